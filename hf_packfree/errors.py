@@ -1,0 +1,45 @@
+"""Every error this package raises on purpose.
+
+Each one says what was found, what is wanted and how to mend it, and subclasses the builtin that a caller
+would already catch: `ValueError` for what was passed in, `RuntimeError` for what a model or machine is.
+"""
+
+
+class PackFreeError(Exception):
+    """Base of all errors of this package."""
+
+
+class BoundaryError(PackFreeError, ValueError):
+    """The packed input is malformed: offsets, masks or positions that describe no row of documents."""
+
+
+class BoundaryConflict(BoundaryError):
+    """Two forms of the packed input put document boundaries in different places."""
+
+
+class CacheConflict(PackFreeError, ValueError):
+    """A packed row came together with a cache: the tokens before the row belong to no document in it."""
+
+
+class UnsupportedInput(PackFreeError, ValueError):
+    """The input is valid, but no exact path for it exists yet (images in a packed row, say)."""
+
+
+class UnsupportedModel(PackFreeError, TypeError):
+    """The model holds no module of a supported family."""
+
+
+class ContractError(PackFreeError, RuntimeError):
+    """A module lacks a parameter or size that its family's checkpoints always have."""
+
+
+class PatchConflict(PackFreeError, RuntimeError):
+    """Something else already changed the model at a seam that a patch needs."""
+
+
+class BackendUnavailable(PackFreeError, RuntimeError):
+    """The backend that was asked for cannot run here."""
+
+
+class LeakDetected(PackFreeError, AssertionError):
+    """Packed documents influence each other: a measured value is above its limit."""

@@ -1,0 +1,124 @@
+"""The one record of where each document lies.
+
+Shapes: B rows, S tokens of a row as the caller has it, T tokens of the one packed row, N segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hf_packfree.errors import BoundaryError
+
+_Derived = TypeVar("_Derived")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PackedSequence:
+    """Where each document lies in one row of T tokens; built once per forward, never changed.
+
+    Attributes:
+        cu_seqlens: int32 [N+1], on the model's device; offsets in tokens, 0 first, T last, strictly increasing.
+        cu_seqlens_cpu: int32 [N+1], the same on the host, so that planning never waits for the device.
+        seq_idx: int32 [1, T], on the model's device; the segment number of every token, 0 to N-1.
+        max_seqlen: tokens in the longest segment; a host int, so that reading it never waits for the device.
+        batch_shape: (B, S), the shape the caller's batch had and gets back.
+        indices: int64 [T], on the model's device; where each token lies in the caller's flattened [B*S], or None
+            when the row is all of it in order (no padding was dropped).
+    """
+
+    cu_seqlens: Tensor
+    cu_seqlens_cpu: Tensor
+    seq_idx: Tensor
+    max_seqlen: int
+    batch_shape: tuple[int, int]
+    indices: Tensor | None = None
+    _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def from_lengths(
+        cls,
+        lengths: Sequence[int] | Tensor,
+        *,
+        device: torch.device | str = "cpu",
+        batch_shape: tuple[int, int] | None = None,
+        indices: Tensor | None = None,
+    ) -> PackedSequence:
+        """Build the record from document lengths.
+
+        Args:
+            lengths: N host integers of at least 1, in tokens.
+            device: where the tensors that kernels read shall live.
+            batch_shape: (B, S) of the caller's batch; (1, T) if not given.
+            indices: int64 [T] on any device, see the class.
+
+        Raises:
+            BoundaryError: a length is below 1, or there is none.
+        """
+        sizes = torch.as_tensor(lengths, dtype=torch.int32, device="cpu")
+        if sizes.numel() == 0 or int(sizes.min()) < 1:
+            raise BoundaryError(
+                f"found document lengths {sizes.tolist()}; wanted one or more, each of at least one token; "
+                "drop empty documents before packing"
+            )
+        cu_seqlens = F.pad(sizes.cumsum(0, dtype=torch.int32), (1, 0))
+        seq_idx = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), sizes)[None]
+        return cls(
+            cu_seqlens=cu_seqlens.to(device, non_blocking=True),
+            cu_seqlens_cpu=cu_seqlens,
+            seq_idx=seq_idx.to(device, non_blocking=True),
+            max_seqlen=int(sizes.max()),
+            batch_shape=batch_shape or (1, int(cu_seqlens[-1])),
+            indices=None if indices is None else indices.to(device, non_blocking=True),
+        )
+
+    @property
+    def num_segments(self) -> int:
+        """N, the number of segments in the row."""
+        return self.cu_seqlens_cpu.numel() - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the number of tokens in the row."""
+        return self.seq_idx.shape[1]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each segment, in row order."""
+        return self.cu_seqlens_cpu.diff().tolist()
+
+    def position_ids(self) -> Tensor:
+        """Return int64 [1, T]: each token's place in its segment, from 0."""
+
+        def build(packed: PackedSequence) -> Tensor:
+            starts = packed.cu_seqlens.index_select(0, packed.seq_idx[0]).long()
+            return (torch.arange(packed.num_tokens, device=starts.device) - starts)[None]
+
+        return self.derive(build)
+
+    def derive(self, build: Callable[..., _Derived], *args: Any) -> _Derived:
+        """Return `build(self, *args)`, computed at most once: what all layers share is planned once per row.
+
+        `build` counts as the same by its code, so nested functions may be used; `args` must be hashable.
+        """
+        key = (build.__code__ if hasattr(build, "__code__") else build, args)
+        if key not in self._memo:
+            self._memo[key] = build(self, *args)
+        return self._memo[key]  # type: ignore[no-any-return]
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedSequence:
+        """Return the record with its device tensors on `device`; the name is what accelerate's hooks call."""
+        if self.cu_seqlens.device == torch.device(device):
+            return self
+        return replace(
+            self,
+            cu_seqlens=self.cu_seqlens.to(device, non_blocking=non_blocking),
+            seq_idx=self.seq_idx.to(device, non_blocking=non_blocking),
+            indices=None if self.indices is None else self.indices.to(device, non_blocking=non_blocking),
+            _memo={},
+        )
