@@ -1,0 +1,45 @@
+"""The gated delta rule token by token: the definition that every backend is tested against."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_packfree.packing import PackedSequence
+
+NORM_EPS = 1e-6
+
+
+def recurrent_gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packed: PackedSequence
+) -> Tensor:
+    """Run each document of the row from a zero state; clear rather than fast, differentiable by autograd.
+
+    With S [K, V] the state, and for every token in turn (Yang et al., arXiv:2412.06464, eq. 10, S transposed):
+
+        S <- exp(g) S;    S <- S + k (beta (v - k^T S));    o = q^T S
+
+    Args and returns: as `hf_packfree.ops.delta_rule.gated_delta_rule`, computed in q's dtype if fp64, else fp32.
+    """
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    groups = v.shape[2] // q.shape[2]
+    query = (_unit(q[0].to(dtype)) * q.shape[-1] ** -0.5).repeat_interleave(groups, 1)
+    key = _unit(k[0].to(dtype)).repeat_interleave(groups, 1)
+    inputs = (query, key, v[0].to(dtype), g[0].to(dtype), beta[0].to(dtype))
+    documents = zip(*(x.split(packed.lengths) for x in inputs), strict=True)
+    return torch.cat([_run_document(*document) for document in documents])[None].to(v.dtype)
+
+
+def _run_document(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    state = v.new_zeros(*k.shape[1:], v.shape[-1])
+    outputs = []
+    for q_t, k_t, v_t, g_t, beta_t in zip(q, k, v, g, beta, strict=True):
+        state = state * g_t.exp()[:, None, None]
+        read = torch.einsum("hk,hkv->hv", k_t, state)
+        state = state + torch.einsum("hk,hv->hkv", k_t, beta_t[:, None] * (v_t - read))
+        outputs.append(torch.einsum("hk,hkv->hv", q_t, state))
+    return torch.stack(outputs)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
