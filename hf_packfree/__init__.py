@@ -1,5 +1,30 @@
-"""Packed and padding-free training of hybrid linear-attention models, exact and fast."""
+"""Packed and padding-free training of hybrid linear-attention models, exact and fast.
+
+Importing this package changes nothing and needs torch alone; names load what they need when they are first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from hf_packfree._version import __version__
+from hf_packfree.packing import PackedSequence
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from hf_packfree.patching import PatchReport, apply_patches, patch_report, remove_patches
+
+_HOMES = {
+    "PatchReport": "patching",
+    "apply_patches": "patching",
+    "patch_report": "patching",
+    "remove_patches": "patching",
+}
+
+__all__ = ["PackedSequence", "PatchReport", "__version__", "apply_patches", "patch_report", "remove_patches"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'hf_packfree' has no attribute {name!r}")
+    return getattr(import_module(f"hf_packfree.{_HOMES[name]}"), name)

@@ -42,4 +42,16 @@ class BackendUnavailable(PackFreeError, RuntimeError):
 
 
 class LeakDetected(PackFreeError, AssertionError):
-    """Packed documents influence each other: a measured value is above its limit."""
+    """Packed documents influence each other: a measured value is above its limit.
+
+    Attributes:
+        report: the `PackingReport` with all numbers.
+    """
+
+    def __init__(self, message: str, report: object = None) -> None:
+        super().__init__(message)
+        self.report = report
+
+
+class BlindMeasurement(PackFreeError, RuntimeError):
+    """The control did not leak, so a measurement that finds no leak proves nothing."""

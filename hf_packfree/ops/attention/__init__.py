@@ -1,1 +1,44 @@
+"""Causal softmax attention that stops at document boundaries: one public function, one file per backend."""
 
+from __future__ import annotations
+
+from torch import Tensor
+
+from hf_packfree.errors import BackendUnavailable
+from hf_packfree.ops.attention import torch_native
+from hf_packfree.packing import PackedSequence
+
+BACKENDS = {"torch": torch_native.attend}
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: PackedSequence,
+    *,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    backend: str = "torch",
+) -> Tensor:
+    """Attend causally within each document of a packed row.
+
+    Args:
+        q: [1, T, H, D], any floating dtype; k, v: [1, T, HK, D] with HK a divisor of H (query head j reads j // (H/HK)).
+        packed: where the documents lie.
+        scale: factor on q.k before the softmax; D ** -0.5 if not given.
+        dropout: probability of dropping an attention weight.
+        backend: a name in `BACKENDS`.
+
+    Returns:
+        [1, T, H, D] in q's dtype.  Memory grows with T, not with T x T, where torch has a flash kernel for the dtype.
+
+    Raises:
+        BackendUnavailable: no backend has that name.
+    """
+    if backend not in BACKENDS:
+        raise BackendUnavailable(f"found attention backend {backend!r}; wanted one of {sorted(BACKENDS)}; pass one of them")
+    return BACKENDS[backend](q, k, v, packed, scale=scale, dropout=dropout)
+
+
+__all__ = ["BACKENDS", "attention"]

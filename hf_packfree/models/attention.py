@@ -1,0 +1,108 @@
+"""Full attention over a packed row: whatever implementation the model was loaded with, fed the record."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from hf_packfree.errors import BackendUnavailable
+from hf_packfree.models.contract import Sizes, size_of_linear, size_of_norm
+from hf_packfree.models.state import PatchState, state_of
+from hf_packfree.ops.attention import attention
+from hf_packfree.ops.attention.block_mask import additive_block_mask
+from hf_packfree.packing import PackedSequence, to_hf_kwargs
+
+
+def attention_route(implementation: str) -> str | None:
+    """Return how a packed row is attended: "varlen" (ours), "mask" (eager), "flash" (cu_seqlens), or None: no exact way."""
+    if "flash" in implementation:
+        return "flash"
+    return {"sdpa": "varlen", "eager": "mask"}.get(implementation)
+
+
+def check_attention(config: Any) -> str:
+    """Return the route of the implementation the model runs now.
+
+    Raises:
+        BackendUnavailable: nothing is known of that implementation.
+    """
+    route = attention_route(config._attn_implementation)
+    if route is None:
+        raise BackendUnavailable(
+            f"found attn_implementation={config._attn_implementation!r}, which is not known to keep packed documents "
+            "apart; wanted sdpa, eager or a flash attention; call model.set_attn_implementation('sdpa')"
+        )
+    return route
+
+
+class PackedAttention(nn.Module):
+    """Put in front of a family's gated attention (query and gate in one projection, norms on q and k)."""
+
+    packfree: ClassVar[PatchState | None] = None
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend within documents when a record comes down, as upstream otherwise.
+
+        Args:
+            hidden_states: [1, T, D_model] of a packed row.
+            position_embeddings: cos and sin, [1, T, D_rotary] each.
+        """
+        packed: PackedSequence | None = kwargs.pop("packed_sequence", None)
+        if packed is not None:
+            route = check_attention(self.config)
+            if route == "varlen":
+                return self._attend_packed(hidden_states, position_embeddings, packed), None
+            if route == "mask":
+                attention_mask = packed.derive(additive_block_mask, hidden_states.dtype)
+            else:
+                attention_mask, kwargs = None, {**kwargs, **to_hf_kwargs(packed)}
+        return super().forward(
+            hidden_states=hidden_states,
+            position_embeddings=position_embeddings,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            **kwargs,
+        )
+
+    def _attend_packed(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor], packed: PackedSequence) -> Tensor:
+        heads = (*x.shape[:-1], -1, self.head_dim)
+        q, gate = self.q_proj(x).view(*x.shape[:-1], -1, 2 * self.head_dim).chunk(2, dim=-1)
+        q = self.q_norm(q).transpose(1, 2)
+        k = self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2)
+        q, k = self._rotate(q, k, *position_embeddings)
+        out = attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            self.v_proj(x).view(heads),
+            packed,
+            scale=self.scaling,
+            dropout=self.attention_dropout if self.training else 0.0,
+            backend=state_of(self).attention,
+        )
+        return self.o_proj(out.flatten(2) * gate.flatten(2).sigmoid())
+
+    def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Apply the family's rotary embedding to q and k [1, heads, T, D]; each family names upstream's function."""
+        raise NotImplementedError
+
+    @staticmethod
+    def checkpoint_sizes(layer: nn.Module) -> Sizes:
+        """Return what the packed branch reads, as found and as the config says."""
+        config, head = layer.config, layer.head_dim
+        queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
+        return {
+            "q_proj": (size_of_linear(layer.q_proj), (2 * queries, config.hidden_size)),
+            "k_proj": (size_of_linear(layer.k_proj), (keys, config.hidden_size)),
+            "v_proj": (size_of_linear(layer.v_proj), (keys, config.hidden_size)),
+            "o_proj": (size_of_linear(layer.o_proj), (config.hidden_size, queries)),
+            "q_norm": (size_of_norm(layer.q_norm), (head,)),
+            "k_norm": (size_of_norm(layer.k_norm), (head,)),
+        }

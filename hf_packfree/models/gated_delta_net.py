@@ -1,0 +1,109 @@
+"""Gated DeltaNet over a packed row: the convolution and the state stop at every document's edge.
+
+Shapes: T tokens of the row, C channels (q, k and v side by side), H key heads, HV value heads, K and V their sizes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hf_packfree.models.contract import Sizes, size_of_linear, size_of_norm
+from hf_packfree.models.state import PatchState, state_of
+from hf_packfree.ops.conv import causal_conv1d
+from hf_packfree.ops.delta_rule import gated_delta_rule
+from hf_packfree.packing import PackedSequence
+
+
+class PackedGatedDeltaNet(nn.Module):
+    """Put in front of a family's Gated DeltaNet: owns the packed branch, leaves everything else to upstream."""
+
+    packfree: ClassVar[PatchState | None] = None
+
+    def forward(
+        self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
+        """Mix tokens within documents when a record comes down, as upstream otherwise.
+
+        Args:
+            hidden_states: [1, T, D_model] of a packed row, [B, S, D_model] otherwise.
+        """
+        packed: PackedSequence | None = kwargs.pop("packed_sequence", None)
+        native = state_of(self).unpacked == "native" and cache_params is None
+        if packed is None and not native:
+            return super().forward(hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs)
+        if packed is not None:
+            return self._forward_packed(hidden_states, packed)
+        rows, tokens, _ = hidden_states.shape
+        if attention_mask is not None:  # as upstream: padding enters neither window nor state
+            hidden_states = hidden_states * attention_mask[..., None].to(hidden_states.dtype)
+        packed = PackedSequence.from_lengths([tokens] * rows, device=hidden_states.device)
+        return self._forward_packed(hidden_states.flatten(0, 1)[None], packed).unflatten(1, (rows, tokens))[0]
+
+    def _forward_packed(self, x: Tensor, packed: PackedSequence) -> Tensor:
+        with conv_weights_in_place(self.conv1d):
+            return self._mix(x, packed)
+
+    def _mix(self, x: Tensor, packed: PackedSequence) -> Tensor:
+        state = state_of(self)
+        mixed, z, b, a = self._project(x)
+        mixed = causal_conv1d(
+            mixed,
+            self.conv1d.weight.squeeze(1),
+            packed,
+            bias=self.conv1d.bias,
+            activation=self.activation,
+            backend=state.conv,
+        )
+        q, k, v = mixed.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
+        # the log decay of arXiv:2412.06464, in fp32: in fp16 the exponential overflows
+        g = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias.float())
+        out = gated_delta_rule(
+            q.unflatten(-1, (self.num_k_heads, self.head_k_dim)),
+            k.unflatten(-1, (self.num_k_heads, self.head_k_dim)),
+            v.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
+            g,
+            b.sigmoid(),
+            packed,
+            backend=state.delta_rule,
+        )
+        out = self.norm(out.reshape(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim))
+        return self.out_proj(out.view(1, packed.num_tokens, self.value_dim))
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return q|k|v [1, T, C], the output gate z [1, T, HV*V], and b, a [1, T, HV]; each family has its own layout."""
+        raise NotImplementedError
+
+    @staticmethod
+    def checkpoint_sizes(layer: nn.Module) -> Sizes:
+        """Return what the packed branch reads, as found and as the module's own head counts say."""
+        channels = 2 * layer.num_k_heads * layer.head_k_dim + layer.num_v_heads * layer.head_v_dim
+        values = layer.num_v_heads * layer.head_v_dim
+        return {
+            "conv1d": (type(layer.conv1d), nn.Conv1d),
+            "conv1d.weight": (tuple(layer.conv1d.weight.shape), (channels, 1, layer.conv_kernel_size)),
+            "A_log": (tuple(layer.A_log.shape), (layer.num_v_heads,)),
+            "dt_bias": (tuple(layer.dt_bias.shape), (layer.num_v_heads,)),
+            "norm": (size_of_norm(layer.norm), (layer.head_v_dim,)),
+            "out_proj": (size_of_linear(layer.out_proj), (layer.hidden_size, values)),
+            "activation": (layer.activation in ("silu", "swish"), True),
+            "grouped heads": (layer.num_v_heads % layer.num_k_heads, 0),
+        }
+
+
+class conv_weights_in_place:  # noqa: N801 (reads as a verb where it is used)
+    """Bring an offloaded convolution's weights in while they are read directly instead of through its forward."""
+
+    def __init__(self, conv: nn.Module) -> None:
+        self.conv, self.hook = conv, getattr(conv, "_hf_hook", None)
+
+    def __enter__(self) -> None:
+        if self.hook is not None:
+            self.hook.pre_forward(self.conv)
+
+    def __exit__(self, *error: object) -> None:
+        if self.hook is not None:
+            self.hook.post_forward(self.conv, torch.empty(0))

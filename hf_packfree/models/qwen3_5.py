@@ -1,0 +1,69 @@
+"""Qwen3.5, dense: text model, classification heads and the vision-language class fed text."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from transformers.models.qwen3_5 import configuration_qwen3_5 as configuration
+from transformers.models.qwen3_5 import modeling_qwen3_5 as upstream
+
+from hf_packfree.models.attention import PackedAttention
+from hf_packfree.models.contract import Sizes, size_of_linear
+from hf_packfree.models.gated_delta_net import PackedGatedDeltaNet
+from hf_packfree.models.trunk import PackedTrunk
+from hf_packfree.models.vision_language import PackedVisionLanguage
+
+
+class SplitProjections(PackedGatedDeltaNet):
+    """Qwen3.5's layout: one projection for q, k and v, and one each for z, b and a."""
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x)
+
+    @staticmethod
+    def checkpoint_sizes(layer: nn.Module) -> Sizes:
+        """Add the four projections to what every Gated DeltaNet has."""
+        values, hidden = layer.num_v_heads * layer.head_v_dim, layer.hidden_size
+        channels = 2 * layer.num_k_heads * layer.head_k_dim + values
+        return PackedGatedDeltaNet.checkpoint_sizes(layer) | {
+            "in_proj_qkv": (size_of_linear(layer.in_proj_qkv), (channels, hidden)),
+            "in_proj_z": (size_of_linear(layer.in_proj_z), (values, hidden)),
+            "in_proj_b": (size_of_linear(layer.in_proj_b), (layer.num_v_heads, hidden)),
+            "in_proj_a": (size_of_linear(layer.in_proj_a), (layer.num_v_heads, hidden)),
+        }
+
+
+class Qwen3_5GatedDeltaNet(SplitProjections, upstream.Qwen3_5GatedDeltaNet):
+    """Upstream's layer, plus the packed branch."""
+
+
+class Qwen3_5Attention(PackedAttention, upstream.Qwen3_5Attention):
+    """Upstream's layer, plus the packed branch."""
+
+    def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return upstream.apply_rotary_pos_emb(q, k, cos, sin)
+
+
+class Qwen3_5TextModel(PackedTrunk, upstream.Qwen3_5TextModel):
+    """Upstream's trunk, plus the record."""
+
+
+class Qwen3_5Model(PackedVisionLanguage, upstream.Qwen3_5Model):
+    """Upstream's vision-language model, plus the record for text-only rows."""
+
+
+def tiny_config() -> configuration.Qwen3_5TextConfig:
+    """A model of some 100,000 parameters with every part of the family: 3 linear layers to 1 full, grouped heads."""
+    return configuration.Qwen3_5TextConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        max_position_embeddings=4096,
+    )

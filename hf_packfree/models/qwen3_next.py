@@ -1,0 +1,72 @@
+"""Qwen3-Next: text model, sparse experts, and projections interleaved per key head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers.models.qwen3_next import configuration_qwen3_next as configuration
+from transformers.models.qwen3_next import modeling_qwen3_next as upstream
+
+from hf_packfree.models.attention import PackedAttention
+from hf_packfree.models.contract import Sizes, size_of_linear
+from hf_packfree.models.gated_delta_net import PackedGatedDeltaNet
+from hf_packfree.models.trunk import PackedTrunk
+
+
+class Qwen3NextGatedDeltaNet(PackedGatedDeltaNet, upstream.Qwen3NextGatedDeltaNet):
+    """Upstream's layer, plus the packed branch.
+
+    `in_proj_qkvz` holds, key head by key head, its q, its k, and the v and z of the value heads that read it;
+    `in_proj_ba` likewise their b and a.
+    """
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        group = self.num_v_heads // self.num_k_heads
+        per_head = self.in_proj_qkvz(x).unflatten(-1, (self.num_k_heads, -1))
+        values = group * self.head_v_dim
+        q, k, v, z = per_head.split([self.head_k_dim, self.head_k_dim, values, values], dim=-1)
+        b, a = self.in_proj_ba(x).unflatten(-1, (self.num_k_heads, -1)).split([group, group], dim=-1)
+        mixed = torch.cat([part.flatten(-2) for part in (q, k, v)], dim=-1)
+        return mixed, z.flatten(-2), b.flatten(-2), a.flatten(-2)
+
+    @staticmethod
+    def checkpoint_sizes(layer: nn.Module) -> Sizes:
+        """Add the two interleaved projections to what every Gated DeltaNet has."""
+        keys, values = layer.num_k_heads * layer.head_k_dim, layer.num_v_heads * layer.head_v_dim
+        return PackedGatedDeltaNet.checkpoint_sizes(layer) | {
+            "in_proj_qkvz": (size_of_linear(layer.in_proj_qkvz), (2 * (keys + values), layer.hidden_size)),
+            "in_proj_ba": (size_of_linear(layer.in_proj_ba), (2 * layer.num_v_heads, layer.hidden_size)),
+        }
+
+
+class Qwen3NextAttention(PackedAttention, upstream.Qwen3NextAttention):
+    """Upstream's layer, plus the packed branch."""
+
+    def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return upstream.apply_rotary_pos_emb(q, k, cos, sin)
+
+
+class Qwen3NextModel(PackedTrunk, upstream.Qwen3NextModel):
+    """Upstream's trunk, plus the record."""
+
+
+def tiny_config() -> configuration.Qwen3NextConfig:
+    """A model of some 150,000 parameters with every part of the family: 3 linear layers to 1 full, 4 experts."""
+    return configuration.Qwen3NextConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        max_position_embeddings=4096,
+    )

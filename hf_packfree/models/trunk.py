@@ -1,0 +1,136 @@
+"""The text trunk: one record per forward, handed down to every layer."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from hf_packfree.errors import UnsupportedInput
+from hf_packfree.models.attention import check_attention
+from hf_packfree.models.reading import read_arguments
+from hf_packfree.models.state import PatchState, state_of
+from hf_packfree.packing import Forms, PackedSequence, repad, says_padding_only, unpad
+
+
+class PackedTrunk(nn.Module):
+    """Put in front of a family's text model: reads boundaries, runs packed rows as one row, puts the shape back.
+
+    What holds one document per row goes to upstream with the same arguments.  For packed rows the record travels as
+    the keyword `packed_sequence`: keywords survive the recomputation of gradient checkpointing.
+    """
+
+    packfree: ClassVar[PatchState | None] = None
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run upstream's forward; every argument and output keeps upstream's meaning and shape.
+
+        A packed row builds no cache: `past_key_values` of the output is None whatever `use_cache` says.
+
+        Raises:
+            BoundaryError, BoundaryConflict, CacheConflict, UnsupportedInput: before anything runs.
+        """
+        if (input_ids is None) == (inputs_embeds is None):  # upstream has the words for this
+            return super().forward(input_ids=input_ids, inputs_embeds=inputs_embeds, **kwargs)
+        packed: PackedSequence | None = kwargs.pop("packed_sequence", None)
+        forms = Forms.take(kwargs, position_ids=position_ids, attention_mask=attention_mask)
+        if packed is None:
+            packed = read_arguments(forms, input_ids, inputs_embeds, past_key_values)
+        self._tell(packed, input_ids if input_ids is not None else inputs_embeds)
+        if packed is None:
+            return super().forward(
+                input_ids=input_ids,
+                attention_mask=attention_mask if says_padding_only(attention_mask) else None,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                inputs_embeds=inputs_embeds,
+                use_cache=use_cache,
+                **kwargs,
+            )
+        return self._forward_packed(packed, input_ids, inputs_embeds, position_ids, kwargs)
+
+    def _forward_packed(
+        self,
+        packed: PackedSequence,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        position_ids: Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> Any:
+        _check_packed_call(self, packed, position_ids, kwargs)
+        as_dict = kwargs.pop("return_dict", getattr(self.config, "return_dict", True))
+        output = super().forward(
+            input_ids=None if input_ids is None else unpad(input_ids, packed),
+            attention_mask={"full_attention": None, "linear_attention": None},  # layers read the record instead
+            position_ids=_row_positions(position_ids, packed),
+            past_key_values=None,
+            inputs_embeds=None if inputs_embeds is None else unpad(inputs_embeds, packed),
+            use_cache=False,
+            packed_sequence=packed,
+            return_dict=True,
+            **kwargs,
+        )
+        _restore_shapes(output, packed)
+        return output.to_tuple() if as_dict is False else output
+
+    def _tell(self, packed: PackedSequence | None, tokens: Tensor | None) -> None:
+        assert tokens is not None
+        for observe in state_of(self).observers:
+            observe(packed, (tokens.shape[0], tokens.shape[1]))
+
+
+def _check_packed_call(
+    trunk: nn.Module, packed: PackedSequence, position_ids: Tensor | None, kwargs: dict[str, Any]
+) -> None:
+    check_attention(trunk.config)
+    if kwargs.get("is_causal", getattr(trunk.config, "is_causal", True)) is False:
+        raise UnsupportedInput(
+            "found is_causal=False with a packed row; wanted causal attention, the only kind that is exact when packed; "
+            "pass the documents one by one, padded"
+        )
+    if position_ids is not None and position_ids.ndim == 3 and not _is_text_only(position_ids):
+        raise UnsupportedInput(
+            "found image or video positions (mRoPE rows that differ) in a packed row; wanted text alone: packed rows "
+            "with images are not supported yet; pass such documents one by one, padded"
+        )
+    wants_weights = kwargs.get("output_attentions", getattr(trunk.config, "output_attentions", False))
+    if wants_weights and (packed.indices is not None or packed.batch_shape[0] > 1):
+        raise UnsupportedInput(
+            f"found output_attentions=True for a packed batch of {packed.batch_shape[0]} rows; wanted one row without "
+            "padding, because the weights of a flattened batch have no per-row shape; pass the rows one at a time"
+        )
+
+
+def _is_text_only(position_ids: Tensor) -> bool:
+    rows = position_ids[-3:]
+    return bool((rows == rows[:1]).all())
+
+
+def _row_positions(position_ids: Tensor | None, packed: PackedSequence) -> Tensor:
+    """Return the row's positions in the shape upstream was given: [1, T], or [3 or 4, 1, T]."""
+    if position_ids is None:
+        return packed.position_ids()
+    rows, tokens = packed.batch_shape
+    stack = position_ids.expand(*position_ids.shape[:-2], rows, tokens) if position_ids.ndim > 1 else position_ids[None]
+    if stack.ndim == 2:
+        return unpad(stack, packed)
+    return unpad(stack.movedim(0, -1), packed).movedim(-1, 0)
+
+
+def _restore_shapes(output: Any, packed: PackedSequence) -> None:
+    """Put the caller's [B, S] back into everything the trunk returns, in place."""
+    output.last_hidden_state = repad(output.last_hidden_state, packed)
+    if output.get("hidden_states") is not None:
+        layers = output.hidden_states
+        output.hidden_states = tuple(None if layer is None else repad(layer, packed) for layer in layers)
+    if output.get("router_logits") is not None:
+        output.router_logits = tuple(repad(layer[None], packed).flatten(0, 1) for layer in output.router_logits)

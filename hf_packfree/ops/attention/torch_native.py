@@ -1,0 +1,82 @@
+"""Causal attention within documents in plain torch, without a T x T mask.
+
+Shapes: T tokens of the row, N documents, H query heads, HK key/value heads, D head size, L padded length of a bucket.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hf_packfree.packing import PackedSequence
+
+
+@dataclass(frozen=True, eq=False)
+class Bucket:
+    """Documents of like length, laid side by side.
+
+    Attributes:
+        gather: int64 [n, L], the row's token for every slot; slots after a document's end repeat its last token.
+        slots: int64 [t], the flat slots [n*L] that hold real tokens, in row order.
+    """
+
+    gather: Tensor
+    slots: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Buckets:
+    """The row's documents sorted into buckets; `order` int64 [T] undoes the sorting."""
+
+    buckets: tuple[Bucket, ...]
+    order: Tensor
+
+
+def plan_buckets(packed: PackedSequence) -> Buckets:
+    """Sort documents by length rounded up to one of four sizes per power of two.
+
+    The padded length depends on the document alone, so its values do not depend on what else is in the row, and a row
+    of any lengths takes a few dozen calls at most.
+    """
+    starts, lengths = packed.cu_seqlens_cpu[:-1].long(), packed.cu_seqlens_cpu.diff().long()
+    padded = torch.tensor([_round_up(length) for length in lengths.tolist()])
+    buckets, places = [], []
+    for size in padded.unique().tolist():
+        member = padded == size
+        slot = torch.arange(size)
+        gather = starts[member, None] + torch.minimum(slot[None], lengths[member, None] - 1)
+        real = slot[None] < lengths[member, None]
+        places.append(gather[real])
+        device = packed.cu_seqlens.device
+        buckets.append(Bucket(gather.to(device), real.reshape(-1).nonzero()[:, 0].to(device)))
+    order = torch.cat(places).argsort().to(packed.cu_seqlens.device)
+    return Buckets(tuple(buckets), order)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, *, scale: float | None = None, dropout: float = 0.0
+) -> Tensor:
+    """See `hf_packfree.ops.attention.attention`.  Slots past a document's end lie in every real query's future."""
+    plan = packed.derive(plan_buckets)
+    outputs = []
+    for bucket in plan.buckets:
+        gathered = (x[0].index_select(0, bucket.gather.reshape(-1)).unflatten(0, bucket.gather.shape) for x in (q, k, v))
+        outputs.append(_sdpa(*gathered, scale, dropout).flatten(0, 1).index_select(0, bucket.slots))
+    return torch.cat(outputs).index_select(0, plan.order)[None]
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float) -> Tensor:
+    groups = q.shape[2] // k.shape[2]
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=scale).transpose(1, 2)
+
+
+def _round_up(length: int) -> int:
+    """The smallest of 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, ... that holds `length`."""
+    step = max(8, (1 << (length - 1).bit_length()) // 8) if length > 1 else 8
+    return -(-length // step) * step

@@ -1,0 +1,167 @@
+"""What one input form says about a batch: which tokens are real, and which document each belongs to.
+
+Shapes: B rows, S tokens of a row.  Everything here is on the host: boundaries are decided before kernels run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_packfree.errors import BoundaryError
+
+BLOCKED = -1e4
+"""An additive mask blocks a key at or below this; 0 lets it through; anything between is a bias."""
+
+
+@dataclass(frozen=True, eq=False)
+class Claim:
+    """The document structure one input form describes.
+
+    Attributes:
+        form: the argument's name, for messages.
+        real: bool [B, S]; False where the form says a token is padding.
+        values: int64 [B, S], or None when the form says nothing about documents.
+        step: what `values` grows by from a token to the next one of its document: 1 for positions, 0 for numbers.
+    """
+
+    form: str
+    real: Tensor
+    values: Tensor | None = None
+    step: int = 0
+
+    def starts(self, kept: Tensor) -> Tensor | None:
+        """Return bool [M]: which of the `kept` tokens (int64 [M] into [B*S]) is the first of its document."""
+        if self.values is None:
+            return None
+        grown, new_row = self.values.reshape(-1)[kept].diff(), (kept // self.values.shape[1]).diff() != 0
+        goes_on = grown == self.step
+        if self.step:  # positions that also count the padding in between
+            goes_on |= grown == kept.diff()
+        fresh = torch.ones(kept.numel(), dtype=torch.bool)
+        fresh[1:] = new_row | ~goes_on
+        return fresh
+
+
+def claim_of_positions(position_ids: Tensor, shape: tuple[int, int]) -> Claim | None:
+    """Read `position_ids`: a document goes on as long as its positions grow by one.
+
+    Args:
+        position_ids: [S], [B or 1, S], or a stack [4, B or 1, S] whose first row is the text's, or [3, B or 1, S]
+            (mRoPE), which speaks of documents only where all three rows are equal.
+    """
+    text = position_ids
+    if position_ids.ndim == 3:
+        rows = position_ids.shape[0]
+        if rows not in (3, 4):
+            raise _misshapen("position_ids", position_ids, shape, "(B, S), (3, B, S) or (4, B, S)")
+        if rows == 3 and not bool((position_ids == position_ids[:1]).all()):
+            return None
+        text = position_ids[0]
+    if text.ndim == 1:
+        text = text[None]
+    if text.ndim != 2 or text.shape[1] != shape[1] or text.shape[0] not in (1, shape[0]):
+        raise _misshapen("position_ids", position_ids, shape, "(B, S), (3, B, S) or (4, B, S)")
+    values = text.detach().to("cpu", torch.int64).expand(shape)
+    return Claim("position_ids", torch.ones(shape, dtype=torch.bool), values, step=1)
+
+
+def claim_of_offsets(form: str, cu_seqlens: Tensor, shape: tuple[int, int], device: torch.device) -> Claim:
+    """Read `cu_seq_lens_q` or `_k`: int32 [N+1] offsets into the flattened batch; empty documents drop out."""
+    total = shape[0] * shape[1]
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32 or cu_seqlens.ndim != 1:
+        found = f"{cu_seqlens.dtype} {list(cu_seqlens.shape)}" if isinstance(cu_seqlens, Tensor) else repr(cu_seqlens)
+        raise BoundaryError(f"found {form} {found}; wanted a torch.int32 tensor [N+1]; convert it with .to(torch.int32)")
+    if cu_seqlens.device != device:
+        raise BoundaryError(
+            f"found {form} on {cu_seqlens.device}; wanted it on {device}, where the tokens are; move it with .to()"
+        )
+    offsets = cu_seqlens.detach().to("cpu", torch.int64)
+    if offsets.numel() < 2 or offsets[0] != 0 or offsets[-1] != total or bool((offsets.diff() < 0).any()):
+        raise BoundaryError(
+            f"found {form}={_short(offsets)}; wanted offsets that start at 0, never decrease and end at {total}, the "
+            "tokens of the batch; give a padding tail a segment of its own"
+        )
+    values = torch.repeat_interleave(torch.arange(offsets.numel() - 1), offsets.diff()).view(shape)
+    if bool((values[1:, 0] == values[:-1, -1]).any()):
+        raise BoundaryError(
+            f"found {form}={_short(offsets)} with a document that runs from one row of {shape[1]} tokens into the "
+            "next; wanted an offset at the start of every row; flatten the batch to one row, or split the document"
+        )
+    return Claim(form, torch.ones(shape, dtype=torch.bool), values)
+
+
+def claim_of_numbers(seq_idx: Tensor, shape: tuple[int, int]) -> Claim:
+    """Read `seq_idx`: an integer [B, S] that changes at every document's start; below 0 is padding."""
+    if seq_idx.is_floating_point() or tuple(seq_idx.shape) != shape:
+        raise _misshapen("seq_idx", seq_idx, shape, "an integer (B, S)")
+    values = seq_idx.detach().to("cpu", torch.int64)
+    return Claim("seq_idx", values >= 0, values)
+
+
+def claim_of_mask(mask: Tensor, shape: tuple[int, int]) -> Claim:
+    """Read a 2-D mask: 0/1 says what is padding; numbers above 1 also say which document (1, 1, 2, 2, 0)."""
+    values = mask.detach().to("cpu")
+    if values.dtype == torch.bool:
+        return Claim("attention_mask", values)
+    whole = values.to(torch.int64)
+    if bool((whole < 0).any()) or not torch.equal(whole.to(values.dtype), values):
+        raise BoundaryError(
+            f"found a 2-D attention_mask with values from {values.min().item()} to {values.max().item()}; wanted 0 "
+            "and 1, or 0 for padding and 1, 2, 3 ... for documents; an additive mask has to be 4-D"
+        )
+    if int(whole.max()) <= 1:
+        return Claim("attention_mask", whole > 0)
+    return Claim("attention_mask", whole > 0, whole)
+
+
+def claim_of_square(mask: Tensor, shape: tuple[int, int]) -> Claim:
+    """Read a 4-D mask [B or 1, heads or 1, S, S], bool or additive: blocks on the diagonal are documents.
+
+    A mask in which every token sees the one before it describes one document and may be of any kind; one that cuts a
+    row into documents must be block-diagonal and causal, because nothing else reaches the linear layers.
+    """
+    allowed = mask if mask.dtype == torch.bool else (mask == 0 if mask.is_floating_point() else mask != 0)
+    allowed = allowed[:, 0].expand(shape[0], -1, -1)
+    real = allowed.diagonal(dim1=1, dim2=2)
+    number = torch.zeros(shape, dtype=torch.int64, device=mask.device)
+    for row in range(shape[0]):
+        kept = real[row].nonzero()[:, 0]
+        number[row, kept[1:]] = (~allowed[row, kept[1:], kept[:-1]]).cumsum(0)
+    if bool((number > 0).any()):
+        block = (number[:, :, None] == number[:, None, :]) & real[:, None, :]
+        wanted = block.tril()
+        if not torch.equal(allowed & real[:, :, None], wanted & real[:, :, None]) or _has_bias(mask):
+            raise BoundaryError(
+                "found a 4-D attention_mask that cuts rows into documents but is not block-diagonal and causal; wanted "
+                "each token to see its own document up to itself; pass the boundaries as position_ids instead"
+            )
+    return Claim("attention_mask", real.to("cpu"), number.to("cpu"))
+
+
+def check_mask_shape(mask: Tensor, shape: tuple[int, int]) -> None:
+    """Refuse a mask that fits no known form of a batch without a cache."""
+    rows, tokens = shape
+    if mask.ndim == 2 and tuple(mask.shape) == shape:
+        return
+    if mask.ndim == 4 and mask.shape[0] in (1, rows) and tuple(mask.shape[2:]) == (tokens, tokens):
+        return
+    raise _misshapen("attention_mask", mask, shape, "(B, S), or (B, 1, S, S)")
+
+
+def _has_bias(mask: Tensor) -> bool:
+    return mask.is_floating_point() and bool(((mask != 0) & (mask > BLOCKED)).any())
+
+
+def _misshapen(form: str, found: Tensor, shape: tuple[int, int], wanted: str) -> BoundaryError:
+    return BoundaryError(
+        f"found {form} {found.dtype} {list(found.shape)}; wanted {wanted} with B={shape[0]} rows and S={shape[1]} tokens "
+        f"as in the input; build {form} from the same batch as input_ids"
+    )
+
+
+def _short(values: Tensor) -> str:
+    shown = values.tolist()
+    return str(shown) if len(shown) <= 8 else f"[{', '.join(map(str, shown[:4]))}, ..., {shown[-2]}, {shown[-1]}]"

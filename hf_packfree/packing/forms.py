@@ -1,0 +1,201 @@
+"""From whatever the caller has to one record: every claim about boundaries is read, and all must agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_packfree.errors import BoundaryConflict, BoundaryError
+from hf_packfree.packing.claims import (
+    Claim,
+    check_mask_shape,
+    claim_of_mask,
+    claim_of_numbers,
+    claim_of_offsets,
+    claim_of_positions,
+    claim_of_square,
+)
+from hf_packfree.packing.record import PackedSequence
+
+HF_NAMES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""Upstream's keyword names for packing; spelled in this file and nowhere else."""
+
+_FOREIGN = {"cu_seqlens": "cu_seq_lens_q", "cu_seqlens_q": "cu_seq_lens_q", "max_seqlen": "max_length_q"}
+
+
+@dataclass(frozen=True, eq=False)
+class Forms:
+    """Everything a caller can say about documents, as given (None: not said)."""
+
+    position_ids: Tensor | None = None
+    attention_mask: Any = None
+    cu_seq_lens_q: Tensor | None = None
+    cu_seq_lens_k: Tensor | None = None
+    max_length_q: int | Tensor | None = None
+    max_length_k: int | Tensor | None = None
+    seq_idx: Tensor | None = None
+
+    @classmethod
+    def take(cls, kwargs: dict[str, Any], *, position_ids: Tensor | None, attention_mask: Any) -> Forms:
+        """Move upstream's packing keywords out of `kwargs`, so that they go no further in this spelling.
+
+        Raises:
+            BoundaryError: a keyword of another library's spelling was given, which nothing would read.
+        """
+        for foreign, ours in _FOREIGN.items():
+            if kwargs.get(foreign) is not None:
+                raise BoundaryError(f"found the keyword {foreign}; wanted {ours}, the name transformers uses; rename it")
+        return cls(position_ids, attention_mask, **{name: kwargs.pop(name, None) for name in HF_NAMES})
+
+    @property
+    def named(self) -> bool:
+        """Whether boundaries were passed under upstream's packing keywords."""
+        return any(value is not None for value in (self.cu_seq_lens_q, self.cu_seq_lens_k, self.seq_idx))
+
+
+def to_hf_kwargs(packed: PackedSequence) -> Mapping[str, Any]:
+    """Spell the record the way transformers' flash attention reads it."""
+    cu_seqlens, longest = packed.cu_seqlens, packed.max_seqlen
+    return dict(zip(HF_NAMES, (cu_seqlens, cu_seqlens, longest, longest, packed.seq_idx), strict=True))
+
+
+def read_forms(
+    forms: Forms, shape: tuple[int, int], device: torch.device, same_token: Callable[[Tensor, int], Tensor]
+) -> PackedSequence | None:
+    """Build the one record, or return None where upstream is exact as it is.
+
+    Args:
+        forms: what the caller said.
+        shape: (B, S), rows and tokens of a row.
+        device: where the tokens are.
+        same_token: given int64 [M] places in the flattened batch and one place, says which hold the same input.
+
+    Returns:
+        None when every row holds one document and its padding, if any, is in a 0/1 or 4-D mask.
+
+    Raises:
+        BoundaryError: a form is malformed.
+        BoundaryConflict: two forms disagree.
+    """
+    claims = _claims(forms, shape, device)
+    if not claims:
+        _check_longest(forms, None)
+        return None
+    real = torch.stack([claim.real for claim in claims]).all(0)
+    kept = real.reshape(-1).nonzero()[:, 0]
+    if kept.numel() == 0:
+        return None
+    starts, longest = _agree(claims, kept, same_token)
+    _check_longest(forms, longest)
+    if starts is None:
+        return None
+    lengths = _lengths(starts)
+    if _is_plain(forms, claims, real, lengths.numel()):
+        return None
+    indices = None if kept.numel() == real.numel() else kept
+    return PackedSequence.from_lengths(lengths, device=device, batch_shape=shape, indices=indices)
+
+
+def says_padding_only(mask: Any) -> bool:
+    """Whether a mask is one that upstream reads as it is meant: none, boolean or 0/1, or 4-D."""
+    return not (isinstance(mask, Tensor) and mask.ndim == 2 and mask.dtype != torch.bool and bool((mask > 1).any()))
+
+
+def _claims(forms: Forms, shape: tuple[int, int], device: torch.device) -> list[Claim]:
+    found: list[Claim | None] = []
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        offsets = getattr(forms, name)
+        if offsets is not None and not (found and offsets is forms.cu_seq_lens_q):
+            found.append(claim_of_offsets(name, offsets, shape, device))
+    if forms.seq_idx is not None:
+        found.append(claim_of_numbers(forms.seq_idx, shape))
+    if forms.position_ids is not None:
+        found.append(claim_of_positions(forms.position_ids, shape))
+    if isinstance(forms.attention_mask, Tensor):
+        check_mask_shape(forms.attention_mask, shape)
+        read = claim_of_mask if forms.attention_mask.ndim == 2 else claim_of_square
+        found.append(read(forms.attention_mask, shape))
+    return [claim for claim in found if claim is not None]
+
+
+def _agree(
+    claims: list[Claim], kept: Tensor, same_token: Callable[[Tensor, int], Tensor]
+) -> tuple[Tensor | None, int | None]:
+    """Return bool [M], the document starts that all claims share, and the longest document they speak of.
+
+    Both are None when no claim speaks of documents.
+    """
+    agreed: tuple[Claim, Tensor] | None = None
+    longest: int | None = None
+    for claim in claims:
+        given = claim.starts(kept)
+        if given is None:
+            continue
+        starts = _join_padding_tails(given, kept, claim.real.shape[1], same_token)
+        if agreed is not None and not torch.equal(agreed[1], starts):
+            raise _conflict(agreed[0], claim, int(kept[(agreed[1] != starts).nonzero()[0, 0]]))
+        agreed = agreed or (claim, starts)
+        longest = min(int(_lengths(given).max()), longest or kept.numel())
+    return (None if agreed is None else agreed[1]), longest
+
+
+def _lengths(starts: Tensor) -> Tensor:
+    return torch.cat((starts.nonzero()[:, 0], torch.tensor([starts.numel()]))).diff()
+
+
+def _join_padding_tails(
+    starts: Tensor, kept: Tensor, tokens: int, same_token: Callable[[Tensor, int], Tensor]
+) -> Tensor:
+    """Make one segment of a row's tail of one-token documents that all hold the same token: that is padding.
+
+    Collators pad positions with zeros, which reads as a document per pad.  Nothing after the tail can be reached from
+    it, and a one-token document has no next token to learn, so joining equal ones changes no loss.
+    """
+    row = kept // tokens
+    row_ends = torch.cat((row.diff().nonzero()[:, 0], torch.tensor([kept.numel() - 1])))
+    joined = starts.clone()
+    for end in row_ends.tolist():
+        if end == 0 or not (starts[end] and starts[end - 1] and row[end] == row[end - 1]):
+            continue
+        long = (~starts[: end + 1]).nonzero()
+        first = int(long[-1]) + 1 if long.numel() else 0
+        first = max(first, int((row == row[end]).nonzero()[0]))
+        same = same_token(kept[first : end + 1], int(kept[end]))
+        other = (~same).nonzero()
+        tail = first + (int(other[-1]) + 1 if other.numel() else 0)
+        joined[tail + 1 : end + 1] = False
+    return joined
+
+
+def _is_plain(forms: Forms, claims: list[Claim], real: Tensor, num_documents: int) -> bool:
+    """Whether upstream is exact on this batch: one document per row, and padding only where its own mask says so."""
+    if num_documents != int(real.any(1).sum()):
+        return False
+    by_mask = claims[-1].form == "attention_mask" and torch.equal(claims[-1].real, real)
+    return bool(real.all()) or (by_mask and says_padding_only(forms.attention_mask))
+
+
+def _check_longest(forms: Forms, longest: int | None) -> None:
+    for name in ("max_length_q", "max_length_k"):
+        given = getattr(forms, name)
+        if given is None:
+            continue
+        if longest is None:
+            raise BoundaryError(f"found {name}={int(given)} alone; wanted cu_seq_lens_q beside it; pass both or neither")
+        if int(given) < longest:
+            raise BoundaryConflict(
+                f"found {name}={int(given)} beside a document of {longest} tokens; wanted at least {longest}; "
+                f"build {name} from the same lengths as the boundaries"
+            )
+
+
+def _conflict(one: Claim, other: Claim, place: int) -> BoundaryConflict:
+    row, token = divmod(place, one.real.shape[1])
+    return BoundaryConflict(
+        f"found {one.form} and {other.form} in disagreement: at row {row}, token {token} one starts a document and the "
+        "other goes on; wanted the same boundaries in both; pass one of them alone, or build both from the same lengths"
+    )

@@ -1,0 +1,123 @@
+"""Apply and remove: a model is swapped as a whole or not at all, and given back exactly as it was."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, TypeVar
+
+from torch import nn
+
+from hf_packfree.errors import PatchConflict
+from hf_packfree.models.recording import share_recorders
+from hf_packfree.models.state import PatchState
+from hf_packfree.patching.backends import choose_backends
+from hf_packfree.patching.plan import Step, plan_swaps
+from hf_packfree.patching.registry import family_of
+from hf_packfree.patching.report import patch_report
+
+logger = logging.getLogger("hf_packfree")
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+def apply_patches(
+    model: _Model, *, backend: str = "auto", unpacked: Literal["upstream", "native"] = "upstream"
+) -> _Model:
+    """Make packed rows exact, in place, and return the same model; applying twice changes nothing more.
+
+    Logs one line (logger "hf_packfree", level INFO) that says what was swapped and which implementations run.
+
+    Args:
+        model: a Qwen3.5, Qwen3.5-MoE or Qwen3-Next model, or anything that holds one (a classification head, PEFT,
+            DDP). Parameters, state_dict keys and config stay as they are.
+        backend: "auto", or the name of the implementation to force; "torch" runs everywhere.
+        unpacked: what runs the linear layers for rows of one document: "upstream", bit for bit as without us, or
+            "native", our convolution and delta rule, whose last bits differ and which are faster where
+            flash-linear-attention is absent.
+
+    Raises:
+        UnsupportedModel, PatchConflict, ContractError, BackendUnavailable: nothing was changed; see `plan_swaps`.
+        ValueError: an option has an unknown value.
+    """
+    swap_planned(model, choose_backends(backend, unpacked))
+    return model
+
+
+def swap_planned(model: nn.Module, state: PatchState) -> None:
+    """Plan, check, then change `model`, with what runs already chosen; logs one line when something changed."""
+    _, steps = plan_swaps(model)
+    if not steps:
+        _refuse_other_options(model, state)
+        return
+    _swap(steps, state)
+    logger.info("%s", patch_report(model))
+
+
+def remove_patches(model: _Model) -> _Model:
+    """Give back exactly what was there before `apply_patches`; a model that is not patched stays as it is.
+
+    Raises:
+        PatchConflict: something was put on top of a patched module since; nothing was changed.
+    """
+    for step in _swapped(model):
+        step.module.__class__ = step.before
+        vars(step.module).pop("packfree", None)
+    return model
+
+
+@contextmanager
+def patches_lifted(model: nn.Module) -> Iterator[None]:
+    """Run the block with `model` as it was before `apply_patches`, for a control; patched again afterwards.
+
+    Raises:
+        PatchConflict: as `remove_patches`.
+    """
+    steps = _swapped(model)
+    for step in steps:
+        step.module.__class__ = step.before
+    try:
+        yield
+    finally:
+        for step in steps:
+            step.module.__class__ = step.after
+
+
+def _swapped(model: nn.Module) -> list[Step]:
+    """Return the swaps in force, each checked to be undoable."""
+    family = family_of(model)
+    if family is None:
+        return []
+    originals = {after: before for before, after in family.pairs().items()}
+    modules = [(name, module) for name, module in model.named_modules() if isinstance(module, tuple(originals))]
+    for name, module in modules:
+        if type(module) not in originals or "forward" in vars(module):
+            raise PatchConflict(
+                f"found {name or 'the model itself'} wrapped since it was patched ({type(module).__name__}, or a forward of "
+                "its own instance); wanted our class on the outside; undo the wrapping first, or keep the patches: they "
+                "change nothing for unpacked rows"
+            )
+    return [Step(name, module, originals[type(module)], type(module)) for name, module in modules]
+
+
+def _swap(steps: list[Step], state: PatchState) -> None:
+    done: list[Step] = []
+    try:
+        for step in steps:
+            step.module.__class__ = step.after
+            done.append(step)
+            share_recorders(step.module, step.before)
+            vars(step.module)["packfree"] = state
+    except BaseException:
+        for step in done:
+            step.module.__class__ = step.before
+            vars(step.module).pop("packfree", None)
+        raise
+
+
+def _refuse_other_options(model: nn.Module, wanted: PatchState) -> None:
+    found = next(state for module in model.modules() if isinstance(state := getattr(module, "packfree", None), PatchState))
+    if found != wanted:
+        raise PatchConflict(
+            f"found the model patched with {found}; wanted {wanted}; call remove_patches(model) before choosing again"
+        )

@@ -1,0 +1,79 @@
+"""A model from whatever names it: a config, a folder, a hub id, or a built-in tiny one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from hf_packfree.errors import UnsupportedModel
+from hf_packfree.patching.registry import FAMILIES
+
+
+def build_model(
+    source: str | Path | transformers.PretrainedConfig,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    trust_remote_code: bool = False,
+) -> nn.Module:
+    """Return the model that `source` names, unpatched.
+
+    Args:
+        source: a family's name (a tiny random model), a config (random weights), a `config.json` or a folder that holds
+            one without weights (random weights), or a checkpoint folder or hub id (its weights).
+        device, dtype: where and in what; the CPU and the checkpoint's own if not given.
+
+    Raises:
+        UnsupportedModel: nothing of that name can be loaded.
+    """
+    tiny = {family.name: family for family in FAMILIES}
+    if isinstance(source, str) and source in tiny and not Path(source).exists():
+        source = tiny[source].tiny_config()
+    if isinstance(source, (str, Path)):
+        model = _from_name(source, dtype, trust_remote_code)
+    else:
+        model = _from_config(source, dtype)
+    return model.to(device) if device is not None else model
+
+
+def _from_name(source: str | Path, dtype: torch.dtype | None, trust_remote_code: bool) -> nn.Module:
+    path = Path(source)
+    try:
+        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        if path.exists() and not _has_weights(path):
+            return _from_config(config, dtype)
+        loader: Any = _class_for(config)
+        return loader.from_pretrained(source, dtype=dtype or "auto", trust_remote_code=trust_remote_code)  # type: ignore[no-any-return]
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UnsupportedModel(
+            f"found no model under {str(source)!r} ({reason}); wanted a checkpoint folder, a config, a hub id, or one of "
+            f"{', '.join(family.name for family in FAMILIES)}; check the name"
+        ) from error
+
+
+def _has_weights(path: Path) -> bool:
+    return path.is_dir() and any(path.glob("*.safetensors*")) or any(path.glob("*.bin*"))
+
+
+def _from_config(config: transformers.PretrainedConfig, dtype: torch.dtype | None) -> nn.Module:
+    loader: Any = _class_for(config)
+    return loader._from_config(config, **({} if dtype is None else {"dtype": dtype}))  # type: ignore[no-any-return]
+
+
+def _class_for(config: transformers.PretrainedConfig) -> Any:
+    """The class the checkpoint was saved from, else the family's language model."""
+    for name in config.architectures or ():
+        if hasattr(transformers, name):
+            return getattr(transformers, name)
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText):
+        if type(config) in auto._model_mapping:
+            return auto._model_mapping[type(config)]
+    raise UnsupportedModel(
+        f"found a {type(config).__name__}, for which transformers has no language model; wanted the config of one of "
+        f"{', '.join(family.name for family in FAMILIES)}"
+    )

@@ -1,0 +1,130 @@
+"""The second door: models that are about to be loaded, through transformers' own class mapping (5.3 and later).
+
+While a model is built, transformers puts the registered classes in the place of its own.  Layers become ours at once;
+the trunk, once complete, goes through the same plan and checks as `apply_patches`, so both doors have one table.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from types import TracebackType
+from typing import Any, Literal
+
+from torch import nn
+
+from hf_packfree.errors import PatchConflict, UnsupportedModel
+from hf_packfree.models.state import PatchState
+from hf_packfree.patching.apply import swap_planned
+from hf_packfree.patching.backends import choose_backends
+from hf_packfree.patching.registry import FAMILIES
+
+try:
+    from transformers import monkey_patching
+except ImportError:  # transformers 5.2; ends when 5.3 is the oldest supported release
+    monkey_patching = None  # type: ignore[assignment]
+
+logger = logging.getLogger("hf_packfree")
+
+
+class Registration:
+    """A mapping that transformers holds; leaving it as a context manager, or `remove()`, takes it back."""
+
+    def __init__(self, mapping: dict[str, type[nn.Module]]) -> None:
+        self._mapping = mapping
+
+    def remove(self) -> None:
+        """Take the mapping back; models already built stay patched.  Doing it twice changes nothing more."""
+        held = monkey_patching.get_patch_mapping()
+        monkey_patching.unregister_patch_mapping([key for key, cls in self._mapping.items() if held.get(key) is cls])
+
+    def __enter__(self) -> Registration:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+        if error is not None:
+            _restore_upstream_names(self._mapping)
+
+
+def register_patches(
+    *, backend: str = "auto", unpacked: Literal["upstream", "native"] = "upstream"
+) -> Registration:
+    """Patch every supported model that `from_pretrained` or `from_config` builds from now on.
+
+    The result also works as a context manager: `with register_patches(): model = AutoModelForCausalLM.from_pretrained(...)`.
+    A text model loaded as such (`AutoModel`, with no head around it) is out of transformers' reach here: its first forward
+    raises, and `apply_patches(model)` mends it.
+
+    Args:
+        backend, unpacked: as for `apply_patches`.
+
+    Raises:
+        UnsupportedModel: this transformers has no class mapping (5.2).
+        PatchConflict: a mapping for one of the classes is registered already.
+    """
+    if monkey_patching is None:
+        raise UnsupportedModel(
+            "found a transformers without monkey_patching; wanted 5.3 or later for patching at load time; call "
+            "apply_patches(model) on the loaded model instead, or upgrade transformers"
+        )
+    mapping = _mapping(choose_backends(backend, unpacked))
+    taken = sorted(mapping.keys() & monkey_patching.get_patch_mapping().keys())
+    if taken:
+        raise PatchConflict(
+            f"found a class mapping for {taken[0]} registered already; wanted none; call remove() on the earlier registration"
+        )
+    monkey_patching.register_patch_mapping(mapping)
+    return Registration(mapping)
+
+
+def _mapping(state: PatchState) -> dict[str, type[nn.Module]]:
+    mapping: dict[str, type[nn.Module]] = {}
+    for family in FAMILIES:
+        for before, after in family.pairs().items():
+            if before.__name__ == family.trunk:
+                mapping[_exactly(before)] = _trunk_loader(before, after, state, mapping)
+            elif not _is_recorded(before, family.trunk_class()):
+                mapping[_exactly(before)] = after
+    return mapping
+
+
+def _exactly(cls: type[nn.Module]) -> str:
+    """A pattern for this name alone: transformers searches, and Qwen3_5Model is part of Qwen3_5ModelOutputWithPast."""
+    return f"^{cls.__name__}$"
+
+
+def _is_recorded(cls: type[nn.Module], trunk: type[nn.Module]) -> bool:
+    """Whether transformers records outputs by this class: mapping it would change the class for all models for good."""
+    recorders = (getattr(trunk, "_can_record_outputs", None) or {}).values()
+    return any(getattr(recorder, "target_class", recorder) is cls for recorder in recorders)
+
+
+def _trunk_loader(
+    before: type[nn.Module], after: type[nn.Module], state: PatchState, mapping: dict[str, type[nn.Module]]
+) -> type[nn.Module]:
+    def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        try:
+            before.__init__(self, *args, **kwargs)
+            self.__class__ = before
+            swap_planned(self, state)
+        except BaseException:
+            _restore_upstream_names(mapping)
+            raise
+
+    names = {"__init__": __init__, "__module__": before.__module__, "__qualname__": before.__qualname__}
+    return type(before.__name__, (before,), names)
+
+
+def _restore_upstream_names(mapping: dict[str, type[nn.Module]]) -> None:
+    """Put upstream's classes back where an exception left ours: transformers does so only when all goes well."""
+    originals = {before.__name__: before for family in FAMILIES for before in family.pairs()}
+    for module in list(sys.modules.values()):
+        if not getattr(module, "__name__", "").startswith("transformers"):
+            continue
+        for name, before in originals.items():
+            if vars(module).get(name) is mapping.get(f"^{name}$", before):
+                if vars(module).get(name) is not None:
+                    setattr(module, name, before)

@@ -1,0 +1,103 @@
+"""What the exactness tests share: tiny slow-decay models, every input form, documents run one by one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+
+import torch
+
+from hf_packfree.patching.registry import FAMILIES, Family
+
+ROW = (5, 64, 1, 129, 3, 63, 2, 65)
+"""Documents shorter than the convolution, around the 64-token chunk, and of one token."""
+
+LOGIT_TOL, GRADIENT_TOL, CONTROL = 1e-5, 1e-4, 1e3
+by_family = {family.name: family for family in FAMILIES}
+
+
+def slow_decay(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
+    """Let states live long (A from 0.01 to 0.05) and weights be large enough for a leak to show."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.copy_(torch.empty_like(parameter).uniform_(0.01, 0.05, generator=generator).log())
+            elif parameter.ndim > 1 and "embed" not in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5)
+            elif "embed" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def tiny(family: str | Family = "qwen3_5", *, attention: str = "sdpa", head: str | None = None) -> torch.nn.Module:
+    """Return the family's tiny model in training mode, unpatched, fp32, slow decay."""
+    row = by_family[family] if isinstance(family, str) else family
+    config = row.tiny_config()
+    config._attn_implementation = attention
+    torch.manual_seed(0)
+    cls = getattr(import_module(row.upstream), head or row.causal_lm)
+    return slow_decay(cls(config)).train()
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Documents, what to call the model with, and where each document's tokens lie in the caller's shape."""
+
+    documents: list[torch.Tensor]
+    inputs: dict[str, object]
+    places: list[tuple[int, torch.Tensor]]
+
+    def cut(self, output: torch.Tensor) -> list[torch.Tensor]:
+        """Return each document's part [n, ...] of an output [B, S, ...]."""
+        return [output[row, tokens] for row, tokens in self.places]
+
+
+def documents(lengths, vocabulary: int = 128, seed: int = 1) -> list[torch.Tensor]:
+    """Random token documents of these lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(2, vocabulary, (length,), generator=generator) for length in lengths]
+
+
+def relative_rms(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Root mean square of the difference over that of `wanted`."""
+    difference = (found.double() - wanted.double()).pow(2).mean().sqrt()
+    return float(difference / wanted.double().pow(2).mean().sqrt().clamp_min(1e-300))
+
+
+def run(model, batch: Batch, weights: list[torch.Tensor], output=lambda out: out.logits):
+    """Return per-document outputs and the gradients of a fixed random functional of them."""
+    model.zero_grad(set_to_none=True)
+    parts = batch.cut(output(model(**batch.inputs)))
+    sum((part * weight).sum() for part, weight in zip(parts, weights)).backward()
+    return [part.detach() for part in parts], gradients(model)
+
+
+def run_alone(model, batch: Batch, weights: list[torch.Tensor], output=lambda out: out.logits):
+    """The same, each document in a forward of its own."""
+    model.zero_grad(set_to_none=True)
+    parts = []
+    for document, weight in zip(batch.documents, weights):
+        part = output(model(input_ids=document[None], use_cache=False))[0]
+        (part * weight).sum().backward()
+        parts.append(part.detach())
+    return parts, gradients(model)
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    """Return a copy of every parameter's gradient."""
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def random_weights(batch: Batch, width: int, seed: int = 2) -> list[torch.Tensor]:
+    """One fixed random functional per document."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(len(document), width, generator=generator) for document in batch.documents]
+
+
+def errors(found, wanted) -> tuple[float, float]:
+    """Return the relative RMS of all logits, and the worst parameter gradient's."""
+    (parts, grads), (alone, alone_grads) = found, wanted
+    assert grads.keys() == alone_grads.keys()
+    worst = max(relative_rms(grads[name], alone_grads[name]) for name in grads)
+    return relative_rms(torch.cat(parts), torch.cat(alone)), worst

@@ -1,0 +1,54 @@
+"""Packed rows equal documents run one by one: values and gradients, every input form, with a control that fails."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_packfree import apply_patches, remove_patches
+from tests.forms import ROW_FORMS, ROWS_FORMS, row_batch, rows_batch
+from tests.support import CONTROL, GRADIENT_TOL, LOGIT_TOL, ROW, errors, random_weights, run, run_alone, tiny
+
+TEXT_POSITIONS_ONLY = ("positions_4rows", "positions_3rows", "positions_3rows_flash")
+
+
+def measure(model, batch):
+    """Return (logit error, gradient error) of the packed batch against its documents one by one."""
+    weights = random_weights(batch, 128)
+    return errors(run(model, batch, weights), run_alone(model, batch, weights))
+
+
+def assert_exact(model, batch):
+    logits, grads = measure(model, batch)
+    assert logits <= LOGIT_TOL, f"logits differ by {logits:.1e} relative RMS"
+    assert grads <= GRADIENT_TOL, f"gradients differ by {grads:.1e} relative RMS"
+
+
+def leaks(model, batch) -> bool:
+    """Whether the stock model is a thousand times worse than the limit, or refuses the input."""
+    try:
+        logits, _ = measure(model, batch)
+    except (ValueError, IndexError, RuntimeError, TypeError):
+        return True
+    return not logits <= LOGIT_TOL * CONTROL
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("form", ROW_FORMS)
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
+def test_one_row(family, form, attention):
+    if family == "qwen3_next" and form in TEXT_POSITIONS_ONLY:
+        pytest.skip("Qwen3-Next takes no stacked positions")
+    model, batch = tiny(family, attention=attention), row_batch(form, ROW)
+    assert leaks(model, batch), "the control passed: this test could not see a leak"
+    assert_exact(apply_patches(model), batch)
+    assert leaks(remove_patches(model), batch)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("form", ROWS_FORMS)
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
+def test_several_rows(family, form, attention):
+    model, batch = tiny(family, attention=attention), rows_batch(form)
+    assert leaks(model, batch)
+    assert_exact(apply_patches(model), batch)
