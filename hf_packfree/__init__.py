@@ -12,16 +12,42 @@ from hf_packfree._version import __version__
 from hf_packfree.packing import PackedSequence
 
 if TYPE_CHECKING:
-    from hf_packfree.patching import PatchReport, apply_patches, patch_report, remove_patches
+    from hf_packfree.patching import (
+        PatchReport,
+        Registration,
+        apply_patches,
+        patch_report,
+        register_patches,
+        remove_patches,
+    )
+    from hf_packfree.trainer import PackFreeCallback
+    from hf_packfree.verify import PackingReport, verify_packing
 
 _HOMES = {
+    "PackFreeCallback": "trainer",
+    "PackingReport": "verify",
     "PatchReport": "patching",
+    "Registration": "patching",
     "apply_patches": "patching",
     "patch_report": "patching",
+    "register_patches": "patching",
     "remove_patches": "patching",
+    "verify_packing": "verify",
 }
 
-__all__ = ["PackedSequence", "PatchReport", "__version__", "apply_patches", "patch_report", "remove_patches"]
+__all__ = [
+    "PackFreeCallback",
+    "PackedSequence",
+    "PackingReport",
+    "PatchReport",
+    "Registration",
+    "__version__",
+    "apply_patches",
+    "patch_report",
+    "register_patches",
+    "remove_patches",
+    "verify_packing",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_packfree.errors import PatchConflict
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from hf_packfree.packing import PackedSequence
 
-Observer = Callable[["PackedSequence | None", "tuple[int, int]"], None]
-"""Called by the trunk before every forward with the record (None: unpacked) and (B, S)."""
+Observer = Callable[["PackedSequence | None", "tuple[int, int]", Any], None]
+"""Called by the trunk before every training forward: the record (None: unpacked), (B, S), the attention mask."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class PatchState:
     Attributes:
         conv, delta_rule, attention: names of the backends that run for packed rows.
         unpacked: "upstream", or "native" when our conv and delta rule also run for rows of one document.
-        observers: called at every forward of the trunk.
+        observers: called before every training forward of the trunk.
     """
 
     conv: str = "torch"

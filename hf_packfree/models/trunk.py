@@ -45,7 +45,10 @@ class PackedTrunk(nn.Module):
         forms = Forms.take(kwargs, position_ids=position_ids, attention_mask=attention_mask)
         if packed is None:
             packed = read_arguments(forms, input_ids, inputs_embeds, past_key_values)
-        self._tell(packed, input_ids if input_ids is not None else inputs_embeds)
+        if self.training:
+            tokens = input_ids if input_ids is not None else inputs_embeds
+            for observe in state_of(self).observers:
+                observe(packed, (tokens.shape[0], tokens.shape[1]), attention_mask)
         if packed is None:
             return super().forward(
                 input_ids=input_ids,
@@ -81,11 +84,6 @@ class PackedTrunk(nn.Module):
         )
         _restore_shapes(output, packed)
         return output.to_tuple() if as_dict is False else output
-
-    def _tell(self, packed: PackedSequence | None, tokens: Tensor | None) -> None:
-        assert tokens is not None
-        for observe in state_of(self).observers:
-            observe(packed, (tokens.shape[0], tokens.shape[1]))
 
 
 def _check_packed_call(

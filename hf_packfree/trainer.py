@@ -1,0 +1,214 @@
+"""The Trainer callback: patches at the right moment, says when it is too late, logs what packing does."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hf_packfree.errors import LeakDetected, PatchConflict
+from hf_packfree.models.state import PatchState
+from hf_packfree.packing import PackedSequence
+from hf_packfree.patching.apply import apply_patches
+from hf_packfree.patching.plan import trunks
+from hf_packfree.patching.registry import family_of
+from hf_packfree.patching.report import patch_report
+from hf_packfree.verify import LIMITS, relative_rms
+
+
+class PackFreeCallback(TrainerCallback):  # type: ignore[misc]
+    """Patch the Trainer's model; pass it as `Trainer(callbacks=[PackFreeCallback()])`.
+
+    The model is patched when the Trainer is initialised, before accelerate, DDP or FSDP wrap it; `add_callback` comes
+    after that, and training then refuses to start unless the model is patched already.  The patches stay after
+    training: they change nothing for unpacked rows, and `remove_patches(model)` takes them back.
+
+    Every training log gains, counted since the last one, on this process:
+        packfree/documents_per_row: documents in the average row.
+        packfree/real_token_share: tokens that are not padding, 0 to 1.
+        packfree/tokens_per_second: real tokens.
+        packfree/influence: once, with `verify_first_batch`.
+
+    Args:
+        backend, unpacked: as for `apply_patches`.
+        verify_first_batch: on the first packed batch, change the tokens of every second document and demand that no
+            other document notices; costs two forwards.
+    """
+
+    def __init__(
+        self,
+        *,
+        backend: str = "auto",
+        unpacked: Literal["upstream", "native"] = "upstream",
+        verify_first_batch: bool = False,
+    ) -> None:
+        self._options: dict[str, Any] = {"backend": backend, "unpacked": unpacked}
+        self._verify = verify_first_batch
+        self._influence: float | None = None
+        self._trunks: list[nn.Module] = []
+        self._hooks: list[RemovableHandle] = []
+        self._counts = _Counts()
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Patch the model, before anything wraps it."""
+        apply_patches(kwargs["model"], **self._options)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Refuse to train an unpatched model; start counting.
+
+        Raises:
+            PatchConflict: the callback was added too late to patch.
+        """
+        model = kwargs["model"]
+        if not patch_report(model).patched:
+            raise PatchConflict(
+                "found an unpatched model at the start of training: the callback was added after the Trainer was built, or "
+                "the patches were removed since; wanted it patched before accelerate wraps it; pass "
+                "Trainer(callbacks=[PackFreeCallback()]), or call apply_patches(model) first"
+            )
+        family = family_of(model)
+        self._trunks = list(trunks(model, family)) if family else []
+        self._counts = _Counts()
+        for trunk in self._trunks:
+            _observers(trunk).append(self._counts.count)
+            if self._verify:
+                self._hooks.append(trunk.register_forward_pre_hook(self._verify_once(), with_kwargs=True))
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Stop counting and watching."""
+        while self._hooks:
+            self._hooks.pop().remove()
+        for trunk in self._trunks:
+            if self._counts.count in _observers(trunk):
+                _observers(trunk).remove(self._counts.count)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Add the packing facts to a training log, where it is printed and where it is kept."""
+        if logs is None or "loss" not in logs:
+            return
+        facts = self._counts.take()
+        if self._influence is not None:
+            facts["packfree/influence"], self._influence = self._influence, None
+        logs.update(facts)
+        if state.log_history:
+            state.log_history[-1].update(facts)
+
+    def _verify_once(self) -> Any:
+        done = False
+
+        def hook(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            nonlocal done
+            if done or not trunk.training:
+                return
+            done = True
+            influence = first_batch_influence(trunk, args, kwargs)
+            if influence is None:
+                done = False  # not packed: wait for the first batch that is
+            self._influence = influence
+
+        return hook
+
+
+def first_batch_influence(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+    """Change the tokens of documents 0, 2, 4 ... and return the relative RMS by which 1, 3, 5 ... change.
+
+    The number of forwards does not depend on the batch, so that sharded processes stay in step.
+
+    Raises:
+        LeakDetected: the change is above rounding.
+    """
+    names = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache")
+    inputs = {**dict(zip(names, args, strict=False)), **kwargs}
+    seen: list[PackedSequence] = []
+
+    def watch(packed: PackedSequence | None, shape: tuple[int, int], mask: Any) -> None:
+        if packed is not None:
+            seen.append(packed)
+
+    observers = _observers(trunk)
+    others, observers[:] = list(observers), [watch]
+    try:
+        with torch.no_grad(), torch.random.fork_rng():
+            before = trunk.forward(**dict(inputs)).last_hidden_state
+            if not seen:
+                return None
+            changed, kept = _every_second_changed(inputs, seen[0])
+            after = trunk.forward(**changed).last_hidden_state
+    finally:
+        observers[:] = others
+    influence = relative_rms(after[kept], before[kept]) if bool(kept.any()) else 0.0
+    limit = LIMITS[before.dtype].influence
+    if not influence <= limit:
+        raise LeakDetected(
+            f"found documents of the first batch reacting to each other's tokens: {influence:.1e} relative RMS, allowed "
+            f"{limit:.0e}; wanted none to notice; run verify_packing(model) for the details and report it"
+        )
+    return influence
+
+
+def _every_second_changed(inputs: dict[str, Any], packed: PackedSequence) -> tuple[dict[str, Any], Tensor]:
+    """Return the inputs with every second document changed, and bool [B, S]: the tokens of the others."""
+    rows, tokens = packed.batch_shape
+    number = torch.full((rows * tokens,), -1, dtype=torch.int32, device=packed.seq_idx.device)
+    places = packed.indices if packed.indices is not None else torch.arange(rows * tokens, device=number.device)
+    number = number.index_copy(0, places, packed.seq_idx[0]).view(rows, tokens)
+    change = (number >= 0) & (number % 2 == 0)
+    changed = dict(inputs)
+    if inputs.get("input_ids") is not None:
+        changed["input_ids"] = torch.where(change, inputs["input_ids"].roll(1, dims=1), inputs["input_ids"])
+    else:
+        changed["inputs_embeds"] = torch.where(change[..., None], -inputs["inputs_embeds"], inputs["inputs_embeds"])
+    return changed, (number >= 0) & ~change
+
+
+def _observers(trunk: nn.Module) -> list[Any]:
+    state = trunk.packfree
+    return state.observers if isinstance(state, PatchState) else []
+
+
+class _Counts:
+    """Running totals since the last log; device values are summed there and read only when logged."""
+
+    def __init__(self) -> None:
+        self.rows = self.documents = self.slots = 0
+        self.tokens: int | Tensor = 0
+        self.since = time.perf_counter()
+
+    def count(self, packed: PackedSequence | None, shape: tuple[int, int], mask: Any) -> None:
+        self.rows += shape[0]
+        self.slots += shape[0] * shape[1]
+        if packed is not None:
+            self.documents += packed.num_segments
+            self.tokens = self.tokens + packed.num_tokens
+        else:
+            self.documents += shape[0]
+            padded = isinstance(mask, Tensor) and mask.ndim == 2
+            self.tokens = self.tokens + (mask.sum() if padded else shape[0] * shape[1])
+
+    def take(self) -> dict[str, float]:
+        tokens, seconds = float(self.tokens), time.perf_counter() - self.since
+        facts = {
+            "packfree/documents_per_row": self.documents / max(self.rows, 1),
+            "packfree/real_token_share": tokens / max(self.slots, 1),
+            "packfree/tokens_per_second": tokens / seconds,
+        }
+        self.rows = self.documents = self.slots = 0
+        self.tokens, self.since = 0, time.perf_counter()
+        return facts
