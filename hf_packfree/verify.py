@@ -282,15 +282,21 @@ class _Probe:
         return {name: gradient for name, gradient in zip(trained, found, strict=True) if gradient is not None}
 
     def _worst(self, found: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[float | None, str | None]:
+        """Return the largest relative error of a gradient, and whose.
+
+        Some gradients are zero but for rounding (queries of one-token documents); sizes below a hundredth of
+        the median parameter's count as that.
+        """
         if not wanted:
             return None, None
-        ratios = {
-            name: relative_rms(found[name], wanted[name]) if name in found else float("inf")
-            for name in wanted
-            if bool((wanted[name] != 0).any()) or name in found
-        }
-        name = max(ratios, key=lambda key: float("inf") if ratios[key] != ratios[key] else ratios[key])
-        return ratios[name], name
+        sizes = {name: float(gradient.double().pow(2).mean().sqrt()) for name, gradient in wanted.items()}
+        floor = 1e-2 * sorted(sizes.values())[len(sizes) // 2]
+        errors = dict.fromkeys(found.keys() ^ wanted.keys(), float("inf"))
+        for name in found.keys() & wanted.keys():
+            difference = float((found[name].double() - wanted[name].double()).pow(2).mean().sqrt())
+            errors[name] = difference / max(sizes[name], floor) if difference else 0.0
+        name = max(errors, key=lambda key: float("inf") if errors[key] != errors[key] else errors[key])
+        return errors[name], name
 
     def _random_ids(self, vocabulary: int) -> Tensor:
         return torch.randint(0, vocabulary, (1, sum(self.lengths)), generator=self.generator).to(self.device)

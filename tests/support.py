@@ -59,10 +59,10 @@ def documents(lengths, vocabulary: int = 128, seed: int = 1) -> list[torch.Tenso
     return [torch.randint(2, vocabulary, (length,), generator=generator) for length in lengths]
 
 
-def relative_rms(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Root mean square of the difference over that of `wanted`."""
-    difference = (found.double() - wanted.double()).pow(2).mean().sqrt()
-    return float(difference / wanted.double().pow(2).mean().sqrt().clamp_min(1e-300))
+def relative_rms(found: torch.Tensor, wanted: torch.Tensor, floor: float = 1e-300) -> float:
+    """Root mean square of the difference over that of `wanted`, which counts as `floor` at least."""
+    found, wanted = found.detach().double(), wanted.detach().double()
+    return float((found - wanted).pow(2).mean().sqrt() / wanted.pow(2).mean().sqrt().clamp_min(floor))
 
 
 def run(model, batch: Batch, weights: list[torch.Tensor], output=lambda out: out.logits):
@@ -95,9 +95,14 @@ def random_weights(batch: Batch, width: int, seed: int = 2) -> list[torch.Tensor
     return [torch.randn(len(document), width, generator=generator) for document in batch.documents]
 
 
-def errors(found, wanted) -> tuple[float, float]:
-    """Return the relative RMS of all logits, and the worst parameter gradient's."""
+def errors(found, wanted, floor: float = 1e-2) -> tuple[float, float]:
+    """Return the relative RMS of all logits, and the worst parameter gradient's.
+
+    A gradient that is small by cancellation (a decay's, a sum over all tokens) or zero but for rounding (queries of
+    one-token documents) is measured against `floor` times the median parameter's.
+    """
     (parts, grads), (alone, alone_grads) = found, wanted
     assert grads.keys() == alone_grads.keys()
-    worst = max(relative_rms(grads[name], alone_grads[name]) for name in grads)
+    sizes = sorted(float(grad.double().pow(2).mean().sqrt()) for grad in alone_grads.values())
+    worst = max(relative_rms(grads[name], alone_grads[name], max(floor * sizes[len(sizes) // 2], 1e-300)) for name in grads)
     return relative_rms(torch.cat(parts), torch.cat(alone)), worst

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 
 from hf_packfree.errors import BackendUnavailable
 from hf_packfree.models.contract import Sizes, size_of_linear, size_of_norm
-from hf_packfree.models.state import PatchState, state_of
+from hf_packfree.models.replacement import Replacement
+from hf_packfree.models.state import state_of
 from hf_packfree.ops.attention import attention
 from hf_packfree.ops.attention.block_mask import additive_block_mask
 from hf_packfree.packing import PackedSequence, to_hf_kwargs
@@ -36,10 +37,8 @@ def check_attention(config: Any) -> str:
     return route
 
 
-class PackedAttention(nn.Module):
+class PackedAttention(Replacement):
     """Put in front of a family's gated attention (query and gate in one projection, norms on q and k)."""
-
-    packfree: ClassVar[PatchState | None] = None
 
     def forward(
         self,

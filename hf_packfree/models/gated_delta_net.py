@@ -5,23 +5,22 @@ Shapes: T tokens of the row, C channels (q, k and v side by side), H key heads, 
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_packfree.models.contract import Sizes, size_of_linear, size_of_norm
-from hf_packfree.models.state import PatchState, state_of
+from hf_packfree.models.replacement import Replacement
+from hf_packfree.models.state import state_of
 from hf_packfree.ops.conv import causal_conv1d
 from hf_packfree.ops.delta_rule import gated_delta_rule
 from hf_packfree.packing import PackedSequence
 
 
-class PackedGatedDeltaNet(nn.Module):
+class PackedGatedDeltaNet(Replacement):
     """Put in front of a family's Gated DeltaNet: owns the packed branch, leaves everything else to upstream."""
-
-    packfree: ClassVar[PatchState | None] = None
 
     def forward(
         self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any

@@ -9,6 +9,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as upstream
 from hf_packfree.models.attention import PackedAttention
 from hf_packfree.models.contract import Sizes, size_of_linear
 from hf_packfree.models.gated_delta_net import PackedGatedDeltaNet
+from hf_packfree.models.replacement import stands_for
 from hf_packfree.models.trunk import PackedTrunk
 from hf_packfree.models.vision_language import PackedVisionLanguage
 
@@ -32,10 +33,12 @@ class SplitProjections(PackedGatedDeltaNet):
         }
 
 
+@stands_for(upstream)
 class Qwen3_5GatedDeltaNet(SplitProjections, upstream.Qwen3_5GatedDeltaNet):
     """Upstream's layer, plus the packed branch."""
 
 
+@stands_for(upstream)
 class Qwen3_5Attention(PackedAttention, upstream.Qwen3_5Attention):
     """Upstream's layer, plus the packed branch."""
 
@@ -43,10 +46,12 @@ class Qwen3_5Attention(PackedAttention, upstream.Qwen3_5Attention):
         return upstream.apply_rotary_pos_emb(q, k, cos, sin)
 
 
+@stands_for(upstream)
 class Qwen3_5TextModel(PackedTrunk, upstream.Qwen3_5TextModel):
     """Upstream's trunk, plus the record."""
 
 
+@stands_for(upstream)
 class Qwen3_5Model(PackedVisionLanguage, upstream.Qwen3_5Model):
     """Upstream's vision-language model, plus the record for text-only rows."""
 

@@ -8,14 +8,17 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as upstream
 
 from hf_packfree.models.attention import PackedAttention
 from hf_packfree.models.qwen3_5 import SplitProjections
+from hf_packfree.models.replacement import stands_for
 from hf_packfree.models.trunk import PackedTrunk
 from hf_packfree.models.vision_language import PackedVisionLanguage
 
 
+@stands_for(upstream)
 class Qwen3_5MoeGatedDeltaNet(SplitProjections, upstream.Qwen3_5MoeGatedDeltaNet):
     """Upstream's layer, plus the packed branch."""
 
 
+@stands_for(upstream)
 class Qwen3_5MoeAttention(PackedAttention, upstream.Qwen3_5MoeAttention):
     """Upstream's layer, plus the packed branch."""
 
@@ -23,10 +26,12 @@ class Qwen3_5MoeAttention(PackedAttention, upstream.Qwen3_5MoeAttention):
         return upstream.apply_rotary_pos_emb(q, k, cos, sin)
 
 
+@stands_for(upstream)
 class Qwen3_5MoeTextModel(PackedTrunk, upstream.Qwen3_5MoeTextModel):
     """Upstream's trunk, plus the record."""
 
 
+@stands_for(upstream)
 class Qwen3_5MoeModel(PackedVisionLanguage, upstream.Qwen3_5MoeModel):
     """Upstream's vision-language model, plus the record for text-only rows."""
 

@@ -10,9 +10,11 @@ from transformers.models.qwen3_next import modeling_qwen3_next as upstream
 from hf_packfree.models.attention import PackedAttention
 from hf_packfree.models.contract import Sizes, size_of_linear
 from hf_packfree.models.gated_delta_net import PackedGatedDeltaNet
+from hf_packfree.models.replacement import stands_for
 from hf_packfree.models.trunk import PackedTrunk
 
 
+@stands_for(upstream)
 class Qwen3NextGatedDeltaNet(PackedGatedDeltaNet, upstream.Qwen3NextGatedDeltaNet):
     """Upstream's layer, plus the packed branch.
 
@@ -39,6 +41,7 @@ class Qwen3NextGatedDeltaNet(PackedGatedDeltaNet, upstream.Qwen3NextGatedDeltaNe
         }
 
 
+@stands_for(upstream)
 class Qwen3NextAttention(PackedAttention, upstream.Qwen3NextAttention):
     """Upstream's layer, plus the packed branch."""
 
@@ -46,6 +49,7 @@ class Qwen3NextAttention(PackedAttention, upstream.Qwen3NextAttention):
         return upstream.apply_rotary_pos_emb(q, k, cos, sin)
 
 
+@stands_for(upstream)
 class Qwen3NextModel(PackedTrunk, upstream.Qwen3NextModel):
     """Upstream's trunk, plus the record."""
 

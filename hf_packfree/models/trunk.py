@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 
 from hf_packfree.errors import UnsupportedInput
 from hf_packfree.models.attention import check_attention
 from hf_packfree.models.reading import read_arguments
-from hf_packfree.models.state import PatchState, state_of
+from hf_packfree.models.replacement import Replacement
+from hf_packfree.models.state import state_of
 from hf_packfree.packing import Forms, PackedSequence, repad, says_padding_only, unpad
 
 
-class PackedTrunk(nn.Module):
+class PackedTrunk(Replacement):
     """Put in front of a family's text model: reads boundaries, runs packed rows as one row, puts the shape back.
 
     What holds one document per row goes to upstream with the same arguments.  For packed rows the record travels as
     the keyword `packed_sequence`: keywords survive the recomputation of gradient checkpointing.
     """
-
-    packfree: ClassVar[PatchState | None] = None
 
     def forward(
         self,

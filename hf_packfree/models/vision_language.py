@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 
 from hf_packfree.errors import UnsupportedInput
 from hf_packfree.models.reading import read_arguments
-from hf_packfree.models.state import PatchState
+from hf_packfree.models.replacement import Replacement
 from hf_packfree.packing import Forms, PackedSequence, repad
 
 _VISION = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "mm_encoder_outputs")
 
 
-class PackedVisionLanguage(nn.Module):
+class PackedVisionLanguage(Replacement):
     """Put in front of a family's vision-language model."""
-
-    packfree: ClassVar[PatchState | None] = None
 
     def forward(
         self,

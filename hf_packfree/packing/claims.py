@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_packfree.errors import BoundaryError
+from hf_packfree.errors import BoundaryError, UnsupportedInput
 
 BLOCKED = -1e4
 """An additive mask blocks a key at or below this; 0 lets it through; anything between is a bias."""
@@ -58,7 +58,7 @@ def claim_of_positions(position_ids: Tensor, shape: tuple[int, int]) -> Claim | 
         if rows not in (3, 4):
             raise _misshapen("position_ids", position_ids, shape, "(B, S), (3, B, S) or (4, B, S)")
         if rows == 3 and not bool((position_ids == position_ids[:1]).all()):
-            return None
+            return None  # images or videos: see `refuse_packed_mrope`
         text = position_ids[0]
     if text.ndim == 1:
         text = text[None]
@@ -66,6 +66,24 @@ def claim_of_positions(position_ids: Tensor, shape: tuple[int, int]) -> Claim | 
         raise _misshapen("position_ids", position_ids, shape, "(B, S), (3, B, S) or (4, B, S)")
     values = text.detach().to("cpu", torch.int64).expand(shape)
     return Claim("position_ids", torch.ones(shape, dtype=torch.bool), values, step=1)
+
+
+def refuse_packed_mrope(position_ids: Tensor, real: Tensor) -> None:
+    """Refuse three rows of mRoPE positions in which a second document starts.
+
+    Within a document the first row, time, never falls; where it does among `real` tokens (bool [B, S]) a document
+    starts, and nothing says reliably where the others do.
+    """
+    if position_ids.ndim != 3 or position_ids.shape[0] != 3:
+        return
+    place = real.reshape(-1).nonzero()[:, 0]
+    time = position_ids[0].detach().to("cpu").expand(real.shape).reshape(-1)[place]
+    same_row = (place // real.shape[1]).diff() == 0
+    if bool(((time.diff() < 0) & same_row).any()):
+        raise UnsupportedInput(
+            "found image or video positions (mRoPE, three rows that differ) that fall within a row: several documents; wanted "
+            "text alone, since packed rows with images are not supported yet; pass such documents one by one, padded"
+        )
 
 
 def claim_of_offsets(form: str, cu_seqlens: Tensor, shape: tuple[int, int], device: torch.device) -> Claim:

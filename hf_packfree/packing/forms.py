@@ -18,6 +18,7 @@ from hf_packfree.packing.claims import (
     claim_of_offsets,
     claim_of_positions,
     claim_of_square,
+    refuse_packed_mrope,
 )
 from hf_packfree.packing.record import PackedSequence
 
@@ -82,10 +83,9 @@ def read_forms(
         BoundaryConflict: two forms disagree.
     """
     claims = _claims(forms, shape, device)
-    if not claims:
-        _check_longest(forms, None)
-        return None
-    real = torch.stack([claim.real for claim in claims]).all(0)
+    real = torch.stack([torch.ones(shape, dtype=torch.bool), *(claim.real for claim in claims)]).all(0)
+    if forms.position_ids is not None and not any(claim.form == "position_ids" for claim in claims):
+        refuse_packed_mrope(forms.position_ids, real)
     kept = real.reshape(-1).nonzero()[:, 0]
     if kept.numel() == 0:
         return None

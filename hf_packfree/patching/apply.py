@@ -10,7 +10,6 @@ from typing import Literal, TypeVar
 from torch import nn
 
 from hf_packfree.errors import PatchConflict
-from hf_packfree.models.recording import share_recorders
 from hf_packfree.models.state import PatchState
 from hf_packfree.patching.backends import choose_backends
 from hf_packfree.patching.plan import Step, plan_swaps
@@ -106,7 +105,6 @@ def _swap(steps: list[Step], state: PatchState) -> None:
         for step in steps:
             step.module.__class__ = step.after
             done.append(step)
-            share_recorders(step.module, step.before)
             vars(step.module)["packfree"] = state
     except BaseException:
         for step in done:

@@ -44,7 +44,7 @@ class Family:
         return next(before for before in self.pairs() if before.__name__ == self.trunk)
 
     def _upstream_of(self, ours: type[nn.Module]) -> type[nn.Module]:
-        return next(base for base in ours.__mro__ if base.__module__ == self.upstream)
+        return next(base for base in ours.__mro__[1:] if base.__module__ == self.upstream)
 
     def tiny_config(self) -> Any:
         """Return the configuration of the family's tiny model."""

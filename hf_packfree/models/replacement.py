@@ -1,0 +1,44 @@
+"""What every class that stands in for one of upstream's has in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, ClassVar, TypeVar
+
+from torch import nn
+
+from hf_packfree.models.state import PatchState
+
+_Class = TypeVar("_Class", bound="type[Replacement]")
+
+
+class Replacement(nn.Module):
+    """Base of our halves of patched classes.
+
+    transformers decides by a class's name and module which weight conversions, output recorders and attention settings
+    apply; FSDP and accelerate decide by its name which layers to wrap.  A replacement therefore answers to upstream's
+    name and module, and carries its own home for pickling.
+    """
+
+    packfree: ClassVar[PatchState | None] = None
+    packfree_home: ClassVar[str] = ""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle and copy by the home the class really has."""
+        return _blank, (self.packfree_home, type(self).__qualname__), self.__dict__
+
+
+def stands_for(upstream: Any) -> Callable[[_Class], _Class]:
+    """Return a decorator that lets a replacement answer to the modeling module `upstream`."""
+
+    def rename(cls: _Class) -> _Class:
+        cls.packfree_home, cls.__module__ = cls.__module__, upstream.__name__
+        return cls
+
+    return rename
+
+
+def _blank(home: str, name: str) -> Any:
+    cls = getattr(import_module(home), name)
+    return cls.__new__(cls)

@@ -1,0 +1,317 @@
+"""Packed rows in every class and setting: heads, cache flags, embeddings, checkpointing, precision, outputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_packfree import apply_patches, patch_report, register_patches, remove_patches
+from hf_packfree.errors import UnsupportedInput, UnsupportedModel
+from tests.forms import block_mask, one_row, padded_rows, row_batch
+from tests.support import (
+    CONTROL,
+    GRADIENT_TOL,
+    LOGIT_TOL,
+    ROW,
+    Batch,
+    by_family,
+    documents,
+    errors,
+    random_weights,
+    relative_rms,
+    run,
+    run_alone,
+    slow_decay,
+    tiny,
+)
+
+FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
+
+
+def assert_exact(model, batch, width=128, floor=1e-2, **how):
+    weights = random_weights(batch, width)
+    logits, grads = errors(run(model, batch, weights, **how), run_alone(model, batch, weights, **how), floor)
+    assert logits <= LOGIT_TOL and grads <= GRADIENT_TOL, (logits, grads)
+
+
+def test_the_lengths_of_the_promise_in_several_layers():
+    config = by_family["qwen3_5"].tiny_config()
+    config = type(config)(**{**config.to_dict(), "num_hidden_layers": 8, "layer_types": None})
+    model = slow_decay(transformers.Qwen3_5ForCausalLM(config)).train()
+    batch = row_batch("positions", (513, 1, 200, 2, 129, 3, 128, 4, 127, 5, 65, 63, 64))
+    weights = random_weights(batch, 128)
+    stock = errors(run(model, batch, weights), run_alone(model, batch, weights), floor=0.0)
+    ours = errors(run(apply_patches(model), batch, weights), run_alone(model, batch, weights), floor=0.0)
+    assert ours[0] <= LOGIT_TOL and ours[1] <= GRADIENT_TOL
+    assert stock[0] >= CONTROL * LOGIT_TOL and stock[1] >= CONTROL * GRADIENT_TOL
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    lengths=st.lists(st.sampled_from([1, 2, 3, 4, 5, 17, 63, 64, 65, 127, 128, 129]), min_size=2, max_size=6),
+    key_heads=st.sampled_from([1, 2, 3]),
+    group=st.sampled_from([1, 2, 4]),
+    sizes=st.sampled_from([(8, 8), (16, 8), (8, 24)]),
+)
+def test_any_lengths_and_head_counts(lengths, key_heads, group, sizes):
+    config = by_family["qwen3_5"].tiny_config().to_dict()
+    config |= {"linear_num_key_heads": key_heads, "linear_num_value_heads": key_heads * group, "num_hidden_layers": 4}
+    config |= {"linear_key_head_dim": sizes[0], "linear_value_head_dim": sizes[1]}
+    model = slow_decay(transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**config))).train()
+    assert_exact(apply_patches(model), row_batch("positions", lengths), floor=1e-1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_across_documents_are_exactly_zero(family):
+    model = apply_patches(tiny(family))
+    batch = row_batch("positions", ROW)
+    embeds = model.get_input_embeddings()(batch.inputs["input_ids"]).detach().requires_grad_()
+    logits = model(inputs_embeds=embeds, position_ids=batch.inputs["position_ids"]).logits
+    for index, (_, tokens) in enumerate(batch.places):
+        (gradient,) = torch.autograd.grad(logits[0, tokens].pow(2).sum(), embeds, retain_graph=True)
+        elsewhere = torch.ones(sum(ROW), dtype=torch.bool)
+        elsewhere[tokens] = False
+        assert torch.equal(gradient[0, elsewhere], torch.zeros_like(gradient[0, elsewhere])), f"document {index}"
+        assert gradient[0, tokens].abs().sum() > 0
+
+
+@pytest.mark.parametrize("use_cache", [True, None])
+@pytest.mark.parametrize("form", ["positions", "all_flash", "indexed_mask"])
+def test_use_cache_changes_nothing(form, use_cache):
+    model, batch = apply_patches(tiny()), row_batch(form, ROW)
+    wanted = model(**batch.inputs).logits
+    found = model(**{**batch.inputs, "use_cache": use_cache})
+    assert torch.equal(found.logits, wanted) and found.past_key_values is None
+
+
+@pytest.mark.parametrize("form", ["positions", "cu_seq_lens", "indexed_mask", "square_mask"])
+def test_embeddings_instead_of_ids(form):
+    model, batch = apply_patches(tiny()), row_batch(form, ROW)
+    wanted = model(**batch.inputs).logits
+    embeds = model.get_input_embeddings()(batch.inputs["input_ids"])
+    assert torch.equal(model(**{**batch.inputs, "input_ids": None, "inputs_embeds": embeds}).logits, wanted)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_checkpointing_checkpoints_and_stays_exact(family, reentrant):
+    model = apply_patches(tiny(family))
+    calls = []
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda *_, layer=layer: calls.append(layer))
+    batch = row_batch("positions", ROW)
+    weights = random_weights(batch, 128)
+    plain = run(model, batch, weights)
+    assert len(calls) == 4
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    calls.clear()
+    again = run(model, batch, weights)
+    assert len(calls) == 8, "every layer is computed twice, once of them in backward"
+    assert all(torch.equal(one, other) for one, other in zip(again[0], plain[0]))
+    assert errors(again, plain)[1] <= 1e-6
+
+
+def token_classes(family):
+    return [name for name in vars(transformers) if name.startswith(family) and name.endswith("ForTokenClassification")]
+
+
+@pytest.mark.parametrize("door", ["apply", "register"])
+@pytest.mark.parametrize("name", ["Qwen3_5ForTokenClassification", "Qwen3NextForTokenClassification"])
+def test_token_classification(name, door):
+    family = by_family["qwen3_5" if "3_5" in name else "qwen3_next"]
+    model = build(name, family.tiny_config(), door).eval()  # the head drops out while training
+    assert_exact(model, row_batch("positions", ROW), width=2)
+
+
+@pytest.mark.parametrize("door", ["apply", "register"])
+@pytest.mark.parametrize("name", ["Qwen3_5TextForSequenceClassification", "Qwen3NextForSequenceClassification"])
+def test_sequence_classification_answers_for_the_last_document(name, door):
+    family = by_family["qwen3_5" if "3_5" in name else "qwen3_next"]
+    model = build(name, family.tiny_config(), door).eval()
+    batch = row_batch("positions", ROW)
+    alone = model(input_ids=batch.documents[-1][None]).logits
+    assert relative_rms(model(**batch.inputs).logits, alone) <= LOGIT_TOL
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_bare_trunk(family):
+    trunk = apply_patches(tiny(family).model)
+    assert_exact(trunk, row_batch("cu_seq_lens", ROW), width=64, output=lambda out: out.last_hidden_state)
+
+
+def build(name, config, door):
+    cls = getattr(transformers, name)
+    if door == "apply":
+        return slow_decay(apply_patches(cls(config))).train()
+    with register_patches():
+        return slow_decay(cls._from_config(config)).train()
+
+
+def vision_language(family, door="apply"):
+    upstream = f"{'Qwen3_5' if family == 'qwen3_5' else 'Qwen3_5Moe'}"
+    text = by_family[family].tiny_config().to_dict()
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4}
+    config = getattr(transformers, f"{upstream}Config")(text_config=text, vision_config=vision, image_token_id=126, video_token_id=127)
+    return build(f"{upstream}ForConditionalGeneration", config, door)
+
+
+@pytest.mark.parametrize("door", ["apply", "register"])
+@pytest.mark.parametrize("form", ["positions", "cu_seq_lens", "seq_idx", "all_flash", "indexed_mask", "positions_4rows"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_vision_language_fed_text(family, form, door):
+    model = vision_language(family, door)
+    assert_exact(model, row_batch(form, ROW))
+
+
+def test_vision_language_after_generation():
+    """`generate` leaves rope_deltas behind, which upstream would add to the next row's positions."""
+    model = vision_language("qwen3_5")
+    batch = row_batch("indexed_mask", ROW)
+    wanted = model(**batch.inputs).logits
+    model.generate(input_ids=batch.documents[0][None], max_new_tokens=2, do_sample=False, pad_token_id=0)
+    embeds = model.get_input_embeddings()(batch.inputs["input_ids"])
+    found = model(**{**batch.inputs, "input_ids": None, "inputs_embeds": embeds}).logits
+    assert relative_rms(found, wanted) <= LOGIT_TOL
+
+
+def test_images_in_packed_rows_are_refused_by_name():
+    model, batch = vision_language("qwen3_5"), row_batch("positions", ROW)
+    with pytest.raises(UnsupportedInput, match="pixel_values"):
+        model(**batch.inputs, pixel_values=torch.zeros(4, 96), image_grid_thw=torch.tensor([[1, 2, 2]]))
+    positions = batch.inputs["position_ids"][None].repeat(4, 1, 1)
+    positions[2:, 0, 80:90] += 3
+    with pytest.raises(UnsupportedInput, match="mRoPE"):
+        model(**{**batch.inputs, "position_ids": positions})
+    with pytest.raises(UnsupportedInput, match="mRoPE"):
+        model(**{**batch.inputs, "position_ids": positions[1:]})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_half_precision_is_finite_and_rounds_no_worse_than_upstream(family, attention, dtype):
+    """Averaged over three rows: a token whose rounding sends it to another expert weighs more than the rest."""
+    ours = upstreams = 0.0
+    for seed in (1, 2, 3):
+        batch = row_batch("positions", ROW, seed=seed)
+        weights = random_weights(batch, 128)
+        exact, _ = run_alone(tiny(family, attention=attention), batch, weights)
+        rounded, _ = run_alone(tiny(family, attention=attention).to(dtype), batch, weights)
+        parts, grads = run(apply_patches(tiny(family, attention=attention).to(dtype)), batch, weights)
+        assert all(part.isfinite().all() for part in parts) and all(grad.isfinite().all() for grad in grads.values())
+        ours += relative_rms(torch.cat(parts), torch.cat(exact))
+        upstreams += relative_rms(torch.cat(rounded), torch.cat(exact))
+    assert ours <= 1.5 * upstreams, (ours, upstreams)
+
+
+def test_forward_does_not_depend_on_the_neighbours():
+    model = apply_patches(tiny()).eval()
+    first = row_batch("positions", (129, 65, 3))
+    parts = documents((7, 200))
+    second_lengths = (7, 129, 200, 65, 3)
+    ids = torch.cat([parts[0], first.documents[0], parts[1], *first.documents[1:]])[None]
+    found = model(input_ids=ids, position_ids=one_row(second_lengths)["positions"]).logits[0].split(second_lengths)
+    wanted = model(**first.inputs).logits[0].split((129, 65, 3))
+    for one, other in zip((found[1], found[3], found[4]), wanted):
+        assert relative_rms(one, other) <= 1e-6
+
+
+def test_sdpa_never_holds_a_square(monkeypatch):
+    """Neither upstream's mask nor ours: no tensor of T x T elements appears anywhere in forward or backward."""
+    lengths = (1300, 2000, 796)
+    batch, model = row_batch("positions", lengths), apply_patches(tiny())
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for tensor in torch.utils._pytree.tree_leaves(out):
+                if isinstance(tensor, torch.Tensor):
+                    largest = max(largest, tensor.untyped_storage().nbytes())
+            return out
+
+    with Watch():
+        model(**batch.inputs).logits.sum().backward()
+    assert largest < sum(lengths) ** 2, f"a tensor of {largest} bytes, the row squared is {sum(lengths) ** 2}"
+
+
+def test_hidden_states_come_back_in_the_callers_shape():
+    batch, numbers, _ = padded_rows(((5, 64, 3), (1, 70)))
+    for family in FAMILIES:
+        model = apply_patches(tiny(family)).eval()
+        more = {} if family == "qwen3_5" else {"output_router_logits": True}
+        out = model(**batch.inputs, attention_mask=numbers, output_hidden_states=True, **more)
+        assert all(layer.shape == (*numbers.shape, 64) for layer in out.hidden_states)
+        last = batch.cut(model.model(**batch.inputs, attention_mask=numbers).last_hidden_state)
+        assert all(torch.equal(a, b) for a, b in zip(batch.cut(out.hidden_states[-1]), last))
+        if more:
+            assert all(layer.shape == (numbers.numel(), 4) for layer in out.router_logits)
+
+
+def test_tuples_instead_of_dicts():
+    model, batch = apply_patches(tiny()).eval(), row_batch("positions", ROW)
+    wanted = model(**batch.inputs).logits
+    assert torch.equal(model(**batch.inputs, return_dict=False)[0], wanted)
+    trunk = model.model(**batch.inputs, return_dict=False)
+    assert isinstance(trunk, tuple) and trunk[0].shape == (1, sum(ROW), 64)
+
+
+def test_attention_weights_of_a_packed_row():
+    model, batch = apply_patches(tiny(attention="eager")).eval(), row_batch("positions", ROW)
+    (weights,) = model(**batch.inputs, output_attentions=True).attentions
+    outside = ~block_mask(one_row(ROW)["numbers"]).expand_as(weights)
+    assert weights[outside].abs().max() == 0 and torch.allclose(weights.sum(-1), torch.ones(1))
+    two, numbers, _ = padded_rows(((5, 64), (1, 70)))
+    with pytest.raises(UnsupportedInput, match="output_attentions"):
+        model(**two.inputs, attention_mask=numbers, output_attentions=True)
+
+
+def test_a_tail_of_padding_is_one_segment_and_never_in_the_loss():
+    model = apply_patches(tiny())
+    lengths, tail = (64, 3, 65), 13
+    parts = documents(lengths)
+    row = torch.cat(parts)
+    labels = torch.cat([torch.cat([torch.tensor([-100]), part[1:]]) for part in parts])
+    facts = one_row(lengths)
+    padded = {
+        "input_ids": torch.cat([row, torch.zeros(tail, dtype=torch.long)])[None],
+        "labels": torch.cat([labels, torch.full((tail,), -100)])[None],
+        "position_ids": torch.cat([facts["positions"], torch.zeros(1, tail, dtype=torch.long)], 1),
+    }
+    seen = []
+    model.model.layers[0].register_forward_pre_hook(lambda m, a, k: seen.append(k["packed_sequence"].lengths), with_kwargs=True)
+    bare = model(input_ids=row[None], labels=labels[None], position_ids=facts["positions"]).loss
+    wanted = torch.autograd.grad(bare, list(model.parameters()))
+    loss = model(**padded).loss
+    found = torch.autograd.grad(loss, list(model.parameters()))
+    assert seen == [list(lengths), [*lengths, tail]]
+    assert relative_rms(loss, bare) <= 1e-6
+    assert max(relative_rms(a, b) for a, b in zip(found, wanted)) <= 1e-5
+
+
+def test_one_token_documents_at_the_end_stay_documents():
+    batch = Batch([torch.tensor(d) for d in ([5, 6, 7], [8], [9], [10])], {}, [(0, torch.tensor([i])) for i in range(3)])
+    model = apply_patches(tiny()).eval()
+    ids = torch.cat(batch.documents)[None]
+    logits = model(input_ids=ids, position_ids=torch.tensor([[0, 1, 2, 0, 0, 0]])).logits
+    for at in (3, 4, 5):
+        assert relative_rms(logits[0, at], model(input_ids=ids[:, at : at + 1]).logits[0, 0]) <= LOGIT_TOL
+
+
+def test_a_family_is_added_with_one_row_one_file_and_one_config(monkeypatch):
+    from hf_packfree.patching import registry
+    from tests.models import brook
+
+    with pytest.raises(UnsupportedModel, match="qwen3_next"):
+        apply_patches(tiny(brook.ROW))
+    monkeypatch.setattr(registry, "FAMILIES", (*registry.FAMILIES, brook.ROW))
+    model = apply_patches(tiny(brook.ROW))
+    assert patch_report(model).family == "brook"
+    assert_exact(model, row_batch("positions", ROW))
+    assert type(remove_patches(model).model) is brook.upstream.BrookTextModel

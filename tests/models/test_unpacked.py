@@ -1,0 +1,137 @@
+"""What holds one document per row is upstream's, bit for bit: training, evaluation, generation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_packfree import apply_patches, remove_patches
+from tests.forms import padded_rows
+from tests.support import gradients, tiny
+
+FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
+IDS = torch.randint(2, 128, (2, 70), generator=torch.Generator().manual_seed(0))
+INT32 = torch.int32
+
+
+def left(mask: torch.Tensor) -> torch.Tensor:
+    return mask.flip(1)
+
+
+PADDED = torch.ones(2, 70, dtype=torch.long)
+PADDED[1, 50:] = 0
+UNPACKED = {
+    "ids": {"input_ids": IDS},
+    "one row": {"input_ids": IDS[:1]},
+    "positions": {"input_ids": IDS, "position_ids": torch.arange(70)[None]},
+    "positions above zero": {"input_ids": IDS, "position_ids": torch.arange(5, 75)[None].expand(2, -1)},
+    "ones": {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)},
+    "right padded": {"input_ids": IDS, "attention_mask": PADDED},
+    "left padded": {"input_ids": IDS, "attention_mask": left(PADDED)},
+    "left padded, one row": {"input_ids": IDS[1:], "attention_mask": left(PADDED)[1:]},
+    "right padded, bool": {"input_ids": IDS, "attention_mask": PADDED.bool()},
+    "left padded, counted positions": {
+        "input_ids": IDS,
+        "attention_mask": left(PADDED),
+        "position_ids": (left(PADDED).cumsum(1) - 1).masked_fill(left(PADDED) == 0, 1),
+    },
+    "hole in the mask": {"input_ids": IDS, "attention_mask": PADDED.roll(30, 1), "position_ids": torch.arange(70)[None]},
+    "causal square": {"input_ids": IDS, "attention_mask": torch.ones(2, 1, 70, 70, dtype=torch.bool).tril()},
+    "cache asked for": {"input_ids": IDS, "use_cache": True},
+}
+
+
+def outcome(model, inputs):
+    model.zero_grad(set_to_none=True)
+    output = model(**{"use_cache": False, **inputs})
+    output.logits.pow(2).mean().backward()
+    return output.logits.detach(), gradients(model)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("case", UNPACKED)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bit_identical_to_upstream(family, case, attention):
+    model = tiny(family, attention=attention)
+    logits, grads = outcome(model, UNPACKED[case])
+    ours, our_grads = outcome(apply_patches(model), UNPACKED[case])
+    assert torch.equal(ours, logits)
+    assert grads.keys() == our_grads.keys() and all(torch.equal(our_grads[name], grads[name]) for name in grads)
+
+
+ONE_DOCUMENT = {
+    "cu_seq_lens": {"cu_seq_lens_q": torch.tensor([0, 70], dtype=INT32), "cu_seq_lens_k": torch.tensor([0, 70], dtype=INT32)},
+    "seq_idx": {"seq_idx": torch.zeros(1, 70, dtype=INT32)},
+    "indexed mask": {"attention_mask": torch.full((1, 70), 3)},
+    "all": {
+        "cu_seq_lens_q": torch.tensor([0, 70], dtype=INT32), "cu_seq_lens_k": torch.tensor([0, 70], dtype=INT32),
+        "max_length_q": 70, "max_length_k": 70, "seq_idx": torch.zeros(1, 70, dtype=INT32), "position_ids": torch.arange(70)[None],
+    },
+}
+
+
+@pytest.mark.parametrize("case", ONE_DOCUMENT)
+def test_a_row_of_one_document_is_the_plain_row(case):
+    model = tiny()
+    wanted = outcome(model, {"input_ids": IDS[:1]})[0]
+    assert torch.equal(outcome(apply_patches(model), {"input_ids": IDS[:1], **ONE_DOCUMENT[case]})[0], wanted)
+
+
+def test_offsets_of_whole_rows_are_the_plain_batch():
+    model = tiny()
+    wanted = outcome(model, {"input_ids": IDS})[0]
+    offsets = torch.tensor([0, 70, 140], dtype=INT32)
+    assert torch.equal(outcome(apply_patches(model), {"input_ids": IDS, "cu_seq_lens_q": offsets})[0], wanted)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("padded", [False, True])
+def test_generation(family, padded):
+    model = tiny(family).eval()
+    prompt = {"input_ids": IDS[:, :20], "attention_mask": left(PADDED[:, 40:60]) if padded else torch.ones(2, 20).long()}
+    settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True, "output_logits": True}
+    wanted = model.generate(**prompt, **settings)
+    found = apply_patches(model).generate(**prompt, **settings)
+    assert torch.equal(found.sequences, wanted.sequences)
+    assert all(torch.equal(one, other) for one, other in zip(found.logits, wanted.logits, strict=True))
+
+
+def test_continuing_from_a_cache():
+    model = tiny().eval()
+
+    def two_steps():
+        first = model(input_ids=IDS[:, :40], use_cache=True)
+        return model(input_ids=IDS[:, 40:], past_key_values=first.past_key_values, use_cache=True).logits
+
+    wanted = two_steps()
+    apply_patches(model)
+    assert torch.equal(two_steps(), wanted)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("case", ["ids", "right padded", "left padded", "left padded, one row"])
+def test_native_option_is_close_and_removable(family, case):
+    model = tiny(family)
+    logits, grads = outcome(model, UNPACKED[case])
+    ours, our_grads = outcome(apply_patches(model, unpacked="native"), UNPACKED[case])
+    real = UNPACKED[case].get("attention_mask", torch.ones_like(UNPACKED[case]["input_ids"])).bool()
+    assert (ours[real] - logits[real]).abs().max() <= 1e-4 * logits.abs().max()
+    assert not torch.equal(ours, logits), "our op did not run"
+    assert max((our_grads[name] - grads[name]).norm() / grads[name].norm() for name in grads) <= 1e-3
+    assert torch.equal(outcome(remove_patches(model), UNPACKED[case])[0], logits)
+
+
+def test_hidden_states_and_attentions_are_still_recorded():
+    model = tiny(attention="eager").eval()
+    asked = {"input_ids": IDS, "output_hidden_states": True, "output_attentions": True}
+    wanted, found = model(**asked), apply_patches(model)(**asked)
+    assert len(found.hidden_states) == 5 and len(found.attentions) == 1
+    assert all(torch.equal(one, other) for one, other in zip(found.hidden_states, wanted.hidden_states))
+
+
+def test_padded_rows_of_one_document_each_equal_one_by_one():
+    batch, numbers, _ = padded_rows(((40,), (70,), (3,)))
+    model = apply_patches(tiny()).eval()
+    parts = batch.cut(model(**batch.inputs, attention_mask=numbers).logits)
+    for part, document in zip(parts, batch.documents):
+        assert (part - model(input_ids=document[None]).logits[0]).norm() <= 1e-5 * part.norm()
