@@ -9,7 +9,7 @@ Notation of one chunk and value head, tokens i and j of the chunk (Yang et al., 
     N = X beta (v - exp(G) k S)      and then
     o = exp(G) q S + P N,    S' = exp(G_C) S + sum_j exp(G_C - G_j) k_j N_j^T
 
-Shapes: T tokens, M chunks, C tokens of a chunk, R = M x (heads of the block) rows, K and V head sizes.
+Shapes: R rows of one chunk and head each, C tokens of a chunk, K and V head sizes.
 """
 
 from __future__ import annotations
@@ -19,62 +19,72 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_packfree.ops.delta_rule.layout import ChunkLayout
 from hf_packfree.ops.delta_rule.recurrent import NORM_EPS
 from hf_packfree.ops.delta_rule.triangular import unit_lower_inverse
 
 
 class Keys(NamedTuple):
-    """A block of key heads, shared by the value heads that read them.
+    """Unit keys and scaled unit queries, shared by the value heads that read them.
 
     Attributes:
-        units: [R, 2C, K], unit keys above unit queries scaled by K ** -0.5.
-        norms: [R, 2C, 1], what the raw keys and queries were multiplied by.
-        products: [R, 2C, C], `units` times the keys transposed.
+        k, q: [R, C, K].
+        k_norm, q_norm: [R, C, 1], what the raw ones were multiplied by.
+        kk, qk: [R, C, C], products k_i.k_j and q_i.k_j.
     """
 
-    units: Tensor
-    norms: Tensor
-    products: Tensor
+    k: Tensor
+    q: Tensor
+    k_norm: Tensor
+    q_norm: Tensor
+    kk: Tensor
+    qk: Tensor
 
 
 class Gates(NamedTuple):
-    """Decay and write strength of one value head per key head of the block.
+    """Decay and write strength of one value head per key head.
 
     Attributes:
         beta: [R, C, 1].
-        reading: [R, 2C, 1], what keys (-beta exp(G)) and queries (exp(G)) read from the state is scaled by.
-        writing: [R, C, 1], exp(G_C - G), what a new value decays by until the end of the chunk.
-        chunk: [R, 1, 1], exp(G_C).
-        pairs: [R, 2, C, C], exp(G_i - G_j) for j < i above the same for j <= i, else zero.
+        decay: [R, C, 1], exp(G).
+        rest: [R, C, 1], exp(G_C - G), what a new value decays by until the end of the chunk.
+        whole: [R, 1, 1], exp(G_C).
+        pairs: [R, C, C], exp(G_i - G_j) for j <= i, else zero.
     """
 
     beta: Tensor
-    reading: Tensor
-    writing: Tensor
-    chunk: Tensor
+    decay: Tensor
+    rest: Tensor
+    whole: Tensor
     pairs: Tensor
 
 
 class System(NamedTuple):
-    """`solve` [R, C, C]: X; `attend` [R, C, C]: P; `values` [R, C, V]: beta v."""
+    """The chunk's equations, every factor multiplied in.
 
+    Attributes:
+        k_read: [R, C, K], -beta exp(G) k, what is taken off the values.
+        q_read: [R, C, K], exp(G) q.
+        k_write: [R, C, K], exp(G_C - G) k.
+        values: [R, C, V], beta v.
+        solve: [R, C, C], X.
+        attend: [R, C, C], P.
+        whole: [R, 1, 1], exp(G_C).
+    """
+
+    k_read: Tensor
+    q_read: Tensor
+    k_write: Tensor
+    values: Tensor
     solve: Tensor
     attend: Tensor
-    values: Tensor
+    whole: Tensor
 
 
-def make_keys(q: Tensor, k: Tensor, size: int, layout: ChunkLayout, dtype: torch.dtype) -> Keys:
-    """Normalise q, k [T, h, K] (rsqrt of the sum of squares + NORM_EPS), scale q by size ** -0.5, multiply them out."""
-    (_, heads, width), chunk = q.shape, layout.chunk
-    units = q.new_empty(layout.num_chunks, heads, 2, chunk, width, dtype=dtype)
-    norms = q.new_empty(layout.num_chunks, heads, 2, chunk, 1, dtype=dtype)
-    for half, (source, scale) in enumerate(((k, 1.0), (q, size**-0.5))):
-        laid = layout.take(source).to(dtype).transpose(1, 2)
-        norms[:, :, half] = torch.rsqrt(laid.square().sum(-1, keepdim=True) + NORM_EPS) * scale
-        torch.mul(laid, norms[:, :, half], out=units[:, :, half])
-    rows = units.view(-1, 2 * chunk, width)
-    return Keys(rows, norms.view(-1, 2 * chunk, 1), torch.bmm(rows, rows[:, :chunk].mT))
+def make_keys(q: Tensor, k: Tensor, size: int) -> Keys:
+    """Normalise q, k [R, C, K] in place, scale q by size ** -0.5 and multiply them out."""
+    k_norm, q_norm = _inverse_norm(k), _inverse_norm(q) * size**-0.5
+    k, q = k.mul_(k_norm), q.mul_(q_norm)
+    return Keys(k, q, k_norm, q_norm, torch.bmm(k, k.mT), torch.bmm(q, k.mT))
 
 
 def make_gates(g: Tensor, beta: Tensor) -> Gates:
@@ -83,23 +93,25 @@ def make_gates(g: Tensor, beta: Tensor) -> Gates:
     G_i - G_j is summed from the decays between the two tokens alone: subtracting cumulative sums would lose what
     little decay there is after a strong one.
     """
-    chunk = g.shape[-1]
-    lower = torch.ones(chunk, chunk, dtype=g.dtype, device=g.device).tril()
-    strict = lower.tril(-1)
-    between = torch.bmm(g[:, None] * lower, strict.expand(len(g), -1, -1)).exp_()
+    lower = torch.ones(g.shape[-1], g.shape[-1], dtype=g.dtype, device=g.device).tril()
+    between = torch.bmm(g[:, None] * lower, lower.tril(-1).expand(len(g), -1, -1))
+    pairs = between.exp_().mul_(lower)
     decay = g.cumsum(-1).exp_()[..., None]
-    return Gates(
-        beta=beta[..., None],
-        reading=torch.cat((-decay * beta[..., None], decay), 1),
-        writing=between[:, -1, :, None].contiguous(),
-        chunk=decay[:, -1:],
-        pairs=between[:, None] * torch.stack((strict, lower)),
+    return Gates(beta[..., None], decay, pairs[:, -1, :, None].contiguous(), decay[:, -1:], pairs)
+
+
+def make_system(keys: Keys, gates: Gates, v: Tensor) -> System:
+    """Solve the chunk-local part for v [R, C, V], which is overwritten."""
+    return System(
+        k_read=keys.k * (gates.decay * -gates.beta),
+        q_read=keys.q * gates.decay,
+        k_write=keys.k * gates.rest,
+        values=v.mul_(gates.beta),
+        solve=unit_lower_inverse((keys.kk * gates.pairs).mul_(gates.beta)),
+        attend=keys.qk * gates.pairs,
+        whole=gates.whole,
     )
 
 
-def make_system(keys: Keys, gates: Gates, values: Tensor) -> System:
-    """Solve the chunk-local part for `values` [M, C, h, V], the laid-out v."""
-    local = gates.pairs * keys.products.view_as(gates.pairs)
-    by_head = values.transpose(1, 2)
-    scaled = (by_head * gates.beta.view(*by_head.shape[:3], 1)).flatten(0, 1)
-    return System(unit_lower_inverse(local[:, 0] * gates.beta), local[:, 1], scaled)
+def _inverse_norm(x: Tensor) -> Tensor:
+    return x.square().sum(-1, keepdim=True).add_(NORM_EPS).rsqrt_()

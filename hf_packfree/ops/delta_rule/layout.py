@@ -4,12 +4,14 @@ Every document is cut into chunks of C tokens, its last one padded.  Chunks are 
 of every document, longest document first, then the second chunk of every document that has one, and so on.  The chunks
 of one time step are then a slice, and the documents that go on to the next step are the first ones of that slice.
 
-Shapes: T tokens, N documents, M chunks, C tokens of a chunk.
+Shapes: T tokens, N documents, M chunks of a window, C tokens of a chunk, h heads of a block, R = M x h rows.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,74 +19,67 @@ from torch import Tensor
 from hf_packfree.packing import PackedSequence
 
 
-@dataclass(frozen=True)
-class Step:
-    """The chunks `first` to `first + docs - 1`; the documents of the first `going_on` of them have a next chunk."""
+class Step(NamedTuple):
+    """The chunks of one time step: `docs` of them, the first `going_on` of which have a next one."""
 
-    first: int
     docs: int
     going_on: int
+    opens: bool
 
 
-@dataclass(frozen=True, eq=False)
-class ChunkLayout:
-    """Where the M chunks of a row are, and which token each of their slots holds.
+class Window(NamedTuple):
+    """The M chunks of some consecutive time steps.
 
     Attributes:
-        chunk: C.
-        num_chunks: M.
-        steps: the time steps, in order.
-        tokens: int64 [M*C], the token of each slot; padding slots repeat their document's last token, so that no value
-            of another document, not even a NaN, comes near.  None if slot i holds token i.
-        padding: int64 [P], the slots that hold no token of their own.
-        slots: int64 [T], the slot of each token, or None as above.
+        steps: in order.
+        tokens: int64 [M, 1, C], the token that each slot reads.  Padding reads the last token of its own document, so
+            that no value of another document, not even a NaN, comes near.
+        targets: int64 [M, 1, C], the token that each slot writes to; T for padding.
+        padding: int64 [P], the slots (of M x C) that are padding.
     """
 
-    chunk: int
-    num_chunks: int
     steps: tuple[Step, ...]
-    tokens: Tensor | None
-    padding: Tensor | None
-    slots: Tensor | None
+    tokens: Tensor
+    targets: Tensor
+    padding: Tensor
 
-    def take(self, x: Tensor) -> Tensor:
-        """Lay out x [T, ...] as [M, C, ...]; a view where no token moves."""
-        laid = x if self.tokens is None else x.index_select(0, self.tokens)
-        return laid.view(self.num_chunks, self.chunk, *x.shape[1:])
-
-    def take_gradient(self, x: Tensor) -> Tensor:
-        """Like `take`, but padding slots hold zero: nothing reads what they compute."""
-        laid = self.take(x)
-        if self.padding is not None:
-            laid.flatten(0, 1).index_fill_(0, self.padding, 0)
-        return laid
-
-    def put_back(self, x: Tensor) -> Tensor:
-        """Undo `take`: [M, C, ...] back to [T, ...]."""
-        flat = x.flatten(0, 1)
-        return flat if self.slots is None else flat.index_select(0, self.slots)
+    @property
+    def num_chunks(self) -> int:
+        """M."""
+        return len(self.tokens)
 
 
-def plan_chunks(packed: PackedSequence, chunk: int) -> ChunkLayout:
-    """Build the layout on the host, in O(T), and move it to the row's device."""
-    device = packed.cu_seqlens.device
+def plan_windows(packed: PackedSequence, chunk: int, limit: int) -> tuple[Window, ...]:
+    """Lay the row out and cut it into windows of at most `limit` chunks, or of one step.
+
+    Built on the host, in O(T), and moved to the row's device.
+    """
     bounds = packed.cu_seqlens_cpu.long()
     counts = (bounds.diff() + chunk - 1) // chunk
     order = counts.argsort(descending=True, stable=True)
     docs = packed.num_segments - counts.bincount().cumsum(0)  # docs[j]: documents of more than j chunks; the last is 0
-    first = docs.cumsum(0) - docs
-    steps = tuple(Step(*at) for at in zip(first[:-1].tolist(), docs[:-1].tolist(), docs[1:].tolist(), strict=True))
-    num_chunks = int(counts.sum())
-    if num_chunks * chunk == packed.num_tokens and packed.num_segments == 1:
-        return ChunkLayout(chunk, num_chunks, steps, None, None, None)
+    number = torch.arange(len(docs)).repeat_interleave(docs)
+    doc = order[torch.arange(len(number)) - (docs.cumsum(0) - docs)[number]]
+    slots = (bounds[doc] + number * chunk)[:, None, None] + torch.arange(chunk)
+    end = bounds[doc + 1, None, None]
+    tables = slots.minimum(end - 1), slots.where(slots < end, packed.num_tokens)
 
-    step_of_chunk = torch.arange(len(docs)).repeat_interleave(docs)
-    doc_of_chunk = order[torch.arange(num_chunks) - first[step_of_chunk]]
-    tokens = (bounds[doc_of_chunk] + step_of_chunk * chunk)[:, None] + torch.arange(chunk)
-    last = bounds[doc_of_chunk + 1, None] - 1
-    real = (tokens <= last).flatten()
-    tokens = tokens.minimum(last).flatten()
-    slots = torch.empty(packed.num_tokens, dtype=torch.int64)
-    slots[tokens[real]] = real.nonzero()[:, 0]
-    padding = (~real).nonzero()[:, 0]
-    return ChunkLayout(chunk, num_chunks, steps, tokens.to(device), padding.to(device), slots.to(device))
+    windows, first = [], 0
+    for steps in _group_steps(docs.tolist(), limit):
+        last = first + sum(step.docs for step in steps)
+        tokens, targets = (table[first:last].to(packed.cu_seqlens.device) for table in tables)
+        padding = (tables[1][first:last] == packed.num_tokens).flatten().nonzero()[:, 0]
+        windows.append(Window(steps, tokens, targets, padding.to(packed.cu_seqlens.device)))
+        first = last
+    return tuple(windows)
+
+
+def _group_steps(docs: list[int], limit: int) -> Iterator[tuple[Step, ...]]:
+    """Group the time steps, of `docs` chunks each (and none in the last), into windows of at most `limit` chunks."""
+    group: list[Step] = []
+    for number, (now, after) in enumerate(pairwise(docs)):
+        if group and sum(step.docs for step in group) + now > limit:
+            yield tuple(group)
+            group = []
+        group.append(Step(now, after, number == 0))
+    yield tuple(group)

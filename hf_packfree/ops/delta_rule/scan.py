@@ -1,128 +1,100 @@
-"""The two scans over time steps: forward over the chunks of all documents at once, and its gradient backward.
+"""The scans over time steps: forward over the chunks of all documents at once, and its gradient backward.
 
-Rows: chunk-major, heads within; the rows of one time step are a slice, see `layout.py`.
+Rows are sorted by time step, those of documents that go on first, see `layout.py`; notation in `chunks.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from hf_packfree.ops.delta_rule.chunks import Gates, Keys, System
-from hf_packfree.ops.delta_rule.layout import ChunkLayout
+from hf_packfree.ops.delta_rule.chunks import System
+from hf_packfree.ops.delta_rule.layout import Step
 
 
-class Rows(NamedTuple):
-    """One time step in rows: `now` its rows, `on` the first of them, whose documents have rows `later`."""
+def scan_outputs(system: System, steps: Sequence[Step], heads: int, state: Tensor) -> Tensor:
+    """Return o [R, C, V].
 
-    now: slice
-    on: slice
-    later: slice
-
-
-class Flow(NamedTuple):
-    """What the backward scan finds.
-
-    Attributes:
-        signals: [R, 2C, V], the gradient of the new values through X (X^T dN) above the outputs' gradient.
-        reads: [R, 2C], the dot of each key and query with its own gradient through the read of the state, unscaled.
-        writes: [R, C], the dot of each key with its own gradient through the write to the state.
-        carry: [R], the gradient of the chunk's total log decay through what it leaves of the state.
+    Args:
+        system: of all rows; its values are overwritten.
+        steps: the time steps that the rows belong to.
+        heads: rows per chunk.
+        state: [rows of the very first step, K, V], the state before the first of `steps`; left as after the last.
     """
-
-    signals: Tensor
-    reads: Tensor
-    writes: Tensor
-    carry: Tensor
-
-
-def rows_of(layout: ChunkLayout, heads: int) -> Iterator[Rows]:
-    """Yield the rows of every time step in order."""
-    for step in layout.steps:
-        first, end, on = (n * heads for n in (step.first, step.first + step.docs, step.going_on))
-        yield Rows(slice(first, end), slice(first, first + on), slice(end, end + on))
-
-
-def scan_outputs(keys: Keys, gates: Gates, system: System, steps: list[Rows], outputs: Tensor) -> None:
-    """Write o [R, C, V] to `outputs`; the state is kept for the current step alone."""
-    chunk = system.solve.shape[-1]
-    state = keys.units.new_empty(0)
-    for now, on, _ in steps:
-        units, values = keys.units[now], system.values[now]
-        if state.numel() == 0:
-            new = torch.bmm(system.solve[now], values)
-            torch.bmm(system.attend[now], new, out=outputs[now])
+    out = torch.empty_like(system.values)
+    sizes = [step.docs * heads for step in steps]
+    views = zip(steps, out.split(sizes), *(x.split(sizes) for x in system), strict=True)
+    for step, out_now, k_read, q_read, k_write, values, solve, attend, whole in views:
+        before = state[: len(out_now)]
+        if step.opens:
+            new = torch.bmm(solve, values)
+            torch.bmm(attend, new, out=out_now)
         else:
-            read = torch.bmm(units, state[: len(units)]).mul_(gates.reading[now])
-            new = torch.bmm(system.solve[now], read[:, :chunk].add_(values))
-            torch.baddbmm(read[:, chunk:], system.attend[now], new, out=outputs[now])
-        count = on.stop - on.start
-        written = new[:count].mul_(gates.writing[on])
-        if state.numel() == 0:
-            state = torch.bmm(units[:count, :chunk].mT, written)
+            new = torch.bmm(solve, values.baddbmm_(k_read, before))
+            torch.bmm(q_read, before, out=out_now).baddbmm_(attend, new)
+        on = step.going_on * heads
+        if step.opens:
+            torch.bmm(k_write[:on].mT, new[:on], out=before[:on])
         else:
-            state = state[:count].mul_(gates.chunk[on])
-            state.baddbmm_(units[:count, :chunk].mT, written)
+            before[:on].mul_(whole[:on]).baddbmm_(k_write[:on].mT, new[:on])
+    return out
 
 
-def scan_states(keys: Keys, gates: Gates, system: System, steps: list[Rows]) -> tuple[Tensor, Tensor]:
-    """Return the state before every chunk [R, K, V], undefined where it is zero, and the new values N [R, C, V]."""
-    chunk = system.solve.shape[-1]
-    new = torch.empty_like(system.values)
-    states = new.new_empty(len(new), keys.units.shape[-1], new.shape[-1])
-    for number, (now, on, later) in enumerate(steps):
-        values = system.values[now]
-        if number:
-            read = torch.bmm(keys.units[now, :chunk], states[now]).mul_(gates.reading[now, :chunk])
-            values = read.add_(values)
-        torch.bmm(system.solve[now], values, out=new[now])
-        written = new[on] * gates.writing[on]
-        if number:
-            torch.mul(states[on], gates.chunk[on], out=states[later])
-            states[later].baddbmm_(keys.units[on, :chunk].mT, written)
+def scan_states(system: System, steps: Sequence[Step], heads: int, states: Tensor, new: Tensor) -> None:
+    """Compute the state before every chunk and the new values N.
+
+    Args:
+        states: [R, K, V], overwritten; undefined in the rows of the first step, where the state is zero.
+        new: [R, C, V], overwritten.
+    """
+    sizes = [step.docs * heads for step in steps]
+    nexts = (*states.split(sizes)[1:], states[:0])
+    views = zip(steps, new.split(sizes), states.split(sizes), nexts, *(x.split(sizes) for x in system), strict=True)
+    for step, new_now, before, after, k_read, _, k_write, values, solve, _, whole in views:
+        on = step.going_on * heads
+        if step.opens:
+            torch.bmm(solve, values, out=new_now)
+            torch.bmm(k_write[:on].mT, new_now[:on], out=after)
         else:
-            torch.bmm(keys.units[on, :chunk].mT, written, out=states[later])
-    return states, new
+            torch.bmm(solve, values.baddbmm_(k_read, before), out=new_now)
+            torch.mul(before[:on], whole[:on], out=after)
+            after.baddbmm_(k_write[:on].mT, new_now[:on])
 
 
 def scan_gradients(
-    keys: Keys, gates: Gates, system: System, steps: list[Rows], signals: Tensor, d_units: Tensor
-) -> tuple[Tensor, Flow]:
-    """Run the gradient from the last time step to the first.
+    system: System, steps: Sequence[Step], heads: int, states: Tensor, new: Tensor, d_out: Tensor, kept: Tensor
+) -> None:
+    """Run the gradient from the last time step to the first, with what `scan_states` found.
 
-    Args:
-        signals: [R, 2C, V], the outputs' gradient in the lower half; the upper half is filled in.
-        d_units: [R, 2C, K], what the states pass on to the unit keys and queries is added.
-
-    Returns:
-        The new values N [R, C, V], and what else the chunk-local gradients need.
+    Every factor is overwritten by its gradient: `system.k_read`, `system.q_read`, `system.k_write`, and
+    `system.values` by Z = X^T dN.  `kept` [R] gets the gradient of G_C through exp(G_C) S.
     """
-    chunk = system.solve.shape[-1]
-    states, new = scan_states(keys, gates, system, steps)
-    reads, writes, carry = (new.new_zeros(s) for s in (signals.shape[:2], new.shape[:2], new.shape[:1]))
-    flow = Flow(signals, reads, writes, carry)
-    d_state = torch.zeros_like(states[steps[0].now])
-    for number, (now, on, _) in reversed(list(enumerate(steps))):
-        d_new = torch.bmm(system.attend[now].mT, signals[now, chunk:])
-        if on.stop > on.start:
-            d_after = d_state[: on.stop - on.start]
-            d_written = torch.bmm(new[on] * gates.writing[on], d_after.mT)
-            d_units[on, :chunk] += d_written
-            torch.sum(d_written.mul_(keys.units[on, :chunk]), -1, out=flow.writes[on])
-            torch.sum(flow.writes[on], -1, out=flow.carry[on])
-            d_new[: len(d_after)] += torch.bmm(keys.units[on, :chunk], d_after).mul_(gates.writing[on])
-            if number:
-                kept = torch.bmm(states[on].flatten(1)[:, None], d_after.flatten(1)[..., None])
-                flow.carry[on] += (kept * gates.chunk[on]).flatten()
-        signals[now, :chunk] = torch.bmm(system.solve[now].mT, d_new)
-        if number:
-            reading, units = gates.reading[now], keys.units[now]
-            d_read = torch.bmm(signals[now], states[now].mT)
-            torch.sum(d_read * units, -1, out=flow.reads[now])
-            d_units[now] += d_read.mul_(reading)
-            d_before = d_state[: len(units)].mul_(gates.chunk[now])
-            d_before.baddbmm_(units.mT, signals[now] * reading)
-    return new, flow
+    sizes = [step.docs * heads for step in steps]
+    d_state = torch.zeros_like(states[: sizes[0]])
+    product = torch.empty_like(d_state)
+    views = zip(steps, *(x.split(sizes) for x in (new, states, d_out, kept, *system)), strict=True)
+    for step, new_now, before, d_out_now, kept_now, k_read, q_read, k_write, z, solve, attend, whole in reversed(
+        list(views)
+    ):
+        on, after = step.going_on * heads, d_state[: step.going_on * heads]
+        d_new = torch.bmm(attend.mT, d_out_now)
+        if on:
+            d_new[:on].baddbmm_(k_write[:on], after)
+            torch.bmm(new_now[:on], after.mT, out=k_write[:on])
+        k_write[on:].zero_()
+        torch.bmm(solve.mT, d_new, out=z)
+        if step.opens:
+            kept_now.zero_()
+            k_read.zero_()
+            q_read.zero_()
+            continue
+        kept_now[on:].zero_()
+        if on:
+            torch.mul(before[:on], after, out=product[:on]).mul_(whole[:on])
+            torch.sum(product[:on], (1, 2), out=kept_now[:on])
+        d_before = d_state[: len(z)].mul_(whole)
+        d_before.baddbmm_(k_read.mT, z).baddbmm_(q_read.mT, d_out_now)
+        torch.bmm(z, before.mT, out=k_read)
+        torch.bmm(d_out_now, before.mT, out=q_read)

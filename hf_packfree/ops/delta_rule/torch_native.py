@@ -4,8 +4,7 @@ Nothing but the inputs is saved for the backward pass, which computes the forwar
 heads at a time.  Every product is a batched one over (chunk, head), which gives each chunk the same bits whatever else
 is in the batch: a document's output does not depend on the row it is packed in.
 
-Shapes: T tokens, H key heads, HV value heads, K and V head sizes, M chunks, C tokens of a chunk; h heads of a block,
-R = M x h rows.  Formulas: see `chunks.py`.
+Shapes: T tokens, H key heads, HV value heads, K and V head sizes.  Formulas: see `chunks.py`.
 """
 
 from __future__ import annotations
@@ -18,148 +17,101 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from hf_packfree.ops.delta_rule.chunks import Gates, Keys, make_gates, make_keys, make_system
-from hf_packfree.ops.delta_rule.layout import ChunkLayout, plan_chunks
-from hf_packfree.ops.delta_rule.scan import Flow, rows_of, scan_gradients, scan_outputs
+from hf_packfree.ops.delta_rule.chunks import make_gates, make_keys, make_system
+from hf_packfree.ops.delta_rule.gradients import KeyGradients, add_head, finish_keys
+from hf_packfree.ops.delta_rule.layout import plan_windows
+from hf_packfree.ops.delta_rule.rows import TokenReader, TokenWriter
+from hf_packfree.ops.delta_rule.scan import scan_gradients, scan_outputs, scan_states
 from hf_packfree.packing import PackedSequence
 
 CHUNK = 64
 _WIDTH = 16  # what head sizes are multiples of
-_HEADS_ON_CPU = 4  # key heads at once, so that the states of a time step stay in the cache
+_FORWARD_HEADS, _BACKWARD_HEADS = 8, 4  # key heads at once on the CPU: small enough for the cache, large for few calls
+_FORWARD_ROWS = 128  # chunks x heads at once on the CPU
 
 
 def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packed: PackedSequence) -> Tensor:
     """See `hf_packfree.ops.delta_rule.gated_delta_rule`."""
-    layout, key_size, value_size = packed.derive(plan_chunks, CHUNK), q.shape[-1], v.shape[-1]
+    sizes = q.shape[-1], v.shape[-1]
     q, k, v = _widen(q), _widen(k), _widen(v)
-    out: Tensor = _GatedDeltaRule.apply(q, k, v, g, beta, key_size, layout)  # type: ignore[no-untyped-call]
-    return out if out.shape[-1] == value_size else out[..., :value_size]
+    out: Tensor = _GatedDeltaRule.apply(q, k, v, g, beta, sizes[0], packed)  # type: ignore[no-untyped-call]
+    return out if out.shape[-1] == sizes[1] else out[..., : sizes[1]]
 
 
 class _GatedDeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, size: int, layout: ChunkLayout
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, size: int, packed: PackedSequence
     ) -> Tensor:
         ctx.save_for_backward(q, k, v, g, beta)
-        ctx.size, ctx.layout = size, layout
-        return _forward(q[0], k[0], v[0], g[0], beta[0], size, layout)[None]
+        ctx.size, ctx.packed = size, packed
+        return _forward((q[0], k[0], v[0], g[0], beta[0]), size, packed)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, g, beta = (x[0] for x in ctx.saved_tensors)
-        gradients = _backward(q, k, v, g, beta, d_out[0], ctx.size, ctx.layout)
-        return *(x[None] for x in gradients), None, None
+        inputs = tuple(x[0] for x in ctx.saved_tensors)
+        return *_backward(inputs, d_out[0], ctx.size, ctx.packed), None, None
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, size: int, layout: ChunkLayout
-) -> Tensor:
-    dtype = _compute_dtype(q)
-    g_laid, beta_laid = (layout.take(x.to(dtype)) for x in (g, beta))
-    outputs = v.new_empty(layout.num_chunks, layout.chunk, *v.shape[1:])
-    for heads in _blocks(q):
-        keys = make_keys(q[:, heads], k[:, heads], size, layout, dtype)
-        steps = list(rows_of(layout, heads.stop - heads.start))
-        for lane in _lanes(heads, q, v):
-            values = layout.take(v[:, lane]).to(dtype)
-            gates = make_gates(_rows(g_laid[..., lane]), _rows(beta_laid[..., lane]))
-            system = make_system(keys, gates, values)
-            found = torch.empty_like(system.values)
-            scan_outputs(keys, gates, system, steps, found)
-            outputs[:, :, lane] = _by_chunk(found, values)
-    return layout.put_back(outputs)
+def _forward(inputs: tuple[Tensor, ...], size: int, packed: PackedSequence) -> Tensor:
+    """Compute o [1, T, HV, V] from q, k, v, g, beta without their leading 1."""
+    dtype = _compute_dtype(inputs[0])
+    q, k, v, g, beta = (TokenReader(x) for x in inputs)
+    out = TokenWriter(inputs[2])
+    blocks = list(_blocks(inputs[0], inputs[2], _FORWARD_HEADS))
+    limit = max(1, _FORWARD_ROWS // blocks[0][1]) if inputs[0].device.type == "cpu" else packed.num_tokens
+    windows = packed.derive(plan_windows, CHUNK, limit)
+    for heads, count, lanes in blocks:
+        first = windows[0].steps[0].docs * count
+        states = [out.whole.new_empty(first, q.table.shape[1], v.table.shape[1], dtype=dtype) for _ in lanes]
+        for window in windows:
+            keys = make_keys(q.read(heads, window, dtype), k.read(heads, window, dtype), size)
+            for lane, state in zip(lanes, states, strict=True):
+                gates = make_gates(*(x.read(lane, window, dtype)[..., 0] for x in (g, beta)))
+                system = make_system(keys, gates, v.read(lane, window, dtype))
+                out.write(scan_outputs(system, window.steps, count, state), lane, window)
+    return out.result()
 
 
-def _backward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, d_out: Tensor, size: int, layout: ChunkLayout
-) -> tuple[Tensor, ...]:
-    dtype = _compute_dtype(q)
-    g_laid, beta_laid = (layout.take(x.to(dtype)) for x in (g, beta))
-    d_q, d_k, d_v, d_g, d_beta = (x.new_empty(*g_laid.shape[:2], *x.shape[1:]) for x in (q, k, v, g, beta))
-    for heads in _blocks(q):
-        keys = make_keys(q[:, heads], k[:, heads], size, layout, dtype)
-        steps = list(rows_of(layout, heads.stop - heads.start))
-        d_units, d_products = torch.zeros_like(keys.units), torch.zeros_like(keys.products)
-        for lane in _lanes(heads, q, v):
-            values = layout.take(v[:, lane]).to(dtype)
-            gates = make_gates(_rows(g_laid[..., lane]), _rows(beta_laid[..., lane]))
-            system = make_system(keys, gates, values)
-            d_found = _rows(layout.take_gradient(d_out[:, lane]).to(dtype))
-            signals = torch.cat((torch.empty_like(d_found), d_found), 1)
-            new, flow = scan_gradients(keys, gates, system, steps, signals, d_units)
-            d_gate, d_strength = _local_gradients(keys, gates, new, flow, d_products)
-            solved = signals[:, : layout.chunk]
-            d_strength += (_rows(values) * solved).sum(-1)
-            d_v[:, :, lane] = _by_chunk(solved * gates.beta, values)
-            d_g[:, :, lane] = _by_chunk(d_gate, values)
-            d_beta[:, :, lane] = _by_chunk(d_strength, values)
-        d_keys, d_queries = _norm_gradients(keys, d_units, d_products, size)
-        d_k[:, :, heads] = _by_chunk(d_keys, d_k[:, :, heads])
-        d_q[:, :, heads] = _by_chunk(d_queries, d_q[:, :, heads])
-    return tuple(layout.put_back(x) for x in (d_q, d_k, d_v, d_g, d_beta))
+def _backward(inputs: tuple[Tensor, ...], d_out: Tensor, size: int, packed: PackedSequence) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k, v, g, beta, each [1, ...], from d_out [T, HV, V]."""
+    dtype = _compute_dtype(inputs[0])
+    q, k, v, g, beta, d_o = (TokenReader(x) for x in (*inputs, d_out))
+    d_q, d_k, d_v, d_g, d_beta = (TokenWriter(x) for x in inputs)
+    (window,) = packed.derive(plan_windows, CHUNK, packed.num_tokens)
+    for heads, count, lanes in _blocks(inputs[0], inputs[2], _BACKWARD_HEADS):
+        keys = make_keys(q.read(heads, window, dtype), k.read(heads, window, dtype), size)
+        total = KeyGradients(*(torch.zeros_like(x) for x in (keys.k, keys.q, keys.kk, keys.qk)))
+        for lane in lanes:
+            gates = make_gates(*(x.read(lane, window, dtype)[..., 0] for x in (g, beta)))
+            system = make_system(keys, gates, v.read(lane, window, dtype))
+            new, d_new = torch.empty_like(system.values), d_o.read(lane, window, dtype, zero_padding=True)
+            states, kept = new.new_empty(len(new), keys.k.shape[-1], new.shape[-1]), new.new_empty(len(new))
+            scan_states(system, window.steps, count, states, new)
+            scan_gradients(system, window.steps, count, states, new, d_new, kept)
+            raw = v.read(lane, window, dtype)
+            found = add_head(keys, gates, system, new, d_new, kept, raw, total)
+            for writer, rows in zip((d_v, d_g, d_beta), found, strict=True):
+                writer.write(rows, lane, window)
+        for writer, rows in zip((d_k, d_q), finish_keys(keys, total, size), strict=True):
+            writer.write(rows, heads, window)
+    return tuple(x.result() for x in (d_q, d_k, d_v, d_g, d_beta))
 
 
-def _local_gradients(keys: Keys, gates: Gates, new: Tensor, flow: Flow, d_products: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of g and beta [R, C] but for beta's through beta v; add to that of `keys.products`.
-
-    With Z = X^T dN: dL = -beta Z N^T and dP = dO N^T.  G_i gets what row i of dL L + dP P sums to, less column i.
-    """
-    chunk = new.shape[1]
-    weights = torch.cat((-gates.beta, torch.ones_like(gates.beta)), 1)
-    d_pairs = torch.bmm(flow.signals, new.mT).mul_(gates.pairs.flatten(1, 2))
-    local = d_pairs * keys.products
-    local[:, chunk:].diagonal(dim1=1, dim2=2).zero_()  # exp(G_i - G_i): its two parts cancel, but not their rounding
-    row = local.sum(-1)
-    d_products += d_pairs.mul_(weights)
-    by_row = (row * weights[..., 0] + flow.reads * gates.reading[..., 0]).unflatten(1, (2, chunk))
-    d_total = by_row[:, 0] + by_row[:, 1] - torch.bmm(weights.mT, local)[:, 0] - flow.writes
-    d_total[:, -1] += flow.carry
-    d_gate = d_total.flip(-1).cumsum(-1).flip(-1)
-    d_beta = -row[:, :chunk] - gates.reading[:, chunk:, 0] * flow.reads[:, :chunk]
-    return d_gate, d_beta
-
-
-def _norm_gradients(keys: Keys, d_units: Tensor, d_products: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the raw keys and queries [R, C, K]: n (dx - x (x.dx) / scale^2) for x = n raw."""
-    chunk = d_products.shape[-1]
-    d_units.baddbmm_(d_products, keys.units[:, :chunk])
-    d_units[:, :chunk] += torch.bmm(d_products.mT, keys.units)
-    along = (d_units * keys.units).sum(-1, keepdim=True)
-    along[:, chunk:] *= size
-    d_raw = d_units.sub_(keys.units * along).mul_(keys.norms)
-    return d_raw[:, :chunk], d_raw[:, chunk:]
+def _blocks(q: Tensor, v: Tensor, at_once: int) -> Iterator[tuple[slice, int, list[slice]]]:
+    """Yield blocks of key heads, their count, and the value heads they serve: first, second, ... of each key head."""
+    heads, groups = q.shape[1], v.shape[1] // q.shape[1]
+    at_once = at_once if q.device.type == "cpu" else heads
+    for first in range(0, heads, at_once):
+        last = min(first + at_once, heads)
+        lanes = [slice(first * groups + lane, (last - 1) * groups + lane + 1, groups) for lane in range(groups)]
+        yield slice(first, last, 1), last - first, lanes
 
 
 def _widen(x: Tensor) -> Tensor:
     """Append zeros up to a head size of whole cache lines: on odd ones, matrix products depend on the address."""
     return x if x.shape[-1] % _WIDTH == 0 else F.pad(x, (0, -x.shape[-1] % _WIDTH))
-
-
-def _blocks(q: Tensor) -> Iterator[slice]:
-    """Yield the key heads [T, H, K] in blocks."""
-    heads = q.shape[1]
-    size = min(heads, _HEADS_ON_CPU) if q.device.type == "cpu" else heads
-    for first in range(0, heads, size):
-        yield slice(first, min(first + size, heads))
-
-
-def _lanes(heads: slice, q: Tensor, v: Tensor) -> Iterator[slice]:
-    """Yield, for a block of key heads, the first value head that each serves, then the second, and so on."""
-    groups = v.shape[1] // q.shape[1]
-    for lane in range(groups):
-        yield slice(heads.start * groups + lane, (heads.stop - 1) * groups + lane + 1, groups)
-
-
-def _rows(x: Tensor) -> Tensor:
-    """[M, C, h, ...] -> [R, C, ...]."""
-    return x.transpose(1, 2).flatten(0, 1)
-
-
-def _by_chunk(rows: Tensor, like: Tensor) -> Tensor:
-    """[R, C, ...] -> [M, C, h, ...], h as in `like`."""
-    return rows.view(-1, like.shape[2], *rows.shape[1:]).transpose(1, 2)
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:

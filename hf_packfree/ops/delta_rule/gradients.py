@@ -1,0 +1,85 @@
+"""The chunk-local part of the backward pass: from the gradients of the system's factors to those of the inputs.
+
+With Z = X^T dN the chunk's own terms are dP = dO N^T and dL = -beta Z N^T.  A log decay total G_i scales row i of L and
+P, and its inverse scales column i, so that dG_i is what row i of dL L + dP P sums to, less what column i does; and the
+same for the factors of the state.  Notation in `chunks.py`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_packfree.ops.delta_rule.chunks import Gates, Keys, System
+
+
+class KeyGradients(NamedTuple):
+    """Gradients of `Keys` but for the norms, to which every value head adds."""
+
+    k: Tensor
+    q: Tensor
+    kk: Tensor
+    qk: Tensor
+
+
+def add_head(
+    keys: Keys, gates: Gates, factors: System, new: Tensor, d_out: Tensor, kept: Tensor, v: Tensor, total: KeyGradients
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Add one value head's gradients to `total`.
+
+    Args:
+        factors: what `scan_gradients` made of the system, overwritten here.
+        new: [R, C, V], N.
+        d_out: [R, C, V].
+        kept: [R], the gradient of G_C through exp(G_C) S.
+        v: [R, C, V], overwritten.
+
+    Returns:
+        The gradients of v [R, C, V], g [R, C] and beta [R, C].
+    """
+    minus_beta, z = -gates.beta, factors.values
+    own = torch.bmm(z, new.mT).mul_(gates.pairs)
+    _no_diagonal(own)
+    local = own * keys.kk
+    row_k = local.sum(-1)
+    total.kk.addcmul_(own, minus_beta)
+    local.mul_(minus_beta)
+    own = torch.bmm(d_out, new.mT, out=own).mul_(gates.pairs)
+    total.qk.add_(own)
+    local.add_(_no_diagonal(own.mul_(keys.qk)))  # exp(G_i - G_i): its row and column cancel, but not their rounding
+
+    scale = gates.decay * minus_beta
+    buffer = torch.empty_like(keys.k)
+    read_k, read_q, write_k = (
+        torch.mul(d, x, out=buffer).sum(-1)
+        for d, x in ((factors.k_read, keys.k), (factors.q_read, keys.q), (factors.k_write, keys.k))
+    )
+    total.k.addcmul_(factors.k_read, scale).addcmul_(factors.k_write, gates.rest)
+    total.q.addcmul_(factors.q_read, gates.decay)
+
+    write_k *= gates.rest[..., 0]
+    d_decay = local.sum(-1) - local.sum(-2) + read_k * scale[..., 0] + read_q * gates.decay[..., 0] - write_k
+    d_decay[:, -1] += write_k.sum(-1) + kept
+    d_g = d_decay.flip(-1).cumsum(-1).flip(-1)
+    d_beta = v.mul_(z).sum(-1) - row_k - gates.decay[..., 0] * read_k
+    return z.mul_(gates.beta), d_g, d_beta
+
+
+def finish_keys(keys: Keys, total: KeyGradients, size: int) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the raw keys and queries [R, C, K]; `total` is overwritten.
+
+    For x = n raw / s, with s the scale of the queries: d_raw = n (dx - x (x.dx) / s^2).
+    """
+    d_k = total.k.baddbmm_(total.qk.mT, keys.q).baddbmm_(total.kk + total.kk.mT, keys.k)
+    d_q = total.q.baddbmm_(total.qk, keys.k)
+    for d, x, norm, square in ((d_k, keys.k, keys.k_norm, 1), (d_q, keys.q, keys.q_norm, size)):
+        along = (d * x).sum(-1, keepdim=True).mul_(-square)
+        d.addcmul_(x, along).mul_(norm)
+    return d_k, d_q
+
+
+def _no_diagonal(x: Tensor) -> Tensor:
+    x.diagonal(dim1=1, dim2=2).zero_()
+    return x
