@@ -20,7 +20,7 @@ from hf_packfree.patching.report import patch_report
 from hf_packfree.verify import LIMITS, relative_rms
 
 
-class PackFreeCallback(TrainerCallback):  # type: ignore[misc]
+class PackFreeCallback(TrainerCallback):
     """Patch the Trainer's model; pass it as `Trainer(callbacks=[PackFreeCallback()])`.
 
     The model is patched when the Trainer is initialised, before accelerate, DDP or FSDP wrap it; `add_callback` comes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from hf_packfree import apply_patches, remove_patches
 from tests.forms import ROW_FORMS, ROWS_FORMS, row_batch, rows_batch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_packfree.errors import BackendUnavailable
 from hf_packfree.models.contract import Sizes, size_of_linear, size_of_norm
@@ -16,7 +16,7 @@ from hf_packfree.packing import PackedSequence, to_hf_kwargs
 
 
 def attention_route(implementation: str) -> str | None:
-    """Return how a packed row is attended: "varlen" (ours), "mask" (eager), "flash" (cu_seqlens), or None: no exact way."""
+    """Return how a packed row is attended: "varlen" (ours), "mask" (eager), "flash" (cu_seqlens), or None: not known."""
     if "flash" in implementation:
         return "flash"
     return {"sdpa": "varlen", "eager": "mask"}.get(implementation)
@@ -93,7 +93,7 @@ class PackedAttention(Replacement):
         raise NotImplementedError
 
     @staticmethod
-    def checkpoint_sizes(layer: nn.Module) -> Sizes:
+    def checkpoint_sizes(layer: Any) -> Sizes:
         """Return what the packed branch reads, as found and as the config says."""
         config, head = layer.config, layer.head_dim
         queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head

@@ -11,20 +11,22 @@ Sizes = dict[str, tuple[Any, Any]]
 """Name of a part: (what the module has, what its config says)."""
 
 
-def size_of_linear(layer: nn.Module) -> tuple[int, int]:
+def size_of_linear(layer: Any) -> tuple[int, int]:
     """(out, in) features; adapters and quantised layers keep these names while their weights change shape."""
-    return layer.out_features, layer.in_features  # type: ignore[return-value]
+    return layer.out_features, layer.in_features
 
 
-def size_of_norm(norm: nn.Module) -> tuple[int, ...]:
+def size_of_norm(norm: Any) -> tuple[int, ...]:
     """Shape of the norm's weight."""
-    return tuple(norm.weight.shape)  # type: ignore[arg-type]
+    return tuple(norm.weight.shape)
 
 
-def broken_promises(layer: nn.Module, sizes_of: Callable[[nn.Module], Sizes]) -> list[str]:
+def broken_promises(layer: nn.Module, sizes_of: Callable[[Any], Sizes]) -> list[str]:
     """Return a sentence per part of `layer` that is missing or has another size than its config says."""
     try:
         sizes = sizes_of(layer)
     except AttributeError as missing:
         return [str(missing)]
-    return [f"{part} is {found}, its config says {wanted}" for part, (found, wanted) in sizes.items() if found != wanted]
+    return [
+        f"{part} is {found}, its config says {wanted}" for part, (found, wanted) in sizes.items() if found != wanted
+    ]

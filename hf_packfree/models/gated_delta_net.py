@@ -73,11 +73,11 @@ class PackedGatedDeltaNet(Replacement):
         return self.out_proj(out.view(1, packed.num_tokens, self.value_dim))
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return q|k|v [1, T, C], the output gate z [1, T, HV*V], and b, a [1, T, HV]; each family has its own layout."""
+        """Return q|k|v [1, T, C], the output gate z [1, T, HV*V], and b, a [1, T, HV], from the family's own layout."""
         raise NotImplementedError
 
     @staticmethod
-    def checkpoint_sizes(layer: nn.Module) -> Sizes:
+    def checkpoint_sizes(layer: Any) -> Sizes:
         """Return what the packed branch reads, as found and as the module's own head counts say."""
         channels = 2 * layer.num_k_heads * layer.head_k_dim + layer.num_v_heads * layer.head_v_dim
         values = layer.num_v_heads * layer.head_v_dim
@@ -97,7 +97,8 @@ class conv_weights_in_place:  # noqa: N801 (reads as a verb where it is used)
     """Bring an offloaded convolution's weights in while they are read directly instead of through its forward."""
 
     def __init__(self, conv: nn.Module) -> None:
-        self.conv, self.hook = conv, getattr(conv, "_hf_hook", None)
+        self.conv = conv
+        self.hook: Any = getattr(conv, "_hf_hook", None)
 
     def __enter__(self) -> None:
         if self.hook is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from typing import Any
+
+from torch import Tensor
 from transformers.models.qwen3_5 import configuration_qwen3_5 as configuration
 from transformers.models.qwen3_5 import modeling_qwen3_5 as upstream
 
@@ -21,7 +23,7 @@ class SplitProjections(PackedGatedDeltaNet):
         return self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x)
 
     @staticmethod
-    def checkpoint_sizes(layer: nn.Module) -> Sizes:
+    def checkpoint_sizes(layer: Any) -> Sizes:
         """Add the four projections to what every Gated DeltaNet has."""
         values, hidden = layer.num_v_heads * layer.head_v_dim, layer.hidden_size
         channels = 2 * layer.num_k_heads * layer.head_k_dim + values

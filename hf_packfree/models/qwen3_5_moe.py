@@ -37,7 +37,7 @@ class Qwen3_5MoeModel(PackedVisionLanguage, upstream.Qwen3_5MoeModel):
 
 
 def tiny_config() -> configuration.Qwen3_5MoeTextConfig:
-    """A model of some 100,000 parameters with every part of the family: 3 linear layers to 1 full, grouped heads, 4 experts."""
+    """A model of some 150,000 parameters with every part of the family: 3 linear layers to 1 full, 4 experts."""
     return configuration.Qwen3_5MoeTextConfig(
         vocab_size=128,
         hidden_size=64,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.models.qwen3_next import configuration_qwen3_next as configuration
 from transformers.models.qwen3_next import modeling_qwen3_next as upstream
 
@@ -32,7 +34,7 @@ class Qwen3NextGatedDeltaNet(PackedGatedDeltaNet, upstream.Qwen3NextGatedDeltaNe
         return mixed, z.flatten(-2), b.flatten(-2), a.flatten(-2)
 
     @staticmethod
-    def checkpoint_sizes(layer: nn.Module) -> Sizes:
+    def checkpoint_sizes(layer: Any) -> Sizes:
         """Add the two interleaved projections to what every Gated DeltaNet has."""
         keys, values = layer.num_k_heads * layer.head_k_dim, layer.num_v_heads * layer.head_v_dim
         return PackedGatedDeltaNet.checkpoint_sizes(layer) | {

@@ -38,8 +38,8 @@ def read_arguments(
         return None
     if past_key_values is not None:
         raise CacheConflict(
-            f"found a row of {packed.num_segments} documents together with past_key_values holding {seen} tokens; wanted "
-            "no cache: it could belong to one document only; pass past_key_values=None, or the documents one by one"
+            f"found a row of {packed.num_segments} documents together with past_key_values holding {seen} tokens; "
+            "wanted no cache, which can belong to one document only; pass past_key_values=None, or one document at a time"
         )
     if forms.attention_mask is not None and not isinstance(forms.attention_mask, Tensor):
         raise BoundaryError(
@@ -59,7 +59,7 @@ def _named(forms: Forms) -> tuple[Any, ...]:
 
 
 def _same_token(tokens: Tensor) -> Any:
-    """Return the comparison `read_forms` asks for; it reaches the device only when a row ends in one-token documents."""
+    """Return the comparison that `read_forms` asks for; only rows that end in one-token documents cause it."""
 
     def same(places: Tensor, place: int) -> Tensor:
         flat = tokens.detach().flatten(0, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from torch import nn
 
@@ -23,6 +23,10 @@ class Replacement(nn.Module):
 
     packfree: ClassVar[PatchState | None] = None
     packfree_home: ClassVar[str] = ""
+
+    if TYPE_CHECKING:  # the attributes are upstream's
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and copy by the home the class really has."""

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
 
 from hf_packfree.errors import PatchConflict
+from hf_packfree.packing import PackedSequence
 
-if TYPE_CHECKING:
-    from torch import nn
-
-    from hf_packfree.packing import PackedSequence
-
-Observer = Callable[["PackedSequence | None", "tuple[int, int]", Any], None]
+Observer = Callable[[PackedSequence | None, tuple[int, int], Any], None]
 """Called by the trunk before every training forward: the record (None: unpacked), (B, S), the attention mask."""
 
 

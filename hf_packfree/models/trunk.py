@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_packfree.errors import UnsupportedInput
 from hf_packfree.models.attention import check_attention
@@ -45,9 +45,9 @@ class PackedTrunk(Replacement):
         if packed is None:
             packed = read_arguments(forms, input_ids, inputs_embeds, past_key_values)
         if self.training:
-            tokens = input_ids if input_ids is not None else inputs_embeds
+            rows, tokens = (inputs_embeds if input_ids is None else input_ids).shape[:2]  # type: ignore[union-attr]
             for observe in state_of(self).observers:
-                observe(packed, (tokens.shape[0], tokens.shape[1]), attention_mask)
+                observe(packed, (rows, tokens), attention_mask)
         if packed is None:
             return super().forward(
                 input_ids=input_ids,
@@ -86,13 +86,13 @@ class PackedTrunk(Replacement):
 
 
 def _check_packed_call(
-    trunk: nn.Module, packed: PackedSequence, position_ids: Tensor | None, kwargs: dict[str, Any]
+    trunk: Any, packed: PackedSequence, position_ids: Tensor | None, kwargs: dict[str, Any]
 ) -> None:
     check_attention(trunk.config)
     if kwargs.get("is_causal", getattr(trunk.config, "is_causal", True)) is False:
         raise UnsupportedInput(
-            "found is_causal=False with a packed row; wanted causal attention, the only kind that is exact when packed; "
-            "pass the documents one by one, padded"
+            "found is_causal=False with a packed row; wanted causal attention, the only kind that packs exactly; pass the "
+            "documents one by one, padded"
         )
     if position_ids is not None and position_ids.ndim == 3 and not _is_text_only(position_ids):
         raise UnsupportedInput(

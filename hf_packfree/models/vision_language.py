@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_packfree.errors import UnsupportedInput
 from hf_packfree.models.reading import read_arguments
@@ -54,6 +54,6 @@ def _refuse_images(packed: PackedSequence, kwargs: dict[str, Any]) -> None:
     given = [name for name in _VISION if kwargs.get(name) is not None]
     if given:
         raise UnsupportedInput(
-            f"found {', '.join(given)} with a row of {packed.num_segments} documents; wanted text alone: packed rows with "
-            "images are not supported yet; pass documents with images one by one, padded"
+            f"found {', '.join(given)} with a row of {packed.num_segments} documents; wanted text alone, since packed rows "
+            "with images are not supported yet; pass documents with images one by one, padded"
         )

@@ -81,8 +81,8 @@ def refuse_packed_mrope(position_ids: Tensor, real: Tensor) -> None:
     same_row = (place // real.shape[1]).diff() == 0
     if bool(((time.diff() < 0) & same_row).any()):
         raise UnsupportedInput(
-            "found image or video positions (mRoPE, three rows that differ) that fall within a row: several documents; wanted "
-            "text alone, since packed rows with images are not supported yet; pass such documents one by one, padded"
+            "found image or video positions (mRoPE, three rows that differ) that fall within a row: several documents; "
+            "wanted text alone, since packed rows with images are not supported yet; pass such documents one by one, padded"
         )
 
 
@@ -91,7 +91,7 @@ def claim_of_offsets(form: str, cu_seqlens: Tensor, shape: tuple[int, int], devi
     total = shape[0] * shape[1]
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32 or cu_seqlens.ndim != 1:
         found = f"{cu_seqlens.dtype} {list(cu_seqlens.shape)}" if isinstance(cu_seqlens, Tensor) else repr(cu_seqlens)
-        raise BoundaryError(f"found {form} {found}; wanted a torch.int32 tensor [N+1]; convert it with .to(torch.int32)")
+        raise BoundaryError(f"found {form} {found}; wanted a torch.int32 tensor [N+1]; call .to(torch.int32)")
     if cu_seqlens.device != device:
         raise BoundaryError(
             f"found {form} on {cu_seqlens.device}; wanted it on {device}, where the tokens are; move it with .to()"
@@ -153,8 +153,8 @@ def claim_of_square(mask: Tensor, shape: tuple[int, int]) -> Claim:
         wanted = block.tril()
         if not torch.equal(allowed & real[:, :, None], wanted & real[:, :, None]) or _has_bias(mask):
             raise BoundaryError(
-                "found a 4-D attention_mask that cuts rows into documents but is not block-diagonal and causal; wanted "
-                "each token to see its own document up to itself; pass the boundaries as position_ids instead"
+                "found a 4-D attention_mask that cuts rows into documents but is not block-diagonal and causal; wanted each "
+                "token to see its own document up to itself; pass the boundaries as position_ids instead"
             )
     return Claim("attention_mask", real.to("cpu"), number.to("cpu"))
 
@@ -175,8 +175,8 @@ def _has_bias(mask: Tensor) -> bool:
 
 def _misshapen(form: str, found: Tensor, shape: tuple[int, int], wanted: str) -> BoundaryError:
     return BoundaryError(
-        f"found {form} {found.dtype} {list(found.shape)}; wanted {wanted} with B={shape[0]} rows and S={shape[1]} tokens "
-        f"as in the input; build {form} from the same batch as input_ids"
+        f"found {form} {found.dtype} {list(found.shape)}; wanted {wanted} with B={shape[0]} rows and S={shape[1]} "
+        f"tokens as in the input; build {form} from the same batch as input_ids"
     )
 
 

@@ -49,7 +49,7 @@ class Forms:
         """
         for foreign, ours in _FOREIGN.items():
             if kwargs.get(foreign) is not None:
-                raise BoundaryError(f"found the keyword {foreign}; wanted {ours}, the name transformers uses; rename it")
+                raise BoundaryError(f"found the keyword {foreign}; wanted {ours}, as transformers spells it; rename it")
         return cls(position_ids, attention_mask, **{name: kwargs.pop(name, None) for name in HF_NAMES})
 
     @property
@@ -185,7 +185,7 @@ def _check_longest(forms: Forms, longest: int | None) -> None:
         if given is None:
             continue
         if longest is None:
-            raise BoundaryError(f"found {name}={int(given)} alone; wanted cu_seq_lens_q beside it; pass both or neither")
+            raise BoundaryError(f"found {name}={int(given)} alone; wanted cu_seq_lens_q beside it; pass both")
         if int(given) < longest:
             raise BoundaryConflict(
                 f"found {name}={int(given)} beside a document of {longest} tokens; wanted at least {longest}; "

@@ -17,6 +17,6 @@ def repad(row: Tensor, packed: PackedSequence) -> Tensor:
     """Return [B, S, ...], the inverse of `unpad` for `row` [1, T, ...]; zeros where padding was."""
     rows, tokens = packed.batch_shape
     if packed.indices is None:
-        return row[0].unflatten(0, (rows, tokens))
+        return row[0].reshape(rows, tokens, *row.shape[2:])
     flat = row.new_zeros((rows * tokens, *row.shape[2:]))
-    return flat.index_copy(0, packed.indices, row[0]).unflatten(0, (rows, tokens))
+    return flat.index_copy(0, packed.indices, row[0]).reshape(rows, tokens, *row.shape[2:])

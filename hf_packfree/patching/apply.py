@@ -88,12 +88,13 @@ def _swapped(model: nn.Module) -> list[Step]:
     if family is None:
         return []
     originals = {after: before for before, after in family.pairs().items()}
-    modules = [(name, module) for name, module in model.named_modules() if isinstance(module, tuple(originals))]
+    ours = tuple(originals)
+    modules: list[tuple[str, nn.Module]] = [(name, m) for name, m in model.named_modules() if isinstance(m, ours)]
     for name, module in modules:
         if type(module) not in originals or "forward" in vars(module):
             raise PatchConflict(
-                f"found {name or 'the model itself'} wrapped since it was patched ({type(module).__name__}, or a forward of "
-                "its own instance); wanted our class on the outside; undo the wrapping first, or keep the patches: they "
+                f"found {name or 'the model itself'} wrapped since it was patched ({type(module).__name__}, or a forward "
+                "of its own instance); wanted our class on the outside; undo the wrapping first, or keep the patches, which "
                 "change nothing for unpacked rows"
             )
     return [Step(name, module, originals[type(module)], type(module)) for name, module in modules]
@@ -114,7 +115,8 @@ def _swap(steps: list[Step], state: PatchState) -> None:
 
 
 def _refuse_other_options(model: nn.Module, wanted: PatchState) -> None:
-    found = next(state for module in model.modules() if isinstance(state := getattr(module, "packfree", None), PatchState))
+    states = (getattr(module, "packfree", None) for module in model.modules())
+    found = next(state for state in states if isinstance(state, PatchState))
     if found != wanted:
         raise PatchConflict(
             f"found the model patched with {found}; wanted {wanted}; call remove_patches(model) before choosing again"

@@ -25,6 +25,6 @@ def choose_backends(backend: str, unpacked: str) -> PatchState:
         if name not in op.BACKENDS:
             operation = op.__name__.rpartition(".")[2]
             raise BackendUnavailable(
-                f"found backend={backend!r}; wanted 'auto' or, for {operation}, one of {sorted(op.BACKENDS)}; pass one of them"
+                f"found backend={backend!r}; wanted 'auto' or, for {operation}, one of {sorted(op.BACKENDS)}"
             )
     return PatchState(conv=name, delta_rule=name, attention=name, unpacked=unpacked)

@@ -47,12 +47,13 @@ def _from_name(source: str | Path, dtype: torch.dtype | None, trust_remote_code:
         if path.exists() and not _has_weights(path):
             return _from_config(config, dtype)
         loader: Any = _class_for(config)
-        return loader.from_pretrained(source, dtype=dtype or "auto", trust_remote_code=trust_remote_code)  # type: ignore[no-any-return]
+        model: nn.Module = loader.from_pretrained(source, dtype=dtype or "auto", trust_remote_code=trust_remote_code)
+        return model
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UnsupportedModel(
-            f"found no model under {str(source)!r} ({reason}); wanted a checkpoint folder, a config, a hub id, or one of "
-            f"{', '.join(family.name for family in FAMILIES)}; check the name"
+            f"found no model under {str(source)!r} ({reason}); wanted a checkpoint folder, a config, a hub id, or one "
+            f"of {', '.join(family.name for family in FAMILIES)}; check the name"
         ) from error
 
 
@@ -62,7 +63,8 @@ def _has_weights(path: Path) -> bool:
 
 def _from_config(config: transformers.PretrainedConfig, dtype: torch.dtype | None) -> nn.Module:
     loader: Any = _class_for(config)
-    return loader._from_config(config, **({} if dtype is None else {"dtype": dtype}))  # type: ignore[no-any-return]
+    model: nn.Module = loader._from_config(config, **({} if dtype is None else {"dtype": dtype}))
+    return model
 
 
 def _class_for(config: transformers.PretrainedConfig) -> Any:

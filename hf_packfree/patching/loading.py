@@ -54,8 +54,9 @@ def register_patches(
 ) -> Registration:
     """Patch every supported model that `from_pretrained` or `from_config` builds from now on.
 
-    The result also works as a context manager: `with register_patches(): model = AutoModelForCausalLM.from_pretrained(...)`.
-    A text model loaded as such (`AutoModel`, with no head around it) is out of transformers' reach here: its first forward
+    The result also works as a context manager:
+    `with register_patches(): model = AutoModelForCausalLM.from_pretrained(...)`.
+    A text model loaded as such (`AutoModel`, no head around it) is out of this mapping's reach: its first forward
     raises, and `apply_patches(model)` mends it.
 
     Args:
@@ -74,7 +75,7 @@ def register_patches(
     taken = sorted(mapping.keys() & monkey_patching.get_patch_mapping().keys())
     if taken:
         raise PatchConflict(
-            f"found a class mapping for {taken[0]} registered already; wanted none; call remove() on the earlier registration"
+            f"found a class mapping for {taken[0]} registered already; wanted none; call remove() on the earlier one"
         )
     monkey_patching.register_patch_mapping(mapping)
     return Registration(mapping)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -80,14 +81,14 @@ def _check_seams(model: nn.Module, pairs: dict[type[nn.Module], type[nn.Module]]
             )
 
 
-def _who(module: nn.Module) -> str:
+def _who(module: object) -> str:
     if hasattr(module, "_hf_hook"):
         return "an accelerate hook: device_map or offloading"
     return "another library patched it"
 
 
-def _check_trunk(trunk: nn.Module, pairs: dict[type[nn.Module], type[nn.Module]]) -> None:
-    ours = {cls.__name__: cls for cls in pairs.values()}
+def _check_trunk(trunk: Any, pairs: dict[type[nn.Module], type[nn.Module]]) -> None:
+    ours: dict[str, Any] = {cls.__name__: cls for cls in pairs.values()}
     kinds = {"linear_attention": "GatedDeltaNet", "full_attention": "Attention"}
     for kind, ending in kinds.items():
         wanted = list(trunk.config.layer_types)[: trunk.config.num_hidden_layers].count(kind)
@@ -99,7 +100,7 @@ def _check_trunk(trunk: nn.Module, pairs: dict[type[nn.Module], type[nn.Module]]
                 "each of them, since one that is not swapped leaks; undo what replaced them, or report the model"
             )
         for module in found:
-            broken = broken_promises(module, ours[type(module).__name__].checkpoint_sizes)  # type: ignore[attr-defined]
+            broken = broken_promises(module, ours[type(module).__name__].checkpoint_sizes)
             if broken:
                 raise ContractError(
                     f"found a {type(module).__name__} unlike its family's checkpoints: {'; '.join(broken)}; wanted the sizes "

@@ -156,7 +156,8 @@ def vision_language(family, door="apply"):
     upstream = f"{'Qwen3_5' if family == 'qwen3_5' else 'Qwen3_5Moe'}"
     text = by_family[family].tiny_config().to_dict()
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4}
-    config = getattr(transformers, f"{upstream}Config")(text_config=text, vision_config=vision, image_token_id=126, video_token_id=127)
+    cls = getattr(transformers, f"{upstream}Config")
+    config = cls(text_config=text, vision_config=vision, image_token_id=126, video_token_id=127)
     return build(f"{upstream}ForConditionalGeneration", config, door)
 
 

@@ -65,7 +65,8 @@ ONE_DOCUMENT = {
     "indexed mask": {"attention_mask": torch.full((1, 70), 3)},
     "all": {
         "cu_seq_lens_q": torch.tensor([0, 70], dtype=INT32), "cu_seq_lens_k": torch.tensor([0, 70], dtype=INT32),
-        "max_length_q": 70, "max_length_k": 70, "seq_idx": torch.zeros(1, 70, dtype=INT32), "position_ids": torch.arange(70)[None],
+        "max_length_q": 70, "max_length_k": 70, "seq_idx": torch.zeros(1, 70, dtype=INT32),
+        "position_ids": torch.arange(70)[None],
     },
 }
 
@@ -89,7 +90,8 @@ def test_offsets_of_whole_rows_are_the_plain_batch():
 def test_generation(family, padded):
     model = tiny(family).eval()
     prompt = {"input_ids": IDS[:, :20], "attention_mask": left(PADDED[:, 40:60]) if padded else torch.ones(2, 20).long()}
-    settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True, "output_logits": True}
+    settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    settings |= {"return_dict_in_generate": True, "output_logits": True}
     wanted = model.generate(**prompt, **settings)
     found = apply_patches(model).generate(**prompt, **settings)
     assert torch.equal(found.sequences, wanted.sequences)

@@ -24,7 +24,8 @@ def attention(
     """Attend causally within each document of a packed row.
 
     Args:
-        q: [1, T, H, D], any floating dtype; k, v: [1, T, HK, D] with HK a divisor of H (query head j reads j // (H/HK)).
+        q: [1, T, H, D], any floating dtype.
+        k, v: [1, T, HK, D]; HK divides H, and query head j reads key head j // (H / HK).
         packed: where the documents lie.
         scale: factor on q.k before the softmax; D ** -0.5 if not given.
         dropout: probability of dropping an attention weight.
@@ -37,7 +38,7 @@ def attention(
         BackendUnavailable: no backend has that name.
     """
     if backend not in BACKENDS:
-        raise BackendUnavailable(f"found attention backend {backend!r}; wanted one of {sorted(BACKENDS)}; pass one of them")
+        raise BackendUnavailable(f"found attention backend {backend!r}; wanted one of {sorted(BACKENDS)}")
     return BACKENDS[backend](q, k, v, packed, scale=scale, dropout=dropout)
 
 

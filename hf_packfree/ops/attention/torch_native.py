@@ -63,8 +63,9 @@ def attend(
     plan = packed.derive(plan_buckets)
     outputs = []
     for bucket in plan.buckets:
-        gathered = (x[0].index_select(0, bucket.gather.reshape(-1)).unflatten(0, bucket.gather.shape) for x in (q, k, v))
-        outputs.append(_sdpa(*gathered, scale, dropout).flatten(0, 1).index_select(0, bucket.slots))
+        places, shape = bucket.gather.reshape(-1), bucket.gather.shape
+        qs, ks, vs = (x[0].index_select(0, places).unflatten(0, shape) for x in (q, k, v))
+        outputs.append(_sdpa(qs, ks, vs, scale, dropout).flatten(0, 1).index_select(0, bucket.slots))
     return torch.cat(outputs).index_select(0, plan.order)[None]
 
 

@@ -1,0 +1,71 @@
+"""What cannot be exact is refused by name, before anything runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hf_packfree import apply_patches
+from hf_packfree.errors import BackendUnavailable, BoundaryConflict, BoundaryError, CacheConflict, UnsupportedInput
+from tests.forms import one_row, row_batch
+from tests.support import ROW, tiny
+
+
+@pytest.fixture
+def model():
+    model = apply_patches(tiny())
+    model.model.layers[0].register_forward_pre_hook(lambda *_: pytest.fail("a layer ran before the refusal"))
+    return model
+
+
+def test_contradicting_forms(model):
+    batch = row_batch("positions", ROW)
+    with pytest.raises(BoundaryConflict, match="cu_seq_lens_q and position_ids"):
+        model(**batch.inputs, cu_seq_lens_q=torch.tensor([0, 9, sum(ROW)], dtype=torch.int32))
+    with pytest.raises(BoundaryConflict, match="cu_seq_lens_q and position_ids"):
+        model(
+            input_ids=batch.inputs["input_ids"],
+            position_ids=torch.arange(sum(ROW))[None],
+            cu_seq_lens_q=one_row(ROW)["offsets"],
+        )
+
+
+def test_malformed_offsets(model):
+    with pytest.raises(BoundaryError, match="cu_seq_lens_k"):
+        model(input_ids=torch.arange(9)[None], cu_seq_lens_k=torch.tensor([0, 4, 8], dtype=torch.int32))
+
+
+def test_a_mask_of_the_wrong_shape(model):
+    with pytest.raises(BoundaryError, match="attention_mask"):
+        model(input_ids=torch.arange(9)[None], attention_mask=torch.ones(1, 8))
+
+
+def test_packed_rows_with_a_cache():
+    model = apply_patches(tiny()).eval()
+    cache = model(input_ids=torch.arange(2, 12)[None], use_cache=True).past_key_values
+    batch = row_batch("positions", ROW)
+    for held in (cache, DynamicCache(config=model.config)):
+        with pytest.raises(CacheConflict, match="past_key_values"):
+            model(**{**batch.inputs, "use_cache": True}, past_key_values=held)
+
+
+def test_prepared_masks_beside_packed_rows(model):
+    with pytest.raises(BoundaryError, match="prepared attention_mask of type dict"):
+        model(**row_batch("positions", ROW).inputs, attention_mask={"full_attention": None, "linear_attention": None})
+
+
+def test_attention_that_looks_ahead(model):
+    with pytest.raises(UnsupportedInput, match="is_causal"):
+        model(**row_batch("positions", ROW).inputs, is_causal=False)
+
+
+def test_attention_changed_after_patching(model):
+    model.config._attn_implementation_internal = "somebodys_kernel"
+    with pytest.raises(BackendUnavailable, match="somebodys_kernel"):
+        model(**row_batch("positions", ROW).inputs)
+
+
+def test_upstreams_own_refusals_stay():
+    with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
+        apply_patches(tiny())(input_ids=None)

@@ -1,0 +1,118 @@
+"""verify_packing: numbers for a patched model, an error for a leak, an error when it could not see one."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from hf_packfree import apply_patches, verify_packing
+from hf_packfree.errors import BlindMeasurement, LeakDetected, UnsupportedModel
+from hf_packfree.models.gated_delta_net import PackedGatedDeltaNet
+from tests.support import tiny
+
+FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_built_in_models(family):
+    report = verify_packing(family)
+    assert report.family == family and report.patched.cross_gradient == 0 and report.patched.influence == 0
+    assert report.patched.logits <= 1e-5 and report.patched.gradients <= 1e-4
+    assert report.stock.logits >= 1e-2 and report.stock.influence >= 1e-2 and report.stock.cross_gradient >= 1e-2
+    assert report.stock.per_document[0] <= 1e-5 < min(report.stock.per_document[1:])
+    assert json.loads(json.dumps(report.as_dict()))["patched"]["influence"] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_dtypes(dtype):
+    report = verify_packing("qwen3_5", dtype=dtype)
+    assert report.dtype == str(dtype).removeprefix("torch.")
+    assert report.patched.influence == 0 and report.patched.cross_gradient == 0
+
+
+def test_a_model_object_is_given_back_as_it_was():
+    model = apply_patches(tiny())
+    model.model.layers[1].eval()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    modes = [module.training for module in model.modules()]
+    verify_packing(model)
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert [module.training for module in model.modules()] == modes
+    assert all(torch.equal(parameter.grad, torch.ones_like(parameter)) for parameter in model.parameters())
+
+
+def test_an_unpatched_model_leaks():
+    with pytest.raises(LeakDetected, match="apply_patches") as error:
+        verify_packing(tiny())
+    assert error.value.report.patched.logits > 1e-2
+
+
+def test_a_leak_in_the_convolution_alone_is_seen(monkeypatch):
+    """Half a fix: the state resets, the window does not."""
+    from hf_packfree.models import gated_delta_net
+    from hf_packfree.packing import PackedSequence
+
+    model, whole = apply_patches(tiny()), gated_delta_net.causal_conv1d
+
+    def leaky(x, weight, packed, **options):
+        return whole(x, weight, PackedSequence.from_lengths([packed.num_tokens]), **options)
+
+    monkeypatch.setattr(gated_delta_net, "causal_conv1d", leaky)
+    with pytest.raises(LeakDetected, match="a gradient reaches another document"):
+        verify_packing(model)
+
+
+def test_nan_fails(monkeypatch):
+    model, mix = apply_patches(tiny()), PackedGatedDeltaNet._mix
+    monkeypatch.setattr(PackedGatedDeltaNet, "_mix", lambda self, x, packed: mix(self, x, packed) * math.nan)
+    with pytest.raises(LeakDetected, match="nan"):
+        verify_packing(model)
+
+
+def test_a_measurement_that_could_not_see_a_leak_is_refused():
+    model = apply_patches(tiny())
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for part in ("linear_attn", "self_attn"):
+                if hasattr(layer, part):
+                    getattr(getattr(layer, part), "out_proj" if part == "linear_attn" else "o_proj").weight.zero_()
+    with pytest.raises(BlindMeasurement, match="control"):
+        verify_packing(model)
+
+
+def test_from_a_config_a_folder_and_a_config_file(tmp_path):
+    model = tiny()
+    config = model.config
+    assert verify_packing(config, gradients=False).patched.gradients is None
+    model.save_pretrained(tmp_path / "model")
+    config.save_pretrained(tmp_path / "config")
+    for folder in (tmp_path / "model", str(tmp_path / "config")):
+        assert verify_packing(folder, gradients=False).patched.influence == 0
+
+
+def test_heads_without_logits_per_token():
+    from transformers import Qwen3_5TextForSequenceClassification, Qwen3_5TextModel
+
+    for cls in (Qwen3_5TextForSequenceClassification, Qwen3_5TextModel):
+        assert verify_packing(apply_patches(cls(tiny().config))).stock.logits >= 1e-2
+
+
+def test_what_cannot_be_verified():
+    with pytest.raises(UnsupportedModel, match="no/such/model"):
+        verify_packing("no/such/model")
+    with pytest.raises(UnsupportedModel, match="Linear"):
+        verify_packing(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="two documents"):
+        verify_packing("qwen3_5", lengths=[5])
+
+
+def test_frozen_models():
+    model = apply_patches(tiny()).requires_grad_(False)
+    report = verify_packing(model)
+    assert report.patched.gradients is None and report.patched.cross_gradient == 0
