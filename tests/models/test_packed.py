@@ -316,3 +316,45 @@ def test_a_family_is_added_with_one_row_one_file_and_one_config(monkeypatch):
     assert patch_report(model).family == "brook"
     assert_exact(model, row_batch("positions", ROW))
     assert type(remove_patches(model).model) is brook.upstream.BrookTextModel
+
+
+def test_a_flash_attention_gets_the_record_in_upstreams_spelling():
+    """Any implementation called flash gets the four keywords, int32 offsets and host integers, and no mask."""
+    from transformers import AttentionInterface
+
+    def by_offsets(module, q, k, v, mask, scaling=None, cu_seq_lens_q=None, max_length_q=None, **kwargs):
+        assert mask is None
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        ends = [0, q.shape[2]] if cu_seq_lens_q is None else cu_seq_lens_q.tolist()
+        if cu_seq_lens_q is not None:
+            assert cu_seq_lens_q.dtype == torch.int32 and kwargs["cu_seq_lens_k"] is cu_seq_lens_q
+            assert max_length_q == kwargs["max_length_k"] == max(ROW) and isinstance(max_length_q, int)
+        attend = torch.nn.functional.scaled_dot_product_attention
+        parts = [attend(*(x[:, :, a:b] for x in (q, k, v)), is_causal=True, scale=scaling) for a, b in zip(ends, ends[1:])]
+        return torch.cat(parts, 2).transpose(1, 2), None
+
+    AttentionInterface.register("flash_for_tests", by_offsets)
+    assert_exact(apply_patches(tiny(attention="flash_for_tests")), row_batch("positions", ROW))
+
+
+@pytest.mark.parametrize("stack", [3, 4])
+def test_stacked_positions_of_several_rows(stack):
+    batch, _, positions = padded_rows(((5, 64, 3), (1, 71)))
+    batch.inputs["position_ids"] = positions[None].expand(stack, -1, -1)
+    assert_exact(apply_patches(tiny()), batch)
+
+
+def test_a_record_moves_like_a_tensor():
+    """accelerate sends every keyword that has `.to` to the layer's device."""
+    from accelerate.utils import send_to_device
+
+    packed = row_batch_record()
+    moved = send_to_device({"packed_sequence": packed}, torch.device("meta"))["packed_sequence"]
+    assert moved.cu_seqlens.device.type == moved.seq_idx.device.type == "meta"
+    assert moved.cu_seqlens_cpu is packed.cu_seqlens_cpu and packed.to("cpu") is packed
+
+
+def row_batch_record():
+    from hf_packfree import PackedSequence
+
+    return PackedSequence.from_lengths(ROW)

@@ -1,0 +1,155 @@
+"""The stock Trainer with the stock collator: gradients of documents run one by one; the callback around it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
+
+from hf_packfree import PackFreeCallback, apply_patches, patch_report
+from hf_packfree.errors import LeakDetected, PatchConflict
+from tests.support import CONTROL, GRADIENT_TOL, ROW, documents, gradients, relative_rms, tiny
+
+COLLATORS = {
+    "default": {},
+    "flash": {"return_flash_attn_kwargs": True},
+    "seq_idx": {"return_seq_idx": True},
+    "flash and seq_idx": {"return_flash_attn_kwargs": True, "return_seq_idx": True},
+    "flash without positions": {"return_flash_attn_kwargs": True, "return_position_ids": False},
+    "positions from 5": {"position_ids_start": 5},
+}
+STEP = 4  # documents in a step
+
+
+class KeepGradients(TrainerCallback):
+    """Copies the gradients of the first optimizer step."""
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if not state.global_step:
+            self.found = gradients(kwargs["model"])
+
+
+def arguments(folder, **more):
+    settings = {"max_steps": 1, "learning_rate": 1e-3, "max_grad_norm": 0.0, "logging_steps": 1, "save_strategy": "no"}
+    settings |= {"report_to": [], "use_cpu": True, "disable_tqdm": True, "per_device_train_batch_size": STEP, "seed": 1}
+    return TrainingArguments(output_dir=str(folder), train_sampling_strategy="sequential", **settings | more)
+
+
+def dataset(lengths=ROW):
+    return [{"input_ids": document.tolist()} for document in documents(lengths)]
+
+
+def train(model, folder, callbacks, collator=(), **more):
+    keep = KeepGradients()
+    trainer = Trainer(
+        model=model,
+        args=arguments(folder, **more),
+        train_dataset=dataset(),
+        data_collator=DataCollatorWithFlattening(**dict(collator)),
+        callbacks=[keep, *callbacks],
+    )
+    trainer.train()
+    return trainer, keep.found
+
+
+def one_by_one(model, count):
+    """Gradients of the token-weighted mean loss of the first `count` documents, each in its own forward."""
+    model.zero_grad(set_to_none=True)
+    parts = documents(ROW)[:count]
+    targets = sum(len(part) - 1 for part in parts)
+    for part in parts:
+        if len(part) > 1:
+            logits = model(input_ids=part[None], use_cache=False).logits[0, :-1]
+            (F.cross_entropy(logits, part[1:], reduction="sum") / targets).backward()
+    return gradients(model)
+
+
+def worst(found, wanted):
+    assert found.keys() == wanted.keys()
+    return max(relative_rms(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("collator", COLLATORS)
+def test_gradients_are_those_of_one_by_one(collator, checkpointing, tmp_path):
+    options = {"activation_checkpointing": True} if checkpointing else {}
+    _, found = train(tiny(), tmp_path, [PackFreeCallback()], COLLATORS[collator].items(), **options)
+    wanted = one_by_one(tiny(), STEP)
+    assert worst(found, wanted) <= GRADIENT_TOL
+
+
+def test_the_stock_model_leaks_under_the_stock_collator(tmp_path):
+    _, found = train(tiny(), tmp_path, [])
+    assert worst(found, one_by_one(tiny(), STEP)) >= CONTROL * GRADIENT_TOL
+
+
+def test_gradient_accumulation_weighs_tokens(tmp_path):
+    _, found = train(tiny(), tmp_path, [PackFreeCallback()], gradient_accumulation_steps=2)
+    assert worst(found, one_by_one(tiny(), 2 * STEP)) <= GRADIENT_TOL
+
+
+def test_packing_facts_are_in_the_trainers_logs(tmp_path):
+    trainer, _ = train(tiny(), tmp_path, [PackFreeCallback(verify_first_batch=True)], max_steps=2)
+    first, second = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert first["packfree/documents_per_row"] == second["packfree/documents_per_row"] == STEP
+    assert first["packfree/real_token_share"] == 1.0 and first["packfree/tokens_per_second"] > 0
+    assert first["packfree/influence"] == 0.0 and "packfree/influence" not in second
+    assert not trainer.model.model.packfree.observers and not trainer.model.model._forward_pre_hooks
+
+
+def test_padding_is_counted_as_padding(tmp_path):
+    def pad(features):
+        rows = [torch.tensor(feature["input_ids"]) for feature in features]
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+        return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+    trainer = Trainer(
+        model=tiny(), args=arguments(tmp_path), train_dataset=dataset(), data_collator=pad, callbacks=[PackFreeCallback()]
+    )
+    trainer.train()
+    facts = trainer.state.log_history[0]
+    assert facts["packfree/documents_per_row"] == 1.0
+    assert facts["packfree/real_token_share"] == pytest.approx(sum(ROW[:STEP]) / (STEP * max(ROW[:STEP])))
+
+
+def test_added_too_late_is_refused(tmp_path):
+    trainer = Trainer(
+        model=tiny(), args=arguments(tmp_path), train_dataset=dataset(), data_collator=DataCollatorWithFlattening()
+    )
+    trainer.add_callback(PackFreeCallback())
+    with pytest.raises(PatchConflict, match=r"Trainer\(callbacks=\[PackFreeCallback\(\)\]\)"):
+        trainer.train()
+    apply_patches(trainer.model)
+    trainer.train()
+    assert patch_report(trainer.model).patched
+
+
+def test_a_leak_stops_training_at_the_first_batch(tmp_path, monkeypatch):
+    from hf_packfree.models import gated_delta_net
+    from hf_packfree.packing import PackedSequence
+
+    whole = gated_delta_net.gated_delta_rule
+
+    def leaky(q, k, v, g, beta, packed, **options):
+        return whole(q, k, v, g, beta, PackedSequence.from_lengths([packed.num_tokens]), **options)
+
+    monkeypatch.setattr(gated_delta_net, "gated_delta_rule", leaky)
+    with pytest.raises(LeakDetected, match="first batch"):
+        train(tiny(), tmp_path, [PackFreeCallback(verify_first_batch=True)])
+
+
+def test_evaluation_and_saving(tmp_path):
+    from transformers import Qwen3_5ForCausalLM
+
+    trainer, _ = train(tiny(), tmp_path, [PackFreeCallback()])
+    trainer.eval_dataset = dataset(ROW[:2])
+    trainer.args.per_device_eval_batch_size = 1
+    loss = trainer.evaluate(dataset(ROW[:2]))["eval_loss"]
+    trainer.save_model(str(tmp_path / "saved"))
+    loaded = Qwen3_5ForCausalLM.from_pretrained(tmp_path / "saved")
+    assert not patch_report(loaded).patched
+    with torch.no_grad():
+        plain = [loaded(input_ids=d[None], labels=d[None]).loss for d in documents(ROW[:2])]
+    assert loss == pytest.approx(float(sum(plain)) / 2, rel=1e-5)
