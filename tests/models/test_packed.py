@@ -318,9 +318,9 @@ def test_a_family_is_added_with_one_row_one_file_and_one_config(monkeypatch):
     assert type(remove_patches(model).model) is brook.upstream.BrookTextModel
 
 
-def test_a_flash_attention_gets_the_record_in_upstreams_spelling():
-    """Any implementation called flash gets the four keywords, int32 offsets and host integers, and no mask."""
-    from transformers import AttentionInterface
+def test_a_flash_attention_gets_the_record_in_upstreams_spelling(monkeypatch):
+    """A flash attention gets the four keywords, int32 offsets and host integers, and no mask."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     def by_offsets(module, q, k, v, mask, scaling=None, cu_seq_lens_q=None, max_length_q=None, **kwargs):
         assert mask is None
@@ -333,8 +333,10 @@ def test_a_flash_attention_gets_the_record_in_upstreams_spelling():
         parts = [attend(*(x[:, :, a:b] for x in (q, k, v)), is_causal=True, scale=scaling) for a, b in zip(ends, ends[1:])]
         return torch.cat(parts, 2).transpose(1, 2), None
 
-    AttentionInterface.register("flash_for_tests", by_offsets)
-    assert_exact(apply_patches(tiny(attention="flash_for_tests")), row_batch("positions", ROW))
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", by_offsets)
+    model = tiny()
+    model.config._attn_implementation_internal = "flash_attention_2"
+    assert_exact(apply_patches(model), row_batch("positions", ROW))
 
 
 @pytest.mark.parametrize("stack", [3, 4])
