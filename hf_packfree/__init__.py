@@ -1,6 +1,6 @@
 """Packed and padding-free training of hybrid linear-attention models, exact and fast.
 
-Importing this package changes nothing and needs torch alone; names load what they need when they are first used.
+Importing this package changes nothing and loads nothing; names load what they need when they are first used.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hf_packfree._version import __version__
-from hf_packfree.packing import PackedSequence
 
 if TYPE_CHECKING:
+    from hf_packfree.packing import PackedSequence
     from hf_packfree.patching import (
         PatchReport,
         Registration,
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "PackFreeCallback": "trainer",
+    "PackedSequence": "packing",
     "PackingReport": "verify",
     "PatchReport": "patching",
     "Registration": "patching",

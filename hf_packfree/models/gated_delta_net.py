@@ -23,7 +23,7 @@ class PackedGatedDeltaNet(Replacement):
     """Put in front of a family's Gated DeltaNet: owns the packed branch, leaves everything else to upstream."""
 
     def forward(
-        self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
+        self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Any = None, **kwargs: Any
     ) -> Tensor:
         """Mix tokens within documents when a record comes down, as upstream otherwise.
 
@@ -31,6 +31,8 @@ class PackedGatedDeltaNet(Replacement):
             hidden_states: [1, T, D_model] of a packed row, [B, S, D_model] otherwise.
         """
         packed: PackedSequence | None = kwargs.pop("packed_sequence", None)
+        if isinstance(attention_mask, PackedSequence):  # how it travels where `eras.LAYERS_DROP_KEYWORDS`
+            packed = attention_mask
         native = state_of(self).unpacked == "native" and cache_params is None
         if packed is None and not native:
             return super().forward(hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs)

@@ -10,6 +10,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as upstream
 
 from hf_packfree.models.attention import PackedAttention
 from hf_packfree.models.contract import Sizes, size_of_linear
+from hf_packfree.models.decoder_layer import PackedDecoderLayer
 from hf_packfree.models.gated_delta_net import PackedGatedDeltaNet
 from hf_packfree.models.replacement import stands_for
 from hf_packfree.models.trunk import PackedTrunk
@@ -46,6 +47,11 @@ class Qwen3_5Attention(PackedAttention, upstream.Qwen3_5Attention):
 
     def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return upstream.apply_rotary_pos_emb(q, k, cos, sin)
+
+
+@stands_for(upstream)
+class Qwen3_5DecoderLayer(PackedDecoderLayer, upstream.Qwen3_5DecoderLayer):
+    """Upstream's layer, which hands the record on (transformers 5.2 to 5.8)."""
 
 
 @stands_for(upstream)

@@ -7,6 +7,7 @@ from transformers.models.qwen3_5_moe import configuration_qwen3_5_moe as configu
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as upstream
 
 from hf_packfree.models.attention import PackedAttention
+from hf_packfree.models.decoder_layer import PackedDecoderLayer
 from hf_packfree.models.qwen3_5 import SplitProjections
 from hf_packfree.models.replacement import stands_for
 from hf_packfree.models.trunk import PackedTrunk
@@ -24,6 +25,11 @@ class Qwen3_5MoeAttention(PackedAttention, upstream.Qwen3_5MoeAttention):
 
     def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return upstream.apply_rotary_pos_emb(q, k, cos, sin)
+
+
+@stands_for(upstream)
+class Qwen3_5MoeDecoderLayer(PackedDecoderLayer, upstream.Qwen3_5MoeDecoderLayer):
+    """Upstream's layer, which hands the record on (transformers 5.2 to 5.8)."""
 
 
 @stands_for(upstream)

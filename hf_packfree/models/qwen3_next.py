@@ -11,6 +11,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as upstream
 
 from hf_packfree.models.attention import PackedAttention
 from hf_packfree.models.contract import Sizes, size_of_linear
+from hf_packfree.models.decoder_layer import PackedDecoderLayer
 from hf_packfree.models.gated_delta_net import PackedGatedDeltaNet
 from hf_packfree.models.replacement import stands_for
 from hf_packfree.models.trunk import PackedTrunk
@@ -49,6 +50,11 @@ class Qwen3NextAttention(PackedAttention, upstream.Qwen3NextAttention):
 
     def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return upstream.apply_rotary_pos_emb(q, k, cos, sin)
+
+
+@stands_for(upstream)
+class Qwen3NextDecoderLayer(PackedDecoderLayer, upstream.Qwen3NextDecoderLayer):
+    """Upstream's layer, which hands the record on (transformers 5.2 to 5.8)."""
 
 
 @stands_for(upstream)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_packfree.errors import BoundaryError, CacheConflict
+from hf_packfree.models import eras
 from hf_packfree.packing import Forms, PackedSequence, read_forms
 
 
@@ -33,7 +34,10 @@ def read_arguments(
         return None  # decoding one token a row: nothing to read, nothing to wait for
     if seen and isinstance(forms.attention_mask, Tensor) and forms.attention_mask.shape[-1] != shape[1]:
         forms = Forms(forms.position_ids, _current(forms.attention_mask, shape[1]), *_named(forms))
-    packed = read_forms(forms, shape, tokens.device, _same_token(tokens))
+    if past_key_values is None and shape[0] == 1 and eras.MISREADS_PADDING_OF_ONE_ROW:
+        packed = read_forms(forms, shape, tokens.device, _same_token(tokens), drop_padding=True)
+    else:
+        packed = read_forms(forms, shape, tokens.device, _same_token(tokens))
     if packed is None:
         return None
     if past_key_values is not None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hf_packfree.errors import UnsupportedInput
 from hf_packfree.models.attention import check_attention
+from hf_packfree.models.eras import masks_the_layers_ignore
 from hf_packfree.models.reading import read_arguments
 from hf_packfree.models.replacement import Replacement
 from hf_packfree.models.state import state_of
@@ -72,7 +73,7 @@ class PackedTrunk(Replacement):
         as_dict = kwargs.pop("return_dict", getattr(self.config, "return_dict", True))
         output = super().forward(
             input_ids=None if input_ids is None else unpad(input_ids, packed),
-            attention_mask={"full_attention": None, "linear_attention": None},  # layers read the record instead
+            attention_mask=masks_the_layers_ignore(packed.seq_idx.device),
             position_ids=_row_positions(position_ids, packed),
             past_key_values=None,
             inputs_embeds=None if inputs_embeds is None else unpad(inputs_embeds, packed),

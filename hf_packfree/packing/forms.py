@@ -65,7 +65,12 @@ def to_hf_kwargs(packed: PackedSequence) -> Mapping[str, Any]:
 
 
 def read_forms(
-    forms: Forms, shape: tuple[int, int], device: torch.device, same_token: Callable[[Tensor, int], Tensor]
+    forms: Forms,
+    shape: tuple[int, int],
+    device: torch.device,
+    same_token: Callable[[Tensor, int], Tensor],
+    *,
+    drop_padding: bool = False,
 ) -> PackedSequence | None:
     """Build the one record, or return None where upstream is exact as it is.
 
@@ -73,6 +78,7 @@ def read_forms(
         forms: what the caller said.
         shape: (B, S), rows and tokens of a row.
         device: where the tokens are.
+        drop_padding: make a record for padded rows of one document too.
         same_token: given int64 [M] places in the flattened batch and one place, says which hold the same input.
 
     Returns:
@@ -91,10 +97,12 @@ def read_forms(
         return None
     starts, longest = _agree(claims, kept, same_token)
     _check_longest(forms, longest)
-    if starts is None:
+    if starts is None and not (drop_padding and kept.numel() < real.numel()):
         return None
+    if starts is None:
+        starts = _row_starts(kept, shape[1])
     lengths = _lengths(starts)
-    if _is_plain(forms, claims, real, lengths.numel()):
+    if _is_plain(forms, claims, real, lengths.numel()) and not (drop_padding and not real.all()):
         return None
     indices = None if kept.numel() == real.numel() else kept
     return PackedSequence.from_lengths(lengths, device=device, batch_shape=shape, indices=indices)
@@ -141,6 +149,12 @@ def _agree(
         agreed = agreed or (claim, starts)
         longest = min(int(_lengths(given).max()), longest or kept.numel())
     return (None if agreed is None else agreed[1]), longest
+
+
+def _row_starts(kept: Tensor, tokens: int) -> Tensor:
+    starts = torch.ones(kept.numel(), dtype=torch.bool)
+    starts[1:] = (kept // tokens).diff() != 0
+    return starts
 
 
 def _lengths(starts: Tensor) -> Tensor:

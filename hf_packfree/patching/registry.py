@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from hf_packfree.models import eras
+
 
 @dataclass(frozen=True)
 class Family:
@@ -20,6 +22,7 @@ class Family:
         upstream: transformers' modeling module.
         replacement: our module; it holds a subclass of the same name for each class in `swaps`, and `tiny_config`.
         trunk: the class that reads boundaries: the text model.
+        layer: the decoder layer, swapped only in releases whose layers drop keywords (5.2 to 5.8).
         swaps: every class to swap, with the reason.
         causal_lm: upstream's class for verification and the demo.
     """
@@ -28,6 +31,7 @@ class Family:
     upstream: str
     replacement: str
     trunk: str
+    layer: str
     swaps: dict[str, str]
     causal_lm: str
 
@@ -37,7 +41,8 @@ class Family:
         Upstream's class is read from ours: the name in upstream's module may stand for another class for a while.
         """
         ours = import_module(self.replacement)
-        return {self._upstream_of(getattr(ours, name)): getattr(ours, name) for name in self.swaps}
+        names = [*self.swaps, self.layer] if eras.LAYERS_DROP_KEYWORDS else list(self.swaps)
+        return {self._upstream_of(getattr(ours, name)): getattr(ours, name) for name in names}
 
     def trunk_class(self) -> type[nn.Module]:
         """Return upstream's class of the text model."""
@@ -63,6 +68,7 @@ FAMILIES: tuple[Family, ...] = (
         upstream="transformers.models.qwen3_5.modeling_qwen3_5",
         replacement="hf_packfree.models.qwen3_5",
         trunk="Qwen3_5TextModel",
+        layer="Qwen3_5DecoderLayer",
         swaps={
             "Qwen3_5TextModel": _TRUNK,
             "Qwen3_5GatedDeltaNet": _DELTA_NET,
@@ -76,6 +82,7 @@ FAMILIES: tuple[Family, ...] = (
         upstream="transformers.models.qwen3_5_moe.modeling_qwen3_5_moe",
         replacement="hf_packfree.models.qwen3_5_moe",
         trunk="Qwen3_5MoeTextModel",
+        layer="Qwen3_5MoeDecoderLayer",
         swaps={
             "Qwen3_5MoeTextModel": _TRUNK,
             "Qwen3_5MoeGatedDeltaNet": _DELTA_NET,
@@ -89,6 +96,7 @@ FAMILIES: tuple[Family, ...] = (
         upstream="transformers.models.qwen3_next.modeling_qwen3_next",
         replacement="hf_packfree.models.qwen3_next",
         trunk="Qwen3NextModel",
+        layer="Qwen3NextDecoderLayer",
         swaps={
             "Qwen3NextModel": _TRUNK,
             "Qwen3NextGatedDeltaNet": _DELTA_NET,

@@ -15,6 +15,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from hf_packfree.models import qwen3_5
 from hf_packfree.models.qwen3_5 import SplitProjections
 from hf_packfree.models.attention import PackedAttention
+from hf_packfree.models.decoder_layer import PackedDecoderLayer
 from hf_packfree.models.replacement import stands_for
 from hf_packfree.models.trunk import PackedTrunk
 from hf_packfree.patching.registry import Family
@@ -46,6 +47,11 @@ class BrookAttention(PackedAttention, upstream.BrookAttention):
 
 
 @stands_for(upstream)
+class BrookDecoderLayer(PackedDecoderLayer, upstream.BrookDecoderLayer):
+    """Upstream's layer, which hands the record on (transformers 5.2 to 5.8)."""
+
+
+@stands_for(upstream)
 class BrookTextModel(PackedTrunk, upstream.BrookTextModel):
     """Upstream's trunk, plus the record."""
 
@@ -57,6 +63,7 @@ ROW = Family(
     upstream=upstream.__name__,
     replacement=__name__,
     trunk="BrookTextModel",
+    layer="BrookDecoderLayer",
     swaps=dict.fromkeys(("BrookTextModel", "BrookGatedDeltaNet", "BrookAttention"), "as every family"),
     causal_lm="BrookForCausalLM",
 )

@@ -1,0 +1,31 @@
+"""Where releases of transformers differ in what we rely on: one name per difference, with the release that ends it.
+
+Nothing else in this package asks for transformers' version.  When the oldest supported release passes the one named
+beside a constant, the constant and the lines that read it go.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from packaging.version import Version
+
+RELEASE = Version(Version(transformers.__version__).base_version)
+
+LAYERS_DROP_KEYWORDS = RELEASE < Version("5.9.0")
+"""Decoder layers hand no keywords to `linear_attn`, so the layer is swapped too and sends the record as its mask."""
+
+MASKS_ARE_TENSORS = RELEASE < Version("5.13.0")
+"""The text model takes one mask tensor and cannot be handed the layers' masks as a dict."""
+
+MISREADS_PADDING_OF_ONE_ROW = RELEASE < Version("5.15.0")
+"""Padding is zeroed in batches of two rows and more only: a left-padded single row is wrong upstream."""
+
+
+def masks_the_layers_ignore(device: torch.device) -> Any:
+    """Return an `attention_mask` from which the text model builds none of its own: our layers read the record."""
+    if MASKS_ARE_TENSORS:  # a 4-D mask is passed on as it is, whatever its size
+        return torch.ones(1, 1, 1, 1, device=device)
+    return {"full_attention": None, "linear_attention": None}
