@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from hf_packfree import apply_patches, remove_patches
+from hf_packfree.patching.registry import family_of
 from tests.forms import ROW_FORMS, ROWS_FORMS, row_batch, rows_batch
 from tests.support import CONTROL, GRADIENT_TOL, LOGIT_TOL, ROW, errors, random_weights, run, run_alone, tiny
 
+pytestmark = pytest.mark.compat
 TEXT_POSITIONS_ONLY = ("positions_4rows", "positions_3rows", "positions_3rows_flash")
 
 
@@ -17,8 +19,12 @@ def measure(model, batch):
     return errors(run(model, batch, weights), run_alone(model, batch, weights))
 
 
-def assert_exact(model, batch):
+def assert_exact(model, batch, record):
     logits, grads = measure(model, batch)
+    record("family", family_of(model).name)
+    record("attention", model.config._attn_implementation)
+    record("logits", logits)
+    record("gradients", grads)
     assert logits <= LOGIT_TOL, f"logits differ by {logits:.1e} relative RMS"
     assert grads <= GRADIENT_TOL, f"gradients differ by {grads:.1e} relative RMS"
 
@@ -35,19 +41,19 @@ def leaks(model, batch) -> bool:
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("form", ROW_FORMS)
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
-def test_one_row(family, form, attention):
+def test_one_row(family, form, attention, record_property):
     if family == "qwen3_next" and form in TEXT_POSITIONS_ONLY:
         pytest.skip("Qwen3-Next takes no stacked positions")
     model, batch = tiny(family, attention=attention), row_batch(form, ROW)
     assert leaks(model, batch), "the control passed: this test could not see a leak"
-    assert_exact(apply_patches(model), batch)
+    assert_exact(apply_patches(model), batch, record_property)
     assert leaks(remove_patches(model), batch)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("form", ROWS_FORMS)
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
-def test_several_rows(family, form, attention):
+def test_several_rows(family, form, attention, record_property):
     model, batch = tiny(family, attention=attention), rows_batch(form)
     assert leaks(model, batch)
-    assert_exact(apply_patches(model), batch)
+    assert_exact(apply_patches(model), batch, record_property)

@@ -97,15 +97,11 @@ def read_forms(
         return None
     starts, longest = _agree(claims, kept, same_token)
     _check_longest(forms, longest)
-    if starts is None and not (drop_padding and kept.numel() < real.numel()):
+    lengths = _lengths(_row_starts(kept, shape[1]) if starts is None else starts)
+    whole = bool(real.all())
+    if (whole or not drop_padding) and _is_plain(forms, claims, real, lengths.numel()):
         return None
-    if starts is None:
-        starts = _row_starts(kept, shape[1])
-    lengths = _lengths(starts)
-    if _is_plain(forms, claims, real, lengths.numel()) and not (drop_padding and not real.all()):
-        return None
-    indices = None if kept.numel() == real.numel() else kept
-    return PackedSequence.from_lengths(lengths, device=device, batch_shape=shape, indices=indices)
+    return PackedSequence.from_lengths(lengths, device=device, batch_shape=shape, indices=None if whole else kept)
 
 
 def says_padding_only(mask: Any) -> bool:
@@ -189,8 +185,9 @@ def _is_plain(forms: Forms, claims: list[Claim], real: Tensor, num_documents: in
     """Whether upstream is exact on this batch: one document per row, and padding only where its own mask says so."""
     if num_documents != int(real.any(1).sum()):
         return False
-    by_mask = claims[-1].form == "attention_mask" and torch.equal(claims[-1].real, real)
-    return bool(real.all()) or (by_mask and says_padding_only(forms.attention_mask))
+    masks = [claim for claim in claims if claim.form == "attention_mask"]
+    by_mask = any(torch.equal(mask.real, real) for mask in masks) and says_padding_only(forms.attention_mask)
+    return by_mask or bool(real.all())
 
 
 def _check_longest(forms: Forms, longest: int | None) -> None:

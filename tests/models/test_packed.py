@@ -95,6 +95,7 @@ def test_embeddings_instead_of_ids(form):
     assert torch.equal(model(**{**batch.inputs, "input_ids": None, "inputs_embeds": embeds}).logits, wanted)
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_checkpointing_checkpoints_and_stays_exact(family, reentrant):

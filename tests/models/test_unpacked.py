@@ -131,8 +131,11 @@ def test_hidden_states_and_attentions_are_still_recorded():
     assert all(torch.equal(one, other) for one, other in zip(found.hidden_states, wanted.hidden_states))
 
 
-def test_padded_rows_of_one_document_each_equal_one_by_one():
-    batch, numbers, _ = padded_rows(((40,), (70,), (3,)))
+@pytest.mark.compat
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("rows", [((40,), (70,), (3,)), ((66,),)])
+def test_padded_rows_of_one_document_each_equal_one_by_one(rows, side):
+    batch, numbers, _ = padded_rows(rows, side)
     model = apply_patches(tiny()).eval()
     parts = batch.cut(model(**batch.inputs, attention_mask=numbers).logits)
     for part, document in zip(parts, batch.documents):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from transformers import monkey_patching
 from transformers.models.qwen3_5 import modeling_qwen3_5 as upstream
 
 from hf_packfree import apply_patches, patch_report, register_patches, remove_patches
@@ -14,6 +13,7 @@ from tests.forms import row_batch
 from tests.support import GRADIENT_TOL, LOGIT_TOL, ROW, by_family, errors, random_weights, run, run_alone, slow_decay, tiny
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
+monkey_patching = pytest.importorskip("transformers.monkey_patching", reason="transformers 5.2 has no class mapping")
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +33,7 @@ def assert_exact(model):
     assert logits <= LOGIT_TOL and grads <= GRADIENT_TOL
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("family", FAMILIES)
 def test_from_config(family):
     config = by_family[family].tiny_config()
@@ -104,3 +105,12 @@ def test_a_failed_build_leaves_transformers_as_it_was():
         assert upstream.Qwen3_5TextModel.__module__ == upstream.__name__
     config = by_family["qwen3_5"].tiny_config()
     assert not patch_report(transformers.AutoModelForCausalLM.from_config(config)).patched
+
+
+def test_where_there_is_no_class_mapping_it_says_so(monkeypatch):
+    from hf_packfree.errors import UnsupportedModel
+    from hf_packfree.patching import loading
+
+    monkeypatch.setattr(loading, "monkey_patching", None)
+    with pytest.raises(UnsupportedModel, match="5.3 or later"):
+        register_patches()
