@@ -20,7 +20,8 @@ FLOORS = [
     {"verify"},
     {"trainer", "doctor"},
     {"demo"},
-    {"cli", "__main__", "__init__"},
+    {"cli"},
+    {"__main__", "__init__"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 MAY_IMPORT_TRANSFORMERS = {"models", "patching", "trainer", "doctor", "demo"}

@@ -14,6 +14,9 @@ from packaging.version import Version
 
 RELEASE = Version(Version(transformers.__version__).base_version)
 
+NEWEST_TRIED = Version("5.23.0")
+"""The newest release that `tests/compat/run.py` has run on; a newer one is measured before it is patched."""
+
 LAYERS_DROP_KEYWORDS = RELEASE < Version("5.9.0")
 """Decoder layers hand no keywords to `linear_attn`, so the layer is swapped too and sends the record as its mask."""
 

@@ -15,6 +15,8 @@ from hf_packfree.patching.backends import choose_backends
 from hf_packfree.patching.plan import Step, plan_swaps
 from hf_packfree.patching.registry import family_of
 from hf_packfree.patching.report import patch_report
+from hf_packfree.patching.selfcheck import check_release
+from hf_packfree.patching.swap import swap
 
 logger = logging.getLogger("hf_packfree")
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -37,6 +39,7 @@ def apply_patches(
 
     Raises:
         UnsupportedModel, PatchConflict, ContractError, BackendUnavailable: nothing was changed; see `plan_swaps`.
+        LeakDetected: this transformers is newer than any tried, and the family's tiny model leaks on it.
         ValueError: an option has an unknown value.
     """
     swap_planned(model, choose_backends(backend, unpacked))
@@ -45,11 +48,12 @@ def apply_patches(
 
 def swap_planned(model: nn.Module, state: PatchState) -> None:
     """Plan, check, then change `model`, with what runs already chosen; logs one line when something changed."""
-    _, steps = plan_swaps(model)
+    family, steps = plan_swaps(model)
     if not steps:
         _refuse_other_options(model, state)
         return
-    _swap(steps, state)
+    check_release(family, state)
+    swap(steps, state)
     logger.info("%s", patch_report(model))
 
 
@@ -98,20 +102,6 @@ def _swapped(model: nn.Module) -> list[Step]:
                 "change nothing for unpacked rows"
             )
     return [Step(name, module, originals[type(module)], type(module)) for name, module in modules]
-
-
-def _swap(steps: list[Step], state: PatchState) -> None:
-    done: list[Step] = []
-    try:
-        for step in steps:
-            step.module.__class__ = step.after
-            done.append(step)
-            vars(step.module)["packfree"] = state
-    except BaseException:
-        for step in done:
-            step.module.__class__ = step.before
-            vars(step.module).pop("packfree", None)
-        raise
 
 
 def _refuse_other_options(model: nn.Module, wanted: PatchState) -> None:

@@ -1,0 +1,63 @@
+"""A release nobody has tried: said once, and measured before it is trusted."""
+
+from __future__ import annotations
+
+import logging
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from hf_packfree.errors import LeakDetected
+from hf_packfree.models import eras
+from hf_packfree.models.state import PatchState
+from hf_packfree.patching.plan import plan_swaps
+from hf_packfree.patching.registry import Family
+from hf_packfree.patching.swap import swap
+
+logger = logging.getLogger("hf_packfree")
+LIMIT = 1e-5
+"""Relative RMS: rounding of the tiny models is 1e-6, a leak 1e-1."""
+
+_checked: set[tuple[str, str]] = set()
+
+
+def check_release(family: Family, state: PatchState) -> None:
+    """On a transformers newer than any this package was tried on, warn once and run the family's tiny model packed.
+
+    Raises:
+        LeakDetected: the packed row differs from its documents run one by one.
+    """
+    if eras.RELEASE <= eras.NEWEST_TRIED or (family.name, str(state)) in _checked:
+        return
+    logger.warning(
+        "found transformers %s; hf_packfree was tried up to %s; checking %s on a tiny model before patching",
+        eras.RELEASE,
+        eras.NEWEST_TRIED,
+        family.name,
+    )
+    error = packed_against_alone(family, state)
+    if not error <= LIMIT:
+        raise LeakDetected(
+            f"found packed documents of a tiny {family.name} model off by {error:.1e} relative RMS on transformers "
+            f"{eras.RELEASE}, allowed {LIMIT:.0e}; wanted an exact release; install transformers {eras.NEWEST_TRIED} or earlier"
+        )
+    _checked.add((family.name, str(state)))
+
+
+@torch.no_grad()
+def packed_against_alone(family: Family, state: PatchState) -> float:
+    """Return the relative RMS between a packed row of a tiny random model and its documents run one by one."""
+    lengths = (3, 65, 1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: Any = getattr(import_module(family.upstream), family.causal_lm)(family.tiny_config()).eval()
+        ids = torch.randint(0, model.config.vocab_size, (1, sum(lengths)))
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):  # states that live long: fast decay hides leaks
+            parameter.fill_(-4.0)
+    swap(plan_swaps(model)[1], state)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    alone = torch.cat([model(input_ids=part, use_cache=False).logits for part in ids.split(lengths, 1)], 1)
+    return float((packed - alone).norm() / alone.norm())

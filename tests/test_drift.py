@@ -1,0 +1,95 @@
+"""Alarms for the next release: the seams we rely on, said in a sentence when one changes."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+
+import pytest
+import torch
+from packaging.version import Version
+
+from hf_packfree import apply_patches, patch_report
+from hf_packfree.errors import LeakDetected
+from hf_packfree.models import eras
+from hf_packfree.models.contract import broken_promises
+from hf_packfree.patching import selfcheck
+from hf_packfree.patching.registry import FAMILIES
+from tests.support import tiny
+
+pytestmark = pytest.mark.compat
+NAMES = [family.name for family in FAMILIES]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=NAMES)
+def test_the_trunk_takes_what_we_hand_it(family):
+    found = set(inspect.signature(family.trunk_class().forward).parameters)
+    wanted = {"input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache"}
+    assert wanted <= found, f"{family.trunk}.forward no longer takes {wanted - found}"
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=NAMES)
+def test_every_layer_holds_its_checkpoint_contract(family):
+    model = tiny(family)
+    for before, after in family.pairs().items():
+        for module in (module for module in model.modules() if type(module) is before and hasattr(after, "checkpoint_sizes")):
+            assert not broken_promises(module, after.checkpoint_sizes), before.__name__
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=NAMES)
+def test_layers_pass_keywords_on_and_masks_are_not_made(family):
+    """The record reaches both kinds of layer once each, and nobody builds a mask the size of the row squared."""
+    model, seen = apply_patches(tiny(family)), []
+    for name, module in model.named_modules():
+        if name.endswith(("linear_attn", "self_attn")):
+            module.register_forward_pre_hook(lambda m, a, k, name=name: seen.append((name, k)), with_kwargs=True)
+    positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    model(input_ids=torch.arange(2, 14)[None], position_ids=positions, use_cache=False)
+    assert len(seen) == 4, "a layer was called another way"
+    for name, keywords in seen:
+        record = keywords.get("packed_sequence", keywords.get("attention_mask"))
+        assert record is not None and record.lengths == [5, 7], f"the record does not reach {name}"
+        mask = keywords.get("attention_mask")
+        assert not isinstance(mask, torch.Tensor) or mask.numel() == 1, f"a mask was built for {name}"
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=NAMES)
+def test_replacements_answer_to_upstreams_names(family):
+    for before, after in family.pairs().items():
+        for attribute in ("__name__", "__qualname__", "__module__"):
+            assert getattr(after, attribute) == getattr(before, attribute)
+        assert str(after) == str(before)
+
+
+@pytest.fixture
+def unknown_release(monkeypatch):
+    monkeypatch.setattr(eras, "NEWEST_TRIED", Version("5.1.0"))
+    monkeypatch.setattr(selfcheck, "_checked", set())
+
+
+def test_an_unknown_release_is_said_once_and_measured(unknown_release, caplog):
+    with caplog.at_level(logging.WARNING, logger="hf_packfree"):
+        apply_patches(tiny())
+        assert patch_report(apply_patches(tiny())).patched
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "hf_packfree"]
+    assert "tried up to 5.1.0" in line
+
+
+def test_an_unknown_release_that_leaks_is_refused_and_the_model_untouched(unknown_release, monkeypatch):
+    from hf_packfree.models import gated_delta_net
+    from hf_packfree.packing import PackedSequence
+
+    whole = gated_delta_net.causal_conv1d
+
+    def leaky(x, weight, packed, **options):
+        return whole(x, weight, PackedSequence.from_lengths([packed.num_tokens]), **options)
+
+    monkeypatch.setattr(gated_delta_net, "causal_conv1d", leaky)
+    model = tiny()
+    with pytest.raises(LeakDetected, match="tiny qwen3_5 model"):
+        apply_patches(model)
+    assert not patch_report(model).patched
+
+
+def test_this_release_was_tried():
+    assert eras.RELEASE <= eras.NEWEST_TRIED, "run tests/compat/run.py on it, then raise eras.NEWEST_TRIED"
