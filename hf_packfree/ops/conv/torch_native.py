@@ -51,7 +51,7 @@ def plan_blocks(packed: PackedSequence, taps: int, size: int) -> tuple[Block, ..
         early = []
         for back in range(1, taps):
             found = edges[(edges >= block.first(back)) & (edges < block.high) & (places < back)] - block.first(back)
-            early.append(found.to(packed.cu_seqlens.device) if found.numel() else None)
+            early.append(found.to(packed.cu_seqlens.device, non_blocking=True) if found.numel() else None)
         blocks.append(block._replace(early=tuple(early)))
     return tuple(blocks)
 

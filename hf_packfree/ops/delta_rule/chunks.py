@@ -20,24 +20,22 @@ import torch
 from torch import Tensor
 
 from hf_packfree.ops.delta_rule.recurrent import NORM_EPS
+from hf_packfree.ops.delta_rule.scratch import Scratch
 from hf_packfree.ops.delta_rule.triangular import unit_lower_inverse
 
 
-class Keys(NamedTuple):
-    """Unit keys and scaled unit queries, shared by the value heads that read them.
+class Units(NamedTuple):
+    """Unit keys or scaled unit queries of a block, shared by the value heads that read them.
 
     Attributes:
-        k, q: [R, C, K].
-        k_norm, q_norm: [R, C, 1], what the raw ones were multiplied by.
-        kk, qk: [R, C, C], products k_i.k_j and q_i.k_j.
+        x: [R, C, K].
+        norm: [R, C, 1], what the raw ones were multiplied by.
+        products: [R, C, C], x_i.k_j with k the unit keys.
     """
 
-    k: Tensor
-    q: Tensor
-    k_norm: Tensor
-    q_norm: Tensor
-    kk: Tensor
-    qk: Tensor
+    x: Tensor
+    norm: Tensor
+    products: Tensor
 
 
 class Gates(NamedTuple):
@@ -58,60 +56,81 @@ class Gates(NamedTuple):
     pairs: Tensor
 
 
-class System(NamedTuple):
-    """The chunk's equations, every factor multiplied in.
+class Update(NamedTuple):
+    """How the state is carried over the chunk, every factor multiplied in.
 
     Attributes:
-        k_read: [R, C, K], -beta exp(G) k, what is taken off the values.
-        q_read: [R, C, K], exp(G) q.
-        k_write: [R, C, K], exp(G_C - G) k.
+        read: [R, C, K], -beta exp(G) k, what is taken off the values.
+        write: [R, C, K], exp(G_C - G) k.
         values: [R, C, V], beta v.
         solve: [R, C, C], X.
-        attend: [R, C, C], P.
         whole: [R, 1, 1], exp(G_C).
     """
 
-    k_read: Tensor
-    q_read: Tensor
-    k_write: Tensor
+    read: Tensor
+    write: Tensor
     values: Tensor
     solve: Tensor
-    attend: Tensor
     whole: Tensor
 
 
-def make_keys(q: Tensor, k: Tensor, size: int) -> Keys:
-    """Normalise q, k [R, C, K] in place, scale q by size ** -0.5 and multiply them out."""
-    k_norm, q_norm = _inverse_norm(k), _inverse_norm(q) * size**-0.5
-    k, q = k.mul_(k_norm), q.mul_(q_norm)
-    return Keys(k, q, k_norm, q_norm, torch.bmm(k, k.mT), torch.bmm(q, k.mT))
+class Output(NamedTuple):
+    """How the output comes about: `read` [R, C, K], exp(G) q; `attend` [R, C, C], P."""
+
+    read: Tensor
+    attend: Tensor
 
 
-def make_gates(g: Tensor, beta: Tensor) -> Gates:
-    """Exponentiate the log decays g [R, C]; beta [R, C].
+def make_keys(k: Tensor, space: Scratch) -> Units:
+    """Normalise k [R, C, K], in place, and multiply it out."""
+    norm = _normalise(k, 1.0, space)
+    return Units(k, norm, torch.bmm(k, k.mT, out=space("kk", *k.shape[:2], k.shape[1])))
+
+
+def make_queries(q: Tensor, keys: Units, size: int, space: Scratch) -> Units:
+    """Normalise q [R, C, K], in place, scale it by size ** -0.5 and multiply it with the keys."""
+    norm = _normalise(q, size**-0.5, space)
+    return Units(q, norm, torch.bmm(q, keys.x.mT, out=space.like("qk", keys.products)))
+
+
+def make_gates(g: Tensor, beta: Tensor, space: Scratch) -> Gates:
+    """Exponentiate the log decays g [R, C, 1]; beta [R, C, 1].
 
     G_i - G_j is summed from the decays between the two tokens alone: subtracting cumulative sums would lose what
     little decay there is after a strong one.
     """
-    lower = torch.ones(g.shape[-1], g.shape[-1], dtype=g.dtype, device=g.device).tril()
-    between = torch.bmm(g[:, None] * lower, lower.tril(-1).expand(len(g), -1, -1))
+    rows, chunk, _ = g.shape
+    lower = torch.ones(chunk, chunk, dtype=g.dtype, device=g.device).tril()
+    steps = torch.mul(g.mT, lower, out=space("temporary", rows, chunk, chunk))
+    between = torch.bmm(steps, lower.tril(-1).expand(rows, -1, -1), out=space("pairs", rows, chunk, chunk))
     pairs = between.exp_().mul_(lower)
-    decay = g.cumsum(-1).exp_()[..., None]
-    return Gates(beta[..., None], decay, pairs[:, -1, :, None].contiguous(), decay[:, -1:], pairs)
+    decay = g.cumsum(1).exp_()
+    return Gates(beta, decay, pairs[:, -1, :, None].contiguous(), decay[:, -1:], pairs)
 
 
-def make_system(keys: Keys, gates: Gates, v: Tensor) -> System:
+def make_update(keys: Units, gates: Gates, v: Tensor, space: Scratch) -> Update:
     """Solve the chunk-local part for v [R, C, V], which is overwritten."""
-    return System(
-        k_read=keys.k * (gates.decay * -gates.beta),
-        q_read=keys.q * gates.decay,
-        k_write=keys.k * gates.rest,
+    strengths = torch.mul(keys.products, gates.pairs, out=space.like("temporary", keys.products)).mul_(gates.beta)
+    return Update(
+        read=torch.mul(keys.x, gates.decay * -gates.beta, out=space.like("k_read", keys.x)),
+        write=torch.mul(keys.x, gates.rest, out=space.like("k_write", keys.x)),
         values=v.mul_(gates.beta),
-        solve=unit_lower_inverse((keys.kk * gates.pairs).mul_(gates.beta)),
-        attend=keys.qk * gates.pairs,
+        solve=unit_lower_inverse(strengths, out=space.like("solve", keys.products)),
         whole=gates.whole,
     )
 
 
-def _inverse_norm(x: Tensor) -> Tensor:
-    return x.square().sum(-1, keepdim=True).add_(NORM_EPS).rsqrt_()
+def make_output(queries: Units, gates: Gates, space: Scratch) -> Output:
+    """Multiply the decays into the queries."""
+    return Output(
+        read=torch.mul(queries.x, gates.decay, out=space.like("q_read", queries.x)),
+        attend=torch.mul(queries.products, gates.pairs, out=space.like("attend", queries.products)),
+    )
+
+
+def _normalise(x: Tensor, scale: float, space: Scratch) -> Tensor:
+    """Multiply x by scale / (its L2 norm), in place; return what it was multiplied by."""
+    square = torch.mul(x, x, out=space.like("temporary", x))
+    norm = square.sum(-1, keepdim=True).add_(NORM_EPS).rsqrt_().mul_(scale)
+    x.mul_(norm)
+    return norm

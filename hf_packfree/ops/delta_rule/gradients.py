@@ -12,11 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_packfree.ops.delta_rule.chunks import Gates, Keys, System
+from hf_packfree.ops.delta_rule.chunks import Gates, Output, Units, Update
+from hf_packfree.ops.delta_rule.scratch import Scratch
 
 
 class KeyGradients(NamedTuple):
-    """Gradients of `Keys` but for the norms, to which every value head adds."""
+    """Sums over the value heads: of the unit keys and queries, and of their products with the keys."""
 
     k: Tensor
     q: Tensor
@@ -24,13 +25,29 @@ class KeyGradients(NamedTuple):
     qk: Tensor
 
 
+def zero_gradients(keys: Units, queries: Units, space: Scratch) -> KeyGradients:
+    """Start a sum."""
+    shapes = {"d_k": keys.x, "d_q": queries.x, "d_kk": keys.products, "d_qk": queries.products}
+    return KeyGradients(*(space.like(name, x).zero_() for name, x in shapes.items()))
+
+
 def add_head(
-    keys: Keys, gates: Gates, factors: System, new: Tensor, d_out: Tensor, kept: Tensor, v: Tensor, total: KeyGradients
+    keys: Units,
+    queries: Units,
+    gates: Gates,
+    update: Update,
+    output: Output,
+    new: Tensor,
+    d_out: Tensor,
+    kept: Tensor,
+    v: Tensor,
+    total: KeyGradients,
+    space: Scratch,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Add one value head's gradients to `total`.
 
     Args:
-        factors: what `scan_gradients` made of the system, overwritten here.
+        update, output: what `scan_gradients` made of them, overwritten here.
         new: [R, C, V], N.
         d_out: [R, C, V].
         kept: [R], the gradient of G_C through exp(G_C) S.
@@ -39,25 +56,25 @@ def add_head(
     Returns:
         The gradients of v [R, C, V], g [R, C] and beta [R, C].
     """
-    minus_beta, z = -gates.beta, factors.values
-    own = torch.bmm(z, new.mT).mul_(gates.pairs)
+    minus_beta, z = -gates.beta, update.values
+    own = torch.bmm(z, new.mT, out=space.like("temporary", keys.products)).mul_(gates.pairs)
     _no_diagonal(own)
-    local = own * keys.kk
+    local = torch.mul(own, keys.products, out=space.like("local", keys.products))
     row_k = local.sum(-1)
     total.kk.addcmul_(own, minus_beta)
     local.mul_(minus_beta)
     own = torch.bmm(d_out, new.mT, out=own).mul_(gates.pairs)
     total.qk.add_(own)
-    local.add_(_no_diagonal(own.mul_(keys.qk)))  # exp(G_i - G_i): its row and column cancel, but not their rounding
+    local.add_(_no_diagonal(own.mul_(queries.products)))  # exp(G_i - G_i): its row and column cancel, but not their rounding
 
     scale = gates.decay * minus_beta
-    buffer = torch.empty_like(keys.k)
+    buffer = space.like("temporary", keys.x)
     read_k, read_q, write_k = (
         torch.mul(d, x, out=buffer).sum(-1)
-        for d, x in ((factors.k_read, keys.k), (factors.q_read, keys.q), (factors.k_write, keys.k))
+        for d, x in ((update.read, keys.x), (output.read, queries.x), (update.write, keys.x))
     )
-    total.k.addcmul_(factors.k_read, scale).addcmul_(factors.k_write, gates.rest)
-    total.q.addcmul_(factors.q_read, gates.decay)
+    total.k.addcmul_(update.read, scale).addcmul_(update.write, gates.rest)
+    total.q.addcmul_(output.read, gates.decay)
 
     write_k *= gates.rest[..., 0]
     d_decay = local.sum(-1) - local.sum(-2) + read_k * scale[..., 0] + read_q * gates.decay[..., 0] - write_k
@@ -67,17 +84,21 @@ def add_head(
     return z.mul_(gates.beta), d_g, d_beta
 
 
-def finish_keys(keys: Keys, total: KeyGradients, size: int) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the raw keys and queries [R, C, K]; `total` is overwritten.
+def finish_keys(
+    keys: Units, queries: Units, total: KeyGradients, size: int, space: Scratch
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the raw queries and keys [R, C, K]; `total` is overwritten.
 
     For x = n raw / s, with s the scale of the queries: d_raw = n (dx - x (x.dx) / s^2).
     """
-    d_k = total.k.baddbmm_(total.qk.mT, keys.q).baddbmm_(total.kk + total.kk.mT, keys.k)
-    d_q = total.q.baddbmm_(total.qk, keys.k)
-    for d, x, norm, square in ((d_k, keys.k, keys.k_norm, 1), (d_q, keys.q, keys.q_norm, size)):
-        along = (d * x).sum(-1, keepdim=True).mul_(-square)
+    both = torch.add(total.kk, total.kk.mT, out=space.like("local", total.kk))
+    d_k = total.k.baddbmm_(total.qk.mT, queries.x).baddbmm_(both, keys.x)
+    d_q = total.q.baddbmm_(total.qk, keys.x)
+    buffer = space.like("temporary", d_k)
+    for d, x, norm, square in ((d_k, *keys[:2], 1), (d_q, *queries[:2], size)):
+        along = torch.mul(d, x, out=buffer).sum(-1, keepdim=True).mul_(-square)
         d.addcmul_(x, along).mul_(norm)
-    return d_k, d_q
+    return d_q, d_k
 
 
 def _no_diagonal(x: Tensor) -> Tensor:

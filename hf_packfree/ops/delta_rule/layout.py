@@ -31,6 +31,7 @@ class Window(NamedTuple):
     """The M chunks of some consecutive time steps.
 
     Attributes:
+        first: chunks of the windows before this one.
         steps: in order.
         tokens: int64 [M, 1, C], the token that each slot reads.  Padding reads the last token of its own document, so
             that no value of another document, not even a NaN, comes near.
@@ -38,6 +39,7 @@ class Window(NamedTuple):
         padding: int64 [P], the slots (of M x C) that are padding.
     """
 
+    first: int
     steps: tuple[Step, ...]
     tokens: Tensor
     targets: Tensor
@@ -67,9 +69,10 @@ def plan_windows(packed: PackedSequence, chunk: int, limit: int) -> tuple[Window
     windows, first = [], 0
     for steps in _group_steps(docs.tolist(), limit):
         last = first + sum(step.docs for step in steps)
-        tokens, targets = (table[first:last].to(packed.cu_seqlens.device) for table in tables)
-        padding = (tables[1][first:last] == packed.num_tokens).flatten().nonzero()[:, 0]
-        windows.append(Window(steps, tokens, targets, padding.to(packed.cu_seqlens.device)))
+        tokens, targets = (table[first:last] for table in tables)
+        padding = (targets == packed.num_tokens).flatten().nonzero()[:, 0]
+        on_device = (x.to(packed.cu_seqlens.device, non_blocking=True) for x in (tokens, targets, padding))
+        windows.append(Window(first, steps, *on_device))
         first = last
     return tuple(windows)
 

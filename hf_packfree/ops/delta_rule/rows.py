@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_packfree.ops.delta_rule.layout import Window
+from hf_packfree.ops.delta_rule.scratch import Scratch
 
 
 class TokenReader:
@@ -24,10 +25,14 @@ class TokenReader:
         self.stride = x.stride(0) // size
         self.table = x.as_strided(((length - 1) * self.stride + heads, size), (size, 1))
 
-    def read(self, heads: slice, window: Window, dtype: torch.dtype, zero_padding: bool = False) -> Tensor:
-        """Return [R, C, D] in `dtype`; padding repeats its document's last token, or holds zero."""
+    def read(self, heads: slice, window: Window, name: str, space: Scratch, zero_padding: bool = False) -> Tensor:
+        """Return [R, C, D] as the buffer `name`; padding repeats its document's last token, or holds zero."""
         index = _index(window.tokens, self.stride, heads)
-        found = self.table.index_select(0, index.flatten()).to(dtype)
+        found = space(name, index.numel(), self.table.shape[1])
+        if self.table.dtype == space.dtype:
+            torch.index_select(self.table, 0, index.flatten(), out=found)
+        else:
+            found.copy_(self.table.index_select(0, index.flatten()))
         if zero_padding and window.padding.numel():
             found.index_fill_(0, _padding(window, index), 0)
         return found.view(-1, index.shape[-1], found.shape[-1])

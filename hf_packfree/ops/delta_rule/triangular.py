@@ -8,21 +8,21 @@ from torch import Tensor
 _BASE = 8  # side of the diagonal blocks that are eliminated row by row
 
 
-def unit_lower_inverse(strict: Tensor) -> Tensor:
-    """Return (I + strict)^-1, block by block.
+def unit_lower_inverse(strict: Tensor, out: Tensor) -> Tensor:
+    """Write (I + strict)^-1 to `out`, block by block, and return it.
 
     Args:
-        strict: [R, C, C], zero on and above the diagonal; C is `_BASE` times a power of two.
+        strict: [R, C, C], of which only what is below the diagonal is read; C is `_BASE` times a power of two.
 
     Returns:
-        [R, C, C], lower triangular, exact zeros above the diagonal.
+        `out` [R, C, C], lower triangular, exact zeros above the diagonal.
 
     Diagonal blocks are eliminated column by column; then [[A, 0], [B, D]]^-1 = [[A', 0], [-D' B A', D']] doubles their
     side until one is left.  Unlike the Neumann product (I - S)(I + S^2)(I + S^4)..., whose powers of S grow beyond
     fp32 when keys repeat, every intermediate is a part of the answer or one product away from it.
     """
     side = strict.shape[-1]
-    inverse = torch.zeros_like(strict)
+    inverse = out.zero_()
     _diagonal_blocks(inverse).copy_(_eliminate(_diagonal_blocks(strict)))
     size = _BASE
     while size < side:
