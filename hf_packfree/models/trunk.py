@@ -52,7 +52,7 @@ class PackedTrunk(Replacement):
         if packed is None:
             return super().forward(
                 input_ids=input_ids,
-                attention_mask=attention_mask if says_padding_only(attention_mask) else None,
+                attention_mask=attention_mask if past_key_values is not None or says_padding_only(attention_mask) else None,
                 position_ids=position_ids,
                 past_key_values=past_key_values,
                 inputs_embeds=inputs_embeds,
