@@ -1,0 +1,117 @@
+"""One function per command: call the package, show the answer, return the exit code."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+from hf_packfree.cli import show
+from hf_packfree.cli.options import BROKEN, FINE, LEAK
+from hf_packfree.errors import LeakDetected, UnsupportedInput
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """Show what is installed and what would run."""
+    from hf_packfree.doctor import diagnose
+
+    from hf_packfree.demo.quiet import quiet_libraries
+
+    with show.spinner("importing what is installed", options.json), quiet_libraries(bars=False):
+        diagnosis = diagnose(options.model)
+    if options.json:
+        show.as_json(diagnosis.as_dict())
+    else:
+        show.diagnosis(diagnosis)
+    return FINE if diagnosis.healthy else BROKEN
+
+
+def verify(options: argparse.Namespace) -> int:
+    """Measure one model; the numbers of a leak are shown too."""
+    with show.spinner(f"measuring {options.model}", options.json):
+        report, code = _measure(options)
+    if options.json:
+        show.as_json({**report.as_dict(), "failures": report.failures(), "sentence": show.sentence_of(report)})
+    else:
+        show.packing(report)
+    return code
+
+
+def _measure(options: argparse.Namespace) -> tuple[Any, int]:
+    import torch
+
+    from hf_packfree.demo.quiet import quiet_libraries
+    from hf_packfree.verify import verify_packing
+
+    given: dict[str, Any] = {"lengths": options.lengths} if options.lengths else {}
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    device = _device(options.device)
+    try:
+        with quiet_libraries():
+            return verify_packing(
+                options.model,
+                gradients=not options.no_gradients,
+                device=device,
+                dtype=dtype,
+                trust_remote_code=options.trust_remote_code,
+                **given,
+            ), FINE
+    except LeakDetected as leak:
+        if leak.report is None:
+            raise
+        return leak.report, LEAK
+
+
+def _device(text: str) -> Any:
+    import torch
+
+    try:
+        device = torch.device(text)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UnsupportedInput(
+            f"found device {text!r}, which is not usable here ({reason}); wanted cpu, cuda or mps; packfree doctor lists them"
+        ) from error
+    return device
+
+
+def models(options: argparse.Namespace) -> int:
+    """Show the table of swaps."""
+    from hf_packfree.doctor import supported_models
+
+    found = supported_models()
+    if options.json:
+        show.as_json([row.as_dict() for row in found])
+    else:
+        show.supported(found)
+    return FINE
+
+
+def demo(options: argparse.Namespace) -> int:
+    """Train padded and packed, and show how they compare."""
+    from hf_packfree.demo import DemoError, DemoOptions, run_demo
+    from hf_packfree.demo.quiet import quiet_libraries
+
+    plots = not options.no_plots and find_spec("matplotlib") is not None
+    wanted = DemoOptions(options.out, options.steps, options.batch_size, options.seed, options.threads, plots)
+    try:
+        with show.stages() as progress, quiet_libraries():
+            report = run_demo(wanted, progress)
+    except DemoError as error:
+        show.complain(error)
+        return BROKEN
+    show.demo(report)
+    if not plots and not options.no_plots:
+        show.say("No pictures: matplotlib is absent; pip install 'hf_packfree[demo]' brings it, --no-plots does without.")
+    show.say(str(report))
+    return LEAK if report.failures() else FINE
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "doctor": doctor,
+    "verify": verify,
+    "models": models,
+    "demo": demo,
+}

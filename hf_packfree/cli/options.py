@@ -1,0 +1,94 @@
+"""What can be said on the command line."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from hf_packfree._version import __version__
+
+FINE, LEAK, USAGE, BROKEN, STOPPED = 0, 1, 2, 3, 130
+EXIT_CODES = f"""exit codes:
+  {FINE}  fine
+  {LEAK}  documents influence each other, or the demo's check failed
+  {USAGE}  wrong usage, or a model or input that is not supported
+  {BROKEN}  something installed is broken, too old or missing, or a training process of the demo broke off
+"""
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser; what it returns has `command` and that command's options."""
+    packfree = argparse.ArgumentParser(
+        prog="packfree",
+        description="Packed and padding-free training of hybrid linear-attention models, exact and fast.",
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    packfree.add_argument("--version", action="version", version=f"packfree {__version__}")
+    commands = packfree.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _doctor_options(_command(commands, "doctor", "what is installed, what works, what would run, what to install"))
+    _verify_options(_command(commands, "verify", "measure whether packed documents influence each other"))
+    _json_option(_command(commands, "models", "the model families that are supported"))
+    _demo_options(_command(commands, "demo", "train padded and packed on real text, compare, draw"))
+    return packfree
+
+
+def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
+    sentence = f"{text[0].upper()}{text[1:]}."
+    kind = argparse.RawDescriptionHelpFormatter
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=text, description=sentence, epilog=EXIT_CODES, formatter_class=kind
+    )
+    parser.set_defaults(command=name)
+    return parser
+
+
+def _json_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+
+
+def _doctor_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", help="a config or checkpoint folder, a hub id or a built-in name: what would run for it")
+    _json_option(parser)
+
+
+def _verify_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="a config or checkpoint folder, a hub id, or a built-in name: see packfree models")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's own")
+    parser.add_argument("--device", default="cpu", help="default: cpu")
+    parser.add_argument("--lengths", type=_lengths, help="tokens of each document, such as 5,64,1")
+    parser.add_argument("--no-gradients", action="store_true", help="compare outputs alone: faster, and half the memory")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+    _json_option(parser)
+
+
+def _demo_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, default=Path("packfree-demo"), help="folder to write (default: packfree-demo)")
+    parser.add_argument("--steps", type=_positive, default=60, help="optimizer steps of each training (default: 60)")
+    parser.add_argument("--batch-size", type=_several, default=8, help="documents per step, 2 or more (default: 8)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, documents and their order (default: 0)")
+    parser.add_argument("--threads", type=_positive, default=1, help="CPU threads (default: 1)")
+    parser.add_argument("--no-plots", action="store_true", help="draw no pictures, which need matplotlib")
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    try:
+        lengths = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        lengths = ()
+    if len(lengths) < 2 or min(lengths) < 1:
+        raise argparse.ArgumentTypeError(f"found {text!r}; wanted two or more lengths of at least one token, such as 5,64,1")
+    return lengths
+
+
+def _positive(text: str, least: int = 1) -> int:
+    number = int(text) if text.isdecimal() else 0
+    if number < least:
+        raise argparse.ArgumentTypeError(f"found {text!r}; wanted a whole number of at least {least}")
+    return number
+
+
+def _several(text: str) -> int:
+    return _positive(text, least=2)

@@ -1,0 +1,157 @@
+"""Tables, bars and sentences.  Answers go to stdout; errors and spinners to stderr."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from hf_packfree.demo import DemoReport, Stage
+    from hf_packfree.demo import Progress as Report
+    from hf_packfree.doctor import Diagnosis, Supported
+    from hf_packfree.verify import PackingReport
+
+COLOURS = {"usable": "green", "unused": "cyan", "absent": "dim", "too old": "yellow", "broken": "red"}
+
+
+def say(sentence: str) -> None:
+    """Write a sentence to stdout, unbroken."""
+    Console(soft_wrap=True, highlight=False, markup=False).print(sentence)
+
+
+def complain(error: object) -> None:
+    """Write what went wrong to stderr, on one line."""
+    text = " ".join(str(error).split())
+    Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print(f"packfree: {text}", style="red")
+
+
+def as_json(data: Any) -> None:
+    """Write data as JSON; NaN and infinity, which JSON has not, become null."""
+    sys.stdout.write(json.dumps(_finite(data), indent=2) + "\n")
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {str(key): _finite(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
+def spinner(text: str, silent: bool) -> AbstractContextManager[Any]:
+    """Turn a spinner on stderr during the block."""
+    return nullcontext() if silent else Console(stderr=True).status(escape(text))
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def diagnosis(found: Diagnosis) -> None:
+    """Show the doctor's findings."""
+    console = Console()
+    packages = _table(f"hf_packfree {found.packfree}, Python {found.python}", "package", "version", "state", "what to know")
+    for row in found.packages:
+        known = "; ".join(filter(None, [row.reason or row.purpose, row.advice]))
+        packages.add_row(row.name, row.version or "", f"[{COLOURS[row.state]}]{row.state}[/]", escape(known))
+    console.print(packages)
+    plans = _table("What would run", "model", "conv", "delta rule", "attention", "unpacked rows")
+    for plan in found.plans:
+        plans.add_row(escape(plan.name), plan.conv, plan.delta_rule, plan.attention, plan.unpacked)
+    if found.plans:
+        console.print(plans)
+    for device in found.devices:
+        memory = f", {device.memory_gib} GiB" if device.memory_gib else ""
+        capability = f", capability {device.capability}" if device.capability else ""
+        say(f"Device {device.kind}: {device.name}{memory}{capability}")
+    for sentence in (*found.notes, str(found)):
+        say(sentence)
+
+
+def packing(report: PackingReport) -> None:
+    """Show what verification measured."""
+    title = f"{report.model}, {report.dtype}, {report.device}"
+    table = _table(title, "relative RMS error", "patched", "stock", "allowed")
+    limits = report.limits
+    rows = [
+        ("logits", "logits", limits.logits),
+        ("gradients, worst parameter", "gradients", limits.gradients),
+        ("influence of other documents", "influence", limits.influence),
+        ("gradient across documents, largest", "cross_gradient", 0.0),
+    ]
+    for name, field, limit in rows:
+        values = [getattr(measured, field, None) for measured in (report.patched, report.stock)]
+        table.add_row(name, *("-" if value is None else f"{value:.1e}" for value in values), f"{limit:.0e}" if limit else "0")
+    Console().print(table)
+    say(f"One row of documents of {', '.join(map(str, report.lengths))} tokens, against the same documents one by one.")
+    say(sentence_of(report))
+
+
+def sentence_of(report: PackingReport) -> str:
+    """Return the verdict."""
+    failures = report.failures()
+    if failures:
+        return f"{report.model} leaks between packed documents: {'; '.join(failures)}."
+    return f"{report}."
+
+
+def supported(rows: Sequence[Supported]) -> None:
+    """Show the table of swaps."""
+    table = _table("Supported model families", "family", "class that is swapped", "because")
+    for row in rows:
+        for place, (name, why) in enumerate(row.swaps.items()):
+            table.add_row("" if place else row.name, name, why)
+        table.add_section()
+    Console().print(table)
+    for row in rows:
+        say(f"{row.name}: transformers {row.transformers}; heads: {', '.join(row.heads)}.")
+    say(f"{len(rows)} families are supported: the bare text models and all of these heads, by apply_patches(model).")
+
+
+@contextmanager
+def stages() -> Iterator[Report]:
+    """Show a bar per stage of the demo during the block, and hand out what moves them."""
+    name, note = TextColumn("{task.description:<22}"), TextColumn("{task.fields[note]}")
+    with Progress(name, BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(), note) as progress:
+        tasks: dict[str, TaskID] = {}
+
+        def move(stage: Stage) -> None:
+            if stage.name not in tasks:
+                tasks[stage.name] = progress.add_task(stage.name, total=stage.total, note="")
+            progress.update(tasks[stage.name], completed=stage.done, note=stage.note, refresh=True)
+
+        yield move
+
+
+def demo(report: DemoReport) -> None:
+    """Show what the demo measured."""
+    corpus = report.corpus
+    table = _table(
+        f"{corpus.documents} documents of {corpus.shortest} to {corpus.longest} tokens (median {corpus.median}), "
+        f"{report.parameters:,} parameters, {report.padded.device}",
+        "training", "last loss", "off by", "real tokens", "tokens/s", "peak MiB",
+    )
+    differences = {"padded": "", "packed": f"{report.difference:.1e}", "unpatched": f"{report.leaking_difference:.1e}"}
+    for row in report.trainings:
+        numbers = (f"{row.real_share:.0%}", f"{row.tokens_per_second:,.0f}", f"{row.peak_memory_mib:,.0f}")
+        table.add_row(row.title, f"{row.losses[-1]:.6f}", differences[row.name], *numbers)
+    Console().print(table)
+    found = report.verification
+    stock = found["stock"]["logits"] if found["stock"] else float("nan")
+    patched = found["patched"]["logits"]
+    say(f"A packed document's logits are off by {stock:.1e} in the stock model and by {patched:.1e} in the patched one.")
+    say("Off by: the largest relative loss difference to the padded training.  Tokens/s count real tokens, without the first "
+        "step.  Peak MiB: the most memory held while training, above the loaded model.")
+    say(f"Written to {report.options.out}: {', '.join(report.files)} ({report.seconds:.0f} s in all).")

@@ -1,0 +1,85 @@
+"""Where models can run, and which implementations would."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_packfree.errors import UnsupportedModel
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where models can run: kind ("cuda", "mps", "cpu"), name, memory in GiB, CUDA capability."""
+
+    kind: str
+    name: str
+    memory_gib: float | None = None
+    capability: str | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What would run for a family, or for one model: a backend per operation for packed rows, and for unpacked rows."""
+
+    name: str
+    conv: str
+    delta_rule: str
+    attention: str
+    unpacked: str
+
+
+def find_devices() -> tuple[Device, ...]:
+    """Return where models can run, the best first; the CPU is always there."""
+    import torch
+
+    devices = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        facts = torch.cuda.get_device_properties(index)
+        memory = round(facts.total_memory / 2**30, 1)
+        devices.append(Device("cuda", facts.name, memory, f"{facts.major}.{facts.minor}"))
+    if torch.backends.mps.is_available():
+        devices.append(Device("mps", "Apple GPU"))
+    return (*devices, Device("cpu", f"CPU ({torch.get_num_threads()} threads)"))
+
+
+def find_plans(model: str | None, unpacked: str) -> tuple[Plan, ...]:
+    """Return what would run for every family, or for one model; `unpacked` says what upstream takes for unpacked rows."""
+    if model is not None:
+        return (_plan_of(model, unpacked),)
+    from hf_packfree.patching.backends import choose_backends
+    from hf_packfree.patching.registry import FAMILIES
+
+    state = choose_backends("auto", "upstream")
+    return tuple(Plan(row.name, state.conv, state.delta_rule, state.attention, unpacked) for row in FAMILIES)
+
+
+def _plan_of(model: str, unpacked: str) -> Plan:
+    """Patch the model without its weights, on torch's meta device, and read what would run."""
+    import torch
+
+    from hf_packfree.patching import apply_patches, patch_report
+    from hf_packfree.patching.building import build_model
+
+    with torch.device("meta"):
+        built = apply_patches(build_model(_config_of(model)))
+    runs = patch_report(built).implementations
+    return Plan(f"{model} ({type(built).__name__})", runs["conv"], runs["delta_rule"], runs["attention"], unpacked)
+
+
+def _config_of(model: str) -> Any:
+    from transformers import AutoConfig
+
+    from hf_packfree.patching.registry import FAMILIES
+
+    tiny = {family.name: family for family in FAMILIES}
+    if model in tiny and not Path(model).exists():
+        return tiny[model].tiny_config()
+    try:
+        return AutoConfig.from_pretrained(model)
+    except (OSError, ValueError, KeyError) as error:
+        raise UnsupportedModel(
+            f"found no config under {model!r} ({str(error).strip().splitlines()[0]}); wanted a folder, a hub id, or one of "
+            f"{', '.join(tiny)}; check the name"
+        ) from error

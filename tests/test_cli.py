@@ -1,0 +1,210 @@
+"""The command line: exit codes that mean something, answers that end in a sentence, JSON that is JSON."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+from transformers import LlamaConfig
+
+import hf_packfree.demo
+import hf_packfree.verify
+from hf_packfree.cli import main
+from hf_packfree.demo import DemoError
+from hf_packfree.patching.building import build_model
+from tests.support import by_family
+from tests.test_demo import report_of, training
+
+FAST = ("--lengths", "5,64,3", "--no-gradients")
+
+
+def run(capsys, *argv: str) -> tuple[int, str, str]:
+    """Return exit code, stdout and stderr; argparse ends by SystemExit."""
+    try:
+        code = main(argv)
+    except SystemExit as end:
+        code = end.code
+    return code, *capsys.readouterr()
+
+
+def last(text: str) -> str:
+    return text.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("command", [(), ("doctor",), ("verify",), ("models",), ("demo",)])
+def test_help_says_what_exit_codes_mean(capsys, command):
+    code, out, _ = run(capsys, *command, "--help")
+    assert code == 0
+    for number, meaning in {1: "influence each other", 2: "wrong usage", 3: "broken"}.items():
+        assert any(line.strip().startswith(str(number)) and meaning in line for line in out.splitlines())
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        ((), "required: COMMAND"),
+        (("verify",), "required: model"),
+        (("verify", "qwen3_5", "--lengths", "5"), "two or more lengths"),
+        (("verify", "qwen3_5", "--lengths", "5,x"), "two or more lengths"),
+        (("verify", "qwen3_5", "--dtype", "int8"), "invalid choice"),
+        (("verify", "qwen3_5", "--device", "nonsense"), "found device 'nonsense'"),
+        (("demo", "--steps", "0"), "at least 1"),
+        (("demo", "--batch-size", "1"), "at least 2"),
+    ],
+)
+def test_wrong_usage_is_2_and_a_sentence(capsys, argv, said):
+    code, out, err = run(capsys, *argv)
+    assert code == 2 and out == "" and said in err and "Traceback" not in err
+
+
+def test_models_is_the_table(capsys):
+    code, out, _ = run(capsys, "models", "--json")
+    rows = json.loads(out)
+    assert code == 0 and [row["name"] for row in rows] == list(by_family)
+    assert all(row["swaps"] == by_family[row["name"]].swaps and row["heads"] for row in rows)
+    code, out, _ = run(capsys, "models")
+    assert code == 0 and "Qwen3NextGatedDeltaNet" in out and last(out).startswith("3 families are supported")
+
+
+def test_verify_is_0_and_ends_in_the_sentence(capsys):
+    code, out, err = run(capsys, "verify", "qwen3_next", *FAST)
+    assert code == 0 and "5, 64, 3 tokens" in out
+    assert last(out).startswith("Qwen3NextForCausalLM (float32, cpu): 3 packed documents equal one-by-one")
+    assert "is falling back" not in err
+
+
+def test_verify_json(capsys):
+    code, out, _ = run(capsys, "verify", "qwen3_5", "--json", "--lengths", "5,64,3")
+    found = json.loads(out)
+    assert code == 0 and found["failures"] == [] and found["lengths"] == [5, 64, 3]
+    assert found["patched"]["logits"] < 1e-5 < 1e-2 < found["stock"]["logits"]
+    assert found["patched"]["gradients"] < 1e-4 and found["patched"]["cross_gradient"] == 0.0
+
+
+@pytest.fixture
+def leaking(monkeypatch):
+    """Models are measured as they come, unpatched."""
+    measure = hf_packfree.verify.verify_packing
+
+    def as_it_comes(name, device, dtype, trust_remote_code, **options):
+        return measure(build_model(name), **options)
+
+    monkeypatch.setattr(hf_packfree.verify, "verify_packing", as_it_comes)
+
+
+def test_a_leak_is_1_with_its_numbers(capsys, leaking):
+    code, out, _ = run(capsys, "verify", "qwen3_5", *FAST)
+    assert code == 1 and "logits" in out and last(out).startswith("Qwen3_5ForCausalLM leaks between packed documents: logits")
+    code, out, _ = run(capsys, "verify", "qwen3_5", "--json", *FAST)
+    found = json.loads(out)
+    assert code == 1 and found["patched"]["logits"] > 1e-2 and found["failures"] and found["stock"] is None
+
+
+def test_an_unsupported_model_is_2(capsys, tmp_path):
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    LlamaConfig(**sizes).save_pretrained(tmp_path)
+    for command in (("verify", str(tmp_path)), ("doctor", "--model", str(tmp_path))):
+        code, out, err = run(capsys, *command)
+        assert code == 2 and out == ""
+        assert err.startswith("packfree: found a LlamaForCausalLM, which holds no text model") and err.count("\n") == 1
+
+
+def test_a_folder_without_a_model_is_2(capsys, tmp_path):
+    code, _, err = run(capsys, "verify", str(tmp_path))
+    assert code == 2 and "found no model under" in err and err.count("\n") == 1
+
+
+def test_doctor_json_is_json_alone(capsys):
+    code, out, _ = run(capsys, "doctor", "--json", "--model", "qwen3_5")
+    found = json.loads(out)
+    assert code == 0 and found["healthy"] and found["plans"][0]["name"] == "qwen3_5 (Qwen3_5ForCausalLM)"
+    assert {"torch", "fla-core", "trl"} <= {package["name"] for package in found["packages"]}
+
+
+def test_doctor_is_3_when_something_is_broken(capsys, tmp_path, monkeypatch):
+    (tmp_path / "trl.py").write_text("raise RuntimeError('built for another torch')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code, out, _ = run(capsys, "doctor")
+    assert code == 3 and "built for another torch" in " ".join(out.split()) and last(out) == "To be mended: trl (broken)."
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    """Put something else in the place of the demo's work; tables and sentences stay."""
+
+    def put(result):
+        def run_demo(options, progress):
+            progress(hf_packfree.demo.Stage("stage", 1, 1))
+            if isinstance(result, Exception):
+                raise result
+            return result
+
+        monkeypatch.setattr(hf_packfree.demo, "run_demo", run_demo)
+
+    return put
+
+
+def shown(packed):
+    report = report_of(packed)
+    report.verification.update({"stock": {"logits": 0.2}, "patched": {"logits": 1e-7}})
+    return report
+
+
+def test_demo_is_0_when_all_is_as_promised(capsys, stub):
+    stub(shown(training("packed")))
+    code, out, _ = run(capsys, "demo")
+    assert code == 0 and last(out).startswith("Packed training equals padded training") and "packfree-demo" in out
+    assert "off by 2.0e-01 in the stock model and by 1.0e-07" in out
+
+
+def test_demo_is_1_when_its_check_fails(capsys, stub):
+    stub(shown(training("packed", losses=(6.0, 5.1, 4.0))))
+    code, out, _ = run(capsys, "demo", "--no-plots")
+    assert code == 1 and last(out).startswith("The demo's check failed: the loss curves differ by 2.0e-02")
+
+
+def test_demo_is_3_when_a_training_breaks_off(capsys, stub):
+    stub(DemoError("found the training ended"))
+    code, _, err = run(capsys, "demo")
+    assert code == 3 and last(err) == "packfree: found the training ended"
+
+
+def test_demo_without_matplotlib_says_how_to_get_it(capsys, stub, monkeypatch):
+    monkeypatch.setattr("hf_packfree.cli.commands.find_spec", lambda name: None)
+    stub(shown(training("packed")))
+    code, out, _ = run(capsys, "demo")
+    assert code == 0 and "pip install 'hf_packfree[demo]'" in out and "--no-plots" in out
+    assert "pip install" not in run(capsys, "demo", "--no-plots")[1]
+
+
+def test_a_folder_that_cannot_be_written_is_2(capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    code, _, err = run(capsys, "demo", "--out", str(tmp_path / "file"))
+    assert code == 2 and "file" in last(err) and "Traceback" not in err
+
+
+def test_interrupted_is_130(capsys, monkeypatch):
+    @contextmanager
+    def interrupted(*args):
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr("hf_packfree.cli.show.spinner", interrupted)
+    assert run(capsys, "doctor") == (130, "", "packfree: stopped\n")
+
+
+def test_nan_becomes_null_in_json(capsys):
+    from hf_packfree.cli.show import as_json
+
+    as_json({"a": [float("nan"), 1.0], "b": {"c": float("inf")}})
+    assert json.loads(capsys.readouterr().out) == {"a": [None, 1.0], "b": {"c": None}}
+
+
+def test_the_module_is_the_command_and_starts_light():
+    done = subprocess.run([sys.executable, "-m", "hf_packfree", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("packfree 0.")
+    code = "import sys, hf_packfree.cli, hf_packfree.doctor, hf_packfree.demo; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -1,0 +1,198 @@
+"""The doctor tells absent, broken, too old and unused apart, and says what would run."""
+
+from __future__ import annotations
+
+import configparser
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hf_packfree.doctor import REQUIREMENTS, Package, Requirement, diagnose, examine, probe, supported_models
+from hf_packfree.doctor.packages import check_hopper, release, without_cuda
+from hf_packfree.errors import UnsupportedModel
+from tests.support import by_family
+
+ROW = Requirement("fake-kernels", "fakekernels", "kernels", floor="1.2", why="earlier ones are wrong")
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A folder on sys.path into which packages can be put."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def install(site: Path, version: str | None = "1.3", code: str | None = "", name="fake-kernels", module="fakekernels") -> None:
+    if version is not None:
+        info = site / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    if code is not None:
+        (site / module).mkdir()
+        (site / module / "__init__.py").write_text(code)
+
+
+def test_usable(site):
+    install(site)
+    (found,) = examine([ROW])
+    assert (found.state, found.version, found.reason, found.wrong) == ("usable", "1.3", None, False)
+
+
+def test_absent(site):
+    (found,) = examine([ROW])
+    assert (found.state, found.version, found.advice) == ("absent", None, "pip install 'fake-kernels>=1.2'")
+    assert not found.wrong
+    assert examine([replace(ROW, required=True)])[0].wrong
+
+
+def test_an_empty_folder_of_that_name_is_absent(site):
+    (site / "fakekernels").mkdir()
+    assert examine([ROW])[0].state == "absent"
+
+
+def test_broken_keeps_the_exception(site):
+    install(site, code="raise OSError('libfake.so.3: no such file')")
+    (found,) = examine([ROW])
+    assert (found.state, found.version, found.wrong) == ("broken", "1.3", True)
+    assert found.reason == "OSError: libfake.so.3: no such file"
+
+
+def test_installed_without_its_module_is_broken(site):
+    install(site, code=None)
+    (found,) = examine([ROW])
+    assert found.state == "broken" and "no module fakekernels" in found.reason
+
+
+@pytest.mark.parametrize("version, state", [("1.1.9", "too old"), ("1.2", "usable"), ("1.10+cu130", "usable")])
+def test_too_old(site, version, state):
+    install(site, version=version)
+    (found,) = examine([ROW])
+    assert found.state == state
+    if state == "too old":
+        assert found.reason == "needs 1.2 or later: earlier ones are wrong" and found.wrong
+
+
+def test_the_version_of_a_module_without_a_distribution_is_its_own(site):
+    install(site, version=None, code="__version__ = '1.1'")
+    (found,) = examine([ROW])
+    assert (found.state, found.version) == ("too old", "1.1")
+
+
+def test_another_distribution_of_the_same_module_counts(site):
+    install(site, name="flash-fake")
+    assert examine([replace(ROW, other_names=("flash-fake",))])[0].version == "1.3"
+
+
+def test_a_crash_or_chatter_at_import_harms_no_other(site, capfd):
+    install(site, code="import os; os.abort()")
+    install(site, name="loud", module="loud", code="print('hello'); import sys; sys.exit(3)")
+    install(site, name="fine", module="fine", code="__version__ = '7'")
+    found = probe(["fakekernels", "loud", "fine"])
+    assert "SIGABRT" in found["fakekernels"].error
+    assert found["loud"].error == "SystemExit: 3"
+    assert (found["fine"].version, found["fine"].error) == ("7", None)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_import_that_does_not_end_is_broken(site):
+    install(site, code="import time; time.sleep(600)")
+    assert "longer than 1 seconds" in probe(["fakekernels"], timeout=1.0)["fakekernels"].error
+
+
+@pytest.mark.parametrize("text, numbers", [("2.13.0+cpu", (2, 13, 0)), ("3.7", (3, 7)), ("0.5.2rc1", (0, 5, 2)), ("?", ())])
+def test_release(text, numbers):
+    assert release(text) == numbers
+
+
+def test_without_cuda_kernels_are_unused_whatever_else_they_are():
+    usable = Package("fla-core", "0.6.0", "usable", "")
+    broken = replace(usable, state="broken", imports=False, reason="ValueError: key")
+    assert without_cuda(usable).state == "unused" and without_cuda(usable).reason == "no CUDA device"
+    assert without_cuda(broken).reason == "no CUDA device (ValueError: key)" and not without_cuda(broken).wrong
+    assert without_cuda(replace(usable, state="absent")).state == "absent"
+
+
+@pytest.mark.parametrize(
+    "triton, capability, helper, state",
+    [
+        ("3.6.0", "9.0", None, "broken"),
+        ("3.4.0", "9.0", None, "broken"),
+        ("3.7.1", "9.0", None, "usable"),
+        ("3.3.1", "9.0", None, "usable"),
+        ("3.6.0", "8.0", None, "usable"),
+        ("3.6.0", "9.0", "tilelang", "usable"),
+        ("3.6.0", "9.0", "flash-qla", "usable"),
+    ],
+)
+def test_hopper_with_a_triton_that_compiles_wrongly(triton, capability, helper, state):
+    packages = {name: Package(name, None, "absent", "") for name in ("tilelang", "flash-qla")}
+    packages |= {"triton": Package("triton", triton, "usable", ""), "fla-core": Package("fla-core", "0.6.0", "usable", "")}
+    if helper:
+        packages[helper] = Package(helper, "1", "usable", "")
+    found = check_hopper(packages, [capability])
+    assert found.state == state
+    assert state == "usable" or f"triton {triton}" in found.reason
+
+
+def test_floors_are_those_of_the_package():
+    config = configparser.ConfigParser()
+    config.read(Path(__file__).parents[1] / "setup.cfg")
+    wanted = dict(line.split(">=") for line in config["options"]["install_requires"].split())
+    floors = {row.name: row.floor for row in REQUIREMENTS if row.required}
+    assert floors == {name: wanted[name] for name in floors}
+
+
+def test_this_machine():
+    found = diagnose()
+    by_name = {package.name: package for package in found.packages}
+    assert [row.name for row in REQUIREMENTS] == list(by_name)
+    assert all(by_name[name].state == "usable" for name in ("torch", "transformers", "accelerate"))
+    assert found.healthy and found.devices[-1].kind == "cpu"
+    assert [plan.name for plan in found.plans] == list(by_family)
+    assert {(plan.conv, plan.delta_rule, plan.attention) for plan in found.plans} == {("torch",) * 3}
+    assert "not used yet" in found.notes[0]
+    assert json.loads(json.dumps(found.as_dict()))["sentence"] == str(found)
+
+
+def test_broken_transformers_is_said_and_nothing_is_built(site):
+    install(site, name="transformers", module="transformers", version="5.23.0", code="raise ImportError('no tokenizers')")
+    found = diagnose()
+    assert not found.healthy and found.plans == ()
+    assert "transformers (broken)" in str(found) and str(found).startswith("To be mended: ")
+
+
+def test_fla_that_imports_without_cuda_is_unused_and_warned_of(site):
+    install(site, version=None, module="fla", code="__version__ = '0.6.0'")
+    (site / "fla" / "ops").mkdir()
+    (site / "fla" / "ops" / "__init__.py").write_text("")
+    (site / "fla" / "ops" / "gated_delta_rule.py").write_text("")
+    found = diagnose()
+    fla = next(package for package in found.packages if package.name == "fla-core")
+    if found.devices[0].kind == "cuda":
+        pytest.skip("a CUDA device is here")
+    assert (fla.state, fla.reason) == ("unused", "no CUDA device") and found.healthy
+    assert found.plans[0].unpacked == "upstream, fla-core, which fails here"
+    assert "unpacked='native'" in found.notes[1]
+
+
+def test_a_model_is_planned_from_its_config_alone(tmp_path):
+    config = by_family["qwen3_5_moe"].tiny_config()
+    config.hidden_size, config.num_hidden_layers = 65536, 40  # no machine here could hold it
+    config.layer_types = None
+    type(config)(**config.to_dict()).save_pretrained(tmp_path)
+    (plan,) = diagnose(str(tmp_path)).plans
+    assert plan.name == f"{tmp_path} (Qwen3_5MoeForCausalLM)" and plan.delta_rule == "torch"
+
+
+def test_a_model_of_no_family_is_refused(tmp_path):
+    with pytest.raises(UnsupportedModel, match="found no config under"):
+        diagnose(str(tmp_path))
+
+
+def test_supported_models_are_the_table():
+    rows = {row.name: row for row in supported_models()}
+    assert list(rows) == list(by_family)
+    assert all(rows[name].swaps == family.swaps for name, family in by_family.items())
+    assert "Qwen3_5ForCausalLM" in rows["qwen3_5"].heads and rows["qwen3_5"].transformers == ">=5.2"
