@@ -1,7 +1,7 @@
 """Time the torch-native ops beside transformers' torch functions, in one process, in turns.
 
-    python benchmarks/torch_ops.py            # the shapes of the targets: minutes
-    python benchmarks/torch_ops.py --quick    # a quarter of the heads and channels: no target applies
+    python tests/benchmarks/torch_ops.py            # the shapes of the targets: minutes
+    python tests/benchmarks/torch_ops.py --quick    # a quarter of the heads and channels: no target applies
 
 Every ratio is of the fastest of a few rounds; in each round every candidate runs once, so that whatever else the
 machine does hits all of them alike.  fp32; lengths in tokens.
