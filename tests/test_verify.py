@@ -96,6 +96,17 @@ def test_from_a_config_a_folder_and_a_config_file(tmp_path):
         assert verify_packing(folder, gradients=False).patched.influence == 0
 
 
+@pytest.mark.parametrize("name", ["Qwen3_5Config", "Qwen3_5MoeConfig"])
+def test_from_a_multimodal_config_without_architectures(name):
+    import transformers
+
+    family = "qwen3_5_moe" if "Moe" in name else "qwen3_5"
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4}
+    config = getattr(transformers, name)(text_config=tiny(family).config.to_dict(), vision_config=vision)
+    report = verify_packing(config, gradients=False)
+    assert report.model.endswith("ForConditionalGeneration") and report.patched.influence == 0
+
+
 def test_heads_without_logits_per_token():
     from transformers import Qwen3_5TextForSequenceClassification, Qwen3_5TextModel
 
