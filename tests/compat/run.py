@@ -124,6 +124,7 @@ def main() -> int:
         for version in progress.track(versions, description="releases"):
             numbers, failed = measure(environment(version, options.envs), options.workers)
             rows += rows_of(version, numbers, failed)
+            console.print(" | ".join(rows[-1]))
             broken += [f"{version}: {name}" for name in failed] + ([] if numbers else [f"{version}: no test ran"])
     table = Table(*HEAD, title="worst relative RMS of logits / gradients against one-by-one")
     for row in rows:
