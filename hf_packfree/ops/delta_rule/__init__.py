@@ -29,7 +29,8 @@ def gated_delta_rule(
         backend: a name in `BACKENDS`.
 
     Returns:
-        [1, T, HV, V] in v's dtype.  Each document's values are, bit for bit, those of the document alone.
+        [1, T, HV, V] in v's dtype.  On the CPU each document's values are, bit for bit, those of the document alone;
+        on other devices that depends on their matrix library.
 
     Raises:
         BackendUnavailable: no backend has that name.

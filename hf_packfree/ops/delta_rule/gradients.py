@@ -65,7 +65,8 @@ def add_head(
     local.mul_(minus_beta)
     own = torch.bmm(d_out, new.mT, out=own).mul_(gates.pairs)
     total.qk.add_(own)
-    local.add_(_no_diagonal(own.mul_(queries.products)))  # exp(G_i - G_i): its row and column cancel, but not their rounding
+    # the diagonal is exp(G_i - G_i): what its row and its column get cancels, but for the rounding
+    local.add_(_no_diagonal(own.mul_(queries.products)))
 
     scale = gates.decay * minus_beta
     buffer = space.like("temporary", keys.x)

@@ -80,9 +80,11 @@ def plan_windows(packed: PackedSequence, chunk: int, limit: int) -> tuple[Window
 def _group_steps(docs: list[int], limit: int) -> Iterator[tuple[Step, ...]]:
     """Group the time steps, of `docs` chunks each (and none in the last), into windows of at most `limit` chunks."""
     group: list[Step] = []
+    room = limit
     for number, (now, after) in enumerate(pairwise(docs)):
-        if group and sum(step.docs for step in group) + now > limit:
+        if group and now > room:
             yield tuple(group)
-            group = []
+            group, room = [], limit
         group.append(Step(now, after, number == 0))
+        room -= now
     yield tuple(group)

@@ -33,8 +33,8 @@ from hf_packfree.ops.delta_rule.scratch import Scratch
 from hf_packfree.packing import PackedSequence
 
 _CHUNK_ON_CPU, _CHUNK = 32, 64  # the shorter does a fifth less arithmetic, the longer takes half the steps
-_FORWARD_HEADS, _FORWARD_ROWS = 8, 128  # on the CPU: key heads of a block, chunks x heads of a window
-_BACKWARD_HEADS, _BACKWARD_ROWS = 4, 128
+_FORWARD_HEADS, _FORWARD_ROWS = 16, 256  # on the CPU: key heads of a block, chunks x heads of a window
+_BACKWARD_HEADS, _BACKWARD_ROWS = 8, 128
 
 
 class Block(NamedTuple):

@@ -1,8 +1,8 @@
 """The gated delta rule over packed documents in plain torch: chunked, exact at boundaries, light on memory.
 
 Nothing but the inputs is saved for the backward pass, which computes the forward's intermediates again, one block of
-heads at a time.  Every product is a batched one over (chunk, head), which gives each chunk the same bits whatever else
-is in the batch: a document's output does not depend on the row it is packed in.
+heads at a time.  Every product is a batched one over (chunk, head), which on the CPU gives each chunk the same bits
+whatever else is in the batch: a document's output does not depend on the row it is packed in.
 
 Shapes: T tokens, H key heads, HV value heads, K and V head sizes.  Formulas: see `chunks.py`.
 """
@@ -42,10 +42,12 @@ class _GatedDeltaRule(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(q, k, v, g, beta)
         ctx.size, ctx.packed = size, packed
-        return forward_pass((q[0], k[0], v[0], g[0], beta[0]), size, packed)
+        with torch.autocast(q.device.type, enabled=False):  # it would round the products to half precision
+            return forward_pass((q[0], k[0], v[0], g[0], beta[0]), size, packed)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         inputs = tuple(x[0] for x in ctx.saved_tensors)
-        return *backward_pass(inputs, d_out[0], ctx.size, ctx.packed), None, None
+        with torch.autocast(d_out.device.type, enabled=False):
+            return *backward_pass(inputs, d_out[0], ctx.size, ctx.packed), None, None

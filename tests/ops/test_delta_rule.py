@@ -1,0 +1,264 @@
+"""The chunked gated delta rule against its definition, token by token in fp64, and its promises about packing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_packfree.errors import BackendUnavailable
+from hf_packfree.ops.delta_rule import gated_delta_rule, passes, recurrent_gated_delta_rule
+from hf_packfree.ops.delta_rule.triangular import unit_lower_inverse
+from hf_packfree.packing import PackedSequence
+
+NAMES = ("out", "q", "k", "v", "g", "beta")
+ALL_LENGTHS = [1, 2, 3, 4, 5, 63, 64, 65, 127, 128, 129, 200, 513]
+MIXES = [ALL_LENGTHS, ALL_LENGTHS[::-1], [64, 1, 513, 5, 130], [128, 64], [200], [1, 1, 1]]
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 5e-6}  # relative RMS; measured: at most 1e-14 and 8e-7
+Rule = Callable[..., Tensor]
+
+
+def make_inputs(
+    lengths: list[int], heads: int = 2, groups: int = 2, k_size: int = 16, v_size: int = 24, *, decay: float = 0.05
+) -> list[Tensor]:
+    """q, k, v, g, beta in fp64; log decays between -decay and 0."""
+    generator, tokens = torch.Generator().manual_seed(sum(lengths)), sum(lengths)
+    q, k = (torch.randn(1, tokens, heads, k_size, generator=generator, dtype=torch.float64) for _ in range(2))
+    v = torch.randn(1, tokens, heads * groups, v_size, generator=generator, dtype=torch.float64)
+    g, beta = (torch.rand(1, tokens, heads * groups, generator=generator, dtype=torch.float64) for _ in range(2))
+    return [q, k, v, -decay * g, beta]
+
+
+def run(rule: Rule, inputs: list[Tensor], lengths: list[int]) -> list[Tensor]:
+    """Values and the gradients of all inputs, under a fixed random gradient of the output."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    out = rule(*leaves, PackedSequence.from_lengths(lengths))
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+    return [out.detach(), *torch.autograd.grad(out, leaves, weight.to(out.dtype))]
+
+
+def assert_close(found: list[Tensor], wanted: list[Tensor], tolerance: float, floor: float = 1e-30) -> None:
+    """Error RMS of each, relative to what is wanted or to `floor` if that is more; written so that NaN fails."""
+    for name, x, y in zip(NAMES, found, wanted, strict=True):
+        scale = y.double().square().mean().sqrt().clamp_min(floor)
+        error = float((x.double() - y.double()).square().mean().sqrt() / scale)
+        assert error <= tolerance, f"{name}: relative RMS {error:.1e}, allowed {tolerance:.0e}"
+
+
+@pytest.fixture(autouse=True)
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """One thread, or as many as the test's parameter says: tiny tensors gain nothing from more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(getattr(request, "param", 1))
+    yield
+    torch.set_num_threads(before)
+
+
+both_threads = pytest.mark.parametrize("threads", [1, 2], ids=["1 thread", "2 threads"], indirect=True)
+
+
+@pytest.mark.parametrize("lengths", MIXES, ids=lambda lengths: "+".join(map(str, lengths)))
+@pytest.mark.parametrize("decay", [0.01, 0.05])
+def test_values_and_gradients_match_the_recurrence(lengths: list[int], decay: float) -> None:
+    inputs = make_inputs(lengths, decay=decay)
+    wanted = run(recurrent_gated_delta_rule, inputs, lengths)
+    for dtype, tolerance in TOLERANCE.items():
+        assert_close(run(gated_delta_rule, [x.to(dtype) for x in inputs], lengths), wanted, tolerance)
+
+
+@settings(max_examples=25)
+@given(
+    lengths=st.lists(st.integers(1, 100), min_size=1, max_size=6),
+    heads=st.integers(1, 3),
+    groups=st.integers(1, 3),
+    sizes=st.tuples(st.integers(1, 20), st.integers(1, 20)),
+)
+def test_any_lengths_heads_and_sizes(lengths: list[int], heads: int, groups: int, sizes: tuple[int, int]) -> None:
+    inputs = make_inputs(lengths, heads, groups, *sizes)
+    found = run(gated_delta_rule, inputs, lengths)
+    # a key of size one is all norm: what is left of its gradient is far below what it is computed from
+    assert_close(found, run(recurrent_gated_delta_rule, inputs, lengths), 1e-12, floor=1.0)
+
+
+def hard_inputs(what: str) -> list[Tensor]:
+    """130 + 65 tokens of the named trouble."""
+    q, k, v, g, beta = make_inputs([130, 65])
+    if what == "identical keys, beta near 1":
+        k, beta, g = k[:, :1].expand_as(k).clone(), torch.full_like(beta, 0.999), g * 0.01
+    elif what == "strong decay":
+        g = torch.full_like(g, -20.0)
+    elif what == "strong and slow decay":
+        g[:, ::7] = -20.0
+    elif what == "no decay":
+        g = torch.zeros_like(g)
+    elif what == "endless decay":
+        g[:, ::50] = -1e4
+    elif what == "beta zero":
+        beta = torch.zeros_like(beta)
+    return [q, k, v, g, beta]
+
+
+HARD = ["identical keys, beta near 1", "strong decay", "strong and slow decay", "no decay", "endless decay", "beta zero"]
+
+
+@pytest.mark.parametrize("what", HARD)
+def test_hard_numerics(what: str) -> None:
+    inputs = hard_inputs(what)
+    wanted = run(recurrent_gated_delta_rule, inputs, [130, 65])
+    # identical keys overwrite each other: hardly any gradient reaches g (rms 3e-4, fp32 error of the recurrence 1e-6)
+    floor = 1.0 if what.startswith("identical") else 1e-30
+    for dtype, tolerance in TOLERANCE.items():
+        assert_close(run(gated_delta_rule, [x.to(dtype) for x in inputs], [130, 65]), wanted, tolerance, floor)
+
+
+def test_gradients_numerically(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes, "_CHUNK_ON_CPU", 8)
+    inputs = [x.requires_grad_() for x in make_inputs([9, 2], 1, 2, 2, 3)]
+    packed = PackedSequence.from_lengths([9, 2])
+    assert torch.autograd.gradcheck(lambda *x: gated_delta_rule(*x, packed), inputs)
+
+
+@pytest.mark.parametrize("lengths", MIXES[:3], ids=["ascending", "descending", "mixed"])
+@pytest.mark.parametrize("shape", [(1, 1, 8, 8), (1, 3, 5, 7), (3, 2, 16, 24), (1, 2, 128, 128), (2, 1, 1, 1)], ids=str)
+@both_threads
+def test_bits_do_not_depend_on_the_row(lengths: list[int], shape: tuple[int, int, int, int]) -> None:
+    inputs = [x.float() for x in make_inputs(lengths, *shape)]
+    whole = gated_delta_rule(*inputs, PackedSequence.from_lengths(lengths))
+    for *document, expected in zip(*(x.split(lengths, 1) for x in (*inputs, whole)), strict=True):
+        alone = gated_delta_rule(*document, PackedSequence.from_lengths([expected.shape[1]]))
+        assert torch.equal(alone, expected)
+
+
+@both_threads
+def test_bits_do_not_depend_on_the_row_at_full_width() -> None:
+    lengths = [129, 1, 64, 40]
+    inputs = [x.float() for x in make_inputs(lengths, 16, 2, 128, 128)]
+    whole = gated_delta_rule(*inputs, PackedSequence.from_lengths(lengths))
+    for *document, expected in zip(*(x.split(lengths, 1) for x in (*inputs, whole)), strict=True):
+        alone = gated_delta_rule(*document, PackedSequence.from_lengths([expected.shape[1]]))
+        assert torch.equal(alone, expected)
+
+
+def test_no_gradient_crosses_documents() -> None:
+    lengths = [70, 3, 64, 33]
+    for number, part in enumerate(torch.arange(sum(lengths)).split(lengths)):
+        leaves = [x.float().requires_grad_() for x in make_inputs(lengths)]
+        out = gated_delta_rule(*leaves, PackedSequence.from_lengths(lengths))
+        out[:, part].square().sum().backward()
+        for other, tokens in enumerate(torch.arange(sum(lengths)).split(lengths)):
+            reached = [bool((leaf.grad[:, tokens] != 0).any()) for leaf in leaves]
+            assert reached == [other == number] * len(leaves)
+
+
+def test_not_even_nan_crosses_documents() -> None:
+    lengths = [70, 3, 64]
+    inputs = [x.float() for x in make_inputs(lengths)]
+    clean = run(gated_delta_rule, inputs, lengths)
+    for x in inputs:
+        x[:, 70:73] = float("nan")
+    for found, wanted in zip(run(gated_delta_rule, inputs, lengths), clean, strict=True):
+        assert torch.equal(found[:, :70], wanted[:, :70])
+        assert torch.equal(found[:, 73:], wanted[:, 73:])
+        assert found[:, 70:73].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_inputs_are_computed_in_fp32(dtype: torch.dtype) -> None:
+    lengths = [65, 5]
+    inputs = [x.to(dtype) for x in make_inputs(lengths)]
+    found, wanted = (run(gated_delta_rule, x, lengths) for x in (inputs, [x.float() for x in inputs]))
+    assert all(x.dtype == dtype for x in found)
+    assert torch.equal(found[0], wanted[0].to(dtype))
+    assert_close(found, wanted, 4 * torch.finfo(dtype).eps)
+
+
+def test_autocast_changes_nothing() -> None:
+    inputs = [x.float() for x in make_inputs([65, 5])]
+    wanted = run(gated_delta_rule, inputs, [65, 5])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = run(gated_delta_rule, inputs, [65, 5])
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+def test_any_strides() -> None:
+    lengths = [65, 5]
+    q, k, v, g, beta = (x.float() for x in make_inputs(lengths, 2, 2, 16, 32))
+    wanted = run(gated_delta_rule, [q, k, v, g, beta], lengths)
+    projected = torch.cat([x.flatten(2) for x in (q, k, v)], 2).split([32, 32, 128], 2)
+    split = [x.unflatten(2, (-1, size)) for x, size in zip(projected, (16, 16, 32), strict=True)]
+    transposed = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, g, beta)]
+    packed = PackedSequence.from_lengths(lengths)
+    assert torch.equal(gated_delta_rule(*split, g, beta, packed), wanted[0])
+    assert torch.equal(gated_delta_rule(*transposed, packed), wanted[0])
+
+
+def test_an_expanded_output_gradient_is_fine() -> None:
+    inputs = [x.requires_grad_() for x in make_inputs([40])]
+    gated_delta_rule(*inputs, PackedSequence.from_lengths([40])).sum().backward()
+    assert all(float(x.grad.abs().sum()) > 0 for x in inputs)
+
+
+def test_nothing_but_the_inputs_is_saved() -> None:
+    inputs = [x.float().requires_grad_() for x in make_inputs([300], 2, 2, 32, 32)]
+    saved: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        gated_delta_rule(*inputs, PackedSequence.from_lengths([300]))
+    assert sum(saved.values()) <= sum(x.untyped_storage().nbytes() for x in inputs)
+
+
+class CountCalls(TorchDispatchMode):
+    """Count the calls of operators."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def calls(lengths: list[int]) -> int:
+    inputs = [x.float().requires_grad_() for x in make_inputs(lengths, 1, 1, 16, 16)]
+    packed = PackedSequence.from_lengths(lengths)
+    with CountCalls() as counter:
+        gated_delta_rule(*inputs, packed).sum().backward()
+    return counter.count
+
+
+def test_calls_grow_with_time_not_with_documents() -> None:
+    assert calls([30] * 64) < calls([2048]) / 4
+    assert calls([2048]) < 2.2 * calls([1024])
+
+
+def test_tables_are_shared_between_layers() -> None:
+    packed = PackedSequence.from_lengths([70, 3])
+    inputs = make_inputs([70, 3])
+    gated_delta_rule(*inputs, packed)
+    tables = dict(packed._memo)
+    gated_delta_rule(*inputs, packed)
+    assert tables and packed._memo.keys() == tables.keys()
+    assert all(packed._memo[key] is tables[key] for key in tables)
+
+
+@pytest.mark.parametrize("fill", [1.0, 0.9, -0.9, 0.0])
+def test_triangular_inverse(fill: float) -> None:
+    strict = torch.full((3, 64, 64), fill).tril(-1)
+    inverse = unit_lower_inverse(strict + torch.ones(64, 64).triu(), torch.empty_like(strict))
+    wanted = torch.linalg.inv(strict.double() + torch.eye(64, dtype=torch.float64))
+    assert float((inverse - wanted).abs().max() / wanted.abs().max()) <= 1e-6
+    assert torch.equal(inverse, inverse.tril())
+
+
+def test_an_unknown_backend_is_refused() -> None:
+    with pytest.raises(BackendUnavailable, match=r"'nope'; wanted one of \['torch'\]"):
+        gated_delta_rule(*make_inputs([3]), PackedSequence.from_lengths([3]), backend="nope")
