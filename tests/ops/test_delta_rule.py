@@ -104,7 +104,14 @@ def hard_inputs(what: str) -> list[Tensor]:
     return [q, k, v, g, beta]
 
 
-HARD = ["identical keys, beta near 1", "strong decay", "strong and slow decay", "no decay", "endless decay", "beta zero"]
+HARD = [
+    "identical keys, beta near 1",
+    "strong decay",
+    "strong and slow decay",
+    "no decay",
+    "endless decay",
+    "beta zero",
+]
 
 
 @pytest.mark.parametrize("what", HARD)
