@@ -73,7 +73,7 @@ def _class_for(config: transformers.PretrainedConfig) -> Any:
         if hasattr(transformers, name):
             return getattr(transformers, name)
     # a config with a text model inside fits both mappings, but only the second one's class takes it whole
-    autos = [transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText]
+    autos: list[Any] = [transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText]
     for auto in autos[::-1] if hasattr(config, "text_config") else autos:
         if type(config) in auto._model_mapping:
             return auto._model_mapping[type(config)]
