@@ -48,7 +48,7 @@ def verify_packing(
         control: also measure the same weights without patches, which must leak.
         slow_decay: for the measurement, let recurrent states live long (A from 0.01 to 0.05): the fast decay of random
             weights hides leaks.
-        seed: of the documents.
+        seed: of the documents, and of the weights of a model that is built here and has none.
         device, dtype: for a model that is built here; a model object keeps its own.
         trust_remote_code: for a hub id or folder with code of its own.
 
@@ -60,7 +60,10 @@ def verify_packing(
     if len(lengths) < 2:
         raise ValueError(f"found lengths={list(lengths)}; wanted two documents or more, since one cannot leak")
     if not isinstance(model, nn.Module):
-        model = apply_patches(build_model(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)  # random weights, where it has any
+            model = build_model(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+        apply_patches(model)
     family = family_of(model)
     if family is None:
         raise UnsupportedModel(
