@@ -3,14 +3,14 @@
     python tests/benchmarks/torch_ops.py            # the shapes of the targets: minutes
     python tests/benchmarks/torch_ops.py --quick    # a quarter of the heads and channels: no target applies
 
-Every ratio is of the fastest of a few rounds; in each round every candidate runs once, so that whatever else the
-machine does hits all of them alike.  fp32; lengths in tokens.
+Every ratio is of medians; the candidates run in turns, so that whatever else the machine does hits all of them alike.
+fp32; lengths in tokens.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
+import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -29,6 +29,7 @@ from hf_packfree.packing import PackedSequence
 LENGTHS = [420, 31, 900, 64, 260, 751, 97, 389, 150, 333, 500, 201]
 TOKENS = sum(LENGTHS)
 Run = Callable[[], Tensor]
+SHORT = 4.0
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def main() -> None:
         saved = {name: saved_bytes(delta[name]) for name in ("stock one", "ours one")}
         times = measure("delta rule", delta, rounds, progress)
         conv_times = measure("conv", conv, 3 * rounds, progress)
-    console.print(f"torch {torch.__version__}, {options.threads} threads, fp32, {TOKENS} tokens; seconds, fastest of each")
+    console.print(f"torch {torch.__version__}, {options.threads} threads, fp32, {TOKENS} tokens; seconds, median of each")
     note = f"gated delta rule, {16 // shrink}/{32 // shrink} heads of 128"
     console.print(table(note, DELTA_RATIOS, times, saved))
     console.print(table(f"causal convolution + silu, {8192 // shrink} channels, 4 taps", CONV_RATIOS, conv_times))
@@ -132,18 +133,18 @@ def conv_candidates(channels: int) -> dict[str, Run]:
 
 
 def measure(what: str, candidates: dict[str, Run], rounds: int, progress: Progress) -> dict[str, float]:
-    """Return the fastest forward, and forward + backward ("f+b"), of each candidate."""
+    """Return the median forward, and forward + backward ("f+b"), of each candidate.
+
+    In each round every candidate runs once, and those that take less than `SHORT` seconds three times in turns.
+    """
     runs = {name: _forward(run) for name, run in candidates.items()}
     runs |= {f"{name} f+b": _both(run) for name, run in candidates.items()}
-    best = dict.fromkeys(runs, math.inf)
-    task = progress.add_task(what, total=rounds * len(runs))
-    for _ in range(rounds):
-        for name, run in runs.items():
-            progress.update(task, description=f"{what}: {name}")
-            repeats = 3 if name.startswith("ours") else 1  # ours is short: a hiccup would weigh more
-            best[name] = min(best[name], *(_seconds(run) for _ in range(repeats)), math.inf)
-            progress.advance(task)
-    return best
+    times: dict[str, list[float]] = {name: [_seconds(run)] for name, run in runs.items()}
+    short = [name for name in runs if times[name][0] < SHORT]
+    turns = rounds * [*runs, *short, *short]
+    for name in progress.track(turns, description=what):
+        times[name].append(_seconds(runs[name]))
+    return {name: statistics.median(seconds[1:]) for name, seconds in times.items()}  # the first warms up
 
 
 def saved_bytes(run: Run) -> int:
