@@ -30,8 +30,8 @@ def apply_patches(
     Logs one line (logger "hf_packfree", level INFO) that says what was swapped and which implementations run.
 
     Args:
-        model: a Qwen3.5, Qwen3.5-MoE or Qwen3-Next model, or anything that holds one (a classification head, PEFT,
-            DDP). Parameters, state_dict keys and config stay as they are.
+        model: a Qwen3.5, Qwen3.5-MoE or Qwen3-Next model, or anything that holds one (a classification head, a
+            wrapper, DDP). Parameters, state_dict keys and config stay as they are.
         backend: "auto", or the name of the implementation to force; "torch" runs everywhere.
         unpacked: what runs the linear layers for rows of one document: "upstream", bit for bit as without us, or
             "native", our convolution and delta rule, whose last bits differ and which are faster where

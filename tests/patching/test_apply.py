@@ -186,3 +186,27 @@ def test_inside_wrappers():
     assert patch_report(apply_patches(wrapper)).swaps["Qwen3_5GatedDeltaNet"] == 3
     compiled = torch.compile(tiny(), backend="eager")
     assert patch_report(apply_patches(compiled)).swaps["Qwen3_5GatedDeltaNet"] == 3
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_distributed_data_parallel_in_either_order(order, tmp_path):
+    from torch.nn.parallel import DistributedDataParallel
+
+    from tests.forms import row_batch
+    from tests.support import GRADIENT_TOL, LOGIT_TOL, ROW, errors, random_weights, run, run_alone
+
+    batch = row_batch("positions", ROW)
+    weights = random_weights(batch, 128)
+    wanted = run_alone(tiny(), batch, weights)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = apply_patches(tiny()) if order == "before" else tiny()
+        wrapped = DistributedDataParallel(model)
+        apply_patches(wrapped)
+        parts, found = run(wrapped, batch, weights)
+        found = {name.removeprefix("module."): grad for name, grad in found.items()}
+        logits, grads = errors((parts, found), wanted)
+        assert logits <= LOGIT_TOL and grads <= GRADIENT_TOL
+        assert not patch_report(remove_patches(wrapped)).patched
+    finally:
+        torch.distributed.destroy_process_group()
