@@ -89,7 +89,7 @@ def packing(report: PackingReport) -> None:
         ("logits", "logits", limits.logits),
         ("gradients, worst parameter", "gradients", limits.gradients),
         ("influence of other documents", "influence", limits.influence),
-        ("gradient across documents, largest", "cross_gradient", 0.0),
+        ("gradient across documents, largest absolute", "cross_gradient", 0.0),
     ]
     for name, field, limit in rows:
         values = [getattr(measured, field, None) for measured in (report.patched, report.stock)]
