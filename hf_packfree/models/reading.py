@@ -34,10 +34,8 @@ def read_arguments(
         return None  # decoding one token a row: nothing to read, nothing to wait for
     if seen and isinstance(forms.attention_mask, Tensor) and forms.attention_mask.shape[-1] != shape[1]:
         forms = Forms(forms.position_ids, _current(forms.attention_mask, shape[1]), *_named(forms))
-    if past_key_values is None and shape[0] == 1 and eras.MISREADS_PADDING_OF_ONE_ROW:
-        packed = read_forms(forms, shape, tokens.device, _same_token(tokens), drop_padding=True)
-    else:
-        packed = read_forms(forms, shape, tokens.device, _same_token(tokens))
+    misread = eras.MISREADS_PADDING_OF_ONE_ROW and shape[0] == 1 and past_key_values is None
+    packed = read_forms(forms, shape, tokens.device, _same_token(tokens), drop_padding=misread)
     if packed is None:
         return None
     if past_key_values is not None:

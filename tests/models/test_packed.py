@@ -117,10 +117,6 @@ def test_checkpointing_checkpoints_and_stays_exact(family, reentrant):
     assert errors(again, plain)[1] <= 1e-6
 
 
-def token_classes(family):
-    return [name for name in vars(transformers) if name.startswith(family) and name.endswith("ForTokenClassification")]
-
-
 @pytest.mark.parametrize("door", ["apply", "register"])
 @pytest.mark.parametrize("name", ["Qwen3_5ForTokenClassification", "Qwen3NextForTokenClassification"])
 def test_token_classification(name, door):
