@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         Registration,
         apply_patches,
         patch_report,
+        prewarm,
         register_patches,
         remove_patches,
     )
@@ -31,6 +32,7 @@ _HOMES = {
     "Registration": "patching",
     "apply_patches": "patching",
     "patch_report": "patching",
+    "prewarm": "patching",
     "register_patches": "patching",
     "remove_patches": "patching",
     "verify_packing": "verify",
@@ -45,6 +47,7 @@ __all__ = [
     "__version__",
     "apply_patches",
     "patch_report",
+    "prewarm",
     "register_patches",
     "remove_patches",
     "verify_packing",

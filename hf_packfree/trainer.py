@@ -14,6 +14,7 @@ from hf_packfree.errors import LeakDetected, PatchConflict
 from hf_packfree.models.state import PatchState
 from hf_packfree.packing import PackedSequence
 from hf_packfree.patching.apply import apply_patches
+from hf_packfree.patching.backends import Choice
 from hf_packfree.patching.plan import trunks
 from hf_packfree.patching.registry import family_of
 from hf_packfree.patching.report import patch_report
@@ -42,7 +43,7 @@ class PackFreeCallback(TrainerCallback):
     def __init__(
         self,
         *,
-        backend: str = "auto",
+        backend: Choice = "auto",
         unpacked: Literal["upstream", "native"] = "upstream",
         verify_first_batch: bool = False,
     ) -> None:

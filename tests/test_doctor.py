@@ -151,8 +151,8 @@ def test_this_machine():
     assert all(by_name[name].state == "usable" for name in ("torch", "transformers", "accelerate"))
     assert found.healthy and found.devices[-1].kind == "cpu"
     assert [plan.name for plan in found.plans] == list(by_family)
-    assert {(plan.conv, plan.delta_rule, plan.attention) for plan in found.plans} == {("torch",) * 3}
-    assert "not used yet" in found.notes[0]
+    assert {name for plan in found.plans for name in plan.packed.values()} == {"torch"}
+    assert "in plain torch" in str(found) and not found.plans[0].why
     assert json.loads(json.dumps(found.as_dict()))["sentence"] == str(found)
 
 
@@ -174,7 +174,7 @@ def test_fla_that_imports_without_cuda_is_unused_and_warned_of(site):
         pytest.skip("a CUDA device is here")
     assert (fla.state, fla.reason) == ("unused", "no CUDA device") and found.healthy
     assert found.plans[0].unpacked == "upstream, fla-core, which fails here"
-    assert "unpacked='native'" in found.notes[1]
+    assert "unpacked='native'" in found.notes[0]
 
 
 def test_a_model_is_planned_from_its_config_alone(tmp_path):
@@ -183,7 +183,7 @@ def test_a_model_is_planned_from_its_config_alone(tmp_path):
     config.layer_types = None
     type(config)(**config.to_dict()).save_pretrained(tmp_path)
     (plan,) = diagnose(str(tmp_path)).plans
-    assert plan.name == f"{tmp_path} (Qwen3_5MoeForCausalLM)" and plan.delta_rule == "torch"
+    assert plan.name == f"{tmp_path} (Qwen3_5MoeForCausalLM)" and plan.packed["delta_rule"] == "torch"
 
 
 def test_a_model_of_no_family_is_refused(tmp_path):

@@ -59,6 +59,10 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
+OPERATIONS = {"conv": "conv", "delta_rule": "delta rule", "attention": "attention", "gated_norm": "gated norm"}
+"""The operations that the doctor shows, and their headings; `--json` has all."""
+
+
 def diagnosis(found: Diagnosis) -> None:
     """Show the doctor's findings."""
     console = Console()
@@ -67,9 +71,9 @@ def diagnosis(found: Diagnosis) -> None:
         known = "; ".join(filter(None, [row.reason or row.purpose, row.advice]))
         packages.add_row(row.name, row.version or "", f"[{COLOURS[row.state]}]{row.state}[/]", escape(known))
     console.print(packages)
-    plans = _table("What would run", "model", "conv", "delta rule", "attention", "unpacked rows")
+    plans = _table("What would run", "model", *OPERATIONS.values(), "unpacked rows")
     for plan in found.plans:
-        plans.add_row(escape(plan.name), plan.conv, plan.delta_rule, plan.attention, plan.unpacked)
+        plans.add_row(escape(plan.name), *(plan.packed[op] for op in OPERATIONS), plan.unpacked)
     if found.plans:
         console.print(plans)
     for device in found.devices:

@@ -171,9 +171,9 @@ def _draw(report: DemoReport, progress: Progress) -> list[str]:
 
 def _versions() -> dict[str, str | None]:
     from hf_packfree._version import __version__
-    from hf_packfree.patching.report import installed_version
+    from hf_packfree.ops.backend import installed
 
-    found = {package: installed_version(package) for package in PACKAGES}
+    found = {package: installed(package) for package in PACKAGES}
     return {"python": platform.python_version(), **found, "hf_packfree": __version__}
 
 

@@ -42,7 +42,14 @@ class Diagnosis:
         wrong = [f"{package.name} ({package.state})" for package in self.packages if package.wrong]
         if wrong:
             return f"To be mended: {', '.join(wrong)}."
-        return f"Everything needed is here: packed rows run in plain torch on {', '.join(d.name for d in self.devices)}."
+        slow = {op for plan in self.plans for op, name in plan.packed.items() if name == "torch"}
+        kernels = "in plain torch" if not self._has_cuda or {"delta_rule", "conv", "attention"} <= slow else "on GPU kernels"
+        but = f" ({', '.join(sorted(slow))} in plain torch)" if slow and "GPU" in kernels else ""
+        return f"Everything needed is here: packed rows run {kernels}{but} on {', '.join(d.name for d in self.devices)}."
+
+    @property
+    def _has_cuda(self) -> bool:
+        return any(device.kind == "cuda" for device in self.devices)
 
 
 def diagnose(model: str | None = None) -> Diagnosis:
@@ -63,13 +70,14 @@ def diagnose(model: str | None = None) -> Diagnosis:
     else:
         packages |= {row.name: without_cuda(packages[row.name]) for row in REQUIREMENTS if row.cuda}
     can_build = all(packages[name].state == "usable" for name in ("torch", "transformers"))
+    plans = find_plans(model, _unpacked(packages["fla-core"])) if can_build else ()
     return Diagnosis(
         packfree=__version__,
         python=platform.python_version(),
         packages=tuple(packages.values()),
         devices=devices,
-        plans=find_plans(model, _unpacked(packages["fla-core"])) if can_build else (),
-        notes=tuple(_notes(packages["fla-core"])),
+        plans=plans,
+        notes=(*_notes(packages["fla-core"]), *_reasons(plans)),
     )
 
 
@@ -80,10 +88,16 @@ def _unpacked(fla: Package) -> str:
 
 
 def _notes(fla: Package) -> list[str]:
-    notes = ["GPU kernels are not used yet by this version for packed rows: they run in plain torch on every device."]
+    notes = []
     if fla.state == "unused" and fla.imports:
         notes.append(
             "transformers 5.15 and later calls fla-core for unpacked rows without asking for a CUDA device, and then fails: "
             "pip uninstall fla-core, or apply_patches(model, unpacked='native')."
         )
     return notes
+
+
+def _reasons(plans: tuple[Plan, ...]) -> list[str]:
+    """Why a faster backend would not run, each said once."""
+    found = {f"{op}: {reason}." for plan in plans for op, reason in plan.why.items()}
+    return sorted(found)

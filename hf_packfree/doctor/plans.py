@@ -21,13 +21,18 @@ class Device:
 
 @dataclass(frozen=True)
 class Plan:
-    """What would run for a family, or for one model: a backend per operation for packed rows, and for unpacked rows."""
+    """What would run for a family, or for one model.
+
+    Attributes:
+        packed: {op: backend}, in half precision on the GPU if there is one.
+        unpacked: what runs for rows of one document.
+        why: {op: why a faster backend would not run}.
+    """
 
     name: str
-    conv: str
-    delta_rule: str
-    attention: str
+    packed: dict[str, str]
     unpacked: str
+    why: dict[str, str]
 
 
 def find_devices() -> tuple[Device, ...]:
@@ -48,24 +53,37 @@ def find_plans(model: str | None, unpacked: str) -> tuple[Plan, ...]:
     """Return what would run for every family, or for one model; `unpacked` says what upstream takes for unpacked rows."""
     if model is not None:
         return (_plan_of(model, unpacked),)
-    from hf_packfree.patching.backends import choose_backends
     from hf_packfree.patching.registry import FAMILIES
 
-    state = choose_backends("auto", "upstream")
-    return tuple(Plan(row.name, state.conv, state.delta_rule, state.attention, unpacked) for row in FAMILIES)
+    return tuple(_plan(row.name, None, unpacked) for row in FAMILIES)
+
+
+def _plan(name: str, config: Any, unpacked: str) -> Plan:
+    """`config` None: the published models' sizes, which every backend takes."""
+    import torch
+
+    from hf_packfree.patching.backends import choose_backends
+
+    state = choose_backends("auto", "upstream", config)
+    kernels = state.cuda_half if torch.cuda.is_available() else state.elsewhere
+    why = {op: reason for op, reason in state.why.items() if op in vars(kernels)}
+    return Plan(name, dict(vars(kernels)), unpacked, why)
 
 
 def _plan_of(model: str, unpacked: str) -> Plan:
     """Patch the model without its weights, on torch's meta device, and read what would run."""
     import torch
 
-    from hf_packfree.patching import apply_patches, patch_report
+    from hf_packfree.patching import apply_patches
     from hf_packfree.patching.building import build_model
+    from hf_packfree.patching.plan import trunks
+    from hf_packfree.patching.registry import family_of
 
     with torch.device("meta"):
         built = apply_patches(build_model(_config_of(model)))
-    runs = patch_report(built).implementations
-    return Plan(f"{model} ({type(built).__name__})", runs["conv"], runs["delta_rule"], runs["attention"], unpacked)
+    family = family_of(built)
+    assert family is not None  # or apply_patches had refused it
+    return _plan(f"{model} ({type(built).__name__})", next(trunks(built, family)).config, unpacked)
 
 
 def _config_of(model: str) -> Any:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from hf_packfree.errors import BackendUnavailable
 from hf_packfree.models.contract import Sizes, size_of_linear, size_of_norm
+from hf_packfree.models.linears import project
+from hf_packfree.models.recompute import computed_again
 from hf_packfree.models.replacement import Replacement
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.attention import attention
 from hf_packfree.ops.attention.block_mask import additive_block_mask
+from hf_packfree.ops.norm_rope import norm_rope
+from hf_packfree.ops.output_gate import output_gate
 from hf_packfree.packing import PackedSequence, to_hf_kwargs
 
 
@@ -72,21 +77,37 @@ class PackedAttention(Replacement):
         )
 
     def _attend_packed(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor], packed: PackedSequence) -> Tensor:
+        projected, k, v = project(x, self.q_proj, self.k_proj, self.v_proj)
+        q, gate = projected.view(*x.shape[:-1], -1, 2 * self.head_dim).chunk(2, dim=-1)
         heads = (*x.shape[:-1], -1, self.head_dim)
-        q, gate = self.q_proj(x).view(*x.shape[:-1], -1, 2 * self.head_dim).chunk(2, dim=-1)
-        q = self.q_norm(q).transpose(1, 2)
-        k = self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2)
-        q, k = self._rotate(q, k, *position_embeddings)
+        kernels = state_of(self).kernels_for(q.device, q.dtype)
+        q, k = self._place(q, k.view(heads), position_embeddings, kernels.norm_rope)
         out = attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            self.v_proj(x).view(heads),
+            q,
+            k,
+            v.view(heads),
             packed,
             scale=self.scaling,
             dropout=self.attention_dropout if self.training else 0.0,
-            backend=state_of(self).attention,
+            backend=kernels.attention,
         )
-        return self.o_proj(out.flatten(2) * gate.flatten(2).sigmoid())
+        gated = output_gate(out, gate, backend=kernels.output_gate)
+        again = partial(output_gate, out, gate, backend=kernels.output_gate)
+        with computed_again((gated,), lambda: (again(),), kernels.output_gate != "torch"):
+            return self.o_proj(gated.flatten(2))
+
+    def _place(
+        self, q: Tensor, k: Tensor, position_embeddings: tuple[Tensor, Tensor], backend: str
+    ) -> tuple[Tensor, Tensor]:
+        """Normalise and rotate q and k [1, T, heads, D]; "torch" means upstream's modules, or what stands in their place."""
+        if backend == "torch":
+            q, k = (norm(x).transpose(1, 2) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
+            q, k = self._rotate(q, k, *position_embeddings)
+            return q.transpose(1, 2), k.transpose(1, 2)
+        return (
+            norm_rope(q, self.q_norm.weight, *position_embeddings, self.q_norm.eps, backend=backend),
+            norm_rope(k, self.k_norm.weight, *position_embeddings, self.k_norm.eps, backend=backend),
+        )
 
     def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Apply the family's rotary embedding to q and k [1, heads, T, D]; each family names upstream's function."""

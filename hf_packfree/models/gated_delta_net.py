@@ -5,6 +5,7 @@ Shapes: T tokens of the row, C channels (q, k and v side by side), H key heads, 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_packfree.models.contract import Sizes, size_of_linear, size_of_norm
+from hf_packfree.models.recompute import computed_again
 from hf_packfree.models.replacement import Replacement
-from hf_packfree.models.state import state_of
-from hf_packfree.ops.conv import causal_conv1d
+from hf_packfree.models.state import Kernels, state_of
+from hf_packfree.ops.conv import qkv_conv
 from hf_packfree.ops.delta_rule import gated_delta_rule
+from hf_packfree.ops.gated_norm import gated_rms_norm
 from hf_packfree.packing import PackedSequence
 
 
@@ -49,30 +52,35 @@ class PackedGatedDeltaNet(Replacement):
             return self._mix(x, packed)
 
     def _mix(self, x: Tensor, packed: PackedSequence) -> Tensor:
-        state = state_of(self)
         mixed, z, b, a = self._project(x)
-        mixed = causal_conv1d(
-            mixed,
-            self.conv1d.weight.squeeze(1),
-            packed,
-            bias=self.conv1d.bias,
-            activation=self.activation,
-            backend=state.conv,
-        )
-        q, k, v = mixed.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
+        kernels = state_of(self).kernels_for(mixed.device, mixed.dtype)
         # the log decay of arXiv:2412.06464, in fp32: in fp16 the exponential overflows
         g = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias.float())
-        out = gated_delta_rule(
-            q.unflatten(-1, (self.num_k_heads, self.head_k_dim)),
-            k.unflatten(-1, (self.num_k_heads, self.head_k_dim)),
-            v.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
-            g,
-            b.sigmoid(),
-            packed,
-            backend=state.delta_rule,
-        )
-        out = self.norm(out.reshape(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim))
-        return self.out_proj(out.view(1, packed.num_tokens, self.value_dim))
+        out = self._remember(mixed, g, b.sigmoid(), packed, kernels)
+        out = out.reshape(-1, self.head_v_dim)
+        z = z.reshape(-1, self.head_v_dim)
+        weight, eps = self.norm.weight, getattr(self.norm, "variance_epsilon", None) or self.norm.eps
+
+        def normalise() -> Tensor:
+            if kernels.gated_norm == "torch":  # upstream's module, or what stands in its place
+                return self.norm(out, z)
+            return gated_rms_norm(out, z, weight, eps, backend=kernels.gated_norm)
+
+        normed = normalise()
+        with computed_again((normed,), lambda: (normalise(),), kernels.gated_norm != "torch"):
+            return self.out_proj(normed.view(1, packed.num_tokens, self.value_dim))
+
+    def _remember(self, mixed: Tensor, g: Tensor, beta: Tensor, packed: PackedSequence, kernels: Kernels) -> Tensor:
+        """Run convolution and delta rule, [1, T, C] to [1, T, HV, V]."""
+        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        heads, sizes = (self.num_k_heads, self.num_v_heads), (self.head_k_dim, self.head_v_dim)
+        convolve = partial(
+            qkv_conv, weight=weight, packed=packed, heads=heads, sizes=sizes, bias=bias, activation=self.activation,
+            backend=kernels.conv,
+        )  # fmt: skip
+        q, k, v, unit = convolve(mixed)
+        with computed_again((q, k, v), lambda: convolve(mixed)[:3], unit):
+            return gated_delta_rule(q, k, v, g, beta, packed, unit=unit, backend=kernels.delta_rule)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return q|k|v [1, T, C], the output gate z [1, T, HV*V], and b, a [1, T, HV], from the family's own layout."""

@@ -12,6 +12,7 @@ from hf_packfree.models.attention import PackedAttention
 from hf_packfree.models.contract import Sizes, size_of_linear
 from hf_packfree.models.decoder_layer import PackedDecoderLayer
 from hf_packfree.models.gated_delta_net import PackedGatedDeltaNet
+from hf_packfree.models.linears import project
 from hf_packfree.models.replacement import stands_for
 from hf_packfree.models.trunk import PackedTrunk
 from hf_packfree.models.vision_language import PackedVisionLanguage
@@ -21,7 +22,8 @@ class SplitProjections(PackedGatedDeltaNet):
     """Qwen3.5's layout: one projection for q, k and v, and one each for z, b and a."""
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x)
+        qkv, z, b, a = project(x, self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
+        return qkv, z, b, a
 
     @staticmethod
     def checkpoint_sizes(layer: Any) -> Sizes:

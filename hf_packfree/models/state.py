@@ -6,9 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from hf_packfree.errors import PatchConflict
+from hf_packfree.ops.backend import HALF
 from hf_packfree.packing import PackedSequence
 
 Observer = Callable[[PackedSequence | None, tuple[int, int], Any], None]
@@ -16,20 +18,43 @@ Observer = Callable[[PackedSequence | None, tuple[int, int], Any], None]
 
 
 @dataclass(frozen=True)
-class PatchState:
-    """Chosen once, when the model is patched, and shared by all its patched modules.
-
-    Attributes:
-        conv, delta_rule, attention: names of the backends that run for packed rows.
-        unpacked: "upstream", or "native" when our conv and delta rule also run for rows of one document.
-        observers: called before every training forward of the trunk.
-    """
+class Kernels:
+    """The backend of every op, by name; see `hf_packfree.ops`."""
 
     conv: str = "torch"
     delta_rule: str = "torch"
     attention: str = "torch"
+    gated_norm: str = "torch"
+    norm_rope: str = "torch"
+    output_gate: str = "torch"
+
+
+@dataclass(frozen=True)
+class PatchState:
+    """Chosen once, when the model is patched, and shared by all its patched modules.
+
+    Attributes:
+        cuda_half, cuda_single: what runs for packed rows on CUDA, in bfloat16 or float16, and in float32.
+        elsewhere: what runs on every other device, and in float64.
+        unpacked: "upstream", or "native" when our conv and delta rule also run for rows of one document.
+        why: {op: why a faster backend is not used on CUDA}, in sentences.
+        observers: called before every training forward of the trunk.
+    """
+
+    cuda_half: Kernels = Kernels()
+    cuda_single: Kernels = Kernels()
+    elsewhere: Kernels = Kernels()
     unpacked: str = "upstream"
+    why: dict[str, str] = field(default_factory=dict, compare=False)
     observers: list[Observer] = field(default_factory=list, compare=False, repr=False)
+
+    def kernels_for(self, device: torch.device, dtype: torch.dtype) -> Kernels:
+        """Return what runs on tensors of that device and dtype, wherever the model was when it was patched."""
+        if device.type != "cuda":
+            return self.elsewhere
+        if dtype in HALF:
+            return self.cuda_half
+        return self.cuda_single if dtype == torch.float32 else self.elsewhere
 
 
 def state_of(module: nn.Module) -> PatchState:

@@ -2,6 +2,7 @@
 
 from hf_packfree.patching.apply import apply_patches, remove_patches
 from hf_packfree.patching.loading import Registration, register_patches
+from hf_packfree.patching.prewarm import prewarm
 from hf_packfree.patching.report import PatchReport, patch_report
 
-__all__ = ["PatchReport", "Registration", "apply_patches", "patch_report", "register_patches", "remove_patches"]
+__all__ = ["PatchReport", "Registration", "apply_patches", "patch_report", "prewarm", "register_patches", "remove_patches"]

@@ -11,8 +11,8 @@ from torch import nn
 
 from hf_packfree.errors import PatchConflict
 from hf_packfree.models.state import PatchState
-from hf_packfree.patching.backends import choose_backends
-from hf_packfree.patching.plan import Step, plan_swaps
+from hf_packfree.patching.backends import Choice, choose_backends
+from hf_packfree.patching.plan import Step, plan_swaps, trunks
 from hf_packfree.patching.registry import family_of
 from hf_packfree.patching.report import patch_report
 from hf_packfree.patching.selfcheck import check_release
@@ -23,7 +23,7 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 
 def apply_patches(
-    model: _Model, *, backend: str = "auto", unpacked: Literal["upstream", "native"] = "upstream"
+    model: _Model, *, backend: Choice = "auto", unpacked: Literal["upstream", "native"] = "upstream"
 ) -> _Model:
     """Make packed rows exact, in place, and return the same model; applying twice changes nothing more.
 
@@ -32,7 +32,10 @@ def apply_patches(
     Args:
         model: a Qwen3.5, Qwen3.5-MoE or Qwen3-Next model, or anything that holds one (a classification head, a
             wrapper, DDP). Parameters, state_dict keys and config stay as they are.
-        backend: "auto", or the name of the implementation to force; "torch" runs everywhere.
+        backend: "auto": of every op the fastest that runs on the tensors it meets; or a name to force ("torch" runs
+            everywhere, and every op has it), or {op: name} with ops conv, delta_rule, attention, gated_norm,
+            norm_rope, output_gate.  Where it is "auto", the environment variable PACKFREE_BACKEND is read ("torch",
+            "conv=fla,delta_rule=torch").
         unpacked: what runs the linear layers for rows of one document: "upstream", bit for bit as without us, or
             "native", our convolution and delta rule, whose last bits differ and which are faster where
             flash-linear-attention is absent.
@@ -42,19 +45,24 @@ def apply_patches(
         LeakDetected: this transformers is newer than any tried, and the family's tiny model leaks on it.
         ValueError: an option has an unknown value.
     """
-    swap_planned(model, choose_backends(backend, unpacked))
+    swap_planned(model, backend, unpacked)
     return model
 
 
-def swap_planned(model: nn.Module, state: PatchState) -> None:
-    """Plan, check, then change `model`, with what runs already chosen; logs one line when something changed."""
+def swap_planned(model: nn.Module, backend: Choice, unpacked: str) -> None:
+    """Plan, choose, check, then change `model`; logs what runs when something changed."""
+    choose_backends(backend, unpacked)  # a misspelt option is refused whatever the model
     family, steps = plan_swaps(model)
+    state = choose_backends(backend, unpacked, next(trunks(model, family)).config)
     if not steps:
         _refuse_other_options(model, state)
         return
     check_release(family, state)
     swap(steps, state)
     logger.info("%s", patch_report(model))
+    for op, reason in state.why.items():
+        if getattr(state.cuda_half, op, None) == "torch":
+            logger.warning("%s runs in plain torch on this GPU, which is slow: %s", op, reason)
 
 
 def remove_patches(model: _Model) -> _Model:

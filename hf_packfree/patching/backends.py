@@ -1,30 +1,118 @@
-"""Which implementation runs: chosen once, when a model is patched."""
+"""Which implementation runs: chosen once, when a model is patched, for every kind of tensor it may meet."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+
 from hf_packfree.errors import BackendUnavailable
-from hf_packfree.models.state import PatchState
-from hf_packfree.ops import attention, conv, delta_rule
+from hf_packfree.models.state import Kernels, PatchState
+from hf_packfree.ops import attention, conv, delta_rule, gated_norm, norm_rope, output_gate
+from hf_packfree.ops.backend import Backend, Site
+
+VARIABLE = "PACKFREE_BACKEND"
+"""Environment variable read where `backend` is "auto": a name, or "conv=fla,delta_rule=torch"."""
+
+OPS: dict[str, ModuleType] = {
+    "conv": conv,
+    "delta_rule": delta_rule,
+    "attention": attention,
+    "gated_norm": gated_norm,
+    "norm_rope": norm_rope,
+    "output_gate": output_gate,
+}
+
+Choice = str | Mapping[str, str]
 
 
-def choose_backends(backend: str, unpacked: str) -> PatchState:
+def choose_backends(backend: Choice, unpacked: str, config: Any = None) -> PatchState:
     """Return the state that patched modules carry.
 
     Args:
-        backend: "auto" (the fastest that is exact here), or a name that every operation must have.
+        backend: "auto" (of every op, the first in its `BACKENDS` that can run), a name (of every op that has it), or
+            {op: name}.
         unpacked: "upstream" or "native".
+        config: of the text model; None: its sizes are not checked.
 
     Raises:
-        BackendUnavailable: an operation has no such backend.
+        BackendUnavailable: no operation has such a backend, or it cannot run here.
         ValueError: `unpacked` is neither.
     """
     if unpacked not in ("upstream", "native"):
         raise ValueError(f"found unpacked={unpacked!r}; wanted 'upstream' or 'native'")
-    name = "torch" if backend == "auto" else backend
-    for op in (conv, delta_rule, attention):
-        if name not in op.BACKENDS:
-            operation = op.__name__.rpartition(".")[2]
+    forced = _forced(os.environ.get(VARIABLE, "auto") if backend == "auto" else backend)
+    sizes = {} if config is None else model_sizes(config)
+    elsewhere = Kernels(**{op: name for op, name in forced.items() if name == "torch"})
+    if not torch.cuda.is_available():
+        return PatchState(elsewhere=_forced_here(forced, sizes), unpacked=unpacked)
+    capability = min(torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count()))
+    half, why = _choose(Site("cuda", capability, torch.bfloat16, sizes), forced)
+    single, why_single = _choose(Site("cuda", capability, torch.float32, sizes), forced, in_doubt=True)
+    why |= {f"{op} in float32": reason for op, reason in why_single.items() if reason != why.get(op)}
+    return PatchState(cuda_half=half, cuda_single=single, elsewhere=elsewhere, unpacked=unpacked, why=why)
+
+
+def model_sizes(config: Any) -> dict[str, int]:
+    """Return what backends ask about, from a text model's config."""
+    names = {
+        "key_heads": "linear_num_key_heads",
+        "value_heads": "linear_num_value_heads",
+        "key_size": "linear_key_head_dim",
+        "value_size": "linear_value_head_dim",
+        "taps": "linear_conv_kernel_dim",
+        "head_size": "head_dim",
+    }
+    return {size: value for size, name in names.items() if isinstance(value := getattr(config, name, None), int)}
+
+
+def _forced(backend: Choice) -> dict[str, str]:
+    """Return {op: name} of what is not left to us."""
+    if isinstance(backend, str) and "=" in backend:
+        backend = dict(part.strip().split("=", 1) for part in backend.split(","))
+    if isinstance(backend, str):
+        known = {op: backend for op, module in OPS.items() if backend in module.BACKENDS}
+        if backend != "auto" and not known:
+            raise BackendUnavailable(f"found backend={backend!r}; wanted 'auto' or {_all_names()}; pass one of them")
+        return known
+    for op, name in backend.items():
+        if op not in OPS or name not in {"auto", *OPS[op].BACKENDS}:
+            raise BackendUnavailable(f"found backend {op}={name}; wanted {_all_names()}; pass one of them")
+    return {op: name for op, name in backend.items() if name != "auto"}
+
+
+def _all_names() -> str:
+    return "; ".join(f"{op}: {', '.join(module.BACKENDS)}" for op, module in OPS.items())
+
+
+def _forced_here(forced: Mapping[str, str], sizes: dict[str, int]) -> Kernels:
+    """Where there is no CUDA, a name that needs it is refused at once."""
+    kernels, _ = _choose(Site("cpu", None, torch.float32, sizes), forced)
+    return kernels
+
+
+def _choose(site: Site, forced: Mapping[str, str], in_doubt: bool = False) -> tuple[Kernels, dict[str, str]]:
+    """Return the first backend of every op that can run at `site`, and why those before it cannot.
+
+    A forced one that cannot is refused, or, `in_doubt` whether the model ever comes there, left to run into its error.
+    """
+    names, why = {}, {}
+    for op, module in OPS.items():
+        backends: dict[str, Backend] = module.BACKENDS
+        refused = {name: reason for name in backends if (reason := backends[name].unusable(site)) is not None}
+        chosen = forced.get(op) or next(name for name in backends if name not in refused)
+        if chosen in refused and not in_doubt:
             raise BackendUnavailable(
-                f"found backend={backend!r}; wanted 'auto' or, for {operation}, one of {sorted(op.BACKENDS)}"
+                f"found {op} backend {chosen!r} asked for, but {refused[chosen]}; wanted one that runs here: "
+                f"{', '.join(name for name in backends if name not in refused)}; pass one of them or 'auto'"
             )
-    return PatchState(conv=name, delta_rule=name, attention=name, unpacked=unpacked)
+        if chosen in refused:
+            chosen = next(name for name in backends if name not in refused)
+        names[op] = chosen
+        better = list(backends)[: list(backends).index(chosen)]
+        if op not in forced and better:
+            why[op] = "; ".join(f"not {name}: {refused[name]}" for name in better)
+    return Kernels(**names), why

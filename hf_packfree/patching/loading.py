@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
 from torch import nn
 
 from hf_packfree.errors import PatchConflict, UnsupportedModel
-from hf_packfree.models.state import PatchState
 from hf_packfree.patching.apply import swap_planned
-from hf_packfree.patching.backends import choose_backends
+from hf_packfree.patching.backends import Choice, choose_backends
 from hf_packfree.patching.registry import FAMILIES
 
 try:
@@ -50,7 +51,7 @@ class Registration:
 
 
 def register_patches(
-    *, backend: str = "auto", unpacked: Literal["upstream", "native"] = "upstream"
+    *, backend: Choice = "auto", unpacked: Literal["upstream", "native"] = "upstream"
 ) -> Registration:
     """Patch every supported model that `from_pretrained` or `from_config` builds from now on.
 
@@ -71,7 +72,8 @@ def register_patches(
             "found a transformers without monkey_patching; wanted 5.3 or later for patching at load time; call "
             "apply_patches(model) on the loaded model instead, or upgrade transformers"
         )
-    mapping = _mapping(choose_backends(backend, unpacked))
+    choose_backends(backend, unpacked)  # a misspelt option is refused now, not when a model is loaded
+    mapping = _mapping(partial(swap_planned, backend=backend, unpacked=unpacked))
     taken = sorted(mapping.keys() & monkey_patching.get_patch_mapping().keys())
     if taken:
         raise PatchConflict(
@@ -81,12 +83,12 @@ def register_patches(
     return Registration(mapping)
 
 
-def _mapping(state: PatchState) -> dict[str, type[nn.Module]]:
+def _mapping(patch: Callable[[nn.Module], None]) -> dict[str, type[nn.Module]]:
     mapping: dict[str, type[nn.Module]] = {}
     for family in FAMILIES:
         for before, after in family.pairs().items():
             if before.__name__ == family.trunk:
-                mapping[_exactly(before)] = _trunk_loader(before, after, state, mapping)
+                mapping[_exactly(before)] = _trunk_loader(before, patch, mapping)
             elif not _is_recorded(before, family.trunk_class()):
                 mapping[_exactly(before)] = after
     return mapping
@@ -104,13 +106,13 @@ def _is_recorded(cls: type[nn.Module], trunk: type[nn.Module]) -> bool:
 
 
 def _trunk_loader(
-    before: type[nn.Module], after: type[nn.Module], state: PatchState, mapping: dict[str, type[nn.Module]]
+    before: type[nn.Module], patch: Callable[[nn.Module], None], mapping: dict[str, type[nn.Module]]
 ) -> type[nn.Module]:
     def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         try:
             before.__init__(self, *args, **kwargs)
             self.__class__ = before
-            swap_planned(self, state)
+            patch(self)
         except BaseException:
             _restore_upstream_names(mapping)
             raise

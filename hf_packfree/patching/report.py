@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import torch
 from torch import nn
 
 from hf_packfree._version import __version__
 from hf_packfree.models.state import PatchState
+from hf_packfree.ops.backend import installed
+from hf_packfree.patching.backends import OPS
 from hf_packfree.patching.registry import family_of
 
 
@@ -23,7 +25,8 @@ class PatchReport:
         family: the supported family it holds, or None.
         patched: whether its text model is swapped.
         swaps: {class name: how many modules of it are swapped}.
-        implementations: {operation: backend that runs for packed rows}.
+        implementations: {operation: backend that runs for packed rows where the model is now}.
+        why: {operation: why a faster backend is not used on this machine's GPUs}.
         unpacked: "upstream" or "native", what runs for rows of one document.
         attention: the attention implementation the model was loaded with.
         versions: {package: installed version, or None}.
@@ -34,6 +37,7 @@ class PatchReport:
     patched: bool
     swaps: dict[str, int]
     implementations: dict[str, str]
+    why: dict[str, str]
     unpacked: str
     attention: str | None
     versions: dict[str, str | None]
@@ -42,11 +46,16 @@ class PatchReport:
         """Return plain data, ready for JSON."""
         return asdict(self)
 
+    def _with_version(self, op: str, name: str) -> str:
+        backend = OPS[op].BACKENDS.get(name)
+        package = None if backend is None else backend.package
+        return f"{name} ({package} {self.versions.get(package)})" if package else name
+
     def __str__(self) -> str:
         if not self.patched:
             return f"{self.model} is not patched; packed rows leak between documents"
         swapped = ", ".join(f"{count} {name}" for name, count in self.swaps.items())
-        runs = ", ".join(f"{op}: {backend}" for op, backend in self.implementations.items())
+        runs = ", ".join(f"{op}: {self._with_version(op, name)}" for op, name in self.implementations.items())
         return f"{self.model} is patched: swapped {swapped}; packed rows run {runs}; unpacked rows run {self.unpacked}"
 
 
@@ -63,22 +72,25 @@ def patch_report(model: nn.Module) -> PatchReport:
         family=family.name if family else None,
         patched=patched,
         swaps=dict(Counter(type(module).__name__ for module in swapped)),
-        implementations={} if state is None else _implementations(state, config),
+        implementations={} if state is None else _implementations(state, model),
+        why={} if state is None else dict(state.why),
         unpacked="upstream" if state is None else state.unpacked,
         attention=getattr(config, "_attn_implementation", None),
-        versions={name: installed_version(name) for name in ("torch", "transformers")} | {"hf_packfree": __version__},
+        versions=_versions(state),
     )
 
 
-def installed_version(package: str) -> str | None:
-    """Return the installed version of a distribution, or None."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+def _versions(state: PatchState | None) -> dict[str, str | None]:
+    names = {"torch", "transformers"}
+    if state is not None and torch.cuda.is_available():
+        found = (OPS[op].BACKENDS[name] for op, name in vars(state.cuda_half).items())
+        names |= {"triton"} | {backend.package for backend in found if backend.package}
+    return {name: installed(name) for name in sorted(names)} | {"hf_packfree": __version__}
 
 
-def _implementations(state: PatchState, config: Any) -> dict[str, str]:
-    loaded = getattr(config, "_attn_implementation", None)
-    attention = state.attention if loaded == "sdpa" else f"{loaded} (the model's)"
-    return {"conv": state.conv, "delta_rule": state.delta_rule, "attention": attention}
+def _implementations(state: PatchState, model: nn.Module) -> dict[str, str]:
+    parameter = next(model.parameters(), torch.empty(0))
+    kernels = state.kernels_for(parameter.device, parameter.dtype)
+    loaded = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    attention = kernels.attention if loaded == "sdpa" else f"{loaded} (the model's)"
+    return vars(kernels) | {"attention": attention}

@@ -60,7 +60,7 @@ def test_applying_twice_changes_nothing_but_options_may_not_change():
 
 
 def test_unknown_options_are_refused():
-    with pytest.raises(BackendUnavailable, match="'torch'"):
+    with pytest.raises(BackendUnavailable, match="wanted 'auto' or conv: triton"):
         apply_patches(tiny(), backend="cuda-magic")
     with pytest.raises(ValueError, match="'native'"):
         apply_patches(tiny(), unpacked="sometimes")

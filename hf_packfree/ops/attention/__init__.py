@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hf_packfree.errors import BackendUnavailable
-from hf_packfree.ops.attention import torch_native
+from hf_packfree.ops.attention import torch_native, varlen
+from hf_packfree.ops.backend import Backend, find
 from hf_packfree.packing import PackedSequence
 
-BACKENDS = {"torch": torch_native.attend}
+BACKENDS = {"varlen": Backend(varlen.attend, varlen.unusable), "torch": Backend(torch_native.attend)}
 
 
 def attention(
@@ -37,9 +37,7 @@ def attention(
     Raises:
         BackendUnavailable: no backend has that name.
     """
-    if backend not in BACKENDS:
-        raise BackendUnavailable(f"found attention backend {backend!r}; wanted one of {sorted(BACKENDS)}")
-    return BACKENDS[backend](q, k, v, packed, scale=scale, dropout=dropout)
+    return find("attention", BACKENDS, backend)(q, k, v, packed, scale=scale, dropout=dropout)  # type: ignore[no-any-return]
 
 
 __all__ = ["BACKENDS", "attention"]

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hf_packfree.errors import BackendUnavailable
-from hf_packfree.ops.conv import torch_native
+from hf_packfree.ops.backend import Backend, find
+from hf_packfree.ops.conv import causal_conv1d as dao
+from hf_packfree.ops.conv import fla, torch_native, triton_native
 from hf_packfree.packing import PackedSequence
 
-BACKENDS = {"torch": torch_native.causal_conv1d}
+NORM_EPS = 1e-6
+"""Added to the sum of squares under the norm of q and k, as upstream does."""
+
+BACKENDS = {
+    "triton": Backend(triton_native.causal_conv1d, triton_native.unusable),
+    "fla": Backend(fla.causal_conv1d, fla.unusable, "fla-core"),
+    "causal_conv1d": Backend(dao.causal_conv1d, dao.unusable, "causal-conv1d"),
+    "torch": Backend(torch_native.causal_conv1d),
+}
+UNITS = {"triton": triton_native.qkv_conv}
+"""The backends that also split heads and divide q and k by their norms on the way."""
 
 
 def causal_conv1d(
@@ -39,9 +50,40 @@ def causal_conv1d(
     """
     if activation not in ("silu", "swish", None):
         raise ValueError(f"found activation {activation!r}; wanted 'silu', 'swish' or None; pass one of them")
-    if backend not in BACKENDS:
-        raise BackendUnavailable(f"found conv backend {backend!r}; wanted one of {sorted(BACKENDS)}; pass one of them")
-    return BACKENDS[backend](x, weight, packed, bias, activation is not None)
+    return find("conv", BACKENDS, backend)(x, weight, packed, bias, activation is not None)  # type: ignore[no-any-return]
 
 
-__all__ = ["BACKENDS", "causal_conv1d"]
+def qkv_conv(
+    x: Tensor,
+    weight: Tensor,
+    packed: PackedSequence,
+    heads: tuple[int, int],
+    sizes: tuple[int, int],
+    *,
+    bias: Tensor | None = None,
+    activation: str | None = "silu",
+    backend: str = "torch",
+) -> tuple[Tensor, Tensor, Tensor, bool]:
+    """Convolve q, k and v, which lie side by side, and split them into heads.
+
+    Args:
+        x, weight, packed, bias, activation, backend: as for `causal_conv1d`; C = 2 H K + HV V.
+        heads, sizes: (H, HV) and (K, V).
+
+    Returns:
+        q, k [1, T, H, K] and v [1, T, HV, V], and whether q and k are divided by their L2 norms (backends in `UNITS` do
+        it in the same pass, x * rsqrt(sum(x^2) + 1e-6)); the delta rule has to be told.
+
+    Raises:
+        ValueError, BackendUnavailable: as `causal_conv1d`.
+    """
+    if backend in UNITS:
+        return *UNITS[backend](x, weight, packed, bias, activation is not None, heads, sizes, NORM_EPS), True
+    mixed = causal_conv1d(x, weight, packed, bias=bias, activation=activation, backend=backend)
+    keys, values = heads[0] * sizes[0], heads[1] * sizes[1]
+    q, k, v = mixed.split([keys, keys, values], dim=-1)
+    q, k = (part.unflatten(-1, (heads[0], sizes[0])) for part in (q, k))
+    return q, k, v.unflatten(-1, (heads[1], sizes[1])), False
+
+
+__all__ = ["BACKENDS", "UNITS", "causal_conv1d", "qkv_conv"]

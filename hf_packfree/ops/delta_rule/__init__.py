@@ -4,21 +4,34 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hf_packfree.errors import BackendUnavailable
-from hf_packfree.ops.delta_rule import torch_native
+from hf_packfree.ops.backend import Backend, find
+from hf_packfree.ops.delta_rule import fla, flash_qla, torch_native
 from hf_packfree.ops.delta_rule.recurrent import recurrent_gated_delta_rule
 from hf_packfree.packing import PackedSequence
 
-BACKENDS = {"torch": torch_native.gated_delta_rule}
+BACKENDS = {
+    "flash_qla": Backend(flash_qla.gated_delta_rule, flash_qla.unusable, "flash-qla"),
+    "fla": Backend(fla.gated_delta_rule, fla.unusable, "fla-core"),
+    "torch": Backend(torch_native.gated_delta_rule),
+}
 
 
 def gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packed: PackedSequence, *, backend: str = "torch"
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    packed: PackedSequence,
+    *,
+    unit: bool = False,
+    backend: str = "torch",
 ) -> Tensor:
     """Run the gated delta rule (Yang et al., Gated Delta Networks, arXiv:2412.06464) on each document of a packed row.
 
     The state starts at zero at every segment start.  Queries and keys are L2-normalised inside (x * rsqrt(sum(x^2) +
-    1e-6)) and queries scaled by K ** -0.5.  All arithmetic is fp32, or fp64 if q is fp64.
+    1e-6)) and queries scaled by K ** -0.5.  In torch all arithmetic is fp32, or fp64 if q is fp64; the kernels multiply
+    in q's dtype (fp32 as TF32) and add in fp32.
 
     Args:
         q, k: [1, T, H, K], any floating dtype, any strides.
@@ -26,6 +39,7 @@ def gated_delta_rule(
         g: [1, T, HV], log decay, at most 0.
         beta: [1, T, HV], write strength.
         packed: where the documents lie.
+        unit: q and k are L2-normalised already.
         backend: a name in `BACKENDS`.
 
     Returns:
@@ -35,11 +49,7 @@ def gated_delta_rule(
     Raises:
         BackendUnavailable: no backend has that name.
     """
-    if backend not in BACKENDS:
-        raise BackendUnavailable(
-            f"found delta rule backend {backend!r}; wanted one of {sorted(BACKENDS)}; pass one of them"
-        )
-    return BACKENDS[backend](q, k, v, g, beta, packed)
+    return find("delta rule", BACKENDS, backend)(q, k, v, g, beta, packed, unit)  # type: ignore[no-any-return]
 
 
 __all__ = ["BACKENDS", "gated_delta_rule", "recurrent_gated_delta_rule"]

@@ -29,12 +29,12 @@ class Units(NamedTuple):
 
     Attributes:
         x: [R, C, K].
-        norm: [R, C, 1], what the raw ones were multiplied by.
+        norm: what the raw ones were multiplied by: [R, C, 1], or a number where they came with norm 1.
         products: [R, C, C], x_i.k_j with k the unit keys.
     """
 
     x: Tensor
-    norm: Tensor
+    norm: Tensor | float
     products: Tensor
 
 
@@ -81,15 +81,19 @@ class Output(NamedTuple):
     attend: Tensor
 
 
-def make_keys(k: Tensor, space: Scratch) -> Units:
-    """Normalise k [R, C, K], in place, and multiply it out."""
-    norm = _normalise(k, 1.0, space)
+def make_keys(k: Tensor, unit: bool, space: Scratch) -> Units:
+    """Normalise k [R, C, K], in place, unless it is already, and multiply it out."""
+    norm = 1.0 if unit else _normalise(k, 1.0, space)
     return Units(k, norm, torch.bmm(k, k.mT, out=space("kk", *k.shape[:2], k.shape[1])))
 
 
-def make_queries(q: Tensor, keys: Units, size: int, space: Scratch) -> Units:
-    """Normalise q [R, C, K], in place, scale it by size ** -0.5 and multiply it with the keys."""
-    norm = _normalise(q, size**-0.5, space)
+def make_queries(q: Tensor, keys: Units, size: int, unit: bool, space: Scratch) -> Units:
+    """Normalise q [R, C, K], in place, unless it is already, scale it by size ** -0.5 and multiply it with the keys."""
+    norm: Tensor | float = size**-0.5
+    if unit:
+        q.mul_(norm)
+    else:
+        norm = _normalise(q, size**-0.5, space)
     return Units(q, norm, torch.bmm(q, keys.x.mT, out=space.like("qk", keys.products)))
 
 

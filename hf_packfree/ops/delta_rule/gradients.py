@@ -97,6 +97,9 @@ def finish_keys(
     d_q = total.q.baddbmm_(total.qk, keys.x)
     buffer = space.like("temporary", d_k)
     for d, x, norm, square in ((d_k, *keys[:2], 1), (d_q, *queries[:2], size)):
+        if isinstance(norm, float):
+            d.mul_(norm)
+            continue
         along = torch.mul(d, x, out=buffer).sum(-1, keepdim=True).mul_(-square)
         d.addcmul_(x, along).mul_(norm)
     return d_q, d_k

@@ -55,8 +55,9 @@ class Trail(NamedTuple):
 class Source:
     """The inputs, read and prepared one block and window at a time."""
 
-    def __init__(self, inputs: Sequence[Tensor], size: int) -> None:
-        """`inputs`: q, k [T, H, K], v [T, HV, V], g, beta [T, HV]; `size`: K before it was widened."""
+    def __init__(self, inputs: Sequence[Tensor], size: int, unit: bool) -> None:
+        """`inputs`: q, k [T, H, K], v [T, HV, V], g, beta [T, HV]; `size`: K before it was widened; `unit`: norms are 1."""
+        self.unit = unit
         self.q, self.k, self.v, self.g, self.beta = (TokenReader(x) for x in inputs)
         self.size = size
         dtype = torch.float64 if inputs[0].dtype == torch.float64 else torch.float32
@@ -64,11 +65,11 @@ class Source:
 
     def keys(self, heads: slice, window: Window) -> Units:
         """Prepare a block's keys."""
-        return make_keys(self.k.read(heads, window, "k", self.space), self.space)
+        return make_keys(self.k.read(heads, window, "k", self.space), self.unit, self.space)
 
     def queries(self, keys: Units, heads: slice, window: Window) -> Units:
         """Prepare a block's queries."""
-        return make_queries(self.q.read(heads, window, "q", self.space), keys, self.size, self.space)
+        return make_queries(self.q.read(heads, window, "q", self.space), keys, self.size, self.unit, self.space)
 
     def update(self, keys: Units, lane: slice, window: Window) -> tuple[Gates, Update]:
         """Prepare one lane."""
@@ -77,9 +78,9 @@ class Source:
         return gates, make_update(keys, gates, self.v.read(lane, window, "v", self.space), self.space)
 
 
-def forward_pass(inputs: Sequence[Tensor], size: int, packed: PackedSequence) -> Tensor:
+def forward_pass(inputs: Sequence[Tensor], size: int, packed: PackedSequence, unit: bool) -> Tensor:
     """Compute o [1, T, HV, V] from q, k, v, g, beta, see `Source`."""
-    source, out = Source(inputs, size), TokenWriter(inputs[2])
+    source, out = Source(inputs, size, unit), TokenWriter(inputs[2])
     blocks, windows = _plan(inputs, packed, _FORWARD_HEADS, _FORWARD_ROWS)
     for heads, count, lanes in blocks:
         shape = windows[0].steps[0].docs * count, inputs[1].shape[-1], inputs[2].shape[-1]
@@ -96,9 +97,11 @@ def forward_pass(inputs: Sequence[Tensor], size: int, packed: PackedSequence) ->
     return out.result()
 
 
-def backward_pass(inputs: Sequence[Tensor], d_out: Tensor, size: int, packed: PackedSequence) -> tuple[Tensor, ...]:
+def backward_pass(
+    inputs: Sequence[Tensor], d_out: Tensor, size: int, packed: PackedSequence, unit: bool
+) -> tuple[Tensor, ...]:
     """Return the gradients of q, k, v, g, beta, each [1, ...], from d_out [T, HV, V]."""
-    source, d_source = Source(inputs, size), TokenReader(d_out)
+    source, d_source = Source(inputs, size, unit), TokenReader(d_out)
     writers = tuple(TokenWriter(x) for x in inputs)
     blocks, windows = _plan(inputs, packed, _BACKWARD_HEADS, _BACKWARD_ROWS)
     for block in blocks:

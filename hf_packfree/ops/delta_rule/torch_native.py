@@ -22,11 +22,13 @@ from hf_packfree.packing import PackedSequence
 _WIDTH = 16  # what head sizes are multiples of
 
 
-def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packed: PackedSequence) -> Tensor:
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packed: PackedSequence, unit: bool = False
+) -> Tensor:
     """See `hf_packfree.ops.delta_rule.gated_delta_rule`."""
     key_size, value_size = q.shape[-1], v.shape[-1]
     q, k, v = _widen(q), _widen(k), _widen(v)
-    out: Tensor = _GatedDeltaRule.apply(q, k, v, g, beta, key_size, packed)  # type: ignore[no-untyped-call]
+    out: Tensor = _GatedDeltaRule.apply(q, k, v, g, beta, key_size, packed, unit)  # type: ignore[no-untyped-call]
     return out if out.shape[-1] == value_size else out[..., :value_size]
 
 
@@ -38,16 +40,24 @@ def _widen(x: Tensor) -> Tensor:
 class _GatedDeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, size: int, packed: PackedSequence
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        size: int,
+        packed: PackedSequence,
+        unit: bool,
     ) -> Tensor:
         ctx.save_for_backward(q, k, v, g, beta)
-        ctx.size, ctx.packed = size, packed
+        ctx.size, ctx.packed, ctx.unit = size, packed, unit
         with torch.autocast(q.device.type, enabled=False):  # it would round the products to half precision
-            return forward_pass((q[0], k[0], v[0], g[0], beta[0]), size, packed)
+            return forward_pass((q[0], k[0], v[0], g[0], beta[0]), size, packed, unit)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         inputs = tuple(x[0] for x in ctx.saved_tensors)
         with torch.autocast(d_out.device.type, enabled=False):
-            return *backward_pass(inputs, d_out[0], ctx.size, ctx.packed), None, None
+            return *backward_pass(inputs, d_out[0], ctx.size, ctx.packed, ctx.unit), None, None, None

@@ -1,0 +1,71 @@
+"""torch's own flash attention over cu_seqlens (`torch.nn.attention.varlen`, torch 2.10 and later): nothing to build."""
+
+from __future__ import annotations
+
+from functools import cache
+from inspect import signature
+from typing import Any
+
+import torch
+from packaging.version import Version
+from torch import Tensor
+
+from hf_packfree.errors import BackendUnavailable
+from hf_packfree.ops.attention import torch_native
+from hf_packfree.ops.backend import HALF, Site, needs_cuda
+from hf_packfree.packing import PackedSequence
+
+_HEAD_SIZE = 256
+
+
+def unusable(site: Site) -> str | None:
+    """Return why it cannot run at `site`, or None."""
+    if (reason := needs_cuda(site)) is not None:
+        return reason
+    if site.capability is not None and site.capability < (8, 0):
+        return f"it needs an Ampere GPU or later (8.0), this is {site.capability[0]}.{site.capability[1]}"
+    if site.dtype not in HALF:
+        return f"it runs in bfloat16 and float16, this is {str(site.dtype).removeprefix('torch.')}"
+    if (size := site.sizes.get("head_size", 0)) > _HEAD_SIZE or size % 8:
+        return f"it takes heads of up to {_HEAD_SIZE} channels, a multiple of 8; the model has {size}"
+    return None
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, *, scale: float | None = None, dropout: float = 0.0
+) -> Tensor:
+    """See `hf_packfree.ops.attention.attention`; attention dropout, which this kernel lacks, runs in plain torch."""
+    if dropout:
+        return torch_native.attend(q, k, v, packed, scale=scale, dropout=dropout)
+    if q.dtype not in HALF:
+        raise BackendUnavailable(
+            f"found {q.dtype} queries for the varlen kernel; wanted bfloat16 or float16; train in half precision or under "
+            "autocast, or call apply_patches(model, backend={'attention': 'torch'})"
+        )
+    from torch.nn.attention.varlen import varlen_attn
+
+    if q.shape[2] != k.shape[2] and not _groups_heads():
+        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    bounds, longest = packed.cu_seqlens, packed.max_seqlen
+    out: Any = varlen_attn(q[0], k[0], v[0], bounds, bounds, longest, longest, scale=scale, **_causal())
+    return out[None]  # type: ignore[no-any-return]
+
+
+@cache
+def _parameters() -> Any:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return signature(varlen_attn).parameters
+
+
+def _groups_heads() -> bool:
+    """Whether fewer key heads than query heads are taken: 2.13 asks to be told, 2.11 takes them without a word."""
+    return "enable_gqa" in _parameters() or Version(torch.__version__) >= Version("2.11")
+
+
+@cache
+def _causal() -> dict[str, Any]:
+    """The keywords that make it causal: `is_causal` in 2.10, a window open to the left after."""
+    known = _parameters()
+    causal = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
+    return causal | ({"enable_gqa": True} if "enable_gqa" in known else {})

@@ -1,0 +1,89 @@
+"""What an implementation of an op is: the function, and why it cannot run somewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from hf_packfree.errors import BackendUnavailable
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where an op would run.
+
+    Attributes:
+        device: "cuda", "cpu", "mps".
+        capability: of the CUDA device, (9, 0) on Hopper; None elsewhere.
+        dtype: of what the op reads.
+        sizes: of the model, by name: key_heads, value_heads, key_size, value_size, taps, head_size.  One that is missing
+            is not checked.
+    """
+
+    device: str
+    capability: tuple[int, int] | None = None
+    dtype: torch.dtype = torch.bfloat16
+    sizes: dict[str, int] = field(default_factory=dict)
+
+
+def _always(site: Site) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation of an op.
+
+    Attributes:
+        run: the implementation; its module imports optional packages only when it is called.
+        unusable: returns why it cannot run at a site, as half a sentence with what would mend it, or None.
+        package: the distribution it comes from; None: ours or torch's.
+    """
+
+    run: Callable[..., Any]
+    unusable: Callable[[Site], str | None] = _always
+    package: str | None = None
+
+
+def installed(package: str) -> str | None:
+    """Return the version of an installed distribution, or None."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def needs_cuda(site: Site) -> str | None:
+    """Return why a CUDA kernel cannot run there, or None."""
+    return None if site.device == "cuda" else f"it runs on CUDA devices, this is a {site.device}"
+
+
+def needs_triton(site: Site) -> str | None:
+    """Return why a Triton kernel cannot run there, or None."""
+    if (reason := needs_cuda(site)) is not None:
+        return reason
+    if find_spec("triton") is None:
+        return "triton is not installed; pip install triton"
+    if site.capability is not None and site.capability < (8, 0):
+        return f"it needs an Ampere GPU or later (8.0), this is {site.capability[0]}.{site.capability[1]}"
+    return None
+
+
+def find(operation: str, backends: dict[str, Backend], name: str) -> Callable[..., Any]:
+    """Return the implementation of that name.
+
+    Raises:
+        BackendUnavailable: there is none.
+    """
+    if name not in backends:
+        raise BackendUnavailable(
+            f"found {operation} backend {name!r}; wanted one of {', '.join(sorted(backends))}; pass one of them"
+        )
+    return backends[name].run

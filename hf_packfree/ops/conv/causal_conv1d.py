@@ -1,0 +1,36 @@
+"""Dao's causal-conv1d kernel, with seq_idx."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from torch import Tensor
+
+from hf_packfree.ops.backend import Site, needs_cuda
+from hf_packfree.packing import PackedSequence
+
+
+def unusable(site: Site) -> str | None:
+    """Return why it cannot run at `site`, or None."""
+    if (reason := needs_cuda(site)) is not None:
+        return reason
+    if not 2 <= site.sizes.get("taps", 4) <= 4:
+        return f"it has 2 to 4 taps, the model {site.sizes['taps']}"
+    if find_spec("causal_conv1d") is None:
+        return "causal-conv1d is not installed; pip install causal-conv1d, which compiles it"
+    return None
+
+
+def causal_conv1d(x: Tensor, weight: Tensor, packed: PackedSequence, bias: Tensor | None, silu: bool) -> Tensor:
+    """See `hf_packfree.ops.conv.causal_conv1d`.
+
+    The kernel wants [B, C, T] with channels last, C and the token stride multiples of 8: a row is that already, seen
+    transposed; one that is not is copied.
+    """
+    from causal_conv1d import causal_conv1d_fn
+
+    if x.stride(2) != 1 or x.stride(1) % 8 or x.storage_offset() % 8:
+        x = x.contiguous()
+    activation = "silu" if silu else None
+    out: Tensor = causal_conv1d_fn(x.mT, weight, bias, seq_idx=packed.seq_idx, activation=activation)
+    return out.mT

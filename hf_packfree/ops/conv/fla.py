@@ -1,0 +1,31 @@
+"""The causal convolution of flash-linear-attention (Triton), with cu_seqlens."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hf_packfree.ops.backend import Site
+from hf_packfree.ops.fla import chunk_indices, needs_fla
+from hf_packfree.packing import PackedSequence
+
+CHUNK = 64
+
+
+def unusable(site: Site) -> str | None:
+    """Return why it cannot run at `site`, or None."""
+    return needs_fla(site)
+
+
+def causal_conv1d(x: Tensor, weight: Tensor, packed: PackedSequence, bias: Tensor | None, silu: bool) -> Tensor:
+    """See `hf_packfree.ops.conv.causal_conv1d`."""
+    from fla.modules.convolution import causal_conv1d as kernel
+
+    out, _ = kernel(
+        x,
+        weight,
+        bias,
+        activation="silu" if silu else None,
+        cu_seqlens=packed.cu_seqlens,
+        **chunk_indices(packed, CHUNK),
+    )
+    return out  # type: ignore[no-any-return]

@@ -1,0 +1,48 @@
+"""The gated delta rule of flash-linear-attention: its Triton kernels."""
+
+from __future__ import annotations
+
+from functools import cache
+from inspect import unwrap
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_packfree.ops.backend import Site
+from hf_packfree.ops.fla import chunk_indices, needs_fla, wrong_on_hopper
+from hf_packfree.packing import PackedSequence
+
+CHUNK = 64
+
+
+def unusable(site: Site) -> str | None:
+    """Return why it cannot run at `site`, or None."""
+    if site.sizes.get("key_size", 0) > 256:
+        return f"it takes keys of 256 channels at most, the model has {site.sizes['key_size']}"
+    return needs_fla(site) or wrong_on_hopper(site)
+
+
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packed: PackedSequence, unit: bool
+) -> Tensor:
+    """See `hf_packfree.ops.delta_rule.gated_delta_rule`."""
+    out, _ = _kernel()(
+        q,
+        k,
+        v,
+        g.float(),
+        beta,
+        use_qk_l2norm_in_kernel=not unit,
+        cu_seqlens=packed.cu_seqlens,
+        **chunk_indices(packed, CHUNK),
+    )
+    return out  # type: ignore[no-any-return]
+
+
+@cache
+def _kernel() -> Any:
+    """FLA's function without its dispatcher: FlashQLA is a backend of its own here, chosen in sight."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    return torch.compiler.disable(unwrap(chunk_gated_delta_rule))

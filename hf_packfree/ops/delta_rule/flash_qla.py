@@ -1,0 +1,62 @@
+"""FlashQLA's gated delta rule (TileLang): the fastest on Hopper and on Blackwell's data centre chips.
+
+Left to itself it cuts long documents into pieces and drops what decayed below e^-10 between them, which depends on what
+else is in the row; and it reads boundaries back from the device.  Here neither happens: documents stay whole, and the
+plan is made from the host's copy.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from torch import Tensor
+
+from hf_packfree.ops.backend import HALF, Site, needs_cuda
+from hf_packfree.ops.fla import has_nvcc
+from hf_packfree.packing import PackedSequence
+
+_SIZE = 128
+_TRAINS_ON = ((9, 0), (10, 0), (10, 3))
+
+
+def unusable(site: Site) -> str | None:
+    """Return why it cannot run at `site`, or None."""
+    if (reason := needs_cuda(site)) is not None:
+        return reason
+    if site.capability is not None and site.capability not in _TRAINS_ON:
+        return f"it trains on Hopper and Blackwell data centre GPUs, this is {site.capability[0]}.{site.capability[1]}"
+    if site.dtype not in HALF:
+        return f"it runs in bfloat16 and float16, this is {str(site.dtype).removeprefix('torch.')}"
+    sizes = {site.sizes.get("key_size", _SIZE), site.sizes.get("value_size", _SIZE)}
+    if sizes != {_SIZE}:
+        return f"it runs heads of {_SIZE} channels, the model has {sorted(sizes)}"
+    if find_spec("flash_qla") is None:
+        return "flash-qla is not installed; pip install flash-qla"
+    return None if has_nvcc() else "TileLang compiles it with nvcc, which is not here; install the CUDA toolkit"
+
+
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packed: PackedSequence, unit: bool
+) -> Tensor:
+    """See `hf_packfree.ops.delta_rule.gated_delta_rule`."""
+    from flash_qla import chunk_gated_delta_rule
+
+    out, _ = chunk_gated_delta_rule(
+        q,
+        k,
+        v,
+        g.float(),
+        beta,
+        use_qk_l2norm_in_kernel=not unit,
+        cu_seqlens=packed.derive(planned_cu_seqlens),
+        auto_cp=False,
+    )
+    return out  # type: ignore[no-any-return]
+
+
+def planned_cu_seqlens(packed: PackedSequence) -> Tensor:
+    """Return the offsets with FlashQLA's plan of chunks attached, made on the host."""
+    from flash_qla.utils.index import prepare_varlen_metadata
+
+    cu_seqlens: Tensor = prepare_varlen_metadata(packed.cu_seqlens.clone(), packed.cu_seqlens_cpu)
+    return cu_seqlens

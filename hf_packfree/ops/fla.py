@@ -1,0 +1,85 @@
+"""What the backends that call flash-linear-attention share: when it can run, and the plan of chunks it reads."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from importlib.metadata import PackageNotFoundError, files
+from importlib.util import find_spec
+from inspect import signature, unwrap
+from pathlib import Path
+from shutil import which
+from typing import Any
+
+import torch
+from packaging.version import Version
+from torch import Tensor
+
+from hf_packfree.ops.backend import Site, installed, needs_triton
+from hf_packfree.packing import PackedSequence
+
+FLOOR = Version("0.5.2")
+"""Every release before it computes packed rows wrong, or fails on them, in at least one case."""
+
+
+def needs_fla(site: Site) -> str | None:
+    """Return why flash-linear-attention's kernels cannot run at `site`, or None."""
+    if (reason := needs_triton(site)) is not None:
+        return reason
+    found = installed("fla-core") or installed("flash-linear-attention")
+    if found is None or find_spec("fla") is None:
+        return "fla-core is not installed; pip install 'fla-core>=0.6.0'"
+    if Version(found) < FLOOR:
+        return f"fla-core {found} is too old for packed rows; pip install 'fla-core>=0.6.0'"
+    return None
+
+
+def wrong_on_hopper(site: Site) -> str | None:
+    """Return why FLA's gated backward would refuse to run at `site` (its issue 640), or None."""
+    triton = Version(installed("triton") or "0")
+    if site.capability != (9, 0) or not Version("3.4.0") <= triton < Version("3.7.1"):
+        return None
+    if find_spec("tilelang") is not None and has_nvcc():
+        return None
+    return (
+        f"its backward refuses to run on Hopper with triton {triton} (3.4.0 to 3.7.0) without tilelang and nvcc; "
+        "pip install flash-qla, or tilelang where the CUDA toolkit is installed, or triton>=3.7.1 with a torch that takes it"
+    )
+
+
+def has_nvcc() -> bool:
+    """Whether TileLang finds the compiler it calls: on the path, under CUDA_HOME, or from NVIDIA's wheel."""
+    homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
+    if which("nvcc") is not None or any(home and (Path(home) / "bin" / "nvcc").exists() for home in homes):
+        return True
+    try:
+        return any(file.name in ("nvcc", "nvcc.exe") for file in files("nvidia-cuda-nvcc") or ())
+    except PackageNotFoundError:
+        return False
+
+
+def chunk_indices(packed: PackedSequence, size: int) -> dict[str, Any]:
+    """Return the keywords that spare FLA its own planning, which waits for the device.
+
+    From 0.6.0 on it takes `chunk_indices`, before that `cu_seqlens_cpu`, from which it plans once per record.
+    """
+    if _takes_chunk_indices():
+        return {"chunk_indices": packed.derive(plan_chunks, size)}
+    return {"cu_seqlens_cpu": packed.cu_seqlens_cpu}
+
+
+@cache
+def _takes_chunk_indices() -> bool:
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    return "chunk_indices" in signature(unwrap(chunk_gated_delta_rule)).parameters
+
+
+def plan_chunks(packed: PackedSequence, size: int) -> Tensor:
+    """Return int32 [NC, 2] on the row's device: document and number within it, of every chunk of `size` tokens."""
+    counts = (packed.cu_seqlens_cpu.diff().long() + size - 1) // size
+    document = torch.arange(len(counts)).repeat_interleave(counts)
+    first = counts.cumsum(0) - counts
+    number = torch.arange(len(document)) - first.repeat_interleave(counts)
+    plan = torch.stack((document, number), 1).to(torch.int32)
+    return plan.to(packed.cu_seqlens.device, non_blocking=True)

@@ -1,0 +1,57 @@
+"""Compiling and tuning kernels ahead of the first step."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_packfree.errors import UnsupportedModel
+from hf_packfree.packing import PackedSequence
+from hf_packfree.patching.plan import trunks
+from hf_packfree.patching.registry import family_of
+
+ROWS = ((64, 64, 64), (131,), (1, 66, 3))
+"""Documents of rows that between them meet every variant: whole chunks and not, one document and several."""
+
+
+def prewarm(model: nn.Module) -> float:
+    """Run small packed rows forward and backward, so that the first real step compiles and tunes nothing.
+
+    Kernels depend on head counts and sizes, dtype and GPU, not on the length of a row.  FlashQLA compiles for minutes the
+    first time on a machine; TILELANG_CACHE_DIR and TRITON_CACHE_DIR name the folders that keep what was compiled.
+    Weights, gradients and random state stay as they are.
+
+    Args:
+        model: patched, on its device and in its dtype.
+
+    Returns:
+        Seconds it took.
+
+    Raises:
+        UnsupportedModel: it holds no supported text model.
+    """
+    family = family_of(model)
+    if family is None:
+        raise UnsupportedModel(f"found a {type(model).__name__} to prewarm; wanted a patched model; call apply_patches first")
+    start = time.perf_counter()
+    for trunk in trunks(model, family):
+        _run(trunk)
+    return time.perf_counter() - start
+
+
+def _run(trunk: Any) -> None:
+    parameter = next(trunk.parameters())
+    device, dtype = parameter.device, parameter.dtype
+    devices = [device.index] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        for lengths in ROWS:
+            packed = PackedSequence.from_lengths(lengths, device=device)
+            shape = (1, packed.num_tokens, trunk.config.hidden_size)
+            embeds = torch.randn(shape, device=device, dtype=dtype).requires_grad_()
+            out = trunk(inputs_embeds=embeds, packed_sequence=packed, use_cache=False).last_hidden_state
+            torch.autograd.grad(out.float().square().mean(), embeds)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

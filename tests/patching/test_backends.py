@@ -1,0 +1,140 @@
+"""Which backend is chosen where: on a machine without GPUs, and on GPUs that are told of but not there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_packfree import apply_patches, patch_report
+from hf_packfree.errors import BackendUnavailable
+from hf_packfree.ops import attention, backend, conv, delta_rule, fla, gated_norm
+from hf_packfree.ops.backend import Site
+from hf_packfree.patching import backends
+from hf_packfree.patching.backends import choose_backends, model_sizes
+from tests.support import tiny
+
+INSTALLED = {"triton": "3.6.0", "fla-core": "0.6.0", "flash-qla": "0.1.3", "tilelang": "0.1.15"}
+SIZES = {"key_heads": 16, "value_heads": 32, "key_size": 128, "value_size": 128, "taps": 4, "head_size": 256}
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Return a function that makes it look as if there were a GPU with these packages."""
+
+    def pretend(capability=(9, 0), packages=INSTALLED, nvcc=True):
+        modules = {"triton": "triton", "fla": "fla-core", "flash_qla": "flash-qla", "tilelang": "tilelang"}
+
+        def find_spec(name):
+            return object() if modules.get(name) in packages else None
+
+        for module in (fla, backend, conv.dao, delta_rule.flash_qla):
+            if hasattr(module, "find_spec"):
+                monkeypatch.setattr(module, "find_spec", find_spec)
+        for module in (fla, backend):
+            monkeypatch.setattr(module, "installed", packages.get)
+        monkeypatch.setattr(fla, "has_nvcc", lambda: nvcc)
+        monkeypatch.setattr(delta_rule.flash_qla, "has_nvcc", lambda: nvcc)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: capability)
+        monkeypatch.setattr(backends, "model_sizes", lambda config: config)
+
+    return pretend
+
+
+def test_without_a_gpu_everything_is_torch(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    state = choose_backends("auto", "upstream")
+    kernels = state.kernels_for(torch.device("cpu"), torch.float32)
+    assert set(vars(kernels).values()) == {"torch"} and state.why == {}
+    with pytest.raises(BackendUnavailable, match="it runs on CUDA devices, this is a cpu.*delta_rule|delta_rule.*runs on CUDA"):
+        choose_backends({"delta_rule": "fla"}, "upstream")
+
+
+def test_hopper_with_everything_takes_the_fastest(gpu):
+    gpu()
+    state = choose_backends("auto", "upstream", SIZES)
+    assert vars(state.cuda_half) == {
+        "conv": "triton", "delta_rule": "flash_qla", "attention": "varlen", "gated_norm": "triton", "norm_rope": "triton",
+        "output_gate": "triton",
+    }
+    assert (state.cuda_single.delta_rule, state.cuda_single.attention) == ("fla", "torch")
+    assert "bfloat16 and float16" in state.why["attention in float32"]
+    assert set(vars(state.elsewhere).values()) == {"torch"}
+
+
+def test_the_tensors_decide_not_what_imports(gpu):
+    gpu()
+    state = choose_backends("auto", "upstream", SIZES)
+    assert state.kernels_for(torch.device("cuda", 0), torch.bfloat16) is state.cuda_half
+    assert state.kernels_for(torch.device("cuda", 0), torch.float32) is state.cuda_single
+    for device, dtype in (("cpu", torch.bfloat16), ("mps", torch.float16), ("cuda", torch.float64)):
+        assert state.kernels_for(torch.device(device), dtype) is state.elsewhere
+
+
+@pytest.mark.parametrize(
+    ("arguments", "chosen", "reason"),
+    [
+        ({"packages": {}}, "torch", "fla: triton is not installed; pip install triton"),
+        ({"packages": {"triton": "3.6.0"}}, "torch", "fla: fla-core is not installed"),
+        ({"packages": {"triton": "3.8.0", "fla-core": "0.5.1"}}, "torch", "fla-core 0.5.1 is too old for packed rows"),
+        ({"packages": {"triton": "3.6.0", "fla-core": "0.6.0"}}, "torch", "refuses to run on Hopper with triton 3.6.0"),
+        ({"packages": {"triton": "3.7.1", "fla-core": "0.6.0"}}, "fla", "flash-qla is not installed"),
+        ({"packages": INSTALLED, "nvcc": False}, "torch", "nvcc"),
+        ({"packages": {"triton": "3.6.0", "fla-core": "0.6.0", "tilelang": "0.1.15"}}, "fla", "flash-qla is not installed"),
+        ({"capability": (8, 0)}, "fla", "it trains on Hopper and Blackwell data centre GPUs, this is 8.0"),
+        ({"capability": (7, 5)}, "torch", "it needs an Ampere GPU or later (8.0), this is 7.5"),
+    ],
+)
+def test_what_is_missing_is_told_apart(gpu, arguments, chosen, reason):
+    gpu(**arguments)
+    state = choose_backends("auto", "upstream", SIZES)
+    assert state.cuda_half.delta_rule == chosen
+    assert reason in state.why["delta_rule"]
+
+
+def test_sizes_that_a_kernel_lacks(gpu):
+    gpu()
+    assert choose_backends("auto", "upstream", SIZES | {"key_size": 64}).cuda_half.delta_rule == "fla"
+    assert choose_backends("auto", "upstream", SIZES | {"key_size": 512}).cuda_half.delta_rule == "torch"
+    assert choose_backends("auto", "upstream", SIZES | {"taps": 5}).cuda_half.conv == "fla"
+    assert choose_backends("auto", "upstream", SIZES | {"head_size": 512}).cuda_half.attention == "torch"
+
+
+def test_forcing_by_argument_and_by_variable(gpu, monkeypatch):
+    gpu()
+    assert choose_backends({"conv": "fla"}, "upstream", SIZES).cuda_half.conv == "fla"
+    forced = choose_backends("fla", "upstream", SIZES).cuda_half
+    assert (forced.conv, forced.delta_rule, forced.gated_norm, forced.attention) == ("fla", "fla", "fla", "varlen")
+    monkeypatch.setenv(backends.VARIABLE, "conv=fla,delta_rule=torch")
+    by_variable = choose_backends("auto", "upstream", SIZES).cuda_half
+    assert (by_variable.conv, by_variable.delta_rule) == ("fla", "torch")
+    assert choose_backends("torch", "upstream", SIZES).cuda_half.conv == "torch", "an argument goes before the variable"
+    monkeypatch.setenv(backends.VARIABLE, "delta=fla")
+    with pytest.raises(BackendUnavailable, match="found backend delta=fla; wanted conv: triton"):
+        choose_backends("auto", "upstream", SIZES)
+    with pytest.raises(BackendUnavailable, match="conv backend 'causal_conv1d' asked for, but causal-conv1d is not installed"):
+        choose_backends({"conv": "causal_conv1d"}, "upstream", SIZES)
+
+
+def test_hopper_without_a_backward_is_said_when_patching(gpu, caplog):
+    gpu(packages={"triton": "3.6.0", "fla-core": "0.6.0"})
+    monkey = {"key_heads": 2, "value_heads": 4, "key_size": 16, "value_size": 16, "taps": 4, "head_size": 16}
+    backends.model_sizes = lambda config: monkey
+    model = apply_patches(tiny())
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "delta_rule runs in plain torch on this GPU" in line and "pip install flash-qla" in line
+    report = patch_report(model)
+    assert set(report.implementations.values()) == {"torch"} and "Hopper" in report.why["delta_rule"]
+
+
+def test_sizes_come_from_the_config():
+    config = tiny().config
+    wanted = {"key_heads": 2, "value_heads": 4, "key_size": 16, "value_size": 16, "taps": 4, "head_size": 16}
+    assert model_sizes(config) == wanted
+
+
+def test_every_op_has_a_torch_twin_that_always_runs():
+    for module in (*backends.OPS.values(), attention, gated_norm):
+        assert module.BACKENDS["torch"].unusable(Site("cpu")) is None
+        assert list(module.BACKENDS)[-1] == "torch"
