@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -42,6 +43,9 @@ def operations(results: Results, clock: Clock, lengths: Sequence[int], *, size: 
 def _delta_rule(results: Results, clock: Clock, packed: PackedSequence, heads: int, values: int, size: int) -> None:
     from hf_packfree.ops.delta_rule import BACKENDS, gated_delta_rule
 
+    workload = f"layer delta rule {heads}/{values}"
+    if not _asked(results, workload, BACKENDS):
+        return
     random = partial(_leaf, clock.device, 1, packed.num_tokens)
     q, k, v = random(heads, size), random(heads, size), random(values, size)
     g = (-0.1 * torch.rand(1, packed.num_tokens, values, device=clock.device)).requires_grad_()
@@ -50,8 +54,11 @@ def _delta_rule(results: Results, clock: Clock, packed: PackedSequence, heads: i
     for backend, flag in _with_flash_qla(BACKENDS):
         name = f"{backend}, FlashQLA off" if flag == "0" else backend
         with environment("FLA_FLASH_QLA", flag):
-            _time(results, clock, f"layer delta rule {heads}/{values}", name,
-                  partial(gated_delta_rule, *leaves, packed, backend=backend), leaves)
+            _time(results, clock, workload, name, partial(gated_delta_rule, *leaves, packed, backend=backend), leaves)
+
+
+def _asked(results: Results, workload: str, backends: Any) -> bool:
+    return any(results.wanted(workload, name) for name in [*backends, "fla, FlashQLA off"])
 
 
 def _with_flash_qla(backends: Any) -> Iterator[tuple[str, str | None]]:
@@ -64,32 +71,39 @@ def _with_flash_qla(backends: Any) -> Iterator[tuple[str, str | None]]:
 def _conv(results: Results, clock: Clock, packed: PackedSequence, channels: int) -> None:
     from hf_packfree.ops.conv import BACKENDS, causal_conv1d
 
+    workload = f"layer conv {channels} channels"
+    if not _asked(results, workload, BACKENDS):
+        return
     x, weight = _leaf(clock.device, 1, packed.num_tokens, channels), _leaf(clock.device, channels, 4)
     for backend in sorted(BACKENDS):
         call = partial(causal_conv1d, x, weight, packed, backend=backend)
-        _time(results, clock, f"layer conv {channels} channels", backend, call, (x, weight))
+        _time(results, clock, workload, backend, call, (x, weight))
 
 
 def _gated_norm(results: Results, clock: Clock, packed: PackedSequence, values: int, size: int) -> None:
-    try:
-        op = import_module("hf_packfree.ops.gated_norm")
-    except ImportError as error:
-        results.add({"workload": "layer gated norm", "variant": "", "error": str(error)})
+    workload = f"layer gated norm {values} heads"
+    if importlib.util.find_spec("hf_packfree.ops.gated_norm") is None:
+        return
+    op = import_module("hf_packfree.ops.gated_norm")
+    if not _asked(results, workload, op.BACKENDS):
         return
     x, z = (_leaf(clock.device, packed.num_tokens * values, size) for _ in range(2))
     weight = _leaf(clock.device, size)
     for backend in sorted(op.BACKENDS):
-        call = partial(op.gated_rms_norm, x, z, weight, 1e-6, backend=backend)
-        _time(results, clock, f"layer gated norm {values} heads", backend, call, (x, z, weight))
+        call = partial(op.gated_rms_norm, x, z, weight, eps=1e-6, backend=backend)
+        _time(results, clock, workload, backend, call, (x, z, weight))
 
 
 def _attention(results: Results, clock: Clock, packed: PackedSequence, heads: int, keys: int, size: int) -> None:
     from hf_packfree.ops.attention import BACKENDS, attention
 
+    workload = f"layer attention {heads}/{keys} of {size}"
+    if not _asked(results, workload, BACKENDS):
+        return
     q, k, v = (_leaf(clock.device, 1, packed.num_tokens, n, size) for n in (heads, keys, keys))
     for backend in sorted(BACKENDS):
         call = partial(attention, q, k, v, packed, backend=backend)
-        _time(results, clock, f"layer attention {heads}/{keys} of {size}", backend, call, (q, k, v))
+        _time(results, clock, workload, backend, call, (q, k, v))
 
 
 def _leaf(device: str, *shape: int) -> Tensor:

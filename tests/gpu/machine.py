@@ -1,9 +1,14 @@
-"""What a result was made on."""
+"""What a result was made on.
+
+    python -m tests.gpu.machine [cuda|cpu]      # prints it as JSON
+"""
 
 from __future__ import annotations
 
 import datetime
+import json
 import platform
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -34,3 +39,7 @@ def _installed(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+if __name__ == "__main__":
+    print(json.dumps(machine(*sys.argv[1:2])))

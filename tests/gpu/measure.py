@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> Results:
     """Measure what was asked for and return the rows."""
     options = parse(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
-    results = Results(options.out / "rows.jsonl", options.minutes, options.only, names_only=options.list)
+    results = Results(options.out / "rows.jsonl", options.minutes, options.only, options.list, options.resume)
     clock = Clock(options.device, options.warmup, options.runs)
     print(machine(options.device), flush=True)
     for group in groups(options.tiny, options.backend):
@@ -54,17 +54,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--list", action="store_true", help="name the rows, run nothing")
+    parser.add_argument("--resume", action="store_true", help="leave out rows that DIR/rows.jsonl holds")
     return parser.parse_args(arguments)
 
 
 def run_group(group: Group, results: Results, clock: Clock, options: argparse.Namespace) -> None:
     """Build the group's model once and time its rows; a model that cannot be built is every row's result."""
     rows = [row for row in group.rows if results.wanted(*row[:2])]
-    if not rows:
-        return
-    if results.late():
-        _each(results, rows, lambda load: {})
-        return
+    if not rows or results.late():
+        return _each(results, rows, lambda load: {})
     dtype = torch.bfloat16 if clock.device == "cuda" else torch.float32
     try:
         with variant_of(group.shape, group.variant, clock.device, dtype) as model:

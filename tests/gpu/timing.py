@@ -6,6 +6,7 @@ Times in ms, memory in GiB.
 from __future__ import annotations
 
 import json
+import os
 import re
 import statistics
 import time
@@ -79,18 +80,23 @@ class Results:
         minutes: after this many, rows are skipped and say so.
         only: a row runs where this is found in "workload variant".
         names_only: print the rows' names and run none.
+        resume: leave out rows that the file already holds.
     """
 
     path: Path
     minutes: float = 1e9
     only: str = ""
     names_only: bool = False
+    resume: bool = False
     started: float = field(default_factory=time.monotonic)
     rows: list[dict[str, Any]] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.done = {name_of(row) for row in read_lines(self.path) if "skipped" not in row} if self.resume else set()
+
     def wanted(self, workload: str, variant: str) -> bool:
         """Whether `only` asks for this row."""
-        return re.search(self.only, f"{workload} {variant}") is not None
+        return (workload, variant) not in self.done and re.search(self.only, f"{workload} {variant}") is not None
 
     def late(self) -> bool:
         """Whether the budget is spent."""
@@ -112,6 +118,9 @@ class Results:
             free()  # what an out-of-memory error's traceback kept alive
             row["row_s"] = round(time.monotonic() - began, 1)
         self.add(row)
+        if "error" in row and not _alive():
+            print("the device does not answer any more", flush=True)
+            os._exit(DEAD)
 
     def add(self, row: dict[str, Any]) -> None:
         """Write and print one row."""
@@ -124,6 +133,30 @@ class Results:
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(line_of(row), flush=True)
+
+
+DEAD = 17
+"""Exit status of a process whose device failed for good: a fresh process can go on with `resume`."""
+
+
+def _alive() -> bool:
+    try:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
+
+
+def name_of(row: dict[str, Any]) -> tuple[str, str]:
+    """What tells rows apart."""
+    return row["workload"], row["variant"]
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the file's lines of JSON; none where it does not exist, and not the last one if it was cut off."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
 
 
 def rounded(value: Any) -> Any:
