@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -22,9 +21,11 @@ TRIAL = os.environ.get("PACKFREE_GPU_TESTS") == "cpu"
 DEVICE = "cpu" if TRIAL else "cuda"
 LENGTHS = (1, 2, 3, 63, 64, 65, 129, 200, 513)
 LONG = (*LENGTHS, 1000, 2000)
-"""FlashQLA computes parts of documents of 500 tokens and more apart, from an approximate state."""
+"""Left to itself, FlashQLA computes parts of documents of 500 tokens and more apart, from an approximate state."""
 HEADS = (2, 4, 16) if TRIAL else (16, 32, 128)
 """Key heads, value heads and their size in the linear layers: grouped, and the published models' size."""
+ATTENTION = (4, 2, 16) if TRIAL else (8, 2, 256)
+"""Query heads, key heads and their size in full attention."""
 
 gpu = [
     pytest.mark.gpu,
@@ -46,6 +47,7 @@ class Op:
         shared: leaves that belong to no token.
         mixes: whether tokens influence each other, so that a control can leak.
         exact: backends whose documents are promised to be, bit for bit, those of the document alone.
+        table: the name of the module's table of backends.
     """
 
     name: str
@@ -56,22 +58,31 @@ class Op:
     shared: tuple[str, ...] = ()
     mixes: bool = True
     exact: tuple[str, ...] = ()
+    table: str = "BACKENDS"
 
     def backends(self) -> list[str]:
         """Names of the backends, or none where the operation does not exist."""
         found = importlib.util.find_spec(self.module) is not None
-        return sorted(import_module(self.module).BACKENDS) if found else []
+        return sorted(getattr(import_module(self.module), self.table, {})) if found else []
 
     def run(self, leaves: dict[str, Tensor], packed: PackedSequence, backend: str) -> Tensor:
         """Run it, or skip the test where the backend is not available, with its reason."""
+        reason = self.unusable(backend, next(iter(leaves.values())).dtype)
+        if reason is not None:
+            pytest.skip(f"{self.name}, {backend}: {reason}")
         try:
             return self.call(getattr(import_module(self.module), self.function), leaves, packed, backend)
         except (BackendUnavailable, ImportError) as error:
             pytest.skip(f"{self.name}, {backend}: {error}")
-        except RuntimeError as error:
-            if "only support fp16 and bf16" not in str(error):
-                raise
-            pytest.skip(f"{self.name}, {backend}: {error}")
+
+    def unusable(self, backend: str, dtype: torch.dtype) -> str | None:
+        """What the backend itself says: why it cannot run here, or None."""
+        from hf_packfree.ops.backend import Site
+
+        found = import_module(self.module).BACKENDS[backend]
+        capability = None if TRIAL else torch.cuda.get_device_capability()
+        sizes = {"key_size": HEADS[2], "value_size": HEADS[2], "taps": 4, "head_size": ATTENTION[2]}
+        return found.unusable(Site(DEVICE, capability, dtype, sizes))
 
 
 def _random(*shape: int) -> Tensor:
@@ -90,13 +101,22 @@ def _delta_rule_leaves(tokens: int) -> dict[str, Tensor]:
 
 
 def _attention_leaves(tokens: int) -> dict[str, Tensor]:
-    heads, keys, size = (4, 2, 16) if TRIAL else (8, 2, 256)
+    heads, keys, size = ATTENTION
     return {name: _random(1, tokens, n, size) for name, n in {"q": heads, "k": keys, "v": keys}.items()}
 
 
 def _gated_norm_leaves(tokens: int) -> dict[str, Tensor]:
     x, z = (_random(1, tokens, *HEADS[1:]) for _ in range(2))
     return {"x": x, "z": z, "weight": 1 + _random(HEADS[2]) / 4}
+
+
+def _unit_qkv(function: Any, x: Tensor, weight: Tensor, packed: PackedSequence, backend: str) -> Tensor:
+    """q and k of unit length beside v, [1, T, C], whether or not the backend divides by the norms."""
+    keys, values, size = HEADS
+    q, k, v, unit = function(x, weight, packed, (keys, values), (size, size), backend=backend)
+    if not unit:
+        q, k = (part * (part.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for part in (q, k))
+    return torch.cat([part.flatten(2) for part in (q, k, v)], -1)
 
 
 def _channels() -> int:
@@ -109,13 +129,19 @@ OPS = {
         Op(
             "delta rule", "hf_packfree.ops.delta_rule", _delta_rule_leaves,
             lambda f, x, packed, backend: f(x["q"], x["k"], x["v"], x["g"], x["beta"], packed, backend=backend),
-            "gated_delta_rule", exact=("fla, FlashQLA off",),
+            "gated_delta_rule", exact=("fla", "flash_qla"),
         ),
         Op(
             "conv", "hf_packfree.ops.conv",
             lambda tokens: {"x": _random(1, tokens, _channels()), "weight": _random(_channels(), 4) / 2},
             lambda f, x, packed, backend: f(x["x"], x["weight"], packed, backend=backend),
             "causal_conv1d", shared=("weight",), exact=("torch", "triton", "fla", "causal_conv1d"),
+        ),
+        Op(
+            "qkv conv", "hf_packfree.ops.conv",
+            lambda tokens: {"x": _random(1, tokens, _channels()), "weight": _random(_channels(), 4) / 2},
+            lambda f, x, packed, backend: _unit_qkv(f, x["x"], x["weight"], packed, backend),
+            "qkv_conv", shared=("weight",), exact=("triton",), table="UNITS",
         ),
         Op(
             "attention", "hf_packfree.ops.attention", _attention_leaves,
@@ -135,28 +161,13 @@ FP32_ALWAYS = ("g",)
 
 
 def op_cases(*, torch_too: bool) -> list[Any]:
-    """(operation, backend) of everything there is; "fla" of the delta rule also with FlashQLA off."""
-    cases = []
-    for op in OPS.values():
-        for backend in op.backends():
-            if backend != "torch" or torch_too or TRIAL:
-                cases.append(pytest.param(op, backend, id=f"{op.name}-{backend}"))
-            if (op.name, backend) == ("delta rule", "fla"):
-                cases.append(pytest.param(op, "fla, FlashQLA off", id="delta rule-fla, FlashQLA off"))
-    return cases
-
-
-@contextmanager
-def kernels(backend: str) -> Iterator[str]:
-    """Turn FlashQLA off where the case says so; yields the backend's own name."""
-    before = os.environ.get("FLA_FLASH_QLA")
-    try:
-        if backend.endswith("FlashQLA off"):
-            os.environ["FLA_FLASH_QLA"] = "0"
-        yield backend.split(",")[0]
-    finally:
-        os.environ.pop("FLA_FLASH_QLA", None)
-        os.environ.update({} if before is None else {"FLA_FLASH_QLA": before})
+    """(operation, backend) of everything there is."""
+    return [
+        pytest.param(op, backend, id=f"{op.name}-{backend}")
+        for op in OPS.values()
+        for backend in op.backends()
+        if backend != "torch" or torch_too or TRIAL
+    ]
 
 
 def as_leaves(values: dict[str, Tensor], dtype: torch.dtype, device: str = DEVICE) -> dict[str, Tensor]:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -19,7 +15,7 @@ from tests.gpu.models import build, free
 from tests.gpu.shapes import Shape
 from tests.gpu.timing import Clock, Results
 
-Call = Callable[[], Tensor]
+Call = Callable[[], Any]
 
 
 def operations(results: Results, clock: Clock, lengths: Sequence[int], *, size: int = 128, widths: Any = None) -> None:
@@ -35,6 +31,7 @@ def operations(results: Results, clock: Clock, lengths: Sequence[int], *, size: 
     for heads in widths["linear"]:
         _delta_rule(results, clock, packed, *heads, size)
         _conv(results, clock, packed, (2 * heads[0] + heads[1]) * size)
+        _qkv_conv(results, clock, packed, *heads, size)
         _gated_norm(results, clock, packed, heads[1], size)
     for heads in widths["full"]:
         _attention(results, clock, packed, *heads)
@@ -51,21 +48,12 @@ def _delta_rule(results: Results, clock: Clock, packed: PackedSequence, heads: i
     g = (-0.1 * torch.rand(1, packed.num_tokens, values, device=clock.device)).requires_grad_()
     beta = random(values).detach().sigmoid().requires_grad_()
     leaves = (q, k, v, g, beta)
-    for backend, flag in _with_flash_qla(BACKENDS):
-        name = f"{backend}, FlashQLA off" if flag == "0" else backend
-        with environment("FLA_FLASH_QLA", flag):
-            _time(results, clock, workload, name, partial(gated_delta_rule, *leaves, packed, backend=backend), leaves)
+    for backend in sorted(BACKENDS):
+        _time(results, clock, workload, backend, partial(gated_delta_rule, *leaves, packed, backend=backend), leaves)
 
 
 def _asked(results: Results, workload: str, backends: Any) -> bool:
-    return any(results.wanted(workload, name) for name in [*backends, "fla, FlashQLA off"])
-
-
-def _with_flash_qla(backends: Any) -> Iterator[tuple[str, str | None]]:
-    for backend in sorted(backends):
-        yield backend, None
-        if backend == "fla":
-            yield backend, "0"
+    return any(results.wanted(workload, name) for name in backends)
 
 
 def _conv(results: Results, clock: Clock, packed: PackedSequence, channels: int) -> None:
@@ -80,17 +68,30 @@ def _conv(results: Results, clock: Clock, packed: PackedSequence, channels: int)
         _time(results, clock, workload, backend, call, (x, weight))
 
 
+def _qkv_conv(results: Results, clock: Clock, packed: PackedSequence, heads: int, values: int, size: int) -> None:
+    """Convolution, split into heads, and norms of q and k in one pass."""
+    from hf_packfree.ops.conv import UNITS, qkv_conv
+
+    workload = f"layer qkv conv {heads}/{values}"
+    if not _asked(results, workload, UNITS):
+        return
+    channels = (2 * heads + values) * size
+    x, weight = _leaf(clock.device, 1, packed.num_tokens, channels), _leaf(clock.device, channels, 4)
+    for backend in sorted(UNITS):
+        call = partial(qkv_conv, x, weight, packed, (heads, values), (size, size), backend=backend)
+        _time(results, clock, workload, backend, call, (x, weight))
+
+
 def _gated_norm(results: Results, clock: Clock, packed: PackedSequence, values: int, size: int) -> None:
     workload = f"layer gated norm {values} heads"
-    if importlib.util.find_spec("hf_packfree.ops.gated_norm") is None:
-        return
-    op = import_module("hf_packfree.ops.gated_norm")
-    if not _asked(results, workload, op.BACKENDS):
+    from hf_packfree.ops.gated_norm import BACKENDS, gated_rms_norm
+
+    if not _asked(results, workload, BACKENDS):
         return
     x, z = (_leaf(clock.device, packed.num_tokens * values, size) for _ in range(2))
     weight = _leaf(clock.device, size)
-    for backend in sorted(op.BACKENDS):
-        call = partial(op.gated_rms_norm, x, z, weight, eps=1e-6, backend=backend)
+    for backend in sorted(BACKENDS):
+        call = partial(gated_rms_norm, x, z, weight, eps=1e-6, backend=backend)
         _time(results, clock, workload, backend, call, (x, z, weight))
 
 
@@ -112,28 +113,16 @@ def _leaf(device: str, *shape: int) -> Tensor:
 
 
 def _time(results: Results, clock: Clock, workload: str, variant: str, call: Call, leaves: Sequence[Tensor]) -> None:
+    def outputs() -> list[Tensor]:
+        found = call()
+        return [found] if isinstance(found, Tensor) else [part for part in found if isinstance(part, Tensor)]
+
     def measure() -> dict[str, Any]:
-        output = call()
-        gradient = torch.randn_like(output)
-        del output
-        forward = clock.measure(call)["ms"]
-        return clock.measure(lambda: torch.autograd.grad(call(), leaves, gradient)) | {"forward_ms": forward}
+        gradients = [torch.randn_like(part) for part in outputs()]
+        forward = clock.measure(outputs)["ms"]
+        return clock.measure(lambda: torch.autograd.grad(outputs(), leaves, gradients)) | {"forward_ms": forward}
 
     results.row(workload, variant, measure)
-
-
-@contextmanager
-def environment(name: str, value: str | None) -> Iterator[None]:
-    """Set an environment variable for the block; None leaves it alone."""
-    before = os.environ.get(name)
-    if value is not None:
-        os.environ[name] = value
-    try:
-        yield
-    finally:
-        if value is not None:
-            os.environ.pop(name)
-            os.environ.update({} if before is None else {name: before})
 
 
 def products(shape: Shape) -> Counter[tuple[int, int, int]]:

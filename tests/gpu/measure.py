@@ -10,6 +10,7 @@ known.  `--only` is searched in "workload variant".
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -48,14 +49,19 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="regular expression searched in 'workload variant'")
     parser.add_argument("--minutes", type=float, default=1e9, help="rows that would begin later are skipped")
     parser.add_argument("--profile", action="store_true", help="profile one step of each row of a model, too")
-    parser.add_argument("--backend", default="auto", help="the argument of apply_patches")
+    parser.add_argument("--backend", default="auto", type=backends, help="of apply_patches: a name, or op=name,op=name")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="tiny models and rows")
-    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--list", action="store_true", help="name the rows, run nothing")
     parser.add_argument("--resume", action="store_true", help="leave out rows that DIR/rows.jsonl holds")
     return parser.parse_args(arguments)
+
+
+def backends(text: str) -> Any:
+    """Read a name, or "op=name,op=name" as a dict."""
+    return dict(part.split("=", 1) for part in text.split(",")) if "=" in text else text
 
 
 def run_group(group: Group, results: Results, clock: Clock, options: argparse.Namespace) -> None:
@@ -76,7 +82,8 @@ def run_group(group: Group, results: Results, clock: Clock, options: argparse.Na
 
 def _time_rows(model: Any, group: Group, rows: Any, results: Results, clock: Clock, profiles: Path | None) -> None:
     for workload, variant, load in rows:
-        target = None if profiles is None else profiles / f"profile-{workload}-{variant}.json".replace(" ", "_")
+        name = re.sub(r"[^a-z0-9]+", "-", f"profile {workload} {variant}".lower())
+        target = None if profiles is None else profiles / f"{name}.json"
         results.row(workload, variant, partial(time_row, model, group, load, clock, target))
 
 

@@ -24,17 +24,23 @@ class Variant:
     Attributes:
         packfree: whether `apply_patches` is called.
         liger: "" (no), "before" or "after" `apply_patches`.
-        flash_qla: whether FLA may hand the delta rule to FlashQLA.
+        flash_qla: whether FlashQLA may run the delta rule, ours and upstream's.
         fla_conv: whether FLA's Triton convolution stands in for upstream's, which refuses packed rows without
             causal-conv1d.
-        backend: the argument of `apply_patches`.
+        backend: the argument of `apply_patches`: a name, or {operation: name}.
     """
 
     packfree: bool = True
     liger: str = ""
     flash_qla: bool = True
     fla_conv: bool = False
-    backend: str = "auto"
+    backend: Any = "auto"
+
+    def choice(self) -> Any:
+        """The backends to ask for: where FlashQLA is off, FLA's delta rule."""
+        if self.flash_qla or isinstance(self.backend, dict) or self.backend != "auto":
+            return self.backend
+        return {"delta_rule": "fla"}
 
 
 def build(shape: Shape, device: str, dtype: torch.dtype = torch.bfloat16, *, attention: str = "sdpa") -> nn.Module:
@@ -78,7 +84,7 @@ def _put_in(model: nn.Module, shape: Shape, variant: Variant, upstream: Any) -> 
     if variant.liger == "before":
         put_liger_in(model, shape.family)
     if variant.packfree:
-        apply_patches(model, backend=variant.backend)
+        apply_patches(model, backend=variant.choice())
     if variant.liger == "after":
         put_liger_in(model, shape.family)
 

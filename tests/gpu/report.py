@@ -77,7 +77,8 @@ def report(result: dict[str, Any], name: str) -> str:
 
 def steps(result: dict[str, Any]) -> str:
     """One table of the workloads; an error is the row's result, in words."""
-    lines = ["| one step | ms | real tokens/s | peak GiB | against stock | times the matrix products |", "|---|---|---|---|---|---|"]
+    titles = ("one step", "ms", "real tokens/s", "peak GiB", "against stock", "times the matrix products")
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for workload, title in TITLES.items():
         rows = rows_of(result, workload)
         if rows:
@@ -134,8 +135,9 @@ def exactness(result: dict[str, Any]) -> str:
         return ""
     lines = ["| measured on the GPU | error | limit |", "|---|---|---|"]
     for line in errors:
+        error = f"{line['error']:.1e}" if line["error"] else "0"
         limit = "" if line["limit"] is None else f"{line['limit']:.0e}" if line["limit"] else "0"
-        lines.append(f"| {line['what']} | {line['error']:.1e} | {limit} |" if line["error"] else f"| {line['what']} | 0 | {limit} |")
+        lines.append(f"| {line['what']} | {error} | {limit} |")
     counts = ", ".join(f"{result['tests'].get(name, 0)} {name}" for name in ("passed", "failed", "skipped"))
     return "\n".join(lines) + f"\n\nGPU tests: {counts}.\n"
 

@@ -21,7 +21,7 @@ WIDE = replace(SHAPES["2b"], layers=4, sizes={**SHAPES["2b"].sizes, "vocab_size"
 NARROW = SHAPES["exact"]
 
 
-def small(shape: Shape, dtype: torch.dtype = torch.bfloat16, *, patched: bool = True, backend: str = "auto") -> nn.Module:
+def small(shape: Shape, dtype: torch.dtype = torch.bfloat16, *, patched: bool = True, backend: Any = "auto") -> nn.Module:
     """Return a model whose states live for hundreds of tokens, and whose weights let a leak show, on the tests' device."""
     model = build(SHAPES["tiny"] if TRIAL else shape, DEVICE, torch.float32 if TRIAL else dtype)
     with torch.no_grad():

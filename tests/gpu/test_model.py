@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_packfree import apply_patches
-from tests.gpu.checks import DEVICE, LENGTHS, LONG, TRIAL, gpu, kernels, record_of, spans
+from tests.gpu.checks import DEVICE, LENGTHS, LONG, TRIAL, gpu, record_of, spans
 from tests.gpu.models import put_liger_in
 from tests.gpu.small import NARROW, WIDE, hidden, packed_row, small
 from tests.support import gradients, relative_rms
@@ -15,37 +15,36 @@ pytestmark = gpu
 LEAK = 1e-2
 NOISE = 2e-2
 """Relative RMS of bf16 after four layers where bits are not promised: other kernels, or another order of summation."""
-KERNELS = ["auto, FlashQLA off", "auto"]
+BACKENDS = {"auto": "auto", "FLA's delta rule": {"delta_rule": "fla"}}
 
 
 def backward(output, weight):
     (output.float() * weight).sum().backward()
 
 
-@pytest.mark.parametrize("backend", KERNELS)
-def test_trunk_documents_are_those_alone(backend, record):
-    """bf16, four layers of the 2B widths: bit for bit with FlashQLA off, forward; gradients measured."""
+@pytest.mark.parametrize("name", BACKENDS)
+def test_trunk_documents_are_those_alone(name, record):
+    """bf16, four layers of the 2B widths: bit for bit forward; gradients measured."""
     torch.manual_seed(0)
-    with kernels(backend) as name:
-        model = small(WIDE, backend=name)
-        tokens, packed = packed_row(model, LONG)
-        output = hidden(model, tokens, packed)
-        weight = torch.randn(output.shape, device=DEVICE)
-        backward(output, weight)
-        found = gradients(model)
-        model.zero_grad(set_to_none=True)
-        parts = []
-        for begin, end in spans(LONG):
-            parts.append(hidden(model, tokens[:, begin:end], record_of([end - begin])))
-            backward(parts[-1], weight[:, begin:end])
-        output, outputs, alone = output.detach(), torch.cat(parts, 1).detach(), gradients(model)
+    model = small(WIDE, backend="auto" if TRIAL else BACKENDS[name])
+    tokens, packed = packed_row(model, LONG)
+    output = hidden(model, tokens, packed)
+    weight = torch.randn(output.shape, device=DEVICE)
+    backward(output, weight)
+    found = gradients(model)
+    model.zero_grad(set_to_none=True)
+    parts = []
+    for begin, end in spans(LONG):
+        part = hidden(model, tokens[:, begin:end], record_of([end - begin]))
+        backward(part, weight[:, begin:end])
+        parts.append(part.detach())
+    output, outputs, alone = output.detach(), torch.cat(parts, 1), gradients(model)
     differ = [end - begin for begin, end in spans(LONG) if not torch.equal(output[:, begin:end], outputs[:, begin:end])]
     worst = max(relative_rms(found[n], alone[n]) for n in found if "A_log" not in n and "dt_bias" not in n)
-    record(f"trunk bf16, {backend}: matrices' gradients, packed against alone", worst, 5e-2)
-    record(f"trunk bf16, {backend}: values, packed against alone", relative_rms(output, outputs), NOISE,
+    record(f"trunk bf16, {name}: matrices' gradients, packed against alone", worst, 5e-2)
+    record(f"trunk bf16, {name}: values, packed against alone", relative_rms(output, outputs), NOISE,
            worst=float((output - outputs).abs().max()), lengths_that_differ=differ)
-    if backend.endswith("off") and not TRIAL:
-        assert not differ, f"documents of {differ} tokens differ"
+    assert TRIAL or not differ, f"documents of {differ} tokens differ"
 
 
 def test_control_without_boundaries_leaks(record):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.gpu.checks import DEVICE, LENGTHS, LONG, OPS, TRIAL, as_leaves, cut, gpu, kernels, op_cases, record_of, spans
+from tests.gpu.checks import DEVICE, LENGTHS, LONG, OPS, TRIAL, as_leaves, cut, gpu, op_cases, record_of, spans
 from tests.support import relative_rms
 
 pytestmark = gpu
@@ -14,7 +14,7 @@ TWIN = {  # (values, gradients): relative RMS against the twin in fp64 on the sa
     torch.bfloat16: (1e-2, 3e-2),
 }
 NOISE = 5e-3
-"""Relative RMS of what is not promised bit for bit: FlashQLA's values, and gradients' order of summation in bf16."""
+"""Relative RMS of what is not promised bit for bit: torch's products, and gradients' order of summation in bf16."""
 LEAK = 1e-2
 
 
@@ -39,8 +39,7 @@ def test_equals_the_twin(op, backend, dtype, record, precise):
     packed = record_of(LENGTHS)
     values = as_leaves(op.leaves(sum(LENGTHS)), dtype)  # rounded once, for both sides alike
     weight = functional(op, values, packed)
-    with kernels(backend) as name:
-        found = run(op, as_leaves(values, dtype), packed, name, weight)
+    found = run(op, as_leaves(values, dtype), packed, backend, weight)
     wanted = run(op, as_leaves(values, torch.float64), packed, "torch", weight.to(dtype).double())
     limits = TWIN[dtype]
     record(f"{op.name}, {backend}: values against fp64", relative_rms(found[0], wanted[0]), limits[0], dtype=str(dtype))
@@ -57,12 +56,11 @@ def test_a_document_in_a_row_equals_the_document_alone(op, backend, record):
     leaves = as_leaves(op.leaves(sum(LONG)), dtype)
     packed = record_of(LONG)
     weight = functional(op, leaves, packed)
-    with kernels(backend) as name:
-        output, gradients = run(op, leaves, packed, name, weight)
-        alone = [
-            run(op, cut(op, leaves, begin, end), record_of([end - begin]), name, weight[:, begin:end])
-            for begin, end in spans(LONG)
-        ]
+    output, gradients = run(op, leaves, packed, backend, weight)
+    alone = [
+        run(op, cut(op, leaves, begin, end), record_of([end - begin]), backend, weight[:, begin:end])
+        for begin, end in spans(LONG)
+    ]
     outputs = torch.cat([document[0] for document in alone], 1)
     differ = [end - begin for begin, end in spans(LONG) if not torch.equal(output[:, begin:end], outputs[:, begin:end])]
     for leaf, gradient in gradients.items():
@@ -81,9 +79,9 @@ def test_a_document_in_a_row_equals_the_document_alone(op, backend, record):
 def test_control_without_boundaries_leaks(op, backend, record):
     torch.manual_seed(0)
     leaves = as_leaves(op.leaves(sum(LENGTHS)), torch.float32 if TRIAL else torch.bfloat16)
-    with kernels(backend) as name, torch.no_grad():
-        leaking = op.run(leaves, record_of([sum(LENGTHS)]), name)
-        exact = op.run(leaves, record_of(LENGTHS), name)
+    with torch.no_grad():
+        leaking = op.run(leaves, record_of([sum(LENGTHS)]), backend)
+        exact = op.run(leaves, record_of(LENGTHS), backend)
     leak = relative_rms(leaking, exact)
     record(f"{op.name}, {backend}: control, one document instead of {len(LENGTHS)}", leak)
     assert leak > LEAK

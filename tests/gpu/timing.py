@@ -28,12 +28,15 @@ class Clock:
         device: "cuda" or "cpu".
         warmup, runs: how many steps come before and count.
         longest: seconds of timed steps after which no further one begins (two count at least).
+        shortest: ms that a timing lasts at least; shorter steps are repeated within it, so that the device never waits
+            for the host between them, and divided by their number.
     """
 
     device: str
     warmup: int = 2
-    runs: int = 7
+    runs: int = 5
     longest: float = 12.0
+    shortest: float = 10.0
 
     def measure(self, step: Callable[[], Any]) -> dict[str, float]:
         """Return {"ms": median, "ms_min", "ms_max", "warmup_s": seconds of the warm-up, "peak_gib": of the timed steps}."""
@@ -44,27 +47,30 @@ class Clock:
         warm = time.perf_counter() - started
         if self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
+        repeats = 1 if self.device != "cuda" else max(1, min(50, int(self.shortest / max(self.once(step), 1e-3))))
         times: list[float] = []
-        while len(times) < 2 or (len(times) < self.runs and sum(times) < self.longest * 1e3):
-            times.append(self.once(step))
+        while len(times) < 2 or (len(times) < self.runs and sum(times) * repeats < self.longest * 1e3):
+            times.append(self.once(step, repeats))
         peak = torch.cuda.max_memory_allocated() / 2**30 if self.device == "cuda" else 0.0
         return {
-            "ms": statistics.median(times), "ms_min": min(times), "ms_max": max(times), "runs": len(times),
+            "ms": statistics.median(times), "ms_min": min(times), "ms_max": max(times),
+            "runs": len(times), "repeats": repeats,
             "warmup_s": warm, "peak_gib": peak,
         }
 
-    def once(self, step: Callable[[], Any]) -> float:
-        """Return the ms of one step."""
+    def once(self, step: Callable[[], Any], repeats: int = 1) -> float:
+        """Return the ms of one step, the mean of `repeats`."""
         if self.device != "cuda":
             started = time.perf_counter()
             step()
             return (time.perf_counter() - started) * 1e3
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        step()
+        for _ in range(repeats):
+            step()
         end.record()
         torch.cuda.synchronize()
-        return start.elapsed_time(end)
+        return start.elapsed_time(end) / repeats
 
     def _wait(self) -> None:
         if self.device == "cuda":

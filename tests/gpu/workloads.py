@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tests.gpu.batches import Load
 from tests.gpu.models import Variant
@@ -34,7 +35,7 @@ class Group:
 STANDS_IN = "FLA's Triton convolution stands in for causal-conv1d, without which upstream refuses packed rows"
 
 
-def groups(tiny: bool = False, backend: str = "auto") -> list[Group]:
+def groups(tiny: bool = False, backend: Any = "auto") -> list[Group]:
     """Return every group, the important ones first; `tiny` shrinks models and rows, for a trial on a CPU."""
     found = [
         *_dense(tiny), *_padded(tiny), *_linearity(tiny),
