@@ -23,19 +23,34 @@ def _append(name: str, line: dict[str, Any]) -> None:
             file.write(json.dumps(rounded(line)) + "\n")
 
 
+MISSED = pytest.StashKey[list[str]]()
+"""What a test measured and found above its limit."""
+
+
 @pytest.fixture
 def record(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Return `record(what, error, limit, **facts)`: writes a measured error, then fails if it is above its limit or NaN.
+    """Return `record(what, error, limit, **facts)`: writes a measured error; one above its limit, or NaN, fails the test.
 
-    With `limit` None the error is only written, and has to be finite.
+    The test goes on to its end first, so that every error is written.  With `limit` None it only has to be finite.
     """
+    missed = request.node.stash.setdefault(MISSED, [])
 
     def measured(what: str, error: float, limit: float | None = None, **facts: Any) -> None:
         _append("errors.jsonl", {"test": request.node.name, "what": what, "error": error, "limit": limit, **facts})
-        assert error < float("inf"), f"{what}: {error}"
-        assert limit is None or error <= limit, f"{what}: {error:.2e}, limit {limit:.0e}"
+        if not error < float("inf") or (limit is not None and not error <= limit):
+            missed.append(f"{what}: {error:.2e}, limit {limit}")
 
     return measured
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Fail a test that ran to its end with errors above their limits."""
+    result = yield
+    missed = item.stash.get(MISSED, [])
+    if missed:
+        pytest.fail("\n".join(missed), pytrace=False)
+    return result
 
 
 @pytest.fixture

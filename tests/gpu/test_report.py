@@ -21,7 +21,8 @@ RESULT = {
          "peak_gib": 50.0, "form": "padded", "real_tokens": 5600, "slots": 16384, "documents": 8, "layers": 24},
         {"workload": "2b-8layers-4k", "variant": "documents of 64", "ms": 1.0, "real_tokens_per_s": 4096000.0, "peak_gib": 1.0},
         {"workload": "2b-8layers-4k", "variant": "one document", "ms": 1.0, "real_tokens_per_s": 4095000.0, "peak_gib": 1.0},
-        {"workload": "2b-8layers-32k", "variant": "documents of 64", "ms": 8.0, "real_tokens_per_s": 4096000.0, "peak_gib": 9.0},
+        {"workload": "2b-8layers-32k", "variant": "documents of 64", "ms": 8.0,
+         "real_tokens_per_s": 4096000.0, "peak_gib": 9.0},
     ],
     "errors": [
         {"test": "a", "what": "conv, fla: values, packed against alone", "error": 0.0, "limit": 0.0},
