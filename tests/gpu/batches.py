@@ -1,0 +1,95 @@
+"""What the trunk is called with, and the step that is timed.  Lengths in tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_packfree.packing import PackedSequence
+
+
+@dataclass(frozen=True)
+class Load:
+    """One batch by its documents.
+
+    Attributes:
+        lengths: of the documents.
+        form: "collator" (restarting positions and every keyword a collator can give), "record" (the package's own record,
+            built beforehand), "plain" (input_ids alone) or "padded" (a rectangle with a 0/1 mask).
+    """
+
+    lengths: tuple[int, ...]
+    form: str = "collator"
+
+    @property
+    def real_tokens(self) -> int:
+        """Tokens that are not padding."""
+        return sum(self.lengths)
+
+    def inputs(self, vocabulary: int, device: str) -> dict[str, Any]:
+        """Return the trunk's keyword arguments, on the device."""
+        return _FORMS[self.form](self.lengths, vocabulary, device)
+
+    def facts(self) -> dict[str, Any]:
+        """What a reader of the row has to know."""
+        rows, width = (len(self.lengths), max(self.lengths)) if self.form == "padded" else (1, self.real_tokens)
+        return {
+            "documents": len(self.lengths), "real_tokens": self.real_tokens, "longest": max(self.lengths),
+            "slots": rows * width, "form": self.form,
+        }
+
+
+def random_tokens(shape: Sequence[int], vocabulary: int, device: str) -> Tensor:
+    """int64 tokens of this shape."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(2, vocabulary - 1, tuple(shape), generator=generator).to(device)
+
+
+def _collator(lengths: Sequence[int], vocabulary: int, device: str) -> dict[str, Any]:
+    sizes = torch.tensor(lengths)
+    offsets = torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).to(torch.int32).to(device)
+    numbers = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), sizes)
+    return {
+        "input_ids": random_tokens((1, int(sizes.sum())), vocabulary, device),
+        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None].to(device),
+        "seq_idx": numbers[None].to(device),
+        "cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets,
+        "max_length_q": max(lengths), "max_length_k": max(lengths),
+    }
+
+
+def _record(lengths: Sequence[int], vocabulary: int, device: str) -> dict[str, Any]:
+    packed = PackedSequence.from_lengths(list(lengths), device=device)
+    return {"input_ids": random_tokens((1, sum(lengths)), vocabulary, device), "packed_sequence": packed}
+
+
+def _plain(lengths: Sequence[int], vocabulary: int, device: str) -> dict[str, Any]:
+    assert len(lengths) == 1
+    return {"input_ids": random_tokens((1, lengths[0]), vocabulary, device)}
+
+
+def _padded(lengths: Sequence[int], vocabulary: int, device: str) -> dict[str, Any]:
+    mask = torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]
+    tokens = random_tokens(mask.shape, vocabulary, "cpu") * mask
+    return {"input_ids": tokens.to(device), "attention_mask": mask.long().to(device)}
+
+
+_FORMS: dict[str, Callable[..., dict[str, Any]]] = {
+    "collator": _collator, "record": _record, "plain": _plain, "padded": _padded,
+}
+
+
+def step_of(trunk: nn.Module, inputs: dict[str, Any]) -> Callable[[], Tensor]:
+    """Return one training step without its optimizer: gradients dropped, forward, mean square of the output, backward."""
+
+    def step() -> Tensor:
+        trunk.zero_grad(set_to_none=True)
+        loss = trunk(use_cache=False, **inputs).last_hidden_state.float().pow(2).mean()
+        loss.backward()
+        return loss.detach()
+
+    return step

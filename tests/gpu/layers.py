@@ -1,0 +1,160 @@
+"""One layer's operations side by side, and the matrix products alone.  bf16, one row of packed documents, ms."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_packfree.packing import PackedSequence
+from tests.gpu.models import build, free
+from tests.gpu.shapes import Shape
+from tests.gpu.timing import Clock, Results
+
+Call = Callable[[], Any]
+
+
+def operations(results: Results, clock: Clock, lengths: Sequence[int], *, size: int = 128, widths: Any = None) -> None:
+    """Write a row for every operation, head count and backend: forward ms ("forward_ms") and forward + backward ("ms").
+
+    Args:
+        lengths: of the documents, in tokens.
+        size: K and V of the linear layers' heads.
+        widths: {"linear": [(H, HV), ...], "full": [(heads, key heads, head size), ...]}.
+    """
+    widths = widths or {"linear": [(16, 16), (16, 32)], "full": [(8, 2, 256), (16, 4, 256)]}
+    packed = PackedSequence.from_lengths(list(lengths), device=clock.device)
+    for heads in widths["linear"]:
+        _delta_rule(results, clock, packed, *heads, size)
+        _conv(results, clock, packed, (2 * heads[0] + heads[1]) * size)
+        _qkv_conv(results, clock, packed, *heads, size)
+        _gated_norm(results, clock, packed, heads[1], size)
+    for heads in widths["full"]:
+        _attention(results, clock, packed, *heads)
+
+
+def _delta_rule(results: Results, clock: Clock, packed: PackedSequence, heads: int, values: int, size: int) -> None:
+    from hf_packfree.ops.delta_rule import BACKENDS, gated_delta_rule
+
+    workload = f"layer delta rule {heads}/{values}"
+    if not _asked(results, workload, BACKENDS):
+        return
+    random = partial(_leaf, clock.device, 1, packed.num_tokens)
+    q, k, v = random(heads, size), random(heads, size), random(values, size)
+    g = (-0.1 * torch.rand(1, packed.num_tokens, values, device=clock.device)).requires_grad_()
+    beta = random(values).detach().sigmoid().requires_grad_()
+    leaves = (q, k, v, g, beta)
+    for backend in sorted(BACKENDS):
+        _time(results, clock, workload, backend, partial(gated_delta_rule, *leaves, packed, backend=backend), leaves)
+
+
+def _asked(results: Results, workload: str, backends: Any) -> bool:
+    return any(results.wanted(workload, name) for name in backends)
+
+
+def _conv(results: Results, clock: Clock, packed: PackedSequence, channels: int) -> None:
+    from hf_packfree.ops.conv import BACKENDS, causal_conv1d
+
+    workload = f"layer conv {channels} channels"
+    if not _asked(results, workload, BACKENDS):
+        return
+    x, weight = _leaf(clock.device, 1, packed.num_tokens, channels), _leaf(clock.device, channels, 4)
+    for backend in sorted(BACKENDS):
+        call = partial(causal_conv1d, x, weight, packed, backend=backend)
+        _time(results, clock, workload, backend, call, (x, weight))
+
+
+def _qkv_conv(results: Results, clock: Clock, packed: PackedSequence, heads: int, values: int, size: int) -> None:
+    """Convolution, split into heads, and norms of q and k in one pass."""
+    from hf_packfree.ops.conv import UNITS, qkv_conv
+
+    workload = f"layer qkv conv {heads}/{values}"
+    if not _asked(results, workload, UNITS):
+        return
+    channels = (2 * heads + values) * size
+    x, weight = _leaf(clock.device, 1, packed.num_tokens, channels), _leaf(clock.device, channels, 4)
+    for backend in sorted(UNITS):
+        call = partial(qkv_conv, x, weight, packed, (heads, values), (size, size), backend=backend)
+        _time(results, clock, workload, backend, call, (x, weight))
+
+
+def _gated_norm(results: Results, clock: Clock, packed: PackedSequence, values: int, size: int) -> None:
+    workload = f"layer gated norm {values} heads"
+    from hf_packfree.ops.gated_norm import BACKENDS, gated_rms_norm
+
+    if not _asked(results, workload, BACKENDS):
+        return
+    x, z = (_leaf(clock.device, packed.num_tokens * values, size) for _ in range(2))
+    weight = _leaf(clock.device, size)
+    for backend in sorted(BACKENDS):
+        call = partial(gated_rms_norm, x, z, weight, eps=1e-6, backend=backend)
+        _time(results, clock, workload, backend, call, (x, z, weight))
+
+
+def _attention(results: Results, clock: Clock, packed: PackedSequence, heads: int, keys: int, size: int) -> None:
+    from hf_packfree.ops.attention import BACKENDS, attention
+
+    workload = f"layer attention {heads}/{keys} of {size}"
+    if not _asked(results, workload, BACKENDS):
+        return
+    q, k, v = (_leaf(clock.device, 1, packed.num_tokens, n, size) for n in (heads, keys, keys))
+    for backend in sorted(BACKENDS):
+        call = partial(attention, q, k, v, packed, backend=backend)
+        _time(results, clock, workload, backend, call, (q, k, v))
+
+
+def _leaf(device: str, *shape: int) -> Tensor:
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    return torch.randn(*shape, device=device, dtype=dtype).requires_grad_()
+
+
+def _time(results: Results, clock: Clock, workload: str, variant: str, call: Call, leaves: Sequence[Tensor]) -> None:
+    def outputs() -> list[Tensor]:
+        found = call()
+        return [found] if isinstance(found, Tensor) else [part for part in found if isinstance(part, Tensor)]
+
+    def measure() -> dict[str, Any]:
+        gradients = [torch.randn_like(part) for part in outputs()]
+        forward = clock.measure(outputs)["ms"]
+        return clock.measure(lambda: torch.autograd.grad(outputs(), leaves, gradients)) | {"forward_ms": forward}
+
+    results.row(workload, variant, measure)
+
+
+def products(shape: Shape) -> Counter[tuple[int, int, int]]:
+    """Count the trunk's matrix products: {(experts that share a token's k choices or 1, outputs, inputs): how often}."""
+    trunk = build(shape, "meta").base_model
+    found: Counter[tuple[int, int, int]] = Counter()
+    for module in trunk.modules():
+        if isinstance(module, nn.Linear):
+            found[(1, *module.weight.shape)] += 1
+        for name in ("gate_up_proj", "down_proj"):
+            weight = getattr(module, name, None)
+            if isinstance(weight, nn.Parameter) and weight.ndim == 3:
+                found[tuple(weight.shape)] += 1
+    return found
+
+
+def floor(shape: Shape, tokens: int, clock: Clock) -> dict[str, Any]:
+    """Time the linear layers' products alone: forward, and the gradients of inputs and weights; experts evenly loaded."""
+    choices = shape.sizes.get("num_experts_per_tok", 1)
+    total, parts = 0.0, {}
+    for (experts, outputs, inputs), count in products(shape).items():
+        rows = tokens if experts == 1 else tokens * choices // experts
+        x, dy, w = (_leaf(clock.device, experts, *sides).detach()
+                    for sides in ((rows, inputs), (rows, outputs), (outputs, inputs)))
+        if experts == 1:
+            x, dy, w = x[0], dy[0], w[0]
+
+        def three(x: Tensor = x, dy: Tensor = dy, w: Tensor = w) -> None:
+            x @ w.mT, dy @ w, dy.mT @ x
+
+        parts[f"{count} x {experts} x {outputs} x {inputs}"] = ms = count * clock.measure(three)["ms"]
+        total += ms
+        del x, dy, w, three
+        free()
+    return {"ms": total, "real_tokens_per_s": tokens / total * 1e3, "parts_ms": parts, "layers": shape.layers}

@@ -1,0 +1,130 @@
+"""Time training steps on a GPU, stock and patched, side by side in one process.
+
+    python -m tests.gpu.measure --out DIR [--only REGEX] [--minutes M] [--profile]
+    python -m tests.gpu.measure --out DIR --device cpu --tiny          # a trial of the script itself
+
+A step is the trunk's forward and backward, bf16, without optimizer.  Each row is appended to DIR/rows.jsonl when it is
+known.  `--only` is searched in "workload variant".
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.gpu.batches import Load, step_of
+from tests.gpu.layers import floor, operations
+from tests.gpu.machine import machine
+from tests.gpu.models import variant_of, what_runs
+from tests.gpu.profiling import profile
+from tests.gpu.shapes import SHAPES, TOKENS, log_normal_lengths
+from tests.gpu.timing import Clock, Results
+from tests.gpu.workloads import Group, groups
+
+
+def main(arguments: Sequence[str] | None = None) -> Results:
+    """Measure what was asked for and return the rows."""
+    options = parse(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    results = Results(options.out / "rows.jsonl", options.minutes, options.only, options.list, options.resume)
+    clock = Clock(options.device, options.warmup, options.runs)
+    print(machine(options.device), flush=True)
+    for group in groups(options.tiny, options.backend):
+        run_group(group, results, clock, options)
+    run_floors(results, clock, options.tiny)
+    run_layers(results, clock, options.tiny)
+    return results
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for rows.jsonl and profiles")
+    parser.add_argument("--only", default="", help="regular expression searched in 'workload variant'")
+    parser.add_argument("--minutes", type=float, default=1e9, help="rows that would begin later are skipped")
+    parser.add_argument("--profile", action="store_true", help="profile one step of each row of a model, too")
+    parser.add_argument("--backend", default="auto", type=backends, help="of apply_patches: a name, or op=name,op=name")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--tiny", action="store_true", help="tiny models and rows")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--list", action="store_true", help="name the rows, run nothing")
+    parser.add_argument("--resume", action="store_true", help="leave out rows that DIR/rows.jsonl holds")
+    return parser.parse_args(arguments)
+
+
+def backends(text: str) -> Any:
+    """Read a name, or "op=name,op=name" as a dict."""
+    return dict(part.split("=", 1) for part in text.split(",")) if "=" in text else text
+
+
+def run_group(group: Group, results: Results, clock: Clock, options: argparse.Namespace) -> None:
+    """Build the group's model once and time its rows; a model that cannot be built is every row's result."""
+    rows = [row for row in group.rows if results.wanted(*row[:2])]
+    if not rows or results.late():
+        return _each(results, rows, lambda load: {})
+    dtype = torch.bfloat16 if clock.device == "cuda" else torch.float32
+    try:
+        with variant_of(group.shape, group.variant, clock.device, dtype) as model:
+            _time_rows(model, group, rows, results, clock, options.out if options.profile else None)
+            del model  # so that its memory is free when the block ends
+    except Exception as error:
+        message = f"{type(error).__name__}: {str(error)[:300]}"
+        done = {(row["workload"], row["variant"]) for row in results.rows}
+        _each(results, [row for row in rows if row[:2] not in done], lambda load: {"error": message})
+
+
+def _time_rows(model: Any, group: Group, rows: Any, results: Results, clock: Clock, profiles: Path | None) -> None:
+    for workload, variant, load in rows:
+        name = re.sub(r"[^a-z0-9]+", "-", f"profile {workload} {variant}".lower())
+        target = None if profiles is None else profiles / f"{name}.json"
+        results.row(workload, variant, partial(time_row, model, group, load, clock, target))
+
+
+def _each(results: Results, rows: Any, measure: Any) -> None:
+    for workload, variant, load in rows:
+        results.row(workload, variant, partial(measure, load))
+
+
+def time_row(model: Any, group: Group, load: Load, clock: Clock, profile_to: Path | None) -> dict[str, Any]:
+    """Time one batch; returns the row's numbers and what ran."""
+    inputs = load.inputs(model.config.vocab_size, clock.device)
+    step = step_of(model.base_model, inputs)
+    row: dict[str, Any] = clock.measure(step)
+    loss = float(step())
+    if not loss < float("inf"):
+        raise FloatingPointError(f"the step's loss is {loss}")
+    row |= {"real_tokens_per_s": load.real_tokens / row["ms"] * 1e3, **load.facts(), **what_runs(model)}
+    row |= {"layers": group.shape.layers, "liger": group.variant.liger, "flash_qla": group.variant.flash_qla}
+    note = "; ".join(part for part in (group.shape.note(), group.note) if part)
+    if note:
+        row["note"] = note
+    if profile_to is not None:
+        row["kernel_ms"] = profile(step, clock.device, profile_to)
+    model.zero_grad(set_to_none=True)
+    return row
+
+
+def run_floors(results: Results, clock: Clock, tiny: bool) -> None:
+    """The matrix products of each shape alone."""
+    for name, key in {"2b": "tiny", "9b": "tiny", "moe": "tiny-moe"}.items():
+        shape, tokens = (SHAPES[key], 400) if tiny else (SHAPES[name], TOKENS)
+        results.row(f"{name}-32k-packed", "matrix products alone", partial(floor, shape, tokens, clock))
+
+
+def run_layers(results: Results, clock: Clock, tiny: bool) -> None:
+    """Every backend of every operation, one layer's worth."""
+    if tiny:
+        operations(results, clock, [5, 64, 1, 30], size=16, widths={"linear": [(2, 2), (2, 4)], "full": [(4, 2, 16)]})
+    else:
+        operations(results, clock, log_normal_lengths(TOKENS))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Models to time: built on the device in bf16, with kernels put in, and given back whole."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_packfree import apply_patches, patch_report
+from tests.gpu.shapes import Shape, configuration
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What runs.
+
+    Attributes:
+        packfree: whether `apply_patches` is called.
+        liger: "" (no), "before" or "after" `apply_patches`.
+        flash_qla: whether FlashQLA may run the delta rule, ours and upstream's.
+        fla_conv: whether FLA's Triton convolution stands in for upstream's, which refuses packed rows without
+            causal-conv1d.
+        backend: the argument of `apply_patches`: a name, or {operation: name}.
+    """
+
+    packfree: bool = True
+    liger: str = ""
+    flash_qla: bool = True
+    fla_conv: bool = False
+    backend: Any = "auto"
+
+    def choice(self) -> Any:
+        """The backends to ask for: where FlashQLA is off, FLA's delta rule."""
+        if self.flash_qla or isinstance(self.backend, dict) or self.backend != "auto":
+            return self.backend
+        return {"delta_rule": "fla"}
+
+
+def build(shape: Shape, device: str, dtype: torch.dtype = torch.bfloat16, *, attention: str = "sdpa") -> nn.Module:
+    """Return the shape's model with random weights, in training mode; parameters are made on the device in `dtype`."""
+    import transformers
+
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            model = getattr(transformers, shape.causal_lm)(configuration(shape, attention=attention))
+    finally:
+        torch.set_default_dtype(before)
+    return model.train()
+
+
+@contextmanager
+def variant_of(shape: Shape, variant: Variant, device: str, dtype: torch.dtype = torch.bfloat16) -> Iterator[nn.Module]:
+    """Build a model, put the variant's kernels in, and undo every global change and free the memory afterwards."""
+    upstream = import_module(f"transformers.models.{shape.family}.modeling_{shape.family}")
+    names = dict(vars(upstream))
+    flag = os.environ.get("FLA_FLASH_QLA")
+    if not variant.flash_qla:
+        os.environ["FLA_FLASH_QLA"] = "0"
+    model = None
+    try:
+        model = build(shape, device, dtype)
+        _put_in(model, shape, variant, upstream)
+        yield model
+    finally:
+        vars(upstream).update(names)  # Liger renames classes in upstream's module
+        _set_environment("FLA_FLASH_QLA", flag)
+        del model
+        free()
+
+
+def _put_in(model: nn.Module, shape: Shape, variant: Variant, upstream: Any) -> None:
+    if variant.fla_conv:
+        upstream.causal_conv1d_fn = fla_convolution()
+    if variant.liger == "before":
+        put_liger_in(model, shape.family)
+    if variant.packfree:
+        apply_patches(model, backend=variant.choice())
+    if variant.liger == "after":
+        put_liger_in(model, shape.family)
+
+
+def put_liger_in(model: nn.Module, family: str) -> None:
+    """Put Liger's RMSNorm and SwiGLU (for experts: its fused experts) into the model; loss and rope stay."""
+    import liger_kernel.transformers as liger
+
+    put_in = getattr(liger, f"apply_liger_kernel_to_{family}")
+    put_in(model=model, rope=False, cross_entropy=False, fused_linear_cross_entropy=False)
+
+
+def fla_convolution() -> Any:
+    """Return FLA's Triton convolution behind upstream's signature: x and the result are [B, C, T]."""
+    from fla.modules.convolution import causal_conv1d
+
+    def convolve(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **words: Any) -> Tensor:
+        offsets = words.get("cu_seq_lens_q")
+        return causal_conv1d(x.mT, weight, bias=bias, activation=activation, cu_seqlens=offsets)[0].mT
+
+    return convolve
+
+
+def what_runs(model: nn.Module) -> dict[str, Any]:
+    """Return the backends of a patched model, and the experts implementation of a mixture."""
+    found: dict[str, Any] = {}
+    report = patch_report(model)
+    if report.patched:
+        found["implementations"] = dict(report.implementations)
+    experts = next((module for module in model.modules() if type(module).__name__.endswith("Experts")), None)
+    if experts is not None:
+        bound = vars(experts).get("forward")  # what Liger sets on the instance
+        patched = getattr(getattr(bound, "__func__", bound), "__qualname__", "")
+        found["experts"] = patched.removesuffix(".forward") or model.config._experts_implementation
+    return found
+
+
+def free() -> None:
+    """Give the device's memory back; call it when nothing refers to the model any more."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _set_environment(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value

@@ -1,0 +1,176 @@
+"""Write README's GPU tables and the plot from the newest result.
+
+    python -m tests.gpu.report                  # print the tables
+    python -m tests.gpu.report --readme         # put them between README's `<!-- gpu -->` and `<!-- /gpu -->`, draw the plot
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "tests/gpu/results"
+PLOT = RESULTS / "steps.png"
+FLOOR = "matrix products alone"
+TITLES = {
+    "2b-32k-packed": "2B shape, 32,768 tokens in {documents} documents",
+    "2b-8x2048-padded": "2B shape, 8 rows of 2,048 slots, {fill:.0%} full",
+    "9b-32k-packed": "9B shape ({layers} layers), 32,768 tokens",
+    "moe-32k-packed": "MoE, 64 experts, 8 a token ({layers} layers), 32,768 tokens",
+}
+MARKS = re.compile(r"(<!-- gpu\b[^>]*-->\n).*?(<!-- /gpu -->)", re.S)
+BLUE, ORANGE, GREY = "#2b6cb0", "#dd8452", "#8c8c8c"
+
+
+def main(arguments: Sequence[str] | None = None) -> str:
+    """Print the tables, or write them where README wants them; returns them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--result", type=Path, help="a result; the newest in tests/gpu/results if not given")
+    parser.add_argument("--readme", nargs="?", type=Path, const=ROOT / "README.md", help="write the tables into this file")
+    parser.add_argument("--plot", type=Path, default=PLOT, help="where --readme draws the plot")
+    options = parser.parse_args(arguments)
+    path = options.result or newest(RESULTS)
+    result = json.loads(path.read_text())
+    text = report(result, path.name)
+    if options.readme is None:
+        print(text)
+        return text
+    draw(result, options.plot)
+    image = f"![ms, tokens per second and memory of one step]({_relative(options.plot, options.readme.parent)})\n"
+    options.readme.write_text(put_in(options.readme.read_text(), text + "\n" + image))
+    return text
+
+
+def newest(folder: Path) -> Path:
+    """Return the result with the latest date in its name."""
+    found = sorted(folder.glob("*.json"))
+    if not found:
+        raise FileNotFoundError(f"found no *.json in {folder}; wanted a result; run python -m tests.gpu.run_all --out {folder}")
+    return found[-1]
+
+
+def put_in(readme: str, text: str) -> str:
+    """Return the README with `text` between its marks."""
+    if len(MARKS.findall(readme)) != 1:
+        raise ValueError("found not exactly one pair of `<!-- gpu -->` and `<!-- /gpu -->` lines; wanted one; add it")
+    return MARKS.sub(lambda marks: f"{marks[1]}{text}{marks[2]}", readme)
+
+
+def report(result: dict[str, Any], name: str) -> str:
+    """Return the tables as Markdown, with date and machine."""
+    versions = ", ".join(
+        f"{package} {result['versions'][package]}"
+        for package in ("torch", "triton", "transformers", "fla-core", "flash-qla", "liger-kernel", "causal-conv1d")
+        if package in result["versions"]
+    )
+    head = (
+        f"One step is forward and backward of the trunk in bf16. Made on {result['date']} on one {result['machine']} with "
+        f"{versions}; every number is in `tests/gpu/results/{name}`.\n"
+    )
+    return "\n".join(part for part in (head, steps(result), linearity(result), exactness(result)) if part)
+
+
+def steps(result: dict[str, Any]) -> str:
+    """One table of the workloads; an error is the row's result, in words."""
+    titles = ("one step", "ms", "real tokens/s", "peak GiB", "against stock", "times the matrix products")
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for workload, title in TITLES.items():
+        rows = rows_of(result, workload)
+        if rows:
+            lines.append(f"| **{heading(title, rows)}** | | | | | |")
+            lines += [_line(row, rows) for row in rows.values()]
+    return "\n".join(lines) + "\n" if len(lines) > 2 else ""
+
+
+def rows_of(result: dict[str, Any], workload: str) -> dict[str, dict[str, Any]]:
+    """{variant: row} of one workload, skipped rows left out."""
+    return {row["variant"]: row for row in result["rows"] if row["workload"] == workload and "skipped" not in row}
+
+
+def heading(title: str, rows: dict[str, dict[str, Any]]) -> str:
+    """Fill the title from the first row that has documents."""
+    facts = next((row for row in rows.values() if "documents" in row), {})
+    padded = next((row for row in rows.values() if row.get("form") == "padded"), facts)
+    fill = padded.get("real_tokens", 0) / padded.get("slots", 1)
+    return title.format(documents=facts.get("documents", "?"), layers=facts.get("layers", "?"), fill=fill)
+
+
+def _line(row: dict[str, Any], rows: dict[str, dict[str, Any]]) -> str:
+    if "ms" not in row:
+        kind = row.get("error", "no result").split(":")[0]
+        return f"| {row['variant']} | {'out of memory' if kind == 'OutOfMemoryError' else kind} | | | | |"
+    base = next((r for name in ("stock padded", "stock packed") if "ms" in (r := rows.get(name, {}))), None)
+    against = f"{row['real_tokens_per_s'] / base['real_tokens_per_s']:.2f} x" if base and row["variant"] != FLOOR else ""
+    floor = rows.get(FLOOR, {}).get("ms")
+    times = f"{row['ms'] / floor:.2f}" if floor else ""
+    memory = "" if row["variant"] == FLOOR else f"{row['peak_gib']:.1f}"
+    return f"| {row['variant']} | {row['ms']:,.0f} | {row['real_tokens_per_s']:,.0f} | {memory} | {against} | {times} |"
+
+
+def linearity(result: dict[str, Any]) -> str:
+    """Real tokens/s by row length and document length."""
+    found = {(row["workload"], row["variant"]): row for row in result["rows"] if row["workload"].startswith("2b-8layers-")}
+    if not found:
+        return ""
+    sizes = list(dict.fromkeys(workload for workload, _ in found))
+    kinds = sorted({variant for _, variant in found}, key=lambda kind: int("0" + re.sub(r"\D", "", kind)) or 1e9)
+    lines = [f"| real tokens/s, 8 layers of the 2B shape | {' | '.join(size.split('-')[-1] for size in sizes)} |"]
+    lines.append("|---|" + "---|" * len(sizes))
+    for kind in kinds:
+        cells = (found.get((size, kind), {}).get("real_tokens_per_s") for size in sizes)
+        lines.append(f"| {kind} | {' | '.join(f'{cell:,.0f}' if cell else '' for cell in cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def exactness(result: dict[str, Any]) -> str:
+    """Relative RMS errors of documents in a row against documents alone, and the tests' outcomes."""
+    pattern = r"values, packed against alone|packed against upstream one by one|packed against padded"
+    errors = [line for line in result["errors"] if re.search(pattern, line["what"])]
+    if not errors:
+        return ""
+    lines = ["| measured on the GPU | error | limit |", "|---|---|---|"]
+    for line in errors:
+        error = f"{line['error']:.1e}" if line["error"] else "0"
+        limit = "" if line["limit"] is None else f"{line['limit']:.0e}" if line["limit"] else "0"
+        lines.append(f"| {line['what']} | {error} | {limit} |")
+    counts = ", ".join(f"{result['tests'].get(name, 0)} {name}" for name in ("passed", "failed", "skipped"))
+    return "\n".join(lines) + f"\n\nGPU tests: {counts}.\n"
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Draw real tokens/s and peak memory of the workloads that have numbers, as one small PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    bars = []
+    for workload in reversed(TITLES):
+        rows = [row for row in rows_of(result, workload).values() if "ms" in row and row["variant"] != FLOOR]
+        bars += [(f"{workload}: {row['variant']}", row) for row in reversed(rows)]
+    figure, (speed, memory) = pyplot.subplots(1, 2, figsize=(9, 0.8 + 0.22 * len(bars)), sharey=True, layout="constrained")
+    colours = [GREY if "stock" in name else BLUE if "liger" in name else ORANGE for name, _ in bars]
+    names = [name for name, _ in bars]
+    speed.barh(names, [row["real_tokens_per_s"] for _, row in bars], color=colours)
+    memory.barh(names, [row["peak_gib"] for _, row in bars], color=colours)
+    speed.set_xlabel("real tokens/s (more is better)")
+    memory.set_xlabel("peak GiB (less is better)")
+    speed.tick_params(axis="y", labelsize=7)
+    figure.suptitle(f"One training step, {result['machine']}, {result['date']}", fontsize=10)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=90)
+    pyplot.close(figure)
+
+
+def _relative(path: Path, folder: Path) -> str:
+    path, folder = path.resolve(), folder.resolve()
+    return path.relative_to(folder).as_posix() if path.is_relative_to(folder) else path.as_posix()
+
+
+if __name__ == "__main__":
+    main()

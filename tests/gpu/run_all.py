@@ -1,0 +1,147 @@
+"""Run the GPU measurements and tests within a budget, and leave one dated result.
+
+    python -m tests.gpu.run_all --out DIR [--minutes 9] [--only REGEX] [--tests FILE ...] [--no-tests] [--no-rows]
+    python -m tests.gpu.run_all --out DIR --assemble DIR1 DIR2 ...     # one result of several calls; runs nothing
+    python -m tests.gpu.run_all --out DIR --device cpu --tiny          # a trial of the script itself
+
+Leaves DIR/<date>-<gpu>.json: {"machine", "date", "versions", "rows", "errors", "tests"}.  Rows, errors and outcomes are
+also appended as they come (rows.jsonl, errors.jsonl, tests.jsonl), so that a call that is cut off loses little: assemble it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.gpu.timing import DEAD, name_of, read_lines
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = ("test_ops.py", "test_model.py", "test_sync.py", "test_training.py")
+RESTARTS = 4
+
+
+def main(arguments: Sequence[str] | None = None) -> Path:
+    """Run what was asked for and return the result's path."""
+    options, rest = parse(arguments)
+    options.out = options.out.resolve()
+    options.out.mkdir(parents=True, exist_ok=True)
+    folders = options.assemble or [options.out]
+    if not options.assemble:
+        deadline = time.monotonic() + options.minutes * 60
+        about = run([sys.executable, "-m", "tests.gpu.machine", options.device], options, 120, capture=True)
+        (options.out / "machine.json").write_text(about.strip().splitlines()[-1] if about else "{}")
+        share = 1.0 if options.no_tests else options.share
+        if not options.no_rows:
+            measure(options, rest, time.monotonic() + (deadline - time.monotonic()) * share)
+        for name in () if options.no_tests else options.tests:
+            test(name, options, deadline)
+    path = write(assemble(folders), options.out)
+    print(f"wrote {path}")
+    return path
+
+
+def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """Read the command line; what is not known here goes to tests.gpu.measure."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=9.0, help="for everything together")
+    parser.add_argument("--share", type=float, default=0.55, help="of the minutes that the rows may take")
+    parser.add_argument("--tests", nargs="*", default=TESTS, help=f"of {', '.join(TESTS)}")
+    parser.add_argument("--pytest", default="", help="more of pytest's options, in one string: '-k varlen'")
+    parser.add_argument("--no-tests", action="store_true")
+    parser.add_argument("--no-rows", action="store_true")
+    parser.add_argument("--assemble", nargs="+", type=Path, help="folders of earlier calls, oldest first")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--tiny", action="store_true")
+    return parser.parse_known_args(arguments)
+
+
+def measure(options: argparse.Namespace, rest: list[str], deadline: float) -> None:
+    """Time the rows; a process whose device died is followed by a fresh one that goes on."""
+    command = [sys.executable, "-m", "tests.gpu.measure", "--out", str(options.out), "--device", options.device, *rest]
+    command += ["--tiny"] if options.tiny else []
+    for turn in range(RESTARTS):
+        minutes = (deadline - time.monotonic()) / 60
+        again = ["--resume"] if turn else []
+        status = run([*command, "--minutes", f"{minutes:.2f}", *again], options, minutes * 60 + 60)
+        if status != DEAD:
+            return
+
+
+def test(name: str, options: argparse.Namespace, deadline: float) -> None:
+    """Run one file of tests in a process of its own; the folder above's conftest needs packages that may be missing."""
+    left = deadline - time.monotonic()
+    if left < 10:
+        print(f"{name}: no time left")
+        return
+    command = [sys.executable, "-m", "pytest", f"tests/gpu/{name}", "-q", "--confcutdir=tests/gpu", "-W", "default"]
+    run([*command, "-p", "no:cacheprovider", "--tb=short", *options.pytest.split()], options, left)
+
+
+def run(command: list[str], options: argparse.Namespace, seconds: float, capture: bool = False) -> Any:
+    """Run a command in the repository's root; return its exit status, or with `capture` what it printed."""
+    path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH", "")) if part)
+    environment = {**os.environ, "PYTHONPATH": path, "PACKFREE_GPU_OUT": str(options.out)}
+    if options.device == "cpu":
+        environment["PACKFREE_GPU_TESTS"] = "cpu"
+    try:
+        done = subprocess.run(command, cwd=ROOT, env=environment, timeout=max(seconds, 1), text=True,
+                              stdout=subprocess.PIPE if capture else None)
+    except subprocess.TimeoutExpired:
+        print(f"stopped after {seconds:.0f} s: {' '.join(command)}", flush=True)
+        return "" if capture else None
+    return done.stdout if capture else done.returncode
+
+
+def assemble(folders: Sequence[Path]) -> dict[str, Any]:
+    """Return one result of the folders' lines; of rows, errors and outcomes of one name the last that ran counts."""
+    rows: dict[Any, Any] = {}
+    errors: dict[Any, Any] = {}
+    tests: dict[str, Any] = {}
+    about: dict[str, Any] = {}
+    for folder in folders:
+        machine = folder / "machine.json"
+        about |= json.loads(machine.read_text()) if machine.exists() else {}
+        for row in read_lines(folder / "rows.jsonl"):
+            if "skipped" not in row or name_of(row) not in rows:
+                rows[name_of(row)] = row
+        errors |= {(line["test"], line["what"]): line for line in read_lines(folder / "errors.jsonl")}
+        tests |= {line["test"]: line for line in read_lines(folder / "tests.jsonl")}
+    found = {"machine": "", "date": "", "versions": {}, **about}
+    return found | {"rows": list(rows.values()), "errors": list(errors.values()), "tests": outcomes(tests)}
+
+
+def outcomes(tests: dict[str, Any]) -> dict[str, Any]:
+    """Count the tests' outcomes, and keep why those that did not pass did not."""
+    names = ("passed", "failed", "skipped")
+    found: dict[str, Any] = {name: sum(line["outcome"] == name for line in tests.values()) for name in names}
+    found["not_passed"] = [
+        {"test": line["test"], "outcome": line["outcome"], "reason": line["reason"]}
+        for line in tests.values() if line["outcome"] != "passed"
+    ]
+    return found
+
+
+def write(result: dict[str, Any], folder: Path) -> Path:
+    """Write the result under its date and machine."""
+    name = re.sub(r"[^a-z0-9]+", "-", f"{result['date']} {result['machine']}".lower()).strip("-") or "unknown"
+    path = folder / f"{name}.json"
+    head = {key: result[key] for key in ("machine", "date", "versions")}
+    lists = {key: [json.dumps(item) for item in result[key]] for key in ("rows", "errors")}
+    text = json.dumps(head, indent=1)[:-2]
+    for key, items in lists.items():
+        text += f',\n "{key}": [\n  ' + ",\n  ".join(items) + "\n ]" if items else f',\n "{key}": []'
+    path.write_text(text + f',\n "tests": {json.dumps(result["tests"], indent=1)}\n}}\n')
+    return path
+
+
+if __name__ == "__main__":
+    main()

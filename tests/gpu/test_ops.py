@@ -1,0 +1,105 @@
+"""Every backend of every operation: against the torch-native twin, and a document in a row against the document alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.gpu.checks import DEVICE, LENGTHS, LONG, OPS, TRIAL, as_leaves, cut, gpu, op_cases, record_of, spans
+from tests.support import relative_rms
+
+pytestmark = gpu
+TWIN = {  # (values, gradients): relative RMS against the twin in fp64 on the same inputs
+    torch.float32: (1e-4, 5e-3),  # gradients that TileLang computes have TF32 products
+    torch.bfloat16: (1e-2, 3e-2),
+}
+NOISE = 5e-3
+"""Relative RMS of what is not promised bit for bit: torch's products, and gradients' order of summation in bf16."""
+LEAK = 1e-2
+
+
+def run(op, leaves, packed, backend, weight):
+    """Return the output and {leaf: gradient} of a fixed random functional."""
+    output = op.run(leaves, packed, backend)
+    (output * weight.to(output.dtype)).sum().backward()
+    return output.detach(), {name: leaf.grad for name, leaf in leaves.items()}
+
+
+def functional(op, values, packed):
+    """fp64 weights of the output's shape [1, T, ...]."""
+    with torch.no_grad():
+        shape = op.run(as_leaves(values, torch.float32), packed, "torch").shape
+    return torch.randn(shape, dtype=torch.float64).to(DEVICE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("op, backend", op_cases(torch_too=False))
+def test_equals_the_twin(op, backend, dtype, record, precise):
+    torch.manual_seed(0)
+    packed = record_of(LENGTHS)
+    values = as_leaves(op.leaves(sum(LENGTHS)), dtype)  # rounded once, for both sides alike
+    weight = functional(op, values, packed)
+    found = run(op, as_leaves(values, dtype), packed, backend, weight)
+    wanted = run(op, as_leaves(values, torch.float64), packed, "torch", weight.to(dtype).double())
+    limits = TWIN[dtype]
+    record(f"{op.name}, {backend}: values against fp64", relative_rms(found[0], wanted[0]), limits[0], dtype=str(dtype))
+    for leaf, gradient in found[1].items():
+        error = relative_rms(gradient, wanted[1][leaf])
+        record(f"{op.name}, {backend}: gradient of {leaf} against fp64", error, limits[1], dtype=str(dtype))
+
+
+@pytest.mark.parametrize("op, backend", op_cases(torch_too=True))
+def test_a_document_in_a_row_equals_the_document_alone(op, backend, record):
+    """bf16, the same kernels; "alone" is a record of one segment."""
+    torch.manual_seed(0)
+    dtype = torch.float32 if TRIAL else torch.bfloat16
+    leaves = as_leaves(op.leaves(sum(LONG)), dtype)
+    packed = record_of(LONG)
+    weight = functional(op, leaves, packed)
+    output, gradients = run(op, leaves, packed, backend, weight)
+    alone = [
+        run(op, cut(op, leaves, begin, end), record_of([end - begin]), backend, weight[:, begin:end])
+        for begin, end in spans(LONG)
+    ]
+    outputs = torch.cat([document[0] for document in alone], 1)
+    differ = [end - begin for begin, end in spans(LONG) if not torch.equal(output[:, begin:end], outputs[:, begin:end])]
+    limit = 0.0 if backend in op.exact else NOISE
+    facts = {"worst": float((output - outputs).abs().max()), "lengths_that_differ": differ}
+    record(f"{op.name}, {backend}: values, packed against alone", relative_rms(output, outputs), limit, **facts)
+    for leaf, gradient in gradients.items():
+        parts = [document[1][leaf] for document in alone]
+        together = sum(part.double() for part in parts) if leaf in op.shared else torch.cat(parts, 1)
+        what = f"{op.name}, {backend}: gradient of {leaf}, packed against alone"
+        record(what, relative_rms(gradient, together), NOISE)
+    if backend in op.exact:
+        assert not differ, f"documents of {differ} tokens differ"
+
+
+@pytest.mark.parametrize("op, backend", [case for case in op_cases(torch_too=True) if case.values[0].mixes])
+def test_control_without_boundaries_leaks(op, backend, record):
+    torch.manual_seed(0)
+    leaves = as_leaves(op.leaves(sum(LENGTHS)), torch.float32 if TRIAL else torch.bfloat16)
+    with torch.no_grad():
+        leaking = op.run(leaves, record_of([sum(LENGTHS)]), backend)
+        exact = op.run(leaves, record_of(LENGTHS), backend)
+    leak = relative_rms(leaking, exact)
+    record(f"{op.name}, {backend}: control, one document instead of {len(LENGTHS)}", leak)
+    assert leak > LEAK
+
+
+@pytest.mark.parametrize("outputs, inputs", [(6144, 2048), (2048, 6144), (2048, 2048), (512, 2048), (16, 2048)])
+def test_rows_of_a_matrix_product(outputs, inputs, record):
+    """What the matrix library adds: the same tokens in a product with more rows.  Measured; nobody promises it."""
+    dtype = torch.float32 if TRIAL else torch.bfloat16
+    torch.manual_seed(0)
+    x = torch.randn(sum(LONG), inputs, device=DEVICE, dtype=dtype)
+    weight = torch.randn(outputs, inputs, device=DEVICE, dtype=dtype)
+    together, alone = x @ weight.mT, torch.cat([x[begin:end] @ weight.mT for begin, end in spans(LONG)])
+    differ = [end - begin for begin, end in spans(LONG) if not torch.equal(together[begin:end], alone[begin:end])]
+    what = f"matrix product {outputs} x {inputs}, packed against alone"
+    record(what, relative_rms(together, alone), 1e-2, lengths_that_differ=differ)
+
+
+def test_every_operation_is_here():
+    for name in ("delta rule", "conv", "attention"):
+        assert "torch" in OPS[name].backends()

@@ -1,0 +1,89 @@
+"""README's GPU tables say what the result says; runs anywhere."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.gpu import report, run_all
+
+RESULT = {
+    "machine": "NVIDIA Test", "date": "2026-01-02", "versions": {"torch": "2.11.0", "triton": "3.6.0"},
+    "rows": [
+        {"workload": "2b-32k-packed", "variant": "packfree+liger", "ms": 500.0, "real_tokens_per_s": 65536.0, "peak_gib": 60.0,
+         "documents": 58, "layers": 24},
+        {"workload": "2b-32k-packed", "variant": "stock packed", "ms": 2000.0, "real_tokens_per_s": 16384.0, "peak_gib": 127.8},
+        {"workload": "2b-32k-packed", "variant": "matrix products alone", "ms": 400.0, "real_tokens_per_s": 81920.0},
+        {"workload": "2b-32k-packed", "variant": "late", "skipped": "after 9 minutes"},
+        {"workload": "9b-32k-packed", "variant": "stock packed", "error": "OutOfMemoryError: CUDA out of memory"},
+        {"workload": "2b-8x2048-padded", "variant": "stock padded", "ms": 400.0, "real_tokens_per_s": 14000.0,
+         "peak_gib": 50.0, "form": "padded", "real_tokens": 5600, "slots": 16384, "documents": 8, "layers": 24},
+        {"workload": "2b-8layers-4k", "variant": "documents of 64", "ms": 1.0, "real_tokens_per_s": 4096000.0, "peak_gib": 1.0},
+        {"workload": "2b-8layers-4k", "variant": "one document", "ms": 1.0, "real_tokens_per_s": 4095000.0, "peak_gib": 1.0},
+        {"workload": "2b-8layers-32k", "variant": "documents of 64", "ms": 8.0,
+         "real_tokens_per_s": 4096000.0, "peak_gib": 9.0},
+    ],
+    "errors": [
+        {"test": "a", "what": "conv, fla: values, packed against alone", "error": 0.0, "limit": 0.0},
+        {"test": "b", "what": "conv, fla: gradient of x against fp64", "error": 1e-3, "limit": 1e-2},
+    ],
+    "tests": {"passed": 3, "failed": 1, "skipped": 2, "not_passed": []},
+}
+
+
+def test_tables():
+    lines = report.report(RESULT, "x.json").splitlines()
+    assert "Made on 2026-01-02 on one NVIDIA Test with torch 2.11.0, triton 3.6.0" in lines[0]
+    assert "| **2B shape, 32,768 tokens in 58 documents** | | | | | |" in lines
+    assert "| packfree+liger | 500 | 65,536 | 60.0 | 4.00 x | 1.25 |" in lines
+    assert "| stock packed | 2,000 | 16,384 | 127.8 | 1.00 x | 5.00 |" in lines
+    assert "| matrix products alone | 400 | 81,920 |  |  | 1.00 |" in lines
+    assert "| stock packed | out of memory | | | | |" in lines
+    assert "| **2B shape, 8 rows of 2,048 slots, 34% full** | | | | | |" in lines
+    assert "| real tokens/s, 8 layers of the 2B shape | 4k | 32k |" in lines
+    assert lines.index("| documents of 64 | 4,096,000 | 4,096,000 |") < lines.index("| one document | 4,095,000 |  |")
+    assert "| conv, fla: values, packed against alone | 0 | 0 |" in lines
+    assert "GPU tests: 3 passed, 1 failed, 2 skipped." in lines
+    assert not [line for line in lines if "late" in line or "fp64" in line]
+
+
+def test_the_readme_gets_the_newest_result(tmp_path):
+    for date in ("2026-01-01", "2026-01-02"):
+        (tmp_path / f"{date}-gpu.json").write_text(json.dumps(RESULT))
+    assert report.newest(tmp_path).name == "2026-01-02-gpu.json"
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- gpu -->\nold\n<!-- /gpu -->\nafter\n")
+    arguments = ["--result", str(report.newest(tmp_path)), "--readme", str(readme), "--plot", str(tmp_path / "plot.png")]
+    for _ in range(2):  # writing again changes nothing
+        report.main(arguments)
+        before, inside, after = readme.read_text().partition("<!-- gpu -->\n")[0::2] + ("",)
+        text, _, after = inside.partition("<!-- /gpu -->")
+        assert (before, after) == ("before\n", "\nafter\n")
+        assert text.startswith("One step is") and text.endswith("(plot.png)\n") and "old" not in text
+    assert 1_000 < (tmp_path / "plot.png").stat().st_size < 100_000
+
+
+def test_a_readme_without_marks_is_refused():
+    with pytest.raises(ValueError, match="wanted one"):
+        report.put_in("no marks", "text")
+
+
+def test_calls_are_assembled(tmp_path):
+    first, second = tmp_path / "1", tmp_path / "2"
+    lines = {
+        first: [{"workload": "w", "variant": "a", "ms": 1.0}, {"workload": "w", "variant": "b", "ms": 2.0}],
+        second: [{"workload": "w", "variant": "a", "ms": 3.0}, {"workload": "w", "variant": "b", "skipped": "late"}],
+    }
+    for folder, rows in lines.items():
+        folder.mkdir()
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"cut": ')
+        (folder / "machine.json").write_text('{"machine": "GPU 1", "date": "2026-01-02", "versions": {}}')
+    (second / "tests.jsonl").write_text('{"test": "t", "outcome": "failed", "s": 1, "reason": "r"}\n')
+    path = run_all.main(["--out", str(tmp_path), "--assemble", str(first), str(second)])
+    assert path.name == "2026-01-02-gpu-1.json"
+    found = json.loads(path.read_text())
+    assert [(row["variant"], row["ms"]) for row in found["rows"]] == [("a", 3.0), ("b", 2.0)]
+    assert found["tests"] == {
+        "passed": 0, "failed": 1, "skipped": 0, "not_passed": [{"test": "t", "outcome": "failed", "reason": "r"}],
+    }

@@ -1,0 +1,64 @@
+"""Shapes, lengths and names that the GPU scripts stand on; runs anywhere."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.gpu.layers import products
+from tests.gpu.profiling import category
+from tests.gpu.shapes import SHAPES, TOKENS, batch_lengths, configuration, fixed_lengths, log_normal_lengths
+from tests.gpu.workloads import groups
+
+
+def test_lengths():
+    lengths = log_normal_lengths(TOKENS)
+    assert sum(lengths) == TOKENS and len(lengths) == 58 and max(lengths) <= 2048 and min(lengths[:-1]) >= 32
+    assert fixed_lengths(1000, 300) == [300, 300, 300, 100] and fixed_lengths(64, 64) == [64]
+    rows = batch_lengths(8, 2048, 0.34)
+    assert len(rows) == 8 and max(rows) == 2048 and min(rows) >= 1
+    assert sum(rows) / (8 * 2048) == pytest.approx(0.34, abs=0.005)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_have_three_linear_layers_to_one_full(name):
+    config = configuration(SHAPES[name])
+    assert config.layer_types.count("linear_attention") == 3 * config.layer_types.count("full_attention")
+
+
+@pytest.mark.parametrize("name, tera", [("2b", 270), ("9b", 340), ("moe", 95)])
+def test_matrix_products(name, tera):
+    """Six operations per token, weight and direction: forward, and two gradients."""
+    chosen = SHAPES[name].sizes.get("num_experts_per_tok", 1)
+    operations = sum(
+        6 * TOKENS * outputs * inputs * count * (chosen if experts > 1 else 1)
+        for (experts, outputs, inputs), count in products(SHAPES[name]).items()
+    )
+    assert operations / 1e12 == pytest.approx(tera, rel=0.01)
+
+
+def test_rows_have_names_of_their_own():
+    names = [row[:2] for group in groups() for row in group.rows]
+    assert len(names) == len(set(names))
+    assert {row[0] for group in groups() for row in group.rows} >= {"2b-32k-packed", "2b-8x2048-padded", "moe-32k-packed"}
+    assert all(row[2].real_tokens in (4096, TOKENS, 4 * TOKENS, 5567) for group in groups() for row in group.rows)
+
+
+@pytest.mark.parametrize(
+    "kernel, wanted",
+    [
+        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NTN", "gemm"),
+        ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<cutlass::bfloat16_t>", "attention"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::BFloat16>>", "elementwise add"),
+        ("void at::native::elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda>", "copy"),
+        ("chunk_gated_delta_rule_fwd_kernel_h_blockdim64", "delta rule"),
+        ("recompute_w_u_fwd_kernel", "delta rule"),
+        ("l2norm_fwd_kernel", "delta rule"),
+        ("causal_conv1d_fwd_kernel", "conv"),
+        ("_rms_norm_forward_kernel", "norm"),
+        ("layer_norm_gated_bwd_kernel", "norm"),
+        ("_swiglu_forward_kernel", "swiglu"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::sigmoid_kernel_cuda>", "other"),
+    ],
+)
+def test_kernels_have_a_category(kernel, wanted):
+    assert category(kernel) == wanted

@@ -1,0 +1,183 @@
+"""Time a step: medians of CUDA events, peak memory, a budget of minutes, results written as they come.
+
+Times in ms, memory in GiB.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.gpu.models import free
+
+
+@dataclass(frozen=True)
+class Clock:
+    """How a step is timed: on "cuda" by events on the stream, elsewhere by the wall.
+
+    Attributes:
+        device: "cuda" or "cpu".
+        warmup, runs: how many steps come before and count.
+        longest: seconds of timed steps after which no further one begins (two count at least).
+        shortest: ms that a timing lasts at least; shorter steps are repeated within it, so that the device never waits
+            for the host between them, and divided by their number.
+    """
+
+    device: str
+    warmup: int = 2
+    runs: int = 5
+    longest: float = 12.0
+    shortest: float = 10.0
+
+    def measure(self, step: Callable[[], Any]) -> dict[str, float]:
+        """Return {"ms": median, "ms_min", "ms_max", "warmup_s": seconds of the warm-up, "peak_gib": of the timed steps}."""
+        started = time.perf_counter()
+        for _ in range(self.warmup):
+            step()
+        self._wait()
+        warm = time.perf_counter() - started
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        repeats = 1 if self.device != "cuda" else max(1, min(50, int(self.shortest / max(self.once(step), 1e-3))))
+        times: list[float] = []
+        while len(times) < 2 or (len(times) < self.runs and sum(times) * repeats < self.longest * 1e3):
+            times.append(self.once(step, repeats))
+        peak = torch.cuda.max_memory_allocated() / 2**30 if self.device == "cuda" else 0.0
+        return {
+            "ms": statistics.median(times), "ms_min": min(times), "ms_max": max(times),
+            "runs": len(times), "repeats": repeats,
+            "warmup_s": warm, "peak_gib": peak,
+        }
+
+    def once(self, step: Callable[[], Any], repeats: int = 1) -> float:
+        """Return the ms of one step, the mean of `repeats`."""
+        if self.device != "cuda":
+            started = time.perf_counter()
+            step()
+            return (time.perf_counter() - started) * 1e3
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(repeats):
+            step()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / repeats
+
+    def _wait(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+
+@dataclass
+class Results:
+    """Rows, appended to a file of JSON lines the moment they are known, so that a cut-off run loses one row at most.
+
+    Attributes:
+        path: where the lines go.
+        minutes: after this many, rows are skipped and say so.
+        only: a row runs where this is found in "workload variant".
+        names_only: print the rows' names and run none.
+        resume: leave out rows that the file already holds.
+    """
+
+    path: Path
+    minutes: float = 1e9
+    only: str = ""
+    names_only: bool = False
+    resume: bool = False
+    started: float = field(default_factory=time.monotonic)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.done = {name_of(row) for row in read_lines(self.path) if "skipped" not in row} if self.resume else set()
+
+    def wanted(self, workload: str, variant: str) -> bool:
+        """Whether `only` asks for this row."""
+        return (workload, variant) not in self.done and re.search(self.only, f"{workload} {variant}") is not None
+
+    def late(self) -> bool:
+        """Whether the budget is spent."""
+        return self.names_only or time.monotonic() - self.started > self.minutes * 60
+
+    def row(self, workload: str, variant: str, measure: Callable[[], dict[str, Any]]) -> None:
+        """Run one row in isolation: what it raises is its result."""
+        if not self.wanted(workload, variant):
+            return
+        row: dict[str, Any] = {"workload": workload, "variant": variant}
+        began = time.monotonic()
+        if self.late():
+            row["skipped"] = f"after {self.minutes:g} minutes"
+        else:
+            try:
+                row |= measure()
+            except Exception as error:
+                row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
+            free()  # what an out-of-memory error's traceback kept alive
+            row["row_s"] = round(time.monotonic() - began, 1)
+        self.add(row)
+        if "error" in row and not _alive():
+            print("the device does not answer any more", flush=True)
+            os._exit(DEAD)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Write and print one row."""
+        row = rounded(row)
+        self.rows.append(row)
+        if self.names_only:
+            print(f"{row['workload']:28s} {row['variant']}")
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(line_of(row), flush=True)
+
+
+DEAD = 17
+"""Exit status of a process whose device failed for good: a fresh process can go on with `resume`."""
+
+
+def _alive() -> bool:
+    try:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
+
+
+def name_of(row: dict[str, Any]) -> tuple[str, str]:
+    """What tells rows apart."""
+    return row["workload"], row["variant"]
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the file's lines of JSON; none where it does not exist, and not the last one if it was cut off."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def rounded(value: Any) -> Any:
+    """Round floats to 5 significant digits, everywhere inside."""
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [rounded(item) for item in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """Return one printable line of a row."""
+    name = f"{row.get('workload', ''):28s} {row.get('variant', ''):44s}"
+    if "ms" not in row:
+        return f"{name} {row.get('error') or row.get('skipped') or row}"
+    speed = f"{row['real_tokens_per_s']:10,.0f} tok/s" if "real_tokens_per_s" in row else " " * 16
+    return f"{name} {row['ms']:10.3f} ms {speed} {row.get('peak_gib', 0.0):7.2f} GiB  ({row.get('row_s', 0):.0f} s)"

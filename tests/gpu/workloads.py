@@ -1,0 +1,108 @@
+"""The table of what is timed: groups of rows that share one model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tests.gpu.batches import Load
+from tests.gpu.models import Variant
+from tests.gpu.shapes import SHAPES, TOKENS, Shape, batch_lengths, fixed_lengths, log_normal_lengths
+
+PACKFREE = Variant()
+LIGER = Variant(liger="before")
+STOCK = Variant(packfree=False)
+STOCK_CONV = Variant(packfree=False, fla_conv=True)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows of one model.
+
+    Attributes:
+        shape: the model.
+        variant: what runs in it.
+        rows: (workload, name of the variant, batch) of each row.
+        note: what the rows' reader has to know beside the shape's own note.
+    """
+
+    shape: Shape
+    variant: Variant
+    rows: tuple[tuple[str, str, Load], ...]
+    note: str = ""
+
+
+STANDS_IN = "FLA's Triton convolution stands in for causal-conv1d, without which upstream refuses packed rows"
+
+
+def groups(tiny: bool = False, backend: Any = "auto") -> list[Group]:
+    """Return every group, the important ones first; `tiny` shrinks models and rows, for a trial on a CPU."""
+    found = [
+        *_dense(tiny), *_padded(tiny), *_linearity(tiny),
+        *_wide("9b", "tiny" if tiny else "9b", tiny), *_wide("moe", "tiny-moe" if tiny else "moe", tiny),
+    ]
+    return [replace(g, variant=replace(g.variant, backend=backend)) if g.variant.packfree else g for g in found]
+
+
+def _long(tiny: bool) -> tuple[int, ...]:
+    return tuple(log_normal_lengths(400, longest=100, shortest=5) if tiny else log_normal_lengths(TOKENS))
+
+
+def _dense(tiny: bool) -> list[Group]:
+    """The 2B shape at 32k tokens: every variant."""
+    shape, lengths, name = SHAPES["tiny" if tiny else "2b"], _long(tiny), "2b-32k-packed"
+    packed, one = Load(lengths), Load((sum(lengths),), "record")
+    plain = Load((sum(lengths),), "plain")
+    liger = (
+        (name, "packfree+liger", packed), (name, "packfree+liger, record given", replace(packed, form="record")),
+        (name, "packfree+liger, one document", one),
+    )
+    bare = ((name, "packfree", packed), (name, "packfree, one document", one))
+    triton = (
+        (name, "packfree+liger, FlashQLA off", packed), (name, "packfree+liger, FlashQLA off, one document", one),
+    )
+    stock = ((name, "stock packed", packed), (name, "stock, one document", plain))
+    return [
+        Group(shape, LIGER, liger),
+        Group(shape, PACKFREE, bare),
+        Group(shape, replace(LIGER, flash_qla=False), triton),
+        Group(shape, STOCK_CONV, stock, STANDS_IN),
+    ]
+
+
+def _padded(tiny: bool) -> list[Group]:
+    """The 2B shape on 8 rows of 2,048 slots, 34% full, and the same documents packed."""
+    shape, name = SHAPES["tiny" if tiny else "2b"], "2b-8x2048-padded"
+    lengths = tuple(batch_lengths(4, 64, 0.5) if tiny else batch_lengths(8, 2048, 0.34))
+    padded, packed = Load(lengths, "padded"), Load(lengths)
+    return [
+        Group(shape, LIGER, ((name, "packfree+liger, padded", padded), (name, "packfree+liger, packed", packed))),
+        Group(shape, PACKFREE, ((name, "packfree, padded", padded), (name, "packfree, packed", packed))),
+        Group(shape, STOCK, ((name, "stock padded", padded),), "upstream's convolution as installed"),
+        Group(shape, STOCK_CONV, ((name, "stock padded, FLA convolution", padded), (name, "stock packed", packed)), STANDS_IN),
+    ]
+
+
+def _linearity(tiny: bool) -> list[Group]:
+    """Tokens by document length, with 8 layers, so that 131,072 tokens fit; every row is given its record."""
+    shape = SHAPES["tiny"] if tiny else replace(SHAPES["2b"], layers=8)
+    sizes = {"1k": 256, "2k": 512} if tiny else {"4k": 4096, "32k": TOKENS, "128k": 4 * TOKENS}
+    rows = []
+    for name, tokens in sizes.items():
+        for length in (8, 50) if tiny else (64, 500, 8000):
+            if length < tokens:
+                lengths = tuple(fixed_lengths(tokens, length))
+                rows.append((f"2b-8layers-{name}", f"documents of {length}", Load(lengths, "record")))
+        rows.append((f"2b-8layers-{name}", "one document", Load((tokens,), "record")))
+    return [Group(shape, LIGER, tuple(rows), "packfree+liger")]
+
+
+def _wide(name: str, key: str, tiny: bool) -> list[Group]:
+    """Another shape at 32k tokens: patched, the same as one document, and stock."""
+    lengths, workload = _long(tiny), f"{name}-32k-packed"
+    packed, one = Load(lengths), Load((sum(lengths),), "record")
+    liger = ((workload, "packfree+liger", packed), (workload, "packfree+liger, one document", one))
+    found = [Group(SHAPES[key], LIGER, liger)]
+    if name == "moe":
+        found.append(Group(SHAPES[key], PACKFREE, ((workload, "packfree", packed),)))
+    return [*found, Group(SHAPES[key], STOCK_CONV, ((workload, "stock packed", packed),), STANDS_IN)]
