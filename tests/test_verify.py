@@ -58,12 +58,12 @@ def test_a_leak_in_the_convolution_alone_is_seen(monkeypatch):
     from hf_packfree.models import gated_delta_net
     from hf_packfree.packing import PackedSequence
 
-    model, whole = apply_patches(tiny()), gated_delta_net.causal_conv1d
+    model, whole = apply_patches(tiny()), gated_delta_net.qkv_conv
 
-    def leaky(x, weight, packed, **options):
-        return whole(x, weight, PackedSequence.from_lengths([packed.num_tokens]), **options)
+    def leaky(x, packed, **options):
+        return whole(x, packed=PackedSequence.from_lengths([packed.num_tokens]), **options)
 
-    monkeypatch.setattr(gated_delta_net, "causal_conv1d", leaky)
+    monkeypatch.setattr(gated_delta_net, "qkv_conv", leaky)
     with pytest.raises(LeakDetected, match="a gradient reaches another document"):
         verify_packing(model)
 

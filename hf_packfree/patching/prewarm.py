@@ -12,6 +12,7 @@ from hf_packfree.errors import UnsupportedModel
 from hf_packfree.packing import PackedSequence
 from hf_packfree.patching.plan import trunks
 from hf_packfree.patching.registry import family_of
+from hf_packfree.patching.report import patch_report
 
 ROWS = ((64, 64, 64), (131,), (1, 66, 3))
 """Documents of rows that between them meet every variant: whole chunks and not, one document and several."""
@@ -31,10 +32,10 @@ def prewarm(model: nn.Module) -> float:
         Seconds it took.
 
     Raises:
-        UnsupportedModel: it holds no supported text model.
+        UnsupportedModel: it holds no patched text model.
     """
     family = family_of(model)
-    if family is None:
+    if family is None or not patch_report(model).patched:
         raise UnsupportedModel(f"found a {type(model).__name__} to prewarm; wanted a patched model; call apply_patches first")
     start = time.perf_counter()
     for trunk in trunks(model, family):

@@ -119,6 +119,14 @@ def _unit_qkv(function: Any, x: Tensor, weight: Tensor, packed: PackedSequence, 
     return torch.cat([part.flatten(2) for part in (q, k, v)], -1)
 
 
+def _turned(function: Any, x: Tensor, weight: Tensor, backend: str) -> Tensor:
+    """q is half of a projection, and a quarter of its channels turn, as in the published models."""
+    size = x.shape[-1] // 2
+    angle = torch.arange(size // 8, device=x.device).expand(1, x.shape[1], -1).to(x.dtype)
+    cos, sin = (torch.cat([part, part], -1) for part in (angle.cos(), angle.sin()))
+    return function(x[..., :size], weight, cos, sin, 1e-6, backend=backend)
+
+
 def _channels() -> int:
     return (2 * HEADS[0] + HEADS[1]) * HEADS[2]
 
@@ -153,6 +161,18 @@ OPS = {
             _gated_norm_leaves,
             lambda f, x, packed, backend: f(x["x"], x["z"], x["weight"], eps=1e-6, backend=backend),
             "gated_rms_norm", shared=("weight",), mixes=False, exact=("torch", "triton", "fla"),
+        ),
+        Op(
+            "norm rope", "hf_packfree.ops.norm_rope",
+            lambda tokens: {"x": _random(1, tokens, ATTENTION[0], 2 * ATTENTION[2]), "weight": _random(ATTENTION[2]) / 4},
+            lambda f, x, packed, backend: _turned(f, x["x"], x["weight"], backend),
+            "norm_rope", shared=("weight",), mixes=False, exact=("triton",),
+        ),
+        Op(
+            "output gate", "hf_packfree.ops.output_gate",
+            lambda tokens: {name: _random(1, tokens, ATTENTION[0], ATTENTION[2]) for name in ("x", "z")},
+            lambda f, x, packed, backend: f(x["x"], x["z"], backend=backend),
+            "output_gate", mixes=False, exact=("triton",),
         ),
     )
 }

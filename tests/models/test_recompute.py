@@ -1,0 +1,81 @@
+"""What is computed again instead of kept: same gradients, nothing held, and nothing changed under other hooks."""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from hf_packfree.models.recompute import computed_again
+
+
+def gradients_of(run):
+    torch.manual_seed(0)
+    x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    run(x, w).square().sum().backward()
+    return x.grad, w.grad
+
+
+def plain(x, w):
+    return x.sin() @ w
+
+
+class Counted:
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, x, w):
+        def make():
+            self.calls += 1
+            return (x.sin(),)
+
+        (y,) = make()
+        with computed_again((y,), make, True):
+            return y.view(3, 4) @ w
+
+
+def test_gradients_are_the_same_and_it_is_made_once_more():
+    run = Counted()
+    for found, wanted in zip(gradients_of(run), gradients_of(plain)):
+        assert torch.equal(found, wanted)
+    assert run.calls == 2
+
+
+def test_what_is_made_again_is_not_kept():
+    held = []
+    torch.manual_seed(0)
+    x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+
+    def make():
+        held.append(torch.ones(1))
+        return (x.sin(),)
+
+    (y,) = make()
+    import weakref
+
+    kept = weakref.ref(y.untyped_storage())
+    with computed_again((y,), make, True):
+        out = y @ w
+    del y
+    storage_alive = kept() is not None
+    out.sum().backward()
+    assert len(held) == 2 and not storage_alive
+
+
+def test_checkpointing_and_offloading_decide_themselves():
+    run = Counted()
+    for found, wanted in zip(gradients_of(lambda x, w: checkpoint(run, x, w, use_reentrant=False)), gradients_of(plain)):
+        assert torch.equal(found, wanted)
+    assert run.calls == 2, "once, and once more by checkpointing alone"
+    packed = []
+    run = Counted()
+    with saved_tensors_hooks(lambda kept: packed.append(kept) or kept, lambda kept: kept):
+        gradients_of(run)
+    assert run.calls == 1 and len(packed) >= 3, "the outer hooks see what is kept"
+
+
+def test_without_gradients_nothing_is_arranged():
+    run = Counted()
+    with torch.no_grad():
+        run(torch.ones(3, 4), torch.ones(4, 4))
+    assert run.calls == 1
