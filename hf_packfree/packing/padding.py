@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
 from torch import Tensor
 
 from hf_packfree.packing.record import PackedSequence
@@ -20,3 +23,25 @@ def repad(row: Tensor, packed: PackedSequence) -> Tensor:
         return row[0].reshape(rows, tokens, *row.shape[2:])
     flat = row.new_zeros((rows * tokens, *row.shape[2:]))
     return flat.index_copy(0, packed.indices, row[0]).reshape(rows, tokens, *row.shape[2:])
+
+
+def with_leads(packed: PackedSequence, places: Tensor) -> PackedSequence:
+    """Return the record with a token of padding kept before some documents, see `PackedSequence.leads`.
+
+    Args:
+        packed: one document per row, padding dropped.
+        places: int64 [L] on the host, rising: places in the flattened [B*S] of the last padding token before a document.
+    """
+    device, kept = packed.cu_seqlens.device, packed.indices
+    assert kept is not None
+    kept = torch.cat((kept.to("cpu"), places))
+    order = kept.argsort()
+    starts = torch.zeros(packed.num_tokens, dtype=torch.bool)
+    starts[packed.cu_seqlens_cpu[:-1].long()] = True
+    starts = torch.cat((starts, torch.ones_like(places, dtype=torch.bool)))[order]
+    lengths = torch.cat((starts.nonzero()[:, 0], torch.tensor([starts.numel()]))).diff()
+    leads = tuple((starts.cumsum(0) - 1)[order >= packed.num_tokens].tolist())
+    longer = PackedSequence.from_lengths(
+        lengths, device=device, batch_shape=packed.batch_shape, indices=kept[order], filler=leads, plain=packed.plain
+    )
+    return replace(longer, leads=leads)
