@@ -158,7 +158,9 @@ class PackedSequence:
 
         `build` counts as the same by its code, so nested functions may be used; `args` must be hashable.
         """
-        key = (build.__code__ if hasattr(build, "__code__") else build, args)
+        code = getattr(build, "__code__", None)
+        where = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else repr(build)
+        key = f"{where} {args}"  # a string, because torch.compile writes guards that name it
         if key not in self._memo:
             self._memo[key] = build(self, *args)
         return self._memo[key]  # type: ignore[no-any-return]

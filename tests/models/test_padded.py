@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -281,3 +282,55 @@ def test_labels_that_padding_predicts_are_upstreams(attention, side, caplog):
     seen = Seen(model)
     step(model, batch)
     assert seen.layer == (1, real_tokens(batch)) and not caplog.text
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("span", [(0, 25), (11, 9), (3, 30)])
+def test_a_batch_of_one_row_is_the_document_alone(family, span):
+    """Against the document without padding: transformers up to 5.14 misreads the padding of a single row."""
+    model, (first, tokens) = tiny(family), span
+    ids = torch.zeros(1, WIDTH, dtype=torch.long)
+    ids[0, first : first + tokens] = torch.randint(2, 128, (tokens,), generator=torch.Generator().manual_seed(4))
+    mask = (ids > 0).long()
+    document = ids[:, first : first + tokens]
+    output, grads = step(model, {"input_ids": document, "labels": document})
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask.cumsum(1) * mask <= 1, IGNORED)}
+    found, found_grads = step(apply_patches(model), batch)
+    assert abs(found.loss.item() / output.loss.item() - 1) <= LOSS_TOL
+    assert worst_gradient(found_grads, grads) <= GRADIENT_TOL
+    assert relative_rms(found.logits[:, first : first + tokens], output.logits) <= LOGIT_TOL
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing(reentrant):
+    model, batch = tiny(), padded_batch("left")
+    wanted = step(model, batch)
+    apply_patches(model).gradient_checkpointing_enable({"use_reentrant": reentrant})
+    calls = []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *args: calls.append(1))
+    assert_same(step(model, batch), wanted, batch)
+    assert len(calls) == 2, "nothing was recomputed"
+
+
+def test_loaded_through_the_other_door():
+    monkey_patching = pytest.importorskip("transformers.monkey_patching", reason="transformers 5.2 has no class mapping")
+    from hf_packfree import register_patches
+
+    stock, batch = tiny(), padded_batch("both")
+    with register_patches(padded="full"):
+        model = transformers.AutoModelForCausalLM.from_config(stock.config).train()
+    model.load_state_dict(stock.state_dict())
+    assert monkey_patching.get_patch_mapping() == {} and type(model) is not type(stock)
+    seen = Seen(model)
+    assert_same(step(model, batch), step(stock, batch), batch)
+    assert seen.layer == seen.head == (1, real_tokens(batch) + 2), "two rows begin with padding"
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile says where it breaks the graph
+def test_compiled():
+    model, batch = tiny(), padded_batch("both")
+    wanted = step(model, batch)
+    found, grads = step(torch.compile(apply_patches(model), backend="eager"), batch)
+    assert_same((found, {name.removeprefix("_orig_mod."): grad for name, grad in grads.items()}), wanted, batch)
