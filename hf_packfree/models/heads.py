@@ -58,8 +58,10 @@ class PackedHead(Head):
         Raises:
             BoundaryError, BoundaryConflict, CacheConflict, UnsupportedInput: before anything runs.
         """
-        if not _is_training_call(arguments):
+        if not _is_whole_batch(arguments):
             return upstream(**arguments)
+        if not _wants_all_logits(arguments):  # generation without a cache stays upstream's to the last bit
+            return upstream(**arguments) if self.training else upstream(**arguments, keep_padding=True)
         given = dict(arguments)
         forms = Forms.take(given, position_ids=given.get("position_ids"), attention_mask=given.get("attention_mask"))
         packed = self._read(forms, given)
@@ -114,13 +116,16 @@ class PackedHead(Head):
         return output if as_dict else output.to_tuple()
 
 
-def _is_training_call(arguments: dict[str, Any]) -> bool:
-    """Whether this is a whole batch of text without a cache, of which all logits are wanted."""
+def _is_whole_batch(arguments: dict[str, Any]) -> bool:
+    """Whether this is a batch of text that nothing came before and nobody has read yet."""
     one_input = (arguments.get("input_ids") is None) != (arguments.get("inputs_embeds") is None)
-    kept = arguments.get("logits_to_keep", 0)
-    all_logits = isinstance(kept, int) and kept == 0
     fresh = arguments.get("past_key_values") is None and arguments.get("packed_sequence") is None
-    return one_input and all_logits and fresh and not vision_given(arguments)
+    return one_input and fresh and not vision_given(arguments)
+
+
+def _wants_all_logits(arguments: dict[str, Any]) -> bool:
+    kept = arguments.get("logits_to_keep", 0)
+    return isinstance(kept, int) and kept == 0
 
 
 def _row_arguments(

@@ -34,7 +34,8 @@ def row_targets(shifted: Tensor, packed: PackedSequence, ignored: int) -> dict[s
         labels: int64 [1, T]; the same one place to the right, for a loss function that shifts by itself.
         targets: int64 scalar, how many are left, 1 at least: a mean over none is 0 and not NaN.
     """
-    targets = unpad(shifted, packed).masked_fill(packed.derive(_predicts_nothing), ignored)
+    nothing = packed.derive(_predicts_nothing).to(shifted.device)
+    targets = unpad(shifted, packed).masked_fill(nothing, ignored)
     return {
         "shift_labels": targets,
         "labels": F.pad(targets, (1, 0), value=ignored)[..., :-1],
@@ -58,7 +59,7 @@ def targets_on_padding(shifted: Tensor, packed: PackedSequence, ignored: int) ->
     """Return int64 [M] on the host: the places in [B*S] of dropped padding that has something to predict."""
     asked = (shifted != ignored).reshape(-1)
     if packed.indices is not None:
-        asked = asked.index_fill(0, packed.indices, False)
+        asked = asked.index_fill(0, packed.indices.to(asked.device), False)
     return asked.nonzero()[:, 0].to("cpu")
 
 

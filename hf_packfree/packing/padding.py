@@ -1,4 +1,7 @@
-"""Unpad and repad: exact inverses between the caller's [B, S, ...] and the packed row's [1, T, ...]."""
+"""Unpad and repad: exact inverses between the caller's [B, S, ...] and the packed row's [1, T, ...].
+
+Both work where their tensor is: with layers on several devices that is not always where the record is.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from hf_packfree.packing.record import PackedSequence
 def unpad(batch: Tensor, packed: PackedSequence) -> Tensor:
     """Return [1, T, ...], the real tokens of `batch` [B, S, ...] in row order; a view when nothing is dropped."""
     flat = batch.flatten(0, 1)
-    return (flat if packed.indices is None else flat.index_select(0, packed.indices))[None]
+    return (flat if packed.indices is None else flat.index_select(0, packed.indices.to(flat.device)))[None]
 
 
 def repad(row: Tensor, packed: PackedSequence) -> Tensor:
@@ -22,7 +25,7 @@ def repad(row: Tensor, packed: PackedSequence) -> Tensor:
     if packed.indices is None:
         return row[0].reshape(rows, tokens, *row.shape[2:])
     flat = row.new_zeros((rows * tokens, *row.shape[2:]))
-    return flat.index_copy(0, packed.indices, row[0]).reshape(rows, tokens, *row.shape[2:])
+    return flat.index_copy(0, packed.indices.to(row.device), row[0]).reshape(rows, tokens, *row.shape[2:])
 
 
 def with_leads(packed: PackedSequence, places: Tensor) -> PackedSequence:

@@ -258,12 +258,19 @@ def test_what_only_upstream_gives_is_upstreams(asked):
     model, batch = tiny(attention="eager").eval(), padded_batch("left")
     del batch["labels"]
     wanted, found = model(**batch, **asked), apply_patches(model)(**batch, **asked)
-    if "logits_to_keep" in asked:
-        assert found.logits.shape == wanted.logits.shape == (3, 4, 128)
-        assert relative_rms(found.logits, wanted.logits) <= LOGIT_TOL
-    else:
-        assert torch.equal(found.logits, wanted.logits)
-        assert (found.past_key_values is None) == (wanted.past_key_values is None)
+    assert torch.equal(found.logits, wanted.logits)
+    assert (found.past_key_values is None) == (wanted.past_key_values is None)
+
+
+def test_logits_to_keep_in_training():
+    """The layers skip padding, the head runs on the places asked for, which end rows of left-padded prompts."""
+    model, batch = tiny(), padded_batch("left")
+    del batch["labels"]
+    wanted = model(**batch, use_cache=False, logits_to_keep=4).logits
+    seen = Seen(apply_patches(model))
+    found = model(**batch, use_cache=False, logits_to_keep=4).logits
+    assert found.shape == (3, 4, 128) and relative_rms(found, wanted) <= LOGIT_TOL
+    assert seen.layer == (1, real_tokens(batch)) and seen.head == (3, 4)
 
 
 @pytest.mark.parametrize(("attention", "side"), [("eager", "left"), ("sdpa", "right")])
