@@ -74,6 +74,7 @@ class PackedTrunk(Replacement):
         position_ids: Tensor | None,
         kwargs: dict[str, Any],
     ) -> Any:
+        kwargs.pop("cache_position", None)  # of the caller's places (5.2 and 5.3 read it); the row has its own
         as_dict = kwargs.pop("return_dict", getattr(self.config, "return_dict", True))
         output = super().forward(
             input_ids=None if input_ids is None else unpad(input_ids, packed),
