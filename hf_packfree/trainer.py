@@ -35,7 +35,7 @@ class PackFreeCallback(TrainerCallback):
         packfree/influence: once, with `verify_first_batch`.
 
     Args:
-        backend, unpacked: as for `apply_patches`.
+        backend, unpacked, padded: as for `apply_patches`.
         verify_first_batch: on the first packed batch, change the tokens of every second document and demand that no
             other document notices; costs two forwards.
     """
@@ -45,9 +45,10 @@ class PackFreeCallback(TrainerCallback):
         *,
         backend: Choice = "auto",
         unpacked: Literal["upstream", "native"] = "upstream",
+        padded: Literal["lazy", "full", "upstream"] = "lazy",
         verify_first_batch: bool = False,
     ) -> None:
-        self._options: dict[str, Any] = {"backend": backend, "unpacked": unpacked}
+        self._options: dict[str, Any] = {"backend": backend, "unpacked": unpacked, "padded": padded}
         self._verify = verify_first_batch
         self._influence: float | None = None
         self._trunks: list[nn.Module] = []
@@ -150,7 +151,7 @@ def first_batch_influence(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[
             before = trunk.forward(**dict(inputs)).last_hidden_state
             if not seen:
                 return None
-            changed, kept = _every_second_changed(inputs, seen[0])
+            changed, kept = _every_second_changed(inputs, seen[0].for_shape(before.shape[:2]))
             after = trunk.forward(**changed).last_hidden_state
     finally:
         observers[:] = others
@@ -196,8 +197,8 @@ class _Counts:
         self.rows += shape[0]
         self.slots += shape[0] * shape[1]
         if packed is not None:
-            self.documents += packed.num_segments
-            self.tokens = self.tokens + packed.num_tokens
+            self.documents += packed.num_documents
+            self.tokens = self.tokens + packed.num_real_tokens
         else:
             self.documents += shape[0]
             padded = isinstance(mask, Tensor) and mask.ndim == 2

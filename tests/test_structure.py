@@ -20,11 +20,12 @@ FLOORS = [
     {"verify"},
     {"trainer", "doctor"},
     {"demo"},
+    {"bench"},
     {"cli"},
     {"__main__", "__init__"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-MAY_IMPORT_TRANSFORMERS = {"models", "patching", "trainer", "doctor", "demo"}
+MAY_IMPORT_TRANSFORMERS = {"models", "patching", "trainer", "doctor", "demo", "bench"}
 
 
 def imports():

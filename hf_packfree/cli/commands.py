@@ -89,6 +89,30 @@ def models(options: argparse.Namespace) -> int:
     return FINE
 
 
+def bench(options: argparse.Namespace) -> int:
+    """Time padded and packed steps, and show how they compare."""
+    from hf_packfree.bench import BenchOptions, choose_lengths, run_bench
+    from hf_packfree.demo.quiet import quiet_libraries
+
+    if options.png is not None and find_spec("matplotlib") is None:
+        raise ImportError("found no matplotlib; wanted it for --png; pip install 'hf_packfree[demo]' brings it")
+    lengths = choose_lengths(options.lengths, options.documents, options.longest)
+    names = ("rounds", "dtype", "threads", "seed", "trust_remote_code")
+    given = {name: getattr(options, name) for name in names}
+    wanted = BenchOptions(options.model, lengths, device=str(_device(options.device)), **given)
+    with show.steps(options.json) as progress, quiet_libraries():
+        report = run_bench(wanted, progress)
+    if options.png is not None:
+        from hf_packfree.bench.plot import draw
+
+        draw(report, options.png)
+    if options.json:
+        show.as_json(report.as_dict())
+    else:
+        show.bench(report, options.png)
+    return FINE if report.faster("patched padded") else BROKEN
+
+
 def demo(options: argparse.Namespace) -> int:
     """Train padded and packed, and show how they compare."""
     from hf_packfree.demo import DemoError, DemoOptions, run_demo
@@ -113,5 +137,6 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "doctor": doctor,
     "verify": verify,
     "models": models,
+    "bench": bench,
     "demo": demo,
 }

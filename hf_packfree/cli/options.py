@@ -31,6 +31,7 @@ def parser() -> argparse.ArgumentParser:
     _doctor_options(_command(commands, "doctor", "what is installed, what works, what would run, what to install"))
     _verify_options(_command(commands, "verify", "measure whether packed documents influence each other"))
     _json_option(_command(commands, "models", "the model families that are supported"))
+    _bench_options(_command(commands, "bench", "time padded and packed training steps here, stock and patched"))
     _demo_options(_command(commands, "demo", "train padded and packed on real text, compare, draw"))
     return packfree
 
@@ -60,6 +61,23 @@ def _verify_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", help="default: cpu")
     parser.add_argument("--lengths", type=_lengths, help="tokens of each document, such as 5,64,1")
     parser.add_argument("--no-gradients", action="store_true", help="compare outputs alone: faster, and half the memory")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+    _json_option(parser)
+
+
+def _bench_options(parser: argparse.ArgumentParser) -> None:
+    model = "a shape (small, 2b), a config or checkpoint folder, a hub id, or a built-in name (default: small)"
+    parser.add_argument("model", nargs="?", default="small", help=model)
+    lengths = "instructions, uniform or equal, or a JSONL file with a length or input_ids per line (default: instructions)"
+    parser.add_argument("--lengths", default="instructions", help=lengths)
+    parser.add_argument("--documents", type=_several, default=8, help="documents of the batch, 2 or more (default: 8)")
+    parser.add_argument("--longest", type=_positive, default=512, help="tokens of the longest document (default: 512)")
+    parser.add_argument("--rounds", type=_positive, default=5, help="timed steps of each candidate (default: 5)")
+    parser.add_argument("--device", default="cpu", help="default: cpu")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's own")
+    parser.add_argument("--threads", type=_positive, help="CPU threads (default: torch's choice)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and tokens (default: 0)")
+    parser.add_argument("--png", type=Path, help="draw a picture into this file, which needs matplotlib")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
     _json_option(parser)
 

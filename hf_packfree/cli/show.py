@@ -15,6 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from hf_packfree.bench import BenchReport
+    from hf_packfree.bench import Progress as BenchProgress
     from hf_packfree.demo import DemoReport, Stage
     from hf_packfree.demo import Progress as Report
     from hf_packfree.doctor import Diagnosis, Supported
@@ -137,6 +139,45 @@ def stages() -> Iterator[Report]:
             progress.update(tasks[stage.name], completed=stage.done, note=stage.note, refresh=True)
 
         yield move
+
+
+@contextmanager
+def steps(silent: bool) -> Iterator[BenchProgress]:
+    """Show one bar for all steps of a benchmark during the block, and hand out what moves it."""
+    columns = (TextColumn("{task.description:<16}"), BarColumn(bar_width=30), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=silent, transient=True) as bar:
+        task = bar.add_task("loading", total=None)
+        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total, refresh=True)
+
+
+def bench(report: BenchReport, picture: object = None) -> None:
+    """Show what a benchmark measured."""
+    lengths = report.options.lengths
+    table = _table(
+        f"{report.model}, {report.parameters:,} parameters, {report.dtype}, {report.device}",
+        "step", "tokens", "ms", "faster", "tokens/s", "MiB", "of stock", "floor",
+    )
+    for row in report.candidates:
+        if row.median is None:
+            table.add_row(row.name, f"{row.slots:,}", "refused", "", "", "", "", "")
+            continue
+        numbers = [
+            (report.faster(row.name), ".2f"), (report.tokens_per_second(row.name), ",.0f"), (row.peak_mib, ",.0f"),
+            (report.memory_share(row.name), ".0%"), (report.floor_share(row.name), ".0%"),
+        ]
+        cells = ["-" if value is None else f"{value:{form}}" for value, form in numbers]
+        table.add_row(row.name, f"{row.slots:,}", f"{row.median * 1e3:,.1f}", *cells)
+    Console().print(table)
+    say(f"Forward and backward of {len(lengths)} documents of {min(lengths)} to {max(lengths)} tokens; medians of "
+        f"{report.options.rounds} steps, all candidates in turns.  Tokens/s count real tokens, {report.real_tokens:,} a step.")
+    say(f"MiB: the peak of one step; {report.memory}.")
+    say(f"Floor: the share of a step that the products of its linear layers take by themselves, {report.floor * 1e3:,.1f} ms.")
+    for row in report.candidates:
+        if row.refused or row.note:
+            say(f"{row.name}: {'refused: ' + row.refused if row.refused else row.note}.")
+    if picture is not None:
+        say(f"Drawn into {picture}.")
+    say(f"{report}.")
 
 
 def demo(report: DemoReport) -> None:

@@ -63,18 +63,19 @@ class PackedAttention(Replacement):
         if packed is not None:
             route = check_attention(self.config)
             if route == "varlen":
-                return self._attend_packed(hidden_states, position_embeddings, packed), None
+                return packed.mute(self._attend_packed(hidden_states, position_embeddings, packed)), None
             if route == "mask":
                 attention_mask = packed.derive(additive_block_mask, hidden_states.dtype)
             else:
                 attention_mask, kwargs = None, {**kwargs, **to_hf_kwargs(packed)}
-        return super().forward(
+        out, weights = super().forward(
             hidden_states=hidden_states,
             position_embeddings=position_embeddings,
             attention_mask=attention_mask,
             past_key_values=past_key_values,
             **kwargs,
         )
+        return (out if packed is None else packed.mute(out)), weights
 
     def _attend_packed(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor], packed: PackedSequence) -> Tensor:
         projected, k, v = project(x, self.q_proj, self.k_proj, self.v_proj)

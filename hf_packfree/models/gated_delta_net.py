@@ -49,7 +49,7 @@ class PackedGatedDeltaNet(Replacement):
 
     def _forward_packed(self, x: Tensor, packed: PackedSequence) -> Tensor:
         with conv_weights_in_place(self.conv1d):
-            return self._mix(x, packed)
+            return packed.mute(self._mix(x, packed))
 
     def _mix(self, x: Tensor, packed: PackedSequence) -> Tensor:
         mixed, z, b, a = self._project(x)

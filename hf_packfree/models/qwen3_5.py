@@ -12,6 +12,7 @@ from hf_packfree.models.attention import PackedAttention
 from hf_packfree.models.contract import Sizes, size_of_linear
 from hf_packfree.models.decoder_layer import PackedDecoderLayer
 from hf_packfree.models.gated_delta_net import PackedGatedDeltaNet
+from hf_packfree.models.head_table import heads_of
 from hf_packfree.models.linears import project
 from hf_packfree.models.replacement import stands_for
 from hf_packfree.models.trunk import PackedTrunk
@@ -64,6 +65,10 @@ class Qwen3_5TextModel(PackedTrunk, upstream.Qwen3_5TextModel):
 @stands_for(upstream)
 class Qwen3_5Model(PackedVisionLanguage, upstream.Qwen3_5Model):
     """Upstream's vision-language model, plus the record for text-only rows."""
+
+
+HEADS = heads_of(upstream, __name__)
+globals().update(HEADS)
 
 
 def tiny_config() -> configuration.Qwen3_5TextConfig:

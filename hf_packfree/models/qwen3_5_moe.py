@@ -9,6 +9,7 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as upstream
 from hf_packfree.models.attention import PackedAttention
 from hf_packfree.models.decoder_layer import PackedDecoderLayer
 from hf_packfree.models.qwen3_5 import SplitProjections
+from hf_packfree.models.head_table import heads_of
 from hf_packfree.models.replacement import stands_for
 from hf_packfree.models.trunk import PackedTrunk
 from hf_packfree.models.vision_language import PackedVisionLanguage
@@ -40,6 +41,10 @@ class Qwen3_5MoeTextModel(PackedTrunk, upstream.Qwen3_5MoeTextModel):
 @stands_for(upstream)
 class Qwen3_5MoeModel(PackedVisionLanguage, upstream.Qwen3_5MoeModel):
     """Upstream's vision-language model, plus the record for text-only rows."""
+
+
+HEADS = heads_of(upstream, __name__)
+globals().update(HEADS)
 
 
 def tiny_config() -> configuration.Qwen3_5MoeTextConfig:

@@ -13,6 +13,7 @@ from hf_packfree.models.attention import PackedAttention
 from hf_packfree.models.contract import Sizes, size_of_linear
 from hf_packfree.models.decoder_layer import PackedDecoderLayer
 from hf_packfree.models.gated_delta_net import PackedGatedDeltaNet
+from hf_packfree.models.head_table import heads_of
 from hf_packfree.models.replacement import stands_for
 from hf_packfree.models.trunk import PackedTrunk
 
@@ -60,6 +61,10 @@ class Qwen3NextDecoderLayer(PackedDecoderLayer, upstream.Qwen3NextDecoderLayer):
 @stands_for(upstream)
 class Qwen3NextModel(PackedTrunk, upstream.Qwen3NextModel):
     """Upstream's trunk, plus the record."""
+
+
+HEADS = heads_of(upstream, __name__)
+globals().update(HEADS)
 
 
 def tiny_config() -> configuration.Qwen3NextConfig:

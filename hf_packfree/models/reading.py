@@ -9,11 +9,17 @@ from torch import Tensor
 
 from hf_packfree.errors import BoundaryError, CacheConflict
 from hf_packfree.models import eras
+from hf_packfree.models.state import state_of
 from hf_packfree.packing import Forms, PackedSequence, read_forms
 
 
 def read_arguments(
-    forms: Forms, input_ids: Tensor | None, inputs_embeds: Tensor | None, past_key_values: Any
+    forms: Forms,
+    input_ids: Tensor | None,
+    inputs_embeds: Tensor | None,
+    past_key_values: Any,
+    *,
+    skip_padding: bool = False,
 ) -> PackedSequence | None:
     """Build the record of one forward, or return None where upstream is exact as it is.
 
@@ -21,6 +27,7 @@ def read_arguments(
         forms: what the caller said of documents.
         input_ids: [B, S], or None when `inputs_embeds` [B, S, D] is given.
         past_key_values: transformers' cache, or None.
+        skip_padding: make a record for padded rows of one document too, see `skips_padding`.
 
     Raises:
         BoundaryError, BoundaryConflict: see `read_forms`.
@@ -35,7 +42,7 @@ def read_arguments(
     if seen and isinstance(forms.attention_mask, Tensor) and forms.attention_mask.shape[-1] != shape[1]:
         forms = Forms(forms.position_ids, _current(forms.attention_mask, shape[1]), *_named(forms))
     misread = eras.MISREADS_PADDING_OF_ONE_ROW and shape[0] == 1 and past_key_values is None
-    packed = read_forms(forms, shape, tokens.device, _same_token(tokens), drop_padding=misread)
+    packed = read_forms(forms, shape, tokens.device, _same_token(tokens), drop_padding=misread or skip_padding)
     if packed is None:
         return None
     if past_key_values is not None:
@@ -49,6 +56,34 @@ def read_arguments(
             "None or a tensor; drop it, the document boundaries are enough"
         )
     return packed
+
+
+def skips_padding(module: Any, forms: Forms, past_key_values: Any, use_cache: bool | None, extra: dict[str, Any]) -> bool:
+    """Whether padded rows of one document may run without their padding: nobody asked for what only upstream gives.
+
+    That is: a cache (outside training it is built by default), attention weights, attention that looks ahead, or
+    positions of images.
+
+    Args:
+        extra: the other keywords of the call.
+    """
+    config = module.config.get_text_config()
+    if state_of(module).padded == "upstream" or extra.get("keep_padding"):
+        return False
+    by_default = not module.training and getattr(config, "use_cache", False)
+    wants_cache = past_key_values is not None or (by_default if use_cache is None else use_cache)
+    wants_weights = extra.get("output_attentions")
+    wants_weights = getattr(config, "output_attentions", False) if wants_weights is None else wants_weights
+    is_causal = extra.get("is_causal", getattr(config, "is_causal", True))
+    return not wants_cache and not wants_weights and is_causal is not False and is_text(forms.position_ids)
+
+
+def is_text(position_ids: Tensor | None) -> bool:
+    """Whether positions are one number per token: none, 2-D, or a stack whose last three rows are equal."""
+    if position_ids is None or position_ids.ndim < 3:
+        return True
+    rows = position_ids[-3:]
+    return bool((rows == rows[:1]).all())
 
 
 def _current(mask: Tensor, tokens: int) -> Tensor | None:

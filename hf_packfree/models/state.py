@@ -14,7 +14,7 @@ from hf_packfree.ops.backend import HALF
 from hf_packfree.packing import PackedSequence
 
 Observer = Callable[[PackedSequence | None, tuple[int, int], Any], None]
-"""Called by the trunk before every training forward: the record (None: unpacked), (B, S), the attention mask."""
+"""Called by the trunk before every training forward: the record (None: upstream's), the caller's (B, S), the mask."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ class PatchState:
         cuda_half, cuda_single: what runs for packed rows on CUDA, in bfloat16 or float16, and in float32.
         elsewhere: what runs on every other device, and in float64.
         unpacked: "upstream", or "native" when our conv and delta rule also run for rows of one document.
+        padded: "lazy" or "full" when padded rows run without their padding, with logits put back into the caller's shape
+            when something reads them or always; "upstream" when transformers runs them.
         why: {op: why a faster backend is not used on CUDA}, in sentences.
         observers: called before every training forward of the trunk.
     """
@@ -45,6 +47,7 @@ class PatchState:
     cuda_single: Kernels = Kernels()
     elsewhere: Kernels = Kernels()
     unpacked: str = "upstream"
+    padded: str = "lazy"
     why: dict[str, str] = field(default_factory=dict, compare=False)
     observers: list[Observer] = field(default_factory=list, compare=False, repr=False)
 

@@ -9,8 +9,9 @@ from torch import Tensor
 from hf_packfree.errors import UnsupportedInput
 from hf_packfree.models.attention import check_attention
 from hf_packfree.models.eras import masks_the_layers_ignore
-from hf_packfree.models.reading import read_arguments
+from hf_packfree.models.reading import is_text, read_arguments, skips_padding
 from hf_packfree.models.replacement import Replacement
+from hf_packfree.models.rows import restore_layers, row_positions
 from hf_packfree.models.state import state_of
 from hf_packfree.packing import Forms, PackedSequence, repad, says_padding_only, unpad
 
@@ -18,7 +19,8 @@ from hf_packfree.packing import Forms, PackedSequence, repad, says_padding_only,
 class PackedTrunk(Replacement):
     """Put in front of a family's text model: reads boundaries, runs packed rows as one row, puts the shape back.
 
-    What holds one document per row goes to upstream with the same arguments.  For packed rows the record travels as
+    Rows of one document without padding go to upstream with the same arguments; padded ones become one row, unless
+    something is asked for that only upstream gives, see `skips_padding`.  For packed rows the record travels as
     the keyword `packed_sequence`: keywords survive the recomputation of gradient checkpointing.
     """
 
@@ -44,11 +46,13 @@ class PackedTrunk(Replacement):
         packed: PackedSequence | None = kwargs.pop("packed_sequence", None)
         forms = Forms.take(kwargs, position_ids=position_ids, attention_mask=attention_mask)
         if packed is None:
-            packed = read_arguments(forms, input_ids, inputs_embeds, past_key_values)
+            skip = skips_padding(self, forms, past_key_values, use_cache, kwargs)
+            packed = read_arguments(forms, input_ids, inputs_embeds, past_key_values, skip_padding=skip)
+        kwargs.pop("keep_padding", None)
+        rows, tokens = (inputs_embeds if input_ids is None else input_ids).shape[:2]  # type: ignore[union-attr]
         if self.training:
-            rows, tokens = (inputs_embeds if input_ids is None else input_ids).shape[:2]  # type: ignore[union-attr]
             for observe in state_of(self).observers:
-                observe(packed, (rows, tokens), attention_mask)
+                observe(packed, packed.batch_shape if packed is not None else (rows, tokens), attention_mask)
         if packed is None:
             return super().forward(
                 input_ids=input_ids,
@@ -59,7 +63,8 @@ class PackedTrunk(Replacement):
                 use_cache=use_cache,
                 **kwargs,
             )
-        return self._forward_packed(packed, input_ids, inputs_embeds, position_ids, kwargs)
+        _check_packed_call(self, packed, position_ids, kwargs)
+        return self._forward_packed(packed.for_shape((rows, tokens)), input_ids, inputs_embeds, position_ids, kwargs)
 
     def _forward_packed(
         self,
@@ -69,12 +74,12 @@ class PackedTrunk(Replacement):
         position_ids: Tensor | None,
         kwargs: dict[str, Any],
     ) -> Any:
-        _check_packed_call(self, packed, position_ids, kwargs)
+        kwargs.pop("cache_position", None)  # of the caller's places (5.2 and 5.3 read it); the row has its own
         as_dict = kwargs.pop("return_dict", getattr(self.config, "return_dict", True))
         output = super().forward(
             input_ids=None if input_ids is None else unpad(input_ids, packed),
             attention_mask=masks_the_layers_ignore(packed.seq_idx.device),
-            position_ids=_row_positions(position_ids, packed),
+            position_ids=row_positions(position_ids, packed),
             past_key_values=None,
             inputs_embeds=None if inputs_embeds is None else unpad(inputs_embeds, packed),
             use_cache=False,
@@ -82,7 +87,8 @@ class PackedTrunk(Replacement):
             return_dict=True,
             **kwargs,
         )
-        _restore_shapes(output, packed)
+        output.last_hidden_state = repad(output.last_hidden_state, packed)
+        restore_layers(output, packed)
         return output.to_tuple() if as_dict is False else output
 
 
@@ -95,7 +101,7 @@ def _check_packed_call(
             "found is_causal=False with a packed row; wanted causal attention, the only kind that packs exactly; pass the "
             "documents one by one, padded"
         )
-    if position_ids is not None and position_ids.ndim == 3 and not _is_text_only(position_ids):
+    if not is_text(position_ids):
         raise UnsupportedInput(
             "found image or video positions (mRoPE rows that differ) in a packed row; wanted text alone: packed rows "
             "with images are not supported yet; pass such documents one by one, padded"
@@ -106,29 +112,3 @@ def _check_packed_call(
             f"found output_attentions=True for a packed batch of {packed.batch_shape[0]} rows; wanted one row without "
             "padding, because the weights of a flattened batch have no per-row shape; pass the rows one at a time"
         )
-
-
-def _is_text_only(position_ids: Tensor) -> bool:
-    rows = position_ids[-3:]
-    return bool((rows == rows[:1]).all())
-
-
-def _row_positions(position_ids: Tensor | None, packed: PackedSequence) -> Tensor:
-    """Return the row's positions in the shape upstream was given: [1, T], or [3 or 4, 1, T]."""
-    if position_ids is None:
-        return packed.position_ids()
-    rows, tokens = packed.batch_shape
-    stack = position_ids.expand(*position_ids.shape[:-2], rows, tokens) if position_ids.ndim > 1 else position_ids[None]
-    if stack.ndim == 2:
-        return unpad(stack, packed)
-    return unpad(stack.movedim(0, -1), packed).movedim(-1, 0)
-
-
-def _restore_shapes(output: Any, packed: PackedSequence) -> None:
-    """Put the caller's [B, S] back into everything the trunk returns, in place."""
-    output.last_hidden_state = repad(output.last_hidden_state, packed)
-    if output.get("hidden_states") is not None:
-        layers = output.hidden_states
-        output.hidden_states = tuple(None if layer is None else repad(layer, packed) for layer in layers)
-    if output.get("router_logits") is not None:
-        output.router_logits = tuple(repad(layer[None], packed).flatten(0, 1) for layer in output.router_logits)

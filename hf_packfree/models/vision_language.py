@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_packfree.errors import UnsupportedInput
-from hf_packfree.models.reading import read_arguments
+from hf_packfree.models.reading import read_arguments, skips_padding
 from hf_packfree.models.replacement import Replacement
 from hf_packfree.packing import Forms, PackedSequence, repad
 
@@ -33,8 +33,12 @@ class PackedVisionLanguage(Replacement):
         """
         if input_ids is None and inputs_embeds is None:  # upstream has the words for this
             return super().forward(**kwargs)
-        forms = Forms.take(kwargs, position_ids=position_ids, attention_mask=attention_mask)
-        packed = read_arguments(forms, input_ids, inputs_embeds, past_key_values)
+        packed: PackedSequence | None = kwargs.get("packed_sequence")
+        if packed is None:
+            forms = Forms.take(kwargs, position_ids=position_ids, attention_mask=attention_mask)
+            trunk, use_cache = self.language_model, kwargs.get("use_cache")
+            skip = not vision_given(kwargs) and skips_padding(trunk, forms, past_key_values, use_cache, kwargs)
+            packed = read_arguments(forms, input_ids, inputs_embeds, past_key_values, skip_padding=skip)
         if packed is not None:
             _refuse_images(packed, kwargs)
             kwargs["packed_sequence"] = packed
@@ -50,8 +54,13 @@ class PackedVisionLanguage(Replacement):
         )
 
 
+def vision_given(kwargs: dict[str, Any]) -> list[str]:
+    """Return which keywords of images or videos a call has."""
+    return [name for name in _VISION if kwargs.get(name) is not None]
+
+
 def _refuse_images(packed: PackedSequence, kwargs: dict[str, Any]) -> None:
-    given = [name for name in _VISION if kwargs.get(name) is not None]
+    given = vision_given(kwargs)
     if given:
         raise UnsupportedInput(
             f"found {', '.join(given)} with a row of {packed.num_segments} documents; wanted text alone, since packed rows "

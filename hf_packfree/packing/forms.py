@@ -78,11 +78,12 @@ def read_forms(
         forms: what the caller said.
         shape: (B, S), rows and tokens of a row.
         device: where the tokens are.
-        drop_padding: make a record for padded rows of one document too.
+        drop_padding: make a record for rows of one document too whose padding, at either end, is in a 0/1 mask.
         same_token: given int64 [M] places in the flattened batch and one place, says which hold the same input.
 
     Returns:
-        None when every row holds one document and its padding, if any, is in a 0/1 or 4-D mask.
+        None when every row holds one document and its padding, if any, is in a 0/1 or 4-D mask.  With `drop_padding`
+        None when there is none to drop; a batch of nothing but padding is then one token of filler.
 
     Raises:
         BoundaryError: a form is malformed.
@@ -93,15 +94,32 @@ def read_forms(
     if forms.position_ids is not None and not any(claim.form == "position_ids" for claim in claims):
         refuse_packed_mrope(forms.position_ids, real)
     kept = real.reshape(-1).nonzero()[:, 0]
+    drop_padding = drop_padding and _can_drop(forms, real)
     if kept.numel() == 0:
-        return None
-    starts, longest = _agree(claims, kept, same_token)
+        return _nothing(shape, device) if drop_padding else None
+    starts, longest, tails = _agree(claims, kept, same_token)
     _check_longest(forms, longest)
-    lengths = _lengths(_row_starts(kept, shape[1]) if starts is None else starts)
-    whole = bool(real.all())
-    if (whole or not drop_padding) and _is_plain(forms, claims, real, lengths.numel()):
+    starts = _row_starts(kept, shape[1]) if starts is None else starts
+    lengths, whole = _lengths(starts), bool(real.all())
+    plain = _is_plain(forms, claims, real, lengths.numel())
+    if plain and not drop_padding:
         return None
-    return PackedSequence.from_lengths(lengths, device=device, batch_shape=shape, indices=None if whole else kept)
+    filler = (starts.cumsum(0) - 1)[tails].tolist()
+    return PackedSequence.from_lengths(
+        lengths, device=device, batch_shape=shape, indices=None if whole else kept, filler=filler, plain=plain
+    )
+
+
+def _can_drop(forms: Forms, real: Tensor) -> bool:
+    """Whether a 2-D mask marks padding at the ends of rows; a hole within a document is not padding: it lets time pass."""
+    mask = forms.attention_mask
+    padded = isinstance(mask, Tensor) and mask.ndim == 2 and not bool(real.all())
+    return padded and bool(((~real[:, :-1] & real[:, 1:]).sum(1) + real[:, 0] <= 1).all())
+
+
+def _nothing(shape: tuple[int, int], device: torch.device) -> PackedSequence:
+    first = torch.zeros(1, dtype=torch.int64)
+    return PackedSequence.from_lengths([1], device=device, batch_shape=shape, indices=first, filler=[0], plain=True)
 
 
 def says_padding_only(mask: Any) -> bool:
@@ -128,23 +146,25 @@ def _claims(forms: Forms, shape: tuple[int, int], device: torch.device) -> list[
 
 def _agree(
     claims: list[Claim], kept: Tensor, same_token: Callable[[Tensor, int], Tensor]
-) -> tuple[Tensor | None, int | None]:
-    """Return bool [M], the document starts that all claims share, and the longest document they speak of.
+) -> tuple[Tensor | None, int | None, list[int]]:
+    """Return bool [M], the document starts that all claims share, the longest document they speak of, and their tails.
 
-    Both are None when no claim speaks of documents.
+    The first two are None when no claim speaks of documents.  Tails are the first places of segments that are padding.
     """
     agreed: tuple[Claim, Tensor] | None = None
     longest: int | None = None
+    tails: set[int] = set()
     for claim in claims:
         given = claim.starts(kept)
         if given is None:
             continue
-        starts = _join_padding_tails(given, kept, claim.real.shape[1], same_token)
+        starts, joined = _join_padding_tails(given, kept, claim.real.shape[1], same_token)
+        tails.update(joined)
         if agreed is not None and not torch.equal(agreed[1], starts):
             raise _conflict(agreed[0], claim, int(kept[(agreed[1] != starts).nonzero()[0, 0]]))
         agreed = agreed or (claim, starts)
         longest = min(int(_lengths(given).max()), longest or kept.numel())
-    return (None if agreed is None else agreed[1]), longest
+    return (None if agreed is None else agreed[1]), longest, sorted(tails)
 
 
 def _row_starts(kept: Tensor, tokens: int) -> Tensor:
@@ -159,15 +179,16 @@ def _lengths(starts: Tensor) -> Tensor:
 
 def _join_padding_tails(
     starts: Tensor, kept: Tensor, tokens: int, same_token: Callable[[Tensor, int], Tensor]
-) -> Tensor:
+) -> tuple[Tensor, list[int]]:
     """Make one segment of a row's tail of one-token documents that all hold the same token: that is padding.
 
     Collators pad positions with zeros, which reads as a document per pad.  Nothing after the tail can be reached from
-    it, and a one-token document has no next token to learn, so joining equal ones changes no loss.
+    it, and a one-token document has no next token to learn, so joining equal ones changes no loss.  Also returns the
+    first place of every tail.
     """
     row = kept // tokens
     row_ends = torch.cat((row.diff().nonzero()[:, 0], torch.tensor([kept.numel() - 1])))
-    joined = starts.clone()
+    joined, tails = starts.clone(), []
     for end in row_ends.tolist():
         if end == 0 or not (starts[end] and starts[end - 1] and row[end] == row[end - 1]):
             continue
@@ -178,7 +199,8 @@ def _join_padding_tails(
         other = (~same).nonzero()
         tail = first + (int(other[-1]) + 1 if other.numel() else 0)
         joined[tail + 1 : end + 1] = False
-    return joined
+        tails += [tail] if tail < end else []
+    return joined, tails
 
 
 def _is_plain(forms: Forms, claims: list[Claim], real: Tensor, num_documents: int) -> bool:

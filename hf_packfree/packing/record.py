@@ -30,6 +30,11 @@ class PackedSequence:
         batch_shape: (B, S), the shape the caller's batch had and gets back.
         indices: int64 [T], on the model's device; where each token lies in the caller's flattened [B*S], or None
             when the row is all of it in order (no padding was dropped).
+        filler: numbers of the segments that are padding and stay in the row all the same: a tail that aligns it, or
+            the one token that stands in for a batch of nothing but padding.
+        leads: numbers of those filler segments that are the padding before a left-padded row's document, one token, kept
+            because a label asks for a prediction from it; no layer mixes anything into it.
+        plain: upstream would run the caller's batch exactly too: one document per row, padding in a 0/1 mask.
     """
 
     cu_seqlens: Tensor
@@ -38,6 +43,9 @@ class PackedSequence:
     max_seqlen: int
     batch_shape: tuple[int, int]
     indices: Tensor | None = None
+    filler: tuple[int, ...] = ()
+    leads: tuple[int, ...] = ()
+    plain: bool = False
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -48,6 +56,8 @@ class PackedSequence:
         device: torch.device | str = "cpu",
         batch_shape: tuple[int, int] | None = None,
         indices: Tensor | None = None,
+        filler: Sequence[int] = (),
+        plain: bool = False,
     ) -> PackedSequence:
         """Build the record from document lengths.
 
@@ -56,6 +66,7 @@ class PackedSequence:
             device: where the tensors that kernels read shall live.
             batch_shape: (B, S) of the caller's batch; (1, T) if not given.
             indices: int64 [T] on any device, see the class.
+            filler, plain: see the class.
 
         Raises:
             BoundaryError: a length is below 1, or there is none.
@@ -75,6 +86,8 @@ class PackedSequence:
             max_seqlen=int(sizes.max()),
             batch_shape=batch_shape or (1, int(cu_seqlens[-1])),
             indices=None if indices is None else indices.to(device, non_blocking=True),
+            filler=tuple(filler),
+            plain=plain,
         )
 
     @property
@@ -86,6 +99,17 @@ class PackedSequence:
     def num_tokens(self) -> int:
         """T, the number of tokens in the row."""
         return self.seq_idx.shape[1]
+
+    @property
+    def num_documents(self) -> int:
+        """Segments that are not filler."""
+        return self.num_segments - len(self.filler)
+
+    @property
+    def num_real_tokens(self) -> int:
+        """Tokens of the row that are not filler."""
+        lengths = self.lengths
+        return self.num_tokens - sum(lengths[segment] for segment in self.filler)
 
     @property
     def lengths(self) -> list[int]:
@@ -101,12 +125,42 @@ class PackedSequence:
 
         return self.derive(build)
 
+    def is_real(self) -> Tensor:
+        """Return bool [1, T]: False where the row holds filler."""
+
+        def build(packed: PackedSequence) -> Tensor:
+            real = torch.ones(packed.num_segments, dtype=torch.bool)
+            real[list(packed.filler)] = False
+            return real.to(packed.seq_idx.device, non_blocking=True)[packed.seq_idx.long()]
+
+        return self.derive(build)
+
+    def mute(self, mixed: Tensor) -> Tensor:
+        """Return what a layer mixed, [1, T, D], with zeros at `leads`: the same tensor where there are none."""
+        if not self.leads:
+            return mixed
+
+        def build(packed: PackedSequence) -> Tensor:
+            heard = torch.ones(packed.num_segments, dtype=torch.bool)
+            heard[list(packed.leads)] = False
+            return heard.to(packed.seq_idx.device, non_blocking=True)[packed.seq_idx.long()][..., None]
+
+        return mixed * self.derive(build).to(mixed.dtype)
+
+    def for_shape(self, shape: Sequence[int]) -> PackedSequence:
+        """Return the record for a batch of this (B, S): the caller's, or the row [1, T] that it has become already."""
+        if tuple(shape) == self.batch_shape:
+            return self
+        return replace(self, batch_shape=(1, self.num_tokens), indices=None)
+
     def derive(self, build: Callable[..., _Derived], *args: Any) -> _Derived:
         """Return `build(self, *args)`, computed at most once: what all layers share is planned once per row.
 
         `build` counts as the same by its code, so nested functions may be used; `args` must be hashable.
         """
-        key = (build.__code__ if hasattr(build, "__code__") else build, args)
+        code = getattr(build, "__code__", None)
+        where = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else repr(build)
+        key = f"{where} {args}"  # a string, because torch.compile writes guards that name it
         if key not in self._memo:
             self._memo[key] = build(self, *args)
         return self._memo[key]  # type: ignore[no-any-return]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Literal, TypeVar
 
 from torch import nn
@@ -23,7 +24,11 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 
 def apply_patches(
-    model: _Model, *, backend: Choice = "auto", unpacked: Literal["upstream", "native"] = "upstream"
+    model: _Model,
+    *,
+    backend: Choice = "auto",
+    unpacked: Literal["upstream", "native"] = "upstream",
+    padded: Literal["lazy", "full", "upstream"] = "lazy",
 ) -> _Model:
     """Make packed rows exact, in place, and return the same model; applying twice changes nothing more.
 
@@ -39,23 +44,33 @@ def apply_patches(
         unpacked: what runs the linear layers for rows of one document: "upstream", bit for bit as without us, or
             "native", our convolution and delta rule, whose last bits differ and which are faster where
             flash-linear-attention is absent.
+        padded: what runs padded rows of one document: "lazy", real tokens only, and a training step's logits get the
+            caller's shape when something reads them; "full", the same with logits always in that shape; "upstream",
+            bit for bit as without us.
 
     Raises:
         UnsupportedModel, PatchConflict, ContractError, BackendUnavailable: nothing was changed; see `plan_swaps`.
         LeakDetected: this transformers is newer than any tried, and the family's tiny model leaks on it.
         ValueError: an option has an unknown value.
     """
-    swap_planned(model, backend, unpacked)
+    swap_planned(model, backend, unpacked, padded)
     return model
 
 
-def swap_planned(model: nn.Module, backend: Choice, unpacked: str) -> None:
+def check_options(backend: Choice, unpacked: str, padded: str) -> None:
+    """Refuse a misspelt option, whatever the model; see `apply_patches` for arguments and errors."""
+    choose_backends(backend, unpacked)
+    if padded not in ("lazy", "full", "upstream"):
+        raise ValueError(f"found padded={padded!r}; wanted 'lazy', 'full' or 'upstream'")
+
+
+def swap_planned(model: nn.Module, backend: Choice, unpacked: str, padded: str) -> None:
     """Plan, choose, check, then change `model`; logs what runs when something changed."""
-    choose_backends(backend, unpacked)  # a misspelt option is refused whatever the model
+    check_options(backend, unpacked, padded)
     family, steps = plan_swaps(model)
-    state = choose_backends(backend, unpacked, next(trunks(model, family)).config)
+    chosen = choose_backends(backend, unpacked, next(trunks(model, family)).config)
+    state = _state_in_force(model, replace(chosen, padded=padded))
     if not steps:
-        _refuse_other_options(model, state)
         return
     check_release(family, state)
     swap(steps, state)
@@ -99,11 +114,13 @@ def _swapped(model: nn.Module) -> list[Step]:
     family = family_of(model)
     if family is None:
         return []
-    originals = {after: before for before, after in family.pairs().items()}
+    heads = {after: before for before, after in family.head_pairs().items()}
+    originals = {after: before for before, after in family.pairs().items()} | heads
     ours = tuple(originals)
     modules: list[tuple[str, nn.Module]] = [(name, m) for name, m in model.named_modules() if isinstance(m, ours)]
     for name, module in modules:
-        if type(module) not in originals or "forward" in vars(module):
+        bypassed = "forward" in vars(module) and type(module) not in heads  # ours, held by a wrapper, knows it was removed
+        if type(module) not in originals or bypassed:
             raise PatchConflict(
                 f"found {name or 'the model itself'} wrapped since it was patched ({type(module).__name__}, or a forward "
                 "of its own instance); wanted our class on the outside; undo the wrapping first, or keep the patches, which "
@@ -112,10 +129,12 @@ def _swapped(model: nn.Module) -> list[Step]:
     return [Step(name, module, originals[type(module)], type(module)) for name, module in modules]
 
 
-def _refuse_other_options(model: nn.Module, wanted: PatchState) -> None:
-    states = (getattr(module, "packfree", None) for module in model.modules())
-    found = next(state for state in states if isinstance(state, PatchState))
+def _state_in_force(model: nn.Module, wanted: PatchState) -> PatchState:
+    """Return the state that some of the model's modules carry already, or else the one that is wanted."""
+    states = (vars(module).get("packfree") for module in model.modules())
+    found = next((state for state in states if isinstance(state, PatchState)), wanted)
     if found != wanted:
         raise PatchConflict(
             f"found the model patched with {found}; wanted {wanted}; call remove_patches(model) before choosing again"
         )
+    return found

@@ -1,7 +1,8 @@
 """The second door: models that are about to be loaded, through transformers' own class mapping (5.3 and later).
 
 While a model is built, transformers puts the registered classes in the place of its own.  Layers become ours at once;
-the trunk, once complete, goes through the same plan and checks as `apply_patches`, so both doors have one table.
+the trunk, once complete, goes through the same plan and checks as `apply_patches`, so both doors have one table.  The
+head, whose class the caller chose before, is swapped when it takes the trunk in.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from types import TracebackType
 from typing import Any, Literal
 
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from hf_packfree.errors import PatchConflict, UnsupportedModel
-from hf_packfree.patching.apply import swap_planned
-from hf_packfree.patching.backends import Choice, choose_backends
+from hf_packfree.patching.apply import check_options, swap_planned
+from hf_packfree.patching.backends import Choice
+from hf_packfree.patching.plan import Step
 from hf_packfree.patching.registry import FAMILIES
+from hf_packfree.patching.swap import swap
 
 try:
     from transformers import monkey_patching
@@ -33,9 +37,11 @@ class Registration:
 
     def __init__(self, mapping: dict[str, type[nn.Module]]) -> None:
         self._mapping = mapping
+        self._watch = register_module_module_registration_hook(_swap_head)
 
     def remove(self) -> None:
         """Take the mapping back; models already built stay patched.  Doing it twice changes nothing more."""
+        self._watch.remove()
         held = monkey_patching.get_patch_mapping()
         monkey_patching.unregister_patch_mapping([key for key, cls in self._mapping.items() if held.get(key) is cls])
 
@@ -51,7 +57,10 @@ class Registration:
 
 
 def register_patches(
-    *, backend: Choice = "auto", unpacked: Literal["upstream", "native"] = "upstream"
+    *,
+    backend: Choice = "auto",
+    unpacked: Literal["upstream", "native"] = "upstream",
+    padded: Literal["lazy", "full", "upstream"] = "lazy",
 ) -> Registration:
     """Patch every supported model that `from_pretrained` or `from_config` builds from now on.
 
@@ -61,7 +70,7 @@ def register_patches(
     raises, and `apply_patches(model)` mends it.
 
     Args:
-        backend, unpacked: as for `apply_patches`.
+        backend, unpacked, padded: as for `apply_patches`.
 
     Raises:
         UnsupportedModel: this transformers has no class mapping (5.2).
@@ -72,8 +81,8 @@ def register_patches(
             "found a transformers without monkey_patching; wanted 5.3 or later for patching at load time; call "
             "apply_patches(model) on the loaded model instead, or upgrade transformers"
         )
-    choose_backends(backend, unpacked)  # a misspelt option is refused now, not when a model is loaded
-    mapping = _mapping(partial(swap_planned, backend=backend, unpacked=unpacked))
+    check_options(backend, unpacked, padded)  # refused now, not when a model is loaded
+    mapping = _mapping(partial(swap_planned, backend=backend, unpacked=unpacked, padded=padded))
     taken = sorted(mapping.keys() & monkey_patching.get_patch_mapping().keys())
     if taken:
         raise PatchConflict(
@@ -119,6 +128,16 @@ def _trunk_loader(
 
     names = {"__init__": __init__, "__module__": before.__module__, "__qualname__": before.__qualname__}
     return type(before.__name__, (before,), names)
+
+
+def _swap_head(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    """Called by torch whenever a module takes in another: swap a supported head that takes in a patched text model."""
+    family = next((row for row in FAMILIES if row.upstream == type(module).__module__), None)
+    if family is None or submodule is None or type(module) not in family.head_pairs():
+        return
+    states = [vars(part)["packfree"] for part in submodule.modules() if "packfree" in vars(part)]
+    if states:
+        swap([Step(name, module, type(module), family.head_pairs()[type(module)])], states[0])
 
 
 def _restore_upstream_names(mapping: dict[str, type[nn.Module]]) -> None:

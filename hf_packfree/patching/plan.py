@@ -41,7 +41,7 @@ def plan_swaps(model: nn.Module) -> tuple[Family, list[Step]]:
         )
     pairs = family.pairs()
     _check_seams(model, pairs)
-    steps = list(_steps(model, pairs))
+    steps = [*_steps(model, pairs), *_head_steps(model, family.head_pairs())]
     for trunk in trunks(model, family):
         _check_trunk(trunk, pairs)
         check_attention(trunk.config)
@@ -60,6 +60,13 @@ def _steps(model: nn.Module, pairs: dict[type[nn.Module], type[nn.Module]]) -> I
             yield Step(name, module, type(module), pairs[type(module)])
         elif type(module) in originals and "packfree" not in vars(module):  # swapped while loading, without a trunk
             yield Step(name, module, originals[type(module)], type(module))
+
+
+def _head_steps(model: nn.Module, pairs: dict[type[nn.Module], type[nn.Module]]) -> Iterator[Step]:
+    """A head of another class, or with a forward of its own instance, is left alone: the trunk serves it too."""
+    for name, module in model.named_modules():
+        if type(module) in pairs and "forward" not in vars(module):
+            yield Step(name, module, type(module), pairs[type(module)])
 
 
 def _check_seams(model: nn.Module, pairs: dict[type[nn.Module], type[nn.Module]]) -> None:

@@ -20,7 +20,8 @@ class Family:
     Attributes:
         name: how people call it, and the argument of `packfree verify`.
         upstream: transformers' modeling module.
-        replacement: our module; it holds a subclass of the same name for each class in `swaps`, and `tiny_config`.
+        replacement: our module; it holds a subclass of the same name for each class in `swaps`, and `tiny_config`;
+            `HEADS`, if it is there, the classes around the text model that are swapped with it.
         trunk: the class that reads boundaries: the text model.
         layer: the decoder layer, swapped only in releases whose layers drop keywords (5.2 to 5.8).
         swaps: every class to swap, with the reason.
@@ -43,6 +44,11 @@ class Family:
         ours = import_module(self.replacement)
         names = [*self.swaps, self.layer] if eras.LAYERS_DROP_KEYWORDS else list(self.swaps)
         return {self._upstream_of(getattr(ours, name)): getattr(ours, name) for name in names}
+
+    def head_pairs(self) -> dict[type[nn.Module], type[nn.Module]]:
+        """Return {upstream's class: ours} of the heads, which are swapped where nothing wraps them."""
+        heads = getattr(import_module(self.replacement), "HEADS", {})
+        return {self._upstream_of(ours): ours for ours in heads.values()}
 
     def trunk_class(self) -> type[nn.Module]:
         """Return upstream's class of the text model."""

@@ -28,6 +28,7 @@ class PatchReport:
         implementations: {operation: backend that runs for packed rows where the model is now}.
         why: {operation: why a faster backend is not used on this machine's GPUs}.
         unpacked: "upstream" or "native", what runs for rows of one document.
+        padded: "lazy", "full" or "upstream", what runs for padded rows of one document.
         attention: the attention implementation the model was loaded with.
         versions: {package: installed version, or None}.
     """
@@ -39,6 +40,7 @@ class PatchReport:
     implementations: dict[str, str]
     why: dict[str, str]
     unpacked: str
+    padded: str
     attention: str | None
     versions: dict[str, str | None]
 
@@ -56,13 +58,14 @@ class PatchReport:
             return f"{self.model} is not patched; packed rows leak between documents"
         swapped = ", ".join(f"{count} {name}" for name, count in self.swaps.items())
         runs = ", ".join(f"{op}: {self._with_version(op, name)}" for op, name in self.implementations.items())
-        return f"{self.model} is patched: swapped {swapped}; packed rows run {runs}; unpacked rows run {self.unpacked}"
+        rest = f"unpacked rows run {self.unpacked}, padded rows {self.padded}"
+        return f"{self.model} is patched: swapped {swapped}; packed rows run {runs}; {rest}"
 
 
 def patch_report(model: nn.Module) -> PatchReport:
     """Return what is swapped in `model` and what runs in it; works on any module, patched or not."""
     family = family_of(model)
-    ours = set() if family is None else set(family.pairs().values())
+    ours = set() if family is None else {*family.pairs().values(), *family.head_pairs().values()}
     swapped = [module for module in model.modules() if ours & set(type(module).__mro__)]
     state = next((state for module in swapped if isinstance(state := module.packfree, PatchState)), None)
     patched = state is not None and any(type(module).__name__.endswith(family.trunk) for module in swapped if family)
@@ -75,6 +78,7 @@ def patch_report(model: nn.Module) -> PatchReport:
         implementations={} if state is None else _implementations(state, model),
         why={} if state is None else dict(state.why),
         unpacked="upstream" if state is None else state.unpacked,
+        padded="upstream" if state is None else state.padded,
         attention=getattr(config, "_attn_implementation", None),
         versions=_versions(state),
     )

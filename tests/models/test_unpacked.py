@@ -54,7 +54,7 @@ def outcome(model, inputs):
 def test_bit_identical_to_upstream(family, case, attention):
     model = tiny(family, attention=attention)
     logits, grads = outcome(model, UNPACKED[case])
-    ours, our_grads = outcome(apply_patches(model), UNPACKED[case])
+    ours, our_grads = outcome(apply_patches(model, padded="upstream"), UNPACKED[case])
     assert torch.equal(ours, logits)
     assert grads.keys() == our_grads.keys() and all(torch.equal(our_grads[name], grads[name]) for name in grads)
 
@@ -85,13 +85,14 @@ def test_offsets_of_whole_rows_are_the_plain_batch():
     assert torch.equal(outcome(apply_patches(model), {"input_ids": IDS, "cu_seq_lens_q": offsets})[0], wanted)
 
 
+@pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("padded", [False, True])
-def test_generation(family, padded):
+def test_generation(family, padded, use_cache):
     model = tiny(family).eval()
     prompt = {"input_ids": IDS[:, :20], "attention_mask": left(PADDED[:, 40:60]) if padded else torch.ones(2, 20).long()}
     settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-    settings |= {"return_dict_in_generate": True, "output_logits": True}
+    settings |= {"return_dict_in_generate": True, "output_logits": True, "use_cache": use_cache}
     wanted = model.generate(**prompt, **settings)
     found = apply_patches(model).generate(**prompt, **settings)
     assert torch.equal(found.sequences, wanted.sequences)
@@ -115,7 +116,7 @@ def test_continuing_from_a_cache():
 def test_native_option_is_close_and_removable(family, case):
     model = tiny(family)
     logits, grads = outcome(model, UNPACKED[case])
-    ours, our_grads = outcome(apply_patches(model, unpacked="native"), UNPACKED[case])
+    ours, our_grads = outcome(apply_patches(model, unpacked="native", padded="upstream"), UNPACKED[case])
     real = UNPACKED[case].get("attention_mask", torch.ones_like(UNPACKED[case]["input_ids"])).bool()
     assert (ours[real] - logits[real]).abs().max() <= 1e-4 * logits.abs().max()
     assert not torch.equal(ours, logits), "our op did not run"

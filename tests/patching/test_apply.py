@@ -32,7 +32,7 @@ def test_apply_and_remove_restore_everything(family):
     assert apply_patches(model) is model
     report = patch_report(model)
     assert report.patched and report.family == family
-    assert sorted(report.swaps.values()) == [1, 1, 3], "one trunk, one attention, three Gated DeltaNets"
+    assert sorted(report.swaps.values()) == [1, 1, 1, 3], "head, trunk, one attention, three Gated DeltaNets"
     assert model.config.to_dict() == before[2]
     assert [name for name in model.state_dict()] == [name for name in before[3]]
     assert all(torch.equal(value, before[3][name]) for name, value in model.state_dict().items())
@@ -55,8 +55,11 @@ def test_applying_twice_changes_nothing_but_options_may_not_change():
     before = classes(model)
     apply_patches(model)
     assert classes(model) == before
-    with pytest.raises(PatchConflict, match="remove_patches"):
-        apply_patches(model, unpacked="native")
+    for other in ({"unpacked": "native"}, {"padded": "full"}):
+        with pytest.raises(PatchConflict, match="remove_patches"):
+            apply_patches(model, **other)
+    with pytest.raises(ValueError, match="'lazy', 'full' or 'upstream'"):
+        apply_patches(tiny(), padded="no")
 
 
 def test_unknown_options_are_refused():

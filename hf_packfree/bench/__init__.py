@@ -1,0 +1,17 @@
+"""What padding costs and packing saves, measured on the user's own machine, model and lengths."""
+
+from hf_packfree.bench.lengths import DISTRIBUTIONS, choose_lengths
+from hf_packfree.bench.presets import PRESETS
+from hf_packfree.bench.report import BenchOptions, BenchReport, Candidate, Progress
+from hf_packfree.bench.run import run_bench
+
+__all__ = [
+    "DISTRIBUTIONS",
+    "PRESETS",
+    "BenchOptions",
+    "BenchReport",
+    "Candidate",
+    "Progress",
+    "choose_lengths",
+    "run_bench",
+]

@@ -1,0 +1,73 @@
+"""Lengths of the documents of one batch: a named distribution, or the user's own file."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+from hf_packfree.errors import UnsupportedInput
+
+DISTRIBUTIONS: dict[str, str] = {
+    "instructions": "log-normal: eight documents fill a padded batch to 34%",
+    "uniform": "every length alike: eight documents fill a padded batch to 56%",
+    "equal": "all documents of one length: no padding at all",
+}
+
+
+def choose_lengths(source: str, documents: int, longest: int) -> tuple[int, ...]:
+    """Return the lengths, in tokens, of one batch.
+
+    Args:
+        source: a name of `DISTRIBUTIONS`, or a JSONL file whose lines are numbers, or objects with "length" or "input_ids".
+        documents: how many to return; evenly spaced quantiles, so that one batch stands for all.
+        longest: tokens of the longest document of a named distribution; in a file, longer ones count as this long.
+
+    Raises:
+        UnsupportedInput: neither a name nor a file that holds lengths.
+    """
+    if source in DISTRIBUTIONS and not Path(source).exists():
+        return tuple(max(1, round(share * longest)) for share in _shares(source, documents))
+    lengths = sorted(_read(Path(source)))
+    places = (int((place + 0.5) / documents * len(lengths)) for place in range(documents))
+    return tuple(min(lengths[place], longest) for place in places)
+
+
+def _shares(name: str, documents: int) -> list[float]:
+    quantiles = [(place + 0.5) / documents for place in range(documents)]
+    if name == "equal":
+        return [1.0] * documents
+    if name == "uniform":
+        return [(place + 1) / documents for place in range(documents)]
+    normal = NormalDist()
+    top = normal.inv_cdf(quantiles[-1])
+    return [math.exp(0.95 * (normal.inv_cdf(quantile) - top)) for quantile in quantiles]
+
+
+def _read(path: Path) -> list[int]:
+    if not path.is_file():
+        raise UnsupportedInput(
+            f"found no file and no distribution {str(path)!r}; wanted {', '.join(DISTRIBUTIONS)}, or a JSONL file of lengths"
+        )
+    lengths = [_length(line, path, number) for number, line in enumerate(path.read_text().splitlines(), 1) if line.strip()]
+    if not lengths:
+        raise UnsupportedInput(f"found {path} without a line; wanted a length per line")
+    return lengths
+
+
+def _length(line: str, path: Path, number: int) -> int:
+    found: Any
+    try:
+        found = json.loads(line)
+        if isinstance(found, dict):
+            found = found["length"] if "length" in found else len(found["input_ids"])
+    except (ValueError, KeyError, TypeError):
+        found = None
+    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+        raise UnsupportedInput(
+            f"found line {number} of {path}: {line[:40]!r}; wanted a number of at least 1, or an object with 'length' or "
+            "'input_ids'; write one document per line"
+        )
+    return found

@@ -1,0 +1,144 @@
+"""What a benchmark is asked for and what it measured, as plain data."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+BASE = "stock padded"
+Progress = Callable[[str, int, int], None]
+"""Called with what is going on, and how many of how many steps are done."""
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What `run_bench` takes.
+
+    Attributes:
+        model: a preset, a family's name, a config or checkpoint folder, or a hub id.
+        lengths: tokens of each document of the batch.
+        rounds: timed steps of each candidate; they run in turns.
+        device, dtype: where and in what; dtype None is the checkpoint's own.
+        threads: CPU threads; None leaves torch's choice.
+        seed: of weights and tokens.
+        trust_remote_code: for a checkpoint with code of its own.
+    """
+
+    model: str
+    lengths: tuple[int, ...]
+    rounds: int = 5
+    device: str = "cpu"
+    dtype: str | None = None
+    threads: int | None = None
+    seed: int = 0
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run a training step, forward and backward, on the same documents.
+
+    Attributes:
+        name: stock or patched, padded or packed.
+        slots: tokens computed: with padding, where padding is not skipped.
+        seconds: of each timed step.
+        peak_mib: most memory held during a step above what was held before it, gradients included.
+        refused: why it does not run here, or None.
+        note: what to know about it.
+    """
+
+    name: str
+    slots: int
+    seconds: tuple[float, ...] = ()
+    peak_mib: float | None = None
+    refused: str | None = None
+    note: str = ""
+
+    @property
+    def median(self) -> float | None:
+        """Seconds of the median step."""
+        return statistics.median(self.seconds) if self.seconds else None
+
+
+@dataclass(frozen=True)
+class BenchReport:
+    """Everything measured.
+
+    Attributes:
+        options: what was asked for.
+        model, parameters, device, dtype, versions: what ran, where.
+        candidates: stock padded first.
+        floor: seconds that the model's linear layers alone take for the real tokens: one multiplication forward, two
+            backward, each measured in the same run.
+        memory: how the peak was measured.
+    """
+
+    options: BenchOptions
+    model: str
+    parameters: int
+    device: str
+    dtype: str
+    versions: dict[str, str | None]
+    candidates: tuple[Candidate, ...]
+    floor: float
+    memory: str
+
+    @property
+    def real_tokens(self) -> int:
+        """Tokens of all documents."""
+        return sum(self.options.lengths)
+
+    @property
+    def fill(self) -> float:
+        """Share of real tokens in the padded batch, 0 to 1."""
+        return self.real_tokens / (max(self.options.lengths) * len(self.options.lengths))
+
+    def candidate(self, name: str) -> Candidate:
+        """Return the candidate of this name."""
+        return next(row for row in self.candidates if row.name == name)
+
+    def faster(self, name: str) -> float | None:
+        """Return how many times as fast as stock padded a candidate is."""
+        base, found = self.candidate(BASE).median, self.candidate(name).median
+        return base / found if base and found else None
+
+    def memory_share(self, name: str) -> float | None:
+        """Return a candidate's peak as a share of stock padded's."""
+        base, found = self.candidate(BASE).peak_mib, self.candidate(name).peak_mib
+        return found / base if base and found is not None else None
+
+    def tokens_per_second(self, name: str) -> float | None:
+        """Return real tokens per second."""
+        median = self.candidate(name).median
+        return self.real_tokens / median if median else None
+
+    def floor_share(self, name: str) -> float | None:
+        """Return the share of a step that its matrix products need, 0 to 1."""
+        median = self.candidate(name).median
+        return self.floor / median if median else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data, ready for JSON."""
+        rows = [
+            {
+                **asdict(row),
+                "median_ms": None if row.median is None else row.median * 1e3,
+                "times_as_fast": self.faster(row.name),
+                "memory_share": self.memory_share(row.name),
+                "tokens_per_second": self.tokens_per_second(row.name),
+                "floor_share": self.floor_share(row.name),
+            }
+            for row in self.candidates
+        ]
+        facts = {"real_tokens": self.real_tokens, "fill": self.fill, "sentence": str(self)}
+        return {**asdict(self), **facts, "candidates": rows}
+
+    def __str__(self) -> str:
+        faster, share = self.faster("patched padded"), self.memory_share("patched padded")
+        what = f"{self.model} on {self.device}, {len(self.options.lengths)} documents, {self.fill:.0%} real tokens"
+        if faster is None or share is None:
+            broken = next(row for row in self.candidates if row.refused and row.name in (BASE, "patched padded"))
+            return f"{what}: no comparison, because {broken.name} did not run ({broken.refused})"
+        return f"{what}: a padded step costs 1/{faster:.2f} of the time and {share:.0%} of the peak memory once patched"

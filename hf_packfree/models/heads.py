@@ -1,0 +1,147 @@
+"""Language-model heads: a batch becomes one row before upstream's head sees it, so that head and loss run on real tokens.
+
+Upstream's forward does all the work, on the row.  What is given back has the caller's shape.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_packfree.models.attention import check_attention
+from hf_packfree.models.reading import read_arguments, skips_padding
+from hf_packfree.models.replacement import Replacement
+from hf_packfree.models.rows import restore_layers, row_of_each, row_positions
+from hf_packfree.models.state import state_of
+from hf_packfree.models.targets import IGNORED, are_leads, row_targets, shifted_labels, targets_on_padding
+from hf_packfree.models.vision_language import vision_given
+from hf_packfree.packing import Forms, PackedSequence, padded_on_read, repad, with_leads
+
+logger = logging.getLogger("hf_packfree")
+
+
+class Head(Replacement):
+    """Base of replaced heads; each subclass's forward has upstream's signature, by which trainers choose what to pass."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        upstream: Any = next((base for base in cls.__mro__ if base.__module__.startswith("transformers.")), None)
+        if upstream is None:
+            return
+        names = [name for name in inspect.signature(upstream.forward).parameters if name != "self"]
+
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            now: Any = type(self)
+            if not issubclass(now, cls):  # the patches were removed under a wrapper that holds this bound method
+                return now.forward(self, *args, **kwargs)
+            return self._forward_as_row(functools.partial(upstream.forward, self), {**dict(zip(names, args)), **kwargs})
+
+        functools.update_wrapper(forward, upstream.forward)
+        replaced: Any = cls
+        replaced.forward = forward
+
+    def _forward_as_row(self, upstream: Any, arguments: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+
+class PackedHead(Head):
+    """Put in front of a family's causal language model, with or without a vision tower."""
+
+    def _forward_as_row(self, upstream: Any, arguments: dict[str, Any]) -> Any:
+        """Run upstream's forward on the row [1, T]; on the arguments as they are where there is none.
+
+        Raises:
+            BoundaryError, BoundaryConflict, CacheConflict, UnsupportedInput: before anything runs.
+        """
+        if not _is_whole_batch(arguments):
+            return upstream(**arguments)
+        if not _wants_all_logits(arguments):  # generation without a cache stays upstream's to the last bit
+            return upstream(**arguments) if self.training else upstream(**arguments, keep_padding=True)
+        given = dict(arguments)
+        forms = Forms.take(given, position_ids=given.get("position_ids"), attention_mask=given.get("attention_mask"))
+        packed = self._read(forms, given)
+        if packed is None:
+            return upstream(**arguments)
+        targets = None
+        if given.get("labels") is not None:
+            ignored = given.get("ignore_index", IGNORED)
+            shifted = shifted_labels(given)
+            packed = self._room_for(shifted, packed, ignored)
+            if packed is None:
+                return upstream(**arguments, keep_padding=True)
+            targets = row_targets(shifted, packed, ignored)
+        return self._give_back(upstream(**_row_arguments(given, packed, targets)), packed, given)
+
+    def _read(self, forms: Forms, given: dict[str, Any]) -> PackedSequence | None:
+        use_cache = given.get("use_cache")
+        if use_cache is None and given.get("labels") is not None:
+            use_cache = False  # who computes a loss continues nothing
+        skip = skips_padding(self, forms, None, use_cache, given)
+        return read_arguments(forms, given.get("input_ids"), given.get("inputs_embeds"), None, skip_padding=skip)
+
+    def _room_for(self, shifted: Tensor, packed: PackedSequence, ignored: int) -> PackedSequence | None:
+        """Return the record with the padding that labels ask predictions of, or None where only upstream has it all."""
+        if not packed.plain or packed.indices is None or packed.num_documents == 0:
+            return packed
+        places = targets_on_padding(shifted, packed, ignored)
+        if places.numel() == 0:
+            return packed
+        config = self.config.get_text_config()
+        silent = check_attention(config) != "mask" and not getattr(config, "attention_bias", False)
+        if silent and are_leads(places, packed):
+            return with_leads(packed, places)
+        logger.warning(
+            "found %d labels that padding would have to predict; the batch runs padded, as transformers does it; set the "
+            "labels of padding, and of the first token after it, to %d to run real tokens only", places.numel(), ignored
+        )
+        return None
+
+    def _give_back(self, output: Any, packed: PackedSequence, given: dict[str, Any]) -> Any:
+        """Put the caller's shape back."""
+        if packed.num_real_tokens == 0:  # nothing to learn, but every parameter has its gradient: zero
+            for name in ("loss", "aux_loss"):
+                if output.get(name) is not None:
+                    output[name] = output[name] * 0.0
+        restore_layers(output, packed)
+        lazy = state_of(self).padded == "lazy" and self.training and output.loss is not None
+        dropped = packed.indices is not None and not torch.compiler.is_compiling()
+        output.logits = (padded_on_read if lazy and dropped else repad)(output.logits, packed)
+        as_dict = given.get("return_dict")
+        as_dict = getattr(self.config, "return_dict", True) if as_dict is None else as_dict
+        return output if as_dict else output.to_tuple()
+
+
+def _is_whole_batch(arguments: dict[str, Any]) -> bool:
+    """Whether this is a batch of text that nothing came before and nobody has read yet."""
+    one_input = (arguments.get("input_ids") is None) != (arguments.get("inputs_embeds") is None)
+    fresh = arguments.get("past_key_values") is None and arguments.get("packed_sequence") is None
+    return one_input and fresh and not vision_given(arguments)
+
+
+def _wants_all_logits(arguments: dict[str, Any]) -> bool:
+    kept = arguments.get("logits_to_keep", 0)
+    return isinstance(kept, int) and kept == 0
+
+
+def _row_arguments(
+    given: dict[str, Any], packed: PackedSequence, targets: dict[str, Tensor] | None
+) -> dict[str, Any]:
+    """Return upstream's arguments for the row; the mask, if any, is there for the experts' statistics."""
+    row = row_of_each({name: value for name, value in given.items() if name != "attention_mask"}, packed)
+    row |= {
+        "attention_mask": packed.is_real().long() if packed.filler and packed.num_real_tokens else None,
+        "position_ids": row_positions(given.get("position_ids"), packed),
+        "use_cache": False,
+        "packed_sequence": packed,
+        "return_dict": True,
+    }
+    if targets is not None:
+        row |= {"labels": targets["labels"], "shift_labels": targets["shift_labels"]}
+        if row.get("num_items_in_batch") is None:
+            row["num_items_in_batch"] = targets["targets"]
+    return row

@@ -1,0 +1,249 @@
+"""Heads over packed rows and padded batches: targets that stop at edges, experts' statistics, classifiers, vision-language."""
+
+from __future__ import annotations
+
+import inspect
+import types
+
+import pytest
+import torch
+from transformers import DataCollatorWithFlattening
+from transformers.models.qwen3_5 import configuration_qwen3_5, modeling_qwen3_5
+from transformers.models.qwen3_next import modeling_qwen3_next
+
+from hf_packfree import apply_patches, patch_report, remove_patches
+from tests.forms import ROW_FORMS, row_batch, rows_batch
+from tests.models.padded import IGNORED, Seen, padded_batch, real_tokens, step, worst_gradient
+from tests.models.test_padded import LOSS_TOL, assert_same
+from tests.support import GRADIENT_TOL, LOGIT_TOL, gradients, relative_rms, slow_decay, tiny
+
+MOE = ["qwen3_5_moe", "qwen3_next"]
+LENGTHS = (5, 64, 1, 30)
+
+
+def one_by_one(model, documents, **more):
+    """Return the mean loss over all targets of all documents, each in a forward of its own, and its gradients."""
+    targets = sum(len(document) - 1 for document in documents)
+    model.zero_grad(set_to_none=True)
+    loss = 0.0
+    for document in documents:
+        if len(document) > 1:
+            part = model(input_ids=document[None], labels=document[None], use_cache=False, num_items_in_batch=targets, **more)
+            part.loss.backward()
+            loss += part.loss.item()
+    return loss, gradients(model)
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("form", ["positions", "cu_seq_lens", "seq_idx", "all_flash", "indexed_mask", "square_mask"])
+def test_no_document_predicts_the_next_ones_first_token(form):
+    """Labels are the tokens themselves, unmasked: the head masks what the collator would have."""
+    model, batch = tiny(), row_batch(form, LENGTHS)
+    wanted, wanted_grads = one_by_one(model, batch.documents)
+    ids = batch.inputs["input_ids"]
+    labels = {"labels": ids.clone()}
+    naive = torch.nn.functional.pad(ids, (0, 1), value=IGNORED)[:, 1:]
+    for inputs in (labels, {**labels, "shift_labels": naive}):
+        output, grads = step(apply_patches(model), {**batch.inputs, **inputs})
+        assert abs(output.loss.item() / wanted - 1) <= LOSS_TOL and worst_gradient(grads, wanted_grads) <= GRADIENT_TOL
+    if form == "positions":
+        loss = modeling_qwen3_5.Qwen3_5ForCausalLM.loss_function.fget(model)(output.logits, ids, model.config.vocab_size)
+        assert abs(loss.item() / wanted - 1) > 10 * LOSS_TOL, "the control: masking nothing changes nothing here"
+
+
+@pytest.mark.parametrize("form", ["indexed", "indexed_left", "mask_and_positions", "seq_idx", "square", "positions_zero_tail"])
+def test_targets_of_several_rows(form):
+    model, batch = tiny(), rows_batch(form)
+    wanted, wanted_grads = one_by_one(model, batch.documents)
+    labels = torch.full_like(batch.inputs["input_ids"], IGNORED)
+    for (row, places), document in zip(batch.places, batch.documents):
+        labels[row, places] = document
+    output, grads = step(apply_patches(model), {**batch.inputs, "labels": labels})
+    assert abs(output.loss.item() / wanted - 1) <= LOSS_TOL and worst_gradient(grads, wanted_grads) <= GRADIENT_TOL
+    assert output.logits.shape == (*labels.shape, 128)
+
+
+@pytest.mark.parametrize("given", [{}, {"return_flash_attn_kwargs": True, "return_seq_idx": True}])
+def test_the_stock_collator_masks_first_tokens_itself(given):
+    model, documents = tiny(), [torch.randint(2, 128, (n,)).tolist() for n in (9, 3, 20)]
+    wanted, wanted_grads = one_by_one(model, [torch.tensor(document) for document in documents])
+    batch = DataCollatorWithFlattening(return_tensors="pt", **given)([{"input_ids": document} for document in documents])
+    assert batch["labels"][0, [0, 9, 12]].tolist() == [IGNORED] * 3
+    output, grads = step(apply_patches(model), batch)
+    assert abs(output.loss.item() / wanted - 1) <= LOSS_TOL and worst_gradient(grads, wanted_grads) <= GRADIENT_TOL
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("side", ["right", "left", "both", "an empty row"])
+@pytest.mark.parametrize("family", MOE)
+def test_padded_batches_balance_experts_as_upstream(family, side):
+    model, batch = tiny(family), padded_batch(side)
+    wanted = step(model, batch, output_router_logits=True)
+    blind = step(model, {"input_ids": batch["input_ids"], "labels": batch["labels"]}, output_router_logits=True)
+    found = step(apply_patches(model), batch, output_router_logits=True)
+    assert_same(found, wanted, batch)
+    assert abs(found[0].aux_loss.item() / wanted[0].aux_loss.item() - 1) <= LOSS_TOL
+    assert abs(blind[0].aux_loss.item() / wanted[0].aux_loss.item() - 1) > 10 * LOSS_TOL, "the control: padding does not show"
+
+
+TAIL = 11
+
+
+def with_tail(form: str):
+    """A row of documents and a tail of padding: the inputs without it, and with it in the named form."""
+    whole = row_batch("positions", LENGTHS).inputs
+    ids, positions = whole["input_ids"], whole["position_ids"]
+    total = ids.shape[1]
+    tail = torch.zeros(1, TAIL, dtype=torch.long)
+    padded = {"input_ids": torch.cat((ids, tail), 1), "labels": torch.cat((ids, tail + IGNORED), 1), "use_cache": False}
+    zeros = torch.cat((positions, tail), 1)
+    offsets = torch.tensor([0, *LENGTHS, *[1] * TAIL]).cumsum(0).to(torch.int32)
+    numbers = torch.cat([torch.full((1, n), i) for i, n in enumerate(LENGTHS)], 1)
+    more = {
+        "positions of zero": {"position_ids": zeros},
+        "as TRL sends it": {"position_ids": zeros, "cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets,
+                            "max_length_q": 64, "max_length_k": 64},
+        "indexed mask": {"attention_mask": torch.cat((numbers + 1, tail), 1)},
+        "seq_idx below zero": {"seq_idx": torch.cat((numbers, tail - 1), 1).to(torch.int32)},
+    }[form]
+    return {**whole, "labels": ids.clone()}, {**padded, **more}, total
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("form", ["positions of zero", "as TRL sends it", "indexed mask", "seq_idx below zero"])
+@pytest.mark.parametrize("family", MOE)
+def test_a_tail_of_padding_counts_nowhere(family, form):
+    without, with_, total = with_tail(form)
+    model = apply_patches(tiny(family))
+    wanted, wanted_grads = step(model, without, output_router_logits=True)
+    seen, shapes = Seen(model), []
+    model.model.packfree.observers.append(lambda packed, shape, mask: shapes.append((packed, shape)))
+    found, grads = step(model, with_, output_router_logits=True)
+    for name in ("loss", "aux_loss"):
+        assert abs(found[name].item() / wanted[name].item() - 1) <= LOSS_TOL
+    assert worst_gradient(grads, wanted_grads) <= GRADIENT_TOL
+    assert relative_rms(found.logits[:, :total], wanted.logits) <= LOGIT_TOL
+    ((packed, shape),) = shapes
+    assert shape == (1, total + TAIL) and packed.num_documents == len(LENGTHS) and packed.num_real_tokens == total
+    kept = form in ("positions of zero", "as TRL sends it")  # stays in the row: an alignment to 16 holds
+    assert seen.layer == (1, total + TAIL if kept else total)
+    assert packed.lengths == [*LENGTHS, TAIL][: None if kept else -1]
+    counted = step(model, {**without, "input_ids": with_["input_ids"], "labels": with_["labels"],
+                           "position_ids": torch.cat((without["position_ids"], torch.arange(TAIL)[None]), 1)},
+                   output_router_logits=True)[0]
+    assert abs(counted.aux_loss.item() / wanted.aux_loss.item() - 1) > 10 * LOSS_TOL, "the control: a tail does not show"
+
+
+CLASSIFIERS = [
+    name for name in modeling_qwen3_next.__all__ if "For" in name and not name.endswith("ForCausalLM")
+]
+
+
+def classifier(name: str):
+    config = tiny("qwen3_next").config
+    config.pad_token_id, config.num_labels = 0, 3
+    torch.manual_seed(0)
+    return slow_decay(getattr(modeling_qwen3_next, name)(config)).eval()
+
+
+def classified(model, batch):
+    model.zero_grad(set_to_none=True)
+    name = type(model).__name__
+    generator = torch.Generator().manual_seed(1)
+    rows, tokens = batch["input_ids"].shape
+    labels = {
+        "ForSequenceClassification": {"labels": torch.randint(3, (rows,), generator=generator)},
+        "ForTokenClassification": {"labels": torch.randint(3, (rows, tokens), generator=generator)},
+        "ForQuestionAnswering": {
+            "start_positions": torch.tensor([4] * rows), "end_positions": torch.tensor([20] * rows),
+        },
+    }[name.removeprefix("Qwen3Next")]
+    if "TokenClassification" in name and batch.get("masked", True):
+        labels["labels"] = labels["labels"].masked_fill(batch["attention_mask"] == 0, IGNORED)
+    output = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False, **labels)
+    output.loss.backward()
+    return output, gradients(model)
+
+
+@pytest.mark.parametrize("case", ["as it is", "what they read is padding"])
+@pytest.mark.parametrize("side", ["right", "left", "both"])
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_classifiers(name, side, case):
+    model, batch = classifier(name), padded_batch(side)
+    del batch["labels"]
+    if case != "as it is":  # a padding token that looks like a word, and labels on padding
+        batch |= {"input_ids": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, 7), "masked": False}
+    wanted, wanted_grads = classified(model, batch)
+    apply_patches(model)
+    widths = []
+    layer = next(module for name, module in model.named_modules() if name.endswith("layers.0"))
+    layer.register_forward_hook(lambda module, args, output: widths.append(args[0].shape[:2].numel()))
+    found, grads = classified(model, batch)
+    assert abs(found.loss.item() / wanted.loss.item() - 1) <= LOSS_TOL and worst_gradient(grads, wanted_grads) <= GRADIENT_TOL
+    spans = name.endswith("QuestionAnswering")
+    padding_is_read = spans or (case != "as it is" and not (name.endswith("SequenceClassification") and side == "left"))
+    assert widths == [batch["attention_mask"].numel() if padding_is_read else real_tokens(batch)]
+    if name.endswith("SequenceClassification"):
+        assert relative_rms(found.logits, wanted.logits) <= LOGIT_TOL
+    if padding_is_read:
+        assert torch.equal(found.loss, wanted.loss)
+
+
+def vision_language():
+    config = configuration_qwen3_5.Qwen3_5Config(
+        text_config=tiny("qwen3_5").config.to_dict(),
+        vision_config={"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64},
+    )
+    torch.manual_seed(0)
+    return slow_decay(modeling_qwen3_5.Qwen3_5ForConditionalGeneration(config)).train()
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("side", ["right", "left", "both"])
+def test_vision_language_model_fed_padded_text(side):
+    model, batch = vision_language(), padded_batch(side)
+    wanted = step(model, batch)
+    seen = Seen(apply_patches(model))
+    assert_same(step(model, batch), wanted, batch)
+    assert seen.head == seen.layer and seen.layer[0] == 1
+
+
+def test_heads_keep_the_signature_that_trainers_read():
+    model = tiny()
+    before = inspect.signature(model.forward)
+    assert inspect.signature(apply_patches(model).forward) == before
+    batch = padded_batch("right")
+    by_place = model(batch["input_ids"], batch["attention_mask"], labels=batch["labels"], use_cache=False)
+    assert torch.equal(by_place.loss, model(**batch, use_cache=False).loss)
+
+
+def test_a_wrapped_head_is_left_alone_and_the_layers_skip_padding_all_the_same():
+    model, batch = tiny(), padded_batch("right")
+    wanted = step(model, batch)
+    stock_forward = model.forward
+    model.forward = types.MethodType(lambda self, *args, **kwargs: stock_forward(*args, **kwargs), model)
+    apply_patches(model)
+    assert "Qwen3_5ForCausalLM" not in patch_report(model).swaps
+    seen = Seen(model)
+    assert_same(step(model, batch), wanted, batch)
+    assert seen.layer == (1, real_tokens(batch)) and seen.head == batch["input_ids"].shape
+
+
+def test_patches_can_be_removed_under_a_wrapper_of_the_head():
+    """accelerate's autocast holds our bound method: afterwards that has to be upstream's."""
+    model, batch = tiny(), padded_batch("right")
+    wanted = step(model, batch)
+    apply_patches(model)
+    ours = model.forward
+    model.forward = types.MethodType(lambda self, *args, **kwargs: ours(*args, **kwargs), model)
+    assert_same(step(model, batch), wanted, batch)
+    remove_patches(model)
+    assert type(model) is modeling_qwen3_5.Qwen3_5ForCausalLM
+    assert torch.equal(step(model, batch)[0].loss, wanted[0].loss)
+
+
+def test_every_form_of_a_row_keeps_its_shape():
+    for form in ROW_FORMS:
+        batch = row_batch(form, LENGTHS)
+        model = apply_patches(tiny())
+        assert model(**batch.inputs).logits.shape == (1, sum(LENGTHS), 128)

@@ -1,0 +1,343 @@
+"""Padded batches run on real tokens only: loss, values and gradients are transformers', and so are the shapes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_packfree import apply_patches
+from hf_packfree.packing.on_read import PaddedOnRead
+from tests.models.padded import IGNORED, ROWS, WIDTH, Seen, padded_batch, real_tokens, step, worst_gradient
+from tests.support import GRADIENT_TOL, LOGIT_TOL, relative_rms, tiny
+
+FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
+LOSS_TOL = 1e-6
+"""Relative: fp32 sums of some hundred terms in another order."""
+
+
+def thinned(labels, seed=0):
+    """A third of all labels dropped, anywhere."""
+    keep = torch.rand(labels.shape, generator=torch.Generator().manual_seed(seed)) > 1 / 3
+    return labels.masked_fill(~keep, IGNORED)
+
+
+def completion_only(labels):
+    """No loss on the first half of each document."""
+    known = (labels != IGNORED).cumsum(1)
+    return labels.masked_fill(known <= known.max(1, keepdim=True).values // 2, IGNORED)
+
+
+LABELS = {"all": lambda labels: labels, "thinned": thinned, "completion only": completion_only}
+ITEMS = {"mean": None, "int": 77, "tensor": torch.tensor(77)}
+
+
+def assert_same(found, wanted, batch, limit=LOGIT_TOL):
+    (output, grads), (stock, stock_grads) = found, wanted
+    real = batch["attention_mask"].bool()
+    assert abs(output.loss.item() / stock.loss.item() - 1) <= LOSS_TOL
+    assert output.logits.shape == stock.logits.shape
+    assert relative_rms(output.logits[real], stock.logits[real]) <= limit
+    assert worst_gradient(grads, stock_grads) <= GRADIENT_TOL
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("labels", LABELS)
+@pytest.mark.parametrize("side", ROWS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_logits_and_gradients_are_upstreams(family, side, labels):
+    model, batch = tiny(family), padded_batch(side)
+    batch["labels"] = LABELS[labels](batch["labels"])
+    if side == "one row":  # transformers up to 5.14 misread the padding of a single row: it serves as the control later
+        batch = {name: value.repeat(2, 1) for name, value in batch.items()}
+    wanted = step(model, batch)
+    seen = Seen(apply_patches(model))
+    assert_same(step(model, batch), wanted, batch)
+    leads = int((batch["labels"][:, 1:][~batch["attention_mask"][:, :-1].bool()] != IGNORED).sum())
+    assert seen.layer == seen.head == (1, real_tokens(batch) + leads)
+    if leads == 0 or labels == "all":
+        other = padded_batch(side)["labels"].roll(1, 1)
+        assert abs(step(model, {**padded_batch(side), "labels": other})[0].loss.item() / wanted[0].loss.item() - 1) > 1e-3
+
+
+@pytest.mark.parametrize("items", ITEMS)
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_num_items_in_batch(side, items):
+    model, batch = tiny(), padded_batch(side)
+    wanted = step(model, batch, num_items_in_batch=ITEMS[items])
+    assert_same(step(apply_patches(model), batch, num_items_in_batch=ITEMS[items]), wanted, batch)
+
+
+@settings(max_examples=15)
+@given(
+    spans=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=4),
+    seed=st.integers(0, 9),
+)
+def test_any_padding(spans, seed):
+    """Rows of any padding before and after, any labels of real tokens, in batches of two rows and more."""
+    width = max(map(sum, spans)) or 1
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.zeros(len(spans) + 1, width, dtype=torch.long)
+    for row, (before, tokens, after) in enumerate([*spans, (0, width, 0)]):
+        mask[row, before : before + tokens] = 1
+    ids = torch.randint(2, 128, mask.shape, generator=generator)
+    labels = ids.masked_fill((mask == 0) | (torch.rand(mask.shape, generator=generator) < 0.2), IGNORED)
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    wanted = step(STOCK, batch, num_items_in_batch=13)
+    found = step(OURS, batch, num_items_in_batch=13)
+    assert abs(found[0].loss.item() - wanted[0].loss.item()) <= LOSS_TOL * max(1.0, wanted[0].loss.item())
+    real = mask.bool()
+    assert relative_rms(found[0].logits[real], wanted[0].logits[real]) <= LOGIT_TOL
+    if wanted[0].loss.item():
+        assert worst_gradient(found[1], wanted[1]) <= GRADIENT_TOL
+
+
+STOCK, OURS = tiny(), apply_patches(tiny())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_positions_shift_labels_and_weights_follow(family):
+    model, batch = tiny(family), padded_batch("left")
+    mask, labels = batch["attention_mask"], batch["labels"]
+    batch["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    shifted = thinned(torch.nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:])
+    shifted = shifted.masked_fill(mask == 0, IGNORED)
+    weights = torch.rand(mask.shape, generator=torch.Generator().manual_seed(5))
+
+    def weighted(logits, labels, vocab_size, shift_labels=None, token_weights=None, **kwargs):
+        each = torch.nn.functional.cross_entropy(logits.view(-1, vocab_size), shift_labels.view(-1), reduction="none")
+        return (each * token_weights.view(-1)).sum() / 50
+
+    more = {"shift_labels": shifted, "num_items_in_batch": 50}
+    wanted = step(model, batch, **more)
+    model.loss_function = weighted
+    wanted_weighted = step(model, batch, token_weights=weights, **more)
+    apply_patches(model)
+    assert_same(step(model, batch, token_weights=weights, **more), wanted_weighted, batch)
+    del model._loss_function
+    assert_same(step(model, batch, **more), wanted, batch)
+    assert abs(wanted[0].loss.item() / wanted_weighted[0].loss.item() - 1) > 0.1
+
+
+@pytest.mark.parametrize("side", ROWS)
+def test_embeddings_instead_of_ids(side):
+    model, batch = tiny(), padded_batch(side)
+    batch = {name: torch.cat((value, value)) for name, value in batch.items()}
+    batch["inputs_embeds"] = model.get_input_embeddings()(batch.pop("input_ids")).detach()
+    wanted = step(model, batch)
+    assert_same(step(apply_patches(model), batch), wanted, batch)
+
+
+def test_the_option_chooses_when_logits_are_padded():
+    batch = padded_batch("right")
+    outputs = {}
+    for padded in ("lazy", "full", "upstream"):
+        model = apply_patches(tiny(), padded=padded)
+        seen = Seen(model)
+        outputs[padded] = model(**batch, use_cache=False)
+        rows = (3, WIDTH) if padded == "upstream" else (1, real_tokens(batch))
+        assert seen.layer == seen.head == rows
+    logits = {name: output.logits for name, output in outputs.items()}
+    assert [isinstance(logits[name], PaddedOnRead) for name in ("lazy", "full", "upstream")] == [True, False, False]
+    assert logits["lazy"].held.whole is None and outputs["lazy"]["logits"].detach().float().held.whole is None
+    assert torch.equal(logits["lazy"], logits["full"]) and logits["lazy"].held.whole is not None
+    assert (logits["full"][batch["attention_mask"] == 0] == 0).all()
+
+
+def test_a_training_step_holds_no_padded_logits():
+    """Nothing of B*S rows of logits is allocated, and everything is without the patches: the control."""
+    batch, sizes = padded_batch("right"), {}
+    for padded in ("lazy", "full", "upstream"):
+        model = apply_patches(tiny(), padded=padded)
+        with _Sizes() as seen:
+            model(**batch, use_cache=False).loss.backward()
+        sizes[padded] = seen.largest_with(model.config.vocab_size)
+    slots, real = 3 * WIDTH, real_tokens(batch)
+    assert sizes == {"lazy": real, "full": slots, "upstream": slots}
+
+
+class _Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.shapes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(found):
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, PaddedOnRead):
+                self.shapes.add(tuple(tensor.shape))
+        return found
+
+    def largest_with(self, width):
+        """Rows of the largest activation that is `width` wide; the head's own weight is 64 wide in its other axis."""
+        return max(shape[:-1].numel() for shape in map(torch.Size, self.shapes) if len(shape) > 1 and shape[-1] == width)
+
+
+@pytest.mark.parametrize("padded", ["lazy", "full"])
+def test_what_is_asked_for_has_the_callers_shape(padded):
+    model, batch = tiny("qwen3_5_moe"), padded_batch("left")
+    asked = {"output_hidden_states": True, "output_router_logits": True, "use_cache": False}
+    stock = model(**batch, **asked)
+    ours = apply_patches(model, padded=padded)(**batch, **asked)
+    real = batch["attention_mask"].bool()
+    assert ours.logits.shape == stock.logits.shape
+    assert len(ours.hidden_states) == len(stock.hidden_states) == 5
+    for mine, theirs in zip(ours.hidden_states, stock.hidden_states):
+        assert mine.shape == theirs.shape and relative_rms(mine[real], theirs[real]) <= LOGIT_TOL
+    for mine, theirs in zip(ours.router_logits, stock.router_logits):
+        assert mine.shape == theirs.shape and relative_rms(mine[real.flatten()], theirs[real.flatten()]) <= LOGIT_TOL
+    trunk = model.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False)
+    assert relative_rms(trunk.last_hidden_state[real], stock.hidden_states[-1][real]) <= LOGIT_TOL
+    assert trunk.last_hidden_state.shape == stock.hidden_states[-1].shape
+    as_tuple = model(**batch, **asked, return_dict=False)
+    assert isinstance(as_tuple, tuple) and as_tuple[0].item() == ours.loss.item() and torch.equal(as_tuple[2], ours.logits)
+
+
+def test_reading_the_logits_of_a_training_step_has_gradients():
+    """A second loss on top of the model's, as distillation or a label smoother outside would add."""
+    model, batch = tiny(), padded_batch("right")
+
+    def sharper(output):
+        found = output.logits[:, :-1]
+        found /= 0.7
+        real = batch["attention_mask"][:, :-1, None]
+        return output.loss + (found.log_softmax(-1) * real).mean()
+
+    def outcome():
+        model.zero_grad(set_to_none=True)
+        loss = sharper(model(**batch, use_cache=False))
+        loss.backward()
+        return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    wanted, found = outcome(), (apply_patches(model), outcome())[1]
+    assert abs(found[0] / wanted[0] - 1) <= LOSS_TOL and worst_gradient(found[1], wanted[1]) <= GRADIENT_TOL
+
+
+EMPTY = {"input_ids": torch.zeros(2, 6, dtype=torch.long), "attention_mask": torch.zeros(2, 6, dtype=torch.long)}
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("items", [None, 9])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_batch_of_padding_adds_nothing(family, items):
+    """A rank with nothing: zero loss, zero gradients for exactly the parameters that a full batch gives one."""
+    model = apply_patches(tiny(family))
+    labels = torch.full((2, 6), IGNORED)
+    more = {"output_router_logits": True} if family != "qwen3_5" else {}
+    full = step(model, padded_batch("right"))[1]
+    output, grads = step(model, {**EMPTY, "labels": labels}, num_items_in_batch=items, **more)
+    assert output.loss.item() == 0 and output.logits.shape == (2, 6, 128)
+    assert grads.keys() == full.keys() and all((grad == 0).all() for grad in grads.values())
+
+
+def test_rows_with_nothing_to_learn_have_zero_loss():
+    model, batch = tiny(), padded_batch("right")
+    batch["labels"] = torch.full_like(batch["labels"], IGNORED)
+    assert step(model, batch)[0].loss.isnan(), "the control: transformers takes a mean over nothing"
+    output, grads = step(apply_patches(model), batch)
+    assert output.loss.item() == 0 and all((grad == 0).all() for grad in grads.values())
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_evaluation(family, side):
+    model, batch = tiny(family).eval(), padded_batch(side)
+    with torch.no_grad():
+        wanted, found = model(**batch), apply_patches(model)(**batch)
+    real = batch["attention_mask"].bool()
+    assert abs(found.loss.item() / wanted.loss.item() - 1) <= LOSS_TOL
+    assert type(found.logits) is torch.Tensor and relative_rms(found.logits[real], wanted.logits[real]) <= LOGIT_TOL
+
+
+@pytest.mark.parametrize(
+    "asked", [{"use_cache": True}, {"use_cache": False, "output_attentions": True}, {"use_cache": False, "logits_to_keep": 4}]
+)
+def test_what_only_upstream_gives_is_upstreams(asked):
+    model, batch = tiny(attention="eager").eval(), padded_batch("left")
+    del batch["labels"]
+    wanted, found = model(**batch, **asked), apply_patches(model)(**batch, **asked)
+    assert torch.equal(found.logits, wanted.logits)
+    assert (found.past_key_values is None) == (wanted.past_key_values is None)
+
+
+def test_logits_to_keep_in_training():
+    """The layers skip padding, the head runs on the places asked for, which end rows of left-padded prompts."""
+    model, batch = tiny(), padded_batch("left")
+    del batch["labels"]
+    wanted = model(**batch, use_cache=False, logits_to_keep=4).logits
+    seen = Seen(apply_patches(model))
+    found = model(**batch, use_cache=False, logits_to_keep=4).logits
+    assert found.shape == (3, 4, 128) and relative_rms(found, wanted) <= LOGIT_TOL
+    assert seen.layer == (1, real_tokens(batch)) and seen.head == (3, 4)
+
+
+@pytest.mark.parametrize(("attention", "side"), [("eager", "left"), ("sdpa", "right")])
+def test_labels_that_padding_predicts_are_upstreams(attention, side, caplog):
+    """Where padding looks at tokens and has a label, upstream's answer depends on all of it: the batch stays padded."""
+    model, batch = tiny(attention=attention), padded_batch(side)
+    if side == "right":
+        batch["labels"] = batch["input_ids"]
+    wanted = step(model, batch)
+    found = step(apply_patches(model), batch)
+    assert torch.equal(found[0].loss, wanted[0].loss) and torch.equal(found[0].logits, wanted[0].logits)
+    assert "padding would have to predict" in caplog.text
+    caplog.clear()
+    batch["labels"] = padded_batch("right")["labels"] if side == "right" else batch["labels"].masked_fill(
+        batch["attention_mask"].cumsum(1) <= 1, IGNORED)
+    seen = Seen(model)
+    step(model, batch)
+    assert seen.layer == (1, real_tokens(batch)) and not caplog.text
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("span", [(0, 25), (11, 9), (3, 30)])
+def test_a_batch_of_one_row_is_the_document_alone(family, span):
+    """Against the document without padding: transformers up to 5.14 misreads the padding of a single row."""
+    model, (first, tokens) = tiny(family), span
+    ids = torch.zeros(1, WIDTH, dtype=torch.long)
+    ids[0, first : first + tokens] = torch.randint(2, 128, (tokens,), generator=torch.Generator().manual_seed(4))
+    mask = (ids > 0).long()
+    document = ids[:, first : first + tokens]
+    output, grads = step(model, {"input_ids": document, "labels": document})
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask.cumsum(1) * mask <= 1, IGNORED)}
+    found, found_grads = step(apply_patches(model), batch)
+    assert abs(found.loss.item() / output.loss.item() - 1) <= LOSS_TOL
+    assert worst_gradient(found_grads, grads) <= GRADIENT_TOL
+    assert relative_rms(found.logits[:, first : first + tokens], output.logits) <= LOGIT_TOL
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing(reentrant):
+    model, batch = tiny(), padded_batch("left")
+    wanted = step(model, batch)
+    apply_patches(model).gradient_checkpointing_enable({"use_reentrant": reentrant})
+    calls = []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *args: calls.append(1))
+    assert_same(step(model, batch), wanted, batch)
+    assert len(calls) == 2, "nothing was recomputed"
+
+
+def test_loaded_through_the_other_door():
+    monkey_patching = pytest.importorskip("transformers.monkey_patching", reason="transformers 5.2 has no class mapping")
+    from hf_packfree import register_patches
+
+    stock, batch = tiny(), padded_batch("both")
+    with register_patches(padded="full"):
+        model = transformers.AutoModelForCausalLM.from_config(stock.config).train()
+    model.load_state_dict(stock.state_dict())
+    assert monkey_patching.get_patch_mapping() == {} and type(model) is not type(stock)
+    seen = Seen(model)
+    assert_same(step(model, batch), step(stock, batch), batch)
+    assert seen.layer == seen.head == (1, real_tokens(batch) + 2), "two rows begin with padding"
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile says where it breaks the graph
+def test_compiled():
+    model, batch = tiny(), padded_batch("both")
+    wanted = step(model, batch)
+    found, grads = step(torch.compile(apply_patches(model), backend="eager"), batch)
+    assert_same((found, {name.removeprefix("_orig_mod."): grad for name, grad in grads.items()}), wanted, batch)

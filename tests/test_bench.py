@@ -1,0 +1,179 @@
+"""The benchmark: lengths, peaks that are known beforehand, and the whole of it on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_packfree.bench import PRESETS, BenchOptions, BenchReport, Candidate, choose_lengths, run_bench
+from hf_packfree.bench.batches import documents_of, packed, padded
+from hf_packfree.bench.floor import Floor
+from hf_packfree.bench.memory import MIB, peak_mib
+from hf_packfree.cli import main
+from hf_packfree.errors import UnsupportedInput
+
+CPU = torch.device("cpu")
+
+
+def fill(lengths):
+    return sum(lengths) / len(lengths) / max(lengths)
+
+
+def test_named_lengths_fill_a_batch_as_they_say():
+    assert fill(choose_lengths("instructions", 8, 4096)) == pytest.approx(0.335, abs=0.005)
+    assert fill(choose_lengths("uniform", 8, 4096)) == pytest.approx(0.5625)
+    assert choose_lengths("equal", 3, 7) == (7, 7, 7)
+    assert max(choose_lengths("instructions", 5, 100)) == 100 and min(choose_lengths("instructions", 50, 4)) == 1
+
+
+def test_a_file_of_lengths_is_read_as_its_quantiles(tmp_path):
+    file = tmp_path / "lengths.jsonl"
+    lines = [str(n) for n in range(1, 99)] + ['{"length": 99, "text": "x"}', json.dumps({"input_ids": [0] * 100})]
+    file.write_text("\n".join(lines) + "\n\n")
+    assert choose_lengths(str(file), 4, 4096) == (13, 38, 63, 88)
+    assert choose_lengths(str(file), 4, 50) == (13, 38, 50, 50)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("5\nsix\n", "line 2"), ("0\n", "line 1"), ('{"words": 3}\n', "line 1"), ("7\n[1]\n", "line 2"), ("", "without a line")],
+)
+def test_a_file_without_lengths_is_refused(tmp_path, text, said):
+    file = tmp_path / "lengths.jsonl"
+    file.write_text(text)
+    with pytest.raises(UnsupportedInput, match=said):
+        choose_lengths(str(file), 2, 10)
+    with pytest.raises(UnsupportedInput, match="no file and no distribution"):
+        choose_lengths(str(tmp_path / "nothing"), 2, 10)
+
+
+def test_both_batches_hold_the_same_documents_and_targets():
+    documents = documents_of((3, 1, 5), 50, seed=1)
+    rows, row = padded(documents, CPU), packed(documents, CPU)
+    assert rows["input_ids"].shape == (3, 5) and row["input_ids"].shape == (1, 9)
+    assert torch.equal(rows["input_ids"][rows["attention_mask"].bool()], row["input_ids"][0])
+    assert (rows["labels"][:, 1:] != -100).sum() == (row["labels"] != -100).sum() == 6
+    assert row["cu_seq_lens_q"].tolist() == [0, 3, 4, 9] and row["max_length_q"] == 5
+
+
+def test_peak_memory_of_a_known_step(capfd):
+    def step():
+        a = torch.ones(3 * MIB // 4)
+        b = a + 1  # both are held: 6 MiB
+        del a
+        return (b + 1).sum()  # 6 MiB again
+
+    assert peak_mib(step, CPU) == pytest.approx(6, abs=0.01)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_floor_counts_every_linear_layer():
+    linears = [torch.nn.Linear(8, 16), torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)]
+    model = torch.nn.Sequential(*linears, torch.nn.LayerNorm(8))
+    floor = Floor(model, 10)
+    floor._once = lambda fan_in, fan_out: {(8, 16): 1.0, (16, 8): 10.0}[fan_in, fan_out]
+    assert floor.seconds() == 12.0
+    one, hundred = (min(Floor(torch.nn.Linear(256, 256), n).seconds() for _ in range(5)) for n in (64, 6400))
+    assert hundred > 5 * one
+
+
+def report_of(*candidates):
+    versions = {"torch": "2", "transformers": "5"}
+    options = BenchOptions("small", (10, 30))
+    return BenchReport(options, "M", 7, "cpu", "float32", versions, candidates, 0.5, "by hand")
+
+
+def test_ratios_and_sentence():
+    report = report_of(
+        Candidate("stock padded", 60, (3.0, 2.0, 90.0), 100.0),
+        Candidate("stock packed", 40, refused="no kernels"),
+        Candidate("patched padded", 60, (1.0,), 25.0),
+    )
+    assert report.fill == 40 / 60 and report.faster("patched padded") == 3.0 and report.memory_share("patched padded") == 0.25
+    assert report.tokens_per_second("patched padded") == 40 and report.floor_share("patched padded") == 0.5
+    assert report.faster("stock packed") is report.memory_share("stock packed") is None
+    sentence = "a padded step costs 1/3.00 of the time and 25% of the peak memory once patched"
+    assert str(report) == f"M on cpu, 2 documents, 67% real tokens: {sentence}"
+    rows = {row["name"]: row for row in report.as_dict()["candidates"]}
+    assert rows["stock packed"]["refused"] == "no kernels" and rows["stock padded"]["median_ms"] == 3000
+
+
+def test_what_did_not_run_is_said():
+    report = report_of(Candidate("stock padded", 60, refused="out of memory"), Candidate("patched padded", 60, (1.0,), 25.0))
+    assert "stock padded did not run (out of memory)" in str(report)
+
+
+def test_a_tiny_model_measured_for_real():
+    """One long document and many short ones: padding is nine tenths of the batch, so even a noisy clock sees it."""
+    steps = []
+    report = run_bench(BenchOptions("qwen3_5", (400, *[8] * 11), rounds=3, threads=1), lambda *step: steps.append(step))
+    assert [row.name for row in report.candidates] == ["stock padded", "stock packed", "patched padded", "patched packed"]
+    assert all(len(row.seconds) == 3 and row.refused is None for row in report.candidates)
+    assert report.fill < 0.11 and [row.slots for row in report.candidates] == [4800, 488, 488, 488]
+    assert report.faster("patched padded") > 1.5 and report.memory_share("patched padded") < 0.4
+    ours = [report.candidate(f"patched {kind}").peak_mib for kind in ("padded", "packed")]
+    assert ours[0] == pytest.approx(ours[1], rel=0.1)
+    assert steps[0] == ("stock padded", 0, 20) and steps[-1] == ("done", 20, 20)
+    assert 0 < report.floor < report.candidate("stock padded").median
+
+
+def test_the_shapes_are_configurations():
+    from transformers import Qwen3_5TextConfig
+
+    for name, shape in PRESETS.items():
+        config = Qwen3_5TextConfig(**shape)
+        assert {key: getattr(config, key) for key in shape} == shape, name
+
+
+def test_the_readme_adds_up_and_meets_its_mark():
+    section = re.search("<!-- bench: .+?<!-- /bench -->", (Path(__file__).parents[1] / "README.md").read_text(), re.S)[0]
+    lines = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| ")][1:]
+    rows = {line[0].strip(): [float(re.sub("[^0-9.]", "", cell)) for cell in line[1:]] for line in lines}
+    tokens, base_ms, _, _, base_mib, *_ = rows["stock padded"]
+    lengths = choose_lengths("instructions", 8, 512)
+    assert tokens == 8 * 512 and rows["patched padded"][0] == rows["patched packed"][0] == sum(lengths)
+    for computed, ms, faster, speed, mib, share, _ in rows.values():
+        assert faster == pytest.approx(base_ms / ms, abs=0.01) and share == pytest.approx(100 * mib / base_mib, abs=0.6)
+        assert speed == pytest.approx(sum(lengths) / ms * 1e3, abs=1)
+    assert rows["patched padded"][2] >= 2.3 and rows["patched padded"][5] < 50
+
+
+FAST = ("bench", "qwen3_5", "--longest", "30", "--documents", "3", "--rounds", "1", "--threads", "1")
+
+
+def test_command(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    picture = tmp_path / "bench.png"
+    assert main([*FAST, "--png", str(picture)]) == 0
+    out = capsys.readouterr().out
+    for name in ("stock padded", "stock packed", "patched padded", "patched packed"):
+        assert out.count(name) >= 1
+    assert out.strip().splitlines()[-1].endswith("of the peak memory once patched.")
+    assert f"Drawn into {picture}." in " ".join(out.split())
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
+
+
+def test_command_as_json(capsys):
+    assert main([*FAST, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["real_tokens"] == sum(found["options"]["lengths"]) and len(found["candidates"]) == 4
+    assert found["candidates"][0]["times_as_fast"] == 1.0 and found["sentence"].startswith("Qwen3_5ForCausalLM (qwen3_5)")
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("bench", "nowhere/nothing"), "found no model"),
+        (("bench", "--lengths", "nothing.jsonl"), "no file and no distribution"),
+        (("bench", "--device", "nonsense"), "found device 'nonsense'"),
+    ],
+)
+def test_wrong_usage_is_a_sentence(capsys, monkeypatch, argv, said):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and said in " ".join(err.split())
