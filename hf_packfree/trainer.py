@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any, Literal
 
@@ -19,6 +20,8 @@ from hf_packfree.patching.plan import trunks
 from hf_packfree.patching.registry import family_of
 from hf_packfree.patching.report import patch_report
 from hf_packfree.verify import LIMITS, relative_rms
+
+logger = logging.getLogger("hf_packfree")
 
 
 class PackFreeCallback(TrainerCallback):
@@ -75,6 +78,7 @@ class PackFreeCallback(TrainerCallback):
                 "the patches were removed since; wanted it patched before accelerate wraps it; pass "
                 "Trainer(callbacks=[PackFreeCallback()]), or call apply_patches(model) first"
             )
+        _warn_of_unweighted_tokens(args, model)
         family = family_of(model)
         self._trunks = list(trunks(model, family)) if family else []
         self._counts = _Counts()
@@ -125,6 +129,18 @@ class PackFreeCallback(TrainerCallback):
             self._influence = influence
 
         return hook
+
+
+def _warn_of_unweighted_tokens(args: TrainingArguments, model: Any) -> None:
+    """Say it once where the Trainer will not weigh tokens: a vision-language class asks for no token count."""
+    if args.gradient_accumulation_steps > 1 and not getattr(model, "accepts_loss_kwargs", True):
+        logger.warning(
+            "found a %s, whose class says accepts_loss_kwargs = False, with gradient_accumulation_steps=%d: micro-batches "
+            "will count equally however many tokens they hold; wanted tokens to count equally; set "
+            "model.accepts_loss_kwargs = True before building the Trainer",
+            type(model).__name__,
+            args.gradient_accumulation_steps,
+        )
 
 
 def first_batch_influence(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
