@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hf_packfree.errors import LeakDetected, PatchConflict
 from hf_packfree.models.state import PatchState
-from hf_packfree.packing import PackedSequence
+from hf_packfree.packing import PackedSequence, uncompiled
 from hf_packfree.patching.apply import apply_patches
 from hf_packfree.patching.backends import Choice
 from hf_packfree.patching.plan import trunks
@@ -208,6 +208,7 @@ class _Counts:
         self.tokens: int | Tensor = 0
         self.since = time.perf_counter()
 
+    @uncompiled
     def count(self, packed: PackedSequence | None, shape: tuple[int, int], mask: Any) -> None:
         self.rows += shape[0]
         self.slots += shape[0] * shape[1]

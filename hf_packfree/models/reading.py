@@ -9,9 +9,10 @@ from torch import Tensor
 
 from hf_packfree.errors import BoundaryError, CacheConflict
 from hf_packfree.models import eras
-from hf_packfree.packing import Forms, PackedSequence, read_forms
+from hf_packfree.packing import Forms, PackedSequence, read_forms, uncompiled
 
 
+@uncompiled
 def read_arguments(
     forms: Forms, input_ids: Tensor | None, inputs_embeds: Tensor | None, past_key_values: Any
 ) -> PackedSequence | None:

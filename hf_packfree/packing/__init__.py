@@ -1,7 +1,8 @@
 """What a pack is: the record, boundaries from any input form, unpad and repad.  Needs torch alone."""
 
+from hf_packfree.packing.compiling import uncompiled
 from hf_packfree.packing.forms import Forms, read_forms, says_padding_only, to_hf_kwargs
 from hf_packfree.packing.padding import repad, unpad
 from hf_packfree.packing.record import PackedSequence
 
-__all__ = ["Forms", "PackedSequence", "read_forms", "repad", "says_padding_only", "to_hf_kwargs", "unpad"]
+__all__ = ["Forms", "PackedSequence", "read_forms", "repad", "says_padding_only", "to_hf_kwargs", "uncompiled", "unpad"]
