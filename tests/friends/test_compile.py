@@ -60,9 +60,7 @@ def test_whole_model(order, same_gradients):
     else:
         compiled = apply_patches(torch.compile(model, backend="aot_eager"))
     control = tiny()
-    same_gradients(
-        train(compiled, model), one_by_one(tiny(), in_steps(labelled())), train(torch.compile(control, backend="eager"), control)
-    )
+    same_gradients(train(compiled, model), one_by_one(tiny(), in_steps(labelled())), train(control, control))
 
 
 @friend("torch.compile", "whole model", SAYS)
@@ -90,7 +88,7 @@ def test_new_rows_need_no_new_graphs():
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_each_layer(backend, same_gradients):
     model = apply_patches(tiny())
-    for layer in model.model.layers if backend == "aot_eager" else model.model.layers[2:]:
+    for layer in model.model.layers if backend == "aot_eager" else model.model.layers[2:3]:
         layer.compile(backend=backend)
     same_gradients(train(model, model), one_by_one(tiny(), in_steps(labelled())))
 
