@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
-import pytest
 import torch
 from torch.nn import functional as F
 from transformers import TrainerCallback, TrainingArguments
@@ -16,17 +13,6 @@ LENGTHS = (5, 64, 1, 129, 3, 63, 2, 65, 33, 7, 90, 12)
 
 STEP, STEPS, RATE = 4, 3, 1e-2
 IGNORED = -100
-
-
-def friend(library: str, what: str, says: str = "works") -> pytest.MarkDecorator:
-    """Mark a test as proof of one row of README's table: whose feature, which, and what holds if the test passes."""
-    return pytest.mark.friend(library=library, what=what, says=says)
-
-
-def needs(*packages: str) -> pytest.MarkDecorator:
-    """Skip, by name, where a package is missing."""
-    missing = [package for package in packages if find_spec(package) is None]
-    return pytest.mark.skipif(bool(missing), reason=f"{' and '.join(missing)} not installed")
 
 
 def labelled(lengths=LENGTHS) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -109,6 +95,12 @@ def worst(found: list[dict[str, torch.Tensor]], wanted: list[dict[str, torch.Ten
     """
     assert len(found) == len(wanted) > 0
     return max(_worst_of_step(*pair, floor) for pair in zip(found, wanted))
+
+
+def overall(found: list[dict[str, torch.Tensor]], wanted: list[dict[str, torch.Tensor]]) -> float:
+    """Return the largest relative RMS of all gradients of a step together."""
+    flat = [[torch.cat([step[name].flatten() for name in sorted(step)]) for step in steps] for steps in (found, wanted)]
+    return max(relative_rms(*pair) for pair in zip(*flat))
 
 
 def _worst_of_step(found, wanted, floor: float) -> float:

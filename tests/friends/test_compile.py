@@ -9,7 +9,8 @@ import torch
 from transformers import DataCollatorWithFlattening, Trainer
 
 from hf_packfree import PackFreeCallback, apply_patches
-from tests.friends.compare import RATE, KeepGradients, arguments, descend, friend, in_steps, labelled, one_by_one, rows
+from tests.friends.compare import RATE, KeepGradients, arguments, descend, in_steps, labelled, one_by_one, rows
+from tests.friends.marks import friend
 from tests.support import gradients, tiny
 
 SAYS = "works; the graph breaks where boundaries are read and at every convolution, delta rule and attention, nowhere else"

@@ -11,8 +11,9 @@ from transformers import DataCollatorWithFlattening, Trainer
 
 from hf_packfree import PackFreeCallback, apply_patches
 from tests.friends.compare import (
-    IGNORED, RATE, STEPS, KeepGradients, arguments, friend, in_steps, labelled, one_by_one, rows, targets, token_loss, worst,
+    IGNORED, RATE, STEPS, KeepGradients, arguments, in_steps, labelled, one_by_one, rows, targets, token_loss, worst,
 )  # fmt: skip
+from tests.friends.marks import friend
 from tests.support import CONTROL, GRADIENT_TOL, gradients, relative_rms, slow_decay, tiny
 
 ACCUMULATE = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}

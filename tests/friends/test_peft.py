@@ -9,7 +9,8 @@ from transformers import DataCollatorWithFlattening, Qwen3_5ForCausalLM
 
 from hf_packfree import apply_patches, patch_report, remove_patches
 from hf_packfree.errors import ContractError, PatchConflict
-from tests.friends.compare import RATE, descend, friend, in_steps, labelled, needs, one_by_one, rows
+from tests.friends.compare import RATE, descend, in_steps, labelled, one_by_one, rows
+from tests.friends.marks import friend, needs
 from tests.support import gradients, relative_rms, tiny
 
 pytestmark = [needs("peft"), pytest.mark.filterwarnings("default")]  # its dependencies deprecate things

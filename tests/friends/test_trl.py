@@ -7,9 +7,8 @@ import torch
 from torch.nn import functional as F
 
 from hf_packfree import PackFreeCallback, patch_report
-from tests.friends.compare import (
-    IGNORED, RATE, KeepGradients, arguments, descend, friend, in_steps, needs, one_by_one, worst,
-)  # fmt: skip
+from tests.friends.compare import IGNORED, RATE, KeepGradients, arguments, descend, in_steps, one_by_one, worst
+from tests.friends.marks import friend, needs
 from tests.support import CONTROL, GRADIENT_TOL, documents, gradients, slow_decay, tiny
 
 pytestmark = [needs("trl", "datasets"), pytest.mark.filterwarnings("default")]  # its dependencies deprecate things
@@ -86,7 +85,7 @@ def test_packing_keeps_documents_apart(strategy, same_gradients, tmp_path):
     same_gradients(found, one_by_one(tiny(), steps), one_by_one(tiny(), whole_rows))
 
 
-@friend("TRL SFTTrainer", "`packing=True`, `wrapped`", "works; TRL lets the documents of a row mix, and so do we: bit for bit upstream")
+@friend("TRL SFTTrainer", "`packing=True`, `wrapped`", "works; TRL means the documents of a row to mix: bit for bit upstream's")
 def test_wrapped_rows_are_upstreams(tmp_path, record_property):
     dataset = {"input_ids": [d.tolist() for d in documents(LENGTHS)]}
     options = {"packing": True, "packing_strategy": "wrapped", "max_length": 100}
