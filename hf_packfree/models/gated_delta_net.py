@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_packfree.errors import PatchConflict
-from hf_packfree.models.contract import Sizes, size_of_linear, size_of_norm
+from hf_packfree.models.contract import Sizes, size_of, size_of_linear, size_of_norm
 from hf_packfree.models.recompute import computed_again
 from hf_packfree.models.replacement import Replacement
 from hf_packfree.models.state import Kernels, state_of
@@ -98,9 +98,9 @@ class PackedGatedDeltaNet(Replacement):
         values = layer.num_v_heads * layer.head_v_dim
         return {
             "conv1d": (type(layer.conv1d), nn.Conv1d),
-            "conv1d.weight": (tuple(layer.conv1d.weight.shape), (channels, 1, layer.conv_kernel_size)),
-            "A_log": (tuple(layer.A_log.shape), (layer.num_v_heads,)),
-            "dt_bias": (tuple(layer.dt_bias.shape), (layer.num_v_heads,)),
+            "conv1d.weight": (size_of(layer.conv1d.weight), (channels, 1, layer.conv_kernel_size)),
+            "A_log": (size_of(layer.A_log), (layer.num_v_heads,)),
+            "dt_bias": (size_of(layer.dt_bias), (layer.num_v_heads,)),
             "norm": (size_of_norm(layer.norm), (layer.head_v_dim,)),
             "out_proj": (size_of_linear(layer.out_proj), (layer.hidden_size, values)),
             "activation": (layer.activation in ("silu", "swish"), True),
