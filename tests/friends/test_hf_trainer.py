@@ -106,6 +106,21 @@ def test_label_smoothing(same_gradients, tmp_path):
     same_gradients(train(tiny(), tmp_path, label_smoothing_factor=0.1)[1], wanted, control)
 
 
+def smoothed_unshifted(logits, labels, epsilon=0.1):
+    """What the Trainer makes of a class that is not in its list of causal language models: every token predicts itself."""
+    return F.cross_entropy(logits[1:], labels[1:], reduction="sum", ignore_index=IGNORED, label_smoothing=epsilon)
+
+
+@friend(
+    "Trainer", "label smoothing with `...ForConditionalGeneration`",
+    "packing is exact, the loss is not: the Trainer does not shift the labels of this class, padded or packed",
+)  # fmt: skip
+def test_label_smoothing_of_the_vision_language_class(same_gradients, tmp_path):
+    wanted = one_by_one(vision_language(), in_steps(labelled()), loss=smoothed_unshifted)
+    same_gradients(train(vision_language(), tmp_path, label_smoothing_factor=0.1)[1], wanted)
+    assert worst(one_by_one(vision_language(), in_steps(labelled()), loss=smoothed), wanted) >= CONTROL * GRADIENT_TOL
+
+
 @friend("Trainer", "evaluation, packed rows, with `compute_metrics`")
 def test_evaluation_sees_every_token_once(tmp_path, record_property):
     seen = {}

@@ -1,4 +1,4 @@
-"""Two processes on the CPU: the same script that runs on GPUs, one way of wrapping at a time."""
+"""Two processes on the CPU: the same script that runs on GPUs, all ways of wrapping in one run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from filelock import FileLock
 
 from tests.friends.marks import friend
 from tests.support import CONTROL, GRADIENT_TOL
@@ -25,16 +27,21 @@ def launch(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=400, env=environment)
 
 
-def measured(way: str, folder: Path) -> dict:
-    """Return what tests/gpu/parallel.py measured for one way."""
-    out = folder / "result.json"
-    done = launch("tests/gpu/parallel.py", "--device", "cpu", "--out", str(out), "--ways", way)
-    assert out.exists(), done.stderr[-4000:]
-    return json.loads(out.read_text())["ways"][way]
+@pytest.fixture(scope="session")
+def results(tmp_path_factory):
+    """Return what tests/gpu/parallel.py measured; it runs once, whatever the number of test processes."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    out = folder / "parallel.json"
+    with FileLock(folder / "parallel.lock"):
+        if not out.exists():
+            done = launch("tests/gpu/parallel.py", "--device", "cpu", "--out", str(out))
+            assert out.exists(), done.stderr[-4000:]
+    return json.loads(out.read_text())["ways"]
 
 
-def check(way, folder, record_property) -> None:
-    result = measured(way, folder)
+def check(result, record_property) -> None:
     record_property("error", result["gradients"])
     record_property("control", result["control"])
     assert result["failures"] == []
@@ -45,18 +52,18 @@ def check(way, folder, record_property) -> None:
 
 
 @friend("torch", "DistributedDataParallel, activation checkpointing, checkpoint loaded unpatched", EITHER)
-def test_ddp(tmp_path, record_property):
-    check("ddp", tmp_path, record_property)
+def test_ddp(results, record_property):
+    check(results["ddp"], record_property)
 
 
 @friend("torch", "FSDP2 (`fully_shard`), activation checkpointing, checkpoint loaded unpatched", LAYERS)
-def test_fsdp2(tmp_path, record_property):
-    check("fsdp2", tmp_path, record_property)
+def test_fsdp2(results, record_property):
+    check(results["fsdp2"], record_property)
 
 
 @friend("torch", "FSDP2 in bfloat16: `A_log`, `dt_bias`", "works; kept and saved in fp32, computed with as upstream does")
-def test_fsdp2_keeps_the_decay_in_fp32(tmp_path, record_property):
-    result = measured("fsdp2 bf16", tmp_path)
+def test_fsdp2_keeps_the_decay_in_fp32(results, record_property):
+    result = results["fsdp2 bf16"]
     record_property("error", result["gradients"])
     assert result["failures"] == []
     assert result["gradients"] <= result["allowed"], "twice the rounding of stock documents, one by one"
@@ -65,13 +72,24 @@ def test_fsdp2_keeps_the_decay_in_fp32(tmp_path, record_property):
 
 
 @friend("accelerate", "own loop, DDP", EITHER)
-def test_accelerate(tmp_path, record_property):
-    check("accelerate ddp", tmp_path, record_property)
+def test_accelerate(results, record_property):
+    check(results["accelerate ddp"], record_property)
+
+
+@friend("accelerate", "own loop, FSDP2 plugin, two GPUs", LAYERS)
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices; accelerate shards on no CPU")
+def test_two_gpus(tmp_path, record_property):
+    out = tmp_path / "result.json"
+    done = launch("tests/gpu/parallel.py", "--out", str(out))
+    assert out.exists(), done.stderr[-4000:]
+    report = json.loads(out.read_text())
+    assert report["passed"], report
+    check(report["ways"]["accelerate fsdp2"], record_property)
 
 
 @friend("torch", "FSDP2 (`fully_shard`), activation checkpointing, checkpoint loaded unpatched", LAYERS)
 def test_a_sharded_trunk_is_refused(tmp_path):
-    import torch
     from torch.distributed.fsdp import fully_shard
 
     from hf_packfree import apply_patches
