@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any, Literal
 
@@ -12,13 +13,15 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hf_packfree.errors import LeakDetected, PatchConflict
 from hf_packfree.models.state import PatchState
-from hf_packfree.packing import PackedSequence
+from hf_packfree.packing import PackedSequence, uncompiled
 from hf_packfree.patching.apply import apply_patches
 from hf_packfree.patching.backends import Choice
 from hf_packfree.patching.plan import trunks
 from hf_packfree.patching.registry import family_of
 from hf_packfree.patching.report import patch_report
 from hf_packfree.verify import LIMITS, relative_rms
+
+logger = logging.getLogger("hf_packfree")
 
 
 class PackFreeCallback(TrainerCallback):
@@ -76,6 +79,7 @@ class PackFreeCallback(TrainerCallback):
                 "the patches were removed since; wanted it patched before accelerate wraps it; pass "
                 "Trainer(callbacks=[PackFreeCallback()]), or call apply_patches(model) first"
             )
+        _warn_of_unweighted_tokens(args, model)
         family = family_of(model)
         self._trunks = list(trunks(model, family)) if family else []
         self._counts = _Counts()
@@ -126,6 +130,18 @@ class PackFreeCallback(TrainerCallback):
             self._influence = influence
 
         return hook
+
+
+def _warn_of_unweighted_tokens(args: TrainingArguments, model: Any) -> None:
+    """Say it once where the Trainer will not weigh tokens: a vision-language class asks for no token count."""
+    if args.gradient_accumulation_steps > 1 and not getattr(model, "accepts_loss_kwargs", True):
+        logger.warning(
+            "found a %s, whose class says accepts_loss_kwargs = False, with gradient_accumulation_steps=%d: micro-batches "
+            "will count equally however many tokens they hold; wanted tokens to count equally; set "
+            "model.accepts_loss_kwargs = True before building the Trainer",
+            type(model).__name__,
+            args.gradient_accumulation_steps,
+        )
 
 
 def first_batch_influence(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
@@ -193,6 +209,7 @@ class _Counts:
         self.tokens: int | Tensor = 0
         self.since = time.perf_counter()
 
+    @uncompiled
     def count(self, packed: PackedSequence | None, shape: tuple[int, int], mask: Any) -> None:
         self.rows += shape[0]
         self.slots += shape[0] * shape[1]

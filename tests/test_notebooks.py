@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import nbformat
@@ -19,6 +20,13 @@ each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path
 
 def code_cells(path):
     return [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+
+
+def packages(path):
+    """The packages a notebook imports."""
+    nodes = list(ast.walk(ast.parse("\n".join(cell.source for cell in code_cells(path)))))
+    plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return {name.split(".")[0] for name in plain | {node.module for node in nodes if isinstance(node, ast.ImportFrom)}}
 
 
 def test_they_are_numbered():
@@ -49,6 +57,9 @@ def test_ends_in_an_assert(path):
 @each_notebook
 @pytest.mark.filterwarnings("default")  # jupyter's own warnings are not ours to mend
 def test_runs(path, tmp_path, monkeypatch):
+    missing = sorted(name for name in packages(path) if find_spec(name) is None)
+    if missing:
+        pytest.skip(f"{' and '.join(missing)} not installed")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     notebook = nbformat.read(path, as_version=4)

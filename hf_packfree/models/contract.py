@@ -18,7 +18,12 @@ def size_of_linear(layer: Any) -> tuple[int, int]:
 
 def size_of_norm(norm: Any) -> tuple[int, ...]:
     """Shape of the norm's weight."""
-    return tuple(norm.weight.shape)
+    return size_of(norm.weight)
+
+
+def size_of(parameter: Any) -> tuple[int, ...]:
+    """Shape of a parameter; one that DeepSpeed's ZeRO-3 has sharded is empty and keeps its own shape beside it."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def broken_promises(layer: nn.Module, sizes_of: Callable[[Any], Sizes]) -> list[str]:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_packfree.models.contract import Sizes, size_of_linear, size_of_norm
+from hf_packfree.errors import PatchConflict
+from hf_packfree.models.contract import Sizes, size_of, size_of_linear, size_of_norm
 from hf_packfree.models.recompute import computed_again
 from hf_packfree.models.replacement import Replacement
 from hf_packfree.models.state import Kernels, state_of
@@ -32,7 +33,11 @@ class PackedGatedDeltaNet(Replacement):
 
         Args:
             hidden_states: [1, T, D_model] of a packed row, [B, S, D_model] otherwise.
+
+        Raises:
+            PatchConflict: an adapter was put on the convolution.
         """
+        _refuse_adapters(self.conv1d)
         packed: PackedSequence | None = kwargs.pop("packed_sequence", None)
         if isinstance(attention_mask, PackedSequence):  # how it travels where `eras.LAYERS_DROP_KEYWORDS`
             packed = attention_mask
@@ -93,14 +98,23 @@ class PackedGatedDeltaNet(Replacement):
         values = layer.num_v_heads * layer.head_v_dim
         return {
             "conv1d": (type(layer.conv1d), nn.Conv1d),
-            "conv1d.weight": (tuple(layer.conv1d.weight.shape), (channels, 1, layer.conv_kernel_size)),
-            "A_log": (tuple(layer.A_log.shape), (layer.num_v_heads,)),
-            "dt_bias": (tuple(layer.dt_bias.shape), (layer.num_v_heads,)),
+            "conv1d.weight": (size_of(layer.conv1d.weight), (channels, 1, layer.conv_kernel_size)),
+            "A_log": (size_of(layer.A_log), (layer.num_v_heads,)),
+            "dt_bias": (size_of(layer.dt_bias), (layer.num_v_heads,)),
             "norm": (size_of_norm(layer.norm), (layer.head_v_dim,)),
             "out_proj": (size_of_linear(layer.out_proj), (layer.hidden_size, values)),
             "activation": (layer.activation in ("silu", "swish"), True),
             "grouped heads": (layer.num_v_heads % layer.num_k_heads, 0),
         }
+
+
+def _refuse_adapters(conv: nn.Module) -> None:
+    """Refuse what would never be trained: we and upstream read the convolution's weights without calling it."""
+    if not isinstance(conv, nn.Conv1d):
+        raise PatchConflict(
+            f"found conv1d wrapped in a {type(conv).__name__} of {type(conv).__module__}: its weights are read directly, so an "
+            "adapter there has no effect and gets no gradient; wanted a plain Conv1d; leave conv1d out of target_modules"
+        )
 
 
 class conv_weights_in_place:  # noqa: N801 (reads as a verb where it is used)

@@ -10,9 +10,10 @@ from torch import Tensor
 from hf_packfree.errors import BoundaryError, CacheConflict
 from hf_packfree.models import eras
 from hf_packfree.models.state import state_of
-from hf_packfree.packing import Forms, PackedSequence, read_forms
+from hf_packfree.packing import Forms, PackedSequence, read_forms, uncompiled
 
 
+@uncompiled
 def read_arguments(
     forms: Forms,
     input_ids: Tensor | None,

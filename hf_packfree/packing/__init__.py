@@ -1,5 +1,6 @@
 """What a pack is: the record, boundaries from any input form, unpad and repad.  Needs torch alone."""
 
+from hf_packfree.packing.compiling import uncompiled
 from hf_packfree.packing.forms import Forms, read_forms, says_padding_only, to_hf_kwargs
 from hf_packfree.packing.on_read import padded_on_read
 from hf_packfree.packing.padding import repad, unpad, with_leads
@@ -13,6 +14,7 @@ __all__ = [
     "repad",
     "says_padding_only",
     "to_hf_kwargs",
+    "uncompiled",
     "unpad",
     "with_leads",
 ]

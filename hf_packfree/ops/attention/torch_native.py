@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_packfree.packing import PackedSequence
+from hf_packfree.packing import PackedSequence, uncompiled
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +56,7 @@ def plan_buckets(packed: PackedSequence) -> Buckets:
     return Buckets(tuple(buckets), order)
 
 
+@uncompiled
 def attend(
     q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, *, scale: float | None = None, dropout: float = 0.0
 ) -> Tensor:

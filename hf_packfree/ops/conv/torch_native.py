@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hf_packfree.packing import PackedSequence
+from hf_packfree.packing import PackedSequence, uncompiled
 
 _BLOCK_ELEMENTS = 1 << 18  # of a block on the CPU: a few such buffers fit in the cache
 
@@ -56,6 +56,7 @@ def plan_blocks(packed: PackedSequence, taps: int, size: int) -> tuple[Block, ..
     return tuple(blocks)
 
 
+@uncompiled
 def causal_conv1d(x: Tensor, weight: Tensor, packed: PackedSequence, bias: Tensor | None, silu: bool) -> Tensor:
     """See `hf_packfree.ops.conv.causal_conv1d`."""
     size = max(1, _BLOCK_ELEMENTS // x.shape[2]) if x.device.type == "cpu" else packed.num_tokens

@@ -17,11 +17,12 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from hf_packfree.ops.delta_rule.passes import backward_pass, forward_pass
-from hf_packfree.packing import PackedSequence
+from hf_packfree.packing import PackedSequence, uncompiled
 
 _WIDTH = 16  # what head sizes are multiples of
 
 
+@uncompiled
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packed: PackedSequence, unit: bool = False
 ) -> Tensor:

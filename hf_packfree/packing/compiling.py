@@ -1,0 +1,18 @@
+"""The one place that speaks to torch.compile: what plans on the host is left out of compiled graphs, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+import torch
+
+_Function = TypeVar("_Function", bound=Callable[..., object])
+
+
+def uncompiled(function: _Function) -> _Function:
+    """Mark a function that `torch.compile` calls as it is instead of tracing it.
+
+    Such functions read boundaries or plan by them: traced, every row with other documents would be compiled anew.
+    """
+    return cast(_Function, torch.compiler.disable(function))

@@ -1,0 +1,32 @@
+"""Every test here is proof of a row of README's table: its mark and its numbers go into pytest's report."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.friends.compare import worst
+from tests.support import CONTROL, GRADIENT_TOL
+
+
+def pytest_collection_modifyitems(items):
+    """Put the row into the test's properties, which a skipped test keeps too."""
+    for item in items:
+        mark = item.get_closest_marker("friend")
+        if mark is not None:
+            item.user_properties += [(name, mark.kwargs[name]) for name in ("library", "what", "says")]
+
+
+@pytest.fixture
+def same_gradients(record_property):
+    """Return the check of this room: gradients of every step as one by one, and a control that is far off."""
+
+    def check(found, wanted, control=None) -> None:
+        if control is not None:
+            leak = worst(control, wanted)
+            record_property("control", leak)
+            assert leak >= CONTROL * GRADIENT_TOL, f"the control is off by {leak:.1e} only: this test sees no leak"
+        error = worst(found, wanted)
+        record_property("error", error)
+        assert error <= GRADIENT_TOL
+
+    return check

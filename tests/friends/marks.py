@@ -1,0 +1,18 @@
+"""The marks of this room's tests."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+
+def friend(library: str, what: str, says: str = "works") -> pytest.MarkDecorator:
+    """Mark a test as proof of one row of README's table: whose feature, which, and what holds if the test passes."""
+    return pytest.mark.friend(library=library, what=what, says=says)
+
+
+def needs(*packages: str) -> pytest.MarkDecorator:
+    """Skip, by name, where a package is missing."""
+    missing = [package for package in packages if find_spec(package) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"{' and '.join(missing)} not installed")

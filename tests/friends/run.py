@@ -1,0 +1,145 @@
+"""Run the tests of this room and make README's table of other libraries from their results.
+
+    python -m tests.friends.run               print the table
+    python -m tests.friends.run --readme      put it into README.md
+    python -m tests.friends.run --report friends.xml      from a report that pytest wrote earlier with --junitxml
+
+A row is what a test says of itself with `@friend`; it holds if every test of the row that ran has passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).parents[2]
+MARK = "<!-- friends -->"
+LIBRARIES = ("Trainer", "TRL SFTTrainer", "TRL DPOTrainer", "PEFT", "accelerate", "torch", "torch.compile", "DeepSpeed",
+             "transformers", "Liger")  # fmt: skip
+VERSIONS = ("torch", "transformers", "trl", "peft", "accelerate", "deepspeed", "bitsandbytes", "liger-kernel", "kernels")
+HEAD = ("with", "what", "verdict", "off by", "unpatched")
+
+
+@dataclass
+class Row:
+    """One line of the table, from all tests that are marked with it.
+
+    Attributes:
+        says: what holds if they pass.
+        failed, skipped: names of tests that failed, reasons of those that were skipped.
+        passed: how many passed.
+        errors, controls: relative RMS of what they compared, ours and the unpatched model's.
+    """
+
+    library: str
+    what: str
+    says: str
+    failed: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    passed: int = 0
+    errors: list[float] = field(default_factory=list)
+    controls: list[float] = field(default_factory=list)
+
+    def verdict(self) -> str:
+        """What is so, as far as the tests ran."""
+        if self.failed:
+            return f"**fails**: {', '.join(self.failed)}"
+        if not self.passed:
+            return f"not run here: {self.skipped[0]}"
+        return self.says
+
+    def cells(self) -> tuple[str, ...]:
+        """The line."""
+        error = f"{max(self.errors):.0e}" if self.errors else ""
+        control = f"{min(self.controls):.0e}" if self.controls else ""
+        return self.library, self.what, self.verdict(), error, control
+
+
+def run_tests(workers: int, report: Path) -> None:
+    """Let pytest write its report."""
+    command = [sys.executable, "-m", "pytest", "tests/friends", "-q", f"-n{workers}", f"--junitxml={report}"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    command += ["-p", "no:cacheprovider", "--ignore=tests/friends/test_table.py"]  # it checks what is about to be written
+    subprocess.run(command, cwd=ROOT, env=environment)
+
+
+def read(report: Path) -> list[Row]:
+    """Return the rows of a report, library by library."""
+    rows: dict[tuple[str, str], Row] = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        facts = [(entry.get("name", ""), entry.get("value", "")) for entry in case.iter("property")]
+        named = dict(facts)
+        if "library" not in named:
+            continue
+        row = rows.setdefault((named["library"], named["what"]), Row(named["library"], named["what"], named["says"]))
+        if row.says != named["says"]:
+            raise ValueError(f"found two verdicts for {row.what}: {row.says!r} and {named['says']!r}; wanted one")
+        _add(row, case, facts)
+    return sorted(rows.values(), key=lambda row: LIBRARIES.index(row.library))
+
+
+def _add(row: Row, case: ElementTree.Element, facts: list[tuple[str, str]]) -> None:
+    skipped = case.find("skipped")
+    if case.find("failure") is not None or case.find("error") is not None:
+        row.failed.append(case.get("name", ""))
+    elif skipped is not None:
+        row.skipped.append(skipped.get("message", ""))
+    else:
+        row.passed += 1
+        row.errors += [float(value) for name, value in facts if name == "error"]
+        row.controls += [float(value) for name, value in facts if name == "control"]
+
+
+def markdown(rows: list[Row]) -> str:
+    """Return the README's table, with the day it was made and the versions it was made with."""
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in VERSIONS if _installed(name))
+    day = datetime.date.today().isoformat()
+    lines = [f"Made on {day} by `python -m tests.friends.run --readme` on a CPU with {versions}.", ""]
+    lines += ["| " + " | ".join(cells) + " |" for cells in (HEAD, ("---",) * len(HEAD), *(row.cells() for row in rows))]
+    return "\n".join(lines)
+
+
+def _installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def write_readme(table: str) -> None:
+    """Put the table between the two marks in README.md."""
+    readme = ROOT / "README.md"
+    readme.write_text(re.sub(f"{MARK}.*?{MARK}", lambda _: f"{MARK}\n{table}\n{MARK}", readme.read_text(), flags=re.S))
+
+
+def main() -> int:
+    """Run, print the table, and return 0 if nothing failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--readme", action="store_true", help="write the table into README.md")
+    parser.add_argument("--report", type=Path, help="read this report instead of running the tests")
+    parser.add_argument("--workers", type=int, default=min(os.cpu_count() or 1, 8))
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        report = options.report or Path(folder) / "friends.xml"
+        if options.report is None:
+            run_tests(options.workers, report)
+        rows = read(report)
+    table = markdown(rows)
+    print(table)
+    if options.readme:
+        write_readme(table)
+    return 1 if any(row.failed for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

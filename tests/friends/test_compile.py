@@ -1,0 +1,107 @@
+"""torch.compile around and inside a patched model: same gradients, known breaks, and no graph per row."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from transformers import DataCollatorWithFlattening, Trainer
+
+from hf_packfree import PackFreeCallback, apply_patches
+from tests.friends.compare import RATE, KeepGradients, arguments, descend, in_steps, labelled, one_by_one, rows
+from tests.friends.marks import friend
+from tests.support import gradients, tiny
+
+SAYS = "works; the graph breaks where boundaries are read and at every convolution, delta rule and attention, nowhere else"
+OPERATIONS = {"causal_conv1d", "gated_delta_rule", "attend", "read_arguments"}
+
+pytestmark = pytest.mark.filterwarnings("default")  # torch.compile hides its own warnings, unless they are errors
+
+
+@pytest.fixture(autouse=True)
+def forget_compiled_graphs():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Graphs:
+    """A backend that runs what it is given as it is, and counts."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, graph, example_inputs):
+        self.count += 1
+        return graph.forward
+
+
+def packed(items):
+    return DataCollatorWithFlattening()(rows(items)) | {"use_cache": False}
+
+
+def train(call, model):
+    """Run the three steps of `one_by_one` on packed rows."""
+    kept = []
+    for step in in_steps(labelled()):
+        model.zero_grad(set_to_none=True)
+        call(**packed(step)).loss.backward()
+        kept.append(gradients(model))
+        descend(model, RATE)
+    return kept
+
+
+@friend("torch.compile", "whole model", SAYS)
+@pytest.mark.parametrize("order", ["patched before", "patched after"])
+def test_whole_model(order, same_gradients):
+    model = tiny()
+    if order == "patched before":
+        compiled = torch.compile(apply_patches(model), backend="aot_eager")
+    else:
+        compiled = apply_patches(torch.compile(model, backend="aot_eager"))
+    control = tiny()
+    same_gradients(train(compiled, model), one_by_one(tiny(), in_steps(labelled())), train(control, control))
+
+
+@friend("torch.compile", "whole model", SAYS)
+def test_it_breaks_where_we_say(record_property):
+    found = torch._dynamo.explain(apply_patches(tiny()))(**packed(labelled()[:4]))
+    reasons = [reason.reason for reason in found.break_reasons]
+    record_property("graphs", found.graph_count)
+    assert reasons and all("torch.compiler.disable" in reason for reason in reasons)
+    assert {re.search(r"<function (\w+)", reason)[1] for reason in reasons} <= OPERATIONS
+
+
+@friend("torch.compile", "whole model", SAYS)
+def test_new_rows_need_no_new_graphs():
+    """After the first row and the first of another length, documents may be any: nothing is compiled again."""
+    model, graphs = apply_patches(tiny()), Graphs()
+    compiled = torch.compile(model, backend=graphs)
+    items, counts = labelled(), []
+    for chosen in (items[:4], items[4:8], items[8:], items[2:9], items[:1] + items[5:], items[1:2] + items[3:4]):
+        compiled(**packed(chosen)).loss.backward()
+        counts.append(graphs.count)
+    assert counts[0] > 0 and counts[1:] == [counts[1]] * 5, counts
+
+
+@friend("torch.compile", "each decoder layer")
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_each_layer(backend, same_gradients):
+    model = apply_patches(tiny())
+    for layer in model.model.layers if backend == "aot_eager" else model.model.layers[2:3]:
+        layer.compile(backend=backend)
+    same_gradients(train(model, model), one_by_one(tiny(), in_steps(labelled())))
+
+
+@friend("Trainer", "`torch_compile=True`", SAYS)
+def test_through_the_trainer(same_gradients, tmp_path):
+    keep = KeepGradients()
+    Trainer(
+        model=tiny(),
+        args=arguments(tmp_path, torch_compile=True, torch_compile_backend="aot_eager"),
+        train_dataset=rows(labelled()),
+        data_collator=DataCollatorWithFlattening(),
+        callbacks=[keep, PackFreeCallback()],
+    ).train()
+    same_gradients(keep.steps, one_by_one(tiny(), in_steps(labelled())))

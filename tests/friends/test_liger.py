@@ -1,0 +1,70 @@
+"""Liger before and after: it replaces forwards of single modules and of the head; ours stay underneath."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DataCollatorWithFlattening
+
+from hf_packfree import apply_patches, patch_report, remove_patches
+from tests.friends.compare import in_steps, labelled, one_by_one, rows, worst
+from tests.friends.marks import friend, needs
+from tests.support import CONTROL, gradients, tiny
+
+pytestmark = [needs("liger_kernel", "triton"), pytest.mark.filterwarnings("default")]
+orders = pytest.mark.parametrize("order", ["patched before", "patched after"])
+WHAT = "Liger's RMSNorm, SwiGLU and fused cross entropy"
+SAYS = "both stay in force, in either order; its numbers are checked on GPUs only (`-m gpu`)"
+
+
+@pytest.fixture(autouse=True)
+def upstreams_classes():
+    """Liger also replaces classes of upstream's module, for models yet to be built; put them back."""
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as upstream
+
+    names = {name: getattr(upstream, name) for name in ("Qwen3_5RMSNorm", "Qwen3_5MLP")}
+    yield
+    for name, cls in names.items():
+        setattr(upstream, name, cls)
+
+
+def with_liger(model, order: str):
+    from liger_kernel.transformers.monkey_patch import apply_liger_kernel_to_qwen3_5
+
+    if order == "patched before":
+        apply_patches(model)
+    apply_liger_kernel_to_qwen3_5(model=model)
+    return apply_patches(model)
+
+
+@friend("Liger", WHAT, SAYS)
+@orders
+def test_both_are_in_force(order):
+    model = with_liger(tiny(), order)
+    assert patch_report(model).swaps == patch_report(apply_patches(tiny())).swaps
+    head, trunk = model, model.model
+    assert "liger" in head.forward.__module__ and "liger" in trunk.norm.forward.__module__
+    assert all("liger" in layer.mlp.forward.__module__ for layer in trunk.layers)
+    assert "liger" in trunk.layers[3].self_attn.q_norm.forward.__module__
+    assert all("forward" not in vars(layer.linear_attn) for layer in trunk.layers[:3])
+    assert not patch_report(remove_patches(model)).patched
+
+
+@friend("Liger", WHAT, SAYS)
+@orders
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_gradients(order, record_property):
+    """In fp32, where its kernels round in another order, and no further than the other exactness tests allow."""
+    step = in_steps(labelled())[0]
+    steps = [[(ids.cuda(), labels.cuda()) for ids, labels in step]]
+    batch = {name: value.cuda() for name, value in DataCollatorWithFlattening()(rows(step)).items()}
+    model = with_liger(tiny().cuda(), order)
+    model(**batch, use_cache=False).loss.backward()
+    error = worst([gradients(model)], one_by_one(tiny().cuda(), steps))
+    leaking = tiny().cuda()
+    leaking(**batch, use_cache=False).loss.backward()
+    control = worst([gradients(leaking)], one_by_one(tiny().cuda(), steps))
+    record_property("error", error)
+    record_property("control", control)
+    assert error <= 1e-4 and control >= CONTROL * 1e-4

@@ -1,0 +1,82 @@
+"""What a model is loaded with: a device map, hub kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DataCollatorWithFlattening, Qwen3_5ForCausalLM
+
+from hf_packfree import apply_patches, patch_report, register_patches
+from hf_packfree.errors import PatchConflict
+from tests.friends.compare import RATE, descend, in_steps, labelled, one_by_one, rows
+from tests.friends.marks import friend, needs
+from tests.support import LOGIT_TOL, gradients, relative_rms, tiny
+
+SPLIT = {"model.embed_tokens": "cpu", "model.layers.0": "disk", "model.layers.1": "cpu", "model.layers.2": "cpu",
+         "model.layers.3": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}  # fmt: skip
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    tiny().save_pretrained(tmp_path / "checkpoint")
+    return tmp_path / "checkpoint"
+
+
+def train(model):
+    """Run the steps of `one_by_one` on packed rows."""
+    kept = []
+    for step in in_steps(labelled()):
+        model.zero_grad(set_to_none=True)
+        model(**DataCollatorWithFlattening()(rows(step)), use_cache=False).loss.backward()
+        kept.append(gradients(model))
+        descend(model, RATE)
+    return kept
+
+
+@friend("accelerate", '`device_map="auto"`, everything on one device')
+def test_device_map_of_one_device(checkpoint, same_gradients):
+    stock, model = (Qwen3_5ForCausalLM.from_pretrained(checkpoint, device_map="auto").train() for _ in range(2))
+    same_gradients(train(apply_patches(model)), one_by_one(tiny(), in_steps(labelled())), train(stock))
+
+
+class TestSplitModel:
+    """Hooks call the forward that a module had when they were put there: a class swapped later would be bypassed."""
+
+    WHAT = '`device_map="auto"`, split over devices or offloaded'
+    SAYS = "works if loaded under `register_patches()`; `apply_patches` afterwards is refused: `PatchConflict`"
+
+    @friend("accelerate", WHAT, SAYS)
+    @pytest.mark.filterwarnings("default")
+    def test_afterwards_is_refused(self, checkpoint, tmp_path):
+        model = Qwen3_5ForCausalLM.from_pretrained(checkpoint, device_map=SPLIT, offload_folder=tmp_path)
+        with pytest.raises(PatchConflict, match="register_patches"):
+            apply_patches(model)
+
+    @friend("accelerate", WHAT, SAYS)
+    @pytest.mark.filterwarnings("default")
+    def test_loaded_patched(self, checkpoint, tmp_path, record_property):
+        """Offloaded weights cannot be trained, so this compares what the model says."""
+        with register_patches():
+            model = Qwen3_5ForCausalLM.from_pretrained(checkpoint, device_map=SPLIT, offload_folder=tmp_path)
+        assert model.hf_device_map["model.layers.0"] == "disk" and patch_report(model).patched
+        items = labelled()
+        stock = tiny().eval()
+        with torch.no_grad():
+            found = model.eval()(**DataCollatorWithFlattening()(rows(items)), use_cache=False).logits
+            alone = torch.cat([stock(input_ids=ids[None], use_cache=False).logits for ids, _ in items], 1)
+        error = relative_rms(found, alone)
+        record_property("error", error)
+        assert error <= LOGIT_TOL
+
+
+@friend("transformers", "`use_kernels=True` (kernels of the hub)")
+@needs("kernels")
+def test_hub_kernels(checkpoint, same_gradients):
+    try:
+        model = Qwen3_5ForCausalLM.from_pretrained(checkpoint, use_kernels=True)
+    except ValueError as error:
+        if "Kernels are not available" not in str(error):
+            raise
+        pytest.skip(f"transformers refuses the installed kernels: {error}")
+    apply_patches(model.train())
+    same_gradients(train(model), one_by_one(tiny(), in_steps(labelled())))

@@ -1,0 +1,145 @@
+"""PEFT on every projection, patched before and after; what is quantised; what cannot reach the convolution."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import DataCollatorWithFlattening, Qwen3_5ForCausalLM
+
+from hf_packfree import apply_patches, patch_report, remove_patches
+from hf_packfree.errors import ContractError, PatchConflict
+from tests.friends.compare import RATE, descend, in_steps, labelled, one_by_one, rows
+from tests.friends.marks import friend, needs
+from tests.support import gradients, relative_rms, tiny
+
+pytestmark = [needs("peft"), pytest.mark.filterwarnings("default")]  # its dependencies deprecate things
+
+LINEAR = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+
+
+def lora(model, targets=LINEAR + ATTENTION + MLP, **options):
+    """Return the model with adapters, seeded and none of them zero, so that every one has a gradient."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, target_modules=list(targets), **options)
+    torch.manual_seed(5)
+    return get_peft_model(model, config)
+
+
+def packed(items):
+    return DataCollatorWithFlattening()(rows(items)) | {"use_cache": False}
+
+
+def train(model):
+    """Run the steps of `one_by_one` on packed rows."""
+    kept = []
+    for step in in_steps(labelled()):
+        model.zero_grad(set_to_none=True)
+        model(**packed(step)).loss.backward()
+        kept.append(gradients(model))
+        descend(model, RATE)
+    return kept
+
+
+KINDS = {"LoRA": {}, "DoRA": {"use_dora": True}}
+WHAT = "LoRA and DoRA on `in_proj_*`, `out_proj`, attention and MLP"
+
+
+@friend("PEFT", WHAT)
+@pytest.mark.parametrize("order", ["patched before", "patched after"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters(kind, order, same_gradients):
+    if order == "patched before":
+        model = lora(apply_patches(tiny()), **KINDS[kind])
+    else:
+        model = apply_patches(lora(tiny(), **KINDS[kind]))
+    found = train(model)
+    adapted = {name.split(".lora_")[0] for name in found[0]}
+    assert len(adapted) == 3 * len(LINEAR) + len(ATTENTION) + 4 * len(MLP), "every projection is trained"
+    wanted = one_by_one(lora(tiny(), **KINDS[kind]), in_steps(labelled()))
+    same_gradients(found, wanted, train(lora(tiny(), **KINDS[kind])))
+    assert not patch_report(remove_patches(model)).patched
+
+
+@friend("PEFT", "`merge_and_unload`, adapters saved and loaded unpatched")
+def test_merging_and_loading(tmp_path, record_property):
+    from peft import PeftModel
+
+    model = lora(apply_patches(tiny()))
+    train(model)
+    batch, items = packed(labelled()[:4]), labelled()[:4]
+    with torch.no_grad():
+        adapted = model(**batch).logits
+        model.save_pretrained(tmp_path)
+        merged = model.merge_and_unload()
+        error = relative_rms(merged(**batch).logits, adapted)
+        loaded = PeftModel.from_pretrained(tiny(), tmp_path)
+        alone = torch.cat([loaded(input_ids=ids[None], use_cache=False).logits for ids, _ in items], 1)
+    assert isinstance(merged, Qwen3_5ForCausalLM) and patch_report(merged).patched
+    assert not patch_report(loaded).patched
+    record_property("error", error)
+    assert error <= 1e-5
+    assert relative_rms(adapted, alone) <= 1e-5
+    stock = tiny()
+    stock.load_state_dict(merged.state_dict())
+    assert type(stock.model.layers[0].linear_attn.in_proj_qkv) is nn.Linear
+
+
+class TestConvolution:
+    """Upstream and we read its weights without calling it, so an adapter there would never be trained."""
+
+    WHAT, SAYS = "LoRA on `conv1d`", "refused: `ContractError` when patching, `PatchConflict` at the first forward after"
+
+    @friend("PEFT", WHAT, SAYS)
+    def test_refused_when_patching(self):
+        with pytest.raises(ContractError, match="conv1d"):
+            apply_patches(self.adapted(tiny()))
+
+    @friend("PEFT", WHAT, SAYS)
+    @pytest.mark.parametrize("row", ["packed", "one document"])
+    def test_refused_after_patching(self, row):
+        model = self.adapted(apply_patches(tiny()))
+        inputs = packed(labelled()[:4] if row == "packed" else labelled()[1:2])
+        with pytest.raises(PatchConflict, match="target_modules"):
+            model(**inputs)
+
+    @friend("PEFT", WHAT, SAYS)
+    def test_stock_ignores_it(self):
+        model = self.adapted(tiny())
+        loss = model(**packed(labelled()[1:2])).loss
+        assert not loss.requires_grad, "if this fails, upstream calls its convolution and the adapter may be allowed"
+
+    @staticmethod
+    def adapted(model):
+        """The smallest adapter that PEFT allows on a depthwise convolution: its rank is a multiple of the channels."""
+        from peft import LoraConfig, get_peft_model
+
+        channels = tiny().model.layers[0].linear_attn.conv1d.in_channels
+        return get_peft_model(model, LoraConfig(r=channels, target_modules=["conv1d"], init_lora_weights=False))
+
+
+@friend("PEFT", "QLoRA: 4-bit base of bitsandbytes")
+@needs("bitsandbytes")
+@pytest.mark.parametrize("order", ["patched before", "patched after"])
+def test_quantised_base(order, same_gradients, tmp_path):
+    tiny().save_pretrained(tmp_path)
+    if order == "patched before":
+        model = lora(apply_patches(quantised(tmp_path)))
+    else:
+        model = apply_patches(lora(quantised(tmp_path)))
+    found = train(model)
+    assert len(found[0]) == 2 * (3 * len(LINEAR) + len(ATTENTION) + 4 * len(MLP))
+    wanted = one_by_one(lora(quantised(tmp_path)), in_steps(labelled()))
+    same_gradients(found, wanted, train(lora(quantised(tmp_path))))
+
+
+def quantised(folder):
+    """Load the tiny model with 4-bit linear layers that compute in fp32."""
+    from transformers import BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    model = Qwen3_5ForCausalLM.from_pretrained(folder, quantization_config=config, device_map="cpu", dtype=torch.float32)
+    assert type(model.model.layers[0].linear_attn.in_proj_qkv).__name__ == "Linear4bit"
+    return model.train()

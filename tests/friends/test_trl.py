@@ -1,0 +1,166 @@
+"""TRL's SFTTrainer and DPOTrainer: it flattens or packs, calls the base model itself, and checkpoints by default."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from hf_packfree import PackFreeCallback, patch_report
+from tests.friends.compare import IGNORED, RATE, KeepGradients, arguments, descend, in_steps, one_by_one, worst
+from tests.friends.marks import friend, needs
+from tests.support import CONTROL, GRADIENT_TOL, documents, gradients, slow_decay, tiny
+
+pytestmark = [needs("trl", "datasets"), pytest.mark.filterwarnings("default")]  # its dependencies deprecate things
+
+LENGTHS = (5, 64, 2, 129, 3, 63, 2, 65, 33, 7, 90, 12) * 4
+STEPS = 2
+
+
+def tokenizer():
+    """One word per token: "w7" is token 7."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<eos>": 1} | {f"w{number}": number for number in range(2, 128)}
+    plain = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>")
+
+
+def words(ids) -> str:
+    return " ".join(f"w{int(number)}" for number in ids)
+
+
+def sft(folder, dataset, *, model=None, patch=True, **more):
+    """Train, and return the trainer and every step's gradients."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    keep = KeepGradients()
+    settings = {"max_steps": STEPS, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_length": None}
+    trainer = SFTTrainer(
+        model=model or tiny(),
+        args=arguments(folder, SFTConfig, **settings | more),
+        train_dataset=Dataset.from_dict(dataset),
+        processing_class=tokenizer(),
+        callbacks=[keep, *([PackFreeCallback()] if patch else [])],
+    )
+    trainer.train()
+    assert patch_report(trainer.model).patched or not patch
+    return trainer, keep.steps
+
+
+def documents_of(trainer, per_step: int = 4):
+    """Return what the trainer's dataset holds, document by document, cut into its optimizer steps."""
+    items = []
+    for row in list(trainer.train_dataset)[: per_step * STEPS]:
+        ids, labels = torch.tensor(row["input_ids"]), torch.tensor(row["labels"])
+        lengths = row.get("seq_lengths") or [len(ids)]
+        items.append(list(zip(ids.split(lengths), labels.split(lengths))))
+    return [[document for row in step for document in row] for step in in_steps(items, per_step)]
+
+
+@friend("TRL SFTTrainer", "`padding_free=True`")
+@pytest.mark.parametrize("tail", [{}, {"pad_to_multiple_of": 16}], ids=["as it is", "padded tail"])
+def test_padding_free(tail, same_gradients, tmp_path):
+    trainer, found = sft(tmp_path, {"input_ids": [d.tolist() for d in documents(LENGTHS)]}, padding_free=True, **tail)
+    same_gradients(found, one_by_one(tiny(), documents_of(trainer)))
+
+
+@friend("TRL SFTTrainer", "`padding_free=True`")
+def test_stock_refuses_what_trl_hands_it(tmp_path):
+    with pytest.raises(ValueError, match="packed sequences"):
+        sft(tmp_path, {"input_ids": [d.tolist() for d in documents(LENGTHS)]}, padding_free=True, patch=False)
+
+
+@friend("TRL SFTTrainer", "`packing=True`, `bfd` and `bfd_split`")
+@pytest.mark.parametrize("strategy", ["bfd", "bfd_split"])
+def test_packing_keeps_documents_apart(strategy, same_gradients, tmp_path):
+    dataset = {"input_ids": [d.tolist() for d in documents(LENGTHS)]}
+    trainer, found = sft(tmp_path, dataset, packing=True, packing_strategy=strategy, max_length=100)
+    steps = documents_of(trainer)
+    assert max(len(ids) for step in steps for ids, _ in step) == 100 and sum(map(len, steps)) > 4 * STEPS
+    whole_rows = [[tuple(map(torch.cat, zip(*step)))] for step in steps]
+    same_gradients(found, one_by_one(tiny(), steps), one_by_one(tiny(), whole_rows))
+
+
+@friend("TRL SFTTrainer", "`packing=True`, `wrapped`", "works; TRL means the documents of a row to mix: bit for bit upstream's")
+def test_wrapped_rows_are_upstreams(tmp_path, record_property):
+    dataset = {"input_ids": [d.tolist() for d in documents(LENGTHS)]}
+    options = {"packing": True, "packing_strategy": "wrapped", "max_length": 100}
+    (trainer, found), (_, wanted) = sft(tmp_path, dataset, **options), sft(tmp_path, dataset, patch=False, **options)
+    assert {len(row["input_ids"]) for row in list(trainer.train_dataset)[:8]} == {100}
+    record_property("error", worst(found, wanted))
+    assert all(torch.equal(one[name], other[name]) for one, other in zip(found, wanted) for name in other)
+    assert worst(found, one_by_one(tiny(), documents_of(trainer))) <= GRADIENT_TOL
+
+
+@friend("TRL SFTTrainer", "completion-only loss, packed")
+@pytest.mark.parametrize("options", [{"padding_free": True}, {"packing": True, "max_length": 140}], ids=["padding-free", "bfd"])
+def test_completion_only_loss(options, same_gradients, tmp_path):
+    parts = [document.split([len(document) // 2, len(document) - len(document) // 2]) for document in documents(LENGTHS)]
+    prompts, completions = zip(*parts)
+    dataset = {"prompt": [words(p) for p in prompts], "completion": [" " + words(c) for c in completions]}
+    trainer, found = sft(tmp_path, dataset, **options)
+    steps = documents_of(trainer)
+    share = [float((labels != IGNORED).float().mean()) for step in steps for _, labels in step]
+    assert 0.4 < sum(share) / len(share) < 0.8, "half of every document and its end are targets"
+    everything = [[(ids, ids) for ids, _ in step] for step in steps]
+    same_gradients(found, one_by_one(tiny(), steps), one_by_one(tiny(), everything))
+
+
+@friend("TRL SFTTrainer", "with PEFT (LoRA), packed")
+@needs("peft")
+def test_with_lora(same_gradients, tmp_path):
+    from tests.friends.test_peft import lora
+
+    dataset = {"input_ids": [d.tolist() for d in documents(LENGTHS)]}
+    trainer, found = sft(tmp_path, dataset, model=lora(tiny()), packing=True, max_length=140)
+    steps = documents_of(trainer)
+    whole_rows = [[tuple(map(torch.cat, zip(*step)))] for step in steps]
+    same_gradients(found, one_by_one(lora(tiny()), steps), one_by_one(lora(tiny()), whole_rows))
+
+
+def preferences_one_by_one(model, reference, pairs, beta, steps=STEPS, size=2):
+    """DPO's sigmoid loss with every answer in a forward of its own."""
+
+    def logp(of, prompt, answer):
+        ids = torch.cat([prompt, answer])
+        chances = F.log_softmax(of(input_ids=ids[None], use_cache=False).logits[0, :-1], -1)
+        return chances.gather(1, ids[1:, None])[len(prompt) - 1 :].sum()
+
+    kept = []
+    for step in in_steps(pairs, size)[:steps]:
+        model.zero_grad(set_to_none=True)
+        for prompt, chosen, rejected in step:
+            gained = [logp(model, prompt, a) - logp(reference, prompt, a).detach() for a in (chosen, rejected)]
+            (-F.logsigmoid(beta * (gained[0] - gained[1])) / len(step)).backward()
+        kept.append(gradients(model))
+        descend(model, RATE)
+    return kept
+
+
+@friend("TRL DPOTrainer", "padded batches")
+def test_preferences(same_gradients, tmp_path):
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    parts = documents((9, 30, 12, 40, 5, 17, 33, 3, 70, 20, 11, 6))
+    pairs = [tuple(parts[start : start + 3]) for start in range(0, len(parts), 3)]
+    ended = [(p, *(torch.cat([a, torch.tensor([1])]) for a in answers)) for p, *answers in pairs]
+    dataset = [{"prompt": words(p), "chosen": " " + words(c), "rejected": " " + words(r)} for p, c, r in pairs]
+    keep = KeepGradients()
+    trainer = DPOTrainer(
+        model=tiny(),
+        ref_model=slow_decay(tiny(), seed=1),
+        args=arguments(tmp_path, DPOConfig, max_steps=STEPS, per_device_train_batch_size=2, beta=0.1),
+        train_dataset=Dataset.from_list(dataset),
+        processing_class=tokenizer(),
+        callbacks=[keep, PackFreeCallback()],
+    )
+    trainer.train()
+    wanted = preferences_one_by_one(tiny(), slow_decay(tiny(), seed=1), ended, beta=0.1)
+    same_gradients(keep.steps, wanted)
+    other = preferences_one_by_one(tiny(), tiny(), ended, beta=0.1)
+    assert worst(other, wanted) >= CONTROL * GRADIENT_TOL, "the reference model counts"
