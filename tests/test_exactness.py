@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from hf_packfree import apply_patches, remove_patches
 from hf_packfree.patching.registry import family_of
 from tests.forms import ROW_FORMS, ROWS_FORMS, row_batch, rows_batch
-from tests.support import CONTROL, GRADIENT_TOL, LOGIT_TOL, ROW, errors, random_weights, run, run_alone, tiny
+from tests.support import (
+    CONTROL, GRADIENT_TOL, LOGIT_TOL, ROW, Batch, documents, errors, random_weights, run, run_alone, tiny
+)
 
 pytestmark = pytest.mark.compat
 TEXT_POSITIONS_ONLY = ("positions_4rows", "positions_3rows", "positions_3rows_flash")
 
 
+@cache
+def one_by_one(family, attention, lengths):
+    """Outputs and gradients of the stock model, each document in a forward of its own."""
+    batch = Batch(documents(lengths), {}, [])
+    return run_alone(tiny(family, attention=attention), batch, random_weights(batch, 128))
+
+
 def measure(model, batch):
-    """Return (logit error, gradient error) of the packed batch against its documents one by one."""
-    weights = random_weights(batch, 128)
-    return errors(run(model, batch, weights), run_alone(model, batch, weights))
+    """Return (logit error, gradient error) of the packed batch against its documents one by one in the stock model."""
+    lengths = tuple(map(len, batch.documents))
+    wanted = one_by_one(family_of(model).name, model.config._attn_implementation, lengths)
+    return errors(run(model, batch, random_weights(batch, 128)), wanted)
 
 
 def assert_exact(model, batch, record):
