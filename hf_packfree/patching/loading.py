@@ -16,6 +16,7 @@ from typing import Any, Literal
 from torch import nn
 
 from hf_packfree.errors import PatchConflict, UnsupportedModel
+from hf_packfree.patching.aliases import LenientAliases
 from hf_packfree.patching.apply import swap_planned
 from hf_packfree.patching.backends import Choice, choose_backends
 from hf_packfree.patching.registry import FAMILIES
@@ -33,11 +34,13 @@ class Registration:
 
     def __init__(self, mapping: dict[str, type[nn.Module]]) -> None:
         self._mapping = mapping
+        self._aliases = LenientAliases()
 
     def remove(self) -> None:
         """Take the mapping back; models already built stay patched.  Doing it twice changes nothing more."""
         held = monkey_patching.get_patch_mapping()
         monkey_patching.unregister_patch_mapping([key for key, cls in self._mapping.items() if held.get(key) is cls])
+        self._aliases.restore()
 
     def __enter__(self) -> Registration:
         return self
