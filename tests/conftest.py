@@ -1,9 +1,11 @@
-"""For every test: one thread, no deadline, and transformers' deprecations are errors."""
+"""For every test: one thread, no deadline, transformers' deprecations are errors, fake kernels are seen."""
 
 from __future__ import annotations
 
 import logging
 import os
+from importlib import import_module
+from importlib.util import find_spec
 
 import torch
 from hypothesis import HealthCheck, settings
@@ -19,3 +21,7 @@ settings.register_profile("packfree", deadline=None, suppress_health_check=[Heal
 settings.load_profile("packfree")
 
 logging.getLogger("transformers").addHandler(DeprecationsAreErrors())
+
+# tests/fakes is on the path only where the runner puts it (tests/compat/run.py)
+if find_spec("fake_kernels"):
+    import_module("fake_kernels").show_to_transformers()

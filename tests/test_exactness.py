@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from functools import cache
+from importlib.util import find_spec
 
 import pytest
 
 from hf_packfree import apply_patches, remove_patches
+from hf_packfree.models.eras import LAYERS_DROP_KEYWORDS
 from hf_packfree.patching.registry import family_of
 from tests.forms import ROW_FORMS, ROWS_FORMS, row_batch, rows_batch
 from tests.support import (
@@ -15,6 +17,8 @@ from tests.support import (
 
 pytestmark = pytest.mark.compat
 TEXT_POSITIONS_ONLY = ("positions_4rows", "positions_3rows", "positions_3rows_flash")
+STOCK_PACKS = ("all_flash",) if find_spec("fake_kernels") and not LAYERS_DROP_KEYWORDS else ()
+"""With both kernel packages there and everything handed over, upstream itself is exact since 5.9."""
 
 
 @cache
@@ -57,9 +61,10 @@ def test_one_row(family, form, attention, record_property):
     if family == "qwen3_next" and form in TEXT_POSITIONS_ONLY:
         pytest.skip("Qwen3-Next takes no stacked positions")
     model, batch = tiny(family, attention=attention), row_batch(form, ROW)
-    assert leaks(model, batch), "the control passed: this test could not see a leak"
+    leaky = form not in STOCK_PACKS
+    assert leaks(model, batch) == leaky, "the control is not what it was: this test may not see a leak"
     assert_exact(apply_patches(model), batch, record_property)
-    assert leaks(remove_patches(model), batch)
+    assert leaks(remove_patches(model), batch) == leaky
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
