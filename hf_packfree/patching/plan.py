@@ -81,7 +81,7 @@ def _check_seams(model: nn.Module, pairs: dict[type[nn.Module], type[nn.Module]]
             )
 
 
-def _is_bound_alone(module: nn.Module) -> bool:
+def _is_bound_alone(module: Any) -> bool:
     """Whether the instance's forward is its class's: transformers' `kernelize` leaves that where it has no kernel."""
     forward = vars(module)["forward"]
     return getattr(forward, "__func__", None) is type(module).forward and forward.__self__ is module
