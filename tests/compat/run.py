@@ -1,7 +1,7 @@
 """Run the tests marked `compat` on several releases of transformers, each in an environment of its own.
 
     python -m tests.compat.run                  one release of each era
-    python -m tests.compat.run --all --readme   all of them; puts the table into README.md
+    python -m tests.compat.run --all --readme   all of them; puts their rows into the table of README.md
     python -m tests.compat.run 5.8.1 5.23.0     these
 
 Every release runs twice: bare, and with the `kernels` it accepts and stand-ins for flash-linear-attention and
@@ -14,8 +14,7 @@ import argparse
 import os
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version as installed
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from rich.console import Console
@@ -48,17 +47,17 @@ def main() -> int:
             console.print(str(error), style="red", markup=False)
             return 2
         console.print(f"{len(versions)} environments ready after {_minutes(begun)}")
-        runs = []
-        for version, place in zip(versions, places):
-            runs.append((version, pool.submit(measure, place.bare, fakes=False)))
-            runs.append((f"{version} with kernel packages", pool.submit(measure, place.kernels, fakes=True)))
-        outcomes = [_announced(console, name, run.result()) for name, run in runs]
-    pairs = zip(versions, places, outcomes[::2], outcomes[1::2])
-    rows = [row_of(version, place.version, [one, other]) for version, place, one, other in pairs]
+        runs = [
+            [pool.submit(measure, place.bare, fakes=False), pool.submit(measure, place.kernels, fakes=True)] for place in places
+        ]
+        rows, failed = [], 0
+        for version, place, pair in zip(versions, places, runs):
+            outcomes = [_announced(console, *named) for named in zip((version, f"{version} with kernel packages"), pair)]
+            rows.append(row_of(version, place.version, outcomes))
+            failed += sum(len(outcome.failed) for outcome in outcomes)
+            if options.readme:  # at once: what is interrupted keeps what it has
+                write_readme(rows[-1])
     _show(console, rows)
-    if options.readme:
-        write_readme(rows, installed("torch"))
-    failed = sum(len(outcome.failed) for outcome in outcomes)
     verdict = f"{failed} tests fail" if failed else "exact on every one of them"
     console.print(f"{len(versions)} releases of transformers in {_minutes(begun)}: {verdict}.")
     return 1 if failed else 0
@@ -70,11 +69,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--all", action="store_true", help="every release that is promised")
     parser.add_argument("--envs", type=Path, default=Path.home() / ".cache" / "hf_packfree" / "compat")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time")
-    parser.add_argument("--readme", action="store_true", help="write the table into README.md")
+    parser.add_argument("--readme", action="store_true", help="write the rows into README.md")
     return parser.parse_args()
 
 
-def _announced(console: Console, name: str, outcome: Outcome) -> Outcome:
+def _announced(console: Console, name: str, run: Future[Outcome]) -> Outcome:
+    outcome = run.result()
     worst = [f"{max(column):.0e}" for column in zip(*outcome.errors.values())]
     verdict = f"{len(outcome.failed)} fail" if outcome.failed else "exact"
     console.print(f"{name}: {verdict}, worst {' / '.join(worst)}")
