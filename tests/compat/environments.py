@@ -42,29 +42,32 @@ def environments(version: str, folder: Path) -> Environments:
         CannotMake: one of them cannot be made.
     """
     purelib = Path(sysconfig.get_paths()["purelib"])
-    bare = _environment(folder / f"transformers-{version}", [purelib], f"transformers=={version}", _has(version))
-    wanted = _say(bare, "from transformers.dependency_versions_table import deps; print(deps['kernels'])")
-    works = f"{_has(version)}; from transformers.utils import import_utils; assert import_utils.is_kernels_available()"
+    asks = f"{_has(version)}; from transformers.dependency_versions_table import deps; print(deps['kernels'])"
+    bare, wanted = _environment(folder / f"transformers-{version}", [purelib], f"transformers=={version}", asks)
+    accepts = f"{_has(version)}; from transformers.utils import import_utils; assert import_utils.is_kernels_available()"
+    says = f"{accepts}; from importlib.metadata import version; print(version('kernels'))"
     home, borrowed = folder / f"transformers-{version}-kernels", [_site(bare.parents[1]), purelib]
     try:
-        kernels = _environment(home, borrowed, wanted, works)
+        return Environments(bare, *_environment(home, borrowed, wanted, says))
     except CannotMake as error:
         if "No matching distribution" not in str(error) or "from versions: none" in str(error):
             raise
         return Environments(bare, bare, None)
-    return Environments(bare, kernels, _say(kernels, "from importlib.metadata import version; print(version('kernels'))"))
 
 
 def _has(version: str) -> str:
-    """A program that fails unless this transformers is there and content with its dependencies."""
-    return f"import torch, pytest, hypothesis, transformers; assert transformers.__version__ == {version!r}"
+    """A program that fails unless the test tools are there and this transformers is content with its dependencies."""
+    tools = "from importlib.util import find_spec; assert all(map(find_spec, ('torch', 'pytest', 'hypothesis')))"
+    return f"{tools}; import transformers; assert transformers.__version__ == {version!r}"
 
 
-def _environment(home: Path, borrowed: list[Path], requirement: str, works: str) -> Path:
+def _environment(home: Path, borrowed: list[Path], requirement: str, works: str) -> tuple[Path, str]:
+    """Return the interpreter and what `works` prints in it, the environment made if that fails."""
     python = home / "bin" / "python"
     if python.exists():
         _borrow(home, borrowed)
-    if not python.exists() or _run(python, "-c", works).returncode:
+    done = _run(python, "-c", works) if python.exists() else None
+    if done is None or done.returncode:
         venv.create(home, with_pip=False, clear=True)
         _borrow(home, borrowed)
         done = _run(Path(sys.executable), "-m", "pip", "--python", str(python), "install", "-q", requirement)
@@ -75,7 +78,7 @@ def _environment(home: Path, borrowed: list[Path], requirement: str, works: str)
                 f"network, and that it fits Python {sys.version_info[0]}.{sys.version_info[1]}. The last words were:\n"
                 f"{done.stderr.strip()[-1000:]}"
             )
-    return python
+    return python, done.stdout.strip()
 
 
 def _borrow(home: Path, folders: list[Path]) -> None:
@@ -85,13 +88,6 @@ def _borrow(home: Path, folders: list[Path]) -> None:
 def _site(home: Path) -> Path:
     (site,) = home.glob("lib/python*/site-packages")
     return site
-
-
-def _say(python: Path, program: str) -> str:
-    done = _run(python, "-c", program)
-    if done.returncode:
-        raise CannotMake(f"found that {python} cannot run `{program}`: {done.stderr.strip()[-1000:]}; delete its folder")
-    return done.stdout.strip()
 
 
 def _run(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
