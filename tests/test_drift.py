@@ -81,12 +81,12 @@ def test_an_unknown_release_that_leaks_is_refused_and_the_model_untouched(unknow
     from hf_packfree.models import gated_delta_net
     from hf_packfree.packing import PackedSequence
 
-    whole = gated_delta_net.causal_conv1d
+    whole = gated_delta_net.qkv_conv
 
-    def leaky(x, weight, packed, **options):
-        return whole(x, weight, PackedSequence.from_lengths([packed.num_tokens]), **options)
+    def leaky(x, packed, **options):
+        return whole(x, packed=PackedSequence.from_lengths([packed.num_tokens]), **options)
 
-    monkeypatch.setattr(gated_delta_net, "causal_conv1d", leaky)
+    monkeypatch.setattr(gated_delta_net, "qkv_conv", leaky)
     model = tiny()
     with pytest.raises(LeakDetected, match="tiny qwen3_5 model"):
         apply_patches(model)
