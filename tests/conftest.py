@@ -1,15 +1,27 @@
-"""One thread per test process: tiny models gain nothing from more, and workers that share cores lose a lot."""
+"""For every test: one thread, no deadline, transformers' deprecations are errors, fake kernels are seen."""
 
 from __future__ import annotations
 
+import logging
 import os
+from importlib import import_module
+from importlib.util import find_spec
 
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.deprecations import DeprecationsAreErrors
+
+# tiny models gain nothing from more threads, and workers that share cores lose a lot
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
 # machines are shared and noisy: no test fails for being slow
 settings.register_profile("packfree", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("packfree")
+
+logging.getLogger("transformers").addHandler(DeprecationsAreErrors())
+
+# tests/fakes is on the path only where the runner puts it (tests/compat/run.py)
+if find_spec("fake_kernels"):
+    import_module("fake_kernels").show_to_transformers()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import logging
+import warnings
 
 import pytest
 import torch
 from packaging.version import Version
+from transformers.utils import logging as upstream_logging
 
 from hf_packfree import apply_patches, patch_report
 from hf_packfree.errors import LeakDetected
@@ -93,3 +95,18 @@ def test_an_unknown_release_that_leaks_is_refused_and_the_model_untouched(unknow
 
 def test_this_release_was_tried():
     assert eras.RELEASE <= eras.NEWEST_TRIED, "run tests/compat/run.py on it, then raise eras.NEWEST_TRIED"
+
+
+@pytest.mark.parametrize("call", ["warning", "warning_once"])
+def test_a_deprecation_that_is_only_logged_is_an_error(call):
+    log = getattr(upstream_logging.get_logger(FAMILIES[0].upstream), call)
+    with pytest.raises(DeprecationWarning, match="modeling_qwen3_5: `cu_seq_lens_q` is deprecated"):
+        log("`cu_seq_lens_q` is deprecated")
+    with pytest.raises(DeprecationWarning, match="removed in v6"):
+        log("`seq_idx` will be removed in v6")
+    log("the fast path is not available")
+
+
+def test_a_deprecation_that_is_warned_of_is_an_error():
+    with pytest.raises(FutureWarning, match="deprecated"):
+        warnings.warn("`cu_seq_lens_q` is deprecated", FutureWarning)

@@ -13,6 +13,13 @@ from hf_packfree.models.state import PatchState
 _Class = TypeVar("_Class", bound="type[Replacement]")
 
 
+class _Absent:
+    """An attribute that upstream's class has and ours must not: `hasattr` of class and instance says no."""
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        raise AttributeError("hidden from upstream's class")
+
+
 class Replacement(nn.Module):
     """Base of our halves of patched classes.
 
@@ -23,6 +30,8 @@ class Replacement(nn.Module):
 
     packfree: ClassVar[PatchState | None] = None
     packfree_home: ClassVar[str] = ""
+    kernel_layer_name = _Absent()
+    """`kernelize` replaces the forward of every instance whose class has this, anew on each train() and eval()."""
 
     if TYPE_CHECKING:  # the attributes are upstream's
 

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from hf_packfree.errors import PatchConflict, UnsupportedModel
+from hf_packfree.patching.aliases import LenientAliases
 from hf_packfree.patching.apply import check_options, swap_planned
 from hf_packfree.patching.backends import Choice
 from hf_packfree.patching.plan import Step
@@ -38,12 +39,14 @@ class Registration:
     def __init__(self, mapping: dict[str, type[nn.Module]]) -> None:
         self._mapping = mapping
         self._watch = register_module_module_registration_hook(_swap_head)
+        self._aliases = LenientAliases()
 
     def remove(self) -> None:
         """Take the mapping back; models already built stay patched.  Doing it twice changes nothing more."""
         self._watch.remove()
         held = monkey_patching.get_patch_mapping()
         monkey_patching.unregister_patch_mapping([key for key, cls in self._mapping.items() if held.get(key) is cls])
+        self._aliases.restore()
 
     def __enter__(self) -> Registration:
         return self

@@ -81,11 +81,17 @@ def _check_seams(model: nn.Module, pairs: dict[type[nn.Module], type[nn.Module]]
                 "upstream's (FSDP2's fully_shard does that, so do parametrizations and subclasses); wanted upstream's own; "
                 "call apply_patches(model) first, wrap afterwards"
             )
-        if type(module) in pairs and "forward" in vars(module):
+        if type(module) in pairs and "forward" in vars(module) and not _is_bound_alone(module):
             raise PatchConflict(
                 f"found {where} with a forward of its own instance ({_who(module)}), which would bypass the swap; wanted the "
                 "class's; call apply_patches(model) first, or load the model under register_patches()"
             )
+
+
+def _is_bound_alone(module: Any) -> bool:
+    """Whether the instance's forward is its class's: transformers' `kernelize` leaves that where it has no kernel."""
+    forward = vars(module)["forward"]
+    return getattr(forward, "__func__", None) is type(module).forward and forward.__self__ is module
 
 
 def _who(module: object) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+from functools import partial
+from types import MethodType
 
 import pytest
 import torch
@@ -109,16 +111,27 @@ def test_an_adapter_on_the_convolution_is_refused():
         apply_patches(model)
 
 
+def test_kernelize_leaves_no_obstacle_and_finds_no_patched_layer():
+    """Where it has no kernel for a layer, it binds the class's own forward to the instance; see tests/test_kernels.py."""
+    model = tiny()
+    layer = model.model.layers[0].linear_attn
+    layer.forward = MethodType(type(layer).forward, layer)
+    apply_patches(model)
+    assert "forward" not in vars(layer)
+    assert not any(hasattr(target, "kernel_layer_name") for target in (layer, type(layer)))
+    assert type(remove_patches(model).model.layers[0].linear_attn) is type(tiny().model.layers[0].linear_attn)
+
+
 @pytest.mark.parametrize("where", ["model", "model.layers.0.linear_attn", "model.layers.3.self_attn"])
 def test_an_instance_forward_is_refused_before_and_after(where):
     model = tiny()
     module = model.get_submodule(where)
-    module.forward = module.forward
+    module.forward = partial(module.forward)
     with pytest.raises(PatchConflict, match=where):
         apply_patches(model)
     del module.forward
     apply_patches(model)
-    module.forward = module.forward
+    module.forward = partial(module.forward)
     with pytest.raises(PatchConflict, match=where):
         remove_patches(model)
     del module.forward

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
+from types import ModuleType
+
 import pytest
 import torch
 import transformers
@@ -44,6 +48,18 @@ def test_from_config(family):
     assert [type(m) for m in model.modules()] == [type(m) for m in by_hand.modules()]
     assert_exact(slow_decay(model).train())
     assert [type(m) for m in remove_patches(model).modules()] == [type(m) for m in remove_patches(by_hand).modules()]
+
+
+@pytest.mark.compat
+def test_an_alias_of_upstream_that_cannot_be_loaded_stops_nothing(monkeypatch):
+    alias = ModuleType("transformers.alias")
+    alias.__dir__ = lambda: dir(import_module("a_package_nobody_has"))
+    monkeypatch.setitem(sys.modules, alias.__name__, alias)
+    with register_patches():
+        model = transformers.AutoModelForCausalLM.from_config(by_family["qwen3_5"].tiny_config())
+    assert patch_report(model).patched
+    with pytest.raises(ModuleNotFoundError, match="a_package_nobody_has"):
+        dir(alias)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,0 +1,59 @@
+"""One run of the tests marked `compat` in one environment, and what it measured."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+from tests.compat.environments import FAKES
+
+TESTS = Path(__file__).parents[1]
+ROOT = TESTS.parent
+Errors = tuple[float, float]
+"""Worst relative RMS of logits, of a parameter's gradient."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one run found.
+
+    Attributes:
+        errors: {(family, attention): the worst of all input forms}.
+        failed: names of tests that failed, or why none ran.
+    """
+
+    errors: dict[tuple[str, str], Errors]
+    failed: list[str]
+
+
+def measure(python: Path, fakes: bool) -> Outcome:
+    """Run the tests in one process of one thread; with `fakes`, kernel packages made for tests are on the path."""
+    path = os.pathsep.join(map(str, [ROOT, FAKES] if fakes else [ROOT]))
+    settings = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        options = ["-q", "-m", "compat", f"--junitxml={report}", "-o", "junit_family=xunit1", "-p", "no:cacheprovider"]
+        files = [str(file) for file in sorted(TESTS.rglob("test_*.py")) if "mark.compat" in file.read_text()]
+        command = [str(python), "-m", "pytest", *options, *files]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=settings)
+        if not report.exists():
+            return Outcome({}, [f"pytest wrote no report: {(done.stdout + done.stderr)[-2000:]}"])
+        return _read(ElementTree.parse(report))
+
+
+def _read(report: ElementTree.ElementTree) -> Outcome:
+    numbers: dict[tuple[str, str], list[Errors]] = defaultdict(list)
+    failed = []
+    for case in report.iter("testcase"):
+        facts = {entry.get("name"): entry.get("value") for entry in case.iter("property")}
+        if "logits" in facts:
+            numbers[facts["family"], facts["attention"]].append((float(facts["logits"]), float(facts["gradients"])))
+        if case.find("failure") is not None or case.find("error") is not None:
+            failed.append(str(case.get("name")))
+    errors = {key: tuple(max(column) for column in zip(*found)) for key, found in numbers.items()}
+    return Outcome(errors, failed if numbers else [*failed, "no exactness test ran"])

@@ -1,0 +1,39 @@
+"""The gated norm that transformers 5.2 to 5.14 build in the place of their own."""
+
+from __future__ import annotations
+
+import torch
+from fla.modules.convolution import causal_conv1d
+from fla.modules.fused_norm_gate import rms_norm_gated
+from torch import Tensor, nn
+
+__all__ = ["FusedRMSNormGated", "causal_conv1d", "rms_norm_gated"]
+
+
+class FusedRMSNormGated(nn.Module):
+    """Root mean square norm of x times the activation of a gate."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        elementwise_affine: bool = True,
+        eps: float = 1e-5,
+        activation: str = "swish",
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if activation not in ("swish", "silu", "sigmoid"):
+            raise ValueError(f"activation {activation!r}: wanted swish, silu or sigmoid")
+        self.hidden_size, self.elementwise_affine, self.eps, self.activation = hidden_size, elementwise_affine, eps, activation
+        weight = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype)) if elementwise_affine else None
+        self.register_parameter("weight", weight)
+        self.register_parameter("bias", None)
+
+    def forward(
+        self, x: Tensor, g: Tensor, residual: Tensor | None = None, prenorm: bool = False, residual_in_fp32: bool = False
+    ) -> Tensor:
+        """Normalise x [..., hidden_size] and gate it with g of the same shape."""
+        return rms_norm_gated(
+            x, g, self.weight, self.bias, self.activation, residual, prenorm, residual_in_fp32, eps=self.eps
+        )
