@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_packfree.errors import BackendUnavailable
 from hf_packfree.models.contract import Sizes, size_of_linear, size_of_norm
-from hf_packfree.models.linears import project
+from hf_packfree.models.linears import is_hooked, project
 from hf_packfree.models.recompute import computed_again
 from hf_packfree.models.replacement import Replacement
 from hf_packfree.models.state import state_of
@@ -101,7 +101,7 @@ class PackedAttention(Replacement):
         self, q: Tensor, k: Tensor, position_embeddings: tuple[Tensor, Tensor], backend: str
     ) -> tuple[Tensor, Tensor]:
         """Normalise and rotate q and k [1, T, heads, D]; "torch" means upstream's modules, or what stands in their place."""
-        if backend == "torch":
+        if backend == "torch" or is_hooked(self.q_norm) or is_hooked(self.k_norm):
             q, k = (norm(x).transpose(1, 2) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
             q, k = self._rotate(q, k, *position_embeddings)
             return q.transpose(1, 2), k.transpose(1, 2)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from hf_packfree.errors import PatchConflict
 from hf_packfree.models.contract import Sizes, size_of, size_of_linear, size_of_norm
+from hf_packfree.models.linears import is_hooked
 from hf_packfree.models.recompute import computed_again
 from hf_packfree.models.replacement import Replacement
 from hf_packfree.models.state import Kernels, state_of
@@ -64,15 +65,10 @@ class PackedGatedDeltaNet(Replacement):
         out = self._remember(mixed, g, b.sigmoid(), packed, kernels)
         out = out.reshape(-1, self.head_v_dim)
         z = z.reshape(-1, self.head_v_dim)
-        weight, eps = self.norm.weight, getattr(self.norm, "variance_epsilon", None) or self.norm.eps
-
-        def normalise() -> Tensor:
-            if kernels.gated_norm == "torch":  # upstream's module, or what stands in its place
-                return self.norm(out, z)
-            return gated_rms_norm(out, z, weight, eps, backend=kernels.gated_norm)
-
-        normed = normalise()
-        with computed_again((normed,), lambda: (normalise(),), kernels.gated_norm != "torch"):
+        by_module = kernels.gated_norm == "torch" or is_hooked(self.norm)  # upstream's, or what stands in its place
+        normalise = self.norm if by_module else partial(_gated_norm, self.norm, backend=kernels.gated_norm)
+        normed = normalise(out, z)
+        with computed_again((normed,), lambda: (normalise(out, z),), not by_module):
             return self.out_proj(normed.view(1, packed.num_tokens, self.value_dim))
 
     def _remember(self, mixed: Tensor, g: Tensor, beta: Tensor, packed: PackedSequence, kernels: Kernels) -> Tensor:
@@ -106,6 +102,12 @@ class PackedGatedDeltaNet(Replacement):
             "activation": (layer.activation in ("silu", "swish"), True),
             "grouped heads": (layer.num_v_heads % layer.num_k_heads, 0),
         }
+
+
+def _gated_norm(norm: Any, x: Tensor, z: Tensor, backend: str) -> Tensor:
+    """What `norm` computes: transformers' module calls its epsilon otherwise than the one of flash-linear-attention."""
+    eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+    return gated_rms_norm(x, z, norm.weight, eps, backend=backend)
 
 
 def _refuse_adapters(conv: nn.Module) -> None:

@@ -22,14 +22,19 @@ def project(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
     return tuple(layer(x) for layer in layers)
 
 
-def _is_plain(layer: Any, x: Any) -> bool:
+def is_hooked(layer: Any) -> bool:
+    """Whether calling the layer does more than its class says (offloading, sharding): its weights cannot just be read."""
     hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+    return hasattr(layer, "_hf_hook") or any(hooks)
+
+
+def _is_plain(layer: Any, x: Any) -> bool:
     plain: bool = (
         getattr(layer, "bias", 0) is None
         and type(layer.weight) is nn.Parameter
         and layer.weight.dtype == x.dtype
         and "forward" not in vars(layer)
-        and not any(hooks)
+        and not is_hooked(layer)
         and not torch.is_autocast_enabled(x.device.type)
         and not torch.compiler.is_compiling()
         and type(layer) is nn.Linear

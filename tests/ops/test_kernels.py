@@ -70,11 +70,47 @@ for name, (f, *shapes) in CASES.items():
 print(worst)
 '''
 
+MODEL = '''
+import dataclasses
+import torch
+from hf_packfree import apply_patches
+from hf_packfree.models import recompute
+from hf_packfree.models.state import Kernels
+from tests.support import ROW, documents, gradients, relative_rms, tiny
+
+ids = torch.cat(documents(ROW))[None]
+positions = torch.cat([torch.arange(length) for length in ROW])[None]
+weights = torch.randn(1, ids.shape[1], 128, generator=torch.Generator().manual_seed(3))
+OURS = Kernels(conv="triton", gated_norm="triton", norm_rope="triton", output_gate="triton")
+
+
+def run(kernels):
+    model = apply_patches(tiny())
+    for module in model.modules():
+        if "packfree" in vars(module):
+            vars(module)["packfree"] = dataclasses.replace(vars(module)["packfree"], elsewhere=kernels)
+    logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    (logits * weights).sum().backward()
+    return logits.detach(), gradients(model)
+
+
+made = []
+take = recompute._Made.take
+recompute._Made.take = lambda self, index: made.append(index) or take(self, index)
+found, wanted = run(OURS), run(Kernels())
+worst = max(relative_rms(grad, wanted[1][name]) for name, grad in found[1].items())
+assert relative_rms(found[0], wanted[0]) < 1e-5, relative_rms(found[0], wanted[0])
+assert found[1].keys() == wanted[1].keys() and worst < 1e-4, worst
+assert len(made) >= 3 * 4 + 1, made  # q, k, v and the normed output of three layers, the gated output of the fourth
+print(worst)
+'''
+
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed; pip install triton (it runs on CPUs here)")
-def test_triton_kernels_match_their_twins():
+@pytest.mark.parametrize("program", [PROGRAM, MODEL], ids=["ops", "model"])
+def test_triton_kernels_match_their_twins(program):
     root = Path(__file__).parents[2]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert 0 < float(done.stdout) < 1e-6
+    assert 0 < float(done.stdout) < 1e-4
