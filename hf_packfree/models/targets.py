@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_packfree.packing import PackedSequence, unpad
+from hf_packfree.packing import PackedSequence, uncompiled, unpad
 
 IGNORED = -100
 """torch's and transformers' default `ignore_index`: no loss where a label has this value."""
@@ -22,6 +22,7 @@ def shifted_labels(arguments: dict[str, Any]) -> Tensor:
     return F.pad(arguments["labels"], (0, 1), value=arguments.get("ignore_index", IGNORED))[..., 1:]
 
 
+@uncompiled
 def row_targets(shifted: Tensor, packed: PackedSequence, ignored: int) -> dict[str, Tensor]:
     """Return the loss's arguments for the row.
 

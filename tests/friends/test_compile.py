@@ -14,7 +14,7 @@ from tests.friends.marks import friend
 from tests.support import gradients, tiny
 
 SAYS = "works; the graph breaks where boundaries are read and at every convolution, delta rule and attention, nowhere else"
-OPERATIONS = {"causal_conv1d", "gated_delta_rule", "attend", "read_arguments"}
+OPERATIONS = {"causal_conv1d", "gated_delta_rule", "attend", "read_arguments", "row_targets"}
 
 pytestmark = pytest.mark.filterwarnings("default")  # torch.compile hides its own warnings, unless they are errors
 
