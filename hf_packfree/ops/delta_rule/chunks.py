@@ -81,10 +81,10 @@ class Output(NamedTuple):
     attend: Tensor
 
 
-def make_keys(k: Tensor, unit: bool, space: Scratch) -> Units:
-    """Normalise k [R, C, K], in place, unless it is already, and multiply it out."""
+def make_keys(k: Tensor, unit: bool, space: Scratch, tag: str) -> Units:
+    """Normalise k [R, C, K], in place, unless it is already, and multiply it out; `tag` names the buffer."""
     norm = 1.0 if unit else _normalise(k, 1.0, space)
-    return Units(k, norm, torch.bmm(k, k.mT, out=space("kk", *k.shape[:2], k.shape[1])))
+    return Units(k, norm, torch.bmm(k, k.mT, out=space(f"kk{tag}", *k.shape[:2], k.shape[1])))
 
 
 def make_queries(q: Tensor, keys: Units, size: int, unit: bool, space: Scratch) -> Units:
@@ -97,8 +97,8 @@ def make_queries(q: Tensor, keys: Units, size: int, unit: bool, space: Scratch) 
     return Units(q, norm, torch.bmm(q, keys.x.mT, out=space.like("qk", keys.products)))
 
 
-def make_gates(g: Tensor, beta: Tensor, space: Scratch) -> Gates:
-    """Exponentiate the log decays g [R, C, 1]; beta [R, C, 1].
+def make_gates(g: Tensor, beta: Tensor, space: Scratch, tag: str) -> Gates:
+    """Exponentiate the log decays g [R, C, 1]; beta [R, C, 1]; `tag` names the buffer.
 
     G_i - G_j is summed from the decays between the two tokens alone: subtracting cumulative sums would lose what
     little decay there is after a strong one.
@@ -106,20 +106,25 @@ def make_gates(g: Tensor, beta: Tensor, space: Scratch) -> Gates:
     rows, chunk, _ = g.shape
     lower = torch.ones(chunk, chunk, dtype=g.dtype, device=g.device).tril()
     steps = torch.mul(g.mT, lower, out=space("temporary", rows, chunk, chunk))
-    between = torch.bmm(steps, lower.tril(-1).expand(rows, -1, -1), out=space("pairs", rows, chunk, chunk))
+    between = torch.bmm(steps, lower.tril(-1).expand(rows, -1, -1), out=space(f"pairs{tag}", rows, chunk, chunk))
     pairs = between.exp_().mul_(lower)
     decay = g.cumsum(1).exp_()
     return Gates(beta, decay, pairs[:, -1, :, None].contiguous(), decay[:, -1:], pairs)
 
 
-def make_update(keys: Units, gates: Gates, v: Tensor, space: Scratch) -> Update:
-    """Solve the chunk-local part for v [R, C, V], which is overwritten."""
+def make_solve(keys: Units, gates: Gates, space: Scratch, tag: str) -> Tensor:
+    """Return X [R, C, C]; `tag` names the buffer."""
     strengths = torch.mul(keys.products, gates.pairs, out=space.like("temporary", keys.products)).mul_(gates.beta)
+    return unit_lower_inverse(strengths, out=space.like(f"solve{tag}", keys.products))
+
+
+def make_update(keys: Units, gates: Gates, solve: Tensor, v: Tensor, space: Scratch) -> Update:
+    """Multiply the gates into the keys and into v [R, C, V], which is overwritten."""
     return Update(
         read=torch.mul(keys.x, gates.decay * -gates.beta, out=space.like("k_read", keys.x)),
         write=torch.mul(keys.x, gates.rest, out=space.like("k_write", keys.x)),
         values=v.mul_(gates.beta),
-        solve=unit_lower_inverse(strengths, out=space.like("solve", keys.products)),
+        solve=solve,
         whole=gates.whole,
     )
 

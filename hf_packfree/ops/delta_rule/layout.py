@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ class Window(NamedTuple):
             that no value of another document, not even a NaN, comes near.
         targets: int64 [M, 1, C], the token that each slot writes to; T for padding.
         padding: int64 [P], the slots (of M x C) that are padding.
+        found: what `places` returned before; every layer asks for the same.
     """
 
     first: int
@@ -44,11 +45,21 @@ class Window(NamedTuple):
     tokens: Tensor
     targets: Tensor
     padding: Tensor
+    found: dict[Any, Tensor]
 
     @property
     def num_chunks(self) -> int:
         """M."""
         return len(self.tokens)
+
+    def places(self, which: str, stride: int, heads: slice) -> Tensor:
+        """Return where the head vectors of "tokens" or "targets" lie in a table of `stride` a token: int64 [M, h, C]."""
+        key = (which, stride, heads.start, heads.stop, heads.step)
+        if key not in self.found:
+            tokens = self.tokens if which == "tokens" else self.targets
+            numbers = torch.arange(heads.start, heads.stop, heads.step, device=tokens.device)
+            self.found[key] = tokens * stride + numbers[:, None]
+        return self.found[key]
 
 
 def plan_windows(packed: PackedSequence, chunk: int, limit: int) -> tuple[Window, ...]:
@@ -72,7 +83,7 @@ def plan_windows(packed: PackedSequence, chunk: int, limit: int) -> tuple[Window
         tokens, targets = (table[first:last] for table in tables)
         padding = (targets == packed.num_tokens).flatten().nonzero()[:, 0]
         on_device = (x.to(packed.cu_seqlens.device, non_blocking=True) for x in (tokens, targets, padding))
-        windows.append(Window(first, steps, *on_device))
+        windows.append(Window(first, steps, *on_device, {}))
         first = last
     return tuple(windows)
 

@@ -23,6 +23,7 @@ from hf_packfree.ops.delta_rule.chunks import (
     make_keys,
     make_output,
     make_queries,
+    make_solve,
     make_update,
 )
 from hf_packfree.ops.delta_rule.gradients import add_head, finish_keys, zero_gradients
@@ -45,11 +46,19 @@ class Block(NamedTuple):
     lanes: list[slice]
 
 
+class Local(NamedTuple):
+    """What a lane's chunks of one window need before any state is known, values apart."""
+
+    gates: Gates
+    solve: Tensor
+
+
 class Trail(NamedTuple):
-    """What the backward pass keeps of one lane: the state before every chunk, and the new values."""
+    """What the backward pass keeps of one lane: the state before every chunk, the new values, and each window's part."""
 
     states: Tensor
     new: Tensor
+    local: dict[int, Local]
 
 
 class Source:
@@ -63,19 +72,23 @@ class Source:
         dtype = torch.float64 if inputs[0].dtype == torch.float64 else torch.float32
         self.space = Scratch(inputs[0].device, dtype)
 
-    def keys(self, heads: slice, window: Window) -> Units:
-        """Prepare a block's keys."""
-        return make_keys(self.k.read(heads, window, "k", self.space), self.unit, self.space)
+    def keys(self, heads: slice, window: Window, tag: str = "") -> Units:
+        """Prepare a block's keys; `tag` names the buffers, which are written anew where it comes again."""
+        return make_keys(self.k.read(heads, window, f"k{tag}", self.space), self.unit, self.space, tag)
 
     def queries(self, keys: Units, heads: slice, window: Window) -> Units:
         """Prepare a block's queries."""
         return make_queries(self.q.read(heads, window, "q", self.space), keys, self.size, self.unit, self.space)
 
-    def update(self, keys: Units, lane: slice, window: Window) -> tuple[Gates, Update]:
-        """Prepare one lane."""
-        g, beta = (x.read(lane, window, name, self.space) for x, name in ((self.g, "g"), (self.beta, "beta")))
-        gates = make_gates(g, beta, self.space)
-        return gates, make_update(keys, gates, self.v.read(lane, window, "v", self.space), self.space)
+    def local(self, keys: Units, lane: slice, window: Window, tag: str = "") -> Local:
+        """Prepare one lane's decays and its triangular system."""
+        g, beta = (x.read(lane, window, f"{name}{tag}", self.space) for x, name in ((self.g, "g"), (self.beta, "beta")))
+        gates = make_gates(g, beta, self.space, tag)
+        return Local(gates, make_solve(keys, gates, self.space, tag))
+
+    def update(self, keys: Units, local: Local, lane: slice, window: Window) -> Update:
+        """Prepare one lane's part in the scan, which overwrites it."""
+        return make_update(keys, *local, self.v.read(lane, window, "v", self.space), self.space)
 
 
 def forward_pass(inputs: Sequence[Tensor], size: int, packed: PackedSequence, unit: bool) -> Tensor:
@@ -89,9 +102,10 @@ def forward_pass(inputs: Sequence[Tensor], size: int, packed: PackedSequence, un
             keys = source.keys(heads, window)
             queries = source.queries(keys, heads, window)
             for lane, state in zip(lanes, states, strict=True):
-                gates, update = source.update(keys, lane, window)
+                local = source.local(keys, lane, window)
+                update = source.update(keys, local, lane, window)
                 found = source.space.like("out", update.values)
-                output = make_output(queries, gates, source.space)
+                output = make_output(queries, local.gates, source.space)
                 scan_outputs(update, output, window.steps, count, state, found)
                 out.write(found, lane, window)
     return out.result()
@@ -105,26 +119,29 @@ def backward_pass(
     writers = tuple(TokenWriter(x) for x in inputs)
     blocks, windows = _plan(inputs, packed, _BACKWARD_HEADS, _BACKWARD_ROWS)
     for block in blocks:
-        trails = _retrace(source, block, windows)
-        _reverse(source, d_source, block, windows, trails, writers)
+        keys, trails = _retrace(source, block, windows)
+        _reverse(source, d_source, block, windows, keys, trails, writers)
     return tuple(x.result() for x in writers)
 
 
-def _retrace(source: Source, block: Block, windows: Sequence[Window]) -> list[Trail]:
-    """Run the forward scan once more, and keep its states."""
+def _retrace(source: Source, block: Block, windows: Sequence[Window]) -> tuple[list[Units], list[Trail]]:
+    """Run the forward scan once more, and keep its states, each window's keys, and what else no state goes into."""
     rows, chunk = (windows[-1].first + windows[-1].num_chunks) * block.size, windows[0].tokens.shape[-1]
     key_size, value_size = source.k.table.shape[1], source.v.table.shape[1]
     states = (source.space(f"states {lane}", rows, key_size, value_size) for lane in range(len(block.lanes)))
     news = (source.space(f"new {lane}", rows, chunk, value_size) for lane in range(len(block.lanes)))
-    trails = [Trail(*both) for both in zip(states, news, strict=True)]
+    trails = [Trail(*both, {}) for both in zip(states, news, strict=True)]
+    kept = []
     for window in windows:
-        keys = source.keys(block.heads, window)
+        keys = source.keys(block.heads, window, f" {window.first}")
+        kept.append(keys)
         first = window.first * block.size
-        for lane, trail in zip(block.lanes, trails, strict=True):
-            _, update = source.update(keys, lane, window)
+        for number, (lane, trail) in enumerate(zip(block.lanes, trails, strict=True)):
+            local = trail.local[window.first] = source.local(keys, lane, window, f" {window.first} {number}")
             new = trail.new[first : first + len(keys.x)]
+            update = source.update(keys, local, lane, window)
             scan_states(update, window.steps, block.size, trail.states[first:], new)
-    return trails
+    return kept, trails
 
 
 def _reverse(
@@ -132,19 +149,20 @@ def _reverse(
     d_source: TokenReader,
     block: Block,
     windows: Sequence[Window],
+    kept_keys: Sequence[Units],
     trails: Sequence[Trail],
     writers: Sequence[TokenWriter],
 ) -> None:
     """Run the gradient from the last window to the first."""
     space, (d_q, d_k, *d_head) = source.space, writers
     d_states = [torch.zeros_like(trail.states[: windows[0].steps[0].docs * block.size]) for trail in trails]
-    for window in reversed(windows):
-        keys = source.keys(block.heads, window)
+    for window, keys in zip(reversed(windows), reversed(kept_keys), strict=True):
         here = slice(window.first * block.size, window.first * block.size + len(keys.x))
         queries = source.queries(keys, block.heads, window)
         total = zero_gradients(keys, queries, space)
         for lane, trail, d_state in zip(block.lanes, trails, d_states, strict=True):
-            gates, update = source.update(keys, lane, window)
+            local = trail.local[window.first]
+            gates, update = local.gates, source.update(keys, local, lane, window)
             output = make_output(queries, gates, space)
             new, states = trail.new[here], trail.states[here]
             d_out = d_source.read(lane, window, "out", space, zero_padding=True)

@@ -27,7 +27,7 @@ class TokenReader:
 
     def read(self, heads: slice, window: Window, name: str, space: Scratch, zero_padding: bool = False) -> Tensor:
         """Return [R, C, D] as the buffer `name`; padding repeats its document's last token, or holds zero."""
-        index = _index(window.tokens, self.stride, heads)
+        index = window.places("tokens", self.stride, heads)
         found = space(name, index.numel(), self.table.shape[1])
         if self.table.dtype == space.dtype:
             torch.index_select(self.table, 0, index.flatten(), out=found)
@@ -49,17 +49,15 @@ class TokenWriter:
     def write(self, rows: Tensor, heads: slice, window: Window) -> None:
         """Scatter `rows` [R, C, D] or [R, C]."""
         table = self.whole.view(len(self.whole) * self.heads, -1)
-        index = _index(window.targets, self.heads, heads)
-        table.index_copy_(0, index.flatten(), rows.reshape(-1, table.shape[1]).to(table.dtype))
+        index = window.places("targets", self.heads, heads)
+        rows = rows.reshape(-1, table.shape[1]).to(table.dtype)
+        if table.shape[1] * table.element_size() % 16 == 0 and rows.is_contiguous():
+            table, rows = table.view(torch.complex128), rows.view(torch.complex128)  # moved in pieces of 16 bytes
+        table.index_copy_(0, index.flatten(), rows)
 
     def result(self) -> Tensor:
         """Return what was written."""
         return self.whole[None, :-1]
-
-
-def _index(tokens: Tensor, stride: int, heads: slice) -> Tensor:
-    """Where the head vectors of `tokens` [M, 1, C] lie in the table: [M, h, C]."""
-    return tokens * stride + torch.arange(heads.start, heads.stop, heads.step, device=tokens.device)[:, None]
 
 
 def _padding(window: Window, index: Tensor) -> Tensor:
