@@ -82,8 +82,10 @@ def plan_windows(packed: PackedSequence, chunk: int, limit: int) -> tuple[Window
         last = first + sum(step.docs for step in steps)
         tokens, targets = (table[first:last] for table in tables)
         padding = (targets == packed.num_tokens).flatten().nonzero()[:, 0]
-        on_device = (x.to(packed.cu_seqlens.device, non_blocking=True) for x in (tokens, targets, padding))
-        windows.append(Window(first, steps, *on_device, {}))
+        tokens, targets, padding = (
+            x.to(packed.cu_seqlens.device, non_blocking=True) for x in (tokens, targets, padding)
+        )
+        windows.append(Window(first, steps, tokens, targets, padding, {}))
         first = last
     return tuple(windows)
 
