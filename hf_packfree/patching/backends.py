@@ -46,9 +46,10 @@ def choose_backends(backend: Choice, unpacked: str, config: Any = None) -> Patch
         raise ValueError(f"found unpacked={unpacked!r}; wanted 'upstream' or 'native'")
     forced = _forced(os.environ.get(VARIABLE, "auto") if backend == "auto" else backend)
     sizes = {} if config is None else model_sizes(config)
-    elsewhere = Kernels(**{op: name for op, name in forced.items() if name == "torch"})
-    if not torch.cuda.is_available():
-        return PatchState(elsewhere=_forced_here(forced, sizes), unpacked=unpacked)
+    gpu = torch.cuda.is_available()
+    elsewhere, _ = _choose(Site("cpu", None, torch.float32, sizes), forced, in_doubt=gpu)
+    if not gpu:
+        return PatchState(elsewhere=elsewhere, unpacked=unpacked)
     capability = min(torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count()))
     half, why = _choose(Site("cuda", capability, torch.bfloat16, sizes), forced)
     single, why_single = _choose(Site("cuda", capability, torch.float32, sizes), forced, in_doubt=True)
@@ -88,31 +89,24 @@ def _all_names() -> str:
     return "; ".join(f"{op}: {', '.join(module.BACKENDS)}" for op, module in OPS.items())
 
 
-def _forced_here(forced: Mapping[str, str], sizes: dict[str, int]) -> Kernels:
-    """Where there is no CUDA, a name that needs it is refused at once."""
-    kernels, _ = _choose(Site("cpu", None, torch.float32, sizes), forced)
-    return kernels
-
-
 def _choose(site: Site, forced: Mapping[str, str], in_doubt: bool = False) -> tuple[Kernels, dict[str, str]]:
-    """Return the first backend of every op that can run at `site`, and why those before it cannot.
+    """Return the first backend of every op that can run at `site`, and why those before it, or the forced one, cannot.
 
-    A forced one that cannot is refused, or, `in_doubt` whether the model ever comes there, left to run into its error.
+    A forced one that cannot is refused, or, `in_doubt` whether the model ever comes there, replaced.
     """
     names, why = {}, {}
     for op, module in OPS.items():
         backends: dict[str, Backend] = module.BACKENDS
         refused = {name: reason for name in backends if (reason := backends[name].unusable(site)) is not None}
-        chosen = forced.get(op) or next(name for name in backends if name not in refused)
-        if chosen in refused and not in_doubt:
+        usable = [name for name in backends if name not in refused]
+        asked = forced.get(op)
+        if asked in refused and not in_doubt:
             raise BackendUnavailable(
-                f"found {op} backend {chosen!r} asked for, but {refused[chosen]}; wanted one that runs here: "
-                f"{', '.join(name for name in backends if name not in refused)}; pass one of them or 'auto'"
+                f"found {op} backend {asked!r} asked for, but {refused[asked]}; wanted one that runs here: "
+                f"{', '.join(usable)}; pass one of them or 'auto' as backend, or in {VARIABLE}"
             )
-        if chosen in refused:
-            chosen = next(name for name in backends if name not in refused)
-        names[op] = chosen
-        better = list(backends)[: list(backends).index(chosen)]
-        if op not in forced and better:
-            why[op] = "; ".join(f"not {name}: {refused[name]}" for name in better)
+        names[op] = asked if asked in usable else usable[0]
+        passed_over = [asked] if asked in refused else list(backends)[: list(backends).index(names[op])]
+        if passed_over and asked != names[op]:
+            why[op] = "; ".join(f"not {name}: {refused[name]}" for name in passed_over)
     return Kernels(**names), why

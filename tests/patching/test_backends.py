@@ -117,6 +117,14 @@ def test_forcing_by_argument_and_by_variable(gpu, monkeypatch):
         choose_backends({"conv": "causal_conv1d"}, "upstream", SIZES)
 
 
+def test_a_forced_name_that_half_precision_alone_can_run_is_replaced_in_float32_and_said(gpu):
+    gpu()
+    state = choose_backends({"delta_rule": "flash_qla"}, "upstream", SIZES)
+    assert (state.cuda_half.delta_rule, state.cuda_single.delta_rule) == ("flash_qla", "fla")
+    assert "delta_rule" not in state.why
+    assert state.why["delta_rule in float32"] == "not flash_qla: it runs in bfloat16 and float16, this is float32"
+
+
 def test_hopper_without_a_backward_is_said_when_patching(gpu, caplog):
     gpu(packages={"triton": "3.6.0", "fla-core": "0.6.0"})
     monkey = {"key_heads": 2, "value_heads": 4, "key_size": 16, "value_size": 16, "taps": 4, "head_size": 16}
