@@ -42,14 +42,14 @@ class Diagnosis:
         wrong = [f"{package.name} ({package.state})" for package in self.packages if package.wrong]
         if wrong:
             return f"To be mended: {', '.join(wrong)}."
-        slow = {op for plan in self.plans for op, name in plan.packed.items() if name == "torch"}
-        kernels = "in plain torch" if not self._has_cuda or {"delta_rule", "conv", "attention"} <= slow else "on GPU kernels"
-        but = f" ({', '.join(sorted(slow))} in plain torch)" if slow and "GPU" in kernels else ""
-        return f"Everything needed is here: packed rows run {kernels}{but} on {', '.join(d.name for d in self.devices)}."
+        return f"Everything needed is here: packed rows run {self._where()} on {', '.join(d.name for d in self.devices)}."
 
-    @property
-    def _has_cuda(self) -> bool:
-        return any(device.kind == "cuda" for device in self.devices)
+    def _where(self) -> str:
+        """Say whether packed rows run on GPU kernels, and what of them does not."""
+        slow = {op for plan in self.plans for op, name in plan.packed.items() if name == "torch"}
+        if not any(device.kind == "cuda" for device in self.devices) or slow >= {"delta_rule", "conv", "attention"}:
+            return "in plain torch"
+        return f"on GPU kernels ({', '.join(sorted(slow))} in plain torch)" if slow else "on GPU kernels"
 
 
 def diagnose(model: str | None = None) -> Diagnosis:

@@ -14,6 +14,7 @@ from typing import Literal
 
 from hf_packfree.doctor.probe import Probe, probe
 from hf_packfree.doctor.requirements import Requirement
+from hf_packfree.ops.releases import WRONG_TRITON
 
 State = Literal["usable", "unused", "absent", "too old", "broken"]
 
@@ -95,7 +96,8 @@ def check_hopper(packages: dict[str, Package], capabilities: Sequence[str | None
     """Return FLA's row; on Hopper, some releases of Triton compile its backward wrongly and FLA then refuses to run it."""
     fla, triton = packages["fla-core"], packages["triton"]
     instead = any(packages[name].state == "usable" for name in ("tilelang", "flash-qla"))
-    wrong_triton = triton.version is not None and (3, 4, 0) <= release(triton.version) < (3, 7, 1)
+    since, until = map(release, WRONG_TRITON)
+    wrong_triton = triton.version is not None and since <= release(triton.version) < until
     if fla.state != "usable" or "9.0" not in capabilities or instead or not wrong_triton:
         return fla
     return replace(

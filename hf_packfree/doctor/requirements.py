@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hf_packfree.ops.releases import FLA_FLOOR
+
 
 @dataclass(frozen=True)
 class Requirement:
@@ -38,7 +40,7 @@ REQUIREMENTS = (
         "fla.ops.gated_delta_rule",
         "delta rule kernels (flash-linear-attention)",
         cuda=True,
-        floor="0.5.2",
+        floor=FLA_FLOOR,
         why="every release before it computes packed rows wrong, or fails on them, in at least one case",
         other_names=("flash-linear-attention",),
     ),

@@ -76,6 +76,11 @@ def needs_triton(site: Site) -> str | None:
     return None
 
 
+def block_width(size: int) -> int:
+    """Return the channels of a Triton block that holds `size`: a power of two, as its ranges have to be."""
+    return 1 << (size - 1).bit_length()
+
+
 def find(operation: str, backends: dict[str, Backend], name: str) -> Callable[..., Any]:
     """Return the implementation of that name.
 

@@ -16,10 +16,8 @@ from packaging.version import Version
 from torch import Tensor
 
 from hf_packfree.ops.backend import Site, installed, needs_triton
+from hf_packfree.ops.releases import FLA_FLOOR, WRONG_TRITON
 from hf_packfree.packing import PackedSequence
-
-FLOOR = Version("0.5.2")
-"""Every release before it computes packed rows wrong, or fails on them, in at least one case."""
 
 
 def needs_fla(site: Site) -> str | None:
@@ -29,7 +27,7 @@ def needs_fla(site: Site) -> str | None:
     found = installed("fla-core") or installed("flash-linear-attention")
     if found is None or find_spec("fla") is None:
         return "fla-core is not installed; pip install 'fla-core>=0.6.0'"
-    if Version(found) < FLOOR:
+    if Version(found) < Version(FLA_FLOOR):
         return f"fla-core {found} is too old for packed rows; pip install 'fla-core>=0.6.0'"
     return None
 
@@ -37,7 +35,8 @@ def needs_fla(site: Site) -> str | None:
 def wrong_on_hopper(site: Site) -> str | None:
     """Return why FLA's gated backward would refuse to run at `site` (its issue 640), or None."""
     triton = Version(installed("triton") or "0")
-    if site.capability != (9, 0) or not Version("3.4.0") <= triton < Version("3.7.1"):
+    since, until = map(Version, WRONG_TRITON)
+    if site.capability != (9, 0) or not since <= triton < until:
         return None
     if find_spec("tilelang") is not None and has_nvcc():
         return None

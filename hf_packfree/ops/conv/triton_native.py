@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hf_packfree.ops.backend import Site, needs_triton
+from hf_packfree.ops.backend import Site, block_width, needs_triton
 from hf_packfree.packing import PackedSequence
 
 _TAPS = 4
@@ -136,7 +136,7 @@ def _bias(bias: Tensor | None, part: Part) -> Tensor | None:
 
 def _launch(tokens: int, part: Part) -> tuple[tuple[int, int], dict[str, int]]:
     """The grid, (strips, blocks of heads), and what one program works on."""
-    width = 1 << (part.size - 1).bit_length()
+    width = block_width(part.size)
     heads = max(1, _CHANNELS // width)
     launch = {"STRIP": _STRIP, "BLOCK_H": heads, "BLOCK_D": width, "num_warps": _WARPS}
     return (-(-tokens // _STRIP), -(-part.heads // heads)), launch

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hf_packfree.ops.backend import block_width
+
 _ROWS, _TILES = 16, 16
 
 
@@ -48,4 +50,4 @@ class _GatedNorm(torch.autograd.Function):
 
 
 def _launch(size: int) -> dict[str, int]:
-    return {"ROWS": _ROWS, "WIDTH": 1 << (size - 1).bit_length(), "num_warps": 4}
+    return {"ROWS": _ROWS, "WIDTH": block_width(size), "num_warps": 4}

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hf_packfree.ops.backend import block_width
+
 _ELEMENTS, _TILES = 4096, 16  # of a block; blocks of a program in the backward pass
 
 
@@ -51,6 +53,6 @@ class _NormRope(torch.autograd.Function):
 def _launch(x: Tensor, cos: Tensor) -> tuple[int, tuple[int, ...], dict[str, int]]:
     """Rows, the sizes and strides that the kernels take, and the launch."""
     _, tokens, heads, size = x.shape
-    width = 1 << (size - 1).bit_length()
+    width = block_width(size)
     sizes = (tokens, heads, size, cos.shape[-1] // 2, x.stride(1), x.stride(2), cos.shape[-1])
     return tokens * heads, sizes, {"ROWS": max(1, _ELEMENTS // width), "WIDTH": width, "num_warps": 4}

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hf_packfree.ops.backend import block_width
+
 _ELEMENTS = 4096  # of a program
 
 
@@ -44,7 +46,7 @@ class _OutputGate(torch.autograd.Function):
 
 def _launch(z: Tensor) -> tuple[tuple[int], tuple[int, ...], dict[str, int]]:
     _, tokens, heads, size = z.shape
-    width = 1 << (size - 1).bit_length()
+    width = block_width(size)
     rows = max(1, _ELEMENTS // width)
     sizes = (tokens, heads, size, z.stride(1), z.stride(2))
     return (-(-tokens * heads // rows),), sizes, {"ROWS": rows, "WIDTH": width, "num_warps": 4}
