@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch.nn import functional as F
-from transformers import TrainerCallback, TrainingArguments
+from transformers import DataCollatorWithFlattening, TrainerCallback, TrainingArguments
 
 from tests.support import documents, gradients, relative_rms
 
@@ -53,6 +53,22 @@ def one_by_one(model, steps, rate: float = RATE, loss=token_loss) -> list[dict[s
                 (loss(logits, labels) / count).backward()
         kept.append(gradients(model))
         descend(model, rate)
+    return kept
+
+
+def packed(items) -> dict[str, torch.Tensor]:
+    """Return the documents as one row, as transformers' collator makes it."""
+    return DataCollatorWithFlattening()(rows(items)) | {"use_cache": False}
+
+
+def in_rows(model, call=None) -> list[dict[str, torch.Tensor]]:
+    """Run the steps of `one_by_one` on packed rows, through `call` if it is not the model that is called."""
+    kept = []
+    for step in in_steps(labelled()):
+        model.zero_grad(set_to_none=True)
+        (model if call is None else call)(**packed(step)).loss.backward()
+        kept.append(gradients(model))
+        descend(model, RATE)
     return kept
 
 

@@ -9,9 +9,9 @@ import torch
 from transformers import DataCollatorWithFlattening, Trainer
 
 from hf_packfree import PackFreeCallback, apply_patches
-from tests.friends.compare import RATE, KeepGradients, arguments, descend, in_steps, labelled, one_by_one, rows
+from tests.friends.compare import KeepGradients, arguments, in_rows, in_steps, labelled, one_by_one, packed, rows
 from tests.friends.marks import friend
-from tests.support import gradients, tiny
+from tests.support import tiny
 
 SAYS = "works; the graph breaks where boundaries are read and at every convolution, delta rule and attention, nowhere else"
 OPERATIONS = {"causal_conv1d", "gated_delta_rule", "attend", "read_arguments", "row_targets"}
@@ -37,21 +37,6 @@ class Graphs:
         return graph.forward
 
 
-def packed(items):
-    return DataCollatorWithFlattening()(rows(items)) | {"use_cache": False}
-
-
-def train(call, model):
-    """Run the three steps of `one_by_one` on packed rows."""
-    kept = []
-    for step in in_steps(labelled()):
-        model.zero_grad(set_to_none=True)
-        call(**packed(step)).loss.backward()
-        kept.append(gradients(model))
-        descend(model, RATE)
-    return kept
-
-
 @friend("torch.compile", "whole model", SAYS)
 @pytest.mark.parametrize("order", ["patched before", "patched after"])
 def test_whole_model(order, same_gradients):
@@ -61,7 +46,7 @@ def test_whole_model(order, same_gradients):
     else:
         compiled = apply_patches(torch.compile(model, backend="aot_eager"))
     control = tiny()
-    same_gradients(train(compiled, model), one_by_one(tiny(), in_steps(labelled())), train(control, control))
+    same_gradients(in_rows(model, compiled), one_by_one(tiny(), in_steps(labelled())), in_rows(control))
 
 
 @friend("torch.compile", "whole model", SAYS)
@@ -91,7 +76,7 @@ def test_each_layer(backend, same_gradients):
     model = apply_patches(tiny())
     for layer in model.model.layers if backend == "aot_eager" else model.model.layers[2:3]:
         layer.compile(backend=backend)
-    same_gradients(train(model, model), one_by_one(tiny(), in_steps(labelled())))
+    same_gradients(in_rows(model), one_by_one(tiny(), in_steps(labelled())))
 
 
 @friend("Trainer", "`torch_compile=True`", SAYS)

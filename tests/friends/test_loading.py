@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import DataCollatorWithFlattening, Qwen3_5ForCausalLM
+from transformers import Qwen3_5ForCausalLM
 
 from hf_packfree import apply_patches, patch_report, register_patches
 from hf_packfree.errors import PatchConflict
-from tests.friends.compare import RATE, descend, in_steps, labelled, one_by_one, rows
+from tests.friends.compare import in_rows, in_steps, labelled, one_by_one, packed
 from tests.friends.marks import friend, needs
-from tests.support import LOGIT_TOL, gradients, relative_rms, tiny
+from tests.support import LOGIT_TOL, relative_rms, tiny
 
 SPLIT = {"model.embed_tokens": "cpu", "model.layers.0": "disk", "model.layers.1": "cpu", "model.layers.2": "cpu",
          "model.layers.3": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}  # fmt: skip
@@ -22,21 +22,10 @@ def checkpoint(tmp_path):
     return tmp_path / "checkpoint"
 
 
-def train(model):
-    """Run the steps of `one_by_one` on packed rows."""
-    kept = []
-    for step in in_steps(labelled()):
-        model.zero_grad(set_to_none=True)
-        model(**DataCollatorWithFlattening()(rows(step)), use_cache=False).loss.backward()
-        kept.append(gradients(model))
-        descend(model, RATE)
-    return kept
-
-
 @friend("accelerate", '`device_map="auto"`, everything on one device')
 def test_device_map_of_one_device(checkpoint, same_gradients):
     stock, model = (Qwen3_5ForCausalLM.from_pretrained(checkpoint, device_map="auto").train() for _ in range(2))
-    same_gradients(train(apply_patches(model)), one_by_one(tiny(), in_steps(labelled())), train(stock))
+    same_gradients(in_rows(apply_patches(model)), one_by_one(tiny(), in_steps(labelled())), in_rows(stock))
 
 
 class TestSplitModel:
@@ -62,7 +51,7 @@ class TestSplitModel:
         items = labelled()
         stock = tiny().eval()
         with torch.no_grad():
-            found = model.eval()(**DataCollatorWithFlattening()(rows(items)), use_cache=False).logits
+            found = model.eval()(**packed(items)).logits
             alone = torch.cat([stock(input_ids=ids[None], use_cache=False).logits for ids, _ in items], 1)
         error = relative_rms(found, alone)
         record_property("error", error)
@@ -79,4 +68,4 @@ def test_hub_kernels(checkpoint, same_gradients):
             raise
         pytest.skip(f"transformers refuses the installed kernels: {error}")
     apply_patches(model.train())
-    same_gradients(train(model), one_by_one(tiny(), in_steps(labelled())))
+    same_gradients(in_rows(model), one_by_one(tiny(), in_steps(labelled())))

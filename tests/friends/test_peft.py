@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from transformers import DataCollatorWithFlattening, Qwen3_5ForCausalLM
+from transformers import Qwen3_5ForCausalLM
 
 from hf_packfree import apply_patches, patch_report, remove_patches
 from hf_packfree.errors import ContractError, PatchConflict
-from tests.friends.compare import RATE, descend, in_steps, labelled, one_by_one, rows
+from tests.friends.compare import in_rows, in_steps, labelled, one_by_one, packed
 from tests.friends.marks import friend, needs
-from tests.support import gradients, relative_rms, tiny
+from tests.support import relative_rms, tiny
 
 pytestmark = [needs("peft"), pytest.mark.filterwarnings("default")]  # its dependencies deprecate things
 
@@ -28,21 +28,6 @@ def lora(model, targets=LINEAR + ATTENTION + MLP, **options):
     return get_peft_model(model, config)
 
 
-def packed(items):
-    return DataCollatorWithFlattening()(rows(items)) | {"use_cache": False}
-
-
-def train(model):
-    """Run the steps of `one_by_one` on packed rows."""
-    kept = []
-    for step in in_steps(labelled()):
-        model.zero_grad(set_to_none=True)
-        model(**packed(step)).loss.backward()
-        kept.append(gradients(model))
-        descend(model, RATE)
-    return kept
-
-
 KINDS = {"LoRA": {}, "DoRA": {"use_dora": True}}
 WHAT = "LoRA and DoRA on `in_proj_*`, `out_proj`, attention and MLP"
 
@@ -55,11 +40,11 @@ def test_adapters(kind, order, same_gradients):
         model = lora(apply_patches(tiny()), **KINDS[kind])
     else:
         model = apply_patches(lora(tiny(), **KINDS[kind]))
-    found = train(model)
+    found = in_rows(model)
     adapted = {name.split(".lora_")[0] for name in found[0]}
     assert len(adapted) == 3 * len(LINEAR) + len(ATTENTION) + 4 * len(MLP), "every projection is trained"
     wanted = one_by_one(lora(tiny(), **KINDS[kind]), in_steps(labelled()))
-    same_gradients(found, wanted, train(lora(tiny(), **KINDS[kind])))
+    same_gradients(found, wanted, in_rows(lora(tiny(), **KINDS[kind])))
     assert not patch_report(remove_patches(model)).patched
 
 
@@ -68,7 +53,7 @@ def test_merging_and_loading(tmp_path, record_property):
     from peft import PeftModel
 
     model = lora(apply_patches(tiny()))
-    train(model)
+    in_rows(model)
     batch, items = packed(labelled()[:4]), labelled()[:4]
     with torch.no_grad():
         adapted = model(**batch).logits
@@ -129,10 +114,10 @@ def test_quantised_base(order, same_gradients, tmp_path):
         model = lora(apply_patches(quantised(tmp_path)))
     else:
         model = apply_patches(lora(quantised(tmp_path)))
-    found = train(model)
+    found = in_rows(model)
     assert len(found[0]) == 2 * (3 * len(LINEAR) + len(ATTENTION) + 4 * len(MLP))
     wanted = one_by_one(lora(quantised(tmp_path)), in_steps(labelled()))
-    same_gradients(found, wanted, train(lora(quantised(tmp_path))))
+    same_gradients(found, wanted, in_rows(lora(quantised(tmp_path))))
 
 
 def quantised(folder):

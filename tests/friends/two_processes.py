@@ -12,16 +12,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers import DataCollatorWithFlattening, Qwen3_5ForCausalLM
+from transformers import Qwen3_5ForCausalLM
 
 from hf_packfree import apply_patches, patch_report
-from tests.friends.compare import RATE, descend, in_steps, labelled, one_by_one, rows, targets, worst
+from tests.friends.compare import RATE, descend, in_steps, labelled, one_by_one, packed, targets, worst
 from tests.support import tiny
-
-
-def packed(step):
-    """One packed row of these documents and how many targets the whole step has."""
-    return {**DataCollatorWithFlattening()(rows(step)), "use_cache": False}
 
 
 def zero3(folder: Path, patched: bool) -> list[dict[str, torch.Tensor]]:
