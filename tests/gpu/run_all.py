@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -83,7 +84,7 @@ def test(name: str, options: argparse.Namespace, deadline: float) -> None:
         print(f"{name}: no time left")
         return
     command = [sys.executable, "-m", "pytest", f"tests/gpu/{name}", "-q", "--confcutdir=tests/gpu", "-W", "default"]
-    run([*command, "-p", "no:cacheprovider", "--tb=short", *options.pytest.split()], options, left)
+    run([*command, "-p", "no:cacheprovider", "--tb=short", *shlex.split(options.pytest)], options, left)
 
 
 def run(command: list[str], options: argparse.Namespace, seconds: float, capture: bool = False) -> Any:
