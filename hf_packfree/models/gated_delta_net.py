@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from hf_packfree.errors import PatchConflict
 from hf_packfree.models.contract import Sizes, size_of, size_of_linear, size_of_norm
@@ -21,6 +20,7 @@ from hf_packfree.models.state import Kernels, state_of
 from hf_packfree.ops.conv import qkv_conv
 from hf_packfree.ops.delta_rule import gated_delta_rule
 from hf_packfree.ops.gated_norm import gated_rms_norm
+from hf_packfree.ops.gates import gates
 from hf_packfree.packing import PackedSequence
 
 
@@ -60,9 +60,8 @@ class PackedGatedDeltaNet(Replacement):
     def _mix(self, x: Tensor, packed: PackedSequence) -> Tensor:
         mixed, z, b, a = self._project(x)
         kernels = state_of(self).kernels_for(mixed.device, mixed.dtype)
-        # the log decay of arXiv:2412.06464, in fp32: in fp16 the exponential overflows
-        g = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias.float())
-        out = self._remember(mixed, g, b.sigmoid(), packed, kernels)
+        g, beta = gates(a, b, self.A_log, self.dt_bias, backend=kernels.gates)
+        out = self._remember(mixed, g, beta, packed, kernels)
         out = out.reshape(-1, self.head_v_dim)
         z = z.reshape(-1, self.head_v_dim)
         by_module = kernels.gated_norm == "torch" or is_hooked(self.norm)  # upstream's, or what stands in its place

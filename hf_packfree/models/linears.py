@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+_NARROW = 128
+"""Layers of fewer outputs: their products wait for x and its gradient to be read, so neighbours read them together."""
+
 
 def project(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
     """Return `layer(x)` of each, x [..., D].
 
     Plain layers on CUDA share one backward pass, which adds each gradient of x onto the last within the matrix product
-    instead of in a pass over memory of its own.  Adapters, quantised layers, hooks, biases, autocast and sharded weights
-    are called as they are.
+    instead of in a pass over memory of its own; narrow neighbours are one product.  Adapters, quantised layers, hooks,
+    biases, autocast and sharded weights are called as they are.
     """
-    if x.is_cuda and torch.is_grad_enabled() and all(_is_plain(layer, x) for layer in layers):
+    if x.is_cuda and all(_is_plain(layer, x) for layer in layers):  # without gradients too: the same bits
         weights = (layer.weight for layer in layers)
         return _Projections.apply(x, *weights)
     return tuple(layer(x) for layer in layers)
@@ -46,19 +50,38 @@ class _Projections(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, *weights)
-        return tuple(nn.functional.linear(x, weight) for weight in weights)
+        outs: list[Tensor] = []
+        for run in _runs(weights):
+            out = nn.functional.linear(x, _joined(weights[run], 0))
+            outs += _parted(out, weights[run], -1)
+        return tuple(outs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *d_outs: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        flat = [d_out.flatten(0, -2) for d_out in d_outs]
-        d_x = None
-        if ctx.needs_input_grad[0]:
-            d_x = flat[0] @ weights[0]
-            for d_out, weight in zip(flat[1:], weights[1:], strict=True):
-                d_x.addmm_(d_out, weight)
-            d_x = d_x.view_as(x)
-        rows = x.flatten(0, -2)
-        needed = ctx.needs_input_grad[1:]
-        return d_x, *(d_out.T @ rows if need else None for d_out, need in zip(flat, needed, strict=True))
+        rows, needed = x.flatten(0, -2), ctx.needs_input_grad[1:]
+        d_x: Tensor | None = None
+        d_weights: list[Tensor | None] = []
+        for run in _runs(weights):
+            d_out = _joined(d_outs[run], -1).flatten(0, -2)
+            if ctx.needs_input_grad[0]:
+                weight = _joined(weights[run], 0)
+                d_x = d_out @ weight if d_x is None else d_x.addmm_(d_out, weight)
+            d_weights += _parted(d_out.T @ rows, weights[run], 0) if any(needed[run]) else [None] * len(weights[run])
+        return None if d_x is None else d_x.view_as(x), *d_weights
+
+
+def _runs(weights: Sequence[Tensor]) -> list[slice]:
+    """Cut the layers into those multiplied as one: narrow neighbours together, every other one by itself."""
+    narrow = [len(weight) < _NARROW for weight in weights]
+    starts = [i for i in range(len(weights)) if i == 0 or not (narrow[i] and narrow[i - 1])]
+    return [slice(*ends) for ends in zip(starts, [*starts[1:], len(weights)], strict=True)]
+
+
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim)
+
+
+def _parted(joint: Tensor, weights: Sequence[Tensor], dim: int) -> Sequence[Tensor]:
+    return [joint] if len(weights) == 1 else joint.split([len(weight) for weight in weights], dim)

@@ -27,6 +27,7 @@ class Kernels:
     gated_norm: str = "torch"
     norm_rope: str = "torch"
     output_gate: str = "torch"
+    gates: str = "torch"
 
 
 @dataclass(frozen=True)

@@ -127,6 +127,19 @@ def _turned(function: Any, x: Tensor, weight: Tensor, backend: str) -> Tensor:
     return function(x[..., :size], weight, cos, sin, 1e-6, backend=backend)
 
 
+def _gates_leaves(tokens: int) -> dict[str, Tensor]:
+    """b and a side by side, as one product leaves them; rates and biases as the published models start."""
+    values = HEADS[1]
+    rate, bias = torch.empty(values, dtype=torch.float64).uniform_(1, 16), _random(values) - 4
+    return {"ba": _random(1, tokens, 2 * values), "A_log": rate.log(), "dt_bias": bias}
+
+
+def _gates(function: Any, ba: Tensor, A_log: Tensor, dt_bias: Tensor, backend: str) -> Tensor:
+    """Log decay beside write strength, [1, T, 2 HV]."""
+    b, a = ba.chunk(2, -1)
+    return torch.cat(function(a, b, A_log, dt_bias, backend=backend), -1)
+
+
 def _channels() -> int:
     return (2 * HEADS[0] + HEADS[1]) * HEADS[2]
 
@@ -173,6 +186,11 @@ OPS = {
             lambda tokens: {name: _random(1, tokens, ATTENTION[0], ATTENTION[2]) for name in ("x", "z")},
             lambda f, x, packed, backend: f(x["x"], x["z"], backend=backend),
             "output_gate", mixes=False, exact=("triton",),
+        ),
+        Op(
+            "gates", "hf_packfree.ops.gates", _gates_leaves,
+            lambda f, x, packed, backend: _gates(f, x["ba"], x["A_log"], x["dt_bias"], backend),
+            "gates", shared=("A_log", "dt_bias"), mixes=False, exact=("triton",),
         ),
     )
 }

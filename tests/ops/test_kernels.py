@@ -70,6 +70,43 @@ for name, (f, *shapes) in CASES.items():
 print(worst)
 '''
 
+GATES = '''
+import torch
+from hf_packfree.ops.gates import gates
+from tests.support import relative_rms
+
+
+def run(inputs, backend, which, across):
+    """Values and gradients; a and b are slices, tokens or heads side by side; gradients of the outputs in `which` come."""
+    ba, *shared = inputs = [x.detach().clone().requires_grad_() for x in inputs]
+    b, a = (ba.mT[..., ::2] if across else ba).chunk(2, -1)
+    outputs = gates(a, b, *shared, backend=backend)
+    torch.manual_seed(1)  # of one sign: what A_log and dt_bias get is a sum over all tokens that should not cancel
+    weights = [torch.rand(*out.mT.shape, dtype=torch.float64).to(out.dtype).mT for out in outputs]
+    torch.autograd.backward([outputs[i] for i in which], [weights[i] for i in which])
+    return [out.detach() for out in outputs], [x.grad for x in inputs]
+
+
+worst = 0.0
+for dtype, limit in ((torch.float32, 1e-6), (torch.bfloat16, 5e-3)):  # the interpreter cuts off where bf16 is rounded
+    for size, across in ((1, False), (1, True), (200, False)):  # 200: far beyond where softplus is its argument, or 0
+        inputs = [torch.randn(1, 12, 701) if across else torch.randn(1, 701, 6), torch.randn(3), torch.randn(3)]
+        inputs = [(inputs[0] * size).to(dtype), *(x.to(dtype) for x in inputs[1:])]
+        for which in ((0, 1), (0,), (1,)):
+            found = run(inputs, "triton", which, across)
+            wanted = run([x.double() for x in inputs], "torch", which, across)
+            for x, y in zip(found[0] + found[1], wanted[0] + wanted[1], strict=True):
+                error = 0.0 if y is None else relative_rms(x, y) if y.any() else float(x.abs().max())
+                assert error < limit and x.isfinite().all(), (dtype, size, which, error)
+                worst = max(worst, error if dtype == torch.float32 else 0)
+    assert [x.dtype for x in found[0] + found[1]] == [torch.float32] + [dtype] * 4
+small = torch.linspace(-80, -8, 99)[None, :, None]  # log(1 + exp(x)) would have lost these
+one = torch.zeros(1)
+(x, _), (y, _) = (gates(small, small, one, one, backend=backend) for backend in ("triton", "torch"))
+assert ((x - y).abs() <= 1e-6 * y.abs()).all()
+print(worst)
+'''
+
 MODEL = '''
 import dataclasses
 import torch
@@ -81,7 +118,7 @@ from tests.support import ROW, documents, gradients, relative_rms, tiny
 ids = torch.cat(documents(ROW))[None]
 positions = torch.cat([torch.arange(length) for length in ROW])[None]
 weights = torch.randn(1, ids.shape[1], 128, generator=torch.Generator().manual_seed(3))
-OURS = Kernels(conv="triton", gated_norm="triton", norm_rope="triton", output_gate="triton")
+OURS = Kernels(conv="triton", gated_norm="triton", norm_rope="triton", output_gate="triton", gates="triton")
 
 
 def run(kernels):
@@ -107,7 +144,7 @@ print(worst)
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed; pip install triton (it runs on CPUs here)")
-@pytest.mark.parametrize("program", [PROGRAM, MODEL], ids=["ops", "model"])
+@pytest.mark.parametrize("program", [PROGRAM, GATES, MODEL], ids=["ops", "gates", "model"])
 def test_triton_kernels_match_their_twins(program):
     root = Path(__file__).parents[2]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}

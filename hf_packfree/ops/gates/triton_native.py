@@ -1,0 +1,56 @@
+"""The gates of the delta rule on our Triton kernels: nothing is kept for the backward pass but what comes in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hf_packfree.ops.backend import block_width
+
+_ELEMENTS = 2048  # of a program
+
+
+def gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """See `hf_packfree.ops.gates.gates`."""
+    return _Gates.apply(a, b, A_log, dt_bias)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Gates(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+        from hf_packfree.ops.gates.triton_kernels import gates
+
+        ctx.save_for_backward(a, b, A_log, dt_bias)
+        g, beta = a.new_empty(a.shape, dtype=torch.float32), b.new_empty(b.shape)
+        programs, sizes, launch = _launch(a, b)
+        with torch.cuda.device_of(a):
+            gates[(programs,)](a, b, A_log, dt_bias, g, beta, *sizes, **launch)
+        return g, beta
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_g: Tensor, d_beta: Tensor) -> tuple[Tensor, ...]:
+        from hf_packfree.ops.gates.triton_kernels import gates_backward
+
+        a, b, A_log, dt_bias = ctx.saved_tensors
+        d_a, d_b = a.new_empty(a.shape), b.new_empty(b.shape)
+        programs, sizes, launch = _launch(a, b)
+        d_shared = a.new_empty(programs, 2, a.shape[2], dtype=torch.float32)
+        with torch.cuda.device_of(a):
+            gates_backward[(programs,)](
+                a, b, A_log, dt_bias, d_g.contiguous(), d_beta.contiguous(), d_a, d_b, d_shared, *sizes, **launch
+            )
+        d_A_log, d_dt_bias = d_shared.sum(0)
+        return d_a, d_b, d_A_log.to(A_log.dtype), d_dt_bias.to(dt_bias.dtype)
+
+
+def _launch(a: Tensor, b: Tensor) -> tuple[int, tuple[int, ...], dict[str, int]]:
+    """Programs, the sizes and strides that the kernels take, and the launch."""
+    _, tokens, heads = a.shape
+    width = block_width(heads)
+    rows = max(1, _ELEMENTS // width)
+    sizes = (tokens, heads, a.stride(1), a.stride(2), b.stride(1), b.stride(2))
+    return -(-tokens // rows), sizes, {"ROWS": rows, "WIDTH": width, "num_warps": 4}

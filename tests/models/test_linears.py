@@ -1,0 +1,54 @@
+"""Linear layers that read one tensor share a backward pass, and narrow neighbours one product; here on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+from hf_packfree.models.linears import _Projections
+from tests.support import relative_rms
+
+SIZES = {
+    "qkv, z, b, a": (256, 128, 3, 3),
+    "q, k, v": (256, 128, 128),
+    "narrow alone, in front and behind": (5, 256, 3, 2, 4, 128, 1),
+    "all narrow": (16, 16),
+}
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_equals_layers_called_one_by_one(sizes):
+    torch.manual_seed(0)
+    x = torch.randn(1, 37, 24, dtype=torch.float64, requires_grad=True)
+    weights = [torch.randn(size, 24, dtype=torch.float64, requires_grad=True) for size in sizes]
+    d_outs = [torch.randn(1, 37, size, dtype=torch.float64) for size in sizes]
+    found, wanted = _Projections.apply(x, *weights), [linear(x, weight) for weight in weights]
+    grads = [torch.autograd.grad(outs, [x, *weights], d_outs) for outs in (found, wanted)]
+    for a, b in zip((*found, *grads[0]), (*wanted, *grads[1]), strict=True):
+        assert a.shape == b.shape and relative_rms(a, b) < 1e-12
+
+
+def test_outputs_nobody_reads_and_frozen_layers():
+    torch.manual_seed(0)
+    x = torch.randn(1, 5, 8, dtype=torch.float64, requires_grad=True)
+    weights = [torch.randn(size, 8, dtype=torch.float64) for size in (200, 3, 3)]
+    weights[2].requires_grad_()
+    wide, _, a = _Projections.apply(x, *weights)
+    (wide.sum() + a.square().sum()).backward()
+    d_a = 2 * x.detach() @ weights[2].detach().T
+    assert relative_rms(x.grad, weights[0].sum(0) + d_a @ weights[2].detach()) < 1e-12
+    assert [weight.grad is None for weight in weights] == [True, True, False]
+    assert relative_rms(weights[2].grad, d_a[0].T @ x.detach()[0]) < 1e-12
+
+
+def test_gradients_can_be_scaled_and_cleared_in_place():
+    """Those of one product share memory; optimisers and clipping do not mind."""
+    x = torch.randn(1, 5, 8)
+    weights = [torch.nn.Parameter(torch.randn(3, 8)) for _ in range(2)]
+    for step in range(2):
+        sum(out.sum() for out in _Projections.apply(x, *weights)).backward()
+        assert relative_rms(weights[0].grad, x.sum((0, 1)).expand(3, 8)) < 1e-5
+        torch.nn.utils.clip_grad_norm_(weights, 1e-3)
+        torch.optim.SGD(weights, 0.1).zero_grad(set_to_none=step == 1)
+        assert step or not weights[1].grad.any()
