@@ -2,121 +2,219 @@
 
 Every token and every gradient is read once (a few more per strip), and four are asked for before the first is worked on,
 which is what keeps the memory busy.  What a tap would read from the document before is masked by `age`, the token's
-place in its document.  Written out for four taps; shorter filters read zeros.
+place in its document; where all four are at least three tokens old nothing has to be masked, which is nearly everywhere,
+and the kernels are bound by instructions.  Written out for four taps; shorter filters read zeros.
 
-Shapes: T tokens, H heads of D channels each that one call works on, S strips.
+q, k and v lie side by side in the row, and each has a tensor of its own beyond the convolution: H key heads twice, then
+HV value heads, all of D channels.  A program works on some heads of one of them.
+
+Shapes: T tokens, C = (2 H + HV) D channels, S strips.
 """
 
 from __future__ import annotations
 
+import os
+
+import torch
 import triton
 import triton.language as tl
+
+_PTX = tl.constexpr(torch.version.hip is None and os.environ.get("TRITON_INTERPRET") != "1")
+"""Whether NVIDIA's instructions can be named; Triton's interpreter runs none, AMD's chips have others."""
+
+
+@triton.jit
+def _sigmoid(x):
+    """1 / (1 + exp(-x)) to 2 ulp in 5 instructions; Triton's own spends 14, on denormals that 1 + e swallows."""
+    if _PTX:
+        e = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * -1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1
+        )
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + e], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.sigmoid(x)
+
+
+@triton.jit
+def _mine(q, k, v, keys, values, BLOCK_H: tl.constexpr):
+    """This program's tensor, the heads before it in the row, how many it has, the program's first, and if it is q or k."""
+    block, blocks = tl.program_id(1), tl.cdiv(keys, BLOCK_H)
+    if block < blocks:
+        mine, before, heads, first = q, 0, keys, block * BLOCK_H
+    elif block < 2 * blocks:
+        mine, before, heads, first = k, keys, keys, (block - blocks) * BLOCK_H
+    else:
+        mine, before, heads, first = v, 2 * keys, values, (block - 2 * blocks) * BLOCK_H
+    return mine, before, heads, first, block < 2 * blocks
 
 
 @triton.jit
 def _tap(weight, channel, ok, back: tl.constexpr, TAPS: tl.constexpr):
-    """Weights [H * D, TAPS]: the tap that meets the token `back` places before."""
+    """Weights [C, TAPS]: the tap that meets the token `back` places before."""
     return tl.load(weight + channel * TAPS + (TAPS - 1 - back), mask=ok & (back < TAPS), other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _token(x, stride, channel, ok, t, tokens):
-    """One token's channels in fp32, zero outside the row."""
-    return tl.load(x + t.to(tl.int64) * stride + channel, mask=ok & (t >= 0) & (t < tokens), other=0.0).to(tl.float32)
+def _token(x, stride, place, ok, t, tokens):
+    """One token's channels in fp32; outside the row its first or last one's, which ages or gradients of zero keep out."""
+    t = tl.minimum(tl.maximum(t, 0), tokens - 1)
+    return tl.load(x + t.to(tl.int64) * stride + place, mask=ok, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _kept(x, age, back: tl.constexpr):
-    """x if the token `back` places before one of that age is of the same document, else zero."""
-    return tl.where(age >= back, x, 0.0)
+def _gradient(d_out, stride, place, ok, t, tokens):
+    """One token's gradient in fp32, zero past the row."""
+    return tl.load(d_out + t.to(tl.int64) * stride + place, mask=ok & (t < tokens), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(out, stride, place, ok, t, tokens, value):
+    tl.store(out + t.to(tl.int64) * stride + place, value.to(out.dtype.element_ty), mask=ok & (t < tokens))
 
 
 @triton.jit
 def _age(ages, t, tokens):
-    return tl.load(ages + t, mask=t < tokens, other=0)
+    return tl.load(ages + tl.minimum(t, tokens - 1))
 
 
 @triton.jit
-def _preactivation(x0, x1, x2, x3, age, w0, w1, w2, w3, shift):
+def _kept(x, age, back: tl.constexpr, CUT: tl.constexpr):
+    """x if the token `back` places before one of that age is of the same document, else zero."""
+    if CUT:
+        x = tl.where(age >= back, x, 0.0)
+    return x
+
+
+@triton.jit
+def _convolved(x0, x1, x2, x3, age, w0, w1, w2, w3, CUT: tl.constexpr):
     """The convolution at a token x0, with those before it."""
-    return x0 * w0 + _kept(x1, age, 1) * w1 + _kept(x2, age, 2) * w2 + _kept(x3, age, 3) * w3 + shift
+    return x0 * w0 + _kept(x1, age, 1, CUT) * w1 + _kept(x2, age, 2, CUT) * w2 + _kept(x3, age, 3, CUT) * w3
 
 
 @triton.jit
-def _activate(u, eps, SILU: tl.constexpr, UNIT: tl.constexpr):
-    """[H, D] of one token."""
+def _convolved4(x0, x1, x2, x3, x4, x5, x6, a0, a1, a2, a3, w0, w1, w2, w3, CUT: tl.constexpr):
+    """The convolution at four tokens, the latest first."""
+    return (
+        _convolved(x0, x1, x2, x3, a0, w0, w1, w2, w3, CUT), _convolved(x1, x2, x3, x4, a1, w0, w1, w2, w3, CUT),
+        _convolved(x2, x3, x4, x5, a2, w0, w1, w2, w3, CUT), _convolved(x3, x4, x5, x6, a3, w0, w1, w2, w3, CUT),
+    )  # fmt: skip
+
+
+@triton.jit
+def _activate(u, shift, eps, unit, BIAS: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr):
+    """[H, D] of one token; `unit`: divided by each head's L2 norm, where UNIT allows it at all."""
+    if BIAS:
+        u = u + shift
     if SILU:
-        u = u * tl.sigmoid(u)
+        u = u * _sigmoid(u)
     if UNIT:
-        u = u * tl.rsqrt(tl.sum(u * u, 1) + eps)[:, None]
+        u = u * tl.where(unit, tl.rsqrt(tl.sum(u * u, 1) + eps), 1.0)[:, None]
     return u
 
 
 @triton.jit
-def _deactivate(u, g, eps, SILU: tl.constexpr, UNIT: tl.constexpr):
+def _deactivate(u, g, shift, eps, unit, BIAS: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr):
     """The gradient of u [H, D] from that of what `_activate` returns."""
-    gate = tl.sigmoid(u)
+    if BIAS:
+        u = u + shift
+    gate = _sigmoid(u)
+    y = u * gate if SILU else u
     if UNIT:
-        y = u * gate if SILU else u
-        scale = tl.rsqrt(tl.sum(y * y, 1) + eps)[:, None]
-        y = y * scale
-        g = scale * (g - y * tl.sum(y * g, 1)[:, None])
+        scale = tl.where(unit, tl.rsqrt(tl.sum(y * y, 1) + eps), 1.0)
+        along = tl.where(unit, scale * scale * scale * tl.sum(y * g, 1), 0.0)
+        g = g * scale[:, None] - y * along[:, None]
     if SILU:
-        g = g * gate * (1.0 + u * (1.0 - gate))
+        g = g * (gate + (y - y * gate))
     return g
-
-
-@triton.jit
-def _store(out, stride, channel, ok, t, tokens, value):
-    tl.store(out + t.to(tl.int64) * stride + channel, value.to(out.dtype.element_ty), mask=ok & (t < tokens))
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def convolve(
-    x, weight, bias, ages, out, tokens, stride, heads, size, eps,
+    x, weight, bias, ages, q, k, v, tokens, stride, keys, values, size, eps,
     TAPS: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr,
     STRIP: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """out [T, H, D] = act(conv(x)), each head divided by its L2 norm if UNIT.  Grid: (strips, blocks of heads)."""
+    """q, k [T, H, D] and v [T, HV, D] = act(conv(x)), heads of q and k divided by their L2 norms if UNIT.
+
+    Grid: (strips, blocks of q's heads, of k's, of v's).
+    """
     first = tl.program_id(0) * STRIP
-    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+    out, before, heads, h, unit = _mine(q, k, v, keys, values, BLOCK_H)
+    h += tl.arange(0, BLOCK_H)[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
-    ok, channel, row = (h < heads) & (d < size), h * size + d, heads * size
+    place, channel, ok, row = h * size + d, (before + h) * size + d, (h < heads) & (d < size), heads * size
     w0, w1 = _tap(weight, channel, ok, 0, TAPS), _tap(weight, channel, ok, 1, TAPS)
     w2, w3 = _tap(weight, channel, ok, 2, TAPS), _tap(weight, channel, ok, 3, TAPS)
     shift = tl.load(bias + channel, mask=ok, other=0.0).to(tl.float32) if BIAS else 0.0
-    x1, x2 = _token(x, stride, channel, ok, first - 1, tokens), _token(x, stride, channel, ok, first - 2, tokens)
-    x3 = _token(x, stride, channel, ok, first - 3, tokens)
+    x4, x5 = _token(x, stride, channel, ok, first - 1, tokens), _token(x, stride, channel, ok, first - 2, tokens)
+    x6 = _token(x, stride, channel, ok, first - 3, tokens)
     for step in range(STRIP // 4):
-        t = first + step * 4
-        y0, y1 = _token(x, stride, channel, ok, t, tokens), _token(x, stride, channel, ok, t + 1, tokens)
-        y2, y3 = _token(x, stride, channel, ok, t + 2, tokens), _token(x, stride, channel, ok, t + 3, tokens)
-        a0, a1, a2, a3 = _age(ages, t, tokens), _age(ages, t + 1, tokens), _age(ages, t + 2, tokens), _age(ages, t + 3, tokens)
-        u0 = _activate(_preactivation(y0, x1, x2, x3, a0, w0, w1, w2, w3, shift), eps, SILU, UNIT)
-        u1 = _activate(_preactivation(y1, y0, x1, x2, a1, w0, w1, w2, w3, shift), eps, SILU, UNIT)
-        u2 = _activate(_preactivation(y2, y1, y0, x1, a2, w0, w1, w2, w3, shift), eps, SILU, UNIT)
-        u3 = _activate(_preactivation(y3, y2, y1, y0, a3, w0, w1, w2, w3, shift), eps, SILU, UNIT)
-        _store(out, row, channel, ok, t, tokens, u0)
-        _store(out, row, channel, ok, t + 1, tokens, u1)
-        _store(out, row, channel, ok, t + 2, tokens, u2)
-        _store(out, row, channel, ok, t + 3, tokens, u3)
-        x1, x2, x3 = y3, y2, y1
+        t = first + step * 4 + 3
+        x3, x2 = _token(x, stride, channel, ok, t - 3, tokens), _token(x, stride, channel, ok, t - 2, tokens)
+        x1, x0 = _token(x, stride, channel, ok, t - 1, tokens), _token(x, stride, channel, ok, t, tokens)
+        a0, a1, a2, a3 = _age(ages, t, tokens), _age(ages, t - 1, tokens), _age(ages, t - 2, tokens), _age(ages, t - 3, tokens)
+        if tl.minimum(tl.minimum(a0, a1), tl.minimum(a2, a3)) >= 3:
+            u0, u1, u2, u3 = _convolved4(x0, x1, x2, x3, x4, x5, x6, a0, a1, a2, a3, w0, w1, w2, w3, False)
+        else:
+            u0, u1, u2, u3 = _convolved4(x0, x1, x2, x3, x4, x5, x6, a0, a1, a2, a3, w0, w1, w2, w3, True)
+        _store(out, row, place, ok, t - 3, tokens, _activate(u3, shift, eps, unit, BIAS, SILU, UNIT))
+        _store(out, row, place, ok, t - 2, tokens, _activate(u2, shift, eps, unit, BIAS, SILU, UNIT))
+        _store(out, row, place, ok, t - 1, tokens, _activate(u1, shift, eps, unit, BIAS, SILU, UNIT))
+        _store(out, row, place, ok, t, tokens, _activate(u0, shift, eps, unit, BIAS, SILU, UNIT))
+        x4, x5, x6 = x0, x1, x2
+
+
+@triton.jit
+def _spread(g0, g1, g2, g3, a0, a1, a2, a3, w1, w2, w3, CUT: tl.constexpr):
+    """What the gradients of four tokens, the latest first, give to the tokens before theirs.
+
+    Returns what the second, third and fourth of the four get, then what the three tokens before the four get.
+    """
+    return (
+        _kept(g0, a0, 1, CUT) * w1,
+        _kept(g1, a1, 1, CUT) * w1 + _kept(g0, a0, 2, CUT) * w2,
+        _kept(g2, a2, 1, CUT) * w1 + _kept(g1, a1, 2, CUT) * w2 + _kept(g0, a0, 3, CUT) * w3,
+        _kept(g3, a3, 1, CUT) * w1 + _kept(g2, a2, 2, CUT) * w2 + _kept(g1, a1, 3, CUT) * w3,
+        _kept(g3, a3, 2, CUT) * w2 + _kept(g2, a2, 3, CUT) * w3,
+        _kept(g3, a3, 3, CUT) * w3,
+    )
+
+
+@triton.jit
+def _met(g0, g1, g2, g3, x0, x1, x2, x3, a0, a1, a2, a3, back: tl.constexpr, CUT: tl.constexpr):
+    """What one tap's gradient gets from four tokens' gradients and the tokens that the tap met there."""
+    met = g0 * _kept(x0, a0, back, CUT) + g1 * _kept(x1, a1, back, CUT)
+    return met + g2 * _kept(x2, a2, back, CUT) + g3 * _kept(x3, a3, back, CUT)
+
+
+@triton.jit
+def _taps(g0, g1, g2, g3, x0, x1, x2, x3, x4, x5, x6, a0, a1, a2, a3, CUT: tl.constexpr):
+    """What the four taps' gradients get, newest first."""
+    return (
+        _met(g0, g1, g2, g3, x0, x1, x2, x3, a0, a1, a2, a3, 0, False),
+        _met(g0, g1, g2, g3, x1, x2, x3, x4, a0, a1, a2, a3, 1, CUT),
+        _met(g0, g1, g2, g3, x2, x3, x4, x5, a0, a1, a2, a3, 2, CUT),
+        _met(g0, g1, g2, g3, x3, x4, x5, x6, a0, a1, a2, a3, 3, CUT),
+    )
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def convolve_backward(
-    x, weight, bias, ages, d_out, d_x, d_weight, tokens, stride, d_stride, heads, size, eps,
+    x, weight, bias, ages, d_q, d_k, d_v, d_x, d_weight, tokens, stride, d_stride, keys, values, size, eps,
     TAPS: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr,
     STRIP: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """d_x [T, H * D] from d_out [T, H, D], and per strip d_weight [S, 5, H * D]: newest tap first, then the bias.
+    """d_x [T, C] from d_q, d_k and d_v, and per strip d_weight [S, 5, C]: newest tap first, then the bias.
 
     Walks from the strip's end, beginning with the four tokens past it, whose gradients reach back into the strip.
     """
     first = tl.program_id(0) * STRIP
-    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+    d_out, before, heads, h, unit = _mine(d_q, d_k, d_v, keys, values, BLOCK_H)
+    h += tl.arange(0, BLOCK_H)[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
-    ok, channel, row = (h < heads) & (d < size), h * size + d, heads * size
+    place, channel, ok, row = h * size + d, (before + h) * size + d, (h < heads) & (d < size), heads * size
     w0, w1 = _tap(weight, channel, ok, 0, TAPS), _tap(weight, channel, ok, 1, TAPS)
     w2, w3 = _tap(weight, channel, ok, 2, TAPS), _tap(weight, channel, ok, 3, TAPS)
     shift = tl.load(bias + channel, mask=ok, other=0.0).to(tl.float32) if BIAS else 0.0
@@ -125,38 +223,43 @@ def convolve_backward(
     x2 = _token(x, stride, channel, ok, last - 2, tokens)
     zero = tl.zeros([BLOCK_H, BLOCK_D], dtype=tl.float32)
     s0, s1, s2, s3, total = zero, zero, zero, zero, zero
-    later1, later2, later3 = zero, zero, zero  # what the three tokens after these four pass back, each to its taps
-    later12, later13, later23 = zero, zero, zero
+    p1, p2, p3 = zero, zero, zero  # what the tokens after these four give to the latest three of them
     for step in range(STRIP // 4 + 1):
         t = last - step * 4
         x3, x4 = _token(x, stride, channel, ok, t - 3, tokens), _token(x, stride, channel, ok, t - 4, tokens)
         x5, x6 = _token(x, stride, channel, ok, t - 5, tokens), _token(x, stride, channel, ok, t - 6, tokens)
-        g0, g1 = _token(d_out, row, channel, ok, t, tokens), _token(d_out, row, channel, ok, t - 1, tokens)
-        g2, g3 = _token(d_out, row, channel, ok, t - 2, tokens), _token(d_out, row, channel, ok, t - 3, tokens)
+        g0, g1 = _gradient(d_out, row, place, ok, t, tokens), _gradient(d_out, row, place, ok, t - 1, tokens)
+        g2, g3 = _gradient(d_out, row, place, ok, t - 2, tokens), _gradient(d_out, row, place, ok, t - 3, tokens)
         a0, a1, a2, a3 = _age(ages, t, tokens), _age(ages, t - 1, tokens), _age(ages, t - 2, tokens), _age(ages, t - 3, tokens)
-        g0 = _deactivate(_preactivation(x0, x1, x2, x3, a0, w0, w1, w2, w3, shift), g0, eps, SILU, UNIT)
-        g1 = _deactivate(_preactivation(x1, x2, x3, x4, a1, w0, w1, w2, w3, shift), g1, eps, SILU, UNIT)
-        g2 = _deactivate(_preactivation(x2, x3, x4, x5, a2, w0, w1, w2, w3, shift), g2, eps, SILU, UNIT)
-        g3 = _deactivate(_preactivation(x3, x4, x5, x6, a3, w0, w1, w2, w3, shift), g3, eps, SILU, UNIT)
+        inside = tl.minimum(tl.minimum(a0, a1), tl.minimum(a2, a3)) >= 3
+        if inside:
+            u0, u1, u2, u3 = _convolved4(x0, x1, x2, x3, x4, x5, x6, a0, a1, a2, a3, w0, w1, w2, w3, False)
+        else:
+            u0, u1, u2, u3 = _convolved4(x0, x1, x2, x3, x4, x5, x6, a0, a1, a2, a3, w0, w1, w2, w3, True)
+        g0 = _deactivate(u0, g0, shift, eps, unit, BIAS, SILU, UNIT)
+        g1 = _deactivate(u1, g1, shift, eps, unit, BIAS, SILU, UNIT)
+        g2 = _deactivate(u2, g2, shift, eps, unit, BIAS, SILU, UNIT)
+        g3 = _deactivate(u3, g3, shift, eps, unit, BIAS, SILU, UNIT)
+        if inside:
+            d1, d2, d3, b1, b2, b3 = _spread(g0, g1, g2, g3, a0, a1, a2, a3, w1, w2, w3, False)
+            e0, e1, e2, e3 = _taps(g0, g1, g2, g3, x0, x1, x2, x3, x4, x5, x6, a0, a1, a2, a3, False)
+        else:
+            d1, d2, d3, b1, b2, b3 = _spread(g0, g1, g2, g3, a0, a1, a2, a3, w1, w2, w3, True)
+            e0, e1, e2, e3 = _taps(g0, g1, g2, g3, x0, x1, x2, x3, x4, x5, x6, a0, a1, a2, a3, True)
         if step > 0:
-            _store(d_x, d_stride, channel, ok, t, tokens, g0 * w0 + later1 + later2 + later3)
-            _store(d_x, d_stride, channel, ok, t - 1, tokens, g1 * w0 + _kept(g0, a0, 1) * w1 + later12 + later13)
-            found = g2 * w0 + _kept(g1, a1, 1) * w1 + _kept(g0, a0, 2) * w2 + later23
-            _store(d_x, d_stride, channel, ok, t - 2, tokens, found)
-            found = g3 * w0 + _kept(g2, a2, 1) * w1 + _kept(g1, a1, 2) * w2 + _kept(g0, a0, 3) * w3
-            _store(d_x, d_stride, channel, ok, t - 3, tokens, found)
-            s0 += g0 * x0 + g1 * x1 + g2 * x2 + g3 * x3
-            s1 += g0 * _kept(x1, a0, 1) + g1 * _kept(x2, a1, 1) + g2 * _kept(x3, a2, 1) + g3 * _kept(x4, a3, 1)
-            s2 += g0 * _kept(x2, a0, 2) + g1 * _kept(x3, a1, 2) + g2 * _kept(x4, a2, 2) + g3 * _kept(x5, a3, 2)
-            s3 += g0 * _kept(x3, a0, 3) + g1 * _kept(x4, a1, 3) + g2 * _kept(x5, a2, 3) + g3 * _kept(x6, a3, 3)
+            _store(d_x, d_stride, channel, ok, t, tokens, g0 * w0 + p1)
+            _store(d_x, d_stride, channel, ok, t - 1, tokens, g1 * w0 + d1 + p2)
+            _store(d_x, d_stride, channel, ok, t - 2, tokens, g2 * w0 + d2 + p3)
+            _store(d_x, d_stride, channel, ok, t - 3, tokens, g3 * w0 + d3)
+            s0, s1, s2, s3 = s0 + e0, s1 + e1, s2 + e2, s3 + e3
             if BIAS:
                 total += g0 + g1 + g2 + g3
-        later1, later2, later3 = _kept(g3, a3, 1) * w1, _kept(g2, a2, 2) * w2, _kept(g1, a1, 3) * w3
-        later12, later13, later23 = _kept(g3, a3, 2) * w2, _kept(g2, a2, 3) * w3, _kept(g3, a3, 3) * w3
+        p1, p2, p3 = b1, b2, b3
         x0, x1, x2 = x4, x5, x6
-    place = d_weight + tl.program_id(0).to(tl.int64) * 5 * row + channel
-    tl.store(place, s0, mask=ok)
-    tl.store(place + row, s1, mask=ok)
-    tl.store(place + 2 * row, s2, mask=ok)
-    tl.store(place + 3 * row, s3, mask=ok)
-    tl.store(place + 4 * row, total, mask=ok)
+    width = (2 * keys + values) * size
+    mine = d_weight + tl.program_id(0).to(tl.int64) * 5 * width + channel
+    tl.store(mine, s0, mask=ok)
+    tl.store(mine + width, s1, mask=ok)
+    tl.store(mine + 2 * width, s2, mask=ok)
+    tl.store(mine + 3 * width, s3, mask=ok)
+    tl.store(mine + 4 * width, total, mask=ok)

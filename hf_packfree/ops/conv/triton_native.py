@@ -20,21 +20,35 @@ from hf_packfree.ops.backend import Site, block_width, needs_triton
 from hf_packfree.packing import PackedSequence
 
 _TAPS = 4
-_STRIP, _CHANNELS, _WARPS = 128, 512, 4  # tokens, channels and warps of one program
+_STRIP, _CHANNELS, _WARPS = 256, 512, 4  # tokens, channels and warps of one program
 
 
-class Part(NamedTuple):
-    """`heads` heads of `size` channels from channel `first` on; `unit`: divide each by its L2 norm."""
+class Heads(NamedTuple):
+    """Channels from `first` on that one launch works on: `keys` heads of q, as many of k, `values` of v, all of `size`."""
 
     first: int
-    heads: int
+    keys: int
+    values: int
     size: int
-    unit: bool
 
     @property
     def channels(self) -> slice:
         """Its channels in the row."""
-        return slice(self.first, self.first + self.heads * self.size)
+        return slice(self.first, self.first + (2 * self.keys + self.values) * self.size)
+
+
+class Job(NamedTuple):
+    """What a call asks for.
+
+    Attributes:
+        launches: one where all heads have the same size.
+        silu: whether the convolution is activated.
+        eps: of the L2 norms of q and k, or None: they are not divided.
+    """
+
+    launches: tuple[Heads, ...]
+    silu: bool
+    eps: float | None
 
 
 def unusable(site: Site) -> str | None:
@@ -47,8 +61,8 @@ def unusable(site: Site) -> str | None:
 def causal_conv1d(x: Tensor, weight: Tensor, packed: PackedSequence, bias: Tensor | None, silu: bool) -> Tensor:
     """See `hf_packfree.ops.conv.causal_conv1d`."""
     size = math.gcd(x.shape[2], 128)  # no norm: any cut will do
-    part = Part(0, x.shape[2] // size, size, False)
-    (out,) = _apply(x, weight, packed, bias, silu, (part,), 0.0)
+    job = Job((Heads(0, 0, x.shape[2] // size, size),), silu, None)
+    (out,) = _apply(x, weight, packed, bias, job)
     return out.view(x.shape)
 
 
@@ -57,10 +71,11 @@ def qkv_conv(
     heads: tuple[int, int], sizes: tuple[int, int], eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """See `hf_packfree.ops.conv.qkv_conv`."""
-    keys = heads[0] * sizes[0]
-    q, k = (Part(first, heads[0], sizes[0], True) for first in (0, keys))
-    v = Part(2 * keys, heads[1], sizes[1], False)
-    return _apply(x, weight, packed, bias, silu, (q, k, v), eps)  # type: ignore[return-value]
+    (keys, values), (key_size, value_size) = heads, sizes
+    launches: tuple[Heads, ...] = (Heads(0, keys, values, key_size),)
+    if key_size != value_size:
+        launches = Heads(0, keys, 0, key_size), Heads(2 * keys * key_size, 0, values, value_size)
+    return _apply(x, weight, packed, bias, Job(launches, silu, eps))  # type: ignore[return-value]
 
 
 def token_ages(packed: PackedSequence) -> Tensor:
@@ -68,75 +83,81 @@ def token_ages(packed: PackedSequence) -> Tensor:
     return packed.position_ids()[0].int()
 
 
-def _apply(
-    x: Tensor, weight: Tensor, packed: PackedSequence, bias: Tensor | None, silu: bool, parts: tuple[Part, ...], eps: float
-) -> tuple[Tensor, ...]:
+def _apply(x: Tensor, weight: Tensor, packed: PackedSequence, bias: Tensor | None, job: Job) -> tuple[Tensor, ...]:
     ages = packed.derive(token_ages)
-    return _Convolution.apply(x, weight, bias, ages, parts, silu, eps)  # type: ignore[no-any-return,no-untyped-call]
+    return _Convolution.apply(x, weight, bias, ages, job)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _Convolution(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ages: Tensor, parts: tuple[Part, ...], silu: bool, eps: float
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ages: Tensor, job: Job) -> tuple[Tensor, ...]:
+        from hf_packfree.ops.conv.triton_kernels import convolve
+
         x = x if x.stride(2) == 1 else x.contiguous()
         ctx.save_for_backward(x, weight, bias, ages)
-        ctx.parts, ctx.silu, ctx.eps = parts, silu, eps
-        return tuple(_forward_part(x[0], weight, bias, ages, part, silu, eps) for part in parts)
+        ctx.job = job
+        outs: list[Tensor] = []
+        for heads in job.launches:
+            sizes = [heads.keys] * 2 * bool(heads.keys) + [heads.values] * bool(heads.values)
+            mine = [x.new_empty(1, x.shape[1], count, heads.size) for count in sizes]
+            row, grid, launch = x[0, :, heads.channels], _grid(x.shape[1], heads), _launch(weight, bias, job, heads)
+            with torch.cuda.device_of(x):  # whatever the current device is
+                convolve[grid](
+                    row, *_taps(weight, bias, heads), ages, *_three(mine, heads), len(row), row.stride(0),
+                    heads.keys, heads.values, heads.size, job.eps or 0.0, **launch,
+                )  # fmt: skip
+            outs += mine
+        return tuple(outs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *d_outs: Tensor) -> tuple[Tensor | None, ...]:
+        from hf_packfree.ops.conv.triton_kernels import convolve_backward
+
         x, weight, bias, ages = ctx.saved_tensors
         d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-        d_taps = weight.new_empty(5, weight.shape[0], dtype=torch.float32)
-        for part, d_out in zip(ctx.parts, d_outs, strict=True):
-            d_taps[:, part.channels] = _backward_part(x[0], weight, bias, ages, d_out, d_x[0], part, ctx.silu, ctx.eps)
+        d_taps = weight.new_empty(5, weight.shape[0], dtype=torch.float32)  # newest first, then the bias
+        left = [d_out.contiguous() for d_out in d_outs]
+        for heads in ctx.job.launches:
+            mine = [left.pop(0) for _ in range(2 * bool(heads.keys) + bool(heads.values))]
+            row, target = x[0, :, heads.channels], d_x[0, :, heads.channels]
+            grid, launch = _grid(x.shape[1], heads), _launch(weight, bias, ctx.job, heads)
+            strips = x.new_empty(grid[0], 5, row.shape[1], dtype=torch.float32)
+            with torch.cuda.device_of(x):
+                convolve_backward[grid](
+                    row, *_taps(weight, bias, heads), ages, *_three(mine, heads), target, strips, len(row),
+                    row.stride(0), target.stride(0), heads.keys, heads.values, heads.size, ctx.job.eps or 0.0, **launch,
+                )  # fmt: skip
+            d_taps[:, heads.channels] = strips.sum(0)
         d_weight = d_taps[: weight.shape[1]].flip(0).T.to(weight.dtype)
-        return d_x, d_weight, None if bias is None else d_taps[4].to(bias.dtype), None, None, None, None
+        return d_x, d_weight, None if bias is None else d_taps[4].to(bias.dtype), None, None
 
 
-def _forward_part(
-    x: Tensor, weight: Tensor, bias: Tensor | None, ages: Tensor, part: Part, silu: bool, eps: float
-) -> Tensor:
-    from hf_packfree.ops.conv.triton_kernels import convolve
-
-    out = x.new_empty(1, len(x), part.heads, part.size)
-    mine, taps, shift = x[:, part.channels], weight[part.channels].contiguous(), _bias(bias, part)
-    grid, launch = _launch(len(x), part)
-    with torch.cuda.device_of(x):  # whatever the current device is
-        convolve[grid](
-            mine, taps, shift, ages, out, len(x), mine.stride(0), part.heads, part.size, eps,
-            weight.shape[1], bias is not None, silu, part.unit, **launch,
-        )  # fmt: skip
-    return out
+def _three(tensors: list[Tensor], heads: Heads) -> list[Tensor]:
+    """q, k and v for a launch; where it has no such heads, another that is not touched."""
+    q, v = tensors[0], tensors[-1]
+    return [q, tensors[1] if heads.keys else v, v]
 
 
-def _backward_part(
-    x: Tensor, weight: Tensor, bias: Tensor | None, ages: Tensor, d_out: Tensor, d_x: Tensor, part: Part, silu: bool, eps: float
-) -> Tensor:
-    """Write the part of d_x [T, C], and return the gradients of the taps, newest first, and of the bias: [5, channels]."""
-    from hf_packfree.ops.conv.triton_kernels import convolve_backward
-
-    mine, taps, target = x[:, part.channels], weight[part.channels].contiguous(), d_x[:, part.channels]
-    grid, launch = _launch(len(x), part)
-    d_taps = x.new_empty(grid[0], 5, part.heads * part.size, dtype=torch.float32)
-    with torch.cuda.device_of(x):
-        convolve_backward[grid](
-            mine, taps, _bias(bias, part), ages, d_out.contiguous(), target, d_taps, len(x), mine.stride(0),
-            target.stride(0), part.heads, part.size, eps, weight.shape[1], bias is not None, silu, part.unit, **launch,
-        )  # fmt: skip
-    return d_taps.sum(0)
+def _taps(weight: Tensor, bias: Tensor | None, heads: Heads) -> tuple[Tensor, Tensor | None]:
+    """The weights and the bias of a launch's channels."""
+    return weight[heads.channels].contiguous(), None if bias is None else bias[heads.channels]
 
 
-def _bias(bias: Tensor | None, part: Part) -> Tensor | None:
-    return None if bias is None else bias[part.channels]
+def _grid(tokens: int, heads: Heads) -> tuple[int, int]:
+    """(strips, blocks of q's heads, of k's and of v's)."""
+    block = _block(heads)
+    return -(-tokens // _STRIP), 2 * -(-heads.keys // block) + -(-heads.values // block)
 
 
-def _launch(tokens: int, part: Part) -> tuple[tuple[int, int], dict[str, int]]:
-    """The grid, (strips, blocks of heads), and what one program works on."""
-    width = block_width(part.size)
-    heads = max(1, _CHANNELS // width)
-    launch = {"STRIP": _STRIP, "BLOCK_H": heads, "BLOCK_D": width, "num_warps": _WARPS}
-    return (-(-tokens // _STRIP), -(-part.heads // heads)), launch
+def _block(heads: Heads) -> int:
+    """Heads of one program."""
+    return max(1, _CHANNELS // block_width(heads.size))
+
+
+def _launch(weight: Tensor, bias: Tensor | None, job: Job, heads: Heads) -> dict[str, Any]:
+    """What a program is compiled for."""
+    return {
+        "TAPS": weight.shape[1], "BIAS": bias is not None, "SILU": job.silu, "UNIT": job.eps is not None,
+        "STRIP": _STRIP, "BLOCK_H": _block(heads), "BLOCK_D": block_width(heads.size), "num_warps": _WARPS,
+    }  # fmt: skip
