@@ -99,7 +99,7 @@ def _choose(site: Site, forced: Mapping[str, str], in_doubt: bool = False) -> tu
     for op, module in OPS.items():
         backends: dict[str, Backend] = module.BACKENDS
         refused = {name: reason for name in backends if (reason := backends[name].unusable(site)) is not None}
-        usable = [name for name in backends if name not in refused]
+        usable = [name for name in backends if name not in refused and (backends[name].exact or name == forced.get(op))]
         asked = forced.get(op)
         if asked in refused and not in_doubt:
             raise BackendUnavailable(

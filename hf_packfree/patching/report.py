@@ -31,6 +31,7 @@ class PatchReport:
         padded: "lazy", "full" or "upstream", what runs for padded rows of one document.
         attention: the attention implementation the model was loaded with.
         versions: {package: installed version, or None}.
+        inexact: {operation: backend} of those asked for that give a document something else in a row than alone.
     """
 
     model: str
@@ -43,6 +44,7 @@ class PatchReport:
     padded: str
     attention: str | None
     versions: dict[str, str | None]
+    inexact: dict[str, str]
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON."""
@@ -59,7 +61,13 @@ class PatchReport:
         swapped = ", ".join(f"{count} {name}" for name, count in self.swaps.items())
         runs = ", ".join(f"{op}: {self._with_version(op, name)}" for op, name in self.implementations.items())
         rest = f"unpacked rows run {self.unpacked}, padded rows {self.padded}"
-        return f"{self.model} is patched: swapped {swapped}; packed rows run {runs}; {rest}"
+        return f"{self.model} is patched: swapped {swapped}; packed rows run {runs}; {self._exactness()}; {rest}"
+
+    def _exactness(self) -> str:
+        if not self.inexact:
+            return "documents get what they get alone"
+        asked = ", ".join(f"{op}: {name}" for op, name in self.inexact.items())
+        return f"documents do not get exactly what they get alone, as asked for by {asked}"
 
 
 def patch_report(model: nn.Module) -> PatchReport:
@@ -70,18 +78,25 @@ def patch_report(model: nn.Module) -> PatchReport:
     state = next((state for module in swapped if isinstance(state := module.packfree, PatchState)), None)
     patched = state is not None and any(type(module).__name__.endswith(family.trunk) for module in swapped if family)
     config = getattr(model, "config", None)
+    implementations = {} if state is None else _implementations(state, model)
     return PatchReport(
         model=type(model).__name__,
         family=family.name if family else None,
         patched=patched,
         swaps=dict(Counter(type(module).__name__ for module in swapped)),
-        implementations={} if state is None else _implementations(state, model),
+        implementations=implementations,
         why={} if state is None else dict(state.why),
         unpacked="upstream" if state is None else state.unpacked,
         padded="upstream" if state is None else state.padded,
         attention=getattr(config, "_attn_implementation", None),
         versions=_versions(state),
+        inexact={op: name for op, name in implementations.items() if not _is_exact(op, name)},
     )
+
+
+def _is_exact(op: str, name: str) -> bool:
+    backend = OPS[op].BACKENDS.get(name)
+    return backend is None or backend.exact
 
 
 def _versions(state: PatchState | None) -> dict[str, str | None]:

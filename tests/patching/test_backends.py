@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -125,6 +127,23 @@ def test_a_forced_name_that_half_precision_alone_can_run_is_replaced_in_float32_
     assert state.why["delta_rule in float32"] == "not flash_qla: it runs in bfloat16 and float16, this is float32"
 
 
+def test_what_is_not_exact_runs_only_where_it_is_asked_for(gpu):
+    gpu()
+    assert choose_backends("auto", "upstream", SIZES).cuda_half.delta_rule == "flash_qla"
+    state = choose_backends("flash_qla_cut", "upstream", SIZES)
+    assert (state.cuda_half.delta_rule, state.cuda_single.delta_rule) == ("flash_qla_cut", "fla")
+
+
+def test_the_report_says_what_is_not_exact(monkeypatch):
+    exact, model = patch_report(apply_patches(tiny())), tiny()
+    assert exact.inexact == {} and "documents get what they get alone" in str(exact)
+    anywhere = replace(delta_rule.BACKENDS["flash_qla_cut"], unusable=lambda site: None)
+    monkeypatch.setitem(delta_rule.BACKENDS, "flash_qla_cut", anywhere)
+    report = patch_report(apply_patches(model, backend={"delta_rule": "flash_qla_cut"}))
+    assert report.inexact == {"delta_rule": "flash_qla_cut"}
+    assert "do not get exactly what they get alone, as asked for by delta_rule: flash_qla_cut" in str(report)
+
+
 def test_hopper_without_a_backward_is_said_when_patching(gpu, caplog):
     gpu(packages={"triton": "3.6.0", "fla-core": "0.6.0"})
     monkey = {"key_heads": 2, "value_heads": 4, "key_size": 16, "value_size": 16, "taps": 4, "head_size": 16}
@@ -145,4 +164,4 @@ def test_sizes_come_from_the_config():
 def test_every_op_has_a_torch_twin_that_always_runs():
     for module in (*backends.OPS.values(), attention, gated_norm):
         assert module.BACKENDS["torch"].unusable(Site("cpu")) is None
-        assert list(module.BACKENDS)[-1] == "torch"
+        assert [name for name, found in module.BACKENDS.items() if found.exact][-1] == "torch", "what auto ends with"

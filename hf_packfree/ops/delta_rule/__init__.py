@@ -13,6 +13,7 @@ BACKENDS = {
     "flash_qla": Backend(flash_qla.gated_delta_rule, flash_qla.unusable, "flash-qla"),
     "fla": Backend(fla.gated_delta_rule, fla.unusable, "fla-core"),
     "torch": Backend(torch_native.gated_delta_rule),
+    "flash_qla_cut": Backend(flash_qla.gated_delta_rule_cut, flash_qla.unusable, "flash-qla", exact=False),
 }
 
 
@@ -40,7 +41,8 @@ def gated_delta_rule(
         beta: [1, T, HV], write strength.
         packed: where the documents lie.
         unit: q and k are L2-normalised already.
-        backend: a name in `BACKENDS`.
+        backend: a name in `BACKENDS`; "flash_qla_cut" trades exactness on documents of some 500 tokens and more for
+            speed on rows of few long ones.
 
     Returns:
         [1, T, HV, V] in v's dtype.  On the CPU each document's values are, bit for bit, those of the document alone;

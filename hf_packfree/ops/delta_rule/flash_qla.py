@@ -1,8 +1,9 @@
 """FlashQLA's gated delta rule (TileLang): the fastest on Hopper and on Blackwell's data centre chips.
 
-Left to itself it cuts long documents into pieces and drops what decayed below e^-10 between them, which depends on what
-else is in the row; and it reads boundaries back from the device.  Here neither happens: documents stay whole, and the
-plan is made from the host's copy.
+Left to itself it cuts long documents into pieces, which run side by side, and drops what decayed below e^-10 between
+them, which depends on what else is in the row; and it reads boundaries back from the device.  Here neither happens:
+documents stay whole, and the plan is made from the host's copy.  Rows of few long documents are slower for it;
+`gated_delta_rule_cut` leaves it its way.
 """
 
 from __future__ import annotations
@@ -39,6 +40,19 @@ def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packed: PackedSequence, unit: bool
 ) -> Tensor:
     """See `hf_packfree.ops.delta_rule.gated_delta_rule`."""
+    return _run(q, k, v, g, beta, packed.derive(planned_cu_seqlens), unit, cut=False)
+
+
+def gated_delta_rule_cut(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packed: PackedSequence, unit: bool
+) -> Tensor:
+    """The same, but long documents may be cut: faster on few of them, not exact, and it waits for the device."""
+    return _run(q, k, v, g, beta, packed.cu_seqlens, unit, cut=True)
+
+
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor, unit: bool, *, cut: bool
+) -> Tensor:
     from flash_qla import chunk_gated_delta_rule
 
     out, _ = chunk_gated_delta_rule(
@@ -48,8 +62,8 @@ def gated_delta_rule(
         g.float(),
         beta,
         use_qk_l2norm_in_kernel=not unit,
-        cu_seqlens=packed.derive(planned_cu_seqlens),
-        auto_cp=False,
+        cu_seqlens=cu_seqlens,
+        auto_cp=cut,
     )
     return out  # type: ignore[no-any-return]
 
