@@ -27,6 +27,7 @@ class Kernels:
     gated_norm: str = "torch"
     norm_rope: str = "torch"
     output_gate: str = "torch"
+    add_norm: str = "torch"
 
 
 @dataclass(frozen=True)
