@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from hf_packfree.errors import PatchConflict
 from hf_packfree.models.contract import Sizes, size_of, size_of_linear, size_of_norm
 from hf_packfree.models.linears import is_hooked
+from hf_packfree.models.norms import epsilon
 from hf_packfree.models.recompute import computed_again
 from hf_packfree.models.replacement import Replacement
 from hf_packfree.models.state import Kernels, state_of
@@ -105,9 +106,7 @@ class PackedGatedDeltaNet(Replacement):
 
 
 def _gated_norm(norm: Any, x: Tensor, z: Tensor, backend: str) -> Tensor:
-    """What `norm` computes: transformers' module calls its epsilon otherwise than the one of flash-linear-attention."""
-    eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
-    return gated_rms_norm(x, z, norm.weight, eps, backend=backend)
+    return gated_rms_norm(x, z, norm.weight, epsilon(norm), backend=backend)
 
 
 def _refuse_adapters(conv: nn.Module) -> None:
