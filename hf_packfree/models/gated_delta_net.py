@@ -41,8 +41,6 @@ class PackedGatedDeltaNet(Replacement):
         """
         _refuse_adapters(self.conv1d)
         packed: PackedSequence | None = kwargs.pop("packed_sequence", None)
-        if isinstance(attention_mask, PackedSequence):  # how it travels where `eras.LAYERS_DROP_KEYWORDS`
-            packed = attention_mask
         native = state_of(self).unpacked == "native" and cache_params is None
         if packed is None and not native:
             return super().forward(hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs)
