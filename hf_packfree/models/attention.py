@@ -9,7 +9,8 @@ from torch import Tensor
 
 from hf_packfree.errors import BackendUnavailable
 from hf_packfree.models.contract import Sizes, size_of_linear, size_of_norm
-from hf_packfree.models.linears import is_hooked, project
+from hf_packfree.models.linears import project
+from hf_packfree.models.norms import adds_one, epsilon
 from hf_packfree.models.recompute import computed_again
 from hf_packfree.models.replacement import Replacement
 from hf_packfree.models.state import state_of
@@ -101,13 +102,13 @@ class PackedAttention(Replacement):
         self, q: Tensor, k: Tensor, position_embeddings: tuple[Tensor, Tensor], backend: str
     ) -> tuple[Tensor, Tensor]:
         """Normalise and rotate q and k [1, T, heads, D]; "torch" means upstream's modules, or what stands in their place."""
-        if backend == "torch" or is_hooked(self.q_norm) or is_hooked(self.k_norm):
+        if backend == "torch" or not (adds_one(self.q_norm, self) and adds_one(self.k_norm, self)):
             q, k = (norm(x).transpose(1, 2) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
             q, k = self._rotate(q, k, *position_embeddings)
             return q.transpose(1, 2), k.transpose(1, 2)
         return (
-            norm_rope(q, self.q_norm.weight, *position_embeddings, self.q_norm.eps, backend=backend),
-            norm_rope(k, self.k_norm.weight, *position_embeddings, self.k_norm.eps, backend=backend),
+            norm_rope(q, self.q_norm.weight, *position_embeddings, epsilon(self.q_norm), backend=backend),
+            norm_rope(k, self.k_norm.weight, *position_embeddings, epsilon(self.k_norm), backend=backend),
         )
 
     def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

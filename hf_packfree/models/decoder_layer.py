@@ -1,19 +1,71 @@
-"""The decoder layer of transformers 5.2 to 5.8, which hands no keywords to its Gated DeltaNet."""
+"""The decoder layer over a packed row: the record goes to the mixer, and residual sums and norms run as one."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from hf_packfree.models.contract import Sizes, size_of_norm
+from hf_packfree.models.norms import adds_one, epsilon
 from hf_packfree.models.replacement import Replacement
+from hf_packfree.models.state import state_of
+from hf_packfree.ops.add_norm import add_norm
 
 
 class PackedDecoderLayer(Replacement):
-    """Put in front of a family's decoder layer where `eras.LAYERS_DROP_KEYWORDS`; ends with it."""
+    """Put in front of a family's decoder layer (norm, mixer, norm, MLP, with a residual around each pair)."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Send the record down as the one thing that reaches a linear layer: its attention mask."""
-        if kwargs.get("packed_sequence") is not None and self.layer_type == "linear_attention":
-            kwargs["attention_mask"] = kwargs["packed_sequence"]
-        return super().forward(hidden_states, *args, **kwargs)
+        """Hand the record to the mixer when it comes down, run as upstream otherwise.
+
+        Args:
+            hidden_states: [1, T, D_model] of a packed row.
+        """
+        if kwargs.get("packed_sequence") is None:
+            return super().forward(hidden_states, *args, **kwargs)
+        return self._forward_packed(hidden_states, *args, **kwargs)
+
+    def _forward_packed(
+        self,
+        x: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Any = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        normed, x = self._add_norm(x, None, self.input_layernorm)
+        if hasattr(self, "linear_attn"):
+            mixed = self.linear_attn(normed, cache_params=past_key_values, attention_mask=attention_mask, **kwargs)
+        else:
+            mixed, _ = self.self_attn(
+                hidden_states=normed,
+                position_embeddings=position_embeddings,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                **kwargs,
+            )
+        normed, x = self._add_norm(x, mixed, self.post_attention_layernorm)
+        out = self.mlp(normed)
+        return x + (out[0] if isinstance(out, tuple) else out)  # experts may return their router's logits too
+
+    def _add_norm(self, x: Tensor, branch: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
+        """Return norm(x + branch) and x + branch; "torch" means upstream's module, or what stands in its place."""
+        backend = state_of(self).kernels_for(x.device, x.dtype).add_norm
+        if backend != "torch" and adds_one(norm, self) and not torch.compiler.is_compiling():  # which fuses by itself
+            return add_norm(x, branch, norm.weight, epsilon(norm), backend=backend)
+        total = x if branch is None else x + branch
+        return norm(total), total
+
+    @staticmethod
+    def checkpoint_sizes(layer: Any) -> Sizes:
+        """Return what the packed branch reads, as found and as the layer's own width says."""
+        return {
+            "input_layernorm": (size_of_norm(layer.input_layernorm), (layer.hidden_size,)),
+            "post_attention_layernorm": (size_of_norm(layer.post_attention_layernorm), (layer.hidden_size,)),
+            "mixers": (sum(hasattr(layer, name) for name in ("linear_attn", "self_attn")), 1),
+            "mlp": (isinstance(layer.mlp, nn.Module), True),
+        }

@@ -18,7 +18,7 @@ NEWEST_TRIED = Version("5.23.0")
 """The newest release that `tests/compat/run.py` has run on; a newer one is measured before it is patched."""
 
 LAYERS_DROP_KEYWORDS = RELEASE < Version("5.9.0")
-"""Decoder layers hand no keywords to `linear_attn`, so the layer is swapped too and sends the record as its mask."""
+"""Upstream's decoder layers hand no keywords to `linear_attn`: one that cannot be swapped would lose the record."""
 
 MASKS_ARE_TENSORS = RELEASE < Version("5.13.0")
 """The text model takes one mask tensor and cannot be handed the layers' masks as a dict."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hf_packfree.errors import PatchConflict
 from hf_packfree.models.contract import Sizes, size_of, size_of_linear, size_of_norm
 from hf_packfree.models.linears import is_hooked
+from hf_packfree.models.norms import epsilon
 from hf_packfree.models.recompute import computed_again
 from hf_packfree.models.replacement import Replacement
 from hf_packfree.models.state import Kernels, state_of
@@ -40,8 +41,6 @@ class PackedGatedDeltaNet(Replacement):
         """
         _refuse_adapters(self.conv1d)
         packed: PackedSequence | None = kwargs.pop("packed_sequence", None)
-        if isinstance(attention_mask, PackedSequence):  # how it travels where `eras.LAYERS_DROP_KEYWORDS`
-            packed = attention_mask
         native = state_of(self).unpacked == "native" and cache_params is None
         if packed is None and not native:
             return super().forward(hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs)
@@ -104,9 +103,7 @@ class PackedGatedDeltaNet(Replacement):
 
 
 def _gated_norm(norm: Any, x: Tensor, z: Tensor, backend: str) -> Tensor:
-    """What `norm` computes: transformers' module calls its epsilon otherwise than the one of flash-linear-attention."""
-    eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
-    return gated_rms_norm(x, z, norm.weight, eps, backend=backend)
+    return gated_rms_norm(x, z, norm.weight, epsilon(norm), backend=backend)
 
 
 def _refuse_adapters(conv: nn.Module) -> None:

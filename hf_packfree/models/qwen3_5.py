@@ -54,7 +54,7 @@ class Qwen3_5Attention(PackedAttention, upstream.Qwen3_5Attention):
 
 @stands_for(upstream)
 class Qwen3_5DecoderLayer(PackedDecoderLayer, upstream.Qwen3_5DecoderLayer):
-    """Upstream's layer, which hands the record on (transformers 5.2 to 5.8)."""
+    """Upstream's layer, plus the packed branch."""
 
 
 @stands_for(upstream)

@@ -30,7 +30,7 @@ class Qwen3_5MoeAttention(PackedAttention, upstream.Qwen3_5MoeAttention):
 
 @stands_for(upstream)
 class Qwen3_5MoeDecoderLayer(PackedDecoderLayer, upstream.Qwen3_5MoeDecoderLayer):
-    """Upstream's layer, which hands the record on (transformers 5.2 to 5.8)."""
+    """Upstream's layer, plus the packed branch."""
 
 
 @stands_for(upstream)

@@ -55,7 +55,7 @@ class Qwen3NextAttention(PackedAttention, upstream.Qwen3NextAttention):
 
 @stands_for(upstream)
 class Qwen3NextDecoderLayer(PackedDecoderLayer, upstream.Qwen3NextDecoderLayer):
-    """Upstream's layer, which hands the record on (transformers 5.2 to 5.8)."""
+    """Upstream's layer, plus the packed branch."""
 
 
 @stands_for(upstream)

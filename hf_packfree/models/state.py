@@ -28,6 +28,7 @@ class Kernels:
     norm_rope: str = "torch"
     output_gate: str = "torch"
     gates: str = "torch"
+    add_norm: str = "torch"
 
 
 @dataclass(frozen=True)

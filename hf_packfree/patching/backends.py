@@ -11,7 +11,7 @@ import torch
 
 from hf_packfree.errors import BackendUnavailable
 from hf_packfree.models.state import Kernels, PatchState
-from hf_packfree.ops import attention, conv, delta_rule, gated_norm, gates, norm_rope, output_gate
+from hf_packfree.ops import add_norm, attention, conv, delta_rule, gated_norm, gates, norm_rope, output_gate
 from hf_packfree.ops.backend import Backend, Site
 
 VARIABLE = "PACKFREE_BACKEND"
@@ -25,6 +25,7 @@ OPS: dict[str, ModuleType] = {
     "norm_rope": norm_rope,
     "output_gate": output_gate,
     "gates": gates,
+    "add_norm": add_norm,
 }
 
 Choice = str | Mapping[str, str]

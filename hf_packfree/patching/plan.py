@@ -39,9 +39,10 @@ def plan_swaps(model: nn.Module) -> tuple[Family, list[Step]]:
             f"found a {type(model).__name__}, which holds no text model of a supported family; wanted one of "
             f"{', '.join(row.name for row in FAMILIES)}; `packfree models` shows the table"
         )
-    pairs = family.pairs()
-    _check_seams(model, pairs)
-    steps = [*_steps(model, pairs), *_head_steps(model, family.head_pairs())]
+    pairs, spared = family.pairs(), family.spared_pairs()
+    needed = {before: after for before, after in pairs.items() if before not in spared}
+    _check_seams(model, needed)
+    steps = [*_steps(model, needed), *_spared_steps(model, spared)]
     for trunk in trunks(model, family):
         _check_trunk(trunk, pairs)
         check_attention(trunk.config)
@@ -62,8 +63,8 @@ def _steps(model: nn.Module, pairs: dict[type[nn.Module], type[nn.Module]]) -> I
             yield Step(name, module, originals[type(module)], type(module))
 
 
-def _head_steps(model: nn.Module, pairs: dict[type[nn.Module], type[nn.Module]]) -> Iterator[Step]:
-    """A head of another class, or with a forward of its own instance, is left alone: the trunk serves it too."""
+def _spared_steps(model: nn.Module, pairs: dict[type[nn.Module], type[nn.Module]]) -> Iterator[Step]:
+    """A head or layer of another class, or with a forward of its own instance, is left alone: the record reaches it too."""
     for name, module in model.named_modules():
         if type(module) in pairs and "forward" not in vars(module):
             yield Step(name, module, type(module), pairs[type(module)])
@@ -112,10 +113,10 @@ def _check_trunk(trunk: Any, pairs: dict[type[nn.Module], type[nn.Module]]) -> N
                 f"found {len(found)} {ending} layers in {type(trunk).__name__}, its config says {wanted} of {kind}; wanted "
                 "each of them, since one that is not swapped leaks; undo what replaced them, or report the model"
             )
-        for module in found:
-            broken = broken_promises(module, ours[type(module).__name__].checkpoint_sizes)
-            if broken:
-                raise ContractError(
-                    f"found a {type(module).__name__} unlike its family's checkpoints: {'; '.join(broken)}; wanted the sizes "
-                    "of the config; undo what changed the layer, or report the release"
-                )
+    for module in trunk.modules():
+        sizes_of = getattr(ours.get(type(module).__name__), "checkpoint_sizes", None)
+        if sizes_of is not None and (broken := broken_promises(module, sizes_of)):
+            raise ContractError(
+                f"found a {type(module).__name__} unlike its family's checkpoints: {'; '.join(broken)}; wanted the sizes "
+                "of the config; undo what changed the layer, or report the release"
+            )

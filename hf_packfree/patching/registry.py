@@ -23,7 +23,7 @@ class Family:
         replacement: our module; it holds a subclass of the same name for each class in `swaps`, and `tiny_config`;
             `HEADS`, if it is there, the classes around the text model that are swapped with it.
         trunk: the class that reads boundaries: the text model.
-        layer: the decoder layer, swapped only in releases whose layers drop keywords (5.2 to 5.8).
+        layer: the decoder layer.
         swaps: every class to swap, with the reason.
         causal_lm: upstream's class for verification and the demo.
     """
@@ -42,13 +42,20 @@ class Family:
         Upstream's class is read from ours: the name in upstream's module may stand for another class for a while.
         """
         ours = import_module(self.replacement)
-        names = [*self.swaps, self.layer] if eras.LAYERS_DROP_KEYWORDS else list(self.swaps)
-        return {self._upstream_of(getattr(ours, name)): getattr(ours, name) for name in names}
+        return {self._upstream_of(getattr(ours, name)): getattr(ours, name) for name in self.swaps}
 
     def head_pairs(self) -> dict[type[nn.Module], type[nn.Module]]:
         """Return {upstream's class: ours} of the heads, which are swapped where nothing wraps them."""
         heads = getattr(import_module(self.replacement), "HEADS", {})
         return {self._upstream_of(ours): ours for ours in heads.values()}
+
+    def spared_pairs(self) -> dict[type[nn.Module], type[nn.Module]]:
+        """Return {upstream's class: ours} of what is left alone where something wraps it: packed rows are exact all the same.
+
+        Those are the heads, and decoder layers in releases whose own hand the record on.
+        """
+        layers = {before: ours for before, ours in self.pairs().items() if before.__name__ == self.layer}
+        return self.head_pairs() | ({} if eras.LAYERS_DROP_KEYWORDS else layers)
 
     def trunk_class(self) -> type[nn.Module]:
         """Return upstream's class of the text model."""
@@ -64,6 +71,7 @@ class Family:
 
 
 _TRUNK = "documents are read once, here, and handed to every layer"
+_LAYER = "the record goes to either mixer, and residual sums and norms run as one"
 _DELTA_NET = "the convolution's window and the recurrent state cross document boundaries"
 _ATTENTION = "keys of other documents are visible, or hidden behind a T x T mask"
 _VISION = "the row would be numbered as one document, and images in packed rows have to be refused"
@@ -77,6 +85,7 @@ FAMILIES: tuple[Family, ...] = (
         layer="Qwen3_5DecoderLayer",
         swaps={
             "Qwen3_5TextModel": _TRUNK,
+            "Qwen3_5DecoderLayer": _LAYER,
             "Qwen3_5GatedDeltaNet": _DELTA_NET,
             "Qwen3_5Attention": _ATTENTION,
             "Qwen3_5Model": _VISION,
@@ -91,6 +100,7 @@ FAMILIES: tuple[Family, ...] = (
         layer="Qwen3_5MoeDecoderLayer",
         swaps={
             "Qwen3_5MoeTextModel": _TRUNK,
+            "Qwen3_5MoeDecoderLayer": _LAYER,
             "Qwen3_5MoeGatedDeltaNet": _DELTA_NET,
             "Qwen3_5MoeAttention": _ATTENTION,
             "Qwen3_5MoeModel": _VISION,
@@ -105,6 +115,7 @@ FAMILIES: tuple[Family, ...] = (
         layer="Qwen3NextDecoderLayer",
         swaps={
             "Qwen3NextModel": _TRUNK,
+            "Qwen3NextDecoderLayer": _LAYER,
             "Qwen3NextGatedDeltaNet": _DELTA_NET,
             "Qwen3NextAttention": _ATTENTION,
         },

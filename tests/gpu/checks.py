@@ -26,6 +26,8 @@ HEADS = (2, 4, 16) if TRIAL else (16, 32, 128)
 """Key heads, value heads and their size in the linear layers: grouped, and the published models' size."""
 ATTENTION = (4, 2, 16) if TRIAL else (8, 2, 256)
 """Query heads, key heads and their size in full attention."""
+WIDTH = 72 if TRIAL else 2048
+"""Of the residual stream."""
 
 gpu = [
     pytest.mark.gpu,
@@ -191,6 +193,12 @@ OPS = {
             "gates", "hf_packfree.ops.gates", _gates_leaves,
             lambda f, x, packed, backend: _gates(f, x["ba"], x["A_log"], x["dt_bias"], backend),
             "gates", shared=("A_log", "dt_bias"), mixes=False, exact=("triton",),
+        ),
+        Op(
+            "add norm", "hf_packfree.ops.add_norm",
+            lambda tokens: {"x": _random(1, tokens, WIDTH), "branch": _random(1, tokens, WIDTH), "weight": _random(WIDTH) / 4},
+            lambda f, x, packed, backend: torch.cat(f(x["x"], x["branch"], x["weight"], 1e-6, backend=backend), -1),
+            "add_norm", shared=("weight",), mixes=False, exact=("triton",),
         ),
     )
 }

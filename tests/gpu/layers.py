@@ -24,9 +24,10 @@ def operations(results: Results, clock: Clock, lengths: Sequence[int], *, size: 
     Args:
         lengths: of the documents, in tokens.
         size: K and V of the linear layers' heads.
-        widths: {"linear": [(H, HV), ...], "full": [(heads, key heads, head size), ...]}.
+        widths: {"linear": [(H, HV), ...], "full": [(heads, key heads, head size), ...],
+            "stream": [D_model, ...]}.
     """
-    widths = widths or {"linear": [(16, 16), (16, 32)], "full": [(8, 2, 256), (16, 4, 256)]}
+    widths = widths or {"linear": [(16, 16), (16, 32)], "full": [(8, 2, 256), (16, 4, 256)], "stream": [2048, 4096]}
     packed = PackedSequence.from_lengths(list(lengths), device=clock.device)
     for heads in widths["linear"]:
         _delta_rule(results, clock, packed, *heads, size)
@@ -35,6 +36,8 @@ def operations(results: Results, clock: Clock, lengths: Sequence[int], *, size: 
         _gated_norm(results, clock, packed, heads[1], size)
     for heads in widths["full"]:
         _attention(results, clock, packed, *heads)
+    for width in widths["stream"]:
+        _add_norm(results, clock, packed, width)
 
 
 def _delta_rule(results: Results, clock: Clock, packed: PackedSequence, heads: int, values: int, size: int) -> None:
@@ -105,6 +108,20 @@ def _attention(results: Results, clock: Clock, packed: PackedSequence, heads: in
     for backend in sorted(BACKENDS):
         call = partial(attention, q, k, v, packed, backend=backend)
         _time(results, clock, workload, backend, call, (q, k, v))
+
+
+def _add_norm(results: Results, clock: Clock, packed: PackedSequence, width: int) -> None:
+    """Residual sum and norm, both going on: the stream and what the next part of the layer reads."""
+    from hf_packfree.ops.add_norm import BACKENDS, add_norm
+
+    workload = f"layer add norm {width} channels"
+    if not _asked(results, workload, BACKENDS):
+        return
+    x, branch = (_leaf(clock.device, 1, packed.num_tokens, width) for _ in range(2))
+    weight = _leaf(clock.device, width)
+    for backend in sorted(BACKENDS):
+        call = partial(add_norm, x, branch, weight, 1e-6, backend=backend)
+        _time(results, clock, workload, backend, call, (x, branch, weight))
 
 
 def _leaf(device: str, *shape: int) -> Tensor:

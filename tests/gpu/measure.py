@@ -121,7 +121,8 @@ def run_floors(results: Results, clock: Clock, tiny: bool) -> None:
 def run_layers(results: Results, clock: Clock, tiny: bool) -> None:
     """Every backend of every operation, one layer's worth."""
     if tiny:
-        operations(results, clock, [5, 64, 1, 30], size=16, widths={"linear": [(2, 2), (2, 4)], "full": [(4, 2, 16)]})
+        widths = {"linear": [(2, 2), (2, 4)], "full": [(4, 2, 16)], "stream": [72]}
+        operations(results, clock, [5, 64, 1, 30], size=16, widths=widths)
     else:
         operations(results, clock, log_normal_lengths(TOKENS))
 

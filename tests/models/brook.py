@@ -48,7 +48,7 @@ class BrookAttention(PackedAttention, upstream.BrookAttention):
 
 @stands_for(upstream)
 class BrookDecoderLayer(PackedDecoderLayer, upstream.BrookDecoderLayer):
-    """Upstream's layer, which hands the record on (transformers 5.2 to 5.8)."""
+    """Upstream's layer, plus the packed branch."""
 
 
 @stands_for(upstream)
@@ -64,6 +64,6 @@ ROW = Family(
     replacement=__name__,
     trunk="BrookTextModel",
     layer="BrookDecoderLayer",
-    swaps=dict.fromkeys(("BrookTextModel", "BrookGatedDeltaNet", "BrookAttention"), "as every family"),
+    swaps=dict.fromkeys(("BrookTextModel", "BrookDecoderLayer", "BrookGatedDeltaNet", "BrookAttention"), "as every family"),
     causal_lm="BrookForCausalLM",
 )

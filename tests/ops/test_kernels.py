@@ -13,6 +13,7 @@ import pytest
 PROGRAM = '''
 import sys
 import torch
+from hf_packfree.ops.add_norm import add_norm
 from hf_packfree.ops.conv import causal_conv1d, qkv_conv, triton_native
 from hf_packfree.ops.gated_norm import gated_rms_norm
 from hf_packfree.ops.norm_rope import norm_rope
@@ -36,6 +37,14 @@ def qkv(x, w, b, backend):
     return (q, k, v) if is_unit else (unit(q), unit(k), v)
 
 
+def read_twice(x, z, w, v, backend):
+    """x and z go on to other things too, before and after: every gradient is a sum, into buffers of autograd's own."""
+    y, z = x.sin(), z.cos()
+    normed, total = add_norm(y, None, w, 1e-6, backend=backend)
+    again, total = add_norm(total, z * normed, v, 1e-6, backend=backend)
+    return again * y, total + z, total * y
+
+
 angle = torch.randn(1, T, R // 2)
 cos, sin = torch.cat([angle.cos()] * 2, -1), torch.cat([angle.sin()] * 2, -1)
 CASES = {
@@ -48,6 +57,10 @@ CASES = {
         (1, T, 3, 2 * D), (D,),
     ),
     "output gate": (lambda x, z, backend: output_gate(x, z[..., D:], backend=backend), (1, T, 3, D), (1, T, 3, 2 * D)),
+    "add norm": (lambda x, z, w, backend: add_norm(x, z[..., 7:], w, 1e-6, backend=backend), (1, T, 72), (1, T, 79), (72,)),
+    "add norm, nothing added": (lambda x, w, backend: add_norm(x, None, w, 1e-6, backend=backend), (1, T, 72), (72,)),
+    "add norm, norm alone": (lambda x, z, w, backend: add_norm(x, z, w, 1e-6, backend=backend)[0], *[(1, T, 72)] * 2, (72,)),
+    "add norm, read twice": (read_twice, (1, T, 72), (1, T, 72), (72,), (72,)),
 }
 
 
@@ -68,6 +81,15 @@ for name, (f, *shapes) in CASES.items():
         error = float((a.double() - b).norm() / b.norm())
         assert error < 1e-6, f"{name}: {error}"
         worst = max(worst, error)
+
+for dtype, other in ((torch.float16,) * 2, (torch.bfloat16,) * 2, (torch.float32, torch.bfloat16)):  # the last: autocast
+    x, z, w = torch.randn(1, T, 72).to(dtype), torch.randn(1, T, 72).to(other), torch.randn(72).to(dtype)
+    found, wanted = (run(lambda *inputs, backend: add_norm(*inputs, 1e-6, backend=backend), (x, z, w), backend)
+                     for backend in ("triton", "torch"))
+    assert dtype is torch.bfloat16 or torch.equal(found[1], wanted[1])  # to bfloat16 the interpreter cuts, not rounds
+    for a, b in zip(found, wanted, strict=True):
+        error = float((a.double() - b.double()).norm() / b.double().norm())
+        assert a.dtype == b.dtype and error < 2 * torch.finfo(b.dtype).eps, (a.dtype, b.dtype, error)
 print(worst)
 '''
 
@@ -119,7 +141,9 @@ from tests.support import ROW, documents, gradients, relative_rms, tiny
 ids = torch.cat(documents(ROW))[None]
 positions = torch.cat([torch.arange(length) for length in ROW])[None]
 weights = torch.randn(1, ids.shape[1], 128, generator=torch.Generator().manual_seed(3))
-OURS = Kernels(conv="triton", gated_norm="triton", norm_rope="triton", output_gate="triton", gates="triton")
+OURS = Kernels(
+    conv="triton", gated_norm="triton", norm_rope="triton", output_gate="triton", gates="triton", add_norm="triton"
+)
 
 
 def run(kernels):

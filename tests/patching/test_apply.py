@@ -34,7 +34,7 @@ def test_apply_and_remove_restore_everything(family):
     assert apply_patches(model) is model
     report = patch_report(model)
     assert report.patched and report.family == family
-    assert sorted(report.swaps.values()) == [1, 1, 1, 3], "head, trunk, one attention, three Gated DeltaNets"
+    assert sorted(report.swaps.values()) == [1, 1, 1, 3, 4], "head, trunk, one attention, three Gated DeltaNets, four layers"
     assert model.config.to_dict() == before[2]
     assert [name for name in model.state_dict()] == [name for name in before[3]]
     assert all(torch.equal(value, before[3][name]) for name, value in model.state_dict().items())

@@ -1,0 +1,33 @@
+"""Which norm modules are only their weights and formula, so that a kernel may compute them with more in one pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from hf_packfree.models.linears import is_hooked
+
+
+def adds_one(norm: Any, layer: nn.Module) -> bool:
+    """Whether calling `norm`, a part of `layer`, is x / sqrt(mean(x^2) + eps) * (1 + weight) in fp32 and nothing else.
+
+    That is the RMS norm of the family's own modeling module, or Liger's kernel for it, of the class or put on the
+    instance.  Adapters, hooks, sharded weights and anything unknown are called as they are.
+    """
+    return _has_the_formula(norm, layer) and not is_hooked(norm) and type(norm.weight) is nn.Parameter
+
+
+def epsilon(norm: Any) -> float:
+    """What the norm adds to the mean square; transformers' classes and others' name it differently."""
+    found: float = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+    return found
+
+
+def _has_the_formula(norm: Any, layer: nn.Module) -> bool:
+    kind = type(norm)
+    runs = vars(norm).get("forward", kind.forward)
+    if runs.__module__.startswith("liger_kernel."):
+        return (norm.offset, norm.casting_mode) == (1.0, "gemma")
+    modules = {base.__module__ for base in type(layer).__mro__}
+    return "forward" not in vars(norm) and kind.__module__ in modules and kind.__name__.endswith("RMSNorm")

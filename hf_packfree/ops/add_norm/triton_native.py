@@ -1,0 +1,74 @@
+"""Residual sum and RMS norm on our Triton kernels; launch sizes are fixed, so that new row lengths tune nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hf_packfree.ops.backend import block_width
+
+_TILES = 16  # rows of a program in the backward pass
+
+
+def add_norm(x: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See `hf_packfree.ops.add_norm.add_norm`."""
+    return _AddNorm.apply(x, branch, weight, eps)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _AddNorm(torch.autograd.Function):
+    """Its inputs share one gradient, which is that of the residual stream and of the norm together."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        from hf_packfree.ops.add_norm.triton_kernels import add_norm
+
+        x, total = x.contiguous(), x.contiguous()
+        if branch is not None:
+            branch = branch.contiguous()
+            total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, branch.dtype))
+        ctx.save_for_backward(total, weight)
+        ctx.eps, ctx.dtypes = eps, (x.dtype, None if branch is None else branch.dtype)
+        ctx.set_materialize_grads(False)
+        normed, size = torch.empty_like(total), x.shape[-1]
+        with torch.cuda.device_of(x):
+            add_norm[(x.numel() // size,)](
+                x, branch, weight, total, normed, size, eps, ADDS=branch is not None, **_launch(size)
+            )
+        return normed, total  # x itself, where it is the total, goes out as a view with this gradient
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_normed: Tensor | None, d_total: Tensor | None) -> tuple[Tensor | None, ...]:
+        total, weight = ctx.saved_tensors
+        d, d_weight = d_total, None
+        if d_normed is not None:
+            d, d_weight = _gradients(total, weight, d_normed, d_total, ctx.eps)
+        d_x, d_branch = (None if d is None or dtype is None else d.to(dtype) for dtype in ctx.dtypes)
+        return d_x, d_branch, d_weight, None
+
+
+def _gradients(
+    total: Tensor, weight: Tensor, d_normed: Tensor, d_total: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the total, d_total included, and of the weight."""
+    from hf_packfree.ops.add_norm.triton_kernels import add_norm_backward
+
+    d, size = torch.empty_like(total), total.shape[-1]
+    rows = total.numel() // size
+    programs = -(-rows // _TILES)
+    d_weight = weight.new_empty(programs, size, dtype=torch.float32)
+    adds = None if d_total is None else d_total.contiguous()
+    with torch.cuda.device_of(total):
+        add_norm_backward[(programs,)](
+            total, weight, d_normed.contiguous(), adds, d, d_weight, rows, size, eps, _TILES,
+            ADDS=adds is not None, **_launch(size),
+        )  # fmt: skip
+    return d, d_weight.sum(0).to(weight.dtype)
+
+
+def _launch(size: int) -> dict[str, int]:
+    width = block_width(size)
+    return {"WIDTH": width, "num_warps": min(max(width // 512, 1), 16)}

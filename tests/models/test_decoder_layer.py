@@ -1,0 +1,170 @@
+"""The decoder layer's packed branch: what it hands on, which norms a kernel may compute, and which layers are left alone."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import MethodType
+
+import pytest
+import torch
+from torch import nn
+
+from hf_packfree import apply_patches, patch_report, remove_patches
+from hf_packfree.errors import ContractError, PatchConflict
+from hf_packfree.models import decoder_layer, eras
+from hf_packfree.models.state import Kernels, PatchState
+from hf_packfree.ops.add_norm import BACKENDS, add_norm
+from hf_packfree.packing import PackedSequence
+from tests.forms import row_batch
+from tests.support import GRADIENT_TOL, LOGIT_TOL, ROW, errors, random_weights, run, run_alone, tiny
+
+FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
+BATCH = row_batch("positions", ROW)
+
+
+class NotTheFamilys(nn.Module):
+    """Other maths under familiar attributes, as a wrapper around the norm shows them."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.inner, self.eps = norm, norm.eps
+
+    @property
+    def weight(self):
+        return self.inner.weight
+
+    def forward(self, x):
+        return 2 * self.inner(x)
+
+
+def ligers(norm, x):
+    return type(norm).forward(norm, x)
+
+
+ligers.__module__ = "liger_kernel.transformers.rms_norm"
+
+
+def as_liger_does(norm, offset=1.0):
+    norm.offset, norm.casting_mode, norm.variance_epsilon = offset, "gemma", norm.eps
+    norm.forward = MethodType(ligers, norm)
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """The weights of the norms that the fused op computes, here by its torch twin under the kernel's name."""
+    seen = []
+
+    def twin(x, branch, weight, eps, *, backend):
+        assert backend == "triton"
+        seen.append(weight)
+        return BACKENDS["torch"].run(x, branch, weight, eps)
+
+    monkeypatch.setattr(decoder_layer, "add_norm", twin)
+    return seen
+
+
+def on_kernels(model):
+    """Patch, with the kernel's name chosen for this device."""
+    for module in apply_patches(model).modules():
+        if "packfree" in vars(module):
+            vars(module)["packfree"] = PatchState(elsewhere=Kernels(add_norm="triton"))
+    return model
+
+
+def assert_exact(model):
+    weights = random_weights(BATCH, 128)
+    logits, grads = errors(run(model, BATCH, weights), run_alone(model, BATCH, weights))
+    assert logits <= LOGIT_TOL and grads <= GRADIENT_TOL, (logits, grads)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hooks_on_the_mixers_see_the_record(family):
+    model, seen = apply_patches(tiny(family)), []
+    for layer in model.model.layers:
+        mixer = layer.linear_attn if hasattr(layer, "linear_attn") else layer.self_attn
+        mixer.register_forward_hook(lambda module, args, kwargs, out: seen.append(kwargs), with_kwargs=True)
+    model(**BATCH.inputs)
+    assert len(seen) == len(model.model.layers)
+    assert all(kwargs["packed_sequence"] is seen[0]["packed_sequence"] for kwargs in seen)
+    assert isinstance(seen[0]["packed_sequence"], PackedSequence)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_norm_of_a_layer_is_fused_and_exact(family, fused):
+    model = on_kernels(tiny(family))
+    assert_exact(model)
+    wanted = [norm.weight for layer in model.model.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+    assert len(fused) == len(wanted) and all(a is b for a, b in zip(fused, wanted))
+
+
+def test_ligers_norms_are_fused_too_and_those_of_another_formula_called(fused):
+    model = on_kernels(tiny())
+    for layer, offset in zip(model.model.layers, (1.0, 1.0, 0.0, 1.0)):
+        as_liger_does(layer.input_layernorm, offset)
+    model(**BATCH.inputs)
+    assert len(fused) == 7 and not any(weight is model.model.layers[2].input_layernorm.weight for weight in fused)
+
+
+def test_hooked_and_foreign_norms_are_called(fused):
+    model, calls = tiny(), []
+    hooked, own, wrapped, _ = model.model.layers
+    hooked.input_layernorm.register_forward_hook(lambda *call: calls.append("hook"))
+    own.input_layernorm.forward = lambda x: calls.append("forward") or torch.zeros_like(x)
+    wrapped.post_attention_layernorm = NotTheFamilys(wrapped.post_attention_layernorm)
+    on_kernels(model)(**BATCH.inputs)
+    called = (hooked.input_layernorm, own.input_layernorm, wrapped.post_attention_layernorm)
+    assert calls == ["hook", "forward"]
+    assert len(fused) == 5 and not any(weight is norm.weight for weight in fused for norm in called)
+
+
+def test_a_wrapped_layer_is_left_alone_where_upstreams_hands_the_record_on(monkeypatch):
+    def wrapped():
+        model = tiny()
+        model.model.layers[1].forward = partial(model.model.layers[1].forward)
+        return model
+
+    monkeypatch.setattr(eras, "LAYERS_DROP_KEYWORDS", True)
+    with pytest.raises(PatchConflict, match="model.layers.1 with a forward of its own"):
+        apply_patches(wrapped())
+    monkeypatch.undo()
+    if eras.LAYERS_DROP_KEYWORDS:
+        return
+    model = apply_patches(wrapped())
+    assert patch_report(model).swaps["Qwen3_5DecoderLayer"] == 3
+    assert_exact(model)
+    assert not patch_report(remove_patches(model)).patched
+
+
+@pytest.mark.parametrize("part", ["input_layernorm", "post_attention_layernorm", "mlp", "self_attn"])
+def test_a_layer_unlike_its_familys_is_refused(part):
+    model = tiny()
+    delattr(model.model.layers[3], part)
+    with pytest.raises(ContractError, match=part if part != "self_attn" else "found 0 Attention"):
+        apply_patches(model)
+
+
+def test_a_norm_of_another_width_is_refused():
+    model = tiny()
+    model.model.layers[0].input_layernorm.weight = nn.Parameter(torch.zeros(7))
+    with pytest.raises(ContractError, match="input_layernorm"):
+        apply_patches(model)
+
+
+@pytest.mark.parametrize("branch", [True, False])
+def test_the_torch_twin_is_its_formula_and_differentiable(branch):
+    torch.manual_seed(0)
+    x, z, weight = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((1, 5, 6), (1, 5, 6), (6,)))
+    normed, total = add_norm(x, z if branch else None, weight, 1e-6)
+    assert torch.equal(total, x + z if branch else x)
+    wanted = total * (total.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * (1 + weight)
+    assert torch.allclose(normed, wanted, rtol=1e-14, atol=0)
+    leaves = (x, z, weight) if branch else (x, weight)
+    assert torch.autograd.gradcheck(lambda x, *rest: add_norm(x, rest[0] if branch else None, rest[-1], 1e-6), leaves)
+
+
+def test_the_torch_twin_rounds_as_upstreams_norm():
+    norm = tiny().bfloat16().model.layers[0].input_layernorm
+    torch.manual_seed(0)
+    nn.init.normal_(norm.weight)
+    x = torch.randn(1, 9, norm.weight.numel(), dtype=torch.bfloat16)
+    assert torch.equal(add_norm(x, None, norm.weight, norm.eps)[0], norm(x))
