@@ -1,7 +1,7 @@
 """Triton kernels of the causal convolution: a strip of tokens is walked four at a time, its taps kept in registers.
 
-Every token and every gradient is read once (a few more per strip), and four are asked for before the first is worked on,
-which is what keeps the memory busy.  What a tap would read from the document before is masked by `age`, the token's
+Every token and every gradient is read once (a few more per strip), and the next four are asked for before these four are
+worked on, which is what keeps the memory busy.  What a tap would read from the document before is masked by `age`, the token's
 place in its document; where all four are at least three tokens old nothing has to be masked, which is nearly everywhere,
 and the kernels are bound by instructions.  Written out for four taps; shorter filters read zeros.
 
@@ -57,16 +57,28 @@ def _tap(weight, channel, ok, back: tl.constexpr, TAPS: tl.constexpr):
 
 
 @triton.jit
-def _token(x, stride, place, ok, t, tokens):
-    """One token's channels in fp32; outside the row its first or last one's, which ages or gradients of zero keep out."""
-    t = tl.minimum(tl.maximum(t, 0), tokens - 1)
-    return tl.load(x + t.to(tl.int64) * stride + place, mask=ok, other=0.0).to(tl.float32)
+def _store_tap(d_weight, channel, ok, back: tl.constexpr, TAPS: tl.constexpr, value):
+    tl.store(d_weight + channel * TAPS + (TAPS - 1 - back), value, mask=ok & (back < TAPS))
 
 
 @triton.jit
-def _gradient(d_out, stride, place, ok, t, tokens):
-    """One token's gradient in fp32, zero past the row."""
-    return tl.load(d_out + t.to(tl.int64) * stride + place, mask=ok & (t < tokens), other=0.0).to(tl.float32)
+def _token(x, stride, place, ok, t, tokens):
+    """One token's channels, or their gradients, zero outside the row."""
+    return tl.load(x + t.to(tl.int64) * stride + place, mask=ok & (t >= 0) & (t < tokens), other=0.0)
+
+
+@triton.jit
+def _tokens(x, stride, place, ok, t, tokens):
+    """Token t and the three before it, the latest first."""
+    return (
+        _token(x, stride, place, ok, t, tokens), _token(x, stride, place, ok, t - 1, tokens),
+        _token(x, stride, place, ok, t - 2, tokens), _token(x, stride, place, ok, t - 3, tokens),
+    )  # fmt: skip
+
+
+@triton.jit
+def _wide(x0, x1, x2, x3):
+    return x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
 
 
 @triton.jit
@@ -76,7 +88,8 @@ def _store(out, stride, place, ok, t, tokens, value):
 
 @triton.jit
 def _age(ages, t, tokens):
-    return tl.load(ages + tl.minimum(t, tokens - 1))
+    """Tokens past the row count as old: they are zero anyway."""
+    return tl.load(ages + t, mask=t < tokens, other=3)
 
 
 @triton.jit
@@ -148,12 +161,14 @@ def convolve(
     w0, w1 = _tap(weight, channel, ok, 0, TAPS), _tap(weight, channel, ok, 1, TAPS)
     w2, w3 = _tap(weight, channel, ok, 2, TAPS), _tap(weight, channel, ok, 3, TAPS)
     shift = tl.load(bias + channel, mask=ok, other=0.0).to(tl.float32) if BIAS else 0.0
-    x4, x5 = _token(x, stride, channel, ok, first - 1, tokens), _token(x, stride, channel, ok, first - 2, tokens)
-    x6 = _token(x, stride, channel, ok, first - 3, tokens)
+    n0, n1, n2, n3 = _tokens(x, stride, channel, ok, first - 1, tokens)
+    x0, x1, x2, x3 = _wide(n0, n1, n2, n3)
+    n0, n1, n2, n3 = _tokens(x, stride, channel, ok, first + 3, tokens)
     for step in range(STRIP // 4):
         t = first + step * 4 + 3
-        x3, x2 = _token(x, stride, channel, ok, t - 3, tokens), _token(x, stride, channel, ok, t - 2, tokens)
-        x1, x0 = _token(x, stride, channel, ok, t - 1, tokens), _token(x, stride, channel, ok, t, tokens)
+        x4, x5, x6 = x0, x1, x2
+        x0, x1, x2, x3 = _wide(n0, n1, n2, n3)
+        n0, n1, n2, n3 = _tokens(x, stride, channel, ok, t + 4, tokens)
         a0, a1, a2, a3 = _age(ages, t, tokens), _age(ages, t - 1, tokens), _age(ages, t - 2, tokens), _age(ages, t - 3, tokens)
         if tl.minimum(tl.minimum(a0, a1), tl.minimum(a2, a3)) >= 3:
             u0, u1, u2, u3 = _convolved4(x0, x1, x2, x3, x4, x5, x6, a0, a1, a2, a3, w0, w1, w2, w3, False)
@@ -163,7 +178,6 @@ def convolve(
         _store(out, row, place, ok, t - 2, tokens, _activate(u2, shift, eps, unit, BIAS, SILU, UNIT))
         _store(out, row, place, ok, t - 1, tokens, _activate(u1, shift, eps, unit, BIAS, SILU, UNIT))
         _store(out, row, place, ok, t, tokens, _activate(u0, shift, eps, unit, BIAS, SILU, UNIT))
-        x4, x5, x6 = x0, x1, x2
 
 
 @triton.jit
@@ -202,11 +216,11 @@ def _taps(g0, g1, g2, g3, x0, x1, x2, x3, x4, x5, x6, a0, a1, a2, a3, CUT: tl.co
 
 @triton.jit(do_not_specialize=["tokens"])
 def convolve_backward(
-    x, weight, bias, ages, d_q, d_k, d_v, d_x, d_weight, tokens, stride, d_stride, keys, values, size, eps,
+    x, weight, bias, ages, d_q, d_k, d_v, d_x, d_weight, d_bias, tokens, stride, d_stride, keys, values, size, eps,
     TAPS: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr,
     STRIP: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """d_x [T, C] from d_q, d_k and d_v, and per strip d_weight [S, 5, C]: newest tap first, then the bias.
+    """d_x [T, C] from d_q, d_k and d_v, and per strip d_weight [S, C, TAPS] and, if BIAS, d_bias [S, C], in fp32.
 
     Walks from the strip's end, beginning with the four tokens past it, whose gradients reach back into the strip.
     """
@@ -219,17 +233,20 @@ def convolve_backward(
     w2, w3 = _tap(weight, channel, ok, 2, TAPS), _tap(weight, channel, ok, 3, TAPS)
     shift = tl.load(bias + channel, mask=ok, other=0.0).to(tl.float32) if BIAS else 0.0
     last = first + STRIP + 3
-    x0, x1 = _token(x, stride, channel, ok, last, tokens), _token(x, stride, channel, ok, last - 1, tokens)
-    x2 = _token(x, stride, channel, ok, last - 2, tokens)
+    n0, n1, n2, n3 = _tokens(x, stride, channel, ok, last, tokens)
+    x4, x5, x6, x0 = _wide(n0, n1, n2, n3)
+    n0, n1, n2, n3 = _tokens(x, stride, channel, ok, last - 3, tokens)
+    m0, m1, m2, m3 = _tokens(d_out, row, place, ok, last, tokens)
     zero = tl.zeros([BLOCK_H, BLOCK_D], dtype=tl.float32)
     s0, s1, s2, s3, total = zero, zero, zero, zero, zero
     p1, p2, p3 = zero, zero, zero  # what the tokens after these four give to the latest three of them
     for step in range(STRIP // 4 + 1):
         t = last - step * 4
-        x3, x4 = _token(x, stride, channel, ok, t - 3, tokens), _token(x, stride, channel, ok, t - 4, tokens)
-        x5, x6 = _token(x, stride, channel, ok, t - 5, tokens), _token(x, stride, channel, ok, t - 6, tokens)
-        g0, g1 = _gradient(d_out, row, place, ok, t, tokens), _gradient(d_out, row, place, ok, t - 1, tokens)
-        g2, g3 = _gradient(d_out, row, place, ok, t - 2, tokens), _gradient(d_out, row, place, ok, t - 3, tokens)
+        x0, x1, x2 = x4, x5, x6
+        x3, x4, x5, x6 = _wide(n0, n1, n2, n3)
+        g0, g1, g2, g3 = _wide(m0, m1, m2, m3)
+        n0, n1, n2, n3 = _tokens(x, stride, channel, ok, t - 7, tokens)
+        m0, m1, m2, m3 = _tokens(d_out, row, place, ok, t - 4, tokens)
         a0, a1, a2, a3 = _age(ages, t, tokens), _age(ages, t - 1, tokens), _age(ages, t - 2, tokens), _age(ages, t - 3, tokens)
         inside = tl.minimum(tl.minimum(a0, a1), tl.minimum(a2, a3)) >= 3
         if inside:
@@ -255,11 +272,11 @@ def convolve_backward(
             if BIAS:
                 total += g0 + g1 + g2 + g3
         p1, p2, p3 = b1, b2, b3
-        x0, x1, x2 = x4, x5, x6
-    width = (2 * keys + values) * size
-    mine = d_weight + tl.program_id(0).to(tl.int64) * 5 * width + channel
-    tl.store(mine, s0, mask=ok)
-    tl.store(mine + width, s1, mask=ok)
-    tl.store(mine + 2 * width, s2, mask=ok)
-    tl.store(mine + 3 * width, s3, mask=ok)
-    tl.store(mine + 4 * width, total, mask=ok)
+    strip = tl.program_id(0).to(tl.int64) * (2 * keys + values) * size
+    d_weight += strip * TAPS
+    _store_tap(d_weight, channel, ok, 0, TAPS, s0)
+    _store_tap(d_weight, channel, ok, 1, TAPS, s1)
+    _store_tap(d_weight, channel, ok, 2, TAPS, s2)
+    _store_tap(d_weight, channel, ok, 3, TAPS, s3)
+    if BIAS:
+        tl.store(d_bias + strip + channel, total, mask=ok)

@@ -20,7 +20,8 @@ from hf_packfree.ops.backend import Site, block_width, needs_triton
 from hf_packfree.packing import PackedSequence
 
 _TAPS = 4
-_STRIP, _CHANNELS, _WARPS = 256, 512, 4  # tokens, channels and warps of one program
+_STRIP, _CHANNELS = 256, 512  # tokens and channels of one program
+_WARPS = {"forward": 2, "backward": 4}
 
 
 class Heads(NamedTuple):
@@ -100,7 +101,7 @@ class _Convolution(torch.autograd.Function):
         for heads in job.launches:
             sizes = [heads.keys] * 2 * bool(heads.keys) + [heads.values] * bool(heads.values)
             mine = [x.new_empty(1, x.shape[1], count, heads.size) for count in sizes]
-            row, grid, launch = x[0, :, heads.channels], _grid(x.shape[1], heads), _launch(weight, bias, job, heads)
+            row, grid, launch = x[0, :, heads.channels], _grid(x.shape[1], heads), _launch(weight, bias, job, heads, "forward")
             with torch.cuda.device_of(x):  # whatever the current device is
                 convolve[grid](
                     row, *_taps(weight, bias, heads), ages, *_three(mine, heads), len(row), row.stride(0),
@@ -116,21 +117,30 @@ class _Convolution(torch.autograd.Function):
 
         x, weight, bias, ages = ctx.saved_tensors
         d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-        d_taps = weight.new_empty(5, weight.shape[0], dtype=torch.float32)  # newest first, then the bias
+        d_weights, d_biases = [], []
         left = [d_out.contiguous() for d_out in d_outs]
         for heads in ctx.job.launches:
             mine = [left.pop(0) for _ in range(2 * bool(heads.keys) + bool(heads.values))]
             row, target = x[0, :, heads.channels], d_x[0, :, heads.channels]
-            grid, launch = _grid(x.shape[1], heads), _launch(weight, bias, ctx.job, heads)
-            strips = x.new_empty(grid[0], 5, row.shape[1], dtype=torch.float32)
+            grid, launch = _grid(x.shape[1], heads), _launch(weight, bias, ctx.job, heads, "backward")
+            d_weight = x.new_empty(grid[0], row.shape[1], weight.shape[1], dtype=torch.float32)  # of each strip
+            d_bias = None if bias is None else d_weight.new_empty(d_weight.shape[:2])
             with torch.cuda.device_of(x):
                 convolve_backward[grid](
-                    row, *_taps(weight, bias, heads), ages, *_three(mine, heads), target, strips, len(row),
+                    row, *_taps(weight, bias, heads), ages, *_three(mine, heads), target, d_weight, d_bias, len(row),
                     row.stride(0), target.stride(0), heads.keys, heads.values, heads.size, ctx.job.eps or 0.0, **launch,
                 )  # fmt: skip
-            d_taps[:, heads.channels] = strips.sum(0)
-        d_weight = d_taps[: weight.shape[1]].flip(0).T.to(weight.dtype)
-        return d_x, d_weight, None if bias is None else d_taps[4].to(bias.dtype), None, None
+            d_weights.append(d_weight)
+            d_biases.append(d_bias)
+        return d_x, _summed(d_weights, weight), _summed(d_biases, bias), None, None
+
+
+def _summed(strips: list[Tensor | None], parameter: Tensor | None) -> Tensor | None:
+    """A parameter's gradient from what each launch has of its channels, strip by strip."""
+    if parameter is None:
+        return None
+    parts = [part.sum(0) for part in strips if part is not None]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(parameter.dtype)
 
 
 def _three(tensors: list[Tensor], heads: Heads) -> list[Tensor]:
@@ -155,9 +165,9 @@ def _block(heads: Heads) -> int:
     return max(1, _CHANNELS // block_width(heads.size))
 
 
-def _launch(weight: Tensor, bias: Tensor | None, job: Job, heads: Heads) -> dict[str, Any]:
+def _launch(weight: Tensor, bias: Tensor | None, job: Job, heads: Heads, way: str) -> dict[str, Any]:
     """What a program is compiled for."""
     return {
         "TAPS": weight.shape[1], "BIAS": bias is not None, "SILU": job.silu, "UNIT": job.eps is not None,
-        "STRIP": _STRIP, "BLOCK_H": _block(heads), "BLOCK_D": block_width(heads.size), "num_warps": _WARPS,
+        "STRIP": _STRIP, "BLOCK_H": _block(heads), "BLOCK_D": block_width(heads.size), "num_warps": _WARPS[way],
     }  # fmt: skip
