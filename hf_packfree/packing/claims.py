@@ -17,6 +17,34 @@ BLOCKED = -1e4
 
 
 @dataclass(frozen=True, eq=False)
+class Kept:
+    """The tokens that no claim calls padding, found once for all of them.
+
+    Attributes:
+        places: int64 [M] into the flattened [B*S].
+        row: int64 [M], the row of each.
+        new_row: bool [M - 1], whether the next one is of another row.
+        gaps: whether padding lies between them, before or behind.
+    """
+
+    places: Tensor
+    row: Tensor
+    new_row: Tensor
+    gaps: bool
+
+    @classmethod
+    def of(cls, real: Tensor) -> Kept:
+        """Read bool [B, S]."""
+        places = real.reshape(-1).nonzero()[:, 0]
+        row = torch.zeros_like(places) if len(real) == 1 else places // real.shape[1]
+        return cls(places, row, row.diff() != 0, len(places) < real.numel())
+
+    def take(self, values: Tensor) -> Tensor:
+        """Return [M] of [B, S]."""
+        return values.reshape(-1)[self.places] if self.gaps else values.reshape(-1)
+
+
+@dataclass(frozen=True, eq=False)
 class Claim:
     """The document structure one input form describes.
 
@@ -32,16 +60,16 @@ class Claim:
     values: Tensor | None = None
     step: int = 0
 
-    def starts(self, kept: Tensor) -> Tensor | None:
-        """Return bool [M]: which of the `kept` tokens (int64 [M] into [B*S]) is the first of its document."""
+    def starts(self, kept: Kept) -> Tensor | None:
+        """Return bool [M]: which of the kept tokens is the first of its document."""
         if self.values is None:
             return None
-        grown, new_row = self.values.reshape(-1)[kept].diff(), (kept // self.values.shape[1]).diff() != 0
+        grown = kept.take(self.values).diff()
         goes_on = grown == self.step
-        if self.step:  # positions that also count the padding in between
-            goes_on |= grown == kept.diff()
-        fresh = torch.ones(kept.numel(), dtype=torch.bool)
-        fresh[1:] = new_row | ~goes_on
+        if self.step and kept.gaps:  # positions that also count the padding in between
+            goes_on |= grown == kept.places.diff()
+        fresh = torch.ones(len(kept.places), dtype=torch.bool)
+        fresh[1:] = kept.new_row | ~goes_on
         return fresh
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from hf_packfree.errors import BoundaryConflict, BoundaryError
 from hf_packfree.packing.claims import (
     Claim,
+    Kept,
     check_mask_shape,
     claim_of_mask,
     claim_of_numbers,
@@ -93,20 +94,20 @@ def read_forms(
     real = torch.stack([torch.ones(shape, dtype=torch.bool), *(claim.real for claim in claims)]).all(0)
     if forms.position_ids is not None and not any(claim.form == "position_ids" for claim in claims):
         refuse_packed_mrope(forms.position_ids, real)
-    kept = real.reshape(-1).nonzero()[:, 0]
+    kept = Kept.of(real)
     drop_padding = drop_padding and _can_drop(forms, real)
-    if kept.numel() == 0:
+    if kept.places.numel() == 0:
         return _nothing(shape, device) if drop_padding else None
     starts, longest, tails = _agree(claims, kept, same_token)
     _check_longest(forms, longest)
-    starts = _row_starts(kept, shape[1]) if starts is None else starts
-    lengths, whole = _lengths(starts), bool(real.all())
+    starts = _row_starts(kept) if starts is None else starts
+    lengths = _lengths(starts)
     plain = _is_plain(forms, claims, real, lengths.numel())
     if plain and not drop_padding:
         return None
     filler = (starts.cumsum(0) - 1)[tails].tolist()
     return PackedSequence.from_lengths(
-        lengths, device=device, batch_shape=shape, indices=None if whole else kept, filler=filler, plain=plain
+        lengths, device=device, batch_shape=shape, indices=kept.places if kept.gaps else None, filler=filler, plain=plain
     )
 
 
@@ -145,7 +146,7 @@ def _claims(forms: Forms, shape: tuple[int, int], device: torch.device) -> list[
 
 
 def _agree(
-    claims: list[Claim], kept: Tensor, same_token: Callable[[Tensor, int], Tensor]
+    claims: list[Claim], kept: Kept, same_token: Callable[[Tensor, int], Tensor]
 ) -> tuple[Tensor | None, int | None, list[int]]:
     """Return bool [M], the document starts that all claims share, the longest document they speak of, and their tails.
 
@@ -158,19 +159,17 @@ def _agree(
         given = claim.starts(kept)
         if given is None:
             continue
-        starts, joined = _join_padding_tails(given, kept, claim.real.shape[1], same_token)
+        starts, joined = _join_padding_tails(given, kept, same_token)
         tails.update(joined)
         if agreed is not None and not torch.equal(agreed[1], starts):
-            raise _conflict(agreed[0], claim, int(kept[(agreed[1] != starts).nonzero()[0, 0]]))
+            raise _conflict(agreed[0], claim, int(kept.places[(agreed[1] != starts).nonzero()[0, 0]]))
         agreed = agreed or (claim, starts)
-        longest = min(int(_lengths(given).max()), longest or kept.numel())
+        longest = min(int(_lengths(given).max()), longest or len(kept.places))
     return (None if agreed is None else agreed[1]), longest, sorted(tails)
 
 
-def _row_starts(kept: Tensor, tokens: int) -> Tensor:
-    starts = torch.ones(kept.numel(), dtype=torch.bool)
-    starts[1:] = (kept // tokens).diff() != 0
-    return starts
+def _row_starts(kept: Kept) -> Tensor:
+    return torch.cat((torch.ones(1, dtype=torch.bool), kept.new_row))
 
 
 def _lengths(starts: Tensor) -> Tensor:
@@ -178,7 +177,7 @@ def _lengths(starts: Tensor) -> Tensor:
 
 
 def _join_padding_tails(
-    starts: Tensor, kept: Tensor, tokens: int, same_token: Callable[[Tensor, int], Tensor]
+    starts: Tensor, kept: Kept, same_token: Callable[[Tensor, int], Tensor]
 ) -> tuple[Tensor, list[int]]:
     """Make one segment of a row's tail of one-token documents that all hold the same token: that is padding.
 
@@ -186,8 +185,8 @@ def _join_padding_tails(
     it, and a one-token document has no next token to learn, so joining equal ones changes no loss.  Also returns the
     first place of every tail.
     """
-    row = kept // tokens
-    row_ends = torch.cat((row.diff().nonzero()[:, 0], torch.tensor([kept.numel() - 1])))
+    places, row = kept.places, kept.row
+    row_ends = torch.cat((kept.new_row.nonzero()[:, 0], torch.tensor([len(places) - 1])))
     joined, tails = starts.clone(), []
     for end in row_ends.tolist():
         if end == 0 or not (starts[end] and starts[end - 1] and row[end] == row[end - 1]):
@@ -195,7 +194,7 @@ def _join_padding_tails(
         long = (~starts[: end + 1]).nonzero()
         first = int(long[-1]) + 1 if long.numel() else 0
         first = max(first, int((row == row[end]).nonzero()[0]))
-        same = same_token(kept[first : end + 1], int(kept[end]))
+        same = same_token(places[first : end + 1], int(places[end]))
         other = (~same).nonzero()
         tail = first + (int(other[-1]) + 1 if other.numel() else 0)
         joined[tail + 1 : end + 1] = False
