@@ -11,6 +11,7 @@ within its limit.  Needs torch, transformers and accelerate, and no pytest.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import sys
@@ -22,6 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+import accelerate  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import transformers  # noqa: E402
@@ -120,7 +122,7 @@ def _accelerator(device: torch.device, **options: Any) -> Any:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
-    AcceleratorState._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=True)  # which otherwise remembers how the last one was sharded
     os.environ.pop("ACCELERATE_USE_FSDP", None)
     return Accelerator(cpu=device.type == "cpu", **options)
 
@@ -272,19 +274,26 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as own:
         folders: list[Any] = [own]
         dist.broadcast_object_list(folders)
-        results = {}
+        results: dict[str, Result] = {}
         for name in ways:
             results[name] = measure(WAYS[name], device, options.backend, Path(folders[0]) / name.replace(" ", "-"))
+            if rank == 0:  # after each, so that one that breaks does not take the others along
+                options.out.write_text(report(results, ways, device, options.backend))
         dist.barrier()
-    failed = [name for name, result in results.items() if result.failures]
-    if dist.get_rank() == 0:
-        report = {"device": _device_name(device), "torch": torch.__version__, "transformers": transformers.__version__}
-        report |= {"processes": dist.get_world_size(), "backend": options.backend}
-        report["ways"] = {name: asdict(result) for name, result in results.items()}
-        options.out.write_text(json.dumps(report | {"passed": not failed}, indent=1) + "\n")
+    if rank == 0:
         print(options.out.read_text())
     dist.destroy_process_group()
-    return 1 if failed else 0
+    return 1 if any(result.failures for result in results.values()) else 0
+
+
+def report(results: dict[str, Result], ways: list[str], device: torch.device, backend: str) -> str:
+    """Return the result as JSON; it passed if every way was measured and holds."""
+    passed = len(results) == len(ways) and not any(result.failures for result in results.values())
+    today = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
+    found = {"machine": _device_name(device), "processes": dist.get_world_size(), "date": today, "backend": backend}
+    found["versions"] = {module.__name__: module.__version__ for module in (torch, transformers, accelerate)}
+    found["ways"] = {name: asdict(result) for name, result in results.items()}
+    return json.dumps(found | {"passed": passed}, indent=1) + "\n"
 
 
 def _device_name(device: torch.device) -> str:
