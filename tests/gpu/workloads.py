@@ -11,6 +11,7 @@ from tests.gpu.shapes import SHAPES, TOKENS, Shape, batch_lengths, fixed_lengths
 
 PACKFREE = Variant()
 LIGER = Variant(liger="before")
+CUT = {"delta_rule": "flash_qla_cut"}
 STOCK = Variant(packfree=False)
 STOCK_CONV = Variant(packfree=False, fla_conv=True)
 
@@ -41,7 +42,8 @@ def groups(tiny: bool = False, backend: Any = "auto") -> list[Group]:
         *_dense(tiny), *_padded(tiny), *_linearity(tiny),
         *_wide("9b", "tiny" if tiny else "9b", tiny), *_wide("moe", "tiny-moe" if tiny else "moe", tiny),
     ]
-    return [replace(g, variant=replace(g.variant, backend=backend)) if g.variant.packfree else g for g in found]
+    ours = [group.variant.packfree and group.variant.backend == "auto" for group in found]
+    return [replace(g, variant=replace(g.variant, backend=backend)) if mine else g for g, mine in zip(found, ours)]
 
 
 def _long(tiny: bool) -> tuple[int, ...]:
@@ -67,6 +69,7 @@ def _dense(tiny: bool) -> list[Group]:
         Group(shape, PACKFREE, bare),
         Group(shape, replace(LIGER, flash_qla=False), triton),
         Group(shape, STOCK_CONV, stock, STANDS_IN),
+        Group(shape, replace(LIGER, backend=CUT), ((name, "packfree+liger, one document, cut", one),)),
     ]
 
 
