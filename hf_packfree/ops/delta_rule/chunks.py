@@ -9,7 +9,8 @@ Notation of one chunk and value head, tokens i and j of the chunk (Yang et al., 
     N = X beta (v - exp(G) k S)      and then
     o = exp(G) q S + P N,    S' = exp(G_C) S + sum_j exp(G_C - G_j) k_j N_j^T
 
-Shapes: R rows of one chunk and head each, C tokens of a chunk, K and V head sizes.
+Shapes: R rows of one chunk and key head each, each read by G value heads: RG rows of one chunk and value head each;
+C tokens of a chunk, K and V head sizes.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ class Units(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """Decay and write strength of one value head per key head.
+    """Decay and write strength of the value heads.
 
     Attributes:
-        beta: [R, C, 1].
-        decay: [R, C, 1], exp(G).
-        rest: [R, C, 1], exp(G_C - G), what a new value decays by until the end of the chunk.
-        whole: [R, 1, 1], exp(G_C).
-        pairs: [R, C, C], exp(G_i - G_j) for j <= i, else zero.
+        beta: [RG, C, 1].
+        decay: [RG, C, 1], exp(G).
+        rest: [RG, C, 1], exp(G_C - G), what a new value decays by until the end of the chunk.
+        whole: [RG, 1, 1], exp(G_C).
+        pairs: [RG, C, C], exp(G_i - G_j) for j <= i, else zero.
     """
 
     beta: Tensor
@@ -60,22 +61,20 @@ class Update(NamedTuple):
     """How the state is carried over the chunk, every factor multiplied in.
 
     Attributes:
-        read: [R, C, K], -beta exp(G) k, what is taken off the values.
-        write: [R, C, K], exp(G_C - G) k.
-        values: [R, C, V], beta v.
-        solve: [R, C, C], X.
-        whole: [R, 1, 1], exp(G_C).
+        read: [RG, C, K], -beta exp(G) k, what is taken off the values.
+        write: [RG, C, K], exp(G_C - G) k.
+        solve: [RG, C, C], X.
+        whole: [RG, 1, 1], exp(G_C).
     """
 
     read: Tensor
     write: Tensor
-    values: Tensor
     solve: Tensor
     whole: Tensor
 
 
 class Output(NamedTuple):
-    """How the output comes about: `read` [R, C, K], exp(G) q; `attend` [R, C, C], P."""
+    """How the output comes about: `read` [RG, C, K], exp(G) q; `attend` [RG, C, C], P."""
 
     read: Tensor
     attend: Tensor
@@ -98,7 +97,7 @@ def make_queries(q: Tensor, keys: Units, size: int, unit: bool, space: Scratch) 
 
 
 def make_gates(g: Tensor, beta: Tensor, space: Scratch, tag: str) -> Gates:
-    """Exponentiate the log decays g [R, C, 1]; beta [R, C, 1]; `tag` names the buffer.
+    """Exponentiate the log decays g [RG, C, 1]; beta [RG, C, 1]; `tag` names the buffer.
 
     G_i - G_j is summed from the decays between the two tokens alone: subtracting cumulative sums would lose what
     little decay there is after a strong one.
@@ -113,17 +112,16 @@ def make_gates(g: Tensor, beta: Tensor, space: Scratch, tag: str) -> Gates:
 
 
 def make_solve(keys: Units, gates: Gates, space: Scratch, tag: str) -> Tensor:
-    """Return X [R, C, C]; `tag` names the buffer."""
-    strengths = torch.mul(keys.products, gates.pairs, out=space.like("temporary", keys.products)).mul_(gates.beta)
-    return unit_lower_inverse(strengths, out=space.like(f"solve{tag}", keys.products))
+    """Return X [RG, C, C]; `tag` names the buffer."""
+    strengths = times(keys.products, gates.pairs, space, "temporary").mul_(gates.beta)
+    return unit_lower_inverse(strengths, out=space.like(f"solve{tag}", strengths))
 
 
-def make_update(keys: Units, gates: Gates, solve: Tensor, v: Tensor, space: Scratch) -> Update:
-    """Multiply the gates into the keys and into v [R, C, V], which is overwritten."""
+def make_update(keys: Units, gates: Gates, solve: Tensor, space: Scratch) -> Update:
+    """Multiply the gates into the keys."""
     return Update(
-        read=torch.mul(keys.x, gates.decay * -gates.beta, out=space.like("k_read", keys.x)),
-        write=torch.mul(keys.x, gates.rest, out=space.like("k_write", keys.x)),
-        values=v.mul_(gates.beta),
+        read=times(keys.x, gates.decay * -gates.beta, space, "k_read"),
+        write=times(keys.x, gates.rest, space, "k_write"),
         solve=solve,
         whole=gates.whole,
     )
@@ -132,9 +130,17 @@ def make_update(keys: Units, gates: Gates, solve: Tensor, v: Tensor, space: Scra
 def make_output(queries: Units, gates: Gates, space: Scratch) -> Output:
     """Multiply the decays into the queries."""
     return Output(
-        read=torch.mul(queries.x, gates.decay, out=space.like("q_read", queries.x)),
-        attend=torch.mul(queries.products, gates.pairs, out=space.like("attend", queries.products)),
+        read=times(queries.x, gates.decay, space, "q_read"),
+        attend=times(queries.products, gates.pairs, space, "attend"),
     )
+
+
+def times(shared: Tensor, rows: Tensor, space: Scratch, name: str) -> Tensor:
+    """Multiply `shared` [R, C, D] with its G `rows` each, [RG, C, D or 1], into the buffer `name` [RG, C, D]."""
+    out = space(name, len(rows), *shared.shape[1:])
+    whole = len(shared), -1
+    torch.mul(shared[:, None], rows.view(*whole, *rows.shape[1:]), out=out.view(*whole, *out.shape[1:]))
+    return out
 
 
 def _normalise(x: Tensor, scale: float, space: Scratch) -> Tensor:

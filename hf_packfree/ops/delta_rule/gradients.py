@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_packfree.ops.delta_rule.chunks import Gates, Output, Units, Update
+from hf_packfree.ops.delta_rule.chunks import Gates, Output, Units, Update, times
 from hf_packfree.ops.delta_rule.scratch import Scratch
 
 
@@ -25,64 +25,61 @@ class KeyGradients(NamedTuple):
     qk: Tensor
 
 
-def zero_gradients(keys: Units, queries: Units, space: Scratch) -> KeyGradients:
-    """Start a sum."""
-    shapes = {"d_k": keys.x, "d_q": queries.x, "d_kk": keys.products, "d_qk": queries.products}
-    return KeyGradients(*(space.like(name, x).zero_() for name, x in shapes.items()))
-
-
-def add_head(
+def finish_values(
     keys: Units,
     queries: Units,
     gates: Gates,
     update: Update,
     output: Output,
     new: Tensor,
+    z: Tensor,
     d_out: Tensor,
     kept: Tensor,
     v: Tensor,
-    total: KeyGradients,
     space: Scratch,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Add one value head's gradients to `total`.
+) -> tuple[KeyGradients, tuple[Tensor, Tensor, Tensor]]:
+    """Finish what concerns the value heads.
 
     Args:
-        update, output: what `scan_gradients` made of them, overwritten here.
-        new: [R, C, V], N.
-        d_out: [R, C, V].
-        kept: [R], the gradient of G_C through exp(G_C) S.
-        v: [R, C, V], overwritten.
+        update, output: what `scan_gradients` made of them.
+        new: [RG, C, V], N.
+        z: [RG, C, V], overwritten.
+        d_out: [RG, C, V].
+        kept: [RG], the gradient of G_C through exp(G_C) S.
+        v: [RG, C, V], overwritten.
 
     Returns:
-        The gradients of v [R, C, V], g [R, C] and beta [R, C].
+        What `finish_keys` needs, and the gradients of v [RG, C, V], g [RG, C] and beta [RG, C].
     """
-    minus_beta, z = -gates.beta, update.values
-    own = torch.bmm(z, new.mT, out=space.like("temporary", keys.products)).mul_(gates.pairs)
+    shapes = {"d_k": keys.x, "d_q": queries.x, "d_kk": keys.products, "d_qk": queries.products}
+    total = KeyGradients(*(space.like(name, x).zero_() for name, x in shapes.items()))
+    minus_beta = -gates.beta
+    own = torch.bmm(z, new.mT, out=space.like("own", gates.pairs)).mul_(gates.pairs)
     _no_diagonal(own)
-    local = torch.mul(own, keys.products, out=space.like("local", keys.products))
+    local = times(keys.products, own, space, "local")
     row_k = local.sum(-1)
-    total.kk.addcmul_(own, minus_beta)
+    _add_heads(total.kk, own, minus_beta)
     local.mul_(minus_beta)
     own = torch.bmm(d_out, new.mT, out=own).mul_(gates.pairs)
-    total.qk.add_(own)
+    _add_heads(total.qk, own)
     # the diagonal is exp(G_i - G_i): what its row and its column get cancels, but for the rounding
-    local.add_(_no_diagonal(own.mul_(queries.products)))
+    local.add_(_no_diagonal(times(queries.products, own, space, "own")))
 
     scale = gates.decay * minus_beta
-    buffer = space.like("temporary", keys.x)
     read_k, read_q, write_k = (
-        torch.mul(d, x, out=buffer).sum(-1)
+        times(x, d, space, "temporary").sum(-1)
         for d, x in ((update.read, keys.x), (output.read, queries.x), (update.write, keys.x))
     )
-    total.k.addcmul_(update.read, scale).addcmul_(update.write, gates.rest)
-    total.q.addcmul_(output.read, gates.decay)
+    _add_heads(total.k, update.read, scale)
+    _add_heads(total.k, update.write, gates.rest)
+    _add_heads(total.q, output.read, gates.decay)
 
     write_k *= gates.rest[..., 0]
     d_decay = local.sum(-1) - local.sum(-2) + read_k * scale[..., 0] + read_q * gates.decay[..., 0] - write_k
     d_decay[:, -1] += write_k.sum(-1) + kept
     d_g = d_decay.flip(-1).cumsum(-1).flip(-1)
     d_beta = v.mul_(z).sum(-1) - row_k - gates.decay[..., 0] * read_k
-    return z.mul_(gates.beta), d_g, d_beta
+    return total, (z.mul_(gates.beta), d_g, d_beta)
 
 
 def finish_keys(
@@ -103,6 +100,16 @@ def finish_keys(
         along = torch.mul(d, x, out=buffer).sum(-1, keepdim=True).mul_(-square)
         d.addcmul_(x, along).mul_(norm)
     return d_q, d_k
+
+
+def _add_heads(total: Tensor, rows: Tensor, factor: Tensor | None = None) -> None:
+    """Add to `total` [R, C, D] its G `rows` each, [RG, C, D], times `factor` [RG, C, 1]."""
+    for head in range(len(rows) // len(total)):
+        mine = slice(head, None, len(rows) // len(total))
+        if factor is None:
+            total.add_(rows[mine])
+        else:
+            total.addcmul_(rows[mine], factor[mine])
 
 
 def _no_diagonal(x: Tensor) -> Tensor:

@@ -52,12 +52,16 @@ class Window(NamedTuple):
         """M."""
         return len(self.tokens)
 
+    def rows(self, heads: int) -> slice:
+        """Where its rows lie among those of all windows, of `heads` a chunk."""
+        return slice(self.first * heads, (self.first + self.num_chunks) * heads)
+
     def places(self, which: str, stride: int, heads: slice) -> Tensor:
         """Return where the head vectors of "tokens" or "targets" lie in a table of `stride` a token: int64 [M, h, C]."""
-        key = (which, stride, heads.start, heads.stop, heads.step)
+        key = (which, stride, heads.start, heads.stop)
         if key not in self.found:
             tokens = self.tokens if which == "tokens" else self.targets
-            numbers = torch.arange(heads.start, heads.stop, heads.step, device=tokens.device)
+            numbers = torch.arange(heads.start, heads.stop, device=tokens.device)
             self.found[key] = tokens * stride + numbers[:, None]
         return self.found[key]
 

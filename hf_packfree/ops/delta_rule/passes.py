@@ -1,10 +1,10 @@
 """The forward and the backward pass: what is read when, block of heads by block and window by window.
 
-A block is a few key heads with the value heads that read them; those are taken in lanes of one value head per key head,
-so that a lane's rows match the key's.  A window is a few time steps.  Both are small enough on the CPU for what is
-computed from them to stay in the cache; elsewhere there is one of each.
+A block is a few key heads with the value heads that read them, a window a few time steps.  On the CPU both are small:
+what is computed from a window stays in the cache, and what the backward pass keeps of a block takes little fresh
+memory, whose page faults cost time.  Elsewhere a block holds as many value heads as there are key heads.
 
-Shapes: T tokens, H key heads, HV value heads, K and V head sizes.  Formulas: see `chunks.py`.
+Shapes: T tokens, H key heads, HV value heads, K and V head sizes.  More, and formulas: see `chunks.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch import Tensor
 from hf_packfree.ops.delta_rule.chunks import (
     Gates,
     Units,
-    Update,
     make_gates,
     make_keys,
     make_output,
@@ -26,7 +25,7 @@ from hf_packfree.ops.delta_rule.chunks import (
     make_solve,
     make_update,
 )
-from hf_packfree.ops.delta_rule.gradients import add_head, finish_keys, zero_gradients
+from hf_packfree.ops.delta_rule.gradients import finish_keys, finish_values
 from hf_packfree.ops.delta_rule.layout import Window, plan_windows
 from hf_packfree.ops.delta_rule.rows import TokenReader, TokenWriter
 from hf_packfree.ops.delta_rule.scan import scan_gradients, scan_outputs, scan_states
@@ -34,31 +33,32 @@ from hf_packfree.ops.delta_rule.scratch import Scratch
 from hf_packfree.packing import PackedSequence
 
 _CHUNK_ON_CPU, _CHUNK = 32, 64  # the shorter does a fifth less arithmetic, the longer takes half the steps
-_FORWARD_HEADS, _FORWARD_ROWS = 16, 256  # on the CPU: key heads of a block, chunks x heads of a window
+_FORWARD_HEADS, _FORWARD_ROWS = 16, 256  # on the CPU: value heads of a block, chunks x value heads of a window
 _BACKWARD_HEADS, _BACKWARD_ROWS = 8, 128
 
 
 class Block(NamedTuple):
-    """`size` key heads and the lanes of value heads that read them."""
+    """Some key heads and the `size` value heads that read them."""
 
-    heads: slice
+    keys: slice
+    values: slice
     size: int
-    lanes: list[slice]
 
 
 class Local(NamedTuple):
-    """What a lane's chunks of one window need before any state is known, values apart."""
+    """What the chunks of one window need before any state is known, values apart."""
 
+    keys: Units
     gates: Gates
     solve: Tensor
 
 
 class Trail(NamedTuple):
-    """What the backward pass keeps of one lane: the state before every chunk, the new values, and each window's part."""
+    """What the backward pass keeps of a block: the state before every chunk, the new values, and each window's part."""
 
     states: Tensor
     new: Tensor
-    local: dict[int, Local]
+    local: list[Local]
 
 
 class Source:
@@ -72,42 +72,38 @@ class Source:
         dtype = torch.float64 if inputs[0].dtype == torch.float64 else torch.float32
         self.space = Scratch(inputs[0].device, dtype)
 
-    def keys(self, heads: slice, window: Window, tag: str = "") -> Units:
-        """Prepare a block's keys; `tag` names the buffers, which are written anew where it comes again."""
-        return make_keys(self.k.read(heads, window, f"k{tag}", self.space), self.unit, self.space, tag)
+    def local(self, block: Block, window: Window, tag: str = "") -> Local:
+        """Prepare keys, decays and triangular systems; `tag` names buffers, written anew where it comes again."""
+        space = self.space
+        keys = make_keys(self.k.read(block.keys, window, f"k{tag}", space), self.unit, space, tag)
+        gates_of = ((self.g, f"g{tag}"), (self.beta, f"beta{tag}"))
+        g, beta = (x.read(block.values, window, name, space) for x, name in gates_of)
+        gates = make_gates(g, beta, space, tag)
+        return Local(keys, gates, make_solve(keys, gates, space, tag))
 
-    def queries(self, keys: Units, heads: slice, window: Window) -> Units:
-        """Prepare a block's queries."""
-        return make_queries(self.q.read(heads, window, "q", self.space), keys, self.size, self.unit, self.space)
+    def queries(self, keys: Units, block: Block, window: Window) -> Units:
+        """Prepare the queries."""
+        return make_queries(self.q.read(block.keys, window, "q", self.space), keys, self.size, self.unit, self.space)
 
-    def local(self, keys: Units, lane: slice, window: Window, tag: str = "") -> Local:
-        """Prepare one lane's decays and its triangular system."""
-        g, beta = (x.read(lane, window, f"{name}{tag}", self.space) for x, name in ((self.g, "g"), (self.beta, "beta")))
-        gates = make_gates(g, beta, self.space, tag)
-        return Local(gates, make_solve(keys, gates, self.space, tag))
-
-    def update(self, keys: Units, local: Local, lane: slice, window: Window) -> Update:
-        """Prepare one lane's part in the scan, which overwrites it."""
-        return make_update(keys, *local, self.v.read(lane, window, "v", self.space), self.space)
+    def values(self, gates: Gates, block: Block, window: Window) -> Tensor:
+        """Return beta v, for the scan to overwrite."""
+        return self.v.read(block.values, window, "v", self.space).mul_(gates.beta)
 
 
 def forward_pass(inputs: Sequence[Tensor], size: int, packed: PackedSequence, unit: bool) -> Tensor:
     """Compute o [1, T, HV, V] from q, k, v, g, beta, see `Source`."""
     source, out = Source(inputs, size, unit), TokenWriter(inputs[2])
     blocks, windows = _plan(inputs, packed, _FORWARD_HEADS, _FORWARD_ROWS)
-    for heads, count, lanes in blocks:
-        shape = windows[0].steps[0].docs * count, inputs[1].shape[-1], inputs[2].shape[-1]
-        states = [source.space(f"state {number}", *shape) for number in range(len(lanes))]
+    for block in blocks:
+        state = source.space("state", windows[0].steps[0].docs * block.size, inputs[1].shape[-1], inputs[2].shape[-1])
         for window in windows:
-            keys = source.keys(heads, window)
-            queries = source.queries(keys, heads, window)
-            for lane, state in zip(lanes, states, strict=True):
-                local = source.local(keys, lane, window)
-                update = source.update(keys, local, lane, window)
-                found = source.space.like("out", update.values)
-                output = make_output(queries, local.gates, source.space)
-                scan_outputs(update, output, window.steps, count, state, found)
-                out.write(found, lane, window)
+            local = source.local(block, window)
+            output = make_output(source.queries(local.keys, block, window), local.gates, source.space)
+            values = source.values(local.gates, block, window)
+            found = source.space.like("out", values)
+            update = make_update(*local, source.space)
+            scan_outputs(update, output, values, window.steps, block.size, state, found)
+            out.write(found, block.values, window)
     return out.result()
 
 
@@ -119,29 +115,23 @@ def backward_pass(
     writers = tuple(TokenWriter(x) for x in inputs)
     blocks, windows = _plan(inputs, packed, _BACKWARD_HEADS, _BACKWARD_ROWS)
     for block in blocks:
-        keys, trails = _retrace(source, block, windows)
-        _reverse(source, d_source, block, windows, keys, trails, writers)
+        _reverse(source, d_source, block, windows, _retrace(source, block, windows), writers)
     return tuple(x.result() for x in writers)
 
 
-def _retrace(source: Source, block: Block, windows: Sequence[Window]) -> tuple[list[Units], list[Trail]]:
-    """Run the forward scan once more, and keep its states, each window's keys, and what else no state goes into."""
+def _retrace(source: Source, block: Block, windows: Sequence[Window]) -> Trail:
+    """Run the forward scan once more, and keep its states, and what else no state goes into."""
+    space, key_size, value_size = source.space, source.k.table.shape[1], source.v.table.shape[1]
     rows, chunk = (windows[-1].first + windows[-1].num_chunks) * block.size, windows[0].tokens.shape[-1]
-    key_size, value_size = source.k.table.shape[1], source.v.table.shape[1]
-    states = (source.space(f"states {lane}", rows, key_size, value_size) for lane in range(len(block.lanes)))
-    news = (source.space(f"new {lane}", rows, chunk, value_size) for lane in range(len(block.lanes)))
-    trails = [Trail(*both, {}) for both in zip(states, news, strict=True)]
-    kept = []
+    trail = Trail(space("states", rows, key_size, value_size), space("new", rows, chunk, value_size), [])
     for window in windows:
-        keys = source.keys(block.heads, window, f" {window.first}")
-        kept.append(keys)
-        first = window.first * block.size
-        for number, (lane, trail) in enumerate(zip(block.lanes, trails, strict=True)):
-            local = trail.local[window.first] = source.local(keys, lane, window, f" {window.first} {number}")
-            new = trail.new[first : first + len(keys.x)]
-            update = source.update(keys, local, lane, window)
-            scan_states(update, window.steps, block.size, trail.states[first:], new)
-    return kept, trails
+        local = source.local(block, window, f" {window.first}")
+        trail.local.append(local)
+        values = source.values(local.gates, block, window)
+        here = window.rows(block.size)
+        states, new = trail.states[here.start :], trail.new[here]
+        scan_states(make_update(*local, space), values, window.steps, block.size, states, new)
+    return trail
 
 
 def _reverse(
@@ -149,43 +139,41 @@ def _reverse(
     d_source: TokenReader,
     block: Block,
     windows: Sequence[Window],
-    kept_keys: Sequence[Units],
-    trails: Sequence[Trail],
+    trail: Trail,
     writers: Sequence[TokenWriter],
 ) -> None:
     """Run the gradient from the last window to the first."""
-    space, (d_q, d_k, *d_head) = source.space, writers
-    d_states = [torch.zeros_like(trail.states[: windows[0].steps[0].docs * block.size]) for trail in trails]
-    for window, keys in zip(reversed(windows), reversed(kept_keys), strict=True):
-        here = slice(window.first * block.size, window.first * block.size + len(keys.x))
-        queries = source.queries(keys, block.heads, window)
-        total = zero_gradients(keys, queries, space)
-        for lane, trail, d_state in zip(block.lanes, trails, d_states, strict=True):
-            local = trail.local[window.first]
-            gates, update = local.gates, source.update(keys, local, lane, window)
-            output = make_output(queries, gates, space)
-            new, states = trail.new[here], trail.states[here]
-            d_out = d_source.read(lane, window, "out", space, zero_padding=True)
-            kept = scan_gradients(update, output, window.steps, block.size, states, new, d_out, d_state)
-            v = source.v.read(lane, window, "raw", space)
-            found = add_head(keys, queries, gates, update, output, new, d_out, kept, v, total, space)
-            for writer, rows in zip(d_head, found, strict=True):
-                writer.write(rows, lane, window)
+    space, (d_q, d_k, *d_values) = source.space, writers
+    first = trail.states[: windows[0].steps[0].docs * block.size]
+    d_state, product = space.like("d_state", first).zero_(), space.like("product", first)
+    for window, local in zip(reversed(windows), reversed(trail.local), strict=True):
+        here = window.rows(block.size)
+        keys, gates, _ = local
+        queries = source.queries(keys, block, window)
+        update, output = make_update(*local, space), make_output(queries, gates, space)
+        states, new = trail.states[here], trail.new[here]
+        d_out = d_source.read(block.values, window, "out", space, zero_padding=True)
+        z = space.like("z", new)
+        kept = scan_gradients(update, output, window.steps, block.size, states, new, d_out, d_state, z, product)
+        v = source.v.read(block.values, window, "v", space)
+        total, found = finish_values(keys, queries, gates, update, output, new, z, d_out, kept, v, space)
+        for writer, rows in zip(d_values, found, strict=True):
+            writer.write(rows, block.values, window)
         for writer, rows in zip((d_q, d_k), finish_keys(keys, queries, total, source.size, space), strict=True):
-            writer.write(rows, block.heads, window)
+            writer.write(rows, block.keys, window)
 
 
 def _plan(
     inputs: Sequence[Tensor], packed: PackedSequence, heads: int, rows: int
 ) -> tuple[list[Block], tuple[Window, ...]]:
-    """Cut into blocks of `heads` and windows of `rows`, on the CPU."""
+    """Cut into blocks of `heads` value heads and windows of `rows`, on the CPU."""
     key_heads, groups = inputs[0].shape[1], inputs[2].shape[1] // inputs[0].shape[1]
     chunk = _CHUNK_ON_CPU
     if inputs[0].device.type != "cpu":
         heads, rows, chunk = key_heads, key_heads * packed.num_tokens, _CHUNK
+    size = max(1, heads // groups)
     blocks = []
-    for first in range(0, key_heads, heads):
-        last = min(first + heads, key_heads)
-        lanes = [slice(first * groups + lane, (last - 1) * groups + lane + 1, groups) for lane in range(groups)]
-        blocks.append(Block(slice(first, last, 1), last - first, lanes))
+    for first in range(0, key_heads, size):
+        last = min(first + size, key_heads)
+        blocks.append(Block(slice(first, last), slice(first * groups, last * groups), (last - first) * groups))
     return blocks, packed.derive(plan_windows, chunk, max(1, rows // blocks[0].size))

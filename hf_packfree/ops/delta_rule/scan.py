@@ -1,6 +1,7 @@
 """The scans over time steps: forward over the chunks of all documents at once, and its gradient backward.
 
-Rows are sorted by time step, those of documents that go on first, see `layout.py`; notation in `chunks.py`.
+Rows are sorted by time step, those of documents that go on first, see `layout.py`; notation in `chunks.py`.  What does
+not wait for the step before is computed for all steps at once.
 """
 
 from __future__ import annotations
@@ -15,25 +16,27 @@ from hf_packfree.ops.delta_rule.layout import Step
 
 
 def scan_outputs(
-    update: Update, output: Output, steps: Sequence[Step], heads: int, state: Tensor, out: Tensor
+    update: Update, output: Output, values: Tensor, steps: Sequence[Step], heads: int, state: Tensor, out: Tensor
 ) -> None:
-    """Write o [R, C, V] to `out`.
+    """Write o [RG, C, V] to `out`.
 
     Args:
-        update, output: of R rows; `update.values` is overwritten.
+        update, output: of RG rows.
+        values: [RG, C, V], beta v, overwritten.
         steps: the time steps that the rows belong to.
         heads: rows per chunk.
         state: [rows of the very first step, K, V], the state before the first of `steps`; left as after the last.
+        out: [RG, C, V].
     """
     sizes = [step.docs * heads for step in steps]
-    views = zip(steps, out.split(sizes), *(x.split(sizes) for x in (*update, *output)), strict=True)
-    for step, out_now, k_read, k_write, values, solve, whole, q_read, attend in views:
+    views = zip(steps, *(x.split(sizes) for x in (out, values, *update, *output)), strict=True)
+    for step, out_now, values_now, k_read, k_write, solve, whole, q_read, attend in views:
         before = state[: len(out_now)]
         if step.opens:
-            new = torch.bmm(solve, values)
+            new = torch.bmm(solve, values_now)
             torch.bmm(attend, new, out=out_now)
         else:
-            new = torch.bmm(solve, values.baddbmm_(k_read, before))
+            new = torch.bmm(solve, values_now.baddbmm_(k_read, before))
             torch.bmm(q_read, before, out=out_now).baddbmm_(attend, new)
         on = step.going_on * heads
         if step.opens:
@@ -42,27 +45,30 @@ def scan_outputs(
             before[:on].mul_(whole[:on]).baddbmm_(k_write[:on].mT, new[:on])
 
 
-def scan_states(update: Update, steps: Sequence[Step], heads: int, states: Tensor, new: Tensor) -> None:
+def scan_states(
+    update: Update, values: Tensor, steps: Sequence[Step], heads: int, states: Tensor, new: Tensor
+) -> None:
     """Compute the state before every chunk, and the new values.
 
     Args:
-        update: of R rows; its values are overwritten.
+        update: of RG rows.
+        values: [RG, C, V], beta v, overwritten.
         steps: as above.
         heads: as above.
-        states: [at least R, K, V]; the first rows are read, the later ones, to those of the step after `steps`,
+        states: [at least RG, K, V]; the first rows are read, the later ones, to those of the step after `steps`,
             written.  The rows of a step that opens the row are left alone: the state is zero there.
-        new: [R, C, V], N is written here.
+        new: [RG, C, V], N is written here.
     """
     sizes = [step.docs * heads for step in steps]
-    views = zip(steps, new.split(sizes), *(x.split(sizes) for x in update), strict=True)
-    for step, new_now, k_read, k_write, values, solve, whole in views:
+    views = zip(steps, *(x.split(sizes) for x in (new, values, *update)), strict=True)
+    for step, new_now, values_now, k_read, k_write, solve, whole in views:
         on = step.going_on * heads
         before, states = states[: len(solve)], states[len(solve) :]
         if step.opens:
-            torch.bmm(solve, values, out=new_now)
+            torch.bmm(solve, values_now, out=new_now)
             torch.bmm(k_write[:on].mT, new_now[:on], out=states[:on])
         else:
-            torch.bmm(solve, values.baddbmm_(k_read, before), out=new_now)
+            torch.bmm(solve, values_now.baddbmm_(k_read, before), out=new_now)
             torch.mul(before[:on], whole[:on], out=states[:on]).baddbmm_(k_write[:on].mT, new_now[:on])
 
 
@@ -75,42 +81,45 @@ def scan_gradients(
     new: Tensor,
     d_out: Tensor,
     d_state: Tensor,
+    z: Tensor,
+    product: Tensor,
 ) -> Tensor:
     """Run the gradient from the last of `steps` to the first, with what `scan_states` found.
 
     Args:
-        update, output: of R rows; reads and writes are overwritten by their gradients, the values by Z = X^T dN.
+        update, output: of RG rows; reads and writes are overwritten by their gradients.
         steps: as above.
         heads: as above.
-        states: [R, K, V].
-        new, d_out: [R, C, V].
+        states: [RG, K, V].
+        new, d_out: [RG, C, V].
         d_state: [rows of the very first step, K, V], the gradient of the state after `steps`; left as before them.
+        z: [RG, C, V], Z = X^T dN is written here.
+        product: like d_state, overwritten.
 
     Returns:
-        [R], the gradient of G_C through exp(G_C) S.
+        [RG], the gradient of G_C through exp(G_C) S.
     """
     kept = new.new_zeros(len(new))
-    product = torch.empty_like(d_state)
+    d_new = torch.bmm(output.attend.mT, d_out)
     sizes = [step.docs * heads for step in steps]
-    views = zip(steps, *(x.split(sizes) for x in (new, states, d_out, kept, *update, *output)), strict=True)
-    for step, new_now, before, d_out_now, kept_now, *factors in reversed(list(views)):
-        k_read, k_write, z, solve, whole, q_read, attend = factors
+    split = (new, states, d_new, d_out, z, kept, *update, output.read)
+    views = zip(steps, *(x.split(sizes) for x in split), strict=True)
+    for step, new_now, before, d_new_now, d_out_now, z_now, kept_now, *factors in reversed(list(views)):
+        k_read, k_write, solve, whole, q_read = factors
         on = step.going_on * heads
         after = d_state[:on]
-        d_new = torch.bmm(attend.mT, d_out_now)
         if on:
-            d_new[:on].baddbmm_(k_write[:on], after)
+            d_new_now[:on].baddbmm_(k_write[:on], after)
             torch.bmm(new_now[:on], after.mT, out=k_write[:on])
         k_write[on:].zero_()
-        torch.bmm(solve.mT, d_new, out=z)
+        torch.bmm(solve.mT, d_new_now, out=z_now)
         if step.opens:
             k_read.zero_()
             q_read.zero_()
             continue
-        torch.mul(before[:on], after, out=product[:on]).mul_(whole[:on])
-        torch.sum(product[:on], (1, 2), out=kept_now[:on])
-        d_before = d_state[: len(z)].mul_(whole)
-        d_before.baddbmm_(k_read.mT, z).baddbmm_(q_read.mT, d_out_now)
-        torch.bmm(z, before.mT, out=k_read)
+        torch.sum(torch.mul(before[:on], after, out=product[:on]), (1, 2), out=kept_now[:on])
+        d_before = d_state[: len(z_now)].mul_(whole)
+        d_before.baddbmm_(k_read.mT, z_now).baddbmm_(q_read.mT, d_out_now)
+        torch.bmm(z_now, before.mT, out=k_read)
         torch.bmm(d_out_now, before.mT, out=q_read)
-    return kept
+    return kept.mul_(update.whole.flatten())
