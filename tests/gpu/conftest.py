@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -63,6 +64,17 @@ def precise(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     torch.set_float32_matmul_precision(before[0])
     torch.backends.cudnn.allow_tf32 = before[1]
+
+
+@pytest.fixture
+def upstream_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upstream's own torch functions instead of the kernels it finds: a reference for which nothing tunes for minutes."""
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as upstream
+
+    for name in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn"):
+        plain = inspect.unwrap(getattr(upstream, name))
+        assert plain is not getattr(upstream, name), f"{name} hides no torch function any more"
+        monkeypatch.setattr(upstream, name, plain)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -83,7 +83,7 @@ def halves(step: int):
     return [padded(batch[: ROWS // 2]), padded(batch[ROWS // 2:])]
 
 
-def test_two_hundred_steps_packed_and_padded(record):
+def test_two_hundred_steps_packed_and_padded(record, upstream_in_torch):
     reference = curve(False, lambda step: [padded(documents(step))])
     noise = {
         "64 more slots of padding": curve(False, lambda step: [padded(documents(step), 64)]),
@@ -113,7 +113,7 @@ def save(curves):
         torch.save(curves, os.path.join(folder, "curves.pt"))
 
 
-def test_control_without_boundaries_the_curves_part(record):
+def test_control_without_boundaries_the_curves_part(record, upstream_in_torch):
     """Stock reads one document per row where nobody says otherwise: its first loss already differs."""
     if TRIAL:
         pytest.skip("four steps of a tiny model show nothing")

@@ -29,7 +29,7 @@ from hf_packfree.ops.delta_rule.gradients import finish_keys, finish_values
 from hf_packfree.ops.delta_rule.layout import Window, plan_windows
 from hf_packfree.ops.delta_rule.rows import TokenReader, TokenWriter
 from hf_packfree.ops.delta_rule.scan import scan_gradients, scan_outputs, scan_states
-from hf_packfree.ops.delta_rule.scratch import Scratch
+from hf_packfree.ops.delta_rule.scratch import scratch_for
 from hf_packfree.packing import PackedSequence
 
 _CHUNK_ON_CPU, _CHUNK = 32, 64  # the shorter does a fifth less arithmetic, the longer takes half the steps
@@ -64,13 +64,13 @@ class Trail(NamedTuple):
 class Source:
     """The inputs, read and prepared one block and window at a time."""
 
-    def __init__(self, inputs: Sequence[Tensor], size: int, unit: bool) -> None:
+    def __init__(self, inputs: Sequence[Tensor], size: int, packed: PackedSequence, unit: bool) -> None:
         """`inputs`: q, k [T, H, K], v [T, HV, V], g, beta [T, HV]; `size`: K before it was widened; `unit`: norms are 1."""
         self.unit = unit
         self.q, self.k, self.v, self.g, self.beta = (TokenReader(x) for x in inputs)
         self.size = size
         dtype = torch.float64 if inputs[0].dtype == torch.float64 else torch.float32
-        self.space = Scratch(inputs[0].device, dtype)
+        self.space = scratch_for(packed, inputs[0].device, dtype)
 
     def local(self, block: Block, window: Window, tag: str = "") -> Local:
         """Prepare keys, decays and triangular systems; `tag` names buffers, written anew where it comes again."""
@@ -92,7 +92,7 @@ class Source:
 
 def forward_pass(inputs: Sequence[Tensor], size: int, packed: PackedSequence, unit: bool) -> Tensor:
     """Compute o [1, T, HV, V] from q, k, v, g, beta, see `Source`."""
-    source, out = Source(inputs, size, unit), TokenWriter(inputs[2])
+    source, out = Source(inputs, size, packed, unit), TokenWriter(inputs[2])
     blocks, windows = _plan(inputs, packed, _FORWARD_HEADS, _FORWARD_ROWS)
     for block in blocks:
         state = source.space("state", windows[0].steps[0].docs * block.size, inputs[1].shape[-1], inputs[2].shape[-1])
@@ -111,7 +111,7 @@ def backward_pass(
     inputs: Sequence[Tensor], d_out: Tensor, size: int, packed: PackedSequence, unit: bool
 ) -> tuple[Tensor, ...]:
     """Return the gradients of q, k, v, g, beta, each [1, ...], from d_out [T, HV, V]."""
-    source, d_source = Source(inputs, size, unit), TokenReader(d_out)
+    source, d_source = Source(inputs, size, packed, unit), TokenReader(d_out)
     writers = tuple(TokenWriter(x) for x in inputs)
     blocks, windows = _plan(inputs, packed, _BACKWARD_HEADS, _BACKWARD_ROWS)
     for block in blocks:
