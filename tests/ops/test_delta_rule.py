@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_packfree.errors import BackendUnavailable
 from hf_packfree.ops.delta_rule import gated_delta_rule, passes, recurrent_gated_delta_rule
+from hf_packfree.ops.delta_rule.scratch import scratch_for
 from hf_packfree.ops.delta_rule.triangular import unit_lower_inverse
 from hf_packfree.packing import PackedSequence
 
@@ -255,6 +257,23 @@ def test_tables_are_shared_between_layers() -> None:
     gated_delta_rule(*inputs, packed)
     assert tables and packed._memo.keys() == tables.keys()
     assert all(packed._memo[key] is tables[key] for key in tables)
+
+
+def test_scratch_memory_is_shared_by_the_layers_of_a_row_and_what_it_holds_does_not_matter() -> None:
+    lengths = [64, 1, 129, 5]
+    packed, inputs = PackedSequence.from_lengths(lengths), [x.float() for x in make_inputs(lengths)]
+    space = scratch_for(packed, torch.device("cpu"), torch.float32)
+    assert space is scratch_for(packed, torch.device("cpu"), torch.float32)
+    assert space is not scratch_for(packed, torch.device("cpu"), torch.float64)
+    assert space is not scratch_for(PackedSequence.from_lengths(lengths), torch.device("cpu"), torch.float32)
+    with ThreadPoolExecutor(1) as pool:
+        assert space is not pool.submit(scratch_for, packed, torch.device("cpu"), torch.float32).result()
+    fresh = run(gated_delta_rule, inputs, lengths)
+    for _ in range(2):
+        for buffer in space._buffers.values():
+            buffer.fill_(float("nan"))
+        again = run(lambda *leaves: gated_delta_rule(*leaves[:-1], packed), inputs, lengths)
+        assert all(torch.equal(x, y) for x, y in zip(again, fresh, strict=True))
 
 
 @pytest.mark.parametrize("fill", [1.0, 0.9, -0.9, 0.0])
