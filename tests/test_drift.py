@@ -93,6 +93,21 @@ def test_an_unknown_release_that_leaks_is_refused_and_the_model_untouched(unknow
     assert not patch_report(model).patched
 
 
+def test_an_unknown_release_with_another_norm_is_refused(unknown_release, monkeypatch):
+    """On GPUs a kernel computes the norms: the CPU has to ask whether upstream still computes the same."""
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as upstream
+
+    whole = upstream.Qwen3_5RMSNorm.forward
+
+    def forward(self, x):
+        return whole(self, x) * 1.001
+
+    forward.__module__ = upstream.__name__
+    monkeypatch.setattr(upstream.Qwen3_5RMSNorm, "forward", forward)
+    with pytest.raises(LeakDetected, match="documents or norms of a tiny qwen3_5 model off by 1.0e-03"):
+        apply_patches(tiny())
+
+
 def test_this_release_was_tried():
     assert eras.RELEASE <= eras.NEWEST_TRIED, "run tests/compat/run.py on it, then raise eras.NEWEST_TRIED"
 

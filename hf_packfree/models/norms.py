@@ -28,6 +28,7 @@ def _has_the_formula(norm: Any, layer: nn.Module) -> bool:
     kind = type(norm)
     runs = vars(norm).get("forward", kind.forward)
     if runs.__module__.startswith("liger_kernel."):
-        return (norm.offset, norm.casting_mode) == (1.0, "gemma")
-    modules = {base.__module__ for base in type(layer).__mro__}
-    return "forward" not in vars(norm) and kind.__module__ in modules and kind.__name__.endswith("RMSNorm")
+        return (getattr(norm, "offset", None), getattr(norm, "casting_mode", None)) == (1.0, "gemma")
+    family = {base.__module__ for base in type(layer).__mro__}
+    replaced = "forward" in vars(norm) or runs.__module__ not in family
+    return not replaced and kind.__module__ in family and kind.__name__.endswith("RMSNorm")

@@ -108,7 +108,8 @@ def _choose(site: Site, forced: Mapping[str, str], in_doubt: bool = False) -> tu
                 f"{', '.join(usable)}; pass one of them or 'auto' as backend, or in {VARIABLE}"
             )
         names[op] = asked if asked in usable else usable[0]
-        passed_over = [asked] if asked in refused else list(backends)[: list(backends).index(names[op])]
+        faster = list(backends)[: list(backends).index(names[op])]
+        passed_over = [asked] if asked in refused else [name for name in faster if name in refused]
         if passed_over and asked != names[op]:
             why[op] = "; ".join(f"not {name}: {refused[name]}" for name in passed_over)
     return Kernels(**names), why

@@ -78,25 +78,26 @@ def patch_report(model: nn.Module) -> PatchReport:
     state = next((state for module in swapped if isinstance(state := module.packfree, PatchState)), None)
     patched = state is not None and any(type(module).__name__.endswith(family.trunk) for module in swapped if family)
     config = getattr(model, "config", None)
-    implementations = {} if state is None else _implementations(state, model)
     return PatchReport(
         model=type(model).__name__,
         family=family.name if family else None,
         patched=patched,
         swaps=dict(Counter(type(module).__name__ for module in swapped)),
-        implementations=implementations,
+        implementations={} if state is None else _implementations(state, model),
         why={} if state is None else dict(state.why),
         unpacked="upstream" if state is None else state.unpacked,
         padded="upstream" if state is None else state.padded,
         attention=getattr(config, "_attn_implementation", None),
         versions=_versions(state),
-        inexact={op: name for op, name in implementations.items() if not _is_exact(op, name)},
+        inexact={} if state is None else _inexact(state),
     )
 
 
-def _is_exact(op: str, name: str) -> bool:
-    backend = OPS[op].BACKENDS.get(name)
-    return backend is None or backend.exact
+def _inexact(state: PatchState) -> dict[str, str]:
+    """What was asked for, wherever the model is now: autocast and `.to()` decide later what runs."""
+    everywhere = (state.cuda_half, state.cuda_single, state.elsewhere)
+    chosen = ((op, name) for kernels in everywhere for op, name in vars(kernels).items())
+    return {op: name for op, name in chosen if not OPS[op].BACKENDS[name].exact}
 
 
 def _versions(state: PatchState | None) -> dict[str, str | None]:

@@ -7,10 +7,13 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch import nn
 
 from hf_packfree.errors import LeakDetected
 from hf_packfree.models import eras
+from hf_packfree.models.norms import adds_one, epsilon
 from hf_packfree.models.state import PatchState
+from hf_packfree.ops.add_norm import add_norm
 from hf_packfree.patching.plan import plan_swaps
 from hf_packfree.patching.registry import Family
 from hf_packfree.patching.swap import swap
@@ -26,7 +29,7 @@ def check_release(family: Family, state: PatchState) -> None:
     """On a transformers newer than any this package was tried on, warn once and run the family's tiny model packed.
 
     Raises:
-        LeakDetected: the packed row differs from its documents run one by one.
+        LeakDetected: the packed row differs from its documents run one by one, or a norm from what kernels compute for it.
     """
     if eras.RELEASE <= eras.NEWEST_TRIED or (family.name, str(state)) in _checked:
         return
@@ -36,26 +39,49 @@ def check_release(family: Family, state: PatchState) -> None:
         eras.NEWEST_TRIED,
         family.name,
     )
-    error = packed_against_alone(family, state)
+    model = _tiny(family)
+    error = max(norms_against_formula(model), packed_against_alone(model, state))
     if not error <= LIMIT:
         raise LeakDetected(
-            f"found packed documents of a tiny {family.name} model off by {error:.1e} relative RMS on transformers "
+            f"found packed documents or norms of a tiny {family.name} model off by {error:.1e} relative RMS on transformers "
             f"{eras.RELEASE}, allowed {LIMIT:.0e}; wanted an exact release; install transformers {eras.NEWEST_TRIED} or earlier"
         )
     _checked.add((family.name, str(state)))
 
 
 @torch.no_grad()
-def packed_against_alone(family: Family, state: PatchState) -> float:
-    """Return the relative RMS between a packed row of a tiny random model and its documents run one by one."""
-    lengths = (3, 65, 1)
+def _tiny(family: Family) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model: Any = getattr(import_module(family.upstream), family.causal_lm)(family.tiny_config()).eval()
-        ids = torch.randint(0, model.config.vocab_size, (1, sum(lengths)))
-    for name, parameter in model.named_parameters():
-        if name.endswith("A_log"):  # states that live long: fast decay hides leaks
-            parameter.fill_(-4.0)
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):  # states that live long: fast decay hides leaks
+                parameter.fill_(-4.0)
+            elif name.endswith("norm.weight"):  # which begin at zero or one, where formulas look alike
+                parameter.normal_()
+    return model
+
+
+@torch.no_grad()
+def norms_against_formula(model: nn.Module) -> float:
+    """Return the worst relative RMS between a norm and the formula that takes its place on GPUs: this runs anywhere."""
+    worst = 0.0
+    for layer in model.modules():
+        parts: list[Any] = [part for part in layer.children() if isinstance(getattr(part, "weight", None), torch.Tensor)]
+        for norm in parts:
+            if adds_one(norm, layer):
+                x = torch.linspace(-3, 2, 4 * norm.weight.numel()).view(4, -1)
+                wanted = norm(x)
+                found, _ = add_norm(x, None, norm.weight, epsilon(norm))
+                worst = max(worst, float((found - wanted).norm() / wanted.norm()))
+    return worst
+
+
+@torch.no_grad()
+def packed_against_alone(model: Any, state: PatchState) -> float:
+    """Return the relative RMS between a packed row of a model, which is patched, and its documents run one by one."""
+    lengths = (3, 65, 1)
+    ids = torch.arange(sum(lengths))[None] * 37 % model.config.vocab_size
     swap(plan_swaps(model)[1], state)
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits

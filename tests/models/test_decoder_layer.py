@@ -117,6 +117,15 @@ def test_hooked_and_foreign_norms_are_called(fused):
     assert len(fused) == 5 and not any(weight is norm.weight for weight in fused for norm in called)
 
 
+def test_norms_of_a_class_whose_forward_somebody_replaced_are_called(fused, monkeypatch):
+    model, calls = tiny(), []
+    kind = type(model.model.layers[0].input_layernorm)
+    whole = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda norm, x: calls.append(1) or whole(norm, x))
+    on_kernels(model)(**BATCH.inputs)
+    assert not fused and len(calls) >= 2 * len(model.model.layers)
+
+
 def test_a_wrapped_layer_is_left_alone_where_upstreams_hands_the_record_on(monkeypatch):
     def wrapped():
         model = tiny()

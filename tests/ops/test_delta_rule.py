@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -259,18 +261,30 @@ def test_tables_are_shared_between_layers() -> None:
     assert all(packed._memo[key] is tables[key] for key in tables)
 
 
-def test_scratch_memory_is_shared_by_the_layers_of_a_row_and_what_it_holds_does_not_matter() -> None:
+def test_scratch_memory_is_shared_by_the_layers_of_a_row_and_goes_with_it() -> None:
+    cpu, row, other = torch.device("cpu"), PackedSequence.from_lengths([3]), PackedSequence.from_lengths([3])
+    space = scratch_for(row, cpu, torch.float32)
+    assert space is scratch_for(row, cpu, torch.float32)
+    assert space is not scratch_for(row, cpu, torch.float64)
+    with torch.inference_mode():
+        assert space is not scratch_for(row, cpu, torch.float32)
+    with ThreadPoolExecutor(1) as pool:
+        assert space is not pool.submit(scratch_for, row, cpu, torch.float32).result()
+    assert space is scratch_for(row, cpu, torch.float32)
+    assert space is not scratch_for(other, cpu, torch.float32), "one row's memory at a time"
+    kept = weakref.ref(scratch_for(other, cpu, torch.float32))
+    assert kept() is not None
+    del other
+    gc.collect()
+    assert kept() is None
+
+
+def test_what_scratch_memory_holds_does_not_matter() -> None:
     lengths = [64, 1, 129, 5]
     packed, inputs = PackedSequence.from_lengths(lengths), [x.float() for x in make_inputs(lengths)]
-    space = scratch_for(packed, torch.device("cpu"), torch.float32)
-    assert space is scratch_for(packed, torch.device("cpu"), torch.float32)
-    assert space is not scratch_for(packed, torch.device("cpu"), torch.float64)
-    assert space is not scratch_for(PackedSequence.from_lengths(lengths), torch.device("cpu"), torch.float32)
-    with ThreadPoolExecutor(1) as pool:
-        assert space is not pool.submit(scratch_for, packed, torch.device("cpu"), torch.float32).result()
     fresh = run(gated_delta_rule, inputs, lengths)
     for _ in range(2):
-        for buffer in space._buffers.values():
+        for buffer in scratch_for(packed, torch.device("cpu"), torch.float32)._buffers.values():
             buffer.fill_(float("nan"))
         again = run(lambda *leaves: gated_delta_rule(*leaves[:-1], packed), inputs, lengths)
         assert all(torch.equal(x, y) for x, y in zip(again, fresh, strict=True))

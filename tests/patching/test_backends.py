@@ -9,6 +9,7 @@ import torch
 
 from hf_packfree import apply_patches, patch_report
 from hf_packfree.errors import BackendUnavailable
+from hf_packfree.models.state import Kernels
 from hf_packfree.ops import attention, backend, conv, delta_rule, fla, gated_norm
 from hf_packfree.ops.backend import Site
 from hf_packfree.patching import backends
@@ -142,6 +143,16 @@ def test_the_report_says_what_is_not_exact(monkeypatch):
     report = patch_report(apply_patches(model, backend={"delta_rule": "flash_qla_cut"}))
     assert report.inexact == {"delta_rule": "flash_qla_cut"}
     assert "do not get exactly what they get alone, as asked for by delta_rule: flash_qla_cut" in str(report)
+
+
+def test_the_report_names_what_is_not_exact_wherever_the_model_is_now(monkeypatch):
+    model = apply_patches(tiny())
+    state = replace(model.model.packfree, cuda_half=Kernels(delta_rule="flash_qla_cut"))
+    for module in model.modules():
+        if getattr(module, "packfree", None) is not None:
+            monkeypatch.setattr(module, "packfree", state)
+    report = patch_report(model)
+    assert report.implementations["delta_rule"] == "torch" and report.inexact == {"delta_rule": "flash_qla_cut"}
 
 
 def test_hopper_without_a_backward_is_said_when_patching(gpu, caplog):

@@ -25,7 +25,7 @@ class _AddNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         from hf_packfree.ops.add_norm.triton_kernels import add_norm
 
-        x, total = x.contiguous(), x.contiguous()
+        x = total = x.contiguous()
         if branch is not None:
             branch = branch.contiguous()
             total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, branch.dtype))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 
 import torch
 from torch import Tensor
@@ -34,15 +35,25 @@ class Scratch:
         return self(name, *x.shape)
 
 
+class _Here(threading.local):
+    """This thread's buffers, and the row whose layers share them: the one that asked last."""
+
+    row: weakref.ref[PackedSequence] | None = None
+    spaces: dict[tuple[torch.dtype, bool], Scratch] = {}
+
+
+_here = _Here()
+
+
 def scratch_for(packed: PackedSequence, device: torch.device, dtype: torch.dtype) -> Scratch:
-    """Return buffers: on a CPU those that the row's other layers used, which live as long as the row's record.
+    """Return buffers: on a CPU those that the row's other layers used, until its record dies or another row comes.
 
     Other devices have an allocator that gives memory back without page faults.  Threads never share buffers.
     """
     if device.type != "cpu":
         return Scratch(device, dtype)
-    return packed.derive(_scratch, dtype, threading.get_ident())
-
-
-def _scratch(packed: PackedSequence, dtype: torch.dtype, thread: int) -> Scratch:
-    return Scratch(torch.device("cpu"), dtype)
+    if _here.row is None or _here.row() is not packed:
+        spaces: dict[tuple[torch.dtype, bool], Scratch] = {}
+        _here.row, _here.spaces = weakref.ref(packed, lambda _: spaces.clear()), spaces
+    key = dtype, torch.is_inference_mode_enabled()  # what is made in that mode cannot be written to outside
+    return _here.spaces.setdefault(key, Scratch(device, dtype))
