@@ -108,6 +108,21 @@ def test_an_unknown_release_with_another_norm_is_refused(unknown_release, monkey
         apply_patches(tiny())
 
 
+@pytest.mark.parametrize("broken", ["norms_against_formula", "packed_against_alone"])
+def test_an_unknown_release_that_gives_nan_is_refused(unknown_release, monkeypatch, broken):
+    monkeypatch.setattr(selfcheck, broken, lambda *arguments: float("nan"))
+    with pytest.raises(LeakDetected, match="off by nan"):
+        apply_patches(tiny())
+
+
+def test_a_norm_that_gives_nan_is_seen_among_those_that_do_not():
+    model = tiny()
+    assert selfcheck.norms_against_formula(model) < selfcheck.LIMIT
+    with torch.no_grad():
+        model.model.layers[1].input_layernorm.weight[0] = float("nan")
+    assert not selfcheck.norms_against_formula(model) <= selfcheck.LIMIT
+
+
 def test_this_release_was_tried():
     assert eras.RELEASE <= eras.NEWEST_TRIED, "run tests/compat/run.py on it, then raise eras.NEWEST_TRIED"
 
