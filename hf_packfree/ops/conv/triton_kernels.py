@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from hf_packfree.ops.conv.triton_parts import (
-    activate, ages4, convolve4, deactivate, kept, load4, load_tap, part_of, store, store_tap, widen4,
+    activate, ages4, convolve4, deactivate, kept, load4, load_taps, part_of, store, store_tap, widen4,
 )  # fmt: skip
 
 
@@ -32,13 +32,8 @@ def convolve(
     Grid: (strips, blocks of q's heads, of k's, of v's).
     """
     first = tl.program_id(0) * STRIP
-    out, before, heads, h, unit = part_of(q, k, v, keys, values, BLOCK_H)
-    h += tl.arange(0, BLOCK_H)[:, None]
-    d = tl.arange(0, BLOCK_D)[None, :]
-    place, channel, ok, row = h * size + d, (before + h) * size + d, (h < heads) & (d < size), heads * size
-    w0, w1 = load_tap(weight, channel, ok, 0, TAPS), load_tap(weight, channel, ok, 1, TAPS)
-    w2, w3 = load_tap(weight, channel, ok, 2, TAPS), load_tap(weight, channel, ok, 3, TAPS)
-    shift = tl.load(bias + channel, mask=ok, other=0.0).to(tl.float32) if BIAS else 0.0
+    out, unit, row, place, channel, ok = part_of(q, k, v, keys, values, size, BLOCK_H, BLOCK_D)
+    w0, w1, w2, w3, shift = load_taps(weight, bias, channel, ok, TAPS, BIAS)
     n0, n1, n2, n3 = load4(x, stride, channel, ok, first - 1, tokens)
     x0, x1, x2, x3 = widen4(n0, n1, n2, n3)
     n0, n1, n2, n3 = load4(x, stride, channel, ok, first + 3, tokens)
@@ -103,13 +98,8 @@ def convolve_backward(
     Walks from the strip's end, beginning with the four tokens past it, whose gradients reach back into the strip.
     """
     first = tl.program_id(0) * STRIP
-    d_out, before, heads, h, unit = part_of(d_q, d_k, d_v, keys, values, BLOCK_H)
-    h += tl.arange(0, BLOCK_H)[:, None]
-    d = tl.arange(0, BLOCK_D)[None, :]
-    place, channel, ok, row = h * size + d, (before + h) * size + d, (h < heads) & (d < size), heads * size
-    w0, w1 = load_tap(weight, channel, ok, 0, TAPS), load_tap(weight, channel, ok, 1, TAPS)
-    w2, w3 = load_tap(weight, channel, ok, 2, TAPS), load_tap(weight, channel, ok, 3, TAPS)
-    shift = tl.load(bias + channel, mask=ok, other=0.0).to(tl.float32) if BIAS else 0.0
+    d_out, unit, row, place, channel, ok = part_of(d_q, d_k, d_v, keys, values, size, BLOCK_H, BLOCK_D)
+    w0, w1, w2, w3, shift = load_taps(weight, bias, channel, ok, TAPS, BIAS)
     last = first + STRIP + 3
     n0, n1, n2, n3 = load4(x, stride, channel, ok, last, tokens)
     x4, x5, x6, x0 = widen4(n0, n1, n2, n3)

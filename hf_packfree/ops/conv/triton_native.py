@@ -34,6 +34,11 @@ class Heads(NamedTuple):
     size: int
 
     @property
+    def counts(self) -> list[int]:
+        """Heads of each tensor that there is, of q, k and v."""
+        return [count for count in (self.keys, self.keys, self.values) if count]
+
+    @property
     def channels(self) -> slice:
         """Its channels in the row."""
         return slice(self.first, self.first + (2 * self.keys + self.values) * self.size)
@@ -100,8 +105,7 @@ class _Convolution(torch.autograd.Function):
         ctx.job = job
         outs: list[Tensor] = []
         for heads in job.launches:
-            sizes = [heads.keys] * 2 * bool(heads.keys) + [heads.values] * bool(heads.values)
-            mine = [x.new_empty(1, x.shape[1], count, heads.size) for count in sizes]
+            mine = [x.new_empty(1, x.shape[1], count, heads.size) for count in heads.counts]
             row, grid, launch = x[0, :, heads.channels], _grid(x.shape[1], heads), _launch(weight, bias, job, heads, "forward")
             with torch.cuda.device_of(x):  # whatever the current device is
                 convolve[grid](
@@ -121,7 +125,7 @@ class _Convolution(torch.autograd.Function):
         d_weights, d_biases = [], []
         left = [d_out.contiguous() for d_out in d_outs]
         for heads in ctx.job.launches:
-            mine = [left.pop(0) for _ in range(2 * bool(heads.keys) + bool(heads.values))]
+            mine = [left.pop(0) for _ in heads.counts]
             row, target = x[0, :, heads.channels], d_x[0, :, heads.channels]
             grid, launch = _grid(x.shape[1], heads), _launch(weight, bias, ctx.job, heads, "backward")
             d_weight = x.new_empty(grid[0], row.shape[1], weight.shape[1], dtype=torch.float32)  # of each strip

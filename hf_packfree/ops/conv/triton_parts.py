@@ -17,7 +17,7 @@ _PTX = tl.constexpr(torch.version.hip is None and os.environ.get("TRITON_INTERPR
 
 @triton.jit
 def sigmoid(x):
-    """1 / (1 + exp(-x)) to 2 ulp in 5 instructions; Triton's own spends 14, on denormals that 1 + e swallows."""
+    """1 / (1 + exp(-x)), without the care for denormals that Triton's own takes and that 1 + e swallows."""
     if _PTX:
         e = tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * -1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1
@@ -30,8 +30,11 @@ def sigmoid(x):
 
 
 @triton.jit
-def part_of(q, k, v, keys, values, BLOCK_H: tl.constexpr):
-    """This program's tensor, the heads before it in the row, how many it has, the program's first, and if it is q or k."""
+def part_of(q, k, v, keys, values, size, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr):
+    """This program's tensor, if that is q or k, its channels a token, and where the program's lie in it and in the row.
+
+    Returns tensor, unit, channels of a token, places in the tensor, channels in the row, and which of them are there.
+    """
     block, blocks = tl.program_id(1), tl.cdiv(keys, BLOCK_H)
     if block < blocks:
         mine, before, heads, first = q, 0, keys, block * BLOCK_H
@@ -39,13 +42,25 @@ def part_of(q, k, v, keys, values, BLOCK_H: tl.constexpr):
         mine, before, heads, first = k, keys, keys, (block - blocks) * BLOCK_H
     else:
         mine, before, heads, first = v, 2 * keys, values, (block - 2 * blocks) * BLOCK_H
-    return mine, before, heads, first, block < 2 * blocks
+    h, d = first + tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    ok = (h < heads) & (d < size)
+    return mine, block < 2 * blocks, heads * size, h * size + d, (before + h) * size + d, ok
 
 
 @triton.jit
 def load_tap(weight, channel, ok, back: tl.constexpr, TAPS: tl.constexpr):
     """Weights [C, TAPS]: the tap that meets the token `back` places before."""
     return tl.load(weight + channel * TAPS + (TAPS - 1 - back), mask=ok & (back < TAPS), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_taps(weight, bias, channel, ok, TAPS: tl.constexpr, BIAS: tl.constexpr):
+    """The four taps, newest first, zero beyond TAPS, and the bias."""
+    shift = tl.load(bias + channel, mask=ok, other=0.0).to(tl.float32) if BIAS else 0.0
+    return (
+        load_tap(weight, channel, ok, 0, TAPS), load_tap(weight, channel, ok, 1, TAPS),
+        load_tap(weight, channel, ok, 2, TAPS), load_tap(weight, channel, ok, 3, TAPS), shift,
+    )  # fmt: skip
 
 
 @triton.jit
