@@ -104,11 +104,11 @@ def test_an_unknown_release_with_another_norm_is_refused(unknown_release, monkey
 
     forward.__module__ = upstream.__name__
     monkeypatch.setattr(upstream.Qwen3_5RMSNorm, "forward", forward)
-    with pytest.raises(LeakDetected, match="documents or norms of a tiny qwen3_5 model off by 1.0e-03"):
+    with pytest.raises(LeakDetected, match="documents, norms or MLPs of a tiny qwen3_5 model off by 1.0e-03"):
         apply_patches(tiny())
 
 
-@pytest.mark.parametrize("broken", ["norms_against_formula", "packed_against_alone"])
+@pytest.mark.parametrize("broken", ["norms_against_formula", "mlps_against_formula", "packed_against_alone"])
 def test_an_unknown_release_that_gives_nan_is_refused(unknown_release, monkeypatch, broken):
     monkeypatch.setattr(selfcheck, broken, lambda *arguments: float("nan"))
     with pytest.raises(LeakDetected, match="off by nan"):
@@ -121,6 +121,19 @@ def test_a_norm_that_gives_nan_is_seen_among_those_that_do_not():
     with torch.no_grad():
         model.model.layers[1].input_layernorm.weight[0] = float("nan")
     assert not selfcheck.norms_against_formula(model) <= selfcheck.LIMIT
+
+
+def test_an_mlp_of_another_formula_is_seen(monkeypatch):
+    model = tiny()
+    assert selfcheck.mlps_against_formula(model) < selfcheck.LIMIT
+    wanted = type(model.model.layers[0].mlp).forward
+
+    def clamped(mlp, x):
+        return wanted(mlp, x).clamp(-1, 1)
+
+    clamped.__module__ = wanted.__module__
+    monkeypatch.setattr(type(model.model.layers[0].mlp), "forward", clamped)
+    assert not selfcheck.mlps_against_formula(model) <= selfcheck.LIMIT
 
 
 def test_this_release_was_tried():

@@ -1,4 +1,4 @@
-"""The decoder layer over a packed row: the record goes to the mixer, and residual sums and norms run as one."""
+"""The decoder layer over a packed row: the record goes to the mixer; residual sums and norms, and the MLP, run as one."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from hf_packfree.models.contract import Sizes, size_of_norm
+from hf_packfree.models.mlp import swiglu_weights
 from hf_packfree.models.norms import adds_one, epsilon
 from hf_packfree.models.replacement import Replacement
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.add_norm import add_norm
+from hf_packfree.ops.swiglu import swiglu_mlp
 
 
 class PackedDecoderLayer(Replacement):
@@ -49,8 +51,7 @@ class PackedDecoderLayer(Replacement):
                 **kwargs,
             )
         normed, x = self._add_norm(x, mixed, self.post_attention_layernorm)
-        out = self.mlp(normed)
-        return x + (out[0] if isinstance(out, tuple) else out)  # experts may return their router's logits too
+        return x + self._feed_forward(normed)
 
     def _add_norm(self, x: Tensor, branch: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
         """Return norm(x + branch) and x + branch; "torch" means upstream's module, or what stands in its place."""
@@ -59,6 +60,15 @@ class PackedDecoderLayer(Replacement):
             return add_norm(x, branch, norm.weight, epsilon(norm), backend=backend)
         total = x if branch is None else x + branch
         return norm(total), total
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        """Return what the MLP makes of x; "torch" means upstream's module, or what stands in its place."""
+        backend = state_of(self).kernels_for(x.device, x.dtype).swiglu
+        weights = None if backend == "torch" else swiglu_weights(self.mlp, self, x)
+        if weights is not None:
+            return swiglu_mlp(x, *weights, backend=backend)
+        out: Tensor | tuple[Tensor, ...] = self.mlp(x)
+        return out[0] if isinstance(out, tuple) else out  # experts may return their router's logits too
 
     @staticmethod
     def checkpoint_sizes(layer: Any) -> Sizes:

@@ -20,7 +20,7 @@ def project(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
     instead of in a pass over memory of its own; narrow neighbours are one product.  Adapters, quantised layers, hooks,
     biases, autocast and sharded weights are called as they are.
     """
-    if x.is_cuda and all(_is_plain(layer, x) for layer in layers):  # without gradients too: the same bits
+    if x.is_cuda and all(is_plain(layer, x) for layer in layers):  # without gradients too: the same bits
         weights = (layer.weight for layer in layers)
         return _Projections.apply(x, *weights)
     return tuple(layer(x) for layer in layers)
@@ -32,7 +32,8 @@ def is_hooked(layer: Any) -> bool:
     return hasattr(layer, "_hf_hook") or any(hooks)
 
 
-def _is_plain(layer: Any, x: Any) -> bool:
+def is_plain(layer: Any, x: Any) -> bool:
+    """Whether calling the layer on x is one product with its weight and nothing else."""
     plain: bool = (
         getattr(layer, "bias", 0) is None
         and type(layer.weight) is nn.Parameter

@@ -29,6 +29,7 @@ class Kernels:
     output_gate: str = "torch"
     gates: str = "torch"
     add_norm: str = "torch"
+    swiglu: str = "torch"
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 
 from hf_packfree.errors import BackendUnavailable
 from hf_packfree.models.state import Kernels, PatchState
-from hf_packfree.ops import add_norm, attention, conv, delta_rule, gated_norm, gates, norm_rope, output_gate
+from hf_packfree.ops import add_norm, attention, conv, delta_rule, gated_norm, gates, norm_rope, output_gate, swiglu
 from hf_packfree.ops.backend import Backend, Site
 
 VARIABLE = "PACKFREE_BACKEND"
@@ -26,6 +26,7 @@ OPS: dict[str, ModuleType] = {
     "output_gate": output_gate,
     "gates": gates,
     "add_norm": add_norm,
+    "swiglu": swiglu,
 }
 
 Choice = str | Mapping[str, str]

@@ -11,9 +11,11 @@ from torch import nn
 
 from hf_packfree.errors import LeakDetected
 from hf_packfree.models import eras
+from hf_packfree.models.mlp import swiglu_weights
 from hf_packfree.models.norms import adds_one, epsilon
 from hf_packfree.models.state import PatchState
 from hf_packfree.ops.add_norm import add_norm
+from hf_packfree.ops.swiglu import swiglu_mlp
 from hf_packfree.patching.plan import plan_swaps
 from hf_packfree.patching.registry import Family
 from hf_packfree.patching.swap import swap
@@ -29,7 +31,8 @@ def check_release(family: Family, state: PatchState) -> None:
     """On a transformers newer than any this package was tried on, warn once and run the family's tiny model packed.
 
     Raises:
-        LeakDetected: the packed row differs from its documents run one by one, or a norm from what kernels compute for it.
+        LeakDetected: the packed row differs from its documents run one by one, or a norm or an MLP from what kernels
+            compute for it.
     """
     if eras.RELEASE <= eras.NEWEST_TRIED or (family.name, str(state)) in _checked:
         return
@@ -40,11 +43,12 @@ def check_release(family: Family, state: PatchState) -> None:
         family.name,
     )
     model = _tiny(family)
-    error = _worst([norms_against_formula(model), packed_against_alone(model, state)])
+    error = _worst([norms_against_formula(model), mlps_against_formula(model), packed_against_alone(model, state)])
     if not error <= LIMIT:
         raise LeakDetected(
-            f"found packed documents or norms of a tiny {family.name} model off by {error:.1e} relative RMS on transformers "
-            f"{eras.RELEASE}, allowed {LIMIT:.0e}; wanted an exact release; install transformers {eras.NEWEST_TRIED} or earlier"
+            f"found packed documents, norms or MLPs of a tiny {family.name} model off by {error:.1e} relative RMS on "
+            f"transformers {eras.RELEASE}, allowed {LIMIT:.0e}; wanted an exact release; install transformers "
+            f"{eras.NEWEST_TRIED} or earlier"
         )
     _checked.add((family.name, str(state)))
 
@@ -79,6 +83,21 @@ def norms_against_formula(model: nn.Module) -> float:
                 wanted = norm(x)
                 found, _ = add_norm(x, None, norm.weight, epsilon(norm))
                 errors.append(float((found - wanted).norm() / wanted.norm()))
+    return _worst(errors)
+
+
+@torch.no_grad()
+def mlps_against_formula(model: nn.Module) -> float:
+    """Return the worst relative RMS between an MLP and the formula that takes its place on GPUs: this runs anywhere."""
+    errors = [0.0]
+    for layer in model.modules():
+        mlp: Any = getattr(layer, "mlp", None)
+        if hasattr(mlp, "gate_proj"):
+            x = torch.linspace(-3, 2, 4 * mlp.gate_proj.in_features).view(4, -1)
+            weights = swiglu_weights(mlp, layer, x)
+            if weights is not None:
+                wanted = mlp(x)
+                errors.append(float((swiglu_mlp(x, *weights) - wanted).norm() / wanted.norm()))
     return _worst(errors)
 
 

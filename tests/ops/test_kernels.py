@@ -18,6 +18,7 @@ from hf_packfree.ops.conv import causal_conv1d, qkv_conv, triton_native
 from hf_packfree.ops.gated_norm import gated_rms_norm
 from hf_packfree.ops.norm_rope import norm_rope
 from hf_packfree.ops.output_gate import output_gate
+from hf_packfree.ops.swiglu import swiglu_mlp
 from hf_packfree.packing import PackedSequence
 
 triton_native._STRIP = 32  # the interpreter walks every strip to its end
@@ -57,6 +58,7 @@ CASES = {
         (1, T, 3, 2 * D), (D,),
     ),
     "output gate": (lambda x, z, backend: output_gate(x, z[..., D:], backend=backend), (1, T, 3, D), (1, T, 3, 2 * D)),
+    "swiglu": (lambda *inputs, backend: swiglu_mlp(*inputs, backend=backend), (1, T, D), (40, D), (40, D), (D, 40)),
     "add norm": (lambda x, z, w, backend: add_norm(x, z[..., 7:], w, 1e-6, backend=backend), (1, T, 72), (1, T, 79), (72,)),
     "add norm, nothing added": (lambda x, w, backend: add_norm(x, None, w, 1e-6, backend=backend), (1, T, 72), (72,)),
     "add norm, norm alone": (lambda x, z, w, backend: add_norm(x, z, w, 1e-6, backend=backend)[0], *[(1, T, 72)] * 2, (72,)),
@@ -130,6 +132,34 @@ assert ((x - y).abs() <= 1e-6 * y.abs()).all()
 print(worst)
 '''
 
+SWIGLU = '''
+import torch
+from hf_packfree.ops.swiglu import swiglu_mlp
+from tests.support import relative_rms
+
+torch.manual_seed(0)
+T, D, F = 701, 24, 40
+shapes = (1, T, D), (F, D), (F, D), (D, F)
+x, *weights = leaves = [torch.randn(shape, requires_grad=True) for shape in shapes]
+sizes = []
+with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
+    y = swiglu_mlp(*leaves, backend="triton")
+assert sorted(sizes) == sorted([T * D, F * D, F * D, D * F, T * F, T * F]), sizes  # not the product: it is made again
+loss = y.square().sum()
+first, again = (torch.autograd.grad(loss, leaves, retain_graph=keep) for keep in (True, False))
+assert all(torch.equal(a, b) for a, b in zip(first, again))  # the kernel writes over nothing that is kept
+frozen = [t.detach().requires_grad_(i in (0, 2)) for i, t in enumerate(leaves)]
+some = torch.autograd.grad(swiglu_mlp(*frozen, backend="triton").square().sum(), [frozen[0], frozen[2]])
+assert torch.equal(some[0], first[0]) and torch.equal(some[1], first[2])
+far = torch.tensor([[[-200.0, 200.0]]], requires_grad=True)  # where exp overflows in fp32
+eye = torch.eye(2)
+(d_far,) = torch.autograd.grad(swiglu_mlp(far, eye, eye, eye, backend="triton").sum(), far)
+wide = far.detach().double().requires_grad_()
+(d_wide,) = torch.autograd.grad(swiglu_mlp(wide, eye.double(), eye.double(), eye.double()).sum(), wide)
+assert d_far.isfinite().all() and torch.allclose(d_far.double(), d_wide, rtol=1e-6, atol=1e-6), (d_far, d_wide)
+print(relative_rms(y.detach(), swiglu_mlp(*(t.detach().double() for t in leaves))))
+'''
+
 MODEL = '''
 import dataclasses
 import torch
@@ -142,7 +172,8 @@ ids = torch.cat(documents(ROW))[None]
 positions = torch.cat([torch.arange(length) for length in ROW])[None]
 weights = torch.randn(1, ids.shape[1], 128, generator=torch.Generator().manual_seed(3))
 OURS = Kernels(
-    conv="triton", gated_norm="triton", norm_rope="triton", output_gate="triton", gates="triton", add_norm="triton"
+    conv="triton", gated_norm="triton", norm_rope="triton", output_gate="triton", gates="triton", add_norm="triton",
+    swiglu="triton",
 )
 
 
@@ -169,7 +200,7 @@ print(worst)
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed; pip install triton (it runs on CPUs here)")
-@pytest.mark.parametrize("program", [PROGRAM, GATES, MODEL], ids=["ops", "gates", "model"])
+@pytest.mark.parametrize("program", [PROGRAM, GATES, SWIGLU, MODEL], ids=["ops", "gates", "swiglu", "model"])
 def test_triton_kernels_match_their_twins(program):
     root = Path(__file__).parents[2]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}

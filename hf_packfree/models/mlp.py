@@ -1,0 +1,35 @@
+"""Which MLPs are only their weights and formula, so that one function with a backward pass of its own computes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_packfree.models.linears import is_hooked, is_plain
+
+_LIGERS = ("liger_kernel.transformers.swiglu", "LigerSwiGLUMLP.forward")
+
+
+def swiglu_weights(mlp: Any, layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return the weights of gate, up and down where `mlp(x)` is down(silu(gate(x)) * up(x)) and nothing else, else None.
+
+    That is the MLP of the modeling module that `layer` comes from, or Liger's kernel for it, of the class or put on the
+    instance.  Experts, adapters, hooks, quantised or sharded weights and anything unknown are called as they are.
+    """
+    if not _has_the_formula(mlp, layer) or is_hooked(mlp) or is_hooked(mlp.act_fn):
+        return None
+    layers = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+    if not all(is_plain(part, x) for part in layers):
+        return None
+    gate, up, down = (part.weight for part in layers)
+    return gate, up, down
+
+
+def _has_the_formula(mlp: Any, layer: nn.Module) -> bool:
+    kind, family = type(mlp), {base.__module__ for base in type(layer).__mro__}
+    runs = vars(mlp).get("forward", kind.forward)
+    ligers = (runs.__module__, getattr(runs, "__qualname__", "")) == _LIGERS
+    upstreams = "forward" not in vars(mlp) and runs.__module__ in family and kind.__module__ in family
+    named = kind.__name__.endswith("MLP") and "forward" not in vars(getattr(mlp, "act_fn", mlp))
+    return (ligers or (upstreams and named)) and type(getattr(mlp, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")

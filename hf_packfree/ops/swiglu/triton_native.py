@@ -1,0 +1,53 @@
+"""The MLP on torch's matrix products and our Triton kernels.
+
+The gated product is made again in the backward pass, by the kernel that reads gate and up there anyway: a sixth memory
+pass over [T, F] instead of keeping it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
+
+_BLOCK = 2048  # elements of a program
+
+
+def swiglu_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """See `hf_packfree.ops.swiglu.swiglu_mlp`."""
+    return _SwiGLU.apply(x, gate, up, down)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        from hf_packfree.ops.swiglu.triton_kernels import gated
+
+        a, b = linear(x, gate), linear(x, up)
+        ctx.save_for_backward(x, gate, up, down, a, b)
+        product = torch.empty_like(a)
+        _launch(gated, a, b, product)
+        return linear(product, down)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+        from hf_packfree.ops.swiglu.triton_kernels import gated_backward
+
+        x, gate, up, down, a, b = (t.flatten(0, -2) for t in ctx.saved_tensors)
+        wants_x, wants_gate, wants_up, wants_down = ctx.needs_input_grad
+        d_y, shape = d_y.flatten(0, -2), d_y.shape
+        product, d_a, d_b = d_y @ down, torch.empty_like(a), torch.empty_like(b)
+        _launch(gated_backward, a, b, product, d_a, d_b)
+        d_x = (d_a @ gate).addmm_(d_b, up).view(shape) if wants_x else None
+        d_gate, d_up = (d.T @ x if wanted else None for d, wanted in ((d_a, wants_gate), (d_b, wants_up)))
+        return d_x, d_gate, d_up, d_y.T @ product if wants_down else None
+
+
+def _launch(kernel: Any, a: Tensor, *others: Tensor) -> None:
+    with torch.cuda.device_of(a):
+        sizes = a.numel() // a.shape[-1], a.shape[-1]
+        kernel[(-(-a.numel() // _BLOCK),)](a, *others, *sizes, BLOCK=_BLOCK, num_warps=8)

@@ -1,0 +1,162 @@
+"""The MLP of the decoder layer's packed branch: which ones a kernel may compute, and that those are exact."""
+
+from __future__ import annotations
+
+from types import MethodType
+
+import pytest
+import torch
+from torch import nn
+
+from hf_packfree import apply_patches
+from hf_packfree.models import decoder_layer
+from hf_packfree.models.mlp import swiglu_weights
+from hf_packfree.models.state import Kernels, PatchState
+from hf_packfree.ops.swiglu import BACKENDS, swiglu_mlp
+from tests.forms import row_batch
+from tests.support import GRADIENT_TOL, LOGIT_TOL, ROW, errors, random_weights, run, run_alone, tiny
+
+BATCH = row_batch("positions", ROW)
+
+
+def ligers(mlp, x):
+    return type(mlp).forward(mlp, x)
+
+
+ligers.__module__, ligers.__qualname__ = "liger_kernel.transformers.swiglu", "LigerSwiGLUMLP.forward"
+
+
+def another_of_ligers(mlp, x):
+    return 2 * type(mlp).forward(mlp, x)
+
+
+another_of_ligers.__module__, another_of_ligers.__qualname__ = "liger_kernel.transformers.swiglu", "LigerPhi3SwiGLUMLP.forward"
+
+
+class Adapter(nn.Linear):
+    """A linear layer that does more, as adapters' do."""
+
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """The gate weights of the MLPs that the op computes, here by its torch twin under the kernel's name."""
+    seen = []
+
+    def twin(x, gate, up, down, *, backend):
+        assert backend == "triton"
+        seen.append(gate)
+        return BACKENDS["torch"].run(x, gate, up, down)
+
+    monkeypatch.setattr(decoder_layer, "swiglu_mlp", twin)
+    return seen
+
+
+def on_kernels(model):
+    """Patch, with the kernel's name chosen for this device."""
+    for module in apply_patches(model).modules():
+        if "packfree" in vars(module):
+            vars(module)["packfree"] = PatchState(elsewhere=Kernels(swiglu="triton"))
+    return model
+
+
+def test_every_mlp_is_computed_by_the_op_and_exact(fused):
+    model, weights = on_kernels(tiny()), random_weights(BATCH, 128)
+    logits, grads = errors(run(model, BATCH, weights), run_alone(model, BATCH, weights))
+    assert logits <= LOGIT_TOL and grads <= GRADIENT_TOL, (logits, grads)
+    wanted = [layer.mlp.gate_proj.weight for layer in model.model.layers]
+    assert len(fused) == len(wanted) and all(a is b for a, b in zip(fused, wanted))
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_next"])
+def test_experts_are_called(family, fused):
+    on_kernels(tiny(family))(**BATCH.inputs)
+    assert not fused
+
+
+def test_ligers_are_computed_too_but_not_another_formula_of_its(fused):
+    model = on_kernels(tiny())
+    for layer, forward in zip(model.model.layers, (ligers, ligers, another_of_ligers, ligers)):
+        layer.mlp.forward = MethodType(forward, layer.mlp)
+    model(**BATCH.inputs)
+    assert len(fused) == 3 and not any(gate is model.model.layers[2].mlp.gate_proj.weight for gate in fused)
+
+
+def _hook_activation(mlp, calls):
+    mlp.act_fn.register_forward_hook(lambda *call: calls.append("called"))
+
+
+def _hook_module(mlp, calls):
+    mlp.register_forward_pre_hook(lambda *call: calls.append("called"))
+
+
+def _hook_projection(mlp, calls):
+    mlp.up_proj.register_forward_hook(lambda *call: calls.append("called"))
+
+
+def _own_forward(mlp, calls):
+    mlp.forward = lambda x: calls.append("called") or torch.zeros_like(x)
+
+
+def _own_forward_of_the_activation(mlp, calls):
+    mlp.act_fn.forward = lambda x: calls.append("called") or x
+
+
+def _adapter(mlp, calls):
+    mlp.down_proj = Adapter(mlp.down_proj.in_features, mlp.down_proj.out_features, bias=False)
+    mlp.down_proj.register_forward_hook(lambda *call: calls.append("called"))
+
+
+def _bias(mlp, calls):
+    mlp.gate_proj.bias = nn.Parameter(torch.zeros(mlp.gate_proj.out_features))
+    calls.append("called")
+
+
+def _another_activation(mlp, calls):
+    mlp.act_fn = nn.GELU()
+    calls.append("called")
+
+
+CHANGES = [
+    _hook_activation, _hook_module, _hook_projection, _own_forward, _own_forward_of_the_activation, _adapter, _bias,
+    _another_activation,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
+def test_what_somebody_changed_is_called(change, fused):
+    model, calls = tiny(), []
+    change(model.model.layers[1].mlp, calls)
+    on_kernels(model)(**BATCH.inputs)
+    assert calls == ["called"] and len(fused) == 3
+    assert not any(gate is model.model.layers[1].mlp.gate_proj.weight for gate in fused)
+
+
+def test_a_class_whose_forward_somebody_replaced_is_called(fused, monkeypatch):
+    model, calls = tiny(), []
+    kind = type(model.model.layers[0].mlp)
+    whole = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda mlp, x: calls.append(1) or whole(mlp, x))
+    on_kernels(model)(**BATCH.inputs)
+    assert not fused and len(calls) == 4
+
+
+def test_under_autocast_and_in_another_dtype_the_module_is_called():
+    layer = tiny().model.layers[0]
+    x = torch.randn(3, layer.mlp.gate_proj.in_features)
+    assert swiglu_weights(layer.mlp, layer, x) is not None
+    assert swiglu_weights(layer.mlp, layer, x.double()) is None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert swiglu_weights(layer.mlp, layer, x) is None
+
+
+def test_the_torch_twin_is_upstreams_mlp_bit_for_bit_and_differentiable():
+    mlp = tiny().bfloat16().model.layers[0].mlp
+    weights = [part.weight for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
+    torch.manual_seed(0)
+    x = torch.randn(1, 9, weights[0].shape[1], dtype=torch.bfloat16)
+    assert torch.equal(swiglu_mlp(x, *weights), mlp(x))
+    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((1, 5, 6), (7, 6), (7, 6), (6, 7))]
+    assert torch.autograd.gradcheck(swiglu_mlp, leaves)
