@@ -95,7 +95,7 @@ class PackedAttention(Replacement):
         )
         gated = output_gate(out, gate, backend=kernels.output_gate)
         again = partial(output_gate, out, gate, backend=kernels.output_gate)
-        with computed_again((gated,), lambda: (again(),), kernels.output_gate != "torch"):
+        with computed_again(gated, again, kernels.output_gate != "torch"):
             return self.o_proj(gated.flatten(2))
 
     def _place(

@@ -66,20 +66,17 @@ class PackedGatedDeltaNet(Replacement):
         by_module = kernels.gated_norm == "torch" or is_hooked(self.norm)  # upstream's, or what stands in its place
         normalise = self.norm if by_module else partial(_gated_norm, self.norm, backend=kernels.gated_norm)
         normed = normalise(out, z)
-        with computed_again((normed,), lambda: (normalise(out, z),), not by_module):
+        with computed_again(normed, lambda: normalise(out, z), not by_module):
             return self.out_proj(normed.view(1, packed.num_tokens, self.value_dim))
 
     def _remember(self, mixed: Tensor, g: Tensor, beta: Tensor, packed: PackedSequence, kernels: Kernels) -> Tensor:
         """Run convolution and delta rule, [1, T, C] to [1, T, HV, V]."""
         weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
         heads, sizes = (self.num_k_heads, self.num_v_heads), (self.head_k_dim, self.head_v_dim)
-        convolve = partial(
-            qkv_conv, weight=weight, packed=packed, heads=heads, sizes=sizes, bias=bias, activation=self.activation,
-            backend=kernels.conv,
-        )  # fmt: skip
-        q, k, v, unit = convolve(mixed)
-        with computed_again((q, k, v), lambda: convolve(mixed)[:3], unit):
-            return gated_delta_rule(q, k, v, g, beta, packed, unit=unit, backend=kernels.delta_rule)
+        q, k, v, unit = qkv_conv(
+            mixed, weight, packed, heads, sizes, bias=bias, activation=self.activation, backend=kernels.conv
+        )
+        return gated_delta_rule(q, k, v, g, beta, packed, unit=unit, backend=kernels.delta_rule)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return q|k|v [1, T, C], the output gate z [1, T, HV*V], and b, a [1, T, HV], from the family's own layout."""

@@ -59,6 +59,7 @@ def test_gradients(order, record_property):
     step = in_steps(labelled())[0]
     steps = [[(ids.cuda(), labels.cuda()) for ids, labels in step]]
     batch = {name: value.cuda() for name, value in DataCollatorWithFlattening()(rows(step)).items()}
+    batch["return_dict"] = True  # Liger would ask the config, by a name that transformers has deprecated
     model = with_liger(tiny().cuda(), order)
     model(**batch, use_cache=False).loss.backward()
     error = worst([gradients(model)], one_by_one(tiny().cuda(), steps))

@@ -142,6 +142,11 @@ def _gates(function: Any, ba: Tensor, A_log: Tensor, dt_bias: Tensor, backend: s
     return torch.cat(function(a, b, A_log, dt_bias, backend=backend), -1)
 
 
+def _swiglu_leaves(tokens: int) -> dict[str, Tensor]:
+    shapes = {"gate": (3 * WIDTH, WIDTH), "up": (3 * WIDTH, WIDTH), "down": (WIDTH, 3 * WIDTH)}
+    return {"x": _random(1, tokens, WIDTH)} | {name: _random(*shape) * shape[1] ** -0.5 for name, shape in shapes.items()}
+
+
 def _channels() -> int:
     return (2 * HEADS[0] + HEADS[1]) * HEADS[2]
 
@@ -193,6 +198,11 @@ OPS = {
             "gates", "hf_packfree.ops.gates", _gates_leaves,
             lambda f, x, packed, backend: _gates(f, x["ba"], x["A_log"], x["dt_bias"], backend),
             "gates", shared=("A_log", "dt_bias"), mixes=False, exact=("triton",),
+        ),
+        Op(
+            "swiglu", "hf_packfree.ops.swiglu", _swiglu_leaves,
+            lambda f, x, packed, backend: f(x["x"], x["gate"], x["up"], x["down"], backend=backend),
+            "swiglu_mlp", shared=("gate", "up", "down"), mixes=False,  # matrix products: few rows take other kernels
         ),
         Op(
             "add norm", "hf_packfree.ops.add_norm",

@@ -38,6 +38,7 @@ def operations(results: Results, clock: Clock, lengths: Sequence[int], *, size: 
         _attention(results, clock, packed, *heads)
     for width in widths["stream"]:
         _add_norm(results, clock, packed, width)
+        _swiglu(results, clock, packed, width)
 
 
 def _delta_rule(results: Results, clock: Clock, packed: PackedSequence, heads: int, values: int, size: int) -> None:
@@ -124,6 +125,19 @@ def _add_norm(results: Results, clock: Clock, packed: PackedSequence, width: int
         _time(results, clock, workload, backend, call, (x, branch, weight))
 
 
+def _swiglu(results: Results, clock: Clock, packed: PackedSequence, width: int) -> None:
+    """The whole MLP, matrix products included; three times as wide inside, as the published models."""
+    workload = f"layer swiglu {width} channels"
+    from hf_packfree.ops.swiglu import BACKENDS, swiglu_mlp
+
+    if not _asked(results, workload, BACKENDS):
+        return
+    leaves = (_leaf(clock.device, 1, packed.num_tokens, width), _leaf(clock.device, 3 * width, width),
+              _leaf(clock.device, 3 * width, width), _leaf(clock.device, width, 3 * width))
+    for backend in sorted(BACKENDS):
+        _time(results, clock, workload, backend, partial(swiglu_mlp, *leaves, backend=backend), leaves)
+
+
 def _leaf(device: str, *shape: int) -> Tensor:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     return torch.randn(*shape, device=device, dtype=dtype).requires_grad_()
@@ -157,21 +171,34 @@ def products(shape: Shape) -> Counter[tuple[int, int, int]]:
 
 
 def floor(shape: Shape, tokens: int, clock: Clock) -> dict[str, Any]:
-    """Time the linear layers' products alone: forward, and the gradients of inputs and weights; experts evenly loaded."""
+    """Time the linear layers' products alone: forward, and the gradients of inputs and weights; experts evenly loaded.
+
+    "ms" is the sum of every shape timed by itself, which is over before a GPU slows down at its power limit;
+    "sustained_ms" is a step's worth of all of them, as often as a step is timed.
+    """
     choices = shape.sizes.get("num_experts_per_tok", 1)
-    total, parts = 0.0, {}
-    for (experts, outputs, inputs), count in products(shape).items():
-        rows = tokens if experts == 1 else tokens * choices // experts
-        x, dy, w = (_leaf(clock.device, experts, *sides).detach()
-                    for sides in ((rows, inputs), (rows, outputs), (outputs, inputs)))
-        if experts == 1:
-            x, dy, w = x[0], dy[0], w[0]
+    counts = products(shape)
+    calls = {key: _three(clock.device, tokens if key[0] == 1 else tokens * choices // key[0], *key) for key in counts}
 
-        def three(x: Tensor = x, dy: Tensor = dy, w: Tensor = w) -> None:
-            x @ w.mT, dy @ w, dy.mT @ x
+    def step() -> None:
+        for key, count in counts.items():
+            for _ in range(count):
+                calls[key]()
 
-        parts[f"{count} x {experts} x {outputs} x {inputs}"] = ms = count * clock.measure(three)["ms"]
-        total += ms
-        del x, dy, w, three
-        free()
-    return {"ms": total, "real_tokens_per_s": tokens / total * 1e3, "parts_ms": parts, "layers": shape.layers}
+    parts = {" x ".join(map(str, (count, *key))): count * clock.measure(calls[key])["ms"] for key, count in counts.items()}
+    total, sustained = sum(parts.values()), clock.measure(step)["ms"]
+    free()
+    speed = tokens / total * 1e3
+    return {"ms": total, "sustained_ms": sustained, "real_tokens_per_s": speed, "parts_ms": parts, "layers": shape.layers}
+
+
+def _three(device: str, rows: int, experts: int, outputs: int, inputs: int) -> Call:
+    """The products of one layer's forward pass and of its gradients of x and w, on random numbers."""
+    x, dy, w = (_leaf(device, experts, *sides).detach() for sides in ((rows, inputs), (rows, outputs), (outputs, inputs)))
+    if experts == 1:
+        x, dy, w = x[0], dy[0], w[0]
+
+    def three() -> None:
+        x @ w.mT, dy @ w, dy.mT @ x
+
+    return three

@@ -33,8 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> Results:
     options = parse(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     results = Results(options.out / "rows.jsonl", options.minutes, options.only, options.list, options.resume)
-    clock = Clock(options.device, options.warmup, options.runs)
-    print(machine(options.device), flush=True)
+    clock = Clock("cpu" if options.list else options.device, options.warmup, options.runs)
+    print(machine(clock.device), flush=True)
     for group in groups(options.tiny, options.backend):
         run_group(group, results, clock, options)
     run_floors(results, clock, options.tiny)

@@ -15,7 +15,7 @@ CATEGORIES = (  # the first that is found in the kernel's lower-case name counts
     ("conv", r"conv"),
     ("delta rule", r"delta|gdn|chunk_|recompute_w|wy_|solve_tril|kkt|l2norm|cumsum|tilelang|main_kernel|dqkwg|prepare_h"),
     ("norm", r"norm"),
-    ("swiglu", r"swiglu|silu"),
+    ("swiglu", r"swiglu|silu|gated"),
     ("gemm", r"gemm|cutlass|nvjet|xmma|wgmma|matmul|grouped_mm|splitk|cublas|aten::(mm|addmm|bmm)"),
     ("elementwise add", r"functor_add|addfunctor|add_kernel|aten::add"),
     ("copy", r"copy|memcpy|memset|cat|fill|contiguous|transpose"),

@@ -80,6 +80,12 @@ def test_logits_beside_the_noise_of_batching(dtype, backend, limit, record, prec
     noise = relative_rms(batched, alone)
     record(f"logits {dtype}: a batch of three against one row, upstream's own noise", noise)
     record(f"logits {dtype}: packed against upstream one by one", relative_rms(together, alone), limit, noise=noise)
+    if dtype == torch.bfloat16:
+        with torch.no_grad():
+            exact = torch.cat([model.float()(input_ids=document, use_cache=False).logits for document in documents], 1)
+        upstreams = relative_rms(alone, exact)
+        record(f"logits {dtype}: upstream one by one against the same weights in fp32", upstreams)
+        record(f"logits {dtype}: packed against the same weights in fp32", relative_rms(together, exact), 1.5 * upstreams)
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
@@ -27,10 +29,10 @@ class Counted:
     def __call__(self, x, w):
         def make():
             self.calls += 1
-            return (x.sin(),)
+            return x.sin()
 
-        (y,) = make()
-        with computed_again((y,), make, True):
+        y = make()
+        with computed_again(y, make, True):
             return y.view(3, 4) @ w
 
 
@@ -48,13 +50,11 @@ def test_what_is_made_again_is_not_kept():
 
     def make():
         held.append(torch.ones(1))
-        return (x.sin(),)
+        return x.sin()
 
-    (y,) = make()
-    import weakref
-
+    y = make()
     kept = weakref.ref(y.untyped_storage())
-    with computed_again((y,), make, True):
+    with computed_again(y, make, True):
         out = y @ w
     del y
     storage_alive = kept() is not None
