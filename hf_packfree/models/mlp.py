@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 from hf_packfree.models.linears import is_hooked, is_plain
 
-_LIGERS = ("liger_kernel.transformers.swiglu", "LigerSwiGLUMLP.forward")
+_LIGERS = {
+    ("liger_kernel.transformers.swiglu", f"{kind}.forward") for kind in ("LigerSwiGLUMLP", "LigerQwen3MoeSwiGLUMLP")
+}
 
 
 def swiglu_weights(mlp: Any, layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -17,7 +19,7 @@ def swiglu_weights(mlp: Any, layer: nn.Module, x: Tensor) -> tuple[Tensor, Tenso
     That is the MLP of the modeling module that `layer` comes from, or Liger's kernel for it, of the class or put on the
     instance.  Experts, adapters, hooks, quantised or sharded weights and anything unknown are called as they are.
     """
-    if not _has_the_formula(mlp, layer) or is_hooked(mlp) or is_hooked(mlp.act_fn):
+    if not _has_the_formula(mlp, layer) or is_hooked(mlp):
         return None
     layers = mlp.gate_proj, mlp.up_proj, mlp.down_proj
     if not all(is_plain(part, x) for part in layers):
@@ -29,7 +31,12 @@ def swiglu_weights(mlp: Any, layer: nn.Module, x: Tensor) -> tuple[Tensor, Tenso
 def _has_the_formula(mlp: Any, layer: nn.Module) -> bool:
     kind, family = type(mlp), {base.__module__ for base in type(layer).__mro__}
     runs = vars(mlp).get("forward", kind.forward)
-    ligers = (runs.__module__, getattr(runs, "__qualname__", "")) == _LIGERS
-    upstreams = "forward" not in vars(mlp) and runs.__module__ in family and kind.__module__ in family
-    named = kind.__name__.endswith("MLP") and "forward" not in vars(getattr(mlp, "act_fn", mlp))
-    return (ligers or (upstreams and named)) and type(getattr(mlp, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
+    if (runs.__module__, getattr(runs, "__qualname__", "")) in _LIGERS:
+        return True  # whatever activation the module holds
+    replaced = "forward" in vars(mlp) or runs.__module__ not in family
+    return not replaced and kind.__module__ in family and kind.__name__.endswith("MLP") and _is_silu(mlp.act_fn)
+
+
+def _is_silu(activation: Any) -> bool:
+    plain = type(activation).__name__ in ("SiLU", "SiLUActivation") and not is_hooked(activation)
+    return plain and "forward" not in vars(activation)

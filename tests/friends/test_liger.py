@@ -7,6 +7,8 @@ import torch
 from transformers import DataCollatorWithFlattening
 
 from hf_packfree import apply_patches, patch_report, remove_patches
+from hf_packfree.models.mlp import swiglu_weights
+from hf_packfree.models.norms import adds_one
 from tests.friends.compare import in_steps, labelled, one_by_one, rows, worst
 from tests.friends.marks import friend, needs
 from tests.support import CONTROL, gradients, tiny
@@ -41,10 +43,16 @@ def with_liger(model, order: str):
 @orders
 def test_both_are_in_force(order):
     model = with_liger(tiny(), order)
-    assert patch_report(model).swaps == patch_report(apply_patches(tiny())).swaps
+    wanted = dict(patch_report(apply_patches(tiny())).swaps)
+    if order == "patched after":
+        del wanted["Qwen3_5ForCausalLM"]  # Liger's forward is on the instance already: the head stays Liger's alone
+    assert patch_report(model).swaps == wanted
     head, trunk = model, model.model
     assert "liger" in head.forward.__module__ and "liger" in trunk.norm.forward.__module__
     assert all("liger" in layer.mlp.forward.__module__ for layer in trunk.layers)
+    x = torch.zeros(1, trunk.config.hidden_size)
+    assert all(swiglu_weights(layer.mlp, layer, x) for layer in trunk.layers), "on a GPU our kernel computes it"
+    assert all(adds_one(layer.input_layernorm, layer) for layer in trunk.layers), "and the norm with the residual sum"
     assert "liger" in trunk.layers[3].self_attn.q_norm.forward.__module__
     assert all("forward" not in vars(layer.linear_attn) for layer in trunk.layers[:3])
     assert not patch_report(remove_patches(model)).patched

@@ -23,7 +23,7 @@ def ligers(mlp, x):
     return type(mlp).forward(mlp, x)
 
 
-ligers.__module__, ligers.__qualname__ = "liger_kernel.transformers.swiglu", "LigerSwiGLUMLP.forward"
+ligers.__module__, ligers.__qualname__ = "liger_kernel.transformers.swiglu", "LigerQwen3MoeSwiGLUMLP.forward"
 
 
 def another_of_ligers(mlp, x):

@@ -36,7 +36,8 @@ def gated_backward(gate, up, d_out, d_gate, d_up, tokens, width, BLOCK: tl.const
     a = tl.load(gate + place, mask=ok, other=0.0).to(tl.float32)
     b = tl.load(up + place, mask=ok, other=0.0).to(tl.float32)
     d = tl.load(d_out + place, mask=ok, other=0.0).to(tl.float32)
-    s, dtype = tl.sigmoid(a), d_out.dtype.element_ty
+    s = tl.sigmoid(a)
+    dtype = d_out.dtype.element_ty
     tl.store(d_gate + place, (d * b * s * (1.0 + a * (1.0 - s))).to(dtype), mask=ok)
     tl.store(d_up + place, (d * a * s).to(dtype), mask=ok)
     tl.store(d_out + place, _product(a, b, s, dtype).to(dtype), mask=ok)
