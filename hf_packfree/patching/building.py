@@ -34,18 +34,20 @@ def build_model(
     if isinstance(source, str) and source in tiny and not Path(source).exists():
         source = tiny[source].tiny_config()
     if isinstance(source, (str, Path)):
-        model = _from_name(source, dtype, trust_remote_code)
+        model = _from_name(source, device, dtype, trust_remote_code)
     else:
-        model = _from_config(source, dtype)
+        model = _from_config(source, device, dtype)
     return model.to(device) if device is not None else model
 
 
-def _from_name(source: str | Path, dtype: torch.dtype | None, trust_remote_code: bool) -> nn.Module:
+def _from_name(
+    source: str | Path, device: torch.device | str | None, dtype: torch.dtype | None, trust_remote_code: bool
+) -> nn.Module:
     path = Path(source)
     try:
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
         if path.exists() and not _has_weights(path):
-            return _from_config(config, dtype)
+            return _from_config(config, device, dtype)
         loader: Any = _class_for(config)
         model: nn.Module = loader.from_pretrained(source, dtype=dtype or "auto", trust_remote_code=trust_remote_code)
         return model
@@ -61,9 +63,13 @@ def _has_weights(path: Path) -> bool:
     return path.is_dir() and any(path.glob("*.safetensors*")) or any(path.glob("*.bin*"))
 
 
-def _from_config(config: transformers.PretrainedConfig, dtype: torch.dtype | None) -> nn.Module:
+def _from_config(
+    config: transformers.PretrainedConfig, device: torch.device | str | None, dtype: torch.dtype | None
+) -> nn.Module:
+    """Draw the weights where they will be: billions of random numbers take a processor minutes."""
     loader: Any = _class_for(config)
-    model: nn.Module = loader._from_config(config, **({} if dtype is None else {"dtype": dtype}))
+    with torch.device(device or "cpu"):
+        model: nn.Module = loader._from_config(config, **({} if dtype is None else {"dtype": dtype}))
     return model
 
 
