@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -38,6 +39,15 @@ def tiny(family: str | Family = "qwen3_5", *, attention: str = "sdpa", head: str
     torch.manual_seed(0)
     cls = getattr(import_module(row.upstream), head or row.causal_lm)
     return slow_decay(cls(config)).train()
+
+
+def put_upstream_in_torch(monkeypatch) -> None:
+    """Let upstream's Qwen3.5 run its own torch functions, on any device, instead of the kernels it finds."""
+    upstream = import_module(by_family["qwen3_5"].upstream)
+    for name in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn"):
+        plain = inspect.unwrap(getattr(upstream, name))
+        assert plain is not getattr(upstream, name), f"{name} hides no torch function any more"
+        monkeypatch.setattr(upstream, name, plain)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from hf_packfree.models.mlp import swiglu_weights
 from hf_packfree.models.norms import adds_one
 from tests.friends.compare import in_steps, labelled, one_by_one, rows, worst
 from tests.friends.marks import friend, needs
-from tests.support import CONTROL, gradients, tiny
+from tests.support import CONTROL, gradients, put_upstream_in_torch, tiny
 
 pytestmark = [needs("liger_kernel", "triton"), pytest.mark.filterwarnings("default")]
 orders = pytest.mark.parametrize("order", ["patched before", "patched after"])
@@ -62,11 +62,12 @@ def test_both_are_in_force(order):
 @orders
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_gradients(order, record_property):
+def test_gradients(order, record_property, monkeypatch):
     """In fp32, and no further off than the other exactness tests allow; what it is measured against runs on the CPU.
 
     FLA's delta rule tunes for minutes in fp32 and has tests of its own: here ours runs.
     """
+    put_upstream_in_torch(monkeypatch)
     step = in_steps(labelled())[0]
     batch = DataCollatorWithFlattening()(rows(step)) | {"use_cache": False}
     wanted, leaking = one_by_one(tiny(), [step]), tiny()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
+import gc
 import json
+import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from tests.gpu.timing import rounded
+from tests.support import put_upstream_in_torch
 
 OUT = os.environ.get("PACKFREE_GPU_OUT")
 """The folder where measured errors and the tests' outcomes are appended, as lines of JSON; none if not set."""
@@ -68,13 +70,21 @@ def precise(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def upstream_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Upstream's own torch functions instead of the kernels it finds: a reference for which nothing tunes for minutes."""
-    from transformers.models.qwen3_5 import modeling_qwen3_5 as upstream
+    """A reference for which nothing tunes for minutes."""
+    put_upstream_in_torch(monkeypatch)
 
-    for name in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn"):
-        plain = inspect.unwrap(getattr(upstream, name))
-        assert plain is not getattr(upstream, name), f"{name} hides no torch function any more"
-        monkeypatch.setattr(upstream, name, plain)
+
+@pytest.fixture
+def untuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of FLA's kernels in the smallest of its shapes alone: in fp32 every one of hundreds compiles for a minute."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    assert chunk_gated_delta_rule is not None
+    tuners = [thing for thing in gc.get_objects() if any(kind.__name__ == "Autotuner" for kind in type(thing).__mro__)]
+    assert tuners, "FLA tunes nothing any more"
+    for tuner in tuners:
+        smallest = min(tuner.configs, key=lambda c: (math.prod(c.kwargs.values()), c.num_stages, -c.num_warps))
+        monkeypatch.setattr(tuner, "configs", [smallest])
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -85,7 +85,8 @@ def test_logits_beside_the_noise_of_batching(dtype, backend, limit, record, prec
             exact = torch.cat([model.float()(input_ids=document, use_cache=False).logits for document in documents], 1)
         upstreams = relative_rms(alone, exact)
         record(f"logits {dtype}: upstream one by one against the same weights in fp32", upstreams)
-        record(f"logits {dtype}: packed against the same weights in fp32", relative_rms(together, exact), 1.5 * upstreams)
+        error = relative_rms(together, exact)
+        record(f"logits {dtype}: packed against the same weights in fp32", error, 1.5 * upstreams + 1e-5)
 
 
 @pytest.fixture
