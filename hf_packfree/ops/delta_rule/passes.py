@@ -33,8 +33,7 @@ from hf_packfree.ops.delta_rule.scratch import scratch_for
 from hf_packfree.packing import PackedSequence
 
 _CHUNK_ON_CPU, _CHUNK = 32, 64  # the shorter does a fifth less arithmetic, the longer takes half the steps
-_FORWARD_HEADS, _FORWARD_ROWS = 16, 256  # on the CPU: value heads of a block, chunks x value heads of a window
-_BACKWARD_HEADS, _BACKWARD_ROWS = 8, 128
+_HEADS, _ROWS = 8, 512  # on the CPU: value heads of a block, chunks x value heads of a window
 
 
 class Block(NamedTuple):
@@ -93,7 +92,7 @@ class Source:
 def forward_pass(inputs: Sequence[Tensor], size: int, packed: PackedSequence, unit: bool) -> Tensor:
     """Compute o [1, T, HV, V] from q, k, v, g, beta, see `Source`."""
     source, out = Source(inputs, size, packed, unit), TokenWriter(inputs[2])
-    blocks, windows = _plan(inputs, packed, _FORWARD_HEADS, _FORWARD_ROWS)
+    blocks, windows = _plan(inputs, packed)
     for block in blocks:
         state = source.space("state", windows[0].steps[0].docs * block.size, inputs[1].shape[-1], inputs[2].shape[-1])
         for window in windows:
@@ -113,7 +112,7 @@ def backward_pass(
     """Return the gradients of q, k, v, g, beta, each [1, ...], from d_out [T, HV, V]."""
     source, d_source = Source(inputs, size, packed, unit), TokenReader(d_out)
     writers = tuple(TokenWriter(x) for x in inputs)
-    blocks, windows = _plan(inputs, packed, _BACKWARD_HEADS, _BACKWARD_ROWS)
+    blocks, windows = _plan(inputs, packed)
     for block in blocks:
         _reverse(source, d_source, block, windows, _retrace(source, block, windows), writers)
     return tuple(x.result() for x in writers)
@@ -163,12 +162,10 @@ def _reverse(
             writer.write(rows, block.keys, window)
 
 
-def _plan(
-    inputs: Sequence[Tensor], packed: PackedSequence, heads: int, rows: int
-) -> tuple[list[Block], tuple[Window, ...]]:
-    """Cut into blocks of `heads` value heads and windows of `rows`, on the CPU."""
+def _plan(inputs: Sequence[Tensor], packed: PackedSequence) -> tuple[list[Block], tuple[Window, ...]]:
+    """Cut into blocks of value heads and windows of time steps, small ones on the CPU."""
     key_heads, groups = inputs[0].shape[1], inputs[2].shape[1] // inputs[0].shape[1]
-    chunk = _CHUNK_ON_CPU
+    heads, rows, chunk = _HEADS, _ROWS, _CHUNK_ON_CPU
     if inputs[0].device.type != "cpu":
         heads, rows, chunk = key_heads, key_heads * packed.num_tokens, _CHUNK
     size = max(1, heads // groups)
