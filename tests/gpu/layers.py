@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -185,7 +186,8 @@ def floor(shape: Shape, tokens: int, clock: Clock) -> dict[str, Any]:
             for _ in range(count):
                 calls[key]()
 
-    parts = {" x ".join(map(str, (count, *key))): count * clock.measure(calls[key])["ms"] for key, count in counts.items()}
+    short = replace(clock, least=0.0)
+    parts = {" x ".join(map(str, (count, *key))): count * short.measure(calls[key])["ms"] for key, count in counts.items()}
     total, sustained = sum(parts.values()), clock.measure(step)["ms"]
     free()
     speed = tokens / total * 1e3

@@ -27,6 +27,7 @@ class Clock:
     Attributes:
         device: "cuda" or "cpu".
         warmup, runs: how many steps come before and count.
+        least: seconds of timed steps on "cuda", so that short ones, which wait for the host, are timed more often.
         longest: seconds of timed steps after which no further one begins (two count at least).
         shortest: ms that a timing lasts at least; shorter steps are repeated within it, so that the device never waits
             for the host between them, and divided by their number.
@@ -35,6 +36,7 @@ class Clock:
     device: str
     warmup: int = 2
     runs: int = 5
+    least: float = 1.0
     longest: float = 12.0
     shortest: float = 10.0
 
@@ -48,9 +50,12 @@ class Clock:
         if self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         repeats = 1 if self.device != "cuda" else max(1, min(50, int(self.shortest / max(self.once(step), 1e-3))))
+        least = self.least * 1e3 if self.device == "cuda" else 0.0
         times: list[float] = []
-        while len(times) < 2 or (len(times) < self.runs and sum(times) * repeats < self.longest * 1e3):
+        total = 0.0
+        while len(times) < 2 or ((len(times) < self.runs or total < least) and total < self.longest * 1e3):
             times.append(self.once(step, repeats))
+            total += times[-1] * repeats
         peak = torch.cuda.max_memory_allocated() / 2**30 if self.device == "cuda" else 0.0
         return {
             "ms": statistics.median(times), "ms_min": min(times), "ms_max": max(times),
