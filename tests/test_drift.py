@@ -83,8 +83,8 @@ def test_an_unknown_release_that_leaks_is_refused_and_the_model_untouched(unknow
 
     whole = gated_delta_net.qkv_conv
 
-    def leaky(x, packed, **options):
-        return whole(x, packed=PackedSequence.from_lengths([packed.num_tokens]), **options)
+    def leaky(x, weight, packed, *sizes, **options):
+        return whole(x, weight, PackedSequence.from_lengths([packed.num_tokens]), *sizes, **options)
 
     monkeypatch.setattr(gated_delta_net, "qkv_conv", leaky)
     model = tiny()

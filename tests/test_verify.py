@@ -60,8 +60,8 @@ def test_a_leak_in_the_convolution_alone_is_seen(monkeypatch):
 
     model, whole = apply_patches(tiny()), gated_delta_net.qkv_conv
 
-    def leaky(x, packed, **options):
-        return whole(x, packed=PackedSequence.from_lengths([packed.num_tokens]), **options)
+    def leaky(x, weight, packed, *sizes, **options):
+        return whole(x, weight, PackedSequence.from_lengths([packed.num_tokens]), *sizes, **options)
 
     monkeypatch.setattr(gated_delta_net, "qkv_conv", leaky)
     with pytest.raises(LeakDetected, match="a gradient reaches another document"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
@@ -62,6 +64,20 @@ def installed(package: str) -> str | None:
         return None
 
 
+@cache
+def broken(package: str, module: str) -> str | None:
+    """Return why an installed distribution cannot run, if importing its module raises, or None.
+
+    Called last, where everything else would let the kernel run: what runs is imported anyway.
+    """
+    try:
+        import_module(module)
+    except Exception as error:  # what a mismatched binary raises is anybody's guess
+        reason = (str(error).strip() or "no message").splitlines()[0]
+        return f"{package} {installed(package) or ''} is broken ({type(error).__name__}: {reason}); reinstall it"
+    return None
+
+
 def needs_cuda(site: Site) -> str | None:
     """Return why a CUDA kernel cannot run there, or None."""
     return None if site.device == "cuda" else f"it runs on CUDA devices, this is a {site.device}"
@@ -75,7 +91,7 @@ def needs_triton(site: Site) -> str | None:
         return "triton is not installed; pip install triton"
     if site.capability is not None and site.capability < (8, 0):
         return f"it needs an Ampere GPU or later (8.0), this is {site.capability[0]}.{site.capability[1]}"
-    return None
+    return broken("triton", "triton")
 
 
 def block_width(size: int) -> int:

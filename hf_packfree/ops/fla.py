@@ -15,7 +15,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from hf_packfree.ops.backend import Site, installed, needs_triton
+from hf_packfree.ops.backend import Site, broken, installed, needs_triton
 from hf_packfree.ops.releases import FLA_FLOOR, WRONG_TRITON
 from hf_packfree.packing import PackedSequence
 
@@ -29,7 +29,7 @@ def needs_fla(site: Site) -> str | None:
         return "fla-core is not installed; pip install 'fla-core>=0.6.0'"
     if Version(found) < Version(FLA_FLOOR):
         return f"fla-core {found} is too old for packed rows; pip install 'fla-core>=0.6.0'"
-    return None
+    return broken("fla-core", "fla.ops.gated_delta_rule")
 
 
 def wrong_on_hopper(site: Site) -> str | None:

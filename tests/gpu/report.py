@@ -83,7 +83,7 @@ def steps(result: dict[str, Any]) -> str:
         rows = rows_of(result, workload)
         if rows:
             lines.append(f"| **{heading(title, rows)}** | | | | | |")
-            lines += [_line(row, rows) for row in rows.values()]
+            lines += [_line(row, rows) for row in (*rows.values(), *_sustained(rows))]
     return "\n".join(lines) + "\n" if len(lines) > 2 else ""
 
 
@@ -100,15 +100,25 @@ def heading(title: str, rows: dict[str, dict[str, Any]]) -> str:
     return title.format(documents=facts.get("documents", "?"), layers=facts.get("layers", "?"), fill=fill)
 
 
+def _sustained(rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """The matrix products of a step after those of another, as a row of its own."""
+    floor = rows.get(FLOOR, {})
+    if "sustained_ms" not in floor:
+        return []
+    speed = floor["real_tokens_per_s"] * floor["ms"] / floor["sustained_ms"]
+    return [floor | {"variant": f"{FLOOR}, step after step", "ms": floor["sustained_ms"], "real_tokens_per_s": speed}]
+
+
 def _line(row: dict[str, Any], rows: dict[str, dict[str, Any]]) -> str:
     if "ms" not in row:
         kind = row.get("error", "no result").split(":")[0]
         return f"| {row['variant']} | {'out of memory' if kind == 'OutOfMemoryError' else kind} | | | | |"
     base = next((r for name in ("stock padded", "stock packed") if "ms" in (r := rows.get(name, {}))), None)
-    against = f"{row['real_tokens_per_s'] / base['real_tokens_per_s']:.2f} x" if base and row["variant"] != FLOOR else ""
+    alone = row["variant"].startswith(FLOOR)
+    against = f"{row['real_tokens_per_s'] / base['real_tokens_per_s']:.2f} x" if base and not alone else ""
     floor = rows.get(FLOOR, {}).get("ms")
     times = f"{row['ms'] / floor:.2f}" if floor else ""
-    memory = "" if row["variant"] == FLOOR else f"{row['peak_gib']:.1f}"
+    memory = "" if alone else f"{row['peak_gib']:.1f}"
     return f"| {row['variant']} | {row['ms']:,.0f} | {row['real_tokens_per_s']:,.0f} | {memory} | {against} | {times} |"
 
 

@@ -10,9 +10,11 @@ from tests.support import relative_rms
 
 pytestmark = gpu
 TWIN = {  # (values, gradients): relative RMS against the twin in fp64 on the same inputs
-    torch.float32: (1e-4, 5e-3),  # gradients that TileLang computes have TF32 products
+    torch.float32: (1e-4, 5e-3),  # gradients that TileLang and FLA compute have TF32 products
     torch.bfloat16: (1e-2, 3e-2),
 }
+TF32 = 2.0**-11
+"""FLA solves its triangular systems in TF32 whatever it is told: 1.0e-4 on an H200, 2.7e-7 with that constant at "ieee"."""
 NOISE = 5e-3
 """Relative RMS of what is not promised bit for bit: torch's products, and gradients' order of summation in bf16."""
 LEAK = 1e-2
@@ -44,6 +46,8 @@ def test_equals_the_twin(op, backend, dtype, record, precise, request):
     found = run(op, as_leaves(values, dtype), packed, backend, weight)
     wanted = run(op, as_leaves(values, torch.float64), packed, "torch", weight.to(dtype).double())
     limits = TWIN[dtype]
+    if (op.name, backend, dtype) == ("delta rule", "fla", torch.float32):
+        limits = TF32, limits[1]
     record(f"{op.name}, {backend}: values against fp64", relative_rms(found[0], wanted[0]), limits[0], dtype=str(dtype))
     for leaf, gradient in found[1].items():
         error = relative_rms(gradient, wanted[1][leaf])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -24,8 +25,15 @@ SIZES = {"key_heads": 16, "value_heads": 32, "key_size": 128, "value_size": 128,
 def gpu(monkeypatch):
     """Return a function that makes it look as if there were a GPU with these packages."""
 
-    def pretend(capability=(9, 0), packages=INSTALLED, nvcc=True):
-        modules = {"triton": "triton", "fla": "fla-core", "flash_qla": "flash-qla", "tilelang": "tilelang"}
+    def pretend(capability=(9, 0), packages=INSTALLED, nvcc=True, broken=()):
+        modules = {
+            "triton": "triton", "fla": "fla-core", "flash_qla": "flash-qla", "tilelang": "tilelang",
+            "causal_conv1d": "causal-conv1d",
+        }
+
+        def import_module(name):
+            if name in broken:
+                raise OSError("undefined symbol: _ZN3c10\nand more")
 
         def find_spec(name):
             return object() if modules.get(name) in packages else None
@@ -35,6 +43,8 @@ def gpu(monkeypatch):
                 monkeypatch.setattr(module, "find_spec", find_spec)
         for module in (fla, backend):
             monkeypatch.setattr(module, "installed", packages.get)
+        monkeypatch.setattr(backend, "import_module", import_module)
+        backend.broken.cache_clear()
         monkeypatch.setattr(fla, "has_nvcc", lambda: nvcc)
         monkeypatch.setattr(delta_rule.flash_qla, "has_nvcc", lambda: nvcc)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -42,7 +52,26 @@ def gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: capability)
         monkeypatch.setattr(backends, "model_sizes", lambda config: config)
 
-    return pretend
+    yield pretend
+    backend.broken.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("module", "package", "op", "name", "chosen"),
+    [
+        ("fla.ops.gated_delta_rule", "fla-core 0.6.0", "delta_rule", "fla", "flash_qla"),
+        ("flash_qla", "flash-qla 0.1.3", "delta_rule", "flash_qla", "fla"),
+        ("causal_conv1d", "causal-conv1d 1.7.0", "conv", "causal_conv1d", "triton"),
+        ("triton", "triton 3.6.0", "conv", "triton", "causal_conv1d"),
+    ],
+)
+def test_what_is_installed_but_cannot_be_imported_is_told_when_patching(gpu, module, package, op, name, chosen):
+    gpu(packages=INSTALLED | {"causal-conv1d": "1.7.0"}, broken=[module])
+    state = choose_backends("auto", "upstream", SIZES)
+    assert getattr(state.cuda_half, op) == chosen
+    wanted = f"{package} is broken (OSError: undefined symbol: _ZN3c10); reinstall it"
+    with pytest.raises(BackendUnavailable, match=re.escape(f"{op} backend '{name}' asked for, but {wanted}")):
+        choose_backends({op: name}, "upstream", SIZES)
 
 
 def test_without_a_gpu_everything_is_torch(monkeypatch):

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from torch import Tensor
 
-from hf_packfree.ops.backend import Site, needs_cuda
+from hf_packfree.ops.backend import Site, broken, needs_cuda
 from hf_packfree.packing import PackedSequence
 
 
@@ -18,7 +18,7 @@ def unusable(site: Site) -> str | None:
         return f"it has 2 to 4 taps, the model {site.sizes['taps']}"
     if find_spec("causal_conv1d") is None:
         return "causal-conv1d is not installed; pip install causal-conv1d, which compiles it"
-    return None
+    return broken("causal-conv1d", "causal_conv1d")
 
 
 def causal_conv1d(x: Tensor, weight: Tensor, packed: PackedSequence, bias: Tensor | None, silu: bool) -> Tensor:

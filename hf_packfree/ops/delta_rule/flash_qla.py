@@ -12,7 +12,7 @@ from importlib.util import find_spec
 
 from torch import Tensor
 
-from hf_packfree.ops.backend import HALF, Site, needs_cuda
+from hf_packfree.ops.backend import HALF, Site, broken, needs_cuda
 from hf_packfree.ops.fla import has_nvcc
 from hf_packfree.packing import PackedSequence
 
@@ -33,7 +33,9 @@ def unusable(site: Site) -> str | None:
         return f"it runs heads of {_SIZE} channels, the model has {sorted(sizes)}"
     if find_spec("flash_qla") is None:
         return "flash-qla is not installed; pip install flash-qla"
-    return None if has_nvcc() else "TileLang compiles it with nvcc, which is not here; install the CUDA toolkit"
+    if not has_nvcc():
+        return "TileLang compiles it with nvcc, which is not here; install the CUDA toolkit"
+    return broken("flash-qla", "flash_qla")
 
 
 def gated_delta_rule(
