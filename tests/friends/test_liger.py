@@ -16,7 +16,7 @@ from tests.support import CONTROL, gradients, put_upstream_in_torch, tiny
 pytestmark = [needs("liger_kernel", "triton"), pytest.mark.filterwarnings("default")]
 orders = pytest.mark.parametrize("order", ["patched before", "patched after"])
 WHAT = "Liger's RMSNorm, SwiGLU and fused cross entropy"
-SAYS = "both stay in force, in either order; its numbers are checked on GPUs only (`-m gpu`)"
+SAYS = "both stay in force; where Liger came first, the head is Liger's alone, and packed labels are the caller's to mask"
 
 
 @pytest.fixture(autouse=True)
