@@ -55,3 +55,8 @@ class LeakDetected(PackFreeError, AssertionError):
 
 class BlindMeasurement(PackFreeError, RuntimeError):
     """The control did not leak, so a measurement that finds no leak proves nothing."""
+
+
+def in_short(error: BaseException) -> str:
+    """Return somebody else's error as part of a sentence: its kind and first line."""
+    return f"{type(error).__name__}: {str(error).strip() or 'no message'}".splitlines()[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -70,9 +71,13 @@ def documents(lengths, vocabulary: int = 128, seed: int = 1) -> list[torch.Tenso
 
 
 def relative_rms(found: torch.Tensor, wanted: torch.Tensor, floor: float = 1e-300) -> float:
-    """Root mean square of the difference over that of `wanted`, which counts as `floor` at least."""
+    """Root mean square of the difference over that of `wanted`, which counts as `floor` at least.
+
+    NaN anywhere is infinite: Python's `max` over several would drop it.
+    """
     found, wanted = found.detach().double(), wanted.detach().double()
-    return float((found - wanted).pow(2).mean().sqrt() / wanted.pow(2).mean().sqrt().clamp_min(floor))
+    error = float((found - wanted).pow(2).mean().sqrt() / wanted.pow(2).mean().sqrt().clamp_min(floor))
+    return math.inf if math.isnan(error) else error
 
 
 def run(model, batch: Batch, weights: list[torch.Tensor], output=lambda out: out.logits):

@@ -10,12 +10,13 @@ from contextlib import contextmanager
 import pytest
 from transformers import LlamaConfig
 
+import hf_packfree.cli
 import hf_packfree.demo
 import hf_packfree.verify
 from hf_packfree.cli import main
 from hf_packfree.demo import DemoError
 from hf_packfree.patching.building import build_model
-from tests.support import by_family
+from tests.support import by_family, tiny
 from tests.test_demo import report_of, training
 
 FAST = ("--lengths", "5,64,3", "--no-gradients")
@@ -110,6 +111,39 @@ def test_an_unsupported_model_is_2(capsys, tmp_path):
         code, out, err = run(capsys, *command)
         assert code == 2 and out == ""
         assert err.startswith("packfree: found a LlamaForCausalLM, which holds no text model") and err.count("\n") == 1
+
+
+def damage(folder, what: str) -> None:
+    """Save a tiny model there and spoil it."""
+    tiny().save_pretrained(folder)
+    if what == "weights":
+        (folder / "model.safetensors").write_bytes(b"garbage")
+        return
+    wrong = {"sizes that differ": {"hidden_size": 128}, "no heads": {"linear_num_key_heads": 0}, "words": {"hidden_size": "a"}}
+    config = json.loads((folder / "config.json").read_text()) | wrong[what]
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("what", ["weights", "sizes that differ", "no heads", "words"])
+def test_a_damaged_checkpoint_is_2_and_a_sentence(capsys, tmp_path, what):
+    damage(tmp_path, what)
+    code, _, err = run(capsys, "verify", str(tmp_path))
+    assert code == 2 and "wanted" in err and "Traceback" not in err, err
+
+
+def test_doctor_with_a_damaged_config_is_2_and_a_sentence(capsys, tmp_path):
+    damage(tmp_path, "words")
+    code, _, err = run(capsys, "doctor", "--model", str(tmp_path))
+    assert code == 2 and "found no config under" in err and "Traceback" not in err, err
+
+
+def test_what_nobody_expected_is_3_and_a_sentence_or_a_traceback_where_asked(capsys, monkeypatch):
+    monkeypatch.setitem(hf_packfree.cli.COMMANDS, "models", lambda options: [][0])
+    code, _, err = run(capsys, "models")
+    assert code == 3 and "IndexError: list index out of range" in err and "PACKFREE_TRACEBACK=1" in err
+    monkeypatch.setenv("PACKFREE_TRACEBACK", "1")
+    with pytest.raises(IndexError):
+        main(["models"])
 
 
 def test_a_folder_without_a_model_is_2(capsys, tmp_path):

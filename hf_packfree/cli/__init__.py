@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from hf_packfree.cli.commands import COMMANDS
 from hf_packfree.cli.options import BROKEN, LEAK, STOPPED, USAGE, parser
 from hf_packfree.cli.show import complain
-from hf_packfree.errors import LeakDetected, PackFreeError
+from hf_packfree.errors import LeakDetected, PackFreeError, in_short
 
 __all__ = ["main"]
 
@@ -29,6 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USAGE
     except ImportError as error:
         complain(f"{error}; packfree doctor says what is installed and what to install")
+        return BROKEN
+    except Exception as error:  # a sentence for this one too, and never the exit code of a leak
+        if os.environ.get("PACKFREE_TRACEBACK"):
+            raise
+        complain(f"found {in_short(error)}, which nobody expected; PACKFREE_TRACEBACK=1 shows where; please report it")
         return BROKEN
     except KeyboardInterrupt:
         complain("stopped")

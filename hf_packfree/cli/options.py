@@ -13,7 +13,8 @@ EXIT_CODES = f"""exit codes:
   {FINE}  fine
   {LEAK}  documents influence each other, or the demo's check failed
   {USAGE}  wrong usage, or a model or input that is not supported
-  {BROKEN}  something installed is broken, too old or missing, or a training process of the demo broke off
+  {BROKEN}  something installed is broken, too old or missing, or a training process of the demo broke off;
+     or an error nobody expected: PACKFREE_TRACEBACK=1 shows where
 """
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
@@ -96,8 +97,10 @@ def _lengths(text: str) -> tuple[int, ...]:
         lengths = tuple(int(part) for part in text.split(","))
     except ValueError:
         lengths = ()
-    if len(lengths) < 2 or min(lengths) < 1:
-        raise argparse.ArgumentTypeError(f"found {text!r}; wanted two or more lengths of at least one token, such as 5,64,1")
+    if len(lengths) < 2 or min(lengths) < 1 or max(lengths) < 2:
+        raise argparse.ArgumentTypeError(
+            f"found {text!r}; wanted two or more lengths, each of at least one token and one of more, such as 5,64,1"
+        )
     return lengths
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_packfree.errors import UnsupportedModel
+from hf_packfree.errors import UnsupportedModel, in_short
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,8 @@ def _config_of(model: str) -> Any:
         return tiny[model].tiny_config()
     try:
         return AutoConfig.from_pretrained(model)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # transformers checks every field in its own way
         raise UnsupportedModel(
-            f"found no config under {model!r} ({str(error).strip().splitlines()[0]}); wanted a folder, a hub id, or one of "
+            f"found no config under {model!r} ({in_short(error)}); wanted a folder, a hub id, or one of "
             f"{', '.join(tiny)}; check the name"
         ) from error

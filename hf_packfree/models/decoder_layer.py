@@ -64,9 +64,10 @@ class PackedDecoderLayer(Replacement):
     def _feed_forward(self, x: Tensor) -> Tensor:
         """Return what the MLP makes of x; "torch" means upstream's module, or what stands in its place."""
         backend = state_of(self).kernels_for(x.device, x.dtype).swiglu
-        weights = None if backend == "torch" else swiglu_weights(self.mlp, self, x)
-        if weights is not None:
-            return swiglu_mlp(x, *weights, backend=backend)
+        if backend != "torch" and not torch.compiler.is_compiling():  # which fuses by itself
+            weights = swiglu_weights(self.mlp, self, x)
+            if weights is not None:
+                return swiglu_mlp(x, *weights, backend=backend)
         out: Tensor | tuple[Tensor, ...] = self.mlp(x)
         return out[0] if isinstance(out, tuple) else out  # experts may return their router's logits too
 

@@ -128,6 +128,11 @@ def _wants_all_logits(arguments: dict[str, Any]) -> bool:
     return isinstance(kept, int) and kept == 0
 
 
+def at_least_one(items: Any) -> Any:
+    """Return the count that a sum of losses is divided by; of nothing, the sum is zero and so is its mean."""
+    return items.clamp(min=1) if isinstance(items, Tensor) else max(items, 1)
+
+
 def _row_arguments(
     given: dict[str, Any], packed: PackedSequence, targets: dict[str, Tensor] | None
 ) -> dict[str, Any]:
@@ -142,6 +147,6 @@ def _row_arguments(
     }
     if targets is not None:
         row |= {"labels": targets["labels"], "shift_labels": targets["shift_labels"]}
-        if row.get("num_items_in_batch") is None:
-            row["num_items_in_batch"] = targets["targets"]
+        items = row.get("num_items_in_batch")
+        row["num_items_in_batch"] = targets["targets"] if items is None else at_least_one(items)
     return row

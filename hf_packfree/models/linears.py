@@ -34,15 +34,17 @@ def is_hooked(layer: Any) -> bool:
 
 def is_plain(layer: Any, x: Any) -> bool:
     """Whether calling the layer on x is one product with its weight and nothing else."""
+    if type(layer) is not nn.Linear:  # others may hold no weight of that name
+        return False
+    linear: Any = layer
     plain: bool = (
-        getattr(layer, "bias", 0) is None
-        and type(layer.weight) is nn.Parameter
-        and layer.weight.dtype == x.dtype
-        and "forward" not in vars(layer)
-        and not is_hooked(layer)
+        linear.bias is None
+        and type(linear.weight) is nn.Parameter
+        and linear.weight.dtype == x.dtype
+        and "forward" not in vars(linear)
+        and not is_hooked(linear)
         and not torch.is_autocast_enabled(x.device.type)
         and not torch.compiler.is_compiling()
-        and type(layer) is nn.Linear
     )
     return plain
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.activations import SiLUActivation
 
 from hf_packfree.models.linears import is_hooked, is_plain
 
@@ -17,11 +18,12 @@ def swiglu_weights(mlp: Any, layer: nn.Module, x: Tensor) -> tuple[Tensor, Tenso
     """Return the weights of gate, up and down where `mlp(x)` is down(silu(gate(x)) * up(x)) and nothing else, else None.
 
     That is the MLP of the modeling module that `layer` comes from, or Liger's kernel for it, of the class or put on the
-    instance.  Experts, adapters, hooks, quantised or sharded weights and anything unknown are called as they are.
+    instance.  Experts, adapters, hooks, biases, quantised or sharded weights and anything unknown are called as they are,
+    and so is everything under autocast.
     """
     if not _has_the_formula(mlp, layer) or is_hooked(mlp):
         return None
-    layers = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+    layers: list[Any] = [getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
     if not all(is_plain(part, x) for part in layers):
         return None
     gate, up, down = (part.weight for part in layers)
@@ -33,10 +35,12 @@ def _has_the_formula(mlp: Any, layer: nn.Module) -> bool:
     runs = vars(mlp).get("forward", kind.forward)
     if (runs.__module__, getattr(runs, "__qualname__", "")) in _LIGERS:
         return True  # whatever activation the module holds
-    replaced = "forward" in vars(mlp) or runs.__module__ not in family
-    return not replaced and kind.__module__ in family and kind.__name__.endswith("MLP") and _is_silu(mlp.act_fn)
+    replaced = "forward" in vars(mlp) or runs.__module__ not in family or hasattr(runs, "__wrapped__")
+    known = kind.__module__ in family and kind.__name__.endswith("MLP")
+    return known and not replaced and _is_silu(getattr(mlp, "act_fn", None))
 
 
 def _is_silu(activation: Any) -> bool:
-    plain = type(activation).__name__ in ("SiLU", "SiLUActivation") and not is_hooked(activation)
-    return plain and "forward" not in vars(activation)
+    if type(activation) is not nn.SiLU and type(activation) is not SiLUActivation:
+        return False
+    return not is_hooked(activation) and "forward" not in vars(activation)

@@ -30,5 +30,5 @@ def _has_the_formula(norm: Any, layer: nn.Module) -> bool:
     if runs.__module__.startswith("liger_kernel."):
         return (getattr(norm, "offset", None), getattr(norm, "casting_mode", None)) == (1.0, "gemma")
     family = {base.__module__ for base in type(layer).__mro__}
-    replaced = "forward" in vars(norm) or runs.__module__ not in family
+    replaced = "forward" in vars(norm) or runs.__module__ not in family or hasattr(runs, "__wrapped__")
     return not replaced and kind.__module__ in family and kind.__name__.endswith("RMSNorm")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -28,10 +29,19 @@ def row_of_each(arguments: dict[str, Any], packed: PackedSequence) -> dict[str, 
     }
 
 
-def restore_layers(output: Any, packed: PackedSequence) -> None:
-    """Put the caller's [B, S] back into the layers' states and router logits that a call asked for, in place."""
+def restore_layers(output: Any, packed: PackedSequence, *, count_all: bool = True) -> None:
+    """Put the caller's [B, S] back into the layers' states and router logits that a call asked for, in place.
+
+    Router logits hold real tokens alone unless `count_all`: who gets them without a mask counts every row.
+    """
     if output.get("hidden_states") is not None:
         layers = output.hidden_states
         output.hidden_states = tuple(None if layer is None else repad(layer, packed) for layer in layers)
     if output.get("router_logits") is not None:
-        output.router_logits = tuple(repad(layer[None], packed).flatten(0, 1) for layer in output.router_logits)
+        whole = partial(_repad_rows, packed=packed) if count_all else packed.real
+        output.router_logits = tuple(whole(layer) for layer in output.router_logits)
+
+
+def _repad_rows(layer: Tensor, packed: PackedSequence) -> Tensor:
+    """Return [B*S, E] of the row's [T, E]."""
+    return repad(layer[None], packed).flatten(0, 1)

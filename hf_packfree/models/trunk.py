@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hf_packfree.errors import UnsupportedInput
 from hf_packfree.models.attention import check_attention
+from hf_packfree.models.bypass import check_mixers
 from hf_packfree.models.eras import masks_the_layers_ignore
 from hf_packfree.models.reading import is_text, read_arguments, skips_padding
 from hf_packfree.models.replacement import Replacement
@@ -44,6 +45,7 @@ class PackedTrunk(Replacement):
         if (input_ids is None) == (inputs_embeds is None):  # upstream has the words for this
             return super().forward(input_ids=input_ids, inputs_embeds=inputs_embeds, **kwargs)
         packed: PackedSequence | None = kwargs.pop("packed_sequence", None)
+        masked = packed is not None or attention_mask is not None  # who counts router logits knows the padding
         forms = Forms.take(kwargs, position_ids=position_ids, attention_mask=attention_mask)
         if packed is None:
             skip = skips_padding(self, forms, past_key_values, use_cache, kwargs)
@@ -64,7 +66,7 @@ class PackedTrunk(Replacement):
                 **kwargs,
             )
         _check_packed_call(self, packed, position_ids, kwargs)
-        return self._forward_packed(packed.for_shape((rows, tokens)), input_ids, inputs_embeds, position_ids, kwargs)
+        return self._forward_packed(packed.for_shape((rows, tokens)), input_ids, inputs_embeds, position_ids, masked, kwargs)
 
     def _forward_packed(
         self,
@@ -72,6 +74,7 @@ class PackedTrunk(Replacement):
         input_ids: Tensor | None,
         inputs_embeds: Tensor | None,
         position_ids: Tensor | None,
+        masked: bool,
         kwargs: dict[str, Any],
     ) -> Any:
         kwargs.pop("cache_position", None)  # of the caller's places (5.2 and 5.3 read it); the row has its own
@@ -88,7 +91,7 @@ class PackedTrunk(Replacement):
             **kwargs,
         )
         output.last_hidden_state = repad(output.last_hidden_state, packed)
-        restore_layers(output, packed)
+        restore_layers(output, packed, count_all=masked)
         return output.to_tuple() if as_dict is False else output
 
 
@@ -96,6 +99,7 @@ def _check_packed_call(
     trunk: Any, packed: PackedSequence, position_ids: Tensor | None, kwargs: dict[str, Any]
 ) -> None:
     check_attention(trunk.config)
+    check_mixers(trunk)
     if kwargs.get("is_causal", getattr(trunk.config, "is_causal", True)) is False:
         raise UnsupportedInput(
             "found is_causal=False with a packed row; wanted causal attention, the only kind that packs exactly; pass the "

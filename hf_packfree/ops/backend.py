@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hf_packfree.errors import BackendUnavailable
+from hf_packfree.errors import BackendUnavailable, in_short
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -68,13 +68,12 @@ def installed(package: str) -> str | None:
 def broken(package: str, module: str) -> str | None:
     """Return why an installed distribution cannot run, if importing its module raises, or None.
 
-    Called last, where everything else would let the kernel run: what runs is imported anyway.
+    Asked last, where everything else lets the kernel run: what is chosen is imported anyway.  One answer per process.
     """
     try:
         import_module(module)
     except Exception as error:  # what a mismatched binary raises is anybody's guess
-        reason = (str(error).strip() or "no message").splitlines()[0]
-        return f"{package} {installed(package) or ''} is broken ({type(error).__name__}: {reason}); reinstall it"
+        return f"{package} {installed(package) or ''} is broken ({in_short(error)}); reinstall it"
     return None
 
 

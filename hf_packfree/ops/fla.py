@@ -29,7 +29,12 @@ def needs_fla(site: Site) -> str | None:
         return "fla-core is not installed; pip install 'fla-core>=0.6.0'"
     if Version(found) < Version(FLA_FLOOR):
         return f"fla-core {found} is too old for packed rows; pip install 'fla-core>=0.6.0'"
-    return broken("fla-core", "fla.ops.gated_delta_rule")
+    return None
+
+
+def broken_fla(module: str) -> str | None:
+    """Return why importing that module of flash-linear-attention fails, or None; ask last, it takes seconds."""
+    return broken("fla-core" if installed("fla-core") else "flash-linear-attention", module)
 
 
 def wrong_on_hopper(site: Site) -> str | None:

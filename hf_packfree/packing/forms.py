@@ -150,22 +150,26 @@ def _agree(
 ) -> tuple[Tensor | None, int | None, list[int]]:
     """Return bool [M], the document starts that all claims share, the longest document they speak of, and their tails.
 
-    The first two are None when no claim speaks of documents.  Tails are the first places of segments that are padding.
+    The first two are None when no claim speaks of documents.  Tails are the first places of segments that are padding:
+    what positions pad becomes one segment, what offsets or numbers tell apart stays apart and counts as padding too.
     """
     agreed: tuple[Claim, Tensor] | None = None
     longest: int | None = None
-    tails: set[int] = set()
-    for claim in claims:
-        given = claim.starts(kept)
-        if given is None:
+    tails: list[int] = []
+    for claim in sorted(claims, key=lambda claim: claim.form == "position_ids"):  # last, because others say more
+        starts = claim.starts(kept)
+        if starts is None:
             continue
-        starts, joined = _join_padding_tails(given, kept, same_token)
-        tails.update(joined)
+        longest = min(int(_lengths(starts).max()), longest or len(kept.places))
+        joined, firsts = _join_padding_tails(starts, kept, same_token)
+        if claim.form == "position_ids" and (agreed is None or not torch.equal(agreed[1], starts)):
+            starts, tails = joined, firsts
+        elif agreed is None:
+            tails = sorted([*firsts, *(starts & ~joined).nonzero()[:, 0].tolist()])
         if agreed is not None and not torch.equal(agreed[1], starts):
             raise _conflict(agreed[0], claim, int(kept.places[(agreed[1] != starts).nonzero()[0, 0]]))
         agreed = agreed or (claim, starts)
-        longest = min(int(_lengths(given).max()), longest or len(kept.places))
-    return (None if agreed is None else agreed[1]), longest, sorted(tails)
+    return (None if agreed is None else agreed[1]), longest, tails
 
 
 def _row_starts(kept: Kept) -> Tensor:
@@ -181,9 +185,9 @@ def _join_padding_tails(
 ) -> tuple[Tensor, list[int]]:
     """Make one segment of a row's tail of one-token documents that all hold the same token: that is padding.
 
-    Collators pad positions with zeros, which reads as a document per pad.  Nothing after the tail can be reached from
-    it, and a one-token document has no next token to learn, so joining equal ones changes no loss.  Also returns the
-    first place of every tail.
+    Collators pad positions with zeros, which reads as a document per pad, and positions cannot tell the two apart: equal
+    tokens can.  A one-token document has no next token to learn, so joining equal ones changes no language model's loss.
+    Also returns the first place of every tail.
     """
     places, row = kept.places, kept.row
     row_ends = torch.cat((kept.new_row.nonzero()[:, 0], torch.tensor([len(places) - 1])))

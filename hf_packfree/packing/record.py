@@ -135,6 +135,19 @@ class PackedSequence:
 
         return self.derive(build)
 
+    def real(self, rows: Tensor) -> Tensor:
+        """Return the rows [T, ...] of tokens that are not filler: all of them where there is nothing else."""
+        if not self.filler or self.num_real_tokens == 0:
+            return rows
+
+        def build(packed: PackedSequence) -> Tensor:  # found on the host, so that no device is waited for
+            kept = torch.ones(packed.num_segments, dtype=torch.bool)
+            kept[list(packed.filler)] = False
+            places = kept.repeat_interleave(packed.cu_seqlens_cpu.diff()).nonzero()[:, 0]
+            return places.to(packed.seq_idx.device, non_blocking=True)
+
+        return rows.index_select(0, self.derive(build))
+
     def mute(self, mixed: Tensor) -> Tensor:
         """Return what a layer mixed, [1, T, D], with zeros at `leads`: the same tensor where there are none."""
         if not self.leads:

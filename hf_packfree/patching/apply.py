@@ -17,7 +17,7 @@ from hf_packfree.patching.plan import Step, plan_swaps, trunks
 from hf_packfree.patching.registry import family_of
 from hf_packfree.patching.report import patch_report
 from hf_packfree.patching.selfcheck import check_release
-from hf_packfree.patching.swap import swap
+from hf_packfree.patching.swap import put_back, swap
 
 logger = logging.getLogger("hf_packfree")
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -86,9 +86,7 @@ def remove_patches(model: _Model) -> _Model:
     Raises:
         PatchConflict: something was put on top of a patched module since; nothing was changed.
     """
-    for step in _swapped(model):
-        step.module.__class__ = step.before
-        vars(step.module).pop("packfree", None)
+    put_back(_swapped(model))
     return model
 
 

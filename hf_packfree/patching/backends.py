@@ -100,17 +100,32 @@ def _choose(site: Site, forced: Mapping[str, str], in_doubt: bool = False) -> tu
     names, why = {}, {}
     for op, module in OPS.items():
         backends: dict[str, Backend] = module.BACKENDS
-        refused = {name: reason for name in backends if (reason := backends[name].unusable(site)) is not None}
-        usable = [name for name in backends if name not in refused and (backends[name].exact or name == forced.get(op))]
         asked = forced.get(op)
-        if asked in refused and not in_doubt:
-            raise BackendUnavailable(
-                f"found {op} backend {asked!r} asked for, but {refused[asked]}; wanted one that runs here: "
-                f"{', '.join(usable)}; pass one of them or 'auto' as backend, or in {VARIABLE}"
-            )
-        names[op] = asked if asked in usable else usable[0]
-        faster = list(backends)[: list(backends).index(names[op])]
-        passed_over = [asked] if asked in refused else [name for name in faster if name in refused]
-        if passed_over and asked != names[op]:
-            why[op] = "; ".join(f"not {name}: {refused[name]}" for name in passed_over)
+        if asked is not None:
+            reason = backends[asked].unusable(site)
+            if reason is None:
+                names[op] = asked
+                continue
+            if not in_doubt:
+                usable = [name for name in backends if backends[name].exact and backends[name].unusable(site) is None]
+                raise BackendUnavailable(
+                    f"found {op} backend {asked!r} asked for, but {reason}; wanted one that runs here: "
+                    f"{', '.join(usable)}; pass one of them or 'auto' as backend, or in {VARIABLE}"
+                )
+        names[op], refused = _first_usable(backends, site)
+        refused = refused if asked is None else {asked: str(reason)}
+        if refused:
+            why[op] = "; ".join(f"not {name}: {because}" for name, because in refused.items())
     return Kernels(**names), why
+
+
+def _first_usable(backends: Mapping[str, Backend], site: Site) -> tuple[str, dict[str, str]]:
+    """Return the first exact backend that can run, and why those before it cannot; later ones are not even imported."""
+    refused: dict[str, str] = {}
+    for name, backend in backends.items():
+        if backend.exact:
+            reason = backend.unusable(site)
+            if reason is None:
+                return name, refused
+            refused[name] = reason
+    raise AssertionError("torch runs everywhere")

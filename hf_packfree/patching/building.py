@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import transformers
 from torch import nn
 
-from hf_packfree.errors import UnsupportedModel
+from hf_packfree.errors import PackFreeError, UnsupportedModel, in_short
 from hf_packfree.patching.registry import FAMILIES
 
 
@@ -33,11 +34,20 @@ def build_model(
     tiny = {family.name: family for family in FAMILIES}
     if isinstance(source, str) and source in tiny and not Path(source).exists():
         source = tiny[source].tiny_config()
-    if isinstance(source, (str, Path)):
-        model = _from_name(source, device, dtype, trust_remote_code)
-    else:
-        model = _from_config(source, device, dtype)
-    return model.to(device) if device is not None else model
+    try:
+        if isinstance(source, (str, Path)):
+            model = _from_name(source, device, dtype, trust_remote_code)
+        else:
+            model = _from_config(source, device, dtype)
+        return model.to(device) if device is not None else model
+    except (PackFreeError, ImportError):
+        raise
+    except Exception as error:  # loaders raise whatever a damaged file makes them raise
+        what = repr(str(source)) if isinstance(source, (str, Path)) else f"a {type(source).__name__}"
+        raise UnsupportedModel(
+            f"found {what}, of which no model can be built ({in_short(error)}); wanted a config whose sizes fit together, and "
+            "weights of the same sizes; mend the config, or download the checkpoint again"
+        ) from error
 
 
 def _from_name(
@@ -52,9 +62,8 @@ def _from_name(
         model: nn.Module = loader.from_pretrained(source, dtype=dtype or "auto", trust_remote_code=trust_remote_code)
         return model
     except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
         raise UnsupportedModel(
-            f"found no model under {str(source)!r} ({reason}); wanted a checkpoint folder, a config, a hub id, or one "
+            f"found no model under {str(source)!r} ({in_short(error)}); wanted a checkpoint folder, a config, a hub id, or one "
             f"of {', '.join(family.name for family in FAMILIES)}; check the name"
         ) from error
 
@@ -68,7 +77,7 @@ def _from_config(
 ) -> nn.Module:
     """Draw the weights where they will be: billions of random numbers take a processor minutes."""
     loader: Any = _class_for(config)
-    with torch.device(device or "cpu"):
+    with nullcontext() if device is None else torch.device(device):
         model: nn.Module = loader._from_config(config, **({} if dtype is None else {"dtype": dtype}))
     return model
 

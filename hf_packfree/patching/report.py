@@ -24,7 +24,7 @@ class PatchReport:
         model: the model's class.
         family: the supported family it holds, or None.
         patched: whether its text model is swapped.
-        swaps: {class name: how many modules of it are swapped}.
+        swaps: {class name: how many modules of it are swapped and run}; a head that another forward hides is not in it.
         implementations: {operation: backend that runs for packed rows where the model is now}.
         why: {operation: why a faster backend is not used on this machine's GPUs}.
         unpacked: "upstream" or "native", what runs for rows of one document.
@@ -82,7 +82,7 @@ def patch_report(model: nn.Module) -> PatchReport:
         model=type(model).__name__,
         family=family.name if family else None,
         patched=patched,
-        swaps=dict(Counter(type(module).__name__ for module in swapped)),
+        swaps=dict(Counter(type(module).__name__ for module in swapped if not _bypassed(module, family))),
         implementations={} if state is None else _implementations(state, model),
         why={} if state is None else dict(state.why),
         unpacked="upstream" if state is None else state.unpacked,
@@ -91,6 +91,12 @@ def patch_report(model: nn.Module) -> PatchReport:
         versions=_versions(state),
         inexact={} if state is None else _inexact(state),
     )
+
+
+def _bypassed(module: Any, family: Any) -> bool:
+    """Whether a forward put on the instance since (Liger's fused loss, TRL's) runs instead of our head's."""
+    heads = family.head_pairs().values()
+    return isinstance(module, tuple(heads)) and "forward" in vars(module) and not hasattr(module, "_hf_hook")
 
 
 def _inexact(state: PatchState) -> dict[str, str]:

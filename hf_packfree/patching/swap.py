@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from hf_packfree.models.state import PatchState
 from hf_packfree.patching.plan import Step
+
+_ASIDE = "packfree_forward_before"
 
 
 def swap(steps: list[Step], state: PatchState) -> None:
     """Give each module its new class and `state`; put all back if one fails.
 
-    A forward that the plan let pass on an instance is its old class's: it would hide the new one, and goes.
+    A forward that the plan let pass on an instance is its old class's: it would hide the new one, and waits aside.
     """
-    done: list[tuple[Step, Any]] = []
+    done: list[Step] = []
     try:
         for step in steps:
-            done.append((step, vars(step.module).pop("forward", None)))
+            done.append(step)
+            if "forward" in vars(step.module):
+                vars(step.module)[_ASIDE] = vars(step.module).pop("forward")
             step.module.__class__ = step.after
             vars(step.module)["packfree"] = state
     except BaseException:
-        for step, forward in done:
-            step.module.__class__ = step.before
-            vars(step.module).pop("packfree", None)
-            if forward is not None:
-                vars(step.module)["forward"] = forward
+        put_back(done)
         raise
+
+
+def put_back(steps: list[Step]) -> None:
+    """Give each module back its class, and what else it had."""
+    for step in steps:
+        step.module.__class__ = step.before
+        vars(step.module).pop("packfree", None)
+        if _ASIDE in vars(step.module):
+            vars(step.module)["forward"] = vars(step.module).pop(_ASIDE)

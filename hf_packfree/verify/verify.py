@@ -59,6 +59,11 @@ def verify_packing(
     """
     if len(lengths) < 2:
         raise ValueError(f"found lengths={list(lengths)}; wanted two documents or more, since one cannot leak")
+    if not all(isinstance(length, int) and length > 0 for length in lengths) or max(lengths) < 2:
+        raise ValueError(
+            f"found lengths={list(lengths)}; wanted whole numbers above 0, one of them above 1: in documents of one token "
+            "attention has nothing to learn, and its gradients are rounding alone"
+        )
     if not isinstance(model, nn.Module):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)  # random weights, where it has any

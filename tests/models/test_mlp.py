@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from types import MethodType
 
 import pytest
@@ -11,10 +12,11 @@ from torch import nn
 from hf_packfree import apply_patches
 from hf_packfree.models import decoder_layer
 from hf_packfree.models.mlp import swiglu_weights
+from hf_packfree.models.norms import adds_one
 from hf_packfree.models.state import Kernels, PatchState
 from hf_packfree.ops.swiglu import BACKENDS, swiglu_mlp
 from tests.forms import row_batch
-from tests.support import GRADIENT_TOL, LOGIT_TOL, ROW, errors, random_weights, run, run_alone, tiny
+from tests.support import GRADIENT_TOL, LOGIT_TOL, ROW, errors, random_weights, relative_rms, run, run_alone, tiny
 
 BATCH = row_batch("positions", ROW)
 
@@ -119,19 +121,46 @@ def _another_activation(mlp, calls):
     calls.append("called")
 
 
+def _another_silu(mlp, calls):
+    mlp.act_fn = type("SiLU", (nn.ReLU,), {})()
+    calls.append("called")
+
+
+class Quantised(nn.Linear):
+    """A linear layer that holds no weight of that name."""
+
+    def __init__(self, linear):
+        super().__init__(linear.in_features, linear.out_features, bias=False)
+        self.packed = self._parameters.pop("weight")
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.packed)
+
+
+def _quantised(mlp, calls):
+    mlp.gate_proj, mlp.up_proj, mlp.down_proj = map(Quantised, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+    calls.append("called")
+
+
+def _another_layout(mlp, calls):
+    mlp.gate_up, mlp.down = nn.Linear(mlp.gate_proj.in_features, 8), nn.Linear(8, mlp.gate_proj.in_features)
+    mlp.forward = MethodType(lambda self, x: calls.append("called") or self.down(self.gate_up(x)), mlp)
+    del mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.act_fn
+
+
 CHANGES = [
     _hook_activation, _hook_module, _hook_projection, _own_forward, _own_forward_of_the_activation, _adapter, _bias,
-    _another_activation,
+    _another_activation, _another_silu, _quantised, _another_layout,
 ]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
 def test_what_somebody_changed_is_called(change, fused):
     model, calls = tiny(), []
+    mine = model.model.layers[1].mlp.gate_proj.weight
     change(model.model.layers[1].mlp, calls)
     on_kernels(model)(**BATCH.inputs)
-    assert calls == ["called"] and len(fused) == 3
-    assert not any(gate is model.model.layers[1].mlp.gate_proj.weight for gate in fused)
+    assert calls == ["called"] and len(fused) == 3 and not any(gate is mine for gate in fused)
 
 
 def test_a_class_whose_forward_somebody_replaced_is_called(fused, monkeypatch):
@@ -141,6 +170,42 @@ def test_a_class_whose_forward_somebody_replaced_is_called(fused, monkeypatch):
     monkeypatch.setattr(kind, "forward", lambda mlp, x: calls.append(1) or whole(mlp, x))
     on_kernels(model)(**BATCH.inputs)
     assert not fused and len(calls) == 4
+
+
+def test_a_class_whose_forward_somebody_wrapped_is_called(fused, monkeypatch):
+    """`functools.wraps` makes a wrapper look as if it came from upstream's module."""
+    model = tiny()
+    for kind in (type(model.model.layers[0].mlp), type(model.model.layers[0].input_layernorm)):
+        monkeypatch.setattr(kind, "forward", halved(kind.forward))
+    layer = model.model.layers[0]
+    assert not adds_one(layer.input_layernorm, layer)
+    on_kernels(model)(**BATCH.inputs)
+    assert not fused
+
+
+def halved(forward):
+    @wraps(forward)
+    def half(self, x):
+        return 0.5 * forward(self, x)
+
+    return half
+
+
+def test_an_mlp_of_another_layout_in_the_familys_class_is_called():
+    layer = tiny().model.layers[0]
+    x = torch.randn(3, layer.mlp.gate_proj.in_features)
+    del layer.mlp.up_proj
+    assert swiglu_weights(layer.mlp, layer, x) is None
+    del layer.mlp.act_fn
+    assert swiglu_weights(layer.mlp, layer, x) is None
+
+
+def test_compiled_layers_do_not_break_where_the_mlp_is_chosen():
+    """torch.compile fuses by itself, and has to get through in one graph."""
+    layer = on_kernels(tiny()).model.layers[0]
+    x = torch.randn(3, layer.mlp.gate_proj.in_features)
+    compiled = torch.compile(layer._feed_forward, fullgraph=True, backend="eager")
+    assert relative_rms(compiled(x), layer.mlp(x)) < 1e-6
 
 
 def test_under_autocast_and_in_another_dtype_the_module_is_called():

@@ -201,14 +201,26 @@ TAIL_IDS = torch.tensor([[5, 6, 7, 8, 9, 3, 3, 3]])
     "forms",
     [
         {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 0, 0]])},
-        {"cu_seq_lens_q": offsets(0, 3, 5, 6, 7, 8), "max_length_q": 3},
-        {"seq_idx": torch.tensor([[0, 0, 0, 1, 1, 2, 3, 4]], dtype=INT32)},
         {"cu_seq_lens_q": offsets(0, 3, 5, 8), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 0, 0]])},
         {"cu_seq_lens_q": offsets(0, 3, 5, 8), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2]])},
     ],
 )
 def test_a_tail_of_pad_tokens_is_one_segment(forms):
     assert read(ids=TAIL_IDS, **forms).lengths == [3, 2, 3]
+
+
+@pytest.mark.parametrize("positions", [{}, {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 0, 0]])}], ids=["", "positions"])
+@pytest.mark.parametrize(
+    "forms",
+    [
+        {"cu_seq_lens_q": offsets(0, 3, 5, 6, 7, 8), "max_length_q": 3},
+        {"seq_idx": torch.tensor([[0, 0, 0, 1, 1, 2, 3, 4]], dtype=INT32)},
+        {"attention_mask": torch.tensor([[1, 1, 1, 2, 2, 3, 4, 5]])},
+    ],
+)
+def test_documents_that_are_told_apart_stay_apart_even_if_equal(forms, positions):
+    found = read(ids=TAIL_IDS, **forms, **positions)
+    assert found.lengths == [3, 2, 1, 1, 1] and found.filler == (2, 3, 4), "each alone, none in statistics"
 
 
 def test_one_token_documents_that_differ_stay_apart():

@@ -61,6 +61,7 @@ def gpu(monkeypatch):
     [
         ("fla.ops.gated_delta_rule", "fla-core 0.6.0", "delta_rule", "fla", "flash_qla"),
         ("flash_qla", "flash-qla 0.1.3", "delta_rule", "flash_qla", "fla"),
+        ("fla.modules.convolution", "fla-core 0.6.0", "conv", "fla", "triton"),
         ("causal_conv1d", "causal-conv1d 1.7.0", "conv", "causal_conv1d", "triton"),
         ("triton", "triton 3.6.0", "conv", "triton", "causal_conv1d"),
     ],
@@ -70,8 +71,20 @@ def test_what_is_installed_but_cannot_be_imported_is_told_when_patching(gpu, mod
     state = choose_backends("auto", "upstream", SIZES)
     assert getattr(state.cuda_half, op) == chosen
     wanted = f"{package} is broken (OSError: undefined symbol: _ZN3c10); reinstall it"
+    if chosen not in ("flash_qla", "triton"):
+        assert state.why[op].startswith(f"not {name}: {wanted}")
     with pytest.raises(BackendUnavailable, match=re.escape(f"{op} backend '{name}' asked for, but {wanted}")):
         choose_backends({op: name}, "upstream", SIZES)
+
+
+def test_nothing_is_imported_that_is_not_wanted(gpu, monkeypatch):
+    gpu(packages=INSTALLED | {"causal-conv1d": "1.7.0"})
+    imported = []
+    monkeypatch.setattr(backend, "import_module", imported.append)
+    choose_backends("torch", "upstream", SIZES)
+    assert imported == []
+    choose_backends({"delta_rule": "torch"}, "upstream", SIZES)
+    assert imported == ["triton"]
 
 
 def test_without_a_gpu_everything_is_torch(monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from hf_packfree.ops.backend import Site
-from hf_packfree.ops.fla import chunk_indices, needs_fla
+from hf_packfree.ops.fla import broken_fla, chunk_indices, needs_fla
 from hf_packfree.packing import PackedSequence
 
 CHUNK = 64
@@ -13,7 +13,7 @@ CHUNK = 64
 
 def unusable(site: Site) -> str | None:
     """Return why it cannot run at `site`, or None."""
-    return needs_fla(site)
+    return needs_fla(site) or broken_fla("fla.modules.convolution")
 
 
 def causal_conv1d(x: Tensor, weight: Tensor, packed: PackedSequence, bias: Tensor | None, silu: bool) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_packfree.ops.backend import Site
-from hf_packfree.ops.fla import chunk_indices, needs_fla, wrong_on_hopper
+from hf_packfree.ops.fla import broken_fla, chunk_indices, needs_fla, wrong_on_hopper
 from hf_packfree.packing import PackedSequence
 
 CHUNK = 64
@@ -20,7 +20,7 @@ def unusable(site: Site) -> str | None:
     """Return why it cannot run at `site`, or None."""
     if site.sizes.get("key_size", 0) > 256:
         return f"it takes keys of 256 channels at most, the model has {site.sizes['key_size']}"
-    return needs_fla(site) or wrong_on_hopper(site)
+    return needs_fla(site) or wrong_on_hopper(site) or broken_fla("fla.ops.gated_delta_rule")
 
 
 def gated_delta_rule(

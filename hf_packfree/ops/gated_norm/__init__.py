@@ -5,12 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from hf_packfree.ops.backend import Backend, find, needs_triton
-from hf_packfree.ops.fla import needs_fla
 from hf_packfree.ops.gated_norm import fla, torch_native, triton_native
 
 BACKENDS = {
     "triton": Backend(triton_native.gated_rms_norm, needs_triton),
-    "fla": Backend(fla.gated_rms_norm, needs_fla, "fla-core"),
+    "fla": Backend(fla.gated_rms_norm, fla.unusable, "fla-core"),
     "torch": Backend(torch_native.gated_rms_norm),
 }
 
