@@ -82,6 +82,7 @@ def test_each_layer(backend, same_gradients):
 @friend("Trainer", "`torch_compile=True`", SAYS)
 def test_through_the_trainer(same_gradients, tmp_path):
     keep = KeepGradients()
+    torch._dynamo.utils.counters.clear()
     Trainer(
         model=tiny(),
         args=arguments(tmp_path, torch_compile=True, torch_compile_backend="aot_eager"),
@@ -89,4 +90,5 @@ def test_through_the_trainer(same_gradients, tmp_path):
         data_collator=DataCollatorWithFlattening(),
         callbacks=[keep, PackFreeCallback()],
     ).train()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= len(tiny().model.layers), "something was compiled"
     same_gradients(keep.steps, one_by_one(tiny(), in_steps(labelled())))

@@ -150,9 +150,11 @@ def test_preferences(same_gradients, tmp_path):
     pairs = [tuple(parts[start : start + 3]) for start in range(0, len(parts), 3)]
     ended = [(p, *(torch.cat([a, torch.tensor([1])]) for a in answers)) for p, *answers in pairs]
     dataset = [{"prompt": words(p), "chosen": " " + words(c), "rejected": " " + words(r)} for p, c, r in pairs]
-    keep = KeepGradients()
+    keep, model, seen = KeepGradients(), tiny(), []
+    model.register_forward_pre_hook(lambda m, args, kwargs: seen.append(kwargs["input_ids"].numel()), with_kwargs=True)
+    model.model.layers[0].register_forward_pre_hook(lambda m, args: seen.append(args[0].shape[:2].numel()))
     trainer = DPOTrainer(
-        model=tiny(),
+        model=model,
         ref_model=slow_decay(tiny(), seed=1),
         args=arguments(tmp_path, DPOConfig, max_steps=STEPS, per_device_train_batch_size=2, beta=0.1),
         train_dataset=Dataset.from_list(dataset),
@@ -162,5 +164,6 @@ def test_preferences(same_gradients, tmp_path):
     trainer.train()
     wanted = preferences_one_by_one(tiny(), slow_decay(tiny(), seed=1), ended, beta=0.1)
     same_gradients(keep.steps, wanted)
+    assert sum(seen[1::2]) < sum(seen[::2]), "the layers ran on padding"
     other = preferences_one_by_one(tiny(), tiny(), ended, beta=0.1)
     assert worst(other, wanted) >= CONTROL * GRADIENT_TOL, "the reference model counts"
