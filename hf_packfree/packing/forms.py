@@ -129,6 +129,10 @@ def says_padding_only(mask: Any) -> bool:
 
 
 def _claims(forms: Forms, shape: tuple[int, int], device: torch.device) -> list[Claim]:
+    for name in ("seq_idx", "position_ids", "attention_mask"):
+        given = getattr(forms, name)
+        if isinstance(given, (list, tuple)):
+            raise BoundaryError(f"found {name} as a {type(given).__name__}; wanted a tensor; call torch.tensor on it")
     found: list[Claim | None] = []
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
         offsets = getattr(forms, name)

@@ -76,7 +76,8 @@ def model_sizes(config: Any) -> dict[str, int]:
 def _forced(backend: Choice) -> dict[str, str]:
     """Return {op: name} of what is not left to us."""
     if isinstance(backend, str) and "=" in backend:
-        backend = dict(part.strip().split("=", 1) for part in backend.split(","))
+        pairs = [part.strip().split("=", 1) for part in backend.split(",")]
+        backend = {pair[0]: pair[-1] if len(pair) == 2 else "" for pair in pairs}
     if isinstance(backend, str):
         known = {op: backend for op, module in OPS.items() if backend in module.BACKENDS}
         if backend != "auto" and not known:

@@ -33,7 +33,7 @@ def plan_swaps(model: nn.Module) -> tuple[Family, list[Step]]:
         ContractError: a layer is missing, or is not what the family's checkpoints hold.
         BackendUnavailable: the model's attention implementation is not known to keep documents apart.
     """
-    family = family_of(model)
+    family = family_of(model) if isinstance(model, nn.Module) else None
     if family is None:
         raise UnsupportedModel(
             f"found a {type(model).__name__}, which holds no text model of a supported family; wanted one of "

@@ -249,3 +249,9 @@ def test_padding_that_only_we_can_read_makes_a_record():
 
 def test_nothing_but_padding_is_upstreams():
     assert read((2, 3), attention_mask=torch.zeros(2, 3).long()) is None
+
+
+@pytest.mark.parametrize("form", ["position_ids", "seq_idx", "attention_mask"])
+def test_lists_are_refused(form):
+    with pytest.raises(BoundaryError, match=f"found {form} as a list; wanted a tensor"):
+        read((1, 3), **{form: [[0, 1, 2]]})

@@ -158,6 +158,9 @@ def test_forcing_by_argument_and_by_variable(gpu, monkeypatch):
     monkeypatch.setenv(backends.VARIABLE, "delta=fla")
     with pytest.raises(BackendUnavailable, match="found backend delta=fla; wanted conv: triton"):
         choose_backends("auto", "upstream", SIZES)
+    monkeypatch.setenv(backends.VARIABLE, "conv=fla,delta_rule")
+    with pytest.raises(BackendUnavailable, match="found backend delta_rule=; wanted conv: triton"):
+        choose_backends("auto", "upstream", SIZES)
     with pytest.raises(BackendUnavailable, match="conv backend 'causal_conv1d' asked for, but causal-conv1d is not installed"):
         choose_backends({"conv": "causal_conv1d"}, "upstream", SIZES)
 
