@@ -107,8 +107,9 @@ def _refuse_adapters(conv: nn.Module) -> None:
     """Refuse what would never be trained: we and upstream read the convolution's weights without calling it."""
     if not isinstance(conv, nn.Conv1d):
         raise PatchConflict(
-            f"found conv1d wrapped in a {type(conv).__name__} of {type(conv).__module__}: its weights are read directly, so an "
-            "adapter there has no effect and gets no gradient; wanted a plain Conv1d; leave conv1d out of target_modules"
+            f"found conv1d wrapped in a {type(conv).__name__} of {type(conv).__module__}: its weights are read directly, so "
+            "what wraps it would neither run nor be trained; wanted a plain Conv1d; leave conv1d out of target_modules and "
+            "modules_to_save"
         )
 
 

@@ -189,6 +189,7 @@ def floor(shape: Shape, tokens: int, clock: Clock) -> dict[str, Any]:
     short = replace(clock, least=0.0)
     parts = {" x ".join(map(str, (count, *key))): count * short.measure(calls[key])["ms"] for key, count in counts.items()}
     total, sustained = sum(parts.values()), clock.measure(step)["ms"]
+    calls.clear()
     free()
     speed = tokens / total * 1e3
     return {"ms": total, "sustained_ms": sustained, "real_tokens_per_s": speed, "parts_ms": parts, "layers": shape.layers}
