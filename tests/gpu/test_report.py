@@ -89,3 +89,9 @@ def test_calls_are_assembled(tmp_path):
     assert found["tests"] == {
         "passed": 0, "failed": 1, "skipped": 0, "not_passed": [{"test": "t", "outcome": "failed", "reason": "r"}],
     }
+
+
+def test_a_result_names_no_folder_of_the_machine(tmp_path):
+    row = {"workload": "w", "variant": "v", "error": "ImportError: (/home/somebody/site/package/part/file.py), 5 tokens/s"}
+    path = run_all.write(RESULT | {"rows": [row]}, tmp_path)
+    assert json.loads(path.read_text())["rows"][0]["error"] == "ImportError: (part/file.py), 5 tokens/s"
