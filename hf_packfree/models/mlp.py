@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from hf_packfree.models.linears import is_hooked, is_plain
+from hf_packfree.models.origin import forward_of, is_upstreams
 
 _LIGERS = {
     ("liger_kernel.transformers.swiglu", f"{kind}.forward") for kind in ("LigerSwiGLUMLP", "LigerQwen3MoeSwiGLUMLP")
@@ -31,13 +32,10 @@ def swiglu_weights(mlp: Any, layer: nn.Module, x: Tensor) -> tuple[Tensor, Tenso
 
 
 def _has_the_formula(mlp: Any, layer: nn.Module) -> bool:
-    kind, family = type(mlp), {base.__module__ for base in type(layer).__mro__}
-    runs = vars(mlp).get("forward", kind.forward)
+    runs = forward_of(mlp)
     if (runs.__module__, getattr(runs, "__qualname__", "")) in _LIGERS:
         return True  # whatever activation the module holds
-    replaced = "forward" in vars(mlp) or runs.__module__ not in family or hasattr(runs, "__wrapped__")
-    known = kind.__module__ in family and kind.__name__.endswith("MLP")
-    return known and not replaced and _is_silu(getattr(mlp, "act_fn", None))
+    return is_upstreams(mlp, layer, "MLP") and _is_silu(getattr(mlp, "act_fn", None))
 
 
 def _is_silu(activation: Any) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from hf_packfree.models.linears import is_hooked
+from hf_packfree.models.origin import forward_of, is_upstreams
 
 
 def adds_one(norm: Any, layer: nn.Module) -> bool:
@@ -25,10 +26,6 @@ def epsilon(norm: Any) -> float:
 
 
 def _has_the_formula(norm: Any, layer: nn.Module) -> bool:
-    kind = type(norm)
-    runs = vars(norm).get("forward", kind.forward)
-    if runs.__module__.startswith("liger_kernel."):
+    if forward_of(norm).__module__.startswith("liger_kernel."):
         return (getattr(norm, "offset", None), getattr(norm, "casting_mode", None)) == (1.0, "gemma")
-    family = {base.__module__ for base in type(layer).__mro__}
-    replaced = "forward" in vars(norm) or runs.__module__ not in family or hasattr(runs, "__wrapped__")
-    return not replaced and kind.__module__ in family and kind.__name__.endswith("RMSNorm")
+    return is_upstreams(norm, layer, "RMSNorm")

@@ -165,8 +165,10 @@ def _agree(
         if starts is None:
             continue
         longest = min(int(_lengths(starts).max()), longest or len(kept.places))
+        if agreed is not None and torch.equal(agreed[1], starts):
+            continue
         joined, firsts = _join_padding_tails(starts, kept, same_token)
-        if claim.form == "position_ids" and (agreed is None or not torch.equal(agreed[1], starts)):
+        if claim.form == "position_ids":
             starts, tails = joined, firsts
         elif agreed is None:
             tails = sorted([*firsts, *(starts & ~joined).nonzero()[:, 0].tolist()])

@@ -129,9 +129,7 @@ class PackedSequence:
         """Return bool [1, T]: False where the row holds filler."""
 
         def build(packed: PackedSequence) -> Tensor:
-            real = torch.ones(packed.num_segments, dtype=torch.bool)
-            real[list(packed.filler)] = False
-            return real.to(packed.seq_idx.device, non_blocking=True)[packed.seq_idx.long()]
+            return packed._all_but(packed.filler).to(packed.seq_idx.device, non_blocking=True)[packed.seq_idx.long()]
 
         return self.derive(build)
 
@@ -141,9 +139,7 @@ class PackedSequence:
             return rows
 
         def build(packed: PackedSequence) -> Tensor:  # found on the host, so that no device is waited for
-            kept = torch.ones(packed.num_segments, dtype=torch.bool)
-            kept[list(packed.filler)] = False
-            places = kept.repeat_interleave(packed.cu_seqlens_cpu.diff()).nonzero()[:, 0]
+            places = packed._all_but(packed.filler).repeat_interleave(packed.cu_seqlens_cpu.diff()).nonzero()[:, 0]
             return places.to(packed.seq_idx.device, non_blocking=True)
 
         return rows.index_select(0, self.derive(build))
@@ -154,11 +150,15 @@ class PackedSequence:
             return mixed
 
         def build(packed: PackedSequence) -> Tensor:
-            heard = torch.ones(packed.num_segments, dtype=torch.bool)
-            heard[list(packed.leads)] = False
-            return heard.to(packed.seq_idx.device, non_blocking=True)[packed.seq_idx.long()][..., None]
+            return packed._all_but(packed.leads).to(packed.seq_idx.device, non_blocking=True)[packed.seq_idx.long()][..., None]
 
         return mixed * self.derive(build).to(mixed.dtype)
+
+    def _all_but(self, segments: Sequence[int]) -> Tensor:
+        """Return bool [N] on the host: False for these segments."""
+        others = torch.ones(self.num_segments, dtype=torch.bool)
+        others[list(segments)] = False
+        return others
 
     def for_shape(self, shape: Sequence[int]) -> PackedSequence:
         """Return the record for a batch of this (B, S): the caller's, or the row [1, T] that it has become already."""

@@ -11,12 +11,12 @@ from torch import nn
 
 from hf_packfree import apply_patches, patch_report, remove_patches
 from hf_packfree.errors import ContractError, PatchConflict
-from hf_packfree.models import decoder_layer, eras
-from hf_packfree.models.state import Kernels, PatchState
+from hf_packfree.models import eras
 from hf_packfree.ops.add_norm import BACKENDS, add_norm
 from hf_packfree.packing import PackedSequence
 from tests.forms import row_batch
-from tests.support import GRADIENT_TOL, LOGIT_TOL, ROW, errors, random_weights, run, run_alone, tiny
+from tests.models.kernels import assert_exact, on_kernels, watched
+from tests.support import ROW, tiny
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
 BATCH = row_batch("positions", ROW)
@@ -52,29 +52,11 @@ def as_liger_does(norm, offset=1.0):
 @pytest.fixture
 def fused(monkeypatch):
     """The weights of the norms that the fused op computes, here by its torch twin under the kernel's name."""
-    seen = []
-
-    def twin(x, branch, weight, eps, *, backend):
-        assert backend == "triton"
-        seen.append(weight)
-        return BACKENDS["torch"].run(x, branch, weight, eps)
-
-    monkeypatch.setattr(decoder_layer, "add_norm", twin)
-    return seen
+    return watched(monkeypatch, "add_norm", BACKENDS["torch"].run, place=2)
 
 
-def on_kernels(model):
-    """Patch, with the kernel's name chosen for this device."""
-    for module in apply_patches(model).modules():
-        if "packfree" in vars(module):
-            vars(module)["packfree"] = PatchState(elsewhere=Kernels(add_norm="triton"))
-    return model
-
-
-def assert_exact(model):
-    weights = random_weights(BATCH, 128)
-    logits, grads = errors(run(model, BATCH, weights), run_alone(model, BATCH, weights))
-    assert logits <= LOGIT_TOL and grads <= GRADIENT_TOL, (logits, grads)
+def on_kernel(model):
+    return on_kernels(model, add_norm="triton")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -91,14 +73,14 @@ def test_hooks_on_the_mixers_see_the_record(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_norm_of_a_layer_is_fused_and_exact(family, fused):
-    model = on_kernels(tiny(family))
-    assert_exact(model)
+    model = on_kernel(tiny(family))
+    assert_exact(model, BATCH)
     wanted = [norm.weight for layer in model.model.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
     assert len(fused) == len(wanted) and all(a is b for a, b in zip(fused, wanted))
 
 
 def test_ligers_norms_are_fused_too_and_those_of_another_formula_called(fused):
-    model = on_kernels(tiny())
+    model = on_kernel(tiny())
     for layer, offset in zip(model.model.layers, (1.0, 1.0, 0.0, 1.0)):
         as_liger_does(layer.input_layernorm, offset)
     model(**BATCH.inputs)
@@ -111,7 +93,7 @@ def test_hooked_and_foreign_norms_are_called(fused):
     hooked.input_layernorm.register_forward_hook(lambda *call: calls.append("hook"))
     own.input_layernorm.forward = lambda x: calls.append("forward") or torch.zeros_like(x)
     wrapped.post_attention_layernorm = NotTheFamilys(wrapped.post_attention_layernorm)
-    on_kernels(model)(**BATCH.inputs)
+    on_kernel(model)(**BATCH.inputs)
     called = (hooked.input_layernorm, own.input_layernorm, wrapped.post_attention_layernorm)
     assert calls == ["hook", "forward"]
     assert len(fused) == 5 and not any(weight is norm.weight for weight in fused for norm in called)
@@ -122,7 +104,7 @@ def test_norms_of_a_class_whose_forward_somebody_replaced_are_called(fused, monk
     kind = type(model.model.layers[0].input_layernorm)
     whole = kind.forward
     monkeypatch.setattr(kind, "forward", lambda norm, x: calls.append(1) or whole(norm, x))
-    on_kernels(model)(**BATCH.inputs)
+    on_kernel(model)(**BATCH.inputs)
     assert not fused and len(calls) >= 2 * len(model.model.layers)
 
 
@@ -140,7 +122,7 @@ def test_a_wrapped_layer_is_left_alone_where_upstreams_hands_the_record_on(monke
         return
     model = apply_patches(wrapped())
     assert patch_report(model).swaps["Qwen3_5DecoderLayer"] == 3
-    assert_exact(model)
+    assert_exact(model, BATCH)
     assert not patch_report(remove_patches(model)).patched
 
 

@@ -9,14 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from hf_packfree import apply_patches
-from hf_packfree.models import decoder_layer
 from hf_packfree.models.mlp import swiglu_weights
 from hf_packfree.models.norms import adds_one
-from hf_packfree.models.state import Kernels, PatchState
 from hf_packfree.ops.swiglu import BACKENDS, swiglu_mlp
 from tests.forms import row_batch
-from tests.support import GRADIENT_TOL, LOGIT_TOL, ROW, errors, random_weights, relative_rms, run, run_alone, tiny
+from tests.models.kernels import assert_exact, on_kernels, watched
+from tests.support import ROW, relative_rms, tiny
 
 BATCH = row_batch("positions", ROW)
 
@@ -45,41 +43,28 @@ class Adapter(nn.Linear):
 @pytest.fixture
 def fused(monkeypatch):
     """The gate weights of the MLPs that the op computes, here by its torch twin under the kernel's name."""
-    seen = []
-
-    def twin(x, gate, up, down, *, backend):
-        assert backend == "triton"
-        seen.append(gate)
-        return BACKENDS["torch"].run(x, gate, up, down)
-
-    monkeypatch.setattr(decoder_layer, "swiglu_mlp", twin)
-    return seen
+    return watched(monkeypatch, "swiglu_mlp", BACKENDS["torch"].run, place=1)
 
 
-def on_kernels(model):
-    """Patch, with the kernel's name chosen for this device."""
-    for module in apply_patches(model).modules():
-        if "packfree" in vars(module):
-            vars(module)["packfree"] = PatchState(elsewhere=Kernels(swiglu="triton"))
-    return model
+def on_kernel(model):
+    return on_kernels(model, swiglu="triton")
 
 
 def test_every_mlp_is_computed_by_the_op_and_exact(fused):
-    model, weights = on_kernels(tiny()), random_weights(BATCH, 128)
-    logits, grads = errors(run(model, BATCH, weights), run_alone(model, BATCH, weights))
-    assert logits <= LOGIT_TOL and grads <= GRADIENT_TOL, (logits, grads)
+    model = on_kernel(tiny())
+    assert_exact(model, BATCH)
     wanted = [layer.mlp.gate_proj.weight for layer in model.model.layers]
     assert len(fused) == len(wanted) and all(a is b for a, b in zip(fused, wanted))
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_next"])
 def test_experts_are_called(family, fused):
-    on_kernels(tiny(family))(**BATCH.inputs)
+    on_kernel(tiny(family))(**BATCH.inputs)
     assert not fused
 
 
 def test_ligers_are_computed_too_but_not_another_formula_of_its(fused):
-    model = on_kernels(tiny())
+    model = on_kernel(tiny())
     for layer, forward in zip(model.model.layers, (ligers, ligers, another_of_ligers, ligers)):
         layer.mlp.forward = MethodType(forward, layer.mlp)
     model(**BATCH.inputs)
@@ -159,7 +144,7 @@ def test_what_somebody_changed_is_called(change, fused):
     model, calls = tiny(), []
     mine = model.model.layers[1].mlp.gate_proj.weight
     change(model.model.layers[1].mlp, calls)
-    on_kernels(model)(**BATCH.inputs)
+    on_kernel(model)(**BATCH.inputs)
     assert calls == ["called"] and len(fused) == 3 and not any(gate is mine for gate in fused)
 
 
@@ -168,7 +153,7 @@ def test_a_class_whose_forward_somebody_replaced_is_called(fused, monkeypatch):
     kind = type(model.model.layers[0].mlp)
     whole = kind.forward
     monkeypatch.setattr(kind, "forward", lambda mlp, x: calls.append(1) or whole(mlp, x))
-    on_kernels(model)(**BATCH.inputs)
+    on_kernel(model)(**BATCH.inputs)
     assert not fused and len(calls) == 4
 
 
@@ -179,7 +164,7 @@ def test_a_class_whose_forward_somebody_wrapped_is_called(fused, monkeypatch):
         monkeypatch.setattr(kind, "forward", halved(kind.forward))
     layer = model.model.layers[0]
     assert not adds_one(layer.input_layernorm, layer)
-    on_kernels(model)(**BATCH.inputs)
+    on_kernel(model)(**BATCH.inputs)
     assert not fused
 
 
@@ -202,7 +187,7 @@ def test_an_mlp_of_another_layout_in_the_familys_class_is_called():
 
 def test_compiled_layers_do_not_break_where_the_mlp_is_chosen():
     """torch.compile fuses by itself, and has to get through in one graph."""
-    layer = on_kernels(tiny()).model.layers[0]
+    layer = on_kernel(tiny()).model.layers[0]
     x = torch.randn(3, layer.mlp.gate_proj.in_features)
     compiled = torch.compile(layer._feed_forward, fullgraph=True, backend="eager")
     assert relative_rms(compiled(x), layer.mlp(x)) < 1e-6
