@@ -174,7 +174,7 @@ OPS = {
         Op(
             "attention", "hf_packfree.ops.attention", _attention_leaves,
             lambda f, x, packed, backend: f(x["q"], x["k"], x["v"], packed, backend=backend),
-            "attention", exact=("varlen",),
+            "attention", exact=("triton", "varlen"),
         ),
         Op(
             "gated norm", "hf_packfree.ops.gated_norm",

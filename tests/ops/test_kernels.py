@@ -14,6 +14,7 @@ PROGRAM = '''
 import sys
 import torch
 from hf_packfree.ops.add_norm import add_norm
+from hf_packfree.ops.attention import attention
 from hf_packfree.ops.conv import causal_conv1d, qkv_conv, triton_native
 from hf_packfree.ops.gated_norm import gated_rms_norm
 from hf_packfree.ops.norm_rope import norm_rope
@@ -52,6 +53,10 @@ CASES = {
     "qkv conv": (qkv, (1, T, C + 8), (C, 4), (C,)),
     "qkv conv, 3 taps": (qkv, (1, T, C + 8), (C, 3), (C,)),
     "conv": (lambda x, w, backend: causal_conv1d(x, w, packed, activation=None, backend=backend), (1, T, 100), (100, 4)),
+    "attention": (
+        lambda q, k, v, backend: attention(q[..., :V], k, v, packed, backend=backend),
+        (1, T, 4, 2 * V), *[(1, T, 2, V)] * 2,
+    ),
     "gated norm": (lambda x, z, w, backend: gated_rms_norm(x, z, w, 1e-6, backend=backend), (1, T, 3, D), (1, T, 3, D), (D,)),
     "norm rope": (
         lambda x, w, backend: norm_rope(x[..., :D], w, cos.to(x.dtype), sin.to(x.dtype), 1e-6, backend=backend),
@@ -92,6 +97,15 @@ for dtype, other in ((torch.float16,) * 2, (torch.bfloat16,) * 2, (torch.float32
     for a, b in zip(found, wanted, strict=True):
         error = float((a.double() - b.double()).norm() / b.double().norm())
         assert a.dtype == b.dtype and error < 2 * torch.finfo(b.dtype).eps, (a.dtype, b.dtype, error)
+
+q, k, v = (torch.randn(1, T, 2, V) for _ in range(3))
+for x in (q, k, v):
+    x[:, 69:133] = float("nan")  # one document: what lies past another's end must not come in, times zero, as NaN
+kept = torch.ones(T, dtype=torch.bool)
+kept[69:133] = False
+for backend in ("triton", "torch"):
+    for part in run(lambda q, k, v, backend: attention(q, k, v, packed, backend=backend), (q, k, v), backend):
+        assert part[:, kept].isfinite().all() and part[:, ~kept].isnan().all(), backend
 print(worst)
 '''
 

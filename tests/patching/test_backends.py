@@ -100,7 +100,7 @@ def test_hopper_with_everything_takes_the_fastest(gpu):
     gpu()
     state = choose_backends("auto", "upstream", SIZES)
     assert vars(state.cuda_half) == {
-        "conv": "triton", "delta_rule": "flash_qla", "attention": "varlen", "gated_norm": "triton", "norm_rope": "triton",
+        "conv": "triton", "delta_rule": "flash_qla", "attention": "triton", "gated_norm": "triton", "norm_rope": "triton",
         "output_gate": "triton", "gates": "triton", "add_norm": "triton", "swiglu": "triton",
     }
     assert (state.cuda_single.delta_rule, state.cuda_single.attention) == ("fla", "torch")
@@ -144,13 +144,23 @@ def test_sizes_that_a_kernel_lacks(gpu):
     assert choose_backends("auto", "upstream", SIZES | {"key_size": 512}).cuda_half.delta_rule == "torch"
     assert choose_backends("auto", "upstream", SIZES | {"taps": 5}).cuda_half.conv == "fla"
     assert choose_backends("auto", "upstream", SIZES | {"head_size": 512}).cuda_half.attention == "torch"
+    state = choose_backends("auto", "upstream", SIZES | {"head_size": 96})
+    assert state.cuda_half.attention == "varlen"
+    assert "not triton: it takes heads of 64, 128, 256 channels; the model has 96" in state.why["attention"]
+
+
+def test_attention_made_for_hopper_runs_there_alone(gpu):
+    gpu(capability=(8, 0))
+    state = choose_backends("auto", "upstream", SIZES)
+    assert state.cuda_half.attention == "varlen"
+    assert "not triton: its blocks are made for Hopper (9.0), this is 8.0" in state.why["attention"]
 
 
 def test_forcing_by_argument_and_by_variable(gpu, monkeypatch):
     gpu()
     assert choose_backends({"conv": "fla"}, "upstream", SIZES).cuda_half.conv == "fla"
     forced = choose_backends("fla", "upstream", SIZES).cuda_half
-    assert (forced.conv, forced.delta_rule, forced.gated_norm, forced.attention) == ("fla", "fla", "fla", "varlen")
+    assert (forced.conv, forced.delta_rule, forced.gated_norm, forced.attention) == ("fla", "fla", "fla", "triton")
     monkeypatch.setenv(backends.VARIABLE, "conv=fla,delta_rule=torch")
     by_variable = choose_backends("auto", "upstream", SIZES).cuda_half
     assert (by_variable.conv, by_variable.delta_rule) == ("fla", "torch")

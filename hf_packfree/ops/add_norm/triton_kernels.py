@@ -24,16 +24,17 @@ def add_norm(x, branch, weight, total, normed, size, eps, ADDS: tl.constexpr, WI
 
 @triton.jit(do_not_specialize=["rows"])
 def add_norm_backward(
-    total, weight, d_normed, d_total, d_x, d_weight, rows, size, eps, tiles, ADDS: tl.constexpr, WIDTH: tl.constexpr
-):
+    total, weight, d_normed, d_total, d_x, d_weight, rows, size, eps, tiles,
+    ADDS: tl.constexpr, WIDTH: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
     """d_x [R, D] = the norm's gradient, plus d_total where ADDS; per program d_weight [programs, D].
 
-    Each program takes `tiles` rows.
+    Each program takes `tiles` rows, and asks for them AHEAD.
     """
     d = tl.arange(0, WIDTH)
     w = 1.0 + tl.load(weight + d, mask=d < size, other=0.0).to(tl.float32)
     sums = tl.zeros([WIDTH], dtype=tl.float32)
-    for tile in range(tiles):
+    for tile in tl.range(tiles, num_stages=AHEAD + 1):
         row = tl.program_id(0).to(tl.int64) * tiles + tile
         ok, place = (row < rows) & (d < size), row * size + d
         a = tl.load(total + place, mask=ok, other=0.0).to(tl.float32)

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from hf_packfree.ops.backend import block_width
 
 _TILES = 16  # rows of a program in the backward pass
+_AHEAD, _ROW = 2, 8192  # how many of them are asked for ahead, up to so many bytes each: shared memory holds three tensors'
 
 
 def add_norm(x: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -64,7 +65,7 @@ def _gradients(
     with torch.cuda.device_of(total):
         add_norm_backward[(programs,)](
             total, weight, d_normed.contiguous(), adds, d, d_weight, rows, size, eps, _TILES,
-            ADDS=adds is not None, **_launch(size),
+            ADDS=adds is not None, AHEAD=_AHEAD if size * total.itemsize <= _ROW else 0, **_launch(size),
         )  # fmt: skip
     return d, d_weight.sum(0).to(weight.dtype)
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hf_packfree.ops.attention import torch_native, varlen
+from hf_packfree.ops.attention import torch_native, triton_native, varlen
 from hf_packfree.ops.backend import Backend, find
 from hf_packfree.packing import PackedSequence
 
-BACKENDS = {"varlen": Backend(varlen.attend, varlen.unusable), "torch": Backend(torch_native.attend)}
+BACKENDS = {
+    "triton": Backend(triton_native.attend, triton_native.unusable),
+    "varlen": Backend(varlen.attend, varlen.unusable),
+    "torch": Backend(torch_native.attend),
+}
 
 
 def attention(

@@ -10,7 +10,8 @@ from torch.autograd.function import once_differentiable
 
 from hf_packfree.ops.backend import block_width
 
-_ROWS, _TILES = 16, 16
+_ROWS = {"forward": 16, "backward": 8}  # of a block
+_TILES = 16  # blocks of a program in the backward pass
 
 
 def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -29,7 +30,8 @@ class _GatedNorm(torch.autograd.Function):
         out, size = torch.empty_like(x), x.shape[-1]
         rows = x.numel() // size
         with torch.cuda.device_of(x):
-            gated_norm[(-(-rows // _ROWS),)](x, z, weight, out, rows, size, eps, **_launch(size))
+            launch = _launch(size, "forward")
+            gated_norm[(-(-rows // launch["ROWS"]),)](x, z, weight, out, rows, size, eps, **launch)
         return out
 
     @staticmethod
@@ -40,14 +42,15 @@ class _GatedNorm(torch.autograd.Function):
         x, z, weight = ctx.saved_tensors
         d_x, d_z, size = torch.empty_like(x), torch.empty_like(z), x.shape[-1]
         rows = x.numel() // size
-        programs = -(-rows // (_ROWS * _TILES))
+        launch = _launch(size, "backward")
+        programs = -(-rows // (launch["ROWS"] * _TILES))
         d_weight = weight.new_empty(programs, size, dtype=torch.float32)
         with torch.cuda.device_of(x):
             gated_norm_backward[(programs,)](
-                x, z, weight, d_out.contiguous(), d_x, d_z, d_weight, rows, size, ctx.eps, _TILES, **_launch(size)
+                x, z, weight, d_out.contiguous(), d_x, d_z, d_weight, rows, size, ctx.eps, _TILES, **launch
             )
         return d_x, d_z, d_weight.sum(0).to(weight.dtype), None
 
 
-def _launch(size: int) -> dict[str, int]:
-    return {"ROWS": _ROWS, "WIDTH": block_width(size), "num_warps": 4}
+def _launch(size: int, way: str) -> dict[str, int]:
+    return {"ROWS": _ROWS[way], "WIDTH": block_width(size), "num_warps": 4}

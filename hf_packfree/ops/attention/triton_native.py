@@ -1,0 +1,132 @@
+"""Attention within documents on our Triton kernels, made for Hopper, where torch's own still run Ampere's instructions.
+
+Launch sizes are fixed: nothing is tuned at run time, and a document's bits, gradients included, do not depend on its row.
+
+Shapes: T tokens of the row, N documents, B blocks, H query heads, HK key heads, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hf_packfree.errors import BackendUnavailable
+from hf_packfree.ops.attention import torch_native
+from hf_packfree.ops.backend import HALF, Site, needs_triton
+from hf_packfree.packing import PackedSequence
+
+_HOPPER = (9, 0)
+_SIZES = (64, 128, 256)
+_BLOCK = 128  # tokens of a program: queries, or keys whose gradients are summed
+_MET = {"forward": 64, "queries": 32, "keys": 64, "values": 64}  # tokens that it meets at a time
+_STAGES = {"forward": 2, "queries": 2, "keys": 1, "values": 2}  # tiles of them that shared memory holds
+_WARPS = 8
+
+
+def unusable(site: Site) -> str | None:
+    """Return why these kernels cannot run at `site`, or None."""
+    if (reason := needs_triton(site)) is not None:
+        return reason
+    if site.capability is not None and site.capability != _HOPPER:
+        return f"its blocks are made for Hopper (9.0), this is {site.capability[0]}.{site.capability[1]}"
+    if site.dtype not in HALF:
+        return f"it runs in bfloat16 and float16, this is {str(site.dtype).removeprefix('torch.')}"
+    if (size := site.sizes.get("head_size", _SIZES[0])) not in _SIZES:
+        return f"it takes heads of {', '.join(map(str, _SIZES))} channels; the model has {size}"
+    return None
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, *, scale: float | None = None, dropout: float = 0.0
+) -> Tensor:
+    """See `hf_packfree.ops.attention.attention`; attention dropout, which these kernels lack, runs in plain torch."""
+    if dropout:
+        return torch_native.attend(q, k, v, packed, scale=scale, dropout=dropout)
+    if q.is_cuda and q.dtype not in HALF:
+        raise BackendUnavailable(
+            f"found {q.dtype} queries for the Triton kernels; wanted bfloat16 or float16; train in half precision or under "
+            "autocast, or call apply_patches(model, backend={'attention': 'torch'})"
+        )
+    if packed.max_seqlen * max(x.stride(1) for x in (q, k, v)) >= 2**31:
+        raise BackendUnavailable(
+            f"found a document of {packed.max_seqlen} tokens, more than the Triton kernels can count in 32 bits; wanted "
+            "shorter documents; call apply_patches(model, backend={'attention': 'varlen'})"
+        )
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    return _Attention.apply(q, k, v, packed, scale)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def plan_blocks(packed: PackedSequence, meets_what_follows: bool) -> Tensor:
+    """Return int32 [B, 3] on the model's device: each block's document's start, its own start in it, and its length.
+
+    The blocks with most to do come first, so that the last ones to end are short: queries meet what lies before them,
+    keys what follows.
+    """
+    starts, lengths = packed.cu_seqlens_cpu[:-1], packed.cu_seqlens_cpu.diff()
+    counts = (lengths + _BLOCK - 1) // _BLOCK
+    document = torch.repeat_interleave(counts)
+    start = (torch.arange(len(document)) - (counts.cumsum(0) - counts)[document]).int() * _BLOCK
+    work = lengths[document] - start if meets_what_follows else start
+    order = work.argsort(descending=True, stable=True)
+    blocks = torch.stack([starts[document], start, lengths[document]], 1)[order]
+    return blocks.to(packed.cu_seqlens.device, non_blocking=True)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, scale: float) -> Tensor:
+        from hf_packfree.ops.attention.triton_kernels import attend
+
+        q, k, v = (x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous() for x in (q, k, v))
+        out = q.new_empty(q.shape)
+        lse = q.new_empty(q.shape[2], q.shape[1], dtype=torch.float32)
+        blocks, heads = packed.derive(plan_blocks, False), _heads(q, k)
+        sizes = q.shape[1], *(x.stride(1) for x in (q, k, v)), scale * math.log2(math.e)
+        with torch.cuda.device_of(q):
+            attend[(len(blocks), q.shape[2])](
+                q, k, v, blocks, out, lse, *sizes, **heads, **_launch("forward")
+            )
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.packed, ctx.scale = packed, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        from hf_packfree.ops.attention import triton_kernels as kernels
+
+        q, k, v, out, lse = ctx.saved_tensors
+        d_out, delta, heads = d_out.contiguous(), torch.empty_like(lse), _heads(q, k)
+        d_q, d_k, d_v = (x.new_empty(x.shape) for x in (q, k, v))
+        before, after = (ctx.packed.derive(plan_blocks, follows) for follows in (False, True))
+        tokens, strides, scale = q.shape[1], [x.stride(1) for x in (q, k, v)], ctx.scale * math.log2(math.e)
+        with torch.cuda.device_of(q):
+            kernels.attend_backward_queries[(len(before), q.shape[2])](  # makes delta, so it comes first
+                q, k, v, before, out, d_out, lse, delta, d_q, tokens, *strides, scale, ctx.scale,
+                **heads, **_launch("queries"),
+            )  # fmt: skip
+            kernels.attend_backward_keys[(len(after), k.shape[2])](
+                q, k, v, after, d_out, lse, delta, d_k, tokens, *strides, scale, ctx.scale,
+                **heads, **_launch("keys"),
+            )  # fmt: skip
+            kernels.attend_backward_values[(len(after), k.shape[2])](
+                q, k, after, d_out, lse, d_v, tokens, *strides[:2], scale,
+                **heads, **_launch("values"),
+            )  # fmt: skip
+        return d_q, d_k, d_v, None, None
+
+
+def _heads(q: Tensor, k: Tensor) -> dict[str, int]:
+    """What a program is compiled for."""
+    heads = q.shape[2]
+    return {"HEADS": heads, "GROUP": heads // k.shape[2], "D": q.shape[3]}
+
+
+def _launch(kernel: str) -> dict[str, int]:
+    """Its blocks, of queries where those are a program's, of keys where they are."""
+    rows, columns = (_BLOCK, _MET[kernel]) if kernel in ("forward", "queries") else (_MET[kernel], _BLOCK)
+    return {"ROWS": rows, "COLUMNS": columns, "num_warps": _WARPS, "num_stages": _STAGES[kernel]}
