@@ -96,7 +96,7 @@ class PackedAttention(Replacement):
         gated = output_gate(out, gate, backend=kernels.output_gate)
         again = partial(output_gate, out, gate, backend=kernels.output_gate)
         with computed_again(gated, again, kernels.output_gate != "torch"):
-            return self.o_proj(gated.flatten(2))
+            return project(gated.flatten(2), self.o_proj)[0]
 
     def _place(
         self, q: Tensor, k: Tensor, position_embeddings: tuple[Tensor, Tensor], backend: str

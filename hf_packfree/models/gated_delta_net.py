@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hf_packfree.errors import PatchConflict
 from hf_packfree.models.contract import Sizes, size_of, size_of_linear, size_of_norm
-from hf_packfree.models.linears import is_hooked
+from hf_packfree.models.linears import is_hooked, project
 from hf_packfree.models.norms import epsilon
 from hf_packfree.models.recompute import computed_again
 from hf_packfree.models.replacement import Replacement
@@ -67,7 +67,7 @@ class PackedGatedDeltaNet(Replacement):
         normalise = self.norm if by_module else partial(_gated_norm, self.norm, backend=kernels.gated_norm)
         normed = normalise(out, z)
         with computed_again(normed, lambda: normalise(out, z), not by_module):
-            return self.out_proj(normed.view(1, packed.num_tokens, self.value_dim))
+            return project(normed.view(1, packed.num_tokens, self.value_dim), self.out_proj)[0]
 
     def _remember(self, mixed: Tensor, g: Tensor, beta: Tensor, packed: PackedSequence, kernels: Kernels) -> Tensor:
         """Run convolution and delta rule, [1, T, C] to [1, T, HV, V]."""

@@ -1,4 +1,4 @@
-"""Several linear layers that read one tensor: their gradients of it are summed inside the matrix products."""
+"""Linear layers, several of which may read one tensor: their gradients of it are summed inside the matrix products."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from hf_packfree.ops.product import product
 
 _NARROW = 128
 """Layers of fewer outputs: their products wait for x and its gradient to be read, so neighbours read them together."""
@@ -55,7 +57,7 @@ class _Projections(torch.autograd.Function):
         ctx.save_for_backward(x, *weights)
         outs: list[Tensor] = []
         for run in _runs(weights):
-            out = nn.functional.linear(x, _joined(weights[run], 0))
+            out = product(x, _joined(weights[run], 0))
             outs += _parted(out, weights[run], -1)
         return tuple(outs)
 

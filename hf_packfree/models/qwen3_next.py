@@ -13,6 +13,7 @@ from hf_packfree.models.attention import PackedAttention
 from hf_packfree.models.contract import Sizes, size_of_linear
 from hf_packfree.models.decoder_layer import PackedDecoderLayer
 from hf_packfree.models.gated_delta_net import PackedGatedDeltaNet
+from hf_packfree.models.linears import project
 from hf_packfree.models.head_table import heads_of
 from hf_packfree.models.replacement import stands_for
 from hf_packfree.models.trunk import PackedTrunk
@@ -28,10 +29,11 @@ class Qwen3NextGatedDeltaNet(PackedGatedDeltaNet, upstream.Qwen3NextGatedDeltaNe
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         group = self.num_v_heads // self.num_k_heads
-        per_head = self.in_proj_qkvz(x).unflatten(-1, (self.num_k_heads, -1))
+        qkvz, ba = project(x, self.in_proj_qkvz, self.in_proj_ba)
+        per_head = qkvz.unflatten(-1, (self.num_k_heads, -1))
         values = group * self.head_v_dim
         q, k, v, z = per_head.split([self.head_k_dim, self.head_k_dim, values, values], dim=-1)
-        b, a = self.in_proj_ba(x).unflatten(-1, (self.num_k_heads, -1)).split([group, group], dim=-1)
+        b, a = ba.unflatten(-1, (self.num_k_heads, -1)).split([group, group], dim=-1)
         mixed = torch.cat([part.flatten(-2) for part in (q, k, v)], dim=-1)
         return mixed, z.flatten(-2), b.flatten(-2), a.flatten(-2)
 

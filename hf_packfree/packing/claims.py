@@ -25,19 +25,26 @@ class Kept:
         row: int64 [M], the row of each.
         new_row: bool [M - 1], whether the next one is of another row.
         gaps: whether padding lies between them, before or behind.
+        width: S.
     """
 
     places: Tensor
     row: Tensor
     new_row: Tensor
     gaps: bool
+    width: int
 
     @classmethod
     def of(cls, real: Tensor) -> Kept:
         """Read bool [B, S]."""
-        places = real.reshape(-1).nonzero()[:, 0]
-        row = torch.zeros_like(places) if len(real) == 1 else places // real.shape[1]
-        return cls(places, row, row.diff() != 0, len(places) < real.numel())
+        gaps, width = not bool(real.all()), real.shape[1]
+        places = real.reshape(-1).nonzero()[:, 0] if gaps else torch.arange(real.numel())
+        if len(real) == 1:
+            row, new_row = torch.zeros_like(places), torch.zeros(max(len(places) - 1, 0), dtype=torch.bool)
+        else:
+            row = places // width
+            new_row = row.diff() != 0
+        return cls(places, row, new_row, gaps, width)
 
     def take(self, values: Tensor) -> Tensor:
         """Return [M] of [B, S]."""
@@ -50,13 +57,13 @@ class Claim:
 
     Attributes:
         form: the argument's name, for messages.
-        real: bool [B, S]; False where the form says a token is padding.
+        real: bool [B, S]; False where the form says a token is padding.  None: it says so of none.
         values: int64 [B, S], or None when the form says nothing about documents.
         step: what `values` grows by from a token to the next one of its document: 1 for positions, 0 for numbers.
     """
 
     form: str
-    real: Tensor
+    real: Tensor | None = None
     values: Tensor | None = None
     step: int = 0
 
@@ -93,7 +100,7 @@ def claim_of_positions(position_ids: Tensor, shape: tuple[int, int]) -> Claim | 
     if text.ndim != 2 or text.shape[1] != shape[1] or text.shape[0] not in (1, shape[0]):
         raise _misshapen("position_ids", position_ids, shape, "(B, S), (3, B, S) or (4, B, S)")
     values = text.detach().to("cpu", torch.int64).expand(shape)
-    return Claim("position_ids", torch.ones(shape, dtype=torch.bool), values, step=1)
+    return Claim("position_ids", None, values, step=1)
 
 
 def refuse_packed_mrope(position_ids: Tensor, real: Tensor) -> None:
@@ -136,7 +143,7 @@ def claim_of_offsets(form: str, cu_seqlens: Tensor, shape: tuple[int, int], devi
             f"found {form}={_short(offsets)} with a document that runs from one row of {shape[1]} tokens into the "
             "next; wanted an offset at the start of every row; flatten the batch to one row, or split the document"
         )
-    return Claim(form, torch.ones(shape, dtype=torch.bool), values)
+    return Claim(form, None, values)
 
 
 def claim_of_numbers(seq_idx: Tensor, shape: tuple[int, int]) -> Claim:

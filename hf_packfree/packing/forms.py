@@ -91,7 +91,9 @@ def read_forms(
         BoundaryConflict: two forms disagree.
     """
     claims = _claims(forms, shape, device)
-    real = torch.stack([torch.ones(shape, dtype=torch.bool), *(claim.real for claim in claims)]).all(0)
+    real = torch.ones(shape, dtype=torch.bool)
+    for claim in claims:
+        real = real if claim.real is None else real & claim.real
     if forms.position_ids is not None and not any(claim.form == "position_ids" for claim in claims):
         refuse_packed_mrope(forms.position_ids, real)
     kept = Kept.of(real)
@@ -164,16 +166,16 @@ def _agree(
         starts = claim.starts(kept)
         if starts is None:
             continue
-        longest = min(int(_lengths(starts).max()), longest or len(kept.places))
         if agreed is not None and torch.equal(agreed[1], starts):
             continue
+        longest = min(int(_lengths(starts).max()), longest or len(kept.places))
         joined, firsts = _join_padding_tails(starts, kept, same_token)
         if claim.form == "position_ids":
             starts, tails = joined, firsts
         elif agreed is None:
             tails = sorted([*firsts, *(starts & ~joined).nonzero()[:, 0].tolist()])
         if agreed is not None and not torch.equal(agreed[1], starts):
-            raise _conflict(agreed[0], claim, int(kept.places[(agreed[1] != starts).nonzero()[0, 0]]))
+            raise _conflict(agreed[0], claim, int((agreed[1] != starts).nonzero()[0, 0]), kept)
         agreed = agreed or (claim, starts)
     return (None if agreed is None else agreed[1]), longest, tails
 
@@ -217,7 +219,7 @@ def _is_plain(forms: Forms, claims: list[Claim], real: Tensor, num_documents: in
     if num_documents != int(real.any(1).sum()):
         return False
     masks = [claim for claim in claims if claim.form == "attention_mask"]
-    by_mask = any(torch.equal(mask.real, real) for mask in masks) and says_padding_only(forms.attention_mask)
+    by_mask = any(mask.real is not None and torch.equal(mask.real, real) for mask in masks) and says_padding_only(forms.attention_mask)
     return by_mask or bool(real.all())
 
 
@@ -235,8 +237,8 @@ def _check_longest(forms: Forms, longest: int | None) -> None:
             )
 
 
-def _conflict(one: Claim, other: Claim, place: int) -> BoundaryConflict:
-    row, token = divmod(place, one.real.shape[1])
+def _conflict(one: Claim, other: Claim, number: int, kept: Kept) -> BoundaryConflict:
+    row, token = int(kept.row[number]), int(kept.places[number]) - int(kept.row[number]) * kept.width
     return BoundaryConflict(
         f"found {one.form} and {other.form} in disagreement: at row {row}, token {token} one starts a document and the "
         "other goes on; wanted the same boundaries in both; pass one of them alone, or build both from the same lengths"

@@ -12,8 +12,6 @@ from tests.gpu.small import NARROW, WIDE, hidden, packed_row, small
 from tests.support import gradients, relative_rms
 
 pytestmark = gpu
-FEW = 128
-"""Rows of fewer tokens go through other kernels of torch's matrix library, whose sums have another order."""
 LEAK = 1e-2
 NOISE = 2e-2
 """Relative RMS of bf16 after four layers where bits are not promised: other kernels, or another order of summation."""
@@ -26,7 +24,7 @@ def backward(output, weight):
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_trunk_documents_are_those_alone(name, record):
-    """bf16, four layers of the 2B widths: bit for bit forward from `FEW` tokens on, below that measured, as gradients are."""
+    """bf16, four layers of the 2B widths: bit for bit forward; gradients, sums in another order, are measured."""
     torch.manual_seed(0)
     model = small(WIDE, backend="auto" if TRIAL else BACKENDS[name])
     tokens, packed = packed_row(model, LONG)
@@ -44,9 +42,9 @@ def test_trunk_documents_are_those_alone(name, record):
     differ = [end - begin for begin, end in spans(LONG) if not torch.equal(output[:, begin:end], outputs[:, begin:end])]
     worst = max(relative_rms(found[n], alone[n]) for n in found if "A_log" not in n and "dt_bias" not in n)
     record(f"trunk bf16, {name}: matrices' gradients, packed against alone", worst, 5e-2)
-    record(f"trunk bf16, {name}: values, packed against alone", relative_rms(output, outputs), NOISE,
+    record(f"trunk bf16, {name}: values, packed against alone", relative_rms(output, outputs), NOISE if TRIAL else 0.0,
            worst=float((output - outputs).abs().max()), lengths_that_differ=differ)
-    assert TRIAL or max(differ, default=0) < FEW, f"documents of {differ} tokens differ"
+    assert TRIAL or not differ, f"documents of {differ} tokens differ"
 
 
 def test_control_without_boundaries_leaks(record):

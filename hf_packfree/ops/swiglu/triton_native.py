@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear
+
+from hf_packfree.ops.product import product
 
 _BLOCK = 2048  # elements of a program
 
@@ -26,11 +27,11 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         from hf_packfree.ops.swiglu.triton_kernels import gated
 
-        a, b = linear(x, gate), linear(x, up)
+        a, b = product(x, gate), product(x, up)
         ctx.save_for_backward(x, gate, up, down, a, b)
-        product = torch.empty_like(a)
-        _launch(gated, a, b, product)
-        return linear(product, down)
+        mixed = torch.empty_like(a)
+        _launch(gated, a, b, mixed)
+        return product(mixed, down)
 
     @staticmethod
     @once_differentiable
@@ -40,11 +41,11 @@ class _SwiGLU(torch.autograd.Function):
         x, gate, up, down, a, b = (t.flatten(0, -2) for t in ctx.saved_tensors)
         wants_x, wants_gate, wants_up, wants_down = ctx.needs_input_grad
         d_y, shape = d_y.flatten(0, -2), d_y.shape
-        product, d_a, d_b = d_y @ down, torch.empty_like(a), torch.empty_like(b)
-        _launch(gated_backward, a, b, product, d_a, d_b)
+        d_mixed, d_a, d_b = d_y @ down, torch.empty_like(a), torch.empty_like(b)
+        _launch(gated_backward, a, b, d_mixed, d_a, d_b)  # which leaves the gated product in d_mixed's place
         d_x = (d_a @ gate).addmm_(d_b, up).view(shape) if wants_x else None
         d_gate, d_up = (d.T @ x if wanted else None for d, wanted in ((d_a, wants_gate), (d_b, wants_up)))
-        return d_x, d_gate, d_up, d_y.T @ product if wants_down else None
+        return d_x, d_gate, d_up, d_y.T @ d_mixed if wants_down else None
 
 
 def _launch(kernel: Any, a: Tensor, *others: Tensor) -> None:

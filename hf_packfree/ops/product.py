@@ -1,0 +1,23 @@
+"""The matrix product of a linear layer, whose bits do not depend on how many rows there are."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn.functional import linear, pad
+
+_ROWS = 256
+"""Fewer rows than some 129 go through other kernels of torch's CUDA library, whose sums have another order."""
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x weight', [..., D] to [..., F]; on CUDA a document in a short row of its own gets the bits of a long one."""
+    rows = x.numel() // x.shape[-1]
+    if not x.is_cuda or rows >= _ROWS:
+        return linear(x, weight)
+    return filled(x, weight)
+
+
+def filled(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x weight' from a product of `_ROWS` rows, zeros behind x's own."""
+    flat = x.flatten(0, -2)
+    return linear(pad(flat, (0, 0, 0, _ROWS - len(flat))), weight)[: len(flat)].view(*x.shape[:-1], -1)
