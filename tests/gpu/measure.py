@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +83,39 @@ def run_group(group: Group, results: Results, clock: Clock, options: argparse.Na
 
 
 def _time_rows(model: Any, group: Group, rows: Any, results: Results, clock: Clock, profiles: Path | None) -> None:
-    for workload, variant, load in rows:
-        name = re.sub(r"[^a-z0-9]+", "-", f"profile {workload} {variant}".lower())
-        target = None if profiles is None else profiles / f"{name}.json"
-        results.row(workload, variant, partial(time_row, model, group, load, clock, target))
+    for batch in _batches(rows, group.in_turns):
+        together = Together(model, [load for *_, load in batch], clock)
+        for number, (workload, variant, _) in enumerate(batch):
+            name = re.sub(r"[^a-z0-9]+", "-", f"profile {workload} {variant}".lower())
+            target = None if profiles is None else profiles / f"{name}.json"
+            results.row(workload, variant, partial(time_row, group, together, number, target))
+
+
+@dataclass
+class Together:
+    """Batches of one model that are timed in turns, when the first of them is asked for."""
+
+    model: Any
+    loads: list[Load]
+    clock: Clock
+    timings: list[dict[str, float]] = field(default_factory=list)
+
+    def step(self, number: int) -> Callable[[], Any]:
+        """The training step of one batch."""
+        inputs = self.loads[number].inputs(self.model.config.vocab_size, self.clock.device)
+        return step_of(self.model.base_model, inputs)
+
+    def timing(self, number: int) -> dict[str, float]:
+        """See `Clock.in_turns`."""
+        self.timings = self.timings or self.clock.in_turns([self.step(i) for i in range(len(self.loads))])
+        return self.timings[number]
+
+
+def _batches(rows: Any, in_turns: bool) -> list[list[Any]]:
+    """Rows that are timed together: those of one workload, or each by itself."""
+    if not in_turns:
+        return [[row] for row in rows]
+    return [list(batch) for _, batch in groupby(rows, key=lambda row: row[0])]
 
 
 def _each(results: Results, rows: Any, measure: Any) -> None:
@@ -92,11 +123,11 @@ def _each(results: Results, rows: Any, measure: Any) -> None:
         results.row(workload, variant, partial(measure, load))
 
 
-def time_row(model: Any, group: Group, load: Load, clock: Clock, profile_to: Path | None) -> dict[str, Any]:
-    """Time one batch; returns the row's numbers and what ran."""
-    inputs = load.inputs(model.config.vocab_size, clock.device)
-    step = step_of(model.base_model, inputs)
-    row: dict[str, Any] = clock.measure(step)
+def time_row(group: Group, together: Together, number: int, profile_to: Path | None) -> dict[str, Any]:
+    """Return one batch's numbers and what ran."""
+    model, load, clock = together.model, together.loads[number], together.clock
+    row: dict[str, Any] = dict(together.timing(number))
+    step = together.step(number)
     loss = float(step())
     if not loss < float("inf"):
         raise FloatingPointError(f"the step's loss is {loss}")

@@ -25,7 +25,7 @@ from typing import Any
 from tests.gpu.timing import DEAD, name_of, read_lines
 
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = ("test_ops.py", "test_model.py", "test_sync.py", "test_training.py")
+TESTS = ("test_ops.py", "test_model.py", "test_padded.py", "test_sync.py", "test_training.py")
 RESTARTS = 4
 DEEP_PATH = re.compile(r"(?<![\w.])(?:/[\w.+-]+){2,}/([\w.+-]+/[\w.+-]+)")
 """An absolute path of four parts or more; its last two stay."""

@@ -10,7 +10,7 @@ import os
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,29 @@ from typing import Any
 import torch
 
 from tests.gpu.models import free
+
+
+@dataclass
+class Turn:
+    """A step, warm, and what its timings said so far.  Times in ms."""
+
+    step: Callable[[], Any]
+    warm_s: float
+    repeats: int
+    times: list[float] = field(default_factory=list)
+    peak: float = 0.0
+
+    def goes_on(self, runs: int, least: float, longest: float) -> bool:
+        """Whether it wants more timings: so many runs and at least so long, two at least, and not for longer than that."""
+        total = sum(self.times) * self.repeats
+        return len(self.times) < 2 or ((len(self.times) < runs or total < least) and total < longest)
+
+    def result(self) -> dict[str, float]:
+        """See `Clock.measure`."""
+        return {
+            "ms": statistics.median(self.times), "ms_min": min(self.times), "ms_max": max(self.times),
+            "runs": len(self.times), "repeats": self.repeats, "warmup_s": self.warm_s, "peak_gib": self.peak,
+        }
 
 
 @dataclass(frozen=True)
@@ -42,26 +65,31 @@ class Clock:
 
     def measure(self, step: Callable[[], Any]) -> dict[str, float]:
         """Return {"ms": median, "ms_min", "ms_max", "warmup_s": seconds of the warm-up, "peak_gib": of the timed steps}."""
+        return self.in_turns([step])[0]
+
+    def in_turns(self, steps: Sequence[Callable[[], Any]]) -> list[dict[str, float]]:
+        """Return what `measure` does of each, timed one after the other again and again: what slows one down slows all."""
+        return self._timed([self._warmed(step) for step in steps])
+
+    def _warmed(self, step: Callable[[], Any]) -> Turn:
         started = time.perf_counter()
         for _ in range(self.warmup):
             step()
         self._wait()
         warm = time.perf_counter() - started
-        if self.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
         repeats = 1 if self.device != "cuda" else max(1, min(50, int(self.shortest / max(self.once(step), 1e-3))))
-        least = self.least * 1e3 if self.device == "cuda" else 0.0
-        times: list[float] = []
-        total = 0.0
-        while len(times) < 2 or ((len(times) < self.runs or total < least) and total < self.longest * 1e3):
-            times.append(self.once(step, repeats))
-            total += times[-1] * repeats
-        peak = torch.cuda.max_memory_allocated() / 2**30 if self.device == "cuda" else 0.0
-        return {
-            "ms": statistics.median(times), "ms_min": min(times), "ms_max": max(times),
-            "runs": len(times), "repeats": repeats,
-            "warmup_s": warm, "peak_gib": peak,
-        }
+        return Turn(step, warm, repeats)
+
+    def _timed(self, turns: list[Turn]) -> list[dict[str, float]]:
+        least, longest = (self.least * 1e3 if self.device == "cuda" else 0.0), self.longest * 1e3
+        while any(turn.goes_on(self.runs, least, longest) for turn in turns):
+            for turn in turns:
+                if self.device == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
+                turn.times.append(self.once(turn.step, turn.repeats))
+                if self.device == "cuda":
+                    turn.peak = max(turn.peak, torch.cuda.max_memory_allocated() / 2**30)
+        return [turn.result() for turn in turns]
 
     def once(self, step: Callable[[], Any], repeats: int = 1) -> float:
         """Return the ms of one step, the mean of `repeats`."""

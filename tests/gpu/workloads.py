@@ -25,12 +25,15 @@ class Group:
         variant: what runs in it.
         rows: (workload, name of the variant, batch) of each row.
         note: what the rows' reader has to know beside the shape's own note.
+        in_turns: rows of one workload are timed one after the other, again and again, so that their ratios hold where the
+            host is slower at times.
     """
 
     shape: Shape
     variant: Variant
     rows: tuple[tuple[str, str, Load], ...]
     note: str = ""
+    in_turns: bool = False
 
 
 STANDS_IN = "FLA's Triton convolution stands in for causal-conv1d, without which upstream refuses packed rows"
@@ -97,7 +100,7 @@ def _linearity(tiny: bool) -> list[Group]:
                 lengths = tuple(fixed_lengths(tokens, length))
                 rows.append((f"2b-8layers-{name}", f"documents of {length}", Load(lengths, "record")))
         rows.append((f"2b-8layers-{name}", "one document", Load((tokens,), "record")))
-    return [Group(shape, LIGER, tuple(rows), "packfree+liger")]
+    return [Group(shape, LIGER, tuple(rows), "packfree+liger; timed in turns", in_turns=True)]
 
 
 def _wide(name: str, key: str, tiny: bool) -> list[Group]:
