@@ -71,6 +71,16 @@ def test_fsdp2_keeps_the_decay_in_fp32(results, record_property):
     assert result["dtypes"]["seen"] == result["dtypes"]["stock sees"]
 
 
+@friend("accelerate", "own loop, DDP, `mixed_precision=\"bf16\"`", EITHER)
+def test_accelerate_in_half_precision(results, record_property):
+    result = results["accelerate ddp bf16"]
+    record_property("error", result["gradients"])
+    record_property("control", result["control"])
+    assert result["failures"] == []
+    assert result["gradients"] <= result["allowed"], "twice the rounding of stock documents, one by one"
+    assert result["control"] > 5 * result["allowed"] and result["after"] <= result["allowed"]
+
+
 @friend("accelerate", "own loop, DDP", EITHER)
 def test_accelerate(results, record_property):
     check(results["accelerate ddp"], record_property)
@@ -86,6 +96,18 @@ def test_two_gpus(tmp_path, record_property):
     report = json.loads(out.read_text())
     assert report["passed"], report
     check(report["ways"]["accelerate fsdp2"], record_property)
+
+
+@friend("accelerate", "own loop, FSDP2 plugin, two GPUs", LAYERS)
+def test_the_committed_run_on_two_gpus(record_property):
+    """What `tests/gpu/parallel.py` left: the tiny model in torch, and the published models' heads with the kernels."""
+    found = {path.stem: json.loads(path.read_text()) for path in (ROOT / "tests/gpu/results/parallel").glob("*.json")}
+    assert len(found) >= 3 and all(report["passed"] and report["processes"] == 2 for report in found.values())
+    ran = [report["implementations"] for report in found.values() if report["shape"] == "exact"]
+    assert any(kernels["bfloat16"]["delta_rule"] == "flash_qla" for kernels in ran)
+    for report in found.values():
+        if "accelerate fsdp2" in report["ways"]:
+            check(report["ways"]["accelerate fsdp2"], record_property)
 
 
 @friend("torch", "FSDP2 (`fully_shard`), activation checkpointing, checkpoint loaded unpatched", LAYERS)

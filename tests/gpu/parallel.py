@@ -203,10 +203,8 @@ def batches_of(rank: int, device: torch.device, packed: bool) -> list[list[dict[
     """Return, per step, this rank's documents: one packed row, or each in a batch of its own."""
     collate = transformers.DataCollatorWithFlattening()
     steps = [step[rank :: dist.get_world_size()] for step in in_steps(labelled())]
-    return [
-        [on_device(dict(collate(rows(part))), device) for part in ([step] if packed else [[item] for item in step])]
-        for step in steps
-    ]
+    parts = [[step] if packed else [[item] for item in step] for step in steps]
+    return [[on_device(dict(collate(rows(part))), device) for part in step] for step in parts]
 
 
 def measure(way: Way, setting: Setting, folder: Path) -> Result:
@@ -258,7 +256,8 @@ def save_and_compare(wrapped: Any, reference: Any, setting: Setting, folder: Pat
     """Save what was trained, load it unpatched, and return how far its logits are from one-by-one training's."""
     whole = get_model_state_dict(wrapped, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if dist.get_rank() == 0:
-        setting.fresh().save_pretrained(folder, state_dict={name.removeprefix("module."): value for name, value in whole.items()})
+        named = {name.removeprefix("module."): value for name, value in whole.items()}
+        setting.fresh().save_pretrained(folder, state_dict=named)
     dist.barrier()
     loaded = type(reference).from_pretrained(folder).to(setting.device)
     assert not patch_report(loaded).patched
