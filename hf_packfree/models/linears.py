@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hf_packfree.ops.product import product
+from hf_packfree.ops.product import as_in_forward, product
 
 _NARROW = 128
 """Layers of fewer outputs: their products wait for x and its gradient to be read, so neighbours read them together."""
@@ -65,16 +65,24 @@ class _Projections(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *d_outs: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        rows, needed = x.flatten(0, -2), ctx.needs_input_grad[1:]
-        d_x: Tensor | None = None
-        d_weights: list[Tensor | None] = []
-        for run in _runs(weights):
-            d_out = _joined(d_outs[run], -1).flatten(0, -2)
-            if ctx.needs_input_grad[0]:
-                weight = _joined(weights[run], 0)
-                d_x = d_out @ weight if d_x is None else d_x.addmm_(d_out, weight)
-            d_weights += _parted(d_out.T @ rows, weights[run], 0) if any(needed[run]) else [None] * len(weights[run])
-        return None if d_x is None else d_x.view_as(x), *d_weights
+        with as_in_forward(x):
+            return _gradients(x, weights, d_outs, ctx.needs_input_grad)
+
+
+def _gradients(
+    x: Tensor, weights: Sequence[Tensor], d_outs: Sequence[Tensor], needed: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """Those of x and of the weights, as far as they are needed."""
+    rows, wants_x, wanted = x.flatten(0, -2), needed[0], needed[1:]
+    d_x: Tensor | None = None
+    d_weights: list[Tensor | None] = []
+    for run in _runs(weights):
+        d_out = _joined(d_outs[run], -1).flatten(0, -2)
+        if wants_x:
+            weight = _joined(weights[run], 0)
+            d_x = d_out @ weight if d_x is None else d_x.addmm_(d_out, weight)
+        d_weights += _parted(d_out.T @ rows, weights[run], 0) if any(wanted[run]) else [None] * len(weights[run])
+    return None if d_x is None else d_x.view_as(x), *d_weights
 
 
 def _runs(weights: Sequence[Tensor]) -> list[slice]:

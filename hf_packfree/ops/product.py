@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
@@ -21,3 +25,8 @@ def filled(x: Tensor, weight: Tensor) -> Tensor:
     """Return x weight' from a product of `_ROWS` rows, zeros behind x's own."""
     flat = x.flatten(0, -2)
     return linear(pad(flat, (0, 0, 0, _ROWS - len(flat))), weight)[: len(flat)].view(*x.shape[:-1], -1)
+
+
+def as_in_forward(x: Tensor) -> AbstractContextManager[Any]:
+    """Let a backward pass whose forward ran without autocast run without it too, wherever it is called."""
+    return torch.autocast(x.device.type, enabled=False)

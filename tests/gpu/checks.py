@@ -202,7 +202,7 @@ OPS = {
         Op(
             "swiglu", "hf_packfree.ops.swiglu", _swiglu_leaves,
             lambda f, x, packed, backend: f(x["x"], x["gate"], x["up"], x["down"], backend=backend),
-            "swiglu_mlp", shared=("gate", "up", "down"), mixes=False,  # matrix products: few rows take other kernels
+            "swiglu_mlp", shared=("gate", "up", "down"), mixes=False, exact=("triton",),
         ),
         Op(
             "add norm", "hf_packfree.ops.add_norm",

@@ -52,3 +52,15 @@ def test_gradients_can_be_scaled_and_cleared_in_place():
         torch.nn.utils.clip_grad_norm_(weights, 1e-3)
         torch.optim.SGD(weights, 0.1).zero_grad(set_to_none=step == 1)
         assert step or not weights[1].grad.any()
+
+
+def test_a_backward_pass_under_autocast_is_that_of_the_forward():
+    torch.manual_seed(0)
+    x = torch.randn(1, 5, 8, requires_grad=True)
+    weights = [torch.randn(size, 8, requires_grad=True) for size in (200, 3)]
+    grads = []
+    for enabled in (False, True):
+        outs = _Projections.apply(x, *weights)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            grads.append(torch.autograd.grad(sum(out.sum() for out in outs), [x, *weights]))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))

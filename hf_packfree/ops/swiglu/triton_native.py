@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hf_packfree.ops.product import product
+from hf_packfree.ops.product import as_in_forward, product
 
 _BLOCK = 2048  # elements of a program
 
@@ -36,16 +36,24 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
-        from hf_packfree.ops.swiglu.triton_kernels import gated_backward
+        with as_in_forward(d_y):
+            flat = (t.flatten(0, -2) for t in (d_y, *ctx.saved_tensors))
+            d_x, *d_weights = _gradients(ctx.needs_input_grad, *flat)
+        return None if d_x is None else d_x.view(*d_y.shape[:-1], -1), *d_weights
 
-        x, gate, up, down, a, b = (t.flatten(0, -2) for t in ctx.saved_tensors)
-        wants_x, wants_gate, wants_up, wants_down = ctx.needs_input_grad
-        d_y, shape = d_y.flatten(0, -2), d_y.shape
-        d_mixed, d_a, d_b = d_y @ down, torch.empty_like(a), torch.empty_like(b)
-        _launch(gated_backward, a, b, d_mixed, d_a, d_b)  # which leaves the gated product in d_mixed's place
-        d_x = (d_a @ gate).addmm_(d_b, up).view(shape) if wants_x else None
-        d_gate, d_up = (d.T @ x if wanted else None for d, wanted in ((d_a, wants_gate), (d_b, wants_up)))
-        return d_x, d_gate, d_up, d_y.T @ d_mixed if wants_down else None
+
+def _gradients(
+    needed: tuple[bool, ...], d_y: Tensor, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, a: Tensor, b: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Those of x and of the weights, as far as they are needed; all tensors [rows, channels]."""
+    from hf_packfree.ops.swiglu.triton_kernels import gated_backward
+
+    wants_x, wants_gate, wants_up, wants_down = needed
+    d_mixed, d_a, d_b = d_y @ down, torch.empty_like(a), torch.empty_like(b)
+    _launch(gated_backward, a, b, d_mixed, d_a, d_b)  # which leaves the gated product in d_mixed's place
+    d_x = (d_a @ gate).addmm_(d_b, up) if wants_x else None
+    d_gate, d_up = (d.T @ x if wanted else None for d, wanted in ((d_a, wants_gate), (d_b, wants_up)))
+    return d_x, d_gate, d_up, d_y.T @ d_mixed if wants_down else None
 
 
 def _launch(kernel: Any, a: Tensor, *others: Tensor) -> None:
