@@ -219,8 +219,8 @@ def _is_plain(forms: Forms, claims: list[Claim], real: Tensor, num_documents: in
     if num_documents != int(real.any(1).sum()):
         return False
     masks = [claim for claim in claims if claim.form == "attention_mask"]
-    by_mask = any(mask.real is not None and torch.equal(mask.real, real) for mask in masks) and says_padding_only(forms.attention_mask)
-    return by_mask or bool(real.all())
+    agreed = any(mask.real is not None and torch.equal(mask.real, real) for mask in masks)
+    return (agreed and says_padding_only(forms.attention_mask)) or bool(real.all())
 
 
 def _check_longest(forms: Forms, longest: int | None) -> None:
