@@ -22,6 +22,7 @@ from hf_packfree.packing.claims import (
     refuse_packed_mrope,
 )
 from hf_packfree.packing.record import PackedSequence
+from hf_packfree.packing.swift import offsets_of_one_row
 
 HF_NAMES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Upstream's keyword names for packing; spelled in this file and nowhere else."""
@@ -90,6 +91,11 @@ def read_forms(
         BoundaryError: a form is malformed.
         BoundaryConflict: two forms disagree.
     """
+    offsets = _offsets_of_one_row(forms, shape, device)
+    if offsets is not None:
+        lengths = offsets.diff()
+        _check_longest(forms, int(lengths.max()))
+        return None if len(lengths) == 1 else PackedSequence.from_lengths(lengths, device=device, batch_shape=shape)
     claims = _claims(forms, shape, device)
     real = torch.ones(shape, dtype=torch.bool)
     for claim in claims:
@@ -111,6 +117,14 @@ def read_forms(
     return PackedSequence.from_lengths(
         lengths, device=device, batch_shape=shape, indices=kept.places if kept.gaps else None, filler=filler, plain=plain
     )
+
+
+def _offsets_of_one_row(forms: Forms, shape: tuple[int, int], device: torch.device) -> Tensor | None:
+    if shape[0] != 1 or forms.attention_mask is not None:
+        return None
+    both = [forms.cu_seq_lens_q, None if forms.cu_seq_lens_k is forms.cu_seq_lens_q else forms.cu_seq_lens_k]
+    given = [offsets for offsets in both if offsets is not None]
+    return offsets_of_one_row(shape[1], device, given, forms.seq_idx, forms.position_ids)
 
 
 def _can_drop(forms: Forms, real: Tensor) -> bool:

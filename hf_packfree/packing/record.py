@@ -78,13 +78,14 @@ class PackedSequence:
                 "drop empty documents before packing"
             )
         cu_seqlens = F.pad(sizes.cumsum(0, dtype=torch.int32), (1, 0))
-        seq_idx = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), sizes)[None]
+        ends, tokens = cu_seqlens.to(device, non_blocking=True), int(cu_seqlens[-1])
+        numbers = torch.arange(len(sizes), dtype=torch.int32, device=ends.device)
         return cls(
-            cu_seqlens=cu_seqlens.to(device, non_blocking=True),
+            cu_seqlens=ends,
             cu_seqlens_cpu=cu_seqlens,
-            seq_idx=seq_idx.to(device, non_blocking=True),
+            seq_idx=numbers.repeat_interleave(ends.diff(), output_size=tokens)[None],  # known here: nothing is waited for
             max_seqlen=int(sizes.max()),
-            batch_shape=batch_shape or (1, int(cu_seqlens[-1])),
+            batch_shape=batch_shape or (1, tokens),
             indices=None if indices is None else indices.to(device, non_blocking=True),
             filler=tuple(filler),
             plain=plain,

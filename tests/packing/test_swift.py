@@ -1,0 +1,84 @@
+"""The swift reading of one row says what the general one says, or leaves it to that."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_packfree.errors import BoundaryError
+from hf_packfree.packing import Forms, forms, read_forms
+from hf_packfree.packing.swift import offsets_of_one_row
+from tests.forms import one_row
+
+CPU = torch.device("cpu")
+LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=6)
+NAMES = {"cu_seq_lens_q": "offsets", "cu_seq_lens_k": "offsets", "seq_idx": "numbers", "position_ids": "positions"}
+
+
+def general(given_forms: Forms, tokens: int):
+    """Lengths of the general reading, or the type of what it raises."""
+    before, forms.offsets_of_one_row = forms.offsets_of_one_row, lambda *_: None
+    try:
+        return outcome(given_forms, tokens)
+    finally:
+        forms.offsets_of_one_row = before
+
+
+def outcome(given_forms: Forms, tokens: int):
+    try:
+        packed = read_forms(given_forms, (1, tokens), CPU, lambda places, place: places == place)
+    except BoundaryError as error:
+        return type(error)
+    if packed is None:
+        return None
+    indices = None if packed.indices is None else packed.indices.tolist()
+    return packed.lengths, packed.plain, packed.filler, indices
+
+
+@given(data=st.data(), first=LENGTHS, second=LENGTHS, names=st.sets(st.sampled_from(sorted(NAMES)), min_size=1))
+def test_equals_the_general_reading(data, first, second, names):
+    """Every form of its own documents, of either list, or with one entry changed to anything."""
+    tokens = sum(first)
+    second = second[:1] if sum(second[:1]) >= tokens else [*second, max(tokens - sum(second), 0)]
+    said = {}
+    for name in sorted(names):
+        lengths = data.draw(st.sampled_from([first, first, second]))
+        said[name] = one_row([length for length in lengths if length])[NAMES[name]].clone()
+        if data.draw(st.integers(0, 4)) == 0:
+            flat = said[name].view(-1)
+            flat[data.draw(st.integers(0, len(flat) - 1))] = data.draw(st.integers(-1, 3))
+    given_forms = Forms(**said)
+    assert outcome(given_forms, tokens) == general(given_forms, tokens)
+
+
+@given(lengths=LENGTHS, names=st.sets(st.sampled_from(sorted(NAMES)), min_size=1))
+def test_reads_what_agrees(lengths, names):
+    lengths = [*lengths, 2]  # a row that ends in one-token documents may end in padding
+    row = one_row(lengths)
+    offsets = [row["offsets"]] * ("cu_seq_lens_q" in names) + [row["offsets"].clone()] * ("cu_seq_lens_k" in names)
+    numbers, positions = (row[NAMES[name]] if name in names else None for name in ("seq_idx", "position_ids"))
+    found = offsets_of_one_row(sum(lengths), CPU, offsets, numbers, positions)
+    assert found.tolist() == row["offsets"].tolist()
+
+
+@pytest.mark.parametrize("offsets", [(0, 3, 2, 5), (1, 3, 5), (0, 3, 4), (0, 3, 9), (-1, 3, 5), (5,)], ids=str)
+def test_leaves_unsound_offsets_to_the_general_reading(offsets):
+    assert offsets_of_one_row(5, CPU, [torch.tensor(offsets, dtype=torch.int32)], None, None) is None
+
+
+@pytest.mark.parametrize("numbers", [(0, 0, 1, 1, -1), (-1, -1, 0, 0, 0), (0, 0, 0, 1, 2)], ids=str)
+def test_leaves_padding_in_numbers_and_tails_to_the_general_reading(numbers):
+    assert offsets_of_one_row(5, CPU, [], torch.tensor([numbers]), None) is None
+
+
+@pytest.mark.parametrize("what", ["another device", "another dtype", "another shape", "nothing"])
+def test_leaves_the_rest_to_the_general_reading(what):
+    positions = {
+        "another device": torch.arange(4, device="meta")[None],
+        "another dtype": torch.arange(4.0)[None],
+        "another shape": torch.arange(4),
+        "nothing": None,
+    }[what]
+    assert offsets_of_one_row(4, CPU, [], None, positions) is None
