@@ -8,7 +8,7 @@ import torch
 from hf_packfree import apply_patches
 from tests.gpu.checks import DEVICE, TRIAL, gpu
 from tests.gpu.small import NARROW, small
-from tests.models.padded import Seen, padded_batch, real_tokens, step, worst_gradient
+from tests.models.padded import Seen, all_gradients, padded_batch, real_tokens, step, worst_gradient
 from tests.support import relative_rms
 
 pytestmark = gpu
@@ -56,17 +56,11 @@ def test_as_near_as_stock_in_bf16(side, record, precise, upstream_in_torch):
     stock = train_step(batch, torch.bfloat16)
     found = train_step(batch, torch.bfloat16, backend="auto")
     assert skipped(found[3], batch)
-    noise = {"logits": relative_rms(stock[1], exact[1]), "gradients": overall(stock[2], exact[2])}
+    noise = {"logits": relative_rms(stock[1], exact[1]), "gradients": all_gradients(stock[2], exact[2])}
     limit = 1.5 * noise["logits"] + TRIAL
     record(f"padded {side}, bf16: logits against fp32", relative_rms(found[1], exact[1]), limit, **noise)
-    error = overall(found[2], exact[2])
+    error = all_gradients(found[2], exact[2])
     record(f"padded {side}, bf16: all gradients against fp32", error, 1.5 * noise["gradients"] + TRIAL)
-
-
-def overall(found, wanted) -> float:
-    """Relative RMS of all gradients together."""
-    assert found.keys() == wanted.keys()
-    return relative_rms(*(torch.cat([grads[name].double().flatten() for name in wanted]) for grads in (found, wanted)))
 
 
 def skipped(shape, batch) -> bool:

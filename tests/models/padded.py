@@ -55,3 +55,9 @@ def worst_gradient(found, wanted) -> float:
     assert found.keys() == wanted.keys()
     sizes = sorted(float(grad.double().pow(2).mean().sqrt()) for grad in wanted.values())
     return max(relative_rms(found[name], wanted[name], 1e-2 * sizes[len(sizes) // 2]) for name in wanted)
+
+
+def all_gradients(found, wanted) -> float:
+    """Relative RMS of all parameters' gradients together."""
+    assert found.keys() == wanted.keys()
+    return relative_rms(*(torch.cat([grads[name].flatten() for name in wanted]) for grads in (found, wanted)))

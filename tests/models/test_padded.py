@@ -10,12 +10,18 @@ from hypothesis import strategies as st
 
 from hf_packfree import apply_patches
 from hf_packfree.packing.on_read import PaddedOnRead
-from tests.models.padded import IGNORED, ROWS, WIDTH, Seen, padded_batch, real_tokens, step, worst_gradient
-from tests.support import GRADIENT_TOL, LOGIT_TOL, relative_rms, tiny
+from tests.models.padded import (
+    IGNORED, ROWS, WIDTH, Seen, all_gradients, padded_batch, real_tokens, step, worst_gradient,
+)  # fmt: skip
+from tests.support import LOGIT_TOL, relative_rms, tiny
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
 LOSS_TOL = 1e-6
 """Relative: fp32 sums of some hundred terms in another order."""
+GRADIENT_TOL = 1e-5
+"""Relative RMS of the worst parameter: nothing but rounding differs."""
+ONE_PARAMETER = 1e-4
+"""The same in documents of a few tokens, where transformers' own fp32 gradients are up to 4e-05 from fp64; all together 1e-05."""
 
 
 def thinned(labels, seed=0):
@@ -91,7 +97,7 @@ def test_any_padding(spans, seed):
     real = mask.bool()
     assert relative_rms(found[0].logits[real], wanted[0].logits[real]) <= LOGIT_TOL
     if wanted[0].loss.item():
-        assert worst_gradient(found[1], wanted[1]) <= GRADIENT_TOL
+        assert all_gradients(found[1], wanted[1]) <= GRADIENT_TOL and worst_gradient(found[1], wanted[1]) <= ONE_PARAMETER
 
 
 STOCK, OURS = tiny(), apply_patches(tiny())
@@ -305,7 +311,7 @@ def test_a_batch_of_one_row_is_the_document_alone(family, span):
     batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask.cumsum(1) * mask <= 1, IGNORED)}
     found, found_grads = step(apply_patches(model), batch)
     assert abs(found.loss.item() / output.loss.item() - 1) <= LOSS_TOL
-    assert worst_gradient(found_grads, grads) <= GRADIENT_TOL
+    assert all_gradients(found_grads, grads) <= GRADIENT_TOL and worst_gradient(found_grads, grads) <= ONE_PARAMETER
     assert relative_rms(found.logits[:, first : first + tokens], output.logits) <= LOGIT_TOL
 
 
