@@ -21,7 +21,7 @@ LOSS_TOL = 1e-6
 GRADIENT_TOL = 1e-5
 """Relative RMS of the worst parameter: nothing but rounding differs."""
 ONE_PARAMETER = 1e-4
-"""The same in documents of a few tokens, where transformers' own fp32 gradients are up to 4e-05 from fp64; all together 1e-05."""
+"""The same in documents of a few tokens: there transformers' own in fp32 are up to 4e-05 from fp64.  All together 1e-05."""
 
 
 def thinned(labels, seed=0):
