@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hf_packfree.models.contract import Sizes, size_of_norm
@@ -56,7 +55,7 @@ class PackedDecoderLayer(Replacement):
     def _add_norm(self, x: Tensor, branch: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
         """Return norm(x + branch) and x + branch; "torch" means upstream's module, or what stands in its place."""
         backend = state_of(self).kernels_for(x.device, x.dtype).add_norm
-        if backend != "torch" and adds_one(norm, self) and not torch.compiler.is_compiling():  # which fuses by itself
+        if backend != "torch" and adds_one(norm, self):
             return add_norm(x, branch, norm.weight, epsilon(norm), backend=backend)
         total = x if branch is None else x + branch
         return norm(total), total
@@ -64,7 +63,7 @@ class PackedDecoderLayer(Replacement):
     def _feed_forward(self, x: Tensor) -> Tensor:
         """Return what the MLP makes of x; "torch" means upstream's module, or what stands in its place."""
         backend = state_of(self).kernels_for(x.device, x.dtype).swiglu
-        if backend != "torch" and not torch.compiler.is_compiling():  # which fuses by itself
+        if backend != "torch":
             weights = swiglu_weights(self.mlp, self, x)
             if weights is not None:
                 return swiglu_mlp(x, *weights, backend=backend)

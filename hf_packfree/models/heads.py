@@ -82,7 +82,8 @@ class PackedHead(Head):
         if use_cache is None and given.get("labels") is not None:
             use_cache = False  # who computes a loss continues nothing
         skip = skips_padding(self, forms, None, use_cache, given)
-        return read_arguments(forms, given.get("input_ids"), given.get("inputs_embeds"), None, skip_padding=skip)
+        ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
+        return read_arguments(forms, ids, embeds, None, config=self.config, skip_padding=skip)
 
     def _room_for(self, shifted: Tensor, packed: PackedSequence, ignored: int) -> PackedSequence | None:
         """Return the record with the padding that labels ask predictions of, or None where only upstream has it all."""

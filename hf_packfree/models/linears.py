@@ -31,7 +31,7 @@ def project(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
 def is_hooked(layer: Any) -> bool:
     """Whether calling the layer does more than its class says (offloading, sharding): its weights cannot just be read."""
     hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    return hasattr(layer, "_hf_hook") or any(hooks)
+    return hasattr(layer, "_hf_hook") or any(hooks) or nn.modules.module._has_any_global_hook()
 
 
 def is_plain(layer: Any, x: Any) -> bool:

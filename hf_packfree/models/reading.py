@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ def read_arguments(
     inputs_embeds: Tensor | None,
     past_key_values: Any,
     *,
+    config: Any,
     skip_padding: bool = False,
 ) -> PackedSequence | None:
     """Build the record of one forward, or return None where upstream is exact as it is.
@@ -28,6 +30,7 @@ def read_arguments(
         forms: what the caller said of documents.
         input_ids: [B, S], or None when `inputs_embeds` [B, S, D] is given.
         past_key_values: transformers' cache, or None.
+        config: of the model, which names the token that pads.
         skip_padding: make a record for padded rows of one document too, see `skips_padding`.
 
     Raises:
@@ -43,7 +46,9 @@ def read_arguments(
     if seen and isinstance(forms.attention_mask, Tensor) and forms.attention_mask.shape[-1] != shape[1]:
         forms = Forms(forms.position_ids, _current(forms.attention_mask, shape[1]), *_named(forms))
     misread = eras.MISREADS_PADDING_OF_ONE_ROW and shape[0] == 1 and past_key_values is None
-    packed = read_forms(forms, shape, tokens.device, _same_token(tokens), drop_padding=misread or skip_padding)
+    pad = getattr(config.get_text_config(), "pad_token_id", None)
+    drop, same, is_padding = misread or skip_padding, _same_token(tokens), _is_token(input_ids, pad)
+    packed = read_forms(forms, shape, tokens.device, same, drop_padding=drop, is_padding=is_padding)
     if packed is None:
         return None
     if past_key_values is not None:
@@ -105,3 +110,10 @@ def _same_token(tokens: Tensor) -> Any:
         return equal.reshape(places.numel(), -1).all(1).to("cpu", torch.bool)
 
     return same
+
+
+def _is_token(input_ids: Tensor | None, token: int | None) -> Callable[[int], bool]:
+    """Return the question whether that token lies at a place; only rows that end in a one-token document cause it."""
+    if input_ids is None or token is None:
+        return lambda place: False
+    return lambda place: bool(input_ids.detach().flatten()[place] == token)

@@ -31,6 +31,10 @@ class Kernels:
     add_norm: str = "torch"
     swiglu: str = "torch"
 
+    def compiled(self) -> Kernels:
+        """Return the same under torch.compile, which fuses by itself what does not mix tokens."""
+        return Kernels(self.conv, self.delta_rule, self.attention)
+
 
 @dataclass(frozen=True)
 class PatchState:
@@ -56,11 +60,10 @@ class PatchState:
 
     def kernels_for(self, device: torch.device, dtype: torch.dtype) -> Kernels:
         """Return what runs on tensors of that device and dtype, wherever the model was when it was patched."""
-        if device.type != "cuda":
-            return self.elsewhere
-        if dtype in HALF:
-            return self.cuda_half
-        return self.cuda_single if dtype == torch.float32 else self.elsewhere
+        chosen = self.elsewhere
+        if device.type == "cuda":
+            chosen = self.cuda_half if dtype in HALF else self.cuda_single if dtype == torch.float32 else chosen
+        return chosen.compiled() if torch.compiler.is_compiling() else chosen
 
 
 def state_of(module: nn.Module) -> PatchState:

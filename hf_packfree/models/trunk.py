@@ -49,7 +49,7 @@ class PackedTrunk(Replacement):
         forms = Forms.take(kwargs, position_ids=position_ids, attention_mask=attention_mask)
         if packed is None:
             skip = skips_padding(self, forms, past_key_values, use_cache, kwargs)
-            packed = read_arguments(forms, input_ids, inputs_embeds, past_key_values, skip_padding=skip)
+            packed = read_arguments(forms, input_ids, inputs_embeds, past_key_values, config=self.config, skip_padding=skip)
         kwargs.pop("keep_padding", None)
         rows, tokens = (inputs_embeds if input_ids is None else input_ids).shape[:2]  # type: ignore[union-attr]
         if self.training:

@@ -38,7 +38,7 @@ class PackedVisionLanguage(Replacement):
             forms = Forms.take(kwargs, position_ids=position_ids, attention_mask=attention_mask)
             trunk, use_cache = self.language_model, kwargs.get("use_cache")
             skip = not vision_given(kwargs) and skips_padding(trunk, forms, past_key_values, use_cache, kwargs)
-            packed = read_arguments(forms, input_ids, inputs_embeds, past_key_values, skip_padding=skip)
+            packed = read_arguments(forms, input_ids, inputs_embeds, past_key_values, config=trunk.config, skip_padding=skip)
         if packed is not None:
             _refuse_images(packed, kwargs)
             kwargs["packed_sequence"] = packed

@@ -5,6 +5,7 @@ Shapes: B rows, S tokens of a row.  Everything here is on the host: boundaries a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -101,6 +102,26 @@ def claim_of_positions(position_ids: Tensor, shape: tuple[int, int]) -> Claim | 
         raise _misshapen("position_ids", position_ids, shape, "(B, S), (3, B, S) or (4, B, S)")
     values = text.detach().to("cpu", torch.int64).expand(shape)
     return Claim("position_ids", None, values, step=1)
+
+
+def refuse_jumps(claims: Sequence[Claim], kept: Kept) -> None:
+    """Refuse positions that rise by more than one within a padded row, where nothing else speaks of documents.
+
+    That may be one document with a gap, as transformers reads it there, or the next one's later part.
+    """
+    speaking = [claim for claim in claims if claim.values is not None]
+    if not kept.gaps or [claim.form for claim in speaking] != ["position_ids"]:
+        return
+    assert speaking[0].values is not None
+    grown = kept.take(speaking[0].values).diff()
+    jumps = (grown > 1) & (grown != kept.places.diff()) & ~kept.new_row
+    if bool(jumps.any()):
+        row, place = divmod(int(kept.places[1:][jumps][0]), kept.width)
+        raise BoundaryError(
+            f"found position_ids that jump ahead within a padded row, by {int(grown[jumps][0])} at row {row}, token {place}; "
+            "wanted positions that grow by one within a document and restart with the next; pass seq_idx too, which says where "
+            "documents start"
+        )
 
 
 def refuse_packed_mrope(position_ids: Tensor, real: Tensor) -> None:

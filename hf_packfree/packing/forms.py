@@ -19,6 +19,7 @@ from hf_packfree.packing.claims import (
     claim_of_offsets,
     claim_of_positions,
     claim_of_square,
+    refuse_jumps,
     refuse_packed_mrope,
 )
 from hf_packfree.packing.record import PackedSequence
@@ -73,6 +74,7 @@ def read_forms(
     same_token: Callable[[Tensor, int], Tensor],
     *,
     drop_padding: bool = False,
+    is_padding: Callable[[int], bool] = lambda place: False,
 ) -> PackedSequence | None:
     """Build the one record, or return None where upstream is exact as it is.
 
@@ -81,6 +83,7 @@ def read_forms(
         shape: (B, S), rows and tokens of a row.
         device: where the tokens are.
         drop_padding: make a record for rows of one document too whose padding, at either end, is in a 0/1 mask.
+        is_padding: given one place, says whether the token there is the one that pads.
         same_token: given int64 [M] places in the flattened batch and one place, says which hold the same input.
 
     Returns:
@@ -103,10 +106,11 @@ def read_forms(
     if forms.position_ids is not None and not any(claim.form == "position_ids" for claim in claims):
         refuse_packed_mrope(forms.position_ids, real)
     kept = Kept.of(real)
+    refuse_jumps(claims, kept)
     drop_padding = drop_padding and _can_drop(forms, real)
     if kept.places.numel() == 0:
         return _nothing(shape, device) if drop_padding else None
-    starts, longest, tails = _agree(claims, kept, same_token)
+    starts, longest, tails = _agree(claims, kept, same_token, is_padding)
     _check_longest(forms, longest)
     starts = _row_starts(kept) if starts is None else starts
     lengths = _lengths(starts)
@@ -166,7 +170,7 @@ def _claims(forms: Forms, shape: tuple[int, int], device: torch.device) -> list[
 
 
 def _agree(
-    claims: list[Claim], kept: Kept, same_token: Callable[[Tensor, int], Tensor]
+    claims: list[Claim], kept: Kept, same_token: Callable[[Tensor, int], Tensor], is_padding: Callable[[int], bool]
 ) -> tuple[Tensor | None, int | None, list[int]]:
     """Return bool [M], the document starts that all claims share, the longest document they speak of, and their tails.
 
@@ -183,7 +187,7 @@ def _agree(
         if agreed is not None and torch.equal(agreed[1], starts):
             continue
         longest = min(int(_lengths(starts).max()), longest or len(kept.places))
-        joined, firsts = _join_padding_tails(starts, kept, same_token)
+        joined, firsts = _join_padding_tails(starts, kept, same_token, is_padding)
         if claim.form == "position_ids":
             starts, tails = joined, firsts
         elif agreed is None:
@@ -203,7 +207,7 @@ def _lengths(starts: Tensor) -> Tensor:
 
 
 def _join_padding_tails(
-    starts: Tensor, kept: Kept, same_token: Callable[[Tensor, int], Tensor]
+    starts: Tensor, kept: Kept, same_token: Callable[[Tensor, int], Tensor], is_padding: Callable[[int], bool]
 ) -> tuple[Tensor, list[int]]:
     """Make one segment of a row's tail of one-token documents that all hold the same token: that is padding.
 
@@ -215,7 +219,10 @@ def _join_padding_tails(
     row_ends = torch.cat((kept.new_row.nonzero()[:, 0], torch.tensor([len(places) - 1])))
     joined, tails = starts.clone(), []
     for end in row_ends.tolist():
-        if end == 0 or not (starts[end] and starts[end - 1] and row[end] == row[end - 1]):
+        if end == 0 or not starts[end] or row[end] != row[end - 1]:
+            continue
+        if not starts[end - 1]:  # a single one is told by its token alone
+            tails += [end] if is_padding(int(places[end])) else []
             continue
         long = (~starts[: end + 1]).nonzero()
         first = int(long[-1]) + 1 if long.numel() else 0

@@ -69,6 +69,11 @@ class PaddedOnRead(Tensor):
         """Return the padded tensor as an array, on the terms of every tensor."""
         return self.held.read().detach().requires_grad_(self.requires_grad).numpy(force=force)
 
+    def share_memory_(self) -> Tensor:
+        """Move the padded tensor to shared memory, and return it."""
+        shared: Tensor = self.held.read().share_memory_()
+        return shared
+
     def tolist(self) -> Any:
         """Return the padded tensor's values."""
         return self.held.read().tolist()

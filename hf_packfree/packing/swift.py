@@ -1,6 +1,6 @@
 """The common row, read where it lies: one row, no mask, and every form says the same.
 
-Whole tensors need not come to the host then, only the documents' first tokens, in one short copy.  Whatever is malformed, in
+Whole tensors need not come to the host then, only the number of documents and their first tokens.  Whatever is malformed, in
 doubt or in conflict is left to the general reading, which has the words for it.
 """
 
@@ -19,8 +19,8 @@ def offsets_of_one_row(
 ) -> Tensor | None:
     """Return int64 [N+1] offsets of the documents on the host, or None where the general reading has to look.
 
-    That is where a form is not what it should be, where two differ, and where the row ends in two documents of one token,
-    which may be padding.
+    That is where a form is not what it should be, where two differ, and where the row ends in a document of one token, which
+    may be padding.
 
     Args:
         tokens: of the row.
@@ -37,7 +37,7 @@ def offsets_of_one_row(
     for ends in offsets:
         if ends.dtype != torch.int32 or ends.ndim != 1 or len(ends) < 2:
             return None
-        sound.append((ends[0] == 0) & (ends[-1] == tokens) & (ends.diff() >= 0).all())
+        sound.append((ends[0] == 0) & (ends[-1] == tokens) & (ends[1:] >= ends[:-1]).all())
         marks = torch.zeros(tokens + 1, dtype=torch.bool, device=device)
         starts.append(marks.index_fill_(0, ends.clamp(0, tokens).long(), True)[:-1])
     for form, step in ((numbers, 0), (positions, 1)):
@@ -45,11 +45,11 @@ def offsets_of_one_row(
             continue
         if form.dtype not in _WHOLE or tuple(form.shape) != (1, tokens):
             return None
-        starts.append(torch.nn.functional.pad(form[0].diff() != step, (1, 0), value=True))
+        starts.append(torch.nn.functional.pad(form[0].long().diff() != step, (1, 0), value=True))
     if numbers is not None:
         sound.append((numbers >= 0).all())
     first, *others = starts
     sound += [(other == first).all() for other in others]
-    sound.append(~(first[-1] & first[-2]))
+    sound.append(~first[-1])
     places = (first & torch.stack(sound).all()).nonzero()[:, 0].to("cpu")  # none where anything is unsound
     return torch.nn.functional.pad(places, (0, 1), value=tokens) if len(places) else None

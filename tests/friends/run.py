@@ -25,7 +25,8 @@ ROOT = Path(__file__).parents[2]
 MARK = "<!-- friends -->"
 LIBRARIES = ("Trainer", "TRL SFTTrainer", "TRL DPOTrainer", "PEFT", "accelerate", "torch", "torch.compile", "DeepSpeed",
              "transformers", "Liger")  # fmt: skip
-VERSIONS = ("torch", "transformers", "trl", "peft", "accelerate", "deepspeed", "bitsandbytes", "liger-kernel", "kernels")
+VERSIONS = ("torch", "transformers", "trl", "peft", "accelerate", "deepspeed", "bitsandbytes", "liger-kernel", "kernels",
+            "triton")
 HEAD = ("with", "what", "verdict", "off by", "unpatched")
 
 

@@ -86,18 +86,15 @@ def test_padded_batches_balance_experts_as_upstream(family, side):
     assert abs(blind[0].aux_loss.item() / wanted[0].aux_loss.item() - 1) > 10 * LOSS_TOL, "the control: padding does not show"
 
 
-TAIL = 11
-
-
-def with_tail(form: str):
+def with_tail(form: str, length: int):
     """A row of documents and a tail of padding: the inputs without it, and with it in the named form."""
     whole = row_batch("positions", LENGTHS).inputs
     ids, positions = whole["input_ids"], whole["position_ids"]
     total = ids.shape[1]
-    tail = torch.zeros(1, TAIL, dtype=torch.long)
+    tail = torch.zeros(1, length, dtype=torch.long)
     padded = {"input_ids": torch.cat((ids, tail), 1), "labels": torch.cat((ids, tail + IGNORED), 1), "use_cache": False}
     zeros = torch.cat((positions, tail), 1)
-    offsets = torch.tensor([0, *LENGTHS, *[1] * TAIL]).cumsum(0).to(torch.int32)
+    offsets = torch.tensor([0, *LENGTHS, *[1] * length]).cumsum(0).to(torch.int32)
     numbers = torch.cat([torch.full((1, n), i) for i, n in enumerate(LENGTHS)], 1)
     more = {
         "positions of zero": {"position_ids": zeros},
@@ -112,9 +109,11 @@ def with_tail(form: str):
 @pytest.mark.compat
 @pytest.mark.parametrize("form", ["positions of zero", "as TRL sends it", "indexed mask", "seq_idx below zero"])
 @pytest.mark.parametrize("family", MOE)
-def test_a_tail_of_padding_counts_nowhere(family, form):
-    without, with_, total = with_tail(form)
+@pytest.mark.parametrize("length", [11, 1])
+def test_a_tail_of_padding_counts_nowhere(family, form, length):
+    without, with_, total = with_tail(form, length)
     model = apply_patches(tiny(family))
+    model.config.pad_token_id = 0  # which is all that tells a single token of padding from a document
     wanted, wanted_grads = step(model, without, output_router_logits=True)
     seen, shapes = Seen(model), []
     model.model.packfree.observers.append(lambda packed, shape, mask: shapes.append((packed, shape)))
@@ -124,13 +123,14 @@ def test_a_tail_of_padding_counts_nowhere(family, form):
     assert worst_gradient(grads, wanted_grads) <= GRADIENT_TOL
     assert relative_rms(found.logits[:, :total], wanted.logits) <= LOGIT_TOL
     ((packed, shape),) = shapes
-    assert shape == (1, total + TAIL) and packed.num_documents == len(LENGTHS) and packed.num_real_tokens == total
+    assert shape == (1, total + length) and packed.num_documents == len(LENGTHS) and packed.num_real_tokens == total
     kept = form in ("positions of zero", "as TRL sends it")  # stays in the row: an alignment to 16 holds
-    assert seen.layer == (1, total + TAIL if kept else total)
-    told_apart = {"positions of zero": [TAIL], "as TRL sends it": [1] * TAIL}
+    assert seen.layer == (1, total + length if kept else total)
+    told_apart = {"positions of zero": [length], "as TRL sends it": [1] * length}
     assert packed.lengths == [*LENGTHS, *told_apart.get(form, [])]
+    model.config.pad_token_id = 1
     counted = step(model, {**without, "input_ids": with_["input_ids"], "labels": with_["labels"],
-                           "position_ids": torch.cat((without["position_ids"], torch.arange(TAIL)[None]), 1)},
+                           "position_ids": torch.cat((without["position_ids"], torch.arange(length)[None]), 1)},
                    output_router_logits=True)[0]
     assert abs(counted.aux_loss.item() / wanted.aux_loss.item() - 1) > 10 * LOSS_TOL, "the control: a tail does not show"
 

@@ -21,7 +21,7 @@ LOSS_TOL = 1e-6
 GRADIENT_TOL = 1e-5
 """Relative RMS of the worst parameter: nothing but rounding differs."""
 ONE_PARAMETER = 1e-4
-"""The same in documents of a few tokens: there transformers' own in fp32 are up to 4e-05 from fp64.  All together 1e-05."""
+"""The same against another length of row: transformers' own in fp32 are up to 7e-05 from fp64.  All together 1e-05."""
 
 
 def thinned(labels, seed=0):
@@ -97,10 +97,12 @@ def test_any_padding(spans, seed):
     real = mask.bool()
     assert relative_rms(found[0].logits[real], wanted[0].logits[real]) <= LOGIT_TOL
     if wanted[0].loss.item():
-        assert all_gradients(found[1], wanted[1]) <= GRADIENT_TOL and worst_gradient(found[1], wanted[1]) <= ONE_PARAMETER
+        exact = step(EXACT, batch, num_items_in_batch=13)[1]
+        for measure in (worst_gradient, all_gradients):
+            assert measure(found[1], wanted[1]) <= GRADIENT_TOL + 2 * measure(wanted[1], exact), "twice stock's own rounding"
 
 
-STOCK, OURS = tiny(), apply_patches(tiny())
+STOCK, OURS, EXACT = tiny(), apply_patches(tiny()), tiny().double()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -7,16 +7,29 @@ import torch
 
 from hf_packfree.errors import BackendUnavailable
 from hf_packfree.ops.attention import attention
-from hf_packfree.ops.attention.triton_native import plan_blocks
+from hf_packfree.ops.attention.triton_native import plan_blocks, reach
 from hf_packfree.packing import PackedSequence
 
 
+def meta(tokens: int, heads: int) -> torch.Tensor:
+    return torch.empty(1, tokens, heads, 256, device="meta", dtype=torch.bfloat16)
+
+
 def test_documents_beyond_32_bits_are_refused():
-    packed = PackedSequence.from_lengths([1, 4])
-    far_apart = torch.empty_strided((1, 5, 1, 64), (2**32, 2**29, 64, 1), device="meta", dtype=torch.bfloat16)
-    near = torch.empty(1, 5, 1, 64, device="meta", dtype=torch.bfloat16)
-    with pytest.raises(BackendUnavailable, match="found a document of 4 tokens, more than .* wanted shorter .*varlen"):
-        attention(far_apart, near, near, packed, backend="triton")
+    packed = PackedSequence.from_lengths([1, 5])
+    far_apart = torch.empty_strided((1, 6, 1, 256), (2**32, 2**29, 256, 1), device="meta", dtype=torch.bfloat16)
+    with pytest.raises(BackendUnavailable, match="found a document of 5 tokens, more than .* wanted shorter .*varlen"):
+        attention(far_apart, meta(6, 1), meta(6, 1), packed, backend="triton")
+
+
+def test_what_counts_is_how_far_apart_tokens_lie_when_the_kernels_run():
+    """262,144 tokens of 32 heads of 256 are just near enough, and a head-first layout is made dense before it is asked."""
+    longest = 2**18
+    assert reach(meta(longest, 32), meta(longest, 1), meta(longest, 1), longest) <= 2**31
+    head_first = torch.empty(1, 32, longest + 1, 256, device="meta", dtype=torch.bfloat16).transpose(1, 2)
+    packed = PackedSequence.from_lengths([longest + 1])
+    with pytest.raises(BackendUnavailable, match="found a document of 262145 tokens"):
+        attention(head_first, meta(longest + 1, 1), meta(longest + 1, 1), packed, backend="triton")
 
 
 @pytest.mark.parametrize("follows", [False, True], ids=["queries", "keys"])

@@ -54,8 +54,8 @@ CASES = {
     "qkv conv, 3 taps": (qkv, (1, T, C + 8), (C, 3), (C,)),
     "conv": (lambda x, w, backend: causal_conv1d(x, w, packed, activation=None, backend=backend), (1, T, 100), (100, 4)),
     "attention": (
-        lambda q, k, v, backend: attention(q[..., :V], k, v, packed, backend=backend),
-        (1, T, 4, 2 * V), *[(1, T, 2, V)] * 2,
+        lambda q, k, v, backend: attention(q[..., :V], k, v[..., V:], packed, scale=0.3, backend=backend).mT,
+        (1, T, 4, 2 * V), (1, T, 2, V), (1, T, 2, 2 * V),
     ),
     "gated norm": (lambda x, z, w, backend: gated_rms_norm(x, z, w, 1e-6, backend=backend), (1, T, 3, D), (1, T, 3, D), (D,)),
     "norm rope": (
@@ -165,6 +165,10 @@ assert all(torch.equal(a, b) for a, b in zip(first, again))  # the kernel writes
 frozen = [t.detach().requires_grad_(i in (0, 2)) for i, t in enumerate(leaves)]
 some = torch.autograd.grad(swiglu_mlp(*frozen, backend="triton").square().sum(), [frozen[0], frozen[2]])
 assert torch.equal(some[0], first[0]) and torch.equal(some[1], first[2])
+y = swiglu_mlp(*leaves, backend="triton")
+with torch.autocast("cpu", torch.bfloat16):  # around the backward pass alone
+    around = torch.autograd.grad(y, leaves, 2 * y.detach())
+assert all(torch.equal(a, b) for a, b in zip(first, around))
 far = torch.tensor([[[-200.0, 200.0]]], requires_grad=True)  # where exp overflows in fp32
 eye = torch.eye(2)
 (d_far,) = torch.autograd.grad(swiglu_mlp(far, eye, eye, eye, backend="triton").sum(), far)
@@ -187,7 +191,7 @@ positions = torch.cat([torch.arange(length) for length in ROW])[None]
 weights = torch.randn(1, ids.shape[1], 128, generator=torch.Generator().manual_seed(3))
 OURS = Kernels(
     conv="triton", gated_norm="triton", norm_rope="triton", output_gate="triton", gates="triton", add_norm="triton",
-    swiglu="triton",
+    swiglu="triton", attention="triton",
 )
 
 

@@ -51,6 +51,16 @@ def test_two_forms_agree_or_raise(one, first, second):
         read((1, sum(first)), **forms)
 
 
+def test_positions_that_jump_ahead_in_a_padded_row_are_refused():
+    """One document with a gap, as transformers reads it, or the next one's later part: beside seq_idx it is known."""
+    positions, mask = torch.tensor([[0, 1, 2, 20, 21, 22, 0, 0]]), torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0]])
+    with pytest.raises(BoundaryError, match="jump ahead within a padded row, by 18 at row 0, token 3; wanted .* pass seq_idx"):
+        read((1, 8), position_ids=positions, attention_mask=mask)
+    apart = read((1, 8), position_ids=positions, attention_mask=mask, seq_idx=torch.tensor([[0, 0, 0, 1, 1, 1, -1, -1]]))
+    assert lengths_of(apart) == [3, 3]
+    assert lengths_of(read((1, 6), position_ids=positions[:, :6])) == [3, 3], "without padding another document starts"
+
+
 @given(rows=st.lists(LENGTHS, min_size=1, max_size=4), extra=st.integers(0, 3), left=st.booleans())
 def test_unpad_and_repad_are_inverse(rows, extra, left):
     width = max(map(sum, rows)) + extra
@@ -221,6 +231,14 @@ def test_a_tail_of_pad_tokens_is_one_segment(forms):
 def test_documents_that_are_told_apart_stay_apart_even_if_equal(forms, positions):
     found = read(ids=TAIL_IDS, **forms, **positions)
     assert found.lengths == [3, 2, 1, 1, 1] and found.filler == (2, 3, 4), "each alone, none in statistics"
+
+
+@pytest.mark.parametrize("pads", [False, True])
+@pytest.mark.parametrize("form", ["positions", "cu_seq_lens", "seq_idx", "indexed_mask"])
+def test_a_single_token_at_the_end_is_padding_if_it_is_the_one_that_pads(form, pads):
+    forms = Forms(**dict(ROW_FORMS[form](one_row([3, 2, 1]), [3, 2, 1])))
+    found = read_forms(forms, (1, 6), CPU, lambda places, place: places == place, is_padding=lambda place: pads and place == 5)
+    assert found.lengths == [3, 2, 1] and found.filler == ((2,) if pads else ())
 
 
 def test_one_token_documents_that_differ_stay_apart():

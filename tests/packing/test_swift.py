@@ -63,12 +63,15 @@ def test_reads_what_agrees(lengths, names):
     assert found.tolist() == row["offsets"].tolist()
 
 
-@pytest.mark.parametrize("offsets", [(0, 3, 2, 5), (1, 3, 5), (0, 3, 4), (0, 3, 9), (-1, 3, 5), (5,)], ids=str)
+UNSOUND = [(0, 3, 2, 5), (0, 2**31 - 1, -2, 5), (1, 3, 5), (0, 3, 4), (0, 3, 9), (-1, 3, 5), (5,)]
+
+
+@pytest.mark.parametrize("offsets", UNSOUND, ids=str)
 def test_leaves_unsound_offsets_to_the_general_reading(offsets):
     assert offsets_of_one_row(5, CPU, [torch.tensor(offsets, dtype=torch.int32)], None, None) is None
 
 
-@pytest.mark.parametrize("numbers", [(0, 0, 1, 1, -1), (-1, -1, 0, 0, 0), (0, 0, 0, 1, 2)], ids=str)
+@pytest.mark.parametrize("numbers", [(0, 0, 1, 1, -1), (-1, -1, 0, 0, 0), (0, 0, 0, 1, 2), (0, 0, 0, 0, 1)], ids=str)
 def test_leaves_padding_in_numbers_and_tails_to_the_general_reading(numbers):
     assert offsets_of_one_row(5, CPU, [], torch.tensor([numbers]), None) is None
 
@@ -82,3 +85,8 @@ def test_leaves_the_rest_to_the_general_reading(what):
         "nothing": None,
     }[what]
     assert offsets_of_one_row(4, CPU, [], None, positions) is None
+
+
+def test_positions_that_wrap_around_in_32_bits_start_a_document():
+    far = torch.tensor([[0, 1, 2**31 - 1, -(2**31), -(2**31) + 1]], dtype=torch.int32)
+    assert offsets_of_one_row(5, CPU, [], None, far).tolist() == [0, 2, 3, 5]

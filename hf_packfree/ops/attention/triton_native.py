@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from hf_packfree.errors import BackendUnavailable
 from hf_packfree.ops.attention import torch_native
 from hf_packfree.ops.backend import HALF, Site, needs_triton
-from hf_packfree.packing import PackedSequence
+from hf_packfree.packing import PackedSequence, uncompiled
 
 _HOPPER = (9, 0)
 _SIZES = (64, 128, 256)
@@ -40,24 +40,33 @@ def unusable(site: Site) -> str | None:
     return None
 
 
+@uncompiled
 def attend(
     q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, *, scale: float | None = None, dropout: float = 0.0
 ) -> Tensor:
     """See `hf_packfree.ops.attention.attention`; attention dropout, which these kernels lack, runs in plain torch."""
     if dropout:
         return torch_native.attend(q, k, v, packed, scale=scale, dropout=dropout)
-    if q.is_cuda and q.dtype not in HALF:
+    if q.is_cuda and (q.dtype not in HALF or not q.dtype == k.dtype == v.dtype):
         raise BackendUnavailable(
-            f"found {q.dtype} queries for the Triton kernels; wanted bfloat16 or float16; train in half precision or under "
-            "autocast, or call apply_patches(model, backend={'attention': 'torch'})"
+            f"found {q.dtype} queries, {k.dtype} keys and {v.dtype} values for the Triton kernels; wanted bfloat16 or "
+            "float16 throughout; train in half precision or under autocast, or call apply_patches(model, "
+            "backend={'attention': 'torch'})"
         )
-    if packed.max_seqlen * max(x.stride(1) for x in (q, k, v)) >= 2**31:
+    q, k, v = (x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous() for x in (q, k, v))
+    if reach(q, k, v, packed.max_seqlen) > 2**31:
         raise BackendUnavailable(
             f"found a document of {packed.max_seqlen} tokens, more than the Triton kernels can count in 32 bits; wanted "
             "shorter documents; call apply_patches(model, backend={'attention': 'varlen'})"
         )
     scale = q.shape[3] ** -0.5 if scale is None else scale
     return _Attention.apply(q, k, v, packed, scale)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def reach(q: Tensor, k: Tensor, v: Tensor, longest: int) -> int:
+    """Return how many elements a document of `longest` tokens spans in the widest tensor; the output lies densely."""
+    widest = max(q.shape[2] * q.shape[3], *(x.stride(1) for x in (q, k, v)))
+    return (longest - 1) * widest + q.shape[3]
 
 
 def plan_blocks(packed: PackedSequence, meets_what_follows: bool) -> Tensor:
@@ -81,7 +90,6 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, scale: float) -> Tensor:
         from hf_packfree.ops.attention.triton_kernels import attend
 
-        q, k, v = (x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous() for x in (q, k, v))
         out = q.new_empty(q.shape)
         lse = q.new_empty(q.shape[2], q.shape[1], dtype=torch.float32)
         blocks, heads = packed.derive(plan_blocks, False), _heads(q, k)

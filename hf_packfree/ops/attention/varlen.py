@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_packfree.errors import BackendUnavailable
 from hf_packfree.ops.attention import torch_native
 from hf_packfree.ops.backend import HALF, Site, needs_cuda
-from hf_packfree.packing import PackedSequence
+from hf_packfree.packing import PackedSequence, uncompiled
 
 _HEAD_SIZE = 256
 
@@ -31,6 +31,7 @@ def unusable(site: Site) -> str | None:
     return None
 
 
+@uncompiled
 def attend(
     q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, *, scale: float | None = None, dropout: float = 0.0
 ) -> Tensor:

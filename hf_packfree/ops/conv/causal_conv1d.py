@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from torch import Tensor
 
 from hf_packfree.ops.backend import Site, broken, needs_cuda
-from hf_packfree.packing import PackedSequence
+from hf_packfree.packing import PackedSequence, uncompiled
 
 
 def unusable(site: Site) -> str | None:
@@ -21,6 +21,7 @@ def unusable(site: Site) -> str | None:
     return broken("causal-conv1d", "causal_conv1d")
 
 
+@uncompiled
 def causal_conv1d(x: Tensor, weight: Tensor, packed: PackedSequence, bias: Tensor | None, silu: bool) -> Tensor:
     """See `hf_packfree.ops.conv.causal_conv1d`.
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hf_packfree.ops.backend import Site
 from hf_packfree.ops.fla import broken_fla, chunk_indices, needs_fla
-from hf_packfree.packing import PackedSequence
+from hf_packfree.packing import PackedSequence, uncompiled
 
 CHUNK = 64
 
@@ -16,6 +16,7 @@ def unusable(site: Site) -> str | None:
     return needs_fla(site) or broken_fla("fla.modules.convolution")
 
 
+@uncompiled
 def causal_conv1d(x: Tensor, weight: Tensor, packed: PackedSequence, bias: Tensor | None, silu: bool) -> Tensor:
     """See `hf_packfree.ops.conv.causal_conv1d`."""
     from fla.modules.convolution import causal_conv1d as kernel

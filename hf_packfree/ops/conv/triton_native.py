@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hf_packfree.ops.backend import Site, block_width, needs_triton
-from hf_packfree.packing import PackedSequence
+from hf_packfree.packing import PackedSequence, uncompiled
 
 _TAPS = 4
 _STRIP, _CHANNELS = 256, 512  # tokens and channels of one program
@@ -65,6 +65,7 @@ def unusable(site: Site) -> str | None:
     return needs_triton(site)
 
 
+@uncompiled
 def causal_conv1d(x: Tensor, weight: Tensor, packed: PackedSequence, bias: Tensor | None, silu: bool) -> Tensor:
     """See `hf_packfree.ops.conv.causal_conv1d`."""
     size = math.gcd(x.shape[2], 128)  # no norm: any cut will do
@@ -73,6 +74,7 @@ def causal_conv1d(x: Tensor, weight: Tensor, packed: PackedSequence, bias: Tenso
     return out.view(x.shape)
 
 
+@uncompiled
 def qkv_conv(
     x: Tensor, weight: Tensor, packed: PackedSequence, bias: Tensor | None, silu: bool,
     heads: tuple[int, int], sizes: tuple[int, int], eps: float,

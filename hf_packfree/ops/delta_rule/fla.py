@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_packfree.ops.backend import Site
 from hf_packfree.ops.fla import broken_fla, chunk_indices, needs_fla, wrong_on_hopper
-from hf_packfree.packing import PackedSequence
+from hf_packfree.packing import PackedSequence, uncompiled
 
 CHUNK = 64
 
@@ -23,6 +23,7 @@ def unusable(site: Site) -> str | None:
     return needs_fla(site) or wrong_on_hopper(site) or broken_fla("fla.ops.gated_delta_rule")
 
 
+@uncompiled
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packed: PackedSequence, unit: bool
 ) -> Tensor:

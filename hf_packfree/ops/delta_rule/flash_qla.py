@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_packfree.ops.backend import HALF, Site, broken, needs_cuda
 from hf_packfree.ops.fla import has_nvcc
-from hf_packfree.packing import PackedSequence
+from hf_packfree.packing import PackedSequence, uncompiled
 
 _SIZE = 128
 _TRAINS_ON = ((9, 0), (10, 0), (10, 3))
@@ -38,6 +38,7 @@ def unusable(site: Site) -> str | None:
     return broken("flash-qla", "flash_qla")
 
 
+@uncompiled
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packed: PackedSequence, unit: bool
 ) -> Tensor:
@@ -45,6 +46,7 @@ def gated_delta_rule(
     return _run(q, k, v, g, beta, packed.derive(planned_cu_seqlens), unit, cut=False)
 
 
+@uncompiled
 def gated_delta_rule_cut(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packed: PackedSequence, unit: bool
 ) -> Tensor:
