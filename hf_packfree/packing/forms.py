@@ -18,12 +18,13 @@ from hf_packfree.packing.claims import (
     claim_of_numbers,
     claim_of_offsets,
     claim_of_positions,
-    claim_of_square,
     refuse_jumps,
     refuse_packed_mrope,
 )
 from hf_packfree.packing.record import PackedSequence
+from hf_packfree.packing.squares import claim_of_square
 from hf_packfree.packing.swift import offsets_of_one_row
+from hf_packfree.packing.tails import join_padding_tails
 
 HF_NAMES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Upstream's keyword names for packing; spelled in this file and nowhere else."""
@@ -187,7 +188,7 @@ def _agree(
         if agreed is not None and torch.equal(agreed[1], starts):
             continue
         longest = min(int(_lengths(starts).max()), longest or len(kept.places))
-        joined, firsts = _join_padding_tails(starts, kept, same_token, is_padding)
+        joined, firsts = join_padding_tails(starts, kept, same_token, is_padding)
         if claim.form == "position_ids":
             starts, tails = joined, firsts
         elif agreed is None:
@@ -204,35 +205,6 @@ def _row_starts(kept: Kept) -> Tensor:
 
 def _lengths(starts: Tensor) -> Tensor:
     return torch.cat((starts.nonzero()[:, 0], torch.tensor([starts.numel()]))).diff()
-
-
-def _join_padding_tails(
-    starts: Tensor, kept: Kept, same_token: Callable[[Tensor, int], Tensor], is_padding: Callable[[int], bool]
-) -> tuple[Tensor, list[int]]:
-    """Make one segment of a row's tail of one-token documents that all hold the same token: that is padding.
-
-    Collators pad positions with zeros, which reads as a document per pad, and positions cannot tell the two apart: equal
-    tokens can.  A one-token document has no next token to learn, so joining equal ones changes no language model's loss.
-    Also returns the first place of every tail.
-    """
-    places, row = kept.places, kept.row
-    row_ends = torch.cat((kept.new_row.nonzero()[:, 0], torch.tensor([len(places) - 1])))
-    joined, tails = starts.clone(), []
-    for end in row_ends.tolist():
-        if end == 0 or not starts[end] or row[end] != row[end - 1]:
-            continue
-        if not starts[end - 1]:  # a single one is told by its token alone
-            tails += [end] if is_padding(int(places[end])) else []
-            continue
-        long = (~starts[: end + 1]).nonzero()
-        first = int(long[-1]) + 1 if long.numel() else 0
-        first = max(first, int((row == row[end]).nonzero()[0]))
-        same = same_token(places[first : end + 1], int(places[end]))
-        other = (~same).nonzero()
-        tail = first + (int(other[-1]) + 1 if other.numel() else 0)
-        joined[tail + 1 : end + 1] = False
-        tails += [tail] if tail < end else []
-    return joined, tails
 
 
 def _is_plain(forms: Forms, claims: list[Claim], real: Tensor, num_documents: int) -> bool:

@@ -86,7 +86,7 @@ def test_padded_batches_balance_experts_as_upstream(family, side):
     assert abs(blind[0].aux_loss.item() / wanted[0].aux_loss.item() - 1) > 10 * LOSS_TOL, "the control: padding does not show"
 
 
-def with_tail(form: str, length: int):
+def with_tail(form: str, length: int = 11):
     """A row of documents and a tail of padding: the inputs without it, and with it in the named form."""
     whole = row_batch("positions", LENGTHS).inputs
     ids, positions = whole["input_ids"], whole["position_ids"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_packfree.errors import BoundaryError
-from hf_packfree.packing.claims import claim_of_square
+from hf_packfree.packing.squares import claim_of_square
 
 SHAPE = (1, 6)
 CAUSAL = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
