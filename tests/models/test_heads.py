@@ -132,7 +132,8 @@ def test_a_tail_of_padding_counts_nowhere(family, form, length):
     counted = step(model, {**without, "input_ids": with_["input_ids"], "labels": with_["labels"],
                            "position_ids": torch.cat((without["position_ids"], torch.arange(length)[None]), 1)},
                    output_router_logits=True)[0]
-    assert abs(counted.aux_loss.item() / wanted.aux_loss.item() - 1) > 10 * LOSS_TOL, "the control: a tail does not show"
+    shows = abs(counted.aux_loss.item() / wanted.aux_loss.item() - 1)
+    assert shows > (10 if length > 1 else 3) * LOSS_TOL, "the control: a tail does not show"
 
 
 CLASSIFIERS = [
