@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from hf_packfree.models.linears import _Projections
+from hf_packfree.models.linears import _Projections, is_plain
 from tests.support import relative_rms
 
 SIZES = {
@@ -64,3 +64,13 @@ def test_a_backward_pass_under_autocast_is_that_of_the_forward():
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             grads.append(torch.autograd.grad(sum(out.sum() for out in outs), [x, *weights]))
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_a_hook_on_all_modules_is_called():
+    layer, x = torch.nn.Linear(8, 8, bias=False), torch.randn(1, 5, 8)
+    assert is_plain(layer, x)
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, inputs, output: None)
+    try:
+        assert not is_plain(layer, x), "whatever counts or changes calls of modules would miss this one"
+    finally:
+        handle.remove()

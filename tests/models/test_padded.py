@@ -349,3 +349,11 @@ def test_compiled():
     wanted = step(model, batch)
     found, grads = step(torch.compile(apply_patches(model), backend="eager"), batch)
     assert_same((found, {name.removeprefix("_orig_mod."): grad for name, grad in grads.items()}), wanted, batch)
+
+
+def test_lazy_logits_in_shared_memory():
+    """As a loader's worker would send them: the whole padded tensor, which a shell without memory of its own has not."""
+    output, _ = step(apply_patches(tiny()), padded_batch("right"))
+    assert isinstance(output.logits, PaddedOnRead)
+    shared = output.logits.detach().share_memory_()
+    assert shared.is_shared() and torch.equal(shared, output.logits.detach() + 0)

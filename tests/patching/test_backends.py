@@ -117,6 +117,15 @@ def test_the_tensors_decide_not_what_imports(gpu):
         assert state.kernels_for(torch.device(device), dtype) is state.elsewhere
 
 
+def test_under_torch_compile_what_mixes_no_tokens_is_left_to_it(gpu, monkeypatch):
+    gpu()
+    state, mixes = choose_backends("auto", "upstream", SIZES), ("conv", "delta_rule", "attention")
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    compiled = state.kernels_for(torch.device("cuda", 0), torch.bfloat16)
+    assert all(getattr(compiled, op) == getattr(state.cuda_half, op) != "torch" for op in mixes)
+    assert {name for op, name in vars(compiled).items() if op not in mixes} == {"torch"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "chosen", "reason"),
     [
