@@ -19,7 +19,7 @@ def computed_again(made: Tensor, make: Callable[[], Tensor], worth_it: bool) -> 
         make: has to return the same bits, and to hold what it needs.
         worth_it: otherwise, and where checkpointing or offloading decides already what is kept, nothing changes.
     """
-    if not worth_it or not torch.is_grad_enabled() or torch.compiler.is_compiling() or _others_decide():
+    if not worth_it or not torch.is_grad_enabled() or _others_decide():
         return nullcontext()
     place, size = made.data_ptr(), made.numel()
 

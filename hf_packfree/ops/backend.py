@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_packfree.errors import BackendUnavailable, in_short
 
@@ -91,6 +92,26 @@ def needs_triton(site: Site) -> str | None:
     if site.capability is not None and site.capability < (8, 0):
         return f"it needs an Ampere GPU or later (8.0), this is {site.capability[0]}.{site.capability[1]}"
     return broken("triton", "triton")
+
+
+def needs_half(site: Site) -> str | None:
+    """Return why a kernel of half precision cannot run there, or None."""
+    found = str(site.dtype).removeprefix("torch.")
+    return None if site.dtype in HALF else f"it runs in bfloat16 and float16, this is {found}"
+
+
+def refuse_wide(op: str, kernel: str, *inputs: Tensor) -> None:
+    """Refuse inputs that a kernel of half precision met all the same.
+
+    Raises:
+        BackendUnavailable: they are not all bfloat16, or all float16.
+    """
+    found = {x.dtype for x in inputs}
+    if len(found) > 1 or not found <= set(HALF):
+        raise BackendUnavailable(
+            f"found {' and '.join(sorted(map(str, found)))} for the {kernel} {op} kernels; wanted bfloat16 or float16 "
+            f"throughout; train in half precision or under autocast, or call apply_patches(model, backend={{{op!r}: 'torch'}})"
+        )
 
 
 def block_width(size: int) -> int:

@@ -32,6 +32,23 @@ def test_what_counts_is_how_far_apart_tokens_lie_when_the_kernels_run():
         attention(head_first, meta(longest + 1, 1), meta(longest + 1, 1), packed, backend="triton")
 
 
+@pytest.mark.parametrize("backend", ["varlen", "triton"])
+def test_dropout_is_plain_torch_whatever_the_backend(backend):
+    packed, (q, k, v) = PackedSequence.from_lengths([3, 5]), torch.randn(3, 1, 8, 2, 16)
+    outputs = []
+    for name in (backend, "torch"):
+        torch.manual_seed(0)
+        outputs.append(attention(q, k, v, packed, dropout=0.5, backend=name))
+    assert torch.equal(*outputs) and not torch.equal(outputs[0], attention(q, k, v, packed))
+
+
+def test_what_is_not_all_of_one_half_precision_is_refused():
+    half, packed = meta(6, 1), PackedSequence.from_lengths([6])
+    for wide in (half.float(), half.half()):
+        with pytest.raises(BackendUnavailable, match=r"found .*torch\.float(32|16) for the varlen attention kernels; wanted"):
+            attention(half, wide, half, packed, backend="varlen")
+
+
 @pytest.mark.parametrize("follows", [False, True], ids=["queries", "keys"])
 def test_blocks_cover_every_token_once_and_the_longest_come_first(follows):
     packed = PackedSequence.from_lengths([1, 128, 129, 300, 5])

@@ -22,6 +22,13 @@ def _block(blocks):
 
 
 @triton.jit
+def _views(q, k, v, first, head, q_stride, k_stride, v_stride, GROUP: tl.constexpr, D: tl.constexpr):
+    """The document's tokens of one query head, and of the key head that it reads."""
+    key = head // GROUP * D
+    return q + first * q_stride + head * D, k + first * k_stride + key, v + first * v_stride + key
+
+
+@triton.jit
 def _tile(x, token, stride, channel, length, MASK: tl.constexpr):
     """Tokens of x [tokens, D]; zeros past the document where MASK: what lies there may be anything, NaN too."""
     if MASK:
@@ -51,9 +58,7 @@ def attend(
     """out [T, H, D], and lse [H, T], the base-2 logarithms of the softmax's sums; `scale` holds log2(e).  Grid: blocks, H."""
     first, start, length = _block(blocks)
     head = tl.program_id(1)
-    q += first * q_stride + head * D
-    k += first * k_stride + head // GROUP * D
-    v += first * v_stride + head // GROUP * D
+    q, k, v = _views(q, k, v, first, head, q_stride, k_stride, v_stride, GROUP, D)
     out += first * (HEADS * D) + head * D
     lse += head.to(tl.int64) * tokens + first
     channel, row = tl.arange(0, D), start + tl.arange(0, ROWS)
@@ -102,9 +107,7 @@ def attend_backward_queries(
     """d_q [T, H, D], and delta [H, T], the sums of out d_out over channels.  Grid: blocks, H."""
     first, start, length = _block(blocks)
     head = tl.program_id(1)
-    q += first * q_stride + head * D
-    k += first * k_stride + head // GROUP * D
-    v += first * v_stride + head // GROUP * D
+    q, k, v = _views(q, k, v, first, head, q_stride, k_stride, v_stride, GROUP, D)
     here = first * (HEADS * D) + head * D
     channel, row = tl.arange(0, D), start + tl.arange(0, ROWS)
     d = _tile(d_out + here, row, HEADS * D, channel, length, True)

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hf_packfree.errors import BackendUnavailable
-from hf_packfree.ops.attention import torch_native
-from hf_packfree.ops.backend import HALF, Site, needs_triton
+from hf_packfree.ops.backend import Site, needs_half, needs_triton, refuse_wide
 from hf_packfree.packing import PackedSequence, uncompiled
 
 _HOPPER = (9, 0)
@@ -33,26 +32,18 @@ def unusable(site: Site) -> str | None:
         return reason
     if site.capability is not None and site.capability != _HOPPER:
         return f"its blocks are made for Hopper (9.0), this is {site.capability[0]}.{site.capability[1]}"
-    if site.dtype not in HALF:
-        return f"it runs in bfloat16 and float16, this is {str(site.dtype).removeprefix('torch.')}"
+    if (reason := needs_half(site)) is not None:
+        return reason
     if (size := site.sizes.get("head_size", _SIZES[0])) not in _SIZES:
         return f"it takes heads of {', '.join(map(str, _SIZES))} channels; the model has {size}"
     return None
 
 
 @uncompiled
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, *, scale: float | None = None, dropout: float = 0.0
-) -> Tensor:
-    """See `hf_packfree.ops.attention.attention`; attention dropout, which these kernels lack, runs in plain torch."""
-    if dropout:
-        return torch_native.attend(q, k, v, packed, scale=scale, dropout=dropout)
-    if q.is_cuda and (q.dtype not in HALF or not q.dtype == k.dtype == v.dtype):
-        raise BackendUnavailable(
-            f"found {q.dtype} queries, {k.dtype} keys and {v.dtype} values for the Triton kernels; wanted bfloat16 or "
-            "float16 throughout; train in half precision or under autocast, or call apply_patches(model, "
-            "backend={'attention': 'torch'})"
-        )
+def attend(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, *, scale: float | None = None) -> Tensor:
+    """See `hf_packfree.ops.attention.attention`."""
+    if q.is_cuda:  # Triton's interpreter takes any
+        refuse_wide("attention", "Triton", q, k, v)
     q, k, v = (x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous() for x in (q, k, v))
     if reach(q, k, v, packed.max_seqlen) > 2**31:
         raise BackendUnavailable(

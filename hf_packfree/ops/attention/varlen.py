@@ -10,9 +10,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from hf_packfree.errors import BackendUnavailable
-from hf_packfree.ops.attention import torch_native
-from hf_packfree.ops.backend import HALF, Site, needs_cuda
+from hf_packfree.ops.backend import Site, needs_cuda, needs_half, refuse_wide
 from hf_packfree.packing import PackedSequence, uncompiled
 
 _HEAD_SIZE = 256
@@ -24,25 +22,17 @@ def unusable(site: Site) -> str | None:
         return reason
     if site.capability is not None and site.capability < (8, 0):
         return f"it needs an Ampere GPU or later (8.0), this is {site.capability[0]}.{site.capability[1]}"
-    if site.dtype not in HALF:
-        return f"it runs in bfloat16 and float16, this is {str(site.dtype).removeprefix('torch.')}"
+    if (reason := needs_half(site)) is not None:
+        return reason
     if (size := site.sizes.get("head_size", 0)) > _HEAD_SIZE or size % 8:
         return f"it takes heads of up to {_HEAD_SIZE} channels, a multiple of 8; the model has {size}"
     return None
 
 
 @uncompiled
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, *, scale: float | None = None, dropout: float = 0.0
-) -> Tensor:
-    """See `hf_packfree.ops.attention.attention`; attention dropout, which this kernel lacks, runs in plain torch."""
-    if dropout:
-        return torch_native.attend(q, k, v, packed, scale=scale, dropout=dropout)
-    if q.dtype not in HALF:
-        raise BackendUnavailable(
-            f"found {q.dtype} queries for the varlen kernel; wanted bfloat16 or float16; train in half precision or under "
-            "autocast, or call apply_patches(model, backend={'attention': 'torch'})"
-        )
+def attend(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, *, scale: float | None = None) -> Tensor:
+    """See `hf_packfree.ops.attention.attention`."""
+    refuse_wide("attention", "varlen", q, k, v)
     from torch.nn.attention.varlen import varlen_attn
 
     if q.shape[2] != k.shape[2] and not _groups_heads():

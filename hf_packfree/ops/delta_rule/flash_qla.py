@@ -12,7 +12,7 @@ from importlib.util import find_spec
 
 from torch import Tensor
 
-from hf_packfree.ops.backend import HALF, Site, broken, needs_cuda
+from hf_packfree.ops.backend import Site, broken, needs_cuda, needs_half
 from hf_packfree.ops.fla import has_nvcc
 from hf_packfree.packing import PackedSequence, uncompiled
 
@@ -26,8 +26,8 @@ def unusable(site: Site) -> str | None:
         return reason
     if site.capability is not None and site.capability not in _TRAINS_ON:
         return f"it trains on Hopper and Blackwell data centre GPUs, this is {site.capability[0]}.{site.capability[1]}"
-    if site.dtype not in HALF:
-        return f"it runs in bfloat16 and float16, this is {str(site.dtype).removeprefix('torch.')}"
+    if (reason := needs_half(site)) is not None:
+        return reason
     sizes = {site.sizes.get("key_size", _SIZE), site.sizes.get("value_size", _SIZE)}
     if sizes != {_SIZE}:
         return f"it runs heads of {_SIZE} channels, the model has {sorted(sizes)}"
