@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_packfree.errors import BackendUnavailable
 from hf_packfree.models.contract import Sizes, size_of_linear, size_of_norm
-from hf_packfree.models.linears import project
+from hf_packfree.models.linears import is_plain, project
 from hf_packfree.models.norms import adds_one, epsilon
 from hf_packfree.models.recompute import computed_again
 from hf_packfree.models.replacement import Replacement
@@ -93,8 +93,10 @@ class PackedAttention(Replacement):
             dropout=self.attention_dropout if self.training else 0.0,
             backend=kernels.attention,
         )
-        gated = output_gate(out, gate, backend=kernels.output_gate)
+        if kernels.output_gate != "torch" and is_plain(self.o_proj, out):
+            return output_gate(out, gate, projection=self.o_proj.weight, backend=kernels.output_gate)
         again = partial(output_gate, out, gate, backend=kernels.output_gate)
+        gated = again()
         with computed_again(gated, again, kernels.output_gate != "torch"):
             return project(gated.flatten(2), self.o_proj)[0]
 

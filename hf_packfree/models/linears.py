@@ -75,13 +75,14 @@ def _gradients(
     """Those of x and of the weights, as far as they are needed."""
     rows, wants_x, wanted = x.flatten(0, -2), needed[0], needed[1:]
     d_x: Tensor | None = None
-    d_weights: list[Tensor | None] = []
-    for run in _runs(weights):
+    d_weights: list[Tensor | None] = [None] * len(weights)
+    for run in sorted(_runs(weights), key=lambda run: sum(map(len, weights[run]))):  # narrow ones would wait for d_x
         d_out = _joined(d_outs[run], -1).flatten(0, -2)
         if wants_x:
             weight = _joined(weights[run], 0)
             d_x = d_out @ weight if d_x is None else d_x.addmm_(d_out, weight)
-        d_weights += _parted(d_out.T @ rows, weights[run], 0) if any(wanted[run]) else [None] * len(weights[run])
+        if any(wanted[run]):
+            d_weights[run] = _parted(d_out.T @ rows, weights[run], 0)
     return None if d_x is None else d_x.view_as(x), *d_weights
 
 

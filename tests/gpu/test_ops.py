@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.gpu.checks import DEVICE, LENGTHS, LONG, OPS, TRIAL, as_leaves, cut, gpu, op_cases, record_of, spans
+from tests.gpu.checks import DEVICE, LENGTHS, LONG, TRIAL, gpu, record_of, spans
+from tests.gpu.op import as_leaves, cut
+from tests.gpu.op_table import OPS, op_cases
 from tests.support import relative_rms
 
 pytestmark = gpu

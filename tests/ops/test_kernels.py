@@ -12,12 +12,14 @@ import pytest
 
 PROGRAM = '''
 import sys
+from functools import partial
 import torch
 from hf_packfree.ops.add_norm import add_norm
 from hf_packfree.ops.attention import attention
 from hf_packfree.ops.conv import causal_conv1d, qkv_conv, triton_native
 from hf_packfree.ops.gated_norm import gated_rms_norm
 from hf_packfree.ops.norm_rope import norm_rope
+from hf_packfree.ops.order import longest_first
 from hf_packfree.ops.output_gate import output_gate
 from hf_packfree.ops.swiglu import swiglu_mlp
 from hf_packfree.packing import PackedSequence
@@ -26,6 +28,8 @@ triton_native._STRIP = 32  # the interpreter walks every strip to its end
 torch.manual_seed(0)
 LENGTHS = [1, 2, 3, 63, 64, 65, 5, 4, 130]
 packed, T = PackedSequence.from_lengths(LENGTHS), sum(LENGTHS)
+order = longest_first(packed, 1)
+assert order.packed.lengths == [130, 65, 1, 2, 3, 63, 64, 5, 4]  # by chunks of 64
 H, K, HV, V, D, R = 2, 16, 4, 32, 24, 8
 C = 2 * H * K + HV * V
 
@@ -34,8 +38,9 @@ def unit(x):
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
-def qkv(x, w, b, backend):
-    q, k, v, is_unit = qkv_conv(x[..., 3 : 3 + C], w, packed, (H, HV), (K, V), bias=b, backend=backend)
+def qkv(x, w, b, backend, rows=False):
+    rows = order.rows if rows else None
+    q, k, v, is_unit = qkv_conv(x[..., 3 : 3 + C], w, packed, (H, HV), (K, V), bias=b, rows=rows, backend=backend)
     return (q, k, v) if is_unit else (unit(q), unit(k), v)
 
 
@@ -63,6 +68,23 @@ CASES = {
         (1, T, 3, 2 * D), (D,),
     ),
     "output gate": (lambda x, z, backend: output_gate(x, z[..., D:], backend=backend), (1, T, 3, D), (1, T, 3, 2 * D)),
+    "gated norm, projected": (
+        lambda x, z, w, p, backend: gated_rms_norm(x, z, w, 1e-6, projection=p, backend=backend),
+        (1, T, 3, D), (1, T, 3, D), (D,), (20, 3 * D),
+    ),
+    "gated norm, projected, longest first": (
+        lambda x, z, w, p, backend: gated_rms_norm(x, z, w, 1e-6, projection=p, rows=order.rows, backend=backend),
+        (1, T, 3, D), (1, T, 3, D), (D,), (20, 3 * D),
+    ),
+    "gated norm, longest first": (
+        lambda x, z, w, backend: gated_rms_norm(x, z, w, 1e-6, rows=order.rows, backend=backend),
+        (1, T, 4, D), (1, T, 4, D), (D,),
+    ),
+    "qkv conv, longest first": (partial(qkv, rows=True), (1, T, C + 8), (C, 4), (C,)),
+    "output gate, projected": (
+        lambda x, z, p, backend: output_gate(x, z[..., D:], projection=p, backend=backend),
+        (1, T, 3, D), (1, T, 3, 2 * D), (20, 3 * D),
+    ),
     "swiglu": (lambda *inputs, backend: swiglu_mlp(*inputs, backend=backend), (1, T, D), (40, D), (40, D), (D, 40)),
     "add norm": (lambda x, z, w, backend: add_norm(x, z[..., 7:], w, 1e-6, backend=backend), (1, T, 72), (1, T, 79), (72,)),
     "add norm, nothing added": (lambda x, w, backend: add_norm(x, None, w, 1e-6, backend=backend), (1, T, 72), (72,)),
@@ -195,30 +217,47 @@ OURS = Kernels(
 )
 
 
-def run(kernels):
+def run(kernels, hooked=False):
     model = apply_patches(tiny())
-    for module in model.modules():
+    for name, module in model.named_modules():
         if "packfree" in vars(module):
             vars(module)["packfree"] = dataclasses.replace(vars(module)["packfree"], elsewhere=kernels)
+        if hooked and name.endswith(("out_proj", "o_proj")):
+            module.register_forward_hook(lambda *_: None)
     logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
     (logits * weights).sum().backward()
     return logits.detach(), gradients(model)
 
 
-made = []
-arrange = recompute.computed_again
+made, moved = [], []
+arrange, order = recompute.computed_again, gated_delta_net.longest_first
 
 
 def counted(tensor, make, worth_it):
     return arrange(tensor, lambda: made.append(1) or make(), worth_it)
 
 
+class Moving(Kernels):
+    def move_documents(self):
+        return True
+
+
+def noted(*inputs):
+    moved.append(order(*inputs))
+    return moved[-1]
+
+
 attention.computed_again = gated_delta_net.computed_again = counted
-found, wanted = run(OURS), run(Kernels())
-worst = max(relative_rms(grad, wanted[1][name]) for name, grad in found[1].items())
-assert relative_rms(found[0], wanted[0]) < 1e-5, relative_rms(found[0], wanted[0])
-assert found[1].keys() == wanted[1].keys() and worst < 1e-4, worst
-assert len(made) == 3 + 1, made  # the normed output of three layers, the gated output of the fourth
+gated_delta_net.longest_first = noted
+wanted, worst = run(Kernels()), 0.0
+for kernels, hooked, made_again in ((OURS, False, 0), (OURS, True, 3 + 1), (Moving(**vars(OURS)), False, 0)):
+    made.clear()
+    found = run(kernels, hooked)
+    assert relative_rms(found[0], wanted[0]) < 1e-5, relative_rms(found[0], wanted[0])
+    worst = max(worst, *(relative_rms(grad, wanted[1][name]) for name, grad in found[1].items()))
+    assert found[1].keys() == wanted[1].keys() and worst < 1e-4, worst
+    assert len(made) == made_again  # the normed output of three layers, the gated output of the fourth
+assert len(moved) == 1 and moved[0].packed.lengths != ROW and sorted(moved[0].packed.lengths) == sorted(ROW), moved
 print(worst)
 '''
 

@@ -22,7 +22,7 @@ def add_norm(x, branch, weight, total, normed, size, eps, ADDS: tl.constexpr, WI
     tl.store(normed + place, (a * scale * w).to(normed.dtype.element_ty), mask=ok)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "tiles"])
 def add_norm_backward(
     total, weight, d_normed, d_total, d_x, d_weight, rows, size, eps, tiles,
     ADDS: tl.constexpr, WIDTH: tl.constexpr, AHEAD: tl.constexpr,

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hf_packfree.ops.backend import block_width
+from hf_packfree.ops.partial_sums import summed
 
-_TILES = 16  # rows of a program in the backward pass
+_TILES, _PROGRAMS = 64, 512  # in the backward pass: rows of a program at most, programs at least
 _AHEAD, _ROW = 2, 8192  # how many of them are asked for ahead, up to so many bytes each: shared memory holds three tensors'
 
 
@@ -59,15 +60,16 @@ def _gradients(
 
     d, size = torch.empty_like(total), total.shape[-1]
     rows = total.numel() // size
-    programs = -(-rows // _TILES)
+    tiles = min(_TILES, -(-rows // _PROGRAMS))
+    programs = -(-rows // tiles)
     d_weight = weight.new_empty(programs, size, dtype=torch.float32)
     adds = None if d_total is None else d_total.contiguous()
     with torch.cuda.device_of(total):
         add_norm_backward[(programs,)](
-            total, weight, d_normed.contiguous(), adds, d, d_weight, rows, size, eps, _TILES,
+            total, weight, d_normed.contiguous(), adds, d, d_weight, rows, size, eps, tiles,
             ADDS=adds is not None, AHEAD=_AHEAD if size * total.itemsize <= _ROW else 0, **_launch(size),
         )  # fmt: skip
-    return d, d_weight.sum(0).to(weight.dtype)
+    return d, summed(d_weight, weight.dtype)
 
 
 def _launch(size: int) -> dict[str, int]:

@@ -7,6 +7,7 @@ from torch import Tensor
 from hf_packfree.ops.backend import Backend, find
 from hf_packfree.ops.conv import causal_conv1d as dao
 from hf_packfree.ops.conv import fla, torch_native, triton_native
+from hf_packfree.ops.order import moved
 from hf_packfree.packing import PackedSequence
 
 NORM_EPS = 1e-6
@@ -62,6 +63,7 @@ def qkv_conv(
     *,
     bias: Tensor | None = None,
     activation: str | None = "silu",
+    rows: Tensor | None = None,
     backend: str = "torch",
 ) -> tuple[Tensor, Tensor, Tensor, bool]:
     """Convolve q, k and v, which lie side by side, and split them into heads.
@@ -69,6 +71,7 @@ def qkv_conv(
     Args:
         x, weight, packed, bias, activation, backend: as for `causal_conv1d`; C = 2 H K + HV V.
         heads, sizes: (H, HV) and (K, V).
+        rows: int32 [T], the row of q, k and v that each token of x goes to, see `hf_packfree.ops.order`; None: its own.
 
     Returns:
         q, k [1, T, H, K] and v [1, T, HV, V], and whether q and k are divided by their L2 norms (backends in `UNITS` do
@@ -78,8 +81,8 @@ def qkv_conv(
         ValueError, BackendUnavailable: as `causal_conv1d`.
     """
     if backend in UNITS:
-        return *UNITS[backend](x, weight, packed, bias, activation is not None, heads, sizes, NORM_EPS), True
-    mixed = causal_conv1d(x, weight, packed, bias=bias, activation=activation, backend=backend)
+        return *UNITS[backend](x, weight, packed, bias, activation is not None, heads, sizes, NORM_EPS, rows), True
+    mixed = moved(causal_conv1d(x, weight, packed, bias=bias, activation=activation, backend=backend), rows)
     keys, values = heads[0] * sizes[0], heads[1] * sizes[1]
     q, k, v = mixed.split([keys, keys, values], dim=-1)
     q, k = (part.unflatten(-1, (heads[0], sizes[0])) for part in (q, k))

@@ -1,12 +1,14 @@
 """Triton kernels of the causal convolution: a strip of tokens is walked four at a time, its taps kept in registers.
 
 Every token and every gradient is read once (a few more per strip), and the next four are asked for before these four are
-worked on, which is what keeps the memory busy.  What a tap would read from the document before is masked by `age`, the token's
-place in its document; where all four are at least three tokens old nothing has to be masked, which is nearly everywhere,
-and the kernels are bound by instructions.  Written out for four taps; shorter filters read zeros.
+worked on, which is what keeps the memory busy.  What a tap would read from the document before is masked by `ages`, the
+tokens' places in their documents.  Where all four are of one document and at least three tokens old, nothing has to be masked:
+nearly everywhere, and `groups` says so with one number, since the kernels are bound by instructions.  Written out for four
+taps; shorter filters read zeros.
 
 q, k and v lie side by side in the row, and each has a tensor of its own beyond the convolution: H key heads twice, then
-HV value heads, all of D channels.  A program works on some heads of one of them.
+HV value heads, all of D channels.  A program works on some heads of one of them.  `rows` says at which row of those tensors
+each token lies; `groups` where the first of four lies that need no mask, whose rows follow each other, or else -1.
 
 Shapes: T tokens, C = (2 H + HV) D channels, S strips.
 """
@@ -17,13 +19,14 @@ import triton
 import triton.language as tl
 
 from hf_packfree.ops.conv.triton_parts import (
-    activate, ages4, convolve4, deactivate, kept, load4, load_taps, part_of, store, store_tap, widen4,
+    activate4, ages4, convolve4, deactivate4, group_of, kept, load4, load_group, load_taps, part_of, store4, store_group,
+    store_tap, widen4,
 )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def convolve(
-    x, weight, bias, ages, q, k, v, tokens, stride, keys, values, size, eps,
+    x, weight, bias, ages, rows, groups, q, k, v, tokens, stride, keys, values, size, eps,
     TAPS: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr,
     STRIP: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -32,25 +35,25 @@ def convolve(
     Grid: (strips, blocks of q's heads, of k's, of v's).
     """
     first = tl.program_id(0) * STRIP
-    out, unit, row, place, channel, ok = part_of(q, k, v, keys, values, size, BLOCK_H, BLOCK_D)
+    out, unit, width, place, channel, ok = part_of(q, k, v, keys, values, size, BLOCK_H, BLOCK_D)
     w0, w1, w2, w3, shift = load_taps(weight, bias, channel, ok, TAPS, BIAS)
     n0, n1, n2, n3 = load4(x, stride, channel, ok, first - 1, tokens)
     x0, x1, x2, x3 = widen4(n0, n1, n2, n3)
     n0, n1, n2, n3 = load4(x, stride, channel, ok, first + 3, tokens)
+    group = group_of(groups, first + 3, tokens)
     for step in range(STRIP // 4):
         t = first + step * 4 + 3
         x4, x5, x6 = x0, x1, x2
         x0, x1, x2, x3 = widen4(n0, n1, n2, n3)
         n0, n1, n2, n3 = load4(x, stride, channel, ok, t + 4, tokens)
-        a0, a1, a2, a3 = ages4(ages, t, tokens)
-        if tl.minimum(tl.minimum(a0, a1), tl.minimum(a2, a3)) >= 3:
-            u0, u1, u2, u3 = convolve4(x0, x1, x2, x3, x4, x5, x6, a0, a1, a2, a3, w0, w1, w2, w3, False)
+        if group >= 0:
+            u0, u1, u2, u3 = convolve4(x0, x1, x2, x3, x4, x5, x6, 3, 3, 3, 3, w0, w1, w2, w3, False)
         else:
+            a0, a1, a2, a3 = ages4(ages, t, tokens)
             u0, u1, u2, u3 = convolve4(x0, x1, x2, x3, x4, x5, x6, a0, a1, a2, a3, w0, w1, w2, w3, True)
-        store(out, row, place, ok, t - 3, tokens, activate(u3, shift, eps, unit, BIAS, SILU, UNIT))
-        store(out, row, place, ok, t - 2, tokens, activate(u2, shift, eps, unit, BIAS, SILU, UNIT))
-        store(out, row, place, ok, t - 1, tokens, activate(u1, shift, eps, unit, BIAS, SILU, UNIT))
-        store(out, row, place, ok, t, tokens, activate(u0, shift, eps, unit, BIAS, SILU, UNIT))
+        u0, u1, u2, u3 = activate4(u0, u1, u2, u3, shift, eps, unit, BIAS, SILU, UNIT)
+        store_group(out, width, place, ok, group, rows, t, tokens, u0, u1, u2, u3)
+        group = group_of(groups, t + 4, tokens)
 
 
 @triton.jit
@@ -89,7 +92,8 @@ def _taps(g0, g1, g2, g3, x0, x1, x2, x3, x4, x5, x6, a0, a1, a2, a3, CUT: tl.co
 
 @triton.jit(do_not_specialize=["tokens"])
 def convolve_backward(
-    x, weight, bias, ages, d_q, d_k, d_v, d_x, d_weight, d_bias, tokens, stride, d_stride, keys, values, size, eps,
+    x, weight, bias, ages, rows, groups, d_q, d_k, d_v, d_x, d_weight, d_bias,
+    tokens, stride, d_stride, keys, values, size, eps,
     TAPS: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr,
     STRIP: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -98,13 +102,14 @@ def convolve_backward(
     Walks from the strip's end, beginning with the four tokens past it, whose gradients reach back into the strip.
     """
     first = tl.program_id(0) * STRIP
-    d_out, unit, row, place, channel, ok = part_of(d_q, d_k, d_v, keys, values, size, BLOCK_H, BLOCK_D)
+    d_out, unit, width, place, channel, ok = part_of(d_q, d_k, d_v, keys, values, size, BLOCK_H, BLOCK_D)
     w0, w1, w2, w3, shift = load_taps(weight, bias, channel, ok, TAPS, BIAS)
     last = first + STRIP + 3
     n0, n1, n2, n3 = load4(x, stride, channel, ok, last, tokens)
     x4, x5, x6, x0 = widen4(n0, n1, n2, n3)
     n0, n1, n2, n3 = load4(x, stride, channel, ok, last - 3, tokens)
-    m0, m1, m2, m3 = load4(d_out, row, place, ok, last, tokens)
+    group, ahead = group_of(groups, last, tokens), group_of(groups, last - 4, tokens)
+    m0, m1, m2, m3 = load_group(d_out, width, place, ok, group, rows, last, tokens)
     zero = tl.zeros([BLOCK_H, BLOCK_D], dtype=tl.float32)
     s0, s1, s2, s3, total = zero, zero, zero, zero, zero
     p1, p2, p3 = zero, zero, zero  # what the tokens after these four give to the latest three of them
@@ -114,17 +119,15 @@ def convolve_backward(
         x3, x4, x5, x6 = widen4(n0, n1, n2, n3)
         g0, g1, g2, g3 = widen4(m0, m1, m2, m3)
         n0, n1, n2, n3 = load4(x, stride, channel, ok, t - 7, tokens)
-        m0, m1, m2, m3 = load4(d_out, row, place, ok, t - 4, tokens)
-        a0, a1, a2, a3 = ages4(ages, t, tokens)
-        inside = tl.minimum(tl.minimum(a0, a1), tl.minimum(a2, a3)) >= 3
+        m0, m1, m2, m3 = load_group(d_out, width, place, ok, ahead, rows, t - 4, tokens)
+        inside, a0, a1, a2, a3 = group >= 0, 3, 3, 3, 3
+        group, ahead = ahead, group_of(groups, t - 8, tokens)
         if inside:
             u0, u1, u2, u3 = convolve4(x0, x1, x2, x3, x4, x5, x6, a0, a1, a2, a3, w0, w1, w2, w3, False)
         else:
+            a0, a1, a2, a3 = ages4(ages, t, tokens)
             u0, u1, u2, u3 = convolve4(x0, x1, x2, x3, x4, x5, x6, a0, a1, a2, a3, w0, w1, w2, w3, True)
-        g0 = deactivate(u0, g0, shift, eps, unit, BIAS, SILU, UNIT)
-        g1 = deactivate(u1, g1, shift, eps, unit, BIAS, SILU, UNIT)
-        g2 = deactivate(u2, g2, shift, eps, unit, BIAS, SILU, UNIT)
-        g3 = deactivate(u3, g3, shift, eps, unit, BIAS, SILU, UNIT)
+        g0, g1, g2, g3 = deactivate4(u0, u1, u2, u3, g0, g1, g2, g3, shift, eps, unit, BIAS, SILU, UNIT)
         if inside:
             d1, d2, d3, b1, b2, b3 = _spread(g0, g1, g2, g3, a0, a1, a2, a3, w1, w2, w3, False)
             e0, e1, e2, e3 = _taps(g0, g1, g2, g3, x0, x1, x2, x3, x4, x5, x6, a0, a1, a2, a3, False)
@@ -132,10 +135,8 @@ def convolve_backward(
             d1, d2, d3, b1, b2, b3 = _spread(g0, g1, g2, g3, a0, a1, a2, a3, w1, w2, w3, True)
             e0, e1, e2, e3 = _taps(g0, g1, g2, g3, x0, x1, x2, x3, x4, x5, x6, a0, a1, a2, a3, True)
         if step > 0:
-            store(d_x, d_stride, channel, ok, t, tokens, g0 * w0 + p1)
-            store(d_x, d_stride, channel, ok, t - 1, tokens, g1 * w0 + d1 + p2)
-            store(d_x, d_stride, channel, ok, t - 2, tokens, g2 * w0 + d2 + p3)
-            store(d_x, d_stride, channel, ok, t - 3, tokens, g3 * w0 + d3)
+            h0, h1, h2, h3 = g0 * w0 + p1, g1 * w0 + d1 + p2, g2 * w0 + d2 + p3, g3 * w0 + d3
+            store4(d_x, d_stride, channel, ok, t, tokens, h0, h1, h2, h3)
             s0, s1, s2, s3 = s0 + e0, s1 + e1, s2 + e2, s3 + e3
             if BIAS:
                 total += g0 + g1 + g2 + g3

@@ -16,13 +16,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 from hf_packfree.ops.backend import Site, block_width, needs_triton
+from hf_packfree.ops.partial_sums import summed
 from hf_packfree.packing import PackedSequence, uncompiled
 
 _TAPS = 4
 _STRIP, _CHANNELS = 256, 512  # tokens and channels of one program
 _WARPS = {"forward": 2, "backward": 4}
+_REGISTERS = {} if torch.version.hip else {"backward": {"maxnreg": 160}}  # of a thread: three programs fit on a processor
 
 
 class Heads(NamedTuple):
@@ -77,42 +80,69 @@ def causal_conv1d(x: Tensor, weight: Tensor, packed: PackedSequence, bias: Tenso
 @uncompiled
 def qkv_conv(
     x: Tensor, weight: Tensor, packed: PackedSequence, bias: Tensor | None, silu: bool,
-    heads: tuple[int, int], sizes: tuple[int, int], eps: float,
+    heads: tuple[int, int], sizes: tuple[int, int], eps: float, rows: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """See `hf_packfree.ops.conv.qkv_conv`."""
     (keys, values), (key_size, value_size) = heads, sizes
     launches: tuple[Heads, ...] = (Heads(0, keys, values, key_size),)
     if key_size != value_size:
         launches = Heads(0, keys, 0, key_size), Heads(2 * keys * key_size, 0, values, value_size)
-    return _apply(x, weight, packed, bias, Job(launches, silu, eps))  # type: ignore[return-value]
+    return _apply(x, weight, packed, bias, Job(launches, silu, eps), rows)  # type: ignore[return-value]
 
 
-def token_ages(packed: PackedSequence) -> Tensor:
-    """Return int32 [T]: each token's place in its document."""
-    return packed.position_ids()[0].int()
+class Plan(NamedTuple):
+    """Where tokens lie, on the model's device.
+
+    Attributes:
+        ages: int32 [T], each token's place in its document.
+        rows: int32 [T], where it lies in q, k and v.
+        groups: int32 [T / 4], where the first of each four tokens lies in them, if all four are of one document and have the
+            three tokens before them in it; else -1.
+    """
+
+    ages: Tensor
+    rows: Tensor
+    groups: Tensor
 
 
-def _apply(x: Tensor, weight: Tensor, packed: PackedSequence, bias: Tensor | None, job: Job) -> tuple[Tensor, ...]:
-    ages = packed.derive(token_ages)
-    return _Convolution.apply(x, weight, bias, ages, job)  # type: ignore[no-any-return,no-untyped-call]
+def plan_tokens(packed: PackedSequence, rows: Tensor | None) -> Plan:
+    """Return the plan of a row whose tokens go to `rows`, or stay where they are."""
+    ages = packed.position_ids()[0].int()
+    rows = torch.arange(len(ages), dtype=torch.int32, device=ages.device) if rows is None else rows
+    past = (0, -len(ages) % 4)
+    youngest, first = pad(ages, past).view(-1, 4).amin(1), pad(rows, past)[::4]
+    return Plan(ages, rows, torch.where(youngest >= 3, first, -1))
+
+
+def _apply(
+    x: Tensor, weight: Tensor, packed: PackedSequence, bias: Tensor | None, job: Job, rows: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    def build(packed: PackedSequence, _: int) -> Plan:
+        return plan_tokens(packed, rows)
+
+    plan = packed.derive(build, 0 if rows is None else rows.data_ptr())
+    return _Convolution.apply(x, weight, bias, job, *plan)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _Convolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ages: Tensor, job: Job) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, job: Job, *plan: Tensor
+    ) -> tuple[Tensor, ...]:
         from hf_packfree.ops.conv.triton_kernels import convolve
 
         x = x if x.stride(2) == 1 else x.contiguous()
-        ctx.save_for_backward(x, weight, bias, ages)
+        ctx.save_for_backward(x, weight, bias, *plan)
         ctx.job = job
         outs: list[Tensor] = []
         for heads in job.launches:
             mine = [x.new_empty(1, x.shape[1], count, heads.size) for count in heads.counts]
-            row, grid, launch = x[0, :, heads.channels], _grid(x.shape[1], heads), _launch(weight, bias, job, heads, "forward")
+            row, grid = x[0, :, heads.channels], _grid(x.shape[1], heads)
             with torch.cuda.device_of(x):  # whatever the current device is
                 convolve[grid](
-                    row, *_taps(weight, bias, heads), ages, *_three(mine, heads), len(row), row.stride(0),
-                    heads.keys, heads.values, heads.size, job.eps or 0.0, **launch,
+                    row, *_taps(weight, bias, heads), *plan, *_three(mine, heads), len(row), row.stride(0),
+                    heads.keys, heads.values, heads.size, job.eps or 0.0,
+                    **_launch(weight, bias, job, heads, "forward"),
                 )  # fmt: skip
             outs += mine
         return tuple(outs)
@@ -122,32 +152,33 @@ class _Convolution(torch.autograd.Function):
     def backward(ctx: Any, *d_outs: Tensor) -> tuple[Tensor | None, ...]:
         from hf_packfree.ops.conv.triton_kernels import convolve_backward
 
-        x, weight, bias, ages = ctx.saved_tensors
+        x, weight, bias, *plan = ctx.saved_tensors
         d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
         d_weights, d_biases = [], []
         left = [d_out.contiguous() for d_out in d_outs]
         for heads in ctx.job.launches:
             mine = [left.pop(0) for _ in heads.counts]
             row, target = x[0, :, heads.channels], d_x[0, :, heads.channels]
-            grid, launch = _grid(x.shape[1], heads), _launch(weight, bias, ctx.job, heads, "backward")
+            grid = _grid(x.shape[1], heads)
             d_weight = x.new_empty(grid[0], row.shape[1], weight.shape[1], dtype=torch.float32)  # of each strip
             d_bias = None if bias is None else d_weight.new_empty(d_weight.shape[:2])
             with torch.cuda.device_of(x):
                 convolve_backward[grid](
-                    row, *_taps(weight, bias, heads), ages, *_three(mine, heads), target, d_weight, d_bias, len(row),
-                    row.stride(0), target.stride(0), heads.keys, heads.values, heads.size, ctx.job.eps or 0.0, **launch,
+                    row, *_taps(weight, bias, heads), *plan, *_three(mine, heads), target, d_weight, d_bias, len(row),
+                    row.stride(0), target.stride(0), heads.keys, heads.values, heads.size, ctx.job.eps or 0.0,
+                    **_launch(weight, bias, ctx.job, heads, "backward"),
                 )  # fmt: skip
             d_weights.append(d_weight)
             d_biases.append(d_bias)
-        return d_x, _summed(d_weights, weight), _summed(d_biases, bias), None, None
+        return d_x, _summed(d_weights, weight), _summed(d_biases, bias), None, None, None, None
 
 
 def _summed(strips: list[Tensor | None], parameter: Tensor | None) -> Tensor | None:
     """A parameter's gradient from what each launch has of its channels, strip by strip."""
     if parameter is None:
         return None
-    parts = [part.sum(0) for part in strips if part is not None]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(parameter.dtype)
+    parts = [summed(part, parameter.dtype) for part in strips if part is not None]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _three(tensors: list[Tensor], heads: Heads) -> list[Tensor]:
@@ -177,4 +208,5 @@ def _launch(weight: Tensor, bias: Tensor | None, job: Job, heads: Heads, way: st
     return {
         "TAPS": weight.shape[1], "BIAS": bias is not None, "SILU": job.silu, "UNIT": job.eps is not None,
         "STRIP": _STRIP, "BLOCK_H": _block(heads), "BLOCK_D": block_width(heads.size), "num_warps": _WARPS[way],
+        **_REGISTERS.get(way, {}),
     }  # fmt: skip

@@ -69,28 +69,92 @@ def store_tap(d_weight, channel, ok, back: tl.constexpr, TAPS: tl.constexpr, val
 
 
 @triton.jit
-def load(x, stride, place, ok, t, tokens):
-    """One token's channels, or their gradients, zero outside the row."""
-    return tl.load(x + t.to(tl.int64) * stride + place, mask=ok & (t >= 0) & (t < tokens), other=0.0)
+def _there(ok, t, tokens):
+    return ok & (t >= 0) & (t < tokens)
 
 
 @triton.jit
 def load4(x, stride, place, ok, t, tokens):
-    """Token t and the three before it, the latest first."""
+    """The channels of token t and the three before it, the latest first; zero outside the row."""
+    start = x + (t - 3).to(tl.int64) * stride  # one multiplication for four rows that follow each other
     return (
-        load(x, stride, place, ok, t, tokens), load(x, stride, place, ok, t - 1, tokens),
-        load(x, stride, place, ok, t - 2, tokens), load(x, stride, place, ok, t - 3, tokens),
-    )  # fmt: skip
+        tl.load(start + 3 * stride + place, mask=_there(ok, t, tokens), other=0.0),
+        tl.load(start + 2 * stride + place, mask=_there(ok, t - 1, tokens), other=0.0),
+        tl.load(start + stride + place, mask=_there(ok, t - 2, tokens), other=0.0),
+        tl.load(start + place, mask=_there(ok, t - 3, tokens), other=0.0),
+    )
+
+
+@triton.jit
+def store4(out, stride, place, ok, t, tokens, y0, y1, y2, y3):
+    """The counterpart of `load4`; y0 is token t's."""
+    start = out + (t - 3).to(tl.int64) * stride
+    dtype = out.dtype.element_ty
+    tl.store(start + 3 * stride + place, y0.to(dtype), mask=ok & (t < tokens))
+    tl.store(start + 2 * stride + place, y1.to(dtype), mask=ok & (t - 1 < tokens))
+    tl.store(start + stride + place, y2.to(dtype), mask=ok & (t - 2 < tokens))
+    tl.store(start + place, y3.to(dtype), mask=ok & (t - 3 < tokens))
+
+
+@triton.jit
+def group_of(groups, t, tokens):
+    """Where the first of the four tokens lies of which t is the last, or -1: each has to be asked about."""
+    return tl.load(groups + t // 4, mask=(t >= 3) & (t < tokens), other=-1)
+
+
+@triton.jit
+def _row_of(rows, t, tokens):
+    return tl.load(rows + t, mask=(t >= 0) & (t < tokens), other=-1)
+
+
+@triton.jit
+def _load_row(x, stride, place, ok, row):
+    return tl.load(x + row.to(tl.int64) * stride + place, mask=ok & (row >= 0), other=0.0)
+
+
+@triton.jit
+def load_group(x, stride, place, ok, group, rows, t, tokens):
+    """`load4` of a tensor whose tokens lie where `rows` says, one after another where `group` is known."""
+    if group >= 0:
+        start = x + group.to(tl.int64) * stride
+        x0 = tl.load(start + 3 * stride + place, mask=ok, other=0.0)
+        x1 = tl.load(start + 2 * stride + place, mask=ok, other=0.0)
+        x2 = tl.load(start + stride + place, mask=ok, other=0.0)
+        x3 = tl.load(start + place, mask=ok, other=0.0)
+    else:
+        x0 = _load_row(x, stride, place, ok, _row_of(rows, t, tokens))
+        x1 = _load_row(x, stride, place, ok, _row_of(rows, t - 1, tokens))
+        x2 = _load_row(x, stride, place, ok, _row_of(rows, t - 2, tokens))
+        x3 = _load_row(x, stride, place, ok, _row_of(rows, t - 3, tokens))
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _store_row(out, stride, place, ok, row, value):
+    tl.store(out + row.to(tl.int64) * stride + place, value, mask=ok & (row >= 0))
+
+
+@triton.jit
+def store_group(out, stride, place, ok, group, rows, t, tokens, y0, y1, y2, y3):
+    """The counterpart of `load_group`; y0 is token t's."""
+    dtype = out.dtype.element_ty
+    y0, y1, y2, y3 = y0.to(dtype), y1.to(dtype), y2.to(dtype), y3.to(dtype)
+    if group >= 0:
+        start = out + group.to(tl.int64) * stride
+        tl.store(start + place, y3, mask=ok)
+        tl.store(start + stride + place, y2, mask=ok)
+        tl.store(start + 2 * stride + place, y1, mask=ok)
+        tl.store(start + 3 * stride + place, y0, mask=ok)
+    else:
+        _store_row(out, stride, place, ok, _row_of(rows, t, tokens), y0)
+        _store_row(out, stride, place, ok, _row_of(rows, t - 1, tokens), y1)
+        _store_row(out, stride, place, ok, _row_of(rows, t - 2, tokens), y2)
+        _store_row(out, stride, place, ok, _row_of(rows, t - 3, tokens), y3)
 
 
 @triton.jit
 def widen4(x0, x1, x2, x3):
     return x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
-
-
-@triton.jit
-def store(out, stride, place, ok, t, tokens, value):
-    tl.store(out + t.to(tl.int64) * stride + place, value.to(out.dtype.element_ty), mask=ok & (t < tokens))
 
 
 @triton.jit
@@ -129,28 +193,71 @@ def convolve4(x0, x1, x2, x3, x4, x5, x6, a0, a1, a2, a3, w0, w1, w2, w3, CUT: t
 
 
 @triton.jit
-def activate(u, shift, eps, unit, BIAS: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr):
-    """[H, D] of one token; `unit`: divided by each head's L2 norm, where UNIT allows it at all."""
+def _activate(u, shift, eps, BIAS: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr):
+    """[H, D] of one token; UNIT: divided by each head's L2 norm."""
     if BIAS:
         u = u + shift
     if SILU:
         u = u * sigmoid(u)
     if UNIT:
-        u = u * tl.where(unit, tl.rsqrt(tl.sum(u * u, 1) + eps), 1.0)[:, None]
+        u = u * tl.rsqrt(tl.sum(u * u, 1) + eps)[:, None]
     return u
 
 
 @triton.jit
-def deactivate(u, g, shift, eps, unit, BIAS: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr):
-    """The gradient of u [H, D] from that of what `activate` returns."""
+def _activate4(u0, u1, u2, u3, shift, eps, BIAS: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr):
+    return (
+        _activate(u0, shift, eps, BIAS, SILU, UNIT), _activate(u1, shift, eps, BIAS, SILU, UNIT),
+        _activate(u2, shift, eps, BIAS, SILU, UNIT), _activate(u3, shift, eps, BIAS, SILU, UNIT),
+    )  # fmt: skip
+
+
+@triton.jit
+def activate4(u0, u1, u2, u3, shift, eps, unit, BIAS: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr):
+    """Four tokens'; `unit`: whether this program's heads are divided by their norms, where UNIT allows it at all."""
+    if UNIT:
+        if unit:
+            u0, u1, u2, u3 = _activate4(u0, u1, u2, u3, shift, eps, BIAS, SILU, True)
+        else:
+            u0, u1, u2, u3 = _activate4(u0, u1, u2, u3, shift, eps, BIAS, SILU, False)
+    else:
+        u0, u1, u2, u3 = _activate4(u0, u1, u2, u3, shift, eps, BIAS, SILU, False)
+    return u0, u1, u2, u3
+
+
+@triton.jit
+def _deactivate(u, g, shift, eps, BIAS: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr):
+    """The gradient of u [H, D] from that of what `_activate` returns."""
     if BIAS:
         u = u + shift
     gate = sigmoid(u)
     y = u * gate if SILU else u
     if UNIT:
-        scale = tl.where(unit, tl.rsqrt(tl.sum(y * y, 1) + eps), 1.0)
-        along = tl.where(unit, scale * scale * scale * tl.sum(y * g, 1), 0.0)
-        g = g * scale[:, None] - y * along[:, None]
+        scale = tl.rsqrt(tl.sum(y * y, 1) + eps)
+        g = g * scale[:, None] - y * (scale * scale * scale * tl.sum(y * g, 1))[:, None]
     if SILU:
         g = g * (gate + (y - y * gate))
     return g
+
+
+@triton.jit
+def _deactivate4(u0, u1, u2, u3, g0, g1, g2, g3, shift, eps, BIAS: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr):
+    return (
+        _deactivate(u0, g0, shift, eps, BIAS, SILU, UNIT), _deactivate(u1, g1, shift, eps, BIAS, SILU, UNIT),
+        _deactivate(u2, g2, shift, eps, BIAS, SILU, UNIT), _deactivate(u3, g3, shift, eps, BIAS, SILU, UNIT),
+    )  # fmt: skip
+
+
+@triton.jit
+def deactivate4(
+    u0, u1, u2, u3, g0, g1, g2, g3, shift, eps, unit, BIAS: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr
+):
+    """The gradients of what `activate4` is given, from those of what it returns."""
+    if UNIT:
+        if unit:
+            g0, g1, g2, g3 = _deactivate4(u0, u1, u2, u3, g0, g1, g2, g3, shift, eps, BIAS, SILU, True)
+        else:
+            g0, g1, g2, g3 = _deactivate4(u0, u1, u2, u3, g0, g1, g2, g3, shift, eps, BIAS, SILU, False)
+    else:
+        g0, g1, g2, g3 = _deactivate4(u0, u1, u2, u3, g0, g1, g2, g3, shift, eps, BIAS, SILU, False)
+    return g0, g1, g2, g3

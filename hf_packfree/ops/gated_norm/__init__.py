@@ -6,31 +6,50 @@ from torch import Tensor
 
 from hf_packfree.ops.backend import Backend, find, needs_triton
 from hf_packfree.ops.gated_norm import fla, torch_native, triton_native
+from hf_packfree.ops.order import moved_back
+from hf_packfree.ops.product import product
 
 BACKENDS = {
     "triton": Backend(triton_native.gated_rms_norm, needs_triton),
     "fla": Backend(fla.gated_rms_norm, fla.unusable, "fla-core"),
     "torch": Backend(torch_native.gated_rms_norm),
 }
+JOINT = ("triton",)
+"""The backends that find moved tokens by themselves, and make again for the projection's weights what the norm made."""
 
 
-def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, *, backend: str = "torch") -> Tensor:
+def gated_rms_norm(
+    x: Tensor,
+    z: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    projection: Tensor | None = None,
+    rows: Tensor | None = None,
+    backend: str = "torch",
+) -> Tensor:
     """Return x / sqrt(mean(x^2) + eps) * weight * silu(z), computed in fp32 at least and rounded once.
 
     Args:
-        x, z: [..., D], any floating dtype.
-        weight: [D].
+        x, z: [1, T, HV, V], any floating dtype.
+        weight: [V].
         eps: added to the mean square.
+        projection: [F, HV*V], the weight of the linear layer that alone reads the result, or None.
+        rows: int32 [T], the row of x that holds each token of z and of the result, see `hf_packfree.ops.order`; None: its own.
         backend: a name in `BACKENDS`.
 
     Returns:
-        [..., D] in x's dtype.  Upstream's module rounds to x's dtype before it multiplies by the weight; in half
-        precision the last bits differ, in fp32 they do not.
+        [1, T, HV, V] in x's dtype, or what the projection makes of it, [1, T, F].  Upstream's module rounds to x's dtype
+        before it multiplies by the weight; in half precision the last bits differ, in fp32 they do not.
 
     Raises:
         BackendUnavailable: no backend has that name.
     """
-    return find("gated norm", BACKENDS, backend)(x, z, weight, eps)  # type: ignore[no-any-return]
+    run = find("gated norm", BACKENDS, backend)
+    if backend in JOINT:
+        return run(x, z, weight, eps, projection, rows)  # type: ignore[no-any-return]
+    normed = run(moved_back(x, rows), z, weight, eps)
+    return normed if projection is None else product(normed.flatten(-2), projection)
 
 
-__all__ = ["BACKENDS", "gated_rms_norm"]
+__all__ = ["BACKENDS", "JOINT", "gated_rms_norm"]

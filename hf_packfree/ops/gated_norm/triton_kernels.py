@@ -6,13 +6,28 @@ import triton
 import triton.language as tl
 
 
+@triton.jit
+def _far(row, rows, d, size, moves, HEADS: tl.constexpr, MOVED: tl.constexpr):
+    """Where these rows lie in x, whose tokens may be moved."""
+    if MOVED:
+        token = tl.load(moves + row // HEADS, mask=row < rows, other=0).to(tl.int64)
+        row = token * HEADS + row % HEADS
+    return row * size + d
+
+
 @triton.jit(do_not_specialize=["rows"])
-def gated_norm(x, z, weight, out, rows, size, eps, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """out [R, D] = x / rms(x) * weight * silu(z).  Grid: blocks of ROWS rows."""
+def gated_norm(
+    x, z, weight, moves, out, rows, size, eps,
+    HEADS: tl.constexpr, MOVED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """out [R, D] = x / rms(x) * weight * silu(z).  Grid: blocks of ROWS rows.
+
+    R = T HEADS; where MOVED, `moves` [T] says which token of x, and of its gradient, belongs to a token of the others.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     d = tl.arange(0, WIDTH)[None, :]
     ok, place = (row < rows) & (d < size), row * size + d
-    a = tl.load(x + place, mask=ok, other=0.0).to(tl.float32)
+    a = tl.load(x + _far(row, rows, d, size, moves, HEADS, MOVED), mask=ok, other=0.0).to(tl.float32)
     b = tl.load(z + place, mask=ok, other=0.0).to(tl.float32)
     w = tl.load(weight + d, mask=d < size, other=0.0).to(tl.float32)
     unit = a * tl.rsqrt(tl.sum(a * a, 1) / size + eps)[:, None]
@@ -21,25 +36,34 @@ def gated_norm(x, z, weight, out, rows, size, eps, ROWS: tl.constexpr, WIDTH: tl
 
 @triton.jit(do_not_specialize=["rows"])
 def gated_norm_backward(
-    x, z, weight, d_out, d_x, d_z, d_weight, rows, size, eps, tiles, ROWS: tl.constexpr, WIDTH: tl.constexpr
-):
-    """d_x, d_z [R, D], and per program d_weight [programs, D].  Each program takes `tiles` blocks of ROWS rows."""
+    x, z, weight, moves, d_out, d_x, d_z, d_weight, rows, size, eps, tiles,
+    HEADS: tl.constexpr, MOVED: tl.constexpr, REMAKES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """d_x, d_z [R, D], and per program d_weight [programs, D].  Each program takes `tiles` blocks of ROWS rows.
+
+    Where REMAKES, `d_out` is overwritten by what the forward pass made, which a projection's weights wait for.
+    """
     d = tl.arange(0, WIDTH)[None, :]
     w = tl.load(weight + d, mask=d < size, other=0.0).to(tl.float32)
     total = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
-    for tile in range(tiles):
-        row = (tl.program_id(0).to(tl.int64) * tiles + tile) * ROWS + tl.arange(0, ROWS)[:, None]
-        ok, place = (row < rows) & (d < size), row * size + d
-        a = tl.load(x + place, mask=ok, other=0.0).to(tl.float32)
+    row = tl.program_id(0).to(tl.int64) * tiles * ROWS + tl.arange(0, ROWS)[:, None]
+    next_far = _far(row, rows, d, size, moves, HEADS, MOVED)
+    for _ in range(tiles):
+        ok, place, far = (row < rows) & (d < size), row * size + d, next_far
+        a = tl.load(x + far, mask=ok, other=0.0).to(tl.float32)
         b = tl.load(z + place, mask=ok, other=0.0).to(tl.float32)
         g = tl.load(d_out + place, mask=ok, other=0.0).to(tl.float32)
+        row += ROWS
+        next_far = _far(row, rows, d, size, moves, HEADS, MOVED)  # looked up before it is waited for
         scale = tl.rsqrt(tl.sum(a * a, 1) / size + eps)[:, None]
         unit, gate = a * scale, tl.sigmoid(b)
+        if REMAKES:
+            tl.store(d_out + place, (unit * w * b * gate).to(d_out.dtype.element_ty), mask=ok)
         through = g * b * gate
         d_unit = through * w
         d_a = scale * (d_unit - unit * (tl.sum(unit * d_unit, 1) / size)[:, None])
         d_b = g * unit * w * gate * (1.0 + b * (1.0 - gate))
-        tl.store(d_x + place, d_a.to(d_x.dtype.element_ty), mask=ok)
+        tl.store(d_x + far, d_a.to(d_x.dtype.element_ty), mask=ok)
         tl.store(d_z + place, d_b.to(d_z.dtype.element_ty), mask=ok)
         total += through * unit
     tl.store(d_weight + tl.program_id(0) * size + d, tl.sum(total, 0)[None, :], mask=d < size)

@@ -1,4 +1,8 @@
-"""The gated RMS norm on our Triton kernels; launch sizes are fixed, so that new row lengths tune nothing."""
+"""The gated RMS norm on our Triton kernels; launch sizes are fixed, so that new row lengths tune nothing.
+
+Where a projection reads it and nothing else does, what the norm made is not kept: the backward pass makes it again in the
+kernel that reads x and z there anyway.
+"""
 
 from __future__ import annotations
 
@@ -9,48 +13,73 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hf_packfree.ops.backend import block_width
+from hf_packfree.ops.partial_sums import summed
+from hf_packfree.ops.product import as_in_forward, product
 
 _ROWS = {"forward": 16, "backward": 8}  # of a block
 _TILES = 16  # blocks of a program in the backward pass
 
 
-def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+def gated_rms_norm(
+    x: Tensor, z: Tensor, weight: Tensor, eps: float, projection: Tensor | None = None, rows: Tensor | None = None
+) -> Tensor:
     """See `hf_packfree.ops.gated_norm.gated_rms_norm`."""
-    return _GatedNorm.apply(x, z, weight, eps)  # type: ignore[no-any-return,no-untyped-call]
+    return _GatedNorm.apply(x, z, weight, eps, projection, rows)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _GatedNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, z: Tensor, weight: Tensor, eps: float, projection: Tensor | None, rows: Tensor | None
+    ) -> Tensor:
         from hf_packfree.ops.gated_norm.triton_kernels import gated_norm
 
         x, z = x.contiguous(), z.contiguous()
-        ctx.save_for_backward(x, z, weight)
+        ctx.save_for_backward(x, z, weight, projection, rows)
         ctx.eps = eps
-        out, size = torch.empty_like(x), x.shape[-1]
-        rows = x.numel() // size
+        normed, sizes = torch.empty_like(x), _sizes(x)
+        launch = _launch(x, rows, "forward")
         with torch.cuda.device_of(x):
-            launch = _launch(size, "forward")
-            gated_norm[(-(-rows // launch["ROWS"]),)](x, z, weight, out, rows, size, eps, **launch)
-        return out
+            gated_norm[(-(-sizes[0] // launch["ROWS"]),)](x, z, weight, rows, normed, *sizes, eps, **launch)
+        return normed if projection is None else product(normed.flatten(-2), projection)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        from hf_packfree.ops.gated_norm.triton_kernels import gated_norm_backward
-
-        x, z, weight = ctx.saved_tensors
-        d_x, d_z, size = torch.empty_like(x), torch.empty_like(z), x.shape[-1]
-        rows = x.numel() // size
-        launch = _launch(size, "backward")
-        programs = -(-rows // (launch["ROWS"] * _TILES))
-        d_weight = weight.new_empty(programs, size, dtype=torch.float32)
-        with torch.cuda.device_of(x):
-            gated_norm_backward[(programs,)](
-                x, z, weight, d_out.contiguous(), d_x, d_z, d_weight, rows, size, ctx.eps, _TILES, **launch
-            )
-        return d_x, d_z, d_weight.sum(0).to(weight.dtype), None
+        x, z, weight, projection, rows = ctx.saved_tensors
+        if projection is None:
+            return *_gradients(x, z, weight, d_out.contiguous(), ctx.eps, rows, remakes=False), None, None, None
+        with as_in_forward(x):
+            d_flat = d_out.flatten(0, -2)
+            d_normed = d_flat @ projection
+            gradients = _gradients(x, z, weight, d_normed, ctx.eps, rows, remakes=True)
+            d_projection = d_flat.T @ d_normed if ctx.needs_input_grad[4] else None
+        return *gradients, None, d_projection, None
 
 
-def _launch(size: int, way: str) -> dict[str, int]:
-    return {"ROWS": _ROWS[way], "WIDTH": block_width(size), "num_warps": 4}
+def _gradients(
+    x: Tensor, z: Tensor, weight: Tensor, d_normed: Tensor, eps: float, rows: Tensor | None, *, remakes: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Those of x, z and weight; where it `remakes`, d_normed holds what the norm made afterwards."""
+    from hf_packfree.ops.gated_norm.triton_kernels import gated_norm_backward
+
+    d_x, d_z, sizes = torch.empty_like(x), torch.empty_like(z), _sizes(x)
+    launch = _launch(x, rows, "backward")
+    programs = -(-sizes[0] // (launch["ROWS"] * _TILES))
+    d_weight = weight.new_empty(programs, x.shape[-1], dtype=torch.float32)
+    with torch.cuda.device_of(x):
+        gated_norm_backward[(programs,)](
+            x, z, weight, rows, d_normed, d_x, d_z, d_weight, *sizes, eps, _TILES, REMAKES=remakes, **launch
+        )
+    return d_x, d_z, summed(d_weight, weight.dtype)
+
+
+def _sizes(x: Tensor) -> tuple[int, int]:
+    """Heads of all tokens, and channels of one."""
+    return x.numel() // x.shape[-1], x.shape[-1]
+
+
+def _launch(x: Tensor, rows: Tensor | None, way: str) -> dict[str, Any]:
+    """What a program is compiled for."""
+    width, heads = block_width(x.shape[-1]), 1 if rows is None else x.shape[-2]
+    return {"HEADS": heads, "MOVED": rows is not None, "ROWS": _ROWS[way], "WIDTH": width, "num_warps": 4}

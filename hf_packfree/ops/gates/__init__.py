@@ -10,12 +10,15 @@ from hf_packfree.ops.gates import torch_native, triton_native
 BACKENDS = {"triton": Backend(triton_native.gates, needs_triton), "torch": Backend(torch_native.gates)}
 
 
-def gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, *, backend: str = "torch") -> tuple[Tensor, Tensor]:
+def gates(
+    a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, *, rows: Tensor | None = None, backend: str = "torch"
+) -> tuple[Tensor, Tensor]:
     """Return the log decay -exp(A_log) * softplus(a + dt_bias) and the write strength sigmoid(b) (arXiv:2412.06464).
 
     Args:
         a, b: [1, T, HV], any floating dtype, any strides.
         A_log, dt_bias: [HV], any floating dtype.
+        rows: int32 [T], the row of g and beta that each token of a and b goes to, see `hf_packfree.ops.order`; None: its own.
         backend: a name in `BACKENDS`.
 
     Returns:
@@ -24,7 +27,7 @@ def gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, *, backend: str 
     Raises:
         BackendUnavailable: no backend has that name.
     """
-    return find("gates", BACKENDS, backend)(a, b, A_log, dt_bias)  # type: ignore[no-any-return]
+    return find("gates", BACKENDS, backend)(a, b, A_log, dt_bias, rows)  # type: ignore[no-any-return]
 
 
 __all__ = ["BACKENDS", "gates"]

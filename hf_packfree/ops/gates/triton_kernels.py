@@ -27,24 +27,34 @@ def _places(tokens, heads, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     return t, h, (t < tokens) & (h < heads)
 
 
+@triton.jit
+def _row_of(rows, t, tokens, MOVED: tl.constexpr):
+    return tl.load(rows + t, mask=t < tokens, other=0).to(tl.int64) if MOVED else t
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def gates(
-    a, b, A_log, dt_bias, g, beta, tokens, heads, a_token, a_head, b_token, b_head, ROWS: tl.constexpr, WIDTH: tl.constexpr
-):
-    """g [T, HV] fp32 = -exp(A_log) * softplus(a + dt_bias), beta [T, HV] = sigmoid(b).  Grid: blocks of ROWS tokens."""
+    a, b, A_log, dt_bias, rows, g, beta, tokens, heads, a_token, a_head, b_token, b_head,
+    MOVED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """g [T, HV] fp32 = -exp(A_log) * softplus(a + dt_bias), beta [T, HV] = sigmoid(b).  Grid: blocks of ROWS tokens.
+
+    Where MOVED, `rows` says in which row of g and beta each token lies.
+    """
     t, h, ok = _places(tokens, heads, ROWS, WIDTH)
     rate = -tl.exp(tl.load(A_log + h, mask=h < heads, other=0.0).to(tl.float32))
     shift = tl.load(dt_bias + h, mask=h < heads, other=0.0).to(tl.float32)
     x = tl.load(a + t * a_token + h * a_head, mask=ok, other=0.0).to(tl.float32)
     y = tl.load(b + t * b_token + h * b_head, mask=ok, other=0.0).to(tl.float32)
-    tl.store(g + t * heads + h, rate * _softplus(x + shift), mask=ok)
-    tl.store(beta + t * heads + h, tl.sigmoid(y).to(beta.dtype.element_ty), mask=ok)
+    place = _row_of(rows, t, tokens, MOVED) * heads + h
+    tl.store(g + place, rate * _softplus(x + shift), mask=ok)
+    tl.store(beta + place, tl.sigmoid(y).to(beta.dtype.element_ty), mask=ok)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def gates_backward(
-    a, b, A_log, dt_bias, d_g, d_beta, d_a, d_b, d_shared, tokens, heads, a_token, a_head, b_token, b_head,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    a, b, A_log, dt_bias, rows, d_g, d_beta, d_a, d_b, d_shared, tokens, heads, a_token, a_head, b_token, b_head,
+    MOVED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """d_a, d_b [T, HV], and per program the gradients of A_log and dt_bias: d_shared [programs, 2, HV] fp32."""
     t, h, ok = _places(tokens, heads, ROWS, WIDTH)
@@ -52,9 +62,10 @@ def gates_backward(
     shift = tl.load(dt_bias + h, mask=h < heads, other=0.0).to(tl.float32)
     x = tl.load(a + t * a_token + h * a_head, mask=ok, other=0.0).to(tl.float32) + shift
     s = tl.sigmoid(tl.load(b + t * b_token + h * b_head, mask=ok, other=0.0).to(tl.float32))
-    down = tl.load(d_g + t * heads + h, mask=ok, other=0.0).to(tl.float32) * rate  # 0 where nothing is there
+    place = _row_of(rows, t, tokens, MOVED) * heads + h
+    down = tl.load(d_g + place, mask=ok, other=0.0).to(tl.float32) * rate  # 0 where nothing is there
     d_x = down * tl.sigmoid(x)
-    d_y = tl.load(d_beta + t * heads + h, mask=ok, other=0.0).to(tl.float32) * s * (1.0 - s)
+    d_y = tl.load(d_beta + place, mask=ok, other=0.0).to(tl.float32) * s * (1.0 - s)
     tl.store(d_a + t * heads + h, d_x.to(d_a.dtype.element_ty), mask=ok)
     tl.store(d_b + t * heads + h, d_y.to(d_b.dtype.element_ty), mask=ok)
     mine = d_shared + tl.program_id(0) * 2 * heads + h

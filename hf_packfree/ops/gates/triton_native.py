@@ -9,42 +9,48 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hf_packfree.ops.backend import block_width
+from hf_packfree.ops.partial_sums import summed
 
 _ELEMENTS = 2048  # of a program
 
 
-def gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+def gates(
+    a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, rows: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """See `hf_packfree.ops.gates.gates`."""
-    return _Gates.apply(a, b, A_log, dt_bias)  # type: ignore[no-any-return,no-untyped-call]
+    return _Gates.apply(a, b, A_log, dt_bias, rows)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _Gates(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, rows: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         from hf_packfree.ops.gates.triton_kernels import gates
 
-        ctx.save_for_backward(a, b, A_log, dt_bias)
+        ctx.save_for_backward(a, b, A_log, dt_bias, rows)
         g, beta = a.new_empty(a.shape, dtype=torch.float32), b.new_empty(b.shape)
         programs, sizes, launch = _launch(a, b)
         with torch.cuda.device_of(a):
-            gates[(programs,)](a, b, A_log, dt_bias, g, beta, *sizes, **launch)
+            gates[(programs,)](a, b, A_log, dt_bias, rows, g, beta, *sizes, MOVED=rows is not None, **launch)
         return g, beta
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_g: Tensor, d_beta: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, d_g: Tensor, d_beta: Tensor) -> tuple[Tensor | None, ...]:
         from hf_packfree.ops.gates.triton_kernels import gates_backward
 
-        a, b, A_log, dt_bias = ctx.saved_tensors
+        a, b, A_log, dt_bias, rows = ctx.saved_tensors
         d_a, d_b = a.new_empty(a.shape), b.new_empty(b.shape)
         programs, sizes, launch = _launch(a, b)
         d_shared = a.new_empty(programs, 2, a.shape[2], dtype=torch.float32)
         with torch.cuda.device_of(a):
             gates_backward[(programs,)](
-                a, b, A_log, dt_bias, d_g.contiguous(), d_beta.contiguous(), d_a, d_b, d_shared, *sizes, **launch
-            )
-        d_A_log, d_dt_bias = d_shared.sum(0)
-        return d_a, d_b, d_A_log.to(A_log.dtype), d_dt_bias.to(dt_bias.dtype)
+                a, b, A_log, dt_bias, rows, d_g.contiguous(), d_beta.contiguous(), d_a, d_b, d_shared, *sizes,
+                MOVED=rows is not None, **launch,
+            )  # fmt: skip
+        d_A_log, d_dt_bias = summed(d_shared, torch.promote_types(A_log.dtype, dt_bias.dtype))
+        return d_a, d_b, d_A_log.to(A_log.dtype), d_dt_bias.to(dt_bias.dtype), None
 
 
 def _launch(a: Tensor, b: Tensor) -> tuple[int, tuple[int, ...], dict[str, int]]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hf_packfree.ops.backend import block_width
+from hf_packfree.ops.partial_sums import summed
 
 _ELEMENTS, _TILES = 4096, 16  # of a block; blocks of a program in the backward pass
 
@@ -47,7 +48,7 @@ class _NormRope(torch.autograd.Function):
             norm_rope_backward[(programs,)](
                 x, weight, cos, sin, d_out.contiguous(), d_x, d_weight, *sizes, ctx.eps, _TILES, **launch
             )
-        return d_x, d_weight.sum(0).to(weight.dtype), None, None, None
+        return d_x, summed(d_weight, weight.dtype), None, None, None
 
 
 def _launch(x: Tensor, cos: Tensor) -> tuple[int, tuple[int, ...], dict[str, int]]:

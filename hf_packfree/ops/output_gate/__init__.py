@@ -10,20 +10,21 @@ from hf_packfree.ops.output_gate import torch_native, triton_native
 BACKENDS = {"triton": Backend(triton_native.output_gate, needs_triton), "torch": Backend(torch_native.output_gate)}
 
 
-def output_gate(x: Tensor, z: Tensor, *, backend: str = "torch") -> Tensor:
+def output_gate(x: Tensor, z: Tensor, *, projection: Tensor | None = None, backend: str = "torch") -> Tensor:
     """Return x * sigmoid(z).
 
     Args:
         x, z: [1, T, H, D], any floating dtype, any strides.
-        backend: a name in `BACKENDS`.
+        projection: [F, H*D], the weight of the linear layer that alone reads the result, or None.
+        backend: a name in `BACKENDS`; "triton" makes the result again for the projection's weights instead of keeping it.
 
     Returns:
-        [1, T, H, D] in x's dtype.
+        [1, T, H, D] in x's dtype, or what the projection makes of it, [1, T, F].
 
     Raises:
         BackendUnavailable: no backend has that name.
     """
-    return find("output gate", BACKENDS, backend)(x, z)  # type: ignore[no-any-return]
+    return find("output gate", BACKENDS, backend)(x, z, projection)  # type: ignore[no-any-return]
 
 
 __all__ = ["BACKENDS", "output_gate"]

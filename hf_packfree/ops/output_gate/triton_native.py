@@ -1,4 +1,7 @@
-"""The output gate on our Triton kernels: x and z are kept for the backward pass, and nothing else."""
+"""The output gate on our Triton kernels: x and z are kept for the backward pass, and nothing else.
+
+Where a projection reads the product, the backward pass makes it again in the kernel that reads x and z there anyway.
+"""
 
 from __future__ import annotations
 
@@ -9,39 +12,52 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hf_packfree.ops.backend import block_width
+from hf_packfree.ops.product import as_in_forward, product
 
 _ELEMENTS = 4096  # of a program
 
 
-def output_gate(x: Tensor, z: Tensor) -> Tensor:
+def output_gate(x: Tensor, z: Tensor, projection: Tensor | None = None) -> Tensor:
     """See `hf_packfree.ops.output_gate.output_gate`."""
-    return _OutputGate.apply(x, z)  # type: ignore[no-any-return,no-untyped-call]
+    return _OutputGate.apply(x, z, projection)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _OutputGate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, z: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, z: Tensor, projection: Tensor | None) -> Tensor:
         from hf_packfree.ops.output_gate.triton_kernels import gate
 
         x, z = x.contiguous(), z if z.stride(3) == 1 else z.contiguous()
-        ctx.save_for_backward(x, z)
+        ctx.save_for_backward(x, z, projection)
         out = torch.empty_like(x)
         grid, sizes, launch = _launch(z)
         with torch.cuda.device_of(x):
             gate[grid](x, z, out, *sizes, **launch)
-        return out
+        return out if projection is None else product(out.flatten(2), projection)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor]:
-        from hf_packfree.ops.output_gate.triton_kernels import gate_backward
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        x, z, projection = ctx.saved_tensors
+        if projection is None:
+            return *_gradients(x, z, d_out.contiguous(), remakes=False), None
+        with as_in_forward(x):
+            d_flat = d_out.flatten(0, -2)
+            d_gated = d_flat @ projection
+            gradients = _gradients(x, z, d_gated, remakes=True)
+            d_projection = d_flat.T @ d_gated if ctx.needs_input_grad[2] else None
+        return *gradients, d_projection
 
-        x, z = ctx.saved_tensors
-        d_x, d_z = torch.empty_like(x), z.new_empty(z.shape)
-        grid, sizes, launch = _launch(z)
-        with torch.cuda.device_of(x):
-            gate_backward[grid](x, z, d_out.contiguous(), d_x, d_z, *sizes, **launch)
-        return d_x, d_z
+
+def _gradients(x: Tensor, z: Tensor, d_gated: Tensor, *, remakes: bool) -> tuple[Tensor, Tensor]:
+    """Those of x and z; where it `remakes`, d_gated holds the product afterwards."""
+    from hf_packfree.ops.output_gate.triton_kernels import gate_backward
+
+    d_x, d_z = torch.empty_like(x), z.new_empty(z.shape)
+    grid, sizes, launch = _launch(z)
+    with torch.cuda.device_of(x):
+        gate_backward[grid](x, z, d_gated, d_x, d_z, *sizes, REMAKES=remakes, **launch)
+    return d_x, d_z
 
 
 def _launch(z: Tensor) -> tuple[tuple[int], tuple[int, ...], dict[str, int]]:

@@ -1,0 +1,88 @@
+"""An operation as the tests see it, and what it reads."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_packfree.errors import BackendUnavailable
+from hf_packfree.packing import PackedSequence
+from tests.gpu.checks import ATTENTION, DEVICE, HEADS, TRIAL
+
+FP32_ALWAYS = ("g",)
+"""The log decay stays fp32 beside bf16 inputs, as in the layers."""
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation.
+
+    Attributes:
+        name: how results call it.
+        module: where its function and `BACKENDS` are.
+        leaves: (tokens) -> {name: fp64 tensor}; dimension 1 is the tokens' unless the name is in `shared`.
+        call: (function, leaves, record, backend) -> [1, T, ...].
+        function: its public name.
+        shared: leaves that belong to no token.
+        mixes: whether tokens influence each other, so that a control can leak.
+        exact: backends whose documents are promised to be, bit for bit, those of the document alone.
+        table: the name of the module's table of backends.
+    """
+
+    name: str
+    module: str
+    leaves: Callable[[int], dict[str, Tensor]]
+    call: Callable[[Any, dict[str, Tensor], PackedSequence, str], Tensor]
+    function: str
+    shared: tuple[str, ...] = ()
+    mixes: bool = True
+    exact: tuple[str, ...] = ()
+    table: str = "BACKENDS"
+
+    def backends(self) -> list[str]:
+        """Names of the backends, or none where the operation does not exist."""
+        found = importlib.util.find_spec(self.module) is not None
+        return sorted(getattr(import_module(self.module), self.table, {})) if found else []
+
+    def run(self, leaves: dict[str, Tensor], packed: PackedSequence, backend: str) -> Tensor:
+        """Run it, or skip the test where the backend is not available, with its reason."""
+        reason = self.unusable(backend, next(iter(leaves.values())).dtype)
+        if reason is not None:
+            pytest.skip(f"{self.name}, {backend}: {reason}")
+        try:
+            return self.call(getattr(import_module(self.module), self.function), leaves, packed, backend)
+        except (BackendUnavailable, ImportError) as error:
+            pytest.skip(f"{self.name}, {backend}: {error}")
+
+    def unusable(self, backend: str, dtype: torch.dtype) -> str | None:
+        """What the backend itself says: why it cannot run here, or None."""
+        from hf_packfree.ops.backend import Site
+
+        found = import_module(self.module).BACKENDS[backend]
+        capability = None if TRIAL else torch.cuda.get_device_capability()
+        sizes = {"key_size": HEADS[2], "value_size": HEADS[2], "taps": 4, "head_size": ATTENTION[2]}
+        return found.unusable(Site(DEVICE, capability, dtype, sizes))
+
+
+def as_leaves(values: dict[str, Tensor], dtype: torch.dtype, device: str = DEVICE) -> dict[str, Tensor]:
+    """The same values on the device in `dtype` (see `FP32_ALWAYS`), ready for gradients."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return {
+        name: value.detach().to(device, wide if name in FP32_ALWAYS else dtype).clone().requires_grad_()
+        for name, value in values.items()
+    }
+
+
+def cut(op: Op, leaves: dict[str, Tensor], begin: int, end: int) -> dict[str, Tensor]:
+    """One document's leaves, of its own."""
+    return {
+        name: (leaf if name in op.shared else leaf[:, begin:end]).detach().clone().requires_grad_()
+        for name, leaf in leaves.items()
+    }

@@ -1,0 +1,196 @@
+"""The operations as one table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_packfree.ops.order import longest_first, moved, moved_back
+from hf_packfree.packing import PackedSequence
+from tests.gpu.checks import ATTENTION, HEADS, TRIAL, WIDTH
+from tests.gpu.op import Op
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def _delta_rule_leaves(tokens: int) -> dict[str, Tensor]:
+    """Slow decay: A from 0.01 to 0.05, so that states live for hundreds of tokens."""
+    keys, values, size = HEADS
+    rate = torch.empty(values, dtype=torch.float64).uniform_(0.01, 0.05)
+    return {
+        "q": _random(1, tokens, keys, size), "k": _random(1, tokens, keys, size), "v": _random(1, tokens, values, size),
+        "g": -rate * torch.nn.functional.softplus(_random(1, tokens, values)),
+        "beta": _random(1, tokens, values).sigmoid(),
+    }
+
+
+def _attention_leaves(tokens: int) -> dict[str, Tensor]:
+    heads, keys, size = ATTENTION
+    return {name: _random(1, tokens, n, size) for name, n in {"q": heads, "k": keys, "v": keys}.items()}
+
+
+def _gated_norm_leaves(tokens: int) -> dict[str, Tensor]:
+    x, z = (_random(1, tokens, *HEADS[1:]) for _ in range(2))
+    return {"x": x, "z": z, "weight": 1 + _random(HEADS[2]) / 4}
+
+
+def _rows(packed: PackedSequence) -> Tensor | None:
+    """Where tokens lie when the longest documents come first, however few there are."""
+    order = longest_first(packed, 1 << 20)
+    return None if order is None else order.rows
+
+
+def _unit_qkv(
+    function: Any, x: Tensor, weight: Tensor, packed: PackedSequence, backend: str, rows: Tensor | None = None
+) -> Tensor:
+    """q and k of unit length beside v, [1, T, C], whether or not the backend divides by the norms, in the row's order."""
+    keys, values, size = HEADS
+    *qkv, unit = function(x, weight, packed, (keys, values), (size, size), rows=rows, backend=backend)
+    q, k, v = (moved_back(part, rows) for part in qkv)
+    if not unit:
+        q, k = (part * (part.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for part in (q, k))
+    return torch.cat([part.flatten(2) for part in (q, k, v)], -1)
+
+
+def _turned(function: Any, x: Tensor, weight: Tensor, backend: str) -> Tensor:
+    """q is half of a projection, and a quarter of its channels turn, as in the published models."""
+    size = x.shape[-1] // 2
+    angle = torch.arange(size // 8, device=x.device).expand(1, x.shape[1], -1).to(x.dtype)
+    cos, sin = (torch.cat([part, part], -1) for part in (angle.cos(), angle.sin()))
+    return function(x[..., :size], weight, cos, sin, 1e-6, backend=backend)
+
+
+def _gates_leaves(tokens: int) -> dict[str, Tensor]:
+    """b and a side by side, as one product leaves them; rates and biases as the published models start."""
+    values = HEADS[1]
+    rate, bias = torch.empty(values, dtype=torch.float64).uniform_(1, 16), _random(values) - 4
+    return {"ba": _random(1, tokens, 2 * values), "A_log": rate.log(), "dt_bias": bias}
+
+
+def _gates(
+    function: Any, ba: Tensor, A_log: Tensor, dt_bias: Tensor, backend: str, rows: Tensor | None = None
+) -> Tensor:
+    """Log decay beside write strength, [1, T, 2 HV], in the row's order."""
+    b, a = ba.chunk(2, -1)
+    return moved_back(torch.cat(function(a, b, A_log, dt_bias, rows=rows, backend=backend), -1), rows)
+
+
+def _normed(function: Any, leaves: dict[str, Tensor], packed: PackedSequence, backend: str) -> Tensor:
+    """What a projection makes of x that lies with the longest documents first and of z that does not."""
+    rows = _rows(packed)
+    x = moved(leaves["x"], rows)
+    return function(x, leaves["z"], leaves["weight"], 1e-6, projection=leaves["projection"], rows=rows, backend=backend)
+
+
+def _swiglu_leaves(tokens: int) -> dict[str, Tensor]:
+    shapes = {"gate": (3 * WIDTH, WIDTH), "up": (3 * WIDTH, WIDTH), "down": (WIDTH, 3 * WIDTH)}
+    return {"x": _random(1, tokens, WIDTH)} | {name: _random(*shape) * shape[1] ** -0.5 for name, shape in shapes.items()}
+
+
+def _projection(channels: int) -> dict[str, Tensor]:
+    return {"projection": _random(WIDTH, channels) * channels**-0.5}
+
+
+def _channels() -> int:
+    return (2 * HEADS[0] + HEADS[1]) * HEADS[2]
+
+
+OPS = {
+    op.name: op
+    for op in (
+        Op(
+            "delta rule", "hf_packfree.ops.delta_rule", _delta_rule_leaves,
+            lambda f, x, packed, backend: f(x["q"], x["k"], x["v"], x["g"], x["beta"], packed, backend=backend),
+            "gated_delta_rule", exact=("fla", "flash_qla"),
+        ),
+        Op(
+            "conv", "hf_packfree.ops.conv",
+            lambda tokens: {"x": _random(1, tokens, _channels()), "weight": _random(_channels(), 4) / 2},
+            lambda f, x, packed, backend: f(x["x"], x["weight"], packed, backend=backend),
+            "causal_conv1d", shared=("weight",), exact=("torch", "triton", "fla", "causal_conv1d"),
+        ),
+        Op(
+            "qkv conv", "hf_packfree.ops.conv",
+            lambda tokens: {"x": _random(1, tokens, _channels()), "weight": _random(_channels(), 4) / 2},
+            lambda f, x, packed, backend: _unit_qkv(f, x["x"], x["weight"], packed, backend),
+            "qkv_conv", shared=("weight",), exact=("triton",), table="UNITS",
+        ),
+        Op(
+            "attention", "hf_packfree.ops.attention", _attention_leaves,
+            lambda f, x, packed, backend: f(x["q"], x["k"], x["v"], packed, backend=backend),
+            "attention", exact=("triton", "varlen"),
+        ),
+        Op(
+            "gated norm", "hf_packfree.ops.gated_norm",
+            _gated_norm_leaves,
+            lambda f, x, packed, backend: f(x["x"], x["z"], x["weight"], eps=1e-6, backend=backend),
+            "gated_rms_norm", shared=("weight",), mixes=False, exact=("torch", "triton", "fla"),
+        ),
+        Op(
+            "qkv conv, longest first", "hf_packfree.ops.conv",
+            lambda tokens: {"x": _random(1, tokens, _channels()), "weight": _random(_channels(), 4) / 2},
+            lambda f, x, packed, backend: _unit_qkv(f, x["x"], x["weight"], packed, backend, _rows(packed)),
+            "qkv_conv", shared=("weight",), exact=("triton",), table="UNITS",
+        ),
+        Op(
+            "gates, longest first", "hf_packfree.ops.gates", _gates_leaves,
+            lambda f, x, packed, backend: _gates(f, x["ba"], x["A_log"], x["dt_bias"], backend, _rows(packed)),
+            "gates", shared=("A_log", "dt_bias"), mixes=False, exact=("triton",),
+        ),
+        Op(
+            "gated norm, longest first, projected", "hf_packfree.ops.gated_norm",
+            lambda tokens: _gated_norm_leaves(tokens) | _projection(HEADS[1] * HEADS[2]), _normed,
+            "gated_rms_norm", shared=("weight", "projection"), mixes=False, exact=("triton", "fla"),
+        ),
+        Op(
+            "output gate, projected", "hf_packfree.ops.output_gate",
+            lambda tokens: {name: _random(1, tokens, ATTENTION[0], ATTENTION[2]) for name in ("x", "z")}
+            | _projection(ATTENTION[0] * ATTENTION[2]),
+            lambda f, x, packed, backend: f(x["x"], x["z"], projection=x["projection"], backend=backend),
+            "output_gate", shared=("projection",), mixes=False, exact=("triton",),
+        ),
+        Op(
+            "norm rope", "hf_packfree.ops.norm_rope",
+            lambda tokens: {"x": _random(1, tokens, ATTENTION[0], 2 * ATTENTION[2]), "weight": _random(ATTENTION[2]) / 4},
+            lambda f, x, packed, backend: _turned(f, x["x"], x["weight"], backend),
+            "norm_rope", shared=("weight",), mixes=False, exact=("triton",),
+        ),
+        Op(
+            "output gate", "hf_packfree.ops.output_gate",
+            lambda tokens: {name: _random(1, tokens, ATTENTION[0], ATTENTION[2]) for name in ("x", "z")},
+            lambda f, x, packed, backend: f(x["x"], x["z"], backend=backend),
+            "output_gate", mixes=False, exact=("triton",),
+        ),
+        Op(
+            "gates", "hf_packfree.ops.gates", _gates_leaves,
+            lambda f, x, packed, backend: _gates(f, x["ba"], x["A_log"], x["dt_bias"], backend),
+            "gates", shared=("A_log", "dt_bias"), mixes=False, exact=("triton",),
+        ),
+        Op(
+            "swiglu", "hf_packfree.ops.swiglu", _swiglu_leaves,
+            lambda f, x, packed, backend: f(x["x"], x["gate"], x["up"], x["down"], backend=backend),
+            "swiglu_mlp", shared=("gate", "up", "down"), mixes=False, exact=("triton",),
+        ),
+        Op(
+            "add norm", "hf_packfree.ops.add_norm",
+            lambda tokens: {"x": _random(1, tokens, WIDTH), "branch": _random(1, tokens, WIDTH), "weight": _random(WIDTH) / 4},
+            lambda f, x, packed, backend: torch.cat(f(x["x"], x["branch"], x["weight"], 1e-6, backend=backend), -1),
+            "add_norm", shared=("weight",), mixes=False, exact=("triton",),
+        ),
+    )
+}
+
+
+def op_cases(*, torch_too: bool) -> list[Any]:
+    """(operation, backend) of everything there is."""
+    return [
+        pytest.param(op, backend, id=f"{op.name}-{backend}")
+        for op in OPS.values()
+        for backend in op.backends()
+        if backend != "torch" or torch_too or TRIAL
+    ]
