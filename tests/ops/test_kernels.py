@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from hf_packfree.ops.add_norm import add_norm
 from hf_packfree.ops.attention import attention
+from hf_packfree.ops import partial_sums
 from hf_packfree.ops.conv import causal_conv1d, qkv_conv, triton_native
 from hf_packfree.ops.gated_norm import gated_rms_norm
 from hf_packfree.ops.norm_rope import norm_rope
@@ -25,6 +26,7 @@ from hf_packfree.ops.swiglu import swiglu_mlp
 from hf_packfree.packing import PackedSequence
 
 triton_native._STRIP = 32  # the interpreter walks every strip to its end
+partial_sums._ROWS = 16  # and adds the rows of a block one after another
 torch.manual_seed(0)
 LENGTHS = [1, 2, 3, 63, 64, 65, 5, 4, 130]
 packed, T = PackedSequence.from_lengths(LENGTHS), sum(LENGTHS)

@@ -1,17 +1,12 @@
-"""Triton kernels of RMS norm and rotary embedding of one head's channels: one pass each way, fp32 inside, one rounding."""
+"""Triton kernels of RMS norm and rotary embedding of one head's channels: one pass each way, fp32 inside, one rounding.
+
+A program is one warp and works on one head at a time: sums over channels never leave it, and a token's angles are read once.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-
-@triton.jit
-def _rows(tokens, heads, row_stride, head_stride, ROWS: tl.constexpr, block):
-    """Which (token, head) each row is: where it lies in x, its token, and whether it is there."""
-    row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    t, h = row // heads, row % heads
-    return row, t, t * row_stride + h * head_stride, row < tokens * heads
 
 
 @triton.jit
@@ -22,48 +17,49 @@ def _partner(d, half):
 
 @triton.jit(do_not_specialize=["tokens"])
 def norm_rope(
-    x, weight, cos, sin, out, tokens, heads, size, half, row_stride, head_stride, angle_stride, eps,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    x, weight, cos, sin, out, tokens, size, half, row_stride, head_stride, angle_stride, eps,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """out [T, H, D] = rotate(x / rms(x) * (1 + weight)).  Grid: blocks of ROWS (token, head) pairs."""
-    d = tl.arange(0, WIDTH)[None, :]
-    row, t, place, there = _rows(tokens, heads, row_stride, head_stride, ROWS, tl.program_id(0))
-    ok, turns, other = there & (d < size), d < 2 * half, _partner(d, half)
-    a = tl.load(x + place + d, mask=ok, other=0.0).to(tl.float32)
-    b = tl.load(x + place + other, mask=ok, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(a * a, 1) / size + eps)[:, None]
-    a *= scale * (1.0 + tl.load(weight + d, mask=d < size, other=0.0).to(tl.float32))
-    b *= scale * (1.0 + tl.load(weight + other, mask=d < size, other=0.0).to(tl.float32))
-    c = tl.load(cos + t * angle_stride + d, mask=there & turns, other=1.0).to(tl.float32)
-    s = tl.load(sin + t * angle_stride + d, mask=there & turns, other=0.0).to(tl.float32)
-    found = a * c + tl.where(d < half, -b, b) * s
-    tl.store(out + row * size + d, found.to(out.dtype.element_ty), mask=ok)
+    """out [T, H, D] = rotate(x / rms(x) * (1 + weight)).  Grid: T."""
+    t, d = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    ok, turns, other = d < size, d < 2 * half, _partner(d, half)
+    w = 1.0 + tl.load(weight + d, mask=ok, other=0.0).to(tl.float32)
+    c = tl.load(cos + t * angle_stride + d, mask=turns, other=1.0).to(tl.float32) * w
+    s = tl.load(sin + t * angle_stride + d, mask=turns, other=0.0).to(tl.float32)
+    s *= 1.0 + tl.load(weight + other, mask=turns, other=0.0).to(tl.float32)
+    s = tl.where(d < half, -s, s)
+    for h in range(HEADS):
+        mine = x + t * row_stride + h * head_stride
+        a = tl.load(mine + d, mask=ok, other=0.0).to(tl.float32)
+        b = tl.load(mine + other, mask=turns, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(a * a, 0) / size + eps)
+        tl.store(out + (t * HEADS + h) * size + d, ((a * c + b * s) * scale).to(out.dtype.element_ty), mask=ok)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "tiles"])
 def norm_rope_backward(
-    x, weight, cos, sin, d_out, d_x, d_weight, tokens, heads, size, half, row_stride, head_stride, angle_stride, eps,
-    tiles, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    x, weight, cos, sin, d_out, d_x, d_weight, tokens, size, half, row_stride, head_stride, angle_stride, eps, tiles,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """d_x [T, H, D], and per program d_weight [programs, D].  Each program takes `tiles` blocks of ROWS pairs."""
-    d = tl.arange(0, WIDTH)[None, :]
-    turns, other = d < 2 * half, _partner(d, half)
-    w = 1.0 + tl.load(weight + d, mask=d < size, other=0.0).to(tl.float32)
-    total = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
-    for tile in range(tiles):
-        block = tl.program_id(0) * tiles + tile
-        row, t, place, there = _rows(tokens, heads, row_stride, head_stride, ROWS, block)
-        ok = there & (d < size)
-        g = tl.load(d_out + row * size + d, mask=ok, other=0.0).to(tl.float32)
-        h = tl.load(d_out + row * size + other, mask=ok, other=0.0).to(tl.float32)
-        c = tl.load(cos + t * angle_stride + d, mask=there & turns, other=1.0).to(tl.float32)
-        s = tl.load(sin + t * angle_stride + other, mask=there & turns, other=0.0).to(tl.float32)
-        g = g * c + tl.where(d < half, h, -h) * s
-        a = tl.load(x + place + d, mask=ok, other=0.0).to(tl.float32)
-        scale = tl.rsqrt(tl.sum(a * a, 1) / size + eps)[:, None]
-        a *= scale
-        total += g * a
-        g *= w
-        g = scale * (g - a * (tl.sum(a * g, 1) / size)[:, None])
-        tl.store(d_x + row * size + d, g.to(d_x.dtype.element_ty), mask=ok)
-    tl.store(d_weight + tl.program_id(0) * size + d, tl.sum(total, 0)[None, :], mask=d < size)
+    """d_x [T, H, D], and per program d_weight [programs, D].  Each program takes `tiles` tokens."""
+    d = tl.arange(0, WIDTH)
+    ok, turns, other = d < size, d < 2 * half, _partner(d, half)
+    w = 1.0 + tl.load(weight + d, mask=ok, other=0.0).to(tl.float32)
+    total = tl.zeros([WIDTH], dtype=tl.float32)
+    first = tl.program_id(0).to(tl.int64) * tiles
+    for t in range(first, tl.minimum(first + tiles, tokens)):
+        c = tl.load(cos + t * angle_stride + d, mask=turns, other=1.0).to(tl.float32)
+        s = tl.load(sin + t * angle_stride + other, mask=turns, other=0.0).to(tl.float32)
+        s = tl.where(d < half, s, -s)
+        for h in range(HEADS):
+            place = (t * HEADS + h) * size
+            a = tl.load(x + t * row_stride + h * head_stride + d, mask=ok, other=0.0).to(tl.float32)
+            g = tl.load(d_out + place + d, mask=ok, other=0.0).to(tl.float32) * c
+            g += tl.load(d_out + place + other, mask=turns, other=0.0).to(tl.float32) * s
+            scale = tl.rsqrt(tl.sum(a * a, 0) / size + eps)
+            a *= scale
+            total += g * a
+            g *= w
+            g = scale * (g - a * (tl.sum(a * g, 0) / size))
+            tl.store(d_x + place + d, g.to(d_x.dtype.element_ty), mask=ok)
+    tl.store(d_weight + tl.program_id(0) * size + d, total, mask=ok)

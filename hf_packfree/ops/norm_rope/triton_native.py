@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from hf_packfree.ops.backend import block_width
 from hf_packfree.ops.partial_sums import summed
 
-_ELEMENTS, _TILES = 4096, 16  # of a block; blocks of a program in the backward pass
+_TILES, _PROGRAMS = 4, 4096  # in the backward pass: tokens of a program at most, programs at least
 
 
 def norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
@@ -29,9 +29,8 @@ class _NormRope(torch.autograd.Function):
         ctx.save_for_backward(x, weight, cos, sin)
         ctx.eps = eps
         out = x.new_empty(x.shape)
-        rows, sizes, launch = _launch(x, cos)
         with torch.cuda.device_of(x):
-            norm_rope[(-(-rows // launch["ROWS"]),)](x, weight, cos, sin, out, *sizes, eps, **launch)
+            norm_rope[(x.shape[1],)](x, weight, cos, sin, out, *_sizes(x, cos), eps, **_launch(x))
         return out
 
     @staticmethod
@@ -40,20 +39,20 @@ class _NormRope(torch.autograd.Function):
         from hf_packfree.ops.norm_rope.triton_kernels import norm_rope_backward
 
         x, weight, cos, sin = ctx.saved_tensors
-        d_x = x.new_empty(x.shape)
-        rows, sizes, launch = _launch(x, cos)
-        programs = -(-rows // (launch["ROWS"] * _TILES))
-        d_weight = weight.new_empty(programs, x.shape[3], dtype=torch.float32)
+        d_x, tokens = x.new_empty(x.shape), x.shape[1]
+        tiles = max(1, min(_TILES, tokens // _PROGRAMS))
+        d_weight = weight.new_empty(-(-tokens // tiles), x.shape[3], dtype=torch.float32)
         with torch.cuda.device_of(x):
-            norm_rope_backward[(programs,)](
-                x, weight, cos, sin, d_out.contiguous(), d_x, d_weight, *sizes, ctx.eps, _TILES, **launch
+            norm_rope_backward[(len(d_weight),)](
+                x, weight, cos, sin, d_out.contiguous(), d_x, d_weight, *_sizes(x, cos), ctx.eps, tiles, **_launch(x)
             )
         return d_x, summed(d_weight, weight.dtype), None, None, None
 
 
-def _launch(x: Tensor, cos: Tensor) -> tuple[int, tuple[int, ...], dict[str, int]]:
-    """Rows, the sizes and strides that the kernels take, and the launch."""
-    _, tokens, heads, size = x.shape
-    width = block_width(size)
-    sizes = (tokens, heads, size, cos.shape[-1] // 2, x.stride(1), x.stride(2), cos.shape[-1])
-    return tokens * heads, sizes, {"ROWS": max(1, _ELEMENTS // width), "WIDTH": width, "num_warps": 4}
+def _sizes(x: Tensor, cos: Tensor) -> tuple[int, ...]:
+    """Sizes and strides that the kernels take."""
+    return x.shape[1], x.shape[3], cos.shape[-1] // 2, x.stride(1), x.stride(2), cos.shape[-1]
+
+
+def _launch(x: Tensor) -> dict[str, int]:
+    return {"HEADS": x.shape[2], "WIDTH": block_width(x.shape[3]), "num_warps": 1}
