@@ -9,15 +9,15 @@ from torch import Tensor
 
 from hf_packfree.errors import BackendUnavailable
 from hf_packfree.models.contract import Sizes, size_of_linear, size_of_norm
-from hf_packfree.models.linears import is_plain, project
+from hf_packfree.models.linears import project
 from hf_packfree.models.norms import adds_one, epsilon
-from hf_packfree.models.recompute import computed_again
+from hf_packfree.models.recompute import projected
 from hf_packfree.models.replacement import Replacement
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.attention import attention
 from hf_packfree.ops.attention.block_mask import additive_block_mask
 from hf_packfree.ops.norm_rope import norm_rope
-from hf_packfree.ops.output_gate import output_gate
+from hf_packfree.ops.output_gate import REMAKES, output_gate
 from hf_packfree.packing import PackedSequence, to_hf_kwargs
 
 
@@ -79,8 +79,8 @@ class PackedAttention(Replacement):
         return (out if packed is None else packed.mute(out)), weights
 
     def _attend_packed(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor], packed: PackedSequence) -> Tensor:
-        projected, k, v = project(x, self.q_proj, self.k_proj, self.v_proj)
-        q, gate = projected.view(*x.shape[:-1], -1, 2 * self.head_dim).chunk(2, dim=-1)
+        q_and_gate, k, v = project(x, self.q_proj, self.k_proj, self.v_proj)
+        q, gate = q_and_gate.view(*x.shape[:-1], -1, 2 * self.head_dim).chunk(2, dim=-1)
         heads = (*x.shape[:-1], -1, self.head_dim)
         kernels = state_of(self).kernels_for(q.device, q.dtype)
         q, k = self._place(q, k.view(heads), position_embeddings, kernels.norm_rope)
@@ -93,12 +93,8 @@ class PackedAttention(Replacement):
             dropout=self.attention_dropout if self.training else 0.0,
             backend=kernels.attention,
         )
-        if kernels.output_gate != "torch" and is_plain(self.o_proj, out):
-            return output_gate(out, gate, projection=self.o_proj.weight, backend=kernels.output_gate)
-        again = partial(output_gate, out, gate, backend=kernels.output_gate)
-        gated = again()
-        with computed_again(gated, again, kernels.output_gate != "torch"):
-            return project(gated.flatten(2), self.o_proj)[0]
+        gated, remakes = partial(output_gate, out, gate, backend=kernels.output_gate), kernels.output_gate in REMAKES
+        return projected(gated, self.o_proj, out, remakes=remakes, worth_it=remakes)
 
     def _place(
         self, q: Tensor, k: Tensor, position_embeddings: tuple[Tensor, Tensor], backend: str

@@ -5,7 +5,6 @@ Shapes: T tokens of the row, C channels (q, k and v side by side), H key heads, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,14 +13,14 @@ from torch import Tensor, nn
 
 from hf_packfree.errors import PatchConflict
 from hf_packfree.models.contract import Sizes, size_of, size_of_linear, size_of_norm
-from hf_packfree.models.linears import is_hooked, is_plain, project
+from hf_packfree.models.linears import is_hooked, project
 from hf_packfree.models.norms import epsilon
-from hf_packfree.models.recompute import computed_again
+from hf_packfree.models.recompute import projected
 from hf_packfree.models.replacement import Replacement
 from hf_packfree.models.state import Kernels, state_of
 from hf_packfree.ops.conv import qkv_conv
-from hf_packfree.ops.delta_rule import gated_delta_rule
-from hf_packfree.ops.gated_norm import JOINT, gated_rms_norm
+from hf_packfree.ops.delta_rule import WALKS, gated_delta_rule
+from hf_packfree.ops.gated_norm import REMAKES, gated_rms_norm
 from hf_packfree.ops.gates import gates
 from hf_packfree.ops.order import longest_first
 from hf_packfree.packing import PackedSequence
@@ -61,36 +60,26 @@ class PackedGatedDeltaNet(Replacement):
     def _mix(self, x: Tensor, packed: PackedSequence) -> Tensor:
         mixed, z, b, a = self._project(x)
         kernels = state_of(self).kernels_for(mixed.device, mixed.dtype)
-        ours = kernels.gated_norm != "torch" and not is_hooked(self.norm)  # else upstream's, or what stands in its place
-        order = packed.derive(longest_first, self.num_v_heads) if ours and kernels.move_documents() else None
-        rows = None if order is None else order.rows
+        by_module = kernels.gated_norm == "torch" or is_hooked(self.norm)  # upstream's, or what stands in its place
+        there, rows = (packed, None) if by_module else _order(packed, kernels)
         g, beta = gates(a, b, self.A_log, self.dt_bias, rows=rows, backend=kernels.gates)
-        q, k, v, unit = self._convolve(mixed, packed, rows, kernels)
-        there = packed if order is None else order.packed
+        q, k, v, unit = self._convolve(mixed, packed, rows, kernels.conv)
         out = gated_delta_rule(q, k, v, g, beta, there, unit=unit, backend=kernels.delta_rule)
-        z = z.reshape(out.shape)
-        if not ours:
-            flat = (part.reshape(-1, self.head_v_dim) for part in (out, z))
-            return project(self.norm(*flat).view(1, packed.num_tokens, self.value_dim), self.out_proj)[0]
-        return self._project_normed(out, z, partial(gated_rms_norm, rows=rows, backend=kernels.gated_norm), kernels)
+        if by_module:
+            normed = self.norm(out.reshape(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim))
+            return project(normed.view(1, packed.num_tokens, self.value_dim), self.out_proj)[0]
+        norm = partial(
+            gated_rms_norm, out, z.reshape(out.shape), self.norm.weight, epsilon(self.norm), rows=rows,
+            backend=kernels.gated_norm,
+        )  # fmt: skip
+        return projected(norm, self.out_proj, out, remakes=kernels.gated_norm in REMAKES, worth_it=True)
 
     def _convolve(
-        self, mixed: Tensor, packed: PackedSequence, rows: Tensor | None, kernels: Kernels
+        self, mixed: Tensor, packed: PackedSequence, rows: Tensor | None, backend: str
     ) -> tuple[Tensor, Tensor, Tensor, bool]:
         weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
         heads, sizes = (self.num_k_heads, self.num_v_heads), (self.head_k_dim, self.head_v_dim)
-        return qkv_conv(
-            mixed, weight, packed, heads, sizes, bias=bias, activation=self.activation, rows=rows, backend=kernels.conv
-        )
-
-    def _project_normed(self, out: Tensor, z: Tensor, norm: Callable[..., Tensor], kernels: Kernels) -> Tensor:
-        """Normalise out, gate it with z and project; what lies between is made again in the backward pass."""
-        norm = partial(norm, out, z, self.norm.weight, epsilon(self.norm))
-        if kernels.gated_norm in JOINT and is_plain(self.out_proj, out):
-            return norm(projection=self.out_proj.weight)
-        normed = norm()
-        with computed_again(normed, norm, True):
-            return project(normed.flatten(2), self.out_proj)[0]
+        return qkv_conv(mixed, weight, packed, heads, sizes, bias=bias, activation=self.activation, rows=rows, backend=backend)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return q|k|v [1, T, C], the output gate z [1, T, HV*V], and b, a [1, T, HV], from the family's own layout."""
@@ -111,6 +100,15 @@ class PackedGatedDeltaNet(Replacement):
             "activation": (layer.activation in ("silu", "swish"), True),
             "grouped heads": (layer.num_v_heads % layer.num_k_heads, 0),
         }
+
+
+def _order(packed: PackedSequence, kernels: Kernels) -> tuple[PackedSequence, Tensor | None]:
+    """Where documents lie in the delta rule, and which row each token has there; None: its own.
+
+    The longest come first where the delta rule gains by it and the kernels around it can move tokens.
+    """
+    moves = kernels.delta_rule in WALKS and (kernels.conv, kernels.gates, kernels.gated_norm) == ("triton",) * 3
+    return (packed.derive(longest_first) if moves else None) or (packed, None)
 
 
 def _refuse_adapters(conv: nn.Module) -> None:

@@ -76,7 +76,8 @@ def _gradients(
     rows, wants_x, wanted = x.flatten(0, -2), needed[0], needed[1:]
     d_x: Tensor | None = None
     d_weights: list[Tensor | None] = [None] * len(weights)
-    for run in sorted(_runs(weights), key=lambda run: sum(map(len, weights[run]))):  # narrow ones would wait for d_x
+    # Narrowest first: `addmm_` reads and writes all of d_x, which the narrow product would wait for.
+    for run in sorted(_runs(weights), key=lambda run: sum(map(len, weights[run]))):
         d_out = _joined(d_outs[run], -1).flatten(0, -2)
         if wants_x:
             weight = _joined(weights[run], 0)

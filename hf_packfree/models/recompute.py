@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from hf_packfree.models.linears import is_plain, project
+
 
 def computed_again(made: Tensor, make: Callable[[], Tensor], worth_it: bool) -> AbstractContextManager[Any]:
     """Within the block, autograd keeps `make` instead of `made`, and calls it when a gradient needs the tensor.
@@ -34,6 +36,22 @@ def computed_again(made: Tensor, make: Callable[[], Tensor], worth_it: bool) -> 
             return make().view(packed)
 
     return saved_tensors_hooks(pack, unpack)
+
+
+def projected(make: Callable[..., Tensor], layer: Any, x: Tensor, *, remakes: bool, worth_it: bool) -> Tensor:
+    """Return what a linear layer makes of `make()`, [1, T, H, D], without keeping that for the backward pass.
+
+    Args:
+        make: given `projection`, the layer's weight, it does the layer's work as well.
+        x: what `make` reads, of the dtype and on the device of what it returns.
+        remakes: whether `make` makes it again in a backward pass of its own, which joins it with the layer's.
+        worth_it: see `computed_again`, which does it for layers that are more than their weight.
+    """
+    if remakes and is_plain(layer, x):
+        return make(projection=layer.weight)
+    made = make()
+    with computed_again(made, make, worth_it):
+        return project(made.flatten(2), layer)[0]
 
 
 def _others_decide() -> bool:

@@ -31,11 +31,6 @@ class Kernels:
     add_norm: str = "torch"
     swiglu: str = "torch"
 
-    def move_documents(self) -> bool:
-        """Whether a delta rule that gains by taking long documents first stands between kernels that can move them."""
-        around = (self.conv, self.gates, self.gated_norm)
-        return self.delta_rule in ("flash_qla", "fla") and around == ("triton",) * 3
-
     def compiled(self) -> Kernels:
         """Return the same under torch.compile, which fuses by itself what does not mix tokens."""
         return Kernels(self.conv, self.delta_rule, self.attention)

@@ -18,6 +18,7 @@ from torch import Tensor
 from hf_packfree.packing import PackedSequence
 
 _CHUNK = 64
+"""Tokens that such kernels take at a time: documents of as many chunks take as long."""
 
 
 class Order(NamedTuple):
@@ -32,27 +33,18 @@ class Order(NamedTuple):
     rows: Tensor
 
 
-def longest_first(packed: PackedSequence, heads: int) -> Order | None:
-    """Return the documents by length, or None where their order does not matter.
-
-    That is where all heads of all documents run side by side anyway, or where no document has more chunks than one before it.
-    """
+def longest_first(packed: PackedSequence) -> Order | None:
+    """Return the documents by their number of chunks, or None where none has more of them than one before it."""
     lengths = packed.cu_seqlens_cpu.diff()
     chunks = (lengths + _CHUNK - 1) // _CHUNK
-    device = packed.cu_seqlens.device
-    if heads * len(lengths) <= _side_by_side(device) or not bool((chunks.diff() > 0).any()):
+    if not bool((chunks.diff() > 0).any()):
         return None
-    order = chunks.argsort(descending=True, stable=True)
+    order, device = chunks.argsort(descending=True, stable=True), packed.cu_seqlens.device
     other = PackedSequence.from_lengths(lengths[order], device=device)
     shift = torch.empty_like(lengths)
     shift[order] = other.cu_seqlens_cpu[:-1] - packed.cu_seqlens_cpu[:-1][order]
     tokens = torch.arange(packed.num_tokens, dtype=torch.int32, device=device)
     return Order(other, tokens + shift.to(device, non_blocking=True).index_select(0, packed.seq_idx[0]))
-
-
-def _side_by_side(device: torch.device) -> int:
-    """How many programs run at once; these kernels fill a processor each."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
 
 
 def moved(x: Tensor, rows: Tensor | None) -> Tensor:

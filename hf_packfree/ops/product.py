@@ -1,7 +1,8 @@
-"""The matrix product of a linear layer, never of so few rows that the library takes other kernels."""
+"""The matrix product of a linear layer, never of so few rows that the library takes other kernels, and its backward pass."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -30,3 +31,20 @@ def filled(x: Tensor, weight: Tensor) -> Tensor:
 def as_in_forward(x: Tensor) -> AbstractContextManager[Any]:
     """Let a backward pass whose forward ran without autocast run without it too, wherever it is called."""
     return torch.autocast(x.device.type, enabled=False)
+
+
+def product_backward(
+    d_out: Tensor, weight: Tensor, remade: Callable[[Tensor, bool], tuple[tuple[Tensor, ...], Tensor | None]], wanted: bool
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of what a product's x was made of, and last of its weight [F, D].
+
+    Args:
+        d_out: [..., F], of the product.
+        remade: given the gradient of x [T, D], and whether x is asked for, returns the gradients of what x was made of, and
+            x itself once more or None.
+        wanted: whether the weight's gradient is.
+    """
+    with as_in_forward(d_out):
+        flat = d_out.flatten(0, -2)
+        gradients, x = remade(flat @ weight, wanted)
+        return *gradients, None if x is None else flat.T @ x.view(len(flat), -1)

@@ -176,7 +176,8 @@ class PackedSequence:
         where = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else repr(build)
         key = f"{where} {args}"  # a string, because torch.compile writes guards that name it
         if key not in self._memo:
-            self._memo[key] = build(self, *args)
+            with torch.inference_mode(False):  # a record may be trained with after it was looked at
+                self._memo[key] = build(self, *args)
         return self._memo[key]  # type: ignore[no-any-return]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedSequence:

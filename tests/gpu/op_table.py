@@ -40,8 +40,8 @@ def _gated_norm_leaves(tokens: int) -> dict[str, Tensor]:
 
 
 def _rows(packed: PackedSequence) -> Tensor | None:
-    """Where tokens lie when the longest documents come first, however few there are."""
-    order = longest_first(packed, 1 << 20)
+    """Where tokens lie when the longest documents come first."""
+    order = longest_first(packed)
     return None if order is None else order.rows
 
 

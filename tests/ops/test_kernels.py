@@ -17,9 +17,11 @@ import torch
 from hf_packfree.ops.add_norm import add_norm
 from hf_packfree.ops.attention import attention
 from hf_packfree.ops import partial_sums
+from hf_packfree.ops.add_norm import triton_native as add_norm_kernels
 from hf_packfree.ops.conv import causal_conv1d, qkv_conv, triton_native
 from hf_packfree.ops.gated_norm import gated_rms_norm
 from hf_packfree.ops.norm_rope import norm_rope
+from hf_packfree.ops.norm_rope import triton_native as norm_rope_kernels
 from hf_packfree.ops.order import longest_first
 from hf_packfree.ops.output_gate import output_gate
 from hf_packfree.ops.swiglu import swiglu_mlp
@@ -27,10 +29,11 @@ from hf_packfree.packing import PackedSequence
 
 triton_native._STRIP = 32  # the interpreter walks every strip to its end
 partial_sums._ROWS = 16  # and adds the rows of a block one after another
+add_norm_kernels._PROGRAMS = norm_rope_kernels._PROGRAMS = 7  # so that a program takes several rows
 torch.manual_seed(0)
 LENGTHS = [1, 2, 3, 63, 64, 65, 5, 4, 130]
 packed, T = PackedSequence.from_lengths(LENGTHS), sum(LENGTHS)
-order = longest_first(packed, 1)
+order = longest_first(packed)
 assert order.packed.lengths == [130, 65, 1, 2, 3, 63, 64, 5, 4]  # by chunks of 64
 H, K, HV, V, D, R = 2, 16, 4, 32, 24, 8
 C = 2 * H * K + HV * V
@@ -134,12 +137,13 @@ print(worst)
 '''
 
 GATES = '''
+from functools import partial
 import torch
 from hf_packfree.ops.gates import gates
 from tests.support import relative_rms
 
 
-def run(inputs, backend, which, across):
+def run(inputs, backend, which, across, gates=gates):
     """Values and gradients; a and b are slices, tokens or heads side by side; gradients of the outputs in `which` come."""
     ba, *shared = inputs = [x.detach().clone().requires_grad_() for x in inputs]
     b, a = (ba.mT[..., ::2] if across else ba).chunk(2, -1)
@@ -163,10 +167,51 @@ for dtype, limit in ((torch.float32, 1e-6), (torch.bfloat16, 5e-3)):  # the inte
                 assert error < limit and x.isfinite().all(), (dtype, size, which, error)
                 worst = max(worst, error if dtype == torch.float32 else 0)
     assert [x.dtype for x in found[0] + found[1]] == [torch.float32] + [dtype] * 4
+rows, inputs = torch.randperm(701).int(), [torch.randn(1, 701, 6), torch.randn(3), torch.randn(3)]
+moved = partial(gates, rows=rows)
+for x, y in zip(*(sum(run(leaves, backend, (0, 1), False, moved), []) for leaves, backend in
+                  ((inputs, "triton"), ([x.double() for x in inputs], "torch"))), strict=True):
+    assert relative_rms(x, y) < 1e-6
 small = torch.linspace(-80, -8, 99)[None, :, None]  # log(1 + exp(x)) would have lost these
 one = torch.zeros(1)
 (x, _), (y, _) = (gates(small, small, one, one, backend=backend) for backend in ("triton", "torch"))
 assert ((x - y).abs() <= 1e-6 * y.abs()).all()
+print(worst)
+'''
+
+REMADE = '''
+from functools import partial
+import torch
+from hf_packfree.ops.gated_norm import gated_rms_norm
+from hf_packfree.ops.output_gate import output_gate
+from tests.support import relative_rms
+
+torch.manual_seed(0)
+T, H, D, F = 37, 3, 24, 20
+x, z, p, w = (torch.randn(shape, requires_grad=True) for shape in ((1, T, H, D), (1, T, H, D), (F, H * D), (D,)))
+worst = 0.0
+for op, *others in ((output_gate,), (partial(gated_rms_norm, eps=1e-6), w)):
+    def run(x, z, p, *others, backend="triton"):
+        return op(x, z, *others, projection=p, backend=backend)
+
+    leaves, sizes = [x, z, p, *others], []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
+        y = run(*leaves)
+    assert sorted(sizes) == sorted(t.numel() for t in leaves), sizes  # not what lies between: it is made again
+    d_y = y.detach().clone()
+    first, again = (torch.autograd.grad(y, leaves, d_y, retain_graph=keep) for keep in (True, False))
+    assert all(torch.equal(a, b) for a, b in zip(first, again)) and torch.equal(d_y, y)  # nothing kept is written over
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    wanted = torch.autograd.grad(run(*wide, backend="torch"), wide, d_y.double())
+    worst = max(worst, *(relative_rms(a, b) for a, b in zip(first, wanted, strict=True)))
+    frozen = [t.detach().requires_grad_(t is not p) for t in leaves]
+    some = torch.autograd.grad(run(*frozen), [t for t in frozen if t.requires_grad], d_y)
+    assert all(torch.equal(a, b) for a, b in zip(some, [a for a, t in zip(first, leaves) if t is not p], strict=True))
+    y = run(*leaves)
+    with torch.autocast("cpu", torch.bfloat16):  # around the backward pass alone
+        around = torch.autograd.grad(y, leaves, d_y)
+    assert all(torch.equal(a, b) for a, b in zip(first, around))
+assert worst < 1e-6, worst
 print(worst)
 '''
 
@@ -206,7 +251,7 @@ MODEL = '''
 import dataclasses
 import torch
 from hf_packfree import apply_patches
-from hf_packfree.models import attention, gated_delta_net, recompute
+from hf_packfree.models import gated_delta_net, recompute
 from hf_packfree.models.state import Kernels
 from tests.support import ROW, documents, gradients, relative_rms, tiny
 
@@ -239,22 +284,18 @@ def counted(tensor, make, worth_it):
     return arrange(tensor, lambda: made.append(1) or make(), worth_it)
 
 
-class Moving(Kernels):
-    def move_documents(self):
-        return True
-
-
 def noted(*inputs):
     moved.append(order(*inputs))
     return moved[-1]
 
 
-attention.computed_again = gated_delta_net.computed_again = counted
+recompute.computed_again = counted
 gated_delta_net.longest_first = noted
 wanted, worst = run(Kernels()), 0.0
-for kernels, hooked, made_again in ((OURS, False, 0), (OURS, True, 3 + 1), (Moving(**vars(OURS)), False, 0)):
+for hooked, walks, made_again in ((False, (), 0), (True, (), 3 + 1), (False, ("torch",), 0)):
     made.clear()
-    found = run(kernels, hooked)
+    gated_delta_net.WALKS = walks
+    found = run(OURS, hooked)
     assert relative_rms(found[0], wanted[0]) < 1e-5, relative_rms(found[0], wanted[0])
     worst = max(worst, *(relative_rms(grad, wanted[1][name]) for name, grad in found[1].items()))
     assert found[1].keys() == wanted[1].keys() and worst < 1e-4, worst
@@ -265,7 +306,7 @@ print(worst)
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed; pip install triton (it runs on CPUs here)")
-@pytest.mark.parametrize("program", [PROGRAM, GATES, SWIGLU, MODEL], ids=["ops", "gates", "swiglu", "model"])
+@pytest.mark.parametrize("program", [PROGRAM, GATES, REMADE, SWIGLU, MODEL], ids=["ops", "gates", "remade", "swiglu", "model"])
 def test_triton_kernels_match_their_twins(program):
     root = Path(__file__).parents[2]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}

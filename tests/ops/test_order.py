@@ -19,7 +19,7 @@ def chunks(lengths):
 @given(LENGTHS)
 def test_the_same_documents_the_longest_first(lengths):
     packed = PackedSequence.from_lengths(lengths)
-    order = longest_first(packed, heads=2)
+    order = longest_first(packed)
     if order is None:
         assert chunks(lengths) == sorted(chunks(lengths), reverse=True)
         return
@@ -36,11 +36,4 @@ def test_the_same_documents_the_longest_first(lengths):
 
 def test_nothing_moves_where_the_order_does_not_matter():
     for lengths in ([7], [300, 65, 128, 2, 64], [64] * 5, [1, 64, 3]):  # one; longest first; as many chunks
-        assert longest_first(PackedSequence.from_lengths(lengths), heads=16) is None, lengths
-
-
-def test_nothing_moves_where_everything_runs_side_by_side(monkeypatch):
-    packed = PackedSequence.from_lengths([5, 500] * 4)
-    monkeypatch.setattr("hf_packfree.ops.order._side_by_side", lambda device: 132)
-    assert longest_first(packed, heads=16) is None  # 128 programs
-    assert longest_first(packed, heads=17) is not None
+        assert longest_first(PackedSequence.from_lengths(lengths)) is None, lengths

@@ -60,7 +60,7 @@ def _gradients(
 
     d, size = torch.empty_like(total), total.shape[-1]
     rows = total.numel() // size
-    tiles = min(_TILES, -(-rows // _PROGRAMS))
+    tiles = max(1, min(_TILES, rows // _PROGRAMS))
     programs = -(-rows // tiles)
     d_weight = weight.new_empty(programs, size, dtype=torch.float32)
     adds = None if d_total is None else d_total.contiguous()

@@ -18,9 +18,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from hf_packfree.ops.conv.triton_activation import activate4, deactivate4
 from hf_packfree.ops.conv.triton_parts import (
-    activate4, ages4, convolve4, deactivate4, group_of, kept, load4, load_group, load_taps, part_of, store4, store_group,
-    store_tap, widen4,
+    ages4, convolve4, group_of, kept, load4, load_group, load_taps, part_of, store4, store_group, store_tap, widen4,
 )  # fmt: skip
 
 

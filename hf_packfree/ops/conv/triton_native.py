@@ -96,8 +96,8 @@ class Plan(NamedTuple):
     Attributes:
         ages: int32 [T], each token's place in its document.
         rows: int32 [T], where it lies in q, k and v.
-        groups: int32 [T / 4], where the first of each four tokens lies in them, if all four are of one document and have the
-            three tokens before them in it; else -1.
+        groups: int32 [T / 4, rounded up], where the first of each four tokens lies in them, if all four are of one document
+            and none is among its first three; else -1.
     """
 
     ages: Tensor
@@ -120,7 +120,7 @@ def _apply(
     def build(packed: PackedSequence, _: int) -> Plan:
         return plan_tokens(packed, rows)
 
-    plan = packed.derive(build, 0 if rows is None else rows.data_ptr())
+    plan = packed.derive(build, 0 if rows is None else rows.data_ptr())  # told apart by `rows`, which the plan keeps alive
     return _Convolution.apply(x, weight, bias, job, *plan)  # type: ignore[no-any-return,no-untyped-call]
 
 

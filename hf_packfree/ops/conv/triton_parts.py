@@ -1,32 +1,12 @@
-"""What the convolution's two Triton kernels are made of: loads that stay inside, masks at documents' edges, the activation.
+"""What the convolution's two Triton kernels are made of: loads and stores that stay inside, masks at documents' edges.
 
 Shapes: T tokens, C channels, H heads of D channels that one program works on.
 """
 
 from __future__ import annotations
 
-import os
-
-import torch
 import triton
 import triton.language as tl
-
-_PTX = tl.constexpr(torch.version.hip is None and os.environ.get("TRITON_INTERPRET") != "1")
-"""Whether NVIDIA's instructions can be named; Triton's interpreter runs none, AMD's chips have others."""
-
-
-@triton.jit
-def sigmoid(x):
-    """1 / (1 + exp(-x)), without the care for denormals that Triton's own takes and that 1 + e swallows."""
-    if _PTX:
-        e = tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * -1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1
-        )
-        return tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + e], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        return tl.sigmoid(x)
 
 
 @triton.jit
@@ -190,74 +170,3 @@ def convolve4(x0, x1, x2, x3, x4, x5, x6, a0, a1, a2, a3, w0, w1, w2, w3, CUT: t
         convolve1(x0, x1, x2, x3, a0, w0, w1, w2, w3, CUT), convolve1(x1, x2, x3, x4, a1, w0, w1, w2, w3, CUT),
         convolve1(x2, x3, x4, x5, a2, w0, w1, w2, w3, CUT), convolve1(x3, x4, x5, x6, a3, w0, w1, w2, w3, CUT),
     )  # fmt: skip
-
-
-@triton.jit
-def _activate(u, shift, eps, BIAS: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr):
-    """[H, D] of one token; UNIT: divided by each head's L2 norm."""
-    if BIAS:
-        u = u + shift
-    if SILU:
-        u = u * sigmoid(u)
-    if UNIT:
-        u = u * tl.rsqrt(tl.sum(u * u, 1) + eps)[:, None]
-    return u
-
-
-@triton.jit
-def _activate4(u0, u1, u2, u3, shift, eps, BIAS: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr):
-    return (
-        _activate(u0, shift, eps, BIAS, SILU, UNIT), _activate(u1, shift, eps, BIAS, SILU, UNIT),
-        _activate(u2, shift, eps, BIAS, SILU, UNIT), _activate(u3, shift, eps, BIAS, SILU, UNIT),
-    )  # fmt: skip
-
-
-@triton.jit
-def activate4(u0, u1, u2, u3, shift, eps, unit, BIAS: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr):
-    """Four tokens'; `unit`: whether this program's heads are divided by their norms, where UNIT allows it at all."""
-    if UNIT:
-        if unit:
-            u0, u1, u2, u3 = _activate4(u0, u1, u2, u3, shift, eps, BIAS, SILU, True)
-        else:
-            u0, u1, u2, u3 = _activate4(u0, u1, u2, u3, shift, eps, BIAS, SILU, False)
-    else:
-        u0, u1, u2, u3 = _activate4(u0, u1, u2, u3, shift, eps, BIAS, SILU, False)
-    return u0, u1, u2, u3
-
-
-@triton.jit
-def _deactivate(u, g, shift, eps, BIAS: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr):
-    """The gradient of u [H, D] from that of what `_activate` returns."""
-    if BIAS:
-        u = u + shift
-    gate = sigmoid(u)
-    y = u * gate if SILU else u
-    if UNIT:
-        scale = tl.rsqrt(tl.sum(y * y, 1) + eps)
-        g = g * scale[:, None] - y * (scale * scale * scale * tl.sum(y * g, 1))[:, None]
-    if SILU:
-        g = g * (gate + (y - y * gate))
-    return g
-
-
-@triton.jit
-def _deactivate4(u0, u1, u2, u3, g0, g1, g2, g3, shift, eps, BIAS: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr):
-    return (
-        _deactivate(u0, g0, shift, eps, BIAS, SILU, UNIT), _deactivate(u1, g1, shift, eps, BIAS, SILU, UNIT),
-        _deactivate(u2, g2, shift, eps, BIAS, SILU, UNIT), _deactivate(u3, g3, shift, eps, BIAS, SILU, UNIT),
-    )  # fmt: skip
-
-
-@triton.jit
-def deactivate4(
-    u0, u1, u2, u3, g0, g1, g2, g3, shift, eps, unit, BIAS: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr
-):
-    """The gradients of what `activate4` is given, from those of what it returns."""
-    if UNIT:
-        if unit:
-            g0, g1, g2, g3 = _deactivate4(u0, u1, u2, u3, g0, g1, g2, g3, shift, eps, BIAS, SILU, True)
-        else:
-            g0, g1, g2, g3 = _deactivate4(u0, u1, u2, u3, g0, g1, g2, g3, shift, eps, BIAS, SILU, False)
-    else:
-        g0, g1, g2, g3 = _deactivate4(u0, u1, u2, u3, g0, g1, g2, g3, shift, eps, BIAS, SILU, False)
-    return g0, g1, g2, g3

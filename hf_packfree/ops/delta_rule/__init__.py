@@ -15,6 +15,8 @@ BACKENDS = {
     "torch": Backend(torch_native.gated_delta_rule),
     "flash_qla_cut": Backend(flash_qla.gated_delta_rule_cut, flash_qla.unusable, "flash-qla", exact=False),
 }
+WALKS = ("flash_qla", "fla")
+"""The backends that walk each document from end to end, so that long ones had better come first."""
 
 
 def gated_delta_rule(
@@ -54,4 +56,4 @@ def gated_delta_rule(
     return find("delta rule", BACKENDS, backend)(q, k, v, g, beta, packed, unit)  # type: ignore[no-any-return]
 
 
-__all__ = ["BACKENDS", "gated_delta_rule", "recurrent_gated_delta_rule"]
+__all__ = ["BACKENDS", "WALKS", "gated_delta_rule", "recurrent_gated_delta_rule"]

@@ -6,16 +6,14 @@ from torch import Tensor
 
 from hf_packfree.ops.backend import Backend, find, needs_triton
 from hf_packfree.ops.gated_norm import fla, torch_native, triton_native
-from hf_packfree.ops.order import moved_back
-from hf_packfree.ops.product import product
 
 BACKENDS = {
     "triton": Backend(triton_native.gated_rms_norm, needs_triton),
     "fla": Backend(fla.gated_rms_norm, fla.unusable, "fla-core"),
     "torch": Backend(torch_native.gated_rms_norm),
 }
-JOINT = ("triton",)
-"""The backends that find moved tokens by themselves, and make again for the projection's weights what the norm made."""
+REMAKES = ("triton",)
+"""The backends that make the result again for the projection's weights instead of keeping it."""
 
 
 def gated_rms_norm(
@@ -45,11 +43,7 @@ def gated_rms_norm(
     Raises:
         BackendUnavailable: no backend has that name.
     """
-    run = find("gated norm", BACKENDS, backend)
-    if backend in JOINT:
-        return run(x, z, weight, eps, projection, rows)  # type: ignore[no-any-return]
-    normed = run(moved_back(x, rows), z, weight, eps)
-    return normed if projection is None else product(normed.flatten(-2), projection)
+    return find("gated norm", BACKENDS, backend)(x, z, weight, eps, projection, rows)  # type: ignore[no-any-return]
 
 
-__all__ = ["BACKENDS", "JOINT", "gated_rms_norm"]
+__all__ = ["BACKENDS", "REMAKES", "gated_rms_norm"]

@@ -7,58 +7,58 @@ import triton.language as tl
 
 
 @triton.jit
-def _far(row, rows, d, size, moves, HEADS: tl.constexpr, MOVED: tl.constexpr):
+def _far(row, count, d, size, rows, HEADS: tl.constexpr, MOVED: tl.constexpr):
     """Where these rows lie in x, whose tokens may be moved."""
     if MOVED:
-        token = tl.load(moves + row // HEADS, mask=row < rows, other=0).to(tl.int64)
+        token = tl.load(rows + row // HEADS, mask=row < count, other=0).to(tl.int64)
         row = token * HEADS + row % HEADS
     return row * size + d
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["count"])
 def gated_norm(
-    x, z, weight, moves, out, rows, size, eps,
+    x, z, weight, rows, out, count, size, eps,
     HEADS: tl.constexpr, MOVED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """out [R, D] = x / rms(x) * weight * silu(z).  Grid: blocks of ROWS rows.
 
-    R = T HEADS; where MOVED, `moves` [T] says which token of x, and of its gradient, belongs to a token of the others.
+    R = T HEADS; where MOVED, `rows` [T] says which token of x, and of its gradient, belongs to a token of the others.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     d = tl.arange(0, WIDTH)[None, :]
-    ok, place = (row < rows) & (d < size), row * size + d
-    a = tl.load(x + _far(row, rows, d, size, moves, HEADS, MOVED), mask=ok, other=0.0).to(tl.float32)
+    ok, place = (row < count) & (d < size), row * size + d
+    a = tl.load(x + _far(row, count, d, size, rows, HEADS, MOVED), mask=ok, other=0.0).to(tl.float32)
     b = tl.load(z + place, mask=ok, other=0.0).to(tl.float32)
     w = tl.load(weight + d, mask=d < size, other=0.0).to(tl.float32)
     unit = a * tl.rsqrt(tl.sum(a * a, 1) / size + eps)[:, None]
     tl.store(out + place, (unit * w * b * tl.sigmoid(b)).to(out.dtype.element_ty), mask=ok)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["count"])
 def gated_norm_backward(
-    x, z, weight, moves, d_out, d_x, d_z, d_weight, rows, size, eps, tiles,
+    x, z, weight, rows, d_out, made, d_x, d_z, d_weight, count, size, eps, tiles,
     HEADS: tl.constexpr, MOVED: tl.constexpr, REMAKES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """d_x, d_z [R, D], and per program d_weight [programs, D].  Each program takes `tiles` blocks of ROWS rows.
 
-    Where REMAKES, `d_out` is overwritten by what the forward pass made, which a projection's weights wait for.
+    Where REMAKES, `made` gets what the forward pass made, which a projection's weights wait for.
     """
     d = tl.arange(0, WIDTH)[None, :]
     w = tl.load(weight + d, mask=d < size, other=0.0).to(tl.float32)
     total = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
     row = tl.program_id(0).to(tl.int64) * tiles * ROWS + tl.arange(0, ROWS)[:, None]
-    next_far = _far(row, rows, d, size, moves, HEADS, MOVED)
+    next_far = _far(row, count, d, size, rows, HEADS, MOVED)
     for _ in range(tiles):
-        ok, place, far = (row < rows) & (d < size), row * size + d, next_far
+        ok, place, far = (row < count) & (d < size), row * size + d, next_far
         a = tl.load(x + far, mask=ok, other=0.0).to(tl.float32)
         b = tl.load(z + place, mask=ok, other=0.0).to(tl.float32)
         g = tl.load(d_out + place, mask=ok, other=0.0).to(tl.float32)
         row += ROWS
-        next_far = _far(row, rows, d, size, moves, HEADS, MOVED)  # looked up before it is waited for
+        next_far = _far(row, count, d, size, rows, HEADS, MOVED)  # looked up before it is waited for
         scale = tl.rsqrt(tl.sum(a * a, 1) / size + eps)[:, None]
         unit, gate = a * scale, tl.sigmoid(b)
         if REMAKES:
-            tl.store(d_out + place, (unit * w * b * gate).to(d_out.dtype.element_ty), mask=ok)
+            tl.store(made + place, (unit * w * b * gate).to(made.dtype.element_ty), mask=ok)
         through = g * b * gate
         d_unit = through * w
         d_a = scale * (d_unit - unit * (tl.sum(unit * d_unit, 1) / size)[:, None])

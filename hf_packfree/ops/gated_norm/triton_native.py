@@ -6,6 +6,7 @@ kernel that reads x and z there anyway.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from hf_packfree.ops.backend import block_width
 from hf_packfree.ops.partial_sums import summed
-from hf_packfree.ops.product import as_in_forward, product
+from hf_packfree.ops.product import product, product_backward
 
 _ROWS = {"forward": 16, "backward": 8}  # of a block
 _TILES = 16  # blocks of a program in the backward pass
@@ -47,31 +48,29 @@ class _GatedNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         x, z, weight, projection, rows = ctx.saved_tensors
+        remade = partial(_gradients, x, z, weight, ctx.eps, rows)
         if projection is None:
-            return *_gradients(x, z, weight, d_out.contiguous(), ctx.eps, rows, remakes=False), None, None, None
-        with as_in_forward(x):
-            d_flat = d_out.flatten(0, -2)
-            d_normed = d_flat @ projection
-            gradients = _gradients(x, z, weight, d_normed, ctx.eps, rows, remakes=True)
-            d_projection = d_flat.T @ d_normed if ctx.needs_input_grad[4] else None
+            return *remade(d_out.contiguous(), False)[0], None, None, None
+        *gradients, d_projection = product_backward(d_out, projection, remade, ctx.needs_input_grad[4])
         return *gradients, None, d_projection, None
 
 
 def _gradients(
-    x: Tensor, z: Tensor, weight: Tensor, d_normed: Tensor, eps: float, rows: Tensor | None, *, remakes: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Those of x, z and weight; where it `remakes`, d_normed holds what the norm made afterwards."""
+    x: Tensor, z: Tensor, weight: Tensor, eps: float, rows: Tensor | None, d_normed: Tensor, remakes: bool
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
+    """Those of x, z and weight, and where it `remakes` what the norm made."""
     from hf_packfree.ops.gated_norm.triton_kernels import gated_norm_backward
 
     d_x, d_z, sizes = torch.empty_like(x), torch.empty_like(z), _sizes(x)
+    made = torch.empty_like(x) if remakes else None
     launch = _launch(x, rows, "backward")
     programs = -(-sizes[0] // (launch["ROWS"] * _TILES))
     d_weight = weight.new_empty(programs, x.shape[-1], dtype=torch.float32)
     with torch.cuda.device_of(x):
         gated_norm_backward[(programs,)](
-            x, z, weight, rows, d_normed, d_x, d_z, d_weight, *sizes, eps, _TILES, REMAKES=remakes, **launch
+            x, z, weight, rows, d_normed, made, d_x, d_z, d_weight, *sizes, eps, _TILES, REMAKES=remakes, **launch
         )
-    return d_x, d_z, summed(d_weight, weight.dtype)
+    return (d_x, d_z, summed(d_weight, weight.dtype)), made
 
 
 def _sizes(x: Tensor) -> tuple[int, int]:
@@ -81,5 +80,5 @@ def _sizes(x: Tensor) -> tuple[int, int]:
 
 def _launch(x: Tensor, rows: Tensor | None, way: str) -> dict[str, Any]:
     """What a program is compiled for."""
-    width, heads = block_width(x.shape[-1]), 1 if rows is None else x.shape[-2]
+    width, heads = block_width(x.shape[-1]), 1 if rows is None else x.shape[-2]  # 1: nobody asks
     return {"HEADS": heads, "MOVED": rows is not None, "ROWS": _ROWS[way], "WIDTH": width, "num_warps": 4}

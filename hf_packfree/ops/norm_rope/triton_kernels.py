@@ -15,9 +15,9 @@ def _partner(d, half):
     return tl.where(d < half, d + half, tl.where(d < 2 * half, d - half, d))
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit
 def norm_rope(
-    x, weight, cos, sin, out, tokens, size, half, row_stride, head_stride, angle_stride, eps,
+    x, weight, cos, sin, out, size, half, row_stride, head_stride, angle_stride, eps,
     HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """out [T, H, D] = rotate(x / rms(x) * (1 + weight)).  Grid: T."""

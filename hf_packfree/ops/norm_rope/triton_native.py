@@ -44,14 +44,14 @@ class _NormRope(torch.autograd.Function):
         d_weight = weight.new_empty(-(-tokens // tiles), x.shape[3], dtype=torch.float32)
         with torch.cuda.device_of(x):
             norm_rope_backward[(len(d_weight),)](
-                x, weight, cos, sin, d_out.contiguous(), d_x, d_weight, *_sizes(x, cos), ctx.eps, tiles, **_launch(x)
+                x, weight, cos, sin, d_out.contiguous(), d_x, d_weight, tokens, *_sizes(x, cos), ctx.eps, tiles, **_launch(x)
             )
         return d_x, summed(d_weight, weight.dtype), None, None, None
 
 
 def _sizes(x: Tensor, cos: Tensor) -> tuple[int, ...]:
     """Sizes and strides that the kernels take."""
-    return x.shape[1], x.shape[3], cos.shape[-1] // 2, x.stride(1), x.stride(2), cos.shape[-1]
+    return x.shape[3], cos.shape[-1] // 2, x.stride(1), x.stride(2), cos.shape[-1]
 
 
 def _launch(x: Tensor) -> dict[str, int]:

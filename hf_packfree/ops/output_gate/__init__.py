@@ -8,6 +8,8 @@ from hf_packfree.ops.backend import Backend, find, needs_triton
 from hf_packfree.ops.output_gate import torch_native, triton_native
 
 BACKENDS = {"triton": Backend(triton_native.output_gate, needs_triton), "torch": Backend(torch_native.output_gate)}
+REMAKES = ("triton",)
+"""The backends that make the result again for the projection's weights instead of keeping it."""
 
 
 def output_gate(x: Tensor, z: Tensor, *, projection: Tensor | None = None, backend: str = "torch") -> Tensor:
@@ -16,7 +18,7 @@ def output_gate(x: Tensor, z: Tensor, *, projection: Tensor | None = None, backe
     Args:
         x, z: [1, T, H, D], any floating dtype, any strides.
         projection: [F, H*D], the weight of the linear layer that alone reads the result, or None.
-        backend: a name in `BACKENDS`; "triton" makes the result again for the projection's weights instead of keeping it.
+        backend: a name in `BACKENDS`.
 
     Returns:
         [1, T, H, D] in x's dtype, or what the projection makes of it, [1, T, F].
@@ -27,4 +29,4 @@ def output_gate(x: Tensor, z: Tensor, *, projection: Tensor | None = None, backe
     return find("output gate", BACKENDS, backend)(x, z, projection)  # type: ignore[no-any-return]
 
 
-__all__ = ["BACKENDS", "output_gate"]
+__all__ = ["BACKENDS", "REMAKES", "output_gate"]

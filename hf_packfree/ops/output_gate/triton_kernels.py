@@ -28,15 +28,15 @@ def gate(
 
 @triton.jit(do_not_specialize=["tokens"])
 def gate_backward(
-    x, z, d_out, d_x, d_z, tokens, heads, size, token_stride, head_stride,
+    x, z, d_out, made, d_x, d_z, tokens, heads, size, token_stride, head_stride,
     REMAKES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """d_x, d_z [T, H, D]; where REMAKES, `d_out` is overwritten by the product, which a projection's weights wait for."""
+    """d_x, d_z [T, H, D]; where REMAKES, `made` gets the product, which a projection's weights wait for."""
     place, other, ok = _places(tokens, heads, size, token_stride, head_stride, ROWS, WIDTH)
     a = tl.load(x + place, mask=ok, other=0.0).to(tl.float32)
     s = tl.sigmoid(tl.load(z + other, mask=ok, other=0.0).to(tl.float32))
     g = tl.load(d_out + place, mask=ok, other=0.0).to(tl.float32)
     if REMAKES:
-        tl.store(d_out + place, (a * s).to(d_out.dtype.element_ty), mask=ok)
+        tl.store(made + place, (a * s).to(made.dtype.element_ty), mask=ok)
     tl.store(d_x + place, (g * s).to(d_x.dtype.element_ty), mask=ok)
     tl.store(d_z + place, (g * a * s * (1.0 - s)).to(d_z.dtype.element_ty), mask=ok)

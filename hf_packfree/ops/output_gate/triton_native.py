@@ -5,6 +5,7 @@ Where a projection reads the product, the backward pass makes it again in the ke
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hf_packfree.ops.backend import block_width
-from hf_packfree.ops.product import as_in_forward, product
+from hf_packfree.ops.product import product, product_backward
 
 _ELEMENTS = 4096  # of a program
 
@@ -39,25 +40,22 @@ class _OutputGate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         x, z, projection = ctx.saved_tensors
+        remade = partial(_gradients, x, z)
         if projection is None:
-            return *_gradients(x, z, d_out.contiguous(), remakes=False), None
-        with as_in_forward(x):
-            d_flat = d_out.flatten(0, -2)
-            d_gated = d_flat @ projection
-            gradients = _gradients(x, z, d_gated, remakes=True)
-            d_projection = d_flat.T @ d_gated if ctx.needs_input_grad[2] else None
-        return *gradients, d_projection
+            return *remade(d_out.contiguous(), False)[0], None
+        return product_backward(d_out, projection, remade, ctx.needs_input_grad[2])
 
 
-def _gradients(x: Tensor, z: Tensor, d_gated: Tensor, *, remakes: bool) -> tuple[Tensor, Tensor]:
-    """Those of x and z; where it `remakes`, d_gated holds the product afterwards."""
+def _gradients(x: Tensor, z: Tensor, d_gated: Tensor, remakes: bool) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
+    """Those of x and z, and where it `remakes` their product."""
     from hf_packfree.ops.output_gate.triton_kernels import gate_backward
 
     d_x, d_z = torch.empty_like(x), z.new_empty(z.shape)
+    made = torch.empty_like(x) if remakes else None
     grid, sizes, launch = _launch(z)
     with torch.cuda.device_of(x):
-        gate_backward[grid](x, z, d_gated, d_x, d_z, *sizes, REMAKES=remakes, **launch)
-    return d_x, d_z
+        gate_backward[grid](x, z, d_gated, made, d_x, d_z, *sizes, REMAKES=remakes, **launch)
+    return (d_x, d_z), made
 
 
 def _launch(z: Tensor) -> tuple[tuple[int], tuple[int, ...], dict[str, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_ELEMENTS, _ROWS = 4096, 512  # of a block; rows of it at most
+_ROWS, _COLUMNS = 512, 8  # of a block, whatever the number of programs: new row lengths compile nothing
 
 
 def summed(parts: Tensor, dtype: torch.dtype) -> Tensor:
@@ -14,10 +14,10 @@ def summed(parts: Tensor, dtype: torch.dtype) -> Tensor:
 
     parts = parts.contiguous()
     out = parts.new_empty(parts.shape[1:], dtype=dtype)
-    rows = min(_ROWS, 1 << (len(parts) - 1).bit_length())
-    columns = _ELEMENTS // rows
     with torch.cuda.device_of(parts):
-        total[(-(-out.numel() // columns),)](parts, out, len(parts), out.numel(), ROWS=rows, COLUMNS=columns, num_warps=8)
+        total[(-(-out.numel() // _COLUMNS),)](
+            parts, out, len(parts), out.numel(), ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=8
+        )
     return out
 
 
