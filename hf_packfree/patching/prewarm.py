@@ -15,7 +15,7 @@ from hf_packfree.patching.registry import family_of
 from hf_packfree.patching.report import patch_report
 
 ROWS = ((64, 64, 64), (131,), (1, 66, 3))
-"""Documents of rows that between them meet every variant: whole chunks and not, one document and several."""
+"""Documents of rows that meet every variant between them: whole chunks and not, one document and several, moved and not."""
 
 
 def prewarm(model: nn.Module) -> float:
