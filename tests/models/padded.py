@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import math
+
 import torch
 
 from tests.support import gradients, relative_rms
@@ -61,3 +64,16 @@ def all_gradients(found, wanted) -> float:
     """Relative RMS of all parameters' gradients together."""
     assert found.keys() == wanted.keys()
     return relative_rms(*(torch.cat([grads[name].flatten() for name in wanted]) for grads in (found, wanted)))
+
+
+def rounding(model, batch) -> float:
+    """How far a model's gradients move, as `worst_gradient` sees it, when each weight moves by its last bit.
+
+    Where a parameter's gradient is what is left of a sum that cancels, two right answers in fp32 differ by that much.
+    """
+    nudged, generator = copy.deepcopy(model), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in nudged.parameters():
+            up = torch.rand(weight.shape, generator=generator) < 0.5
+            weight.copy_(torch.nextafter(weight, torch.where(up, math.inf, -math.inf)))
+    return worst_gradient(step(nudged, batch)[1], step(model, batch)[1])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hf_packfree import apply_patches
 from hf_packfree.packing.on_read import PaddedOnRead
 from tests.models.padded import (
-    IGNORED, ROWS, WIDTH, Seen, all_gradients, padded_batch, real_tokens, step, worst_gradient,
+    IGNORED, ROWS, WIDTH, Seen, all_gradients, padded_batch, real_tokens, rounding, step, worst_gradient,
 )  # fmt: skip
 from tests.support import LOGIT_TOL, relative_rms, tiny
 
@@ -40,13 +40,13 @@ LABELS = {"all": lambda labels: labels, "thinned": thinned, "completion only": c
 ITEMS = {"mean": None, "int": 77, "tensor": torch.tensor(77)}
 
 
-def assert_same(found, wanted, batch, limit=LOGIT_TOL):
+def assert_same(found, wanted, batch, limit=LOGIT_TOL, rounded=0.0):
     (output, grads), (stock, stock_grads) = found, wanted
     real = batch["attention_mask"].bool()
     assert abs(output.loss.item() / stock.loss.item() - 1) <= LOSS_TOL
     assert output.logits.shape == stock.logits.shape
     assert relative_rms(output.logits[real], stock.logits[real]) <= limit
-    assert worst_gradient(grads, stock_grads) <= GRADIENT_TOL
+    assert worst_gradient(grads, stock_grads) <= GRADIENT_TOL + rounded
 
 
 @pytest.mark.compat
@@ -58,9 +58,10 @@ def test_loss_logits_and_gradients_are_upstreams(family, side, labels):
     batch["labels"] = LABELS[labels](batch["labels"])
     if side == "one row":  # transformers up to 5.14 misread the padding of a single row: it serves as the control later
         batch = {name: value.repeat(2, 1) for name, value in batch.items()}
-    wanted = step(model, batch)
+    wanted, rounded = step(model, batch), rounding(model, batch)
+    assert rounded <= ONE_PARAMETER, "too blunt to see anything beside it"
     seen = Seen(apply_patches(model))
-    assert_same(step(model, batch), wanted, batch)
+    assert_same(step(model, batch), wanted, batch, rounded=rounded)
     leads = int((batch["labels"][:, 1:][~batch["attention_mask"][:, :-1].bool()] != IGNORED).sum())
     assert seen.layer == seen.head == (1, real_tokens(batch) + leads)
     if leads == 0 or labels == "all":
