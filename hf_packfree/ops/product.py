@@ -33,9 +33,10 @@ def as_in_forward(x: Tensor) -> AbstractContextManager[Any]:
     return torch.autocast(x.device.type, enabled=False)
 
 
-def product_backward(
-    d_out: Tensor, weight: Tensor, remade: Callable[[Tensor, bool], tuple[tuple[Tensor, ...], Tensor | None]], wanted: bool
-) -> tuple[Tensor | None, ...]:
+Remade = Callable[[Tensor, bool], tuple[tuple[Tensor | None, ...], Tensor | None]]
+
+
+def product_backward(d_out: Tensor, weight: Tensor, remade: Remade, wanted: bool) -> tuple[Tensor | None, ...]:
     """Return the gradients of what a product's x was made of, and last of its weight [F, D].
 
     Args:

@@ -66,8 +66,8 @@ def all_gradients(found, wanted) -> float:
     return relative_rms(*(torch.cat([grads[name].flatten() for name in wanted]) for grads in (found, wanted)))
 
 
-def rounding(model, batch) -> float:
-    """How far a model's gradients move, as `worst_gradient` sees it, when each weight moves by its last bit.
+def rounding(model, batch, grads) -> float:
+    """How far a model's gradients `grads` move, as `worst_gradient` sees it, when each weight moves by its last bit.
 
     Where a parameter's gradient is what is left of a sum that cancels, two right answers in fp32 differ by that much.
     """
@@ -76,4 +76,4 @@ def rounding(model, batch) -> float:
         for weight in nudged.parameters():
             up = torch.rand(weight.shape, generator=generator) < 0.5
             weight.copy_(torch.nextafter(weight, torch.where(up, math.inf, -math.inf)))
-    return worst_gradient(step(nudged, batch)[1], step(model, batch)[1])
+    return worst_gradient(step(nudged, batch)[1], grads)

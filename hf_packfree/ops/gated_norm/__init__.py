@@ -6,6 +6,8 @@ from torch import Tensor
 
 from hf_packfree.ops.backend import Backend, find, needs_triton
 from hf_packfree.ops.gated_norm import fla, torch_native, triton_native
+from hf_packfree.ops.order import moved_back
+from hf_packfree.ops.product import product
 
 BACKENDS = {
     "triton": Backend(triton_native.gated_rms_norm, needs_triton),
@@ -13,7 +15,7 @@ BACKENDS = {
     "torch": Backend(torch_native.gated_rms_norm),
 }
 REMAKES = ("triton",)
-"""The backends that make the result again for the projection's weights instead of keeping it."""
+"""The backends that take `projection` and `rows` themselves; they make the result again for the projection's weights."""
 
 
 def gated_rms_norm(
@@ -43,7 +45,11 @@ def gated_rms_norm(
     Raises:
         BackendUnavailable: no backend has that name.
     """
-    return find("gated norm", BACKENDS, backend)(x, z, weight, eps, projection, rows)  # type: ignore[no-any-return]
+    run = find("gated norm", BACKENDS, backend)
+    if backend in REMAKES:
+        return run(x, z, weight, eps, projection, rows)  # type: ignore[no-any-return]
+    normed: Tensor = run(moved_back(x, rows), z, weight, eps)
+    return normed if projection is None else product(normed.flatten(2), projection)
 
 
 __all__ = ["BACKENDS", "REMAKES", "gated_rms_norm"]

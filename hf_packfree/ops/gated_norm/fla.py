@@ -6,8 +6,6 @@ from torch import Tensor
 
 from hf_packfree.ops.backend import Site
 from hf_packfree.ops.fla import broken_fla, needs_fla
-from hf_packfree.ops.order import moved_back
-from hf_packfree.ops.product import product
 
 
 def unusable(site: Site) -> str | None:
@@ -15,11 +13,8 @@ def unusable(site: Site) -> str | None:
     return needs_fla(site) or broken_fla("fla.modules.fused_norm_gate")
 
 
-def gated_rms_norm(
-    x: Tensor, z: Tensor, weight: Tensor, eps: float, projection: Tensor | None = None, rows: Tensor | None = None
-) -> Tensor:
+def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `hf_packfree.ops.gated_norm.gated_rms_norm`."""
     from fla.modules.fused_norm_gate import rms_norm_gated
 
-    normed: Tensor = rms_norm_gated(moved_back(x, rows), z, weight, None, "silu", eps=eps)
-    return normed if projection is None else product(normed.flatten(-2), projection)
+    return rms_norm_gated(x, z, weight, None, "silu", eps=eps)  # type: ignore[no-any-return]

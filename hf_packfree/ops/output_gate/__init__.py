@@ -6,10 +6,11 @@ from torch import Tensor
 
 from hf_packfree.ops.backend import Backend, find, needs_triton
 from hf_packfree.ops.output_gate import torch_native, triton_native
+from hf_packfree.ops.product import product
 
 BACKENDS = {"triton": Backend(triton_native.output_gate, needs_triton), "torch": Backend(torch_native.output_gate)}
 REMAKES = ("triton",)
-"""The backends that make the result again for the projection's weights instead of keeping it."""
+"""The backends that take `projection` themselves; they make the result again for its weights instead of keeping it."""
 
 
 def output_gate(x: Tensor, z: Tensor, *, projection: Tensor | None = None, backend: str = "torch") -> Tensor:
@@ -26,7 +27,11 @@ def output_gate(x: Tensor, z: Tensor, *, projection: Tensor | None = None, backe
     Raises:
         BackendUnavailable: no backend has that name.
     """
-    return find("output gate", BACKENDS, backend)(x, z, projection)  # type: ignore[no-any-return]
+    run = find("output gate", BACKENDS, backend)
+    if backend in REMAKES:
+        return run(x, z, projection)  # type: ignore[no-any-return]
+    gated: Tensor = run(x, z)
+    return gated if projection is None else product(gated.flatten(2), projection)
 
 
 __all__ = ["BACKENDS", "REMAKES", "output_gate"]

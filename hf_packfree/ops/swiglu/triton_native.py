@@ -6,13 +6,14 @@ pass over [T, F] instead of keeping it.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hf_packfree.ops.product import as_in_forward, product
+from hf_packfree.ops.product import product, product_backward
 
 _BLOCK = 2048  # elements of a program
 
@@ -36,24 +37,24 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
-        with as_in_forward(d_y):
-            flat = (t.flatten(0, -2) for t in (d_y, *ctx.saved_tensors))
-            d_x, *d_weights = _gradients(ctx.needs_input_grad, *flat)
-        return None if d_x is None else d_x.view(*d_y.shape[:-1], -1), *d_weights
+        x, gate, up, down, a, b = ctx.saved_tensors
+        *wanted, wants_down = ctx.needs_input_grad
+        return product_backward(d_y, down, partial(_gradients, x, gate, up, a, b, wanted), wants_down)
 
 
 def _gradients(
-    needed: tuple[bool, ...], d_y: Tensor, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, a: Tensor, b: Tensor
-) -> tuple[Tensor | None, ...]:
-    """Those of x and of the weights, as far as they are needed; all tensors [rows, channels]."""
+    x: Tensor, gate: Tensor, up: Tensor, a: Tensor, b: Tensor, wanted: list[bool], d_mixed: Tensor, remakes: bool
+) -> tuple[tuple[Tensor | None, ...], Tensor | None]:
+    """Those of x, gate and up, as far as they are wanted, and where it `remakes` the gated product."""
     from hf_packfree.ops.swiglu.triton_kernels import gated_backward
 
-    wants_x, wants_gate, wants_up, wants_down = needed
-    d_mixed, d_a, d_b = d_y @ down, torch.empty_like(a), torch.empty_like(b)
+    d_a, d_b = torch.empty_like(d_mixed), torch.empty_like(d_mixed)
     _launch(gated_backward, a, b, d_mixed, d_a, d_b)  # which leaves the gated product in d_mixed's place
-    d_x = (d_a @ gate).addmm_(d_b, up) if wants_x else None
-    d_gate, d_up = (d.T @ x if wanted else None for d, wanted in ((d_a, wants_gate), (d_b, wants_up)))
-    return d_x, d_gate, d_up, d_y.T @ d_mixed if wants_down else None
+    wants_x, wants_gate, wants_up = wanted
+    rows = x.flatten(0, -2)
+    d_x = (d_a @ gate).addmm_(d_b, up).view_as(x) if wants_x else None
+    d_gate, d_up = (d.T @ rows if wants else None for d, wants in ((d_a, wants_gate), (d_b, wants_up)))
+    return (d_x, d_gate, d_up), d_mixed if remakes else None
 
 
 def _launch(kernel: Any, a: Tensor, *others: Tensor) -> None:
