@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from hf_packfree.bench.floor import Floor
 from hf_packfree.bench.memory import MIB, peak_mib
 from hf_packfree.cli import main
 from hf_packfree.errors import UnsupportedInput
+from tests.support import tiny
 
 CPU = torch.device("cpu")
 
@@ -40,7 +42,8 @@ def test_a_file_of_lengths_is_read_as_its_quantiles(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("5\nsix\n", "line 2"), ("0\n", "line 1"), ('{"words": 3}\n', "line 1"), ("7\n[1]\n", "line 2"), ("", "without a line")],
+    [("5\nsix\n", "line 2"), ("0\n", "line 1"), ('{"words": 3}\n', "line 1"), ("7\n[1]\n", "line 2"), ("", "without a line"),
+     ('{"input_ids": "hello"}\n', "line 1"), ("[" * 100_000, "line 1")],
 )
 def test_a_file_without_lengths_is_refused(tmp_path, text, said):
     file = tmp_path / "lengths.jsonl"
@@ -49,6 +52,15 @@ def test_a_file_without_lengths_is_refused(tmp_path, text, said):
         choose_lengths(str(file), 2, 10)
     with pytest.raises(UnsupportedInput, match="no file and no distribution"):
         choose_lengths(str(tmp_path / "nothing"), 2, 10)
+
+
+def test_a_file_is_utf_8_with_a_mark_or_without(tmp_path):
+    file = tmp_path / "lengths.jsonl"
+    file.write_bytes(b"\xef\xbb\xbf5\n6\n")
+    assert choose_lengths(str(file), 2, 10) == (5, 6)
+    file.write_bytes(b"5\n\xff\n")
+    with pytest.raises(UnsupportedInput, match="no text in UTF-8"):
+        choose_lengths(str(file), 2, 10)
 
 
 def test_both_batches_hold_the_same_documents_and_targets():
@@ -79,6 +91,35 @@ def test_the_floor_counts_every_linear_layer():
     assert floor.seconds() == 12.0
     one, hundred = (min(Floor(torch.nn.Linear(256, 256), n).seconds() for _ in range(5)) for n in (64, 6400))
     assert hundred > 5 * one
+
+
+def multiplied(model, tokens, choices):
+    """Multiplications of the forward products in the floor."""
+    floor = Floor(model, tokens, choices)
+    floor._once = lambda fan_in, fan_out, experts=0: math.prod(floor._sizes(fan_in, fan_out, experts)[0]) * fan_out
+    return floor.seconds()
+
+
+def test_the_floor_counts_the_experts_that_tokens_choose():
+    model = tiny("qwen3_5_moe")
+    linears = sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
+    layers, each = len(model.model.layers), 64 * 2 * 32 + 32 * 64  # gate and up, and down
+    assert multiplied(model, 10, 2) == 10 * (linears + 2 * layers * each)
+    assert multiplied(model, 1, 2) == linears + 2 * layers * each  # two of four experts have no token
+    assert Floor(model, 10, 2).seconds() > 0
+
+
+def test_a_benchmark_knows_how_many_experts_a_token_chooses(monkeypatch):
+    asked = []
+
+    def floor(model, tokens, choices):
+        asked.append((tokens, choices))
+        return Floor(model, tokens, choices)
+
+    monkeypatch.setattr("hf_packfree.bench.run.Floor", floor)
+    for family in ("qwen3_5_moe", "qwen3_5"):
+        run_bench(BenchOptions(family, (3, 2), rounds=1, threads=1))
+    assert asked == [(5, 2), (5, 1)]
 
 
 def report_of(*candidates):
@@ -142,7 +183,8 @@ def test_the_readme_adds_up_and_meets_its_mark():
     assert rows["patched padded"][2] >= 2.3 and rows["patched padded"][5] < 50
 
 
-FAST = ("bench", "qwen3_5", "--longest", "30", "--documents", "3", "--rounds", "1", "--threads", "1")
+TINY = ("bench", "qwen3_5", "--longest", "30", "--documents", "3", "--rounds", "1", "--threads", "1")
+FAST = ("bench", "small", "--longest", "8", "--documents", "2", "--rounds", "1", "--threads", "1")
 
 
 def test_command(capsys, tmp_path, monkeypatch):
@@ -153,6 +195,7 @@ def test_command(capsys, tmp_path, monkeypatch):
     for name in ("stock padded", "stock packed", "patched padded", "patched packed"):
         assert out.count(name) >= 1
     assert out.strip().splitlines()[-1].endswith("of the peak memory once patched.")
+    assert "Patched rows ran conv: " in out and f"torch {torch.__version__}" in out
     assert f"Drawn into {picture}." in " ".join(out.split())
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
 
@@ -161,13 +204,18 @@ def test_command_as_json(capsys):
     assert main([*FAST, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["real_tokens"] == sum(found["options"]["lengths"]) and len(found["candidates"]) == 4
-    assert found["candidates"][0]["times_as_fast"] == 1.0 and found["sentence"].startswith("Qwen3_5ForCausalLM (qwen3_5)")
+    assert found["candidates"][0]["times_as_fast"] == 1.0 and found["sentence"].startswith("Qwen3_5ForCausalLM (small)")
+    assert found["parameters"] > 7e6 and found["implementations"].keys() >= {"conv", "delta_rule", "attention"}
+    assert found["versions"]["torch"] == torch.__version__ and "hf_packfree" in found["versions"]
 
 
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
         (("bench", "nowhere/nothing"), "found no model"),
+        (("bench", "3b"), "or give one of the shapes small, 2b"),
+        (("bench", "--documents", "5000", "--longest", "5000"), "wanted at most 16,777,216"),
+        (("bench", "--device", "meta"), "found device 'meta', which holds no numbers"),
         (("bench", "--lengths", "nothing.jsonl"), "no file and no distribution"),
         (("bench", "--device", "nonsense"), "found device 'nonsense'"),
     ],

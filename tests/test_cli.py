@@ -35,7 +35,7 @@ def last(text: str) -> str:
     return text.strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize("command", [(), ("doctor",), ("verify",), ("models",), ("demo",)])
+@pytest.mark.parametrize("command", [(), ("doctor",), ("verify",), ("models",), ("bench",), ("demo",)])
 def test_help_says_what_exit_codes_mean(capsys, command):
     code, out, _ = run(capsys, *command, "--help")
     assert code == 0
@@ -54,6 +54,14 @@ def test_help_says_what_exit_codes_mean(capsys, command):
         (("verify", "qwen3_5", "--device", "nonsense"), "found device 'nonsense'"),
         (("demo", "--steps", "0"), "at least 1"),
         (("demo", "--batch-size", "1"), "at least 2"),
+        (("verify", "qwen3_5", "--lengths", "5,99999999999"), "at most 16777216 in all"),
+        (("verify", "qwen3_5", "--device", "meta"), "found device 'meta', which holds no numbers"),
+        (("bench", "--seed", "-1"), "at least 0 and at most 4294967295"),
+        (("demo", "--seed", "4294967296"), "at least 0 and at most 4294967295"),
+        (("bench", "--threads", "100000"), "at least 1 and at most"),
+        (("demo", "--threads", "100000"), "at least 1 and at most"),
+        (("bench", "--documents", "99999999999"), "at least 2 and at most"),
+        (("bench", "--longest", "99999999999"), "at least 1 and at most"),
     ],
 )
 def test_wrong_usage_is_2_and_a_sentence(capsys, argv, said):
@@ -141,9 +149,11 @@ def test_what_nobody_expected_is_3_and_a_sentence_or_a_traceback_where_asked(cap
     monkeypatch.setitem(hf_packfree.cli.COMMANDS, "models", lambda options: [][0])
     code, _, err = run(capsys, "models")
     assert code == 3 and "IndexError: list index out of range" in err and "PACKFREE_TRACEBACK=1" in err
-    monkeypatch.setenv("PACKFREE_TRACEBACK", "1")
-    with pytest.raises(IndexError):
-        main(["models"])
+    for value, shown in {"1": True, "0": False, "": False}.items():
+        monkeypatch.setenv("PACKFREE_TRACEBACK", value)
+        code, _, err = run(capsys, "models")
+        assert code == 3 and ("Traceback" in err and "in <lambda>" in err) is shown
+        assert "IndexError: list index out of range, which nobody expected" in last(err)
 
 
 def test_a_folder_without_a_model_is_2(capsys, tmp_path):

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from hf_packfree.cli import show
 from hf_packfree.doctor import REQUIREMENTS, Package, Requirement, diagnose, examine, probe, supported_models
 from hf_packfree.doctor.packages import check_hopper, release, without_cuda
 from hf_packfree.errors import UnsupportedModel
+from hf_packfree.models.state import Kernels, PatchState
+from hf_packfree.patching.backends import OPS
 from tests.support import by_family
 
 ROW = Requirement("fake-kernels", "fakekernels", "kernels", floor="1.2", why="earlier ones are wrong")
@@ -117,6 +120,8 @@ def test_without_cuda_kernels_are_unused_whatever_else_they_are():
 @pytest.mark.parametrize(
     "triton, capability, helper, state",
     [
+        ("3.6.0", "9.0", "tilelang without nvcc", "broken"),
+        ("3.6.0", "9.0", "flash-qla without nvcc", "broken"),
         ("3.6.0", "9.0", None, "broken"),
         ("3.4.0", "9.0", None, "broken"),
         ("3.7.1", "9.0", None, "usable"),
@@ -126,7 +131,9 @@ def test_without_cuda_kernels_are_unused_whatever_else_they_are():
         ("3.6.0", "9.0", "flash-qla", "usable"),
     ],
 )
-def test_hopper_with_a_triton_that_compiles_wrongly(triton, capability, helper, state):
+def test_hopper_with_a_triton_that_compiles_wrongly(monkeypatch, triton, capability, helper, state):
+    helper, _, lacks = (helper or "").partition(" without ")
+    monkeypatch.setattr("hf_packfree.doctor.packages.has_nvcc", lambda: not lacks)
     packages = {name: Package(name, None, "absent", "") for name in ("tilelang", "flash-qla")}
     packages |= {"triton": Package("triton", triton, "usable", ""), "fla-core": Package("fla-core", "0.6.0", "usable", "")}
     if helper:
@@ -134,6 +141,41 @@ def test_hopper_with_a_triton_that_compiles_wrongly(triton, capability, helper, 
     found = check_hopper(packages, [capability])
     assert found.state == state
     assert state == "usable" or f"triton {triton}" in found.reason
+
+
+@pytest.mark.parametrize(
+    "name, old, floor, why",
+    [
+        ("flash-qla", "0.1.2", "0.1.3", "take no plan of packed rows"),
+        ("causal-conv1d", "1.5.4", "1.6.0", "do not heed torch.use_deterministic_algorithms"),
+    ],
+)
+def test_kernels_that_patching_passes_over_are_too_old(site, name, old, floor, why):
+    row = next(row for row in REQUIREMENTS if row.name == name)
+    row = replace(row, name=f"fake-{name}", module="fakekernels")  # whatever is installed on this machine
+    install(site, version=old, name=row.name)
+    (found,) = examine([row])
+    assert (found.state, found.advice) == ("too old", f"pip install 'fake-{name}>={floor}'")
+    assert found.reason == f"needs {floor} or later: releases before it {why}"
+
+
+def test_a_plan_keeps_why_float32_is_slower(monkeypatch):
+    why = {"attention": "not triton: a", "attention in float32": "not triton: b"}
+    monkeypatch.setattr("hf_packfree.patching.backends.choose_backends", lambda *_: PatchState(why=why))
+    found = diagnose()
+    assert found.plans[0].why == why
+    assert {"attention: not triton: a.", "attention in float32: not triton: b."} <= set(found.notes)
+
+
+def test_every_operation_and_reason_is_shown(monkeypatch, capsys):
+    why = {"gates": "not triton: a", "attention in float32": "not triton: b"}
+    state = PatchState(elsewhere=Kernels(gates="shown"), why=why)
+    monkeypatch.setattr("hf_packfree.patching.backends.choose_backends", lambda *_: state)
+    show.diagnosis(diagnose())
+    lines = capsys.readouterr().out.splitlines()
+    rows = {cells[1].strip(): [cell.strip() for cell in cells[2:-1]] for line in lines if len(cells := line.split("│")) == 6}
+    assert {op: rows[op.replace("_", " ")] for op in OPS} == {op: ["shown" if op == "gates" else "torch"] * 3 for op in OPS}
+    assert {"gates: not triton: a.", "attention in float32: not triton: b."} <= set(lines)
 
 
 def test_floors_are_those_of_the_package():

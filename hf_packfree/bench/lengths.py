@@ -51,7 +51,13 @@ def _read(path: Path) -> list[int]:
         raise UnsupportedInput(
             f"found no file and no distribution {str(path)!r}; wanted {', '.join(DISTRIBUTIONS)}, or a JSONL file of lengths"
         )
-    lengths = [_length(line, path, number) for number, line in enumerate(path.read_text().splitlines(), 1) if line.strip()]
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise UnsupportedInput(
+            f"found {path}, which is no text in UTF-8 ({error}); wanted a JSONL file of lengths; save it as UTF-8"
+        ) from error
+    lengths = [_length(line, path, number) for number, line in enumerate(lines, 1) if line.strip()]
     if not lengths:
         raise UnsupportedInput(f"found {path} without a line; wanted a length per line")
     return lengths
@@ -62,8 +68,9 @@ def _length(line: str, path: Path, number: int) -> int:
     try:
         found = json.loads(line)
         if isinstance(found, dict):
-            found = found["length"] if "length" in found else len(found["input_ids"])
-    except (ValueError, KeyError, TypeError):
+            ids = found.get("input_ids")
+            found = found.get("length", len(ids) if isinstance(ids, list) else None)
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, int) or isinstance(found, bool) or found < 1:
         raise UnsupportedInput(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from hf_packfree.errors import UnsupportedModel
 from hf_packfree.patching.building import build_model
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -35,4 +37,9 @@ def model_of(source: str, device: torch.device, dtype: torch.dtype | None, trust
         from transformers import Qwen3_5TextConfig
 
         config = Qwen3_5TextConfig(**PRESETS[source])
-    return build_model(config, device=device, dtype=dtype, trust_remote_code=trust_remote_code).train()
+    try:
+        return build_model(config, device=device, dtype=dtype, trust_remote_code=trust_remote_code).train()
+    except UnsupportedModel as error:
+        if Path(source).exists():
+            raise
+        raise UnsupportedModel(f"{error}; or give one of the shapes {', '.join(PRESETS)}") from error

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-BASE = "stock padded"
+BASE, OPTIONAL = "stock padded", "stock packed"
 Progress = Callable[[str, int, int], None]
 """Called with what is going on, and how many of how many steps are done."""
 
@@ -70,9 +70,10 @@ class BenchReport:
         options: what was asked for.
         model, parameters, device, dtype, versions: what ran, where.
         candidates: stock padded first.
-        floor: seconds that the model's linear layers alone take for the real tokens: one multiplication forward, two
-            backward, each measured in the same run.
+        floor: seconds that the model's linear layers and experts alone take for the real tokens: one multiplication
+            forward, two backward, each measured in the same run.
         memory: how the peak was measured.
+        implementations: {operation: backend that ran the patched rows}.
     """
 
     options: BenchOptions
@@ -84,6 +85,7 @@ class BenchReport:
     candidates: tuple[Candidate, ...]
     floor: float
     memory: str
+    implementations: dict[str, str] = field(default_factory=dict)
 
     @property
     def real_tokens(self) -> int:
@@ -94,6 +96,11 @@ class BenchReport:
     def fill(self) -> float:
         """Share of real tokens in the padded batch, 0 to 1."""
         return self.real_tokens / (max(self.options.lengths) * len(self.options.lengths))
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything ran but stock packed, which transformers refuses where its kernels are not."""
+        return not any(row.refused for row in self.candidates if row.name != OPTIONAL)
 
     def candidate(self, name: str) -> Candidate:
         """Return the candidate of this name."""

@@ -14,13 +14,14 @@ from torch import nn
 
 from hf_packfree.bench import batches
 from hf_packfree.bench.floor import Floor
-from hf_packfree.bench.memory import HOW, peak_mib
+from hf_packfree.bench.memory import HOW, peak_mib, ran_out
 from hf_packfree.bench.presets import model_of
 from hf_packfree.bench.report import BASE, BenchOptions, BenchReport, Candidate, Progress
-from hf_packfree.ops.backend import installed
 from hf_packfree.patching.apply import apply_patches, patches_lifted
+from hf_packfree.patching.report import patch_report
 
-REFUSALS = (ValueError, TypeError, RuntimeError, IndexError, NotImplementedError, ImportError)
+REFUSALS = (ValueError, TypeError, RuntimeError, IndexError, NotImplementedError, ImportError, MemoryError)
+"""What transformers and its kernels raise at a batch they do not take, and what any step raises that does not fit."""
 
 
 @dataclass
@@ -35,13 +36,14 @@ class _Runner:
     seconds: list[float] = field(default_factory=list)
     peak: float | None = None
     refused: str | None = None
+    full: bool = False
 
     def step(self) -> None:
         self.model.zero_grad(set_to_none=True)
         self.model(**self.batch, use_cache=False).loss.backward()
 
     def attempt(self, measure: Callable[[], None]) -> None:
-        """Run, and remember a refusal instead of raising it."""
+        """Run, and remember instead of raising it that memory ran out or, of stock, a refusal; ours would be a defect."""
         if self.refused is not None:
             return
         scope: AbstractContextManager[None] = patches_lifted(self.model) if self.stock else nullcontext()
@@ -49,7 +51,11 @@ class _Runner:
             with scope:
                 measure()
         except REFUSALS as error:
-            self.refused = " ".join(str(error).split())[:300] or type(error).__name__
+            self.full = ran_out(error)
+            if not (self.stock or self.full):
+                raise
+            text = " ".join(str(error).split())[:300] or type(error).__name__
+            self.refused = f"out of memory: {text}" if self.full else text
         self.model.zero_grad(set_to_none=True)
 
     def done(self) -> Candidate:
@@ -67,6 +73,7 @@ def run_bench(options: BenchOptions, progress: Progress = lambda what, done, tot
 
     Raises:
         UnsupportedModel, PatchConflict, ContractError, BackendUnavailable: as `apply_patches`.
+        Exception: whatever a patched step raises, unless memory ran out, which the report says.
     """
     threads = torch.get_num_threads()
     if options.threads is not None:
@@ -83,7 +90,8 @@ def _measure(options: BenchOptions, progress: Progress) -> BenchReport:
     torch.manual_seed(options.seed)
     model: Any = apply_patches(model_of(options.model, device, dtype, options.trust_remote_code))
     runners = _runners(model, options, device)
-    floor, floors = Floor(model, sum(options.lengths)), []
+    choices = getattr(model.config.get_text_config(), "num_experts_per_tok", 1)
+    floor, floors = Floor(model, sum(options.lengths), choices), []
     rounds, total = options.rounds + 2, (options.rounds + 2) * len(runners)
     for number in range(rounds):
         floors.append(floor.seconds())
@@ -91,16 +99,18 @@ def _measure(options: BenchOptions, progress: Progress) -> BenchReport:
             progress(runner.name, number * len(runners) + place, total)
             _one_round(runner, number, rounds, device)
     progress("done", total, total)
+    patches = patch_report(model)
     return BenchReport(
         options=options,
         model=f"{type(model).__name__} ({options.model})",
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         device=_name_of(device),
         dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
-        versions={name: installed(name) for name in ("torch", "transformers", "hf_packfree")},
+        versions=patches.versions,
         candidates=tuple(runner.done() for runner in runners),
         floor=statistics.median(floors[1:]),
         memory=HOW["cuda" if device.type == "cuda" else "cpu"],
+        implementations=patches.implementations,
     )
 
 
@@ -115,7 +125,7 @@ def _runners(model: Any, options: BenchOptions, device: torch.device) -> list[_R
     padded, packed = batches.padded(documents, device), batches.packed(documents, device)
     stock_packed = _Runner("stock packed", model, packed, stock=True, note="exact only where transformers' kernels are")
     stock_packed.attempt(stock_packed.step)
-    if stock_packed.refused is not None:
+    if stock_packed.refused is not None and not stock_packed.full:
         positions = batches.packed(documents, device, every_form=False)
         note = f"leaks: positions alone, because the collator's keywords are refused ({stock_packed.refused})"
         stock_packed = replace(stock_packed, batch=positions, refused=None, note=note)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Sequence
 
 from hf_packfree.cli.commands import COMMANDS
@@ -32,8 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         complain(f"{error}; packfree doctor says what is installed and what to install")
         return BROKEN
     except Exception as error:  # a sentence for this one too, and never the exit code of a leak
-        if os.environ.get("PACKFREE_TRACEBACK"):
-            raise
+        if os.environ.get("PACKFREE_TRACEBACK", "0") not in ("", "0"):
+            traceback.print_exc()
         complain(f"found {in_short(error)}, which nobody expected; PACKFREE_TRACEBACK=1 shows where; please report it")
         return BROKEN
     except KeyboardInterrupt:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
-from hf_packfree.cli import show
-from hf_packfree.cli.options import BROKEN, FINE, LEAK
+from hf_packfree.cli import paths, show
+from hf_packfree.cli.options import BROKEN, FINE, LEAK, MOST_TOKENS
 from hf_packfree.errors import LeakDetected, UnsupportedInput
 
 
@@ -74,6 +74,8 @@ def _device(text: str) -> Any:
         raise UnsupportedInput(
             f"found device {text!r}, which is not usable here ({reason}); wanted cpu, cuda or mps; packfree doctor lists them"
         ) from error
+    if device.type == "meta":
+        raise UnsupportedInput("found device 'meta', which holds no numbers; wanted cpu, cuda or mps")
     return device
 
 
@@ -96,21 +98,41 @@ def bench(options: argparse.Namespace) -> int:
 
     if options.png is not None and find_spec("matplotlib") is None:
         raise ImportError("found no matplotlib; wanted it for --png; pip install 'hf_packfree[demo]' brings it")
-    lengths = choose_lengths(options.lengths, options.documents, options.longest)
+    if options.png is not None:
+        paths.picture(options.png)
+    lengths = _affordable(choose_lengths(options.lengths, options.documents, options.longest))
     names = ("rounds", "dtype", "threads", "seed", "trust_remote_code")
     given = {name: getattr(options, name) for name in names}
     wanted = BenchOptions(options.model, lengths, device=str(_device(options.device)), **given)
     with show.steps(options.json) as progress, quiet_libraries():
         report = run_bench(wanted, progress)
-    if options.png is not None:
+    drawn = None
+    try:
+        drawn = _drawn(report, options.png)
+    finally:  # what took minutes is shown, whatever becomes of its picture
+        if options.json:
+            show.as_json(report.as_dict())
+        else:
+            show.bench(report, drawn)
+    return FINE if report.complete else BROKEN
+
+
+def _affordable(lengths: tuple[int, ...]) -> tuple[int, ...]:
+    slots = len(lengths) * max(lengths)
+    if slots > MOST_TOKENS:
+        raise UnsupportedInput(
+            f"found {len(lengths):,} documents of up to {max(lengths):,} tokens, padded {slots:,}; wanted at most "
+            f"{MOST_TOKENS:,}; give fewer --documents or a smaller --longest"
+        )
+    return lengths
+
+
+def _drawn(report: Any, path: Any) -> Any:
+    if path is not None:
         from hf_packfree.bench.plot import draw
 
-        draw(report, options.png)
-    if options.json:
-        show.as_json(report.as_dict())
-    else:
-        show.bench(report, options.png)
-    return FINE if report.faster("patched padded") else BROKEN
+        draw(report, path)
+    return path
 
 
 def demo(options: argparse.Namespace) -> int:
@@ -118,8 +140,9 @@ def demo(options: argparse.Namespace) -> int:
     from hf_packfree.demo import DemoError, DemoOptions, run_demo
     from hf_packfree.demo.quiet import quiet_libraries
 
+    out = paths.folder(options.out)
     plots = not options.no_plots and find_spec("matplotlib") is not None
-    wanted = DemoOptions(options.out, options.steps, options.batch_size, options.seed, options.threads, plots)
+    wanted = DemoOptions(out, options.steps, options.batch_size, options.seed, options.threads, plots)
     try:
         with show.stages() as progress, quiet_libraries():
             report = run_demo(wanted, progress)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,12 @@ EXIT_CODES = f"""exit codes:
   {FINE}  fine
   {LEAK}  documents influence each other, or the demo's check failed
   {USAGE}  wrong usage, or a model or input that is not supported
-  {BROKEN}  something installed is broken, too old or missing, or a training process of the demo broke off;
-     or an error nobody expected: PACKFREE_TRACEBACK=1 shows where
+  {BROKEN}  something installed is broken, too old or missing, a training process of the demo broke off, or a step that
+     bench compares (any but stock packed) did not run; or an error nobody expected: PACKFREE_TRACEBACK=1 shows where
 """
+MOST_TOKENS = 2**24
+"""Of one batch, padding included: beyond what any machine has memory for."""
+
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
@@ -71,24 +76,25 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default="small", help=model)
     lengths = "instructions, uniform or equal, or a JSONL file with a length or input_ids per line (default: instructions)"
     parser.add_argument("--lengths", default="instructions", help=lengths)
-    parser.add_argument("--documents", type=_several, default=8, help="documents of the batch, 2 or more (default: 8)")
-    parser.add_argument("--longest", type=_positive, default=512, help="tokens of the longest document (default: 512)")
-    parser.add_argument("--rounds", type=_positive, default=5, help="timed steps of each candidate (default: 5)")
+    documents, longest = _whole(2, MOST_TOKENS), _whole(1, MOST_TOKENS)
+    parser.add_argument("--documents", type=documents, default=8, help="documents of the batch, 2 or more (default: 8)")
+    parser.add_argument("--longest", type=longest, default=512, help="tokens of the longest document (default: 512)")
+    parser.add_argument("--rounds", type=_whole(1), default=5, help="timed steps of each candidate (default: 5)")
     parser.add_argument("--device", default="cpu", help="default: cpu")
     parser.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's own")
-    parser.add_argument("--threads", type=_positive, help="CPU threads (default: torch's choice)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and tokens (default: 0)")
+    parser.add_argument("--threads", type=_threads, help="CPU threads (default: torch's choice)")
+    parser.add_argument("--seed", type=_seed, default=0, help="of weights and tokens (default: 0)")
     parser.add_argument("--png", type=Path, help="draw a picture into this file, which needs matplotlib")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
     _json_option(parser)
 
 
 def _demo_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, default=Path("packfree-demo"), help="folder to write (default: packfree-demo)")
-    parser.add_argument("--steps", type=_positive, default=60, help="optimizer steps of each training (default: 60)")
-    parser.add_argument("--batch-size", type=_several, default=8, help="documents per step, 2 or more (default: 8)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, documents and their order (default: 0)")
-    parser.add_argument("--threads", type=_positive, default=1, help="CPU threads (default: 1)")
+    parser.add_argument("--out", default="packfree-demo", help="folder to write (default: packfree-demo)")
+    parser.add_argument("--steps", type=_whole(1), default=60, help="optimizer steps of each training (default: 60)")
+    parser.add_argument("--batch-size", type=_whole(2), default=8, help="documents per step, 2 or more (default: 8)")
+    parser.add_argument("--seed", type=_seed, default=0, help="of weights, documents and their order (default: 0)")
+    parser.add_argument("--threads", type=_threads, default=1, help="CPU threads (default: 1)")
     parser.add_argument("--no-plots", action="store_true", help="draw no pictures, which need matplotlib")
 
 
@@ -101,15 +107,23 @@ def _lengths(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(
             f"found {text!r}; wanted two or more lengths, each of at least one token and one of more, such as 5,64,1"
         )
+    if sum(lengths) > MOST_TOKENS:
+        raise argparse.ArgumentTypeError(f"found {sum(lengths)} tokens; wanted at most {MOST_TOKENS} in all; give fewer")
     return lengths
 
 
-def _positive(text: str, least: int = 1) -> int:
-    number = int(text) if text.isdecimal() else 0
-    if number < least:
-        raise argparse.ArgumentTypeError(f"found {text!r}; wanted a whole number of at least {least}")
-    return number
+def _whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Return what reads a whole number within these bounds, both included."""
+    wanted = f"a whole number of at least {least}" + ("" if most is None else f" and at most {most}")
+
+    def read(text: str) -> int:
+        number = int(text) if text.isdecimal() else -1
+        if number < least or most is not None and number > most:
+            raise argparse.ArgumentTypeError(f"found {text!r}; wanted {wanted}")
+        return number
+
+    return read
 
 
-def _several(text: str) -> int:
-    return _positive(text, least=2)
+_seed = _whole(0, 2**32 - 1)  # what numpy takes, which transformers seeds too
+_threads = _whole(1, os.cpu_count() or 1)  # torch crashes at far more

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hf_packfree.bench import Progress as BenchProgress
     from hf_packfree.demo import DemoReport, Stage
     from hf_packfree.demo import Progress as Report
-    from hf_packfree.doctor import Diagnosis, Supported
+    from hf_packfree.doctor import Diagnosis, Plan, Supported
     from hf_packfree.verify import PackingReport
 
 COLOURS = {"usable": "green", "unused": "cyan", "absent": "dim", "too old": "yellow", "broken": "red"}
@@ -61,10 +61,6 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-OPERATIONS = {"conv": "conv", "delta_rule": "delta rule", "attention": "attention", "gated_norm": "gated norm"}
-"""The operations that the doctor shows, and their headings; `--json` has all."""
-
-
 def diagnosis(found: Diagnosis) -> None:
     """Show the doctor's findings."""
     console = Console()
@@ -73,17 +69,23 @@ def diagnosis(found: Diagnosis) -> None:
         known = "; ".join(filter(None, [row.reason or row.purpose, row.advice]))
         packages.add_row(row.name, row.version or "", f"[{COLOURS[row.state]}]{row.state}[/]", escape(known))
     console.print(packages)
-    plans = _table("What would run", "model", *OPERATIONS.values(), "unpacked rows")
-    for plan in found.plans:
-        plans.add_row(escape(plan.name), *(plan.packed[op] for op in OPERATIONS), plan.unpacked)
     if found.plans:
-        console.print(plans)
+        console.print(_plans(found.plans))
     for device in found.devices:
         memory = f", {device.memory_gib} GiB" if device.memory_gib else ""
         capability = f", capability {device.capability}" if device.capability else ""
         say(f"Device {device.kind}: {device.name}{memory}{capability}")
     for sentence in (*found.notes, str(found)):
         say(sentence)
+
+
+def _plans(plans: Sequence[Plan]) -> Table:
+    """Return a row for each operation, a column for each model."""
+    table = _table("What would run", "operation", *(escape(plan.name) for plan in plans))
+    for op in plans[0].packed:
+        table.add_row(op.replace("_", " "), *(plan.packed[op] for plan in plans))
+    table.add_row("unpacked rows", *(plan.unpacked for plan in plans))
+    return table
 
 
 def packing(report: PackingReport) -> None:
@@ -159,7 +161,7 @@ def bench(report: BenchReport, picture: object = None) -> None:
     )
     for row in report.candidates:
         if row.median is None:
-            table.add_row(row.name, f"{row.slots:,}", "refused", "", "", "", "", "")
+            table.add_row(row.name, f"{row.slots:,}", "did not run", "", "", "", "", "")
             continue
         numbers = [
             (report.faster(row.name), ".2f"), (report.tokens_per_second(row.name), ",.0f"), (row.peak_mib, ",.0f"),
@@ -171,10 +173,14 @@ def bench(report: BenchReport, picture: object = None) -> None:
     say(f"Forward and backward of {len(lengths)} documents of {min(lengths)} to {max(lengths)} tokens; medians of "
         f"{report.options.rounds} steps, all candidates in turns.  Tokens/s count real tokens, {report.real_tokens:,} a step.")
     say(f"MiB: the peak of one step; {report.memory}.")
-    say(f"Floor: the share of a step that the products of its linear layers take by themselves, {report.floor * 1e3:,.1f} ms.")
+    say("Floor: the share of a step that the products of its linear layers and experts take by themselves, "
+        f"{report.floor * 1e3:,.1f} ms.")
     for row in report.candidates:
         if row.refused or row.note:
-            say(f"{row.name}: {'refused: ' + row.refused if row.refused else row.note}.")
+            say(f"{row.name}: {'did not run: ' + row.refused if row.refused else row.note}.")
+    ran = ", ".join(f"{op}: {name}" for op, name in report.implementations.items())
+    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items() if version)
+    say(f"Patched rows ran {ran}; {versions}.")
     if picture is not None:
         say(f"Drawn into {picture}.")
     say(f"{report}.")

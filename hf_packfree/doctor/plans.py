@@ -26,7 +26,7 @@ class Plan:
     Attributes:
         packed: {op: backend}, in half precision on the GPU if there is one.
         unpacked: what runs for rows of one document.
-        why: {op: why a faster backend would not run}.
+        why: {op, or "op in float32": why a faster backend would not run}.
     """
 
     name: str
@@ -66,8 +66,7 @@ def _plan(name: str, config: Any, unpacked: str) -> Plan:
 
     state = choose_backends("auto", "upstream", config)
     kernels = state.cuda_half if torch.cuda.is_available() else state.elsewhere
-    why = {op: reason for op, reason in state.why.items() if op in vars(kernels)}
-    return Plan(name, dict(vars(kernels)), unpacked, why)
+    return Plan(name, dict(vars(kernels)), unpacked, dict(state.why))
 
 
 def _plan_of(model: str, unpacked: str) -> Plan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_packfree.ops.releases import FLA_FLOOR
+from hf_packfree.ops.releases import CAUSAL_CONV1D_FLOOR, FLA_FLOOR, FLASH_QLA_FLOOR
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,22 @@ REQUIREMENTS = (
         why="every release before it computes packed rows wrong, or fails on them, in at least one case",
         other_names=("flash-linear-attention",),
     ),
-    Requirement("causal-conv1d", "causal_conv1d", "convolution kernel", cuda=True),
-    Requirement("flash-qla", "flash_qla", "delta rule kernels for Hopper and later", cuda=True),
+    Requirement(
+        "causal-conv1d",
+        "causal_conv1d",
+        "convolution kernel",
+        cuda=True,
+        floor=CAUSAL_CONV1D_FLOOR,
+        why="releases before it do not heed torch.use_deterministic_algorithms",
+    ),
+    Requirement(
+        "flash-qla",
+        "flash_qla",
+        "delta rule kernels for Hopper and later",
+        cuda=True,
+        floor=FLASH_QLA_FLOOR,
+        why="releases before it take no plan of packed rows",
+    ),
     Requirement("tilelang", "tilelang", "compiles FlashQLA's and some of FLA's kernels", cuda=True),
     Requirement("flash-attn", "flash_attn", "attention kernels", cuda=True),
     Requirement("kernels", "kernels", "kernels from the hub"),

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from functools import cache
-from importlib.metadata import PackageNotFoundError, files
 from importlib.util import find_spec
 from inspect import signature, unwrap
-from pathlib import Path
-from shutil import which
 from typing import Any
 
 import torch
@@ -16,7 +12,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from hf_packfree.ops.backend import Site, broken, installed, needs_triton
-from hf_packfree.ops.releases import FLA_FLOOR, WRONG_TRITON
+from hf_packfree.ops.releases import FLA_FLOOR, HOPPER_ADVICE, WRONG_TRITON, has_nvcc
 from hf_packfree.packing import PackedSequence
 
 
@@ -47,19 +43,8 @@ def wrong_on_hopper(site: Site) -> str | None:
         return None
     return (
         f"its backward refuses to run on Hopper with triton {triton} (3.4.0 to 3.7.0) without tilelang and nvcc; "
-        "pip install flash-qla, or tilelang where the CUDA toolkit is installed, or triton>=3.7.1 with a torch that takes it"
+        f"{HOPPER_ADVICE}"
     )
-
-
-def has_nvcc() -> bool:
-    """Whether TileLang finds the compiler it calls: on the path, under CUDA_HOME, or from NVIDIA's wheel."""
-    homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
-    if which("nvcc") is not None or any(home and (Path(home) / "bin" / "nvcc").exists() for home in homes):
-        return True
-    try:
-        return any(file.name in ("nvcc", "nvcc.exe") for file in files("nvidia-cuda-nvcc") or ())
-    except PackageNotFoundError:
-        return False
 
 
 def chunk_indices(packed: PackedSequence, size: int) -> dict[str, Any]:

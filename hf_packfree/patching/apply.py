@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,14 +11,13 @@ from torch import nn
 
 from hf_packfree.errors import PatchConflict
 from hf_packfree.models.state import PatchState
+from hf_packfree.patching.announce import announce
 from hf_packfree.patching.backends import Choice, choose_backends
 from hf_packfree.patching.plan import Step, plan_swaps, trunks
 from hf_packfree.patching.registry import family_of
-from hf_packfree.patching.report import patch_report
 from hf_packfree.patching.selfcheck import check_release
 from hf_packfree.patching.swap import put_back, swap
 
-logger = logging.getLogger("hf_packfree")
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
@@ -32,7 +30,8 @@ def apply_patches(
 ) -> _Model:
     """Make packed rows exact, in place, and return the same model; applying twice changes nothing more.
 
-    Logs one line (logger "hf_packfree", level INFO) that says what was swapped and which implementations run.
+    Logs what was swapped, which implementations run and why none that is faster, and whether kernels compile (logger
+    "hf_packfree", level INFO), and which operations run in plain torch on a GPU (WARNING).
 
     Args:
         model: a Qwen3.5, Qwen3.5-MoE or Qwen3-Next model, or anything that holds one (a classification head, a
@@ -74,10 +73,7 @@ def swap_planned(model: nn.Module, backend: Choice, unpacked: str, padded: str) 
         return
     check_release(family, state)
     swap(steps, state)
-    logger.info("%s", patch_report(model))
-    for op, reason in state.why.items():
-        if getattr(state.cuda_half, op, None) == "torch":
-            logger.warning("%s runs in plain torch on this GPU, which is slow: %s", op, reason)
+    announce(model, state)
 
 
 def remove_patches(model: _Model) -> _Model:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +16,7 @@ from hf_packfree.ops import add_norm, attention, conv, delta_rule, gated_norm, g
 from hf_packfree.ops.backend import Backend, Site
 
 VARIABLE = "PACKFREE_BACKEND"
-"""Environment variable read where `backend` is "auto": a name, or "conv=fla,delta_rule=torch"."""
+"""Environment variable read where `backend` is "auto": a name, or "conv=fla,delta_rule=torch"; empty: as if not set."""
 
 OPS: dict[str, ModuleType] = {
     "conv": conv,
@@ -41,23 +42,30 @@ def choose_backends(backend: Choice, unpacked: str, config: Any = None) -> Patch
         unpacked: "upstream" or "native".
         config: of the text model; None: its sizes are not checked.
 
+    What runs on CUDA runs on every GPU in sight: which of them the model meets is not known yet.
+
     Raises:
-        BackendUnavailable: no operation has such a backend, or it cannot run here.
+        BackendUnavailable: no operation has such a backend, or it cannot run here; or an operation is named twice.
         ValueError: `unpacked` is neither.
     """
     if unpacked not in ("upstream", "native"):
         raise ValueError(f"found unpacked={unpacked!r}; wanted 'upstream' or 'native'")
-    forced = _forced(os.environ.get(VARIABLE, "auto") if backend == "auto" else backend)
+    forced = _forced(backend)
     sizes = {} if config is None else model_sizes(config)
     gpu = torch.cuda.is_available()
-    elsewhere, _ = _choose(Site("cpu", None, torch.float32, sizes), forced, in_doubt=gpu)
+    elsewhere, _ = _choose([Site("cpu", None, torch.float32, sizes)], forced, in_doubt=gpu)
     if not gpu:
         return PatchState(elsewhere=elsewhere, unpacked=unpacked)
-    capability = min(torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count()))
-    half, why = _choose(Site("cuda", capability, torch.bfloat16, sizes), forced)
-    single, why_single = _choose(Site("cuda", capability, torch.float32, sizes), forced, in_doubt=True)
+    half, why = _choose(_gpus(torch.bfloat16, sizes), forced)
+    single, why_single = _choose(_gpus(torch.float32, sizes), forced, in_doubt=True)
     why |= {f"{op} in float32": reason for op, reason in why_single.items() if reason != why.get(op)}
     return PatchState(cuda_half=half, cuda_single=single, elsewhere=elsewhere, unpacked=unpacked, why=why)
+
+
+def _gpus(dtype: torch.dtype, sizes: dict[str, int]) -> list[Site]:
+    """Return a site for every kind of GPU in sight."""
+    kinds = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
+    return [Site("cuda", capability, dtype, sizes) for capability in sorted(kinds)]
 
 
 def model_sizes(config: Any) -> dict[str, int]:
@@ -75,57 +83,81 @@ def model_sizes(config: Any) -> dict[str, int]:
 
 def _forced(backend: Choice) -> dict[str, str]:
     """Return {op: name} of what is not left to us."""
+    where = f"backend={backend!r}"
+    if backend == "auto":
+        backend = os.environ.get(VARIABLE, "").strip() or "auto"
+        where = f"{VARIABLE}={backend!r}"
     if isinstance(backend, str) and "=" in backend:
-        pairs = [part.strip().split("=", 1) for part in backend.split(",")]
-        backend = {pair[0]: pair[-1] if len(pair) == 2 else "" for pair in pairs}
+        backend = _pairs(backend, where)
     if isinstance(backend, str):
         known = {op: backend for op, module in OPS.items() if backend in module.BACKENDS}
         if backend != "auto" and not known:
-            raise BackendUnavailable(f"found backend={backend!r}; wanted 'auto' or {_all_names()}; pass one of them")
+            raise BackendUnavailable(f"found {where}; wanted 'auto' or {_all_names()}; pass one of them")
         return known
     for op, name in backend.items():
         if op not in OPS or name not in {"auto", *OPS[op].BACKENDS}:
-            raise BackendUnavailable(f"found backend {op}={name}; wanted {_all_names()}; pass one of them")
+            raise BackendUnavailable(f"found {op}={name} in {where}; wanted {_all_names()}; pass one of them")
     return {op: name for op, name in backend.items() if name != "auto"}
+
+
+def _pairs(text: str, where: str) -> dict[str, str]:
+    """Return {op: name} of "op=name,op=name"."""
+    parts = [part.strip().partition("=") for part in text.split(",")]
+    twice = [op for op, count in Counter(op for op, _, _ in parts).items() if count > 1]
+    if twice:
+        raise BackendUnavailable(f"found {twice[0]} named twice in {where}; wanted every op once; leave one of them out")
+    return {op: name for op, _, name in parts}
 
 
 def _all_names() -> str:
     return "; ".join(f"{op}: {', '.join(module.BACKENDS)}" for op, module in OPS.items())
 
 
-def _choose(site: Site, forced: Mapping[str, str], in_doubt: bool = False) -> tuple[Kernels, dict[str, str]]:
-    """Return the first backend of every op that can run at `site`, and why those before it, or the forced one, cannot.
+def _choose(sites: Sequence[Site], forced: Mapping[str, str], in_doubt: bool = False) -> tuple[Kernels, dict[str, str]]:
+    """Return the first backend of every op that can run at all `sites`, and why those before it, or the forced one, cannot.
 
     A forced one that cannot is refused, or, `in_doubt` whether the model ever comes there, replaced.
     """
     names, why = {}, {}
     for op, module in OPS.items():
         backends: dict[str, Backend] = module.BACKENDS
+        refused: dict[str, str] = {}
         asked = forced.get(op)
         if asked is not None:
-            reason = backends[asked].unusable(site)
+            reason = _unusable(backends[asked], sites)
             if reason is None:
                 names[op] = asked
                 continue
             if not in_doubt:
-                usable = [name for name in backends if backends[name].exact and backends[name].unusable(site) is None]
-                raise BackendUnavailable(
-                    f"found {op} backend {asked!r} asked for, but {reason}; wanted one that runs here: "
-                    f"{', '.join(usable)}; pass one of them or 'auto' as backend, or in {VARIABLE}"
-                )
-        names[op], refused = _first_usable(backends, site)
-        refused = refused if asked is None else {asked: str(reason)}
+                raise _refusal(op, asked, reason, sites)
+            refused[asked] = reason
+        names[op], before = _first_usable(backends, sites)
+        refused |= before
         if refused:
             why[op] = "; ".join(f"not {name}: {because}" for name, because in refused.items())
     return Kernels(**names), why
 
 
-def _first_usable(backends: Mapping[str, Backend], site: Site) -> tuple[str, dict[str, str]]:
+def _refusal(op: str, asked: str, reason: str, sites: Sequence[Site]) -> BackendUnavailable:
+    backends: dict[str, Backend] = OPS[op].BACKENDS
+    usable = [name for name, backend in backends.items() if backend.exact and _unusable(backend, sites) is None]
+    return BackendUnavailable(
+        f"found {op} backend {asked!r} asked for, but {reason}; wanted one that runs here: "
+        f"{', '.join(usable)}; pass one of them or 'auto' as backend, or in {VARIABLE}"
+    )
+
+
+def _unusable(backend: Backend, sites: Sequence[Site]) -> str | None:
+    """Return why it cannot run at the first of `sites` where it cannot, or None."""
+    return next((reason for site in sites if (reason := backend.unusable(site)) is not None), None)
+
+
+def _first_usable(backends: Mapping[str, Backend], sites: Sequence[Site]) -> tuple[str, dict[str, str]]:
     """Return the first exact backend that can run, and why those before it cannot; later ones are not even imported."""
     refused: dict[str, str] = {}
     for name, backend in backends.items():
         if backend.exact:
-            reason = backend.unusable(site)
+            reason = _unusable(backend, sites)
             if reason is None:
                 return name, refused
             refused[name] = reason

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from hf_packfree._version import __version__
-from hf_packfree.models.state import PatchState
+from hf_packfree.models.state import Kernels, PatchState
 from hf_packfree.ops.backend import installed
 from hf_packfree.patching.backends import OPS
 from hf_packfree.patching.registry import family_of
@@ -25,8 +25,8 @@ class PatchReport:
         family: the supported family it holds, or None.
         patched: whether its text model is swapped.
         swaps: {class name: how many modules of it are swapped and run}; a head that another forward hides is not in it.
-        implementations: {operation: backend that runs for packed rows where the model is now}.
-        why: {operation: why a faster backend is not used on this machine's GPUs}.
+        implementations: {operation: backend that runs for packed rows where the model is now, under autocast if it is on}.
+        why: {operation, or "operation in float32": why a faster backend is not used on this machine's GPUs}.
         unpacked: "upstream" or "native", what runs for rows of one document.
         padded: "lazy", "full" or "upstream", what runs for padded rows of one document.
         attention: the attention implementation the model was loaded with.
@@ -61,7 +61,8 @@ class PatchReport:
         swapped = ", ".join(f"{count} {name}" for name, count in self.swaps.items())
         runs = ", ".join(f"{op}: {self._with_version(op, name)}" for op, name in self.implementations.items())
         rest = f"unpacked rows run {self.unpacked}, padded rows {self.padded}"
-        return f"{self.model} is patched: swapped {swapped}; packed rows run {runs}; {self._exactness()}; {rest}"
+        said = f"{self.model} is patched: swapped {swapped}; packed rows run {runs}; {self._exactness()}; {rest}"
+        return "\n".join((said, *(f"  on this machine's GPUs, {op}: {reason}" for op, reason in self.why.items())))
 
     def _exactness(self) -> str:
         if not self.inexact:
@@ -116,7 +117,17 @@ def _versions(state: PatchState | None) -> dict[str, str | None]:
 
 def _implementations(state: PatchState, model: nn.Module) -> dict[str, str]:
     parameter = next(model.parameters(), torch.empty(0))
-    kernels = state.kernels_for(parameter.device, parameter.dtype)
+    kernels = _kernels(state, parameter.device, parameter.dtype)
     loaded = getattr(getattr(model, "config", None), "_attn_implementation", None)
     attention = kernels.attention if loaded == "sdpa" else f"{loaded} (the model's)"
     return vars(kernels) | {"attention": attention}
+
+
+def _kernels(state: PatchState, device: torch.device, dtype: torch.dtype) -> Kernels:
+    """What layers choose: mixers by what a projection returns, which is autocast's dtype; the residual stream keeps its own."""
+    kernels = state.kernels_for(device, dtype)
+    autocast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    if not autocast or dtype == torch.float64:  # which autocast leaves alone
+        return kernels
+    mixers = state.kernels_for(device, torch.get_autocast_dtype(device.type))
+    return replace(mixers, add_norm=kernels.add_norm, swiglu="torch")

@@ -3,57 +3,17 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 import pytest
 import torch
 
-from hf_packfree import apply_patches, patch_report
 from hf_packfree.errors import BackendUnavailable
-from hf_packfree.models.state import Kernels
-from hf_packfree.ops import attention, backend, conv, delta_rule, fla, gated_norm
+from hf_packfree.ops import attention, backend, conv, gated_norm
 from hf_packfree.ops.backend import Site
 from hf_packfree.patching import backends
 from hf_packfree.patching.backends import choose_backends, model_sizes
+from tests.patching.machines import INSTALLED, SIZES
 from tests.support import tiny
-
-INSTALLED = {"triton": "3.6.0", "fla-core": "0.6.0", "flash-qla": "0.1.3", "tilelang": "0.1.15"}
-SIZES = {"key_heads": 16, "value_heads": 32, "key_size": 128, "value_size": 128, "taps": 4, "head_size": 256}
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    """Return a function that makes it look as if there were a GPU with these packages."""
-
-    def pretend(capability=(9, 0), packages=INSTALLED, nvcc=True, broken=()):
-        modules = {
-            "triton": "triton", "fla": "fla-core", "flash_qla": "flash-qla", "tilelang": "tilelang",
-            "causal_conv1d": "causal-conv1d",
-        }
-
-        def import_module(name):
-            if name in broken:
-                raise OSError("undefined symbol: _ZN3c10\nand more")
-
-        def find_spec(name):
-            return object() if modules.get(name) in packages else None
-
-        for module in (fla, backend, conv.dao, delta_rule.flash_qla):
-            if hasattr(module, "find_spec"):
-                monkeypatch.setattr(module, "find_spec", find_spec)
-        for module in (fla, backend):
-            monkeypatch.setattr(module, "installed", packages.get)
-        monkeypatch.setattr(backend, "import_module", import_module)
-        backend.broken.cache_clear()
-        monkeypatch.setattr(fla, "has_nvcc", lambda: nvcc)
-        monkeypatch.setattr(delta_rule.flash_qla, "has_nvcc", lambda: nvcc)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: capability)
-        monkeypatch.setattr(backends, "model_sizes", lambda config: config)
-
-    yield pretend
-    backend.broken.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -135,6 +95,13 @@ def test_under_torch_compile_what_mixes_no_tokens_is_left_to_it(gpu, monkeypatch
         ({"packages": {"triton": "3.6.0", "fla-core": "0.6.0"}}, "torch", "refuses to run on Hopper with triton 3.6.0"),
         ({"packages": {"triton": "3.7.1", "fla-core": "0.6.0"}}, "fla", "flash-qla is not installed"),
         ({"packages": INSTALLED, "nvcc": False}, "torch", "nvcc"),
+        (
+            {"packages": INSTALLED | {"flash-qla": "0.1.2"}}, "fla",
+            "flash-qla 0.1.2 is too old for packed rows; pip install 'flash-qla>=0.1.3'",
+        ),
+        ({"capability": (8, 0), "others": [(9, 0)], "packages": {"triton": "3.6.0", "fla-core": "0.6.0"}}, "torch", "Hopper"),
+        ({"others": [(12, 0)]}, "fla", "it trains on Hopper and Blackwell data centre GPUs, this is 12.0"),
+        ({"others": [(9, 0), (7, 5)]}, "torch", "it needs an Ampere GPU or later (8.0), this is 7.5"),
         ({"packages": {"triton": "3.6.0", "fla-core": "0.6.0", "tilelang": "0.1.15"}}, "fla", "flash-qla is not installed"),
         ({"capability": (8, 0)}, "fla", "it trains on Hopper and Blackwell data centre GPUs, this is 8.0"),
         ({"capability": (7, 5)}, "torch", "it needs an Ampere GPU or later (8.0), this is 7.5"),
@@ -175,13 +142,57 @@ def test_forcing_by_argument_and_by_variable(gpu, monkeypatch):
     assert (by_variable.conv, by_variable.delta_rule) == ("fla", "torch")
     assert choose_backends("torch", "upstream", SIZES).cuda_half.conv == "torch", "an argument goes before the variable"
     monkeypatch.setenv(backends.VARIABLE, "delta=fla")
-    with pytest.raises(BackendUnavailable, match="found backend delta=fla; wanted conv: triton"):
+    with pytest.raises(BackendUnavailable, match="found delta=fla in PACKFREE_BACKEND='delta=fla'; wanted conv: triton"):
         choose_backends("auto", "upstream", SIZES)
     monkeypatch.setenv(backends.VARIABLE, "conv=fla,delta_rule")
-    with pytest.raises(BackendUnavailable, match="found backend delta_rule=; wanted conv: triton"):
+    wanted = "found delta_rule= in PACKFREE_BACKEND='conv=fla,delta_rule'; wanted conv: triton"
+    with pytest.raises(BackendUnavailable, match=wanted):
         choose_backends("auto", "upstream", SIZES)
     with pytest.raises(BackendUnavailable, match="conv backend 'causal_conv1d' asked for, but causal-conv1d is not installed"):
         choose_backends({"conv": "causal_conv1d"}, "upstream", SIZES)
+
+
+def test_a_name_that_nothing_has_is_told_with_where_it_came_from(gpu, monkeypatch):
+    gpu()
+    for value, found in {
+        "frob": "found backend='frob'; wanted 'auto' or conv: triton",
+        "conv=fla,conv=torch": "found conv named twice in backend='conv=fla,conv=torch'; wanted every op once",
+    }.items():
+        monkeypatch.delenv(backends.VARIABLE, raising=False)
+        with pytest.raises(BackendUnavailable, match=re.escape(found)):
+            choose_backends(value, "upstream", SIZES)
+        monkeypatch.setenv(backends.VARIABLE, value)
+        with pytest.raises(BackendUnavailable, match=re.escape(found.replace("backend=", "PACKFREE_BACKEND="))):
+            choose_backends("auto", "upstream", SIZES)
+    with pytest.raises(BackendUnavailable, match=re.escape("found delta=fla in backend={'delta': 'fla'}; wanted conv: triton")):
+        choose_backends({"delta": "fla"}, "upstream", SIZES)
+
+
+@pytest.mark.parametrize("value", ["", " "])
+def test_an_empty_variable_is_none(gpu, monkeypatch, value):
+    gpu()
+    monkeypatch.setenv(backends.VARIABLE, value)
+    assert choose_backends("auto", "upstream", SIZES).cuda_half.delta_rule == "flash_qla"
+
+
+def test_what_is_made_for_one_card_alone_runs_on_none_of_several_kinds(gpu):
+    gpu(others=[(12, 0)])
+    state = choose_backends("auto", "upstream", SIZES)
+    assert (state.cuda_half.attention, state.cuda_half.conv) == ("varlen", "triton")
+    assert "not triton: its blocks are made for Hopper (9.0), this is 12.0" in state.why["attention"]
+    with pytest.raises(BackendUnavailable, match="'flash_qla' asked for, but it trains on .*, this is 12.0; .*: fla, torch;"):
+        choose_backends({"delta_rule": "flash_qla"}, "upstream", SIZES)
+
+
+@pytest.mark.parametrize(("version", "chosen"), [("1.5.0.post8", "fla"), ("1.6.0", "causal_conv1d")])
+def test_causal_conv1d_comes_before_fla_where_it_can_be_deterministic(gpu, monkeypatch, version, chosen):
+    gpu(packages=INSTALLED | {"causal-conv1d": version})
+    monkeypatch.setattr(conv, "BACKENDS", {name: found for name, found in conv.BACKENDS.items() if name != "triton"})
+    state = choose_backends("auto", "upstream", SIZES)
+    assert (state.cuda_half.conv, state.cuda_single.conv) == (chosen, chosen)
+    if chosen == "fla":
+        old = f"causal-conv1d {version} is too old to be deterministic where torch is asked to be"
+        assert state.why["conv"] == f"not causal_conv1d: {old}; pip install 'causal-conv1d>=1.6.0'"
 
 
 def test_a_forced_name_that_half_precision_alone_can_run_is_replaced_in_float32_and_said(gpu):
@@ -197,37 +208,6 @@ def test_what_is_not_exact_runs_only_where_it_is_asked_for(gpu):
     assert choose_backends("auto", "upstream", SIZES).cuda_half.delta_rule == "flash_qla"
     state = choose_backends("flash_qla_cut", "upstream", SIZES)
     assert (state.cuda_half.delta_rule, state.cuda_single.delta_rule) == ("flash_qla_cut", "fla")
-
-
-def test_the_report_says_what_is_not_exact(monkeypatch):
-    exact, model = patch_report(apply_patches(tiny())), tiny()
-    assert exact.inexact == {} and "documents get what they get alone" in str(exact)
-    anywhere = replace(delta_rule.BACKENDS["flash_qla_cut"], unusable=lambda site: None)
-    monkeypatch.setitem(delta_rule.BACKENDS, "flash_qla_cut", anywhere)
-    report = patch_report(apply_patches(model, backend={"delta_rule": "flash_qla_cut"}))
-    assert report.inexact == {"delta_rule": "flash_qla_cut"}
-    assert "do not get exactly what they get alone, as asked for by delta_rule: flash_qla_cut" in str(report)
-
-
-def test_the_report_names_what_is_not_exact_wherever_the_model_is_now(monkeypatch):
-    model = apply_patches(tiny())
-    state = replace(model.model.packfree, cuda_half=Kernels(delta_rule="flash_qla_cut"))
-    for module in model.modules():
-        if getattr(module, "packfree", None) is not None:
-            monkeypatch.setattr(module, "packfree", state)
-    report = patch_report(model)
-    assert report.implementations["delta_rule"] == "torch" and report.inexact == {"delta_rule": "flash_qla_cut"}
-
-
-def test_hopper_without_a_backward_is_said_when_patching(gpu, caplog):
-    gpu(packages={"triton": "3.6.0", "fla-core": "0.6.0"})
-    monkey = {"key_heads": 2, "value_heads": 4, "key_size": 16, "value_size": 16, "taps": 4, "head_size": 16}
-    backends.model_sizes = lambda config: monkey
-    model = apply_patches(tiny())
-    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "delta_rule runs in plain torch on this GPU" in line and "pip install flash-qla" in line
-    report = patch_report(model)
-    assert set(report.implementations.values()) == {"torch"} and "Hopper" in report.why["delta_rule"]
 
 
 def test_sizes_come_from_the_config():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import nn
 
 from hf_packfree import apply_patches, prewarm
 from hf_packfree.errors import UnsupportedModel
+from hf_packfree.models.state import PatchState
 from tests.support import tiny
 
 
@@ -18,10 +21,43 @@ def test_weights_gradients_and_random_state_stay():
     seen = []
     model.model.packfree.observers.append(lambda packed, shape, mask: seen.append(packed.lengths))
     assert prewarm(model) > 0
-    assert seen == [[64, 64, 64], [131], [1, 66, 3]]
+    assert seen == [[131], [1, 66], [64, 64, 64], [1, 66, 3, 5, 64, 2]]
+    assert {1, 2, 3} < set(map(len, seen)) and max(map(len, seen)) * 16 > 0.7 * 132  # where FlashQLA 0.1.3 takes other tiles
     assert torch.equal(torch.get_rng_state(), state)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
+def test_under_autocast_it_runs_what_a_step_runs_there(monkeypatch):
+    """The tensors decide which kernels run: who asks, and for which dtype."""
+    asked, choose = set(), PatchState.kernels_for
+
+    def watched(self, device, dtype):
+        if (caller := sys._getframe(1).f_code.co_name) != "_kernels":  # the report's
+            asked.add((caller, dtype))
+        return choose(self, device, dtype)
+
+    monkeypatch.setattr(PatchState, "kernels_for", watched)
+    model = apply_patches(tiny())
+    inputs = {"input_ids": torch.arange(131)[None] % 128, "position_ids": torch.arange(131)[None] % 66}
+
+    def step():
+        asked.clear()
+        model(**inputs, use_cache=False).logits.float().square().mean().backward()
+        gradients = [parameter.grad.clone() for parameter in model.parameters()]
+        model.zero_grad()
+        return gradients, set(asked)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted, ran = step()
+    with torch.autocast("cpu", torch.bfloat16):
+        asked.clear()
+        prewarm(model)
+        assert asked == ran
+        found, _ = step()  # also where autocast still holds the casts of the weights
+    bf16, fp32 = torch.bfloat16, torch.float32
+    assert ran == {("_mix", bf16), ("_attend_packed", bf16), ("_add_norm", fp32), ("_feed_forward", fp32)}
+    assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize("model", [nn.Linear(2, 2), tiny()], ids=["no family", "not patched"])

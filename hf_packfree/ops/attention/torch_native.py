@@ -51,8 +51,9 @@ def plan_buckets(packed: PackedSequence) -> Buckets:
         real = slot[None] < lengths[member, None]
         places.append(gather[real])
         device = packed.cu_seqlens.device
-        buckets.append(Bucket(gather.to(device), real.reshape(-1).nonzero()[:, 0].to(device)))
-    order = torch.cat(places).argsort().to(packed.cu_seqlens.device)
+        slots = real.reshape(-1).nonzero()[:, 0]
+        buckets.append(Bucket(gather.to(device, non_blocking=True), slots.to(device, non_blocking=True)))
+    order = torch.cat(places).argsort().to(packed.cu_seqlens.device, non_blocking=True)
     return Buckets(tuple(buckets), order)
 
 

@@ -15,8 +15,8 @@ NORM_EPS = 1e-6
 
 BACKENDS = {
     "triton": Backend(triton_native.causal_conv1d, triton_native.unusable),
-    "fla": Backend(fla.causal_conv1d, fla.unusable, "fla-core"),
     "causal_conv1d": Backend(dao.causal_conv1d, dao.unusable, "causal-conv1d"),
+    "fla": Backend(fla.causal_conv1d, fla.unusable, "fla-core"),
     "torch": Backend(torch_native.causal_conv1d),
 }
 UNITS = {"triton": triton_native.qkv_conv}

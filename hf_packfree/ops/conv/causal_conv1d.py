@@ -6,7 +6,8 @@ from importlib.util import find_spec
 
 from torch import Tensor
 
-from hf_packfree.ops.backend import Site, broken, needs_cuda
+from hf_packfree.ops.backend import Site, broken, installed, needs_cuda
+from hf_packfree.ops.releases import CAUSAL_CONV1D_FLOOR, too_old
 from hf_packfree.packing import PackedSequence, uncompiled
 
 
@@ -18,7 +19,9 @@ def unusable(site: Site) -> str | None:
         return f"it has 2 to 4 taps, the model {site.sizes['taps']}"
     if find_spec("causal_conv1d") is None:
         return "causal-conv1d is not installed; pip install causal-conv1d, which compiles it"
-    return broken("causal-conv1d", "causal_conv1d")
+    why = "to be deterministic where torch is asked to be"
+    old = too_old("causal-conv1d", installed("causal-conv1d"), CAUSAL_CONV1D_FLOOR, why)
+    return old or broken("causal-conv1d", "causal_conv1d")
 
 
 @uncompiled

@@ -12,8 +12,8 @@ from importlib.util import find_spec
 
 from torch import Tensor
 
-from hf_packfree.ops.backend import Site, broken, needs_cuda, needs_half
-from hf_packfree.ops.fla import has_nvcc
+from hf_packfree.ops.backend import Site, broken, installed, needs_cuda, needs_half
+from hf_packfree.ops.releases import FLASH_QLA_FLOOR, has_nvcc, too_old
 from hf_packfree.packing import PackedSequence, uncompiled
 
 _SIZE = 128
@@ -33,6 +33,8 @@ def unusable(site: Site) -> str | None:
         return f"it runs heads of {_SIZE} channels, the model has {sorted(sizes)}"
     if find_spec("flash_qla") is None:
         return "flash-qla is not installed; pip install flash-qla"
+    if (reason := too_old("flash-qla", installed("flash-qla"), FLASH_QLA_FLOOR, "for packed rows")) is not None:
+        return reason
     if not has_nvcc():
         return "TileLang compiles it with nvcc, which is not here; install the CUDA toolkit"
     return broken("flash-qla", "flash_qla")

@@ -1,0 +1,88 @@
+"""torch's varlen attention has had three signatures; whichever is there, it is asked for causal attention in its own words."""
+
+from __future__ import annotations
+
+from inspect import signature
+
+import pytest
+import torch
+
+from hf_packfree.ops.attention import varlen
+from hf_packfree.packing import PackedSequence
+
+module = pytest.importorskip("torch.nn.attention.varlen")
+
+
+def of_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None, scale=None):
+    return locals()
+
+
+def of_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)):
+    return locals()
+
+
+def of_2_13(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1),
+            enable_gqa=False, seqused_k=None, block_table=None, num_splits=None):  # fmt: skip
+    return locals()
+
+
+FAKES = {"2.10.0": of_2_10, "2.11.0": of_2_11, "2.13.0": of_2_13}
+CAUSAL = {
+    "2.10.0": {"is_causal": True},
+    "2.11.0": {"window_size": (-1, 0)},
+    "2.13.0": {"window_size": (-1, 0), "enable_gqa": True},
+}
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """Put a release's function in; return the list of what it is then called with."""
+
+    def put_in(release: str) -> list[dict]:
+        calls = []
+
+        def varlen_attn(*given, **words):
+            calls.append(FAKES[release](*given, **words))
+            return given[0]
+
+        varlen_attn.__signature__ = signature(FAKES[release])
+        monkeypatch.setattr(module, "varlen_attn", varlen_attn)
+        monkeypatch.setattr(torch, "__version__", release)
+        forget()
+        return calls
+
+    def forget():
+        varlen._parameters.cache_clear()
+        varlen._causal.cache_clear()
+
+    yield put_in
+    forget()  # what it read of the fake
+
+
+def half(heads: int) -> torch.Tensor:
+    return torch.randn(1, 8, heads, 16, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("release", FAKES)
+def test_it_is_causal_and_nothing_else_is_asked_for(release, called):
+    calls, packed, (q, k, v) = called(release), PackedSequence.from_lengths([3, 5]), (half(2) for _ in range(3))
+    assert torch.equal(varlen.attend(q, k, v, packed, scale=0.5), q)
+    (call,) = calls
+    defaults = {name: parameter.default for name, parameter in signature(FAKES[release]).parameters.items()}
+    asked = {name: value for name, value in call.items() if name in list(defaults)[7:] and value != defaults[name]}
+    assert asked == {"scale": 0.5, **CAUSAL[release]}
+    assert call["cu_seq_q"] is call["cu_seq_k"] is packed.cu_seqlens and call["max_q"] == call["max_k"] == 5
+    assert all(torch.equal(call[name], x[0]) for name, x in zip(("query", "key", "value"), (q, k, v)))
+
+
+@pytest.mark.parametrize("release", FAKES)
+def test_fewer_key_heads_are_repeated_where_they_are_not_taken(release, called):
+    calls, (q, k, v) = called(release), (half(heads) for heads in (4, 2, 2))
+    varlen.attend(q, k, v, PackedSequence.from_lengths([3, 5]))
+    for name, x in (("key", k), ("value", v)):
+        assert torch.equal(calls[0][name], x[0].repeat_interleave(2, 1) if release == "2.10.0" else x[0])
+
+
+def test_the_installed_function_has_one_of_these_ways_to_be_causal():
+    known = set(signature(module.varlen_attn).parameters)
+    assert known >= {"scale", "is_causal"} or known >= {"scale", "window_size"}

@@ -1,0 +1,46 @@
+"""GPUs that are told of but not there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_packfree.ops import backend, conv, delta_rule, fla
+from hf_packfree.patching import backends
+from tests.patching.machines import INSTALLED
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Return a function that makes it look as if there were a GPU with these packages."""
+
+    def pretend(capability=(9, 0), packages=INSTALLED, nvcc=True, broken=(), others=()):
+        cards = (capability, *others)
+        modules = {
+            "triton": "triton", "fla": "fla-core", "flash_qla": "flash-qla", "tilelang": "tilelang",
+            "causal_conv1d": "causal-conv1d",
+        }
+
+        def import_module(name):
+            if name in broken:
+                raise OSError("undefined symbol: _ZN3c10\nand more")
+
+        def find_spec(name):
+            return object() if modules.get(name) in packages else None
+
+        for module in (fla, backend, conv.dao, delta_rule.flash_qla):
+            if hasattr(module, "find_spec"):
+                monkeypatch.setattr(module, "find_spec", find_spec)
+        for module in (fla, backend, conv.dao, delta_rule.flash_qla):
+            monkeypatch.setattr(module, "installed", packages.get)
+        monkeypatch.setattr(backend, "import_module", import_module)
+        backend.broken.cache_clear()
+        monkeypatch.setattr(fla, "has_nvcc", lambda: nvcc)
+        monkeypatch.setattr(delta_rule.flash_qla, "has_nvcc", lambda: nvcc)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: cards[index])
+        monkeypatch.setattr(backends, "model_sizes", lambda config: config)
+
+    yield pretend
+    backend.broken.cache_clear()

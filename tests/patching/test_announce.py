@@ -1,0 +1,114 @@
+"""What patching and the report say of a machine's GPUs: what runs, why nothing faster, what compiles."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from types import SimpleNamespace
+
+import torch
+
+from hf_packfree import apply_patches, patch_report
+from hf_packfree.models.state import Kernels
+from hf_packfree.ops import delta_rule
+from hf_packfree.patching import backends
+from tests.patching.machines import SIZES
+from tests.support import tiny
+
+
+def test_the_report_says_what_is_not_exact(monkeypatch):
+    exact, model = patch_report(apply_patches(tiny())), tiny()
+    assert exact.inexact == {} and "documents get what they get alone" in str(exact)
+    anywhere = replace(delta_rule.BACKENDS["flash_qla_cut"], unusable=lambda site: None)
+    monkeypatch.setitem(delta_rule.BACKENDS, "flash_qla_cut", anywhere)
+    report = patch_report(apply_patches(model, backend={"delta_rule": "flash_qla_cut"}))
+    assert report.inexact == {"delta_rule": "flash_qla_cut"}
+    assert "do not get exactly what they get alone, as asked for by delta_rule: flash_qla_cut" in str(report)
+
+
+def test_the_report_names_what_is_not_exact_wherever_the_model_is_now(monkeypatch):
+    model = apply_patches(tiny())
+    state = replace(model.model.packfree, cuda_half=Kernels(delta_rule="flash_qla_cut"))
+    for module in model.modules():
+        if getattr(module, "packfree", None) is not None:
+            monkeypatch.setattr(module, "packfree", state)
+    report = patch_report(model)
+    assert report.implementations["delta_rule"] == "torch" and report.inexact == {"delta_rule": "flash_qla_cut"}
+
+
+def test_hopper_without_a_backward_is_said_when_patching(gpu, caplog):
+    gpu(packages={"triton": "3.6.0", "fla-core": "0.6.0"})
+    monkey = {"key_heads": 2, "value_heads": 4, "key_size": 16, "value_size": 16, "taps": 4, "head_size": 16}
+    backends.model_sizes = lambda config: monkey
+    model = apply_patches(tiny())
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "delta_rule runs in plain torch on this GPU" in line and "pip install flash-qla" in line
+    report = patch_report(model)
+    assert set(report.implementations.values()) == {"torch"} and "Hopper" in report.why["delta_rule"]
+
+
+def patched_on_a_gpu(monkeypatch, **options):
+    """Patch a tiny model as if it were on the GPU that is pretended, in float32."""
+    monkeypatch.setattr(backends, "model_sizes", lambda config: SIZES)
+    model = apply_patches(tiny(), **options)
+    there = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float32)
+    monkeypatch.setattr(model, "parameters", lambda: iter([there]), raising=False)
+    return model
+
+
+def logged(caplog, level):
+    return [record.getMessage() for record in caplog.records if record.levelname == level]
+
+
+def test_the_delta_rule_in_float32_alone_without_a_backward_is_said_when_patching(gpu, monkeypatch, caplog):
+    gpu(packages={"triton": "3.6.0", "fla-core": "0.6.0", "flash-qla": "0.1.3"})
+    for options in ({}, {"backend": {"delta_rule": "flash_qla"}}):
+        caplog.clear()
+        patched_on_a_gpu(monkeypatch, **options)
+        (line,) = logged(caplog, "WARNING")
+        assert line.startswith("delta_rule in float32 runs in plain torch on this GPU, which is slow: not flash_qla: it")
+        assert "not fla: its backward refuses to run on Hopper with triton 3.6.0 (3.4.0 to 3.7.0)" in line
+    caplog.clear()
+    patched_on_a_gpu(monkeypatch, backend={"delta_rule": "torch"})
+    assert logged(caplog, "WARNING") == [], "asked for"
+
+
+def test_a_faster_backend_that_was_passed_over_is_said_when_patching(gpu, monkeypatch, caplog):
+    gpu(packages={"triton": "3.7.1", "fla-core": "0.6.0"})
+    with caplog.at_level(logging.INFO, logger="hf_packfree"):
+        report = patch_report(patched_on_a_gpu(monkeypatch))
+    said = logged(caplog, "INFO")[0].splitlines()
+    reason = "not flash_qla: flash-qla is not installed; pip install flash-qla"
+    assert f"  on this machine's GPUs, delta_rule: {reason}" in said[1:]
+    assert len(said) == 1 + len(report.why) and said[1:] == str(report).splitlines()[1:]
+
+
+def test_what_compiles_at_the_first_step_is_said_when_patching(gpu, monkeypatch, caplog):
+    gpu()
+    with caplog.at_level(logging.INFO, logger="hf_packfree"):
+        patched_on_a_gpu(monkeypatch)
+        said = logged(caplog, "INFO")
+        assert len(said) == 2 and said[1].startswith("the first step on a GPU compiles kernels for a while (conv: triton, ")
+        assert "delta_rule: flash_qla" in said[1] and said[1].endswith("prewarm(model) does that ahead")
+        caplog.clear()
+        patched_on_a_gpu(monkeypatch, backend="torch")
+        assert len(logged(caplog, "INFO")) == 1, "torch compiles nothing"
+
+
+def test_the_report_names_what_runs_under_autocast(gpu, monkeypatch):
+    gpu()
+    model = patched_on_a_gpu(monkeypatch)
+    plain = patch_report(model).implementations
+    assert (plain["delta_rule"], plain["attention"], plain["swiglu"]) == ("fla", "torch", "triton")
+    before = torch.get_autocast_dtype("cuda")
+    try:
+        torch.set_autocast_enabled("cuda", True)
+        torch.set_autocast_dtype("cuda", torch.bfloat16)
+        found = patch_report(model).implementations
+        torch.set_autocast_dtype("cuda", torch.float32)
+        assert patch_report(model).implementations == plain | {"swiglu": "torch"}
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_dtype("cuda", before)
+    assert found == plain | {"delta_rule": "flash_qla", "attention": "triton", "swiglu": "torch"}, "the MLP is upstream's there"
+    assert patch_report(model).implementations == plain

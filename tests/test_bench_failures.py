@@ -1,0 +1,58 @@
+"""What a benchmark says of a step that did not run: memory that ran out is an answer, a defect of ours is raised."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from hf_packfree.bench.memory import ran_out
+from hf_packfree.bench.run import _Runner
+from hf_packfree.cli import main
+from tests.test_bench import TINY
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """Let the steps of one candidate raise."""
+    step = _Runner.step
+
+    def put(name, error):
+        def raising(runner):
+            if runner.name == name:
+                raise error
+            step(runner)
+
+        monkeypatch.setattr(_Runner, "step", raising)
+
+    return put
+
+
+FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+
+@pytest.mark.parametrize(
+    ("name", "code"), [("stock padded", 3), ("stock packed", 0), ("patched padded", 3), ("patched packed", 3)]
+)
+def test_a_row_without_memory_is_said_and_the_exit_code_tells(capsys, broken, name, code):
+    broken(name, FULL)
+    assert main([*TINY, "--json"]) == code
+    rows = json.loads(capsys.readouterr().out)["candidates"]
+    assert {row["name"]: row["refused"] for row in rows if row["refused"]} == {name: f"out of memory: {FULL}"}
+    assert not any("refused" in row["note"] and "memory" in row["note"] for row in rows)
+
+
+def test_what_breaks_stock_is_said_and_what_breaks_us_is_raised(capsys, broken):
+    broken("stock padded", TypeError("found no mask"))
+    assert main(TINY) == 3 and "stock padded: did not run: found no mask." in capsys.readouterr().out
+    for name in ("patched padded", "patched packed"):
+        broken(name, RuntimeError("sizes differ"))
+        assert main(TINY) == 3 and "found RuntimeError: sizes differ, which nobody expected" in capsys.readouterr().err
+
+
+def test_memory_that_ran_out_is_known_by_what_torch_raises():
+    with pytest.raises(RuntimeError) as found:
+        torch.empty(2**58)
+    assert ran_out(found.value) and ran_out(FULL) and ran_out(MemoryError())
+    assert not ran_out(RuntimeError("sizes differ")) and not ran_out(ValueError("out of memory"))
