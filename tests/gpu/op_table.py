@@ -106,13 +106,14 @@ OPS = {
         Op(
             "delta rule", "hf_packfree.ops.delta_rule", _delta_rule_leaves,
             lambda f, x, packed, backend: f(x["q"], x["k"], x["v"], x["g"], x["beta"], packed, backend=backend),
-            "gated_delta_rule", exact=("fla", "flash_qla"),
+            "gated_delta_rule", exact=("fla", "flash_qla"), exact_gradients=("fla", "flash_qla"),
         ),
         Op(
             "conv", "hf_packfree.ops.conv",
             lambda tokens: {"x": _random(1, tokens, _channels()), "weight": _random(_channels(), 4) / 2},
             lambda f, x, packed, backend: f(x["x"], x["weight"], packed, backend=backend),
             "causal_conv1d", shared=("weight",), exact=("torch", "triton", "fla", "causal_conv1d"),
+            exact_gradients=("fla", "causal_conv1d"),
         ),
         Op(
             "qkv conv", "hf_packfree.ops.conv",
@@ -123,13 +124,14 @@ OPS = {
         Op(
             "attention", "hf_packfree.ops.attention", _attention_leaves,
             lambda f, x, packed, backend: f(x["q"], x["k"], x["v"], packed, backend=backend),
-            "attention", exact=("triton", "varlen"),
+            "attention", exact=("triton", "varlen"), exact_gradients=("triton",),
         ),
         Op(
             "gated norm", "hf_packfree.ops.gated_norm",
             _gated_norm_leaves,
             lambda f, x, packed, backend: f(x["x"], x["z"], x["weight"], eps=1e-6, backend=backend),
             "gated_rms_norm", shared=("weight",), mixes=False, exact=("torch", "triton", "fla"),
+            exact_gradients=("triton", "fla"),
         ),
         Op(
             "qkv conv, longest first", "hf_packfree.ops.conv",
@@ -140,36 +142,37 @@ OPS = {
         Op(
             "gates, longest first", "hf_packfree.ops.gates", _gates_leaves,
             lambda f, x, packed, backend: _gates(f, x["ba"], x["A_log"], x["dt_bias"], backend, _rows(packed)),
-            "gates", shared=("A_log", "dt_bias"), mixes=False, exact=("triton",),
+            "gates", shared=("A_log", "dt_bias"), mixes=False, exact=("triton",), exact_gradients=("triton",),
         ),
         Op(
             "gated norm, longest first, projected", "hf_packfree.ops.gated_norm",
             lambda tokens: _gated_norm_leaves(tokens) | _projection(HEADS[1] * HEADS[2]), _normed,
             "gated_rms_norm", shared=("weight", "projection"), mixes=False, exact=("triton", "fla"),
+            exact_gradients=("triton", "fla"),
         ),
         Op(
             "output gate, projected", "hf_packfree.ops.output_gate",
             lambda tokens: {name: _random(1, tokens, ATTENTION[0], ATTENTION[2]) for name in ("x", "z")}
             | _projection(ATTENTION[0] * ATTENTION[2]),
             lambda f, x, packed, backend: f(x["x"], x["z"], projection=x["projection"], backend=backend),
-            "output_gate", shared=("projection",), mixes=False, exact=("triton",),
+            "output_gate", shared=("projection",), mixes=False, exact=("triton",), exact_gradients=("triton",),
         ),
         Op(
             "norm rope", "hf_packfree.ops.norm_rope",
             lambda tokens: {"x": _random(1, tokens, ATTENTION[0], 2 * ATTENTION[2]), "weight": _random(ATTENTION[2]) / 4},
             lambda f, x, packed, backend: _turned(f, x["x"], x["weight"], backend),
-            "norm_rope", shared=("weight",), mixes=False, exact=("triton",),
+            "norm_rope", shared=("weight",), mixes=False, exact=("triton",), exact_gradients=("triton",),
         ),
         Op(
             "output gate", "hf_packfree.ops.output_gate",
             lambda tokens: {name: _random(1, tokens, ATTENTION[0], ATTENTION[2]) for name in ("x", "z")},
             lambda f, x, packed, backend: f(x["x"], x["z"], backend=backend),
-            "output_gate", mixes=False, exact=("triton",),
+            "output_gate", mixes=False, exact=("triton",), exact_gradients=("triton",),
         ),
         Op(
             "gates", "hf_packfree.ops.gates", _gates_leaves,
             lambda f, x, packed, backend: _gates(f, x["ba"], x["A_log"], x["dt_bias"], backend),
-            "gates", shared=("A_log", "dt_bias"), mixes=False, exact=("triton",),
+            "gates", shared=("A_log", "dt_bias"), mixes=False, exact=("triton",), exact_gradients=("triton",),
         ),
         Op(
             "swiglu", "hf_packfree.ops.swiglu", _swiglu_leaves,
@@ -180,7 +183,7 @@ OPS = {
             "add norm", "hf_packfree.ops.add_norm",
             lambda tokens: {"x": _random(1, tokens, WIDTH), "branch": _random(1, tokens, WIDTH), "weight": _random(WIDTH) / 4},
             lambda f, x, packed, backend: torch.cat(f(x["x"], x["branch"], x["weight"], 1e-6, backend=backend), -1),
-            "add_norm", shared=("weight",), mixes=False, exact=("triton",),
+            "add_norm", shared=("weight",), mixes=False, exact=("triton",), exact_gradients=("triton",),
         ),
     )
 }

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "tests/gpu/results"
 PLOT = RESULTS / "steps.png"
 FLOOR = "matrix products alone"
+EARLIER = "Rows with * are of an earlier run, and perhaps of another machine; ratios are to rows of the same run."
 TITLES = {
     "2b-32k-packed": "2B shape, 32,768 tokens in {documents} documents",
     "2b-8x2048-padded": "2B shape, 8 rows of 2,048 slots, {fill:.0%} full",
@@ -41,9 +42,14 @@ def main(arguments: Sequence[str] | None = None) -> str:
         print(text)
         return text
     draw(result, options.plot)
-    image = f"![ms, tokens per second and memory of one step]({_relative(options.plot, options.readme.parent)})\n"
-    options.readme.write_text(put_in(options.readme.read_text(), text + "\n" + image))
+    options.readme.write_text(filled(options.readme, text, options.plot))
     return text
+
+
+def filled(readme: Path, text: str, plot: Path) -> str:
+    """Return what the README has to hold: the tables and the plot between its marks."""
+    image = f"![ms, tokens per second and memory of one step]({_relative(plot, readme.parent)})\n"
+    return put_in(readme.read_text(), text + "\n" + image)
 
 
 def newest(folder: Path) -> Path:
@@ -70,20 +76,28 @@ def report(result: dict[str, Any], name: str) -> str:
     )
     head = (
         f"One step is forward and backward of the trunk in bf16. Made on {result['date']} on one {result['machine']} with "
-        f"{versions}; every number is in `tests/gpu/results/{name}`.\n"
+        f"{versions}; every number is in `tests/gpu/results/{name}`.{' ' + EARLIER if earlier(result) else ''}\n"
     )
     return "\n".join(part for part in (head, steps(result), linearity(result), exactness(result)) if part)
 
 
+def earlier(result: dict[str, Any]) -> set[int]:
+    """The runs of the result's rows but the last."""
+    runs = {row.get("run", 1) for row in result["rows"]}
+    return runs - {max(runs, default=1)}
+
+
 def steps(result: dict[str, Any]) -> str:
     """One table of the workloads; an error is the row's result, in words."""
-    titles = ("one step", "ms", "real tokens/s", "peak GiB", "against stock", "times the matrix products")
+    titles = ("one step", "ms", "real tokens/s", "peak GiB", "real tokens per GiB", "against stock")
+    titles += ("times the matrix products",)
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for workload, title in TITLES.items():
         rows = rows_of(result, workload)
         if rows:
-            lines.append(f"| **{heading(title, rows)}** | | | | | |")
-            lines += [_line(row, rows) for row in (*rows.values(), *_sustained(rows))]
+            lines.append(f"| **{heading(title, rows)}** | | | | | | |")
+            shown = (*rows.values(), *_sustained(rows))
+            lines += [_line(row, rows, row.get("run", 1) in earlier(result)) for row in shown]
     return "\n".join(lines) + "\n" if len(lines) > 2 else ""
 
 
@@ -109,17 +123,21 @@ def _sustained(rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     return [floor | {"variant": f"{FLOOR}, step after step", "ms": floor["sustained_ms"], "real_tokens_per_s": speed}]
 
 
-def _line(row: dict[str, Any], rows: dict[str, dict[str, Any]]) -> str:
+def _line(row: dict[str, Any], rows: dict[str, dict[str, Any]], marked: bool) -> str:
+    """Ratios are to what was timed in the same run."""
+    name = row["variant"] + " *" * marked
     if "ms" not in row:
         kind = row.get("error", "no result").split(":")[0]
-        return f"| {row['variant']} | {'out of memory' if kind == 'OutOfMemoryError' else kind} | | | | |"
-    base = next((r for name in ("stock padded", "stock packed") if "ms" in (r := rows.get(name, {}))), None)
+        return f"| {name} | {'out of memory' if kind == 'OutOfMemoryError' else kind} | | | | | |"
+    rows = {variant: other for variant, other in rows.items() if other.get("run", 1) == row.get("run", 1)}
+    base = next((r for stock in ("stock padded", "stock packed") if "ms" in (r := rows.get(stock, {}))), None)
     alone = row["variant"].startswith(FLOOR)
     against = f"{row['real_tokens_per_s'] / base['real_tokens_per_s']:.2f} x" if base and not alone else ""
     floor = rows.get(FLOOR, {}).get("ms")
     times = f"{row['ms'] / floor:.2f}" if floor else ""
-    memory = "" if alone else f"{row['peak_gib']:.1f}"
-    return f"| {row['variant']} | {row['ms']:,.0f} | {row['real_tokens_per_s']:,.0f} | {memory} | {against} | {times} |"
+    tokens = row["real_tokens_per_s"] * row["ms"] / 1e3
+    memory = " | " if alone else f"{row['peak_gib']:.1f} | {tokens / row['peak_gib']:,.0f}"
+    return f"| {name} | {row['ms']:,.0f} | {row['real_tokens_per_s']:,.0f} | {memory} | {against} | {times} |"
 
 
 def linearity(result: dict[str, Any]) -> str:
@@ -129,7 +147,8 @@ def linearity(result: dict[str, Any]) -> str:
         return ""
     sizes = list(dict.fromkeys(workload for workload, _ in found))
     kinds = sorted({variant for _, variant in found}, key=lambda kind: int("0" + re.sub(r"\D", "", kind)) or 1e9)
-    lines = [f"| real tokens/s, 8 layers of the 2B shape | {' | '.join(size.split('-')[-1] for size in sizes)} |"]
+    mark = " *" * any(row.get("run", 1) in earlier(result) for row in found.values())
+    lines = [f"| real tokens/s, 8 layers of the 2B shape{mark} | {' | '.join(size.split('-')[-1] for size in sizes)} |"]
     lines.append("|---|" + "---|" * len(sizes))
     for kind in kinds:
         cells = (found.get((size, kind), {}).get("real_tokens_per_s") for size in sizes)

@@ -4,8 +4,9 @@
     python -m tests.gpu.run_all --out DIR --assemble DIR1 DIR2 ...     # one result of several calls; runs nothing
     python -m tests.gpu.run_all --out DIR --device cpu --tiny          # a trial of the script itself
 
-Leaves DIR/<date>-<gpu>.json: {"machine", "date", "versions", "rows", "errors", "tests"}.  Rows, errors and outcomes are
-also appended as they come (rows.jsonl, errors.jsonl, tests.jsonl), so that a call that is cut off loses little: assemble it.
+Leaves DIR/<date>-<gpu>.json: {"machine", "date", "versions", "rows", "errors", "tests"}.  Rows, errors, outcomes and how each
+file of tests ended are also appended as they come (rows.jsonl, errors.jsonl, tests.jsonl, files.jsonl), so that a call that is
+cut off loses little: assemble it.  The exit status is 1 if a file of tests did not end well.
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ from typing import Any
 from tests.gpu.timing import DEAD, name_of, read_lines
 
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = ("test_ops.py", "test_model.py", "test_padded.py", "test_sync.py", "test_training.py")
+TESTS = (
+    "gpu/test_ops.py", "gpu/test_model.py", "gpu/test_padded.py", "gpu/test_sync.py", "gpu/test_training.py",
+    "friends/test_liger.py", "friends/test_parallel.py",
+)
+"""Every file of tests that has the gpu marker; of each only what is marked runs."""
+ENDS = {0: "passed", 1: "failed", 2: "interrupted", 5: "found no tests", None: "out of time"}
+"""What pytest's exit status says; an import that fails interrupts."""
 RESTARTS = 4
 DEEP_PATH = re.compile(r"(?<![\w.])(?:/[\w.+-]+){2,}/([\w.+-]+/[\w.+-]+)")
 """An absolute path of four parts or more; its last two stay."""
@@ -57,7 +64,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=9.0, help="for everything together")
     parser.add_argument("--share", type=float, default=0.55, help="of the minutes that the rows may take")
-    parser.add_argument("--tests", nargs="*", default=TESTS, help=f"of {', '.join(TESTS)}")
+    parser.add_argument("--tests", nargs="*", default=TESTS, help=f"files in tests, of {', '.join(TESTS)}")
     parser.add_argument("--pytest", default="", help="more of pytest's options, in one string: '-k varlen'")
     parser.add_argument("--no-tests", action="store_true")
     parser.add_argument("--no-rows", action="store_true")
@@ -80,13 +87,22 @@ def measure(options: argparse.Namespace, rest: list[str], deadline: float) -> No
 
 
 def test(name: str, options: argparse.Namespace, deadline: float) -> None:
-    """Run one file of tests in a process of its own; the folder above's conftest needs packages that may be missing."""
+    """Run one file of tests in a process of its own, and append how it ended."""
     left = deadline - time.monotonic()
-    if left < 10:
-        print(f"{name}: no time left")
-        return
-    command = [sys.executable, "-m", "pytest", f"tests/gpu/{name}", "-q", "--confcutdir=tests/gpu", "-W", "default"]
-    run([*command, "-p", "no:cacheprovider", "--tb=short", *shlex.split(options.pytest)], options, left)
+    status = run(pytest_command(name, options.pytest), options, left) if left >= 10 else None
+    if status == 5 and options.pytest:
+        return  # nothing of it was asked for
+    line = {"file": name, "end": ENDS.get(status, f"exit status {status}")}
+    print(f"{name}: {line['end']}", flush=True)
+    with (options.out / "files.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def pytest_command(name: str, more: str) -> list[str]:
+    """The folder above's conftest needs packages that may be missing; what records outcomes is in tests/gpu's."""
+    command = [sys.executable, "-m", "pytest", f"tests/{name}", "-q", "-m", "gpu", "--confcutdir=tests/gpu", "-W", "default"]
+    recorder = [] if name.startswith("gpu/") else ["-p", "tests.gpu.conftest"]
+    return [*command, *recorder, "-p", "no:cacheprovider", "--tb=short", *shlex.split(more)]
 
 
 def run(command: list[str], options: argparse.Namespace, seconds: float, capture: bool = False) -> Any:
@@ -109,17 +125,20 @@ def assemble(folders: Sequence[Path]) -> dict[str, Any]:
     rows: dict[Any, Any] = {}
     errors: dict[Any, Any] = {}
     tests: dict[str, Any] = {}
+    files: dict[str, str] = {}
     about: dict[str, Any] = {}
-    for folder in folders:
+    for number, folder in enumerate(folders, 1):
         machine = folder / "machine.json"
         about |= json.loads(machine.read_text()) if machine.exists() else {}
         for row in read_lines(folder / "rows.jsonl"):
             if "skipped" not in row or name_of(row) not in rows:
-                rows[name_of(row)] = row
+                rows[name_of(row)] = row | {"run": number}
         errors |= {(line["test"], line["what"]): line for line in read_lines(folder / "errors.jsonl")}
         tests |= {line["test"]: line for line in read_lines(folder / "tests.jsonl")}
+        files |= {line["file"]: line["end"] for line in read_lines(folder / "files.jsonl")}
     found = {"machine": "", "date": "", "versions": {}, **about}
-    return found | {"rows": list(rows.values()), "errors": list(errors.values()), "tests": outcomes(tests)}
+    counted = outcomes(tests) | {"files": files}
+    return found | {"rows": list(rows.values()), "errors": list(errors.values()), "tests": counted}
 
 
 def outcomes(tests: dict[str, Any]) -> dict[str, Any]:
@@ -147,5 +166,10 @@ def write(result: dict[str, Any], folder: Path) -> Path:
     return path
 
 
+def ended_well(result: Path) -> bool:
+    """Whether every file of tests that the result knows of passed."""
+    return set(json.loads(result.read_text())["tests"]["files"].values()) <= {"passed"}
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(0 if ended_well(main()) else 1)

@@ -12,9 +12,15 @@ from tests.gpu.small import NARROW, WIDE, hidden, packed_row, small
 from tests.support import gradients, relative_rms
 
 pytestmark = gpu
-LEAK = 1e-2
 NOISE = 2e-2
-"""Relative RMS of bf16 after four layers where bits are not promised: other kernels, or another order of summation."""
+"""Relative RMS of bf16 after four layers where bits are not promised: other kernels (1.2e-2 on an H200), or another order of
+summation (5.5e-3)."""
+LEAK = 5 * NOISE
+"""On an H200 it was 13 times NOISE (0.26)."""
+FP32 = 1e-5
+"""Upstream's own noise is 8e-7 on an H200, and so are we from it."""
+ROUNDING = 1.5
+"""Times upstream's own rounding; ours was 0.98 of it."""
 BACKENDS = {"auto": "auto", "FLA's delta rule": {"delta_rule": "fla"}}
 
 
@@ -40,8 +46,12 @@ def test_trunk_documents_are_those_alone(name, record):
         parts.append(part.detach())
     output, outputs, alone = output.detach(), torch.cat(parts, 1), gradients(model)
     differ = [end - begin for begin, end in spans(LONG) if not torch.equal(output[:, begin:end], outputs[:, begin:end])]
-    worst = max(relative_rms(found[n], alone[n]) for n in found if "A_log" not in n and "dt_bias" not in n)
-    record(f"trunk bf16, {name}: matrices' gradients, packed against alone", worst, 5e-2)
+    errors = {n: relative_rms(found[n], alone[n]) for n in found}
+    # a decay's is a sum over all tokens that may nearly cancel: bf16's rounding is then large beside what is left
+    decays = {n: error for n, error in errors.items() if "A_log" in n or "dt_bias" in n}
+    record(f"trunk bf16, {name}: decays' gradients, packed against alone", max(decays.values()))
+    worst = max(error for n, error in errors.items() if n not in decays)
+    record(f"trunk bf16, {name}: matrices' gradients, packed against alone", worst, NOISE)
     record(f"trunk bf16, {name}: values, packed against alone", relative_rms(output, outputs), NOISE if TRIAL else 0.0,
            worst=float((output - outputs).abs().max()), lengths_that_differ=differ)
     assert TRIAL or not differ, f"documents of {differ} tokens differ"
@@ -59,7 +69,7 @@ def test_control_without_boundaries_leaks(record):
 
 @pytest.mark.parametrize(
     "dtype, backend, limit",
-    [(torch.float32, {"delta_rule": "torch"}, 1e-4), (torch.bfloat16, "auto", NOISE)],
+    [(torch.float32, {"delta_rule": "torch"}, FP32), (torch.bfloat16, "auto", NOISE)],
     ids=["fp32", "bf16"],
 )
 def test_logits_beside_the_noise_of_batching(dtype, backend, limit, record, precise, upstream_in_torch):
@@ -84,7 +94,7 @@ def test_logits_beside_the_noise_of_batching(dtype, backend, limit, record, prec
         upstreams = relative_rms(alone, exact)
         record(f"logits {dtype}: upstream one by one against the same weights in fp32", upstreams)
         error = relative_rms(together, exact)
-        record(f"logits {dtype}: packed against the same weights in fp32", error, 1.5 * upstreams + 1e-5)
+        record(f"logits {dtype}: packed against the same weights in fp32", error, ROUNDING * upstreams + FP32)
 
 
 @pytest.fixture

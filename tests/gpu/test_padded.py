@@ -14,6 +14,9 @@ from tests.support import relative_rms
 pytestmark = gpu
 SIDES = ("right", "left", "both")
 FP32 = 1e-5
+"""Relative; the worst on an H200: losses 1.2e-7, logits 6.6e-7, gradients 2.9e-6."""
+ROUNDING = 1.5
+"""Times stock's own rounding in bf16; ours was 1.01 of it in logits, 0.94 in gradients, less where stock's padding is left."""
 
 
 def on_device(side: str) -> dict[str, torch.Tensor]:
@@ -57,10 +60,10 @@ def test_as_near_as_stock_in_bf16(side, record, precise, upstream_in_torch):
     found = train_step(batch, torch.bfloat16, backend="auto")
     assert skipped(found[3], batch)
     noise = {"logits": relative_rms(stock[1], exact[1]), "gradients": all_gradients(stock[2], exact[2])}
-    limit = 1.5 * noise["logits"] + TRIAL
+    limit = ROUNDING * noise["logits"] + TRIAL
     record(f"padded {side}, bf16: logits against fp32", relative_rms(found[1], exact[1]), limit, **noise)
     error = all_gradients(found[2], exact[2])
-    record(f"padded {side}, bf16: all gradients against fp32", error, 1.5 * noise["gradients"] + TRIAL)
+    record(f"padded {side}, bf16: all gradients against fp32", error, ROUNDING * noise["gradients"] + TRIAL)
 
 
 def skipped(shape, batch) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -36,18 +37,26 @@ RESULT = {
 def test_tables():
     lines = report.report(RESULT, "x.json").splitlines()
     assert "Made on 2026-01-02 on one NVIDIA Test with torch 2.11.0, triton 3.6.0" in lines[0]
-    assert "| **2B shape, 32,768 tokens in 58 documents** | | | | | |" in lines
-    assert "| packfree+liger | 500 | 65,536 | 60.0 | 4.00 x | 1.25 |" in lines
-    assert "| stock packed | 2,000 | 16,384 | 127.8 | 1.00 x | 5.00 |" in lines
-    assert "| matrix products alone | 400 | 81,920 |  |  | 1.00 |" in lines
-    assert "| matrix products alone, step after step | 440 | 74,473 |  |  | 1.10 |" in lines
-    assert "| stock packed | out of memory | | | | |" in lines
-    assert "| **2B shape, 8 rows of 2,048 slots, 34% full** | | | | | |" in lines
+    assert "| **2B shape, 32,768 tokens in 58 documents** | | | | | | |" in lines
+    assert "| packfree+liger | 500 | 65,536 | 60.0 | 546 | 4.00 x | 1.25 |" in lines
+    assert "| stock packed | 2,000 | 16,384 | 127.8 | 256 | 1.00 x | 5.00 |" in lines
+    assert "| matrix products alone | 400 | 81,920 |  |  |  | 1.00 |" in lines
+    assert "| matrix products alone, step after step | 440 | 74,473 |  |  |  | 1.10 |" in lines
+    assert "| stock packed | out of memory | | | | | |" in lines
+    assert "| **2B shape, 8 rows of 2,048 slots, 34% full** | | | | | | |" in lines
     assert "| real tokens/s, 8 layers of the 2B shape | 4k | 32k |" in lines
     assert lines.index("| documents of 64 | 4,096,000 | 4,096,000 |") < lines.index("| one document | 4,095,000 |  |")
     assert "| conv, fla: values, packed against alone | 0 | 0 |" in lines
     assert "GPU tests: 3 passed, 1 failed, 2 skipped." in lines
     assert not [line for line in lines if "late" in line or "fp64" in line]
+
+
+def test_rows_of_an_earlier_run_are_marked_and_compared_with_their_own():
+    rows = [row | {"run": 2 - (row["variant"] == "matrix products alone")} for row in RESULT["rows"][:3]]
+    lines = report.report(RESULT | {"rows": rows}, "x.json").splitlines()
+    assert lines[0].endswith(report.EARLIER) and report.EARLIER not in report.report(RESULT, "x.json")
+    assert "| packfree+liger | 500 | 65,536 | 60.0 | 546 | 4.00 x |  |" in lines, "its products were timed in another run"
+    assert "| matrix products alone * | 400 | 81,920 |  |  |  | 1.00 |" in lines
 
 
 def test_the_readme_gets_the_newest_result(tmp_path):
@@ -82,13 +91,35 @@ def test_calls_are_assembled(tmp_path):
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"cut": ')
         (folder / "machine.json").write_text('{"machine": "GPU 1", "date": "2026-01-02", "versions": {}}')
     (second / "tests.jsonl").write_text('{"test": "t", "outcome": "failed", "s": 1, "reason": "r"}\n')
+    (first / "files.jsonl").write_text('{"file": "a", "end": "passed"}\n{"file": "b", "end": "out of time"}\n')
     path = run_all.main(["--out", str(tmp_path), "--assemble", str(first), str(second)])
     assert path.name == "2026-01-02-gpu-1.json"
     found = json.loads(path.read_text())
-    assert [(row["variant"], row["ms"]) for row in found["rows"]] == [("a", 3.0), ("b", 2.0)]
+    assert [(row["variant"], row["ms"], row["run"]) for row in found["rows"]] == [("a", 3.0, 2), ("b", 2.0, 1)]
     assert found["tests"] == {
         "passed": 0, "failed": 1, "skipped": 0, "not_passed": [{"test": "t", "outcome": "failed", "reason": "r"}],
+        "files": {"a": "passed", "b": "out of time"},
     }
+    assert not run_all.ended_well(path)
+    (second / "files.jsonl").write_text('{"file": "b", "end": "passed"}\n')  # again, with more time
+    assert run_all.ended_well(run_all.main(["--out", str(tmp_path), "--assemble", str(first), str(second)]))
+
+
+def test_a_file_that_does_not_end_well_leaves_a_trace(tmp_path, monkeypatch):
+    """One that fails at import reports no test at all."""
+    ends = dict(zip(("gpu/a.py", "gpu/b.py", "friends/c.py"), (0, 2, None)))
+    monkeypatch.setattr(run_all, "run", lambda command, *_, **__: ends.get(command[3][6:], ""))
+    path = run_all.main(["--out", str(tmp_path), "--no-rows", "--tests", *ends])
+    found = json.loads(path.read_text())["tests"]["files"]
+    assert found == {"gpu/a.py": "passed", "gpu/b.py": "interrupted", "friends/c.py": "out of time"}
+    assert not run_all.ended_well(path)
+
+
+def test_one_script_runs_every_file_that_needs_a_gpu():
+    folder = run_all.ROOT / "tests"
+    marked = re.compile(r"^(pytestmark = .*\bgpu\b|@pytest\.mark\.gpu\b)", re.M)
+    files = {path.relative_to(folder).as_posix() for path in folder.rglob("test_*.py") if marked.search(path.read_text())}
+    assert set(run_all.TESTS) == files
 
 
 def test_a_result_names_no_folder_of_the_machine(tmp_path):
