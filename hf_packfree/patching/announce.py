@@ -19,6 +19,8 @@ def announce(model: nn.Module, state: PatchState) -> None:
     logger.info("%s", patch_report(model))
     for op, reason in _slow(state).items():
         logger.warning("%s runs in plain torch on this GPU, which is slow: %s", op, reason)
+    if state.cuda_half.attention != "torch" and any(getattr(module, "attention_dropout", 0) for module in model.modules()):
+        logger.warning("attention runs in plain torch on this GPU while training: the kernels lack attention_dropout")
     compiling = [f"{op}: {name}" for op, name in vars(state.cuda_half).items() if name in _COMPILE]
     if compiling:
         logger.info(

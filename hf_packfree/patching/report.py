@@ -66,7 +66,7 @@ class PatchReport:
 
     def _exactness(self) -> str:
         if not self.inexact:
-            return "documents get what they get alone"
+            return "documents get what they get alone, up to rounding"
         asked = ", ".join(f"{op}: {name}" for op, name in self.inexact.items())
         return f"documents do not get exactly what they get alone, as asked for by {asked}"
 

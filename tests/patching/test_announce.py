@@ -36,10 +36,10 @@ def test_the_report_names_what_is_not_exact_wherever_the_model_is_now(monkeypatc
     assert report.implementations["delta_rule"] == "torch" and report.inexact == {"delta_rule": "flash_qla_cut"}
 
 
-def test_hopper_without_a_backward_is_said_when_patching(gpu, caplog):
+def test_hopper_without_a_backward_is_said_when_patching(gpu, monkeypatch, caplog):
     gpu(packages={"triton": "3.6.0", "fla-core": "0.6.0"})
-    monkey = {"key_heads": 2, "value_heads": 4, "key_size": 16, "value_size": 16, "taps": 4, "head_size": 16}
-    backends.model_sizes = lambda config: monkey
+    sizes = {"key_heads": 2, "value_heads": 4, "key_size": 16, "value_size": 16, "taps": 4, "head_size": 16}
+    monkeypatch.setattr(backends, "model_sizes", lambda config: sizes)
     model = apply_patches(tiny())
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "delta_rule runs in plain torch on this GPU" in line and "pip install flash-qla" in line
@@ -71,6 +71,19 @@ def test_the_delta_rule_in_float32_alone_without_a_backward_is_said_when_patchin
     caplog.clear()
     patched_on_a_gpu(monkeypatch, backend={"delta_rule": "torch"})
     assert logged(caplog, "WARNING") == [], "asked for"
+
+
+def test_attention_dropout_that_no_kernel_has_is_said_when_patching(gpu, monkeypatch, caplog):
+    gpu(packages={"triton": "3.7.1", "fla-core": "0.6.0"})
+    monkeypatch.setattr(backends, "model_sizes", lambda config: SIZES)
+    for dropout, said in ((0.0, 0), (0.1, 1)):
+        caplog.clear()
+        model = tiny()
+        for layer in model.model.layers:
+            if hasattr(layer, "self_attn"):
+                layer.self_attn.attention_dropout = dropout
+        apply_patches(model)
+        assert len([line for line in logged(caplog, "WARNING") if "attention_dropout" in line]) == said
 
 
 def test_a_faster_backend_that_was_passed_over_is_said_when_patching(gpu, monkeypatch, caplog):
