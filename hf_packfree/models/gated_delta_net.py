@@ -126,7 +126,7 @@ class conv_weights_in_place:  # noqa: N801 (reads as a verb where it is used)
 
     def __init__(self, conv: nn.Module) -> None:
         self.conv = conv
-        self.hook: Any = getattr(conv, "_hf_hook", None)
+        self.hook: Any = vars(conv).get("_hf_hook")
 
     def __enter__(self) -> None:
         if self.hook is not None:

@@ -31,20 +31,20 @@ def project(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
 def is_hooked(layer: Any) -> bool:
     """Whether calling the layer does more than its class says (offloading, sharding): its weights cannot just be read."""
     hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    return hasattr(layer, "_hf_hook") or any(hooks) or nn.modules.module._has_any_global_hook()
+    return "_hf_hook" in vars(layer) or any(hooks) or nn.modules.module._has_any_global_hook()
 
 
 def is_plain(layer: Any, x: Any) -> bool:
     """Whether calling the layer on x is one product with its weight and nothing else."""
     if type(layer) is not nn.Linear:  # others may hold no weight of that name
         return False
-    linear: Any = layer
+    weight, bias = map(layer._parameters.get, ("weight", "bias"))  # attributes of a module take ten times as long
     plain: bool = (
-        linear.bias is None
-        and type(linear.weight) is nn.Parameter
-        and linear.weight.dtype == x.dtype
-        and "forward" not in vars(linear)
-        and not is_hooked(linear)
+        bias is None
+        and type(weight) is nn.Parameter
+        and weight.dtype == x.dtype
+        and "forward" not in vars(layer)
+        and not is_hooked(layer)
         and not torch.is_autocast_enabled(x.device.type)
         and not torch.compiler.is_compiling()
     )
@@ -77,7 +77,7 @@ def _gradients(
     d_x: Tensor | None = None
     d_weights: list[Tensor | None] = [None] * len(weights)
     # Narrowest first: `addmm_` reads and writes all of d_x, which the narrow product would wait for.
-    for run in sorted(_runs(weights), key=lambda run: sum(map(len, weights[run]))):
+    for run in sorted(_runs(weights), key=lambda run: sum(weight.shape[0] for weight in weights[run])):
         d_out = _joined(d_outs[run], -1).flatten(0, -2)
         if wants_x:
             weight = _joined(weights[run], 0)
@@ -89,7 +89,7 @@ def _gradients(
 
 def _runs(weights: Sequence[Tensor]) -> list[slice]:
     """Cut the layers into those multiplied as one: narrow neighbours together, every other one by itself."""
-    narrow = [len(weight) < _NARROW for weight in weights]
+    narrow = [weight.shape[0] < _NARROW for weight in weights]
     starts = [i for i in range(len(weights)) if i == 0 or not (narrow[i] and narrow[i - 1])]
     return [slice(*ends) for ends in zip(starts, [*starts[1:], len(weights)], strict=True)]
 
@@ -99,4 +99,4 @@ def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def _parted(joint: Tensor, weights: Sequence[Tensor], dim: int) -> Sequence[Tensor]:
-    return [joint] if len(weights) == 1 else joint.split([len(weight) for weight in weights], dim)
+    return [joint] if len(weights) == 1 else joint.split([weight.shape[0] for weight in weights], dim)

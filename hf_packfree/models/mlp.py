@@ -24,10 +24,10 @@ def swiglu_weights(mlp: Any, layer: nn.Module, x: Tensor) -> tuple[Tensor, Tenso
     """
     if not _has_the_formula(mlp, layer) or is_hooked(mlp):
         return None
-    layers: list[Any] = [getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+    layers: list[Any] = [mlp._modules.get(name) for name in ("gate_proj", "up_proj", "down_proj")]
     if not all(is_plain(part, x) for part in layers):
         return None
-    gate, up, down = (part.weight for part in layers)
+    gate, up, down = (part._parameters["weight"] for part in layers)
     return gate, up, down
 
 

@@ -21,7 +21,7 @@ def adds_one(norm: Any, layer: nn.Module) -> bool:
 
 def epsilon(norm: Any) -> float:
     """What the norm adds to the mean square; transformers' classes and others' name it differently."""
-    found: float = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+    found: float = vars(norm)["variance_epsilon" if "variance_epsilon" in vars(norm) else "eps"]
     return found
 
 

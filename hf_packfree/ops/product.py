@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -25,12 +25,13 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 def filled(x: Tensor, weight: Tensor) -> Tensor:
     """Return x weight' from a product of `_ROWS` rows, zeros behind x's own."""
     flat = x.flatten(0, -2)
-    return linear(pad(flat, (0, 0, 0, _ROWS - len(flat))), weight)[: len(flat)].view(*x.shape[:-1], -1)
+    return linear(pad(flat, (0, 0, 0, _ROWS - flat.shape[0])), weight)[: flat.shape[0]].view(*x.shape[:-1], -1)
 
 
 def as_in_forward(x: Tensor) -> AbstractContextManager[Any]:
     """Let a backward pass whose forward ran without autocast run without it too, wherever it is called."""
-    return torch.autocast(x.device.type, enabled=False)
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 Remade = Callable[[Tensor, bool], tuple[tuple[Tensor | None, ...], Tensor | None]]
@@ -48,4 +49,4 @@ def product_backward(d_out: Tensor, weight: Tensor, remade: Remade, wanted: bool
     with as_in_forward(d_out):
         flat = d_out.flatten(0, -2)
         gradients, x = remade(flat @ weight, wanted)
-        return *gradients, None if x is None else flat.T @ x.view(len(flat), -1)
+        return *gradients, None if x is None else flat.T @ x.view(flat.shape[0], -1)

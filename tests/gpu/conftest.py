@@ -75,16 +75,32 @@ def upstream_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def untuned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of FLA's kernels in the smallest of its shapes alone: in fp32 every one of hundreds compiles for a minute."""
+def pin(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Return `pin("smallest")` or `pin("largest")`: each of FLA's kernels runs in that one of its shapes and tunes nothing."""
+    from fla.modules import FusedRMSNormGated, convolution
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    assert chunk_gated_delta_rule is not None
+    assert FusedRMSNormGated and convolution and chunk_gated_delta_rule
     tuners = [thing for thing in gc.get_objects() if any(kind.__name__ == "Autotuner" for kind in type(thing).__mro__)]
     assert tuners, "FLA tunes nothing any more"
-    for tuner in tuners:
-        smallest = min(tuner.configs, key=lambda c: (math.prod(c.kwargs.values()), c.num_stages, -c.num_warps))
-        monkeypatch.setattr(tuner, "configs", [smallest])
+    shapes = {id(tuner): tuner.configs for tuner in tuners}
+
+    def pinned(which: str) -> None:
+        sign = {"smallest": -1, "largest": 1}[which]
+
+        def rank(shape: Any) -> tuple[int, ...]:  # with few stages, so that shared memory holds the largest
+            return sign * math.prod(shape.kwargs.values()), -shape.num_stages, -sign * shape.num_warps
+
+        for tuner in tuners:
+            monkeypatch.setattr(tuner, "configs", [max(shapes[id(tuner)], key=rank)])
+
+    return pinned
+
+
+@pytest.fixture
+def untuned(pin: Callable[[str], None]) -> None:
+    """In fp32 and fp16 every one of hundreds of shapes compiles for a minute."""
+    pin("smallest")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -6,7 +6,8 @@
 
 Leaves DIR/<date>-<gpu>.json: {"machine", "date", "versions", "rows", "errors", "tests"}.  Rows, errors, outcomes and how each
 file of tests ended are also appended as they come (rows.jsonl, errors.jsonl, tests.jsonl, files.jsonl), so that a call that is
-cut off loses little: assemble it.  The exit status is 1 if a file of tests did not end well.
+cut off loses little: assemble it.  What pytest printed is in DIR/log.  The exit status is 1 if a file of tests did not end
+well.  Rows are timed alone; files of tests, of which nothing is timed, run side by side after them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +30,15 @@ from tests.gpu.timing import DEAD, name_of, read_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = (
-    "gpu/test_ops.py", "gpu/test_model.py", "gpu/test_padded.py", "gpu/test_sync.py", "gpu/test_training.py",
+    "gpu/test_ops.py", "gpu/test_sync.py", "gpu/test_model.py", "gpu/test_training.py", "gpu/test_padded.py",
+    "gpu/test_autotune.py", "gpu/test_launch.py",
     "friends/test_liger.py", "friends/test_parallel.py",
 )
 """Every file of tests that has the gpu marker; of each only what is marked runs."""
 ENDS = {0: "passed", 1: "failed", 2: "interrupted", 5: "found no tests", None: "out of time"}
 """What pytest's exit status says; an import that fails interrupts."""
+LONGEST, PROCESSES = "gpu/test_ops.py", 3
+"""A file whose tests know nothing of each other, and the processes that share them where pytest-xdist is installed."""
 RESTARTS = 4
 DEEP_PATH = re.compile(r"(?<![\w.])(?:/[\w.+-]+){2,}/([\w.+-]+/[\w.+-]+)")
 """An absolute path of four parts or more; its last two stay."""
@@ -46,13 +52,13 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     folders = options.assemble or [options.out]
     if not options.assemble:
         deadline = time.monotonic() + options.minutes * 60
-        about = run([sys.executable, "-m", "tests.gpu.machine", options.device], options, 120, capture=True)
+        about = run([sys.executable, "-m", "tests.gpu.machine", options.device], options, 120, subprocess.PIPE)
         (options.out / "machine.json").write_text(about.strip().splitlines()[-1] if about else "{}")
         share = 1.0 if options.no_tests else options.share
         if not options.no_rows:
             measure(options, rest, time.monotonic() + (deadline - time.monotonic()) * share)
-        for name in () if options.no_tests else options.tests:
-            test(name, options, deadline)
+        with ThreadPoolExecutor(options.jobs) as pool:
+            list(pool.map(lambda name: test(name, options, deadline), () if options.no_tests else options.tests))
     path = write(assemble(folders), options.out)
     print(f"wrote {path}")
     return path
@@ -65,6 +71,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
     parser.add_argument("--minutes", type=float, default=9.0, help="for everything together")
     parser.add_argument("--share", type=float, default=0.55, help="of the minutes that the rows may take")
     parser.add_argument("--tests", nargs="*", default=TESTS, help=f"files in tests, of {', '.join(TESTS)}")
+    parser.add_argument("--jobs", type=int, default=4, help="files of tests that run at the same time")
     parser.add_argument("--pytest", default="", help="more of pytest's options, in one string: '-k varlen'")
     parser.add_argument("--no-tests", action="store_true")
     parser.add_argument("--no-rows", action="store_true")
@@ -88,12 +95,15 @@ def measure(options: argparse.Namespace, rest: list[str], deadline: float) -> No
 
 def test(name: str, options: argparse.Namespace, deadline: float) -> None:
     """Run one file of tests in a process of its own, and append how it ended."""
-    left = deadline - time.monotonic()
-    status = run(pytest_command(name, options.pytest), options, left) if left >= 10 else None
+    began, left = time.monotonic(), deadline - time.monotonic()
+    log = options.out / "log" / f"{name.replace('/', '-')}.txt"
+    log.parent.mkdir(exist_ok=True)
+    with log.open("w") as output:
+        status = run(pytest_command(name, options.pytest), options, left, output) if left >= 10 else None
     if status == 5 and options.pytest:
         return  # nothing of it was asked for
     line = {"file": name, "end": ENDS.get(status, f"exit status {status}")}
-    print(f"{name}: {line['end']}", flush=True)
+    print(f"{log.read_text()[-4000:]}\n{name}: {line['end']}, {time.monotonic() - began:.0f} s", flush=True)
     with (options.out / "files.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
 
@@ -102,22 +112,23 @@ def pytest_command(name: str, more: str) -> list[str]:
     """The folder above's conftest needs packages that may be missing; what records outcomes is in tests/gpu's."""
     command = [sys.executable, "-m", "pytest", f"tests/{name}", "-q", "-m", "gpu", "--confcutdir=tests/gpu", "-W", "default"]
     recorder = [] if name.startswith("gpu/") else ["-p", "tests.gpu.conftest"]
-    return [*command, *recorder, "-p", "no:cacheprovider", "--tb=short", *shlex.split(more)]
+    shared = ["-n", str(PROCESSES)] if name == LONGEST and find_spec("xdist") else []
+    return [*command, *recorder, *shared, "-p", "no:cacheprovider", "--tb=short", *shlex.split(more)]
 
 
-def run(command: list[str], options: argparse.Namespace, seconds: float, capture: bool = False) -> Any:
-    """Run a command in the repository's root; return its exit status, or with `capture` what it printed."""
+def run(command: list[str], options: argparse.Namespace, seconds: float, output: Any = None) -> Any:
+    """Run a command in the repository's root; return its exit status, or what it printed if `output` is a pipe."""
     path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH", "")) if part)
     environment = {**os.environ, "PYTHONPATH": path, "PACKFREE_GPU_OUT": str(options.out)}
     if options.device == "cpu":
         environment["PACKFREE_GPU_TESTS"] = "cpu"
     try:
-        done = subprocess.run(command, cwd=ROOT, env=environment, timeout=max(seconds, 1), text=True,
-                              stdout=subprocess.PIPE if capture else None)
+        done = subprocess.run(command, cwd=ROOT, env=environment, timeout=max(seconds, 1), text=True, stdout=output,
+                              stderr=None if output in (None, subprocess.PIPE) else subprocess.STDOUT)
     except subprocess.TimeoutExpired:
         print(f"stopped after {seconds:.0f} s: {' '.join(command)}", flush=True)
-        return "" if capture else None
-    return done.stdout if capture else done.returncode
+        return "" if output == subprocess.PIPE else None
+    return done.stdout if output == subprocess.PIPE else done.returncode
 
 
 def assemble(folders: Sequence[Path]) -> dict[str, Any]:

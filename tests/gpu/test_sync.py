@@ -17,9 +17,12 @@ WARM = ((64, 65, 129, 254), (1, 130, 700, 66), (2000, 3, 61))
 """Rows whose token counts are multiples of 512, of nothing, and of 16: what kernels are specialised for."""
 OTHER = ((513, 63, 2, 300), (90, 90, 90, 90, 90, 90, 90, 90), (3000, 1, 17, 1024))
 LONGER = (4096, 500)
-CHOICES = {"auto": "auto", "FLA": {"delta_rule": "fla", "conv": "fla", "gated_norm": "fla"}}
+CHOICES = {
+    "auto": "auto", "as on Ampere": {"delta_rule": "fla", "attention": "varlen"},
+    "FLA": {"delta_rule": "fla", "conv": "fla", "gated_norm": "fla"},
+}
 BY_LENGTH: dict[str, set[str]] = {
-    "auto": set(),
+    "auto": set(), "as on Ampere": set(),
     "FLA": {"layer_norm_gated_fwd_kernel", "layer_norm_gated_bwd_kernel", "l2norm_fwd_kernel", "l2norm_bwd_kernel"},
 }
 """Whose choices go by a row's length too: fla-core 0.6.0's norms, of which every 65,536 heads of tokens are a key of their own
@@ -95,9 +98,10 @@ def test_new_lengths_do_not_tune_again(name, record):
 
 
 @pytest.mark.parametrize("lengths", OTHER, ids=str)
-def test_no_host_sync_below_the_trunk(lengths):
+@pytest.mark.parametrize("name", CHOICES)
+def test_no_host_sync_below_the_trunk(name, lengths):
     """Forward and backward with torch's sync debug mode on error; kernels that bypass torch's calls are not seen."""
-    model = small(NARROW)
+    model = small(NARROW, backend="auto" if TRIAL else CHOICES[name])
     warm_up(model)
     row = packed_row(model, lengths)
     if TRIAL:

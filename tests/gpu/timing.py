@@ -59,7 +59,7 @@ class Clock:
     device: str
     warmup: int = 2
     runs: int = 5
-    least: float = 1.0
+    least: float = 2.5
     longest: float = 12.0
     shortest: float = 10.0
 

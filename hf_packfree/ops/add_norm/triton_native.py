@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hf_packfree.ops.backend import block_width
+from hf_packfree.ops.launch import launch
 from hf_packfree.ops.partial_sums import summed
 
 _TILES, _PROGRAMS = 64, 512  # in the backward pass: rows of a program at most, programs at least
@@ -35,10 +36,8 @@ class _AddNorm(torch.autograd.Function):
         ctx.eps, ctx.dtypes = eps, (x.dtype, None if branch is None else branch.dtype)
         ctx.set_materialize_grads(False)
         normed, size = torch.empty_like(total), x.shape[-1]
-        with torch.cuda.device_of(x):
-            add_norm[(x.numel() // size,)](
-                x, branch, weight, total, normed, size, eps, ADDS=branch is not None, **_launch(size)
-            )
+        grid = (x.numel() // size,)
+        launch(add_norm, grid, x, branch, weight, total, normed, size, eps, ADDS=branch is not None, **_blocks(size))
         return normed, total  # x itself, where it is the total, goes out as a view with this gradient
 
     @staticmethod
@@ -64,14 +63,13 @@ def _gradients(
     programs = -(-rows // tiles)
     d_weight = weight.new_empty(programs, size, dtype=torch.float32)
     adds = None if d_total is None else d_total.contiguous()
-    with torch.cuda.device_of(total):
-        add_norm_backward[(programs,)](
-            total, weight, d_normed.contiguous(), adds, d, d_weight, rows, size, eps, tiles,
-            ADDS=adds is not None, AHEAD=_AHEAD if size * total.itemsize <= _ROW else 0, **_launch(size),
-        )  # fmt: skip
+    launch(
+        add_norm_backward, (programs,), total, weight, d_normed.contiguous(), adds, d, d_weight, rows, size, eps, tiles,
+        ADDS=adds is not None, AHEAD=_AHEAD if size * total.itemsize <= _ROW else 0, **_blocks(size),
+    )  # fmt: skip
     return d, summed(d_weight, weight.dtype)
 
 
-def _launch(size: int) -> dict[str, int]:
+def _blocks(size: int) -> dict[str, int]:
     width = block_width(size)
     return {"WIDTH": width, "num_warps": min(max(width // 512, 1), 16)}

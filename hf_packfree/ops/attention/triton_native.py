@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from hf_packfree.errors import BackendUnavailable
 from hf_packfree.ops.backend import Site, needs_half, needs_triton, refuse_wide
+from hf_packfree.ops.launch import launch
 from hf_packfree.packing import PackedSequence, uncompiled
 
 _HOPPER = (9, 0)
@@ -85,10 +86,7 @@ class _Attention(torch.autograd.Function):
         lse = q.new_empty(q.shape[2], q.shape[1], dtype=torch.float32)
         blocks, heads = packed.derive(plan_blocks, False), _heads(q, k)
         sizes = q.shape[1], *(x.stride(1) for x in (q, k, v)), scale * math.log2(math.e)
-        with torch.cuda.device_of(q):
-            attend[(len(blocks), q.shape[2])](
-                q, k, v, blocks, out, lse, *sizes, **heads, **_launch("forward")
-            )
+        launch(attend, (len(blocks), q.shape[2]), q, k, v, blocks, out, lse, *sizes, **heads, **_blocks("forward"))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.packed, ctx.scale = packed, scale
         return out
@@ -103,19 +101,18 @@ class _Attention(torch.autograd.Function):
         d_q, d_k, d_v = (x.new_empty(x.shape) for x in (q, k, v))
         before, after = (ctx.packed.derive(plan_blocks, follows) for follows in (False, True))
         tokens, strides, scale = q.shape[1], [x.stride(1) for x in (q, k, v)], ctx.scale * math.log2(math.e)
-        with torch.cuda.device_of(q):
-            kernels.attend_backward_queries[(len(before), q.shape[2])](  # makes delta, so it comes first
-                q, k, v, before, out, d_out, lse, delta, d_q, tokens, *strides, scale, ctx.scale,
-                **heads, **_launch("queries"),
-            )  # fmt: skip
-            kernels.attend_backward_keys[(len(after), k.shape[2])](
-                q, k, v, after, d_out, lse, delta, d_k, tokens, *strides, scale, ctx.scale,
-                **heads, **_launch("keys"),
-            )  # fmt: skip
-            kernels.attend_backward_values[(len(after), k.shape[2])](
-                q, k, after, d_out, lse, d_v, tokens, *strides[:2], scale,
-                **heads, **_launch("values"),
-            )  # fmt: skip
+        launch(  # makes delta, so it comes first
+            kernels.attend_backward_queries, (len(before), q.shape[2]), q, k, v, before, out, d_out, lse, delta, d_q,
+            tokens, *strides, scale, ctx.scale, **heads, **_blocks("queries"),
+        )  # fmt: skip
+        launch(
+            kernels.attend_backward_keys, (len(after), k.shape[2]), q, k, v, after, d_out, lse, delta, d_k,
+            tokens, *strides, scale, ctx.scale, **heads, **_blocks("keys"),
+        )  # fmt: skip
+        launch(
+            kernels.attend_backward_values, (len(after), k.shape[2]), q, k, after, d_out, lse, d_v,
+            tokens, *strides[:2], scale, **heads, **_blocks("values"),
+        )  # fmt: skip
         return d_q, d_k, d_v, None, None
 
 
@@ -125,7 +122,7 @@ def _heads(q: Tensor, k: Tensor) -> dict[str, int]:
     return {"HEADS": heads, "GROUP": heads // k.shape[2], "D": q.shape[3]}
 
 
-def _launch(kernel: str) -> dict[str, int]:
+def _blocks(kernel: str) -> dict[str, int]:
     """Its blocks, of queries where those are a program's, of keys where they are."""
     rows, columns = (_BLOCK, _MET[kernel]) if kernel in ("forward", "queries") else (_MET[kernel], _BLOCK)
     return {"ROWS": rows, "COLUMNS": columns, "num_warps": _WARPS, "num_stages": _STAGES[kernel]}

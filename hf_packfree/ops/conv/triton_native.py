@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from hf_packfree.ops.backend import Site, block_width, needs_triton
+from hf_packfree.ops.launch import launch
 from hf_packfree.ops.partial_sums import summed
 from hf_packfree.packing import PackedSequence, uncompiled
 
@@ -138,12 +139,11 @@ class _Convolution(torch.autograd.Function):
         for heads in job.launches:
             mine = [x.new_empty(1, x.shape[1], count, heads.size) for count in heads.counts]
             row, grid = x[0, :, heads.channels], _grid(x.shape[1], heads)
-            with torch.cuda.device_of(x):  # whatever the current device is
-                convolve[grid](
-                    row, *_taps(weight, bias, heads), *plan, *_three(mine, heads), len(row), row.stride(0),
-                    heads.keys, heads.values, heads.size, job.eps or 0.0,
-                    **_launch(weight, bias, job, heads, "forward"),
-                )  # fmt: skip
+            launch(
+                convolve, grid, row, *_taps(weight, bias, heads), *plan, *_three(mine, heads), row.shape[0], row.stride(0),
+                heads.keys, heads.values, heads.size, job.eps or 0.0,
+                **_blocks(weight, bias, job, heads, "forward"),
+            )  # fmt: skip
             outs += mine
         return tuple(outs)
 
@@ -162,12 +162,11 @@ class _Convolution(torch.autograd.Function):
             grid = _grid(x.shape[1], heads)
             d_weight = x.new_empty(grid[0], row.shape[1], weight.shape[1], dtype=torch.float32)  # of each strip
             d_bias = None if bias is None else d_weight.new_empty(d_weight.shape[:2])
-            with torch.cuda.device_of(x):
-                convolve_backward[grid](
-                    row, *_taps(weight, bias, heads), *plan, *_three(mine, heads), target, d_weight, d_bias, len(row),
-                    row.stride(0), target.stride(0), heads.keys, heads.values, heads.size, ctx.job.eps or 0.0,
-                    **_launch(weight, bias, ctx.job, heads, "backward"),
-                )  # fmt: skip
+            launch(
+                convolve_backward, grid, row, *_taps(weight, bias, heads), *plan, *_three(mine, heads), target, d_weight,
+                d_bias, row.shape[0], row.stride(0), target.stride(0), heads.keys, heads.values, heads.size, ctx.job.eps or 0.0,
+                **_blocks(weight, bias, ctx.job, heads, "backward"),
+            )  # fmt: skip
             d_weights.append(d_weight)
             d_biases.append(d_bias)
         return d_x, _summed(d_weights, weight), _summed(d_biases, bias), None, None, None, None
@@ -203,7 +202,7 @@ def _block(heads: Heads) -> int:
     return max(1, _CHANNELS // block_width(heads.size))
 
 
-def _launch(weight: Tensor, bias: Tensor | None, job: Job, heads: Heads, way: str) -> dict[str, Any]:
+def _blocks(weight: Tensor, bias: Tensor | None, job: Job, heads: Heads, way: str) -> dict[str, Any]:
     """What a program is compiled for."""
     return {
         "TAPS": weight.shape[1], "BIAS": bias is not None, "SILU": job.silu, "UNIT": job.eps is not None,

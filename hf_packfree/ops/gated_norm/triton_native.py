@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hf_packfree.ops.backend import block_width
+from hf_packfree.ops.launch import launch
 from hf_packfree.ops.partial_sums import summed
 from hf_packfree.ops.product import product, product_backward
 
@@ -39,9 +40,8 @@ class _GatedNorm(torch.autograd.Function):
         ctx.save_for_backward(x, z, weight, projection, rows)
         ctx.eps = eps
         normed, sizes = torch.empty_like(x), _sizes(x)
-        launch = _launch(x, rows, "forward")
-        with torch.cuda.device_of(x):
-            gated_norm[(-(-sizes[0] // launch["ROWS"]),)](x, z, weight, rows, normed, *sizes, eps, **launch)
+        blocks = _blocks(x, rows, "forward")
+        launch(gated_norm, (-(-sizes[0] // blocks["ROWS"]),), x, z, weight, rows, normed, *sizes, eps, **blocks)
         return normed if projection is None else product(normed.flatten(-2), projection)
 
     @staticmethod
@@ -63,13 +63,13 @@ def _gradients(
 
     d_x, d_z, sizes = torch.empty_like(x), torch.empty_like(z), _sizes(x)
     made = torch.empty_like(x) if remakes else None
-    launch = _launch(x, rows, "backward")
-    programs = -(-sizes[0] // (launch["ROWS"] * _TILES))
+    blocks = _blocks(x, rows, "backward")
+    programs = -(-sizes[0] // (blocks["ROWS"] * _TILES))
     d_weight = weight.new_empty(programs, x.shape[-1], dtype=torch.float32)
-    with torch.cuda.device_of(x):
-        gated_norm_backward[(programs,)](
-            x, z, weight, rows, d_normed, made, d_x, d_z, d_weight, *sizes, eps, _TILES, REMAKES=remakes, **launch
-        )
+    launch(
+        gated_norm_backward, (programs,), x, z, weight, rows, d_normed, made, d_x, d_z, d_weight, *sizes, eps, _TILES,
+        REMAKES=remakes, **blocks,
+    )  # fmt: skip
     return (d_x, d_z, summed(d_weight, weight.dtype)), made
 
 
@@ -78,7 +78,7 @@ def _sizes(x: Tensor) -> tuple[int, int]:
     return x.numel() // x.shape[-1], x.shape[-1]
 
 
-def _launch(x: Tensor, rows: Tensor | None, way: str) -> dict[str, Any]:
+def _blocks(x: Tensor, rows: Tensor | None, way: str) -> dict[str, Any]:
     """What a program is compiled for."""
     width, heads = block_width(x.shape[-1]), 1 if rows is None else x.shape[-2]  # 1: nobody asks
     return {"HEADS": heads, "MOVED": rows is not None, "ROWS": _ROWS[way], "WIDTH": width, "num_warps": 4}

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hf_packfree.ops.backend import block_width
+from hf_packfree.ops.launch import launch
 from hf_packfree.ops.partial_sums import summed
 
 _ELEMENTS = 2048  # of a program
@@ -30,9 +31,8 @@ class _Gates(torch.autograd.Function):
 
         ctx.save_for_backward(a, b, A_log, dt_bias, rows)
         g, beta = a.new_empty(a.shape, dtype=torch.float32), b.new_empty(b.shape)
-        programs, sizes, launch = _launch(a, b)
-        with torch.cuda.device_of(a):
-            gates[(programs,)](a, b, A_log, dt_bias, rows, g, beta, *sizes, MOVED=rows is not None, **launch)
+        grid, sizes, blocks = _blocks(a, b)
+        launch(gates, grid, a, b, A_log, dt_bias, rows, g, beta, *sizes, MOVED=rows is not None, **blocks)
         return g, beta
 
     @staticmethod
@@ -42,21 +42,20 @@ class _Gates(torch.autograd.Function):
 
         a, b, A_log, dt_bias, rows = ctx.saved_tensors
         d_a, d_b = a.new_empty(a.shape), b.new_empty(b.shape)
-        programs, sizes, launch = _launch(a, b)
-        d_shared = a.new_empty(programs, 2, a.shape[2], dtype=torch.float32)
-        with torch.cuda.device_of(a):
-            gates_backward[(programs,)](
-                a, b, A_log, dt_bias, rows, d_g.contiguous(), d_beta.contiguous(), d_a, d_b, d_shared, *sizes,
-                MOVED=rows is not None, **launch,
-            )  # fmt: skip
+        grid, sizes, blocks = _blocks(a, b)
+        d_shared = a.new_empty(*grid, 2, a.shape[2], dtype=torch.float32)
+        launch(
+            gates_backward, grid, a, b, A_log, dt_bias, rows, d_g.contiguous(), d_beta.contiguous(), d_a, d_b, d_shared,
+            *sizes, MOVED=rows is not None, **blocks,
+        )  # fmt: skip
         d_A_log, d_dt_bias = summed(d_shared, torch.promote_types(A_log.dtype, dt_bias.dtype))
         return d_a, d_b, d_A_log.to(A_log.dtype), d_dt_bias.to(dt_bias.dtype), None
 
 
-def _launch(a: Tensor, b: Tensor) -> tuple[int, tuple[int, ...], dict[str, int]]:
-    """Programs, the sizes and strides that the kernels take, and the launch."""
+def _blocks(a: Tensor, b: Tensor) -> tuple[tuple[int], tuple[int, ...], dict[str, int]]:
+    """The grid, the sizes and strides that the kernels take, and what a program is compiled for."""
     _, tokens, heads = a.shape
     width = block_width(heads)
     rows = max(1, _ELEMENTS // width)
     sizes = (tokens, heads, a.stride(1), a.stride(2), b.stride(1), b.stride(2))
-    return -(-tokens // rows), sizes, {"ROWS": rows, "WIDTH": width, "num_warps": 4}
+    return (-(-tokens // rows),), sizes, {"ROWS": rows, "WIDTH": width, "num_warps": 4}

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hf_packfree.ops.backend import block_width
+from hf_packfree.ops.launch import launch
 from hf_packfree.ops.partial_sums import summed
 
 _TILES, _PROGRAMS = 4, 4096  # in the backward pass: tokens of a program at most, programs at least
@@ -29,8 +30,7 @@ class _NormRope(torch.autograd.Function):
         ctx.save_for_backward(x, weight, cos, sin)
         ctx.eps = eps
         out = x.new_empty(x.shape)
-        with torch.cuda.device_of(x):
-            norm_rope[(x.shape[1],)](x, weight, cos, sin, out, *_sizes(x, cos), eps, **_launch(x))
+        launch(norm_rope, (x.shape[1],), x, weight, cos, sin, out, *_sizes(x, cos), eps, **_blocks(x))
         return out
 
     @staticmethod
@@ -42,10 +42,10 @@ class _NormRope(torch.autograd.Function):
         d_x, tokens = x.new_empty(x.shape), x.shape[1]
         tiles = max(1, min(_TILES, tokens // _PROGRAMS))
         d_weight = weight.new_empty(-(-tokens // tiles), x.shape[3], dtype=torch.float32)
-        with torch.cuda.device_of(x):
-            norm_rope_backward[(len(d_weight),)](
-                x, weight, cos, sin, d_out.contiguous(), d_x, d_weight, tokens, *_sizes(x, cos), ctx.eps, tiles, **_launch(x)
-            )
+        launch(
+            norm_rope_backward, (len(d_weight),), x, weight, cos, sin, d_out.contiguous(), d_x, d_weight, tokens,
+            *_sizes(x, cos), ctx.eps, tiles, **_blocks(x),
+        )  # fmt: skip
         return d_x, summed(d_weight, weight.dtype), None, None, None
 
 
@@ -54,5 +54,5 @@ def _sizes(x: Tensor, cos: Tensor) -> tuple[int, ...]:
     return x.shape[3], cos.shape[-1] // 2, x.stride(1), x.stride(2), cos.shape[-1]
 
 
-def _launch(x: Tensor) -> dict[str, int]:
+def _blocks(x: Tensor) -> dict[str, int]:
     return {"HEADS": x.shape[2], "WIDTH": block_width(x.shape[3]), "num_warps": 1}

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hf_packfree.ops.backend import block_width
+from hf_packfree.ops.launch import launch
 from hf_packfree.ops.product import product, product_backward
 
 _ELEMENTS = 4096  # of a program
@@ -31,9 +32,8 @@ class _OutputGate(torch.autograd.Function):
         x, z = x.contiguous(), z if z.stride(3) == 1 else z.contiguous()
         ctx.save_for_backward(x, z, projection)
         out = torch.empty_like(x)
-        grid, sizes, launch = _launch(z)
-        with torch.cuda.device_of(x):
-            gate[grid](x, z, out, *sizes, **launch)
+        grid, sizes, blocks = _blocks(z)
+        launch(gate, grid, x, z, out, *sizes, **blocks)
         return out if projection is None else product(out.flatten(2), projection)
 
     @staticmethod
@@ -52,13 +52,12 @@ def _gradients(x: Tensor, z: Tensor, d_gated: Tensor, remakes: bool) -> tuple[tu
 
     d_x, d_z = torch.empty_like(x), z.new_empty(z.shape)
     made = torch.empty_like(x) if remakes else None
-    grid, sizes, launch = _launch(z)
-    with torch.cuda.device_of(x):
-        gate_backward[grid](x, z, d_gated, made, d_x, d_z, *sizes, REMAKES=remakes, **launch)
+    grid, sizes, blocks = _blocks(z)
+    launch(gate_backward, grid, x, z, d_gated, made, d_x, d_z, *sizes, REMAKES=remakes, **blocks)
     return (d_x, d_z), made
 
 
-def _launch(z: Tensor) -> tuple[tuple[int], tuple[int, ...], dict[str, int]]:
+def _blocks(z: Tensor) -> tuple[tuple[int], tuple[int, ...], dict[str, int]]:
     _, tokens, heads, size = z.shape
     width = block_width(size)
     rows = max(1, _ELEMENTS // width)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hf_packfree.ops.launch import launch
+
 _ROWS, _COLUMNS = 512, 8  # of a block, whatever the number of programs: new row lengths compile nothing
 
 
@@ -14,10 +16,8 @@ def summed(parts: Tensor, dtype: torch.dtype) -> Tensor:
 
     parts = parts.contiguous()
     out = parts.new_empty(parts.shape[1:], dtype=dtype)
-    with torch.cuda.device_of(parts):
-        total[(-(-out.numel() // _COLUMNS),)](
-            parts, out, len(parts), out.numel(), ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=8
-        )
+    grid = (-(-out.numel() // _COLUMNS),)
+    launch(total, grid, parts, out, parts.shape[0], out.numel(), ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=8)
     return out
 
 

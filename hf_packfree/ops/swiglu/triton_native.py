@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hf_packfree.ops.launch import launch
 from hf_packfree.ops.product import product, product_backward
 
 _BLOCK = 2048  # elements of a program
@@ -31,7 +32,7 @@ class _SwiGLU(torch.autograd.Function):
         a, b = product(x, gate), product(x, up)
         ctx.save_for_backward(x, gate, up, down, a, b)
         mixed = torch.empty_like(a)
-        _launch(gated, a, b, mixed)
+        _run(gated, a, b, mixed)
         return product(mixed, down)
 
     @staticmethod
@@ -49,7 +50,7 @@ def _gradients(
     from hf_packfree.ops.swiglu.triton_kernels import gated_backward
 
     d_a, d_b = torch.empty_like(d_mixed), torch.empty_like(d_mixed)
-    _launch(gated_backward, a, b, d_mixed, d_a, d_b)  # which leaves the gated product in d_mixed's place
+    _run(gated_backward, a, b, d_mixed, d_a, d_b)  # which leaves the gated product in d_mixed's place
     wants_x, wants_gate, wants_up = wanted
     rows = x.flatten(0, -2)
     d_x = (d_a @ gate).addmm_(d_b, up).view_as(x) if wants_x else None
@@ -57,7 +58,6 @@ def _gradients(
     return (d_x, d_gate, d_up), d_mixed if remakes else None
 
 
-def _launch(kernel: Any, a: Tensor, *others: Tensor) -> None:
-    with torch.cuda.device_of(a):
-        sizes = a.numel() // a.shape[-1], a.shape[-1]
-        kernel[(-(-a.numel() // _BLOCK),)](a, *others, *sizes, BLOCK=_BLOCK, num_warps=8)
+def _run(kernel: Any, a: Tensor, *others: Tensor) -> None:
+    sizes = a.numel() // a.shape[-1], a.shape[-1]
+    launch(kernel, (-(-a.numel() // _BLOCK),), a, *others, *sizes, BLOCK=_BLOCK, num_warps=8)
