@@ -159,7 +159,7 @@ def linearity(result: dict[str, Any]) -> str:
 def exactness(result: dict[str, Any]) -> str:
     """Relative RMS errors of documents in a row against documents alone, and the tests' outcomes."""
     pattern = r"values, packed against alone|packed against upstream one by one|packed against padded"
-    errors = [line for line in result["errors"] if re.search(pattern, line["what"])]
+    errors = sorted((line for line in result["errors"] if re.search(pattern, line["what"])), key=lambda line: line["what"])
     if not errors:
         return ""
     lines = ["| measured on the GPU | error | limit |", "|---|---|---|"]
