@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
+from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -25,3 +29,15 @@ logging.getLogger("transformers").addHandler(DeprecationsAreErrors())
 # tests/fakes is on the path only where the runner puts it (tests/compat/run.py)
 if find_spec("fake_kernels"):
     import_module("fake_kernels").show_to_transformers()
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The packages of tests/fakes, in front of real ones if there are any; gone afterwards."""
+    names = ("fla", "causal_conv1d")
+    for name in [name for name in sys.modules if name.split(".")[0] in names]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(Path(__file__).parent / "fakes")
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] in names]:
+        del sys.modules[name]

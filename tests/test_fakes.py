@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from importlib import metadata
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,19 +13,8 @@ from hf_packfree.packing import PackedSequence
 from tests.support import relative_rms
 
 PACKED = PackedSequence.from_lengths([5, 64, 1, 7])
-TOKENS, NAMES = PACKED.num_tokens, ("fla", "causal_conv1d")
-
-
-@pytest.fixture(autouse=True)
-def stand_ins(monkeypatch):
-    """The packages of tests/fakes, in front of real ones if there are any; gone afterwards."""
-    before = {name: module for name, module in sys.modules.items() if name.split(".")[0] in NAMES}
-    for name in before:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.syspath_prepend(Path(__file__).parent / "fakes")
-    yield
-    for name in [name for name in sys.modules if name.split(".")[0] in NAMES]:
-        del sys.modules[name]
+TOKENS = PACKED.num_tokens
+pytestmark = pytest.mark.usefixtures("stand_ins")
 
 
 def inputs(dtype=torch.float32):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 _ASSUMED = ["tt.divisibility", 16]
 """What compiled code may rely on, and `_kinds` tells apart, beside types and integers that are 1."""
+_INT32 = 2**31
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 """By kernel, device, constants and the arguments' kinds: the compiled kernel, and the constants in the kernel's order."""
 
@@ -57,7 +58,7 @@ def _kinds(arguments: tuple[Any, ...]) -> list[Any]:
             if argument.data_ptr() % 16:
                 kinds.append("odd")  # which says so of the tensor before it
         elif type(argument) is int:
-            kinds.append(1 if argument == 1 else (argument % 16 == 0, argument.bit_length() < 32))
+            kinds.append(1 if argument == 1 else (argument % 16 == 0, -_INT32 <= argument < _INT32))
         else:
             kinds.append(argument if type(argument) is bool else type(argument))
     return kinds

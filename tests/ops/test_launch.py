@@ -1,0 +1,95 @@
+"""Launching without asking Triton: kinds of arguments are told apart at least as finely as Triton tells them apart."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from hf_packfree.ops import launch as module
+
+BUFFERS = {dtype: torch.zeros(64, dtype=dtype) for dtype in (torch.bfloat16, torch.float32, torch.int32)}
+tensors = st.builds(lambda dtype, offset: BUFFERS[dtype][offset:], st.sampled_from(list(BUFFERS)), st.integers(0, 16))
+edges = st.sampled_from([2**31 - 16, 2**31, -(2**31), -(2**31) - 16])
+integers = st.one_of(st.integers(-5, 40), st.integers(-(2**40), 2**40), edges)
+values = st.one_of(tensors, integers, st.floats(allow_nan=False), st.none(), st.booleans())
+
+
+def of_triton(argument):
+    """What Triton 3.6 and 3.7 compile an argument for on an NVIDIA GPU."""
+    if isinstance(argument, torch.Tensor):
+        return "*", argument.dtype, argument.data_ptr() % 16 == 0
+    if isinstance(argument, bool):
+        return "u1", argument
+    if isinstance(argument, int):
+        return 1 if argument == 1 else ("i32" if -(2**31) <= argument < 2**31 else "i64", argument % 16 == 0)
+    return type(argument)
+
+
+@given(st.lists(st.tuples(values, values), min_size=1, max_size=4))
+@example([(BUFFERS[torch.float32][1:], BUFFERS[torch.float32]), (1, 1)])
+@example([(1, 1.0), (True, 1)])
+def test_what_triton_tells_apart_has_other_kinds(pairs):
+    left, right = zip(*pairs)
+    if list(map(of_triton, left)) != list(map(of_triton, right)):
+        assert module._kinds(left) != module._kinds(right)
+
+
+class Kernel:
+    """As `triton.jit` makes one, as far as `launch` looks; counts who was asked."""
+
+    arg_names = ["x", "size", "WIDTH"]
+
+    def __init__(self, attribute=("tt.divisibility", 16), constants=None):
+        self.asked, self.ran = [], []
+        fn = SimpleNamespace(constexprs=[2])
+        source = SimpleNamespace(fn=fn, constants={(2,): 32, **(constants or {})}, attrs={(0,): [list(attribute)]})
+        self.compiled = Compiled(source, self.ran)
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **constants: self.asked.append((grid, arguments, constants)) or self.compiled
+
+
+class Compiled:
+    def __init__(self, source, ran):
+        self.src, self.ran = source, ran
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.ran.append((grid, arguments))
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled(monkeypatch):
+    monkeypatch.setattr(module, "_compiled", {})
+
+
+def run(kernel, x, size, **constants):
+    module._launch(kernel, (7,), 0, (x, size), {"WIDTH": 32, "num_warps": 4, **constants})
+
+
+def test_a_kind_is_asked_about_once():
+    kernel, x = Kernel(), BUFFERS[torch.float32]
+    for size in (2048, 4096, 17, 33, 1):
+        run(kernel, x, size)
+    assert [call[1][1] for call in kernel.asked] == [2048, 17, 1], "multiples of 16, others, and 1"
+    assert kernel.ran == [((7, 1, 1), (x, 4096, 32)), ((7, 1, 1), (x, 33, 32))], "with the constant in its place"
+    run(kernel, x[1:], 4096)
+    run(kernel, x, 4096, num_warps=8)
+    run(Kernel(), x, 4096)
+    assert len(kernel.asked) == 5 and len(kernel.ran) == 2, "unaligned memory, other options and other kernels are others"
+
+
+@pytest.mark.parametrize("kernel", [Kernel(("tt.pointer_range", 32)), Kernel(constants={(1,): 16})], ids=["attribute", "value"])
+def test_what_assumes_more_is_asked_every_time(kernel):
+    for _ in range(2):
+        run(kernel, BUFFERS[torch.float32], 16)
+    assert len(kernel.asked) == 2 and not kernel.ran
+
+
+def test_the_interpreter_is_called_as_it_is():
+    kernel, x = Kernel(), BUFFERS[torch.float32]
+    module.launch(kernel, (7, 2), x, 5, WIDTH=32)
+    assert kernel.asked == [((7, 2), (x, 5), {"WIDTH": 32})] and not kernel.ran
