@@ -45,7 +45,7 @@ def _launch(kernel: Any, grid: tuple[int, ...], device: int, arguments: tuple[An
         compiled[(*grid, 1, 1)](*arguments, *rest)
         return
     compiled = kernel[grid](*arguments, **constants)
-    if _assumes_no_more(compiled):
+    if compiled is not None and _assumes_no_more(compiled):  # None: a hook of Triton's kept it from compiling
         _compiled[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(arguments):])
 
 
@@ -60,7 +60,7 @@ def _kinds(arguments: tuple[Any, ...]) -> list[Any]:
         elif type(argument) is int:
             kinds.append(1 if argument == 1 else (argument % 16 == 0, -_INT32 <= argument < _INT32))
         else:
-            kinds.append(argument if type(argument) is bool else type(argument))
+            kinds.append((bool, argument) if type(argument) is bool else type(argument))
     return kinds
 
 

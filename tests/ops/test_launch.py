@@ -31,7 +31,8 @@ def of_triton(argument):
 
 @given(st.lists(st.tuples(values, values), min_size=1, max_size=4))
 @example([(BUFFERS[torch.float32][1:], BUFFERS[torch.float32]), (1, 1)])
-@example([(1, 1.0), (True, 1)])
+@example([(1, 1.0)])
+@example([(True, 1)])  # which Python calls equal
 def test_what_triton_tells_apart_has_other_kinds(pairs):
     left, right = zip(*pairs)
     if list(map(of_triton, left)) != list(map(of_triton, right)):
