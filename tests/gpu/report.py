@@ -24,6 +24,9 @@ TITLES = {
     "9b-32k-packed": "9B shape ({layers} layers), 32,768 tokens",
     "moe-32k-packed": "MoE, 64 experts, 8 a token ({layers} layers), 32,768 tokens",
 }
+ALONE = re.compile(r"(.+): (values|.*gradients?\b.*), packed against alone")
+WHOLE = r"logits |\d+ steps|FLA, largest shapes"
+"""Errors that the tables show: by operation or trunk, and of whole models."""
 MARKS = re.compile(r"(<!-- gpu\b[^>]*-->\n).*?(<!-- /gpu -->)", re.S)
 BLUE, ORANGE, GREY = "#2b6cb0", "#dd8452", "#8c8c8c"
 
@@ -157,18 +160,37 @@ def linearity(result: dict[str, Any]) -> str:
 
 
 def exactness(result: dict[str, Any]) -> str:
-    """Relative RMS errors of documents in a row against documents alone, and the tests' outcomes."""
-    pattern = r"values, packed against alone|packed against upstream one by one|packed against padded"
-    errors = sorted((line for line in result["errors"] if re.search(pattern, line["what"])), key=lambda line: line["what"])
-    if not errors:
+    """Relative RMS errors of documents in a row against documents alone and of whole models, and the tests' outcomes."""
+    alone: dict[str, dict[str, dict[str, Any]]] = {}
+    others = []
+    for line in sorted(result["errors"], key=lambda line: line["what"]):
+        if (match := ALONE.fullmatch(line["what"])) is not None:
+            kinds = alone.setdefault(match[1], {})
+            kind = "values" if match[2] == "values" else "gradients"
+            kinds[kind] = max(line, kinds.get(kind, line), key=lambda line: line["error"])
+        elif re.match(WHOLE, line["what"]):
+            others.append(f"| {line['what']} | {_error(line)} | {_limit(line)} |")
+    if not alone:
         return ""
-    lines = ["| measured on the GPU | error | limit |", "|---|---|---|"]
-    for line in errors:
-        error = f"{line['error']:.1e}" if line["error"] else "0"
-        limit = "" if line["limit"] is None else f"{line['limit']:.0e}" if line["limit"] else "0"
-        lines.append(f"| {line['what']} | {error} | {limit} |")
+    head = "| a document in a packed row against the document alone | values | limit | worst gradient | limit |"
+    lines = [head, "|---" * 5 + "|"]
+    for name, kinds in alone.items():
+        cells = [f(kinds.get(kind)) for kind in ("values", "gradients") for f in (_error, _limit)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    if others:
+        lines += ["", "| whole models | error | limit |", "|---|---|---|", *others]
     counts = ", ".join(f"{result['tests'].get(name, 0)} {name}" for name in ("passed", "failed", "skipped"))
     return "\n".join(lines) + f"\n\nGPU tests: {counts}.\n"
+
+
+def _error(line: dict[str, Any] | None) -> str:
+    return "" if line is None else f"{line['error']:.1e}" if line["error"] else "0"
+
+
+def _limit(line: dict[str, Any] | None) -> str:
+    if line is None or line["limit"] is None:
+        return ""
+    return f"{line['limit']:.0e}" if line["limit"] else "0"
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -183,7 +205,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         rows = [row for row in rows_of(result, workload).values() if "ms" in row and row["variant"] != FLOOR]
         bars += [(f"{workload}: {row['variant']}", row) for row in reversed(rows)]
     figure, (speed, memory) = pyplot.subplots(1, 2, figsize=(9, 0.8 + 0.22 * len(bars)), sharey=True, layout="constrained")
-    colours = [GREY if "stock" in name else BLUE if "liger" in name else ORANGE for name, _ in bars]
+    colours = [GREY if "stock" in name or "by hand" in name else BLUE if "liger" in name else ORANGE for name, _ in bars]
     names = [name for name, _ in bars]
     speed.barh(names, [row["real_tokens_per_s"] for _, row in bars], color=colours)
     memory.barh(names, [row["peak_gib"] for _, row in bars], color=colours)

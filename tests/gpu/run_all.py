@@ -4,7 +4,8 @@
     python -m tests.gpu.run_all --out DIR --assemble DIR1 DIR2 ...     # one result of several calls; runs nothing
     python -m tests.gpu.run_all --out DIR --device cpu --tiny          # a trial of the script itself
 
-Leaves DIR/<date>-<gpu>.json: {"machine", "date", "versions", "rows", "errors", "tests"}.  Rows, errors, outcomes and how each
+Leaves DIR/<date>-<gpu>.json: {"machine", "date", "versions", "options" (of tests.gpu.measure), "source" (of the package, a
+hash), "rows", "errors", "tests"}.  Rows, errors, outcomes and how each
 file of tests ended are also appended as they come (rows.jsonl, errors.jsonl, tests.jsonl, files.jsonl), so that a call that is
 cut off loses little: assemble it.  What pytest printed is in DIR/log.  The exit status is 1 if a file of tests did not end
 well.  Rows are timed alone; files of tests, of which nothing is timed, run side by side after them.
@@ -13,6 +14,7 @@ well.  Rows are timed alone; files of tests, of which nothing is timed, run side
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -53,7 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     if not options.assemble:
         deadline = time.monotonic() + options.minutes * 60
         about = run([sys.executable, "-m", "tests.gpu.machine", options.device], options, 120, subprocess.PIPE)
-        (options.out / "machine.json").write_text(about.strip().splitlines()[-1] if about else "{}")
+        found = json.loads(about.strip().splitlines()[-1] if about else "{}") | {"options": rest, "source": source()}
+        (options.out / "machine.json").write_text(json.dumps(found))
         share = 1.0 if options.no_tests else options.share
         if not options.no_rows:
             measure(options, rest, time.monotonic() + (deadline - time.monotonic()) * share)
@@ -79,6 +82,14 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true")
     return parser.parse_known_args(arguments)
+
+
+def source() -> str:
+    """Return what tells one state of the package from another: the first digits of its files' SHA-256."""
+    digest = hashlib.sha256()
+    for path in sorted((ROOT / "hf_packfree").rglob("*.py")):
+        digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def measure(options: argparse.Namespace, rest: list[str], deadline: float) -> None:
@@ -167,7 +178,7 @@ def write(result: dict[str, Any], folder: Path) -> Path:
     """Write the result under its date and machine."""
     name = re.sub(r"[^a-z0-9]+", "-", f"{result['date']} {result['machine']}".lower()).strip("-") or "unknown"
     path = folder / f"{name}.json"
-    head = {key: result[key] for key in ("machine", "date", "versions")}
+    head = {key: result[key] for key in ("machine", "date", "versions", "options", "source") if key in result}
     lists = {key: [json.dumps(item) for item in result[key]] for key in ("rows", "errors")}
     text = json.dumps(head, indent=1)[:-2]
     for key, items in lists.items():

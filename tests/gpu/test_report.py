@@ -28,6 +28,10 @@ RESULT = {
     ],
     "errors": [
         {"test": "a", "what": "conv, fla: values, packed against alone", "error": 0.0, "limit": 0.0},
+        {"test": "a", "what": "conv, fla: gradient of x, packed against alone", "error": 1e-6, "limit": 5e-3},
+        {"test": "a", "what": "conv, fla: gradient of w, packed against alone", "error": 2e-3, "limit": 5e-3},
+        {"test": "c", "what": "trunk, auto: decays' gradients, packed against alone", "error": 1e-3, "limit": None},
+        {"test": "d", "what": "logits bf16: packed against upstream one by one", "error": 3e-3, "limit": 1e-2},
         {"test": "b", "what": "conv, fla: gradient of x against fp64", "error": 1e-3, "limit": 1e-2},
     ],
     "tests": {"passed": 3, "failed": 1, "skipped": 2, "not_passed": []},
@@ -46,7 +50,8 @@ def test_tables():
     assert "| **2B shape, 8 rows of 2,048 slots, 34% full** | | | | | | |" in lines
     assert "| real tokens/s, 8 layers of the 2B shape | 4k | 32k |" in lines
     assert lines.index("| documents of 64 | 4,096,000 | 4,096,000 |") < lines.index("| one document | 4,095,000 |  |")
-    assert "| conv, fla: values, packed against alone | 0 | 0 |" in lines
+    assert "| conv, fla | 0 | 0 | 2.0e-03 | 5e-03 |" in lines and "| trunk, auto |  |  | 1.0e-03 |  |" in lines
+    assert "| logits bf16: packed against upstream one by one | 3.0e-03 | 1e-02 |" in lines
     assert "GPU tests: 3 passed, 1 failed, 2 skipped." in lines
     assert not [line for line in lines if "late" in line or "fp64" in line]
 

@@ -14,6 +14,7 @@ LIGER = Variant(liger="before")
 CUT = {"delta_rule": "flash_qla_cut"}
 STOCK = Variant(packfree=False)
 STOCK_CONV = Variant(packfree=False, fla_conv=True)
+BY_HAND = Variant(packfree=False, fla_conv=True, by_hand=True, liger="before")
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Group:
     in_turns: bool = False
 
 
+PUT_IN = "upstream with FLA's convolution and gated norm, torch's varlen attention, Liger's norms and SwiGLU"
 STANDS_IN = "FLA's Triton convolution stands in for causal-conv1d, without which upstream refuses packed rows"
 
 
@@ -72,6 +74,7 @@ def _dense(tiny: bool) -> list[Group]:
         Group(shape, PACKFREE, bare),
         Group(shape, replace(LIGER, flash_qla=False), triton),
         Group(shape, STOCK_CONV, stock, STANDS_IN),
+        Group(shape, BY_HAND, ((name, "composed by hand", packed),), PUT_IN),
         Group(shape, replace(LIGER, backend=CUT), ((name, "packfree+liger, one document, cut", one),)),
     ]
 
@@ -80,12 +83,15 @@ def _padded(tiny: bool) -> list[Group]:
     """The 2B shape on 8 rows of 2,048 slots, 34% full, and the same documents packed."""
     shape, name = SHAPES["tiny" if tiny else "2b"], "2b-8x2048-padded"
     lengths = tuple(batch_lengths(4, 64, 0.5) if tiny else batch_lengths(8, 2048, 0.34))
-    padded, packed = Load(lengths, "padded"), Load(lengths)
+    padded, packed, plain = Load(lengths, "padded"), Load(lengths), Load((sum(lengths),), "plain")
+    stand_in = (
+        (name, "stock padded, FLA convolution", padded), (name, "stock packed", packed), (name, "stock, one document", plain),
+    )
     return [
         Group(shape, LIGER, ((name, "packfree+liger, padded", padded), (name, "packfree+liger, packed", packed))),
         Group(shape, PACKFREE, ((name, "packfree, padded", padded), (name, "packfree, packed", packed))),
         Group(shape, STOCK, ((name, "stock padded", padded),), "upstream's convolution as installed"),
-        Group(shape, STOCK_CONV, ((name, "stock padded, FLA convolution", padded), (name, "stock packed", packed)), STANDS_IN),
+        Group(shape, STOCK_CONV, stand_in, STANDS_IN),
     ]
 
 
@@ -110,5 +116,6 @@ def _wide(name: str, key: str, tiny: bool) -> list[Group]:
     liger = ((workload, "packfree+liger", packed), (workload, "packfree+liger, one document", one))
     found = [Group(SHAPES[key], LIGER, liger)]
     if name == "moe":
-        found.append(Group(SHAPES[key], PACKFREE, ((workload, "packfree", packed),)))
+        bare = ((workload, "packfree", packed), (workload, "packfree, one document", one))
+        found.append(Group(SHAPES[key], PACKFREE, bare))
     return [*found, Group(SHAPES[key], STOCK_CONV, ((workload, "stock packed", packed),), STANDS_IN)]
