@@ -39,7 +39,8 @@ def test_a_row_without_memory_is_said_and_the_exit_code_tells(capsys, broken, na
     broken(name, FULL)
     assert main([*TINY, "--json"]) == code
     rows = json.loads(capsys.readouterr().out)["candidates"]
-    assert {row["name"]: row["refused"] for row in rows if row["refused"]} == {name: f"out of memory: {FULL}"}
+    said = f"out of memory: {FULL}; fewer documents (--documents) or shorter ones (--longest) need less"
+    assert {row["name"]: row["refused"] for row in rows if row["refused"]} == {name: said}
     assert not any("refused" in row["note"] and "memory" in row["note"] for row in rows)
 
 
@@ -49,6 +50,18 @@ def test_what_breaks_stock_is_said_and_what_breaks_us_is_raised(capsys, broken):
     for name in ("patched padded", "patched packed"):
         broken(name, RuntimeError("sizes differ"))
         assert main(TINY) == 3 and "found RuntimeError: sizes differ, which nobody expected" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("where", ["model_of", "batches.padded", "Floor.seconds"])
+def test_memory_that_runs_out_beside_the_steps_is_a_sentence_with_advice(capsys, monkeypatch, where):
+    def full(*args):
+        raise FULL
+
+    monkeypatch.setattr(f"hf_packfree.bench.run.{where}", full)
+    assert main(TINY) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "found no memory for qwen3_5 and" in err and "out of memory" in err and "nobody expected" not in err
+    assert "give fewer documents (--documents), shorter ones (--longest) or a smaller model" in err
 
 
 def test_memory_that_ran_out_is_known_by_what_torch_raises():
