@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from hf_packfree.bench.memory import ran_out
+from hf_packfree.bench.plot import draw
 from hf_packfree.bench.run import _Runner
 from hf_packfree.cli import main
-from tests.test_bench import TINY
+from tests.test_bench import TINY, Candidate, report_of
 
 
 @pytest.fixture
@@ -69,3 +70,13 @@ def test_memory_that_ran_out_is_known_by_what_torch_raises():
         torch.empty(2**58)
     assert ran_out(found.value) and ran_out(FULL) and ran_out(MemoryError())
     assert not ran_out(RuntimeError("sizes differ")) and not ran_out(ValueError("out of memory"))
+
+
+def test_a_picture_shows_what_did_not_run_too(tmp_path, monkeypatch):
+    written = []
+    monkeypatch.setattr("matplotlib.axes.Axes.annotate", lambda axes, text, *args, **options: written.append(text))
+    full, ran = Candidate("stock padded", 60, refused="out of memory"), Candidate("patched padded", 40, (1.0,), 25.0)
+    for rows, said in (((full,), ["not measured"] * 2), ((full, ran), ["not measured", "1,000", "not measured", "25"])):
+        draw(report_of(*rows), tmp_path / "picture.png")
+        assert [text.strip() for text in written] == said and (tmp_path / "picture.png").stat().st_size > 5_000
+        written.clear()
