@@ -1,4 +1,4 @@
-"""The benchmark: lengths, peaks that are known beforehand, and the whole of it on a tiny model."""
+"""The benchmark: peaks that are known beforehand, and the whole of it on a tiny model."""
 
 from __future__ import annotations
 
@@ -15,52 +15,9 @@ from hf_packfree.bench.batches import documents_of, packed, padded
 from hf_packfree.bench.floor import Floor
 from hf_packfree.bench.memory import MIB, peak_mib
 from hf_packfree.cli import main
-from hf_packfree.errors import UnsupportedInput
 from tests.support import tiny
 
 CPU = torch.device("cpu")
-
-
-def fill(lengths):
-    return sum(lengths) / len(lengths) / max(lengths)
-
-
-def test_named_lengths_fill_a_batch_as_they_say():
-    assert fill(choose_lengths("instructions", 8, 4096)) == pytest.approx(0.335, abs=0.005)
-    assert fill(choose_lengths("uniform", 8, 4096)) == pytest.approx(0.5625)
-    assert choose_lengths("equal", 3, 7) == (7, 7, 7)
-    assert max(choose_lengths("instructions", 5, 100)) == 100 and min(choose_lengths("instructions", 50, 4)) == 1
-
-
-def test_a_file_of_lengths_is_read_as_its_quantiles(tmp_path):
-    file = tmp_path / "lengths.jsonl"
-    lines = [str(n) for n in range(1, 99)] + ['{"length": 99, "text": "x"}', json.dumps({"input_ids": [0] * 100})]
-    file.write_text("\n".join(lines) + "\n\n")
-    assert choose_lengths(str(file), 4, 4096) == (13, 38, 63, 88)
-    assert choose_lengths(str(file), 4, 50) == (13, 38, 50, 50)
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [("5\nsix\n", "line 2"), ("0\n", "line 1"), ('{"words": 3}\n', "line 1"), ("7\n[1]\n", "line 2"), ("", "without a line"),
-     ('{"input_ids": "hello"}\n', "line 1"), ("[" * 100_000, "line 1")],
-)
-def test_a_file_without_lengths_is_refused(tmp_path, text, said):
-    file = tmp_path / "lengths.jsonl"
-    file.write_text(text)
-    with pytest.raises(UnsupportedInput, match=said):
-        choose_lengths(str(file), 2, 10)
-    with pytest.raises(UnsupportedInput, match="no file and no distribution"):
-        choose_lengths(str(tmp_path / "nothing"), 2, 10)
-
-
-def test_a_file_is_utf_8_with_a_mark_or_without(tmp_path):
-    file = tmp_path / "lengths.jsonl"
-    file.write_bytes(b"\xef\xbb\xbf5\n6\n")
-    assert choose_lengths(str(file), 2, 10) == (5, 6)
-    file.write_bytes(b"5\n\xff\n")
-    with pytest.raises(UnsupportedInput, match="no text in UTF-8"):
-        choose_lengths(str(file), 2, 10)
 
 
 def test_both_batches_hold_the_same_documents_and_targets():
@@ -122,9 +79,8 @@ def test_a_benchmark_knows_how_many_experts_a_token_chooses(monkeypatch):
     assert asked == [(5, 2), (5, 1)]
 
 
-def report_of(*candidates):
+def report_of(*candidates, options=BenchOptions("small", (10, 30))):
     versions = {"torch": "2", "transformers": "5"}
-    options = BenchOptions("small", (10, 30))
     return BenchReport(options, "M", 7, "cpu", "float32", versions, candidates, 0.5, "by hand")
 
 
@@ -175,7 +131,7 @@ def test_the_readme_adds_up_and_meets_its_mark():
     lines = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| ")][1:]
     rows = {line[0].strip(): [float(re.sub("[^0-9.]", "", cell)) for cell in line[1:]] for line in lines}
     tokens, base_ms, _, _, base_mib, *_ = rows["stock padded"]
-    lengths = choose_lengths("instructions", 8, 512)
+    lengths = choose_lengths("instructions", 8).lengths
     assert tokens == 8 * 512 and rows["patched padded"][0] == rows["patched packed"][0] == sum(lengths)
     for computed, ms, faster, speed, mib, share, _ in rows.values():
         assert faster == pytest.approx(base_ms / ms, abs=0.01) and share == pytest.approx(100 * mib / base_mib, abs=0.6)

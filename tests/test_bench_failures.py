@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from hf_packfree.bench.memory import ran_out
+from hf_packfree.bench.plot import draw
 from hf_packfree.bench.run import _Runner
 from hf_packfree.cli import main
-from tests.test_bench import TINY
+from tests.test_bench import TINY, Candidate, report_of
 
 
 @pytest.fixture
@@ -39,7 +40,8 @@ def test_a_row_without_memory_is_said_and_the_exit_code_tells(capsys, broken, na
     broken(name, FULL)
     assert main([*TINY, "--json"]) == code
     rows = json.loads(capsys.readouterr().out)["candidates"]
-    assert {row["name"]: row["refused"] for row in rows if row["refused"]} == {name: f"out of memory: {FULL}"}
+    said = f"out of memory: {FULL}; fewer documents (--documents) or shorter ones (--longest) need less"
+    assert {row["name"]: row["refused"] for row in rows if row["refused"]} == {name: said}
     assert not any("refused" in row["note"] and "memory" in row["note"] for row in rows)
 
 
@@ -51,8 +53,30 @@ def test_what_breaks_stock_is_said_and_what_breaks_us_is_raised(capsys, broken):
         assert main(TINY) == 3 and "found RuntimeError: sizes differ, which nobody expected" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("where", ["model_of", "batches.padded", "Floor.seconds"])
+def test_memory_that_runs_out_beside_the_steps_is_a_sentence_with_advice(capsys, monkeypatch, where):
+    def full(*args):
+        raise FULL
+
+    monkeypatch.setattr(f"hf_packfree.bench.run.{where}", full)
+    assert main(TINY) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "found no memory for qwen3_5 and" in err and "out of memory" in err and "nobody expected" not in err
+    assert "give fewer documents (--documents), shorter ones (--longest) or a smaller model" in err
+
+
 def test_memory_that_ran_out_is_known_by_what_torch_raises():
     with pytest.raises(RuntimeError) as found:
         torch.empty(2**58)
     assert ran_out(found.value) and ran_out(FULL) and ran_out(MemoryError())
     assert not ran_out(RuntimeError("sizes differ")) and not ran_out(ValueError("out of memory"))
+
+
+def test_a_picture_shows_what_did_not_run_too(tmp_path, monkeypatch):
+    written = []
+    monkeypatch.setattr("matplotlib.axes.Axes.annotate", lambda axes, text, *args, **options: written.append(text))
+    full, ran = Candidate("stock padded", 60, refused="out of memory"), Candidate("patched padded", 40, (1.0,), 25.0)
+    for rows, said in (((full,), ["not measured"] * 2), ((full, ran), ["not measured", "1,000", "not measured", "25"])):
+        draw(report_of(*rows), tmp_path / "picture.png")
+        assert [text.strip() for text in written] == said and (tmp_path / "picture.png").stat().st_size > 5_000
+        written.clear()

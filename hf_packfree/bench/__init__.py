@@ -1,6 +1,6 @@
 """What padding costs and packing saves, measured on the user's own machine, model and lengths."""
 
-from hf_packfree.bench.lengths import DISTRIBUTIONS, choose_lengths
+from hf_packfree.bench.lengths import DISTRIBUTIONS, Sample, choose_lengths
 from hf_packfree.bench.presets import PRESETS
 from hf_packfree.bench.report import BenchOptions, BenchReport, Candidate, Progress
 from hf_packfree.bench.run import run_bench
@@ -12,6 +12,7 @@ __all__ = [
     "BenchReport",
     "Candidate",
     "Progress",
+    "Sample",
     "choose_lengths",
     "run_bench",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -17,22 +18,58 @@ DISTRIBUTIONS: dict[str, str] = {
 }
 
 
-def choose_lengths(source: str, documents: int, longest: int) -> tuple[int, ...]:
-    """Return the lengths, in tokens, of one batch.
+LONGEST = 512
+"""Tokens of a distribution's longest document where nobody says how many."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The documents of one batch.
+
+    Attributes:
+        lengths: tokens of each.
+        origin: where the lengths come from and what was done to them, in words.
+        cut: how many documents of a file were longer than wanted and count as cut.
+    """
+
+    lengths: tuple[int, ...]
+    origin: str
+    cut: int = 0
+
+
+def choose_lengths(source: str, documents: int, longest: int | None = None) -> Sample:
+    """Choose the lengths, in tokens, of one batch.
 
     Args:
         source: a name of `DISTRIBUTIONS`, or a JSONL file whose lines are numbers, or objects with "length" or "input_ids".
-        documents: how many to return; evenly spaced quantiles, so that one batch stands for all.
-        longest: tokens of the longest document of a named distribution; in a file, longer ones count as this long.
+        documents: how many; evenly spaced quantiles, so that one batch stands for all.  They lie in the middle of equal
+            parts, so a file's longest document need not be among them; a file of fewer lines gives some more than once.
+        longest: tokens of the longest document of a distribution, 512 if not given.  A file's documents are cut to it if it
+            is given, and taken as they are if not.
 
     Raises:
         UnsupportedInput: neither a name nor a file that holds lengths.
     """
-    if source in DISTRIBUTIONS and not Path(source).exists():
-        return tuple(max(1, round(share * longest)) for share in _shares(source, documents))
-    lengths = sorted(_read(Path(source)))
-    places = (int((place + 0.5) / documents * len(lengths)) for place in range(documents))
-    return tuple(min(lengths[place], longest) for place in places)
+    if source in DISTRIBUTIONS and not Path(source).is_file():
+        longest = longest or LONGEST
+        lengths = tuple(max(1, round(share * longest)) for share in _shares(source, documents))
+        return Sample(lengths, f"the distribution {source!r}, with {longest:,} tokens in the longest document")
+    return _quantiles(source, documents, longest)
+
+
+def _quantiles(source: str, documents: int, longest: int | None) -> Sample:
+    found = sorted(_read(Path(source)))
+    places = (int((place + 0.5) / documents * len(found)) for place in range(documents))
+    lengths = tuple(found[place] for place in places)
+    whole = f"documents: {len(found):,}; tokens: {found[0]:,} to {found[-1]:,}"
+    origin = f"{documents} evenly spaced quantiles of {source!r} ({whole})"
+    if documents > len(found):
+        origin += ", some more than once, because it has fewer documents"
+    if longest is None:
+        return Sample(lengths, f"{origin}; none is cut")
+    cut = sum(length > longest for length in lengths)
+    origin += f"; longer than {longest:,} tokens and cut to that: {cut} of {documents}"
+    return Sample(tuple(min(length, longest) for length in lengths), origin, cut)
 
 
 def _shares(name: str, documents: int) -> list[float]:

@@ -19,27 +19,33 @@ def draw(report: BenchReport, path: Path) -> None:
     figure = Figure(figsize=(9, 3.6), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     time, memory = figure.subplots(1, 2, sharey=True)
-    rows = [row for row in report.candidates if row.median is not None]
-    _bars(time, [(row.name, (row.median or 0.0) * 1e3) for row in rows])
+    rows = report.candidates
+    _bars(time, [(row.name, None if row.median is None else row.median * 1e3) for row in rows])
     time.axvline(report.floor * 1e3, color="black", linewidth=1, linestyle=":")
     time.set_title("One step (dotted: floor)", loc="left", fontsize=10)
     time.set_xlabel("milliseconds, median")
-    _bars(memory, [(row.name, row.peak_mib or 0.0) for row in rows])
+    _bars(memory, [(row.name, row.peak_mib) for row in rows])
     memory.set_title("Peak memory of a step", loc="left", fontsize=10)
     memory.set_xlabel("MiB above the loaded model")
-    figure.suptitle(f"{report.model}, {len(report.options.lengths)} documents, {report.fill:.0%} real tokens", fontsize=11)
+    figure.suptitle(f"{report.model}, {report.documents}, {report.fill:.0%} real tokens", fontsize=11)
     figure.savefig(path)
 
 
-def _bars(axes: Any, rows: list[tuple[str, float]]) -> None:
-    base = next((value for name, value in rows if name == BASE), 0.0)
+def _bars(axes: Any, rows: list[tuple[str, float | None]]) -> None:
+    base = next((value for name, value in rows if name == BASE), None)
     for place, (name, value) in enumerate(rows):
-        axes.barh(place, value, color=BLUE if name.startswith("patched") else GREY, height=0.6)
-        share = f"  ({value / base:.2f}x)" if base and name != BASE else ""
-        axes.annotate(f"{value:,.0f}{share}", (value, place), (4, 0), textcoords="offset points", va="center", fontsize=9)
+        axes.barh(place, value or 0.0, color=BLUE if name.startswith("patched") else GREY, height=0.6)
+        text = _label(value, None if name == BASE else base)
+        axes.annotate(text, (value or 0.0, place), (4, 0), textcoords="offset points", va="center", fontsize=9)
     axes.set_yticks(range(len(rows)), [name for name, _ in rows])
     if not axes.yaxis_inverted():
         axes.invert_yaxis()
-    axes.set_xlim(0, max(value for _, value in rows) * 1.4)
+    axes.set_xlim(0, max(value or 0.0 for _, value in rows) * 1.4 or 1.0)
     axes.locator_params(axis="x", nbins=5)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _label(value: float | None, base: float | None) -> str:
+    if value is None:
+        return "not measured"
+    return f"{value:,.0f}" + (f"  ({value / base:.2f}x)" if base else "")

@@ -24,6 +24,7 @@ class BenchOptions:
         threads: CPU threads; None leaves torch's choice.
         seed: of weights and tokens.
         trust_remote_code: for a checkpoint with code of its own.
+        origin, cut: as `choose_lengths` says, where the lengths come from and how many were cut; kept for the report.
     """
 
     model: str
@@ -34,6 +35,8 @@ class BenchOptions:
     threads: int | None = None
     seed: int = 0
     trust_remote_code: bool = False
+    origin: str = ""
+    cut: int = 0
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,12 @@ class BenchReport:
         return self.real_tokens / (max(self.options.lengths) * len(self.options.lengths))
 
     @property
+    def documents(self) -> str:
+        """How many documents, in words, and how many of them were cut."""
+        lengths, cut = self.options.lengths, self.options.cut
+        return f"{len(lengths)} documents" + (f" ({cut} cut to {max(lengths):,} tokens)" if cut else "")
+
+    @property
     def complete(self) -> bool:
         """Whether everything ran but stock packed, which transformers refuses where its kernels are not."""
         return not any(row.refused for row in self.candidates if row.name != OPTIONAL)
@@ -144,7 +153,7 @@ class BenchReport:
 
     def __str__(self) -> str:
         faster, share = self.faster("patched padded"), self.memory_share("patched padded")
-        what = f"{self.model} on {self.device}, {len(self.options.lengths)} documents, {self.fill:.0%} real tokens"
+        what = f"{self.model} on {self.device}, {self.documents}, {self.fill:.0%} real tokens"
         if faster is None or share is None:
             broken = next(row for row in self.candidates if row.refused and row.name in (BASE, "patched padded"))
             return f"{what}: no comparison, because {broken.name} did not run ({broken.refused})"

@@ -17,11 +17,14 @@ from hf_packfree.bench.floor import Floor
 from hf_packfree.bench.memory import HOW, peak_mib, ran_out
 from hf_packfree.bench.presets import model_of
 from hf_packfree.bench.report import BASE, BenchOptions, BenchReport, Candidate, Progress
+from hf_packfree.errors import UnsupportedInput, in_short
 from hf_packfree.patching.apply import apply_patches, patches_lifted
 from hf_packfree.patching.report import patch_report
 
 REFUSALS = (ValueError, TypeError, RuntimeError, IndexError, NotImplementedError, ImportError, MemoryError)
 """What transformers and its kernels raise at a batch they do not take, and what any step raises that does not fit."""
+LESS = "fewer documents (--documents) or shorter ones (--longest) need less"
+"""What to do where memory ran out."""
 
 
 @dataclass
@@ -55,7 +58,7 @@ class _Runner:
             if not (self.stock or self.full):
                 raise
             text = " ".join(str(error).split())[:300] or type(error).__name__
-            self.refused = f"out of memory: {text}" if self.full else text
+            self.refused = f"out of memory: {text}; {LESS}" if self.full else text
         self.model.zero_grad(set_to_none=True)
 
     def done(self) -> Candidate:
@@ -72,6 +75,7 @@ def run_bench(options: BenchOptions, progress: Progress = lambda what, done, tot
         progress: called before and after every step.
 
     Raises:
+        UnsupportedInput: memory ran out before the first step, or beside the steps.
         UnsupportedModel, PatchConflict, ContractError, BackendUnavailable: as `apply_patches`.
         Exception: whatever a patched step raises, unless memory ran out, which the report says.
     """
@@ -80,6 +84,14 @@ def run_bench(options: BenchOptions, progress: Progress = lambda what, done, tot
         torch.set_num_threads(options.threads)
     try:
         return _measure(options, progress)
+    except (RuntimeError, MemoryError) as error:
+        if not ran_out(error):
+            raise
+        raise UnsupportedInput(
+            f"found no memory for {options.model} and {sum(options.lengths):,} tokens ({in_short(error)}); wanted room for the "
+            "weights, the batch and each matrix product; give fewer documents (--documents), shorter ones (--longest) or a "
+            "smaller model"
+        ) from error
     finally:
         torch.set_num_threads(threads)
 

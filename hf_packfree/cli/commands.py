@@ -100,9 +100,10 @@ def bench(options: argparse.Namespace) -> int:
         raise ImportError("found no matplotlib; wanted it for --png; pip install 'hf_packfree[demo]' brings it")
     if options.png is not None:
         paths.picture(options.png)
-    lengths = _affordable(choose_lengths(options.lengths, options.documents, options.longest))
+    sample = choose_lengths(options.lengths, options.documents, options.longest)
+    lengths = _affordable(sample.lengths)
     names = ("rounds", "dtype", "threads", "seed", "trust_remote_code")
-    given = {name: getattr(options, name) for name in names}
+    given = {name: getattr(options, name) for name in names} | {"origin": sample.origin, "cut": sample.cut}
     wanted = BenchOptions(options.model, lengths, device=str(_device(options.device)), **given)
     with show.steps(options.json) as progress, quiet_libraries():
         report = run_bench(wanted, progress)

@@ -77,8 +77,10 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
     lengths = "instructions, uniform or equal, or a JSONL file with a length or input_ids per line (default: instructions)"
     parser.add_argument("--lengths", default="instructions", help=lengths)
     documents, longest = _whole(2, MOST_TOKENS), _whole(1, MOST_TOKENS)
-    parser.add_argument("--documents", type=documents, default=8, help="documents of the batch, 2 or more (default: 8)")
-    parser.add_argument("--longest", type=longest, default=512, help="tokens of the longest document (default: 512)")
+    count = "documents of the batch, 2 or more: evenly spaced quantiles, of which a shorter file repeats some (default: 8)"
+    parser.add_argument("--documents", type=documents, default=8, help=count)
+    most = "tokens of the longest document (default: 512; a file's documents are cut only if this is given)"
+    parser.add_argument("--longest", type=longest, help=most)
     parser.add_argument("--rounds", type=_whole(1), default=5, help="timed steps of each candidate (default: 5)")
     parser.add_argument("--device", default="cpu", help="default: cpu")
     parser.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's own")

@@ -170,8 +170,10 @@ def bench(report: BenchReport, picture: object = None) -> None:
         cells = ["-" if value is None else f"{value:{form}}" for value, form in numbers]
         table.add_row(row.name, f"{row.slots:,}", f"{row.median * 1e3:,.1f}", *cells)
     Console().print(table)
-    say(f"Forward and backward of {len(lengths)} documents of {min(lengths)} to {max(lengths)} tokens; medians of "
+    say(f"Forward and backward of {len(lengths)} documents of {min(lengths):,} to {max(lengths):,} tokens; medians of "
         f"{report.options.rounds} steps, all candidates in turns.  Tokens/s count real tokens, {report.real_tokens:,} a step.")
+    if report.options.origin:
+        say(f"Lengths: {report.options.origin}.")
     say(f"MiB: the peak of one step; {report.memory}.")
     say("Floor: the share of a step that the products of its linear layers and experts take by themselves, "
         f"{report.floor * 1e3:,.1f} ms.")
