@@ -15,6 +15,14 @@ from hf_packfree.ops.backend import installed
 from hf_packfree.patching.backends import OPS
 from hf_packfree.patching.registry import family_of
 
+_ATTENTION: dict[str | None, str] = {
+    "sdpa": "torch",
+    "eager": "torch",
+    "flash_attention_2": "flash-attn",
+    "flash_attention_3": "flash-attn-3",
+    "flash_attention_4": "flash-attn-4",
+}
+
 
 @dataclass(frozen=True)
 class PatchReport:
@@ -51,9 +59,15 @@ class PatchReport:
         return asdict(self)
 
     def _with_version(self, op: str, name: str) -> str:
+        """Return "triton 3.6.0", "fla (fla-core 0.6.0)" or "flash_attention_2 (the model's, flash-attn 2.8)"."""
         backend = OPS[op].BACKENDS.get(name)
-        package = None if backend is None else backend.package
-        return f"{name} ({package} {self.versions.get(package)})" if package else name
+        package = _package_of(self.attention) if backend is None else backend.package
+        if package is None:
+            return name
+        found = f"{package} {self.versions.get(package) or 'of unknown version'}"
+        if name == package:
+            return found
+        return f"{name} ({found})" if backend is not None else f"{name.removesuffix(')')}, {found})"
 
     def __str__(self) -> str:
         if not self.patched:
@@ -89,7 +103,7 @@ def patch_report(model: nn.Module) -> PatchReport:
         unpacked="upstream" if state is None else state.unpacked,
         padded="upstream" if state is None else state.padded,
         attention=getattr(config, "_attn_implementation", None),
-        versions=_versions(state),
+        versions=_versions(state, getattr(config, "_attn_implementation", None)),
         inexact={} if state is None else _inexact(state),
     )
 
@@ -107,12 +121,19 @@ def _inexact(state: PatchState) -> dict[str, str]:
     return {op: name for op, name in chosen if not OPS[op].BACKENDS[name].exact}
 
 
-def _versions(state: PatchState | None) -> dict[str, str | None]:
+def _versions(state: PatchState | None, attention: str | None) -> dict[str, str | None]:
     names = {"torch", "transformers"}
-    if state is not None and torch.cuda.is_available():
-        found = (OPS[op].BACKENDS[name] for op, name in vars(state.cuda_half).items())
-        names |= {"triton"} | {backend.package for backend in found if backend.package}
+    if state is not None:
+        everywhere = (state.cuda_half, state.cuda_single, state.elsewhere)
+        names |= {OPS[op].BACKENDS[name].package for kernels in everywhere for op, name in vars(kernels).items()}
+        names |= {"triton"} if torch.cuda.is_available() else set()
+        names |= {package} if (package := _package_of(attention)) is not None else set()
     return {name: installed(name) for name in sorted(names)} | {"hf_packfree": __version__}
+
+
+def _package_of(attention: str | None) -> str | None:
+    """Return the distribution that an attention implementation of transformers runs on, or None: not known."""
+    return "kernels" if attention is not None and "/" in attention else _ATTENTION.get(attention)
 
 
 def _implementations(state: PatchState, model: nn.Module) -> dict[str, str]:

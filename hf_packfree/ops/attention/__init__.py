@@ -9,7 +9,7 @@ from hf_packfree.ops.backend import Backend, find
 from hf_packfree.packing import PackedSequence
 
 BACKENDS = {
-    "triton": Backend(triton_native.attend, triton_native.unusable),
+    "triton": Backend(triton_native.attend, triton_native.unusable, "triton"),
     "varlen": Backend(varlen.attend, varlen.unusable),
     "torch": Backend(torch_native.attend),
 }

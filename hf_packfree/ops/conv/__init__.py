@@ -14,7 +14,7 @@ NORM_EPS = 1e-6
 """Added to the sum of squares under the norm of q and k, as upstream does."""
 
 BACKENDS = {
-    "triton": Backend(triton_native.causal_conv1d, triton_native.unusable),
+    "triton": Backend(triton_native.causal_conv1d, triton_native.unusable, "triton"),
     "causal_conv1d": Backend(dao.causal_conv1d, dao.unusable, "causal-conv1d"),
     "fla": Backend(fla.causal_conv1d, fla.unusable, "fla-core"),
     "torch": Backend(torch_native.causal_conv1d),

@@ -10,7 +10,7 @@ from hf_packfree.ops.order import moved_back
 from hf_packfree.ops.product import product
 
 BACKENDS = {
-    "triton": Backend(triton_native.gated_rms_norm, needs_triton),
+    "triton": Backend(triton_native.gated_rms_norm, needs_triton, "triton"),
     "fla": Backend(fla.gated_rms_norm, fla.unusable, "fla-core"),
     "torch": Backend(torch_native.gated_rms_norm),
 }
