@@ -49,13 +49,16 @@ class Backend:
         unusable: returns why it cannot run at a site, as half a sentence with what would mend it, or None.
         package: the distribution whose release decides what it computes, which the report names: the kernels', or what
             compiles our own.
-        exact: whether a document gets what it gets alone; one that does not runs only where it is asked for by name.
+        exact: whether a document gets what it gets alone, up to rounding; one that does not runs only where it is asked
+            for by name.
+        bits: whether it gets that bit for bit in a layer's forward pass, where `tests/gpu` ran.
     """
 
     run: Callable[..., Any]
     unusable: Callable[[Site], str | None] = _always
     package: str = "torch"
     exact: bool = True
+    bits: bool = False
 
 
 def installed(package: str) -> str | None:

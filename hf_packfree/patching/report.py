@@ -13,6 +13,7 @@ from hf_packfree._version import __version__
 from hf_packfree.models.state import Kernels, PatchState
 from hf_packfree.ops.backend import installed
 from hf_packfree.patching.backends import OPS
+from hf_packfree.patching.exactness import why_rounding
 from hf_packfree.patching.registry import family_of
 
 _ATTENTION: dict[str | None, str] = {
@@ -40,6 +41,8 @@ class PatchReport:
         attention: the attention implementation the model was loaded with.
         versions: {package: installed version, or None}.
         inexact: {operation: backend} of those asked for that give a document something else in a row than alone.
+        rounding: why a document gets, where the model is now, what it gets alone only up to rounding; None: bit for bit in
+            the layers' forward pass, as `tests/gpu` checks it.
     """
 
     model: str
@@ -53,6 +56,7 @@ class PatchReport:
     attention: str | None
     versions: dict[str, str | None]
     inexact: dict[str, str]
+    rounding: str | None
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON."""
@@ -79,10 +83,13 @@ class PatchReport:
         return "\n".join((said, *(f"  on this machine's GPUs, {op}: {reason}" for op, reason in self.why.items())))
 
     def _exactness(self) -> str:
-        if not self.inexact:
-            return "documents get what they get alone, up to rounding"
-        asked = ", ".join(f"{op}: {name}" for op, name in self.inexact.items())
-        return f"documents do not get exactly what they get alone, as asked for by {asked}"
+        if self.inexact:
+            asked = ", ".join(f"{op}: {name}" for op, name in self.inexact.items())
+            return f"documents do not get exactly what they get alone, as asked for by {asked}"
+        if self.rounding is not None:
+            return f"documents get what they get alone, up to rounding ({self.rounding})"
+        where = "in the layers' forward pass (not under autocast or torch.compile)"
+        return f"documents get what they get alone, bit for bit {where}"
 
 
 def patch_report(model: nn.Module) -> PatchReport:
@@ -92,19 +99,21 @@ def patch_report(model: nn.Module) -> PatchReport:
     swapped = [module for module in model.modules() if ours & set(type(module).__mro__)]
     state = next((state for module in swapped if isinstance(state := module.packfree, PatchState)), None)
     patched = state is not None and any(type(module).__name__.endswith(family.trunk) for module in swapped if family)
-    config = getattr(model, "config", None)
+    loaded = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    runs = {} if state is None else _implementations(state, model)
     return PatchReport(
         model=type(model).__name__,
         family=family.name if family else None,
         patched=patched,
         swaps=dict(Counter(type(module).__name__ for module in swapped if not _bypassed(module, family))),
-        implementations={} if state is None else _implementations(state, model),
+        implementations=runs,
         why={} if state is None else dict(state.why),
         unpacked="upstream" if state is None else state.unpacked,
         padded="upstream" if state is None else state.padded,
-        attention=getattr(config, "_attn_implementation", None),
-        versions=_versions(state, getattr(config, "_attn_implementation", None)),
+        attention=loaded,
+        versions=_versions(state, loaded),
         inexact={} if state is None else _inexact(state),
+        rounding=why_rounding(model, family, runs, _somewhere(model)) if family and patched else "it is not patched",
     )
 
 
@@ -137,11 +146,16 @@ def _package_of(attention: str | None) -> str | None:
 
 
 def _implementations(state: PatchState, model: nn.Module) -> dict[str, str]:
-    parameter = next(model.parameters(), torch.empty(0))
+    parameter = _somewhere(model)
     kernels = _kernels(state, parameter.device, parameter.dtype)
     loaded = getattr(getattr(model, "config", None), "_attn_implementation", None)
     attention = kernels.attention if loaded == "sdpa" else f"{loaded} (the model's)"
     return vars(kernels) | {"attention": attention}
+
+
+def _somewhere(model: nn.Module) -> torch.Tensor:
+    """Return a parameter, for its device and dtype."""
+    return next(model.parameters(), torch.empty(0))
 
 
 def _kernels(state: PatchState, device: torch.device, dtype: torch.dtype) -> Kernels:
