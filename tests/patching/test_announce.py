@@ -12,9 +12,14 @@ import torch
 from hf_packfree import apply_patches, patch_report
 from hf_packfree.models.state import Kernels
 from hf_packfree.ops import delta_rule
-from hf_packfree.patching import backends, report
+from hf_packfree.patching import announce, backends, report
 from tests.patching.machines import INSTALLED, SIZES
 from tests.support import tiny
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_said():
+    announce.warn_once.cache_clear()
 
 
 def test_the_report_says_what_is_not_exact(monkeypatch):
@@ -66,7 +71,7 @@ def test_the_delta_rule_in_float32_alone_without_a_backward_is_said_when_patchin
     for options in ({}, {"backend": {"delta_rule": "flash_qla"}}):
         caplog.clear()
         patched_on_a_gpu(monkeypatch, **options)
-        (line,) = logged(caplog, "WARNING")
+        line = logged(caplog, "WARNING")[0]
         assert line.startswith("delta_rule in float32 runs in plain torch on this GPU, which is slow: not flash_qla: it")
         assert "not fla: its backward refuses to run on Hopper with triton 3.6.0 (3.4.0 to 3.7.0)" in line
     caplog.clear()
@@ -97,16 +102,34 @@ def test_a_faster_backend_that_was_passed_over_is_said_when_patching(gpu, monkey
     assert len(said) == 1 + len(found.why) and said[1:] == str(found).splitlines()[1:]
 
 
-def test_what_compiles_at_the_first_step_is_said_when_patching(gpu, monkeypatch, caplog):
+def test_what_compiles_for_seconds_is_said_when_patching(gpu, monkeypatch, caplog):
     gpu()
     with caplog.at_level(logging.INFO, logger="hf_packfree"):
         patched_on_a_gpu(monkeypatch)
         said = logged(caplog, "INFO")
-        assert len(said) == 2 and said[1].startswith("the first step on a GPU compiles kernels for a while (conv: triton, ")
-        assert "delta_rule: flash_qla" in said[1] and said[1].endswith("prewarm(model) does that ahead")
+        assert len(said) == 2 and said[1].startswith("the first step on a GPU compiles kernels for seconds (conv: triton, ")
+        assert "flash_qla" not in said[1] and said[1].endswith("prewarm(model) does that ahead")
         caplog.clear()
         patched_on_a_gpu(monkeypatch, backend="torch")
-        assert len(logged(caplog, "INFO")) == 1, "torch compiles nothing"
+        assert len(logged(caplog, "INFO")) == 1 and logged(caplog, "WARNING") == [], "torch compiles nothing"
+
+
+def test_what_compiles_for_minutes_is_a_warning_once(gpu, monkeypatch, caplog):
+    gpu()
+    for model in (tiny(), tiny().bfloat16(), tiny()):
+        monkeypatch.setattr(backends, "model_sizes", lambda config: SIZES)
+        apply_patches(model)
+    whole, half = logged(caplog, "WARNING")
+    assert whole == (
+        "the first step on a GPU compiles and tunes kernels for minutes, once for these head counts on a machine "
+        "(delta_rule: flash_qla, delta_rule in float32: fla); prewarm(model) does that ahead, and TILELANG_CACHE_DIR and "
+        "TRITON_CACHE_DIR name the folders that keep it"
+    )
+    assert "(delta_rule: flash_qla);" in half, "of a bfloat16 model"
+    caplog.clear()
+    patched_on_a_gpu(monkeypatch, backend={"delta_rule": "flash_qla_cut", "conv": "fla"})
+    (line,) = logged(caplog, "WARNING")
+    assert "(conv: fla, delta_rule: flash_qla_cut, conv in float32: fla, delta_rule in float32: fla);" in line
 
 
 def test_the_report_names_what_runs_under_autocast(gpu, monkeypatch):
