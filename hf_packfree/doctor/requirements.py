@@ -55,7 +55,7 @@ REQUIREMENTS = (
     Requirement(
         "flash-qla",
         "flash_qla",
-        "delta rule kernels for Hopper and later",
+        "delta rule kernels for compute capability 9.0, 10.0 and 10.3",
         cuda=True,
         floor=FLASH_QLA_FLOOR,
         why="releases before it take no plan of packed rows",

@@ -47,14 +47,18 @@ class Backend:
     Attributes:
         run: the implementation; its module imports optional packages only when it is called.
         unusable: returns why it cannot run at a site, as half a sentence with what would mend it, or None.
-        package: the distribution it comes from; None: ours or torch's.
-        exact: whether a document gets what it gets alone; one that does not runs only where it is asked for by name.
+        package: the distribution whose release decides what it computes, which the report names: the kernels', or what
+            compiles our own.
+        exact: whether a document gets what it gets alone, up to rounding; one that does not runs only where it is asked
+            for by name.
+        bits: whether it gets that bit for bit in a layer's forward pass, where `tests/gpu` ran.
     """
 
     run: Callable[..., Any]
     unusable: Callable[[Site], str | None] = _always
-    package: str | None = None
+    package: str = "torch"
     exact: bool = True
+    bits: bool = False
 
 
 def installed(package: str) -> str | None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from functools import cache
+from itertools import islice
 
+import torch
 from torch import nn
 
 from hf_packfree.models.state import PatchState
 from hf_packfree.patching.report import patch_report
 
 logger = logging.getLogger("hf_packfree")
-_COMPILE = {"triton", "fla", "flash_qla", "flash_qla_cut"}
-"""Backends that compile their kernels, or try out launch sizes, when they first run."""
+_SECONDS, _MINUTES = ("triton",), ("fla", "flash_qla", "flash_qla_cut")
+"""Backends that compile their kernels, or try out launch sizes, when they first run: how long all of them take."""
 
 
 def announce(model: nn.Module, state: PatchState) -> None:
@@ -21,11 +25,28 @@ def announce(model: nn.Module, state: PatchState) -> None:
         logger.warning("%s runs in plain torch on this GPU, which is slow: %s", op, reason)
     if state.cuda_half.attention != "torch" and any(getattr(module, "attention_dropout", 0) for module in model.modules()):
         logger.warning("attention runs in plain torch on this GPU while training: the kernels lack attention_dropout")
-    compiling = [f"{op}: {name}" for op, name in vars(state.cuda_half).items() if name in _COMPILE]
-    if compiling:
-        logger.info(
-            "the first step on a GPU compiles kernels for a while (%s); prewarm(model) does that ahead", ", ".join(compiling)
+    if compiling := _running(state, model, _SECONDS):
+        logger.info("the first step on a GPU compiles kernels for seconds (%s); prewarm(model) does that ahead", compiling)
+    if compiling := _running(state, model, _MINUTES):
+        warn_once(
+            "the first step on a GPU compiles and tunes kernels for minutes, once for these head counts on a machine "
+            f"({compiling}); prewarm(model) does that ahead, and TILELANG_CACHE_DIR and TRITON_CACHE_DIR name the folders that "
+            "keep it"
         )
+
+
+@cache
+def warn_once(sentence: str) -> None:
+    """Warn of something, once per process however many models are patched."""
+    logger.warning("%s", sentence)
+
+
+def _running(state: PatchState, model: nn.Module, names: Sequence[str]) -> str:
+    """Name what of these backends would run: in half precision, as under autocast, and in float32 if the model is."""
+    found = [f"{op}: {name}" for op, name in vars(state.cuda_half).items() if name in names]
+    if names == _MINUTES and any(parameter.dtype == torch.float32 for parameter in islice(model.parameters(), 1)):
+        found += [f"{op} in float32: {name}" for op, name in vars(state.cuda_single).items() if name in names]
+    return ", ".join(found)
 
 
 def _slow(state: PatchState) -> dict[str, str]:

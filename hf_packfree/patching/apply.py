@@ -30,8 +30,9 @@ def apply_patches(
 ) -> _Model:
     """Make packed rows exact, in place, and return the same model; applying twice changes nothing more.
 
-    Logs what was swapped, which implementations run and why none that is faster, and whether kernels compile (logger
-    "hf_packfree", level INFO), and which operations run in plain torch on a GPU (WARNING).
+    Logs what was swapped, which implementations run and why none that is faster, and which kernels compile for seconds
+    (logger "hf_packfree", level INFO), which operations run in plain torch on a GPU, and, once per process, which compile for
+    minutes (WARNING).
 
     Args:
         model: a Qwen3.5, Qwen3.5-MoE or Qwen3-Next model, or anything that holds one (a classification head, a

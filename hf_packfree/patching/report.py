@@ -13,7 +13,16 @@ from hf_packfree._version import __version__
 from hf_packfree.models.state import Kernels, PatchState
 from hf_packfree.ops.backend import installed
 from hf_packfree.patching.backends import OPS
+from hf_packfree.patching.exactness import why_rounding
 from hf_packfree.patching.registry import family_of
+
+_ATTENTION: dict[str | None, str] = {
+    "sdpa": "torch",
+    "eager": "torch",
+    "flash_attention_2": "flash-attn",
+    "flash_attention_3": "flash-attn-3",
+    "flash_attention_4": "flash-attn-4",
+}
 
 
 @dataclass(frozen=True)
@@ -32,6 +41,8 @@ class PatchReport:
         attention: the attention implementation the model was loaded with.
         versions: {package: installed version, or None}.
         inexact: {operation: backend} of those asked for that give a document something else in a row than alone.
+        rounding: why a document gets, where the model is now, what it gets alone only up to rounding; None: bit for bit in
+            the layers' forward pass, as `tests/gpu` checks it.
     """
 
     model: str
@@ -45,15 +56,22 @@ class PatchReport:
     attention: str | None
     versions: dict[str, str | None]
     inexact: dict[str, str]
+    rounding: str | None
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON."""
         return asdict(self)
 
     def _with_version(self, op: str, name: str) -> str:
+        """Return "triton 3.6.0", "fla (fla-core 0.6.0)" or "flash_attention_2 (the model's, flash-attn 2.8)"."""
         backend = OPS[op].BACKENDS.get(name)
-        package = None if backend is None else backend.package
-        return f"{name} ({package} {self.versions.get(package)})" if package else name
+        package = _package_of(self.attention) if backend is None else backend.package
+        if package is None:
+            return name
+        found = f"{package} {self.versions.get(package) or 'of unknown version'}"
+        if name == package:
+            return found
+        return f"{name} ({found})" if backend is not None else f"{name.removesuffix(')')}, {found})"
 
     def __str__(self) -> str:
         if not self.patched:
@@ -65,10 +83,13 @@ class PatchReport:
         return "\n".join((said, *(f"  on this machine's GPUs, {op}: {reason}" for op, reason in self.why.items())))
 
     def _exactness(self) -> str:
-        if not self.inexact:
-            return "documents get what they get alone, up to rounding"
-        asked = ", ".join(f"{op}: {name}" for op, name in self.inexact.items())
-        return f"documents do not get exactly what they get alone, as asked for by {asked}"
+        if self.inexact:
+            asked = ", ".join(f"{op}: {name}" for op, name in self.inexact.items())
+            return f"documents do not get exactly what they get alone, as asked for by {asked}"
+        if self.rounding is not None:
+            return f"documents get what they get alone, up to rounding ({self.rounding})"
+        where = "in the layers' forward pass (not under autocast or torch.compile)"
+        return f"documents get what they get alone, bit for bit {where}"
 
 
 def patch_report(model: nn.Module) -> PatchReport:
@@ -78,19 +99,21 @@ def patch_report(model: nn.Module) -> PatchReport:
     swapped = [module for module in model.modules() if ours & set(type(module).__mro__)]
     state = next((state for module in swapped if isinstance(state := module.packfree, PatchState)), None)
     patched = state is not None and any(type(module).__name__.endswith(family.trunk) for module in swapped if family)
-    config = getattr(model, "config", None)
+    loaded = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    runs = {} if state is None else _implementations(state, model)
     return PatchReport(
         model=type(model).__name__,
         family=family.name if family else None,
         patched=patched,
         swaps=dict(Counter(type(module).__name__ for module in swapped if not _bypassed(module, family))),
-        implementations={} if state is None else _implementations(state, model),
+        implementations=runs,
         why={} if state is None else dict(state.why),
         unpacked="upstream" if state is None else state.unpacked,
         padded="upstream" if state is None else state.padded,
-        attention=getattr(config, "_attn_implementation", None),
-        versions=_versions(state),
+        attention=loaded,
+        versions=_versions(state, loaded),
         inexact={} if state is None else _inexact(state),
+        rounding=why_rounding(model, family, runs, _somewhere(model)) if family and patched else "it is not patched",
     )
 
 
@@ -107,20 +130,32 @@ def _inexact(state: PatchState) -> dict[str, str]:
     return {op: name for op, name in chosen if not OPS[op].BACKENDS[name].exact}
 
 
-def _versions(state: PatchState | None) -> dict[str, str | None]:
+def _versions(state: PatchState | None, attention: str | None) -> dict[str, str | None]:
     names = {"torch", "transformers"}
-    if state is not None and torch.cuda.is_available():
-        found = (OPS[op].BACKENDS[name] for op, name in vars(state.cuda_half).items())
-        names |= {"triton"} | {backend.package for backend in found if backend.package}
+    if state is not None:
+        everywhere = (state.cuda_half, state.cuda_single, state.elsewhere)
+        names |= {OPS[op].BACKENDS[name].package for kernels in everywhere for op, name in vars(kernels).items()}
+        names |= {"triton"} if torch.cuda.is_available() else set()
+        names |= {package} if (package := _package_of(attention)) is not None else set()
     return {name: installed(name) for name in sorted(names)} | {"hf_packfree": __version__}
 
 
+def _package_of(attention: str | None) -> str | None:
+    """Return the distribution that an attention implementation of transformers runs on, or None: not known."""
+    return "kernels" if attention is not None and "/" in attention else _ATTENTION.get(attention)
+
+
 def _implementations(state: PatchState, model: nn.Module) -> dict[str, str]:
-    parameter = next(model.parameters(), torch.empty(0))
+    parameter = _somewhere(model)
     kernels = _kernels(state, parameter.device, parameter.dtype)
     loaded = getattr(getattr(model, "config", None), "_attn_implementation", None)
     attention = kernels.attention if loaded == "sdpa" else f"{loaded} (the model's)"
     return vars(kernels) | {"attention": attention}
+
+
+def _somewhere(model: nn.Module) -> torch.Tensor:
+    """Return a parameter, for its device and dtype."""
+    return next(model.parameters(), torch.empty(0))
 
 
 def _kernels(state: PatchState, device: torch.device, dtype: torch.dtype) -> Kernels:

@@ -6,14 +6,20 @@ import logging
 from dataclasses import replace
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from hf_packfree import apply_patches, patch_report
 from hf_packfree.models.state import Kernels
 from hf_packfree.ops import delta_rule
-from hf_packfree.patching import backends
-from tests.patching.machines import SIZES
+from hf_packfree.patching import announce, backends, report
+from tests.patching.machines import INSTALLED, SIZES
 from tests.support import tiny
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_said():
+    announce.warn_once.cache_clear()
 
 
 def test_the_report_says_what_is_not_exact(monkeypatch):
@@ -21,9 +27,9 @@ def test_the_report_says_what_is_not_exact(monkeypatch):
     assert exact.inexact == {} and "documents get what they get alone" in str(exact)
     anywhere = replace(delta_rule.BACKENDS["flash_qla_cut"], unusable=lambda site: None)
     monkeypatch.setitem(delta_rule.BACKENDS, "flash_qla_cut", anywhere)
-    report = patch_report(apply_patches(model, backend={"delta_rule": "flash_qla_cut"}))
-    assert report.inexact == {"delta_rule": "flash_qla_cut"}
-    assert "do not get exactly what they get alone, as asked for by delta_rule: flash_qla_cut" in str(report)
+    found = patch_report(apply_patches(model, backend={"delta_rule": "flash_qla_cut"}))
+    assert found.inexact == {"delta_rule": "flash_qla_cut"}
+    assert "do not get exactly what they get alone, as asked for by delta_rule: flash_qla_cut" in str(found)
 
 
 def test_the_report_names_what_is_not_exact_wherever_the_model_is_now(monkeypatch):
@@ -32,8 +38,8 @@ def test_the_report_names_what_is_not_exact_wherever_the_model_is_now(monkeypatc
     for module in model.modules():
         if getattr(module, "packfree", None) is not None:
             monkeypatch.setattr(module, "packfree", state)
-    report = patch_report(model)
-    assert report.implementations["delta_rule"] == "torch" and report.inexact == {"delta_rule": "flash_qla_cut"}
+    found = patch_report(model)
+    assert found.implementations["delta_rule"] == "torch" and found.inexact == {"delta_rule": "flash_qla_cut"}
 
 
 def test_hopper_without_a_backward_is_said_when_patching(gpu, monkeypatch, caplog):
@@ -43,8 +49,8 @@ def test_hopper_without_a_backward_is_said_when_patching(gpu, monkeypatch, caplo
     model = apply_patches(tiny())
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "delta_rule runs in plain torch on this GPU" in line and "pip install flash-qla" in line
-    report = patch_report(model)
-    assert set(report.implementations.values()) == {"torch"} and "Hopper" in report.why["delta_rule"]
+    found = patch_report(model)
+    assert set(found.implementations.values()) == {"torch"} and "Hopper" in found.why["delta_rule"]
 
 
 def patched_on_a_gpu(monkeypatch, **options):
@@ -65,7 +71,7 @@ def test_the_delta_rule_in_float32_alone_without_a_backward_is_said_when_patchin
     for options in ({}, {"backend": {"delta_rule": "flash_qla"}}):
         caplog.clear()
         patched_on_a_gpu(monkeypatch, **options)
-        (line,) = logged(caplog, "WARNING")
+        line = logged(caplog, "WARNING")[0]
         assert line.startswith("delta_rule in float32 runs in plain torch on this GPU, which is slow: not flash_qla: it")
         assert "not fla: its backward refuses to run on Hopper with triton 3.6.0 (3.4.0 to 3.7.0)" in line
     caplog.clear()
@@ -89,23 +95,41 @@ def test_attention_dropout_that_no_kernel_has_is_said_when_patching(gpu, monkeyp
 def test_a_faster_backend_that_was_passed_over_is_said_when_patching(gpu, monkeypatch, caplog):
     gpu(packages={"triton": "3.7.1", "fla-core": "0.6.0"})
     with caplog.at_level(logging.INFO, logger="hf_packfree"):
-        report = patch_report(patched_on_a_gpu(monkeypatch))
+        found = patch_report(patched_on_a_gpu(monkeypatch))
     said = logged(caplog, "INFO")[0].splitlines()
     reason = "not flash_qla: flash-qla is not installed; pip install flash-qla"
     assert f"  on this machine's GPUs, delta_rule: {reason}" in said[1:]
-    assert len(said) == 1 + len(report.why) and said[1:] == str(report).splitlines()[1:]
+    assert len(said) == 1 + len(found.why) and said[1:] == str(found).splitlines()[1:]
 
 
-def test_what_compiles_at_the_first_step_is_said_when_patching(gpu, monkeypatch, caplog):
+def test_what_compiles_for_seconds_is_said_when_patching(gpu, monkeypatch, caplog):
     gpu()
     with caplog.at_level(logging.INFO, logger="hf_packfree"):
         patched_on_a_gpu(monkeypatch)
         said = logged(caplog, "INFO")
-        assert len(said) == 2 and said[1].startswith("the first step on a GPU compiles kernels for a while (conv: triton, ")
-        assert "delta_rule: flash_qla" in said[1] and said[1].endswith("prewarm(model) does that ahead")
+        assert len(said) == 2 and said[1].startswith("the first step on a GPU compiles kernels for seconds (conv: triton, ")
+        assert "flash_qla" not in said[1] and said[1].endswith("prewarm(model) does that ahead")
         caplog.clear()
         patched_on_a_gpu(monkeypatch, backend="torch")
-        assert len(logged(caplog, "INFO")) == 1, "torch compiles nothing"
+        assert len(logged(caplog, "INFO")) == 1 and logged(caplog, "WARNING") == [], "torch compiles nothing"
+
+
+def test_what_compiles_for_minutes_is_a_warning_once(gpu, monkeypatch, caplog):
+    gpu()
+    for model in (tiny(), tiny().bfloat16(), tiny()):
+        monkeypatch.setattr(backends, "model_sizes", lambda config: SIZES)
+        apply_patches(model)
+    whole, half = logged(caplog, "WARNING")
+    assert whole == (
+        "the first step on a GPU compiles and tunes kernels for minutes, once for these head counts on a machine "
+        "(delta_rule: flash_qla, delta_rule in float32: fla); prewarm(model) does that ahead, and TILELANG_CACHE_DIR and "
+        "TRITON_CACHE_DIR name the folders that keep it"
+    )
+    assert "(delta_rule: flash_qla);" in half, "of a bfloat16 model"
+    caplog.clear()
+    patched_on_a_gpu(monkeypatch, backend={"delta_rule": "flash_qla_cut", "conv": "fla"})
+    (line,) = logged(caplog, "WARNING")
+    assert "(conv: fla, delta_rule: flash_qla_cut, conv in float32: fla, delta_rule in float32: fla);" in line
 
 
 def test_the_report_names_what_runs_under_autocast(gpu, monkeypatch):
@@ -125,3 +149,37 @@ def test_the_report_names_what_runs_under_autocast(gpu, monkeypatch):
         torch.set_autocast_dtype("cuda", before)
     assert found == plain | {"delta_rule": "flash_qla", "attention": "triton", "swiglu": "torch"}, "the MLP is upstream's there"
     assert patch_report(model).implementations == plain
+
+
+def test_every_operation_is_named_with_a_version(gpu, monkeypatch):
+    gpu()
+    monkeypatch.setattr(report, "installed", (INSTALLED | {"torch": "2.11.0"}).get)
+    model = patched_on_a_gpu(monkeypatch)
+    for words in (
+        "conv: triton 3.6.0,", "delta_rule: fla (fla-core 0.6.0),", "attention: torch 2.11.0,", "gates: triton 3.6.0,",
+    ):
+        assert words in str(patch_report(model))
+    there = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16)
+    monkeypatch.setattr(model, "parameters", lambda: iter([there]), raising=False)
+    assert "attention: triton 3.6.0," in str(patch_report(model))
+    forced = patched_on_a_gpu(monkeypatch, backend={"attention": "varlen", "delta_rule": "flash_qla"})
+    monkeypatch.setattr(forced, "parameters", lambda: iter([there]), raising=False)
+    assert "delta_rule: flash_qla (flash-qla 0.1.3), attention: varlen (torch 2.11.0)," in str(patch_report(forced))
+
+
+@pytest.mark.parametrize(
+    ("loaded", "said"),
+    [
+        ("eager", "attention: eager (the model's, torch 2.11.0),"),
+        ("flash_attention_2", "attention: flash_attention_2 (the model's, flash-attn 2.8),"),
+        ("flash_attention_3", "attention: flash_attention_3 (the model's, flash-attn-3 of unknown version),"),
+        ("kernels-community/flash-attn2", "attention: kernels-community/flash-attn2 (the model's, kernels 0.17.2),"),
+        ("somebody's flash", "attention: somebody's flash (the model's),"),
+    ],
+)
+def test_an_attention_of_the_models_own_is_named_with_a_version(monkeypatch, loaded, said):
+    packages = {"torch": "2.11.0", "flash-attn": "2.8", "kernels": "0.17.2"}
+    monkeypatch.setattr(report, "installed", packages.get)
+    model = apply_patches(tiny())
+    model.config._attn_implementation = loaded
+    assert said in str(patch_report(model))

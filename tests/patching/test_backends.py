@@ -100,10 +100,10 @@ def test_under_torch_compile_what_mixes_no_tokens_is_left_to_it(gpu, monkeypatch
             "flash-qla 0.1.2 is too old for packed rows; pip install 'flash-qla>=0.1.3'",
         ),
         ({"capability": (8, 0), "others": [(9, 0)], "packages": {"triton": "3.6.0", "fla-core": "0.6.0"}}, "torch", "Hopper"),
-        ({"others": [(12, 0)]}, "fla", "it trains on Hopper and Blackwell data centre GPUs, this is 12.0"),
+        ({"others": [(12, 0)]}, "fla", "exact on compute capability 9.0 and use it on 9.0, 10.0 and 10.3, this is 12.0"),
         ({"others": [(9, 0), (7, 5)]}, "torch", "it needs an Ampere GPU or later (8.0), this is 7.5"),
         ({"packages": {"triton": "3.6.0", "fla-core": "0.6.0", "tilelang": "0.1.15"}}, "fla", "flash-qla is not installed"),
-        ({"capability": (8, 0)}, "fla", "it trains on Hopper and Blackwell data centre GPUs, this is 8.0"),
+        ({"capability": (8, 0)}, "fla", "exact on compute capability 9.0 and use it on 9.0, 10.0 and 10.3, this is 8.0"),
         ({"capability": (7, 5)}, "torch", "it needs an Ampere GPU or later (8.0), this is 7.5"),
     ],
 )
@@ -180,7 +180,7 @@ def test_what_is_made_for_one_card_alone_runs_on_none_of_several_kinds(gpu):
     state = choose_backends("auto", "upstream", SIZES)
     assert (state.cuda_half.attention, state.cuda_half.conv) == ("varlen", "triton")
     assert "not triton: its blocks are made for Hopper (9.0), this is 12.0" in state.why["attention"]
-    with pytest.raises(BackendUnavailable, match="'flash_qla' asked for, but it trains on .*, this is 12.0; .*: fla, torch;"):
+    with pytest.raises(BackendUnavailable, match="'flash_qla' asked for, but we know .*, this is 12.0; .*: fla, torch;"):
         choose_backends({"delta_rule": "flash_qla"}, "upstream", SIZES)
 
 
@@ -193,6 +193,34 @@ def test_causal_conv1d_comes_before_fla_where_it_can_be_deterministic(gpu, monke
     if chosen == "fla":
         old = f"causal-conv1d {version} is too old to be deterministic where torch is asked to be"
         assert state.why["conv"] == f"not causal_conv1d: {old}; pip install 'causal-conv1d>=1.6.0'"
+
+
+@pytest.mark.parametrize(
+    ("site", "reason"),
+    [
+        (Site("cuda", (7, 0), sizes=SIZES), "it is compiled for Turing GPUs and later (7.5), this is 7.0"),
+        (Site("cuda", (6, 1), torch.float64, SIZES), "it is compiled for Turing GPUs and later (7.5), this is 6.1"),
+        (Site("cuda", (9, 0), torch.float64, SIZES), "it runs in bfloat16, float16 and float32, this is float64"),
+        (Site("cuda", (9, 0), sizes=SIZES | {"taps": 5}), "it has 2 to 4 taps, the model 5"),
+        (
+            Site("cuda", (9, 0), sizes=SIZES | {"key_size": 6, "value_heads": 3, "value_size": 7}),
+            "it takes channels in multiples of 8, the model has 213",
+        ),
+        (Site("cuda", (9, 0), sizes={"key_size": 6, "value_size": 7}), None),
+        (Site("cuda", (7, 5), torch.float16, SIZES), None),
+        (Site("cuda", None, torch.float32), None),
+    ],
+)
+def test_what_causal_conv1d_was_not_made_for_is_told_apart(gpu, site, reason):
+    gpu(packages=INSTALLED | {"causal-conv1d": "1.7.0"})
+    assert conv.BACKENDS["causal_conv1d"].unusable(site) == reason
+
+
+def test_a_forced_convolution_runs_torch_in_float64(gpu):
+    gpu(packages=INSTALLED | {"causal-conv1d": "1.7.0"})
+    state = choose_backends({"conv": "causal_conv1d"}, "upstream", SIZES)
+    assert state.cuda_half.conv == state.cuda_single.conv == "causal_conv1d"
+    assert state.kernels_for(torch.device("cuda", 0), torch.float64).conv == "torch"
 
 
 def test_a_forced_name_that_half_precision_alone_can_run_is_replaced_in_float32_and_said(gpu):

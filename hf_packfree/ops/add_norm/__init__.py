@@ -7,7 +7,10 @@ from torch import Tensor
 from hf_packfree.ops.add_norm import torch_native, triton_native
 from hf_packfree.ops.backend import Backend, find, needs_triton
 
-BACKENDS = {"triton": Backend(triton_native.add_norm, needs_triton), "torch": Backend(torch_native.add_norm)}
+BACKENDS = {
+    "triton": Backend(triton_native.add_norm, needs_triton, "triton", bits=True),
+    "torch": Backend(torch_native.add_norm),
+}
 
 
 def add_norm(

@@ -14,11 +14,13 @@ NORM_EPS = 1e-6
 """Added to the sum of squares under the norm of q and k, as upstream does."""
 
 BACKENDS = {
-    "triton": Backend(triton_native.causal_conv1d, triton_native.unusable),
+    "triton": Backend(triton_native.causal_conv1d, triton_native.unusable, "triton", bits=True),
     "causal_conv1d": Backend(dao.causal_conv1d, dao.unusable, "causal-conv1d"),
     "fla": Backend(fla.causal_conv1d, fla.unusable, "fla-core"),
     "torch": Backend(torch_native.causal_conv1d),
 }
+"""Each gives documents their own bits; beside the others, though, the delta rule divides q and k by their norms itself, in
+shapes that FLA tunes by a row's length, so only ours promises them."""
 UNITS = {"triton": triton_native.qkv_conv}
 """The backends that also split heads and divide q and k by their norms on the way."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+import torch
 from torch import Tensor
 
 from hf_packfree.ops.backend import Site, broken, installed, needs_cuda
@@ -11,17 +12,41 @@ from hf_packfree.ops.releases import CAUSAL_CONV1D_FLOOR, too_old
 from hf_packfree.packing import PackedSequence, uncompiled
 
 
+_OLDEST = (7, 5)
+"""Of the GPUs that its setup.py compiles for."""
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_WIDTH = 8
+"""With `seq_idx` it reads channels in groups of so many."""
+
+
 def unusable(site: Site) -> str | None:
     """Return why it cannot run at `site`, or None."""
-    if (reason := needs_cuda(site)) is not None:
+    if (reason := needs_cuda(site) or _unfit(site)) is not None:
         return reason
-    if not 2 <= site.sizes.get("taps", 4) <= 4:
-        return f"it has 2 to 4 taps, the model {site.sizes['taps']}"
     if find_spec("causal_conv1d") is None:
         return "causal-conv1d is not installed; pip install causal-conv1d, which compiles it"
     why = "to be deterministic where torch is asked to be"
     old = too_old("causal-conv1d", installed("causal-conv1d"), CAUSAL_CONV1D_FLOOR, why)
     return old or broken("causal-conv1d", "causal_conv1d")
+
+
+def _unfit(site: Site) -> str | None:
+    """Return what of this GPU, dtype or model it was not made for, or None."""
+    if site.capability is not None and site.capability < _OLDEST:
+        return f"it is compiled for Turing GPUs and later (7.5), this is {site.capability[0]}.{site.capability[1]}"
+    if site.dtype not in _DTYPES:
+        return f"it runs in bfloat16, float16 and float32, this is {str(site.dtype).removeprefix('torch.')}"
+    if not 2 <= site.sizes.get("taps", 4) <= 4:
+        return f"it has 2 to 4 taps, the model {site.sizes['taps']}"
+    if (channels := _channels(site.sizes)) % _WIDTH:
+        return f"it takes channels in multiples of {_WIDTH}, the model has {channels}"
+    return None
+
+
+def _channels(sizes: dict[str, int]) -> int:
+    """Return the channels of q, k and v side by side; 0 where a size is not told."""
+    keys, values = (sizes.get(f"{part}_heads", 0) * sizes.get(f"{part}_size", 0) for part in ("key", "value"))
+    return 2 * keys + values if keys and values else 0
 
 
 @uncompiled

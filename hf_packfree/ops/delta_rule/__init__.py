@@ -10,8 +10,8 @@ from hf_packfree.ops.delta_rule.recurrent import recurrent_gated_delta_rule
 from hf_packfree.packing import PackedSequence
 
 BACKENDS = {
-    "flash_qla": Backend(flash_qla.gated_delta_rule, flash_qla.unusable, "flash-qla"),
-    "fla": Backend(fla.gated_delta_rule, fla.unusable, "fla-core"),
+    "flash_qla": Backend(flash_qla.gated_delta_rule, flash_qla.unusable, "flash-qla", bits=True),
+    "fla": Backend(fla.gated_delta_rule, fla.unusable, "fla-core", bits=True),
     "torch": Backend(torch_native.gated_delta_rule),
     "flash_qla_cut": Backend(flash_qla.gated_delta_rule_cut, flash_qla.unusable, "flash-qla", exact=False),
 }

@@ -1,4 +1,4 @@
-"""FlashQLA's gated delta rule (TileLang): the fastest on Hopper and on Blackwell's data centre chips.
+"""FlashQLA's gated delta rule (TileLang): the fastest on Hopper; on Blackwell's data centre chips it runs the same way.
 
 Left to itself it cuts long documents into pieces, which run side by side, and drops what decayed below e^-10 between
 them, which depends on what else is in the row; and it reads boundaries back from the device.  Here neither happens:
@@ -17,15 +17,18 @@ from hf_packfree.ops.releases import FLASH_QLA_FLOOR, has_nvcc, too_old
 from hf_packfree.packing import PackedSequence, uncompiled
 
 _SIZE = 128
-_TRAINS_ON = ((9, 0), (10, 0), (10, 3))
+_USED_ON = ((9, 0), (10, 0), (10, 3))
+"""Where it cuts documents into chunks of 64, as on 9.0, the one we tested.  0.1.3 also has kernels for 12.0 and 12.1, with
+chunks of 32; nobody tried them with packed rows."""
 
 
 def unusable(site: Site) -> str | None:
     """Return why it cannot run at `site`, or None."""
     if (reason := needs_cuda(site)) is not None:
         return reason
-    if site.capability is not None and site.capability not in _TRAINS_ON:
-        return f"it trains on Hopper and Blackwell data centre GPUs, this is {site.capability[0]}.{site.capability[1]}"
+    if site.capability is not None and site.capability not in _USED_ON:
+        found = f"{site.capability[0]}.{site.capability[1]}"
+        return f"we know it to be exact on compute capability 9.0 and use it on 9.0, 10.0 and 10.3, this is {found}"
     if (reason := needs_half(site)) is not None:
         return reason
     sizes = {site.sizes.get("key_size", _SIZE), site.sizes.get("value_size", _SIZE)}

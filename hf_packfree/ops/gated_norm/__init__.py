@@ -10,10 +10,11 @@ from hf_packfree.ops.order import moved_back
 from hf_packfree.ops.product import product
 
 BACKENDS = {
-    "triton": Backend(triton_native.gated_rms_norm, needs_triton),
+    "triton": Backend(triton_native.gated_rms_norm, needs_triton, "triton", bits=True),
     "fla": Backend(fla.gated_rms_norm, fla.unusable, "fla-core"),
     "torch": Backend(torch_native.gated_rms_norm),
 }
+"""FLA tunes its norm by a row's length, and "torch" is upstream's module in a layer: bits are ours alone to promise."""
 REMAKES = ("triton",)
 """The backends that take `projection` and `rows` themselves; they make the result again for the projection's weights."""
 

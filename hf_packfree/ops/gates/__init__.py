@@ -7,7 +7,7 @@ from torch import Tensor
 from hf_packfree.ops.backend import Backend, find, needs_triton
 from hf_packfree.ops.gates import torch_native, triton_native
 
-BACKENDS = {"triton": Backend(triton_native.gates, needs_triton), "torch": Backend(torch_native.gates)}
+BACKENDS = {"triton": Backend(triton_native.gates, needs_triton, "triton", bits=True), "torch": Backend(torch_native.gates)}
 
 
 def gates(

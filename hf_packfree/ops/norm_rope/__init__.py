@@ -7,7 +7,10 @@ from torch import Tensor
 from hf_packfree.ops.backend import Backend, find, needs_triton
 from hf_packfree.ops.norm_rope import torch_native, triton_native
 
-BACKENDS = {"triton": Backend(triton_native.norm_rope, needs_triton), "torch": Backend(torch_native.norm_rope)}
+BACKENDS = {
+    "triton": Backend(triton_native.norm_rope, needs_triton, "triton", bits=True),
+    "torch": Backend(torch_native.norm_rope),
+}
 
 
 def norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, *, backend: str = "torch") -> Tensor:

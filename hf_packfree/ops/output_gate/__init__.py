@@ -8,7 +8,10 @@ from hf_packfree.ops.backend import Backend, find, needs_triton
 from hf_packfree.ops.output_gate import torch_native, triton_native
 from hf_packfree.ops.product import product
 
-BACKENDS = {"triton": Backend(triton_native.output_gate, needs_triton), "torch": Backend(torch_native.output_gate)}
+BACKENDS = {
+    "triton": Backend(triton_native.output_gate, needs_triton, "triton", bits=True),
+    "torch": Backend(torch_native.output_gate),
+}
 REMAKES = ("triton",)
 """The backends that take `projection` themselves; they make the result again for its weights instead of keeping it."""
 

@@ -7,7 +7,10 @@ from torch import Tensor
 from hf_packfree.ops.backend import Backend, find, needs_triton
 from hf_packfree.ops.swiglu import torch_native, triton_native
 
-BACKENDS = {"triton": Backend(triton_native.swiglu_mlp, needs_triton), "torch": Backend(torch_native.swiglu_mlp)}
+BACKENDS = {
+    "triton": Backend(triton_native.swiglu_mlp, needs_triton, "triton", bits=True),
+    "torch": Backend(torch_native.swiglu_mlp),
+}
 
 
 def swiglu_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *, backend: str = "torch") -> Tensor:

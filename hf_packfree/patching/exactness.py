@@ -1,0 +1,85 @@
+"""Whether documents of a packed row get, bit for bit, what they get alone, or what is in the way of that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_packfree.models.attention import PackedAttention
+from hf_packfree.models.decoder_layer import PackedDecoderLayer
+from hf_packfree.models.gated_delta_net import PackedGatedDeltaNet
+from hf_packfree.models.linears import is_hooked, is_plain
+from hf_packfree.models.mlp import swiglu_weights
+from hf_packfree.models.norms import adds_one
+from hf_packfree.patching.backends import OPS
+from hf_packfree.patching.plan import trunks
+from hf_packfree.patching.registry import Family
+
+_CAPABILITY, _DTYPE = (9, 0), torch.bfloat16
+"""Where tests/gpu ran and found the same bits: kernels and torch's matrix library may choose otherwise elsewhere."""
+
+
+def why_rounding(model: nn.Module, family: Family, implementations: Mapping[str, str], x: Any) -> str | None:
+    """Return why bits are not promised of the layers' forward pass over packed rows, as a sentence's half, or None.
+
+    Args:
+        model: patched.
+        implementations: {operation: backend that runs}.
+        x: a parameter, for its device and dtype.
+    """
+    return _place(x) or _operations(implementations) or _model(model) or _layers(model, family, x)
+
+
+def _place(x: Any) -> str | None:
+    if x.device.type != "cuda":
+        return f"bits are tested on GPUs, this is a {x.device.type}"
+    if torch.is_autocast_enabled("cuda"):
+        return "bits are not promised under autocast"
+    if x.dtype != _DTYPE:
+        return f"bits are tested in bfloat16, this is {str(x.dtype).removeprefix('torch.')}"
+    if (found := torch.cuda.get_device_capability(x.device.index or 0)) != _CAPABILITY:
+        return f"bits are tested on compute capability 9.0, this is {found[0]}.{found[1]}"
+    return None
+
+
+def _operations(implementations: Mapping[str, str]) -> str | None:
+    rounding = [op for op, name in implementations.items() if not getattr(OPS[op].BACKENDS.get(name), "bits", False)]
+    return f"bits are not promised of what runs {', '.join(rounding)}" if rounding else None
+
+
+def _model(model: nn.Module) -> str | None:
+    modules: list[Any] = list(model.modules())
+    if any(module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule" for module in modules):
+        return "bits are not promised in compiled graphs"
+    if any(getattr(module, "attention_dropout", 0) for module in modules):
+        return "attention with dropout runs in plain torch while training"
+    return None
+
+
+def _layers(model: nn.Module, family: Family, x: Any) -> str | None:
+    """Those called as they are: products of few rows are filled up, and norms fused, only where our own functions run."""
+    found = (name for trunk in trunks(model, family) for name in _called(trunk, x))
+    name = next(found, None)
+    return None if name is None else f"bits are not promised where layers are called as they are: {name}"
+
+
+def _called(trunk: Any, x: Any) -> Iterator[str]:
+    for index, layer in enumerate(trunk.layers):
+        if not isinstance(layer, PackedDecoderLayer):
+            yield f"layers.{index}"
+        for name, module in layer.named_modules(prefix=f"layers.{index}"):
+            yield from (f"{name}.{part}" for part, child in module.named_children() if not _is_ours(part, child, module, x))
+
+
+def _is_ours(name: str, part: Any, owner: nn.Module, x: Any) -> bool:
+    """Whether a patched layer reads the weights of its part `name` instead of calling it."""
+    if isinstance(owner, PackedDecoderLayer) and name == "mlp":
+        return swiglu_weights(part, owner, x) is not None
+    if isinstance(owner, (PackedDecoderLayer, PackedAttention)) and name.endswith("norm"):
+        return adds_one(part, owner)
+    if isinstance(owner, PackedGatedDeltaNet) and name == "norm":
+        return not is_hooked(part)
+    return not (isinstance(owner, (PackedAttention, PackedGatedDeltaNet)) and "proj" in name) or is_plain(part, x)

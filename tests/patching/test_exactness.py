@@ -1,0 +1,144 @@
+"""The report promises bits where tests/gpu checks them, says what is in the way of them elsewhere, and what is not exact."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from hf_packfree import apply_patches, patch_report
+from hf_packfree.patching import backends
+from hf_packfree.patching.backends import OPS
+from tests.gpu.op_table import OPS as TESTED
+from tests.patching.machines import SIZES
+from tests.support import tiny
+
+BITS = "documents get what they get alone, bit for bit in the layers' forward pass (not under autocast or torch.compile)"
+ROUNDING = "documents get what they get alone, up to rounding ({})"
+
+
+@pytest.fixture
+def hopper(gpu, monkeypatch):
+    """Return a function that patches a tiny model, in bfloat16, as if it were on a Hopper GPU, and returns it."""
+
+    def patched(model=None, *, dtype=torch.bfloat16, capability=(9, 0), **options):
+        gpu(capability=capability)
+        monkeypatch.setattr(backends, "model_sizes", lambda config: SIZES)
+        model = apply_patches((model or tiny()).to(dtype), **options)
+        there = SimpleNamespace(device=torch.device("cuda", 0), dtype=dtype)
+        monkeypatch.setattr(model, "parameters", lambda: iter([there]), raising=False)
+        return model
+
+    return patched
+
+
+def test_bits_are_promised_where_the_gpu_tests_check_them(hopper):
+    for options in ({}, {"backend": {"delta_rule": "fla"}}, {"backend": {"attention": "varlen"}}):
+        report = patch_report(hopper(**options))
+        assert report.rounding is None and BITS in str(report) and not report.inexact
+
+
+def test_what_promises_bits_is_what_the_gpu_tests_check():
+    promised = {op: {name for name, found in module.BACKENDS.items() if found.bits} for op, module in OPS.items()}
+    for op, names in promised.items():
+        assert names <= set(TESTED[op.replace("_", " ")].exact), op
+    assert promised == dict.fromkeys(OPS, {"triton"}) | {
+        "delta_rule": {"flash_qla", "fla"}, "attention": {"triton", "varlen"},
+    }
+    assert all(found.exact or not found.bits for module in OPS.values() for found in module.BACKENDS.values())
+
+
+def test_on_a_cpu_bits_are_not_promised():
+    report = patch_report(apply_patches(tiny()))
+    assert report.rounding == "bits are tested on GPUs, this is a cpu" and ROUNDING.format(report.rounding) in str(report)
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ({"dtype": torch.float32}, "bits are tested in bfloat16, this is float32"),
+        ({"dtype": torch.float16}, "bits are tested in bfloat16, this is float16"),
+        ({"capability": (8, 0)}, "bits are tested on compute capability 9.0, this is 8.0"),
+        ({"backend": {"delta_rule": "torch"}}, "bits are not promised of what runs delta_rule"),
+        ({"backend": {"conv": "fla", "gated_norm": "torch"}}, "bits are not promised of what runs conv, gated_norm"),
+    ],
+)
+def test_what_is_in_the_way_of_bits_is_said(hopper, place, reason):
+    report = patch_report(hopper(**place))
+    assert report.rounding == reason and ROUNDING.format(reason) in str(report)
+
+
+def test_under_autocast_bits_are_not_promised(hopper):
+    model = hopper()
+    try:
+        torch.set_autocast_enabled("cuda", True)
+        assert patch_report(model).rounding == "bits are not promised under autocast"
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    assert patch_report(model).rounding is None
+
+
+@pytest.mark.parametrize("attention", ["eager", "flash_attention_2"])
+def test_of_the_models_own_attention_bits_are_not_promised(hopper, attention):
+    model = hopper()
+    model.config._attn_implementation = attention
+    assert patch_report(model).rounding == "bits are not promised of what runs attention"
+
+
+def test_compiled_models_and_dropout_are_said(hopper):
+    model = hopper()
+    model.model.layers[1].compile()
+    assert patch_report(model).rounding == "bits are not promised in compiled graphs"
+    model = hopper()
+    model.model.layers[3].self_attn.attention_dropout = 0.1
+    assert patch_report(model).rounding == "attention with dropout runs in plain torch while training"
+
+
+class Adapted(nn.Linear):
+    pass
+
+
+@pytest.mark.parametrize(
+    "part", ["linear_attn.in_proj_qkv", "linear_attn.out_proj", "self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj"]
+)
+def test_a_layer_that_is_more_than_its_weight_is_named(hopper, part):
+    model, index = hopper(), 3 if "self_attn" in part else 1
+    layer = model.get_submodule(f"model.layers.{index}.{part}")
+    layer.__class__ = Adapted
+    name = f"layers.{index}." + (part if "mlp" not in part else "mlp")
+    assert patch_report(model).rounding == f"bits are not promised where layers are called as they are: {name}"
+    layer.__class__ = nn.Linear
+    layer.bias = nn.Parameter(torch.zeros(layer.out_features, dtype=torch.bfloat16))
+    assert name in patch_report(model).rounding
+    layer.bias = None
+    assert patch_report(model).rounding is None
+
+
+@pytest.mark.parametrize("part", ["linear_attn.norm", "self_attn.k_norm", "input_layernorm", "post_attention_layernorm"])
+def test_a_norm_that_somebody_watches_is_named(hopper, part):
+    model = hopper()
+    name = f"layers.{3 if 'self_attn' in part else 0}.{part}"
+    handle = model.model.get_submodule(name).register_forward_hook(lambda *_: None)
+    assert name in patch_report(model).rounding
+    handle.remove()
+    assert patch_report(model).rounding is None
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_next"])
+def test_experts_are_called_as_they_are(hopper, family):
+    report = patch_report(hopper(tiny(family)))
+    assert report.rounding == "bits are not promised where layers are called as they are: layers.0.mlp"
+
+
+def test_what_is_not_exact_is_said_before_all_else(hopper):
+    report = patch_report(hopper(backend={"delta_rule": "flash_qla_cut"}))
+    assert report.inexact == {"delta_rule": "flash_qla_cut"} and report.rounding is not None
+    assert "documents do not get exactly what they get alone, as asked for by delta_rule: flash_qla_cut" in str(report)
+    assert "rounding" not in str(report)
+
+
+def test_without_patches_nothing_is_promised():
+    report = patch_report(tiny())
+    assert report.rounding == "it is not patched" and report.inexact == {}
