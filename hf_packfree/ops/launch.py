@@ -66,9 +66,12 @@ def _kinds(arguments: tuple[Any, ...]) -> list[Any]:
 
 def _assumes_no_more(compiled: Any) -> bool:
     """Whether the code holds for all arguments of the kinds it was compiled for: a later Triton may look at more."""
-    source = compiled.src
-    fixed = (value for path, value in source.constants.items() if path[0] not in source.fn.constexprs)
-    assumed = (attribute for attributes in source.attrs.values() for attribute in attributes)
+    try:
+        source, declared = compiled.src, compiled.src.fn.constexprs
+        fixed = [value for path, value in source.constants.items() if path[0] not in declared]
+        assumed = [attribute for attributes in source.attrs.values() for attribute in attributes]
+    except AttributeError:  # a Triton that says so elsewhere: it is asked every time
+        return False
     return all(value is None or value == 1 for value in fixed) and all(attribute == _ASSUMED for attribute in assumed)
 
 

@@ -90,6 +90,14 @@ def test_what_assumes_more_is_asked_every_time(kernel):
     assert len(kernel.asked) == 2 and not kernel.ran
 
 
+def test_a_triton_that_says_nothing_of_what_it_assumes_is_asked_every_time():
+    kernel = Kernel()
+    del kernel.compiled.src.attrs
+    for _ in range(2):
+        run(kernel, BUFFERS[torch.float32], 16)
+    assert len(kernel.asked) == 2 and not kernel.ran
+
+
 def test_the_interpreter_is_called_as_it_is():
     kernel, x = Kernel(), BUFFERS[torch.float32]
     module.launch(kernel, (7, 2), x, 5, WIDTH=32)
