@@ -34,10 +34,13 @@ if find_spec("fake_kernels"):
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The packages of tests/fakes, in front of real ones if there are any; gone afterwards."""
-    names = ("fla", "causal_conv1d")
-    for name in [name for name in sys.modules if name.split(".")[0] in names]:
+
+    def loaded() -> list[str]:
+        return [name for name in sys.modules if name.split(".")[0] in ("fla", "causal_conv1d")]
+
+    for name in loaded():
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(Path(__file__).parent / "fakes")
     yield
-    for name in [name for name in sys.modules if name.split(".")[0] in names]:
+    for name in loaded():
         del sys.modules[name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_packfree.errors import BackendUnavailable
 from hf_packfree.models.contract import Sizes, size_of_linear, size_of_norm
@@ -41,6 +41,11 @@ def check_attention(config: Any) -> str:
             "apart; wanted sdpa, eager or a flash attention; call model.set_attn_implementation('sdpa')"
         )
     return route
+
+
+def drops_out(model: nn.Module) -> bool:
+    """Whether training steps attend with dropout: in plain torch then, because no kernel has it."""
+    return any(getattr(module, "attention_dropout", 0) for module in model.modules())
 
 
 class PackedAttention(Replacement):

@@ -35,6 +35,11 @@ class Site:
     dtype: torch.dtype = torch.bfloat16
     sizes: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def gpu(self) -> str:
+        """The capability as it is written: "9.0"."""
+        return ".".join(map(str, self.capability or ()))
+
 
 def _always(site: Site) -> str | None:
     return None
@@ -94,7 +99,7 @@ def needs_triton(site: Site) -> str | None:
     if find_spec("triton") is None:
         return "triton is not installed; pip install triton"
     if site.capability is not None and site.capability < (8, 0):
-        return f"it needs an Ampere GPU or later (8.0), this is {site.capability[0]}.{site.capability[1]}"
+        return f"it needs an Ampere GPU or later (8.0), this is {site.gpu}"
     return broken("triton", "triton")
 
 

@@ -1,7 +1,6 @@
 """Launch our Triton kernels: what was compiled for arguments of one kind is called again without asking Triton which it is.
 
-Asking costs the host several times what the launch itself does, and a step of a few thousand tokens, which has hundreds of
-them, waits for the host.
+Asking is the host's work at every launch, and a step of a few thousand tokens, which has hundreds of them, waits for the host.
 """
 
 from __future__ import annotations

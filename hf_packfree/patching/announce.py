@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import cache
-from itertools import islice
 
 import torch
 from torch import nn
 
-from hf_packfree.models.state import PatchState
-from hf_packfree.patching.report import patch_report
+from hf_packfree.models.attention import drops_out
+from hf_packfree.models.state import Kernels, PatchState
+from hf_packfree.patching.report import a_parameter, patch_report
 
 logger = logging.getLogger("hf_packfree")
 _SECONDS, _MINUTES = ("triton",), ("fla", "flash_qla", "flash_qla_cut")
@@ -23,11 +23,12 @@ def announce(model: nn.Module, state: PatchState) -> None:
     logger.info("%s", patch_report(model))
     for op, reason in _slow(state).items():
         logger.warning("%s runs in plain torch on this GPU, which is slow: %s", op, reason)
-    if state.cuda_half.attention != "torch" and any(getattr(module, "attention_dropout", 0) for module in model.modules()):
+    if state.cuda_half.attention != "torch" and drops_out(model):
         logger.warning("attention runs in plain torch on this GPU while training: the kernels lack attention_dropout")
-    if compiling := _running(state, model, _SECONDS):
+    if compiling := ", ".join(_running(state.cuda_half, _SECONDS)):
         logger.info("the first step on a GPU compiles kernels for seconds (%s); prewarm(model) does that ahead", compiling)
-    if compiling := _running(state, model, _MINUTES):
+    single = _running(state.cuda_single, _MINUTES, " in float32") if a_parameter(model).dtype == torch.float32 else []
+    if compiling := ", ".join(_running(state.cuda_half, _MINUTES) + single):  # the former under autocast, too
         warn_once(
             "the first step on a GPU compiles and tunes kernels for minutes, once for these head counts on a machine "
             f"({compiling}); prewarm(model) does that ahead, and TILELANG_CACHE_DIR and TRITON_CACHE_DIR name the folders that "
@@ -41,12 +42,9 @@ def warn_once(sentence: str) -> None:
     logger.warning("%s", sentence)
 
 
-def _running(state: PatchState, model: nn.Module, names: Sequence[str]) -> str:
-    """Name what of these backends would run: in half precision, as under autocast, and in float32 if the model is."""
-    found = [f"{op}: {name}" for op, name in vars(state.cuda_half).items() if name in names]
-    if names == _MINUTES and any(parameter.dtype == torch.float32 for parameter in islice(model.parameters(), 1)):
-        found += [f"{op} in float32: {name}" for op, name in vars(state.cuda_single).items() if name in names]
-    return ", ".join(found)
+def _running(kernels: Kernels, names: Sequence[str], where: str = "") -> list[str]:
+    """Name the operations that run on these backends."""
+    return [f"{op}{where}: {name}" for op, name in vars(kernels).items() if name in names]
 
 
 def _slow(state: PatchState) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_packfree.models.attention import PackedAttention
+from hf_packfree.models.attention import PackedAttention, drops_out
 from hf_packfree.models.decoder_layer import PackedDecoderLayer
 from hf_packfree.models.gated_delta_net import PackedGatedDeltaNet
 from hf_packfree.models.linears import is_hooked, is_plain
@@ -51,10 +51,10 @@ def _operations(implementations: Mapping[str, str]) -> str | None:
 
 
 def _model(model: nn.Module) -> str | None:
-    modules: list[Any] = list(model.modules())
+    modules: Iterator[Any] = model.modules()
     if any(module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule" for module in modules):
         return "bits are not promised in compiled graphs"
-    if any(getattr(module, "attention_dropout", 0) for module in modules):
+    if drops_out(model):
         return "attention with dropout runs in plain torch while training"
     return None
 

@@ -113,7 +113,7 @@ def patch_report(model: nn.Module) -> PatchReport:
         attention=loaded,
         versions=_versions(state, loaded),
         inexact={} if state is None else _inexact(state),
-        rounding=why_rounding(model, family, runs, _somewhere(model)) if family and patched else "it is not patched",
+        rounding=why_rounding(model, family, runs, a_parameter(model)) if family and patched else "it is not patched",
     )
 
 
@@ -136,7 +136,7 @@ def _versions(state: PatchState | None, attention: str | None) -> dict[str, str 
         everywhere = (state.cuda_half, state.cuda_single, state.elsewhere)
         names |= {OPS[op].BACKENDS[name].package for kernels in everywhere for op, name in vars(kernels).items()}
         names |= {"triton"} if torch.cuda.is_available() else set()
-        names |= {package} if (package := _package_of(attention)) is not None else set()
+        names.add(_package_of(attention) or "torch")
     return {name: installed(name) for name in sorted(names)} | {"hf_packfree": __version__}
 
 
@@ -146,14 +146,14 @@ def _package_of(attention: str | None) -> str | None:
 
 
 def _implementations(state: PatchState, model: nn.Module) -> dict[str, str]:
-    parameter = _somewhere(model)
+    parameter = a_parameter(model)
     kernels = _kernels(state, parameter.device, parameter.dtype)
     loaded = getattr(getattr(model, "config", None), "_attn_implementation", None)
     attention = kernels.attention if loaded == "sdpa" else f"{loaded} (the model's)"
     return vars(kernels) | {"attention": attention}
 
 
-def _somewhere(model: nn.Module) -> torch.Tensor:
+def a_parameter(model: nn.Module) -> torch.Tensor:
     """Return a parameter, for its device and dtype."""
     return next(model.parameters(), torch.empty(0))
 

@@ -190,7 +190,7 @@ def _error(line: dict[str, Any] | None) -> str:
 def _limit(line: dict[str, Any] | None) -> str:
     if line is None or line["limit"] is None:
         return ""
-    return f"{line['limit']:.0e}" if line["limit"] else "0"
+    return f"{line['limit']:.1e}".replace(".0e", "e") if line["limit"] else "0"  # some are measured
 
 
 def draw(result: dict[str, Any], path: Path) -> None:

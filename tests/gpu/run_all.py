@@ -5,10 +5,10 @@
     python -m tests.gpu.run_all --out DIR --device cpu --tiny          # a trial of the script itself
 
 Leaves DIR/<date>-<gpu>.json: {"machine", "date", "versions", "options" (of tests.gpu.measure), "source" (of the package, a
-hash), "rows", "errors", "tests"}.  Rows, errors, outcomes and how each
-file of tests ended are also appended as they come (rows.jsonl, errors.jsonl, tests.jsonl, files.jsonl), so that a call that is
-cut off loses little: assemble it.  What pytest printed is in DIR/log.  The exit status is 1 if a file of tests did not end
-well.  Rows are timed alone; files of tests, of which nothing is timed, run side by side after them.
+hash), "rows", "errors", "tests"}.  Rows, errors, outcomes and how each file of tests ended are also appended as they come
+(rows.jsonl, errors.jsonl, tests.jsonl, files.jsonl), so that a call that is cut off loses little: assemble it.  What pytest
+printed is in DIR/log.  The exit status is 1 if a file of tests did not end well.  Rows are timed alone; files of tests, of
+which nothing is timed, run side by side after them.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def unusable(site: Site) -> str | None:
     if (reason := needs_triton(site)) is not None:
         return reason
     if site.capability is not None and site.capability != _HOPPER:
-        return f"its blocks are made for Hopper (9.0), this is {site.capability[0]}.{site.capability[1]}"
+        return f"its blocks are made for Hopper (9.0), this is {site.gpu}"
     if (reason := needs_half(site)) is not None:
         return reason
     if (size := site.sizes.get("head_size", _SIZES[0])) not in _SIZES:

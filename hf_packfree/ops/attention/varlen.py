@@ -21,7 +21,7 @@ def unusable(site: Site) -> str | None:
     if (reason := needs_cuda(site)) is not None:
         return reason
     if site.capability is not None and site.capability < (8, 0):
-        return f"it needs an Ampere GPU or later (8.0), this is {site.capability[0]}.{site.capability[1]}"
+        return f"it needs an Ampere GPU or later (8.0), this is {site.gpu}"
     if (reason := needs_half(site)) is not None:
         return reason
     if (size := site.sizes.get("head_size", 0)) > _HEAD_SIZE or size % 8:

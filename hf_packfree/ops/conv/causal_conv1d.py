@@ -33,7 +33,7 @@ def unusable(site: Site) -> str | None:
 def _unfit(site: Site) -> str | None:
     """Return what of this GPU, dtype or model it was not made for, or None."""
     if site.capability is not None and site.capability < _OLDEST:
-        return f"it is compiled for Turing GPUs and later (7.5), this is {site.capability[0]}.{site.capability[1]}"
+        return f"it is compiled for Turing GPUs and later (7.5), this is {site.gpu}"
     if site.dtype not in _DTYPES:
         return f"it runs in bfloat16, float16 and float32, this is {str(site.dtype).removeprefix('torch.')}"
     if not 2 <= site.sizes.get("taps", 4) <= 4:

@@ -27,8 +27,7 @@ def unusable(site: Site) -> str | None:
     if (reason := needs_cuda(site)) is not None:
         return reason
     if site.capability is not None and site.capability not in _USED_ON:
-        found = f"{site.capability[0]}.{site.capability[1]}"
-        return f"we know it to be exact on compute capability 9.0 and use it on 9.0, 10.0 and 10.3, this is {found}"
+        return f"we know it to be exact on compute capability 9.0 and use it on 9.0, 10.0 and 10.3, this is {site.gpu}"
     if (reason := needs_half(site)) is not None:
         return reason
     sizes = {site.sizes.get("key_size", _SIZE), site.sizes.get("value_size", _SIZE)}
