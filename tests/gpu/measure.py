@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from tests.gpu.batches import Load, step_of
+from tests.gpu.batches import Load, asking_triton, step_of
 from tests.gpu.layers import floor, operations
 from tests.gpu.machine import machine
 from tests.gpu.models import variant_of, what_runs
@@ -102,8 +102,9 @@ class Together:
 
     def step(self, number: int) -> Callable[[], Any]:
         """The training step of one batch."""
-        inputs = self.loads[number].inputs(self.model.config.vocab_size, self.clock.device)
-        return step_of(self.model.base_model, inputs)
+        load = self.loads[number]
+        step = step_of(self.model.base_model, load.inputs(self.model.config.vocab_size, self.clock.device))
+        return asking_triton(step) if load.asks_triton else step
 
     def timing(self, number: int) -> dict[str, float]:
         """See `Clock.in_turns`."""
@@ -150,7 +151,8 @@ def run_floors(results: Results, clock: Clock, tiny: bool) -> None:
 
 
 def run_layers(results: Results, clock: Clock, tiny: bool) -> None:
-    """Every backend of every operation, one layer's worth."""
+    """Every backend of every operation, one layer's worth; these wait for no host, so that few timings do."""
+    clock = replace(clock, least=0.3)
     if tiny:
         widths = {"linear": [(2, 2), (2, 4)], "full": [(4, 2, 16)], "stream": [72]}
         operations(results, clock, [5, 64, 1, 30], size=16, widths=widths)

@@ -84,12 +84,16 @@ def _padded(tiny: bool) -> list[Group]:
     shape, name = SHAPES["tiny" if tiny else "2b"], "2b-8x2048-padded"
     lengths = tuple(batch_lengths(4, 64, 0.5) if tiny else batch_lengths(8, 2048, 0.34))
     padded, packed, plain = Load(lengths, "padded"), Load(lengths), Load((sum(lengths),), "plain")
+    liger = (
+        (name, "packfree+liger, padded", padded), (name, "packfree+liger, packed", packed),
+        (name, "packfree+liger, packed, Triton's launcher", replace(packed, asks_triton=True)),
+    )
     stand_in = (
         (name, "stock padded, FLA convolution", padded), (name, "stock packed", packed), (name, "stock, one document", plain),
     )
     return [
-        Group(shape, LIGER, ((name, "packfree+liger, padded", padded), (name, "packfree+liger, packed", packed))),
-        Group(shape, PACKFREE, ((name, "packfree, padded", padded), (name, "packfree, packed", packed))),
+        Group(shape, LIGER, liger, in_turns=True),
+        Group(shape, PACKFREE, ((name, "packfree, padded", padded), (name, "packfree, packed", packed)), in_turns=True),
         Group(shape, STOCK, ((name, "stock padded", padded),), "upstream's convolution as installed"),
         Group(shape, STOCK_CONV, stand_in, STANDS_IN),
     ]
