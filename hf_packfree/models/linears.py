@@ -19,36 +19,55 @@ def project(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
     """Return `layer(x)` of each, x [..., D].
 
     Plain layers on CUDA share one backward pass, which adds each gradient of x onto the last within the matrix product
-    instead of in a pass over memory of its own; narrow neighbours are one product.  Adapters, quantised layers, hooks,
-    biases, autocast and sharded weights are called as they are.
+    instead of in a pass over memory of its own; narrow neighbours are one product.  Others are called as they are.
     """
-    if x.is_cuda and all(is_plain(layer, x) for layer in layers):  # without gradients too: the same bits
-        weights = (layer.weight for layer in layers)
-        return _Projections.apply(x, *weights)
-    return tuple(layer(x) for layer in layers)
+    weights = plain_weights(x, *layers) if x.is_cuda else None  # without gradients too: the same bits
+    return tuple(layer(x) for layer in layers) if weights is None else _Projections.apply(x, *weights)
+
+
+def plain_weights(x: Any, *layers: Any) -> tuple[Tensor, ...] | None:
+    """Return the layers' weights where calling each on x is one product with its weight and nothing else, otherwise None.
+
+    Adapters, quantised layers, hooks, biases and sharded weights are more, and so is every layer under autocast and in
+    compiled graphs.  Asked hundreds of times a step, so what holds for all layers is asked once.
+    """
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type) or _all_are_hooked():
+        return None
+    weights, dtype = [], x.dtype
+    for layer in layers:
+        weight = _weight_alone(layer)
+        if weight is None or weight.dtype != dtype:
+            return None
+        weights.append(weight)
+    return tuple(weights)
+
+
+def _weight_alone(layer: Any) -> Tensor | None:
+    """The weight of a linear layer that is nothing else."""
+    if type(layer) is not nn.Linear:  # others may hold no weight of that name
+        return None
+    fields = vars(layer)  # past nn.Module's own lookup, which is slow
+    weight, bias = map(fields["_parameters"].get, ("weight", "bias"))
+    alone = bias is None and type(weight) is nn.Parameter and "forward" not in fields and not _has_hooks(fields)
+    return weight if alone else None
 
 
 def is_hooked(layer: Any) -> bool:
     """Whether calling the layer does more than its class says (offloading, sharding): its weights cannot just be read."""
-    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    return "_hf_hook" in vars(layer) or any(hooks) or nn.modules.module._has_any_global_hook()
+    return _has_hooks(vars(layer)) or _all_are_hooked()
 
 
-def is_plain(layer: Any, x: Any) -> bool:
-    """Whether calling the layer on x is one product with its weight and nothing else."""
-    if type(layer) is not nn.Linear:  # others may hold no weight of that name
-        return False
-    weight, bias = map(layer._parameters.get, ("weight", "bias"))  # past nn.Module's own lookup, which is slow
-    plain: bool = (
-        bias is None
-        and type(weight) is nn.Parameter
-        and weight.dtype == x.dtype
-        and "forward" not in vars(layer)
-        and not is_hooked(layer)
-        and not torch.is_autocast_enabled(x.device.type)
-        and not torch.compiler.is_compiling()
+def _has_hooks(fields: dict[str, Any]) -> bool:
+    return bool(
+        fields["_forward_hooks"]
+        or fields["_forward_pre_hooks"]
+        or fields["_backward_hooks"]
+        or fields["_backward_pre_hooks"]
+        or "_hf_hook" in fields
     )
-    return plain
+
+
+_all_are_hooked = nn.modules.module._has_any_global_hook
 
 
 class _Projections(torch.autograd.Function):

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from hf_packfree.models.linears import is_hooked, is_plain
+from hf_packfree.models.linears import is_hooked, plain_weights
 from hf_packfree.models.origin import forward_of, is_upstreams
 
 _LIGERS = {
@@ -24,11 +24,7 @@ def swiglu_weights(mlp: Any, layer: nn.Module, x: Tensor) -> tuple[Tensor, Tenso
     """
     if not _has_the_formula(mlp, layer) or is_hooked(mlp):
         return None
-    layers: list[Any] = [mlp._modules.get(name) for name in ("gate_proj", "up_proj", "down_proj")]
-    if not all(is_plain(part, x) for part in layers):
-        return None
-    gate, up, down = (part._parameters["weight"] for part in layers)
-    return gate, up, down
+    return plain_weights(x, *map(mlp._modules.get, ("gate_proj", "up_proj", "down_proj")))  # type: ignore[return-value]
 
 
 def _has_the_formula(mlp: Any, layer: nn.Module) -> bool:

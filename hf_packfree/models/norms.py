@@ -16,7 +16,7 @@ def adds_one(norm: Any, layer: nn.Module) -> bool:
     That is the RMS norm of the family's own modeling module, or Liger's kernel for it, of the class or put on the
     instance.  Adapters, hooks, sharded weights and anything unknown are called as they are.
     """
-    return _has_the_formula(norm, layer) and not is_hooked(norm) and type(norm.weight) is nn.Parameter
+    return _has_the_formula(norm, layer) and not is_hooked(norm) and type(norm._parameters.get("weight")) is nn.Parameter
 
 
 def epsilon(norm: Any) -> float:

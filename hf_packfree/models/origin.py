@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -17,6 +18,13 @@ def is_upstreams(module: Any, layer: nn.Module, ending: str) -> bool:
 
     `ending` is how the class's name ends.  A forward that something replaced or wrapped, on class or instance, is not.
     """
-    family, kind, runs = {base.__module__ for base in type(layer).__mro__}, type(module), forward_of(module)
+    owner: Any = type(layer)
+    family, kind, runs = _modules_of(owner), type(module), forward_of(module)
     replaced = "forward" in vars(module) or runs.__module__ not in family or hasattr(runs, "__wrapped__")
     return not replaced and kind.__module__ in family and kind.__name__.endswith(ending)
+
+
+@cache
+def _modules_of(kind: type) -> frozenset[str]:
+    """The names of the modules that a class and its bases come from."""
+    return frozenset(base.__module__ for base in kind.__mro__)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_packfree.models.linears import is_plain, project
+from hf_packfree.models.linears import plain_weights, project
 
 
 def computed_again(made: Tensor, make: Callable[[], Tensor], worth_it: bool) -> AbstractContextManager[Any]:
@@ -47,8 +47,9 @@ def projected(make: Callable[..., Tensor], layer: Any, x: Tensor, *, remakes: bo
         remakes: whether `make` makes it again in a backward pass of its own, which joins it with the layer's.
         worth_it: see `computed_again`, which does it for layers that are more than their weight.
     """
-    if remakes and is_plain(layer, x):
-        return make(projection=layer.weight)
+    weights = plain_weights(x, layer) if remakes else None
+    if weights is not None:
+        return make(projection=weights[0])
     made = make()
     with computed_again(made, make, worth_it):
         return project(made.flatten(2), layer)[0]

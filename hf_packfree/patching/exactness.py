@@ -11,7 +11,7 @@ from torch import nn
 from hf_packfree.models.attention import PackedAttention, drops_out
 from hf_packfree.models.decoder_layer import PackedDecoderLayer
 from hf_packfree.models.gated_delta_net import PackedGatedDeltaNet
-from hf_packfree.models.linears import is_hooked, is_plain
+from hf_packfree.models.linears import is_hooked, plain_weights
 from hf_packfree.models.mlp import swiglu_weights
 from hf_packfree.models.norms import adds_one
 from hf_packfree.patching.backends import OPS
@@ -82,4 +82,5 @@ def _is_ours(name: str, part: Any, owner: nn.Module, x: Any) -> bool:
         return adds_one(part, owner)
     if isinstance(owner, PackedGatedDeltaNet) and name == "norm":
         return not is_hooked(part)
-    return not (isinstance(owner, (PackedAttention, PackedGatedDeltaNet)) and "proj" in name) or is_plain(part, x)
+    projects = isinstance(owner, (PackedAttention, PackedGatedDeltaNet)) and "proj" in name
+    return not projects or plain_weights(x, part) is not None

@@ -19,14 +19,16 @@ pytestmark = gpu
 NOISE = 2e-2
 """Relative RMS of bf16 after four layers where bits are not promised: other kernels (1.2e-2 on an H200), or another order of
 summation (5.5e-3)."""
+ROWS = 1e-3
+"""Where the experts' products have as many rows as tokens came to them: other kernels, 3e-5 on an H200."""
 ORDER = 2
 """Times what the order of documents makes of gradients that are added up one by one in bf16."""
 LEAK = 5 * NOISE
 """On an H200 it was 13 times NOISE (0.26)."""
 FP32 = 1e-5
 """Upstream's own noise is 8e-7 on an H200, and so are we from it."""
-TF32 = 2e-3
-"""FLA's delta rule in fp32 multiplies in TF32 (2 ** -11) whatever it is told; through three such layers."""
+TF32 = 5e-4
+"""FLA's delta rule in fp32 multiplies in TF32 (2 ** -11) whatever it is told; through three such layers 1e-4 on an H200."""
 ROUNDING = 1.5
 """Times upstream's own rounding; ours was 0.98 of it."""
 GROUPED = replace(WIDE, sizes={**WIDE.sizes, **linear_heads(16, 32)})
@@ -35,7 +37,7 @@ TRUNKS: dict[str, tuple[Any, Any, float]] = {  # shape, backend, limit of the va
     "auto": (WIDE, "auto", 0.0),
     "FLA's delta rule": (WIDE, {"delta_rule": "fla"}, 0.0),
     "32 value heads": (GROUPED, "auto", 0.0),
-    "experts": (EXPERTS, "auto", NOISE),  # whose products have as many rows as tokens came: other kernels, other bits
+    "experts": (EXPERTS, "auto", ROWS),
 }
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -55,16 +56,33 @@ class Kernel:
 
 
 class Compiled:
+    """Started by Triton's own way it says so."""
+
+    function, packed_metadata = "function", "metadata"
+
     def __init__(self, source, ran):
         self.src, self.ran = source, ran
 
     def __getitem__(self, grid):
-        return lambda *arguments: self.ran.append((grid, arguments))
+        return lambda *arguments: self.ran.append(("heard", grid, arguments))
+
+    def run(self, x, y, z, stream, function, metadata, *more):
+        assert (stream, function, metadata, more[:3]) == ("stream of 0", "function", "metadata", (None,) * 3)
+        self.ran.append(((x, y, z), more[3:]))
 
 
 @pytest.fixture(autouse=True)
-def nothing_compiled(monkeypatch):
+def hooks(monkeypatch):
+    """Triton 3.6, of which nothing was compiled; returns the hooks that hear of launches."""
+    hooks = SimpleNamespace(launch_enter_hook=SimpleNamespace(calls=[]), launch_exit_hook=SimpleNamespace(calls=[]))
+    active = SimpleNamespace(get_current_stream=lambda device: f"stream of {device}")
+    triton, runtime = ModuleType("triton"), ModuleType("triton.runtime")
+    triton.knobs, runtime.driver = SimpleNamespace(runtime=hooks), SimpleNamespace(active=active)
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    monkeypatch.setitem(sys.modules, "triton.runtime", runtime)
     monkeypatch.setattr(module, "_compiled", {})
+    monkeypatch.setattr(module, "installed", lambda package: "3.6.0")
+    return hooks
 
 
 def run(kernel, x, size, **constants):
@@ -88,6 +106,26 @@ def test_what_assumes_more_is_asked_every_time(kernel):
     for _ in range(2):
         run(kernel, BUFFERS[torch.float32], 16)
     assert len(kernel.asked) == 2 and not kernel.ran
+
+
+@pytest.mark.parametrize("release", ["3.5.1", "3.60.0", None])
+def test_a_triton_that_is_not_known_is_asked_every_time(release, monkeypatch):
+    monkeypatch.setattr(module, "installed", lambda package: release)
+    kernel = Kernel()
+    for _ in range(2):
+        run(kernel, BUFFERS[torch.float32], 16)
+    assert len(kernel.asked) == 2 and not kernel.ran
+
+
+def test_who_wants_to_hear_of_launches_does(hooks):
+    kernel, x = Kernel(), BUFFERS[torch.float32]
+    run(kernel, x, 16)
+    for hook in (hooks.launch_enter_hook, hooks.launch_exit_hook):
+        hook.calls.append("a profiler")
+        run(kernel, x, 16)
+        hook.calls.clear()
+    run(kernel, x, 16)
+    assert kernel.ran == [*[("heard", (7, 1, 1), (x, 16, 32))] * 2, ((7, 1, 1), (x, 16, 32))]
 
 
 def test_a_triton_that_says_nothing_of_what_it_assumes_is_asked_every_time():
