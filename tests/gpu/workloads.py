@@ -80,13 +80,15 @@ def _dense(tiny: bool) -> list[Group]:
 
 
 def _padded(tiny: bool) -> list[Group]:
-    """The 2B shape on 8 rows of 2,048 slots, 34% full, and the same documents packed."""
+    """The 2B shape on 8 rows of 2,048 slots, 34% full, the same documents packed, and rows so short that the GPU waits."""
     shape, name = SHAPES["tiny" if tiny else "2b"], "2b-8x2048-padded"
     lengths = tuple(batch_lengths(4, 64, 0.5) if tiny else batch_lengths(8, 2048, 0.34))
     padded, packed, plain = Load(lengths, "padded"), Load(lengths), Load((sum(lengths),), "plain")
+    short = Load((8,) * 4 if tiny else (128,) * 8)
     liger = (
         (name, "packfree+liger, padded", padded), (name, "packfree+liger, packed", packed),
-        (name, "packfree+liger, packed, Triton's launcher", replace(packed, asks_triton=True)),
+        ("2b-1k-packed", "packfree+liger", short),
+        ("2b-1k-packed", "packfree+liger, Triton's launcher", replace(short, asks_triton=True)),
     )
     stand_in = (
         (name, "stock padded, FLA convolution", padded), (name, "stock packed", packed), (name, "stock, one document", plain),

@@ -137,24 +137,30 @@ def _step(step, steps, start, ROWS: tl.constexpr):
     return (step // steps).to(tl.int64), start + step % steps * ROWS + tl.arange(0, ROWS)
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def attend_backward_keys(
-    q, k, v, blocks, d_out, lse, delta, d_k, tokens, q_stride, k_stride, v_stride, scale, scale_back,
+@triton.jit
+def _readers(q, d_out, lse, first, head, tokens, q_stride, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr):
+    """Of the query heads that read a key head, the document's queries, gradients of what they mixed, and softmax sums."""
+    member = head * GROUP
+    return (
+        q + first * q_stride + member * D, d_out + first * (HEADS * D) + member * D, lse + member.to(tl.int64) * tokens + first
+    )
+
+
+@triton.jit
+def _keys_gradient(
+    q, k, v, d_out, lse, delta, d_k, first, start, length, tokens, q_stride, k_stride, v_stride, scale, scale_back,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """d_k [T, HK, D], summed over the query heads that read it; queries from a block's own on.  Grid: blocks, HK."""
-    first, start, length = _block(blocks)
     head = tl.program_id(1)
     channel, column = tl.arange(0, D), start + tl.arange(0, COLUMNS)
     keys = _tile(k + first * k_stride + head * D, column, k_stride, channel, length, True)
     values = _tile(v + first * v_stride + head * D, column, v_stride, channel, length, True)
-    q += first * q_stride + head * GROUP * D
-    d_out += first * (HEADS * D) + head * GROUP * D
-    lse += head.to(tl.int64) * GROUP * tokens + first
+    q, d_out, lse = _readers(q, d_out, lse, first, head, tokens, q_stride, HEADS, GROUP, D)
     delta += head.to(tl.int64) * GROUP * tokens + first
     d_keys = tl.zeros([COLUMNS, D], dtype=tl.float32)
     steps = (length - start + ROWS - 1) // ROWS
-    for step in range(steps * GROUP):
+    for step in tl.range(0, steps * GROUP, num_stages=STAGES):
         member, row = _step(step, steps, start, ROWS)
         queries = _tile(q + member * D, row, q_stride, channel, length, True)
         d = _tile(d_out + member * D, row, HEADS * D, channel, length, True)
@@ -167,22 +173,19 @@ def attend_backward_keys(
     tl.store(d_k + place, (d_keys * scale_back).to(d_k.dtype.element_ty), mask=column[:, None] < length)
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def attend_backward_values(
-    q, k, blocks, d_out, lse, d_v, tokens, q_stride, k_stride, scale,
+@triton.jit
+def _values_gradient(
+    q, k, d_out, lse, d_v, first, start, length, tokens, q_stride, k_stride, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """d_v [T, HK, D], as d_k.  Weights are made a third time: both sums at once need more registers than there are."""
-    first, start, length = _block(blocks)
     head = tl.program_id(1)
     channel, column = tl.arange(0, D), start + tl.arange(0, COLUMNS)
     keys = _tile(k + first * k_stride + head * D, column, k_stride, channel, length, True)
-    q += first * q_stride + head * GROUP * D
-    d_out += first * (HEADS * D) + head * GROUP * D
-    lse += head.to(tl.int64) * GROUP * tokens + first
+    q, d_out, lse = _readers(q, d_out, lse, first, head, tokens, q_stride, HEADS, GROUP, D)
     d_values = tl.zeros([COLUMNS, D], dtype=tl.float32)
     steps = (length - start + ROWS - 1) // ROWS
-    for step in range(steps * GROUP):
+    for step in tl.range(0, steps * GROUP, num_stages=STAGES):
         member, row = _step(step, steps, start, ROWS)
         queries = _tile(q + member * D, row, q_stride, channel, length, True)
         top = tl.load(lse + member * tokens + row, mask=row < length, other=0.0)[None, :]
@@ -191,3 +194,27 @@ def attend_backward_values(
         d_values = tl.dot(p.to(d.dtype), d, d_values)
     place = first * (HEADS // GROUP * D) + head * D + column[:, None] * (HEADS // GROUP * D) + channel[None, :]
     tl.store(d_v + place, d_values.to(d_v.dtype.element_ty), mask=column[:, None] < length)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def attend_backward_pairs(
+    q, k, v, blocks, d_out, lse, delta, d_k, d_v, tokens, q_stride, k_stride, v_stride, scale, scale_back,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    KEY_STAGES: tl.constexpr, VALUE_STAGES: tl.constexpr,
+):  # fmt: skip
+    """d_k and d_v [T, HK, D], summed over the query heads that read them; queries from a block's own on.
+
+    Each is half of the programs, side by side, so that a short row keeps the GPU busy: both sums at once in one program
+    need more registers than there are, so weights are made a third time.  Grid: blocks, HK, 2.
+    """
+    first, start, length = _block(blocks)
+    if tl.program_id(2) == 0:  # the longer half first
+        _keys_gradient(
+            q, k, v, d_out, lse, delta, d_k, first, start, length, tokens, q_stride, k_stride, v_stride, scale, scale_back,
+            HEADS, GROUP, D, ROWS, COLUMNS, KEY_STAGES,
+        )  # fmt: skip
+    else:
+        _values_gradient(
+            q, k, d_out, lse, d_v, first, start, length, tokens, q_stride, k_stride, scale,
+            HEADS, GROUP, D, ROWS, COLUMNS, VALUE_STAGES,
+        )  # fmt: skip

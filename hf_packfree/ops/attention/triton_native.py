@@ -22,8 +22,8 @@ from hf_packfree.packing import PackedSequence, uncompiled
 _HOPPER = (9, 0)
 _SIZES = (64, 128, 256)
 _BLOCK = 128  # tokens of a program: queries, or keys whose gradients are summed
-_MET = {"forward": 64, "queries": 32, "keys": 64, "values": 64}  # tokens that it meets at a time
-_STAGES = {"forward": 2, "queries": 2, "keys": 1, "values": 2}  # tiles of them that shared memory holds
+_MET = {"forward": 64, "queries": 32, "pairs": 64}  # tokens that it meets at a time
+_STAGES = {"forward": 2, "queries": 2, "pairs": 1, "keys": 1, "values": 2}  # tiles of them that shared memory holds
 _WARPS = 8
 
 
@@ -106,12 +106,9 @@ class _Attention(torch.autograd.Function):
             tokens, *strides, scale, ctx.scale, **heads, **_blocks("queries"),
         )  # fmt: skip
         launch(
-            kernels.attend_backward_keys, (len(after), k.shape[2]), q, k, v, after, d_out, lse, delta, d_k,
-            tokens, *strides, scale, ctx.scale, **heads, **_blocks("keys"),
-        )  # fmt: skip
-        launch(
-            kernels.attend_backward_values, (len(after), k.shape[2]), q, k, after, d_out, lse, d_v,
-            tokens, *strides[:2], scale, **heads, **_blocks("values"),
+            kernels.attend_backward_pairs, (len(after), k.shape[2], 2), q, k, v, after, d_out, lse, delta, d_k, d_v,
+            tokens, *strides, scale, ctx.scale, **heads, **_blocks("pairs"),
+            KEY_STAGES=_STAGES["keys"], VALUE_STAGES=_STAGES["values"],
         )  # fmt: skip
         return d_q, d_k, d_v, None, None
 
