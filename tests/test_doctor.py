@@ -143,6 +143,17 @@ def test_hopper_with_a_triton_that_compiles_wrongly(monkeypatch, triton, capabil
     assert state == "usable" or f"triton {triton}" in found.reason
 
 
+@pytest.mark.parametrize("helper, state", [("tilelang", "broken"), ("flash-qla", "usable")])
+def test_hopper_with_tilelang_switched_off(monkeypatch, helper, state):
+    monkeypatch.setattr("hf_packfree.doctor.packages.has_nvcc", lambda: True)
+    monkeypatch.setenv("FLA_TILELANG", "0")
+    packages = {name: Package(name, "1", "usable" if name == helper else "absent", "") for name in ("tilelang", "flash-qla")}
+    packages |= {"triton": Package("triton", "3.6.0", "usable", ""), "fla-core": Package("fla-core", "0.6.0", "usable", "")}
+    found = check_hopper(packages, ["9.0"])
+    assert found.state == state
+    assert state == "usable" or ("FLA_TILELANG=0" in found.reason and found.advice.startswith("unset FLA_TILELANG, or"))
+
+
 @pytest.mark.parametrize(
     "name, old, floor, why",
     [

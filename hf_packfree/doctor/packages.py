@@ -14,7 +14,7 @@ from typing import Literal
 
 from hf_packfree.doctor.probe import Probe, probe
 from hf_packfree.doctor.requirements import Requirement
-from hf_packfree.ops.releases import HOPPER_ADVICE, WRONG_TRITON, has_nvcc
+from hf_packfree.ops.releases import HOPPER_ADVICE, WRONG_TRITON, has_nvcc, tilelang_off
 
 State = Literal["usable", "unused", "absent", "too old", "broken"]
 
@@ -95,7 +95,9 @@ def release(text: str) -> tuple[int, ...]:
 def check_hopper(packages: dict[str, Package], capabilities: Sequence[str | None]) -> Package:
     """Return FLA's row; on Hopper, some releases of Triton compile its backward wrongly and FLA then refuses to run it."""
     fla, triton = packages["fla-core"], packages["triton"]
-    instead = has_nvcc() and any(packages[name].state == "usable" for name in ("tilelang", "flash-qla"))
+    setting = tilelang_off()
+    helpers = ("flash-qla",) if setting else ("flash-qla", "tilelang")
+    instead = has_nvcc() and any(packages[name].state == "usable" for name in helpers)
     since, until = map(release, WRONG_TRITON)
     wrong_triton = triton.version is not None and since <= release(triton.version) < until
     if fla.state != "usable" or "9.0" not in capabilities or instead or not wrong_triton:
@@ -103,8 +105,9 @@ def check_hopper(packages: dict[str, Package], capabilities: Sequence[str | None
     return replace(
         fla,
         state="broken",
-        reason=f"its backward raises on Hopper with triton {triton.version} without nvcc and tilelang or flash-qla",
-        advice=HOPPER_ADVICE,
+        reason=f"its backward raises on Hopper with triton {triton.version} without nvcc and tilelang or flash-qla"
+        + (f", and {setting} in the environment leaves tilelang out" if setting else ""),
+        advice=f"unset {setting.partition('=')[0]}, or {HOPPER_ADVICE}" if setting else HOPPER_ADVICE,
     )
 
 

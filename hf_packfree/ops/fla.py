@@ -12,7 +12,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from hf_packfree.ops.backend import Site, broken, installed, needs_triton
-from hf_packfree.ops.releases import FLA_FLOOR, HOPPER_ADVICE, WRONG_TRITON, has_nvcc
+from hf_packfree.ops.releases import FLA_FLOOR, HOPPER_ADVICE, WRONG_TRITON, has_nvcc, tilelang_off
 from hf_packfree.packing import PackedSequence
 
 
@@ -39,12 +39,13 @@ def wrong_on_hopper(site: Site) -> str | None:
     since, until = map(Version, WRONG_TRITON)
     if site.capability != (9, 0) or not since <= triton < until:
         return None
-    if find_spec("tilelang") is not None and has_nvcc():
-        return None
-    return (
-        f"its backward refuses to run on Hopper with triton {triton} (3.4.0 to 3.7.0) without tilelang and nvcc; "
-        f"{HOPPER_ADVICE}"
-    )
+    without = f"its backward refuses to run on Hopper with triton {triton} (3.4.0 to 3.7.0) without tilelang and nvcc"
+    if find_spec("tilelang") is None or not has_nvcc():
+        return f"{without}; {HOPPER_ADVICE}"
+    if (setting := tilelang_off()) is not None:
+        return f"{without}, and {setting} in the environment leaves tilelang out; unset it"
+    reason = broken("tilelang", "tilelang")
+    return reason and f"{without}, and {reason}"
 
 
 def chunk_indices(packed: PackedSequence, size: int) -> dict[str, Any]:

@@ -25,6 +25,12 @@ HOPPER_ADVICE = "pip install flash-qla or tilelang, and nvcc with it, or 'triton
 """What mends that; nvcc is part of the CUDA toolkit."""
 
 
+def tilelang_off() -> str | None:
+    """Return the setting by which flash-linear-attention leaves TileLang alone, or None."""
+    settings = (("FLA_TILELANG", "0"), ("FLA_DISABLE_BACKEND_DISPATCH", "1"))
+    return next((f"{name}={value}" for name, value in settings if os.environ.get(name) == value), None)
+
+
 def too_old(package: str, found: str | None, floor: str, reason: str) -> str | None:
     """Return that release `found` of a package is before `floor`, which rules it out for a reason, or None.
 
