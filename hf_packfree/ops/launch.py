@@ -1,11 +1,13 @@
 """Launch our Triton kernels: what was compiled for arguments of one kind is started again without asking Triton which it is.
 
-Asking is the host's work at every launch, and a step of a few thousand tokens, which has hundreds of them, waits for the host.
+Asking is the host's work at every launch, and a step of a thousand tokens, which has hundreds of them, waits for the host.
+What is switched on in Triton later (device asserts, instrumentation of its profiler) does not reach kernels that ran before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -85,16 +87,23 @@ def _kinds(arguments: tuple[Any, ...]) -> list[Any]:
             kinds.append(argument.dtype)
             if argument.data_ptr() % 16:
                 kinds.append("odd")  # which says so of the tensor before it
-        elif type(argument) is int:
+        elif isinstance(argument, bool):
+            kinds.append((bool, argument))
+        elif isinstance(argument, int):
             kinds.append(1 if argument == 1 else (argument % 16 == 0, -_INT32 <= argument < _INT32))
         else:
-            kinds.append((bool, argument) if type(argument) is bool else type(argument))
+            kinds.append(type(argument))
     return kinds
+
+
+@cache
+def _is_known() -> bool:
+    return (installed("triton") or "").startswith(_KNOWN)
 
 
 def _assumes_no_more(compiled: Any) -> bool:
     """Whether the code holds for all arguments of the kinds it was compiled for: a later Triton may look at more."""
-    if not (installed("triton") or "").startswith(_KNOWN):
+    if not _is_known():
         return False
     try:
         source, declared = compiled.src, compiled.src.fn.constexprs

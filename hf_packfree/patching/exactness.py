@@ -18,7 +18,7 @@ from hf_packfree.patching.backends import OPS
 from hf_packfree.patching.plan import trunks
 from hf_packfree.patching.registry import Family
 
-_CAPABILITY, _DTYPE = (9, 0), torch.bfloat16
+_CAPABILITY, _DTYPE, _TORCH = (9, 0), torch.bfloat16, "2.11"
 """Where tests/gpu ran and found the same bits: kernels and torch's matrix library may choose otherwise elsewhere."""
 
 
@@ -42,6 +42,8 @@ def _place(x: Any) -> str | None:
         return f"bits are tested in bfloat16, this is {str(x.dtype).removeprefix('torch.')}"
     if (found := torch.cuda.get_device_capability(x.device.index or 0)) != _CAPABILITY:
         return f"bits are tested on compute capability 9.0, this is {found[0]}.{found[1]}"
+    if not torch.__version__.startswith(f"{_TORCH}."):
+        return f"bits are tested with torch {_TORCH}, whose matrix library they are too; this is {torch.__version__}"
     return None
 
 

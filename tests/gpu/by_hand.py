@@ -31,11 +31,10 @@ def compose(model: nn.Module) -> None:
 def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float | None = None, **words: Any
 ) -> tuple[Tensor, None]:
-    """Attend within `cu_seq_lens_q`; q, k, v are [1, heads, T, D].  The signature of torch 2.11."""
+    """Attend within `cu_seq_lens_q`; q, k, v are [1, heads, T, D].  As torch 2.11 has it, which groups heads by itself."""
     from torch.nn.attention.varlen import varlen_attn
 
-    group = query.shape[1] // key.shape[1]
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)))
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     ends, longest = words["cu_seq_lens_q"], words["max_length_q"]
     out = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=(-1, 0))
     return out[None], None

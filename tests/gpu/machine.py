@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ PACKAGES = (
 
 
 def machine(device: str = "cuda") -> dict[str, Any]:
-    """Return {"machine", "date", "versions"} of this process; the GPU's name, or the processor's."""
+    """Return {"machine", "processor", "date", "versions"} of this process; the machine is the GPU's name, if there is one."""
     from hf_packfree import __version__
 
     gpu = device == "cuda" and torch.cuda.is_available()
@@ -29,9 +31,18 @@ def machine(device: str = "cuda") -> dict[str, Any]:
     versions |= {"python": platform.python_version(), "cuda": torch.version.cuda, "hf_packfree": __version__}
     return {
         "machine": name,
+        "processor": _processor(),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
         "versions": {package: found for package, found in versions.items() if found},
     }
+
+
+def _processor() -> str:
+    """Its model where Linux names it, and how many cores this process may use."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return f"{model}, {os.cpu_count()} cores"
 
 
 def _installed(package: str) -> str | None:

@@ -100,6 +100,10 @@ def _channels() -> int:
     return (2 * HEADS[0] + HEADS[1]) * HEADS[2]
 
 
+def _conv_leaves(tokens: int) -> dict[str, Tensor]:
+    return {"x": _random(1, tokens, _channels()), "weight": _random(_channels(), 4) / 2}
+
+
 OPS = {
     op.name: op
     for op in (
@@ -109,15 +113,19 @@ OPS = {
             "gated_delta_rule", exact=("fla", "flash_qla"), exact_gradients=("fla", "flash_qla"),
         ),
         Op(
-            "conv", "hf_packfree.ops.conv",
-            lambda tokens: {"x": _random(1, tokens, _channels()), "weight": _random(_channels(), 4) / 2},
+            "conv", "hf_packfree.ops.conv", _conv_leaves,
             lambda f, x, packed, backend: f(x["x"], x["weight"], packed, backend=backend),
             "causal_conv1d", shared=("weight",), exact=("torch", "triton", "fla", "causal_conv1d"),
             exact_gradients=("fla", "causal_conv1d"),
         ),
         Op(
-            "qkv conv", "hf_packfree.ops.conv",
-            lambda tokens: {"x": _random(1, tokens, _channels()), "weight": _random(_channels(), 4) / 2},
+            "conv, bias", "hf_packfree.ops.conv", lambda tokens: _conv_leaves(tokens) | {"bias": _random(_channels())},
+            lambda f, x, packed, backend: f(x["x"], x["weight"], packed, bias=x["bias"], backend=backend),
+            "causal_conv1d", shared=("weight", "bias"), exact=("torch", "triton", "fla", "causal_conv1d"),
+            exact_gradients=("fla", "causal_conv1d"),
+        ),
+        Op(
+            "qkv conv", "hf_packfree.ops.conv", _conv_leaves,
             lambda f, x, packed, backend: _unit_qkv(f, x["x"], x["weight"], packed, backend),
             "qkv_conv", shared=("weight",), exact=("triton",), table="UNITS",
         ),
@@ -134,8 +142,7 @@ OPS = {
             exact_gradients=("triton", "fla"),
         ),
         Op(
-            "qkv conv, longest first", "hf_packfree.ops.conv",
-            lambda tokens: {"x": _random(1, tokens, _channels()), "weight": _random(_channels(), 4) / 2},
+            "qkv conv, longest first", "hf_packfree.ops.conv", _conv_leaves,
             lambda f, x, packed, backend: _unit_qkv(f, x["x"], x["weight"], packed, backend, _rows(packed)),
             "qkv_conv", shared=("weight",), exact=("triton",), table="UNITS",
         ),

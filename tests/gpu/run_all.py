@@ -178,7 +178,8 @@ def write(result: dict[str, Any], folder: Path) -> Path:
     """Write the result under its date and machine."""
     name = re.sub(r"[^a-z0-9]+", "-", f"{result['date']} {result['machine']}".lower()).strip("-") or "unknown"
     path = folder / f"{name}.json"
-    head = {key: result[key] for key in ("machine", "date", "versions", "options", "source") if key in result}
+    names = ("machine", "processor", "date", "versions", "options", "source")
+    head = {key: result[key] for key in names if key in result}
     lists = {key: [json.dumps(item) for item in result[key]] for key in ("rows", "errors")}
     text = json.dumps(head, indent=1)[:-2]
     for key, items in lists.items():

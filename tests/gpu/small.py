@@ -18,6 +18,7 @@ from tests.gpu.shapes import SHAPES, Shape
 
 WIDE = replace(SHAPES["2b"], layers=4, sizes={**SHAPES["2b"].sizes, "vocab_size": 1024})
 """The 2B model's widths, so that its matrix products are the real ones, with 4 layers and few words."""
+EXPERTS = replace(SHAPES["moe"], layers=4, sizes={**SHAPES["moe"].sizes, "vocab_size": 1024, "num_experts": 16})
 NARROW = SHAPES["exact"]
 
 

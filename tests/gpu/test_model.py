@@ -11,8 +11,8 @@ import torch
 from hf_packfree import apply_patches
 from tests.gpu.checks import DEVICE, LENGTHS, LONG, TRIAL, gpu, record_of, spans
 from tests.gpu.models import put_liger_in
-from tests.gpu.shapes import SHAPES, linear_heads
-from tests.gpu.small import NARROW, WIDE, hidden, packed_row, small
+from tests.gpu.shapes import SHAPES, TOKENS, linear_heads, log_normal_lengths
+from tests.gpu.small import EXPERTS, NARROW, WIDE, hidden, packed_row, small
 from tests.support import gradients, relative_rms
 
 pytestmark = gpu
@@ -32,11 +32,15 @@ TF32 = 5e-4
 ROUNDING = 1.5
 """Times upstream's own rounding; ours was 0.98 of it."""
 GROUPED = replace(WIDE, sizes={**WIDE.sizes, **linear_heads(16, 32)})
-EXPERTS = replace(SHAPES["moe"], layers=4, sizes={**SHAPES["moe"].sizes, "vocab_size": 1024, "num_experts": 16})
+WIDER = replace(SHAPES["9b"], layers=4, sizes={**SHAPES["9b"].sizes, "vocab_size": 1024})
 TRUNKS: dict[str, tuple[Any, Any, float]] = {  # shape, backend, limit of the values
     "auto": (WIDE, "auto", 0.0),
     "FLA's delta rule": (WIDE, {"delta_rule": "fla"}, 0.0),
+    "torch's varlen attention": (WIDE, {"attention": "varlen"}, 0.0),
+    "causal-conv1d": (WIDE, {"conv": "causal_conv1d"}, NOISE),  # FlashQLA then divides q and k by their norms itself
     "32 value heads": (GROUPED, "auto", 0.0),
+    "9B widths": (WIDER, "auto", 0.0),
+    "32,768 tokens": (WIDE, "auto", 0.0),
     "experts": (EXPERTS, "auto", ROWS),
 }
 
@@ -72,15 +76,18 @@ def worst(found, wanted):
 def test_trunk_documents_are_those_alone(name, record):
     """bf16, four layers of the 2B widths: bit for bit forward; gradients to what the order of summation makes of them."""
     shape, backend, limit = TRUNKS[name]
+    lengths = log_normal_lengths(TOKENS) if name.startswith("32,768") and not TRIAL else LONG
+    if name == "causal-conv1d" and not TRIAL:
+        pytest.importorskip("causal_conv1d", reason="causal-conv1d is not installed")
     torch.manual_seed(0)
     model = small(shape, backend="auto" if TRIAL else backend)
-    tokens, packed = packed_row(model, LONG)
+    tokens, packed = packed_row(model, lengths)
     output = hidden(model, tokens, packed)
     weight = torch.randn(output.shape, device=DEVICE)
     backward(output, weight)
     found = gradients(model)
-    parts, alone = one_by_one(model, tokens, weight, spans(LONG))
-    _, backwards = one_by_one(model, tokens, weight, spans(LONG)[::-1])
+    parts, alone = one_by_one(model, tokens, weight, spans(lengths))
+    _, backwards = one_by_one(model, tokens, weight, spans(lengths)[::-1])
     noise = worst(backwards, alone)
     for kind, error in worst(found, alone).items():
         record(f"trunk bf16, {name}: {kind}' gradients, alone in another order", noise[kind])

@@ -10,7 +10,7 @@ import torch
 
 import hf_packfree
 from tests.gpu.checks import DEVICE, TRIAL, gpu
-from tests.gpu.small import NARROW, hidden, packed_row, small
+from tests.gpu.small import EXPERTS, NARROW, hidden, packed_row, small
 
 pytestmark = gpu
 WARM = ((64, 65, 129, 254), (1, 130, 700, 66), (2000, 3, 61))
@@ -103,7 +103,16 @@ def test_no_host_sync_below_the_trunk(name, lengths):
     """Forward and backward with torch's sync debug mode on error; kernels that bypass torch's calls are not seen."""
     model = small(NARROW, backend="auto" if TRIAL else CHOICES[name])
     warm_up(model)
-    row = packed_row(model, lengths)
+    does_not_wait(model, packed_row(model, lengths))
+
+
+def test_experts_do_not_wait_either():
+    model = small(EXPERTS)
+    warm_up(model)
+    does_not_wait(model, packed_row(model, OTHER[0]))
+
+
+def does_not_wait(model, row):
     if TRIAL:
         return step(model, row)
     torch.cuda.synchronize()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from enum import IntEnum
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -17,6 +18,10 @@ tensors = st.builds(lambda dtype, offset: BUFFERS[dtype][offset:], st.sampled_fr
 edges = st.sampled_from([2**31 - 16, 2**31, -(2**31), -(2**31) - 16])
 integers = st.one_of(st.integers(-5, 40), st.integers(-(2**40), 2**40), edges)
 values = st.one_of(tensors, integers, st.floats(allow_nan=False), st.none(), st.booleans())
+
+
+class Size(IntEnum):
+    SIXTEEN, SEVENTEEN = 16, 17
 
 
 def of_triton(argument):
@@ -34,6 +39,7 @@ def of_triton(argument):
 @example([(BUFFERS[torch.float32][1:], BUFFERS[torch.float32]), (1, 1)])
 @example([(1, 1.0)])
 @example([(True, 1)])  # which Python calls equal
+@example([(Size.SIXTEEN, Size.SEVENTEEN)])
 def test_what_triton_tells_apart_has_other_kinds(pairs):
     left, right = zip(*pairs)
     if list(map(of_triton, left)) != list(map(of_triton, right)):
@@ -82,7 +88,9 @@ def hooks(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton.runtime", runtime)
     monkeypatch.setattr(module, "_compiled", {})
     monkeypatch.setattr(module, "installed", lambda package: "3.6.0")
-    return hooks
+    module._is_known.cache_clear()
+    yield hooks
+    module._is_known.cache_clear()
 
 
 def run(kernel, x, size, **constants):
@@ -110,11 +118,13 @@ def test_what_assumes_more_is_asked_every_time(kernel):
 
 @pytest.mark.parametrize("release", ["3.5.1", "3.60.0", None])
 def test_a_triton_that_is_not_known_is_asked_every_time(release, monkeypatch):
-    monkeypatch.setattr(module, "installed", lambda package: release)
+    asked = []
+    monkeypatch.setattr(module, "installed", lambda package: asked.append(package) or release)
     kernel = Kernel()
     for _ in range(2):
         run(kernel, BUFFERS[torch.float32], 16)
     assert len(kernel.asked) == 2 and not kernel.ran
+    assert asked == ["triton"], "a look at what is installed takes longer than a launch"
 
 
 def test_who_wants_to_hear_of_launches_does(hooks):

@@ -23,12 +23,13 @@ ROUNDING = "documents get what they get alone, up to rounding ({})"
 def hopper(gpu, monkeypatch):
     """Return a function that patches a tiny model, in bfloat16, as if it were on a Hopper GPU, and returns it."""
 
-    def patched(model=None, *, dtype=torch.bfloat16, capability=(9, 0), **options):
+    def patched(model=None, *, dtype=torch.bfloat16, capability=(9, 0), release="2.11.0+cu130", **options):
         gpu(capability=capability)
         monkeypatch.setattr(backends, "model_sizes", lambda config: SIZES)
         model = apply_patches((model or tiny()).to(dtype), **options)
         there = SimpleNamespace(device=torch.device("cuda", 0), dtype=dtype)
         monkeypatch.setattr(model, "parameters", lambda: iter([there]), raising=False)
+        monkeypatch.setattr(torch, "__version__", release)
         return model
 
     return patched
@@ -61,6 +62,7 @@ def test_on_a_cpu_bits_are_not_promised():
         ({"dtype": torch.float32}, "bits are tested in bfloat16, this is float32"),
         ({"dtype": torch.float16}, "bits are tested in bfloat16, this is float16"),
         ({"capability": (8, 0)}, "bits are tested on compute capability 9.0, this is 8.0"),
+        ({"release": "2.13.0"}, "bits are tested with torch 2.11, whose matrix library they are too; this is 2.13.0"),
         ({"backend": {"delta_rule": "torch"}}, "bits are not promised of what runs delta_rule"),
         ({"backend": {"conv": "fla", "gated_norm": "torch"}}, "bits are not promised of what runs conv, gated_norm"),
     ],

@@ -1,8 +1,9 @@
 """Triton kernels of causal attention within documents: no atomics, so a document's values and gradients are its own.
 
 A row is cut into blocks from each document's own start, so that what a document meets does not depend on where it lies.
-Every block is a program's; `blocks` [B, 3] holds its document's first token in the row, its own first token in the document
-and the document's length.  Tokens are counted from the document's start, in int32; only the start itself is an int64.
+Every block is a program's, of a kernel or of half a kernel; `blocks` [B, 3] holds its document's first token in the row, its
+own first token in the document and the document's length.  Tokens are counted from the document's start, in int32; only the
+start itself is an int64.
 
 Shapes: T tokens, H query heads, HK key heads, D channels, GROUP = H / HK query heads of a key head; blocks of ROWS queries
 or COLUMNS keys.  Softmax and its gradients as in FlashAttention-2 (arXiv 2307.08691, algorithms 1 and 2), in powers of two.
@@ -139,7 +140,7 @@ def _step(step, steps, start, ROWS: tl.constexpr):
 
 @triton.jit
 def _readers(q, d_out, lse, first, head, tokens, q_stride, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr):
-    """Of the query heads that read a key head, the document's queries, gradients of what they mixed, and softmax sums."""
+    """Of the query heads that read a key head: the document's queries, the gradients of what they mixed, and softmax sums."""
     member = head * GROUP
     return (
         q + first * q_stride + member * D, d_out + first * (HEADS * D) + member * D, lse + member.to(tl.int64) * tokens + first
@@ -152,6 +153,7 @@ def _keys_gradient(
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
+    """d_k of one block of keys."""
     head = tl.program_id(1)
     channel, column = tl.arange(0, D), start + tl.arange(0, COLUMNS)
     keys = _tile(k + first * k_stride + head * D, column, k_stride, channel, length, True)
@@ -179,6 +181,7 @@ def _values_gradient(
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
+    """d_v of one block of keys."""
     head = tl.program_id(1)
     channel, column = tl.arange(0, D), start + tl.arange(0, COLUMNS)
     keys = _tile(k + first * k_stride + head * D, column, k_stride, channel, length, True)
