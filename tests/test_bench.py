@@ -156,13 +156,15 @@ def test_command(capsys, tmp_path, monkeypatch):
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
 
 
-def test_command_as_json(capsys):
+def test_command_as_json(capsys, monkeypatch):
+    monkeypatch.setattr("hf_packfree.bench.run.installed", {"causal-conv1d": "1.7.0"}.get)
     assert main([*FAST, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["real_tokens"] == sum(found["options"]["lengths"]) and len(found["candidates"]) == 4
     assert found["candidates"][0]["times_as_fast"] == 1.0 and found["sentence"].startswith("Qwen3_5ForCausalLM (small)")
     assert found["parameters"] > 7e6 and found["implementations"].keys() >= {"conv", "delta_rule", "attention"}
     assert found["versions"]["torch"] == torch.__version__ and "hf_packfree" in found["versions"]
+    assert found["versions"]["causal-conv1d"] == "1.7.0", "what stock may take"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,9 @@ from torch import nn
 EXPERTS = ("gate_up_proj", "down_proj")
 """Parameters [experts, outputs, inputs] of transformers' layers of experts."""
 
+_TURNS = {True: (2, 10), False: (0, 1)}
+"""Untimed and timed turns of a product, on a GPU and elsewhere: one by itself takes a GPU less than its launch the host."""
+
 
 class Floor:
     """All `nn.Linear` layers and experts of a model, as products of so many tokens: y = x W', dx = dy W and dW = dy' x.
@@ -26,17 +29,21 @@ class Floor:
 
     @torch.no_grad()
     def seconds(self) -> float:
-        """Run every product once, and return the seconds that all layers would take."""
+        """Run every shape's products, and return the seconds that all layers would take."""
         return sum(count * self._once(*shape) for shape, count in self._shapes.items())
 
     def _once(self, fan_in: int, fan_out: int, experts: int = 0) -> float:
         sizes = self._sizes(fan_in, fan_out, experts)
         x, weight, grad = (torch.randn_like(self._like.new_empty(size)) for size in sizes)  # zeros and ones run faster
+        warm, timed = _TURNS[self._like.is_cuda]
+        for _ in range(warm):
+            x @ weight.mT, grad @ weight, grad.mT @ x
         self._wait()
         began = time.perf_counter()
-        x @ weight.mT, grad @ weight, grad.mT @ x
+        for _ in range(timed):
+            x @ weight.mT, grad @ weight, grad.mT @ x
         self._wait()
-        return time.perf_counter() - began
+        return (time.perf_counter() - began) / timed
 
     def _sizes(self, fan_in: int, fan_out: int, experts: int) -> tuple[tuple[int, ...], ...]:
         """Of x, W and dy; so few tokens that they cannot reach every expert reach as many as they have choices."""

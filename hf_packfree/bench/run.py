@@ -18,9 +18,12 @@ from hf_packfree.bench.memory import HOW, peak_mib, ran_out
 from hf_packfree.bench.presets import model_of
 from hf_packfree.bench.report import BASE, BenchOptions, BenchReport, Candidate, Progress
 from hf_packfree.errors import UnsupportedInput, in_short
+from hf_packfree.ops.backend import installed
 from hf_packfree.patching.apply import apply_patches, patches_lifted
 from hf_packfree.patching.report import patch_report
 
+STOCKS = ("causal-conv1d", "fla-core", "flash-linear-attention", "kernels")
+"""Distributions whose kernels transformers' own layers take where they are installed."""
 REFUSALS = (ValueError, TypeError, RuntimeError, IndexError, NotImplementedError, ImportError, MemoryError)
 """What transformers and its kernels raise at a batch they do not take, and what any step raises that does not fit."""
 LESS = "fewer documents (--documents) or shorter ones (--longest) need less"
@@ -118,7 +121,7 @@ def _measure(options: BenchOptions, progress: Progress) -> BenchReport:
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         device=_name_of(device),
         dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
-        versions=patches.versions,
+        versions=patches.versions | {name: found for name in STOCKS if (found := installed(name)) is not None},
         candidates=tuple(runner.done() for runner in runners),
         floor=statistics.median(floors[1:]),
         memory=HOW["cuda" if device.type == "cuda" else "cpu"],
