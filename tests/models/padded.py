@@ -66,14 +66,14 @@ def all_gradients(found, wanted) -> float:
     return relative_rms(*(torch.cat([grads[name].flatten() for name in wanted]) for grads in (found, wanted)))
 
 
-def rounding(model, batch, grads) -> float:
-    """How far a model's gradients `grads` move, as `worst_gradient` sees it, when each weight moves by its last bit.
+def rounding(model, batch, grads, measure=worst_gradient, seed: int = 0, **more) -> float:
+    """How far a model's gradients `grads` move, as `measure` sees it, when each weight moves by its last bit.
 
     Where a parameter's gradient is what is left of a sum that cancels, two right answers in fp32 differ by that much.
     """
-    nudged, generator = copy.deepcopy(model), torch.Generator().manual_seed(0)
+    nudged, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in nudged.parameters():
             up = torch.rand(weight.shape, generator=generator) < 0.5
             weight.copy_(torch.nextafter(weight, torch.where(up, math.inf, -math.inf)))
-    return worst_gradient(step(nudged, batch)[1], grads)
+    return measure(step(nudged, batch, **more)[1], grads)

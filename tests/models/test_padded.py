@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hf_packfree import apply_patches
@@ -79,6 +79,7 @@ def test_num_items_in_batch(side, items):
 
 
 @settings(max_examples=15)
+@example(spans=[(10, 4, 0)], seed=3)  # where weights moved by their last bits move gradients by 4e-6 to 3e-5
 @given(
     spans=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=4),
     seed=st.integers(0, 9),
@@ -101,7 +102,10 @@ def test_any_padding(spans, seed):
     if wanted[0].loss.item():
         exact = step(EXACT, batch, num_items_in_batch=13)[1]
         for measure in (worst_gradient, all_gradients):
-            assert measure(found[1], wanted[1]) <= GRADIENT_TOL + 2 * measure(wanted[1], exact), "twice stock's own rounding"
+            error, own = measure(found[1], wanted[1]), 2 * measure(wanted[1], exact)
+            if error > GRADIENT_TOL + own:  # stock's rounding may have been lucky: five more draws of it
+                draws = (rounding(STOCK, batch, wanted[1], measure, seed, num_items_in_batch=13) for seed in range(5))
+                assert error <= GRADIENT_TOL + max(draws), "more than rounding moves"
 
 
 STOCK, OURS, EXACT = tiny(), apply_patches(tiny()), tiny().double()
