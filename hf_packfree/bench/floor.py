@@ -35,14 +35,16 @@ class Floor:
     def _once(self, fan_in: int, fan_out: int, experts: int = 0) -> float:
         sizes = self._sizes(fan_in, fan_out, experts)
         x, weight, grad = (torch.randn_like(self._like.new_empty(size)) for size in sizes)  # zeros and ones run faster
+
+        def multiply(turns: int) -> None:
+            for _ in range(turns):
+                x @ weight.mT, grad @ weight, grad.mT @ x
+            self._wait()
+
         warm, timed = _TURNS[self._like.is_cuda]
-        for _ in range(warm):
-            x @ weight.mT, grad @ weight, grad.mT @ x
-        self._wait()
+        multiply(warm)
         began = time.perf_counter()
-        for _ in range(timed):
-            x @ weight.mT, grad @ weight, grad.mT @ x
-        self._wait()
+        multiply(timed)
         return (time.perf_counter() - began) / timed
 
     def _sizes(self, fan_in: int, fan_out: int, experts: int) -> tuple[tuple[int, ...], ...]:

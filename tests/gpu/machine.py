@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,11 @@ PACKAGES = (
 def machine(device: str = "cuda") -> dict[str, Any]:
     """Return {"machine", "processor", "date", "versions"} of this process; the machine is the GPU's name, if there is one."""
     from hf_packfree import __version__
+    from hf_packfree.ops.backend import installed
 
     gpu = device == "cuda" and torch.cuda.is_available()
     name = torch.cuda.get_device_name() if gpu else f"CPU {platform.machine()}"
-    versions = {package: _installed(package) for package in PACKAGES}
+    versions = {package: installed(package) for package in PACKAGES}
     versions |= {"python": platform.python_version(), "cuda": torch.version.cuda, "hf_packfree": __version__}
     return {
         "machine": name,
@@ -43,13 +43,6 @@ def _processor() -> str:
     lines = path.read_text().splitlines() if path.exists() else []
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
     return f"{model}, {os.cpu_count()} cores"
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 if __name__ == "__main__":
