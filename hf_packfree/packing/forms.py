@@ -23,7 +23,7 @@ from hf_packfree.packing.claims import (
 )
 from hf_packfree.packing.record import PackedSequence
 from hf_packfree.packing.squares import claim_of_square
-from hf_packfree.packing.swift import offsets_of_one_row
+from hf_packfree.packing.swift import offsets_of_one_row, rows_of_mask
 from hf_packfree.packing.tails import join_padding_tails
 
 HF_NAMES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -100,6 +100,10 @@ def read_forms(
         lengths = offsets.diff()
         _check_longest(forms, int(lengths.max()))
         return None if len(lengths) == 1 else PackedSequence.from_lengths(lengths, device=device, batch_shape=shape)
+    rows = _rows_of_mask(forms, shape) if drop_padding else None
+    if rows is not None:
+        lengths, places = rows
+        return PackedSequence.from_lengths(lengths, device=device, batch_shape=shape, indices=places, plain=True)
     claims = _claims(forms, shape, device)
     real = torch.ones(shape, dtype=torch.bool)
     for claim in claims:
@@ -130,6 +134,12 @@ def _offsets_of_one_row(forms: Forms, shape: tuple[int, int], device: torch.devi
     both = [forms.cu_seq_lens_q, None if forms.cu_seq_lens_k is forms.cu_seq_lens_q else forms.cu_seq_lens_k]
     given = [offsets for offsets in both if offsets is not None]
     return offsets_of_one_row(shape[1], device, given, forms.seq_idx, forms.position_ids)
+
+
+def _rows_of_mask(forms: Forms, shape: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
+    mask = forms.attention_mask
+    alone = forms.position_ids is None and not forms.named and forms.max_length_q is None and forms.max_length_k is None
+    return rows_of_mask(mask) if alone and isinstance(mask, Tensor) and tuple(mask.shape) == shape else None
 
 
 def _can_drop(forms: Forms, real: Tensor) -> bool:
@@ -213,7 +223,8 @@ def _is_plain(forms: Forms, claims: list[Claim], real: Tensor, num_documents: in
         return False
     masks = [claim for claim in claims if claim.form == "attention_mask"]
     agreed = any(mask.real is not None and torch.equal(mask.real, real) for mask in masks)
-    return (agreed and says_padding_only(forms.attention_mask)) or bool(real.all())
+    documents = forms.attention_mask is not None and forms.attention_mask.ndim == 2 and masks[0].values is not None
+    return (agreed and not documents) or bool(real.all())
 
 
 def _check_longest(forms: Forms, longest: int | None) -> None:

@@ -18,6 +18,21 @@ from hf_packfree.errors import BoundaryError
 _Derived = TypeVar("_Derived")
 
 
+def group_numbers(sizes: Tensor) -> tuple[Tensor, Tensor]:
+    """Return int32 [N+1], where each of N groups starts and the last one ends, and int32 [M], every element's group.
+
+    Made on the host, where sizes are known: few short operations, while the GPU waits for what is planned by them.  (Torch's
+    repeat_interleave wakes a thread for every core there, which takes longer than all of this.)
+
+    Args:
+        sizes: integers [N] on the host, each 1 at least, M together.
+    """
+    ends = F.pad(sizes.cumsum(0, dtype=torch.int32), (1, 0))
+    first = torch.zeros(int(ends[-1]), dtype=torch.int32)
+    first[ends[1:-1].long()] = 1
+    return ends, first.cumsum(0, dtype=torch.int32)
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PackedSequence:
     """Where each document lies in one row of T tokens; built once per forward, never changed.
@@ -77,15 +92,13 @@ class PackedSequence:
                 f"found document lengths {sizes.tolist()}; wanted one or more, each of at least one token; "
                 "drop empty documents before packing"
             )
-        cu_seqlens = F.pad(sizes.cumsum(0, dtype=torch.int32), (1, 0))
-        ends, tokens = cu_seqlens.to(device, non_blocking=True), int(cu_seqlens[-1])
-        numbers = torch.arange(len(sizes), dtype=torch.int32, device=ends.device)
+        cu_seqlens, numbers = group_numbers(sizes)
         return cls(
-            cu_seqlens=ends,
+            cu_seqlens=cu_seqlens.to(device, non_blocking=True),
             cu_seqlens_cpu=cu_seqlens,
-            seq_idx=numbers.repeat_interleave(ends.diff(), output_size=tokens)[None],  # known here: nothing is waited for
+            seq_idx=numbers.to(device, non_blocking=True)[None],
             max_seqlen=int(sizes.max()),
-            batch_shape=batch_shape or (1, tokens),
+            batch_shape=batch_shape or (1, len(numbers)),
             indices=None if indices is None else indices.to(device, non_blocking=True),
             filler=tuple(filler),
             plain=plain,

@@ -1,7 +1,8 @@
-"""The common row, read where it lies: one row, no mask, and every form says the same.
+"""The two common batches, read with few operations, because the GPU waits meanwhile.
 
-Whole tensors need not come to the host then, only the number of documents and their first tokens.  Whatever is malformed, in
-doubt or in conflict is left to the general reading, which has the words for it.
+One row without a mask, of which every form says the same, is read where it lies: whole tensors need not come to the host then,
+only the number of documents and their first tokens.  Of rows of one document, a 0/1 mask is all there is to read.  Whatever is
+malformed, in doubt or in conflict is left to the general reading, which has the words for it.
 """
 
 from __future__ import annotations
@@ -53,3 +54,24 @@ def offsets_of_one_row(
     sound.append(~first[-1])
     places = (first & torch.stack(sound).all()).nonzero()[:, 0].to("cpu")  # none where anything is unsound
     return torch.nn.functional.pad(places, (0, 1), value=tokens) if len(places) else None
+
+
+def rows_of_mask(mask: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return the lengths of the rows' documents, int64 [N], and their tokens' places in the flattened batch, int64 [T].
+
+    Both on the host; None where the general reading has to look: a mask of other values than 0 and 1, a hole within a document,
+    or no padding, or nothing else.
+
+    Args:
+        mask: [B, S].
+    """
+    host = mask.detach().to("cpu")
+    real = host if host.dtype == torch.bool else host != 0
+    if real is not host and not torch.equal(real.to(host.dtype), host):
+        return None
+    lengths = real.sum(1)
+    lengths, rises = lengths[lengths > 0], real[:, 1:] & ~real[:, :-1]
+    if int(rises.sum() + real[:, 0].sum()) != len(lengths):
+        return None
+    places = real.flatten().nonzero()[:, 0]
+    return (lengths, places) if 0 < len(places) < real.numel() else None

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from hf_packfree.errors import BackendUnavailable
 from hf_packfree.ops.conv import causal_conv1d, torch_native
+from hf_packfree.ops.conv.triton_native import plan_tokens
 from hf_packfree.packing import PackedSequence
 
 MIXES = [
@@ -156,3 +157,20 @@ def test_refusals() -> None:
         causal_conv1d(x, weight, packed, activation="gelu")
     with pytest.raises(BackendUnavailable, match=r"'nope'; wanted one of causal_conv1d, fla, torch, triton"):
         causal_conv1d(x, weight, packed, backend="nope")
+
+
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), data=st.data())
+def test_the_kernel_takes_four_tokens_at_once_where_they_are_of_one_document(lengths, data) -> None:
+    """All four, and none of them reads past its document's start."""
+    packed = PackedSequence.from_lengths(lengths)
+    tokens = packed.num_tokens
+    rows = torch.tensor(data.draw(st.permutations(range(tokens))), dtype=torch.int32)
+    for moved in (None, rows):
+        plan = plan_tokens(packed, moved)
+        places = torch.arange(tokens, dtype=torch.int32) if moved is None else rows
+        ages = [age for length in lengths for age in range(length)]
+        assert plan.ages.tolist() == ages and torch.equal(plan.rows, places)
+        fours = [range(start, min(start + 4, tokens)) for start in range(0, tokens, 4)]
+        together = [len(four) == 4 and min(ages[token] for token in four) >= 3 for four in fours]
+        assert plan.groups.tolist() == [int(places[four[0]]) if yes else -1 for four, yes in zip(fours, together, strict=True)]
+        assert {part.dtype for part in plan} == {torch.int32}

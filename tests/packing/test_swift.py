@@ -1,4 +1,4 @@
-"""The swift reading of one row says what the general one says, or leaves it to that."""
+"""The swift readings, of one row and of a padded batch, say what the general one says, or leave it to that."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hf_packfree.errors import BoundaryError
 from hf_packfree.packing import Forms, forms, read_forms
-from hf_packfree.packing.swift import offsets_of_one_row
+from hf_packfree.packing.swift import offsets_of_one_row, rows_of_mask
 from tests.forms import one_row
 
 CPU = torch.device("cpu")
@@ -90,3 +90,45 @@ def test_leaves_the_rest_to_the_general_reading(what):
 def test_positions_that_wrap_around_in_32_bits_start_a_document():
     far = torch.tensor([[0, 1, 2**31 - 1, -(2**31), -(2**31) + 1]], dtype=torch.int32)
     assert offsets_of_one_row(5, CPU, [], None, far).tolist() == [0, 2, 3, 5]
+
+
+DTYPES = st.sampled_from([torch.bool, torch.int64, torch.int32, torch.float32])
+MASKS = st.integers(1, 4).flatmap(
+    lambda width: st.lists(st.lists(st.integers(0, 1), min_size=width, max_size=width), min_size=1, max_size=4)
+)
+
+
+def of_mask(mask: torch.Tensor, swift=None):
+    """Everything a record says, or what is raised, of a padded batch with this mask alone."""
+    before = forms.rows_of_mask
+    forms.rows_of_mask = swift or before
+    try:
+        packed = read_forms(Forms(None, mask), tuple(mask.shape), CPU, lambda places, place: places == place, drop_padding=True)
+    except BoundaryError as error:
+        return str(error)
+    finally:
+        forms.rows_of_mask = before
+    if packed is None:
+        return None
+    said = packed.lengths, packed.seq_idx.tolist(), packed.max_seqlen, packed.batch_shape, packed.filler, packed.plain
+    return *said, None if packed.indices is None else packed.indices.tolist()
+
+
+@given(rows=MASKS, dtype=DTYPES, odd=st.sampled_from([None, None, None, 2, -1]))
+def test_a_mask_alone_equals_the_general_reading(rows, dtype, odd):
+    """Padding at either end, holes, empty rows, nothing but padding; in some, one value is no 0 or 1."""
+    mask = torch.tensor(rows).to(dtype)
+    if odd is not None and dtype != torch.bool:
+        mask[0, 0] = odd
+    assert of_mask(mask) == of_mask(mask, lambda mask: None)
+
+
+def test_a_mask_alone_is_read_without_the_general_reading(monkeypatch):
+    monkeypatch.setattr(forms, "_claims", lambda *_: pytest.fail("the general reading was asked"))
+    mask = torch.tensor([[1, 1, 0], [0, 0, 0], [0, 1, 1]])
+    assert of_mask(mask)[0] == [2, 2]
+
+
+@pytest.mark.parametrize("mask", [[[1, 0, 1]], [[1, 2, 0]], [[1, 1, 1]], [[0, 0, 0]], [[1.0, 0.5, 0.0]]], ids=str)
+def test_leaves_holes_documents_and_extremes_of_a_mask_to_the_general_reading(mask):
+    assert rows_of_mask(torch.tensor(mask)) is None

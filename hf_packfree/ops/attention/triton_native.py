@@ -17,13 +17,13 @@ from torch.autograd.function import once_differentiable
 from hf_packfree.errors import BackendUnavailable
 from hf_packfree.ops.backend import Site, needs_half, needs_triton, refuse_wide
 from hf_packfree.ops.launch import launch
-from hf_packfree.packing import PackedSequence, uncompiled
+from hf_packfree.packing import PackedSequence, group_numbers, uncompiled
 
 _HOPPER = (9, 0)
 _SIZES = (64, 128, 256)
 _BLOCK = 128  # tokens of a program: queries, or keys whose gradients are summed
-_MET = {"forward": 64, "queries": 32, "pairs": 64}  # tokens that it meets at a time
-_STAGES = {"forward": 2, "queries": 2, "pairs": 1, "keys": 1, "values": 2}  # tiles of them that shared memory holds
+_MET = {"forward": 64, "queries": 32, "pairs": 32}  # tokens that it meets at a time
+_STAGES = {"forward": 2, "queries": 3, "pairs": 1, "keys": 3, "values": 3}  # tiles of them that shared memory holds
 _WARPS = 8
 
 
@@ -68,9 +68,8 @@ def plan_blocks(packed: PackedSequence, meets_what_follows: bool) -> Tensor:
     keys what follows.
     """
     starts, lengths = packed.cu_seqlens_cpu[:-1], packed.cu_seqlens_cpu.diff()
-    counts = (lengths + _BLOCK - 1) // _BLOCK
-    document = torch.repeat_interleave(counts)
-    start = (torch.arange(len(document)) - (counts.cumsum(0) - counts)[document]).int() * _BLOCK
+    firsts, document = group_numbers((lengths + _BLOCK - 1) // _BLOCK)
+    start = (torch.arange(len(document), dtype=torch.int32) - firsts[document]) * _BLOCK
     work = lengths[document] - start if meets_what_follows else start
     order = work.argsort(descending=True, stable=True)
     blocks = torch.stack([starts[document], start, lengths[document]], 1)[order]

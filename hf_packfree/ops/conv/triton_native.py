@@ -110,9 +110,9 @@ def plan_tokens(packed: PackedSequence, rows: Tensor | None) -> Plan:
     """Return the plan of a row whose tokens go to `rows`, or stay where they are."""
     ages = packed.position_ids()[0].int()
     rows = torch.arange(len(ages), dtype=torch.int32, device=ages.device) if rows is None else rows
-    past = (0, -len(ages) % 4)
-    youngest, first = pad(ages, past).view(-1, 4).amin(1), pad(rows, past)[::4]
-    return Plan(ages, rows, torch.where(youngest >= 3, first, -1))
+    whole = len(ages) // 4
+    groups = torch.where(ages[3::4] >= 6, rows[::4][:whole], -1)  # the last of four is 6 or older where the first is 3 or older
+    return Plan(ages, rows, pad(groups, (0, -(-len(ages) // 4) - whole), value=-1))
 
 
 def _apply(
