@@ -8,15 +8,22 @@ documents stay whole, and the plan is made from the host's copy.  Rows of few lo
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from hf_packfree.ops.backend import Site, broken, installed, needs_cuda, needs_half
+from hf_packfree.ops.launch import on_its_device
 from hf_packfree.ops.releases import FLASH_QLA_FLOOR, has_nvcc, too_old
 from hf_packfree.packing import PackedSequence, uncompiled
 
 _SIZE = 128
+_KNOWN = ("0.1.3",)
+"""Releases whose two passes return what we read; others are called by their one function."""
 _USED_ON = ((9, 0), (10, 0), (10, 3))
 """Where it cuts documents into chunks of 64, as on 9.0, the one we tested.  0.1.3 also has kernels for 12.0 and 12.1, with
 chunks of 32; nobody tried them with packed rows."""
@@ -47,7 +54,12 @@ def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packed: PackedSequence, unit: bool
 ) -> Tensor:
     """See `hf_packfree.ops.delta_rule.gated_delta_rule`."""
-    return _run(q, k, v, g, beta, packed.derive(planned_cu_seqlens), unit, cut=False)
+    cu_seqlens = packed.derive(planned_cu_seqlens)
+    if not unit or not _is_known():
+        return _run(q, k, v, g, beta, cu_seqlens, unit, cut=False)
+    inputs = (x.contiguous() for x in (q, k, v, g.float(), beta))
+    with on_its_device(q):
+        return _WholeDocuments.apply(*inputs, cu_seqlens)  # type: ignore[no-any-return,no-untyped-call]
 
 
 @uncompiled
@@ -74,6 +86,36 @@ def _run(
         auto_cp=cut,
     )
     return out  # type: ignore[no-any-return]
+
+
+class _WholeDocuments(torch.autograd.Function):
+    """FlashQLA's two passes and nothing around them: what its own function asks and wraps takes a third of a call's time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor
+    ) -> Tensor:
+        from flash_qla import chunk_gated_delta_rule_fwd
+
+        asked = {"scale": k.shape[-1] ** -0.5, "cu_seqlens": cu_seqlens, "auto_cp": False}
+        sums, solved, out, *_ = chunk_gated_delta_rule_fwd(q, k, v, g, beta, output_final_state=False, **asked)
+        ctx.save_for_backward(q, k, v, sums, beta, solved)
+        ctx.asked = asked  # the offsets themselves: the plan is theirs as an attribute
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        from flash_qla import chunk_gated_delta_rule_bwd
+
+        q, k, v, _, beta, _ = saved = ctx.saved_tensors
+        d_q, d_k, d_v, d_beta, d_g, _ = chunk_gated_delta_rule_bwd(*saved, d_out.contiguous(), **ctx.asked)
+        return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), d_g, d_beta.to(beta.dtype), None
+
+
+@cache
+def _is_known() -> bool:
+    return installed("flash-qla") in _KNOWN
 
 
 def planned_cu_seqlens(packed: PackedSequence) -> Tensor:

@@ -1,0 +1,85 @@
+"""How FlashQLA is called, with torch's delta rule behind its names; what it computes is tests/gpu's."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from hf_packfree.ops.delta_rule import flash_qla, gated_delta_rule
+from hf_packfree.packing import PackedSequence
+from tests.support import relative_rms
+
+PACKED = PackedSequence.from_lengths([5, 70, 1, 64])
+T, H, HV, K = PACKED.num_tokens, 2, 4, 128
+
+
+class Stand_in(ModuleType):  # noqa: N801
+    """Its three functions, which note how they were called."""
+
+    def __init__(self):
+        super().__init__("flash_qla")
+        self.calls = []
+
+    def chunk_gated_delta_rule(self, q, k, v, g, beta, *, use_qk_l2norm_in_kernel, cu_seqlens, auto_cp):
+        self.calls.append("whole")
+        assert cu_seqlens is PLAN and not auto_cp
+        return gated_delta_rule(q, k, v, g, beta, PACKED, unit=not use_qk_l2norm_in_kernel), None
+
+    def chunk_gated_delta_rule_fwd(self, q, k, v, g, beta, scale, *, output_final_state, cu_seqlens, auto_cp):
+        self.calls.append("forward")
+        assert (scale, output_final_state, auto_cp) == (K**-0.5, False, False) and cu_seqlens is PLAN
+        assert g.dtype == torch.float32 and all(x.is_contiguous() for x in (q, k, v, g, beta))
+        return g + 1, v + 2, gated_delta_rule(q, k, v, g, beta, PACKED, unit=True), None, None, None
+
+    def chunk_gated_delta_rule_bwd(self, q, k, v, g, beta, A, do, *, scale, cu_seqlens, auto_cp):
+        self.calls.append("backward")
+        assert torch.equal(A, v + 2) and (scale, auto_cp) == (K**-0.5, False) and cu_seqlens is PLAN and do.is_contiguous()
+        leaves = [x.detach().requires_grad_() for x in (q, k, v, g - 1, beta)]
+        with torch.enable_grad():
+            out = gated_delta_rule(*leaves, PACKED, unit=True)
+        d_q, d_k, d_v, d_g, d_beta = torch.autograd.grad(out, leaves, do)
+        return d_q.double(), d_k, d_v, d_beta, d_g, None  # wide where heads are summed, and write strengths before decays
+
+
+PLAN = torch.tensor(0)
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    module = Stand_in()
+    monkeypatch.setitem(sys.modules, "flash_qla", module)
+    monkeypatch.setattr(flash_qla, "planned_cu_seqlens", lambda packed: PLAN)
+    yield module
+    PACKED._memo.clear()
+    flash_qla._is_known.cache_clear()
+
+
+def leaves():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, T, 2 * K, heads).mT[..., :K].detach() for heads in (H, H, HV))  # not contiguous
+    q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
+    g, beta = -torch.rand(1, T, HV, dtype=torch.float64) / 20, torch.rand(1, T, HV)
+    return [x.requires_grad_() for x in (q, k, v, g, beta)]
+
+
+@pytest.mark.parametrize(
+    "version, unit, calls", [("0.1.3", True, ["forward", "backward"]), ("0.1.3", False, ["whole"]), ("0.9", True, ["whole"])]
+)
+def test_equals_its_twin_by_whatever_way_it_is_called(stand_in, monkeypatch, version, unit, calls):
+    """A release that we know is called by its two passes where it need not divide q and k by their norms."""
+    monkeypatch.setattr(flash_qla, "installed", lambda package: version)
+    flash_qla._is_known.cache_clear()
+    found, wanted = leaves(), leaves()
+    weight = torch.randn(1, T, HV, K).transpose(1, 2).contiguous().transpose(1, 2)
+    out, twin = (
+        gated_delta_rule(*inputs, PACKED, unit=unit, backend=name) for inputs, name in ((found, "flash_qla"), (wanted, "torch"))
+    )
+    (out * weight).sum().backward()
+    (twin * weight).sum().backward()
+    assert stand_in.calls == calls
+    assert relative_rms(out, twin) < 1e-6
+    for a, b in zip(found, wanted, strict=True):
+        assert a.grad.dtype == a.dtype and relative_rms(a.grad, b.grad) < 1e-5
