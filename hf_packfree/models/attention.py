@@ -84,10 +84,12 @@ class PackedAttention(Replacement):
         return (out if packed is None else packed.mute(out)), weights
 
     def _attend_packed(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor], packed: PackedSequence) -> Tensor:
-        q_and_gate, k, v = project(x, self.q_proj, self.k_proj, self.v_proj)
+        state = state_of(self)
+        backend = state.kernels_for(x.device, x.dtype).projections
+        q_and_gate, k, v = project(x, self.q_proj, self.k_proj, self.v_proj, backend=backend)
         q, gate = q_and_gate.view(*x.shape[:-1], -1, 2 * self.head_dim).chunk(2, dim=-1)
         heads = (*x.shape[:-1], -1, self.head_dim)
-        kernels = state_of(self).kernels_for(q.device, q.dtype)
+        kernels = state.kernels_for(q.device, q.dtype)  # under autocast q's dtype is not x's
         q, k = self._place(q, k.view(heads), position_embeddings, kernels.norm_rope)
         out = attention(
             q,
@@ -99,7 +101,7 @@ class PackedAttention(Replacement):
             backend=kernels.attention,
         )
         gated, remakes = partial(output_gate, out, gate, backend=kernels.output_gate), kernels.output_gate in REMAKES
-        return projected(gated, self.o_proj, out, remakes=remakes, worth_it=remakes)
+        return projected(gated, self.o_proj, out, remakes=remakes, worth_it=remakes, backend=kernels.projections)
 
     def _place(
         self, q: Tensor, k: Tensor, position_embeddings: tuple[Tensor, Tensor], backend: str

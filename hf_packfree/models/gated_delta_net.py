@@ -58,8 +58,9 @@ class PackedGatedDeltaNet(Replacement):
             return packed.mute(self._mix(x, packed))
 
     def _mix(self, x: Tensor, packed: PackedSequence) -> Tensor:
-        mixed, z, b, a = self._project(x)
-        kernels = state_of(self).kernels_for(mixed.device, mixed.dtype)
+        state = state_of(self)
+        mixed, z, b, a = self._project(x, state.kernels_for(x.device, x.dtype).projections)
+        kernels = state.kernels_for(mixed.device, mixed.dtype)  # which under autocast is not x's
         by_module = kernels.gated_norm == "torch" or is_hooked(self.norm)  # upstream's, or what stands in its place
         there, rows = (packed, None) if by_module else _order(packed, kernels)
         g, beta = gates(a, b, self.A_log, self.dt_bias, rows=rows, backend=kernels.gates)
@@ -67,12 +68,14 @@ class PackedGatedDeltaNet(Replacement):
         out = gated_delta_rule(q, k, v, g, beta, there, unit=unit, backend=kernels.delta_rule)
         if by_module:
             normed = self.norm(out.reshape(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim))
-            return project(normed.view(1, packed.num_tokens, self.value_dim), self.out_proj)[0]
+            normed = normed.view(1, packed.num_tokens, self.value_dim)
+            return project(normed, self.out_proj, backend=kernels.projections)[0]
         norm = partial(
             gated_rms_norm, out, z.reshape(out.shape), self.norm.weight, epsilon(self.norm), rows=rows,
             backend=kernels.gated_norm,
         )  # fmt: skip
-        return projected(norm, self.out_proj, out, remakes=kernels.gated_norm in REMAKES, worth_it=True)
+        remakes = kernels.gated_norm in REMAKES
+        return projected(norm, self.out_proj, out, remakes=remakes, worth_it=True, backend=kernels.projections)
 
     def _convolve(
         self, mixed: Tensor, packed: PackedSequence, rows: Tensor | None, backend: str
@@ -81,7 +84,7 @@ class PackedGatedDeltaNet(Replacement):
         heads, sizes = (self.num_k_heads, self.num_v_heads), (self.head_k_dim, self.head_v_dim)
         return qkv_conv(mixed, weight, packed, heads, sizes, bias=bias, activation=self.activation, rows=rows, backend=backend)
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor, backend: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return q|k|v [1, T, C], the output gate z [1, T, HV*V], and b, a [1, T, HV], from the family's own layout."""
         raise NotImplementedError
 

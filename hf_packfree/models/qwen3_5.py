@@ -22,8 +22,9 @@ from hf_packfree.models.vision_language import PackedVisionLanguage
 class SplitProjections(PackedGatedDeltaNet):
     """Qwen3.5's layout: one projection for q, k and v, and one each for z, b and a."""
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        qkv, z, b, a = project(x, self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
+    def _project(self, x: Tensor, backend: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        layers = self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a
+        qkv, z, b, a = project(x, *layers, backend=backend)
         return qkv, z, b, a
 
     @staticmethod

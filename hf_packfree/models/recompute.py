@@ -38,7 +38,9 @@ def computed_again(made: Tensor, make: Callable[[], Tensor], worth_it: bool) -> 
     return saved_tensors_hooks(pack, unpack)
 
 
-def projected(make: Callable[..., Tensor], layer: Any, x: Tensor, *, remakes: bool, worth_it: bool) -> Tensor:
+def projected(
+    make: Callable[..., Tensor], layer: Any, x: Tensor, *, remakes: bool, worth_it: bool, backend: str
+) -> Tensor:
     """Return what a linear layer makes of `make()`, [1, T, H, D], without keeping that for the backward pass.
 
     Args:
@@ -46,13 +48,14 @@ def projected(make: Callable[..., Tensor], layer: Any, x: Tensor, *, remakes: bo
         x: what `make` reads, of the dtype and on the device of what it returns.
         remakes: whether `make` makes it again in a backward pass of its own, which joins it with the layer's.
         worth_it: see `computed_again`, which does it for layers that are more than their weight.
+        backend: of the linear layer where it is called by itself.
     """
     weights = plain_weights(x, layer) if remakes else None
     if weights is not None:
         return make(projection=weights[0])
     made = make()
     with computed_again(made, make, worth_it):
-        return project(made.flatten(2), layer)[0]
+        return project(made.flatten(2), layer, backend=backend)[0]
 
 
 def _others_decide() -> bool:

@@ -30,6 +30,7 @@ class Kernels:
     gates: str = "torch"
     add_norm: str = "torch"
     swiglu: str = "torch"
+    projections: str = "torch"
 
     def compiled(self) -> Kernels:
         """Return the same under torch.compile, which fuses by itself what does not mix tokens."""

@@ -39,7 +39,7 @@ def apply_patches(
             wrapper, DDP). Parameters, state_dict keys and config stay as they are.
         backend: "auto": of every op the fastest that runs on the tensors it meets; or a name to force ("torch" runs
             everywhere, and every op has it), or {op: name} with ops conv, delta_rule, attention, gated_norm,
-            norm_rope, output_gate, gates, add_norm, swiglu.  Where it is "auto", the environment variable
+            norm_rope, output_gate, gates, add_norm, swiglu, projections.  Where it is "auto", the environment variable
             PACKFREE_BACKEND is read ("torch", "conv=fla,delta_rule=torch").
         unpacked: what runs the linear layers for rows of one document: "upstream", bit for bit as without us, or
             "native", our convolution and delta rule, whose last bits differ and which are faster where

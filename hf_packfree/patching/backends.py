@@ -12,7 +12,9 @@ import torch
 
 from hf_packfree.errors import BackendUnavailable
 from hf_packfree.models.state import Kernels, PatchState
-from hf_packfree.ops import add_norm, attention, conv, delta_rule, gated_norm, gates, norm_rope, output_gate, swiglu
+from hf_packfree.ops import (
+    add_norm, attention, conv, delta_rule, gated_norm, gates, norm_rope, output_gate, projections, swiglu,
+)  # fmt: skip
 from hf_packfree.ops.backend import Backend, Site
 
 VARIABLE = "PACKFREE_BACKEND"
@@ -28,6 +30,7 @@ OPS: dict[str, ModuleType] = {
     "gates": gates,
     "add_norm": add_norm,
     "swiglu": swiglu,
+    "projections": projections,
 }
 
 Choice = str | Mapping[str, str]

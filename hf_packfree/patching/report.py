@@ -165,4 +165,4 @@ def _kernels(state: PatchState, device: torch.device, dtype: torch.dtype) -> Ker
     if not autocast or dtype == torch.float64:  # which autocast leaves alone
         return kernels
     mixers = state.kernels_for(device, torch.get_autocast_dtype(device.type))
-    return replace(mixers, add_norm=kernels.add_norm, swiglu="torch")
+    return replace(mixers, add_norm=kernels.add_norm, swiglu="torch", projections="torch")

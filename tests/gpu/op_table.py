@@ -92,6 +92,14 @@ def _swiglu_leaves(tokens: int) -> dict[str, Tensor]:
     return {"x": _random(1, tokens, WIDTH)} | {name: _random(*shape) * shape[1] ** -0.5 for name, shape in shapes.items()}
 
 
+_PROJECTED = {"qkv": 3 * WIDTH, "z": WIDTH, "b": HEADS[1], "a": HEADS[1]}
+
+
+def _projections_leaves(tokens: int) -> dict[str, Tensor]:
+    weights = {name: _random(outputs, WIDTH) * WIDTH**-0.5 for name, outputs in _PROJECTED.items()}
+    return {"x": _random(1, tokens, WIDTH)} | weights
+
+
 def _projection(channels: int) -> dict[str, Tensor]:
     return {"projection": _random(WIDTH, channels) * channels**-0.5}
 
@@ -185,6 +193,11 @@ OPS = {
             "swiglu", "hf_packfree.ops.swiglu", _swiglu_leaves,
             lambda f, x, packed, backend: f(x["x"], x["gate"], x["up"], x["down"], backend=backend),
             "swiglu_mlp", shared=("gate", "up", "down"), mixes=False, exact=("triton",),
+        ),
+        Op(
+            "projections", "hf_packfree.ops.projections", _projections_leaves,
+            lambda f, x, packed, backend: torch.cat(f(*x.values(), backend=backend), -1),
+            "projections", shared=tuple(_PROJECTED), mixes=False, exact=("triton",),
         ),
         Op(
             "add norm", "hf_packfree.ops.add_norm",

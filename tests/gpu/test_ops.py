@@ -7,9 +7,11 @@ import torch
 from packaging.version import Version
 
 from hf_packfree.ops.backend import installed
+from hf_packfree.ops.projections import projections
 from tests.gpu.checks import DEVICE, LENGTHS, LONG, TRIAL, gpu, record_of, spans
 from tests.gpu.op import as_leaves, cut
 from tests.gpu.op_table import OPS, op_cases
+from tests.gpu.shapes import TOKENS
 from tests.support import relative_rms
 
 pytestmark = gpu
@@ -154,6 +156,33 @@ def test_rows_of_a_matrix_product(outputs, inputs, record):
     differ = [end - begin for begin, end in spans(LONG) if not torch.equal(together[begin:end], alone[begin:end])]
     what = f"matrix product {outputs} x {inputs}, packed against alone"
     record(what, relative_rms(together, alone), PRODUCT, lengths_that_differ=differ)
+
+
+PUBLISHED = {  # (outputs, inputs) of the layers' products
+    "2B": [(6144, 2048), (2048, 2048), (16, 2048), (4096, 2048), (512, 2048), (2048, 6144)],
+    "4B": [(9216, 2560), (2560, 9216), (8192, 2560), (4096, 2560), (32, 2560), (1024, 2560), (2560, 4096)],
+    "9B": [(8192, 4096), (4096, 4096), (32, 4096), (1024, 4096), (12288, 4096), (4096, 12288)],
+    "27B": [(17408, 5120), (5120, 17408), (10240, 5120), (6144, 5120), (48, 5120), (1024, 5120), (5120, 6144)],
+}
+ROWS = (1, 65, 129, 257, 320, 576, 1000, 1025, 1280, 1536, 2000, 2560, 3072, 3978, 5567, 12288)
+
+
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_a_token_gets_the_same_bits_in_a_projection_of_any_number_of_rows(size, record):
+    """What the bits of dense models rest on: `hf_packfree.ops.projections` and `product` on torch's matrix library."""
+    torch.manual_seed(0)
+    dtype, rows = (torch.float32, 400) if TRIAL else (torch.bfloat16, TOKENS)
+    for outputs, inputs in PUBLISHED[size][:: 5 if TRIAL else 1]:
+        x = torch.randn(rows, inputs, device=DEVICE, dtype=dtype)
+        weights = [torch.randn(outputs, inputs, device=DEVICE, dtype=dtype) for _ in range(2)]
+        differ, worst = [], 0.0
+        whole = projections(x, *weights, backend="triton")
+        for count in (count for count in ROWS if count < rows):
+            some = projections(x[:count], *weights, backend="triton")
+            errors = [relative_rms(part, all_of_it[:count]) for part, all_of_it in zip(some, whole)]
+            worst, differ = max(worst, *errors), differ + [count] * any(errors)
+        what = f"projection {outputs} x {inputs}, {size}: fewer rows against {rows}"
+        record(what, worst, PRODUCT if TRIAL else 0.0, lengths_that_differ=differ)
 
 
 def test_every_operation_is_here():

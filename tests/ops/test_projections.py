@@ -1,4 +1,4 @@
-"""Linear layers that read one tensor share a backward pass, and narrow neighbours one product; here on the CPU."""
+"""Linear layers that read one tensor share a backward pass, and narrow neighbours one product; here in torch, on the CPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from hf_packfree.models.linears import _Projections, plain_weights
+from hf_packfree.models.linears import plain_weights
+from hf_packfree.ops.projections import projections
 from tests.support import relative_rms
 
 SIZES = {
@@ -23,7 +24,7 @@ def test_equals_layers_called_one_by_one(sizes):
     x = torch.randn(1, 37, 24, dtype=torch.float64, requires_grad=True)
     weights = [torch.randn(size, 24, dtype=torch.float64, requires_grad=True) for size in sizes]
     d_outs = [torch.randn(1, 37, size, dtype=torch.float64) for size in sizes]
-    found, wanted = _Projections.apply(x, *weights), [linear(x, weight) for weight in weights]
+    found, wanted = projections(x, *weights, backend="triton"), [linear(x, weight) for weight in weights]
     grads = [torch.autograd.grad(outs, [x, *weights], d_outs) for outs in (found, wanted)]
     for a, b in zip((*found, *grads[0]), (*wanted, *grads[1]), strict=True):
         assert a.shape == b.shape and relative_rms(a, b) < 1e-12
@@ -34,7 +35,7 @@ def test_outputs_nobody_reads_and_frozen_layers():
     x = torch.randn(1, 5, 8, dtype=torch.float64, requires_grad=True)
     weights = [torch.randn(size, 8, dtype=torch.float64) for size in (200, 3, 3)]
     weights[2].requires_grad_()
-    wide, _, a = _Projections.apply(x, *weights)
+    wide, _, a = projections(x, *weights, backend="triton")
     (wide.sum() + a.square().sum()).backward()
     d_a = 2 * x.detach() @ weights[2].detach().T
     assert relative_rms(x.grad, weights[0].sum(0) + d_a @ weights[2].detach()) < 1e-12
@@ -47,7 +48,7 @@ def test_gradients_can_be_scaled_and_cleared_in_place():
     x = torch.randn(1, 5, 8)
     weights = [torch.nn.Parameter(torch.randn(3, 8)) for _ in range(2)]
     for step in range(2):
-        sum(out.sum() for out in _Projections.apply(x, *weights)).backward()
+        sum(out.sum() for out in projections(x, *weights, backend="triton")).backward()
         assert relative_rms(weights[0].grad, x.sum((0, 1)).expand(3, 8)) < 1e-5
         torch.nn.utils.clip_grad_norm_(weights, 1e-3)
         torch.optim.SGD(weights, 0.1).zero_grad(set_to_none=step == 1)
@@ -60,7 +61,7 @@ def test_a_backward_pass_under_autocast_is_that_of_the_forward():
     weights = [torch.randn(size, 8, requires_grad=True) for size in (200, 3)]
     grads = []
     for enabled in (False, True):
-        outs = _Projections.apply(x, *weights)
+        outs = projections(x, *weights, backend="triton")
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             grads.append(torch.autograd.grad(sum(out.sum() for out in outs), [x, *weights]))
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))

@@ -62,6 +62,7 @@ def test_hopper_with_everything_takes_the_fastest(gpu):
     assert vars(state.cuda_half) == {
         "conv": "triton", "delta_rule": "flash_qla", "attention": "triton", "gated_norm": "triton", "norm_rope": "triton",
         "output_gate": "triton", "gates": "triton", "add_norm": "triton", "swiglu": "triton",
+        "projections": "triton",
     }
     assert (state.cuda_single.delta_rule, state.cuda_single.attention) == ("fla", "torch")
     assert "bfloat16 and float16" in state.why["attention in float32"]

@@ -1,0 +1,98 @@
+"""Linear layers of one tensor with one backward pass: its gradients are summed inside the matrix products.
+
+Torch's matrix library multiplies, but for few outputs: where an output's block keeps few of the GPU's processors busy, the
+library cuts the sum over D into parts, how many depends on the number of rows, and so do the bits.  Our kernel never does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hf_packfree.ops.backend import HALF, block_width
+from hf_packfree.ops.launch import launch
+from hf_packfree.ops.product import as_in_forward, product
+
+_NARROW = 128
+"""Layers of fewer outputs: their products wait for x and its gradient to be read, so neighbours read them together."""
+_ROWS, _DEPTH = 64, 128  # tokens of a program, and how much of their sums it makes at a time
+_LEAST = 16  # outputs that Hopper's matrix instructions make at once
+
+
+def projections(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    """See `hf_packfree.ops.projections.projections`."""
+    return _Projections.apply(x, *weights)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Projections(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, *weights)
+        outs: list[Tensor] = []
+        for run in _runs(weights):
+            outs += narrow(x, weights[run]) if weights[run][0].shape[0] < _NARROW else [product(x, weights[run][0])]
+        return tuple(outs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *d_outs: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        with as_in_forward(x):
+            return _gradients(x, weights, d_outs, ctx.needs_input_grad)
+
+
+def narrow(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    """Return x weight' of each weight of few outputs, two at a time; in fp32 and fp64 torch's library multiplies."""
+    if x.dtype not in HALF:
+        return list(_parted(product(x, _joined(weights, 0)), weights, -1))
+    from hf_packfree.ops.projections.triton_kernels import narrow
+
+    rows = x.flatten(0, -2)
+    rows, outs = rows if rows.stride(1) == 1 else rows.contiguous(), [x.new_empty(*x.shape[:-1], len(w)) for w in weights]
+    for i in range(0, len(weights), 2):
+        (first, *second), (out, *other) = (part[i : i + 2] for part in (weights, outs))
+        last, size = (second or [first])[0], rows.shape[1]
+        width = block_width(max(len(first), len(last), _LEAST))
+        launch(
+            narrow, (-(-len(rows) // _ROWS),), rows, first.contiguous(), last.contiguous(), out, (other or [out])[0], len(rows),
+            rows.stride(0), size, len(first), len(last), WIDTH=width, PAIR=bool(second), EVEN=size % _DEPTH == 0, ROWS=_ROWS,
+            DEPTH=_DEPTH, num_warps=4, num_stages=3,
+        )  # fmt: skip
+    return outs
+
+
+def _gradients(
+    x: Tensor, weights: Sequence[Tensor], d_outs: Sequence[Tensor], needed: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """Those of x and of the weights, as far as they are needed."""
+    rows, wants_x, wanted = x.flatten(0, -2), needed[0], needed[1:]
+    d_x: Tensor | None = None
+    d_weights: list[Tensor | None] = [None] * len(weights)
+    # Narrowest first: `addmm_` reads and writes all of d_x, which the narrow product would wait for.
+    for run in sorted(_runs(weights), key=lambda run: sum(weight.shape[0] for weight in weights[run])):
+        d_out = _joined(d_outs[run], -1).flatten(0, -2)
+        if wants_x:
+            weight = _joined(weights[run], 0)
+            d_x = d_out @ weight if d_x is None else d_x.addmm_(d_out, weight)
+        if any(wanted[run]):
+            d_weights[run] = _parted(d_out.T @ rows, weights[run], 0)
+    return None if d_x is None else d_x.view_as(x), *d_weights
+
+
+def _runs(weights: Sequence[Tensor]) -> list[slice]:
+    """Cut the layers into those multiplied as one: narrow neighbours together, every other one by itself."""
+    narrow = [weight.shape[0] < _NARROW for weight in weights]
+    starts = [i for i in range(len(weights)) if i == 0 or not (narrow[i] and narrow[i - 1])]
+    return [slice(*ends) for ends in zip(starts, [*starts[1:], len(weights)], strict=True)]
+
+
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim)
+
+
+def _parted(joint: Tensor, weights: Sequence[Tensor], dim: int) -> Sequence[Tensor]:
+    return [joint] if len(weights) == 1 else joint.split([weight.shape[0] for weight in weights], dim)
