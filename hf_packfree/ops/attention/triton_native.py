@@ -85,7 +85,7 @@ class _Attention(torch.autograd.Function):
         lse = q.new_empty(q.shape[2], q.shape[1], dtype=torch.float32)
         blocks, heads = packed.derive(plan_blocks, False), _heads(q, k)
         sizes = q.shape[1], *(x.stride(1) for x in (q, k, v)), scale * math.log2(math.e)
-        launch(attend, (len(blocks), q.shape[2]), q, k, v, blocks, out, lse, *sizes, **heads, **_blocks("forward"))
+        launch(attend, (blocks.shape[0], q.shape[2]), q, k, v, blocks, out, lse, *sizes, **heads, **_blocks("forward"))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.packed, ctx.scale = packed, scale
         return out
@@ -101,11 +101,11 @@ class _Attention(torch.autograd.Function):
         before, after = (ctx.packed.derive(plan_blocks, follows) for follows in (False, True))
         tokens, strides, scale = q.shape[1], [x.stride(1) for x in (q, k, v)], ctx.scale * math.log2(math.e)
         launch(  # makes delta, so it comes first
-            kernels.attend_backward_queries, (len(before), q.shape[2]), q, k, v, before, out, d_out, lse, delta, d_q,
+            kernels.attend_backward_queries, (before.shape[0], q.shape[2]), q, k, v, before, out, d_out, lse, delta, d_q,
             tokens, *strides, scale, ctx.scale, **heads, **_blocks("queries"),
         )  # fmt: skip
         launch(
-            kernels.attend_backward_pairs, (len(after), k.shape[2], 2), q, k, v, after, d_out, lse, delta, d_k, d_v,
+            kernels.attend_backward_pairs, (after.shape[0], k.shape[2], 2), q, k, v, after, d_out, lse, delta, d_k, d_v,
             tokens, *strides, scale, ctx.scale, **heads, **_blocks("pairs"),
             KEY_STAGES=_STAGES["keys"], VALUE_STAGES=_STAGES["values"],
         )  # fmt: skip

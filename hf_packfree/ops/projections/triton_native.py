@@ -49,20 +49,25 @@ def narrow(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     """Return x weight' of each weight of few outputs, two at a time; in fp32 and fp64 torch's library multiplies."""
     if x.dtype not in HALF:
         return list(_parted(product(x, _joined(weights, 0)), weights, -1))
-    from hf_packfree.ops.projections.triton_kernels import narrow
-
     rows = x.flatten(0, -2)
-    rows, outs = rows if rows.stride(1) == 1 else rows.contiguous(), [x.new_empty(*x.shape[:-1], len(w)) for w in weights]
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    outs = [x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights]
     for i in range(0, len(weights), 2):
-        (first, *second), (out, *other) = (part[i : i + 2] for part in (weights, outs))
-        last, size = (second or [first])[0], rows.shape[1]
-        width = block_width(max(len(first), len(last), _LEAST))
-        launch(
-            narrow, (-(-len(rows) // _ROWS),), rows, first.contiguous(), last.contiguous(), out, (other or [out])[0], len(rows),
-            rows.stride(0), size, len(first), len(last), WIDTH=width, PAIR=bool(second), EVEN=size % _DEPTH == 0, ROWS=_ROWS,
-            DEPTH=_DEPTH, num_warps=4, num_stages=3,
-        )  # fmt: skip
+        _launch(rows, weights[i : i + 2], outs[i : i + 2])
     return outs
+
+
+def _launch(x: Tensor, weights: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+    """One or two products of x [T, D]."""
+    from hf_packfree.ops.projections import triton_kernels as kernels
+
+    (tokens, size), first, last = x.shape, weights[0].contiguous(), weights[-1].contiguous()
+    sizes = first.shape[0], last.shape[0]
+    launch(
+        kernels.narrow, (-(-tokens // _ROWS),), x, first, last, outs[0], outs[-1], tokens, x.stride(0), size, *sizes,
+        WIDTH=block_width(max(*sizes, _LEAST)), PAIR=len(weights) == 2, EVEN=size % _DEPTH == 0, ROWS=_ROWS, DEPTH=_DEPTH,
+        num_warps=4, num_stages=3,
+    )  # fmt: skip
 
 
 def _gradients(
