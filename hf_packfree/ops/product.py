@@ -10,15 +10,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
+from hf_packfree.ops.backend import HALF
+
 _ROWS = 1024
 """Measured on an H200: a product of so few rows that it keeps few of the GPU's processors busy is cut along its sums, which
 changes bits: up to 128 rows at the 2B model's widths, 320 at the 27B's, 576 at the 9B's (4,096 outputs of 12,288)."""
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x weight', [..., D] to [..., F]; on CUDA a document in a short row of its own gets the bits of a long one."""
+    """Return x weight', [..., D] to [..., F]; in half precision on CUDA a short row gets the bits of a long one."""
     rows = x.numel() // x.shape[-1]
-    if not x.is_cuda or rows >= _ROWS:
+    if not x.is_cuda or rows >= _ROWS or x.dtype not in HALF:
         return linear(x, weight)
     return filled(x, weight)
 

@@ -223,8 +223,9 @@ def _is_plain(forms: Forms, claims: list[Claim], real: Tensor, num_documents: in
         return False
     masks = [claim for claim in claims if claim.form == "attention_mask"]
     agreed = any(mask.real is not None and torch.equal(mask.real, real) for mask in masks)
-    documents = forms.attention_mask is not None and forms.attention_mask.ndim == 2 and masks[0].values is not None
-    return (agreed and not documents) or bool(real.all())
+    mask = forms.attention_mask
+    numbered = isinstance(mask, Tensor) and mask.ndim == 2 and masks[0].values is not None
+    return (agreed and not numbered) or bool(real.all())
 
 
 def _check_longest(forms: Forms, longest: int | None) -> None:

@@ -28,7 +28,7 @@ def group_numbers(sizes: Tensor) -> tuple[Tensor, Tensor]:
         sizes: integers [N] on the host, each 1 at least, M together.
     """
     ends = F.pad(sizes.cumsum(0, dtype=torch.int32), (1, 0))
-    first = torch.zeros(int(ends[-1]), dtype=torch.int32)
+    first = torch.zeros(int(ends[-1]), dtype=torch.int32, device=ends.device)
     first[ends[1:-1].long()] = 1
     return ends, first.cumsum(0, dtype=torch.int32)
 

@@ -65,6 +65,8 @@ def rows_of_mask(mask: Tensor) -> tuple[Tensor, Tensor] | None:
     Args:
         mask: [B, S].
     """
+    if mask.numel() == 0:
+        return None
     host = mask.detach().to("cpu")
     real = host if host.dtype == torch.bool else host != 0
     if real is not host and not torch.equal(real.to(host.dtype), host):

@@ -158,10 +158,11 @@ def test_rows_of_a_matrix_product(outputs, inputs, record):
     record(what, relative_rms(together, alone), PRODUCT, lengths_that_differ=differ)
 
 
-PUBLISHED = {  # (outputs, inputs) of the layers' products
+PUBLISHED = {  # (outputs, inputs) of the layers' products, each of two neighbours
     "2B": [(6144, 2048), (2048, 2048), (16, 2048), (4096, 2048), (512, 2048), (2048, 6144)],
     "4B": [(9216, 2560), (2560, 9216), (8192, 2560), (4096, 2560), (32, 2560), (1024, 2560), (2560, 4096)],
     "9B": [(8192, 4096), (4096, 4096), (32, 4096), (1024, 4096), (12288, 4096), (4096, 12288)],
+    "none": [(64, 2048), (100, 2048), (127, 1000)],  # other blocks of the kernel of narrow products
     "27B": [(17408, 5120), (5120, 17408), (10240, 5120), (6144, 5120), (48, 5120), (1024, 5120), (5120, 6144)],
 }
 ROWS = (1, 65, 129, 257, 320, 576, 1000, 1025, 1280, 1536, 2000, 2560, 3072, 3978, 5567, 12288)

@@ -141,3 +141,23 @@ def test_padded_rows_of_one_document_each_equal_one_by_one(rows, side):
     parts = batch.cut(model(**batch.inputs, attention_mask=numbers).logits)
     for part, document in zip(parts, batch.documents):
         assert (part - model(input_ids=document[None]).logits[0]).norm() <= 1e-5 * part.norm()
+
+
+@pytest.mark.parametrize("mask", ["a dict", "of a static cache"])
+def test_a_prepared_mask_is_upstreams(mask):
+    """transformers hands a dict of masks, by the layers' kind, to the text model where its generation prepared them."""
+    model = tiny()
+
+    def run():
+        if mask == "a dict":
+            return model(input_ids=IDS, attention_mask={"full_attention": None, "linear_attention": None}).logits
+        options = {"cache_implementation": "static", "disable_compile": True, "output_logits": True}
+        return torch.stack(model.eval().generate(
+            IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=3, do_sample=False, pad_token_id=0,
+            return_dict_in_generate=True, **options,
+        ).logits)  # fmt: skip
+
+    with torch.no_grad():
+        wanted = run()
+        apply_patches(model)
+        assert torch.equal(run(), wanted)

@@ -254,7 +254,7 @@ from hf_packfree.ops.projections import projections
 torch.manual_seed(0)
 worst = 0.0
 for rows, depth in ((1, 40), (64, 128), (130, 300)):  # 300: the last part of the sums is cut
-    for sizes in ((3,), (16, 16), (5, 100, 31)):
+    for sizes in ((3,), (16, 16), (5, 40, 31), (100, 5), (127, 127)):
         x = torch.randn(1, rows, depth + 7).half()[..., 7:]  # the interpreter does not multiply bf16
         weights = [torch.randn(size, depth).half() for size in sizes]
         found = projections(x, *weights, backend="triton")

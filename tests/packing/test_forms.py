@@ -273,3 +273,8 @@ def test_nothing_but_padding_is_upstreams():
 def test_lists_are_refused(form):
     with pytest.raises(BoundaryError, match=f"found {form} as a list; wanted a tensor"):
         read((1, 3), **{form: [[0, 1, 2]]})
+
+
+@pytest.mark.parametrize("mask", [{"full_attention": None}, object()], ids=["a dict", "anything"])
+def test_masks_that_are_no_tensor_are_upstreams(mask):
+    assert read((2, 3), attention_mask=mask) is None

@@ -129,6 +129,6 @@ def test_a_mask_alone_is_read_without_the_general_reading(monkeypatch):
     assert of_mask(mask)[0] == [2, 2]
 
 
-@pytest.mark.parametrize("mask", [[[1, 0, 1]], [[1, 2, 0]], [[1, 1, 1]], [[0, 0, 0]], [[1.0, 0.5, 0.0]]], ids=str)
+@pytest.mark.parametrize("mask", [[[], []], [[1, 0, 1]], [[1, 2, 0]], [[1, 1, 1]], [[0, 0, 0]], [[1.0, 0.5, 0.0]]], ids=str)
 def test_leaves_holes_documents_and_extremes_of_a_mask_to_the_general_reading(mask):
     assert rows_of_mask(torch.tensor(mask)) is None

@@ -69,7 +69,7 @@ def plan_blocks(packed: PackedSequence, meets_what_follows: bool) -> Tensor:
     """
     starts, lengths = packed.cu_seqlens_cpu[:-1], packed.cu_seqlens_cpu.diff()
     firsts, document = group_numbers((lengths + _BLOCK - 1) // _BLOCK)
-    start = (torch.arange(len(document), dtype=torch.int32) - firsts[document]) * _BLOCK
+    start = (torch.arange(len(document), dtype=torch.int32, device=document.device) - firsts[document]) * _BLOCK
     work = lengths[document] - start if meets_what_follows else start
     order = work.argsort(descending=True, stable=True)
     blocks = torch.stack([starts[document], start, lengths[document]], 1)[order]

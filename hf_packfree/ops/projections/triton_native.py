@@ -19,7 +19,9 @@ from hf_packfree.ops.product import as_in_forward, product
 
 _NARROW = 128
 """Layers of fewer outputs: their products wait for x and its gradient to be read, so neighbours read them together."""
-_ROWS, _DEPTH = 64, 128  # tokens of a program, and how much of their sums it makes at a time
+_ROWS = 64  # tokens of a program
+_DEPTH = {16: 128, 32: 128, 64: 64, 128: 64}  # by outputs' block: how much of the sums it makes at a time, in shared memory
+_PAIR = 64  # outputs of neighbours that one program makes, at most: the shared memory of small GPUs (99 KiB) holds no more
 _LEAST = 16  # outputs that Hopper's matrix instructions make at once
 
 
@@ -46,14 +48,15 @@ class _Projections(torch.autograd.Function):
 
 
 def narrow(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-    """Return x weight' of each weight of few outputs, two at a time; in fp32 and fp64 torch's library multiplies."""
+    """Return x weight' of each weight of few outputs; in fp32 and fp64 torch's library multiplies."""
     if x.dtype not in HALF:
         return list(_parted(product(x, _joined(weights, 0)), weights, -1))
     rows = x.flatten(0, -2)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     outs = [x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights]
-    for i in range(0, len(weights), 2):
-        _launch(rows, weights[i : i + 2], outs[i : i + 2])
+    at_once = 2 if max(weight.shape[0] for weight in weights) <= _PAIR else 1
+    for i in range(0, len(weights), at_once):
+        _launch(rows, weights[i : i + at_once], outs[i : i + at_once])
     return outs
 
 
@@ -63,10 +66,11 @@ def _launch(x: Tensor, weights: Sequence[Tensor], outs: Sequence[Tensor]) -> Non
 
     (tokens, size), first, last = x.shape, weights[0].contiguous(), weights[-1].contiguous()
     sizes = first.shape[0], last.shape[0]
+    width = block_width(max(*sizes, _LEAST))
+    depth = _DEPTH[width]
     launch(
         kernels.narrow, (-(-tokens // _ROWS),), x, first, last, outs[0], outs[-1], tokens, x.stride(0), size, *sizes,
-        WIDTH=block_width(max(*sizes, _LEAST)), PAIR=len(weights) == 2, EVEN=size % _DEPTH == 0, ROWS=_ROWS, DEPTH=_DEPTH,
-        num_warps=4, num_stages=3,
+        WIDTH=width, PAIR=len(weights) == 2, EVEN=size % depth == 0, ROWS=_ROWS, DEPTH=depth, num_warps=4, num_stages=3,
     )  # fmt: skip
 
 
