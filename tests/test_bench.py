@@ -6,15 +6,16 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from hf_packfree.bench import PRESETS, BenchOptions, BenchReport, Candidate, choose_lengths, run_bench
+from hf_packfree.bench import PRESETS, BenchOptions, BenchReport, Candidate, choose_lengths, presets, run_bench
 from hf_packfree.bench.batches import documents_of, packed, padded
 from hf_packfree.bench.floor import Floor
 from hf_packfree.bench.memory import MIB, peak_mib
-from hf_packfree.cli import main
+from hf_packfree.cli import commands, main
 from tests.support import tiny
 
 CPU = torch.device("cpu")
@@ -38,6 +39,28 @@ def test_peak_memory_of_a_known_step(capfd):
 
     assert peak_mib(step, CPU) == pytest.approx(6, abs=0.01)
     assert capfd.readouterr() == ("", "")
+
+
+def test_the_peak_of_a_gpu_is_that_gpus(monkeypatch):
+    asked = []
+    for name in ("synchronize", "reset_peak_memory_stats", "memory_allocated", "max_memory_allocated"):
+        held = 5 * MIB if name.startswith("max") else 2 * MIB
+        monkeypatch.setattr(torch.cuda, name, lambda device, held=held: asked.append(device) or held)
+    assert peak_mib(lambda: None, torch.device("cuda", 1)) == 3
+    assert set(asked) == {torch.device("cuda", 1)}
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_gpu_is_timed_where_there_is_one(monkeypatch, there):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    assert commands._fastest() == ("cuda" if there else "cpu")
+
+
+def test_a_shape_is_what_it_would_be_trained_in(monkeypatch):
+    monkeypatch.setattr(presets, "build_model", lambda config, device, dtype, **_: SimpleNamespace(train=lambda: dtype))
+    for device, asked, wanted in (("cpu", None, "float32"), ("cuda", None, "bfloat16"), ("cuda", torch.float32, "float32")):
+        assert presets.model_of("small", torch.device(device), asked) == getattr(torch, wanted)
+    assert presets.model_of("qwen3_5", torch.device("cuda"), None) is None, "a checkpoint's own"
 
 
 def test_the_floor_counts_every_linear_layer():

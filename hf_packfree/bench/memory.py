@@ -29,12 +29,12 @@ def ran_out(error: BaseException) -> bool:
 def peak_mib(step: Callable[[], object], device: torch.device) -> float:
     """Run `step` and return the most MiB that tensors held meanwhile, above what they held before."""
     if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
         step()
-        torch.cuda.synchronize()
-        return (torch.cuda.max_memory_allocated() - before) / MIB
+        torch.cuda.synchronize(device)
+        return (torch.cuda.max_memory_allocated(device) - before) / MIB
     return _peak_of(_allocations(step)) / MIB
 
 

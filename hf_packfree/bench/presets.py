@@ -29,6 +29,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 def model_of(source: str, device: torch.device, dtype: torch.dtype | None, trust_remote_code: bool = False) -> nn.Module:
     """Return a preset's model, or whatever else `build_model` knows, in training mode.
 
+    Where `dtype` is None, a preset is what it would be trained in: bfloat16 on a GPU, float32 elsewhere.
+
     Raises:
         UnsupportedModel: nothing of that name can be loaded.
     """
@@ -37,6 +39,7 @@ def model_of(source: str, device: torch.device, dtype: torch.dtype | None, trust
         from transformers import Qwen3_5TextConfig
 
         config = Qwen3_5TextConfig(**PRESETS[source])
+        dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     try:
         return build_model(config, device=device, dtype=dtype, trust_remote_code=trust_remote_code).train()
     except UnsupportedModel as error:

@@ -82,8 +82,9 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
     most = "tokens of the longest document (default: 512; a file's documents are cut only if this is given)"
     parser.add_argument("--longest", type=longest, help=most)
     parser.add_argument("--rounds", type=_whole(1), default=5, help="timed steps of each candidate (default: 5)")
-    parser.add_argument("--device", default="cpu", help="default: cpu")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's own")
+    parser.add_argument("--device", help="default: a CUDA GPU if there is one, else cpu")
+    dtype = "default: the checkpoint's own; a shape's is bfloat16 on a GPU, float32 elsewhere"
+    parser.add_argument("--dtype", choices=DTYPES, help=dtype)
     parser.add_argument("--threads", type=_threads, help="CPU threads (default: torch's choice)")
     parser.add_argument("--seed", type=_seed, default=0, help="of weights and tokens (default: 0)")
     parser.add_argument("--png", type=Path, help="draw a picture into this file, which needs matplotlib")

@@ -14,7 +14,7 @@ from typing import Literal
 
 from hf_packfree.doctor.probe import Probe, probe
 from hf_packfree.doctor.requirements import Requirement
-from hf_packfree.ops.releases import HOPPER_ADVICE, WRONG_TRITON, has_nvcc, tilelang_off
+from hf_packfree.ops.releases import HOPPER_ADVICE, WRONG_TRITON, flash_qla_off, has_nvcc, tilelang_off
 
 State = Literal["usable", "unused", "absent", "too old", "broken"]
 
@@ -96,7 +96,7 @@ def check_hopper(packages: dict[str, Package], capabilities: Sequence[str | None
     """Return FLA's row; on Hopper, some releases of Triton compile its backward wrongly and FLA then refuses to run it."""
     fla, triton = packages["fla-core"], packages["triton"]
     setting = tilelang_off()
-    helpers = ("flash-qla",) if setting else ("flash-qla", "tilelang")
+    helpers = [name for name, off in (("flash-qla", flash_qla_off()), ("tilelang", setting)) if off is None]
     instead = has_nvcc() and any(packages[name].state == "usable" for name in helpers)
     since, until = map(release, WRONG_TRITON)
     wrong_triton = triton.version is not None and since <= release(triton.version) < until

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_packfree.errors import BackendUnavailable, in_short
+from hf_packfree.ops.releases import Fault
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -67,11 +69,14 @@ class Backend:
 
 
 def installed(package: str) -> str | None:
-    """Return the version of an installed distribution, or None."""
+    """Return the version of an installed distribution, or None.
+
+    One that goes by another name, as torch's own builds of Triton do, or has none, is asked itself once it was imported.
+    """
     try:
         return version(package)
     except PackageNotFoundError:
-        return None
+        return getattr(sys.modules.get(package.replace("-", "_")), "__version__", None)
 
 
 @cache
@@ -83,7 +88,7 @@ def broken(package: str, module: str) -> str | None:
     try:
         import_module(module)
     except Exception as error:  # what a mismatched binary raises is anybody's guess
-        return f"{package} {installed(package) or ''} is broken ({in_short(error)}); reinstall it"
+        return Fault(f"{package} {installed(package) or ''} is broken ({in_short(error)}); reinstall it")
     return None
 
 

@@ -12,7 +12,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from hf_packfree.ops.backend import Site, broken, installed, needs_triton
-from hf_packfree.ops.releases import FLA_FLOOR, HOPPER_ADVICE, WRONG_TRITON, has_nvcc, tilelang_off
+from hf_packfree.ops.releases import FLA_FLOOR, HOPPER_ADVICE, Fault, WRONG_TRITON, has_nvcc, tilelang_off
 from hf_packfree.packing import PackedSequence
 
 
@@ -24,7 +24,7 @@ def needs_fla(site: Site) -> str | None:
     if found is None or find_spec("fla") is None:
         return "fla-core is not installed; pip install 'fla-core>=0.6.0'"
     if Version(found) < Version(FLA_FLOOR):
-        return f"fla-core {found} is too old for packed rows; pip install 'fla-core>=0.6.0'"
+        return Fault(f"fla-core {found} is too old for packed rows; pip install 'fla-core>=0.6.0'")
     return None
 
 
@@ -43,9 +43,9 @@ def wrong_on_hopper(site: Site) -> str | None:
     if find_spec("tilelang") is None or not has_nvcc():
         return f"{without}; {HOPPER_ADVICE}"
     if (setting := tilelang_off()) is not None:
-        return f"{without}, and {setting} in the environment leaves tilelang out; unset it"
+        return Fault(f"{without}, and {setting} in the environment leaves tilelang out; unset it")
     reason = broken("tilelang", "tilelang")
-    return reason and f"{without}, and {reason}"
+    return reason and Fault(f"{without}, and {reason}")
 
 
 def chunk_indices(packed: PackedSequence, size: int) -> dict[str, Any]:

@@ -9,6 +9,11 @@ from shutil import which
 
 from packaging.version import Version
 
+
+class Fault(str):
+    """Why a kernel cannot run that lies in what is installed: broken, too old or left out by a setting, so it can be mended."""
+
+
 FLA_FLOOR = "0.5.2"
 """Every release of fla-core before it computes packed rows wrong, or fails on them, in at least one case."""
 
@@ -31,6 +36,11 @@ def tilelang_off() -> str | None:
     return next((f"{name}={value}" for name, value in settings if os.environ.get(name) == value), None)
 
 
+def flash_qla_off() -> str | None:
+    """Return the setting by which flash-linear-attention leaves FlashQLA alone, which we heed too, or None."""
+    return "FLA_FLASH_QLA=0" if os.environ.get("FLA_FLASH_QLA") == "0" else None
+
+
 def too_old(package: str, found: str | None, floor: str, reason: str) -> str | None:
     """Return that release `found` of a package is before `floor`, which rules it out for a reason, or None.
 
@@ -38,7 +48,7 @@ def too_old(package: str, found: str | None, floor: str, reason: str) -> str | N
     """
     if found is None or Version(found) >= Version(floor):
         return None
-    return f"{package} {found} is too old {reason}; pip install '{package}>={floor}'"
+    return Fault(f"{package} {found} is too old {reason}; pip install '{package}>={floor}'")
 
 
 def has_nvcc() -> bool:

@@ -11,6 +11,7 @@ from torch import nn
 
 from hf_packfree.models.attention import drops_out
 from hf_packfree.models.state import Kernels, PatchState
+from hf_packfree.ops.releases import Fault
 from hf_packfree.patching.report import a_parameter, patch_report
 
 logger = logging.getLogger("hf_packfree")
@@ -21,8 +22,12 @@ _SECONDS, _MINUTES = ("triton",), ("fla", "flash_qla", "flash_qla_cut")
 def announce(model: nn.Module, state: PatchState) -> None:
     """Log what runs in a model that was patched just now, what of it runs in plain torch on a GPU, and what compiles."""
     logger.info("%s", patch_report(model))
-    for op, reason in _slow(state).items():
+    slow = _slow(state)
+    for op, reason in slow.items():
         logger.warning("%s runs in plain torch on this GPU, which is slow: %s", op, reason)
+    for op, reason in state.why.items():
+        if isinstance(reason, Fault) and op not in slow:
+            warn_once(f"{op} runs on this GPU without what is installed for it: {reason}")
     if state.cuda_half.attention != "torch" and drops_out(model):
         logger.warning("attention runs in plain torch on this GPU while training: the kernels lack attention_dropout")
     if compiling := ", ".join(_running(state.cuda_half, _SECONDS)):

@@ -16,6 +16,7 @@ from hf_packfree.ops import (
     add_norm, attention, conv, delta_rule, gated_norm, gates, norm_rope, output_gate, projections, swiglu,
 )  # fmt: skip
 from hf_packfree.ops.backend import Backend, Site
+from hf_packfree.ops.releases import Fault
 
 VARIABLE = "PACKFREE_BACKEND"
 """Environment variable read where `backend` is "auto": a name, or "conv=fla,delta_rule=torch"; empty: as if not set."""
@@ -137,7 +138,8 @@ def _choose(sites: Sequence[Site], forced: Mapping[str, str], in_doubt: bool = F
         names[op], before = _first_usable(backends, sites)
         refused |= before
         if refused:
-            why[op] = "; ".join(f"not {name}: {because}" for name, because in refused.items())
+            kind = Fault if any(isinstance(reason, Fault) for reason in refused.values()) else str
+            why[op] = kind("; ".join(f"not {name}: {because}" for name, because in refused.items()))
     return Kernels(**names), why
 
 

@@ -14,12 +14,15 @@ from hf_packfree.models.gated_delta_net import PackedGatedDeltaNet
 from hf_packfree.models.linears import is_hooked, plain_weights
 from hf_packfree.models.mlp import swiglu_weights
 from hf_packfree.models.norms import adds_one
+from hf_packfree.ops.backend import installed
 from hf_packfree.patching.backends import OPS
 from hf_packfree.patching.plan import trunks
 from hf_packfree.patching.registry import Family
 
 _CAPABILITY, _DTYPE, _TORCH = (9, 0), torch.bfloat16, "2.11"
 """Where tests/gpu ran and found the same bits: kernels and torch's matrix library may choose otherwise elsewhere."""
+_RELEASES = {"triton": "3.6.", "fla-core": "0.6.0", "flash-qla": "0.1.3"}
+"""What the version of a package begins with that was there then."""
 
 
 def why_rounding(model: nn.Module, family: Family, implementations: Mapping[str, str], x: Any) -> str | None:
@@ -49,7 +52,12 @@ def _place(x: Any) -> str | None:
 
 def _operations(implementations: Mapping[str, str]) -> str | None:
     rounding = [op for op, name in implementations.items() if not getattr(OPS[op].BACKENDS.get(name), "bits", False)]
-    return f"bits are not promised of what runs {', '.join(rounding)}" if rounding else None
+    if rounding:
+        return f"bits are not promised of what runs {', '.join(rounding)}"
+    for package in sorted({OPS[op].BACKENDS[name].package for op, name in implementations.items()} & _RELEASES.keys()):
+        if not (found := installed(package) or "").startswith(_RELEASES[package]):
+            return f"bits are tested with {package} {_RELEASES[package].rstrip('.')}, this is {found or 'of unknown version'}"
+    return None
 
 
 def _model(model: nn.Module) -> str | None:

@@ -89,6 +89,8 @@ class PatchReport:
         if self.rounding is not None:
             return f"documents get what they get alone, up to rounding ({self.rounding})"
         where = "in the layers' forward pass (not under autocast or torch.compile)"
+        if self.implementations.get("delta_rule") == "fla":
+            where += " of one process, because flash-linear-attention chooses its kernels' shapes by timing them in each"
         return f"documents get what they get alone, bit for bit {where}"
 
 

@@ -54,7 +54,7 @@ def _delta_rule(results: Results, clock: Clock, packed: PackedSequence, heads: i
     beta = random(values).detach().sigmoid().requires_grad_()
     leaves = (q, k, v, g, beta)
     for backend in sorted(BACKENDS):
-        _time(results, clock, workload, backend, partial(gated_delta_rule, *leaves, packed, backend=backend), leaves)
+        _time(results, clock, packed, workload, backend, partial(gated_delta_rule, *leaves, packed, backend=backend), leaves)
 
 
 def _asked(results: Results, workload: str, backends: Any) -> bool:
@@ -70,7 +70,7 @@ def _conv(results: Results, clock: Clock, packed: PackedSequence, channels: int)
     x, weight = _leaf(clock.device, 1, packed.num_tokens, channels), _leaf(clock.device, channels, 4)
     for backend in sorted(BACKENDS):
         call = partial(causal_conv1d, x, weight, packed, backend=backend)
-        _time(results, clock, workload, backend, call, (x, weight))
+        _time(results, clock, packed, workload, backend, call, (x, weight))
 
 
 def _qkv_conv(results: Results, clock: Clock, packed: PackedSequence, heads: int, values: int, size: int) -> None:
@@ -84,7 +84,7 @@ def _qkv_conv(results: Results, clock: Clock, packed: PackedSequence, heads: int
     x, weight = _leaf(clock.device, 1, packed.num_tokens, channels), _leaf(clock.device, channels, 4)
     for backend in sorted(UNITS):
         call = partial(qkv_conv, x, weight, packed, (heads, values), (size, size), backend=backend)
-        _time(results, clock, workload, backend, call, (x, weight))
+        _time(results, clock, packed, workload, backend, call, (x, weight))
 
 
 def _gated_norm(results: Results, clock: Clock, packed: PackedSequence, values: int, size: int) -> None:
@@ -97,7 +97,7 @@ def _gated_norm(results: Results, clock: Clock, packed: PackedSequence, values: 
     weight = _leaf(clock.device, size)
     for backend in sorted(BACKENDS):
         call = partial(gated_rms_norm, x, z, weight, eps=1e-6, backend=backend)
-        _time(results, clock, workload, backend, call, (x, z, weight))
+        _time(results, clock, packed, workload, backend, call, (x, z, weight))
 
 
 def _attention(results: Results, clock: Clock, packed: PackedSequence, heads: int, keys: int, size: int) -> None:
@@ -109,7 +109,7 @@ def _attention(results: Results, clock: Clock, packed: PackedSequence, heads: in
     q, k, v = (_leaf(clock.device, 1, packed.num_tokens, n, size) for n in (heads, keys, keys))
     for backend in sorted(BACKENDS):
         call = partial(attention, q, k, v, packed, backend=backend)
-        _time(results, clock, workload, backend, call, (q, k, v))
+        _time(results, clock, packed, workload, backend, call, (q, k, v))
 
 
 def _add_norm(results: Results, clock: Clock, packed: PackedSequence, width: int) -> None:
@@ -123,7 +123,7 @@ def _add_norm(results: Results, clock: Clock, packed: PackedSequence, width: int
     weight = _leaf(clock.device, width)
     for backend in sorted(BACKENDS):
         call = partial(add_norm, x, branch, weight, 1e-6, backend=backend)
-        _time(results, clock, workload, backend, call, (x, branch, weight))
+        _time(results, clock, packed, workload, backend, call, (x, branch, weight))
 
 
 def _swiglu(results: Results, clock: Clock, packed: PackedSequence, width: int) -> None:
@@ -136,7 +136,7 @@ def _swiglu(results: Results, clock: Clock, packed: PackedSequence, width: int) 
     leaves = (_leaf(clock.device, 1, packed.num_tokens, width), _leaf(clock.device, 3 * width, width),
               _leaf(clock.device, 3 * width, width), _leaf(clock.device, width, 3 * width))
     for backend in sorted(BACKENDS):
-        _time(results, clock, workload, backend, partial(swiglu_mlp, *leaves, backend=backend), leaves)
+        _time(results, clock, packed, workload, backend, partial(swiglu_mlp, *leaves, backend=backend), leaves)
 
 
 def _leaf(device: str, *shape: int) -> Tensor:
@@ -144,7 +144,9 @@ def _leaf(device: str, *shape: int) -> Tensor:
     return torch.randn(*shape, device=device, dtype=dtype).requires_grad_()
 
 
-def _time(results: Results, clock: Clock, workload: str, variant: str, call: Call, leaves: Sequence[Tensor]) -> None:
+def _time(
+    results: Results, clock: Clock, packed: PackedSequence, workload: str, variant: str, call: Call, leaves: Sequence[Tensor]
+) -> None:
     def outputs() -> list[Tensor]:
         found = call()
         return [found] if isinstance(found, Tensor) else [part for part in found if isinstance(part, Tensor)]
@@ -152,7 +154,8 @@ def _time(results: Results, clock: Clock, workload: str, variant: str, call: Cal
     def measure() -> dict[str, Any]:
         gradients = [torch.randn_like(part) for part in outputs()]
         forward = clock.measure(outputs)["ms"]
-        return clock.measure(lambda: torch.autograd.grad(outputs(), leaves, gradients)) | {"forward_ms": forward}
+        both = clock.measure(lambda: torch.autograd.grad(outputs(), leaves, gradients))
+        return both | {"forward_ms": forward, "real_tokens_per_s": packed.num_tokens / both["ms"] * 1e3}
 
     results.row(workload, variant, measure)
 
@@ -188,11 +191,13 @@ def floor(shape: Shape, tokens: int, clock: Clock) -> dict[str, Any]:
 
     short = replace(clock, least=0.0)
     parts = {" x ".join(map(str, (count, *key))): count * short.measure(calls[key])["ms"] for key, count in counts.items()}
-    total, sustained = sum(parts.values()), clock.measure(step)["ms"]
+    total, sustained = sum(parts.values()), clock.measure(step)
     calls.clear()
     free()
-    speed = tokens / total * 1e3
-    return {"ms": total, "sustained_ms": sustained, "real_tokens_per_s": speed, "parts_ms": parts, "layers": shape.layers}
+    return {
+        "ms": total, "sustained_ms": sustained["ms"], "real_tokens_per_s": tokens / total * 1e3,
+        "peak_gib": sustained["peak_gib"], "parts_ms": parts, "layers": shape.layers,
+    }  # fmt: skip
 
 
 def _three(device: str, rows: int, experts: int, outputs: int, inputs: int) -> Call:

@@ -29,6 +29,12 @@ def _delta_rule_leaves(tokens: int) -> dict[str, Tensor]:
     }
 
 
+def _unit_leaves(tokens: int) -> dict[str, Tensor]:
+    """q and k as our convolution leaves them."""
+    leaves = _delta_rule_leaves(tokens)
+    return leaves | {name: torch.nn.functional.normalize(leaves[name], dim=-1) for name in ("q", "k")}
+
+
 def _attention_leaves(tokens: int) -> dict[str, Tensor]:
     heads, keys, size = ATTENTION
     return {name: _random(1, tokens, n, size) for name, n in {"q": heads, "k": keys, "v": keys}.items()}
@@ -118,6 +124,11 @@ OPS = {
         Op(
             "delta rule", "hf_packfree.ops.delta_rule", _delta_rule_leaves,
             lambda f, x, packed, backend: f(x["q"], x["k"], x["v"], x["g"], x["beta"], packed, backend=backend),
+            "gated_delta_rule", exact=("fla", "flash_qla"), exact_gradients=("fla", "flash_qla"),
+        ),
+        Op(  # as the layers call it
+            "delta rule, unit keys", "hf_packfree.ops.delta_rule", _unit_leaves,
+            lambda f, x, packed, backend: f(x["q"], x["k"], x["v"], x["g"], x["beta"], packed, unit=True, backend=backend),
             "gated_delta_rule", exact=("fla", "flash_qla"), exact_gradients=("fla", "flash_qla"),
         ),
         Op(

@@ -22,7 +22,11 @@ TITLES = {
     "2b-32k-packed": "2B shape, 32,768 tokens in {documents} documents",
     "2b-8x2048-padded": "2B shape, 8 rows of 2,048 slots, {fill:.0%} full",
     "9b-32k-packed": "9B shape ({layers} layers), 32,768 tokens",
+    "9b-4k-packed": "9B shape, 4,096 tokens in documents of 500",
+    "9b-8x2048-padded": "9B shape, 8 rows of 2,048 slots, {fill:.0%} full",
     "moe-32k-packed": "MoE, 64 experts, 8 a token ({layers} layers), 32,768 tokens",
+    "moe-4k-packed": "MoE, 4,096 tokens in documents of 500",
+    "moe-8x2048-padded": "MoE, 8 rows of 2,048 slots, {fill:.0%} full",
 }
 ALONE = re.compile(r"(.+): (values|.*gradients?\b.*), packed against alone")
 WHOLE = r"logits |\d+ steps|FLA, largest shapes"

@@ -99,6 +99,28 @@ def test_trunk_documents_are_those_alone(name, record):
     assert TRIAL or limit or not differ, f"documents of {differ} tokens differ"
 
 
+def test_a_step_twice_gives_the_same_bits():
+    """On the kernels that are chosen, none of which adds as programs end; torch is asked for the same."""
+    torch.manual_seed(0)
+    model = small(WIDE)
+    tokens, packed = packed_row(model, LONG)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # torch's library of products would want a variable set
+    try:
+        outputs, grads = zip(*(step_once(model, tokens, packed) for _ in range(2)))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    differ = [name for name, gradient in grads[0].items() if not torch.equal(gradient, grads[1][name])]
+    assert torch.equal(*outputs) and not differ, f"gradients of {differ} differ"
+
+
+def step_once(model, tokens, packed):
+    """The trunk's output and every gradient of its sum of squares."""
+    model.zero_grad(set_to_none=True)
+    output = hidden(model, tokens, packed)
+    output.float().square().sum().backward()
+    return output.detach(), gradients(model)
+
+
 def test_control_without_boundaries_leaks(record):
     torch.manual_seed(0)
     model = small(WIDE)

@@ -79,7 +79,7 @@ def test_equals_the_twin(op, backend, dtype, record, precise, request):
         whole = op.run(as_leaves(values, dtype), packed, "flash_qla").detach()
         assert not torch.equal(found[0], whole), "nothing was cut"
     limits = TWIN[dtype]
-    if (op.name, backend, dtype) == ("delta rule", "fla", torch.float32):
+    if op.name.startswith("delta rule") and (backend, dtype) == ("fla", torch.float32):
         limits = TF32, limits[1]
     record(f"{op.name}, {backend}: values against fp64", relative_rms(found[0], wanted[0]), limits[0], dtype=str(dtype))
     for leaf, gradient in found[1].items():

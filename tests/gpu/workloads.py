@@ -116,12 +116,19 @@ def _linearity(tiny: bool) -> list[Group]:
 
 
 def _wide(name: str, key: str, tiny: bool) -> list[Group]:
-    """Another shape at 32k tokens: patched, the same as one document, and stock."""
-    lengths, workload = _long(tiny), f"{name}-32k-packed"
-    packed, one = Load(lengths), Load((sum(lengths),), "record")
-    liger = ((workload, "packfree+liger", packed), (workload, "packfree+liger, one document", one))
-    found = [Group(SHAPES[key], LIGER, liger)]
-    if name == "moe":
-        bare = ((workload, "packfree", packed), (workload, "packfree, one document", one))
-        found.append(Group(SHAPES[key], PACKFREE, bare))
-    return [*found, Group(SHAPES[key], STOCK_CONV, ((workload, "stock packed", packed),), STANDS_IN)]
+    """Another shape: at 32k tokens and 4k patched, beside one document, and stock; and a batch that is a third full."""
+    lengths, short = _long(tiny), tuple(fixed_lengths(*(200, 25) if tiny else (4096, 500)))
+    rows = []
+    for work, documents in ((f"{name}-32k-packed", lengths), (f"{name}-4k-packed", short)):
+        rows += [(work, "", Load(documents)), (work, ", one document", Load((sum(documents),), "record"))]
+    third = Load(tuple(batch_lengths(4, 64, 0.5) if tiny else batch_lengths(8, 2048, 0.34)), "padded")
+    batch = f"{name}-8x2048-padded"
+    rows.append((batch, ", padded", third))
+    ours = {"packfree+liger": LIGER} | ({"packfree": PACKFREE} if name == "moe" else {})
+    found = [
+        Group(SHAPES[key], variant, tuple((work, called + what, load) for work, what, load in rows))
+        for called, variant in ours.items()
+    ]
+    packed = ((f"{name}-32k-packed", "stock packed", Load(lengths)), (f"{name}-4k-packed", "stock packed", Load(short)))
+    padded = Group(SHAPES[key], STOCK, ((batch, "stock padded", third),), "upstream's convolution as installed")
+    return [*found, Group(SHAPES[key], STOCK_CONV, packed, STANDS_IN), padded]

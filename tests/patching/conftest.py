@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_packfree.ops import backend, conv, delta_rule, fla
-from hf_packfree.patching import backends
+from hf_packfree.patching import backends, exactness
 from tests.patching.machines import INSTALLED
 
 
@@ -31,7 +31,7 @@ def gpu(monkeypatch):
         for module in (fla, backend, conv.dao, delta_rule.flash_qla):
             if hasattr(module, "find_spec"):
                 monkeypatch.setattr(module, "find_spec", find_spec)
-        for module in (fla, backend, conv.dao, delta_rule.flash_qla):
+        for module in (fla, backend, conv.dao, delta_rule.flash_qla, exactness):
             monkeypatch.setattr(module, "installed", packages.get)
         monkeypatch.setattr(backend, "import_module", import_module)
         backend.broken.cache_clear()

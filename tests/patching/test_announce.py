@@ -102,6 +102,28 @@ def test_a_faster_backend_that_was_passed_over_is_said_when_patching(gpu, monkey
     assert len(said) == 1 + len(found.why) and said[1:] == str(found).splitlines()[1:]
 
 
+@pytest.mark.parametrize(
+    "machine, said",
+    [
+        ({"broken": ["flash_qla"]}, "flash-qla 0.1.3 is broken (OSError: undefined symbol: _ZN3c10); reinstall it"),
+        ({"packages": INSTALLED | {"flash-qla": "0.1.2"}}, "flash-qla 0.1.2 is too old for packed rows"),
+        ({"packages": {name: found for name, found in INSTALLED.items() if name != "flash-qla"}}, None),
+        ({"capability": (8, 0)}, None),
+        ({}, None),
+    ],
+    ids=["broken", "too old", "absent", "another GPU", "nothing wrong"],
+)
+def test_what_is_installed_and_cannot_run_is_a_warning_once(gpu, monkeypatch, caplog, machine, said):
+    """What is absent, or made for other machines, is not wrong here: the report says it."""
+    gpu(**machine)
+    for _ in range(2):
+        patched_on_a_gpu(monkeypatch)
+    found = [line for line in logged(caplog, "WARNING") if "without what is installed" in line]
+    assert len(found) == (said is not None)
+    begins = "delta_rule runs on this GPU without what is installed for it: not flash_qla: "
+    assert said is None or found[0].startswith(begins + said)
+
+
 def test_what_compiles_for_seconds_is_said_when_patching(gpu, monkeypatch, caplog):
     gpu()
     with caplog.at_level(logging.INFO, logger="hf_packfree"):

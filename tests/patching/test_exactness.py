@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from hf_packfree import apply_patches, patch_report
-from hf_packfree.patching import backends
+from hf_packfree.patching import backends, exactness
 from hf_packfree.patching.backends import OPS
 from tests.gpu.op_table import OPS as TESTED
-from tests.patching.machines import SIZES
+from tests.patching.machines import INSTALLED, SIZES
 from tests.support import tiny
 
 BITS = "documents get what they get alone, bit for bit in the layers' forward pass (not under autocast or torch.compile)"
@@ -70,6 +70,21 @@ def test_on_a_cpu_bits_are_not_promised():
 def test_what_is_in_the_way_of_bits_is_said(hopper, place, reason):
     report = patch_report(hopper(**place))
     assert report.rounding == reason and ROUNDING.format(reason) in str(report)
+
+
+@pytest.mark.parametrize(
+    "package, found, options", [("triton", "3.7.1", {}), ("flash-qla", "0.1.4", {}), ("fla-core", None, {"delta_rule": "fla"})]
+)
+def test_bits_are_promised_for_the_releases_they_were_tested_with(hopper, monkeypatch, package, found, options):
+    model = hopper(backend=options or "auto")
+    monkeypatch.setattr(exactness, "installed", (INSTALLED | {package: found}).get)
+    tested = INSTALLED[package].removesuffix(".0") if package == "triton" else INSTALLED[package]
+    assert patch_report(model).rounding == f"bits are tested with {package} {tested}, this is {found or 'of unknown version'}"
+
+
+def test_of_kernels_that_are_tuned_bits_are_promised_within_a_process(hopper):
+    tuned = "of one process, because flash-linear-attention chooses its kernels' shapes by timing them in each"
+    assert tuned in str(patch_report(hopper(backend={"delta_rule": "fla"}))) and tuned not in str(patch_report(hopper()))
 
 
 def test_under_autocast_bits_are_not_promised(hopper):

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.metadata import PackageNotFoundError
+from types import SimpleNamespace
+
 import pytest
 
+from hf_packfree.ops import backend, fla
+from hf_packfree.ops.backend import Site
 from hf_packfree.patching.backends import choose_backends
 from tests.patching.machines import SIZES
 
@@ -25,3 +31,28 @@ def test_hopper_with_a_broken_tilelang(gpu):
     state = choose_backends("auto", "upstream", SIZES)
     assert state.cuda_half.delta_rule == "torch"
     assert "tilelang 0.1.15 is broken (OSError: undefined symbol: _ZN3c10); reinstall it" in state.why["delta_rule"]
+
+
+def test_hopper_with_a_triton_of_another_name(monkeypatch):
+    """torch's own builds are called pytorch-triton; the module says which it is."""
+
+    def version(package):
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr(backend, "version", version)
+    monkeypatch.setattr(fla, "find_spec", lambda name: None)
+    for found, wrong in (("3.6.0", True), ("3.7.1", False)):
+        monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=found))
+        assert backend.installed("triton") == found
+        reason = fla.wrong_on_hopper(Site("cuda", (9, 0)))
+        assert (reason is not None and "with triton 3.6.0" in reason) == wrong
+    assert backend.installed("no-such-package") is None
+
+
+def test_flash_qla_switched_off_for_fla_is_off_here_too(gpu, monkeypatch):
+    gpu()
+    assert choose_backends("auto", "upstream", SIZES).cuda_half.delta_rule == "flash_qla"
+    monkeypatch.setenv("FLA_FLASH_QLA", "0")
+    state = choose_backends("auto", "upstream", SIZES)
+    assert state.cuda_half.delta_rule == "fla"
+    assert "not flash_qla: FLA_FLASH_QLA=0 in the environment turns it off" in state.why["delta_rule"]

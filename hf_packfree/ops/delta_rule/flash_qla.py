@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from hf_packfree.ops.backend import Site, broken, installed, needs_cuda, needs_half
 from hf_packfree.ops.launch import on_its_device
-from hf_packfree.ops.releases import FLASH_QLA_FLOOR, has_nvcc, too_old
+from hf_packfree.ops.releases import FLASH_QLA_FLOOR, flash_qla_off, has_nvcc, too_old
 from hf_packfree.packing import PackedSequence, uncompiled
 
 _SIZE = 128
@@ -40,6 +40,12 @@ def unusable(site: Site) -> str | None:
     sizes = {site.sizes.get("key_size", _SIZE), site.sizes.get("value_size", _SIZE)}
     if sizes != {_SIZE}:
         return f"it runs heads of {_SIZE} channels, the model has {sorted(sizes)}"
+    return _unusable_package()
+
+
+def _unusable_package() -> str | None:
+    if (setting := flash_qla_off()) is not None:
+        return f"{setting} in the environment turns it off"
     if find_spec("flash_qla") is None:
         return "flash-qla is not installed; pip install flash-qla"
     if (reason := too_old("flash-qla", installed("flash-qla"), FLASH_QLA_FLOOR, "for packed rows")) is not None:
