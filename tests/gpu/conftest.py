@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.gpu.models import pin_kernels
 from tests.gpu.timing import rounded
 from tests.support import put_upstream_in_torch
 
@@ -76,25 +75,8 @@ def upstream_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def pin(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Return `pin("smallest")` or `pin("largest")`: each of FLA's kernels runs in that one of its shapes and tunes nothing."""
-    from fla.modules import FusedRMSNormGated, convolution
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-    assert FusedRMSNormGated and convolution and chunk_gated_delta_rule
-    tuners = [thing for thing in gc.get_objects() if any(kind.__name__ == "Autotuner" for kind in type(thing).__mro__)]
-    assert tuners, "FLA tunes nothing any more"
-    shapes = {id(tuner): tuner.configs for tuner in tuners}
-
-    def pinned(which: str) -> None:
-        sign = {"smallest": -1, "largest": 1}[which]
-
-        def rank(shape: Any) -> tuple[int, ...]:  # with few stages, so that shared memory holds the largest
-            return sign * math.prod(shape.kwargs.values()), -shape.num_stages, -sign * shape.num_warps
-
-        for tuner in tuners:
-            monkeypatch.setattr(tuner, "configs", [max(shapes[id(tuner)], key=rank)])
-
-    return pinned
+    """See `pin_kernels`."""
+    return pin_kernels(monkeypatch)
 
 
 @pytest.fixture

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -139,3 +140,29 @@ def _set_environment(name: str, value: str | None) -> None:
         os.environ.pop(name, None)
     else:
         os.environ[name] = value
+
+
+def pin_kernels(patch: Any) -> Callable[[str], None]:
+    """Return `pin("smallest")` or `pin("largest")`: each of FLA's kernels runs in that one of its shapes and tunes nothing.
+
+    Args:
+        patch: pytest's MonkeyPatch, which undoes it.
+    """
+    from fla.modules import FusedRMSNormGated, convolution
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    assert FusedRMSNormGated and convolution and chunk_gated_delta_rule
+    tuners = [thing for thing in gc.get_objects() if any(kind.__name__ == "Autotuner" for kind in type(thing).__mro__)]
+    assert tuners, "FLA tunes nothing any more"
+    shapes = {id(tuner): tuner.configs for tuner in tuners}
+
+    def pinned(which: str) -> None:
+        sign = {"smallest": -1, "largest": 1}[which]
+
+        def rank(shape: Any) -> tuple[int, ...]:  # with few stages, so that shared memory holds the largest
+            return sign * math.prod(shape.kwargs.values()), -shape.num_stages, -sign * shape.num_warps
+
+        for tuner in tuners:
+            patch.setattr(tuner, "configs", [max(shapes[id(tuner)], key=rank)])
+
+    return pinned
