@@ -28,12 +28,15 @@ def test_the_long_row(variant, ms):
     assert row["run"] == ROWS["2b-32k-packed", "stock packed"]["run"], "timed beside stock"
 
 
-@pytest.mark.parametrize("variant, times", [("packfree, padded", 3.9), ("packfree+liger, padded", 3.9)])
-def test_a_batch_that_is_a_third_full(variant, times):
-    """Against stock with the fastest convolution there is.  4 is asked for; README says how nearly it was reached."""
+MISSED = pytest.mark.xfail(strict=True, reason="3.96 times in this result, 4.05 in the one before: README says what holds it")
+
+
+@pytest.mark.parametrize("variant", ["packfree, padded", pytest.param("packfree+liger, padded", marks=MISSED)])
+def test_a_batch_that_is_a_third_full(variant):
+    """Against stock with the fastest convolution there is."""
     found = ROWS["2b-8x2048-padded", variant]
     stock = [ROWS["2b-8x2048-padded", name] for name in ("stock padded", "stock padded, FLA convolution")]
-    assert found["real_tokens_per_s"] >= times * max(row["real_tokens_per_s"] for row in stock)
+    assert found["real_tokens_per_s"] >= 4 * max(row["real_tokens_per_s"] for row in stock)
     assert found["peak_gib"] < min(row["peak_gib"] for row in stock)
 
 

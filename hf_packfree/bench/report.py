@@ -20,7 +20,7 @@ class BenchOptions:
         model: a preset, a family's name, a config or checkpoint folder, or a hub id.
         lengths: tokens of each document of the batch.
         rounds: timed steps of each candidate; they run in turns.
-        device, dtype: where and in what; dtype None is the checkpoint's own.
+        device, dtype: where and in what; dtype None is the checkpoint's own, or a preset's: see `model_of`.
         threads: CPU threads; None leaves torch's choice.
         seed: of weights and tokens.
         trust_remote_code: for a checkpoint with code of its own.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_packfree.ops.backend import Site, broken, installed, needs_triton
 from hf_packfree.ops.releases import FLA_FLOOR, HOPPER_ADVICE, Fault, WRONG_TRITON, has_nvcc, tilelang_off
-from hf_packfree.packing import PackedSequence
+from hf_packfree.packing import PackedSequence, group_numbers
 
 
 def needs_fla(site: Site) -> str | None:
@@ -67,9 +67,6 @@ def _takes_chunk_indices() -> bool:
 
 def plan_chunks(packed: PackedSequence, size: int) -> Tensor:
     """Return int32 [NC, 2] on the row's device: document and number within it, of every chunk of `size` tokens."""
-    counts = (packed.cu_seqlens_cpu.diff().long() + size - 1) // size
-    document = torch.arange(len(counts)).repeat_interleave(counts)
-    first = counts.cumsum(0) - counts
-    number = torch.arange(len(document)) - first.repeat_interleave(counts)
-    plan = torch.stack((document, number), 1).to(torch.int32)
-    return plan.to(packed.cu_seqlens.device, non_blocking=True)
+    firsts, document = group_numbers((packed.cu_seqlens_cpu.diff() + size - 1) // size)
+    number = torch.arange(len(document), dtype=torch.int32, device=document.device) - firsts[document]
+    return torch.stack((document, number), 1).to(packed.cu_seqlens.device, non_blocking=True)

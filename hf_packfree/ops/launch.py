@@ -7,7 +7,6 @@ What is switched on in Triton later (device asserts, instrumentation of its prof
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -43,13 +42,6 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     else:
         with torch.cuda.device(device):
             _launch(kernel, grid, device, arguments, constants)
-
-
-def on_its_device(x: Tensor) -> AbstractContextManager[Any]:
-    """Let kernels of others, which run on the current device, run on x's."""
-    device = x.get_device()
-    here = device < 0 or device == torch.accelerator.current_device_index()
-    return nullcontext() if here else torch.cuda.device(device)
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], device: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
@@ -122,4 +114,4 @@ def _assumes_no_more(compiled: Any) -> bool:
     return all(value is None or value == 1 for value in fixed) and all(attribute == _ASSUMED for attribute in assumed)
 
 
-__all__ = ["launch", "on_its_device"]
+__all__ = ["launch"]

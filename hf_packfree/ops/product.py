@@ -13,8 +13,8 @@ from torch.nn.functional import linear, pad
 from hf_packfree.ops.backend import HALF
 
 _ROWS = 1024
-"""Measured on an H200: a product of so few rows that it keeps few of the GPU's processors busy is cut along its sums, which
-changes bits: up to 128 rows at the 2B model's widths, 320 at the 27B's, 576 at the 9B's (4,096 outputs of 12,288)."""
+"""A product of so few rows that it keeps few of the GPU's processors busy is cut along its sums, which changes bits.  With more
+rows than these, wide layers of the published models' sizes were not, on an H200 (tests/gpu/test_ops.py)."""
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:

@@ -20,7 +20,9 @@ _SECONDS, _MINUTES = ("triton",), ("fla", "flash_qla", "flash_qla_cut")
 
 
 def announce(model: nn.Module, state: PatchState) -> None:
-    """Log what runs in a model that was patched just now, what of it runs in plain torch on a GPU, and what compiles."""
+    """Log what runs in a model that was patched just now, what of it runs in plain torch on a GPU or without what is
+    installed for it, and what compiles.
+    """
     logger.info("%s", patch_report(model))
     slow = _slow(state)
     for op, reason in slow.items():

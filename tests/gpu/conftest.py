@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.gpu.models import pin_kernels
+from tests.gpu.models import pin_kernels, precise_products
 from tests.gpu.timing import rounded
 from tests.support import put_upstream_in_torch
 
@@ -56,15 +55,10 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 @pytest.fixture
-def precise(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """fp32 products in fp32: torch's and Triton's.  TileLang has no such switch; its fp32 products are TF32."""
-    monkeypatch.setenv("TRITON_F32_DEFAULT", "ieee")
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.set_float32_matmul_precision(before[0])
-    torch.backends.cudnn.allow_tf32 = before[1]
+def precise() -> Iterator[None]:
+    """See `precise_products`."""
+    with precise_products():
+        yield
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from hf_packfree import apply_patches
 from tests.gpu.checks import DEVICE, TRIAL
-from tests.gpu.models import build, pin_kernels
+from tests.gpu.models import build, pin_kernels, precise_products
 from tests.gpu.shapes import SHAPES, linear_heads
 from tests.support import put_upstream_in_torch
 
@@ -177,10 +177,7 @@ def train(folder: Path) -> dict[str, torch.Tensor]:
 def main(arguments: Sequence[str]) -> None:
     """Train one curve and leave it in a file."""
     name, file = arguments
-    os.environ["TRITON_F32_DEFAULT"] = "ieee"  # fp32 products in fp32, as the tests' fixture has it
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
-    with pytest.MonkeyPatch.context() as patch:
+    with precise_products(), pytest.MonkeyPatch.context() as patch:
         torch.save(CURVES[name](patch), file)
 
 

@@ -142,6 +142,22 @@ def _set_environment(name: str, value: str | None) -> None:
         os.environ[name] = value
 
 
+@contextmanager
+def precise_products() -> Iterator[None]:
+    """Multiply fp32 in fp32, in torch and in Triton.  TileLang has no such switch; its fp32 products are TF32."""
+    name = "TRITON_F32_DEFAULT"
+    before = os.environ.get(name), torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    os.environ[name] = "ieee"
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        _set_environment(name, before[0])
+        torch.set_float32_matmul_precision(before[1])
+        torch.backends.cudnn.allow_tf32 = before[2]
+
+
 def pin_kernels(patch: Any) -> Callable[[str], None]:
     """Return `pin("smallest")` or `pin("largest")`: each of FLA's kernels runs in that one of its shapes and tunes nothing.
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hf_packfree.ops.backend import Site, broken, installed, needs_cuda, needs_half
-from hf_packfree.ops.launch import on_its_device
 from hf_packfree.ops.releases import FLASH_QLA_FLOOR, flash_qla_off, has_nvcc, too_old
 from hf_packfree.packing import PackedSequence, uncompiled
 
@@ -64,7 +63,7 @@ def gated_delta_rule(
     if not unit or not _is_known():
         return _run(q, k, v, g, beta, cu_seqlens, unit, cut=False)
     inputs = (x.contiguous() for x in (q, k, v, g.float(), beta))
-    with on_its_device(q):
+    with torch.cuda.device_of(q):  # TileLang launches on the current one
         return _WholeDocuments.apply(*inputs, cu_seqlens)  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -95,7 +94,7 @@ def _run(
 
 
 class _WholeDocuments(torch.autograd.Function):
-    """FlashQLA's two passes and nothing around them: what its own function asks and wraps takes a third of a call's time."""
+    """FlashQLA's two passes without what its own function asks and wraps around them, for which short rows would wait."""
 
     @staticmethod
     def forward(
