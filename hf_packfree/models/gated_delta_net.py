@@ -61,17 +61,18 @@ class PackedGatedDeltaNet(Replacement):
         state = state_of(self)
         mixed, z, b, a = self._project(x, state.kernels_for(x.device, x.dtype).projections)
         kernels = state.kernels_for(mixed.device, mixed.dtype)  # which under autocast is not x's
-        by_module = kernels.gated_norm == "torch" or is_hooked(self.norm)  # upstream's, or what stands in its place
+        gated_norm = self.norm
+        by_module = kernels.gated_norm == "torch" or is_hooked(gated_norm)  # upstream's, or what stands in its place
         there, rows = (packed, None) if by_module else _order(packed, kernels)
         g, beta = gates(a, b, self.A_log, self.dt_bias, rows=rows, backend=kernels.gates)
         q, k, v, unit = self._convolve(mixed, packed, rows, kernels.conv)
         out = gated_delta_rule(q, k, v, g, beta, there, unit=unit, backend=kernels.delta_rule)
         if by_module:
-            normed = self.norm(out.reshape(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim))
+            normed = gated_norm(out.reshape(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim))
             normed = normed.view(1, packed.num_tokens, self.value_dim)
             return project(normed, self.out_proj, backend=kernels.projections)[0]
         norm = partial(
-            gated_rms_norm, out, z.reshape(out.shape), self.norm.weight, epsilon(self.norm), rows=rows,
+            gated_rms_norm, out, z.reshape(out.shape), gated_norm.weight, epsilon(gated_norm), rows=rows,
             backend=kernels.gated_norm,
         )  # fmt: skip
         remakes = kernels.gated_norm in REMAKES
@@ -80,7 +81,8 @@ class PackedGatedDeltaNet(Replacement):
     def _convolve(
         self, mixed: Tensor, packed: PackedSequence, rows: Tensor | None, backend: str
     ) -> tuple[Tensor, Tensor, Tensor, bool]:
-        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        conv = self.conv1d
+        weight, bias = conv.weight.squeeze(1), conv.bias
         heads, sizes = (self.num_k_heads, self.num_v_heads), (self.head_k_dim, self.head_v_dim)
         return qkv_conv(mixed, weight, packed, heads, sizes, bias=bias, activation=self.activation, rows=rows, backend=backend)
 

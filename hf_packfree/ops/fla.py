@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from inspect import signature, unwrap
 from typing import Any
 
+import numpy as np
 import torch
 from packaging.version import Version
 from torch import Tensor
@@ -67,6 +68,6 @@ def _takes_chunk_indices() -> bool:
 
 def plan_chunks(packed: PackedSequence, size: int) -> Tensor:
     """Return int32 [NC, 2] on the row's device: document and number within it, of every chunk of `size` tokens."""
-    firsts, document = group_numbers((packed.cu_seqlens_cpu.diff() + size - 1) // size)
-    number = torch.arange(len(document), dtype=torch.int32, device=document.device) - firsts[document]
-    return torch.stack((document, number), 1).to(packed.cu_seqlens.device, non_blocking=True)
+    firsts, document = group_numbers(-(-np.diff(packed.cu_seqlens_cpu.numpy()) // size))
+    number = np.arange(len(document), dtype=np.int32) - firsts[document]
+    return torch.from_numpy(np.stack((document, number), 1)).to(packed.cu_seqlens.device, non_blocking=True)

@@ -12,17 +12,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from hf_packfree.ops.backend import installed
 
 _KNOWN = ("3.6.", "3.7.")
 """The releases of Triton whose compiled kernels are started here; others are asked at every launch."""
 _ASSUMED = ["tt.divisibility", 16]
-"""What compiled code may rely on, and `_kinds` tells apart, beside types and integers that are 1."""
+"""What compiled code may rely on, and `_read` tells apart, beside types and integers that are 1."""
 _INT32 = 2**31
-Start = Callable[[tuple[int, ...], tuple[Any, ...]], None]
+Start = Callable[[tuple[int, ...], tuple[Any, ...], list[Any]], None]
 _compiled: dict[tuple[Any, ...], Start] = {}
-"""By kernel, device, constants and the arguments' kinds: what starts the compiled kernel on a grid, with arguments."""
+"""By kernel, device, constants and the arguments' kinds: what starts the compiled kernel on a grid, with arguments and their
+values."""
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
@@ -45,10 +47,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], device: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    key = (id(kernel), device, *constants, *constants.values(), *_kinds(arguments))
+    kinds, values = _read(arguments, device)
+    key = (id(kernel), device, *constants, *constants.values(), *kinds)
     start = _compiled.get(key)
     if start is not None:
-        return start(grid, arguments)
+        return start(grid, arguments, values)
     compiled = kernel[grid](*arguments, **constants)
     if compiled is not None and _assumes_no_more(compiled):  # None: a hook of Triton's kept it from compiling
         rest = tuple(constants[name] for name in kernel.arg_names[len(arguments):])
@@ -63,12 +66,12 @@ def _starter(compiled: Any, device: int, rest: tuple[Any, ...]) -> Start:
     runtime, stream_of = knobs.runtime, driver.active.get_current_stream
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
 
-    def start(grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
+    def start(grid: tuple[int, ...], arguments: tuple[Any, ...], values: list[Any]) -> None:
         sizes = x, y, z = (*grid, 1, 1)[:3]
         if _watched(runtime):
             compiled[sizes](*arguments, *rest)
         else:
-            run(x, y, z, stream_of(device), function, metadata, None, None, None, *arguments, *rest)
+            run(x, y, z, stream_of(device), function, metadata, None, None, None, *values, *rest)
 
     return start
 
@@ -79,21 +82,29 @@ def _watched(runtime: Any) -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-def _kinds(arguments: tuple[Any, ...]) -> list[Any]:
-    """What Triton compiles the arguments for, told apart at least as finely as it does."""
+def _read(arguments: tuple[Any, ...], device: int) -> tuple[list[Any], list[Any]]:
+    """What Triton compiles the arguments for, told apart at least as finely as it does, and the values that it starts with.
+
+    A tensor's value is its address, which the driver is not asked about at every launch, as Triton does; so one that is not on
+    this device is of another kind, of which Triton hears.
+    """
     kinds: list[Any] = []
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            kinds.append(argument.dtype)
-            if argument.data_ptr() % 16:
-                kinds.append("odd")  # which says so of the tensor before it
-        elif isinstance(argument, bool):
-            kinds.append((bool, argument))
-        elif isinstance(argument, int):
-            kinds.append(1 if argument == 1 else (argument % 16 == 0, -_INT32 <= argument < _INT32))
-        else:
-            kinds.append(type(argument))
-    return kinds
+    values: list[Any] = []
+    for value in arguments:
+        kind: Any = type(value)
+        if kind is Tensor or kind is Parameter:
+            kind, where, value = value.dtype, value.get_device(), value.data_ptr()
+            if where != device or value % 16:
+                kind = kind, where, value % 16
+        elif kind is int:
+            kind = 1 if value == 1 else (value % 16 == 0, -_INT32 <= value < _INT32)
+        elif isinstance(value, int):  # a bool, or of a subclass
+            kind = kind, value
+        elif kind is not float and isinstance(value, Tensor):
+            kind = kind, value.dtype, value.get_device(), value.data_ptr() % 16
+        kinds.append(kind)
+        values.append(value)
+    return kinds, values
 
 
 @cache

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,16 +36,17 @@ class Order(NamedTuple):
 
 def longest_first(packed: PackedSequence) -> Order | None:
     """Return the documents by their number of chunks, or None where none has more of them than one before it."""
-    lengths = packed.cu_seqlens_cpu.diff()
-    chunks = (lengths + _CHUNK - 1) // _CHUNK
-    if not bool((chunks.diff() > 0).any()):
+    starts = packed.cu_seqlens_cpu.numpy()
+    lengths = np.diff(starts)
+    chunks = -(-lengths // _CHUNK)
+    if (chunks[1:] <= chunks[:-1]).all():
         return None
-    order, device = chunks.argsort(descending=True, stable=True), packed.cu_seqlens.device
+    order, device = np.argsort(-chunks, kind="stable"), packed.cu_seqlens.device
     other = PackedSequence.from_lengths(lengths[order], device=device)
-    shift = torch.empty_like(lengths)
-    shift[order] = other.cu_seqlens_cpu[:-1] - packed.cu_seqlens_cpu[:-1][order]
-    tokens = torch.arange(packed.num_tokens, dtype=torch.int32, device=device)
-    return Order(other, tokens + shift.to(device, non_blocking=True).index_select(0, packed.seq_idx[0]))
+    shift = np.empty_like(lengths)
+    shift[order] = other.cu_seqlens_cpu.numpy()[:-1] - starts[order]
+    rows = np.arange(packed.num_tokens, dtype=np.int32) + np.repeat(shift, lengths)
+    return Order(other, torch.from_numpy(rows).to(device, non_blocking=True))
 
 
 def moved(x: Tensor, rows: Tensor | None) -> Tensor:

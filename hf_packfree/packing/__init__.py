@@ -1,4 +1,4 @@
-"""What a pack is: the record, boundaries from any input form, unpad and repad.  Needs torch alone."""
+"""What a pack is: the record, boundaries from any input form, unpad and repad.  Needs torch and numpy alone."""
 
 from hf_packfree.packing.compiling import uncompiled
 from hf_packfree.packing.forms import Forms, read_forms, says_padding_only, to_hf_kwargs

@@ -21,7 +21,7 @@ from hf_packfree.packing.claims import (
     refuse_jumps,
     refuse_packed_mrope,
 )
-from hf_packfree.packing.record import PackedSequence
+from hf_packfree.packing.record import Integers, PackedSequence
 from hf_packfree.packing.squares import claim_of_square
 from hf_packfree.packing.swift import offsets_of_one_row, rows_of_mask
 from hf_packfree.packing.tails import join_padding_tails
@@ -102,8 +102,8 @@ def read_forms(
         return None if len(lengths) == 1 else PackedSequence.from_lengths(lengths, device=device, batch_shape=shape)
     rows = _rows_of_mask(forms, shape) if drop_padding else None
     if rows is not None:
-        lengths, places = rows
-        return PackedSequence.from_lengths(lengths, device=device, batch_shape=shape, indices=places, plain=True)
+        sizes, places = rows
+        return PackedSequence.from_lengths(sizes, device=device, batch_shape=shape, indices=places, plain=True)
     claims = _claims(forms, shape, device)
     real = torch.ones(shape, dtype=torch.bool)
     for claim in claims:
@@ -136,7 +136,7 @@ def _offsets_of_one_row(forms: Forms, shape: tuple[int, int], device: torch.devi
     return offsets_of_one_row(shape[1], device, given, forms.seq_idx, forms.position_ids)
 
 
-def _rows_of_mask(forms: Forms, shape: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
+def _rows_of_mask(forms: Forms, shape: tuple[int, int]) -> tuple[Integers, Tensor] | None:
     mask = forms.attention_mask
     alone = forms.position_ids is None and not forms.named and forms.max_length_q is None and forms.max_length_k is None
     return rows_of_mask(mask) if alone and isinstance(mask, Tensor) and tuple(mask.shape) == shape else None

@@ -9,28 +9,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional as F
 
 from hf_packfree.errors import BoundaryError
 
 _Derived = TypeVar("_Derived")
+Integers = NDArray[np.integer[Any]]
 
 
-def group_numbers(sizes: Tensor) -> tuple[Tensor, Tensor]:
+def group_numbers(sizes: Integers) -> tuple[Integers, Integers]:
     """Return int32 [N+1], where each of N groups starts and the last one ends, and int32 [M], every element's group.
 
-    Made on the host, where sizes are known: few short operations, while the GPU waits for what is planned by them.  (Torch's
-    repeat_interleave wakes a thread for every core there, which takes longer than all of this.)
+    Plans are numpy's because the GPU waits for them: its short operations take a third of the time that torch's do.
 
     Args:
-        sizes: integers [N] on the host, each 1 at least, M together.
+        sizes: integers [N], each 1 at least, M together.
     """
-    ends = F.pad(sizes.cumsum(0, dtype=torch.int32), (1, 0))
-    first = torch.zeros(int(ends[-1]), dtype=torch.int32, device=ends.device)
-    first[ends[1:-1].long()] = 1
-    return ends, first.cumsum(0, dtype=torch.int32)
+    ends = np.zeros(len(sizes) + 1, dtype=np.int32)
+    np.cumsum(sizes, out=ends[1:])
+    return ends, np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -66,7 +66,7 @@ class PackedSequence:
     @classmethod
     def from_lengths(
         cls,
-        lengths: Sequence[int] | Tensor,
+        lengths: Sequence[int] | Tensor | Integers,
         *,
         device: torch.device | str = "cpu",
         batch_shape: tuple[int, int] | None = None,
@@ -86,13 +86,13 @@ class PackedSequence:
         Raises:
             BoundaryError: a length is below 1, or there is none.
         """
-        sizes = torch.as_tensor(lengths, dtype=torch.int32, device="cpu")
-        if sizes.numel() == 0 or int(sizes.min()) < 1:
+        sizes = torch.as_tensor(lengths, dtype=torch.int32, device="cpu").numpy()
+        if sizes.size == 0 or sizes.min() < 1:
             raise BoundaryError(
                 f"found document lengths {sizes.tolist()}; wanted one or more, each of at least one token; "
                 "drop empty documents before packing"
             )
-        cu_seqlens, numbers = group_numbers(sizes)
+        cu_seqlens, numbers = map(torch.from_numpy, group_numbers(sizes))
         return cls(
             cu_seqlens=cu_seqlens.to(device, non_blocking=True),
             cu_seqlens_cpu=cu_seqlens,

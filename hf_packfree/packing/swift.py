@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from hf_packfree.packing.record import Integers
+
 _WHOLE = (torch.int64, torch.int32)
+_MASKS = (*_WHOLE, torch.bool, torch.float32)
 
 
 def offsets_of_one_row(
@@ -56,24 +60,24 @@ def offsets_of_one_row(
     return torch.nn.functional.pad(places, (0, 1), value=tokens) if len(places) else None
 
 
-def rows_of_mask(mask: Tensor) -> tuple[Tensor, Tensor] | None:
+def rows_of_mask(mask: Tensor) -> tuple[Integers, Tensor] | None:
     """Return the lengths of the rows' documents, int64 [N], and their tokens' places in the flattened batch, int64 [T].
 
-    Both on the host; None where the general reading has to look: a mask of other values than 0 and 1, a hole within a document,
-    or no padding, or nothing else.
+    Both on the host; None where the general reading has to look: a mask of other values than 0 and 1, of a rare dtype, a hole
+    within a document, or no padding, or nothing else.
 
     Args:
         mask: [B, S].
     """
-    if mask.numel() == 0:
+    if mask.numel() == 0 or mask.dtype not in _MASKS:
         return None
-    host = mask.detach().to("cpu")
-    real = host if host.dtype == torch.bool else host != 0
-    if real is not host and not torch.equal(real.to(host.dtype), host):
+    host = mask.detach().to("cpu").numpy()
+    real = host != 0
+    if not np.array_equal(real, host):
         return None
-    lengths = real.sum(1)
-    lengths, rises = lengths[lengths > 0], real[:, 1:] & ~real[:, :-1]
-    if int(rises.sum() + real[:, 0].sum()) != len(lengths):
+    lengths = np.count_nonzero(real, axis=1)
+    lengths, rises = lengths[lengths > 0], real[:, 1:] > real[:, :-1]
+    if np.count_nonzero(rises) + np.count_nonzero(real[:, 0]) != len(lengths):
         return None
-    places = real.flatten().nonzero()[:, 0]
-    return (lengths, places) if 0 < len(places) < real.numel() else None
+    places = np.flatnonzero(real)
+    return (lengths, torch.from_numpy(places)) if 0 < len(places) < real.size else None

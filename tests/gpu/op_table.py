@@ -157,8 +157,8 @@ OPS = {
             "gated norm", "hf_packfree.ops.gated_norm",
             _gated_norm_leaves,
             lambda f, x, packed, backend: f(x["x"], x["z"], x["weight"], eps=1e-6, backend=backend),
-            "gated_rms_norm", shared=("weight",), mixes=False, exact=("torch", "triton", "fla"),
-            exact_gradients=("triton", "fla"),
+            "gated_rms_norm", shared=("weight",), mixes=False, exact=("torch", "triton"),
+            exact_gradients=("triton",),
         ),
         Op(
             "qkv conv, longest first", "hf_packfree.ops.conv", _conv_leaves,
@@ -173,8 +173,8 @@ OPS = {
         Op(
             "gated norm, longest first, projected", "hf_packfree.ops.gated_norm",
             lambda tokens: _gated_norm_leaves(tokens) | _projection(HEADS[1] * HEADS[2]), _normed,
-            "gated_rms_norm", shared=("weight", "projection"), mixes=False, exact=("triton", "fla"),
-            exact_gradients=("triton", "fla"),
+            "gated_rms_norm", shared=("weight", "projection"), mixes=False, exact=("triton",),
+            exact_gradients=("triton",),
         ),
         Op(
             "output gate, projected", "hf_packfree.ops.output_gate",

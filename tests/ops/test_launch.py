@@ -13,8 +13,16 @@ from hypothesis import strategies as st
 
 from hf_packfree.ops import launch as module
 
+
+class Kept(torch.Tensor):
+    pass
+
+
 BUFFERS = {dtype: torch.zeros(64, dtype=dtype) for dtype in (torch.bfloat16, torch.float32, torch.int32)}
-tensors = st.builds(lambda dtype, offset: BUFFERS[dtype][offset:], st.sampled_from(list(BUFFERS)), st.integers(0, 16))
+tensors = st.builds(
+    lambda dtype, offset, kind: BUFFERS[dtype][offset:].as_subclass(kind),
+    st.sampled_from(list(BUFFERS)), st.integers(0, 16), st.sampled_from([torch.Tensor, Kept]),
+)  # fmt: skip
 edges = st.sampled_from([2**31 - 16, 2**31, -(2**31), -(2**31) - 16])
 integers = st.one_of(st.integers(-5, 40), st.integers(-(2**40), 2**40), edges)
 values = st.one_of(tensors, integers, st.floats(allow_nan=False), st.none(), st.booleans())
@@ -43,7 +51,7 @@ def of_triton(argument):
 def test_what_triton_tells_apart_has_other_kinds(pairs):
     left, right = zip(*pairs)
     if list(map(of_triton, left)) != list(map(of_triton, right)):
-        assert module._kinds(left) != module._kinds(right)
+        assert module._read(left, -1)[0] != module._read(right, -1)[0]
 
 
 class Kernel:
@@ -102,7 +110,8 @@ def test_a_kind_is_asked_about_once():
     for size in (2048, 4096, 17, 33, 1):
         run(kernel, x, size)
     assert [call[1][1] for call in kernel.asked] == [2048, 17, 1], "multiples of 16, others, and 1"
-    assert kernel.ran == [((7, 1, 1), (x, 4096, 32)), ((7, 1, 1), (x, 33, 32))], "with the constant in its place"
+    place = x.data_ptr()
+    assert kernel.ran == [((7, 1, 1), (place, 4096, 32)), ((7, 1, 1), (place, 33, 32))], "with the constant in its place"
     run(kernel, x[1:], 4096)
     run(kernel, x, 4096, num_warps=8)
     run(Kernel(), x, 4096)
@@ -135,7 +144,7 @@ def test_who_wants_to_hear_of_launches_does(hooks):
         run(kernel, x, 16)
         hook.calls.clear()
     run(kernel, x, 16)
-    assert kernel.ran == [*[("heard", (7, 1, 1), (x, 16, 32))] * 2, ((7, 1, 1), (x, 16, 32))]
+    assert kernel.ran == [*[("heard", (7, 1, 1), (x, 16, 32))] * 2, ((7, 1, 1), (x.data_ptr(), 16, 32))]
 
 
 def test_a_triton_that_says_nothing_of_what_it_assumes_is_asked_every_time():
@@ -144,6 +153,13 @@ def test_a_triton_that_says_nothing_of_what_it_assumes_is_asked_every_time():
     for _ in range(2):
         run(kernel, BUFFERS[torch.float32], 16)
     assert len(kernel.asked) == 2 and not kernel.ran
+
+
+def test_a_tensor_on_another_device_is_of_another_kind():
+    """Triton looks addresses up in the driver and says so; we do not, so it has to hear of every tensor that is elsewhere."""
+    x = BUFFERS[torch.float32]
+    here, there = module._read((x, 5), x.get_device()), module._read((x, 5), 0)
+    assert here[1] == there[1] == [x.data_ptr(), 5] and here[0] != there[0]
 
 
 def test_the_interpreter_is_called_as_it_is():

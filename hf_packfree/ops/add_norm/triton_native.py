@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from hf_packfree.ops.backend import block_width
 from hf_packfree.ops.launch import launch
+from hf_packfree.ops.operation import Operation
 from hf_packfree.ops.partial_sums import summed
 
 _TILES, _PROGRAMS = 64, 512  # in the backward pass: rows of a program at most, programs at least
@@ -18,10 +19,10 @@ _AHEAD, _ROW = 2, 8192  # how many of them are asked for ahead, up to so many by
 
 def add_norm(x: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See `hf_packfree.ops.add_norm.add_norm`."""
-    return _AddNorm.apply(x, branch, weight, eps)  # type: ignore[no-any-return,no-untyped-call]
+    return _AddNorm.apply(x, branch, weight, eps)  # type: ignore[no-any-return]
 
 
-class _AddNorm(torch.autograd.Function):
+class _AddNorm(Operation):
     """Its inputs share one gradient, which is that of the residual stream and of the norm together."""
 
     @staticmethod

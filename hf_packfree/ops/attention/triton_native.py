@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -17,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from hf_packfree.errors import BackendUnavailable
 from hf_packfree.ops.backend import Site, needs_half, needs_triton, refuse_wide
 from hf_packfree.ops.launch import launch
+from hf_packfree.ops.operation import Operation
 from hf_packfree.packing import PackedSequence, group_numbers, uncompiled
 
 _HOPPER = (9, 0)
@@ -52,7 +54,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, *, scale: fl
             "shorter documents; call apply_patches(model, backend={'attention': 'varlen'})"
         )
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    return _Attention.apply(q, k, v, packed, scale)  # type: ignore[no-any-return,no-untyped-call]
+    return _Attention.apply(q, k, v, packed, scale)  # type: ignore[no-any-return]
 
 
 def reach(q: Tensor, k: Tensor, v: Tensor, longest: int) -> int:
@@ -67,16 +69,16 @@ def plan_blocks(packed: PackedSequence, meets_what_follows: bool) -> Tensor:
     The blocks with most to do come first, so that the last ones to end are short: queries meet what lies before them,
     keys what follows.
     """
-    starts, lengths = packed.cu_seqlens_cpu[:-1], packed.cu_seqlens_cpu.diff()
-    firsts, document = group_numbers((lengths + _BLOCK - 1) // _BLOCK)
-    start = (torch.arange(len(document), dtype=torch.int32, device=document.device) - firsts[document]) * _BLOCK
+    starts = packed.cu_seqlens_cpu.numpy()
+    lengths = np.diff(starts)
+    firsts, document = group_numbers(-(-lengths // _BLOCK))
+    start = (np.arange(len(document), dtype=np.int32) - firsts[document]) * _BLOCK
     work = lengths[document] - start if meets_what_follows else start
-    order = work.argsort(descending=True, stable=True)
-    blocks = torch.stack([starts[document], start, lengths[document]], 1)[order]
-    return blocks.to(packed.cu_seqlens.device, non_blocking=True)
+    blocks = np.stack((starts[document], start, lengths[document]), 1)[np.argsort(-work, kind="stable")]
+    return torch.from_numpy(blocks).to(packed.cu_seqlens.device, non_blocking=True)
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(Operation):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, scale: float) -> Tensor:
         from hf_packfree.ops.attention.triton_kernels import attend

@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 
 from hf_packfree.ops.backend import Site, block_width, needs_triton
 from hf_packfree.ops.launch import launch
+from hf_packfree.ops.operation import Operation
 from hf_packfree.ops.partial_sums import summed
 from hf_packfree.packing import PackedSequence, uncompiled
 
@@ -43,9 +44,9 @@ class Heads(NamedTuple):
         return [count for count in (self.keys, self.keys, self.values) if count]
 
     @property
-    def channels(self) -> slice:
-        """Its channels in the row."""
-        return slice(self.first, self.first + (2 * self.keys + self.values) * self.size)
+    def channels(self) -> int:
+        """How many they are."""
+        return (2 * self.keys + self.values) * self.size
 
 
 class Job(NamedTuple):
@@ -122,10 +123,10 @@ def _apply(
         return plan_tokens(packed, rows)
 
     plan = packed.derive(build, 0 if rows is None else rows.data_ptr())  # told apart by `rows`, which the plan keeps alive
-    return _Convolution.apply(x, weight, bias, job, *plan)  # type: ignore[no-any-return,no-untyped-call]
+    return _Convolution.apply(x, weight, bias, job, *plan)  # type: ignore[no-any-return]
 
 
-class _Convolution(torch.autograd.Function):
+class _Convolution(Operation):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, job: Job, *plan: Tensor
@@ -134,14 +135,13 @@ class _Convolution(torch.autograd.Function):
 
         x = x if x.stride(2) == 1 else x.contiguous()
         ctx.save_for_backward(x, weight, bias, *plan)
-        ctx.job = job
+        ctx.job, tokens = job, x.shape[1]
         outs: list[Tensor] = []
         for heads in job.launches:
-            mine = [x.new_empty(1, x.shape[1], count, heads.size) for count in heads.counts]
-            row, grid = x[0, :, heads.channels], _grid(x.shape[1], heads)
+            mine = [x.new_empty(1, tokens, count, heads.size) for count in heads.counts]
             launch(
-                convolve, grid, row, *_taps(weight, bias, heads), *plan, *_three(mine, heads), row.shape[0], row.stride(0),
-                heads.keys, heads.values, heads.size, job.eps or 0.0,
+                convolve, _grid(tokens, heads), _from(x, heads), *_taps(weight, bias, heads), *plan, *_three(mine, heads),
+                tokens, x.stride(1), heads.keys, heads.values, heads.size, job.eps or 0.0,
                 **_blocks(weight, bias, job, heads, "forward"),
             )  # fmt: skip
             outs += mine
@@ -154,17 +154,17 @@ class _Convolution(torch.autograd.Function):
 
         x, weight, bias, *plan = ctx.saved_tensors
         d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-        d_weights, d_biases = [], []
+        d_weights, d_biases, tokens = [], [], x.shape[1]
         left = [d_out.contiguous() for d_out in d_outs]
         for heads in ctx.job.launches:
             mine = [left.pop(0) for _ in heads.counts]
-            row, target = x[0, :, heads.channels], d_x[0, :, heads.channels]
-            grid = _grid(x.shape[1], heads)
-            d_weight = x.new_empty(grid[0], row.shape[1], weight.shape[1], dtype=torch.float32)  # of each strip
+            grid = _grid(tokens, heads)
+            d_weight = x.new_empty(grid[0], heads.channels, weight.shape[1], dtype=torch.float32)  # of each strip
             d_bias = None if bias is None else d_weight.new_empty(d_weight.shape[:2])
             launch(
-                convolve_backward, grid, row, *_taps(weight, bias, heads), *plan, *_three(mine, heads), target, d_weight,
-                d_bias, row.shape[0], row.stride(0), target.stride(0), heads.keys, heads.values, heads.size, ctx.job.eps or 0.0,
+                convolve_backward, grid, _from(x, heads), *_taps(weight, bias, heads), *plan, *_three(mine, heads),
+                _from(d_x, heads), d_weight, d_bias, tokens, x.stride(1), d_x.stride(1), heads.keys, heads.values, heads.size,
+                ctx.job.eps or 0.0,
                 **_blocks(weight, bias, ctx.job, heads, "backward"),
             )  # fmt: skip
             d_weights.append(d_weight)
@@ -186,9 +186,15 @@ def _three(tensors: list[Tensor], heads: Heads) -> list[Tensor]:
     return [q, tensors[1] if heads.keys else v, v]
 
 
+def _from(x: Tensor, heads: Heads) -> Tensor:
+    """x [1, T, C] from a launch's first channel on; all of it, where that is the first, takes the host no time."""
+    return x if heads.first == 0 else x[:, :, heads.first :]
+
+
 def _taps(weight: Tensor, bias: Tensor | None, heads: Heads) -> tuple[Tensor, Tensor | None]:
-    """The weights and the bias of a launch's channels."""
-    return weight[heads.channels].contiguous(), None if bias is None else bias[heads.channels]
+    """The weights and the bias from a launch's first channel on."""
+    weight = weight.contiguous()
+    return (weight, bias) if heads.first == 0 else (weight[heads.first :], None if bias is None else bias[heads.first :])
 
 
 def _grid(tokens: int, heads: Heads) -> tuple[int, int]:

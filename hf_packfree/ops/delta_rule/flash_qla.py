@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hf_packfree.ops.backend import Site, broken, installed, needs_cuda, needs_half
+from hf_packfree.ops.operation import Operation
 from hf_packfree.ops.releases import FLASH_QLA_FLOOR, flash_qla_off, has_nvcc, too_old
 from hf_packfree.packing import PackedSequence, uncompiled
 
@@ -64,7 +65,7 @@ def gated_delta_rule(
         return _run(q, k, v, g, beta, cu_seqlens, unit, cut=False)
     inputs = (x.contiguous() for x in (q, k, v, g.float(), beta))
     with torch.cuda.device_of(q):  # TileLang launches on the current one
-        return _WholeDocuments.apply(*inputs, cu_seqlens)  # type: ignore[no-any-return,no-untyped-call]
+        return _WholeDocuments.apply(*inputs, cu_seqlens)  # type: ignore[no-any-return]
 
 
 @uncompiled
@@ -93,7 +94,7 @@ def _run(
     return out  # type: ignore[no-any-return]
 
 
-class _WholeDocuments(torch.autograd.Function):
+class _WholeDocuments(Operation):
     """FlashQLA's two passes without what its own function asks and wraps around them, for which short rows would wait."""
 
     @staticmethod

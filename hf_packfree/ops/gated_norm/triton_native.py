@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from hf_packfree.ops.backend import block_width
 from hf_packfree.ops.launch import launch
+from hf_packfree.ops.operation import Operation
 from hf_packfree.ops.partial_sums import summed
 from hf_packfree.ops.product import product, product_backward
 
@@ -26,10 +27,10 @@ def gated_rms_norm(
     x: Tensor, z: Tensor, weight: Tensor, eps: float, projection: Tensor | None = None, rows: Tensor | None = None
 ) -> Tensor:
     """See `hf_packfree.ops.gated_norm.gated_rms_norm`."""
-    return _GatedNorm.apply(x, z, weight, eps, projection, rows)  # type: ignore[no-any-return,no-untyped-call]
+    return _GatedNorm.apply(x, z, weight, eps, projection, rows)  # type: ignore[no-any-return]
 
 
-class _GatedNorm(torch.autograd.Function):
+class _GatedNorm(Operation):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, z: Tensor, weight: Tensor, eps: float, projection: Tensor | None, rows: Tensor | None

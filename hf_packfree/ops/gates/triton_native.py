@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from hf_packfree.ops.backend import block_width
 from hf_packfree.ops.launch import launch
+from hf_packfree.ops.operation import Operation
 from hf_packfree.ops.partial_sums import summed
 
 _ELEMENTS = 2048  # of a program
@@ -19,10 +20,10 @@ def gates(
     a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """See `hf_packfree.ops.gates.gates`."""
-    return _Gates.apply(a, b, A_log, dt_bias, rows)  # type: ignore[no-any-return,no-untyped-call]
+    return _Gates.apply(a, b, A_log, dt_bias, rows)  # type: ignore[no-any-return]
 
 
-class _Gates(torch.autograd.Function):
+class _Gates(Operation):
     @staticmethod
     def forward(
         ctx: Any, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, rows: Tensor | None

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from hf_packfree.ops.backend import block_width
 from hf_packfree.ops.launch import launch
+from hf_packfree.ops.operation import Operation
 from hf_packfree.ops.partial_sums import summed
 
 _TILES, _PROGRAMS = 4, 4096  # in the backward pass: tokens of a program at most, programs at least
@@ -17,10 +18,10 @@ _TILES, _PROGRAMS = 4, 4096  # in the backward pass: tokens of a program at most
 
 def norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     """See `hf_packfree.ops.norm_rope.norm_rope`."""
-    return _NormRope.apply(x, weight, cos, sin, eps)  # type: ignore[no-any-return,no-untyped-call]
+    return _NormRope.apply(x, weight, cos, sin, eps)  # type: ignore[no-any-return]
 
 
-class _NormRope(torch.autograd.Function):
+class _NormRope(Operation):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
         from hf_packfree.ops.norm_rope.triton_kernels import norm_rope

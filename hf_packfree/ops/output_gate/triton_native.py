@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from hf_packfree.ops.backend import block_width
 from hf_packfree.ops.launch import launch
+from hf_packfree.ops.operation import Operation
 from hf_packfree.ops.product import product, product_backward
 
 _ELEMENTS = 4096  # of a program
@@ -21,10 +22,10 @@ _ELEMENTS = 4096  # of a program
 
 def output_gate(x: Tensor, z: Tensor, projection: Tensor | None = None) -> Tensor:
     """See `hf_packfree.ops.output_gate.output_gate`."""
-    return _OutputGate.apply(x, z, projection)  # type: ignore[no-any-return,no-untyped-call]
+    return _OutputGate.apply(x, z, projection)  # type: ignore[no-any-return]
 
 
-class _OutputGate(torch.autograd.Function):
+class _OutputGate(Operation):
     @staticmethod
     def forward(ctx: Any, x: Tensor, z: Tensor, projection: Tensor | None) -> Tensor:
         from hf_packfree.ops.output_gate.triton_kernels import gate

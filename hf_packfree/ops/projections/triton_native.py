@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from hf_packfree.ops.backend import HALF, block_width
 from hf_packfree.ops.launch import launch
+from hf_packfree.ops.operation import Operation
 from hf_packfree.ops.product import as_in_forward, product
 
 _NARROW = 128
@@ -27,10 +28,10 @@ _LEAST = 16  # outputs that Hopper's matrix instructions make at once
 
 def projections(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
     """See `hf_packfree.ops.projections.projections`."""
-    return _Projections.apply(x, *weights)  # type: ignore[no-any-return,no-untyped-call]
+    return _Projections.apply(x, *weights)  # type: ignore[no-any-return]
 
 
-class _Projections(torch.autograd.Function):
+class _Projections(Operation):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, *weights)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hf_packfree.ops.launch import launch
+from hf_packfree.ops.operation import Operation
 from hf_packfree.ops.product import product, product_backward
 
 _BLOCK = 2048  # elements of a program
@@ -21,10 +22,10 @@ _BLOCK = 2048  # elements of a program
 
 def swiglu_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """See `hf_packfree.ops.swiglu.swiglu_mlp`."""
-    return _SwiGLU.apply(x, gate, up, down)  # type: ignore[no-any-return,no-untyped-call]
+    return _SwiGLU.apply(x, gate, up, down)  # type: ignore[no-any-return]
 
 
-class _SwiGLU(torch.autograd.Function):
+class _SwiGLU(Operation):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         from hf_packfree.ops.swiglu.triton_kernels import gated
