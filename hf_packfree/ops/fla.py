@@ -55,7 +55,7 @@ def chunk_indices(packed: PackedSequence, size: int) -> dict[str, Any]:
     From 0.6.0 on it takes `chunk_indices`, before that `cu_seqlens_cpu`, from which it plans once per record.
     """
     if _takes_chunk_indices():
-        return {"chunk_indices": packed.derive(plan_chunks, size)}
+        return {"chunk_indices": packed.derive(plan_chunks, size)[1]}
     return {"cu_seqlens_cpu": packed.cu_seqlens_cpu}
 
 
@@ -66,8 +66,15 @@ def _takes_chunk_indices() -> bool:
     return "chunk_indices" in signature(unwrap(chunk_gated_delta_rule)).parameters
 
 
-def plan_chunks(packed: PackedSequence, size: int) -> Tensor:
-    """Return int32 [NC, 2] on the row's device: document and number within it, of every chunk of `size` tokens."""
+def plan_chunks(packed: PackedSequence, size: int) -> tuple[Tensor, Tensor]:
+    """Return, on the row's device, where each document's chunks of `size` tokens begin, and which one every chunk is.
+
+    Returns:
+        int32 [N+1], the number of each document's first chunk, and NC, the number of all.
+        int32 [NC, 2], document and number within it.
+    """
     firsts, document = group_numbers(-(-np.diff(packed.cu_seqlens_cpu.numpy()) // size))
     number = np.arange(len(document), dtype=np.int32) - firsts[document]
-    return torch.from_numpy(np.stack((document, number), 1)).to(packed.cu_seqlens.device, non_blocking=True)
+    device, plan = packed.cu_seqlens.device, (firsts, np.stack((document, number), 1))
+    starts, chunks = (torch.from_numpy(part).to(device, non_blocking=True) for part in plan)
+    return starts, chunks

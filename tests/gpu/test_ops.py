@@ -7,6 +7,7 @@ import torch
 from packaging.version import Version
 
 from hf_packfree.ops.backend import installed
+from hf_packfree.ops.delta_rule.flash_qla import planned_cu_seqlens
 from hf_packfree.ops.projections import projections
 from tests.gpu.checks import DEVICE, LENGTHS, LONG, TRIAL, gpu, record_of, spans
 from tests.gpu.op import as_leaves, cut
@@ -184,6 +185,23 @@ def test_a_token_gets_the_same_bits_in_a_projection_of_any_number_of_rows(size, 
             worst, differ = max(worst, *errors), differ + [count] * any(errors)
         what = f"projection {outputs} x {inputs}, {size}: fewer rows against {rows}"
         record(what, worst, PRODUCT if TRIAL else 0.0, lengths_that_differ=differ)
+
+
+def test_flash_qlas_plans_are_its_own():
+    """Which we make with fewer operations, for the releases that we know."""
+    if (reason := OPS["delta rule"].unusable("flash_qla", torch.bfloat16)) is not None:
+        pytest.skip(reason)
+    from flash_qla.utils.index import prepare_varlen_metadata
+
+    for lengths in ([1], [64], LONG, [65, 1, 2000, 64, 63] * 3, [64] * 500):
+        packed = record_of(lengths)
+        found, wanted = planned_cu_seqlens(packed), prepare_varlen_metadata(packed.cu_seqlens.clone(), packed.cu_seqlens_cpu)
+        assert torch.equal(found, wanted)
+        for ours, theirs in zip(found._flash_qla_prepared_varlen, wanted._flash_qla_prepared_varlen, strict=True):
+            if isinstance(ours, torch.Tensor):
+                assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype, lengths
+            else:
+                assert ours == theirs, lengths
 
 
 def test_every_operation_is_here():

@@ -83,3 +83,25 @@ def test_equals_its_twin_by_whatever_way_it_is_called(stand_in, monkeypatch, ver
     assert relative_rms(out, twin) < 1e-6
     for a, b in zip(found, wanted, strict=True):
         assert a.grad.dtype == a.dtype and relative_rms(a.grad, b.grad) < 1e-5
+
+
+def test_a_release_that_we_know_finds_its_plan_made(monkeypatch):
+    """What its own function attaches, which takes some operations for each document; tests/gpu compares the two."""
+    monkeypatch.setattr(flash_qla, "_is_known", lambda: True)
+    planned = flash_qla.planned_cu_seqlens(PACKED)
+    assert torch.equal(planned, PACKED.cu_seqlens) and planned is not PACKED.cu_seqlens
+    size, firsts, count, chunks = planned._flash_qla_prepared_varlen
+    assert (size, count, firsts.tolist()) == (64, 5, [0, 1, 3, 4, 5])
+    assert chunks.tolist() == [[0, 0], [1, 0], [1, 1], [2, 0], [3, 0]]
+    assert {planned.dtype, firsts.dtype, chunks.dtype} == {torch.int32} and chunks.is_contiguous()
+
+
+def test_another_release_makes_its_plan_itself(monkeypatch):
+    asked = ModuleType("flash_qla.utils.index")
+    asked.prepare_varlen_metadata = lambda offsets, host: (offsets, host)
+    for name in ("flash_qla", "flash_qla.utils"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, asked.__name__, asked)
+    monkeypatch.setattr(flash_qla, "_is_known", lambda: False)
+    offsets, host = flash_qla.planned_cu_seqlens(PACKED)
+    assert torch.equal(offsets, PACKED.cu_seqlens) and offsets is not PACKED.cu_seqlens and host is PACKED.cu_seqlens_cpu

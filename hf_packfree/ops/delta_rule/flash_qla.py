@@ -17,13 +17,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hf_packfree.ops.backend import Site, broken, installed, needs_cuda, needs_half
+from hf_packfree.ops.fla import plan_chunks
 from hf_packfree.ops.operation import Operation
 from hf_packfree.ops.releases import FLASH_QLA_FLOOR, flash_qla_off, has_nvcc, too_old
 from hf_packfree.packing import PackedSequence, uncompiled
 
-_SIZE = 128
+_SIZE, _CHUNK = 128, 64
 _KNOWN = ("0.1.3",)
-"""Releases whose two passes return what we read; others are called by their one function."""
+"""Releases whose two passes return what we read, and whose plans we make; others are called by their one function."""
 _USED_ON = ((9, 0), (10, 0), (10, 3))
 """Where it cuts documents into chunks of 64, as on 9.0, the one we tested.  0.1.3 also has kernels for 12.0 and 12.1, with
 chunks of 32; nobody tried them with packed rows."""
@@ -125,8 +126,15 @@ def _is_known() -> bool:
 
 
 def planned_cu_seqlens(packed: PackedSequence) -> Tensor:
-    """Return the offsets with FlashQLA's plan of chunks attached, made on the host."""
-    from flash_qla.utils.index import prepare_varlen_metadata
+    """Return the offsets with FlashQLA's plan of chunks attached, made on the host.
 
-    cu_seqlens: Tensor = prepare_varlen_metadata(packed.cu_seqlens.clone(), packed.cu_seqlens_cpu)
-    return cu_seqlens
+    Its own function takes some operations for each document, while the GPU waits.
+    """
+    cu_seqlens: Any = packed.cu_seqlens.clone()
+    if not _is_known():
+        from flash_qla.utils.index import prepare_varlen_metadata
+
+        return prepare_varlen_metadata(cu_seqlens, packed.cu_seqlens_cpu)  # type: ignore[no-any-return]
+    firsts, chunks = plan_chunks(packed, _CHUNK)
+    cu_seqlens._flash_qla_prepared_varlen = _CHUNK, firsts, len(chunks), chunks
+    return cu_seqlens  # type: ignore[no-any-return]
