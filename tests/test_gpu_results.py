@@ -28,10 +28,7 @@ def test_the_long_row(variant, ms):
     assert row["run"] == ROWS["2b-32k-packed", "stock packed"]["run"], "timed beside stock"
 
 
-MISSED = pytest.mark.xfail(strict=True, reason="3.96 times in this result, 4.05 in the one before: README says what holds it")
-
-
-@pytest.mark.parametrize("variant", ["packfree, padded", pytest.param("packfree+liger, padded", marks=MISSED)])
+@pytest.mark.parametrize("variant", ["packfree, padded", "packfree+liger, padded"])
 def test_a_batch_that_is_a_third_full(variant):
     """Against stock with the fastest convolution there is."""
     found = ROWS["2b-8x2048-padded", variant]
@@ -48,6 +45,31 @@ def test_packing_costs_nothing_and_grows_linearly():
     assert len(sizes["128k"]) == 3
     for kind, row in sizes["128k"].items():
         assert row["real_tokens_per_s"] == pytest.approx(sizes["32k"][kind]["real_tokens_per_s"], rel=0.05), kind
+
+
+@pytest.mark.parametrize("work", ["9b-32k-packed", "9b-4k-packed", "moe-32k-packed", "moe-4k-packed"])
+def test_other_shapes(work):
+    """Never slower than one document, faster than stock, in less memory."""
+    variant = "packfree+liger" if work.startswith("9b") else "packfree"
+    found, one, stock = (ROWS[work, name] for name in (variant, f"{variant}, one document", "stock packed"))
+    assert found["ms"] <= one["ms"] and found["ms"] < stock["ms"] and found["peak_gib"] < stock["peak_gib"]
+
+
+def missed(times, held_by):
+    return pytest.mark.xfail(strict=True, reason=f"{times} times in this result: {held_by}; see README")
+
+
+@pytest.mark.parametrize(
+    "work, variant",
+    [
+        pytest.param("9b", "packfree+liger, padded", marks=missed(3.72, "products are a larger share")),
+        pytest.param("moe", "packfree, padded", marks=missed(3.42, "it seems to wait for the processor")),
+    ],
+)
+def test_a_third_full_batch_of_other_shapes(work, variant):
+    found, stock = (ROWS[f"{work}-8x2048-padded", name] for name in (variant, "stock padded"))
+    assert found["peak_gib"] < stock["peak_gib"]
+    assert found["real_tokens_per_s"] >= 4 * stock["real_tokens_per_s"]
 
 
 def test_every_gpu_test_passed():

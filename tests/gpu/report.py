@@ -32,6 +32,7 @@ ALONE = re.compile(r"(.+): (values|.*gradients?\b.*), packed against alone")
 WHOLE = r"logits |\d+ steps|FLA, largest shapes"
 """Errors that the tables show: by operation or trunk, and of whole models."""
 MARKS = re.compile(r"(<!-- gpu\b[^>]*-->\n).*?(<!-- /gpu -->)", re.S)
+BARS = {"real_tokens_per_s": "real tokens/s (more is better)", "peak_gib": "peak GiB (less is better)"}
 BLUE, ORANGE, GREY = "#2b6cb0", "#dd8452", "#8c8c8c"
 
 
@@ -95,22 +96,30 @@ def earlier(result: dict[str, Any]) -> set[int]:
 
 
 def steps(result: dict[str, Any]) -> str:
-    """One table of the workloads; an error is the row's result, in words."""
+    """One table of the workloads; an error is the row's result, in words, and told once where it is a model's."""
     titles = ("one step", "ms", "real tokens/s", "peak GiB", "real tokens per GiB", "against stock")
     titles += ("times the matrix products",)
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    lines, told = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"], set[Any]()
     for workload, title in TITLES.items():
         rows = rows_of(result, workload)
         if rows:
             lines.append(f"| **{heading(title, rows)}** | | | | | | |")
-            shown = (*rows.values(), *_sustained(rows))
-            lines += [_line(row, rows, row.get("run", 1) in earlier(result)) for row in shown]
+            for row in (*rows.values(), *_sustained(rows)):
+                if (failure := _failure(row)) is None or failure not in told:
+                    lines.append(_line(row, rows, row.get("run", 1) in earlier(result)))
+                    told.add(failure)
     return "\n".join(lines) + "\n" if len(lines) > 2 else ""
 
 
 def rows_of(result: dict[str, Any], workload: str) -> dict[str, dict[str, Any]]:
     """{variant: row} of one workload, skipped rows left out."""
     return {row["variant"]: row for row in result["rows"] if row["workload"] == workload and "skipped" not in row}
+
+
+def _failure(row: dict[str, Any]) -> tuple[str, str] | None:
+    """The model that a row is of and what went wrong with it; None where nothing did, or memory did not suffice for the row."""
+    failed = not row.get("error", "OutOfMemoryError").startswith("OutOfMemoryError")
+    return (row["variant"].split(",")[0], row["error"]) if failed else None
 
 
 def heading(title: str, rows: dict[str, dict[str, Any]]) -> str:
@@ -204,18 +213,24 @@ def draw(result: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    bars = []
-    for workload in reversed(TITLES):
-        rows = [row for row in rows_of(result, workload).values() if "ms" in row and row["variant"] != FLOOR]
-        bars += [(f"{workload}: {row['variant']}", row) for row in reversed(rows)]
-    figure, (speed, memory) = pyplot.subplots(1, 2, figsize=(9, 0.8 + 0.22 * len(bars)), sharey=True, layout="constrained")
+    bars: list[tuple[str, dict[str, Any]]] = []
+    for workload, title in TITLES.items():
+        rows = rows_of(result, workload)
+        timed = [(name, row) for name, row in rows.items() if "ms" in row and name != FLOOR]
+        bars += [(heading(title, rows), {}), *timed] if timed else []
+    figure, sides = pyplot.subplots(1, 2, figsize=(10, 0.8 + 0.2 * len(bars)), sharey=True, layout="constrained")
     colours = [GREY if "stock" in name or "by hand" in name else BLUE if "liger" in name else ORANGE for name, _ in bars]
-    names = [name for name, _ in bars]
-    speed.barh(names, [row["real_tokens_per_s"] for _, row in bars], color=colours)
-    memory.barh(names, [row["peak_gib"] for _, row in bars], color=colours)
-    speed.set_xlabel("real tokens/s (more is better)")
-    memory.set_xlabel("peak GiB (less is better)")
-    speed.tick_params(axis="y", labelsize=7)
+    for side, (key, title) in zip(sides, BARS.items()):
+        drawn = side.barh(range(len(bars)), [row.get(key, 0) for _, row in bars], color=colours)
+        numbers = [f"{row[key]:,.0f}" if row else "" for _, row in bars]
+        side.bar_label(drawn, numbers, fontsize=7, padding=2)
+        side.set(title=title, xticks=[], frame_on=False)
+        side.tick_params(length=0, labelsize=8)
+        side.margins(x=0.12, y=0.01)
+    sides[0].set_yticks(range(len(bars)), [name for name, _ in bars])
+    sides[0].invert_yaxis()
+    for label, (_, row) in zip(sides[0].get_yticklabels(), bars):
+        label.set_fontweight("normal" if row else "bold")
     figure.suptitle(f"One training step, {result['machine']}, {result['date']}", fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=90)

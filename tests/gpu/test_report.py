@@ -56,6 +56,16 @@ def test_tables():
     assert not [line for line in lines if "late" in line or "fp64" in line]
 
 
+def test_a_model_that_cannot_be_built_says_so_once_and_rows_without_memory_each():
+    kinds = {"packfree+liger": "ImportError: no such class", "packfree+liger, padded": "ImportError: no such class",
+             "packfree": "ImportError: another", "stock packed": "OutOfMemoryError: CUDA"}
+    works = ("moe-32k-packed", "moe-4k-packed")
+    rows = [{"workload": work, "variant": variant, "error": error} for work in works for variant, error in kinds.items()]
+    table = report.steps({"rows": rows})
+    assert table.count("| packfree+liger | ImportError |") == table.count("| packfree | ImportError |") == 1
+    assert "padded" not in table and table.count("| stock packed | out of memory |") == 2
+
+
 def test_rows_of_an_earlier_run_are_marked_and_compared_with_their_own():
     rows = [row | {"run": 2 - (row["variant"] == "matrix products alone")} for row in RESULT["rows"][:3]]
     lines = report.report(RESULT | {"rows": rows}, "x.json").splitlines()
