@@ -63,7 +63,7 @@ def missed(times, held_by):
     "work, variant",
     [
         pytest.param("9b", "packfree+liger, padded", marks=missed(3.72, "products are a larger share")),
-        pytest.param("moe", "packfree, padded", marks=missed(3.42, "it seems to wait for the processor")),
+        pytest.param("moe", "packfree, padded", marks=missed(3.42, "experts are many small operations")),
     ],
 )
 def test_a_third_full_batch_of_other_shapes(work, variant):

@@ -12,6 +12,7 @@ from torch import nn
 from hf_packfree import apply_patches, verify_packing
 from hf_packfree.errors import BlindMeasurement, LeakDetected, UnsupportedModel
 from hf_packfree.models.gated_delta_net import PackedGatedDeltaNet
+from hf_packfree.verify import report as verdict
 from tests.support import tiny
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
@@ -127,3 +128,15 @@ def test_frozen_models():
     model = apply_patches(tiny()).requires_grad_(False)
     report = verify_packing(model)
     assert report.patched.gradients is None and report.patched.cross_gradient == 0
+
+
+def test_products_of_ten_bits_have_limits_of_their_own(monkeypatch):
+    """flash-linear-attention's in fp32, on GPUs alone; whether documents notice each other is judged as strictly."""
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    for there, precision, coarse in ((None, "highest", False), ("fla", "highest", True), (None, "high", True)):
+        monkeypatch.setattr(verdict, "find_spec", lambda name, there=there: there if name == "fla" else None)
+        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda precision=precision: precision)
+        assert verdict.limits_for(cuda, torch.float32) == (verdict.TF32 if coarse else verdict.LIMITS[torch.float32])
+        assert verdict.limits_for(cpu, torch.float32) == verdict.LIMITS[torch.float32]
+        assert verdict.limits_for(cuda, torch.bfloat16) == verdict.LIMITS[torch.bfloat16]
+    assert verdict.TF32.influence == verdict.LIMITS[torch.float32].influence

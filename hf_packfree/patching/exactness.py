@@ -9,12 +9,14 @@ import torch
 from torch import nn
 
 from hf_packfree.models.attention import PackedAttention, drops_out
+from hf_packfree.models.contract import size_of_linear
 from hf_packfree.models.decoder_layer import PackedDecoderLayer
 from hf_packfree.models.gated_delta_net import PackedGatedDeltaNet
 from hf_packfree.models.linears import is_hooked, plain_weights
 from hf_packfree.models.mlp import swiglu_weights
 from hf_packfree.models.norms import adds_one
 from hf_packfree.ops.backend import installed
+from hf_packfree.ops.projections.triton_native import NARROW
 from hf_packfree.patching.backends import OPS
 from hf_packfree.patching.plan import trunks
 from hf_packfree.patching.registry import Family
@@ -23,6 +25,14 @@ _CAPABILITY, _DTYPE, _TORCH = (9, 0), torch.bfloat16, "2.11"
 """Where tests/gpu ran and found the same bits: kernels and torch's matrix library may choose otherwise elsewhere."""
 _RELEASES = {"triton": "3.6.", "fla-core": "0.6.0", "flash-qla": "0.1.3"}
 """What the version of a package begins with that was there then."""
+_COMPARED = frozenset({
+    (6144, 1024), (4096, 1024), (2048, 1024), (512, 1024), (3584, 1024), (1024, 2048), (1024, 3584),  # 0.8B
+    (6144, 2048), (4096, 2048), (2048, 2048), (512, 2048), (2048, 6144),  # 2B
+    (9216, 2560), (8192, 2560), (4096, 2560), (1024, 2560), (2560, 4096), (2560, 9216),  # 4B
+    (12288, 4096), (8192, 4096), (4096, 4096), (1024, 4096), (4096, 12288),  # 9B
+    (17408, 5120), (12288, 5120), (10240, 5120), (6144, 5120), (1024, 5120), (5120, 6144), (5120, 17408),  # 27B
+})  # fmt: skip
+"""(outputs, inputs) of the published models' products: torch's library gave tokens the same bits in rows of any length."""
 
 
 def why_rounding(model: nn.Module, family: Family, implementations: Mapping[str, str], x: Any) -> str | None:
@@ -33,7 +43,7 @@ def why_rounding(model: nn.Module, family: Family, implementations: Mapping[str,
         implementations: {operation: backend that runs}.
         x: a parameter, for its device and dtype.
     """
-    return _place(x) or _operations(implementations) or _model(model) or _layers(model, family, x)
+    return _place(x) or _operations(implementations) or _model(model) or _layers(model, family, x) or _widths(model, family)
 
 
 def _place(x: Any) -> str | None:
@@ -74,6 +84,17 @@ def _layers(model: nn.Module, family: Family, x: Any) -> str | None:
     found = (name for trunk in trunks(model, family) for name in _called(trunk, x))
     name = next(found, None)
     return None if name is None else f"bits are not promised where layers are called as they are: {name}"
+
+
+def _widths(model: nn.Module, family: Family) -> str | None:
+    """Products that torch's library may cut into other parts for other numbers of rows; ours, of few outputs, never are."""
+    for trunk in trunks(model, family):
+        layers: Any = trunk.layers
+        for name, layer in layers.named_modules(prefix="layers"):
+            size = size_of_linear(layer) if isinstance(layer, nn.Linear) else (0, 0)
+            if size[0] >= NARROW and size not in _COMPARED:
+                return f"bits were not compared for products of {size[1]} inputs and {size[0]} outputs: {name}"
+    return None
 
 
 def _called(trunk: Any, x: Any) -> Iterator[str]:

@@ -16,7 +16,7 @@ from hf_packfree.patching.plan import trunks
 from hf_packfree.patching.registry import FAMILIES, family_of
 from hf_packfree.patching.report import patch_report
 from hf_packfree.verify.probe import Probe, prepared
-from hf_packfree.verify.report import LIMITS, Measurement, PackingReport
+from hf_packfree.verify.report import Measurement, PackingReport, limits_for
 
 LENGTHS = (5, 64, 1, 129, 3, 63, 65)
 """Documents shorter than the convolution, around the 64-token chunk, and of one token."""
@@ -87,7 +87,7 @@ def verify_packing(
         lengths=probe.lengths,
         patched=patched,
         stock=stock,
-        limits=LIMITS[probe.dtype],
+        limits=limits_for(probe.device, probe.dtype),
     )
     _judge(report, model)
     return report

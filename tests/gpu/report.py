@@ -29,7 +29,7 @@ TITLES = {
     "moe-8x2048-padded": "MoE, 8 rows of 2,048 slots, {fill:.0%} full",
 }
 ALONE = re.compile(r"(.+): (values|.*gradients?\b.*), packed against alone")
-WHOLE = r"logits |\d+ steps|FLA, largest shapes"
+WHOLE = r"logits |verify_packing |\d+ steps|FLA, largest shapes"
 """Errors that the tables show: by operation or trunk, and of whole models."""
 MARKS = re.compile(r"(<!-- gpu\b[^>]*-->\n).*?(<!-- /gpu -->)", re.S)
 BARS = {"real_tokens_per_s": "real tokens/s (more is better)", "peak_gib": "peak GiB (less is better)"}

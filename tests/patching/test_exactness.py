@@ -11,6 +11,7 @@ from torch import nn
 from hf_packfree import apply_patches, patch_report
 from hf_packfree.patching import backends, exactness
 from hf_packfree.patching.backends import OPS
+from hf_packfree.ops.projections.triton_native import NARROW
 from tests.gpu.op_table import OPS as TESTED
 from tests.patching.machines import INSTALLED, SIZES
 from tests.support import tiny
@@ -21,11 +22,17 @@ ROUNDING = "documents get what they get alone, up to rounding ({})"
 
 @pytest.fixture
 def hopper(gpu, monkeypatch):
-    """Return a function that patches a tiny model, in bfloat16, as if it were on a Hopper GPU, and returns it."""
+    """Return a function that patches a tiny model, in bfloat16, as if it were on a Hopper GPU, and returns it.
 
-    def patched(model=None, *, dtype=torch.bfloat16, capability=(9, 0), release="2.11.0+cu130", **options):
+    `widths`: as if its products had been compared there.
+    """
+
+    def patched(model=None, *, dtype=torch.bfloat16, capability=(9, 0), release="2.11.0+cu130", widths=True, **options):
         gpu(capability=capability)
         monkeypatch.setattr(backends, "model_sizes", lambda config: SIZES)
+        if widths:
+            linears = (part for part in (model or tiny()).modules() if isinstance(part, nn.Linear))
+            monkeypatch.setattr(exactness, "_COMPARED", {(linear.out_features, linear.in_features) for linear in linears})
         model = apply_patches((model or tiny()).to(dtype), **options)
         there = SimpleNamespace(device=torch.device("cuda", 0), dtype=dtype)
         monkeypatch.setattr(model, "parameters", lambda: iter([there]), raising=False)
@@ -49,6 +56,16 @@ def test_what_promises_bits_is_what_the_gpu_tests_check():
         "delta_rule": {"flash_qla", "fla"}, "attention": {"triton", "varlen"},
     }
     assert all(found.exact or not found.bits for module in OPS.values() for found in module.BACKENDS.values())
+
+
+def test_bits_are_promised_for_the_widths_that_were_compared(hopper):
+    from tests.gpu.test_ops import PUBLISHED
+
+    wide = {size for name, sizes in PUBLISHED.items() if name != "none" for size in sizes if size[0] >= NARROW}
+    assert wide == exactness._COMPARED
+    reason = "bits were not compared for products of 64 inputs and 128 outputs: layers.0.linear_attn.in_proj_qkv"
+    assert patch_report(hopper(widths=False)).rounding == reason
+    assert patch_report(hopper()).rounding is None
 
 
 def test_on_a_cpu_bits_are_not_promised():

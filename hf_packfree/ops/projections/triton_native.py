@@ -18,7 +18,7 @@ from hf_packfree.ops.launch import launch
 from hf_packfree.ops.operation import Operation
 from hf_packfree.ops.product import as_in_forward, product
 
-_NARROW = 128
+NARROW = 128
 """Layers of fewer outputs: their products wait for x and its gradient to be read, so neighbours read them together."""
 _ROWS = 64  # tokens of a program
 _DEPTH = {16: 128, 32: 128, 64: 64, 128: 64}  # by outputs' block: how much of the sums it makes at a time, in shared memory
@@ -37,7 +37,7 @@ class _Projections(Operation):
         ctx.save_for_backward(x, *weights)
         outs: list[Tensor] = []
         for run in _runs(weights):
-            outs += narrow(x, weights[run]) if weights[run][0].shape[0] < _NARROW else [product(x, weights[run][0])]
+            outs += narrow(x, weights[run]) if weights[run][0].shape[0] < NARROW else [product(x, weights[run][0])]
         return tuple(outs)
 
     @staticmethod
@@ -95,7 +95,7 @@ def _gradients(
 
 def _runs(weights: Sequence[Tensor]) -> list[slice]:
     """Cut the layers into those multiplied as one: narrow neighbours together, every other one by itself."""
-    narrow = [weight.shape[0] < _NARROW for weight in weights]
+    narrow = [weight.shape[0] < NARROW for weight in weights]
     starts = [i for i in range(len(weights)) if i == 0 or not (narrow[i] and narrow[i - 1])]
     return [slice(*ends) for ends in zip(starts, [*starts[1:], len(weights)], strict=True)]
 

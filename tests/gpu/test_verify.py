@@ -1,0 +1,47 @@
+"""`verify_packing` on the GPU: a patched model passes with the kernels that are chosen for it, an unpatched one does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_packfree import verify_packing
+from hf_packfree.errors import LeakDetected
+from tests.gpu.checks import TRIAL, gpu
+from tests.gpu.small import EXPERTS, NARROW, small
+
+pytestmark = gpu
+CASES = {
+    "fp32, published heads": (NARROW, torch.float32), "bf16, published heads": (NARROW, torch.bfloat16),
+    "bf16, experts": (EXPERTS, torch.bfloat16),
+}
+
+
+def measured(model):
+    """The report, also of a model that failed."""
+    try:
+        return verify_packing(model)
+    except LeakDetected as error:
+        return error.report
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_patched_model_passes(case, record, request):
+    shape, dtype = CASES[case]
+    if not TRIAL and dtype == torch.float32:
+        request.getfixturevalue("untuned")
+    torch.manual_seed(0)
+    report = measured(small(shape, dtype))
+    found, limits, what = report.patched, report.limits, f"verify_packing {case}"
+    record(f"{what}: logits", found.logits, limits.logits, stock=report.stock.logits)
+    record(f"{what}: worst gradient", found.gradients, limits.gradients, stock=report.stock.gradients, of=found.worst_parameter)
+    record(f"{what}: influence", found.influence, limits.influence, stock=report.stock.influence)
+    record(f"{what}: gradient of another document's inputs", found.cross_gradient, 0.0, stock=report.stock.cross_gradient)
+
+
+def test_an_unpatched_model_does_not(request):
+    if not TRIAL:
+        request.getfixturevalue("untuned")
+    torch.manual_seed(0)
+    with pytest.raises(LeakDetected, match="documents react to each other's tokens"):
+        verify_packing(small(NARROW, torch.float32, patched=False))
