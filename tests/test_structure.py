@@ -53,7 +53,7 @@ def test_transformers_stays_in_its_rooms():
             assert room in MAY_IMPORT_TRANSFORMERS, f"{file.name}:{line} imports transformers"
 
 
-def test_importing_needs_torch_alone_and_changes_nothing():
+def test_importing_needs_no_transformers_and_changes_nothing():
     code = (
         "import sys, torch, hashlib, os; before = set(sys.modules), dict(os.environ)\n"
         "import hf_packfree\n"

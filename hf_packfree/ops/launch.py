@@ -85,17 +85,18 @@ def _watched(runtime: Any) -> bool:
 def _read(arguments: tuple[Any, ...], device: int) -> tuple[list[Any], list[Any]]:
     """What Triton compiles the arguments for, told apart at least as finely as it does, and the values that it starts with.
 
-    A tensor's value is its address, which the driver is not asked about at every launch, as Triton does; so one that is not on
-    this device is of another kind, of which Triton hears.
+    That of a tensor on this device is its address, which needs no look into the driver; Triton takes one at every launch.
     """
     kinds: list[Any] = []
     values: list[Any] = []
     for value in arguments:
         kind: Any = type(value)
         if kind is Tensor or kind is Parameter:
-            kind, where, value = value.dtype, value.get_device(), value.data_ptr()
-            if where != device or value % 16:
-                kind = kind, where, value % 16
+            kind, where, address = value.dtype, value.get_device(), value.data_ptr()
+            if where != device:
+                kind = kind, where, address % 16
+            else:
+                kind, value = (kind, address % 16) if address % 16 else kind, address
         elif kind is int:
             kind = 1 if value == 1 else (value % 16 == 0, -_INT32 <= value < _INT32)
         elif isinstance(value, int):  # a bool, or of a subclass

@@ -45,8 +45,9 @@ def longest_first(packed: PackedSequence) -> Order | None:
     other = PackedSequence.from_lengths(lengths[order], device=device)
     shift = np.empty_like(lengths)
     shift[order] = other.cu_seqlens_cpu.numpy()[:-1] - starts[order]
-    rows = np.arange(packed.num_tokens, dtype=np.int32) + np.repeat(shift, lengths)
-    return Order(other, torch.from_numpy(rows).to(device, non_blocking=True))
+    tokens = torch.arange(packed.num_tokens, dtype=torch.int32, device=device)
+    shifts = torch.from_numpy(shift).to(device, non_blocking=True)  # a document's; so short a copy waits for nothing
+    return Order(other, tokens + shifts.index_select(0, packed.seq_idx[0]))
 
 
 def moved(x: Tensor, rows: Tensor | None) -> Tensor:

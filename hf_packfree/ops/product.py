@@ -19,6 +19,7 @@ rows than these, wide layers of the published models' sizes were not, on an H200
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """Return x weight', [..., D] to [..., F]; in half precision on CUDA a short row gets the bits of a long one."""
+    _ = x.data_ptr(), weight.data_ptr()  # raises where there is no memory, see `Operation`
     rows = x.numel() // x.shape[-1]
     if not x.is_cuda or rows >= _ROWS or x.dtype not in HALF:
         return linear(x, weight)

@@ -1,4 +1,4 @@
-"""The one place that speaks to torch.compile: what plans on the host is left out of compiled graphs, by name."""
+"""The one place that speaks to torch.compile and torch.func: what plans on the host is left out of compiled graphs, by name."""
 
 from __future__ import annotations
 
@@ -16,3 +16,7 @@ def uncompiled(function: _Function) -> _Function:
     Such functions read boundaries or plan by them: traced, every row with other documents would be compiled anew.
     """
     return cast(_Function, torch.compiler.disable(function))
+
+
+is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Whether a transform of torch.func (grad, vmap) is in force: tensors may then hold others instead of numbers."""

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_packfree.errors import BoundaryError
+from hf_packfree.packing.compiling import uncompiled
 
 _Derived = TypeVar("_Derived")
 Integers = NDArray[np.integer[Any]]
@@ -64,6 +65,7 @@ class PackedSequence:
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
+    @uncompiled
     def from_lengths(
         cls,
         lengths: Sequence[int] | Tensor | Integers,
@@ -86,7 +88,7 @@ class PackedSequence:
         Raises:
             BoundaryError: a length is below 1, or there is none.
         """
-        sizes = torch.as_tensor(lengths, dtype=torch.int32, device="cpu").numpy()
+        sizes = np.asarray(lengths.tolist() if isinstance(lengths, Tensor) else lengths, dtype=np.int32)
         if sizes.size == 0 or sizes.min() < 1:
             raise BoundaryError(
                 f"found document lengths {sizes.tolist()}; wanted one or more, each of at least one token; "

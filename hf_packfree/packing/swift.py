@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_packfree.packing.compiling import is_transformed
 from hf_packfree.packing.record import Integers
 
 _WHOLE = (torch.int64, torch.int32)
@@ -64,12 +65,12 @@ def rows_of_mask(mask: Tensor) -> tuple[Integers, Tensor] | None:
     """Return the lengths of the rows' documents, int64 [N], and their tokens' places in the flattened batch, int64 [T].
 
     Both on the host; None where the general reading has to look: a mask of other values than 0 and 1, of a rare dtype, a hole
-    within a document, or no padding, or nothing else.
+    within a document, or no padding, or nothing else; and where torch.func holds tensors that numpy cannot read.
 
     Args:
         mask: [B, S].
     """
-    if mask.numel() == 0 or mask.dtype not in _MASKS:
+    if mask.numel() == 0 or mask.dtype not in _MASKS or mask.is_neg() or is_transformed():
         return None
     host = mask.detach().to("cpu").numpy()
     real = host != 0

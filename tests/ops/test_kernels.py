@@ -63,6 +63,9 @@ CASES = {
     "qkv conv": (qkv, (1, T, C + 8), (C, 4), (C,)),
     "qkv conv, 3 taps": (qkv, (1, T, C + 8), (C, 3), (C,)),
     "conv": (lambda x, w, backend: causal_conv1d(x, w, packed, activation=None, backend=backend), (1, T, 100), (100, 4)),
+    "conv, every second weight": (
+        lambda x, w, b, backend: causal_conv1d(x, w[::2], packed, bias=b[::2], backend=backend), (1, T, 20), (40, 4), (40,),
+    ),
     "attention": (
         lambda q, k, v, backend: attention(q[..., :V], k, v[..., V:], packed, scale=0.3, backend=backend).mT,
         (1, T, 4, 2 * V), (1, T, 2, V), (1, T, 2, 2 * V),

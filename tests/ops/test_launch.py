@@ -18,6 +18,7 @@ class Kept(torch.Tensor):
     pass
 
 
+HERE = -1  # what torch calls the CPU, in the GPU's place
 BUFFERS = {dtype: torch.zeros(64, dtype=dtype) for dtype in (torch.bfloat16, torch.float32, torch.int32)}
 tensors = st.builds(
     lambda dtype, offset, kind: BUFFERS[dtype][offset:].as_subclass(kind),
@@ -81,7 +82,7 @@ class Compiled:
         return lambda *arguments: self.ran.append(("heard", grid, arguments))
 
     def run(self, x, y, z, stream, function, metadata, *more):
-        assert (stream, function, metadata, more[:3]) == ("stream of 0", "function", "metadata", (None,) * 3)
+        assert (stream, function, metadata, more[:3]) == (f"stream of {HERE}", "function", "metadata", (None,) * 3)
         self.ran.append(((x, y, z), more[3:]))
 
 
@@ -102,7 +103,7 @@ def hooks(monkeypatch):
 
 
 def run(kernel, x, size, **constants):
-    module._launch(kernel, (7,), 0, (x, size), {"WIDTH": 32, "num_warps": 4, **constants})
+    module._launch(kernel, (7,), x.get_device(), (x, size), {"WIDTH": 32, "num_warps": 4, **constants})
 
 
 def test_a_kind_is_asked_about_once():
@@ -156,10 +157,10 @@ def test_a_triton_that_says_nothing_of_what_it_assumes_is_asked_every_time():
 
 
 def test_a_tensor_on_another_device_is_of_another_kind():
-    """Triton looks addresses up in the driver and says so; we do not, so it has to hear of every tensor that is elsewhere."""
+    """And goes to Triton as it is, which looks its address up in the driver and says so if a GPU cannot read it."""
     x = BUFFERS[torch.float32]
-    here, there = module._read((x, 5), x.get_device()), module._read((x, 5), 0)
-    assert here[1] == there[1] == [x.data_ptr(), 5] and here[0] != there[0]
+    (here, there), values = zip(*(module._read((x, 5), device) for device in (HERE, 0)))
+    assert here != there and values[0] == [x.data_ptr(), 5] and values[1][0] is x
 
 
 def test_the_interpreter_is_called_as_it_is():

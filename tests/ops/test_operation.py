@@ -1,4 +1,4 @@
-"""Our own `apply` does as torch's: same values and gradients, and torch's own words where a transform of torch.func is on."""
+"""Our own `apply`: torch's values and gradients, its words where a transform of torch.func is on, never a lost gradient."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from hf_packfree.ops.operation import Operation
+from hf_packfree.ops.product import product
+from hf_packfree.ops.projections import projections
 
 
 class Doubled(Operation):
@@ -51,3 +53,12 @@ def test_nothing_is_looked_through_where_no_transform_is_on(monkeypatch):
 def test_a_transform_is_refused_in_torchs_words(function):
     with pytest.raises(RuntimeError, match="setup_context"):
         torch.func.grad(lambda x: function.apply(x, torch.tensor(3.0), None)[0].sum())(torch.ones(2))
+
+
+@pytest.mark.parametrize("operation", [lambda x, w: projections(x, w, backend="triton"), product], ids=["joined", "alone"])
+def test_a_tensor_that_a_finished_transform_left_behind_raises(operation):
+    """It holds another, whose gradient would be lost without a word; torch's `apply` would look inside."""
+    kept = []
+    torch.func.grad(lambda x: (kept.append(x), x.sum())[1])(torch.ones(1, 3, 4, requires_grad=True))
+    with pytest.raises(RuntimeError, match="data pointer|storage"):
+        operation(kept[0], torch.ones(200, 4, requires_grad=True))

@@ -193,7 +193,7 @@ def _from(x: Tensor, heads: Heads) -> Tensor:
 
 def _taps(weight: Tensor, bias: Tensor | None, heads: Heads) -> tuple[Tensor, Tensor | None]:
     """The weights and the bias from a launch's first channel on."""
-    weight = weight.contiguous()
+    weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
     return (weight, bias) if heads.first == 0 else (weight[heads.first :], None if bias is None else bias[heads.first :])
 
 
