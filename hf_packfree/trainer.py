@@ -19,7 +19,7 @@ from hf_packfree.patching.backends import Choice
 from hf_packfree.patching.plan import trunks
 from hf_packfree.patching.registry import family_of
 from hf_packfree.patching.report import patch_report
-from hf_packfree.verify import LIMITS, relative_rms
+from hf_packfree.verify import limits_for, relative_rms
 
 logger = logging.getLogger("hf_packfree")
 
@@ -172,7 +172,7 @@ def first_batch_influence(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[
     finally:
         observers[:] = others
     influence = relative_rms(after[kept], before[kept]) if bool(kept.any()) else 0.0
-    limit = LIMITS[before.dtype].influence
+    limit = limits_for(before.device, before.dtype).influence
     if not influence <= limit:
         raise LeakDetected(
             f"found documents of the first batch reacting to each other's tokens: {influence:.1e} relative RMS, allowed "

@@ -64,6 +64,15 @@ def test_importing_needs_no_transformers_and_changes_nothing():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_the_record_comes_without_the_compiler():
+    """Who collates in worker processes imports it in each; torch's compiler takes a second to import."""
+    code = (
+        "import sys; from hf_packfree import PackedSequence; PackedSequence.from_lengths([3])\n"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_files_stay_small():
     for file in HOUSE.rglob("*.py"):
         assert len(file.read_text().splitlines()) <= 260, f"{file.relative_to(HOUSE)} wants splitting"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_packfree.ops.backend import Site, broken, installed, needs_triton
 from hf_packfree.ops.releases import FLA_FLOOR, HOPPER_ADVICE, Fault, WRONG_TRITON, has_nvcc, tilelang_off
-from hf_packfree.packing import PackedSequence, group_numbers
+from hf_packfree.packing import PackedSequence, pieces
 
 
 def needs_fla(site: Site) -> str | None:
@@ -73,8 +73,7 @@ def plan_chunks(packed: PackedSequence, size: int) -> tuple[Tensor, Tensor]:
         int32 [N+1], the number of each document's first chunk, and NC, the number of all.
         int32 [NC, 2], document and number within it.
     """
-    firsts, document = group_numbers(-(-np.diff(packed.cu_seqlens_cpu.numpy()) // size))
-    number = np.arange(len(document), dtype=np.int32) - firsts[document]
+    firsts, document, number = pieces(packed, size)
     device, plan = packed.cu_seqlens.device, (firsts, np.stack((document, number), 1))
     starts, chunks = (torch.from_numpy(part).to(device, non_blocking=True) for part in plan)
     return starts, chunks

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_packfree.packing import PackedSequence
 
-_CHUNK = 64
+CHUNK = 64
 """Tokens that such kernels take at a time: documents of as many chunks take as long."""
 
 
@@ -38,7 +38,7 @@ def longest_first(packed: PackedSequence) -> Order | None:
     """Return the documents by their number of chunks, or None where none has more of them than one before it."""
     starts = packed.cu_seqlens_cpu.numpy()
     lengths = np.diff(starts)
-    chunks = -(-lengths // _CHUNK)
+    chunks = -(-lengths // CHUNK)
     if (chunks[1:] <= chunks[:-1]).all():
         return None
     order, device = np.argsort(-chunks, kind="stable"), packed.cu_seqlens.device

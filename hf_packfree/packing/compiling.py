@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar, cast
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -16,6 +17,16 @@ def uncompiled(function: _Function) -> _Function:
     Such functions read boundaries or plan by them: traced, every row with other documents would be compiled anew.
     """
     return cast(_Function, torch.compiler.disable(function))
+
+
+def uncompiled_when_called(function: _Function) -> _Function:
+    """The same for a module that has to be imported at once: marking loads the compiler, which takes a second."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (uncompiled(function) if torch.compiler.is_compiling() else function)(*args, **kwargs)
+
+    return cast(_Function, call)
 
 
 is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active

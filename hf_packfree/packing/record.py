@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_packfree.errors import BoundaryError
-from hf_packfree.packing.compiling import uncompiled
+from hf_packfree.packing.compiling import uncompiled_when_called
 
 _Derived = TypeVar("_Derived")
 Integers = NDArray[np.integer[Any]]
@@ -32,6 +32,17 @@ def group_numbers(sizes: Integers) -> tuple[Integers, Integers]:
     ends = np.zeros(len(sizes) + 1, dtype=np.int32)
     np.cumsum(sizes, out=ends[1:])
     return ends, np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+
+
+def pieces(packed: PackedSequence, size: int) -> tuple[Integers, Integers, Integers]:
+    """Cut each document into pieces of `size` tokens, its last one maybe shorter, P of them together; int32 on the host.
+
+    Returns:
+        firsts: [N+1], each document's first piece, and P.
+        document, number: [P], whose piece each is, and which of it.
+    """
+    firsts, document = group_numbers(-(-np.diff(packed.cu_seqlens_cpu.numpy()) // size))
+    return firsts, document, np.arange(len(document), dtype=np.int32) - firsts[document]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -65,7 +76,7 @@ class PackedSequence:
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
-    @uncompiled
+    @uncompiled_when_called
     def from_lengths(
         cls,
         lengths: Sequence[int] | Tensor | Integers,

@@ -19,7 +19,7 @@ from hf_packfree.errors import BackendUnavailable
 from hf_packfree.ops.backend import Site, needs_half, needs_triton, refuse_wide
 from hf_packfree.ops.launch import launch
 from hf_packfree.ops.operation import Operation
-from hf_packfree.packing import PackedSequence, group_numbers, uncompiled
+from hf_packfree.packing import PackedSequence, pieces, uncompiled
 
 _HOPPER = (9, 0)
 _SIZES = (64, 128, 256)
@@ -71,8 +71,8 @@ def plan_blocks(packed: PackedSequence, meets_what_follows: bool) -> Tensor:
     """
     starts = packed.cu_seqlens_cpu.numpy()
     lengths = np.diff(starts)
-    firsts, document = group_numbers(-(-lengths // _BLOCK))
-    start = (np.arange(len(document), dtype=np.int32) - firsts[document]) * _BLOCK
+    _, document, number = pieces(packed, _BLOCK)
+    start = number * _BLOCK
     work = lengths[document] - start if meets_what_follows else start
     blocks = np.stack((starts[document], start, lengths[document]), 1)[np.argsort(-work, kind="stable")]
     return torch.from_numpy(blocks).to(packed.cu_seqlens.device, non_blocking=True)

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from hf_packfree.ops.backend import Site
 from hf_packfree.ops.fla import broken_fla, chunk_indices, needs_fla, wrong_on_hopper
+from hf_packfree.ops.order import CHUNK
 from hf_packfree.packing import PackedSequence, uncompiled
-
-CHUNK = 64
 
 
 def unusable(site: Site) -> str | None:

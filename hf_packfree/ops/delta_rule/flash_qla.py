@@ -19,10 +19,11 @@ from torch.autograd.function import once_differentiable
 from hf_packfree.ops.backend import Site, broken, installed, needs_cuda, needs_half
 from hf_packfree.ops.fla import plan_chunks
 from hf_packfree.ops.operation import Operation
+from hf_packfree.ops.order import CHUNK
 from hf_packfree.ops.releases import FLASH_QLA_FLOOR, flash_qla_off, has_nvcc, too_old
 from hf_packfree.packing import PackedSequence, uncompiled
 
-_SIZE, _CHUNK = 128, 64
+_SIZE = 128
 _KNOWN = ("0.1.3",)
 """Releases whose two passes return what we read, and whose plans we make; others are called by their one function."""
 _USED_ON = ((9, 0), (10, 0), (10, 3))
@@ -135,6 +136,6 @@ def planned_cu_seqlens(packed: PackedSequence) -> Tensor:
         from flash_qla.utils.index import prepare_varlen_metadata
 
         return prepare_varlen_metadata(cu_seqlens, packed.cu_seqlens_cpu)  # type: ignore[no-any-return]
-    firsts, chunks = plan_chunks(packed, _CHUNK)
-    cu_seqlens._flash_qla_prepared_varlen = _CHUNK, firsts, len(chunks), chunks
+    firsts, chunks = plan_chunks(packed, CHUNK)
+    cu_seqlens._flash_qla_prepared_varlen = CHUNK, firsts, len(chunks), chunks
     return cu_seqlens  # type: ignore[no-any-return]
