@@ -65,7 +65,7 @@ def test_importing_needs_no_transformers_and_changes_nothing():
 
 
 def test_the_record_comes_without_the_compiler():
-    """Who collates in worker processes imports it in each; torch's compiler takes a second to import."""
+    """Who collates in worker processes imports it in each, and torch's compiler is large."""
     code = (
         "import sys; from hf_packfree import PackedSequence; PackedSequence.from_lengths([3])\n"
         "assert 'torch._dynamo' not in sys.modules"

@@ -20,7 +20,7 @@ def uncompiled(function: _Function) -> _Function:
 
 
 def uncompiled_when_called(function: _Function) -> _Function:
-    """The same for a module that has to be imported at once: marking loads the compiler, which takes a second."""
+    """The same for a module that has to be imported at once: marking loads the compiler."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -24,7 +24,7 @@ Integers = NDArray[np.integer[Any]]
 def group_numbers(sizes: Integers) -> tuple[Integers, Integers]:
     """Return int32 [N+1], where each of N groups starts and the last one ends, and int32 [M], every element's group.
 
-    Plans are numpy's because the GPU waits for them: its short operations take a third of the time that torch's do.
+    Plans are numpy's because the GPU waits for them: its short operations take less time than torch's.
 
     Args:
         sizes: integers [N], each 1 at least, M together.
