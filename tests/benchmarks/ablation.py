@@ -1,0 +1,162 @@
+"""What each fast path is worth: training steps with all of them, and with one of them off, timed in turns on a GPU.
+
+    python -m tests.benchmarks.ablation --out DIR [--only REGEX]
+    python -m tests.benchmarks.ablation --out DIR --device cpu --tiny     # a trial of the script itself
+
+A step is the trunk's forward and backward, bf16, without optimizer.  Rows go to DIR/ablation.jsonl: the workload, what was
+off, the median in ms, and the ratio to the step with nothing off, both timed in the same turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from hf_packfree.models import gated_delta_net
+from hf_packfree.models.state import PatchState
+from hf_packfree.ops import launch
+from hf_packfree.ops.operation import Operation
+from hf_packfree.packing import forms
+from tests.gpu.batches import Load, step_of
+from tests.gpu.machine import machine
+from tests.gpu.models import Variant, variant_of
+from tests.gpu.shapes import SHAPES, TOKENS, batch_lengths, fixed_lengths, log_normal_lengths
+from tests.gpu.timing import Clock, rounded
+
+Off = Callable[[nn.Module], AbstractContextManager[Any]]
+
+
+def _launcher(model: nn.Module) -> AbstractContextManager[Any]:
+    def ask(kernel: Any, grid: tuple[int, ...], device: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        kernel[grid](*arguments, **constants)
+
+    return mock.patch.object(launch, "_launch", ask)
+
+
+@contextmanager
+def _apply(model: nn.Module) -> Iterator[None]:
+    own = vars(Operation)["apply"]
+    delattr(Operation, "apply")
+    try:
+        yield
+    finally:
+        setattr(Operation, "apply", own)
+
+
+@contextmanager
+def _reader(model: nn.Module) -> Iterator[None]:
+    with mock.patch.object(forms, "offsets_of_one_row", lambda *given: None):
+        with mock.patch.object(forms, "rows_of_mask", lambda mask: None):
+            yield
+
+
+def _order(model: nn.Module) -> AbstractContextManager[Any]:
+    return mock.patch.object(gated_delta_net, "longest_first", lambda packed: None)
+
+
+@contextmanager
+def _attention(model: nn.Module) -> Iterator[None]:
+    """Torch's varlen attention instead of ours."""
+    state = next(found for part in model.modules() if isinstance(found := vars(part).get("packfree"), PatchState))
+    other = replace(state, cuda_half=replace(state.cuda_half, attention="varlen"))
+    ours = [part for part in model.modules() if vars(part).get("packfree") is state]
+    for part in ours:
+        vars(part)["packfree"] = other
+    try:
+        yield
+    finally:
+        for part in ours:
+            vars(part)["packfree"] = state
+
+
+@contextmanager
+def _all(model: nn.Module) -> Iterator[None]:
+    """Everything off that is the host's."""
+    with _launcher(model), _apply(model), _reader(model):
+        yield
+
+
+HOST: Mapping[str, Off] = {
+    "nothing": lambda model: nullcontext(), "launcher with addresses": _launcher, "autograd bypass": _apply,
+    "second reader": _reader, "launcher, bypass and reader": _all,
+}
+GPU: Mapping[str, Off] = {"nothing": HOST["nothing"], "longest first": _order, "own attention": _attention}
+
+
+def workloads(tiny: bool) -> Iterator[tuple[str, int | None, Load, Mapping[str, Off]]]:
+    """Yield (name, layers or None for all, batch, what is switched off)."""
+    both = {**HOST, **GPU}
+    if tiny:
+        yield "2b-32k-packed", None, Load(tuple(log_normal_lengths(400, longest=100, shortest=5))), both
+        yield "2b-8x2048-padded", None, Load(tuple(batch_lengths(4, 64, 0.5)), "padded"), both
+        return
+    yield "2b-8x2048-padded", None, Load(tuple(batch_lengths(8, 2048, 0.34)), "padded"), both
+    yield "2b-32k-packed", None, Load(tuple(log_normal_lengths(TOKENS))), both
+    yield "2b-32k, one document", None, Load((TOKENS,), "record"), GPU
+    yield "2b-8layers-4k, documents of 500", 8, Load(tuple(fixed_lengths(4096, 500))), both
+    yield "2b-8layers-4k, documents of 64", 8, Load(tuple(fixed_lengths(4096, 64))), both
+    yield "2b-8layers-32k, documents of 8000", 8, Load(tuple(fixed_lengths(TOKENS, 8000)), "record"), GPU
+    yield "2b-8layers-32k, documents of 1000 and one of 16000", 8, Load((*[1000] * 16, 16000), "record"), GPU
+
+
+def main() -> None:
+    """Time what was asked for."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    clock = Clock(options.device, least=5.0, longest=20.0, shortest=60.0)
+    write(options.out, {"machine": machine(options.device)})
+    found = [work for work in workloads(options.tiny) if re.search(options.only, work[0])]
+    for layers in dict.fromkeys(work[1] for work in found):
+        shape = SHAPES["tiny" if options.tiny else "2b"]
+        shape = shape if layers is None else replace(shape, layers=layers)
+        dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+        with variant_of(shape, Variant(), options.device, dtype) as model:
+            for name, _, load, off in (work for work in found if work[1] == layers):
+                for row in compare(name, model, load, off, clock):
+                    write(options.out, row)
+            del model
+
+
+def compare(name: str, model: Any, load: Load, off: Mapping[str, Off], clock: Clock) -> Iterator[dict[str, Any]]:
+    """Yield a row for each fast path that is switched off, timed in turns."""
+    step = step_of(model.base_model, load.inputs(model.config.vocab_size, clock.device))
+
+    def without(switch: Off) -> Callable[[], Any]:
+        def run() -> Any:
+            with switch(model):
+                return step()
+
+        return run
+
+    timings = clock.in_turns([without(switch) for switch in off.values()])
+    for what, timing in zip(off, timings):
+        yield rounded({
+            "workload": name, "off": what, **timing, "ratio": timing["ms"] / timings[0]["ms"],
+            "ratio_of_best": timing["ms_min"] / timings[0]["ms_min"],
+        })
+
+
+def write(out: Path, row: dict[str, Any]) -> None:
+    """Append a row and print it."""
+    with (out / "ablation.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
