@@ -58,3 +58,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'hf_packfree' has no attribute {name!r}")
     return getattr(import_module(f"hf_packfree.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -15,7 +15,7 @@ import hf_packfree.demo
 import hf_packfree.verify
 from hf_packfree.cli import main
 from hf_packfree.demo import DemoError
-from hf_packfree.patching.building import build_model
+from hf_packfree.verify.model_source import build_model
 from tests.support import by_family, tiny
 from tests.test_demo import report_of, training
 

@@ -8,49 +8,94 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import hf_packfree
 
 HOUSE = Path(hf_packfree.__file__).parent
 FLOORS = [
-    {"errors", "_version"},
+    {"errors", "versions", "_version"},
     {"packing"},
     {"ops"},
-    {"models"},
+    {"models", "mtp", "parallel"},
     {"patching"},
     {"verify"},
-    {"trainer", "doctor"},
+    {"trainer", "data", "doctor", "bench"},
     {"demo"},
-    {"bench"},
     {"cli"},
     {"__main__", "__init__"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-MAY_IMPORT_TRANSFORMERS = {"models", "patching", "trainer", "doctor", "demo", "bench"}
+MAY_IMPORT_TRANSFORMERS = {"models", "patching", "verify", "trainer", "doctor", "bench", "demo", "cli"}
 
 
-def imports():
-    for file in sorted(HOUSE.rglob("*.py")):
-        room = file.relative_to(HOUSE).parts[0].removesuffix(".py")
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Import):
-                for alias in node.names:
-                    yield file, room, node.lineno, alias.name
-            elif isinstance(node, ast.ImportFrom):
-                assert node.level == 0, f"{file.name}:{node.lineno} imports relatively"
-                yield file, room, node.lineno, node.module
+def files():
+    """Every file of the house with the room it is in."""
+    return [(file, file.relative_to(HOUSE).parts[0].removesuffix(".py")) for file in sorted(HOUSE.rglob("*.py"))]
+
+
+def imports(source: str):
+    """Yield line and dotted name of every import; a name taken from the package itself is dotted too."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            names = [f"{module}.{alias.name}" for alias in node.names] if module == "hf_packfree" else [module]
+            yield from ((node.lineno, name) for name in names)
+
+
+def reaches(source: str, room: str) -> list[str]:
+    """Return a sentence per import that is relative, or that reaches a room beside or above this one."""
+    found = []
+    for line, name in imports(source):
+        package, _, rest = name.partition(".")
+        used = rest.partition(".")[0]
+        used = used if used in FLOOR_OF else "__init__"  # public names live at the top
+        if not package:
+            found.append(f"line {line} imports relatively")
+        elif package == "hf_packfree" and used != room and FLOOR_OF[used] >= FLOOR_OF[room]:
+            found.append(f"line {line} reaches up or across to {used}")
+    return found
 
 
 def test_imports_point_down():
-    for file, room, line, module in imports():
-        if module.startswith("hf_packfree."):
-            used = module.split(".")[1]
-            assert used == room or FLOOR_OF[used] < FLOOR_OF[room], f"{file.name}:{line} reaches up or across to {used}"
+    assert {str(file): found for file, room in files() if (found := reaches(file.read_text(), room))} == {}
+
+
+@pytest.mark.parametrize(
+    ("planted", "room", "used"),
+    [
+        ("from hf_packfree.models.trunk import PackedTrunk", "ops", "models"),
+        ("from hf_packfree import apply_patches", "demo", "__init__"),
+        ("from hf_packfree import cli, errors", "verify", "cli"),
+        ("def later():\n    import hf_packfree", "doctor", "__init__"),
+        ("import torch, hf_packfree.bench as bench", "trainer", "bench"),
+        ("import hf_packfree.demo.run", "bench", "demo"),
+    ],
+)
+def test_an_import_that_points_up_is_found(planted, room, used):
+    (found,) = reaches(planted, room)
+    assert found.endswith(f"reaches up or across to {used}")
+    assert reaches(planted, "__main__" if used == "cli" else "__init__") == []
+
+
+def test_a_relative_import_is_found():
+    assert reaches("from . import inputs\nfrom ..errors import PackFreeError", "packing") == [
+        "line 1 imports relatively", "line 2 imports relatively"
+    ]
 
 
 def test_transformers_stays_in_its_rooms():
-    for file, room, line, module in imports():
-        if module.split(".")[0] == "transformers":
-            assert room in MAY_IMPORT_TRANSFORMERS, f"{file.name}:{line} imports transformers"
+    for file, room in files():
+        for line, name in imports(file.read_text()):
+            if name.split(".")[0] == "transformers":
+                assert room in MAY_IMPORT_TRANSFORMERS, f"{file.name}:{line} imports transformers"
+
+
+def test_dir_lists_the_public_names_alone():
+    assert dir(hf_packfree) == sorted(hf_packfree.__all__)
+    assert all(getattr(hf_packfree, name) is not None for name in dir(hf_packfree))
 
 
 def test_importing_needs_no_transformers_and_changes_nothing():

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hf_packfree.errors import UnsupportedModel
-from hf_packfree.patching.building import build_model
+from hf_packfree.verify.model_source import build_model
 
 PRESETS: dict[str, dict[str, Any]] = {
     "small": {

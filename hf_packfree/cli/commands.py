@@ -9,14 +9,13 @@ from typing import Any
 
 from hf_packfree.cli import paths, show
 from hf_packfree.cli.options import BROKEN, FINE, LEAK, MOST_TOKENS
+from hf_packfree.cli.quiet import quiet_libraries
 from hf_packfree.errors import LeakDetected, UnsupportedInput
 
 
 def doctor(options: argparse.Namespace) -> int:
     """Show what is installed and what would run."""
     from hf_packfree.doctor import diagnose
-
-    from hf_packfree.demo.quiet import quiet_libraries
 
     with show.spinner("importing what is installed", options.json), quiet_libraries(bars=False):
         diagnosis = diagnose(options.model)
@@ -41,7 +40,6 @@ def verify(options: argparse.Namespace) -> int:
 def _measure(options: argparse.Namespace) -> tuple[Any, int]:
     import torch
 
-    from hf_packfree.demo.quiet import quiet_libraries
     from hf_packfree.verify import verify_packing
 
     given: dict[str, Any] = {"lengths": options.lengths} if options.lengths else {}
@@ -101,7 +99,6 @@ def models(options: argparse.Namespace) -> int:
 def bench(options: argparse.Namespace) -> int:
     """Time padded and packed steps, and show how they compare."""
     from hf_packfree.bench import BenchOptions, choose_lengths, run_bench
-    from hf_packfree.demo.quiet import quiet_libraries
 
     if options.png is not None and find_spec("matplotlib") is None:
         raise ImportError("found no matplotlib; wanted it for --png; pip install 'hf_packfree[demo]' brings it")
@@ -146,7 +143,6 @@ def _drawn(report: Any, path: Any) -> Any:
 def demo(options: argparse.Namespace) -> int:
     """Train padded and packed, and show how they compare."""
     from hf_packfree.demo import DemoError, DemoOptions, run_demo
-    from hf_packfree.demo.quiet import quiet_libraries
 
     out = paths.folder(options.out)
     plots = not options.no_plots and find_spec("matplotlib") is not None

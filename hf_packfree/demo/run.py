@@ -76,7 +76,7 @@ def _verify(options: DemoOptions, lengths: list[int], progress: Progress) -> tup
     progress(Stage("leak per document", 0, 1))
     import torch
 
-    from hf_packfree import verify_packing
+    from hf_packfree.verify import verify_packing
 
     threads = torch.get_num_threads()
     torch.set_num_threads(options.threads)

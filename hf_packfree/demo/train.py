@@ -23,8 +23,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_packfree import PackFreeCallback
 from hf_packfree.demo.recorder import Recorder
+from hf_packfree.trainer import PackFreeCallback
 
 
 def padded(folder: Path, **shared: Any) -> Trainer:

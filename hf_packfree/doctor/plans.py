@@ -74,9 +74,9 @@ def _plan_of(model: str, unpacked: str) -> Plan:
     import torch
 
     from hf_packfree.patching import apply_patches
-    from hf_packfree.patching.building import build_model
     from hf_packfree.patching.plan import trunks
     from hf_packfree.patching.registry import family_of
+    from hf_packfree.verify.model_source import build_model
 
     with torch.device("meta"):
         built = apply_patches(build_model(_config_of(model)))

@@ -11,10 +11,10 @@ from torch import nn
 
 from hf_packfree.errors import BlindMeasurement, LeakDetected, UnsupportedModel
 from hf_packfree.patching.apply import apply_patches, patches_lifted
-from hf_packfree.patching.building import build_model
 from hf_packfree.patching.plan import trunks
 from hf_packfree.patching.registry import FAMILIES, family_of
 from hf_packfree.patching.report import patch_report
+from hf_packfree.verify.model_source import build_model
 from hf_packfree.verify.probe import Probe, prepared
 from hf_packfree.verify.report import Measurement, PackingReport, limits_for
 
