@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from tests.friends.compare import overall
-from tests.friends.compare import worst as worst_of_steps
+from tests.integrations.compare import overall
+from tests.integrations.compare import worst as worst_of_steps
 from tests.models.padded import worst_gradient
 from tests.support import errors, relative_rms
 from tests.test_trainer import worst

@@ -40,7 +40,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from hf_packfree import apply_patches, patch_report  # noqa: E402
 from hf_packfree.errors import PatchConflict  # noqa: E402
-from tests.friends.compare import RATE, in_steps, labelled, one_by_one, overall, rows, targets, worst  # noqa: E402
+from tests.integrations.compare import RATE, in_steps, labelled, one_by_one, overall, rows, targets, worst  # noqa: E402
 from tests.gpu.models import build as build_shape  # noqa: E402
 from tests.gpu.shapes import SHAPES  # noqa: E402
 from tests.support import CONTROL, GRADIENT_TOL, LOGIT_TOL, put_upstream_in_torch  # noqa: E402

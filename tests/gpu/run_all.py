@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TESTS = (
     "gpu/test_ops.py", "gpu/test_sync.py", "gpu/test_model.py", "gpu/test_training.py", "gpu/test_padded.py",
     "gpu/test_autotune.py", "gpu/test_launch.py", "gpu/test_verify.py",
-    "friends/test_liger.py", "friends/test_parallel.py",
+    "integrations/test_liger.py", "integrations/test_parallel.py",
 )
 """Every file of tests that has the gpu marker; of each only what is marked runs."""
 ENDS = {0: "passed", 1: "failed", 2: "interrupted", 5: "found no tests", None: "out of time"}

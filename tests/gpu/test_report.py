@@ -122,11 +122,11 @@ def test_calls_are_assembled(tmp_path):
 
 def test_a_file_that_does_not_end_well_leaves_a_trace(tmp_path, monkeypatch):
     """One that fails at import reports no test at all."""
-    ends = dict(zip(("gpu/a.py", "gpu/b.py", "friends/c.py"), (0, 2, None)))
+    ends = dict(zip(("gpu/a.py", "gpu/b.py", "integrations/c.py"), (0, 2, None)))
     monkeypatch.setattr(run_all, "run", lambda command, *_, **__: ends.get(command[3][6:], ""))
     path = run_all.main(["--out", str(tmp_path), "--no-rows", "--tests", *ends])
     found = json.loads(path.read_text())["tests"]["files"]
-    assert found == {"gpu/a.py": "passed", "gpu/b.py": "interrupted", "friends/c.py": "out of time"}
+    assert found == {"gpu/a.py": "passed", "gpu/b.py": "interrupted", "integrations/c.py": "out of time"}
     assert not run_all.ended_well(path)
 
 

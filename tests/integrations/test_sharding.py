@@ -10,15 +10,15 @@ import torch
 from hf_packfree import apply_patches, patch_report
 from hf_packfree.errors import ContractError
 from tests.forms import row_batch
-from tests.friends.marks import friend, needs
-from tests.friends.test_parallel import launch
+from tests.integrations.marks import integration, needs
+from tests.integrations.test_parallel import launch
 from tests.support import CONTROL, GRADIENT_TOL, ROW, tiny
 
 
 def error_of(way: str, folder, patched: str) -> float:
     """Train in two processes and return the worst gradient error."""
     out = folder / f"{patched}.json"
-    done = launch("tests/friends/two_processes.py", way, str(out), str(folder / "checkpoint"), patched)
+    done = launch("tests/integrations/two_processes.py", way, str(out), str(folder / "checkpoint"), patched)
     assert out.exists(), done.stderr[-4000:]
     return json.loads(out.read_text())["error"]
 
@@ -31,7 +31,7 @@ def check(way: str, folder, record_property) -> None:
     assert error <= GRADIENT_TOL and control >= CONTROL * GRADIENT_TOL
 
 
-@friend("DeepSpeed", "ZeRO-3, weights sharded while loading")
+@integration("DeepSpeed", "ZeRO-3, weights sharded while loading")
 @needs("deepspeed")
 def test_zero3(tmp_path, record_property):
     check("zero3", tmp_path, record_property)
@@ -51,12 +51,12 @@ def test_a_sharded_parameter_is_measured_by_what_it_stands_for():
         apply_patches(model)
 
 
-@friend("transformers", 'tensor parallel, `tp_plan="auto"`', "works if patched after loading; ranks repeat the delta rule")
+@integration("transformers", 'tensor parallel, `tp_plan="auto"`', "works if patched after loading; ranks repeat the delta rule")
 def test_tensor_parallel(tmp_path, record_property):
     check("tensor_parallel", tmp_path, record_property)
 
 
-@friend(
+@integration(
     "torch", "pipeline parallel, traced (`torch.distributed.pipelining`)",
     "refused by torch with `RuntimeError`: where boundaries are read cannot be traced",
 )  # fmt: skip

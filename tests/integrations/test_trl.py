@@ -7,8 +7,8 @@ import torch
 from torch.nn import functional as F
 
 from hf_packfree import PackFreeCallback, patch_report
-from tests.friends.compare import IGNORED, RATE, KeepGradients, arguments, descend, in_steps, one_by_one, worst
-from tests.friends.marks import friend, needs
+from tests.integrations.compare import IGNORED, RATE, KeepGradients, arguments, descend, in_steps, one_by_one, worst
+from tests.integrations.marks import integration, needs
 from tests.support import CONTROL, GRADIENT_TOL, documents, gradients, slow_decay, tiny
 
 pytestmark = [needs("trl", "datasets"), pytest.mark.filterwarnings("default")]  # its dependencies deprecate things
@@ -61,20 +61,20 @@ def documents_of(trainer, per_step: int = 4):
     return [[document for row in step for document in row] for step in in_steps(items, per_step)]
 
 
-@friend("TRL SFTTrainer", "`padding_free=True`")
+@integration("TRL SFTTrainer", "`padding_free=True`")
 @pytest.mark.parametrize("tail", [{}, {"pad_to_multiple_of": 16}], ids=["as it is", "padded tail"])
 def test_padding_free(tail, same_gradients, tmp_path):
     trainer, found = sft(tmp_path, {"input_ids": [d.tolist() for d in documents(LENGTHS)]}, padding_free=True, **tail)
     same_gradients(found, one_by_one(tiny(), documents_of(trainer)))
 
 
-@friend("TRL SFTTrainer", "`padding_free=True`")
+@integration("TRL SFTTrainer", "`padding_free=True`")
 def test_stock_refuses_what_trl_hands_it(tmp_path):
     with pytest.raises(ValueError, match="packed sequences"):
         sft(tmp_path, {"input_ids": [d.tolist() for d in documents(LENGTHS)]}, padding_free=True, patch=False)
 
 
-@friend("TRL SFTTrainer", "`packing=True`, `bfd` and `bfd_split`")
+@integration("TRL SFTTrainer", "`packing=True`, `bfd` and `bfd_split`")
 @pytest.mark.parametrize("strategy", ["bfd", "bfd_split"])
 def test_packing_keeps_documents_apart(strategy, same_gradients, tmp_path):
     dataset = {"input_ids": [d.tolist() for d in documents(LENGTHS)]}
@@ -85,7 +85,9 @@ def test_packing_keeps_documents_apart(strategy, same_gradients, tmp_path):
     same_gradients(found, one_by_one(tiny(), steps), one_by_one(tiny(), whole_rows))
 
 
-@friend("TRL SFTTrainer", "`packing=True`, `wrapped`", "works; TRL means the documents of a row to mix: bit for bit upstream's")
+@integration(
+    "TRL SFTTrainer", "`packing=True`, `wrapped`", "works; TRL means the documents of a row to mix: bit for bit upstream's"
+)
 def test_wrapped_rows_are_upstreams(tmp_path, record_property):
     dataset = {"input_ids": [d.tolist() for d in documents(LENGTHS)]}
     options = {"packing": True, "packing_strategy": "wrapped", "max_length": 100}
@@ -96,7 +98,7 @@ def test_wrapped_rows_are_upstreams(tmp_path, record_property):
     assert worst(found, one_by_one(tiny(), documents_of(trainer))) <= GRADIENT_TOL
 
 
-@friend("TRL SFTTrainer", "completion-only loss, packed")
+@integration("TRL SFTTrainer", "completion-only loss, packed")
 @pytest.mark.parametrize("options", [{"padding_free": True}, {"packing": True, "max_length": 140}], ids=["padding-free", "bfd"])
 def test_completion_only_loss(options, same_gradients, tmp_path):
     parts = [document.split([len(document) // 2, len(document) - len(document) // 2]) for document in documents(LENGTHS)]
@@ -110,10 +112,10 @@ def test_completion_only_loss(options, same_gradients, tmp_path):
     same_gradients(found, one_by_one(tiny(), steps), one_by_one(tiny(), everything))
 
 
-@friend("TRL SFTTrainer", "with PEFT (LoRA), packed")
+@integration("TRL SFTTrainer", "with PEFT (LoRA), packed")
 @needs("peft")
 def test_with_lora(same_gradients, tmp_path):
-    from tests.friends.test_peft import lora
+    from tests.integrations.test_peft import lora
 
     dataset = {"input_ids": [d.tolist() for d in documents(LENGTHS)]}
     trainer, found = sft(tmp_path, dataset, model=lora(tiny()), packing=True, max_length=140)
@@ -141,7 +143,7 @@ def preferences_one_by_one(model, reference, pairs, beta, steps=STEPS, size=2):
     return kept
 
 
-@friend("TRL DPOTrainer", "padded batches")
+@integration("TRL DPOTrainer", "padded batches")
 def test_preferences(same_gradients, tmp_path):
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer

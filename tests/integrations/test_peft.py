@@ -9,8 +9,8 @@ from transformers import Qwen3_5ForCausalLM
 
 from hf_packfree import apply_patches, patch_report, remove_patches
 from hf_packfree.errors import ContractError, PatchConflict
-from tests.friends.compare import in_rows, in_steps, labelled, one_by_one, packed
-from tests.friends.marks import friend, needs
+from tests.integrations.compare import in_rows, in_steps, labelled, one_by_one, packed
+from tests.integrations.marks import integration, needs
 from tests.support import relative_rms, tiny
 
 pytestmark = [needs("peft"), pytest.mark.filterwarnings("default")]  # its dependencies deprecate things
@@ -32,7 +32,7 @@ KINDS = {"LoRA": {}, "DoRA": {"use_dora": True}}
 WHAT = "LoRA and DoRA on `in_proj_*`, `out_proj`, attention and MLP"
 
 
-@friend("PEFT", WHAT)
+@integration("PEFT", WHAT)
 @pytest.mark.parametrize("order", ["patched before", "patched after"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters(kind, order, same_gradients):
@@ -48,7 +48,7 @@ def test_adapters(kind, order, same_gradients):
     assert not patch_report(remove_patches(model)).patched
 
 
-@friend("PEFT", "`merge_and_unload`, adapters saved and loaded unpatched")
+@integration("PEFT", "`merge_and_unload`, adapters saved and loaded unpatched")
 def test_merging_and_loading(tmp_path, record_property):
     from peft import PeftModel
 
@@ -77,12 +77,12 @@ class TestConvolution:
 
     WHAT, SAYS = "LoRA on `conv1d`", "refused: `ContractError` when patching, `PatchConflict` at the first forward after"
 
-    @friend("PEFT", WHAT, SAYS)
+    @integration("PEFT", WHAT, SAYS)
     def test_refused_when_patching(self):
         with pytest.raises(ContractError, match="conv1d"):
             apply_patches(self.adapted(tiny()))
 
-    @friend("PEFT", WHAT, SAYS)
+    @integration("PEFT", WHAT, SAYS)
     @pytest.mark.parametrize("row", ["packed", "one document"])
     def test_refused_after_patching(self, row):
         model = self.adapted(apply_patches(tiny()))
@@ -90,7 +90,7 @@ class TestConvolution:
         with pytest.raises(PatchConflict, match="target_modules"):
             model(**inputs)
 
-    @friend("PEFT", WHAT, SAYS)
+    @integration("PEFT", WHAT, SAYS)
     def test_stock_ignores_it(self):
         model = self.adapted(tiny())
         loss = model(**packed(labelled()[1:2])).loss
@@ -105,7 +105,7 @@ class TestConvolution:
         return get_peft_model(model, LoraConfig(r=channels, target_modules=["conv1d"], init_lora_weights=False))
 
 
-@friend("PEFT", "QLoRA: 4-bit base of bitsandbytes")
+@integration("PEFT", "QLoRA: 4-bit base of bitsandbytes")
 @needs("bitsandbytes")
 @pytest.mark.parametrize("order", ["patched before", "patched after"])
 def test_quantised_base(order, same_gradients, tmp_path):

@@ -9,8 +9,8 @@ from transformers import DataCollatorWithFlattening
 from hf_packfree import apply_patches, patch_report, remove_patches
 from hf_packfree.models.mlp import swiglu_weights
 from hf_packfree.models.norms import adds_one
-from tests.friends.compare import in_steps, labelled, one_by_one, rows, worst
-from tests.friends.marks import friend, needs
+from tests.integrations.compare import in_steps, labelled, one_by_one, rows, worst
+from tests.integrations.marks import integration, needs
 from tests.support import CONTROL, gradients, put_upstream_in_torch, tiny
 
 pytestmark = [needs("liger_kernel", "triton"), pytest.mark.filterwarnings("default")]
@@ -39,7 +39,7 @@ def with_liger(model, order: str, **options):
     return apply_patches(model, **options)
 
 
-@friend("Liger", WHAT, SAYS)
+@integration("Liger", WHAT, SAYS)
 @orders
 def test_both_are_in_force(order):
     model = with_liger(tiny(), order)
@@ -57,7 +57,7 @@ def test_both_are_in_force(order):
     assert not patch_report(remove_patches(model)).patched
 
 
-@friend("Liger", WHAT, SAYS)
+@integration("Liger", WHAT, SAYS)
 @orders
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

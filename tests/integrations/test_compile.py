@@ -9,8 +9,8 @@ import torch
 from transformers import DataCollatorWithFlattening, Trainer
 
 from hf_packfree import PackFreeCallback, apply_patches
-from tests.friends.compare import KeepGradients, arguments, in_rows, in_steps, labelled, one_by_one, packed, rows
-from tests.friends.marks import friend
+from tests.integrations.compare import KeepGradients, arguments, in_rows, in_steps, labelled, one_by_one, packed, rows
+from tests.integrations.marks import integration
 from tests.support import tiny
 
 SAYS = (
@@ -40,7 +40,7 @@ class Graphs:
         return graph.forward
 
 
-@friend("torch.compile", "whole model", SAYS)
+@integration("torch.compile", "whole model", SAYS)
 @pytest.mark.parametrize("order", ["patched before", "patched after"])
 def test_whole_model(order, same_gradients):
     model = tiny()
@@ -52,7 +52,7 @@ def test_whole_model(order, same_gradients):
     same_gradients(in_rows(model, compiled), one_by_one(tiny(), in_steps(labelled())), in_rows(control))
 
 
-@friend("torch.compile", "whole model", SAYS)
+@integration("torch.compile", "whole model", SAYS)
 def test_it_breaks_where_we_say(record_property):
     found = torch._dynamo.explain(apply_patches(tiny()))(**packed(labelled()[:4]))
     reasons = [reason.reason for reason in found.break_reasons]
@@ -61,7 +61,7 @@ def test_it_breaks_where_we_say(record_property):
     assert {re.search(r"<function (\w+)", reason)[1] for reason in reasons} <= OPERATIONS
 
 
-@friend("torch.compile", "whole model", SAYS)
+@integration("torch.compile", "whole model", SAYS)
 def test_new_rows_need_no_new_graphs():
     """After the first row and the first of another length, documents may be any: nothing is compiled again."""
     model, graphs = apply_patches(tiny()), Graphs()
@@ -73,7 +73,7 @@ def test_new_rows_need_no_new_graphs():
     assert counts[0] > 0 and counts[1:] == [counts[1]] * 5, counts
 
 
-@friend("torch.compile", "each decoder layer")
+@integration("torch.compile", "each decoder layer")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_each_layer(backend, same_gradients):
     model = apply_patches(tiny())
@@ -82,7 +82,7 @@ def test_each_layer(backend, same_gradients):
     same_gradients(in_rows(model), one_by_one(tiny(), in_steps(labelled())))
 
 
-@friend("Trainer", "`torch_compile=True`", SAYS)
+@integration("Trainer", "`torch_compile=True`", SAYS)
 def test_through_the_trainer(same_gradients, tmp_path):
     keep = KeepGradients()
     torch._dynamo.utils.counters.clear()

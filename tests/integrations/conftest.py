@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tests.friends.compare import worst
+from tests.integrations.compare import worst
 from tests.support import CONTROL, GRADIENT_TOL
 
 
 def pytest_collection_modifyitems(items):
     """Put the row into the test's properties, which a skipped test keeps too."""
     for item in items:
-        mark = item.get_closest_marker("friend")
+        mark = item.get_closest_marker("integration")
         if mark is not None:
             item.user_properties += [(name, mark.kwargs[name]) for name in ("library", "what", "says")]
 

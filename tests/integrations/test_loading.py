@@ -11,8 +11,8 @@ from transformers.utils.import_utils import is_kernels_available
 
 from hf_packfree import apply_patches, patch_report, register_patches
 from hf_packfree.errors import PatchConflict
-from tests.friends.compare import in_rows, in_steps, labelled, one_by_one, packed
-from tests.friends.marks import friend, needs
+from tests.integrations.compare import in_rows, in_steps, labelled, one_by_one, packed
+from tests.integrations.marks import integration, needs
 from tests.support import LOGIT_TOL, relative_rms, tiny
 
 SPLIT = {"model.embed_tokens": "cpu", "model.layers.0": "disk", "model.layers.1": "cpu", "model.layers.2": "cpu",
@@ -25,7 +25,7 @@ def checkpoint(tmp_path):
     return tmp_path / "checkpoint"
 
 
-@friend("accelerate", '`device_map="auto"`, everything on one device')
+@integration("accelerate", '`device_map="auto"`, everything on one device')
 def test_device_map_of_one_device(checkpoint, same_gradients):
     stock, model = (Qwen3_5ForCausalLM.from_pretrained(checkpoint, device_map="auto").train() for _ in range(2))
     same_gradients(in_rows(apply_patches(model)), one_by_one(tiny(), in_steps(labelled())), in_rows(stock))
@@ -37,14 +37,14 @@ class TestSplitModel:
     WHAT = '`device_map="auto"`, split over devices or offloaded'
     SAYS = "works if loaded under `register_patches()`; `apply_patches` afterwards is refused: `PatchConflict`"
 
-    @friend("accelerate", WHAT, SAYS)
+    @integration("accelerate", WHAT, SAYS)
     @pytest.mark.filterwarnings("default")
     def test_afterwards_is_refused(self, checkpoint, tmp_path):
         model = Qwen3_5ForCausalLM.from_pretrained(checkpoint, device_map=SPLIT, offload_folder=tmp_path)
         with pytest.raises(PatchConflict, match="register_patches"):
             apply_patches(model)
 
-    @friend("accelerate", WHAT, SAYS)
+    @integration("accelerate", WHAT, SAYS)
     @pytest.mark.filterwarnings("default")
     def test_loaded_patched(self, checkpoint, tmp_path, record_property):
         """Offloaded weights cannot be trained, so this compares what the model says."""
@@ -67,7 +67,7 @@ HUB = (
 )
 
 
-@friend("transformers", "`use_kernels=True` (kernels of the hub)", HUB)
+@integration("transformers", "`use_kernels=True` (kernels of the hub)", HUB)
 @needs("kernels")
 def test_hub_kernels(checkpoint, same_gradients):
     if not is_kernels_available():

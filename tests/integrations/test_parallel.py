@@ -12,7 +12,7 @@ import pytest
 import torch
 from filelock import FileLock
 
-from tests.friends.marks import friend
+from tests.integrations.marks import integration
 from tests.support import CONTROL, GRADIENT_TOL
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,17 +51,17 @@ def check(result, record_property) -> None:
     assert result["dtypes"] == dict.fromkeys(("kept", "seen", "stock sees", "saved"), ["float32"])
 
 
-@friend("torch", "DistributedDataParallel, activation checkpointing, checkpoint loaded unpatched", EITHER)
+@integration("torch", "DistributedDataParallel, activation checkpointing, checkpoint loaded unpatched", EITHER)
 def test_ddp(results, record_property):
     check(results["ddp"], record_property)
 
 
-@friend("torch", "FSDP2 (`fully_shard`), activation checkpointing, checkpoint loaded unpatched", LAYERS)
+@integration("torch", "FSDP2 (`fully_shard`), activation checkpointing, checkpoint loaded unpatched", LAYERS)
 def test_fsdp2(results, record_property):
     check(results["fsdp2"], record_property)
 
 
-@friend("torch", "FSDP2 in bfloat16: `A_log`, `dt_bias`", "works; kept and saved in fp32, computed with as upstream does")
+@integration("torch", "FSDP2 in bfloat16: `A_log`, `dt_bias`", "works; kept and saved in fp32, computed with as upstream does")
 def test_fsdp2_keeps_the_decay_in_fp32(results, record_property):
     result = results["fsdp2 bf16"]
     record_property("error", result["gradients"])
@@ -71,7 +71,7 @@ def test_fsdp2_keeps_the_decay_in_fp32(results, record_property):
     assert result["dtypes"]["seen"] == result["dtypes"]["stock sees"]
 
 
-@friend("accelerate", "own loop, DDP, `mixed_precision=\"bf16\"`", EITHER)
+@integration("accelerate", "own loop, DDP, `mixed_precision=\"bf16\"`", EITHER)
 def test_accelerate_in_half_precision(results, record_property):
     result = results["accelerate ddp bf16"]
     record_property("error", result["gradients"])
@@ -81,12 +81,12 @@ def test_accelerate_in_half_precision(results, record_property):
     assert result["control"] > 5 * result["allowed"] and result["after"] <= result["allowed"]
 
 
-@friend("accelerate", "own loop, DDP", EITHER)
+@integration("accelerate", "own loop, DDP", EITHER)
 def test_accelerate(results, record_property):
     check(results["accelerate ddp"], record_property)
 
 
-@friend("accelerate", "own loop, FSDP2 plugin, two GPUs", LAYERS)
+@integration("accelerate", "own loop, FSDP2 plugin, two GPUs", LAYERS)
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices; accelerate shards on no CPU")
 def test_two_gpus(tmp_path, record_property):
@@ -98,7 +98,7 @@ def test_two_gpus(tmp_path, record_property):
     check(report["ways"]["accelerate fsdp2"], record_property)
 
 
-@friend("accelerate", "own loop, FSDP2 plugin, two GPUs", LAYERS)
+@integration("accelerate", "own loop, FSDP2 plugin, two GPUs", LAYERS)
 def test_the_committed_run_on_two_gpus(record_property):
     """What `tests/gpu/parallel.py` left: the tiny model in torch, and the published models' heads with the kernels."""
     found = {path.stem: json.loads(path.read_text()) for path in (ROOT / "tests/gpu/results/parallel").glob("*.json")}
@@ -110,7 +110,7 @@ def test_the_committed_run_on_two_gpus(record_property):
             check(report["ways"]["accelerate fsdp2"], record_property)
 
 
-@friend("torch", "FSDP2 (`fully_shard`), activation checkpointing, checkpoint loaded unpatched", LAYERS)
+@integration("torch", "FSDP2 (`fully_shard`), activation checkpointing, checkpoint loaded unpatched", LAYERS)
 def test_a_sharded_trunk_is_refused(tmp_path):
     from torch.distributed.fsdp import fully_shard
 

@@ -1,10 +1,10 @@
 """Run the tests of this room and make README's table of other libraries from their results.
 
-    python -m tests.friends.run               print the table
-    python -m tests.friends.run --readme      put it into README.md
-    python -m tests.friends.run --report friends.xml      from a report that pytest wrote earlier with --junitxml
+    python -m tests.integrations.run               print the table
+    python -m tests.integrations.run --readme      put it into README.md
+    python -m tests.integrations.run --report integrations.xml      from a report that pytest wrote earlier with --junitxml
 
-A row is what a test says of itself with `@friend`; it holds if every test of the row that ran has passed.
+A row is what a test says of itself with `@integration`; it holds if every test of the row that ran has passed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[2]
-MARK = "<!-- friends -->"
+MARK = "<!-- integrations -->"
 LIBRARIES = ("Trainer", "TRL SFTTrainer", "TRL DPOTrainer", "PEFT", "accelerate", "torch", "torch.compile", "DeepSpeed",
              "transformers", "Liger")  # fmt: skip
 VERSIONS = ("torch", "transformers", "trl", "peft", "accelerate", "deepspeed", "bitsandbytes", "liger-kernel", "kernels",
@@ -67,9 +67,9 @@ class Row:
 
 def run_tests(workers: int, report: Path) -> None:
     """Let pytest write its report."""
-    command = [sys.executable, "-m", "pytest", "tests/friends", "-q", f"-n{workers}", f"--junitxml={report}"]
+    command = [sys.executable, "-m", "pytest", "tests/integrations", "-q", f"-n{workers}", f"--junitxml={report}"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
-    command += ["-p", "no:cacheprovider", "--ignore=tests/friends/test_table.py"]  # it checks what is about to be written
+    command += ["-p", "no:cacheprovider", "--ignore=tests/integrations/test_table.py"]  # it checks what is about to be written
     subprocess.run(command, cwd=ROOT, env=environment)
 
 
@@ -104,7 +104,7 @@ def markdown(rows: list[Row]) -> str:
     """Return the README's table, with the day it was made and the versions it was made with."""
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in VERSIONS if _installed(name))
     day = datetime.date.today().isoformat()
-    lines = [f"Made on {day} by `python -m tests.friends.run --readme` on a CPU with {versions}.", ""]
+    lines = [f"Made on {day} by `python -m tests.integrations.run --readme` on a CPU with {versions}.", ""]
     lines += ["| " + " | ".join(cells) + " |" for cells in (HEAD, ("---",) * len(HEAD), *(row.cells() for row in rows))]
     return "\n".join(lines)
 
@@ -131,7 +131,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=min(os.cpu_count() or 1, 8))
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        report = options.report or Path(folder) / "friends.xml"
+        report = options.report or Path(folder) / "integrations.xml"
         if options.report is None:
             run_tests(options.workers, report)
         rows = read(report)

@@ -10,10 +10,10 @@ from torch.nn import functional as F
 from transformers import DataCollatorWithFlattening, Trainer
 
 from hf_packfree import PackFreeCallback, apply_patches
-from tests.friends.compare import (
+from tests.integrations.compare import (
     IGNORED, RATE, STEPS, KeepGradients, arguments, in_steps, labelled, one_by_one, rows, targets, token_loss, worst,
 )  # fmt: skip
-from tests.friends.marks import friend
+from tests.integrations.marks import integration
 from tests.support import CONTROL, GRADIENT_TOL, gradients, relative_rms, slow_decay, tiny
 
 ACCUMULATE = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
@@ -44,7 +44,7 @@ def vision_language() -> torch.nn.Module:
     return slow_decay(Qwen3_5ForConditionalGeneration(config)).train()
 
 
-@friend("Trainer", "gradient accumulation, micro-batches of unequal token counts")
+@integration("Trainer", "gradient accumulation, micro-batches of unequal token counts")
 def test_accumulated_steps_weigh_tokens(same_gradients, tmp_path):
     wanted = one_by_one(tiny(), in_steps(labelled()))
     _, control = train(tiny(), tmp_path, patch=False, **ACCUMULATE)
@@ -76,7 +76,7 @@ class TestVisionLanguageClass:
     WHAT = "gradient accumulation with `...ForConditionalGeneration`"
     SAYS = "works if `model.accepts_loss_kwargs = True` is set before the Trainer is built; else micro-batches count equally"
 
-    @friend("Trainer", WHAT, SAYS)
+    @integration("Trainer", WHAT, SAYS)
     def test_micro_batches_count_equally_as_upstream_says(self, same_gradients, tmp_path, caplog):
         with caplog.at_level(logging.WARNING, logger="hf_packfree"):
             _, found = train(vision_language(), tmp_path, **ACCUMULATE)
@@ -84,7 +84,7 @@ class TestVisionLanguageClass:
         same_gradients(found, micro_batch_means(vision_language(), in_steps(labelled(), 2)))
         assert worst(found, one_by_one(vision_language(), in_steps(labelled()))) >= CONTROL * GRADIENT_TOL
 
-    @friend("Trainer", WHAT, SAYS)
+    @integration("Trainer", WHAT, SAYS)
     def test_tokens_count_equally_once_the_attribute_is_set(self, same_gradients, tmp_path, caplog):
         model = vision_language()
         model.accepts_loss_kwargs = True
@@ -99,7 +99,7 @@ def smoothed(logits, labels, epsilon=0.1):
     return F.cross_entropy(logits[:-1], labels[1:], reduction="sum", ignore_index=IGNORED, label_smoothing=epsilon)
 
 
-@friend("Trainer", "label smoothing")
+@integration("Trainer", "label smoothing")
 def test_label_smoothing(same_gradients, tmp_path):
     wanted = one_by_one(tiny(), in_steps(labelled()), loss=smoothed)
     _, control = train(tiny(), tmp_path, patch=False, label_smoothing_factor=0.1)
@@ -111,7 +111,7 @@ def smoothed_unshifted(logits, labels, epsilon=0.1):
     return F.cross_entropy(logits[1:], labels[1:], reduction="sum", ignore_index=IGNORED, label_smoothing=epsilon)
 
 
-@friend(
+@integration(
     "Trainer", "label smoothing with `...ForConditionalGeneration`",
     "packing is exact, the loss is not: the Trainer does not shift the labels of this class, padded or packed",
 )  # fmt: skip
@@ -121,7 +121,7 @@ def test_label_smoothing_of_the_vision_language_class(same_gradients, tmp_path):
     assert worst(one_by_one(vision_language(), in_steps(labelled()), loss=smoothed), wanted) >= CONTROL * GRADIENT_TOL
 
 
-@friend("Trainer", "evaluation, packed rows, with `compute_metrics`")
+@integration("Trainer", "evaluation, packed rows, with `compute_metrics`")
 def test_evaluation_sees_every_token_once(tmp_path, record_property):
     seen = {}
 
@@ -149,7 +149,7 @@ def test_evaluation_sees_every_token_once(tmp_path, record_property):
     assert found["eval_loss"] == pytest.approx(float(loss) / found["eval_tokens"], rel=1e-6)
 
 
-@friend("Trainer", "checkpoint and resume", "works, bit-equal to not stopping")
+@integration("Trainer", "checkpoint and resume", "works, bit-equal to not stopping")
 def test_resuming_is_bit_equal(tmp_path):
     straight, _ = train(tiny(), tmp_path / "straight", optim="adamw_torch")
     saved = tmp_path / "stopped"
@@ -165,7 +165,7 @@ def test_resuming_is_bit_equal(tmp_path):
 HALF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
-@friend("Trainer", "`bf16=True`, `fp16` autocast", "works; half precision rounds as much packed as one by one")
+@integration("Trainer", "`bf16=True`, `fp16` autocast", "works; half precision rounds as much packed as one by one")
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_autocast_rounds_no_more_than_one_by_one(dtype, record_property):
     """Against fp32 documents one by one: the packed row's error is that of stock documents under the same autocast."""
@@ -188,7 +188,7 @@ def _packed_step(model):
     return gradients(model)
 
 
-@friend("Trainer", "`bf16=True`, `fp16` autocast", "works; half precision rounds as much packed as one by one")
+@integration("Trainer", "`bf16=True`, `fp16` autocast", "works; half precision rounds as much packed as one by one")
 def test_bf16_through_the_trainer(tmp_path, record_property):
     exact = one_by_one(tiny(), in_steps(labelled()))
     _, found = train(tiny(), tmp_path, bf16=True)

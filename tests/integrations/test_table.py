@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.friends.run import LIBRARIES, MARK, ROOT, read
+from tests.integrations.run import LIBRARIES, MARK, ROOT, read
 
 REPORT = """<testsuites><testsuite>
 <testcase name="one"><properties>{row}<property name="error" value="2e-6"/><property name="control" value="0.5"/></properties>
@@ -33,7 +33,7 @@ def test_rows_come_from_results(tmp_path):
 def test_readme_says_what_the_tests_say(request):
     table = (ROOT / "README.md").read_text().split(MARK)[1]
     written = [tuple(cell.strip() for cell in line.strip("|").split("|"))[:3] for line in table.splitlines()[4:]]
-    marks = [item.get_closest_marker("friend") for item in request.session.items]
+    marks = [item.get_closest_marker("integration") for item in request.session.items]
     rows = {(m.kwargs["library"], m.kwargs["what"]): m.kwargs["says"] for m in marks if m is not None}
     assert {library for library, _ in rows} <= set(LIBRARIES)
     for (library, what), says in rows.items():

@@ -1,6 +1,6 @@
 """What a process of two does for `test_sharding.py`: DeepSpeed's ZeRO-3, or upstream's tensor parallel plan, on the CPU.
 
-    torchrun --standalone --nproc-per-node 2 tests/friends/two_processes.py zero3 result.json checkpoint-folder
+    torchrun --standalone --nproc-per-node 2 tests/integrations/two_processes.py zero3 result.json checkpoint-folder
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from transformers import Qwen3_5ForCausalLM
 
 from hf_packfree import apply_patches, patch_report
-from tests.friends.compare import RATE, descend, in_steps, labelled, one_by_one, packed, targets, worst
+from tests.integrations.compare import RATE, descend, in_steps, labelled, one_by_one, packed, targets, worst
 from tests.support import tiny
 
 

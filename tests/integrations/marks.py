@@ -7,9 +7,9 @@ from importlib.util import find_spec
 import pytest
 
 
-def friend(library: str, what: str, says: str = "works") -> pytest.MarkDecorator:
+def integration(library: str, what: str, says: str = "works") -> pytest.MarkDecorator:
     """Mark a test as proof of one row of README's table: whose feature, which, and what holds if the test passes."""
-    return pytest.mark.friend(library=library, what=what, says=says)
+    return pytest.mark.integration(library=library, what=what, says=says)
 
 
 def needs(*packages: str) -> pytest.MarkDecorator:
