@@ -22,7 +22,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16,
         "linear_num_value_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "tie_word_embeddings": True,
     },
-}  # fmt: skip
+}
 """Qwen3.5 configurations: one that a laptop's CPU trains in seconds, and the released 2B model's shape."""
 
 

@@ -74,7 +74,7 @@ class PackedGatedDeltaNet(Replacement):
         norm = partial(
             gated_rms_norm, out, z.reshape(out.shape), gated_norm.weight, epsilon(gated_norm), rows=rows,
             backend=kernels.gated_norm,
-        )  # fmt: skip
+        )
         remakes = kernels.gated_norm in REMAKES
         return projected(norm, self.out_proj, out, remakes=remakes, worth_it=True, backend=kernels.projections)
 

@@ -14,7 +14,7 @@ from hf_packfree.errors import BackendUnavailable
 from hf_packfree.models.state import Kernels, PatchState
 from hf_packfree.ops import (
     add_norm, attention, conv, delta_rule, gated_norm, gates, norm_rope, output_gate, projections, swiglu,
-)  # fmt: skip
+)
 from hf_packfree.ops.backend import Backend, Site
 from hf_packfree.ops.releases import Fault
 

@@ -31,7 +31,7 @@ _COMPARED = frozenset({
     (9216, 2560), (8192, 2560), (4096, 2560), (1024, 2560), (2560, 4096), (2560, 9216),  # 4B
     (12288, 4096), (8192, 4096), (4096, 4096), (1024, 4096), (4096, 12288),  # 9B
     (17408, 5120), (12288, 5120), (10240, 5120), (6144, 5120), (1024, 5120), (5120, 6144), (5120, 17408),  # 27B
-})  # fmt: skip
+})
 """(outputs, inputs) of the published models' products: torch's library gave tokens the same bits in rows of any length."""
 
 

@@ -27,7 +27,7 @@ def test_a_row_holds_the_worst_of_both_runs():
 @pytest.mark.parametrize("spoiled", [
     Outcome(ALL_FINE, ["test_one_row[qwen3_5_moe-seq_idx-sdpa]"]),
     Outcome({cell: found for cell, found in ALL_FINE.items() if cell != ("qwen3_5_moe", "sdpa")}, []),
-])  # fmt: skip
+])
 def test_one_failure_or_a_missing_number_fails_that_cell_alone(spoiled):
     cells = table.row_of("5.9.0", None, [Outcome(ALL_FINE, []), spoiled])[3:]
     verdicts = {cell: text.split()[0] for cell, text in zip(table.CELLS, cells)}

@@ -166,7 +166,7 @@ def train(folder: Path) -> dict[str, torch.Tensor]:
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for name, file in files.items()
-    ]  # fmt: skip
+    ]
     said = [process.communicate()[0] for process in running]
     failed = [text[-1500:] for process, text in zip(running, said) if process.returncode]
     if failed:

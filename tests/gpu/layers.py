@@ -197,7 +197,7 @@ def floor(shape: Shape, tokens: int, clock: Clock) -> dict[str, Any]:
     return {
         "ms": total, "sustained_ms": sustained["ms"], "real_tokens_per_s": tokens / total * 1e3,
         "peak_gib": sustained["peak_gib"], "parts_ms": parts, "layers": shape.layers,
-    }  # fmt: skip
+    }
 
 
 def _three(device: str, rows: int, experts: int, outputs: int, inputs: int) -> Call:

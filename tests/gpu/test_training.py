@@ -12,7 +12,7 @@ import torch
 from tests.gpu.checks import DEVICE, TRIAL, gpu
 from tests.gpu.curves import (
     SHAPE, STEPS, STOCKS, curve, decaying_slowly, documents, leaking, loss_of, padded, row, train, whole,
-)  # fmt: skip
+)
 from tests.gpu.models import build
 
 pytestmark = gpu

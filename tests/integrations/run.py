@@ -24,7 +24,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).parents[2]
 MARK = "<!-- integrations -->"
 LIBRARIES = ("Trainer", "TRL SFTTrainer", "TRL DPOTrainer", "PEFT", "accelerate", "torch", "torch.compile", "DeepSpeed",
-             "transformers", "Liger")  # fmt: skip
+             "transformers", "Liger")
 VERSIONS = ("torch", "transformers", "trl", "peft", "accelerate", "deepspeed", "bitsandbytes", "liger-kernel", "kernels",
             "triton")
 HEAD = ("with", "what", "verdict", "off by", "unpatched")

@@ -12,7 +12,7 @@ from transformers import DataCollatorWithFlattening, Trainer
 from hf_packfree import PackFreeCallback, apply_patches
 from tests.integrations.compare import (
     IGNORED, RATE, STEPS, KeepGradients, arguments, in_steps, labelled, one_by_one, rows, targets, token_loss, worst,
-)  # fmt: skip
+)
 from tests.integrations.marks import integration
 from tests.support import CONTROL, GRADIENT_TOL, gradients, relative_rms, slow_decay, tiny
 
@@ -114,7 +114,7 @@ def smoothed_unshifted(logits, labels, epsilon=0.1):
 @integration(
     "Trainer", "label smoothing with `...ForConditionalGeneration`",
     "packing is exact, the loss is not: the Trainer does not shift the labels of this class, padded or packed",
-)  # fmt: skip
+)
 def test_label_smoothing_of_the_vision_language_class(same_gradients, tmp_path):
     wanted = one_by_one(vision_language(), in_steps(labelled()), loss=smoothed_unshifted)
     same_gradients(train(vision_language(), tmp_path, label_smoothing_factor=0.1)[1], wanted)

@@ -16,7 +16,7 @@ from tests.integrations.marks import integration, needs
 from tests.support import LOGIT_TOL, relative_rms, tiny
 
 SPLIT = {"model.embed_tokens": "cpu", "model.layers.0": "disk", "model.layers.1": "cpu", "model.layers.2": "cpu",
-         "model.layers.3": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}  # fmt: skip
+         "model.layers.3": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ def test_tensor_parallel(tmp_path, record_property):
 @integration(
     "torch", "pipeline parallel, traced (`torch.distributed.pipelining`)",
     "refused by torch with `RuntimeError`: where boundaries are read cannot be traced",
-)  # fmt: skip
+)
 @pytest.mark.filterwarnings("default")
 def test_a_traced_pipeline_is_refused():
     from torch.distributed.pipelining import SplitPoint, pipeline

@@ -12,7 +12,7 @@ from hf_packfree import apply_patches
 from hf_packfree.packing.on_read import PaddedOnRead
 from tests.models.padded import (
     IGNORED, ROWS, WIDTH, Seen, all_gradients, padded_batch, real_tokens, rounding, step, worst_gradient,
-)  # fmt: skip
+)
 from tests.support import LOGIT_TOL, relative_rms, tiny
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]

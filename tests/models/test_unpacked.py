@@ -155,7 +155,7 @@ def test_a_prepared_mask_is_upstreams(mask):
         return torch.stack(model.eval().generate(
             IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=3, do_sample=False, pad_token_id=0,
             return_dict_in_generate=True, **options,
-        ).logits)  # fmt: skip
+        ).logits)
 
     with torch.no_grad():
         wanted = run()

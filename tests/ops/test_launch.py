@@ -23,7 +23,7 @@ BUFFERS = {dtype: torch.zeros(64, dtype=dtype) for dtype in (torch.bfloat16, tor
 tensors = st.builds(
     lambda dtype, offset, kind: BUFFERS[dtype][offset:].as_subclass(kind),
     st.sampled_from(list(BUFFERS)), st.integers(0, 16), st.sampled_from([torch.Tensor, Kept]),
-)  # fmt: skip
+)
 edges = st.sampled_from([2**31 - 16, 2**31, -(2**31), -(2**31) - 16])
 integers = st.one_of(st.integers(-5, 40), st.integers(-(2**40), 2**40), edges)
 values = st.one_of(tensors, integers, st.floats(allow_nan=False), st.none(), st.booleans())

@@ -22,7 +22,7 @@ def of_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=N
 
 
 def of_2_13(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1),
-            enable_gqa=False, seqused_k=None, block_table=None, num_splits=None):  # fmt: skip
+            enable_gqa=False, seqused_k=None, block_table=None, num_splits=None):
     return locals()
 
 

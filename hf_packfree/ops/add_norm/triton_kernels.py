@@ -26,7 +26,7 @@ def add_norm(x, branch, weight, total, normed, size, eps, ADDS: tl.constexpr, WI
 def add_norm_backward(
     total, weight, d_normed, d_total, d_x, d_weight, rows, size, eps, tiles,
     ADDS: tl.constexpr, WIDTH: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
+):
     """d_x [R, D] = the norm's gradient, plus d_total where ADDS; per program d_weight [programs, D].
 
     Each program takes `tiles` rows, and asks for them AHEAD.

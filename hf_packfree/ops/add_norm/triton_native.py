@@ -67,7 +67,7 @@ def _gradients(
     launch(
         add_norm_backward, (programs,), total, weight, d_normed.contiguous(), adds, d, d_weight, rows, size, eps, tiles,
         ADDS=adds is not None, AHEAD=_AHEAD if size * total.itemsize <= _ROW else 0, **_blocks(size),
-    )  # fmt: skip
+    )
     return d, summed(d_weight, weight.dtype)
 
 

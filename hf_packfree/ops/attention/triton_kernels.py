@@ -55,7 +55,7 @@ def _meet(q, k, v, mixed, top, total, row, column, k_stride, v_stride, channel, 
 def attend(
     q, k, v, blocks, out, lse, tokens, q_stride, k_stride, v_stride, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+):
     """out [T, H, D], and lse [H, T], the base-2 logarithms of the softmax's sums; `scale` holds log2(e).  Grid: blocks, H."""
     first, start, length = _block(blocks)
     head = tl.program_id(1)
@@ -104,7 +104,7 @@ def _pull(q, d_out, k, v, d_q, lse, delta, row, column, k_stride, v_stride, chan
 def attend_backward_queries(
     q, k, v, blocks, out, d_out, lse, delta, d_q, tokens, q_stride, k_stride, v_stride, scale, scale_back,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+):
     """d_q [T, H, D], and delta [H, T], the sums of out d_out over channels.  Grid: blocks, H."""
     first, start, length = _block(blocks)
     head = tl.program_id(1)
@@ -152,7 +152,7 @@ def _keys_gradient(
     q, k, v, d_out, lse, delta, d_k, first, start, length, tokens, q_stride, k_stride, v_stride, scale, scale_back,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
-):  # fmt: skip
+):
     """d_k of one block of keys."""
     head = tl.program_id(1)
     channel, column = tl.arange(0, D), start + tl.arange(0, COLUMNS)
@@ -180,7 +180,7 @@ def _values_gradient(
     q, k, d_out, lse, d_v, first, start, length, tokens, q_stride, k_stride, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
-):  # fmt: skip
+):
     """d_v of one block of keys."""
     head = tl.program_id(1)
     channel, column = tl.arange(0, D), start + tl.arange(0, COLUMNS)
@@ -204,7 +204,7 @@ def attend_backward_pairs(
     q, k, v, blocks, d_out, lse, delta, d_k, d_v, tokens, q_stride, k_stride, v_stride, scale, scale_back,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     KEY_STAGES: tl.constexpr, VALUE_STAGES: tl.constexpr,
-):  # fmt: skip
+):
     """d_k and d_v [T, HK, D], summed over the query heads that read them; queries from a block's own on.
 
     Each is half of the programs, side by side, so that a short row keeps the GPU busy: both sums at once in one program
@@ -215,9 +215,9 @@ def attend_backward_pairs(
         _keys_gradient(
             q, k, v, d_out, lse, delta, d_k, first, start, length, tokens, q_stride, k_stride, v_stride, scale, scale_back,
             HEADS, GROUP, D, ROWS, COLUMNS, KEY_STAGES,
-        )  # fmt: skip
+        )
     else:
         _values_gradient(
             q, k, d_out, lse, d_v, first, start, length, tokens, q_stride, k_stride, scale,
             HEADS, GROUP, D, ROWS, COLUMNS, VALUE_STAGES,
-        )  # fmt: skip
+        )

@@ -105,12 +105,12 @@ class _Attention(Operation):
         launch(  # makes delta, so it comes first
             kernels.attend_backward_queries, (before.shape[0], q.shape[2]), q, k, v, before, out, d_out, lse, delta, d_q,
             tokens, *strides, scale, ctx.scale, **heads, **_blocks("queries"),
-        )  # fmt: skip
+        )
         launch(
             kernels.attend_backward_pairs, (after.shape[0], k.shape[2], 2), q, k, v, after, d_out, lse, delta, d_k, d_v,
             tokens, *strides, scale, ctx.scale, **heads, **_blocks("pairs"),
             KEY_STAGES=_STAGES["keys"], VALUE_STAGES=_STAGES["values"],
-        )  # fmt: skip
+        )
         return d_q, d_k, d_v, None, None
 
 

@@ -46,7 +46,7 @@ def _activate4(u0, u1, u2, u3, shift, eps, BIAS: tl.constexpr, SILU: tl.constexp
     return (
         _activate(u0, shift, eps, BIAS, SILU, UNIT), _activate(u1, shift, eps, BIAS, SILU, UNIT),
         _activate(u2, shift, eps, BIAS, SILU, UNIT), _activate(u3, shift, eps, BIAS, SILU, UNIT),
-    )  # fmt: skip
+    )
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def _deactivate4(u0, u1, u2, u3, g0, g1, g2, g3, shift, eps, BIAS: tl.constexpr,
     return (
         _deactivate(u0, g0, shift, eps, BIAS, SILU, UNIT), _deactivate(u1, g1, shift, eps, BIAS, SILU, UNIT),
         _deactivate(u2, g2, shift, eps, BIAS, SILU, UNIT), _deactivate(u3, g3, shift, eps, BIAS, SILU, UNIT),
-    )  # fmt: skip
+    )
 
 
 @triton.jit

@@ -21,7 +21,7 @@ import triton.language as tl
 from hf_packfree.ops.conv.triton_activation import activate4, deactivate4
 from hf_packfree.ops.conv.triton_parts import (
     ages4, convolve4, group_of, kept, load4, load_group, load_taps, part_of, store4, store_group, store_tap, widen4,
-)  # fmt: skip
+)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -29,7 +29,7 @@ def convolve(
     x, weight, bias, ages, rows, groups, q, k, v, tokens, stride, keys, values, size, eps,
     TAPS: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr,
     STRIP: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+):
     """q, k [T, H, D] and v [T, HV, D] = act(conv(x)), heads of q and k divided by their L2 norms if UNIT.
 
     Grid: (strips, blocks of q's heads, of k's, of v's).
@@ -96,7 +96,7 @@ def convolve_backward(
     tokens, stride, d_stride, keys, values, size, eps,
     TAPS: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr,
     STRIP: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+):
     """d_x [T, C] from d_q, d_k and d_v, and per strip d_weight [S, C, TAPS] and, if BIAS, d_bias [S, C], in fp32.
 
     Walks from the strip's end, beginning with the four tokens past it, whose gradients reach back into the strip.

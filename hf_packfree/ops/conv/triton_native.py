@@ -83,7 +83,7 @@ def causal_conv1d(x: Tensor, weight: Tensor, packed: PackedSequence, bias: Tenso
 def qkv_conv(
     x: Tensor, weight: Tensor, packed: PackedSequence, bias: Tensor | None, silu: bool,
     heads: tuple[int, int], sizes: tuple[int, int], eps: float, rows: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """See `hf_packfree.ops.conv.qkv_conv`."""
     (keys, values), (key_size, value_size) = heads, sizes
     launches: tuple[Heads, ...] = (Heads(0, keys, values, key_size),)
@@ -143,7 +143,7 @@ class _Convolution(Operation):
                 convolve, _grid(tokens, heads), _from(x, heads), *_taps(weight, bias, heads), *plan, *_three(mine, heads),
                 tokens, x.stride(1), heads.keys, heads.values, heads.size, job.eps or 0.0,
                 **_blocks(weight, bias, job, heads, "forward"),
-            )  # fmt: skip
+            )
             outs += mine
         return tuple(outs)
 
@@ -166,7 +166,7 @@ class _Convolution(Operation):
                 _from(d_x, heads), d_weight, d_bias, tokens, x.stride(1), d_x.stride(1), heads.keys, heads.values, heads.size,
                 ctx.job.eps or 0.0,
                 **_blocks(weight, bias, ctx.job, heads, "backward"),
-            )  # fmt: skip
+            )
             d_weights.append(d_weight)
             d_biases.append(d_bias)
         return d_x, _summed(d_weights, weight), _summed(d_biases, bias), None, None, None, None
@@ -214,4 +214,4 @@ def _blocks(weight: Tensor, bias: Tensor | None, job: Job, heads: Heads, way: st
         "TAPS": weight.shape[1], "BIAS": bias is not None, "SILU": job.silu, "UNIT": job.eps is not None,
         "STRIP": _STRIP, "BLOCK_H": _block(heads), "BLOCK_D": block_width(heads.size), "num_warps": _WARPS[way],
         **_REGISTERS.get(way, {}),
-    }  # fmt: skip
+    }

@@ -40,7 +40,7 @@ def load_taps(weight, bias, channel, ok, TAPS: tl.constexpr, BIAS: tl.constexpr)
     return (
         load_tap(weight, channel, ok, 0, TAPS), load_tap(weight, channel, ok, 1, TAPS),
         load_tap(weight, channel, ok, 2, TAPS), load_tap(weight, channel, ok, 3, TAPS), shift,
-    )  # fmt: skip
+    )
 
 
 @triton.jit
@@ -169,4 +169,4 @@ def convolve4(x0, x1, x2, x3, x4, x5, x6, a0, a1, a2, a3, w0, w1, w2, w3, CUT: t
     return (
         convolve1(x0, x1, x2, x3, a0, w0, w1, w2, w3, CUT), convolve1(x1, x2, x3, x4, a1, w0, w1, w2, w3, CUT),
         convolve1(x2, x3, x4, x5, a2, w0, w1, w2, w3, CUT), convolve1(x3, x4, x5, x6, a3, w0, w1, w2, w3, CUT),
-    )  # fmt: skip
+    )

@@ -19,7 +19,7 @@ def _far(row, count, d, size, rows, HEADS: tl.constexpr, MOVED: tl.constexpr):
 def gated_norm(
     x, z, weight, rows, out, count, size, eps,
     HEADS: tl.constexpr, MOVED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+):
     """out [R, D] = x / rms(x) * weight * silu(z).  Grid: blocks of ROWS rows.
 
     R = T HEADS; where MOVED, `rows` [T] says which token of x, and of its gradient, belongs to a token of the others.
@@ -38,7 +38,7 @@ def gated_norm(
 def gated_norm_backward(
     x, z, weight, rows, d_out, made, d_x, d_z, d_weight, count, size, eps, tiles,
     HEADS: tl.constexpr, MOVED: tl.constexpr, REMAKES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+):
     """d_x, d_z [R, D], and per program d_weight [programs, D].  Each program takes `tiles` blocks of ROWS rows.
 
     Where REMAKES, `made` gets what the forward pass made, which a projection's weights wait for.

@@ -70,7 +70,7 @@ def _gradients(
     launch(
         gated_norm_backward, (programs,), x, z, weight, rows, d_normed, made, d_x, d_z, d_weight, *sizes, eps, _TILES,
         REMAKES=remakes, **blocks,
-    )  # fmt: skip
+    )
     return (d_x, d_z, summed(d_weight, weight.dtype)), made
 
 

@@ -36,7 +36,7 @@ def _row_of(rows, t, tokens, MOVED: tl.constexpr):
 def gates(
     a, b, A_log, dt_bias, rows, g, beta, tokens, heads, a_token, a_head, b_token, b_head,
     MOVED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+):
     """g [T, HV] fp32 = -exp(A_log) * softplus(a + dt_bias), beta [T, HV] = sigmoid(b).  Grid: blocks of ROWS tokens.
 
     Where MOVED, `rows` says in which row of g and beta each token lies.
@@ -55,7 +55,7 @@ def gates(
 def gates_backward(
     a, b, A_log, dt_bias, rows, d_g, d_beta, d_a, d_b, d_shared, tokens, heads, a_token, a_head, b_token, b_head,
     MOVED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+):
     """d_a, d_b [T, HV], and per program the gradients of A_log and dt_bias: d_shared [programs, 2, HV] fp32."""
     t, h, ok = _places(tokens, heads, ROWS, WIDTH)
     rate = -tl.exp(tl.load(A_log + h, mask=h < heads, other=0.0).to(tl.float32))

@@ -48,7 +48,7 @@ class _Gates(Operation):
         launch(
             gates_backward, grid, a, b, A_log, dt_bias, rows, d_g.contiguous(), d_beta.contiguous(), d_a, d_b, d_shared,
             *sizes, MOVED=rows is not None, **blocks,
-        )  # fmt: skip
+        )
         d_A_log, d_dt_bias = summed(d_shared, torch.promote_types(A_log.dtype, dt_bias.dtype))
         return d_a, d_b, d_A_log.to(A_log.dtype), d_dt_bias.to(dt_bias.dtype), None
 

@@ -19,7 +19,7 @@ def _partner(d, half):
 def norm_rope(
     x, weight, cos, sin, out, size, half, row_stride, head_stride, angle_stride, eps,
     HEADS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+):
     """out [T, H, D] = rotate(x / rms(x) * (1 + weight)).  Grid: T."""
     t, d = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     ok, turns, other = d < size, d < 2 * half, _partner(d, half)
@@ -40,7 +40,7 @@ def norm_rope(
 def norm_rope_backward(
     x, weight, cos, sin, d_out, d_x, d_weight, tokens, size, half, row_stride, head_stride, angle_stride, eps, tiles,
     HEADS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+):
     """d_x [T, H, D], and per program d_weight [programs, D].  Each program takes `tiles` tokens."""
     d = tl.arange(0, WIDTH)
     ok, turns, other = d < size, d < 2 * half, _partner(d, half)

@@ -46,7 +46,7 @@ class _NormRope(Operation):
         launch(
             norm_rope_backward, (len(d_weight),), x, weight, cos, sin, d_out.contiguous(), d_x, d_weight, tokens,
             *_sizes(x, cos), ctx.eps, tiles, **_blocks(x),
-        )  # fmt: skip
+        )
         return d_x, summed(d_weight, weight.dtype), None, None, None
 
 

@@ -30,7 +30,7 @@ def gate(
 def gate_backward(
     x, z, d_out, made, d_x, d_z, tokens, heads, size, token_stride, head_stride,
     REMAKES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+):
     """d_x, d_z [T, H, D]; where REMAKES, `made` gets the product, which a projection's weights wait for."""
     place, other, ok = _places(tokens, heads, size, token_stride, head_stride, ROWS, WIDTH)
     a = tl.load(x + place, mask=ok, other=0.0).to(tl.float32)

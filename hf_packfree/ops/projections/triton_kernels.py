@@ -26,7 +26,7 @@ def _keep(out, sums, row, tokens, output, outputs):
 def narrow(
     x, first, second, out, other, tokens, stride, size, outputs, others,
     WIDTH: tl.constexpr, PAIR: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
+):
     """out = x first' and, where PAIR, other = x second': x [tokens, size], weights [outputs, size] and [others, size].
 
     Grid: blocks of ROWS tokens.

@@ -72,7 +72,7 @@ def _launch(x: Tensor, weights: Sequence[Tensor], outs: Sequence[Tensor]) -> Non
     launch(
         kernels.narrow, (-(-tokens // _ROWS),), x, first, last, outs[0], outs[-1], tokens, x.stride(0), size, *sizes,
         WIDTH=width, PAIR=len(weights) == 2, EVEN=size % depth == 0, ROWS=_ROWS, DEPTH=depth, num_warps=4, num_stages=3,
-    )  # fmt: skip
+    )
 
 
 def _gradients(
