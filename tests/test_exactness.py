@@ -11,7 +11,7 @@ import torch
 from hf_packfree import apply_patches, remove_patches
 from hf_packfree.models.eras import LAYERS_DROP_KEYWORDS
 from hf_packfree.patching.registry import family_of
-from tests.forms import ROW_FORMS, ROWS_FORMS, row_batch, rows_batch
+from tests.input_formats import ROW_FORMATS, ROWS_FORMATS, row_batch, rows_batch
 from tests.support import (
     CONTROL, GRADIENT_TOL, LOGIT_TOL, ROW, Batch, documents, errors, random_weights, relative_rms, run, run_alone,
     tiny,
@@ -62,7 +62,7 @@ def leaks(model, batch) -> bool:
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("form", ROW_FORMS)
+@pytest.mark.parametrize("form", ROW_FORMATS)
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
 def test_one_row(family, form, attention, record_property):
     if family == "qwen3_next" and form in TEXT_POSITIONS_ONLY:
@@ -75,7 +75,7 @@ def test_one_row(family, form, attention, record_property):
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("form", ROWS_FORMS)
+@pytest.mark.parametrize("form", ROWS_FORMATS)
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
 def test_several_rows(family, form, attention, record_property):
     model, batch = tiny(family, attention=attention), rows_batch(form)

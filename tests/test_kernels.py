@@ -15,7 +15,7 @@ from transformers.utils.import_utils import is_kernels_available
 from hf_packfree import apply_patches, register_patches, remove_patches
 from hf_packfree.errors import PatchConflict
 from hf_packfree.patching import loading
-from tests.forms import row_batch
+from tests.input_formats import row_batch
 from tests.support import CONTROL, GRADIENT_TOL, LOGIT_TOL, ROW, tiny
 from tests.test_exactness import measure
 

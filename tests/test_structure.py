@@ -120,7 +120,7 @@ def test_the_record_comes_without_the_compiler():
 
 def test_files_stay_small():
     for file in HOUSE.rglob("*.py"):
-        assert len(file.read_text().splitlines()) <= 260, f"{file.relative_to(HOUSE)} wants splitting"
+        assert len(file.read_text().splitlines()) <= 300, f"{file.relative_to(HOUSE)} wants splitting"
 
 
 def test_public_names_are_documented():

@@ -69,9 +69,9 @@ class PackedAttention(Replacement):
         if packed is not None:
             route = check_attention(self.config)
             if route == "varlen":
-                return packed.mute(self._attend_packed(hidden_states, position_embeddings, packed)), None
+                return packed.zero_left_pad(self._attend_packed(hidden_states, position_embeddings, packed)), None
             if route == "mask":
-                attention_mask = packed.derive(additive_block_mask, hidden_states.dtype)
+                attention_mask = packed.cached(additive_block_mask, hidden_states.dtype)
             else:
                 attention_mask, kwargs = None, {**kwargs, **to_hf_kwargs(packed)}
         out, weights = super().forward(
@@ -81,7 +81,7 @@ class PackedAttention(Replacement):
             past_key_values=past_key_values,
             **kwargs,
         )
-        return (out if packed is None else packed.mute(out)), weights
+        return (out if packed is None else packed.zero_left_pad(out)), weights
 
     def _attend_packed(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor], packed: PackedSequence) -> Tensor:
         state = state_of(self)

@@ -55,7 +55,7 @@ class PackedGatedDeltaNet(Replacement):
 
     def _forward_packed(self, x: Tensor, packed: PackedSequence) -> Tensor:
         with conv_weights_in_place(self.conv1d):
-            return packed.mute(self._mix(x, packed))
+            return packed.zero_left_pad(self._mix(x, packed))
 
     def _mix(self, x: Tensor, packed: PackedSequence) -> Tensor:
         state = state_of(self)
@@ -113,7 +113,7 @@ def _order(packed: PackedSequence, kernels: Kernels) -> tuple[PackedSequence, Te
     The longest come first where the delta rule gains by it and the kernels around it can move tokens.
     """
     moves = kernels.delta_rule in WALKS and (kernels.conv, kernels.gates, kernels.gated_norm) == ("triton",) * 3
-    return (packed.derive(longest_first) if moves else None) or (packed, None)
+    return (packed.cached(longest_first) if moves else None) or (packed, None)
 
 
 def _refuse_adapters(conv: nn.Module) -> None:

@@ -20,7 +20,7 @@ from hf_packfree.models.rows import restore_layers, row_of_each, row_positions
 from hf_packfree.models.state import state_of
 from hf_packfree.models.targets import IGNORED, are_leads, row_targets, shifted_labels, targets_on_padding
 from hf_packfree.models.vision_language import vision_given
-from hf_packfree.packing import Forms, PackedSequence, padded_on_read, repad, with_leads
+from hf_packfree.packing import PackedSequence, PackingInputs, lazy_repad, repad, with_left_pad_tokens
 
 logger = logging.getLogger("hf_packfree")
 
@@ -63,8 +63,9 @@ class PackedHead(Head):
         if not _wants_all_logits(arguments):  # generation without a cache stays upstream's to the last bit
             return upstream(**arguments) if self.training else upstream(**arguments, keep_padding=True)
         given = dict(arguments)
-        forms = Forms.take(given, position_ids=given.get("position_ids"), attention_mask=given.get("attention_mask"))
-        packed = self._read(forms, given)
+        positions, mask = given.get("position_ids"), given.get("attention_mask")
+        inputs = PackingInputs.from_kwargs(given, position_ids=positions, attention_mask=mask)
+        packed = self._read(inputs, given)
         if packed is None:
             return upstream(**arguments)
         targets = None
@@ -77,13 +78,13 @@ class PackedHead(Head):
             targets = row_targets(shifted, packed, ignored)
         return self._give_back(upstream(**_row_arguments(given, packed, targets)), packed, given)
 
-    def _read(self, forms: Forms, given: dict[str, Any]) -> PackedSequence | None:
+    def _read(self, inputs: PackingInputs, given: dict[str, Any]) -> PackedSequence | None:
         use_cache = given.get("use_cache")
         if use_cache is None and given.get("labels") is not None:
             use_cache = False  # who computes a loss continues nothing
-        skip = skips_padding(self, forms, None, use_cache, given)
+        skip = skips_padding(self, inputs, None, use_cache, given)
         ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
-        return read_arguments(forms, ids, embeds, None, config=self.config, skip_padding=skip)
+        return read_arguments(inputs, ids, embeds, None, config=self.config, skip_padding=skip)
 
     def _room_for(self, shifted: Tensor, packed: PackedSequence, ignored: int) -> PackedSequence | None:
         """Return the record with the padding that labels ask predictions of, or None where only upstream has it all."""
@@ -95,7 +96,7 @@ class PackedHead(Head):
         config = self.config.get_text_config()
         silent = check_attention(config) != "mask" and not getattr(config, "attention_bias", False)
         if silent and are_leads(places, packed):
-            return with_leads(packed, places)
+            return with_left_pad_tokens(packed, places)
         logger.warning(
             "found %d labels that padding would have to predict; the batch runs padded, as transformers does it; set the "
             "labels of padding, and of the first token after it, to %d to run real tokens only", places.numel(), ignored
@@ -111,7 +112,7 @@ class PackedHead(Head):
         restore_layers(output, packed)
         lazy = state_of(self).padded == "lazy" and self.training and output.loss is not None
         dropped = packed.indices is not None and not torch.compiler.is_compiling()
-        output.logits = (padded_on_read if lazy and dropped else repad)(output.logits, packed)
+        output.logits = (lazy_repad if lazy and dropped else repad)(output.logits, packed)
         as_dict = given.get("return_dict")
         as_dict = getattr(self.config, "return_dict", True) if as_dict is None else as_dict
         return output if as_dict else output.to_tuple()
@@ -140,7 +141,7 @@ def _row_arguments(
     """Return upstream's arguments for the row; the mask, if any, is there for the experts' statistics."""
     row = row_of_each({name: value for name, value in given.items() if name != "attention_mask"}, packed)
     row |= {
-        "attention_mask": packed.is_real().long() if packed.filler and packed.num_real_tokens else None,
+        "attention_mask": packed.is_real().long() if packed.padding_segments and packed.num_real_tokens else None,
         "position_ids": row_positions(given.get("position_ids"), packed),
         "use_cache": False,
         "packed_sequence": packed,

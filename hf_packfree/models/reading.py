@@ -11,12 +11,12 @@ from torch import Tensor
 from hf_packfree.errors import BoundaryError, CacheConflict
 from hf_packfree.models import eras
 from hf_packfree.models.state import state_of
-from hf_packfree.packing import Forms, PackedSequence, read_forms, uncompiled
+from hf_packfree.packing import PackedSequence, PackingInputs, resolve_boundaries, uncompiled
 
 
 @uncompiled
 def read_arguments(
-    forms: Forms,
+    inputs: PackingInputs,
     input_ids: Tensor | None,
     inputs_embeds: Tensor | None,
     past_key_values: Any,
@@ -27,28 +27,28 @@ def read_arguments(
     """Build the record of one forward, or return None where upstream is exact as it is.
 
     Args:
-        forms: what the caller said of documents.
+        inputs: what the caller said of documents.
         input_ids: [B, S], or None when `inputs_embeds` [B, S, D] is given.
         past_key_values: transformers' cache, or None.
         config: of the model, which names the token that pads.
         skip_padding: make a record for padded rows of one document too, see `skips_padding`.
 
     Raises:
-        BoundaryError, BoundaryConflict: see `read_forms`.
+        BoundaryError, BoundaryConflict: see `resolve_boundaries`.
         CacheConflict: several documents together with a cache.
     """
     tokens = input_ids if input_ids is not None else inputs_embeds
     assert tokens is not None
     shape = (tokens.shape[0], tokens.shape[1])
     seen = past_key_values.get_seq_length() if past_key_values is not None else 0
-    if seen and shape[1] == 1 and not forms.named:
+    if seen and shape[1] == 1 and not inputs.named:
         return None  # decoding one token a row: nothing to read, nothing to wait for
-    if seen and isinstance(forms.attention_mask, Tensor) and forms.attention_mask.shape[-1] != shape[1]:
-        forms = Forms(forms.position_ids, _current(forms.attention_mask, shape[1]), *_named(forms))
+    if seen and isinstance(inputs.attention_mask, Tensor) and inputs.attention_mask.shape[-1] != shape[1]:
+        inputs = PackingInputs(inputs.position_ids, _current(inputs.attention_mask, shape[1]), *_named(inputs))
     misread = eras.MISREADS_PADDING_OF_ONE_ROW and shape[0] == 1 and past_key_values is None
     pad = getattr(config.get_text_config(), "pad_token_id", None)
     drop, same, is_padding = misread or skip_padding, _same_token(tokens), _is_token(input_ids, pad)
-    packed = read_forms(forms, shape, tokens.device, same, drop_padding=drop, is_padding=is_padding)
+    packed = resolve_boundaries(inputs, shape, tokens.device, same, drop_padding=drop, is_padding=is_padding)
     if packed is None:
         return None
     if past_key_values is not None:
@@ -56,15 +56,17 @@ def read_arguments(
             f"found a row of {packed.num_segments} documents together with past_key_values holding {seen} tokens; "
             "wanted no cache, which can belong to one document only; pass past_key_values=None, or one document at a time"
         )
-    if forms.attention_mask is not None and not isinstance(forms.attention_mask, Tensor):
+    if inputs.attention_mask is not None and not isinstance(inputs.attention_mask, Tensor):
         raise BoundaryError(
-            f"found a prepared attention_mask of type {type(forms.attention_mask).__name__} beside packed rows; wanted "
+            f"found a prepared attention_mask of type {type(inputs.attention_mask).__name__} beside packed rows; wanted "
             "None or a tensor; drop it, the document boundaries are enough"
         )
     return packed
 
 
-def skips_padding(module: Any, forms: Forms, past_key_values: Any, use_cache: bool | None, extra: dict[str, Any]) -> bool:
+def skips_padding(
+    module: Any, inputs: PackingInputs, past_key_values: Any, use_cache: bool | None, extra: dict[str, Any]
+) -> bool:
     """Whether padded rows of one document may run without their padding: nobody asked for what only upstream gives.
 
     That is: a cache (outside training it is built by default), attention weights, attention that looks ahead, or
@@ -81,7 +83,7 @@ def skips_padding(module: Any, forms: Forms, past_key_values: Any, use_cache: bo
     wants_weights = extra.get("output_attentions")
     wants_weights = getattr(config, "output_attentions", False) if wants_weights is None else wants_weights
     is_causal = extra.get("is_causal", getattr(config, "is_causal", True))
-    return not wants_cache and not wants_weights and is_causal is not False and is_text(forms.position_ids)
+    return not wants_cache and not wants_weights and is_causal is not False and is_text(inputs.position_ids)
 
 
 def is_text(position_ids: Tensor | None) -> bool:
@@ -97,12 +99,12 @@ def _current(mask: Tensor, tokens: int) -> Tensor | None:
     return mask[:, -tokens:] if mask.ndim == 2 else None
 
 
-def _named(forms: Forms) -> tuple[Any, ...]:
-    return forms.cu_seq_lens_q, forms.cu_seq_lens_k, forms.max_length_q, forms.max_length_k, forms.seq_idx
+def _named(inputs: PackingInputs) -> tuple[Any, ...]:
+    return inputs.cu_seq_lens_q, inputs.cu_seq_lens_k, inputs.max_length_q, inputs.max_length_k, inputs.seq_idx
 
 
 def _same_token(tokens: Tensor) -> Any:
-    """Return the comparison that `read_forms` asks for; only rows that end in one-token documents cause it."""
+    """Return the comparison that `resolve_boundaries` asks for; only rows that end in one-token documents cause it."""
 
     def same(places: Tensor, place: int) -> Tensor:
         flat = tokens.detach().flatten(0, 1)

@@ -35,7 +35,7 @@ def row_targets(shifted: Tensor, packed: PackedSequence, ignored: int) -> dict[s
         labels: int64 [1, T]; the same one place to the right, for a loss function that shifts by itself.
         targets: int64 scalar, how many are left, 1 at least: a mean over none is 0 and not NaN.
     """
-    nothing = packed.derive(_predicts_nothing).to(shifted.device)
+    nothing = packed.cached(_predicts_nothing).to(shifted.device)
     targets = unpad(shifted, packed).masked_fill(nothing, ignored)
     return {
         "shift_labels": targets,
@@ -51,7 +51,7 @@ def _predicts_nothing(packed: PackedSequence) -> Tensor:
     if packed.indices is not None:
         follows = follows & (packed.indices.diff() == 1)
     ends = F.pad(follows, (0, 1), value=False)[None]
-    if not packed.leads:
+    if not packed.left_pad_segments:
         return ends | ~packed.is_real()
     return torch.zeros_like(ends)  # one document per row: nothing but its own lead stands before it
 

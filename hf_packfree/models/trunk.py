@@ -14,7 +14,7 @@ from hf_packfree.models.reading import is_text, read_arguments, skips_padding
 from hf_packfree.models.replacement import Replacement
 from hf_packfree.models.rows import restore_layers, row_positions
 from hf_packfree.models.state import state_of
-from hf_packfree.packing import Forms, PackedSequence, repad, says_padding_only, unpad
+from hf_packfree.packing import PackedSequence, PackingInputs, is_indexed_mask, repad, unpad
 
 
 class PackedTrunk(Replacement):
@@ -46,10 +46,10 @@ class PackedTrunk(Replacement):
             return super().forward(input_ids=input_ids, inputs_embeds=inputs_embeds, **kwargs)
         packed: PackedSequence | None = kwargs.pop("packed_sequence", None)
         masked = packed is not None or attention_mask is not None  # who counts router logits knows the padding
-        forms = Forms.take(kwargs, position_ids=position_ids, attention_mask=attention_mask)
+        inputs = PackingInputs.from_kwargs(kwargs, position_ids=position_ids, attention_mask=attention_mask)
         if packed is None:
-            skip = skips_padding(self, forms, past_key_values, use_cache, kwargs)
-            packed = read_arguments(forms, input_ids, inputs_embeds, past_key_values, config=self.config, skip_padding=skip)
+            skip = skips_padding(self, inputs, past_key_values, use_cache, kwargs)
+            packed = read_arguments(inputs, input_ids, inputs_embeds, past_key_values, config=self.config, skip_padding=skip)
         kwargs.pop("keep_padding", None)
         rows, tokens = (inputs_embeds if input_ids is None else input_ids).shape[:2]  # type: ignore[union-attr]
         if self.training:
@@ -58,7 +58,7 @@ class PackedTrunk(Replacement):
         if packed is None:
             return super().forward(
                 input_ids=input_ids,
-                attention_mask=attention_mask if past_key_values is not None or says_padding_only(attention_mask) else None,
+                attention_mask=attention_mask if past_key_values is not None or not is_indexed_mask(attention_mask) else None,
                 position_ids=position_ids,
                 past_key_values=past_key_values,
                 inputs_embeds=inputs_embeds,

@@ -9,7 +9,7 @@ from torch import Tensor
 from hf_packfree.errors import UnsupportedInput
 from hf_packfree.models.reading import read_arguments, skips_padding
 from hf_packfree.models.replacement import Replacement
-from hf_packfree.packing import Forms, PackedSequence, repad
+from hf_packfree.packing import PackedSequence, PackingInputs, repad
 
 _VISION = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "mm_encoder_outputs")
 
@@ -35,10 +35,10 @@ class PackedVisionLanguage(Replacement):
             return super().forward(**kwargs)
         packed: PackedSequence | None = kwargs.get("packed_sequence")
         if packed is None:
-            forms = Forms.take(kwargs, position_ids=position_ids, attention_mask=attention_mask)
+            inputs = PackingInputs.from_kwargs(kwargs, position_ids=position_ids, attention_mask=attention_mask)
             trunk, use_cache = self.language_model, kwargs.get("use_cache")
-            skip = not vision_given(kwargs) and skips_padding(trunk, forms, past_key_values, use_cache, kwargs)
-            packed = read_arguments(forms, input_ids, inputs_embeds, past_key_values, config=trunk.config, skip_padding=skip)
+            skip = not vision_given(kwargs) and skips_padding(trunk, inputs, past_key_values, use_cache, kwargs)
+            packed = read_arguments(inputs, input_ids, inputs_embeds, past_key_values, config=trunk.config, skip_padding=skip)
         if packed is not None:
             _refuse_images(packed, kwargs)
             kwargs["packed_sequence"] = packed

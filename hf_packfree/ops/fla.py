@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_packfree.ops.backend import Site, broken, installed, needs_triton
 from hf_packfree.ops.releases import FLA_FLOOR, HOPPER_ADVICE, Fault, WRONG_TRITON, has_nvcc, tilelang_off
-from hf_packfree.packing import PackedSequence, pieces
+from hf_packfree.packing import PackedSequence, chunk_plan
 
 
 def needs_fla(site: Site) -> str | None:
@@ -55,7 +55,7 @@ def chunk_indices(packed: PackedSequence, size: int) -> dict[str, Any]:
     From 0.6.0 on it takes `chunk_indices`, before that `cu_seqlens_cpu`, from which it plans once per record.
     """
     if _takes_chunk_indices():
-        return {"chunk_indices": packed.derive(plan_chunks, size)[1]}
+        return {"chunk_indices": packed.cached(plan_chunks, size)[1]}
     return {"cu_seqlens_cpu": packed.cu_seqlens_cpu}
 
 
@@ -73,7 +73,7 @@ def plan_chunks(packed: PackedSequence, size: int) -> tuple[Tensor, Tensor]:
         int32 [N+1], the number of each document's first chunk, and NC, the number of all.
         int32 [NC, 2], document and number within it.
     """
-    firsts, document, number = pieces(packed, size)
+    firsts, document, number = chunk_plan(packed, size)
     device, plan = packed.cu_seqlens.device, (firsts, np.stack((document, number), 1))
     starts, chunks = (torch.from_numpy(part).to(device, non_blocking=True) for part in plan)
     return starts, chunks

@@ -1,21 +1,21 @@
-"""What a pack is: the record, boundaries from any input form, unpad and repad.  Needs torch and numpy alone."""
+"""The record of document boundaries, the input formats it is read from, unpad and repad.  Needs torch and numpy alone."""
 
 from hf_packfree.packing.compiling import uncompiled
-from hf_packfree.packing.forms import Forms, read_forms, says_padding_only, to_hf_kwargs
-from hf_packfree.packing.on_read import padded_on_read
-from hf_packfree.packing.padding import repad, unpad, with_leads
-from hf_packfree.packing.record import PackedSequence, pieces
+from hf_packfree.packing.inputs import PackingInputs, is_indexed_mask, resolve_boundaries, to_hf_kwargs
+from hf_packfree.packing.lazy_padding import lazy_repad
+from hf_packfree.packing.padding import repad, unpad, with_left_pad_tokens
+from hf_packfree.packing.record import PackedSequence, chunk_plan
 
 __all__ = [
-    "Forms",
     "PackedSequence",
-    "padded_on_read",
-    "pieces",
-    "read_forms",
+    "PackingInputs",
+    "chunk_plan",
+    "is_indexed_mask",
+    "lazy_repad",
     "repad",
-    "says_padding_only",
+    "resolve_boundaries",
     "to_hf_kwargs",
     "uncompiled",
     "unpad",
-    "with_leads",
+    "with_left_pad_tokens",
 ]

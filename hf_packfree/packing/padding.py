@@ -28,8 +28,8 @@ def repad(row: Tensor, packed: PackedSequence) -> Tensor:
     return flat.index_copy(0, packed.indices.to(row.device), row[0]).reshape(rows, tokens, *row.shape[2:])
 
 
-def with_leads(packed: PackedSequence, places: Tensor) -> PackedSequence:
-    """Return the record with a token of padding kept before some documents, see `PackedSequence.leads`.
+def with_left_pad_tokens(packed: PackedSequence, places: Tensor) -> PackedSequence:
+    """Return the record with a token of padding kept before some documents, see `PackedSequence.left_pad_segments`.
 
     Args:
         packed: one document per row, padding dropped.
@@ -43,8 +43,13 @@ def with_leads(packed: PackedSequence, places: Tensor) -> PackedSequence:
     starts[packed.cu_seqlens_cpu[:-1].long()] = True
     starts = torch.cat((starts, torch.ones_like(places, dtype=torch.bool)))[order]
     lengths = torch.cat((starts.nonzero()[:, 0], torch.tensor([starts.numel()]))).diff()
-    leads = tuple((starts.cumsum(0) - 1)[order >= packed.num_tokens].tolist())
+    left_pads = tuple((starts.cumsum(0) - 1)[order >= packed.num_tokens].tolist())
     longer = PackedSequence.from_lengths(
-        lengths, device=device, batch_shape=packed.batch_shape, indices=kept[order], filler=leads, plain=packed.plain
+        lengths,
+        device=device,
+        batch_shape=packed.batch_shape,
+        indices=kept[order],
+        padding_segments=left_pads,
+        plain=packed.plain,
     )
-    return replace(longer, leads=leads)
+    return replace(longer, left_pad_segments=left_pads)

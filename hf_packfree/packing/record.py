@@ -5,6 +5,7 @@ Shapes: B rows, S tokens of a row as the caller has it, T tokens of the one pack
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ from torch import Tensor
 from hf_packfree.errors import BoundaryError
 from hf_packfree.packing.compiling import uncompiled_when_called
 
-_Derived = TypeVar("_Derived")
+_Plan = TypeVar("_Plan")
 Integers = NDArray[np.integer[Any]]
 
 
@@ -34,7 +35,7 @@ def group_numbers(sizes: Integers) -> tuple[Integers, Integers]:
     return ends, np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
 
 
-def pieces(packed: PackedSequence, size: int) -> tuple[Integers, Integers, Integers]:
+def chunk_plan(packed: PackedSequence, size: int) -> tuple[Integers, Integers, Integers]:
     """Cut each document into pieces of `size` tokens, its last one maybe shorter, P of them together; int32 on the host.
 
     Returns:
@@ -57,10 +58,10 @@ class PackedSequence:
         batch_shape: (B, S), the shape the caller's batch had and gets back.
         indices: int64 [T], on the model's device; where each token lies in the caller's flattened [B*S], or None
             when the row is all of it in order (no padding was dropped).
-        filler: numbers of the segments that are padding and stay in the row all the same: a tail that aligns it, or
+        padding_segments: numbers of the segments that are padding and stay in the row all the same: a tail that aligns it, or
             the one token that stands in for a batch of nothing but padding.
-        leads: numbers of those filler segments that are the padding before a left-padded row's document, one token, kept
-            because a label asks for a prediction from it; no layer mixes anything into it.
+        left_pad_segments: numbers of those padding segments that are the token of padding before a left-padded row's document,
+            kept because a label asks for a prediction from it; no layer mixes anything into it.
         plain: upstream would run the caller's batch exactly too: one document per row, padding in a 0/1 mask.
     """
 
@@ -70,8 +71,8 @@ class PackedSequence:
     max_seqlen: int
     batch_shape: tuple[int, int]
     indices: Tensor | None = None
-    filler: tuple[int, ...] = ()
-    leads: tuple[int, ...] = ()
+    padding_segments: tuple[int, ...] = ()
+    left_pad_segments: tuple[int, ...] = ()
     plain: bool = False
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
@@ -84,7 +85,7 @@ class PackedSequence:
         device: torch.device | str = "cpu",
         batch_shape: tuple[int, int] | None = None,
         indices: Tensor | None = None,
-        filler: Sequence[int] = (),
+        padding_segments: Sequence[int] = (),
         plain: bool = False,
     ) -> PackedSequence:
         """Build the record from document lengths.
@@ -94,7 +95,7 @@ class PackedSequence:
             device: where the tensors that kernels read shall live.
             batch_shape: (B, S) of the caller's batch; (1, T) if not given.
             indices: int64 [T] on any device, see the class.
-            filler, plain: see the class.
+            padding_segments, plain: see the class.
 
         Raises:
             BoundaryError: a length is below 1, or there is none.
@@ -113,7 +114,7 @@ class PackedSequence:
             max_seqlen=int(sizes.max()),
             batch_shape=batch_shape or (1, len(numbers)),
             indices=None if indices is None else indices.to(device, non_blocking=True),
-            filler=tuple(filler),
+            padding_segments=tuple(padding_segments),
             plain=plain,
         )
 
@@ -129,14 +130,14 @@ class PackedSequence:
 
     @property
     def num_documents(self) -> int:
-        """Segments that are not filler."""
-        return self.num_segments - len(self.filler)
+        """Segments that are not padding."""
+        return self.num_segments - len(self.padding_segments)
 
     @property
     def num_real_tokens(self) -> int:
-        """Tokens of the row that are not filler."""
+        """Tokens of the row that are not padding."""
         lengths = self.lengths
-        return self.num_tokens - sum(lengths[segment] for segment in self.filler)
+        return self.num_tokens - sum(lengths[segment] for segment in self.padding_segments)
 
     @property
     def lengths(self) -> list[int]:
@@ -150,36 +151,37 @@ class PackedSequence:
             starts = packed.cu_seqlens.index_select(0, packed.seq_idx[0]).long()
             return (torch.arange(packed.num_tokens, device=starts.device) - starts)[None]
 
-        return self.derive(build)
+        return self.cached(build)
 
     def is_real(self) -> Tensor:
-        """Return bool [1, T]: False where the row holds filler."""
+        """Return bool [1, T]: False where the row holds padding."""
 
         def build(packed: PackedSequence) -> Tensor:
-            return packed._all_but(packed.filler).to(packed.seq_idx.device, non_blocking=True)[packed.seq_idx.long()]
+            return packed._all_but(packed.padding_segments).to(packed.seq_idx.device, non_blocking=True)[packed.seq_idx.long()]
 
-        return self.derive(build)
+        return self.cached(build)
 
     def real(self, rows: Tensor) -> Tensor:
-        """Return the rows [T, ...] of tokens that are not filler: all of them where there is nothing else."""
-        if not self.filler or self.num_real_tokens == 0:
+        """Return the rows [T, ...] of tokens that are not padding: all of them where there is nothing else."""
+        if not self.padding_segments or self.num_real_tokens == 0:
             return rows
 
         def build(packed: PackedSequence) -> Tensor:  # found on the host, so that no device is waited for
-            places = packed._all_but(packed.filler).repeat_interleave(packed.cu_seqlens_cpu.diff()).nonzero()[:, 0]
+            places = packed._all_but(packed.padding_segments).repeat_interleave(packed.cu_seqlens_cpu.diff()).nonzero()[:, 0]
             return places.to(packed.seq_idx.device, non_blocking=True)
 
-        return rows.index_select(0, self.derive(build))
+        return rows.index_select(0, self.cached(build))
 
-    def mute(self, mixed: Tensor) -> Tensor:
-        """Return what a layer mixed, [1, T, D], with zeros at `leads`: the same tensor where there are none."""
-        if not self.leads:
+    def zero_left_pad(self, mixed: Tensor) -> Tensor:
+        """Return what a layer mixed, [1, T, D], with zeros at `left_pad_segments`: the same tensor where there are none."""
+        if not self.left_pad_segments:
             return mixed
 
         def build(packed: PackedSequence) -> Tensor:
-            return packed._all_but(packed.leads).to(packed.seq_idx.device, non_blocking=True)[packed.seq_idx.long()][..., None]
+            kept = packed._all_but(packed.left_pad_segments).to(packed.seq_idx.device, non_blocking=True)
+            return kept[packed.seq_idx.long()][..., None]
 
-        return mixed * self.derive(build).to(mixed.dtype)
+        return mixed * self.cached(build).to(mixed.dtype)
 
     def _all_but(self, segments: Sequence[int]) -> Tensor:
         """Return bool [N] on the host: False for these segments."""
@@ -193,14 +195,15 @@ class PackedSequence:
             return self
         return replace(self, batch_shape=(1, self.num_tokens), indices=None)
 
-    def derive(self, build: Callable[..., _Derived], *args: Any) -> _Derived:
-        """Return `build(self, *args)`, computed at most once: what all layers share is planned once per row.
+    def cached(self, build: Callable[..., _Plan], *args: Any) -> _Plan:
+        """Return `build(self, *args)`, computed at most once per record: what all layers share is planned once per row.
 
-        `build` counts as the same by its code, so nested functions may be used; `args` must be hashable.
+        Args:
+            build: a function, known by its module and qualified name; nested functions may be used, lambdas may not.
+            args: hashable, with a `repr` that tells them apart.
         """
-        code = getattr(build, "__code__", None)
-        where = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else repr(build)
-        key = f"{where} {args}"  # a string, because torch.compile writes guards that name it
+        # a string, because torch.compile writes guards that name it
+        key = f"{build.__module__}.{build.__qualname__} {args}"
         if key not in self._memo:
             with torch.inference_mode(False):  # a record may be trained with after it was looked at
                 self._memo[key] = build(self, *args)
@@ -217,3 +220,14 @@ class PackedSequence:
             indices=None if self.indices is None else self.indices.to(device, non_blocking=non_blocking),
             _memo={},
         )
+
+    @property
+    def filler(self) -> tuple[int, ...]:
+        """Deprecated since 0.2.0: `padding_segments`."""
+        warnings.warn("PackedSequence.filler is now called padding_segments", DeprecationWarning, stacklevel=2)
+        return self.padding_segments
+
+    def derive(self, build: Callable[..., _Plan], *args: Any) -> _Plan:
+        """Deprecated since 0.2.0: `cached`."""
+        warnings.warn("PackedSequence.derive is now called cached", DeprecationWarning, stacklevel=2)
+        return self.cached(build, *args)

@@ -26,7 +26,7 @@ from hf_packfree.models import gated_delta_net
 from hf_packfree.models.state import PatchState
 from hf_packfree.ops import launch
 from hf_packfree.ops.operation import Operation
-from hf_packfree.packing import forms
+from hf_packfree.packing import inputs
 from tests.gpu.batches import Load, step_of
 from tests.gpu.machine import machine
 from tests.gpu.models import Variant, variant_of
@@ -55,8 +55,8 @@ def _apply(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _reader(model: nn.Module) -> Iterator[None]:
-    with mock.patch.object(forms, "offsets_of_one_row", lambda *given: None):
-        with mock.patch.object(forms, "rows_of_mask", lambda mask: None):
+    with mock.patch.object(inputs, "offsets_of_one_row", lambda *given: None):
+        with mock.patch.object(inputs, "rows_of_mask", lambda mask: None):
             yield
 
 

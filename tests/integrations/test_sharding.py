@@ -9,7 +9,7 @@ import torch
 
 from hf_packfree import apply_patches, patch_report
 from hf_packfree.errors import ContractError
-from tests.forms import row_batch
+from tests.input_formats import row_batch
 from tests.integrations.marks import integration, needs
 from tests.integrations.test_parallel import launch
 from tests.support import CONTROL, GRADIENT_TOL, ROW, tiny

@@ -14,7 +14,7 @@ from hf_packfree.errors import ContractError, PatchConflict
 from hf_packfree.models import eras
 from hf_packfree.ops.add_norm import BACKENDS, add_norm
 from hf_packfree.packing import PackedSequence
-from tests.forms import row_batch
+from tests.input_formats import row_batch
 from tests.models.kernels import assert_exact, on_kernels, watched
 from tests.support import ROW, tiny
 

@@ -12,7 +12,7 @@ from transformers.models.qwen3_5 import configuration_qwen3_5, modeling_qwen3_5
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from hf_packfree import apply_patches, patch_report, remove_patches
-from tests.forms import ROW_FORMS, row_batch, rows_batch
+from tests.input_formats import ROW_FORMATS, row_batch, rows_batch
 from tests.models.padded import IGNORED, Seen, padded_batch, real_tokens, step, worst_gradient
 from tests.models.test_padded import LOSS_TOL, assert_same
 from tests.support import GRADIENT_TOL, LOGIT_TOL, gradients, relative_rms, slow_decay, tiny
@@ -245,7 +245,7 @@ def test_patches_can_be_removed_under_a_wrapper_of_the_head():
 
 
 def test_every_form_of_a_row_keeps_its_shape():
-    for form in ROW_FORMS:
+    for form in ROW_FORMATS:
         batch = row_batch(form, LENGTHS)
         model = apply_patches(tiny())
         assert model(**batch.inputs).logits.shape == (1, sum(LENGTHS), 128)

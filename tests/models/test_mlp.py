@@ -12,7 +12,7 @@ from torch import nn
 from hf_packfree.models.mlp import swiglu_weights
 from hf_packfree.models.norms import adds_one
 from hf_packfree.ops.swiglu import BACKENDS, swiglu_mlp
-from tests.forms import row_batch
+from tests.input_formats import row_batch
 from tests.models.kernels import assert_exact, on_kernels, watched
 from tests.support import ROW, relative_rms, tiny
 

@@ -18,7 +18,7 @@ from tests.support import tiny
 def counted(monkeypatch):
     """Counters of the records made, and of what was planned for them; FLA's plan is asked for at every delta rule."""
     made, planned = Counter(), Counter()
-    make, derive, rule = PackedSequence.from_lengths.__func__, PackedSequence.derive, delta_rule.BACKENDS["torch"]
+    make, cached, rule = PackedSequence.from_lengths.__func__, PackedSequence.cached, delta_rule.BACKENDS["torch"]
 
     def counting(cls, *arguments, **words):
         made["records"] += 1
@@ -32,14 +32,14 @@ def counted(monkeypatch):
         built.__code__ = built.__code__.replace(co_filename=build.__code__.co_filename,
                                                 co_firstlineno=build.__code__.co_firstlineno)
         planned["asked"] += 1
-        return derive(packed, built, *arguments)
+        return cached(packed, built, *arguments)
 
     def run(q, k, v, g, beta, packed, unit):
         assert fla.chunk_indices(packed, 64)["chunk_indices"].shape[1] == 2
         return rule.run(q, k, v, g, beta, packed, unit)
 
     monkeypatch.setattr(PackedSequence, "from_lengths", classmethod(counting))
-    monkeypatch.setattr(PackedSequence, "derive", deriving)
+    monkeypatch.setattr(PackedSequence, "cached", deriving)
     monkeypatch.setattr(fla, "_takes_chunk_indices", lambda: True)
     monkeypatch.setitem(delta_rule.BACKENDS, "torch", replace(rule, run=run))
     return made, planned

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hf_packfree import apply_patches, patch_report, register_patches, remove_patches
 from hf_packfree.errors import UnsupportedInput, UnsupportedModel
 from hf_packfree.packing import PackedSequence
-from tests.forms import block_mask, one_row, padded_rows, row_batch
+from tests.input_formats import block_mask, one_row, padded_rows, row_batch
 from tests.support import (
     CONTROL,
     GRADIENT_TOL,

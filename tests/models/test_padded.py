@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hf_packfree import apply_patches
-from hf_packfree.packing.on_read import PaddedOnRead
+from hf_packfree.packing.lazy_padding import LazyPaddedTensor
 from tests.models.padded import (
     IGNORED, ROWS, WIDTH, Seen, all_gradients, padded_batch, real_tokens, rounding, step, worst_gradient,
 )
@@ -154,7 +154,7 @@ def test_the_option_chooses_when_logits_are_padded():
         rows = (3, WIDTH) if padded == "upstream" else (1, real_tokens(batch))
         assert seen.layer == seen.head == rows
     logits = {name: output.logits for name, output in outputs.items()}
-    assert [isinstance(logits[name], PaddedOnRead) for name in ("lazy", "full", "upstream")] == [True, False, False]
+    assert [isinstance(logits[name], LazyPaddedTensor) for name in ("lazy", "full", "upstream")] == [True, False, False]
     assert logits["lazy"].held.whole is None and outputs["lazy"]["logits"].detach().float().held.whole is None
     assert torch.equal(logits["lazy"], logits["full"]) and logits["lazy"].held.whole is not None
     assert (logits["full"][batch["attention_mask"] == 0] == 0).all()
@@ -180,7 +180,7 @@ class _Sizes(torch.utils._python_dispatch.TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         found = func(*args, **(kwargs or {}))
         for tensor in torch.utils._pytree.tree_leaves(found):
-            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, PaddedOnRead):
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, LazyPaddedTensor):
                 self.shapes.add(tuple(tensor.shape))
         return found
 
@@ -360,6 +360,6 @@ def test_compiled():
 def test_lazy_logits_in_shared_memory():
     """As a loader's worker would send them: the whole padded tensor, which a shell without memory of its own has not."""
     output, _ = step(apply_patches(tiny()), padded_batch("right"))
-    assert isinstance(output.logits, PaddedOnRead)
+    assert isinstance(output.logits, LazyPaddedTensor)
     shared = output.logits.detach().share_memory_()
     assert shared.is_shared() and torch.equal(shared, output.logits.detach() + 0)

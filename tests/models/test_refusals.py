@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 from hf_packfree import apply_patches
 from hf_packfree.errors import BackendUnavailable, BoundaryConflict, BoundaryError, CacheConflict, UnsupportedInput
-from tests.forms import one_row, row_batch
+from tests.input_formats import one_row, row_batch
 from tests.support import ROW, tiny
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_packfree import apply_patches, remove_patches
-from tests.forms import padded_rows
+from tests.input_formats import padded_rows
 from tests.support import gradients, relative_rms, tiny
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]

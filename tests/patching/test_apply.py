@@ -216,7 +216,7 @@ def test_inside_wrappers():
 def test_distributed_data_parallel_in_either_order(order, tmp_path):
     from torch.nn.parallel import DistributedDataParallel
 
-    from tests.forms import row_batch
+    from tests.input_formats import row_batch
     from tests.support import GRADIENT_TOL, LOGIT_TOL, ROW, errors, random_weights, run, run_alone
 
     batch = row_batch("positions", ROW)

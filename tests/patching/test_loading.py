@@ -13,7 +13,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as upstream
 
 from hf_packfree import apply_patches, patch_report, register_patches, remove_patches
 from hf_packfree.errors import ContractError, PatchConflict
-from tests.forms import row_batch
+from tests.input_formats import row_batch
 from tests.support import GRADIENT_TOL, LOGIT_TOL, ROW, by_family, errors, random_weights, run, run_alone, slow_decay, tiny
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]

@@ -62,7 +62,7 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, *, scale: float | None = None, dropout: float = 0.0
 ) -> Tensor:
     """See `hf_packfree.ops.attention.attention`.  Slots past a document's end lie in every real query's future."""
-    plan = packed.derive(plan_buckets)
+    plan = packed.cached(plan_buckets)
     outputs = []
     for bucket in plan.buckets:
         places, shape = bucket.gather.reshape(-1), bucket.gather.shape

@@ -19,7 +19,7 @@ from hf_packfree.errors import BackendUnavailable
 from hf_packfree.ops.backend import Site, needs_half, needs_triton, refuse_wide
 from hf_packfree.ops.launch import launch
 from hf_packfree.ops.operation import Operation
-from hf_packfree.packing import PackedSequence, pieces, uncompiled
+from hf_packfree.packing import PackedSequence, chunk_plan, uncompiled
 
 _HOPPER = (9, 0)
 _SIZES = (64, 128, 256)
@@ -71,7 +71,7 @@ def plan_blocks(packed: PackedSequence, meets_what_follows: bool) -> Tensor:
     """
     starts = packed.cu_seqlens_cpu.numpy()
     lengths = np.diff(starts)
-    _, document, number = pieces(packed, _BLOCK)
+    _, document, number = chunk_plan(packed, _BLOCK)
     start = number * _BLOCK
     work = lengths[document] - start if meets_what_follows else start
     blocks = np.stack((starts[document], start, lengths[document]), 1)[np.argsort(-work, kind="stable")]
@@ -85,7 +85,7 @@ class _Attention(Operation):
 
         out = q.new_empty(q.shape)
         lse = q.new_empty(q.shape[2], q.shape[1], dtype=torch.float32)
-        blocks, heads = packed.derive(plan_blocks, False), _heads(q, k)
+        blocks, heads = packed.cached(plan_blocks, False), _heads(q, k)
         sizes = q.shape[1], *(x.stride(1) for x in (q, k, v)), scale * math.log2(math.e)
         launch(attend, (blocks.shape[0], q.shape[2]), q, k, v, blocks, out, lse, *sizes, **heads, **_blocks("forward"))
         ctx.save_for_backward(q, k, v, out, lse)
@@ -100,7 +100,7 @@ class _Attention(Operation):
         q, k, v, out, lse = ctx.saved_tensors
         d_out, delta, heads = d_out.contiguous(), torch.empty_like(lse), _heads(q, k)
         d_q, d_k, d_v = (x.new_empty(x.shape) for x in (q, k, v))
-        before, after = (ctx.packed.derive(plan_blocks, follows) for follows in (False, True))
+        before, after = (ctx.packed.cached(plan_blocks, follows) for follows in (False, True))
         tokens, strides, scale = q.shape[1], [x.stride(1) for x in (q, k, v)], ctx.scale * math.log2(math.e)
         launch(  # makes delta, so it comes first
             kernels.attend_backward_queries, (before.shape[0], q.shape[2]), q, k, v, before, out, d_out, lse, delta, d_q,

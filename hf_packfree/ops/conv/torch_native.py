@@ -60,7 +60,7 @@ def plan_blocks(packed: PackedSequence, taps: int, size: int) -> tuple[Block, ..
 def causal_conv1d(x: Tensor, weight: Tensor, packed: PackedSequence, bias: Tensor | None, silu: bool) -> Tensor:
     """See `hf_packfree.ops.conv.causal_conv1d`."""
     size = max(1, _BLOCK_ELEMENTS // x.shape[2]) if x.device.type == "cpu" else packed.num_tokens
-    blocks = packed.derive(plan_blocks, weight.shape[1], size)
+    blocks = packed.cached(plan_blocks, weight.shape[1], size)
     return _CausalConv1d.apply(x, weight, bias, blocks, silu)  # type: ignore[no-any-return,no-untyped-call]
 
 

@@ -122,7 +122,7 @@ def _apply(
     def build(packed: PackedSequence, _: int) -> Plan:
         return plan_tokens(packed, rows)
 
-    plan = packed.derive(build, 0 if rows is None else rows.data_ptr())  # told apart by `rows`, which the plan keeps alive
+    plan = packed.cached(build, 0 if rows is None else rows.data_ptr())  # told apart by `rows`, which the plan keeps alive
     return _Convolution.apply(x, weight, bias, job, *plan)  # type: ignore[no-any-return]
 
 

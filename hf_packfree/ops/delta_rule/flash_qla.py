@@ -62,7 +62,7 @@ def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packed: PackedSequence, unit: bool
 ) -> Tensor:
     """See `hf_packfree.ops.delta_rule.gated_delta_rule`."""
-    cu_seqlens = packed.derive(planned_cu_seqlens)
+    cu_seqlens = packed.cached(planned_cu_seqlens)
     if not unit or not _is_known():
         return _run(q, k, v, g, beta, cu_seqlens, unit, cut=False)
     inputs = (x.contiguous() for x in (q, k, v, g.float(), beta))

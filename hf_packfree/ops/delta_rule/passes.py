@@ -173,4 +173,4 @@ def _plan(inputs: Sequence[Tensor], packed: PackedSequence) -> tuple[list[Block]
     for first in range(0, key_heads, size):
         last = min(first + size, key_heads)
         blocks.append(Block(slice(first, last), slice(first * groups, last * groups), (last - first) * groups))
-    return blocks, packed.derive(plan_windows, chunk, max(1, rows // blocks[0].size))
+    return blocks, packed.cached(plan_windows, chunk, max(1, rows // blocks[0].size))

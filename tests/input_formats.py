@@ -45,7 +45,7 @@ def _starts_above_zero(facts, lengths):
     return {"position_ids": positions}
 
 
-ROW_FORMS = {
+ROW_FORMATS = {
     "positions": _positions,
     "positions_4rows": lambda f, n: {"position_ids": f["positions"][None].expand(4, -1, -1)},
     "positions_3rows": lambda f, n: {"position_ids": f["positions"][None].expand(3, -1, -1)},
@@ -68,7 +68,7 @@ ROW_FORMS = {
     "square_additive": _additive,
     "starts_above_zero": _starts_above_zero,
 }
-"""Forms of one row without padding; those with three or four rows of positions need a family that takes them."""
+"""PackingInputs of one row without padding; those with three or four rows of positions need a family that takes them."""
 
 
 def row_batch(form: str, lengths, seed: int = 1) -> Batch:
@@ -76,7 +76,7 @@ def row_batch(form: str, lengths, seed: int = 1) -> Batch:
     parts, facts = documents(lengths, seed=seed), one_row(lengths)
     ends = facts["offsets"].tolist()
     places = [(0, torch.arange(a, b)) for a, b in zip(ends, ends[1:])]
-    inputs = {"input_ids": torch.cat(parts)[None], "use_cache": False, **ROW_FORMS[form](facts, lengths)}
+    inputs = {"input_ids": torch.cat(parts)[None], "use_cache": False, **ROW_FORMATS[form](facts, lengths)}
     return Batch(parts, inputs, places)
 
 
@@ -119,7 +119,7 @@ def rows_batch(form: str, rows=ROWS) -> Batch:
     return _with(batch, **forms[form]())
 
 
-ROWS_FORMS = (
+ROWS_FORMATS = (
     "indexed", "indexed_left", "indexed_and_positions", "mask_and_positions", "seq_idx", "square", "positions_zero_tail",
     "cu_seq_lens_with_tails",
 )

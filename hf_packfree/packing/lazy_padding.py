@@ -17,7 +17,7 @@ _SAME_MEMORY = {_aten.detach.default, _aten.alias.default}
 _CAST = _aten._to_copy.default
 
 
-def padded_on_read(row: Tensor, packed: PackedSequence) -> Tensor:
+def lazy_repad(row: Tensor, packed: PackedSequence) -> Tensor:
     """Return `repad(row, packed)`, [B, S, ...], made when an operation first reads it and kept from then on.
 
     Shape, dtype, device and gradient are those of the padded tensor; detaching and casting read nothing.
@@ -38,17 +38,17 @@ class _Held:
         return self.whole
 
 
-class PaddedOnRead(Tensor):
+class LazyPaddedTensor(Tensor):
     """A tensor of the padded batch's shape without its memory."""
 
     held: _Held
 
     @staticmethod
-    def __new__(cls, held: _Held) -> PaddedOnRead:
+    def __new__(cls, held: _Held) -> LazyPaddedTensor:
         """Make the empty shell of the padded shape."""
         shape = (*held.packed.batch_shape, *held.row.shape[2:])
         make = Tensor._make_wrapper_subclass
-        shell: PaddedOnRead = make(cls, shape, dtype=held.row.dtype, device=held.row.device)
+        shell: LazyPaddedTensor = make(cls, shape, dtype=held.row.dtype, device=held.row.device)
         shell.held = held
         return shell
 
@@ -79,7 +79,7 @@ class PaddedOnRead(Tensor):
         return self.held.read().tolist()
 
 
-def _read(lazy: PaddedOnRead) -> Tensor:
+def _read(lazy: LazyPaddedTensor) -> Tensor:
     return lazy.held.read()
 
 
@@ -87,7 +87,7 @@ class _Lend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, row: Tensor, packed: PackedSequence) -> Tensor:
         ctx.packed = packed
-        return PaddedOnRead(_Held(row.detach(), packed))
+        return LazyPaddedTensor(_Held(row.detach(), packed))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

@@ -8,33 +8,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_packfree.errors import BoundaryError
-from hf_packfree.packing import Forms, forms, read_forms
-from hf_packfree.packing.swift import offsets_of_one_row, rows_of_mask
-from tests.forms import one_row
+from hf_packfree.packing import PackingInputs, inputs, resolve_boundaries
+from hf_packfree.packing.fast_path import offsets_of_one_row, rows_of_mask
+from tests.input_formats import one_row
 
 CPU = torch.device("cpu")
 LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=6)
 NAMES = {"cu_seq_lens_q": "offsets", "cu_seq_lens_k": "offsets", "seq_idx": "numbers", "position_ids": "positions"}
 
 
-def general(given_forms: Forms, tokens: int):
+def general(said: PackingInputs, tokens: int):
     """Lengths of the general reading, or the type of what it raises."""
-    before, forms.offsets_of_one_row = forms.offsets_of_one_row, lambda *_: None
+    before, inputs.offsets_of_one_row = inputs.offsets_of_one_row, lambda *_: None
     try:
-        return outcome(given_forms, tokens)
+        return outcome(said, tokens)
     finally:
-        forms.offsets_of_one_row = before
+        inputs.offsets_of_one_row = before
 
 
-def outcome(given_forms: Forms, tokens: int):
+def outcome(said: PackingInputs, tokens: int):
     try:
-        packed = read_forms(given_forms, (1, tokens), CPU, lambda places, place: places == place)
+        packed = resolve_boundaries(said, (1, tokens), CPU, lambda places, place: places == place)
     except BoundaryError as error:
         return type(error)
     if packed is None:
         return None
     indices = None if packed.indices is None else packed.indices.tolist()
-    return packed.lengths, packed.plain, packed.filler, indices
+    return packed.lengths, packed.plain, packed.padding_segments, indices
 
 
 @given(data=st.data(), first=LENGTHS, second=LENGTHS, names=st.sets(st.sampled_from(sorted(NAMES)), min_size=1))
@@ -49,8 +49,8 @@ def test_equals_the_general_reading(data, first, second, names):
         if data.draw(st.integers(0, 4)) == 0:
             flat = said[name].view(-1)
             flat[data.draw(st.integers(0, len(flat) - 1))] = data.draw(st.integers(-1, 3))
-    given_forms = Forms(**said)
-    assert outcome(given_forms, tokens) == general(given_forms, tokens)
+    given_inputs = PackingInputs(**said)
+    assert outcome(given_inputs, tokens) == general(given_inputs, tokens)
 
 
 @given(lengths=LENGTHS, names=st.sets(st.sampled_from(sorted(NAMES)), min_size=1))
@@ -100,17 +100,19 @@ MASKS = st.integers(1, 4).flatmap(
 
 def of_mask(mask: torch.Tensor, swift=None):
     """Everything a record says, or what is raised, of a padded batch with this mask alone."""
-    before = forms.rows_of_mask
-    forms.rows_of_mask = swift or before
+    before = inputs.rows_of_mask
+    inputs.rows_of_mask = swift or before
     try:
-        packed = read_forms(Forms(None, mask), tuple(mask.shape), CPU, lambda places, place: places == place, drop_padding=True)
+        packed = resolve_boundaries(
+            PackingInputs(None, mask), tuple(mask.shape), CPU, lambda places, place: places == place, drop_padding=True
+        )
     except BoundaryError as error:
         return str(error)
     finally:
-        forms.rows_of_mask = before
+        inputs.rows_of_mask = before
     if packed is None:
         return None
-    said = packed.lengths, packed.seq_idx.tolist(), packed.max_seqlen, packed.batch_shape, packed.filler, packed.plain
+    said = packed.lengths, packed.seq_idx.tolist(), packed.max_seqlen, packed.batch_shape, packed.padding_segments, packed.plain
     return *said, None if packed.indices is None else packed.indices.tolist()
 
 
@@ -124,7 +126,7 @@ def test_a_mask_alone_equals_the_general_reading(rows, dtype, odd):
 
 
 def test_a_mask_alone_is_read_without_the_general_reading(monkeypatch):
-    monkeypatch.setattr(forms, "_claims", lambda *_: pytest.fail("the general reading was asked"))
+    monkeypatch.setattr(inputs, "_claims", lambda *_: pytest.fail("the general reading was asked"))
     mask = torch.tensor([[1, 1, 0], [0, 0, 0], [0, 1, 1]])
     assert of_mask(mask)[0] == [2, 2]
 

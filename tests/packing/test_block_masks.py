@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_packfree.errors import BoundaryError
-from hf_packfree.packing.squares import claim_of_square
+from hf_packfree.packing.boundaries import parse_block_diagonal_mask
 
 SHAPE = (1, 6)
 CAUSAL = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
@@ -20,8 +20,8 @@ def additive(mask):
 
 def test_controls_are_read():
     for mask in (BLOCKS, additive(BLOCKS), BLOCKS.long(), BLOCKS.expand(1, 4, 6, 6)):
-        assert claim_of_square(mask, SHAPE).values.tolist() == [[0, 0, 0, 1, 1, 1]]
-    assert not claim_of_square(CAUSAL.expand(1, 4, 6, 6), SHAPE).values.any()
+        assert parse_block_diagonal_mask(mask, SHAPE).values.tolist() == [[0, 0, 0, 1, 1, 1]]
+    assert not parse_block_diagonal_mask(CAUSAL.expand(1, 4, 6, 6), SHAPE).values.any()
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32])
@@ -29,24 +29,24 @@ def test_controls_are_read():
 def test_heads_that_see_different_documents_are_refused(heads, kind):
     mask = torch.cat(heads, 1)
     with pytest.raises(BoundaryError, match="heads see different documents"):
-        claim_of_square(mask if kind == torch.bool else additive(mask), SHAPE)
+        parse_block_diagonal_mask(mask if kind == torch.bool else additive(mask), SHAPE)
 
 
 def test_a_head_that_looks_further_back_is_refused():
     leaking = BLOCKS.clone()
     leaking[..., 4, 0] = True
     with pytest.raises(BoundaryError, match="not block-diagonal and causal"):
-        claim_of_square(torch.cat((BLOCKS, leaking), 1), SHAPE)
+        parse_block_diagonal_mask(torch.cat((BLOCKS, leaking), 1), SHAPE)
 
 
 @pytest.mark.parametrize("mask", [BLOCKS.float(), BLOCKS.half(), CAUSAL.float()])
 def test_floats_of_zero_and_one_are_refused(mask):
     with pytest.raises(BoundaryError, match="with zeros and ones; wanted bool, or an additive one"):
-        claim_of_square(mask, SHAPE)
+        parse_block_diagonal_mask(mask, SHAPE)
 
 
 def test_nan_is_refused():
     mask = additive(BLOCKS)
     mask[0, 0, 5, 0] = torch.nan
     with pytest.raises(BoundaryError, match="with NaN"):
-        claim_of_square(mask, SHAPE)
+        parse_block_diagonal_mask(mask, SHAPE)

@@ -8,8 +8,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hf_packfree.errors import BoundaryConflict, BoundaryError
-from hf_packfree.packing import Forms, PackedSequence, read_forms, repad, unpad
-from tests.forms import ROW_FORMS, block_mask, one_row
+from hf_packfree.packing import PackedSequence, PackingInputs, resolve_boundaries, repad, unpad
+from tests.input_formats import ROW_FORMATS, block_mask, one_row
 
 CPU, INT32 = torch.device("cpu"), torch.int32
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=7)
@@ -19,7 +19,8 @@ def read(shape=None, ids=None, **given_forms) -> PackedSequence | None:
     """Read forms of a batch whose tokens all differ, or are `ids`."""
     ids = torch.arange(shape[0] * shape[1]).view(shape) if ids is None else ids
     flat = ids.reshape(-1)
-    return read_forms(Forms(**given_forms), tuple(ids.shape), CPU, lambda places, place: flat[places] == flat[place])
+    inputs, same_token = PackingInputs(**given_forms), lambda places, place: flat[places] == flat[place]
+    return resolve_boundaries(inputs, tuple(ids.shape), CPU, same_token)
 
 
 def lengths_of(packed):
@@ -27,9 +28,9 @@ def lengths_of(packed):
 
 
 @given(lengths=LENGTHS)
-@pytest.mark.parametrize("form", ROW_FORMS)
+@pytest.mark.parametrize("form", ROW_FORMATS)
 def test_every_form_reads_the_same_lengths(form, lengths):
-    forms = dict(ROW_FORMS[form](one_row(lengths), lengths))
+    forms = dict(ROW_FORMATS[form](one_row(lengths), lengths))
     packed = read((1, sum(lengths)), **forms)
     assert lengths_of(packed) == (None if len(lengths) == 1 else lengths)
 
@@ -41,7 +42,7 @@ def test_two_forms_agree_or_raise(one, first, second):
     if sum(first) != sum(second):
         first, second = first + [sum(second)], second + [sum(first)]
     assume(one != "indexed_mask" or len(first) > 1)  # numbered 1 throughout it is a plain mask, which speaks of padding alone
-    forms = dict(ROW_FORMS[one](one_row(first), first))
+    forms = dict(ROW_FORMATS[one](one_row(first), first))
     forms["position_ids"] = forms.get("position_ids", one_row(second)["positions"])
     forms.setdefault("seq_idx", one_row(second)["numbers"])
     if first == second:
@@ -88,11 +89,19 @@ def test_the_record_is_consistent(lengths):
     assert packed.lengths == lengths and packed.max_seqlen == max(lengths) and packed.num_segments == len(lengths)
     assert torch.equal(packed.position_ids(), one_row(lengths)["positions"])
     assert torch.equal(packed.seq_idx, one_row(lengths)["numbers"])
-    assert packed.derive(len_of, 3) is packed.derive(len_of, 3)
+    assert packed.cached(len_of, 3) is packed.cached(len_of, 3)
 
 
 def len_of(packed, times):
     return [packed.num_tokens] * times
+
+
+def test_names_of_the_first_version_still_read():
+    packed = PackedSequence.from_lengths([3, 2], padding_segments=[1])
+    with pytest.warns(DeprecationWarning, match="padding_segments"):
+        assert packed.filler == packed.padding_segments == (1,)
+    with pytest.warns(DeprecationWarning, match="cached"):
+        assert packed.derive(len_of, 3) is packed.cached(len_of, 3)
 
 
 @pytest.mark.parametrize("lengths", [[], [3, 0, 2], [-1]])
@@ -175,7 +184,7 @@ def test_longest_document():
 @pytest.mark.parametrize("name", ["cu_seqlens", "cu_seqlens_q", "max_seqlen"])
 def test_other_libraries_names_are_refused(name):
     with pytest.raises(BoundaryError, match="rename"):
-        Forms.take({name: 1}, position_ids=None, attention_mask=None)
+        PackingInputs.from_kwargs({name: 1}, position_ids=None, attention_mask=None)
 
 
 def test_square_masks():
@@ -230,15 +239,16 @@ def test_a_tail_of_pad_tokens_is_one_segment(forms):
 )
 def test_documents_that_are_told_apart_stay_apart_even_if_equal(forms, positions):
     found = read(ids=TAIL_IDS, **forms, **positions)
-    assert found.lengths == [3, 2, 1, 1, 1] and found.filler == (2, 3, 4), "each alone, none in statistics"
+    assert found.lengths == [3, 2, 1, 1, 1] and found.padding_segments == (2, 3, 4), "each alone, none in statistics"
 
 
 @pytest.mark.parametrize("pads", [False, True])
 @pytest.mark.parametrize("form", ["positions", "cu_seq_lens", "seq_idx", "indexed_mask"])
 def test_a_single_token_at_the_end_is_padding_if_it_is_the_one_that_pads(form, pads):
-    forms = Forms(**dict(ROW_FORMS[form](one_row([3, 2, 1]), [3, 2, 1])))
-    found = read_forms(forms, (1, 6), CPU, lambda places, place: places == place, is_padding=lambda place: pads and place == 5)
-    assert found.lengths == [3, 2, 1] and found.filler == ((2,) if pads else ())
+    forms = PackingInputs(**dict(ROW_FORMATS[form](one_row([3, 2, 1]), [3, 2, 1])))
+    same_token, is_padding = lambda places, place: places == place, lambda place: pads and place == 5
+    found = resolve_boundaries(forms, (1, 6), CPU, same_token, is_padding=is_padding)
+    assert found.lengths == [3, 2, 1] and found.padding_segments == ((2,) if pads else ())
 
 
 def test_one_token_documents_that_differ_stay_apart():

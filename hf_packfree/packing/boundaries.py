@@ -5,13 +5,16 @@ Shapes: B rows, S tokens of a row.  Everything here is on the host: boundaries a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hf_packfree.errors import BoundaryError, UnsupportedInput
+
+BLOCKED = -1e4
+"""An additive mask blocks a key at or below this; 0 lets it through; anything between is a bias."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +53,7 @@ class Kept:
 
 
 @dataclass(frozen=True, eq=False)
-class Claim:
+class BoundarySpec:
     """The document structure one input form describes.
 
     Attributes:
@@ -78,7 +81,7 @@ class Claim:
         return fresh
 
 
-def claim_of_positions(position_ids: Tensor, shape: tuple[int, int]) -> Claim | None:
+def parse_position_ids(position_ids: Tensor, shape: tuple[int, int]) -> BoundarySpec | None:
     """Read `position_ids`: a document goes on as long as its positions grow by one.
 
     Args:
@@ -98,10 +101,10 @@ def claim_of_positions(position_ids: Tensor, shape: tuple[int, int]) -> Claim | 
     if text.ndim != 2 or text.shape[1] != shape[1] or text.shape[0] not in (1, shape[0]):
         raise _misshapen("position_ids", position_ids, shape, "(B, S), (3, B, S) or (4, B, S)")
     values = text.detach().to("cpu", torch.int64).expand(shape)
-    return Claim("position_ids", None, values, step=1)
+    return BoundarySpec("position_ids", None, values, step=1)
 
 
-def refuse_jumps(claims: Sequence[Claim], kept: Kept) -> None:
+def refuse_jumps(claims: Sequence[BoundarySpec], kept: Kept) -> None:
     """Refuse positions that rise by more than one within a padded row, where nothing else speaks of documents.
 
     That may be one document with a gap, as transformers reads it there, or the next one's later part.
@@ -139,7 +142,7 @@ def refuse_packed_mrope(position_ids: Tensor, real: Tensor) -> None:
         )
 
 
-def claim_of_offsets(form: str, cu_seqlens: Tensor, shape: tuple[int, int], device: torch.device) -> Claim:
+def parse_cu_seqlens(form: str, cu_seqlens: Tensor, shape: tuple[int, int], device: torch.device) -> BoundarySpec:
     """Read `cu_seq_lens_q` or `_k`: int32 [N+1] offsets into the flattened batch; empty documents drop out."""
     total = shape[0] * shape[1]
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32 or cu_seqlens.ndim != 1:
@@ -161,22 +164,22 @@ def claim_of_offsets(form: str, cu_seqlens: Tensor, shape: tuple[int, int], devi
             f"found {form}={_short(offsets)} with a document that runs from one row of {shape[1]} tokens into the "
             "next; wanted an offset at the start of every row; flatten the batch to one row, or split the document"
         )
-    return Claim(form, None, values)
+    return BoundarySpec(form, None, values)
 
 
-def claim_of_numbers(seq_idx: Tensor, shape: tuple[int, int]) -> Claim:
+def parse_seq_idx(seq_idx: Tensor, shape: tuple[int, int]) -> BoundarySpec:
     """Read `seq_idx`: an integer [B, S] that changes at every document's start; below 0 is padding."""
     if seq_idx.is_floating_point() or tuple(seq_idx.shape) != shape:
         raise _misshapen("seq_idx", seq_idx, shape, "an integer (B, S)")
     values = seq_idx.detach().to("cpu", torch.int64)
-    return Claim("seq_idx", values >= 0, values)
+    return BoundarySpec("seq_idx", values >= 0, values)
 
 
-def claim_of_mask(mask: Tensor, shape: tuple[int, int]) -> Claim:
+def parse_padding_mask(mask: Tensor, shape: tuple[int, int]) -> BoundarySpec:
     """Read a 2-D mask: 0/1 says what is padding; numbers above 1 also say which document (1, 1, 2, 2, 0)."""
     values = mask.detach().to("cpu")
     if values.dtype == torch.bool:
-        return Claim("attention_mask", values)
+        return BoundarySpec("attention_mask", values)
     whole = values.to(torch.int64)
     if bool((whole < 0).any()) or not torch.equal(whole.to(values.dtype), values):
         raise BoundaryError(
@@ -184,8 +187,89 @@ def claim_of_mask(mask: Tensor, shape: tuple[int, int]) -> Claim:
             "and 1, or 0 for padding and 1, 2, 3 ... for documents; an additive mask has to be 4-D"
         )
     if int(whole.max()) <= 1:
-        return Claim("attention_mask", whole > 0)
-    return Claim("attention_mask", whole > 0, whole)
+        return BoundarySpec("attention_mask", whole > 0)
+    return BoundarySpec("attention_mask", whole > 0, whole)
+
+
+def parse_block_diagonal_mask(mask: Tensor, shape: tuple[int, int]) -> BoundarySpec:
+    """Read a 4-D mask [B or 1, heads or 1, S, S], bool or additive: blocks on the diagonal are documents.
+
+    A mask in which every token sees the one before it describes one document and may be of any kind; one that cuts a
+    row into documents must be block-diagonal and causal, because nothing else reaches the linear layers.
+    """
+    _check_values(mask)
+    of_heads = mask if mask.dtype == torch.bool else (mask == 0 if mask.is_floating_point() else mask != 0)
+    allowed = of_heads[:, 0].expand(shape[0], -1, -1)
+    if bool((_edges(of_heads) != _edges(of_heads[:, :1])).any()):
+        raise BoundaryError(
+            "found a 4-D attention_mask whose heads see different documents; wanted the same boundaries in every head, since "
+            "the linear layers have one; pass a mask of (B, 1, S, S), or the boundaries as position_ids"
+        )
+    real = allowed.diagonal(dim1=1, dim2=2)
+    number = torch.zeros(shape, dtype=torch.int64, device=mask.device)
+    for row in range(shape[0]):
+        kept = real[row].nonzero()[:, 0]
+        number[row, kept[1:]] = (~allowed[row, kept[1:], kept[:-1]]).cumsum(0)
+    if bool((number > 0).any()):
+        block = (number[:, :, None] == number[:, None, :]) & real[:, None, :]
+        wanted = block.tril()
+        wrong = (of_heads != wanted[:, None]) & real[:, None, :, None]
+        if bool(wrong.any()) or _has_bias(mask):
+            raise BoundaryError(
+                "found a 4-D attention_mask that cuts rows into documents but is not block-diagonal and causal; wanted each "
+                "token to see its own document up to itself; pass the boundaries as position_ids instead"
+            )
+    return BoundarySpec("attention_mask", real.to("cpu"), number.to("cpu"))
+
+
+def _edges(allowed: Tensor) -> Tensor:
+    """Whether each token sees itself and the one before: bool [B, heads, 2, S], the second of the first token False."""
+    last = torch.nn.functional.pad(allowed.diagonal(-1, 2, 3), (1, 0))
+    return torch.stack((allowed.diagonal(0, 2, 3), last), 2)
+
+
+def _check_values(mask: Tensor) -> None:
+    if not mask.is_floating_point():
+        return
+    if bool(mask.isnan().any()) or bool(((mask == 0) | (mask == 1)).all() & (mask == 1).any()):
+        raise BoundaryError(
+            f"found a 4-D attention_mask of {mask.dtype} with {'NaN' if bool(mask.isnan().any()) else 'zeros and ones'}; "
+            "wanted bool, or an additive one with 0 for what a token sees and a large negative number elsewhere; call .bool() "
+            "on it"
+        )
+
+
+def _has_bias(mask: Tensor) -> bool:
+    return mask.is_floating_point() and bool(((mask != 0) & (mask > BLOCKED)).any())
+
+
+def join_padding_tails(
+    starts: Tensor, kept: Kept, same_token: Callable[[Tensor, int], Tensor], is_padding: Callable[[int], bool]
+) -> tuple[Tensor, list[int]]:
+    """Make one segment of a row's tail of one-token documents that all hold the same token: that is padding.
+
+    Collators pad positions with zeros, which reads as a document per pad, and positions cannot tell the two apart: equal
+    tokens can.  A one-token document has no next token to learn, so joining equal ones changes no language model's loss.
+    Also returns the first place of every tail.
+    """
+    places, row = kept.places, kept.row
+    row_ends = torch.cat((kept.new_row.nonzero()[:, 0], torch.tensor([len(places) - 1])))
+    joined, tails = starts.clone(), []
+    for end in row_ends.tolist():
+        if end == 0 or not starts[end] or row[end] != row[end - 1]:
+            continue
+        if not starts[end - 1]:  # a single one is told by its token alone
+            tails += [end] if is_padding(int(places[end])) else []
+            continue
+        long = (~starts[: end + 1]).nonzero()
+        first = int(long[-1]) + 1 if long.numel() else 0
+        first = max(first, int((row == row[end]).nonzero()[0]))
+        same = same_token(places[first : end + 1], int(places[end]))
+        other = (~same).nonzero()
+        tail = first + (int(other[-1]) + 1 if other.numel() else 0)
+        joined[tail + 1 : end + 1] = False
+        tails += [tail] if tail < end else []
+    return joined, tails
 
 
 def check_mask_shape(mask: Tensor, shape: tuple[int, int]) -> None:
