@@ -13,8 +13,8 @@ from transformers.utils import logging as upstream_logging
 
 from hf_packfree import apply_patches, patch_report
 from hf_packfree.errors import LeakDetected
-from hf_packfree.models import eras
-from hf_packfree.models.contract import broken_promises
+from hf_packfree.models import compat
+from hf_packfree.models.base import broken_promises
 from hf_packfree.patching import selfcheck
 from hf_packfree.patching.registry import FAMILIES
 from tests.support import tiny
@@ -65,7 +65,7 @@ def test_replacements_answer_to_upstreams_names(family):
 
 @pytest.fixture
 def unknown_release(monkeypatch):
-    monkeypatch.setattr(eras, "NEWEST_TRIED", Version("5.1.0"))
+    monkeypatch.setattr(compat, "NEWEST_TRIED", Version("5.1.0"))
     monkeypatch.setattr(selfcheck, "_checked", set())
 
 
@@ -137,7 +137,7 @@ def test_an_mlp_of_another_formula_is_seen(monkeypatch):
 
 
 def test_this_release_was_tried():
-    assert eras.RELEASE <= eras.NEWEST_TRIED, "run tests/compat/run.py on it, then raise eras.NEWEST_TRIED"
+    assert compat.RELEASE <= compat.NEWEST_TRIED, "run tests/compat/run.py on it, then raise compat.NEWEST_TRIED"
 
 
 @pytest.mark.parametrize("call", ["warning", "warning_once"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_packfree import apply_patches, remove_patches
-from hf_packfree.models.eras import LAYERS_DROP_KEYWORDS
+from hf_packfree.models.compat import LAYERS_DROP_KEYWORDS
 from hf_packfree.patching.registry import family_of
 from tests.input_formats import ROW_FORMATS, ROWS_FORMATS, row_batch, rows_batch
 from tests.support import (

@@ -8,11 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_packfree.errors import BackendUnavailable
-from hf_packfree.models.contract import Sizes, size_of_linear, size_of_norm
-from hf_packfree.models.linears import project
-from hf_packfree.models.norms import adds_one, epsilon
-from hf_packfree.models.recompute import projected
-from hf_packfree.models.replacement import Replacement
+from hf_packfree.models.base import Replacement, Sizes, size_of_linear, size_of_norm
+from hf_packfree.models.fusable import adds_one, epsilon, project
+from hf_packfree.models.rematerialize import linear_with_recompute
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.attention import attention
 from hf_packfree.ops.attention.block_mask import additive_block_mask
@@ -101,7 +99,7 @@ class PackedAttention(Replacement):
             backend=kernels.attention,
         )
         gated, remakes = partial(output_gate, out, gate, backend=kernels.output_gate), kernels.output_gate in REMAKES
-        return projected(gated, self.o_proj, out, remakes=remakes, worth_it=remakes, backend=kernels.projections)
+        return linear_with_recompute(gated, self.o_proj, out, remakes=remakes, worth_it=remakes, backend=kernels.projections)
 
     def _place(
         self, q: Tensor, k: Tensor, position_embeddings: tuple[Tensor, Tensor], backend: str

@@ -6,10 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_packfree.models.contract import Sizes, size_of_norm
-from hf_packfree.models.mlp import swiglu_weights
-from hf_packfree.models.norms import adds_one, epsilon
-from hf_packfree.models.replacement import Replacement
+from hf_packfree.models.base import Replacement, Sizes, size_of_norm
+from hf_packfree.models.fusable import adds_one, epsilon, swiglu_weights
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.add_norm import add_norm
 from hf_packfree.ops.swiglu import swiglu_mlp

@@ -12,11 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_packfree.errors import PatchConflict
-from hf_packfree.models.contract import Sizes, size_of, size_of_linear, size_of_norm
-from hf_packfree.models.linears import is_hooked, project
-from hf_packfree.models.norms import epsilon
-from hf_packfree.models.recompute import projected
-from hf_packfree.models.replacement import Replacement
+from hf_packfree.models.base import Replacement, Sizes, size_of, size_of_linear, size_of_norm
+from hf_packfree.models.fusable import epsilon, is_hooked, project
+from hf_packfree.models.rematerialize import linear_with_recompute
 from hf_packfree.models.state import Kernels, state_of
 from hf_packfree.ops.conv import qkv_conv
 from hf_packfree.ops.delta_rule import WALKS, gated_delta_rule
@@ -76,7 +74,7 @@ class PackedGatedDeltaNet(Replacement):
             backend=kernels.gated_norm,
         )
         remakes = kernels.gated_norm in REMAKES
-        return projected(norm, self.out_proj, out, remakes=remakes, worth_it=True, backend=kernels.projections)
+        return linear_with_recompute(norm, self.out_proj, out, remakes=remakes, worth_it=True, backend=kernels.projections)
 
     def _convolve(
         self, mixed: Tensor, packed: PackedSequence, rows: Tensor | None, backend: str

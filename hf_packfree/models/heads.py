@@ -1,4 +1,4 @@
-"""Language-model heads: a batch becomes one row before upstream's head sees it, so that head and loss run on real tokens.
+"""Heads: a batch becomes one row before upstream's head sees it, so that head and loss run on real tokens.
 
 Upstream's forward does all the work, on the row.  What is given back has the caller's shape.
 """
@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from hf_packfree.models.attention import check_attention
-from hf_packfree.models.reading import read_arguments, skips_padding
-from hf_packfree.models.replacement import Replacement
-from hf_packfree.models.rows import restore_layers, row_of_each, row_positions
+from hf_packfree.models.base import Replacement, stands_for
+from hf_packfree.models.entry import read_arguments, restore_layers, row_of_each, row_positions, skips_padding
+from hf_packfree.models.labels import IGNORED, are_leads, row_targets, shifted_labels, targets_on_padding
 from hf_packfree.models.state import state_of
-from hf_packfree.models.targets import IGNORED, are_leads, row_targets, shifted_labels, targets_on_padding
 from hf_packfree.models.vision_language import vision_given
 from hf_packfree.packing import PackedSequence, PackingInputs, lazy_repad, repad, with_left_pad_tokens
 
@@ -152,3 +151,69 @@ def _row_arguments(
         items = row.get("num_items_in_batch")
         row["num_items_in_batch"] = targets["targets"] if items is None else at_least_one(items)
     return row
+
+
+class _Careful(Head):
+    """Lets upstream's forward run, and the trunk keep the padding where `_reads_padding` says so."""
+
+    def _forward_as_row(self, upstream: Any, arguments: dict[str, Any]) -> Any:
+        mask = arguments.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.ndim == 2:
+            real = mask != 0
+            if not bool(real.all()) and self._reads_padding(real, arguments):
+                arguments = {**arguments, "keep_padding": True}
+        return upstream(**arguments)
+
+    def _reads_padding(self, real: Tensor, arguments: dict[str, Any]) -> bool:
+        """Whether the outputs at padding enter the answer or the loss; `real` is bool [B, S]."""
+        raise NotImplementedError
+
+
+class SequenceHead(_Careful):
+    """One answer per row, from the last token that is not the padding token: real, unless mask and token disagree."""
+
+    def _reads_padding(self, real: Tensor, arguments: dict[str, Any]) -> bool:
+        pad, ids = self.config.get_text_config().pad_token_id, arguments.get("input_ids")
+        if pad is None or ids is None:  # upstream reads the last place of every row
+            return not bool(real[:, -1].all())
+        places = torch.arange(ids.shape[1], device=ids.device) * (ids != pad)
+        return not bool(real.gather(1, places.argmax(1, keepdim=True)).all())
+
+
+class TokenHead(_Careful):
+    """One answer per token: padding matters where it has a label."""
+
+    def _reads_padding(self, real: Tensor, arguments: dict[str, Any]) -> bool:
+        labels = arguments.get("labels")
+        return labels is not None and bool((labels[~real] != IGNORED).any())
+
+
+class SpanHead(_Careful):
+    """Start and end of an answer: upstream's softmax runs over padding too."""
+
+    def _reads_padding(self, real: Tensor, arguments: dict[str, Any]) -> bool:
+        return True
+
+
+_KINDS: dict[str, type[Head]] = {
+    "ForCausalLM": PackedHead,
+    "ForConditionalGeneration": PackedHead,
+    "ForSequenceClassification": SequenceHead,
+    "ForTokenClassification": TokenHead,
+}
+
+
+def heads_of(upstream: Any, home: str) -> dict[str, type[Head]]:
+    """Return {name: our class} for every head of the modeling module `upstream`.
+
+    Releases have different ones, so the classes are made here instead of written in the family's file `home`, where
+    pickling finds them.  A head of a kind not known keeps its padding.
+    """
+    names = [name for name in upstream.__all__ if "For" in name]
+    return {name: _stand_in(name, upstream, home) for name in names}
+
+
+def _stand_in(name: str, upstream: Any, home: str) -> type[Head]:
+    kind = next((kind for ending, kind in _KINDS.items() if name.endswith(ending)), SpanHead)
+    cls: type[Head] = type(name, (kind, getattr(upstream, name)), {"__module__": home, "__doc__": kind.__doc__})
+    return stands_for(upstream)(cls)

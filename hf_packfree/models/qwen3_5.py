@@ -9,12 +9,11 @@ from transformers.models.qwen3_5 import configuration_qwen3_5 as configuration
 from transformers.models.qwen3_5 import modeling_qwen3_5 as upstream
 
 from hf_packfree.models.attention import PackedAttention
-from hf_packfree.models.contract import Sizes, size_of_linear
+from hf_packfree.models.base import Sizes, size_of_linear, stands_for
 from hf_packfree.models.decoder_layer import PackedDecoderLayer
+from hf_packfree.models.fusable import project
 from hf_packfree.models.gated_delta_net import PackedGatedDeltaNet
-from hf_packfree.models.head_table import heads_of
-from hf_packfree.models.linears import project
-from hf_packfree.models.replacement import stands_for
+from hf_packfree.models.heads import heads_of
 from hf_packfree.models.trunk import PackedTrunk
 from hf_packfree.models.vision_language import PackedVisionLanguage
 

@@ -7,10 +7,10 @@ from transformers.models.qwen3_5_moe import configuration_qwen3_5_moe as configu
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as upstream
 
 from hf_packfree.models.attention import PackedAttention
+from hf_packfree.models.base import stands_for
 from hf_packfree.models.decoder_layer import PackedDecoderLayer
+from hf_packfree.models.heads import heads_of
 from hf_packfree.models.qwen3_5 import SplitProjections
-from hf_packfree.models.head_table import heads_of
-from hf_packfree.models.replacement import stands_for
 from hf_packfree.models.trunk import PackedTrunk
 from hf_packfree.models.vision_language import PackedVisionLanguage
 

@@ -10,12 +10,11 @@ from transformers.models.qwen3_next import configuration_qwen3_next as configura
 from transformers.models.qwen3_next import modeling_qwen3_next as upstream
 
 from hf_packfree.models.attention import PackedAttention
-from hf_packfree.models.contract import Sizes, size_of_linear
+from hf_packfree.models.base import Sizes, size_of_linear, stands_for
 from hf_packfree.models.decoder_layer import PackedDecoderLayer
+from hf_packfree.models.fusable import project
 from hf_packfree.models.gated_delta_net import PackedGatedDeltaNet
-from hf_packfree.models.linears import project
-from hf_packfree.models.head_table import heads_of
-from hf_packfree.models.replacement import stands_for
+from hf_packfree.models.heads import heads_of
 from hf_packfree.models.trunk import PackedTrunk
 
 

@@ -6,13 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_packfree.errors import UnsupportedInput
+from hf_packfree.errors import PatchConflict, UnsupportedInput
 from hf_packfree.models.attention import check_attention
-from hf_packfree.models.bypass import check_mixers
-from hf_packfree.models.eras import masks_the_layers_ignore
-from hf_packfree.models.reading import is_text, read_arguments, skips_padding
-from hf_packfree.models.replacement import Replacement
-from hf_packfree.models.rows import restore_layers, row_positions
+from hf_packfree.models.base import Replacement
+from hf_packfree.models.compat import masks_the_layers_ignore
+from hf_packfree.models.entry import is_text, read_arguments, restore_layers, row_positions, skips_padding
 from hf_packfree.models.state import state_of
 from hf_packfree.packing import PackedSequence, PackingInputs, is_indexed_mask, repad, unpad
 
@@ -116,3 +114,29 @@ def _check_packed_call(
             f"found output_attentions=True for a packed batch of {packed.batch_shape[0]} rows; wanted one row without "
             "padding, because the weights of a flattened batch have no per-row shape; pass the rows one at a time"
         )
+
+
+def check_mixers(trunk: Any) -> None:
+    """Refuse a trunk with a mixer that is no longer ours, or that a forward of its own instance hides.
+
+    Wrappers that hold ours, and accelerate's hooks, which call it, are fine.
+
+    Raises:
+        PatchConflict: such a layer was found.
+    """
+    for number, layer in enumerate(trunk.layers):
+        for name in ("linear_attn", "self_attn"):
+            mixer = getattr(layer, name, None)
+            if mixer is None or _reads(mixer):
+                continue
+            raise PatchConflict(
+                f"found layers.{number}.{name} changed since the model was patched ({type(mixer).__name__}, or a forward of "
+                "its own instance): it would read from one document into the next; wanted our class in force; undo the change, "
+                "or call apply_patches(model) after a layer was replaced"
+            )
+
+
+def _reads(mixer: Any) -> bool:
+    if isinstance(mixer, Replacement):
+        return "forward" not in vars(mixer) or hasattr(mixer, "_hf_hook")
+    return any(isinstance(part, Replacement) for part in mixer.modules())

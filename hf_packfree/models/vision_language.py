@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from hf_packfree.errors import UnsupportedInput
-from hf_packfree.models.reading import read_arguments, skips_padding
-from hf_packfree.models.replacement import Replacement
+from hf_packfree.models.base import Replacement
+from hf_packfree.models.entry import read_arguments, skips_padding
 from hf_packfree.packing import PackedSequence, PackingInputs, repad
 
 _VISION = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "mm_encoder_outputs")

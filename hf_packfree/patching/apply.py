@@ -11,12 +11,12 @@ from torch import nn
 
 from hf_packfree.errors import PatchConflict
 from hf_packfree.models.state import PatchState
-from hf_packfree.patching.announce import announce
 from hf_packfree.patching.backends import Choice, choose_backends
-from hf_packfree.patching.plan import Step, plan_swaps, trunks
+from hf_packfree.patching.plan import plan_swaps, trunks
 from hf_packfree.patching.registry import family_of
+from hf_packfree.patching.report import announce
 from hf_packfree.patching.selfcheck import check_release
-from hf_packfree.patching.swap import put_back, swap
+from hf_packfree.patching.steps import Step, put_back, swap
 
 _Model = TypeVar("_Model", bound=nn.Module)
 

@@ -9,12 +9,10 @@ import torch
 from torch import nn
 
 from hf_packfree.models.attention import PackedAttention, drops_out
-from hf_packfree.models.contract import size_of_linear
+from hf_packfree.models.base import size_of_linear
 from hf_packfree.models.decoder_layer import PackedDecoderLayer
+from hf_packfree.models.fusable import adds_one, is_hooked, plain_weights, swiglu_weights
 from hf_packfree.models.gated_delta_net import PackedGatedDeltaNet
-from hf_packfree.models.linears import is_hooked, plain_weights
-from hf_packfree.models.mlp import swiglu_weights
-from hf_packfree.models.norms import adds_one
 from hf_packfree.ops.backend import installed
 from hf_packfree.ops.projections.triton_native import NARROW
 from hf_packfree.patching.backends import OPS

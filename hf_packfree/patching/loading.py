@@ -11,19 +11,17 @@ import logging
 import sys
 from collections.abc import Callable
 from functools import partial
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any, Literal
 
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from hf_packfree.errors import PatchConflict, UnsupportedModel
-from hf_packfree.patching.aliases import LenientAliases
 from hf_packfree.patching.apply import check_options, swap_planned
 from hf_packfree.patching.backends import Choice
-from hf_packfree.patching.plan import Step
 from hf_packfree.patching.registry import FAMILIES
-from hf_packfree.patching.swap import swap
+from hf_packfree.patching.steps import Step, swap
 
 try:
     from transformers import monkey_patching
@@ -153,3 +151,33 @@ def _restore_upstream_names(mapping: dict[str, type[nn.Module]]) -> None:
             if vars(module).get(name) is mapping.get(f"^{name}$", before):
                 if vars(module).get(name) is not None:
                     setattr(module, name, before)
+
+
+class LenientAliases:
+    """Until `restore()`, an alias of transformers whose target cannot be imported lists as empty instead of raising.
+
+    transformers 5.13 to 5.20 alias image processors that need torchvision, and list all modules while a model is built
+    under a class mapping.  Aliases have no classes of ours, so an empty list loses nothing.
+    """
+
+    def __init__(self) -> None:
+        self._listings: dict[ModuleType, Callable[[], list[str]]] = {
+            module: vars(module)["__dir__"]
+            for name, module in list(sys.modules.items())
+            if name.startswith("transformers.") and isinstance(module, ModuleType) and "__dir__" in vars(module)
+        }
+        for module, listing in self._listings.items():
+            vars(module)["__dir__"] = partial(_names_if_importable, listing)
+
+    def restore(self) -> None:
+        """Give every alias its own listing back; doing it twice changes nothing more."""
+        while self._listings:
+            module, listing = self._listings.popitem()
+            vars(module)["__dir__"] = listing
+
+
+def _names_if_importable(listing: Callable[[], list[str]]) -> list[str]:
+    try:
+        return listing()
+    except ImportError:
+        return []

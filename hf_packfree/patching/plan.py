@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from hf_packfree.errors import ContractError, PatchConflict, UnsupportedModel
 from hf_packfree.models.attention import check_attention
-from hf_packfree.models.contract import broken_promises
+from hf_packfree.models.base import broken_promises
 from hf_packfree.patching.registry import FAMILIES, Family, family_of
-
-
-@dataclass(frozen=True)
-class Step:
-    """One module to swap: its name in the model, its class before and after."""
-
-    name: str
-    module: nn.Module
-    before: type[nn.Module]
-    after: type[nn.Module]
+from hf_packfree.patching.steps import Step
 
 
 def plan_swaps(model: nn.Module) -> tuple[Family, list[Step]]:
@@ -39,10 +29,10 @@ def plan_swaps(model: nn.Module) -> tuple[Family, list[Step]]:
             f"found a {type(model).__name__}, which holds no text model of a supported family; wanted one of "
             f"{', '.join(row.name for row in FAMILIES)}; `packfree models` shows the table"
         )
-    pairs, spared = family.pairs(), family.spared_pairs()
+    pairs, spared = family.pairs(), family.optional_swaps()
     needed = {before: after for before, after in pairs.items() if before not in spared}
     _check_seams(model, needed)
-    steps = [*_steps(model, needed), *_spared_steps(model, spared)]
+    steps = [*_steps(model, needed), *_optional_steps(model, spared)]
     for trunk in trunks(model, family):
         _check_trunk(trunk, pairs)
         check_attention(trunk.config)
@@ -63,7 +53,7 @@ def _steps(model: nn.Module, pairs: dict[type[nn.Module], type[nn.Module]]) -> I
             yield Step(name, module, originals[type(module)], type(module))
 
 
-def _spared_steps(model: nn.Module, pairs: dict[type[nn.Module], type[nn.Module]]) -> Iterator[Step]:
+def _optional_steps(model: nn.Module, pairs: dict[type[nn.Module], type[nn.Module]]) -> Iterator[Step]:
     """A head or layer of another class, or with a forward of its own instance, is left alone: the record reaches it too."""
     for name, module in model.named_modules():
         if type(module) in pairs and "forward" not in vars(module):

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_packfree.models import eras
+from hf_packfree.models import compat
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ class Family:
         heads = getattr(import_module(self.replacement), "HEADS", {})
         return {self._upstream_of(ours): ours for ours in heads.values()}
 
-    def spared_pairs(self) -> dict[type[nn.Module], type[nn.Module]]:
+    def optional_swaps(self) -> dict[type[nn.Module], type[nn.Module]]:
         """Return {upstream's class: ours} of what is left alone where something wraps it: packed rows are exact all the same.
 
         Those are the heads, and decoder layers in releases whose own hand the record on.
         """
         layers = {before: ours for before, ours in self.pairs().items() if before.__name__ == self.layer}
-        return self.head_pairs() | ({} if eras.LAYERS_DROP_KEYWORDS else layers)
+        return self.head_pairs() | ({} if compat.LAYERS_DROP_KEYWORDS else layers)
 
     def trunk_class(self) -> type[nn.Module]:
         """Return upstream's class of the text model."""

@@ -10,15 +10,14 @@ import torch
 from torch import nn
 
 from hf_packfree.errors import LeakDetected
-from hf_packfree.models import eras
-from hf_packfree.models.mlp import swiglu_weights
-from hf_packfree.models.norms import adds_one, epsilon
+from hf_packfree.models import compat
+from hf_packfree.models.fusable import adds_one, epsilon, swiglu_weights
 from hf_packfree.models.state import PatchState
 from hf_packfree.ops.add_norm import add_norm
 from hf_packfree.ops.swiglu import swiglu_mlp
 from hf_packfree.patching.plan import plan_swaps
 from hf_packfree.patching.registry import Family
-from hf_packfree.patching.swap import swap
+from hf_packfree.patching.steps import swap
 
 logger = logging.getLogger("hf_packfree")
 LIMIT = 1e-5
@@ -34,12 +33,12 @@ def check_release(family: Family, state: PatchState) -> None:
         LeakDetected: the packed row differs from its documents run one by one, or a norm or an MLP from what kernels
             compute for it.
     """
-    if eras.RELEASE <= eras.NEWEST_TRIED or (family.name, str(state)) in _checked:
+    if compat.RELEASE <= compat.NEWEST_TRIED or (family.name, str(state)) in _checked:
         return
     logger.warning(
         "found transformers %s; hf_packfree was tried up to %s; checking %s on a tiny model before patching",
-        eras.RELEASE,
-        eras.NEWEST_TRIED,
+        compat.RELEASE,
+        compat.NEWEST_TRIED,
         family.name,
     )
     model = _tiny(family)
@@ -47,8 +46,8 @@ def check_release(family: Family, state: PatchState) -> None:
     if not error <= LIMIT:
         raise LeakDetected(
             f"found packed documents, norms or MLPs of a tiny {family.name} model off by {error:.1e} relative RMS on "
-            f"transformers {eras.RELEASE}, allowed {LIMIT:.0e}; wanted an exact release; install transformers "
-            f"{eras.NEWEST_TRIED} or earlier"
+            f"transformers {compat.RELEASE}, allowed {LIMIT:.0e}; wanted an exact release; install transformers "
+            f"{compat.NEWEST_TRIED} or earlier"
         )
     _checked.add((family.name, str(state)))
 

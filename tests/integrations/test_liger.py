@@ -7,8 +7,7 @@ import torch
 from transformers import DataCollatorWithFlattening
 
 from hf_packfree import apply_patches, patch_report, remove_patches
-from hf_packfree.models.mlp import swiglu_weights
-from hf_packfree.models.norms import adds_one
+from hf_packfree.models.fusable import adds_one, swiglu_weights
 from tests.integrations.compare import in_steps, labelled, one_by_one, rows, worst
 from tests.integrations.marks import integration, needs
 from tests.support import CONTROL, gradients, put_upstream_in_torch, tiny

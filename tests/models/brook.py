@@ -13,10 +13,10 @@ from types import ModuleType
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from hf_packfree.models import qwen3_5
-from hf_packfree.models.qwen3_5 import SplitProjections
 from hf_packfree.models.attention import PackedAttention
+from hf_packfree.models.base import stands_for
 from hf_packfree.models.decoder_layer import PackedDecoderLayer
-from hf_packfree.models.replacement import stands_for
+from hf_packfree.models.qwen3_5 import SplitProjections
 from hf_packfree.models.trunk import PackedTrunk
 from hf_packfree.patching.registry import Family
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_packfree import apply_patches, patch_report, remove_patches
 from hf_packfree.errors import ContractError, PatchConflict
-from hf_packfree.models import eras
+from hf_packfree.models import compat
 from hf_packfree.ops.add_norm import BACKENDS, add_norm
 from hf_packfree.packing import PackedSequence
 from tests.input_formats import row_batch
@@ -114,11 +114,11 @@ def test_a_wrapped_layer_is_left_alone_where_upstreams_hands_the_record_on(monke
         model.model.layers[1].forward = partial(model.model.layers[1].forward)
         return model
 
-    monkeypatch.setattr(eras, "LAYERS_DROP_KEYWORDS", True)
+    monkeypatch.setattr(compat, "LAYERS_DROP_KEYWORDS", True)
     with pytest.raises(PatchConflict, match="model.layers.1 with a forward of its own"):
         apply_patches(wrapped())
     monkeypatch.undo()
-    if eras.LAYERS_DROP_KEYWORDS:
+    if compat.LAYERS_DROP_KEYWORDS:
         return
     model = apply_patches(wrapped())
     assert patch_report(model).swaps["Qwen3_5DecoderLayer"] == 3

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_packfree.models.mlp import swiglu_weights
-from hf_packfree.models.norms import adds_one
+from hf_packfree.models.fusable import adds_one, swiglu_weights
 from hf_packfree.ops.swiglu import BACKENDS, swiglu_mlp
 from tests.input_formats import row_batch
 from tests.models.kernels import assert_exact, on_kernels, watched

@@ -275,7 +275,7 @@ MODEL = '''
 import dataclasses
 import torch
 from hf_packfree import apply_patches
-from hf_packfree.models import gated_delta_net, recompute
+from hf_packfree.models import gated_delta_net, rematerialize
 from hf_packfree.models.state import Kernels
 from tests.support import ROW, documents, gradients, relative_rms, tiny
 
@@ -301,7 +301,7 @@ def run(kernels, hooked=False):
 
 
 made, moved = [], []
-arrange, order = recompute.computed_again, gated_delta_net.longest_first
+arrange, order = rematerialize.recompute_saved, gated_delta_net.longest_first
 
 
 def counted(tensor, make, worth_it):
@@ -313,7 +313,7 @@ def noted(*inputs):
     return moved[-1]
 
 
-recompute.computed_again = counted
+rematerialize.recompute_saved = counted
 gated_delta_net.longest_first = noted
 wanted, worst = run(Kernels()), 0.0
 for hooked, walks, made_again in ((False, (), 0), (True, (), 3 + 1), (False, ("torch",), 0)):

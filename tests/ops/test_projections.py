@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from hf_packfree.models.linears import plain_weights
+from hf_packfree.models.fusable import plain_weights
 from hf_packfree.ops.projections import projections
 from tests.support import relative_rms
 

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from torch import nn
+
 from hf_packfree.models.state import PatchState
-from hf_packfree.patching.plan import Step
 
 _ASIDE = "packfree_forward_before"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One module to swap: its name in the model, its class before and after."""
+
+    name: str
+    module: nn.Module
+    before: type[nn.Module]
+    after: type[nn.Module]
 
 
 def swap(steps: list[Step], state: PatchState) -> None:

@@ -12,14 +12,14 @@ import torch
 from hf_packfree import apply_patches, patch_report
 from hf_packfree.models.state import Kernels
 from hf_packfree.ops import delta_rule
-from hf_packfree.patching import announce, backends, report
+from hf_packfree.patching import backends, report
 from tests.patching.machines import INSTALLED, SIZES
 from tests.support import tiny
 
 
 @pytest.fixture(autouse=True)
 def nothing_was_said():
-    announce.warn_once.cache_clear()
+    report.warn_once.cache_clear()
 
 
 def test_the_report_says_what_is_not_exact(monkeypatch):

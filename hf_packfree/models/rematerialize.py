@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_packfree.models.linears import plain_weights, project
+from hf_packfree.models.fusable import plain_weights, project
 
 
-def computed_again(made: Tensor, make: Callable[[], Tensor], worth_it: bool) -> AbstractContextManager[Any]:
+def recompute_saved(made: Tensor, make: Callable[[], Tensor], worth_it: bool) -> AbstractContextManager[Any]:
     """Within the block, autograd keeps `make` instead of `made`, and calls it when a gradient needs the tensor.
 
     Args:
@@ -38,7 +38,7 @@ def computed_again(made: Tensor, make: Callable[[], Tensor], worth_it: bool) -> 
     return saved_tensors_hooks(pack, unpack)
 
 
-def projected(
+def linear_with_recompute(
     make: Callable[..., Tensor], layer: Any, x: Tensor, *, remakes: bool, worth_it: bool, backend: str
 ) -> Tensor:
     """Return what a linear layer makes of `make()`, [1, T, H, D], without keeping that for the backward pass.
@@ -47,14 +47,14 @@ def projected(
         make: given `projection`, the layer's weight, it does the layer's work as well.
         x: what `make` reads, of the dtype and on the device of what it returns.
         remakes: whether `make` makes it again in a backward pass of its own, which joins it with the layer's.
-        worth_it: see `computed_again`, which does it for layers that are more than their weight.
+        worth_it: see `recompute_saved`, which does it for layers that are more than their weight.
         backend: of the linear layer where it is called by itself.
     """
     weights = plain_weights(x, layer) if remakes else None
     if weights is not None:
         return make(projection=weights[0])
     made = make()
-    with computed_again(made, make, worth_it):
+    with recompute_saved(made, make, worth_it):
         return project(made.flatten(2), layer, backend=backend)[0]
 
 

@@ -8,7 +8,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from hf_packfree.models.recompute import computed_again
+from hf_packfree.models.rematerialize import recompute_saved
 
 
 def gradients_of(run):
@@ -32,7 +32,7 @@ class Counted:
             return x.sin()
 
         y = make()
-        with computed_again(y, make, True):
+        with recompute_saved(y, make, True):
             return y.view(3, 4) @ w
 
 
@@ -54,7 +54,7 @@ def test_what_is_made_again_is_not_kept():
 
     y = make()
     kept = weakref.ref(y.untyped_storage())
-    with computed_again(y, make, True):
+    with recompute_saved(y, make, True):
         out = y @ w
     del y
     storage_alive = kept() is not None

@@ -1,17 +1,18 @@
-"""The border: a model's forward arguments in, the record out."""
+"""Where a batch enters and leaves: forward arguments in, the record out; the caller's [B, S] and the row [1, T]."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_packfree.errors import BoundaryError, CacheConflict
-from hf_packfree.models import eras
+from hf_packfree.models import compat
 from hf_packfree.models.state import state_of
-from hf_packfree.packing import PackedSequence, PackingInputs, resolve_boundaries, uncompiled
+from hf_packfree.packing import PackedSequence, PackingInputs, repad, resolve_boundaries, uncompiled, unpad
 
 
 @uncompiled
@@ -45,7 +46,7 @@ def read_arguments(
         return None  # decoding one token a row: nothing to read, nothing to wait for
     if seen and isinstance(inputs.attention_mask, Tensor) and inputs.attention_mask.shape[-1] != shape[1]:
         inputs = PackingInputs(inputs.position_ids, _current(inputs.attention_mask, shape[1]), *_named(inputs))
-    misread = eras.MISREADS_PADDING_OF_ONE_ROW and shape[0] == 1 and past_key_values is None
+    misread = compat.MISREADS_PADDING_OF_ONE_ROW and shape[0] == 1 and past_key_values is None
     pad = getattr(config.get_text_config(), "pad_token_id", None)
     drop, same, is_padding = misread or skip_padding, _same_token(tokens), _is_token(input_ids, pad)
     packed = resolve_boundaries(inputs, shape, tokens.device, same, drop_padding=drop, is_padding=is_padding)
@@ -119,3 +120,40 @@ def _is_token(input_ids: Tensor | None, token: int | None) -> Callable[[int], bo
     if input_ids is None or token is None:
         return lambda place: False
     return lambda place: bool(input_ids.detach().flatten()[place] == token)
+
+
+def row_positions(position_ids: Tensor | None, packed: PackedSequence) -> Tensor:
+    """Return the row's positions in the shape upstream was given: [1, T], or [3 or 4, 1, T]."""
+    if position_ids is None:
+        return packed.position_ids()
+    rows, tokens = packed.batch_shape
+    stack = position_ids.expand(*position_ids.shape[:-2], rows, tokens) if position_ids.ndim > 1 else position_ids[None]
+    if stack.ndim == 2:
+        return unpad(stack.expand(rows, tokens), packed)
+    return unpad(stack.movedim(0, -1), packed).movedim(-1, 0)
+
+
+def row_of_each(arguments: dict[str, Any], packed: PackedSequence) -> dict[str, Any]:
+    """Return the arguments with every tensor [B, S, ...] as its row [1, T, ...]: ids, embeddings, weights per token."""
+    return {
+        name: unpad(value, packed) if isinstance(value, Tensor) and value.shape[:2] == packed.batch_shape else value
+        for name, value in arguments.items()
+    }
+
+
+def restore_layers(output: Any, packed: PackedSequence, *, count_all: bool = True) -> None:
+    """Put the caller's [B, S] back into the layers' states and router logits that a call asked for, in place.
+
+    Router logits hold real tokens alone unless `count_all`: who gets them without a mask counts every row.
+    """
+    if output.get("hidden_states") is not None:
+        layers = output.hidden_states
+        output.hidden_states = tuple(None if layer is None else repad(layer, packed) for layer in layers)
+    if output.get("router_logits") is not None:
+        whole = partial(_repad_rows, packed=packed) if count_all else packed.real
+        output.router_logits = tuple(whole(layer) for layer in output.router_logits)
+
+
+def _repad_rows(layer: Tensor, packed: PackedSequence) -> Tensor:
+    """Return [B*S, E] of the row's [T, E]."""
+    return repad(layer[None], packed).flatten(0, 1)

@@ -1,0 +1,138 @@
+"""Which of upstream's modules are only their weights and formula, so that a kernel may compute them with more in one pass."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import SiLUActivation
+
+from hf_packfree.ops.projections import projections
+
+_LIGERS = {
+    ("liger_kernel.transformers.swiglu", f"{kind}.forward") for kind in ("LigerSwiGLUMLP", "LigerQwen3MoeSwiGLUMLP")
+}
+
+
+def swiglu_weights(mlp: Any, layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return the weights of gate, up and down where `mlp(x)` is down(silu(gate(x)) * up(x)) and nothing else, else None.
+
+    That is the MLP of the modeling module that `layer` comes from, or Liger's kernel for it, of the class or put on the
+    instance.  Experts, adapters, hooks, biases, quantised or sharded weights and anything unknown are called as they are,
+    and so is everything under autocast.
+    """
+    if not _is_swiglu(mlp, layer) or is_hooked(mlp):
+        return None
+    return plain_weights(x, *map(mlp._modules.get, ("gate_proj", "up_proj", "down_proj")))  # type: ignore[return-value]
+
+
+def _is_swiglu(mlp: Any, layer: nn.Module) -> bool:
+    runs = forward_of(mlp)
+    if (runs.__module__, getattr(runs, "__qualname__", "")) in _LIGERS:
+        return True  # whatever activation the module holds
+    return is_upstreams(mlp, layer, "MLP") and _is_silu(getattr(mlp, "act_fn", None))
+
+
+def _is_silu(activation: Any) -> bool:
+    if type(activation) is not nn.SiLU and type(activation) is not SiLUActivation:
+        return False
+    return not is_hooked(activation) and "forward" not in vars(activation)
+
+
+def adds_one(norm: Any, layer: nn.Module) -> bool:
+    """Whether calling `norm`, a part of `layer`, is x / sqrt(mean(x^2) + eps) * (1 + weight) in fp32 and nothing else.
+
+    That is the RMS norm of the family's own modeling module, or Liger's kernel for it, of the class or put on the
+    instance.  Adapters, hooks, sharded weights and anything unknown are called as they are.
+    """
+    return _is_rms_norm(norm, layer) and not is_hooked(norm) and type(norm._parameters.get("weight")) is nn.Parameter
+
+
+def epsilon(norm: Any) -> float:
+    """What the norm adds to the mean square; transformers' classes and others' name it differently."""
+    found: float = vars(norm)["variance_epsilon" if "variance_epsilon" in vars(norm) else "eps"]
+    return found
+
+
+def _is_rms_norm(norm: Any, layer: nn.Module) -> bool:
+    if forward_of(norm).__module__.startswith("liger_kernel."):
+        return (getattr(norm, "offset", None), getattr(norm, "casting_mode", None)) == (1.0, "gemma")
+    return is_upstreams(norm, layer, "RMSNorm")
+
+
+def project(x: Tensor, *layers: nn.Module, backend: str) -> tuple[Tensor, ...]:
+    """Return `layer(x)` of each, x [..., D]; "torch" means the layers, or what stands in their place.
+
+    Layers that are more than their weights are called as they are.
+    """
+    weights = plain_weights(x, *layers) if backend != "torch" else None
+    return tuple(layer(x) for layer in layers) if weights is None else projections(x, *weights, backend=backend)
+
+
+def plain_weights(x: Any, *layers: Any) -> tuple[Tensor, ...] | None:
+    """Return the layers' weights where calling each on x is one product with its weight and nothing else, otherwise None.
+
+    Adapters, quantised layers, hooks, biases and sharded weights are more, and so is every layer under autocast and in
+    compiled graphs.  Asked hundreds of times a step, so what holds for all layers is asked once.
+    """
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type) or _all_are_hooked():
+        return None
+    weights, dtype = [], x.dtype
+    for layer in layers:
+        weight = _weight_alone(layer)
+        if weight is None or weight.dtype != dtype:
+            return None
+        weights.append(weight)
+    return tuple(weights)
+
+
+def _weight_alone(layer: Any) -> Tensor | None:
+    """The weight of a linear layer that is nothing else."""
+    if type(layer) is not nn.Linear:  # others may hold no weight of that name
+        return None
+    fields = vars(layer)  # past nn.Module's own lookup, which is slow
+    weight, bias = map(fields["_parameters"].get, ("weight", "bias"))
+    alone = bias is None and type(weight) is nn.Parameter and "forward" not in fields and not _has_hooks(fields)
+    return weight if alone else None
+
+
+def is_hooked(layer: Any) -> bool:
+    """Whether calling the layer does more than its class says (offloading, sharding): its weights cannot just be read."""
+    return _has_hooks(vars(layer)) or _all_are_hooked()
+
+
+def _has_hooks(fields: dict[str, Any]) -> bool:
+    return bool(
+        fields["_forward_hooks"]
+        or fields["_forward_pre_hooks"]
+        or fields["_backward_hooks"]
+        or fields["_backward_pre_hooks"]
+        or "_hf_hook" in fields
+    )
+
+
+_all_are_hooked = nn.modules.module._has_any_global_hook
+
+
+def forward_of(module: Any) -> Any:
+    """Return the forward that a call of `module` runs: its instance's if one was put there, else its class's."""
+    return vars(module).get("forward", type(module).forward)
+
+
+def is_upstreams(module: Any, layer: nn.Module, ending: str) -> bool:
+    """Whether `module`, a part of `layer`, is of a class of the layer's own modeling module and runs its forward untouched.
+
+    `ending` is how the class's name ends.  A forward that something replaced or wrapped, on class or instance, is not.
+    """
+    owner: Any = type(layer)
+    family, kind, runs = _modules_of(owner), type(module), forward_of(module)
+    replaced = "forward" in vars(module) or runs.__module__ not in family or hasattr(runs, "__wrapped__")
+    return not replaced and kind.__module__ in family and kind.__name__.endswith(ending)
+
+
+@cache
+def _modules_of(kind: type) -> frozenset[str]:
+    """The names of the modules that a class and its bases come from."""
+    return frozenset(base.__module__ for base in kind.__mro__)
