@@ -14,7 +14,8 @@ from typing import Literal
 
 from hf_packfree.doctor.probe import Probe, probe
 from hf_packfree.doctor.requirements import Requirement
-from hf_packfree.ops.releases import HOPPER_ADVICE, WRONG_TRITON, flash_qla_off, has_nvcc, tilelang_off
+from hf_packfree.ops.toolkit import flash_qla_off, has_nvcc, tilelang_off
+from hf_packfree.versions import FLA_BACKWARD_WRONG_ON_HOPPER, HOPPER_ADVICE
 
 State = Literal["usable", "unused", "absent", "too old", "broken"]
 
@@ -98,7 +99,7 @@ def check_hopper(packages: dict[str, Package], capabilities: Sequence[str | None
     setting = tilelang_off()
     helpers = [name for name, off in (("flash-qla", flash_qla_off()), ("tilelang", setting)) if off is None]
     instead = has_nvcc() and any(packages[name].state == "usable" for name in helpers)
-    since, until = map(release, WRONG_TRITON)
+    since, until = map(release, FLA_BACKWARD_WRONG_ON_HOPPER)
     wrong_triton = triton.version is not None and since <= release(triton.version) < until
     if fla.state != "usable" or "9.0" not in capabilities or instead or not wrong_triton:
         return fla

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from hf_packfree.ops.releases import CAUSAL_CONV1D_FLOOR, FLA_FLOOR, FLASH_QLA_FLOOR
+from hf_packfree.versions import VERSIONS, Versions
 
 
 @dataclass(frozen=True)
 class Requirement:
-    """What the doctor asks about one package.
+    """What the doctor looks for of one package; which releases are right is in `hf_packfree.versions`.
 
     Attributes:
         name: what pip installs; `other_names` are distributions that hold the same module.
@@ -30,42 +31,28 @@ class Requirement:
     other_names: tuple[str, ...] = ()
 
 
+def _row(name: str, module: str, purpose: str, **options: Any) -> Requirement:
+    known = VERSIONS.get(name, Versions(name))
+    return Requirement(name, module, purpose, floor=known.floor, why=known.why and f"releases before it {known.why}", **options)
+
+
 REQUIREMENTS = (
-    Requirement("torch", "torch", "runs everything", required=True, floor="2.10"),
-    Requirement("transformers", "transformers", "the models", required=True, floor="5.2", why="it brought the families"),
-    Requirement("accelerate", "accelerate", "the Trainer", required=True, floor="1.10"),
-    Requirement("triton", "triton", "compiles FLA's kernels", cuda=True),
-    Requirement(
-        "fla-core",
-        "fla.ops.gated_delta_rule",
-        "delta rule kernels (flash-linear-attention)",
-        cuda=True,
-        floor=FLA_FLOOR,
-        why="every release before it computes packed rows wrong, or fails on them, in at least one case",
-        other_names=("flash-linear-attention",),
+    _row("torch", "torch", "runs everything", required=True),
+    _row("numpy", "numpy", "plans of packed rows", required=True),
+    _row("transformers", "transformers", "the models", required=True),
+    _row("accelerate", "accelerate", "the Trainer", required=True),
+    _row("triton", "triton", "compiles FLA's kernels and ours", cuda=True),
+    _row(
+        "fla-core", "fla.ops.gated_delta_rule", "delta rule kernels (flash-linear-attention)",
+        cuda=True, other_names=("flash-linear-attention",),
     ),
-    Requirement(
-        "causal-conv1d",
-        "causal_conv1d",
-        "convolution kernel",
-        cuda=True,
-        floor=CAUSAL_CONV1D_FLOOR,
-        why="releases before it do not heed torch.use_deterministic_algorithms",
-    ),
-    Requirement(
-        "flash-qla",
-        "flash_qla",
-        "delta rule kernels for compute capability 9.0, 10.0 and 10.3",
-        cuda=True,
-        floor=FLASH_QLA_FLOOR,
-        why="releases before it take no plan of packed rows",
-    ),
-    Requirement("tilelang", "tilelang", "compiles FlashQLA's and some of FLA's kernels", cuda=True),
-    Requirement("flash-attn", "flash_attn", "attention kernels", cuda=True),
-    Requirement("kernels", "kernels", "kernels from the hub"),
-    Requirement("liger-kernel", "liger_kernel", "fused losses and norms", cuda=True),
-    Requirement("peft", "peft", "adapters"),
-    Requirement("trl", "trl", "more trainers"),
-    Requirement("matplotlib", "matplotlib", "the pictures of packfree demo"),
+    _row("causal-conv1d", "causal_conv1d", "convolution kernel", cuda=True),
+    _row("flash-qla", "flash_qla", "delta rule kernels for compute capability 9.0, 10.0 and 10.3", cuda=True),
+    _row("tilelang", "tilelang", "compiles FlashQLA's and some of FLA's kernels", cuda=True),
+    _row("flash-attn", "flash_attn", "attention kernels", cuda=True),
+    _row("kernels", "kernels", "kernels from the hub"),
+    _row("liger-kernel", "liger_kernel", "fused losses and norms", cuda=True),
+    _row("peft", "peft", "adapters"),
+    _row("trl", "trl", "more trainers"),
+    _row("matplotlib", "matplotlib", "the pictures of packfree demo"),
 )
-TRANSFORMERS_FLOOR = next(row.floor for row in REQUIREMENTS if row.name == "transformers")

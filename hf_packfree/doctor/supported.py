@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hf_packfree.doctor.requirements import TRANSFORMERS_FLOOR
+from hf_packfree.versions import VERSIONS
 
 if TYPE_CHECKING:
     from hf_packfree.patching.registry import Family
@@ -37,7 +37,7 @@ def supported_models() -> tuple[Supported, ...]:
     """Return the table of swaps, with the heads that the installed transformers has."""
     from hf_packfree.patching.registry import FAMILIES
 
-    return tuple(Supported(row.name, f">={TRANSFORMERS_FLOOR}", dict(row.swaps), _heads(row)) for row in FAMILIES)
+    return tuple(Supported(row.name, f">={VERSIONS['transformers'].floor}", dict(row.swaps), _heads(row)) for row in FAMILIES)
 
 
 def _heads(family: Family) -> tuple[str, ...]:

@@ -12,12 +12,17 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from hf_packfree.errors import BackendUnavailable, in_short
-from hf_packfree.ops.releases import Fault
+from hf_packfree.versions import VERSIONS
 
 HALF = (torch.bfloat16, torch.float16)
+
+
+class Fault(str):
+    """Why a kernel cannot run that lies in what is installed: broken, too old or left out by a setting, so it can be mended."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,17 @@ def installed(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return getattr(sys.modules.get(package.replace("-", "_")), "__version__", None)
+
+
+def too_old(package: str, found: str | None, reason: str) -> str | None:
+    """Return that release `found` of a package is before the oldest that is taken, which rules it out for a reason, or None.
+
+    One whose release is not known, run from its sources, is taken.
+    """
+    row = VERSIONS[package]
+    if found is None or row.floor is None or Version(found) >= Version(row.floor):
+        return None
+    return Fault(f"{package} {found} is too old {reason}; {row.install}")
 
 
 @cache

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
 from importlib.util import find_spec
-from inspect import signature, unwrap
 from typing import Any
 
 import numpy as np
@@ -12,9 +10,10 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from hf_packfree.ops.backend import Site, broken, installed, needs_triton
-from hf_packfree.ops.releases import FLA_FLOOR, HOPPER_ADVICE, Fault, WRONG_TRITON, has_nvcc, tilelang_off
+from hf_packfree.ops.backend import Fault, Site, broken, installed, needs_triton, too_old
+from hf_packfree.ops.toolkit import has_nvcc, tilelang_off
 from hf_packfree.packing import PackedSequence, chunk_plan
+from hf_packfree.versions import FLA_BACKWARD_WRONG_ON_HOPPER, HOPPER_ADVICE, VERSIONS
 
 
 def needs_fla(site: Site) -> str | None:
@@ -23,10 +22,8 @@ def needs_fla(site: Site) -> str | None:
         return reason
     found = installed("fla-core") or installed("flash-linear-attention")
     if found is None or find_spec("fla") is None:
-        return "fla-core is not installed; pip install 'fla-core>=0.6.0'"
-    if Version(found) < Version(FLA_FLOOR):
-        return Fault(f"fla-core {found} is too old for packed rows; pip install 'fla-core>=0.6.0'")
-    return None
+        return f"fla-core is not installed; {VERSIONS['fla-core'].install}"
+    return too_old("fla-core", found, "for packed rows")
 
 
 def broken_fla(module: str) -> str | None:
@@ -37,10 +34,11 @@ def broken_fla(module: str) -> str | None:
 def wrong_on_hopper(site: Site) -> str | None:
     """Return why FLA's gated backward would refuse to run at `site` (its issue 640), or None."""
     triton = Version(installed("triton") or "0")
-    since, until = map(Version, WRONG_TRITON)
+    since, until = map(Version, FLA_BACKWARD_WRONG_ON_HOPPER)
     if site.capability != (9, 0) or not since <= triton < until:
         return None
-    without = f"its backward refuses to run on Hopper with triton {triton} (3.4.0 to 3.7.0) without tilelang and nvcc"
+    wrong = f"triton {triton} ({since} and later, before {until})"
+    without = f"its backward refuses to run on Hopper with {wrong} without tilelang and nvcc"
     if find_spec("tilelang") is None or not has_nvcc():
         return f"{without}; {HOPPER_ADVICE}"
     if (setting := tilelang_off()) is not None:
@@ -50,20 +48,8 @@ def wrong_on_hopper(site: Site) -> str | None:
 
 
 def chunk_indices(packed: PackedSequence, size: int) -> dict[str, Any]:
-    """Return the keywords that spare FLA its own planning, which waits for the device.
-
-    From 0.6.0 on it takes `chunk_indices`, before that `cu_seqlens_cpu`, from which it plans once per record.
-    """
-    if _takes_chunk_indices():
-        return {"chunk_indices": packed.cached(plan_chunks, size)[1]}
-    return {"cu_seqlens_cpu": packed.cu_seqlens_cpu}
-
-
-@cache
-def _takes_chunk_indices() -> bool:
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-    return "chunk_indices" in signature(unwrap(chunk_gated_delta_rule)).parameters
+    """Return the keyword that spares FLA its own planning, which waits for the device."""
+    return {"chunk_indices": packed.cached(plan_chunks, size)[1]}
 
 
 def plan_chunks(packed: PackedSequence, size: int) -> tuple[Tensor, Tensor]:

@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hf_packfree.ops.backend import installed
+from hf_packfree.versions import LAUNCHED_TRITON
 
-_KNOWN = ("3.6.", "3.7.")
-"""The releases of Triton whose compiled kernels are started here; others are asked at every launch."""
 _ASSUMED = ["tt.divisibility", 16]
 """What compiled code may rely on, and `_read` tells apart, beside types and integers that are 1."""
 _INT32 = 2**31
@@ -110,7 +109,7 @@ def _read(arguments: tuple[Any, ...], device: int) -> tuple[list[Any], list[Any]
 
 @cache
 def _is_known() -> bool:
-    return (installed("triton") or "").startswith(_KNOWN)
+    return (installed("triton") or "").startswith(LAUNCHED_TRITON)
 
 
 def _assumes_no_more(compiled: Any) -> bool:

@@ -15,8 +15,7 @@ from hf_packfree.models.state import Kernels, PatchState
 from hf_packfree.ops import (
     add_norm, attention, conv, delta_rule, gated_norm, gates, norm_rope, output_gate, projections, swiglu,
 )
-from hf_packfree.ops.backend import Backend, Site
-from hf_packfree.ops.releases import Fault
+from hf_packfree.ops.backend import Backend, Fault, Site
 
 VARIABLE = "PACKFREE_BACKEND"
 """Environment variable read where `backend` is "auto": a name, or "conv=fla,delta_rule=torch"; empty: as if not set."""

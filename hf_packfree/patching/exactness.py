@@ -18,10 +18,11 @@ from hf_packfree.ops.projections.triton_native import NARROW
 from hf_packfree.patching.backends import OPS
 from hf_packfree.patching.plan import trunks
 from hf_packfree.patching.registry import Family
+from hf_packfree.versions import VERSIONS
 
-_CAPABILITY, _DTYPE, _TORCH = (9, 0), torch.bfloat16, "2.11"
+_CAPABILITY, _DTYPE, _TORCH = (9, 0), torch.bfloat16, VERSIONS["torch"].batch_invariant or ""
 """Where tests/gpu ran and found the same bits: kernels and torch's matrix library may choose otherwise elsewhere."""
-_RELEASES = {"triton": "3.6.", "fla-core": "0.6.0", "flash-qla": "0.1.3"}
+_RELEASES = {row.name: row.batch_invariant for row in VERSIONS.values() if row.batch_invariant and row.name != "torch"}
 """What the version of a package begins with that was there then."""
 _COMPARED = frozenset({
     (6144, 1024), (4096, 1024), (2048, 1024), (512, 1024), (3584, 1024), (1024, 2048), (1024, 3584),  # 0.8B
@@ -53,8 +54,9 @@ def _place(x: Any) -> str | None:
         return f"bits are tested in bfloat16, this is {str(x.dtype).removeprefix('torch.')}"
     if (found := torch.cuda.get_device_capability(x.device.index or 0)) != _CAPABILITY:
         return f"bits are tested on compute capability 9.0, this is {found[0]}.{found[1]}"
-    if not torch.__version__.startswith(f"{_TORCH}."):
-        return f"bits are tested with torch {_TORCH}, whose matrix library they are too; this is {torch.__version__}"
+    if not torch.__version__.startswith(_TORCH):
+        tested = _TORCH.rstrip(".")
+        return f"bits are tested with torch {tested}, whose matrix library they are too; this is {torch.__version__}"
     return None
 
 

@@ -15,8 +15,7 @@ from torch import nn
 from hf_packfree._version import __version__
 from hf_packfree.models.attention import drops_out
 from hf_packfree.models.state import Kernels, PatchState
-from hf_packfree.ops.backend import installed
-from hf_packfree.ops.releases import Fault
+from hf_packfree.ops.backend import Fault, installed
 from hf_packfree.patching.backends import OPS
 from hf_packfree.patching.exactness import why_rounding
 from hf_packfree.patching.registry import family_of

@@ -40,7 +40,6 @@ def counted(monkeypatch):
 
     monkeypatch.setattr(PackedSequence, "from_lengths", classmethod(counting))
     monkeypatch.setattr(PackedSequence, "cached", deriving)
-    monkeypatch.setattr(fla, "_takes_chunk_indices", lambda: True)
     monkeypatch.setitem(delta_rule.BACKENDS, "torch", replace(rule, run=run))
     return made, planned
 

@@ -7,12 +7,11 @@ import torch
 
 from hf_packfree import apply_patches
 from hf_packfree.models import gated_delta_net
-from hf_packfree.ops import fla as plans
 from hf_packfree.ops.conv import causal_conv1d
 from hf_packfree.ops.delta_rule import fla as fla_rule
 from hf_packfree.ops.delta_rule import gated_delta_rule
 from hf_packfree.packing import PackedSequence
-from tests.support import relative_rms, tiny
+from tests.support import tiny
 
 PACKED = PackedSequence.from_lengths([5, 64, 1, 7])
 TOKENS = PACKED.num_tokens
@@ -29,10 +28,8 @@ def calls(stand_ins, monkeypatch):
     for owner, name in ((dao, "causal_conv1d_fn"), (convolution, "causal_conv1d"), (rule, "chunk_gated_delta_rule")):
         own = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *a, own=own, **k: found.append((a, k)) or own(*a, **k))
-    plans._takes_chunk_indices.cache_clear()
     fla_rule._kernel.cache_clear()
     yield found
-    plans._takes_chunk_indices.cache_clear()
     fla_rule._kernel.cache_clear()
 
 
@@ -76,18 +73,3 @@ def test_the_convolution_copies_nothing(backend, cut, calls):
     assert given[0].data_ptr() == x.data_ptr() and out.stride(2) == 1
     if backend == "causal_conv1d":
         assert given[0].shape == (1, 32, TOKENS) and given[0].stride(1) == 1 and words["seq_idx"] is PACKED.seq_idx
-
-
-def test_an_fla_without_chunk_indices_is_planned_by_the_hosts_copy(calls, monkeypatch):
-    """fla-core 0.5.2."""
-    from fla.ops import gated_delta_rule as rule
-
-    now = rule.chunk_gated_delta_rule
-
-    def before(q, k, v, g, beta, use_qk_l2norm_in_kernel=False, cu_seqlens=None, cu_seqlens_cpu=None):
-        assert cu_seqlens_cpu is PACKED.cu_seqlens_cpu
-        return now(q, k, v, g, beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens)
-
-    monkeypatch.setattr(rule, "chunk_gated_delta_rule", before)
-    found, wanted = (gated_delta_rule(*heads(torch.float32), PACKED, backend=backend) for backend in ("fla", "torch"))
-    assert relative_rms(found, wanted) <= 1e-6 and len(calls) == 1

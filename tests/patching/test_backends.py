@@ -92,7 +92,7 @@ def test_under_torch_compile_what_mixes_no_tokens_is_left_to_it(gpu, monkeypatch
     [
         ({"packages": {}}, "torch", "fla: triton is not installed; pip install triton"),
         ({"packages": {"triton": "3.6.0"}}, "torch", "fla: fla-core is not installed"),
-        ({"packages": {"triton": "3.8.0", "fla-core": "0.5.1"}}, "torch", "fla-core 0.5.1 is too old for packed rows"),
+        ({"packages": {"triton": "3.8.0", "fla-core": "0.5.2"}}, "torch", "fla-core 0.5.2 is too old for packed rows"),
         ({"packages": {"triton": "3.6.0", "fla-core": "0.6.0"}}, "torch", "refuses to run on Hopper with triton 3.6.0"),
         ({"packages": {"triton": "3.7.1", "fla-core": "0.6.0"}}, "fla", "flash-qla is not installed"),
         ({"packages": INSTALLED, "nvcc": False}, "torch", "nvcc"),

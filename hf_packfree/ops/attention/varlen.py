@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hf_packfree.ops.backend import Site, needs_cuda, needs_half, refuse_wide
 from hf_packfree.packing import PackedSequence, uncompiled
+from hf_packfree.versions import VARLEN_GROUPS_HEADS
 
 _HEAD_SIZE = 256
 
@@ -51,7 +52,7 @@ def _parameters() -> Any:
 
 def _groups_heads() -> bool:
     """Whether fewer key heads than query heads are taken: 2.13 asks to be told, 2.11 takes them without a word."""
-    return "enable_gqa" in _parameters() or Version(torch.__version__) >= Version("2.11")
+    return "enable_gqa" in _parameters() or Version(torch.__version__) >= Version(VARLEN_GROUPS_HEADS)
 
 
 @cache

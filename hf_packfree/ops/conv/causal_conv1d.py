@@ -7,8 +7,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from hf_packfree.ops.backend import Site, broken, installed, needs_cuda
-from hf_packfree.ops.releases import CAUSAL_CONV1D_FLOOR, too_old
+from hf_packfree.ops.backend import Site, broken, installed, needs_cuda, too_old
 from hf_packfree.packing import PackedSequence, uncompiled
 
 
@@ -26,7 +25,7 @@ def unusable(site: Site) -> str | None:
     if find_spec("causal_conv1d") is None:
         return "causal-conv1d is not installed; pip install causal-conv1d, which compiles it"
     why = "to be deterministic where torch is asked to be"
-    old = too_old("causal-conv1d", installed("causal-conv1d"), CAUSAL_CONV1D_FLOOR, why)
+    old = too_old("causal-conv1d", installed("causal-conv1d"), why)
     return old or broken("causal-conv1d", "causal_conv1d")
 
 

@@ -16,15 +16,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hf_packfree.ops.backend import Site, broken, installed, needs_cuda, needs_half
+from hf_packfree.ops.backend import Site, broken, installed, needs_cuda, needs_half, too_old
 from hf_packfree.ops.fla import plan_chunks
 from hf_packfree.ops.operation import Operation
 from hf_packfree.ops.order import CHUNK
-from hf_packfree.ops.releases import FLASH_QLA_FLOOR, flash_qla_off, has_nvcc, too_old
+from hf_packfree.ops.toolkit import flash_qla_off, has_nvcc
 from hf_packfree.packing import PackedSequence, uncompiled
+from hf_packfree.versions import VERSIONS
 
 _SIZE = 128
-_KNOWN = ("0.1.3",)
+_KNOWN = VERSIONS["flash-qla"].gpu
 """Releases whose two passes return what we read, and whose plans we make; others are called by their one function."""
 _USED_ON = ((9, 0), (10, 0), (10, 3))
 """Where it cuts documents into chunks of 64, as on 9.0, the one we tested.  0.1.3 also has kernels for 12.0 and 12.1, with
@@ -50,7 +51,7 @@ def _unusable_package() -> str | None:
         return f"{setting} in the environment turns it off"
     if find_spec("flash_qla") is None:
         return "flash-qla is not installed; pip install flash-qla"
-    if (reason := too_old("flash-qla", installed("flash-qla"), FLASH_QLA_FLOOR, "for packed rows")) is not None:
+    if (reason := too_old("flash-qla", installed("flash-qla"), "for packed rows")) is not None:
         return reason
     if not has_nvcc():
         return "TileLang compiles it with nvcc, which is not here; install the CUDA toolkit"
