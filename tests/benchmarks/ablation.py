@@ -27,11 +27,11 @@ from hf_packfree.models.state import PatchState
 from hf_packfree.ops import launch
 from hf_packfree.ops.operation import Operation
 from hf_packfree.packing import inputs
-from tests.gpu.batches import Load, step_of
-from tests.gpu.machine import machine
-from tests.gpu.models import Variant, variant_of
-from tests.gpu.shapes import SHAPES, TOKENS, batch_lengths, fixed_lengths, log_normal_lengths
-from tests.gpu.timing import Clock, rounded
+from tests.benchmarks.batches import Load, step_of
+from tests.benchmarks.machine import machine
+from tests.benchmarks.models import Variant, variant_of
+from tests.benchmarks.shapes import SHAPES, TOKENS, batch_lengths, fixed_lengths, log_normal_lengths
+from tests.benchmarks.timing import Clock, rounded
 
 Off = Callable[[nn.Module], AbstractContextManager[Any]]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.models import pin_kernels, precise_products
-from tests.gpu.timing import rounded
+from tests.benchmarks.models import pin_kernels, precise_products
+from tests.benchmarks.timing import rounded
 from tests.support import put_upstream_in_torch
 
 OUT = os.environ.get("PACKFREE_GPU_OUT")

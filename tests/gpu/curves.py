@@ -21,8 +21,8 @@ from torch.nn import functional as F
 
 from hf_packfree import apply_patches
 from tests.gpu.checks import DEVICE, TRIAL
-from tests.gpu.models import build, pin_kernels, precise_products
-from tests.gpu.shapes import SHAPES, linear_heads
+from tests.benchmarks.models import build, pin_kernels, precise_products
+from tests.benchmarks.shapes import SHAPES, linear_heads
 from tests.support import put_upstream_in_torch
 
 STEPS = 4 if TRIAL else 200

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from hf_packfree import apply_patches
 from hf_packfree.packing import PackedSequence
-from tests.gpu.batches import random_tokens
+from tests.benchmarks.batches import random_tokens
 from tests.gpu.checks import DEVICE, TRIAL
-from tests.gpu.models import build
-from tests.gpu.shapes import SHAPES, Shape
+from tests.benchmarks.models import build
+from tests.benchmarks.shapes import SHAPES, Shape
 
 WIDE = replace(SHAPES["2b"], layers=4, sizes={**SHAPES["2b"].sizes, "vocab_size": 1024})
 """The 2B model's widths, so that its matrix products are the real ones, with 4 layers and few words."""

@@ -10,8 +10,8 @@ import torch
 
 from hf_packfree import apply_patches
 from tests.gpu.checks import DEVICE, LENGTHS, LONG, TRIAL, gpu, record_of, spans
-from tests.gpu.models import put_liger_in
-from tests.gpu.shapes import SHAPES, TOKENS, linear_heads, log_normal_lengths
+from tests.benchmarks.models import put_liger_in
+from tests.benchmarks.shapes import SHAPES, TOKENS, linear_heads, log_normal_lengths
 from tests.gpu.small import EXPERTS, NARROW, WIDE, hidden, packed_row, small
 from tests.support import gradients, relative_rms
 

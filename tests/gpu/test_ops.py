@@ -12,7 +12,7 @@ from hf_packfree.ops.projections import projections
 from tests.gpu.checks import DEVICE, LENGTHS, LONG, TRIAL, gpu, record_of, spans
 from tests.gpu.op import as_leaves, cut
 from tests.gpu.op_table import OPS, op_cases
-from tests.gpu.shapes import TOKENS
+from tests.benchmarks.shapes import TOKENS
 from tests.support import relative_rms
 
 pytestmark = gpu

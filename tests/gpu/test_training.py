@@ -13,7 +13,7 @@ from tests.gpu.checks import DEVICE, TRIAL, gpu
 from tests.gpu.curves import (
     SHAPE, STEPS, STOCKS, curve, decaying_slowly, documents, leaking, loss_of, padded, row, train, whole,
 )
-from tests.gpu.models import build
+from tests.benchmarks.models import build
 
 pytestmark = gpu
 SLOW_STEPS = 4 if TRIAL else 10

@@ -29,14 +29,14 @@ def launch(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="session")
 def results(tmp_path_factory):
-    """Return what tests/gpu/parallel.py measured; it runs once, whatever the number of test processes."""
+    """Return what tests/benchmarks/parallel.py measured; it runs once, whatever the number of test processes."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
     out = folder / "parallel.json"
     with FileLock(folder / "parallel.lock"):
         if not out.exists():
-            done = launch("tests/gpu/parallel.py", "--device", "cpu", "--out", str(out))
+            done = launch("tests/benchmarks/parallel.py", "--device", "cpu", "--out", str(out))
             assert out.exists(), done.stderr[-4000:]
     return json.loads(out.read_text())["ways"]
 
@@ -91,7 +91,7 @@ def test_accelerate(results, record_property):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices; accelerate shards on no CPU")
 def test_two_gpus(tmp_path, record_property):
     out = tmp_path / "result.json"
-    done = launch("tests/gpu/parallel.py", "--out", str(out))
+    done = launch("tests/benchmarks/parallel.py", "--out", str(out))
     assert out.exists(), done.stderr[-4000:]
     report = json.loads(out.read_text())
     assert report["passed"], report
@@ -100,8 +100,8 @@ def test_two_gpus(tmp_path, record_property):
 
 @integration("accelerate", "own loop, FSDP2 plugin, two GPUs", LAYERS)
 def test_the_committed_run_on_two_gpus(record_property):
-    """What `tests/gpu/parallel.py` left: the tiny model in torch, and the published models' heads with the kernels."""
-    found = {path.stem: json.loads(path.read_text()) for path in (ROOT / "tests/gpu/results/parallel").glob("*.json")}
+    """What `tests/benchmarks/parallel.py` left: the tiny model in torch, and the published models' heads with the kernels."""
+    found = {path.stem: json.loads(path.read_text()) for path in (ROOT / "tests/benchmarks/results/parallel").glob("*.json")}
     assert len(found) >= 3 and all(report["passed"] and report["processes"] == 2 for report in found.values())
     ran = [report["implementations"] for report in found.values() if report["shape"] == "exact"]
     assert any(kernels["bfloat16"]["delta_rule"] == "flash_qla" for kernels in ran)

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.gpu import report, run_all
+from tests.benchmarks import report, run_all
 
 RESULT = {
     "machine": "NVIDIA Test", "date": "2026-01-02", "versions": {"torch": "2.11.0", "triton": "3.6.0"},

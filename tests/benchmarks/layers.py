@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_packfree.packing import PackedSequence
-from tests.gpu.models import build, free
-from tests.gpu.shapes import Shape
-from tests.gpu.timing import Clock, Results
+from tests.benchmarks.models import build, free
+from tests.benchmarks.shapes import Shape
+from tests.benchmarks.timing import Clock, Results
 
 Call = Callable[[], Any]
 

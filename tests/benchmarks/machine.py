@@ -1,6 +1,6 @@
 """What a result was made on.
 
-    python -m tests.gpu.machine [cuda|cpu]      # prints it as JSON
+    python -m tests.benchmarks.machine [cuda|cpu]      # prints it as JSON
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """DDP and FSDP2 on two devices: packed gradients against documents one by one, dtypes, and a checkpoint loaded unpatched.
 
-    torchrun --standalone --nproc-per-node 2 tests/gpu/parallel.py --out result.json            two GPUs, NCCL
-    torchrun --standalone --nproc-per-node 2 tests/gpu/parallel.py --out result.json --shape exact --backend delta_rule=torch
-    torchrun --standalone --nproc-per-node 2 tests/gpu/parallel.py --out result.json --shape exact --backend auto --half
-    torchrun --standalone --nproc-per-node 2 tests/gpu/parallel.py --out result.json --device cpu
+    torchrun --standalone --nproc-per-node 2 tests/benchmarks/parallel.py --out result.json                # two GPUs, NCCL
+    torchrun ... tests/benchmarks/parallel.py --out result.json --shape exact --backend delta_rule=torch
+    torchrun ... tests/benchmarks/parallel.py --out result.json --shape exact --backend auto --half
+    torchrun ... tests/benchmarks/parallel.py --out result.json --device cpu
 
 `--shape exact` has the published models' heads, so that the kernels run that train them: in fp32 ours beside torch's delta
 rule, in half precision everything that "auto" chooses.
@@ -41,8 +41,8 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from hf_packfree import apply_patches, patch_report  # noqa: E402
 from hf_packfree.errors import PatchConflict  # noqa: E402
 from tests.integrations.compare import RATE, in_steps, labelled, one_by_one, overall, rows, targets, worst  # noqa: E402
-from tests.gpu.models import build as build_shape  # noqa: E402
-from tests.gpu.shapes import SHAPES  # noqa: E402
+from tests.benchmarks.models import build as build_shape  # noqa: E402
+from tests.benchmarks.shapes import SHAPES  # noqa: E402
 from tests.support import CONTROL, GRADIENT_TOL, LOGIT_TOL, put_upstream_in_torch  # noqa: E402
 from tests.support import relative_rms, slow_decay, tiny  # noqa: E402
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tests.gpu.batches import Load
-from tests.gpu.models import Variant
-from tests.gpu.shapes import SHAPES, TOKENS, Shape, batch_lengths, fixed_lengths, log_normal_lengths
+from tests.benchmarks.batches import Load
+from tests.benchmarks.models import Variant
+from tests.benchmarks.shapes import SHAPES, TOKENS, Shape, batch_lengths, fixed_lengths, log_normal_lengths
 
 PACKFREE = Variant()
 LIGER = Variant(liger="before")

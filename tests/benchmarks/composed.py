@@ -1,4 +1,4 @@
-"""What was the fastest before this package: upstream's model with kernels put in one by one, packed rows alone."""
+"""What was the fastest before this package: upstream's model with kernels of other libraries put in, for packed rows only."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.gpu.timing import Clock
+from tests.benchmarks.timing import Clock
 
 
 def test_steps_are_timed_in_turns():

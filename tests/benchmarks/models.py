@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_packfree import apply_patches, patch_report
-from tests.gpu.by_hand import compose
-from tests.gpu.shapes import Shape, configuration
+from tests.benchmarks.composed import compose
+from tests.benchmarks.shapes import Shape, configuration
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tests.gpu.models import free
+from tests.benchmarks.models import free
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Write README's GPU tables and the plot from the newest result.
 
-    python -m tests.gpu.report                  # print the tables
-    python -m tests.gpu.report --readme         # put them between README's `<!-- gpu -->` and `<!-- /gpu -->`, draw the plot
+    python -m tests.benchmarks.report                  # print the tables
+    python -m tests.benchmarks.report --readme         # put them between README's `<!-- gpu -->` and `<!-- /gpu -->`, and plot
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "tests/gpu/results"
+RESULTS = ROOT / "tests/benchmarks/results"
 PLOT = RESULTS / "steps.png"
 FLOOR = "matrix products alone"
 EARLIER = "Rows with * are of an earlier run, and perhaps of another machine; ratios are to rows of the same run."
@@ -39,7 +39,7 @@ BLUE, ORANGE, GREY = "#2b6cb0", "#dd8452", "#8c8c8c"
 def main(arguments: Sequence[str] | None = None) -> str:
     """Print the tables, or write them where README wants them; returns them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--result", type=Path, help="a result; the newest in tests/gpu/results if not given")
+    parser.add_argument("--result", type=Path, help="a result; the newest in tests/benchmarks/results if not given")
     parser.add_argument("--readme", nargs="?", type=Path, const=ROOT / "README.md", help="write the tables into this file")
     parser.add_argument("--plot", type=Path, default=PLOT, help="where --readme draws the plot")
     options = parser.parse_args(arguments)
@@ -64,7 +64,8 @@ def newest(folder: Path) -> Path:
     """Return the result with the latest date in its name."""
     found = sorted(folder.glob("*.json"))
     if not found:
-        raise FileNotFoundError(f"found no *.json in {folder}; wanted a result; run python -m tests.gpu.run_all --out {folder}")
+        command = f"python -m tests.benchmarks.run_all --out {folder}"
+        raise FileNotFoundError(f"found no *.json in {folder}; wanted a result; run {command}")
     return found[-1]
 
 
@@ -84,7 +85,7 @@ def report(result: dict[str, Any], name: str) -> str:
     )
     head = (
         f"One step is forward and backward of the trunk in bf16. Made on {result['date']} on one {result['machine']} with "
-        f"{versions}; every number is in `tests/gpu/results/{name}`.{' ' + EARLIER if earlier(result) else ''}\n"
+        f"{versions}; every number is in `tests/benchmarks/results/{name}`.{' ' + EARLIER if earlier(result) else ''}\n"
     )
     return "\n".join(part for part in (head, steps(result), linearity(result), exactness(result)) if part)
 

@@ -1,7 +1,7 @@
 """Time training steps on a GPU, stock and patched, side by side in one process.
 
-    python -m tests.gpu.measure --out DIR [--only REGEX] [--minutes M] [--profile]
-    python -m tests.gpu.measure --out DIR --device cpu --tiny          # a trial of the script itself
+    python -m tests.benchmarks.measure --out DIR [--only REGEX] [--minutes M] [--profile]
+    python -m tests.benchmarks.measure --out DIR --device cpu --tiny          # a trial of the script itself
 
 A step is the trunk's forward and backward, bf16, without optimizer.  Each row is appended to DIR/rows.jsonl when it is
 known.  `--only` is searched in "workload variant".
@@ -20,14 +20,14 @@ from typing import Any
 
 import torch
 
-from tests.gpu.batches import Load, asking_triton, step_of
-from tests.gpu.layers import floor, operations
-from tests.gpu.machine import machine
-from tests.gpu.models import variant_of, what_runs
-from tests.gpu.profiling import profile
-from tests.gpu.shapes import SHAPES, TOKENS, log_normal_lengths
-from tests.gpu.timing import Clock, Results
-from tests.gpu.workloads import Group, groups
+from tests.benchmarks.batches import Load, asking_triton, step_of
+from tests.benchmarks.layers import floor, operations
+from tests.benchmarks.machine import machine
+from tests.benchmarks.models import variant_of, what_runs
+from tests.benchmarks.profiling import profile
+from tests.benchmarks.shapes import SHAPES, TOKENS, log_normal_lengths
+from tests.benchmarks.timing import Clock, Results
+from tests.benchmarks.workloads import Group, groups
 
 
 def main(arguments: Sequence[str] | None = None) -> Results:

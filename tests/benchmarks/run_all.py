@@ -1,14 +1,14 @@
 """Run the GPU measurements and tests within a budget, and leave one dated result.
 
-    python -m tests.gpu.run_all --out DIR [--minutes 9] [--only REGEX] [--tests FILE ...] [--no-tests] [--no-rows]
-    python -m tests.gpu.run_all --out DIR --assemble DIR1 DIR2 ...     # one result of several calls; runs nothing
-    python -m tests.gpu.run_all --out DIR --device cpu --tiny          # a trial of the script itself
+    python -m tests.benchmarks.run_all --out DIR [--minutes 9] [--only REGEX] [--tests FILE ...] [--no-tests] [--no-rows]
+    python -m tests.benchmarks.run_all --out DIR --assemble DIR1 DIR2 ...     # one result of several calls; runs nothing
+    python -m tests.benchmarks.run_all --out DIR --device cpu --tiny          # a trial of the script itself
 
-Leaves DIR/<date>-<gpu>.json: {"machine", "date", "versions", "options" (of tests.gpu.measure), "source" (of the package, a
-hash), "rows", "errors", "tests"}.  Rows, errors, outcomes and how each file of tests ended are also appended as they come
-(rows.jsonl, errors.jsonl, tests.jsonl, files.jsonl), so that a call that is cut off loses little: assemble it.  What pytest
-printed is in DIR/log.  The exit status is 1 if a file of tests did not end well.  Rows are timed alone; files of tests, of
-which nothing is timed, run side by side after them.
+Leaves DIR/<date>-<gpu>.json: {"machine", "date", "versions", "options" (of tests.benchmarks.measure), "source" (of the
+package, a hash), "rows", "errors", "tests"}.  Rows, errors, outcomes and how each file of tests ended are also appended as
+they come (rows.jsonl, errors.jsonl, tests.jsonl, files.jsonl), so that a call that is cut off loses little: assemble it.
+What pytest printed is in DIR/log.  The exit status is 1 if a file of tests did not end well.  Rows are timed alone; files
+of tests, of which nothing is timed, run side by side after them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.timing import DEAD, name_of, read_lines
+from tests.benchmarks.timing import DEAD, name_of, read_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = (
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     folders = options.assemble or [options.out]
     if not options.assemble:
         deadline = time.monotonic() + options.minutes * 60
-        about = run([sys.executable, "-m", "tests.gpu.machine", options.device], options, 120, subprocess.PIPE)
+        about = run([sys.executable, "-m", "tests.benchmarks.machine", options.device], options, 120, subprocess.PIPE)
         found = json.loads(about.strip().splitlines()[-1] if about else "{}") | {"options": rest, "source": source()}
         (options.out / "machine.json").write_text(json.dumps(found))
         share = 1.0 if options.no_tests else options.share
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
 
 
 def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Read the command line; what is not known here goes to tests.gpu.measure."""
+    """Read the command line; what is not known here goes to tests.benchmarks.measure."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=9.0, help="for everything together")
@@ -94,7 +94,7 @@ def source() -> str:
 
 def measure(options: argparse.Namespace, rest: list[str], deadline: float) -> None:
     """Time the rows; a process whose device died is followed by a fresh one that goes on."""
-    command = [sys.executable, "-m", "tests.gpu.measure", "--out", str(options.out), "--device", options.device, *rest]
+    command = [sys.executable, "-m", "tests.benchmarks.measure", "--out", str(options.out), "--device", options.device, *rest]
     command += ["--tiny"] if options.tiny else []
     for turn in range(RESTARTS):
         minutes = (deadline - time.monotonic()) / 60

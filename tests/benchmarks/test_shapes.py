@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.gpu.layers import products
-from tests.gpu.profiling import category
-from tests.gpu.shapes import SHAPES, TOKENS, batch_lengths, configuration, fixed_lengths, log_normal_lengths
-from tests.gpu.workloads import groups
+from tests.benchmarks.layers import products
+from tests.benchmarks.profiling import category
+from tests.benchmarks.shapes import SHAPES, TOKENS, batch_lengths, configuration, fixed_lengths, log_normal_lengths
+from tests.benchmarks.workloads import groups
 
 
 def test_lengths():

@@ -1,0 +1,38 @@
+"""The committed results have the form that a reader needs, and the pages hold what the report module prints from them."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from tests.benchmarks import report
+
+NEWEST = report.newest(report.RESULTS)
+RESULTS = sorted(report.RESULTS.rglob("*.json"))
+
+
+def test_the_readme_holds_the_tables_of_the_newest_result():
+    """If not: python -m tests.benchmarks.report --readme."""
+    readme = report.ROOT / "README.md"
+    text = report.report(json.loads(NEWEST.read_text()), NEWEST.name)
+    assert f"tests/benchmarks/results/{NEWEST.name}" in text
+    assert readme.read_text() == report.filled(readme, text, report.PLOT)
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.relative_to(report.RESULTS).as_posix())
+def test_a_result_says_when_and_on_what_it_was_made(path):
+    result = json.loads(path.read_text())
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d-nvidia-\w+(-[\w-]+)?", path.stem)
+    assert {"torch", "transformers"} <= result["versions"].keys()
+    assert result.get("machine", result.get("device")).startswith("NVIDIA ")
+
+
+def test_the_full_result_says_what_made_it():
+    result = json.loads(NEWEST.read_text())
+    assert NEWEST.stem.startswith(result["date"]) and re.fullmatch(r"[0-9a-f]{12}", result["source"])
+    assert result["versions"]["hf_packfree"]
+    names = [(row["workload"], row["variant"]) for row in result["rows"]]
+    assert len(names) == len(set(names))
+    assert all({"ms", "real_tokens_per_s"} <= row.keys() or "error" in row for row in result["rows"])
