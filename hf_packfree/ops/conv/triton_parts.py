@@ -49,8 +49,14 @@ def store_tap(d_weight, channel, ok, back: tl.constexpr, TAPS: tl.constexpr, val
 
 
 @triton.jit
+def _mask(ok):
+    """`ok` unchanged: Triton's interpreter keeps a block combined with a scalar condition as int32, and a mask has to be bool."""
+    return ok != 0
+
+
+@triton.jit
 def _there(ok, t, tokens):
-    return ok & (t >= 0) & (t < tokens)
+    return _mask(ok & (t >= 0) & (t < tokens))
 
 
 @triton.jit
@@ -70,10 +76,10 @@ def store4(out, stride, place, ok, t, tokens, y0, y1, y2, y3):
     """The counterpart of `load4`; y0 is token t's."""
     start = out + (t - 3).to(tl.int64) * stride
     dtype = out.dtype.element_ty
-    tl.store(start + 3 * stride + place, y0.to(dtype), mask=ok & (t < tokens))
-    tl.store(start + 2 * stride + place, y1.to(dtype), mask=ok & (t - 1 < tokens))
-    tl.store(start + stride + place, y2.to(dtype), mask=ok & (t - 2 < tokens))
-    tl.store(start + place, y3.to(dtype), mask=ok & (t - 3 < tokens))
+    tl.store(start + 3 * stride + place, y0.to(dtype), mask=_mask(ok & (t < tokens)))
+    tl.store(start + 2 * stride + place, y1.to(dtype), mask=_mask(ok & (t - 1 < tokens)))
+    tl.store(start + stride + place, y2.to(dtype), mask=_mask(ok & (t - 2 < tokens)))
+    tl.store(start + place, y3.to(dtype), mask=_mask(ok & (t - 3 < tokens)))
 
 
 @triton.jit
@@ -89,7 +95,7 @@ def _row_of(rows, t, tokens):
 
 @triton.jit
 def _load_row(x, stride, place, ok, row):
-    return tl.load(x + row.to(tl.int64) * stride + place, mask=ok & (row >= 0), other=0.0)
+    return tl.load(x + row.to(tl.int64) * stride + place, mask=_mask(ok & (row >= 0)), other=0.0)
 
 
 @triton.jit
@@ -111,7 +117,7 @@ def load_group(x, stride, place, ok, group, rows, t, tokens):
 
 @triton.jit
 def _store_row(out, stride, place, ok, row, value):
-    tl.store(out + row.to(tl.int64) * stride + place, value, mask=ok & (row >= 0))
+    tl.store(out + row.to(tl.int64) * stride + place, value, mask=_mask(ok & (row >= 0)))
 
 
 @triton.jit
