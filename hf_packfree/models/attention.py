@@ -14,8 +14,7 @@ from hf_packfree.models.rematerialize import linear_with_recompute
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.attention import attention
 from hf_packfree.ops.attention.block_mask import additive_block_mask
-from hf_packfree.ops.norm_rope import norm_rope
-from hf_packfree.ops.output_gate import REMAKES, output_gate
+from hf_packfree.ops.fused import RECOMPUTES, norm_rope, output_gate
 from hf_packfree.packing import PackedSequence, to_hf_kwargs
 
 
@@ -98,7 +97,7 @@ class PackedAttention(Replacement):
             dropout=self.attention_dropout if self.training else 0.0,
             backend=kernels.attention,
         )
-        gated, remakes = partial(output_gate, out, gate, backend=kernels.output_gate), kernels.output_gate in REMAKES
+        gated, remakes = partial(output_gate, out, gate, backend=kernels.output_gate), kernels.output_gate in RECOMPUTES
         return linear_with_recompute(gated, self.o_proj, out, remakes=remakes, worth_it=remakes, backend=kernels.projections)
 
     def _place(

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from hf_packfree.models.base import Replacement, Sizes, size_of_norm
 from hf_packfree.models.fusable import adds_one, epsilon, swiglu_weights
 from hf_packfree.models.state import state_of
-from hf_packfree.ops.add_norm import add_norm
-from hf_packfree.ops.swiglu import swiglu_mlp
+from hf_packfree.ops.fused import add_norm, swiglu_mlp
 
 
 class PackedDecoderLayer(Replacement):

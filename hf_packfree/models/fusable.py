@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from hf_packfree.ops.projections import projections
+from hf_packfree.ops.fused import projections
 
 _LIGERS = {
     ("liger_kernel.transformers.swiglu", f"{kind}.forward") for kind in ("LigerSwiGLUMLP", "LigerQwen3MoeSwiGLUMLP")

@@ -18,8 +18,7 @@ from hf_packfree.models.rematerialize import linear_with_recompute
 from hf_packfree.models.state import Kernels, state_of
 from hf_packfree.ops.conv import qkv_conv
 from hf_packfree.ops.delta_rule import WALKS, gated_delta_rule
-from hf_packfree.ops.gated_norm import REMAKES, gated_rms_norm
-from hf_packfree.ops.gates import gates
+from hf_packfree.ops.fused import RECOMPUTES, gated_rms_norm, gates
 from hf_packfree.ops.order import longest_first
 from hf_packfree.packing import PackedSequence
 
@@ -73,7 +72,7 @@ class PackedGatedDeltaNet(Replacement):
             gated_rms_norm, out, z.reshape(out.shape), gated_norm.weight, epsilon(gated_norm), rows=rows,
             backend=kernels.gated_norm,
         )
-        remakes = kernels.gated_norm in REMAKES
+        remakes = kernels.gated_norm in RECOMPUTES
         return linear_with_recompute(norm, self.out_proj, out, remakes=remakes, worth_it=True, backend=kernels.projections)
 
     def _convolve(

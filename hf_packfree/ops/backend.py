@@ -57,7 +57,8 @@ class Backend:
     """One implementation of an op.
 
     Attributes:
-        run: the implementation; its module imports optional packages only when it is called.
+        run: the implementation; its module imports optional packages only when it is called.  None where several ops share
+            one choice, as those of `ops.fused` do.
         unusable: returns why it cannot run at a site, as half a sentence with what would mend it, or None.
         package: the distribution whose release decides what it computes, which the report names: the kernels', or what
             compiles our own.
@@ -66,7 +67,7 @@ class Backend:
         bits: whether it gets that bit for bit in a layer's forward pass, where `tests/gpu` ran.
     """
 
-    run: Callable[..., Any]
+    run: Callable[..., Any] | None = None
     unusable: Callable[[Site], str | None] = _always
     package: str = "torch"
     exact: bool = True
@@ -155,8 +156,22 @@ def find(operation: str, backends: dict[str, Backend], name: str) -> Callable[..
     Raises:
         BackendUnavailable: there is none.
     """
-    if name not in backends:
-        raise BackendUnavailable(
-            f"found {operation} backend {name!r}; wanted one of {', '.join(sorted(backends))}; pass one of them"
-        )
-    return backends[name].run
+    run = backends[name].run if name in backends else None
+    if run is None:
+        raise _unknown(operation, name, sorted(backends))
+    return run
+
+
+def uses_triton(operation: str, backend: str) -> bool:
+    """Return whether an op of `ops.fused` runs its Triton kernels ("triton") or its PyTorch reference ("torch").
+
+    Raises:
+        BackendUnavailable: `backend` is neither.
+    """
+    if backend not in ("triton", "torch"):
+        raise _unknown(operation, backend, ["torch", "triton"])
+    return backend == "triton"
+
+
+def _unknown(operation: str, name: str, known: list[str]) -> BackendUnavailable:
+    return BackendUnavailable(f"found {operation} backend {name!r}; wanted one of {', '.join(known)}; pass one of them")

@@ -12,9 +12,7 @@ import torch
 
 from hf_packfree.errors import BackendUnavailable
 from hf_packfree.models.state import Kernels, PatchState
-from hf_packfree.ops import (
-    add_norm, attention, conv, delta_rule, gated_norm, gates, norm_rope, output_gate, projections, swiglu,
-)
+from hf_packfree.ops import attention, conv, delta_rule, fused
 from hf_packfree.ops.backend import Backend, Fault, Site
 
 VARIABLE = "PACKFREE_BACKEND"
@@ -24,13 +22,13 @@ OPS: dict[str, ModuleType] = {
     "conv": conv,
     "delta_rule": delta_rule,
     "attention": attention,
-    "gated_norm": gated_norm,
-    "norm_rope": norm_rope,
-    "output_gate": output_gate,
-    "gates": gates,
-    "add_norm": add_norm,
-    "swiglu": swiglu,
-    "projections": projections,
+    "gated_norm": fused,
+    "norm_rope": fused,
+    "output_gate": fused,
+    "gates": fused,
+    "add_norm": fused,
+    "swiglu": fused,
+    "projections": fused,
 }
 
 Choice = str | Mapping[str, str]

@@ -14,7 +14,7 @@ from hf_packfree.models.decoder_layer import PackedDecoderLayer
 from hf_packfree.models.fusable import adds_one, is_hooked, plain_weights, swiglu_weights
 from hf_packfree.models.gated_delta_net import PackedGatedDeltaNet
 from hf_packfree.ops.backend import installed
-from hf_packfree.ops.projections.triton_native import NARROW
+from hf_packfree.ops.fused.linear import NARROW
 from hf_packfree.patching.backends import OPS
 from hf_packfree.patching.plan import trunks
 from hf_packfree.patching.registry import Family

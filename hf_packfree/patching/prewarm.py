@@ -25,7 +25,7 @@ def prewarm(model: nn.Module) -> float:
     Call it as the model is trained: under `torch.autocast` where that is on in training, which `bf16=True` of a Trainer does.
     Kernels depend on head counts and sizes, dtype and GPU, not on the length of a row.  Two of fla-core 0.6.0 do: its gated
     norm, and its norm of q and k, which its delta rule calls beside another convolution than ours.  They tune once for every
-    65,536 heads of tokens (4,096 tokens of 16 heads), so where "gated_norm" or "conv" is forced to "fla", much longer rows
+    65,536 heads of tokens (4,096 tokens of 16 heads), so where "conv" is forced to "fla", much longer rows
     tune again.
 
     FlashQLA and flash-linear-attention compile for minutes the first time on a machine; TILELANG_CACHE_DIR and

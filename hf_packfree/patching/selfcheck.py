@@ -13,8 +13,7 @@ from hf_packfree.errors import LeakDetected
 from hf_packfree.models import compat
 from hf_packfree.models.fusable import adds_one, epsilon, swiglu_weights
 from hf_packfree.models.state import PatchState
-from hf_packfree.ops.add_norm import add_norm
-from hf_packfree.ops.swiglu import swiglu_mlp
+from hf_packfree.ops.fused import add_norm, swiglu_mlp
 from hf_packfree.patching.plan import plan_swaps
 from hf_packfree.patching.registry import Family
 from hf_packfree.patching.steps import swap

@@ -89,7 +89,7 @@ def _qkv_conv(results: Results, clock: Clock, packed: PackedSequence, heads: int
 
 def _gated_norm(results: Results, clock: Clock, packed: PackedSequence, values: int, size: int) -> None:
     workload = f"layer gated norm {values} heads"
-    from hf_packfree.ops.gated_norm import BACKENDS, gated_rms_norm
+    from hf_packfree.ops.fused import BACKENDS, gated_rms_norm
 
     if not _asked(results, workload, BACKENDS):
         return
@@ -114,7 +114,7 @@ def _attention(results: Results, clock: Clock, packed: PackedSequence, heads: in
 
 def _add_norm(results: Results, clock: Clock, packed: PackedSequence, width: int) -> None:
     """Residual sum and norm, both going on: the stream and what the next part of the layer reads."""
-    from hf_packfree.ops.add_norm import BACKENDS, add_norm
+    from hf_packfree.ops.fused import BACKENDS, add_norm
 
     workload = f"layer add norm {width} channels"
     if not _asked(results, workload, BACKENDS):
@@ -129,7 +129,7 @@ def _add_norm(results: Results, clock: Clock, packed: PackedSequence, width: int
 def _swiglu(results: Results, clock: Clock, packed: PackedSequence, width: int) -> None:
     """The whole MLP, matrix products included; three times as wide inside, as the published models."""
     workload = f"layer swiglu {width} channels"
-    from hf_packfree.ops.swiglu import BACKENDS, swiglu_mlp
+    from hf_packfree.ops.fused import BACKENDS, swiglu_mlp
 
     if not _asked(results, workload, BACKENDS):
         return

@@ -8,7 +8,7 @@ from packaging.version import Version
 
 from hf_packfree.ops.backend import installed
 from hf_packfree.ops.delta_rule.flash_qla import planned_cu_seqlens
-from hf_packfree.ops.projections import projections
+from hf_packfree.ops.fused import projections
 from tests.gpu.checks import DEVICE, LENGTHS, LONG, TRIAL, gpu, record_of, spans
 from tests.gpu.op import as_leaves, cut
 from tests.gpu.op_table import OPS, op_cases
@@ -172,7 +172,7 @@ ROWS = (1, 65, 129, 257, 320, 576, 1000, 1025, 1280, 1536, 2000, 2560, 3072, 397
 
 @pytest.mark.parametrize("size", PUBLISHED)
 def test_a_token_gets_the_same_bits_in_a_projection_of_any_number_of_rows(size, record):
-    """What the bits of dense models rest on: `hf_packfree.ops.projections` and `product` on torch's matrix library."""
+    """What the bits of dense models rest on: `hf_packfree.ops.fused.linear` on torch's matrix library."""
     torch.manual_seed(0)
     dtype, rows = (torch.float32, 400) if TRIAL else (torch.bfloat16, TOKENS)
     for outputs, inputs in PUBLISHED[size][:: 5 if TRIAL else 1]:

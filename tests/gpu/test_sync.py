@@ -19,7 +19,7 @@ OTHER = ((513, 63, 2, 300), (90, 90, 90, 90, 90, 90, 90, 90), (3000, 1, 17, 1024
 LONGER = (4096, 500)
 CHOICES = {
     "auto": "auto", "as on Ampere": {"delta_rule": "fla", "attention": "varlen"},
-    "FLA": {"delta_rule": "fla", "conv": "fla", "gated_norm": "fla"},
+    "FLA": {"delta_rule": "fla", "conv": "fla"},
 }
 BY_LENGTH: dict[str, set[str]] = {
     "auto": set(), "as on Ampere": set(),

@@ -12,7 +12,7 @@ from torch import nn
 from hf_packfree import apply_patches, patch_report, remove_patches
 from hf_packfree.errors import ContractError, PatchConflict
 from hf_packfree.models import compat
-from hf_packfree.ops.add_norm import BACKENDS, add_norm
+from hf_packfree.ops.fused import add_norm
 from hf_packfree.packing import PackedSequence
 from tests.input_formats import row_batch
 from tests.models.kernels import assert_exact, on_kernels, watched
@@ -52,7 +52,7 @@ def as_liger_does(norm, offset=1.0):
 @pytest.fixture
 def fused(monkeypatch):
     """The weights of the norms that the fused op computes, here by its torch twin under the kernel's name."""
-    return watched(monkeypatch, "add_norm", BACKENDS["torch"].run, place=2)
+    return watched(monkeypatch, "add_norm", add_norm, place=2)
 
 
 def on_kernel(model):

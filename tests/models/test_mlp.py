@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_packfree.models.fusable import adds_one, swiglu_weights
-from hf_packfree.ops.swiglu import BACKENDS, swiglu_mlp
+from hf_packfree.ops.fused import swiglu_mlp
 from tests.input_formats import row_batch
 from tests.models.kernels import assert_exact, on_kernels, watched
 from tests.support import ROW, relative_rms, tiny
@@ -42,7 +42,7 @@ class Adapter(nn.Linear):
 @pytest.fixture
 def fused(monkeypatch):
     """The gate weights of the MLPs that the op computes, here by its torch twin under the kernel's name."""
-    return watched(monkeypatch, "swiglu_mlp", BACKENDS["torch"].run, place=1)
+    return watched(monkeypatch, "swiglu_mlp", swiglu_mlp, place=1)
 
 
 def on_kernel(model):

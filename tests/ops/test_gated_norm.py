@@ -7,7 +7,7 @@ from importlib import import_module
 import pytest
 import torch
 
-from hf_packfree.ops.gated_norm import gated_rms_norm
+from hf_packfree.ops.fused.gated_norm import gated_rms_norm
 from tests.support import by_family, relative_rms
 
 EPS = 1e-6

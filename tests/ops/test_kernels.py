@@ -13,23 +13,23 @@ import pytest
 PROGRAM = '''
 import sys
 from functools import partial
+from importlib import import_module
 import torch
-from hf_packfree.ops.add_norm import add_norm
+from hf_packfree.ops.fused import add_norm
 from hf_packfree.ops.attention import attention
-from hf_packfree.ops import partial_sums
-from hf_packfree.ops.add_norm import triton_native as add_norm_kernels
+
 from hf_packfree.ops.conv import causal_conv1d, qkv_conv, triton_native
-from hf_packfree.ops.gated_norm import gated_rms_norm
-from hf_packfree.ops.norm_rope import norm_rope
-from hf_packfree.ops.norm_rope import triton_native as norm_rope_kernels
+from hf_packfree.ops.fused.gated_norm import gated_rms_norm
+from hf_packfree.ops.fused import norm_rope
 from hf_packfree.ops.order import longest_first
-from hf_packfree.ops.output_gate import output_gate
-from hf_packfree.ops.swiglu import swiglu_mlp
+from hf_packfree.ops.fused import output_gate
+from hf_packfree.ops.fused import swiglu_mlp
 from hf_packfree.packing import PackedSequence
 
 triton_native._STRIP = 32  # the interpreter walks every strip to its end
-partial_sums._ROWS = 16  # and adds the rows of a block one after another
-add_norm_kernels._PROGRAMS = norm_rope_kernels._PROGRAMS = 7  # so that a program takes several rows
+reduce, add_norm_op, norm_rope_op = (import_module(f"hf_packfree.ops.fused.{op}") for op in ("reduce", "add_norm", "norm_rope"))
+reduce._ROWS = 16  # and adds the rows of a block one after another
+add_norm_op._PROGRAMS = norm_rope_op._PROGRAMS = 7  # so that a program takes several rows
 torch.manual_seed(0)
 LENGTHS = [1, 2, 3, 63, 64, 65, 5, 4, 130]
 packed, T = PackedSequence.from_lengths(LENGTHS), sum(LENGTHS)
@@ -142,7 +142,7 @@ print(worst)
 GATES = '''
 from functools import partial
 import torch
-from hf_packfree.ops.gates import gates
+from hf_packfree.ops.fused import gates
 from tests.support import relative_rms
 
 
@@ -185,8 +185,8 @@ print(worst)
 REMADE = '''
 from functools import partial
 import torch
-from hf_packfree.ops.gated_norm import gated_rms_norm
-from hf_packfree.ops.output_gate import output_gate
+from hf_packfree.ops.fused.gated_norm import gated_rms_norm
+from hf_packfree.ops.fused import output_gate
 from tests.support import relative_rms
 
 torch.manual_seed(0)
@@ -220,7 +220,7 @@ print(worst)
 
 SWIGLU = '''
 import torch
-from hf_packfree.ops.swiglu import swiglu_mlp
+from hf_packfree.ops.fused import swiglu_mlp
 from tests.support import relative_rms
 
 torch.manual_seed(0)
@@ -252,7 +252,7 @@ print(relative_rms(y.detach(), swiglu_mlp(*(t.detach().double() for t in leaves)
 
 NARROW = '''
 import torch
-from hf_packfree.ops.projections import projections
+from hf_packfree.ops.fused import projections
 
 torch.manual_seed(0)
 worst = 0.0

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from hf_packfree.ops.product import filled, product
+from hf_packfree.ops.fused.linear import pad_rows, padded_linear
 from tests.support import relative_rms
 
 
@@ -14,7 +14,7 @@ from tests.support import relative_rms
 def test_filled_rows_change_nothing(shape):
     torch.manual_seed(0)
     x, weight = torch.randn(*shape, 24, dtype=torch.float64), torch.randn(7, 24, dtype=torch.float64)
-    found = filled(x, weight)
+    found = pad_rows(x, weight)
     assert found.shape == (*shape, 7) and found.is_contiguous()
     assert relative_rms(found, linear(x, weight)) < 1e-14
-    assert torch.equal(product(x, weight), linear(x, weight)), "on a CPU it is the product and nothing else"
+    assert torch.equal(padded_linear(x, weight), linear(x, weight)), "on a CPU it is the product and nothing else"

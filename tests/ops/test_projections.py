@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import linear
 
 from hf_packfree.models.fusable import plain_weights
-from hf_packfree.ops.projections import projections
+from hf_packfree.ops.fused import projections
 from tests.support import relative_rms
 
 SIZES = {

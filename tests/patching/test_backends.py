@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_packfree.errors import BackendUnavailable
-from hf_packfree.ops import attention, backend, conv, gated_norm
+from hf_packfree.ops import backend, conv
 from hf_packfree.ops.backend import Site
 from hf_packfree.patching import backends
 from hf_packfree.patching.backends import choose_backends, model_sizes
@@ -137,7 +137,7 @@ def test_forcing_by_argument_and_by_variable(gpu, monkeypatch):
     gpu()
     assert choose_backends({"conv": "fla"}, "upstream", SIZES).cuda_half.conv == "fla"
     forced = choose_backends("fla", "upstream", SIZES).cuda_half
-    assert (forced.conv, forced.delta_rule, forced.gated_norm, forced.attention) == ("fla", "fla", "fla", "triton")
+    assert (forced.conv, forced.delta_rule, forced.gated_norm, forced.attention) == ("fla", "fla", "triton", "triton")
     monkeypatch.setenv(backends.VARIABLE, "conv=fla,delta_rule=torch")
     by_variable = choose_backends("auto", "upstream", SIZES).cuda_half
     assert (by_variable.conv, by_variable.delta_rule) == ("fla", "torch")
@@ -246,6 +246,6 @@ def test_sizes_come_from_the_config():
 
 
 def test_every_op_has_a_torch_twin_that_always_runs():
-    for module in (*backends.OPS.values(), attention, gated_norm):
+    for module in (*backends.OPS.values(),):
         assert module.BACKENDS["torch"].unusable(Site("cpu")) is None
         assert [name for name, found in module.BACKENDS.items() if found.exact][-1] == "torch", "what auto ends with"

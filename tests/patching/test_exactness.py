@@ -11,7 +11,7 @@ from torch import nn
 from hf_packfree import apply_patches, patch_report
 from hf_packfree.patching import backends, exactness
 from hf_packfree.patching.backends import OPS
-from hf_packfree.ops.projections.triton_native import NARROW
+from hf_packfree.ops.fused.linear import NARROW
 from tests.gpu.op_table import OPS as TESTED
 from tests.patching.machines import INSTALLED, SIZES
 from tests.support import tiny

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from hf_packfree.ops.backend import Site, block_width, needs_triton
 from hf_packfree.ops.launch import launch
 from hf_packfree.ops.operation import Operation
-from hf_packfree.ops.partial_sums import summed
+from hf_packfree.ops.fused.reduce import sum_partials
 from hf_packfree.packing import PackedSequence, uncompiled
 
 _TAPS = 4
@@ -176,7 +176,7 @@ def _summed(strips: list[Tensor | None], parameter: Tensor | None) -> Tensor | N
     """A parameter's gradient from what each launch has of its channels, strip by strip."""
     if parameter is None:
         return None
-    parts = [summed(part, parameter.dtype) for part in strips if part is not None]
+    parts = [sum_partials(part, parameter.dtype) for part in strips if part is not None]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 from fla.modules.convolution import causal_conv1d
-from fla.modules.fused_norm_gate import rms_norm_gated
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-__all__ = ["FusedRMSNormGated", "causal_conv1d", "rms_norm_gated"]
+__all__ = ["FusedRMSNormGated", "causal_conv1d"]
 
 
 class FusedRMSNormGated(nn.Module):
@@ -33,7 +33,10 @@ class FusedRMSNormGated(nn.Module):
     def forward(
         self, x: Tensor, g: Tensor, residual: Tensor | None = None, prenorm: bool = False, residual_in_fp32: bool = False
     ) -> Tensor:
-        """Normalise x [..., hidden_size] and gate it with g of the same shape."""
-        return rms_norm_gated(
-            x, g, self.weight, self.bias, self.activation, residual, prenorm, residual_in_fp32, eps=self.eps
-        )
+        """Normalise x [..., hidden_size] and gate it with g of the same shape; fp32 inside, rounded once."""
+        if residual is not None or prenorm:
+            raise NotImplementedError("the stand-in takes no residual")
+        out = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)
+        out = out if self.weight is None else out * self.weight.float()
+        gate = torch.sigmoid(g.float()) if self.activation == "sigmoid" else F.silu(g.float())
+        return (out * gate).to(x.dtype)

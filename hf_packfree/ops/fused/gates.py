@@ -1,4 +1,7 @@
-"""The gates of the delta rule on our Triton kernels: nothing is kept for the backward pass but what comes in."""
+"""The two gates of the delta rule, decay and write strength.
+
+Nothing is kept for the backward pass but what comes in.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,44 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
-from hf_packfree.ops.backend import block_width
+from hf_packfree.ops.backend import block_width, uses_triton
+from hf_packfree.ops.fused.reduce import sum_partials
 from hf_packfree.ops.launch import launch
 from hf_packfree.ops.operation import Operation
-from hf_packfree.ops.partial_sums import summed
+from hf_packfree.ops.order import moved
 
-_ELEMENTS = 2048  # of a program
+_BLOCK = 2048  # elements of a program
 
 
 def gates(
+    a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, *, rows: Tensor | None = None, backend: str = "torch"
+) -> tuple[Tensor, Tensor]:
+    """Return the log decay -exp(A_log) * softplus(a + dt_bias) and the write strength sigmoid(b) (arXiv:2412.06464).
+
+    Args:
+        a, b: [1, T, HV], any floating dtype, any strides.
+        A_log, dt_bias: [HV], any floating dtype.
+        rows: int32 [T], the row of g and beta that each token of a and b goes to, see `hf_packfree.ops.order`; None: its own.
+        backend: "triton" or "torch".
+
+    Returns:
+        g [1, T, HV] in fp32, as upstream has it: in fp16 the exponential overflows; and beta [1, T, HV] in b's dtype.
+
+    Raises:
+        BackendUnavailable: no backend has that name.
+    """
+    run = _Gates.apply if uses_triton("gates", backend) else gates_reference
+    return run(a, b, A_log, dt_bias, rows)  # type: ignore[no-any-return]
+
+
+def gates_reference(
     a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See `hf_packfree.ops.gates.gates`."""
-    return _Gates.apply(a, b, A_log, dt_bias, rows)  # type: ignore[no-any-return]
+    """`gates` in PyTorch."""
+    a, b = moved(a, rows), moved(b, rows)
+    return -A_log.float().exp() * F.softplus(a.float() + dt_bias.float()), b.sigmoid()
 
 
 class _Gates(Operation):
@@ -28,7 +55,7 @@ class _Gates(Operation):
     def forward(
         ctx: Any, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, rows: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        from hf_packfree.ops.gates.triton_kernels import gates
+        from hf_packfree.ops.fused.kernels.gates import gates
 
         ctx.save_for_backward(a, b, A_log, dt_bias, rows)
         g, beta = a.new_empty(a.shape, dtype=torch.float32), b.new_empty(b.shape)
@@ -39,7 +66,7 @@ class _Gates(Operation):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_g: Tensor, d_beta: Tensor) -> tuple[Tensor | None, ...]:
-        from hf_packfree.ops.gates.triton_kernels import gates_backward
+        from hf_packfree.ops.fused.kernels.gates import gates_backward
 
         a, b, A_log, dt_bias, rows = ctx.saved_tensors
         d_a, d_b = a.new_empty(a.shape), b.new_empty(b.shape)
@@ -49,7 +76,7 @@ class _Gates(Operation):
             gates_backward, grid, a, b, A_log, dt_bias, rows, d_g.contiguous(), d_beta.contiguous(), d_a, d_b, d_shared,
             *sizes, MOVED=rows is not None, **blocks,
         )
-        d_A_log, d_dt_bias = summed(d_shared, torch.promote_types(A_log.dtype, dt_bias.dtype))
+        d_A_log, d_dt_bias = sum_partials(d_shared, torch.promote_types(A_log.dtype, dt_bias.dtype))
         return d_a, d_b, d_A_log.to(A_log.dtype), d_dt_bias.to(dt_bias.dtype), None
 
 
@@ -57,6 +84,9 @@ def _blocks(a: Tensor, b: Tensor) -> tuple[tuple[int], tuple[int, ...], dict[str
     """The grid, the sizes and strides that the kernels take, and what a program is compiled for."""
     _, tokens, heads = a.shape
     width = block_width(heads)
-    rows = max(1, _ELEMENTS // width)
+    rows = max(1, _BLOCK // width)
     sizes = (tokens, heads, a.stride(1), a.stride(2), b.stride(1), b.stride(2))
     return (-(-tokens // rows),), sizes, {"ROWS": rows, "WIDTH": width, "num_warps": 4}
+
+
+__all__ = ["gates", "gates_reference"]

@@ -1,0 +1,24 @@
+"""The small ops of a decoder layer: one file each, with its PyTorch reference and its Triton kernels, and one switch for all.
+
+Shapes: T tokens of the row, D channels, H heads.
+"""
+
+from __future__ import annotations
+
+from hf_packfree.ops.backend import Backend, needs_triton
+from hf_packfree.ops.fused.add_norm import add_norm
+from hf_packfree.ops.fused.gated_norm import gated_rms_norm
+from hf_packfree.ops.fused.gates import gates
+from hf_packfree.ops.fused.linear import projections
+from hf_packfree.ops.fused.norm_rope import norm_rope
+from hf_packfree.ops.fused.output_gate import output_gate
+from hf_packfree.ops.fused.swiglu import swiglu_mlp
+
+BACKENDS = {"triton": Backend(None, needs_triton, "triton", bits=True), "torch": Backend()}
+"""In a model's layers "torch" means upstream's own modules, or what stands in their place; here it is the reference."""
+RECOMPUTES = ("triton",)
+"""The backends whose ops with a `projection` recompute its input in the backward pass instead of keeping it."""
+
+__all__ = [
+    "BACKENDS", "RECOMPUTES", "add_norm", "gated_rms_norm", "gates", "norm_rope", "output_gate", "projections", "swiglu_mlp",
+]

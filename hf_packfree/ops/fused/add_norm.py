@@ -1,0 +1,110 @@
+"""Residual sum and the RMS norm that reads it.
+
+Launch sizes of the kernels are fixed, so that new row lengths tune nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hf_packfree.ops.backend import block_width, uses_triton
+from hf_packfree.ops.fused.reduce import sum_partials
+from hf_packfree.ops.launch import launch
+from hf_packfree.ops.operation import Operation
+
+_ROWS_PER_PROGRAM, _PROGRAMS = 64, 512  # in the backward pass: the first at most, the second at least
+_PREFETCH, _PREFETCH_BYTES = 2, 8192  # rows loaded ahead, and the longest for which shared memory holds three tensors of them
+
+
+def add_norm(
+    x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, *, backend: str = "torch"
+) -> tuple[Tensor, Tensor]:
+    """Return total = x + branch, and total / sqrt(mean(total^2) + eps) * (1 + weight), computed in fp32 at least.
+
+    Args:
+        x: [..., D], the residual stream, any floating dtype.
+        branch: [..., D], what is added to it; None: the total is x, and the gradients that reach norm and residual
+            stream are summed all the same.
+        weight: [D], added to one as Qwen3-Next and Qwen3.5 do.
+        eps: added to the mean square.
+        backend: "triton" or "torch".
+
+    Returns:
+        normed: [..., D] in the total's dtype, from the rounded total, itself rounded once, as upstream's.
+        total: [..., D], rounded as torch's sum is.
+
+    Raises:
+        BackendUnavailable: no backend has that name.
+    """
+    run = _AddNorm.apply if uses_triton("residual and norm", backend) else add_norm_reference
+    return run(x, branch, weight, eps)  # type: ignore[no-any-return]
+
+
+def add_norm_reference(x: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`add_norm` in PyTorch."""
+    total = x if branch is None else x + branch
+    wide = total.to(torch.promote_types(total.dtype, torch.float32))
+    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (scaled * (1 + weight.to(wide.dtype))).to(total.dtype), total
+
+
+class _AddNorm(Operation):
+    """Its inputs share one gradient, which is that of the residual stream and of the norm together."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        from hf_packfree.ops.fused.kernels.add_norm import add_norm
+
+        x = total = x.contiguous()
+        if branch is not None:
+            branch = branch.contiguous()
+            total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, branch.dtype))
+        ctx.save_for_backward(total, weight)
+        ctx.eps, ctx.dtypes = eps, (x.dtype, None if branch is None else branch.dtype)
+        ctx.set_materialize_grads(False)
+        normed, size = torch.empty_like(total), x.shape[-1]
+        grid = (x.numel() // size,)
+        launch(add_norm, grid, x, branch, weight, total, normed, size, eps, ADDS=branch is not None, **_blocks(size))
+        return normed, total  # x itself, where it is the total, goes out as a view with this gradient
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_normed: Tensor | None, d_total: Tensor | None) -> tuple[Tensor | None, ...]:
+        total, weight = ctx.saved_tensors
+        d, d_weight = d_total, None
+        if d_normed is not None:
+            d, d_weight = _gradients(total, weight, d_normed, d_total, ctx.eps)
+        d_x, d_branch = (None if d is None or dtype is None else d.to(dtype) for dtype in ctx.dtypes)
+        return d_x, d_branch, d_weight, None
+
+
+def _gradients(
+    total: Tensor, weight: Tensor, d_normed: Tensor, d_total: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the total, d_total included, and of the weight."""
+    from hf_packfree.ops.fused.kernels.add_norm import add_norm_backward
+
+    d, size = torch.empty_like(total), total.shape[-1]
+    rows = total.numel() // size
+    rows_per_program = max(1, min(_ROWS_PER_PROGRAM, rows // _PROGRAMS))
+    programs = -(-rows // rows_per_program)
+    d_weight = weight.new_empty(programs, size, dtype=torch.float32)
+    adds = None if d_total is None else d_total.contiguous()
+    launch(
+        add_norm_backward, (programs,), total, weight, d_normed.contiguous(), adds, d, d_weight, rows, size, eps,
+        rows_per_program, ADDS=adds is not None, PREFETCH=_PREFETCH if size * total.itemsize <= _PREFETCH_BYTES else 0,
+        **_blocks(size),
+    )
+    return d, sum_partials(d_weight, weight.dtype)
+
+
+def _blocks(size: int) -> dict[str, int]:
+    width = block_width(size)
+    return {"WIDTH": width, "num_warps": min(max(width // 512, 1), 16)}
+
+
+__all__ = ["add_norm", "add_norm_reference"]

@@ -1,0 +1,123 @@
+"""RMS norm times a gate, over the channels of one head.
+
+Where a projection reads it and nothing else does, the norm is not kept for the backward pass: the kernel that reads x and z
+there anyway recomputes it.  Launch sizes of the kernels are fixed, so that new row lengths tune nothing.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from hf_packfree.ops.backend import block_width, uses_triton
+from hf_packfree.ops.fused.linear import linear_backward, padded_linear
+from hf_packfree.ops.fused.reduce import sum_partials
+from hf_packfree.ops.launch import launch
+from hf_packfree.ops.operation import Operation
+from hf_packfree.ops.order import moved_back
+
+_ROWS = {"forward": 16, "backward": 8}  # of a block
+_BLOCKS = 16  # of a program in the backward pass
+
+
+def gated_rms_norm(
+    x: Tensor,
+    z: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    projection: Tensor | None = None,
+    rows: Tensor | None = None,
+    backend: str = "torch",
+) -> Tensor:
+    """Return x / sqrt(mean(x^2) + eps) * weight * silu(z), computed in fp32 at least and rounded once.
+
+    Args:
+        x, z: [1, T, HV, V], any floating dtype.
+        weight: [V].
+        eps: added to the mean square.
+        projection: [F, HV*V], the weight of the linear layer that alone reads the result, or None.
+        rows: int32 [T], the row of x that holds each token of z and of the result, see `hf_packfree.ops.order`; None: its own.
+        backend: "triton" or "torch".
+
+    Returns:
+        [1, T, HV, V] in x's dtype, or what the projection makes of it, [1, T, F].  Upstream's module rounds to x's dtype
+        before it multiplies by the weight; in half precision the last bits differ, in fp32 they do not.
+
+    Raises:
+        BackendUnavailable: no backend has that name.
+    """
+    if uses_triton("gated norm", backend):
+        return _GatedNorm.apply(x, z, weight, eps, projection, rows)  # type: ignore[no-any-return]
+    normed = gated_rms_norm_reference(moved_back(x, rows), z, weight, eps)
+    return normed if projection is None else padded_linear(normed.flatten(2), projection)
+
+
+def gated_rms_norm_reference(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`gated_rms_norm` in PyTorch."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    scaled = x.to(wide) * torch.rsqrt(x.to(wide).square().mean(-1, keepdim=True) + eps)
+    return (scaled * weight.to(wide) * F.silu(z.to(wide))).to(x.dtype)
+
+
+class _GatedNorm(Operation):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, z: Tensor, weight: Tensor, eps: float, projection: Tensor | None, rows: Tensor | None
+    ) -> Tensor:
+        from hf_packfree.ops.fused.kernels.gated_norm import gated_norm
+
+        x, z = x.contiguous(), z.contiguous()
+        ctx.save_for_backward(x, z, weight, projection, rows)
+        ctx.eps = eps
+        normed, sizes = torch.empty_like(x), _sizes(x)
+        blocks = _blocks(x, rows, "forward")
+        launch(gated_norm, (-(-sizes[0] // blocks["ROWS"]),), x, z, weight, rows, normed, *sizes, eps, **blocks)
+        return normed if projection is None else padded_linear(normed.flatten(-2), projection)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        x, z, weight, projection, rows = ctx.saved_tensors
+        recompute = partial(_gradients, x, z, weight, ctx.eps, rows)
+        if projection is None:
+            return *recompute(d_out.contiguous(), False)[0], None, None, None
+        *gradients, d_projection = linear_backward(d_out, projection, recompute, ctx.needs_input_grad[4])
+        return *gradients, None, d_projection, None
+
+
+def _gradients(
+    x: Tensor, z: Tensor, weight: Tensor, eps: float, rows: Tensor | None, d_normed: Tensor, recompute: bool
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
+    """Those of x, z and weight, and the norm itself where it is to `recompute`."""
+    from hf_packfree.ops.fused.kernels.gated_norm import gated_norm_backward
+
+    d_x, d_z, sizes = torch.empty_like(x), torch.empty_like(z), _sizes(x)
+    normed = torch.empty_like(x) if recompute else None
+    blocks = _blocks(x, rows, "backward")
+    programs = -(-sizes[0] // (blocks["ROWS"] * _BLOCKS))
+    d_weight = weight.new_empty(programs, x.shape[-1], dtype=torch.float32)
+    launch(
+        gated_norm_backward, (programs,), x, z, weight, rows, d_normed, normed, d_x, d_z, d_weight, *sizes, eps, _BLOCKS,
+        RECOMPUTE=recompute, **blocks,
+    )
+    return (d_x, d_z, sum_partials(d_weight, weight.dtype)), normed
+
+
+def _sizes(x: Tensor) -> tuple[int, int]:
+    """Heads of all tokens, and channels of one."""
+    return x.numel() // x.shape[-1], x.shape[-1]
+
+
+def _blocks(x: Tensor, rows: Tensor | None, direction: str) -> dict[str, Any]:
+    """What a program is compiled for."""
+    width, heads = block_width(x.shape[-1]), 1 if rows is None else x.shape[-2]  # 1: not read
+    return {"HEADS": heads, "MOVED": rows is not None, "ROWS": _ROWS[direction], "WIDTH": width, "num_warps": 4}
+
+
+__all__ = ["gated_rms_norm", "gated_rms_norm_reference"]

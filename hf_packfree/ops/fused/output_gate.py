@@ -1,0 +1,85 @@
+"""The sigmoid gate on the output of attention.
+
+x and z are kept for the backward pass, and nothing else: where a projection reads the product, the kernel that reads x and z
+there anyway recomputes it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hf_packfree.ops.backend import block_width, uses_triton
+from hf_packfree.ops.fused.linear import linear_backward, padded_linear
+from hf_packfree.ops.launch import launch
+from hf_packfree.ops.operation import Operation
+
+_BLOCK = 4096  # elements of a program
+
+
+def output_gate(x: Tensor, z: Tensor, *, projection: Tensor | None = None, backend: str = "torch") -> Tensor:
+    """Return x * sigmoid(z).
+
+    Args:
+        x, z: [1, T, H, D], any floating dtype, any strides.
+        projection: [F, H*D], the weight of the linear layer that alone reads the result, or None.
+        backend: "triton" or "torch".
+
+    Returns:
+        [1, T, H, D] in x's dtype, or what the projection makes of it, [1, T, F].
+
+    Raises:
+        BackendUnavailable: no backend has that name.
+    """
+    if uses_triton("output gate", backend):
+        return _OutputGate.apply(x, z, projection)  # type: ignore[no-any-return]
+    gated = x * z.sigmoid()
+    return gated if projection is None else padded_linear(gated.flatten(2), projection)
+
+
+class _OutputGate(Operation):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, z: Tensor, projection: Tensor | None) -> Tensor:
+        from hf_packfree.ops.fused.kernels.output_gate import output_gate
+
+        x, z = x.contiguous(), z if z.stride(3) == 1 else z.contiguous()
+        ctx.save_for_backward(x, z, projection)
+        out = torch.empty_like(x)
+        grid, sizes, blocks = _blocks(z)
+        launch(output_gate, grid, x, z, out, *sizes, **blocks)
+        return out if projection is None else padded_linear(out.flatten(2), projection)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        x, z, projection = ctx.saved_tensors
+        recompute = partial(_gradients, x, z)
+        if projection is None:
+            return *recompute(d_out.contiguous(), False)[0], None
+        return linear_backward(d_out, projection, recompute, ctx.needs_input_grad[2])
+
+
+def _gradients(x: Tensor, z: Tensor, d_gated: Tensor, recompute: bool) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
+    """Those of x and z, and the gated product itself where it is to `recompute`."""
+    from hf_packfree.ops.fused.kernels.output_gate import output_gate_backward
+
+    d_x, d_z = torch.empty_like(x), z.new_empty(z.shape)
+    gated = torch.empty_like(x) if recompute else None
+    grid, sizes, blocks = _blocks(z)
+    launch(output_gate_backward, grid, x, z, d_gated, gated, d_x, d_z, *sizes, RECOMPUTE=recompute, **blocks)
+    return (d_x, d_z), gated
+
+
+def _blocks(z: Tensor) -> tuple[tuple[int], tuple[int, ...], dict[str, int]]:
+    _, tokens, heads, size = z.shape
+    width = block_width(size)
+    rows = max(1, _BLOCK // width)
+    sizes = (tokens, heads, size, z.stride(1), z.stride(2))
+    return (-(-tokens * heads // rows),), sizes, {"ROWS": rows, "WIDTH": width, "num_warps": 4}
+
+
+__all__ = ["output_gate"]
