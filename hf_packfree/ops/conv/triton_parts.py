@@ -50,7 +50,7 @@ def store_tap(d_weight, channel, ok, back: tl.constexpr, TAPS: tl.constexpr, val
 
 @triton.jit
 def _mask(ok):
-    """`ok` unchanged: Triton's interpreter keeps a block combined with a scalar condition as int32, and a mask has to be bool."""
+    """Return `ok` as it is: Triton's interpreter keeps a block and a scalar condition as int32, and a mask has to be bool."""
     return ok != 0
 
 
