@@ -149,17 +149,17 @@ def test_the_shapes_are_configurations():
         assert {key: getattr(config, key) for key in shape} == shape, name
 
 
-def test_the_readme_adds_up_and_meets_its_mark():
-    section = re.search("<!-- bench: .+?<!-- /bench -->", (Path(__file__).parents[1] / "README.md").read_text(), re.S)[0]
+def test_the_page_s_table_adds_up():
+    page = Path(__file__).parents[1] / "docs/performance.md"
+    section = re.search("<!-- bench: .+?<!-- /bench -->", page.read_text(), re.S)[0]
     lines = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| ")][1:]
     rows = {line[0].strip(): [float(re.sub("[^0-9.]", "", cell)) for cell in line[1:]] for line in lines}
-    tokens, base_ms, _, _, base_mib, *_ = rows["stock padded"]
+    tokens, base_ms, _, _, base_mib, *_ = rows["unpatched padded"]
     lengths = choose_lengths("instructions", 8).lengths
     assert tokens == 8 * 512 and rows["patched padded"][0] == rows["patched packed"][0] == sum(lengths)
     for computed, ms, faster, speed, mib, share, _ in rows.values():
         assert faster == pytest.approx(base_ms / ms, abs=0.01) and share == pytest.approx(100 * mib / base_mib, abs=0.6)
         assert speed == pytest.approx(sum(lengths) / ms * 1e3, abs=1)
-    assert rows["patched padded"][2] >= 2.3 and rows["patched padded"][5] < 50
 
 
 TINY = ("bench", "qwen3_5", "--longest", "30", "--documents", "3", "--rounds", "1", "--threads", "1")

@@ -1,4 +1,4 @@
-"""README.md says what is so: its code runs, its numbers are measured, its names, commands and files exist."""
+"""README.md and docs say what is so: their code runs, their numbers are measured, their names, commands and files exist."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import re
 import shlex
 import subprocess
 import sys
+from configparser import ConfigParser
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,46 +20,138 @@ from tests.support import documents, tiny
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
+DOCS = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
+PAGES = {"README.md": README, **DOCS}
+MARK = r"^<!-- (?P<mark>[\w-]+)(?:: (?P<value>\w+))? -->\n"
+BLOCK = re.compile(rf"(?:{MARK})?^```(?P<language>\S*)\n(?P<code>.*?)\n```$", re.S | re.M)
+LIMITS = {"lines": 200, "bytes": 14_000}
 
 
-def fenced(language):
-    return re.findall(rf"(?:<!-- ([\w-]+) -->\n)?```{language}\n(.+?)\n```", README, re.S)
+def blocks(page, language):
+    return [match for match in BLOCK.finditer(PAGES[page]) if match["language"] == language]
+
+
+def pages_with(language):
+    return pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, language)])
+
+
+def python(*arguments):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT)
 
 
 def packfree(*arguments):
-    command = [sys.executable, "-m", "hf_packfree", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    return python("-m", "hf_packfree", *arguments)
 
 
-@pytest.mark.filterwarnings("ignore:'pin_memory'")  # the Trainer's default, on a machine without an accelerator
-def test_python_blocks_run(tmp_path, monkeypatch):
-    """In order, in one namespace, in a folder that holds the checkpoint they load; a `not-run` mark skips a block."""
+@pytest.fixture
+def checkpoint(tmp_path, monkeypatch):
+    """A folder that holds the checkpoint and the tokenizer that the pages load."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast, training_args
+
+    monkeypatch.setattr(training_args, "is_torch_bf16_gpu_available", lambda: True)  # which TRL wants, and a CPU computes too
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
     tiny().save_pretrained(tmp_path / "my-checkpoint")
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>").save_pretrained(
+        tmp_path / "my-checkpoint"
+    )
     monkeypatch.chdir(tmp_path)
-    blocks = [code for mark, code in fenced("python") if mark != "not-run"]
-    assert blocks
-    names = {"documents": [{"input_ids": document.tolist()} for document in documents((5, 64, 1, 30))]}
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), names)
+
+
+def test_readme_is_short():
+    assert len(README.splitlines()) <= LIMITS["lines"] and len(README.encode()) <= LIMITS["bytes"]
+
+
+def test_readme_works_on_a_package_index():
+    """No picture and no link that only a checkout can resolve."""
+    targets = re.findall(r"\]\(([^)]+)\)|(?:src|href)=\"([^\"]+)", README)
+    assert not [target for pair in targets for target in pair if target and not target.startswith("https://")]
+
+
+def test_every_block_is_of_a_language_that_is_checked():
+    found = {(page, match["language"]) for page in PAGES for match in BLOCK.finditer(PAGES[page])}
+    assert {language for _, language in found} <= {"python", "bash", "text", "{toctree}", "{eval-rst}"}, found
+
+
+@pages_with("python")
+@pytest.mark.filterwarnings("default")  # of trainers and collators, on a machine without an accelerator
+def test_python_blocks_run(page, checkpoint):
+    """In order, in one namespace; `<!-- raises: Error -->` above a block names the error that it shows."""
+    examples = [{"input_ids": document.tolist()} for document in documents((5, 64, 1, 30))]
+    names = {"documents": examples}
+    if "SFTTrainer(" in PAGES[page]:
+        names["dataset"] = pytest.importorskip("datasets").Dataset.from_list(examples)
+    for block in blocks(page, "python"):
+        code = compile(block["code"], page, "exec")
+        if block["mark"] == "raises":
+            with pytest.raises(getattr(errors, block["value"])):
+                exec(code, names)
+        else:
+            exec(code, names)
+
+
+@pages_with("bash")
+def test_shell_lines_name_what_exists(page):
+    """Programs are modules or files of this repository, their options are known, extras are in setup.cfg."""
+    setup = ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    for step in re.split(r"&&|\n", "\n".join(block["code"] for block in blocks(page, "bash"))):
+        words = [word.removeprefix(".venv/bin/") for word in shlex.split(step)]
+        if words[0] == "pip":
+            extras = re.findall(r"\.\[(\w+)\]", step)
+            assert words[1] == "install" and set(extras) <= set(setup["options.extras_require"])
+        elif words[0] == "packfree":
+            known = packfree(words[1], "--help").stdout
+            assert {word for word in words if word.startswith("--")} <= set(re.findall(r"--[\w-]+", known)), step
+        elif words[:2] == ["python", "-m"] and words[2] != "pytest":
+            assert find_spec(words[2]) is not None, step
+        elif words[0] == "torchrun":
+            (file,) = (word for word in words if word.endswith(".py"))
+            assert (ROOT / file).exists(), step
+        else:
+            assert words[:3] in (["python3", "-m", "venv"], ["python", "-m", "pytest"]), step
+
+
+def test_packfree_lines_run(checkpoint, tmp_path):
+    lines = [line for page in PAGES for block in blocks(page, "bash") for line in block["code"].splitlines()]
+    lines = [line for line in lines if line.startswith("packfree ")]
+    assert lines
+    for line in lines:
+        command = [sys.executable, "-m", "hf_packfree", *shlex.split(line)[1:]]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        run = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path)
+        assert run.returncode == 0, f"{line}: {run.stdout[-500:]} {run.stderr[-500:]}"
+
+
+def table_after(page, first):
+    """The cells of the rows after a table's head, which starts with these words."""
+    text = PAGES[page].split(first)[1].split("\n\n")[0]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[2:]]
 
 
 def test_the_first_numbers_are_measured():
     """Same order of magnitude as a run: the weights are random."""
-    table = README.split("<!-- numbers: packfree verify qwen3_5 -->\n")[1].split("\n\n")[0]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    rows = table_after("README.md", "| relative RMS error ")
     report = hf_packfree.verify_packing("qwen3_5")
     assert len(rows) == 3
-    for (_, stock, patched, limit), name in zip(rows, ("logits", "gradients", "influence")):
+    for (_, unpatched, patched, limit), name in zip(rows, ("logits", "gradients", "influence")):
         assert float(limit) == getattr(report.limits, name)
-        for written, measured in ((stock, report.stock), (patched, report.patched)):
+        for written, measured in ((unpatched, report.stock), (patched, report.patched)):
             found = getattr(measured, name)
             assert float(written) / 10 <= found <= float(written) * 10, f"{name}: README {written}, measured {found:.1e}"
 
 
+def test_the_speed_on_a_cpu_is_that_of_the_page():
+    (times,) = re.findall(r"`packfree bench` measures ([\d.]+) times", README)
+    bench = DOCS["performance.md"].split("<!-- bench: packfree bench")[1].split("<!-- /bench -->")[0]
+    (found,) = re.findall(r"^\| patched packed \| [\d,]+ \| [\d,]+ \| ([\d.]+) \|", bench, re.M)
+    assert float(times) == pytest.approx(float(found), abs=0.06)
+
+
 @pytest.mark.parametrize("mark", ["demo-command", "test-command"])
 def test_the_two_commands_are_one_line_without_cuda(mark):
-    (line,) = [code for found, code in fenced("bash") if found == mark]
+    (line,) = [block["code"] for block in blocks("README.md", "bash") if block["mark"] == mark]
     assert "\n" not in line
     steps = [shlex.split(step) for step in line.split("&&")]
     assert steps[0] == ["python3", "-m", "venv", ".venv"]
@@ -68,7 +162,7 @@ def test_the_two_commands_are_one_line_without_cuda(mark):
 
 def test_commands_and_their_options_exist():
     text = packfree("--help").stdout
-    written = re.findall(r"^\| `packfree (\w+)[^`]*` \| (.+?) \|$", README, re.M)
+    written = re.findall(r"^\| `packfree (\w+)[^`]*` \| (.+?) \|$", DOCS["usage.md"], re.M)
     assert sorted(command for command, _ in written) == sorted(re.findall(r"^    (\w+) ", text, re.M))
     for command, row in written:
         options = set(re.findall(r"--[\w-]+", packfree(command, "--help").stdout)) - {"--help"}
@@ -76,23 +170,24 @@ def test_commands_and_their_options_exist():
 
 
 def test_exit_codes():
-    table = dict(re.findall(r"^\| (\d+) \| (.+?) \|$", README, re.M))
+    table = dict(re.findall(r"^\| (\d+) \| (.+?) \|$", DOCS["usage.md"], re.M))
     help_text = dict(re.findall(r"^  (\d+)  (.+)$", packfree("--help").stdout, re.M))
     assert help_text and help_text.keys() <= table.keys()
 
 
 def test_every_public_name_and_option_is_mentioned():
     for name in hf_packfree.__all__:
-        assert re.search(rf"\b{name}\b", README), name
+        assert re.search(rf"\b{name}\b", DOCS["usage.md"]), name
+        assert name == "__version__" or re.search(rf"^\.\. auto(function|class):: {name}$", DOCS["reference.md"], re.M), name
     for function in (hf_packfree.apply_patches, hf_packfree.verify_packing, hf_packfree.PackFreeCallback):
-        section = README.split(f"| option of `{function.__name__}` |")[1].split("\n\n")[0]
+        section = DOCS["usage.md"].split(f"| option of `{function.__name__}` |")[1].split("\n\n")[0]
         options = {p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
         written = {name for row in section.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])}
         assert written == options, function.__name__
 
 
 def test_every_error_is_listed_with_its_builtin():
-    section = README.split("### What is refused")[1].split("\n## ")[0]
+    section = DOCS["inputs.md"].split("## What is refused")[1].split("\n## ")[0]
     listed = dict(re.findall(r"^\| `(\w+)` \| `(\w+)` \|", section, re.M))
     kinds = [kind for kind in vars(errors).values() if inspect.isclass(kind) and issubclass(kind, errors.PackFreeError)]
     wanted = {kind.__name__: kind for kind in kinds if kind is not errors.PackFreeError}
@@ -101,14 +196,16 @@ def test_every_error_is_listed_with_its_builtin():
         assert issubclass(kind, getattr(__import__("builtins"), listed[name])), name
 
 
-def test_files_it_names_exist():
-    named = set(re.findall(r"\]\(([^):]+)\)|`((?:hf_packfree|tests|notebooks|benchmarks)/[\w/.]+)`", README))
-    paths = {path for pair in named for path in pair if path}
-    assert paths and not [path for path in paths if not (ROOT / path).exists()]
+@pytest.mark.parametrize("page", PAGES)
+def test_files_it_names_exist(page):
+    named = set(re.findall(r"`((?:hf_packfree|tests|notebooks|docs)/[\w/.-]*)`", PAGES[page]))
+    modules = {name.replace(".", "/") for name in re.findall(r"python -m (tests[\w.]+)", PAGES[page])}
+    missing = [path for path in named if not (ROOT / path).exists()]
+    assert not missing + [name for name in modules if not (ROOT / f"{name}.py").exists()]
 
 
 def test_every_family_is_listed():
     from hf_packfree.patching.registry import FAMILIES
 
-    section = README.split("### Families")[1].split("###")[0]
+    section = DOCS["compatibility.md"].split("## Families")[1].split("\n## ")[0]
     assert [family.name for family in FAMILIES] == re.findall(r"^\| `(\w+)` \|", section, re.M)

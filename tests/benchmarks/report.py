@@ -1,7 +1,7 @@
-"""Write README's GPU tables and the plot from the newest result.
+"""Write the GPU tables of README and docs, and the plot, from the newest result.
 
-    python -m tests.benchmarks.report                  # print the tables
-    python -m tests.benchmarks.report --readme         # put them between README's `<!-- gpu -->` and `<!-- /gpu -->`, and plot
+    python -m tests.benchmarks.report             # print the tables
+    python -m tests.benchmarks.report --write     # put them between `<!-- gpu -->` and `<!-- /gpu -->` of the pages, and plot
 """
 
 from __future__ import annotations
@@ -15,49 +15,57 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "tests/benchmarks/results"
-PLOT = RESULTS / "steps.png"
+PLOT = "docs/steps.png"
 FLOOR = "matrix products alone"
 EARLIER = "Rows with * are of an earlier run, and perhaps of another machine; ratios are to rows of the same run."
 TITLES = {
     "2b-32k-packed": "2B shape, 32,768 tokens in {documents} documents",
-    "2b-8x2048-padded": "2B shape, 8 rows of 2,048 slots, {fill:.0%} full",
+    "2b-8x2048-padded": "2B shape, 8 rows of 2,048 tokens, {fill:.0%} of them real",
     "9b-32k-packed": "9B shape ({layers} layers), 32,768 tokens",
     "9b-4k-packed": "9B shape, 4,096 tokens in documents of 500",
-    "9b-8x2048-padded": "9B shape, 8 rows of 2,048 slots, {fill:.0%} full",
+    "9b-8x2048-padded": "9B shape, 8 rows of 2,048 tokens, {fill:.0%} of them real",
     "moe-32k-packed": "MoE, 64 experts, 8 a token ({layers} layers), 32,768 tokens",
     "moe-4k-packed": "MoE, 4,096 tokens in documents of 500",
-    "moe-8x2048-padded": "MoE, 8 rows of 2,048 slots, {fill:.0%} full",
+    "moe-8x2048-padded": "MoE, 8 rows of 2,048 tokens, {fill:.0%} of them real",
 }
-ALONE = re.compile(r"(.+): (values|.*gradients?\b.*), packed against alone")
-WHOLE = r"logits |verify_packing |\d+ steps|FLA, largest shapes"
-"""Errors that the tables show: by operation or trunk, and of whole models."""
+ALONE = re.compile(r"(trunk.+): (values|.*gradients?\b.*), packed against alone")
+WHOLE = r"logits |verify_packing |\d+ steps|FLA, largest shapes against"
+"""Errors that the tables show: of trunks, and of whole models; those of single operations are in the result alone."""
+SHORT = {
+    "2b-32k-packed": ("stock packed", "packfree"),
+    "2b-8x2048-padded": ("stock padded", "packfree, padded"),
+    "moe-8x2048-padded": ("stock padded", "packfree, padded"),
+}
+"""README's rows: by workload, the unpatched variant and ours."""
+SHORT_HEAD = ("one training step, bf16", "unpatched", "patched", "faster")
+WORDS = {"stock": "unpatched", "composed by hand": "composed without packfree", "one by one": "per document"}
+"""What a result calls some rows and errors, and what readers do."""
 MARKS = re.compile(r"(<!-- gpu\b[^>]*-->\n).*?(<!-- /gpu -->)", re.S)
 BARS = {"real_tokens_per_s": "real tokens/s (more is better)", "peak_gib": "peak GiB (less is better)"}
 BLUE, ORANGE, GREY = "#2b6cb0", "#dd8452", "#8c8c8c"
 
 
-def main(arguments: Sequence[str] | None = None) -> str:
-    """Print the tables, or write them where README wants them; returns them."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the tables, or write them where the pages want them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--result", type=Path, help="a result; the newest in tests/benchmarks/results if not given")
-    parser.add_argument("--readme", nargs="?", type=Path, const=ROOT / "README.md", help="write the tables into this file")
-    parser.add_argument("--plot", type=Path, default=PLOT, help="where --readme draws the plot")
+    parser.add_argument("--write", nargs="?", type=Path, const=ROOT, help="write tables and plot into this checkout's pages")
     options = parser.parse_args(arguments)
     path = options.result or newest(RESULTS)
     result = json.loads(path.read_text())
-    text = report(result, path.name)
-    if options.readme is None:
-        print(text)
-        return text
-    draw(result, options.plot)
-    options.readme.write_text(filled(options.readme, text, options.plot))
-    return text
+    if options.write is None:
+        print("\n".join(text for text in tables(result, path.name).values()))
+        return
+    draw(result, options.write / PLOT)
+    for page, text in tables(result, path.name).items():
+        (options.write / page).write_text(put_in((options.write / page).read_text(), text))
 
 
-def filled(readme: Path, text: str, plot: Path) -> str:
-    """Return what the README has to hold: the tables and the plot between its marks."""
-    image = f"![ms, tokens per second and memory of one step]({_relative(plot, readme.parent)})\n"
-    return put_in(readme.read_text(), text + "\n" + image)
+def tables(result: dict[str, Any], name: str) -> dict[str, str]:
+    """Return {page: what it has to hold between its marks}, as Markdown."""
+    image = f"![ms, tokens per second and memory of one step]({Path(PLOT).name})\n"
+    speed = "\n".join(part for part in (head(result, name), steps(result), linearity(result), image) if part)
+    return {"README.md": summary(result), "docs/performance.md": speed, "docs/numerics.md": exactness(result)}
 
 
 def newest(folder: Path) -> Path:
@@ -69,25 +77,36 @@ def newest(folder: Path) -> Path:
     return found[-1]
 
 
-def put_in(readme: str, text: str) -> str:
-    """Return the README with `text` between its marks."""
-    if len(MARKS.findall(readme)) != 1:
+def put_in(page: str, text: str) -> str:
+    """Return the page with `text` between its marks."""
+    if len(MARKS.findall(page)) != 1:
         raise ValueError("found not exactly one pair of `<!-- gpu -->` and `<!-- /gpu -->` lines; wanted one; add it")
-    return MARKS.sub(lambda marks: f"{marks[1]}{text}{marks[2]}", readme)
+    return MARKS.sub(lambda marks: f"{marks[1]}{text}{marks[2]}", page)
 
 
-def report(result: dict[str, Any], name: str) -> str:
-    """Return the tables as Markdown, with date and machine."""
+def head(result: dict[str, Any], name: str) -> str:
+    """Return what the tables were made with, and where every number is."""
     versions = ", ".join(
         f"{package} {result['versions'][package]}"
         for package in ("torch", "triton", "transformers", "fla-core", "flash-qla", "liger-kernel", "causal-conv1d")
         if package in result["versions"]
     )
-    head = (
+    return (
         f"One step is forward and backward of the trunk in bf16. Made on {result['date']} on one {result['machine']} with "
         f"{versions}; every number is in `tests/benchmarks/results/{name}`.{' ' + EARLIER if earlier(result) else ''}\n"
     )
-    return "\n".join(part for part in (head, steps(result), linearity(result), exactness(result)) if part)
+
+
+def summary(result: dict[str, Any]) -> str:
+    """README's table: the workloads of `SHORT`, unpatched beside patched."""
+    lines = [f"| {' | '.join(SHORT_HEAD)} |", "|---" * len(SHORT_HEAD) + "|"]
+    for workload, variants in SHORT.items():
+        rows = rows_of(result, workload)
+        if all("ms" in rows.get(variant, {}) for variant in variants):
+            cells = [f"{row['ms']:,.0f} ms, {row['peak_gib']:.0f} GiB" for row in map(rows.__getitem__, variants)]
+            faster = rows[variants[0]]["ms"] / rows[variants[-1]]["ms"]
+            lines.append(f"| {heading(TITLES[workload], rows)} | {' | '.join(cells)} | {faster:.1f} x |")
+    return "\n".join(lines) + "\n"
 
 
 def earlier(result: dict[str, Any]) -> set[int]:
@@ -98,7 +117,7 @@ def earlier(result: dict[str, Any]) -> set[int]:
 
 def steps(result: dict[str, Any]) -> str:
     """One table of the workloads; an error is the row's result, in words, and told once where it is a model's."""
-    titles = ("one step", "ms", "real tokens/s", "peak GiB", "real tokens per GiB", "against stock")
+    titles = ("one step", "ms", "real tokens/s", "peak GiB", "real tokens per GiB", "against unpatched")
     titles += ("times the matrix products",)
     lines, told = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"], set[Any]()
     for workload, title in TITLES.items():
@@ -110,6 +129,13 @@ def steps(result: dict[str, Any]) -> str:
                     lines.append(_line(row, rows, row.get("run", 1) in earlier(result)))
                     told.add(failure)
     return "\n".join(lines) + "\n" if len(lines) > 2 else ""
+
+
+def worded(name: str) -> str:
+    """Return the name of a row or an error in readers' words."""
+    for old, new in WORDS.items():
+        name = name.replace(old, new)
+    return name
 
 
 def rows_of(result: dict[str, Any], workload: str) -> dict[str, dict[str, Any]]:
@@ -142,7 +168,7 @@ def _sustained(rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _line(row: dict[str, Any], rows: dict[str, dict[str, Any]], marked: bool) -> str:
     """Ratios are to what was timed in the same run."""
-    name = row["variant"] + " *" * marked
+    name = worded(row["variant"]) + " *" * marked
     if "ms" not in row:
         kind = row.get("error", "no result").split(":")[0]
         return f"| {name} | {'out of memory' if kind == 'OutOfMemoryError' else kind} | | | | | |"
@@ -183,7 +209,7 @@ def exactness(result: dict[str, Any]) -> str:
             kind = "values" if match[2] == "values" else "gradients"
             kinds[kind] = max(line, kinds.get(kind, line), key=lambda line: line["error"])
         elif re.match(WHOLE, line["what"]):
-            others.append(f"| {line['what']} | {_error(line)} | {_limit(line)} |")
+            others.append(f"| {worded(line['what'])} | {_error(line)} | {_limit(line)} |")
     if not alone:
         return ""
     head = "| a document in a packed row against the document alone | values | limit | worst gradient | limit |"
@@ -228,7 +254,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         side.set(title=title, xticks=[], frame_on=False)
         side.tick_params(length=0, labelsize=8)
         side.margins(x=0.12, y=0.01)
-    sides[0].set_yticks(range(len(bars)), [name for name, _ in bars])
+    sides[0].set_yticks(range(len(bars)), [worded(name) for name, _ in bars])
     sides[0].invert_yaxis()
     for label, (_, row) in zip(sides[0].get_yticklabels(), bars):
         label.set_fontweight("normal" if row else "bold")
@@ -236,11 +262,6 @@ def draw(result: dict[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=90)
     pyplot.close(figure)
-
-
-def _relative(path: Path, folder: Path) -> str:
-    path, folder = path.resolve(), folder.resolve()
-    return path.relative_to(folder).as_posix() if path.is_relative_to(folder) else path.as_posix()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""README's GPU tables say what the result says; runs anywhere."""
+"""The pages' GPU tables say what the result says; runs anywhere."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ RESULT = {
          "real_tokens_per_s": 4096000.0, "peak_gib": 9.0},
     ],
     "errors": [
-        {"test": "a", "what": "conv, fla: values, packed against alone", "error": 0.0, "limit": 0.0},
-        {"test": "a", "what": "conv, fla: gradient of x, packed against alone", "error": 1e-6, "limit": 5e-3},
-        {"test": "a", "what": "conv, fla: gradient of w, packed against alone", "error": 2e-3, "limit": 5e-3},
+        {"test": "a", "what": "trunk, fla: values, packed against alone", "error": 0.0, "limit": 0.0},
+        {"test": "a", "what": "trunk, fla: gradient of x, packed against alone", "error": 1e-6, "limit": 5e-3},
+        {"test": "a", "what": "trunk, fla: gradient of w, packed against alone", "error": 2e-3, "limit": 5e-3},
         {"test": "c", "what": "trunk, auto: decays' gradients, packed against alone", "error": 1e-3, "limit": None},
         {"test": "d", "what": "logits bf16: packed against upstream one by one", "error": 3e-3, "limit": 1e-2},
-        {"test": "b", "what": "conv, fla: gradient of x against fp64", "error": 1e-3, "limit": 1e-2},
+        {"test": "b", "what": "trunk, auto: gradient of x against fp64", "error": 1e-3, "limit": 1e-2},
     ],
     "tests": {"passed": 3, "failed": 1, "skipped": 2, "not_passed": []},
 }
 
 
 def test_tables():
-    lines = report.report(RESULT, "x.json").splitlines()
-    assert "Made on 2026-01-02 on one NVIDIA Test with torch 2.11.0, triton 3.6.0" in lines[0]
+    lines = "\n".join(report.tables(RESULT, "x.json").values()).splitlines()
+    assert "Made on 2026-01-02 on one NVIDIA Test with torch 2.11.0, triton 3.6.0" in "\n".join(lines)
     assert "| **2B shape, 32,768 tokens in 58 documents** | | | | | | |" in lines
     assert "| packfree+liger | 500 | 65,536 | 60.0 | 546 | 4.00 x | 1.25 |" in lines
-    assert "| stock packed | 2,000 | 16,384 | 127.8 | 256 | 1.00 x | 5.00 |" in lines
+    assert "| unpatched packed | 2,000 | 16,384 | 127.8 | 256 | 1.00 x | 5.00 |" in lines
     assert "| matrix products alone | 400 | 81,920 |  |  |  | 1.00 |" in lines
     assert "| matrix products alone, step after step | 440 | 74,473 |  |  |  | 1.10 |" in lines
-    assert "| stock packed | out of memory | | | | | |" in lines
-    assert "| **2B shape, 8 rows of 2,048 slots, 34% full** | | | | | | |" in lines
+    assert "| unpatched packed | out of memory | | | | | |" in lines
+    assert "| **2B shape, 8 rows of 2,048 tokens, 34% of them real** | | | | | | |" in lines
     assert "| real tokens/s, 8 layers of the 2B shape | 4k | 32k |" in lines
     assert lines.index("| documents of 64 | 4,096,000 | 4,096,000 |") < lines.index("| one document | 4,095,000 |  |")
-    assert "| conv, fla | 0 | 0 | 2.0e-03 | 5e-03 |" in lines and "| trunk, auto |  |  | 1.0e-03 |  |" in lines
-    assert "| logits bf16: packed against upstream one by one | 3.0e-03 | 1e-02 |" in lines
+    assert "| trunk, fla | 0 | 0 | 2.0e-03 | 5e-03 |" in lines and "| trunk, auto |  |  | 1.0e-03 |  |" in lines
+    assert "| logits bf16: packed against upstream per document | 3.0e-03 | 1e-02 |" in lines
     assert "GPU tests: 3 passed, 1 failed, 2 skipped." in lines
     assert not [line for line in lines if "late" in line or "fp64" in line]
 
@@ -63,34 +63,39 @@ def test_a_model_that_cannot_be_built_says_so_once_and_rows_without_memory_each(
     rows = [{"workload": work, "variant": variant, "error": error} for work in works for variant, error in kinds.items()]
     table = report.steps({"rows": rows})
     assert table.count("| packfree+liger | ImportError |") == table.count("| packfree | ImportError |") == 1
-    assert "padded" not in table and table.count("| stock packed | out of memory |") == 2
+    assert "padded" not in table and table.count("| unpatched packed | out of memory |") == 2
 
 
 def test_rows_of_an_earlier_run_are_marked_and_compared_with_their_own():
     rows = [row | {"run": 2 - (row["variant"] == "matrix products alone")} for row in RESULT["rows"][:3]]
-    lines = report.report(RESULT | {"rows": rows}, "x.json").splitlines()
-    assert lines[0].endswith(report.EARLIER) and report.EARLIER not in report.report(RESULT, "x.json")
+    lines = report.steps(RESULT | {"rows": rows}).splitlines()
+    assert report.EARLIER in report.head(RESULT | {"rows": rows}, "x.json")
+    assert report.EARLIER not in report.head(RESULT, "x.json")
     assert "| packfree+liger | 500 | 65,536 | 60.0 | 546 | 4.00 x |  |" in lines, "its products were timed in another run"
     assert "| matrix products alone * | 400 | 81,920 |  |  |  | 1.00 |" in lines
 
 
-def test_the_readme_gets_the_newest_result(tmp_path):
+def test_readme_s_table_is_short_and_leaves_out_what_was_not_timed():
+    lines = report.summary({"rows": RESULT["rows"] + [RESULT["rows"][0] | {"variant": "packfree"}]}).splitlines()
+    assert lines[2:] == ["| 2B shape, 32,768 tokens in 58 documents | 2,000 ms, 128 GiB | 500 ms, 60 GiB | 4.0 x |"]
+
+
+def test_the_pages_get_the_newest_result(tmp_path):
     for date in ("2026-01-01", "2026-01-02"):
         (tmp_path / f"{date}-gpu.json").write_text(json.dumps(RESULT))
     assert report.newest(tmp_path).name == "2026-01-02-gpu.json"
-    readme = tmp_path / "README.md"
-    readme.write_text("before\n<!-- gpu -->\nold\n<!-- /gpu -->\nafter\n")
-    arguments = ["--result", str(report.newest(tmp_path)), "--readme", str(readme), "--plot", str(tmp_path / "plot.png")]
+    pages = report.tables(RESULT, "2026-01-02-gpu.json")
+    for page in pages:
+        (tmp_path / page).parent.mkdir(exist_ok=True)
+        (tmp_path / page).write_text("before\n<!-- gpu -->\nold\n<!-- /gpu -->\nafter\n")
     for _ in range(2):  # writing again changes nothing
-        report.main(arguments)
-        before, inside, after = readme.read_text().partition("<!-- gpu -->\n")[0::2] + ("",)
-        text, _, after = inside.partition("<!-- /gpu -->")
-        assert (before, after) == ("before\n", "\nafter\n")
-        assert text.startswith("One step is") and text.endswith("(plot.png)\n") and "old" not in text
-    assert 1_000 < (tmp_path / "plot.png").stat().st_size < 100_000
+        report.main(["--result", str(report.newest(tmp_path)), "--write", str(tmp_path)])
+        for page, text in pages.items():
+            assert (tmp_path / page).read_text() == f"before\n<!-- gpu -->\n{text}<!-- /gpu -->\nafter\n"
+    assert 1_000 < (tmp_path / report.PLOT).stat().st_size < 100_000
 
 
-def test_a_readme_without_marks_is_refused():
+def test_a_page_without_marks_is_refused():
     with pytest.raises(ValueError, match="wanted one"):
         report.put_in("no marks", "text")
 

@@ -13,12 +13,11 @@ NEWEST = report.newest(report.RESULTS)
 RESULTS = sorted(report.RESULTS.rglob("*.json"))
 
 
-def test_the_readme_holds_the_tables_of_the_newest_result():
-    """If not: python -m tests.benchmarks.report --readme."""
-    readme = report.ROOT / "README.md"
-    text = report.report(json.loads(NEWEST.read_text()), NEWEST.name)
-    assert f"tests/benchmarks/results/{NEWEST.name}" in text
-    assert readme.read_text() == report.filled(readme, text, report.PLOT)
+def test_the_pages_hold_the_tables_of_the_newest_result():
+    """If not: python -m tests.benchmarks.report --write."""
+    for page, text in report.tables(json.loads(NEWEST.read_text()), NEWEST.name).items():
+        held = (report.ROOT / page).read_text()
+        assert held == report.put_in(held, text), page
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.relative_to(report.RESULTS).as_posix())

@@ -1,7 +1,7 @@
 """Run the tests marked `compat` on several releases of transformers, each in an environment of its own.
 
     python -m tests.compat.run                  one release of each era
-    python -m tests.compat.run --all --readme   all of them; puts their rows into the table of README.md
+    python -m tests.compat.run --all --write    all of them; puts their rows into docs/compat_full.md
     python -m tests.compat.run 5.8.1 5.23.0     these
 
 Every release runs twice: bare, and with the `kernels` it accepts and stand-ins for flash-linear-attention and
@@ -22,7 +22,7 @@ from rich.table import Table
 
 from tests.compat.environments import CannotMake, environments
 from tests.compat.measure import Outcome, measure
-from tests.compat.table import HEAD, row_of, write_readme
+from tests.compat.table import HEAD, row_of, write
 
 ALL = (
     "5.2.0", "5.3.0", "5.4.0", "5.8.1", "5.9.0", "5.12.1", "5.13.1", "5.14.1",
@@ -55,8 +55,8 @@ def main() -> int:
             outcomes = [_announced(console, *named) for named in zip((version, f"{version} with kernel packages"), pair)]
             rows.append(row_of(version, place.version, outcomes))
             failed += sum(len(outcome.failed) for outcome in outcomes)
-            if options.readme:  # at once: what is interrupted keeps what it has
-                write_readme(rows[-1])
+            if options.write:  # at once: what is interrupted keeps what it has
+                write(rows[-1])
     _show(console, rows)
     verdict = f"{failed} tests fail" if failed else "exact on every one of them"
     console.print(f"{len(versions)} releases of transformers in {_minutes(begun)}: {verdict}.")
@@ -69,7 +69,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--all", action="store_true", help="every release that is promised")
     parser.add_argument("--envs", type=Path, default=Path.home() / ".cache" / "hf_packfree" / "compat")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time")
-    parser.add_argument("--readme", action="store_true", help="write the rows into README.md")
+    parser.add_argument("--write", action="store_true", help="write the rows into docs")
     return parser.parse_args()
 
 

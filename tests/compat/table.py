@@ -1,4 +1,4 @@
-"""The table of releases, for the console and for README.md."""
+"""The table of releases, for the console and for docs: in full, and in one sentence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from packaging.version import Version
 
 from tests.compat.measure import Outcome
 
-README = Path(__file__).parents[2] / "README.md"
+DOCS = Path(__file__).parents[2] / "docs"
 MARK = "<!-- compat -->"
 FAMILIES = {"qwen3_5": "Qwen3.5", "qwen3_5_moe": "Qwen3.5-MoE", "qwen3_next": "Qwen3-Next"}
 CELLS = [(family, attention) for family in FAMILIES for attention in ("sdpa", "eager")]
@@ -30,18 +30,36 @@ def _cell(family: str, attention: str, outcomes: list[Outcome]) -> str:
     return " ".join([verdict, *(" / ".join(f"{max(column):.0e}" for column in zip(*found)) for _ in found[:1])])
 
 
-def write_readme(row: tuple[str, ...]) -> None:
-    """Put a row into the table between the two marks in README.md, in the place of the release's last one."""
-    text = README.read_text()
-    table = text.split(MARK)[1]
-    held = {cells[0]: cells for line in table.splitlines() if (cells := _cells(line)) and cells[0][0].isdigit()}
-    rows = sorted({**held, row[0]: row}.values(), key=lambda cells: Version(cells[0]))
+def write(row: tuple[str, ...]) -> None:
+    """Put a row into docs/compat_full.md, for the release's last one, and the sentence into docs/compatibility.md."""
+    rows = sorted({**{held[0]: held for held in rows_held()}, row[0]: row}.values(), key=lambda cells: Version(cells[0]))
     lines = [
-        "Written by `python -m tests.compat.run --all --readme`: worst relative RMS of logits / gradients, CPU, fp32.",
+        "Written by `python -m tests.compat.run --all --write`: worst relative RMS of logits / gradients, CPU, fp32.",
         "",
         *("| " + " | ".join(cells) + " |" for cells in (HEAD, ("---",) * len(HEAD), *rows)),
     ]
-    README.write_text(re.sub(f"{MARK}.*?{MARK}", lambda _: "\n".join([MARK, *lines, MARK]), text, flags=re.S))
+    _put(DOCS / "compat_full.md", "\n".join(lines))
+    _put(DOCS / "compatibility.md", sentence(rows))
+
+
+def rows_held() -> list[tuple[str, ...]]:
+    """Return the rows that docs/compat_full.md has."""
+    lines = (DOCS / "compat_full.md").read_text().split(MARK)[1].splitlines()
+    return [cells for line in lines if (cells := _cells(line)) and cells[0][0].isdigit()]
+
+
+def sentence(rows: list[tuple[str, ...]]) -> str:
+    """Return from which release to which it is exact, which releases are not, and the worst of the numbers."""
+    failing = [row[0] for row in rows if any(cell.startswith("fails") for cell in row[3:])]
+    pairs = [cell.split()[1::2] for row in rows for cell in row[3:] if cell.startswith("exact")]
+    worst = " and ".join(f"{max(map(float, column)):.0e}" for column in zip(*pairs))
+    verdict = f"not exact on {', '.join(failing)}" if failing else f"exact on every one, worst {worst}"
+    releases = f"transformers {rows[0][0]} to {rows[-1][0]}, {len(rows)} releases"
+    return f"{releases}: {verdict} (relative RMS of logits and of gradients)."
+
+
+def _put(page: Path, text: str) -> None:
+    page.write_text(re.sub(f"{MARK}.*?{MARK}", lambda _: f"{MARK}\n{text}\n{MARK}", page.read_text(), flags=re.S))
 
 
 def _cells(line: str) -> tuple[str, ...]:

@@ -35,16 +35,24 @@ def test_one_failure_or_a_missing_number_fails_that_cell_alone(spoiled):
 
 
 def test_a_row_replaces_the_release_s_last_one_and_no_other(tmp_path, monkeypatch):
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{table.MARK}\nnothing yet\n{table.MARK}\nafter\n")
-    monkeypatch.setattr(table, "README", readme)
+    full, short = tmp_path / "compat_full.md", tmp_path / "compatibility.md"
+    for page in (full, short):
+        page.write_text(f"before\n{table.MARK}\nnothing yet\n{table.MARK}\nafter\n")
+    monkeypatch.setattr(table, "DOCS", tmp_path)
     fine = Outcome(ALL_FINE, [])
     for version, outcomes in (("5.12.1", [fine]), ("5.9.0", [fine]), ("5.9.0", [fine, Outcome({}, ["nothing ran"])])):
-        table.write_readme(table.row_of(version, None, outcomes))
-    text = readme.read_text()
+        table.write(table.row_of(version, None, outcomes))
+    text = full.read_text()
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| 5.")]
     assert [(row[0], row[3].split()[0]) for row in rows] == [("| 5.9.0", "fails"), ("| 5.12.1", "exact")]
     assert text.startswith(f"before\n{table.MARK}\nWritten by") and text.endswith(f"{table.MARK}\nafter\n")
+    assert "transformers 5.9.0 to 5.12.1, 2 releases: not exact on 5.9.0" in short.read_text()
+    table.write(table.row_of("5.9.0", None, [fine]))
+    assert "2 releases: exact on every one, worst 5e-07 and 2e-06 (relative" in short.read_text()
+
+
+def test_the_sentence_is_that_of_the_full_table():
+    assert (table.DOCS / "compatibility.md").read_text().split(table.MARK)[1].strip() == table.sentence(table.rows_held())
 
 
 def test_reads_the_worst_number_and_the_failures():

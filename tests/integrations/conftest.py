@@ -1,4 +1,4 @@
-"""Every test here is proof of a row of README's table: its mark and its numbers go into pytest's report."""
+"""Every test here is proof of a row of the table in docs/compatibility.md: its mark and its numbers go into pytest's report."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import pytest
 
 
 def integration(library: str, what: str, says: str = "works") -> pytest.MarkDecorator:
-    """Mark a test as proof of one row of README's table: whose feature, which, and what holds if the test passes."""
+    """Mark a test as proof of a row in docs/compatibility.md: whose feature, which, and what holds if the test passes."""
     return pytest.mark.integration(library=library, what=what, says=says)
 
 

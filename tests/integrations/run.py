@@ -1,7 +1,7 @@
-"""Run the tests of this room and make README's table of other libraries from their results.
+"""Run the tests of this room and make the table of other libraries in docs/compatibility.md from their results.
 
     python -m tests.integrations.run               print the table
-    python -m tests.integrations.run --readme      put it into README.md
+    python -m tests.integrations.run --write       put it into docs/compatibility.md
     python -m tests.integrations.run --report integrations.xml      from a report that pytest wrote earlier with --junitxml
 
 A row is what a test says of itself with `@integration`; it holds if every test of the row that ran has passed.
@@ -22,6 +22,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/compatibility.md"
 MARK = "<!-- integrations -->"
 LIBRARIES = ("Trainer", "TRL SFTTrainer", "TRL DPOTrainer", "PEFT", "accelerate", "torch", "torch.compile", "DeepSpeed",
              "transformers", "Liger")
@@ -101,10 +102,10 @@ def _add(row: Row, case: ElementTree.Element, facts: list[tuple[str, str]]) -> N
 
 
 def markdown(rows: list[Row]) -> str:
-    """Return the README's table, with the day it was made and the versions it was made with."""
+    """Return the table, with the day it was made and the versions it was made with."""
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in VERSIONS if _installed(name))
     day = datetime.date.today().isoformat()
-    lines = [f"Made on {day} by `python -m tests.integrations.run --readme` on a CPU with {versions}.", ""]
+    lines = [f"Made on {day} by `python -m tests.integrations.run --write` on a CPU with {versions}.", ""]
     lines += ["| " + " | ".join(cells) + " |" for cells in (HEAD, ("---",) * len(HEAD), *(row.cells() for row in rows))]
     return "\n".join(lines)
 
@@ -117,16 +118,15 @@ def _installed(name: str) -> bool:
     return True
 
 
-def write_readme(table: str) -> None:
-    """Put the table between the two marks in README.md."""
-    readme = ROOT / "README.md"
-    readme.write_text(re.sub(f"{MARK}.*?{MARK}", lambda _: f"{MARK}\n{table}\n{MARK}", readme.read_text(), flags=re.S))
+def write(table: str) -> None:
+    """Put the table between the two marks of its page."""
+    PAGE.write_text(re.sub(f"{MARK}.*?{MARK}", lambda _: f"{MARK}\n{table}\n{MARK}", PAGE.read_text(), flags=re.S))
 
 
 def main() -> int:
     """Run, print the table, and return 0 if nothing failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--readme", action="store_true", help="write the table into README.md")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/compatibility.md")
     parser.add_argument("--report", type=Path, help="read this report instead of running the tests")
     parser.add_argument("--workers", type=int, default=min(os.cpu_count() or 1, 8))
     options = parser.parse_args()
@@ -137,8 +137,8 @@ def main() -> int:
         rows = read(report)
     table = markdown(rows)
     print(table)
-    if options.readme:
-        write_readme(table)
+    if options.write:
+        write(table)
     return 1 if any(row.failed for row in rows) else 0
 
 

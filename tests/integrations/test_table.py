@@ -1,8 +1,8 @@
-"""README's table of other libraries says what the tests say, and the generator reads their results."""
+"""The table of other libraries in docs/compatibility.md says what the tests say, and the generator reads their results."""
 
 from __future__ import annotations
 
-from tests.integrations.run import LIBRARIES, MARK, ROOT, read
+from tests.integrations.run import LIBRARIES, MARK, PAGE, read
 
 REPORT = """<testsuites><testsuite>
 <testcase name="one"><properties>{row}<property name="error" value="2e-6"/><property name="control" value="0.5"/></properties>
@@ -30,8 +30,8 @@ def test_rows_come_from_results(tmp_path):
     ]
 
 
-def test_readme_says_what_the_tests_say(request):
-    table = (ROOT / "README.md").read_text().split(MARK)[1]
+def test_the_page_says_what_the_tests_say(request):
+    table = PAGE.read_text().split(MARK)[1]
     written = [tuple(cell.strip() for cell in line.strip("|").split("|"))[:3] for line in table.splitlines()[4:]]
     marks = [item.get_closest_marker("integration") for item in request.session.items]
     rows = {(m.kwargs["library"], m.kwargs["what"]): m.kwargs["says"] for m in marks if m is not None}
