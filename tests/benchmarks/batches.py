@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_packfree.ops import launch
 from hf_packfree.packing import PackedSequence
 
 
@@ -21,12 +20,10 @@ class Load:
         lengths: of the documents.
         form: "collator" (restarting positions and every keyword a collator can give), "record" (the package's own record,
             built beforehand), "plain" (input_ids alone) or "padded" (a rectangle with a 0/1 mask).
-        asks_triton: whether our kernels are launched Triton's way, which looks each up at every launch.
     """
 
     lengths: tuple[int, ...]
     form: str = "collator"
-    asks_triton: bool = False
 
     @property
     def real_tokens(self) -> int:
@@ -96,19 +93,3 @@ def step_of(trunk: nn.Module, inputs: dict[str, Any]) -> Callable[[], Tensor]:
         return loss.detach()
 
     return step
-
-
-def asking_triton(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Return the step with nothing remembered between launches: what `hf_packfree.ops.launch` saves."""
-
-    def asking() -> Tensor:
-        own, launch._launch = launch._launch, ask
-        try:
-            return step()
-        finally:
-            launch._launch = own
-
-    def ask(kernel: Any, grid: tuple[int, ...], device: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-        kernel[grid](*arguments, **constants)
-
-    return asking

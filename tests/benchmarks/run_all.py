@@ -84,11 +84,11 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
     return parser.parse_known_args(arguments)
 
 
-def source() -> str:
+def source(tree: Path = ROOT) -> str:
     """Return what tells one state of the package from another: the first digits of its files' SHA-256."""
     digest = hashlib.sha256()
-    for path in sorted((ROOT / "hf_packfree").rglob("*.py")):
-        digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
+    for path in sorted((tree / "hf_packfree").rglob("*.py")):
+        digest.update(path.relative_to(tree).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()[:12]
 
 

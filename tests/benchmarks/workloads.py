@@ -88,7 +88,6 @@ def _padded(tiny: bool) -> list[Group]:
     liger = (
         (name, "packfree+liger, padded", padded), (name, "packfree+liger, packed", packed),
         ("2b-1k-packed", "packfree+liger", short),
-        ("2b-1k-packed", "packfree+liger, Triton's launcher", replace(short, asks_triton=True)),
     )
     stand_in = (
         (name, "stock padded, FLA convolution", padded), (name, "stock packed", packed), (name, "stock, one document", plain),
