@@ -32,7 +32,7 @@ def attention(
         k, v: [1, T, HK, D]; HK divides H, and query head j reads key head j // (H / HK).
         packed: where the documents lie.
         scale: factor on q.k before the softmax; D ** -0.5 if not given.
-        dropout: probability of dropping an attention weight; above 0 plain torch attends, whatever the backend.
+        dropout: probability of dropping an attention weight; above 0 "torch" attends, whatever the backend.
         backend: a name in `BACKENDS`.
 
     Returns:
@@ -42,7 +42,7 @@ def attention(
         BackendUnavailable: no backend has that name.
     """
     attend = find("attention", BACKENDS, backend)
-    if dropout:  # which plain torch alone has
+    if dropout:  # which "torch" alone has
         return torch_native.attend(q, k, v, packed, scale=scale, dropout=dropout)
     return attend(q, k, v, packed, scale=scale)  # type: ignore[no-any-return]
 

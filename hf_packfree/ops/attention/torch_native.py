@@ -1,4 +1,4 @@
-"""Causal attention within documents in plain torch, without a T x T mask.
+"""Causal attention within documents in PyTorch eager, without a T x T mask.
 
 Shapes: T tokens of the row, N documents, H query heads, HK key/value heads, D head size, L padded length of a bucket.
 """

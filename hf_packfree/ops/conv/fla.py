@@ -5,10 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from hf_packfree.ops.backend import Site
-from hf_packfree.ops.fla import broken_fla, chunk_indices, needs_fla
+from hf_packfree.ops.chunk_plan import chunk_indices
+from hf_packfree.ops.fla import broken_fla, needs_fla
 from hf_packfree.packing import PackedSequence, uncompiled
-
-CHUNK = 64
 
 
 def unusable(site: Site) -> str | None:
@@ -27,6 +26,6 @@ def causal_conv1d(x: Tensor, weight: Tensor, packed: PackedSequence, bias: Tenso
         bias,
         activation="silu" if silu else None,
         cu_seqlens=packed.cu_seqlens,
-        **chunk_indices(packed, CHUNK),
+        **chunk_indices(packed),
     )
     return out  # type: ignore[no-any-return]

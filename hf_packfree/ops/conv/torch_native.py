@@ -1,4 +1,4 @@
-"""Depthwise causal convolution over packed documents in plain torch.
+"""Depthwise causal convolution over packed documents in PyTorch eager.
 
 The row is worked through in blocks of tokens that stay in the cache; what a tap would read from the document before
 is set to zero.  The input alone is saved; the backward pass computes the preactivation again.

@@ -5,14 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from hf_packfree.ops.backend import Backend, find
-from hf_packfree.ops.delta_rule import fla, flash_qla, torch_native
-from hf_packfree.ops.delta_rule.recurrent import recurrent_gated_delta_rule
+from hf_packfree.ops.delta_rule import fla, flash_qla, torch_chunked
+from hf_packfree.ops.delta_rule.reference import recurrent_gated_delta_rule
 from hf_packfree.packing import PackedSequence
 
 BACKENDS = {
     "flash_qla": Backend(flash_qla.gated_delta_rule, flash_qla.unusable, "flash-qla", bits=True),
     "fla": Backend(fla.gated_delta_rule, fla.unusable, "fla-core", bits=True),
-    "torch": Backend(torch_native.gated_delta_rule),
+    "torch": Backend(torch_chunked.gated_delta_rule),
     "flash_qla_cut": Backend(flash_qla.gated_delta_rule_cut, flash_qla.unusable, "flash-qla", exact=False),
 }
 WALKS = ("flash_qla", "fla")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from hf_packfree.ops.backend import Site
-from hf_packfree.ops.fla import broken_fla, chunk_indices, needs_fla, wrong_on_hopper
-from hf_packfree.ops.order import CHUNK
+from hf_packfree.ops.chunk_plan import chunk_indices
+from hf_packfree.ops.fla import broken_fla, needs_fla, wrong_on_hopper
 from hf_packfree.packing import PackedSequence, uncompiled
 
 
@@ -35,7 +35,7 @@ def gated_delta_rule(
         beta,
         use_qk_l2norm_in_kernel=not unit,
         cu_seqlens=packed.cu_seqlens,
-        **chunk_indices(packed, CHUNK),
+        **chunk_indices(packed),
     )
     return out  # type: ignore[no-any-return]
 

@@ -1,10 +1,11 @@
-"""How the tokens of a packed row are laid out in chunks, so that no chunk holds tokens of two documents.
+"""The layout of a packed row in chunks, none of which holds tokens of two documents, and reading and writing rows of it.
 
 Every document is cut into chunks of C tokens, its last one padded.  Chunks are ordered by time: first the first chunk
 of every document, longest document first, then the second chunk of every document that has one, and so on.  The chunks
 of one time step are then a slice, and the documents that go on to the next step are the first ones of that slice.
 
-Shapes: T tokens, N documents, M chunks of a window, C tokens of a chunk, h heads of a block, R = M x h rows.
+Shapes: T tokens, H heads, D head size, N documents, M chunks of a window, C tokens of a chunk, h heads of a block, R = M x h
+rows, of one chunk and head each.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_packfree.ops.delta_rule.torch_chunked.scratch import Scratch
 from hf_packfree.packing import PackedSequence
 
 
@@ -105,3 +107,58 @@ def _group_steps(docs: list[int], limit: int) -> Iterator[tuple[Step, ...]]:
         group.append(Step(now, after, number == 0))
         room -= now
     yield tuple(group)
+
+
+class TokenReader:
+    """Gathers rows from x [T, H, D] or [T, H] of any strides."""
+
+    def __init__(self, x: Tensor) -> None:
+        """Lay a table of head vectors over x without a copy if its strides allow, as those of a split projection do."""
+        if x.dim() == 2:
+            x = x[..., None].contiguous()
+        length, heads, size = x.shape
+        if x.stride()[1:] != (size, 1) or x.stride(0) % size:
+            x = x.contiguous()
+        self.stride = x.stride(0) // size
+        self.table = x.as_strided(((length - 1) * self.stride + heads, size), (size, 1))
+
+    def read(self, heads: slice, window: Window, name: str, space: Scratch, zero_padding: bool = False) -> Tensor:
+        """Return [R, C, D] as the buffer `name`; padding repeats its document's last token, or holds zero."""
+        index = window.places("tokens", self.stride, heads)
+        found = space(name, index.numel(), self.table.shape[1])
+        if self.table.dtype == space.dtype:
+            torch.index_select(self.table, 0, index.flatten(), out=found)
+        else:
+            found.copy_(self.table.index_select(0, index.flatten()))
+        if zero_padding and window.padding.numel():
+            found.index_fill_(0, _padding(window, index), 0)
+        return found.view(-1, index.shape[-1], found.shape[-1])
+
+
+class TokenWriter:
+    """Collects rows into [1, T, H, D] or [1, T, H]; what padding holds goes to a token past the end."""
+
+    def __init__(self, like: Tensor) -> None:
+        """`like` [T, ...] gives shape, dtype and device."""
+        self.whole = like.new_empty(len(like) + 1, *like.shape[1:])
+        self.heads = like.shape[1]
+
+    def write(self, rows: Tensor, heads: slice, window: Window) -> None:
+        """Scatter `rows` [R, C, D] or [R, C]."""
+        table = self.whole.view(len(self.whole) * self.heads, -1)
+        index = window.places("targets", self.heads, heads)
+        rows = rows.reshape(-1, table.shape[1]).to(table.dtype)
+        if table.shape[1] * table.element_size() % 16 == 0 and rows.is_contiguous():
+            table, rows = table.view(torch.complex128), rows.view(torch.complex128)  # moved in pieces of 16 bytes
+        table.index_copy_(0, index.flatten(), rows)
+
+    def result(self) -> Tensor:
+        """Return what was written."""
+        return self.whole[None, :-1]
+
+
+def _padding(window: Window, index: Tensor) -> Tensor:
+    """Where the padding lies in rows of `index` [M, h, C]."""
+    _, heads, chunk = index.shape
+    first = window.padding + (heads - 1) * chunk * (window.padding // chunk)
+    return (first[:, None] + torch.arange(heads, device=index.device) * chunk).flatten()

@@ -1,7 +1,7 @@
-"""The gated delta rule over packed documents in plain torch: chunked, exact at boundaries, light on memory.
+"""The gated delta rule over packed documents in PyTorch: chunked, exact at boundaries, light on memory.
 
-Nothing but the inputs is saved for the backward pass, which computes the forward's intermediates again, one block of
-heads at a time.  Every product is a batched one over (chunk, head), which on the CPU gives each chunk the same bits
+Nothing but the inputs is saved for the backward pass, which recomputes the forward's intermediates, one block of heads
+at a time.  Every product is a batched one over (chunk, head), which on the CPU gives each chunk the same bits
 whatever else is in the batch: a document's output does not depend on the row it is packed in.
 
 Shapes: T tokens, H key heads, HV value heads, K and V head sizes.  Formulas: see `chunks.py`.
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from hf_packfree.ops.delta_rule.passes import backward_pass, forward_pass
+from hf_packfree.ops.delta_rule.torch_chunked.passes import backward_pass, forward_pass
 from hf_packfree.packing import PackedSequence, uncompiled
 
 _WIDTH = 16  # what head sizes are multiples of

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_packfree.ops.delta_rule.chunks import Output, Update
-from hf_packfree.ops.delta_rule.layout import Step
+from hf_packfree.ops.delta_rule.torch_chunked.chunks import Output, Update
+from hf_packfree.ops.delta_rule.torch_chunked.layout import Step
 
 
 def scan_outputs(

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_packfree.ops.delta_rule.chunks import Gates, Output, Units, Update, times
-from hf_packfree.ops.delta_rule.scratch import Scratch
+from hf_packfree.ops.delta_rule.torch_chunked.chunks import Gates, Output, Units, Update, times
+from hf_packfree.ops.delta_rule.torch_chunked.scratch import Scratch
 
 
 class KeyGradients(NamedTuple):

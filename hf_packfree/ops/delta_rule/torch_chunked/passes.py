@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_packfree.ops.delta_rule.chunks import (
+from hf_packfree.ops.delta_rule.torch_chunked.chunks import (
     Gates,
     Units,
     make_gates,
@@ -25,11 +25,10 @@ from hf_packfree.ops.delta_rule.chunks import (
     make_solve,
     make_update,
 )
-from hf_packfree.ops.delta_rule.gradients import finish_keys, finish_values
-from hf_packfree.ops.delta_rule.layout import Window, plan_windows
-from hf_packfree.ops.delta_rule.rows import TokenReader, TokenWriter
-from hf_packfree.ops.delta_rule.scan import scan_gradients, scan_outputs, scan_states
-from hf_packfree.ops.delta_rule.scratch import scratch_for
+from hf_packfree.ops.delta_rule.torch_chunked.gradients import finish_keys, finish_values
+from hf_packfree.ops.delta_rule.torch_chunked.layout import TokenReader, TokenWriter, Window, plan_windows
+from hf_packfree.ops.delta_rule.torch_chunked.scan import scan_gradients, scan_outputs, scan_states
+from hf_packfree.ops.delta_rule.torch_chunked.scratch import scratch_for
 from hf_packfree.packing import PackedSequence
 
 _CHUNK_ON_CPU, _CHUNK = 32, 64  # the shorter does a fifth less arithmetic, the longer takes half the steps
