@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_packfree.ops.fused import projections
-from hf_packfree.ops.fused.linear import padded_linear
+from hf_packfree.ops.fused.linear import linear_forward
 from hf_packfree.ops.operation import Operation
 
 
@@ -55,7 +55,11 @@ def test_a_transform_is_refused_in_torchs_words(function):
         torch.func.grad(lambda x: function.apply(x, torch.tensor(3.0), None)[0].sum())(torch.ones(2))
 
 
-@pytest.mark.parametrize("operation", [lambda x, w: projections(x, w, backend="triton"), padded_linear], ids=["two", "one"])
+@pytest.mark.parametrize(
+    "operation",
+    [lambda x, w: projections(x, w, backend="triton"), lambda x, w: linear_forward(x, w, False)],
+    ids=["projections", "linear_forward"],
+)
 def test_a_tensor_that_a_finished_transform_left_behind_raises(operation):
     """It holds another, whose gradient would be lost without a word; torch's `apply` would look inside."""
     kept = []

@@ -18,13 +18,15 @@ SIZES = {
 }
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_equals_layers_called_one_by_one(sizes):
+def test_equals_layers_called_one_by_one(sizes, batch_invariant):
     torch.manual_seed(0)
     x = torch.randn(1, 37, 24, dtype=torch.float64, requires_grad=True)
     weights = [torch.randn(size, 24, dtype=torch.float64, requires_grad=True) for size in sizes]
     d_outs = [torch.randn(1, 37, size, dtype=torch.float64) for size in sizes]
-    found, wanted = projections(x, *weights, backend="triton"), [linear(x, weight) for weight in weights]
+    found = projections(x, *weights, batch_invariant=batch_invariant, backend="triton")
+    wanted = [linear(x, weight) for weight in weights]
     grads = [torch.autograd.grad(outs, [x, *weights], d_outs) for outs in (found, wanted)]
     for a, b in zip((*found, *grads[0]), (*wanted, *grads[1]), strict=True):
         assert a.shape == b.shape and relative_rms(a, b) < 1e-12

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from hf_packfree.ops.backend import block_width, uses_triton
-from hf_packfree.ops.fused.linear import linear_backward, padded_linear
+from hf_packfree.ops.fused.linear import linear_backward, linear_forward
 from hf_packfree.ops.fused.reduce import sum_partials
 from hf_packfree.ops.launch import launch
 from hf_packfree.ops.operation import Operation
@@ -33,6 +33,7 @@ def gated_rms_norm(
     *,
     projection: Tensor | None = None,
     rows: Tensor | None = None,
+    batch_invariant: bool = False,
     backend: str = "torch",
 ) -> Tensor:
     """Return x / sqrt(mean(x^2) + eps) * weight * silu(z), computed in fp32 at least and rounded once.
@@ -43,6 +44,7 @@ def gated_rms_norm(
         eps: added to the mean square.
         projection: [F, HV*V], the weight of the linear layer that alone reads the result, or None.
         rows: int32 [T], the row of x that holds each token of z and of the result, see `hf_packfree.ops.order`; None: its own.
+        batch_invariant: with "triton", a token gets the same result in a row of any length, see `hf_packfree.ops.fused.linear`.
         backend: "triton" or "torch".
 
     Returns:
@@ -53,9 +55,9 @@ def gated_rms_norm(
         BackendUnavailable: no backend has that name.
     """
     if uses_triton("gated norm", backend):
-        return _GatedNorm.apply(x, z, weight, eps, projection, rows)  # type: ignore[no-any-return]
+        return _GatedNorm.apply(x, z, weight, eps, projection, rows, batch_invariant)  # type: ignore[no-any-return]
     normed = gated_rms_norm_reference(moved_back(x, rows), z, weight, eps)
-    return normed if projection is None else padded_linear(normed.flatten(2), projection)
+    return normed if projection is None else linear_forward(normed.flatten(2), projection, batch_invariant)
 
 
 def gated_rms_norm_reference(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -68,7 +70,8 @@ def gated_rms_norm_reference(x: Tensor, z: Tensor, weight: Tensor, eps: float) -
 class _GatedNorm(Operation):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, z: Tensor, weight: Tensor, eps: float, projection: Tensor | None, rows: Tensor | None
+        ctx: Any, x: Tensor, z: Tensor, weight: Tensor, eps: float, projection: Tensor | None, rows: Tensor | None,
+        batch_invariant: bool,
     ) -> Tensor:
         from hf_packfree.ops.fused.kernels.gated_norm import gated_norm
 
@@ -78,7 +81,7 @@ class _GatedNorm(Operation):
         normed, sizes = torch.empty_like(x), _sizes(x)
         blocks = _blocks(x, rows, "forward")
         launch(gated_norm, (-(-sizes[0] // blocks["ROWS"]),), x, z, weight, rows, normed, *sizes, eps, **blocks)
-        return normed if projection is None else padded_linear(normed.flatten(-2), projection)
+        return normed if projection is None else linear_forward(normed.flatten(-2), projection, batch_invariant)
 
     @staticmethod
     @once_differentiable
@@ -86,9 +89,9 @@ class _GatedNorm(Operation):
         x, z, weight, projection, rows = ctx.saved_tensors
         recompute = partial(_gradients, x, z, weight, ctx.eps, rows)
         if projection is None:
-            return *recompute(d_out.contiguous(), False)[0], None, None, None
+            return *recompute(d_out.contiguous(), False)[0], None, None, None, None
         *gradients, d_projection = linear_backward(d_out, projection, recompute, ctx.needs_input_grad[4])
-        return *gradients, None, d_projection, None
+        return *gradients, None, d_projection, None, None
 
 
 def _gradients(

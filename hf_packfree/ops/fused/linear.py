@@ -1,7 +1,8 @@
 """Linear layers without biases: several of one tensor, and products whose rows do not depend on how many there are.
 
-cuBLAS may choose split-K where a product has few output tiles, so a row's bits depend on the number of rows.  `padded_linear`
-pads short rows until it does not, and `narrow_linear`, for few outputs, is a kernel of ours that never splits its sums.
+cuBLAS may choose split-K where a product has few output tiles, so a row's result depends on the number of rows.  With
+`batch_invariant=True` short rows are padded until it does not, and `narrow_linear`, for few outputs, is a kernel of ours that
+never splits its sums.
 """
 
 from __future__ import annotations
@@ -32,12 +33,15 @@ _MIN_WIDTH = 16  # outputs of one of Hopper's matrix instructions
 Recompute = Callable[[Tensor, bool], tuple[tuple[Tensor | None, ...], Tensor | None]]
 
 
-def projections(x: Tensor, *weights: Tensor, backend: str = "torch") -> tuple[Tensor, ...]:
+def projections(
+    x: Tensor, *weights: Tensor, batch_invariant: bool = False, backend: str = "torch"
+) -> tuple[Tensor, ...]:
     """Return x weight' of each weight; "triton" sums the gradients of x inside the matrix products.
 
     Args:
         x: [..., D], any floating dtype.
         weights: [F, D] each, in x's dtype.
+        batch_invariant: with "triton", a row of x gives the same result among any number of rows.
         backend: "triton" or "torch".
 
     Returns:
@@ -47,17 +51,15 @@ def projections(x: Tensor, *weights: Tensor, backend: str = "torch") -> tuple[Te
         BackendUnavailable: no backend has that name.
     """
     if uses_triton("projections", backend):
-        return _Projections.apply(x, *weights)  # type: ignore[no-any-return]
+        return _Projections.apply(batch_invariant, x, *weights)  # type: ignore[no-any-return]
     return tuple(linear(x, weight) for weight in weights)
 
 
-def padded_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x weight', [..., D] to [..., F]; in half precision on CUDA a short row gets the bits of a long one."""
+def linear_forward(x: Tensor, weight: Tensor, batch_invariant: bool) -> Tensor:
+    """Return x weight', [..., D] to [..., F]; `batch_invariant`: in half precision on CUDA few rows are padded to many."""
     _ = x.data_ptr(), weight.data_ptr()  # raises where there is no memory, see `Operation`
-    rows = x.numel() // x.shape[-1]
-    if not x.is_cuda or rows >= _MIN_ROWS or x.dtype not in HALF:
-        return linear(x, weight)
-    return pad_rows(x, weight)
+    short = batch_invariant and x.is_cuda and x.dtype in HALF and x.numel() // x.shape[-1] < _MIN_ROWS
+    return pad_rows(x, weight) if short else linear(x, weight)
 
 
 def pad_rows(x: Tensor, weight: Tensor) -> Tensor:
@@ -89,12 +91,14 @@ def autocast_as_in_forward(x: Tensor) -> AbstractContextManager[Any]:
 
 class _Projections(Operation):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, batch_invariant: bool, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, *weights)
         outs: list[Tensor] = []
         for group in _groups(weights):
-            first = weights[group][0]
-            outs += narrow_linear(x, weights[group]) if first.shape[0] < NARROW else [padded_linear(x, first)]
+            if batch_invariant and weights[group][0].shape[0] < NARROW and x.dtype in HALF:
+                outs += narrow_linear(x, weights[group])
+            else:
+                outs += [linear_forward(x, weight, batch_invariant) for weight in weights[group]]
         return tuple(outs)
 
     @staticmethod
@@ -102,13 +106,11 @@ class _Projections(Operation):
     def backward(ctx: Any, *d_outs: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         with autocast_as_in_forward(x):
-            return _gradients(x, weights, d_outs, ctx.needs_input_grad)
+            return None, *_gradients(x, weights, d_outs, ctx.needs_input_grad[1:])
 
 
 def narrow_linear(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-    """Return x weight' of each weight of few outputs; in fp32 and fp64 torch's library multiplies."""
-    if x.dtype not in HALF:
-        return list(_split(padded_linear(x, _cat(weights, 0)), weights, -1))
+    """Return x weight' of each weight of few outputs, in half precision."""
     rows = x.flatten(0, -2)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     outs = [x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights]
@@ -165,4 +167,4 @@ def _split(joint: Tensor, weights: Sequence[Tensor], dim: int) -> Sequence[Tenso
     return [joint] if len(weights) == 1 else joint.split([weight.shape[0] for weight in weights], dim)
 
 
-__all__ = ["NARROW", "autocast_as_in_forward", "linear_backward", "narrow_linear", "pad_rows", "padded_linear", "projections"]
+__all__ = ["NARROW", "autocast_as_in_forward", "linear_backward", "linear_forward", "narrow_linear", "pad_rows", "projections"]

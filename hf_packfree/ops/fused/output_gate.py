@@ -14,19 +14,22 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hf_packfree.ops.backend import block_width, uses_triton
-from hf_packfree.ops.fused.linear import linear_backward, padded_linear
+from hf_packfree.ops.fused.linear import linear_backward, linear_forward
 from hf_packfree.ops.launch import launch
 from hf_packfree.ops.operation import Operation
 
 _BLOCK = 4096  # elements of a program
 
 
-def output_gate(x: Tensor, z: Tensor, *, projection: Tensor | None = None, backend: str = "torch") -> Tensor:
+def output_gate(
+    x: Tensor, z: Tensor, *, projection: Tensor | None = None, batch_invariant: bool = False, backend: str = "torch"
+) -> Tensor:
     """Return x * sigmoid(z).
 
     Args:
         x, z: [1, T, H, D], any floating dtype, any strides.
         projection: [F, H*D], the weight of the linear layer that alone reads the result, or None.
+        batch_invariant: with "triton", a token gets the same result in a row of any length, see `hf_packfree.ops.fused.linear`.
         backend: "triton" or "torch".
 
     Returns:
@@ -36,14 +39,14 @@ def output_gate(x: Tensor, z: Tensor, *, projection: Tensor | None = None, backe
         BackendUnavailable: no backend has that name.
     """
     if uses_triton("output gate", backend):
-        return _OutputGate.apply(x, z, projection)  # type: ignore[no-any-return]
+        return _OutputGate.apply(x, z, projection, batch_invariant)  # type: ignore[no-any-return]
     gated = x * z.sigmoid()
-    return gated if projection is None else padded_linear(gated.flatten(2), projection)
+    return gated if projection is None else linear_forward(gated.flatten(2), projection, batch_invariant)
 
 
 class _OutputGate(Operation):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, z: Tensor, projection: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, z: Tensor, projection: Tensor | None, batch_invariant: bool) -> Tensor:
         from hf_packfree.ops.fused.kernels.output_gate import output_gate
 
         x, z = x.contiguous(), z if z.stride(3) == 1 else z.contiguous()
@@ -51,7 +54,7 @@ class _OutputGate(Operation):
         out = torch.empty_like(x)
         grid, sizes, blocks = _blocks(z)
         launch(output_gate, grid, x, z, out, *sizes, **blocks)
-        return out if projection is None else padded_linear(out.flatten(2), projection)
+        return out if projection is None else linear_forward(out.flatten(2), projection, batch_invariant)
 
     @staticmethod
     @once_differentiable
@@ -59,8 +62,8 @@ class _OutputGate(Operation):
         x, z, projection = ctx.saved_tensors
         recompute = partial(_gradients, x, z)
         if projection is None:
-            return *recompute(d_out.contiguous(), False)[0], None
-        return linear_backward(d_out, projection, recompute, ctx.needs_input_grad[2])
+            return *recompute(d_out.contiguous(), False)[0], None, None
+        return *linear_backward(d_out, projection, recompute, ctx.needs_input_grad[2]), None
 
 
 def _gradients(x: Tensor, z: Tensor, d_gated: Tensor, recompute: bool) -> tuple[tuple[Tensor, Tensor], Tensor | None]:

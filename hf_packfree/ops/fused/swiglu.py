@@ -15,20 +15,23 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, silu
 
 from hf_packfree.ops.backend import uses_triton
-from hf_packfree.ops.fused.linear import linear_backward, padded_linear
+from hf_packfree.ops.fused.linear import linear_backward, linear_forward
 from hf_packfree.ops.launch import launch
 from hf_packfree.ops.operation import Operation
 
 _BLOCK = 2048  # elements of a program
 
 
-def swiglu_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *, backend: str = "torch") -> Tensor:
+def swiglu_mlp(
+    x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *, batch_invariant: bool = False, backend: str = "torch"
+) -> Tensor:
     """Return (silu(x gate') * (x up')) down' (Shazeer, arXiv:2002.05202), each factor rounded as upstream's MLP does.
 
     Args:
         x: [..., D], any floating dtype.
         gate, up: [F, D], in x's dtype.
         down: [D, F], in x's dtype.
+        batch_invariant: with "triton", a token gets the same result in a row of any length, see `hf_packfree.ops.fused.linear`.
         backend: "triton" or "torch".
 
     Returns:
@@ -38,27 +41,27 @@ def swiglu_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *, backend: st
         BackendUnavailable: no backend has that name.
     """
     if uses_triton("swiglu", backend):
-        return _SwiGLU.apply(x, gate, up, down)  # type: ignore[no-any-return]
+        return _SwiGLU.apply(x, gate, up, down, batch_invariant)  # type: ignore[no-any-return]
     return linear(silu(linear(x, gate)) * linear(x, up), down)
 
 
 class _SwiGLU(Operation):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, batch_invariant: bool) -> Tensor:
         from hf_packfree.ops.fused.kernels.swiglu import swiglu
 
-        a, b = padded_linear(x, gate), padded_linear(x, up)
+        a, b = (linear_forward(x, weight, batch_invariant) for weight in (gate, up))
         ctx.save_for_backward(x, gate, up, down, a, b)
         gated = torch.empty_like(a)
         _run(swiglu, a, b, gated)
-        return padded_linear(gated, down)
+        return linear_forward(gated, down, batch_invariant)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, up, down, a, b = ctx.saved_tensors
-        *needed, needs_down = ctx.needs_input_grad
-        return linear_backward(d_y, down, partial(_gradients, x, gate, up, a, b, needed), needs_down)
+        *needed, needs_down = ctx.needs_input_grad[:4]
+        return *linear_backward(d_y, down, partial(_gradients, x, gate, up, a, b, needed), needs_down), None
 
 
 def _gradients(
