@@ -116,7 +116,7 @@ def test_an_unknown_release_that_gives_nan_is_refused(unknown_release, monkeypat
 
 
 def test_a_norm_that_gives_nan_is_seen_among_those_that_do_not():
-    model = tiny()
+    model = apply_patches(tiny())
     assert selfcheck.norms_against_formula(model) < selfcheck.LIMIT
     with torch.no_grad():
         model.model.layers[1].input_layernorm.weight[0] = float("nan")
@@ -124,7 +124,7 @@ def test_a_norm_that_gives_nan_is_seen_among_those_that_do_not():
 
 
 def test_an_mlp_of_another_formula_is_seen(monkeypatch):
-    model = tiny()
+    model = apply_patches(tiny())
     assert selfcheck.mlps_against_formula(model) < selfcheck.LIMIT
     wanted = type(model.model.layers[0].mlp).forward
 

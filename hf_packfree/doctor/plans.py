@@ -58,13 +58,13 @@ def find_plans(model: str | None, unpacked: str) -> tuple[Plan, ...]:
     return tuple(_plan(row.name, None, unpacked) for row in FAMILIES)
 
 
-def _plan(name: str, config: Any, unpacked: str) -> Plan:
-    """`config` None: the published models' sizes, which every backend takes."""
+def _plan(name: str, sizes: dict[str, int] | None, unpacked: str) -> Plan:
+    """`sizes` None: the published models', which every backend takes."""
     import torch
 
     from hf_packfree.patching.backends import choose_backends
 
-    state = choose_backends("auto", "upstream", config)
+    state = choose_backends("auto", "upstream", sizes)
     kernels = state.cuda_half if torch.cuda.is_available() else state.elsewhere
     return Plan(name, dict(vars(kernels)), unpacked, dict(state.why))
 
@@ -74,7 +74,7 @@ def _plan_of(model: str, unpacked: str) -> Plan:
     import torch
 
     from hf_packfree.patching import apply_patches
-    from hf_packfree.patching.plan import trunks
+    from hf_packfree.patching.plan import op_sizes, trunks
     from hf_packfree.patching.registry import family_of
     from hf_packfree.verify.model_source import build_model
 
@@ -82,7 +82,7 @@ def _plan_of(model: str, unpacked: str) -> Plan:
         built = apply_patches(build_model(_config_of(model)))
     family = family_of(built)
     assert family is not None  # or apply_patches had refused it
-    return _plan(f"{model} ({type(built).__name__})", next(trunks(built, family)).config, unpacked)
+    return _plan(f"{model} ({type(built).__name__})", op_sizes(next(trunks(built, family)), family), unpacked)
 
 
 def _config_of(model: str) -> Any:

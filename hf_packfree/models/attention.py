@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hf_packfree.errors import BackendUnavailable
 from hf_packfree.models.base import Replacement, Sizes, size_of_linear, size_of_norm
-from hf_packfree.models.fusable import adds_one, epsilon, project
+from hf_packfree.models.fusable import adds_one, epsilon, plain_weights, project
 from hf_packfree.models.rematerialize import linear_with_recompute
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.attention import attention
@@ -45,13 +45,13 @@ def drops_out(model: nn.Module) -> bool:
     return any(getattr(module, "attention_dropout", 0) for module in model.modules())
 
 
-class PackedAttention(Replacement):
-    """Put in front of a family's gated attention (query and gate in one projection, norms on q and k)."""
+class RoutedAttention(Replacement):
+    """Base of attention over a packed row: our op where the model runs sdpa, otherwise upstream's forward with the record."""
 
     def forward(
         self,
         hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
         **kwargs: Any,
@@ -60,7 +60,7 @@ class PackedAttention(Replacement):
 
         Args:
             hidden_states: [1, T, D_model] of a packed row.
-            position_embeddings: cos and sin, [1, T, D_rotary] each.
+            position_embeddings: cos and sin, [1, T, D_rotary] each; None in layers without positions.
         """
         packed: PackedSequence | None = kwargs.pop("packed_sequence", None)
         if packed is not None:
@@ -80,42 +80,53 @@ class PackedAttention(Replacement):
         )
         return (out if packed is None else packed.zero_left_pad(out)), weights
 
-    def _attend_packed(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor], packed: PackedSequence) -> Tensor:
-        state = state_of(self)
-        backend = state.kernels_for(x.device, x.dtype).projections
-        q_and_gate, k, v = project(x, self.q_proj, self.k_proj, self.v_proj, backend=backend)
-        q, gate = q_and_gate.view(*x.shape[:-1], -1, 2 * self.head_dim).chunk(2, dim=-1)
-        heads = (*x.shape[:-1], -1, self.head_dim)
-        kernels = state.kernels_for(q.device, q.dtype)  # under autocast q's dtype is not x's
-        q, k = self._place(q, k.view(heads), position_embeddings, kernels.norm_rope)
-        out = attention(
-            q,
-            k,
-            v.view(heads),
-            packed,
-            scale=self.scaling,
-            dropout=self.attention_dropout if self.training else 0.0,
-            backend=kernels.attention,
-        )
-        gated, remakes = partial(output_gate, out, gate, backend=kernels.output_gate), kernels.output_gate in RECOMPUTES
-        return linear_with_recompute(gated, self.o_proj, out, remakes=remakes, worth_it=remakes, backend=kernels.projections)
+    def _attend_packed(
+        self, x: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, packed: PackedSequence
+    ) -> Tensor:
+        """Return what the whole module makes of x [1, T, D_model]."""
+        raise NotImplementedError
 
-    def _place(
-        self, q: Tensor, k: Tensor, position_embeddings: tuple[Tensor, Tensor], backend: str
-    ) -> tuple[Tensor, Tensor]:
-        """Normalise and rotate q and k [1, T, heads, D]; "torch" means upstream's modules, or what stands in their place."""
-        if backend == "torch" or not (adds_one(self.q_norm, self) and adds_one(self.k_norm, self)):
-            q, k = (norm(x).transpose(1, 2) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
-            q, k = self._rotate(q, k, *position_embeddings)
-            return q.transpose(1, 2), k.transpose(1, 2)
-        return (
-            norm_rope(q, self.q_norm.weight, *position_embeddings, epsilon(self.q_norm), backend=backend),
-            norm_rope(k, self.k_norm.weight, *position_embeddings, epsilon(self.k_norm), backend=backend),
-        )
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, backend: str) -> Tensor:
+        """Return [1, T, heads, D] of q, k and v [1, T, heads, D]."""
+        dropout = self.attention_dropout if self.training else 0.0
+        return attention(q, k, v, packed, scale=self.scaling, dropout=dropout, backend=backend)
 
     def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Apply the family's rotary embedding to q and k [1, heads, T, D]; each family names upstream's function."""
         raise NotImplementedError
+
+    def _rotate_tokens(
+        self, q: Tensor, k: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
+        """Rotate q and k [1, T, heads, D], which without positions stay as they are."""
+        if position_embeddings is None:
+            return q, k
+        q, k = self._rotate(q.transpose(1, 2), k.transpose(1, 2), *position_embeddings)
+        return q.transpose(1, 2), k.transpose(1, 2)
+
+    @staticmethod
+    def op_sizes(layer: Any) -> dict[str, int]:
+        """Return the heads' size."""
+        return {"head_size": layer.head_dim}
+
+
+class PackedAttention(RoutedAttention):
+    """Put in front of a family's attention: projections, rotary embedding, output projection."""
+
+    def _attend_packed(
+        self, x: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, packed: PackedSequence
+    ) -> Tensor:
+        state, heads = state_of(self), (*x.shape[:-1], -1, self.head_dim)
+        backend = state.kernels_for(x.device, x.dtype).projections
+        q, k, v = (part.view(heads) for part in project(x, self.q_proj, self.k_proj, self.v_proj, backend=backend))
+        kernels = state.kernels_for(q.device, q.dtype)  # under autocast q's dtype is not x's
+        q, k = self._rotate_tokens(q, k, position_embeddings)
+        out = self._attend(q, k, v, packed, kernels.attention)
+        return project(out.flatten(2), self.o_proj, backend=kernels.projections)[0]
+
+    def calls(self, name: str, part: nn.Module, x: Tensor) -> bool:
+        """Whether the packed branch calls this part: a projection that is more than its weight."""
+        return plain_weights(x, part) is None
 
     @staticmethod
     def checkpoint_sizes(layer: Any) -> Sizes:
@@ -123,10 +134,53 @@ class PackedAttention(Replacement):
         config, head = layer.config, layer.head_dim
         queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
         return {
-            "q_proj": (size_of_linear(layer.q_proj), (2 * queries, config.hidden_size)),
+            "q_proj": (size_of_linear(layer.q_proj), (queries, config.hidden_size)),
             "k_proj": (size_of_linear(layer.k_proj), (keys, config.hidden_size)),
             "v_proj": (size_of_linear(layer.v_proj), (keys, config.hidden_size)),
             "o_proj": (size_of_linear(layer.o_proj), (config.hidden_size, queries)),
+        }
+
+
+class GatedQKNormAttention(RoutedAttention):
+    """Put in front of attention with an output gate beside each query, in one projection, and norms of every head's q and k."""
+
+    def _attend_packed(
+        self, x: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, packed: PackedSequence
+    ) -> Tensor:
+        state = state_of(self)
+        backend = state.kernels_for(x.device, x.dtype).projections
+        q_and_gate, k, v = project(x, self.q_proj, self.k_proj, self.v_proj, backend=backend)
+        q, gate = q_and_gate.view(*x.shape[:-1], -1, 2 * self.head_dim).chunk(2, dim=-1)
+        heads = (*x.shape[:-1], -1, self.head_dim)
+        kernels = state.kernels_for(q.device, q.dtype)  # under autocast q's dtype is not x's
+        q, k = self._norm_rotate(q, k.view(heads), position_embeddings, kernels.norm_rope)
+        out = self._attend(q, k, v.view(heads), packed, kernels.attention)
+        gated, remakes = partial(output_gate, out, gate, backend=kernels.output_gate), kernels.output_gate in RECOMPUTES
+        return linear_with_recompute(gated, self.o_proj, out, remakes=remakes, worth_it=remakes, backend=kernels.projections)
+
+    def _norm_rotate(
+        self, q: Tensor, k: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, backend: str
+    ) -> tuple[Tensor, Tensor]:
+        """Normalise and rotate q and k [1, T, heads, D]; "torch" means upstream's modules, or what stands in their place."""
+        fused = backend != "torch" and position_embeddings is not None
+        if not (fused and adds_one(self.q_norm, self) and adds_one(self.k_norm, self)):
+            return self._rotate_tokens(self.q_norm(q), self.k_norm(k), position_embeddings)
+        return (
+            norm_rope(q, self.q_norm.weight, *position_embeddings, epsilon(self.q_norm), backend=backend),
+            norm_rope(k, self.k_norm.weight, *position_embeddings, epsilon(self.k_norm), backend=backend),
+        )
+
+    def calls(self, name: str, part: nn.Module, x: Tensor) -> bool:
+        """Whether the packed branch calls this part: a norm or a projection that is more than weights and formula."""
+        return not adds_one(part, self) if name.endswith("norm") else plain_weights(x, part) is None
+
+    @staticmethod
+    def checkpoint_sizes(layer: Any) -> Sizes:
+        """Return what the packed branch reads, as found and as the config says."""
+        config, head = layer.config, layer.head_dim
+        sizes = PackedAttention.checkpoint_sizes(layer)
+        return sizes | {
+            "q_proj": (size_of_linear(layer.q_proj), (2 * config.num_attention_heads * head, config.hidden_size)),
             "q_norm": (size_of_norm(layer.q_norm), (head,)),
             "k_norm": (size_of_norm(layer.k_norm), (head,)),
         }

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from hf_packfree.models.state import PatchState
 
@@ -35,6 +35,18 @@ class Replacement(nn.Module):
     packfree_home: ClassVar[str] = ""
     kernel_layer_name = _Absent()
     """`kernelize` replaces the forward of every instance whose class has this, anew on each train() and eval()."""
+
+    @staticmethod
+    def op_sizes(layer: Any) -> dict[str, int]:
+        """Return the sizes of a layer, ours or upstream's, that backends check; see `Site.sizes`."""
+        return {}
+
+    def calls(self, name: str, part: nn.Module, x: Tensor) -> bool:
+        """Whether the packed branch calls its child `name` for inputs like x, instead of reading the weights of it.
+
+        What a called module computes, and in which order it sums, is its own affair.
+        """
+        return True
 
     if TYPE_CHECKING:  # the attributes are upstream's
 

@@ -20,7 +20,7 @@ NEWEST_TRIED = Version(VERSIONS["transformers"].cpu[1])
 """The newest release that `tests/compat/run.py` has run on; a newer one is measured before it is patched."""
 
 LAYERS_DROP_KEYWORDS = RELEASE < Version("5.9.0")
-"""Upstream's decoder layers hand no keywords to `linear_attn`: one that cannot be swapped would lose the record."""
+"""Upstream's decoder layers hand no keywords to a linear mixer: one that cannot be swapped would lose the record."""
 
 MASKS_ARE_TENSORS = RELEASE < Version("5.13.0")
 """The text model takes one mask tensor and cannot be handed the layers' masks as a dict."""
@@ -29,8 +29,8 @@ MISREADS_PADDING_OF_ONE_ROW = RELEASE < Version("5.15.0")
 """Padding is zeroed in batches of two rows and more only: a left-padded single row is wrong upstream."""
 
 
-def masks_the_layers_ignore(device: torch.device) -> Any:
+def masks_the_layers_ignore(config: Any, device: torch.device) -> Any:
     """Return an `attention_mask` from which the text model builds none of its own: our layers read the record."""
     if MASKS_ARE_TENSORS:  # a 4-D mask is passed on as it is, whatever its size
         return torch.ones(1, 1, 1, 1, device=device)
-    return {"full_attention": None, "linear_attention": None}
+    return dict.fromkeys(config.layer_types)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hf_packfree.errors import PatchConflict
 from hf_packfree.models.base import Replacement, Sizes, size_of, size_of_linear, size_of_norm
-from hf_packfree.models.fusable import epsilon, is_hooked, project
+from hf_packfree.models.fusable import epsilon, is_hooked, plain_weights, project
 from hf_packfree.models.rematerialize import linear_with_recompute
 from hf_packfree.models.state import Kernels, state_of
 from hf_packfree.ops.conv import qkv_conv
@@ -86,6 +86,23 @@ class PackedGatedDeltaNet(Replacement):
     def _project(self, x: Tensor, backend: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return q|k|v [1, T, C], the output gate z [1, T, HV*V], and b, a [1, T, HV], from the family's own layout."""
         raise NotImplementedError
+
+    def calls(self, name: str, part: nn.Module, x: Tensor) -> bool:
+        """Whether the packed branch calls this part: a projection that is more than its weight, or a norm with hooks."""
+        if name == "norm":
+            return is_hooked(part)
+        return "proj" in name and plain_weights(x, part) is None
+
+    @staticmethod
+    def op_sizes(layer: Any) -> dict[str, int]:
+        """Return heads, their sizes and the convolution's width."""
+        return {
+            "key_heads": layer.num_k_heads,
+            "value_heads": layer.num_v_heads,
+            "key_size": layer.head_k_dim,
+            "value_size": layer.head_v_dim,
+            "taps": layer.conv_kernel_size,
+        }
 
     @staticmethod
     def checkpoint_sizes(layer: Any) -> Sizes:

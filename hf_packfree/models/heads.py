@@ -11,7 +11,7 @@ import logging
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_packfree.models.attention import check_attention
 from hf_packfree.models.base import Replacement, stands_for
@@ -29,8 +29,8 @@ class Head(Replacement):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        upstream: Any = next((base for base in cls.__mro__ if base.__module__.startswith("transformers.")), None)
-        if upstream is None:
+        upstream: Any = next(base for base in cls.__mro__ if not issubclass(base, Replacement))
+        if upstream is nn.Module:  # a kind of head, not yet in front of anything
             return
         names = [name for name in inspect.signature(upstream.forward).parameters if name != "self"]
 

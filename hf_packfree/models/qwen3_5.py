@@ -8,9 +8,9 @@ from torch import Tensor
 from transformers.models.qwen3_5 import configuration_qwen3_5 as configuration
 from transformers.models.qwen3_5 import modeling_qwen3_5 as upstream
 
-from hf_packfree.models.attention import PackedAttention
+from hf_packfree.models.attention import GatedQKNormAttention
 from hf_packfree.models.base import Sizes, size_of_linear, stands_for
-from hf_packfree.models.decoder_layer import PackedDecoderLayer
+from hf_packfree.models.fused_layer import FusedDecoderLayer
 from hf_packfree.models.fusable import project
 from hf_packfree.models.gated_delta_net import PackedGatedDeltaNet
 from hf_packfree.models.heads import heads_of
@@ -45,7 +45,7 @@ class Qwen3_5GatedDeltaNet(SplitProjections, upstream.Qwen3_5GatedDeltaNet):
 
 
 @stands_for(upstream)
-class Qwen3_5Attention(PackedAttention, upstream.Qwen3_5Attention):
+class Qwen3_5Attention(GatedQKNormAttention, upstream.Qwen3_5Attention):
     """Upstream's layer, plus the packed branch."""
 
     def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,7 +53,7 @@ class Qwen3_5Attention(PackedAttention, upstream.Qwen3_5Attention):
 
 
 @stands_for(upstream)
-class Qwen3_5DecoderLayer(PackedDecoderLayer, upstream.Qwen3_5DecoderLayer):
+class Qwen3_5DecoderLayer(FusedDecoderLayer, upstream.Qwen3_5DecoderLayer):
     """Upstream's layer, plus the packed branch."""
 
 

@@ -6,9 +6,9 @@ from torch import Tensor
 from transformers.models.qwen3_5_moe import configuration_qwen3_5_moe as configuration
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as upstream
 
-from hf_packfree.models.attention import PackedAttention
+from hf_packfree.models.attention import GatedQKNormAttention
 from hf_packfree.models.base import stands_for
-from hf_packfree.models.decoder_layer import PackedDecoderLayer
+from hf_packfree.models.fused_layer import FusedDecoderLayer
 from hf_packfree.models.heads import heads_of
 from hf_packfree.models.qwen3_5 import SplitProjections
 from hf_packfree.models.trunk import PackedTrunk
@@ -21,7 +21,7 @@ class Qwen3_5MoeGatedDeltaNet(SplitProjections, upstream.Qwen3_5MoeGatedDeltaNet
 
 
 @stands_for(upstream)
-class Qwen3_5MoeAttention(PackedAttention, upstream.Qwen3_5MoeAttention):
+class Qwen3_5MoeAttention(GatedQKNormAttention, upstream.Qwen3_5MoeAttention):
     """Upstream's layer, plus the packed branch."""
 
     def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -29,7 +29,7 @@ class Qwen3_5MoeAttention(PackedAttention, upstream.Qwen3_5MoeAttention):
 
 
 @stands_for(upstream)
-class Qwen3_5MoeDecoderLayer(PackedDecoderLayer, upstream.Qwen3_5MoeDecoderLayer):
+class Qwen3_5MoeDecoderLayer(FusedDecoderLayer, upstream.Qwen3_5MoeDecoderLayer):
     """Upstream's layer, plus the packed branch."""
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers.models.qwen3_next import configuration_qwen3_next as configuration
 from transformers.models.qwen3_next import modeling_qwen3_next as upstream
 
-from hf_packfree.models.attention import PackedAttention
+from hf_packfree.models.attention import GatedQKNormAttention
 from hf_packfree.models.base import Sizes, size_of_linear, stands_for
-from hf_packfree.models.decoder_layer import PackedDecoderLayer
+from hf_packfree.models.fused_layer import FusedDecoderLayer
 from hf_packfree.models.fusable import project
 from hf_packfree.models.gated_delta_net import PackedGatedDeltaNet
 from hf_packfree.models.heads import heads_of
@@ -47,7 +47,7 @@ class Qwen3NextGatedDeltaNet(PackedGatedDeltaNet, upstream.Qwen3NextGatedDeltaNe
 
 
 @stands_for(upstream)
-class Qwen3NextAttention(PackedAttention, upstream.Qwen3NextAttention):
+class Qwen3NextAttention(GatedQKNormAttention, upstream.Qwen3NextAttention):
     """Upstream's layer, plus the packed branch."""
 
     def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,7 +55,7 @@ class Qwen3NextAttention(PackedAttention, upstream.Qwen3NextAttention):
 
 
 @stands_for(upstream)
-class Qwen3NextDecoderLayer(PackedDecoderLayer, upstream.Qwen3NextDecoderLayer):
+class Qwen3NextDecoderLayer(FusedDecoderLayer, upstream.Qwen3NextDecoderLayer):
     """Upstream's layer, plus the packed branch."""
 
 

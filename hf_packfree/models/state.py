@@ -47,6 +47,7 @@ class PatchState:
         unpacked: "upstream", or "native" when our conv and delta rule also run for rows of one document.
         padded: "lazy" or "full" when padded rows run without their padding, with logits put back into the caller's shape
             when something reads them or always; "upstream" when transformers runs them.
+        mixer_paths: the attributes of decoder layers that hold token mixers, see `Family`; for the check before packed rows.
         why: {op: why a faster backend is not used on CUDA}, in sentences.
         observers: called before every training forward of the trunk.
     """
@@ -56,6 +57,7 @@ class PatchState:
     elsewhere: Kernels = Kernels()
     unpacked: str = "upstream"
     padded: str = "lazy"
+    mixer_paths: tuple[str, ...] = ()
     why: dict[str, str] = field(default_factory=dict, compare=False)
     observers: list[Observer] = field(default_factory=list, compare=False, repr=False)
 

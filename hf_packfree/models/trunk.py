@@ -79,7 +79,7 @@ class PackedTrunk(Replacement):
         as_dict = kwargs.pop("return_dict", getattr(self.config, "return_dict", True))
         output = super().forward(
             input_ids=None if input_ids is None else unpad(input_ids, packed),
-            attention_mask=masks_the_layers_ignore(packed.seq_idx.device),
+            attention_mask=masks_the_layers_ignore(self.config, packed.seq_idx.device),
             position_ids=row_positions(position_ids, packed),
             past_key_values=None,
             inputs_embeds=None if inputs_embeds is None else unpad(inputs_embeds, packed),
@@ -125,7 +125,7 @@ def check_mixers(trunk: Any) -> None:
         PatchConflict: such a layer was found.
     """
     for number, layer in enumerate(trunk.layers):
-        for name in ("linear_attn", "self_attn"):
+        for name in state_of(trunk).mixer_paths:
             mixer = getattr(layer, name, None)
             if mixer is None or _reads(mixer):
                 continue

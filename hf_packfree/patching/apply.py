@@ -12,11 +12,11 @@ from torch import nn
 from hf_packfree.errors import PatchConflict
 from hf_packfree.models.state import PatchState
 from hf_packfree.patching.backends import Choice, choose_backends
-from hf_packfree.patching.plan import plan_swaps, trunks
+from hf_packfree.patching.plan import op_sizes, plan_swaps, trunks
 from hf_packfree.patching.registry import family_of
 from hf_packfree.patching.report import announce
 from hf_packfree.patching.selfcheck import check_release
-from hf_packfree.patching.steps import Step, put_back, swap
+from hf_packfree.patching.steps import ClassSwap, Step, additions, carry_out, lifted, undo
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -68,12 +68,12 @@ def swap_planned(model: nn.Module, backend: Choice, unpacked: str, padded: str) 
     """Plan, choose, check, then change `model`; logs what runs when something changed."""
     check_options(backend, unpacked, padded)
     family, steps = plan_swaps(model)
-    chosen = choose_backends(backend, unpacked, next(trunks(model, family)).config)
-    state = _state_in_force(model, replace(chosen, padded=padded))
+    chosen = choose_backends(backend, unpacked, op_sizes(next(trunks(model, family)), family))
+    state = _state_in_force(model, replace(chosen, padded=padded, mixer_paths=family.mixer_paths))
     if not steps:
         return
     check_release(family, state)
-    swap(steps, state)
+    carry_out(steps, state)
     announce(model, state)
 
 
@@ -83,7 +83,7 @@ def remove_patches(model: _Model) -> _Model:
     Raises:
         PatchConflict: something was put on top of a patched module since; nothing was changed.
     """
-    put_back(_swapped(model))
+    undo(_in_force(model))
     return model
 
 
@@ -94,18 +94,16 @@ def patches_lifted(model: nn.Module) -> Iterator[None]:
     Raises:
         PatchConflict: as `remove_patches`.
     """
-    steps = _swapped(model)
-    for step in steps:
-        step.module.__class__ = step.before
-    try:
+    with lifted(_in_force(model)):
         yield
-    finally:
-        for step in steps:
-            step.module.__class__ = step.after
 
 
-def _swapped(model: nn.Module) -> list[Step]:
-    """Return the swaps in force, each checked to be undoable."""
+def _in_force(model: nn.Module) -> list[Step]:
+    """Return the steps that the model was patched with, each checked to be undoable."""
+    return [*_swaps_in_force(model), *additions(model)]
+
+
+def _swaps_in_force(model: nn.Module) -> list[ClassSwap]:
     family = family_of(model)
     if family is None:
         return []
@@ -121,7 +119,7 @@ def _swapped(model: nn.Module) -> list[Step]:
                 "of its own instance); wanted our class on the outside; undo the wrapping first, or keep the patches, which "
                 "change nothing for unpacked rows"
             )
-    return [Step(name, module, originals[type(module)], type(module)) for name, module in modules]
+    return [ClassSwap(name, module, originals[type(module)], type(module)) for name, module in modules]
 
 
 def _state_in_force(model: nn.Module, wanted: PatchState) -> PatchState:

@@ -6,7 +6,6 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -34,14 +33,14 @@ OPS: dict[str, ModuleType] = {
 Choice = str | Mapping[str, str]
 
 
-def choose_backends(backend: Choice, unpacked: str, config: Any = None) -> PatchState:
+def choose_backends(backend: Choice, unpacked: str, sizes: Mapping[str, int] | None = None) -> PatchState:
     """Return the state that patched modules carry.
 
     Args:
         backend: "auto" (of every op, the first in its `BACKENDS` that can run), a name (of every op that has it), or
             {op: name}.
         unpacked: "upstream" or "native".
-        config: of the text model; None: its sizes are not checked.
+        sizes: of the model, see `Site.sizes`; what is missing is not checked.
 
     What runs on CUDA runs on every GPU in sight: which of them the model meets is not known yet.
 
@@ -52,34 +51,20 @@ def choose_backends(backend: Choice, unpacked: str, config: Any = None) -> Patch
     if unpacked not in ("upstream", "native"):
         raise ValueError(f"found unpacked={unpacked!r}; wanted 'upstream' or 'native'")
     forced = _forced(backend)
-    sizes = {} if config is None else model_sizes(config)
     gpu = torch.cuda.is_available()
-    elsewhere, _ = _choose([Site("cpu", None, torch.float32, sizes)], forced, in_doubt=gpu)
+    elsewhere, _ = _choose([Site("cpu", None, torch.float32, dict(sizes or {}))], forced, in_doubt=gpu)
     if not gpu:
         return PatchState(elsewhere=elsewhere, unpacked=unpacked)
-    half, why = _choose(_gpus(torch.bfloat16, sizes), forced)
-    single, why_single = _choose(_gpus(torch.float32, sizes), forced, in_doubt=True)
+    half, why = _choose(_gpus(torch.bfloat16, sizes or {}), forced)
+    single, why_single = _choose(_gpus(torch.float32, sizes or {}), forced, in_doubt=True)
     why |= {f"{op} in float32": reason for op, reason in why_single.items() if reason != why.get(op)}
     return PatchState(cuda_half=half, cuda_single=single, elsewhere=elsewhere, unpacked=unpacked, why=why)
 
 
-def _gpus(dtype: torch.dtype, sizes: dict[str, int]) -> list[Site]:
+def _gpus(dtype: torch.dtype, sizes: Mapping[str, int]) -> list[Site]:
     """Return a site for every kind of GPU in sight."""
     kinds = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
-    return [Site("cuda", capability, dtype, sizes) for capability in sorted(kinds)]
-
-
-def model_sizes(config: Any) -> dict[str, int]:
-    """Return what backends ask about, from a text model's config."""
-    names = {
-        "key_heads": "linear_num_key_heads",
-        "value_heads": "linear_num_value_heads",
-        "key_size": "linear_key_head_dim",
-        "value_size": "linear_value_head_dim",
-        "taps": "linear_conv_kernel_dim",
-        "head_size": "head_dim",
-    }
-    return {size: value for size, name in names.items() if isinstance(value := getattr(config, name, None), int)}
+    return [Site("cuda", capability, dtype, dict(sizes)) for capability in sorted(kinds)]
 
 
 def _forced(backend: Choice) -> dict[str, str]:

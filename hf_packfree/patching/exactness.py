@@ -8,11 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_packfree.models.attention import PackedAttention, drops_out
-from hf_packfree.models.base import size_of_linear
-from hf_packfree.models.decoder_layer import PackedDecoderLayer
-from hf_packfree.models.fusable import adds_one, is_hooked, plain_weights, swiglu_weights
-from hf_packfree.models.gated_delta_net import PackedGatedDeltaNet
+from hf_packfree.models.attention import drops_out
+from hf_packfree.models.base import Replacement, size_of_linear
 from hf_packfree.ops.backend import installed
 from hf_packfree.ops.fused.linear import NARROW
 from hf_packfree.patching.backends import OPS
@@ -98,20 +95,10 @@ def _widths(model: nn.Module, family: Family) -> str | None:
 
 
 def _called(trunk: Any, x: Any) -> Iterator[str]:
+    """Name what the layers call as it is: whole layers that are not fused, and the parts that patched modules call."""
     for index, layer in enumerate(trunk.layers):
-        if not isinstance(layer, PackedDecoderLayer):
+        if not isinstance(layer, Replacement):
             yield f"layers.{index}"
         for name, module in layer.named_modules(prefix=f"layers.{index}"):
-            yield from (f"{name}.{part}" for part, child in module.named_children() if not _is_ours(part, child, module, x))
-
-
-def _is_ours(name: str, part: Any, owner: nn.Module, x: Any) -> bool:
-    """Whether a patched layer reads the weights of its part `name` instead of calling it."""
-    if isinstance(owner, PackedDecoderLayer) and name == "mlp":
-        return swiglu_weights(part, owner, x) is not None
-    if isinstance(owner, (PackedDecoderLayer, PackedAttention)) and name.endswith("norm"):
-        return adds_one(part, owner)
-    if isinstance(owner, PackedGatedDeltaNet) and name == "norm":
-        return not is_hooked(part)
-    projects = isinstance(owner, (PackedAttention, PackedGatedDeltaNet)) and "proj" in name
-    return not projects or plain_weights(x, part) is not None
+            if isinstance(module, Replacement):
+                yield from (f"{name}.{part}" for part, child in module.named_children() if module.calls(part, child, x))

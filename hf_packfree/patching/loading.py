@@ -21,7 +21,7 @@ from hf_packfree.errors import PatchConflict, UnsupportedModel
 from hf_packfree.patching.apply import check_options, swap_planned
 from hf_packfree.patching.backends import Choice
 from hf_packfree.patching.registry import FAMILIES
-from hf_packfree.patching.steps import Step, swap
+from hf_packfree.patching.steps import ClassSwap, carry_out
 
 try:
     from transformers import monkey_patching
@@ -138,7 +138,7 @@ def _swap_head(module: nn.Module, name: str, submodule: nn.Module | None) -> Non
         return
     states = [vars(part)["packfree"] for part in submodule.modules() if "packfree" in vars(part)]
     if states:
-        swap([Step(name, module, type(module), family.head_pairs()[type(module)])], states[0])
+        carry_out([ClassSwap(name, module, type(module), family.head_pairs()[type(module)])], states[0])
 
 
 def _restore_upstream_names(mapping: dict[str, type[nn.Module]]) -> None:

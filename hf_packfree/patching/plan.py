@@ -11,10 +11,10 @@ from hf_packfree.errors import ContractError, PatchConflict, UnsupportedModel
 from hf_packfree.models.attention import check_attention
 from hf_packfree.models.base import broken_promises
 from hf_packfree.patching.registry import FAMILIES, Family, family_of
-from hf_packfree.patching.steps import Step
+from hf_packfree.patching.steps import ClassSwap
 
 
-def plan_swaps(model: nn.Module) -> tuple[Family, list[Step]]:
+def plan_swaps(model: nn.Module) -> tuple[Family, list[ClassSwap]]:
     """Return the model's family and the swaps it still needs (none when it is patched already).
 
     Raises:
@@ -29,12 +29,13 @@ def plan_swaps(model: nn.Module) -> tuple[Family, list[Step]]:
             f"found a {type(model).__name__}, which holds no text model of a supported family; wanted one of "
             f"{', '.join(row.name for row in FAMILIES)}; `packfree models` shows the table"
         )
-    pairs, spared = family.pairs(), family.optional_swaps()
-    needed = {before: after for before, after in pairs.items() if before not in spared}
+    pairs, optional = family.pairs(), family.optional_swaps()
+    needed = {before: after for before, after in pairs.items() if before not in optional}
     _check_seams(model, needed)
-    steps = [*_steps(model, needed), *_optional_steps(model, spared)]
+    steps = [*_steps(model, needed), *_optional_steps(model, optional)]
     for trunk in trunks(model, family):
-        _check_trunk(trunk, pairs)
+        _check_mixers(trunk, family, pairs)
+        _check_contracts(trunk, pairs)
         check_attention(trunk.config)
     return family, steps
 
@@ -44,20 +45,30 @@ def trunks(model: nn.Module, family: Family) -> Iterator[nn.Module]:
     return (module for module in model.modules() if isinstance(module, family.trunk_class()))
 
 
-def _steps(model: nn.Module, pairs: dict[type[nn.Module], type[nn.Module]]) -> Iterator[Step]:
+def op_sizes(trunk: nn.Module, family: Family) -> dict[str, int]:
+    """Return the sizes that backends check, by name, from the mixers of a text model; see `Site.sizes`."""
+    ours: dict[str, Any] = {cls.__name__: cls for cls in family.pairs().values()}
+    sizes: dict[str, int] = {}
+    for module in trunk.modules():
+        if type(module).__name__ in ours:
+            sizes |= ours[type(module).__name__].op_sizes(module)
+    return sizes
+
+
+def _steps(model: nn.Module, pairs: dict[type[nn.Module], type[nn.Module]]) -> Iterator[ClassSwap]:
     originals = {after: before for before, after in pairs.items()}
     for name, module in model.named_modules():
         if type(module) in pairs:
-            yield Step(name, module, type(module), pairs[type(module)])
+            yield ClassSwap(name, module, type(module), pairs[type(module)])
         elif type(module) in originals and "packfree" not in vars(module):  # swapped while loading, without a trunk
-            yield Step(name, module, originals[type(module)], type(module))
+            yield ClassSwap(name, module, originals[type(module)], type(module))
 
 
-def _optional_steps(model: nn.Module, pairs: dict[type[nn.Module], type[nn.Module]]) -> Iterator[Step]:
+def _optional_steps(model: nn.Module, pairs: dict[type[nn.Module], type[nn.Module]]) -> Iterator[ClassSwap]:
     """A head or layer of another class, or with a forward of its own instance, is left alone: the record reaches it too."""
     for name, module in model.named_modules():
         if type(module) in pairs and "forward" not in vars(module):
-            yield Step(name, module, type(module), pairs[type(module)])
+            yield ClassSwap(name, module, type(module), pairs[type(module)])
 
 
 def _check_seams(model: nn.Module, pairs: dict[type[nn.Module], type[nn.Module]]) -> None:
@@ -91,18 +102,28 @@ def _who(module: object) -> str:
     return "another library patched it"
 
 
-def _check_trunk(trunk: Any, pairs: dict[type[nn.Module], type[nn.Module]]) -> None:
-    ours: dict[str, Any] = {cls.__name__: cls for cls in pairs.values()}
-    kinds = {"linear_attention": "GatedDeltaNet", "full_attention": "Attention"}
-    for kind, ending in kinds.items():
-        wanted = list(trunk.config.layer_types)[: trunk.config.num_hidden_layers].count(kind)
-        found = [module for module in trunk.modules() if type(module).__name__ in ours
-                 and type(module).__name__.endswith(ending)]
-        if len(found) != wanted:
+def _check_mixers(trunk: Any, family: Family, pairs: dict[type[nn.Module], type[nn.Module]]) -> None:
+    """Refuse a trunk in which a layer has other mixers than its config says: one that is not swapped leaks."""
+    kinds = list(trunk.config.layer_types)[: trunk.config.num_hidden_layers]
+    if len(kinds) != len(trunk.layers):
+        raise ContractError(
+            f"found {len(trunk.layers)} layers in {type(trunk).__name__}, its config says {len(kinds)}; wanted the same "
+            "number; change config.num_hidden_layers and config.layer_types with the layers"
+        )
+    names, known = {mixer.cls for mixer in family.mixers}, {*pairs, *pairs.values()}
+    for number, (kind, layer) in enumerate(zip(kinds, trunk.layers, strict=True)):
+        rows = [mixer for mixer in family.mixers if mixer.kind == kind]
+        mixers = [type(part).__name__ for part in layer.modules() if type(part) in known and type(part).__name__ in names]
+        if not rows or sorted(mixers) != sorted(mixer.cls for mixer in rows):
+            wanted = " and ".join(f"a {mixer.cls} at {mixer.path}" for mixer in rows) or "a kind that the table has"
             raise ContractError(
-                f"found {len(found)} {ending} layers in {type(trunk).__name__}, its config says {wanted} of {kind}; wanted "
-                "each of them, since one that is not swapped leaks; undo what replaced them, or report the model"
+                f"found {' and '.join(mixers) or 'no known mixer'} in layers.{number}, which the config says is {kind!r}; "
+                f"wanted {wanted}, since what mixes tokens unpatched leaks; undo what replaced it, or report the model"
             )
+
+
+def _check_contracts(trunk: nn.Module, pairs: dict[type[nn.Module], type[nn.Module]]) -> None:
+    ours: dict[str, Any] = {cls.__name__: cls for cls in pairs.values()}
     for module in trunk.modules():
         sizes_of = getattr(ours.get(type(module).__name__), "checkpoint_sizes", None)
         if sizes_of is not None and (broken := broken_promises(module, sizes_of)):

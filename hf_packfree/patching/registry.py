@@ -1,4 +1,4 @@
-"""The table of what is supported.  To add a family: one row here, one file in models/ with its tiny config."""
+"""The table of what is supported and what each family is.  To add one: a row here, a file in models/ with its tiny config."""
 
 from __future__ import annotations
 
@@ -14,6 +14,27 @@ from hf_packfree.models import compat
 
 
 @dataclass(frozen=True)
+class Mixer:
+    """A kind of token mixer that a family has: what lets documents influence each other unless it is patched.
+
+    Attributes:
+        kind: the value in `config.layer_types` of the layers that have it.
+        path: the attribute of the decoder layer that holds it.
+        cls: upstream's class, by its exact name; ours, in the family's file, has the same.
+        ops: what its packed branch calls, by the names that `backend` takes.
+    """
+
+    kind: str
+    path: str
+    cls: str
+    ops: tuple[str, ...]
+
+    def why(self) -> str:
+        """Return why it has to be patched."""
+        return "; ".join(_LEAKS[op] for op in self.ops if op in _LEAKS)
+
+
+@dataclass(frozen=True)
 class Family:
     """One row of the table.
 
@@ -22,19 +43,40 @@ class Family:
         upstream: transformers' modeling module.
         replacement: our module; it holds a subclass of the same name for each class in `swaps`, and `tiny_config`;
             `HEADS`, if it is there, the classes around the text model that are swapped with it.
-        trunk: the class that reads boundaries: the text model.
-        layer: the decoder layer.
-        swaps: every class to swap, with the reason.
         causal_lm: upstream's class for verification and the demo.
+        trunk: the text model: the class that takes the record, or reads it from the batch.
+        layers: the decoder layers' classes.
+        mixers: the token mixers of these layers.
+        fused_layer: whether the decoder layers are patched too, as `FusedDecoderLayer`.  Others hand the record on.
+        vision_language: the class around the text model that images go through, if there is one.
     """
 
     name: str
     upstream: str
     replacement: str
-    trunk: str
-    layer: str
-    swaps: dict[str, str]
     causal_lm: str
+    trunk: str
+    layers: tuple[str, ...]
+    mixers: tuple[Mixer, ...]
+    fused_layer: bool = False
+    vision_language: str | None = None
+
+    @property
+    def swaps(self) -> dict[str, str]:
+        """{name of a class that is swapped: why}."""
+        layers = dict.fromkeys(self.layers, _LAYER) if self.fused_layer else {}
+        around = {} if self.vision_language is None else {self.vision_language: _VISION}
+        return {self.trunk: _TRUNK, **layers, **{mixer.cls: mixer.why() for mixer in self.mixers}, **around}
+
+    @property
+    def mixer_paths(self) -> tuple[str, ...]:
+        """The attributes of decoder layers that hold mixers."""
+        return tuple(dict.fromkeys(mixer.path for mixer in self.mixers))
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        """What the family's packed branches call, by the names that `backend` takes."""
+        return tuple(dict.fromkeys(op for mixer in self.mixers for op in mixer.ops))
 
     def pairs(self) -> dict[type[nn.Module], type[nn.Module]]:
         """Return {upstream's class: ours}; imports both modules.
@@ -54,7 +96,7 @@ class Family:
 
         Those are the heads, and decoder layers in releases whose own hand the record on.
         """
-        layers = {before: ours for before, ours in self.pairs().items() if before.__name__ == self.layer}
+        layers = {before: ours for before, ours in self.pairs().items() if before.__name__ in self.layers}
         return self.head_pairs() | ({} if compat.LAYERS_DROP_KEYWORDS else layers)
 
     def trunk_class(self) -> type[nn.Module]:
@@ -70,56 +112,57 @@ class Family:
         return build()
 
 
-_TRUNK = "documents are read once, here, and handed to every layer"
-_LAYER = "the record goes to either mixer, and residual sums and norms run as one"
-_DELTA_NET = "the convolution's window and the recurrent state cross document boundaries"
-_ATTENTION = "keys of other documents are visible, or hidden behind a T x T mask"
+_TRUNK = "the batch is read here, if nothing around it did, and the record handed to every layer"
+_LAYER = "residual sums and norms, and the MLP, run as one kernel each"
 _VISION = "the row would be numbered as one document, and images in packed rows have to be refused"
+_LEAKS = {
+    "conv": "the convolution's window crosses document boundaries",
+    "delta_rule": "the recurrent state crosses document boundaries",
+    "attention": "keys of other documents are visible, or hidden behind a T x T mask",
+}
+_DELTA_NET, _ATTENTION = ("conv", "delta_rule", "fused"), ("attention", "fused")
 
 FAMILIES: tuple[Family, ...] = (
     Family(
         name="qwen3_5",
         upstream="transformers.models.qwen3_5.modeling_qwen3_5",
         replacement="hf_packfree.models.qwen3_5",
-        trunk="Qwen3_5TextModel",
-        layer="Qwen3_5DecoderLayer",
-        swaps={
-            "Qwen3_5TextModel": _TRUNK,
-            "Qwen3_5DecoderLayer": _LAYER,
-            "Qwen3_5GatedDeltaNet": _DELTA_NET,
-            "Qwen3_5Attention": _ATTENTION,
-            "Qwen3_5Model": _VISION,
-        },
         causal_lm="Qwen3_5ForCausalLM",
+        trunk="Qwen3_5TextModel",
+        layers=("Qwen3_5DecoderLayer",),
+        mixers=(
+            Mixer("linear_attention", "linear_attn", "Qwen3_5GatedDeltaNet", _DELTA_NET),
+            Mixer("full_attention", "self_attn", "Qwen3_5Attention", _ATTENTION),
+        ),
+        fused_layer=True,
+        vision_language="Qwen3_5Model",
     ),
     Family(
         name="qwen3_5_moe",
         upstream="transformers.models.qwen3_5_moe.modeling_qwen3_5_moe",
         replacement="hf_packfree.models.qwen3_5_moe",
-        trunk="Qwen3_5MoeTextModel",
-        layer="Qwen3_5MoeDecoderLayer",
-        swaps={
-            "Qwen3_5MoeTextModel": _TRUNK,
-            "Qwen3_5MoeDecoderLayer": _LAYER,
-            "Qwen3_5MoeGatedDeltaNet": _DELTA_NET,
-            "Qwen3_5MoeAttention": _ATTENTION,
-            "Qwen3_5MoeModel": _VISION,
-        },
         causal_lm="Qwen3_5MoeForCausalLM",
+        trunk="Qwen3_5MoeTextModel",
+        layers=("Qwen3_5MoeDecoderLayer",),
+        mixers=(
+            Mixer("linear_attention", "linear_attn", "Qwen3_5MoeGatedDeltaNet", _DELTA_NET),
+            Mixer("full_attention", "self_attn", "Qwen3_5MoeAttention", _ATTENTION),
+        ),
+        fused_layer=True,
+        vision_language="Qwen3_5MoeModel",
     ),
     Family(
         name="qwen3_next",
         upstream="transformers.models.qwen3_next.modeling_qwen3_next",
         replacement="hf_packfree.models.qwen3_next",
-        trunk="Qwen3NextModel",
-        layer="Qwen3NextDecoderLayer",
-        swaps={
-            "Qwen3NextModel": _TRUNK,
-            "Qwen3NextDecoderLayer": _LAYER,
-            "Qwen3NextGatedDeltaNet": _DELTA_NET,
-            "Qwen3NextAttention": _ATTENTION,
-        },
         causal_lm="Qwen3NextForCausalLM",
+        trunk="Qwen3NextModel",
+        layers=("Qwen3NextDecoderLayer",),
+        mixers=(
+            Mixer("linear_attention", "linear_attn", "Qwen3NextGatedDeltaNet", _DELTA_NET),
+            Mixer("full_attention", "self_attn", "Qwen3NextAttention", _ATTENTION),
+        ),
+        fused_layer=True,
     ),
 )
 

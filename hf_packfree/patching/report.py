@@ -107,7 +107,7 @@ def patch_report(model: nn.Module) -> PatchReport:
     ours = set() if family is None else {*family.pairs().values(), *family.head_pairs().values()}
     swapped = [module for module in model.modules() if ours & set(type(module).__mro__)]
     state = next((state for module in swapped if isinstance(state := module.packfree, PatchState)), None)
-    patched = state is not None and any(type(module).__name__.endswith(family.trunk) for module in swapped if family)
+    patched = state is not None and any(isinstance(module, family.trunk_class()) for module in swapped if family)
     loaded = getattr(getattr(model, "config", None), "_attn_implementation", None)
     runs = {} if state is None else _implementations(state, model)
     return PatchReport(

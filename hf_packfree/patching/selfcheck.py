@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
@@ -11,12 +12,13 @@ from torch import nn
 
 from hf_packfree.errors import LeakDetected
 from hf_packfree.models import compat
+from hf_packfree.models.base import Replacement
 from hf_packfree.models.fusable import adds_one, epsilon, swiglu_weights
 from hf_packfree.models.state import PatchState
 from hf_packfree.ops.fused import add_norm, swiglu_mlp
 from hf_packfree.patching.plan import plan_swaps
 from hf_packfree.patching.registry import Family
-from hf_packfree.patching.steps import swap
+from hf_packfree.patching.steps import carry_out
 
 logger = logging.getLogger("hf_packfree")
 LIMIT = 1e-5
@@ -41,7 +43,8 @@ def check_release(family: Family, state: PatchState) -> None:
         family.name,
     )
     model = _tiny(family)
-    error = _worst([norms_against_formula(model), mlps_against_formula(model), packed_against_alone(model, state)])
+    carry_out(plan_swaps(model)[1], state)
+    error = _worst([norms_against_formula(model), mlps_against_formula(model), packed_against_alone(model)])
     if not error <= LIMIT:
         raise LeakDetected(
             f"found packed documents, norms or MLPs of a tiny {family.name} model off by {error:.1e} relative RMS on "
@@ -71,40 +74,52 @@ def _tiny(family: Family) -> Any:
 
 @torch.no_grad()
 def norms_against_formula(model: nn.Module) -> float:
-    """Return the worst relative RMS between a norm and the formula that takes its place on GPUs: this runs anywhere."""
+    """Return the worst relative RMS between a norm and the formula that takes its place on GPUs: this runs anywhere.
+
+    Args:
+        model: patched; its own modules say which norms they compute by the formula.
+    """
     errors = [0.0]
-    for layer in model.modules():
-        parts: list[Any] = [part for part in layer.children() if isinstance(getattr(part, "weight", None), torch.Tensor)]
-        for norm in parts:
-            if adds_one(norm, layer):
-                x = torch.linspace(-3, 2, 4 * norm.weight.numel()).view(4, -1)
-                wanted = norm(x)
-                found, _ = add_norm(x, None, norm.weight, epsilon(norm))
-                errors.append(float((found - wanted).norm() / wanted.norm()))
+    for layer, norm in _parts(model):
+        if adds_one(norm, layer):
+            x = torch.linspace(-3, 2, 4 * norm.weight.numel()).view(4, -1)
+            wanted = norm(x)
+            found, _ = add_norm(x, None, norm.weight, epsilon(norm))
+            errors.append(float((found - wanted).norm() / wanted.norm()))
     return _worst(errors)
 
 
 @torch.no_grad()
-def mlps_against_formula(model: Any) -> float:
-    """Return the worst relative RMS between an MLP and the formula that takes its place on GPUs: this runs anywhere."""
+def mlps_against_formula(model: nn.Module) -> float:
+    """Return the worst relative RMS between an MLP and the formula that takes its place on GPUs: this runs anywhere.
+
+    Args:
+        model: patched; its own modules say which MLPs they compute by the formula.
+    """
     errors = [0.0]
-    width: int = model.config.get_text_config().hidden_size
-    x = torch.linspace(-100, 70, 4 * width).view(4, -1)  # so large that a clamp would show
-    for layer in model.modules():
-        mlp: Any = getattr(layer, "mlp", None)
-        weights = None if mlp is None else swiglu_weights(mlp, layer, x)
+    for layer, mlp in _parts(model):
+        width = getattr(getattr(mlp, "gate_proj", None), "in_features", 1)
+        x = torch.linspace(-100, 70, 4 * width).view(4, -1)  # so large that a clamp would show
+        weights = swiglu_weights(mlp, layer, x)
         if weights is not None:
             wanted = mlp(x)
             errors.append(float((swiglu_mlp(x, *weights) - wanted).norm() / wanted.norm()))
     return _worst(errors)
 
 
+def _parts(model: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """Yield every patched module with each of its parts that it does not call."""
+    x = torch.empty(1, 1)
+    for layer in model.modules():
+        if isinstance(layer, Replacement):
+            yield from ((layer, part) for name, part in layer.named_children() if not layer.calls(name, part, x))
+
+
 @torch.no_grad()
-def packed_against_alone(model: Any, state: PatchState) -> float:
-    """Return the relative RMS between a packed row of a model, which is patched, and its documents run one by one."""
+def packed_against_alone(model: Any) -> float:
+    """Return the relative RMS between a packed row of a patched model and its documents run one by one."""
     lengths = (3, 65, 1)
     ids = torch.arange(sum(lengths))[None] * 37 % model.config.vocab_size
-    swap(plan_swaps(model)[1], state)
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits
     alone = torch.cat([model(input_ids=part, use_cache=False).logits for part in ids.split(lengths, 1)], 1)

@@ -1,48 +1,162 @@
-"""The change itself: every module of a plan, or none."""
+"""What a plan is made of: steps that each change one module and can be undone, carried out all or none."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import nn
 
+from hf_packfree.errors import PatchConflict
 from hf_packfree.models.state import PatchState
 
-_ASIDE = "packfree_forward_before"
+_ASIDE, _ADDED = "packfree_forward_before", "packfree_added"
+
+
+class Step(Protocol):
+    """One change to a model."""
+
+    def carry_out(self, state: PatchState) -> None:
+        """Make the change, and note beside it what undoing needs."""
+
+    def undo(self) -> None:
+        """Leave everything as it was before, notes included."""
+
+    def lift(self) -> None:
+        """Take the change away for a while."""
+
+    def restore(self) -> None:
+        """Bring back what was lifted."""
 
 
 @dataclass(frozen=True)
-class Step:
-    """One module to swap: its name in the model, its class before and after."""
+class ClassSwap:
+    """One module's class: its name in the model, the class before and after."""
 
     name: str
     module: nn.Module
     before: type[nn.Module]
     after: type[nn.Module]
 
+    def carry_out(self, state: PatchState) -> None:
+        """Give the module its new class and `state`.
 
-def swap(steps: list[Step], state: PatchState) -> None:
-    """Give each module its new class and `state`; put all back if one fails.
+        A forward that the plan let pass on the instance is its old class's: it would hide the new one, and waits aside.
+        """
+        if "forward" in vars(self.module):
+            vars(self.module)[_ASIDE] = vars(self.module).pop("forward")
+        self.restore()
+        vars(self.module)["packfree"] = state
 
-    A forward that the plan let pass on an instance is its old class's: it would hide the new one, and waits aside.
+    def undo(self) -> None:
+        """Give the module back its class, and what else it had."""
+        self.lift()
+        vars(self.module).pop("packfree", None)
+        if _ASIDE in vars(self.module):
+            vars(self.module)["forward"] = vars(self.module).pop(_ASIDE)
+
+    def lift(self) -> None:
+        """Give the module its class before."""
+        self.module.__class__ = self.before
+
+    def restore(self) -> None:
+        """Give the module its class after."""
+        self.module.__class__ = self.after
+
+
+@dataclass(frozen=True)
+class AddModule:
+    """A child that a module gets: its name in the model, the parent, the attribute there, the child."""
+
+    name: str
+    parent: nn.Module
+    attribute: str
+    module: nn.Module
+
+    def carry_out(self, state: PatchState) -> None:
+        """Add the child, and note on the parent that it is ours."""
+        self.restore()
+        vars(self.parent).setdefault(_ADDED, {})[self.attribute] = self.module
+
+    def undo(self) -> None:
+        """Take exactly this child away."""
+        added = vars(self.parent).get(_ADDED, {})
+        if added.pop(self.attribute, None) is not None:
+            self.lift()
+        if not added:
+            vars(self.parent).pop(_ADDED, None)
+
+    def lift(self) -> None:
+        """Take the child away."""
+        del self.parent._modules[self.attribute]
+
+    def restore(self) -> None:
+        """Put the child in place."""
+        self.parent.add_module(self.attribute, self.module)
+
+
+def plan_addition(model: nn.Module, name: str, module: nn.Module) -> list[AddModule]:
+    """Return the step that adds `module` to `model` under the dotted `name`, or none where a module was added there already.
+
+    Raises:
+        PatchConflict: something that is not ours has the name.
     """
+    where, _, attribute = name.rpartition(".")
+    parent = model.get_submodule(where)
+    if attribute in vars(parent).get(_ADDED, {}):
+        return []
+    if hasattr(parent, attribute):
+        raise PatchConflict(
+            f"found {name} taken by a {type(getattr(parent, attribute)).__name__}; wanted the name free for the "
+            f"{type(module).__name__} to add; rename or remove what has it"
+        )
+    return [AddModule(name, parent, attribute, module)]
+
+
+def additions(model: nn.Module) -> Iterator[AddModule]:
+    """Yield the additions in force, each checked to be undoable.
+
+    Raises:
+        PatchConflict: something else has taken the place of a module that was added.
+    """
+    for where, parent in list(model.named_modules()):
+        for attribute, module in vars(parent).get(_ADDED, {}).items():
+            name, found = f"{where}.{attribute}".lstrip("."), getattr(parent, attribute, None)
+            if found is not module:
+                raise PatchConflict(
+                    f"found {name} as a {type(found).__name__} where a {type(module).__name__} was added; wanted that very "
+                    "module; put it back, or keep the patches"
+                )
+            yield AddModule(name, parent, attribute, module)
+
+
+def carry_out(steps: Iterable[Step], state: PatchState) -> None:
+    """Carry out every step; undo all, the last first, if one fails."""
     done: list[Step] = []
     try:
         for step in steps:
             done.append(step)
-            if "forward" in vars(step.module):
-                vars(step.module)[_ASIDE] = vars(step.module).pop("forward")
-            step.module.__class__ = step.after
-            vars(step.module)["packfree"] = state
+            step.carry_out(state)
     except BaseException:
-        put_back(done)
+        undo(done)
         raise
 
 
-def put_back(steps: list[Step]) -> None:
-    """Give each module back its class, and what else it had."""
-    for step in steps:
-        step.module.__class__ = step.before
-        vars(step.module).pop("packfree", None)
-        if _ASIDE in vars(step.module):
-            vars(step.module)["forward"] = vars(step.module).pop(_ASIDE)
+def undo(steps: Sequence[Step]) -> None:
+    """Undo every step, the last first."""
+    for step in reversed(steps):
+        step.undo()
+
+
+@contextmanager
+def lifted(steps: Sequence[Step]) -> Iterator[None]:
+    """Run the block without the steps' changes, and bring them back afterwards."""
+    for step in reversed(steps):
+        step.lift()
+    try:
+        yield
+    finally:
+        for step in steps:
+            step.restore()

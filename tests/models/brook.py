@@ -1,69 +1,90 @@
-"""A family that is not in the table, and all that somebody writes to add it: one row, this file, one tiny config.
-
-Upstream's side is made up at run time: Qwen3.5's modeling module under other class names, as a new release would be.
-"""
+"""A family that is not in the table, and all that somebody writes to add it: this file, and the row at its end."""
 
 from __future__ import annotations
 
-import inspect
-import re
-import sys
-from types import ModuleType
-
-from transformers.models.qwen3_5 import modeling_qwen3_5
-
-from hf_packfree.models import qwen3_5
 from hf_packfree.models.attention import PackedAttention
-from hf_packfree.models.base import stands_for
-from hf_packfree.models.decoder_layer import PackedDecoderLayer
-from hf_packfree.models.qwen3_5 import SplitProjections
+from hf_packfree.models.base import Replacement, size_of, size_of_linear, stands_for
+from hf_packfree.models.heads import heads_of
+from hf_packfree.models.state import state_of
 from hf_packfree.models.trunk import PackedTrunk
-from hf_packfree.patching.registry import Family
-
-
-def _made_up_release() -> ModuleType:
-    module = ModuleType("transformers.models.brook.modeling_brook")
-    module.__package__, module.__file__ = modeling_qwen3_5.__package__, modeling_qwen3_5.__file__
-    sys.modules[module.__name__] = module
-    source = re.sub(r"Qwen3_5(?!\w*Config)", "Brook", inspect.getsource(modeling_qwen3_5))
-    exec(compile(source, "modeling_brook.py", "exec"), vars(module))
-    return module
-
-
-upstream = _made_up_release()
+from hf_packfree.ops.conv import causal_conv1d
+from hf_packfree.ops.delta_rule import gated_delta_rule
+from hf_packfree.patching.registry import Family, Mixer
+from tests.models import brook_upstream as upstream
 
 
 @stands_for(upstream)
-class BrookGatedDeltaNet(SplitProjections, upstream.BrookGatedDeltaNet):
-    """Upstream's layer, plus the packed branch."""
+class BrookShortConv(Replacement, upstream.BrookShortConv):
+    """Upstream's mixer, plus the packed branch."""
+
+    def forward(self, x, packed_sequence=None, **kwargs):
+        if packed_sequence is None:
+            return super().forward(x, **kwargs)
+        before, after, x = self.gates_in(x).chunk(3, -1)
+        backend = state_of(self).kernels_for(x.device, x.dtype).conv
+        weight, bias = self.conv.weight.squeeze(1), self.conv.bias
+        x = causal_conv1d(before * x, weight, packed_sequence, bias=bias, activation=None, backend=backend)
+        return packed_sequence.zero_left_pad(self.out(after * x))
+
+    @staticmethod
+    def op_sizes(layer):
+        return {"taps": layer.conv.kernel_size[0]}
+
+    @staticmethod
+    def checkpoint_sizes(layer):
+        size = layer.out.in_features
+        return {
+            "conv": (size_of(layer.conv.weight)[:2], (size, 1)),
+            "gates_in": (size_of_linear(layer.gates_in), (3 * size, size)),
+        }
+
+
+@stands_for(upstream)
+class BrookDelta(Replacement, upstream.BrookDelta):
+    """Upstream's mixer, plus the packed branch."""
+
+    def forward(self, x, packed_sequence=None, **kwargs):
+        if packed_sequence is None:
+            return super().forward(x, **kwargs)
+        backend = state_of(self).kernels_for(x.device, x.dtype).delta_rule
+        out = gated_delta_rule(*self.project(x), packed_sequence, backend=backend)
+        return packed_sequence.zero_left_pad(self.out(out.flatten(2)))
+
+    @staticmethod
+    def op_sizes(layer):
+        return {"key_heads": layer.num_heads, "value_heads": layer.num_heads, "key_size": layer.size, "value_size": layer.size}
+
+    @staticmethod
+    def checkpoint_sizes(layer):
+        return {"A_log": (size_of(layer.A_log), (layer.num_heads,))}
 
 
 @stands_for(upstream)
 class BrookAttention(PackedAttention, upstream.BrookAttention):
-    """Upstream's layer, plus the packed branch."""
+    """Upstream's mixer, plus the packed branch."""
 
     def _rotate(self, q, k, cos, sin):
-        return upstream.apply_rotary_pos_emb(q, k, cos, sin)
+        return upstream.rotate(q, k, cos, sin)
 
 
 @stands_for(upstream)
-class BrookDecoderLayer(PackedDecoderLayer, upstream.BrookDecoderLayer):
-    """Upstream's layer, plus the packed branch."""
-
-
-@stands_for(upstream)
-class BrookTextModel(PackedTrunk, upstream.BrookTextModel):
+class BrookModel(PackedTrunk, upstream.BrookModel):
     """Upstream's trunk, plus the record."""
 
 
-tiny_config = qwen3_5.tiny_config
+HEADS = heads_of(upstream, __name__)
+tiny_config = upstream.BrookConfig
 
 ROW = Family(
     name="brook",
     upstream=upstream.__name__,
     replacement=__name__,
-    trunk="BrookTextModel",
-    layer="BrookDecoderLayer",
-    swaps=dict.fromkeys(("BrookTextModel", "BrookDecoderLayer", "BrookGatedDeltaNet", "BrookAttention"), "as every family"),
     causal_lm="BrookForCausalLM",
+    trunk="BrookModel",
+    layers=("BrookStreamLayer", "BrookPoolLayer"),
+    mixers=(
+        Mixer("conv", "token_mix", "BrookShortConv", ("conv",)),
+        Mixer("linear_attention", "token_mix", "BrookDelta", ("delta_rule",)),
+        Mixer("full_attention", "attend", "BrookAttention", ("attention", "fused")),
+    ),
 )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hf_packfree import apply_patches
-from hf_packfree.models import decoder_layer
-from hf_packfree.models.state import Kernels, PatchState
+from hf_packfree.models import fused_layer
+from hf_packfree.models.state import Kernels
 from tests.support import GRADIENT_TOL, LOGIT_TOL, errors, random_weights, run, run_alone
 
 
@@ -12,7 +14,7 @@ def on_kernels(model, **kernels: str):
     """Patch, with these kernels' names chosen for this device."""
     for module in apply_patches(model).modules():
         if "packfree" in vars(module):
-            vars(module)["packfree"] = PatchState(elsewhere=Kernels(**kernels))
+            vars(module)["packfree"] = replace(vars(module)["packfree"], elsewhere=Kernels(**kernels))
     return model
 
 
@@ -25,7 +27,7 @@ def watched(monkeypatch, name: str, twin, place: int) -> list:
         seen.append(arguments[place])
         return twin(*arguments)
 
-    monkeypatch.setattr(decoder_layer, name, call)
+    monkeypatch.setattr(fused_layer, name, call)
     return seen
 
 

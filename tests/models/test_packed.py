@@ -8,8 +8,8 @@ import transformers
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from hf_packfree import apply_patches, patch_report, register_patches, remove_patches
-from hf_packfree.errors import UnsupportedInput, UnsupportedModel
+from hf_packfree import apply_patches, register_patches
+from hf_packfree.errors import UnsupportedInput
 from hf_packfree.packing import PackedSequence
 from tests.input_formats import block_mask, one_row, padded_rows, row_batch
 from tests.support import (
@@ -302,19 +302,6 @@ def test_one_token_documents_at_the_end_stay_documents():
     logits = model(input_ids=ids, position_ids=torch.tensor([[0, 1, 2, 0, 0, 0]])).logits
     for at in (3, 4, 5):
         assert relative_rms(logits[0, at], model(input_ids=ids[:, at : at + 1]).logits[0, 0]) <= LOGIT_TOL
-
-
-def test_a_family_is_added_with_one_row_one_file_and_one_config(monkeypatch):
-    from hf_packfree.patching import registry
-    from tests.models import brook
-
-    with pytest.raises(UnsupportedModel, match="qwen3_next"):
-        apply_patches(tiny(brook.ROW))
-    monkeypatch.setattr(registry, "FAMILIES", (*registry.FAMILIES, brook.ROW))
-    model = apply_patches(tiny(brook.ROW))
-    assert patch_report(model).family == "brook"
-    assert_exact(model, row_batch("positions", ROW))
-    assert type(remove_patches(model).model) is brook.upstream.BrookTextModel
 
 
 def test_a_flash_attention_gets_the_record_in_upstreams_spelling(monkeypatch):

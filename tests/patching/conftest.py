@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_packfree.ops import backend, conv, delta_rule, fla
-from hf_packfree.patching import backends, exactness
+from hf_packfree.patching import exactness
 from tests.patching.machines import INSTALLED
 
 
@@ -40,7 +40,6 @@ def gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: cards[index])
-        monkeypatch.setattr(backends, "model_sizes", lambda config: config)
 
     yield pretend
     backend.broken.cache_clear()

@@ -7,13 +7,15 @@ import re
 import pytest
 import torch
 
+from hf_packfree import apply_patches
 from hf_packfree.errors import BackendUnavailable
 from hf_packfree.ops import backend, conv
 from hf_packfree.ops.backend import Site
 from hf_packfree.patching import backends
-from hf_packfree.patching.backends import choose_backends, model_sizes
+from hf_packfree.patching.backends import choose_backends
+from hf_packfree.patching.plan import op_sizes
 from tests.patching.machines import INSTALLED, SIZES
-from tests.support import tiny
+from tests.support import by_family, tiny
 
 
 @pytest.mark.parametrize(
@@ -239,10 +241,10 @@ def test_what_is_not_exact_runs_only_where_it_is_asked_for(gpu):
     assert (state.cuda_half.delta_rule, state.cuda_single.delta_rule) == ("flash_qla_cut", "fla")
 
 
-def test_sizes_come_from_the_config():
-    config = tiny().config
+def test_sizes_come_from_the_mixers():
     wanted = {"key_heads": 2, "value_heads": 4, "key_size": 16, "value_size": 16, "taps": 4, "head_size": 16}
-    assert model_sizes(config) == wanted
+    for model in (tiny(), apply_patches(tiny())):
+        assert op_sizes(model.model, by_family["qwen3_5"]) == wanted
 
 
 def test_every_op_has_a_torch_twin_that_always_runs():

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hf_packfree import apply_patches, patch_report
-from hf_packfree.patching import backends, exactness
+from hf_packfree.patching import apply, exactness
 from hf_packfree.patching.backends import OPS
 from hf_packfree.ops.fused.linear import NARROW
 from tests.gpu.op_table import OPS as TESTED
@@ -29,7 +29,7 @@ def hopper(gpu, monkeypatch):
 
     def patched(model=None, *, dtype=torch.bfloat16, capability=(9, 0), release="2.11.0+cu130", widths=True, **options):
         gpu(capability=capability)
-        monkeypatch.setattr(backends, "model_sizes", lambda config: SIZES)
+        monkeypatch.setattr(apply, "op_sizes", lambda *_: SIZES)
         if widths:
             linears = (part for part in (model or tiny()).modules() if isinstance(part, nn.Linear))
             monkeypatch.setattr(exactness, "_COMPARED", {(linear.out_features, linear.in_features) for linear in linears})

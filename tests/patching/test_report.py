@@ -12,7 +12,7 @@ import torch
 from hf_packfree import apply_patches, patch_report
 from hf_packfree.models.state import Kernels
 from hf_packfree.ops import delta_rule
-from hf_packfree.patching import backends, report
+from hf_packfree.patching import apply, report
 from tests.patching.machines import INSTALLED, SIZES
 from tests.support import tiny
 
@@ -45,7 +45,7 @@ def test_the_report_names_what_is_not_exact_wherever_the_model_is_now(monkeypatc
 def test_hopper_without_a_backward_is_said_when_patching(gpu, monkeypatch, caplog):
     gpu(packages={"triton": "3.6.0", "fla-core": "0.6.0"})
     sizes = {"key_heads": 2, "value_heads": 4, "key_size": 16, "value_size": 16, "taps": 4, "head_size": 16}
-    monkeypatch.setattr(backends, "model_sizes", lambda config: sizes)
+    monkeypatch.setattr(apply, "op_sizes", lambda *_: sizes)
     model = apply_patches(tiny())
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "delta_rule runs in plain torch on this GPU" in line and "pip install flash-qla" in line
@@ -55,7 +55,7 @@ def test_hopper_without_a_backward_is_said_when_patching(gpu, monkeypatch, caplo
 
 def patched_on_a_gpu(monkeypatch, **options):
     """Patch a tiny model as if it were on the GPU that is pretended, in float32."""
-    monkeypatch.setattr(backends, "model_sizes", lambda config: SIZES)
+    monkeypatch.setattr(apply, "op_sizes", lambda *_: SIZES)
     model = apply_patches(tiny(), **options)
     there = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float32)
     monkeypatch.setattr(model, "parameters", lambda: iter([there]), raising=False)
@@ -81,7 +81,7 @@ def test_the_delta_rule_in_float32_alone_without_a_backward_is_said_when_patchin
 
 def test_attention_dropout_that_no_kernel_has_is_said_when_patching(gpu, monkeypatch, caplog):
     gpu(packages={"triton": "3.7.1", "fla-core": "0.6.0"})
-    monkeypatch.setattr(backends, "model_sizes", lambda config: SIZES)
+    monkeypatch.setattr(apply, "op_sizes", lambda *_: SIZES)
     for dropout, said in ((0.0, 0), (0.1, 1)):
         caplog.clear()
         model = tiny()
@@ -139,7 +139,7 @@ def test_what_compiles_for_seconds_is_said_when_patching(gpu, monkeypatch, caplo
 def test_what_compiles_for_minutes_is_a_warning_once(gpu, monkeypatch, caplog):
     gpu()
     for model in (tiny(), tiny().bfloat16(), tiny()):
-        monkeypatch.setattr(backends, "model_sizes", lambda config: SIZES)
+        monkeypatch.setattr(apply, "op_sizes", lambda *_: SIZES)
         apply_patches(model)
     whole, half = logged(caplog, "WARNING")
     assert whole == (

@@ -1,4 +1,7 @@
-"""The decoder layer over a packed row: the record goes to the mixer; residual sums and norms, and the MLP, run as one."""
+"""A decoder layer with norm, mixer, norm and MLP in that order: each residual sum and norm, and the MLP, is one kernel.
+
+A fusion, for the families whose layers are of this shape; what is exact without it stays exact.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from hf_packfree.models.state import state_of
 from hf_packfree.ops.fused import add_norm, swiglu_mlp
 
 
-class PackedDecoderLayer(Replacement):
+class FusedDecoderLayer(Replacement):
     """Put in front of a family's decoder layer (norm, mixer, norm, MLP, with a residual around each pair)."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -66,6 +69,12 @@ class PackedDecoderLayer(Replacement):
                 return swiglu_mlp(x, *weights, backend=backend)
         out: Tensor | tuple[Tensor, ...] = self.mlp(x)
         return out[0] if isinstance(out, tuple) else out  # experts may return their router's logits too
+
+    def calls(self, name: str, part: nn.Module, x: Tensor) -> bool:
+        """Whether the packed branch calls this part: an MLP or a norm that is more than weights and formula."""
+        if name == "mlp":
+            return swiglu_weights(part, self, x) is None
+        return name.endswith("norm") and not adds_one(part, self)
 
     @staticmethod
     def checkpoint_sizes(layer: Any) -> Sizes:

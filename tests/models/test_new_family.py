@@ -1,0 +1,116 @@
+"""A family of another shape than Qwen's is added by one row and one file: no shared code knows attributes or layers by name."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from hf_packfree import apply_patches, patch_report, remove_patches, verify_packing
+from hf_packfree.errors import ContractError, PatchConflict, UnsupportedModel
+from hf_packfree.patching import prewarm, registry
+from tests.input_formats import padded_rows, row_batch
+from tests.models import brook
+from tests.models.padded import padded_batch, real_tokens, step, worst_gradient
+from tests.support import CONTROL, GRADIENT_TOL, LOGIT_TOL, ROW, errors, random_weights, run, run_alone, tiny
+
+MIXERS = {"BrookShortConv": 1, "BrookDelta": 2, "BrookAttention": 1}
+
+
+@pytest.fixture
+def added(monkeypatch):
+    monkeypatch.setattr(registry, "FAMILIES", (*registry.FAMILIES, brook.ROW))
+
+
+def test_without_its_row_it_is_refused():
+    with pytest.raises(UnsupportedModel, match="qwen3_next"):
+        apply_patches(tiny(brook.ROW))
+
+
+def batch_of(form):
+    if form != "several rows":
+        return row_batch(form, ROW)
+    batch, _, batch.inputs["position_ids"] = padded_rows(((5, 64, 3), (1, 71)))
+    return batch
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("form", ["positions", "cu_seq_lens", "several rows"])
+def test_packed_is_per_document_and_unpatched_leaks(added, form, attention):
+    batch = batch_of(form)
+    model, weights = tiny(brook.ROW, attention=attention), random_weights(batch, 128)
+    alone = run_alone(model, batch, weights)
+    control = run(model, batch, weights)
+    logits, grads = errors(control, alone)
+    assert logits >= CONTROL * LOGIT_TOL and grads >= CONTROL * GRADIENT_TOL
+    logits, grads = errors(run(apply_patches(model), batch, weights), alone)
+    assert logits <= LOGIT_TOL and grads <= GRADIENT_TOL, (logits, grads)
+
+
+def test_padded_batches_skip_padding(added):
+    batch = padded_batch("right")
+    wanted, wanted_grads = step(tiny(brook.ROW), batch)
+    model, seen = apply_patches(tiny(brook.ROW)), []
+    model.model.layers[0].register_forward_hook(lambda layer, args, out: seen.append(args[0].shape[1]))
+    found, grads = step(model, batch)
+    assert seen[0] == real_tokens(batch) < batch["input_ids"].numel()
+    assert abs(found.loss.item() / wanted.loss.item() - 1) <= LOGIT_TOL and worst_gradient(grads, wanted_grads) <= GRADIENT_TOL
+
+
+def test_checkpointing_changes_nothing(added):
+    model, batch = apply_patches(tiny(brook.ROW)), row_batch("positions", ROW)
+    weights = random_weights(batch, 128)
+    wanted = run(model, batch, weights)
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    found = run(model, batch, weights)
+    assert all(torch.equal(found[1][name], wanted[1][name]) for name in wanted[1])
+
+
+def test_report_removal_and_twice(added):
+    model = tiny(brook.ROW)
+    before = [(name, type(module), sorted(vars(module))) for name, module in model.named_modules()]
+    weights = copy.deepcopy(model.state_dict())
+    report = patch_report(apply_patches(apply_patches(model)))
+    assert (report.family, report.patched) == ("brook", True)
+    assert report.swaps == {"BrookForCausalLM": 1, "BrookModel": 1, **MIXERS}, "no decoder layer"
+    assert brook.ROW.swaps.keys() == {"BrookModel", *MIXERS}
+    assert not patch_report(remove_patches(model)).patched
+    assert before == [(name, type(module), sorted(vars(module))) for name, module in model.named_modules()]
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+def test_verify_measures_it(added):
+    report = verify_packing(apply_patches(tiny(brook.ROW)), lengths=(5, 17, 1, 9))
+    assert report.family == "brook" and report.patched.influence == 0 and report.stock.influence > 1e-3
+    prewarm(apply_patches(tiny(brook.ROW)))
+
+
+def test_unpacked_rows_are_upstreams(added):
+    ids = torch.arange(2, 62).view(2, 30)
+    wanted = tiny(brook.ROW)(input_ids=ids).logits
+    assert torch.equal(apply_patches(tiny(brook.ROW))(input_ids=ids).logits, wanted)
+
+
+@pytest.mark.parametrize("where", ["layers.0.token_mix", "layers.1.token_mix", "layers.2.attend"])
+def test_a_mixer_that_was_replaced_is_refused_before_and_after(added, where):
+    batch = row_batch("positions", (3, 5))
+    model, other = tiny(brook.ROW), tiny(brook.ROW).model.get_submodule(where)
+    ours = model.model.get_submodule(where)
+    model.model.set_submodule(where, nn.Identity())
+    layer, _, path = where.rpartition(".")
+    with pytest.raises(ContractError, match=f"no known mixer in {layer}, .* a {type(other).__name__} at {path}"):
+        apply_patches(model)
+    model.model.set_submodule(where, ours)
+    apply_patches(model)(**batch.inputs)
+    model.model.set_submodule(where, other)
+    with pytest.raises(PatchConflict, match=f"{where} changed since"):
+        model(**batch.inputs)
+
+
+def test_a_kind_of_layer_that_no_mixer_has_is_refused(added):
+    model = tiny(brook.ROW)
+    model.config.layer_types[2] = "sliding_attention"
+    with pytest.raises(ContractError, match="layers.2, which the config says is 'sliding_attention'; wanted a kind that"):
+        apply_patches(model)
