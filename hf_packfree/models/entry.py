@@ -150,7 +150,7 @@ def restore_layers(output: Any, packed: PackedSequence, *, count_all: bool = Tru
         layers = output.hidden_states
         output.hidden_states = tuple(None if layer is None else repad(layer, packed) for layer in layers)
     if output.get("router_logits") is not None:
-        whole = partial(_repad_rows, packed=packed) if count_all else packed.real
+        whole = partial(_repad_rows, packed=packed) if count_all else packed.select_real
         output.router_logits = tuple(whole(layer) for layer in output.router_logits)
 
 

@@ -1,4 +1,4 @@
-"""The one place that speaks to torch.compile and torch.func: what plans on the host is left out of compiled graphs, by name."""
+"""What the package needs of torch.compile and torch.func: functions that plan on the host stay out of compiled graphs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 
 
 def uncompiled(function: _Function) -> _Function:
-    """Mark a function that `torch.compile` calls as it is instead of tracing it.
+    """Keep a function out of `torch.compile`, which then calls it instead of tracing it.
 
-    Such functions read boundaries or plan by them: traced, every row with other documents would be compiled anew.
+    Such functions read boundaries or plan by them: traced, they would be compiled again for every row with other documents.
     """
     return cast(_Function, torch.compiler.disable(function))
 
 
 def uncompiled_when_called(function: _Function) -> _Function:
-    """The same for a module that has to be imported at once: marking loads the compiler."""
+    """Do the same without loading the compiler when the function is defined, for modules that have to import fast."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -30,4 +30,4 @@ def uncompiled_when_called(function: _Function) -> _Function:
 
 
 is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
-"""Whether a transform of torch.func (grad, vmap) is in force: tensors may then hold others instead of numbers."""
+"""Whether a transform of torch.func (grad, vmap) is active: tensors may then wrap others and hold no values."""

@@ -1,6 +1,6 @@
 """Unpad and repad: exact inverses between the caller's [B, S, ...] and the packed row's [1, T, ...].
 
-Both work where their tensor is: with layers on several devices that is not always where the record is.
+Both run on their tensor's device: with layers on several devices that is not always the record's.
 """
 
 from __future__ import annotations
@@ -14,13 +14,55 @@ from hf_packfree.packing.record import PackedSequence
 
 
 def unpad(batch: Tensor, packed: PackedSequence) -> Tensor:
-    """Return [1, T, ...], the real tokens of `batch` [B, S, ...] in row order; a view when nothing is dropped."""
+    """Return the tokens of a batch that are in the packed row.
+
+    Args:
+        batch: [B, S, ...] of any dtype; (B, S) is `packed.batch_shape`.
+        packed: the record of the row.
+
+    Returns:
+        [1, T, ...], in row order; a view of `batch` when no padding is dropped.
+
+    Examples:
+        Two documents in a padded batch, 0 being the pad token, become one row, and back:
+
+        >>> import torch
+        >>> from hf_packfree import PackedSequence
+        >>> from hf_packfree.packing import repad, unpad
+        >>> input_ids = torch.tensor([[5, 6, 7], [8, 9, 0]])
+        >>> packed = PackedSequence.from_lengths([3, 2], batch_shape=(2, 3), indices=torch.tensor([0, 1, 2, 3, 4]))
+        >>> row = unpad(input_ids, packed)
+        >>> row
+        tensor([[5, 6, 7, 8, 9]])
+        >>> repad(row, packed)
+        tensor([[5, 6, 7],
+                [8, 9, 0]])
+    """
     flat = batch.flatten(0, 1)
     return (flat if packed.indices is None else flat.index_select(0, packed.indices.to(flat.device)))[None]
 
 
 def repad(row: Tensor, packed: PackedSequence) -> Tensor:
-    """Return [B, S, ...], the inverse of `unpad` for `row` [1, T, ...]; zeros where padding was."""
+    """Return a row in the shape of the caller's batch: the inverse of `unpad`, with zeros at padding.
+
+    Args:
+        row: [1, T, ...] of any dtype.
+        packed: the record of the row.
+
+    Returns:
+        [B, S, ...]; a view of `row` when no padding was dropped.
+
+    Examples:
+        A left-padded batch; what the model computed for real tokens returns to their positions:
+
+        >>> import torch
+        >>> from hf_packfree import PackedSequence
+        >>> from hf_packfree.packing import repad
+        >>> packed = PackedSequence.from_lengths([1, 3], batch_shape=(2, 3), indices=torch.tensor([2, 3, 4, 5]))
+        >>> repad(torch.tensor([[0.5, 1.0, 1.5, 2.0]]), packed)
+        tensor([[0.0000, 0.0000, 0.5000],
+                [1.0000, 1.5000, 2.0000]])
+    """
     rows, tokens = packed.batch_shape
     if packed.indices is None:
         return row[0].reshape(rows, tokens, *row.shape[2:])
@@ -28,25 +70,24 @@ def repad(row: Tensor, packed: PackedSequence) -> Tensor:
     return flat.index_copy(0, packed.indices.to(row.device), row[0]).reshape(rows, tokens, *row.shape[2:])
 
 
-def with_left_pad_tokens(packed: PackedSequence, places: Tensor) -> PackedSequence:
-    """Return the record with a token of padding kept before some documents, see `PackedSequence.left_pad_segments`.
+def with_left_pad_tokens(packed: PackedSequence, indices: Tensor) -> PackedSequence:
+    """Return the record with the last pad token before some documents kept, see `PackedSequence.left_pad_segments`.
 
     Args:
         packed: one document per row, padding dropped.
-        places: int64 [L] on the host, rising: places in the flattened [B*S] of the last padding token before a document.
+        indices: int64 [L] on the host, rising: of these pad tokens in the flattened [B*S].
     """
-    device, kept = packed.cu_seqlens.device, packed.indices
-    assert kept is not None
-    kept = torch.cat((kept.to("cpu"), places))
+    assert packed.indices is not None
+    kept = torch.cat((packed.indices.to("cpu"), indices))
     order = kept.argsort()
     starts = torch.zeros(packed.num_tokens, dtype=torch.bool)
     starts[packed.cu_seqlens_cpu[:-1].long()] = True
-    starts = torch.cat((starts, torch.ones_like(places, dtype=torch.bool)))[order]
+    starts = torch.cat((starts, torch.ones_like(indices, dtype=torch.bool)))[order]
     lengths = torch.cat((starts.nonzero()[:, 0], torch.tensor([starts.numel()]))).diff()
     left_pads = tuple((starts.cumsum(0) - 1)[order >= packed.num_tokens].tolist())
     longer = PackedSequence.from_lengths(
         lengths,
-        device=device,
+        device=packed.cu_seqlens.device,
         batch_shape=packed.batch_shape,
         indices=kept[order],
         padding_segments=left_pads,

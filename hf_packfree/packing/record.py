@@ -1,4 +1,4 @@
-"""The one record of where each document lies.
+"""The one record of where each document starts and ends.
 
 Shapes: B rows, S tokens of a row as the caller has it, T tokens of the one packed row, N segments.
 """
@@ -23,45 +23,47 @@ Integers = NDArray[np.integer[Any]]
 
 
 def group_numbers(sizes: Integers) -> tuple[Integers, Integers]:
-    """Return int32 [N+1], where each of N groups starts and the last one ends, and int32 [M], every element's group.
+    """Return int32 [N+1], the offsets of N groups, and int32 [M], every element's group.
 
-    Plans are numpy's because the GPU waits for them: its short operations take less time than torch's.
+    Plans are made with numpy because the GPU waits for them: its short operations take less time than torch's.
 
     Args:
         sizes: integers [N], each 1 at least, M together.
     """
-    ends = np.zeros(len(sizes) + 1, dtype=np.int32)
-    np.cumsum(sizes, out=ends[1:])
-    return ends, np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+    offsets = np.zeros(len(sizes) + 1, dtype=np.int32)
+    np.cumsum(sizes, out=offsets[1:])
+    return offsets, np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
 
 
 def chunk_plan(packed: PackedSequence, size: int) -> tuple[Integers, Integers, Integers]:
-    """Cut each document into pieces of `size` tokens, its last one maybe shorter, P of them together; int32 on the host.
+    """Cut each segment into chunks of `size` tokens, its last one maybe shorter, P of them together; int32 on the host.
 
     Returns:
-        firsts: [N+1], each document's first piece, and P.
-        document, number: [P], whose piece each is, and which of it.
+        offsets: [N+1], each segment's first chunk, and P.
+        segment, number: [P], the segment of each chunk, and its number there.
     """
-    firsts, document = group_numbers(-(-np.diff(packed.cu_seqlens_cpu.numpy()) // size))
-    return firsts, document, np.arange(len(document), dtype=np.int32) - firsts[document]
+    offsets, segment = group_numbers(-(-np.diff(packed.cu_seqlens_cpu.numpy()) // size))
+    return offsets, segment, np.arange(len(segment), dtype=np.int32) - offsets[segment]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PackedSequence:
-    """Where each document lies in one row of T tokens; built once per forward, never changed.
+    """Where each document starts and ends in one row of T tokens; built once per forward, never changed.
+
+    A segment is a document's span in the row, or a span of padding that stays in the row.
 
     Attributes:
         cu_seqlens: int32 [N+1], on the model's device; offsets in tokens, 0 first, T last, strictly increasing.
         cu_seqlens_cpu: int32 [N+1], the same on the host, so that planning never waits for the device.
         seq_idx: int32 [1, T], on the model's device; the segment number of every token, 0 to N-1.
         max_seqlen: tokens in the longest segment; a host int, so that reading it never waits for the device.
-        batch_shape: (B, S), the shape the caller's batch had and gets back.
-        indices: int64 [T], on the model's device; where each token lies in the caller's flattened [B*S], or None
+        batch_shape: (B, S), the shape of the caller's batch and of what it gets back.
+        indices: int64 [T], on the model's device; each token's index into the caller's flattened [B*S], or None
             when the row is all of it in order (no padding was dropped).
-        padding_segments: numbers of the segments that are padding and stay in the row all the same: a tail that aligns it, or
-            the one token that stands in for a batch of nothing but padding.
-        left_pad_segments: numbers of those padding segments that are the token of padding before a left-padded row's document,
-            kept because a label asks for a prediction from it; no layer mixes anything into it.
+        padding_segments: numbers of the segments that are padding: a tail that aligns the row, or the one token that
+            stands for a batch of nothing but padding.
+        left_pad_segments: numbers of those padding segments that are the pad token before a left-padded document, kept
+            because a label asks it for a prediction; layers mix nothing into it.
         plain: upstream would run the caller's batch exactly too: one document per row, padding in a 0/1 mask.
     """
 
@@ -74,7 +76,7 @@ class PackedSequence:
     padding_segments: tuple[int, ...] = ()
     left_pad_segments: tuple[int, ...] = ()
     plain: bool = False
-    _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
+    _memo: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     @uncompiled_when_called
@@ -91,14 +93,28 @@ class PackedSequence:
         """Build the record from document lengths.
 
         Args:
-            lengths: N host integers of at least 1, in tokens.
-            device: where the tensors that kernels read shall live.
+            lengths: N integers of at least 1, in tokens; a tensor should be on the host.
+            device: of the tensors that kernels read.
             batch_shape: (B, S) of the caller's batch; (1, T) if not given.
             indices: int64 [T] on any device, see the class.
             padding_segments, plain: see the class.
 
         Raises:
             BoundaryError: a length is below 1, or there is none.
+
+        Examples:
+            A document of three tokens and one of two, in a row whose `position_ids` restart with each document:
+
+            >>> from hf_packfree import PackedSequence
+            >>> packed = PackedSequence.from_lengths([3, 2])
+            >>> packed.position_ids()
+            tensor([[0, 1, 2, 0, 1]])
+            >>> packed.cu_seqlens
+            tensor([0, 3, 5], dtype=torch.int32)
+            >>> packed.seq_idx
+            tensor([[0, 0, 0, 1, 1]], dtype=torch.int32)
+            >>> packed.max_seqlen
+            3
         """
         sizes = np.asarray(lengths.tolist() if isinstance(lengths, Tensor) else lengths, dtype=np.int32)
         if sizes.size == 0 or sizes.min() < 1:
@@ -106,13 +122,13 @@ class PackedSequence:
                 f"found document lengths {sizes.tolist()}; wanted one or more, each of at least one token; "
                 "drop empty documents before packing"
             )
-        cu_seqlens, numbers = map(torch.from_numpy, group_numbers(sizes))
+        cu_seqlens, seq_idx = map(torch.from_numpy, group_numbers(sizes))
         return cls(
             cu_seqlens=cu_seqlens.to(device, non_blocking=True),
             cu_seqlens_cpu=cu_seqlens,
-            seq_idx=numbers.to(device, non_blocking=True)[None],
+            seq_idx=seq_idx.to(device, non_blocking=True)[None],
             max_seqlen=int(sizes.max()),
-            batch_shape=batch_shape or (1, len(numbers)),
+            batch_shape=batch_shape or (1, len(seq_idx)),
             indices=None if indices is None else indices.to(device, non_blocking=True),
             padding_segments=tuple(padding_segments),
             plain=plain,
@@ -130,12 +146,12 @@ class PackedSequence:
 
     @property
     def num_documents(self) -> int:
-        """Segments that are not padding."""
+        """The number of segments that are not padding."""
         return self.num_segments - len(self.padding_segments)
 
     @property
     def num_real_tokens(self) -> int:
-        """Tokens of the row that are not padding."""
+        """The number of tokens of the row that are not padding."""
         lengths = self.lengths
         return self.num_tokens - sum(lengths[segment] for segment in self.padding_segments)
 
@@ -145,7 +161,7 @@ class PackedSequence:
         return self.cu_seqlens_cpu.diff().tolist()
 
     def position_ids(self) -> Tensor:
-        """Return int64 [1, T]: each token's place in its segment, from 0."""
+        """Return int64 [1, T]: each token's position in its segment, from 0."""
 
         def build(packed: PackedSequence) -> Tensor:
             starts = packed.cu_seqlens.index_select(0, packed.seq_idx[0]).long()
@@ -154,63 +170,70 @@ class PackedSequence:
         return self.cached(build)
 
     def is_real(self) -> Tensor:
-        """Return bool [1, T]: False where the row holds padding."""
+        """Return bool [1, T]: False for padding that stayed in the row."""
 
         def build(packed: PackedSequence) -> Tensor:
-            return packed._all_but(packed.padding_segments).to(packed.seq_idx.device, non_blocking=True)[packed.seq_idx.long()]
+            return packed._tokens_outside(packed.padding_segments)
 
         return self.cached(build)
 
-    def real(self, rows: Tensor) -> Tensor:
-        """Return the rows [T, ...] of tokens that are not padding: all of them where there is nothing else."""
+    def select_real(self, row: Tensor) -> Tensor:
+        """Return the real tokens [M, ...] of a row [T, ...]; the row itself when all are real, or none is."""
         if not self.padding_segments or self.num_real_tokens == 0:
-            return rows
+            return row
 
-        def build(packed: PackedSequence) -> Tensor:  # found on the host, so that no device is waited for
-            places = packed._all_but(packed.padding_segments).repeat_interleave(packed.cu_seqlens_cpu.diff()).nonzero()[:, 0]
-            return places.to(packed.seq_idx.device, non_blocking=True)
+        def build(packed: PackedSequence) -> Tensor:
+            # on the host, because the number of results is not known on the device
+            real = packed._segments_outside(packed.padding_segments)
+            indices = real.repeat_interleave(packed.cu_seqlens_cpu.diff()).nonzero()[:, 0]
+            return indices.to(packed.seq_idx.device, non_blocking=True)
 
-        return rows.index_select(0, self.cached(build))
+        return row.index_select(0, self.cached(build))
 
     def zero_left_pad(self, mixed: Tensor) -> Tensor:
-        """Return what a layer mixed, [1, T, D], with zeros at `left_pad_segments`: the same tensor where there are none."""
+        """Return a mixer's output [1, T, D] with zeros at `left_pad_segments`; the same tensor when there are none."""
         if not self.left_pad_segments:
             return mixed
 
         def build(packed: PackedSequence) -> Tensor:
-            kept = packed._all_but(packed.left_pad_segments).to(packed.seq_idx.device, non_blocking=True)
-            return kept[packed.seq_idx.long()][..., None]
+            return packed._tokens_outside(packed.left_pad_segments)[..., None]
 
         return mixed * self.cached(build).to(mixed.dtype)
 
-    def _all_but(self, segments: Sequence[int]) -> Tensor:
+    def _segments_outside(self, segments: Sequence[int]) -> Tensor:
         """Return bool [N] on the host: False for these segments."""
-        others = torch.ones(self.num_segments, dtype=torch.bool)
-        others[list(segments)] = False
-        return others
+        outside = torch.ones(self.num_segments, dtype=torch.bool)
+        outside[list(segments)] = False
+        return outside
+
+    def _tokens_outside(self, segments: Sequence[int]) -> Tensor:
+        """Return bool [1, T]: False for the tokens of these segments."""
+        return self._segments_outside(segments).to(self.seq_idx.device, non_blocking=True)[self.seq_idx.long()]
 
     def for_shape(self, shape: Sequence[int]) -> PackedSequence:
-        """Return the record for a batch of this (B, S): the caller's, or the row [1, T] that it has become already."""
+        """Return the record for a batch of this (B, S): the caller's batch, or the row [1, T] it already became."""
         if tuple(shape) == self.batch_shape:
             return self
         return replace(self, batch_shape=(1, self.num_tokens), indices=None)
 
     def cached(self, build: Callable[..., _Plan], *args: Any) -> _Plan:
-        """Return `build(self, *args)`, computed at most once per record: what all layers share is planned once per row.
+        """Return `build(self, *args)`, computed at most once per record, so that all layers share one plan.
 
         Args:
-            build: a function, known by its module and qualified name; nested functions may be used, lambdas may not.
-            args: hashable, with a `repr` that tells them apart.
+            build: a function, identified by its module and qualified name; it may be nested in another, but no lambda, and
+                what it closes over has to be the same for the same `args`.
+            args: values whose `repr` tells them apart.
         """
         # a string, because torch.compile writes guards that name it
         key = f"{build.__module__}.{build.__qualname__} {args}"
         if key not in self._memo:
-            with torch.inference_mode(False):  # a record may be trained with after it was looked at
+            # outside inference mode, because a record may be evaluated with first and trained with afterwards
+            with torch.inference_mode(False):
                 self._memo[key] = build(self, *args)
         return self._memo[key]  # type: ignore[no-any-return]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedSequence:
-        """Return the record with its device tensors on `device`; the name is what accelerate's hooks call."""
+        """Return the record with its device tensors on `device`; the name is the one that accelerate's hooks call."""
         if self.cu_seqlens.device == torch.device(device):
             return self
         return replace(

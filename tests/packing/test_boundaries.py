@@ -48,7 +48,7 @@ def test_two_forms_agree_or_raise(one, first, second):
     if first == second:
         assert lengths_of(read((1, sum(first)), **forms)) == (None if len(first) == 1 else first)
         return
-    with pytest.raises(BoundaryConflict, match=r"disagreement: at row 0, token \d+"):
+    with pytest.raises(BoundaryConflict, match=r"disagreement: a document starts at row 0, token \d+"):
         read((1, sum(first)), **forms)
 
 

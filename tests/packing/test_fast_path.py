@@ -126,7 +126,7 @@ def test_a_mask_alone_equals_the_general_reading(rows, dtype, odd):
 
 
 def test_a_mask_alone_is_read_without_the_general_reading(monkeypatch):
-    monkeypatch.setattr(inputs, "_claims", lambda *_: pytest.fail("the general reading was asked"))
+    monkeypatch.setattr(inputs, "_parse", lambda *_: pytest.fail("the general reading was asked"))
     mask = torch.tensor([[1, 1, 0], [0, 0, 0], [0, 1, 1]])
     assert of_mask(mask)[0] == [2, 2]
 
