@@ -14,7 +14,7 @@ class BoundaryError(PackFreeError, ValueError):
 
 
 class BoundaryConflict(BoundaryError):
-    """Two forms of the packed input put document boundaries in different places."""
+    """Two input formats put document boundaries in different places."""
 
 
 class CacheConflict(PackFreeError, ValueError):

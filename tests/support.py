@@ -1,4 +1,4 @@
-"""What the exactness tests share: tiny slow-decay models, every input form, documents run one by one."""
+"""What the exactness tests share: tiny slow-decay models, every input format, documents run one by one."""
 
 from __future__ import annotations
 

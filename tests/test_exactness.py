@@ -1,4 +1,4 @@
-"""Packed rows equal documents run one by one: values and gradients, every input form, with a control that fails."""
+"""Packed rows equal documents run one by one: values and gradients, every input format, with a control that fails."""
 
 from __future__ import annotations
 
@@ -62,22 +62,22 @@ def leaks(model, batch) -> bool:
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("form", ROW_FORMATS)
+@pytest.mark.parametrize("input_format", ROW_FORMATS)
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
-def test_one_row(family, form, attention, record_property):
-    if family == "qwen3_next" and form in TEXT_POSITIONS_ONLY:
+def test_one_row(family, input_format, attention, record_property):
+    if family == "qwen3_next" and input_format in TEXT_POSITIONS_ONLY:
         pytest.skip("Qwen3-Next takes no stacked positions")
-    model, batch = tiny(family, attention=attention), row_batch(form, ROW)
-    leaky = form not in STOCK_PACKS
+    model, batch = tiny(family, attention=attention), row_batch(input_format, ROW)
+    leaky = input_format not in STOCK_PACKS
     assert leaks(model, batch) == leaky, "the control is not what it was: this test may not see a leak"
     assert_exact(apply_patches(model), batch, record_property)
     assert leaks(remove_patches(model), batch) == leaky
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("form", ROWS_FORMATS)
+@pytest.mark.parametrize("input_format", ROWS_FORMATS)
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
-def test_several_rows(family, form, attention, record_property):
-    model, batch = tiny(family, attention=attention), rows_batch(form)
+def test_several_rows(family, input_format, attention, record_property):
+    model, batch = tiny(family, attention=attention), rows_batch(input_format)
     assert leaks(model, batch)
     assert_exact(apply_patches(model), batch, record_property)

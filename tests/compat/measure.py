@@ -23,7 +23,7 @@ class Outcome:
     """What one run found.
 
     Attributes:
-        errors: {(family, attention): the worst of all input forms}.
+        errors: {(family, attention): the worst of all input formats}.
         failed: names of tests that failed, or why none ran.
     """
 

@@ -21,10 +21,10 @@ def with_upstreams_head(model):
     return model
 
 
-@pytest.mark.parametrize("form", ["positions of zero", "as TRL sends it", "seq_idx below zero"])
+@pytest.mark.parametrize("input_format", ["positions of zero", "as TRL sends it", "seq_idx below zero"])
 @pytest.mark.parametrize("family", MOE)
-def test_a_tail_of_padding_counts_in_no_statistics(family, form):
-    without, with_, _ = with_tail(form)
+def test_a_tail_of_padding_counts_in_no_statistics(family, input_format):
+    without, with_, _ = with_tail(input_format)
     model = with_upstreams_head(tiny(family))
     wanted, wanted_grads = step(model, without, output_router_logits=True)
     found, grads = step(model, with_, output_router_logits=True)

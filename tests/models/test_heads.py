@@ -35,10 +35,10 @@ def one_by_one(model, documents, **more):
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("form", ["positions", "cu_seq_lens", "seq_idx", "all_flash", "indexed_mask", "square_mask"])
-def test_no_document_predicts_the_next_ones_first_token(form):
+@pytest.mark.parametrize("input_format", ["positions", "cu_seq_lens", "seq_idx", "all_flash", "indexed_mask", "block_mask"])
+def test_no_document_predicts_the_next_ones_first_token(input_format):
     """Labels are the tokens themselves, unmasked: the head masks what the collator would have."""
-    model, batch = tiny(), row_batch(form, LENGTHS)
+    model, batch = tiny(), row_batch(input_format, LENGTHS)
     wanted, wanted_grads = one_by_one(model, batch.documents)
     ids = batch.inputs["input_ids"]
     labels = {"labels": ids.clone()}
@@ -46,14 +46,16 @@ def test_no_document_predicts_the_next_ones_first_token(form):
     for inputs in (labels, {**labels, "shift_labels": naive}):
         output, grads = step(apply_patches(model), {**batch.inputs, **inputs})
         assert abs(output.loss.item() / wanted - 1) <= LOSS_TOL and worst_gradient(grads, wanted_grads) <= GRADIENT_TOL
-    if form == "positions":
+    if input_format == "positions":
         loss = modeling_qwen3_5.Qwen3_5ForCausalLM.loss_function.fget(model)(output.logits, ids, model.config.vocab_size)
         assert abs(loss.item() / wanted - 1) > 10 * LOSS_TOL, "the control: masking nothing changes nothing here"
 
 
-@pytest.mark.parametrize("form", ["indexed", "indexed_left", "mask_and_positions", "seq_idx", "square", "positions_zero_tail"])
-def test_targets_of_several_rows(form):
-    model, batch = tiny(), rows_batch(form)
+@pytest.mark.parametrize(
+    "input_format", ["indexed", "indexed_left", "mask_and_positions", "seq_idx", "block_mask", "positions_zero_tail"]
+)
+def test_targets_of_several_rows(input_format):
+    model, batch = tiny(), rows_batch(input_format)
     wanted, wanted_grads = one_by_one(model, batch.documents)
     labels = torch.full_like(batch.inputs["input_ids"], IGNORED)
     for (row, places), document in zip(batch.places, batch.documents):
@@ -86,8 +88,8 @@ def test_padded_batches_balance_experts_as_upstream(family, side):
     assert abs(blind[0].aux_loss.item() / wanted[0].aux_loss.item() - 1) > 10 * LOSS_TOL, "the control: padding does not show"
 
 
-def with_tail(form: str, length: int = 11):
-    """A row of documents and a tail of padding: the inputs without it, and with it in the named form."""
+def with_tail(input_format: str, length: int = 11):
+    """A row of documents and a tail of padding: the inputs without it, and with it in the named format."""
     whole = row_batch("positions", LENGTHS).inputs
     ids, positions = whole["input_ids"], whole["position_ids"]
     total = ids.shape[1]
@@ -102,16 +104,16 @@ def with_tail(form: str, length: int = 11):
                             "max_length_q": 64, "max_length_k": 64},
         "indexed mask": {"attention_mask": torch.cat((numbers + 1, tail), 1)},
         "seq_idx below zero": {"seq_idx": torch.cat((numbers, tail - 1), 1).to(torch.int32)},
-    }[form]
+    }[input_format]
     return {**whole, "labels": ids.clone()}, {**padded, **more}, total
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("form", ["positions of zero", "as TRL sends it", "indexed mask", "seq_idx below zero"])
+@pytest.mark.parametrize("input_format", ["positions of zero", "as TRL sends it", "indexed mask", "seq_idx below zero"])
 @pytest.mark.parametrize("family", MOE)
 @pytest.mark.parametrize("length", [11, 1])
-def test_a_tail_of_padding_counts_nowhere(family, form, length):
-    without, with_, total = with_tail(form, length)
+def test_a_tail_of_padding_counts_nowhere(family, input_format, length):
+    without, with_, total = with_tail(input_format, length)
     model = apply_patches(tiny(family))
     model.config.pad_token_id = 0  # which is all that tells a single token of padding from a document
     wanted, wanted_grads = step(model, without, output_router_logits=True)
@@ -124,10 +126,10 @@ def test_a_tail_of_padding_counts_nowhere(family, form, length):
     assert relative_rms(found.logits[:, :total], wanted.logits) <= LOGIT_TOL
     ((packed, shape),) = shapes
     assert shape == (1, total + length) and packed.num_documents == len(LENGTHS) and packed.num_real_tokens == total
-    kept = form in ("positions of zero", "as TRL sends it")  # stays in the row: an alignment to 16 holds
+    kept = input_format in ("positions of zero", "as TRL sends it")  # stays in the row: an alignment to 16 holds
     assert seen.layer == (1, total + length if kept else total)
     told_apart = {"positions of zero": [length], "as TRL sends it": [1] * length}
-    assert packed.lengths == [*LENGTHS, *told_apart.get(form, [])]
+    assert packed.lengths == [*LENGTHS, *told_apart.get(input_format, [])]
     model.config.pad_token_id = 1
     counted = step(model, {**without, "input_ids": with_["input_ids"], "labels": with_["labels"],
                            "position_ids": torch.cat((without["position_ids"], torch.arange(length)[None]), 1)},
@@ -244,8 +246,8 @@ def test_patches_can_be_removed_under_a_wrapper_of_the_head():
     assert torch.equal(step(model, batch)[0].loss, wanted[0].loss)
 
 
-def test_every_form_of_a_row_keeps_its_shape():
-    for form in ROW_FORMATS:
-        batch = row_batch(form, LENGTHS)
+def test_every_input_format_of_a_row_keeps_its_shape():
+    for input_format in ROW_FORMATS:
+        batch = row_batch(input_format, LENGTHS)
         model = apply_patches(tiny())
         assert model(**batch.inputs).logits.shape == (1, sum(LENGTHS), 128)

@@ -81,17 +81,17 @@ def test_gradients_across_documents_are_exactly_zero(family):
 
 
 @pytest.mark.parametrize("use_cache", [True, None])
-@pytest.mark.parametrize("form", ["positions", "all_flash", "indexed_mask"])
-def test_use_cache_changes_nothing(form, use_cache):
-    model, batch = apply_patches(tiny()), row_batch(form, ROW)
+@pytest.mark.parametrize("input_format", ["positions", "all_flash", "indexed_mask"])
+def test_use_cache_changes_nothing(input_format, use_cache):
+    model, batch = apply_patches(tiny()), row_batch(input_format, ROW)
     wanted = model(**batch.inputs).logits
     found = model(**{**batch.inputs, "use_cache": use_cache})
     assert torch.equal(found.logits, wanted) and found.past_key_values is None
 
 
-@pytest.mark.parametrize("form", ["positions", "cu_seq_lens", "indexed_mask", "square_mask"])
-def test_embeddings_instead_of_ids(form):
-    model, batch = apply_patches(tiny()), row_batch(form, ROW)
+@pytest.mark.parametrize("input_format", ["positions", "cu_seq_lens", "indexed_mask", "block_mask"])
+def test_embeddings_instead_of_ids(input_format):
+    model, batch = apply_patches(tiny()), row_batch(input_format, ROW)
     wanted = model(**batch.inputs).logits
     embeds = model.get_input_embeddings()(batch.inputs["input_ids"])
     assert torch.equal(model(**{**batch.inputs, "input_ids": None, "inputs_embeds": embeds}).logits, wanted)
@@ -161,11 +161,13 @@ def vision_language(family, door="apply"):
 
 
 @pytest.mark.parametrize("door", ["apply", "register"])
-@pytest.mark.parametrize("form", ["positions", "cu_seq_lens", "seq_idx", "all_flash", "indexed_mask", "positions_4rows"])
+@pytest.mark.parametrize(
+    "input_format", ["positions", "cu_seq_lens", "seq_idx", "all_flash", "indexed_mask", "positions_4rows"]
+)
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
-def test_vision_language_fed_text(family, form, door):
+def test_vision_language_fed_text(family, input_format, door):
     model = vision_language(family, door)
-    assert_exact(model, row_batch(form, ROW))
+    assert_exact(model, row_batch(input_format, ROW))
 
 
 def test_vision_language_after_generation():
@@ -215,7 +217,7 @@ def test_forward_does_not_depend_on_the_neighbours():
     parts = documents((7, 200))
     second_lengths = (7, 129, 200, 65, 3)
     ids = torch.cat([parts[0], first.documents[0], parts[1], *first.documents[1:]])[None]
-    found = model(input_ids=ids, position_ids=one_row(second_lengths)["positions"]).logits[0].split(second_lengths)
+    found = model(input_ids=ids, position_ids=one_row(second_lengths)["position_ids"]).logits[0].split(second_lengths)
     wanted = model(**first.inputs).logits[0].split((129, 65, 3))
     for one, other in zip((found[1], found[3], found[4]), wanted):
         assert relative_rms(one, other) <= 1e-6
@@ -265,7 +267,7 @@ def test_tuples_instead_of_dicts():
 def test_attention_weights_of_a_packed_row():
     model, batch = apply_patches(tiny(attention="eager")).eval(), row_batch("positions", ROW)
     (weights,) = model(**batch.inputs, output_attentions=True).attentions
-    outside = ~block_mask(one_row(ROW)["numbers"]).expand_as(weights)
+    outside = ~block_mask(one_row(ROW)["seq_idx"]).expand_as(weights)
     assert weights[outside].abs().max() == 0 and torch.allclose(weights.sum(-1), torch.ones(1))
     two, numbers, _ = padded_rows(((5, 64), (1, 70)))
     with pytest.raises(UnsupportedInput, match="output_attentions"):
@@ -282,11 +284,11 @@ def test_a_tail_of_padding_is_one_segment_and_never_in_the_loss():
     padded = {
         "input_ids": torch.cat([row, torch.zeros(tail, dtype=torch.long)])[None],
         "labels": torch.cat([labels, torch.full((tail,), -100)])[None],
-        "position_ids": torch.cat([facts["positions"], torch.zeros(1, tail, dtype=torch.long)], 1),
+        "position_ids": torch.cat([facts["position_ids"], torch.zeros(1, tail, dtype=torch.long)], 1),
     }
     seen = []
     model.model.layers[0].register_forward_pre_hook(lambda m, a, k: seen.append(k["packed_sequence"].lengths), with_kwargs=True)
-    bare = model(input_ids=row[None], labels=labels[None], position_ids=facts["positions"]).loss
+    bare = model(input_ids=row[None], labels=labels[None], position_ids=facts["position_ids"]).loss
     wanted = torch.autograd.grad(bare, list(model.parameters()))
     loss = model(**padded).loss
     found = torch.autograd.grad(loss, list(model.parameters()))

@@ -27,7 +27,7 @@ def test_contradicting_forms(model):
         model(
             input_ids=batch.inputs["input_ids"],
             position_ids=torch.arange(sum(ROW))[None],
-            cu_seq_lens_q=one_row(ROW)["offsets"],
+            cu_seq_lens_q=one_row(ROW)["cu_seqlens"],
         )
 
 

@@ -7,15 +7,12 @@ import torch
 
 from hf_packfree.errors import BoundaryError
 from hf_packfree.packing.boundaries import parse_block_diagonal_mask
+from tests.input_formats import additive
 
 SHAPE = (1, 6)
 CAUSAL = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
 BLOCKS = CAUSAL.clone()
 BLOCKS[..., 3:, :3] = False
-
-
-def additive(mask):
-    return torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
 
 
 def test_controls_are_read():

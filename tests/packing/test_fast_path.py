@@ -1,4 +1,4 @@
-"""The swift readings, of one row and of a padded batch, say what the general one says, or leave it to that."""
+"""The fast path, for one row and for a padded batch, gives what parsing every input gives, or leaves the batch to that."""
 
 from __future__ import annotations
 
@@ -14,21 +14,27 @@ from tests.input_formats import one_row
 
 CPU = torch.device("cpu")
 LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=6)
-NAMES = {"cu_seq_lens_q": "offsets", "cu_seq_lens_k": "offsets", "seq_idx": "numbers", "position_ids": "positions"}
+NAMES = {"cu_seq_lens_q": "cu_seqlens", "cu_seq_lens_k": "cu_seqlens", "seq_idx": "seq_idx", "position_ids": "position_ids"}
 
 
-def general(said: PackingInputs, tokens: int):
-    """Lengths of the general reading, or the type of what it raises."""
+def same_index(indices: torch.Tensor, index: int) -> torch.Tensor:
+    """Tokens that all differ."""
+    return indices == index
+
+
+def without_fast_path(given_inputs: PackingInputs, tokens: int):
+    """The outcome when every input is parsed."""
     before, inputs.offsets_of_one_row = inputs.offsets_of_one_row, lambda *_: None
     try:
-        return outcome(said, tokens)
+        return outcome(given_inputs, tokens)
     finally:
         inputs.offsets_of_one_row = before
 
 
-def outcome(said: PackingInputs, tokens: int):
+def outcome(given_inputs: PackingInputs, tokens: int):
+    """What the record holds, or the type of the error."""
     try:
-        packed = resolve_boundaries(said, (1, tokens), CPU, lambda places, place: places == place)
+        packed = resolve_boundaries(given_inputs, (1, tokens), CPU, same_index)
     except BoundaryError as error:
         return type(error)
     if packed is None:
@@ -38,46 +44,46 @@ def outcome(said: PackingInputs, tokens: int):
 
 
 @given(data=st.data(), first=LENGTHS, second=LENGTHS, names=st.sets(st.sampled_from(sorted(NAMES)), min_size=1))
-def test_equals_the_general_reading(data, first, second, names):
-    """Every form of its own documents, of either list, or with one entry changed to anything."""
+def test_equals_parsing_every_input(data, first, second, names):
+    """Each input describes one of two lists of documents, and may have one entry changed to anything."""
     tokens = sum(first)
     second = second[:1] if sum(second[:1]) >= tokens else [*second, max(tokens - sum(second), 0)]
-    said = {}
+    passed = {}
     for name in sorted(names):
         lengths = data.draw(st.sampled_from([first, first, second]))
-        said[name] = one_row([length for length in lengths if length])[NAMES[name]].clone()
+        passed[name] = one_row([length for length in lengths if length])[NAMES[name]].clone()
         if data.draw(st.integers(0, 4)) == 0:
-            flat = said[name].view(-1)
+            flat = passed[name].view(-1)
             flat[data.draw(st.integers(0, len(flat) - 1))] = data.draw(st.integers(-1, 3))
-    given_inputs = PackingInputs(**said)
-    assert outcome(given_inputs, tokens) == general(given_inputs, tokens)
+    given_inputs = PackingInputs(**passed)
+    assert outcome(given_inputs, tokens) == without_fast_path(given_inputs, tokens)
 
 
 @given(lengths=LENGTHS, names=st.sets(st.sampled_from(sorted(NAMES)), min_size=1))
-def test_reads_what_agrees(lengths, names):
-    lengths = [*lengths, 2]  # a row that ends in one-token documents may end in padding
+def test_inputs_that_agree_take_the_fast_path(lengths, names):
+    lengths = [*lengths, 2]  # trailing one-token documents may be padding
     row = one_row(lengths)
-    offsets = [row["offsets"]] * ("cu_seq_lens_q" in names) + [row["offsets"].clone()] * ("cu_seq_lens_k" in names)
-    numbers, positions = (row[NAMES[name]] if name in names else None for name in ("seq_idx", "position_ids"))
-    found = offsets_of_one_row(sum(lengths), CPU, offsets, numbers, positions)
-    assert found.tolist() == row["offsets"].tolist()
+    cu_seqlens = [row["cu_seqlens"]] * ("cu_seq_lens_q" in names) + [row["cu_seqlens"].clone()] * ("cu_seq_lens_k" in names)
+    seq_idx, position_ids = (row[name] if name in names else None for name in ("seq_idx", "position_ids"))
+    found = offsets_of_one_row(sum(lengths), CPU, cu_seqlens, seq_idx, position_ids)
+    assert found.tolist() == row["cu_seqlens"].tolist()
 
 
-UNSOUND = [(0, 3, 2, 5), (0, 2**31 - 1, -2, 5), (1, 3, 5), (0, 3, 4), (0, 3, 9), (-1, 3, 5), (5,)]
+INVALID = [(0, 3, 2, 5), (0, 2**31 - 1, -2, 5), (1, 3, 5), (0, 3, 4), (0, 3, 9), (-1, 3, 5), (5,)]
 
 
-@pytest.mark.parametrize("offsets", UNSOUND, ids=str)
-def test_leaves_unsound_offsets_to_the_general_reading(offsets):
+@pytest.mark.parametrize("offsets", INVALID, ids=str)
+def test_invalid_offsets_are_left_to_the_parsers(offsets):
     assert offsets_of_one_row(5, CPU, [torch.tensor(offsets, dtype=torch.int32)], None, None) is None
 
 
-@pytest.mark.parametrize("numbers", [(0, 0, 1, 1, -1), (-1, -1, 0, 0, 0), (0, 0, 0, 1, 2), (0, 0, 0, 0, 1)], ids=str)
-def test_leaves_padding_in_numbers_and_tails_to_the_general_reading(numbers):
-    assert offsets_of_one_row(5, CPU, [], torch.tensor([numbers]), None) is None
+@pytest.mark.parametrize("seq_idx", [(0, 0, 1, 1, -1), (-1, -1, 0, 0, 0), (0, 0, 0, 1, 2), (0, 0, 0, 0, 1)], ids=str)
+def test_padding_in_seq_idx_and_trailing_tokens_are_left_to_the_parsers(seq_idx):
+    assert offsets_of_one_row(5, CPU, [], torch.tensor([seq_idx]), None) is None
 
 
 @pytest.mark.parametrize("what", ["another device", "another dtype", "another shape", "nothing"])
-def test_leaves_the_rest_to_the_general_reading(what):
+def test_whatever_else_is_left_to_the_parsers(what):
     positions = {
         "another device": torch.arange(4, device="meta")[None],
         "another dtype": torch.arange(4.0)[None],
@@ -98,13 +104,13 @@ MASKS = st.integers(1, 4).flatmap(
 )
 
 
-def of_mask(mask: torch.Tensor, swift=None):
-    """Everything a record says, or what is raised, of a padded batch with this mask alone."""
+def record_of(mask: torch.Tensor, fast_path=None):
+    """Everything the record of a padded batch with this mask alone holds, or the error's message."""
     before = inputs.rows_of_mask
-    inputs.rows_of_mask = swift or before
+    inputs.rows_of_mask = fast_path or before
     try:
         packed = resolve_boundaries(
-            PackingInputs(None, mask), tuple(mask.shape), CPU, lambda places, place: places == place, drop_padding=True
+            PackingInputs(None, mask), tuple(mask.shape), CPU, same_index, drop_padding=True
         )
     except BoundaryError as error:
         return str(error)
@@ -112,25 +118,26 @@ def of_mask(mask: torch.Tensor, swift=None):
         inputs.rows_of_mask = before
     if packed is None:
         return None
-    said = packed.lengths, packed.seq_idx.tolist(), packed.max_seqlen, packed.batch_shape, packed.padding_segments, packed.plain
-    return *said, None if packed.indices is None else packed.indices.tolist()
+    indices = None if packed.indices is None else packed.indices.tolist()
+    boundaries = packed.lengths, packed.seq_idx.tolist(), packed.max_seqlen
+    return *boundaries, packed.batch_shape, packed.padding_segments, packed.plain, indices
 
 
 @given(rows=MASKS, dtype=DTYPES, odd=st.sampled_from([None, None, None, 2, -1]))
-def test_a_mask_alone_equals_the_general_reading(rows, dtype, odd):
-    """Padding at either end, holes, empty rows, nothing but padding; in some, one value is no 0 or 1."""
+def test_a_mask_alone_equals_parsing_it(rows, dtype, odd):
+    """Padding at either end, holes, empty rows, nothing but padding; in some, one value is neither 0 nor 1."""
     mask = torch.tensor(rows).to(dtype)
     if odd is not None and dtype != torch.bool:
         mask[0, 0] = odd
-    assert of_mask(mask) == of_mask(mask, lambda mask: None)
+    assert record_of(mask) == record_of(mask, lambda mask: None)
 
 
-def test_a_mask_alone_is_read_without_the_general_reading(monkeypatch):
-    monkeypatch.setattr(inputs, "_parse", lambda *_: pytest.fail("the general reading was asked"))
+def test_a_mask_alone_is_not_parsed(monkeypatch):
+    monkeypatch.setattr(inputs, "_parse", lambda *_: pytest.fail("the mask was parsed"))
     mask = torch.tensor([[1, 1, 0], [0, 0, 0], [0, 1, 1]])
-    assert of_mask(mask)[0] == [2, 2]
+    assert record_of(mask)[0] == [2, 2]
 
 
 @pytest.mark.parametrize("mask", [[[], []], [[1, 0, 1]], [[1, 2, 0]], [[1, 1, 1]], [[0, 0, 0]], [[1.0, 0.5, 0.0]]], ids=str)
-def test_leaves_holes_documents_and_extremes_of_a_mask_to_the_general_reading(mask):
+def test_holes_documents_and_extremes_of_a_mask_are_left_to_the_parsers(mask):
     assert rows_of_mask(torch.tensor(mask)) is None

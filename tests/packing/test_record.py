@@ -1,0 +1,104 @@
+"""The record, and the plans it keeps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_packfree.errors import BoundaryError
+from hf_packfree.packing import PackedSequence, chunk_plan
+from tests.input_formats import one_row
+
+LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=7)
+
+
+@given(lengths=LENGTHS)
+def test_the_record_is_consistent(lengths):
+    packed = PackedSequence.from_lengths(lengths)
+    row = one_row(lengths)
+    assert packed.cu_seqlens.dtype == packed.seq_idx.dtype == torch.int32
+    assert packed.lengths == lengths and packed.max_seqlen == max(lengths) and packed.num_segments == len(lengths)
+    assert torch.equal(packed.cu_seqlens, row["cu_seqlens"]) and torch.equal(packed.cu_seqlens_cpu, row["cu_seqlens"])
+    assert torch.equal(packed.position_ids(), row["position_ids"])
+    assert torch.equal(packed.seq_idx, row["seq_idx"])
+
+
+@pytest.mark.parametrize("lengths", [[], [3, 0, 2], [-1]])
+def test_documents_have_at_least_one_token(lengths):
+    with pytest.raises(BoundaryError, match="at least one token"):
+        PackedSequence.from_lengths(lengths)
+
+
+@given(lengths=LENGTHS, data=st.data())
+def test_padding_segments_count_as_no_documents(lengths, data):
+    padding = data.draw(st.sets(st.integers(0, len(lengths) - 1)))
+    packed = PackedSequence.from_lengths(lengths, padding_segments=sorted(padding))
+    real = [segment not in padding for segment, length in enumerate(lengths) for _ in range(length)]
+    assert packed.is_real().tolist() == [real]
+    assert packed.num_real_tokens == sum(real) and packed.num_documents == len(lengths) - len(padding)
+    row = torch.randn(sum(lengths), 2)
+    assert torch.equal(packed.select_real(row), row[torch.tensor(real)] if any(real) else row)
+
+
+@given(lengths=LENGTHS, size=st.integers(1, 5))
+def test_chunks_cover_every_segment_in_order(lengths, size):
+    offsets, segment, number = chunk_plan(PackedSequence.from_lengths(lengths), size)
+    wanted = [(index, chunk) for index, length in enumerate(lengths) for chunk in range(-(-length // size))]
+    assert list(zip(segment.tolist(), number.tolist())) == wanted
+    assert offsets.tolist() == [sum(index < upto for index, _ in wanted) for upto in range(len(lengths) + 1)]
+
+
+def repeated(packed, times):
+    return [packed.num_tokens] * times
+
+
+def one_plan(packed):
+    def build(packed):
+        return "one"
+
+    return packed.cached(build)
+
+
+def other_plan(packed):
+    def build(packed):
+        return "other"
+
+    return packed.cached(build)
+
+
+def test_a_plan_is_made_once_for_each_function_and_its_arguments():
+    packed, built = PackedSequence.from_lengths([3, 2]), []
+
+    def build(packed, size):
+        built.append(size)
+        return [size]
+
+    assert packed.cached(build, 3) is packed.cached(build, 3) and packed.cached(build, 4) == [4] and built == [3, 4]
+    assert packed.to("meta").cached(build, 3) == [3] and built == [3, 4, 3], "tensors of another device are other plans"
+    assert packed.cached(repeated, 3) is packed.cached(repeated, 3)
+
+
+def test_nested_functions_of_the_same_name_are_different_plans():
+    packed = PackedSequence.from_lengths([3, 2], padding_segments=[1])
+    assert one_plan(packed) == "one" and other_plan(packed) == "other" and one_plan(packed) == "one"
+    assert packed.position_ids().dtype == torch.int64 and packed.is_real().dtype == torch.bool
+    assert packed.select_real(torch.arange(5)).tolist() == [0, 1, 2]
+
+
+def test_a_plan_made_in_inference_mode_can_be_trained_with():
+    packed = PackedSequence.from_lengths([3, 2])
+    with torch.inference_mode():
+        packed.position_ids()
+    weight = torch.ones(5, requires_grad=True)
+    (weight * packed.position_ids()[0]).sum().backward()
+    assert weight.grad.tolist() == [0, 1, 2, 0, 1]
+
+
+def test_names_of_the_first_version_still_read():
+    packed = PackedSequence.from_lengths([3, 2], padding_segments=[1])
+    with pytest.warns(DeprecationWarning, match="padding_segments"):
+        assert packed.filler == packed.padding_segments == (1,)
+    with pytest.warns(DeprecationWarning, match="cached"):
+        assert packed.derive(repeated, 3) is packed.cached(repeated, 3)
