@@ -32,7 +32,7 @@ def lazy_repad(row: Tensor, packed: PackedSequence) -> Tensor:
 
 
 @dataclass(eq=False)
-class _Storage:
+class _Source:
     """The row, and the padded batch once it was read."""
 
     row: Tensor
@@ -48,15 +48,15 @@ class _Storage:
 class LazyPaddedTensor(Tensor):
     """A tensor of the padded batch's shape without its memory."""
 
-    storage: _Storage
+    source: _Source
 
     @staticmethod
-    def __new__(cls, storage: _Storage) -> LazyPaddedTensor:
+    def __new__(cls, source: _Source) -> LazyPaddedTensor:
         """Make a tensor of the padded shape that has no memory of its own."""
-        shape = (*storage.packed.batch_shape, *storage.row.shape[2:])
+        shape = (*source.packed.batch_shape, *source.row.shape[2:])
         make = Tensor._make_wrapper_subclass
-        lazy: LazyPaddedTensor = make(cls, shape, dtype=storage.row.dtype, device=storage.row.device)
-        lazy.storage = storage
+        lazy: LazyPaddedTensor = make(cls, shape, dtype=source.row.dtype, device=source.row.device)
+        lazy.source = source
         return lazy
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -66,35 +66,35 @@ class LazyPaddedTensor(Tensor):
         """Run any operation on the padded tensor; an in-place operation changes that tensor, which later reads return."""
         kwargs = kwargs or {}
         if func in _ALIASES:
-            return cls(args[0].storage)
-        if func is _CAST and args[0].storage.padded is None and kwargs.keys() <= {"dtype", "non_blocking"}:
-            return cls(_Storage(func(args[0].storage.row, **kwargs), args[0].storage.packed))
+            return cls(args[0].source)
+        if func is _CAST and args[0].source.padded is None and kwargs.keys() <= {"dtype", "non_blocking"}:
+            return cls(_Source(func(args[0].source.row, **kwargs), args[0].source.packed))
         found = func(*tree_map_only(cls, _read, args), **tree_map_only(cls, _read, kwargs))
         return args[0] if func._schema.is_mutable and isinstance(args[0], cls) else found
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the padded tensor as an array, under the conditions of `Tensor.numpy`."""
-        return self.storage.read().detach().requires_grad_(self.requires_grad).numpy(force=force)
+        return self.source.read().detach().requires_grad_(self.requires_grad).numpy(force=force)
 
     def share_memory_(self) -> Tensor:
         """Move the padded tensor to shared memory, and return it."""
-        shared: Tensor = self.storage.read().share_memory_()
+        shared: Tensor = self.source.read().share_memory_()
         return shared
 
     def tolist(self) -> Any:
         """Return the padded tensor's values."""
-        return self.storage.read().tolist()
+        return self.source.read().tolist()
 
 
 def _read(lazy: LazyPaddedTensor) -> Tensor:
-    return lazy.storage.read()
+    return lazy.source.read()
 
 
 class _LazyRepad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, row: Tensor, packed: PackedSequence) -> Tensor:
         ctx.packed = packed
-        return LazyPaddedTensor(_Storage(row.detach(), packed))
+        return LazyPaddedTensor(_Source(row.detach(), packed))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

@@ -155,8 +155,8 @@ def test_the_option_chooses_when_logits_are_padded():
         assert seen.layer == seen.head == rows
     logits = {name: output.logits for name, output in outputs.items()}
     assert [isinstance(logits[name], LazyPaddedTensor) for name in ("lazy", "full", "upstream")] == [True, False, False]
-    assert logits["lazy"].held.whole is None and outputs["lazy"]["logits"].detach().float().held.whole is None
-    assert torch.equal(logits["lazy"], logits["full"]) and logits["lazy"].held.whole is not None
+    assert logits["lazy"].source.padded is None and outputs["lazy"]["logits"].detach().float().source.padded is None
+    assert torch.equal(logits["lazy"], logits["full"]) and logits["lazy"].source.padded is not None
     assert (logits["full"][batch["attention_mask"] == 0] == 0).all()
 
 
