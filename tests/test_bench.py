@@ -11,14 +11,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_packfree.bench import PRESETS, BenchOptions, BenchReport, Candidate, choose_lengths, presets, run_bench
-from hf_packfree.bench.batches import documents_of, packed, padded
-from hf_packfree.bench.floor import Floor
-from hf_packfree.bench.memory import MIB, peak_mib
+from hf_packfree.bench import PRESETS, BenchOptions, BenchReport, Candidate, choose_lengths
+from hf_packfree.bench import run as bench_run
+from hf_packfree.bench import run_bench
+from hf_packfree.bench.documents import documents_of, packed, padded
+from hf_packfree.bench.measure import MIB, Floor, peak_mib, threads
 from hf_packfree.cli import commands, main
 from tests.support import tiny
 
 CPU = torch.device("cpu")
+WAYS = ("unpatched", "patched")
 
 
 def test_both_batches_hold_the_same_documents_and_targets():
@@ -50,6 +52,15 @@ def test_the_peak_of_a_gpu_is_that_gpus(monkeypatch):
     assert set(asked) == {torch.device("cuda", 1)}
 
 
+def test_threads_are_as_before_afterwards():
+    before = torch.get_num_threads()
+    with pytest.raises(KeyError), threads(before + 1):
+        assert torch.get_num_threads() == before + 1
+        raise KeyError
+    with threads(None):
+        assert torch.get_num_threads() == before
+
+
 @pytest.mark.parametrize("there", [True, False])
 def test_a_gpu_is_timed_where_there_is_one(monkeypatch, there):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
@@ -57,10 +68,10 @@ def test_a_gpu_is_timed_where_there_is_one(monkeypatch, there):
 
 
 def test_a_shape_is_what_it_would_be_trained_in(monkeypatch):
-    monkeypatch.setattr(presets, "build_model", lambda config, device, dtype, **_: SimpleNamespace(train=lambda: dtype))
+    monkeypatch.setattr(bench_run, "build_model", lambda config, device, dtype, **_: SimpleNamespace(train=lambda: dtype))
     for device, asked, wanted in (("cpu", None, "float32"), ("cuda", None, "bfloat16"), ("cuda", torch.float32, "float32")):
-        assert presets.model_of("small", torch.device(device), asked) == getattr(torch, wanted)
-    assert presets.model_of("qwen3_5", torch.device("cuda"), None) is None, "a checkpoint's own"
+        assert bench_run.model_of("small", torch.device(device), asked) == getattr(torch, wanted)
+    assert bench_run.model_of("qwen3_5", torch.device("cuda"), None) is None, "a checkpoint's own"
 
 
 def test_the_floor_counts_every_linear_layer():
@@ -109,36 +120,37 @@ def report_of(*candidates, options=BenchOptions("small", (10, 30))):
 
 def test_ratios_and_sentence():
     report = report_of(
-        Candidate("stock padded", 60, (3.0, 2.0, 90.0), 100.0),
-        Candidate("stock packed", 40, refused="no kernels"),
+        Candidate("unpatched padded", 60, (3.0, 2.0, 90.0), 100.0),
+        Candidate("unpatched packed", 40, refused="no kernels"),
         Candidate("patched padded", 60, (1.0,), 25.0),
     )
     assert report.fill == 40 / 60 and report.faster("patched padded") == 3.0 and report.memory_share("patched padded") == 0.25
     assert report.tokens_per_second("patched padded") == 40 and report.floor_share("patched padded") == 0.5
-    assert report.faster("stock packed") is report.memory_share("stock packed") is None
+    assert report.faster("unpatched packed") is report.memory_share("unpatched packed") is None
     sentence = "a padded step costs 1/3.00 of the time and 25% of the peak memory once patched"
     assert str(report) == f"M on cpu, 2 documents, 67% real tokens: {sentence}"
     rows = {row["name"]: row for row in report.as_dict()["candidates"]}
-    assert rows["stock packed"]["refused"] == "no kernels" and rows["stock padded"]["median_ms"] == 3000
+    assert rows["unpatched packed"]["refused"] == "no kernels" and rows["unpatched padded"]["median_ms"] == 3000
 
 
 def test_what_did_not_run_is_said():
-    report = report_of(Candidate("stock padded", 60, refused="out of memory"), Candidate("patched padded", 60, (1.0,), 25.0))
-    assert "stock padded did not run (out of memory)" in str(report)
+    full = Candidate("unpatched padded", 60, refused="out of memory")
+    report = report_of(full, Candidate("patched padded", 60, (1.0,), 25.0))
+    assert "unpatched padded did not run (out of memory)" in str(report)
 
 
 def test_a_tiny_model_measured_for_real():
     """One long document and many short ones: padding is nine tenths of the batch, so even a noisy clock sees it."""
     steps = []
     report = run_bench(BenchOptions("qwen3_5", (400, *[8] * 11), rounds=3, threads=1), lambda *step: steps.append(step))
-    assert [row.name for row in report.candidates] == ["stock padded", "stock packed", "patched padded", "patched packed"]
+    assert [row.name for row in report.candidates] == [f"{how} {what}" for how in WAYS for what in ("padded", "packed")]
     assert all(len(row.seconds) == 3 and row.refused is None for row in report.candidates)
-    assert report.fill < 0.11 and [row.slots for row in report.candidates] == [4800, 488, 488, 488]
+    assert report.fill < 0.11 and [row.computed_tokens for row in report.candidates] == [4800, 488, 488, 488]
     assert report.faster("patched padded") > 1.5 and report.memory_share("patched padded") < 0.4
     ours = [report.candidate(f"patched {kind}").peak_mib for kind in ("padded", "packed")]
     assert ours[0] == pytest.approx(ours[1], rel=0.1)
-    assert steps[0] == ("stock padded", 0, 20) and steps[-1] == ("done", 20, 20)
-    assert 0 < report.floor < report.candidate("stock padded").median
+    assert steps[0] == ("unpatched padded", 0, 20) and steps[-1] == ("done", 20, 20)
+    assert 0 < report.floor < report.candidate("unpatched padded").median
 
 
 def test_the_shapes_are_configurations():
@@ -171,7 +183,7 @@ def test_command(capsys, tmp_path, monkeypatch):
     picture = tmp_path / "bench.png"
     assert main([*FAST, "--png", str(picture)]) == 0
     out = capsys.readouterr().out
-    for name in ("stock padded", "stock packed", "patched padded", "patched packed"):
+    for name in ("unpatched padded", "unpatched packed", "patched padded", "patched packed"):
         assert out.count(name) >= 1
     assert out.strip().splitlines()[-1].endswith("of the peak memory once patched.")
     assert "Patched rows ran conv: " in out and f"torch {torch.__version__}" in out
@@ -187,7 +199,7 @@ def test_command_as_json(capsys, monkeypatch):
     assert found["candidates"][0]["times_as_fast"] == 1.0 and found["sentence"].startswith("Qwen3_5ForCausalLM (small)")
     assert found["parameters"] > 7e6 and found["implementations"].keys() >= {"conv", "delta_rule", "attention"}
     assert found["versions"]["torch"] == torch.__version__ and "hf_packfree" in found["versions"]
-    assert found["versions"]["causal-conv1d"] == "1.7.0", "what stock may take"
+    assert found["versions"]["causal-conv1d"] == "1.7.0", "what upstream may use"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from hf_packfree.bench.memory import ran_out
+from hf_packfree.bench.measure import ran_out
 from hf_packfree.bench.plot import draw
 from hf_packfree.bench.run import _Runner
 from hf_packfree.cli import main
@@ -34,7 +34,7 @@ FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
 
 @pytest.mark.parametrize(
-    ("name", "code"), [("stock padded", 3), ("stock packed", 0), ("patched padded", 3), ("patched packed", 3)]
+    ("name", "code"), [("unpatched padded", 3), ("unpatched packed", 0), ("patched padded", 3), ("patched packed", 3)]
 )
 def test_a_row_without_memory_is_said_and_the_exit_code_tells(capsys, broken, name, code):
     broken(name, FULL)
@@ -45,15 +45,15 @@ def test_a_row_without_memory_is_said_and_the_exit_code_tells(capsys, broken, na
     assert not any("refused" in row["note"] and "memory" in row["note"] for row in rows)
 
 
-def test_what_breaks_stock_is_said_and_what_breaks_us_is_raised(capsys, broken):
-    broken("stock padded", TypeError("found no mask"))
-    assert main(TINY) == 3 and "stock padded: did not run: found no mask." in capsys.readouterr().out
+def test_what_breaks_the_unpatched_model_is_said_and_what_breaks_us_is_raised(capsys, broken):
+    broken("unpatched padded", TypeError("found no mask"))
+    assert main(TINY) == 3 and "unpatched padded: did not run: found no mask." in capsys.readouterr().out
     for name in ("patched padded", "patched packed"):
         broken(name, RuntimeError("sizes differ"))
         assert main(TINY) == 3 and "found RuntimeError: sizes differ, which nobody expected" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("where", ["model_of", "batches.padded", "Floor.seconds"])
+@pytest.mark.parametrize("where", ["model_of", "padded", "Floor.seconds"])
 def test_memory_that_runs_out_beside_the_steps_is_a_sentence_with_advice(capsys, monkeypatch, where):
     def full(*args):
         raise FULL
@@ -75,7 +75,7 @@ def test_memory_that_ran_out_is_known_by_what_torch_raises():
 def test_a_picture_shows_what_did_not_run_too(tmp_path, monkeypatch):
     written = []
     monkeypatch.setattr("matplotlib.axes.Axes.annotate", lambda axes, text, *args, **options: written.append(text))
-    full, ran = Candidate("stock padded", 60, refused="out of memory"), Candidate("patched padded", 40, (1.0,), 25.0)
+    full, ran = Candidate("unpatched padded", 60, refused="out of memory"), Candidate("patched padded", 40, (1.0,), 25.0)
     for rows, said in (((full,), ["not measured"] * 2), ((full, ran), ["not measured", "1,000", "not measured", "25"])):
         draw(report_of(*rows), tmp_path / "picture.png")
         assert [text.strip() for text in written] == said and (tmp_path / "picture.png").stat().st_size > 5_000

@@ -102,7 +102,7 @@ def asked(monkeypatch):
 
     def bench(options, progress):
         found.append(options)
-        rows = (Candidate(name, 40, (1.0,), 10.0) for name in ("stock padded", "stock packed", "patched padded"))
+        rows = (Candidate(name, 40, (1.0,), 10.0) for name in ("unpatched padded", "unpatched packed", "patched padded"))
         return report_of(*rows, options=options)
 
     monkeypatch.setattr(hf_packfree.bench, "run_bench", bench)
@@ -137,7 +137,7 @@ def test_the_command_keeps_512_tokens_for_distributions(capsys, asked):
 def test_lengths_given_in_python_need_no_origin(capsys):
     from hf_packfree.cli import show
 
-    report = report_of(Candidate("stock padded", 40, (1.0,), 10.0), Candidate("patched padded", 40, (1.0,), 10.0))
+    report = report_of(Candidate("unpatched padded", 40, (1.0,), 10.0), Candidate("patched padded", 40, (1.0,), 10.0))
     show.bench(report)
     assert report.options == BenchOptions("small", (10, 30)) and "Lengths:" not in capsys.readouterr().out
 

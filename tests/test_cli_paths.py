@@ -13,6 +13,7 @@ from tests.test_bench import TINY, Candidate, report_of
 @pytest.fixture
 def no_work(monkeypatch):
     """Fail if any work begins."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # which the demo's command sets
 
     def work(*args):
         raise AssertionError("work began")
@@ -58,7 +59,7 @@ def test_the_folder_of_the_demo_is_looked_at_when_none_is_named_too(capsys, tmp_
 
 
 def test_where_nothing_may_be_written_is_refused_first(capsys, tmp_path, no_work, monkeypatch):
-    monkeypatch.setattr("hf_packfree.cli.paths.os.access", lambda path, how: False)
+    monkeypatch.setattr("hf_packfree.cli.options.os.access", lambda path, how: False)
     assert "cannot be written" in refused(capsys, "bench", "--png", str(tmp_path / "picture.png"))
     assert "cannot be written" in refused(capsys, "demo", "--out", str(tmp_path / "new"))
 
@@ -67,7 +68,7 @@ def test_numbers_are_shown_when_drawing_fails(capsys, tmp_path, monkeypatch):
     def draw(report, path):
         raise OSError("no space left")
 
-    rows = [Candidate(name, 40, (1.0,), 10.0) for name in ("stock padded", "stock packed", "patched padded")]
+    rows = [Candidate(name, 40, (1.0,), 10.0) for name in ("unpatched padded", "unpatched packed", "patched padded")]
     monkeypatch.setattr(hf_packfree.bench, "run_bench", lambda options, progress: report_of(*rows))
     monkeypatch.setattr("hf_packfree.bench.plot.draw", draw)
     assert main([*TINY, "--png", str(tmp_path / "picture.png")]) == 2

@@ -137,7 +137,7 @@ def test_the_first_numbers_are_measured():
     assert len(rows) == 3
     for (_, unpatched, patched, limit), name in zip(rows, ("logits", "gradients", "influence")):
         assert float(limit) == getattr(report.limits, name)
-        for written, measured in ((unpatched, report.stock), (patched, report.patched)):
+        for written, measured in ((unpatched, report.unpatched), (patched, report.patched)):
             found = getattr(measured, name)
             assert float(written) / 10 <= found <= float(written) * 10, f"{name}: README {written}, measured {found:.1e}"
 

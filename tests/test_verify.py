@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+from importlib import import_module
+from types import ModuleType
 
 import pytest
 import torch
@@ -13,7 +16,8 @@ from hf_packfree import apply_patches, verify_packing
 from hf_packfree.errors import BlindMeasurement, LeakDetected, UnsupportedModel
 from hf_packfree.models.gated_delta_net import PackedGatedDeltaNet
 from hf_packfree.verify import report as verdict
-from tests.support import tiny
+from hf_packfree.verify import verify
+from tests.support import by_family, tiny
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
 
@@ -23,8 +27,8 @@ def test_built_in_models(family):
     report = verify_packing(family)
     assert report.family == family and report.patched.cross_gradient == 0 and report.patched.influence == 0
     assert report.patched.logits <= 1e-5 and report.patched.gradients <= 1e-4
-    assert report.stock.logits >= 1e-2 and report.stock.influence >= 1e-2 and report.stock.cross_gradient >= 1e-2
-    assert report.stock.per_document[0] <= 1e-5 < min(report.stock.per_document[1:])
+    assert report.unpatched.logits >= 1e-2 and report.unpatched.influence >= 1e-2 and report.unpatched.cross_gradient >= 1e-2
+    assert report.unpatched.per_document[0] <= 1e-5 < min(report.unpatched.per_document[1:])
     assert json.loads(json.dumps(report.as_dict()))["patched"]["influence"] == 0
 
 
@@ -112,7 +116,7 @@ def test_heads_without_logits_per_token():
     from transformers import Qwen3_5TextForSequenceClassification, Qwen3_5TextModel
 
     for cls in (Qwen3_5TextForSequenceClassification, Qwen3_5TextModel):
-        assert verify_packing(apply_patches(cls(tiny().config))).stock.logits >= 1e-2
+        assert verify_packing(apply_patches(cls(tiny().config))).unpatched.logits >= 1e-2
 
 
 def test_what_cannot_be_verified():
@@ -130,13 +134,43 @@ def test_frozen_models():
     assert report.patched.gradients is None and report.patched.cross_gradient == 0
 
 
-def test_products_of_ten_bits_have_limits_of_their_own(monkeypatch):
-    """flash-linear-attention's in fp32, on GPUs alone; whether documents notice each other is judged as strictly."""
+def test_products_in_tf32_have_limits_of_their_own(monkeypatch):
+    """flash-linear-attention's in fp32, on GPUs alone; whether documents react to each other is judged as strictly."""
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    for there, precision, coarse in ((None, "highest", False), ("fla", "highest", True), (None, "high", True)):
-        monkeypatch.setattr(verdict, "find_spec", lambda name, there=there: there if name == "fla" else None)
+    for ran, precision, tf32 in (((), "highest", False), ({"fla"}, "highest", True), ((), "high", True)):
         monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda precision=precision: precision)
-        assert verdict.limits_for(cuda, torch.float32) == (verdict.TF32 if coarse else verdict.LIMITS[torch.float32])
-        assert verdict.limits_for(cpu, torch.float32) == verdict.LIMITS[torch.float32]
-        assert verdict.limits_for(cuda, torch.bfloat16) == verdict.LIMITS[torch.bfloat16]
+        assert verdict.limits_for(cuda, torch.float32, ran) == (verdict.TF32 if tf32 else verdict.LIMITS[torch.float32])
+        assert verdict.limits_for(cpu, torch.float32, ran) == verdict.LIMITS[torch.float32]
+        assert verdict.limits_for(cuda, torch.bfloat16, ran) == verdict.LIMITS[torch.bfloat16]
     assert verdict.TF32.influence == verdict.LIMITS[torch.float32].influence
+
+
+def through(package, function):
+    """A function of that package which calls this one."""
+    namespace = {"__name__": f"{package}.ops", "function": function}
+    exec("def kernel(*args, **options):\n    return function(*args, **options)", namespace)
+    return namespace["kernel"]
+
+
+@pytest.mark.parametrize("runs", ["packed", "alone", "nowhere"])
+def test_limits_are_those_of_the_kernels_that_ran(monkeypatch, runs):
+    """A package that is installed and imported, but not called, changes no limit."""
+    asked = []
+    monkeypatch.setattr(verify, "limits_for", lambda *what: asked.append(what) or verdict.limits_for(*what))
+    monkeypatch.setitem(sys.modules, "fla", ModuleType("fla"))
+    model = apply_patches(tiny())
+    upstream = import_module(by_family["qwen3_5"].upstream).Qwen3_5GatedDeltaNet
+    routes = {"packed": (PackedGatedDeltaNet, "_mix"), "alone": (upstream, "forward")}
+    if runs in routes:
+        owner, name = routes[runs]
+        monkeypatch.setattr(owner, name, through("fla", getattr(owner, name)))
+    verify_packing(model, lengths=(5, 9), gradients=False, control=False)
+    ((_, _, packages),) = asked
+    assert {"torch", "transformers", "hf_packfree"} <= packages and ("fla" in packages) is (runs != "nowhere")
+    assert sys.getprofile() is None
+
+
+def test_the_old_name_of_the_control_is_read_with_a_warning():
+    report = verify_packing("qwen3_5", lengths=(5, 9), gradients=False)
+    with pytest.warns(DeprecationWarning, match="read PackingReport.unpatched"):
+        assert report.stock is report.unpatched

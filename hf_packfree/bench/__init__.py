@@ -1,9 +1,8 @@
 """What padding costs and packing saves, measured on the user's own machine, model and lengths."""
 
-from hf_packfree.bench.lengths import DISTRIBUTIONS, Sample, choose_lengths
-from hf_packfree.bench.presets import PRESETS
+from hf_packfree.bench.documents import DISTRIBUTIONS, Sample, choose_lengths
 from hf_packfree.bench.report import BenchOptions, BenchReport, Candidate, Progress
-from hf_packfree.bench.run import run_bench
+from hf_packfree.bench.run import PRESETS, run_bench
 
 __all__ = [
     "DISTRIBUTIONS",

@@ -1,4 +1,4 @@
-"""What a benchmark is asked for and what it measured, as plain data."""
+"""The options of a benchmark and what it measured, as plain data."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-BASE, OPTIONAL = "stock padded", "stock packed"
+BASE, OPTIONAL = "unpatched padded", "unpatched packed"
 Progress = Callable[[str, int, int], None]
-"""Called with what is going on, and how many of how many steps are done."""
+"""Called with the candidate, and how many of how many steps are done."""
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What `run_bench` takes.
+    """The options of `run_bench`.
 
     Attributes:
         model: a preset, a family's name, a config or checkpoint folder, or a hub id.
@@ -44,8 +44,8 @@ class Candidate:
     """One way to run a training step, forward and backward, on the same documents.
 
     Attributes:
-        name: stock or patched, padded or packed.
-        slots: tokens computed: with padding, where padding is not skipped.
+        name: unpatched or patched, padded or packed.
+        computed_tokens: including padding, where padding is not skipped.
         seconds: of each timed step.
         peak_mib: most memory held during a step above what was held before it, gradients included.
         refused: why it does not run here, or None.
@@ -53,7 +53,7 @@ class Candidate:
     """
 
     name: str
-    slots: int
+    computed_tokens: int
     seconds: tuple[float, ...] = ()
     peak_mib: float | None = None
     refused: str | None = None
@@ -70,9 +70,9 @@ class BenchReport:
     """Everything measured.
 
     Attributes:
-        options: what was asked for.
+        options: see `BenchOptions`.
         model, parameters, device, dtype, versions: what ran, where.
-        candidates: stock padded first.
+        candidates: unpatched padded first.
         floor: seconds that the model's linear layers and experts alone take for the real tokens: one multiplication
             forward, two backward, each measured in the same run.
         memory: how the peak was measured.
@@ -108,7 +108,7 @@ class BenchReport:
 
     @property
     def complete(self) -> bool:
-        """Whether everything ran but stock packed, which transformers refuses where its kernels are not."""
+        """Whether everything ran but unpatched packed, which transformers refuses without its kernels."""
         return not any(row.refused for row in self.candidates if row.name != OPTIONAL)
 
     def candidate(self, name: str) -> Candidate:
@@ -116,12 +116,12 @@ class BenchReport:
         return next(row for row in self.candidates if row.name == name)
 
     def faster(self, name: str) -> float | None:
-        """Return how many times as fast as stock padded a candidate is."""
+        """Return how many times as fast as unpatched padded a candidate is."""
         base, found = self.candidate(BASE).median, self.candidate(name).median
         return base / found if base and found else None
 
     def memory_share(self, name: str) -> float | None:
-        """Return a candidate's peak as a share of stock padded's."""
+        """Return a candidate's peak as a share of unpatched padded's."""
         base, found = self.candidate(BASE).peak_mib, self.candidate(name).peak_mib
         return found / base if base and found is not None else None
 

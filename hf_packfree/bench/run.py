@@ -7,27 +7,42 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from hf_packfree.bench import batches
-from hf_packfree.bench.floor import Floor
-from hf_packfree.bench.memory import HOW, peak_mib, ran_out
-from hf_packfree.bench.presets import model_of
-from hf_packfree.bench.report import BASE, BenchOptions, BenchReport, Candidate, Progress
-from hf_packfree.errors import UnsupportedInput, in_short
+from hf_packfree.bench.documents import documents_of, packed, padded
+from hf_packfree.bench.measure import HOW, Floor, name_of, peak_mib, ran_out, threads
+from hf_packfree.bench.report import BASE, OPTIONAL, BenchOptions, BenchReport, Candidate, Progress
+from hf_packfree.errors import UnsupportedInput, UnsupportedModel, in_short
 from hf_packfree.ops.backend import installed
 from hf_packfree.patching.apply import apply_patches, patches_lifted
 from hf_packfree.patching.report import patch_report
+from hf_packfree.verify.model_source import build_model
 
-STOCKS = ("causal-conv1d", "fla-core", "flash-linear-attention", "kernels")
-"""Distributions whose kernels transformers' own layers take where they are installed."""
+UPSTREAM_KERNELS = ("causal-conv1d", "fla-core", "flash-linear-attention", "kernels")
+"""Distributions whose kernels transformers' own layers use if they are installed."""
 REFUSALS = (ValueError, TypeError, RuntimeError, IndexError, NotImplementedError, ImportError, MemoryError)
 """What transformers and its kernels raise at a batch they do not take, and what any step raises that does not fit."""
 LESS = "fewer documents (--documents) or shorter ones (--longest) need less"
 """What to do where memory ran out."""
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "small": {
+        "vocab_size": 16384, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8, "linear_key_head_dim": 32, "linear_value_head_dim": 32, "tie_word_embeddings": True,
+    },
+    "2b": {
+        "vocab_size": 248320, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "tie_word_embeddings": True,
+    },
+}
+"""Qwen3.5 configurations: one that a laptop's CPU trains in seconds, and the released 2B model's shape."""
 
 
 @dataclass
@@ -37,7 +52,7 @@ class _Runner:
     name: str
     model: nn.Module
     batch: dict[str, Any]
-    stock: bool
+    patched: bool
     note: str = ""
     seconds: list[float] = field(default_factory=list)
     peak: float | None = None
@@ -49,16 +64,16 @@ class _Runner:
         self.model(**self.batch, use_cache=False).loss.backward()
 
     def attempt(self, measure: Callable[[], None]) -> None:
-        """Run, and remember instead of raising it that memory ran out or, of stock, a refusal; ours would be a defect."""
+        """Measure; keep as `refused` that memory ran out or that the unpatched model raises: raised by ours it is a defect."""
         if self.refused is not None:
             return
-        scope: AbstractContextManager[None] = patches_lifted(self.model) if self.stock else nullcontext()
+        scope: AbstractContextManager[None] = nullcontext() if self.patched else patches_lifted(self.model)
         try:
             with scope:
                 measure()
         except REFUSALS as error:
             self.full = ran_out(error)
-            if not (self.stock or self.full):
+            if self.patched and not self.full:
                 raise
             text = " ".join(str(error).split())[:300] or type(error).__name__
             self.refused = f"out of memory: {text}; {LESS}" if self.full else text
@@ -66,12 +81,12 @@ class _Runner:
 
     def done(self) -> Candidate:
         mask = self.batch.get("attention_mask")
-        slots = self.batch["input_ids"].numel() if self.stock or mask is None else int(mask.sum())
-        return Candidate(self.name, slots, tuple(self.seconds), self.peak, self.refused, self.note)
+        tokens = int(mask.sum()) if self.patched and mask is not None else self.batch["input_ids"].numel()
+        return Candidate(self.name, tokens, tuple(self.seconds), self.peak, self.refused, self.note)
 
 
 def run_bench(options: BenchOptions, progress: Progress = lambda what, done, total: None) -> BenchReport:
-    """Measure stock padded, stock packed where it runs, and both patched, on the same weights and documents.
+    """Measure padded and packed steps, unpatched (packed if it runs) and patched, on the same weights and documents.
 
     Args:
         options: see `BenchOptions`.
@@ -82,11 +97,9 @@ def run_bench(options: BenchOptions, progress: Progress = lambda what, done, tot
         UnsupportedModel, PatchConflict, ContractError, BackendUnavailable: as `apply_patches`.
         Exception: whatever a patched step raises, unless memory ran out, which the report says.
     """
-    threads = torch.get_num_threads()
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
     try:
-        return _measure(options, progress)
+        with threads(options.threads):
+            return _measure(options, progress)
     except (RuntimeError, MemoryError) as error:
         if not ran_out(error):
             raise
@@ -95,8 +108,6 @@ def run_bench(options: BenchOptions, progress: Progress = lambda what, done, tot
             "weights, the batch and each matrix product; give fewer documents (--documents), shorter ones (--longest) or a "
             "smaller model"
         ) from error
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _measure(options: BenchOptions, progress: Progress) -> BenchReport:
@@ -119,9 +130,9 @@ def _measure(options: BenchOptions, progress: Progress) -> BenchReport:
         options=options,
         model=f"{type(model).__name__} ({options.model})",
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        device=_name_of(device),
+        device=name_of(device),
         dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
-        versions=patches.versions | {name: found for name in STOCKS if (found := installed(name)) is not None},
+        versions=patches.versions | {name: found for name in UPSTREAM_KERNELS if (found := installed(name)) is not None},
         candidates=tuple(runner.done() for runner in runners),
         floor=statistics.median(floors[1:]),
         memory=HOW["cuda" if device.type == "cuda" else "cpu"],
@@ -129,26 +140,19 @@ def _measure(options: BenchOptions, progress: Progress) -> BenchReport:
     )
 
 
-def _name_of(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{device.type} ({torch.get_num_threads()} threads)" if device.type == "cpu" else device.type
-
-
 def _runners(model: Any, options: BenchOptions, device: torch.device) -> list[_Runner]:
-    documents = batches.documents_of(options.lengths, model.config.get_text_config().vocab_size, options.seed)
-    padded, packed = batches.padded(documents, device), batches.packed(documents, device)
-    stock_packed = _Runner("stock packed", model, packed, stock=True, note="exact only where transformers' kernels are")
-    stock_packed.attempt(stock_packed.step)
-    if stock_packed.refused is not None and not stock_packed.full:
-        positions = batches.packed(documents, device, every_form=False)
-        note = f"leaks: positions alone, because the collator's keywords are refused ({stock_packed.refused})"
-        stock_packed = replace(stock_packed, batch=positions, refused=None, note=note)
+    documents = documents_of(options.lengths, model.config.get_text_config().vocab_size, options.seed)
+    rows, row = padded(documents, device), packed(documents, device)
+    unpatched = _Runner(OPTIONAL, model, row, patched=False, note="exact only with kernels that are installed apart")
+    unpatched.attempt(unpatched.step)
+    if unpatched.refused is not None and not unpatched.full:
+        note = f"leaks: position_ids alone, because the collator's boundaries are refused ({unpatched.refused})"
+        unpatched = replace(unpatched, batch=packed(documents, device, boundaries=False), refused=None, note=note)
     return [
-        _Runner(BASE, model, padded, stock=True),
-        stock_packed,
-        _Runner("patched padded", model, padded, stock=False),
-        _Runner("patched packed", model, packed, stock=False),
+        _Runner(BASE, model, rows, patched=False),
+        unpatched,
+        _Runner("patched padded", model, rows, patched=True),
+        _Runner("patched packed", model, row, patched=True),
     ]
 
 
@@ -171,3 +175,25 @@ def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+def model_of(source: str, device: torch.device, dtype: torch.dtype | None, trust_remote_code: bool = False) -> nn.Module:
+    """Return a preset's model, or whatever else `build_model` knows, in training mode.
+
+    A preset without a `dtype` has the one that it would be trained in: bfloat16 on a GPU, float32 elsewhere.
+
+    Raises:
+        UnsupportedModel: nothing of that name can be loaded.
+    """
+    config: Any = source
+    if source in PRESETS:
+        from transformers import Qwen3_5TextConfig
+
+        config = Qwen3_5TextConfig(**PRESETS[source])
+        dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    try:
+        return build_model(config, device=device, dtype=dtype, trust_remote_code=trust_remote_code).train()
+    except UnsupportedModel as error:
+        if Path(source).exists():
+            raise
+        raise UnsupportedModel(f"{error}; or give one of the shapes {', '.join(PRESETS)}") from error

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
-from hf_packfree.cli import paths, show
-from hf_packfree.cli.options import BROKEN, FINE, LEAK, MOST_TOKENS
+from hf_packfree.cli import show
+from hf_packfree.cli.options import BROKEN, FINE, LEAK, MOST_TOKENS, check_folder, check_picture
 from hf_packfree.cli.quiet import quiet_libraries
 from hf_packfree.errors import LeakDetected, UnsupportedInput
 
@@ -62,7 +63,7 @@ def _measure(options: argparse.Namespace) -> tuple[Any, int]:
 
 
 def _fastest() -> str:
-    """The device whose steps are worth timing where none is named."""
+    """Return the default of `packfree bench --device`."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -85,7 +86,7 @@ def _device(text: str) -> Any:
 
 
 def models(options: argparse.Namespace) -> int:
-    """Show the table of swaps."""
+    """Show the supported families."""
     from hf_packfree.doctor import supported_models
 
     found = supported_models()
@@ -103,18 +104,18 @@ def bench(options: argparse.Namespace) -> int:
     if options.png is not None and find_spec("matplotlib") is None:
         raise ImportError("found no matplotlib; wanted it for --png; pip install 'hf_packfree[demo]' brings it")
     if options.png is not None:
-        paths.picture(options.png)
+        check_picture(options.png)
     sample = choose_lengths(options.lengths, options.documents, options.longest)
     lengths = _affordable(sample.lengths)
     names = ("rounds", "dtype", "threads", "seed", "trust_remote_code")
     given = {name: getattr(options, name) for name in names} | {"origin": sample.origin, "cut": sample.cut}
     wanted = BenchOptions(options.model, lengths, device=str(_device(options.device or _fastest())), **given)
-    with show.steps(options.json) as progress, quiet_libraries():
+    with show.bars(options.json) as progress, quiet_libraries():
         report = run_bench(wanted, progress)
     drawn = None
     try:
         drawn = _drawn(report, options.png)
-    finally:  # what took minutes is shown, whatever becomes of its picture
+    finally:  # a measurement that took minutes is shown even if its picture fails
         if options.json:
             show.as_json(report.as_dict())
         else:
@@ -123,10 +124,10 @@ def bench(options: argparse.Namespace) -> int:
 
 
 def _affordable(lengths: tuple[int, ...]) -> tuple[int, ...]:
-    slots = len(lengths) * max(lengths)
-    if slots > MOST_TOKENS:
+    tokens = len(lengths) * max(lengths)
+    if tokens > MOST_TOKENS:
         raise UnsupportedInput(
-            f"found {len(lengths):,} documents of up to {max(lengths):,} tokens, padded {slots:,}; wanted at most "
+            f"found {len(lengths):,} documents of up to {max(lengths):,} tokens, padded {tokens:,}; wanted at most "
             f"{MOST_TOKENS:,}; give fewer --documents or a smaller --longest"
         )
     return lengths
@@ -142,21 +143,18 @@ def _drawn(report: Any, path: Any) -> Any:
 
 def demo(options: argparse.Namespace) -> int:
     """Train padded and packed, and show how they compare."""
-    from hf_packfree.demo import DemoError, DemoOptions, run_demo
+    # the Trainer would spread over all GPUs
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    from hf_packfree.demo import DemoOptions, run_demo
 
-    out = paths.folder(options.out)
+    out = check_folder(options.out)
     plots = not options.no_plots and find_spec("matplotlib") is not None
     wanted = DemoOptions(out, options.steps, options.batch_size, options.seed, options.threads, plots)
-    try:
-        with show.stages() as progress, quiet_libraries():
-            report = run_demo(wanted, progress)
-    except DemoError as error:
-        show.complain(error)
-        return BROKEN
-    show.demo(report)
+    with show.bars() as progress, quiet_libraries():
+        report = run_demo(wanted, progress)
     if not plots and not options.no_plots:
-        show.say("No pictures: matplotlib is absent; pip install 'hf_packfree[demo]' brings it, --no-plots does without.")
-    show.say(str(report))
+        show.say("No picture: matplotlib is absent; pip install 'hf_packfree[demo]' brings it, --no-plots does without.")
+    show.demo(report)
     return LEAK if report.failures() else FINE
 
 

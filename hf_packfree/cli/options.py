@@ -1,4 +1,4 @@
-"""What can be said on the command line."""
+"""The options of every command, and whether the files that they name can be written."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from hf_packfree._version import __version__
+from hf_packfree.errors import UnsupportedInput
 
 FINE, LEAK, USAGE, BROKEN, STOPPED = 0, 1, 2, 3, 130
 EXIT_CODES = f"""exit codes:
   {FINE}  fine
   {LEAK}  documents influence each other, or the demo's check failed
   {USAGE}  wrong usage, or a model or input that is not supported
-  {BROKEN}  something installed is broken, too old or missing, a training process of the demo broke off, or a step that
-     bench compares (any but stock packed) did not run; or an error nobody expected: PACKFREE_TRACEBACK=1 shows where
+  {BROKEN}  something installed is broken, too old or missing, or a step that bench compares (any but unpatched packed)
+     did not run; or an error nobody expected: PACKFREE_TRACEBACK=1 shows where
 """
 MOST_TOKENS = 2**24
-"""Of one batch, padding included: beyond what any machine has memory for."""
+"""The largest batch, padding included: no machine has memory for more."""
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
@@ -37,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     _doctor_options(_command(commands, "doctor", "what is installed, what works, what would run, what to install"))
     _verify_options(_command(commands, "verify", "measure whether packed documents influence each other"))
     _json_option(_command(commands, "models", "the model families that are supported"))
-    _bench_options(_command(commands, "bench", "time padded and packed training steps here, stock and patched"))
+    _bench_options(_command(commands, "bench", "time padded and packed training steps here, unpatched and patched"))
     _demo_options(_command(commands, "demo", "train padded and packed on real text, compare, draw"))
     return packfree
 
@@ -98,7 +99,7 @@ def _demo_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=_whole(2), default=8, help="documents per step, 2 or more (default: 8)")
     parser.add_argument("--seed", type=_seed, default=0, help="of weights, documents and their order (default: 0)")
     parser.add_argument("--threads", type=_threads, default=1, help="CPU threads (default: 1)")
-    parser.add_argument("--no-plots", action="store_true", help="draw no pictures, which need matplotlib")
+    parser.add_argument("--no-plots", action="store_true", help="draw no picture, which needs matplotlib")
 
 
 def _lengths(text: str) -> tuple[int, ...]:
@@ -130,3 +131,47 @@ def _whole(least: int, most: int | None = None) -> Callable[[str], int]:
 
 _seed = _whole(0, 2**32 - 1)  # what numpy takes, which transformers seeds too
 _threads = _whole(1, os.cpu_count() or 1)  # torch crashes at far more
+
+
+def check_picture(path: Path) -> None:
+    """Make sure that matplotlib can write a picture there.
+
+    Raises:
+        UnsupportedInput: it cannot.
+    """
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    faults = {
+        "a folder": os.path.isdir(path),
+        "whose ending names no kind of picture": path.suffix[1:].lower() not in kinds,
+        "in a folder that does not exist": not os.path.isdir(path.parent),
+        "which cannot be written": not os.access(path if os.path.exists(path) else path.parent, os.W_OK),
+    }
+    wanted = f"a file in a folder that exists, which ends in one of {', '.join(f'.{kind}' for kind in sorted(kinds))}"
+    _refuse("--png", str(path), faults, wanted)
+
+
+def check_folder(text: str) -> Path:
+    """Return the path of a folder that exists or will be made.
+
+    Raises:
+        UnsupportedInput: neither is possible.
+    """
+    path = Path(text)
+    nearest = next((place for place in (path, *path.parents) if os.path.exists(place)), Path())
+    faults = {
+        "which names nothing": not text,
+        "a file": os.path.isfile(path),
+        f"below {str(nearest)!r}, which is no folder": not os.path.isdir(nearest),
+        "which cannot be written": not os.access(nearest, os.W_OK),
+    }
+    _refuse("--out", text, faults, "a folder that can be written or made")
+    return path
+
+
+def _refuse(option: str, text: str, faults: dict[str, bool], wanted: str) -> None:
+    """Raise for the first fault that holds."""
+    for fault, holds in faults.items():
+        if holds:
+            raise UnsupportedInput(f"found {option} {text!r}, {fault}; wanted {wanted}; name another one")

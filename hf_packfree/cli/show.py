@@ -1,24 +1,21 @@
-"""Tables, bars and sentences.  Answers go to stdout; errors and spinners to stderr."""
+"""Tables, progress bars and sentences.  Answers go to stdout; errors, spinners and bars to stderr."""
 
 from __future__ import annotations
 
 import json
-import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 if TYPE_CHECKING:
     from hf_packfree.bench import BenchReport
-    from hf_packfree.bench import Progress as BenchProgress
-    from hf_packfree.demo import DemoReport, Stage
-    from hf_packfree.demo import Progress as Report
+    from hf_packfree.demo import DemoReport
     from hf_packfree.doctor import Diagnosis, Plan, Supported
     from hf_packfree.verify import PackingReport
 
@@ -37,16 +34,9 @@ def complain(error: object) -> None:
 
 
 def as_json(data: Any) -> None:
-    """Write data as JSON; NaN and infinity, which JSON has not, become null."""
-    sys.stdout.write(json.dumps(_finite(data), indent=2) + "\n")
-
-
-def _finite(data: Any) -> Any:
-    if isinstance(data, dict):
-        return {str(key): _finite(value) for key, value in data.items()}
-    if isinstance(data, (list, tuple)):
-        return [_finite(value) for value in data]
-    return None if isinstance(data, float) and not math.isfinite(data) else data
+    """Write data as JSON; NaN and infinity, which JSON lacks, become null."""
+    finite = json.loads(json.dumps(data), parse_constant=lambda name: None)
+    sys.stdout.write(json.dumps(finite, indent=2) + "\n")
 
 
 def spinner(text: str, silent: bool) -> AbstractContextManager[Any]:
@@ -91,7 +81,7 @@ def _plans(plans: Sequence[Plan]) -> Table:
 def packing(report: PackingReport) -> None:
     """Show what verification measured."""
     title = f"{report.model}, {report.dtype}, {report.device}"
-    table = _table(title, "relative RMS error", "patched", "stock", "allowed")
+    table = _table(title, "relative RMS error", "patched", "unpatched", "allowed")
     limits = report.limits
     rows = [
         ("logits", "logits", limits.logits),
@@ -100,10 +90,10 @@ def packing(report: PackingReport) -> None:
         ("gradient across documents, largest absolute", "cross_gradient", 0.0),
     ]
     for name, field, limit in rows:
-        values = [getattr(measured, field, None) for measured in (report.patched, report.stock)]
+        values = [getattr(measured, field, None) for measured in (report.patched, report.unpatched)]
         table.add_row(name, *("-" if value is None else f"{value:.1e}" for value in values), f"{limit:.0e}" if limit else "0")
     Console().print(table)
-    say(f"One row of documents of {', '.join(map(str, report.lengths))} tokens, against the same documents one by one.")
+    say(f"One row of documents of {', '.join(map(str, report.lengths))} tokens, against a forward of each document alone.")
     say(sentence_of(report))
 
 
@@ -116,7 +106,7 @@ def sentence_of(report: PackingReport) -> str:
 
 
 def supported(rows: Sequence[Supported]) -> None:
-    """Show the table of swaps."""
+    """Show the supported families and the classes that are swapped in them."""
     table = _table("Supported model families", "family", "class that is swapped", "because")
     for row in rows:
         for place, (name, why) in enumerate(row.swaps.items()):
@@ -129,27 +119,19 @@ def supported(rows: Sequence[Supported]) -> None:
 
 
 @contextmanager
-def stages() -> Iterator[Report]:
-    """Show a bar per stage of the demo during the block, and hand out what moves them."""
-    name, note = TextColumn("{task.description:<22}"), TextColumn("{task.fields[note]}")
-    with Progress(name, BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(), note) as progress:
-        tasks: dict[str, TaskID] = {}
+def bars(silent: bool = False) -> Iterator[Callable[..., None]]:
+    """Show a bar per stage during the block, and hand out `move(stage, done, total, note)`, which moves them."""
+    name, note = TextColumn("{task.description:<24}"), TextColumn("{task.fields[note]}")
+    columns = (name, BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(), note)
+    with Progress(*columns, console=Console(stderr=True), disable=silent) as progress:
+        tasks: dict[str, Any] = {}
 
-        def move(stage: Stage) -> None:
-            if stage.name not in tasks:
-                tasks[stage.name] = progress.add_task(stage.name, total=stage.total, note="")
-            progress.update(tasks[stage.name], completed=stage.done, note=stage.note, refresh=True)
+        def move(stage: str, done: int, total: int, note: str = "") -> None:
+            if stage not in tasks:
+                tasks[stage] = progress.add_task(stage, note="")
+            progress.update(tasks[stage], completed=done, total=total, note=note, refresh=True)
 
         yield move
-
-
-@contextmanager
-def steps(silent: bool) -> Iterator[BenchProgress]:
-    """Show one bar for all steps of a benchmark during the block, and hand out what moves it."""
-    columns = (TextColumn("{task.description:<16}"), BarColumn(bar_width=30), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=silent, transient=True) as bar:
-        task = bar.add_task("loading", total=None)
-        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total, refresh=True)
 
 
 def bench(report: BenchReport, picture: object = None) -> None:
@@ -157,25 +139,25 @@ def bench(report: BenchReport, picture: object = None) -> None:
     lengths = report.options.lengths
     table = _table(
         f"{report.model}, {report.parameters:,} parameters, {report.dtype}, {report.device}",
-        "step", "tokens", "ms", "faster", "tokens/s", "MiB", "of stock", "floor",
+        "step", "tokens", "ms", "faster", "tokens/s", "MiB", "memory", "floor",
     )
     for row in report.candidates:
         if row.median is None:
-            table.add_row(row.name, f"{row.slots:,}", "did not run", "", "", "", "", "")
+            table.add_row(row.name, f"{row.computed_tokens:,}", "did not run", "", "", "", "", "")
             continue
         numbers = [
             (report.faster(row.name), ".2f"), (report.tokens_per_second(row.name), ",.0f"), (row.peak_mib, ",.0f"),
             (report.memory_share(row.name), ".0%"), (report.floor_share(row.name), ".0%"),
         ]
         cells = ["-" if value is None else f"{value:{form}}" for value, form in numbers]
-        table.add_row(row.name, f"{row.slots:,}", f"{row.median * 1e3:,.1f}", *cells)
+        table.add_row(row.name, f"{row.computed_tokens:,}", f"{row.median * 1e3:,.1f}", *cells)
     Console().print(table)
     say(f"Forward and backward of {len(lengths)} documents of {min(lengths):,} to {max(lengths):,} tokens; medians of "
         f"{report.options.rounds} steps, all candidates in turns.  Tokens/s count real tokens, {report.real_tokens:,} a step.")
     if report.options.origin:
         say(f"Lengths: {report.options.origin}.")
-    say(f"MiB: the peak of one step; {report.memory}.")
-    say("Floor: the share of a step that the products of its linear layers and experts take by themselves, "
+    say(f"Faster, memory: relative to unpatched padded.  MiB: the peak of one step; {report.memory}.")
+    say("Floor: the share of a step that the matrix products of its linear layers and experts take by themselves, "
         f"{report.floor * 1e3:,.1f} ms.")
     for row in report.candidates:
         if row.refused or row.note:
@@ -190,21 +172,20 @@ def bench(report: BenchReport, picture: object = None) -> None:
 
 def demo(report: DemoReport) -> None:
     """Show what the demo measured."""
-    corpus = report.corpus
+    padded, lengths, found = report.padded, report.lengths, report.verification
+    documents = f"{len(lengths)} documents of {min(lengths)} to {max(lengths)} tokens"
     table = _table(
-        f"{corpus.documents} documents of {corpus.shortest} to {corpus.longest} tokens (median {corpus.median}), "
-        f"{report.parameters:,} parameters, {report.padded.device}",
+        f"{documents}, {report.parameters:,} parameters, {report.device}",
         "training", "last loss", "off by", "real tokens", "tokens/s", "peak MiB",
     )
-    differences = {"padded": "", "packed": f"{report.difference:.1e}", "unpatched": f"{report.leaking_difference:.1e}"}
     for row in report.trainings:
-        numbers = (f"{row.real_share:.0%}", f"{row.tokens_per_second:,.0f}", f"{row.peak_memory_mib:,.0f}")
-        table.add_row(row.title, f"{row.losses[-1]:.6f}", differences[row.name], *numbers)
+        off = "" if row is padded else f"{row.difference(padded):.1e}"
+        numbers = (f"{row.real_share:.0%}", f"{row.tokens_per_second:,.0f}", f"{row.peak_mib:,.0f}")
+        table.add_row(row.name, f"{row.losses[-1]:.6f}", off, *numbers)
     Console().print(table)
-    found = report.verification
-    stock = found["stock"]["logits"] if found["stock"] else float("nan")
-    patched = found["patched"]["logits"]
-    say(f"A packed document's logits are off by {stock:.1e} in the stock model and by {patched:.1e} in the patched one.")
+    unpatched = "" if found.unpatched is None else f"{found.unpatched.logits:.1e} in the unpatched model and by "
+    say(f"A packed document's logits are off by {unpatched}{found.patched.logits:.1e} in the patched one.")
     say("Off by: the largest relative loss difference to the padded training.  Tokens/s count real tokens, without the first "
-        "step.  Peak MiB: the most memory held while training, above the loaded model.")
+        "step.  Peak MiB: the most memory that one training step allocates.")
     say(f"Written to {report.options.out}: {', '.join(report.files)} ({report.seconds:.0f} s in all).")
+    say(str(report))

@@ -1,6 +1,6 @@
-"""The main job on real text, with nothing to download: padded against packed training, measured and drawn."""
+"""Padded against packed training on real text, measured and drawn, with nothing to download."""
 
-from hf_packfree.demo.report import DemoError, DemoOptions, DemoReport, Progress, Stage
+from hf_packfree.demo.report import DemoOptions, DemoReport, Progress, Training
 from hf_packfree.demo.run import run_demo
 
-__all__ = ["DemoError", "DemoOptions", "DemoReport", "Progress", "Stage", "run_demo"]
+__all__ = ["DemoOptions", "DemoReport", "Progress", "Training", "run_demo"]

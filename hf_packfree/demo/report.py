@@ -1,13 +1,18 @@
-"""What the demo is asked for and what it measured, as plain data."""
+"""The demo's options and what it measured, as plain data."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hf_packfree.errors import PackFreeError
+if TYPE_CHECKING:
+    from hf_packfree.verify import PackingReport
+
+PADDED, PACKED, LEAKING = "padded", "packed, patched", "packed, unpatched"
 
 LOSS_LIMIT = 1e-4
 """Largest relative loss difference, padded against packed, that counts as fp32 rounding.
@@ -19,22 +24,20 @@ against padded with other padding (`pad_to_multiple_of=64`) 7e-6 and 3e-5, leaki
 JUDGED_STEPS = 60
 """The limit holds for so many steps; later ones are shown and not judged."""
 
-
-class DemoError(PackFreeError, RuntimeError):
-    """A training process of the demo ended before it was done."""
+Progress = Callable[[str, int, int, str], None]
+"""Called with the name of a stage, how many of how many steps of it are done, and a remark."""
 
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """What `run_demo` takes.
+    """The options of `run_demo`.
 
     Attributes:
         out: the folder to write; made if it is missing.
-        steps: optimizer steps of each training.
-        batch_size: documents per step.
+        steps, batch_size: optimizer steps of each training, and documents per step.
         seed: of the weights, the choice of documents and their order.
-        threads: CPU threads; one, because matrices this small gain little from more and cores that are shared lose a lot.
-        plots: whether to draw the pictures.
+        threads: CPU threads; one, because matrices this small gain little from more and shared cores lose a lot.
+        plots: whether to draw the picture.
     """
 
     out: Path = Path("packfree-demo")
@@ -46,72 +49,43 @@ class DemoOptions:
 
 
 @dataclass(frozen=True)
-class Stage:
-    """How far one stage of the demo is: `done` of `total`, and a word on it."""
-
-    name: str
-    done: int
-    total: int
-    note: str = ""
-
-
-Progress = Callable[[Stage], None]
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """The documents that were trained on; lengths in tokens."""
-
-    source: str
-    documents: int
-    tokens: int
-    vocabulary: int
-    shortest: int
-    median: int
-    longest: int
-
-
-@dataclass(frozen=True)
 class Training:
-    """One training, in a process of its own.
+    """One training; tuples hold a value per step.
 
     Attributes:
-        name: "padded", "packed" or "unpatched".
-        title: the same for people.
-        losses, gradient_norms: of every step, from the Trainer's log.
-        documents, tokens, slots, targets: per step; slots are tokens and padding, targets what the loss averages over.
-        fingerprints: per step, the sum of all real token ids: equal when the documents are.
-        seconds: per step; the first holds the warm-up.
-        tokens_per_second: real tokens, without the first step.
-        peak_memory_mib: highest resident memory (on a GPU: highest allocated memory) while training, above what the process
-            held when the model was loaded and the first step began.
-        device: where it ran.
-        packing: what PackFreeCallback added to the last log, empty without it.
+        name: `PADDED`, `PACKED` or `LEAKING`.
+        losses: nats per token, from the Trainer's log.
+        seconds: the first holds the warm-up.
+        tokens, tokens_with_padding: without and with padding.
+        targets: tokens that the loss averages over.
+        peak_mib: the most memory that one training step allocates, gradients included.
     """
 
     name: str
-    title: str
     losses: tuple[float, ...]
-    gradient_norms: tuple[float, ...]
-    documents: tuple[int, ...]
-    tokens: tuple[int, ...]
-    slots: tuple[int, ...]
-    targets: tuple[int, ...]
-    fingerprints: tuple[int, ...]
     seconds: tuple[float, ...]
-    tokens_per_second: float
-    peak_memory_mib: float
-    device: str
-    packing: dict[str, float]
+    tokens: tuple[int, ...]
+    tokens_with_padding: tuple[int, ...]
+    targets: tuple[int, ...]
+    peak_mib: float
 
     @property
     def real_share(self) -> float:
-        """Share of the model's work that is real tokens, 0 to 1."""
-        return sum(self.tokens) / sum(self.slots)
+        """Share of tokens that are not padding, 0 to 1."""
+        return sum(self.tokens) / sum(self.tokens_with_padding)
 
-    def loss_differences(self, other: Training) -> list[float]:
+    @property
+    def tokens_per_second(self) -> float:
+        """Real tokens per second, without the first step if there are more."""
+        return sum(self.tokens[1:] or self.tokens) / sum(self.seconds[1:] or self.seconds)
+
+    def differences(self, other: Training) -> list[float]:
         """Return per step the relative difference of this loss to the other's."""
         return [abs(mine - its) / abs(its) for mine, its in zip(self.losses, other.losses, strict=True)]
+
+    def difference(self, other: Training) -> float:
+        """Return the largest of these over the judged steps; NaN if any is."""
+        return max(self.differences(other)[:JUDGED_STEPS], key=lambda value: (math.isnan(value), value))
 
 
 @dataclass(frozen=True)
@@ -119,12 +93,10 @@ class DemoReport:
     """Everything the demo measured.
 
     Attributes:
-        options, versions: how and with what it ran.
-        corpus: the documents.
+        options, versions, device: how, with what and where it ran.
+        lengths: tokens of every document.
         parameters: of the model.
-        verification: `PackingReport.as_dict()` of the model before training, stock beside patched; its `lengths` are the
-            first documents'.
-        leaks: what verification found wrong with the patched model; empty when nothing.
+        verification: of the model before training, patched beside unpatched, on the first step's documents.
         padded, packed, unpatched: the three trainings.
         files: what was written, relative to `options.out`.
         seconds: of the whole demo.
@@ -132,10 +104,10 @@ class DemoReport:
 
     options: DemoOptions
     versions: dict[str, str | None]
-    corpus: Corpus
+    device: str
+    lengths: tuple[int, ...]
     parameters: int
-    verification: dict[str, Any]
-    leaks: tuple[str, ...]
+    verification: PackingReport
     padded: Training
     packed: Training
     unpatched: Training
@@ -147,69 +119,31 @@ class DemoReport:
         """Padded, packed, unpatched."""
         return self.padded, self.packed, self.unpatched
 
-    @property
-    def speedup(self) -> float:
-        """Real tokens per second, packed over padded."""
-        return self.packed.tokens_per_second / self.padded.tokens_per_second
-
-    @property
-    def memory_ratio(self) -> float:
-        """Peak training memory, packed over padded."""
-        return self.packed.peak_memory_mib / max(self.padded.peak_memory_mib, 1e-9)
-
-    @property
-    def difference(self) -> float:
-        """Largest relative loss difference of packed to padded over the judged steps; NaN if any is."""
-        return _largest(self.packed.loss_differences(self.padded)[:JUDGED_STEPS])
-
-    @property
-    def leaking_difference(self) -> float:
-        """The same of packing without patches."""
-        return _largest(self.unpatched.loss_differences(self.padded)[:JUDGED_STEPS])
-
     def failures(self) -> list[str]:
         """Return a sentence per thing that is not as promised."""
         padded, packed = self.padded, self.packed
-        checks = [
-            (packed.fingerprints == padded.fingerprints, "packed and padded training did not see the same documents"),
-            (packed.targets == padded.targets, "packed and padded training did not average over the same targets"),
-            (
-                self.difference <= LOSS_LIMIT,
-                f"the loss curves differ by {self.difference:.1e} relative, allowed {LOSS_LIMIT:.0e}",
-            ),
-            (
-                self.leaking_difference > 10 * self.difference,
-                f"the control (packing without patches) differs by only {self.leaking_difference:.1e}, which proves nothing",
-            ),
-        ]
-        return [*self.leaks, *(sentence for holds, sentence in checks if not holds)]
+        found, control = packed.difference(padded), self.unpatched.difference(padded)
+        checks = {
+            "packed and padded training did not see the same documents": packed.tokens == padded.tokens,
+            "packed and padded training did not average over the same targets": packed.targets == padded.targets,
+            f"the loss curves differ by {found:.1e} relative, allowed {LOSS_LIMIT:.0e}": found <= LOSS_LIMIT,
+            f"the control (packing without patches) differs by only {control:.1e}, which proves nothing": control > 10 * found,
+        }
+        return [*self.verification.failures(), *(sentence for sentence, holds in checks.items() if not holds)]
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON, with the verdict."""
-        data = asdict(self)
-        data["options"]["out"] = str(self.options.out)
-        data["verdict"] = {
-            "largest_relative_loss_difference": self.difference,
-            "unpatched_relative_loss_difference": self.leaking_difference,
-            "limit": LOSS_LIMIT,
-            "judged_steps": min(JUDGED_STEPS, len(self.padded.losses)),
-            "tokens_per_second_ratio": self.speedup,
-            "peak_memory_ratio": self.memory_ratio,
-            "failures": self.failures(),
-            "sentence": str(self),
-        }
-        return data
+        data = asdict(self) | {"failures": self.failures(), "sentence": str(self)}
+        text = json.dumps(data, default=str)  # the folder
+        return dict(json.loads(text, parse_constant=lambda name: None))  # JSON has no NaN and no infinity
 
     def __str__(self) -> str:
-        failures = self.failures()
+        failures, padded, packed = self.failures(), self.padded, self.packed
         if failures:
             return f"The demo's check failed: {'; '.join(failures)}."
         return (
-            f"Packed training equals padded training: loss curves within {self.difference:.0e} of each other over "
-            f"{min(JUDGED_STEPS, len(self.padded.losses))} steps (without patches {self.leaking_difference:.0e}), at "
-            f"{self.speedup:.1f} times the tokens per second in {self.memory_ratio:.2f} times the memory."
+            f"Packed training equals padded training: loss curves within {packed.difference(padded):.0e} of each other over "
+            f"{min(JUDGED_STEPS, len(padded.losses))} steps (without patches {self.unpatched.difference(padded):.0e}), at "
+            f"{packed.tokens_per_second / padded.tokens_per_second:.1f} times the tokens per second in "
+            f"{packed.peak_mib / max(padded.peak_mib, 1e-9):.2f} times the memory."
         )
-
-
-def _largest(values: list[float]) -> float:
-    return next((value for value in values if value != value), max(values))

@@ -1,73 +1,47 @@
-"""One training of the demo in a process of its own: `python -m hf_packfree.demo.train padded|packed|unpatched FOLDER ...`.
-
-This is what a user would write: a model from a folder, the stock Trainer, a stock collator and, for packing, one callback.
-"""
+"""One training as a user would write it: Hugging Face's Trainer and collators and, for packing, one callback."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import time
+from copy import deepcopy
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    DataCollatorForLanguageModeling,
-    DataCollatorWithFlattening,
-    PrinterCallback,
-    Trainer,
-    TrainingArguments,
-)
+import transformers
+from torch import nn
 
-from hf_packfree.demo.recorder import Recorder
+from hf_packfree.bench.measure import peak_mib
+from hf_packfree.demo.report import PACKED, PADDED, DemoOptions, Progress, Training
 from hf_packfree.trainer import PackFreeCallback
 
 
-def padded(folder: Path, **shared: Any) -> Trainer:
-    """Return the baseline: stock model, rows padded to the longest, no loss on padding."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    return Trainer(data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False), **shared)
-
-
-def unpatched(folder: Path, **shared: Any) -> Trainer:
-    """Return the leak: stock model, packed rows."""
-    collator = DataCollatorWithFlattening()  # type: ignore[no-untyped-call]
-    return Trainer(data_collator=collator, **shared)
-
-
-def packed(folder: Path, callbacks: list[Any], **shared: Any) -> Trainer:
-    """Return the same with the one line that mends it."""
-    collator = DataCollatorWithFlattening()  # type: ignore[no-untyped-call]
-    return Trainer(data_collator=collator, callbacks=[PackFreeCallback(), *callbacks], **shared)
-
-
-TRAINERS: dict[str, Callable[..., Trainer]] = {"padded": padded, "packed": packed, "unpatched": unpatched}
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train, and write one JSON line per step to stdout."""
-    options = _parser().parse_args(argv)
-    torch.set_num_threads(options.threads)
-    folder = options.folder / "model"
-    trainer = TRAINERS[options.training](
-        folder,
-        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+def train(
+    name: str, model: nn.Module, tokenizer: Any, documents: list[list[int]], options: DemoOptions, progress: Progress
+) -> Training:
+    """Train a copy of the model on documents of token ids; the name says how."""
+    library: Any = transformers
+    padded = library.DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    recorder = _Recorder(name, progress)
+    examples = [{"input_ids": ids} for ids in documents]
+    trainer = library.Trainer(
+        model=deepcopy(model),
         args=_arguments(options),
-        train_dataset=[{"input_ids": ids} for ids in json.loads((options.folder / "documents.json").read_text())],
-        callbacks=[Recorder(_send)],
+        train_dataset=examples,
+        data_collator=padded if name == PADDED else library.DataCollatorWithFlattening(),
+        callbacks=[PackFreeCallback(), recorder] if name == PACKED else [recorder],
     )
-    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(transformers.PrinterCallback)
     trainer.train()
+    batch = trainer.data_collator(examples[: options.batch_size])
+    peak = peak_mib(lambda: trainer.training_step(trainer.model, batch), trainer.args.device)
+    columns = {key: tuple(step[key] for step in recorder.steps) for key in recorder.steps[0]}
+    return Training(name, peak_mib=peak, **columns)
 
 
-def _arguments(options: argparse.Namespace) -> TrainingArguments:
+def _arguments(options: DemoOptions) -> transformers.TrainingArguments:
     cuda = torch.cuda.is_available()
-    return TrainingArguments(
-        output_dir=str(options.folder / "trainer"),
+    return transformers.TrainingArguments(
+        output_dir=str(options.out),
         per_device_train_batch_size=options.batch_size,
         max_steps=options.steps,
         learning_rate=2e-3,
@@ -78,24 +52,30 @@ def _arguments(options: argparse.Namespace) -> TrainingArguments:
         disable_tqdm=True,
         dataloader_pin_memory=cuda,
         use_cpu=not cuda,
-        tf32=False if cuda else None,  # the Trainer turns it on by itself, and it is coarser than a leak is small
+        tf32=False if cuda else None,  # the Trainer turns TF32 on by itself, and its rounding would hide a small leak
     )
 
 
-def _send(record: dict[str, Any]) -> None:
-    device = f"cuda: {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "cpu"
-    sys.stdout.write(json.dumps({**record, "device": device}) + "\n")
-    sys.stdout.flush()
+class _Recorder(transformers.TrainerCallback):
+    """Records per step the loss that the Trainer logs, the tokens that the model sees, and the time from log to log."""
 
+    def __init__(self, name: str, progress: Progress) -> None:
+        self.steps: list[dict[str, Any]] = []
+        self._name, self._progress, self._counts, self._since = name, progress, dict[str, int](), 0.0
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m hf_packfree.demo.train", description=__doc__)
-    parser.add_argument("training", choices=sorted(TRAINERS))
-    parser.add_argument("folder", type=Path)
-    for name in ("steps", "batch-size", "seed", "threads"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    return parser
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        kwargs["model"].register_forward_pre_hook(self._count, with_kwargs=True)
+        self._progress(self._name, 0, args.max_steps, "")
+        self._since = time.perf_counter()
 
+    def _count(self, model: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
+        ids, mask = inputs["input_ids"], inputs.get("attention_mask")
+        tokens, targets = int(ids.numel() if mask is None else mask.sum()), int(inputs.get("num_items_in_batch", 0))
+        self._counts = {"tokens": tokens, "tokens_with_padding": ids.numel(), "targets": targets}
 
-if __name__ == "__main__":
-    main()
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        logs, now = kwargs["logs"], time.perf_counter()
+        if "loss" in logs:
+            self.steps.append({"losses": logs["loss"], "seconds": now - self._since, **self._counts})
+            self._progress(self._name, len(self.steps), args.max_steps, f"loss {logs['loss']:.3f}")
+            self._since = time.perf_counter()

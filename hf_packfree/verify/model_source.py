@@ -24,12 +24,20 @@ def build_model(
     """Return the model that `source` names, unpatched.
 
     Args:
-        source: a family's name (a tiny random model), a config (random weights), a `config.json` or a folder that holds
-            one without weights (random weights), or a checkpoint folder or hub id (its weights).
-        device, dtype: where and in what; the CPU and the checkpoint's own if not given.
+        source: a family's name ("qwen3_5": a tiny model with random weights), a config (random weights), a `config.json`
+            or a folder that holds one without weights (random weights), or a checkpoint folder or hub id (its weights).
+        device: where to put the parameters (default: the CPU); random weights are drawn there.
+        dtype: of the parameters (default: the checkpoint's or config's own).
+        trust_remote_code: run code that comes with a hub id or folder.
+
+    Returns:
+        The class that the checkpoint was saved from, else the family's language model; in evaluation mode if it has
+        weights of its own, as `from_pretrained` leaves it.
 
     Raises:
-        UnsupportedModel: nothing of that name can be loaded.
+        UnsupportedModel: nothing has that name, transformers has no language model for the config, or its files do not
+            fit together.
+        ImportError: the checkpoint needs a package that is not installed.
     """
     tiny = {family.name: family for family in FAMILIES}
     if isinstance(source, str) and source in tiny and not Path(source).exists():

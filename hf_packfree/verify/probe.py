@@ -1,9 +1,11 @@
-"""One model on one packed row: outputs, gradients and influence against documents run one by one."""
+"""One model on one packed row: outputs, gradients and influence against the same documents alone."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from types import FrameType
 from typing import Any
 
 import torch
@@ -13,7 +15,11 @@ from hf_packfree.verify.report import Measurement, relative_rms
 
 
 class Probe:
-    """Fixed documents and a fixed random functional of the outputs, for one model."""
+    """Fixed documents and a fixed random functional of the outputs, for one model.
+
+    Attributes:
+        packages: after a measurement, the top-level packages whose functions ran in it.
+    """
 
     def __init__(
         self, model: nn.Module, trunk: Any, lengths: tuple[int, ...], gradients: bool, seed: int
@@ -28,17 +34,22 @@ class Probe:
         self.other_ids = self._random_ids(trunk.config.vocab_size)
         self.positions = torch.cat([torch.arange(n) for n in lengths])[None].to(self.device)
         self.weights: Tensor | None = None
+        self.packages: frozenset[str] = frozenset()
 
     def measure(self) -> Measurement:
         alone, alone_gradients = self._alone()
         packed, packed_gradients, cross = self._packed()
         worst, name = self._worst(packed_gradients, alone_gradients)
+        with packages_called() as packages:
+            influence = self._influence(packed)
+            self._first_alone()
+        self.packages = frozenset(packages)
         parts = zip(packed.split(self.lengths), alone.split(self.lengths), strict=True)
         return Measurement(
             logits=relative_rms(packed, alone),
             gradients=worst,
             worst_parameter=name,
-            influence=self._influence(packed),
+            influence=influence,
             cross_gradient=cross,
             per_document=tuple(relative_rms(found, wanted) for found, wanted in parts),
         )
@@ -68,6 +79,10 @@ class Probe:
         last = self.lengths[-1]
         (gradient,) = torch.autograd.grad((output * self._functional(output))[-last:].sum(), embeds)
         return float(gradient[:, :-last].abs().max())
+
+    @torch.no_grad()
+    def _first_alone(self) -> None:
+        self._run(ids=self.ids[:, : self.lengths[0]])
 
     @torch.no_grad()
     def _influence(self, before: Tensor) -> float:
@@ -122,6 +137,23 @@ def _answers_per_token(model: nn.Module) -> bool:
     """Whether the model's own output has one row per token; heads that pool a row are measured at their trunk."""
     pooled = ("SequenceClassification", "QuestionAnswering")
     return not any(kind in type(module).__name__ for module in model.modules() for kind in pooled)
+
+
+@contextmanager
+def packages_called() -> Iterator[set[str]]:
+    """Collect, for the block, the top-level packages whose Python functions are called in this thread."""
+    found: set[str] = set()
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call":
+            found.add(str(frame.f_globals.get("__name__")).partition(".")[0])
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield found
+    finally:
+        sys.setprofile(before)
 
 
 @contextmanager

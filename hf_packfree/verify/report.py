@@ -1,9 +1,10 @@
-"""The numbers of one verification, and what counts as rounding."""
+"""The numbers of one verification, and the limits of rounding."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -25,16 +26,18 @@ LIMITS = {
     torch.bfloat16: Limits(5e-2, 5e-1, 5e-2),
     torch.float16: Limits(5e-2, 5e-1, 5e-2),
 }
-"""Measured on the tiny models: fp32 3e-7, 5e-6, 0; bf16 1e-2, 2e-1 (experts chosen differently), 0.  Stock: 0.1, 0.6, 0.1."""
+"""Measured on the tiny models: fp32 3e-7, 5e-6, 0; bf16 1e-2, 2e-1 (experts chosen differently), 0; unpatched 0.1, 0.6, 0.1."""
 TF32 = Limits(1e-3, 5e-2, 1e-5)
-"""For fp32 on a GPU where products have ten bits after the point: flash-linear-attention's have, whatever it is told, and
-transformers runs them one by one.  Measured on an H200: 1.4e-4, 1e-3, 0.  Stock: 0.3, 1.1, 0.2."""
+"""For fp32 on a GPU where matrix products round to TF32, as flash-linear-attention's always do.
+
+Measured on an H200: 1.4e-4, 1e-3, 0.  Unpatched: 0.3, 1.1, 0.2.
+"""
 
 
-def limits_for(device: torch.device, dtype: torch.dtype) -> Limits:
-    """Return what counts as rounding there."""
-    coarse = find_spec("fla") is not None or torch.get_float32_matmul_precision() != "highest"
-    return TF32 if (device.type, dtype) == ("cuda", torch.float32) and coarse else LIMITS[dtype]
+def limits_for(device: torch.device, dtype: torch.dtype, packages: Collection[str] = ()) -> Limits:
+    """Return the limits of rounding there; `packages` are the top-level packages whose functions ran, such as "fla"."""
+    tf32 = "fla" in packages or torch.get_float32_matmul_precision() != "highest"
+    return TF32 if (device.type, dtype) == ("cuda", torch.float32) and tf32 else LIMITS[dtype]
 
 
 def relative_rms(found: Tensor, wanted: Tensor) -> float:
@@ -49,12 +52,12 @@ class Measurement:
     """One model on one packed row.
 
     Attributes:
-        logits: relative RMS of all outputs against the documents run one by one.
-        gradients: the same for the worst parameter's gradient; None when not asked for.
+        logits: relative RMS of all outputs against a forward per document.
+        gradients: the same for the worst parameter's gradient; None when it was not measured.
         worst_parameter: its name.
         influence: relative RMS by which documents 1, 3, 5 ... change when the tokens of documents 0, 2, 4 ... do.
         cross_gradient: largest gradient of the last document's outputs with respect to another's inputs.
-        per_document: `logits` for each document alone.
+        per_document: `logits` for each document.
     """
 
     logits: float
@@ -73,8 +76,8 @@ class PackingReport:
         model, family, device, dtype: what was measured.
         lengths: tokens of each document in the row.
         patched: the model as it is.
-        stock: the same weights without patches: the control. None when it was not asked for.
-        limits: what counts as rounding for the dtype.
+        unpatched: the same weights without patches: the control; None without one.
+        limits: the limits of rounding, which depend on the dtype and on the kernels that ran.
     """
 
     model: str
@@ -83,8 +86,14 @@ class PackingReport:
     dtype: str
     lengths: tuple[int, ...]
     patched: Measurement
-    stock: Measurement | None
+    unpatched: Measurement | None
     limits: Limits
+
+    @property
+    def stock(self) -> Measurement | None:
+        """Deprecated name of `unpatched`."""
+        warnings.warn("PackingReport.stock is deprecated; read PackingReport.unpatched", DeprecationWarning, stacklevel=2)
+        return self.unpatched
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON."""
@@ -94,8 +103,8 @@ class PackingReport:
         """Return a sentence per number above its limit; NaN is above every limit."""
         found, limits = self.patched, self.limits
         checks = [
-            ("logits differ from one-by-one", found.logits, limits.logits),
-            ("a gradient differs from one-by-one", found.gradients, limits.gradients),
+            ("logits differ from a forward per document", found.logits, limits.logits),
+            ("a gradient differs from a backward per document", found.gradients, limits.gradients),
             ("documents react to each other's tokens", found.influence, limits.influence),
             ("a gradient reaches another document", found.cross_gradient, 0.0),
         ]
@@ -106,9 +115,9 @@ class PackingReport:
         ]
 
     def __str__(self) -> str:
-        stock = "" if self.stock is None else f"; stock: {self.stock.logits:.1e}"
         gradients = "" if self.patched.gradients is None else f", gradients within {self.patched.gradients:.1e}"
+        unpatched = "" if self.unpatched is None else f"; unpatched: {self.unpatched.logits:.1e}"
         return (
-            f"{self.model} ({self.dtype}, {self.device}): {len(self.lengths)} packed documents equal one-by-one, logits "
-            f"within {self.patched.logits:.1e} relative RMS{gradients}{stock}"
+            f"{self.model} ({self.dtype}, {self.device}): {len(self.lengths)} packed documents equal the same documents "
+            f"alone, logits within {self.patched.logits:.1e} relative RMS{gradients}{unpatched}"
         )

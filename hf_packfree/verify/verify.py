@@ -1,4 +1,4 @@
-"""`verify_packing`: build if asked, measure, judge."""
+"""`verify_packing`: build a model if given its name, measure, judge."""
 
 from __future__ import annotations
 
@@ -36,26 +36,42 @@ def verify_packing(
 ) -> PackingReport:
     """Measure whether packed documents influence each other.
 
-    Random documents are packed into one row with restarting `position_ids`, the form that leaks in every release of
-    transformers, and compared with the same documents run one by one.  Weights, gradients and modes of a model passed
-    as an object are as before afterwards.
+    Random documents are packed into one row, `input_ids` [1, sum(lengths)] with restarting `position_ids` (the input
+    format that leaks in every release of transformers), and compared with a forward of each document alone, [1, length].
+    The model is measured in evaluation mode, without a cache.  Its weights, gradients and modes are as before afterwards.
 
     Args:
         model: a model, measured as it is, on its own device and dtype; or a config, a checkpoint folder, a hub id or
             the name of a built-in tiny model ("qwen3_5"), which is built, patched and measured.
-        lengths: tokens of each document, two or more.
+        lengths: tokens of each document, two or more, one of them longer than 1.
         gradients: also compare every trainable parameter's gradient (takes twice the parameters' memory).
         control: also measure the same weights without patches, which must leak.
         slow_decay: for the measurement, let recurrent states live long (A from 0.01 to 0.05): the fast decay of random
             weights hides leaks.
         seed: of the documents, and of the weights of a model that is built here and has none.
-        device, dtype: for a model that is built here; a model object keeps its own.
-        trust_remote_code: for a hub id or folder with code of its own.
+        device, dtype: for a model that is built here (default: the CPU, the checkpoint's own dtype); a model object keeps
+            its own.
+        trust_remote_code: run code that comes with a hub id or folder.
+
+    Returns:
+        The numbers, all within their limits: relative RMS errors of logits and gradients, patched and unpatched.
 
     Raises:
         LeakDetected: a number is above its limit, or is NaN; `.report` has all numbers.
         BlindMeasurement: the control does not leak, so the measurement could not see a leak.
-        UnsupportedModel: no supported text model is inside.
+        UnsupportedModel: no supported text model is inside, or no model can be built from what was given.
+        ValueError: `lengths` names fewer than two documents, or none longer than one token.
+        PatchConflict, ContractError, BackendUnavailable: a model that is built here cannot be patched.
+
+    Example:
+        >>> from hf_packfree import apply_patches, verify_packing
+        >>> from hf_packfree.verify import build_model
+        >>> model = apply_patches(build_model("qwen3_5"))
+        >>> report = verify_packing(model, lengths=[5, 64, 3])
+        >>> report.patched.logits < 1e-5 < 1e-2 < report.unpatched.logits
+        True
+        >>> report.patched.influence, report.patched.cross_gradient
+        (0.0, 0.0)
     """
     if len(lengths) < 2:
         raise ValueError(f"found lengths={list(lengths)}; wanted two documents or more, since one cannot leak")
@@ -78,7 +94,8 @@ def verify_packing(
     probe = Probe(model, next(trunks(model, family)), tuple(lengths), gradients, seed)
     with prepared(model, slow_decay):
         patched = probe.measure()
-        stock = _control(model, probe) if control else None
+        limits = limits_for(probe.device, probe.dtype, probe.packages)
+        unpatched = _control(model, probe) if control else None
     report = PackingReport(
         model=type(model).__name__,
         family=family.name,
@@ -86,8 +103,8 @@ def verify_packing(
         dtype=str(probe.dtype).removeprefix("torch."),
         lengths=probe.lengths,
         patched=patched,
-        stock=stock,
-        limits=limits_for(probe.device, probe.dtype),
+        unpatched=unpatched,
+        limits=limits,
     )
     _judge(report, model)
     return report
@@ -98,13 +115,14 @@ def _judge(report: PackingReport, model: nn.Module) -> None:
     if failures:
         advice = "report it" if patch_report(model).patched else "call apply_patches(model) first"
         raise LeakDetected(
-            f"found documents that influence each other in {report.model}: {'; '.join(failures)}; wanted documents as if "
-            f"run one by one; {advice}",
+            f"found documents that influence each other in {report.model}: {'; '.join(failures)}; wanted each document as if "
+            f"it were alone; {advice}",
             report,
         )
-    if report.stock is not None and not report.stock.logits > max(report.limits.logits, 10 * report.patched.logits):
+    control = report.unpatched
+    if control is not None and not control.logits > max(report.limits.logits, 10 * report.patched.logits):
         raise BlindMeasurement(
-            f"found a control (the unpatched model) that differs from one-by-one by only {report.stock.logits:.1e}; wanted a "
+            f"found a control (the unpatched model) that differs from documents alone by only {control.logits:.1e}; wanted a "
             "leak far above the limit, so that this measurement can be believed; pass slow_decay=True or longer documents"
         )
 

@@ -1,4 +1,4 @@
-"""Lengths of the documents of one batch: a named distribution, or the user's own file."""
+"""The documents of a batch: their lengths, from a distribution or the user's file, and the batch padded and packed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
+import torch
+from torch import Tensor
+from transformers import DataCollatorWithFlattening
+
 from hf_packfree.errors import UnsupportedInput
 
 DISTRIBUTIONS: dict[str, str] = {
@@ -16,10 +20,8 @@ DISTRIBUTIONS: dict[str, str] = {
     "uniform": "every length alike: eight documents fill a padded batch to 56%",
     "equal": "all documents of one length: no padding at all",
 }
-
-
 LONGEST = 512
-"""Tokens of a distribution's longest document where nobody says how many."""
+"""Tokens of a distribution's longest document if no number is given."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,8 @@ def choose_lengths(source: str, documents: int, longest: int | None = None) -> S
 
     Args:
         source: a name of `DISTRIBUTIONS`, or a JSONL file whose lines are numbers, or objects with "length" or "input_ids".
-        documents: how many; evenly spaced quantiles, so that one batch stands for all.  They lie in the middle of equal
-            parts, so a file's longest document need not be among them; a file of fewer lines gives some more than once.
+        documents: how many; quantiles in the middle of as many equal parts, so that one batch stands for all: a file's longest
+            document need not be among them, and a file of fewer lines gives some more than once.
         longest: tokens of the longest document of a distribution, 512 if not given.  A file's documents are cut to it if it
             is given, and taken as they are if not.
 
@@ -115,3 +117,25 @@ def _length(line: str, path: Path, number: int) -> int:
             "'input_ids'; write one document per line"
         )
     return found
+
+
+def documents_of(lengths: tuple[int, ...], vocabulary: int, seed: int) -> list[Tensor]:
+    """Random documents, int64 [n] each."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, vocabulary, (length,), generator=generator) for length in lengths]
+
+
+def padded(documents: list[Tensor], device: torch.device) -> dict[str, Any]:
+    """Rows padded on the right to the longest; padding has no loss."""
+    ids = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(document) for document in documents], batch_first=True)
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    return {name: value.to(device) for name, value in batch.items()}
+
+
+def packed(documents: list[Tensor], device: torch.device, *, boundaries: bool = True) -> dict[str, Any]:
+    """One row by transformers' flattening collator, with all its boundary keywords or with `position_ids` alone."""
+    collator: Any = DataCollatorWithFlattening
+    collate = collator(return_flash_attn_kwargs=boundaries, return_seq_idx=boundaries)
+    batch = collate([{"input_ids": document.tolist()} for document in documents])
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}

@@ -1,0 +1,152 @@
+"""What a step takes: its peak memory, and the time that its matrix products take by themselves on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+MIB = 2**20
+HOW = {
+    "cuda": "torch's GPU allocator: the most allocated during a step above what was allocated before it",
+    "cpu": "torch's CPU allocator, every allocation and release of one more step read through torch.profiler; memory that "
+    "libraries allocate by themselves is not in it",
+}
+
+
+def ran_out(error: BaseException) -> bool:
+    """Return whether memory ran out; by its text too, since only the GPU allocator's error has a class of its own."""
+    texts = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
+    return isinstance(error, MemoryError) or isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+
+
+def peak_mib(step: Callable[[], object], device: torch.device) -> float:
+    """Run `step` and return the most MiB that tensors held meanwhile, above what they held before."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        step()
+        torch.cuda.synchronize(device)
+        return (torch.cuda.max_memory_allocated(device) - before) / MIB
+    return _peak_of(_allocations(step)) / MIB
+
+
+def _allocations(step: Callable[[], object]) -> list[dict[str, Any]]:
+    """Return torch's CPU allocations and releases in order, from the profiler's trace."""
+    profiler: Any = torch.profiler.profile
+    with _silent_stderr(), profiler(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+    found = [event for event in events if event.get("name") == "[memory]" and event["args"].get("Device Type") == 0]
+    return sorted(found, key=lambda event: float(event["ts"]))
+
+
+@contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """Use so many CPU threads for the block; None leaves torch's choice."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def name_of(device: torch.device) -> str:
+    """Return the device in words."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu ({torch.get_num_threads()} threads)" if device.type == "cpu" else device.type
+
+
+@contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """Drop what the profiler's C++ half writes to stderr about itself."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def _peak_of(events: list[dict[str, Any]]) -> int:
+    held = peak = 0
+    for event in events:
+        held += int(event["args"]["Bytes"])
+        peak = max(peak, held)
+    return peak
+
+
+EXPERTS = ("gate_up_proj", "down_proj")
+"""Parameters [experts, outputs, inputs] of transformers' layers of experts."""
+
+_TURNS = {True: (2, 10), False: (0, 1)}
+"""Untimed and timed turns of a product, on a GPU and elsewhere: a GPU finishes one before the host has launched the next."""
+
+
+class Floor:
+    """All `nn.Linear` layers and experts of a model, as products of so many tokens: y = x W', dx = dy W and dW = dy' x.
+
+    Layers of one shape are measured once; experts are evenly loaded.  A router, which is no `nn.Linear`, is not in it.
+    """
+
+    def __init__(self, model: nn.Module, tokens: int, choices: int = 1) -> None:
+        linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+        self._shapes: Counter[tuple[int, ...]] = Counter((module.in_features, module.out_features) for module in linears)
+        self._shapes += Counter(_experts(model))
+        self._tokens, self._choices, self._like = tokens, choices, next(model.parameters()).detach()
+
+    @torch.no_grad()
+    def seconds(self) -> float:
+        """Run every shape's products, and return the seconds that all layers would take."""
+        return sum(count * self._once(*shape) for shape, count in self._shapes.items())
+
+    def _once(self, fan_in: int, fan_out: int, experts: int = 0) -> float:
+        sizes = self._sizes(fan_in, fan_out, experts)
+        x, weight, grad = (torch.randn_like(self._like.new_empty(size)) for size in sizes)  # zeros and ones run faster
+
+        def multiply(turns: int) -> None:
+            for _ in range(turns):
+                x @ weight.mT, grad @ weight, grad.mT @ x
+            self._wait()
+
+        warm, timed = _TURNS[self._like.is_cuda]
+        multiply(warm)
+        began = time.perf_counter()
+        multiply(timed)
+        return (time.perf_counter() - began) / timed
+
+    def _sizes(self, fan_in: int, fan_out: int, experts: int) -> tuple[tuple[int, ...], ...]:
+        """Of x, W and dy; so few tokens that they cannot reach every expert reach as many as they have choices."""
+        rows, experts = self._tokens, min(experts, self._tokens * self._choices)
+        if not experts:
+            return (rows, fan_in), (fan_out, fan_in), (rows, fan_out)
+        rows = rows * self._choices // experts
+        return (experts, rows, fan_in), (experts, fan_out, fan_in), (experts, rows, fan_out)
+
+    def _wait(self) -> None:
+        if self._like.is_cuda:
+            torch.cuda.synchronize(self._like.device)
+
+
+def _experts(model: nn.Module) -> list[tuple[int, ...]]:
+    """Return inputs, outputs and experts of every product that each token takes with the experts it chose."""
+    weights = (getattr(module, name, None) for module in model.modules() for name in EXPERTS)
+    stacks = [weight.shape for weight in weights if isinstance(weight, nn.Parameter) and weight.ndim == 3]
+    return [(fan_in, fan_out, experts) for experts, fan_out, fan_in in stacks]
