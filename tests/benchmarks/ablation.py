@@ -3,8 +3,9 @@
     python -m tests.benchmarks.ablation --out DIR [--only REGEX]
     python -m tests.benchmarks.ablation --out DIR --device cpu --tiny     # a trial of the script itself
 
-A step is the trunk's forward and backward, bf16, without optimizer.  Rows go to DIR/ablation.jsonl: the workload, what was
-off, the median in ms, and the ratio to the step with nothing off, both timed in the same turns.
+A step is the trunk's forward and backward, bf16, without optimizer.  Rows go to DIR/ablation.jsonl, after a line that says
+machine and source: the workload, what was off, the median in ms, and the ratio to the step with nothing off, both timed in
+the same turns.  `python -m tests.benchmarks.report --write` makes the table of docs/performance.md from it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from unittest import mock
 import torch
 from torch import nn
 
-from hf_packfree.models import gated_delta_net
 from hf_packfree.models.state import PatchState
 from hf_packfree.ops import launch
 from hf_packfree.ops.operation import Operation
@@ -30,6 +30,7 @@ from hf_packfree.packing import inputs
 from tests.benchmarks.batches import Load, step_of
 from tests.benchmarks.machine import machine
 from tests.benchmarks.models import Variant, variant_of
+from tests.benchmarks.run_all import source
 from tests.benchmarks.shapes import SHAPES, TOKENS, batch_lengths, fixed_lengths, log_normal_lengths
 from tests.benchmarks.timing import Clock, rounded
 
@@ -54,14 +55,10 @@ def _apply(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _reader(model: nn.Module) -> Iterator[None]:
+def _fast_path(model: nn.Module) -> Iterator[None]:
     with mock.patch.object(inputs, "offsets_of_one_row", lambda *given: None):
         with mock.patch.object(inputs, "rows_of_mask", lambda mask: None):
             yield
-
-
-def _order(model: nn.Module) -> AbstractContextManager[Any]:
-    return mock.patch.object(gated_delta_net, "longest_first", lambda packed: None)
 
 
 @contextmanager
@@ -82,15 +79,15 @@ def _attention(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _all(model: nn.Module) -> Iterator[None]:
     """Everything off that is the host's."""
-    with _launcher(model), _apply(model), _reader(model):
+    with _launcher(model), _apply(model), _fast_path(model):
         yield
 
 
 HOST: Mapping[str, Off] = {
-    "nothing": lambda model: nullcontext(), "launcher with addresses": _launcher, "autograd bypass": _apply,
-    "second reader": _reader, "launcher, bypass and reader": _all,
+    "nothing": lambda model: nullcontext(), "cached launcher": _launcher, "autograd bypass": _apply,
+    "packing's fast path": _fast_path, "launcher, bypass and fast path": _all,
 }
-GPU: Mapping[str, Off] = {"nothing": HOST["nothing"], "longest first": _order, "own attention": _attention}
+GPU: Mapping[str, Off] = {"nothing": HOST["nothing"], "our attention": _attention}
 
 
 def workloads(tiny: bool) -> Iterator[tuple[str, int | None, Load, Mapping[str, Off]]]:
@@ -119,7 +116,7 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     clock = Clock(options.device, least=5.0, longest=20.0, shortest=60.0)
-    write(options.out, {"machine": machine(options.device)})
+    write(options.out, {**machine(options.device), "source": source(), "script": "tests.benchmarks.ablation"})
     found = [work for work in workloads(options.tiny) if re.search(options.only, work[0])]
     for layers in dict.fromkeys(work[1] for work in found):
         shape = SHAPES["tiny" if options.tiny else "2b"]

@@ -18,12 +18,12 @@ class Load:
 
     Attributes:
         lengths: of the documents.
-        form: "collator" (restarting positions and every keyword a collator can give), "record" (the package's own record,
-            built beforehand), "plain" (input_ids alone) or "padded" (a rectangle with a 0/1 mask).
+        input_format: "collator" (restarting positions and every keyword a collator can give), "record" (the package's own
+            record, built beforehand), "plain" (input_ids alone) or "padded" (a rectangle with a 0/1 mask).
     """
 
     lengths: tuple[int, ...]
-    form: str = "collator"
+    input_format: str = "collator"
 
     @property
     def real_tokens(self) -> int:
@@ -32,14 +32,14 @@ class Load:
 
     def inputs(self, vocabulary: int, device: str) -> dict[str, Any]:
         """Return the trunk's keyword arguments, on the device."""
-        return _FORMS[self.form](self.lengths, vocabulary, device)
+        return _FORMATS[self.input_format](self.lengths, vocabulary, device)
 
     def facts(self) -> dict[str, Any]:
         """What a reader of the row has to know."""
-        rows, width = (len(self.lengths), max(self.lengths)) if self.form == "padded" else (1, self.real_tokens)
+        rows, width = (len(self.lengths), max(self.lengths)) if self.input_format == "padded" else (1, self.real_tokens)
         return {
             "documents": len(self.lengths), "real_tokens": self.real_tokens, "longest": max(self.lengths),
-            "slots": rows * width, "form": self.form,
+            "tokens": rows * width, "input_format": self.input_format,
         }
 
 
@@ -78,7 +78,7 @@ def _padded(lengths: Sequence[int], vocabulary: int, device: str) -> dict[str, A
     return {"input_ids": tokens.to(device), "attention_mask": mask.long().to(device)}
 
 
-_FORMS: dict[str, Callable[..., dict[str, Any]]] = {
+_FORMATS: dict[str, Callable[..., dict[str, Any]]] = {
     "collator": _collator, "record": _record, "plain": _plain, "padded": _padded,
 }
 

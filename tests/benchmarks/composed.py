@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-NAME = "by_hand"
+NAME = "composed"
 
 
 def compose(model: nn.Module) -> None:

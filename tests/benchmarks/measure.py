@@ -1,4 +1,4 @@
-"""Time training steps on a GPU, stock and patched, side by side in one process.
+"""Time training steps on a GPU, unpatched and patched, side by side in one process.
 
     python -m tests.benchmarks.measure --out DIR [--only REGEX] [--minutes M] [--profile]
     python -m tests.benchmarks.measure --out DIR --device cpu --tiny          # a trial of the script itself

@@ -29,7 +29,7 @@ class Variant:
         flash_qla: whether FlashQLA may run the delta rule, ours and upstream's.
         fla_conv: whether FLA's Triton convolution stands in for upstream's, which refuses packed rows without
             causal-conv1d.
-        by_hand: whether torch's varlen attention and FLA's gated norm stand in for upstream's.
+        composed: whether torch's varlen attention and FLA's gated norm stand in for upstream's.
         backend: the argument of `apply_patches`: a name, or {operation: name}.
     """
 
@@ -37,7 +37,7 @@ class Variant:
     liger: str = ""
     flash_qla: bool = True
     fla_conv: bool = False
-    by_hand: bool = False
+    composed: bool = False
     backend: Any = "auto"
 
     def choice(self) -> Any:
@@ -87,7 +87,7 @@ def _put_in(model: nn.Module, shape: Shape, variant: Variant, upstream: Any) -> 
         upstream.causal_conv1d_fn = fla_convolution()
     if variant.liger == "before":
         put_liger_in(model, shape.family)
-    if variant.by_hand:
+    if variant.composed:
         compose(model)
     if variant.packfree:
         apply_patches(model, backend=variant.choice())

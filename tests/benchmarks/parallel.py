@@ -1,4 +1,4 @@
-"""DDP and FSDP2 on two devices: packed gradients against documents one by one, dtypes, and a checkpoint loaded unpatched.
+"""DDP and FSDP2 on two devices: packed gradients against those per document, dtypes, and a checkpoint loaded unpatched.
 
     torchrun --standalone --nproc-per-node 2 tests/benchmarks/parallel.py --out result.json                # two GPUs, NCCL
     torchrun ... tests/benchmarks/parallel.py --out result.json --shape exact --backend delta_rule=torch
@@ -9,7 +9,7 @@
 rule, in half precision everything that "auto" chooses.
 
 Every rank trains on packed rows of its own documents, with activation checkpointing and SGD, for three steps; rank 0 has
-kept what one unpatched model makes of the same documents one by one.  Writes a JSON result; the exit code is 0 if all is
+kept what one unpatched model makes of each of the same documents alone.  Writes a JSON result; the exit code is 0 if all is
 within its limit.  Needs torch, transformers and accelerate, and no pytest.
 """
 
@@ -77,11 +77,11 @@ class Result:
     Attributes:
         gradients: worst relative RMS of any parameter's gradient in any step; in half precision, of all of them together,
             since single gradients are mostly rounding there.
-        allowed: what it may be: the exactness tests' limit, or twice what half precision rounds one by one.
+        allowed: what it may be: the exactness tests' limit, or twice what half precision rounds per document.
         control: the same of an unpatched model on the same rows; says nothing of the tiny model in half precision, whose
             rounding is as large as its leak.
         checkpoint: relative RMS of logits, the saved checkpoint loaded unpatched against one-by-one training.
-        dtypes: of A_log and dt_bias: kept, as seen inside a forward, as a stock model shows them there, and saved.
+        dtypes: of A_log and dt_bias: kept, as seen inside a forward, as an unpatched model shows them there, and saved.
         after: when patching comes after the wrapping: the gradients' error again, or the name of the refusal.
     """
 
@@ -103,8 +103,9 @@ class Result:
             self.failures.append(f"patched after wrapping, gradients are off by {self.after:.1e}")
         if exact and not self.checkpoint <= LOGIT_TOL:
             self.failures.append(f"the checkpoint's logits are off by {self.checkpoint:.1e}")
-        if self.dtypes["seen"] != self.dtypes["stock sees"]:
-            self.failures.append(f"A_log and dt_bias are {self.dtypes['seen']} where stock sees {self.dtypes['stock sees']}")
+        if self.dtypes["seen"] != self.dtypes["unpatched sees"]:
+            wanted = self.dtypes["unpatched sees"]
+            self.failures.append(f"A_log and dt_bias are {self.dtypes['seen']}, in an unpatched model {wanted}")
         if {*self.dtypes["kept"], *self.dtypes["saved"]} != {"float32"}:
             self.failures.append(f"A_log and dt_bias are kept in {self.dtypes['kept']}, saved in {self.dtypes['saved']}")
 
@@ -148,7 +149,7 @@ def accelerate_fsdp2(model: Any, device: torch.device) -> Any:
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=layers
     )
-    # with an optimizer, as the library demands of FSDP2; ours steps by hand
+    # with an optimizer, as the library demands of FSDP2; our loop steps itself
     return _accelerator(device, fsdp_plugin=plugin).prepare(model, torch.optim.SGD(model.parameters(), RATE))[0]
 
 
@@ -211,17 +212,17 @@ def measure(way: Way, setting: Setting, folder: Path) -> Result:
     """Train the three steps in this way and compare."""
     counts = [sum(targets(labels) for _, labels in step) for step in in_steps(labelled())]
     rank, device, error = dist.get_rank(), setting.device, overall if way.half else worst
-    exact, reference = trained_one_by_one(setting)
+    exact, reference = trained_per_document(setting)
 
-    wrapped, stock = (way.wrap(setting.model(patched), device) for patched in (True, False))
-    seen, stock_seen = dtypes_seen(wrapped), dtypes_seen(stock)
+    wrapped, unpatched = (way.wrap(setting.model(patched), device) for patched in (True, False))
+    seen, unpatched_seen = dtypes_seen(wrapped), dtypes_seen(unpatched)
     found = train(wrapped, batches_of(rank, device, packed=True), counts)
-    rounded = error(train(stock, batches_of(rank, device, packed=False), counts), exact)
+    rounded = error(train(unpatched, batches_of(rank, device, packed=False), counts), exact)
     leaking = train(way.wrap(setting.model(False), device), batches_of(rank, device, packed=True), counts)
 
     checkpoint = save_and_compare(wrapped, reference, setting, folder)
     kept = [p.dtype for name, p in _named(wrapped) if name.endswith(KEPT_IN_FP32)]
-    dtypes = {"kept": kept, "seen": seen, "stock sees": stock_seen, "saved": saved_dtypes(folder)}
+    dtypes = {"kept": kept, "seen": seen, "unpatched sees": unpatched_seen, "saved": saved_dtypes(folder)}
     result = Result(
         gradients=error(found, exact),
         allowed=2 * rounded if way.half else GRADIENT_TOL,
@@ -234,7 +235,7 @@ def measure(way: Way, setting: Setting, folder: Path) -> Result:
     return result
 
 
-def trained_one_by_one(setting: Setting) -> tuple[list[dict[str, torch.Tensor]], Any]:
+def trained_per_document(setting: Setting) -> tuple[list[dict[str, torch.Tensor]], Any]:
     """Return every step's gradients, on the CPU, and the model, of an unpatched one on one device."""
     model, device = setting.fresh(), setting.device
     steps = [[(ids.to(device), labels.to(device)) for ids, labels in step] for step in in_steps(labelled())]

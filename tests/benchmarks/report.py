@@ -1,7 +1,7 @@
 """Write the GPU tables of README and docs, and the plot, from the newest result.
 
     python -m tests.benchmarks.report             # print the tables
-    python -m tests.benchmarks.report --write     # put them between `<!-- gpu -->` and `<!-- /gpu -->` of the pages, and plot
+    python -m tests.benchmarks.report --write     # put them between marks such as `<!-- gpu -->` and `<!-- /gpu -->`, and plot
 """
 
 from __future__ import annotations
@@ -32,15 +32,12 @@ ALONE = re.compile(r"(trunk.+): (values|.*gradients?\b.*), packed against alone"
 WHOLE = r"logits |verify_packing |\d+ steps|FLA, largest shapes against"
 """Errors that the tables show: of trunks, and of whole models; those of single operations are in the result alone."""
 SHORT = {
-    "2b-32k-packed": ("stock packed", "packfree"),
-    "2b-8x2048-padded": ("stock padded", "packfree, padded"),
-    "moe-8x2048-padded": ("stock padded", "packfree, padded"),
+    "2b-32k-packed": ("unpatched packed", "packfree"),
+    "2b-8x2048-padded": ("unpatched padded", "packfree, padded"),
+    "moe-8x2048-padded": ("unpatched padded", "packfree, padded"),
 }
 """README's rows: by workload, the unpatched variant and ours."""
 SHORT_HEAD = ("one training step, bf16", "unpatched", "patched", "faster")
-WORDS = {"stock": "unpatched", "composed by hand": "composed without packfree", "one by one": "per document"}
-"""What a result calls some rows and errors, and what readers do."""
-MARKS = re.compile(r"(<!-- gpu\b[^>]*-->\n).*?(<!-- /gpu -->)", re.S)
 BARS = {"real_tokens_per_s": "real tokens/s (more is better)", "peak_gib": "peak GiB (less is better)"}
 BLUE, ORANGE, GREY = "#2b6cb0", "#dd8452", "#8c8c8c"
 
@@ -49,39 +46,45 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print the tables, or write them where the pages want them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--result", type=Path, help="a result; the newest in tests/benchmarks/results if not given")
+    parser.add_argument("--ablation", type=Path, help="a result of tests.benchmarks.ablation; the newest there if not given")
     parser.add_argument("--write", nargs="?", type=Path, const=ROOT, help="write tables and plot into this checkout's pages")
     options = parser.parse_args(arguments)
     path = options.result or newest(RESULTS)
-    result = json.loads(path.read_text())
+    found = tables(path, options.ablation or newest(RESULTS, "*-ablation.jsonl"))
     if options.write is None:
-        print("\n".join(text for text in tables(result, path.name).values()))
+        print("\n".join(found.values()))
         return
-    draw(result, options.write / PLOT)
-    for page, text in tables(result, path.name).items():
-        (options.write / page).write_text(put_in((options.write / page).read_text(), text))
+    draw(json.loads(path.read_text()), options.write / PLOT)
+    for (page, mark), text in found.items():
+        (options.write / page).write_text(put_in((options.write / page).read_text(), mark, text))
 
 
-def tables(result: dict[str, Any], name: str) -> dict[str, str]:
-    """Return {page: what it has to hold between its marks}, as Markdown."""
+def tables(path: Path, ablated: Path) -> dict[tuple[str, str], str]:
+    """Return {(page, mark): what the page has to hold between its marks of that name}, as Markdown."""
+    result = json.loads(path.read_text())
     image = f"![ms, tokens per second and memory of one step]({Path(PLOT).name})\n"
-    speed = "\n".join(part for part in (head(result, name), steps(result), linearity(result), image) if part)
-    return {"README.md": summary(result), "docs/performance.md": speed, "docs/numerics.md": exactness(result)}
+    speed = "\n".join(part for part in (head(result, path.name), steps(result), linearity(result), image) if part)
+    return {
+        ("README.md", "gpu"): summary(result), ("docs/performance.md", "gpu"): speed,
+        ("docs/performance.md", "ablation"): ablation(ablated), ("docs/numerics.md", "gpu"): exactness(result),
+    }
 
 
-def newest(folder: Path) -> Path:
+def newest(folder: Path, pattern: str = "*.json") -> Path:
     """Return the result with the latest date in its name."""
-    found = sorted(folder.glob("*.json"))
+    found = sorted(folder.glob(pattern))
     if not found:
         command = f"python -m tests.benchmarks.run_all --out {folder}"
-        raise FileNotFoundError(f"found no *.json in {folder}; wanted a result; run {command}")
+        raise FileNotFoundError(f"found no {pattern} in {folder}; wanted a result; run {command}")
     return found[-1]
 
 
-def put_in(page: str, text: str) -> str:
-    """Return the page with `text` between its marks."""
-    if len(MARKS.findall(page)) != 1:
-        raise ValueError("found not exactly one pair of `<!-- gpu -->` and `<!-- /gpu -->` lines; wanted one; add it")
-    return MARKS.sub(lambda marks: f"{marks[1]}{text}{marks[2]}", page)
+def put_in(page: str, mark: str, text: str) -> str:
+    """Return the page with `text` between its marks of that name."""
+    marks = re.compile(rf"(<!-- {mark}\b[^>]*-->\n).*?(<!-- /{mark} -->)", re.S)
+    if len(marks.findall(page)) != 1:
+        raise ValueError(f"found not exactly one pair of `<!-- {mark} -->` and `<!-- /{mark} -->` lines; wanted one; add it")
+    return marks.sub(lambda found: f"{found[1]}{text}{found[2]}", page)
 
 
 def head(result: dict[str, Any], name: str) -> str:
@@ -131,13 +134,6 @@ def steps(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n" if len(lines) > 2 else ""
 
 
-def worded(name: str) -> str:
-    """Return the name of a row or an error in readers' words."""
-    for old, new in WORDS.items():
-        name = name.replace(old, new)
-    return name
-
-
 def rows_of(result: dict[str, Any], workload: str) -> dict[str, dict[str, Any]]:
     """{variant: row} of one workload, skipped rows left out."""
     return {row["variant"]: row for row in result["rows"] if row["workload"] == workload and "skipped" not in row}
@@ -152,8 +148,8 @@ def _failure(row: dict[str, Any]) -> tuple[str, str] | None:
 def heading(title: str, rows: dict[str, dict[str, Any]]) -> str:
     """Fill the title from the first row that has documents."""
     facts = next((row for row in rows.values() if "documents" in row), {})
-    padded = next((row for row in rows.values() if row.get("form") == "padded"), facts)
-    fill = padded.get("real_tokens", 0) / padded.get("slots", 1)
+    padded = next((row for row in rows.values() if row.get("input_format") == "padded"), facts)
+    fill = padded.get("real_tokens", 0) / padded.get("tokens", 1)
     return title.format(documents=facts.get("documents", "?"), layers=facts.get("layers", "?"), fill=fill)
 
 
@@ -168,12 +164,12 @@ def _sustained(rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _line(row: dict[str, Any], rows: dict[str, dict[str, Any]], marked: bool) -> str:
     """Ratios are to what was timed in the same run."""
-    name = worded(row["variant"]) + " *" * marked
+    name = row["variant"] + " *" * marked
     if "ms" not in row:
         kind = row.get("error", "no result").split(":")[0]
         return f"| {name} | {'out of memory' if kind == 'OutOfMemoryError' else kind} | | | | | |"
     rows = {variant: other for variant, other in rows.items() if other.get("run", 1) == row.get("run", 1)}
-    base = next((r for stock in ("stock padded", "stock packed") if "ms" in (r := rows.get(stock, {}))), None)
+    base = next((r for variant in ("unpatched padded", "unpatched packed") if "ms" in (r := rows.get(variant, {}))), None)
     alone = row["variant"].startswith(FLOOR)
     against = f"{row['real_tokens_per_s'] / base['real_tokens_per_s']:.2f} x" if base and not alone else ""
     floor = rows.get(FLOOR, {}).get("ms")
@@ -199,6 +195,21 @@ def linearity(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def ablation(path: Path) -> str:
+    """Step times without a fast path, in times the step with all of them."""
+    about, *rows = (json.loads(line) for line in path.read_text().splitlines())
+    ratios = {(row["workload"], row["off"]): f"{row['ratio']:.3f} ({row['ratio_of_best']:.3f})" for row in rows}
+    off = [what for what in dict.fromkeys(row["off"] for row in rows) if what != "nothing"]
+    lines = [
+        f"Time of one step without a fast path, in times the step with all of them: medians, best steps in brackets, timed in "
+        f"turns on {about['date']} on one {about['machine']}; every number is in `tests/benchmarks/results/{path.name}`.", "",
+        f"| without | {' | '.join(off)} |", "|---" * (1 + len(off)) + "|",
+    ]
+    for work in dict.fromkeys(row["workload"] for row in rows):
+        lines.append(f"| {work} | {' | '.join(ratios.get((work, what), '') for what in off)} |")
+    return "\n".join(lines) + "\n"
+
+
 def exactness(result: dict[str, Any]) -> str:
     """Relative RMS errors of documents in a row against documents alone and of whole models, and the tests' outcomes."""
     alone: dict[str, dict[str, dict[str, Any]]] = {}
@@ -209,7 +220,7 @@ def exactness(result: dict[str, Any]) -> str:
             kind = "values" if match[2] == "values" else "gradients"
             kinds[kind] = max(line, kinds.get(kind, line), key=lambda line: line["error"])
         elif re.match(WHOLE, line["what"]):
-            others.append(f"| {worded(line['what'])} | {_error(line)} | {_limit(line)} |")
+            others.append(f"| {line['what']} | {_error(line)} | {_limit(line)} |")
     if not alone:
         return ""
     head = "| a document in a packed row against the document alone | values | limit | worst gradient | limit |"
@@ -246,7 +257,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         timed = [(name, row) for name, row in rows.items() if "ms" in row and name != FLOOR]
         bars += [(heading(title, rows), {}), *timed] if timed else []
     figure, sides = pyplot.subplots(1, 2, figsize=(10, 0.8 + 0.2 * len(bars)), sharey=True, layout="constrained")
-    colours = [GREY if "stock" in name or "by hand" in name else BLUE if "liger" in name else ORANGE for name, _ in bars]
+    colours = [GREY if name.startswith(("unpatched", "composed")) else BLUE if "liger" in name else ORANGE for name, _ in bars]
     for side, (key, title) in zip(sides, BARS.items()):
         drawn = side.barh(range(len(bars)), [row.get(key, 0) for _, row in bars], color=colours)
         numbers = [f"{row[key]:,.0f}" if row else "" for _, row in bars]
@@ -254,7 +265,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         side.set(title=title, xticks=[], frame_on=False)
         side.tick_params(length=0, labelsize=8)
         side.margins(x=0.12, y=0.01)
-    sides[0].set_yticks(range(len(bars)), [worded(name) for name, _ in bars])
+    sides[0].set_yticks(range(len(bars)), [name for name, _ in bars])
     sides[0].invert_yaxis()
     for label, (_, row) in zip(sides[0].get_yticklabels(), bars):
         label.set_fontweight("normal" if row else "bold")

@@ -14,13 +14,14 @@ RESULT = {
     "rows": [
         {"workload": "2b-32k-packed", "variant": "packfree+liger", "ms": 500.0, "real_tokens_per_s": 65536.0, "peak_gib": 60.0,
          "documents": 58, "layers": 24},
-        {"workload": "2b-32k-packed", "variant": "stock packed", "ms": 2000.0, "real_tokens_per_s": 16384.0, "peak_gib": 127.8},
+        {"workload": "2b-32k-packed", "variant": "unpatched packed", "ms": 2000.0, "real_tokens_per_s": 16384.0,
+         "peak_gib": 127.8},
         {"workload": "2b-32k-packed", "variant": "matrix products alone", "ms": 400.0, "real_tokens_per_s": 81920.0,
          "sustained_ms": 440.0},
         {"workload": "2b-32k-packed", "variant": "late", "skipped": "after 9 minutes"},
-        {"workload": "9b-32k-packed", "variant": "stock packed", "error": "OutOfMemoryError: CUDA out of memory"},
-        {"workload": "2b-8x2048-padded", "variant": "stock padded", "ms": 400.0, "real_tokens_per_s": 14000.0,
-         "peak_gib": 50.0, "form": "padded", "real_tokens": 5600, "slots": 16384, "documents": 8, "layers": 24},
+        {"workload": "9b-32k-packed", "variant": "unpatched packed", "error": "OutOfMemoryError: CUDA out of memory"},
+        {"workload": "2b-8x2048-padded", "variant": "unpatched padded", "ms": 400.0, "real_tokens_per_s": 14000.0,
+         "peak_gib": 50.0, "input_format": "padded", "real_tokens": 5600, "tokens": 16384, "documents": 8, "layers": 24},
         {"workload": "2b-8layers-4k", "variant": "documents of 64", "ms": 1.0, "real_tokens_per_s": 4096000.0, "peak_gib": 1.0},
         {"workload": "2b-8layers-4k", "variant": "one document", "ms": 1.0, "real_tokens_per_s": 4095000.0, "peak_gib": 1.0},
         {"workload": "2b-8layers-32k", "variant": "documents of 64", "ms": 8.0,
@@ -31,15 +32,33 @@ RESULT = {
         {"test": "a", "what": "trunk, fla: gradient of x, packed against alone", "error": 1e-6, "limit": 5e-3},
         {"test": "a", "what": "trunk, fla: gradient of w, packed against alone", "error": 2e-3, "limit": 5e-3},
         {"test": "c", "what": "trunk, auto: decays' gradients, packed against alone", "error": 1e-3, "limit": None},
-        {"test": "d", "what": "logits bf16: packed against upstream one by one", "error": 3e-3, "limit": 1e-2},
+        {"test": "d", "what": "logits bf16: packed against upstream per document", "error": 3e-3, "limit": 1e-2},
         {"test": "b", "what": "trunk, auto: gradient of x against fp64", "error": 1e-3, "limit": 1e-2},
     ],
     "tests": {"passed": 3, "failed": 1, "skipped": 2, "not_passed": []},
 }
 
 
-def test_tables():
-    lines = "\n".join(report.tables(RESULT, "x.json").values()).splitlines()
+ABLATION = [
+    {"machine": "NVIDIA Test", "date": "2026-01-03"},
+    {"workload": "w", "off": "nothing", "ms": 10.0, "ratio": 1.0, "ratio_of_best": 1.0},
+    {"workload": "w", "off": "launcher", "ms": 11.0, "ratio": 1.1, "ratio_of_best": 1.05},
+    {"workload": "v", "off": "nothing", "ms": 5.0, "ratio": 1.0, "ratio_of_best": 1.0},
+    {"workload": "v", "off": "attention", "ms": 6.0, "ratio": 1.2, "ratio_of_best": 1.15},
+]
+
+
+@pytest.fixture
+def results(tmp_path):
+    """Files of a full result and of an ablation."""
+    full, ablated = tmp_path / "2026-01-02-gpu.json", tmp_path / "2026-01-03-gpu-ablation.jsonl"
+    full.write_text(json.dumps(RESULT))
+    ablated.write_text("".join(json.dumps(line) + "\n" for line in ABLATION))
+    return full, ablated
+
+
+def test_tables(results):
+    lines = "\n".join(report.tables(*results).values()).splitlines()
     assert "Made on 2026-01-02 on one NVIDIA Test with torch 2.11.0, triton 3.6.0" in "\n".join(lines)
     assert "| **2B shape, 32,768 tokens in 58 documents** | | | | | | |" in lines
     assert "| packfree+liger | 500 | 65,536 | 60.0 | 546 | 4.00 x | 1.25 |" in lines
@@ -58,7 +77,7 @@ def test_tables():
 
 def test_a_model_that_cannot_be_built_says_so_once_and_rows_without_memory_each():
     kinds = {"packfree+liger": "ImportError: no such class", "packfree+liger, padded": "ImportError: no such class",
-             "packfree": "ImportError: another", "stock packed": "OutOfMemoryError: CUDA"}
+             "packfree": "ImportError: another", "unpatched packed": "OutOfMemoryError: CUDA"}
     works = ("moe-32k-packed", "moe-4k-packed")
     rows = [{"workload": work, "variant": variant, "error": error} for work in works for variant, error in kinds.items()]
     table = report.steps({"rows": rows})
@@ -80,24 +99,32 @@ def test_readme_s_table_is_short_and_leaves_out_what_was_not_timed():
     assert lines[2:] == ["| 2B shape, 32,768 tokens in 58 documents | 2,000 ms, 128 GiB | 500 ms, 60 GiB | 4.0 x |"]
 
 
-def test_the_pages_get_the_newest_result(tmp_path):
-    for date in ("2026-01-01", "2026-01-02"):
-        (tmp_path / f"{date}-gpu.json").write_text(json.dumps(RESULT))
-    assert report.newest(tmp_path).name == "2026-01-02-gpu.json"
-    pages = report.tables(RESULT, "2026-01-02-gpu.json")
-    for page in pages:
+def test_an_ablation_is_a_table_of_ratios(results):
+    lines = report.ablation(results[1]).splitlines()
+    assert "on 2026-01-03 on one NVIDIA Test" in lines[0] and "2026-01-03-gpu-ablation.jsonl" in lines[0]
+    assert lines[2:] == [
+        "| without | launcher | attention |", "|---|---|---|", "| w | 1.100 (1.050) |  |", "| v |  | 1.200 (1.150) |",
+    ]
+
+
+def test_the_pages_get_the_newest_result(tmp_path, results):
+    (tmp_path / "2026-01-01-gpu.json").write_text(json.dumps(RESULT))
+    assert report.newest(tmp_path) == results[0] and report.newest(tmp_path, "*-ablation.jsonl") == results[1]
+    found, wanted = report.tables(*results), dict[str, str]()
+    for (page, mark), text in found.items():
         (tmp_path / page).parent.mkdir(exist_ok=True)
-        (tmp_path / page).write_text("before\n<!-- gpu -->\nold\n<!-- /gpu -->\nafter\n")
+        with (tmp_path / page).open("a") as file:
+            file.write(f"before\n<!-- {mark} -->\nold\n<!-- /{mark} -->\nafter\n")
+        wanted[page] = wanted.get(page, "") + f"before\n<!-- {mark} -->\n{text}<!-- /{mark} -->\nafter\n"
     for _ in range(2):  # writing again changes nothing
-        report.main(["--result", str(report.newest(tmp_path)), "--write", str(tmp_path)])
-        for page, text in pages.items():
-            assert (tmp_path / page).read_text() == f"before\n<!-- gpu -->\n{text}<!-- /gpu -->\nafter\n"
+        report.main(["--result", str(results[0]), "--ablation", str(results[1]), "--write", str(tmp_path)])
+        assert {page: (tmp_path / page).read_text() for page in wanted} == wanted
     assert 1_000 < (tmp_path / report.PLOT).stat().st_size < 100_000
 
 
 def test_a_page_without_marks_is_refused():
-    with pytest.raises(ValueError, match="wanted one"):
-        report.put_in("no marks", "text")
+    with pytest.raises(ValueError, match="`<!-- gpu -->` .* wanted one"):
+        report.put_in("no marks", "gpu", "text")
 
 
 def test_calls_are_assembled(tmp_path):

@@ -8,16 +8,18 @@ import re
 import pytest
 
 from tests.benchmarks import report
+from tests.benchmarks.timing import read_lines
 
 NEWEST = report.newest(report.RESULTS)
+ABLATED = report.newest(report.RESULTS, "*-ablation.jsonl")
 RESULTS = sorted(report.RESULTS.rglob("*.json"))
 
 
-def test_the_pages_hold_the_tables_of_the_newest_result():
+def test_the_pages_hold_the_tables_of_the_newest_results():
     """If not: python -m tests.benchmarks.report --write."""
-    for page, text in report.tables(json.loads(NEWEST.read_text()), NEWEST.name).items():
+    for (page, mark), text in report.tables(NEWEST, ABLATED).items():
         held = (report.ROOT / page).read_text()
-        assert held == report.put_in(held, text), page
+        assert held == report.put_in(held, mark, text), page
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.relative_to(report.RESULTS).as_posix())
@@ -35,3 +37,10 @@ def test_the_full_result_says_what_made_it():
     names = [(row["workload"], row["variant"]) for row in result["rows"]]
     assert len(names) == len(set(names))
     assert all({"ms", "real_tokens_per_s"} <= row.keys() or "error" in row for row in result["rows"])
+
+
+def test_an_ablation_says_what_made_it():
+    about, *rows = read_lines(ABLATED)
+    assert ABLATED.name.startswith(about["date"]) and re.fullmatch(r"[0-9a-f]{12}", about["source"])
+    assert about["script"] == "tests.benchmarks.ablation" and about["machine"].startswith("NVIDIA ")
+    assert {(row["workload"], "nothing") for row in rows} <= {(row["workload"], row["off"]) for row in rows}

@@ -44,19 +44,19 @@ class Ratio:
 
 
 DELTA_RATIOS = [
-    Ratio("one document, forward: stock / ours", "stock one", "ours one", 2.0),
-    Ratio("one document, forward + backward: stock / ours", "stock one f+b", "ours one f+b", 9.0),
-    Ratio("12 documents, forward: stock one by one / ours", "stock loop", "ours pack", 1.8),
-    Ratio("12 documents, forward + backward: stock one by one / ours", "stock loop f+b", "ours pack f+b", 2.0),
-    Ratio("12 documents, forward + backward: stock padded / ours", "stock padded f+b", "ours pack f+b", 12.0),
+    Ratio("one document, forward: upstream / ours", "upstream one", "ours one", 2.0),
+    Ratio("one document, forward + backward: upstream / ours", "upstream one f+b", "ours one f+b", 9.0),
+    Ratio("12 documents, forward: upstream per document / ours", "upstream loop", "ours pack", 1.8),
+    Ratio("12 documents, forward + backward: upstream per document / ours", "upstream loop f+b", "ours pack f+b", 2.0),
+    Ratio("12 documents, forward + backward: upstream padded / ours", "upstream padded f+b", "ours pack f+b", 12.0),
     Ratio("ours, forward: 12 documents / one", "ours pack", "ours one", 1.15, at_most=True),
     Ratio("ours, forward + backward: 12 documents / one", "ours pack f+b", "ours one f+b", 1.15, at_most=True),
 ]
 CONV_RATIOS = [
-    Ratio("one document, forward: stock / ours", "stock one", "ours one", 1.0),
-    Ratio("one document, forward + backward: stock / ours", "stock one f+b", "ours one f+b", 1.0),
-    Ratio("12 documents, forward: stock one by one / ours", "stock loop", "ours pack", 1.0),
-    Ratio("12 documents, forward + backward: stock one by one / ours", "stock loop f+b", "ours pack f+b", 1.0),
+    Ratio("one document, forward: upstream / ours", "upstream one", "ours one", 1.0),
+    Ratio("one document, forward + backward: upstream / ours", "upstream one f+b", "ours one f+b", 1.0),
+    Ratio("12 documents, forward: upstream per document / ours", "upstream loop", "ours pack", 1.0),
+    Ratio("12 documents, forward + backward: upstream per document / ours", "upstream loop f+b", "ours pack f+b", 1.0),
 ]
 
 
@@ -76,7 +76,7 @@ def main() -> None:
     with Progress(*columns, console=console, transient=True) as progress:
         delta = delta_rule_candidates(16 // shrink, 32 // shrink, 128)
         conv = conv_candidates(8192 // shrink)
-        saved = {name: saved_bytes(delta[name]) for name in ("stock one", "ours one")}
+        saved = {name: saved_bytes(delta[name]) for name in ("upstream one", "ours one")}
         times = measure("delta rule", delta, rounds, progress)
         conv_times = measure("conv", conv, 3 * rounds, progress)
     console.print(f"torch {torch.__version__}, {options.threads} threads, fp32, {TOKENS} tokens; seconds, median of each")
@@ -94,40 +94,40 @@ def delta_rule_candidates(key_heads: int, value_heads: int, size: int) -> dict[s
     leaves = (q, k, v, g, beta)
     one, pack = PackedSequence.from_lengths([TOKENS]), PackedSequence.from_lengths(LENGTHS)
 
-    def stock(*inputs: Tensor) -> Tensor:
+    def upstream(*inputs: Tensor) -> Tensor:
         out: Tensor = torch_chunk_gated_delta_rule(*inputs, use_qk_l2norm_in_kernel=True)[0]
         return out
 
     def loop() -> Tensor:
-        return torch.cat([stock(*document) for document in zip(*(x.split(LENGTHS, 1) for x in leaves), strict=True)], 1)
+        return torch.cat([upstream(*document) for document in zip(*(x.split(LENGTHS, 1) for x in leaves), strict=True)], 1)
 
     def padded() -> Tensor:
         rows = (torch.nn.utils.rnn.pad_sequence(x[0].split(LENGTHS), batch_first=True) for x in leaves)
-        return stock(*rows)
+        return upstream(*rows)
 
     return {
-        "stock one": lambda: stock(*leaves),
+        "upstream one": lambda: upstream(*leaves),
         "ours one": lambda: gated_delta_rule(*leaves, one),
-        "stock loop": loop,
+        "upstream loop": loop,
         "ours pack": lambda: gated_delta_rule(*leaves, pack),
-        "stock padded": padded,
+        "upstream padded": padded,
     }
 
 
 def conv_candidates(channels: int) -> dict[str, Run]:
-    """Forward passes by name.  As in the layer, stock gets the channels transposed and gives them back transposed."""
+    """Forward passes by name.  As in the layer, upstream gets the channels transposed and gives them back transposed."""
     x = torch.randn(1, TOKENS, channels).requires_grad_()
     weight = torch.randn(channels, 4).requires_grad_()
     one, pack = PackedSequence.from_lengths([TOKENS]), PackedSequence.from_lengths(LENGTHS)
 
-    def stock(x: Tensor) -> Tensor:
+    def upstream(x: Tensor) -> Tensor:
         out: Tensor = causal_conv1d_fn(x.transpose(1, 2), weight, activation="silu").transpose(1, 2)
         return out
 
     return {
-        "stock one": lambda: stock(x),
+        "upstream one": lambda: upstream(x),
         "ours one": lambda: causal_conv1d(x, weight, one),
-        "stock loop": lambda: torch.cat([stock(document) for document in x.split(LENGTHS, 1)], 1),
+        "upstream loop": lambda: torch.cat([upstream(document) for document in x.split(LENGTHS, 1)], 1),
         "ours pack": lambda: causal_conv1d(x, weight, pack),
     }
 
@@ -170,8 +170,8 @@ def table(title: str, ratios: Iterable[Ratio], times: dict[str, float], saved: d
         sign = "<=" if ratio.at_most else ">="
         out.add_row(ratio.what, f"{over:.3f} / {under:.3f}", f"{sign} {ratio.target:g}", _verdict(over / under, ratio))
     if saved:
-        over, under = saved["ours one"], saved["stock one"]
-        ratio = Ratio("saved for backward: ours / stock", "", "", 0.125, at_most=True)
+        over, under = saved["ours one"], saved["upstream one"]
+        ratio = Ratio("saved for backward: ours / upstream", "", "", 0.125, at_most=True)
         size = f"{over / 2**20:.0f} / {under / 2**20:.0f} MiB"
         out.add_row(ratio.what, size, "<= 0.125", _verdict(over / under, ratio))
     return out

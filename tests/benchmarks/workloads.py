@@ -12,9 +12,9 @@ from tests.benchmarks.shapes import SHAPES, TOKENS, Shape, batch_lengths, fixed_
 PACKFREE = Variant()
 LIGER = Variant(liger="before")
 CUT = {"delta_rule": "flash_qla_cut"}
-STOCK = Variant(packfree=False)
-STOCK_CONV = Variant(packfree=False, fla_conv=True)
-BY_HAND = Variant(packfree=False, fla_conv=True, by_hand=True, liger="before")
+UNPATCHED = Variant(packfree=False)
+UNPATCHED_CONV = Variant(packfree=False, fla_conv=True)
+COMPOSED = Variant(packfree=False, fla_conv=True, composed=True, liger="before")
 
 
 @dataclass(frozen=True)
@@ -61,26 +61,26 @@ def _dense(tiny: bool) -> list[Group]:
     packed, one = Load(lengths), Load((sum(lengths),), "record")
     plain = Load((sum(lengths),), "plain")
     liger = (
-        (name, "packfree+liger", packed), (name, "packfree+liger, record given", replace(packed, form="record")),
+        (name, "packfree+liger", packed), (name, "packfree+liger, record given", replace(packed, input_format="record")),
         (name, "packfree+liger, one document", one),
     )
     bare = ((name, "packfree", packed), (name, "packfree, one document", one))
     triton = (
         (name, "packfree+liger, FlashQLA off", packed), (name, "packfree+liger, FlashQLA off, one document", one),
     )
-    stock = ((name, "stock packed", packed), (name, "stock, one document", plain))
+    unpatched = ((name, "unpatched packed", packed), (name, "unpatched, one document", plain))
     return [
         Group(shape, LIGER, liger),
         Group(shape, PACKFREE, bare),
         Group(shape, replace(LIGER, flash_qla=False), triton),
-        Group(shape, STOCK_CONV, stock, STANDS_IN),
-        Group(shape, BY_HAND, ((name, "composed by hand", packed),), PUT_IN),
+        Group(shape, UNPATCHED_CONV, unpatched, STANDS_IN),
+        Group(shape, COMPOSED, ((name, "composed without packfree", packed),), PUT_IN),
         Group(shape, replace(LIGER, backend=CUT), ((name, "packfree+liger, one document, cut", one),)),
     ]
 
 
 def _padded(tiny: bool) -> list[Group]:
-    """The 2B shape on 8 rows of 2,048 slots, 34% full, the same documents packed, and rows so short that the GPU waits."""
+    """The 2B shape on 8 rows of 2,048 tokens, 34% of them real, the same packed, and rows so short that the GPU waits."""
     shape, name = SHAPES["tiny" if tiny else "2b"], "2b-8x2048-padded"
     lengths = tuple(batch_lengths(4, 64, 0.5) if tiny else batch_lengths(8, 2048, 0.34))
     padded, packed, plain = Load(lengths, "padded"), Load(lengths), Load((sum(lengths),), "plain")
@@ -90,13 +90,14 @@ def _padded(tiny: bool) -> list[Group]:
         ("2b-1k-packed", "packfree+liger", short),
     )
     stand_in = (
-        (name, "stock padded, FLA convolution", padded), (name, "stock packed", packed), (name, "stock, one document", plain),
+        (name, "unpatched padded, FLA convolution", padded), (name, "unpatched packed", packed),
+        (name, "unpatched, one document", plain),
     )
     return [
         Group(shape, LIGER, liger, in_turns=True),
         Group(shape, PACKFREE, ((name, "packfree, padded", padded), (name, "packfree, packed", packed)), in_turns=True),
-        Group(shape, STOCK, ((name, "stock padded", padded),), "upstream's convolution as installed"),
-        Group(shape, STOCK_CONV, stand_in, STANDS_IN),
+        Group(shape, UNPATCHED, ((name, "unpatched padded", padded),), "upstream's convolution as installed"),
+        Group(shape, UNPATCHED_CONV, stand_in, STANDS_IN),
     ]
 
 
@@ -115,7 +116,7 @@ def _linearity(tiny: bool) -> list[Group]:
 
 
 def _wide(name: str, key: str, tiny: bool) -> list[Group]:
-    """Another shape: at 32k tokens and 4k patched, beside one document, and stock; and a batch that is a third full."""
+    """Another shape: at 32k tokens and 4k patched, beside one document, and unpatched; and a batch that is a third full."""
     lengths, short = _long(tiny), tuple(fixed_lengths(*(200, 25) if tiny else (4096, 500)))
     rows = []
     for work, documents in ((f"{name}-32k-packed", lengths), (f"{name}-4k-packed", short)):
@@ -128,6 +129,6 @@ def _wide(name: str, key: str, tiny: bool) -> list[Group]:
         Group(SHAPES[key], variant, tuple((work, called + what, load) for work, what, load in rows))
         for called, variant in ours.items()
     ]
-    packed = ((f"{name}-32k-packed", "stock packed", Load(lengths)), (f"{name}-4k-packed", "stock packed", Load(short)))
-    padded = Group(SHAPES[key], STOCK, ((batch, "stock padded", third),), "upstream's convolution as installed")
-    return [*found, Group(SHAPES[key], STOCK_CONV, packed, STANDS_IN), padded]
+    packed = ((f"{name}-32k-packed", "unpatched packed", Load(lengths)), (f"{name}-4k-packed", "unpatched packed", Load(short)))
+    padded = Group(SHAPES[key], UNPATCHED, ((batch, "unpatched padded", third),), "upstream's convolution as installed")
+    return [*found, Group(SHAPES[key], UNPATCHED_CONV, packed, STANDS_IN), padded]

@@ -41,7 +41,7 @@ def documents(step: int) -> list[torch.Tensor]:
 
 
 def padded(batch, extra: int = 0):
-    """A rectangle with a 0/1 mask, `extra` slots wider than it has to be; labels -100 where no byte follows."""
+    """A rectangle with a 0/1 mask, `extra` tokens wider than it has to be; labels -100 where no byte follows."""
     width = max(map(len, batch)) + extra
     tokens, labels = torch.zeros(len(batch), width, dtype=torch.long), torch.full((len(batch), width), -100)
     mask = torch.zeros_like(tokens)
@@ -119,20 +119,20 @@ def row(step: int):
 
 
 def leaking(step: int):
-    """Stock reads one document per row where nobody says otherwise."""
+    """An unpatched model reads one document per row where nobody says otherwise."""
     inputs, labels = packed(documents(step))
     return [({"input_ids": inputs["input_ids"]}, labels)]
 
 
 def by_kernels(flag: str, patch: pytest.MonkeyPatch) -> torch.Tensor:
-    """Stock's padded curve in bf16 on the kernels that it chooses by FLA_FLASH_QLA."""
+    """The unpatched padded curve in bf16 on the kernels that it chooses by FLA_FLASH_QLA."""
     pin_kernels(patch)("largest")
     patch.setenv("FLA_FLASH_QLA", flag)
     return curve(whole)
 
 
 def in_torch(batches: Callable, patch: pytest.MonkeyPatch, half: bool = True) -> torch.Tensor:
-    """Stock's curve in its own torch functions."""
+    """The unpatched curve in upstream's own torch functions."""
     put_upstream_in_torch(patch)
     return curve(batches, half=half)
 
@@ -143,14 +143,14 @@ def ours(backend: Any, patch: pytest.MonkeyPatch, half: bool = True) -> torch.Te
     return curve(row, backend, half=half)
 
 
-STOCKS: dict[str, Callable[..., torch.Tensor]] = {
+UNPATCHED: dict[str, Callable[..., torch.Tensor]] = {
     **({} if TRIAL else {"FlashQLA": partial(by_kernels, "1"), "FLA's kernels": partial(by_kernels, "0")}),
-    "torch": partial(in_torch, whole), "torch, 64 more slots": partial(in_torch, wider),
+    "torch": partial(in_torch, whole), "torch, 64 more tokens": partial(in_torch, wider),
     "torch, two halves": partial(in_torch, halves),
 }
-"""Stock's padded curves in bf16: by each of the kernels it may choose, and in its own torch functions."""
+"""Unpatched padded curves in bf16: by each of the kernels it may choose, and in upstream's torch functions."""
 CURVES = {
-    **STOCKS,
+    **UNPATCHED,
     "padded, fp32": partial(in_torch, whole, half=False), "wider, fp32": partial(in_torch, wider, half=False),
     "packed": partial(ours, "auto"), "packed, fp32": partial(ours, {"delta_rule": "torch"}, half=False),
 }

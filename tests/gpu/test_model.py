@@ -22,7 +22,7 @@ summation (5.5e-3)."""
 ROWS = 1e-3
 """Where the experts' products have as many rows as tokens came to them: other kernels, 3e-5 on an H200."""
 ORDER = 2
-"""Times what the order of documents makes of gradients that are added up one by one in bf16."""
+"""Times what the order of documents makes of gradients that are added up document by document in bf16."""
 LEAK = 5 * NOISE
 """On an H200 it was 13 times NOISE (0.26)."""
 FP32 = 1e-5
@@ -49,7 +49,7 @@ def backward(output, weight):
     (output.float() * weight).sum().backward()
 
 
-def one_by_one(model, tokens, weight, spans):
+def per_document(model, tokens, weight, spans):
     """Outputs of the documents alone, {(begin, end): [1, n, D]}, and gradients added up in this order."""
     model.zero_grad(set_to_none=True)
     parts = {}
@@ -86,8 +86,8 @@ def test_trunk_documents_are_those_alone(name, record):
     weight = torch.randn(output.shape, device=DEVICE)
     backward(output, weight)
     found = gradients(model)
-    parts, alone = one_by_one(model, tokens, weight, spans(lengths))
-    _, backwards = one_by_one(model, tokens, weight, spans(lengths)[::-1])
+    parts, alone = per_document(model, tokens, weight, spans(lengths))
+    _, backwards = per_document(model, tokens, weight, spans(lengths)[::-1])
     noise = worst(backwards, alone)
     for kind, error in worst(found, alone).items():
         record(f"trunk bf16, {name}: {kind}' gradients, alone in another order", noise[kind])
@@ -137,7 +137,7 @@ def test_control_without_boundaries_leaks(record):
     ids=["fp32, delta rule in torch", "fp32", "bf16"],
 )
 def test_logits_beside_the_noise_of_batching(dtype, backend, limit, record, precise, upstream_in_torch, request):
-    """Packed against upstream one by one; beside it, upstream's document alone against three copies in a batch."""
+    """Packed against upstream per document; beside it, upstream's document alone against three copies in a batch."""
     if not TRIAL and (dtype, backend) == (torch.float32, "auto"):  # FLA's kernels, which would tune for minutes
         request.getfixturevalue("untuned")
     torch.manual_seed(0)
@@ -151,12 +151,12 @@ def test_logits_beside_the_noise_of_batching(dtype, backend, limit, record, prec
     noise = relative_rms(batched, alone)
     how = "" if backend == "auto" else ", delta rule in torch"
     record(f"logits {dtype}{how}: a batch of three against one row, upstream's own noise", noise)
-    record(f"logits {dtype}{how}: packed against upstream one by one", relative_rms(together, alone), limit, noise=noise)
+    record(f"logits {dtype}{how}: packed against upstream per document", relative_rms(together, alone), limit, noise=noise)
     if dtype == torch.bfloat16:
         with torch.no_grad():
             exact = torch.cat([model.float()(input_ids=document, use_cache=False).logits for document in documents], 1)
         upstreams = relative_rms(alone, exact)
-        record(f"logits {dtype}: upstream one by one against the same weights in fp32", upstreams)
+        record(f"logits {dtype}: upstream per document against the same weights in fp32", upstreams)
         error = relative_rms(together, exact)
         record(f"logits {dtype}: packed against the same weights in fp32", error, ROUNDING * upstreams + FP32)
 

@@ -1,4 +1,4 @@
-"""Two hundred steps on real text, packed against padded: in bf16 as near to fp32 as stock's own, in fp32 as ways of padding."""
+"""Two hundred steps on real text, packed against padded: in bf16 as near to fp32 as upstream's, in fp32 as ways of padding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from tests.gpu.checks import DEVICE, TRIAL, gpu
 from tests.gpu.curves import (
-    SHAPE, STEPS, STOCKS, curve, decaying_slowly, documents, leaking, loss_of, padded, row, train, whole,
+    SHAPE, STEPS, UNPATCHED, curve, decaying_slowly, documents, leaking, loss_of, padded, row, train, whole,
 )
 from tests.benchmarks.models import build
 
@@ -23,7 +23,7 @@ SHOWS = 2.24e-2
 SLACK = TRIAL * 1e-4
 """Four steps of a trial are too few to compare."""
 ROUNDING = 1.5
-"""Times what bf16 does to stock's curves; ours was 1.0 of it on a CPU, 1.09 on an H200."""
+"""Times what bf16 does to upstream's curves; ours was 1.0 of it on a CPU, 1.09 on an H200."""
 EARLY = 20
 """Steps before what rounding does has grown."""
 HIDDEN = 100
@@ -35,13 +35,13 @@ LEAK = 1e-3
 def test_two_hundred_steps_packed_and_padded(record, tmp_path):
     """Training multiplies whatever parts two curves, rounding too, a hundredfold and more in two hundred steps.
 
-    So bf16's noise is how far stock's curves are from its own in fp32.  Packed, in bf16, may be 1.5 times as far from that
+    So bf16's noise is how far upstream's curves are from its own in fp32.  Packed, in bf16, may be 1.5 times as far from that
     one, and as far from a padded one as two that are each so far from it.  The first steps are compared by themselves:
     rounding has not grown yet, and a leak cannot hide in it.
     """
     curves = train(tmp_path)
     save(curves)
-    runs = {name: curves[name] for name in STOCKS}
+    runs = {name: curves[name] for name in UNPATCHED}
     exact, found, rows, others = (curves[name] for name in ("padded, fp32", "packed", "packed, fp32", "wider, fp32"))
     noise = {name: gap(run, exact) for name, run in runs.items()}
     usual, what = median(noise.values()), f"{STEPS} steps, mean gap of the losses"
@@ -103,5 +103,5 @@ def test_control_without_boundaries_the_first_loss_differs(record, precise, upst
             float(loss_of(model, *part, half=False)) for part in (padded(batch), padded(batch, 64), *leaking(0))
         )
     leak, rounding = abs(leaked / exact - 1), abs(wider / exact - 1)
-    record("control, stock reads one document: relative gap of the first loss", leak, rounding=rounding)
+    record("control, unpatched reads one document: relative gap of the first loss", leak, rounding=rounding)
     assert leak > LEAK > 100 * rounding

@@ -48,7 +48,7 @@ def check(result, record_property) -> None:
     assert result["gradients"] <= GRADIENT_TOL and result["control"] >= CONTROL * GRADIENT_TOL
     assert result["after"] <= GRADIENT_TOL, "patched after wrapping"
     assert result["checkpoint"] <= 1e-5, "the checkpoint, loaded unpatched"
-    assert result["dtypes"] == dict.fromkeys(("kept", "seen", "stock sees", "saved"), ["float32"])
+    assert result["dtypes"] == dict.fromkeys(("kept", "seen", "unpatched sees", "saved"), ["float32"])
 
 
 @integration("torch", "DistributedDataParallel, activation checkpointing, checkpoint loaded unpatched", EITHER)
@@ -66,9 +66,9 @@ def test_fsdp2_keeps_the_decay_in_fp32(results, record_property):
     result = results["fsdp2 bf16"]
     record_property("error", result["gradients"])
     assert result["failures"] == []
-    assert result["gradients"] <= result["allowed"], "twice the rounding of stock documents, one by one"
+    assert result["gradients"] <= result["allowed"], "twice the rounding of unpatched documents alone"
     assert result["dtypes"]["kept"] == result["dtypes"]["saved"] == ["float32"]
-    assert result["dtypes"]["seen"] == result["dtypes"]["stock sees"]
+    assert result["dtypes"]["seen"] == result["dtypes"]["unpatched sees"]
 
 
 @integration("accelerate", "own loop, DDP, `mixed_precision=\"bf16\"`", EITHER)
@@ -77,7 +77,7 @@ def test_accelerate_in_half_precision(results, record_property):
     record_property("error", result["gradients"])
     record_property("control", result["control"])
     assert result["failures"] == []
-    assert result["gradients"] <= result["allowed"], "twice the rounding of stock documents, one by one"
+    assert result["gradients"] <= result["allowed"], "twice the rounding of unpatched documents alone"
     assert result["control"] > 5 * result["allowed"] and result["after"] <= result["allowed"]
 
 
