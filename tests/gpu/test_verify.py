@@ -33,11 +33,13 @@ def test_a_patched_model_passes(case, record, request):
     torch.manual_seed(0)
     report = measured(small(shape, dtype))
     found, limits, what = report.patched, report.limits, f"verify_packing {case}"
-    record(f"{what}: logits", found.logits, limits.logits, unpatched=report.unpatched.logits)
-    record(f"{what}: worst gradient", found.gradients, limits.gradients, of=found.worst_parameter,
-           unpatched=report.unpatched.gradients)
-    record(f"{what}: influence", found.influence, limits.influence, unpatched=report.unpatched.influence)
-    record(f"{what}: gradient of another document's inputs", found.cross_gradient, 0.0, unpatched=report.unpatched.cross_gradient)
+    for part, error, limit, control in (
+        ("logits", found.logits, limits.logits, report.unpatched.logits),
+        ("worst gradient", found.gradients, limits.gradients, report.unpatched.gradients),
+        ("influence", found.influence, limits.influence, report.unpatched.influence),
+        ("gradient of another document's inputs", found.cross_gradient, 0.0, report.unpatched.cross_gradient),
+    ):
+        record(f"{what}: {part}", error, limit, unpatched=control, worst=found.worst_parameter)
 
 
 def test_an_unpatched_model_does_not(request):
