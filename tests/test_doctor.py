@@ -179,14 +179,14 @@ def test_a_plan_keeps_why_float32_is_slower(monkeypatch):
 
 
 def test_every_operation_and_reason_is_shown(monkeypatch, capsys):
-    why = {"gates": "not triton: a", "attention in float32": "not triton: b"}
-    state = PatchState(elsewhere=Kernels(gates="shown"), why=why)
+    why = {"fused": "not triton: a", "attention in float32": "not triton: b"}
+    state = PatchState(elsewhere=Kernels(fused="shown"), why=why)
     monkeypatch.setattr("hf_packfree.patching.backends.choose_backends", lambda *_: state)
     show.diagnosis(diagnose())
     lines = capsys.readouterr().out.splitlines()
     rows = {cells[1].strip(): [cell.strip() for cell in cells[2:-1]] for line in lines if len(cells := line.split("│")) == 6}
-    assert {op: rows[op.replace("_", " ")] for op in OPS} == {op: ["shown" if op == "gates" else "torch"] * 3 for op in OPS}
-    assert {"gates: not triton: a.", "attention in float32: not triton: b."} <= set(lines)
+    assert {op: rows[op.replace("_", " ")] for op in OPS} == {op: ["shown" if op == "fused" else "torch"] * 3 for op in OPS}
+    assert {"fused: not triton: a.", "attention in float32: not triton: b."} <= set(lines)
 
 
 def test_floors_are_those_of_the_package():

@@ -55,18 +55,18 @@ def find_plans(model: str | None, unpacked: str) -> tuple[Plan, ...]:
         return (_plan_of(model, unpacked),)
     from hf_packfree.patching.registry import FAMILIES
 
-    return tuple(_plan(row.name, None, unpacked) for row in FAMILIES)
+    return tuple(_plan(row.name, None, row.ops, unpacked) for row in FAMILIES)
 
 
-def _plan(name: str, sizes: dict[str, int] | None, unpacked: str) -> Plan:
+def _plan(name: str, sizes: dict[str, int] | None, ops: tuple[str, ...], unpacked: str) -> Plan:
     """`sizes` None: the published models', which every backend takes."""
     import torch
 
     from hf_packfree.patching.backends import choose_backends
 
-    state = choose_backends("auto", "upstream", sizes)
+    state = choose_backends("auto", "upstream", sizes, ops)
     kernels = state.cuda_half if torch.cuda.is_available() else state.elsewhere
-    return Plan(name, dict(vars(kernels)), unpacked, dict(state.why))
+    return Plan(name, {op: getattr(kernels, op) for op in ops}, unpacked, dict(state.why))
 
 
 def _plan_of(model: str, unpacked: str) -> Plan:
@@ -82,7 +82,7 @@ def _plan_of(model: str, unpacked: str) -> Plan:
         built = apply_patches(build_model(_config_of(model)))
     family = family_of(built)
     assert family is not None  # or apply_patches had refused it
-    return _plan(f"{model} ({type(built).__name__})", op_sizes(next(trunks(built, family)), family), unpacked)
+    return _plan(f"{model} ({type(built).__name__})", op_sizes(next(trunks(built, family)), family), family.ops, unpacked)
 
 
 def _config_of(model: str) -> Any:

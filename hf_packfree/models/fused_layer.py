@@ -54,7 +54,7 @@ class FusedDecoderLayer(Replacement):
 
     def _add_norm(self, x: Tensor, branch: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
         """Return norm(x + branch) and x + branch; "torch" means upstream's module, or what stands in its place."""
-        backend = state_of(self).kernels_for(x.device, x.dtype).add_norm
+        backend = state_of(self).kernels_for(x.device, x.dtype).fused
         if backend != "torch" and adds_one(norm, self):
             return add_norm(x, branch, norm.weight, epsilon(norm), backend=backend)
         total = x if branch is None else x + branch
@@ -62,7 +62,7 @@ class FusedDecoderLayer(Replacement):
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         """Return what the MLP makes of x; "torch" means upstream's module, or what stands in its place."""
-        backend = state_of(self).kernels_for(x.device, x.dtype).swiglu
+        backend = state_of(self).kernels_for(x.device, x.dtype).fused
         if backend != "torch":
             weights = swiglu_weights(self.mlp, self, x)
             if weights is not None:

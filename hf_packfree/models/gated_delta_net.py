@@ -56,24 +56,24 @@ class PackedGatedDeltaNet(Replacement):
 
     def _mix(self, x: Tensor, packed: PackedSequence) -> Tensor:
         state = state_of(self)
-        mixed, z, b, a = self._project(x, state.kernels_for(x.device, x.dtype).projections)
+        mixed, z, b, a = self._project(x, state.kernels_for(x.device, x.dtype).fused)
         kernels = state.kernels_for(mixed.device, mixed.dtype)  # which under autocast is not x's
         gated_norm = self.norm
-        by_module = kernels.gated_norm == "torch" or is_hooked(gated_norm)  # upstream's, or what stands in its place
+        by_module = kernels.fused == "torch" or is_hooked(gated_norm)  # upstream's, or what stands in its place
         there, rows = (packed, None) if by_module else _order(packed, kernels)
-        g, beta = gates(a, b, self.A_log, self.dt_bias, rows=rows, backend=kernels.gates)
+        g, beta = gates(a, b, self.A_log, self.dt_bias, rows=rows, backend=kernels.fused)
         q, k, v, unit = self._convolve(mixed, packed, rows, kernels.conv)
         out = gated_delta_rule(q, k, v, g, beta, there, unit=unit, backend=kernels.delta_rule)
         if by_module:
             normed = gated_norm(out.reshape(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim))
             normed = normed.view(1, packed.num_tokens, self.value_dim)
-            return project(normed, self.out_proj, backend=kernels.projections)[0]
+            return project(normed, self.out_proj, backend=kernels.fused)[0]
         norm = partial(
             gated_rms_norm, out, z.reshape(out.shape), gated_norm.weight, epsilon(gated_norm), rows=rows,
-            backend=kernels.gated_norm,
+            backend=kernels.fused,
         )
-        remakes = kernels.gated_norm in RECOMPUTES
-        return linear_with_recompute(norm, self.out_proj, out, remakes=remakes, worth_it=True, backend=kernels.projections)
+        remakes = kernels.fused in RECOMPUTES
+        return linear_with_recompute(norm, self.out_proj, out, remakes=remakes, worth_it=True, backend=kernels.fused)
 
     def _convolve(
         self, mixed: Tensor, packed: PackedSequence, rows: Tensor | None, backend: str
@@ -126,7 +126,7 @@ def _order(packed: PackedSequence, kernels: Kernels) -> tuple[PackedSequence, Te
 
     The longest come first where the delta rule gains by it and the kernels around it can move tokens.
     """
-    moves = kernels.delta_rule in WALKS and (kernels.conv, kernels.gates, kernels.gated_norm) == ("triton",) * 3
+    moves = kernels.delta_rule in WALKS and kernels.conv == kernels.fused == "triton"
     return (packed.cached(longest_first) if moves else None) or (packed, None)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,24 +17,23 @@ Observer = Callable[[PackedSequence | None, tuple[int, int], Any], None]
 """Called by the trunk before every training forward: the record (None: upstream's), the caller's (B, S), the mask."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """The backend of every op, by name; see `hf_packfree.ops`."""
+    """The backend of every op, by name.
+
+    Attributes:
+        conv, delta_rule, attention: a name in the op's `BACKENDS`, see `hf_packfree.ops`.
+        fused: "triton" or "torch", of all small ops of a layer together, see `hf_packfree.ops.fused`.
+    """
 
     conv: str = "torch"
     delta_rule: str = "torch"
     attention: str = "torch"
-    gated_norm: str = "torch"
-    norm_rope: str = "torch"
-    output_gate: str = "torch"
-    gates: str = "torch"
-    add_norm: str = "torch"
-    swiglu: str = "torch"
-    projections: str = "torch"
+    fused: str = "torch"
 
     def compiled(self) -> Kernels:
         """Return the same under torch.compile, which fuses by itself what does not mix tokens."""
-        return Kernels(self.conv, self.delta_rule, self.attention)
+        return replace(self, fused="torch")
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,9 @@ def apply_patches(
         model: a Qwen3.5, Qwen3.5-MoE or Qwen3-Next model, or anything that holds one (a classification head, a
             wrapper, DDP). Parameters, state_dict keys and config stay as they are.
         backend: "auto": of every op the fastest that runs on the tensors it meets; or a name to force ("torch" runs
-            everywhere, and every op has it), or {op: name} with ops conv, delta_rule, attention, gated_norm,
-            norm_rope, output_gate, gates, add_norm, swiglu, projections.  Where it is "auto", the environment variable
-            PACKFREE_BACKEND is read ("torch", "conv=fla,delta_rule=torch").
+            everywhere, and every op has it), or {op: name} with ops conv, delta_rule, attention, and fused for all small
+            ops.  Where it is "auto", the environment variable PACKFREE_BACKEND is read ("torch",
+            "conv=fla,delta_rule=torch").
         unpacked: what runs the linear layers for rows of one document: "upstream", bit for bit as without us, or
             "native", our convolution and delta rule, whose last bits differ and which are faster where
             flash-linear-attention is absent.
@@ -68,7 +68,7 @@ def swap_planned(model: nn.Module, backend: Choice, unpacked: str, padded: str) 
     """Plan, choose, check, then change `model`; logs what runs when something changed."""
     check_options(backend, unpacked, padded)
     family, steps = plan_swaps(model)
-    chosen = choose_backends(backend, unpacked, op_sizes(next(trunks(model, family)), family))
+    chosen = choose_backends(backend, unpacked, op_sizes(next(trunks(model, family)), family), family.ops)
     state = _state_in_force(model, replace(chosen, padded=padded, mixer_paths=family.mixer_paths))
     if not steps:
         return

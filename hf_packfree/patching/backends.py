@@ -21,19 +21,18 @@ OPS: dict[str, ModuleType] = {
     "conv": conv,
     "delta_rule": delta_rule,
     "attention": attention,
-    "gated_norm": fused,
-    "norm_rope": fused,
-    "output_gate": fused,
-    "gates": fused,
-    "add_norm": fused,
-    "swiglu": fused,
-    "projections": fused,
+    "fused": fused,
 }
+
+_ONCE_OPS = ("gated_norm", "norm_rope", "output_gate", "gates", "add_norm", "swiglu", "projections")
+"""What had a switch of its own in 0.1 and is part of "fused" now."""
 
 Choice = str | Mapping[str, str]
 
 
-def choose_backends(backend: Choice, unpacked: str, sizes: Mapping[str, int] | None = None) -> PatchState:
+def choose_backends(
+    backend: Choice, unpacked: str, sizes: Mapping[str, int] | None = None, ops: Sequence[str] = tuple(OPS)
+) -> PatchState:
     """Return the state that patched modules carry.
 
     Args:
@@ -41,6 +40,7 @@ def choose_backends(backend: Choice, unpacked: str, sizes: Mapping[str, int] | N
             {op: name}.
         unpacked: "upstream" or "native".
         sizes: of the model, see `Site.sizes`; what is missing is not checked.
+        ops: what the model's layers call; of other ops nothing is chosen, though their names are checked.
 
     What runs on CUDA runs on every GPU in sight: which of them the model meets is not known yet.
 
@@ -50,13 +50,13 @@ def choose_backends(backend: Choice, unpacked: str, sizes: Mapping[str, int] | N
     """
     if unpacked not in ("upstream", "native"):
         raise ValueError(f"found unpacked={unpacked!r}; wanted 'upstream' or 'native'")
-    forced = _forced(backend)
+    forced = {op: name for op, name in _forced(backend).items() if op in ops}
     gpu = torch.cuda.is_available()
-    elsewhere, _ = _choose([Site("cpu", None, torch.float32, dict(sizes or {}))], forced, in_doubt=gpu)
+    elsewhere, _ = _choose([Site("cpu", None, torch.float32, dict(sizes or {}))], ops, forced, in_doubt=gpu)
     if not gpu:
         return PatchState(elsewhere=elsewhere, unpacked=unpacked)
-    half, why = _choose(_gpus(torch.bfloat16, sizes or {}), forced)
-    single, why_single = _choose(_gpus(torch.float32, sizes or {}), forced, in_doubt=True)
+    half, why = _choose(_gpus(torch.bfloat16, sizes or {}), ops, forced)
+    single, why_single = _choose(_gpus(torch.float32, sizes or {}), ops, forced, in_doubt=True)
     why |= {f"{op} in float32": reason for op, reason in why_single.items() if reason != why.get(op)}
     return PatchState(cuda_half=half, cuda_single=single, elsewhere=elsewhere, unpacked=unpacked, why=why)
 
@@ -82,7 +82,8 @@ def _forced(backend: Choice) -> dict[str, str]:
         return known
     for op, name in backend.items():
         if op not in OPS or name not in {"auto", *OPS[op].BACKENDS}:
-            raise BackendUnavailable(f"found {op}={name} in {where}; wanted {_all_names()}; pass one of them")
+            mend = "pass fused, the one switch of all small ops" if op in _ONCE_OPS else "pass one of them"
+            raise BackendUnavailable(f"found {op}={name} in {where}; wanted {_all_names()}; {mend}")
     return {op: name for op, name in backend.items() if name != "auto"}
 
 
@@ -99,14 +100,16 @@ def _all_names() -> str:
     return "; ".join(f"{op}: {', '.join(module.BACKENDS)}" for op, module in OPS.items())
 
 
-def _choose(sites: Sequence[Site], forced: Mapping[str, str], in_doubt: bool = False) -> tuple[Kernels, dict[str, str]]:
-    """Return the first backend of every op that can run at all `sites`, and why those before it, or the forced one, cannot.
+def _choose(
+    sites: Sequence[Site], ops: Sequence[str], forced: Mapping[str, str], in_doubt: bool = False
+) -> tuple[Kernels, dict[str, str]]:
+    """Return the first backend of each op that can run at all `sites`, and why those before it, or the forced one, cannot.
 
     A forced one that cannot is refused, or, `in_doubt` whether the model ever comes there, replaced.
     """
     names, why = {}, {}
-    for op, module in OPS.items():
-        backends: dict[str, Backend] = module.BACKENDS
+    for op in ops:
+        backends: dict[str, Backend] = OPS[op].BACKENDS
         refused: dict[str, str] = {}
         asked = forced.get(op)
         if asked is not None:

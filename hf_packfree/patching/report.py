@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
@@ -18,7 +18,7 @@ from hf_packfree.models.state import Kernels, PatchState
 from hf_packfree.ops.backend import Fault, installed
 from hf_packfree.patching.backends import OPS
 from hf_packfree.patching.exactness import why_rounding
-from hf_packfree.patching.registry import family_of
+from hf_packfree.patching.registry import Family, family_of
 
 logger = logging.getLogger("hf_packfree")
 _SECONDS, _MINUTES = ("triton",), ("fla", "flash_qla", "flash_qla_cut")
@@ -109,7 +109,7 @@ def patch_report(model: nn.Module) -> PatchReport:
     state = next((state for module in swapped if isinstance(state := module.packfree, PatchState)), None)
     patched = state is not None and any(isinstance(module, family.trunk_class()) for module in swapped if family)
     loaded = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    runs = {} if state is None else _implementations(state, model)
+    runs = {} if state is None or family is None else _implementations(state, family, model)
     return PatchReport(
         model=type(model).__name__,
         family=family.name if family else None,
@@ -154,12 +154,12 @@ def _package_of(attention: str | None) -> str | None:
     return "kernels" if attention is not None and "/" in attention else _ATTENTION.get(attention)
 
 
-def _implementations(state: PatchState, model: nn.Module) -> dict[str, str]:
+def _implementations(state: PatchState, family: Family, model: nn.Module) -> dict[str, str]:
     parameter = a_parameter(model)
     kernels = _kernels(state, parameter.device, parameter.dtype)
+    runs = {op: getattr(kernels, op) for op in OPS if op in family.ops}
     loaded = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    attention = kernels.attention if loaded == "sdpa" else f"{loaded} (the model's)"
-    return vars(kernels) | {"attention": attention}
+    return runs if loaded == "sdpa" or "attention" not in runs else runs | {"attention": f"{loaded} (the model's)"}
 
 
 def a_parameter(model: nn.Module) -> torch.Tensor:
@@ -168,13 +168,11 @@ def a_parameter(model: nn.Module) -> torch.Tensor:
 
 
 def _kernels(state: PatchState, device: torch.device, dtype: torch.dtype) -> Kernels:
-    """What layers choose: mixers by what a projection returns, which is autocast's dtype; the residual stream keeps its own."""
-    kernels = state.kernels_for(device, dtype)
+    """What mixers choose: by what a projection returns, which under autocast is autocast's dtype."""
     autocast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
-    if not autocast or dtype == torch.float64:  # which autocast leaves alone
-        return kernels
-    mixers = state.kernels_for(device, torch.get_autocast_dtype(device.type))
-    return replace(mixers, add_norm=kernels.add_norm, swiglu="torch", projections="torch")
+    if autocast and dtype != torch.float64:  # which autocast leaves alone
+        dtype = torch.get_autocast_dtype(device.type)
+    return state.kernels_for(device, dtype)
 
 
 def announce(model: nn.Module, state: PatchState) -> None:

@@ -1,4 +1,4 @@
-"""A patched model whose layers ask for kernels by name, which torch twins answer: what a GPU chooses, seen on a CPU."""
+"""A patched model whose decoder layers choose Triton's ops, which references answer: what a GPU chooses, seen on a CPU."""
 
 from __future__ import annotations
 
@@ -10,24 +10,31 @@ from hf_packfree.models.state import Kernels
 from tests.support import GRADIENT_TOL, LOGIT_TOL, errors, random_weights, run, run_alone
 
 
-def on_kernels(model, **kernels: str):
-    """Patch, with these kernels' names chosen for this device."""
+def on_kernels(model):
+    """Patch, with Triton's small ops chosen for this device in the decoder layers, which `watched` answers."""
     for module in apply_patches(model).modules():
-        if "packfree" in vars(module):
-            vars(module)["packfree"] = replace(vars(module)["packfree"], elsewhere=Kernels(**kernels))
+        if isinstance(module, fused_layer.FusedDecoderLayer):
+            vars(module)["packfree"] = replace(vars(module)["packfree"], elsewhere=Kernels(fused="triton"))
     return model
 
 
-def watched(monkeypatch, name: str, twin, place: int) -> list:
-    """Put `twin` in the decoder layer's place for the op `name` on Triton; return where its arguments at `place` gather."""
+def watched(monkeypatch, name: str, place: int) -> list:
+    """Let the references run where decoder layers call Triton's ops; return where `name`'s arguments at `place` gather."""
     seen = []
 
-    def call(*arguments, backend):
-        assert backend == "triton"
-        seen.append(arguments[place])
-        return twin(*arguments)
+    def stand_in(op):
+        reference = getattr(fused_layer, op)
 
-    monkeypatch.setattr(fused_layer, name, call)
+        def call(*arguments, backend):
+            assert backend == "triton"
+            if op == name:
+                seen.append(arguments[place])
+            return reference(*arguments)
+
+        monkeypatch.setattr(fused_layer, op, call)
+
+    for op in ("add_norm", "swiglu_mlp"):
+        stand_in(op)
     return seen
 
 

@@ -51,12 +51,8 @@ def as_liger_does(norm, offset=1.0):
 
 @pytest.fixture
 def fused(monkeypatch):
-    """The weights of the norms that the fused op computes, here by its torch twin under the kernel's name."""
-    return watched(monkeypatch, "add_norm", add_norm, place=2)
-
-
-def on_kernel(model):
-    return on_kernels(model, add_norm="triton")
+    """The weights of the norms that the fused op computes, here by its reference under the kernel's name."""
+    return watched(monkeypatch, "add_norm", place=2)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -73,14 +69,14 @@ def test_hooks_on_the_mixers_see_the_record(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_norm_of_a_layer_is_fused_and_exact(family, fused):
-    model = on_kernel(tiny(family))
+    model = on_kernels(tiny(family))
     assert_exact(model, BATCH)
     wanted = [norm.weight for layer in model.model.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
     assert len(fused) == len(wanted) and all(a is b for a, b in zip(fused, wanted))
 
 
 def test_ligers_norms_are_fused_too_and_those_of_another_formula_called(fused):
-    model = on_kernel(tiny())
+    model = on_kernels(tiny())
     for layer, offset in zip(model.model.layers, (1.0, 1.0, 0.0, 1.0)):
         as_liger_does(layer.input_layernorm, offset)
     model(**BATCH.inputs)
@@ -93,7 +89,7 @@ def test_hooked_and_foreign_norms_are_called(fused):
     hooked.input_layernorm.register_forward_hook(lambda *call: calls.append("hook"))
     own.input_layernorm.forward = lambda x: calls.append("forward") or torch.zeros_like(x)
     wrapped.post_attention_layernorm = NotTheFamilys(wrapped.post_attention_layernorm)
-    on_kernel(model)(**BATCH.inputs)
+    on_kernels(model)(**BATCH.inputs)
     called = (hooked.input_layernorm, own.input_layernorm, wrapped.post_attention_layernorm)
     assert calls == ["hook", "forward"]
     assert len(fused) == 5 and not any(weight is norm.weight for weight in fused for norm in called)
@@ -104,7 +100,7 @@ def test_norms_of_a_class_whose_forward_somebody_replaced_are_called(fused, monk
     kind = type(model.model.layers[0].input_layernorm)
     whole = kind.forward
     monkeypatch.setattr(kind, "forward", lambda norm, x: calls.append(1) or whole(norm, x))
-    on_kernel(model)(**BATCH.inputs)
+    on_kernels(model)(**BATCH.inputs)
     assert not fused and len(calls) >= 2 * len(model.model.layers)
 
 

@@ -41,16 +41,12 @@ class Adapter(nn.Linear):
 
 @pytest.fixture
 def fused(monkeypatch):
-    """The gate weights of the MLPs that the op computes, here by its torch twin under the kernel's name."""
-    return watched(monkeypatch, "swiglu_mlp", swiglu_mlp, place=1)
-
-
-def on_kernel(model):
-    return on_kernels(model, swiglu="triton")
+    """The gate weights of the MLPs that the op computes, here by its reference under the kernel's name."""
+    return watched(monkeypatch, "swiglu_mlp", place=1)
 
 
 def test_every_mlp_is_computed_by_the_op_and_exact(fused):
-    model = on_kernel(tiny())
+    model = on_kernels(tiny())
     assert_exact(model, BATCH)
     wanted = [layer.mlp.gate_proj.weight for layer in model.model.layers]
     assert len(fused) == len(wanted) and all(a is b for a, b in zip(fused, wanted))
@@ -58,12 +54,12 @@ def test_every_mlp_is_computed_by_the_op_and_exact(fused):
 
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_next"])
 def test_experts_are_called(family, fused):
-    on_kernel(tiny(family))(**BATCH.inputs)
+    on_kernels(tiny(family))(**BATCH.inputs)
     assert not fused
 
 
 def test_ligers_are_computed_too_but_not_another_formula_of_its(fused):
-    model = on_kernel(tiny())
+    model = on_kernels(tiny())
     for layer, forward in zip(model.model.layers, (ligers, ligers, another_of_ligers, ligers)):
         layer.mlp.forward = MethodType(forward, layer.mlp)
     model(**BATCH.inputs)
@@ -143,7 +139,7 @@ def test_what_somebody_changed_is_called(change, fused):
     model, calls = tiny(), []
     mine = model.model.layers[1].mlp.gate_proj.weight
     change(model.model.layers[1].mlp, calls)
-    on_kernel(model)(**BATCH.inputs)
+    on_kernels(model)(**BATCH.inputs)
     assert calls == ["called"] and len(fused) == 3 and not any(gate is mine for gate in fused)
 
 
@@ -152,7 +148,7 @@ def test_a_class_whose_forward_somebody_replaced_is_called(fused, monkeypatch):
     kind = type(model.model.layers[0].mlp)
     whole = kind.forward
     monkeypatch.setattr(kind, "forward", lambda mlp, x: calls.append(1) or whole(mlp, x))
-    on_kernel(model)(**BATCH.inputs)
+    on_kernels(model)(**BATCH.inputs)
     assert not fused and len(calls) == 4
 
 
@@ -163,7 +159,7 @@ def test_a_class_whose_forward_somebody_wrapped_is_called(fused, monkeypatch):
         monkeypatch.setattr(kind, "forward", halved(kind.forward))
     layer = model.model.layers[0]
     assert not adds_one(layer.input_layernorm, layer)
-    on_kernel(model)(**BATCH.inputs)
+    on_kernels(model)(**BATCH.inputs)
     assert not fused
 
 
@@ -186,7 +182,7 @@ def test_an_mlp_of_another_layout_in_the_familys_class_is_called():
 
 def test_compiled_layers_do_not_break_where_the_mlp_is_chosen():
     """torch.compile fuses by itself, and has to get through in one graph."""
-    layer = on_kernel(tiny()).model.layers[0]
+    layer = on_kernels(tiny()).model.layers[0]
     x = torch.randn(3, layer.mlp.gate_proj.in_features)
     compiled = torch.compile(layer._feed_forward, fullgraph=True, backend="eager")
     assert relative_rms(compiled(x), layer.mlp(x)) < 1e-6

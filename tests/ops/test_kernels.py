@@ -282,10 +282,7 @@ from tests.support import ROW, documents, gradients, relative_rms, tiny
 ids = torch.cat(documents(ROW))[None]
 positions = torch.cat([torch.arange(length) for length in ROW])[None]
 weights = torch.randn(1, ids.shape[1], 128, generator=torch.Generator().manual_seed(3))
-OURS = Kernels(
-    conv="triton", gated_norm="triton", norm_rope="triton", output_gate="triton", gates="triton", add_norm="triton",
-    swiglu="triton", attention="triton", projections="triton",
-)
+OURS = Kernels(conv="triton", attention="triton", fused="triton")
 
 
 def run(kernels, hooked=False):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 
 import pytest
 import torch
 
 from hf_packfree import apply_patches
 from hf_packfree.errors import BackendUnavailable
+from hf_packfree.models.state import Kernels
 from hf_packfree.ops import backend, conv
 from hf_packfree.ops.backend import Site
 from hf_packfree.patching import backends
@@ -62,9 +64,7 @@ def test_hopper_with_everything_takes_the_fastest(gpu):
     gpu()
     state = choose_backends("auto", "upstream", SIZES)
     assert vars(state.cuda_half) == {
-        "conv": "triton", "delta_rule": "flash_qla", "attention": "triton", "gated_norm": "triton", "norm_rope": "triton",
-        "output_gate": "triton", "gates": "triton", "add_norm": "triton", "swiglu": "triton",
-        "projections": "triton",
+        "conv": "triton", "delta_rule": "flash_qla", "attention": "triton", "fused": "triton",
     }
     assert (state.cuda_single.delta_rule, state.cuda_single.attention) == ("fla", "torch")
     assert "bfloat16 and float16" in state.why["attention in float32"]
@@ -139,7 +139,7 @@ def test_forcing_by_argument_and_by_variable(gpu, monkeypatch):
     gpu()
     assert choose_backends({"conv": "fla"}, "upstream", SIZES).cuda_half.conv == "fla"
     forced = choose_backends("fla", "upstream", SIZES).cuda_half
-    assert (forced.conv, forced.delta_rule, forced.gated_norm, forced.attention) == ("fla", "fla", "triton", "triton")
+    assert (forced.conv, forced.delta_rule, forced.fused, forced.attention) == ("fla", "fla", "triton", "triton")
     monkeypatch.setenv(backends.VARIABLE, "conv=fla,delta_rule=torch")
     by_variable = choose_backends("auto", "upstream", SIZES).cuda_half
     assert (by_variable.conv, by_variable.delta_rule) == ("fla", "torch")
@@ -169,6 +169,30 @@ def test_a_name_that_nothing_has_is_told_with_where_it_came_from(gpu, monkeypatc
             choose_backends("auto", "upstream", SIZES)
     with pytest.raises(BackendUnavailable, match=re.escape("found delta=fla in backend={'delta': 'fla'}; wanted conv: triton")):
         choose_backends({"delta": "fla"}, "upstream", SIZES)
+
+
+@pytest.mark.parametrize("op", ["gated_norm", "norm_rope", "output_gate", "gates", "add_norm", "swiglu", "projections"])
+def test_a_switch_of_the_first_version_names_the_one_of_now(op):
+    wanted = f"found {op}=torch in .*; wanted conv: .*; fused: triton, torch; pass fused, the one switch of all small ops"
+    with pytest.raises(BackendUnavailable, match=wanted):
+        choose_backends({op: "torch"}, "upstream")
+
+
+def test_nothing_is_chosen_for_ops_that_a_family_lacks(gpu):
+    gpu(packages={})
+    state = choose_backends({"delta_rule": "torch"}, "upstream", SIZES, ("conv", "attention"))
+    assert {op.removesuffix(" in float32") for op in state.why} == {"conv", "attention"}
+    with pytest.raises(BackendUnavailable, match="conv backend 'fla' asked for"):
+        choose_backends("fla", "upstream", SIZES, ("conv", "attention"))
+    with pytest.raises(BackendUnavailable, match="found delta_rule=nothing"):
+        choose_backends({"delta_rule": "nothing"}, "upstream", SIZES, ("conv",))
+
+
+def test_kernels_are_named_never_counted():
+    with pytest.raises(TypeError, match="positional"):
+        Kernels("triton")
+    assert [field.name for field in fields(Kernels)] == list(backends.OPS) == ["conv", "delta_rule", "attention", "fused"]
+    assert Kernels(conv="fla", delta_rule="fla", fused="triton").compiled() == Kernels(conv="fla", delta_rule="fla")
 
 
 @pytest.mark.parametrize("value", ["", " "])
