@@ -1,4 +1,4 @@
-"""The examples in public docstrings run, and print what they say."""
+"""The examples in public docstrings run, and print what is written there."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_examples_run(name):
     torch.manual_seed(0)
+    torch.set_printoptions(profile="default")
     (example,) = doctest.DocTestFinder(recurse=False).find(DOCUMENTED[name], name, globs={})
     assert example.examples, f"{name} has no example"
     printed: list[str] = []

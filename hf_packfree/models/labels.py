@@ -31,7 +31,7 @@ def row_targets(shifted: Tensor, packed: PackedSequence, ignored: int) -> dict[s
         ignored: the label that means no loss.
 
     Returns:
-        shift_labels: int64 [1, T]; `ignored` where the next token belongs to another document, and in filler.
+        shift_labels: int64 [1, T]; `ignored` where the next token belongs to another document, and in padding segments.
         labels: int64 [1, T]; the same one place to the right, for a loss function that shifts by itself.
         targets: int64 scalar, how many are left, 1 at least: a mean over none is 0 and not NaN.
     """
@@ -45,7 +45,7 @@ def row_targets(shifted: Tensor, packed: PackedSequence, ignored: int) -> dict[s
 
 
 def _predicts_nothing(packed: PackedSequence) -> Tensor:
-    """bool [1, T]: filler, and last tokens of documents that another document follows at once in the caller's batch."""
+    """bool [1, T]: padding segments, and last tokens of documents that another one follows at once in the caller's batch."""
     number = packed.seq_idx[0]
     follows = number.diff() != 0
     if packed.indices is not None:

@@ -1,4 +1,4 @@
-"""What each input format says about a batch: which tokens are real, and where documents start.
+"""What each input format describes: which tokens are real, and where documents start.
 
 Shapes: B rows, S tokens of a row, M real tokens.  Everything here runs on the host, before any kernel; a 4-D mask alone is
 read on its own device.

@@ -1,4 +1,4 @@
-"""4-D masks that say something else than blocks of documents: refused, since each would leak in silence."""
+"""4-D masks that are more than blocks of documents: refused, since each would leak without a warning."""
 
 from __future__ import annotations
 

@@ -82,8 +82,8 @@ def test_two_formats_agree_or_raise(one, first, second):
         assert lengths_of(resolve((1, sum(first)), **inputs)) == (None if len(first) == 1 else first)
         return
     starts = [set(one_row(lengths)["cu_seqlens"].tolist()) for lengths in (first, second)]
-    place = f"disagreement: a document starts at row 0, token {min(starts[0] ^ starts[1])} in one of them"
-    with pytest.raises(BoundaryConflict, match=place):
+    message = f"disagreement: a document starts at row 0, token {min(starts[0] ^ starts[1])} in one of them"
+    with pytest.raises(BoundaryConflict, match=message):
         resolve((1, sum(first)), **inputs)
 
 
