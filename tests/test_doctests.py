@@ -7,10 +7,15 @@ import doctest
 import pytest
 import torch
 
-from hf_packfree import PackedSequence
+from hf_packfree import PackedSequence, verify_packing
 from hf_packfree.packing import repad, unpad
 
-DOCUMENTED = {"PackedSequence.from_lengths": PackedSequence.from_lengths, "unpad": unpad, "repad": repad}
+DOCUMENTED = {
+    "PackedSequence.from_lengths": PackedSequence.from_lengths,
+    "unpad": unpad,
+    "repad": repad,
+    "verify_packing": verify_packing,
+}
 """Public objects whose docstrings teach by example; add to it what gets one."""
 
 FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS

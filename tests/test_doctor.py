@@ -15,9 +15,10 @@ from hf_packfree.doctor.packages import check_hopper, release, without_cuda
 from hf_packfree.errors import UnsupportedModel
 from hf_packfree.models.state import Kernels, PatchState
 from hf_packfree.patching.backends import OPS
+from hf_packfree.versions import Versions
 from tests.support import by_family
 
-ROW = Requirement("fake-kernels", "fakekernels", "kernels", floor="1.2", why="earlier ones are wrong")
+ROW = Requirement(Versions("fake-kernels", "1.2", "are wrong"), "fakekernels", "kernels")
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ def test_too_old(site, version, state):
     (found,) = examine([ROW])
     assert found.state == state
     if state == "too old":
-        assert found.reason == "needs 1.2 or later: earlier ones are wrong" and found.wrong
+        assert found.reason == "needs 1.2 or later: releases before it are wrong" and found.wrong
 
 
 def test_the_version_of_a_module_without_a_distribution_is_its_own(site):
@@ -162,9 +163,10 @@ def test_hopper_with_tilelang_switched_off(monkeypatch, helper, state):
     ],
 )
 def test_kernels_that_patching_passes_over_are_too_old(site, name, old, floor, why):
-    row = next(row for row in REQUIREMENTS if row.name == name)
-    row = replace(row, name=f"fake-{name}", module="fakekernels")  # whatever is installed on this machine
-    install(site, version=old, name=row.name)
+    row = next(row for row in REQUIREMENTS if row.versions.name == name)
+    fake = replace(row.versions, name=f"fake-{name}")  # whatever is installed on this machine
+    row = replace(row, versions=fake, module="fakekernels")
+    install(site, version=old, name=fake.name)
     (found,) = examine([row])
     assert (found.state, found.advice) == ("too old", f"pip install 'fake-{name}>={floor}'")
     assert found.reason == f"needs {floor} or later: releases before it {why}"
@@ -193,19 +195,19 @@ def test_floors_are_those_of_the_package():
     config = configparser.ConfigParser()
     config.read(Path(__file__).parents[1] / "setup.cfg")
     wanted = dict(line.split(">=") for line in config["options"]["install_requires"].split())
-    floors = {row.name: row.floor for row in REQUIREMENTS if row.required}
+    floors = {row.versions.name: row.versions.floor for row in REQUIREMENTS if row.required}
     assert floors == {name: wanted[name] for name in floors}
 
 
 def test_this_machine():
     found = diagnose()
     by_name = {package.name: package for package in found.packages}
-    assert [row.name for row in REQUIREMENTS] == list(by_name)
+    assert [row.versions.name for row in REQUIREMENTS] == list(by_name)
     assert all(by_name[name].state == "usable" for name in ("torch", "transformers", "accelerate"))
     assert found.healthy and found.devices[-1].kind == "cpu"
     assert [plan.name for plan in found.plans] == list(by_family)
     assert {name for plan in found.plans for name in plan.packed.values()} == {"torch"}
-    assert "in plain torch" in str(found) and not found.plans[0].why
+    assert "in PyTorch eager" in str(found) and not found.plans[0].why
     assert json.loads(json.dumps(found.as_dict()))["sentence"] == str(found)
 
 

@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hf_packfree._version import __version__
-from hf_packfree.doctor.packages import Package, check_hopper, examine, without_cuda
+from hf_packfree.doctor.packages import REQUIREMENTS, Package, check_hopper, examine, without_cuda
 from hf_packfree.doctor.plans import Device, Plan, find_devices, find_plans
-from hf_packfree.doctor.requirements import REQUIREMENTS
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,8 @@ class Diagnosis:
         """Say whether packed rows run on GPU kernels, and what of them does not."""
         slow = {op for plan in self.plans for op, name in plan.packed.items() if name == "torch"}
         if not any(device.kind == "cuda" for device in self.devices) or slow >= {"delta_rule", "conv", "attention"}:
-            return "in plain torch"
-        return f"on GPU kernels ({', '.join(sorted(slow))} in plain torch)" if slow else "on GPU kernels"
+            return "in PyTorch eager"
+        return f"on GPU kernels ({', '.join(sorted(slow))} in PyTorch eager)" if slow else "on GPU kernels"
 
 
 def diagnose(model: str | None = None) -> Diagnosis:
@@ -63,12 +62,13 @@ def diagnose(model: str | None = None) -> Diagnosis:
         UnsupportedModel: no supported model has that name.
         PatchConflict, ContractError, BackendUnavailable: that model could not be patched.
     """
-    packages = {row.name: row for row in examine(REQUIREMENTS)}
+    packages = {package.name: package for package in examine(REQUIREMENTS)}
     devices = find_devices() if packages["torch"].state == "usable" else ()
     if any(device.kind == "cuda" for device in devices):
         packages["fla-core"] = check_hopper(packages, [device.capability for device in devices])
     else:
-        packages |= {row.name: without_cuda(packages[row.name]) for row in REQUIREMENTS if row.cuda}
+        for_gpus = [row.versions.name for row in REQUIREMENTS if row.cuda]
+        packages |= {name: without_cuda(packages[name]) for name in for_gpus}
     can_build = all(packages[name].state == "usable" for name in ("torch", "transformers"))
     plans = find_plans(model, _unpacked(packages["fla-core"])) if can_build else ()
     return Diagnosis(
@@ -82,19 +82,18 @@ def diagnose(model: str | None = None) -> Diagnosis:
 
 
 def _unpacked(fla: Package) -> str:
-    """What upstream takes for rows of one document: it looks at what imports, not at devices."""
+    """Return what transformers runs for rows of one document: it tries what imports, whatever the devices."""
     fails = ", which fails here" if fla.state in ("unused", "broken") else ""
     return f"upstream, fla-core{fails}" if fla.imports else "upstream, torch"
 
 
 def _notes(fla: Package) -> list[str]:
-    notes = []
-    if fla.state == "unused" and fla.imports:
-        notes.append(
-            "transformers 5.15 and later calls fla-core for unpacked rows without asking for a CUDA device, and then fails: "
-            "pip uninstall fla-core, or apply_patches(model, unpacked='native')."
-        )
-    return notes
+    if fla.state != "unused" or not fla.imports:
+        return []
+    return [
+        "transformers 5.15 and later calls fla-core for unpacked rows whether there is a CUDA device or not, and then fails: "
+        "pip uninstall fla-core, or apply_patches(model, unpacked='native')."
+    ]
 
 
 def _reasons(plans: tuple[Plan, ...]) -> list[str]:

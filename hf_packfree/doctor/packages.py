@@ -5,19 +5,67 @@ Nothing here needs torch, so the doctor can say what is wrong with torch itself.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
+
+from packaging.version import InvalidVersion, Version
 
 from hf_packfree.doctor.probe import Probe, probe
-from hf_packfree.doctor.requirements import Requirement
 from hf_packfree.ops.toolkit import flash_qla_off, has_nvcc, tilelang_off
-from hf_packfree.versions import FLA_BACKWARD_WRONG_ON_HOPPER, HOPPER_ADVICE
+from hf_packfree.versions import FLA_BACKWARD_WRONG_ON_HOPPER, HOPPER_ADVICE, VERSIONS, Versions
 
 State = Literal["usable", "unused", "absent", "too old", "broken"]
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """What the doctor looks for of one package.
+
+    Attributes:
+        versions: its name and which releases are right.
+        module: what is imported to see whether it works.
+        purpose: what it is for.
+        required: whether this package cannot do without it.
+        cuda: whether it is of use on CUDA devices alone.
+        other_names: distributions that hold the same module.
+    """
+
+    versions: Versions
+    module: str
+    purpose: str
+    required: bool = False
+    cuda: bool = False
+    other_names: tuple[str, ...] = ()
+
+
+def _row(name: str, module: str, purpose: str, **options: Any) -> Requirement:
+    return Requirement(VERSIONS.get(name, Versions(name)), module, purpose, **options)
+
+
+REQUIREMENTS = (
+    _row("torch", "torch", "runs everything", required=True),
+    _row("numpy", "numpy", "plans of packed rows", required=True),
+    _row("transformers", "transformers", "the models", required=True),
+    _row("accelerate", "accelerate", "the Trainer", required=True),
+    _row("triton", "triton", "compiles FLA's kernels and ours", cuda=True),
+    _row(
+        "fla-core", "fla.ops.gated_delta_rule", "delta rule kernels (flash-linear-attention)",
+        cuda=True, other_names=("flash-linear-attention",),
+    ),
+    _row("causal-conv1d", "causal_conv1d", "convolution kernel", cuda=True),
+    _row("flash-qla", "flash_qla", "delta rule kernels for compute capability 9.0, 10.0 and 10.3", cuda=True),
+    _row("tilelang", "tilelang", "compiles FlashQLA's and some of FLA's kernels", cuda=True),
+    _row("flash-attn", "flash_attn", "attention kernels", cuda=True),
+    _row("kernels", "kernels", "kernels from the hub"),
+    _row("liger-kernel", "liger_kernel", "fused losses and norms", cuda=True),
+    _row("peft", "peft", "adapters"),
+    _row("trl", "trl", "more trainers"),
+    _row("matplotlib", "matplotlib", "the pictures of packfree demo and bench"),
+)
+"""To examine one more package, add a row."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +74,7 @@ class Package:
 
     Attributes:
         version: installed, or None.
-        state: what it comes to; `reason` says why, `advice` what to do about it.
+        state: `reason` says why, `advice` what to do about it.
         purpose: what it is for.
         imports: whether importing it works.
         required: whether nothing works without it.
@@ -49,14 +97,12 @@ class Package:
 
 def examine(requirements: Sequence[Requirement]) -> list[Package]:
     """Return what is installed of these, each imported once, in another process."""
-    found = {row.name: _installed(row) for row in requirements}
-    here = [row.module for row in requirements if module_exists(row.module)]
-    imported = probe(here)
-    return [_judge(row, found[row.name], imported) for row in requirements]
+    imported = probe([row.module for row in requirements if _module_exists(row.module)])
+    return [_judge(row, _installed(row), imported.get(row.module)) for row in requirements]
 
 
 def _installed(row: Requirement) -> str | None:
-    for name in (row.name, *row.other_names):
+    for name in (row.versions.name, *row.other_names):
         try:
             return version(name)
         except PackageNotFoundError:
@@ -64,33 +110,34 @@ def _installed(row: Requirement) -> str | None:
     return None
 
 
-def module_exists(module: str) -> bool:
+def _module_exists(module: str) -> bool:
     """Whether the top-level module exists; an empty folder of that name (a namespace) does not count."""
     spec = find_spec(module.partition(".")[0])
     return spec is not None and spec.origin is not None
 
 
-def _judge(row: Requirement, installed: str | None, imported: dict[str, Probe]) -> Package:
-    result = imported.get(row.module)
-    found = installed or (result.version if result else None)
-    judged = Package(row.name, found, "usable", row.purpose, required=row.required)
-    install = f"pip install '{row.name}>={row.floor}'" if row.floor else f"pip install {row.name}"
-    if result is None and installed is None:
-        return replace(judged, state="absent", imports=False, advice=install)
-    if result is None or result.error is not None:
-        again = f"pip install --force-reinstall {row.name}"
-        reason = result.error if result else f"installed, but it holds no module {row.module}"
+def _judge(row: Requirement, installed: str | None, imported: Probe | None) -> Package:
+    wanted = row.versions
+    found = installed or (imported.version if imported else None)
+    judged = Package(wanted.name, found, "usable", row.purpose, required=row.required)
+    if imported is None and installed is None:
+        return replace(judged, state="absent", imports=False, advice=wanted.install)
+    if imported is None or imported.error is not None:
+        again = f"pip install --force-reinstall {wanted.name}"
+        reason = imported.error if imported else f"installed, but it holds no module {row.module}"
         return replace(judged, state="broken", imports=False, reason=reason, advice=again)
-    if row.floor and found and release(found) < release(row.floor):
-        because = f": {row.why}" if row.why else ""
-        return replace(judged, state="too old", reason=f"needs {row.floor} or later{because}", advice=install)
+    if wanted.floor and found and release(found) < release(wanted.floor):
+        because = f": releases before it {wanted.why}" if wanted.why else ""
+        return replace(judged, state="too old", reason=f"needs {wanted.floor} or later{because}", advice=wanted.install)
     return judged
 
 
 def release(text: str) -> tuple[int, ...]:
-    """Return the numbers a version begins with: (2, 13, 0) for "2.13.0+cpu"."""
-    found = re.match(r"\d+(\.\d+)*", text)
-    return tuple(int(part) for part in found.group().split(".")) if found else ()
+    """Return the numbers of a version: (2, 13, 0) for "2.13.0+cpu"; none for what is no version."""
+    try:
+        return Version(text).release
+    except InvalidVersion:
+        return ()
 
 
 def check_hopper(packages: dict[str, Package], capabilities: Sequence[str | None]) -> Package:
@@ -103,13 +150,11 @@ def check_hopper(packages: dict[str, Package], capabilities: Sequence[str | None
     wrong_triton = triton.version is not None and since <= release(triton.version) < until
     if fla.state != "usable" or "9.0" not in capabilities or instead or not wrong_triton:
         return fla
-    return replace(
-        fla,
-        state="broken",
-        reason=f"its backward raises on Hopper with triton {triton.version} without nvcc and tilelang or flash-qla"
-        + (f", and {setting} in the environment leaves tilelang out" if setting else ""),
-        advice=f"unset {setting.partition('=')[0]}, or {HOPPER_ADVICE}" if setting else HOPPER_ADVICE,
-    )
+    reason = f"its backward raises on Hopper with triton {triton.version} without nvcc and tilelang or flash-qla"
+    if setting is None:
+        return replace(fla, state="broken", reason=reason, advice=HOPPER_ADVICE)
+    reason += f", and {setting} in the environment leaves tilelang out"
+    return replace(fla, state="broken", reason=reason, advice=f"unset {setting.partition('=')[0]}, or {HOPPER_ADVICE}")
 
 
 def without_cuda(package: Package) -> Package:

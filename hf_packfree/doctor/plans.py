@@ -1,12 +1,17 @@
-"""Where models can run, and which implementations would."""
+"""Where models can run, which backends would, and which families are supported."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_packfree.errors import UnsupportedModel, in_short
+from hf_packfree.versions import VERSIONS
+
+if TYPE_CHECKING:
+    from hf_packfree.patching.registry import Family
 
 
 @dataclass(frozen=True)
@@ -100,3 +105,35 @@ def _config_of(model: str) -> Any:
             f"found no config under {model!r} ({in_short(error)}); wanted a folder, a hub id, or one of "
             f"{', '.join(tiny)}; check the name"
         ) from error
+
+
+@dataclass(frozen=True)
+class Supported:
+    """One supported family.
+
+    Attributes:
+        name: as in `packfree verify NAME`.
+        transformers: the releases it is in.
+        swaps: {class that is swapped: why}.
+        heads: transformers' classes around the text model that are patched with it.
+    """
+
+    name: str
+    transformers: str
+    swaps: dict[str, str]
+    heads: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data, ready for JSON."""
+        return asdict(self)
+
+
+def supported_models() -> tuple[Supported, ...]:
+    """Return every supported family, with the heads that the installed transformers has."""
+    from hf_packfree.patching.registry import FAMILIES
+
+    return tuple(Supported(row.name, f">={VERSIONS['transformers'].floor}", dict(row.swaps), _heads(row)) for row in FAMILIES)
+
+
+def _heads(family: Family) -> tuple[str, ...]:
+    return tuple(name for name in import_module(family.upstream).__all__ if "For" in name)
