@@ -1,4 +1,4 @@
-"""The Trainer callback: patches at the right moment, says when it is too late, logs what packing does."""
+"""The Trainer callback: patches the model before it is wrapped, refuses if that is too late, logs what packing does."""
 
 from __future__ import annotations
 
@@ -27,20 +27,21 @@ logger = logging.getLogger("hf_packfree")
 class PackFreeCallback(TrainerCallback):
     """Patch the Trainer's model; pass it as `Trainer(callbacks=[PackFreeCallback()])`.
 
-    The model is patched when the Trainer is initialised, before accelerate, DDP or FSDP wrap it; `add_callback` comes
-    after that, and training then refuses to start unless the model is patched already.  The patches stay after
-    training: they change nothing for unpacked rows, and `remove_patches(model)` takes them back.
+    The model is patched when the Trainer is initialised, before accelerate, DDP or FSDP wrap it.  `add_callback` comes
+    too late for that, and training then refuses to start unless the model is patched already.  The patches stay after
+    training; `remove_patches(model)` takes them back.
 
-    Every training log gains, counted since the last one, on this process:
+    Every training log gains these, over the steps since the last log, on this process:
         packfree/documents_per_row: documents in the average row.
-        packfree/real_token_share: tokens that are not padding, 0 to 1.
-        packfree/tokens_per_second: real tokens.
-        packfree/influence: once, with `verify_first_batch`.
+        packfree/real_token_share: tokens that are not padding over all tokens, 0 to 1.
+        packfree/tokens_per_second: tokens that are not padding.
+        packfree/influence: once, with `verify_first_batch`: see `first_batch_influence`.
 
     Args:
-        backend, unpacked, padded: as for `apply_patches`.
-        verify_first_batch: on the first packed batch, change the tokens of every second document and demand that no
-            other document notices; costs two forwards.
+        backend, unpacked, padded: as for `apply_patches`, whose errors are raised when the Trainer is initialised.
+        verify_first_batch: on the first packed batch, change the tokens of every second document and raise `LeakDetected`
+            if the outputs of the others change; costs two forwards.  In a process group only the first batch is checked,
+            so that all processes run the same forwards.
     """
 
     def __init__(
@@ -75,8 +76,8 @@ class PackFreeCallback(TrainerCallback):
         model = kwargs["model"]
         if not patch_report(model).patched:
             raise PatchConflict(
-                "found an unpatched model at the start of training: the callback was added after the Trainer was built, or "
-                "the patches were removed since; wanted it patched before accelerate wraps it; pass "
+                "found an unpatched model at the start of training (the callback was added after the Trainer was built, or "
+                "the patches were removed since); wanted it patched before accelerate wraps it; pass "
                 "Trainer(callbacks=[PackFreeCallback()]), or call apply_patches(model) first"
             )
         _warn_of_unweighted_tokens(args, model)
@@ -125,15 +126,15 @@ class PackFreeCallback(TrainerCallback):
                 return
             done = True
             influence = first_batch_influence(trunk, args, kwargs)
-            if influence is None:
-                done = False  # not packed: wait for the first batch that is
+            if influence is None and not _in_process_group():
+                done = False  # this batch is not packed; the first packed one is checked
             self._influence = influence
 
         return hook
 
 
 def _warn_of_unweighted_tokens(args: TrainingArguments, model: Any) -> None:
-    """Say it once where the Trainer will not weigh tokens: a vision-language class asks for no token count."""
+    """Warn of vision-language classes, for which the Trainer computes no token count over accumulated micro-batches."""
     if args.gradient_accumulation_steps > 1 and not getattr(model, "accepts_loss_kwargs", True):
         logger.warning(
             "found a %s, whose class says accepts_loss_kwargs = False, with gradient_accumulation_steps=%d: micro-batches "
@@ -147,7 +148,15 @@ def _warn_of_unweighted_tokens(args: TrainingArguments, model: Any) -> None:
 def first_batch_influence(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
     """Change the tokens of documents 0, 2, 4 ... and return the relative RMS by which 1, 3, 5 ... change.
 
-    The number of forwards does not depend on the batch, so that sharded processes stay in step.
+    Takes two forwards without gradients; in a process group also for a batch that is not packed, since the forwards of a
+    sharded model are collective.  The random state is as before afterwards.
+
+    Args:
+        trunk: a patched text model, such as Qwen3_5TextModel.
+        args, kwargs: of its forward: `input_ids` [B, S] or `inputs_embeds` [B, S, H], and the boundaries.
+
+    Returns:
+        Relative RMS over the last hidden states [B, S, H] of the unchanged documents; None if the batch is not packed.
 
     Raises:
         LeakDetected: the change is above rounding.
@@ -165,28 +174,35 @@ def first_batch_influence(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[
     try:
         with torch.no_grad(), torch.random.fork_rng():
             before = trunk.forward(**dict(inputs)).last_hidden_state
-            if not seen:
+            if not seen and not _in_process_group():
                 return None
-            changed, kept = _every_second_changed(inputs, seen[0].for_shape(before.shape[:2]))
+            record = seen[0].for_shape(before.shape[:2]) if seen else None
+            changed, kept = (inputs, None) if record is None else _every_second_changed(inputs, record)
             after = trunk.forward(**changed).last_hidden_state
     finally:
         observers[:] = others
+    if kept is None:
+        return None
     influence = relative_rms(after[kept], before[kept]) if bool(kept.any()) else 0.0
     limit = limits_for(before.device, before.dtype).influence
     if not influence <= limit:
         raise LeakDetected(
-            f"found documents of the first batch reacting to each other's tokens: {influence:.1e} relative RMS, allowed "
-            f"{limit:.0e}; wanted none to notice; run verify_packing(model) for the details and report it"
+            f"found documents of the first batch reacting to each other's tokens: {influence:.1e} relative RMS; wanted at "
+            f"most {limit:.0e}, which is rounding; run verify_packing(model) for the details and report it"
         )
     return influence
 
 
+def _in_process_group() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def _every_second_changed(inputs: dict[str, Any], packed: PackedSequence) -> tuple[dict[str, Any], Tensor]:
-    """Return the inputs with every second document changed, and bool [B, S]: the tokens of the others."""
+    """Return the inputs with documents 0, 2, 4 ... changed, and bool [B, S]: the tokens of the others."""
     rows, tokens = packed.batch_shape
     number = torch.full((rows * tokens,), -1, dtype=torch.int32, device=packed.seq_idx.device)
-    places = packed.indices if packed.indices is not None else torch.arange(rows * tokens, device=number.device)
-    number = number.index_copy(0, places, packed.seq_idx[0]).view(rows, tokens)
+    real = packed.indices if packed.indices is not None else torch.arange(rows * tokens, device=number.device)
+    number = number.index_copy(0, real, packed.seq_idx[0]).view(rows, tokens)
     change = (number >= 0) & (number % 2 == 0)
     changed = dict(inputs)
     if inputs.get("input_ids") is not None:
@@ -202,17 +218,17 @@ def _observers(trunk: nn.Module) -> list[Any]:
 
 
 class _Counts:
-    """Running totals since the last log; device values are summed there and read only when logged."""
+    """Running totals since the last log; token counts stay on the device until then, so that no step waits for it."""
 
     def __init__(self) -> None:
-        self.rows = self.documents = self.slots = 0
+        self.rows = self.documents = self.tokens_with_padding = 0
         self.tokens: int | Tensor = 0
         self.since = time.perf_counter()
 
     @uncompiled
     def count(self, packed: PackedSequence | None, shape: tuple[int, int], mask: Any) -> None:
         self.rows += shape[0]
-        self.slots += shape[0] * shape[1]
+        self.tokens_with_padding += shape[0] * shape[1]
         if packed is not None:
             self.documents += packed.num_documents
             self.tokens = self.tokens + packed.num_real_tokens
@@ -225,9 +241,9 @@ class _Counts:
         tokens, seconds = float(self.tokens), time.perf_counter() - self.since
         facts = {
             "packfree/documents_per_row": self.documents / max(self.rows, 1),
-            "packfree/real_token_share": tokens / max(self.slots, 1),
+            "packfree/real_token_share": tokens / max(self.tokens_with_padding, 1),
             "packfree/tokens_per_second": tokens / seconds,
         }
-        self.rows = self.documents = self.slots = 0
+        self.rows = self.documents = self.tokens_with_padding = 0
         self.tokens, self.since = 0, time.perf_counter()
         return facts

@@ -1,4 +1,4 @@
-"""The stock Trainer with the stock collator: gradients of documents run one by one; the callback around it."""
+"""The Trainer with transformers' own collator: gradients of documents alone; the callback around it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, T
 
 from hf_packfree import PackFreeCallback, apply_patches, patch_report
 from hf_packfree.errors import LeakDetected, PatchConflict
+from hf_packfree.trainer import first_batch_influence
 from tests.support import CONTROL, GRADIENT_TOL, ROW, documents, gradients, relative_rms, tiny
 
 COLLATORS = {
@@ -53,7 +54,7 @@ def train(model, folder, callbacks, collator=(), **more):
     return trainer, keep.found
 
 
-def one_by_one(model, count):
+def per_document(model, count):
     """Gradients of the token-weighted mean loss of the first `count` documents, each in its own forward."""
     model.zero_grad(set_to_none=True)
     parts = documents(ROW)[:count]
@@ -72,21 +73,21 @@ def worst(found, wanted):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("collator", COLLATORS)
-def test_gradients_are_those_of_one_by_one(collator, checkpointing, tmp_path):
+def test_gradients_are_those_of_documents_alone(collator, checkpointing, tmp_path):
     options = {"activation_checkpointing": True} if checkpointing else {}
     _, found = train(tiny(), tmp_path, [PackFreeCallback()], COLLATORS[collator].items(), **options)
-    wanted = one_by_one(tiny(), STEP)
+    wanted = per_document(tiny(), STEP)
     assert worst(found, wanted) <= GRADIENT_TOL
 
 
-def test_the_stock_model_leaks_under_the_stock_collator(tmp_path):
+def test_the_unpatched_model_leaks_under_the_same_collator(tmp_path):
     _, found = train(tiny(), tmp_path, [])
-    assert worst(found, one_by_one(tiny(), STEP)) >= CONTROL * GRADIENT_TOL
+    assert worst(found, per_document(tiny(), STEP)) >= CONTROL * GRADIENT_TOL
 
 
 def test_gradient_accumulation_weighs_tokens(tmp_path):
     _, found = train(tiny(), tmp_path, [PackFreeCallback()], gradient_accumulation_steps=2)
-    assert worst(found, one_by_one(tiny(), 2 * STEP)) <= GRADIENT_TOL
+    assert worst(found, per_document(tiny(), 2 * STEP)) <= GRADIENT_TOL
 
 
 def test_packing_facts_are_in_the_trainers_logs(tmp_path):
@@ -138,6 +139,21 @@ def test_a_leak_stops_training_at_the_first_batch(tmp_path, monkeypatch):
     monkeypatch.setattr(gated_delta_net, "gated_delta_rule", leaky)
     with pytest.raises(LeakDetected, match="first batch"):
         train(tiny(), tmp_path, [PackFreeCallback(verify_first_batch=True)])
+
+
+@pytest.mark.parametrize("group", [False, True])
+def test_processes_of_a_group_run_the_same_forwards(monkeypatch, group):
+    """A row of one document on one rank: two forwards there too, and no later batch is checked by that rank alone."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: group)
+    trunk = apply_patches(tiny()).model
+    calls, forward = [], trunk.forward
+    monkeypatch.setattr(trunk, "forward", lambda **inputs: calls.append(None) or forward(**inputs))
+    check = PackFreeCallback(verify_first_batch=True)._verify_once()
+    for _ in range(2):
+        check(trunk, (documents([9])[0][None],), {"use_cache": False})
+    assert len(calls) == 2  # one for each batch, or both for the first
+    assert first_batch_influence(trunk, (documents([9])[0][None],), {"use_cache": False}) is None
+    assert len(calls) == (4 if group else 3)
 
 
 def test_evaluation_and_saving(tmp_path):
