@@ -1,20 +1,19 @@
-"""The notebooks run, end in asserts, use public names alone, and are stored without outputs."""
+"""The notebooks run, end in asserts, use public names alone, and are stored with small outputs of the cells they have."""
 
 from __future__ import annotations
 
 import ast
-import os
+import re
 from importlib.util import find_spec
-from pathlib import Path
 
 import nbformat
 import pytest
-from nbclient import NotebookClient
 
 import hf_packfree
+from tests.notebooks import NOTEBOOKS, RECORD, execute, sources_hash
 
-ROOT = Path(__file__).resolve().parents[1]
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+LARGEST = 200_000
+"""Bytes of a notebook with its outputs."""
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
@@ -34,9 +33,27 @@ def test_they_are_numbered():
     assert [path.stem.split("_")[0] for path in NOTEBOOKS] == [str(n) for n in range(1, len(NOTEBOOKS) + 1)]
 
 
+def outputs_of(notebook):
+    return [output for cell in notebook.cells for output in cell.get("outputs", [])]
+
+
+def has_pictures(notebook):
+    return any("image/png" in output.get("data", {}) for output in outputs_of(notebook))
+
+
 @each_notebook
-def test_stored_without_outputs(path):
-    assert all(not cell.outputs and cell.execution_count is None for cell in code_cells(path))
+def test_stored_outputs_are_of_these_cells(path):
+    """If not: python -m tests.notebooks."""
+    assert nbformat.read(path, as_version=4).metadata.get(RECORD) == sources_hash(nbformat.read(path, as_version=4))
+
+
+@each_notebook
+def test_stored_outputs_are_small_and_name_no_machine(path):
+    notebook = nbformat.read(path, as_version=4)
+    assert has_pictures(notebook) and path.stat().st_size < LARGEST
+    texts = [output for output in outputs_of(notebook) if output.output_type == "stream"]
+    assert texts and {output.name for output in texts} == {"stdout"}, "a warning"
+    assert not [output.text for output in texts if re.search(r"(?<!\w)/\w+/\w+", output.text)], "a path"
 
 
 @each_notebook
@@ -56,14 +73,10 @@ def test_ends_in_an_assert(path):
 
 @each_notebook
 @pytest.mark.filterwarnings("default")  # jupyter's own warnings are not ours to mend
-def test_runs(path, tmp_path, monkeypatch):
+def test_runs(path, tmp_path):
     missing = sorted(name for name in packages(path) if find_spec(name) is None)
     if missing:
         pytest.skip(f"{' and '.join(missing)} not installed")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    notebook = nbformat.read(path, as_version=4)
-    NotebookClient(notebook, timeout=900, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    assert not [output for output in outputs if output.output_type == "error"]
-    assert [output for output in outputs if "image/png" in output.get("data", {})], "a notebook without a picture"
+    notebook = execute(nbformat.read(path, as_version=4), tmp_path)
+    assert not [output for output in outputs_of(notebook) if output.output_type == "error"]
+    assert has_pictures(notebook)
