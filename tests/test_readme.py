@@ -186,6 +186,15 @@ def test_every_public_name_and_option_is_mentioned():
         assert written == options, function.__name__
 
 
+def test_every_operation_and_backend_is_listed():
+    from hf_packfree.patching.backends import OPS
+
+    rows = {row[0].split("`")[1]: row[1] for row in table_after("performance.md", "| operation | from the fastest on |")}
+    assert rows.keys() == OPS.keys()
+    for op, module in OPS.items():
+        assert set(module.BACKENDS) <= set(re.findall(r"`(\w+)`", rows[op])), op
+
+
 def test_every_error_is_listed_with_its_builtin():
     section = DOCS["inputs.md"].split("## What is refused")[1].split("\n## ")[0]
     listed = dict(re.findall(r"^\| `(\w+)` \| `(\w+)` \|", section, re.M))
