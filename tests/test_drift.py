@@ -78,15 +78,15 @@ def test_an_unknown_release_is_said_once_and_measured(unknown_release, caplog):
 
 
 def test_an_unknown_release_that_leaks_is_refused_and_the_model_untouched(unknown_release, monkeypatch):
-    from hf_packfree.models import gated_delta_net
+    from hf_packfree.ops import conv_delta_rule
     from hf_packfree.packing import PackedSequence
 
-    whole = gated_delta_net.qkv_conv
+    whole = conv_delta_rule.qkv_conv
 
     def leaky(x, weight, packed, *sizes, **options):
         return whole(x, weight, PackedSequence.from_lengths([packed.num_tokens]), *sizes, **options)
 
-    monkeypatch.setattr(gated_delta_net, "qkv_conv", leaky)
+    monkeypatch.setattr(conv_delta_rule, "qkv_conv", leaky)
     model = tiny()
     with pytest.raises(LeakDetected, match="tiny qwen3_5 model"):
         apply_patches(model)

@@ -128,15 +128,15 @@ def test_added_too_late_is_refused(tmp_path):
 
 
 def test_a_leak_stops_training_at_the_first_batch(tmp_path, monkeypatch):
-    from hf_packfree.models import gated_delta_net
+    from hf_packfree.ops import conv_delta_rule
     from hf_packfree.packing import PackedSequence
 
-    whole = gated_delta_net.gated_delta_rule
+    whole = conv_delta_rule.gated_delta_rule
 
     def leaky(q, k, v, g, beta, packed, **options):
         return whole(q, k, v, g, beta, PackedSequence.from_lengths([packed.num_tokens]), **options)
 
-    monkeypatch.setattr(gated_delta_net, "gated_delta_rule", leaky)
+    monkeypatch.setattr(conv_delta_rule, "gated_delta_rule", leaky)
     with pytest.raises(LeakDetected, match="first batch"):
         train(tiny(), tmp_path, [PackFreeCallback(verify_first_batch=True)])
 

@@ -60,15 +60,15 @@ def test_an_unpatched_model_leaks():
 
 def test_a_leak_in_the_convolution_alone_is_seen(monkeypatch):
     """Half a fix: the state resets, the window does not."""
-    from hf_packfree.models import gated_delta_net
+    from hf_packfree.ops import conv_delta_rule
     from hf_packfree.packing import PackedSequence
 
-    model, whole = apply_patches(tiny()), gated_delta_net.qkv_conv
+    model, whole = apply_patches(tiny()), conv_delta_rule.qkv_conv
 
     def leaky(x, weight, packed, *sizes, **options):
         return whole(x, weight, PackedSequence.from_lengths([packed.num_tokens]), *sizes, **options)
 
-    monkeypatch.setattr(gated_delta_net, "qkv_conv", leaky)
+    monkeypatch.setattr(conv_delta_rule, "qkv_conv", leaky)
     with pytest.raises(LeakDetected, match="a gradient reaches another document"):
         verify_packing(model)
 

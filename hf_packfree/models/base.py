@@ -38,7 +38,7 @@ class Replacement(nn.Module):
 
     @staticmethod
     def op_sizes(layer: Any) -> dict[str, int]:
-        """Return the sizes of a layer, ours or upstream's, that backends check; see `Site.sizes`."""
+        """Return the sizes of a layer, ours or upstream's, that backends check; see `Target.sizes`."""
         return {}
 
     def calls(self, name: str, part: nn.Module, x: Tensor) -> bool:

@@ -16,10 +16,8 @@ from hf_packfree.models.base import Replacement, Sizes, size_of, size_of_linear,
 from hf_packfree.models.fusable import epsilon, is_hooked, plain_weights, project
 from hf_packfree.models.rematerialize import linear_with_recompute
 from hf_packfree.models.state import Kernels, state_of
-from hf_packfree.ops.conv import qkv_conv
-from hf_packfree.ops.delta_rule import WALKS, gated_delta_rule
+from hf_packfree.ops.conv_delta_rule import conv_delta_rule
 from hf_packfree.ops.fused import RECOMPUTES, gated_rms_norm, gates
-from hf_packfree.ops.order import longest_first
 from hf_packfree.packing import PackedSequence
 
 
@@ -60,28 +58,25 @@ class PackedGatedDeltaNet(Replacement):
         kernels = state.kernels_for(mixed.device, mixed.dtype)  # which under autocast is not x's
         gated_norm = self.norm
         by_module = kernels.fused == "torch" or is_hooked(gated_norm)  # upstream's, or what stands in its place
-        there, rows = (packed, None) if by_module else _order(packed, kernels)
-        g, beta = gates(a, b, self.A_log, self.dt_bias, rows=rows, backend=kernels.fused)
-        q, k, v, unit = self._convolve(mixed, packed, rows, kernels.conv)
-        out = gated_delta_rule(q, k, v, g, beta, there, unit=unit, backend=kernels.delta_rule)
+        g, beta = gates(a, b, self.A_log, self.dt_bias, backend=kernels.fused)
+        out = self._conv_delta_rule(mixed, g, beta, packed, kernels)
         if by_module:
             normed = gated_norm(out.reshape(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim))
             normed = normed.view(1, packed.num_tokens, self.value_dim)
             return project(normed, self.out_proj, backend=kernels.fused)[0]
         norm = partial(
-            gated_rms_norm, out, z.reshape(out.shape), gated_norm.weight, epsilon(gated_norm), rows=rows,
-            backend=kernels.fused,
+            gated_rms_norm, out, z.reshape(out.shape), gated_norm.weight, epsilon(gated_norm), backend=kernels.fused
         )
         remakes = kernels.fused in RECOMPUTES
         return linear_with_recompute(norm, self.out_proj, out, remakes=remakes, worth_it=True, backend=kernels.fused)
 
-    def _convolve(
-        self, mixed: Tensor, packed: PackedSequence, rows: Tensor | None, backend: str
-    ) -> tuple[Tensor, Tensor, Tensor, bool]:
-        conv = self.conv1d
-        weight, bias = conv.weight.squeeze(1), conv.bias
+    def _conv_delta_rule(self, mixed: Tensor, g: Tensor, beta: Tensor, packed: PackedSequence, kernels: Kernels) -> Tensor:
+        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
         heads, sizes = (self.num_k_heads, self.num_v_heads), (self.head_k_dim, self.head_v_dim)
-        return qkv_conv(mixed, weight, packed, heads, sizes, bias=bias, activation=self.activation, rows=rows, backend=backend)
+        return conv_delta_rule(
+            mixed, weight, g, beta, packed, heads, sizes, bias=bias, activation=self.activation,
+            conv=kernels.conv, delta_rule=kernels.delta_rule,
+        )
 
     def _project(self, x: Tensor, backend: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return q|k|v [1, T, C], the output gate z [1, T, HV*V], and b, a [1, T, HV], from the family's own layout."""
@@ -119,15 +114,6 @@ class PackedGatedDeltaNet(Replacement):
             "activation": (layer.activation in ("silu", "swish"), True),
             "grouped heads": (layer.num_v_heads % layer.num_k_heads, 0),
         }
-
-
-def _order(packed: PackedSequence, kernels: Kernels) -> tuple[PackedSequence, Tensor | None]:
-    """Where documents lie in the delta rule, and which row each token has there; None: its own.
-
-    The longest come first where the delta rule gains by it and the kernels around it can move tokens.
-    """
-    moves = kernels.delta_rule in WALKS and kernels.conv == kernels.fused == "triton"
-    return (packed.cached(longest_first) if moves else None) or (packed, None)
 
 
 def _refuse_adapters(conv: nn.Module) -> None:

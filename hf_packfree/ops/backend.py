@@ -26,7 +26,7 @@ class Fault(str):
 
 
 @dataclass(frozen=True)
-class Site:
+class Target:
     """Where an op would run.
 
     Attributes:
@@ -48,7 +48,7 @@ class Site:
         return ".".join(map(str, self.capability or ()))
 
 
-def _always(site: Site) -> str | None:
+def _always(target: Target) -> str | None:
     return None
 
 
@@ -59,19 +59,19 @@ class Backend:
     Attributes:
         run: the implementation; its module imports optional packages only when it is called.  None where several ops share
             one choice, as those of `ops.fused` do.
-        unusable: returns why it cannot run at a site, as half a sentence with what would mend it, or None.
+        unusable: returns why it cannot run at a target, as half a sentence with what would mend it, or None.
         package: the distribution whose release decides what it computes, which the report names: the kernels', or what
             compiles our own.
         exact: whether a document gets what it gets alone, up to rounding; one that does not runs only where it is asked
             for by name.
-        bits: whether it gets that bit for bit in a layer's forward pass, where `tests/gpu` ran.
+        batch_invariant: whether it gets that bit for bit in a layer's forward pass, where `tests/gpu` ran.
     """
 
     run: Callable[..., Any] | None = None
-    unusable: Callable[[Site], str | None] = _always
+    unusable: Callable[[Target], str | None] = _always
     package: str = "torch"
     exact: bool = True
-    bits: bool = False
+    batch_invariant: bool = False
 
 
 def installed(package: str) -> str | None:
@@ -109,26 +109,26 @@ def broken(package: str, module: str) -> str | None:
     return None
 
 
-def needs_cuda(site: Site) -> str | None:
+def needs_cuda(target: Target) -> str | None:
     """Return why a CUDA kernel cannot run there, or None."""
-    return None if site.device == "cuda" else f"it runs on CUDA devices, this is a {site.device}"
+    return None if target.device == "cuda" else f"it runs on CUDA devices, this is a {target.device}"
 
 
-def needs_triton(site: Site) -> str | None:
+def needs_triton(target: Target) -> str | None:
     """Return why a Triton kernel cannot run there, or None."""
-    if (reason := needs_cuda(site)) is not None:
+    if (reason := needs_cuda(target)) is not None:
         return reason
     if find_spec("triton") is None:
         return "triton is not installed; pip install triton"
-    if site.capability is not None and site.capability < (8, 0):
-        return f"it needs an Ampere GPU or later (8.0), this is {site.gpu}"
+    if target.capability is not None and target.capability < (8, 0):
+        return f"it needs an Ampere GPU or later (8.0), this is {target.gpu}"
     return broken("triton", "triton")
 
 
-def needs_half(site: Site) -> str | None:
+def needs_half(target: Target) -> str | None:
     """Return why a kernel of half precision cannot run there, or None."""
-    found = str(site.dtype).removeprefix("torch.")
-    return None if site.dtype in HALF else f"it runs in bfloat16 and float16, this is {found}"
+    found = str(target.dtype).removeprefix("torch.")
+    return None if target.dtype in HALF else f"it runs in bfloat16 and float16, this is {found}"
 
 
 def refuse_wide(op: str, kernel: str, *inputs: Tensor) -> None:

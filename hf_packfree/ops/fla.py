@@ -6,14 +6,14 @@ from importlib.util import find_spec
 
 from packaging.version import Version
 
-from hf_packfree.ops.backend import Fault, Site, broken, installed, needs_triton, too_old
+from hf_packfree.ops.backend import Fault, Target, broken, installed, needs_triton, too_old
 from hf_packfree.ops.toolkit import has_nvcc, tilelang_off
 from hf_packfree.versions import FLA_BACKWARD_WRONG_ON_HOPPER, HOPPER_ADVICE, VERSIONS
 
 
-def needs_fla(site: Site) -> str | None:
-    """Return why flash-linear-attention's kernels cannot run at `site`, or None."""
-    if (reason := needs_triton(site)) is not None:
+def needs_fla(target: Target) -> str | None:
+    """Return why flash-linear-attention's kernels cannot run at `target`, or None."""
+    if (reason := needs_triton(target)) is not None:
         return reason
     found = installed("fla-core") or installed("flash-linear-attention")
     if found is None or find_spec("fla") is None:
@@ -26,11 +26,11 @@ def broken_fla(module: str) -> str | None:
     return broken("fla-core" if installed("fla-core") else "flash-linear-attention", module)
 
 
-def wrong_on_hopper(site: Site) -> str | None:
-    """Return why FLA's gated backward would refuse to run at `site` (its issue 640), or None."""
+def wrong_on_hopper(target: Target) -> str | None:
+    """Return why FLA's gated backward would refuse to run at `target` (its issue 640), or None."""
     triton = Version(installed("triton") or "0")
     since, until = map(Version, FLA_BACKWARD_WRONG_ON_HOPPER)
-    if site.capability != (9, 0) or not since <= triton < until:
+    if target.capability != (9, 0) or not since <= triton < until:
         return None
     wrong = f"triton {triton} ({since} and later, before {until})"
     without = f"its backward refuses to run on Hopper with {wrong} without tilelang and nvcc"

@@ -12,7 +12,7 @@ import torch
 from hf_packfree.errors import BackendUnavailable
 from hf_packfree.models.state import Kernels, PatchState
 from hf_packfree.ops import attention, conv, delta_rule, fused
-from hf_packfree.ops.backend import Backend, Fault, Site
+from hf_packfree.ops.backend import Backend, Fault, Target
 
 VARIABLE = "PACKFREE_BACKEND"
 """Environment variable read where `backend` is "auto": a name, or "conv=fla,delta_rule=torch"; empty: as if not set."""
@@ -39,7 +39,7 @@ def choose_backends(
         backend: "auto" (of every op, the first in its `BACKENDS` that can run), a name (of every op that has it), or
             {op: name}.
         unpacked: "upstream" or "native".
-        sizes: of the model, see `Site.sizes`; what is missing is not checked.
+        sizes: of the model, see `Target.sizes`; what is missing is not checked.
         ops: what the model's layers call; of other ops nothing is chosen, though their names are checked.
 
     What runs on CUDA runs on every GPU in sight: which of them the model meets is not known yet.
@@ -52,7 +52,7 @@ def choose_backends(
         raise ValueError(f"found unpacked={unpacked!r}; wanted 'upstream' or 'native'")
     forced = {op: name for op, name in _forced(backend).items() if op in ops}
     gpu = torch.cuda.is_available()
-    elsewhere, _ = _choose([Site("cpu", None, torch.float32, dict(sizes or {}))], ops, forced, in_doubt=gpu)
+    elsewhere, _ = _choose([Target("cpu", None, torch.float32, dict(sizes or {}))], ops, forced, in_doubt=gpu)
     if not gpu:
         return PatchState(elsewhere=elsewhere, unpacked=unpacked)
     half, why = _choose(_gpus(torch.bfloat16, sizes or {}), ops, forced)
@@ -61,10 +61,10 @@ def choose_backends(
     return PatchState(cuda_half=half, cuda_single=single, elsewhere=elsewhere, unpacked=unpacked, why=why)
 
 
-def _gpus(dtype: torch.dtype, sizes: Mapping[str, int]) -> list[Site]:
-    """Return a site for every kind of GPU in sight."""
+def _gpus(dtype: torch.dtype, sizes: Mapping[str, int]) -> list[Target]:
+    """Return a target for every kind of GPU in sight."""
     kinds = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
-    return [Site("cuda", capability, dtype, dict(sizes)) for capability in sorted(kinds)]
+    return [Target("cuda", capability, dtype, dict(sizes)) for capability in sorted(kinds)]
 
 
 def _forced(backend: Choice) -> dict[str, str]:
@@ -101,9 +101,9 @@ def _all_names() -> str:
 
 
 def _choose(
-    sites: Sequence[Site], ops: Sequence[str], forced: Mapping[str, str], in_doubt: bool = False
+    targets: Sequence[Target], ops: Sequence[str], forced: Mapping[str, str], in_doubt: bool = False
 ) -> tuple[Kernels, dict[str, str]]:
-    """Return the first backend of each op that can run at all `sites`, and why those before it, or the forced one, cannot.
+    """Return the first backend of each op that can run at all `targets`, and why those before it, or the forced one, cannot.
 
     A forced one that cannot is refused, or, `in_doubt` whether the model ever comes there, replaced.
     """
@@ -113,14 +113,14 @@ def _choose(
         refused: dict[str, str] = {}
         asked = forced.get(op)
         if asked is not None:
-            reason = _unusable(backends[asked], sites)
+            reason = _unusable(backends[asked], targets)
             if reason is None:
                 names[op] = asked
                 continue
             if not in_doubt:
-                raise _refusal(op, asked, reason, sites)
+                raise _refusal(op, asked, reason, targets)
             refused[asked] = reason
-        names[op], before = _first_usable(backends, sites)
+        names[op], before = _first_usable(backends, targets)
         refused |= before
         if refused:
             kind = Fault if any(isinstance(reason, Fault) for reason in refused.values()) else str
@@ -128,26 +128,26 @@ def _choose(
     return Kernels(**names), why
 
 
-def _refusal(op: str, asked: str, reason: str, sites: Sequence[Site]) -> BackendUnavailable:
+def _refusal(op: str, asked: str, reason: str, targets: Sequence[Target]) -> BackendUnavailable:
     backends: dict[str, Backend] = OPS[op].BACKENDS
-    usable = [name for name, backend in backends.items() if backend.exact and _unusable(backend, sites) is None]
+    usable = [name for name, backend in backends.items() if backend.exact and _unusable(backend, targets) is None]
     return BackendUnavailable(
         f"found {op} backend {asked!r} asked for, but {reason}; wanted one that runs here: "
         f"{', '.join(usable)}; pass one of them or 'auto' as backend, or in {VARIABLE}"
     )
 
 
-def _unusable(backend: Backend, sites: Sequence[Site]) -> str | None:
-    """Return why it cannot run at the first of `sites` where it cannot, or None."""
-    return next((reason for site in sites if (reason := backend.unusable(site)) is not None), None)
+def _unusable(backend: Backend, targets: Sequence[Target]) -> str | None:
+    """Return why it cannot run at the first of `targets` where it cannot, or None."""
+    return next((reason for target in targets if (reason := backend.unusable(target)) is not None), None)
 
 
-def _first_usable(backends: Mapping[str, Backend], sites: Sequence[Site]) -> tuple[str, dict[str, str]]:
+def _first_usable(backends: Mapping[str, Backend], targets: Sequence[Target]) -> tuple[str, dict[str, str]]:
     """Return the first exact backend that can run, and why those before it cannot; later ones are not even imported."""
     refused: dict[str, str] = {}
     for name, backend in backends.items():
         if backend.exact:
-            reason = _unusable(backend, sites)
+            reason = _unusable(backend, targets)
             if reason is None:
                 return name, refused
             refused[name] = reason

@@ -58,7 +58,7 @@ def _place(x: Any) -> str | None:
 
 
 def _operations(implementations: Mapping[str, str]) -> str | None:
-    rounding = [op for op, name in implementations.items() if not getattr(OPS[op].BACKENDS.get(name), "bits", False)]
+    rounding = [op for op, name in implementations.items() if not getattr(OPS[op].BACKENDS.get(name), "batch_invariant", False)]
     if rounding:
         return f"bits are not promised of what runs {', '.join(rounding)}"
     for package in sorted({OPS[op].BACKENDS[name].package for op, name in implementations.items()} & _RELEASES.keys()):

@@ -46,7 +46,7 @@ def trunks(model: nn.Module, family: Family) -> Iterator[nn.Module]:
 
 
 def op_sizes(trunk: nn.Module, family: Family) -> dict[str, int]:
-    """Return the sizes that backends check, by name, from the mixers of a text model; see `Site.sizes`."""
+    """Return the sizes that backends check, by name, from the mixers of a text model; see `Target.sizes`."""
     ours: dict[str, Any] = {cls.__name__: cls for cls in family.pairs().values()}
     sizes: dict[str, int] = {}
     for module in trunk.modules():

@@ -15,18 +15,17 @@ from hf_packfree.patching.registry import family_of
 from hf_packfree.patching.report import patch_report
 
 ROWS = ((131,), (1, 66), (64, 64, 64), (1, 66, 3, 5, 64, 2))
-"""Documents of rows that meet every variant between them: whole chunks and not, moved and not, and as many documents as
-FlashQLA 0.1.3 has kernels for, which it chooses by documents times heads."""
+"""Documents of rows that need every variant between them: whole chunks and not, and as many documents as FlashQLA 0.1.3 has
+kernels for, which it chooses by documents times heads."""
 
 
 def prewarm(model: nn.Module) -> float:
     """Run small packed rows forward and backward, so that the first real step compiles and tunes nothing.
 
     Call it as the model is trained: under `torch.autocast` where that is on in training, which `bf16=True` of a Trainer does.
-    Kernels depend on head counts and sizes, dtype and GPU, not on the length of a row.  Two of fla-core 0.6.0 do: its gated
-    norm, and its norm of q and k, which its delta rule calls beside another convolution than ours.  They tune once for every
-    65,536 heads of tokens (4,096 tokens of 16 heads), so where "conv" is forced to "fla", much longer rows
-    tune again.
+    Kernels depend on head counts and sizes, dtype and GPU, not on the length of a row.  One of fla-core 0.6.0 does: its
+    norm of q and k, which its delta rule calls beside another convolution than ours.  It is tuned once for every 65,536 heads
+    of tokens (4,096 tokens of 16 heads), so where "conv" is forced to "fla", much longer rows tune again.
 
     FlashQLA and flash-linear-attention compile for minutes the first time on a machine; TILELANG_CACHE_DIR and
     TRITON_CACHE_DIR name the folders that keep what was compiled.  Weights, gradients and random state stay as they are.

@@ -75,15 +75,15 @@ def _conv(results: Results, clock: Clock, packed: PackedSequence, channels: int)
 
 def _qkv_conv(results: Results, clock: Clock, packed: PackedSequence, heads: int, values: int, size: int) -> None:
     """Convolution, split into heads, and norms of q and k in one pass."""
-    from hf_packfree.ops.conv import UNITS, qkv_conv
+    from hf_packfree.ops.conv import QK_L2NORM, qkv_conv
 
     workload = f"layer qkv conv {heads}/{values}"
-    if not _asked(results, workload, UNITS):
+    if not _asked(results, workload, QK_L2NORM):
         return
     channels = (2 * heads + values) * size
     x, weight = _leaf(clock.device, 1, packed.num_tokens, channels), _leaf(clock.device, channels, 4)
-    for backend in sorted(UNITS):
-        call = partial(qkv_conv, x, weight, packed, (heads, values), (size, size), backend=backend)
+    for backend in sorted(QK_L2NORM):
+        call = partial(qkv_conv, x, weight, packed, (heads, values), (size, size), qk_l2norm=True, backend=backend)
         _time(results, clock, packed, workload, backend, call, (x, weight))
 
 

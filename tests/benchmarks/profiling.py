@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 CATEGORIES = (  # the first that is found in the kernel's lower-case name counts
-    ("attention", r"flash_(fwd|bwd)|flash::|fmha|mem_?eff|attention|varlen_attn|softmax"),
+    ("attention", r"attn_(fwd|bwd)|flash_(fwd|bwd)|flash::|fmha|mem_?eff|attention|varlen_attn|softmax"),
     ("conv", r"conv"),
     ("delta rule", r"delta|gdn|chunk_|recompute_w|wy_|solve_tril|kkt|l2norm|cumsum|tilelang|main_kernel|dqkwg|prepare_h"),
     ("norm", r"norm"),

@@ -61,12 +61,12 @@ class Op:
 
     def unusable(self, backend: str, dtype: torch.dtype) -> str | None:
         """What the backend itself says: why it cannot run here, or None."""
-        from hf_packfree.ops.backend import Site
+        from hf_packfree.ops.backend import Target
 
         found = import_module(self.module).BACKENDS[backend]
         capability = None if TRIAL else torch.cuda.get_device_capability()
         sizes = {"key_size": HEADS[2], "value_size": HEADS[2], "taps": 4, "head_size": ATTENTION[2]}
-        return found.unusable(Site(DEVICE, capability, dtype, sizes))
+        return found.unusable(Target(DEVICE, capability, dtype, sizes))
 
 
 def as_leaves(values: dict[str, Tensor], dtype: torch.dtype, device: str = DEVICE) -> dict[str, Tensor]:

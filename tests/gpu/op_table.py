@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_packfree.ops.order import longest_first, moved, moved_back
 from hf_packfree.packing import PackedSequence
 from tests.gpu.checks import ATTENTION, HEADS, TRIAL, WIDTH
 from tests.gpu.op import Op
@@ -45,22 +44,11 @@ def _gated_norm_leaves(tokens: int) -> dict[str, Tensor]:
     return {"x": x, "z": z, "weight": 1 + _random(HEADS[2]) / 4}
 
 
-def _rows(packed: PackedSequence) -> Tensor | None:
-    """Where tokens lie when the longest documents come first."""
-    order = longest_first(packed)
-    return None if order is None else order.rows
-
-
-def _unit_qkv(
-    function: Any, x: Tensor, weight: Tensor, packed: PackedSequence, backend: str, rows: Tensor | None = None
-) -> Tensor:
-    """q and k of unit length beside v, [1, T, C], whether or not the backend divides by the norms, in the row's order."""
+def _unit_qkv(function: Any, x: Tensor, weight: Tensor, packed: PackedSequence, backend: str) -> Tensor:
+    """q and k of unit length beside v, [1, T, C]."""
     keys, values, size = HEADS
-    *qkv, unit = function(x, weight, packed, (keys, values), (size, size), rows=rows, backend=backend)
-    q, k, v = (moved_back(part, rows) for part in qkv)
-    if not unit:
-        q, k = (part * (part.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for part in (q, k))
-    return torch.cat([part.flatten(2) for part in (q, k, v)], -1)
+    qkv = function(x, weight, packed, (keys, values), (size, size), qk_l2norm=True, backend=backend)
+    return torch.cat([part.flatten(2) for part in qkv], -1)
 
 
 def _turned(function: Any, x: Tensor, weight: Tensor, backend: str) -> Tensor:
@@ -78,19 +66,10 @@ def _gates_leaves(tokens: int) -> dict[str, Tensor]:
     return {"ba": _random(1, tokens, 2 * values), "A_log": rate.log(), "dt_bias": bias}
 
 
-def _gates(
-    function: Any, ba: Tensor, A_log: Tensor, dt_bias: Tensor, backend: str, rows: Tensor | None = None
-) -> Tensor:
-    """Log decay beside write strength, [1, T, 2 HV], in the row's order."""
+def _gates(function: Any, ba: Tensor, A_log: Tensor, dt_bias: Tensor, backend: str) -> Tensor:
+    """Log decay beside write strength, [1, T, 2 HV]."""
     b, a = ba.chunk(2, -1)
-    return moved_back(torch.cat(function(a, b, A_log, dt_bias, rows=rows, backend=backend), -1), rows)
-
-
-def _normed(function: Any, leaves: dict[str, Tensor], packed: PackedSequence, backend: str) -> Tensor:
-    """What a projection makes of x that lies with the longest documents first and of z that does not."""
-    rows = _rows(packed)
-    x = moved(leaves["x"], rows)
-    return function(x, leaves["z"], leaves["weight"], 1e-6, projection=leaves["projection"], rows=rows, backend=backend)
+    return torch.cat(function(a, b, A_log, dt_bias, backend=backend), -1)
 
 
 def _swiglu_leaves(tokens: int) -> dict[str, Tensor]:
@@ -128,7 +107,7 @@ OPS = {
         ),
         Op(  # as the layers call it
             "delta rule, unit keys", "hf_packfree.ops.delta_rule", _unit_leaves,
-            lambda f, x, packed, backend: f(x["q"], x["k"], x["v"], x["g"], x["beta"], packed, unit=True, backend=backend),
+            lambda f, x, packed, backend: f(*x.values(), packed, qk_l2norm=False, backend=backend),
             "gated_delta_rule", exact=("fla", "flash_qla"), exact_gradients=("fla", "flash_qla"),
         ),
         Op(
@@ -146,7 +125,7 @@ OPS = {
         Op(
             "qkv conv", "hf_packfree.ops.conv", _conv_leaves,
             lambda f, x, packed, backend: _unit_qkv(f, x["x"], x["weight"], packed, backend),
-            "qkv_conv", shared=("weight",), exact=("triton",), table="UNITS",
+            "qkv_conv", shared=("weight",), exact=("triton",), table="QK_L2NORM",
         ),
         Op(
             "attention", "hf_packfree.ops.attention", _attention_leaves,
@@ -161,18 +140,9 @@ OPS = {
             exact_gradients=("triton",),
         ),
         Op(
-            "qkv conv, longest first", "hf_packfree.ops.conv", _conv_leaves,
-            lambda f, x, packed, backend: _unit_qkv(f, x["x"], x["weight"], packed, backend, _rows(packed)),
-            "qkv_conv", shared=("weight",), exact=("triton",), table="UNITS",
-        ),
-        Op(
-            "gates, longest first", "hf_packfree.ops.fused", _gates_leaves,
-            lambda f, x, packed, backend: _gates(f, x["ba"], x["A_log"], x["dt_bias"], backend, _rows(packed)),
-            "gates", shared=("A_log", "dt_bias"), mixes=False, exact=("triton",), exact_gradients=("triton",),
-        ),
-        Op(
-            "gated norm, longest first, projected", "hf_packfree.ops.fused",
-            lambda tokens: _gated_norm_leaves(tokens) | _projection(HEADS[1] * HEADS[2]), _normed,
+            "gated norm, projected", "hf_packfree.ops.fused",
+            lambda tokens: _gated_norm_leaves(tokens) | _projection(HEADS[1] * HEADS[2]),
+            lambda f, x, packed, backend: f(x["x"], x["z"], x["weight"], 1e-6, projection=x["projection"], backend=backend),
             "gated_rms_norm", shared=("weight", "projection"), mixes=False, exact=("triton",),
             exact_gradients=("triton",),
         ),

@@ -23,10 +23,10 @@ CHOICES = {
 }
 BY_LENGTH: dict[str, set[str]] = {
     "auto": set(), "as on Ampere": set(),
-    "FLA": {"layer_norm_gated_fwd_kernel", "layer_norm_gated_bwd_kernel", "l2norm_fwd_kernel", "l2norm_bwd_kernel"},
+    "FLA": {"l2norm_fwd_kernel", "l2norm_bwd_kernel"},
 }
-"""Whose choices go by a row's length too: fla-core 0.6.0's norms, of which every 65,536 heads of tokens are a key of their own
-(with 16 heads, 4,096 tokens; `LONGER` has more).  All other keys of what runs here are sizes of the model."""
+"""Whose choices go by a row's length too: fla-core 0.6.0's norm of q and k, of which every 65,536 heads of tokens are a key of
+their own (with 16 heads, 4,096 tokens; `LONGER` has more).  All other keys of what runs here are sizes of the model."""
 
 
 def step(model, row):

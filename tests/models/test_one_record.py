@@ -34,9 +34,9 @@ def counted(monkeypatch):
         planned["asked"] += 1
         return cached(packed, built, *arguments)
 
-    def run(q, k, v, g, beta, packed, unit):
+    def run(q, k, v, g, beta, packed, qk_l2norm):
         assert chunk_plan.chunk_indices(packed, 64)["chunk_indices"].shape[1] == 2
-        return rule.run(q, k, v, g, beta, packed, unit)
+        return rule.run(q, k, v, g, beta, packed, qk_l2norm)
 
     monkeypatch.setattr(PackedSequence, "from_lengths", classmethod(counting))
     monkeypatch.setattr(PackedSequence, "cached", deriving)

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_packfree.errors import BackendUnavailable
-from hf_packfree.ops.conv import causal_conv1d, torch_native
-from hf_packfree.ops.conv.triton_native import plan_tokens
+from hf_packfree.ops.conv import causal_conv1d, qkv_conv, torch_native
+from hf_packfree.ops.conv.triton_native import plan_masks
 from hf_packfree.packing import PackedSequence
 
 MIXES = [
@@ -159,18 +159,25 @@ def test_refusals() -> None:
         causal_conv1d(x, weight, packed, backend="nope")
 
 
-@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), data=st.data())
-def test_the_kernel_takes_four_tokens_at_once_where_they_are_of_one_document(lengths, data) -> None:
-    """All four, and none of them reads past its document's start."""
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6))
+def test_the_kernel_masks_nothing_where_four_tokens_and_their_windows_are_of_one_document(lengths) -> None:
     packed = PackedSequence.from_lengths(lengths)
-    tokens = packed.num_tokens
-    rows = torch.tensor(data.draw(st.permutations(range(tokens))), dtype=torch.int32)
-    for moved in (None, rows):
-        plan = plan_tokens(packed, moved)
-        places = torch.arange(tokens, dtype=torch.int32) if moved is None else rows
-        ages = [age for length in lengths for age in range(length)]
-        assert plan.ages.tolist() == ages and torch.equal(plan.rows, places)
-        fours = [range(start, min(start + 4, tokens)) for start in range(0, tokens, 4)]
-        together = [len(four) == 4 and min(ages[token] for token in four) >= 3 for four in fours]
-        assert plan.groups.tolist() == [int(places[four[0]]) if yes else -1 for four, yes in zip(fours, together, strict=True)]
-        assert {part.dtype for part in plan} == {torch.int32}
+    plan, positions = plan_masks(packed), [position for length in lengths for position in range(length)]
+    assert plan.pos_in_seq.tolist() == positions
+    fours = [positions[start : start + 4] for start in range(0, packed.num_tokens, 4)]
+    assert plan.interior.tolist() == [int(len(four) == 4 and min(four) >= 3) for four in fours]
+    assert {part.dtype for part in plan} == {torch.int32}
+
+
+@pytest.mark.parametrize("qk_l2norm", [False, True])
+def test_q_k_and_v_are_the_convolutions_channels_by_heads(qk_l2norm) -> None:
+    x, weight, bias = make_inputs([5, 1, 9], 2 * 2 * 3 + 4 * 5, 4)
+    packed = PackedSequence.from_lengths([5, 1, 9])
+    q, k, v = qkv_conv(x, weight, packed, (2, 4), (3, 5), bias=bias, qk_l2norm=qk_l2norm)
+    assert (q.shape, k.shape, v.shape) == ((1, 15, 2, 3), (1, 15, 2, 3), (1, 15, 4, 5))
+    flat = causal_conv1d(x, weight, packed, bias=bias)
+    for part, wanted in ((q, flat[..., :6]), (k, flat[..., 6:12])):
+        wanted = wanted.reshape(part.shape)
+        norm = (wanted.square().sum(-1, keepdim=True) + 1e-6).sqrt() if qk_l2norm else 1.0
+        assert torch.allclose(part, wanted / norm, rtol=1e-6, atol=1e-6)
+    assert torch.equal(v.flatten(2), flat[..., 12:])

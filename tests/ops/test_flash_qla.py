@@ -26,20 +26,20 @@ class Stand_in(ModuleType):  # noqa: N801
     def chunk_gated_delta_rule(self, q, k, v, g, beta, *, use_qk_l2norm_in_kernel, cu_seqlens, auto_cp):
         self.calls.append("whole")
         assert cu_seqlens is PLAN and not auto_cp
-        return gated_delta_rule(q, k, v, g, beta, PACKED, unit=not use_qk_l2norm_in_kernel), None
+        return gated_delta_rule(q, k, v, g, beta, PACKED, qk_l2norm=use_qk_l2norm_in_kernel), None
 
     def chunk_gated_delta_rule_fwd(self, q, k, v, g, beta, scale, *, output_final_state, cu_seqlens, auto_cp):
         self.calls.append("forward")
         assert (scale, output_final_state, auto_cp) == (K**-0.5, False, False) and cu_seqlens is PLAN
         assert g.dtype == torch.float32 and all(x.is_contiguous() for x in (q, k, v, g, beta))
-        return g + 1, v + 2, gated_delta_rule(q, k, v, g, beta, PACKED, unit=True), None, None, None
+        return g + 1, v + 2, gated_delta_rule(q, k, v, g, beta, PACKED, qk_l2norm=False), None, None, None
 
     def chunk_gated_delta_rule_bwd(self, q, k, v, g, beta, A, do, *, scale, cu_seqlens, auto_cp):
         self.calls.append("backward")
         assert torch.equal(A, v + 2) and (scale, auto_cp) == (K**-0.5, False) and cu_seqlens is PLAN and do.is_contiguous()
         leaves = [x.detach().requires_grad_() for x in (q, k, v, g - 1, beta)]
         with torch.enable_grad():
-            out = gated_delta_rule(*leaves, PACKED, unit=True)
+            out = gated_delta_rule(*leaves, PACKED, qk_l2norm=False)
         d_q, d_k, d_v, d_g, d_beta = torch.autograd.grad(out, leaves, do)
         return d_q.double(), d_k, d_v, d_beta, d_g, None  # wide where heads are summed, and write strengths before decays
 
@@ -66,16 +66,18 @@ def leaves():
 
 
 @pytest.mark.parametrize(
-    "version, unit, calls", [("0.1.3", True, ["forward", "backward"]), ("0.1.3", False, ["whole"]), ("0.9", True, ["whole"])]
+    "version, qk_l2norm, calls",
+    [("0.1.3", False, ["forward", "backward"]), ("0.1.3", True, ["whole"]), ("0.9", False, ["whole"])],
 )
-def test_equals_its_twin_by_whatever_way_it_is_called(stand_in, monkeypatch, version, unit, calls):
+def test_every_way_of_calling_it_equals_the_reference(stand_in, monkeypatch, version, qk_l2norm, calls):
     """A release that we know is called by its two passes where it need not divide q and k by their norms."""
     monkeypatch.setattr(flash_qla, "installed", lambda package: version)
     flash_qla._is_known.cache_clear()
     found, wanted = leaves(), leaves()
     weight = torch.randn(1, T, HV, K).transpose(1, 2).contiguous().transpose(1, 2)
     out, twin = (
-        gated_delta_rule(*inputs, PACKED, unit=unit, backend=name) for inputs, name in ((found, "flash_qla"), (wanted, "torch"))
+        gated_delta_rule(*inputs, PACKED, qk_l2norm=qk_l2norm, backend=name)
+        for inputs, name in ((found, "flash_qla"), (wanted, "torch"))
     )
     (out * weight).sum().backward()
     (twin * weight).sum().backward()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_packfree import apply_patches
-from hf_packfree.models import gated_delta_net
+from hf_packfree.ops import conv_delta_rule
 from hf_packfree.ops.conv import causal_conv1d
 from hf_packfree.ops.delta_rule import fla as fla_rule
 from hf_packfree.ops.delta_rule import gated_delta_rule
@@ -41,7 +41,7 @@ def heads(dtype=torch.bfloat16):
 
 def test_grouped_heads_are_not_repeated_and_the_gate_is_fp32(calls):
     q, k, v, g, beta = heads()
-    gated_delta_rule(q, k, v, g, beta, PACKED, unit=True, backend="fla")
+    gated_delta_rule(q, k, v, g, beta, PACKED, qk_l2norm=False, backend="fla")
     (given, words), = calls
     assert [x.data_ptr() for x in given[:3]] == [x.data_ptr() for x in (q, k, v)], "a copy"
     assert (given[0].shape[2], given[2].shape[2]) == (2, 4) and given[3].dtype == torch.float32
@@ -54,8 +54,8 @@ def test_the_layers_repeat_no_heads_and_copy_no_row(family, monkeypatch):
     model = apply_patches(tiny(family))
     config, seen = model.config, {}
     for name in ("gated_delta_rule", "qkv_conv"):
-        own = getattr(gated_delta_net, name)
-        monkeypatch.setattr(gated_delta_net, name, lambda *a, own=own, name=name, **k: seen.update({name: a}) or own(*a, **k))
+        own = getattr(conv_delta_rule, name)
+        monkeypatch.setattr(conv_delta_rule, name, lambda *a, own=own, name=name, **k: seen.update({name: a}) or own(*a, **k))
     ids = torch.randint(0, config.vocab_size, (1, 12))
     model.model(input_ids=ids, position_ids=torch.arange(12)[None] % 5, use_cache=False)
     counts = config.linear_num_key_heads, config.linear_num_key_heads, config.linear_num_value_heads

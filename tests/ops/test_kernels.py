@@ -21,7 +21,6 @@ from hf_packfree.ops.attention import attention
 from hf_packfree.ops.conv import causal_conv1d, qkv_conv, triton_native
 from hf_packfree.ops.fused.gated_norm import gated_rms_norm
 from hf_packfree.ops.fused import norm_rope
-from hf_packfree.ops.order import longest_first
 from hf_packfree.ops.fused import output_gate
 from hf_packfree.ops.fused import swiglu_mlp
 from hf_packfree.packing import PackedSequence
@@ -33,20 +32,12 @@ add_norm_op._PROGRAMS = norm_rope_op._PROGRAMS = 7  # so that a program takes se
 torch.manual_seed(0)
 LENGTHS = [1, 2, 3, 63, 64, 65, 5, 4, 130]
 packed, T = PackedSequence.from_lengths(LENGTHS), sum(LENGTHS)
-order = longest_first(packed)
-assert order.packed.lengths == [130, 65, 1, 2, 3, 63, 64, 5, 4]  # by chunks of 64
 H, K, HV, V, D, R = 2, 16, 4, 32, 24, 8
 C = 2 * H * K + HV * V
 
 
-def unit(x):
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
-
-
-def qkv(x, w, b, backend, rows=False):
-    rows = order.rows if rows else None
-    q, k, v, is_unit = qkv_conv(x[..., 3 : 3 + C], w, packed, (H, HV), (K, V), bias=b, rows=rows, backend=backend)
-    return (q, k, v) if is_unit else (unit(q), unit(k), v)
+def qkv(x, w, b, backend, qk_l2norm=True):
+    return qkv_conv(x[..., 3 : 3 + C], w, packed, (H, HV), (K, V), bias=b, qk_l2norm=qk_l2norm, backend=backend)
 
 
 def read_twice(x, z, w, v, backend):
@@ -80,15 +71,7 @@ CASES = {
         lambda x, z, w, p, backend: gated_rms_norm(x, z, w, 1e-6, projection=p, backend=backend),
         (1, T, 3, D), (1, T, 3, D), (D,), (20, 3 * D),
     ),
-    "gated norm, projected, longest first": (
-        lambda x, z, w, p, backend: gated_rms_norm(x, z, w, 1e-6, projection=p, rows=order.rows, backend=backend),
-        (1, T, 3, D), (1, T, 3, D), (D,), (20, 3 * D),
-    ),
-    "gated norm, longest first": (
-        lambda x, z, w, backend: gated_rms_norm(x, z, w, 1e-6, rows=order.rows, backend=backend),
-        (1, T, 4, D), (1, T, 4, D), (D,),
-    ),
-    "qkv conv, longest first": (partial(qkv, rows=True), (1, T, C + 8), (C, 4), (C,)),
+    "qkv conv, no norms": (partial(qkv, qk_l2norm=False), (1, T, C + 8), (C, 4), (C,)),
     "output gate, projected": (
         lambda x, z, p, backend: output_gate(x, z[..., D:], projection=p, backend=backend),
         (1, T, 3, D), (1, T, 3, 2 * D), (20, 3 * D),
@@ -170,11 +153,6 @@ for dtype, limit in ((torch.float32, 1e-6), (torch.bfloat16, 5e-3)):  # the inte
                 assert error < limit and x.isfinite().all(), (dtype, size, which, error)
                 worst = max(worst, error if dtype == torch.float32 else 0)
     assert [x.dtype for x in found[0] + found[1]] == [torch.float32] + [dtype] * 4
-rows, inputs = torch.randperm(701).int(), [torch.randn(1, 701, 6), torch.randn(3), torch.randn(3)]
-moved = partial(gates, rows=rows)
-for x, y in zip(*(sum(run(leaves, backend, (0, 1), False, moved), []) for leaves, backend in
-                  ((inputs, "triton"), ([x.double() for x in inputs], "torch"))), strict=True):
-    assert relative_rms(x, y) < 1e-6
 small = torch.linspace(-80, -8, 99)[None, :, None]  # log(1 + exp(x)) would have lost these
 one = torch.zeros(1)
 (x, _), (y, _) = (gates(small, small, one, one, backend=backend) for backend in ("triton", "torch"))
@@ -275,7 +253,7 @@ MODEL = '''
 import dataclasses
 import torch
 from hf_packfree import apply_patches
-from hf_packfree.models import gated_delta_net, rematerialize
+from hf_packfree.models import rematerialize
 from hf_packfree.models.state import Kernels
 from tests.support import ROW, documents, gradients, relative_rms, tiny
 
@@ -297,31 +275,23 @@ def run(kernels, hooked=False):
     return logits.detach(), gradients(model)
 
 
-made, moved = [], []
-arrange, order = rematerialize.recompute_saved, gated_delta_net.longest_first
+made = []
+arrange = rematerialize.recompute_saved
 
 
 def counted(tensor, make, worth_it):
     return arrange(tensor, lambda: made.append(1) or make(), worth_it)
 
 
-def noted(*inputs):
-    moved.append(order(*inputs))
-    return moved[-1]
-
-
 rematerialize.recompute_saved = counted
-gated_delta_net.longest_first = noted
 wanted, worst = run(Kernels()), 0.0
-for hooked, walks, made_again in ((False, (), 0), (True, (), 3 + 1), (False, ("torch",), 0)):
+for hooked, made_again in ((False, 0), (True, 3 + 1)):
     made.clear()
-    gated_delta_net.WALKS = walks
     found = run(OURS, hooked)
     assert relative_rms(found[0], wanted[0]) < 1e-5, relative_rms(found[0], wanted[0])
     worst = max(worst, *(relative_rms(grad, wanted[1][name]) for name, grad in found[1].items()))
     assert found[1].keys() == wanted[1].keys() and worst < 1e-4, worst
     assert len(made) == made_again  # the normed output of three layers, the gated output of the fourth
-assert len(moved) == 1 and moved[0].packed.lengths != ROW and sorted(moved[0].packed.lengths) == sorted(ROW), moved
 print(worst)
 '''
 

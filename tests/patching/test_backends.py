@@ -12,7 +12,7 @@ from hf_packfree import apply_patches
 from hf_packfree.errors import BackendUnavailable
 from hf_packfree.models.state import Kernels
 from hf_packfree.ops import backend, conv
-from hf_packfree.ops.backend import Site
+from hf_packfree.ops.backend import Target
 from hf_packfree.patching import backends
 from hf_packfree.patching.backends import choose_backends
 from hf_packfree.patching.plan import op_sizes
@@ -223,24 +223,24 @@ def test_causal_conv1d_comes_before_fla_where_it_can_be_deterministic(gpu, monke
 
 
 @pytest.mark.parametrize(
-    ("site", "reason"),
+    ("target", "reason"),
     [
-        (Site("cuda", (7, 0), sizes=SIZES), "it is compiled for Turing GPUs and later (7.5), this is 7.0"),
-        (Site("cuda", (6, 1), torch.float64, SIZES), "it is compiled for Turing GPUs and later (7.5), this is 6.1"),
-        (Site("cuda", (9, 0), torch.float64, SIZES), "it runs in bfloat16, float16 and float32, this is float64"),
-        (Site("cuda", (9, 0), sizes=SIZES | {"taps": 5}), "it has 2 to 4 taps, the model 5"),
+        (Target("cuda", (7, 0), sizes=SIZES), "it is compiled for Turing GPUs and later (7.5), this is 7.0"),
+        (Target("cuda", (6, 1), torch.float64, SIZES), "it is compiled for Turing GPUs and later (7.5), this is 6.1"),
+        (Target("cuda", (9, 0), torch.float64, SIZES), "it runs in bfloat16, float16 and float32, this is float64"),
+        (Target("cuda", (9, 0), sizes=SIZES | {"taps": 5}), "it has 2 to 4 taps, the model 5"),
         (
-            Site("cuda", (9, 0), sizes=SIZES | {"key_size": 6, "value_heads": 3, "value_size": 7}),
+            Target("cuda", (9, 0), sizes=SIZES | {"key_size": 6, "value_heads": 3, "value_size": 7}),
             "it takes channels in multiples of 8, the model has 213",
         ),
-        (Site("cuda", (9, 0), sizes={"key_size": 6, "value_size": 7}), None),
-        (Site("cuda", (7, 5), torch.float16, SIZES), None),
-        (Site("cuda", None, torch.float32), None),
+        (Target("cuda", (9, 0), sizes={"key_size": 6, "value_size": 7}), None),
+        (Target("cuda", (7, 5), torch.float16, SIZES), None),
+        (Target("cuda", None, torch.float32), None),
     ],
 )
-def test_what_causal_conv1d_was_not_made_for_is_told_apart(gpu, site, reason):
+def test_what_causal_conv1d_was_not_made_for_is_told_apart(gpu, target, reason):
     gpu(packages=INSTALLED | {"causal-conv1d": "1.7.0"})
-    assert conv.BACKENDS["causal_conv1d"].unusable(site) == reason
+    assert conv.BACKENDS["causal_conv1d"].unusable(target) == reason
 
 
 def test_a_forced_convolution_runs_torch_in_float64(gpu):
@@ -273,5 +273,5 @@ def test_sizes_come_from_the_mixers():
 
 def test_every_op_has_a_torch_twin_that_always_runs():
     for module in (*backends.OPS.values(),):
-        assert module.BACKENDS["torch"].unusable(Site("cpu")) is None
+        assert module.BACKENDS["torch"].unusable(Target("cpu")) is None
         assert [name for name, found in module.BACKENDS.items() if found.exact][-1] == "torch", "what auto ends with"

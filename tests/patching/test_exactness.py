@@ -49,14 +49,14 @@ def test_bits_are_promised_where_the_gpu_tests_check_them(hopper):
 
 
 def test_what_promises_bits_is_what_the_gpu_tests_check():
-    promised = {op: {name for name, found in module.BACKENDS.items() if found.bits} for op, module in OPS.items()}
+    promised = {op: {name for name, found in module.BACKENDS.items() if found.batch_invariant} for op, module in OPS.items()}
     for op, module in OPS.items():
         tested = [row for row in TESTED.values() if row.module == module.__name__]
         assert tested and all(promised[op] <= set(row.exact) for row in tested if row.table == "BACKENDS"), op
     assert promised == dict.fromkeys(OPS, {"triton"}) | {
         "delta_rule": {"flash_qla", "fla"}, "attention": {"triton", "varlen"},
     }
-    assert all(found.exact or not found.bits for module in OPS.values() for found in module.BACKENDS.values())
+    assert all(found.exact or not found.batch_invariant for module in OPS.values() for found in module.BACKENDS.values())
 
 
 def test_bits_are_promised_for_the_widths_that_were_compared(hopper):

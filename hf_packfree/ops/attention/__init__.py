@@ -9,8 +9,8 @@ from hf_packfree.ops.backend import Backend, find
 from hf_packfree.packing import PackedSequence
 
 BACKENDS = {
-    "triton": Backend(triton_native.attend, triton_native.unusable, "triton", bits=True),
-    "varlen": Backend(varlen.attend, varlen.unusable, bits=True),
+    "triton": Backend(triton_native.attend, triton_native.unusable, "triton", batch_invariant=True),
+    "varlen": Backend(varlen.attend, varlen.unusable, batch_invariant=True),
     "torch": Backend(torch_native.attend),
 }
 

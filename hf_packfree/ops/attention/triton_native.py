@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hf_packfree.errors import BackendUnavailable
-from hf_packfree.ops.backend import Site, needs_half, needs_triton, refuse_wide
+from hf_packfree.ops.backend import Target, needs_half, needs_triton, refuse_wide
 from hf_packfree.ops.launch import launch
 from hf_packfree.ops.operation import Operation
 from hf_packfree.packing import PackedSequence, chunk_plan, uncompiled
@@ -24,20 +24,20 @@ from hf_packfree.packing import PackedSequence, chunk_plan, uncompiled
 _HOPPER = (9, 0)
 _SIZES = (64, 128, 256)
 _BLOCK = 128  # tokens of a program: queries, or keys whose gradients are summed
-_MET = {"forward": 64, "queries": 32, "pairs": 32}  # tokens that it meets at a time
-_STAGES = {"forward": 2, "queries": 3, "pairs": 1, "keys": 3, "values": 3}  # tiles of them that shared memory holds
+_INNER_BLOCK = {"fwd": 64, "bwd_dq": 32, "bwd_dkdv": 32}  # tokens of a step of its loop: keys, or queries
+_STAGES = {"fwd": 2, "bwd_dq": 3, "bwd_dkdv": 1, "bwd_dk": 3, "bwd_dv": 3}  # tiles of them that shared memory holds
 _WARPS = 8
 
 
-def unusable(site: Site) -> str | None:
-    """Return why these kernels cannot run at `site`, or None."""
-    if (reason := needs_triton(site)) is not None:
+def unusable(target: Target) -> str | None:
+    """Return why these kernels cannot run at `target`, or None."""
+    if (reason := needs_triton(target)) is not None:
         return reason
-    if site.capability is not None and site.capability != _HOPPER:
-        return f"its blocks are made for Hopper (9.0), this is {site.gpu}"
-    if (reason := needs_half(site)) is not None:
+    if target.capability is not None and target.capability != _HOPPER:
+        return f"its blocks are made for Hopper (9.0), this is {target.gpu}"
+    if (reason := needs_half(target)) is not None:
         return reason
-    if (size := site.sizes.get("head_size", _SIZES[0])) not in _SIZES:
+    if (size := target.sizes.get("head_size", _SIZES[0])) not in _SIZES:
         return f"it takes heads of {', '.join(map(str, _SIZES))} channels; the model has {size}"
     return None
 
@@ -45,7 +45,7 @@ def unusable(site: Site) -> str | None:
 @uncompiled
 def attend(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, *, scale: float | None = None) -> Tensor:
     """See `hf_packfree.ops.attention.attention`."""
-    if q.is_cuda:  # Triton's interpreter takes any
+    if q.is_cuda:  # on a CPU, in Triton's interpreter, any dtype runs
         refuse_wide("attention", "Triton", q, k, v)
     q, k, v = (x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous() for x in (q, k, v))
     if reach(q, k, v, packed.max_seqlen) > 2**31:
@@ -63,17 +63,17 @@ def reach(q: Tensor, k: Tensor, v: Tensor, longest: int) -> int:
     return (longest - 1) * widest + q.shape[3]
 
 
-def plan_blocks(packed: PackedSequence, meets_what_follows: bool) -> Tensor:
+def plan_blocks(packed: PackedSequence, of_keys: bool) -> Tensor:
     """Return int32 [B, 3] on the model's device: each block's document's start, its own start in it, and its length.
 
-    The blocks with most to do come first, so that the last ones to end are short: queries meet what lies before them,
-    keys what follows.
+    The blocks with most work come first, so that the last ones to end are short: queries attend to the tokens before them,
+    keys are attended to by the tokens after.
     """
     starts = packed.cu_seqlens_cpu.numpy()
     lengths = np.diff(starts)
     _, document, number = chunk_plan(packed, _BLOCK)
     start = number * _BLOCK
-    work = lengths[document] - start if meets_what_follows else start
+    work = lengths[document] - start if of_keys else start
     blocks = np.stack((starts[document], start, lengths[document]), 1)[np.argsort(-work, kind="stable")]
     return torch.from_numpy(blocks).to(packed.cu_seqlens.device, non_blocking=True)
 
@@ -81,13 +81,13 @@ def plan_blocks(packed: PackedSequence, meets_what_follows: bool) -> Tensor:
 class _Attention(Operation):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, scale: float) -> Tensor:
-        from hf_packfree.ops.attention.triton_kernels import attend
+        from hf_packfree.ops.attention.triton_kernels import attn_fwd
 
         out = q.new_empty(q.shape)
         lse = q.new_empty(q.shape[2], q.shape[1], dtype=torch.float32)
         blocks, heads = packed.cached(plan_blocks, False), _heads(q, k)
         sizes = q.shape[1], *(x.stride(1) for x in (q, k, v)), scale * math.log2(math.e)
-        launch(attend, (blocks.shape[0], q.shape[2]), q, k, v, blocks, out, lse, *sizes, **heads, **_blocks("forward"))
+        launch(attn_fwd, (blocks.shape[0], q.shape[2]), q, k, v, blocks, out, lse, *sizes, **heads, **_blocks("fwd"))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.packed, ctx.scale = packed, scale
         return out
@@ -100,16 +100,16 @@ class _Attention(Operation):
         q, k, v, out, lse = ctx.saved_tensors
         d_out, delta, heads = d_out.contiguous(), torch.empty_like(lse), _heads(q, k)
         d_q, d_k, d_v = (x.new_empty(x.shape) for x in (q, k, v))
-        before, after = (ctx.packed.cached(plan_blocks, follows) for follows in (False, True))
+        query_blocks, key_blocks = (ctx.packed.cached(plan_blocks, of_keys) for of_keys in (False, True))
         tokens, strides, scale = q.shape[1], [x.stride(1) for x in (q, k, v)], ctx.scale * math.log2(math.e)
-        launch(  # makes delta, so it comes first
-            kernels.attend_backward_queries, (before.shape[0], q.shape[2]), q, k, v, before, out, d_out, lse, delta, d_q,
-            tokens, *strides, scale, ctx.scale, **heads, **_blocks("queries"),
+        launch(  # computes delta, so it comes first
+            kernels.attn_bwd_dq, (query_blocks.shape[0], q.shape[2]), q, k, v, query_blocks, out, d_out, lse, delta, d_q,
+            tokens, *strides, scale, ctx.scale, **heads, **_blocks("bwd_dq"),
         )
         launch(
-            kernels.attend_backward_pairs, (after.shape[0], k.shape[2], 2), q, k, v, after, d_out, lse, delta, d_k, d_v,
-            tokens, *strides, scale, ctx.scale, **heads, **_blocks("pairs"),
-            KEY_STAGES=_STAGES["keys"], VALUE_STAGES=_STAGES["values"],
+            kernels.attn_bwd_dkdv, (key_blocks.shape[0], k.shape[2], 2), q, k, v, key_blocks, d_out, lse, delta, d_k, d_v,
+            tokens, *strides, scale, ctx.scale, **heads, **_blocks("bwd_dkdv"),
+            KEY_STAGES=_STAGES["bwd_dk"], VALUE_STAGES=_STAGES["bwd_dv"],
         )
         return d_q, d_k, d_v, None, None
 
@@ -121,6 +121,7 @@ def _heads(q: Tensor, k: Tensor) -> dict[str, int]:
 
 
 def _blocks(kernel: str) -> dict[str, int]:
-    """Its blocks, of queries where those are a program's, of keys where they are."""
-    rows, columns = (_BLOCK, _MET[kernel]) if kernel in ("forward", "queries") else (_MET[kernel], _BLOCK)
-    return {"ROWS": rows, "COLUMNS": columns, "num_warps": _WARPS, "num_stages": _STAGES[kernel]}
+    """Its blocks: a program's are queries, but for d_k and d_v, where they are keys."""
+    inner = _INNER_BLOCK[kernel]
+    block_m, block_n = (inner, _BLOCK) if kernel == "bwd_dkdv" else (_BLOCK, inner)
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": _WARPS, "num_stages": _STAGES[kernel]}

@@ -10,22 +10,22 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from hf_packfree.ops.backend import Site, needs_cuda, needs_half, refuse_wide
+from hf_packfree.ops.backend import Target, needs_cuda, needs_half, refuse_wide
 from hf_packfree.packing import PackedSequence, uncompiled
 from hf_packfree.versions import VARLEN_GROUPS_HEADS
 
 _HEAD_SIZE = 256
 
 
-def unusable(site: Site) -> str | None:
-    """Return why it cannot run at `site`, or None."""
-    if (reason := needs_cuda(site)) is not None:
+def unusable(target: Target) -> str | None:
+    """Return why it cannot run at `target`, or None."""
+    if (reason := needs_cuda(target)) is not None:
         return reason
-    if site.capability is not None and site.capability < (8, 0):
-        return f"it needs an Ampere GPU or later (8.0), this is {site.gpu}"
-    if (reason := needs_half(site)) is not None:
+    if target.capability is not None and target.capability < (8, 0):
+        return f"it needs an Ampere GPU or later (8.0), this is {target.gpu}"
+    if (reason := needs_half(target)) is not None:
         return reason
-    if (size := site.sizes.get("head_size", 0)) > _HEAD_SIZE or size % 8:
+    if (size := target.sizes.get("head_size", 0)) > _HEAD_SIZE or size % 8:
         return f"it takes heads of up to {_HEAD_SIZE} channels, a multiple of 8; the model has {size}"
     return None
 

@@ -7,22 +7,21 @@ from torch import Tensor
 from hf_packfree.ops.backend import Backend, find
 from hf_packfree.ops.conv import causal_conv1d as dao
 from hf_packfree.ops.conv import fla, torch_native, triton_native
-from hf_packfree.ops.order import moved
 from hf_packfree.packing import PackedSequence
 
 NORM_EPS = 1e-6
 """Added to the sum of squares under the norm of q and k, as upstream does."""
 
 BACKENDS = {
-    "triton": Backend(triton_native.causal_conv1d, triton_native.unusable, "triton", bits=True),
+    "triton": Backend(triton_native.causal_conv1d, triton_native.unusable, "triton", batch_invariant=True),
     "causal_conv1d": Backend(dao.causal_conv1d, dao.unusable, "causal-conv1d"),
     "fla": Backend(fla.causal_conv1d, fla.unusable, "fla-core"),
     "torch": Backend(torch_native.causal_conv1d),
 }
 """Each gives documents their own bits; beside the others, though, the delta rule divides q and k by their norms itself, in
 shapes that FLA tunes by a row's length, so only ours promises them."""
-UNITS = {"triton": triton_native.qkv_conv}
-"""The backends that also split heads and divide q and k by their norms on the way."""
+QK_L2NORM = ("triton",)
+"""The backends that divide q and k by their L2 norms in the pass that convolves them."""
 
 
 def causal_conv1d(
@@ -38,7 +37,7 @@ def causal_conv1d(
 
     Args:
         x: [1, T, C], any floating dtype, any strides.
-        weight: [C, W], tap W-1 meets the current token; any W of at least 1.
+        weight: [C, W], tap W-1 multiplies the current token; any W of at least 1.
         packed: where the documents lie.
         bias: [C].
         activation: "silu" or its other name "swish", or None.
@@ -51,8 +50,7 @@ def causal_conv1d(
         ValueError: there is no such activation.
         BackendUnavailable: no backend has that name.
     """
-    if activation not in ("silu", "swish", None):
-        raise ValueError(f"found activation {activation!r}; wanted 'silu', 'swish' or None; pass one of them")
+    _check_activation(activation)
     return find("conv", BACKENDS, backend)(x, weight, packed, bias, activation is not None)  # type: ignore[no-any-return]
 
 
@@ -65,30 +63,39 @@ def qkv_conv(
     *,
     bias: Tensor | None = None,
     activation: str | None = "silu",
-    rows: Tensor | None = None,
+    qk_l2norm: bool = False,
     backend: str = "torch",
-) -> tuple[Tensor, Tensor, Tensor, bool]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Convolve q, k and v, which lie side by side, and split them into heads.
 
     Args:
         x, weight, packed, bias, activation, backend: as for `causal_conv1d`; C = 2 H K + HV V.
         heads, sizes: (H, HV) and (K, V).
-        rows: int32 [T], the row of q, k and v that each token of x goes to, see `hf_packfree.ops.order`; None: its own.
+        qk_l2norm: divide the heads of q and k by their L2 norms, x * rsqrt(sum(x^2) + 1e-6); backends in `QK_L2NORM` do it
+            in the same pass.
 
     Returns:
-        q, k [1, T, H, K] and v [1, T, HV, V], and whether q and k are divided by their L2 norms (backends in `UNITS` do
-        it in the same pass, x * rsqrt(sum(x^2) + 1e-6)); the delta rule has to be told.
+        q, k [1, T, H, K] and v [1, T, HV, V], in x's dtype.
 
     Raises:
         ValueError, BackendUnavailable: as `causal_conv1d`.
     """
-    if backend in UNITS:
-        return *UNITS[backend](x, weight, packed, bias, activation is not None, heads, sizes, NORM_EPS, rows), True
-    mixed = moved(causal_conv1d(x, weight, packed, bias=bias, activation=activation, backend=backend), rows)
+    if backend in QK_L2NORM:
+        _check_activation(activation)
+        eps = NORM_EPS if qk_l2norm else None
+        return triton_native.qkv_conv(x, weight, packed, bias, activation is not None, heads, sizes, eps)
+    mixed = causal_conv1d(x, weight, packed, bias=bias, activation=activation, backend=backend)
     keys, values = heads[0] * sizes[0], heads[1] * sizes[1]
     q, k, v = mixed.split([keys, keys, values], dim=-1)
     q, k = (part.unflatten(-1, (heads[0], sizes[0])) for part in (q, k))
-    return q, k, v.unflatten(-1, (heads[1], sizes[1])), False
+    if qk_l2norm:
+        q, k = (part * (part.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt() for part in (q, k))
+    return q, k, v.unflatten(-1, (heads[1], sizes[1]))
 
 
-__all__ = ["BACKENDS", "UNITS", "causal_conv1d", "qkv_conv"]
+def _check_activation(activation: str | None) -> None:
+    if activation not in ("silu", "swish", None):
+        raise ValueError(f"found activation {activation!r}; wanted 'silu', 'swish' or None; pass one of them")
+
+
+__all__ = ["BACKENDS", "QK_L2NORM", "causal_conv1d", "qkv_conv"]

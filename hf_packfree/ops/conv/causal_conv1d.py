@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from hf_packfree.ops.backend import Site, broken, installed, needs_cuda, too_old
+from hf_packfree.ops.backend import Target, broken, installed, needs_cuda, too_old
 from hf_packfree.packing import PackedSequence, uncompiled
 
 
@@ -18,9 +18,9 @@ _WIDTH = 8
 """With `seq_idx` it reads channels in groups of so many."""
 
 
-def unusable(site: Site) -> str | None:
-    """Return why it cannot run at `site`, or None."""
-    if (reason := needs_cuda(site) or _unfit(site)) is not None:
+def unusable(target: Target) -> str | None:
+    """Return why it cannot run at `target`, or None."""
+    if (reason := needs_cuda(target) or _unfit(target)) is not None:
         return reason
     if find_spec("causal_conv1d") is None:
         return "causal-conv1d is not installed; pip install causal-conv1d, which compiles it"
@@ -29,15 +29,15 @@ def unusable(site: Site) -> str | None:
     return old or broken("causal-conv1d", "causal_conv1d")
 
 
-def _unfit(site: Site) -> str | None:
+def _unfit(target: Target) -> str | None:
     """Return what of this GPU, dtype or model it was not made for, or None."""
-    if site.capability is not None and site.capability < _OLDEST:
-        return f"it is compiled for Turing GPUs and later (7.5), this is {site.gpu}"
-    if site.dtype not in _DTYPES:
-        return f"it runs in bfloat16, float16 and float32, this is {str(site.dtype).removeprefix('torch.')}"
-    if not 2 <= site.sizes.get("taps", 4) <= 4:
-        return f"it has 2 to 4 taps, the model {site.sizes['taps']}"
-    if (channels := _channels(site.sizes)) % _WIDTH:
+    if target.capability is not None and target.capability < _OLDEST:
+        return f"it is compiled for Turing GPUs and later (7.5), this is {target.gpu}"
+    if target.dtype not in _DTYPES:
+        return f"it runs in bfloat16, float16 and float32, this is {str(target.dtype).removeprefix('torch.')}"
+    if not 2 <= target.sizes.get("taps", 4) <= 4:
+        return f"it has 2 to 4 taps, the model {target.sizes['taps']}"
+    if (channels := _channels(target.sizes)) % _WIDTH:
         return f"it takes channels in multiples of {_WIDTH}, the model has {channels}"
     return None
 

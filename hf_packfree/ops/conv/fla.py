@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hf_packfree.ops.backend import Site
+from hf_packfree.ops.backend import Target
 from hf_packfree.ops.chunk_plan import chunk_indices
 from hf_packfree.ops.fla import broken_fla, needs_fla
 from hf_packfree.packing import PackedSequence, uncompiled
 
 
-def unusable(site: Site) -> str | None:
-    """Return why it cannot run at `site`, or None."""
-    return needs_fla(site) or broken_fla("fla.modules.convolution")
+def unusable(target: Target) -> str | None:
+    """Return why it cannot run at `target`, or None."""
+    return needs_fla(target) or broken_fla("fla.modules.convolution")
 
 
 @uncompiled

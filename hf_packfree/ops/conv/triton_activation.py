@@ -17,7 +17,7 @@ _PTX = tl.constexpr(torch.version.hip is None and os.environ.get("TRITON_INTERPR
 
 @triton.jit
 def sigmoid(x):
-    """1 / (1 + exp(-x)), without the care for denormals that Triton's own takes and that 1 + e swallows."""
+    """1 / (1 + exp(-x)); flushes denormals, which 1 + e loses anyway and Triton's own keeps."""
     if _PTX:
         e = tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * -1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1
@@ -30,46 +30,46 @@ def sigmoid(x):
 
 
 @triton.jit
-def _activate(u, shift, eps, BIAS: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr):
-    """[H, D] of one token; UNIT: divided by each head's L2 norm."""
+def _activate(u, b, eps, BIAS: tl.constexpr, SILU: tl.constexpr, QK_L2NORM: tl.constexpr):
+    """[H, D] of one token; QK_L2NORM: divided by each head's L2 norm."""
     if BIAS:
-        u = u + shift
+        u = u + b
     if SILU:
         u = u * sigmoid(u)
-    if UNIT:
+    if QK_L2NORM:
         u = u * tl.rsqrt(tl.sum(u * u, 1) + eps)[:, None]
     return u
 
 
 @triton.jit
-def _activate4(u0, u1, u2, u3, shift, eps, BIAS: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr):
+def _activate4(u0, u1, u2, u3, b, eps, BIAS: tl.constexpr, SILU: tl.constexpr, QK_L2NORM: tl.constexpr):
     return (
-        _activate(u0, shift, eps, BIAS, SILU, UNIT), _activate(u1, shift, eps, BIAS, SILU, UNIT),
-        _activate(u2, shift, eps, BIAS, SILU, UNIT), _activate(u3, shift, eps, BIAS, SILU, UNIT),
+        _activate(u0, b, eps, BIAS, SILU, QK_L2NORM), _activate(u1, b, eps, BIAS, SILU, QK_L2NORM),
+        _activate(u2, b, eps, BIAS, SILU, QK_L2NORM), _activate(u3, b, eps, BIAS, SILU, QK_L2NORM),
     )
 
 
 @triton.jit
-def activate4(u0, u1, u2, u3, shift, eps, unit, BIAS: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr):
-    """Four tokens'; `unit`: whether this program's heads are divided by their norms, where UNIT allows it at all."""
-    if UNIT:
-        if unit:
-            u0, u1, u2, u3 = _activate4(u0, u1, u2, u3, shift, eps, BIAS, SILU, True)
+def activate4(u0, u1, u2, u3, b, eps, is_qk, BIAS: tl.constexpr, SILU: tl.constexpr, QK_L2NORM: tl.constexpr):
+    """Four tokens'; `is_qk`: whether this program's heads are divided by their norms, where QK_L2NORM allows it at all."""
+    if QK_L2NORM:
+        if is_qk:
+            u0, u1, u2, u3 = _activate4(u0, u1, u2, u3, b, eps, BIAS, SILU, True)
         else:
-            u0, u1, u2, u3 = _activate4(u0, u1, u2, u3, shift, eps, BIAS, SILU, False)
+            u0, u1, u2, u3 = _activate4(u0, u1, u2, u3, b, eps, BIAS, SILU, False)
     else:
-        u0, u1, u2, u3 = _activate4(u0, u1, u2, u3, shift, eps, BIAS, SILU, False)
+        u0, u1, u2, u3 = _activate4(u0, u1, u2, u3, b, eps, BIAS, SILU, False)
     return u0, u1, u2, u3
 
 
 @triton.jit
-def _deactivate(u, g, shift, eps, BIAS: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr):
+def _activate_backward(u, g, b, eps, BIAS: tl.constexpr, SILU: tl.constexpr, QK_L2NORM: tl.constexpr):
     """The gradient of u [H, D] from that of what `_activate` returns."""
     if BIAS:
-        u = u + shift
+        u = u + b
     gate = sigmoid(u)
     y = u * gate if SILU else u
-    if UNIT:
+    if QK_L2NORM:
         scale = tl.rsqrt(tl.sum(y * y, 1) + eps)
         g = g * scale[:, None] - y * (scale * scale * scale * tl.sum(y * g, 1))[:, None]
     if SILU:
@@ -78,23 +78,25 @@ def _deactivate(u, g, shift, eps, BIAS: tl.constexpr, SILU: tl.constexpr, UNIT: 
 
 
 @triton.jit
-def _deactivate4(u0, u1, u2, u3, g0, g1, g2, g3, shift, eps, BIAS: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr):
+def _activate4_backward(
+    u0, u1, u2, u3, g0, g1, g2, g3, b, eps, BIAS: tl.constexpr, SILU: tl.constexpr, QK_L2NORM: tl.constexpr
+):
     return (
-        _deactivate(u0, g0, shift, eps, BIAS, SILU, UNIT), _deactivate(u1, g1, shift, eps, BIAS, SILU, UNIT),
-        _deactivate(u2, g2, shift, eps, BIAS, SILU, UNIT), _deactivate(u3, g3, shift, eps, BIAS, SILU, UNIT),
+        _activate_backward(u0, g0, b, eps, BIAS, SILU, QK_L2NORM), _activate_backward(u1, g1, b, eps, BIAS, SILU, QK_L2NORM),
+        _activate_backward(u2, g2, b, eps, BIAS, SILU, QK_L2NORM), _activate_backward(u3, g3, b, eps, BIAS, SILU, QK_L2NORM),
     )
 
 
 @triton.jit
-def deactivate4(
-    u0, u1, u2, u3, g0, g1, g2, g3, shift, eps, unit, BIAS: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr
+def activate4_backward(
+    u0, u1, u2, u3, g0, g1, g2, g3, b, eps, is_qk, BIAS: tl.constexpr, SILU: tl.constexpr, QK_L2NORM: tl.constexpr
 ):
     """The gradients of what `activate4` is given, from those of what it returns."""
-    if UNIT:
-        if unit:
-            g0, g1, g2, g3 = _deactivate4(u0, u1, u2, u3, g0, g1, g2, g3, shift, eps, BIAS, SILU, True)
+    if QK_L2NORM:
+        if is_qk:
+            g0, g1, g2, g3 = _activate4_backward(u0, u1, u2, u3, g0, g1, g2, g3, b, eps, BIAS, SILU, True)
         else:
-            g0, g1, g2, g3 = _deactivate4(u0, u1, u2, u3, g0, g1, g2, g3, shift, eps, BIAS, SILU, False)
+            g0, g1, g2, g3 = _activate4_backward(u0, u1, u2, u3, g0, g1, g2, g3, b, eps, BIAS, SILU, False)
     else:
-        g0, g1, g2, g3 = _deactivate4(u0, u1, u2, u3, g0, g1, g2, g3, shift, eps, BIAS, SILU, False)
+        g0, g1, g2, g3 = _activate4_backward(u0, u1, u2, u3, g0, g1, g2, g3, b, eps, BIAS, SILU, False)
     return g0, g1, g2, g3

@@ -18,16 +18,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from hf_packfree.ops.backend import Site, block_width, needs_triton
+from hf_packfree.ops.backend import Target, block_width, needs_triton
+from hf_packfree.ops.fused.reduce import sum_partials
 from hf_packfree.ops.launch import launch
 from hf_packfree.ops.operation import Operation
-from hf_packfree.ops.fused.reduce import sum_partials
 from hf_packfree.packing import PackedSequence, uncompiled
 
 _TAPS = 4
 _STRIP, _CHANNELS = 256, 512  # tokens and channels of one program
 _WARPS = {"forward": 2, "backward": 4}
-_REGISTERS = {} if torch.version.hip else {"backward": {"maxnreg": 160}}  # of a thread: three programs fit on a processor
+_REGISTERS = {} if torch.version.hip else {"backward": {"maxnreg": 160}}  # of a thread: three programs fit on an SM
 
 
 class Heads(NamedTuple):
@@ -50,12 +50,12 @@ class Heads(NamedTuple):
 
 
 class Job(NamedTuple):
-    """What a call asks for.
+    """What a call computes.
 
     Attributes:
         launches: one where all heads have the same size.
         silu: whether the convolution is activated.
-        eps: of the L2 norms of q and k, or None: they are not divided.
+        eps: of the L2 norms that q and k are divided by, or None: they are not.
     """
 
     launches: tuple[Heads, ...]
@@ -63,11 +63,11 @@ class Job(NamedTuple):
     eps: float | None
 
 
-def unusable(site: Site) -> str | None:
-    """Return why these kernels cannot run at `site`, or None."""
-    if site.sizes.get("taps", 1) > _TAPS:
-        return f"it has {_TAPS} taps at most, the model {site.sizes['taps']}"
-    return needs_triton(site)
+def unusable(target: Target) -> str | None:
+    """Return why these kernels cannot run at `target`, or None."""
+    if target.sizes.get("taps", 1) > _TAPS:
+        return f"it has {_TAPS} taps at most, the model {target.sizes['taps']}"
+    return needs_triton(target)
 
 
 @uncompiled
@@ -82,48 +82,38 @@ def causal_conv1d(x: Tensor, weight: Tensor, packed: PackedSequence, bias: Tenso
 @uncompiled
 def qkv_conv(
     x: Tensor, weight: Tensor, packed: PackedSequence, bias: Tensor | None, silu: bool,
-    heads: tuple[int, int], sizes: tuple[int, int], eps: float, rows: Tensor | None,
+    heads: tuple[int, int], sizes: tuple[int, int], eps: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `hf_packfree.ops.conv.qkv_conv`."""
     (keys, values), (key_size, value_size) = heads, sizes
     launches: tuple[Heads, ...] = (Heads(0, keys, values, key_size),)
     if key_size != value_size:
         launches = Heads(0, keys, 0, key_size), Heads(2 * keys * key_size, 0, values, value_size)
-    return _apply(x, weight, packed, bias, Job(launches, silu, eps), rows)  # type: ignore[return-value]
+    return _apply(x, weight, packed, bias, Job(launches, silu, eps))  # type: ignore[return-value]
 
 
 class Plan(NamedTuple):
-    """Where tokens lie, on the model's device.
+    """Where the filter's window has to be masked, on the model's device.
 
     Attributes:
-        ages: int32 [T], each token's place in its document.
-        rows: int32 [T], where it lies in q, k and v.
-        groups: int32 [T / 4, rounded up], where the first of each four tokens lies in them, if all four are of one document
-            and none is among its first three; else -1.
+        pos_in_seq: int32 [T], each token's position in its document.
+        interior: int32 [T / 4, rounded up], 1 where all of four tokens are in one document and none is among its first
+            three, so that nothing has to be masked; else 0.
     """
 
-    ages: Tensor
-    rows: Tensor
-    groups: Tensor
+    pos_in_seq: Tensor
+    interior: Tensor
 
 
-def plan_tokens(packed: PackedSequence, rows: Tensor | None) -> Plan:
-    """Return the plan of a row whose tokens go to `rows`, or stay where they are."""
-    ages = packed.position_ids()[0].int()
-    rows = torch.arange(len(ages), dtype=torch.int32, device=ages.device) if rows is None else rows
-    whole = len(ages) // 4
-    groups = torch.where(ages[3::4] >= 6, rows[::4][:whole], -1)  # the last of four is 6 or older where the first is 3 or older
-    return Plan(ages, rows, pad(groups, (0, -(-len(ages) // 4) - whole), value=-1))
+def plan_masks(packed: PackedSequence) -> Plan:
+    """Return the plan of a row."""
+    pos_in_seq = packed.position_ids()[0].int()
+    interior = (pos_in_seq[3::4] >= 6).int()  # the last of four is at 6 or later where the first is at 3 or later
+    return Plan(pos_in_seq, pad(interior, (0, -(-len(pos_in_seq) // 4) - len(interior))))
 
 
-def _apply(
-    x: Tensor, weight: Tensor, packed: PackedSequence, bias: Tensor | None, job: Job, rows: Tensor | None = None
-) -> tuple[Tensor, ...]:
-    def build(packed: PackedSequence, _: int) -> Plan:
-        return plan_tokens(packed, rows)
-
-    plan = packed.cached(build, 0 if rows is None else rows.data_ptr())  # told apart by `rows`, which the plan keeps alive
-    return _Convolution.apply(x, weight, bias, job, *plan)  # type: ignore[no-any-return]
+def _apply(x: Tensor, weight: Tensor, packed: PackedSequence, bias: Tensor | None, job: Job) -> tuple[Tensor, ...]:
+    return _Convolution.apply(x, weight, bias, job, *packed.cached(plan_masks))  # type: ignore[no-any-return]
 
 
 class _Convolution(Operation):
@@ -131,48 +121,48 @@ class _Convolution(Operation):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, job: Job, *plan: Tensor
     ) -> tuple[Tensor, ...]:
-        from hf_packfree.ops.conv.triton_kernels import convolve
+        from hf_packfree.ops.conv.triton_kernels import conv
 
         x = x if x.stride(2) == 1 else x.contiguous()
         ctx.save_for_backward(x, weight, bias, *plan)
         ctx.job, tokens = job, x.shape[1]
         outs: list[Tensor] = []
         for heads in job.launches:
-            mine = [x.new_empty(1, tokens, count, heads.size) for count in heads.counts]
+            tensors = [x.new_empty(1, tokens, count, heads.size) for count in heads.counts]
             launch(
-                convolve, _grid(tokens, heads), _from(x, heads), *_taps(weight, bias, heads), *plan, *_three(mine, heads),
+                conv, _grid(tokens, heads), _from(x, heads), *_taps(weight, bias, heads), *plan, *_three(tensors, heads),
                 tokens, x.stride(1), heads.keys, heads.values, heads.size, job.eps or 0.0,
                 **_blocks(weight, bias, job, heads, "forward"),
             )
-            outs += mine
+            outs += tensors
         return tuple(outs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *d_outs: Tensor) -> tuple[Tensor | None, ...]:
-        from hf_packfree.ops.conv.triton_kernels import convolve_backward
+        from hf_packfree.ops.conv.triton_kernels import conv_backward
 
         x, weight, bias, *plan = ctx.saved_tensors
         d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
         d_weights, d_biases, tokens = [], [], x.shape[1]
         left = [d_out.contiguous() for d_out in d_outs]
         for heads in ctx.job.launches:
-            mine = [left.pop(0) for _ in heads.counts]
+            tensors = [left.pop(0) for _ in heads.counts]
             grid = _grid(tokens, heads)
             d_weight = x.new_empty(grid[0], heads.channels, weight.shape[1], dtype=torch.float32)  # of each strip
             d_bias = None if bias is None else d_weight.new_empty(d_weight.shape[:2])
             launch(
-                convolve_backward, grid, _from(x, heads), *_taps(weight, bias, heads), *plan, *_three(mine, heads),
+                conv_backward, grid, _from(x, heads), *_taps(weight, bias, heads), *plan, *_three(tensors, heads),
                 _from(d_x, heads), d_weight, d_bias, tokens, x.stride(1), d_x.stride(1), heads.keys, heads.values, heads.size,
                 ctx.job.eps or 0.0,
                 **_blocks(weight, bias, ctx.job, heads, "backward"),
             )
             d_weights.append(d_weight)
             d_biases.append(d_bias)
-        return d_x, _summed(d_weights, weight), _summed(d_biases, bias), None, None, None, None
+        return d_x, _sum_strips(d_weights, weight), _sum_strips(d_biases, bias), None, None, None
 
 
-def _summed(strips: list[Tensor | None], parameter: Tensor | None) -> Tensor | None:
+def _sum_strips(strips: list[Tensor | None], parameter: Tensor | None) -> Tensor | None:
     """A parameter's gradient from what each launch has of its channels, strip by strip."""
     if parameter is None:
         return None
@@ -208,10 +198,10 @@ def _block(heads: Heads) -> int:
     return max(1, _CHANNELS // block_width(heads.size))
 
 
-def _blocks(weight: Tensor, bias: Tensor | None, job: Job, heads: Heads, way: str) -> dict[str, Any]:
+def _blocks(weight: Tensor, bias: Tensor | None, job: Job, heads: Heads, direction: str) -> dict[str, Any]:
     """What a program is compiled for."""
     return {
-        "TAPS": weight.shape[1], "BIAS": bias is not None, "SILU": job.silu, "UNIT": job.eps is not None,
-        "STRIP": _STRIP, "BLOCK_H": _block(heads), "BLOCK_D": block_width(heads.size), "num_warps": _WARPS[way],
-        **_REGISTERS.get(way, {}),
+        "TAPS": weight.shape[1], "BIAS": bias is not None, "SILU": job.silu, "QK_L2NORM": job.eps is not None,
+        "STRIP": _STRIP, "BLOCK_H": _block(heads), "BLOCK_D": block_width(heads.size), "num_warps": _WARPS[direction],
+        **_REGISTERS.get(direction, {}),
     }

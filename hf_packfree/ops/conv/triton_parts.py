@@ -1,4 +1,4 @@
-"""What the convolution's two Triton kernels are made of: loads and stores that stay inside, masks at documents' edges.
+"""What the convolution's two Triton kernels are made of: loads and stores within the row, masks at documents' edges.
 
 Shapes: T tokens, C channels, H heads of D channels that one program works on.
 """
@@ -10,132 +10,111 @@ import triton.language as tl
 
 
 @triton.jit
-def part_of(q, k, v, keys, values, size, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr):
-    """This program's tensor, if that is q or k, its channels a token, and where the program's lie in it and in the row.
+def heads_of_program(q, k, v, keys, values, size, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The heads of q, k or v that this program works on.
 
-    Returns tensor, unit, channels of a token, places in the tensor, channels in the row, and which of them are there.
+    Returns their tensor, whether that is q or k, its channels per token, the heads' offsets within a token of it and within
+    a token of the row, and the mask.
     """
     block, blocks = tl.program_id(1), tl.cdiv(keys, BLOCK_H)
     if block < blocks:
-        mine, before, heads, first = q, 0, keys, block * BLOCK_H
+        tensor, before, heads, first = q, 0, keys, block * BLOCK_H
     elif block < 2 * blocks:
-        mine, before, heads, first = k, keys, keys, (block - blocks) * BLOCK_H
+        tensor, before, heads, first = k, keys, keys, (block - blocks) * BLOCK_H
     else:
-        mine, before, heads, first = v, 2 * keys, values, (block - 2 * blocks) * BLOCK_H
+        tensor, before, heads, first = v, 2 * keys, values, (block - 2 * blocks) * BLOCK_H
     h, d = first + tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_D)[None, :]
-    ok = (h < heads) & (d < size)
-    return mine, block < 2 * blocks, heads * size, h * size + d, (before + h) * size + d, ok
+    mask = (h < heads) & (d < size)
+    return tensor, block < 2 * blocks, heads * size, h * size + d, (before + h) * size + d, mask
 
 
 @triton.jit
-def load_tap(weight, channel, ok, back: tl.constexpr, TAPS: tl.constexpr):
-    """Weights [C, TAPS]: the tap that meets the token `back` places before."""
-    return tl.load(weight + channel * TAPS + (TAPS - 1 - back), mask=ok & (back < TAPS), other=0.0).to(tl.float32)
+def load_tap(weight, channel, mask, back: tl.constexpr, TAPS: tl.constexpr):
+    """Weights [C, TAPS]: the tap of the token `back` places before."""
+    return tl.load(weight + channel * TAPS + (TAPS - 1 - back), mask=mask & (back < TAPS), other=0.0).to(tl.float32)
 
 
 @triton.jit
-def load_taps(weight, bias, channel, ok, TAPS: tl.constexpr, BIAS: tl.constexpr):
+def load_taps(weight, bias, channel, mask, TAPS: tl.constexpr, BIAS: tl.constexpr):
     """The four taps, newest first, zero beyond TAPS, and the bias."""
-    shift = tl.load(bias + channel, mask=ok, other=0.0).to(tl.float32) if BIAS else 0.0
+    b = tl.load(bias + channel, mask=mask, other=0.0).to(tl.float32) if BIAS else 0.0
     return (
-        load_tap(weight, channel, ok, 0, TAPS), load_tap(weight, channel, ok, 1, TAPS),
-        load_tap(weight, channel, ok, 2, TAPS), load_tap(weight, channel, ok, 3, TAPS), shift,
+        load_tap(weight, channel, mask, 0, TAPS), load_tap(weight, channel, mask, 1, TAPS),
+        load_tap(weight, channel, mask, 2, TAPS), load_tap(weight, channel, mask, 3, TAPS), b,
     )
 
 
 @triton.jit
-def store_tap(d_weight, channel, ok, back: tl.constexpr, TAPS: tl.constexpr, value):
-    tl.store(d_weight + channel * TAPS + (TAPS - 1 - back), value, mask=ok & (back < TAPS))
+def store_tap(d_weight, channel, mask, back: tl.constexpr, TAPS: tl.constexpr, value):
+    tl.store(d_weight + channel * TAPS + (TAPS - 1 - back), value, mask=mask & (back < TAPS))
 
 
 @triton.jit
-def _mask(ok):
-    """Return `ok` as it is: Triton's interpreter keeps a block and a scalar condition as int32, and a mask has to be bool."""
-    return ok != 0
+def _as_mask(mask):
+    """The same: Triton's interpreter keeps a block combined with a scalar condition as int32, and a mask has to be bool."""
+    return mask != 0
 
 
 @triton.jit
-def _there(ok, t, tokens):
-    return _mask(ok & (t >= 0) & (t < tokens))
+def in_bounds(mask, t, tokens):
+    return _as_mask(mask & (t >= 0) & (t < tokens))
 
 
 @triton.jit
-def load4(x, stride, place, ok, t, tokens):
+def load4(x, stride, offset, mask, t, tokens):
     """The channels of token t and the three before it, the latest first; zero outside the row."""
-    start = x + (t - 3).to(tl.int64) * stride  # one multiplication for four rows that follow each other
+    start = x + (t - 3).to(tl.int64) * stride  # one multiplication for four consecutive tokens
     return (
-        tl.load(start + 3 * stride + place, mask=_there(ok, t, tokens), other=0.0),
-        tl.load(start + 2 * stride + place, mask=_there(ok, t - 1, tokens), other=0.0),
-        tl.load(start + stride + place, mask=_there(ok, t - 2, tokens), other=0.0),
-        tl.load(start + place, mask=_there(ok, t - 3, tokens), other=0.0),
+        tl.load(start + 3 * stride + offset, mask=in_bounds(mask, t, tokens), other=0.0),
+        tl.load(start + 2 * stride + offset, mask=in_bounds(mask, t - 1, tokens), other=0.0),
+        tl.load(start + stride + offset, mask=in_bounds(mask, t - 2, tokens), other=0.0),
+        tl.load(start + offset, mask=in_bounds(mask, t - 3, tokens), other=0.0),
     )
 
 
 @triton.jit
-def store4(out, stride, place, ok, t, tokens, y0, y1, y2, y3):
-    """The counterpart of `load4`; y0 is token t's."""
+def store4(out, stride, offset, mask, t, tokens, y0, y1, y2, y3):
+    """The counterpart of `load4`; y0 is token t's, and t - 3 at least 0."""
     start = out + (t - 3).to(tl.int64) * stride
     dtype = out.dtype.element_ty
-    tl.store(start + 3 * stride + place, y0.to(dtype), mask=_mask(ok & (t < tokens)))
-    tl.store(start + 2 * stride + place, y1.to(dtype), mask=_mask(ok & (t - 1 < tokens)))
-    tl.store(start + stride + place, y2.to(dtype), mask=_mask(ok & (t - 2 < tokens)))
-    tl.store(start + place, y3.to(dtype), mask=_mask(ok & (t - 3 < tokens)))
+    tl.store(start + 3 * stride + offset, y0.to(dtype), mask=_as_mask(mask & (t < tokens)))
+    tl.store(start + 2 * stride + offset, y1.to(dtype), mask=_as_mask(mask & (t - 1 < tokens)))
+    tl.store(start + stride + offset, y2.to(dtype), mask=_as_mask(mask & (t - 2 < tokens)))
+    tl.store(start + offset, y3.to(dtype), mask=_as_mask(mask & (t - 3 < tokens)))
 
 
 @triton.jit
-def group_of(groups, t, tokens):
-    """Where the first of the four tokens lies of which t is the last, or -1: each has to be asked about."""
-    return tl.load(groups + t // 4, mask=(t >= 3) & (t < tokens), other=-1)
+def is_interior(interior, t, tokens):
+    """Whether no tap of the four tokens of which t is the last leaves their document."""
+    return tl.load(interior + t // 4, mask=(t >= 3) & (t < tokens), other=0) > 0
 
 
 @triton.jit
-def _row_of(rows, t, tokens):
-    return tl.load(rows + t, mask=(t >= 0) & (t < tokens), other=-1)
-
-
-@triton.jit
-def _load_row(x, stride, place, ok, row):
-    return tl.load(x + row.to(tl.int64) * stride + place, mask=_mask(ok & (row >= 0)), other=0.0)
-
-
-@triton.jit
-def load_group(x, stride, place, ok, group, rows, t, tokens):
-    """`load4` of a tensor whose tokens lie where `rows` says, one after another where `group` is known."""
-    if group >= 0:
-        start = x + group.to(tl.int64) * stride
-        x0 = tl.load(start + 3 * stride + place, mask=ok, other=0.0)
-        x1 = tl.load(start + 2 * stride + place, mask=ok, other=0.0)
-        x2 = tl.load(start + stride + place, mask=ok, other=0.0)
-        x3 = tl.load(start + place, mask=ok, other=0.0)
+def load4_if(interior, x, stride, offset, mask, t, tokens):
+    """`load4`, which where `interior` needs not ask whether the tokens are in the row."""
+    if interior:
+        start = x + (t - 3).to(tl.int64) * stride
+        x0 = tl.load(start + 3 * stride + offset, mask=mask, other=0.0)
+        x1 = tl.load(start + 2 * stride + offset, mask=mask, other=0.0)
+        x2 = tl.load(start + stride + offset, mask=mask, other=0.0)
+        x3 = tl.load(start + offset, mask=mask, other=0.0)
     else:
-        x0 = _load_row(x, stride, place, ok, _row_of(rows, t, tokens))
-        x1 = _load_row(x, stride, place, ok, _row_of(rows, t - 1, tokens))
-        x2 = _load_row(x, stride, place, ok, _row_of(rows, t - 2, tokens))
-        x3 = _load_row(x, stride, place, ok, _row_of(rows, t - 3, tokens))
+        x0, x1, x2, x3 = load4(x, stride, offset, mask, t, tokens)
     return x0, x1, x2, x3
 
 
 @triton.jit
-def _store_row(out, stride, place, ok, row, value):
-    tl.store(out + row.to(tl.int64) * stride + place, value, mask=_mask(ok & (row >= 0)))
-
-
-@triton.jit
-def store_group(out, stride, place, ok, group, rows, t, tokens, y0, y1, y2, y3):
-    """The counterpart of `load_group`; y0 is token t's."""
-    dtype = out.dtype.element_ty
-    y0, y1, y2, y3 = y0.to(dtype), y1.to(dtype), y2.to(dtype), y3.to(dtype)
-    if group >= 0:
-        start = out + group.to(tl.int64) * stride
-        tl.store(start + place, y3, mask=ok)
-        tl.store(start + stride + place, y2, mask=ok)
-        tl.store(start + 2 * stride + place, y1, mask=ok)
-        tl.store(start + 3 * stride + place, y0, mask=ok)
+def store4_if(interior, out, stride, offset, mask, t, tokens, y0, y1, y2, y3):
+    """The counterpart of `load4_if`."""
+    if interior:
+        start = out + (t - 3).to(tl.int64) * stride
+        dtype = out.dtype.element_ty
+        tl.store(start + offset, y3.to(dtype), mask=mask)
+        tl.store(start + stride + offset, y2.to(dtype), mask=mask)
+        tl.store(start + 2 * stride + offset, y1.to(dtype), mask=mask)
+        tl.store(start + 3 * stride + offset, y0.to(dtype), mask=mask)
     else:
-        _store_row(out, stride, place, ok, _row_of(rows, t, tokens), y0)
-        _store_row(out, stride, place, ok, _row_of(rows, t - 1, tokens), y1)
-        _store_row(out, stride, place, ok, _row_of(rows, t - 2, tokens), y2)
-        _store_row(out, stride, place, ok, _row_of(rows, t - 3, tokens), y3)
+        store4(out, stride, offset, mask, t, tokens, y0, y1, y2, y3)
 
 
 @triton.jit
@@ -144,35 +123,74 @@ def widen4(x0, x1, x2, x3):
 
 
 @triton.jit
-def age_of(ages, t, tokens):
-    """Tokens past the row count as old: they are zero anyway."""
-    return tl.load(ages + t, mask=t < tokens, other=3)
+def load_pos(pos_in_seq, t, tokens):
+    """Tokens past the row count as far from an edge: they are zero anyway."""
+    return tl.load(pos_in_seq + t, mask=t < tokens, other=3)
 
 
 @triton.jit
-def ages4(ages, t, tokens):
-    """Those of token t and the three before it, the latest first."""
-    return age_of(ages, t, tokens), age_of(ages, t - 1, tokens), age_of(ages, t - 2, tokens), age_of(ages, t - 3, tokens)
+def load_pos4(pos_in_seq, t, tokens):
+    """Positions of token t and the three before it, the latest first."""
+    return (
+        load_pos(pos_in_seq, t, tokens), load_pos(pos_in_seq, t - 1, tokens),
+        load_pos(pos_in_seq, t - 2, tokens), load_pos(pos_in_seq, t - 3, tokens),
+    )
 
 
 @triton.jit
-def kept(x, age, back: tl.constexpr, CUT: tl.constexpr):
-    """x if the token `back` places before one of that age is of the same document, else zero."""
-    if CUT:
-        x = tl.where(age >= back, x, 0.0)
+def mask_tap(x, pos, back: tl.constexpr, MASKED: tl.constexpr):
+    """x if the token `back` places before the one at position `pos` is of the same document, else zero."""
+    if MASKED:
+        x = tl.where(pos >= back, x, 0.0)
     return x
 
 
 @triton.jit
-def convolve1(x0, x1, x2, x3, age, w0, w1, w2, w3, CUT: tl.constexpr):
+def conv1(x0, x1, x2, x3, pos, w0, w1, w2, w3, MASKED: tl.constexpr):
     """The convolution at a token x0, with those before it."""
-    return x0 * w0 + kept(x1, age, 1, CUT) * w1 + kept(x2, age, 2, CUT) * w2 + kept(x3, age, 3, CUT) * w3
+    return (
+        x0 * w0 + mask_tap(x1, pos, 1, MASKED) * w1 + mask_tap(x2, pos, 2, MASKED) * w2 + mask_tap(x3, pos, 3, MASKED) * w3
+    )
 
 
 @triton.jit
-def convolve4(x0, x1, x2, x3, x4, x5, x6, a0, a1, a2, a3, w0, w1, w2, w3, CUT: tl.constexpr):
-    """The convolution at four tokens, the latest first."""
+def conv4(x0, x1, x2, x3, x4, x5, x6, p0, p1, p2, p3, w0, w1, w2, w3, MASKED: tl.constexpr):
+    """The convolution at four tokens, the latest first, whose positions are p0 to p3."""
     return (
-        convolve1(x0, x1, x2, x3, a0, w0, w1, w2, w3, CUT), convolve1(x1, x2, x3, x4, a1, w0, w1, w2, w3, CUT),
-        convolve1(x2, x3, x4, x5, a2, w0, w1, w2, w3, CUT), convolve1(x3, x4, x5, x6, a3, w0, w1, w2, w3, CUT),
+        conv1(x0, x1, x2, x3, p0, w0, w1, w2, w3, MASKED), conv1(x1, x2, x3, x4, p1, w0, w1, w2, w3, MASKED),
+        conv1(x2, x3, x4, x5, p2, w0, w1, w2, w3, MASKED), conv1(x3, x4, x5, x6, p3, w0, w1, w2, w3, MASKED),
+    )
+
+
+@triton.jit
+def conv_dx(g0, g1, g2, g3, p0, p1, p2, p3, w1, w2, w3, MASKED: tl.constexpr):
+    """What the gradients of four tokens, the latest first, give to the tokens before theirs.
+
+    Returns what the second, third and fourth of the four get, then what the three tokens before the four get.
+    """
+    return (
+        mask_tap(g0, p0, 1, MASKED) * w1,
+        mask_tap(g1, p1, 1, MASKED) * w1 + mask_tap(g0, p0, 2, MASKED) * w2,
+        mask_tap(g2, p2, 1, MASKED) * w1 + mask_tap(g1, p1, 2, MASKED) * w2 + mask_tap(g0, p0, 3, MASKED) * w3,
+        mask_tap(g3, p3, 1, MASKED) * w1 + mask_tap(g2, p2, 2, MASKED) * w2 + mask_tap(g1, p1, 3, MASKED) * w3,
+        mask_tap(g3, p3, 2, MASKED) * w2 + mask_tap(g2, p2, 3, MASKED) * w3,
+        mask_tap(g3, p3, 3, MASKED) * w3,
+    )
+
+
+@triton.jit
+def _conv_dw1(g0, g1, g2, g3, x0, x1, x2, x3, p0, p1, p2, p3, back: tl.constexpr, MASKED: tl.constexpr):
+    """The gradient of one tap from four tokens' gradients and the tokens that it multiplied there."""
+    d_tap = g0 * mask_tap(x0, p0, back, MASKED) + g1 * mask_tap(x1, p1, back, MASKED)
+    return d_tap + g2 * mask_tap(x2, p2, back, MASKED) + g3 * mask_tap(x3, p3, back, MASKED)
+
+
+@triton.jit
+def conv_dw(g0, g1, g2, g3, x0, x1, x2, x3, x4, x5, x6, p0, p1, p2, p3, MASKED: tl.constexpr):
+    """The gradients of the four taps, newest first."""
+    return (
+        _conv_dw1(g0, g1, g2, g3, x0, x1, x2, x3, p0, p1, p2, p3, 0, False),
+        _conv_dw1(g0, g1, g2, g3, x1, x2, x3, x4, p0, p1, p2, p3, 1, MASKED),
+        _conv_dw1(g0, g1, g2, g3, x2, x3, x4, x5, p0, p1, p2, p3, 2, MASKED),
+        _conv_dw1(g0, g1, g2, g3, x3, x4, x5, x6, p0, p1, p2, p3, 3, MASKED),
     )

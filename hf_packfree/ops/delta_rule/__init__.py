@@ -10,13 +10,11 @@ from hf_packfree.ops.delta_rule.reference import recurrent_gated_delta_rule
 from hf_packfree.packing import PackedSequence
 
 BACKENDS = {
-    "flash_qla": Backend(flash_qla.gated_delta_rule, flash_qla.unusable, "flash-qla", bits=True),
-    "fla": Backend(fla.gated_delta_rule, fla.unusable, "fla-core", bits=True),
+    "flash_qla": Backend(flash_qla.gated_delta_rule, flash_qla.unusable, "flash-qla", batch_invariant=True),
+    "fla": Backend(fla.gated_delta_rule, fla.unusable, "fla-core", batch_invariant=True),
     "torch": Backend(torch_chunked.gated_delta_rule),
     "flash_qla_cut": Backend(flash_qla.gated_delta_rule_cut, flash_qla.unusable, "flash-qla", exact=False),
 }
-WALKS = ("flash_qla", "fla")
-"""The backends that walk each document from end to end, so that long ones had better come first."""
 
 
 def gated_delta_rule(
@@ -27,14 +25,13 @@ def gated_delta_rule(
     beta: Tensor,
     packed: PackedSequence,
     *,
-    unit: bool = False,
+    qk_l2norm: bool = True,
     backend: str = "torch",
 ) -> Tensor:
     """Run the gated delta rule (Yang et al., Gated Delta Networks, arXiv:2412.06464) on each document of a packed row.
 
-    The state starts at zero at every segment start.  Queries and keys are L2-normalised inside (x * rsqrt(sum(x^2) +
-    1e-6)) and queries scaled by K ** -0.5.  In torch all arithmetic is fp32, or fp64 if q is fp64; the kernels multiply
-    in q's dtype (fp32 as TF32) and add in fp32.
+    The state starts at zero at every segment start, and queries are scaled by K ** -0.5.  In torch all arithmetic is fp32, or
+    fp64 if q is fp64; the kernels multiply in q's dtype (fp32 as TF32) and add in fp32.
 
     Args:
         q, k: [1, T, H, K], any floating dtype, any strides.
@@ -42,7 +39,7 @@ def gated_delta_rule(
         g: [1, T, HV], log decay, at most 0.
         beta: [1, T, HV], write strength.
         packed: where the documents lie.
-        unit: q and k are L2-normalised already.
+        qk_l2norm: divide q and k by their L2 norms, x * rsqrt(sum(x^2) + 1e-6); False: they have norm 1 already.
         backend: a name in `BACKENDS`; "flash_qla_cut" trades exactness on documents of some 500 tokens and more for
             speed on rows of few long ones.
 
@@ -53,7 +50,7 @@ def gated_delta_rule(
     Raises:
         BackendUnavailable: no backend has that name.
     """
-    return find("delta rule", BACKENDS, backend)(q, k, v, g, beta, packed, unit)  # type: ignore[no-any-return]
+    return find("delta rule", BACKENDS, backend)(q, k, v, g, beta, packed, qk_l2norm)  # type: ignore[no-any-return]
 
 
-__all__ = ["BACKENDS", "WALKS", "gated_delta_rule", "recurrent_gated_delta_rule"]
+__all__ = ["BACKENDS", "gated_delta_rule", "recurrent_gated_delta_rule"]

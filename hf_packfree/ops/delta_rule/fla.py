@@ -9,22 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_packfree.ops.backend import Site
+from hf_packfree.ops.backend import Target
 from hf_packfree.ops.chunk_plan import chunk_indices
 from hf_packfree.ops.fla import broken_fla, needs_fla, wrong_on_hopper
 from hf_packfree.packing import PackedSequence, uncompiled
 
 
-def unusable(site: Site) -> str | None:
-    """Return why it cannot run at `site`, or None."""
-    if site.sizes.get("key_size", 0) > 256:
-        return f"it takes keys of 256 channels at most, the model has {site.sizes['key_size']}"
-    return needs_fla(site) or wrong_on_hopper(site) or broken_fla("fla.ops.gated_delta_rule")
+def unusable(target: Target) -> str | None:
+    """Return why it cannot run at `target`, or None."""
+    if target.sizes.get("key_size", 0) > 256:
+        return f"it takes keys of 256 channels at most, the model has {target.sizes['key_size']}"
+    return needs_fla(target) or wrong_on_hopper(target) or broken_fla("fla.ops.gated_delta_rule")
 
 
 @uncompiled
 def gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packed: PackedSequence, unit: bool
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packed: PackedSequence, qk_l2norm: bool
 ) -> Tensor:
     """See `hf_packfree.ops.delta_rule.gated_delta_rule`."""
     out, _ = _kernel()(
@@ -33,7 +33,7 @@ def gated_delta_rule(
         v,
         g.float(),
         beta,
-        use_qk_l2norm_in_kernel=not unit,
+        use_qk_l2norm_in_kernel=qk_l2norm,
         cu_seqlens=packed.cu_seqlens,
         **chunk_indices(packed),
     )

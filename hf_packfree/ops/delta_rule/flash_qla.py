@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hf_packfree.ops.backend import Site, broken, installed, needs_cuda, needs_half, too_old
+from hf_packfree.ops.backend import Target, broken, installed, needs_cuda, needs_half, too_old
 from hf_packfree.ops.chunk_plan import CHUNK, plan_chunks
 from hf_packfree.ops.operation import Operation
 from hf_packfree.ops.toolkit import flash_qla_off, has_nvcc
@@ -31,15 +31,15 @@ _USED_ON = ((9, 0), (10, 0), (10, 3))
 chunks of 32; nobody tried them with packed rows."""
 
 
-def unusable(site: Site) -> str | None:
-    """Return why it cannot run at `site`, or None."""
-    if (reason := needs_cuda(site)) is not None:
+def unusable(target: Target) -> str | None:
+    """Return why it cannot run at `target`, or None."""
+    if (reason := needs_cuda(target)) is not None:
         return reason
-    if site.capability is not None and site.capability not in _USED_ON:
-        return f"we know it to be exact on compute capability 9.0 and use it on 9.0, 10.0 and 10.3, this is {site.gpu}"
-    if (reason := needs_half(site)) is not None:
+    if target.capability is not None and target.capability not in _USED_ON:
+        return f"we know it to be exact on compute capability 9.0 and use it on 9.0, 10.0 and 10.3, this is {target.gpu}"
+    if (reason := needs_half(target)) is not None:
         return reason
-    sizes = {site.sizes.get("key_size", _SIZE), site.sizes.get("value_size", _SIZE)}
+    sizes = {target.sizes.get("key_size", _SIZE), target.sizes.get("value_size", _SIZE)}
     if sizes != {_SIZE}:
         return f"it runs heads of {_SIZE} channels, the model has {sorted(sizes)}"
     return _unusable_package()
@@ -59,12 +59,12 @@ def _unusable_package() -> str | None:
 
 @uncompiled
 def gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packed: PackedSequence, unit: bool
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packed: PackedSequence, qk_l2norm: bool
 ) -> Tensor:
     """See `hf_packfree.ops.delta_rule.gated_delta_rule`."""
     cu_seqlens = packed.cached(planned_cu_seqlens)
-    if not unit or not _is_known():
-        return _run(q, k, v, g, beta, cu_seqlens, unit, cut=False)
+    if qk_l2norm or not _is_known():
+        return _run(q, k, v, g, beta, cu_seqlens, qk_l2norm, cut=False)
     inputs = (x.contiguous() for x in (q, k, v, g.float(), beta))
     with torch.cuda.device_of(q):  # TileLang launches on the current one
         return _WholeDocuments.apply(*inputs, cu_seqlens)  # type: ignore[no-any-return]
@@ -72,14 +72,14 @@ def gated_delta_rule(
 
 @uncompiled
 def gated_delta_rule_cut(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packed: PackedSequence, unit: bool
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packed: PackedSequence, qk_l2norm: bool
 ) -> Tensor:
     """The same, but long documents may be cut: faster on few of them, not exact, and it waits for the device."""
-    return _run(q, k, v, g, beta, packed.cu_seqlens, unit, cut=True)
+    return _run(q, k, v, g, beta, packed.cu_seqlens, qk_l2norm, cut=True)
 
 
 def _run(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor, unit: bool, *, cut: bool
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor, qk_l2norm: bool, *, cut: bool
 ) -> Tensor:
     from flash_qla import chunk_gated_delta_rule
 
@@ -89,7 +89,7 @@ def _run(
         v,
         g.float(),
         beta,
-        use_qk_l2norm_in_kernel=not unit,
+        use_qk_l2norm_in_kernel=qk_l2norm,
         cu_seqlens=cu_seqlens,
         auto_cp=cut,
     )
@@ -105,10 +105,10 @@ class _WholeDocuments(Operation):
     ) -> Tensor:
         from flash_qla import chunk_gated_delta_rule_fwd
 
-        asked = {"scale": k.shape[-1] ** -0.5, "cu_seqlens": cu_seqlens, "auto_cp": False}
-        sums, solved, out, *_ = chunk_gated_delta_rule_fwd(q, k, v, g, beta, output_final_state=False, **asked)
+        options = {"scale": k.shape[-1] ** -0.5, "cu_seqlens": cu_seqlens, "auto_cp": False}
+        sums, solved, out, *_ = chunk_gated_delta_rule_fwd(q, k, v, g, beta, output_final_state=False, **options)
         ctx.save_for_backward(q, k, v, sums, beta, solved)
-        ctx.asked = asked  # the offsets themselves: the plan is theirs as an attribute
+        ctx.options = options  # the offsets themselves: the plan is theirs as an attribute
         return out  # type: ignore[no-any-return]
 
     @staticmethod
@@ -117,7 +117,7 @@ class _WholeDocuments(Operation):
         from flash_qla import chunk_gated_delta_rule_bwd
 
         q, k, v, _, beta, _ = saved = ctx.saved_tensors
-        d_q, d_k, d_v, d_beta, d_g, _ = chunk_gated_delta_rule_bwd(*saved, d_out.contiguous(), **ctx.asked)
+        d_q, d_k, d_v, d_beta, d_g, _ = chunk_gated_delta_rule_bwd(*saved, d_out.contiguous(), **ctx.options)
         return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), d_g, d_beta.to(beta.dtype), None
 
 

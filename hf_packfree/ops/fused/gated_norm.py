@@ -19,7 +19,6 @@ from hf_packfree.ops.fused.linear import linear_backward, linear_forward
 from hf_packfree.ops.fused.reduce import sum_partials
 from hf_packfree.ops.launch import launch
 from hf_packfree.ops.operation import Operation
-from hf_packfree.ops.order import moved_back
 
 _ROWS = {"forward": 16, "backward": 8}  # of a block
 _BLOCKS = 16  # of a program in the backward pass
@@ -32,7 +31,6 @@ def gated_rms_norm(
     eps: float,
     *,
     projection: Tensor | None = None,
-    rows: Tensor | None = None,
     batch_invariant: bool = False,
     backend: str = "torch",
 ) -> Tensor:
@@ -43,7 +41,6 @@ def gated_rms_norm(
         weight: [V].
         eps: added to the mean square.
         projection: [F, HV*V], the weight of the linear layer that alone reads the result, or None.
-        rows: int32 [T], the row of x that holds each token of z and of the result, see `hf_packfree.ops.order`; None: its own.
         batch_invariant: with "triton", a token gets the same result in a row of any length, see `hf_packfree.ops.fused.linear`.
         backend: "triton" or "torch".
 
@@ -55,8 +52,8 @@ def gated_rms_norm(
         BackendUnavailable: no backend has that name.
     """
     if uses_triton("gated norm", backend):
-        return _GatedNorm.apply(x, z, weight, eps, projection, rows, batch_invariant)  # type: ignore[no-any-return]
-    normed = gated_rms_norm_reference(moved_back(x, rows), z, weight, eps)
+        return _GatedNorm.apply(x, z, weight, eps, projection, batch_invariant)  # type: ignore[no-any-return]
+    normed = gated_rms_norm_reference(x, z, weight, eps)
     return normed if projection is None else linear_forward(normed.flatten(2), projection, batch_invariant)
 
 
@@ -70,43 +67,42 @@ def gated_rms_norm_reference(x: Tensor, z: Tensor, weight: Tensor, eps: float) -
 class _GatedNorm(Operation):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, z: Tensor, weight: Tensor, eps: float, projection: Tensor | None, rows: Tensor | None,
-        batch_invariant: bool,
+        ctx: Any, x: Tensor, z: Tensor, weight: Tensor, eps: float, projection: Tensor | None, batch_invariant: bool
     ) -> Tensor:
         from hf_packfree.ops.fused.kernels.gated_norm import gated_norm
 
         x, z = x.contiguous(), z.contiguous()
-        ctx.save_for_backward(x, z, weight, projection, rows)
+        ctx.save_for_backward(x, z, weight, projection)
         ctx.eps = eps
         normed, sizes = torch.empty_like(x), _sizes(x)
-        blocks = _blocks(x, rows, "forward")
-        launch(gated_norm, (-(-sizes[0] // blocks["ROWS"]),), x, z, weight, rows, normed, *sizes, eps, **blocks)
+        blocks = _blocks(x, "forward")
+        launch(gated_norm, (-(-sizes[0] // blocks["ROWS"]),), x, z, weight, normed, *sizes, eps, **blocks)
         return normed if projection is None else linear_forward(normed.flatten(-2), projection, batch_invariant)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        x, z, weight, projection, rows = ctx.saved_tensors
-        recompute = partial(_gradients, x, z, weight, ctx.eps, rows)
+        x, z, weight, projection = ctx.saved_tensors
+        recompute = partial(_gradients, x, z, weight, ctx.eps)
         if projection is None:
-            return *recompute(d_out.contiguous(), False)[0], None, None, None, None
+            return *recompute(d_out.contiguous(), False)[0], None, None, None
         *gradients, d_projection = linear_backward(d_out, projection, recompute, ctx.needs_input_grad[4])
-        return *gradients, None, d_projection, None, None
+        return *gradients, None, d_projection, None
 
 
 def _gradients(
-    x: Tensor, z: Tensor, weight: Tensor, eps: float, rows: Tensor | None, d_normed: Tensor, recompute: bool
+    x: Tensor, z: Tensor, weight: Tensor, eps: float, d_normed: Tensor, recompute: bool
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
     """Those of x, z and weight, and the norm itself where it is to `recompute`."""
     from hf_packfree.ops.fused.kernels.gated_norm import gated_norm_backward
 
     d_x, d_z, sizes = torch.empty_like(x), torch.empty_like(z), _sizes(x)
     normed = torch.empty_like(x) if recompute else None
-    blocks = _blocks(x, rows, "backward")
+    blocks = _blocks(x, "backward")
     programs = -(-sizes[0] // (blocks["ROWS"] * _BLOCKS))
     d_weight = weight.new_empty(programs, x.shape[-1], dtype=torch.float32)
     launch(
-        gated_norm_backward, (programs,), x, z, weight, rows, d_normed, normed, d_x, d_z, d_weight, *sizes, eps, _BLOCKS,
+        gated_norm_backward, (programs,), x, z, weight, d_normed, normed, d_x, d_z, d_weight, *sizes, eps, _BLOCKS,
         RECOMPUTE=recompute, **blocks,
     )
     return (d_x, d_z, sum_partials(d_weight, weight.dtype)), normed
@@ -117,10 +113,9 @@ def _sizes(x: Tensor) -> tuple[int, int]:
     return x.numel() // x.shape[-1], x.shape[-1]
 
 
-def _blocks(x: Tensor, rows: Tensor | None, direction: str) -> dict[str, Any]:
+def _blocks(x: Tensor, direction: str) -> dict[str, int]:
     """What a program is compiled for."""
-    width, heads = block_width(x.shape[-1]), 1 if rows is None else x.shape[-2]  # 1: not read
-    return {"HEADS": heads, "MOVED": rows is not None, "ROWS": _ROWS[direction], "WIDTH": width, "num_warps": 4}
+    return {"ROWS": _ROWS[direction], "WIDTH": block_width(x.shape[-1]), "num_warps": 4}
 
 
 __all__ = ["gated_rms_norm", "gated_rms_norm_reference"]

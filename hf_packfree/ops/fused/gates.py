@@ -16,20 +16,18 @@ from hf_packfree.ops.backend import block_width, uses_triton
 from hf_packfree.ops.fused.reduce import sum_partials
 from hf_packfree.ops.launch import launch
 from hf_packfree.ops.operation import Operation
-from hf_packfree.ops.order import moved
 
 _BLOCK = 2048  # elements of a program
 
 
 def gates(
-    a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, *, rows: Tensor | None = None, backend: str = "torch"
+    a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, *, backend: str = "torch"
 ) -> tuple[Tensor, Tensor]:
     """Return the log decay -exp(A_log) * softplus(a + dt_bias) and the write strength sigmoid(b) (arXiv:2412.06464).
 
     Args:
         a, b: [1, T, HV], any floating dtype, any strides.
         A_log, dt_bias: [HV], any floating dtype.
-        rows: int32 [T], the row of g and beta that each token of a and b goes to, see `hf_packfree.ops.order`; None: its own.
         backend: "triton" or "torch".
 
     Returns:
@@ -39,28 +37,23 @@ def gates(
         BackendUnavailable: no backend has that name.
     """
     run = _Gates.apply if uses_triton("gates", backend) else gates_reference
-    return run(a, b, A_log, dt_bias, rows)  # type: ignore[no-any-return]
+    return run(a, b, A_log, dt_bias)  # type: ignore[no-any-return]
 
 
-def gates_reference(
-    a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, rows: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def gates_reference(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """`gates` in PyTorch."""
-    a, b = moved(a, rows), moved(b, rows)
     return -A_log.float().exp() * F.softplus(a.float() + dt_bias.float()), b.sigmoid()
 
 
 class _Gates(Operation):
     @staticmethod
-    def forward(
-        ctx: Any, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, rows: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
         from hf_packfree.ops.fused.kernels.gates import gates
 
-        ctx.save_for_backward(a, b, A_log, dt_bias, rows)
+        ctx.save_for_backward(a, b, A_log, dt_bias)
         g, beta = a.new_empty(a.shape, dtype=torch.float32), b.new_empty(b.shape)
         grid, sizes, blocks = _blocks(a, b)
-        launch(gates, grid, a, b, A_log, dt_bias, rows, g, beta, *sizes, MOVED=rows is not None, **blocks)
+        launch(gates, grid, a, b, A_log, dt_bias, g, beta, *sizes, **blocks)
         return g, beta
 
     @staticmethod
@@ -68,16 +61,16 @@ class _Gates(Operation):
     def backward(ctx: Any, d_g: Tensor, d_beta: Tensor) -> tuple[Tensor | None, ...]:
         from hf_packfree.ops.fused.kernels.gates import gates_backward
 
-        a, b, A_log, dt_bias, rows = ctx.saved_tensors
+        a, b, A_log, dt_bias = ctx.saved_tensors
         d_a, d_b = a.new_empty(a.shape), b.new_empty(b.shape)
         grid, sizes, blocks = _blocks(a, b)
         d_shared = a.new_empty(*grid, 2, a.shape[2], dtype=torch.float32)
         launch(
-            gates_backward, grid, a, b, A_log, dt_bias, rows, d_g.contiguous(), d_beta.contiguous(), d_a, d_b, d_shared,
-            *sizes, MOVED=rows is not None, **blocks,
+            gates_backward, grid, a, b, A_log, dt_bias, d_g.contiguous(), d_beta.contiguous(), d_a, d_b, d_shared,
+            *sizes, **blocks,
         )
         d_A_log, d_dt_bias = sum_partials(d_shared, torch.promote_types(A_log.dtype, dt_bias.dtype))
-        return d_a, d_b, d_A_log.to(A_log.dtype), d_dt_bias.to(dt_bias.dtype), None
+        return d_a, d_b, d_A_log.to(A_log.dtype), d_dt_bias.to(dt_bias.dtype)
 
 
 def _blocks(a: Tensor, b: Tensor) -> tuple[tuple[int], tuple[int, ...], dict[str, int]]:

@@ -24,12 +24,12 @@ _WIDTH = 16  # what head sizes are multiples of
 
 @uncompiled
 def gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packed: PackedSequence, unit: bool = False
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packed: PackedSequence, qk_l2norm: bool = True
 ) -> Tensor:
     """See `hf_packfree.ops.delta_rule.gated_delta_rule`."""
     key_size, value_size = q.shape[-1], v.shape[-1]
     q, k, v = _widen(q), _widen(k), _widen(v)
-    out: Tensor = _GatedDeltaRule.apply(q, k, v, g, beta, key_size, packed, unit)  # type: ignore[no-untyped-call]
+    out: Tensor = _GatedDeltaRule.apply(q, k, v, g, beta, key_size, packed, qk_l2norm)  # type: ignore[no-untyped-call]
     return out if out.shape[-1] == value_size else out[..., :value_size]
 
 
@@ -49,16 +49,16 @@ class _GatedDeltaRule(torch.autograd.Function):
         beta: Tensor,
         size: int,
         packed: PackedSequence,
-        unit: bool,
+        qk_l2norm: bool,
     ) -> Tensor:
         ctx.save_for_backward(q, k, v, g, beta)
-        ctx.size, ctx.packed, ctx.unit = size, packed, unit
+        ctx.size, ctx.packed, ctx.qk_l2norm = size, packed, qk_l2norm
         with torch.autocast(q.device.type, enabled=False):  # it would round the products to half precision
-            return forward_pass((q[0], k[0], v[0], g[0], beta[0]), size, packed, unit)
+            return forward_pass((q[0], k[0], v[0], g[0], beta[0]), size, packed, qk_l2norm)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         inputs = tuple(x[0] for x in ctx.saved_tensors)
         with torch.autocast(d_out.device.type, enabled=False):
-            return *backward_pass(inputs, d_out[0], ctx.size, ctx.packed, ctx.unit), None, None, None
+            return *backward_pass(inputs, d_out[0], ctx.size, ctx.packed, ctx.qk_l2norm), None, None, None

@@ -81,19 +81,19 @@ class Output(NamedTuple):
     attend: Tensor
 
 
-def make_keys(k: Tensor, unit: bool, space: Scratch, tag: str) -> Units:
-    """Normalise k [R, C, K], in place, unless it is already, and multiply it out; `tag` names the buffer."""
-    norm = 1.0 if unit else _normalise(k, 1.0, space)
+def make_keys(k: Tensor, qk_l2norm: bool, space: Scratch, tag: str) -> Units:
+    """Normalise k [R, C, K], in place, where `qk_l2norm`, and multiply it out; `tag` names the buffer."""
+    norm = _normalise(k, 1.0, space) if qk_l2norm else 1.0
     return Units(k, norm, torch.bmm(k, k.mT, out=space(f"kk{tag}", *k.shape[:2], k.shape[1])))
 
 
-def make_queries(q: Tensor, keys: Units, size: int, unit: bool, space: Scratch) -> Units:
-    """Normalise q [R, C, K], in place, unless it is already, scale it by size ** -0.5 and multiply it with the keys."""
+def make_queries(q: Tensor, keys: Units, size: int, qk_l2norm: bool, space: Scratch) -> Units:
+    """Normalise q [R, C, K], in place, where `qk_l2norm`, scale it by size ** -0.5 and multiply it with the keys."""
     norm: Tensor | float = size**-0.5
-    if unit:
-        q.mul_(norm)
-    else:
+    if qk_l2norm:
         norm = _normalise(q, size**-0.5, space)
+    else:
+        q.mul_(norm)
     return Units(q, norm, torch.bmm(q, keys.x.mT, out=space.like("qk", keys.products)))
 
 

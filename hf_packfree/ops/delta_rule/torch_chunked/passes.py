@@ -62,9 +62,9 @@ class Trail(NamedTuple):
 class Source:
     """The inputs, read and prepared one block and window at a time."""
 
-    def __init__(self, inputs: Sequence[Tensor], size: int, packed: PackedSequence, unit: bool) -> None:
-        """`inputs`: q, k [T, H, K], v [T, HV, V], g, beta [T, HV]; `size`: K before it was widened; `unit`: norms are 1."""
-        self.unit = unit
+    def __init__(self, inputs: Sequence[Tensor], size: int, packed: PackedSequence, qk_l2norm: bool) -> None:
+        """`inputs`: q, k [T, H, K], v [T, HV, V], g, beta [T, HV]; `size`: K before it was widened."""
+        self.qk_l2norm = qk_l2norm
         self.q, self.k, self.v, self.g, self.beta = (TokenReader(x) for x in inputs)
         self.size = size
         dtype = torch.float64 if inputs[0].dtype == torch.float64 else torch.float32
@@ -73,7 +73,7 @@ class Source:
     def local(self, block: Block, window: Window, tag: str = "") -> Local:
         """Prepare keys, decays and triangular systems; `tag` names buffers, written anew where it comes again."""
         space = self.space
-        keys = make_keys(self.k.read(block.keys, window, f"k{tag}", space), self.unit, space, tag)
+        keys = make_keys(self.k.read(block.keys, window, f"k{tag}", space), self.qk_l2norm, space, tag)
         gates_of = ((self.g, f"g{tag}"), (self.beta, f"beta{tag}"))
         g, beta = (x.read(block.values, window, name, space) for x, name in gates_of)
         gates = make_gates(g, beta, space, tag)
@@ -81,16 +81,16 @@ class Source:
 
     def queries(self, keys: Units, block: Block, window: Window) -> Units:
         """Prepare the queries."""
-        return make_queries(self.q.read(block.keys, window, "q", self.space), keys, self.size, self.unit, self.space)
+        return make_queries(self.q.read(block.keys, window, "q", self.space), keys, self.size, self.qk_l2norm, self.space)
 
     def values(self, gates: Gates, block: Block, window: Window) -> Tensor:
         """Return beta v, for the scan to overwrite."""
         return self.v.read(block.values, window, "v", self.space).mul_(gates.beta)
 
 
-def forward_pass(inputs: Sequence[Tensor], size: int, packed: PackedSequence, unit: bool) -> Tensor:
+def forward_pass(inputs: Sequence[Tensor], size: int, packed: PackedSequence, qk_l2norm: bool) -> Tensor:
     """Compute o [1, T, HV, V] from q, k, v, g, beta, see `Source`."""
-    source, out = Source(inputs, size, packed, unit), TokenWriter(inputs[2])
+    source, out = Source(inputs, size, packed, qk_l2norm), TokenWriter(inputs[2])
     blocks, windows = _plan(inputs, packed)
     for block in blocks:
         state = source.space("state", windows[0].steps[0].docs * block.size, inputs[1].shape[-1], inputs[2].shape[-1])
@@ -106,10 +106,10 @@ def forward_pass(inputs: Sequence[Tensor], size: int, packed: PackedSequence, un
 
 
 def backward_pass(
-    inputs: Sequence[Tensor], d_out: Tensor, size: int, packed: PackedSequence, unit: bool
+    inputs: Sequence[Tensor], d_out: Tensor, size: int, packed: PackedSequence, qk_l2norm: bool
 ) -> tuple[Tensor, ...]:
     """Return the gradients of q, k, v, g, beta, each [1, ...], from d_out [T, HV, V]."""
-    source, d_source = Source(inputs, size, packed, unit), TokenReader(d_out)
+    source, d_source = Source(inputs, size, packed, qk_l2norm), TokenReader(d_out)
     writers = tuple(TokenWriter(x) for x in inputs)
     blocks, windows = _plan(inputs, packed)
     for block in blocks:

@@ -36,7 +36,8 @@ def add_norm_backward(
     acc = tl.zeros([WIDTH], dtype=tl.float32)
     for i in tl.range(rows_per_program, num_stages=PREFETCH + 1):
         row = tl.program_id(0).to(tl.int64) * rows_per_program + i
-        mask, offset = (row < rows) & (d < size), row * size + d
+        # `!= 0` changes nothing: Triton's interpreter keeps a block combined with a scalar as int32, and a mask has to be bool.
+        mask, offset = ((row < rows) & (d < size)) != 0, row * size + d
         a = tl.load(total + offset, mask=mask, other=0.0).to(tl.float32)
         g = tl.load(d_normed + offset, mask=mask, other=0.0).to(tl.float32)
         d_a = tl.zeros([WIDTH], dtype=tl.float32)

@@ -6,28 +6,13 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
-def _x_offset(row, count, d, size, rows, HEADS: tl.constexpr, MOVED: tl.constexpr):
-    """Offsets of these rows in x, whose tokens may be in another order."""
-    if MOVED:
-        token = tl.load(rows + row // HEADS, mask=row < count, other=0).to(tl.int64)
-        row = token * HEADS + row % HEADS
-    return row * size + d
-
-
 @triton.jit(do_not_specialize=["count"])
-def gated_norm(
-    x, z, weight, rows, out, count, size, eps,
-    HEADS: tl.constexpr, MOVED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-):
-    """out [R, D] = x / rms(x) * weight * silu(z).  Grid: blocks of ROWS rows.
-
-    R = T HEADS; where MOVED, `rows` [T] is the token of x, and of its gradient, that belongs to a token of the others.
-    """
+def gated_norm(x, z, weight, out, count, size, eps, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """out [R, D] = x / rms(x) * weight * silu(z).  Grid: blocks of ROWS rows, each a head of a token."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     d = tl.arange(0, WIDTH)[None, :]
     mask, offset = (row < count) & (d < size), row * size + d
-    a = tl.load(x + _x_offset(row, count, d, size, rows, HEADS, MOVED), mask=mask, other=0.0).to(tl.float32)
+    a = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(z + offset, mask=mask, other=0.0).to(tl.float32)
     w = tl.load(weight + d, mask=d < size, other=0.0).to(tl.float32)
     x_hat = a * tl.rsqrt(tl.sum(a * a, 1) / size + eps)[:, None]
@@ -36,8 +21,8 @@ def gated_norm(
 
 @triton.jit(do_not_specialize=["count"])
 def gated_norm_backward(
-    x, z, weight, rows, d_out, normed, d_x, d_z, d_weight, count, size, eps, blocks,
-    HEADS: tl.constexpr, MOVED: tl.constexpr, RECOMPUTE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    x, z, weight, d_out, normed, d_x, d_z, d_weight, count, size, eps, blocks,
+    RECOMPUTE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):
     """d_x, d_z [R, D], and per program d_weight [programs, D].  Each program takes `blocks` blocks of ROWS rows.
 
@@ -47,14 +32,12 @@ def gated_norm_backward(
     w = tl.load(weight + d, mask=d < size, other=0.0).to(tl.float32)
     acc = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
     row = tl.program_id(0).to(tl.int64) * blocks * ROWS + tl.arange(0, ROWS)[:, None]
-    next_x_offset = _x_offset(row, count, d, size, rows, HEADS, MOVED)
     for _ in range(blocks):
-        mask, offset, x_offset = (row < count) & (d < size), row * size + d, next_x_offset
-        a = tl.load(x + x_offset, mask=mask, other=0.0).to(tl.float32)
+        mask, offset = (row < count) & (d < size), row * size + d
+        a = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
         b = tl.load(z + offset, mask=mask, other=0.0).to(tl.float32)
         g = tl.load(d_out + offset, mask=mask, other=0.0).to(tl.float32)
         row += ROWS
-        next_x_offset = _x_offset(row, count, d, size, rows, HEADS, MOVED)  # loaded a block ahead
         rstd = tl.rsqrt(tl.sum(a * a, 1) / size + eps)[:, None]
         x_hat, gate = a * rstd, tl.sigmoid(b)
         if RECOMPUTE:
@@ -63,7 +46,7 @@ def gated_norm_backward(
         d_x_hat = d_normed * w
         d_a = rstd * (d_x_hat - x_hat * (tl.sum(x_hat * d_x_hat, 1) / size)[:, None])
         d_b = g * x_hat * w * gate * (1.0 + b * (1.0 - gate))
-        tl.store(d_x + x_offset, d_a.to(d_x.dtype.element_ty), mask=mask)
+        tl.store(d_x + offset, d_a.to(d_x.dtype.element_ty), mask=mask)
         tl.store(d_z + offset, d_b.to(d_z.dtype.element_ty), mask=mask)
         acc += d_normed * x_hat
     tl.store(d_weight + tl.program_id(0) * size + d, tl.sum(acc, 0)[None, :], mask=d < size)

@@ -27,34 +27,26 @@ def _block(tokens, heads, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     return t, h, (t < tokens) & (h < heads)
 
 
-@triton.jit
-def _row_of(rows, t, tokens, MOVED: tl.constexpr):
-    return tl.load(rows + t, mask=t < tokens, other=0).to(tl.int64) if MOVED else t
-
-
 @triton.jit(do_not_specialize=["tokens"])
 def gates(
-    a, b, A_log, dt_bias, rows, g, beta, tokens, heads, a_token, a_head, b_token, b_head,
-    MOVED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    a, b, A_log, dt_bias, g, beta, tokens, heads, a_token, a_head, b_token, b_head,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):
-    """g [T, HV] fp32 = -exp(A_log) * softplus(a + dt_bias), beta [T, HV] = sigmoid(b).  Grid: blocks of ROWS tokens.
-
-    Where MOVED, `rows` is the row of g and beta that each token goes to.
-    """
+    """g [T, HV] fp32 = -exp(A_log) * softplus(a + dt_bias), beta [T, HV] = sigmoid(b).  Grid: blocks of ROWS tokens."""
     t, h, mask = _block(tokens, heads, ROWS, WIDTH)
     neg_A = -tl.exp(tl.load(A_log + h, mask=h < heads, other=0.0).to(tl.float32))
     bias = tl.load(dt_bias + h, mask=h < heads, other=0.0).to(tl.float32)
     x = tl.load(a + t * a_token + h * a_head, mask=mask, other=0.0).to(tl.float32)
     y = tl.load(b + t * b_token + h * b_head, mask=mask, other=0.0).to(tl.float32)
-    offset = _row_of(rows, t, tokens, MOVED) * heads + h
+    offset = t * heads + h
     tl.store(g + offset, neg_A * _softplus(x + bias), mask=mask)
     tl.store(beta + offset, tl.sigmoid(y).to(beta.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def gates_backward(
-    a, b, A_log, dt_bias, rows, d_g, d_beta, d_a, d_b, d_shared, tokens, heads, a_token, a_head, b_token, b_head,
-    MOVED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    a, b, A_log, dt_bias, d_g, d_beta, d_a, d_b, d_shared, tokens, heads, a_token, a_head, b_token, b_head,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):
     """d_a, d_b [T, HV], and per program the gradients of A_log and dt_bias: d_shared [programs, 2, HV] fp32."""
     t, h, mask = _block(tokens, heads, ROWS, WIDTH)
@@ -62,12 +54,12 @@ def gates_backward(
     bias = tl.load(dt_bias + h, mask=h < heads, other=0.0).to(tl.float32)
     x = tl.load(a + t * a_token + h * a_head, mask=mask, other=0.0).to(tl.float32) + bias
     s = tl.sigmoid(tl.load(b + t * b_token + h * b_head, mask=mask, other=0.0).to(tl.float32))
-    offset = _row_of(rows, t, tokens, MOVED) * heads + h
+    offset = t * heads + h
     dg_scaled = tl.load(d_g + offset, mask=mask, other=0.0).to(tl.float32) * neg_A  # 0 outside the mask
     d_x = dg_scaled * tl.sigmoid(x)
     d_y = tl.load(d_beta + offset, mask=mask, other=0.0).to(tl.float32) * s * (1.0 - s)
-    tl.store(d_a + t * heads + h, d_x.to(d_a.dtype.element_ty), mask=mask)
-    tl.store(d_b + t * heads + h, d_y.to(d_b.dtype.element_ty), mask=mask)
+    tl.store(d_a + offset, d_x.to(d_a.dtype.element_ty), mask=mask)
+    tl.store(d_b + offset, d_y.to(d_b.dtype.element_ty), mask=mask)
     partial = d_shared + tl.program_id(0) * 2 * heads + h
     tl.store(partial, tl.sum(dg_scaled * _softplus(x), 0)[None, :], mask=h < heads)
     tl.store(partial + heads, tl.sum(d_x, 0)[None, :], mask=h < heads)

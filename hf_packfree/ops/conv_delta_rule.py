@@ -1,0 +1,54 @@
+"""The convolution and the delta rule of a Gated DeltaNet layer, one after the other.
+
+They are two ops with backends of their own, but share a step: the L2 norms of q and k, which a convolution that holds their
+heads in registers divides by for nothing, and which otherwise are the delta rule's.  Which of them does it is decided here.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hf_packfree.ops.conv import QK_L2NORM, qkv_conv
+from hf_packfree.ops.delta_rule import gated_delta_rule
+from hf_packfree.packing import PackedSequence
+
+
+def conv_delta_rule(
+    x: Tensor,
+    weight: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    packed: PackedSequence,
+    heads: tuple[int, int],
+    sizes: tuple[int, int],
+    *,
+    bias: Tensor | None = None,
+    activation: str | None = "silu",
+    conv: str = "torch",
+    delta_rule: str = "torch",
+) -> Tensor:
+    """Convolve q, k and v within documents, and run the gated delta rule on them.
+
+    Args:
+        x: [1, T, C], q, k and v side by side, C = 2 H K + HV V; any floating dtype, any strides.
+        weight, bias, activation: of the convolution, see `hf_packfree.ops.conv.causal_conv1d`.
+        g, beta: [1, T, HV], log decay and write strength, see `hf_packfree.ops.delta_rule.gated_delta_rule`.
+        packed: the documents of the row.
+        heads, sizes: (H, HV) and (K, V).
+        conv, delta_rule: the backends of the two ops.
+
+    Returns:
+        [1, T, HV, V] in x's dtype.
+
+    Raises:
+        ValueError: there is no such activation.
+        BackendUnavailable: no backend has that name.
+    """
+    in_conv = conv in QK_L2NORM
+    q, k, v = qkv_conv(
+        x, weight, packed, heads, sizes, bias=bias, activation=activation, qk_l2norm=in_conv, backend=conv
+    )
+    return gated_delta_rule(q, k, v, g, beta, packed, qk_l2norm=not in_conv, backend=delta_rule)
+
+
+__all__ = ["conv_delta_rule"]
