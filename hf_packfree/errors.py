@@ -1,7 +1,7 @@
 """Every error this package raises on purpose.
 
-Each one says what was found, what is wanted and how to mend it, and subclasses the builtin that a caller
-would already catch: `ValueError` for what was passed in, `RuntimeError` for what a model or machine is.
+Each says what was found, what is wanted and how to mend it, and subclasses the builtin that a caller would
+already catch: `ValueError` for what was passed in, `RuntimeError` for what a model or machine is.
 """
 
 
@@ -34,11 +34,11 @@ class ContractError(PackFreeError, RuntimeError):
 
 
 class PatchConflict(PackFreeError, RuntimeError):
-    """Something else already changed the model at a seam that a patch needs."""
+    """Something else already changed a part of the model that a patch needs."""
 
 
 class BackendUnavailable(PackFreeError, RuntimeError):
-    """The backend that was asked for cannot run here."""
+    """A backend that was named cannot run here."""
 
 
 class LeakDetected(PackFreeError, AssertionError):

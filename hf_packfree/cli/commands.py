@@ -114,7 +114,11 @@ def bench(options: argparse.Namespace) -> int:
         report = run_bench(wanted, progress)
     drawn = None
     try:
-        drawn = _drawn(report, options.png)
+        if options.png is not None:
+            from hf_packfree.bench.plot import draw
+
+            draw(report, options.png)
+            drawn = options.png
     finally:  # a measurement that took minutes is shown even if its picture fails
         if options.json:
             show.as_json(report.as_dict())
@@ -133,14 +137,6 @@ def _affordable(lengths: tuple[int, ...]) -> tuple[int, ...]:
     return lengths
 
 
-def _drawn(report: Any, path: Any) -> Any:
-    if path is not None:
-        from hf_packfree.bench.plot import draw
-
-        draw(report, path)
-    return path
-
-
 def demo(options: argparse.Namespace) -> int:
     """Train padded and packed, and show how they compare."""
     # the Trainer would spread over all GPUs
@@ -150,7 +146,7 @@ def demo(options: argparse.Namespace) -> int:
     out = check_folder(options.out)
     plots = not options.no_plots and find_spec("matplotlib") is not None
     wanted = DemoOptions(out, options.steps, options.batch_size, options.seed, options.threads, plots)
-    with show.bars() as progress, quiet_libraries():
+    with show.bars() as progress, quiet_libraries(bars=False):
         report = run_demo(wanted, progress)
     if not plots and not options.no_plots:
         show.say("No picture: matplotlib is absent; pip install 'hf_packfree[demo]' brings it, --no-plots does without.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -17,26 +18,27 @@ STYLES: dict[str, dict[str, Any]] = {
     PACKED: {"color": BLUE, "linestyle": "--", "linewidth": 1.8},
     LEAKING: {"color": ORANGE, "linestyle": ":", "linewidth": 1.8},
 }
+LOOK: dict[Any, Any] = {
+    "axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left", "axes.grid": True,
+    "axes.axisbelow": True, "grid.color": "#DDDDDD", "legend.frameon": False,
+}
 FLOOR = 1e-9
 """Where a difference of exactly zero is drawn on a logarithmic axis."""
 
 
 def draw(report: DemoReport, path: Path) -> None:
     """Write the picture to `path`."""
-    figure = Figure(figsize=(13, 8), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    (loss, leak), (difference, speed) = figure.subplots(2, 2)
-    _loss(loss, difference, report)
-    _leak(leak, report)
-    bars(speed, {row.name: row.tokens_per_second for row in report.trainings}, [GREY, BLUE, ORANGE])
-    speed.set(xlabel="real tokens per second")
-    speed.set_title("Speed (longer is better)", loc="left")
-    difference.locator_params(axis="x", integer=True)
-    loss.locator_params(axis="x", integer=True)
-    for axes in (loss, leak, difference):
-        axes.grid(color="#DDDDDD")
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
+    with matplotlib.rc_context(LOOK):
+        figure = Figure(figsize=(13, 8), dpi=120, layout="constrained")
+        FigureCanvasAgg(figure)
+        (loss, leak), (difference, speed) = figure.subplots(2, 2)
+        _loss(loss, difference, report)
+        _leak(leak, report)
+        colours = [style["color"] for style in STYLES.values()]
+        bars(speed, {row.name: row.tokens_per_second for row in report.trainings}, colours)
+        speed.set(title="Speed (longer is better)", xlabel="real tokens per second")
+        speed.grid(visible=False)
+        figure.savefig(path)
 
 
 def _loss(above: Any, below: Any, report: DemoReport) -> None:
@@ -48,12 +50,13 @@ def _loss(above: Any, below: Any, report: DemoReport) -> None:
         if training is not report.padded:
             differences = [max(value, FLOOR) for value in training.differences(report.padded)]
             below.plot(steps, differences, marker="o", markersize=3, **style)
-    above.set(xlabel="optimizer step", ylabel="loss [nats per token]")
-    above.set_title("Training loss on the same documents in the same order", loc="left")
-    above.legend(frameon=False)
+    for axes in (above, below):
+        axes.set(xlabel="optimizer step")
+        axes.locator_params(axis="x", integer=True)
+    above.set(title="Training loss on the same documents in the same order", ylabel="loss [nats per token]")
+    above.legend()
+    below.set(title="Difference to the padded training (zero is drawn at 1e-9)", ylabel="relative difference", yscale="log")
     _limit(below, LOSS_LIMIT)
-    below.set(yscale="log", ylabel="relative difference", xlabel="optimizer step")
-    below.set_title("Difference to the padded training (zero is drawn at 1e-9)", loc="left")
 
 
 def _leak(axes: Any, report: DemoReport) -> None:
@@ -65,10 +68,10 @@ def _leak(axes: Any, report: DemoReport) -> None:
         if measured is not None:
             axes.plot(places, [max(value, FLOOR) for value in measured.per_document], marker, color=colour, label=title)
     _limit(axes, found.limits.logits)
-    axes.set(yscale="log", ylim=(FLOOR, 30), ylabel="relative RMS error of logits", xlabel="document (its tokens)")
+    axes.set(title="The leak: packed documents against documents alone", xlabel="document (its tokens)")
+    axes.set(yscale="log", ylim=(FLOOR, 30), ylabel="relative RMS error of logits")
     axes.set_xticks(places, [f"{number}\n({length})" for number, length in zip(places, found.lengths, strict=True)])
-    axes.set_title("The leak: packed documents against documents alone", loc="left")
-    axes.legend(loc="center right", frameon=False)
+    axes.legend(loc="center right")
 
 
 def _limit(axes: Any, value: float) -> None:

@@ -20,7 +20,6 @@ LOSS_LIMIT = 1e-4
 AdamW amplifies rounding from step to step.  Measured over 60 and 100 steps: packed against padded 3e-6 and 1.5e-5, padded
 against padded with other padding (`pad_to_multiple_of=64`) 7e-6 and 3e-5, leaking against padded 1e-2 and 3e-2.
 """
-
 JUDGED_STEPS = 60
 """The limit holds for so many steps; later ones are shown and not judged."""
 

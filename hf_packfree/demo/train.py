@@ -41,17 +41,9 @@ def train(
 def _arguments(options: DemoOptions) -> transformers.TrainingArguments:
     cuda = torch.cuda.is_available()
     return transformers.TrainingArguments(
-        output_dir=str(options.out),
-        per_device_train_batch_size=options.batch_size,
-        max_steps=options.steps,
-        learning_rate=2e-3,
-        seed=options.seed,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        dataloader_pin_memory=cuda,
-        use_cpu=not cuda,
+        output_dir=str(options.out), max_steps=options.steps, per_device_train_batch_size=options.batch_size,
+        learning_rate=2e-3, seed=options.seed, logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True,
+        use_cpu=not cuda, dataloader_pin_memory=cuda,
         tf32=False if cuda else None,  # the Trainer turns TF32 on by itself, and its rounding would hide a small leak
     )
 
