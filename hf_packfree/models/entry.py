@@ -15,6 +15,47 @@ from hf_packfree.models.state import state_of
 from hf_packfree.packing import PackedSequence, PackingInputs, repad, resolve_boundaries, uncompiled, unpad
 
 
+UNREAD, UNPACKED = None, False
+"""What `packed_sequence` is in place of a record: nobody has read the batch yet; it was read, and runs as upstream runs it."""
+_VISION = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "mm_encoder_outputs")
+
+
+def enter(module: Any, arguments: dict[str, Any], *, skip_padding: bool = True) -> PackedSequence | None:
+    """Return the record of a forward: the one that came down, or, in the outermost patched module, read from the batch.
+
+    Afterwards `arguments` have no packing keywords any more, and `packed_sequence`, which patched modules below only receive.
+
+    Args:
+        module: head or text model, whose settings decide whether padding may be skipped.
+        arguments: all of the forward's, by name; changed in place.
+        skip_padding: False keeps the padding of rows of one document, see `skips_padding`.
+
+    Raises:
+        BoundaryError, BoundaryConflict, CacheConflict: see `read_arguments`.
+    """
+    found = arguments.pop("packed_sequence", UNREAD)
+    positions, mask = arguments.get("position_ids"), arguments.get("attention_mask")
+    inputs = PackingInputs.from_kwargs(arguments, position_ids=positions, attention_mask=mask)
+    if found is UNREAD:
+        ids, embeds, cache = (arguments.get(name) for name in ("input_ids", "inputs_embeds", "past_key_values"))
+        skip = skip_padding and skips_padding(module, inputs, arguments)
+        found = read_arguments(inputs, ids, embeds, cache, config=module.config, skip_padding=skip)
+    packed: PackedSequence | None = None if found is UNPACKED else found
+    arguments["packed_sequence"] = UNPACKED if packed is None else packed
+    return packed
+
+
+def keep_padding(packed: PackedSequence, arguments: dict[str, Any]) -> None:
+    """Let padded rows of one document each run with their padding after all, in releases that read it right."""
+    if not (compat.MISREADS_PADDING_OF_ONE_ROW and packed.batch_shape[0] == 1):
+        arguments["packed_sequence"] = UNPACKED
+
+
+def vision_given(arguments: dict[str, Any]) -> list[str]:
+    """Return which keywords of images or videos a call has."""
+    return [name for name in _VISION if arguments.get(name) is not None]
+
+
 @uncompiled
 def read_arguments(
     inputs: PackingInputs,
@@ -65,26 +106,28 @@ def read_arguments(
     return packed
 
 
-def skips_padding(
-    module: Any, inputs: PackingInputs, past_key_values: Any, use_cache: bool | None, extra: dict[str, Any]
-) -> bool:
-    """Whether padded rows of one document may run without their padding: nobody asked for what only upstream gives.
+def skips_padding(module: Any, inputs: PackingInputs, arguments: dict[str, Any]) -> bool:
+    """Whether padded rows of one document may run without their padding: nothing is wanted that only upstream gives.
 
-    That is: a cache (outside training it is built by default), attention weights, attention that looks ahead, or
-    positions of images.
+    That is: a cache (outside training it is built by default, though no loss needs one), attention weights, attention that
+    looks ahead, or images and their positions.
 
     Args:
-        extra: the other keywords of the call.
+        module: see `enter`.
+        inputs: what the caller passed that can describe documents.
+        arguments: all of the forward's, by name.
     """
     config = module.config.get_text_config()
-    if state_of(module).padded == "upstream" or extra.get("keep_padding"):
+    if state_of(module).padded == "upstream" or vision_given(arguments):
         return False
-    by_default = not module.training and getattr(config, "use_cache", False)
-    wants_cache = past_key_values is not None or (by_default if use_cache is None else use_cache)
-    wants_weights = extra.get("output_attentions")
+    use_cache, wants_weights = arguments.get("use_cache"), arguments.get("output_attentions")
+    if use_cache is None:
+        use_cache = not module.training and arguments.get("labels") is None and getattr(config, "use_cache", False)
+    if arguments.get("past_key_values") is not None or use_cache:
+        return False
     wants_weights = getattr(config, "output_attentions", False) if wants_weights is None else wants_weights
-    is_causal = extra.get("is_causal", getattr(config, "is_causal", True))
-    return not wants_cache and not wants_weights and is_causal is not False and is_text(inputs.position_ids)
+    is_causal = arguments.get("is_causal", getattr(config, "is_causal", True))
+    return not wants_weights and is_causal is not False and is_text(inputs.position_ids)
 
 
 def is_text(position_ids: Tensor | None) -> bool:

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from hf_packfree.models.attention import check_attention
 from hf_packfree.models.base import Replacement, stands_for
-from hf_packfree.models.entry import read_arguments, restore_layers, row_of_each, row_positions, skips_padding
+from hf_packfree.models.entry import enter, keep_padding, restore_layers, row_of_each, row_positions, vision_given
 from hf_packfree.models.labels import IGNORED, are_leads, row_targets, shifted_labels, targets_on_padding
 from hf_packfree.models.state import state_of
-from hf_packfree.models.vision_language import vision_given
-from hf_packfree.packing import PackedSequence, PackingInputs, lazy_repad, repad, with_left_pad_tokens
+from hf_packfree.packing import PackedSequence, lazy_repad, repad, with_left_pad_tokens
 
 logger = logging.getLogger("hf_packfree")
 
@@ -59,31 +58,20 @@ class PackedHead(Head):
         """
         if not _is_whole_batch(arguments):
             return upstream(**arguments)
-        if not _wants_all_logits(arguments):  # generation without a cache stays upstream's to the last bit
-            return upstream(**arguments) if self.training else upstream(**arguments, keep_padding=True)
-        given = dict(arguments)
-        positions, mask = given.get("position_ids"), given.get("attention_mask")
-        inputs = PackingInputs.from_kwargs(given, position_ids=positions, attention_mask=mask)
-        packed = self._read(inputs, given)
-        if packed is None:
+        all_logits = _wants_all_logits(arguments)  # generation without a cache stays upstream's, its padding included
+        packed = enter(self, arguments, skip_padding=all_logits or self.training)
+        if packed is None or not all_logits:
             return upstream(**arguments)
         targets = None
-        if given.get("labels") is not None:
-            ignored = given.get("ignore_index", IGNORED)
-            shifted = shifted_labels(given)
-            packed = self._room_for(shifted, packed, ignored)
-            if packed is None:
-                return upstream(**arguments, keep_padding=True)
-            targets = row_targets(shifted, packed, ignored)
-        return self._give_back(upstream(**_row_arguments(given, packed, targets)), packed, given)
-
-    def _read(self, inputs: PackingInputs, given: dict[str, Any]) -> PackedSequence | None:
-        use_cache = given.get("use_cache")
-        if use_cache is None and given.get("labels") is not None:
-            use_cache = False  # who computes a loss continues nothing
-        skip = skips_padding(self, inputs, None, use_cache, given)
-        ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
-        return read_arguments(inputs, ids, embeds, None, config=self.config, skip_padding=skip)
+        if arguments.get("labels") is not None:
+            ignored = arguments.get("ignore_index", IGNORED)
+            shifted = shifted_labels(arguments)
+            room = self._room_for(shifted, packed, ignored)
+            if room is None:
+                keep_padding(packed, arguments)
+                return upstream(**arguments)
+            packed, targets = room, row_targets(shifted, room, ignored)
+        return self._give_back(upstream(**_row_arguments(arguments, packed, targets)), packed, arguments)
 
     def _room_for(self, shifted: Tensor, packed: PackedSequence, ignored: int) -> PackedSequence | None:
         """Return the record with the padding that labels ask predictions of, or None where only upstream has it all."""
@@ -157,11 +145,11 @@ class _Careful(Head):
     """Lets upstream's forward run, and the trunk keep the padding where `_reads_padding` says so."""
 
     def _forward_as_row(self, upstream: Any, arguments: dict[str, Any]) -> Any:
-        mask = arguments.get("attention_mask")
-        if isinstance(mask, Tensor) and mask.ndim == 2:
-            real = mask != 0
-            if not bool(real.all()) and self._reads_padding(real, arguments):
-                arguments = {**arguments, "keep_padding": True}
+        if not _is_whole_batch(arguments):
+            return upstream(**arguments)
+        packed = enter(self, arguments)
+        if packed is not None and packed.plain and self._reads_padding(repad(packed.is_real(), packed), arguments):
+            keep_padding(packed, arguments)
         return upstream(**arguments)
 
     def _reads_padding(self, real: Tensor, arguments: dict[str, Any]) -> bool:

@@ -10,9 +10,9 @@ from hf_packfree.errors import PatchConflict, UnsupportedInput
 from hf_packfree.models.attention import check_attention
 from hf_packfree.models.base import Replacement
 from hf_packfree.models.compat import masks_the_layers_ignore
-from hf_packfree.models.entry import is_text, read_arguments, restore_layers, row_positions, skips_padding
+from hf_packfree.models.entry import enter, is_text, restore_layers, row_positions
 from hf_packfree.models.state import state_of
-from hf_packfree.packing import PackedSequence, PackingInputs, is_indexed_mask, repad, unpad
+from hf_packfree.packing import PackedSequence, is_indexed_mask, repad, unpad
 
 
 class PackedTrunk(Replacement):
@@ -40,75 +40,60 @@ class PackedTrunk(Replacement):
         Raises:
             BoundaryError, BoundaryConflict, CacheConflict, UnsupportedInput: before anything runs.
         """
-        if (input_ids is None) == (inputs_embeds is None):  # upstream has the words for this
+        if (input_ids is None) == (inputs_embeds is None):  # let upstream raise its own error
             return super().forward(input_ids=input_ids, inputs_embeds=inputs_embeds, **kwargs)
-        packed: PackedSequence | None = kwargs.pop("packed_sequence", None)
-        masked = packed is not None or attention_mask is not None  # who counts router logits knows the padding
-        inputs = PackingInputs.from_kwargs(kwargs, position_ids=position_ids, attention_mask=attention_mask)
-        if packed is None:
-            skip = skips_padding(self, inputs, past_key_values, use_cache, kwargs)
-            packed = read_arguments(inputs, input_ids, inputs_embeds, past_key_values, config=self.config, skip_padding=skip)
-        kwargs.pop("keep_padding", None)
+        arguments = {
+            "input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
+            "past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "use_cache": use_cache, **kwargs,
+        }
+        # With a record from above or a mask, who counts router logits knows the padding.
+        masked = isinstance(kwargs.get("packed_sequence"), PackedSequence) or attention_mask is not None
+        packed = enter(self, arguments)
+        del arguments["packed_sequence"]
         rows, tokens = (inputs_embeds if input_ids is None else input_ids).shape[:2]  # type: ignore[union-attr]
         if self.training:
             for observe in state_of(self).observers:
                 observe(packed, packed.batch_shape if packed is not None else (rows, tokens), attention_mask)
-        if packed is None:
-            return super().forward(
-                input_ids=input_ids,
-                attention_mask=attention_mask if past_key_values is not None or not is_indexed_mask(attention_mask) else None,
-                position_ids=position_ids,
-                past_key_values=past_key_values,
-                inputs_embeds=inputs_embeds,
-                use_cache=use_cache,
-                **kwargs,
-            )
-        _check_packed_call(self, packed, position_ids, kwargs)
-        return self._forward_packed(packed.for_shape((rows, tokens)), input_ids, inputs_embeds, position_ids, masked, kwargs)
+        if packed is not None:
+            return self._forward_packed(packed.for_shape((rows, tokens)), arguments, count_all=masked)
+        if past_key_values is None and is_indexed_mask(attention_mask):
+            arguments["attention_mask"] = None
+        return super().forward(**arguments)
 
-    def _forward_packed(
-        self,
-        packed: PackedSequence,
-        input_ids: Tensor | None,
-        inputs_embeds: Tensor | None,
-        position_ids: Tensor | None,
-        masked: bool,
-        kwargs: dict[str, Any],
-    ) -> Any:
-        kwargs.pop("cache_position", None)  # of the caller's places (5.2 and 5.3 read it); the row has its own
-        as_dict = kwargs.pop("return_dict", getattr(self.config, "return_dict", True))
-        output = super().forward(
-            input_ids=None if input_ids is None else unpad(input_ids, packed),
-            attention_mask=masks_the_layers_ignore(self.config, packed.seq_idx.device),
-            position_ids=row_positions(position_ids, packed),
-            past_key_values=None,
-            inputs_embeds=None if inputs_embeds is None else unpad(inputs_embeds, packed),
-            use_cache=False,
-            packed_sequence=packed,
-            return_dict=True,
-            **kwargs,
-        )
+    def _forward_packed(self, packed: PackedSequence, arguments: dict[str, Any], *, count_all: bool) -> Any:
+        _check_packed_call(self, packed, arguments)
+        # The caller's `cache_position` (5.2 and 5.3 read it) counts tokens of the batch, not of the row.
+        row = {name: value for name, value in arguments.items() if name != "cache_position"}
+        as_dict = row.get("return_dict", getattr(self.config, "return_dict", True))
+        row |= {name: unpad(row[name], packed) for name in ("input_ids", "inputs_embeds") if row[name] is not None}
+        row |= {
+            "attention_mask": masks_the_layers_ignore(self.config, packed.seq_idx.device),
+            "position_ids": row_positions(row["position_ids"], packed),
+            "past_key_values": None,
+            "use_cache": False,
+            "packed_sequence": packed,
+            "return_dict": True,
+        }
+        output = super().forward(**row)
         output.last_hidden_state = repad(output.last_hidden_state, packed)
-        restore_layers(output, packed, count_all=masked)
+        restore_layers(output, packed, count_all=count_all)
         return output.to_tuple() if as_dict is False else output
 
 
-def _check_packed_call(
-    trunk: Any, packed: PackedSequence, position_ids: Tensor | None, kwargs: dict[str, Any]
-) -> None:
+def _check_packed_call(trunk: Any, packed: PackedSequence, arguments: dict[str, Any]) -> None:
     check_attention(trunk.config)
     check_mixers(trunk)
-    if kwargs.get("is_causal", getattr(trunk.config, "is_causal", True)) is False:
+    if arguments.get("is_causal", getattr(trunk.config, "is_causal", True)) is False:
         raise UnsupportedInput(
             "found is_causal=False with a packed row; wanted causal attention, the only kind that packs exactly; pass the "
             "documents one by one, padded"
         )
-    if not is_text(position_ids):
+    if not is_text(arguments["position_ids"]):
         raise UnsupportedInput(
             "found image or video positions (mRoPE rows that differ) in a packed row; wanted text alone: packed rows "
             "with images are not supported yet; pass such documents one by one, padded"
         )
-    wants_weights = kwargs.get("output_attentions", getattr(trunk.config, "output_attentions", False))
+    wants_weights = arguments.get("output_attentions", getattr(trunk.config, "output_attentions", False))
     if wants_weights and (packed.indices is not None or packed.batch_shape[0] > 1):
         raise UnsupportedInput(
             f"found output_attentions=True for a packed batch of {packed.batch_shape[0]} rows; wanted one row without "

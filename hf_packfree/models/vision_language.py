@@ -8,10 +8,8 @@ from torch import Tensor
 
 from hf_packfree.errors import UnsupportedInput
 from hf_packfree.models.base import Replacement
-from hf_packfree.models.entry import read_arguments, skips_padding
-from hf_packfree.packing import PackedSequence, PackingInputs, repad
-
-_VISION = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "mm_encoder_outputs")
+from hf_packfree.models.entry import enter, vision_given
+from hf_packfree.packing import PackedSequence, repad
 
 
 class PackedVisionLanguage(Replacement):
@@ -31,36 +29,22 @@ class PackedVisionLanguage(Replacement):
         Raises:
             UnsupportedInput: a packed row came with images or videos.
         """
-        if input_ids is None and inputs_embeds is None:  # upstream has the words for this
+        if input_ids is None and inputs_embeds is None:  # let upstream raise its own error
             return super().forward(**kwargs)
-        packed: PackedSequence | None = kwargs.get("packed_sequence")
-        if packed is None:
-            inputs = PackingInputs.from_kwargs(kwargs, position_ids=position_ids, attention_mask=attention_mask)
-            trunk, use_cache = self.language_model, kwargs.get("use_cache")
-            skip = not vision_given(kwargs) and skips_padding(trunk, inputs, past_key_values, use_cache, kwargs)
-            packed = read_arguments(inputs, input_ids, inputs_embeds, past_key_values, config=trunk.config, skip_padding=skip)
+        arguments = {
+            "input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
+            "past_key_values": past_key_values, "inputs_embeds": inputs_embeds, **kwargs,
+        }
+        packed = enter(self.language_model, arguments)
         if packed is not None:
-            _refuse_images(packed, kwargs)
-            kwargs["packed_sequence"] = packed
+            _refuse_images(packed, arguments)
             if position_ids is None:  # upstream would number the row as one document
-                position_ids = repad(packed.position_ids(), packed)
-        return super().forward(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            **kwargs,
-        )
+                arguments["position_ids"] = repad(packed.position_ids(), packed)
+        return super().forward(**arguments)
 
 
-def vision_given(kwargs: dict[str, Any]) -> list[str]:
-    """Return which keywords of images or videos a call has."""
-    return [name for name in _VISION if kwargs.get(name) is not None]
-
-
-def _refuse_images(packed: PackedSequence, kwargs: dict[str, Any]) -> None:
-    given = vision_given(kwargs)
+def _refuse_images(packed: PackedSequence, arguments: dict[str, Any]) -> None:
+    given = vision_given(arguments)
     if given:
         raise UnsupportedInput(
             f"found {', '.join(given)} with a row of {packed.num_segments} documents; wanted text alone, since packed rows "

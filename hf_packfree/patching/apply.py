@@ -52,6 +52,26 @@ def apply_patches(
         UnsupportedModel, PatchConflict, ContractError, BackendUnavailable: nothing was changed; see `plan_swaps`.
         LeakDetected: this transformers is newer than any tried, and the family's tiny model leaks on it.
         ValueError: an option has an unknown value.
+
+    Examples:
+        A tiny random model and a row of two documents, of three tokens and of two.  Unpatched, the second reads the first:
+
+        >>> import torch, transformers
+        >>> from hf_packfree import apply_patches
+        >>> from hf_packfree.models.qwen3_5 import tiny_config
+        >>> model = transformers.Qwen3_5ForCausalLM(tiny_config())
+        >>> ids, positions = torch.tensor([[5, 6, 7, 5, 6]]), torch.tensor([[0, 1, 2, 0, 1]])
+        >>> def second_document():
+        ...     return model(input_ids=ids, position_ids=positions).logits[:, 3:]
+        >>> alone = model(input_ids=ids[:, 3:]).logits
+        >>> torch.allclose(second_document(), alone, atol=1e-5)
+        False
+
+        Patched, it is what it is alone:
+
+        >>> model = apply_patches(model)
+        >>> torch.allclose(second_document(), alone, atol=1e-5)
+        True
     """
     swap_planned(model, backend, unpacked, padded)
     return model

@@ -1,0 +1,94 @@
+"""The batch is read in one place, once: by the outermost patched module; those below receive what it found."""
+
+from __future__ import annotations
+
+from types import MethodType
+
+import pytest
+import torch
+from transformers.models.qwen3_5 import modeling_qwen3_5
+
+from hf_packfree import PackedSequence, apply_patches
+from hf_packfree.models import entry
+from tests.models.padded import padded_batch
+from tests.support import by_family, slow_decay
+
+HEADS = [f"Qwen3_5For{kind}" for kind in ("ConditionalGeneration", "CausalLM", "SequenceClassification", "TokenClassification")]
+IDS = torch.arange(2, 14)[None]
+PACKED = {"input_ids": IDS, "position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3, 4]])}
+PADDED = {name: padded_batch("right")[name] for name in ("input_ids", "attention_mask")}
+BATCHES = {
+    "packed": (PACKED, [5, 2, 5]),
+    "padded": (PADDED, [40, 7, 21]),
+    "one document": ({"input_ids": IDS}, None),
+    "one document, padded to a square": ({"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}, None),
+    "embeddings": ({"inputs_embeds": torch.zeros(1, 12, 64), "position_ids": PACKED["position_ids"]}, [5, 2, 5]),
+    "with a cache": ({"input_ids": IDS, "use_cache": True}, None),
+}
+
+
+def build(head):
+    config = by_family["qwen3_5"].tiny_config()
+    if head.endswith("ConditionalGeneration"):
+        config = modeling_qwen3_5.Qwen3_5Config(text_config=config.to_dict(), vision_config={"depth": 1, "hidden_size": 32})
+    config.pad_token_id = config.get_text_config().pad_token_id = 0
+    torch.manual_seed(0)
+    return apply_patches(slow_decay(getattr(modeling_qwen3_5, head)(config)).train())
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """What the batch was read as, once for every time it was read."""
+    found, read = [], entry.resolve_boundaries
+
+    def counting(*arguments, **options):
+        found.append(read(*arguments, **options))
+        return found[-1]
+
+    monkeypatch.setattr(entry, "resolve_boundaries", counting)
+    return found
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("head", HEADS)
+def test_one_forward_reads_once_and_every_layer_receives_what_was_read(reads, head, batch):
+    model, records = build(head), []
+    for layer in model.get_submodule("model").modules():
+        if type(layer).__name__ == "Qwen3_5DecoderLayer":
+            hook = lambda layer, args, kwargs: records.append(kwargs.get("packed_sequence", "none"))  # noqa: E731
+            layer.register_forward_pre_hook(hook, with_kwargs=True)
+    inputs, lengths = BATCHES[batch]
+    model(**inputs)
+    assert len(reads) == 1 and len(records) == 4
+    if lengths is None:
+        assert reads == [None] and records == ["none"] * 4, "upstream's layers see no word of ours"
+    else:
+        assert reads[0].lengths == lengths and all(record.cu_seqlens is reads[0].cu_seqlens for record in records)
+
+
+def test_a_trunk_or_vision_language_model_called_by_itself_reads(reads):
+    model = build(HEADS[0])
+    for part in (model.model, model.model.language_model):
+        part(**PACKED, use_cache=False)
+    assert [found.lengths for found in reads] == [[5, 2, 5]] * 2
+
+
+def test_a_record_that_is_given_is_not_read_again(reads):
+    model, packed = build(HEADS[0]), PackedSequence.from_lengths([5, 2, 5])
+    wanted = model(**PACKED).logits
+    reads.clear()
+    assert torch.equal(model(input_ids=IDS, packed_sequence=packed).logits, wanted) and not reads
+
+
+def test_none_for_a_record_is_no_record(reads):
+    model = build(HEADS[0])
+    wanted = model(**PACKED).logits
+    assert torch.equal(model(**PACKED, packed_sequence=None).logits, wanted) and len(reads) == 2
+
+
+def test_a_head_that_another_library_replaced_leaves_the_reading_to_the_model_below(reads):
+    model = build(HEADS[0])
+    wanted = model(**PACKED).logits
+    reads.clear()
+    model.forward = MethodType(modeling_qwen3_5.Qwen3_5ForConditionalGeneration.forward, model)
+    assert torch.allclose(model(**PACKED).logits, wanted, atol=1e-5) and len(reads) == 1
