@@ -7,10 +7,11 @@ import doctest
 import pytest
 import torch
 
-from hf_packfree import PackedSequence, verify_packing
+from hf_packfree import PackedSequence, apply_patches, verify_packing
 from hf_packfree.packing import repad, unpad
 
 DOCUMENTED = {
+    "apply_patches": apply_patches,
     "PackedSequence.from_lengths": PackedSequence.from_lengths,
     "unpad": unpad,
     "repad": repad,
