@@ -19,4 +19,6 @@ myst_heading_anchors = 3
 nb_execution_mode = "off"  # python -m tests.notebooks keeps the outputs
 autodoc_typehints = "description"
 autodoc_member_order = "bysource"
+autodoc_typehints_description_target = "documented"
+napoleon_use_ivar = True
 napoleon_use_rtype = False
