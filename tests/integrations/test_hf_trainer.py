@@ -165,7 +165,7 @@ def test_resuming_is_bit_equal(tmp_path):
 HALF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
-@integration("Trainer", "`bf16=True`, `fp16` autocast", "works; half precision rounds as much packed as one by one")
+@integration("Trainer", "`bf16=True`, `fp16` autocast", "works; half precision rounds as much packed as per document")
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_autocast_rounds_no_more_than_one_by_one(dtype, record_property):
     """Against fp32 documents one by one: the packed row's error is that of stock documents under the same autocast."""
@@ -188,7 +188,7 @@ def _packed_step(model):
     return gradients(model)
 
 
-@integration("Trainer", "`bf16=True`, `fp16` autocast", "works; half precision rounds as much packed as one by one")
+@integration("Trainer", "`bf16=True`, `fp16` autocast", "works; half precision rounds as much packed as per document")
 def test_bf16_through_the_trainer(tmp_path, record_property):
     exact = one_by_one(tiny(), in_steps(labelled()))
     _, found = train(tiny(), tmp_path, bf16=True)
