@@ -38,7 +38,8 @@ class PackFreeCallback(TrainerCallback):
         packfree/influence: once, with `verify_first_batch`: see `first_batch_influence`.
 
     Args:
-        backend, unpacked, padded: as for `apply_patches`, whose errors are raised when the Trainer is initialised.
+        backend, batch_invariant, unpacked, padded: as for `apply_patches`, whose errors are raised when the Trainer is
+            initialised.
         verify_first_batch: on the first packed batch, change the tokens of every second document and raise `LeakDetected`
             if the outputs of the others change; costs two forwards.  In a process group only the first batch is checked,
             so that all processes run the same forwards.
@@ -48,11 +49,14 @@ class PackFreeCallback(TrainerCallback):
         self,
         *,
         backend: Choice = "auto",
+        batch_invariant: bool = False,
         unpacked: Literal["upstream", "native"] = "upstream",
         padded: Literal["lazy", "full", "upstream"] = "lazy",
         verify_first_batch: bool = False,
     ) -> None:
-        self._options: dict[str, Any] = {"backend": backend, "unpacked": unpacked, "padded": padded}
+        self._options: dict[str, Any] = {
+            "backend": backend, "batch_invariant": batch_invariant, "unpacked": unpacked, "padded": padded,
+        }
         self._verify = verify_first_batch
         self._influence: float | None = None
         self._trunks: list[nn.Module] = []

@@ -69,7 +69,7 @@ def _plan(name: str, sizes: dict[str, int] | None, ops: tuple[str, ...], unpacke
 
     from hf_packfree.patching.backends import choose_backends
 
-    state = choose_backends("auto", "upstream", sizes, ops)
+    state = choose_backends("auto", sizes, ops)
     kernels = state.cuda_half if torch.cuda.is_available() else state.elsewhere
     return Plan(name, {op: getattr(kernels, op) for op in ops}, unpacked, dict(state.why))
 

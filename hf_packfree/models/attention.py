@@ -117,12 +117,11 @@ class PackedAttention(RoutedAttention):
         self, x: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, packed: PackedSequence
     ) -> Tensor:
         state, heads = state_of(self), (*x.shape[:-1], -1, self.head_dim)
-        backend = state.kernels_for(x.device, x.dtype).fused
-        q, k, v = (part.view(heads) for part in project(x, self.q_proj, self.k_proj, self.v_proj, backend=backend))
+        q, k, v = (part.view(heads) for part in project(x, self.q_proj, self.k_proj, self.v_proj, state=state))
         kernels = state.kernels_for(q.device, q.dtype)  # under autocast q's dtype is not x's
         q, k = self._rotate_tokens(q, k, position_embeddings)
         out = self._attend(q, k, v, packed, kernels.attention)
-        return project(out.flatten(2), self.o_proj, backend=kernels.fused)[0]
+        return project(out.flatten(2), self.o_proj, state=state)[0]
 
     def calls(self, name: str, part: nn.Module, x: Tensor) -> bool:
         """Whether the packed branch calls this part: a projection that is more than its weight."""
@@ -148,15 +147,15 @@ class GatedQKNormAttention(RoutedAttention):
         self, x: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, packed: PackedSequence
     ) -> Tensor:
         state = state_of(self)
-        backend = state.kernels_for(x.device, x.dtype).fused
-        q_and_gate, k, v = project(x, self.q_proj, self.k_proj, self.v_proj, backend=backend)
+        q_and_gate, k, v = project(x, self.q_proj, self.k_proj, self.v_proj, state=state)
         q, gate = q_and_gate.view(*x.shape[:-1], -1, 2 * self.head_dim).chunk(2, dim=-1)
         heads = (*x.shape[:-1], -1, self.head_dim)
         kernels = state.kernels_for(q.device, q.dtype)  # under autocast q's dtype is not x's
         q, k = self._norm_rotate(q, k.view(heads), position_embeddings, kernels.fused)
         out = self._attend(q, k, v.view(heads), packed, kernels.attention)
-        gated, remakes = partial(output_gate, out, gate, backend=kernels.fused), kernels.fused in RECOMPUTES
-        return linear_with_recompute(gated, self.o_proj, out, remakes=remakes, worth_it=remakes, backend=kernels.fused)
+        gated = partial(output_gate, out, gate, batch_invariant=state.batch_invariant, backend=kernels.fused)
+        remakes = kernels.fused in RECOMPUTES
+        return linear_with_recompute(gated, self.o_proj, out, remakes=remakes, worth_it=remakes, state=state)
 
     def _norm_rotate(
         self, q: Tensor, k: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, backend: str

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
+from hf_packfree.models.state import PatchState
 from hf_packfree.ops.fused import projections
 
 _LIGERS = {
@@ -62,13 +63,16 @@ def _is_rms_norm(norm: Any, layer: nn.Module) -> bool:
     return is_upstreams(norm, layer, "RMSNorm")
 
 
-def project(x: Tensor, *layers: nn.Module, backend: str) -> tuple[Tensor, ...]:
-    """Return `layer(x)` of each, x [..., D]; "torch" means the layers, or what stands in their place.
+def project(x: Tensor, *layers: nn.Module, state: PatchState) -> tuple[Tensor, ...]:
+    """Return `layer(x)` of each, x [..., D]; where "fused" is "torch", the layers run, or what stands in their place.
 
     Layers that are more than their weights are called as they are.
     """
+    backend = state.kernels_for(x.device, x.dtype).fused
     weights = plain_weights(x, *layers) if backend != "torch" else None
-    return tuple(layer(x) for layer in layers) if weights is None else projections(x, *weights, backend=backend)
+    if weights is None:
+        return tuple(layer(x) for layer in layers)
+    return projections(x, *weights, batch_invariant=state.batch_invariant, backend=backend)
 
 
 def plain_weights(x: Any, *layers: Any) -> tuple[Tensor, ...] | None:

@@ -62,11 +62,11 @@ class FusedDecoderLayer(Replacement):
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         """Return what the MLP makes of x; "torch" means upstream's module, or what stands in its place."""
-        backend = state_of(self).kernels_for(x.device, x.dtype).fused
-        if backend != "torch":
-            weights = swiglu_weights(self.mlp, self, x)
-            if weights is not None:
-                return swiglu_mlp(x, *weights, backend=backend)
+        state = state_of(self)
+        backend = state.kernels_for(x.device, x.dtype).fused
+        weights = swiglu_weights(self.mlp, self, x) if backend != "torch" else None
+        if weights is not None:
+            return swiglu_mlp(x, *weights, batch_invariant=state.batch_invariant, backend=backend)
         out: Tensor | tuple[Tensor, ...] = self.mlp(x)
         return out[0] if isinstance(out, tuple) else out  # experts may return their router's logits too
 

@@ -15,7 +15,7 @@ from hf_packfree.errors import PatchConflict
 from hf_packfree.models.base import Replacement, Sizes, size_of, size_of_linear, size_of_norm
 from hf_packfree.models.fusable import epsilon, is_hooked, plain_weights, project
 from hf_packfree.models.rematerialize import linear_with_recompute
-from hf_packfree.models.state import Kernels, state_of
+from hf_packfree.models.state import Kernels, PatchState, state_of
 from hf_packfree.ops.conv_delta_rule import conv_delta_rule
 from hf_packfree.ops.fused import RECOMPUTES, gated_rms_norm, gates
 from hf_packfree.packing import PackedSequence
@@ -54,7 +54,7 @@ class PackedGatedDeltaNet(Replacement):
 
     def _mix(self, x: Tensor, packed: PackedSequence) -> Tensor:
         state = state_of(self)
-        mixed, z, b, a = self._project(x, state.kernels_for(x.device, x.dtype).fused)
+        mixed, z, b, a = self._project(x, state)
         kernels = state.kernels_for(mixed.device, mixed.dtype)  # which under autocast is not x's
         gated_norm = self.norm
         by_module = kernels.fused == "torch" or is_hooked(gated_norm)  # upstream's, or what stands in its place
@@ -63,12 +63,13 @@ class PackedGatedDeltaNet(Replacement):
         if by_module:
             normed = gated_norm(out.reshape(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim))
             normed = normed.view(1, packed.num_tokens, self.value_dim)
-            return project(normed, self.out_proj, backend=kernels.fused)[0]
+            return project(normed, self.out_proj, state=state)[0]
         norm = partial(
-            gated_rms_norm, out, z.reshape(out.shape), gated_norm.weight, epsilon(gated_norm), backend=kernels.fused
+            gated_rms_norm, out, z.reshape(out.shape), gated_norm.weight, epsilon(gated_norm),
+            batch_invariant=state.batch_invariant, backend=kernels.fused,
         )
         remakes = kernels.fused in RECOMPUTES
-        return linear_with_recompute(norm, self.out_proj, out, remakes=remakes, worth_it=True, backend=kernels.fused)
+        return linear_with_recompute(norm, self.out_proj, out, remakes=remakes, worth_it=True, state=state)
 
     def _conv_delta_rule(self, mixed: Tensor, g: Tensor, beta: Tensor, packed: PackedSequence, kernels: Kernels) -> Tensor:
         weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
@@ -78,7 +79,7 @@ class PackedGatedDeltaNet(Replacement):
             conv=kernels.conv, delta_rule=kernels.delta_rule,
         )
 
-    def _project(self, x: Tensor, backend: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor, state: PatchState) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return q|k|v [1, T, C], the output gate z [1, T, HV*V], and b, a [1, T, HV], from the family's own layout."""
         raise NotImplementedError
 

@@ -14,6 +14,7 @@ from hf_packfree.models.fused_layer import FusedDecoderLayer
 from hf_packfree.models.fusable import project
 from hf_packfree.models.gated_delta_net import PackedGatedDeltaNet
 from hf_packfree.models.heads import heads_of
+from hf_packfree.models.state import PatchState
 from hf_packfree.models.trunk import PackedTrunk
 from hf_packfree.models.vision_language import PackedVisionLanguage
 
@@ -21,9 +22,9 @@ from hf_packfree.models.vision_language import PackedVisionLanguage
 class SplitProjections(PackedGatedDeltaNet):
     """Qwen3.5's layout: one projection for q, k and v, and one each for z, b and a."""
 
-    def _project(self, x: Tensor, backend: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor, state: PatchState) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         layers = self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a
-        qkv, z, b, a = project(x, *layers, backend=backend)
+        qkv, z, b, a = project(x, *layers, state=state)
         return qkv, z, b, a
 
     @staticmethod

@@ -15,6 +15,7 @@ from hf_packfree.models.fused_layer import FusedDecoderLayer
 from hf_packfree.models.fusable import project
 from hf_packfree.models.gated_delta_net import PackedGatedDeltaNet
 from hf_packfree.models.heads import heads_of
+from hf_packfree.models.state import PatchState
 from hf_packfree.models.trunk import PackedTrunk
 
 
@@ -26,9 +27,9 @@ class Qwen3NextGatedDeltaNet(PackedGatedDeltaNet, upstream.Qwen3NextGatedDeltaNe
     `in_proj_ba` likewise their b and a.
     """
 
-    def _project(self, x: Tensor, backend: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor, state: PatchState) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         group = self.num_v_heads // self.num_k_heads
-        qkvz, ba = project(x, self.in_proj_qkvz, self.in_proj_ba, backend=backend)
+        qkvz, ba = project(x, self.in_proj_qkvz, self.in_proj_ba, state=state)
         per_head = qkvz.unflatten(-1, (self.num_k_heads, -1))
         values = group * self.head_v_dim
         q, k, v, z = per_head.split([self.head_k_dim, self.head_k_dim, values, values], dim=-1)

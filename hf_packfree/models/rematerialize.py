@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_packfree.models.fusable import plain_weights, project
+from hf_packfree.models.state import PatchState
 
 
 def recompute_saved(made: Tensor, make: Callable[[], Tensor], worth_it: bool) -> AbstractContextManager[Any]:
@@ -39,7 +40,7 @@ def recompute_saved(made: Tensor, make: Callable[[], Tensor], worth_it: bool) ->
 
 
 def linear_with_recompute(
-    make: Callable[..., Tensor], layer: Any, x: Tensor, *, remakes: bool, worth_it: bool, backend: str
+    make: Callable[..., Tensor], layer: Any, x: Tensor, *, remakes: bool, worth_it: bool, state: PatchState
 ) -> Tensor:
     """Return what a linear layer makes of `make()`, [1, T, H, D], without keeping that for the backward pass.
 
@@ -48,14 +49,14 @@ def linear_with_recompute(
         x: what `make` reads, of the dtype and on the device of what it returns.
         remakes: whether `make` makes it again in a backward pass of its own, which joins it with the layer's.
         worth_it: see `recompute_saved`, which does it for layers that are more than their weight.
-        backend: of the linear layer where it is called by itself.
+        state: of the module, for the linear layer where it is called by itself.
     """
     weights = plain_weights(x, layer) if remakes else None
     if weights is not None:
         return make(projection=weights[0])
     made = make()
     with recompute_saved(made, make, worth_it):
-        return project(made.flatten(2), layer, backend=backend)[0]
+        return project(made.flatten(2), layer, state=state)[0]
 
 
 def _others_decide() -> bool:

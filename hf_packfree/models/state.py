@@ -43,7 +43,8 @@ class PatchState:
     Attributes:
         cuda_half, cuda_single: what runs for packed rows on CUDA, in bfloat16 or float16, and in float32.
         elsewhere: what runs on every other device, and in float64.
-        unpacked: "upstream", or "native" when our conv and delta rule also run for rows of one document.
+        batch_invariant: whether a document gets the same bits in a row of any length, alone or packed.
+        unpacked: "upstream", or "native" when rows of one document run through the patched layers too.
         padded: "lazy" or "full" when padded rows run without their padding, with logits put back into the caller's shape
             when something reads them or always; "upstream" when transformers runs them.
         mixer_paths: the attributes of decoder layers that hold token mixers, see `Family`; for the check before packed rows.
@@ -54,6 +55,7 @@ class PatchState:
     cuda_half: Kernels = Kernels()
     cuda_single: Kernels = Kernels()
     elsewhere: Kernels = Kernels()
+    batch_invariant: bool = False
     unpacked: str = "upstream"
     padded: str = "lazy"
     mixer_paths: tuple[str, ...] = ()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 from torch import nn
 
 from hf_packfree.errors import PatchConflict
 from hf_packfree.models.state import PatchState
-from hf_packfree.patching.backends import Choice, choose_backends
+from hf_packfree.patching.backends import Choice, choose_backends, forced_backends
 from hf_packfree.patching.plan import op_sizes, plan_swaps, trunks
 from hf_packfree.patching.registry import family_of
 from hf_packfree.patching.report import announce
@@ -25,6 +25,7 @@ def apply_patches(
     model: _Model,
     *,
     backend: Choice = "auto",
+    batch_invariant: bool = False,
     unpacked: Literal["upstream", "native"] = "upstream",
     padded: Literal["lazy", "full", "upstream"] = "lazy",
 ) -> _Model:
@@ -41,9 +42,12 @@ def apply_patches(
             everywhere, and every op has it), or {op: name} with ops conv, delta_rule, attention, and fused for all small
             ops.  Where it is "auto", the environment variable PACKFREE_BACKEND is read ("torch",
             "conv=fla,delta_rule=torch").
-        unpacked: what runs the linear layers for rows of one document: "upstream", bit for bit as without us, or
-            "native", our convolution and delta rule, whose last bits differ and which are faster where
-            flash-linear-attention is absent.
+        batch_invariant: give a document the same bits alone and in a packed row.  Rows of one document then run through
+            the patched layers, too, and matrix products never choose split-K by the number of rows, which costs short rows
+            time.  Where that cannot be promised, the reason is a WARNING; see `PatchReport.rounding`.
+        unpacked: what runs rows of one document: "upstream", bit for bit as without us, or "native", the patched layers,
+            whose rounding differs, and which take less time and memory.  A cache and attention weights are upstream's to
+            build: calls with `past_key_values`, `use_cache=True` or `output_attentions=True` go there.
         padded: what runs padded rows of one document: "lazy", real tokens only, and a training step's logits get the
             caller's shape when something reads them; "full", the same with logits always in that shape; "upstream",
             bit for bit as without us.
@@ -73,23 +77,38 @@ def apply_patches(
         >>> torch.allclose(second_document(), alone, atol=1e-5)
         True
     """
-    swap_planned(model, backend, unpacked, padded)
+    patch(model, Options(backend, batch_invariant, unpacked, padded))
     return model
 
 
-def check_options(backend: Choice, unpacked: str, padded: str) -> None:
-    """Refuse a misspelt option, whatever the model; see `apply_patches` for arguments and errors."""
-    choose_backends(backend, unpacked)
-    if padded not in ("lazy", "full", "upstream"):
-        raise ValueError(f"found padded={padded!r}; wanted 'lazy', 'full' or 'upstream'")
+@dataclass(frozen=True)
+class Options:
+    """How models are patched; see `apply_patches` for values and errors."""
+
+    backend: Choice = "auto"
+    batch_invariant: bool = False
+    unpacked: str = "upstream"
+    padded: str = "lazy"
+
+    def __post_init__(self) -> None:
+        """Refuse a misspelt option, whatever the model."""
+        forced_backends(self.backend)
+        known = {"batch_invariant": (True, False), "unpacked": ("upstream", "native"), "padded": ("lazy", "full", "upstream")}
+        for name, values in known.items():
+            if (found := getattr(self, name)) not in values:
+                *others, last = map(repr, values)
+                raise ValueError(f"found {name}={found!r}; wanted {', '.join(others)} or {last}")
 
 
-def swap_planned(model: nn.Module, backend: Choice, unpacked: str, padded: str) -> None:
+def patch(model: nn.Module, options: Options) -> None:
     """Plan, choose, check, then change `model`; logs what runs when something changed."""
-    check_options(backend, unpacked, padded)
     family, steps = plan_swaps(model)
-    chosen = choose_backends(backend, unpacked, op_sizes(next(trunks(model, family)), family), family.ops)
-    state = _state_in_force(model, replace(chosen, padded=padded, mixer_paths=family.mixer_paths))
+    chosen = choose_backends(options.backend, op_sizes(next(trunks(model, family)), family), family.ops)
+    wanted = replace(
+        chosen, batch_invariant=options.batch_invariant, unpacked=options.unpacked, padded=options.padded,
+        mixer_paths=family.mixer_paths,
+    )
+    state = _state_in_force(model, wanted)
     if not steps:
         return
     check_release(family, state)

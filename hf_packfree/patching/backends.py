@@ -31,14 +31,13 @@ Choice = str | Mapping[str, str]
 
 
 def choose_backends(
-    backend: Choice, unpacked: str, sizes: Mapping[str, int] | None = None, ops: Sequence[str] = tuple(OPS)
+    backend: Choice, sizes: Mapping[str, int] | None = None, ops: Sequence[str] = tuple(OPS)
 ) -> PatchState:
-    """Return the state that patched modules carry.
+    """Return what runs on every kind of tensor, as the state that patched modules carry.
 
     Args:
         backend: "auto" (of every op, the first in its `BACKENDS` that can run), a name (of every op that has it), or
             {op: name}.
-        unpacked: "upstream" or "native".
         sizes: of the model, see `Target.sizes`; what is missing is not checked.
         ops: what the model's layers call; of other ops nothing is chosen, though their names are checked.
 
@@ -46,19 +45,16 @@ def choose_backends(
 
     Raises:
         BackendUnavailable: no operation has such a backend, or it cannot run here; or an operation is named twice.
-        ValueError: `unpacked` is neither.
     """
-    if unpacked not in ("upstream", "native"):
-        raise ValueError(f"found unpacked={unpacked!r}; wanted 'upstream' or 'native'")
-    forced = {op: name for op, name in _forced(backend).items() if op in ops}
+    forced = {op: name for op, name in forced_backends(backend).items() if op in ops}
     gpu = torch.cuda.is_available()
     elsewhere, _ = _choose([Target("cpu", None, torch.float32, dict(sizes or {}))], ops, forced, in_doubt=gpu)
     if not gpu:
-        return PatchState(elsewhere=elsewhere, unpacked=unpacked)
+        return PatchState(elsewhere=elsewhere)
     half, why = _choose(_gpus(torch.bfloat16, sizes or {}), ops, forced)
     single, why_single = _choose(_gpus(torch.float32, sizes or {}), ops, forced, in_doubt=True)
     why |= {f"{op} in float32": reason for op, reason in why_single.items() if reason != why.get(op)}
-    return PatchState(cuda_half=half, cuda_single=single, elsewhere=elsewhere, unpacked=unpacked, why=why)
+    return PatchState(cuda_half=half, cuda_single=single, elsewhere=elsewhere, why=why)
 
 
 def _gpus(dtype: torch.dtype, sizes: Mapping[str, int]) -> list[Target]:
@@ -67,8 +63,8 @@ def _gpus(dtype: torch.dtype, sizes: Mapping[str, int]) -> list[Target]:
     return [Target("cuda", capability, dtype, dict(sizes)) for capability in sorted(kinds)]
 
 
-def _forced(backend: Choice) -> dict[str, str]:
-    """Return {op: name} of what is not left to us."""
+def forced_backends(backend: Choice) -> dict[str, str]:
+    """Return {op: name} of what is not left to us; `Raises` as `choose_backends` does of unknown names."""
     where = f"backend={backend!r}"
     if backend == "auto":
         backend = os.environ.get(VARIABLE, "").strip() or "auto"

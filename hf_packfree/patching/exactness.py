@@ -1,4 +1,4 @@
-"""Whether documents of a packed row get, bit for bit, what they get alone, or what is in the way of that."""
+"""Batch invariance: whether a document gets the same bits alone and in a packed row, or what is in the way of that."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _COMPARED = frozenset({
 
 
 def why_rounding(model: nn.Module, family: Family, implementations: Mapping[str, str], x: Any) -> str | None:
-    """Return why bits are not promised of the layers' forward pass over packed rows, as a sentence's half, or None.
+    """Return why batch invariance of the layers' forward pass is not promised, as half a sentence, or None.
 
     Args:
-        model: patched.
+        model: patched, with `batch_invariant=True`.
         implementations: {operation: backend that runs}.
         x: a parameter, for its device and dtype.
     """

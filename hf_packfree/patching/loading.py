@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from hf_packfree.errors import PatchConflict, UnsupportedModel
-from hf_packfree.patching.apply import check_options, swap_planned
+from hf_packfree.patching.apply import Options, patch
 from hf_packfree.patching.backends import Choice
 from hf_packfree.patching.registry import FAMILIES
 from hf_packfree.patching.steps import ClassSwap, carry_out
@@ -60,6 +60,7 @@ class Registration:
 def register_patches(
     *,
     backend: Choice = "auto",
+    batch_invariant: bool = False,
     unpacked: Literal["upstream", "native"] = "upstream",
     padded: Literal["lazy", "full", "upstream"] = "lazy",
 ) -> Registration:
@@ -71,7 +72,7 @@ def register_patches(
     raises, and `apply_patches(model)` mends it.
 
     Args:
-        backend, unpacked, padded: as for `apply_patches`.
+        backend, batch_invariant, unpacked, padded: as for `apply_patches`.
 
     Raises:
         UnsupportedModel: this transformers has no class mapping (5.2).
@@ -82,8 +83,8 @@ def register_patches(
             "found a transformers without monkey_patching; wanted 5.3 or later for patching at load time; call "
             "apply_patches(model) on the loaded model instead, or upgrade transformers"
         )
-    check_options(backend, unpacked, padded)  # refused now, not when a model is loaded
-    mapping = _mapping(partial(swap_planned, backend=backend, unpacked=unpacked, padded=padded))
+    options = Options(backend, batch_invariant, unpacked, padded)  # refused now, not when a model is loaded
+    mapping = _mapping(partial(patch, options=options))
     taken = sorted(mapping.keys() & monkey_patching.get_patch_mapping().keys())
     if taken:
         raise PatchConflict(

@@ -43,6 +43,7 @@ class PatchReport:
         swaps: {class name: how many modules of it are swapped and run}; a head that another forward hides is not in it.
         implementations: {operation: backend that runs for packed rows where the model is now, under autocast if it is on}.
         why: {operation, or "operation in float32": why a faster backend is not used on this machine's GPUs}.
+        batch_invariant: whether `apply_patches` was asked for it; whether it holds is in `rounding`.
         unpacked: "upstream" or "native", what runs for rows of one document.
         padded: "lazy", "full" or "upstream", what runs for padded rows of one document.
         attention: the attention implementation the model was loaded with.
@@ -58,6 +59,7 @@ class PatchReport:
     swaps: dict[str, int]
     implementations: dict[str, str]
     why: dict[str, str]
+    batch_invariant: bool
     unpacked: str
     padded: str
     attention: str | None
@@ -98,7 +100,7 @@ class PatchReport:
         where = "in the layers' forward pass (not under autocast or torch.compile)"
         if self.implementations.get("delta_rule") == "fla":
             where += " of one process, because flash-linear-attention chooses its kernels' shapes by timing them in each"
-        return f"documents get what they get alone, bit for bit {where}"
+        return f"documents get the same bits alone and packed {where}"
 
 
 def patch_report(model: nn.Module) -> PatchReport:
@@ -117,13 +119,20 @@ def patch_report(model: nn.Module) -> PatchReport:
         swaps=dict(Counter(type(module).__name__ for module in swapped if not _bypassed(module, family))),
         implementations=runs,
         why={} if state is None else dict(state.why),
+        batch_invariant=state is not None and state.batch_invariant,
         unpacked="upstream" if state is None else state.unpacked,
         padded="upstream" if state is None else state.padded,
         attention=loaded,
         versions=_versions(state, loaded),
         inexact={} if state is None else _inexact(state),
-        rounding=why_rounding(model, family, runs, a_parameter(model)) if family and patched else "it is not patched",
+        rounding=_rounding(model, family, state, runs) if family and patched and state else "it is not patched",
     )
+
+
+def _rounding(model: nn.Module, family: Family, state: PatchState, runs: dict[str, str]) -> str | None:
+    if not state.batch_invariant:
+        return "batch_invariant is off"
+    return why_rounding(model, family, runs, a_parameter(model))
 
 
 def _bypassed(module: Any, family: Any) -> bool:
@@ -179,7 +188,10 @@ def announce(model: nn.Module, state: PatchState) -> None:
     """Log what runs in a model that was patched just now, what of it runs in plain torch on a GPU or without what is
     installed for it, and what compiles.
     """
-    logger.info("%s", patch_report(model))
+    report = patch_report(model)
+    logger.info("%s", report)
+    if state.batch_invariant and report.rounding is not None:
+        logger.warning("batch_invariant=True is not promised here: %s", report.rounding)
     slow = _slow(state)
     for op, reason in slow.items():
         logger.warning("%s runs in plain torch on this GPU, which is slow: %s", op, reason)

@@ -32,37 +32,37 @@ from tests.support import by_family, tiny
 )
 def test_what_is_installed_but_cannot_be_imported_is_told_when_patching(gpu, module, package, op, name, chosen):
     gpu(packages=INSTALLED | {"causal-conv1d": "1.7.0"}, broken=[module])
-    state = choose_backends("auto", "upstream", SIZES)
+    state = choose_backends("auto", SIZES)
     assert getattr(state.cuda_half, op) == chosen
     wanted = f"{package} is broken (OSError: undefined symbol: _ZN3c10); reinstall it"
     if chosen not in ("flash_qla", "triton"):
         assert state.why[op].startswith(f"not {name}: {wanted}")
     with pytest.raises(BackendUnavailable, match=re.escape(f"{op} backend '{name}' asked for, but {wanted}")):
-        choose_backends({op: name}, "upstream", SIZES)
+        choose_backends({op: name}, SIZES)
 
 
 def test_nothing_is_imported_that_is_not_wanted(gpu, monkeypatch):
     gpu(packages=INSTALLED | {"causal-conv1d": "1.7.0"})
     imported = []
     monkeypatch.setattr(backend, "import_module", imported.append)
-    choose_backends("torch", "upstream", SIZES)
+    choose_backends("torch", SIZES)
     assert imported == []
-    choose_backends({"delta_rule": "torch"}, "upstream", SIZES)
+    choose_backends({"delta_rule": "torch"}, SIZES)
     assert imported == ["triton"]
 
 
 def test_without_a_gpu_everything_is_torch(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    state = choose_backends("auto", "upstream")
+    state = choose_backends("auto")
     kernels = state.kernels_for(torch.device("cpu"), torch.float32)
     assert set(vars(kernels).values()) == {"torch"} and state.why == {}
     with pytest.raises(BackendUnavailable, match="it runs on CUDA devices, this is a cpu.*delta_rule|delta_rule.*runs on CUDA"):
-        choose_backends({"delta_rule": "fla"}, "upstream")
+        choose_backends({"delta_rule": "fla"})
 
 
 def test_hopper_with_everything_takes_the_fastest(gpu):
     gpu()
-    state = choose_backends("auto", "upstream", SIZES)
+    state = choose_backends("auto", SIZES)
     assert vars(state.cuda_half) == {
         "conv": "triton", "delta_rule": "flash_qla", "attention": "triton", "fused": "triton",
     }
@@ -73,7 +73,7 @@ def test_hopper_with_everything_takes_the_fastest(gpu):
 
 def test_the_tensors_decide_not_what_imports(gpu):
     gpu()
-    state = choose_backends("auto", "upstream", SIZES)
+    state = choose_backends("auto", SIZES)
     assert state.kernels_for(torch.device("cuda", 0), torch.bfloat16) is state.cuda_half
     assert state.kernels_for(torch.device("cuda", 0), torch.float32) is state.cuda_single
     for device, dtype in (("cpu", torch.bfloat16), ("mps", torch.float16), ("cuda", torch.float64)):
@@ -82,7 +82,7 @@ def test_the_tensors_decide_not_what_imports(gpu):
 
 def test_under_torch_compile_what_mixes_no_tokens_is_left_to_it(gpu, monkeypatch):
     gpu()
-    state, mixes = choose_backends("auto", "upstream", SIZES), ("conv", "delta_rule", "attention")
+    state, mixes = choose_backends("auto", SIZES), ("conv", "delta_rule", "attention")
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     compiled = state.kernels_for(torch.device("cuda", 0), torch.bfloat16)
     assert all(getattr(compiled, op) == getattr(state.cuda_half, op) != "torch" for op in mixes)
@@ -112,47 +112,47 @@ def test_under_torch_compile_what_mixes_no_tokens_is_left_to_it(gpu, monkeypatch
 )
 def test_what_is_missing_is_told_apart(gpu, arguments, chosen, reason):
     gpu(**arguments)
-    state = choose_backends("auto", "upstream", SIZES)
+    state = choose_backends("auto", SIZES)
     assert state.cuda_half.delta_rule == chosen
     assert reason in state.why["delta_rule"]
 
 
 def test_sizes_that_a_kernel_lacks(gpu):
     gpu()
-    assert choose_backends("auto", "upstream", SIZES | {"key_size": 64}).cuda_half.delta_rule == "fla"
-    assert choose_backends("auto", "upstream", SIZES | {"key_size": 512}).cuda_half.delta_rule == "torch"
-    assert choose_backends("auto", "upstream", SIZES | {"taps": 5}).cuda_half.conv == "fla"
-    assert choose_backends("auto", "upstream", SIZES | {"head_size": 512}).cuda_half.attention == "torch"
-    state = choose_backends("auto", "upstream", SIZES | {"head_size": 96})
+    assert choose_backends("auto", SIZES | {"key_size": 64}).cuda_half.delta_rule == "fla"
+    assert choose_backends("auto", SIZES | {"key_size": 512}).cuda_half.delta_rule == "torch"
+    assert choose_backends("auto", SIZES | {"taps": 5}).cuda_half.conv == "fla"
+    assert choose_backends("auto", SIZES | {"head_size": 512}).cuda_half.attention == "torch"
+    state = choose_backends("auto", SIZES | {"head_size": 96})
     assert state.cuda_half.attention == "varlen"
     assert "not triton: it takes heads of 64, 128, 256 channels; the model has 96" in state.why["attention"]
 
 
 def test_attention_made_for_hopper_runs_there_alone(gpu):
     gpu(capability=(8, 0))
-    state = choose_backends("auto", "upstream", SIZES)
+    state = choose_backends("auto", SIZES)
     assert state.cuda_half.attention == "varlen"
     assert "not triton: its blocks are made for Hopper (9.0), this is 8.0" in state.why["attention"]
 
 
 def test_forcing_by_argument_and_by_variable(gpu, monkeypatch):
     gpu()
-    assert choose_backends({"conv": "fla"}, "upstream", SIZES).cuda_half.conv == "fla"
-    forced = choose_backends("fla", "upstream", SIZES).cuda_half
+    assert choose_backends({"conv": "fla"}, SIZES).cuda_half.conv == "fla"
+    forced = choose_backends("fla", SIZES).cuda_half
     assert (forced.conv, forced.delta_rule, forced.fused, forced.attention) == ("fla", "fla", "triton", "triton")
     monkeypatch.setenv(backends.VARIABLE, "conv=fla,delta_rule=torch")
-    by_variable = choose_backends("auto", "upstream", SIZES).cuda_half
+    by_variable = choose_backends("auto", SIZES).cuda_half
     assert (by_variable.conv, by_variable.delta_rule) == ("fla", "torch")
-    assert choose_backends("torch", "upstream", SIZES).cuda_half.conv == "torch", "an argument goes before the variable"
+    assert choose_backends("torch", SIZES).cuda_half.conv == "torch", "an argument goes before the variable"
     monkeypatch.setenv(backends.VARIABLE, "delta=fla")
     with pytest.raises(BackendUnavailable, match="found delta=fla in PACKFREE_BACKEND='delta=fla'; wanted conv: triton"):
-        choose_backends("auto", "upstream", SIZES)
+        choose_backends("auto", SIZES)
     monkeypatch.setenv(backends.VARIABLE, "conv=fla,delta_rule")
     wanted = "found delta_rule= in PACKFREE_BACKEND='conv=fla,delta_rule'; wanted conv: triton"
     with pytest.raises(BackendUnavailable, match=wanted):
-        choose_backends("auto", "upstream", SIZES)
+        choose_backends("auto", SIZES)
     with pytest.raises(BackendUnavailable, match="conv backend 'causal_conv1d' asked for, but causal-conv1d is not installed"):
-        choose_backends({"conv": "causal_conv1d"}, "upstream", SIZES)
+        choose_backends({"conv": "causal_conv1d"}, SIZES)
 
 
 def test_a_name_that_nothing_has_is_told_with_where_it_came_from(gpu, monkeypatch):
@@ -163,29 +163,29 @@ def test_a_name_that_nothing_has_is_told_with_where_it_came_from(gpu, monkeypatc
     }.items():
         monkeypatch.delenv(backends.VARIABLE, raising=False)
         with pytest.raises(BackendUnavailable, match=re.escape(found)):
-            choose_backends(value, "upstream", SIZES)
+            choose_backends(value, SIZES)
         monkeypatch.setenv(backends.VARIABLE, value)
         with pytest.raises(BackendUnavailable, match=re.escape(found.replace("backend=", "PACKFREE_BACKEND="))):
-            choose_backends("auto", "upstream", SIZES)
+            choose_backends("auto", SIZES)
     with pytest.raises(BackendUnavailable, match=re.escape("found delta=fla in backend={'delta': 'fla'}; wanted conv: triton")):
-        choose_backends({"delta": "fla"}, "upstream", SIZES)
+        choose_backends({"delta": "fla"}, SIZES)
 
 
 @pytest.mark.parametrize("op", ["gated_norm", "norm_rope", "output_gate", "gates", "add_norm", "swiglu", "projections"])
 def test_a_switch_of_the_first_version_names_the_one_of_now(op):
     wanted = f"found {op}=torch in .*; wanted conv: .*; fused: triton, torch; pass fused, the one switch of all small ops"
     with pytest.raises(BackendUnavailable, match=wanted):
-        choose_backends({op: "torch"}, "upstream")
+        choose_backends({op: "torch"})
 
 
 def test_nothing_is_chosen_for_ops_that_a_family_lacks(gpu):
     gpu(packages={})
-    state = choose_backends({"delta_rule": "torch"}, "upstream", SIZES, ("conv", "attention"))
+    state = choose_backends({"delta_rule": "torch"}, SIZES, ("conv", "attention"))
     assert {op.removesuffix(" in float32") for op in state.why} == {"conv", "attention"}
     with pytest.raises(BackendUnavailable, match="conv backend 'fla' asked for"):
-        choose_backends("fla", "upstream", SIZES, ("conv", "attention"))
+        choose_backends("fla", SIZES, ("conv", "attention"))
     with pytest.raises(BackendUnavailable, match="found delta_rule=nothing"):
-        choose_backends({"delta_rule": "nothing"}, "upstream", SIZES, ("conv",))
+        choose_backends({"delta_rule": "nothing"}, SIZES, ("conv",))
 
 
 def test_kernels_are_named_never_counted():
@@ -199,23 +199,23 @@ def test_kernels_are_named_never_counted():
 def test_an_empty_variable_is_none(gpu, monkeypatch, value):
     gpu()
     monkeypatch.setenv(backends.VARIABLE, value)
-    assert choose_backends("auto", "upstream", SIZES).cuda_half.delta_rule == "flash_qla"
+    assert choose_backends("auto", SIZES).cuda_half.delta_rule == "flash_qla"
 
 
 def test_what_is_made_for_one_card_alone_runs_on_none_of_several_kinds(gpu):
     gpu(others=[(12, 0)])
-    state = choose_backends("auto", "upstream", SIZES)
+    state = choose_backends("auto", SIZES)
     assert (state.cuda_half.attention, state.cuda_half.conv) == ("varlen", "triton")
     assert "not triton: its blocks are made for Hopper (9.0), this is 12.0" in state.why["attention"]
     with pytest.raises(BackendUnavailable, match="'flash_qla' asked for, but we know .*, this is 12.0; .*: fla, torch;"):
-        choose_backends({"delta_rule": "flash_qla"}, "upstream", SIZES)
+        choose_backends({"delta_rule": "flash_qla"}, SIZES)
 
 
 @pytest.mark.parametrize(("version", "chosen"), [("1.5.0.post8", "fla"), ("1.6.0", "causal_conv1d")])
 def test_causal_conv1d_comes_before_fla_where_it_can_be_deterministic(gpu, monkeypatch, version, chosen):
     gpu(packages=INSTALLED | {"causal-conv1d": version})
     monkeypatch.setattr(conv, "BACKENDS", {name: found for name, found in conv.BACKENDS.items() if name != "triton"})
-    state = choose_backends("auto", "upstream", SIZES)
+    state = choose_backends("auto", SIZES)
     assert (state.cuda_half.conv, state.cuda_single.conv) == (chosen, chosen)
     if chosen == "fla":
         old = f"causal-conv1d {version} is too old to be deterministic where torch is asked to be"
@@ -245,14 +245,14 @@ def test_what_causal_conv1d_was_not_made_for_is_told_apart(gpu, target, reason):
 
 def test_a_forced_convolution_runs_torch_in_float64(gpu):
     gpu(packages=INSTALLED | {"causal-conv1d": "1.7.0"})
-    state = choose_backends({"conv": "causal_conv1d"}, "upstream", SIZES)
+    state = choose_backends({"conv": "causal_conv1d"}, SIZES)
     assert state.cuda_half.conv == state.cuda_single.conv == "causal_conv1d"
     assert state.kernels_for(torch.device("cuda", 0), torch.float64).conv == "torch"
 
 
 def test_a_forced_name_that_half_precision_alone_can_run_is_replaced_in_float32_and_said(gpu):
     gpu()
-    state = choose_backends({"delta_rule": "flash_qla"}, "upstream", SIZES)
+    state = choose_backends({"delta_rule": "flash_qla"}, SIZES)
     assert (state.cuda_half.delta_rule, state.cuda_single.delta_rule) == ("flash_qla", "fla")
     assert "delta_rule" not in state.why
     assert state.why["delta_rule in float32"] == "not flash_qla: it runs in bfloat16 and float16, this is float32"
@@ -260,8 +260,8 @@ def test_a_forced_name_that_half_precision_alone_can_run_is_replaced_in_float32_
 
 def test_what_is_not_exact_runs_only_where_it_is_asked_for(gpu):
     gpu()
-    assert choose_backends("auto", "upstream", SIZES).cuda_half.delta_rule == "flash_qla"
-    state = choose_backends("flash_qla_cut", "upstream", SIZES)
+    assert choose_backends("auto", SIZES).cuda_half.delta_rule == "flash_qla"
+    state = choose_backends("flash_qla_cut", SIZES)
     assert (state.cuda_half.delta_rule, state.cuda_single.delta_rule) == ("flash_qla_cut", "fla")
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hf_packfree import apply_patches, patch_report
+from hf_packfree.errors import PatchConflict
 from hf_packfree.patching import apply, exactness
 from hf_packfree.patching.backends import OPS
 from hf_packfree.ops.fused.linear import NARROW
@@ -16,7 +17,7 @@ from tests.gpu.op_table import OPS as TESTED
 from tests.patching.machines import INSTALLED, SIZES
 from tests.support import tiny
 
-BITS = "documents get what they get alone, bit for bit in the layers' forward pass (not under autocast or torch.compile)"
+BITS = "documents get the same bits alone and packed in the layers' forward pass (not under autocast or torch.compile)"
 ROUNDING = "documents get what they get alone, up to rounding ({})"
 
 
@@ -33,7 +34,7 @@ def hopper(gpu, monkeypatch):
         if widths:
             linears = (part for part in (model or tiny()).modules() if isinstance(part, nn.Linear))
             monkeypatch.setattr(exactness, "_COMPARED", {(linear.out_features, linear.in_features) for linear in linears})
-        model = apply_patches((model or tiny()).to(dtype), **options)
+        model = apply_patches((model or tiny()).to(dtype), batch_invariant=True, **options)
         there = SimpleNamespace(device=torch.device("cuda", 0), dtype=dtype)
         monkeypatch.setattr(model, "parameters", lambda: iter([there]), raising=False)
         monkeypatch.setattr(torch, "__version__", release)
@@ -46,6 +47,18 @@ def test_bits_are_promised_where_the_gpu_tests_check_them(hopper):
     for options in ({}, {"backend": {"delta_rule": "fla"}}, {"backend": {"attention": "varlen"}}):
         report = patch_report(hopper(**options))
         assert report.rounding is None and BITS in str(report) and not report.inexact
+
+
+def test_batch_invariance_is_promised_where_it_was_asked_for(gpu, caplog):
+    report = patch_report(apply_patches(tiny()))
+    assert (report.batch_invariant, report.rounding) == (False, "batch_invariant is off")
+    assert ROUNDING.format(report.rounding) in str(report) and "not promised" not in caplog.text
+    report = patch_report(apply_patches(tiny(), batch_invariant=True))
+    assert report.batch_invariant and f"batch_invariant=True is not promised here: {report.rounding}" in caplog.text
+    with pytest.raises(PatchConflict, match="batch_invariant"):
+        apply_patches(apply_patches(tiny()), batch_invariant=True)
+    with pytest.raises(ValueError, match="found batch_invariant='yes'; wanted True or False"):
+        apply_patches(tiny(), batch_invariant="yes")
 
 
 def test_what_promises_bits_is_what_the_gpu_tests_check():
@@ -70,7 +83,7 @@ def test_bits_are_promised_for_the_widths_that_were_compared(hopper):
 
 
 def test_on_a_cpu_bits_are_not_promised():
-    report = patch_report(apply_patches(tiny()))
+    report = patch_report(apply_patches(tiny(), batch_invariant=True))
     assert report.rounding == "bits are tested on GPUs, this is a cpu" and ROUNDING.format(report.rounding) in str(report)
 
 

@@ -56,7 +56,7 @@ def test_under_autocast_it_runs_what_a_step_runs_there(monkeypatch):
         assert asked == ran
         found, _ = step()  # also where autocast still holds the casts of the weights
     bf16, fp32 = torch.bfloat16, torch.float32
-    mixers = {("_mix", fp32), ("_attend_packed", fp32), ("_mix", bf16), ("_attend_packed", bf16)}  # projections, all else
+    mixers = {("project", fp32), ("project", bf16), ("_mix", bf16), ("_attend_packed", bf16)}
     assert ran == mixers | {("_add_norm", fp32), ("_feed_forward", fp32)}
     assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
 
