@@ -1,7 +1,9 @@
-"""Launch our Triton kernels: what was compiled for arguments of one kind is started again without asking Triton which it is.
+"""A cached launcher of our Triton kernels: from a kernel's second launch on it skips Triton's specialisation of the arguments.
 
-Asking is the host's work at every launch, and a step of a thousand tokens, which has hundreds of them, waits for the host.
-What is switched on in Triton later (device asserts, instrumentation of its profiler) does not reach kernels that ran before.
+That is work of the host's at every launch, and a step of a few thousand tokens, with hundreds of launches, waits for the host:
+12% of a step of 4,096 tokens on an H200 (docs/performance.md).  It calls a private interface of Triton, which
+tests/ops/triton/test_launch.py compares with Triton's own launch.  Settings of Triton that change later (device asserts,
+instrumentation by its profiler) do not reach kernels that were launched before.
 """
 
 from __future__ import annotations
@@ -18,12 +20,11 @@ from hf_packfree.ops.backend import installed
 from hf_packfree.versions import LAUNCHED_TRITON
 
 _ASSUMED = ["tt.divisibility", 16]
-"""What compiled code may rely on, and `_read` tells apart, beside types and integers that are 1."""
+"""What compiled code may assume beside types and integers that are 1; `_read` gives arguments without it another kind."""
 _INT32 = 2**31
 Start = Callable[[tuple[int, ...], tuple[Any, ...], list[Any]], None]
 _compiled: dict[tuple[Any, ...], Start] = {}
-"""By kernel, device, constants and the arguments' kinds: what starts the compiled kernel on a grid, with arguments and their
-values."""
+"""By kernel, device, constants and the arguments' kinds: the function that launches the compiled kernel."""
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
@@ -52,13 +53,13 @@ def _launch(kernel: Any, grid: tuple[int, ...], device: int, arguments: tuple[An
     if start is not None:
         return start(grid, arguments, values)
     compiled = kernel[grid](*arguments, **constants)
-    if compiled is not None and _assumes_no_more(compiled):  # None: a hook of Triton's kept it from compiling
+    if compiled is not None and _assumes_no_more(compiled):  # None: a hook of Triton's prevented the compilation
         rest = tuple(constants[name] for name in kernel.arg_names[len(arguments):])
         _compiled[key] = _starter(compiled, device, rest)
 
 
 def _starter(compiled: Any, device: int, rest: tuple[Any, ...]) -> Start:
-    """Return what does as `compiled[grid](*arguments, *rest)` and looks nothing up that stays the same."""
+    """Return what `compiled[grid](*arguments, *rest)` does, without looking up again what stays the same."""
     from triton import knobs
     from triton.runtime import driver
 
@@ -67,7 +68,7 @@ def _starter(compiled: Any, device: int, rest: tuple[Any, ...]) -> Start:
 
     def start(grid: tuple[int, ...], arguments: tuple[Any, ...], values: list[Any]) -> None:
         sizes = x, y, z = (*grid, 1, 1)[:3]
-        if _watched(runtime):
+        if _has_hooks(runtime):
             compiled[sizes](*arguments, *rest)
         else:
             run(x, y, z, stream_of(device), function, metadata, None, None, None, *values, *rest)
@@ -75,16 +76,16 @@ def _starter(compiled: Any, device: int, rest: tuple[Any, ...]) -> Start:
     return start
 
 
-def _watched(runtime: Any) -> bool:
-    """Whether somebody, a profiler, wants to hear of every launch."""
+def _has_hooks(runtime: Any) -> bool:
+    """Whether anything, a profiler for instance, is called at every launch."""
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def _read(arguments: tuple[Any, ...], device: int) -> tuple[list[Any], list[Any]]:
-    """What Triton compiles the arguments for, told apart at least as finely as it does, and the values that it starts with.
+    """Return the arguments' kinds, which differ wherever Triton would compile different code, and the values to launch with.
 
-    That of a tensor on this device is its address, which needs no look into the driver; Triton takes one at every launch.
+    That of a tensor on this device is its address; Triton looks it up in the driver at every launch.
     """
     kinds: list[Any] = []
     values: list[Any] = []
@@ -113,14 +114,14 @@ def _is_known() -> bool:
 
 
 def _assumes_no_more(compiled: Any) -> bool:
-    """Whether the code holds for all arguments of the kinds it was compiled for: a later Triton may look at more."""
+    """Whether the code holds for all arguments of the kinds it was compiled for: a later Triton may specialise on more."""
     if not _is_known():
         return False
     try:
         source, declared = compiled.src, compiled.src.fn.constexprs
         fixed = [value for path, value in source.constants.items() if path[0] not in declared]
         assumed = [attribute for attributes in source.attrs.values() for attribute in attributes]
-    except AttributeError:  # a Triton that says so elsewhere: it is asked every time
+    except AttributeError:  # a Triton that keeps them elsewhere launches by itself
         return False
     return all(value is None or value == 1 for value in fixed) and all(attribute == _ASSUMED for attribute in assumed)
 

@@ -20,7 +20,7 @@ def arguments(dtype, size, offset):
 
 @pytest.mark.parametrize("sizes", [(1, 16, 17, 2048, 15), (2048, 17, 1, 15, 16)], ids=str)
 def test_equals_triton(sizes, monkeypatch):
-    """Each kind twice: the second time nothing asks Triton.  Code for aligned memory would stop at an odd address."""
+    """Each kind twice: the second time Triton specialises nothing.  Code for aligned memory would stop at an odd address."""
     from hf_packfree.ops.fused.kernels.swiglu import swiglu
 
     monkeypatch.setattr(module, "_compiled", {})
@@ -34,14 +34,14 @@ def test_equals_triton(sizes, monkeypatch):
                     found, wanted = arguments(dtype, size, offset), arguments(dtype, size, offset)
                     before, grid = len(asked), (-(-3 * size // 512),)
                     module.launch(swiglu, grid, *found, **constants)
-                    assert not again or len(asked) == before, "a kind that was met before"
+                    assert not again or len(asked) == before, "a kind that was launched before"
                     swiglu[grid](*wanted, **constants)
                     torch.cuda.synchronize()
                     assert wanted[2].any() and torch.equal(found[2], wanted[2]), (dtype, size, offset)
 
 
 def test_code_that_assumes_more_is_not_kept(monkeypatch):
-    """What a later Triton may look at beside multiples of 16."""
+    """A later Triton may specialise on more than multiples of 16."""
     from hf_packfree.ops.fused.kernels.swiglu import swiglu
 
     monkeypatch.setattr(module, "_compiled", {})

@@ -1,4 +1,4 @@
-"""What the kernels' packages are given: heads as they are, gates in fp32, rows without a copy."""
+"""What the packages of kernels get: heads that are not repeated, gates in fp32, rows that are not copied."""
 
 from __future__ import annotations
 
