@@ -43,10 +43,11 @@ def measure(python: Path, fakes: bool) -> Outcome:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=settings)
         if not report.exists():
             return Outcome({}, [f"pytest wrote no report: {(done.stdout + done.stderr)[-2000:]}"])
-        return _read(ElementTree.parse(report))
+        return read(ElementTree.parse(report))
 
 
-def _read(report: ElementTree.ElementTree) -> Outcome:
+def read(report: ElementTree.ElementTree) -> Outcome:
+    """Return what pytest's report says of the run."""
     numbers: dict[tuple[str, str], list[Errors]] = defaultdict(list)
     failed = []
     for case in report.iter("testcase"):

@@ -63,9 +63,9 @@ def test_reads_the_worst_number_and_the_failures():
         case.format("two", facts.format("qwen3_5", "sdpa", "2e-07", "1e-06"), '<failure message="far off"/>'),
     ]
     report = ElementTree.ElementTree(ElementTree.fromstring(f"<testsuite>{''.join(cases)}</testsuite>"))
-    assert measure._read(report) == Outcome({("qwen3_5", "sdpa"): (2e-07, 3e-06)}, ["two"])
+    assert measure.read(report) == Outcome({("qwen3_5", "sdpa"): (2e-07, 3e-06)}, ["two"])
     nothing = ElementTree.ElementTree(ElementTree.fromstring("<testsuite/>"))
-    assert measure._read(nothing) == Outcome({}, ["no exactness test ran"])
+    assert measure.read(nothing) == Outcome({}, ["no exactness test ran"])
 
 
 def test_an_environment_that_cannot_be_made_is_said_and_ends_it(tmp_path, monkeypatch, capsys):
