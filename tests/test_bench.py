@@ -127,7 +127,7 @@ def test_ratios_and_sentence():
     assert report.fill == 40 / 60 and report.faster("patched padded") == 3.0 and report.memory_share("patched padded") == 0.25
     assert report.tokens_per_second("patched padded") == 40 and report.floor_share("patched padded") == 0.5
     assert report.faster("unpatched packed") is report.memory_share("unpatched packed") is None
-    sentence = "a padded step costs 1/3.00 of the time and 25% of the peak memory once patched"
+    sentence = "once patched, a padded step is 3.00 times as fast, in 25% of the peak memory"
     assert str(report) == f"M on cpu, 2 documents, 67% real tokens: {sentence}"
     rows = {row["name"]: row for row in report.as_dict()["candidates"]}
     assert rows["unpatched packed"]["refused"] == "no kernels" and rows["unpatched padded"]["median_ms"] == 3000
@@ -185,7 +185,7 @@ def test_command(capsys, tmp_path, monkeypatch):
     out = capsys.readouterr().out
     for name in ("unpatched padded", "unpatched packed", "patched padded", "patched packed"):
         assert out.count(name) >= 1
-    assert out.strip().splitlines()[-1].endswith("of the peak memory once patched.")
+    assert out.strip().splitlines()[-1].endswith("% of the peak memory.")
     assert "Patched rows ran conv: " in out and f"torch {torch.__version__}" in out
     assert f"Drawn into {picture}." in " ".join(out.split())
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000

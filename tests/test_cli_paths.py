@@ -73,4 +73,4 @@ def test_numbers_are_shown_when_drawing_fails(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("hf_packfree.bench.plot.draw", draw)
     assert main([*TINY, "--png", str(tmp_path / "picture.png")]) == 2
     out, err = capsys.readouterr()
-    assert "once patched." in out and "Drawn into" not in out and err.strip() == "packfree: no space left"
+    assert "of the peak memory." in out and "Drawn into" not in out and err.strip() == "packfree: no space left"

@@ -69,7 +69,7 @@ def name_of(device: torch.device) -> str:
     """Return the device in words."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"cpu ({torch.get_num_threads()} threads)" if device.type == "cpu" else device.type
+    return f"cpu (threads: {torch.get_num_threads()})" if device.type == "cpu" else device.type
 
 
 @contextmanager

@@ -157,4 +157,4 @@ class BenchReport:
         if faster is None or share is None:
             broken = next(row for row in self.candidates if row.refused and row.name in (BASE, "patched padded"))
             return f"{what}: no comparison, because {broken.name} did not run ({broken.refused})"
-        return f"{what}: a padded step costs 1/{faster:.2f} of the time and {share:.0%} of the peak memory once patched"
+        return f"{what}: once patched, a padded step is {faster:.2f} times as fast, in {share:.0%} of the peak memory"

@@ -110,8 +110,8 @@ def bench(options: argparse.Namespace) -> int:
     names = ("rounds", "dtype", "threads", "seed", "trust_remote_code")
     given = {name: getattr(options, name) for name in names} | {"origin": sample.origin, "cut": sample.cut}
     wanted = BenchOptions(options.model, lengths, device=str(_device(options.device or _fastest())), **given)
-    with show.bars(options.json) as progress, quiet_libraries():
-        report = run_bench(wanted, progress)
+    with show.bars(options.json) as move, quiet_libraries():
+        report = run_bench(wanted, lambda name, done, total: move("training steps", done, total, name))
     drawn = None
     try:
         if options.png is not None:

@@ -51,7 +51,7 @@ def find_devices() -> tuple[Device, ...]:
         devices.append(Device("cuda", facts.name, memory, f"{facts.major}.{facts.minor}"))
     if torch.backends.mps.is_available():
         devices.append(Device("mps", "Apple GPU"))
-    return (*devices, Device("cpu", f"CPU ({torch.get_num_threads()} threads)"))
+    return (*devices, Device("cpu", f"CPU (threads: {torch.get_num_threads()})"))
 
 
 def find_plans(model: str | None, unpacked: str) -> tuple[Plan, ...]:
