@@ -1,3 +1,3 @@
 """The version: one literal, so that building needs no torch."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
