@@ -14,7 +14,7 @@ from transformers.utils import logging as upstream_logging
 from hf_packfree import apply_patches, patch_report
 from hf_packfree.errors import LeakDetected
 from hf_packfree.models import compat
-from hf_packfree.models.base import broken_promises
+from hf_packfree.models.base import contract_violations
 from hf_packfree.patching import selfcheck
 from hf_packfree.patching.registry import FAMILIES
 from tests.support import tiny
@@ -35,7 +35,7 @@ def test_every_layer_holds_its_checkpoint_contract(family):
     model = tiny(family)
     for before, after in family.pairs().items():
         for module in (module for module in model.modules() if type(module) is before and hasattr(after, "checkpoint_sizes")):
-            assert not broken_promises(module, after.checkpoint_sizes), before.__name__
+            assert not contract_violations(module, after.checkpoint_sizes), before.__name__
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=NAMES)
@@ -74,7 +74,7 @@ def test_an_unknown_release_is_said_once_and_measured(unknown_release, caplog):
         apply_patches(tiny())
         assert patch_report(apply_patches(tiny())).patched
     (line,) = [record.getMessage() for record in caplog.records if record.name == "hf_packfree"]
-    assert "tried up to 5.1.0" in line
+    assert "tested up to 5.1.0" in line
 
 
 def test_an_unknown_release_that_leaks_is_refused_and_the_model_untouched(unknown_release, monkeypatch):

@@ -1,6 +1,6 @@
-"""What every class that stands in for one of upstream's has in common, and the checkpoint contract that it depends on.
+"""What all replacements of upstream's classes share, and the checkpoint contract that they depend on.
 
-The contract: parameters and sizes that have been the same in every release of a family.
+The contract: parameters and sizes that are the same in every release of a family.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ _Class = TypeVar("_Class", bound="type[Replacement]")
 
 
 class _Absent:
-    """An attribute that upstream's class has and ours must not: `hasattr` of class and instance says no."""
+    """An attribute that upstream's class has and ours must not: `hasattr` is False of class and instance."""
 
     def __get__(self, instance: object, owner: type) -> Any:
-        raise AttributeError("hidden from upstream's class")
+        raise AttributeError("not of a patched class")
 
 
 class Replacement(nn.Module):
-    """Base of our halves of patched classes.
+    """Base of the mixins that patched classes put in front of upstream's.
 
     transformers decides by a class's name and module which weight conversions, output recorders and attention settings
-    apply; FSDP and accelerate decide by its name which layers to wrap.  A replacement therefore answers to upstream's
-    name and module, and carries its own home for pickling.
+    apply; FSDP and accelerate decide by its name which layers to wrap.  A replacement therefore has upstream's name and
+    module, and keeps its own module's name for pickling.
     """
 
     packfree: ClassVar[PatchState | None] = None
@@ -44,7 +44,7 @@ class Replacement(nn.Module):
     def calls(self, name: str, part: nn.Module, x: Tensor) -> bool:
         """Whether the packed branch calls its child `name` for inputs like x, instead of reading the weights of it.
 
-        What a called module computes, and in which order it sums, is its own affair.
+        How a called module rounds is not known.
         """
         return True
 
@@ -53,12 +53,12 @@ class Replacement(nn.Module):
         def __getattr__(self, name: str) -> Any: ...
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle and copy by the home the class really has."""
+        """Pickle and copy by the module that the class is really in."""
         return _blank, (self.packfree_home, type(self).__qualname__), self.__dict__
 
 
 def stands_for(upstream: Any) -> Callable[[_Class], _Class]:
-    """Return a decorator that lets a replacement answer to the modeling module `upstream`."""
+    """Return a decorator that gives a replacement the modeling module `upstream` as its `__module__`."""
 
     def rename(cls: _Class) -> _Class:
         cls.packfree_home, cls.__module__ = cls.__module__, upstream.__name__
@@ -91,7 +91,7 @@ def size_of(parameter: Any) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def broken_promises(layer: nn.Module, sizes_of: Callable[[Any], Sizes]) -> list[str]:
+def contract_violations(layer: nn.Module, sizes_of: Callable[[Any], Sizes]) -> list[str]:
     """Return a sentence per part of `layer` that is missing or has another size than its config says."""
     try:
         sizes = sizes_of(layer)

@@ -1,6 +1,6 @@
 """Heads: a batch becomes one row before upstream's head sees it, so that head and loss run on real tokens.
 
-Upstream's forward does all the work, on the row.  What is given back has the caller's shape.
+Upstream's forward does all the work, on the row.  Outputs get the caller's shape back.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hf_packfree.models.attention import check_attention
 from hf_packfree.models.base import Replacement, stands_for
 from hf_packfree.models.entry import enter, keep_padding, restore_layers, row_of_each, row_positions, vision_given
-from hf_packfree.models.labels import IGNORED, are_leads, row_targets, shifted_labels, targets_on_padding
+from hf_packfree.models.labels import IGNORED, are_left_pad_tokens, row_targets, shifted_labels, targets_on_padding
 from hf_packfree.models.state import state_of
 from hf_packfree.packing import PackedSequence, lazy_repad, repad, with_left_pad_tokens
 
@@ -66,32 +66,31 @@ class PackedHead(Head):
         if arguments.get("labels") is not None:
             ignored = arguments.get("ignore_index", IGNORED)
             shifted = shifted_labels(arguments)
-            room = self._room_for(shifted, packed, ignored)
-            if room is None:
+            kept = self._with_labelled_padding(shifted, packed, ignored)
+            if kept is None:
                 keep_padding(packed, arguments)
                 return upstream(**arguments)
-            packed, targets = room, row_targets(shifted, room, ignored)
-        return self._give_back(upstream(**_row_arguments(arguments, packed, targets)), packed, arguments)
+            packed, targets = kept, row_targets(shifted, kept, ignored)
+        return self._in_the_callers_shape(upstream(**_row_arguments(arguments, packed, targets)), packed, arguments)
 
-    def _room_for(self, shifted: Tensor, packed: PackedSequence, ignored: int) -> PackedSequence | None:
-        """Return the record with the padding that labels ask predictions of, or None where only upstream has it all."""
+    def _with_labelled_padding(self, shifted: Tensor, packed: PackedSequence, ignored: int) -> PackedSequence | None:
+        """Return the record with the padding tokens that have labels, or None where all padding has to run for them."""
         if not packed.plain or packed.indices is None or packed.num_documents == 0:
             return packed
-        places = targets_on_padding(shifted, packed, ignored)
-        if places.numel() == 0:
+        labelled = targets_on_padding(shifted, packed, ignored)
+        if labelled.numel() == 0:
             return packed
         config = self.config.get_text_config()
-        silent = check_attention(config) != "mask" and not getattr(config, "attention_bias", False)
-        if silent and are_leads(places, packed):
-            return with_left_pad_tokens(packed, places)
+        attends_to_nothing = check_attention(config) != "mask" and not getattr(config, "attention_bias", False)
+        if attends_to_nothing and are_left_pad_tokens(labelled, packed):
+            return with_left_pad_tokens(packed, labelled)
         logger.warning(
             "found %d labels that padding would have to predict; the batch runs padded, as transformers does it; set the "
-            "labels of padding, and of the first token after it, to %d to run real tokens only", places.numel(), ignored
+            "labels of padding, and of the first token after it, to %d to run real tokens only", labelled.numel(), ignored
         )
         return None
 
-    def _give_back(self, output: Any, packed: PackedSequence, given: dict[str, Any]) -> Any:
-        """Put the caller's shape back."""
+    def _in_the_callers_shape(self, output: Any, packed: PackedSequence, given: dict[str, Any]) -> Any:
         if packed.num_real_tokens == 0:  # nothing to learn, but every parameter has its gradient: zero
             for name in ("loss", "aux_loss"):
                 if output.get(name) is not None:
@@ -106,7 +105,7 @@ class PackedHead(Head):
 
 
 def _is_whole_batch(arguments: dict[str, Any]) -> bool:
-    """Whether this is a batch of text that nothing came before and nobody has read yet."""
+    """Whether this is a batch of text alone, without a cache, that no module around has read yet."""
     one_input = (arguments.get("input_ids") is None) != (arguments.get("inputs_embeds") is None)
     fresh = arguments.get("past_key_values") is None and arguments.get("packed_sequence") is None
     return one_input and fresh and not vision_given(arguments)
@@ -141,8 +140,8 @@ def _row_arguments(
     return row
 
 
-class _Careful(Head):
-    """Lets upstream's forward run, and the trunk keep the padding where `_reads_padding` says so."""
+class _Classifier(Head):
+    """Base of classification heads: upstream's forward runs, on padding too where `_reads_padding` says so."""
 
     def _forward_as_row(self, upstream: Any, arguments: dict[str, Any]) -> Any:
         if not _is_whole_batch(arguments):
@@ -153,31 +152,31 @@ class _Careful(Head):
         return upstream(**arguments)
 
     def _reads_padding(self, real: Tensor, arguments: dict[str, Any]) -> bool:
-        """Whether the outputs at padding enter the answer or the loss; `real` is bool [B, S]."""
+        """Whether outputs at padding enter the result or the loss; `real` is bool [B, S]."""
         raise NotImplementedError
 
 
-class SequenceHead(_Careful):
-    """One answer per row, from the last token that is not the padding token: real, unless mask and token disagree."""
+class SequenceHead(_Classifier):
+    """One result per row, from the last token that is not the padding token: real, unless mask and token disagree."""
 
     def _reads_padding(self, real: Tensor, arguments: dict[str, Any]) -> bool:
         pad, ids = self.config.get_text_config().pad_token_id, arguments.get("input_ids")
-        if pad is None or ids is None:  # upstream reads the last place of every row
+        if pad is None or ids is None:  # upstream reads the last token of every row
             return not bool(real[:, -1].all())
-        places = torch.arange(ids.shape[1], device=ids.device) * (ids != pad)
-        return not bool(real.gather(1, places.argmax(1, keepdim=True)).all())
+        positions = torch.arange(ids.shape[1], device=ids.device) * (ids != pad)
+        return not bool(real.gather(1, positions.argmax(1, keepdim=True)).all())
 
 
-class TokenHead(_Careful):
-    """One answer per token: padding matters where it has a label."""
+class TokenHead(_Classifier):
+    """One result per token: padding matters where it has a label."""
 
     def _reads_padding(self, real: Tensor, arguments: dict[str, Any]) -> bool:
         labels = arguments.get("labels")
         return labels is not None and bool((labels[~real] != IGNORED).any())
 
 
-class SpanHead(_Careful):
-    """Start and end of an answer: upstream's softmax runs over padding too."""
+class SpanHead(_Classifier):
+    """Start and end of an answer's span: upstream's softmax runs over padding too."""
 
     def _reads_padding(self, real: Tensor, arguments: dict[str, Any]) -> bool:
         return True

@@ -32,7 +32,7 @@ def row_targets(shifted: Tensor, packed: PackedSequence, ignored: int) -> dict[s
 
     Returns:
         shift_labels: int64 [1, T]; `ignored` where the next token belongs to another document, and in padding segments.
-        labels: int64 [1, T]; the same one place to the right, for a loss function that shifts by itself.
+        labels: int64 [1, T]; the same one token to the right, for a loss function that shifts by itself.
         targets: int64 scalar, how many are left, 1 at least: a mean over none is 0 and not NaN.
     """
     nothing = packed.cached(_predicts_nothing).to(shifted.device)
@@ -53,20 +53,20 @@ def _predicts_nothing(packed: PackedSequence) -> Tensor:
     ends = F.pad(follows, (0, 1), value=False)[None]
     if not packed.left_pad_segments:
         return ends | ~packed.is_real()
-    return torch.zeros_like(ends)  # one document per row: nothing but its own lead stands before it
+    return torch.zeros_like(ends)  # one document per row: only its own left pad token is before it
 
 
 def targets_on_padding(shifted: Tensor, packed: PackedSequence, ignored: int) -> Tensor:
-    """Return int64 [M] on the host: the places in [B*S] of dropped padding that has something to predict."""
-    asked = (shifted != ignored).reshape(-1)
+    """Return int64 [M] on the host: indices into [B*S] of dropped padding tokens that have a label."""
+    has_label = (shifted != ignored).reshape(-1)
     if packed.indices is not None:
-        asked = asked.index_fill(0, packed.indices.to(asked.device), False)
-    return asked.nonzero()[:, 0].to("cpu")
+        has_label = has_label.index_fill(0, packed.indices.to(has_label.device), False)
+    return has_label.nonzero()[:, 0].to("cpu")
 
 
-def are_leads(places: Tensor, packed: PackedSequence) -> bool:
-    """Whether each place, int64 [M] on the host, is the last padding token before a row's document."""
+def are_left_pad_tokens(indices: Tensor, packed: PackedSequence) -> bool:
+    """Whether each token, int64 [M] on the host, indices into [B*S], is the last padding token before a row's document."""
     assert packed.indices is not None
     first = packed.indices.to("cpu")[packed.cu_seqlens_cpu[:-1].long()]
-    in_the_row_before = (places + 1) % packed.batch_shape[1] == 0
-    return bool((torch.isin(places + 1, first) & ~in_the_row_before).all())
+    in_the_row_before = (indices + 1) % packed.batch_shape[1] == 0
+    return bool((torch.isin(indices + 1, first) & ~in_the_row_before).all())

@@ -19,7 +19,7 @@ class PackedTrunk(Replacement):
     """Put in front of a family's text model: reads boundaries, runs packed rows as one row, puts the shape back.
 
     Rows of one document without padding go to upstream with the same arguments; padded ones become one row, unless
-    something is asked for that only upstream gives, see `skips_padding`.  For packed rows the record travels as
+    something is wanted that only upstream gives, see `skips_padding`.  For packed rows the record travels as
     the keyword `packed_sequence`: keywords survive the recomputation of gradient checkpointing.
     """
 
@@ -46,7 +46,7 @@ class PackedTrunk(Replacement):
             "input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
             "past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "use_cache": use_cache, **kwargs,
         }
-        # With a record from above or a mask, who counts router logits knows the padding.
+        # Whoever computes the routers' loss knows of padding by the record, or by a mask.
         masked = isinstance(kwargs.get("packed_sequence"), PackedSequence) or attention_mask is not None
         packed = enter(self, arguments)
         del arguments["packed_sequence"]
@@ -86,12 +86,12 @@ def _check_packed_call(trunk: Any, packed: PackedSequence, arguments: dict[str, 
     if arguments.get("is_causal", getattr(trunk.config, "is_causal", True)) is False:
         raise UnsupportedInput(
             "found is_causal=False with a packed row; wanted causal attention, the only kind that packs exactly; pass the "
-            "documents one by one, padded"
+            "documents in rows of their own, padded"
         )
     if not is_text(arguments["position_ids"]):
         raise UnsupportedInput(
             "found image or video positions (mRoPE rows that differ) in a packed row; wanted text alone: packed rows "
-            "with images are not supported yet; pass such documents one by one, padded"
+            "with images are not supported yet; pass such documents in rows of their own"
         )
     wants_weights = arguments.get("output_attentions", getattr(trunk.config, "output_attentions", False))
     if wants_weights and (packed.indices is not None or packed.batch_shape[0] > 1):
@@ -102,7 +102,7 @@ def _check_packed_call(trunk: Any, packed: PackedSequence, arguments: dict[str, 
 
 
 def check_mixers(trunk: Any) -> None:
-    """Refuse a trunk with a mixer that is no longer ours, or that a forward of its own instance hides.
+    """Refuse a trunk with a mixer that is no longer ours, or that a forward on the instance bypasses.
 
     Wrappers that hold ours, and accelerate's hooks, which call it, are fine.
 

@@ -48,5 +48,5 @@ def _refuse_images(packed: PackedSequence, arguments: dict[str, Any]) -> None:
     if given:
         raise UnsupportedInput(
             f"found {', '.join(given)} with a row of {packed.num_segments} documents; wanted text alone, since packed rows "
-            "with images are not supported yet; pass documents with images one by one, padded"
+            "with images are not supported yet; pass documents with images in rows of their own"
         )

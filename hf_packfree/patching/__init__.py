@@ -1,4 +1,4 @@
-"""How a model is changed, and changed back: the table of swaps; plan, check, apply, undo, report; both doors."""
+"""How a model is patched and restored: the table of families; plan, check, apply, undo, report; at load time too."""
 
 from hf_packfree.patching.apply import apply_patches, remove_patches
 from hf_packfree.patching.loading import Registration, register_patches

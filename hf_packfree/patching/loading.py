@@ -1,7 +1,7 @@
-"""The second door: models that are about to be loaded, through transformers' own class mapping (5.3 and later).
+"""Load-time patching: of models that are about to be loaded, through transformers' own class mapping (5.3 and later).
 
 While a model is built, transformers puts the registered classes in the place of its own.  Layers become ours at once;
-the trunk, once complete, goes through the same plan and checks as `apply_patches`, so both doors have one table.  The
+the trunk, once complete, goes through the same plan and checks as `apply_patches`, so both ways have one table.  The
 head, whose class the caller chose before, is swapped when it takes the trunk in.
 """
 

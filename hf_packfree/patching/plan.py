@@ -9,7 +9,7 @@ from torch import nn
 
 from hf_packfree.errors import ContractError, PatchConflict, UnsupportedModel
 from hf_packfree.models.attention import check_attention
-from hf_packfree.models.base import broken_promises
+from hf_packfree.models.base import contract_violations
 from hf_packfree.patching.registry import FAMILIES, Family, family_of
 from hf_packfree.patching.steps import ClassSwap
 
@@ -126,7 +126,7 @@ def _check_contracts(trunk: nn.Module, pairs: dict[type[nn.Module], type[nn.Modu
     ours: dict[str, Any] = {cls.__name__: cls for cls in pairs.values()}
     for module in trunk.modules():
         sizes_of = getattr(ours.get(type(module).__name__), "checkpoint_sizes", None)
-        if sizes_of is not None and (broken := broken_promises(module, sizes_of)):
+        if sizes_of is not None and (broken := contract_violations(module, sizes_of)):
             raise ContractError(
                 f"found a {type(module).__name__} unlike its family's checkpoints: {'; '.join(broken)}; wanted the sizes "
                 "of the config; undo what changed the layer, or report the release"

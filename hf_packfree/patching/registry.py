@@ -94,7 +94,7 @@ class Family:
     def optional_swaps(self) -> dict[type[nn.Module], type[nn.Module]]:
         """Return {upstream's class: ours} of what is left alone where something wraps it: packed rows are exact all the same.
 
-        Those are the heads, and decoder layers in releases whose own hand the record on.
+        Those are the heads, and decoder layers in releases whose own layers hand the record on.
         """
         layers = {before: ours for before, ours in self.pairs().items() if before.__name__ in self.layers}
         return self.head_pairs() | ({} if compat.LAYERS_DROP_KEYWORDS else layers)

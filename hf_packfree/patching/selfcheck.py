@@ -1,4 +1,4 @@
-"""A release nobody has tried: said once, and measured before it is trusted."""
+"""A release of transformers that was never tested: a warning once, and a measurement before a model is patched."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def check_release(family: Family, state: PatchState) -> None:
     """On a transformers newer than any this package was tried on, warn once and run the family's tiny model packed.
 
     Raises:
-        LeakDetected: the packed row differs from its documents run one by one, or a norm or an MLP from what kernels
+        LeakDetected: the packed row differs from its per-document run, or a norm or an MLP from what kernels
             compute for it.
     """
     if compat.RELEASE <= compat.NEWEST_TRIED or (family.name, str(state)) in _checked:
         return
     logger.warning(
-        "found transformers %s; hf_packfree was tried up to %s; checking %s on a tiny model before patching",
+        "found transformers %s; hf_packfree was tested up to %s; checking %s on a tiny model before patching",
         compat.RELEASE,
         compat.NEWEST_TRIED,
         family.name,
@@ -117,7 +117,7 @@ def _parts(model: nn.Module) -> Iterator[tuple[Any, Any]]:
 
 @torch.no_grad()
 def packed_against_alone(model: Any) -> float:
-    """Return the relative RMS between a packed row of a patched model and its documents run one by one."""
+    """Return the relative RMS between a packed row of a patched model and its per-document run."""
     lengths = (3, 65, 1)
     ids = torch.arange(sum(lengths))[None] * 37 % model.config.vocab_size
     positions = torch.cat([torch.arange(length) for length in lengths])[None]

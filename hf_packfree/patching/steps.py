@@ -43,7 +43,7 @@ class ClassSwap:
     def carry_out(self, state: PatchState) -> None:
         """Give the module its new class and `state`.
 
-        A forward that the plan let pass on the instance is its old class's: it would hide the new one, and waits aside.
+        A forward on the instance that the plan accepts is its old class's: it would bypass the new one, and is kept aside.
         """
         if "forward" in vars(self.module):
             vars(self.module)[_ASIDE] = vars(self.module).pop("forward")
