@@ -1,1 +1,1 @@
-"""Tensor in, tensor out: one room per operation, a torch twin and a file per accelerated backend."""
+"""Tensor in, tensor out: a folder per op, with PyTorch reference and a file per backend; small ops are files in `fused/`."""

@@ -22,7 +22,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 class Fault(str):
-    """Why a kernel cannot run that lies in what is installed: broken, too old or left out by a setting, so it can be mended."""
+    """Why a kernel cannot run, where the user can repair it: a package is broken, too old or switched off by a setting."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class Backend:
     Attributes:
         run: the implementation; its module imports optional packages only when it is called.  None where several ops share
             one choice, as those of `ops.fused` do.
-        unusable: returns why it cannot run at a target, as half a sentence with what would mend it, or None.
+        unusable: returns why it cannot run at a target, as half a sentence with what to do about it, or None.
         package: the distribution whose release decides what it computes, which the report names: the kernels', or what
             compiles our own.
-        exact: whether a document gets what it gets alone, up to rounding; one that does not runs only where it is asked
-            for by name.
+        exact: whether a document gets what it gets alone, up to rounding; one that does not runs only where its name is
+            passed.
         batch_invariant: whether it gets that bit for bit in a layer's forward pass, where `tests/gpu` ran.
     """
 
@@ -77,7 +77,7 @@ class Backend:
 def installed(package: str) -> str | None:
     """Return the version of an installed distribution, or None.
 
-    One that goes by another name, as torch's own builds of Triton do, or has none, is asked itself once it was imported.
+    One that goes by another name, as torch's own builds of Triton do, or has none, is read from the imported module.
     """
     try:
         return version(package)
@@ -100,7 +100,7 @@ def too_old(package: str, found: str | None, reason: str) -> str | None:
 def broken(package: str, module: str) -> str | None:
     """Return why an installed distribution cannot run, if importing its module raises, or None.
 
-    Asked last, where everything else lets the kernel run: what is chosen is imported anyway.  One answer per process.
+    To be called last, where nothing else rules the kernel out: what is chosen is imported anyway.  One answer per process.
     """
     try:
         import_module(module)
@@ -132,7 +132,7 @@ def needs_half(target: Target) -> str | None:
 
 
 def refuse_wide(op: str, kernel: str, *inputs: Tensor) -> None:
-    """Refuse inputs that a kernel of half precision met all the same.
+    """Refuse inputs that a kernel of half precision cannot run.
 
     Raises:
         BackendUnavailable: they are not all bfloat16, or all float16.

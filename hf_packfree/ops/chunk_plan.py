@@ -1,4 +1,4 @@
-"""The plan of chunks that the delta rule's kernels read, made from the host's copy of the offsets: no wait for the device."""
+"""The plan of chunks that the delta rule's kernels read, computed on the host, so that nothing waits for the device."""
 
 from __future__ import annotations
 

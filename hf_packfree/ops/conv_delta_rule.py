@@ -1,7 +1,7 @@
 """The convolution and the delta rule of a Gated DeltaNet layer, one after the other.
 
-They are two ops with backends of their own, but share a step: the L2 norms of q and k, which a convolution that holds their
-heads in registers divides by for nothing, and which otherwise are the delta rule's.  Which of them does it is decided here.
+They are two ops with backends of their own, but share a step, the L2 norms of q and k: for a convolution that holds their
+heads in registers the division is free, otherwise it is the delta rule's.  Which of the two does it is decided here.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ def needs_fla(target: Target) -> str | None:
 
 
 def broken_fla(module: str) -> str | None:
-    """Return why importing that module of flash-linear-attention fails, or None; ask last, it takes seconds."""
+    """Return why importing that module of flash-linear-attention fails, or None; to be called last, it takes seconds."""
     return broken("fla-core" if installed("fla-core") else "flash-linear-attention", module)
 
 

@@ -18,7 +18,7 @@ def tilelang_off() -> str | None:
 
 
 def flash_qla_off() -> str | None:
-    """Return the setting by which flash-linear-attention leaves FlashQLA alone, which we heed too, or None."""
+    """Return the setting by which flash-linear-attention leaves FlashQLA alone, which counts here too, or None."""
     return "FLA_FLASH_QLA=0" if os.environ.get("FLA_FLASH_QLA") == "0" else None
 
 

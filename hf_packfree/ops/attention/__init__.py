@@ -30,7 +30,7 @@ def attention(
     Args:
         q: [1, T, H, D], any floating dtype.
         k, v: [1, T, HK, D]; HK divides H, and query head j reads key head j // (H / HK).
-        packed: where the documents lie.
+        packed: the documents of the row.
         scale: factor on q.k before the softmax; D ** -0.5 if not given.
         dropout: probability of dropping an attention weight; above 0 "torch" attends, whatever the backend.
         backend: a name in `BACKENDS`.

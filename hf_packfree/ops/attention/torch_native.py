@@ -16,15 +16,15 @@ from hf_packfree.packing import PackedSequence, uncompiled
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Documents of like length, laid side by side.
+    """n documents of similar length, as a padded batch.
 
     Attributes:
-        gather: int64 [n, L], the row's token for every slot; slots after a document's end repeat its last token.
-        slots: int64 [t], the flat slots [n*L] that hold real tokens, in row order.
+        gather: int64 [n, L], the row's token for every position; padding repeats its document's last token.
+        real: int64 [t], the flat positions [n*L] of real tokens, in row order.
     """
 
     gather: Tensor
-    slots: Tensor
+    real: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,22 +38,22 @@ class Buckets:
 def plan_buckets(packed: PackedSequence) -> Buckets:
     """Sort documents by length rounded up to one of four sizes per power of two.
 
-    The padded length depends on the document alone, so its values do not depend on what else is in the row, and a row
-    of any lengths takes a few dozen calls at most.
+    The padded length depends on the document alone, so its values do not depend on what else is in the row; and any row takes
+    a few dozen calls at most.
     """
     starts, lengths = packed.cu_seqlens_cpu[:-1].long(), packed.cu_seqlens_cpu.diff().long()
     padded = torch.tensor([_round_up(length) for length in lengths.tolist()])
-    buckets, places = [], []
+    buckets, tokens = [], []
     for size in padded.unique().tolist():
         member = padded == size
-        slot = torch.arange(size)
-        gather = starts[member, None] + torch.minimum(slot[None], lengths[member, None] - 1)
-        real = slot[None] < lengths[member, None]
-        places.append(gather[real])
+        position = torch.arange(size)
+        gather = starts[member, None] + torch.minimum(position[None], lengths[member, None] - 1)
+        is_real = position[None] < lengths[member, None]
+        tokens.append(gather[is_real])
         device = packed.cu_seqlens.device
-        slots = real.reshape(-1).nonzero()[:, 0]
-        buckets.append(Bucket(gather.to(device, non_blocking=True), slots.to(device, non_blocking=True)))
-    order = torch.cat(places).argsort().to(packed.cu_seqlens.device, non_blocking=True)
+        real = is_real.reshape(-1).nonzero()[:, 0]
+        buckets.append(Bucket(gather.to(device, non_blocking=True), real.to(device, non_blocking=True)))
+    order = torch.cat(tokens).argsort().to(packed.cu_seqlens.device, non_blocking=True)
     return Buckets(tuple(buckets), order)
 
 
@@ -61,13 +61,13 @@ def plan_buckets(packed: PackedSequence) -> Buckets:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, *, scale: float | None = None, dropout: float = 0.0
 ) -> Tensor:
-    """See `hf_packfree.ops.attention.attention`.  Slots past a document's end lie in every real query's future."""
+    """See `hf_packfree.ops.attention.attention`.  Padding is in every real query's future, so nothing masks it."""
     plan = packed.cached(plan_buckets)
     outputs = []
     for bucket in plan.buckets:
-        places, shape = bucket.gather.reshape(-1), bucket.gather.shape
-        qs, ks, vs = (x[0].index_select(0, places).unflatten(0, shape) for x in (q, k, v))
-        outputs.append(_sdpa(qs, ks, vs, scale, dropout).flatten(0, 1).index_select(0, bucket.slots))
+        tokens, shape = bucket.gather.reshape(-1), bucket.gather.shape
+        qs, ks, vs = (x[0].index_select(0, tokens).unflatten(0, shape) for x in (q, k, v))
+        outputs.append(_sdpa(qs, ks, vs, scale, dropout).flatten(0, 1).index_select(0, bucket.real))
     return torch.cat(outputs).index_select(0, plan.order)[None]
 
 

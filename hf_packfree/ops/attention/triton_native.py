@@ -1,6 +1,6 @@
-"""Attention within documents on our Triton kernels, made for Hopper, where torch's own still run Ampere's instructions.
+"""Attention within documents on our Triton kernels, written for Hopper, where torch's own still run Ampere's instructions.
 
-Launch sizes are fixed: nothing is tuned at run time, and a document's bits, gradients included, do not depend on its row.
+Launch sizes are fixed: nothing is tuned at run time, and a document's results are batch-invariant, gradients included.
 
 Shapes: T tokens of the row, N documents, B blocks, H query heads, HK key heads, D head size.
 """
@@ -34,7 +34,7 @@ def unusable(target: Target) -> str | None:
     if (reason := needs_triton(target)) is not None:
         return reason
     if target.capability is not None and target.capability != _HOPPER:
-        return f"its blocks are made for Hopper (9.0), this is {target.gpu}"
+        return f"its blocks are sized for Hopper (9.0), this is {target.gpu}"
     if (reason := needs_half(target)) is not None:
         return reason
     if (size := target.sizes.get("head_size", _SIZES[0])) not in _SIZES:
@@ -58,7 +58,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, *, scale: fl
 
 
 def reach(q: Tensor, k: Tensor, v: Tensor, longest: int) -> int:
-    """Return how many elements a document of `longest` tokens spans in the widest tensor; the output lies densely."""
+    """Return how many elements a document of `longest` tokens spans in the widest tensor; the output is dense."""
     widest = max(q.shape[2] * q.shape[3], *(x.stride(1) for x in (q, k, v)))
     return (longest - 1) * widest + q.shape[3]
 

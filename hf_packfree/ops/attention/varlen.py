@@ -51,7 +51,7 @@ def _parameters() -> Any:
 
 
 def _groups_heads() -> bool:
-    """Whether fewer key heads than query heads are taken: 2.13 asks to be told, 2.11 takes them without a word."""
+    """Whether fewer key heads than query heads are taken: 2.13 has a parameter for it, 2.11 takes them as they are."""
     return "enable_gqa" in _parameters() or Version(torch.__version__) >= Version(VARLEN_GROUPS_HEADS)
 
 

@@ -18,8 +18,8 @@ BACKENDS = {
     "fla": Backend(fla.causal_conv1d, fla.unusable, "fla-core"),
     "torch": Backend(torch_native.causal_conv1d),
 }
-"""Each gives documents their own bits; beside the others, though, the delta rule divides q and k by their norms itself, in
-shapes that FLA tunes by a row's length, so only ours promises them."""
+"""All are batch-invariant by themselves; beside the others, though, the delta rule divides q and k by their norms, in a kernel
+that FLA tunes by a row's length, so only ours promises it."""
 QK_L2NORM = ("triton",)
 """The backends that divide q and k by their L2 norms in the pass that convolves them."""
 
@@ -38,17 +38,32 @@ def causal_conv1d(
     Args:
         x: [1, T, C], any floating dtype, any strides.
         weight: [C, W], tap W-1 multiplies the current token; any W of at least 1.
-        packed: where the documents lie.
+        packed: the documents of the row.
         bias: [C].
         activation: "silu" or its other name "swish", or None.
         backend: a name in `BACKENDS`.
 
     Returns:
-        [1, T, C] in x's dtype.  Each document's values are, bit for bit, those of the document alone.
+        [1, T, C] in x's dtype.  It is batch-invariant: each document's values are, bit for bit, those of the document alone.
 
     Raises:
         ValueError: there is no such activation.
         BackendUnavailable: no backend has that name.
+
+    Two documents of two tokens, one channel, and a filter that adds ten times the token before:
+
+        >>> import torch
+        >>> from hf_packfree import PackedSequence
+        >>> from hf_packfree.ops.conv import causal_conv1d
+        >>> x = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 4, 1)
+        >>> weight = torch.tensor([[10.0, 1.0]])
+        >>> causal_conv1d(x, weight, PackedSequence.from_lengths([2, 2]), activation=None).flatten()
+        tensor([ 1., 12.,  3., 34.])
+
+    As one document, the third token would read the second, 3 + 10 * 2:
+
+        >>> causal_conv1d(x, weight, PackedSequence.from_lengths([4]), activation=None).flatten()
+        tensor([ 1., 12., 23., 34.])
     """
     _check_activation(activation)
     return find("conv", BACKENDS, backend)(x, weight, packed, bias, activation is not None)  # type: ignore[no-any-return]

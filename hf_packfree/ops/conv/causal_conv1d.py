@@ -24,13 +24,13 @@ def unusable(target: Target) -> str | None:
         return reason
     if find_spec("causal_conv1d") is None:
         return "causal-conv1d is not installed; pip install causal-conv1d, which compiles it"
-    why = "to be deterministic where torch is asked to be"
+    why = "to be deterministic under torch.use_deterministic_algorithms"
     old = too_old("causal-conv1d", installed("causal-conv1d"), why)
     return old or broken("causal-conv1d", "causal_conv1d")
 
 
 def _unfit(target: Target) -> str | None:
-    """Return what of this GPU, dtype or model it was not made for, or None."""
+    """Return what of this GPU, dtype or model it does not support, or None."""
     if target.capability is not None and target.capability < _OLDEST:
         return f"it is compiled for Turing GPUs and later (7.5), this is {target.gpu}"
     if target.dtype not in _DTYPES:
@@ -43,7 +43,7 @@ def _unfit(target: Target) -> str | None:
 
 
 def _channels(sizes: dict[str, int]) -> int:
-    """Return the channels of q, k and v side by side; 0 where a size is not told."""
+    """Return the channels of q, k and v side by side; 0 where a size is missing."""
     keys, values = (sizes.get(f"{part}_heads", 0) * sizes.get(f"{part}_size", 0) for part in ("key", "value"))
     return 2 * keys + values if keys and values else 0
 

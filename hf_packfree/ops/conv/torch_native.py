@@ -1,10 +1,10 @@
 """Depthwise causal convolution over packed documents in PyTorch eager.
 
 The row is worked through in blocks of tokens that stay in the cache; what a tap would read from the document before
-is set to zero.  The input alone is saved; the backward pass computes the preactivation again.
+is set to zero.  The input alone is saved; the backward pass recomputes the preactivation.
 
 silu is written as u / (1 + exp(-u)): torch's own rounds differently where a tensor ends within a vector register, and
-values must not depend on where in the row a document lies.  For the same reason nothing here fuses multiply and add.
+values must not depend on a document's position in the row.  For the same reason nothing here fuses multiply and add.
 
 Shapes: T tokens, C channels, W taps; n tokens of a block.
 """
@@ -26,7 +26,7 @@ class Block(NamedTuple):
     """The tokens `low` to `high - 1`.
 
     Attributes:
-        early: `early[back - 1]`, int64: which of them, counted from `first(back)`, have no token `back` places before
+        early: `early[back - 1]`, int64: which of them, counted from `first(back)`, have no token `back` positions before
             them in their document; None if all do.
     """
 
@@ -35,7 +35,7 @@ class Block(NamedTuple):
     early: tuple[Tensor | None, ...]
 
     def first(self, back: int) -> int:
-        """The first token of the block with one `back` places before it in the row."""
+        """The first token of the block with one `back` positions before it in the row."""
         return max(self.low, back)
 
 
@@ -44,13 +44,13 @@ def plan_blocks(packed: PackedSequence, taps: int, size: int) -> tuple[Block, ..
     starts = packed.cu_seqlens_cpu[:-1].long()
     grid = starts[:, None] + torch.arange(taps - 1)
     inside = grid < packed.cu_seqlens_cpu[1:, None]
-    edges, places = grid[inside], (grid - starts[:, None])[inside]
+    edges, positions = grid[inside], (grid - starts[:, None])[inside]
     blocks = []
     for low in range(0, packed.num_tokens, size):
         block = Block(low, min(low + size, packed.num_tokens), ())
         early = []
         for back in range(1, taps):
-            found = edges[(edges >= block.first(back)) & (edges < block.high) & (places < back)] - block.first(back)
+            found = edges[(edges >= block.first(back)) & (edges < block.high) & (positions < back)] - block.first(back)
             early.append(found.to(packed.cu_seqlens.device, non_blocking=True) if found.numel() else None)
         blocks.append(block._replace(early=tuple(early)))
     return tuple(blocks)
@@ -91,7 +91,7 @@ class _CausalConv1d(torch.autograd.Function):
                 d_u *= _silu_slope(_preactivation(x[0], taps, bias, block))
             if bias is not None:
                 d_bias += d_u.sum(0)
-            _pass_taps(x[0], taps, block, d_u, d_x, d_taps)
+            _taps_backward(x[0], taps, block, d_u, d_x, d_taps)
         d_weight = d_taps.flip(0).T.to(weight.dtype)
         return d_x.to(x.dtype)[None], d_weight, None if bias is None else d_bias.to(bias.dtype), None, None
 
@@ -108,24 +108,24 @@ def _preactivation(x: Tensor, taps: Tensor, bias: Tensor | None, block: Block) -
     for back in range(1, min(len(taps), block.high)):
         first = block.first(back)
         read = x[first - back : block.high - back] * taps[back]
-        u[first - block.low :] += _silence(read, block.early[back - 1])
+        u[first - block.low :] += _mask_edges(read, block.early[back - 1])
     return u if bias is None else u.add_(bias)
 
 
-def _pass_taps(x: Tensor, taps: Tensor, block: Block, d_u: Tensor, d_x: Tensor, d_taps: Tensor) -> None:
+def _taps_backward(x: Tensor, taps: Tensor, block: Block, d_u: Tensor, d_x: Tensor, d_taps: Tensor) -> None:
     """Add a block's part to the gradients of x and of the taps; later blocks add to d_x of this one. Consumes d_u."""
     torch.mul(d_u, taps[0], out=d_x[block.low : block.high])
     d_taps[0] += (d_u * x[block.low : block.high]).sum(0)
     for back in range(1, min(len(taps), block.high)):
         first = block.first(back)
         source = slice(first - back, block.high - back)
-        told = _silence(d_u[first - block.low :], block.early[back - 1])
-        d_x[source] += told * taps[back]
-        d_taps[back] += (told * x[source]).sum(0)
+        d_tap = _mask_edges(d_u[first - block.low :], block.early[back - 1])
+        d_x[source] += d_tap * taps[back]
+        d_taps[back] += (d_tap * x[source]).sum(0)
 
 
-def _silence(rows: Tensor, early: Tensor | None) -> Tensor:
-    """Zero, in place, what crosses into another document."""
+def _mask_edges(rows: Tensor, early: Tensor | None) -> Tensor:
+    """Zero, in place, what would cross into another document."""
     return rows if early is None else rows.index_fill_(0, early, 0)
 
 

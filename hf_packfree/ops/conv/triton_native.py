@@ -1,9 +1,9 @@
 """The causal convolution on our Triton kernels: channels stay last and nothing is copied.
 
 Given the heads, it also splits q, k and v into tensors of their own and divides q and k by their L2 norms, which would
-otherwise be three more passes over the row.  Launch sizes are fixed: nothing is tuned at run time, and the bits of a
-document's values do not depend on its row.  Those of its gradients do, in the last place: the sum over taps goes by a
-token's place among the four that are worked on together.
+otherwise be three more passes over the row.  Launch sizes are fixed: nothing is tuned at run time, and a
+document's values are batch-invariant.  Its gradients are but for a rounding: the order of the sum over taps depends on a
+token's position among the four that are computed together.
 
 Shapes: T tokens, C channels, W taps, S strips.
 """

@@ -1,4 +1,4 @@
-"""What the convolution's two Triton kernels are made of: loads and stores within the row, masks at documents' edges.
+"""The parts of the convolution's two Triton kernels: loads and stores within the row, masks at documents' edges.
 
 Shapes: T tokens, C channels, H heads of D channels that one program works on.
 """
@@ -30,7 +30,7 @@ def heads_of_program(q, k, v, keys, values, size, BLOCK_H: tl.constexpr, BLOCK_D
 
 @triton.jit
 def load_tap(weight, channel, mask, back: tl.constexpr, TAPS: tl.constexpr):
-    """Weights [C, TAPS]: the tap of the token `back` places before."""
+    """Weights [C, TAPS]: the tap of the token `back` positions before."""
     return tl.load(weight + channel * TAPS + (TAPS - 1 - back), mask=mask & (back < TAPS), other=0.0).to(tl.float32)
 
 
@@ -91,7 +91,7 @@ def is_interior(interior, t, tokens):
 
 @triton.jit
 def load4_if(interior, x, stride, offset, mask, t, tokens):
-    """`load4`, which where `interior` needs not ask whether the tokens are in the row."""
+    """`load4`, without its bounds checks where `interior`, whose tokens are all in the row."""
     if interior:
         start = x + (t - 3).to(tl.int64) * stride
         x0 = tl.load(start + 3 * stride + offset, mask=mask, other=0.0)
@@ -139,7 +139,7 @@ def load_pos4(pos_in_seq, t, tokens):
 
 @triton.jit
 def mask_tap(x, pos, back: tl.constexpr, MASKED: tl.constexpr):
-    """x if the token `back` places before the one at position `pos` is of the same document, else zero."""
+    """x if the token `back` positions before the one at position `pos` is of the same document, else zero."""
     if MASKED:
         x = tl.where(pos >= back, x, 0.0)
     return x

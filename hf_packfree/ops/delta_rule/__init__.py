@@ -30,25 +30,52 @@ def gated_delta_rule(
 ) -> Tensor:
     """Run the gated delta rule (Yang et al., Gated Delta Networks, arXiv:2412.06464) on each document of a packed row.
 
-    The state starts at zero at every segment start, and queries are scaled by K ** -0.5.  In torch all arithmetic is fp32, or
-    fp64 if q is fp64; the kernels multiply in q's dtype (fp32 as TF32) and add in fp32.
+    With S [K, V] a document's state, zero before its first token, every token in turn decays it, writes to it and reads it
+    (eq. 10, S transposed; `recurrent_gated_delta_rule` is that, token by token):
+
+        S <- exp(g) S;    S <- S + k (beta (v - k^T S));    o = (q K^-1/2)^T S
+
+    In torch all arithmetic is fp32, or fp64 if q is fp64; the kernels multiply in q's dtype (fp32 as TF32) and add in fp32.
 
     Args:
         q, k: [1, T, H, K], any floating dtype, any strides.
         v: [1, T, HV, V], HV a multiple of H; value head j reads key head j // (HV // H).
         g: [1, T, HV], log decay, at most 0.
-        beta: [1, T, HV], write strength.
-        packed: where the documents lie.
+        beta: [1, T, HV], write strength, between 0 and 1.
+        packed: the documents of the row.
         qk_l2norm: divide q and k by their L2 norms, x * rsqrt(sum(x^2) + 1e-6); False: they have norm 1 already.
         backend: a name in `BACKENDS`; "flash_qla_cut" trades exactness on documents of some 500 tokens and more for
             speed on rows of few long ones.
 
     Returns:
-        [1, T, HV, V] in v's dtype.  On the CPU each document's values are, bit for bit, those of the document alone;
-        on other devices that depends on their matrix library.
+        [1, T, HV, V] in v's dtype.  On the CPU it is batch-invariant: each document's values are, bit for bit, those of the
+        document alone.  On other devices that depends on their matrix library.
 
     Raises:
         BackendUnavailable: no backend has that name.
+
+    Two documents of two and three tokens, one head:
+
+        >>> import torch
+        >>> from hf_packfree import PackedSequence
+        >>> from hf_packfree.ops.delta_rule import gated_delta_rule
+        >>> q, k, v = (torch.randn(1, 5, 1, 4) for _ in range(3))
+        >>> g, beta = -torch.rand(1, 5, 1), torch.rand(1, 5, 1)
+        >>> out = gated_delta_rule(q, k, v, g, beta, PackedSequence.from_lengths([2, 3]))
+
+    Each document gets what it gets in a call of its own:
+
+        >>> def alone(tokens):
+        ...     document = [x[:, tokens] for x in (q, k, v, g, beta)]
+        ...     return gated_delta_rule(*document, PackedSequence.from_lengths([document[0].shape[1]]))
+        >>> torch.equal(out, torch.cat([alone(slice(0, 2)), alone(slice(2, 5))], 1))
+        True
+
+    As one document, the last three tokens would read the state of the first two:
+
+        >>> leaking = gated_delta_rule(q, k, v, g, beta, PackedSequence.from_lengths([5]))
+        >>> torch.equal(out[:, :2], leaking[:, :2]), torch.allclose(out[:, 2:], leaking[:, 2:])
+        (True, False)
     """
     return find("delta rule", BACKENDS, backend)(q, k, v, g, beta, packed, qk_l2norm)  # type: ignore[no-any-return]
 

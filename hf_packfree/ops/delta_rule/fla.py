@@ -42,7 +42,7 @@ def gated_delta_rule(
 
 @cache
 def _kernel() -> Any:
-    """FLA's function without its dispatcher: FlashQLA is a backend of its own here, chosen in sight."""
+    """FLA's function without its dispatcher: FlashQLA is a backend of its own, chosen visibly."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     return torch.compiler.disable(unwrap(chunk_gated_delta_rule))

@@ -2,7 +2,7 @@
 
 Left to itself it cuts long documents into pieces, which run side by side, and drops what decayed below e^-10 between
 them, which depends on what else is in the row; and it reads boundaries back from the device.  Here neither happens:
-documents stay whole, and the plan is made from the host's copy.  Rows of few long documents are slower for it;
+documents stay whole, and the plan is computed from the host's copy.  Rows of few long documents are slower for it;
 `gated_delta_rule_cut` leaves it its way.
 """
 
@@ -53,7 +53,7 @@ def _unusable_package() -> str | None:
     if (reason := too_old("flash-qla", installed("flash-qla"), "for packed rows")) is not None:
         return reason
     if not has_nvcc():
-        return "TileLang compiles it with nvcc, which is not here; install the CUDA toolkit"
+        return "TileLang compiles it with nvcc, which is missing; install the CUDA toolkit"
     return broken("flash-qla", "flash_qla")
 
 
@@ -97,7 +97,7 @@ def _run(
 
 
 class _WholeDocuments(Operation):
-    """FlashQLA's two passes without what its own function asks and wraps around them, for which short rows would wait."""
+    """FlashQLA's two passes without the checks and wrappers of its own function, for which short rows would wait."""
 
     @staticmethod
     def forward(
@@ -127,7 +127,7 @@ def _is_known() -> bool:
 
 
 def planned_cu_seqlens(packed: PackedSequence) -> Tensor:
-    """Return the offsets with FlashQLA's plan of chunks attached, made on the host.
+    """Return the offsets with FlashQLA's plan of chunks attached, computed on the host.
 
     Its own function takes some operations for each document, while the GPU waits.
     """

@@ -15,7 +15,7 @@ from hf_packfree.ops.fused.output_gate import output_gate
 from hf_packfree.ops.fused.swiglu import swiglu_mlp
 
 BACKENDS = {"triton": Backend(None, needs_triton, "triton", batch_invariant=True), "torch": Backend()}
-"""In a model's layers "torch" means upstream's own modules, or what stands in their place; here it is the reference."""
+"""In a model's layers "torch" means upstream's own modules, or what replaced them; here it is the reference."""
 RECOMPUTES = ("triton",)
 """The backends whose ops with a `projection` recompute its input in the backward pass instead of keeping it."""
 

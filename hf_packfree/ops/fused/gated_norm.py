@@ -45,8 +45,8 @@ def gated_rms_norm(
         backend: "triton" or "torch".
 
     Returns:
-        [1, T, HV, V] in x's dtype, or what the projection makes of it, [1, T, F].  Upstream's module rounds to x's dtype
-        before it multiplies by the weight; in half precision the last bits differ, in fp32 they do not.
+        [1, T, HV, V] in x's dtype, or its projection, [1, T, F].  Upstream's module rounds to x's dtype
+        before it multiplies by the weight; so half precision differs by a rounding, fp32 does not.
 
     Raises:
         BackendUnavailable: no backend has that name.

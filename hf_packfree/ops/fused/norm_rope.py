@@ -31,8 +31,8 @@ def norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, *
         backend: "triton" or "torch".
 
     Returns:
-        [1, T, H, D] in x's dtype, contiguous.  Upstream rounds between norm and rotation, and within the rotation; in
-        half precision the last bits differ, in fp32 they do not.
+        [1, T, H, D] in x's dtype, contiguous.  Upstream rounds between norm and rotation, and within the rotation, so
+        half precision differs by a rounding, fp32 does not.
 
     Raises:
         BackendUnavailable: no backend has that name.

@@ -33,7 +33,7 @@ def output_gate(
         backend: "triton" or "torch".
 
     Returns:
-        [1, T, H, D] in x's dtype, or what the projection makes of it, [1, T, F].
+        [1, T, H, D] in x's dtype, or its projection, [1, T, F].
 
     Raises:
         BackendUnavailable: no backend has that name.

@@ -71,7 +71,7 @@ def _gradients(
     from hf_packfree.ops.fused.kernels.swiglu import swiglu_backward
 
     d_a, d_b = torch.empty_like(d_gated), torch.empty_like(d_gated)
-    _run(swiglu_backward, a, b, d_gated, d_a, d_b)  # which leaves the gated product in d_gated's place
+    _run(swiglu_backward, a, b, d_gated, d_a, d_b)  # overwrites d_gated with the gated product
     needs_x, needs_gate, needs_up = needed
     rows = x.flatten(0, -2)
     d_x = (d_a @ gate).addmm_(d_b, up).view_as(x) if needs_x else None

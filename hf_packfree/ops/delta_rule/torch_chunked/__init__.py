@@ -1,8 +1,8 @@
 """The gated delta rule over packed documents in PyTorch: chunked, exact at boundaries, light on memory.
 
 Nothing but the inputs is saved for the backward pass, which recomputes the forward's intermediates, one block of heads
-at a time.  Every product is a batched one over (chunk, head), which on the CPU gives each chunk the same bits
-whatever else is in the batch: a document's output does not depend on the row it is packed in.
+at a time.  Every product is a batched one over (chunk, head), which on the CPU gives each chunk the same result
+whatever else is in the batch: a document's output is batch-invariant.
 
 Shapes: T tokens, H key heads, HV value heads, K and V head sizes.  Formulas: see `chunks.py`.
 """

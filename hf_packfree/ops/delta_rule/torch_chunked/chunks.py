@@ -145,7 +145,7 @@ def times(shared: Tensor, rows: Tensor, space: Scratch, name: str) -> Tensor:
 
 
 def _normalise(x: Tensor, scale: float, space: Scratch) -> Tensor:
-    """Multiply x by scale / (its L2 norm), in place; return what it was multiplied by."""
+    """Multiply x by scale / (its L2 norm), in place; return the factor."""
     square = torch.mul(x, x, out=space.like("temporary", x))
     norm = square.sum(-1, keepdim=True).add_(NORM_EPS).rsqrt_().mul_(scale)
     x.mul_(norm)
@@ -188,7 +188,7 @@ def _eliminate(strict: Tensor) -> Tensor:
     """Invert I + strict for strict [b, b, ...] by subtracting multiples of each row from the rows below it.
 
     Multiply and subtract are two calls because a fused one may round differently at the edge of a vector register, and
-    values must not depend on where in the row a document lies.
+    values must not depend on a document's position in the row.
     """
     strict = strict.contiguous()
     inverse = torch.zeros_like(strict)

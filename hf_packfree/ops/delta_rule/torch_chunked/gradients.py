@@ -41,7 +41,7 @@ def finish_values(
     """Finish what concerns the value heads.
 
     Args:
-        update, output: what `scan_gradients` made of them.
+        update, output: overwritten by `scan_gradients` with their gradients.
         new: [RG, C, V], N.
         z: [RG, C, V], overwritten.
         d_out: [RG, C, V].

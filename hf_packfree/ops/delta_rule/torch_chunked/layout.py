@@ -35,11 +35,11 @@ class Window(NamedTuple):
     Attributes:
         first: chunks of the windows before this one.
         steps: in order.
-        tokens: int64 [M, 1, C], the token that each slot reads.  Padding reads the last token of its own document, so
-            that no value of another document, not even a NaN, comes near.
-        targets: int64 [M, 1, C], the token that each slot writes to; T for padding.
-        padding: int64 [P], the slots (of M x C) that are padding.
-        found: what `places` returned before; every layer asks for the same.
+        tokens: int64 [M, 1, C], the token that each position of a chunk reads.  Padding reads the last token of its own
+            document, so that no value of another document, not even a NaN, comes near.
+        targets: int64 [M, 1, C], the token that each position writes to; T for padding.
+        padding: int64 [P], the positions (of M x C) that are padding.
+        cache: what `head_rows` returned before; it is the same for every layer.
     """
 
     first: int
@@ -47,7 +47,7 @@ class Window(NamedTuple):
     tokens: Tensor
     targets: Tensor
     padding: Tensor
-    found: dict[Any, Tensor]
+    cache: dict[Any, Tensor]
 
     @property
     def num_chunks(self) -> int:
@@ -55,17 +55,17 @@ class Window(NamedTuple):
         return len(self.tokens)
 
     def rows(self, heads: int) -> slice:
-        """Where its rows lie among those of all windows, of `heads` a chunk."""
+        """Its rows among those of all windows, with `heads` per chunk."""
         return slice(self.first * heads, (self.first + self.num_chunks) * heads)
 
-    def places(self, which: str, stride: int, heads: slice) -> Tensor:
-        """Return where the head vectors of "tokens" or "targets" lie in a table of `stride` a token: int64 [M, h, C]."""
+    def head_rows(self, which: str, stride: int, heads: slice) -> Tensor:
+        """Return the rows of a table with `stride` rows per token for the heads of "tokens" or "targets": int64 [M, h, C]."""
         key = (which, stride, heads.start, heads.stop)
-        if key not in self.found:
+        if key not in self.cache:
             tokens = self.tokens if which == "tokens" else self.targets
             numbers = torch.arange(heads.start, heads.stop, device=tokens.device)
-            self.found[key] = tokens * stride + numbers[:, None]
-        return self.found[key]
+            self.cache[key] = tokens * stride + numbers[:, None]
+        return self.cache[key]
 
 
 def plan_windows(packed: PackedSequence, chunk: int, limit: int) -> tuple[Window, ...]:
@@ -79,9 +79,9 @@ def plan_windows(packed: PackedSequence, chunk: int, limit: int) -> tuple[Window
     docs = packed.num_segments - counts.bincount().cumsum(0)  # docs[j]: documents of more than j chunks; the last is 0
     number = torch.arange(len(docs)).repeat_interleave(docs)
     doc = order[torch.arange(len(number)) - (docs.cumsum(0) - docs)[number]]
-    slots = (bounds[doc] + number * chunk)[:, None, None] + torch.arange(chunk)
+    token = (bounds[doc] + number * chunk)[:, None, None] + torch.arange(chunk)
     end = bounds[doc + 1, None, None]
-    tables = slots.minimum(end - 1), slots.where(slots < end, packed.num_tokens)
+    tables = token.minimum(end - 1), token.where(token < end, packed.num_tokens)
 
     windows, first = [], 0
     for steps in _group_steps(docs.tolist(), limit):
@@ -124,7 +124,7 @@ class TokenReader:
 
     def read(self, heads: slice, window: Window, name: str, space: Scratch, zero_padding: bool = False) -> Tensor:
         """Return [R, C, D] as the buffer `name`; padding repeats its document's last token, or holds zero."""
-        index = window.places("tokens", self.stride, heads)
+        index = window.head_rows("tokens", self.stride, heads)
         found = space(name, index.numel(), self.table.shape[1])
         if self.table.dtype == space.dtype:
             torch.index_select(self.table, 0, index.flatten(), out=found)
@@ -146,10 +146,10 @@ class TokenWriter:
     def write(self, rows: Tensor, heads: slice, window: Window) -> None:
         """Scatter `rows` [R, C, D] or [R, C]."""
         table = self.whole.view(len(self.whole) * self.heads, -1)
-        index = window.places("targets", self.heads, heads)
+        index = window.head_rows("targets", self.heads, heads)
         rows = rows.reshape(-1, table.shape[1]).to(table.dtype)
         if table.shape[1] * table.element_size() % 16 == 0 and rows.is_contiguous():
-            table, rows = table.view(torch.complex128), rows.view(torch.complex128)  # moved in pieces of 16 bytes
+            table, rows = table.view(torch.complex128), rows.view(torch.complex128)  # copied 16 bytes at a time
         table.index_copy_(0, index.flatten(), rows)
 
     def result(self) -> Tensor:
@@ -158,7 +158,7 @@ class TokenWriter:
 
 
 def _padding(window: Window, index: Tensor) -> Tensor:
-    """Where the padding lies in rows of `index` [M, h, C]."""
+    """The padding's positions in rows of `index` [M, h, C]."""
     _, heads, chunk = index.shape
     first = window.padding + (heads - 1) * chunk * (window.padding // chunk)
     return (first[:, None] + torch.arange(heads, device=index.device) * chunk).flatten()

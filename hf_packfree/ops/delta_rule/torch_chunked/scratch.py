@@ -1,4 +1,4 @@
-"""Memory that is asked for again and again."""
+"""Buffers that are reused from layer to layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_packfree.packing import PackedSequence
 
 
 class Scratch:
-    """Buffers by name: asking for a name again gives the same memory, with whatever it holds.
+    """Buffers by name: the same name gives the same memory again, with whatever it holds.
 
     Fresh memory of this size costs the operating system's page faults, on a CPU more than the arithmetic done in it.
     """
@@ -36,7 +36,7 @@ class Scratch:
 
 
 class _Here(threading.local):
-    """This thread's buffers, and the row whose layers share them: the one that asked last."""
+    """This thread's buffers, and the row whose layers share them: the latest one."""
 
     row: weakref.ref[PackedSequence] | None = None
     spaces: dict[tuple[torch.dtype, bool], Scratch] = {}
@@ -55,5 +55,5 @@ def scratch_for(packed: PackedSequence, device: torch.device, dtype: torch.dtype
     if _here.row is None or _here.row() is not packed:
         spaces: dict[tuple[torch.dtype, bool], Scratch] = {}
         _here.row, _here.spaces = weakref.ref(packed, lambda _: spaces.clear()), spaces
-    key = dtype, torch.is_inference_mode_enabled()  # what is made in that mode cannot be written to outside
+    key = dtype, torch.is_inference_mode_enabled()  # a tensor of that mode cannot be written to outside
     return _here.spaces.setdefault(key, Scratch(device, dtype))

@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def _softplus(t):
-    """log(1 + exp(t)) = max(t, 0) + log(1 + e) with e = exp(-|t|), exact to the last bits where e is far below one.
+    """log(1 + exp(t)) = max(t, 0) + log(1 + e) with e = exp(-|t|), accurate to fp32 where e is far below one, too.
 
     log(1 + e) = 2 artanh(s) with s = e / (2 + e), at most 1/3; the series ends below fp32's rounding.
     """

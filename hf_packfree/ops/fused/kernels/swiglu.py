@@ -15,7 +15,7 @@ def _offsets(tokens, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def _product(a, b, s, dtype):
-    """silu(a) * b; both factors are of `dtype`, as where torch makes the first by itself."""
+    """silu(a) * b; both factors are rounded to `dtype`, as by torch, which stores the first."""
     return (a * s).to(dtype).to(tl.float32) * b
 
 
