@@ -1,4 +1,4 @@
-"""What the attention kernels refuse; that they are exact is in test_kernels.py and, on GPUs, in tests/gpu."""
+"""What the attention kernels refuse; that they are exact is in tests/ops/triton and, on GPUs, in tests/gpu."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def test_documents_beyond_32_bits_are_refused():
         attention(far_apart, meta(6, 1), meta(6, 1), packed, backend="triton")
 
 
-def test_what_counts_is_how_far_apart_tokens_lie_when_the_kernels_run():
-    """262,144 tokens of 32 heads of 256 are just near enough, and a head-first layout is made dense before it is asked."""
+def test_the_distance_of_tokens_in_memory_counts_as_the_kernels_read_it():
+    """262,144 tokens of 32 heads of 256 just fit into 32 bits, and a head-first layout is made dense before it is measured."""
     longest = 2**18
     assert reach(meta(longest, 32), meta(longest, 1), meta(longest, 1), longest) <= 2**31
     head_first = torch.empty(1, 32, longest + 1, 256, device="meta", dtype=torch.bfloat16).transpose(1, 2)
@@ -33,7 +33,7 @@ def test_what_counts_is_how_far_apart_tokens_lie_when_the_kernels_run():
 
 
 @pytest.mark.parametrize("backend", ["varlen", "triton"])
-def test_dropout_is_plain_torch_whatever_the_backend(backend):
+def test_dropout_runs_in_pytorch_eager_whatever_the_backend(backend):
     packed, (q, k, v) = PackedSequence.from_lengths([3, 5]), torch.randn(3, 1, 8, 2, 16)
     outputs = []
     for name in (backend, "torch"):

@@ -91,7 +91,7 @@ def test_gradients_numerically(block: int) -> None:
 @pytest.mark.parametrize("lengths", MIXES[:3], ids=["ascending", "descending", "tiny"])
 @pytest.mark.parametrize("channels", [1, 6, 37, 512])
 @pytest.mark.parametrize("threads", [1, 2], ids=["1 thread", "2 threads"], indirect=True)
-def test_bits_do_not_depend_on_the_row(lengths: list[int], channels: int) -> None:
+def test_it_is_batch_invariant(lengths: list[int], channels: int) -> None:
     x, weight, bias = (t.float() for t in make_inputs(lengths, channels, 4))
     whole = causal_conv1d(x, weight, PackedSequence.from_lengths(lengths), bias=bias)
     for document, expected in zip(x.split(lengths, 1), whole.split(lengths, 1), strict=True):

@@ -92,7 +92,7 @@ def test_any_lengths_heads_and_sizes(lengths: list[int], heads: int, groups: int
 
 
 def hard_inputs(what: str) -> list[Tensor]:
-    """130 + 65 tokens of the named trouble."""
+    """130 + 65 tokens of one hard case."""
     q, k, v, g, beta = make_inputs([130, 65])
     if what == "identical keys, beta near 1":
         k, beta, g = k[:, :1].expand_as(k).clone(), torch.full_like(beta, 0.999), g * 0.01
@@ -139,7 +139,7 @@ def test_gradients_numerically(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("lengths", MIXES[:3], ids=["ascending", "descending", "mixed"])
 @pytest.mark.parametrize("shape", [(1, 1, 8, 8), (1, 3, 5, 7), (3, 2, 16, 24), (1, 2, 128, 128), (2, 1, 1, 1)], ids=str)
 @both_threads
-def test_bits_do_not_depend_on_the_row(lengths: list[int], shape: tuple[int, int, int, int]) -> None:
+def test_it_is_batch_invariant(lengths: list[int], shape: tuple[int, int, int, int]) -> None:
     inputs = [x.float() for x in make_inputs(lengths, *shape)]
     whole = gated_delta_rule(*inputs, PackedSequence.from_lengths(lengths))
     for *document, expected in zip(*(x.split(lengths, 1) for x in (*inputs, whole)), strict=True):
@@ -148,7 +148,7 @@ def test_bits_do_not_depend_on_the_row(lengths: list[int], shape: tuple[int, int
 
 
 @both_threads
-def test_bits_do_not_depend_on_the_row_at_full_width() -> None:
+def test_it_is_batch_invariant_at_full_width() -> None:
     lengths = [129, 1, 64, 40]
     inputs = [x.float() for x in make_inputs(lengths, 16, 2, 128, 128)]
     whole = gated_delta_rule(*inputs, PackedSequence.from_lengths(lengths))

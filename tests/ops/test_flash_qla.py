@@ -70,24 +70,24 @@ def leaves():
     [("0.1.3", False, ["forward", "backward"]), ("0.1.3", True, ["whole"]), ("0.9", False, ["whole"])],
 )
 def test_every_way_of_calling_it_equals_the_reference(stand_in, monkeypatch, version, qk_l2norm, calls):
-    """A release that we know is called by its two passes where it need not divide q and k by their norms."""
+    """A known release is called by its two passes where it need not divide q and k by their norms."""
     monkeypatch.setattr(flash_qla, "installed", lambda package: version)
     flash_qla._is_known.cache_clear()
     found, wanted = leaves(), leaves()
     weight = torch.randn(1, T, HV, K).transpose(1, 2).contiguous().transpose(1, 2)
-    out, twin = (
+    out, reference = (
         gated_delta_rule(*inputs, PACKED, qk_l2norm=qk_l2norm, backend=name)
         for inputs, name in ((found, "flash_qla"), (wanted, "torch"))
     )
     (out * weight).sum().backward()
-    (twin * weight).sum().backward()
+    (reference * weight).sum().backward()
     assert stand_in.calls == calls
-    assert relative_rms(out, twin) < 1e-6
+    assert relative_rms(out, reference) < 1e-6
     for a, b in zip(found, wanted, strict=True):
         assert a.grad.dtype == a.dtype and relative_rms(a.grad, b.grad) < 1e-5
 
 
-def test_a_release_that_we_know_finds_its_plan_made(monkeypatch):
+def test_a_known_release_gets_its_plan(monkeypatch):
     """What its own function attaches, which takes some operations for each document; tests/gpu compares the two."""
     monkeypatch.setattr(flash_qla, "_is_known", lambda: True)
     planned = flash_qla.planned_cu_seqlens(PACKED)
@@ -98,7 +98,7 @@ def test_a_release_that_we_know_finds_its_plan_made(monkeypatch):
     assert {planned.dtype, firsts.dtype, chunks.dtype} == {torch.int32} and chunks.is_contiguous()
 
 
-def test_another_release_makes_its_plan_itself(monkeypatch):
+def test_an_unknown_release_plans_by_itself(monkeypatch):
     asked = ModuleType("flash_qla.utils.index")
     asked.prepare_varlen_metadata = lambda offsets, host: (offsets, host)
     for name in ("flash_qla", "flash_qla.utils"):

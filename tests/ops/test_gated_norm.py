@@ -1,4 +1,4 @@
-"""The gated norm in plain torch against the module of transformers that stands in the same place."""
+"""The gated norm's PyTorch reference against transformers' own module."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support import by_family, relative_rms
 
 EPS = 1e-6
 LIMITS = {
-    torch.float32: (0.0, 1e-7),  # the same bits, in gradients too where this was measured
+    torch.float32: (0.0, 1e-7),  # bit for bit, in gradients too where this was measured
     torch.bfloat16: (4e-3, 5e-3),  # upstream rounds once more on the way: 3.4e-3, 4.4e-3
 }
 """(values, gradients): relative RMS of ours against upstream's; in comments the worst of twenty seeds."""

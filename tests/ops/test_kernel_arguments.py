@@ -66,7 +66,7 @@ def test_the_layers_repeat_no_heads_and_copy_no_row(family, monkeypatch):
 @pytest.mark.parametrize("backend", ["causal_conv1d", "fla"])
 @pytest.mark.parametrize("cut", [slice(0, 32), slice(8, 40)], ids=["first", "further"])
 def test_the_convolution_copies_nothing(backend, cut, calls):
-    """A part of a wider projection goes in as it lies, and what comes out has its channels last again."""
+    """A part of a wider projection goes in as it is, and what comes out has its channels last again."""
     x = torch.randn(1, TOKENS, 48)[..., cut]
     out = causal_conv1d(x, torch.randn(32, 4), PACKED, backend=backend)
     (given, words), = calls

@@ -20,7 +20,7 @@ SIZES = {
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_equals_layers_called_one_by_one(sizes, batch_invariant):
+def test_equals_layers_called_separately(sizes, batch_invariant):
     torch.manual_seed(0)
     x = torch.randn(1, 37, 24, dtype=torch.float64, requires_grad=True)
     weights = [torch.randn(size, 24, dtype=torch.float64, requires_grad=True) for size in sizes]
@@ -46,7 +46,7 @@ def test_outputs_nobody_reads_and_frozen_layers():
 
 
 def test_gradients_can_be_scaled_and_cleared_in_place():
-    """Those of one product share memory; optimisers and clipping do not mind."""
+    """Those of one product share memory; optimisers and clipping work on them in place."""
     x = torch.randn(1, 5, 8)
     weights = [torch.nn.Parameter(torch.randn(3, 8)) for _ in range(2)]
     for step in range(2):

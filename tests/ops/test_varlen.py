@@ -1,4 +1,4 @@
-"""torch's varlen attention has had three signatures; whichever is there, it is asked for causal attention in its own words."""
+"""torch's varlen attention has had three signatures; each is called for causal attention by its own parameters."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def half(heads: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("release", FAKES)
-def test_it_is_causal_and_nothing_else_is_asked_for(release, called):
+def test_it_is_called_for_causal_attention_and_nothing_else(release, called):
     calls, packed, (q, k, v) = called(release), PackedSequence.from_lengths([3, 5]), (half(2) for _ in range(3))
     assert torch.equal(varlen.attend(q, k, v, packed, scale=0.5), q)
     (call,) = calls
