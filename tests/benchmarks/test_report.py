@@ -94,6 +94,14 @@ def test_rows_of_an_earlier_run_are_marked_and_compared_with_their_own():
     assert "| matrix products alone * | 400 | 81,920 |  |  |  | 1.00 |" in lines
 
 
+def test_operations_are_listed_by_speed():
+    row = {"workload": "layer conv", "peak_gib": 1.0}
+    rows = [row | {"variant": "torch", "ms": 9.0}, row | {"variant": "triton", "ms": 0.5}, row | {"variant": "fla", "error": "x"}]
+    lines = report.operations({"rows": rows}).splitlines()
+    assert lines[2:] == ["| conv | `triton` 0.50 ms, 1.00 GiB; `torch` 9.00 ms, 1.00 GiB |"]
+    assert not report.operations({"rows": []})
+
+
 def test_readme_s_table_is_short_and_leaves_out_what_was_not_timed():
     lines = report.summary({"rows": RESULT["rows"] + [RESULT["rows"][0] | {"variant": "packfree"}]}).splitlines()
     assert lines[2:] == ["| 2B shape, 32,768 tokens in 58 documents | 2,000 ms, 128 GiB | 500 ms, 60 GiB | 4.0 x |"]
