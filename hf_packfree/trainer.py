@@ -14,7 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from hf_packfree.errors import LeakDetected, PatchConflict
 from hf_packfree.models.state import PatchState
 from hf_packfree.packing import PackedSequence, uncompiled
-from hf_packfree.patching.apply import apply_patches
+from hf_packfree.patching.apply import Options, patch
 from hf_packfree.patching.backends import Choice
 from hf_packfree.patching.plan import trunks
 from hf_packfree.patching.registry import family_of
@@ -39,7 +39,7 @@ class PackFreeCallback(TrainerCallback):
 
     Args:
         backend, batch_invariant, unpacked, padded: as for `apply_patches`, whose errors are raised when the Trainer is
-            initialised.
+            initialised; an unknown value is refused at once (ValueError).
         verify_first_batch: on the first packed batch, change the tokens of every second document and raise `LeakDetected`
             if the outputs of the others change; costs two forwards.  In a process group only the first batch is checked,
             so that all processes run the same forwards.
@@ -54,9 +54,7 @@ class PackFreeCallback(TrainerCallback):
         padded: Literal["lazy", "full", "upstream"] = "lazy",
         verify_first_batch: bool = False,
     ) -> None:
-        self._options: dict[str, Any] = {
-            "backend": backend, "batch_invariant": batch_invariant, "unpacked": unpacked, "padded": padded,
-        }
+        self._options = Options(backend, batch_invariant, unpacked, padded)
         self._verify = verify_first_batch
         self._influence: float | None = None
         self._trunks: list[nn.Module] = []
@@ -67,7 +65,7 @@ class PackFreeCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Patch the model, before anything wraps it."""
-        apply_patches(kwargs["model"], **self._options)
+        patch(kwargs["model"], self._options)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

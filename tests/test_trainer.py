@@ -141,6 +141,15 @@ def test_a_leak_stops_training_at_the_first_batch(tmp_path, monkeypatch):
         train(tiny(), tmp_path, [PackFreeCallback(verify_first_batch=True)])
 
 
+def test_options_are_those_of_apply_patches():
+    options = {"backend": "torch", "batch_invariant": True, "unpacked": "native", "padded": "full"}
+    by_callback, model = tiny(), apply_patches(tiny(), **options)
+    PackFreeCallback(**options).on_init_end(None, None, None, model=by_callback)
+    assert by_callback.model.packfree == model.model.packfree and model.model.packfree.batch_invariant
+    with pytest.raises(ValueError, match="wanted 'lazy', 'full' or 'upstream'"):
+        PackFreeCallback(padded="never")
+
+
 @pytest.mark.parametrize("group", [False, True])
 def test_processes_of_a_group_run_the_same_forwards(monkeypatch, group):
     """A row of one document on one rank: two forwards there too, and no later batch is checked by that rank alone."""
