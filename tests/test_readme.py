@@ -23,8 +23,8 @@ README = (ROOT / "README.md").read_text()
 DOCS = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
 PAGES = {"README.md": README, **DOCS}
 MARK = r"^<!-- (?P<mark>[\w-]+)(?:: (?P<value>\w+))? -->\n"
-BLOCK = re.compile(rf"(?:{MARK})?^```(?P<language>\S*)[^\n]*\n(?P<code>.*?)\n```$", re.S | re.M)
-LANGUAGES = {"python", "bash", "text", "{toctree}", "{eval-rst}", "{literalinclude}"}
+BLOCK = re.compile(rf"(?:{MARK})?^```(?P<language>\S*)[^\n]*\n(?P<code>.*?)\n?```$", re.S | re.M)
+LANGUAGES = {"python", "bash", "text", "{toctree}", "{eval-rst}", "{literalinclude}", "{include}"}
 """Text is drawings; what is in braces is Sphinx's, which checks it."""
 LIMITS = {"lines": 200, "bytes": 14_000}
 

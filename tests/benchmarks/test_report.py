@@ -96,7 +96,8 @@ def test_rows_of_an_earlier_run_are_marked_and_compared_with_their_own():
 
 def test_operations_are_listed_by_speed():
     row = {"workload": "layer conv", "peak_gib": 1.0}
-    rows = [row | {"variant": "torch", "ms": 9.0}, row | {"variant": "triton", "ms": 0.5}, row | {"variant": "fla", "error": "x"}]
+    facts = {"torch": {"ms": 9.0}, "triton": {"ms": 0.5}, "fla": {"error": "x"}}
+    rows = [row | {"variant": name} | found for name, found in facts.items()]
     lines = report.operations({"rows": rows}).splitlines()
     assert lines[2:] == ["| conv | `triton` 0.50 ms, 1.00 GiB; `torch` 9.00 ms, 1.00 GiB |"]
     assert not report.operations({"rows": []})
