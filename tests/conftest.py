@@ -20,6 +20,10 @@ from tests.deprecations import DeprecationsAreErrors
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
+# without a GPU the Triton kernels run in Triton's interpreter, which has to be chosen before anything imports triton
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 # machines are shared and noisy: no test fails for being slow
 settings.register_profile("packfree", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("packfree")

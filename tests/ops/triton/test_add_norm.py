@@ -1,0 +1,67 @@
+"""Residual sum and RMS norm."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import pytest
+import torch
+
+from hf_packfree.ops.fused import add_norm
+from tests.ops.triton.compare import TOKENS, assert_matches, random, run
+from tests.support import relative_rms
+
+KERNELS = {"add_norm", "add_norm_backward"}
+SIZE = 72
+
+
+@pytest.fixture(autouse=True)
+def several_rows_of_a_program(monkeypatch):
+    monkeypatch.setattr(import_module("hf_packfree.ops.fused.add_norm"), "_PROGRAMS", 7)
+
+
+def sum_and_norm(x, z, weight, *, backend):
+    return add_norm(x, z[..., 7:], weight, 1e-6, backend=backend)
+
+
+def nothing_added(x, z, weight, *, backend):
+    normed, total = add_norm(x, None, weight, 1e-6, backend=backend)
+    return normed, total, 0 * z
+
+
+def norm_alone(x, z, weight, *, backend):
+    return add_norm(x, z[..., 7:], weight, 1e-6, backend=backend)[0]
+
+
+def read_twice(x, z, weight, *, backend):
+    """x and z go on to other things too, before and after: every gradient is a sum, into buffers of autograd's own."""
+    y, z = x.sin(), z[..., 7:].cos()
+    normed, total = add_norm(y, None, weight, 1e-6, backend=backend)
+    again, total = add_norm(total, z * normed, weight.cos(), 1e-6, backend=backend)
+    return again * y, total + z, total * y
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("op", [sum_and_norm, nothing_added, norm_alone, read_twice])
+def test_values_and_gradients(op, tokens, launched):
+    assert_matches(op, random((1, tokens, SIZE), (1, tokens, SIZE + 7), (SIZE,)))
+    assert launched == KERNELS | {"sum_partials"}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "branch"),
+    [(torch.float16, torch.float16), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)],
+    ids=["fp16", "bf16", "fp32 and bf16, as under autocast"],
+)
+def test_rounds_once_to_the_dtype_of_the_reference(dtype, branch):
+    x, z, weight = random((1, 65, SIZE), (1, 65, SIZE), (SIZE,))
+    inputs = x.to(dtype), z.to(branch), weight.to(dtype)
+
+    def op(x, z, weight, *, backend):
+        return add_norm(x, z, weight, 1e-6, backend=backend)
+
+    found, wanted = (run(op, inputs, backend) for backend in ("triton", "torch"))
+    if dtype is not torch.bfloat16:  # to which the interpreter truncates
+        assert torch.equal(found[1], wanted[1])
+    for a, b in zip(found, wanted, strict=True):
+        assert a.dtype == b.dtype and relative_rms(a, b) < 2 * torch.finfo(b.dtype).eps

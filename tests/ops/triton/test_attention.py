@@ -1,0 +1,50 @@
+"""Attention within documents, with grouped heads and slices of wider tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_packfree.ops.attention import attention, triton_native
+from hf_packfree.packing import PackedSequence
+from tests.ops.triton.compare import DOCUMENTS, assert_matches, random, run
+
+KERNELS = {"attn_fwd", "attn_bwd_dq", "attn_bwd_dkdv"}
+HEADS, KEY_HEADS, SIZE = 4, 2, 16
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """So that short documents have several."""
+    monkeypatch.setattr(triton_native, "_BLOCK", 32)
+    monkeypatch.setattr(triton_native, "_INNER_BLOCK", {"fwd": 16, "bwd_dq": 16, "bwd_dkdv": 16})
+
+
+@pytest.mark.parametrize("lengths", DOCUMENTS.values(), ids=DOCUMENTS)
+def test_values_and_gradients(lengths, launched):
+    packed = PackedSequence.from_lengths(lengths)
+    tokens = packed.num_tokens
+
+    def op(q, k, v, *, backend):
+        return attention(q[..., :SIZE], k, v[..., SIZE:], packed, scale=0.3, backend=backend).mT
+
+    assert_matches(op, random((1, tokens, HEADS, 2 * SIZE), (1, tokens, KEY_HEADS, SIZE), (1, tokens, KEY_HEADS, 2 * SIZE)))
+    assert launched == KERNELS
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # NumPy's, under the interpreter
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_nan_stays_in_its_document(backend):
+    """What lies past another document's end may not come in, times zero, as NaN."""
+    packed = PackedSequence.from_lengths([5, 40, 7])
+    inputs = random(*[(1, 52, KEY_HEADS, SIZE)] * 3)
+    is_nan = torch.zeros(52, dtype=torch.bool)
+    is_nan[5:45] = True
+    for x in inputs:
+        x[:, is_nan] = float("nan")
+
+    def op(q, k, v, *, backend):
+        return attention(q, k, v, packed, backend=backend)
+
+    for part in run(op, inputs, backend):
+        assert part[:, ~is_nan].isfinite().all() and part[:, is_nan].isnan().all()

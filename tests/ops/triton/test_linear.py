@@ -1,0 +1,42 @@
+"""Linear layers of few outputs, in fp16: the interpreter does not multiply bfloat16."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_packfree.ops.fused import projections
+from tests.ops.triton.compare import TOKENS
+from tests.support import relative_rms
+
+KERNELS = {"narrow_linear"}
+SIZES = [(3,), (16, 16), (5, 40, 31), (100, 5), (127, 127)]
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("depth", [40, 128, 300])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_values_do_not_depend_on_the_number_of_rows(tokens, depth, sizes, launched):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, tokens, depth + 7, generator=generator).half()[..., 7:]
+    weights = [torch.randn(size, depth, generator=generator).half() for size in sizes]
+    found = projections(x, *weights, batch_invariant=True, backend="triton")
+    wanted = projections(x.double(), *(weight.double() for weight in weights))
+    fewer = projections(x[:, : tokens // 2 + 1], *weights, batch_invariant=True, backend="triton")
+    for a, b, c in zip(found, wanted, fewer, strict=True):
+        assert a.dtype == x.dtype and a.shape == b.shape and a.is_contiguous()
+        assert relative_rms(a, b) < torch.finfo(x.dtype).eps
+        assert torch.equal(a[:, : tokens // 2 + 1], c)
+    assert launched == KERNELS
+
+
+def test_gradients():
+    generator = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(shape, generator=generator).half() for shape in ((1, 65, 40), (5, 40), (31, 40))]
+    gradients = []
+    ours = {"batch_invariant": True, "backend": "triton"}
+    for inputs, options in ((leaves, ours), ([leaf.double() for leaf in leaves], {})):
+        inputs = [x.detach().requires_grad_() for x in inputs]
+        gradients.append(torch.autograd.grad(sum(out.sin().sum() for out in projections(*inputs, **options)), inputs))
+    for a, b in zip(*gradients, strict=True):
+        assert a.dtype == torch.float16 and relative_rms(a, b) < 8 * torch.finfo(a.dtype).eps

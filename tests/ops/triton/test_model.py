@@ -1,0 +1,67 @@
+"""A whole model on the Triton kernels against the same on PyTorch, logits and every gradient."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hf_packfree import apply_patches
+from hf_packfree.models import rematerialize
+from hf_packfree.models.state import Kernels
+from hf_packfree.ops.conv import triton_native
+from tests.ops.triton.kernels import all_kernels
+from tests.support import GRADIENT_TOL, LOGIT_TOL, documents, gradients, relative_rms, tiny
+
+LENGTHS = [5, 1, 8, 2]
+TRITON = {"conv": "triton", "attention": "triton", "fused": "triton"}
+
+
+@pytest.fixture(autouse=True)
+def short_strips(monkeypatch):
+    """The interpreter takes every strip to its end."""
+    monkeypatch.setattr(triton_native, "_STRIP", 16)
+
+
+@pytest.fixture
+def recomputed(monkeypatch):
+    """A list that gets one entry for each output that a layer's backward pass recomputes instead of the op's own."""
+    made, recompute_saved = [], rematerialize.recompute_saved
+
+    def counted(tensor, make, worth_it):
+        return recompute_saved(tensor, lambda: made.append(1) or make(), worth_it)
+
+    monkeypatch.setattr(rematerialize, "recompute_saved", counted)
+    return made
+
+
+def step(hooked=False, **kernels):
+    """Logits and gradients of a packed row; where `hooked`, somebody watches the projections behind norm and gate."""
+    model = apply_patches(tiny())
+    for name, module in model.named_modules():
+        if "packfree" in vars(module):
+            vars(module)["packfree"] = replace(vars(module)["packfree"], elsewhere=Kernels(**kernels))
+        if hooked and name.endswith(("out_proj", "o_proj")):
+            module.register_forward_hook(lambda *_: None)
+    ids, positions = torch.cat(documents(LENGTHS))[None], torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    (logits * torch.randn(logits.shape, generator=torch.Generator().manual_seed(3))).sum().backward()
+    return logits.detach(), gradients(model)
+
+
+def assert_as_on_torch(found):
+    logits, grads = step()
+    assert relative_rms(found[0], logits) < LOGIT_TOL and found[1].keys() == grads.keys()
+    assert max(relative_rms(found[1][name], grads[name]) for name in grads) < GRADIENT_TOL
+
+
+def test_every_kernel_of_a_layer_runs(launched, recomputed):
+    assert_as_on_torch(step(**TRITON))
+    assert launched == set(all_kernels()) - {"narrow_linear"}  # which is for half precision
+    assert not recomputed
+
+
+def test_projections_that_are_watched_are_called_by_themselves(recomputed):
+    assert_as_on_torch(step(hooked=True, **TRITON))
+    assert len(recomputed) == 3 + 1  # the normed output of three layers, the gated output of the fourth

@@ -1,0 +1,73 @@
+"""What an op keeps for the backward pass, and that recomputing the rest there changes no bit, however often it runs."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from hf_packfree.ops.fused import gated_rms_norm, output_gate, swiglu_mlp
+from tests.ops.triton.compare import random
+
+T, H, D, F = 37, 3, 24, 20
+
+
+def norm_projected(x, z, projection, weight):
+    return gated_rms_norm(x, z, weight, 1e-6, projection=projection, backend="triton")
+
+
+def gate_projected(x, z, projection):
+    return output_gate(x, z, projection=projection, backend="triton")
+
+
+HEADS = ((1, T, H, D), (1, T, H, D), (F, H * D))
+OPS = {
+    "gated norm": (norm_projected, (*HEADS, (D,)), ()),
+    "output gate": (gate_projected, HEADS, ()),
+    "swiglu": (partial(swiglu_mlp, backend="triton"), ((1, T, D), (F, D), (F, D), (D, F)), (T * F, T * F)),
+}
+
+
+@pytest.fixture(params=OPS.values(), ids=OPS)
+def case(request):
+    """The op, its inputs, and the sizes of what it keeps beside them."""
+    op, shapes, kept = request.param
+    return op, [x.requires_grad_() for x in random(*shapes)], kept
+
+
+def test_keeps_its_inputs_and_not_the_input_of_the_projection(case):
+    op, leaves, kept = case
+    sizes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
+        op(*leaves)
+    assert sorted(sizes) == sorted([*(t.numel() for t in leaves), *kept])
+
+
+def test_a_second_backward_pass_has_the_same_bits(case):
+    """Nothing that is kept, and not the gradient that comes in, is written over."""
+    op, leaves, _ = case
+    y = op(*leaves)
+    d_y = y.detach().clone()
+    first, again = (torch.autograd.grad(y, leaves, d_y, retain_graph=keep) for keep in (True, False))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True)) and torch.equal(d_y, y)
+
+
+def test_frozen_inputs_change_no_other_gradient(case):
+    op, leaves, _ = case
+    y = op(*leaves)
+    wanted = torch.autograd.grad(y, leaves, y.detach())
+    for i in range(len(leaves)):
+        frozen = [t.detach().requires_grad_(j != i) for j, t in enumerate(leaves)]
+        found = torch.autograd.grad(op(*frozen), [t for t in frozen if t.requires_grad], y.detach())
+        assert all(torch.equal(a, b) for a, b in zip(found, [d for j, d in enumerate(wanted) if j != i], strict=True))
+
+
+def test_autocast_around_the_backward_pass_changes_nothing(case):
+    op, leaves, _ = case
+    y = op(*leaves)
+    wanted = torch.autograd.grad(y, leaves, y.detach())
+    y = op(*leaves)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.autograd.grad(y, leaves, y.detach())
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))

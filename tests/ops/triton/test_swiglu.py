@@ -1,0 +1,27 @@
+"""The MLP around the fused gated product."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_packfree.ops.fused import swiglu_mlp
+from tests.ops.triton.compare import TOKENS, assert_matches, random
+
+KERNELS = {"swiglu", "swiglu_backward"}
+SIZE, WIDTH = 24, 40
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_values_and_gradients(tokens, launched):
+    assert_matches(swiglu_mlp, random((1, tokens, SIZE), (WIDTH, SIZE), (WIDTH, SIZE), (SIZE, WIDTH)))
+    assert launched == KERNELS
+
+
+def test_gradients_are_finite_where_exp_overflows_in_fp32():
+    far = torch.tensor([[[-200.0, 200.0]]], requires_grad=True)
+    eye = torch.eye(2)
+    (d_far,) = torch.autograd.grad(swiglu_mlp(far, eye, eye, eye, backend="triton").sum(), far)
+    wide = far.detach().double().requires_grad_()
+    (d_wide,) = torch.autograd.grad(swiglu_mlp(wide, eye.double(), eye.double(), eye.double()).sum(), wide)
+    assert d_far.isfinite().all() and torch.allclose(d_far.double(), d_wide, rtol=1e-6, atol=1e-6)
