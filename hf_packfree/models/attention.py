@@ -41,7 +41,7 @@ def check_attention(config: Any) -> str:
 
 
 def drops_out(model: nn.Module) -> bool:
-    """Whether training steps attend with dropout: in plain torch then, because no kernel has it."""
+    """Whether training steps attend with dropout: in PyTorch eager then, because no kernel has it."""
     return any(getattr(module, "attention_dropout", 0) for module in model.modules())
 
 
@@ -83,7 +83,7 @@ class RoutedAttention(Replacement):
     def _attend_packed(
         self, x: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, packed: PackedSequence
     ) -> Tensor:
-        """Return what the whole module makes of x [1, T, D_model]."""
+        """Return the module's output for x [1, T, D_model]."""
         raise NotImplementedError
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, backend: str) -> Tensor:
@@ -154,13 +154,13 @@ class GatedQKNormAttention(RoutedAttention):
         q, k = self._norm_rotate(q, k.view(heads), position_embeddings, kernels.fused)
         out = self._attend(q, k, v.view(heads), packed, kernels.attention)
         gated = partial(output_gate, out, gate, batch_invariant=state.batch_invariant, backend=kernels.fused)
-        remakes = kernels.fused in RECOMPUTES
-        return linear_with_recompute(gated, self.o_proj, out, remakes=remakes, worth_it=remakes, state=state)
+        fused = kernels.fused in RECOMPUTES
+        return linear_with_recompute(gated, self.o_proj, out, fused=fused, recompute=fused, state=state)
 
     def _norm_rotate(
         self, q: Tensor, k: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, backend: str
     ) -> tuple[Tensor, Tensor]:
-        """Normalise and rotate q and k [1, T, heads, D]; "torch" means upstream's modules, or what stands in their place."""
+        """Normalise and rotate q and k [1, T, heads, D]; "torch" means upstream's modules, or whatever has replaced them."""
         fused = backend != "torch" and position_embeddings is not None
         if not (fused and adds_one(self.q_norm, self) and adds_one(self.k_norm, self)):
             return self._rotate_tokens(self.q_norm(q), self.k_norm(k), position_embeddings)

@@ -64,7 +64,7 @@ def _is_rms_norm(norm: Any, layer: nn.Module) -> bool:
 
 
 def project(x: Tensor, *layers: nn.Module, state: PatchState) -> tuple[Tensor, ...]:
-    """Return `layer(x)` of each, x [..., D]; where "fused" is "torch", the layers run, or what stands in their place.
+    """Return `layer(x)` of each, x [..., D]; where "fused" is "torch", the layers run, or whatever has replaced them.
 
     Layers that are more than their weights are called as they are.
     """
@@ -79,7 +79,7 @@ def plain_weights(x: Any, *layers: Any) -> tuple[Tensor, ...] | None:
     """Return the layers' weights where calling each on x is one product with its weight and nothing else, otherwise None.
 
     Adapters, quantised layers, hooks, biases and sharded weights are more, and so is every layer under autocast and in
-    compiled graphs.  Asked hundreds of times a step, so what holds for all layers is asked once.
+    compiled graphs.  Called hundreds of times a step, so what holds for all layers is checked once.
     """
     if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type) or _all_are_hooked():
         return None

@@ -53,7 +53,7 @@ class FusedDecoderLayer(Replacement):
         return x + self._feed_forward(normed)
 
     def _add_norm(self, x: Tensor, branch: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
-        """Return norm(x + branch) and x + branch; "torch" means upstream's module, or what stands in its place."""
+        """Return norm(x + branch) and x + branch; "torch" means upstream's module, or whatever has replaced it."""
         backend = state_of(self).kernels_for(x.device, x.dtype).fused
         if backend != "torch" and adds_one(norm, self):
             return add_norm(x, branch, norm.weight, epsilon(norm), backend=backend)
@@ -61,7 +61,7 @@ class FusedDecoderLayer(Replacement):
         return norm(total), total
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        """Return what the MLP makes of x; "torch" means upstream's module, or what stands in its place."""
+        """Return the MLP's output; "torch" means upstream's module, or whatever has replaced it."""
         state = state_of(self)
         backend = state.kernels_for(x.device, x.dtype).fused
         weights = swiglu_weights(self.mlp, self, x) if backend != "torch" else None

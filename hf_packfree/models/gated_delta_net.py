@@ -57,7 +57,7 @@ class PackedGatedDeltaNet(Replacement):
         mixed, z, b, a = self._project(x, state)
         kernels = state.kernels_for(mixed.device, mixed.dtype)  # which under autocast is not x's
         gated_norm = self.norm
-        by_module = kernels.fused == "torch" or is_hooked(gated_norm)  # upstream's, or what stands in its place
+        by_module = kernels.fused == "torch" or is_hooked(gated_norm)  # upstream's, or whatever has replaced it
         g, beta = gates(a, b, self.A_log, self.dt_bias, backend=kernels.fused)
         out = self._conv_delta_rule(mixed, g, beta, packed, kernels)
         if by_module:
@@ -68,8 +68,8 @@ class PackedGatedDeltaNet(Replacement):
             gated_rms_norm, out, z.reshape(out.shape), gated_norm.weight, epsilon(gated_norm),
             batch_invariant=state.batch_invariant, backend=kernels.fused,
         )
-        remakes = kernels.fused in RECOMPUTES
-        return linear_with_recompute(norm, self.out_proj, out, remakes=remakes, worth_it=True, state=state)
+        fused = kernels.fused in RECOMPUTES
+        return linear_with_recompute(norm, self.out_proj, out, fused=fused, recompute=True, state=state)
 
     def _conv_delta_rule(self, mixed: Tensor, g: Tensor, beta: Tensor, packed: PackedSequence, kernels: Kernels) -> Tensor:
         weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias

@@ -1,4 +1,4 @@
-"""Not keeping for the backward pass what one cheap kernel makes again."""
+"""Rematerialisation: what one cheap kernel recomputes is not kept for the backward pass."""
 
 from __future__ import annotations
 
@@ -14,52 +14,52 @@ from hf_packfree.models.fusable import plain_weights, project
 from hf_packfree.models.state import PatchState
 
 
-def recompute_saved(made: Tensor, make: Callable[[], Tensor], worth_it: bool) -> AbstractContextManager[Any]:
-    """Within the block, autograd keeps `make` instead of `made`, and calls it when a gradient needs the tensor.
+def recompute_saved(result: Tensor, compute: Callable[[], Tensor], enabled: bool) -> AbstractContextManager[Any]:
+    """Within the block, autograd keeps `compute` instead of `result`, and calls it when a gradient needs the tensor.
 
     Args:
-        made: what `make` returned just now; views of it that cover it whole count as it.
-        make: has to return the same bits, and to hold what it needs.
-        worth_it: otherwise, and where checkpointing or offloading decides already what is kept, nothing changes.
+        result: what `compute` has just returned; a view that covers all of it counts as it.
+        compute: has to return the same tensor, bit for bit, and to hold what it needs.
+        enabled: False, and wherever checkpointing or offloading already decides what is kept: nothing changes.
     """
-    if not worth_it or not torch.is_grad_enabled() or _others_decide():
+    if not enabled or not torch.is_grad_enabled() or _has_saved_tensor_hooks():
         return nullcontext()
-    place, size = made.data_ptr(), made.numel()
+    address, size = result.data_ptr(), result.numel()
 
-    def pack(kept: Tensor) -> Any:
-        whole = kept.data_ptr() == place and kept.numel() == size and kept.is_contiguous()
-        return kept.shape if whole else kept
+    def pack(saved: Tensor) -> Any:
+        whole = saved.data_ptr() == address and saved.numel() == size and saved.is_contiguous()
+        return saved.shape if whole else saved
 
     def unpack(packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         with torch.no_grad():
-            return make().view(packed)
+            return compute().view(packed)
 
     return saved_tensors_hooks(pack, unpack)
 
 
 def linear_with_recompute(
-    make: Callable[..., Tensor], layer: Any, x: Tensor, *, remakes: bool, worth_it: bool, state: PatchState
+    compute: Callable[..., Tensor], layer: Any, x: Tensor, *, fused: bool, recompute: bool, state: PatchState
 ) -> Tensor:
-    """Return what a linear layer makes of `make()`, [1, T, H, D], without keeping that for the backward pass.
+    """Return a linear layer's output for the input `compute()`, [1, T, H, D], which is not kept for the backward pass.
 
     Args:
-        make: given `projection`, the layer's weight, it does the layer's work as well.
-        x: what `make` reads, of the dtype and on the device of what it returns.
-        remakes: whether `make` makes it again in a backward pass of its own, which joins it with the layer's.
-        worth_it: see `recompute_saved`, which does it for layers that are more than their weight.
-        state: of the module, for the linear layer where it is called by itself.
+        compute: called with `projection`, the layer's weight, it returns the layer's output instead.
+        x: what `compute` reads, of the dtype and on the device of what it returns.
+        fused: whether `compute` with `projection` has a backward pass of its own, which recomputes the layer's input.
+        recompute: whether to recompute it for layers that are more than their weight too, see `recompute_saved`.
+        state: of the module, for a linear layer that is called by itself.
     """
-    weights = plain_weights(x, layer) if remakes else None
+    weights = plain_weights(x, layer) if fused else None
     if weights is not None:
-        return make(projection=weights[0])
-    made = make()
-    with recompute_saved(made, make, worth_it):
-        return project(made.flatten(2), layer, state=state)[0]
+        return compute(projection=weights[0])
+    result = compute()
+    with recompute_saved(result, compute, recompute):
+        return project(result.flatten(2), layer, state=state)[0]
 
 
-def _others_decide() -> bool:
+def _has_saved_tensor_hooks() -> bool:
     """Whether hooks of gradient checkpointing or activation offloading are in force."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return top is None or top(True) is not None

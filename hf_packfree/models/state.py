@@ -1,4 +1,4 @@
-"""What a patched module carries: which implementations run in it, and who watches."""
+"""What a patched module carries: which implementations run in it, and observers."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def state_of(module: nn.Module) -> PatchState:
     """Return the module's state.
 
     Raises:
-        PatchConflict: the module was built by the load-time door inside a trunk that the door does not reach.
+        PatchConflict: the module was patched while loading, inside a trunk that load-time patching does not reach.
     """
     state = getattr(module, "packfree", None)
     if not isinstance(state, PatchState):

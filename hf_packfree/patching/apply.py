@@ -32,13 +32,13 @@ def apply_patches(
     """Make packed rows exact, in place, and return the same model; applying twice changes nothing more.
 
     Logs what was swapped, which implementations run and why none that is faster, and which kernels compile for seconds
-    (logger "hf_packfree", level INFO), which operations run in plain torch on a GPU, and, once per process, which compile for
+    (logger "hf_packfree", level INFO), which operations run in PyTorch eager on a GPU, and, once per process, which compile for
     minutes (WARNING).
 
     Args:
         model: a Qwen3.5, Qwen3.5-MoE or Qwen3-Next model, or anything that holds one (a classification head, a
             wrapper, DDP). Parameters, state_dict keys and config stay as they are.
-        backend: "auto": of every op the fastest that runs on the tensors it meets; or a name to force ("torch" runs
+        backend: "auto": of every op the fastest that can run on the tensors at hand; or a name to force ("torch" runs
             everywhere, and every op has it), or {op: name} with ops conv, delta_rule, attention, and fused for all small
             ops.  Where it is "auto", the environment variable PACKFREE_BACKEND is read ("torch",
             "conv=fla,delta_rule=torch").

@@ -1,4 +1,4 @@
-"""Which implementation runs: chosen once, when a model is patched, for every kind of tensor it may meet."""
+"""Which implementation runs: chosen once, when a model is patched, for every kind of tensor that it may run on."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def choose_backends(
         sizes: of the model, see `Target.sizes`; what is missing is not checked.
         ops: what the model's layers call; of other ops nothing is chosen, though their names are checked.
 
-    What runs on CUDA runs on every GPU in sight: which of them the model meets is not known yet.
+    What runs on CUDA runs on every visible GPU: on which of them the model will be is not known yet.
 
     Raises:
         BackendUnavailable: no operation has such a backend, or it cannot run here; or an operation is named twice.
@@ -58,13 +58,13 @@ def choose_backends(
 
 
 def _gpus(dtype: torch.dtype, sizes: Mapping[str, int]) -> list[Target]:
-    """Return a target for every kind of GPU in sight."""
+    """Return a target for every kind of visible GPU."""
     kinds = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
     return [Target("cuda", capability, dtype, dict(sizes)) for capability in sorted(kinds)]
 
 
 def forced_backends(backend: Choice) -> dict[str, str]:
-    """Return {op: name} of what is not left to us; `Raises` as `choose_backends` does of unknown names."""
+    """Return {op: name} of what is forced, by argument or variable; raises `BackendUnavailable` for unknown names."""
     where = f"backend={backend!r}"
     if backend == "auto":
         backend = os.environ.get(VARIABLE, "").strip() or "auto"
@@ -101,21 +101,21 @@ def _choose(
 ) -> tuple[Kernels, dict[str, str]]:
     """Return the first backend of each op that can run at all `targets`, and why those before it, or the forced one, cannot.
 
-    A forced one that cannot is refused, or, `in_doubt` whether the model ever comes there, replaced.
+    A forced one that cannot is refused; with `in_doubt`, where the model may never run there, it is replaced.
     """
     names, why = {}, {}
     for op in ops:
         backends: dict[str, Backend] = OPS[op].BACKENDS
         refused: dict[str, str] = {}
-        asked = forced.get(op)
-        if asked is not None:
-            reason = _unusable(backends[asked], targets)
+        wanted = forced.get(op)
+        if wanted is not None:
+            reason = _unusable(backends[wanted], targets)
             if reason is None:
-                names[op] = asked
+                names[op] = wanted
                 continue
             if not in_doubt:
-                raise _refusal(op, asked, reason, targets)
-            refused[asked] = reason
+                raise _refusal(op, wanted, reason, targets)
+            refused[wanted] = reason
         names[op], before = _first_usable(backends, targets)
         refused |= before
         if refused:
@@ -124,11 +124,11 @@ def _choose(
     return Kernels(**names), why
 
 
-def _refusal(op: str, asked: str, reason: str, targets: Sequence[Target]) -> BackendUnavailable:
+def _refusal(op: str, wanted: str, reason: str, targets: Sequence[Target]) -> BackendUnavailable:
     backends: dict[str, Backend] = OPS[op].BACKENDS
     usable = [name for name, backend in backends.items() if backend.exact and _unusable(backend, targets) is None]
     return BackendUnavailable(
-        f"found {op} backend {asked!r} asked for, but {reason}; wanted one that runs here: "
+        f"found {op} backend {wanted!r} forced, but {reason}; wanted one that runs here: "
         f"{', '.join(usable)}; pass one of them or 'auto' as backend, or in {VARIABLE}"
     )
 

@@ -18,9 +18,9 @@ from hf_packfree.patching.registry import Family
 from hf_packfree.versions import VERSIONS
 
 _CAPABILITY, _DTYPE, _TORCH = (9, 0), torch.bfloat16, VERSIONS["torch"].batch_invariant or ""
-"""Where tests/gpu ran and found the same bits: kernels and torch's matrix library may choose otherwise elsewhere."""
+"""Where tests/gpu found it bit for bit: kernels and torch's matrix library may choose otherwise elsewhere."""
 _RELEASES = {row.name: row.batch_invariant for row in VERSIONS.values() if row.batch_invariant and row.name != "torch"}
-"""What the version of a package begins with that was there then."""
+"""How the version of each package began there."""
 _COMPARED = frozenset({
     (6144, 1024), (4096, 1024), (2048, 1024), (512, 1024), (3584, 1024), (1024, 2048), (1024, 3584),  # 0.8B
     (6144, 2048), (4096, 2048), (2048, 2048), (512, 2048), (2048, 6144),  # 2B
@@ -28,7 +28,7 @@ _COMPARED = frozenset({
     (12288, 4096), (8192, 4096), (4096, 4096), (1024, 4096), (4096, 12288),  # 9B
     (17408, 5120), (12288, 5120), (10240, 5120), (6144, 5120), (1024, 5120), (5120, 6144), (5120, 17408),  # 27B
 })
-"""(outputs, inputs) of the published models' products: torch's library gave tokens the same bits in rows of any length."""
+"""(outputs, inputs) of the published models' products, which torch's library computed alike in rows of any length."""
 
 
 def why_rounding(model: nn.Module, family: Family, implementations: Mapping[str, str], x: Any) -> str | None:
@@ -44,35 +44,36 @@ def why_rounding(model: nn.Module, family: Family, implementations: Mapping[str,
 
 def _place(x: Any) -> str | None:
     if x.device.type != "cuda":
-        return f"bits are tested on GPUs, this is a {x.device.type}"
+        return f"batch invariance is tested on GPUs, this is a {x.device.type}"
     if torch.is_autocast_enabled("cuda"):
-        return "bits are not promised under autocast"
+        return "batch invariance is not promised under autocast"
     if x.dtype != _DTYPE:
-        return f"bits are tested in bfloat16, this is {str(x.dtype).removeprefix('torch.')}"
+        return f"batch invariance is tested in bfloat16, this is {str(x.dtype).removeprefix('torch.')}"
     if (found := torch.cuda.get_device_capability(x.device.index or 0)) != _CAPABILITY:
-        return f"bits are tested on compute capability 9.0, this is {found[0]}.{found[1]}"
+        return f"batch invariance is tested on compute capability 9.0, this is {found[0]}.{found[1]}"
     if not torch.__version__.startswith(_TORCH):
         tested = _TORCH.rstrip(".")
-        return f"bits are tested with torch {tested}, whose matrix library they are too; this is {torch.__version__}"
+        return f"batch invariance is tested with torch {tested}, whose matrix library decides too; this is {torch.__version__}"
     return None
 
 
 def _operations(implementations: Mapping[str, str]) -> str | None:
     rounding = [op for op, name in implementations.items() if not getattr(OPS[op].BACKENDS.get(name), "batch_invariant", False)]
     if rounding:
-        return f"bits are not promised of what runs {', '.join(rounding)}"
+        return f"batch invariance is not promised of what runs {', '.join(rounding)}"
     for package in sorted({OPS[op].BACKENDS[name].package for op, name in implementations.items()} & _RELEASES.keys()):
         if not (found := installed(package) or "").startswith(_RELEASES[package]):
-            return f"bits are tested with {package} {_RELEASES[package].rstrip('.')}, this is {found or 'of unknown version'}"
+            tested = _RELEASES[package].rstrip(".")
+            return f"batch invariance is tested with {package} {tested}, this is {found or 'of unknown version'}"
     return None
 
 
 def _model(model: nn.Module) -> str | None:
     modules: Iterator[Any] = model.modules()
     if any(module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule" for module in modules):
-        return "bits are not promised in compiled graphs"
+        return "batch invariance is not promised in compiled graphs"
     if drops_out(model):
-        return "attention with dropout runs in plain torch while training"
+        return "attention with dropout runs in PyTorch eager while training"
     return None
 
 
@@ -80,7 +81,7 @@ def _layers(model: nn.Module, family: Family, x: Any) -> str | None:
     """Those called as they are: products of few rows are filled up, and norms fused, only where our own functions run."""
     found = (name for trunk in trunks(model, family) for name in _called(trunk, x))
     name = next(found, None)
-    return None if name is None else f"bits are not promised where layers are called as they are: {name}"
+    return None if name is None else f"batch invariance is not promised where layers are called as they are: {name}"
 
 
 def _widths(model: nn.Module, family: Family) -> str | None:
@@ -90,7 +91,7 @@ def _widths(model: nn.Module, family: Family) -> str | None:
         for name, layer in layers.named_modules(prefix="layers"):
             size = size_of_linear(layer) if isinstance(layer, nn.Linear) else (0, 0)
             if size[0] >= NARROW and size not in _COMPARED:
-                return f"bits were not compared for products of {size[1]} inputs and {size[0]} outputs: {name}"
+                return f"batch invariance was not tested for products of {size[1]} inputs and {size[0]} outputs: {name}"
     return None
 
 

@@ -40,15 +40,15 @@ class PatchReport:
         model: the model's class.
         family: the supported family it holds, or None.
         patched: whether its text model is swapped.
-        swaps: {class name: how many modules of it are swapped and run}; a head that another forward hides is not in it.
+        swaps: {class name: how many modules of it are swapped and run}; a head that another forward bypasses is not in it.
         implementations: {operation: backend that runs for packed rows where the model is now, under autocast if it is on}.
         why: {operation, or "operation in float32": why a faster backend is not used on this machine's GPUs}.
-        batch_invariant: whether `apply_patches` was asked for it; whether it holds is in `rounding`.
+        batch_invariant: the option of `apply_patches`; whether it holds is in `rounding`.
         unpacked: "upstream" or "native", what runs for rows of one document.
         padded: "lazy", "full" or "upstream", what runs for padded rows of one document.
         attention: the attention implementation the model was loaded with.
         versions: {package: installed version, or None}.
-        inexact: {operation: backend} of those asked for that give a document something else in a row than alone.
+        inexact: {operation: backend} of forced backends whose results for a document depend on its row.
         rounding: why a document gets, where the model is now, what it gets alone only up to rounding; None: bit for bit in
             the layers' forward pass, as `tests/gpu` checks it.
     """
@@ -93,8 +93,8 @@ class PatchReport:
 
     def _exactness(self) -> str:
         if self.inexact:
-            asked = ", ".join(f"{op}: {name}" for op, name in self.inexact.items())
-            return f"documents do not get exactly what they get alone, as asked for by {asked}"
+            forced = ", ".join(f"{op}: {name}" for op, name in self.inexact.items())
+            return f"documents do not get exactly what they get alone, because of the forced {forced}"
         if self.rounding is not None:
             return f"documents get what they get alone, up to rounding ({self.rounding})"
         where = "in the layers' forward pass (not under autocast or torch.compile)"
@@ -142,7 +142,7 @@ def _bypassed(module: Any, family: Any) -> bool:
 
 
 def _inexact(state: PatchState) -> dict[str, str]:
-    """What was asked for, wherever the model is now: autocast and `.to()` decide later what runs."""
+    """Return what is forced and inexact, wherever the model is now: autocast and `.to()` decide later what runs."""
     everywhere = (state.cuda_half, state.cuda_single, state.elsewhere)
     chosen = ((op, name) for kernels in everywhere for op, name in vars(kernels).items())
     return {op: name for op, name in chosen if not OPS[op].BACKENDS[name].exact}
@@ -185,7 +185,7 @@ def _kernels(state: PatchState, device: torch.device, dtype: torch.dtype) -> Ker
 
 
 def announce(model: nn.Module, state: PatchState) -> None:
-    """Log what runs in a model that was patched just now, what of it runs in plain torch on a GPU or without what is
+    """Log what runs in a model that was patched just now, what of it runs in PyTorch eager on a GPU or without what is
     installed for it, and what compiles.
     """
     report = patch_report(model)
@@ -194,12 +194,12 @@ def announce(model: nn.Module, state: PatchState) -> None:
         logger.warning("batch_invariant=True is not promised here: %s", report.rounding)
     slow = _slow(state)
     for op, reason in slow.items():
-        logger.warning("%s runs in plain torch on this GPU, which is slow: %s", op, reason)
+        logger.warning("%s runs in PyTorch eager on this GPU, which is slow: %s", op, reason)
     for op, reason in state.why.items():
         if isinstance(reason, Fault) and op not in slow:
             warn_once(f"{op} runs on this GPU without what is installed for it: {reason}")
     if state.cuda_half.attention != "torch" and drops_out(model):
-        logger.warning("attention runs in plain torch on this GPU while training: the kernels lack attention_dropout")
+        logger.warning("attention runs in PyTorch eager on this GPU while training: the kernels lack attention_dropout")
     if compiling := ", ".join(_running(state.cuda_half, _SECONDS)):
         logger.info("the first step on a GPU compiles kernels for seconds (%s); prewarm(model) does that ahead", compiling)
     single = _running(state.cuda_single, _MINUTES, " in float32") if a_parameter(model).dtype == torch.float32 else []
@@ -223,7 +223,7 @@ def _running(kernels: Kernels, names: Sequence[str], where: str = "") -> list[st
 
 
 def _slow(state: PatchState) -> dict[str, str]:
-    """Return what plain torch runs for want of kernels; in float32 the delta rule alone: it slows most, others have none."""
+    """Return what PyTorch eager runs for want of kernels; in float32 the delta rule alone: it slows most, others have none."""
     found = {op: reason for op, reason in state.why.items() if getattr(state.cuda_half, op, None) == "torch"}
     single = "delta_rule in float32"
     if "delta_rule" not in found and state.cuda_single.delta_rule == "torch" and single in state.why:

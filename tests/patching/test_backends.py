@@ -37,7 +37,7 @@ def test_what_is_installed_but_cannot_be_imported_is_told_when_patching(gpu, mod
     wanted = f"{package} is broken (OSError: undefined symbol: _ZN3c10); reinstall it"
     if chosen not in ("flash_qla", "triton"):
         assert state.why[op].startswith(f"not {name}: {wanted}")
-    with pytest.raises(BackendUnavailable, match=re.escape(f"{op} backend '{name}' asked for, but {wanted}")):
+    with pytest.raises(BackendUnavailable, match=re.escape(f"{op} backend '{name}' forced, but {wanted}")):
         choose_backends({op: name}, SIZES)
 
 
@@ -151,7 +151,7 @@ def test_forcing_by_argument_and_by_variable(gpu, monkeypatch):
     wanted = "found delta_rule= in PACKFREE_BACKEND='conv=fla,delta_rule'; wanted conv: triton"
     with pytest.raises(BackendUnavailable, match=wanted):
         choose_backends("auto", SIZES)
-    with pytest.raises(BackendUnavailable, match="conv backend 'causal_conv1d' asked for, but causal-conv1d is not installed"):
+    with pytest.raises(BackendUnavailable, match="conv backend 'causal_conv1d' forced, but causal-conv1d is not installed"):
         choose_backends({"conv": "causal_conv1d"}, SIZES)
 
 
@@ -182,7 +182,7 @@ def test_nothing_is_chosen_for_ops_that_a_family_lacks(gpu):
     gpu(packages={})
     state = choose_backends({"delta_rule": "torch"}, SIZES, ("conv", "attention"))
     assert {op.removesuffix(" in float32") for op in state.why} == {"conv", "attention"}
-    with pytest.raises(BackendUnavailable, match="conv backend 'fla' asked for"):
+    with pytest.raises(BackendUnavailable, match="conv backend 'fla' forced"):
         choose_backends("fla", SIZES, ("conv", "attention"))
     with pytest.raises(BackendUnavailable, match="found delta_rule=nothing"):
         choose_backends({"delta_rule": "nothing"}, SIZES, ("conv",))
@@ -207,7 +207,7 @@ def test_what_is_made_for_one_card_alone_runs_on_none_of_several_kinds(gpu):
     state = choose_backends("auto", SIZES)
     assert (state.cuda_half.attention, state.cuda_half.conv) == ("varlen", "triton")
     assert "not triton: its blocks are made for Hopper (9.0), this is 12.0" in state.why["attention"]
-    with pytest.raises(BackendUnavailable, match="'flash_qla' asked for, but we know .*, this is 12.0; .*: fla, torch;"):
+    with pytest.raises(BackendUnavailable, match="'flash_qla' forced, but we know .*, this is 12.0; .*: fla, torch;"):
         choose_backends({"delta_rule": "flash_qla"}, SIZES)
 
 

@@ -77,25 +77,26 @@ def test_bits_are_promised_for_the_widths_that_were_compared(hopper):
 
     wide = {size for name, sizes in PUBLISHED.items() if name != "none" for size in sizes if size[0] >= NARROW}
     assert wide == exactness._COMPARED
-    reason = "bits were not compared for products of 64 inputs and 128 outputs: layers.0.linear_attn.in_proj_qkv"
+    reason = "batch invariance was not tested for products of 64 inputs and 128 outputs: layers.0.linear_attn.in_proj_qkv"
     assert patch_report(hopper(widths=False)).rounding == reason
     assert patch_report(hopper()).rounding is None
 
 
 def test_on_a_cpu_bits_are_not_promised():
     report = patch_report(apply_patches(tiny(), batch_invariant=True))
-    assert report.rounding == "bits are tested on GPUs, this is a cpu" and ROUNDING.format(report.rounding) in str(report)
+    assert report.rounding == "batch invariance is tested on GPUs, this is a cpu"
+    assert ROUNDING.format(report.rounding) in str(report)
 
 
 @pytest.mark.parametrize(
     ("place", "reason"),
     [
-        ({"dtype": torch.float32}, "bits are tested in bfloat16, this is float32"),
-        ({"dtype": torch.float16}, "bits are tested in bfloat16, this is float16"),
-        ({"capability": (8, 0)}, "bits are tested on compute capability 9.0, this is 8.0"),
-        ({"release": "2.13.0"}, "bits are tested with torch 2.11, whose matrix library they are too; this is 2.13.0"),
-        ({"backend": {"delta_rule": "torch"}}, "bits are not promised of what runs delta_rule"),
-        ({"backend": {"conv": "fla", "fused": "torch"}}, "bits are not promised of what runs conv, fused"),
+        ({"dtype": torch.float32}, "batch invariance is tested in bfloat16, this is float32"),
+        ({"dtype": torch.float16}, "batch invariance is tested in bfloat16, this is float16"),
+        ({"capability": (8, 0)}, "batch invariance is tested on compute capability 9.0, this is 8.0"),
+        ({"release": "2.13.0"}, "batch invariance is tested with torch 2.11, whose matrix library decides too; this is 2.13.0"),
+        ({"backend": {"delta_rule": "torch"}}, "batch invariance is not promised of what runs delta_rule"),
+        ({"backend": {"conv": "fla", "fused": "torch"}}, "batch invariance is not promised of what runs conv, fused"),
     ],
 )
 def test_what_is_in_the_way_of_bits_is_said(hopper, place, reason):
@@ -110,7 +111,8 @@ def test_bits_are_promised_for_the_releases_they_were_tested_with(hopper, monkey
     model = hopper(backend=options or "auto")
     monkeypatch.setattr(exactness, "installed", (INSTALLED | {package: found}).get)
     tested = INSTALLED[package].removesuffix(".0") if package == "triton" else INSTALLED[package]
-    assert patch_report(model).rounding == f"bits are tested with {package} {tested}, this is {found or 'of unknown version'}"
+    wanted = f"batch invariance is tested with {package} {tested}, this is {found or 'of unknown version'}"
+    assert patch_report(model).rounding == wanted
 
 
 def test_of_kernels_that_are_tuned_bits_are_promised_within_a_process(hopper):
@@ -122,7 +124,7 @@ def test_under_autocast_bits_are_not_promised(hopper):
     model = hopper()
     try:
         torch.set_autocast_enabled("cuda", True)
-        assert patch_report(model).rounding == "bits are not promised under autocast"
+        assert patch_report(model).rounding == "batch invariance is not promised under autocast"
     finally:
         torch.set_autocast_enabled("cuda", False)
     assert patch_report(model).rounding is None
@@ -132,16 +134,16 @@ def test_under_autocast_bits_are_not_promised(hopper):
 def test_of_the_models_own_attention_bits_are_not_promised(hopper, attention):
     model = hopper()
     model.config._attn_implementation = attention
-    assert patch_report(model).rounding == "bits are not promised of what runs attention"
+    assert patch_report(model).rounding == "batch invariance is not promised of what runs attention"
 
 
 def test_compiled_models_and_dropout_are_said(hopper):
     model = hopper()
     model.model.layers[1].compile()
-    assert patch_report(model).rounding == "bits are not promised in compiled graphs"
+    assert patch_report(model).rounding == "batch invariance is not promised in compiled graphs"
     model = hopper()
     model.model.layers[3].self_attn.attention_dropout = 0.1
-    assert patch_report(model).rounding == "attention with dropout runs in plain torch while training"
+    assert patch_report(model).rounding == "attention with dropout runs in PyTorch eager while training"
 
 
 class Adapted(nn.Linear):
@@ -156,7 +158,7 @@ def test_a_layer_that_is_more_than_its_weight_is_named(hopper, part):
     layer = model.get_submodule(f"model.layers.{index}.{part}")
     layer.__class__ = Adapted
     name = f"layers.{index}." + (part if "mlp" not in part else "mlp")
-    assert patch_report(model).rounding == f"bits are not promised where layers are called as they are: {name}"
+    assert patch_report(model).rounding == f"batch invariance is not promised where layers are called as they are: {name}"
     layer.__class__ = nn.Linear
     layer.bias = nn.Parameter(torch.zeros(layer.out_features, dtype=torch.bfloat16))
     assert name in patch_report(model).rounding
@@ -177,13 +179,13 @@ def test_a_norm_that_somebody_watches_is_named(hopper, part):
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_next"])
 def test_experts_are_called_as_they_are(hopper, family):
     report = patch_report(hopper(tiny(family)))
-    assert report.rounding == "bits are not promised where layers are called as they are: layers.0.mlp"
+    assert report.rounding == "batch invariance is not promised where layers are called as they are: layers.0.mlp"
 
 
 def test_what_is_not_exact_is_said_before_all_else(hopper):
     report = patch_report(hopper(backend={"delta_rule": "flash_qla_cut"}))
     assert report.inexact == {"delta_rule": "flash_qla_cut"} and report.rounding is not None
-    assert "documents do not get exactly what they get alone, as asked for by delta_rule: flash_qla_cut" in str(report)
+    assert "documents do not get exactly what they get alone, because of the forced delta_rule: flash_qla_cut" in str(report)
     assert "rounding" not in str(report)
 
 

@@ -29,7 +29,7 @@ def test_the_report_says_what_is_not_exact(monkeypatch):
     monkeypatch.setitem(delta_rule.BACKENDS, "flash_qla_cut", anywhere)
     found = patch_report(apply_patches(model, backend={"delta_rule": "flash_qla_cut"}))
     assert found.inexact == {"delta_rule": "flash_qla_cut"}
-    assert "do not get exactly what they get alone, as asked for by delta_rule: flash_qla_cut" in str(found)
+    assert "do not get exactly what they get alone, because of the forced delta_rule: flash_qla_cut" in str(found)
 
 
 def test_the_report_names_what_is_not_exact_wherever_the_model_is_now(monkeypatch):
@@ -48,7 +48,7 @@ def test_hopper_without_a_backward_is_said_when_patching(gpu, monkeypatch, caplo
     monkeypatch.setattr(apply, "op_sizes", lambda *_: sizes)
     model = apply_patches(tiny())
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "delta_rule runs in plain torch on this GPU" in line and "pip install flash-qla" in line
+    assert "delta_rule runs in PyTorch eager on this GPU" in line and "pip install flash-qla" in line
     found = patch_report(model)
     assert set(found.implementations.values()) == {"torch"} and "Hopper" in found.why["delta_rule"]
 
@@ -72,7 +72,7 @@ def test_the_delta_rule_in_float32_alone_without_a_backward_is_said_when_patchin
         caplog.clear()
         patched_on_a_gpu(monkeypatch, **options)
         line = logged(caplog, "WARNING")[0]
-        assert line.startswith("delta_rule in float32 runs in plain torch on this GPU, which is slow: not flash_qla: it")
+        assert line.startswith("delta_rule in float32 runs in PyTorch eager on this GPU, which is slow: not flash_qla: it")
         assert "not fla: its backward refuses to run on Hopper with triton 3.6.0 (3.4.0 and later, before 3.7.1)" in line
     caplog.clear()
     patched_on_a_gpu(monkeypatch, backend={"delta_rule": "torch"})
