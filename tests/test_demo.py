@@ -16,6 +16,7 @@ from hf_packfree.verify import LIMITS, Measurement, PackingReport
 STEPS, BATCH = 4, 4
 
 
+@pytest.mark.slow
 def test_end_to_end(tmp_path):
     """One run, since it takes a while; each part of its report is checked below."""
     threads, stages = torch.get_num_threads(), []

@@ -73,6 +73,7 @@ def test_ends_in_an_assert(path):
 
 @each_notebook
 @pytest.mark.filterwarnings("default")  # jupyter's own warnings are not ours to mend
+@pytest.mark.slow
 def test_runs(path, tmp_path):
     missing = sorted(name for name in packages(path) if find_spec(name) is None)
     if missing:

@@ -78,6 +78,7 @@ def test_every_block_is_of_a_language_that_is_checked():
 
 @pages_with("python")
 @pytest.mark.filterwarnings("default")  # of trainers and collators, on a machine without an accelerator
+@pytest.mark.slow
 def test_python_blocks_run(page, checkpoint):
     """In order, in one namespace; `<!-- raises: Error -->` above a block names the error that it shows."""
     examples = [{"input_ids": document.tolist()} for document in documents((5, 64, 1, 30))]
@@ -115,6 +116,7 @@ def test_shell_lines_name_what_exists(page):
             assert words[:3] in (["python3", "-m", "venv"], ["python", "-m", "pytest"]), step
 
 
+@pytest.mark.slow
 def test_packfree_lines_run(checkpoint, tmp_path):
     lines = [line for page in PAGES for block in blocks(page, "bash") for line in block["code"].splitlines()]
     lines = [line for line in lines if line.startswith("packfree ")]

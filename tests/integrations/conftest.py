@@ -9,10 +9,11 @@ from tests.support import CONTROL, GRADIENT_TOL
 
 
 def pytest_collection_modifyitems(items):
-    """Put the row into the test's properties, which a skipped test keeps too."""
+    """Put the row into the test's properties, which a skipped test keeps too; what trains several steps is slow."""
     for item in items:
         mark = item.get_closest_marker("integration")
         if mark is not None:
+            item.add_marker(pytest.mark.slow)
             item.user_properties += [(name, mark.kwargs[name]) for name in ("library", "what", "says")]
 
 

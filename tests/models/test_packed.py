@@ -196,6 +196,7 @@ def test_images_in_packed_rows_are_refused_by_name():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow
 def test_half_precision_is_finite_and_rounds_no_worse_than_upstream(family, attention, dtype):
     """Averaged over three rows: a token whose rounding sends it to another expert weighs more than the rest."""
     ours = upstreams = 0.0

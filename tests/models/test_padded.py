@@ -350,6 +350,7 @@ def test_loaded_through_the_other_door():
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile says where it breaks the graph
+@pytest.mark.slow
 def test_compiled():
     model, batch = tiny(), padded_batch("both")
     wanted = step(model, batch)

@@ -35,6 +35,7 @@ torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}])
+@pytest.mark.slow
 def test_a_rank_with_nothing_stays_in_step(tmp_path, options):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     commands = [[sys.executable, "-c", RANK, str(rank), str(tmp_path), repr(options)] for rank in (0, 1)]

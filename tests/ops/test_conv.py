@@ -90,7 +90,9 @@ def test_gradients_numerically(block: int) -> None:
 
 @pytest.mark.parametrize("lengths", MIXES[:3], ids=["ascending", "descending", "tiny"])
 @pytest.mark.parametrize("channels", [1, 6, 37, 512])
-@pytest.mark.parametrize("threads", [1, 2], ids=["1 thread", "2 threads"], indirect=True)
+@pytest.mark.parametrize(
+    "threads", [pytest.param(1, id="1 thread"), pytest.param(2, id="2 threads", marks=pytest.mark.slow)], indirect=True
+)
 def test_it_is_batch_invariant(lengths: list[int], channels: int) -> None:
     x, weight, bias = (t.float() for t in make_inputs(lengths, channels, 4))
     whole = causal_conv1d(x, weight, PackedSequence.from_lengths(lengths), bias=bias)

@@ -65,7 +65,9 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-both_threads = pytest.mark.parametrize("threads", [1, 2], ids=["1 thread", "2 threads"], indirect=True)
+both_threads = pytest.mark.parametrize(
+    "threads", [pytest.param(1, id="1 thread"), pytest.param(2, id="2 threads", marks=pytest.mark.slow)], indirect=True
+)
 
 
 @pytest.mark.parametrize("lengths", MIXES, ids=lambda lengths: "+".join(map(str, lengths)))
