@@ -51,7 +51,7 @@ def build_model(tokenizer: Any, seed: int) -> Any:
     The decay rate A is set to 0.01 ... 0.05, as in trained models with a long memory: the fast decay of fresh random
     weights forgets the document before within a few tokens and would hide most of a leak.
     """
-    sizes = {
+    sizes: dict[str, Any] = {
         "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
         "linear_key_head_dim": 32, "linear_value_head_dim": 32, "tie_word_embeddings": True,

@@ -6,6 +6,7 @@ import json
 import time
 from copy import deepcopy
 from dataclasses import replace
+from typing import Any
 
 from hf_packfree.demo.report import LEAKING, PACKED, PADDED, DemoOptions, DemoReport, Progress
 from hf_packfree.errors import LeakDetected
@@ -60,13 +61,14 @@ def _measure(options: DemoOptions, progress: Progress) -> DemoReport:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     patched = apply_patches(deepcopy(model).to(device))
     try:
-        found = verify_packing(patched, lengths=lengths[: options.batch_size], seed=options.seed)
+        found: Any = verify_packing(patched, lengths=lengths[: options.batch_size], seed=options.seed)
     except LeakDetected as leak:
         found = leak.report
     note = f"unpatched {found.unpatched.logits:.0e}, patched {found.patched.logits:.0e}" if found.unpatched else ""
     progress("leak per document", 1, 1, note)
 
-    trainings = [train(name, model, tokenizer, documents, options, progress) for name in (PADDED, PACKED, LEAKING)]
+    names = (PADDED, PACKED, LEAKING)
+    padded, packed, unpatched = (train(name, model, tokenizer, documents, options, progress) for name in names)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     versions = patch_report(patched).versions
-    return DemoReport(options, versions, name_of(device), lengths, parameters, found, *trainings)
+    return DemoReport(options, versions, name_of(device), lengths, parameters, found, padded, packed, unpatched)
