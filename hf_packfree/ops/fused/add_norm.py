@@ -41,7 +41,7 @@ def add_norm(
         BackendUnavailable: no backend has that name.
     """
     run = _AddNorm.apply if uses_triton("residual and norm", backend) else add_norm_reference
-    return run(x, branch, weight, eps)  # type: ignore[no-any-return]
+    return run(x, branch, weight, eps)
 
 
 def add_norm_reference(x: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

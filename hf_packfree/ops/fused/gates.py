@@ -37,7 +37,7 @@ def gates(
         BackendUnavailable: no backend has that name.
     """
     run = _Gates.apply if uses_triton("gates", backend) else gates_reference
-    return run(a, b, A_log, dt_bias)  # type: ignore[no-any-return]
+    return run(a, b, A_log, dt_bias)
 
 
 def gates_reference(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:

@@ -38,7 +38,7 @@ def norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, *
         BackendUnavailable: no backend has that name.
     """
     run = _NormRope.apply if uses_triton("norm and rotary", backend) else norm_rope_reference
-    return run(x, weight, cos, sin, eps)  # type: ignore[no-any-return]
+    return run(x, weight, cos, sin, eps)
 
 
 def norm_rope_reference(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
