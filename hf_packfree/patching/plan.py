@@ -103,7 +103,7 @@ def _who(module: object) -> str:
 
 
 def _check_mixers(trunk: Any, family: Family, pairs: dict[type[nn.Module], type[nn.Module]]) -> None:
-    """Refuse a trunk in which a layer has other mixers than its config says: one that is not swapped leaks."""
+    """Refuse a trunk in which a layer is unknown, or has other mixers than its config says: one that is not swapped leaks."""
     kinds = list(trunk.config.layer_types)[: trunk.config.num_hidden_layers]
     if len(kinds) != len(trunk.layers):
         raise ContractError(
@@ -112,6 +112,11 @@ def _check_mixers(trunk: Any, family: Family, pairs: dict[type[nn.Module], type[
         )
     names, known = {mixer.cls for mixer in family.mixers}, {*pairs, *pairs.values()}
     for number, (kind, layer) in enumerate(zip(kinds, trunk.layers, strict=True)):
+        if not any(_is_one_of(part, family.layers, family.upstream) for part in layer.modules()):
+            raise ContractError(
+                f"found layers.{number} as a {type(layer).__name__}; wanted a {' or a '.join(family.layers)}, or a wrapper of "
+                "one, since others may not hand the record to their mixer, which leaks then; undo what replaced the layer"
+            )
         rows = [mixer for mixer in family.mixers if mixer.kind == kind]
         mixers = [type(part).__name__ for part in layer.modules() if type(part) in known and type(part).__name__ in names]
         if not rows or sorted(mixers) != sorted(mixer.cls for mixer in rows):
@@ -120,6 +125,11 @@ def _check_mixers(trunk: Any, family: Family, pairs: dict[type[nn.Module], type[
                 f"found {' and '.join(mixers) or 'no known mixer'} in layers.{number}, which the config says is {kind!r}; "
                 f"wanted {wanted}, since what mixes tokens unpatched leaks; undo what replaced it, or report the model"
             )
+
+
+def _is_one_of(module: nn.Module, names: tuple[str, ...], upstream: str) -> bool:
+    """Whether a module is of one of these classes of the module `upstream`, or of a subclass."""
+    return any(cls.__name__ in names and cls.__module__ == upstream for cls in type(module).__mro__)
 
 
 def _check_contracts(trunk: nn.Module, pairs: dict[type[nn.Module], type[nn.Module]]) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+import hf_packfree
 from hf_packfree import apply_patches, patch_report, remove_patches, verify_packing
 from hf_packfree.errors import ContractError, PatchConflict, UnsupportedModel
 from hf_packfree.patching import prewarm, registry
@@ -114,3 +117,28 @@ def test_a_kind_of_layer_that_no_mixer_has_is_refused(added):
     model.config.layer_types[2] = "sliding_attention"
     with pytest.raises(ContractError, match="layers.2, which the config says is 'sliding_attention'; wanted a kind that"):
         apply_patches(model)
+
+
+def test_a_layer_that_may_drop_the_record_is_refused(added):
+    class Own(nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.token_mix = layer.token_mix
+
+        def forward(self, x, *args, **kwargs):
+            return x + self.token_mix(x)
+
+    model = tiny(brook.ROW)
+    model.model.layers[1] = Own(model.model.layers[1])
+    with pytest.raises(ContractError, match="layers.1 as a Own; wanted a BrookStreamLayer or a BrookPoolLayer, or a wrapper"):
+        apply_patches(model)
+
+
+def test_no_shared_file_names_a_familys_mixers():
+    """Attributes and classes of mixers are in the table, in the family's own files, and in the layer that fuses."""
+    own = {"registry.py", "fused_layer.py", *(f"{family.name}.py" for family in registry.FAMILIES)}
+    words = {word for family in registry.FAMILIES for mixer in family.mixers for word in (mixer.path, mixer.cls)}
+    shared = [file for file in Path(hf_packfree.__file__).parent.rglob("*.py") if file.name not in own]
+    assert len(shared) > 50 and words >= {"linear_attn", "self_attn"}
+    found = [(file.name, word) for file in shared for word in words if re.search(rf"\b{word}\b", file.read_text())]
+    assert found == []
