@@ -26,9 +26,9 @@ def enter(module: Any, arguments: dict[str, Any], *, skip_padding: bool = True) 
     Afterwards `arguments` have no packing keywords any more, and `packed_sequence`, which patched modules below only receive.
 
     Args:
-        module: head or text model, whose settings decide whether padding may be skipped.
+        module: head or text model, whose settings decide which rows of one document run in the patched layers.
         arguments: all of the forward's, by name; changed in place.
-        skip_padding: False keeps the padding of rows of one document, see `skips_padding`.
+        skip_padding: False keeps the padding of rows of one document.
 
     Raises:
         BoundaryError, BoundaryConflict, CacheConflict: see `read_arguments`.
@@ -38,8 +38,11 @@ def enter(module: Any, arguments: dict[str, Any], *, skip_padding: bool = True) 
     inputs = PackingInputs.from_kwargs(arguments, position_ids=positions, attention_mask=mask)
     if found is UNREAD:
         ids, embeds, cache = (arguments.get(name) for name in ("input_ids", "inputs_embeds", "past_key_values"))
-        skip = skip_padding and skips_padding(module, inputs, arguments)
-        found = read_arguments(inputs, ids, embeds, cache, config=module.config, skip_padding=skip)
+        state, ours = state_of(module), runs_here(module, inputs, arguments)
+        found = read_arguments(
+            inputs, ids, embeds, cache, config=module.config,
+            skip_padding=skip_padding and ours and state.padded != "upstream", unpacked=ours and state.runs_unpacked,
+        )
     packed: PackedSequence | None = None if found is UNPACKED else found
     arguments["packed_sequence"] = UNPACKED if packed is None else packed
     return packed
@@ -65,6 +68,7 @@ def read_arguments(
     *,
     config: Any,
     skip_padding: bool = False,
+    unpacked: bool = False,
 ) -> PackedSequence | None:
     """Build the record of one forward, or return None where upstream is exact as it is.
 
@@ -73,7 +77,8 @@ def read_arguments(
         input_ids: [B, S], or None when `inputs_embeds` [B, S, D] is given.
         past_key_values: transformers' cache, or None.
         config: of the model, which names the token that pads.
-        skip_padding: make a record for padded rows of one document too, see `skips_padding`.
+        skip_padding: build a record for padded rows of one document too, see `runs_here`.
+        unpacked: build one for rows of one document without padding too.
 
     Raises:
         BoundaryError, BoundaryConflict: see `resolve_boundaries`.
@@ -91,6 +96,8 @@ def read_arguments(
     pad = getattr(config.get_text_config(), "pad_token_id", None)
     drop, same, is_padding = misread or skip_padding, _same_token(tokens), _is_token(input_ids, pad)
     packed = resolve_boundaries(inputs, shape, tokens.device, same, drop_padding=drop, is_padding=is_padding)
+    if packed is None and unpacked and _has_no_padding(inputs.attention_mask) and shape[0] * shape[1] > 0:
+        packed = PackedSequence.from_lengths([shape[1]] * shape[0], device=tokens.device, batch_shape=shape, plain=True)
     if packed is None:
         return None
     if past_key_values is not None:
@@ -106,11 +113,11 @@ def read_arguments(
     return packed
 
 
-def skips_padding(module: Any, inputs: PackingInputs, arguments: dict[str, Any]) -> bool:
-    """Whether padded rows of one document may run without their padding: nothing is wanted that only upstream gives.
+def runs_here(module: Any, inputs: PackingInputs, arguments: dict[str, Any]) -> bool:
+    """Whether rows of one document may run in the patched layers: nothing is wanted that only upstream gives.
 
-    That is: a cache (outside training it is built by default, though no loss needs one), attention weights, attention that
-    looks ahead, or images and their positions.
+    That is: a cache, attention weights, attention that looks ahead, or images and their positions.  Upstream builds a cache by
+    default outside training; no loss needs one, and where rows of one document run here it has to be asked for.
 
     Args:
         module: see `enter`.
@@ -118,16 +125,22 @@ def skips_padding(module: Any, inputs: PackingInputs, arguments: dict[str, Any])
         arguments: all of the forward's, by name.
     """
     config = module.config.get_text_config()
-    if state_of(module).padded == "upstream" or vision_given(arguments):
+    if vision_given(arguments):
         return False
     use_cache, wants_weights = arguments.get("use_cache"), arguments.get("output_attentions")
     if use_cache is None:
-        use_cache = not module.training and arguments.get("labels") is None and getattr(config, "use_cache", False)
+        needless = module.training or arguments.get("labels") is not None or state_of(module).runs_unpacked
+        use_cache = not needless and getattr(config, "use_cache", False)
     if arguments.get("past_key_values") is not None or use_cache:
         return False
     wants_weights = getattr(config, "output_attentions", False) if wants_weights is None else wants_weights
     is_causal = arguments.get("is_causal", getattr(config, "is_causal", True))
     return not wants_weights and is_causal is not False and is_text(inputs.position_ids)
+
+
+def _has_no_padding(mask: Any) -> bool:
+    """Whether a mask says no more than that: none, or a 2-D one without a zero."""
+    return mask is None or (isinstance(mask, Tensor) and mask.ndim == 2 and bool((mask != 0).all()))
 
 
 def is_text(position_ids: Tensor | None) -> bool:

@@ -37,20 +37,10 @@ class PackedGatedDeltaNet(Replacement):
         """
         _refuse_adapters(self.conv1d)
         packed: PackedSequence | None = kwargs.pop("packed_sequence", None)
-        native = state_of(self).unpacked == "native" and cache_params is None
-        if packed is None and not native:
+        if packed is None:
             return super().forward(hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs)
-        if packed is not None:
-            return self._forward_packed(hidden_states, packed)
-        rows, tokens, _ = hidden_states.shape
-        if attention_mask is not None:  # as upstream: padding enters neither window nor state
-            hidden_states = hidden_states * attention_mask[..., None].to(hidden_states.dtype)
-        packed = PackedSequence.from_lengths([tokens] * rows, device=hidden_states.device)
-        return self._forward_packed(hidden_states.flatten(0, 1)[None], packed).unflatten(1, (rows, tokens))[0]
-
-    def _forward_packed(self, x: Tensor, packed: PackedSequence) -> Tensor:
         with conv_weights_in_place(self.conv1d):
-            return packed.zero_left_pad(self._mix(x, packed))
+            return packed.zero_left_pad(self._mix(hidden_states, packed))
 
     def _mix(self, x: Tensor, packed: PackedSequence) -> Tensor:
         state = state_of(self)

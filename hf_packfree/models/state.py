@@ -62,6 +62,11 @@ class PatchState:
     why: dict[str, str] = field(default_factory=dict, compare=False)
     observers: list[Observer] = field(default_factory=list, compare=False, repr=False)
 
+    @property
+    def runs_unpacked(self) -> bool:
+        """Whether rows of one document run through the patched layers too, where a call asks for nothing that they lack."""
+        return self.unpacked == "native" or self.batch_invariant
+
     def kernels_for(self, device: torch.device, dtype: torch.dtype) -> Kernels:
         """Return what runs on tensors of that device and dtype, wherever the model was when it was patched."""
         chosen = self.elsewhere

@@ -19,7 +19,7 @@ class PackedTrunk(Replacement):
     """Put in front of a family's text model: reads boundaries, runs packed rows as one row, puts the shape back.
 
     Rows of one document without padding go to upstream with the same arguments; padded ones become one row, unless
-    something is wanted that only upstream gives, see `skips_padding`.  For packed rows the record travels as
+    something is wanted that only upstream gives, see `runs_here`.  For packed rows the record travels as
     the keyword `packed_sequence`: keywords survive the recomputation of gradient checkpointing.
     """
 

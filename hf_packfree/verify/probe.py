@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -17,13 +17,23 @@ from hf_packfree.verify.report import Measurement, relative_rms
 class Probe:
     """Fixed documents and a fixed random functional of the outputs, for one model.
 
+    Args:
+        reference: the context in which documents run alone, for models that run them in the patched layers otherwise.
+
     Attributes:
         packages: after a measurement, the top-level packages whose functions ran in it.
     """
 
     def __init__(
-        self, model: nn.Module, trunk: Any, lengths: tuple[int, ...], gradients: bool, seed: int
+        self,
+        model: nn.Module,
+        trunk: Any,
+        lengths: tuple[int, ...],
+        gradients: bool,
+        seed: int,
+        reference: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
+        self.reference = reference
         self.lengths, self.gradients = lengths, gradients
         embedding: Tensor = trunk.embed_tokens.weight
         self.device, self.dtype = embedding.device, embedding.dtype
@@ -37,7 +47,8 @@ class Probe:
         self.packages: frozenset[str] = frozenset()
 
     def measure(self) -> Measurement:
-        alone, alone_gradients = self._alone()
+        with self.reference():
+            alone, alone_gradients = self._alone()
         packed, packed_gradients, cross = self._packed()
         worst, name = self._worst(packed_gradients, alone_gradients)
         with packages_called() as packages:

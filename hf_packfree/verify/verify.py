@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +93,10 @@ def verify_packing(
             f"found a {type(model).__name__}, which holds no text model of a supported family; wanted one of "
             f"{', '.join(row.name for row in FAMILIES)}"
         )
-    probe = Probe(model, next(trunks(model, family)), tuple(lengths), gradients, seed)
+    patches = patch_report(model)
+    ours = patches.batch_invariant or patches.unpacked == "native"  # documents alone would run in the patched layers too
+    reference = partial(patches_lifted, model) if ours else nullcontext
+    probe = Probe(model, next(trunks(model, family)), tuple(lengths), gradients, seed, reference)
     with prepared(model, slow_decay):
         patched = probe.measure()
         limits = limits_for(probe.device, probe.dtype, probe.packages)

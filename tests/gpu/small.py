@@ -22,7 +22,10 @@ EXPERTS = replace(SHAPES["moe"], layers=4, sizes={**SHAPES["moe"].sizes, "vocab_
 NARROW = SHAPES["exact"]
 
 
-def small(shape: Shape, dtype: torch.dtype = torch.bfloat16, *, patched: bool = True, backend: Any = "auto") -> nn.Module:
+def small(
+    shape: Shape, dtype: torch.dtype = torch.bfloat16, *, patched: bool = True, backend: Any = "auto",
+    batch_invariant: bool = False,
+) -> nn.Module:
     """Return a model whose states live for hundreds of tokens, and whose weights let a leak show, on the tests' device."""
     model = build(SHAPES["tiny"] if TRIAL else shape, DEVICE, torch.float32 if TRIAL else dtype)
     with torch.no_grad():
@@ -31,7 +34,7 @@ def small(shape: Shape, dtype: torch.dtype = torch.bfloat16, *, patched: bool = 
                 parameter.uniform_(0.01, 0.05).log_()
             elif parameter.ndim > 1:
                 parameter.normal_(std=1.0 if "embed" in name else parameter.shape[-1] ** -0.5)
-    return apply_patches(model, backend=backend) if patched else model
+    return apply_patches(model, backend=backend, batch_invariant=batch_invariant) if patched else model
 
 
 def packed_row(model: Any, lengths: Sequence[int]) -> tuple[Tensor, PackedSequence]:
@@ -42,7 +45,7 @@ def packed_row(model: Any, lengths: Sequence[int]) -> tuple[Tensor, PackedSequen
 
 
 def hidden(model: Any, tokens: Tensor, packed: PackedSequence | None = None) -> Tensor:
-    """Return the trunk's last hidden state [B, S, D]; without a record, upstream runs."""
+    """Return the trunk's last hidden state [B, S, D]; without a record, upstream runs, unless the model is batch-invariant."""
     words = {} if packed is None else {"packed_sequence": packed}
     output: Tensor = model.base_model(input_ids=tokens, use_cache=False, **words).last_hidden_state
     return output

@@ -42,6 +42,7 @@ TRUNKS: dict[str, tuple[Any, Any, float]] = {  # shape, backend, limit of the va
     "9B widths": (WIDER, "auto", 0.0),
     "32,768 tokens": (WIDE, "auto", 0.0),
     "experts": (EXPERTS, "auto", ROWS),
+    "not batch-invariant": (WIDE, "auto", NOISE),
 }
 
 
@@ -49,12 +50,15 @@ def backward(output, weight):
     (output.float() * weight).sum().backward()
 
 
-def per_document(model, tokens, weight, spans):
-    """Outputs of the documents alone, {(begin, end): [1, n, D]}, and gradients added up in this order."""
+def per_document(model, tokens, weight, spans, records=False):
+    """Outputs of the documents alone, {(begin, end): [1, n, D]}, and gradients added up in this order.
+
+    A batch-invariant model runs them in the patched layers by itself, any other where their `records` are passed.
+    """
     model.zero_grad(set_to_none=True)
     parts = {}
     for begin, end in spans:
-        part = hidden(model, tokens[:, begin:end], record_of([end - begin]))
+        part = hidden(model, tokens[:, begin:end], record_of([end - begin]) if records else None)
         backward(part, weight[:, begin:end])
         parts[begin, end] = part.detach()
     return parts, gradients(model)
@@ -74,20 +78,23 @@ def worst(found, wanted):
 
 @pytest.mark.parametrize("name", TRUNKS)
 def test_trunk_documents_are_those_alone(name, record):
-    """bf16, four layers of the 2B widths: bit for bit forward; gradients to what the order of summation makes of them."""
+    """bf16, four layers of the 2B widths, batch-invariant: the same bits forward; gradients to what the order of summation
+    makes of them.
+    """
     shape, backend, limit = TRUNKS[name]
     lengths = log_normal_lengths(TOKENS) if name.startswith("32,768") and not TRIAL else LONG
     if name == "causal-conv1d" and not TRIAL:
         pytest.importorskip("causal_conv1d", reason="causal-conv1d is not installed")
     torch.manual_seed(0)
-    model = small(shape, backend="auto" if TRIAL else backend)
+    records = name == "not batch-invariant"
+    model = small(shape, backend="auto" if TRIAL else backend, batch_invariant=not records)
     tokens, packed = packed_row(model, lengths)
     output = hidden(model, tokens, packed)
     weight = torch.randn(output.shape, device=DEVICE)
     backward(output, weight)
     found = gradients(model)
-    parts, alone = per_document(model, tokens, weight, spans(lengths))
-    _, backwards = per_document(model, tokens, weight, spans(lengths)[::-1])
+    parts, alone = per_document(model, tokens, weight, spans(lengths), records)
+    _, backwards = per_document(model, tokens, weight, spans(lengths)[::-1], records)
     noise = worst(backwards, alone)
     for kind, error in worst(found, alone).items():
         record(f"trunk bf16, {name}: {kind}' gradients, alone in another order", noise[kind])
@@ -97,6 +104,32 @@ def test_trunk_documents_are_those_alone(name, record):
     record(f"trunk bf16, {name}: values, packed against alone", relative_rms(output, outputs), NOISE if TRIAL else limit,
            worst=float((output - outputs).abs().max()), lengths_that_differ=differ)
     assert TRIAL or limit or not differ, f"documents of {differ} tokens differ"
+
+
+@pytest.mark.parametrize("mode", ["training", "evaluation"])
+def test_a_batch_invariant_model_gives_a_document_alone_what_it_gets_packed(mode, record):
+    """However it comes: as plain ids, in a rectangle beside another, or with its own boundaries."""
+    torch.manual_seed(0)
+    model = small(WIDE, batch_invariant=True).train(mode == "training")
+    tokens, packed = packed_row(model, LONG)
+    with torch.no_grad():
+        together = model(input_ids=tokens, position_ids=packed.position_ids()).logits
+        whole = hidden(model, tokens, packed)
+        worst, differ, logits = 0.0, [], 0.0
+        for begin, end in spans(LONG):
+            document = tokens[:, begin:end]
+            offsets = torch.tensor([0, end - begin], dtype=torch.int32, device=DEVICE)
+            alone = [
+                model.base_model(input_ids=document).last_hidden_state,
+                model.base_model(input_ids=document.repeat(2, 1)).last_hidden_state[1:],
+                model.base_model(input_ids=document, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets).last_hidden_state,
+            ]
+            errors = [relative_rms(part, whole[:, begin:end]) for part in alone]
+            worst, differ = max(worst, *errors), differ + [end - begin] * any(errors)
+            logits = max(logits, relative_rms(model(input_ids=document).logits, together[:, begin:end]))
+    record(f"batch-invariant, {mode}: a document alone against packed, last hidden state", worst, NOISE if TRIAL else 0.0,
+           lengths_that_differ=differ)
+    record(f"batch-invariant, {mode}: a document alone against packed, logits", logits, NOISE)
 
 
 def test_a_step_twice_gives_the_same_bits():

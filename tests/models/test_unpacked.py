@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_packfree import apply_patches, remove_patches
+from hf_packfree import PackedSequence, apply_patches, remove_patches, verify_packing
 from tests.input_formats import padded_rows
 from tests.support import gradients, relative_rms, tiny
 
@@ -111,17 +111,63 @@ def test_continuing_from_a_cache():
     assert torch.equal(two_steps(), wanted)
 
 
+OURS = {"native": {"unpacked": "native"}, "batch-invariant": {"batch_invariant": True}}
+
+
+@pytest.mark.parametrize("option", OURS)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("case", ["ids", "right padded", "left padded", "left padded, one row"])
-def test_native_option_is_close_and_removable(family, case):
+@pytest.mark.parametrize("case", ["ids", "positions above zero", "ones"])
+def test_unpacked_rows_in_the_patched_layers_are_close_and_removable(family, case, option):
     model = tiny(family)
     logits, grads = outcome(model, UNPACKED[case])
-    ours, our_grads = outcome(apply_patches(model, unpacked="native", padded="upstream"), UNPACKED[case])
-    real = UNPACKED[case].get("attention_mask", torch.ones_like(UNPACKED[case]["input_ids"])).bool()
-    assert (ours[real] - logits[real]).abs().max() <= 1e-4 * logits.abs().max()
+    ours, our_grads = outcome(apply_patches(model, **OURS[option]), UNPACKED[case])
+    assert (ours - logits).abs().max() <= 1e-4 * logits.abs().max()
     assert not torch.equal(ours, logits), "our op did not run"
     assert max(relative_rms(our_grads[name], grads[name]) for name in grads) <= 1e-3
     assert torch.equal(outcome(remove_patches(model), UNPACKED[case])[0], logits)
+
+
+@pytest.mark.parametrize("option", OURS)
+@pytest.mark.parametrize("case", ["ids", "one row", "ones", *ONE_DOCUMENT])
+@pytest.mark.parametrize("training", [False, True])
+def test_the_whole_model_runs_unpacked_rows_as_it_runs_packed_ones(case, training, option):
+    """Without anybody passing a record or asking for no cache: the same operations, so on any machine the same bits."""
+    inputs = UNPACKED[case] if case in UNPACKED else {"input_ids": IDS[:1], **ONE_DOCUMENT[case]}
+    model = apply_patches(tiny(), **OURS[option]).train(training)
+    rows, tokens = inputs["input_ids"].shape
+    record = PackedSequence.from_lengths([tokens] * rows, batch_shape=(rows, tokens), plain=True)
+    for called in (model, model.model):
+        given = called(input_ids=inputs["input_ids"], packed_sequence=record)
+        found = called(**inputs)
+        assert torch.equal(found[0], given[0]) and found[0].shape[:2] == (rows, tokens)
+        assert found.past_key_values is None
+
+
+@pytest.mark.parametrize("option", OURS)
+@pytest.mark.parametrize("case", ["cache asked for", "causal square", "hole in the mask", "attention weights"])
+def test_what_only_upstream_gives_is_upstreams_whatever_the_option(case, option):
+    inputs = UNPACKED[case] if case in UNPACKED else {"input_ids": IDS, "output_attentions": True}
+    model = tiny(attention="eager").eval()
+    wanted = model(**inputs)
+    found = apply_patches(model, **OURS[option])(**inputs)
+    assert torch.equal(found.logits, wanted.logits)
+    assert (found.past_key_values is None) == (wanted.past_key_values is None)
+    assert found.attentions is None or all(map(torch.equal, found.attentions, wanted.attentions))
+
+
+@pytest.mark.parametrize("option", OURS)
+def test_generation_with_a_cache_is_upstreams_whatever_the_option(option):
+    model, prompt = tiny().eval(), IDS[:, :20]
+    settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(prompt)}
+    wanted = model.generate(prompt, **settings)
+    assert torch.equal(apply_patches(model, **OURS[option]).generate(prompt, **settings), wanted)
+
+
+@pytest.mark.parametrize("option", OURS)
+def test_verification_compares_with_upstream_whatever_the_option(option):
+    """Documents alone would run in the patched layers, too, and a mistake there would not show."""
+    report = verify_packing(apply_patches(tiny(), **OURS[option]), lengths=(5, 17, 3))
+    assert 0 < report.patched.logits < 1e-5 and report.patched.influence == 0
 
 
 def test_hidden_states_and_attentions_are_still_recorded():
