@@ -28,7 +28,8 @@ class Head(Replacement):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        upstream: Any = next(base for base in cls.__mro__ if not issubclass(base, Replacement))
+        # FSDP puts a class that is no module in front
+        upstream: Any = next(base for base in cls.__mro__ if issubclass(base, nn.Module) and not issubclass(base, Replacement))
         if upstream is nn.Module:  # a kind of head, not yet in front of anything
             return
         names = [name for name in inspect.signature(upstream.forward).parameters if name != "self"]

@@ -58,3 +58,12 @@ def test_nothing_to_learn_is_zero_whatever_the_trainer_counts(items, padded):
     loss.backward()
     assert loss.item() == 0.0
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+def test_a_class_that_sharding_puts_in_front_keeps_the_head():
+    """As `fully_shard` does: a class that is no module, and the model's."""
+    model, batch = apply_patches(tiny()), padded_batch("right")
+    wanted = model(**batch, use_cache=False)
+    model.__class__ = type("Sharded", (type("NoModule", (), {}), type(model)), {})
+    found = model(**batch, use_cache=False)
+    assert torch.equal(found.loss, wanted.loss) and torch.equal(found.logits.contiguous(), wanted.logits.contiguous())
