@@ -11,7 +11,7 @@ from hf_packfree.errors import BackendUnavailable
 from hf_packfree.models.base import Replacement, Sizes, size_of_linear, size_of_norm
 from hf_packfree.models.fusable import adds_one, epsilon, plain_weights, project
 from hf_packfree.models.rematerialize import linear_with_recompute
-from hf_packfree.models.state import state_of
+from hf_packfree.models.state import receive, state_of
 from hf_packfree.ops.attention import attention
 from hf_packfree.ops.attention.block_mask import additive_block_mask
 from hf_packfree.ops.fused import RECOMPUTES, norm_rope, output_gate
@@ -62,7 +62,7 @@ class RoutedAttention(Replacement):
             hidden_states: [1, T, D_model] of a packed row.
             position_embeddings: cos and sin, [1, T, D_rotary] each; None in layers without positions.
         """
-        packed: PackedSequence | None = kwargs.pop("packed_sequence", None)
+        packed = receive(self, kwargs)
         if packed is not None:
             route = check_attention(self.config)
             if route == "varlen":
@@ -161,8 +161,8 @@ class GatedQKNormAttention(RoutedAttention):
         self, q: Tensor, k: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, backend: str
     ) -> tuple[Tensor, Tensor]:
         """Normalise and rotate q and k [1, T, heads, D]; "torch" means upstream's modules, or whatever has replaced them."""
-        fused = backend != "torch" and position_embeddings is not None
-        if not (fused and adds_one(self.q_norm, self) and adds_one(self.k_norm, self)):
+        fused = backend != "torch" and adds_one(self.q_norm, self) and adds_one(self.k_norm, self)
+        if position_embeddings is None or not fused:
             return self._rotate_tokens(self.q_norm(q), self.k_norm(k), position_embeddings)
         return (
             norm_rope(q, self.q_norm.weight, *position_embeddings, epsilon(self.q_norm), backend=backend),

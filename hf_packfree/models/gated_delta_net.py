@@ -15,7 +15,7 @@ from hf_packfree.errors import PatchConflict
 from hf_packfree.models.base import Replacement, Sizes, size_of, size_of_linear, size_of_norm
 from hf_packfree.models.fusable import epsilon, is_hooked, plain_weights, project
 from hf_packfree.models.rematerialize import linear_with_recompute
-from hf_packfree.models.state import Kernels, PatchState, state_of
+from hf_packfree.models.state import Kernels, PatchState, receive, state_of
 from hf_packfree.ops.conv_delta_rule import conv_delta_rule
 from hf_packfree.ops.fused import RECOMPUTES, gated_rms_norm, gates
 from hf_packfree.packing import PackedSequence
@@ -36,7 +36,7 @@ class PackedGatedDeltaNet(Replacement):
             PatchConflict: an adapter was put on the convolution.
         """
         _refuse_adapters(self.conv1d)
-        packed: PackedSequence | None = kwargs.pop("packed_sequence", None)
+        packed = receive(self, kwargs)
         if packed is None:
             return super().forward(hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs)
         with conv_weights_in_place(self.conv1d):

@@ -88,3 +88,13 @@ def state_of(module: nn.Module) -> PatchState:
             "trunk loaded by its own class); wanted both; call apply_patches(model) once on the loaded model"
         )
     return state
+
+
+def receive(layer: nn.Module, kwargs: dict[str, Any]) -> PackedSequence | None:
+    """Take the record out of a layer's keywords; None means that upstream's forward runs.
+
+    Raises:
+        PatchConflict: the text model around the layer is not patched, so that no record would ever come: see `state_of`.
+    """
+    state_of(layer)
+    return kwargs.pop("packed_sequence", None)  # type: ignore[no-any-return]

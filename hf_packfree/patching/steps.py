@@ -122,7 +122,8 @@ def additions(model: nn.Module) -> Iterator[AddModule]:
         PatchConflict: something else has taken the place of a module that was added.
     """
     for where, parent in list(model.named_modules()):
-        for attribute, module in vars(parent).get(_ADDED, {}).items():
+        added: dict[str, nn.Module] = vars(parent).get(_ADDED, {})
+        for attribute, module in added.items():
             name, found = f"{where}.{attribute}".lstrip("."), getattr(parent, attribute, None)
             if found is not module:
                 raise PatchConflict(

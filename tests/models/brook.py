@@ -5,7 +5,7 @@ from __future__ import annotations
 from hf_packfree.models.attention import PackedAttention
 from hf_packfree.models.base import Replacement, size_of, size_of_linear, stands_for
 from hf_packfree.models.heads import heads_of
-from hf_packfree.models.state import state_of
+from hf_packfree.models.state import receive, state_of
 from hf_packfree.models.trunk import PackedTrunk
 from hf_packfree.ops.conv import causal_conv1d
 from hf_packfree.ops.delta_rule import gated_delta_rule
@@ -17,14 +17,15 @@ from tests.models import brook_upstream as upstream
 class BrookShortConv(Replacement, upstream.BrookShortConv):
     """Upstream's mixer, plus the packed branch."""
 
-    def forward(self, x, packed_sequence=None, **kwargs):
-        if packed_sequence is None:
+    def forward(self, x, **kwargs):
+        packed = receive(self, kwargs)
+        if packed is None:
             return super().forward(x, **kwargs)
         before, after, x = self.gates_in(x).chunk(3, -1)
         backend = state_of(self).kernels_for(x.device, x.dtype).conv
         weight, bias = self.conv.weight.squeeze(1), self.conv.bias
-        x = causal_conv1d(before * x, weight, packed_sequence, bias=bias, activation=None, backend=backend)
-        return packed_sequence.zero_left_pad(self.out(after * x))
+        x = causal_conv1d(before * x, weight, packed, bias=bias, activation=None, backend=backend)
+        return packed.zero_left_pad(self.out(after * x))
 
     @staticmethod
     def op_sizes(layer):
@@ -43,12 +44,13 @@ class BrookShortConv(Replacement, upstream.BrookShortConv):
 class BrookDelta(Replacement, upstream.BrookDelta):
     """Upstream's mixer, plus the packed branch."""
 
-    def forward(self, x, packed_sequence=None, **kwargs):
-        if packed_sequence is None:
+    def forward(self, x, **kwargs):
+        packed = receive(self, kwargs)
+        if packed is None:
             return super().forward(x, **kwargs)
         backend = state_of(self).kernels_for(x.device, x.dtype).delta_rule
-        out = gated_delta_rule(*self.project(x), packed_sequence, backend=backend)
-        return packed_sequence.zero_left_pad(self.out(out.flatten(2)))
+        out = gated_delta_rule(*self.project(x), packed, backend=backend)
+        return packed.zero_left_pad(self.out(out.flatten(2)))
 
     @staticmethod
     def op_sizes(layer):
