@@ -107,7 +107,7 @@ def workloads(tiny: bool) -> Iterator[tuple[str, int | None, Load, Mapping[str, 
 
 
 def main() -> None:
-    """Time what was asked for."""
+    """Time the chosen workloads."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", default="")

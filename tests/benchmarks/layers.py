@@ -46,7 +46,7 @@ def _delta_rule(results: Results, clock: Clock, packed: PackedSequence, heads: i
     from hf_packfree.ops.delta_rule import BACKENDS, gated_delta_rule
 
     workload = f"layer delta rule {heads}/{values}"
-    if not _asked(results, workload, BACKENDS):
+    if not _wanted(results, workload, BACKENDS):
         return
     random = partial(_leaf, clock.device, 1, packed.num_tokens)
     q, k, v = random(heads, size), random(heads, size), random(values, size)
@@ -57,7 +57,7 @@ def _delta_rule(results: Results, clock: Clock, packed: PackedSequence, heads: i
         _time(results, clock, packed, workload, backend, partial(gated_delta_rule, *leaves, packed, backend=backend), leaves)
 
 
-def _asked(results: Results, workload: str, backends: Any) -> bool:
+def _wanted(results: Results, workload: str, backends: Any) -> bool:
     return any(results.wanted(workload, name) for name in backends)
 
 
@@ -65,7 +65,7 @@ def _conv(results: Results, clock: Clock, packed: PackedSequence, channels: int)
     from hf_packfree.ops.conv import BACKENDS, causal_conv1d
 
     workload = f"layer conv {channels} channels"
-    if not _asked(results, workload, BACKENDS):
+    if not _wanted(results, workload, BACKENDS):
         return
     x, weight = _leaf(clock.device, 1, packed.num_tokens, channels), _leaf(clock.device, channels, 4)
     for backend in sorted(BACKENDS):
@@ -78,7 +78,7 @@ def _qkv_conv(results: Results, clock: Clock, packed: PackedSequence, heads: int
     from hf_packfree.ops.conv import QK_L2NORM, qkv_conv
 
     workload = f"layer qkv conv {heads}/{values}"
-    if not _asked(results, workload, QK_L2NORM):
+    if not _wanted(results, workload, QK_L2NORM):
         return
     channels = (2 * heads + values) * size
     x, weight = _leaf(clock.device, 1, packed.num_tokens, channels), _leaf(clock.device, channels, 4)
@@ -91,7 +91,7 @@ def _gated_norm(results: Results, clock: Clock, packed: PackedSequence, values: 
     workload = f"layer gated norm {values} heads"
     from hf_packfree.ops.fused import BACKENDS, gated_rms_norm
 
-    if not _asked(results, workload, BACKENDS):
+    if not _wanted(results, workload, BACKENDS):
         return
     x, z = (_leaf(clock.device, packed.num_tokens * values, size) for _ in range(2))
     weight = _leaf(clock.device, size)
@@ -104,7 +104,7 @@ def _attention(results: Results, clock: Clock, packed: PackedSequence, heads: in
     from hf_packfree.ops.attention import BACKENDS, attention
 
     workload = f"layer attention {heads}/{keys} of {size}"
-    if not _asked(results, workload, BACKENDS):
+    if not _wanted(results, workload, BACKENDS):
         return
     q, k, v = (_leaf(clock.device, 1, packed.num_tokens, n, size) for n in (heads, keys, keys))
     for backend in sorted(BACKENDS):
@@ -117,7 +117,7 @@ def _add_norm(results: Results, clock: Clock, packed: PackedSequence, width: int
     from hf_packfree.ops.fused import BACKENDS, add_norm
 
     workload = f"layer add norm {width} channels"
-    if not _asked(results, workload, BACKENDS):
+    if not _wanted(results, workload, BACKENDS):
         return
     x, branch = (_leaf(clock.device, 1, packed.num_tokens, width) for _ in range(2))
     weight = _leaf(clock.device, width)
@@ -131,7 +131,7 @@ def _swiglu(results: Results, clock: Clock, packed: PackedSequence, width: int) 
     workload = f"layer swiglu {width} channels"
     from hf_packfree.ops.fused import BACKENDS, swiglu_mlp
 
-    if not _asked(results, workload, BACKENDS):
+    if not _wanted(results, workload, BACKENDS):
         return
     leaves = (_leaf(clock.device, 1, packed.num_tokens, width), _leaf(clock.device, 3 * width, width),
               _leaf(clock.device, 3 * width, width), _leaf(clock.device, width, 3 * width))

@@ -31,7 +31,7 @@ from tests.benchmarks.workloads import Group, groups
 
 
 def main(arguments: Sequence[str] | None = None) -> Results:
-    """Measure what was asked for and return the rows."""
+    """Measure the chosen rows and return them."""
     options = parse(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     results = Results(options.out / "rows.jsonl", options.minutes, options.only, options.list, options.resume)
@@ -93,7 +93,7 @@ def _time_rows(model: Any, group: Group, rows: Any, results: Results, clock: Clo
 
 @dataclass
 class Together:
-    """Batches of one model that are timed in turns, when the first of them is asked for."""
+    """Batches of one model that are timed in turns, when the first of them is due."""
 
     model: Any
     loads: list[Load]

@@ -31,6 +31,7 @@ class Variant:
             causal-conv1d.
         composed: whether torch's varlen attention and FLA's gated norm stand in for upstream's.
         backend: the argument of `apply_patches`: a name, or {operation: name}.
+        batch_invariant: the argument of `apply_patches`.
     """
 
     packfree: bool = True
@@ -39,6 +40,7 @@ class Variant:
     fla_conv: bool = False
     composed: bool = False
     backend: Any = "auto"
+    batch_invariant: bool = False
 
     def choice(self) -> Any:
         """The backends to ask for: where FlashQLA is off, FLA's delta rule."""
@@ -90,7 +92,8 @@ def _put_in(model: nn.Module, shape: Shape, variant: Variant, upstream: Any) -> 
     if variant.composed:
         compose(model)
     if variant.packfree:
-        apply_patches(model, backend=variant.choice())
+        mode = {"batch_invariant": True} if variant.batch_invariant else {}  # a package before 0.2 has no such option
+        apply_patches(model, backend=variant.choice(), **mode)
     if variant.liger == "after":
         put_liger_in(model, shape.family)
 

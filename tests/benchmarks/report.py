@@ -120,18 +120,18 @@ def earlier(result: dict[str, Any]) -> set[int]:
 
 
 def steps(result: dict[str, Any]) -> str:
-    """One table of the workloads; an error is the row's result, in words, and told once where it is a model's."""
+    """One table of the workloads; an error is the row's result, in words, and shown once where it is a model's."""
     titles = ("one step", "ms", "real tokens/s", "peak GiB", "real tokens per GiB", "against unpatched")
     titles += ("times the matrix products",)
-    lines, told = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"], set[Any]()
+    lines, shown = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"], set[Any]()
     for workload, title in TITLES.items():
         rows = rows_of(result, workload)
         if rows:
             lines.append(f"| **{heading(title, rows)}** | | | | | | |")
             for row in (*rows.values(), *_sustained(rows)):
-                if (failure := _failure(row)) is None or failure not in told:
+                if (failure := _failure(row)) is None or failure not in shown:
                     lines.append(_line(row, rows, row.get("run", 1) in earlier(result)))
-                    told.add(failure)
+                    shown.add(failure)
     return "\n".join(lines) + "\n" if len(lines) > 2 else ""
 
 

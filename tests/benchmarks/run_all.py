@@ -47,7 +47,7 @@ DEEP_PATH = re.compile(r"(?<![\w.])(?:/[\w.+-]+){2,}/([\w.+-]+/[\w.+-]+)")
 
 
 def main(arguments: Sequence[str] | None = None) -> Path:
-    """Run what was asked for and return the result's path."""
+    """Run the chosen rows and tests and return the result's path."""
     options, rest = parse(arguments)
     options.out = options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -112,7 +112,7 @@ def test(name: str, options: argparse.Namespace, deadline: float) -> None:
     with log.open("w") as output:
         status = run(pytest_command(name, options.pytest), options, left, output) if left >= 10 else None
     if status == 5 and options.pytest:
-        return  # nothing of it was asked for
+        return  # none of its tests was chosen
     line = {"file": name, "end": ENDS.get(status, f"exit status {status}")}
     print(f"{log.read_text()[-4000:]}\n{name}: {line['end']}, {time.monotonic() - began:.0f} s", flush=True)
     with (options.out / "files.jsonl").open("a") as file:

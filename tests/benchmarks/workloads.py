@@ -89,6 +89,9 @@ def _padded(tiny: bool) -> list[Group]:
         (name, "packfree+liger, padded", padded), (name, "packfree+liger, packed", packed),
         ("2b-1k-packed", "packfree+liger", short),
     )
+    invariant = (
+        (name, "packfree+liger, padded, batch-invariant", padded), ("2b-1k-packed", "packfree+liger, batch-invariant", short),
+    )
     stand_in = (
         (name, "unpatched padded, FLA convolution", padded), (name, "unpatched packed", packed),
         (name, "unpatched, one document", plain),
@@ -96,6 +99,7 @@ def _padded(tiny: bool) -> list[Group]:
     return [
         Group(shape, LIGER, liger, in_turns=True),
         Group(shape, PACKFREE, ((name, "packfree, padded", padded), (name, "packfree, packed", packed)), in_turns=True),
+        Group(shape, replace(LIGER, batch_invariant=True), invariant),
         Group(shape, UNPATCHED, ((name, "unpatched padded", padded),), "upstream's convolution as installed"),
         Group(shape, UNPATCHED_CONV, stand_in, STANDS_IN),
     ]

@@ -24,17 +24,17 @@ def test_equals_triton(sizes, monkeypatch):
     from hf_packfree.ops.fused.kernels.swiglu import swiglu
 
     monkeypatch.setattr(module, "_compiled", {})
-    asked, own = [], type(swiglu).run
-    monkeypatch.setattr(type(swiglu), "run", lambda *words, **more: asked.append(1) or own(*words, **more))
+    looked_up, own = [], type(swiglu).run
+    monkeypatch.setattr(type(swiglu), "run", lambda *words, **more: looked_up.append(1) or own(*words, **more))
     constants = {"BLOCK": 512, "num_warps": 4}
     for again in (False, True):
         for dtype in (torch.bfloat16, torch.float32):
             for size in sizes:
                 for offset in (0, 1):
                     found, wanted = arguments(dtype, size, offset), arguments(dtype, size, offset)
-                    before, grid = len(asked), (-(-3 * size // 512),)
+                    before, grid = len(looked_up), (-(-3 * size // 512),)
                     module.launch(swiglu, grid, *found, **constants)
-                    assert not again or len(asked) == before, "a kind that was launched before"
+                    assert not again or len(looked_up) == before, "a kind that was launched before"
                     swiglu[grid](*wanted, **constants)
                     torch.cuda.synchronize()
                     assert wanted[2].any() and torch.equal(found[2], wanted[2]), (dtype, size, offset)

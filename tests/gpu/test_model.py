@@ -28,7 +28,7 @@ LEAK = 5 * NOISE
 FP32 = 1e-5
 """Upstream's own noise is 8e-7 on an H200, and so are we from it."""
 TF32 = 5e-4
-"""FLA's delta rule in fp32 multiplies in TF32 (2 ** -11) whatever it is told; through three such layers 1e-4 on an H200."""
+"""FLA's delta rule in fp32 multiplies in TF32 (2 ** -11) at any precision; through three such layers 1e-4 on an H200."""
 ROUNDING = 1.5
 """Times upstream's own rounding; ours was 0.98 of it."""
 GROUPED = replace(WIDE, sizes={**WIDE.sizes, **linear_heads(16, 32)})
@@ -133,7 +133,7 @@ def test_a_batch_invariant_model_gives_a_document_alone_what_it_gets_packed(mode
 
 
 def test_a_step_twice_gives_the_same_bits():
-    """On the kernels that are chosen, none of which adds as programs end; torch is asked for the same."""
+    """On the kernels that are chosen, none of which adds as programs end; torch is set to do the same."""
     torch.manual_seed(0)
     model = small(WIDE)
     tokens, packed = packed_row(model, LONG)

@@ -23,7 +23,7 @@ TWIN = {  # (values, gradients): relative RMS against the twin in fp64 on the sa
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TF32 = 2.0**-11
-"""FLA solves its triangular systems in TF32 whatever it is told: 1.0e-4 on an H200, 2.7e-7 with that constant at "ieee"."""
+"""FLA solves its triangular systems in TF32 at any precision: 1.0e-4 on an H200, 2.7e-7 with that constant at "ieee"."""
 NOISE = 5e-3
 """Relative RMS of what is not promised bit for bit: torch's products, and gradients' order of summation in bf16 (3.1e-3)."""
 CUT = (*LENGTHS, 4000)
