@@ -97,4 +97,4 @@ def receive(layer: nn.Module, kwargs: dict[str, Any]) -> PackedSequence | None:
         PatchConflict: the text model around the layer is not patched, so that no record would ever come: see `state_of`.
     """
     state_of(layer)
-    return kwargs.pop("packed_sequence", None)  # type: ignore[no-any-return]
+    return kwargs.pop("packed_sequence", None)
