@@ -15,7 +15,7 @@ from tests.support import tiny
 
 SAYS = (
     "works; packed rows break the graph where boundaries are read and at every convolution, delta rule and attention, nowhere "
-    "else, padded batches in more places (Limits)"
+    "else, padded batches at more points"
 )
 OPERATIONS = {"causal_conv1d", "qkv_conv", "gated_delta_rule", "attend", "read_arguments", "row_targets"}
 
