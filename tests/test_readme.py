@@ -16,6 +16,7 @@ import pytest
 
 import hf_packfree
 from hf_packfree import errors
+from hf_packfree.versions import VERSIONS
 from tests.support import documents, tiny
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -198,6 +199,12 @@ def test_every_operation_and_backend_is_listed():
     assert rows.keys() == OPS.keys()
     for op, module in OPS.items():
         assert set(module.BACKENDS) <= set(re.findall(r"`(\w+)`", rows[op])), op
+
+
+def test_the_releases_are_those_of_the_table():
+    """If not: write what hf_packfree/versions.py says into docs/compatibility.md."""
+    rows = table_after("compatibility.md", "| package | oldest that is taken |")
+    assert rows == [[row.name, row.floor or "any", " to ".join(row.cpu), ", ".join(row.gpu)] for row in VERSIONS.values()]
 
 
 def test_every_error_is_listed_with_its_builtin():
