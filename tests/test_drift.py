@@ -1,4 +1,4 @@
-"""Alarms for the next release: the seams we rely on, said in a sentence when one changes."""
+"""Alarms for the next release of transformers: what we rely on, and a sentence when it changes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = [family.name for family in FAMILIES]
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=NAMES)
-def test_the_trunk_takes_what_we_hand_it(family):
+def test_the_trunk_takes_the_keywords_it_gets(family):
     found = set(inspect.signature(family.trunk_class().forward).parameters)
     wanted = {"input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache"}
     assert wanted <= found, f"{family.trunk}.forward no longer takes {wanted - found}"
@@ -69,7 +69,7 @@ def unknown_release(monkeypatch):
     monkeypatch.setattr(selfcheck, "_checked", set())
 
 
-def test_an_unknown_release_is_said_once_and_measured(unknown_release, caplog):
+def test_an_unknown_release_is_logged_once_and_measured(unknown_release, caplog):
     with caplog.at_level(logging.WARNING, logger="hf_packfree"):
         apply_patches(tiny())
         assert patch_report(apply_patches(tiny())).patched
@@ -137,7 +137,7 @@ def test_an_mlp_of_another_formula_is_seen(monkeypatch):
 
 
 def test_this_release_was_tried():
-    assert compat.RELEASE <= compat.NEWEST_TRIED, "run tests/compat/run.py on it, then raise compat.NEWEST_TRIED"
+    assert compat.RELEASE <= compat.NEWEST_TRIED, "run tests/compat/run.py on it, then raise transformers in hf_packfree.versions"
 
 
 @pytest.mark.parametrize("call", ["warning", "warning_once"])

@@ -1,4 +1,4 @@
-"""Environments of the releases: each borrows torch and the test tools and adds transformers with what it asks for.
+"""Environments of the releases: each borrows torch and the test tools and adds transformers with its requirements.
 
 They are made once and kept.  Before each use the borrowed folder is brought up to date and the environment is tried, so
 that those of another checkout or another interpreter serve again or are made anew.
@@ -26,7 +26,7 @@ class Environments:
 
     Attributes:
         bare: has this transformers and no kernel package.
-        kernels: has the `kernels` that this transformers asks for as well; the bare one where the index has none in range.
+        kernels: has the `kernels` that this transformers requires as well; the bare one where the index has none in range.
         version: of `kernels`, or None.
     """
 
@@ -42,13 +42,13 @@ def environments(version: str, folder: Path) -> Environments:
         CannotMake: one of them cannot be made.
     """
     purelib = Path(sysconfig.get_paths()["purelib"])
-    asks = f"{_has(version)}; from transformers.dependency_versions_table import deps; print(deps['kernels'])"
-    bare, wanted = _environment(folder / f"transformers-{version}", [purelib], f"transformers=={version}", asks)
+    loads = f"{_has(version)}; from transformers.dependency_versions_table import deps; print(deps['kernels'])"
+    bare, wanted = _environment(folder / f"transformers-{version}", [purelib], f"transformers=={version}", loads)
     accepts = f"{_has(version)}; from transformers.utils import import_utils; assert import_utils.is_kernels_available()"
-    says = f"{accepts}; from importlib.metadata import version; print(version('kernels'))"
+    reports = f"{accepts}; from importlib.metadata import version; print(version('kernels'))"
     home, borrowed = folder / f"transformers-{version}-kernels", [_site(bare.parents[1]), purelib]
     try:
-        return Environments(bare, *_environment(home, borrowed, wanted, says))
+        return Environments(bare, *_environment(home, borrowed, wanted, reports))
     except CannotMake as error:
         if "No matching distribution" not in str(error) or "from versions: none" in str(error):
             raise
@@ -75,7 +75,7 @@ def _environment(home: Path, borrowed: list[Path], requirement: str, works: str)
         if done.returncode:
             raise CannotMake(
                 f"found no way to make {home} with {requirement}; wanted one in which that can be imported; check the "
-                f"network, and that it fits Python {sys.version_info[0]}.{sys.version_info[1]}. The last words were:\n"
+                f"network, and that it fits Python {sys.version_info[0]}.{sys.version_info[1]}. The end of pip's output:\n"
                 f"{done.stderr.strip()[-1000:]}"
             )
     return python, done.stdout.strip()

@@ -1,6 +1,6 @@
 """Run the tests marked `compat` on several releases of transformers, each in an environment of its own.
 
-    python -m tests.compat.run                  one release of each era
+    python -m tests.compat.run                  a selection: one release between any two changes upstream
     python -m tests.compat.run --all --write    all of them; puts their rows into docs/compat_full.md
     python -m tests.compat.run 5.8.1 5.23.0     these
 
@@ -24,11 +24,11 @@ from tests.compat.environments import CannotMake, environments
 from tests.compat.measure import Outcome, measure
 from tests.compat.table import HEAD, row_of, write
 
-ALL = (
+EVERY = (
     "5.2.0", "5.3.0", "5.4.0", "5.8.1", "5.9.0", "5.12.1", "5.13.1", "5.14.1",
     "5.15.1", "5.16.1", "5.17.0", "5.19.0", "5.20.2", "5.22.2", "5.23.0",
 )
-ERAS = ("5.2.0", "5.4.0", "5.8.1", "5.12.1", "5.14.1", "5.16.1", "5.19.0", "5.22.2", "5.23.0")
+SELECTED = ("5.2.0", "5.4.0", "5.8.1", "5.12.1", "5.14.1", "5.16.1", "5.19.0", "5.22.2", "5.23.0")
 """The oldest, the newest, and the last release before each change of what upstream calls, caches or checkpoints with."""
 
 SHOWN = 10
@@ -38,7 +38,7 @@ SHOWN = 10
 def main() -> int:
     """Run, print the table, and return the exit code."""
     options = _options()
-    versions = options.versions or (ALL if options.all else ERAS)
+    versions = options.versions or (EVERY if options.all else SELECTED)
     console, begun = Console(width=None if sys.stdout.isatty() else 150), time.monotonic()
     with ThreadPoolExecutor(options.jobs) as pool:
         try:
@@ -65,8 +65,8 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("versions", nargs="*", help="releases; one of each era if none are named")
-    parser.add_argument("--all", action="store_true", help="every release that is promised")
+    parser.add_argument("versions", nargs="*", help="releases (default: the selection)")
+    parser.add_argument("--all", action="store_true", help="every release that is supported")
     parser.add_argument("--envs", type=Path, default=Path.home() / ".cache" / "hf_packfree" / "compat")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time")
     parser.add_argument("--write", action="store_true", help="write the rows into docs")

@@ -7,15 +7,16 @@ from xml.etree import ElementTree
 
 import pytest
 
+from hf_packfree.versions import VERSIONS
 from tests.compat import measure, run, table
 from tests.compat.measure import Outcome
 
 ALL_FINE = {cell: (5e-07, 2e-06) for cell in table.CELLS}
 
 
-def test_every_era_is_a_release_and_the_ends_are_there():
-    assert set(run.ERAS) <= set(run.ALL)
-    assert (run.ERAS[0], run.ERAS[-1]) == (run.ALL[0], run.ALL[-1]) == ("5.2.0", "5.23.0")
+def test_the_selection_begins_and_ends_where_the_table_of_versions_does():
+    assert set(run.SELECTED) <= set(run.EVERY)
+    assert (run.SELECTED[0], run.SELECTED[-1]) == (run.EVERY[0], run.EVERY[-1]) == VERSIONS["transformers"].cpu
 
 
 def test_a_row_holds_the_worst_of_both_runs():
