@@ -1,7 +1,8 @@
 """Every release that this package needs, was tested with or refuses, and why: the only place of these numbers.
 
 The operations, the doctor, the report and error messages read this table; `tests/test_versions.py` holds it equal to
-setup.cfg.  What differs between releases of transformers is in `models/`, where it is read.  Nothing here needs torch.
+setup.cfg.  What our layers have to do otherwise before some release of transformers is in `models/compat.py`, beside what
+differs.  Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -62,6 +63,12 @@ HOPPER_ADVICE = (
     f"'triton>={FLA_BACKWARD_WRONG_ON_HOPPER[1]}' with a torch that takes it"
 )
 """What mends that; nvcc is part of the CUDA toolkit."""
+
+CLASS_MAPPING_SINCE = "5.3"
+"""The first transformers that takes a mapping of classes, which patching at load time needs."""
+
+FLA_WITHOUT_CUDA_SINCE = "5.15"
+"""The first transformers that calls fla-core for unpacked rows without looking for a CUDA device."""
 
 VARLEN_GROUPS_HEADS = "2.11"
 """The first torch whose varlen attention takes fewer key heads than query heads."""

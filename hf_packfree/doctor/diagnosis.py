@@ -9,6 +9,7 @@ from typing import Any
 from hf_packfree._version import __version__
 from hf_packfree.doctor.packages import REQUIREMENTS, Package, check_hopper, examine, without_cuda
 from hf_packfree.doctor.plans import Device, Plan, find_devices, find_plans
+from hf_packfree.versions import FLA_WITHOUT_CUDA_SINCE
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,8 @@ def _notes(fla: Package) -> list[str]:
     if fla.state != "unused" or not fla.imports:
         return []
     return [
-        "transformers 5.15 and later calls fla-core for unpacked rows whether there is a CUDA device or not, and then fails: "
-        "pip uninstall fla-core, or apply_patches(model, unpacked='native')."
+        f"transformers {FLA_WITHOUT_CUDA_SINCE} and later calls fla-core for unpacked rows whether there is a CUDA device "
+        "or not, and then fails: pip uninstall fla-core, or apply_patches(model, unpacked='native')."
     ]
 
 

@@ -22,6 +22,7 @@ from hf_packfree.patching.apply import Options, patch
 from hf_packfree.patching.backends import Choice
 from hf_packfree.patching.registry import FAMILIES
 from hf_packfree.patching.steps import ClassSwap, carry_out
+from hf_packfree.versions import CLASS_MAPPING_SINCE
 
 try:
     from transformers import monkey_patching
@@ -80,8 +81,8 @@ def register_patches(
     """
     if monkey_patching is None:
         raise UnsupportedModel(
-            "found a transformers without monkey_patching; wanted 5.3 or later for patching at load time; call "
-            "apply_patches(model) on the loaded model instead, or upgrade transformers"
+            f"found a transformers without monkey_patching; wanted {CLASS_MAPPING_SINCE} or later for patching at load time; "
+            "call apply_patches(model) on the loaded model instead, or upgrade transformers"
         )
     options = Options(backend, batch_invariant, unpacked, padded)  # refused now, not when a model is loaded
     mapping = _mapping(partial(patch, options=options))
