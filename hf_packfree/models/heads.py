@@ -148,7 +148,8 @@ class _Classifier(Head):
         if not _is_whole_batch(arguments):
             return upstream(**arguments)
         packed = enter(self, arguments)
-        if packed is not None and packed.plain and self._reads_padding(repad(packed.is_real(), packed), arguments):
+        dropped = packed is not None and packed.plain and packed.indices is not None
+        if packed is not None and dropped and self._reads_padding(repad(packed.is_real(), packed), arguments):
             keep_padding(packed, arguments)
         return upstream(**arguments)
 

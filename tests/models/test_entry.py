@@ -11,7 +11,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from hf_packfree import PackedSequence, apply_patches
 from hf_packfree.models import entry
 from tests.models.padded import padded_batch
-from tests.support import by_family, slow_decay
+from tests.support import by_family, slow_decay, tiny
 
 HEADS = [f"Qwen3_5For{kind}" for kind in ("ConditionalGeneration", "CausalLM", "SequenceClassification", "TokenClassification")]
 IDS = torch.arange(2, 14)[None]
@@ -92,3 +92,16 @@ def test_a_head_that_another_library_replaced_leaves_the_reading_to_the_model_be
     reads.clear()
     model.forward = MethodType(modeling_qwen3_5.Qwen3_5ForConditionalGeneration.forward, model)
     assert torch.allclose(model(**PACKED).logits, wanted, atol=1e-5) and len(reads) == 1
+
+
+@pytest.mark.parametrize("kind", ["QuestionAnswering", "SequenceClassification", "TokenClassification"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_classifiers_keep_padding_only_where_there_is_some(kind, padded):
+    """Of a model that runs rows of one document in the patched layers: upstream's softmax over spans reads padding."""
+    model, records = tiny("qwen3_next", head=f"Qwen3NextFor{kind}"), []
+    model.config.pad_token_id = 0
+    apply_patches(model, unpacked="native")
+    layer = next(module for module in model.modules() if type(module).__name__ == "Qwen3NextDecoderLayer")
+    layer.register_forward_pre_hook(lambda layer, args, kwargs: records.append(kwargs.get("packed_sequence")), with_kwargs=True)
+    model(**PADDED) if padded else model(input_ids=IDS)
+    assert (records[0] is None) == (padded and kind == "QuestionAnswering")
