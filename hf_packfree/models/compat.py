@@ -1,6 +1,6 @@
 """Where releases of transformers differ in what we rely on: one name per difference, with the release that ends it.
 
-Nothing else in this package asks for transformers' version.  When the oldest supported release passes the one named
+Nothing else in this package reads transformers' version.  When the oldest supported release passes the one named
 beside a constant, the constant and the lines that read it go.
 """
 

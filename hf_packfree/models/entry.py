@@ -16,7 +16,7 @@ from hf_packfree.packing import PackedSequence, PackingInputs, repad, resolve_bo
 
 
 UNREAD, UNPACKED = None, False
-"""What `packed_sequence` is in place of a record: nobody has read the batch yet; it was read, and runs as upstream runs it."""
+"""Values of `packed_sequence` without a record: the batch was not read yet; it was read and runs as upstream runs it."""
 _VISION = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "mm_encoder_outputs")
 
 
@@ -117,7 +117,7 @@ def runs_here(module: Any, inputs: PackingInputs, arguments: dict[str, Any]) -> 
     """Whether rows of one document may run in the patched layers: nothing is wanted that only upstream gives.
 
     That is: a cache, attention weights, attention that looks ahead, or images and their positions.  Upstream builds a cache by
-    default outside training; no loss needs one, and where rows of one document run here it has to be asked for.
+    default outside training; no loss needs one, and where rows of one document run here only `use_cache=True` builds one.
 
     Args:
         module: see `enter`.
@@ -161,21 +161,21 @@ def _named(inputs: PackingInputs) -> tuple[Any, ...]:
 
 
 def _same_token(tokens: Tensor) -> Any:
-    """Return the comparison that `resolve_boundaries` asks for; only rows that end in one-token documents cause it."""
+    """Return `same_token` of `resolve_boundaries`, called only for rows that end in one-token documents."""
 
-    def same(places: Tensor, place: int) -> Tensor:
+    def same(indices: Tensor, index: int) -> Tensor:
         flat = tokens.detach().flatten(0, 1)
-        equal = flat[places.to(flat.device)] == flat[place]
-        return equal.reshape(places.numel(), -1).all(1).to("cpu", torch.bool)
+        equal = flat[indices.to(flat.device)] == flat[index]
+        return equal.reshape(indices.numel(), -1).all(1).to("cpu", torch.bool)
 
     return same
 
 
 def _is_token(input_ids: Tensor | None, token: int | None) -> Callable[[int], bool]:
-    """Return the question whether that token lies at a place; only rows that end in a one-token document cause it."""
+    """Return `is_padding` of `resolve_boundaries`, called only for rows that end in a one-token document."""
     if input_ids is None or token is None:
-        return lambda place: False
-    return lambda place: bool(input_ids.detach().flatten()[place] == token)
+        return lambda index: False
+    return lambda index: bool(input_ids.detach().flatten()[index] == token)
 
 
 def row_positions(position_ids: Tensor | None, packed: PackedSequence) -> Tensor:
@@ -198,7 +198,7 @@ def row_of_each(arguments: dict[str, Any], packed: PackedSequence) -> dict[str, 
 
 
 def restore_layers(output: Any, packed: PackedSequence, *, count_all: bool = True) -> None:
-    """Put the caller's [B, S] back into the layers' states and router logits that a call asked for, in place.
+    """Put the caller's [B, S] back into the layers' states and router logits that were requested, in place.
 
     Router logits hold real tokens alone unless `count_all`: who gets them without a mask counts every row.
     """

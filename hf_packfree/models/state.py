@@ -64,7 +64,7 @@ class PatchState:
 
     @property
     def runs_unpacked(self) -> bool:
-        """Whether rows of one document run through the patched layers too, where a call asks for nothing that they lack."""
+        """Whether rows of one document run through the patched layers too, unless a call wants what they lack."""
         return self.unpacked == "native" or self.batch_invariant
 
     def kernels_for(self, device: torch.device, dtype: torch.dtype) -> Kernels:

@@ -55,13 +55,13 @@ class PackedTrunk(Replacement):
             for observe in state_of(self).observers:
                 observe(packed, packed.batch_shape if packed is not None else (rows, tokens), attention_mask)
         if packed is not None:
+            _check_packed_call(self, packed, arguments)
             return self._forward_packed(packed.for_shape((rows, tokens)), arguments, count_all=masked)
         if past_key_values is None and is_indexed_mask(attention_mask):
             arguments["attention_mask"] = None
         return super().forward(**arguments)
 
     def _forward_packed(self, packed: PackedSequence, arguments: dict[str, Any], *, count_all: bool) -> Any:
-        _check_packed_call(self, packed, arguments)
         # The caller's `cache_position` (5.2 and 5.3 read it) counts tokens of the batch, not of the row.
         row = {name: value for name, value in arguments.items() if name != "cache_position"}
         as_dict = row.get("return_dict", getattr(self.config, "return_dict", True))

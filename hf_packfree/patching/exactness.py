@@ -39,10 +39,10 @@ def why_rounding(model: nn.Module, family: Family, implementations: Mapping[str,
         implementations: {operation: backend that runs}.
         x: a parameter, for its device and dtype.
     """
-    return _place(x) or _operations(implementations) or _model(model) or _layers(model, family, x) or _widths(model, family)
+    return _machine(x) or _operations(implementations) or _model(model) or _layers(model, family, x) or _widths(model, family)
 
 
-def _place(x: Any) -> str | None:
+def _machine(x: Any) -> str | None:
     if x.device.type != "cuda":
         return f"batch invariance is tested on GPUs, this is a {x.device.type}"
     if torch.is_autocast_enabled("cuda"):

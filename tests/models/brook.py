@@ -1,4 +1,4 @@
-"""A family that is not in the table, and all that somebody writes to add it: this file, and the row at its end."""
+"""A family that is not in the table, and all that is written to add it: this file, and the row at its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A head whose forward somebody put on the instance (TRL, Liger): the layers are ours all the same, and so is what they say."""
+"""A head with a forward on the instance (TRL, Liger): the layers are patched all the same, and so are their outputs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tests.support import GRADIENT_TOL, tiny
 
 def with_upstreams_head(model):
     """Patched, and upstream's own forward on the instance, as a library's that was written after it."""
-    stock = type(model).forward
+    upstream = type(model).forward
     apply_patches(model)
-    model.forward = MethodType(stock, model)
+    model.forward = MethodType(upstream, model)
     return model
 
 

@@ -27,9 +27,9 @@ class Holder(nn.Module):
 @pytest.mark.parametrize("where", ["model.layers.0.linear_attn", "model.layers.3.self_attn"])
 def test_a_mixer_that_was_changed_after_patching_is_refused_before_it_leaks(where):
     ids, positions = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 1, 0, 1]])
-    model, stock = apply_patches(tiny()), tiny()
+    model, unpatched = apply_patches(tiny()), tiny()
     wanted = model(input_ids=ids, position_ids=positions).logits
-    mixer, other = model.get_submodule(where), stock.get_submodule(where)
+    mixer, other = model.get_submodule(where), unpatched.get_submodule(where)
     mixer.forward = partial(type(other).forward, mixer)
     name = where.removeprefix("model.")
     with pytest.raises(PatchConflict, match=f"{name} changed since"):

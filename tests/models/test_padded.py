@@ -41,12 +41,12 @@ ITEMS = {"mean": None, "int": 77, "tensor": torch.tensor(77)}
 
 
 def assert_same(found, wanted, batch, limit=LOGIT_TOL, rounded=0.0):
-    (output, grads), (stock, stock_grads) = found, wanted
+    (output, grads), (unpatched, unpatched_grads) = found, wanted
     real = batch["attention_mask"].bool()
-    assert abs(output.loss.item() / stock.loss.item() - 1) <= LOSS_TOL
-    assert output.logits.shape == stock.logits.shape
-    assert relative_rms(output.logits[real], stock.logits[real]) <= limit
-    assert worst_gradient(grads, stock_grads) <= GRADIENT_TOL + rounded
+    assert abs(output.loss.item() / unpatched.loss.item() - 1) <= LOSS_TOL
+    assert output.logits.shape == unpatched.logits.shape
+    assert relative_rms(output.logits[real], unpatched.logits[real]) <= limit
+    assert worst_gradient(grads, unpatched_grads) <= GRADIENT_TOL + rounded
 
 
 @pytest.mark.compat
@@ -63,9 +63,9 @@ def test_loss_logits_and_gradients_are_upstreams(family, side, labels):
     assert rounded <= ONE_PARAMETER, "too blunt to see anything beside it"
     seen = Seen(apply_patches(model))
     assert_same(step(model, batch), wanted, batch, rounded=rounded)
-    leads = int((batch["labels"][:, 1:][~batch["attention_mask"][:, :-1].bool()] != IGNORED).sum())
-    assert seen.layer == seen.head == (1, real_tokens(batch) + leads)
-    if leads == 0 or labels == "all":
+    kept = int((batch["labels"][:, 1:][~batch["attention_mask"][:, :-1].bool()] != IGNORED).sum())
+    assert seen.layer == seen.head == (1, real_tokens(batch) + kept)
+    if kept == 0 or labels == "all":
         other = padded_batch(side)["labels"].roll(1, 1)
         assert abs(step(model, {**padded_batch(side), "labels": other})[0].loss.item() / wanted[0].loss.item() - 1) > 1e-3
 
@@ -103,7 +103,7 @@ def test_any_padding(spans, seed):
         exact = step(EXACT, batch, num_items_in_batch=13)[1]
         for measure in (worst_gradient, all_gradients):
             error, own = measure(found[1], wanted[1]), 2 * measure(wanted[1], exact)
-            if error > GRADIENT_TOL + own:  # stock's rounding may have been lucky: five more draws of it
+            if error > GRADIENT_TOL + own:  # unpatched's rounding may have been lucky: five more draws of it
                 draws = (rounding(STOCK, batch, wanted[1], measure, seed, num_items_in_batch=13) for seed in range(5))
                 assert error <= GRADIENT_TOL + max(draws), "more than rounding moves"
 
@@ -168,8 +168,8 @@ def test_a_training_step_holds_no_padded_logits():
         with _Sizes() as seen:
             model(**batch, use_cache=False).loss.backward()
         sizes[padded] = seen.largest_with(model.config.vocab_size)
-    slots, real = 3 * WIDTH, real_tokens(batch)
-    assert sizes == {"lazy": real, "full": slots, "upstream": slots}
+    all_tokens, real = 3 * WIDTH, real_tokens(batch)
+    assert sizes == {"lazy": real, "full": all_tokens, "upstream": all_tokens}
 
 
 class _Sizes(torch.utils._python_dispatch.TorchDispatchMode):
@@ -193,18 +193,18 @@ class _Sizes(torch.utils._python_dispatch.TorchDispatchMode):
 def test_what_is_asked_for_has_the_callers_shape(padded):
     model, batch = tiny("qwen3_5_moe"), padded_batch("left")
     asked = {"output_hidden_states": True, "output_router_logits": True, "use_cache": False}
-    stock = model(**batch, **asked)
+    unpatched = model(**batch, **asked)
     ours = apply_patches(model, padded=padded)(**batch, **asked)
     real = batch["attention_mask"].bool()
-    assert ours.logits.shape == stock.logits.shape
-    assert len(ours.hidden_states) == len(stock.hidden_states) == 5
-    for mine, theirs in zip(ours.hidden_states, stock.hidden_states):
+    assert ours.logits.shape == unpatched.logits.shape
+    assert len(ours.hidden_states) == len(unpatched.hidden_states) == 5
+    for mine, theirs in zip(ours.hidden_states, unpatched.hidden_states):
         assert mine.shape == theirs.shape and relative_rms(mine[real], theirs[real]) <= LOGIT_TOL
-    for mine, theirs in zip(ours.router_logits, stock.router_logits):
+    for mine, theirs in zip(ours.router_logits, unpatched.router_logits):
         assert mine.shape == theirs.shape and relative_rms(mine[real.flatten()], theirs[real.flatten()]) <= LOGIT_TOL
     trunk = model.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False)
-    assert relative_rms(trunk.last_hidden_state[real], stock.hidden_states[-1][real]) <= LOGIT_TOL
-    assert trunk.last_hidden_state.shape == stock.hidden_states[-1].shape
+    assert relative_rms(trunk.last_hidden_state[real], unpatched.hidden_states[-1][real]) <= LOGIT_TOL
+    assert trunk.last_hidden_state.shape == unpatched.hidden_states[-1].shape
     as_tuple = model(**batch, **asked, return_dict=False)
     assert isinstance(as_tuple, tuple) and as_tuple[0].item() == ours.loss.item() and torch.equal(as_tuple[2], ours.logits)
 
@@ -339,13 +339,13 @@ def test_loaded_through_the_other_door():
     monkey_patching = pytest.importorskip("transformers.monkey_patching", reason="transformers 5.2 has no class mapping")
     from hf_packfree import register_patches
 
-    stock, batch = tiny(), padded_batch("both")
+    unpatched, batch = tiny(), padded_batch("both")
     with register_patches(padded="full"):
-        model = transformers.AutoModelForCausalLM.from_config(stock.config).train()
-    model.load_state_dict(stock.state_dict())
-    assert monkey_patching.get_patch_mapping() == {} and type(model) is not type(stock)
+        model = transformers.AutoModelForCausalLM.from_config(unpatched.config).train()
+    model.load_state_dict(unpatched.state_dict())
+    assert monkey_patching.get_patch_mapping() == {} and type(model) is not type(unpatched)
     seen = Seen(model)
-    assert_same(step(model, batch), step(stock, batch), batch)
+    assert_same(step(model, batch), step(unpatched, batch), batch)
     assert seen.layer == seen.head == (1, real_tokens(batch) + 2), "two rows begin with padding"
 
 

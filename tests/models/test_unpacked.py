@@ -131,7 +131,7 @@ def test_unpacked_rows_in_the_patched_layers_are_close_and_removable(family, cas
 @pytest.mark.parametrize("case", ["ids", "one row", "ones", *ONE_DOCUMENT])
 @pytest.mark.parametrize("training", [False, True])
 def test_the_whole_model_runs_unpacked_rows_as_it_runs_packed_ones(case, training, option):
-    """Without anybody passing a record or asking for no cache: the same operations, so on any machine the same bits."""
+    """Without anybody passing a record or asking for no cache: the same operations, so equal bit for bit on any machine."""
     inputs = UNPACKED[case] if case in UNPACKED else {"input_ids": IDS[:1], **ONE_DOCUMENT[case]}
     model = apply_patches(tiny(), **OURS[option]).train(training)
     rows, tokens = inputs["input_ids"].shape

@@ -1,4 +1,4 @@
-"""GPUs that are told of but not there."""
+"""GPUs that are pretended."""
 
 from __future__ import annotations
 

@@ -195,11 +195,11 @@ def test_save_and_load_round_trip(tmp_path):
     from safetensors.torch import load_file
     from transformers import Qwen3_5ForCausalLM
 
-    stock = tiny()
-    stock.save_pretrained(tmp_path / "stock")
-    apply_patches(stock).save_pretrained(tmp_path / "patched")
-    assert (tmp_path / "stock/config.json").read_text() == (tmp_path / "patched/config.json").read_text()
-    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("stock", "patched"))
+    unpatched = tiny()
+    unpatched.save_pretrained(tmp_path / "unpatched")
+    apply_patches(unpatched).save_pretrained(tmp_path / "patched")
+    assert (tmp_path / "unpatched/config.json").read_text() == (tmp_path / "patched/config.json").read_text()
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("unpatched", "patched"))
     assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
     loaded = Qwen3_5ForCausalLM.from_pretrained(tmp_path / "patched")
     assert not patch_report(loaded).patched and patch_report(apply_patches(loaded)).patched

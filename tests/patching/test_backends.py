@@ -1,4 +1,4 @@
-"""Which backend is chosen where: on a machine without GPUs, and on GPUs that are told of but not there."""
+"""Which backend is chosen where: on a machine without GPUs, and on GPUs that are pretended."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support import by_family, tiny
         ("triton", "triton 3.6.0", "conv", "triton", "causal_conv1d"),
     ],
 )
-def test_what_is_installed_but_cannot_be_imported_is_told_when_patching(gpu, module, package, op, name, chosen):
+def test_what_is_installed_but_cannot_be_imported_is_named_when_patching(gpu, module, package, op, name, chosen):
     gpu(packages=INSTALLED | {"causal-conv1d": "1.7.0"}, broken=[module])
     state = choose_backends("auto", SIZES)
     assert getattr(state.cuda_half, op) == chosen
@@ -110,7 +110,7 @@ def test_under_torch_compile_what_mixes_no_tokens_is_left_to_it(gpu, monkeypatch
         ({"capability": (7, 5)}, "torch", "it needs an Ampere GPU or later (8.0), this is 7.5"),
     ],
 )
-def test_what_is_missing_is_told_apart(gpu, arguments, chosen, reason):
+def test_what_is_missing_is_named(gpu, arguments, chosen, reason):
     gpu(**arguments)
     state = choose_backends("auto", SIZES)
     assert state.cuda_half.delta_rule == chosen
@@ -155,7 +155,7 @@ def test_forcing_by_argument_and_by_variable(gpu, monkeypatch):
         choose_backends({"conv": "causal_conv1d"}, SIZES)
 
 
-def test_a_name_that_nothing_has_is_told_with_where_it_came_from(gpu, monkeypatch):
+def test_a_name_that_nothing_has_is_named_with_where_it_came_from(gpu, monkeypatch):
     gpu()
     for value, found in {
         "frob": "found backend='frob'; wanted 'auto' or conv: triton",
@@ -238,7 +238,7 @@ def test_causal_conv1d_comes_before_fla_where_it_can_be_deterministic(gpu, monke
         (Target("cuda", None, torch.float32), None),
     ],
 )
-def test_what_causal_conv1d_was_not_made_for_is_told_apart(gpu, target, reason):
+def test_what_causal_conv1d_was_not_made_for_is_named(gpu, target, reason):
     gpu(packages=INSTALLED | {"causal-conv1d": "1.7.0"})
     assert conv.BACKENDS["causal_conv1d"].unusable(target) == reason
 

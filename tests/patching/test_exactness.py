@@ -1,4 +1,4 @@
-"""The report promises bits where tests/gpu checks them, says what is in the way of them elsewhere, and what is not exact."""
+"""The report promises batch invariance where tests/gpu checks it, and names what is in the way elsewhere, or not exact."""
 
 from __future__ import annotations
 

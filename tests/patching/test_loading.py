@@ -68,19 +68,19 @@ def test_from_pretrained(family, tmp_path):
     with register_patches():
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert patch_report(model).patched
-    stock = tiny(family).state_dict()
-    assert all(torch.equal(value, stock[name]) for name, value in model.state_dict().items())
+    unpatched = tiny(family).state_dict()
+    assert all(torch.equal(value, unpatched[name]) for name, value in model.state_dict().items())
     assert_exact(model.train())
 
 
 def test_same_random_weights_as_upstream():
     config = by_family["qwen3_5"].tiny_config()
     torch.manual_seed(3)
-    stock = transformers.AutoModelForCausalLM.from_config(config).state_dict()
+    unpatched = transformers.AutoModelForCausalLM.from_config(config).state_dict()
     torch.manual_seed(3)
     with register_patches():
         model = transformers.AutoModelForCausalLM.from_config(config)
-    assert all(torch.equal(value, stock[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(value, unpatched[name]) for name, value in model.state_dict().items())
 
 
 def test_registered_until_removed():
@@ -97,8 +97,8 @@ def test_registered_until_removed():
 def test_models_built_outside_still_record():
     with register_patches():
         transformers.AutoModelForCausalLM.from_config(by_family["qwen3_5_moe"].tiny_config())
-    stock = tiny("qwen3_5_moe", attention="eager").eval()
-    out = stock(input_ids=torch.arange(9)[None], output_attentions=True, output_hidden_states=True, output_router_logits=True)
+    model = tiny("qwen3_5_moe", attention="eager").eval()
+    out = model(input_ids=torch.arange(9)[None], output_attentions=True, output_hidden_states=True, output_router_logits=True)
     assert len(out.attentions) == 1 and len(out.hidden_states) == 5 and len(out.router_logits) == 4
 
 
