@@ -48,7 +48,7 @@ VERSIONS = {row.name: row for row in (
     Versions("numpy", "1.24", cpu=("1.24.0", "2.4.6")),
     Versions("transformers", "5.2", "lack one of the families", cpu=("5.2.0", "5.23.0"), gpu=("5.23.0",)),
     Versions("accelerate", "1.10", cpu=("1.10.0", "1.15.0")),
-    Versions("triton", gpu=("3.6.0",), batch_invariant="3.6."),
+    Versions("triton", "3.6", "come with a torch before 2.10", cpu=("3.6.0", "3.9.0"), gpu=("3.6.0",), batch_invariant="3.6."),
     Versions("fla-core", "0.6.0", "were never run with packed rows on a GPU, and those before 0.5.2 compute some of them wrong",
              gpu=("0.6.0",), batch_invariant="0.6.0"),
     Versions("flash-qla", "0.1.3", "take no plan of packed rows", gpu=("0.1.3",), batch_invariant="0.1.3"),

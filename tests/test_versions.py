@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 import hf_packfree
-from hf_packfree.versions import FLA_BACKWARD_WRONG_ON_HOPPER, HOPPER_ADVICE, VERSIONS
+from hf_packfree.versions import FLA_BACKWARD_WRONG_ON_HOPPER, HOPPER_ADVICE, VERSIONS, Versions
 
 HOUSE = Path(hf_packfree.__file__).parent
 SETUP = ConfigParser()
@@ -39,9 +39,14 @@ def test_setup_asks_for_the_floors_of_the_table():
 
 
 def test_every_floor_of_the_table_is_asked_for():
-    """But of what is built on the spot, which no extra installs."""
+    """But of what is built on the spot, and of what torch brings: no extra of a user's installs them."""
     floors = {name for name, row in VERSIONS.items() if row.floor is not None}
-    assert floors - set(asked()) - {"python"} == {"causal-conv1d"}
+    assert floors - set(asked()) - {"python"} == {"causal-conv1d", "triton"}
+
+
+def test_the_tests_bring_triton_on_linux_alone():
+    lines = SETUP["options.extras_require"]["test"].split("\n")
+    assert f"{VERSIONS['triton'].requirement}; sys_platform == 'linux'" in lines
 
 
 def test_classifiers_name_the_pythons_of_the_table():
@@ -62,7 +67,7 @@ def test_what_was_tested_is_not_below_the_floor(row):
 
 def test_commands_ask_for_the_floor():
     assert VERSIONS["flash-qla"].install == f"pip install 'flash-qla>={VERSIONS['flash-qla'].floor}'"
-    assert VERSIONS["triton"].install == "pip install triton"
+    assert Versions("tilelang").install == "pip install tilelang"
     assert f"'triton>={FLA_BACKWARD_WRONG_ON_HOPPER[1]}'" in HOPPER_ADVICE
 
 

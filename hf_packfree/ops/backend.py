@@ -118,11 +118,13 @@ def needs_triton(target: Target) -> str | None:
     """Return why a Triton kernel cannot run there, or None."""
     if (reason := needs_cuda(target)) is not None:
         return reason
+    row = VERSIONS["triton"]
     if find_spec("triton") is None:
-        return "triton is not installed; pip install triton"
+        return f"triton is not installed; {row.install}"
     if target.capability is not None and target.capability < (8, 0):
         return f"it needs an Ampere GPU or later (8.0), this is {target.gpu}"
-    return broken("triton", "triton")
+    tested = f"(the kernels are tested with {' to '.join(row.cpu)})"
+    return too_old("triton", installed("triton"), tested) or broken("triton", "triton")
 
 
 def needs_half(target: Target) -> str | None:

@@ -92,7 +92,11 @@ def test_under_torch_compile_what_mixes_no_tokens_is_left_to_it(gpu, monkeypatch
 @pytest.mark.parametrize(
     ("arguments", "chosen", "reason"),
     [
-        ({"packages": {}}, "torch", "fla: triton is not installed; pip install triton"),
+        ({"packages": {}}, "torch", "fla: triton is not installed; pip install 'triton>=3.6'"),
+        (
+            {"packages": {"triton": "3.5.1", "fla-core": "0.6.0"}}, "torch",
+            "triton 3.5.1 is too old (the kernels are tested with 3.6.0 to 3.9.0); pip install 'triton>=3.6'",
+        ),
         ({"packages": {"triton": "3.6.0"}}, "torch", "fla: fla-core is not installed"),
         ({"packages": {"triton": "3.8.0", "fla-core": "0.5.2"}}, "torch", "fla-core 0.5.2 is too old for packed rows"),
         ({"packages": {"triton": "3.6.0", "fla-core": "0.6.0"}}, "torch", "refuses to run on Hopper with triton 3.6.0"),
