@@ -136,7 +136,7 @@ def test_attention_made_for_hopper_runs_there_alone(gpu):
     gpu(capability=(8, 0))
     state = choose_backends("auto", SIZES)
     assert state.cuda_half.attention == "varlen"
-    assert "not triton: its blocks are made for Hopper (9.0), this is 8.0" in state.why["attention"]
+    assert "not triton: its blocks are sized for Hopper (9.0), this is 8.0" in state.why["attention"]
 
 
 def test_forcing_by_argument_and_by_variable(gpu, monkeypatch):
@@ -210,7 +210,7 @@ def test_what_is_made_for_one_card_alone_runs_on_none_of_several_kinds(gpu):
     gpu(others=[(12, 0)])
     state = choose_backends("auto", SIZES)
     assert (state.cuda_half.attention, state.cuda_half.conv) == ("varlen", "triton")
-    assert "not triton: its blocks are made for Hopper (9.0), this is 12.0" in state.why["attention"]
+    assert "not triton: its blocks are sized for Hopper (9.0), this is 12.0" in state.why["attention"]
     with pytest.raises(BackendUnavailable, match="'flash_qla' forced, but we know .*, this is 12.0; .*: fla, torch;"):
         choose_backends({"delta_rule": "flash_qla"}, SIZES)
 
@@ -222,7 +222,7 @@ def test_causal_conv1d_comes_before_fla_where_it_can_be_deterministic(gpu, monke
     state = choose_backends("auto", SIZES)
     assert (state.cuda_half.conv, state.cuda_single.conv) == (chosen, chosen)
     if chosen == "fla":
-        old = f"causal-conv1d {version} is too old to be deterministic where torch is asked to be"
+        old = f"causal-conv1d {version} is too old to be deterministic under torch.use_deterministic_algorithms"
         assert state.why["conv"] == f"not causal_conv1d: {old}; pip install 'causal-conv1d>=1.6.0'"
 
 
