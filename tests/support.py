@@ -1,4 +1,4 @@
-"""What the exactness tests share: tiny slow-decay models, every input format, documents run one by one."""
+"""What the exactness tests share: tiny slow-decay models, batches and where their documents are, documents run alone."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def put_upstream_in_torch(monkeypatch) -> None:
 
 @dataclass(frozen=True)
 class Batch:
-    """Documents, what to call the model with, and where each document's tokens lie in the caller's shape."""
+    """Documents, what to call the model with, and where each document's tokens are in the caller's shape."""
 
     documents: list[torch.Tensor]
     inputs: dict[str, object]
