@@ -40,7 +40,8 @@ def execute(notebook: NotebookNode, folder: Path) -> NotebookNode:
     environment = {"IPYTHONDIR": str(folder / "ipython"), "PYTHONWARNINGS": "ignore:IProgress"}  # tqdm's, without widgets
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     client = NotebookClient(
-        notebook, timeout=900, kernel_name="python3", record_timing=False, resources={"metadata": {"path": str(folder)}}
+        notebook, timeout=900, kernel_name="python3", record_timing=False, coalesce_streams=True,
+        resources={"metadata": {"path": str(folder)}},
     )
     return client.execute(env={**os.environ, **environment})
 
