@@ -23,10 +23,12 @@ pytestmark = pytest.mark.filterwarnings("default")  # torch.compile hides its ow
 
 
 @pytest.fixture(autouse=True)
-def forget_compiled_graphs():
-    torch._dynamo.reset()
+def nothing_compiled_before(tmp_path, monkeypatch):
+    """Forget graphs, and compile into a folder of this test: a process that was stopped may leave half a library behind."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch.compiler.reset()
     yield
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 class Graphs:
