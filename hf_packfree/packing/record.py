@@ -220,12 +220,13 @@ class PackedSequence:
         """Return `build(self, *args)`, computed at most once per record, so that all layers share one plan.
 
         Args:
-            build: a function, identified by its module and qualified name; it may be nested in another, but no lambda, and
+            build: a function, identified by where it is defined; it may be nested in another, but no lambda, and
                 what it closes over has to be the same for the same `args`.
             args: values whose `repr` tells them apart.
         """
-        # a string, because torch.compile writes guards that name it
-        key = f"{build.__module__}.{build.__qualname__} {args}"
+        # a string, because torch.compile writes guards that name it; not of qualified names, which it takes for equal there
+        code = build.__code__
+        key = f"{code.co_filename}:{code.co_firstlineno} {args}"
         if key not in self._memo:
             # outside inference mode, because a record may be evaluated with first and trained with afterwards
             with torch.inference_mode(False):

@@ -13,7 +13,7 @@ from hf_packfree.packing import PackedSequence
 module = pytest.importorskip("torch.nn.attention.varlen")
 
 
-def of_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None, scale=None):
+def of_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
     return locals()
 
 
@@ -29,8 +29,8 @@ def of_2_13(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=N
 FAKES = {"2.10.0": of_2_10, "2.11.0": of_2_11, "2.13.0": of_2_13}
 CAUSAL = {
     "2.10.0": {"is_causal": True},
-    "2.11.0": {"window_size": (-1, 0)},
-    "2.13.0": {"window_size": (-1, 0), "enable_gqa": True},
+    "2.11.0": {"window_size": (-1, 0), "scale": 0.5},
+    "2.13.0": {"window_size": (-1, 0), "enable_gqa": True, "scale": 0.5},
 }
 
 
@@ -66,13 +66,22 @@ def half(heads: int) -> torch.Tensor:
 @pytest.mark.parametrize("release", FAKES)
 def test_it_is_called_for_causal_attention_and_nothing_else(release, called):
     calls, packed, (q, k, v) = called(release), PackedSequence.from_lengths([3, 5]), (half(2) for _ in range(3))
-    assert torch.equal(varlen.attend(q, k, v, packed, scale=0.5), q)
+    scaled = q * 2 if release == "2.10.0" else q  # which scales by a quarter, 16 ** -0.5, and takes no other factor
+    assert torch.equal(varlen.attend(q, k, v, packed, scale=0.5), scaled)
     (call,) = calls
     defaults = {name: parameter.default for name, parameter in signature(FAKES[release]).parameters.items()}
     asked = {name: value for name, value in call.items() if name in list(defaults)[7:] and value != defaults[name]}
-    assert asked == {"scale": 0.5, **CAUSAL[release]}
+    assert asked == CAUSAL[release]
     assert call["cu_seq_q"] is call["cu_seq_k"] is packed.cu_seqlens and call["max_q"] == call["max_k"] == 5
-    assert all(torch.equal(call[name], x[0]) for name, x in zip(("query", "key", "value"), (q, k, v)))
+    assert all(torch.equal(call[name], x[0]) for name, x in zip(("query", "key", "value"), (scaled, k, v)))
+
+
+@pytest.mark.parametrize("release", FAKES)
+def test_the_default_scale_leaves_queries_as_they_are(release, called):
+    calls, (q, k, v) = called(release), (half(2) for _ in range(3))
+    for scale in (None, 16**-0.5):
+        varlen.attend(q, k, v, PackedSequence.from_lengths([3, 5]), scale=scale)
+    assert all(torch.equal(call["query"], q[0]) for call in calls)
 
 
 @pytest.mark.parametrize("release", FAKES)
@@ -85,4 +94,4 @@ def test_fewer_key_heads_are_repeated_where_they_are_not_taken(release, called):
 
 def test_the_installed_function_has_one_of_these_ways_to_be_causal():
     known = set(signature(module.varlen_attn).parameters)
-    assert known >= {"scale", "is_causal"} or known >= {"scale", "window_size"}
+    assert "is_causal" in known or known >= {"scale", "window_size"}

@@ -36,11 +36,16 @@ def doubled_positions(packed, times):
     return packed.position_ids() * times
 
 
+def numbers(packed, times):
+    return torch.full((1, packed.num_tokens), 100.0 * times)
+
+
 def test_cached_plans_are_shared_in_compiled_graphs():
     """Nested functions and functions of a module keep their own plans there, and a second record brings its own."""
 
     def layer(x, packed):
-        return x * packed.cached(doubled_positions, 2)[0] + packed.is_real()[0], packed.position_ids()
+        plans = packed.cached(doubled_positions, 2)[0], packed.cached(numbers, 2)[0]
+        return x * plans[0] + plans[1] + packed.is_real()[0], packed.position_ids()
 
     torch._dynamo.reset()
     compiled = torch.compile(layer, backend="eager", fullgraph=True)

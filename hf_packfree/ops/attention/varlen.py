@@ -38,8 +38,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, *, scale: fl
 
     if q.shape[2] != k.shape[2] and not _groups_heads():
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    options = _causal()
+    if "scale" in _parameters():
+        options = {**options, "scale": scale}
+    elif scale not in (None, q.shape[3] ** -0.5):  # 2.10 has the default alone
+        q = q * (scale * q.shape[3] ** 0.5)
     bounds, longest = packed.cu_seqlens, packed.max_seqlen
-    out: Any = varlen_attn(q[0], k[0], v[0], bounds, bounds, longest, longest, scale=scale, **_causal())
+    out: Any = varlen_attn(q[0], k[0], v[0], bounds, bounds, longest, longest, **options)
     return out[None]  # type: ignore[no-any-return]
 
 
