@@ -1,4 +1,4 @@
-"""Packed rows equal documents run one by one: values and gradients, every input format, with a control that fails."""
+"""Packed rows equal a forward per document: values and gradients, every input format, with a control that fails."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ STOCK_PACKS = ("all_flash",) if find_spec("fake_kernels") and not LAYERS_DROP_KE
 
 
 @cache
-def one_by_one(family, attention, lengths):
+def per_document(family, attention, lengths):
     """Outputs and gradients of the stock model, each document in a forward of its own."""
     batch = Batch(documents(lengths), {}, [])
     return run_alone(tiny(family, attention=attention), batch, random_weights(batch, 128))
 
 
 def measure(model, batch):
-    """Return (logit error, gradient error) of the packed batch against its documents one by one in the stock model."""
-    return errors(run(model, batch, random_weights(batch, 128)), one_by_one(*key_of(model, batch)))
+    """Return (logit error, gradient error) of the packed batch against the unpatched model per document."""
+    return errors(run(model, batch, random_weights(batch, 128)), per_document(*key_of(model, batch)))
 
 
 def key_of(model, batch):
-    """The arguments of `one_by_one` for this model and these documents."""
+    """The arguments of `per_document` for this model and these documents."""
     return family_of(model).name, model.config._attn_implementation, tuple(map(len, batch.documents))
 
 
@@ -52,7 +52,7 @@ def assert_exact(model, batch, record):
 
 def leaks(model, batch) -> bool:
     """Whether the stock model is a thousand times worse than the limit, or refuses the input."""
-    wanted, _ = one_by_one(*key_of(model, batch))
+    wanted, _ = per_document(*key_of(model, batch))
     try:
         with torch.no_grad():
             found = batch.cut(model(**batch.inputs).logits)

@@ -40,7 +40,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from hf_packfree import apply_patches, patch_report  # noqa: E402
 from hf_packfree.errors import PatchConflict  # noqa: E402
-from tests.integrations.compare import RATE, in_steps, labelled, one_by_one, overall, rows, targets, worst  # noqa: E402
+from tests.integrations.compare import RATE, in_steps, labelled, per_document, overall, rows, targets, worst  # noqa: E402
 from tests.benchmarks.models import build as build_shape  # noqa: E402
 from tests.benchmarks.shapes import SHAPES  # noqa: E402
 from tests.support import CONTROL, GRADIENT_TOL, LOGIT_TOL, put_upstream_in_torch  # noqa: E402
@@ -80,7 +80,7 @@ class Result:
         allowed: what it may be: the exactness tests' limit, or twice what half precision rounds per document.
         control: the same of an unpatched model on the same rows; says nothing of the tiny model in half precision, whose
             rounding is as large as its leak.
-        checkpoint: relative RMS of logits, the saved checkpoint loaded unpatched against one-by-one training.
+        checkpoint: relative RMS of logits, the saved checkpoint loaded unpatched against training per document.
         dtypes: of A_log and dt_bias: kept, as seen inside a forward, as an unpatched model shows them there, and saved.
         after: when patching comes after the wrapping: the gradients' error again, or the name of the refusal.
     """
@@ -239,7 +239,7 @@ def trained_per_document(setting: Setting) -> tuple[list[dict[str, torch.Tensor]
     """Return every step's gradients, on the CPU, and the model, of an unpatched one on one device."""
     model, device = setting.fresh(), setting.device
     steps = [[(ids.to(device), labels.to(device)) for ids, labels in step] for step in in_steps(labelled())]
-    kept = one_by_one(model, steps)
+    kept = per_document(model, steps)
     return [{name: gradient.cpu() for name, gradient in step.items()} for step in kept], model
 
 
@@ -254,7 +254,7 @@ def dtypes_seen(wrapped: Any) -> list[torch.dtype]:
 
 
 def save_and_compare(wrapped: Any, reference: Any, setting: Setting, folder: Path) -> float:
-    """Save what was trained, load it unpatched, and return how far its logits are from one-by-one training's."""
+    """Save what was trained, load it unpatched, and return how far its logits are from training per document's."""
     whole = get_model_state_dict(wrapped, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if dist.get_rank() == 0:
         named = {name.removeprefix("module."): value for name, value in whole.items()}

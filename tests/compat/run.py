@@ -86,7 +86,7 @@ def _announced(console: Console, name: str, run: Future[Outcome]) -> Outcome:
 
 
 def _show(console: Console, rows: list[tuple[str, ...]]) -> None:
-    table = Table(*HEAD, title="worst relative RMS of logits / gradients against one-by-one")
+    table = Table(*HEAD, title="worst relative RMS of logits / gradients against a forward and backward per document")
     for row in rows:
         table.add_row(*row)
     console.print(table)

@@ -35,7 +35,7 @@ def targets(labels: torch.Tensor) -> int:
     return int((labels[1:] != IGNORED).sum())
 
 
-def one_by_one(model, steps, rate: float = RATE, loss=token_loss) -> list[dict[str, torch.Tensor]]:
+def per_document(model, steps, rate: float = RATE, loss=token_loss) -> list[dict[str, torch.Tensor]]:
     """Train with SGD, each document in a forward of its own, and return the gradients of every step.
 
     Args:
@@ -62,7 +62,7 @@ def packed(items) -> dict[str, torch.Tensor]:
 
 
 def in_rows(model, call=None) -> list[dict[str, torch.Tensor]]:
-    """Run the steps of `one_by_one` on packed rows, through `call` if it is not the model that is called."""
+    """Run the steps of `per_document` on packed rows, through `call` if it is not the model that is called."""
     kept = []
     for step in in_steps(labelled()):
         model.zero_grad(set_to_none=True)

@@ -19,7 +19,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def same_gradients(record_property):
-    """Return the check of this room: gradients of every step as one by one, and a control that is far off."""
+    """Return the check of this room: gradients of every step as per document, and a control that is far off."""
 
     def check(found, wanted, control=None) -> None:
         if control is not None:

@@ -9,7 +9,7 @@ import torch
 from transformers import DataCollatorWithFlattening, Trainer
 
 from hf_packfree import PackFreeCallback, apply_patches
-from tests.integrations.compare import KeepGradients, arguments, in_rows, in_steps, labelled, one_by_one, packed, rows
+from tests.integrations.compare import KeepGradients, arguments, in_rows, in_steps, labelled, per_document, packed, rows
 from tests.integrations.marks import integration
 from tests.support import tiny
 
@@ -51,7 +51,7 @@ def test_whole_model(order, same_gradients):
     else:
         compiled = apply_patches(torch.compile(model, backend="aot_eager"))
     control = tiny()
-    same_gradients(in_rows(model, compiled), one_by_one(tiny(), in_steps(labelled())), in_rows(control))
+    same_gradients(in_rows(model, compiled), per_document(tiny(), in_steps(labelled())), in_rows(control))
 
 
 @integration("torch.compile", "whole model", SAYS)
@@ -81,7 +81,7 @@ def test_each_layer(backend, same_gradients):
     model = apply_patches(tiny())
     for layer in model.model.layers if backend == "aot_eager" else model.model.layers[2:3]:
         layer.compile(backend=backend)
-    same_gradients(in_rows(model), one_by_one(tiny(), in_steps(labelled())))
+    same_gradients(in_rows(model), per_document(tiny(), in_steps(labelled())))
 
 
 @integration("Trainer", "`torch_compile=True`", SAYS)
@@ -96,4 +96,4 @@ def test_through_the_trainer(same_gradients, tmp_path):
         callbacks=[keep, PackFreeCallback()],
     ).train()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= len(tiny().model.layers), "something was compiled"
-    same_gradients(keep.steps, one_by_one(tiny(), in_steps(labelled())))
+    same_gradients(keep.steps, per_document(tiny(), in_steps(labelled())))

@@ -11,7 +11,7 @@ from transformers import DataCollatorWithFlattening, Trainer
 
 from hf_packfree import PackFreeCallback, apply_patches
 from tests.integrations.compare import (
-    IGNORED, RATE, STEPS, KeepGradients, arguments, in_steps, labelled, one_by_one, rows, targets, token_loss, worst,
+    IGNORED, RATE, STEPS, KeepGradients, arguments, in_steps, labelled, per_document, rows, targets, token_loss, worst,
 )
 from tests.integrations.marks import integration
 from tests.support import CONTROL, GRADIENT_TOL, gradients, relative_rms, slow_decay, tiny
@@ -46,13 +46,13 @@ def vision_language() -> torch.nn.Module:
 
 @integration("Trainer", "gradient accumulation, micro-batches of unequal token counts")
 def test_accumulated_steps_weigh_tokens(same_gradients, tmp_path):
-    wanted = one_by_one(tiny(), in_steps(labelled()))
+    wanted = per_document(tiny(), in_steps(labelled()))
     _, control = train(tiny(), tmp_path, patch=False, **ACCUMULATE)
     same_gradients(train(tiny(), tmp_path, **ACCUMULATE)[1], wanted, control)
 
 
 def micro_batch_means(model, micro_batches, rate=RATE):
-    """One by one, but every micro-batch counts the same however many tokens it holds."""
+    """Per document, but every micro-batch counts the same however many tokens it holds."""
     kept = []
     for step in in_steps(micro_batches, 2):
         model.zero_grad(set_to_none=True)
@@ -82,7 +82,7 @@ class TestVisionLanguageClass:
             _, found = train(vision_language(), tmp_path, **ACCUMULATE)
         assert "model.accepts_loss_kwargs = True" in caplog.text
         same_gradients(found, micro_batch_means(vision_language(), in_steps(labelled(), 2)))
-        assert worst(found, one_by_one(vision_language(), in_steps(labelled()))) >= CONTROL * GRADIENT_TOL
+        assert worst(found, per_document(vision_language(), in_steps(labelled()))) >= CONTROL * GRADIENT_TOL
 
     @integration("Trainer", WHAT, SAYS)
     def test_tokens_count_equally_once_the_attribute_is_set(self, same_gradients, tmp_path, caplog):
@@ -91,7 +91,7 @@ class TestVisionLanguageClass:
         _, found = train(model, tmp_path, **ACCUMULATE)
         assert "accepts_loss_kwargs" not in caplog.text
         control = train(vision_language(), tmp_path, patch=False, **ACCUMULATE)[1]
-        same_gradients(found, one_by_one(vision_language(), in_steps(labelled())), control)
+        same_gradients(found, per_document(vision_language(), in_steps(labelled())), control)
 
 
 def smoothed(logits, labels, epsilon=0.1):
@@ -101,7 +101,7 @@ def smoothed(logits, labels, epsilon=0.1):
 
 @integration("Trainer", "label smoothing")
 def test_label_smoothing(same_gradients, tmp_path):
-    wanted = one_by_one(tiny(), in_steps(labelled()), loss=smoothed)
+    wanted = per_document(tiny(), in_steps(labelled()), loss=smoothed)
     _, control = train(tiny(), tmp_path, patch=False, label_smoothing_factor=0.1)
     same_gradients(train(tiny(), tmp_path, label_smoothing_factor=0.1)[1], wanted, control)
 
@@ -116,9 +116,9 @@ def smoothed_unshifted(logits, labels, epsilon=0.1):
     "packing is exact, the loss is not: the Trainer does not shift the labels of this class, padded or packed",
 )
 def test_label_smoothing_of_the_vision_language_class(same_gradients, tmp_path):
-    wanted = one_by_one(vision_language(), in_steps(labelled()), loss=smoothed_unshifted)
+    wanted = per_document(vision_language(), in_steps(labelled()), loss=smoothed_unshifted)
     same_gradients(train(vision_language(), tmp_path, label_smoothing_factor=0.1)[1], wanted)
-    assert worst(one_by_one(vision_language(), in_steps(labelled()), loss=smoothed), wanted) >= CONTROL * GRADIENT_TOL
+    assert worst(per_document(vision_language(), in_steps(labelled()), loss=smoothed), wanted) >= CONTROL * GRADIENT_TOL
 
 
 @integration("Trainer", "evaluation, packed rows, with `compute_metrics`")
@@ -167,11 +167,11 @@ HALF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 @integration("Trainer", "`bf16=True`, `fp16` autocast", "works; half precision rounds as much packed as per document")
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_autocast_rounds_no_more_than_one_by_one(dtype, record_property):
-    """Against fp32 documents one by one: the packed row's error is that of stock documents under the same autocast."""
-    exact = one_by_one(tiny(), in_steps(labelled())[:1])
+def test_autocast_rounds_no_more_than_per_document(dtype, record_property):
+    """Against fp32 per document: the packed row's error is that of unpatched documents under the same autocast."""
+    exact = per_document(tiny(), in_steps(labelled())[:1])
     with torch.autocast("cpu", dtype):
-        rounded = one_by_one(tiny(), in_steps(labelled())[:1])
+        rounded = per_document(tiny(), in_steps(labelled())[:1])
         packed, leaking = (_packed_step(model) for model in (apply_patches(tiny()), tiny()))
     allowed = worst(rounded, exact)
     error, leak = worst([packed], exact), worst([leaking], exact)
@@ -190,10 +190,10 @@ def _packed_step(model):
 
 @integration("Trainer", "`bf16=True`, `fp16` autocast", "works; half precision rounds as much packed as per document")
 def test_bf16_through_the_trainer(tmp_path, record_property):
-    exact = one_by_one(tiny(), in_steps(labelled()))
+    exact = per_document(tiny(), in_steps(labelled()))
     _, found = train(tiny(), tmp_path, bf16=True)
     with torch.autocast("cpu", torch.bfloat16):
-        rounded = one_by_one(tiny(), in_steps(labelled()))
+        rounded = per_document(tiny(), in_steps(labelled()))
     error = worst(found, exact)
     record_property("error", error)
     assert error <= 2 * worst(rounded, exact)

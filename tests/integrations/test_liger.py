@@ -8,7 +8,7 @@ from transformers import DataCollatorWithFlattening
 
 from hf_packfree import apply_patches, patch_report, remove_patches
 from hf_packfree.models.fusable import adds_one, swiglu_weights
-from tests.integrations.compare import in_steps, labelled, one_by_one, rows, worst
+from tests.integrations.compare import in_steps, labelled, per_document, rows, worst
 from tests.integrations.marks import integration, needs
 from tests.support import CONTROL, gradients, put_upstream_in_torch, tiny
 
@@ -68,7 +68,7 @@ def test_gradients(order, record_property, monkeypatch):
     put_upstream_in_torch(monkeypatch)
     step = in_steps(labelled())[0]
     batch = DataCollatorWithFlattening()(rows(step)) | {"use_cache": False}
-    wanted, leaking = one_by_one(tiny(), [step]), tiny()
+    wanted, leaking = per_document(tiny(), [step]), tiny()
     leaking(**batch).loss.backward()
     model = with_liger(tiny().cuda(), order, backend={"delta_rule": "torch"})
     batch = {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}

@@ -11,7 +11,7 @@ from transformers.utils.import_utils import is_kernels_available
 
 from hf_packfree import apply_patches, patch_report, register_patches
 from hf_packfree.errors import PatchConflict
-from tests.integrations.compare import in_rows, in_steps, labelled, one_by_one, packed
+from tests.integrations.compare import in_rows, in_steps, labelled, per_document, packed
 from tests.integrations.marks import integration, needs
 from tests.support import LOGIT_TOL, relative_rms, tiny
 
@@ -28,7 +28,7 @@ def checkpoint(tmp_path):
 @integration("accelerate", '`device_map="auto"`, everything on one device')
 def test_device_map_of_one_device(checkpoint, same_gradients):
     stock, model = (Qwen3_5ForCausalLM.from_pretrained(checkpoint, device_map="auto").train() for _ in range(2))
-    same_gradients(in_rows(apply_patches(model)), one_by_one(tiny(), in_steps(labelled())), in_rows(stock))
+    same_gradients(in_rows(apply_patches(model)), per_document(tiny(), in_steps(labelled())), in_rows(stock))
 
 
 class TestSplitModel:
@@ -77,4 +77,4 @@ def test_hub_kernels(checkpoint, same_gradients):
         return
     model = Qwen3_5ForCausalLM.from_pretrained(checkpoint, use_kernels=True)
     apply_patches(model.train())
-    same_gradients(in_rows(model), one_by_one(tiny(), in_steps(labelled())))
+    same_gradients(in_rows(model), per_document(tiny(), in_steps(labelled())))

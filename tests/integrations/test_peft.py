@@ -9,7 +9,7 @@ from transformers import Qwen3_5ForCausalLM
 
 from hf_packfree import apply_patches, patch_report, remove_patches
 from hf_packfree.errors import ContractError, PatchConflict
-from tests.integrations.compare import in_rows, in_steps, labelled, one_by_one, packed
+from tests.integrations.compare import in_rows, in_steps, labelled, per_document, packed
 from tests.integrations.marks import integration, needs
 from tests.support import relative_rms, tiny
 
@@ -43,7 +43,7 @@ def test_adapters(kind, order, same_gradients):
     found = in_rows(model)
     adapted = {name.split(".lora_")[0] for name in found[0]}
     assert len(adapted) == 3 * len(LINEAR) + len(ATTENTION) + 4 * len(MLP), "every projection is trained"
-    wanted = one_by_one(lora(tiny(), **KINDS[kind]), in_steps(labelled()))
+    wanted = per_document(lora(tiny(), **KINDS[kind]), in_steps(labelled()))
     same_gradients(found, wanted, in_rows(lora(tiny(), **KINDS[kind])))
     assert not patch_report(remove_patches(model)).patched
 
@@ -116,7 +116,7 @@ def test_quantised_base(order, same_gradients, tmp_path):
         model = apply_patches(lora(quantised(tmp_path)))
     found = in_rows(model)
     assert len(found[0]) == 2 * (3 * len(LINEAR) + len(ATTENTION) + 4 * len(MLP))
-    wanted = one_by_one(lora(quantised(tmp_path)), in_steps(labelled()))
+    wanted = per_document(lora(quantised(tmp_path)), in_steps(labelled()))
     same_gradients(found, wanted, in_rows(lora(quantised(tmp_path))))
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from hf_packfree import PackFreeCallback, patch_report
-from tests.integrations.compare import IGNORED, RATE, KeepGradients, arguments, descend, in_steps, one_by_one, worst
+from tests.integrations.compare import IGNORED, RATE, KeepGradients, arguments, descend, in_steps, per_document, worst
 from tests.integrations.marks import integration, needs
 from tests.support import CONTROL, GRADIENT_TOL, documents, gradients, slow_decay, tiny
 
@@ -65,7 +65,7 @@ def documents_of(trainer, per_step: int = 4):
 @pytest.mark.parametrize("tail", [{}, {"pad_to_multiple_of": 16}], ids=["as it is", "padded tail"])
 def test_padding_free(tail, same_gradients, tmp_path):
     trainer, found = sft(tmp_path, {"input_ids": [d.tolist() for d in documents(LENGTHS)]}, padding_free=True, **tail)
-    same_gradients(found, one_by_one(tiny(), documents_of(trainer)))
+    same_gradients(found, per_document(tiny(), documents_of(trainer)))
 
 
 @integration("TRL SFTTrainer", "`padding_free=True`")
@@ -82,7 +82,7 @@ def test_packing_keeps_documents_apart(strategy, same_gradients, tmp_path):
     steps = documents_of(trainer)
     assert max(len(ids) for step in steps for ids, _ in step) == 100 and sum(map(len, steps)) > 4 * STEPS
     whole_rows = [[tuple(map(torch.cat, zip(*step)))] for step in steps]
-    same_gradients(found, one_by_one(tiny(), steps), one_by_one(tiny(), whole_rows))
+    same_gradients(found, per_document(tiny(), steps), per_document(tiny(), whole_rows))
 
 
 @integration(
@@ -95,7 +95,7 @@ def test_wrapped_rows_are_upstreams(tmp_path, record_property):
     assert {len(row["input_ids"]) for row in list(trainer.train_dataset)[:8]} == {100}
     record_property("error", worst(found, wanted))
     assert all(torch.equal(one[name], other[name]) for one, other in zip(found, wanted) for name in other)
-    assert worst(found, one_by_one(tiny(), documents_of(trainer))) <= GRADIENT_TOL
+    assert worst(found, per_document(tiny(), documents_of(trainer))) <= GRADIENT_TOL
 
 
 @integration("TRL SFTTrainer", "completion-only loss, packed")
@@ -109,7 +109,7 @@ def test_completion_only_loss(options, same_gradients, tmp_path):
     share = [float((labels != IGNORED).float().mean()) for step in steps for _, labels in step]
     assert 0.4 < sum(share) / len(share) < 0.8, "half of every document and its end are targets"
     everything = [[(ids, ids) for ids, _ in step] for step in steps]
-    same_gradients(found, one_by_one(tiny(), steps), one_by_one(tiny(), everything))
+    same_gradients(found, per_document(tiny(), steps), per_document(tiny(), everything))
 
 
 @integration("TRL SFTTrainer", "with PEFT (LoRA), packed")
@@ -121,10 +121,10 @@ def test_with_lora(same_gradients, tmp_path):
     trainer, found = sft(tmp_path, dataset, model=lora(tiny()), packing=True, max_length=140)
     steps = documents_of(trainer)
     whole_rows = [[tuple(map(torch.cat, zip(*step)))] for step in steps]
-    same_gradients(found, one_by_one(lora(tiny()), steps), one_by_one(lora(tiny()), whole_rows))
+    same_gradients(found, per_document(lora(tiny()), steps), per_document(lora(tiny()), whole_rows))
 
 
-def preferences_one_by_one(model, reference, pairs, beta, steps=STEPS, size=2):
+def preferences_per_document(model, reference, pairs, beta, steps=STEPS, size=2):
     """DPO's sigmoid loss with every answer in a forward of its own."""
 
     def logp(of, prompt, answer):
@@ -164,8 +164,8 @@ def test_preferences(same_gradients, tmp_path):
         callbacks=[keep, PackFreeCallback()],
     )
     trainer.train()
-    wanted = preferences_one_by_one(tiny(), slow_decay(tiny(), seed=1), ended, beta=0.1)
+    wanted = preferences_per_document(tiny(), slow_decay(tiny(), seed=1), ended, beta=0.1)
     same_gradients(keep.steps, wanted)
     assert sum(seen[1::2]) < sum(seen[::2]), "the layers ran on padding"
-    other = preferences_one_by_one(tiny(), tiny(), ended, beta=0.1)
+    other = preferences_per_document(tiny(), tiny(), ended, beta=0.1)
     assert worst(other, wanted) >= CONTROL * GRADIENT_TOL, "the reference model counts"

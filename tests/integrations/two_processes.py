@@ -15,7 +15,7 @@ import torch.distributed as dist
 from transformers import Qwen3_5ForCausalLM
 
 from hf_packfree import apply_patches, patch_report
-from tests.integrations.compare import RATE, descend, in_steps, labelled, one_by_one, packed, targets, worst
+from tests.integrations.compare import RATE, descend, in_steps, labelled, per_document, packed, targets, worst
 from tests.support import tiny
 
 
@@ -82,7 +82,7 @@ def main() -> None:
     train = {"zero3": zero3, "tensor_parallel": tensor_parallel}[way]
     found = train(folder, patched=sys.argv[4] == "patched")
     if dist.get_rank() == 0:
-        out.write_text(json.dumps({"error": worst(found, one_by_one(tiny(), in_steps(labelled())))}))
+        out.write_text(json.dumps({"error": worst(found, per_document(tiny(), in_steps(labelled())))}))
     dist.destroy_process_group()
 
 

@@ -21,7 +21,7 @@ MOE = ["qwen3_5_moe", "qwen3_next"]
 LENGTHS = (5, 64, 1, 30)
 
 
-def one_by_one(model, documents, **more):
+def per_document(model, documents, **more):
     """Return the mean loss over all targets of all documents, each in a forward of its own, and its gradients."""
     targets = sum(len(document) - 1 for document in documents)
     model.zero_grad(set_to_none=True)
@@ -39,7 +39,7 @@ def one_by_one(model, documents, **more):
 def test_no_document_predicts_the_next_ones_first_token(input_format):
     """Labels are the tokens themselves, unmasked: the head masks what the collator would have."""
     model, batch = tiny(), row_batch(input_format, LENGTHS)
-    wanted, wanted_grads = one_by_one(model, batch.documents)
+    wanted, wanted_grads = per_document(model, batch.documents)
     ids = batch.inputs["input_ids"]
     labels = {"labels": ids.clone()}
     naive = torch.nn.functional.pad(ids, (0, 1), value=IGNORED)[:, 1:]
@@ -56,7 +56,7 @@ def test_no_document_predicts_the_next_ones_first_token(input_format):
 )
 def test_targets_of_several_rows(input_format):
     model, batch = tiny(), rows_batch(input_format)
-    wanted, wanted_grads = one_by_one(model, batch.documents)
+    wanted, wanted_grads = per_document(model, batch.documents)
     labels = torch.full_like(batch.inputs["input_ids"], IGNORED)
     for (row, places), document in zip(batch.places, batch.documents):
         labels[row, places] = document
@@ -68,7 +68,7 @@ def test_targets_of_several_rows(input_format):
 @pytest.mark.parametrize("given", [{}, {"return_flash_attn_kwargs": True, "return_seq_idx": True}])
 def test_the_stock_collator_masks_first_tokens_itself(given):
     model, documents = tiny(), [torch.randint(2, 128, (n,)).tolist() for n in (9, 3, 20)]
-    wanted, wanted_grads = one_by_one(model, [torch.tensor(document) for document in documents])
+    wanted, wanted_grads = per_document(model, [torch.tensor(document) for document in documents])
     batch = DataCollatorWithFlattening(return_tensors="pt", **given)([{"input_ids": document} for document in documents])
     assert batch["labels"][0, [0, 9, 12]].tolist() == [IGNORED] * 3
     output, grads = step(apply_patches(model), batch)

@@ -181,7 +181,7 @@ def test_hidden_states_and_attentions_are_still_recorded():
 @pytest.mark.compat
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("rows", [((40,), (70,), (3,)), ((66,),)])
-def test_padded_rows_of_one_document_each_equal_one_by_one(rows, side):
+def test_padded_rows_of_one_document_each_equal_those_alone(rows, side):
     batch, numbers, _ = padded_rows(rows, side)
     model = apply_patches(tiny()).eval()
     parts = batch.cut(model(**batch.inputs, attention_mask=numbers).logits)
