@@ -248,10 +248,30 @@ class PackedSequence:
     @property
     def filler(self) -> tuple[int, ...]:
         """Deprecated since 0.2.0: `padding_segments`."""
-        warnings.warn("PackedSequence.filler is now called padding_segments", DeprecationWarning, stacklevel=2)
+        _warn_of("filler", "padding_segments")
         return self.padding_segments
+
+    @property
+    def leads(self) -> tuple[int, ...]:
+        """Deprecated since 0.2.0: `left_pad_segments`."""
+        _warn_of("leads", "left_pad_segments")
+        return self.left_pad_segments
 
     def derive(self, build: Callable[..., _Plan], *args: Any) -> _Plan:
         """Deprecated since 0.2.0: `cached`."""
-        warnings.warn("PackedSequence.derive is now called cached", DeprecationWarning, stacklevel=2)
+        _warn_of("derive", "cached")
         return self.cached(build, *args)
+
+    def mute(self, x: Tensor) -> Tensor:
+        """Deprecated since 0.2.0: `zero_left_pad`."""
+        _warn_of("mute", "zero_left_pad")
+        return self.zero_left_pad(x)
+
+    def real(self, row: Tensor) -> Tensor:
+        """Deprecated since 0.2.0: `select_real`."""
+        _warn_of("real", "select_real")
+        return self.select_real(row)
+
+
+def _warn_of(old: str, new: str) -> None:
+    warnings.warn(f"PackedSequence.{old} is now called {new}", DeprecationWarning, stacklevel=3)

@@ -102,3 +102,10 @@ def test_names_of_the_first_version_still_read():
         assert packed.filler == packed.padding_segments == (1,)
     with pytest.warns(DeprecationWarning, match="cached"):
         assert packed.derive(repeated, 3) is packed.cached(repeated, 3)
+    with pytest.warns(DeprecationWarning, match="left_pad_segments"):
+        assert packed.leads == packed.left_pad_segments == ()
+    row = torch.arange(5.0)[:, None]
+    with pytest.warns(DeprecationWarning, match="select_real"):
+        assert packed.real(row).tolist() == packed.select_real(row).tolist() == [[0.0], [1.0], [2.0]]
+    with pytest.warns(DeprecationWarning, match="zero_left_pad"):
+        assert packed.mute(row[None]).tolist() == packed.zero_left_pad(row[None]).tolist()
