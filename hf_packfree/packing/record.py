@@ -89,6 +89,7 @@ class PackedSequence:
         indices: Tensor | None = None,
         padding_segments: Sequence[int] = (),
         plain: bool = False,
+        filler: Sequence[int] | None = None,
     ) -> PackedSequence:
         """Build the record from document lengths.
 
@@ -98,6 +99,7 @@ class PackedSequence:
             batch_shape: (B, S) of the caller's batch; (1, T) if not given.
             indices: int64 [T] on any device, see the class.
             padding_segments, plain: see the class.
+            filler: deprecated since 0.2.0, `padding_segments`.
 
         Raises:
             BoundaryError: a length is below 1, or there is none.
@@ -116,6 +118,9 @@ class PackedSequence:
             >>> packed.max_seqlen
             3
         """
+        if filler is not None:
+            _warn_of("from_lengths(filler=...)", "padding_segments")
+            padding_segments = filler
         sizes = np.asarray(lengths.tolist() if isinstance(lengths, Tensor) else lengths, dtype=np.int32)
         if sizes.size == 0 or sizes.min() < 1:
             raise BoundaryError(

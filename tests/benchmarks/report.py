@@ -92,7 +92,9 @@ def head(result: dict[str, Any], name: str) -> str:
     """Return what the tables were made with, and where every number is."""
     versions = ", ".join(
         f"{package} {result['versions'][package]}"
-        for package in ("torch", "triton", "transformers", "fla-core", "flash-qla", "liger-kernel", "causal-conv1d")
+        for package in (
+            "hf_packfree", "torch", "triton", "transformers", "fla-core", "flash-qla", "liger-kernel", "causal-conv1d",
+        )
         if package in result["versions"]
     )
     return (

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_packfree import PackedSequence, apply_patches, remove_patches, verify_packing
+from hf_packfree.models import compat
 from tests.input_formats import padded_rows
 from tests.support import gradients, relative_rms, tiny
 
@@ -153,6 +154,18 @@ def test_what_only_upstream_gives_is_upstreams_whatever_the_option(case, option)
     assert torch.equal(found.logits, wanted.logits)
     assert (found.past_key_values is None) == (wanted.past_key_values is None)
     assert found.attentions is None or all(map(torch.equal, found.attentions, wanted.attentions))
+
+
+@pytest.mark.parametrize("option", OURS)
+@pytest.mark.parametrize("case", ["right padded", "left padded", "left padded, one row"])
+def test_padded_rows_that_are_left_to_upstream_stay_upstreams_whatever_the_option(case, option):
+    model = tiny()
+    logits, grads = outcome(model, UNPACKED[case])
+    ours, our_grads = outcome(apply_patches(model, padded="upstream", **OURS[option]), UNPACKED[case])
+    if case == "left padded, one row" and compat.MISREADS_PADDING_OF_ONE_ROW:
+        pytest.skip("this release reads the padding of one row as tokens, so it never runs there")
+    assert torch.equal(ours, logits)
+    assert grads.keys() == our_grads.keys() and all(torch.equal(our_grads[name], grads[name]) for name in grads)
 
 
 @pytest.mark.parametrize("option", OURS)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
+from hf_packfree.ops.fused import linear as module
 from hf_packfree.ops.fused.linear import linear_forward, pad_rows
 from tests.support import relative_rms
 
@@ -19,3 +20,18 @@ def test_padded_rows_change_nothing(shape):
     assert relative_rms(found, linear(x, weight)) < 1e-14
     for batch_invariant in (False, True):
         assert torch.equal(linear_forward(x, weight, batch_invariant), linear(x, weight)), "on a CPU it is the product alone"
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("rows", [1, 1023, 1024])
+def test_few_rows_are_padded_for_batch_invariance_alone(rows, batch_invariant, monkeypatch):
+    """On a GPU in half precision, which the tensor here says it is."""
+
+    class OnGPU(torch.Tensor):
+        is_cuda = True
+
+    padded = []
+    monkeypatch.setattr(module, "pad_rows", lambda x, weight: padded.append(len(x)) or linear(x, weight))
+    x, weight = torch.randn(rows, 4).half().as_subclass(OnGPU), torch.randn(3, 4).half()
+    assert linear_forward(x, weight, batch_invariant).shape == (rows, 3)
+    assert padded == ([rows] if batch_invariant and rows < 1024 else [])

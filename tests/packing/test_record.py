@@ -100,6 +100,8 @@ def test_names_of_the_first_version_still_read():
     packed = PackedSequence.from_lengths([3, 2], padding_segments=[1])
     with pytest.warns(DeprecationWarning, match="padding_segments"):
         assert packed.filler == packed.padding_segments == (1,)
+    with pytest.warns(DeprecationWarning, match="padding_segments"):
+        assert PackedSequence.from_lengths([3, 2], filler=[1]).padding_segments == (1,)
     with pytest.warns(DeprecationWarning, match="cached"):
         assert packed.derive(repeated, 3) is packed.cached(repeated, 3)
     with pytest.warns(DeprecationWarning, match="left_pad_segments"):

@@ -40,3 +40,11 @@ def test_gradients():
         gradients.append(torch.autograd.grad(sum(out.sin().sum() for out in projections(*inputs, **options)), inputs))
     for a, b in zip(*gradients, strict=True):
         assert a.dtype == torch.float16 and relative_rms(a, b) < 8 * torch.finfo(a.dtype).eps
+
+
+def test_without_batch_invariance_torch_multiplies(launched):
+    """Narrow products, too: no kernel of ours runs."""
+    x, weights = torch.randn(1, 5, 40).half(), [torch.randn(outputs, 40).half() for outputs in (3, 16, 200)]
+    found = projections(x, *weights, backend="triton")
+    assert all(torch.equal(part, torch.nn.functional.linear(x, weight)) for part, weight in zip(found, weights, strict=True))
+    assert not launched
