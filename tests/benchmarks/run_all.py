@@ -39,7 +39,7 @@ TESTS = (
 """Every file of tests that has the gpu marker; of each only what is marked runs."""
 ENDS = {0: "passed", 1: "failed", 2: "interrupted", 5: "found no tests", None: "out of time"}
 """What pytest's exit status says; an import that fails interrupts."""
-LONGEST, PROCESSES = "gpu/test_ops.py", 3
+LONGEST, PROCESSES = "gpu/test_ops.py", 8
 """A file whose tests know nothing of each other, and the processes that share them where pytest-xdist is installed."""
 RESTARTS = 4
 DEEP_PATH = re.compile(r"(?<![\w.])(?:/[\w.+-]+){2,}/([\w.+-]+/[\w.+-]+)")
