@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -97,6 +98,25 @@ def _conv_leaves(tokens: int) -> dict[str, Tensor]:
     return {"x": _random(1, tokens, _channels()), "weight": _random(_channels(), 4) / 2}
 
 
+def _with_products(
+    name: str, leaves: Any, call: Any, function: str, *, shared: tuple[str, ...], exact_gradients: tuple[str, ...] = ()
+) -> tuple[Op, Op]:
+    """An operation with a matrix product: as it is, which promises rounding, and batch-invariant, which promises bits."""
+
+    def invariant(f: Any, x: dict[str, Tensor], packed: PackedSequence, backend: str) -> Tensor:
+        found: Tensor = call(partial(f, batch_invariant=True), x, packed, backend)
+        return found
+
+    room = "hf_packfree.ops.fused"
+    return (
+        Op(name, room, leaves, call, function, shared=shared, mixes=False),
+        Op(
+            f"{name}, batch-invariant", room, leaves, invariant, function, shared=shared, mixes=False, exact=("triton",),
+            exact_gradients=exact_gradients,
+        ),
+    )
+
+
 OPS = {
     op.name: op
     for op in (
@@ -139,19 +159,18 @@ OPS = {
             "gated_rms_norm", shared=("weight",), mixes=False, exact=("torch", "triton"),
             exact_gradients=("triton",),
         ),
-        Op(
-            "gated norm, projected", "hf_packfree.ops.fused",
+        *_with_products(
+            "gated norm, projected",
             lambda tokens: _gated_norm_leaves(tokens) | _projection(HEADS[1] * HEADS[2]),
             lambda f, x, packed, backend: f(x["x"], x["z"], x["weight"], 1e-6, projection=x["projection"], backend=backend),
-            "gated_rms_norm", shared=("weight", "projection"), mixes=False, exact=("triton",),
-            exact_gradients=("triton",),
+            "gated_rms_norm", shared=("weight", "projection"), exact_gradients=("triton",),
         ),
-        Op(
-            "output gate, projected", "hf_packfree.ops.fused",
+        *_with_products(
+            "output gate, projected",
             lambda tokens: {name: _random(1, tokens, ATTENTION[0], ATTENTION[2]) for name in ("x", "z")}
             | _projection(ATTENTION[0] * ATTENTION[2]),
             lambda f, x, packed, backend: f(x["x"], x["z"], projection=x["projection"], backend=backend),
-            "output_gate", shared=("projection",), mixes=False, exact=("triton",), exact_gradients=("triton",),
+            "output_gate", shared=("projection",), exact_gradients=("triton",),
         ),
         Op(
             "norm rope", "hf_packfree.ops.fused",
@@ -170,15 +189,15 @@ OPS = {
             lambda f, x, packed, backend: _gates(f, x["ba"], x["A_log"], x["dt_bias"], backend),
             "gates", shared=("A_log", "dt_bias"), mixes=False, exact=("triton",), exact_gradients=("triton",),
         ),
-        Op(
-            "swiglu", "hf_packfree.ops.fused", _swiglu_leaves,
+        *_with_products(
+            "swiglu", _swiglu_leaves,
             lambda f, x, packed, backend: f(x["x"], x["gate"], x["up"], x["down"], backend=backend),
-            "swiglu_mlp", shared=("gate", "up", "down"), mixes=False, exact=("triton",),
+            "swiglu_mlp", shared=("gate", "up", "down"),
         ),
-        Op(
-            "projections", "hf_packfree.ops.fused", _projections_leaves,
+        *_with_products(
+            "projections", _projections_leaves,
             lambda f, x, packed, backend: torch.cat(f(*x.values(), backend=backend), -1),
-            "projections", shared=tuple(_PROJECTED), mixes=False, exact=("triton",),
+            "projections", shared=tuple(_PROJECTED),
         ),
         Op(
             "add norm", "hf_packfree.ops.fused",
