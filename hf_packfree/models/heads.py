@@ -21,6 +21,7 @@ from hf_packfree.models.state import state_of
 from hf_packfree.packing import PackedSequence, lazy_repad, repad, with_left_pad_tokens
 
 logger = logging.getLogger("hf_packfree")
+_ROW_TARGETS = ("shift_labels", "num_items_in_batch")
 
 
 class Head(Replacement):
@@ -44,6 +45,16 @@ class Head(Replacement):
         replaced: Any = cls
         replaced.forward = forward
 
+    @property
+    def loss_function(self) -> Any:
+        """Upstream's or the caller's, called without the record, which upstream's heads hand on with all other keywords."""
+        return functools.partial(_call_loss, super().loss_function)  # type: ignore[misc]
+
+    @loss_function.setter
+    def loss_function(self, function: Any) -> None:
+        upstream: Any = super(Head, type(self))
+        upstream.loss_function.__set__(self, function)
+
     def _forward_as_row(self, upstream: Any, arguments: dict[str, Any]) -> Any:
         raise NotImplementedError
 
@@ -60,9 +71,12 @@ class PackedHead(Head):
         if not _is_whole_batch(arguments):
             return upstream(**arguments)
         all_logits = _wants_all_logits(arguments)  # generation without a cache stays upstream's, its padding included
-        packed = enter(self, arguments, skip_padding=all_logits or self.training)
-        if packed is None or not all_logits:
+        skip_padding = all_logits or self.training or state_of(self).runs_unpacked
+        packed = enter(self, arguments, skip_padding=skip_padding)
+        if packed is None:
             return upstream(**arguments)
+        if not all_logits:
+            return upstream(**arguments | {"attention_mask": _statistics_mask(packed)})
         targets = None
         if arguments.get("labels") is not None:
             ignored = arguments.get("ignore_index", IGNORED)
@@ -115,6 +129,21 @@ def _is_whole_batch(arguments: dict[str, Any]) -> bool:
 def _wants_all_logits(arguments: dict[str, Any]) -> bool:
     kept = arguments.get("logits_to_keep", 0)
     return isinstance(kept, int) and kept == 0
+
+
+def _statistics_mask(packed: PackedSequence) -> Tensor | None:
+    """Return 0/1 [B, S] for upstream's count of the experts' tokens, or None where all are real; the trunk reads the record."""
+    partly = packed.indices is not None or packed.padding_segments
+    return repad(packed.is_real(), packed).long() if partly and packed.num_real_tokens else None
+
+
+def _call_loss(function: Any, *args: Any, packed_sequence: Any = None, **kwargs: Any) -> Any:
+    """Call a loss without the record, and without the targets of a row that it has no name for: `labels` hold them too."""
+    if isinstance(packed_sequence, PackedSequence):
+        taken = inspect.signature(function).parameters
+        if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in taken.values()):
+            kwargs = {name: value for name, value in kwargs.items() if name in taken or name not in _ROW_TARGETS}
+    return function(*args, **kwargs)
 
 
 def at_least_one(items: Any) -> Any:

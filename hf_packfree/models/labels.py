@@ -45,11 +45,14 @@ def row_targets(shifted: Tensor, packed: PackedSequence, ignored: int) -> dict[s
 
 
 def _predicts_nothing(packed: PackedSequence) -> Tensor:
-    """bool [1, T]: padding segments, and last tokens of documents that another one follows at once in the caller's batch."""
+    """bool [1, T]: padding segments, and last tokens of documents that another one follows at once in the caller's row.
+
+    A row's last token predicts what its caller says: `labels` say nothing there, `shift_labels` may.
+    """
     number = packed.seq_idx[0]
-    follows = number.diff() != 0
-    if packed.indices is not None:
-        follows = follows & (packed.indices.diff() == 1)
+    indices = torch.arange(len(number), device=number.device) if packed.indices is None else packed.indices
+    same_row = (indices // packed.batch_shape[1]).diff() == 0
+    follows = (number.diff() != 0) & (indices.diff() == 1) & same_row
     ends = F.pad(follows, (0, 1), value=False)[None]
     if not packed.left_pad_segments:
         return ends | ~packed.is_real()

@@ -55,7 +55,7 @@ def apply_patches(
     Raises:
         UnsupportedModel, PatchConflict, ContractError, BackendUnavailable: nothing was changed; see `plan_swaps`.
         LeakDetected: this transformers is newer than any tried, and the family's tiny model leaks on it.
-        ValueError: an option has an unknown value.
+        ValueError: an option has an unknown value, or `batch_invariant=True` comes with `padded="upstream"`.
 
     Examples:
         A tiny random model and a row of two documents, of three tokens and of two.  Unpatched, the second reads the first:
@@ -98,6 +98,11 @@ class Options:
             if (found := getattr(self, name)) not in values:
                 *others, last = map(repr, values)
                 raise ValueError(f"found {name}={found!r}; wanted {', '.join(others)} or {last}")
+        if self.batch_invariant and self.padded == "upstream":
+            raise ValueError(
+                "found batch_invariant=True with padded='upstream', which leaves padded rows to layers that promise no bits; "
+                "wanted padded='lazy' or 'full'; leave one of the two options out"
+            )
 
 
 def patch(model: nn.Module, options: Options) -> None:

@@ -76,25 +76,25 @@ class AddModule:
     module: nn.Module
 
     def carry_out(self, state: PatchState) -> None:
-        """Add the child, and note on the parent that it is ours."""
+        """Add the child."""
         self.restore()
-        vars(self.parent).setdefault(_ADDED, {})[self.attribute] = self.module
 
     def undo(self) -> None:
         """Take exactly this child away."""
-        added = vars(self.parent).get(_ADDED, {})
-        if added.pop(self.attribute, None) is not None:
+        if self.attribute in vars(self.parent).get(_ADDED, {}):
             self.lift()
-        if not added:
-            vars(self.parent).pop(_ADDED, None)
 
     def lift(self) -> None:
-        """Take the child away."""
-        del self.parent._modules[self.attribute]
+        """Take the child away, and the note that it is ours."""
+        added = vars(self.parent)[_ADDED]
+        del self.parent._modules[self.attribute], added[self.attribute]
+        if not added:
+            del vars(self.parent)[_ADDED]
 
     def restore(self) -> None:
-        """Put the child in place."""
+        """Put the child in place, and note on the parent that it is ours."""
         self.parent.add_module(self.attribute, self.module)
+        vars(self.parent).setdefault(_ADDED, {})[self.attribute] = self.module
 
 
 def plan_addition(model: nn.Module, name: str, module: nn.Module) -> list[AddModule]:

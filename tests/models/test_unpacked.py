@@ -8,7 +8,8 @@ import torch
 from hf_packfree import PackedSequence, apply_patches, remove_patches, verify_packing
 from hf_packfree.models import compat
 from tests.input_formats import padded_rows
-from tests.support import gradients, relative_rms, tiny
+from tests.models.padded import Seen
+from tests.support import LOGIT_TOL, gradients, relative_rms, tiny
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
 IDS = torch.randint(2, 128, (2, 70), generator=torch.Generator().manual_seed(0))
@@ -156,16 +157,34 @@ def test_what_only_upstream_gives_is_upstreams_whatever_the_option(case, option)
     assert found.attentions is None or all(map(torch.equal, found.attentions, wanted.attentions))
 
 
-@pytest.mark.parametrize("option", OURS)
 @pytest.mark.parametrize("case", ["right padded", "left padded", "left padded, one row"])
-def test_padded_rows_that_are_left_to_upstream_stay_upstreams_whatever_the_option(case, option):
+def test_padded_rows_that_are_left_to_upstream_stay_upstreams_whatever_the_option(case):
     model = tiny()
     logits, grads = outcome(model, UNPACKED[case])
-    ours, our_grads = outcome(apply_patches(model, padded="upstream", **OURS[option]), UNPACKED[case])
+    ours, our_grads = outcome(apply_patches(model, padded="upstream", unpacked="native"), UNPACKED[case])
     if case == "left padded, one row" and compat.MISREADS_PADDING_OF_ONE_ROW:
         pytest.skip("this release reads the padding of one row as tokens, so it never runs there")
     assert torch.equal(ours, logits)
     assert grads.keys() == our_grads.keys() and all(torch.equal(our_grads[name], grads[name]) for name in grads)
+
+
+def test_bits_are_not_promised_where_padded_rows_are_left_to_upstream():
+    with pytest.raises(ValueError, match="found batch_invariant=True with padded='upstream'.*wanted padded='lazy' or 'full'"):
+        apply_patches(tiny(), padded="upstream", batch_invariant=True)
+
+
+@pytest.mark.parametrize("keep", [0, 3])
+@pytest.mark.parametrize("option", OURS)
+def test_padded_rows_run_in_the_patched_layers_in_evaluation_whatever_logits_are_kept(keep, option):
+    """So that on a GPU a document's bits do not depend on its padding."""
+    model = apply_patches(tiny(), **OURS[option]).eval()
+    seen = Seen(model)
+    with torch.no_grad():
+        found = model(input_ids=IDS, attention_mask=left(PADDED), use_cache=False, logits_to_keep=keep).logits[1]
+        assert seen.layer == (1, 120)
+        wanted = model(input_ids=IDS[1:, 20:], use_cache=False, logits_to_keep=keep).logits[0]
+        assert seen.layer == (1, 50)
+    assert relative_rms(found[-len(wanted):], wanted) <= LOGIT_TOL
 
 
 @pytest.mark.parametrize("option", OURS)

@@ -107,6 +107,17 @@ def test_without_patches_for_a_while_the_module_is_away():
     assert not hasattr(remove_patches(model).model, "extra")
 
 
+def test_patches_lifted_twice_are_back_once():
+    model = with_addition()
+    before = seen(model)
+    with patches_lifted(model):
+        away = seen(model)
+        with patches_lifted(model):
+            assert seen(model) == away
+        assert seen(model) == away and not hasattr(model.model, "extra")
+    assert seen(model) == before
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"])
 def test_copies_know_what_was_added(copied):
     model = copied(with_addition())
