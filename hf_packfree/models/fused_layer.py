@@ -34,23 +34,22 @@ class FusedDecoderLayer(Replacement):
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Any = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
         **kwargs: Any,
     ) -> Tensor:
         normed, x = self._add_norm(x, None, self.input_layernorm)
-        if hasattr(self, "linear_attn"):
-            mixed = self.linear_attn(normed, cache_params=past_key_values, attention_mask=attention_mask, **kwargs)
-        else:
-            mixed, _ = self.self_attn(
-                hidden_states=normed,
-                position_embeddings=position_embeddings,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                past_key_values=past_key_values,
-                **kwargs,
-            )
+        mixed = self._mixer()(
+            hidden_states=normed,
+            position_embeddings=position_embeddings,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            **kwargs,
+        )
+        mixed = mixed[0] if isinstance(mixed, tuple) else mixed  # attention may return its weights too
         normed, x = self._add_norm(x, mixed, self.post_attention_layernorm)
         return x + self._feed_forward(normed)
+
+    def _mixer(self) -> Any:
+        return next(getattr(self, path) for path in state_of(self).mixer_paths if hasattr(self, path))
 
     def _add_norm(self, x: Tensor, branch: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
         """Return norm(x + branch) and x + branch; "torch" means upstream's module, or whatever has replaced it."""
@@ -82,6 +81,5 @@ class FusedDecoderLayer(Replacement):
         return {
             "input_layernorm": (size_of_norm(layer.input_layernorm), (layer.hidden_size,)),
             "post_attention_layernorm": (size_of_norm(layer.post_attention_layernorm), (layer.hidden_size,)),
-            "mixers": (sum(hasattr(layer, name) for name in ("linear_attn", "self_attn")), 1),
             "mlp": (isinstance(layer.mlp, nn.Module), True),
         }

@@ -135,8 +135,8 @@ def test_a_layer_that_may_drop_the_record_is_refused(added):
 
 
 def test_no_shared_file_names_a_familys_mixers():
-    """Attributes and classes of mixers are in the table, in the family's own files, and in the layer that fuses."""
-    own = {"registry.py", "fused_layer.py", *(f"{family.name}.py" for family in registry.FAMILIES)}
+    """Attributes and classes of mixers are in the table and in the family's own file."""
+    own = {"registry.py", *(f"{family.name}.py" for family in registry.FAMILIES)}
     words = {word for family in registry.FAMILIES for mixer in family.mixers for word in (mixer.path, mixer.cls)}
     shared = [file for file in Path(hf_packfree.__file__).parent.rglob("*.py") if file.name not in own]
     assert len(shared) > 50 and words >= {"linear_attn", "self_attn"}
