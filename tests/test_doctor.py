@@ -188,8 +188,12 @@ def test_every_operation_and_reason_is_shown(monkeypatch, capsys):
     monkeypatch.setattr("hf_packfree.patching.backends.choose_backends", lambda *_: state)
     show.diagnosis(diagnose())
     lines = capsys.readouterr().out.splitlines()
-    rows = {cells[1].strip(): [cell.strip() for cell in cells[2:-1]] for line in lines if len(cells := line.split("│")) == 6}
-    assert {op: rows[op.replace("_", " ")] for op in OPS} == {op: ["shown" if op == "fused" else "torch"] * 3 for op in OPS}
+    width = 3 + len(by_family)
+    tables = [cells for line in lines if len(cells := line.split("│")) == width]
+    rows = {cells[1].strip(): [cell.strip() for cell in cells[2:-1]] for cells in tables}
+    runs = {op: "shown" if op == "fused" else "torch" for op in OPS}
+    wanted = {op: [runs[op] if op in row.ops else "" for row in by_family.values()] for op in OPS}
+    assert {op: rows[op.replace("_", " ")] for op in OPS} == wanted
     assert {"fused: not triton: a.", "attention in float32: not triton: b."} <= set(lines)
 
 

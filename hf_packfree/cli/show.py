@@ -70,10 +70,10 @@ def diagnosis(found: Diagnosis) -> None:
 
 
 def _plans(plans: Sequence[Plan]) -> Table:
-    """Return a row for each operation, a column for each model."""
+    """Return a row for each operation, a column for each model; empty where it has none of the kind."""
     table = _table("What would run", "operation", *(escape(plan.name) for plan in plans))
-    for op in plans[0].packed:
-        table.add_row(op.replace("_", " "), *(plan.packed[op] for plan in plans))
+    for op in dict.fromkeys(op for plan in plans for op in plan.packed):
+        table.add_row(op.replace("_", " "), *(plan.packed.get(op, "") for plan in plans))
     table.add_row("unpacked rows", *(plan.unpacked for plan in plans))
     return table
 

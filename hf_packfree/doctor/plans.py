@@ -79,7 +79,7 @@ def _plan_of(model: str, unpacked: str) -> Plan:
     import torch
 
     from hf_packfree.patching import apply_patches
-    from hf_packfree.patching.plan import op_sizes, trunks
+    from hf_packfree.patching.plan import op_sizes, ops_of
     from hf_packfree.patching.registry import family_of
     from hf_packfree.verify.model_source import build_model
 
@@ -87,7 +87,7 @@ def _plan_of(model: str, unpacked: str) -> Plan:
         built = apply_patches(build_model(_config_of(model)))
     family = family_of(built)
     assert family is not None  # or apply_patches had refused it
-    return _plan(f"{model} ({type(built).__name__})", op_sizes(next(trunks(built, family)), family), family.ops, unpacked)
+    return _plan(f"{model} ({type(built).__name__})", op_sizes(built, family), ops_of(built, family), unpacked)
 
 
 def _config_of(model: str) -> Any:

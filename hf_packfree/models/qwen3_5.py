@@ -16,6 +16,7 @@ from hf_packfree.models.gated_delta_net import PackedGatedDeltaNet
 from hf_packfree.models.heads import heads_of
 from hf_packfree.models.state import PatchState
 from hf_packfree.models.trunk import PackedTrunk
+from hf_packfree.models.vision_attention import PackedVisionAttention, PackedVisionTower
 from hf_packfree.models.vision_language import PackedVisionLanguage
 
 
@@ -66,6 +67,19 @@ class Qwen3_5TextModel(PackedTrunk, upstream.Qwen3_5TextModel):
 @stands_for(upstream)
 class Qwen3_5Model(PackedVisionLanguage, upstream.Qwen3_5Model):
     """Upstream's vision-language model, plus the record for text-only rows."""
+
+
+@stands_for(upstream)
+class Qwen3_5VisionModel(PackedVisionTower, upstream.Qwen3_5VisionModel):
+    """Upstream's vision tower, plus whether the batch is packed."""
+
+
+@stands_for(upstream)
+class Qwen3_5VisionAttention(PackedVisionAttention, upstream.Qwen3_5VisionAttention):
+    """Upstream's layer, plus the branch for packed batches."""
+
+    def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return upstream.apply_rotary_pos_emb_vision(q, k, cos, sin)
 
 
 HEADS = heads_of(upstream, __name__)

@@ -12,6 +12,7 @@ from hf_packfree.models.fused_layer import FusedDecoderLayer
 from hf_packfree.models.heads import heads_of
 from hf_packfree.models.qwen3_5 import SplitProjections
 from hf_packfree.models.trunk import PackedTrunk
+from hf_packfree.models.vision_attention import PackedVisionAttention, PackedVisionTower
 from hf_packfree.models.vision_language import PackedVisionLanguage
 
 
@@ -41,6 +42,19 @@ class Qwen3_5MoeTextModel(PackedTrunk, upstream.Qwen3_5MoeTextModel):
 @stands_for(upstream)
 class Qwen3_5MoeModel(PackedVisionLanguage, upstream.Qwen3_5MoeModel):
     """Upstream's vision-language model, plus the record for text-only rows."""
+
+
+@stands_for(upstream)
+class Qwen3_5MoeVisionModel(PackedVisionTower, upstream.Qwen3_5MoeVisionModel):
+    """Upstream's vision tower, plus whether the batch is packed."""
+
+
+@stands_for(upstream)
+class Qwen3_5MoeVisionAttention(PackedVisionAttention, upstream.Qwen3_5MoeVisionAttention):
+    """Upstream's layer, plus the branch for packed batches."""
+
+    def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return upstream.apply_rotary_pos_emb_vision(q, k, cos, sin)
 
 
 HEADS = heads_of(upstream, __name__)

@@ -24,12 +24,14 @@ class Kernels:
     Attributes:
         conv, delta_rule, attention: a name in the op's `BACKENDS`, see `hf_packfree.ops`.
         fused: "triton" or "torch", of all small ops of a layer together, see `hf_packfree.ops.fused`.
+        tower_attention: of vision and audio towers, a name in the `BACKENDS` of `hf_packfree.ops.attention.towers`.
     """
 
     conv: str = "torch"
     delta_rule: str = "torch"
     attention: str = "torch"
     fused: str = "torch"
+    tower_attention: str = "torch"
 
     def compiled(self) -> Kernels:
         """Return the same under torch.compile, which fuses by itself what does not mix tokens."""

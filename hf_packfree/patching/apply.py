@@ -12,7 +12,7 @@ from torch import nn
 from hf_packfree.errors import PatchConflict
 from hf_packfree.models.state import PatchState
 from hf_packfree.patching.backends import Choice, choose_backends, forced_backends
-from hf_packfree.patching.plan import op_sizes, plan_swaps, trunks
+from hf_packfree.patching.plan import op_sizes, plan_swaps
 from hf_packfree.patching.registry import family_of
 from hf_packfree.patching.report import announce
 from hf_packfree.patching.selfcheck import check_release
@@ -39,8 +39,8 @@ def apply_patches(
         model: a Qwen3.5, Qwen3.5-MoE or Qwen3-Next model, or anything that holds one (a classification head, a
             wrapper, DDP). Parameters, state_dict keys and config stay as they are.
         backend: "auto": of every op the fastest that can run on the tensors at hand; or a name to force ("torch" runs
-            everywhere, and every op has it), or {op: name} with ops conv, delta_rule, attention, and fused for all small
-            ops.  Where it is "auto", the environment variable PACKFREE_BACKEND is read ("torch",
+            everywhere, and every op has it), or {op: name} with ops conv, delta_rule, attention, tower_attention, and
+            fused for all small ops.  Where it is "auto", the environment variable PACKFREE_BACKEND is read ("torch",
             "conv=fla,delta_rule=torch").
         batch_invariant: give a document the same bits alone and in a packed row.  Rows of one document then run through
             the patched layers, too, and matrix products never choose split-K by the number of rows, which costs short rows
@@ -108,7 +108,7 @@ class Options:
 def patch(model: nn.Module, options: Options) -> None:
     """Plan, choose, check, then change `model`; logs what runs when something changed."""
     family, steps = plan_swaps(model)
-    chosen = choose_backends(options.backend, op_sizes(next(trunks(model, family)), family), family.ops)
+    chosen = choose_backends(options.backend, op_sizes(model, family), family.ops)
     wanted = replace(
         chosen, batch_invariant=options.batch_invariant, unpacked=options.unpacked, padded=options.padded,
         mixer_paths=family.mixer_paths,

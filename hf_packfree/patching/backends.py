@@ -12,6 +12,7 @@ import torch
 from hf_packfree.errors import BackendUnavailable
 from hf_packfree.models.state import Kernels, PatchState
 from hf_packfree.ops import attention, conv, delta_rule, fused
+from hf_packfree.ops.attention import towers
 from hf_packfree.ops.backend import Backend, Fault, Target
 
 VARIABLE = "PACKFREE_BACKEND"
@@ -22,6 +23,7 @@ OPS: dict[str, ModuleType] = {
     "delta_rule": delta_rule,
     "attention": attention,
     "fused": fused,
+    "tower_attention": towers,
 }
 
 _ONCE_OPS = ("gated_norm", "norm_rope", "output_gate", "gates", "add_norm", "swiglu", "projections")

@@ -37,7 +37,7 @@ class Registration:
 
     def __init__(self, mapping: dict[str, type[nn.Module]]) -> None:
         self._mapping = mapping
-        self._watch = register_module_module_registration_hook(_swap_head)
+        self._watch = register_module_module_registration_hook(_swap_around)
         self._aliases = LenientAliases()
 
     def remove(self) -> None:
@@ -98,7 +98,10 @@ def register_patches(
 def _mapping(patch: Callable[[nn.Module], None]) -> dict[str, type[nn.Module]]:
     mapping: dict[str, type[nn.Module]] = {}
     for family in FAMILIES:
+        towers = family.tower_pairs(family.towers)
         for before, after in family.pairs().items():
+            if before in towers:  # built before the text model whose settings they take
+                continue
             if before.__name__ == family.trunk:
                 mapping[_exactly(before)] = _trunk_loader(before, patch, mapping)
             elif not _is_recorded(before, family.trunk_class()):
@@ -133,14 +136,20 @@ def _trunk_loader(
     return type(before.__name__, (before,), names)
 
 
-def _swap_head(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-    """Called by torch whenever a module takes in another: swap a supported head that takes in a patched text model."""
+def _swap_around(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    """Called by torch whenever a module takes in another: swap what is around a patched text model that it takes in.
+
+    That is the module, if it is a supported head, and the towers that it took in before.
+    """
     family = next((row for row in FAMILIES if row.upstream == type(module).__module__), None)
-    if family is None or submodule is None or type(module) not in family.head_pairs():
+    if family is None or submodule is None:
         return
     states = [vars(part)["packfree"] for part in submodule.modules() if "packfree" in vars(part)]
     if states:
-        carry_out([ClassSwap(name, module, type(module), family.head_pairs()[type(module)])], states[0])
+        around, towers = {module: family.head_pairs()}, family.tower_pairs(family.towers)
+        around |= {part: towers for part in module.modules() if part is not module}
+        swaps = [ClassSwap(name, part, type(part), pairs[type(part)]) for part, pairs in around.items() if type(part) in pairs]
+        carry_out(swaps, states[0])
 
 
 def _restore_upstream_names(mapping: dict[str, type[nn.Module]]) -> None:

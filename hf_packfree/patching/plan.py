@@ -45,14 +45,26 @@ def trunks(model: nn.Module, family: Family) -> Iterator[nn.Module]:
     return (module for module in model.modules() if isinstance(module, family.trunk_class()))
 
 
-def op_sizes(trunk: nn.Module, family: Family) -> dict[str, int]:
-    """Return the sizes that backends check, by name, from the mixers of a text model; see `Target.sizes`."""
+def op_sizes(model: nn.Module, family: Family) -> dict[str, int]:
+    """Return the sizes that backends check, by name, from the mixers and towers of a model; see `Target.sizes`."""
     ours: dict[str, Any] = {cls.__name__: cls for cls in family.pairs().values()}
     sizes: dict[str, int] = {}
-    for module in trunk.modules():
+    for module in model.modules():
         if type(module).__name__ in ours:
             sizes |= ours[type(module).__name__].op_sizes(module)
     return sizes
+
+
+def ops_of(model: nn.Module, family: Family) -> tuple[str, ...]:
+    """Return what the packed branches of this model call: of the family's ops those of a tower only where it has one."""
+    return family.ops if tower_attention_of(model, family) is not None else family.mixer_ops
+
+
+def tower_attention_of(model: nn.Module, family: Family) -> Any:
+    """Return the first attention layer of the model's towers, swapped or not, or None."""
+    names = {tower.attention for tower in family.towers}
+    classes = tuple(before for before in family.pairs() if before.__name__ in names)
+    return next((module for module in model.modules() if isinstance(module, classes)), None)
 
 
 def _steps(model: nn.Module, pairs: dict[type[nn.Module], type[nn.Module]]) -> Iterator[ClassSwap]:

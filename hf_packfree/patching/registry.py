@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -35,6 +35,24 @@ class Mixer:
 
 
 @dataclass(frozen=True)
+class Tower:
+    """What turns images, videos or audio into features, before the text model.
+
+    Attributes:
+        cls: upstream's class, by its exact name; ours, in the family's file, has the same.
+        attention: the class of its attention.
+        why: why they are swapped.
+        optional: whether upstream's own is exact for each image or audio, and only slower, so that one that something wraps is
+            left alone.
+    """
+
+    cls: str
+    attention: str
+    why: str
+    optional: bool = True
+
+
+@dataclass(frozen=True)
 class Family:
     """One row of the table.
 
@@ -49,6 +67,7 @@ class Family:
         mixers: the token mixers of these layers.
         fused_layer: whether the decoder layers are patched too, as `FusedDecoderLayer`.  Others hand the record on.
         vision_language: the class around the text model that images go through, if there is one.
+        towers: beside the text model, in models that have them.
     """
 
     name: str
@@ -60,13 +79,15 @@ class Family:
     mixers: tuple[Mixer, ...]
     fused_layer: bool = False
     vision_language: str | None = None
+    towers: tuple[Tower, ...] = ()
 
     @property
     def swaps(self) -> dict[str, str]:
         """{name of a class that is swapped: why}."""
         layers = dict.fromkeys(self.layers, _LAYER) if self.fused_layer else {}
         around = {} if self.vision_language is None else {self.vision_language: _VISION}
-        return {self.trunk: _TRUNK, **layers, **{mixer.cls: mixer.why() for mixer in self.mixers}, **around}
+        towers = {cls: tower.why for tower in self.towers for cls in (tower.cls, tower.attention)}
+        return {self.trunk: _TRUNK, **layers, **{mixer.cls: mixer.why() for mixer in self.mixers}, **around, **towers}
 
     @property
     def mixer_paths(self) -> tuple[str, ...]:
@@ -76,6 +97,11 @@ class Family:
     @property
     def ops(self) -> tuple[str, ...]:
         """What the family's packed branches call, by the names that `backend` takes."""
+        return (*self.mixer_ops, "tower_attention") if self.towers else self.mixer_ops
+
+    @property
+    def mixer_ops(self) -> tuple[str, ...]:
+        """What those of the mixers call."""
         return tuple(dict.fromkeys(op for mixer in self.mixers for op in mixer.ops))
 
     def pairs(self) -> dict[type[nn.Module], type[nn.Module]]:
@@ -94,10 +120,17 @@ class Family:
     def optional_swaps(self) -> dict[type[nn.Module], type[nn.Module]]:
         """Return {upstream's class: ours} of what is left alone where something wraps it: packed rows are exact all the same.
 
-        Those are the heads, and decoder layers in releases whose own layers hand the record on.
+        Those are the heads, towers that are exact as they are, and decoder layers in releases whose own layers hand the record
+        on.
         """
         layers = {before: ours for before, ours in self.pairs().items() if before.__name__ in self.layers}
-        return self.head_pairs() | ({} if compat.LAYERS_DROP_KEYWORDS else layers)
+        towers = self.tower_pairs([tower for tower in self.towers if tower.optional])
+        return self.head_pairs() | towers | ({} if compat.LAYERS_DROP_KEYWORDS else layers)
+
+    def tower_pairs(self, towers: Sequence[Tower]) -> dict[type[nn.Module], type[nn.Module]]:
+        """Return {upstream's class: ours} of these towers and their attention."""
+        names = {name for tower in towers for name in (tower.cls, tower.attention)}
+        return {before: ours for before, ours in self.pairs().items() if before.__name__ in names}
 
     def trunk_class(self) -> type[nn.Module]:
         """Return upstream's class of the text model."""
@@ -120,6 +153,7 @@ _LEAKS = {
     "delta_rule": "the recurrent state crosses document boundaries",
     "attention": "keys of other documents are visible, or hidden behind a T x T mask",
 }
+_TOWER = "one attention call a layer instead of one an image"
 _DELTA_NET, _ATTENTION = ("conv", "delta_rule", "fused"), ("attention", "fused")
 
 FAMILIES: tuple[Family, ...] = (
@@ -136,6 +170,7 @@ FAMILIES: tuple[Family, ...] = (
         ),
         fused_layer=True,
         vision_language="Qwen3_5Model",
+        towers=(Tower("Qwen3_5VisionModel", "Qwen3_5VisionAttention", _TOWER),),
     ),
     Family(
         name="qwen3_5_moe",
@@ -150,6 +185,7 @@ FAMILIES: tuple[Family, ...] = (
         ),
         fused_layer=True,
         vision_language="Qwen3_5MoeModel",
+        towers=(Tower("Qwen3_5MoeVisionModel", "Qwen3_5MoeVisionAttention", _TOWER),),
     ),
     Family(
         name="qwen3_next",

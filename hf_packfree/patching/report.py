@@ -18,6 +18,7 @@ from hf_packfree.models.state import Kernels, PatchState
 from hf_packfree.ops.backend import Fault, installed
 from hf_packfree.patching.backends import OPS
 from hf_packfree.patching.exactness import why_rounding
+from hf_packfree.patching.plan import ops_of, tower_attention_of
 from hf_packfree.patching.registry import Family, family_of
 
 logger = logging.getLogger("hf_packfree")
@@ -74,7 +75,7 @@ class PatchReport:
     def _with_version(self, op: str, name: str) -> str:
         """Return "triton 3.6.0", "fla (fla-core 0.6.0)" or "flash_attention_2 (the model's, flash-attn 2.8)"."""
         backend = OPS[op].BACKENDS.get(name)
-        package = _package_of(self.attention) if backend is None else backend.package
+        package = _package_of(name.removesuffix(" (the model's)")) if backend is None else backend.package
         if package is None:
             return name
         found = f"{package} {self.versions.get(package) or 'of unknown version'}"
@@ -118,7 +119,7 @@ def patch_report(model: nn.Module) -> PatchReport:
         patched=patched,
         swaps=dict(Counter(type(module).__name__ for module in swapped if not _bypassed(module, family))),
         implementations=runs,
-        why={} if state is None else dict(state.why),
+        why={} if state is None or family is None else _why(state, ops_of(model, family)),
         batch_invariant=state is not None and state.batch_invariant,
         unpacked="upstream" if state is None else state.unpacked,
         padded="upstream" if state is None else state.padded,
@@ -166,14 +167,22 @@ def _package_of(attention: str | None) -> str | None:
 def _implementations(state: PatchState, family: Family, model: nn.Module) -> dict[str, str]:
     parameter = a_parameter(model)
     kernels = _kernels(state, parameter.device, parameter.dtype)
-    runs = {op: getattr(kernels, op) for op in OPS if op in family.ops}
-    loaded = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    return runs if loaded == "sdpa" or "attention" not in runs else runs | {"attention": f"{loaded} (the model's)"}
+    runs = {op: getattr(kernels, op) for op in OPS if op in ops_of(model, family)}
+    tower = getattr(tower_attention_of(model, family), "config", None)
+    for op, config in {"attention": getattr(model, "config", None), "tower_attention": tower}.items():
+        if op in runs and (loaded := getattr(config, "_attn_implementation", None)) != "sdpa":
+            runs[op] = f"{loaded} (the model's)"
+    return runs
 
 
 def a_parameter(model: nn.Module) -> torch.Tensor:
     """Return a parameter, for its device and dtype."""
     return next(model.parameters(), torch.empty(0))
+
+
+def _why(state: PatchState, ops: Sequence[str]) -> dict[str, str]:
+    """Return why no faster backend is used, of what this model calls."""
+    return {op: reason for op, reason in state.why.items() if op.partition(" ")[0] in ops}
 
 
 def _kernels(state: PatchState, device: torch.device, dtype: torch.dtype) -> Kernels:
@@ -192,10 +201,10 @@ def announce(model: nn.Module, state: PatchState) -> None:
     logger.info("%s", report)
     if state.batch_invariant and report.rounding is not None:
         logger.warning("batch_invariant=True is not promised here: %s", report.rounding)
-    slow = _slow(state)
+    slow = _slow(state, report.why)
     for op, reason in slow.items():
         logger.warning("%s runs in PyTorch eager on this GPU, which is slow: %s", op, reason)
-    for op, reason in state.why.items():
+    for op, reason in report.why.items():
         if isinstance(reason, Fault) and op not in slow:
             warn_once(f"{op} runs on this GPU without what is installed for it: {reason}")
     if state.cuda_half.attention != "torch" and drops_out(model):
@@ -222,10 +231,10 @@ def _running(kernels: Kernels, names: Sequence[str], where: str = "") -> list[st
     return [f"{op}{where}: {name}" for op, name in vars(kernels).items() if name in names]
 
 
-def _slow(state: PatchState) -> dict[str, str]:
+def _slow(state: PatchState, why: dict[str, str]) -> dict[str, str]:
     """Return what PyTorch eager runs for want of kernels; in float32 the delta rule alone: it slows most, others have none."""
-    found = {op: reason for op, reason in state.why.items() if getattr(state.cuda_half, op, None) == "torch"}
+    found = {op: reason for op, reason in why.items() if getattr(state.cuda_half, op, None) == "torch"}
     single = "delta_rule in float32"
-    if "delta_rule" not in found and state.cuda_single.delta_rule == "torch" and single in state.why:
-        found[single] = state.why[single]
+    if "delta_rule" not in found and state.cuda_single.delta_rule == "torch" and single in why:
+        found[single] = why[single]
     return found

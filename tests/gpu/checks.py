@@ -20,6 +20,8 @@ HEADS = (2, 4, 16) if TRIAL else (16, 32, 128)
 """Key heads, value heads and their size in the linear layers: grouped, and the published models' size."""
 ATTENTION = (4, 2, 16) if TRIAL else (8, 2, 256)
 """Query heads, key heads and their size in full attention."""
+TOWER = (2, 16) if TRIAL else (16, 64)
+"""Heads of a vision tower, and their size in the published 2B model."""
 WIDTH = 72 if TRIAL else 2048
 """Of the residual stream."""
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_packfree.packing import PackedSequence
-from tests.gpu.checks import ATTENTION, DEVICE, HEADS, TRIAL
+from tests.gpu.checks import ATTENTION, DEVICE, HEADS, TOWER, TRIAL
 
 FP32_ALWAYS = ("g",)
 """The log decay stays fp32 beside bf16 inputs, as in the layers."""
@@ -65,7 +65,8 @@ class Op:
 
         found = import_module(self.module).BACKENDS[backend]
         capability = None if TRIAL else torch.cuda.get_device_capability()
-        sizes = {"key_size": HEADS[2], "value_size": HEADS[2], "taps": 4, "head_size": ATTENTION[2]}
+        sizes = {"key_size": HEADS[2], "value_size": HEADS[2], "taps": 4}
+        sizes |= {"head_size": ATTENTION[2], "tower_head_size": TOWER[1]}
         return found.unusable(Target(DEVICE, capability, dtype, sizes))
 
 

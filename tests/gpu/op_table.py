@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_packfree.packing import PackedSequence
-from tests.gpu.checks import ATTENTION, HEADS, TRIAL, WIDTH
+from tests.gpu.checks import ATTENTION, HEADS, TOWER, TRIAL, WIDTH
 from tests.gpu.op import Op
 
 
@@ -38,6 +38,10 @@ def _unit_leaves(tokens: int) -> dict[str, Tensor]:
 def _attention_leaves(tokens: int) -> dict[str, Tensor]:
     heads, keys, size = ATTENTION
     return {name: _random(1, tokens, n, size) for name, n in {"q": heads, "k": keys, "v": keys}.items()}
+
+
+def _tower_leaves(tokens: int, size: int) -> dict[str, Tensor]:
+    return {name: _random(1, tokens, TOWER[0], size) for name in ("q", "k", "v")}
 
 
 def _gated_norm_leaves(tokens: int) -> dict[str, Tensor]:
@@ -151,6 +155,16 @@ OPS = {
             "attention", "hf_packfree.ops.attention", _attention_leaves,
             lambda f, x, packed, backend: f(x["q"], x["k"], x["v"], packed, backend=backend),
             "attention", exact=("triton", "varlen"), exact_gradients=("triton",),
+        ),
+        *(
+            Op(
+                name, "hf_packfree.ops.attention.towers", partial(_tower_leaves, size=size),
+                lambda f, x, packed, backend: f(x["q"], x["k"], x["v"], packed, backend=backend),
+                "tower_attention", exact=("varlen",),
+            )
+            for name, size in (
+                ("tower attention", TOWER[1]), ("tower attention, heads of 72", 72), ("tower attention, heads of 80", 80)
+            )
         ),
         Op(
             "gated norm", "hf_packfree.ops.fused",

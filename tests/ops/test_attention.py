@@ -1,4 +1,4 @@
-"""What the attention kernels refuse; that they are exact is in tests/ops/triton and, on GPUs, in tests/gpu."""
+"""What the attention kernels refuse, and towers in PyTorch; that kernels are exact is in tests/ops/triton and tests/gpu."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from hf_packfree.errors import BackendUnavailable
-from hf_packfree.ops.attention import attention
+from hf_packfree.ops.attention import attention, towers
 from hf_packfree.ops.attention.triton_native import plan_blocks, reach
+from hf_packfree.ops.backend import Target
 from hf_packfree.packing import PackedSequence
+from tests.support import relative_rms
 
 
 def meta(tokens: int, heads: int) -> torch.Tensor:
@@ -58,3 +60,27 @@ def test_blocks_cover_every_token_once_and_the_longest_come_first(follows):
     work = blocks[:, 2] - blocks[:, 1] if follows else blocks[:, 1]
     assert (work.diff() <= 0).all()
     assert {tuple(block[::2]) for block in blocks.tolist()} == {(0, 1), (1, 128), (129, 129), (258, 300), (558, 5)}
+
+
+@pytest.mark.parametrize("lengths", [[1], [7], [4, 4, 4], [3, 4, 4, 1, 1, 4]])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_towers_attend_in_both_directions_within_segments(lengths, scale):
+    """Against the mask of all pairs, values and gradients."""
+    torch.manual_seed(0)
+    packed = PackedSequence.from_lengths(lengths)
+    leaves = [torch.randn(1, packed.num_tokens, 2, 24, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    mask = packed.seq_idx[0, :, None] == packed.seq_idx[0, None]
+    q, k, v = (x.transpose(1, 2) for x in leaves)
+    weights = (q @ k.mT * (scale or 24**-0.5)).masked_fill(~mask, float("-inf")).softmax(-1)
+    wanted, found = (weights @ v).transpose(1, 2), towers.tower_attention(*leaves, packed, scale=scale)
+    direction = torch.randn_like(wanted)
+    assert relative_rms(found, wanted) <= 1e-12
+    for one, other in zip(*(torch.autograd.grad((out * direction).sum(), leaves) for out in (found, wanted))):
+        assert relative_rms(one, other, floor=1e-12) <= 1e-12
+
+
+@pytest.mark.parametrize("size, reason", [(64, None), (72, None), (80, None), (36, "multiple of 8; the model has 36")])
+def test_a_towers_head_size_decides_not_the_text_models(size, reason):
+    found = towers.BACKENDS["varlen"].unusable(Target("cuda", (9, 0), sizes={"head_size": 300, "tower_head_size": size}))
+    assert found is None if reason is None else reason in found
+    assert "bfloat16" in towers.BACKENDS["varlen"].unusable(Target("cuda", (9, 0), torch.float32, {"tower_head_size": 64}))

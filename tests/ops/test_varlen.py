@@ -1,4 +1,4 @@
-"""torch's varlen attention has had three signatures; each is called for causal attention by its own parameters."""
+"""torch's varlen attention has had three signatures; each is called, causal or not, by its own parameters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from inspect import signature
 import pytest
 import torch
 
-from hf_packfree.ops.attention import varlen
+from hf_packfree.ops.attention import towers, varlen
 from hf_packfree.packing import PackedSequence
 
 module = pytest.importorskip("torch.nn.attention.varlen")
@@ -53,7 +53,7 @@ def called(monkeypatch):
 
     def forget():
         varlen._parameters.cache_clear()
-        varlen._causal.cache_clear()
+        varlen._options.cache_clear()
 
     yield put_in
     forget()  # what it read of the fake
@@ -74,6 +74,13 @@ def test_it_is_called_for_causal_attention_and_nothing_else(release, called):
     assert asked == CAUSAL[release]
     assert call["cu_seq_q"] is call["cu_seq_k"] is packed.cu_seqlens and call["max_q"] == call["max_k"] == 5
     assert all(torch.equal(call[name], x[0]) for name, x in zip(("query", "key", "value"), (scaled, k, v)))
+
+
+@pytest.mark.parametrize("release", FAKES)
+def test_both_directions_are_its_default(release, called):
+    calls, packed, (q, k, v) = called(release), PackedSequence.from_lengths([3, 5]), (half(2) for _ in range(3))
+    towers.tower_attention(q, k, v, packed, backend="varlen")
+    assert not calls[0].get("is_causal") and calls[0].get("window_size") in (None, (-1, -1))
 
 
 @pytest.mark.parametrize("release", FAKES)

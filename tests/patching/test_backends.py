@@ -64,7 +64,7 @@ def test_hopper_with_everything_takes_the_fastest(gpu):
     gpu()
     state = choose_backends("auto", SIZES)
     assert vars(state.cuda_half) == {
-        "conv": "triton", "delta_rule": "flash_qla", "attention": "triton", "fused": "triton",
+        "conv": "triton", "delta_rule": "flash_qla", "attention": "triton", "fused": "triton", "tower_attention": "varlen",
     }
     assert (state.cuda_single.delta_rule, state.cuda_single.attention) == ("fla", "torch")
     assert "bfloat16 and float16" in state.why["attention in float32"]
@@ -82,7 +82,7 @@ def test_the_tensors_decide_not_what_imports(gpu):
 
 def test_under_torch_compile_what_mixes_no_tokens_is_left_to_it(gpu, monkeypatch):
     gpu()
-    state, mixes = choose_backends("auto", SIZES), ("conv", "delta_rule", "attention")
+    state, mixes = choose_backends("auto", SIZES), ("conv", "delta_rule", "attention", "tower_attention")
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     compiled = state.kernels_for(torch.device("cuda", 0), torch.bfloat16)
     assert all(getattr(compiled, op) == getattr(state.cuda_half, op) != "torch" for op in mixes)
@@ -177,7 +177,7 @@ def test_a_name_that_nothing_has_is_named_with_where_it_came_from(gpu, monkeypat
 
 @pytest.mark.parametrize("op", ["gated_norm", "norm_rope", "output_gate", "gates", "add_norm", "swiglu", "projections"])
 def test_a_switch_of_the_first_version_names_the_one_of_now(op):
-    wanted = f"found {op}=torch in .*; wanted conv: .*; fused: triton, torch; pass fused, the one switch of all small ops"
+    wanted = f"found {op}=torch in .*; wanted conv: .*; fused: triton, torch; .*; pass fused, the one switch of all small ops"
     with pytest.raises(BackendUnavailable, match=wanted):
         choose_backends({op: "torch"})
 
@@ -195,7 +195,8 @@ def test_nothing_is_chosen_for_ops_that_a_family_lacks(gpu):
 def test_kernels_are_named_never_counted():
     with pytest.raises(TypeError, match="positional"):
         Kernels("triton")
-    assert [field.name for field in fields(Kernels)] == list(backends.OPS) == ["conv", "delta_rule", "attention", "fused"]
+    names = ["conv", "delta_rule", "attention", "fused", "tower_attention"]
+    assert [field.name for field in fields(Kernels)] == list(backends.OPS) == names
     assert Kernels(conv="fla", delta_rule="fla", fused="triton").compiled() == Kernels(conv="fla", delta_rule="fla")
 
 

@@ -70,7 +70,7 @@ def test_what_promises_bits_is_what_the_gpu_tests_check():
             promising = [other for other in tested if other.name in (row.name, f"{row.name}, batch-invariant")]
             assert any(promised[op] <= set(other.exact) for other in promising), row.name
     assert promised == dict.fromkeys(OPS, {"triton"}) | {
-        "delta_rule": {"flash_qla", "fla"}, "attention": {"triton", "varlen"},
+        "delta_rule": {"flash_qla", "fla"}, "attention": {"triton", "varlen"}, "tower_attention": {"varlen"},
     }
     assert all(found.exact or not found.batch_invariant for module in OPS.values() for found in module.BACKENDS.values())
 

@@ -1,4 +1,4 @@
-"""Causal attention within documents in PyTorch eager, without a T x T mask.
+"""Attention within documents in PyTorch eager, causal or not, without a T x T mask.
 
 Shapes: T tokens of the row, N documents, H query heads, HK key/value heads, D head size, L padded length of a bucket.
 """
@@ -6,6 +6,7 @@ Shapes: T tokens of the row, N documents, H query heads, HK key/value heads, D h
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -59,24 +60,48 @@ def plan_buckets(packed: PackedSequence) -> Buckets:
 
 @uncompiled
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, *, scale: float | None = None, dropout: float = 0.0
+    q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, *,
+    scale: float | None = None, dropout: float = 0.0, causal: bool = True,
 ) -> Tensor:
-    """See `hf_packfree.ops.attention.attention`.  Padding is in every real query's future, so nothing masks it."""
-    plan = packed.cached(plan_buckets)
+    """See `hf_packfree.ops.attention.attention`."""
+    if causal:
+        return _attend_buckets(q, k, v, packed.cached(plan_buckets), scale, dropout)
+    return _attend_runs(q, k, v, packed.cached(plan_runs), scale, dropout)
+
+
+def plan_runs(packed: PackedSequence) -> tuple[tuple[int, int], ...]:
+    """Return how many neighbours share a length, and the length, of every such run of documents in the row."""
+    return tuple((len(list(run)), length) for length, run in groupby(packed.lengths))
+
+
+def _attend_runs(
+    q: Tensor, k: Tensor, v: Tensor, runs: tuple[tuple[int, int], ...], scale: float | None, dropout: float
+) -> Tensor:
+    """Without causality padding would have to be masked, so only neighbours of one length are one batch: nothing is copied."""
+    sizes = [count * length for count, length in runs]
+    outputs = []
+    for run, *parts in zip(runs, *(x[0].split(sizes) for x in (q, k, v)), strict=True):
+        qs, ks, vs = (part.unflatten(0, run) for part in parts)
+        outputs.append(_sdpa(qs, ks, vs, scale, dropout, causal=False).flatten(0, 1))
+    return torch.cat(outputs)[None]
+
+
+def _attend_buckets(q: Tensor, k: Tensor, v: Tensor, plan: Buckets, scale: float | None, dropout: float) -> Tensor:
+    """Padding is in every real query's future, so nothing masks it."""
     outputs = []
     for bucket in plan.buckets:
         tokens, shape = bucket.gather.reshape(-1), bucket.gather.shape
         qs, ks, vs = (x[0].index_select(0, tokens).unflatten(0, shape) for x in (q, k, v))
-        outputs.append(_sdpa(qs, ks, vs, scale, dropout).flatten(0, 1).index_select(0, bucket.real))
+        outputs.append(_sdpa(qs, ks, vs, scale, dropout, causal=True).flatten(0, 1).index_select(0, bucket.real))
     return torch.cat(outputs).index_select(0, plan.order)[None]
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float) -> Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float, causal: bool) -> Tensor:
     groups = q.shape[2] // k.shape[2]
     if groups > 1:
         k, v = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=scale).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal, scale=scale).transpose(1, 2)
 
 
 def _round_up(length: int) -> int:

@@ -31,14 +31,16 @@ def unusable(target: Target) -> str | None:
 
 
 @uncompiled
-def attend(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, *, scale: float | None = None) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, *, scale: float | None = None, causal: bool = True
+) -> Tensor:
     """See `hf_packfree.ops.attention.attention`."""
     refuse_wide("attention", "varlen", q, k, v)
     from torch.nn.attention.varlen import varlen_attn
 
     if q.shape[2] != k.shape[2] and not _groups_heads():
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
-    options = _causal()
+    options = _options(causal)
     if "scale" in _parameters():
         options = {**options, "scale": scale}
     elif scale not in (None, q.shape[3] ** -0.5):  # 2.10 has the default alone
@@ -61,8 +63,10 @@ def _groups_heads() -> bool:
 
 
 @cache
-def _causal() -> dict[str, Any]:
-    """The keywords that make it causal: `is_causal` in 2.10, a window open to the left after."""
+def _options(causal: bool) -> dict[str, Any]:
+    """The keywords that make it causal: `is_causal` in 2.10, a window open to the left after; and those of grouped heads."""
     known = _parameters()
-    causal = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
-    return causal | ({"enable_gqa": True} if "enable_gqa" in known else {})
+    grouped = {"enable_gqa": True} if "enable_gqa" in known else {}
+    if not causal:  # its default
+        return grouped
+    return grouped | ({"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)})

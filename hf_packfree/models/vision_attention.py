@@ -1,0 +1,88 @@
+"""Vision towers beside a packed row: one attention call a layer for all images, their lengths read on the host once.
+
+Upstream's own attention is exact, image by image, and waits for the device in every block.  It runs wherever the batch is
+upstream's, so that unpacked rows with images stay what they are without us, bit for bit.
+
+Shapes: P patches of all images and frames, H heads, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from hf_packfree.models.base import Replacement
+from hf_packfree.models.state import state_of
+from hf_packfree.ops.attention.towers import tower_attention
+from hf_packfree.packing import PackedSequence, uncompiled
+
+_MARK, _SEGMENTS = "packfree_packed", "packfree_segments"
+"""Attributes of tensors, because no keyword reaches a vision tower before transformers 5.9, nor an audio tower's layers."""
+
+
+def mark_packed(grid: Tensor) -> Tensor:
+    """Return grids [images, 3] that tell the vision tower that their batch runs in the patched layers; no copy is made."""
+    marked = grid.view_as(grid)
+    setattr(marked, _MARK, True)
+    return marked
+
+
+@uncompiled
+def segments_of(cu_seqlens: Tensor) -> PackedSequence:
+    """Return the record of what a tower attends within, read on the host once for each tensor of offsets.
+
+    Args:
+        cu_seqlens: integers [N+1], 0 first; one tensor serves all blocks, those that are recomputed too.
+    """
+    found: PackedSequence | None = getattr(cu_seqlens, _SEGMENTS, None)
+    if found is None:
+        lengths = cu_seqlens.diff().cpu()
+        found = PackedSequence.from_lengths(lengths[lengths > 0], device=cu_seqlens.device)
+        setattr(cu_seqlens, _SEGMENTS, found)
+    return found
+
+
+class PackedVisionTower(Replacement):
+    """Put in front of a family's vision tower: tells its blocks whether the batch is packed."""
+
+    def forward(self, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Any:
+        """Run upstream's forward.
+
+        Args:
+            hidden_states: patches [P, channels].
+            grid_thw: integers [images, 3]: frames, and patches down and across, of each image or video.
+        """
+        kwargs["packed_sequence"] = hasattr(grid_thw, _MARK) or state_of(self).runs_unpacked
+        return super().forward(hidden_states, grid_thw=grid_thw, **kwargs)
+
+
+class PackedVisionAttention(Replacement):
+    """Put in front of a vision tower's attention: our op for packed batches where the model runs sdpa, otherwise upstream's.
+
+    The projections are called, so that adapters on them count.
+    """
+
+    def forward(self, hidden_states: Tensor, cu_seqlens: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Attend within images [P, H * D].
+
+        Args:
+            cu_seqlens: int32 [N+1], the offsets of images, frames or windows.
+        """
+        packed = kwargs.pop("packed_sequence", False)
+        if not packed or self.config._attn_implementation != "sdpa":
+            return super().forward(hidden_states, cu_seqlens, *args, **kwargs)
+        q, k, v = self.qkv(hidden_states).view(len(hidden_states), 3, self.num_heads, -1).unbind(1)
+        q, k = self._rotate(q, k, *kwargs["position_embeddings"])
+        backend = state_of(self).kernels_for(q.device, q.dtype).tower_attention
+        out = tower_attention(q[None], k[None], v[None], segments_of(cu_seqlens), scale=self.scaling, backend=backend)
+        return self.proj(out[0].flatten(1))
+
+    def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Apply the tower's rotary embedding to q and k [P, H, D]; each family names upstream's function."""
+        raise NotImplementedError
+
+    @staticmethod
+    def op_sizes(layer: Any) -> dict[str, int]:
+        """Return the heads' size."""
+        return {"tower_head_size": layer.qkv.in_features // layer.num_heads}

@@ -1,0 +1,50 @@
+"""Attention of vision and audio towers: every token of a segment reads every other, earlier or later.
+
+A segment is what a tower attends within: an image, a frame of a video, a window of an audio.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from torch import Tensor
+
+from hf_packfree.ops.attention import torch_native, varlen
+from hf_packfree.ops.backend import Backend, Target, find
+from hf_packfree.packing import PackedSequence
+
+
+def _varlen_unusable(target: Target) -> str | None:
+    """A tower's heads have a size of their own."""
+    return varlen.unusable(replace(target, sizes={"head_size": target.sizes.get("tower_head_size", 0)}))
+
+
+BACKENDS = {
+    "varlen": Backend(partial(varlen.attend, causal=False), _varlen_unusable, batch_invariant=True),
+    "torch": Backend(partial(torch_native.attend, causal=False)),
+}
+"""Our own Triton kernels skip the keys after a query, and so are not among them."""
+
+
+def tower_attention(
+    q: Tensor, k: Tensor, v: Tensor, segments: PackedSequence, *, scale: float | None = None, backend: str = "torch"
+) -> Tensor:
+    """Attend within each segment, in both directions.
+
+    Args:
+        q, k, v: [1, T, H, D], any floating dtype, any strides whose last is 1.
+        segments: of the T tokens.
+        scale: factor on q.k before the softmax; D ** -0.5 if not given.
+        backend: a name in `BACKENDS`.
+
+    Returns:
+        [1, T, H, D] in q's dtype.  "torch" makes one call for every run of neighbouring segments of one length, "varlen" one.
+
+    Raises:
+        BackendUnavailable: no backend has that name.
+    """
+    return find("tower attention", BACKENDS, backend)(q, k, v, segments, scale=scale)  # type: ignore[no-any-return]
+
+
+__all__ = ["BACKENDS", "tower_attention"]

@@ -1,0 +1,242 @@
+"""Vision towers beside packed rows: every image is what upstream makes of it alone, with one host read a forward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional as F
+
+from hf_packfree import apply_patches, patch_report, register_patches, remove_patches
+from hf_packfree.errors import BackendUnavailable
+from hf_packfree.models import vision_attention
+from hf_packfree.models.vision_attention import mark_packed
+from hf_packfree.ops.attention import torch_native
+from tests.support import GRADIENT_TOL, LOGIT_TOL, by_family, relative_rms
+
+NAMES = {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}
+GRIDS = torch.tensor([[1, 4, 6], [1, 4, 4], [1, 2, 8], [3, 4, 4], [1, 2, 2]])
+"""Two images of one size after another of another, then a video of three frames of that size, and a small image."""
+RUNS = [1, 5, 1]
+PATCHES = GRIDS.prod(-1).tolist()
+
+
+def vision_language(family="qwen3_5", attention="sdpa", *, depth=3, door=None, **options):
+    """A tiny model with weights of its own; `door` patches it ("apply" or "register")."""
+    name = NAMES[family]
+    text = by_family[family].tiny_config().to_dict()
+    vision = {
+        "depth": depth, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4,
+        "num_position_embeddings": 64,
+    }
+    config = getattr(transformers, f"{name}Config")(
+        text_config=text, vision_config=vision, image_token_id=126, video_token_id=127
+    )
+    config._attn_implementation = attention
+    torch.manual_seed(0)
+    cls = getattr(transformers, f"{name}ForConditionalGeneration")
+    if door == "register":
+        with register_patches(**options):
+            model = cls._from_config(config)
+    else:
+        model = cls._from_config(config)
+    model = model.train()
+    with torch.no_grad():
+        for name, parameter in model.model.visual.named_parameters():
+            if name.endswith("qkv.weight"):
+                parameter.mul_(20)  # so that attention is far from uniform
+    return apply_patches(model, **options) if door == "apply" else model
+
+
+def pixels():
+    return torch.randn(sum(PATCHES), 96, generator=torch.Generator().manual_seed(1))
+
+
+def features(model, x, grids):
+    """The tower's merged features, in every release."""
+    out = model.model.visual(x, grid_thw=grids)
+    return out if isinstance(out, torch.Tensor) else getattr(out, "pooler_output", out[0])
+
+
+def step(model, x, grids):
+    """Features, and the gradients of pixels and parameters under a fixed random functional."""
+    model.zero_grad(set_to_none=True)
+    x = x.clone().requires_grad_()
+    out = features(model, x, grids)
+    weight = torch.randn(sum(PATCHES) // 4, out.shape[-1], generator=torch.Generator().manual_seed(2))
+    (out * weight[: len(out)]).sum().backward()
+    grads = {name: p.grad for name, p in model.model.visual.named_parameters() if p.grad is not None}
+    return out.detach(), {"pixels": x.grad, **grads}
+
+
+def alone(model, x):
+    """The same of each image by itself, upstream's; the gradients of parameters summed."""
+    outs, weights, start = [], torch.randn(sum(PATCHES) // 4, 64, generator=torch.Generator().manual_seed(2)), 0
+    model.zero_grad(set_to_none=True)
+    x = x.clone().requires_grad_()
+    for part, grid in zip(x.split(PATCHES), GRIDS):
+        out = features(model, part, grid[None])
+        (out * weights[start : start + len(out)]).sum().backward()
+        outs.append(out.detach())
+        start += len(out)
+    grads = {name: p.grad for name, p in model.model.visual.named_parameters() if p.grad is not None}
+    return torch.cat(outs), {"pixels": x.grad, **grads}
+
+
+def assert_same(found, wanted):
+    assert relative_rms(found[0], wanted[0]) <= LOGIT_TOL
+    assert found[1].keys() == wanted[1].keys()
+    worst = max(relative_rms(found[1][name], wanted[1][name]) for name in wanted[1])
+    assert worst <= GRADIENT_TOL, worst
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Count host reads of lengths, and calls of torch's attention."""
+    counts = {"reads": 0, "calls": 0}
+    build, attend = vision_attention.PackedSequence.from_lengths, F.scaled_dot_product_attention
+
+    def read(*args, **kwargs):
+        counts["reads"] += 1
+        return build(*args, **kwargs)
+
+    def called(*args, **kwargs):
+        counts["calls"] += 1
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(vision_attention.PackedSequence, "from_lengths", read)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", called)
+    return counts
+
+
+@pytest.mark.parametrize("door", ["apply", "register"])
+@pytest.mark.parametrize("family", NAMES)
+def test_packed_images_are_what_they_are_alone(family, door):
+    wanted = alone(vision_language(family), pixels())
+    found = step(vision_language(family, door=door), pixels(), mark_packed(GRIDS))
+    assert_same(found, wanted)
+
+
+def test_one_segment_instead_of_many_leaks(monkeypatch):
+    """The control: what the test above would find."""
+    wanted = alone(vision_language(), pixels())
+    monkeypatch.setattr(torch_native, "plan_runs", lambda packed: ((1, packed.num_tokens),))
+    found = step(vision_language(door="apply"), pixels(), mark_packed(GRIDS))
+    assert relative_rms(found[0], wanted[0]) > 100 * LOGIT_TOL
+    assert relative_rms(found[1]["pixels"], wanted[1]["pixels"]) > 100 * GRADIENT_TOL
+
+
+def test_an_image_influences_no_other():
+    model, x = vision_language(door="apply"), pixels()
+    changed = x.clone()
+    changed[PATCHES[0] : sum(PATCHES[:2])] = 3  # the second image
+    with torch.no_grad():
+        outputs = [features(model, values, mark_packed(GRIDS)).split([n // 4 for n in PATCHES]) for values in (x, changed)]
+    assert [torch.equal(one, other) for one, other in zip(*outputs)] == [True, False, True, True, True]
+    x.requires_grad_()
+    features(model, x, mark_packed(GRIDS)).split([n // 4 for n in PATCHES])[3].pow(2).sum().backward()
+    reached = [bool(part.any()) for part in x.grad.split(PATCHES)]
+    assert reached == [False, False, False, True, False]
+
+
+@pytest.mark.parametrize("use_reentrant", [None, False, True])
+def test_lengths_are_read_once_a_forward_and_neighbours_of_one_size_are_one_call(counted, use_reentrant):
+    wanted = alone(vision_language(), pixels())
+    model = vision_language(door="apply")
+    if use_reentrant is not None:
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable({"use_reentrant": use_reentrant})
+    counted.update(reads=0, calls=0)
+    found = step(model, pixels(), mark_packed(GRIDS))
+    times = 1 if use_reentrant is None else 2
+    assert counted == {"reads": 1, "calls": times * 3 * len(RUNS)}
+    assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_batches_that_are_upstreams_stay_so_bit_for_bit(counted, attention):
+    wanted = step(vision_language(attention=attention), pixels(), GRIDS)
+    counted.update(reads=0, calls=0)
+    model = vision_language(attention=attention, door="apply")
+    found = step(model, pixels(), GRIDS)
+    assert counted["reads"] == 0 and torch.equal(found[0], wanted[0])
+    assert all(torch.equal(found[1][name], wanted[1][name]) for name in wanted[1])
+
+
+def test_eager_attention_is_upstreams(counted):
+    wanted = alone(vision_language(attention="eager"), pixels())
+    model = vision_language(attention="eager", door="apply")
+    assert_same(step(model, pixels(), mark_packed(GRIDS)), wanted)
+    assert counted == {"reads": 0, "calls": 0}
+    assert patch_report(model).implementations["tower_attention"] == "eager (the model's)"
+
+
+def test_native_rows_run_it_without_a_mark(counted):
+    wanted = alone(vision_language(), pixels())
+    model = vision_language(door="apply", unpacked="native")
+    counted.update(reads=0)
+    assert_same(step(model, pixels(), GRIDS), wanted)
+    assert counted["reads"] == 1
+
+
+class Adapted(nn.Module):
+    """A projection with something beside its weight, as an adapter is."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.in_features = base, base.in_features
+        self.down, self.up = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_adapters_on_projections_count(when):
+    def adapt(model):
+        torch.manual_seed(3)
+        for block in model.model.visual.blocks:
+            block.attn.qkv, block.attn.proj = Adapted(block.attn.qkv), Adapted(block.attn.proj)
+        return model
+
+    wanted = alone(adapt(vision_language()), pixels())
+    model = apply_patches(adapt(vision_language())) if when == "before" else adapt(vision_language(door="apply"))
+    assert_same(step(model, pixels(), mark_packed(GRIDS)), wanted)
+
+
+def test_frozen_tower_trains_nothing():
+    model = vision_language(door="apply")
+    model.model.visual.requires_grad_(False)
+    with torch.no_grad():
+        wanted = features(model, pixels(), GRIDS)
+    found = features(model, pixels(), mark_packed(GRIDS))
+    assert not found.requires_grad and relative_rms(found, wanted) <= LOGIT_TOL
+
+
+def test_the_caller_keeps_its_grids():
+    grids = GRIDS.clone()
+    assert mark_packed(grids).data_ptr() == grids.data_ptr() and not vars(grids)
+
+
+def test_report_forcing_and_removal():
+    model = vision_language()
+    classes = [type(module) for module in model.modules()]
+    report = patch_report(apply_patches(model))
+    assert (report.swaps["Qwen3_5VisionModel"], report.swaps["Qwen3_5VisionAttention"]) == (1, 3)
+    assert report.implementations["tower_attention"] == "torch"
+    assert classes == [type(module) for module in remove_patches(model).modules()]
+    with pytest.raises(BackendUnavailable, match="found tower_attention backend 'varlen' forced, but it runs on CUDA devices"):
+        apply_patches(model, backend={"tower_attention": "varlen"})
+    text = patch_report(apply_patches(transformers.Qwen3_5ForCausalLM(by_family["qwen3_5"].tiny_config())))
+    assert "tower_attention" not in text.implementations and "Qwen3_5VisionModel" not in text.swaps
+
+
+def test_a_wrapped_block_is_left_alone():
+    model = vision_language()
+    attention = model.model.visual.blocks[1].attn
+    forward = attention.forward
+    attention.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+    assert patch_report(apply_patches(model)).swaps["Qwen3_5VisionAttention"] == 2
+    attention = alone(vision_language(), pixels())
+    assert_same(step(model, pixels(), mark_packed(GRIDS)), attention)
