@@ -75,3 +75,6 @@ VARLEN_GROUPS_HEADS = "2.11"
 
 LAUNCHED_TRITON = ("3.6.", "3.7.")
 """What the version of a Triton begins with whose compiled kernels are started without its own launcher."""
+
+ASSISTANT_MASK_WITH_MEDIA_SINCE = "5.18"
+"""The first transformers whose mask of the assistant's tokens knows that a placeholder becomes many tokens."""

@@ -1,0 +1,158 @@
+"""One training example as a model takes it: from a processor's output, or from messages through the processor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import torch
+from packaging.version import Version
+from torch import Tensor
+
+from hf_packfree.errors import UnsupportedInput
+from hf_packfree.versions import ASSISTANT_MASK_WITH_MEDIA_SINCE
+
+IGNORED = -100
+"""The label that no loss reads."""
+
+FLAT = (
+    "pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts", "video_second_per_grid",
+)
+"""Keywords whose items stand one after the other, in a document as in a row."""
+
+PADDED = ("input_features", "feature_attention_mask")
+"""Keywords whose items are padded to the longest: [M, bins, frames] and [M, frames]."""
+
+_COLUMNS = {"image": ("images", "image"), "video": ("videos", "video"), "audio": ("audios", "audio")}
+_PAYLOADS = ("image", "video", "audio", "image_url", "url", "path", "base64")
+
+
+@dataclass(frozen=True, eq=False)
+class Document:
+    """One training example, on the host.
+
+    Attributes:
+        input_ids: int64 [n].
+        labels: int64 [n]; -100 where no loss is wanted.
+        media: the model's keywords of media, see `FLAT` and `PADDED`; items in reading order.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    media: dict[str, Tensor]
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+
+def document_of(output: Mapping[str, Any], *, assistant_only: bool) -> Document:
+    """Return the document that a processor's output for one text describes.
+
+    Args:
+        output: `input_ids` [n] or [1, n], tensors or lists; the media's keywords; `attention_mask`, whose zeros are cut off;
+            `labels`, which are kept; `assistant_masks`.
+        assistant_only: ignore what `assistant_masks` says the assistant did not write.
+
+    Raises:
+        UnsupportedInput: several texts, none, or no `assistant_masks` where they are wanted.
+    """
+    ids = _line("input_ids", output["input_ids"])
+    labels = ids if output.get("labels") is None else _line("labels", output["labels"])
+    mask = output.get("attention_mask")
+    real = torch.ones_like(ids, dtype=torch.bool) if mask is None else _line("attention_mask", mask).bool()
+    if assistant_only:
+        labels = torch.where(_assistant_mask(output), labels, IGNORED)
+    given = {name: torch.as_tensor(output[name]) for name in (*FLAT, *PADDED) if output.get(name) is not None}
+    media = {name: value.detach().cpu() for name, value in given.items() if len(value)}
+    if not bool(real.any()):
+        raise UnsupportedInput("found a document without a token; wanted one at least; leave empty examples out")
+    return Document(ids[real], labels[real].clone(), media)
+
+
+def messages_of(example: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return an example's `messages` with every content as a list of parts, and each part with its own media.
+
+    Args:
+        example: `messages`, as `apply_chat_template` takes them; media stand in the parts, or in a column of their own
+            (`images` or `image`, `videos` or `video`, `audios` or `audio`), then in the order of the parts without any.
+
+    Raises:
+        UnsupportedInput: a column holds more or fewer items than parts wait for.
+    """
+    waiting = {kind: iter(_items(example, kind)) for kind in _COLUMNS}
+    messages = [{**message, "content": _parts(message.get("content"), waiting)} for message in example["messages"]]
+    for kind, items in waiting.items():
+        left = len(list(items))
+        if left:
+            raise UnsupportedInput(
+                f"found {left} {kind}s more than the messages have places for; wanted a part {{'type': '{kind}'}} where each "
+                "belongs; add them to the messages' content"
+            )
+    return messages
+
+
+def check_assistant_mask(document: Document) -> None:
+    """Refuse releases of transformers whose assistant mask forgets that a placeholder becomes many tokens.
+
+    Raises:
+        UnsupportedInput: the document has media, and transformers is too old.
+    """
+    found = metadata.version("transformers")
+    if document.media and Version(found) < Version(ASSISTANT_MASK_WITH_MEDIA_SINCE):
+        raise UnsupportedInput(
+            f"found assistant_only_loss for a document with media and transformers {found}, whose mask is of the text before "
+            f"placeholders are repeated; wanted {ASSISTANT_MASK_WITH_MEDIA_SINCE} or newer; "
+            f"pip install 'transformers>={ASSISTANT_MASK_WITH_MEDIA_SINCE}', or pass labels of your own"
+        )
+
+
+def _line(name: str, value: Any) -> Tensor:
+    """Return one text's numbers [n] of [n] or [1, n]."""
+    line = torch.as_tensor(value).detach().to("cpu", torch.int64)
+    if line.ndim == 2 and line.shape[0] == 1:
+        line = line[0]
+    if line.ndim != 1:
+        raise UnsupportedInput(
+            f"found {name} of shape {list(line.shape)}; wanted one document, [n] or [1, n]; call the processor once for each"
+        )
+    return line
+
+
+def _assistant_mask(output: Mapping[str, Any]) -> Tensor:
+    mask = output.get("assistant_masks")
+    if mask is None:
+        raise UnsupportedInput(
+            "found no assistant_masks beside input_ids; wanted them for assistant_only_loss; call "
+            "apply_chat_template(..., return_assistant_tokens_mask=True), or hand over the messages themselves"
+        )
+    return _line("assistant_masks", mask).bool()
+
+
+def _items(example: Mapping[str, Any], kind: str) -> Sequence[Any]:
+    """Return what an example's own columns hold of one kind of media."""
+    for column in _COLUMNS[kind]:
+        value = example.get(column)
+        if value is not None:
+            return value if column.endswith("s") else [value]
+    return []
+
+
+def _parts(content: Any, waiting: Mapping[str, Iterator[Any]]) -> list[dict[str, Any]]:
+    if content is None or isinstance(content, str):
+        return [{"type": "text", "text": content}] if content else []
+    return [_filled(part, waiting) for part in content]
+
+
+def _filled(part: Mapping[str, Any], waiting: Mapping[str, Iterator[Any]]) -> dict[str, Any]:
+    """Return a part with its media; datasets write None for the keys that other parts have."""
+    given = {name: value for name, value in part.items() if value is not None}
+    kind = given["type"]
+    if kind not in waiting or any(name in given for name in _PAYLOADS):
+        return given
+    for item in waiting[kind]:
+        return {**given, kind: item}
+    raise UnsupportedInput(
+        f"found a part {{'type': '{kind}'}} without its {kind}; wanted it in the part, or in the column '{kind}s'; add it"
+    )

@@ -1,0 +1,231 @@
+"""`PackedVisionCollator`: documents with images, videos and audio become one packed row."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hf_packfree.data.documents import FLAT, IGNORED, PADDED, Document, check_assistant_mask, document_of, messages_of
+from hf_packfree.errors import UnsupportedInput
+from hf_packfree.models.mrope import RowMedia, packed_positions, rope_source
+
+logger = logging.getLogger("hf_packfree")
+
+Overlong = Literal["raise", "drop"]
+_CONFIGS = {"Qwen3VLProcessor": "Qwen3VLConfig"}
+"""Processors that say all of what numbers their media; others' videos last seconds, whose rate the model's own config has."""
+_PLACEHOLDERS = ("image", "video", "audio")
+_AROUND = {
+    "vision_start_token": "<|vision_start|>", "vision_end_token": "<|vision_end|>",
+    "vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>",
+    "audio_bos_token": "<|audio_start|>", "audio_eos_token": "<|audio_end|>",
+}
+"""Attributes of processors for the tokens before and after media, and the spelling where a processor has none."""
+
+
+class PackedVisionCollator:
+    """Make one packed row of a batch's documents; pass it as `Trainer(data_collator=...)`.
+
+    An example is a document, or a list of documents (what `PackedDataset` holds).  A document is one of:
+        a mapping with `messages`: goes through the processor's own `apply_chat_template`; images, videos and audio stand in
+            the messages, or in columns `images`, `videos` and `audios`, in the order of the parts that wait for them.
+        a mapping with `input_ids`: the processor's output for one text, tensors or lists; `labels` are kept if it has them.
+
+    The row, T tokens of N segments, with M media items of a kind:
+        input_ids, labels: int64 [1, T]; labels are -100 at a document's first token, at placeholders and at the tokens that
+            stand before and after media.
+        mm_token_type_ids: int64 [1, T], for families whose processors give them: 1 for images, 2 for videos.
+        pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw, second_per_grid_ts, video_second_per_grid: all
+            documents' media one after the other; absent where the batch has none.
+        input_features, feature_attention_mask: [M, bins, frames] and [M, frames], padded to the batch's longest audio.
+        cu_seq_lens_q, cu_seq_lens_k: int32 [N+1], offsets of the segments; max_length_q, max_length_k: the longest.
+        position_ids: [4, 1, T], each document numbered by upstream's own `get_rope_index`; see `config`.
+
+    Documents are never cut.  The collator holds no model and no state but a count, and can be pickled.
+
+    Args:
+        processor: of the model, with a chat template where examples are messages.
+        max_length: the most tokens of a document; None: any number.
+        overlong: what to do with longer ones: "raise", or "drop" them, counted in `dropped` and said in the log.
+        pad_to_multiple_of: lengthen the row to a multiple by pad tokens, which are one padding segment (FP8 needs 16).
+        assistant_only_loss: labels are -100 outside of what the assistant wrote, as the chat template marks it.
+        config: the model's (of an omni model its thinker's), from which positions are numbered.  Without one they are where
+            the processor says enough (Qwen3-VL's, which Qwen3.5 shares); others leave rows with media to the model.
+        chat_template_kwargs: more keywords of `apply_chat_template`, such as `fps` or `load_audio_from_video`.
+
+    Attributes:
+        dropped: how many documents were left out, in this process: worker processes count for themselves.
+    """
+
+    def __init__(
+        self,
+        processor: Any,
+        *,
+        max_length: int | None = None,
+        overlong: Overlong = "raise",
+        pad_to_multiple_of: int | None = None,
+        assistant_only_loss: bool = False,
+        config: Any = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        if overlong not in ("raise", "drop"):
+            raise ValueError(f"found overlong={overlong!r}; wanted 'raise' or 'drop'")
+        self.processor = processor
+        self.max_length = max_length
+        self.overlong: Overlong = overlong
+        self.pad_to_multiple_of = pad_to_multiple_of or 1
+        self.assistant_only_loss = assistant_only_loss
+        self.chat_template_kwargs = dict(chat_template_kwargs or {})
+        self.dropped = 0
+        self._placeholders = {kind: token for kind in _PLACEHOLDERS if (token := _token_of(processor, f"{kind}_token", None))}
+        around = {_token_of(processor, name, spelling) for name, spelling in _AROUND.items()}
+        self._no_targets = torch.tensor(sorted({*self._placeholders.values(), *around} - {None}))
+        self._config = _config_of(processor) if config is None else config
+
+    def __call__(self, examples: Sequence[Any]) -> dict[str, Any]:
+        """Return the row of a batch.
+
+        Raises:
+            UnsupportedInput: a document is longer than `max_length` and `overlong` is "raise", or nothing is left of the batch;
+                an example cannot be read.
+            BoundaryError: a document's placeholders are not those of its media.
+        """
+        documents = self.fitting(self.document(example) for example in _each(examples))
+        if not documents:
+            raise UnsupportedInput(
+                f"found no document of at most max_length={self.max_length} tokens in a batch; wanted one at least, because "
+                "nothing has no loss; leave long examples out of the dataset, or put more of them into a batch"
+            )
+        return self._row(documents)
+
+    def document(self, example: Any) -> Document:
+        """Return an example as a document: `input_ids`, `labels` and media; its length is `len(document)`.
+
+        Raises:
+            UnsupportedInput: it is no document, or not one alone.
+        """
+        if isinstance(example, Document):
+            return example
+        if not isinstance(example, Mapping) or not {"messages", "input_ids"} & set(example):
+            keys = sorted(example) if isinstance(example, Mapping) else type(example).__name__
+            raise UnsupportedInput(
+                f"found an example with {keys}; wanted 'messages', or a processor's output with 'input_ids'; where the Trainer "
+                "removed its columns, pass remove_unused_columns=False"
+            )
+        output: Any = example if "input_ids" in example else self._processed(example)
+        document = document_of(output, assistant_only=self.assistant_only_loss)
+        if self.assistant_only_loss:
+            check_assistant_mask(document)
+        document.labels[torch.isin(document.input_ids, self._no_targets)] = IGNORED
+        document.labels[0] = IGNORED
+        return document
+
+    def fitting(self, documents: Iterable[Document]) -> list[Document]:
+        """Return the documents that are not longer than `max_length`.
+
+        Raises:
+            UnsupportedInput: one is, and `overlong` is "raise".
+        """
+        kept = []
+        for document in documents:
+            if self.max_length is None or len(document) <= self.max_length:
+                kept.append(document)
+                continue
+            found = f"found a document of {len(document)} tokens; wanted max_length={self.max_length} at most"
+            if self.overlong == "raise":
+                raise UnsupportedInput(f"{found}, since it is never cut; pass overlong='drop', or a larger max_length")
+            self.dropped += 1
+            logger.warning("%s; it was left out (%d so far in this process)", found, self.dropped)
+        return kept
+
+    def _processed(self, example: Mapping[str, Any]) -> Any:
+        more = {"tools": example["tools"]} if example.get("tools") else {}
+        if self.assistant_only_loss:
+            more["return_assistant_tokens_mask"] = True
+        return self.processor.apply_chat_template(
+            messages_of(example), tokenize=True, return_dict=True, return_tensors="pt", **more, **self.chat_template_kwargs
+        )
+
+    def _row(self, documents: Sequence[Document]) -> dict[str, Any]:
+        ids = torch.cat([document.input_ids for document in documents])
+        tail = -len(ids) % self.pad_to_multiple_of
+        lengths = [len(document) for document in documents] + ([tail] if tail else [])
+        cu_seqlens = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int()
+        media = _joined_media(documents)
+        positions = self._positions(ids, cu_seqlens[: len(documents) + 1], media)
+        ids = F.pad(ids, (0, tail), value=self._pad_token())
+        labels = F.pad(torch.cat([document.labels for document in documents]), (0, tail), value=IGNORED)
+        row: dict[str, Any] = {"input_ids": ids[None], "labels": labels[None], **self._token_types(ids), **media}
+        if positions is not None:
+            # equal positions, because those tell a padding segment from a document
+            row["position_ids"] = F.pad(positions, (0, tail))
+        longest = max(lengths)
+        return row | {
+            "cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens, "max_length_q": longest, "max_length_k": longest,
+        }
+
+    def _positions(self, ids: Tensor, cu_seqlens: Tensor, media: Mapping[str, Tensor]) -> Tensor | None:
+        """Return [4, 1, T], or None where only the model can number media."""
+        if self._config is not None:
+            return packed_positions(rope_source(self._config), ids[None], cu_seqlens, RowMedia.from_arguments(media))
+        if media:
+            return None
+        return torch.cat([torch.arange(length) for length in cu_seqlens.diff().tolist()]).expand(4, 1, -1)
+
+    def _token_types(self, ids: Tensor) -> dict[str, Tensor]:
+        if "mm_token_type_ids" not in self.processor.model_input_names:
+            return {}
+        types = torch.zeros_like(ids)
+        for number, kind in enumerate(("image", "video"), 1):
+            types[ids == self._placeholders.get(kind, IGNORED)] = number
+        return {"mm_token_type_ids": types[None]}
+
+    def _pad_token(self) -> int:
+        token: int | None = self.processor.tokenizer.pad_token_id
+        return 0 if token is None else token
+
+
+def _each(examples: Iterable[Any]) -> Iterable[Any]:
+    """Yield documents of examples that are documents or lists of them."""
+    for example in examples:
+        if isinstance(example, (list, tuple)):
+            yield from example
+        else:
+            yield example
+
+
+def _joined_media(documents: Sequence[Document]) -> dict[str, Tensor]:
+    """Return the media of all documents in their order."""
+    joined = {}
+    for name in (*FLAT, *PADDED):
+        parts = [document.media[name] for document in documents if name in document.media]
+        if name in PADDED and parts:
+            frames = max(part.shape[-1] for part in parts)
+            parts = [F.pad(part, (0, frames - part.shape[-1])) for part in parts]
+        if parts:
+            joined[name] = torch.cat(parts)
+    return joined
+
+
+def _token_of(processor: Any, name: str, spelling: str | None) -> int | None:
+    """Return the id of a token that a processor names, or that its vocabulary holds in this spelling."""
+    token = getattr(processor, name, spelling)
+    vocabulary: Mapping[str, int] = processor.tokenizer.get_vocab()
+    return vocabulary.get(token) if isinstance(token, str) else None
+
+
+def _config_of(processor: Any) -> Any:
+    """Return a configuration that numbers media as this processor's models do, or None where the processor says too little."""
+    names = [name for name in (cls.__name__ for cls in type(processor).__mro__) if name in _CONFIGS]
+    if not names:
+        return None
+    ids = {f"{name}_token_id": getattr(processor, f"{name}_token_id") for name in ("image", "video", "vision_start")}
+    config = getattr(import_module("transformers"), _CONFIGS[names[0]])(**ids)
+    config.vision_config.spatial_merge_size = processor.image_processor.merge_size
+    return config
