@@ -30,6 +30,10 @@ class Load:
         """Tokens that are not padding."""
         return sum(self.lengths)
 
+    def step(self, model: Any, device: str) -> Callable[[], Tensor]:
+        """Return the step that is timed; `model` is the whole model, of which the trunk runs."""
+        return step_of(model.base_model, self.inputs(model.config.get_text_config().vocab_size, device))
+
     def inputs(self, vocabulary: int, device: str) -> dict[str, Any]:
         """Return the trunk's keyword arguments, on the device."""
         return _FORMATS[self.input_format](self.lengths, vocabulary, device)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from tests.benchmarks.batches import Load, step_of
+from tests.benchmarks.batches import Load
 from tests.benchmarks.layers import floor, operations
 from tests.benchmarks.machine import machine
 from tests.benchmarks.models import variant_of, what_runs
@@ -102,8 +102,7 @@ class Together:
 
     def step(self, number: int) -> Callable[[], Any]:
         """The training step of one batch."""
-        load = self.loads[number]
-        return step_of(self.model.base_model, load.inputs(self.model.config.vocab_size, self.clock.device))
+        return self.loads[number].step(self.model, self.clock.device)
 
     def timing(self, number: int) -> dict[str, float]:
         """See `Clock.in_turns`."""

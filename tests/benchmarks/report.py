@@ -21,6 +21,7 @@ EARLIER = "Rows with * are of an earlier run, and perhaps of another machine; ra
 TITLES = {
     "2b-32k-packed": "2B shape, 32,768 tokens in {documents} documents",
     "2b-8x2048-padded": "2B shape, 8 rows of 2,048 tokens, {fill:.0%} of them real",
+    "2b-vl-16docs": "2B shape with its vision tower, {documents} documents with images, {fill:.0%} of the padded batch real",
     "9b-32k-packed": "9B shape ({layers} layers), 32,768 tokens",
     "9b-4k-packed": "9B shape, 4,096 tokens in documents of 500",
     "9b-8x2048-padded": "9B shape, 8 rows of 2,048 tokens, {fill:.0%} of them real",

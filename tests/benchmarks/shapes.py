@@ -25,6 +25,7 @@ class Shape:
         layers: how many are built; the fourth, eighth, ... are full attention.
         published_layers: how many the published model of this width has, or None.
         sizes: the other arguments of the configuration.
+        vision: those of the vision tower's; empty where there is none.
     """
 
     family: str
@@ -33,6 +34,7 @@ class Shape:
     layers: int
     published_layers: int | None
     sizes: dict[str, Any] = field(default_factory=dict)
+    vision: dict[str, Any] = field(default_factory=dict)
 
     def note(self) -> str:
         """Say where the model is cut down; empty if it is whole."""
@@ -43,6 +45,10 @@ class Shape:
 
 def _dense(layers: int, published: int | None, **sizes: Any) -> Shape:
     return Shape("qwen3_5", "Qwen3_5TextConfig", "Qwen3_5ForCausalLM", layers, published, sizes)
+
+
+def _with_images(layers: int, vision: dict[str, Any], **sizes: Any) -> Shape:
+    return Shape("qwen3_5", "Qwen3_5Config", "Qwen3_5ForConditionalGeneration", layers, layers, sizes, vision)
 
 
 def _moe(layers: int, published: int | None, **sizes: Any) -> Shape:
@@ -59,6 +65,12 @@ def linear_heads(keys: int, values: int, size: int = 128) -> dict[str, int]:
     }
 
 
+def special_tokens(vocabulary: int) -> dict[str, int]:
+    """Return the configuration's words for tokens of media: the last of the vocabulary, which no text has here."""
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    return {name: vocabulary - 1 - number for number, name in enumerate(names)}
+
+
 SHAPES = {
     "2b": _dense(
         24, 24, vocab_size=248320, hidden_size=2048, intermediate_size=6144, num_attention_heads=8,
@@ -72,6 +84,22 @@ SHAPES = {
         8, None, vocab_size=248320, hidden_size=2048, num_attention_heads=16, num_key_value_heads=2, head_dim=256,
         num_experts=64, num_experts_per_tok=8, moe_intermediate_size=512, shared_expert_intermediate_size=512,
         tie_word_embeddings=True, **linear_heads(16, 32),
+    ),
+    "2b-vl": _with_images(
+        24, vocab_size=248320, hidden_size=2048, intermediate_size=6144, num_attention_heads=8, num_key_value_heads=2,
+        head_dim=256, **linear_heads(16, 16),
+        vision=dict(
+            depth=24, hidden_size=1024, intermediate_size=4096, num_heads=16, patch_size=16, out_hidden_size=2048,
+            num_position_embeddings=2304,
+        ),
+    ),
+    "tiny-vl": _with_images(
+        4, vocab_size=256, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        **linear_heads(2, 4, 16),
+        vision=dict(
+            depth=2, hidden_size=32, intermediate_size=64, num_heads=2, patch_size=4, out_hidden_size=64,
+            num_position_embeddings=64,
+        ),
     ),
     "tiny": _dense(
         4, None, vocab_size=256, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
@@ -93,7 +121,11 @@ def configuration(shape: Shape, *, attention: str = "sdpa") -> Any:
     """Return the shape's transformers configuration, with this attention implementation."""
     import transformers
 
-    config = getattr(transformers, shape.config)(num_hidden_layers=shape.layers, max_position_embeddings=262144, **shape.sizes)
+    sizes = dict(num_hidden_layers=shape.layers, max_position_embeddings=262144, **shape.sizes)
+    if shape.vision:
+        special = special_tokens(sizes["vocab_size"])
+        sizes = dict(text_config=sizes, vision_config=dict(shape.vision), tie_word_embeddings=True, **special)
+    config = getattr(transformers, shape.config)(**sizes)
     config._attn_implementation = attention
     return config
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tests.benchmarks.batches import Load
+from tests.benchmarks.media import sixteen_documents
 from tests.benchmarks.models import Variant
 from tests.benchmarks.shapes import SHAPES, TOKENS, Shape, batch_lengths, fixed_lengths, log_normal_lengths
 
@@ -44,7 +45,7 @@ STANDS_IN = "FLA's Triton convolution stands in for causal-conv1d, without which
 def groups(tiny: bool = False, backend: Any = "auto") -> list[Group]:
     """Return every group, the important ones first; `tiny` shrinks models and rows, for a trial on a CPU."""
     found = [
-        *_dense(tiny), *_padded(tiny), *_linearity(tiny),
+        *_dense(tiny), *_padded(tiny), *_with_images(tiny), *_linearity(tiny),
         *_wide("9b", "tiny" if tiny else "9b", tiny), *_wide("moe", "tiny-moe" if tiny else "moe", tiny),
     ]
     ours = [group.variant.packfree and group.variant.backend == "auto" for group in found]
@@ -103,6 +104,19 @@ def _padded(tiny: bool) -> list[Group]:
         Group(shape, UNPATCHED, ((name, "unpatched padded", padded),), "upstream's convolution as installed"),
         Group(shape, UNPATCHED_CONV, stand_in, STANDS_IN),
     ]
+
+
+def _with_images(tiny: bool) -> list[Group]:
+    """The 2B shape with its vision tower: documents with images padded, in one row, and parts of the step by themselves."""
+    shape, name = SHAPES["tiny-vl" if tiny else "2b-vl"], "2b-vl-16docs"
+    padded, packed, tower = (sixteen_documents(form, tiny) for form in ("padded", "offsets", "tower"))
+    text = Load(packed.lengths)
+    ours = (
+        (name, "packfree, padded", padded), (name, "packfree, packed", packed),
+        (name, "packfree, vision tower alone", tower), (name, "packfree, as many tokens of text", text),
+    )
+    unpatched = ((name, "stock, vision tower alone", tower), (name, "stock padded", padded))
+    return [Group(shape, PACKFREE, ours, in_turns=True), Group(shape, UNPATCHED_CONV, unpatched, STANDS_IN)]
 
 
 def _linearity(tiny: bool) -> list[Group]:
