@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,8 @@ def lazy_repad(row: Tensor, packed: PackedSequence) -> Tensor:
     Returns:
         [B, S, ...], with the shape, dtype, device and gradient of the padded tensor; detaching and casting read nothing.
     """
-    lazy: Tensor = _LazyRepad.apply(row, packed)  # type: ignore[no-untyped-call]
+    lazy: LazyPaddedTensor = _LazyRepad.apply(row, packed)  # type: ignore[no-untyped-call]
+    lazy.row = row
     return lazy
 
 
@@ -46,9 +48,11 @@ class _Source:
 
 
 class LazyPaddedTensor(Tensor):
-    """A tensor of the padded batch's shape without its memory."""
+    """A tensor of the padded batch's shape without its memory; whatever takes a pointer gets that of the padded tensor."""
 
     source: _Source
+    row: Tensor | None = None
+    """What the loss is computed from, [1, T, ...] with its gradient; of the tensor that `lazy_repad` returns alone."""
 
     @staticmethod
     def __new__(cls, source: _Source) -> LazyPaddedTensor:
@@ -56,6 +60,8 @@ class LazyPaddedTensor(Tensor):
         shape = (*source.packed.batch_shape, *source.row.shape[2:])
         make = Tensor._make_wrapper_subclass
         lazy: LazyPaddedTensor = make(cls, shape, dtype=source.row.dtype, device=source.row.device)
+        # C++ that takes its pointer past the methods below raises then, instead of reading from address 0
+        torch._C._set_throw_on_mutable_data_ptr(lazy)
         lazy.source = source
         return lazy
 
@@ -72,18 +78,80 @@ class LazyPaddedTensor(Tensor):
         found = func(*tree_map_only(cls, _read, args), **tree_map_only(cls, _read, kwargs))
         return args[0] if func._schema.is_mutable and isinstance(args[0], cls) else found
 
+    def _leaf(self) -> Tensor:
+        """Return the padded tensor, an ordinary one that shares the memory of every other, without what computed it."""
+        return self.source.read().detach().requires_grad_(self.requires_grad)
+
     def numpy(self, *, force: bool = False) -> Any:
         """Return the padded tensor as an array, under the conditions of `Tensor.numpy`."""
-        return self.source.read().detach().requires_grad_(self.requires_grad).numpy(force=force)
+        return self._leaf().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """Return the padded tensor's values."""
+        return self._leaf().tolist()
+
+    def data_ptr(self) -> int:
+        """Return the address of the padded tensor."""
+        return self._leaf().data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return the memory of the padded tensor."""
+        return self._leaf().untyped_storage()
 
     def share_memory_(self) -> Tensor:
         """Move the padded tensor to shared memory, and return it."""
         shared: Tensor = self.source.read().share_memory_()
         return shared
 
-    def tolist(self) -> Any:
-        """Return the padded tensor's values."""
-        return self.source.read().tolist()
+    def __dlpack__(self, **options: Any) -> Any:
+        """Hand the padded tensor to another library."""
+        return self._leaf().__dlpack__(**options)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle and save the padded tensor, as an ordinary one."""
+        return self._leaf().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Copy the padded tensor; one with a history raises, as an ordinary one does."""
+        return Tensor.__deepcopy__(self._leaf() if self.is_leaf else self, memo)  # type: ignore[no-untyped-call]
+
+    @property
+    def data(self) -> Tensor:
+        """The same without a gradient."""
+        return self.detach()
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        self.source = _Source(self.source.row, self.source.packed, values.detach().view(self.shape))
+
+    def _before_the_loss(self) -> Tensor | None:
+        """Return the row where it is still what this tensor holds: nothing was changed in place."""
+        return self.row if self._version == 0 else None
+
+    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
+        """Call `hook` with the gradient of all that is computed from this tensor, the model's loss on the row included."""
+        row, packed = self._before_the_loss(), self.source.packed
+        if row is None:
+            return super().register_hook(hook)  # type: ignore[no-untyped-call]
+
+        def hook_of_row(grad: Tensor) -> Tensor | None:
+            found = hook(repad(grad, packed))
+            return None if found is None else unpad(found, packed)
+
+        return row.register_hook(hook_of_row)  # type: ignore[no-untyped-call]
+
+    def retain_grad(self) -> None:
+        """Keep the gradient of all that is computed from this tensor, the model's loss on the row included."""
+        row = self._before_the_loss()
+        super().retain_grad() if row is None else row.retain_grad()
+
+    @property
+    def grad(self) -> Tensor | None:
+        """What `retain_grad` keeps."""
+        row = self._before_the_loss()
+        if row is None:
+            return super().grad
+        return None if row.grad is None else repad(row.grad, self.source.packed)
 
 
 def _read(lazy: LazyPaddedTensor) -> Tensor:

@@ -50,7 +50,7 @@ def repad(row: Tensor, packed: PackedSequence) -> Tensor:
         packed: the record of the row.
 
     Returns:
-        [B, S, ...]; a view of `row` when no padding was dropped.
+        [B, S, ...]; a view of `row` when no padding was dropped, and `row` itself when it already has that shape.
 
     Examples:
         A left-padded batch; what the model computed for real tokens returns to their positions:
@@ -65,7 +65,8 @@ def repad(row: Tensor, packed: PackedSequence) -> Tensor:
     """
     rows, tokens = packed.batch_shape
     if packed.indices is None:
-        return row[0].reshape(rows, tokens, *row.shape[2:])
+        # the same tensor, so that hooks on the logits of one row see the gradient of the loss
+        return row if rows == 1 else row[0].reshape(rows, tokens, *row.shape[2:])
     flat = row.new_zeros((rows * tokens, *row.shape[2:]))
     return flat.index_copy(0, packed.indices.to(row.device), row[0]).reshape(rows, tokens, *row.shape[2:])
 
