@@ -10,7 +10,7 @@ class PackFreeError(Exception):
 
 
 class BoundaryError(PackFreeError, ValueError):
-    """The packed input is malformed: offsets, masks or positions that describe no row of documents."""
+    """The packed input is malformed: offsets, masks or positions that describe no row of documents, or media not theirs."""
 
 
 class BoundaryConflict(BoundaryError):
@@ -22,7 +22,7 @@ class CacheConflict(PackFreeError, ValueError):
 
 
 class UnsupportedInput(PackFreeError, ValueError):
-    """The input is valid, but no exact path for it exists yet (images in a packed row, say)."""
+    """The input is valid, but no exact path for it exists (a packed row of images with text positions, say)."""
 
 
 class UnsupportedModel(PackFreeError, TypeError):

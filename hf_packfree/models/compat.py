@@ -19,6 +19,9 @@ RELEASE = Version(Version(transformers.__version__).base_version)
 NEWEST_TRIED = Version(VERSIONS["transformers"].cpu[1])
 """The newest release that `tests/compat/run.py` has run on; a newer one is measured before it is patched."""
 
+MISREADS_IMAGES_WITHOUT_MASK = RELEASE < Version("5.4.0")
+"""The text model takes the temporal row of an image's positions for its text positions: each token a document of its own."""
+
 LAYERS_DROP_KEYWORDS = RELEASE < Version("5.9.0")
 """Upstream's decoder layers hand no keywords to a linear mixer: one that cannot be swapped would lose the record."""
 

@@ -17,7 +17,12 @@ from hf_packfree.packing import PackedSequence, PackingInputs, repad, resolve_bo
 
 UNREAD, UNPACKED = None, False
 """Values of `packed_sequence` without a record: the batch was not read yet; it was read and runs as upstream runs it."""
-_VISION = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "mm_encoder_outputs")
+_MEDIA = (
+    "pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "mm_encoder_outputs", "input_features",
+    "feature_attention_mask", "audio_feature_lengths",
+)
+_OF_MEDIA = ("image_", "video_", "audio_")
+"""What the names of further arguments of towers start with."""
 
 
 def enter(module: Any, arguments: dict[str, Any], *, skip_padding: bool = True) -> PackedSequence | None:
@@ -39,9 +44,10 @@ def enter(module: Any, arguments: dict[str, Any], *, skip_padding: bool = True) 
     if found is UNREAD:
         ids, embeds, cache = (arguments.get(name) for name in ("input_ids", "inputs_embeds", "past_key_values"))
         state, ours = state_of(module), runs_here(module, inputs, arguments)
+        misread = compat.MISREADS_IMAGES_WITHOUT_MASK and mask is None and has_media(arguments)
         found = read_arguments(
-            inputs, ids, embeds, cache, config=module.config,
-            skip_padding=skip_padding and ours and state.padded != "upstream", unpacked=ours and state.runs_unpacked,
+            inputs, ids, embeds, cache, config=module.config, unpacked=ours and (misread or state.runs_unpacked),
+            skip_padding=skip_padding and ours and state.padded != "upstream",
         )
     packed: PackedSequence | None = None if found is UNPACKED else found
     arguments["packed_sequence"] = UNPACKED if packed is None else packed
@@ -54,9 +60,9 @@ def keep_padding(packed: PackedSequence, arguments: dict[str, Any]) -> None:
         arguments["packed_sequence"] = UNPACKED
 
 
-def vision_given(arguments: dict[str, Any]) -> list[str]:
-    """Return which keywords of images or videos a call has."""
-    return [name for name in _VISION if arguments.get(name) is not None]
+def has_media(arguments: dict[str, Any]) -> bool:
+    """Whether a call has images, videos or audio, or features of them."""
+    return any(arguments.get(name) is not None for name in _MEDIA)
 
 
 @uncompiled
@@ -116,8 +122,9 @@ def read_arguments(
 def runs_here(module: Any, inputs: PackingInputs, arguments: dict[str, Any]) -> bool:
     """Whether rows of one document may run in the patched layers: nothing is wanted that only upstream gives.
 
-    That is: a cache, attention weights, attention that looks ahead, or images and their positions.  Upstream builds a cache by
-    default outside training; no loss needs one, and where rows of one document run here only `use_cache=True` builds one.
+    That is: a cache, attention weights, attention that looks ahead, or images whose tokens count like text, or came without
+    their ids.  Upstream builds a cache by default outside training; no loss needs one, and where rows of one document run
+    here only `use_cache=True` builds one.
 
     Args:
         module: see `enter`.
@@ -125,7 +132,8 @@ def runs_here(module: Any, inputs: PackingInputs, arguments: dict[str, Any]) -> 
         arguments: all of the forward's, by name.
     """
     config = module.config.get_text_config()
-    if vision_given(arguments):
+    positions = inputs.position_ids
+    if has_media(arguments) and (arguments.get("input_ids") is None if positions is None else is_text(positions)):
         return False
     use_cache, wants_weights = arguments.get("use_cache"), arguments.get("output_attentions")
     if use_cache is None:
@@ -135,7 +143,7 @@ def runs_here(module: Any, inputs: PackingInputs, arguments: dict[str, Any]) -> 
         return False
     wants_weights = getattr(config, "output_attentions", False) if wants_weights is None else wants_weights
     is_causal = arguments.get("is_causal", getattr(config, "is_causal", True))
-    return not wants_weights and is_causal is not False and is_text(inputs.position_ids)
+    return not wants_weights and is_causal is not False
 
 
 def _has_no_padding(mask: Any) -> bool:
@@ -190,11 +198,16 @@ def row_positions(position_ids: Tensor | None, packed: PackedSequence) -> Tensor
 
 
 def row_of_each(arguments: dict[str, Any], packed: PackedSequence) -> dict[str, Any]:
-    """Return the arguments with every tensor [B, S, ...] as its row [1, T, ...]: ids, embeddings, weights per token."""
-    return {
-        name: unpad(value, packed) if isinstance(value, Tensor) and value.shape[:2] == packed.batch_shape else value
-        for name, value in arguments.items()
-    }
+    """Return the arguments with every tensor [B, S, ...] as its row [1, T, ...]: ids, embeddings, weights per token.
+
+    What belongs to media stays, known by its name: its sizes may be those of the batch by chance.
+    """
+
+    def per_token(name: str, value: Any) -> bool:
+        ours = name not in _MEDIA and not name.startswith(_OF_MEDIA)
+        return ours and isinstance(value, Tensor) and value.shape[:2] == packed.batch_shape
+
+    return {name: unpad(value, packed) if per_token(name, value) else value for name, value in arguments.items()}
 
 
 def restore_layers(output: Any, packed: PackedSequence, *, count_all: bool = True) -> None:

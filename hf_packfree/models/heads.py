@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hf_packfree.models.attention import check_attention
 from hf_packfree.models.base import Replacement, stands_for
-from hf_packfree.models.entry import enter, keep_padding, restore_layers, row_of_each, row_positions, vision_given
+from hf_packfree.models.entry import enter, has_media, keep_padding, restore_layers, row_of_each, row_positions
 from hf_packfree.models.labels import IGNORED, are_left_pad_tokens, row_targets, shifted_labels, targets_on_padding
 from hf_packfree.models.state import state_of
 from hf_packfree.packing import PackedSequence, lazy_repad, repad, with_left_pad_tokens
@@ -120,10 +120,10 @@ class PackedHead(Head):
 
 
 def _is_whole_batch(arguments: dict[str, Any]) -> bool:
-    """Whether this is a batch of text alone, without a cache, that no module around has read yet."""
+    """Whether this is a batch without a cache that no module around has read yet."""
     one_input = (arguments.get("input_ids") is None) != (arguments.get("inputs_embeds") is None)
     fresh = arguments.get("past_key_values") is None and arguments.get("packed_sequence") is None
-    return one_input and fresh and not vision_given(arguments)
+    return one_input and fresh
 
 
 def _wants_all_logits(arguments: dict[str, Any]) -> bool:
@@ -156,9 +156,10 @@ def _row_arguments(
 ) -> dict[str, Any]:
     """Return upstream's arguments for the row; the mask, if any, is there for the experts' statistics."""
     row = row_of_each({name: value for name, value in given.items() if name != "attention_mask"}, packed)
+    numbered_inside = has_media(given) and given.get("position_ids") is None  # by the vision-language model
     row |= {
         "attention_mask": packed.is_real().long() if packed.padding_segments and packed.num_real_tokens else None,
-        "position_ids": row_positions(given.get("position_ids"), packed),
+        "position_ids": None if numbered_inside else row_positions(given.get("position_ids"), packed),
         "use_cache": False,
         "packed_sequence": packed,
         "return_dict": True,

@@ -1,4 +1,4 @@
-"""Qwen3.5, dense: text model, classification heads and the vision-language class fed text."""
+"""Qwen3.5, dense: text model, heads and the vision-language class."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Qwen3_5TextModel(PackedTrunk, upstream.Qwen3_5TextModel):
 
 @stands_for(upstream)
 class Qwen3_5Model(PackedVisionLanguage, upstream.Qwen3_5Model):
-    """Upstream's vision-language model, plus the record for text-only rows."""
+    """Upstream's vision-language model, plus the record, and positions per document."""
 
 
 @stands_for(upstream)

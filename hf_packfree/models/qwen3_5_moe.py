@@ -1,4 +1,4 @@
-"""Qwen3.5-MoE: text model, classification heads and the vision-language class fed text."""
+"""Qwen3.5-MoE: text model, heads and the vision-language class."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Qwen3_5MoeTextModel(PackedTrunk, upstream.Qwen3_5MoeTextModel):
 
 @stands_for(upstream)
 class Qwen3_5MoeModel(PackedVisionLanguage, upstream.Qwen3_5MoeModel):
-    """Upstream's vision-language model, plus the record for text-only rows."""
+    """Upstream's vision-language model, plus the record, and positions per document."""
 
 
 @stands_for(upstream)

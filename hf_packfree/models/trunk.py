@@ -10,7 +10,7 @@ from hf_packfree.errors import PatchConflict, UnsupportedInput
 from hf_packfree.models.attention import check_attention
 from hf_packfree.models.base import Replacement
 from hf_packfree.models.compat import masks_the_layers_ignore
-from hf_packfree.models.entry import enter, is_text, restore_layers, row_positions
+from hf_packfree.models.entry import enter, restore_layers, row_positions
 from hf_packfree.models.state import state_of
 from hf_packfree.packing import PackedSequence, is_indexed_mask, repad, unpad
 
@@ -87,11 +87,6 @@ def _check_packed_call(trunk: Any, packed: PackedSequence, arguments: dict[str, 
         raise UnsupportedInput(
             "found is_causal=False with a packed row; wanted causal attention, the only kind that packs exactly; pass the "
             "documents in rows of their own, padded"
-        )
-    if not is_text(arguments["position_ids"]):
-        raise UnsupportedInput(
-            "found image or video positions (mRoPE rows that differ) in a packed row; wanted text alone: packed rows "
-            "with images are not supported yet; pass such documents in rows of their own"
         )
     wants_weights = arguments.get("output_attentions", getattr(trunk.config, "output_attentions", False))
     if wants_weights and (packed.indices is not None or packed.batch_shape[0] > 1):

@@ -1,19 +1,31 @@
-"""The vision-language model around a text trunk: text-only rows pack, rows with images are refused by name."""
+"""The vision-language model around a text trunk: boundaries are read before features, positions are made per document."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import Tensor
 
-from hf_packfree.errors import UnsupportedInput
+from hf_packfree.errors import BoundaryError, UnsupportedInput
 from hf_packfree.models.base import Replacement
-from hf_packfree.models.entry import enter, vision_given
+from hf_packfree.models.entry import enter, is_text, restore_layers, row_of_each, row_positions
+from hf_packfree.models.mrope import RowMedia, media_of, packed_positions
 from hf_packfree.packing import PackedSequence, repad
+from hf_packfree.packing.media import media_offsets
+
+FEATURES = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
+"""The keyword of each kind of media."""
 
 
 class PackedVisionLanguage(Replacement):
     """Put in front of a family's vision-language model."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in ("get_image_features", "get_video_features", "get_audio_features"):
+            if PackedVisionLanguage in cls.__bases__ and hasattr(cls, name):
+                setattr(cls, name, _without_the_record(cls, name))
 
     def forward(
         self,
@@ -24,10 +36,13 @@ class PackedVisionLanguage(Replacement):
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run upstream's forward, with the record handed down when the batch is packed.
+        """Run upstream's forward; on the row [1, T] where the batch is packed, with the record handed down.
+
+        `rope_deltas`, which generation reads, stay as they are.
 
         Raises:
-            UnsupportedInput: a packed row came with images or videos.
+            BoundaryError: media and the placeholders of the documents do not agree.
+            UnsupportedInput: positions, or what they are made from, cannot be those of documents with media.
         """
         if input_ids is None and inputs_embeds is None:  # let upstream raise its own error
             return super().forward(**kwargs)
@@ -36,17 +51,105 @@ class PackedVisionLanguage(Replacement):
             "past_key_values": past_key_values, "inputs_embeds": inputs_embeds, **kwargs,
         }
         packed = enter(self.language_model, arguments)
-        if packed is not None:
-            _refuse_images(packed, arguments)
-            if position_ids is None:  # upstream would number the row as one document
-                arguments["position_ids"] = repad(packed.position_ids(), packed)
-        return super().forward(**arguments)
+        if packed is None:
+            return super().forward(**arguments)
+        packed = packed.for_shape((input_ids if input_ids is not None else inputs_embeds).shape[:2])  # type: ignore[union-attr]
+        output = super().forward(**packed_arguments(self, packed, arguments))
+        output.last_hidden_state = repad(output.last_hidden_state, packed)
+        restore_layers(output, packed)
+        as_dict = arguments.get("return_dict")
+        as_dict = getattr(self.config, "return_dict", True) if as_dict is None else as_dict
+        return output if as_dict else output.to_tuple()
 
 
-def _refuse_images(packed: PackedSequence, arguments: dict[str, Any]) -> None:
-    given = vision_given(arguments)
-    if given:
+def _without_the_record(cls: Any, name: str) -> Any:
+    """Return upstream's method, whose tower gets none of the text's record; generation reads the method's signature."""
+
+    @functools.wraps(getattr(cls, name))
+    def features(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("packed_sequence", None)
+        return getattr(super(cls, self), name)(*args, **kwargs)
+
+    return features
+
+
+def packed_arguments(source: Any, packed: PackedSequence, given: dict[str, Any]) -> dict[str, Any]:
+    """Return upstream's arguments for the row [1, T]; media stay as they are, in the order of their placeholders.
+
+    Args:
+        source: the module that has `get_rope_index`.
+        packed: the record, for the shape of `given`.
+        given: the arguments [B, S, ...] of the forward, by name.
+    """
+    row = row_of_each({name: value for name, value in given.items() if name != "attention_mask"}, packed)
+    row |= {
+        "attention_mask": None,
+        "position_ids": _positions(source, packed, given["position_ids"], row),
+        "past_key_values": None,
+        "use_cache": False,
+        "packed_sequence": packed,
+        "return_dict": True,
+    }
+    row.pop("cache_position", None)  # it counts tokens of the batch, not of the row
+    return row
+
+
+def _positions(source: Any, packed: PackedSequence, given: Tensor | None, row: dict[str, Any]) -> Tensor:
+    """Return [1, T] where every token counts one, else [3 or 4, 1, T]; media are counted on the way."""
+    media = RowMedia.from_arguments(row)
+    features = _features_given(row)
+    _check_features(source.config, packed, features, row)
+    if media.is_empty and not features:
+        return row_positions(given, packed)
+    _check_items(media, features)
+    ids = None if row.get("input_ids") is None else row["input_ids"].detach().to("cpu")
+    if given is None:
+        if ids is None:
+            raise UnsupportedInput(
+                f"found {' and '.join(features)} features with inputs_embeds and neither input_ids nor position_ids; wanted "
+                "one of them, because positions of media are made from the ids; pass position_ids of 4 rows"
+            )
+        return packed_positions(source, ids, packed.cu_seqlens_cpu, media).to(packed.seq_idx.device)
+    kinds = media_of(source, media)
+    if not packed.plain and is_text(given) and any(bool((kind.run_sizes() > 1).any()) for kind in kinds[:2]):
         raise UnsupportedInput(
-            f"found {', '.join(given)} with a row of {packed.num_segments} documents; wanted text alone, since packed rows "
-            "with images are not supported yet; pass documents with images in rows of their own"
+            f"found position_ids {list(given.shape)} that count every token, beside {' and '.join(features)} features; wanted "
+            "mRoPE positions, which such models were trained with; leave position_ids out beside cu_seq_lens_q or seq_idx, or "
+            "pass 4 rows: text positions that restart, then get_rope_index of each document"
         )
+    if ids is not None:
+        for kind in kinds:
+            media_offsets(ids[0], packed.cu_seqlens_cpu, kind)
+    return row_positions(given, packed)
+
+
+def _features_given(row: dict[str, Any]) -> list[str]:
+    outputs = row.get("mm_encoder_outputs") or {}
+    return [kind for kind, name in FEATURES.items() if row.get(name) is not None or outputs.get(kind) is not None]
+
+
+def _check_items(media: RowMedia, features: list[str]) -> None:
+    """Refuse features without the sizes of their items: nothing else says whose they are."""
+    sizes = {"image": media.image_grid_thw, "video": media.video_grid_thw, "audio": media.audio_lengths}
+    for kind in features:
+        if sizes[kind] is None:
+            wanted = "feature_attention_mask" if kind == "audio" else f"{kind}_grid_thw"
+            raise BoundaryError(
+                f"found {kind} features without {wanted}; wanted the sizes of their items, which say what belongs to which "
+                f"document; pass {wanted} too"
+            )
+
+
+def _check_features(config: Any, packed: PackedSequence, features: list[str], row: dict[str, Any]) -> None:
+    """Refuse placeholders in a packed row whose features did not come: upstream would run on the placeholders themselves."""
+    ids = row.get("input_ids")
+    missing = {kind: getattr(config, f"{kind}_token_id", None) for kind in FEATURES if kind not in features}
+    if packed.plain or ids is None:
+        return
+    for kind, token in missing.items():
+        found = 0 if token is None else int((ids == token).sum())
+        if found:
+            raise BoundaryError(
+                f"found {found} {kind} placeholders in a packed row without {FEATURES[kind]}; wanted the {kind}s' features "
+                "too; use hf_packfree.data.PackedVisionCollator: DataCollatorWithFlattening drops them"
+            )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_packfree.errors import BoundaryError, UnsupportedInput
+from hf_packfree.errors import BoundaryError
 
 BLOCKED = -1e4
 """An additive mask blocks a key at or below this value; 0 lets it through; anything between is a bias."""
@@ -132,7 +132,7 @@ def parse_position_ids(position_ids: Tensor, shape: tuple[int, int]) -> Boundary
         rows = position_ids.shape[0]
         if rows not in (3, 4):
             raise _wrong_shape("position_ids", position_ids, shape, "(B, S), (3, B, S) or (4, B, S)")
-        # positions of images or videos: see `refuse_packed_mrope`
+        # positions of images or videos: see `hf_packfree.packing.mrope`
         if rows == 3 and not bool((position_ids == position_ids[:1]).all()):
             return None
         text = position_ids[0]
@@ -161,23 +161,6 @@ def refuse_jumps(specs: Sequence[BoundarySpec], tokens: RealTokens) -> None:
             f"found position_ids that jump ahead within a padded row, by {int(growth[jumps[0]])} at row {row}, token {token}; "
             "wanted positions that grow by one within a document and restart with the next; pass seq_idx too, which marks "
             "where documents start"
-        )
-
-
-def refuse_packed_mrope(position_ids: Tensor, real: Tensor) -> None:
-    """Refuse three differing rows of mRoPE positions in which a second document starts.
-
-    Within a document the first row, time, never falls.  Where it falls among `real` tokens (bool [B, S]) a document starts,
-    but other documents may start without a fall.
-    """
-    if position_ids.ndim != 3 or position_ids.shape[0] != 3:
-        return
-    tokens = RealTokens.from_mask(real)
-    time = tokens.select(position_ids[0].detach().to("cpu").expand(real.shape))
-    if bool(((time.diff() < 0) & ~tokens.row_changes).any()):
-        raise UnsupportedInput(
-            "found image or video positions (mRoPE, three rows that differ) that fall within a row: several documents; "
-            "wanted text alone, since packed rows with images are not supported yet; pass one such document per row, padded"
         )
 
 

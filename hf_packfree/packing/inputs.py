@@ -21,9 +21,9 @@ from hf_packfree.packing.boundaries import (
     parse_position_ids,
     parse_seq_idx,
     refuse_jumps,
-    refuse_packed_mrope,
 )
 from hf_packfree.packing.fast_path import offsets_of_one_row, rows_of_mask
+from hf_packfree.packing.mrope import check_rows, refuse_packed_mrope
 from hf_packfree.packing.record import Integers, PackedSequence
 
 HF_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -121,18 +121,19 @@ def resolve_boundaries(
     if rows is not None:
         sizes, indices = rows
         return PackedSequence.from_lengths(sizes, device=device, batch_shape=shape, indices=indices, plain=True)
+    check_rows(inputs.position_ids)
     specs = _parse(inputs, shape, device)
     real = torch.ones(shape, dtype=torch.bool)
     for spec in specs:
         real = real if spec.real is None else real & spec.real
-    if inputs.position_ids is not None and not any(spec.name == "position_ids" for spec in specs):
-        refuse_packed_mrope(inputs.position_ids, real)
     tokens = RealTokens.from_mask(real)
     refuse_jumps(specs, tokens)
     drop_padding = drop_padding and _pads_row_ends(inputs, real)
     if tokens.indices.numel() == 0:
         return _nothing_but_padding(shape, device) if drop_padding else None
     starts, longest, padding = _agree(specs, tokens, same_token, is_padding)
+    if inputs.position_ids is not None and not any(spec.name == "position_ids" for spec in specs):
+        refuse_packed_mrope(inputs.position_ids, shape, tokens, starts)
     _check_max_length(inputs, longest)
     starts = _row_starts(tokens) if starts is None else starts
     lengths = _lengths(starts)

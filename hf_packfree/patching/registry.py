@@ -147,7 +147,7 @@ class Family:
 
 _TRUNK = "the batch is read here, if nothing around it did, and the record handed to every layer"
 _LAYER = "residual sums and norms, and the MLP, run as one kernel each"
-_VISION = "the row would be numbered as one document, and images in packed rows have to be refused"
+_VISION = "the row would be numbered as one document, and nothing would check which images belong to which document"
 _LEAKS = {
     "conv": "the convolution's window crosses document boundaries",
     "delta_rule": "the recurrent state crosses document boundaries",

@@ -1,0 +1,79 @@
+"""What mRoPE positions, three or four rows, can and cannot say of documents.
+
+Time, height and width of images cannot show all boundaries: only a first row of text positions, or another input format, can.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_packfree.errors import BoundaryConflict, BoundaryError, UnsupportedInput
+from hf_packfree.packing.boundaries import RealTokens
+
+_COUNTS_TO = {torch.float16: 2048, torch.bfloat16: 256}
+
+
+def check_rows(position_ids: Any) -> None:
+    """Refuse positions in half precision, and four rows whose first is not one of text positions.
+
+    Args:
+        position_ids: see `PackingInputs`.
+
+    Raises:
+        BoundaryError: they are one of these.
+    """
+    if not isinstance(position_ids, Tensor):
+        return
+    if position_ids.dtype in _COUNTS_TO:
+        raise BoundaryError(
+            f"found position_ids of {position_ids.dtype}, which counts to {_COUNTS_TO[position_ids.dtype]} only; wanted "
+            "integers, or torch.float32; keep them out of casts to the training dtype, or leave them to the model"
+        )
+    if position_ids.ndim != 3 or position_ids.shape[0] != 4:
+        return
+    text, time = position_ids[0], position_ids[1]
+    # the temporal row stands still in each image, as if documents of one token followed each other
+    stops, differ = text.diff() == 0, (position_ids[2:] != time).any(0)[:, 1:]
+    if bool((text == time).all() & (stops & differ).any()):
+        raise BoundaryError(
+            "found position_ids of 4 rows, the first of which is the temporal row of mRoPE again; wanted the text positions "
+            "there: 0, 1, 2 ... in each document; build them with torch.arange per document"
+        )
+
+
+def refuse_packed_mrope(position_ids: Tensor, shape: tuple[int, int], tokens: RealTokens, starts: Tensor | None) -> None:
+    """Refuse three differing rows of mRoPE positions in which a document starts that nothing else marks.
+
+    Within a document the first row, time, never falls.  Where it falls a document starts, but other documents may start
+    without a fall.
+
+    Args:
+        position_ids: [3, B or 1, S]; those of other shapes are not looked at.
+        shape: (B, S).
+        tokens: the real tokens.
+        starts: bool [M], where documents start by the other input formats; None when none separates documents.
+
+    Raises:
+        UnsupportedInput: no other format separates documents, and there are several in a row.
+        BoundaryConflict: time falls inside a document of another format.
+    """
+    if position_ids.ndim != 3 or position_ids.shape[0] != 3:
+        return
+    time = tokens.select(position_ids[0].detach().to("cpu").expand(shape))
+    falls = (time.diff() < 0) & ~tokens.row_changes
+    if starts is None and bool(falls.any()):
+        raise UnsupportedInput(
+            "found image or video positions (mRoPE, three rows that differ) that fall within a row: several documents, whose "
+            "boundaries they cannot show; wanted the boundaries too; put the text positions, which restart with each document, "
+            "in front as a fourth row, or pass cu_seq_lens_q or seq_idx beside them"
+        )
+    inside = (falls if starts is None else falls & ~starts[1:]).nonzero()
+    if inside.numel():
+        row, token = tokens.position_of(int(inside[0]) + 1)
+        raise BoundaryConflict(
+            f"found mRoPE position_ids that fall at row {row}, token {token}, inside a document by the other inputs; wanted "
+            "time that never falls in a document; build the positions of each document by itself"
+        )
