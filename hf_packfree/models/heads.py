@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from hf_packfree.models.attention import check_attention
 from hf_packfree.models.base import Replacement, stands_for
-from hf_packfree.models.entry import enter, has_media, keep_padding, restore_layers, row_of_each, row_positions
-from hf_packfree.models.labels import IGNORED, are_left_pad_tokens, row_targets, shifted_labels, targets_on_padding
+from hf_packfree.models.entry import UNPACKED, enter, has_media, keep_padding, restore_layers, row_of_each, row_positions
+from hf_packfree.models.labels import (
+    IGNORED, are_left_pad_tokens, kept_targets, row_targets, shifted_labels, targets_on_padding,
+)
 from hf_packfree.models.state import state_of
 from hf_packfree.packing import PackedSequence, lazy_repad, repad, with_left_pad_tokens
 
@@ -75,18 +77,37 @@ class PackedHead(Head):
         packed = enter(self, arguments, skip_padding=skip_padding)
         if packed is None:
             return upstream(**arguments)
-        if not all_logits:
-            return upstream(**arguments | {"attention_mask": _statistics_mask(packed)})
-        targets = None
-        if arguments.get("labels") is not None:
-            ignored = arguments.get("ignore_index", IGNORED)
-            shifted = shifted_labels(arguments)
-            kept = self._with_labelled_padding(shifted, packed, ignored)
-            if kept is None:
-                keep_padding(packed, arguments)
-                return upstream(**arguments)
-            packed, targets = kept, row_targets(shifted, kept, ignored)
-        return self._in_the_callers_shape(upstream(**_row_arguments(arguments, packed, targets)), packed, arguments)
+        packed, loss = self._loss_arguments(arguments, packed, all_logits)
+        if loss is None:
+            keep_padding(packed, arguments)
+            return upstream(**arguments)
+        output = upstream(**(_row_arguments if all_logits else _batch_arguments)(arguments, packed) | loss)
+        if all_logits:
+            self._restore_shape(output, packed)
+        if packed.num_real_tokens == 0:
+            _forget_losses(output)
+        as_dict = arguments.get("return_dict")
+        as_dict = getattr(self.config, "return_dict", True) if as_dict is None else as_dict
+        return output if as_dict else output.to_tuple()
+
+    def _loss_arguments(
+        self, given: dict[str, Any], packed: PackedSequence, all_logits: bool
+    ) -> tuple[PackedSequence, dict[str, Any] | None]:
+        """Return the record to run with, and what the loss is called with; None where the batch runs as upstream runs it."""
+        if given.get("labels") is None:
+            return packed, {}
+        ignored, kept = given.get("ignore_index", IGNORED), None
+        if all_logits:
+            shifted = shifted_labels(given, packed, torch.Size(packed.batch_shape))
+            kept = None if shifted is None else self._with_labelled_padding(shifted, packed, ignored)
+            targets = None if shifted is None or kept is None else row_targets(shifted, kept, ignored)
+        else:
+            targets = kept_targets(given, packed, ignored)
+        if targets is None:
+            return packed, None
+        items = given.get("num_items_in_batch")
+        counted = {} if items is None else {"num_items_in_batch": at_least_one(items)}
+        return kept or packed, targets | counted
 
     def _with_labelled_padding(self, shifted: Tensor, packed: PackedSequence, ignored: int) -> PackedSequence | None:
         """Return the record with the padding tokens that have labels, or None where all padding has to run for them."""
@@ -105,24 +126,17 @@ class PackedHead(Head):
         )
         return None
 
-    def _in_the_callers_shape(self, output: Any, packed: PackedSequence, given: dict[str, Any]) -> Any:
-        if packed.num_real_tokens == 0:  # nothing to learn, but every parameter has its gradient: zero
-            for name in ("loss", "aux_loss"):
-                if output.get(name) is not None:
-                    output[name] = output[name] * 0.0
+    def _restore_shape(self, output: Any, packed: PackedSequence) -> None:
         restore_layers(output, packed)
         lazy = state_of(self).padded == "lazy" and self.training and output.loss is not None
         dropped = packed.indices is not None and not torch.compiler.is_compiling()
         output.logits = (lazy_repad if lazy and dropped else repad)(output.logits, packed)
-        as_dict = given.get("return_dict")
-        as_dict = getattr(self.config, "return_dict", True) if as_dict is None else as_dict
-        return output if as_dict else output.to_tuple()
 
 
 def _is_whole_batch(arguments: dict[str, Any]) -> bool:
-    """Whether this is a batch without a cache that no module around has read yet."""
+    """Whether this is a batch without a cache whose documents the head has to know for its loss."""
     one_input = (arguments.get("input_ids") is None) != (arguments.get("inputs_embeds") is None)
-    fresh = arguments.get("past_key_values") is None and arguments.get("packed_sequence") is None
+    fresh = arguments.get("past_key_values") is None and arguments.get("packed_sequence") is not UNPACKED
     return one_input and fresh
 
 
@@ -131,10 +145,17 @@ def _wants_all_logits(arguments: dict[str, Any]) -> bool:
     return isinstance(kept, int) and kept == 0
 
 
-def _statistics_mask(packed: PackedSequence) -> Tensor | None:
-    """Return 0/1 [B, S] for upstream's count of the experts' tokens, or None where all are real; the trunk reads the record."""
-    partly = packed.indices is not None or packed.padding_segments
-    return repad(packed.is_real(), packed).long() if partly and packed.num_real_tokens else None
+def _batch_arguments(given: dict[str, Any], packed: PackedSequence) -> dict[str, Any]:
+    """Return upstream's arguments for the batch, of which the trunk makes a row; the mask is for the experts' statistics."""
+    partly = packed.num_real_tokens and (packed.indices is not None or packed.padding_segments)
+    return given | {"attention_mask": repad(packed.is_real(), packed).long() if partly else None, "return_dict": True}
+
+
+def _forget_losses(output: Any) -> None:
+    """Make losses over nothing zero, and every parameter's gradient, which all the same is there."""
+    for name in ("loss", "aux_loss"):
+        if output.get(name) is not None:
+            output[name] = output[name] * 0.0
 
 
 def _call_loss(function: Any, *args: Any, packed_sequence: Any = None, **kwargs: Any) -> Any:
@@ -151,24 +172,17 @@ def at_least_one(items: Any) -> Any:
     return items.clamp(min=1) if isinstance(items, Tensor) else max(items, 1)
 
 
-def _row_arguments(
-    given: dict[str, Any], packed: PackedSequence, targets: dict[str, Tensor] | None
-) -> dict[str, Any]:
+def _row_arguments(given: dict[str, Any], packed: PackedSequence) -> dict[str, Any]:
     """Return upstream's arguments for the row; the mask, if any, is there for the experts' statistics."""
     row = row_of_each({name: value for name, value in given.items() if name != "attention_mask"}, packed)
     numbered_inside = has_media(given) and given.get("position_ids") is None  # by the vision-language model
-    row |= {
+    return row | {
         "attention_mask": packed.is_real().long() if packed.padding_segments and packed.num_real_tokens else None,
         "position_ids": None if numbered_inside else row_positions(given.get("position_ids"), packed),
         "use_cache": False,
         "packed_sequence": packed,
         "return_dict": True,
     }
-    if targets is not None:
-        row |= {"labels": targets["labels"], "shift_labels": targets["shift_labels"]}
-        items = row.get("num_items_in_batch")
-        row["num_items_in_batch"] = targets["targets"] if items is None else at_least_one(items)
-    return row
 
 
 class _Classifier(Head):

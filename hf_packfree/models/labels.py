@@ -8,18 +8,41 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_packfree.packing import PackedSequence, uncompiled, unpad
+from hf_packfree.errors import UnsupportedInput
+from hf_packfree.packing import PackedSequence, repad, uncompiled, unpad
 
 IGNORED = -100
 """torch's and transformers' default `ignore_index`: no loss where a label has this value."""
 
 
-def shifted_labels(arguments: dict[str, Any]) -> Tensor:
-    """Return int64 [B, S]: what each token predicts, from `shift_labels` or else `labels`, as transformers' loss does."""
-    given: Tensor | None = arguments.get("shift_labels")
-    if given is not None:
-        return given
-    return F.pad(arguments["labels"], (0, 1), value=arguments.get("ignore_index", IGNORED))[..., 1:]
+def shifted_labels(arguments: dict[str, Any], packed: PackedSequence, shape: torch.Size) -> Tensor | None:
+    """Return what each token predicts, from `shift_labels` or else `labels`, as transformers' loss does.
+
+    Args:
+        arguments: of the head, with labels.
+        packed: the record of its batch.
+        shape: of the result: (B, S), or that of the tokens whose logits are kept.
+
+    Returns:
+        int64 of that shape; None where labels have another one, and rows of one document: upstream knows what they mean.
+
+    Raises:
+        UnsupportedInput: packed rows have labels of another shape.
+    """
+    name = "labels" if arguments.get("shift_labels") is None else "shift_labels"
+    given = arguments[name]
+    found = tuple(given.shape) if isinstance(given, Tensor) else f"type {type(given).__name__}"
+    if found not in (tuple(shape), (shape.numel(),)):
+        if packed.plain:
+            return None
+        raise UnsupportedInput(
+            f"found {name} of {'shape ' if isinstance(found, tuple) else ''}{found} for packed rows with logits of "
+            f"{tuple(shape)} tokens; wanted one for each of these tokens; cut or pad {name} as the tokens are"
+        )
+    labels: Tensor = given if packed.plain else given.reshape(shape)  # rows of one document are shifted as upstream has them
+    if name == "labels":
+        labels = F.pad(labels, (0, 1), value=arguments.get("ignore_index", IGNORED))[..., 1:]
+    return labels.reshape(shape)
 
 
 @uncompiled
@@ -33,14 +56,59 @@ def row_targets(shifted: Tensor, packed: PackedSequence, ignored: int) -> dict[s
     Returns:
         shift_labels: int64 [1, T]; `ignored` where the next token belongs to another document, and in padding segments.
         labels: int64 [1, T]; the same one token to the right, for a loss function that shifts by itself.
-        targets: int64 scalar, how many are left, 1 at least: a mean over none is 0 and not NaN.
+        num_items_in_batch: int64 scalar, how many are left, 1 at least: a mean over none is 0 and not NaN.
     """
     nothing = packed.cached(_predicts_nothing).to(shifted.device)
-    targets = unpad(shifted, packed).masked_fill(nothing, ignored)
+    return _for_the_loss(unpad(shifted, packed).masked_fill(nothing, ignored), ignored)
+
+
+@uncompiled
+def kept_targets(arguments: dict[str, Any], packed: PackedSequence, ignored: int) -> dict[str, Tensor] | None:
+    """Return the loss's arguments for the tokens whose logits are kept: what `row_targets` does for all of them.
+
+    transformers' loss takes the next kept token's label for a token's target, which may be another document's.
+
+    Args:
+        arguments: of the head, with labels and `logits_to_keep`.
+        packed: the record of its batch.
+        ignored: the label that means no loss.
+
+    Returns:
+        As `row_targets`, in the shape of the kept tokens; None where only upstream knows: see `shifted_labels`, and where
+        padding would have to predict.
+
+    Raises:
+        UnsupportedInput: see `shifted_labels`.
+    """
+    number = kept_tokens(repad(packed.seq_idx + 1, packed), arguments["logits_to_keep"])
+    targets = shifted_labels(arguments, packed, number.shape)
+    if targets is None:
+        return None
+    number = number.to(targets.device)
+    if packed.plain:
+        predicted = (targets != ignored) & (number == 0)
+        return None if packed.indices is not None and bool(predicted.any()) else _for_the_loss(targets, ignored)
+    nothing = kept_tokens(repad(packed.cached(_predicts_nothing), packed), arguments["logits_to_keep"]).to(targets.device)
+    if arguments.get("shift_labels") is None:
+        nothing = nothing | F.pad(number.diff() != 0, (0, 1), value=False)
+    return _for_the_loss(targets.masked_fill(nothing | (number == 0), ignored), ignored)
+
+
+def kept_tokens(batch: Tensor, keep: int | Tensor) -> Tensor:
+    """Return the tokens of a batch [B, S] that transformers' `logits_to_keep` keeps: [B, K], or [K] for a mask [B, S]."""
+    if isinstance(keep, int):
+        return batch[:, slice(-keep, None)]
+    keep = keep.to(batch.device)
+    if keep.ndim == 2:
+        return batch[keep] if keep.dtype == torch.bool else batch.take_along_dim(keep, 1)
+    return batch[:, keep]
+
+
+def _for_the_loss(targets: Tensor, ignored: int) -> dict[str, Tensor]:
     return {
-        "shift_labels": targets,
+        "shift_labels": targets.contiguous(),
         "labels": F.pad(targets, (1, 0), value=ignored)[..., :-1],
-        "targets": (targets != ignored).sum().clamp(min=1),
+        "num_items_in_batch": (targets != ignored).sum().clamp(min=1),
     }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_packfree.errors import PatchConflict, UnsupportedInput
+from hf_packfree.errors import CacheConflict, PatchConflict, UnsupportedInput
 from hf_packfree.models.attention import check_attention
 from hf_packfree.models.base import Replacement
 from hf_packfree.models.compat import masks_the_layers_ignore
@@ -81,6 +81,11 @@ class PackedTrunk(Replacement):
 
 
 def _check_packed_call(trunk: Any, packed: PackedSequence, arguments: dict[str, Any]) -> None:
+    if arguments["past_key_values"] is not None:
+        raise CacheConflict(
+            "found a PackedSequence together with past_key_values; wanted no cache, which can belong to one document only; "
+            "pass past_key_values=None"
+        )
     check_attention(trunk.config)
     check_mixers(trunk)
     if arguments.get("is_causal", getattr(trunk.config, "is_causal", True)) is False:

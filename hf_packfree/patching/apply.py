@@ -11,6 +11,7 @@ from torch import nn
 
 from hf_packfree.errors import PatchConflict
 from hf_packfree.models.state import PatchState
+from hf_packfree.models.subclassed import behind
 from hf_packfree.patching.backends import Choice, choose_backends, forced_backends
 from hf_packfree.patching.plan import op_sizes, plan_swaps
 from hf_packfree.patching.registry import family_of
@@ -155,15 +156,18 @@ def _swaps_in_force(model: nn.Module) -> list[ClassSwap]:
     originals = {after: before for before, after in family.pairs().items()} | heads
     ours = tuple(originals)
     modules: list[tuple[str, nn.Module]] = [(name, m) for name, m in model.named_modules() if isinstance(m, ours)]
+    steps: list[ClassSwap] = []
     for name, module in modules:
-        bypassed = "forward" in vars(module) and type(module) not in heads  # ours, held by a wrapper, knows it was removed
-        if type(module) not in originals or bypassed:
+        before = originals.get(type(module)) or behind(type(module))
+        bypassed = "forward" in vars(module) and not isinstance(module, tuple(heads))  # a wrapped head knows it was removed
+        if before is None or bypassed:
             raise PatchConflict(
                 f"found {name or 'the model itself'} wrapped since it was patched ({type(module).__name__}, or a forward "
                 "of its own instance); wanted our class on the outside; undo the wrapping first, or keep the patches, which "
                 "change nothing for unpacked rows"
             )
-    return [ClassSwap(name, module, originals[type(module)], type(module)) for name, module in modules]
+        steps.append(ClassSwap(name, module, before, type(module)))
+    return steps
 
 
 def _state_in_force(model: nn.Module, wanted: PatchState) -> PatchState:

@@ -20,7 +20,9 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from hf_packfree.errors import PatchConflict, UnsupportedModel
 from hf_packfree.patching.apply import Options, patch
 from hf_packfree.patching.backends import Choice
+from hf_packfree.patching.plan import head_swap, heads_left_alone
 from hf_packfree.patching.registry import FAMILIES
+from hf_packfree.patching.report import warn_of_heads
 from hf_packfree.patching.steps import ClassSwap, carry_out
 from hf_packfree.versions import CLASS_MAPPING_SINCE
 
@@ -139,17 +141,19 @@ def _trunk_loader(
 def _swap_around(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
     """Called by torch whenever a module takes in another: swap what is around a patched text model that it takes in.
 
-    That is the module, if it is a supported head, and the towers that it took in before.
+    That is the module, if it is a head that `head_swap` takes, and the towers that it took in before.
     """
-    family = next((row for row in FAMILIES if row.upstream == type(module).__module__), None)
+    homes = {base.__module__ for base in type(module).__mro__}
+    family = next((row for row in FAMILIES if row.upstream in homes), None)
     if family is None or submodule is None:
         return
     states = [vars(part)["packfree"] for part in submodule.modules() if "packfree" in vars(part)]
     if states:
-        around, towers = {module: family.head_pairs()}, family.tower_pairs(family.towers)
-        around |= {part: towers for part in module.modules() if part is not module}
-        swaps = [ClassSwap(name, part, type(part), pairs[type(part)]) for part, pairs in around.items() if type(part) in pairs]
-        carry_out(swaps, states[0])
+        towers, head = family.tower_pairs(family.towers), head_swap(module, family)
+        after = {part: towers[type(part)] for part in module.modules() if type(part) in towers}
+        after |= {} if head is None else {module: head}
+        carry_out([ClassSwap(name, part, type(part), cls) for part, cls in after.items()], states[0])
+        warn_of_heads(heads_left_alone(module, family))
 
 
 def _restore_upstream_names(mapping: dict[str, type[nn.Module]]) -> None:

@@ -9,9 +9,17 @@ from torch import nn
 
 from hf_packfree.errors import ContractError, PatchConflict, UnsupportedModel
 from hf_packfree.models.attention import check_attention
-from hf_packfree.models.base import contract_violations
+from hf_packfree.models.base import Replacement, contract_violations
+from hf_packfree.models.heads import PackedHead
+from hf_packfree.models.subclassed import in_front_of
 from hf_packfree.patching.registry import FAMILIES, Family, family_of
 from hf_packfree.patching.steps import ClassSwap
+
+
+_LEFT_ALONE = (
+    "it runs a forward of its own, whose loss knows no documents: the last token of one has to predict the next one's first, "
+    "unless that label is -100, as transformers' DataCollatorWithFlattening sets it; padding must have nothing to predict"
+)
 
 
 def plan_swaps(model: nn.Module) -> tuple[Family, list[ClassSwap]]:
@@ -32,7 +40,7 @@ def plan_swaps(model: nn.Module) -> tuple[Family, list[ClassSwap]]:
     pairs, optional = family.pairs(), family.optional_swaps()
     needed = {before: after for before, after in pairs.items() if before not in optional}
     _check_seams(model, needed)
-    steps = [*_steps(model, needed), *_optional_steps(model, optional)]
+    steps = [*_steps(model, needed), *_optional_steps(model, optional), *_head_steps(model, family)]
     for trunk in trunks(model, family):
         _check_mixers(trunk, family, pairs)
         _check_contracts(trunk, pairs)
@@ -77,10 +85,39 @@ def _steps(model: nn.Module, pairs: dict[type[nn.Module], type[nn.Module]]) -> I
 
 
 def _optional_steps(model: nn.Module, pairs: dict[type[nn.Module], type[nn.Module]]) -> Iterator[ClassSwap]:
-    """A head or layer of another class, or with a forward of its own instance, is left alone: the record reaches it too."""
+    """A layer of another class, or with a forward of its own instance, is left alone: the record reaches its mixers too."""
     for name, module in model.named_modules():
         if type(module) in pairs and "forward" not in vars(module):
             yield ClassSwap(name, module, type(module), pairs[type(module)])
+
+
+def _head_steps(model: nn.Module, family: Family) -> Iterator[ClassSwap]:
+    for name, module in model.named_modules():
+        if (after := head_swap(module, family)) is not None:
+            yield ClassSwap(name, module, type(module), after)
+
+
+def head_swap(module: nn.Module, family: Family) -> type[nn.Module] | None:
+    """Return the class that a head of upstream's, or of a subclass that leaves forward to it, gets; None for all else."""
+    pairs: dict[Any, Any] = family.head_pairs()
+    cls: Any = type(module)
+    before = next((base for base in cls.__mro__ if base in pairs), None)
+    if before is None or isinstance(module, Replacement) or "forward" in vars(module) or cls.forward is not before.forward:
+        return None
+    return pairs[before] if cls is before else in_front_of(pairs[before], cls)
+
+
+def heads_left_alone(model: nn.Module, family: Family) -> dict[str, str]:
+    """Return {class name: what to know} of language models' heads that run a forward of their own, of class or instance."""
+    pairs: dict[Any, Any] = family.head_pairs()
+    heads = tuple(before for before, ours in pairs.items() if issubclass(ours, PackedHead))
+    found = (module for module in model.modules() if isinstance(module, heads))
+    return {type(module).__name__: _LEFT_ALONE for module in found if _runs_another_forward(module)}
+
+
+def _runs_another_forward(module: Any) -> bool:
+    on_instance = "forward" in vars(module) and not hasattr(module, "_hf_hook")
+    return on_instance or not isinstance(module, Replacement)
 
 
 def _check_seams(model: nn.Module, pairs: dict[type[nn.Module], type[nn.Module]]) -> None:

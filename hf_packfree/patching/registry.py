@@ -113,19 +113,18 @@ class Family:
         return {self._upstream_of(getattr(ours, name)): getattr(ours, name) for name in self.swaps}
 
     def head_pairs(self) -> dict[type[nn.Module], type[nn.Module]]:
-        """Return {upstream's class: ours} of the heads, which are swapped where nothing wraps them."""
+        """Return {upstream's class: ours} of the heads, which are swapped where no other forward runs; see `head_swap`."""
         heads = getattr(import_module(self.replacement), "HEADS", {})
         return {self._upstream_of(ours): ours for ours in heads.values()}
 
     def optional_swaps(self) -> dict[type[nn.Module], type[nn.Module]]:
         """Return {upstream's class: ours} of what is left alone where something wraps it: packed rows are exact all the same.
 
-        Those are the heads, towers that are exact as they are, and decoder layers in releases whose own layers hand the record
-        on.
+        Those are towers that are exact as they are, and decoder layers in releases whose own layers hand the record on.
         """
         layers = {before: ours for before, ours in self.pairs().items() if before.__name__ in self.layers}
         towers = self.tower_pairs([tower for tower in self.towers if tower.optional])
-        return self.head_pairs() | towers | ({} if compat.LAYERS_DROP_KEYWORDS else layers)
+        return towers | ({} if compat.LAYERS_DROP_KEYWORDS else layers)
 
     def tower_pairs(self, towers: Sequence[Tower]) -> dict[type[nn.Module], type[nn.Module]]:
         """Return {upstream's class: ours} of these towers and their attention."""

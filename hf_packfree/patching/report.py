@@ -18,7 +18,7 @@ from hf_packfree.models.state import Kernels, PatchState
 from hf_packfree.ops.backend import Fault, installed
 from hf_packfree.patching.backends import OPS
 from hf_packfree.patching.exactness import why_rounding
-from hf_packfree.patching.plan import ops_of, tower_attention_of
+from hf_packfree.patching.plan import heads_left_alone, ops_of, tower_attention_of
 from hf_packfree.patching.registry import Family, family_of
 
 logger = logging.getLogger("hf_packfree")
@@ -50,6 +50,7 @@ class PatchReport:
         attention: the attention implementation the model was loaded with.
         versions: {package: installed version, or None}.
         inexact: {operation: backend} of forced backends whose results for a document depend on its row.
+        left_alone: {class name of a head that runs a forward of its own: what its loss then needs}.
         rounding: why a document gets, where the model is now, what it gets alone only up to rounding; None: bit for bit in
             the layers' forward pass, as `tests/gpu` checks it.
     """
@@ -66,6 +67,7 @@ class PatchReport:
     attention: str | None
     versions: dict[str, str | None]
     inexact: dict[str, str]
+    left_alone: dict[str, str]
     rounding: str | None
 
     def as_dict(self) -> dict[str, Any]:
@@ -90,6 +92,7 @@ class PatchReport:
         runs = ", ".join(f"{op}: {self._with_version(op, name)}" for op, name in self.implementations.items())
         rest = f"unpacked rows run {self.unpacked}, padded rows {self.padded}"
         said = f"{self.model} is patched: swapped {swapped}; packed rows run {runs}; {self._exactness()}; {rest}"
+        said = "\n".join((said, *(f"  {name}: {reason}" for name, reason in self.left_alone.items())))
         return "\n".join((said, *(f"  on this machine's GPUs, {op}: {reason}" for op, reason in self.why.items())))
 
     def _exactness(self) -> str:
@@ -126,6 +129,7 @@ def patch_report(model: nn.Module) -> PatchReport:
         attention=loaded,
         versions=_versions(state, loaded),
         inexact={} if state is None else _inexact(state),
+        left_alone=heads_left_alone(model, family) if family and patched else {},
         rounding=_rounding(model, family, state, runs) if family and patched and state else "it is not patched",
     )
 
@@ -201,6 +205,7 @@ def announce(model: nn.Module, state: PatchState) -> None:
     logger.info("%s", report)
     if state.batch_invariant and report.rounding is not None:
         logger.warning("batch_invariant=True is not promised here: %s", report.rounding)
+    warn_of_heads(report.left_alone)
     slow = _slow(state, report.why)
     for op, reason in slow.items():
         logger.warning("%s runs in PyTorch eager on this GPU, which is slow: %s", op, reason)
@@ -218,6 +223,12 @@ def announce(model: nn.Module, state: PatchState) -> None:
             f"({compiling}); prewarm(model) does that ahead, and TILELANG_CACHE_DIR and TRITON_CACHE_DIR name the folders that "
             "keep it"
         )
+
+
+def warn_of_heads(left_alone: dict[str, str]) -> None:
+    """Warn of heads that are not swapped, once per process and class name."""
+    for name, reason in left_alone.items():
+        warn_once(f"{name} is left alone: {reason}")
 
 
 @cache

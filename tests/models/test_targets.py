@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from hf_packfree import apply_patches
-from tests.input_formats import row_batch
+from hf_packfree import PackedSequence, apply_patches
+from hf_packfree.errors import CacheConflict, UnsupportedInput
+from tests.input_formats import row_batch, rows_batch
 from tests.models.padded import IGNORED, padded_batch, step, worst_gradient
 from tests.models.test_heads import LENGTHS, MOE, with_tail
 from tests.models.test_padded import LOSS_TOL
-from tests.support import GRADIENT_TOL, tiny
+from tests.support import GRADIENT_TOL, gradients, tiny
 
 IDS = torch.randint(2, 128, (3, 9), generator=torch.Generator().manual_seed(0))
 SHIFTED = torch.randint(2, 128, (3, 9), generator=torch.Generator().manual_seed(1))
@@ -108,3 +109,142 @@ def test_experts_statistics_leave_padding_out_whatever_logits_are_kept(family, i
     wanted = model(**without, output_router_logits=True).aux_loss
     found = model(**with_, output_router_logits=True, logits_to_keep=keep).aux_loss
     assert abs(found.item() / wanted.item() - 1) <= LOSS_TOL
+
+
+def keeping(shape):
+    """{name: (logits_to_keep, what it keeps of a batch [B, S])}; across document edges, with gaps, and a token twice."""
+    rows, tokens = shape
+    some = torch.tensor([tokens - 1, 0, 3, 4, 5, 6, 7, tokens - 2, tokens - 1])
+    each = torch.stack([some.roll(row) for row in range(rows)])
+    every = torch.arange(rows * tokens).view(shape) % 3 != 1
+    return {
+        "last": (70, lambda batch: batch[:, -70:]),
+        "all but the first": (-3, lambda batch: batch[:, 3:]),
+        "more than there are": (tokens + 5, lambda batch: batch),
+        "places": (some, lambda batch: batch[:, some]),
+        "a mask of places": (every[0], lambda batch: batch[:, every[0]]),
+        "places of each row": (each, lambda batch: batch.gather(1, each)),
+        "a mask": (every, lambda batch: batch[every]),
+    }
+
+
+def loss_alone(model, batch, labels, kept):
+    """The mean loss over kept tokens, of documents each in a forward of its own, and its gradients: a kept token's target is
+    the next kept token's label, where that is of the same document.
+    """
+    model.zero_grad(set_to_none=True)
+    numbers = torch.full(labels.shape, -1)
+    logits = torch.zeros(*labels.shape, 128)
+    for number, ((row, places), document) in enumerate(zip(batch.places, batch.documents)):
+        numbers[row, places] = number
+        logits = logits.index_put((torch.tensor(row), places), model(input_ids=document[None], use_cache=False).logits[0])
+    numbers, targets = kept(numbers), F.pad(kept(labels), (0, 1), value=IGNORED)[..., 1:]
+    follows = numbers == F.pad(numbers, (0, 1), value=-1)[..., 1:]
+    kept_logits = torch.stack([kept(part) for part in logits.unbind(-1)], -1)
+    loss = F.cross_entropy(kept_logits[follows & (numbers >= 0)], targets[follows & (numbers >= 0)])
+    loss.backward()
+    return loss.item(), gradients(model), F.cross_entropy(kept_logits[numbers >= 0], targets[numbers >= 0]).item()
+
+
+NEW_FORMS = ("places of each row", "a mask")
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("form", keeping((1, 332)))
+@pytest.mark.parametrize("input_format", ["positions", "block_mask", "indexed", "indexed_left", "seq_idx of rows"])
+def test_kept_tokens_predict_none_of_another_document(input_format, form):
+    one_row = input_format in ("positions", "block_mask")
+    batch = row_batch(input_format, LENGTHS) if one_row else rows_batch(input_format.removesuffix(" of rows"))
+    labels = torch.full_like(batch.inputs["input_ids"], IGNORED)
+    for (row, places), document in zip(batch.places, batch.documents):
+        labels[row, places] = document
+    keep, kept = keeping(labels.shape)[form]
+    model = tiny()
+    if form in NEW_FORMS and not takes_places_of_each_row(model):
+        pytest.skip("this release keeps the same places of every row")
+    wanted, wanted_grads, leaking = loss_alone(model, batch, labels, kept)
+    found, grads = step(apply_patches(model), {**batch.inputs, "labels": kept(labels), "logits_to_keep": keep})
+    assert found.logits.shape == (*kept(labels).shape, 128)
+    assert abs(found.loss.item() / wanted - 1) <= LOSS_TOL and worst_gradient(grads, wanted_grads) <= GRADIENT_TOL
+    assert abs(leaking / wanted - 1) > 10 * LOSS_TOL, "the control: document edges do not show"
+
+
+def takes_places_of_each_row(model):
+    places = torch.tensor([[0], [1], [2]])
+    return model(input_ids=IDS, logits_to_keep=places, use_cache=False).logits.shape == (3, 1, 128)
+
+
+@pytest.mark.parametrize("side", ["right", "left", "both"])
+@pytest.mark.parametrize("options", [{}, {"unpacked": "native"}], ids=str)
+def test_kept_tokens_of_padded_rows_are_upstreams(side, options):
+    """Labels that padding predicts among them, of first tokens of left-padded rows."""
+    batch, model = padded_batch(side), tiny()
+    batch |= {"labels": batch["labels"][:, -30:], "logits_to_keep": 30}
+    wanted, wanted_grads = step(model, batch)
+    found, grads = step(apply_patches(model, **options), batch)
+    assert abs(found.loss.item() / wanted.loss.item() - 1) <= LOSS_TOL and worst_gradient(grads, wanted_grads) <= GRADIENT_TOL
+
+
+@pytest.mark.parametrize("nothing", ["to learn", "but padding"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_kept_tokens_with_nothing_to_learn_have_zero_loss(nothing, family):
+    model, more = apply_patches(tiny(family)), {"output_router_logits": True} if family != "qwen3_5" else {}
+    model.router_aux_loss_coef = 0.0
+    words = {"to learn": {"position_ids": torch.arange(9)[None] % 4}, "but padding": {"attention_mask": torch.zeros_like(IDS)}}
+    labels = torch.full((3, 4), IGNORED)
+    output, grads = step(model, {"input_ids": IDS, "labels": labels, "logits_to_keep": 4, **words[nothing], **more})
+    assert output.loss.item() == 0 and all((grad == 0).all() for grad in grads.values())
+    assert nothing == "to learn" or not more or output.aux_loss.item() == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"unpacked": "native"}], ids=str)
+@pytest.mark.parametrize("rows", ["packed", "padded", "full"])
+def test_labels_in_one_dimension_are_those_in_two(rows, options):
+    model = tiny()
+    mask = (torch.arange(9) < 6).long()[None]
+    words = {"packed": {"position_ids": torch.arange(9)[None] % 4}, "full": {}, "padded": {"attention_mask": mask}}
+    batch = {"input_ids": IDS[:1], **words[rows]}
+    labels = IDS[:1].masked_fill(batch.get("attention_mask", torch.ones(1, 9)) == 0, IGNORED)
+    wanted = None if rows == "packed" else step(model, {**batch, "labels": labels[0]})
+    apply_patches(model, **options)
+    wanted = wanted or step(model, {**batch, "labels": labels})
+    for given in ({"labels": labels[0]}, {"labels": labels[0], "shift_labels": F.pad(labels[0], (0, 1), value=IGNORED)[1:]}):
+        found, grads = step(model, {**batch, **given})
+        assert abs(found.loss.item() / wanted[0].loss.item() - 1) <= LOSS_TOL
+        assert worst_gradient(grads, wanted[1]) <= GRADIENT_TOL
+
+
+def test_flat_labels_of_several_packed_rows_stop_at_row_ends():
+    model, batch = apply_patches(tiny()), {"input_ids": IDS, "position_ids": torch.arange(9)[None].expand(3, -1) % 4}
+    wanted = step(model, {**batch, "labels": IDS})[0].loss
+    assert torch.equal(step(model, {**batch, "labels": IDS.flatten()})[0].loss, wanted)
+
+
+@pytest.mark.parametrize("name", ["labels", "shift_labels"])
+@pytest.mark.parametrize(("labels", "keep"), [(IDS[:1, :5], 0), (IDS[0, :5], 0), (IDS[:1], 4), (IDS[:2], 0), (5, 0)])
+def test_labels_of_another_size_are_refused_in_packed_rows(name, labels, keep):
+    batch = {"input_ids": IDS[:1], "position_ids": torch.arange(9)[None] % 4, "labels": IDS[:1], "logits_to_keep": keep}
+    with pytest.raises(UnsupportedInput, match=f"found {name} of .*; wanted one for each of these tokens"):
+        apply_patches(tiny())(**batch | {name: labels})
+
+
+@pytest.mark.parametrize("options", [{}, {"unpacked": "native"}], ids=str)
+@pytest.mark.parametrize("words", [{}, {"attention_mask": torch.ones(3, 9).tril(6).long()}], ids=["full", "padded"])
+def test_labels_that_only_a_loss_of_the_callers_understands(words, options):
+    """One per row, say: no shifting, and all padding runs, as without patches."""
+    model = tiny()
+    model.loss_function = lambda logits, labels, vocab_size, **kwargs: (logits[:, -1].sum(-1) - labels).square().mean()
+    batch = {"input_ids": IDS, "labels": torch.tensor([1.0, 2.0, 3.0]), **words}
+    wanted = step(model, batch)[0].loss
+    assert torch.equal(step(apply_patches(model, **options), batch)[0].loss, wanted)
+
+
+def test_a_record_from_the_caller_is_read_for_the_loss():
+    model, batch = apply_patches(tiny()), {"input_ids": IDS[:1], "labels": IDS[:1], "use_cache": False}
+    wanted = step(model, {**batch, "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])})[0]
+    record = PackedSequence.from_lengths([4, 5])
+    found = step(model, {**batch, "packed_sequence": record})[0]
+    assert torch.equal(found.loss, wanted.loss) and torch.equal(found.logits, wanted.logits)
+    cache = model(input_ids=IDS[:1], use_cache=True).past_key_values
+    with pytest.raises(CacheConflict, match="found a PackedSequence together with past_key_values"):
+        model(input_ids=IDS[:1], packed_sequence=record, past_key_values=cache)
