@@ -18,6 +18,8 @@ from transformers import (
 )
 from transformers.video_utils import VideoMetadata
 
+from tests.vision import IMAGE
+
 try:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil as ImageProcessor
 except ImportError:
@@ -29,7 +31,8 @@ NAMED = {
     "audio_token": "<|audio_pad|>", "vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>",
     "audio_bos_token": "<|audio_start|>", "audio_eos_token": "<|audio_end|>",
 }
-SPECIAL = [*NAMED.values(), "<|im_start|>", "<|im_end|>"]
+VISION = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
+SPECIAL = [*(token for token in NAMED.values() if token not in VISION), "<|im_start|>", "<|im_end|>"]
 TIMES = [f"<{tenths / 10:.1f}" for tenths in range(60)]
 WORDS = ["<unk>", "user", "assistant", "seconds>", *TIMES, *"abcdefghijklmnopqrstuvwxyz"]
 TEMPLATE = """{%%- for message in messages -%%}
@@ -85,12 +88,14 @@ class TinyOmni(WithoutTorchvision, Qwen3OmniMoeProcessor):
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One word per token."""
+    """One word per token; the ids of media are those of `tests.vision.tiny_vision`."""
     words = {word: number for number, word in enumerate([*SPECIAL, *WORDS])}
+    unused = {f"unused{number}": number for number in range(len(words), IMAGE)}
+    words |= unused | {word: number for number, word in enumerate(VISION, IMAGE)}
     plain = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     made = PreTrainedTokenizerFast(tokenizer_object=plain, **{name: NAMED[name] for name in ("pad_token", "eos_token")})
-    made.add_special_tokens({"additional_special_tokens": SPECIAL[2:]})
+    made.add_special_tokens({"additional_special_tokens": [*SPECIAL[2:], *VISION]})
     return made
 
 
