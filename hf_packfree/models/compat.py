@@ -25,6 +25,9 @@ MISREADS_IMAGES_WITHOUT_MASK = RELEASE < Version("5.4.0")
 LAYERS_DROP_KEYWORDS = RELEASE < Version("5.9.0")
 """Upstream's decoder layers hand no keywords to a linear mixer: one that cannot be swapped would lose the record."""
 
+AUDIO_IGNORES_WINDOWS = RELEASE < Version("5.9.0")
+"""Audio towers' sdpa and eager attention reads no offsets: audios of one call attend to each other, and beyond windows."""
+
 MASKS_ARE_TENSORS = RELEASE < Version("5.13.0")
 """The text model takes one mask tensor and cannot be handed the layers' masks as a dict."""
 
