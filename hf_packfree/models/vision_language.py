@@ -11,11 +11,14 @@ from hf_packfree.errors import BoundaryError, UnsupportedInput
 from hf_packfree.models.base import Replacement
 from hf_packfree.models.entry import enter, is_text, restore_layers, row_of_each, row_positions
 from hf_packfree.models.mrope import RowMedia, media_of, packed_positions
+from hf_packfree.models.vision_attention import mark_packed
 from hf_packfree.packing import PackedSequence, repad
 from hf_packfree.packing.media import media_offsets
 
 FEATURES = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
 """The keyword of each kind of media."""
+GRIDS = ("image_grid_thw", "video_grid_thw")
+"""The keywords of images' and videos' sizes."""
 
 
 class PackedVisionLanguage(Replacement):
@@ -90,6 +93,7 @@ def packed_arguments(source: Any, packed: PackedSequence, given: dict[str, Any])
         "packed_sequence": packed,
         "return_dict": True,
     }
+    row |= {name: mark_packed(row[name]) for name in GRIDS if row.get(name) is not None}
     row.pop("cache_position", None)  # it counts tokens of the batch, not of the row
     return row
 

@@ -13,6 +13,7 @@ from hf_packfree.models.base import stands_for
 from hf_packfree.models.state import PatchState
 from tests.support import CONTROL, GRADIENT_TOL, LOGIT_TOL, relative_rms
 
+pytestmark = pytest.mark.compat
 MEL = 16
 LENGTHS = (330, 60, 100, 30, 30, 199, 1, 99)
 """Frames; 100 are a chunk, of 13 tokens."""

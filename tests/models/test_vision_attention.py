@@ -13,7 +13,11 @@ from hf_packfree.errors import BackendUnavailable
 from hf_packfree.models import vision_attention
 from hf_packfree.models.vision_attention import mark_packed
 from hf_packfree.ops.attention import torch_native
+from hf_packfree.patching.loading import monkey_patching
 from tests.support import GRADIENT_TOL, LOGIT_TOL, by_family, relative_rms
+from tests.vision import documents, packed_batch, padded_batch, tiny_vision, token_types
+
+pytestmark = pytest.mark.compat
 
 NAMES = {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}
 GRIDS = torch.tensor([[1, 4, 6], [1, 4, 4], [1, 2, 8], [3, 4, 4], [1, 2, 2]])
@@ -110,7 +114,10 @@ def counted(monkeypatch):
     return counts
 
 
-@pytest.mark.parametrize("door", ["apply", "register"])
+LATER = pytest.mark.skipif(monkey_patching is None, reason="this transformers patches nothing at load time")
+
+
+@pytest.mark.parametrize("door", ["apply", pytest.param("register", marks=LATER)])
 @pytest.mark.parametrize("family", NAMES)
 def test_packed_images_are_what_they_are_alone(family, door):
     wanted = alone(vision_language(family), pixels())
@@ -152,6 +159,23 @@ def test_lengths_are_read_once_a_forward_and_neighbours_of_one_size_are_one_call
     times = 1 if use_reentrant is None else 2
     assert counted == {"reads": 1, "calls": times * 3 * len(RUNS)}
     assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("form", ["4 rows", "offsets, types", "padded", "of one row"])
+def test_the_model_tells_its_tower_that_a_batch_is_packed(form, monkeypatch):
+    """Images and videos are a call of the tower each, of two blocks; a batch that is upstream's reads nothing."""
+    model = apply_patches(tiny_vision("qwen3_5"))
+    given = documents(model.model)[1:8]
+    if form == "of one row":
+        batch = packed_batch("4 rows", given[-1:], model.model)
+        del batch.inputs["position_ids"]
+        batch.inputs["mm_token_type_ids"] = token_types(batch.inputs["input_ids"])
+    else:
+        batch = padded_batch("right", given) if form == "padded" else packed_batch(form, given, model.model)
+    read, seen = vision_attention.segments_of, []
+    monkeypatch.setattr(vision_attention, "segments_of", lambda offsets: seen.append(offsets) or read(offsets))
+    batch.call(model)
+    assert (len(seen), len({id(offsets) for offsets in seen})) == ((0, 0) if form == "of one row" else (4, 2))
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
