@@ -55,9 +55,10 @@ class Streamed(torch.utils.data.IterableDataset):
 def train(folder, dataset, collator, *, patch=True, **settings):
     """Train, and return every step's gradients."""
     keep = KeepGradients()
+    settings = {"max_steps": STEPS, "remove_unused_columns": False, "per_device_train_batch_size": SIZE} | settings
     trainer = Trainer(
         model=tiny_vision("qwen3_5"),
-        args=arguments(folder, max_steps=STEPS, remove_unused_columns=False, **{"per_device_train_batch_size": SIZE} | settings),
+        args=arguments(folder, **settings),
         train_dataset=dataset,
         data_collator=collator,
         callbacks=[keep, *([PackFreeCallback(verify_first_batch=True)] if patch else [])],
@@ -84,7 +85,9 @@ def joined(collator, step):
     return {name: value for name, value in row.items() if name == "labels" or not name.startswith(("cu_", "max_", "pos"))}
 
 
-STREAM = "works with `accelerator_config={\"dispatch_batches\": False}`; accelerate would cut the row's offsets otherwise: refused"
+STREAM = (
+    "works with `accelerator_config={\"dispatch_batches\": False}`; accelerate would cut the row's offsets otherwise: refused"
+)
 
 
 @integration("Trainer", "`PackedVisionCollator`: a stream", STREAM)
