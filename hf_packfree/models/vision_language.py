@@ -10,6 +10,7 @@ from torch import Tensor
 from hf_packfree.errors import BoundaryError, UnsupportedInput
 from hf_packfree.models.base import Replacement
 from hf_packfree.models.entry import enter, is_text, restore_layers, row_of_each, row_positions
+from hf_packfree.models.idle_tower import run_beside_idle_tower
 from hf_packfree.models.mrope import RowMedia, media_of, packed_positions
 from hf_packfree.models.vision_attention import mark_packed
 from hf_packfree.packing import PackedSequence, repad
@@ -55,9 +56,9 @@ class PackedVisionLanguage(Replacement):
         }
         packed = enter(self.language_model, arguments)
         if packed is None:
-            return super().forward(**arguments)
+            return run_beside_idle_tower(self, super().forward, arguments)
         packed = packed.for_shape((input_ids if input_ids is not None else inputs_embeds).shape[:2])  # type: ignore[union-attr]
-        output = super().forward(**packed_arguments(self, packed, arguments))
+        output = run_beside_idle_tower(self, super().forward, packed_arguments(self, packed, arguments))
         output.last_hidden_state = repad(output.last_hidden_state, packed)
         restore_layers(output, packed)
         as_dict = arguments.get("return_dict")
