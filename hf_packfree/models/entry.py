@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_packfree.errors import BoundaryError, CacheConflict
+from hf_packfree.errors import BoundaryError, CacheConflict, UnsupportedInput
 from hf_packfree.models import compat
 from hf_packfree.models.state import state_of
 from hf_packfree.packing import PackedSequence, PackingInputs, repad, resolve_boundaries, uncompiled, unpad
@@ -48,6 +49,7 @@ def enter(module: Any, arguments: dict[str, Any], *, skip_padding: bool = True) 
         found = read_arguments(
             inputs, ids, embeds, cache, config=module.config, unpacked=ours and (misread or state.runs_unpacked),
             skip_padding=skip_padding and ours and state.padded != "upstream",
+            generates=_generates(module, arguments),
         )
     packed: PackedSequence | None = None if found is UNPACKED else found
     arguments["packed_sequence"] = UNPACKED if packed is None else packed
@@ -65,6 +67,17 @@ def has_media(arguments: dict[str, Any]) -> bool:
     return any(arguments.get(name) is not None for name in _MEDIA)
 
 
+def wants_all_logits(arguments: dict[str, Any]) -> bool:
+    """Whether a head's call asks for the logits of every token."""
+    kept = arguments.get("logits_to_keep", 0)
+    return isinstance(kept, int) and kept == 0
+
+
+def _generates(module: Any, arguments: dict[str, Any]) -> bool:
+    """Whether a call can be generation's: outside training and without labels, for some logits alone."""
+    return not wants_all_logits(arguments) and not module.training and arguments.get("labels") is None
+
+
 @uncompiled
 def read_arguments(
     inputs: PackingInputs,
@@ -75,6 +88,7 @@ def read_arguments(
     config: Any,
     skip_padding: bool = False,
     unpacked: bool = False,
+    generates: bool = False,
 ) -> PackedSequence | None:
     """Build the record of one forward, or return None where upstream is exact as it is.
 
@@ -85,9 +99,10 @@ def read_arguments(
         config: of the model, which names the token that pads.
         skip_padding: build a record for padded rows of one document too, see `runs_here`.
         unpacked: build one for rows of one document without padding too.
+        generates: the call may be a step of generation without a cache, see `resolve_boundaries`.
 
     Raises:
-        BoundaryError, BoundaryConflict: see `resolve_boundaries`.
+        BoundaryError, BoundaryConflict, UnsupportedInput: see `resolve_boundaries`.
         CacheConflict: several documents together with a cache.
     """
     tokens = input_ids if input_ids is not None else inputs_embeds
@@ -96,12 +111,16 @@ def read_arguments(
     seen = past_key_values.get_seq_length() if past_key_values is not None else 0
     if seen and shape[1] == 1 and not inputs.named:
         return None  # decoding one token a row: nothing to read, nothing to wait for
-    if seen and isinstance(inputs.attention_mask, Tensor) and inputs.attention_mask.shape[-1] != shape[1]:
-        inputs = PackingInputs(inputs.position_ids, _current(inputs.attention_mask, shape[1]), *_named(inputs))
+    cached = past_key_values is not None and not inputs.named
+    if cached:
+        inputs = replace(inputs, attention_mask=_current(inputs.attention_mask, shape[1]))
     misread = compat.MISREADS_PADDING_OF_ONE_ROW and shape[0] == 1 and past_key_values is None
     pad = getattr(config.get_text_config(), "pad_token_id", None)
     drop, same, is_padding = misread or skip_padding, _same_token(tokens), _is_token(input_ids, pad)
-    packed = resolve_boundaries(inputs, shape, tokens.device, same, drop_padding=drop, is_padding=is_padding)
+    packed = resolve_boundaries(
+        inputs, shape, tokens.device, same,
+        drop_padding=drop, cached=cached, generates=generates or cached, is_padding=is_padding,
+    )
     if packed is None and unpacked and _has_no_padding(inputs.attention_mask) and shape[0] * shape[1] > 0:
         packed = PackedSequence.from_lengths([shape[1]] * shape[0], device=tokens.device, batch_shape=shape, plain=True)
     if packed is None:
@@ -111,10 +130,10 @@ def read_arguments(
             f"found a row of {packed.num_segments} documents together with past_key_values holding {seen} tokens; "
             "wanted no cache, which can belong to one document only; pass past_key_values=None, or one document at a time"
         )
-    if inputs.attention_mask is not None and not isinstance(inputs.attention_mask, Tensor):
+    if inputs.attention_mask is not None and not isinstance(inputs.attention_mask, (Tensor, Mapping)):
         raise BoundaryError(
             f"found a prepared attention_mask of type {type(inputs.attention_mask).__name__} beside packed rows; wanted "
-            "None or a tensor; drop it, the document boundaries are enough"
+            "None, a tensor or a dict of tensors; drop it, the document boundaries are enough"
         )
     return packed
 
@@ -147,7 +166,9 @@ def runs_here(module: Any, inputs: PackingInputs, arguments: dict[str, Any]) -> 
 
 
 def _has_no_padding(mask: Any) -> bool:
-    """Whether a mask says no more than that: none, or a 2-D one without a zero."""
+    """Whether a mask says no more than that: none, a dict of none, or a 2-D one without a zero."""
+    if isinstance(mask, Mapping):
+        return all(_has_no_padding(one) for one in mask.values())
     return mask is None or (isinstance(mask, Tensor) and mask.ndim == 2 and bool((mask != 0).all()))
 
 
@@ -159,13 +180,18 @@ def is_text(position_ids: Tensor | None) -> bool:
     return bool((rows == rows[:1]).all())
 
 
-def _current(mask: Tensor, tokens: int) -> Tensor | None:
-    """The part of a 2-D mask that speaks of the new tokens; masks of other shapes are upstream's to read."""
+def _current(mask: Any, tokens: int) -> Any:
+    """The part of a mask that speaks of the new tokens, where a cache is in play: padding, in one that is 2-D.
+
+    Of the dict that generation prepares for a static cache, only the linear layers' mask is 2-D.  A 4-D mask that also speaks
+    of the cache is upstream's to read.
+    """
+    if isinstance(mask, Mapping):
+        flat = [one for one in mask.values() if isinstance(one, Tensor) and one.ndim == 2]
+        mask = flat[0] if flat else None
+    if not isinstance(mask, Tensor) or mask.shape[-1] == tokens:
+        return mask
     return mask[:, -tokens:] if mask.ndim == 2 else None
-
-
-def _named(inputs: PackingInputs) -> tuple[Any, ...]:
-    return inputs.cu_seq_lens_q, inputs.cu_seq_lens_k, inputs.max_length_q, inputs.max_length_k, inputs.seq_idx
 
 
 def _same_token(tokens: Tensor) -> Any:
@@ -184,6 +210,26 @@ def _is_token(input_ids: Tensor | None, token: int | None) -> Callable[[int], bo
     if input_ids is None or token is None:
         return lambda index: False
     return lambda index: bool(input_ids.detach().flatten()[index] == token)
+
+
+def positions_for(trunk: Any, position_ids: Tensor | None) -> Tensor | None:
+    """Return positions in a shape that the text model `trunk` takes: one row for each of the batch, or its mRoPE stack.
+
+    Raises:
+        UnsupportedInput: rows of positions differ, and the model has one position per token.
+    """
+    if position_ids is None or position_ids.ndim == 2:
+        return position_ids
+    if position_ids.ndim == 1:
+        return position_ids[None]
+    if hasattr(trunk.rotary_emb, "mrope_section"):
+        return position_ids
+    if not bool((position_ids == position_ids[:1]).all()):
+        raise UnsupportedInput(
+            f"found {len(position_ids)} rows of position_ids that differ for {type(trunk).__name__}, which has one position a "
+            "token; wanted position_ids (B, S); pass the text positions alone"
+        )
+    return position_ids[0]
 
 
 def row_positions(position_ids: Tensor | None, packed: PackedSequence) -> Tensor:

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from hf_packfree.models.attention import check_attention
 from hf_packfree.models.base import Replacement, stands_for
-from hf_packfree.models.entry import UNPACKED, enter, has_media, keep_padding, restore_layers, row_of_each, row_positions
+from hf_packfree.models.entry import (
+    UNPACKED, enter, has_media, keep_padding, restore_layers, row_of_each, row_positions, wants_all_logits,
+)
 from hf_packfree.models.labels import (
     IGNORED, are_left_pad_tokens, kept_targets, row_targets, shifted_labels, targets_on_padding,
 )
@@ -72,7 +74,7 @@ class PackedHead(Head):
         """
         if not _is_whole_batch(arguments):
             return upstream(**arguments)
-        all_logits = _wants_all_logits(arguments)  # generation without a cache stays upstream's, its padding included
+        all_logits = wants_all_logits(arguments)  # generation without a cache stays upstream's, its padding included
         skip_padding = all_logits or self.training or state_of(self).runs_unpacked
         packed = enter(self, arguments, skip_padding=skip_padding)
         if packed is None:
@@ -138,11 +140,6 @@ def _is_whole_batch(arguments: dict[str, Any]) -> bool:
     one_input = (arguments.get("input_ids") is None) != (arguments.get("inputs_embeds") is None)
     fresh = arguments.get("past_key_values") is None and arguments.get("packed_sequence") is not UNPACKED
     return one_input and fresh
-
-
-def _wants_all_logits(arguments: dict[str, Any]) -> bool:
-    kept = arguments.get("logits_to_keep", 0)
-    return isinstance(kept, int) and kept == 0
 
 
 def _batch_arguments(given: dict[str, Any], packed: PackedSequence) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from hf_packfree.errors import CacheConflict, PatchConflict, UnsupportedInput
 from hf_packfree.models.attention import check_attention
 from hf_packfree.models.base import Replacement
 from hf_packfree.models.compat import masks_the_layers_ignore
-from hf_packfree.models.entry import enter, restore_layers, row_positions
+from hf_packfree.models.entry import enter, positions_for, restore_layers, row_positions
 from hf_packfree.models.state import state_of
-from hf_packfree.packing import PackedSequence, is_indexed_mask, repad, unpad
+from hf_packfree.packing import PackedSequence, repad, unpad
 
 
 class PackedTrunk(Replacement):
@@ -50,6 +50,7 @@ class PackedTrunk(Replacement):
         masked = isinstance(kwargs.get("packed_sequence"), PackedSequence) or attention_mask is not None
         packed = enter(self, arguments)
         del arguments["packed_sequence"]
+        arguments["position_ids"] = positions_for(self, position_ids)
         rows, tokens = (inputs_embeds if input_ids is None else input_ids).shape[:2]  # type: ignore[union-attr]
         if self.training:
             for observe in state_of(self).observers:
@@ -57,8 +58,6 @@ class PackedTrunk(Replacement):
         if packed is not None:
             _check_packed_call(self, packed, arguments)
             return self._forward_packed(packed.for_shape((rows, tokens)), arguments, count_all=masked)
-        if past_key_values is None and is_indexed_mask(attention_mask):
-            arguments["attention_mask"] = None
         return super().forward(**arguments)
 
     def _forward_packed(self, packed: PackedSequence, arguments: dict[str, Any], *, count_all: bool) -> Any:

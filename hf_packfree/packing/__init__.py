@@ -1,7 +1,8 @@
 """The record of document boundaries, the input formats it is read from, unpad and repad.  Needs torch and numpy alone."""
 
 from hf_packfree.packing.compiling import uncompiled
-from hf_packfree.packing.inputs import PackingInputs, is_indexed_mask, resolve_boundaries, to_hf_kwargs
+from hf_packfree.packing.inputs import resolve_boundaries
+from hf_packfree.packing.keywords import PackingInputs, to_hf_kwargs
 from hf_packfree.packing.lazy_padding import lazy_repad
 from hf_packfree.packing.padding import repad, unpad, with_left_pad_tokens
 from hf_packfree.packing.record import PackedSequence, chunk_plan
@@ -10,7 +11,6 @@ __all__ = [
     "PackedSequence",
     "PackingInputs",
     "chunk_plan",
-    "is_indexed_mask",
     "lazy_repad",
     "repad",
     "resolve_boundaries",

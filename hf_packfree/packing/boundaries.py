@@ -1,7 +1,6 @@
 """What each input format describes: which tokens are real, and where documents start.
 
-Shapes: B rows, S tokens of a row, M real tokens.  Everything here runs on the host, before any kernel; a 4-D mask alone is
-read on its own device.
+Shapes: B rows, S tokens of a row, M real tokens.  Everything here runs on the host, before any kernel.
 """
 
 from __future__ import annotations
@@ -12,10 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_packfree.errors import BoundaryError
+from hf_packfree.errors import BoundaryError, UnsupportedInput
 
-BLOCKED = -1e4
-"""An additive mask blocks a key at or below this value; 0 lets it through; anything between is a bias."""
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +50,11 @@ class RealTokens:
         """Return the values [M] of the real tokens from [B, S]."""
         return values.reshape(-1)[self.indices] if self.has_padding else values.reshape(-1)
 
+    @property
+    def behind_holes(self) -> Tensor:
+        """bool [M - 1], whether there is padding in the same row between a token and the next one."""
+        return (self.indices.diff() > 1) & ~self.row_changes
+
     def position_of(self, token: int) -> tuple[int, int]:
         """Return the row of the n-th real token, and its index in that row."""
         return divmod(int(self.indices[token]), self.row_length)
@@ -66,12 +69,16 @@ class BoundarySpec:
         real: bool [B, S], False for padding; None when this format does not mark padding.
         values: int64 [B, S], positions or document numbers; None when this format does not separate documents.
         step: by how much `values` grows from a token to the next one of its document: 1 for positions, 0 for numbers.
+        covers: the kinds of layers that upstream tells of the padding in it.
+        as_upstream: whether upstream reads the format as it is read here when every row holds one document.
     """
 
     name: str
     real: Tensor | None = None
     values: Tensor | None = None
     step: int = 0
+    covers: frozenset[str] = frozenset()
+    as_upstream: bool = True
 
     def document_starts(self, tokens: RealTokens) -> Tensor | None:
         """Return bool [M], True for the first real token of each document."""
@@ -85,6 +92,20 @@ class BoundarySpec:
         starts = torch.ones(len(tokens.indices), dtype=torch.bool)
         starts[1:] = tokens.row_changes | ~continues
         return starts
+
+    def unclear_starts(self, tokens: RealTokens) -> Tensor | None:
+        """Return bool [M], True where positions restart behind a hole, but not at 0; None when there is no such token.
+
+        Generation from right-padded prompts has such positions within a document; pieces of documents have them too.
+        """
+        if not self.step or not tokens.has_padding:
+            return None
+        starts = self.document_starts(tokens)
+        assert starts is not None and self.values is not None
+        unclear = starts & (tokens.select(self.values) != 0)
+        unclear[:1] = False
+        unclear[1:] &= tokens.behind_holes
+        return unclear if bool(unclear.any()) else None
 
 
 def parse_cu_seqlens(name: str, cu_seqlens: Tensor, shape: tuple[int, int], device: torch.device) -> BoundarySpec:
@@ -114,8 +135,8 @@ def parse_cu_seqlens(name: str, cu_seqlens: Tensor, shape: tuple[int, int], devi
 
 def parse_seq_idx(seq_idx: Tensor, shape: tuple[int, int]) -> BoundarySpec:
     """Parse `seq_idx`: integers [B, S] that change where a document starts; below 0 is padding."""
-    if seq_idx.is_floating_point() or tuple(seq_idx.shape) != shape:
-        raise _wrong_shape("seq_idx", seq_idx, shape, "an integer (B, S)")
+    if seq_idx.dtype not in _INTEGERS or tuple(seq_idx.shape) != shape:
+        raise wrong_shape("seq_idx", seq_idx, shape, "an integer (B, S)")
     values = seq_idx.detach().to("cpu", torch.int64)
     return BoundarySpec("seq_idx", values >= 0, values)
 
@@ -127,21 +148,32 @@ def parse_position_ids(position_ids: Tensor, shape: tuple[int, int]) -> Boundary
         position_ids: [S], [B or 1, S], or a stack [4, B or 1, S] whose first row holds the text positions, or
             [3, B or 1, S] (mRoPE), which marks documents only where all three rows are equal.
     """
-    text = position_ids
+    whole = text = _whole_positions(position_ids)
     if position_ids.ndim == 3:
         rows = position_ids.shape[0]
         if rows not in (3, 4):
-            raise _wrong_shape("position_ids", position_ids, shape, "(B, S), (3, B, S) or (4, B, S)")
+            raise wrong_shape("position_ids", position_ids, shape, "(B, S), (3, B, S) or (4, B, S)")
         # positions of images or videos: see `hf_packfree.packing.mrope`
-        if rows == 3 and not bool((position_ids == position_ids[:1]).all()):
+        if rows == 3 and not bool((whole == whole[:1]).all()):
             return None
-        text = position_ids[0]
+        text = whole[0]
     if text.ndim == 1:
         text = text[None]
     if text.ndim != 2 or text.shape[1] != shape[1] or text.shape[0] not in (1, shape[0]):
-        raise _wrong_shape("position_ids", position_ids, shape, "(B, S), (3, B, S) or (4, B, S)")
-    values = text.detach().to("cpu", torch.int64).expand(shape)
-    return BoundarySpec("position_ids", None, values, step=1)
+        raise wrong_shape("position_ids", position_ids, shape, "(B, S), (3, B, S) or (4, B, S)")
+    return BoundarySpec("position_ids", None, text.expand(shape), step=1)
+
+
+def _whole_positions(position_ids: Tensor) -> Tensor:
+    """Return positions as int64 on the host; refuse what is no position, and what half precision has rounded."""
+    given = position_ids.detach().to("cpu")
+    whole = given.to(torch.int64) if given.dtype in (*_INTEGERS, torch.float32, torch.float64) else None
+    if whole is None or not torch.equal(whole.to(given.dtype), given):
+        raise BoundaryError(
+            f"found position_ids of {given.dtype}{'' if whole is None else ' that are no whole numbers'}; wanted integers, "
+            "which count the tokens of a document; build them with torch.arange"
+        )
+    return whole
 
 
 def refuse_jumps(specs: Sequence[BoundarySpec], tokens: RealTokens) -> None:
@@ -164,72 +196,23 @@ def refuse_jumps(specs: Sequence[BoundarySpec], tokens: RealTokens) -> None:
         )
 
 
-def check_mask_shape(mask: Tensor, shape: tuple[int, int]) -> None:
-    """Refuse a mask whose shape is neither [B, S] nor [B or 1, heads or 1, S, S]."""
-    per_pair = mask.ndim == 4 and mask.shape[0] in (1, shape[0]) and tuple(mask.shape[2:]) == (shape[1], shape[1])
-    if tuple(mask.shape) != shape and not per_pair:
-        raise _wrong_shape("attention_mask", mask, shape, "(B, S), or (B, 1, S, S)")
+def refuse_unclear(unclear: Tensor, tokens: RealTokens) -> None:
+    """Refuse positions that restart behind a hole at another value than 0, see `BoundarySpec.unclear_starts`."""
+    row, token = tokens.position_of(int(unclear.nonzero()[0, 0]))
+    raise BoundaryError(
+        f"found position_ids that restart behind padding, but not at 0, at row {row}, token {token}; wanted 0 there for a new "
+        "document, or positions that go on for the same one; pass seq_idx too, which marks where documents start"
+    )
 
 
-def parse_padding_mask(mask: Tensor, shape: tuple[int, int]) -> BoundarySpec:
-    """Parse a 2-D mask [B, S]: 0/1 marks padding; an indexed mask (1, 1, 2, 2, 0) also numbers the documents."""
-    values = mask.detach().to("cpu")
-    if values.dtype == torch.bool:
-        return BoundarySpec("attention_mask", values)
-    whole = values.to(torch.int64)
-    if bool((whole < 0).any()) or not torch.equal(whole.to(values.dtype), values):
-        raise BoundaryError(
-            f"found a 2-D attention_mask with values from {values.min().item()} to {values.max().item()}; wanted 0 "
-            "and 1, or 0 for padding and 1, 2, 3 ... for documents; an additive mask has to be 4-D"
-        )
-    return BoundarySpec("attention_mask", whole > 0, whole if int(whole.max()) > 1 else None)
-
-
-def parse_block_diagonal_mask(mask: Tensor, shape: tuple[int, int]) -> BoundarySpec:
-    """Parse a 4-D mask [B or 1, heads or 1, S, S], bool or additive: blocks on its diagonal are documents.
-
-    A mask in which every token sees the one before it describes one document and may be of any kind; one that cuts a
-    row into documents must be block-diagonal and causal, because nothing else reaches the linear layers.
-    """
-    _check_mask_values(mask)
-    of_heads = mask if mask.dtype == torch.bool else (mask == 0 if mask.is_floating_point() else mask != 0)
-    allowed = of_heads[:, 0].expand(shape[0], -1, -1)
-    if bool((_near_diagonal(of_heads) != _near_diagonal(of_heads[:, :1])).any()):
-        raise BoundaryError(
-            "found a 4-D attention_mask whose heads see different documents; wanted the same boundaries in every head, since "
-            "the linear layers have one; pass a mask of (B, 1, S, S), or the boundaries as position_ids"
-        )
-    real = allowed.diagonal(dim1=1, dim2=2)
-    number = torch.zeros(shape, dtype=torch.int64, device=mask.device)
-    for row in range(shape[0]):
-        kept = real[row].nonzero()[:, 0]
-        number[row, kept[1:]] = (~allowed[row, kept[1:], kept[:-1]]).cumsum(0)
-    if bool((number > 0).any()):
-        wanted = ((number[:, :, None] == number[:, None, :]) & real[:, None, :]).tril()
-        wrong = (of_heads != wanted[:, None]) & real[:, None, :, None]
-        biased = mask.is_floating_point() and bool(((mask != 0) & (mask > BLOCKED)).any())
-        if biased or bool(wrong.any()):
-            raise BoundaryError(
-                "found a 4-D attention_mask that cuts rows into documents but is not block-diagonal and causal; wanted each "
-                "token to see its own document up to itself; pass the boundaries as position_ids instead"
-            )
-    return BoundarySpec("attention_mask", real.to("cpu"), number.to("cpu"))
-
-
-def _near_diagonal(allowed: Tensor) -> Tensor:
-    """Whether each token sees itself and the token before it: bool [B, heads, 2, S]; the first token has none before it."""
-    before = torch.nn.functional.pad(allowed.diagonal(-1, 2, 3), (1, 0))
-    return torch.stack((allowed.diagonal(0, 2, 3), before), 2)
-
-
-def _check_mask_values(mask: Tensor) -> None:
-    if not mask.is_floating_point():
-        return
-    if bool(mask.isnan().any()) or bool(((mask == 0) | (mask == 1)).all() & (mask == 1).any()):
-        raise BoundaryError(
-            f"found a 4-D attention_mask of {mask.dtype} with {'NaN' if bool(mask.isnan().any()) else 'zeros and ones'}; "
-            "wanted bool, or an additive one with 0 for what a token sees and a large negative number elsewhere; call .bool() "
-            "on it"
+def refuse_holes(starts: Tensor, tokens: RealTokens) -> None:
+    """Refuse padding inside a document of a packed batch: cut out, time would stand still where upstream lets it pass."""
+    holes = (tokens.behind_holes & ~starts[1:]).nonzero()[:, 0]
+    if holes.numel():
+        row, token = tokens.position_of(int(holes[0]))
+        raise UnsupportedInput(
+            f"found padding inside a document of a packed batch, behind row {row}, token {token}; wanted padding between "
+            "documents and at the ends of rows; pass documents with holes in a batch of their own, one per row, with a 0/1 mask"
         )
 
 
@@ -270,7 +253,8 @@ def join_trailing_padding(
     return joined, padding
 
 
-def _wrong_shape(name: str, found: Tensor, shape: tuple[int, int], wanted: str) -> BoundaryError:
+def wrong_shape(name: str, found: Tensor, shape: tuple[int, int], wanted: str) -> BoundaryError:
+    """Return the error for a tensor that has not the batch's shape (B, S)."""
     return BoundaryError(
         f"found {name} {found.dtype} {list(found.shape)}; wanted {wanted} with B={shape[0]} rows and S={shape[1]} "
         f"tokens as in the input; build {name} from the same batch as input_ids"

@@ -35,6 +35,28 @@ def group_numbers(sizes: Integers) -> tuple[Integers, Integers]:
     return offsets, np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
 
 
+def _sizes(lengths: Sequence[int] | Tensor | Integers) -> Integers:
+    """Return document lengths as int64 [N]; refuse what are none."""
+    try:
+        sizes = np.asarray(lengths.tolist() if isinstance(lengths, Tensor) else lengths)
+        listed = isinstance(lengths, (list, tuple)) and any(isinstance(length, (bool, np.bool_)) for length in lengths)
+    except (ValueError, RuntimeError):  # of several dimensions, or on meta
+        sizes, listed = np.empty((0, 0)), False
+    whole = sizes.ndim == 1 and (sizes.dtype.kind in "iu" or sizes.size == 0) and not listed
+    if not whole or sizes.size == 0 or sizes.min() < 1:
+        raise BoundaryError(
+            f"found document lengths {sizes.tolist() if whole else lengths}; wanted one or more integers, each of at least one "
+            "token; drop empty documents before packing"
+        )
+    total = sizes.sum(dtype=np.float64)  # in which no sum overflows
+    if total > np.iinfo(np.int32).max:
+        raise BoundaryError(
+            f"found document lengths of {total:.0f} tokens together; wanted fewer than 2**31, which int32 "
+            "offsets count; cut the row"
+        )
+    return sizes
+
+
 def chunk_plan(packed: PackedSequence, size: int) -> tuple[Integers, Integers, Integers]:
     """Cut each segment into chunks of `size` tokens, its last one maybe shorter, P of them together; int32 on the host.
 
@@ -102,7 +124,7 @@ class PackedSequence:
             filler: deprecated since 0.2.0, `padding_segments`.
 
         Raises:
-            BoundaryError: a length is below 1, or there is none.
+            BoundaryError: a length is below 1 or no integer, there is none, or they are more tokens than int32 counts.
 
         Examples:
             A document of three tokens and one of two, in a row whose `position_ids` restart with each document:
@@ -121,12 +143,7 @@ class PackedSequence:
         if filler is not None:
             _warn_of("from_lengths(filler=...)", "padding_segments")
             padding_segments = filler
-        sizes = np.asarray(lengths.tolist() if isinstance(lengths, Tensor) else lengths, dtype=np.int32)
-        if sizes.size == 0 or sizes.min() < 1:
-            raise BoundaryError(
-                f"found document lengths {sizes.tolist()}; wanted one or more, each of at least one token; "
-                "drop empty documents before packing"
-            )
+        sizes = _sizes(lengths)
         cu_seqlens, seq_idx = map(torch.from_numpy, group_numbers(sizes))
         return cls(
             cu_seqlens=cu_seqlens.to(device, non_blocking=True),

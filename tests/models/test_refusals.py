@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache
@@ -51,8 +52,15 @@ def test_packed_rows_with_a_cache():
 
 
 def test_prepared_masks_beside_packed_rows(model):
-    with pytest.raises(BoundaryError, match="prepared attention_mask of type dict"):
-        model(**row_batch("positions", ROW).inputs, attention_mask={"full_attention": None, "linear_attention": None})
+    with pytest.raises(BoundaryError, match="prepared attention_mask of type object"):
+        model(**row_batch("positions", ROW).inputs, attention_mask=object())
+
+
+@pytest.mark.parametrize("name", ["position_ids", "seq_idx"])
+@pytest.mark.parametrize("kind", [list, tuple, np.asarray])
+def test_what_is_no_tensor(model, name, kind):
+    with pytest.raises(BoundaryError, match=f"found {name} as a"):
+        model(input_ids=torch.arange(3)[None], **{name: kind([[0, 1, 2]])})
 
 
 def test_attention_that_looks_ahead(model):

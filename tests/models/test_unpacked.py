@@ -7,7 +7,7 @@ import torch
 
 from hf_packfree import PackedSequence, apply_patches, remove_patches, verify_packing
 from hf_packfree.models import compat
-from tests.input_formats import padded_rows
+from tests.input_formats import additive, padded_rows
 from tests.models.padded import Seen
 from tests.support import LOGIT_TOL, gradients, relative_rms, tiny
 
@@ -38,7 +38,7 @@ UNPACKED = {
         "position_ids": (left(PADDED).cumsum(1) - 1).masked_fill(left(PADDED) == 0, 1),
     },
     "hole in the mask": {"input_ids": IDS, "attention_mask": PADDED.roll(30, 1), "position_ids": torch.arange(70)[None]},
-    "causal square": {"input_ids": IDS, "attention_mask": torch.ones(2, 1, 70, 70, dtype=torch.bool).tril()},
+    "causal square": {"input_ids": IDS, "attention_mask": additive(torch.ones(2, 1, 70, 70, dtype=torch.bool).tril())},
     "cache asked for": {"input_ids": IDS, "use_cache": True},
 }
 
@@ -64,7 +64,6 @@ def test_bit_identical_to_upstream(family, case, attention):
 ONE_DOCUMENT = {
     "cu_seq_lens": {"cu_seq_lens_q": torch.tensor([0, 70], dtype=INT32), "cu_seq_lens_k": torch.tensor([0, 70], dtype=INT32)},
     "seq_idx": {"seq_idx": torch.zeros(1, 70, dtype=INT32)},
-    "indexed mask": {"attention_mask": torch.full((1, 70), 3)},
     "all": {
         "cu_seq_lens_q": torch.tensor([0, 70], dtype=INT32), "cu_seq_lens_k": torch.tensor([0, 70], dtype=INT32),
         "max_length_q": 70, "max_length_k": 70, "seq_idx": torch.zeros(1, 70, dtype=INT32),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_packfree.errors import BoundaryError
-from hf_packfree.packing.boundaries import parse_block_diagonal_mask
+from hf_packfree.packing.masks import parse_block_diagonal_mask
 from tests.input_formats import additive
 
 SHAPE = (1, 6)

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import inspect
+import math
+from importlib import import_module
+
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hf_packfree.errors import BoundaryConflict, BoundaryError
+from hf_packfree.packing.keywords import _FOREIGN
 from hf_packfree.packing import PackedSequence, PackingInputs, resolve_boundaries, to_hf_kwargs, unpad
+from hf_packfree.patching.registry import FAMILIES
 from tests.input_formats import ROW_FORMATS, ROWS_FORMATS, additive, block_mask, one_row, padded_rows
 
 CPU, INT32 = torch.device("cpu"), torch.int32
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=7)
 
 
-def resolve(shape=None, ids=None, **inputs) -> PackedSequence | None:
+def resolve(shape=None, ids=None, cached=False, **inputs) -> PackedSequence | None:
     """Resolve the boundaries of a batch whose tokens all differ, or are `ids`."""
     ids = torch.arange(shape[0] * shape[1]).view(shape) if ids is None else ids
     flat = ids.reshape(-1)
     return resolve_boundaries(
-        PackingInputs(**inputs), tuple(ids.shape), CPU, lambda indices, index: flat[indices] == flat[index]
+        PackingInputs(**inputs), tuple(ids.shape), CPU, lambda indices, index: flat[indices] == flat[index], cached=cached
     )
 
 
@@ -33,7 +39,8 @@ def lengths_of(packed):
 def test_every_input_format_gives_the_same_lengths(input_format, lengths):
     inputs = dict(ROW_FORMATS[input_format](one_row(lengths), lengths))
     packed = resolve((1, sum(lengths)), **inputs)
-    assert lengths_of(packed) == (None if len(lengths) == 1 else lengths)
+    upstreams = len(lengths) == 1 and not input_format.startswith("block_mask")
+    assert lengths_of(packed) == (None if upstreams else lengths)
 
 
 @given(rows=st.lists(LENGTHS, min_size=1, max_size=4), extra=st.integers(0, 3), left=st.booleans())
@@ -113,7 +120,7 @@ def offsets(*values, dtype=INT32):
         (offsets(0, 4, 9)[None], "int32 tensor"),
         (offsets(0), "end at 9"),
         ([0, 4, 9], "int32 tensor"),
-        (offsets(0, 4, 9).to("meta"), "wanted it on cpu"),
+        (offsets(0, 4, 9).to("meta"), "on meta, without values"),
     ],
 )
 @pytest.mark.parametrize("name", ["cu_seq_lens_q", "cu_seq_lens_k"])
@@ -179,10 +186,62 @@ def test_longest_document():
         resolve((1, 9), max_length_q=9)
 
 
-@pytest.mark.parametrize("name", ["cu_seqlens", "cu_seqlens_q", "max_seqlen"])
-def test_other_libraries_names_are_refused(name):
-    with pytest.raises(BoundaryError, match="rename"):
+@pytest.mark.parametrize(
+    "given", ["5", math.nan, math.inf, 4.5, [5], True, torch.tensor([5, 5]), torch.tensor(5, device="meta")], ids=repr
+)
+@pytest.mark.parametrize("name", ["max_length_q", "max_length_k"])
+def test_a_longest_document_that_is_no_number(name, given):
+    with pytest.raises(BoundaryError, match=f"found {name}=.* wanted one whole number"):
+        resolve((1, 9), cu_seq_lens_q=offsets(0, 4, 9), **{name: given})
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("cu_seqlens", "cu_seq_lens_q"), ("cu_seqlens_kv", "cu_seq_lens_q"), ("cu_seq_lens", "cu_seq_lens_q"),
+        ("packed_seq_params", "cu_seq_lens_q"), ("max_seqlen_q", "max_length_q"), ("segment_ids", "seq_idx"),
+        ("document_ids", "seq_idx"), ("sequence_ids", "seq_idx"), ("text_position_ids", "position_ids"),
+    ],
+)
+def test_other_libraries_names_are_refused(name, ours):
+    with pytest.raises(BoundaryError, match=f"found the keyword {name}; wanted {ours}, .* rename"):
         PackingInputs.from_kwargs({name: 1}, position_ids=None, attention_mask=None)
+    assert not PackingInputs.from_kwargs({name: None}, position_ids=None, attention_mask=None).named
+
+
+def test_no_name_of_another_library_is_one_of_upstreams():
+    """A parameter of the families' own forwards, or of a vision tower's, has upstream's meaning."""
+    for family in FAMILIES:
+        classes = [thing for thing in vars(import_module(family.upstream)).values() if hasattr(thing, "forward")]
+        names = {name for cls in classes for name in inspect.signature(cls.forward).parameters}
+        taken = names & {foreign for group in _FOREIGN.values() for foreign in group}
+        assert taken <= {"cu_seqlens", "max_seqlen"}, "the vision tower alone has these two, and makes them itself"
+
+
+POSITIONS = [0, 1, 2, 3, 0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        torch.tensor(POSITIONS, dtype=torch.float32) + 0.5, torch.full((9,), torch.nan), torch.tensor(POSITIONS).bool(),
+        torch.tensor(POSITIONS).bfloat16(), torch.tensor(POSITIONS).half(), torch.tensor(POSITIONS, dtype=torch.complex64),
+    ],
+)
+@pytest.mark.parametrize("rows", [1, 3, 4])
+def test_positions_that_are_no_whole_numbers(given, rows):
+    with pytest.raises(BoundaryError, match=f"found position_ids of {given.dtype}"):
+        resolve((1, 9), position_ids=given.expand(rows, 1, 9) if rows > 1 else given[None])
+    assert resolve((1, 9), position_ids=torch.tensor([POSITIONS], dtype=torch.float32)).lengths == [4, 5]
+
+
+@pytest.mark.parametrize("name", ["position_ids", "seq_idx", "attention_mask", "cu_seq_lens_q"])
+def test_arrays_and_tensors_without_values(name):
+    given = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1]], dtype=INT32)
+    with pytest.raises(BoundaryError, match=f"found {name} as a ndarray; wanted a .*tensor"):
+        resolve((1, 9), **{name: given.numpy()})
+    with pytest.raises(BoundaryError, match=f"found {name} on meta"):
+        resolve((1, 9), **{name: given.to("meta")})
 
 
 def test_block_diagonal_masks():
@@ -203,11 +262,12 @@ def test_block_diagonal_masks():
         resolve((1, 9), attention_mask=biased)
 
 
-def test_4d_masks_of_one_document_are_upstreams_whatever_they_hold():
+def test_4d_masks_of_one_document_are_upstreams_where_it_reads_them_as_they_are_meant():
     causal = torch.ones(1, 1, 9, 9, dtype=torch.bool).tril()
-    assert resolve((1, 9), attention_mask=causal) is None
-    assert resolve((1, 9), attention_mask=torch.ones_like(causal)) is None
-    assert resolve((1, 9), attention_mask=causal & torch.ones_like(causal).triu(-3)) is None
+    assert resolve((1, 9), attention_mask=additive(causal)) is None
+    assert resolve((1, 9), attention_mask=additive(causal.triu(-3))) is None, "a window is a bias"
+    assert resolve((1, 9), attention_mask=causal).lengths == [9], "added to scores, True is 1"
+    assert resolve((1, 9), attention_mask=torch.ones_like(causal), cached=True) is None
 
 
 # trailing padding --------------------------------------------------------------------------------------------------

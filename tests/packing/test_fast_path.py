@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_packfree.errors import BoundaryError
+from hf_packfree.errors import PackFreeError
 from hf_packfree.packing import PackingInputs, inputs, resolve_boundaries
 from hf_packfree.packing.fast_path import offsets_of_one_row, rows_of_mask
 from tests.input_formats import one_row
@@ -35,7 +35,7 @@ def outcome(given_inputs: PackingInputs, tokens: int):
     """What the record holds, or the type of the error."""
     try:
         packed = resolve_boundaries(given_inputs, (1, tokens), CPU, same_index)
-    except BoundaryError as error:
+    except PackFreeError as error:
         return type(error)
     if packed is None:
         return None
@@ -112,7 +112,7 @@ def record_of(mask: torch.Tensor, fast_path=None):
         packed = resolve_boundaries(
             PackingInputs(None, mask), tuple(mask.shape), CPU, same_index, drop_padding=True
         )
-    except BoundaryError as error:
+    except PackFreeError as error:
         return str(error)
     finally:
         inputs.rows_of_mask = before

@@ -31,6 +31,21 @@ def test_documents_have_at_least_one_token(lengths):
         PackedSequence.from_lengths(lengths)
 
 
+@pytest.mark.parametrize(
+    "lengths",
+    [[1.5, 2], [True, 5], "52", [[1, 2]], [[1], [2, 3]], torch.tensor([1.0, 2.0]), torch.ones(2, device="meta"), [2**70]],
+)
+def test_lengths_are_integers(lengths):
+    with pytest.raises(BoundaryError, match="wanted one or more integers"):
+        PackedSequence.from_lengths(lengths)
+
+
+@pytest.mark.parametrize("lengths", [[2**31], [2**30, 2**30]])
+def test_a_row_has_as_many_tokens_as_int32_counts(lengths):
+    with pytest.raises(BoundaryError, match="2147483648 tokens together; wanted fewer"):
+        PackedSequence.from_lengths(lengths)
+
+
 @given(lengths=LENGTHS, data=st.data())
 def test_padding_segments_count_as_no_documents(lengths, data):
     padding = data.draw(st.sets(st.integers(0, len(lengths) - 1)))

@@ -1,0 +1,125 @@
+"""The arguments of a forward that can describe documents, under transformers' names, and the names others have for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from hf_packfree.errors import BoundaryError
+from hf_packfree.packing.record import PackedSequence
+
+HF_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""Upstream's keyword names for packing; spelled in this file and where one is explained."""
+
+_FOREIGN = {
+    "cu_seq_lens_q": (
+        "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded",
+        "cu_seqlens_cpu", "cu_seqlen", "cu_seq_lens", "cu_seq_len", "cu_lens", "cu_doc_lens", "linear_attn_cu_seq_lens_q",
+        "packed_seq_params", "seq_lens", "seqlens", "seq_lengths", "sequence_lengths", "doc_lens", "document_lengths",
+    ),
+    "max_length_q": (
+        "max_seqlen", "max_seqlens", "max_seqlen_q", "max_seqlen_k", "max_seqlen_kv", "max_seq_len_q", "max_seq_len_k",
+        "max_doc_len", "max_doc_lens",
+    ),
+    "seq_idx": (
+        "segment_ids", "segment_id", "segment_idx", "document_ids", "document_id", "doc_ids", "doc_id", "sequence_ids",
+        "sequence_id", "seq_ids", "seq_id", "sample_ids", "sample_idx", "example_ids", "packing_ids",
+    ),
+    "position_ids": ("text_position_ids", "segment_positions"),
+}
+"""Words of other libraries (Megatron, verl, VeOmni, ms-swift, prime-rl, OLMo, JAX's) that upstream would ignore, by ours."""
+
+
+@dataclass(frozen=True, eq=False)
+class PackingInputs:
+    """The arguments of a forward that can describe documents, as passed; None where one was not passed.
+
+    Shapes: B rows, S tokens of a row, N documents.
+
+    Attributes:
+        position_ids: integers [S], [B or 1, S], or a stack of 3 or 4 such rows.
+        attention_mask: [B, S], 0/1 or indexed (1, 1, 2, 2, 0); [B or 1, heads or 1, S, S], block-diagonal, bool or additive;
+            or transformers' dict of such masks by kind of layer; anything else belongs to upstream.
+        cu_seq_lens_q, cu_seq_lens_k: int32 [N+1], offsets in tokens of the flattened batch.
+        max_length_q, max_length_k: tokens of the longest document, or more.
+        seq_idx: integers [B, S], the document of every token; below 0 is padding.
+
+    Raises:
+        BoundaryError: what should be a tensor is none, or is one without values, on meta.
+    """
+
+    position_ids: Tensor | None = None
+    attention_mask: Any = None
+    cu_seq_lens_q: Tensor | None = None
+    cu_seq_lens_k: Tensor | None = None
+    max_length_q: int | Tensor | None = None
+    max_length_k: int | Tensor | None = None
+    seq_idx: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        is_dict = isinstance(self.attention_mask, Mapping)
+        masks = list(self.attention_mask.values()) if is_dict else [self.attention_mask]
+        for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "position_ids"):
+            given = getattr(self, name)
+            if given is not None and not isinstance(given, Tensor):
+                raise _no_tensor(name, given)
+            _check_values(name, given)
+        for mask in masks:
+            if isinstance(mask, (list, tuple, np.ndarray)):
+                raise _no_tensor("attention_mask", mask)
+            _check_values("attention_mask", mask)
+
+    @classmethod
+    def from_kwargs(cls, kwargs: dict[str, Any], *, position_ids: Tensor | None, attention_mask: Any) -> PackingInputs:
+        """Pop upstream's packing keywords from `kwargs`, so that layers below receive the record alone.
+
+        Raises:
+            BoundaryError: a keyword in another library's spelling was passed, which upstream would ignore.
+        """
+        for ours, names in _FOREIGN.items():
+            for foreign in names:
+                if kwargs.get(foreign) is not None:
+                    raise BoundaryError(f"found the keyword {foreign}; wanted {ours}, as transformers spells it; rename it")
+        return cls(position_ids, attention_mask, **{name: kwargs.pop(name, None) for name in HF_KEYWORDS})
+
+    @property
+    def named(self) -> bool:
+        """Whether boundaries were passed under upstream's packing keywords."""
+        return any(value is not None for value in (self.cu_seq_lens_q, self.cu_seq_lens_k, self.seq_idx))
+
+    def longest(self, name: str) -> int | None:
+        """Return `max_length_q` or `_k` as an int.
+
+        Raises:
+            BoundaryError: it is no whole number.
+        """
+        given: Any = getattr(self, name)
+        try:
+            number = given.item() if isinstance(given, (Tensor, np.ndarray, np.generic)) else given
+        except (RuntimeError, ValueError):  # several numbers, or none: on meta
+            number = ()
+        if isinstance(number, float) and number.is_integer():
+            number = int(number)
+        if number is None or (isinstance(number, int) and not isinstance(number, bool)):
+            return number
+        raise BoundaryError(f"found {name}={given!r}; wanted one whole number, the tokens of the longest document; pass an int")
+
+
+def _no_tensor(name: str, given: Any) -> BoundaryError:
+    wanted = "a torch.int32 tensor [N+1]" if name.startswith("cu_") else "a tensor"
+    return BoundaryError(f"found {name} as a {type(given).__name__}; wanted {wanted}; call torch.tensor on it")
+
+
+def _check_values(name: str, given: Any) -> None:
+    if isinstance(given, Tensor) and given.is_meta:
+        raise BoundaryError(f"found {name} on meta, without values; wanted it on the device of the tokens; build it there")
+
+
+def to_hf_kwargs(packed: PackedSequence) -> Mapping[str, Any]:
+    """Return the record as the keywords that transformers' flash attention reads."""
+    cu_seqlens, longest = packed.cu_seqlens, packed.max_seqlen
+    return dict(zip(HF_KEYWORDS, (cu_seqlens, cu_seqlens, longest, longest, packed.seq_idx), strict=True))
