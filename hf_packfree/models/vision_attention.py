@@ -15,6 +15,7 @@ from torch import Tensor
 from hf_packfree.models.base import Replacement
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.attention.towers import tower_attention
+from hf_packfree.ops.fused import qkv_rope
 from hf_packfree.packing import PackedSequence, uncompiled
 
 _MARK, _SEGMENTS = "packfree_packed", "packfree_segments"
@@ -72,11 +73,18 @@ class PackedVisionAttention(Replacement):
         packed = kwargs.pop("packed_sequence", False)
         if not packed or self.config._attn_implementation != "sdpa":
             return super().forward(hidden_states, cu_seqlens, *args, **kwargs)
-        q, k, v = self.qkv(hidden_states).view(len(hidden_states), 3, self.num_heads, -1).unbind(1)
-        q, k = self._rotate(q, k, *kwargs["position_embeddings"])
-        backend = state_of(self).kernels_for(q.device, q.dtype).tower_attention
-        out = tower_attention(q[None], k[None], v[None], segments_of(cu_seqlens), scale=self.scaling, backend=backend)
+        qkv = self.qkv(hidden_states).view(len(hidden_states), 3, self.num_heads, -1)
+        kernels = state_of(self).kernels_for(qkv.device, qkv.dtype)
+        q, k, v = self._split(qkv, *kwargs["position_embeddings"], kernels.fused)
+        segments, backend = segments_of(cu_seqlens), kernels.tower_attention
+        out = tower_attention(q[None], k[None], v[None], segments, scale=self.scaling, backend=backend)
         return self.proj(out[0].flatten(1))
+
+    def _split(self, qkv: Tensor, cos: Tensor, sin: Tensor, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+        if backend != "torch":
+            return qkv_rope(qkv, cos, sin, backend=backend)
+        q, k, v = qkv.unbind(1)
+        return *self._rotate(q, k, cos, sin), v
 
     def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Apply the tower's rotary embedding to q and k [P, H, D]; each family names upstream's function."""

@@ -64,6 +64,13 @@ def _turned(function: Any, x: Tensor, weight: Tensor, backend: str) -> Tensor:
     return function(x[..., :size], weight, cos, sin, 1e-6, backend=backend)
 
 
+def _turned_qkv(function: Any, qkv: Tensor, backend: str) -> Tensor:
+    """All channels of q and k turn, as in vision towers."""
+    angle = torch.arange(qkv.shape[-1] // 2, device=qkv.device).expand(qkv.shape[1], -1).to(qkv.dtype)
+    cos, sin = (torch.cat([part, part], -1) for part in (angle.cos(), angle.sin()))
+    return torch.stack(function(qkv[0], cos, sin, backend=backend), 1)[None]
+
+
 def _gates_leaves(tokens: int) -> dict[str, Tensor]:
     """b and a side by side, as one product leaves them; rates and biases as the published models start."""
     values = HEADS[1]
@@ -197,6 +204,12 @@ OPS = {
             lambda tokens: {name: _random(1, tokens, ATTENTION[0], ATTENTION[2]) for name in ("x", "z")},
             lambda f, x, packed, backend: f(x["x"], x["z"], backend=backend),
             "output_gate", mixes=False, exact=("triton",), exact_gradients=("triton",),
+        ),
+        Op(
+            "rope of a tower", "hf_packfree.ops.fused",
+            lambda tokens: {"qkv": _random(1, tokens, 3, 16, 64)},
+            lambda f, x, packed, backend: _turned_qkv(f, x["qkv"], backend),
+            "qkv_rope", mixes=False, exact=("triton",), exact_gradients=("triton",),
         ),
         Op(
             "gates", "hf_packfree.ops.fused", _gates_leaves,

@@ -12,6 +12,7 @@ from hf_packfree.ops.fused.gates import gates
 from hf_packfree.ops.fused.linear import projections
 from hf_packfree.ops.fused.norm_rope import norm_rope
 from hf_packfree.ops.fused.output_gate import output_gate
+from hf_packfree.ops.fused.rope import qkv_rope
 from hf_packfree.ops.fused.swiglu import swiglu_mlp
 
 BACKENDS = {"triton": Backend(None, needs_triton, "triton", batch_invariant=True), "torch": Backend()}
@@ -20,5 +21,6 @@ RECOMPUTES = ("triton",)
 """The backends whose ops with a `projection` recompute its input in the backward pass instead of keeping it."""
 
 __all__ = [
-    "BACKENDS", "RECOMPUTES", "add_norm", "gated_rms_norm", "gates", "norm_rope", "output_gate", "projections", "swiglu_mlp",
+    "BACKENDS", "RECOMPUTES", "add_norm", "gated_rms_norm", "gates", "norm_rope", "output_gate", "projections",
+    "qkv_rope", "swiglu_mlp",
 ]

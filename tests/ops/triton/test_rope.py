@@ -1,0 +1,32 @@
+"""Rotary embedding of q and k beside v, as a vision tower's projection leaves them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_packfree.ops.fused import qkv_rope
+from tests.ops.triton.compare import TOKENS, assert_matches, random
+
+KERNELS = {"qkv_rope", "qkv_rope_backward"}
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("heads, size", [(3, 8), (2, 24)])
+def test_values_and_gradients(tokens, heads, size, launched):
+    (angle,) = random((tokens, size // 2), seed=3)
+    cos, sin = (torch.cat([turn, turn], -1) for turn in (angle.cos(), angle.sin()))
+
+    def op(qkv, *, backend):
+        return qkv_rope(qkv, cos.to(qkv.dtype), sin.to(qkv.dtype), backend=backend)
+
+    assert_matches(op, random((tokens, 3, heads, size)))
+    assert launched == KERNELS
+
+
+def test_half_precision_is_rounded_once():
+    (angle,) = random((5, 8), seed=3)
+    cos, sin = (torch.cat([turn, turn], -1) for turn in (angle.cos(), angle.sin()))
+    qkv = random((5, 3, 2, 16))[0].half()
+    for found, wanted in zip(qkv_rope(qkv, cos, sin, backend="triton"), qkv_rope(qkv, cos, sin), strict=True):
+        assert torch.equal(found, wanted)
