@@ -169,7 +169,8 @@ def test_the_model_tells_its_tower_that_a_batch_is_packed(form, monkeypatch):
     if form == "of one row":
         batch = packed_batch("4 rows", given[-1:], model.model)
         del batch.inputs["position_ids"]
-        batch.inputs["mm_token_type_ids"] = token_types(batch.inputs["input_ids"])
+        ids = batch.inputs["input_ids"]
+        batch.inputs |= {"mm_token_type_ids": token_types(ids), "attention_mask": torch.ones_like(ids)}
     else:
         batch = padded_batch("right", given) if form == "padded" else packed_batch(form, given, model.model)
     read, seen = vision_attention.segments_of, []
