@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout, suppress
 
 import pytest
 from transformers import LlamaConfig
@@ -251,3 +251,40 @@ def test_the_module_is_the_command_and_starts_light():
     assert done.stdout.startswith("packfree 0.")
     code = "import sys, hf_packfree.cli, hf_packfree.doctor, hf_packfree.demo; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+@contextmanager
+def unread_stdout():
+    """A pipe that nobody reads any more."""
+    read, write = os.pipe()
+    os.close(read)
+    with suppress(BrokenPipeError), os.fdopen(write, "w") as stdout, redirect_stdout(stdout):
+        yield
+
+
+WRITERS = [("models",), ("models", "--json"), ("verify", "qwen3_5", *FAST), ("--help",), ("doctor", "--help")]
+
+
+@pytest.mark.parametrize("argv", WRITERS)
+def test_an_answer_that_nobody_reads_is_the_shells_141(capsys, leaking, argv):
+    """And not 1, the exit code of the leak that this model has, or of a traceback."""
+    with unread_stdout():
+        assert main(argv) == 141
+    assert "pipe" not in capsys.readouterr().err.lower()
+
+
+def test_a_process_whose_pipe_was_closed_ends_in_silence():
+    read, write = os.pipe()
+    os.close(read)
+    command, buffered = [sys.executable, "-m", "hf_packfree", "--help"], {**os.environ, "PYTHONUNBUFFERED": ""}
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, env=buffered)
+    os.close(write)
+    assert done.returncode == 141 and done.stderr == ""
+
+
+@pytest.mark.parametrize("columns", ["0", "00"])
+def test_a_width_of_0_is_none(capsys, monkeypatch, columns):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    code, wanted, _ = run(capsys, "models")
+    monkeypatch.setenv("COLUMNS", columns)
+    assert run(capsys, "models") == (code, wanted, "") and "Qwen3NextGatedDeltaNet" in wanted

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 import traceback
 from collections.abc import Sequence
 
 from hf_packfree.cli.commands import COMMANDS
-from hf_packfree.cli.options import BROKEN, LEAK, STOPPED, USAGE, parser
+from hf_packfree.cli.options import BROKEN, LEAK, STOPPED, UNREAD, USAGE, parser
 from hf_packfree.cli.show import complain
 from hf_packfree.errors import LeakDetected, PackFreeError, in_short
 
@@ -20,23 +21,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: arguments without the program's name; those of the process if not given.
     """
+    try:
+        try:
+            return _run(argv)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # while a closed pipe can still be caught
+    except BrokenPipeError:
+        # what the buffer still holds goes nowhere when Python flushes it at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return UNREAD
+
+
+def _run(argv: Sequence[str] | None) -> int:
     options = parser().parse_args(argv)
     try:
         return COMMANDS[options.command](options)
-    except LeakDetected as leak:
-        complain(leak)
-        return LEAK
-    except (PackFreeError, OSError) as error:
-        complain(error)
-        return USAGE
-    except ImportError as error:
-        complain(f"{error}; packfree doctor says what is installed and what to install")
-        return BROKEN
-    except Exception as error:  # a sentence for this one too, and never the exit code of a leak
-        if os.environ.get("PACKFREE_TRACEBACK", "0") not in ("", "0"):
-            traceback.print_exc()
-        complain(f"found {in_short(error)}, which nobody expected; PACKFREE_TRACEBACK=1 shows where; please report it")
-        return BROKEN
+    except BrokenPipeError:
+        raise
     except KeyboardInterrupt:
         complain("stopped")
         return STOPPED
+    except Exception as error:
+        return _complain_of(error)
+
+
+def _complain_of(error: Exception) -> int:
+    """Say what went wrong, and return its exit code."""
+    if isinstance(error, (PackFreeError, OSError)):
+        complain(error)
+        return LEAK if isinstance(error, LeakDetected) else USAGE
+    if isinstance(error, ImportError):
+        complain(f"{error}; packfree doctor says what is installed and what to install")
+        return BROKEN
+    # a sentence for this one too, and never the exit code of a leak
+    if os.environ.get("PACKFREE_TRACEBACK", "0") not in ("", "0"):
+        traceback.print_exc()
+    complain(f"found {in_short(error)}, which nobody expected; PACKFREE_TRACEBACK=1 shows where; please report it")
+    return BROKEN

@@ -11,13 +11,15 @@ from typing import Any
 from hf_packfree._version import __version__
 from hf_packfree.errors import UnsupportedInput
 
-FINE, LEAK, USAGE, BROKEN, STOPPED = 0, 1, 2, 3, 130
+FINE, LEAK, USAGE, BROKEN, STOPPED, UNREAD = 0, 1, 2, 3, 130, 141
 EXIT_CODES = f"""exit codes:
   {FINE}  fine
   {LEAK}  documents influence each other, or the demo's check failed
   {USAGE}  wrong usage, or a model or input that is not supported
   {BROKEN}  something installed is broken, too old or missing, or a step that bench compares (any but unpatched packed)
      did not run; or an error nobody expected: PACKFREE_TRACEBACK=1 shows where
+  {STOPPED}  stopped with Ctrl-C
+  {UNREAD}  whoever read the answer closed the pipe
 """
 MOST_TOKENS = 2**24
 """The largest batch, padding included: no machine has memory for more."""

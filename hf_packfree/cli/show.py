@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.console import Console as RichConsole
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -20,6 +21,19 @@ if TYPE_CHECKING:
     from hf_packfree.verify import PackingReport
 
 COLOURS = {"usable": "green", "unused": "cyan", "absent": "dim", "too old": "yellow", "broken": "red"}
+
+
+class Console(RichConsole):
+    """Rich's; a pipe that its reader closed is an error for `main`, and a width of 0 (COLUMNS=0) is as if there were none."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        if self.width < 1:
+            self.width = shutil.get_terminal_size().columns
+
+    def on_broken_pipe(self) -> None:
+        """Raise, where Rich ends the process by the exit code of a leak."""
+        raise BrokenPipeError
 
 
 def say(sentence: str) -> None:

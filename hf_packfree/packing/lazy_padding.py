@@ -138,7 +138,7 @@ class LazyPaddedTensor(Tensor):
             found = hook(repad(grad, packed))
             return None if found is None else unpad(found, packed)
 
-        return row.register_hook(hook_of_row)  # type: ignore[no-untyped-call]
+        return row.register_hook(hook_of_row)
 
     def retain_grad(self) -> None:
         """Keep the gradient of all that is computed from this tensor, the model's loss on the row included."""
@@ -146,7 +146,7 @@ class LazyPaddedTensor(Tensor):
         super().retain_grad() if row is None else row.retain_grad()
 
     @property
-    def grad(self) -> Tensor | None:
+    def grad(self) -> Tensor | None:  # type: ignore[override]
         """What `retain_grad` keeps."""
         row = self._before_the_loss()
         if row is None:
