@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_packfree.verify.documents import FEATURES, MediaDocuments, TextDocuments, media_source
 from hf_packfree.verify.report import Measurement, relative_rms
 
 
@@ -38,11 +39,13 @@ class Probe:
         embedding: Tensor = trunk.embed_tokens.weight
         self.device, self.dtype = embedding.device, embedding.dtype
         self.model = model if _answers_per_token(model) else trunk
-        self.embed = trunk.embed_tokens
+        self.embed: nn.Module = trunk.embed_tokens
         self.generator = torch.Generator().manual_seed(seed)
-        self.ids = self._random_ids(trunk.config.vocab_size)
-        self.other_ids = self._random_ids(trunk.config.vocab_size)
-        self.positions = torch.cat([torch.arange(n) for n in lengths])[None].to(self.device)
+        source = media_source(self.model)
+        self.documents = (
+            TextDocuments(lengths, trunk.config.vocab_size, self.generator, self.device) if source is None
+            else MediaDocuments(lengths, source, self.generator, self.device, self.dtype)
+        )
         self.weights: Tensor | None = None
         self.packages: frozenset[str] = frozenset()
 
@@ -68,45 +71,63 @@ class Probe:
     def _alone(self) -> tuple[Tensor, dict[str, Tensor]]:
         outputs, total = [], dict[str, Tensor]()
         start = 0
-        for ids in self.ids.split(self.lengths, dim=1):
-            output = self._run(ids=ids)
-            weights = self._functional(output)[start : start + ids.shape[1]]
+        for number, length in enumerate(self.lengths):
+            output = self._run(self.documents.alone(number))
+            weights = self._functional(output)[start : start + length]
             for name, gradient in self._gradients((output * weights).sum()).items():
                 total[name] = total[name] + gradient if name in total else gradient
             outputs.append(output.detach())
-            start += ids.shape[1]
+            start += length
         return torch.cat(outputs), total
 
     def _packed(self) -> tuple[Tensor, dict[str, Tensor], float | None]:
+        output = self._run(self.documents.packed())
         if not self.gradients:
-            return self._run(ids=self.ids, positions=self.positions).detach(), {}, None
-        output = self._run(ids=self.ids, positions=self.positions)
+            return output.detach(), {}, None
         gradients = self._gradients((output * self._functional(output)).sum())
         return output.detach(), gradients, self._cross_gradient()
 
     def _cross_gradient(self) -> float:
-        embeds = self.embed(self.ids).detach().requires_grad_()
-        output = self._run(embeds=embeds, positions=self.positions)
+        """Of the last document to others' embeddings; of every second one to others' pixels and sounds."""
+        inputs = self.documents.packed()
+        features = {name: inputs[name].requires_grad_() for name in FEATURES.values() if name in inputs}
+        with _as_leaf(self.embed) as embeds:
+            output = self._run(inputs | features)
+        loss = (output * self._functional(output)).sum(-1)
         last = self.lengths[-1]
-        (gradient,) = torch.autograd.grad((output * self._functional(output))[-last:].sum(), embeds)
-        return float(gradient[:, :-last].abs().max())
+        (gradient,) = torch.autograd.grad(loss[-last:].sum(), embeds, retain_graph=True)
+        return max([float(gradient[:, :-last].abs().max()), *self._to_features(loss, features)])
+
+    def _to_features(self, loss: Tensor, features: dict[str, Tensor]) -> Iterator[float]:
+        """Yield the largest gradients of even documents' losses [T] to odd documents' media, and the other way round."""
+        for name, values in features.items():
+            owner = self.documents.of_document(name)
+            for parity in (0, 1):
+                own = loss[self.documents.number % 2 == parity].sum()
+                (gradient,) = torch.autograd.grad(own, values, retain_graph=True)
+                others = gradient[owner % 2 != parity]
+                yield float(others.abs().max()) if others.numel() else 0.0
 
     @torch.no_grad()
     def _first_alone(self) -> None:
-        self._run(ids=self.ids[:, : self.lengths[0]])
+        self._run(self.documents.alone(0))
 
     @torch.no_grad()
     def _influence(self, before: Tensor) -> float:
-        number = torch.repeat_interleave(torch.arange(len(self.lengths)), torch.tensor(self.lengths)).to(self.device)
-        kept = number % 2 == 1
-        after = self._run(ids=torch.where(kept, self.ids, self.other_ids), positions=self.positions)
-        return relative_rms(after[kept], before[kept])
+        """Of even documents on odd ones; where media may look ahead, of odd ones on even ones too."""
+        worst = 0.0
+        for parity in (0, 1) if self.documents.media else (0,):
+            changed = torch.arange(len(self.lengths)) % 2 == parity
+            after = self._run(self.documents.packed(changed))
+            kept = self.documents.number % 2 != parity
+            found = relative_rms(after[kept], before[kept])
+            worst = found if found != found else max(worst, found)
+        return worst
 
-    def _run(self, *, ids: Tensor | None = None, embeds: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+    def _run(self, inputs: dict[str, Any]) -> Tensor:
         """Return [T, width]: logits, or hidden states where the model has no logits per token."""
-        given = {"input_ids": ids} if embeds is None else {"inputs_embeds": embeds}
         with nullcontext() if self.gradients else torch.no_grad():
-            output = self.model(**given, position_ids=positions, use_cache=False)
+            output = self.model(**inputs, use_cache=False)
         tokens: Tensor = output.logits if "logits" in output else output.last_hidden_state
         return tokens[0]
 
@@ -140,14 +161,27 @@ class Probe:
         name = max(errors, key=lambda key: float("inf") if errors[key] != errors[key] else errors[key])
         return errors[name], name
 
-    def _random_ids(self, vocabulary: int) -> Tensor:
-        return torch.randint(0, vocabulary, (1, sum(self.lengths)), generator=self.generator).to(self.device)
-
 
 def _answers_per_token(model: nn.Module) -> bool:
     """Whether the model's own output has one row per token; heads that pool a row are measured at their trunk."""
     pooled = ("SequenceClassification", "QuestionAnswering")
     return not any(kind in type(module).__name__ for module in model.modules() for kind in pooled)
+
+
+@contextmanager
+def _as_leaf(embed: nn.Module) -> Iterator[list[Tensor]]:
+    """Cut the graph behind an embedding for the block, and collect what it gave there."""
+    leaves: list[Tensor] = []
+
+    def cut(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        leaves.append(output.detach().requires_grad_())
+        return leaves[-1]
+
+    handle = embed.register_forward_hook(cut)
+    try:
+        yield leaves
+    finally:
+        handle.remove()
 
 
 @contextmanager

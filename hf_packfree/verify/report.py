@@ -55,8 +55,10 @@ class Measurement:
         logits: relative RMS of all outputs against a forward per document.
         gradients: the same for the worst parameter's gradient; None when it was not measured.
         worst_parameter: its name.
-        influence: relative RMS by which documents 1, 3, 5 ... change when the tokens of documents 0, 2, 4 ... do.
-        cross_gradient: largest gradient of the last document's outputs with respect to another's inputs.
+        influence: relative RMS by which documents 1, 3, 5 ... change when the tokens of documents 0, 2, 4 ... do; with media,
+            when their pixels and sounds do too, and the larger one of both directions.
+        cross_gradient: largest gradient of the last document's outputs with respect to another's inputs; with media, also of
+            any document's with respect to a neighbour's pixels and sounds.
         per_document: `logits` for each document.
     """
 
@@ -78,6 +80,7 @@ class PackingReport:
         patched: the model as it is.
         unpatched: the same weights without patches: the control; None without one.
         limits: the limits of rounding, which depend on the dtype and on the kernels that ran.
+        media: "image", "video", "audio": which are in the documents.
     """
 
     model: str
@@ -88,6 +91,7 @@ class PackingReport:
     patched: Measurement
     unpatched: Measurement | None
     limits: Limits
+    media: tuple[str, ...] = ()
 
     @property
     def stock(self) -> Measurement | None:
@@ -99,13 +103,17 @@ class PackingReport:
         """Return plain data, ready for JSON."""
         return asdict(self)
 
+    @property
+    def _inputs(self) -> str:
+        return " and ".join(["tokens", *(f"{kind}s" for kind in self.media)])
+
     def failures(self) -> list[str]:
         """Return a sentence per number above its limit; NaN is above every limit."""
         found, limits = self.patched, self.limits
         checks = [
             ("logits differ from a forward per document", found.logits, limits.logits),
             ("a gradient differs from a backward per document", found.gradients, limits.gradients),
-            ("documents react to each other's tokens", found.influence, limits.influence),
+            (f"documents react to each other's {self._inputs}", found.influence, limits.influence),
             ("a gradient reaches another document", found.cross_gradient, 0.0),
         ]
         return [
@@ -114,10 +122,14 @@ class PackingReport:
             if value is not None and not value <= limit
         ]
 
+    @property
+    def _with_media(self) -> str:
+        return f" with {' and '.join(f'{kind}s' for kind in self.media)}" if self.media else ""
+
     def __str__(self) -> str:
         gradients = "" if self.patched.gradients is None else f", gradients within {self.patched.gradients:.1e}"
         unpatched = "" if self.unpatched is None else f"; unpatched: {self.unpatched.logits:.1e}"
         return (
-            f"{self.model} ({self.dtype}, {self.device}): {len(self.lengths)} packed documents equal the same documents "
-            f"alone, logits within {self.patched.logits:.1e} relative RMS{gradients}{unpatched}"
+            f"{self.model} ({self.dtype}, {self.device}): {len(self.lengths)} packed documents{self._with_media} equal the "
+            f"same documents alone, logits within {self.patched.logits:.1e} relative RMS{gradients}{unpatched}"
         )

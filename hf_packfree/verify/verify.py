@@ -40,6 +40,8 @@ def verify_packing(
 
     Random documents are packed into one row, `input_ids` [1, sum(lengths)] with restarting `position_ids` (the input
     format that leaks in every release of transformers), and compared with a forward of each document alone, [1, length].
+    With a model that takes images, those documents that are long enough have an image, a video and, where it takes any, a
+    sound; the row then has an indexed `attention_mask` and no positions, so that losing the positions of media fails too.
     The model is measured in evaluation mode, without a cache.  Its weights, gradients and modes are as before afterwards.
 
     Args:
@@ -110,6 +112,7 @@ def verify_packing(
         patched=patched,
         unpatched=unpatched,
         limits=limits,
+        media=probe.documents.media,
     )
     _judge(report, model)
     return report
