@@ -31,7 +31,9 @@ ROPE = {
 }
 
 
-def tiny_vision(family: str, *, attention: str = "sdpa", **text: Any) -> torch.nn.Module:
+def tiny_vision(
+    family: str, *, attention: str = "sdpa", head: str = "ForConditionalGeneration", **text: Any
+) -> torch.nn.Module:
     """Return the family's tiny vision-language model in training mode, unpatched, fp32, slow decay.
 
     Its rotary embedding turns all of a head, so that positions of images matter.
@@ -45,7 +47,7 @@ def tiny_vision(family: str, *, attention: str = "sdpa", **text: Any) -> torch.n
     )
     config._attn_implementation = attention
     torch.manual_seed(0)
-    return slow_decay(getattr(import_module(row.upstream), f"{name}ForConditionalGeneration")._from_config(config)).train()
+    return slow_decay(getattr(import_module(row.upstream), name + head)._from_config(config)).train()
 
 
 @dataclass(frozen=True)

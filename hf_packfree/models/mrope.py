@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_packfree.errors import UnsupportedInput
+from hf_packfree.errors import BoundaryError, UnsupportedInput
 from hf_packfree.packing.media import Media, media_offsets
 
 _SECONDS = ("second_per_grid_ts", "second_per_grids")
@@ -163,9 +163,10 @@ def packed_positions(source: Any, input_ids: Tensor, cu_seqlens: Tensor, media: 
         [4, 1, T] on the host, see `document_positions`.
 
     Raises:
-        BoundaryError: media and placeholders do not agree, see `media_offsets`.
+        BoundaryError: media and placeholders do not agree, see `media_offsets`, or `mm_token_type_ids` and the ids.
         UnsupportedInput: videos with sound and silent ones under one `use_audio_in_video`.
     """
+    _check_types(source.config, input_ids, media.mm_token_type_ids)
     offsets = {kind.name: media_offsets(input_ids[0], cu_seqlens, kind).tolist() for kind in media_of(source, media)}
     bounds, parts = cu_seqlens.tolist(), []
     if media.use_audio_in_video is not None:
@@ -202,6 +203,19 @@ def _token_types(config: Any, input_ids: Tensor) -> Tensor:
     """Return integers [1, s]: 1 at placeholders of images, 2 at those of videos."""
     images, videos = input_ids == config.image_token_id, input_ids == config.video_token_id
     return images.long() + 2 * videos.long()
+
+
+def _check_types(config: Any, input_ids: Tensor, types: Tensor | None) -> None:
+    """Refuse `mm_token_type_ids` that put images or videos where the ids have none, or the other way around."""
+    if types is None:
+        return
+    for kind, token in ((1, config.image_token_id), (2, config.video_token_id)):
+        wrong = ((types == kind) != (input_ids == token)).nonzero()
+        if len(wrong):
+            raise BoundaryError(
+                f"found mm_token_type_ids that differ from input_ids about token {int(wrong[0, 1])} of the row: type {kind} is "
+                f"the token {token}; wanted the processor's, of the same batch; leave them out, the ids are enough"
+            )
 
 
 def _videos(config: Any, input_ids: Tensor) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from hf_packfree.models.entry import enter, is_text, restore_layers, row_of_each
 from hf_packfree.models.idle_tower import run_beside_idle_tower
 from hf_packfree.models.mrope import RowMedia, media_of, packed_positions
 from hf_packfree.models.vision_attention import mark_packed
-from hf_packfree.packing import PackedSequence, repad
+from hf_packfree.packing import PackedSequence, repad, uncompiled
 from hf_packfree.packing.media import media_offsets
 
 FEATURES = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
@@ -99,28 +99,30 @@ def packed_arguments(source: Any, packed: PackedSequence, given: dict[str, Any])
     return row
 
 
+@uncompiled
 def _positions(source: Any, packed: PackedSequence, given: Tensor | None, row: dict[str, Any]) -> Tensor:
     """Return [1, T] where every token counts one, else [3 or 4, 1, T]; media are counted on the way."""
-    media = RowMedia.from_arguments(row)
-    features = _features_given(row)
-    _check_features(source.config, packed, features, row)
+    media, features = RowMedia.from_arguments(row), _features_given(row)
+    if media.is_empty and not features and packed.plain:
+        return row_positions(given, packed)
+    ids = None if row.get("input_ids") is None else row["input_ids"].detach().to("cpu")
+    _check_features(source.config, media, features, None if packed.plain else ids)
     if media.is_empty and not features:
         return row_positions(given, packed)
-    _check_items(media, features)
-    ids = None if row.get("input_ids") is None else row["input_ids"].detach().to("cpu")
-    if given is None:
-        if ids is None:
-            raise UnsupportedInput(
-                f"found {' and '.join(features)} features with inputs_embeds and neither input_ids nor position_ids; wanted "
-                "one of them, because positions of media are made from the ids; pass position_ids of 4 rows"
-            )
+    if ids is not None and given is None:
         return packed_positions(source, ids, packed.cu_seqlens_cpu, media).to(packed.seq_idx.device)
+    what = f"{' and '.join(features)} features"
+    if given is None:
+        raise UnsupportedInput(
+            f"found {what} with inputs_embeds and neither input_ids nor position_ids; wanted one of them, because positions "
+            "of media are made from the ids; pass position_ids of 4 rows"
+        )
     kinds = media_of(source, media)
     if not packed.plain and is_text(given) and any(bool((kind.run_sizes() > 1).any()) for kind in kinds[:2]):
         raise UnsupportedInput(
-            f"found position_ids {list(given.shape)} that count every token, beside {' and '.join(features)} features; wanted "
-            "mRoPE positions, which such models were trained with; leave position_ids out beside cu_seq_lens_q or seq_idx, or "
-            "pass 4 rows: text positions that restart, then get_rope_index of each document"
+            f"found position_ids {list(given.shape)} that count every token, beside {what}; wanted mRoPE positions, which such "
+            "models were trained with; leave position_ids out beside cu_seq_lens_q or seq_idx, or pass 4 rows: text positions "
+            "that restart, then get_rope_index of each document"
         )
     if ids is not None:
         for kind in kinds:
@@ -133,28 +135,25 @@ def _features_given(row: dict[str, Any]) -> list[str]:
     return [kind for kind, name in FEATURES.items() if row.get(name) is not None or outputs.get(kind) is not None]
 
 
-def _check_items(media: RowMedia, features: list[str]) -> None:
-    """Refuse features without the sizes of their items: nothing else says whose they are."""
+def _check_features(config: Any, media: RowMedia, features: list[str], ids: Tensor | None) -> None:
+    """Refuse features without the sizes of their items, and placeholders among `ids` whose features did not come.
+
+    Nothing else says whose features are, and upstream would run on the placeholders themselves.
+    """
     sizes = {"image": media.image_grid_thw, "video": media.video_grid_thw, "audio": media.audio_lengths}
-    for kind in features:
-        if sizes[kind] is None:
-            wanted = "feature_attention_mask" if kind == "audio" else f"{kind}_grid_thw"
-            raise BoundaryError(
-                f"found {kind} features without {wanted}; wanted the sizes of their items, which say what belongs to which "
-                f"document; pass {wanted} too"
-            )
-
-
-def _check_features(config: Any, packed: PackedSequence, features: list[str], row: dict[str, Any]) -> None:
-    """Refuse placeholders in a packed row whose features did not come: upstream would run on the placeholders themselves."""
-    ids = row.get("input_ids")
-    missing = {kind: getattr(config, f"{kind}_token_id", None) for kind in FEATURES if kind not in features}
-    if packed.plain or ids is None:
-        return
-    for kind, token in missing.items():
-        found = 0 if token is None else int((ids == token).sum())
+    for kind, name in FEATURES.items():
+        if kind in features:
+            if sizes[kind] is None:
+                wanted = "feature_attention_mask" if kind == "audio" else f"{kind}_grid_thw"
+                raise BoundaryError(
+                    f"found {kind} features without {wanted}; wanted the sizes of their items, which say what belongs to which "
+                    f"document; pass {wanted} too"
+                )
+            continue
+        token = getattr(config, f"{kind}_token_id", None)
+        found = 0 if ids is None or token is None else int((ids == token).sum())
         if found:
             raise BoundaryError(
-                f"found {found} {kind} placeholders in a packed row without {FEATURES[kind]}; wanted the {kind}s' features "
-                "too; use hf_packfree.data.PackedVisionCollator: DataCollatorWithFlattening drops them"
+                f"found {found} {kind} placeholders in a packed row without {name}; wanted the {kind}s' features too; use "
+                "hf_packfree.data.PackedVisionCollator: DataCollatorWithFlattening drops them"
             )

@@ -7,6 +7,7 @@ import inspect
 
 import pytest
 import torch
+import transformers
 
 from hf_packfree import apply_patches
 from hf_packfree.errors import BoundaryConflict, BoundaryError, CacheConflict, UnsupportedInput
@@ -23,6 +24,7 @@ from tests.vision import (
     padded_batch,
     pixel_gradients,
     random_weights,
+    row_positions,
     rows_batch,
     run,
     tiny_vision,
@@ -144,6 +146,34 @@ def test_one_document_without_a_mask_is_exact(case):
     assert relative_rms(batch.call(case.model).logits[0], case.wanted[0][2]) <= LOGIT_TOL
 
 
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_positions_of_a_padded_batch_from_the_caller(case, side):
+    """Those of `get_rope_index` for the batch; 2-D ones count every token, as transformers understands them, and go there."""
+    batch, other = padded_batch(side, case.given), padded_batch(side, case.given)
+    rope = case.unpatched.model
+    positions = torch.zeros(3, *batch.inputs["input_ids"].shape).long()
+    for (row, place), one in zip(batch.places, case.given, strict=True):
+        positions[:, row, place] = row_positions(rope, [one])[1:, 0]
+    batch.inputs["position_ids"] = positions
+    logits, gradients = errors(run(case.model, batch, case.weights), case.wanted)
+    assert logits <= LOGIT_TOL
+    assert gradients <= GRADIENT_TOL
+    other.inputs["position_ids"] = positions[0].clamp(min=0) * 0 + torch.arange(positions.shape[-1])
+    with torch.no_grad():
+        assert torch.equal(other.call(case.model).logits, other.call(case.unpatched).logits)
+
+
+@pytest.mark.skipif(
+    not hasattr(transformers.models.qwen3_5.modeling_qwen3_5, "Qwen3_5ForSequenceClassification"), reason="of later releases"
+)
+def test_a_classifier_of_documents_with_images():
+    unpatched = tiny_vision("qwen3_5", head="ForSequenceClassification", pad_token_id=0)
+    given = documents(unpatched.model)[:4]
+    batch = padded_batch("right", given)
+    wanted = batch.call(unpatched).logits
+    assert relative_rms(batch.call(apply_patches(unpatched)).logits, wanted) <= LOGIT_TOL
+
+
 def test_rows_of_text_alone(case):
     given = [one for one in case.given if not one.pixels]
     weights = random_weights(given)
@@ -156,11 +186,11 @@ def test_rows_of_text_alone(case):
 class TestLoss:
     IGNORED = -100
 
-    def labels(self, batch):
+    def labels(self, batch, first=1):
         ids = batch.inputs["input_ids"]
         labels = torch.full_like(ids, self.IGNORED)
         for row, place in batch.places:
-            labels[row, place[1:]] = ids[row, place[1:]]
+            labels[row, place[first:]] = ids[row, place[first:]]
         return labels.masked_fill(ids >= IMAGE, self.IGNORED)
 
     @pytest.mark.parametrize("items", [None, 211])
@@ -178,6 +208,16 @@ class TestLoss:
             assert relative_rms(found.loss, wanted.loss) <= LOGIT_TOL
         mask = padded.inputs["attention_mask"].bool()
         assert relative_rms(from_padded.logits[mask], wanted.logits[mask]) <= LOGIT_TOL
+
+    def test_left_padding_that_predicts_the_first_token(self, case):
+        """As collators label it: the last pad token's prediction is in the loss."""
+        given = case.given[:6]
+        one, other = padded_batch("left", given), padded_batch("left", given)
+        wanted = one.call(case.unpatched, labels=self.labels(one, 0))
+        found = other.call(case.model, labels=self.labels(other, 0))
+        assert relative_rms(found.loss, wanted.loss) <= LOGIT_TOL
+        mask = one.inputs["attention_mask"].bool()
+        assert relative_rms(found.logits[mask], wanted.logits[mask]) <= LOGIT_TOL
 
     def test_real_tokens_alone_reach_the_layers_and_the_head(self, qwen):
         batch, rows = padded_batch("left", qwen.given), []
@@ -234,6 +274,12 @@ class TestRefusals:
         batch = qwen.batch("offsets, types")
         with pytest.raises(BoundaryError, match="image placeholders in a packed row without pixel_values"):
             qwen.model(**batch.inputs)
+
+    def test_types_that_contradict_the_ids(self, qwen):
+        types = qwen.batch("offsets, types").inputs["mm_token_type_ids"].clone()
+        types[0, 50] = 1
+        match = "mm_token_type_ids that differ from input_ids about token 50"
+        self.refused(qwen, BoundaryError, match, form="offsets, types", mm_token_type_ids=types)
 
     def test_media_in_another_order(self, qwen):
         batch = packed_batch("offsets, types", qwen.given[1:3], qwen.unpatched.model)
