@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
+from typing import get_type_hints
 
 import pytest
 import torch
@@ -61,6 +62,17 @@ def test_replacements_answer_to_upstreams_names(family):
         for attribute in ("__name__", "__qualname__", "__module__"):
             assert getattr(after, attribute) == getattr(before, attribute)
         assert str(after) == str(before)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=NAMES)
+def test_replacements_show_upstreams_signatures(family):
+    """Trainers, PEFT and transformers' own tests choose by a forward's parameters and annotations what they pass and try."""
+    pairs = {**family.pairs(), **family.head_pairs()}
+    for before, after in pairs.items():
+        assert after.forward is not before.forward, f"{after.__name__} has no forward of its own"
+        assert inspect.signature(after.forward) == inspect.signature(before.forward), after.__name__
+        assert after.forward.__annotations__ == before.forward.__annotations__, after.__name__
+        assert get_type_hints(after.forward) == get_type_hints(before.forward), after.__name__
 
 
 @pytest.fixture

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from inspect import signature
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
@@ -36,6 +38,14 @@ class Replacement(nn.Module):
     kernel_layer_name = _Absent()
     """`kernelize` replaces the forward of every instance whose class has this, anew on each train() and eval()."""
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Let a class in front of upstream's show upstream's signature: trainers and tools choose by it what they pass."""
+        owner: Any = next(base for base in cls.__mro__ if "forward" in vars(base))
+        upstream: Any = upstream_of(cls)
+        if upstream is not nn.Module and issubclass(owner, Replacement) and upstream_of(owner) is nn.Module:
+            cls.forward = _showing(vars(owner)["forward"], upstream.forward)
+        super().__init_subclass__(**kwargs)  # upstream's layers wrap what the class has by now
+
     @staticmethod
     def op_sizes(layer: Any) -> dict[str, int]:
         """Return the sizes of a layer, ours or upstream's, that backends check; see `Target.sizes`."""
@@ -55,6 +65,23 @@ class Replacement(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and copy by the module that the class is really in."""
         return _blank, (self.packfree_home, type(self).__qualname__), self.__dict__
+
+
+def upstream_of(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the class that a replacement is put in front of: `nn.Module` where it is not in front of anything yet."""
+    # FSDP puts a class that is no module in front
+    return next(base for base in cls.__mro__ if issubclass(base, nn.Module) and not issubclass(base, Replacement))
+
+
+def _showing(forward: FunctionType, upstream: Any) -> FunctionType:
+    """Return a copy of `forward`, without a frame more per call, that has upstream's signature and annotations."""
+    parts = forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
+    copy: Any = FunctionType(*parts)
+    copy.__kwdefaults__, copy.__doc__, copy.__qualname__ = forward.__kwdefaults__, forward.__doc__, forward.__qualname__
+    copy.__module__, copy.__annotations__ = forward.__module__, upstream.__annotations__
+    copy.__signature__ = signature(upstream)
+    shown: FunctionType = copy
+    return shown
 
 
 def stands_for(upstream: Any) -> Callable[[_Class], _Class]:

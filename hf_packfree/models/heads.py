@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_packfree.models.attention import check_attention
-from hf_packfree.models.base import Replacement, stands_for
+from hf_packfree.models.base import Replacement, stands_for, upstream_of
 from hf_packfree.models.entry import (
     UNPACKED, enter, has_media, keep_padding, restore_layers, row_of_each, row_positions, wants_all_logits,
 )
@@ -33,8 +33,7 @@ class Head(Replacement):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # FSDP puts a class that is no module in front
-        upstream: Any = next(base for base in cls.__mro__ if issubclass(base, nn.Module) and not issubclass(base, Replacement))
+        upstream: Any = upstream_of(cls)
         if upstream is nn.Module:  # a kind of head, not yet in front of anything
             return
         names = [name for name in inspect.signature(upstream.forward).parameters if name != "self"]
