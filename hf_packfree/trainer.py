@@ -6,20 +6,19 @@ import logging
 import time
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_packfree.errors import LeakDetected, PatchConflict
-from hf_packfree.models.state import PatchState
+from hf_packfree.errors import PatchConflict
+from hf_packfree.models.vision_language import PackedVisionLanguage
 from hf_packfree.packing import PackedSequence, uncompiled
 from hf_packfree.patching.apply import Options, patch
 from hf_packfree.patching.backends import Choice
 from hf_packfree.patching.plan import trunks
 from hf_packfree.patching.registry import family_of
 from hf_packfree.patching.report import patch_report
-from hf_packfree.verify import limits_for, relative_rms
+from hf_packfree.verify.first_batch import first_batch_influence, in_process_group, observers_of
 
 logger = logging.getLogger("hf_packfree")
 
@@ -40,9 +39,9 @@ class PackFreeCallback(TrainerCallback):
     Args:
         backend, batch_invariant, unpacked, padded: as for `apply_patches`, whose errors are raised when the Trainer is
             initialised; an unknown value is refused at once (ValueError).
-        verify_first_batch: on the first packed batch, change the tokens of every second document and raise `LeakDetected`
-            if the outputs of the others change; costs two forwards.  In a process group only the first batch is checked,
-            so that all processes run the same forwards.
+        verify_first_batch: on the first packed batch, change the tokens, pixels and sounds of every second document and raise
+            `LeakDetected` if the outputs of the others change; costs two forwards, three of a vision-language model.  In a
+            process group only the first batch is checked, so that all processes run the same forwards.
     """
 
     def __init__(
@@ -87,9 +86,10 @@ class PackFreeCallback(TrainerCallback):
         self._trunks = list(trunks(model, family)) if family else []
         self._counts = _Counts()
         for trunk in self._trunks:
-            _observers(trunk).append(self._counts.count)
-            if self._verify:
-                self._hooks.append(trunk.register_forward_pre_hook(self._verify_once(), with_kwargs=True))
+            observers_of(trunk).append(self._counts.count)
+        if self._verify:
+            for module in _outermost(model, self._trunks):
+                self._hooks.append(module.register_forward_pre_hook(self._verify_once(), with_kwargs=True))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -98,8 +98,8 @@ class PackFreeCallback(TrainerCallback):
         while self._hooks:
             self._hooks.pop().remove()
         for trunk in self._trunks:
-            if self._counts.count in _observers(trunk):
-                _observers(trunk).remove(self._counts.count)
+            if self._counts.count in observers_of(trunk):
+                observers_of(trunk).remove(self._counts.count)
 
     def on_log(
         self,
@@ -128,7 +128,7 @@ class PackFreeCallback(TrainerCallback):
                 return
             done = True
             influence = first_batch_influence(trunk, args, kwargs)
-            if influence is None and not _in_process_group():
+            if influence is None and not in_process_group():
                 done = False  # this batch is not packed; the first packed one is checked
             self._influence = influence
 
@@ -147,76 +147,9 @@ def _warn_of_unweighted_tokens(args: TrainingArguments, model: Any) -> None:
         )
 
 
-def first_batch_influence(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
-    """Change the tokens of documents 0, 2, 4 ... and return the relative RMS by which 1, 3, 5 ... change.
-
-    Takes two forwards without gradients; in a process group also for a batch that is not packed, since the forwards of a
-    sharded model are collective.  The random state is as before afterwards.
-
-    Args:
-        trunk: a patched text model, such as Qwen3_5TextModel.
-        args, kwargs: of its forward: `input_ids` [B, S] or `inputs_embeds` [B, S, H], and the boundaries.
-
-    Returns:
-        Relative RMS over the last hidden states [B, S, H] of the unchanged documents; None if the batch is not packed.
-
-    Raises:
-        LeakDetected: the change is above rounding.
-    """
-    names = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache")
-    inputs = {**dict(zip(names, args, strict=False)), **kwargs}
-    seen: list[PackedSequence] = []
-
-    def watch(packed: PackedSequence | None, shape: tuple[int, int], mask: Any) -> None:
-        if packed is not None:
-            seen.append(packed)
-
-    observers = _observers(trunk)
-    others, observers[:] = list(observers), [watch]
-    try:
-        with torch.no_grad(), torch.random.fork_rng():
-            before = trunk.forward(**dict(inputs)).last_hidden_state
-            if not seen and not _in_process_group():
-                return None
-            record = seen[0].for_shape(before.shape[:2]) if seen else None
-            changed, kept = (inputs, None) if record is None else _every_second_changed(inputs, record)
-            after = trunk.forward(**changed).last_hidden_state
-    finally:
-        observers[:] = others
-    if kept is None:
-        return None
-    influence = relative_rms(after[kept], before[kept]) if bool(kept.any()) else 0.0
-    limit = limits_for(before.device, before.dtype).influence
-    if not influence <= limit:
-        raise LeakDetected(
-            f"found documents of the first batch reacting to each other's tokens: {influence:.1e} relative RMS; wanted at "
-            f"most {limit:.0e}, which is rounding; run verify_packing(model) for the details and report it"
-        )
-    return influence
-
-
-def _in_process_group() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def _every_second_changed(inputs: dict[str, Any], packed: PackedSequence) -> tuple[dict[str, Any], Tensor]:
-    """Return the inputs with documents 0, 2, 4 ... changed, and bool [B, S]: the tokens of the others."""
-    rows, tokens = packed.batch_shape
-    number = torch.full((rows * tokens,), -1, dtype=torch.int32, device=packed.seq_idx.device)
-    real = packed.indices if packed.indices is not None else torch.arange(rows * tokens, device=number.device)
-    number = number.index_copy(0, real, packed.seq_idx[0]).view(rows, tokens)
-    change = (number >= 0) & (number % 2 == 0)
-    changed = dict(inputs)
-    if inputs.get("input_ids") is not None:
-        changed["input_ids"] = torch.where(change, inputs["input_ids"].roll(1, dims=1), inputs["input_ids"])
-    else:
-        changed["inputs_embeds"] = torch.where(change[..., None], -inputs["inputs_embeds"], inputs["inputs_embeds"])
-    return changed, (number >= 0) & ~change
-
-
-def _observers(trunk: nn.Module) -> list[Any]:
-    state = trunk.packfree
-    return state.observers if isinstance(state, PatchState) else []
+def _outermost(model: nn.Module, trunks: list[nn.Module]) -> list[nn.Module]:
+    """Return the vision-language models around the text models, whose towers are checked too, or else the text models."""
+    return [module for module in model.modules() if isinstance(module, PackedVisionLanguage)] or trunks
 
 
 class _Counts:

@@ -76,7 +76,7 @@ class MediaDocuments(TextDocuments):
         self, lengths: Sequence[int], source: Any, generator: torch.Generator, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.source, self.dtype = source, dtype
-        self.tokens = _media_tokens(source.config)
+        self.tokens = media_tokens(source.config)
         super().__init__(lengths, source.config.get_text_config().vocab_size, generator, device)
         taken = set(self.tokens.values())
         text = next(token for token in range(len(taken) + 1) if token not in taken)
@@ -169,11 +169,11 @@ def media_source(model: nn.Module) -> Any:
     for module in model.modules():
         if hasattr(module, "get_rope_index") and hasattr(module, "visual"):
             found = module
-    inside = found is not None and max(_media_tokens(found.config).values()) < found.config.get_text_config().vocab_size
+    inside = found is not None and max(media_tokens(found.config).values()) < found.config.get_text_config().vocab_size
     return found if inside else None
 
 
-def _media_tokens(config: Any) -> dict[str, int]:
+def media_tokens(config: Any) -> dict[str, int]:
     """Return the ids of placeholders and of the tokens before them: {"image": .., "image_start": ..}."""
     tokens = {kind: getattr(config, f"{kind}_token_id", None) for kind in FEATURES}
     start = getattr(config, "vision_start_token_id", None)

@@ -1,0 +1,55 @@
+"""The Trainer's first batch with media: a tower that mixes documents stops training, whichever way it looks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_packfree import apply_patches
+from hf_packfree.errors import LeakDetected
+from hf_packfree.trainer import PackFreeCallback, first_batch_influence
+from tests.vision import documents, image, document, packed_batch, padded_batch, tiny_vision
+
+
+@pytest.fixture
+def model():
+    return apply_patches(tiny_vision("qwen3_5"))
+
+
+def arguments(batch):
+    from tests.vision import media_arguments
+
+    return {**batch.inputs, **media_arguments(batch.documents, batch.pixels)}
+
+
+@pytest.mark.parametrize("form", ["4 rows", "offsets, types", "padded"])
+def test_nothing_is_noticed(model, form):
+    given = documents(model.model)
+    batch = padded_batch("left", given) if form == "padded" else packed_batch(form, given, model.model)
+    assert first_batch_influence(model.model, (), arguments(batch)) == 0.0
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["later from earlier", "earlier from later"])
+def test_pixels_alone_are_seen_in_both_directions(model, order):
+    """Each patch is mixed with its neighbour's, behind a document without media as before one."""
+    given = [document(5, image(4, 4), 3, seed=1), document(4, image(4, 6), 3, seed=2)]
+    inputs = arguments(packed_batch("offsets, types", given, model.model))
+    model.model.visual.register_forward_pre_hook(lambda tower, args: (args[0] + args[0].roll(order * 16, 0), *args[1:]))
+    with pytest.raises(LeakDetected, match="first batch reacting to each other's tokens or media"):
+        first_batch_influence(model.model, (), inputs)
+
+
+def test_the_callback_watches_the_tower(model, tmp_path):
+    from hf_packfree.trainer import _outermost
+
+    assert _outermost(model, [model.model.language_model]) == [model.model]
+    calls, forward = [], model.model.forward
+    model.model.forward = lambda **inputs: calls.append(None) or forward(**inputs)
+    check = PackFreeCallback(verify_first_batch=True)._verify_once()
+    ids = torch.arange(2, 11)[None]
+    check(model.model, (), {"input_ids": ids, "use_cache": False})
+    assert len(calls) == 1, "a row of one document: the first packed one is checked"
+    given = packed_batch("offsets, types", [document(5, seed=1), document(4, image(4, 4), seed=2)], model.model)
+    check(model.model, (), arguments(given))
+    check(model.model, (), arguments(given))
+    assert len(calls) == 4
