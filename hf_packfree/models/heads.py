@@ -23,6 +23,7 @@ from hf_packfree.models.labels import (
 )
 from hf_packfree.models.state import state_of
 from hf_packfree.packing import PackedSequence, lazy_repad, repad, with_left_pad_tokens
+from hf_packfree.packing.compiling import is_transformed
 
 logger = logging.getLogger("hf_packfree")
 _ROW_TARGETS = ("shift_labels", "num_items_in_batch")
@@ -130,7 +131,7 @@ class PackedHead(Head):
     def _restore_shape(self, output: Any, packed: PackedSequence) -> None:
         restore_layers(output, packed)
         lazy = state_of(self).padded == "lazy" and self.training and output.loss is not None
-        dropped = packed.indices is not None and not torch.compiler.is_compiling()
+        dropped = packed.indices is not None and not torch.compiler.is_compiling() and not is_transformed()
         output.logits = (lazy_repad if lazy and dropped else repad)(output.logits, packed)
 
 

@@ -69,6 +69,12 @@ class PatchState:
         """Whether rows of one document run through the patched layers too, unless a call wants what they lack."""
         return self.unpacked == "native" or self.batch_invariant
 
+    def not_in_torch(self, device: torch.device) -> str:
+        """Return "conv: triton, delta_rule: fla", of what may run on a device and is not PyTorch's."""
+        chosen = (self.cuda_half, self.cuda_single) if device.type == "cuda" else (self.elsewhere,)
+        named = dict.fromkeys(f"{op}: {name}" for kernels in chosen for op, name in vars(kernels).items() if name != "torch")
+        return ", ".join(named)
+
     def kernels_for(self, device: torch.device, dtype: torch.dtype) -> Kernels:
         """Return what runs on tensors of that device and dtype, wherever the model was when it was patched."""
         chosen = self.elsewhere

@@ -13,6 +13,7 @@ from hf_packfree.models.compat import masks_the_layers_ignore
 from hf_packfree.models.entry import enter, positions_for, restore_layers, row_positions
 from hf_packfree.models.state import state_of
 from hf_packfree.packing import PackedSequence, repad, unpad
+from hf_packfree.packing.compiling import is_transformed
 
 
 class PackedTrunk(Replacement):
@@ -80,6 +81,12 @@ class PackedTrunk(Replacement):
 
 
 def _check_packed_call(trunk: Any, packed: PackedSequence, arguments: dict[str, Any]) -> None:
+    kernels = state_of(trunk).not_in_torch(packed.seq_idx.device) if is_transformed() else ""
+    if kernels:
+        raise UnsupportedInput(
+            f"found a transform of torch.func around a packed row that runs on {kernels}, which it cannot differentiate; "
+            "wanted operations in PyTorch; call apply_patches(model, backend='torch') on the unpatched model"
+        )
     if arguments["past_key_values"] is not None:
         raise CacheConflict(
             "found a PackedSequence together with past_key_values; wanted no cache, which can belong to one document only; "

@@ -1,38 +1,89 @@
-"""torch.func around a patched model: what upstream can differentiate it still can, and the rest is refused in torch's words."""
+"""torch.func around a patched model: first derivatives, packed or not, are the backward pass's; the rest is refused."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from torch.func import functional_call, grad
+from torch.func import functional_call, grad, jvp, vmap
 
 from hf_packfree import apply_patches
+from hf_packfree.errors import UnsupportedInput
+from hf_packfree.models.state import Kernels
+from tests.input_formats import row_batch
+from tests.models.padded import padded_batch, step, worst_gradient
+from tests.models.test_padded import FAMILIES, GRADIENT_TOL
 from tests.support import tiny
 
+LENGTHS = (5, 17, 1, 9)
 
-def gradients(model, mask):
-    """Of the loss over two rows, by torch.func."""
-    torch.manual_seed(0)
-    tokens = torch.randint(5, 30, (2, 12))
-    labels = tokens if mask is None else tokens.masked_fill(mask == 0, -100)
-    given = {"input_ids": tokens, "labels": labels, "attention_mask": mask, "use_cache": False}
+
+def by_transform(model, given):
+    """The gradients of the loss, by torch.func."""
     parameters = dict(model.named_parameters())
-    return grad(lambda weights: functional_call(model, weights, kwargs=given).loss)(parameters)
+    return grad(lambda weights: functional_call(model, weights, kwargs={"use_cache": False, **given}).loss)(parameters)
 
 
 def rows(padded):
-    mask = torch.ones(2, 12, dtype=torch.long)
+    torch.manual_seed(0)
+    tokens, mask = torch.randint(5, 30, (2, 12)), torch.ones(2, 12, dtype=torch.long)
     mask[0, 9:] = 1 - padded
-    return mask
+    return {"input_ids": tokens, "labels": tokens.masked_fill(mask == 0, -100), "attention_mask": mask}
 
 
-@pytest.mark.parametrize("mask", [None, rows(0)], ids=["no mask", "nothing is padded"])
+def packed_row(input_format="positions"):
+    inputs = row_batch(input_format, LENGTHS).inputs
+    return inputs | {"labels": inputs["input_ids"]}
+
+
+@pytest.mark.parametrize("mask", [True, False], ids=["nothing is padded", "no mask"])
 def test_rows_of_one_document_are_upstreams(mask):
     """numpy cannot read a tensor that a transform holds."""
-    found, wanted = gradients(apply_patches(tiny(attention="eager")), mask), gradients(tiny(attention="eager"), mask)
+    given = rows(0) if mask else {name: value for name, value in rows(0).items() if name != "attention_mask"}
+    found, wanted = by_transform(apply_patches(tiny(attention="eager")), given), by_transform(tiny(attention="eager"), given)
     assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_rows_without_their_padding_are_refused_in_torchs_words():
-    with pytest.raises(RuntimeError, match="setup_context"):
-        gradients(apply_patches(tiny(attention="eager")), rows(1))
+BATCHES = {
+    "packed": packed_row,
+    "packed, by offsets": lambda: packed_row("cu_seq_lens"),
+    "padded": lambda: rows(1),
+    "left-padded": lambda: padded_batch("left"),
+    "kept logits": lambda: packed_row() | {"labels": packed_row()["labels"][:, -20:], "logits_to_keep": 20},
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_rows_have_the_gradients_of_a_backward_pass(family, batch):
+    model, given = apply_patches(tiny(family)), BATCHES[batch]()
+    wanted = step(model, given)[1]
+    assert worst_gradient(by_transform(model, given), wanted) <= GRADIENT_TOL
+    assert worst_gradient(step(model, given)[1], wanted) == 0, "the next step is as before"
+
+
+@pytest.mark.parametrize("case", ["vmap", "jvp", "second derivative"])
+def test_what_the_backward_pass_cannot_do_is_refused(case):
+    model, given = apply_patches(tiny(attention="eager")), packed_row()  # torch's own attention has one derivative
+    embeds = model.get_input_embeddings()(given.pop("input_ids")).detach()
+
+    def loss(embeds):
+        return model(inputs_embeds=embeds, **given).loss
+
+    calls = {
+        "vmap": lambda: vmap(loss)(torch.stack((embeds, embeds))),
+        "jvp": lambda: jvp(loss, (embeds,), (embeds,)),
+        "second derivative": lambda: grad(lambda x: grad(loss)(x).square().sum())(embeds),
+    }
+    said = {"vmap": "found torch.vmap around", "jvp": "found forward-mode", "second derivative": "found a second derivative"}
+    with pytest.raises(UnsupportedInput, match=said[case]):
+        calls[case]()
+
+
+def test_kernels_that_torch_cannot_transform_are_refused():
+    model = apply_patches(tiny())
+    state = replace(model.model.packfree, elsewhere=Kernels(conv="triton", delta_rule="fla"))
+    model.model.packfree = state
+    with pytest.raises(UnsupportedInput, match="that runs on conv: triton, delta_rule: fla, .*backend='torch'"):
+        by_transform(model, packed_row())

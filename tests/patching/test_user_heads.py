@@ -14,6 +14,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from hf_packfree import apply_patches, patch_report, register_patches, remove_patches
 from hf_packfree.errors import PatchConflict
+from hf_packfree.models import compat
 from hf_packfree.patching import loading, report
 from hf_packfree.patching.apply import patches_lifted
 from tests.input_formats import row_batch
@@ -58,8 +59,12 @@ class Below(OwnForward):
 
 def built(cls):
     torch.manual_seed(0)
-    family = "qwen3_5_moe" if cls is MineOfExperts else "qwen3_5"
-    return slow_decay(cls(tiny(family).config)).train()
+    try:
+        return slow_decay(cls(tiny("qwen3_5_moe" if cls is MineOfExperts else "qwen3_5").config)).train()
+    except ValueError as error:  # it looks for the experts in the class's own source
+        if "does not support setting experts implementation" not in str(error):
+            raise
+        pytest.skip("this release takes no subclass of a model with experts")
 
 
 @pytest.fixture(autouse=True)
@@ -188,6 +193,7 @@ def test_subclasses_of_what_keeps_documents_apart_are_refused(where):
         apply_patches(model)
 
 
+@pytest.mark.skipif(compat.LAYERS_DROP_KEYWORDS, reason="in this release such a layer is refused")
 def test_a_layer_of_the_users_hands_the_record_on():
     model, (documents, row) = tiny(), packed_row()
     wanted = per_document(model, documents)[0]

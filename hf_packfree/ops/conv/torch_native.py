@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from hf_packfree.ops.operation import Transformable, first_derivative, without_transforms
 from hf_packfree.packing import PackedSequence, uncompiled
 
 _BLOCK_ELEMENTS = 1 << 18  # of a block on the CPU: a few such buffers fit in the cache
@@ -64,13 +64,9 @@ def causal_conv1d(x: Tensor, weight: Tensor, packed: PackedSequence, bias: Tenso
     return _CausalConv1d.apply(x, weight, bias, blocks, silu)  # type: ignore[no-any-return,no-untyped-call]
 
 
-class _CausalConv1d(torch.autograd.Function):
+class _CausalConv1d(Transformable):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: tuple[Block, ...], silu: bool
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight, bias)
-        ctx.blocks, ctx.silu = blocks, silu
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, blocks: tuple[Block, ...], silu: bool) -> Tensor:
         out = x.new_empty(x.shape)
         taps = _taps(x, weight)
         for block in blocks:
@@ -79,21 +75,32 @@ class _CausalConv1d(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *tensors, ctx.blocks, ctx.silu = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    @first_derivative
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias = ctx.saved_tensors
-        taps = _taps(x, weight)
-        d_x = x.new_empty(x.shape[1:], dtype=taps.dtype)
-        d_taps, d_bias = torch.zeros_like(taps), torch.zeros_like(taps[0])
-        for block in ctx.blocks:
-            d_u = d_out[0, block.low : block.high].to(taps.dtype, copy=True)
-            if ctx.silu:
-                d_u *= _silu_slope(_preactivation(x[0], taps, bias, block))
-            if bias is not None:
-                d_bias += d_u.sum(0)
-            _taps_backward(x[0], taps, block, d_u, d_x, d_taps)
-        d_weight = d_taps.flip(0).T.to(weight.dtype)
-        return d_x.to(x.dtype)[None], d_weight, None if bias is None else d_bias.to(bias.dtype), None, None
+        return *without_transforms(_backward, d_out, *ctx.saved_tensors, ctx.blocks, ctx.silu), None, None
+
+
+def _backward(
+    d_out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: tuple[Block, ...], silu: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the gradients of x, weight and bias."""
+    taps = _taps(x, weight)
+    d_x = x.new_empty(x.shape[1:], dtype=taps.dtype)
+    d_taps, d_bias = torch.zeros_like(taps), torch.zeros_like(taps[0])
+    for block in blocks:
+        d_u = d_out[0, block.low : block.high].to(taps.dtype, copy=True)
+        if silu:
+            d_u *= _silu_slope(_preactivation(x[0], taps, bias, block))
+        if bias is not None:
+            d_bias += d_u.sum(0)
+        _taps_backward(x[0], taps, block, d_u, d_x, d_taps)
+    d_weight = d_taps.flip(0).T.to(weight.dtype)
+    return d_x.to(x.dtype)[None], d_weight, None if bias is None else d_bias.to(bias.dtype)
 
 
 def _taps(x: Tensor, weight: Tensor) -> Tensor:

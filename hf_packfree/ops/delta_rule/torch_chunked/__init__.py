@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from hf_packfree.ops.delta_rule.torch_chunked.passes import backward_pass, forward_pass
+from hf_packfree.ops.operation import Transformable, first_derivative, without_transforms
 from hf_packfree.packing import PackedSequence, uncompiled
 
 _WIDTH = 16  # what head sizes are multiples of
@@ -38,10 +38,9 @@ def _widen(x: Tensor) -> Tensor:
     return x if x.shape[-1] % _WIDTH == 0 else F.pad(x, (0, -x.shape[-1] % _WIDTH))
 
 
-class _GatedDeltaRule(torch.autograd.Function):
+class _GatedDeltaRule(Transformable):
     @staticmethod
     def forward(
-        ctx: Any,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -51,14 +50,24 @@ class _GatedDeltaRule(torch.autograd.Function):
         packed: PackedSequence,
         qk_l2norm: bool,
     ) -> Tensor:
-        ctx.save_for_backward(q, k, v, g, beta)
-        ctx.size, ctx.packed, ctx.qk_l2norm = size, packed, qk_l2norm
         with torch.autocast(q.device.type, enabled=False):  # it would round the products to half precision
             return forward_pass((q[0], k[0], v[0], g[0], beta[0]), size, packed, qk_l2norm)
 
     @staticmethod
-    @once_differentiable
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *tensors, ctx.size, ctx.packed, ctx.qk_l2norm = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    @first_derivative
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        inputs = tuple(x[0] for x in ctx.saved_tensors)
-        with torch.autocast(d_out.device.type, enabled=False):
-            return *backward_pass(inputs, d_out[0], ctx.size, ctx.packed, ctx.qk_l2norm), None, None, None
+        grads = without_transforms(_backward, d_out, *ctx.saved_tensors, ctx.size, ctx.packed, ctx.qk_l2norm)
+        return *grads, None, None, None
+
+
+def _backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, size: int, packed: PackedSequence, qk_l2norm: bool
+) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k, v, g and beta."""
+    with torch.autocast(d_out.device.type, enabled=False):
+        return tuple(backward_pass((q[0], k[0], v[0], g[0], beta[0]), d_out[0], size, packed, qk_l2norm))
