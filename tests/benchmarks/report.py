@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "tests/benchmarks/results"
 PLOT = "docs/steps.png"
 FLOOR = "matrix products alone"
+UNPATCHED = ("unpatched padded", "unpatched packed", "stock padded")
 EARLIER = "Rows with * are of an earlier run, and perhaps of another machine; ratios are to rows of the same run."
 TITLES = {
     "2b-32k-packed": "2B shape, 32,768 tokens in {documents} documents",
@@ -173,8 +174,8 @@ def _line(row: dict[str, Any], rows: dict[str, dict[str, Any]], marked: bool) ->
         kind = row.get("error", "no result").split(":")[0]
         return f"| {name} | {'out of memory' if kind == 'OutOfMemoryError' else kind} | | | | | |"
     rows = {variant: other for variant, other in rows.items() if other.get("run", 1) == row.get("run", 1)}
-    base = next((r for variant in ("unpatched padded", "unpatched packed") if "ms" in (r := rows.get(variant, {}))), None)
-    alone = row["variant"].startswith(FLOOR)
+    base = next((r for variant in UNPATCHED if "ms" in (r := rows.get(variant, {}))), None)
+    alone = row["variant"].startswith(FLOOR) or row["variant"].endswith("tower alone")
     against = f"{row['real_tokens_per_s'] / base['real_tokens_per_s']:.2f} x" if base and not alone else ""
     floor = rows.get(FLOOR, {}).get("ms")
     times = f"{row['ms'] / floor:.2f}" if floor else ""
@@ -274,7 +275,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         timed = [(name, row) for name, row in rows.items() if "ms" in row and name != FLOOR]
         bars += [(heading(title, rows), {}), *timed] if timed else []
     figure, sides = pyplot.subplots(1, 2, figsize=(10, 0.8 + 0.2 * len(bars)), sharey=True, layout="constrained")
-    colours = [GREY if name.startswith(("unpatched", "composed")) else BLUE if "liger" in name else ORANGE for name, _ in bars]
+    colours = [GREY if name.startswith(("unpatched", "stock", "composed")) else BLUE if "liger" in name else ORANGE for name, _ in bars]
     for side, (key, title) in zip(sides, BARS.items()):
         drawn = side.barh(range(len(bars)), [row.get(key, 0) for _, row in bars], color=colours)
         numbers = [f"{row[key]:,.0f}" if row else "" for _, row in bars]
