@@ -275,7 +275,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
         timed = [(name, row) for name, row in rows.items() if "ms" in row and name != FLOOR]
         bars += [(heading(title, rows), {}), *timed] if timed else []
     figure, sides = pyplot.subplots(1, 2, figsize=(10, 0.8 + 0.2 * len(bars)), sharey=True, layout="constrained")
-    colours = [GREY if name.startswith(("unpatched", "stock", "composed")) else BLUE if "liger" in name else ORANGE for name, _ in bars]
+    others = "unpatched", "stock", "composed"
+    colours = [GREY if name.startswith(others) else BLUE if "liger" in name else ORANGE for name, _ in bars]
     for side, (key, title) in zip(sides, BARS.items()):
         drawn = side.barh(range(len(bars)), [row.get(key, 0) for _, row in bars], color=colours)
         numbers = [f"{row[key]:,.0f}" if row else "" for _, row in bars]
