@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -195,8 +196,15 @@ def _of_document(media: RowMedia, spans: Mapping[str, slice], tokens: slice) -> 
     return RowMedia(**parts)
 
 
-def _parameters(source: Any) -> set[str]:
-    return set(inspect.signature(source.get_rope_index).parameters)
+def _parameters(source: Any) -> frozenset[str]:
+    """Return the names of what the family's `get_rope_index` takes in this release."""
+    method = source.get_rope_index
+    return _names_of(getattr(method, "__func__", method))
+
+
+@lru_cache(maxsize=64)  # reading a signature takes longer than numbering a document
+def _names_of(function: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
 
 
 def _token_types(config: Any, input_ids: Tensor) -> Tensor:

@@ -146,6 +146,25 @@ def test_one_document_without_a_mask_is_exact(case):
     assert relative_rms(batch.call(case.model).logits[0], case.wanted[0][2]) <= LOGIT_TOL
 
 
+@pytest.mark.parametrize("form", ["4 rows", "offsets, types"])
+def test_a_tail_that_aligns_the_row(case, form):
+    """One filler segment of pad tokens, whose positions start at 0: FP8 needs a multiple of 16."""
+    batch, tail = case.batch(form), 7
+    inputs = batch.inputs
+    tokens = inputs["input_ids"].shape[1]
+    for name in ("input_ids", "mm_token_type_ids"):
+        if name in inputs:
+            inputs[name] = torch.nn.functional.pad(inputs[name], (0, tail))
+    if form == "4 rows":
+        inputs["position_ids"] = torch.cat((inputs["position_ids"], torch.arange(tail).expand(4, 1, -1)), -1)
+    else:
+        offsets = torch.cat((inputs["cu_seq_lens_q"], torch.tensor([tokens + tail]).int()))
+        inputs |= {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
+    logits, gradients = errors(run(case.model, batch, case.weights), case.wanted)
+    assert logits <= LOGIT_TOL
+    assert gradients <= GRADIENT_TOL
+
+
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_positions_of_a_padded_batch_from_the_caller(case, side):
     """Those of `get_rope_index` for the batch; 2-D ones count every token, as transformers understands them, and go there."""

@@ -8,7 +8,7 @@ import inspect
 import pytest
 import torch
 
-from hf_packfree import apply_patches
+from hf_packfree import apply_patches, register_patches
 from hf_packfree.errors import BoundaryError
 from tests.support import GRADIENT_TOL, LOGIT_TOL, errors, relative_rms
 from tests.vision import (
@@ -117,6 +117,16 @@ class TestFeaturesFromOutside:
         batch = packed_batch("4 rows", given, unpatched.model)
         with pytest.raises(BoundaryError, match="image features without image_grid_thw"):
             model(**batch.inputs, mm_encoder_outputs=self.split(model, batch)[1])
+
+
+def test_eager_attention_and_a_model_that_was_patched_while_loading(unpatched, given, weights, wanted):
+    with register_patches():
+        loaded = tiny_vision("qwen3_5")
+    for model in (loaded, apply_patches(tiny_vision("qwen3_5", attention="eager"))):
+        for batch in batches(given, unpatched):
+            logits, gradients = errors(run(model, batch, weights), wanted)
+            assert logits <= LOGIT_TOL
+            assert gradients <= GRADIENT_TOL
 
 
 @pytest.mark.parametrize(
