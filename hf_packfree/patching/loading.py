@@ -141,7 +141,8 @@ def _trunk_loader(
 def _swap_around(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
     """Called by torch whenever a module takes in another: swap what is around a patched text model that it takes in.
 
-    That is the module, if it is a head that `head_swap` takes, and the towers that it took in before.
+    That is the module, if it is a head that `head_swap` takes or a vision-language model of its own class, and the towers that
+    it took in before.
     """
     homes = {base.__module__ for base in type(module).__mro__}
     family = next((row for row in FAMILIES if row.upstream in homes), None)
@@ -151,6 +152,8 @@ def _swap_around(module: nn.Module, name: str, submodule: nn.Module | None) -> N
     if states:
         towers, head = family.tower_pairs(family.towers), head_swap(module, family)
         after = {part: towers[type(part)] for part in module.modules() if type(part) in towers}
+        around = next((cls for cls in family.pairs() if cls.__name__ == family.vision_language), None)
+        after |= {module: family.pairs()[around]} if around is not None and type(module) is around else {}
         after |= {} if head is None else {module: head}
         carry_out([ClassSwap(name, part, type(part), cls) for part, cls in after.items()], states[0])
         warn_of_heads(heads_left_alone(module, family))

@@ -257,6 +257,14 @@ def test_report_forcing_and_removal():
     assert "tower_attention" not in text.implementations and "Qwen3_5VisionModel" not in text.swaps
 
 
+@LATER
+def test_a_vision_language_model_loaded_without_a_head_is_patched_as_a_whole():
+    config = vision_language().config
+    with register_patches():
+        model = transformers.Qwen3_5Model._from_config(config)
+    assert patch_report(model).swaps == patch_report(apply_patches(transformers.Qwen3_5Model._from_config(config))).swaps
+
+
 def test_a_wrapped_block_is_left_alone():
     model = vision_language()
     attention = model.model.visual.blocks[1].attn
