@@ -6,6 +6,7 @@ Shapes: B rows, S tokens of a row.  2-D masks are read on the host, 4-D ones on 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,7 +49,9 @@ def parse_masks(mask: Any, shape: tuple[int, int], *, cached: bool = False) -> l
                 f"found {name} {found}; wanted {'a tensor (B, S)' if kind == 'linear' else 'a tensor'} or None; pass the 2-D "
                 "mask that the dict was made from"
             )
-        specs.append(_parse(name, one, shape, frozenset({kind}), cached))
+        spec = _parse(name, one, shape, frozenset({kind}), cached)
+        # which attention functions take a 2-D mask, upstream knows
+        specs.append(replace(spec, as_upstream=False) if one.ndim == 2 and kind == "attention" else spec)
     return specs
 
 

@@ -1,0 +1,99 @@
+"""Random batches in every input format, alone and in pairs: exact, or refused by name, and nothing between."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from hf_packfree.errors import PackFreeError
+from tests import fuzz
+from tests.support import GRADIENT_TOL, LOGIT_TOL, relative_rms
+
+IGNORED = fuzz.IGNORED
+
+
+def call(model, case, labels):
+    arguments = dict(case.arguments)
+    name, tokens = ("inputs_embeds", model.get_input_embeddings()(case.ids)) if case.embeds else ("input_ids", case.ids)
+    return model.train(case.train)(**{name: tokens}, **arguments, labels=labels, use_cache=False)
+
+
+def check(case) -> str:
+    """Run a case; return what became of it: exact, refused or upstream's."""
+    said = fuzz.meaning(case)
+    labels = fuzz.labels_of(case, said)
+    wanted = fuzz.wanted(case, said, labels)
+    model = fuzz.patched(case.family, case.attention, case.options)
+    model.zero_grad(set_to_none=True)
+    try:
+        output = call(model, case, None if wanted.loss is None else labels)
+    except PackFreeError as error:
+        assert said.contradiction or said.doubtful or said.holes, f"refused without need: {error}"
+        return "refused"
+    assert not said.contradiction, "two formats contradict each other, and nothing was said"
+    if said.holes:
+        return check_upstreams(case, said, output)
+    check_exact(model, output, wanted, lambda nudge: fuzz.wanted(case, said, labels, nudge).gradients, case.ids)
+    return "exact"
+
+
+def check_upstreams(case, said, output) -> str:
+    """A hole is upstream's alone, and only by a 0/1 mask."""
+    mask = said.real.long()
+    model = fuzz.stock(case.family, case.attention).train(case.train)
+    with torch.no_grad():
+        wanted = model(input_ids=case.ids, attention_mask=mask, use_cache=False).logits
+    assert len(said.documents) == len(case.ids), "a packed batch has a hole"
+    error = relative_rms(output.logits[said.real], wanted[said.real])
+    assert error <= LOGIT_TOL, f"upstream's logits differ by {error:.1e}"
+    return "upstream's"
+
+
+def check_exact(model, output, wanted, nudged, ids):
+    """Compare values, loss and gradients; one that rounding moves by more in the unpatched model may differ by as much."""
+    found = [output.logits[row, part] for row, part, _ in wanted.documents]
+    if found:
+        error = relative_rms(torch.cat(found), torch.cat([logits for *_, logits in wanted.documents]))
+        assert error <= LOGIT_TOL, f"logits differ by {error:.1e}"
+    objective = [] if wanted.loss is None else [output.loss]
+    if wanted.loss is not None:
+        assert abs(float(output.loss.detach()) - wanted.loss) <= 1e-5 * max(wanted.loss, 1), "the loss differs"
+    for part, (row, tokens, _) in zip(found, wanted.documents):
+        objective += [(part * fuzz.weights_of(ids[row, tokens])).sum()] if wanted.read else []
+    if not objective:
+        return
+    sum(objective).backward()
+    grads = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in model.parameters()]
+    error = fuzz.gradient_error(grads, wanted.gradients)
+    if error > GRADIENT_TOL:
+        draws = [fuzz.gradient_error(nudged(nudge), wanted.gradients) for nudge in range(1, 6)]
+        assert error <= GRADIENT_TOL + max(draws), f"gradients differ by {error:.1e}; rounding moves them by {max(draws):.1e}"
+
+
+def test_the_control_fails_unpatched(monkeypatch):
+    monkeypatch.setattr(fuzz, "patched", lambda family, attention, options: fuzz.stock(family, attention))
+    numbers = torch.tensor([[0] * 7 + [1] * 12])
+    ids = torch.cat((fuzz.tokens_of(7, 0), fuzz.tokens_of(12, 1)))[None]
+    for name in ("positions", "blocks", "indexed", "dict of blocks"):
+        case = fuzz.Case(
+            ids, (name,), (fuzz.FORMATS[name](numbers),), "qwen3_5", "sdpa", (), True, False, False, True, numbers
+        )
+        with pytest.raises(AssertionError, match="logits differ"):
+            check(case)
+
+
+QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
+
+
+@settings(max_examples=50, derandomize=True, **QUIET)
+@given(case=fuzz.cases())
+def test_every_format_alone_and_in_pairs_is_exact_or_refused(case):
+    check(case)
+
+
+@pytest.mark.slow
+@settings(max_examples=2000, **QUIET)
+@given(case=fuzz.cases())
+def test_two_thousand_batches_are_exact_or_refused(case):
+    check(case)
