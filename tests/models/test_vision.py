@@ -182,10 +182,10 @@ def test_positions_of_a_padded_batch_from_the_caller(case, side):
         assert torch.equal(other.call(case.model).logits, other.call(case.unpatched).logits)
 
 
-@pytest.mark.skipif(
-    not hasattr(transformers.models.qwen3_5.modeling_qwen3_5, "Qwen3_5ForSequenceClassification"), reason="of later releases"
-)
 def test_a_classifier_of_documents_with_images():
+    cls = getattr(transformers.models.qwen3_5.modeling_qwen3_5, "Qwen3_5ForSequenceClassification", None)
+    if cls is None or "pixel_values" not in inspect.signature(cls.forward).parameters:
+        pytest.skip("classifiers of this release take no images")
     unpatched = tiny_vision("qwen3_5", head="ForSequenceClassification", pad_token_id=0)
     given = documents(unpatched.model)[:4]
     batch = padded_batch("right", given)
