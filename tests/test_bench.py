@@ -16,6 +16,7 @@ from hf_packfree.bench import PRESETS, BenchOptions, BenchReport, Candidate, cho
 from hf_packfree.bench import run as bench_run
 from hf_packfree.bench import run_bench
 from hf_packfree.bench.documents import documents_of, packed, padded
+from hf_packfree.bench.shapes import config_of
 from hf_packfree.bench.measure import MIB, Floor, peak_mib, threads
 from hf_packfree.cli import commands, main
 from tests.support import tiny
@@ -156,11 +157,11 @@ def test_a_tiny_model_measured_for_real():
 
 
 def test_the_shapes_are_configurations():
-    from transformers import Qwen3_5TextConfig
-
-    for name, shape in PRESETS.items():
-        config = Qwen3_5TextConfig(**shape)
-        assert {key: getattr(config, key) for key in shape} == shape, name
+    for name, (_, shape) in PRESETS.items():
+        config = config_of(name)
+        for part in ("text_config", "vision_config") if "text_config" in shape else (None,):
+            given, made = (shape, config) if part is None else (shape[part], getattr(config, part))
+            assert {key: getattr(made, key) for key in given} == given, name
 
 
 def test_the_page_s_table_adds_up():

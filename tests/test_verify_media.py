@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 import torch
 
 from hf_packfree import apply_patches, verify_packing
+from hf_packfree.cli import main
 from hf_packfree.errors import LeakDetected
 from hf_packfree.models import vision_language
 from hf_packfree.verify.documents import MediaDocuments, media_source
@@ -76,3 +78,16 @@ def test_a_tower_that_mixes_images_fails_in_both_directions(patched):
 def test_an_unpatched_model_leaks():
     with pytest.raises(LeakDetected, match="apply_patches"):
         verify_packing(tiny_vision("qwen3_5"), gradients=False)
+
+
+def test_commands_know_media(capsys, tmp_path):
+    tiny_vision("qwen3_5").config.save_pretrained(tmp_path)
+    assert main(["verify", str(tmp_path), "--no-gradients", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["media"] == ["image", "video"]
+    assert main(["models", "--json"]) == 0
+    media = {row["name"]: row["media"] for row in json.loads(capsys.readouterr().out)}
+    assert media["qwen3_5"] == ["text", "images", "videos"] and media["qwen3_next"] == ["text"]
+    for model, wanted in ((str(tmp_path), ["text", "images", "videos"]), ("qwen3_5", ["text"])):
+        assert main(["doctor", "--model", model, "--json"]) == 0
+        (plan,) = json.loads(capsys.readouterr().out)["plans"]
+        assert plan["media"] == wanted

@@ -2,7 +2,8 @@
 
 from hf_packfree.bench.documents import DISTRIBUTIONS, Sample, choose_lengths
 from hf_packfree.bench.report import BenchOptions, BenchReport, Candidate, Progress
-from hf_packfree.bench.run import PRESETS, run_bench
+from hf_packfree.bench.run import run_bench
+from hf_packfree.bench.shapes import PRESETS
 
 __all__ = [
     "DISTRIBUTIONS",

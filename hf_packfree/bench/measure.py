@@ -93,6 +93,8 @@ def _peak_of(events: list[dict[str, Any]]) -> int:
     return peak
 
 
+TOWERS = ("visual", "audio_tower")
+"""Attributes of vision-language models that hold towers."""
 EXPERTS = ("gate_up_proj", "down_proj")
 """Parameters [experts, outputs, inputs] of transformers' layers of experts."""
 
@@ -103,11 +105,13 @@ _TURNS = {True: (2, 10), False: (0, 1)}
 class Floor:
     """All `nn.Linear` layers and experts of a model, as products of so many tokens: y = x W', dx = dy W and dW = dy' x.
 
-    Layers of one shape are measured once; experts are evenly loaded.  A router, which is no `nn.Linear`, is not in it.
+    Layers of one shape are measured once; experts are evenly loaded.  A router, which is no `nn.Linear`, is not in it, nor is
+    what towers do with patches.
     """
 
     def __init__(self, model: nn.Module, tokens: int, choices: int = 1) -> None:
-        linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+        towers = {module for name, tower in model.named_modules() if name.endswith(TOWERS) for module in tower.modules()}
+        linears = [module for module in model.modules() if isinstance(module, nn.Linear) and module not in towers]
         self._shapes: Counter[tuple[int, ...]] = Counter((module.in_features, module.out_features) for module in linears)
         self._shapes += Counter(_experts(model))
         self._tokens, self._choices, self._like = tokens, choices, next(model.parameters()).detach()

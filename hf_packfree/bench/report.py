@@ -77,6 +77,7 @@ class BenchReport:
             forward, two backward, each measured in the same run.
         memory: how the peak was measured.
         implementations: {operation: backend that ran the patched rows}.
+        images, patches: of the documents, where the model takes images.
     """
 
     options: BenchOptions
@@ -89,6 +90,8 @@ class BenchReport:
     floor: float
     memory: str
     implementations: dict[str, str] = field(default_factory=dict)
+    images: int = 0
+    patches: int = 0
 
     @property
     def real_tokens(self) -> int:
@@ -104,7 +107,8 @@ class BenchReport:
     def documents(self) -> str:
         """How many documents, in words, and how many of them were cut."""
         lengths, cut = self.options.lengths, self.options.cut
-        return f"{len(lengths)} documents" + (f" ({cut} cut to {max(lengths):,} tokens)" if cut else "")
+        images = f" with {self.images} images" if self.images else ""
+        return f"{len(lengths)} documents{images}" + (f" ({cut} cut to {max(lengths):,} tokens)" if cut else "")
 
     @property
     def complete(self) -> bool:

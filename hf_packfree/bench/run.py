@@ -14,12 +14,16 @@ import torch
 from torch import nn
 
 from hf_packfree.bench.documents import documents_of, packed, padded
+from hf_packfree.bench.media import illustrated, packed_media, padded_media
 from hf_packfree.bench.measure import HOW, Floor, name_of, peak_mib, ran_out, threads
 from hf_packfree.bench.report import BASE, OPTIONAL, BenchOptions, BenchReport, Candidate, Progress
+from hf_packfree.bench.shapes import PRESETS, config_of
 from hf_packfree.errors import UnsupportedInput, UnsupportedModel, in_short
 from hf_packfree.ops.backend import installed
 from hf_packfree.patching.apply import apply_patches, patches_lifted
+from hf_packfree.patching.registry import family_of
 from hf_packfree.patching.report import patch_report
+from hf_packfree.verify.documents import media_source
 from hf_packfree.verify.model_source import build_model
 
 UPSTREAM_KERNELS = ("causal-conv1d", "fla-core", "flash-linear-attention", "kernels")
@@ -28,21 +32,6 @@ REFUSALS = (ValueError, TypeError, RuntimeError, IndexError, NotImplementedError
 """What transformers and its kernels raise at a batch they do not take, and what any step raises that does not fit."""
 LESS = "fewer documents (--documents) or shorter ones (--longest) need less"
 """What to do where memory ran out."""
-
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "small": {
-        "vocab_size": 16384, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8, "linear_key_head_dim": 32, "linear_value_head_dim": 32, "tie_word_embeddings": True,
-    },
-    "2b": {
-        "vocab_size": 248320, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24,
-        "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16,
-        "linear_num_value_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "tie_word_embeddings": True,
-    },
-}
-"""Qwen3.5 configurations: one that a laptop's CPU trains in seconds, and the released 2B model's shape."""
 
 
 @dataclass
@@ -125,7 +114,7 @@ def _measure(options: BenchOptions, progress: Progress) -> BenchReport:
             progress(runner.name, number * len(runners) + place, total)
             _one_round(runner, number, rounds, device)
     progress("done", total, total)
-    patches = patch_report(model)
+    patches, images = patch_report(model), runners[0].batch.get("image_grid_thw")
     return BenchReport(
         options=options,
         model=f"{type(model).__name__} ({options.model})",
@@ -137,23 +126,41 @@ def _measure(options: BenchOptions, progress: Progress) -> BenchReport:
         floor=statistics.median(floors[1:]),
         memory=HOW["cuda" if device.type == "cuda" else "cpu"],
         implementations=patches.implementations,
+        images=0 if images is None else len(images),
+        patches=0 if images is None else int(images.prod(-1).sum()),
     )
 
 
 def _runners(model: Any, options: BenchOptions, device: torch.device) -> list[_Runner]:
-    documents = documents_of(options.lengths, model.config.get_text_config().vocab_size, options.seed)
-    rows, row = padded(documents, device), packed(documents, device)
-    unpatched = _Runner(OPTIONAL, model, row, patched=False, note="exact only with kernels that are installed apart")
+    rows, row, row_by_positions = _batches(model, options, device)
+    family = family_of(model)
+    attends_only = family is not None and all(mixer.kind == "full_attention" for mixer in family.mixers)
+    note = "exact, through a T x T mask" if attends_only else "exact only with kernels that are installed apart"
+    unpatched = _Runner(OPTIONAL, model, row, patched=False, note=note)
     unpatched.attempt(unpatched.step)
     if unpatched.refused is not None and not unpatched.full:
         note = f"leaks: position_ids alone, because the collator's boundaries are refused ({unpatched.refused})"
-        unpatched = replace(unpatched, batch=packed(documents, device, boundaries=False), refused=None, note=note)
+        unpatched = replace(unpatched, batch=row_by_positions, refused=None, note=note)
     return [
         _Runner(BASE, model, rows, patched=False),
         unpatched,
         _Runner("patched padded", model, rows, patched=True),
         _Runner("patched packed", model, row, patched=True),
     ]
+
+
+def _batches(model: Any, options: BenchOptions, device: torch.device) -> tuple[dict[str, Any], ...]:
+    """Return the documents padded, packed, and packed by positions alone; with images where the model takes them."""
+    documents = documents_of(options.lengths, model.config.get_text_config().vocab_size, options.seed)
+    source = media_source(model)
+    if source is None:
+        return padded(documents, device), packed(documents, device), packed(documents, device, boundaries=False)
+    given, dtype = illustrated(documents, source, options.seed), next(source.parameters()).dtype
+    return (
+        padded_media(given, source, device, dtype),
+        packed_media(given, source, device, dtype),
+        packed_media(given, source, device, dtype, boundaries=False),
+    )
 
 
 def _one_round(runner: _Runner, number: int, rounds: int, device: torch.device) -> None:
@@ -187,9 +194,7 @@ def model_of(source: str, device: torch.device, dtype: torch.dtype | None, trust
     """
     config: Any = source
     if source in PRESETS:
-        from transformers import Qwen3_5TextConfig
-
-        config = Qwen3_5TextConfig(**PRESETS[source])
+        config = config_of(source)
         dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     try:
         return build_model(config, device=device, dtype=dtype, trust_remote_code=trust_remote_code).train()

@@ -75,7 +75,8 @@ def _verify_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _bench_options(parser: argparse.ArgumentParser) -> None:
-    model = "a shape (small, 2b), a config or checkpoint folder, a hub id, or a built-in name (default: small)"
+    model = ("a shape (small, 2b; with images: small-vl, small-qwen3-vl, 2b-vl), a config or checkpoint folder, a hub id, or a "
+             "built-in name (default: small)")
     parser.add_argument("model", nargs="?", default="small", help=model)
     lengths = "instructions, uniform or equal, or a JSONL file with a length or input_ids per line (default: instructions)"
     parser.add_argument("--lengths", default="instructions", help=lengths)

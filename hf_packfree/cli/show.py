@@ -89,6 +89,7 @@ def _plans(plans: Sequence[Plan]) -> Table:
     for op in dict.fromkeys(op for plan in plans for op in plan.packed):
         table.add_row(op.replace("_", " "), *(plan.packed.get(op, "") for plan in plans))
     table.add_row("unpacked rows", *(plan.unpacked for plan in plans))
+    table.add_row("packed rows of", *(", ".join(plan.media) for plan in plans))
     return table
 
 
@@ -128,7 +129,7 @@ def supported(rows: Sequence[Supported]) -> None:
         table.add_section()
     Console().print(table)
     for row in rows:
-        say(f"{row.name}: transformers {row.transformers}; heads: {', '.join(row.heads)}.")
+        say(f"{row.name}: transformers {row.transformers}; rows of {', '.join(row.media)}; heads: {', '.join(row.heads)}.")
     say(f"{len(rows)} families are supported: the bare text models and all of these heads, by apply_patches(model).")
 
 
@@ -168,10 +169,13 @@ def bench(report: BenchReport, picture: object = None) -> None:
     Console().print(table)
     say(f"Forward and backward of {len(lengths)} documents of {min(lengths):,} to {max(lengths):,} tokens; medians of "
         f"{report.options.rounds} steps, all candidates in turns.  Tokens/s count real tokens, {report.real_tokens:,} a step.")
+    if report.images:
+        say(f"Images: {report.images}, of {report.patches:,} patches.")
     if report.options.origin:
         say(f"Lengths: {report.options.origin}.")
     say(f"Faster, memory: relative to unpatched padded.  MiB: the peak of one step; {report.memory}.")
-    say("Floor: the share of a step that the matrix products of its linear layers and experts take by themselves, "
+    towers = ", towers left out" if report.images else ""
+    say(f"Floor: the share of a step that the matrix products of its linear layers and experts{towers} take by themselves, "
         f"{report.floor * 1e3:,.1f} ms.")
     for row in report.candidates:
         if row.refused or row.note:

@@ -32,12 +32,14 @@ class Plan:
         packed: {op: backend}, in half precision on the GPU if there is one.
         unpacked: what runs for rows of one document.
         why: {op, or "op in float32": why a faster backend would not run}.
+        media: what packed rows may hold: "text", "images", "videos", "audio".
     """
 
     name: str
     packed: dict[str, str]
     unpacked: str
     why: dict[str, str]
+    media: tuple[str, ...]
 
 
 def find_devices() -> tuple[Device, ...]:
@@ -60,10 +62,10 @@ def find_plans(model: str | None, unpacked: str) -> tuple[Plan, ...]:
         return (_plan_of(model, unpacked),)
     from hf_packfree.patching.registry import FAMILIES
 
-    return tuple(_plan(row.name, None, row.ops, unpacked) for row in FAMILIES)
+    return tuple(_plan(row.name, None, row.ops, unpacked, _media_of_family(row)) for row in FAMILIES)
 
 
-def _plan(name: str, sizes: dict[str, int] | None, ops: tuple[str, ...], unpacked: str) -> Plan:
+def _plan(name: str, sizes: dict[str, int] | None, ops: tuple[str, ...], unpacked: str, media: tuple[str, ...]) -> Plan:
     """`sizes` None: the published models', which every backend takes."""
     import torch
 
@@ -71,7 +73,7 @@ def _plan(name: str, sizes: dict[str, int] | None, ops: tuple[str, ...], unpacke
 
     state = choose_backends("auto", sizes, ops)
     kernels = state.cuda_half if torch.cuda.is_available() else state.elsewhere
-    return Plan(name, {op: getattr(kernels, op) for op in ops}, unpacked, dict(state.why))
+    return Plan(name, {op: getattr(kernels, op) for op in ops}, unpacked, dict(state.why), media)
 
 
 def _plan_of(model: str, unpacked: str) -> Plan:
@@ -87,7 +89,9 @@ def _plan_of(model: str, unpacked: str) -> Plan:
         built = apply_patches(build_model(_config_of(model)))
     family = family_of(built)
     assert family is not None  # or apply_patches had refused it
-    return _plan(f"{model} ({type(built).__name__})", op_sizes(built, family), ops_of(built, family), unpacked)
+    around = [type(module) for module in built.modules() if type(module).__name__ == family.vision_language]
+    media = _media_of(around[0] if around else None)
+    return _plan(f"{model} ({type(built).__name__})", op_sizes(built, family), ops_of(built, family), unpacked, media)
 
 
 def _config_of(model: str) -> Any:
@@ -116,12 +120,14 @@ class Supported:
         transformers: the releases it is in.
         swaps: {class that is swapped: why}.
         heads: transformers' classes around the text model that are patched with it.
+        media: what rows of its vision-language classes may hold: "text", "images", "videos", "audio".
     """
 
     name: str
     transformers: str
     swaps: dict[str, str]
     heads: tuple[str, ...]
+    media: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON."""
@@ -132,8 +138,19 @@ def supported_models() -> tuple[Supported, ...]:
     """Return every supported family, with the heads that the installed transformers has."""
     from hf_packfree.patching.registry import FAMILIES
 
-    return tuple(Supported(row.name, f">={VERSIONS['transformers'].floor}", dict(row.swaps), _heads(row)) for row in FAMILIES)
+    since = f">={VERSIONS['transformers'].floor}"
+    return tuple(Supported(row.name, since, dict(row.swaps), _heads(row), _media_of_family(row)) for row in FAMILIES)
 
 
 def _heads(family: Family) -> tuple[str, ...]:
     return tuple(name for name in import_module(family.upstream).__all__ if "For" in name)
+
+
+def _media_of_family(family: Family) -> tuple[str, ...]:
+    return _media_of(getattr(import_module(family.upstream), family.vision_language) if family.vision_language else None)
+
+
+def _media_of(around: type | None) -> tuple[str, ...]:
+    """Return what a vision-language class takes; none takes text."""
+    kinds = {"image": "images", "video": "videos", "audio": "audio"}
+    return ("text", *(name for kind, name in kinds.items() if hasattr(around, f"get_{kind}_features")))
