@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ from hf_packfree.packing import PackedSequence, lazy_repad, repad, with_left_pad
 from hf_packfree.packing.compiling import is_transformed
 
 logger = logging.getLogger("hf_packfree")
-_ROW_TARGETS = ("shift_labels", "num_items_in_batch")
 
 
 class Head(Replacement):
@@ -37,13 +37,17 @@ class Head(Replacement):
         upstream: Any = upstream_of(cls)
         if upstream is nn.Module:  # a kind of head, not yet in front of anything
             return
-        names = [name for name in inspect.signature(upstream.forward).parameters if name != "self"]
+        parameters = list(inspect.signature(upstream.forward).parameters.values())[1:]
+        names = [parameter.name for parameter in parameters if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
 
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             now: Any = type(self)
             if not issubclass(now, cls):  # the patches were removed under a wrapper that holds this bound method
                 return now.forward(self, *args, **kwargs)
-            return self._forward_as_row(functools.partial(upstream.forward, self), {**dict(zip(names, args)), **kwargs})
+            by_place = dict(zip(names, args))
+            if len(args) > len(by_place) or by_place.keys() & kwargs.keys():  # which is an error of upstream's to raise
+                return upstream.forward(self, *args, **kwargs)
+            return self._forward_as_row(functools.partial(upstream.forward, self), by_place | kwargs)
 
         functools.update_wrapper(forward, upstream.forward)
         replaced: Any = cls
@@ -52,12 +56,18 @@ class Head(Replacement):
     @property
     def loss_function(self) -> Any:
         """Upstream's or the caller's, called without the record, which upstream's heads hand on with all other keywords."""
-        return functools.partial(_call_loss, super().loss_function)  # type: ignore[misc]
+        return functools.partial(_call_loss, self._loss())
 
     @loss_function.setter
     def loss_function(self, function: Any) -> None:
         upstream: Any = super(Head, type(self))
-        upstream.loss_function.__set__(self, function)
+        if isinstance(upstream.loss_function, property):
+            upstream.loss_function.__set__(self, function)
+        else:  # a method of the user's class, which an attribute of the instance goes before
+            self.__dict__["loss_function"] = function
+
+    def _loss(self) -> Any:
+        return self.__dict__.get("loss_function") or super().loss_function  # type: ignore[misc]
 
     def _forward_as_row(self, upstream: Any, arguments: dict[str, Any]) -> Any:
         raise NotImplementedError
@@ -109,7 +119,8 @@ class PackedHead(Head):
             return packed, None
         items = given.get("num_items_in_batch")
         counted = {} if items is None else {"num_items_in_batch": at_least_one(items)}
-        return kept or packed, targets | counted
+        taken = _taken_by(self._loss())
+        return kept or packed, {name: value for name, value in (targets | counted).items() if name in given or taken(name)}
 
     def _with_labelled_padding(self, shifted: Tensor, packed: PackedSequence, ignored: int) -> PackedSequence | None:
         """Return the record with the padding tokens that have labels, or None where all padding has to run for them."""
@@ -156,12 +167,14 @@ def _forget_losses(output: Any) -> None:
 
 
 def _call_loss(function: Any, *args: Any, packed_sequence: Any = None, **kwargs: Any) -> Any:
-    """Call a loss without the record, and without the targets of a row that it has no name for: `labels` hold them too."""
-    if isinstance(packed_sequence, PackedSequence):
-        taken = inspect.signature(function).parameters
-        if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in taken.values()):
-            kwargs = {name: value for name, value in kwargs.items() if name in taken or name not in _ROW_TARGETS}
     return function(*args, **kwargs)
+
+
+def _taken_by(loss: Any) -> Callable[[str], bool]:
+    """Return whether a loss takes a keyword; one that takes few reads a row's targets from `labels`."""
+    taken = inspect.signature(loss).parameters
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values())
+    return lambda name: takes_all or name in taken
 
 
 def at_least_one(items: Any) -> Any:

@@ -99,6 +99,24 @@ def test_loss_functions_get_no_word_of_ours(packed):
     assert set(names) == ({"shift_labels", "num_items_in_batch"} if packed else set())
 
 
+@pytest.mark.parametrize("rows", ["packed", "padded"])
+def test_a_count_that_the_loss_has_no_name_for_is_an_error_as_ever(rows):
+    model, batch = apply_patches(tiny()), padded_batch("right")
+    if rows == "packed":
+        batch = {"input_ids": IDS, "labels": IDS, "position_ids": torch.arange(9)[None] % 4}
+    model.loss_function = plain_loss
+    with pytest.raises(TypeError, match="num_items_in_batch"):
+        model(**batch, num_items_in_batch=3)
+
+
+def test_arguments_that_upstream_refuses_stay_refused():
+    model = apply_patches(tiny())
+    with pytest.raises(TypeError, match="multiple values.*input_ids"):
+        model(IDS, input_ids=IDS)
+    with pytest.raises(TypeError, match="positional argument"):
+        model(IDS, *[None] * 30)
+
+
 @pytest.mark.parametrize("keep", [1, 4])
 @pytest.mark.parametrize("input_format", ["positions of zero", "as TRL sends it", "indexed mask", "seq_idx below zero"])
 @pytest.mark.parametrize("family", MOE)

@@ -99,6 +99,15 @@ def test_a_class_that_leaves_forward_to_upstream_is_swapped(cls, caplog):
     assert type(model) is cls and cls.forward is forward and not any("packfree" in name for name in vars(model))
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_loss_on_the_instance_goes_before_the_class(when):
+    model, (_, row) = built(Weighted), packed_row()
+    model = model if when == "before" else apply_patches(model)
+    model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.sum() * 0 + 5
+    assert step(apply_patches(model), row)[0].loss.item() == 5
+    assert step(remove_patches(model), row)[0].loss.item() == 5
+
+
 def test_padded_batches_skip_padding_and_methods_stay():
     model, batch = built(Mine), padded_batch("right")
     wanted = step(model, batch)[0].loss.item()
