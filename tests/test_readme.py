@@ -17,7 +17,9 @@ import pytest
 import hf_packfree
 from hf_packfree import errors
 from hf_packfree.versions import VERSIONS
+from tests.data.processors import example, image_part, vision_processor
 from tests.support import documents, tiny
+from tests.vision import tiny_vision
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -27,6 +29,7 @@ MARK = r"^<!-- (?P<mark>[\w-]+)(?:: (?P<value>\w+))? -->\n"
 BLOCK = re.compile(rf"(?:{MARK})?^```(?P<language>\S*)[^\n]*\n(?P<code>.*?)\n?```$", re.S | re.M)
 LANGUAGES = {"python", "bash", "text", "{toctree}", "{eval-rst}", "{literalinclude}", "{include}"}
 """Text is drawings; what is in braces is Sphinx's, which checks it."""
+ILLUSTRATED = [example("a b", image_part(seed=1)), example("c d e"), example(image_part(8, 8, seed=2), "f")]
 LIMITS = {"lines": 200, "bytes": 14_000}
 
 
@@ -87,6 +90,8 @@ def test_python_blocks_run(page, checkpoint):
     names = {"documents": examples}
     if "SFTTrainer(" in PAGES[page]:
         names["dataset"] = pytest.importorskip("datasets").Dataset.from_list(examples)
+    if "PackedVisionCollator(processor" in PAGES[page]:
+        names |= {"processor": vision_processor(), "model": tiny_vision("qwen3_5"), "examples": ILLUSTRATED}
     for block in blocks(page, "python"):
         code = compile(block["code"], page, "exec")
         if block["mark"] == "raises":
