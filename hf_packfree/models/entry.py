@@ -45,7 +45,9 @@ def enter(module: Any, arguments: dict[str, Any], *, skip_padding: bool = True) 
     if found is UNREAD:
         ids, embeds, cache = (arguments.get(name) for name in ("input_ids", "inputs_embeds", "past_key_values"))
         state, ours = state_of(module), runs_here(module, inputs, arguments)
-        misread = compat.MISREADS_IMAGES_WITHOUT_MASK and mask is None and has_media(arguments)
+        # upstream gives a row of one document with media and boundaries no positions, unless its token types came too
+        unnumbered = inputs.named and positions is None
+        misread = has_media(arguments) and (unnumbered or compat.MISREADS_IMAGES_WITHOUT_MASK and mask is None)
         found = read_arguments(
             inputs, ids, embeds, cache, config=module.config, unpacked=ours and (misread or state.runs_unpacked),
             skip_padding=skip_padding and ours and state.padded != "upstream",

@@ -146,6 +146,16 @@ def test_one_document_without_a_mask_is_exact(case):
     assert relative_rms(batch.call(case.model).logits[0], case.wanted[0][2]) <= LOGIT_TOL
 
 
+@pytest.mark.parametrize("form", FORMS[:5])
+def test_a_row_that_holds_one_document(case, form):
+    """The last pack of a dataset may be one; it is passed as the others are."""
+    given, weights = case.given[2:3], case.weights[2:3]
+    batch = packed_batch(form, given, case.unpatched.model)
+    logits, gradients = errors(run(case.model, batch, weights), alone(case.unpatched, given, weights))
+    assert logits <= LOGIT_TOL
+    assert gradients <= GRADIENT_TOL
+
+
 @pytest.mark.parametrize("form", ["4 rows", "offsets, types"])
 def test_a_tail_that_aligns_the_row(case, form):
     """One filler segment of pad tokens, whose positions start at 0: FP8 needs a multiple of 16."""
