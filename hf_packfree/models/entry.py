@@ -168,9 +168,7 @@ def runs_here(module: Any, inputs: PackingInputs, arguments: dict[str, Any]) -> 
 
 
 def _has_no_padding(mask: Any) -> bool:
-    """Whether a mask says no more than that: none, a dict of none, or a 2-D one without a zero."""
-    if isinstance(mask, Mapping):
-        return all(_has_no_padding(one) for one in mask.values())
+    """Whether a mask says no more than that: none, or a 2-D one without a zero."""
     return mask is None or (isinstance(mask, Tensor) and mask.ndim == 2 and bool((mask != 0).all()))
 
 

@@ -52,6 +52,8 @@ def parse_masks(mask: Any, shape: tuple[int, int], *, cached: bool = False) -> l
         spec = _parse(name, one, shape, frozenset({kind}), cached)
         # which attention functions take a 2-D mask, upstream knows
         specs.append(replace(spec, as_upstream=False) if one.ndim == 2 and kind == "attention" else spec)
+    if not any("attention" in spec.covers for spec in specs):  # without a mask, eager attention is not causal
+        specs.append(BoundarySpec("attention_mask", as_upstream=False))
     return specs
 
 
@@ -150,7 +152,8 @@ def _read_pairs(name: str, mask: Tensor) -> tuple[Tensor, bool]:
     values = mask.detach().to(torch.promote_types(mask.dtype, torch.float32))
     if bool(values.isnan().any()) or bool((values == torch.inf).any()):
         raise _unreadable(name, mask, "NaN or infinity")
-    if bool(((values == 0) | (values == 1)).all() & (values == 1).any()):
+    zeros, ones = values == 0, values == 1
+    if bool((zeros | ones).all() & zeros.any() & ones.any()):
         raise _unreadable(name, mask, "zeros and ones")
     # softmax sees differences alone: what a row lets through is near its highest value, whatever that is
     top = values.amax(-1, keepdim=True)

@@ -56,6 +56,14 @@ def test_a_dict_of_padded_rows_of_one_document_is_exact(kind, padded):
     assert_exact("qwen3_5", of_mask([(9,), (4,)], "left", attention_mask=DICTS[kind]), padded=padded)
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_dict_of_nothing_is_causal_too(attention):
+    """Where eager attention is given no mask it looks ahead."""
+    masks = {"full_attention": None, "linear_attention": None}
+    inputs = {"input_ids": IDS, "attention_mask": masks, "use_cache": False}
+    assert_exact("qwen3_5", Batch([IDS[0]], inputs, [(0, torch.arange(10))]), attention)
+
+
 def test_a_dict_that_contradicts_itself_or_another_format():
     model = apply_patches(tiny())
     blocks = {"full_attention": block_mask(torch.tensor([[0] * 4 + [1] * 6])), "linear_attention": None}

@@ -42,6 +42,11 @@ def test_floats_of_zero_and_one_are_refused(mask):
         parse_block_diagonal_mask(mask, SHAPE)
 
 
+def test_one_token_that_sees_itself_is_a_document_in_any_form():
+    for value in (0.0, 1.0, -3.0, True, 1):
+        assert parse_block_diagonal_mask(torch.full((2, 1, 1, 1), value), (2, 1)).real.all()
+
+
 def test_nan_is_refused():
     mask = additive(BLOCKS)
     mask[0, 0, 5, 0] = torch.nan

@@ -354,6 +354,10 @@ def test_lists_are_refused(name):
         resolve((1, 3), **{name: [[0, 1, 2]]})
 
 
-@pytest.mark.parametrize("mask", [{"full_attention": None}, object()], ids=["a dict", "anything"])
-def test_masks_that_are_no_tensor_are_upstreams(mask):
-    assert resolve((2, 3), attention_mask=mask) is None
+def test_a_mask_that_is_no_tensor_is_upstreams():
+    assert resolve((2, 3), attention_mask=object()) is None
+
+
+def test_a_dict_without_a_mask_for_attention_makes_a_record():
+    """Upstream's eager attention would look ahead."""
+    assert resolve((2, 3), attention_mask={"full_attention": None}).lengths == [3, 3]
