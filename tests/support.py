@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from importlib import import_module
 
 import torch
+import transformers
 
-from hf_packfree.patching.registry import FAMILIES, Family
+from hf_packfree.patching.plan import trunks
+from hf_packfree.patching.registry import FAMILIES, Family, family_of
 
 ROW = (5, 64, 1, 129, 3, 63, 2, 65)
 """Documents shorter than the convolution, around the 64-token chunk, and of one token."""
@@ -42,6 +44,17 @@ def tiny(family: str | Family = "qwen3_5", *, attention: str = "sdpa", head: str
     return slow_decay(cls(config)).train()
 
 
+def trunk_of(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the text model inside."""
+    return next(trunks(model, family_of(model)))
+
+
+def auto_class(family: str) -> type:
+    """Return the class that `from_pretrained` of the family's tiny model is called on."""
+    with_images = by_family[family].causal_lm.endswith("ForConditionalGeneration")
+    return transformers.AutoModelForImageTextToText if with_images else transformers.AutoModelForCausalLM
+
+
 def put_upstream_in_torch(monkeypatch) -> None:
     """Let upstream's Qwen3.5 run its own torch functions, on any device, instead of the kernels it finds."""
     upstream = import_module(by_family["qwen3_5"].upstream)
@@ -64,8 +77,8 @@ class Batch:
         return [output[row, tokens] for row, tokens in self.places]
 
 
-def documents(lengths, vocabulary: int = 128, seed: int = 1) -> list[torch.Tensor]:
-    """Random token documents of these lengths."""
+def documents(lengths, vocabulary: int = 120, seed: int = 1) -> list[torch.Tensor]:
+    """Random token documents of these lengths; ids from 120 on stand for media in the tiny models."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(2, vocabulary, (length,), generator=generator) for length in lengths]
 

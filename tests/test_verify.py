@@ -19,7 +19,7 @@ from hf_packfree.verify import report as verdict
 from hf_packfree.verify import verify
 from tests.support import by_family, tiny
 
-FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
+FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

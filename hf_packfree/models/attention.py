@@ -140,6 +140,24 @@ class PackedAttention(RoutedAttention):
         }
 
 
+class QKNormAttention(PackedAttention):
+    """Put in front of attention whose q and k are normalised head by head before they are rotated."""
+
+    def _rotate_tokens(
+        self, q: Tensor, k: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
+        """Normalise and rotate q and k [1, T, heads, D]; the norms are called, whatever their formula."""
+        return super()._rotate_tokens(self.q_norm(q), self.k_norm(k), position_embeddings)
+
+    @staticmethod
+    def checkpoint_sizes(layer: Any) -> Sizes:
+        """Add the norms to what plain attention has."""
+        return PackedAttention.checkpoint_sizes(layer) | {
+            "q_norm": (size_of_norm(layer.q_norm), (layer.head_dim,)),
+            "k_norm": (size_of_norm(layer.k_norm), (layer.head_dim,)),
+        }
+
+
 class GatedQKNormAttention(RoutedAttention):
     """Put in front of attention with an output gate beside each query, in one projection, and norms of every head's q and k."""
 

@@ -37,6 +37,6 @@ MISREADS_PADDING_OF_ONE_ROW = RELEASE < Version("5.15.0")
 
 def masks_the_layers_ignore(config: Any, device: torch.device) -> Any:
     """Return an `attention_mask` from which the text model builds none of its own: our layers read the record."""
-    if MASKS_ARE_TENSORS:  # a 4-D mask is passed on as it is, whatever its size
+    if MASKS_ARE_TENSORS or not hasattr(config, "layer_types"):  # a 4-D mask is passed on as it is, whatever its size
         return torch.ones(1, 1, 1, 1, device=device)
     return dict.fromkeys(config.layer_types)

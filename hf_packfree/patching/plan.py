@@ -153,7 +153,8 @@ def _who(module: object) -> str:
 
 def _check_mixers(trunk: Any, family: Family, pairs: dict[type[nn.Module], type[nn.Module]]) -> None:
     """Refuse a trunk in which a layer is unknown, or has other mixers than its config says: one that is not swapped leaks."""
-    kinds = list(trunk.config.layer_types)[: trunk.config.num_hidden_layers]
+    layers = trunk.config.num_hidden_layers  # a config that does not name the kinds of its layers has one
+    kinds = list(getattr(trunk.config, "layer_types", None) or ["full_attention"] * layers)[:layers]
     if len(kinds) != len(trunk.layers):
         raise ContractError(
             f"found {len(trunk.layers)} layers in {type(trunk).__name__}, its config says {len(kinds)}; wanted the same "

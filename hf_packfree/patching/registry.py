@@ -61,7 +61,8 @@ class Family:
         upstream: transformers' modeling module.
         replacement: our module; it holds a subclass of the same name for each class in `swaps`, and `tiny_config`;
             `HEADS`, if it is there, the classes around the text model that are swapped with it.
-        causal_lm: upstream's class for verification and the demo.
+        causal_lm: upstream's class for verification and the demo, of which `tiny_config` is the configuration: the language
+            model, or the class around its vision tower where the family has none without it.
         trunk: the text model: the class that takes the record, or reads it from the batch.
         layers: the decoder layers' classes.
         mixers: the token mixers of these layers.
@@ -93,6 +94,11 @@ class Family:
     def mixer_paths(self) -> tuple[str, ...]:
         """The attributes of decoder layers that hold mixers."""
         return tuple(dict.fromkeys(mixer.path for mixer in self.mixers))
+
+    @property
+    def attends_only(self) -> bool:
+        """Whether all mixers are full attention, in which upstream reads boundaries from some positions itself."""
+        return all(mixer.kind == "full_attention" for mixer in self.mixers)
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -198,6 +204,36 @@ FAMILIES: tuple[Family, ...] = (
             Mixer("full_attention", "self_attn", "Qwen3NextAttention", _ATTENTION),
         ),
         fused_layer=True,
+    ),
+    Family(
+        name="qwen3_vl",
+        upstream="transformers.models.qwen3_vl.modeling_qwen3_vl",
+        replacement="hf_packfree.models.qwen3_vl",
+        causal_lm="Qwen3VLForConditionalGeneration",
+        trunk="Qwen3VLTextModel",
+        layers=("Qwen3VLTextDecoderLayer",),
+        mixers=(Mixer("full_attention", "self_attn", "Qwen3VLTextAttention", _ATTENTION),),
+        vision_language="Qwen3VLModel",
+    ),
+    Family(
+        name="qwen3_vl_moe",
+        upstream="transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe",
+        replacement="hf_packfree.models.qwen3_vl_moe",
+        causal_lm="Qwen3VLMoeForConditionalGeneration",
+        trunk="Qwen3VLMoeTextModel",
+        layers=("Qwen3VLMoeTextDecoderLayer",),
+        mixers=(Mixer("full_attention", "self_attn", "Qwen3VLMoeTextAttention", _ATTENTION),),
+        vision_language="Qwen3VLMoeModel",
+    ),
+    Family(
+        name="qwen2_5_vl",
+        upstream="transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
+        replacement="hf_packfree.models.qwen2_5_vl",
+        causal_lm="Qwen2_5_VLForConditionalGeneration",
+        trunk="Qwen2_5_VLTextModel",
+        layers=("Qwen2_5_VLDecoderLayer",),
+        mixers=(Mixer("full_attention", "self_attn", "Qwen2_5_VLAttention", _ATTENTION),),
+        vision_language="Qwen2_5_VLModel",
     ),
 )
 

@@ -119,7 +119,7 @@ def _parts(model: nn.Module) -> Iterator[tuple[Any, Any]]:
 def packed_against_alone(model: Any) -> float:
     """Return the relative RMS between a packed row of a patched model and its per-document run."""
     lengths = (3, 65, 1)
-    ids = torch.arange(sum(lengths))[None] * 37 % model.config.vocab_size
+    ids = torch.arange(sum(lengths))[None] * 37 % model.config.get_text_config().vocab_size
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits
     alone = torch.cat([model(input_ids=part, use_cache=False).logits for part in ids.split(lengths, 1)], 1)

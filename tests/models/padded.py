@@ -26,7 +26,7 @@ def padded_batch(side: str, seed: int = 3) -> dict[str, torch.Tensor]:
     rows = ROWS[side]
     ids, mask = torch.zeros(len(rows), WIDTH, dtype=torch.long), torch.zeros(len(rows), WIDTH, dtype=torch.long)
     for row, (first, tokens) in enumerate(rows):
-        ids[row, first : first + tokens] = torch.randint(2, 128, (tokens,), generator=generator)
+        ids[row, first : first + tokens] = torch.randint(2, 120, (tokens,), generator=generator)
         mask[row, first : first + tokens] = 1
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, IGNORED)}
 

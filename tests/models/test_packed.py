@@ -27,9 +27,10 @@ from tests.support import (
     run_alone,
     slow_decay,
     tiny,
+    trunk_of,
 )
 
-FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
+FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl"]
 
 
 def assert_exact(model, batch, width=128, floor=1e-2, **how):
@@ -103,18 +104,19 @@ def test_embeddings_instead_of_ids(input_format):
 def test_checkpointing_checkpoints_and_stays_exact(family, reentrant):
     model = apply_patches(tiny(family))
     calls = []
-    for layer in model.model.layers:
+    layers = trunk_of(model).layers
+    for layer in layers:
         layer.mlp.register_forward_pre_hook(lambda *_, layer=layer: calls.append(layer))
     batch = row_batch("positions", ROW)
     weights = random_weights(batch, 128)
     plain = run(model, batch, weights)
-    assert len(calls) == 4
+    assert len(calls) == len(layers)
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
     calls.clear()
     again = run(model, batch, weights)
-    assert len(calls) == 8, "every layer is computed twice, once of them in backward"
+    assert len(calls) == 2 * len(layers), "every layer is computed twice, once of them in backward"
     assert all(torch.equal(one, other) for one, other in zip(again[0], plain[0]))
     assert errors(again, plain)[1] <= 1e-6
 
@@ -236,7 +238,7 @@ def test_hidden_states_come_back_in_the_callers_shape():
     batch, numbers, _ = padded_rows(((5, 64, 3), (1, 70)))
     for family in FAMILIES:
         model = apply_patches(tiny(family)).eval()
-        more = {} if family == "qwen3_5" else {"output_router_logits": True}
+        more = {"output_router_logits": True} if "moe" in family or family == "qwen3_next" else {}
         out = model(**batch.inputs, attention_mask=numbers, output_hidden_states=True, **more)
         assert all(layer.shape == (*numbers.shape, 64) for layer in out.hidden_states)
         last = batch.cut(model.model(**batch.inputs, attention_mask=numbers).last_hidden_state)

@@ -15,7 +15,7 @@ from tests.models.padded import (
 )
 from tests.support import LOGIT_TOL, relative_rms, tiny
 
-FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
+FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_vl_moe", "qwen2_5_vl"]
 LOSS_TOL = 1e-6
 """Relative: fp32 sums of some hundred terms in another order."""
 GRADIENT_TOL = 1e-5
@@ -67,7 +67,7 @@ def test_loss_logits_and_gradients_are_upstreams(family, side, labels):
     assert seen.layer == seen.head == (1, real_tokens(batch) + kept)
     if kept == 0 or labels == "all":
         other = padded_batch(side)["labels"].roll(1, 1)
-        assert abs(step(model, {**padded_batch(side), "labels": other})[0].loss.item() / wanted[0].loss.item() - 1) > 1e-3
+        assert abs(step(model, {**padded_batch(side), "labels": other})[0].loss.item() / wanted[0].loss.item() - 1) > 100 * LOSS_TOL
 
 
 @pytest.mark.parametrize("items", ITEMS)

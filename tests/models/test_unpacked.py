@@ -11,8 +11,8 @@ from tests.input_formats import additive, padded_rows
 from tests.models.padded import Seen
 from tests.support import LOGIT_TOL, gradients, relative_rms, tiny
 
-FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
-IDS = torch.randint(2, 128, (2, 70), generator=torch.Generator().manual_seed(0))
+FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_vl", "qwen2_5_vl"]
+IDS = torch.randint(2, 120, (2, 70), generator=torch.Generator().manual_seed(0))
 INT32 = torch.int32
 
 

@@ -16,7 +16,11 @@ from hf_packfree import apply_patches, patch_report, remove_patches
 from hf_packfree.errors import BackendUnavailable, ContractError, PatchConflict, UnsupportedModel
 from tests.support import tiny
 
-FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
+FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl"]
+
+SWAPS = dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl"), [1, 1, 1, 3])
+"""Head, vision-language model, trunk, three attentions; of the others head, trunk, one attention, three Gated DeltaNets,
+four layers."""
 
 
 def classes(model):
@@ -34,7 +38,7 @@ def test_apply_and_remove_restore_everything(family):
     assert apply_patches(model) is model
     report = patch_report(model)
     assert report.patched and report.family == family
-    assert sorted(report.swaps.values()) == [1, 1, 1, 3, 4], "head, trunk, one attention, three Gated DeltaNets, four layers"
+    assert sorted(report.swaps.values()) == SWAPS.get(family, [1, 1, 1, 3, 4])
     assert model.config.to_dict() == before[2]
     assert [name for name in model.state_dict()] == [name for name in before[3]]
     assert all(torch.equal(value, before[3][name]) for name, value in model.state_dict().items())

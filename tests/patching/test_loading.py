@@ -14,9 +14,11 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as upstream
 from hf_packfree import apply_patches, patch_report, register_patches, remove_patches
 from hf_packfree.errors import ContractError, PatchConflict
 from tests.input_formats import row_batch
-from tests.support import GRADIENT_TOL, LOGIT_TOL, ROW, by_family, errors, random_weights, run, run_alone, slow_decay, tiny
+from tests.support import (
+    GRADIENT_TOL, LOGIT_TOL, ROW, auto_class, by_family, errors, random_weights, run, run_alone, slow_decay, tiny,
+)
 
-FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
+FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl"]
 monkey_patching = pytest.importorskip("transformers.monkey_patching", reason="transformers 5.2 has no class mapping")
 
 
@@ -42,8 +44,8 @@ def assert_exact(model):
 def test_from_config(family):
     config = by_family[family].tiny_config()
     with register_patches():
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    by_hand = apply_patches(transformers.AutoModelForCausalLM.from_config(config))
+        model = auto_class(family).from_config(config)
+    by_hand = apply_patches(auto_class(family).from_config(config))
     assert patch_report(model) == patch_report(by_hand)
     assert [type(m) for m in model.modules()] == [type(m) for m in by_hand.modules()]
     assert_exact(slow_decay(model).train())
@@ -66,7 +68,7 @@ def test_an_alias_of_upstream_that_cannot_be_loaded_stops_nothing(monkeypatch):
 def test_from_pretrained(family, tmp_path):
     tiny(family).save_pretrained(tmp_path)
     with register_patches():
-        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        model = auto_class(family).from_pretrained(tmp_path)
     assert patch_report(model).patched
     unpatched = tiny(family).state_dict()
     assert all(torch.equal(value, unpatched[name]) for name, value in model.state_dict().items())

@@ -1,0 +1,64 @@
+"""Qwen2.5-VL: plain attention, with biases and without norms of q and k; no released model has a sliding window."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from transformers.models.qwen2_5_vl import configuration_qwen2_5_vl as configuration
+from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as upstream
+
+from hf_packfree.models.attention import PackedAttention
+from hf_packfree.models.base import stands_for
+from hf_packfree.models.heads import heads_of
+from hf_packfree.models.qwen3_vl import PLACEHOLDERS
+from hf_packfree.models.trunk import PackedTrunk
+from hf_packfree.models.vision_language import PackedVisionLanguage
+
+
+@stands_for(upstream)
+class Qwen2_5_VLAttention(PackedAttention, upstream.Qwen2_5_VLAttention):
+    """Upstream's layer, plus the packed branch."""
+
+    def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        if cos.ndim == 4:  # up to 5.16 the layers choose among the angles of time, height and width, [3, 1, T, D]
+            sections = self.config.rope_parameters["mrope_section"]
+            return upstream.apply_multimodal_rotary_pos_emb(q, k, cos, sin, sections)
+        return upstream.apply_rotary_pos_emb(q, k, cos, sin)
+
+
+@stands_for(upstream)
+class Qwen2_5_VLTextModel(PackedTrunk, upstream.Qwen2_5_VLTextModel):
+    """Upstream's trunk, plus the record."""
+
+
+@stands_for(upstream)
+class Qwen2_5_VLModel(PackedVisionLanguage, upstream.Qwen2_5_VLModel):
+    """Upstream's vision-language model, plus the record."""
+
+
+HEADS = heads_of(upstream, __name__)
+globals().update(HEADS)
+
+
+def tiny_config() -> configuration.Qwen2_5_VLConfig:
+    """A model of some 150,000 parameters with every part of the family: a block of the tower attends in windows."""
+    text = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 2, 2]},
+    }
+    vision = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "patch_size": 4,
+        "out_hidden_size": 64,
+        "window_size": 16,
+        "fullatt_block_indexes": [1],
+    }
+    return configuration.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **PLACEHOLDERS)

@@ -1,0 +1,65 @@
+"""Qwen3-VL, dense: plain attention with normalised q and k, and image features added between the first layers."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from transformers.models.qwen3_vl import configuration_qwen3_vl as configuration
+from transformers.models.qwen3_vl import modeling_qwen3_vl as upstream
+
+from hf_packfree.models.attention import QKNormAttention
+from hf_packfree.models.base import stands_for
+from hf_packfree.models.heads import heads_of
+from hf_packfree.models.trunk import PackedTrunk
+from hf_packfree.models.vision_language import PackedVisionLanguage
+
+
+@stands_for(upstream)
+class Qwen3VLTextAttention(QKNormAttention, upstream.Qwen3VLTextAttention):
+    """Upstream's layer, plus the packed branch."""
+
+    def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return upstream.apply_rotary_pos_emb(q, k, cos, sin)
+
+
+@stands_for(upstream)
+class Qwen3VLTextModel(PackedTrunk, upstream.Qwen3VLTextModel):
+    """Upstream's trunk, plus the record."""
+
+
+@stands_for(upstream)
+class Qwen3VLModel(PackedVisionLanguage, upstream.Qwen3VLModel):
+    """Upstream's vision-language model, plus the record."""
+
+
+HEADS = heads_of(upstream, __name__)
+globals().update(HEADS)
+
+PLACEHOLDERS = {"image_token_id": 120, "video_token_id": 121, "vision_start_token_id": 123, "vision_end_token_id": 124}
+"""Of tiny models, behind the ids of text."""
+
+
+def tiny_config() -> configuration.Qwen3VLConfig:
+    """A model of some 200,000 parameters with every part of the family: two layers get image features of their own."""
+    text = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 4096,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 2, 2], "mrope_interleaved": True},
+    }
+    vision = {
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "patch_size": 4,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0, 1],
+    }
+    return configuration.Qwen3VLConfig(text_config=text, vision_config=vision, **PLACEHOLDERS)
+

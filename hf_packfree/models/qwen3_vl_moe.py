@@ -1,0 +1,65 @@
+"""Qwen3-VL-MoE: Qwen3-VL with sparse experts."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from transformers.models.qwen3_vl_moe import configuration_qwen3_vl_moe as configuration
+from transformers.models.qwen3_vl_moe import modeling_qwen3_vl_moe as upstream
+
+from hf_packfree.models.attention import QKNormAttention
+from hf_packfree.models.base import stands_for
+from hf_packfree.models.heads import heads_of
+from hf_packfree.models.qwen3_vl import PLACEHOLDERS
+from hf_packfree.models.trunk import PackedTrunk
+from hf_packfree.models.vision_language import PackedVisionLanguage
+
+
+@stands_for(upstream)
+class Qwen3VLMoeTextAttention(QKNormAttention, upstream.Qwen3VLMoeTextAttention):
+    """Upstream's layer, plus the packed branch."""
+
+    def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return upstream.apply_rotary_pos_emb(q, k, cos, sin)
+
+
+@stands_for(upstream)
+class Qwen3VLMoeTextModel(PackedTrunk, upstream.Qwen3VLMoeTextModel):
+    """Upstream's trunk, plus the record."""
+
+
+@stands_for(upstream)
+class Qwen3VLMoeModel(PackedVisionLanguage, upstream.Qwen3VLMoeModel):
+    """Upstream's vision-language model, plus the record."""
+
+
+HEADS = heads_of(upstream, __name__)
+globals().update(HEADS)
+
+
+def tiny_config() -> configuration.Qwen3VLMoeConfig:
+    """A model of some 250,000 parameters with every part of the family: 4 experts, image features added after two layers."""
+    text = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "moe_intermediate_size": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 4096,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 2, 2], "mrope_interleaved": True},
+    }
+    vision = {
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "patch_size": 4,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0, 1],
+    }
+    return configuration.Qwen3VLMoeConfig(text_config=text, vision_config=vision, **PLACEHOLDERS)
+
