@@ -38,30 +38,57 @@ def tiny_vision(
 
     Its rotary embedding turns all of a head, so that positions of images matter.
     """
-    name, row = CLASSES[family], by_family[family]
-    configuration = import_module(row.upstream.replace("modeling_", "configuration_"))
-    given = {**row.tiny_config().to_dict(), "rope_parameters": ROPE, **text}
-    config = getattr(configuration, f"{name}Config")(
-        text_config=given, vision_config=VISION, image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START,
-        vision_end_token_id=END,
-    )
+    row = by_family[family]
+    config = row.tiny_config()
+    if hasattr(config, "vision_config"):
+        name = row.causal_lm
+        for field_name, value in {"rope_parameters": {**config.text_config.rope_parameters, "rope_theta": 100.0}, **text}.items():
+            setattr(config.text_config, field_name, value)
+    else:
+        name = CLASSES[family] + head
+        configuration = import_module(row.upstream.replace("modeling_", "configuration_"))
+        config = getattr(configuration, f"{CLASSES[family]}Config")(
+            text_config={**config.to_dict(), "rope_parameters": ROPE, **text}, vision_config=VISION, image_token_id=IMAGE,
+            video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END,
+        )
     config._attn_implementation = attention
     torch.manual_seed(0)
-    return slow_decay(getattr(import_module(row.upstream), name + head)._from_config(config)).train()
+    return slow_decay(getattr(import_module(row.upstream), name)._from_config(config)).train()
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a family's processor writes videos.
+
+    Attributes:
+        framewise: whether every frame has its own start and end, with its time as text before it.
+        seconds: the keyword of the seconds between two grids of a video, if there is one.
+    """
+
+    framewise: bool = True
+    seconds: str | None = None
+
+
+def style_of(rope: Any) -> Style:
+    """Return the style of a model's family, by what its `get_rope_index` reads."""
+    wanted = inspect.signature(rope.get_rope_index).parameters
+    return Style(False, "second_per_grid_ts") if "second_per_grid_ts" in wanted else Style()
 
 
 @dataclass(frozen=True)
 class Document:
-    """One document: its ids, and patches and grids of its images and videos."""
+    """One document: its ids, patches and grids of its images and videos, and seconds between grids of the videos."""
 
     ids: list[int]
     pixels: dict[str, torch.Tensor] = field(default_factory=dict)
     grids: dict[str, list[list[int]]] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)
+    style: Style = Style()
 
     def media(self) -> RowMedia:
         """Return the sizes of the media."""
         sizes = {f"{kind}_grid_thw": torch.tensor(grids) for kind, grids in self.grids.items()}
-        return RowMedia(**sizes)
+        return RowMedia(**sizes, seconds_per_grid=torch.tensor(self.seconds) if self.seconds else None)
 
 
 def image(height: int, width: int) -> tuple[str, list[int]]:
@@ -72,28 +99,36 @@ def video(frames: int, height: int, width: int) -> tuple[str, list[int]]:
     return "video", [frames, height, width]
 
 
-def document(*parts: int | tuple[str, list[int]], seed: int = 0, bare: bool = False) -> Document:
+def document(
+    *parts: int | tuple[str, list[int]], seed: int = 0, bare: bool = False, style: Style = Style()
+) -> Document:
     """Build a document from parts: a number is so many text tokens, others are images and videos.
 
     Args:
         bare: images come without the tokens before and behind them.
+        style: how videos are written.
     """
     generator = torch.Generator().manual_seed(seed)
     ids: list[int] = []
     pixels: dict[str, list[torch.Tensor]] = {}
     grids: dict[str, list[list[int]]] = {}
+    seconds: list[float] = []
     edges = ([], []) if bare else ([START], [END])
     for part in parts:
         if isinstance(part, int):
             ids += torch.randint(2, 120, (part,), generator=generator).tolist()
             continue
         kind, (frames, height, width) = part
-        for _ in range(frames):
-            timestamp = torch.randint(2, 120, (2,), generator=generator).tolist() if kind == "video" else []
-            ids += [*timestamp, *edges[0], *[IMAGE if kind == "image" else VIDEO] * (height * width // 4), *edges[1]]
+        runs = frames if style.framewise else 1
+        for _ in range(runs):
+            timestamp = torch.randint(2, 120, (2,), generator=generator).tolist() if kind == "video" and style.framewise else []
+            placeholders = [IMAGE if kind == "image" else VIDEO] * (frames // runs * height * width // 4)
+            ids += [*timestamp, *edges[0], *placeholders, *edges[1]]
+        if kind == "video" and style.seconds is not None:
+            seconds.append(0.75 + len(seconds))
         pixels.setdefault(kind, []).append(torch.randn(frames * height * width, PATCH, generator=generator))
         grids.setdefault(kind, []).append([frames, height, width])
-    return Document(ids, {kind: torch.cat(parts) for kind, parts in pixels.items()}, grids)
+    return Document(ids, {kind: torch.cat(parts) for kind, parts in pixels.items()}, grids, seconds, style)
 
 
 def documents(rope: Any) -> list[Document]:
@@ -102,7 +137,7 @@ def documents(rope: Any) -> list[Document]:
     Args:
         rope: a model, or what `rope_source` returns; releases that find images by the token before them get one at token 1.
     """
-    by_type = "mm_token_type_ids" in inspect.signature(rope.get_rope_index).parameters
+    by_type, style = "mm_token_type_ids" in inspect.signature(rope.get_rope_index).parameters, style_of(rope)
     ends_in_image = document(7, image(4, 4), seed=5)
     return [
         document(37, seed=1),
@@ -110,9 +145,9 @@ def documents(rope: Any) -> list[Document]:
         document(3, image(4, 4), 2, image(6, 8), 5, seed=3),
         replace(ends_in_image, ids=ends_in_image.ids[:-1]),
         document(image(6, 4), 8, seed=4, bare=by_type),
-        document(5, video(3, 4, 4), 6, seed=6),
+        document(5, video(3, 4, 4), 6, seed=6, style=style),
         document(1, seed=7),
-        document(2, image(8, 4), 3, video(2, 4, 6), 4, seed=8),
+        document(2, image(8, 4), 3, video(2, 4, 6), 4, seed=8, style=style),
         document(1, seed=9),
         document(70, seed=10),
     ]
@@ -152,6 +187,10 @@ def media_arguments(given: Sequence[Document], pixels: list[dict[str, torch.Tens
         if parts:
             arguments[name] = torch.cat(parts)
             arguments[f"{kind}_grid_thw"] = torch.tensor(sum((one.grids.get(kind, []) for one in given), []))
+    arguments |= {
+        name: torch.tensor(sum((one.seconds for one in given), []))
+        for name in {one.style.seconds for one in given if one.seconds}
+    }
     return arguments
 
 

@@ -34,7 +34,7 @@ class Qwen3VLModel(PackedVisionLanguage, upstream.Qwen3VLModel):
 HEADS = heads_of(upstream, __name__)
 globals().update(HEADS)
 
-PLACEHOLDERS = {"image_token_id": 120, "video_token_id": 121, "vision_start_token_id": 123, "vision_end_token_id": 124}
+PLACEHOLDERS = {"image_token_id": 124, "video_token_id": 125, "vision_start_token_id": 126, "vision_end_token_id": 127}
 """Of tiny models, behind the ids of text."""
 
 

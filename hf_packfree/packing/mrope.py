@@ -47,8 +47,9 @@ def check_rows(position_ids: Any) -> None:
 def refuse_packed_mrope(position_ids: Tensor, shape: tuple[int, int], tokens: RealTokens, starts: Tensor | None) -> None:
     """Refuse three differing rows of mRoPE positions in which a document starts that nothing else marks.
 
-    Within a document the first row, time, never falls.  Where it falls a document starts, but other documents may start
-    without a fall.
+    Within a document the first row, time, falls only behind a video whose seconds take more positions than its height and
+    width, in families that number so; those two rise there.  Where time falls otherwise a document starts, but other
+    documents may start without a fall.
 
     Args:
         position_ids: [3, B or 1, S]; those of other shapes are not looked at.
@@ -62,8 +63,8 @@ def refuse_packed_mrope(position_ids: Tensor, shape: tuple[int, int], tokens: Re
     """
     if position_ids.ndim != 3 or position_ids.shape[0] != 3:
         return
-    time = tokens.select(position_ids[0].detach().to("cpu").expand(shape))
-    falls = (time.diff() < 0) & ~tokens.row_changes
+    time, height, width = (tokens.select(row.detach().to("cpu").expand(shape)).diff() for row in position_ids)
+    falls = (time < 0) & ~((height > 0) & (width > 0)) & ~tokens.row_changes
     if starts is None and bool(falls.any()):
         raise UnsupportedInput(
             "found image or video positions (mRoPE, three rows that differ) that fall within a row: several documents, whose "
@@ -75,5 +76,5 @@ def refuse_packed_mrope(position_ids: Tensor, shape: tuple[int, int], tokens: Re
         row, token = tokens.position_of(int(inside[0]) + 1)
         raise BoundaryConflict(
             f"found mRoPE position_ids that fall at row {row}, token {token}, inside a document by the other inputs; wanted "
-            "time that never falls in a document; build the positions of each document by itself"
+            "time that falls at starts of documents; build the positions of each document by itself"
         )
