@@ -7,9 +7,10 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from packaging.version import Version
 
 from hf_packfree import apply_patches, remove_patches
-from hf_packfree.models.compat import LAYERS_DROP_KEYWORDS
+from hf_packfree.models.compat import LAYERS_DROP_KEYWORDS, RELEASE
 from hf_packfree.patching.registry import family_of
 from tests.input_formats import ROW_FORMATS, ROWS_FORMATS, row_batch, rows_batch
 from tests.support import (
@@ -22,6 +23,7 @@ TEXT_POSITIONS_ONLY = ("positions_4rows", "positions_3rows", "positions_3rows_fl
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl"]
 WITH_KERNELS = ("all_flash",) if find_spec("fake_kernels") and not LAYERS_DROP_KEYWORDS else ()
 """With both kernel packages there and everything handed over, upstream itself is exact since 5.9."""
+TEXT_IN_ANY_FIRST_ROW = RELEASE < Version("5.4.0")
 BY_POSITIONS = ("positions", "positions_4rows", "all_flash", "flash_without_seq_idx", "starts_above_zero", "positions_zero_tail")
 """Text alone: full attention reads these positions where nothing else is there that says less."""
 
@@ -68,6 +70,8 @@ def stock_packs(family: str, input_format: str, attention: str) -> bool:
     """Whether upstream itself keeps documents of text apart: in families without a recurrence, by some formats."""
     if any(mixer.kind != "full_attention" for mixer in by_family[family].mixers):
         return input_format in WITH_KERNELS
+    if family in ("qwen3_vl", "qwen3_vl_moe") and TEXT_IN_ANY_FIRST_ROW and input_format.startswith("positions_3rows"):
+        return True
     by_mask = input_format.startswith("additive") or input_format.startswith("block_mask") and attention == "sdpa"
     reads_2d = family != "qwen2_5_vl"
     return by_mask or input_format in (BY_POSITIONS if reads_2d else ("positions_4rows",))

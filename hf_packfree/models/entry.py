@@ -222,7 +222,8 @@ def positions_for(trunk: Any, position_ids: Tensor | None) -> Tensor | None:
         return position_ids
     if position_ids.ndim == 1:
         return position_ids[None]
-    if hasattr(trunk.rotary_emb, "mrope_section"):
+    sections = getattr(trunk.config, "rope_parameters", None) or {}
+    if hasattr(trunk.rotary_emb, "mrope_section") or "mrope_section" in sections:
         return position_ids
     if not bool((position_ids == position_ids[:1]).all()):
         raise UnsupportedInput(

@@ -11,6 +11,7 @@ from hf_packfree.models.base import stands_for
 from hf_packfree.models.heads import heads_of
 from hf_packfree.models.qwen3_vl import PLACEHOLDERS
 from hf_packfree.models.trunk import PackedTrunk
+from hf_packfree.models.vision_attention import PackedVisionAttention, PackedVisionTower
 from hf_packfree.models.vision_language import PackedVisionLanguage
 
 
@@ -32,7 +33,20 @@ class Qwen2_5_VLTextModel(PackedTrunk, upstream.Qwen2_5_VLTextModel):
 
 @stands_for(upstream)
 class Qwen2_5_VLModel(PackedVisionLanguage, upstream.Qwen2_5_VLModel):
-    """Upstream's vision-language model, plus the record."""
+    """Upstream's vision-language model, plus the record, and positions per document."""
+
+
+@stands_for(upstream)
+class Qwen2_5_VisionTransformerPretrainedModel(PackedVisionTower, upstream.Qwen2_5_VisionTransformerPretrainedModel):
+    """Upstream's vision tower, plus whether the batch is packed."""
+
+
+@stands_for(upstream)
+class Qwen2_5_VLVisionAttention(PackedVisionAttention, upstream.Qwen2_5_VLVisionAttention):
+    """Upstream's layer, plus the branch for packed batches."""
+
+    def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return upstream.apply_rotary_pos_emb_vision(q, k, cos, sin)
 
 
 HEADS = heads_of(upstream, __name__)

@@ -10,6 +10,7 @@ from hf_packfree.models.attention import QKNormAttention
 from hf_packfree.models.base import stands_for
 from hf_packfree.models.heads import heads_of
 from hf_packfree.models.trunk import PackedTrunk
+from hf_packfree.models.vision_attention import PackedVisionAttention, PackedVisionTower
 from hf_packfree.models.vision_language import PackedVisionLanguage
 
 
@@ -28,7 +29,20 @@ class Qwen3VLTextModel(PackedTrunk, upstream.Qwen3VLTextModel):
 
 @stands_for(upstream)
 class Qwen3VLModel(PackedVisionLanguage, upstream.Qwen3VLModel):
-    """Upstream's vision-language model, plus the record."""
+    """Upstream's vision-language model, plus the record, and positions per document."""
+
+
+@stands_for(upstream)
+class Qwen3VLVisionModel(PackedVisionTower, upstream.Qwen3VLVisionModel):
+    """Upstream's vision tower, plus whether the batch is packed."""
+
+
+@stands_for(upstream)
+class Qwen3VLVisionAttention(PackedVisionAttention, upstream.Qwen3VLVisionAttention):
+    """Upstream's layer, plus the branch for packed batches."""
+
+    def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return upstream.apply_rotary_pos_emb_vision(q, k, cos, sin)
 
 
 HEADS = heads_of(upstream, __name__)

@@ -11,6 +11,7 @@ from hf_packfree.models.base import stands_for
 from hf_packfree.models.heads import heads_of
 from hf_packfree.models.qwen3_vl import PLACEHOLDERS
 from hf_packfree.models.trunk import PackedTrunk
+from hf_packfree.models.vision_attention import PackedVisionAttention, PackedVisionTower
 from hf_packfree.models.vision_language import PackedVisionLanguage
 
 
@@ -29,7 +30,20 @@ class Qwen3VLMoeTextModel(PackedTrunk, upstream.Qwen3VLMoeTextModel):
 
 @stands_for(upstream)
 class Qwen3VLMoeModel(PackedVisionLanguage, upstream.Qwen3VLMoeModel):
-    """Upstream's vision-language model, plus the record."""
+    """Upstream's vision-language model, plus the record, and positions per document."""
+
+
+@stands_for(upstream)
+class Qwen3VLMoeVisionModel(PackedVisionTower, upstream.Qwen3VLMoeVisionModel):
+    """Upstream's vision tower, plus whether the batch is packed."""
+
+
+@stands_for(upstream)
+class Qwen3VLMoeVisionAttention(PackedVisionAttention, upstream.Qwen3VLMoeVisionAttention):
+    """Upstream's layer, plus the branch for packed batches."""
+
+    def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return upstream.apply_rotary_pos_emb_vision(q, k, cos, sin)
 
 
 HEADS = heads_of(upstream, __name__)

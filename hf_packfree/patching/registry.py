@@ -214,6 +214,7 @@ FAMILIES: tuple[Family, ...] = (
         layers=("Qwen3VLTextDecoderLayer",),
         mixers=(Mixer("full_attention", "self_attn", "Qwen3VLTextAttention", _ATTENTION),),
         vision_language="Qwen3VLModel",
+        towers=(Tower("Qwen3VLVisionModel", "Qwen3VLVisionAttention", _TOWER),),
     ),
     Family(
         name="qwen3_vl_moe",
@@ -224,6 +225,7 @@ FAMILIES: tuple[Family, ...] = (
         layers=("Qwen3VLMoeTextDecoderLayer",),
         mixers=(Mixer("full_attention", "self_attn", "Qwen3VLMoeTextAttention", _ATTENTION),),
         vision_language="Qwen3VLMoeModel",
+        towers=(Tower("Qwen3VLMoeVisionModel", "Qwen3VLMoeVisionAttention", _TOWER),),
     ),
     Family(
         name="qwen2_5_vl",
@@ -234,6 +236,7 @@ FAMILIES: tuple[Family, ...] = (
         layers=("Qwen2_5_VLDecoderLayer",),
         mixers=(Mixer("full_attention", "self_attn", "Qwen2_5_VLAttention", _ATTENTION),),
         vision_language="Qwen2_5_VLModel",
+        towers=(Tower("Qwen2_5_VisionTransformerPretrainedModel", "Qwen2_5_VLVisionAttention", _TOWER),),
     ),
 )
 
