@@ -42,7 +42,8 @@ def tiny_vision(
     config = row.tiny_config()
     if hasattr(config, "vision_config"):
         name = row.causal_lm
-        for field_name, value in {"rope_parameters": {**config.text_config.rope_parameters, "rope_theta": 100.0}, **text}.items():
+        rope = {**config.text_config.rope_parameters, "rope_theta": 100.0}
+        for field_name, value in {"rope_parameters": rope, **text}.items():
             setattr(config.text_config, field_name, value)
     else:
         name = CLASSES[family] + head

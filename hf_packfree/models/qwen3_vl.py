@@ -76,4 +76,3 @@ def tiny_config() -> configuration.Qwen3VLConfig:
         "deepstack_visual_indexes": [0, 1],
     }
     return configuration.Qwen3VLConfig(text_config=text, vision_config=vision, **PLACEHOLDERS)
-

@@ -76,4 +76,3 @@ def tiny_config() -> configuration.Qwen3VLMoeConfig:
         "deepstack_visual_indexes": [0, 1],
     }
     return configuration.Qwen3VLMoeConfig(text_config=text, vision_config=vision, **PLACEHOLDERS)
-

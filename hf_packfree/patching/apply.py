@@ -37,7 +37,7 @@ def apply_patches(
     minutes (WARNING).
 
     Args:
-        model: a Qwen3.5, Qwen3.5-MoE or Qwen3-Next model, or anything that holds one (a classification head, a
+        model: a model of a family that `packfree models` lists, or anything that holds one (a classification head, a
             wrapper, DDP). Parameters, state_dict keys and config stay as they are.
         backend: "auto": of every op the fastest that can run on the tensors at hand; or a name to force ("torch" runs
             everywhere, and every op has it), or {op: name} with ops conv, delta_rule, attention, tower_attention, and
