@@ -10,6 +10,7 @@ import nbformat
 import pytest
 
 import hf_packfree
+import hf_packfree.data
 from tests.notebooks import NOTEBOOKS, RECORD, execute, sources_hash
 
 LARGEST = 200_000
@@ -62,8 +63,8 @@ def test_imports_public_names_alone(path):
     plain = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
     assert not [name for name in plain if name.startswith("hf_packfree")], "import the names instead"
     ours = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module.startswith("hf_packfree")]
-    assert ours and all(node.module == "hf_packfree" for node in ours)
-    assert {alias.name for node in ours for alias in node.names} <= set(hf_packfree.__all__)
+    public = {module.__name__: set(module.__all__) for module in (hf_packfree, hf_packfree.data)}
+    assert ours and all({alias.name for alias in node.names} <= public.get(node.module, set()) for node in ours)
 
 
 @each_notebook
