@@ -75,7 +75,8 @@ class PackedVisionAttention(Replacement):
             return super().forward(hidden_states, cu_seqlens, *args, **kwargs)
         qkv = self.qkv(hidden_states).view(len(hidden_states), 3, self.num_heads, -1)
         kernels = state_of(self).kernels_for(qkv.device, qkv.dtype)
-        q, k, v = self._split(qkv, *kwargs["position_embeddings"], kernels.fused)
+        cos, sin = kwargs["position_embeddings"]
+        q, k, v = self._split(qkv, cos, sin, kernels.fused)
         segments, backend = segments_of(cu_seqlens), kernels.tower_attention
         out = tower_attention(q[None], k[None], v[None], segments, scale=self.scaling, backend=backend)
         return self.proj(out[0].flatten(1))
@@ -84,7 +85,8 @@ class PackedVisionAttention(Replacement):
         if backend != "torch":
             return qkv_rope(qkv, cos, sin, backend=backend)
         q, k, v = qkv.unbind(1)
-        return *self._rotate(q, k, cos, sin), v
+        q, k = self._rotate(q, k, cos, sin)
+        return q, k, v
 
     def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Apply the tower's rotary embedding to q and k [P, H, D]; each family names upstream's function."""

@@ -33,7 +33,7 @@ def qkv_rope(qkv: Tensor, cos: Tensor, sin: Tensor, *, backend: str = "torch") -
         BackendUnavailable: no backend has that name.
     """
     run = _QKVRope.apply if uses_triton("rotary", backend) else qkv_rope_reference
-    return run(qkv, cos, sin)  # type: ignore[no-any-return]
+    return run(qkv, cos, sin)
 
 
 def qkv_rope_reference(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -42,7 +42,8 @@ def qkv_rope_reference(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, T
     x, v = qkv[:, :2].to(wide), qkv[:, 2]
     first, second = x.chunk(2, dim=-1)
     turned = x * cos[:, None, None].to(wide) + torch.cat((-second, first), dim=-1) * sin[:, None, None].to(wide)
-    return *turned.to(qkv.dtype).unbind(1), v
+    q, k = turned.to(qkv.dtype).unbind(1)
+    return q, k, v
 
 
 class _QKVRope(Operation):
