@@ -14,7 +14,7 @@ from hf_packfree.errors import LeakDetected
 from hf_packfree.models import vision_language
 from hf_packfree.verify.documents import MediaDocuments, media_source
 from tests.support import tiny
-from tests.vision import IMAGE, START, VIDEO, tiny_vision
+from tests.vision import CLASSES, IMAGE, START, VIDEO, tiny_vision
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def patched():
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", CLASSES)
 def test_images_and_videos_are_measured(family):
     report = verify_packing(apply_patches(tiny_vision(family)))
     assert report.media == ("image", "video") and report.as_dict()["media"] == ("image", "video")
@@ -53,6 +53,13 @@ def test_text_models_get_text():
     model = tiny_vision("qwen3_5")
     model.config.image_token_id = 5000
     assert media_source(model) is None, "placeholders that no embedding knows"
+
+
+def test_a_text_model_without_linear_layers_has_a_control_that_leaks():
+    """Of restarting positions alone upstream's attention would be exact."""
+    text = tiny("qwen3_vl").model.language_model
+    report = verify_packing(apply_patches(text), gradients=False)
+    assert report.media == () and report.patched.influence == 0 and report.unpatched.logits >= 1e-2
 
 
 def test_losing_the_positions_of_media_fails_though_nothing_leaks(patched, monkeypatch):

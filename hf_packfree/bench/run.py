@@ -134,7 +134,7 @@ def _measure(options: BenchOptions, progress: Progress) -> BenchReport:
 def _runners(model: Any, options: BenchOptions, device: torch.device) -> list[_Runner]:
     rows, row, row_by_positions = _batches(model, options, device)
     family = family_of(model)
-    attends_only = family is not None and all(mixer.kind == "full_attention" for mixer in family.mixers)
+    attends_only = family is not None and family.attends_only
     note = "exact, through a T x T mask" if attends_only else "exact only with kernels that are installed apart"
     unpatched = _Runner(OPTIONAL, model, row, patched=False, note=note)
     unpatched.attempt(unpatched.step)

@@ -96,6 +96,11 @@ class Family:
         return tuple(dict.fromkeys(mixer.path for mixer in self.mixers))
 
     @property
+    def attends_only(self) -> bool:
+        """Whether all mixers are full attention, for which upstream reads boundaries in some positions itself."""
+        return all(mixer.kind == "full_attention" for mixer in self.mixers)
+
+    @property
     def ops(self) -> tuple[str, ...]:
         """What the family's packed branches call, by the names that `backend` takes."""
         return (*self.mixer_ops, "tower_attention") if self.towers else self.mixer_ops

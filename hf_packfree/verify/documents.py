@@ -26,13 +26,16 @@ class TextDocuments:
         vocabulary: ids are below it.
         generator: draws them, on the host.
         device: of what a forward gets.
+        masked: number the documents in an `attention_mask` too, for models of which upstream would read the positions.
     """
 
     media: tuple[str, ...] = ()
     """Kinds of media that are in them."""
 
-    def __init__(self, lengths: Sequence[int], vocabulary: int, generator: torch.Generator, device: torch.device) -> None:
-        self.lengths, self.device, self.generator = tuple(lengths), device, generator
+    def __init__(
+        self, lengths: Sequence[int], vocabulary: int, generator: torch.Generator, device: torch.device, *, masked: bool = False
+    ) -> None:
+        self.lengths, self.device, self.generator, self.masked = tuple(lengths), device, generator, masked
         self.number = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
         self.ids, self.other_ids = (self._random_ids(vocabulary) for _ in range(2))
         self.parts: list[dict[str, Tensor]] = [{} for _ in lengths]
@@ -48,7 +51,8 @@ class TextDocuments:
             changed: bool [N]; these documents have other tokens and media, of the same sizes.
         """
         positions = torch.cat([torch.arange(length) for length in self.lengths])[None].to(self.device)
-        return {"input_ids": self._ids(changed), "position_ids": positions}
+        mask = {"attention_mask": self.number[None] + 1} if self.masked else {}
+        return {"input_ids": self._ids(changed), "position_ids": positions, **mask}
 
     def of_document(self, name: str) -> Tensor:
         """Return int64 [M]: the document of every patch or item of an argument such as `pixel_values`."""

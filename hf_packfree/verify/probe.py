@@ -20,6 +20,7 @@ class Probe:
 
     Args:
         reference: the context in which documents run alone, for models that run them in the patched layers otherwise.
+        masked: see `TextDocuments`.
 
     Attributes:
         packages: after a measurement, the top-level packages whose functions ran in it.
@@ -33,6 +34,7 @@ class Probe:
         gradients: bool,
         seed: int,
         reference: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        masked: bool = False,
     ) -> None:
         self.reference = reference
         self.lengths, self.gradients = lengths, gradients
@@ -43,7 +45,7 @@ class Probe:
         self.generator = torch.Generator().manual_seed(seed)
         source = media_source(self.model)
         self.documents = (
-            TextDocuments(lengths, trunk.config.vocab_size, self.generator, self.device) if source is None
+            TextDocuments(lengths, trunk.config.vocab_size, self.generator, self.device, masked=masked) if source is None
             else MediaDocuments(lengths, source, self.generator, self.device, self.dtype)
         )
         self.weights: Tensor | None = None

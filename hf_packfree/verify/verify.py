@@ -39,7 +39,8 @@ def verify_packing(
     """Measure whether packed documents influence each other.
 
     Random documents are packed into one row, `input_ids` [1, sum(lengths)] with restarting `position_ids` (the input
-    format that leaks in every release of transformers), and compared with a forward of each document alone, [1, length].
+    format that leaks in every release of transformers; in families of attention alone beside an indexed mask, for the same
+    reason), and compared with a forward of each document alone, [1, length].
     With a model that takes images, those documents that are long enough have an image, a video and, where it takes any, a
     sound; the row then has an indexed `attention_mask` and no positions, so that losing the positions of media fails too.
     The model is measured in evaluation mode, without a cache.  Its weights, gradients and modes are as before afterwards.
@@ -98,7 +99,7 @@ def verify_packing(
     patches = patch_report(model)
     ours = patches.batch_invariant or patches.unpacked == "native"  # documents alone would run in the patched layers too
     reference = partial(patches_lifted, model) if ours else nullcontext
-    probe = Probe(model, next(trunks(model, family)), tuple(lengths), gradients, seed, reference)
+    probe = Probe(model, next(trunks(model, family)), tuple(lengths), gradients, seed, reference, masked=family.attends_only)
     with prepared(model, slow_decay):
         patched = probe.measure()
         limits = limits_for(probe.device, probe.dtype, probe.packages)
