@@ -35,6 +35,10 @@ MISREADS_PADDING_OF_ONE_ROW = RELEASE < Version("5.15.0")
 """Padding is zeroed in batches of two rows and more only: a left-padded single row is wrong upstream."""
 
 
+THINKER_HOLDS_TOWERS = RELEASE < Version("5.21.0")
+"""Omni's class with the language modelling head holds towers and text model itself: one forward from pixels to the loss."""
+
+
 def masks_the_layers_ignore(config: Any, device: torch.device) -> Any:
     """Return an `attention_mask` from which the text model builds none of its own: our layers read the record."""
     if MASKS_ARE_TENSORS or not hasattr(config, "layer_types"):  # a 4-D mask is passed on as it is, whatever its size

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from transformers.models.qwen3_vl import configuration_qwen3_vl as configuration
 from transformers.models.qwen3_vl import modeling_qwen3_vl as upstream
@@ -48,7 +50,9 @@ class Qwen3VLVisionAttention(PackedVisionAttention, upstream.Qwen3VLVisionAttent
 HEADS = heads_of(upstream, __name__)
 globals().update(HEADS)
 
-PLACEHOLDERS = {"image_token_id": 124, "video_token_id": 125, "vision_start_token_id": 126, "vision_end_token_id": 127}
+PLACEHOLDERS: dict[str, Any] = {
+    "image_token_id": 124, "video_token_id": 125, "vision_start_token_id": 126, "vision_end_token_id": 127,
+}
 """Of tiny models, behind the ids of text."""
 
 

@@ -27,9 +27,8 @@ class PackedVisionLanguage(Replacement):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for name in ("get_image_features", "get_video_features", "get_audio_features"):
-            if PackedVisionLanguage in cls.__bases__ and hasattr(cls, name):
-                setattr(cls, name, _without_the_record(cls, name))
+        if PackedVisionLanguage in cls.__bases__:
+            keep_record_from_towers(cls)
 
     def forward(
         self,
@@ -64,6 +63,13 @@ class PackedVisionLanguage(Replacement):
         as_dict = arguments.get("return_dict")
         as_dict = getattr(self.config, "return_dict", True) if as_dict is None else as_dict
         return output if as_dict else output.to_tuple()
+
+
+def keep_record_from_towers(cls: Any) -> None:
+    """Let a class's methods that make features call its towers without the text's record."""
+    for name in ("get_image_features", "get_video_features", "get_audio_features"):
+        if hasattr(cls, name):
+            setattr(cls, name, _without_the_record(cls, name))
 
 
 def _without_the_record(cls: Any, name: str) -> Any:

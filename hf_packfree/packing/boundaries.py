@@ -148,15 +148,17 @@ def parse_position_ids(position_ids: Tensor, shape: tuple[int, int]) -> Boundary
         position_ids: [S], [B or 1, S], or a stack [4, B or 1, S] whose first row holds the text positions, or
             [3, B or 1, S] (mRoPE), which marks documents only where all three rows are equal.
     """
-    whole = text = _whole_positions(position_ids)
+    given = position_ids.detach().to("cpu")
     if position_ids.ndim == 3:
         rows = position_ids.shape[0]
         if rows not in (3, 4):
             raise wrong_shape("position_ids", position_ids, shape, "(B, S), (3, B, S) or (4, B, S)")
         # positions of images or videos: see `hf_packfree.packing.mrope`
-        if rows == 3 and not bool((whole == whole[:1]).all()):
+        if rows == 3 and not bool((given == given[:1]).all()):
+            _whole_positions(given.floor() if given.is_floating_point() else given)  # fractions of seconds are no fault
             return None
-        text = whole[0]
+        given = given[0]
+    text = _whole_positions(given)
     if text.ndim == 1:
         text = text[None]
     if text.ndim != 2 or text.shape[1] != shape[1] or text.shape[0] not in (1, shape[0]):
@@ -164,9 +166,8 @@ def parse_position_ids(position_ids: Tensor, shape: tuple[int, int]) -> Boundary
     return BoundarySpec("position_ids", None, text.expand(shape), step=1)
 
 
-def _whole_positions(position_ids: Tensor) -> Tensor:
-    """Return positions as int64 on the host; refuse what is no position, and what half precision has rounded."""
-    given = position_ids.detach().to("cpu")
+def _whole_positions(given: Tensor) -> Tensor:
+    """Return positions on the host as int64; refuse what is no position, and what half precision has rounded."""
     whole = given.to(torch.int64) if given.dtype in (*_INTEGERS, torch.float32, torch.float64) else None
     if whole is None or not torch.equal(whole.to(given.dtype), given):
         raise BoundaryError(

@@ -158,6 +158,7 @@ _LEAKS = {
     "delta_rule": "the recurrent state crosses document boundaries",
     "attention": "keys of other documents are visible, or hidden behind a T x T mask",
 }
+_AUDIO = "a short audio depends on those beside it, before transformers 5.9 on all they hold"
 _TOWER = "one attention call a layer instead of one an image"
 _DELTA_NET, _ATTENTION = ("conv", "delta_rule", "fused"), ("attention", "fused")
 
@@ -237,6 +238,20 @@ FAMILIES: tuple[Family, ...] = (
         mixers=(Mixer("full_attention", "self_attn", "Qwen2_5_VLAttention", _ATTENTION),),
         vision_language="Qwen2_5_VLModel",
         towers=(Tower("Qwen2_5_VisionTransformerPretrainedModel", "Qwen2_5_VLVisionAttention", _TOWER),),
+    ),
+    Family(
+        name="qwen3_omni_moe",
+        upstream="transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe",
+        replacement="hf_packfree.models.qwen3_omni_moe",
+        causal_lm="Qwen3OmniMoeThinkerForConditionalGeneration",
+        trunk="Qwen3OmniMoeThinkerTextModel",
+        layers=("Qwen3OmniMoeThinkerTextDecoderLayer",),
+        mixers=(Mixer("full_attention", "self_attn", "Qwen3OmniMoeThinkerTextAttention", _ATTENTION),),
+        vision_language=None if compat.THINKER_HOLDS_TOWERS else "Qwen3OmniMoeThinkerModel",
+        towers=(
+            Tower("Qwen3OmniMoeVisionEncoder", "Qwen3OmniMoeVisionAttention", _TOWER),
+            Tower("Qwen3OmniMoeAudioEncoder", "Qwen3OmniMoeAudioAttention", _AUDIO, optional=False),
+        ),
     ),
 )
 

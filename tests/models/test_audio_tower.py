@@ -8,8 +8,8 @@ from transformers.models.qwen3_omni_moe import configuration_qwen3_omni_moe as c
 from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as upstream
 
 from hf_packfree.models import compat, vision_attention
-from hf_packfree.models.audio_tower import PackedAudioAttention, PackedAudioTower, chunk_widths
-from hf_packfree.models.base import stands_for
+from hf_packfree.models.audio_tower import chunk_widths
+from hf_packfree.models.qwen3_omni_moe import Qwen3OmniMoeAudioAttention, Qwen3OmniMoeAudioEncoder
 from hf_packfree.models.state import PatchState
 from tests.support import CONTROL, GRADIENT_TOL, LOGIT_TOL, relative_rms
 
@@ -18,16 +18,6 @@ MEL = 16
 LENGTHS = (330, 60, 100, 30, 30, 199, 1, 99)
 """Frames; 100 are a chunk, of 13 tokens."""
 SHORT = (60, 30, 1)
-
-
-@stands_for(upstream)
-class Qwen3OmniMoeAudioEncoder(PackedAudioTower, upstream.Qwen3OmniMoeAudioEncoder):
-    """Upstream's, patched."""
-
-
-@stands_for(upstream)
-class Qwen3OmniMoeAudioAttention(PackedAudioAttention, upstream.Qwen3OmniMoeAudioAttention):
-    """Upstream's, patched."""
 
 
 def tower(*, window=800, attention="sdpa", patched=False):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import transformers
@@ -11,7 +13,7 @@ from torch.nn import functional as F
 from hf_packfree import apply_patches, patch_report, register_patches, remove_patches
 from hf_packfree.errors import BackendUnavailable
 from hf_packfree.models import vision_attention
-from hf_packfree.models.vision_attention import mark_packed
+from hf_packfree.models.vision_attention import PackedVisionAttention, PackedVisionTower, mark_packed
 from hf_packfree.ops.attention import torch_native
 from hf_packfree.patching.loading import monkey_patching
 from tests.support import GRADIENT_TOL, LOGIT_TOL, by_family, relative_rms
@@ -45,12 +47,22 @@ def vision_language(family="qwen3_5", attention="sdpa", *, depth=3, door=None, *
             model = cls._from_config(config)
     else:
         model = cls._from_config(config)
-    model = model.train()
-    with torch.no_grad():
-        for name, parameter in model.model.visual.named_parameters():
-            if name.endswith("qkv.weight"):
-                parameter.mul_(20)  # so that attention is far from uniform
+    model = sharpened(model.train())
     return apply_patches(model, **options) if door == "apply" else model
+
+
+def sharpened(model):
+    """Make attention far from uniform."""
+    with torch.no_grad():
+        for name, parameter in tower_of(model).named_parameters():
+            if name.endswith("qkv.weight"):
+                parameter.mul_(20)
+    return model
+
+
+def tower_of(model):
+    """Omni's head holds it itself before transformers 5.21."""
+    return model.visual if hasattr(model, "visual") else model.model.visual
 
 
 def pixels():
@@ -58,9 +70,9 @@ def pixels():
 
 
 def features(model, x, grids):
-    """The tower's merged features, in every release."""
-    out = model.model.visual(x, grid_thw=grids)
-    return out if isinstance(out, torch.Tensor) else getattr(out, "pooler_output", out[0])
+    """The tower's merged features, and those for the text model's first layers beside them."""
+    out = tower_of(model)(x, grid_thw=grids)
+    return torch.cat([out.pooler_output, *(getattr(out, "deepstack_features", None) or ())], -1)
 
 
 def step(model, x, grids):
@@ -70,21 +82,22 @@ def step(model, x, grids):
     out = features(model, x, grids)
     weight = torch.randn(sum(PATCHES) // 4, out.shape[-1], generator=torch.Generator().manual_seed(2))
     (out * weight[: len(out)]).sum().backward()
-    grads = {name: p.grad for name, p in model.model.visual.named_parameters() if p.grad is not None}
+    grads = {name: p.grad for name, p in tower_of(model).named_parameters() if p.grad is not None}
     return out.detach(), {"pixels": x.grad, **grads}
 
 
 def alone(model, x):
     """The same of each image by itself, upstream's; the gradients of parameters summed."""
-    outs, weights, start = [], torch.randn(sum(PATCHES) // 4, 64, generator=torch.Generator().manual_seed(2)), 0
+    outs, start = [], 0
     model.zero_grad(set_to_none=True)
     x = x.clone().requires_grad_()
     for part, grid in zip(x.split(PATCHES), GRIDS):
         out = features(model, part, grid[None])
+        weights = torch.randn(sum(PATCHES) // 4, out.shape[-1], generator=torch.Generator().manual_seed(2))
         (out * weights[start : start + len(out)]).sum().backward()
         outs.append(out.detach())
         start += len(out)
-    grads = {name: p.grad for name, p in model.model.visual.named_parameters() if p.grad is not None}
+    grads = {name: p.grad for name, p in tower_of(model).named_parameters() if p.grad is not None}
     return torch.cat(outs), {"pixels": x.grad, **grads}
 
 
@@ -118,11 +131,23 @@ LATER = pytest.mark.skipif(monkey_patching is None, reason="this transformers pa
 
 
 @pytest.mark.parametrize("door", ["apply", pytest.param("register", marks=LATER)])
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("family", [name for name, row in by_family.items() if row.towers])
 def test_packed_images_are_what_they_are_alone(family, door):
-    wanted = alone(vision_language(family), pixels())
-    found = step(vision_language(family, door=door), pixels(), mark_packed(GRIDS))
-    assert_same(found, wanted)
+    wanted = alone(sharpened(tiny_vision(family)), pixels())
+    with register_patches() if door == "register" else nullcontext():
+        model = tiny_vision(family)
+    model = sharpened(model if door == "register" else apply_patches(model))
+    assert_same(step(model, pixels(), mark_packed(GRIDS)), wanted)
+    layers = {type(module).__name__ for module in model.modules() if isinstance(module, PackedVisionAttention)}
+    assert layers == {by_family[family].towers[0].attention} and isinstance(tower_of(model), PackedVisionTower)
+
+
+def test_windows_are_segments_too(counted):
+    """Qwen2.5-VL attends within windows in some blocks, and within images in others."""
+    model = apply_patches(tiny_vision("qwen2_5_vl"))
+    counted.update(reads=0)
+    step(model, pixels(), mark_packed(GRIDS))
+    assert counted["reads"] == 2
 
 
 def test_one_segment_instead_of_many_leaks(monkeypatch):

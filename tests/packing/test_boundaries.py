@@ -235,6 +235,13 @@ def test_positions_that_are_no_whole_numbers(given, rows):
     assert resolve((1, 9), position_ids=torch.tensor([POSITIONS], dtype=torch.float32)).lengths == [4, 5]
 
 
+def test_times_of_videos_may_be_fractions():
+    """Omni's rows of time, height and width are float32 with parts of seconds; the text row counts tokens."""
+    text = torch.tensor([[POSITIONS]], dtype=torch.float32)
+    assert resolve((1, 9), position_ids=torch.cat([text, text + 0.5, text, text])).lengths == [4, 5]
+    assert resolve((1, 9), position_ids=torch.cat([text + 0.5, text, text])) is None
+
+
 @pytest.mark.parametrize("name", ["position_ids", "seq_idx", "attention_mask", "cu_seq_lens_q"])
 def test_arrays_and_tensors_without_values(name):
     given = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1]], dtype=INT32)
