@@ -239,7 +239,8 @@ def test_times_of_videos_may_be_fractions():
     """Omni's rows of time, height and width are float32 with parts of seconds; the text row counts tokens."""
     text = torch.tensor([[POSITIONS]], dtype=torch.float32)
     assert resolve((1, 9), position_ids=torch.cat([text, text + 0.5, text, text])).lengths == [4, 5]
-    assert resolve((1, 9), position_ids=torch.cat([text + 0.5, text, text])) is None
+    counted = torch.arange(9.0)[None, None]
+    assert resolve((1, 9), position_ids=torch.cat([counted + 0.5, counted, counted])) is None
 
 
 @pytest.mark.parametrize("name", ["position_ids", "seq_idx", "attention_mask", "cu_seq_lens_q"])
