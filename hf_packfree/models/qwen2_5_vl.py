@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from transformers.models.qwen2_5_vl import configuration_qwen2_5_vl as configuration
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as upstream
@@ -16,13 +18,17 @@ from hf_packfree.models.vision_language import PackedVisionLanguage
 
 
 @stands_for(upstream)
-class Qwen2_5_VLAttention(PackedAttention, upstream.Qwen2_5_VLAttention):
+class Qwen2_5_VLAttention(PackedAttention, upstream.Qwen2_5_VLAttention):  # type: ignore[misc]
     """Upstream's layer, plus the packed branch."""
 
     def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         if cos.ndim == 4:  # up to 5.16 the layers choose among the angles of time, height and width, [3, 1, T, D]
-            sections = self.config.rope_parameters["mrope_section"]
-            return upstream.apply_multimodal_rotary_pos_emb(q, k, cos, sin, sections)
+            config: Any = self.config
+            older: Any = upstream
+            rotated: tuple[Tensor, Tensor] = older.apply_multimodal_rotary_pos_emb(
+                q, k, cos, sin, config.rope_parameters["mrope_section"]
+            )
+            return rotated
         return upstream.apply_rotary_pos_emb(q, k, cos, sin)
 
 
