@@ -26,7 +26,7 @@ class UnsupportedInput(PackFreeError, ValueError):
 
 
 class UnsupportedModel(PackFreeError, TypeError):
-    """The model holds no module of a supported family."""
+    """The model holds no module of a supported family, or one whose documents nothing is known to keep apart."""
 
 
 class ContractError(PackFreeError, RuntimeError):

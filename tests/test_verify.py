@@ -128,6 +128,43 @@ def test_what_cannot_be_verified():
         verify_packing("qwen3_5", lengths=[5])
 
 
+@pytest.mark.parametrize("lengths", [[True, 5], [5, 2.0], [5, "9"], [5, None], [[5, 9]], 5, None, "5,9", [1, 1], [0, 5]])
+def test_lengths_that_are_none_are_refused(lengths):
+    with pytest.raises(ValueError, match=r"found lengths=\[.*\]; wanted (two documents|whole numbers)"):
+        verify_packing("qwen3_5", lengths=lengths)
+
+
+class Int8(nn.Linear):
+    """Rounds its input to 8 bits by one scale of the whole row, as dynamic quantisation and tensorwise FP8 do."""
+
+    def scale(self, x):
+        return x.abs().max()
+
+    def forward(self, x):
+        """Return the product with what is left of x."""
+        step = self.scale(x) / 127
+        return super().forward((x / step).round() * step)
+
+
+class Int8PerToken(Int8):
+    """One scale per token."""
+
+    def scale(self, x):
+        return x.abs().amax(-1, keepdim=True)
+
+
+@pytest.mark.parametrize(("cls", "influenced"), [(Int8, True), (Int8PerToken, False)])
+def test_scales_of_the_whole_row_couple_documents_and_are_seen(cls, influenced):
+    """docs/compatibility.md says so: int8 rounding is far from fp32's limits, influence is 0 or is not."""
+    model = apply_patches(tiny())
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = cls
+    with pytest.raises(LeakDetected) as leak:
+        verify_packing(model, gradients=False)
+    assert leak.value.report.patched.influence > 1e-2 if influenced else leak.value.report.patched.influence == 0
+
+
 def test_frozen_models():
     model = apply_patches(tiny()).requires_grad_(False)
     report = verify_packing(model)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hf_packfree.errors import BoundaryError, CacheConflict, UnsupportedInput
 from hf_packfree.models import compat
+from hf_packfree.models.rotary import has_fixed_frequencies
 from hf_packfree.models.state import state_of
 from hf_packfree.packing import PackedSequence, PackingInputs, repad, resolve_boundaries, uncompiled, unpad
 
@@ -143,9 +144,9 @@ def read_arguments(
 def runs_here(module: Any, inputs: PackingInputs, arguments: dict[str, Any]) -> bool:
     """Whether rows of one document may run in the patched layers: nothing is wanted that only upstream gives.
 
-    That is: a cache, attention weights, attention that looks ahead, or images whose tokens count like text, or came without
-    their ids.  Upstream builds a cache by default outside training; no loss needs one, and where rows of one document run
-    here only `use_cache=True` builds one.
+    That is: a cache, attention weights, attention that looks ahead, rotary embeddings by the longest position of the batch, or
+    images whose tokens count like text, or came without their ids.  Upstream builds a cache by default outside training; no
+    loss needs one, and where rows of one document run here only `use_cache=True` builds one.
 
     Args:
         module: see `enter`.
@@ -164,7 +165,7 @@ def runs_here(module: Any, inputs: PackingInputs, arguments: dict[str, Any]) -> 
         return False
     wants_weights = getattr(config, "output_attentions", False) if wants_weights is None else wants_weights
     is_causal = arguments.get("is_causal", getattr(config, "is_causal", True))
-    return not wants_weights and is_causal is not False
+    return not wants_weights and is_causal is not False and has_fixed_frequencies(config)
 
 
 def _has_no_padding(mask: Any) -> bool:

@@ -78,8 +78,10 @@ def forced_backends(backend: Choice) -> dict[str, str]:
         if backend != "auto" and not known:
             raise BackendUnavailable(f"found {where}; wanted 'auto' or {_all_names()}; pass one of them")
         return known
+    if not isinstance(backend, Mapping):
+        raise BackendUnavailable(f"found {where}; wanted 'auto', a name or {{op: name}}: {_all_names()}; pass one of them")
     for op, name in backend.items():
-        if op not in OPS or name not in {"auto", *OPS[op].BACKENDS}:
+        if op not in OPS or not isinstance(name, str) or name not in {"auto", *OPS[op].BACKENDS}:
             mend = "pass fused, the one switch of all small ops" if op in _ONCE_OPS else "pass one of them"
             raise BackendUnavailable(f"found {op}={name} in {where}; wanted {_all_names()}; {mend}")
     return {op: name for op, name in backend.items() if name != "auto"}

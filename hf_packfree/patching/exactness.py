@@ -10,6 +10,7 @@ from torch import nn
 
 from hf_packfree.models.attention import drops_out
 from hf_packfree.models.base import Replacement, size_of_linear
+from hf_packfree.models.rotary import has_fixed_frequencies
 from hf_packfree.ops.backend import installed
 from hf_packfree.ops.fused.linear import NARROW
 from hf_packfree.patching.backends import OPS
@@ -79,6 +80,8 @@ def _model(model: nn.Module) -> str | None:
 
 def _layers(model: nn.Module, family: Family, x: Any) -> str | None:
     """Those called as they are: products of few rows are filled up, and norms fused, only where our own functions run."""
+    if not all(has_fixed_frequencies(trunk.config) for trunk in trunks(model, family)):
+        return "rows of one document run as transformers runs them, because of the model's rope_type"
     found = (name for trunk in trunks(model, family) for name in _called(trunk, x))
     name = next(found, None)
     return None if name is None else f"batch invariance is not promised where layers are called as they are: {name}"

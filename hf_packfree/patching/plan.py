@@ -11,6 +11,7 @@ from hf_packfree.errors import ContractError, PatchConflict, UnsupportedModel
 from hf_packfree.models.attention import check_attention
 from hf_packfree.models.base import Replacement, contract_violations
 from hf_packfree.models.heads import PackedHead
+from hf_packfree.models.rotary import check_rope_type
 from hf_packfree.models.subclassed import in_front_of
 from hf_packfree.patching.registry import FAMILIES, Family, family_of
 from hf_packfree.patching.steps import ClassSwap
@@ -26,7 +27,7 @@ def plan_swaps(model: nn.Module) -> tuple[Family, list[ClassSwap]]:
     """Return the model's family and the swaps it still needs (none when it is patched already).
 
     Raises:
-        UnsupportedModel: no supported text model is inside.
+        UnsupportedModel: no supported text model is inside, or it has a rotary embedding of unknown type.
         PatchConflict: something else already changed the model where a swap is needed.
         ContractError: a layer is missing, or is not what the family's checkpoints hold.
         BackendUnavailable: the model's attention implementation is not known to keep documents apart.
@@ -45,6 +46,7 @@ def plan_swaps(model: nn.Module) -> tuple[Family, list[ClassSwap]]:
         _check_mixers(trunk, family, pairs)
         _check_contracts(trunk, pairs)
         check_attention(trunk.config)
+        check_rope_type(trunk.config)
     return family, steps
 
 

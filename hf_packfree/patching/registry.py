@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from hf_packfree.errors import UnsupportedModel
 from hf_packfree.models import compat
 
 
@@ -260,7 +261,12 @@ def family_of(model: nn.Module) -> Family | None:
     """Return the family whose text model (upstream's or ours) is in `model`, or None.
 
     Only families whose modeling module is loaded are looked at: no other can have models.
+
+    Raises:
+        UnsupportedModel: `model` is no module.
     """
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModel(f"found a {type(model).__name__}; wanted a torch.nn.Module; pass the model itself")
     for family in FAMILIES:
         if family.upstream in sys.modules:
             trunk = family.trunk_class()

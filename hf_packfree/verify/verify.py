@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -78,11 +78,12 @@ def verify_packing(
         >>> report.patched.influence, report.patched.cross_gradient
         (0.0, 0.0)
     """
+    lengths = list(lengths) if isinstance(lengths, Iterable) else [lengths]
     if len(lengths) < 2:
-        raise ValueError(f"found lengths={list(lengths)}; wanted two documents or more, since one cannot leak")
-    if not all(isinstance(length, int) and length > 0 for length in lengths) or max(lengths) < 2:
+        raise ValueError(f"found lengths={lengths}; wanted two documents or more, since one cannot leak")
+    if not all(type(length) is int and length > 0 for length in lengths) or max(lengths) < 2:
         raise ValueError(
-            f"found lengths={list(lengths)}; wanted whole numbers above 0, one of them above 1: in documents of one token "
+            f"found lengths={lengths}; wanted whole numbers above 0, one of them above 1: in documents of one token "
             "attention has nothing to learn, and its gradients are rounding alone"
         )
     if not isinstance(model, nn.Module):

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import DataCollatorWithFlattening, Trainer
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer
 
 from hf_packfree import PackFreeCallback, apply_patches
 from tests.integrations.compare import (
@@ -149,7 +149,7 @@ def test_evaluation_sees_every_token_once(tmp_path, record_property):
     assert found["eval_loss"] == pytest.approx(float(loss) / found["eval_tokens"], rel=1e-6)
 
 
-@integration("Trainer", "checkpoint and resume", "works, bit-equal to not stopping")
+@integration("Trainer", "checkpoint and resume, Qwen3.5", "works, bit-equal to not stopping")
 def test_resuming_is_bit_equal(tmp_path):
     straight, _ = train(tiny(), tmp_path / "straight", optim="adamw_torch")
     saved = tmp_path / "stopped"
@@ -160,6 +160,24 @@ def test_resuming_is_bit_equal(tmp_path):
     assert all(torch.equal(value, wanted[name]) for name, value in resumed.model.state_dict().items())
     fresh = tiny().state_dict()
     assert not all(torch.equal(value, fresh[name]) for name, value in wanted.items()), "nothing was trained"
+
+
+@integration(
+    "Trainer", "checkpoint and resume, Qwen3.5-MoE and Qwen3-Next",
+    "works if `from_pretrained(checkpoint)` made the model: transformers' Trainer, packed or not, finds no experts in a checkpoint, "
+    "warns of missing keys, and goes on with those of the model it was given",
+)
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_next"])
+def test_resuming_experts(family, tmp_path):
+    whole, _ = train(tiny(family), tmp_path, optim="adamw_torch", save_strategy="steps", save_steps=2)
+    wanted = {name: value.clone() for name, value in whole.model.state_dict().items()}
+    checkpoint = tmp_path / "checkpoint-2"
+    off = []
+    for model in (AutoModelForCausalLM.from_pretrained(checkpoint).train(), tiny(family)):
+        resumed, steps = train(model, tmp_path, optim="adamw_torch", resume=str(checkpoint))
+        assert len(steps) == STEPS - 2
+        off.append(max(relative_rms(value, wanted[name]) for name, value in resumed.model.state_dict().items()))
+    assert off[0] <= 1e-6 and off[1] > 1e-2, "the second is a model that was made otherwise"
 
 
 HALF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}

@@ -175,6 +175,12 @@ def test_a_name_that_nothing_has_is_named_with_where_it_came_from(gpu, monkeypat
         choose_backends({"delta": "fla"}, SIZES)
 
 
+@pytest.mark.parametrize("backend", [None, 3, ["torch"], {"conv": None}, {"conv": ["torch"]}, {None: "torch"}])
+def test_what_is_no_name_is_refused_in_a_sentence(backend):
+    with pytest.raises(BackendUnavailable, match="wanted .*conv: .*torch"):
+        choose_backends(backend)
+
+
 @pytest.mark.parametrize("op", ["gated_norm", "norm_rope", "output_gate", "gates", "add_norm", "swiglu", "projections"])
 def test_a_switch_of_the_first_version_names_the_one_of_now(op):
     wanted = f"found {op}=torch in .*; wanted conv: .*; fused: triton, torch; .*; pass fused, the one switch of all small ops"

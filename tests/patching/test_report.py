@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_packfree import apply_patches, patch_report
+from hf_packfree import apply_patches, patch_report, prewarm, remove_patches
+from hf_packfree.errors import UnsupportedModel
 from hf_packfree.models.state import Kernels
 from hf_packfree.ops import delta_rule
 from hf_packfree.patching import apply, report
@@ -20,6 +21,13 @@ from tests.support import tiny
 @pytest.fixture(autouse=True)
 def nothing_was_said():
     report.warn_once.cache_clear()
+
+
+@pytest.mark.parametrize("call", [patch_report, remove_patches, apply_patches, prewarm])
+@pytest.mark.parametrize("nothing", [None, "qwen3_5", torch.ones(1)])
+def test_no_module_is_refused_in_a_sentence(call, nothing):
+    with pytest.raises(UnsupportedModel, match=f"found a {type(nothing).__name__}.*; wanted"):
+        call(nothing)
 
 
 def test_the_report_says_what_is_not_exact(monkeypatch):

@@ -1,0 +1,75 @@
+"""Types of rotary embedding: of fixed frequencies, or of those that grow with the longest position, which a row shares."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from hf_packfree.errors import UnsupportedInput, UnsupportedModel
+from hf_packfree.packing import PackedSequence, uncompiled
+
+FIXED = frozenset({"default", "linear", "llama3", "proportional", "yarn"})
+"""What turns a token by its own position alone; a test compares the table with every type of the installed release."""
+BY_LONGEST = frozenset({"dynamic", "longrope"})
+"""What turns all tokens of a call otherwise when its longest position is past a limit."""
+
+
+def rope_type(config: Any) -> str:
+    """Return the type of a text config's rotary embedding; parameters that differ between layers have none, "None"."""
+    given = getattr(config, "rope_parameters", None)
+    return str(given.get("rope_type")) if given else "default"
+
+
+def has_fixed_frequencies(config: Any) -> bool:
+    """Whether a token is turned by its own position alone."""
+    return rope_type(config) in FIXED
+
+
+def check_rope_type(config: Any) -> None:
+    """Refuse a type of which nothing is known.
+
+    Raises:
+        UnsupportedModel: documents of a row may share its frequencies.
+    """
+    known = FIXED | BY_LONGEST
+    if rope_type(config) not in known:
+        raise UnsupportedModel(
+            f"found rope_type={rope_type(config)!r}, whose frequencies may depend on the whole row; wanted one of "
+            f"{', '.join(sorted(known))}; change config.rope_parameters, or report the type"
+        )
+
+
+@uncompiled
+def check_longest_position(config: Any, packed: PackedSequence, position_ids: Tensor) -> None:
+    """Refuse a row in which a short document would get the frequencies of a long one.
+
+    Args:
+        config: of the text model.
+        packed: the record of the row.
+        position_ids: integers of any shape, all that the rotary embedding gets; read on the host if frequencies may grow.
+
+    Raises:
+        UnsupportedInput: the longest position is past the limit.
+        UnsupportedModel: see `check_rope_type`.
+    """
+    if has_fixed_frequencies(config):
+        return
+    check_rope_type(config)
+    if packed.num_segments == 1:
+        return
+    limit, found = _limit(config), int(position_ids.max()) + 1
+    if found > limit:
+        raise UnsupportedInput(
+            f"found a document that ends at position {found:,} in a row of {packed.num_segments}, and "
+            f"rope_type={rope_type(config)!r}, which would turn every other document by that length too; wanted documents of at "
+            f"most {limit:,} tokens in packed rows; pass longer ones in rows of their own"
+        )
+
+
+def _limit(config: Any) -> int:
+    """Return up to how many positions frequencies are those of short documents."""
+    if rope_type(config) == "longrope":
+        return int(config.rope_parameters["original_max_position_embeddings"])
+    # of exactly max_position_embeddings, upstream keeps the frequencies of a longer call before
+    return int(config.max_position_embeddings) - 1
