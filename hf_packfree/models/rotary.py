@@ -62,8 +62,8 @@ def check_longest_position(config: Any, packed: PackedSequence, position_ids: Te
     if found > limit:
         raise UnsupportedInput(
             f"found a document that ends at position {found:,} in a row of {packed.num_segments}, and "
-            f"rope_type={rope_type(config)!r}, which would turn every other document by that length too; wanted documents of at "
-            f"most {limit:,} tokens in packed rows; pass longer ones in rows of their own"
+            f"rope_type={rope_type(config)!r}, which would turn every other document by that length too; wanted documents of "
+            f"at most {limit:,} tokens in packed rows; pass longer ones in rows of their own"
         )
 
 

@@ -164,8 +164,8 @@ def test_resuming_is_bit_equal(tmp_path):
 
 @integration(
     "Trainer", "checkpoint and resume, Qwen3.5-MoE and Qwen3-Next",
-    "works if `from_pretrained(checkpoint)` made the model: transformers' Trainer, packed or not, finds no experts in a checkpoint, "
-    "warns of missing keys, and goes on with those of the model it was given",
+    "works if `from_pretrained(checkpoint)` made the model: transformers' Trainer, packed or not, finds no experts in a "
+    "checkpoint, warns of missing keys, and goes on with those of the model it was given",
 )
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_next"])
 def test_resuming_experts(family, tmp_path):
