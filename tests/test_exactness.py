@@ -32,7 +32,7 @@ BY_POSITIONS = (
 
 @cache
 def per_document(family, attention, lengths):
-    """Outputs and gradients of the stock model, each document in a forward of its own."""
+    """Outputs and gradients of the unpatched model, each document in a forward of its own."""
     batch = Batch(documents(lengths), {}, [])
     return run_alone(tiny(family, attention=attention), batch, random_weights(batch, 128))
 
@@ -58,7 +58,7 @@ def assert_exact(model, batch, record):
 
 
 def leaks(model, batch) -> bool:
-    """Whether the stock model is a thousand times worse than the limit, or refuses the input."""
+    """Whether the unpatched model is a thousand times worse than the limit, or refuses the input."""
     wanted, _ = per_document(*key_of(model, batch))
     try:
         with torch.no_grad():
@@ -68,7 +68,7 @@ def leaks(model, batch) -> bool:
     return not relative_rms(torch.cat(found), torch.cat(wanted)) <= LOGIT_TOL * CONTROL
 
 
-def stock_packs(family: str, input_format: str, attention: str) -> bool:
+def upstream_packs(family: str, input_format: str, attention: str) -> bool:
     """Whether upstream itself keeps documents of text apart: in families without a recurrence, by some formats."""
     if any(mixer.kind != "full_attention" for mixer in by_family[family].mixers):
         return input_format in WITH_KERNELS
@@ -86,7 +86,7 @@ def test_one_row(family, input_format, attention, record_property):
     if family == "qwen3_next" and input_format in TEXT_POSITIONS_ONLY:
         pytest.skip("Qwen3-Next takes no stacked positions")
     model, batch = tiny(family, attention=attention), row_batch(input_format, ROW)
-    leaky = not stock_packs(family, input_format, attention)
+    leaky = not upstream_packs(family, input_format, attention)
     assert leaks(model, batch) == leaky, "the control is not what it was: this test may not see a leak"
     assert_exact(apply_patches(model), batch, record_property)
     assert leaks(remove_patches(model), batch) == leaky
@@ -97,5 +97,5 @@ def test_one_row(family, input_format, attention, record_property):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_several_rows(family, input_format, attention, record_property):
     model, batch = tiny(family, attention=attention), rows_batch(input_format)
-    assert leaks(model, batch) != stock_packs(family, input_format, attention)
+    assert leaks(model, batch) != upstream_packs(family, input_format, attention)
     assert_exact(apply_patches(model), batch, record_property)

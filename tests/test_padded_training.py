@@ -1,4 +1,4 @@
-"""The Trainer with its stock padding collator, before and after patching: losses, evaluation, metrics, label smoothing."""
+"""The Trainer with its own padding collator, before and after patching: losses, evaluation, metrics, label smoothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every backend of every operation: against the torch-native twin, and a document in a row against the document alone."""
+"""Every backend of every operation: against the torch-native reference, and a document in a row against the document alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.benchmarks.shapes import TOKENS
 from tests.support import relative_rms
 
 pytestmark = gpu
-TWIN = {  # (values, gradients): relative RMS against the twin in fp64 on the same inputs; in brackets the worst on an H200
+REFERENCE = {  # (values, gradients): relative RMS against it in fp64 on the same inputs; in brackets the worst on an H200
     torch.float32: (1e-4, 5e-3),  # gradients that TileLang and FLA compute have TF32 products (1.4e-3)
     torch.bfloat16: (1e-2, 3e-2),  # the delta rule's, which rounds between its products (4.4e-3, 5.3e-3)
     torch.float16: (1e-2, 3e-2),  # rounds finer than bf16, so its limits hold; what is looked for is overflow
@@ -66,7 +66,7 @@ def functional(op, values, packed):
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("op, backend", op_cases(torch_too=False))
-def test_equals_the_twin(op, backend, dtype, record, precise, request):
+def test_equals_the_reference(op, backend, dtype, record, precise, request):
     if backend == "fla" and not TRIAL and dtype != torch.bfloat16:
         request.getfixturevalue("untuned")
     torch.manual_seed(0)
@@ -79,7 +79,7 @@ def test_equals_the_twin(op, backend, dtype, record, precise, request):
     if backend == "flash_qla_cut":
         whole = op.run(as_leaves(values, dtype), packed, "flash_qla").detach()
         assert not torch.equal(found[0], whole), "nothing was cut"
-    limits = TWIN[dtype]
+    limits = REFERENCE[dtype]
     if op.name.startswith("delta rule") and (backend, dtype) == ("fla", torch.float32):
         limits = TF32, limits[1]
     record(f"{op.name}, {backend}: values against fp64", relative_rms(found[0], wanted[0]), limits[0], dtype=str(dtype))

@@ -1,4 +1,4 @@
-"""The stock Trainer over several optimizer steps: accumulation, evaluation, resuming, compiling, autocast, smoothing."""
+"""The Trainer over several optimizer steps: accumulation, evaluation, resuming, compiling, autocast, smoothing."""
 
 from __future__ import annotations
 
@@ -138,10 +138,10 @@ def test_evaluation_sees_every_token_once(tmp_path, record_property):
         callbacks=[PackFreeCallback()],
     )
     found = trainer.evaluate(rows(items))
-    stock = tiny().eval()
+    unpatched = tiny().eval()
     with torch.no_grad():
-        alone = torch.cat([stock(input_ids=ids[None], use_cache=False).logits[0] for ids, _ in items])
-        loss = sum(token_loss(stock(input_ids=ids[None]).logits[0], labels) for ids, labels in items if targets(labels))
+        alone = torch.cat([unpatched(input_ids=ids[None], use_cache=False).logits[0] for ids, _ in items])
+        loss = sum(token_loss(unpatched(input_ids=ids[None]).logits[0], labels) for ids, labels in items if targets(labels))
     assert found["eval_tokens"] == sum(targets(labels) for _, labels in items)
     error = relative_rms(seen["logits"].reshape(alone.shape), alone)
     record_property("error", error)

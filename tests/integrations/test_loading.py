@@ -27,8 +27,8 @@ def checkpoint(tmp_path):
 
 @integration("accelerate", '`device_map="auto"`, everything on one device')
 def test_device_map_of_one_device(checkpoint, same_gradients):
-    stock, model = (Qwen3_5ForCausalLM.from_pretrained(checkpoint, device_map="auto").train() for _ in range(2))
-    same_gradients(in_rows(apply_patches(model)), per_document(tiny(), in_steps(labelled())), in_rows(stock))
+    unpatched, model = (Qwen3_5ForCausalLM.from_pretrained(checkpoint, device_map="auto").train() for _ in range(2))
+    same_gradients(in_rows(apply_patches(model)), per_document(tiny(), in_steps(labelled())), in_rows(unpatched))
 
 
 class TestSplitModel:
@@ -52,10 +52,10 @@ class TestSplitModel:
             model = Qwen3_5ForCausalLM.from_pretrained(checkpoint, device_map=SPLIT, offload_folder=tmp_path)
         assert model.hf_device_map["model.layers.0"] == "disk" and patch_report(model).patched
         items = labelled()
-        stock = tiny().eval()
+        unpatched = tiny().eval()
         with torch.no_grad():
             found = model.eval()(**packed(items)).logits
-            alone = torch.cat([stock(input_ids=ids[None], use_cache=False).logits for ids, _ in items], 1)
+            alone = torch.cat([unpatched(input_ids=ids[None], use_cache=False).logits for ids, _ in items], 1)
         error = relative_rms(found, alone)
         record_property("error", error)
         assert error <= LOGIT_TOL

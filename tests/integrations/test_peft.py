@@ -67,9 +67,9 @@ def test_merging_and_loading(tmp_path, record_property):
     record_property("error", error)
     assert error <= 1e-5
     assert relative_rms(adapted, alone) <= 1e-5
-    stock = tiny()
-    stock.load_state_dict(merged.state_dict())
-    assert type(stock.model.layers[0].linear_attn.in_proj_qkv) is nn.Linear
+    unpatched = tiny()
+    unpatched.load_state_dict(merged.state_dict())
+    assert type(unpatched.model.layers[0].linear_attn.in_proj_qkv) is nn.Linear
 
 
 class TestConvolution:
@@ -91,7 +91,7 @@ class TestConvolution:
             model(**inputs)
 
     @integration("PEFT", WHAT, SAYS)
-    def test_stock_ignores_it(self):
+    def test_upstream_ignores_it(self):
         model = self.adapted(tiny())
         loss = model(**packed(labelled()[1:2])).loss
         assert not loss.requires_grad, "if this fails, upstream calls its convolution and the adapter may be allowed"

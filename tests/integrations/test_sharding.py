@@ -25,7 +25,7 @@ def error_of(way: str, folder, patched: str) -> float:
 
 def check(way: str, folder, record_property) -> None:
     tiny().save_pretrained(folder / "checkpoint")
-    error, control = (error_of(way, folder, kind) for kind in ("patched", "stock"))
+    error, control = (error_of(way, folder, kind) for kind in ("patched", "unpatched"))
     record_property("error", error)
     record_property("control", control)
     assert error <= GRADIENT_TOL and control >= CONTROL * GRADIENT_TOL

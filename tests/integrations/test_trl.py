@@ -69,7 +69,7 @@ def test_padding_free(tail, same_gradients, tmp_path):
 
 
 @integration("TRL SFTTrainer", "`padding_free=True`")
-def test_stock_refuses_what_trl_hands_it(tmp_path):
+def test_upstream_refuses_what_trl_hands_it(tmp_path):
     with pytest.raises(ValueError, match="packed sequences"):
         sft(tmp_path, {"input_ids": [d.tolist() for d in documents(LENGTHS)]}, padding_free=True, patch=False)
 

@@ -138,7 +138,7 @@ def test_a_norm_of_another_width_is_refused():
 
 
 @pytest.mark.parametrize("branch", [True, False])
-def test_the_torch_twin_is_its_formula_and_differentiable(branch):
+def test_the_torch_reference_is_its_formula_and_differentiable(branch):
     torch.manual_seed(0)
     x, z, weight = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((1, 5, 6), (1, 5, 6), (6,)))
     normed, total = add_norm(x, z if branch else None, weight, 1e-6)
@@ -149,7 +149,7 @@ def test_the_torch_twin_is_its_formula_and_differentiable(branch):
     assert torch.autograd.gradcheck(lambda x, *rest: add_norm(x, rest[0] if branch else None, rest[-1], 1e-6), leaves)
 
 
-def test_the_torch_twin_rounds_as_upstreams_norm():
+def test_the_torch_reference_rounds_as_upstreams_norm():
     norm = tiny().bfloat16().model.layers[0].input_layernorm
     torch.manual_seed(0)
     nn.init.normal_(norm.weight)

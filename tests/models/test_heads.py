@@ -66,7 +66,7 @@ def test_targets_of_several_rows(input_format):
 
 
 @pytest.mark.parametrize("given", [{}, {"return_flash_attn_kwargs": True, "return_seq_idx": True}])
-def test_the_stock_collator_masks_first_tokens_itself(given):
+def test_the_upstream_collator_masks_first_tokens_itself(given):
     model, documents = tiny(), [torch.randint(2, 128, (n,)).tolist() for n in (9, 3, 20)]
     wanted, wanted_grads = per_document(model, [torch.tensor(document) for document in documents])
     batch = DataCollatorWithFlattening(return_tensors="pt", **given)([{"input_ids": document} for document in documents])
@@ -224,8 +224,8 @@ def test_heads_keep_the_signature_that_trainers_read():
 def test_a_wrapped_head_is_left_alone_and_the_layers_skip_padding_all_the_same():
     model, batch = tiny(), padded_batch("right")
     wanted = step(model, batch)
-    stock_forward = model.forward
-    model.forward = types.MethodType(lambda self, *args, **kwargs: stock_forward(*args, **kwargs), model)
+    upstream_forward = model.forward
+    model.forward = types.MethodType(lambda self, *args, **kwargs: upstream_forward(*args, **kwargs), model)
     apply_patches(model)
     assert "Qwen3_5ForCausalLM" not in patch_report(model).swaps
     seen = Seen(model)

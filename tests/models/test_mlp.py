@@ -197,7 +197,7 @@ def test_under_autocast_and_in_another_dtype_the_module_is_called():
         assert swiglu_weights(layer.mlp, layer, x) is None
 
 
-def test_the_torch_twin_is_upstreams_mlp_bit_for_bit_and_differentiable():
+def test_the_torch_reference_is_upstreams_mlp_bit_for_bit_and_differentiable():
     mlp = tiny().bfloat16().model.layers[0].mlp
     weights = [part.weight for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
     torch.manual_seed(0)

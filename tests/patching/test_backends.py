@@ -282,7 +282,7 @@ def test_sizes_come_from_the_mixers():
         assert op_sizes(model.model, by_family["qwen3_5"]) == wanted
 
 
-def test_every_op_has_a_torch_twin_that_always_runs():
+def test_every_op_has_a_torch_reference_that_always_runs():
     for module in (*backends.OPS.values(),):
         assert module.BACKENDS["torch"].unusable(Target("cpu")) is None
         assert [name for name, found in module.BACKENDS.items() if found.exact][-1] == "torch", "what auto ends with"
