@@ -35,6 +35,14 @@ if find_spec("fake_kernels"):
     import_module("fake_kernels").show_to_transformers()
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what takes minutes and runs under -m fuzz alone; other tests keep their own expressions."""
+    long = [item for item in items if item.get_closest_marker("fuzz")]
+    if long and "fuzz" not in config.option.markexpr:
+        items[:] = [item for item in items if item not in long]
+        config.hook.pytest_deselected(items=long)
+
+
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The packages of tests/fakes, in front of real ones if there are any; gone afterwards."""

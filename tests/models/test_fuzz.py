@@ -92,7 +92,7 @@ def test_every_format_alone_and_in_pairs_is_exact_or_refused(case):
     check(case)
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 @settings(max_examples=2000, **QUIET)
 @given(case=fuzz.cases())
 def test_two_thousand_batches_are_exact_or_refused(case):
