@@ -1,4 +1,4 @@
-"""The models that transformers' common tests run on: every family's text models, and its vision-language models with images.
+"""The models that transformers' common tests run on: of every hybrid family the text models, and those that read images.
 
 Collected by the job alone, in a tree where `tests` is transformers' own package, see `tests.upstream.sources`.
 """
@@ -114,7 +114,8 @@ def _reads_images(model: Any) -> bool:
     return bool(getattr(model.config_class, "sub_configs", None))
 
 
-for _family in FAMILIES:
+_hybrids = [family for family in FAMILIES if any(mixer.kind == "linear_attention" for mixer in family.mixers)]
+for _family in _hybrids:
     for _kind in (Text, VisionLanguage):
         _models = _classes(_family, media=_kind is VisionLanguage)
         if _models:
