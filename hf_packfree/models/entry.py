@@ -118,6 +118,7 @@ def read_arguments(
     if cached:
         inputs = replace(inputs, attention_mask=_current(inputs.attention_mask, shape[1]))
     misread = compat.MISREADS_PADDING_OF_ONE_ROW and shape[0] == 1 and past_key_values is None
+    misread = misread and _may_begin_with_padding(inputs.attention_mask)
     pad = getattr(config.get_text_config(), "pad_token_id", None)
     drop, same, is_padding = misread or skip_padding, _same_token(tokens), _is_token(input_ids, pad)
     packed = resolve_boundaries(
@@ -171,6 +172,11 @@ def runs_here(module: Any, inputs: PackingInputs, arguments: dict[str, Any]) -> 
 def _has_no_padding(mask: Any) -> bool:
     """Whether a mask says no more than that: none, or a 2-D one without a zero."""
     return mask is None or (isinstance(mask, Tensor) and mask.ndim == 2 and bool((mask != 0).all()))
+
+
+def _may_begin_with_padding(mask: Any) -> bool:
+    """Whether a mask can say that padding comes in front of a real token: everything but a 2-D one that only falls."""
+    return not isinstance(mask, Tensor) or mask.ndim != 2 or bool(((mask[:, 1:] != 0) & (mask[:, :-1] == 0)).any())
 
 
 def is_text(position_ids: Tensor | None) -> bool:
