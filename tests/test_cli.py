@@ -74,6 +74,9 @@ def test_models_is_the_table(capsys):
     rows = json.loads(out)
     assert code == 0 and [row["name"] for row in rows] == list(by_family)
     assert all(row["swaps"] == by_family[row["name"]].swaps and row["heads"] for row in rows)
+    (omni,) = [row for row in rows if row["name"] == "qwen3_omni_moe"]
+    assert omni["heads"] == ["Qwen3OmniMoeThinkerForConditionalGeneration"], "the talker is transformers' own"
+    assert omni["media"] == ["text", "images", "videos", "audio"]
     code, out, _ = run(capsys, "models")
     assert code == 0 and "Qwen3NextGatedDeltaNet" in out and last(out).startswith(f"{len(by_family)} families are supported")
 

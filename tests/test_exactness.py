@@ -20,7 +20,7 @@ from tests.support import (
 
 pytestmark = pytest.mark.compat
 TEXT_POSITIONS_ONLY = ("positions_4rows", "positions_3rows", "positions_3rows_flash")
-FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl"]
+FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_omni_moe"]
 WITH_KERNELS = ("all_flash",) if find_spec("fake_kernels") and not LAYERS_DROP_KEYWORDS else ()
 """With both kernel packages there and everything handed over, upstream itself is exact since 5.9."""
 TEXT_IN_ANY_FIRST_ROW = RELEASE < Version("5.4.0")
@@ -72,7 +72,9 @@ def upstream_packs(family: str, input_format: str, attention: str) -> bool:
     """Whether upstream itself keeps documents of text apart: in families without a recurrence, by some formats."""
     if any(mixer.kind != "full_attention" for mixer in by_family[family].mixers):
         return input_format in WITH_KERNELS
-    if family in ("qwen3_vl", "qwen3_vl_moe") and TEXT_IN_ANY_FIRST_ROW and input_format.startswith("positions_3rows"):
+    if family == "qwen3_omni_moe" and input_format in ("block_mask", "additive_block_mask"):  # it makes positions of a mask
+        return False
+    if family != "qwen2_5_vl" and TEXT_IN_ANY_FIRST_ROW and input_format.startswith("positions_3rows"):
         return True
     by_mask = input_format.startswith("additive") or input_format.startswith("block_mask") and attention == "sdpa"
     reads_2d = family != "qwen2_5_vl"

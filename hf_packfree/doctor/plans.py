@@ -143,11 +143,11 @@ def supported_models() -> tuple[Supported, ...]:
 
 
 def _heads(family: Family) -> tuple[str, ...]:
-    return tuple(name for name in import_module(family.upstream).__all__ if "For" in name)
+    return tuple(cls.__name__ for cls in family.head_pairs())
 
 
 def _media_of_family(family: Family) -> tuple[str, ...]:
-    return _media_of(getattr(import_module(family.upstream), family.vision_language) if family.vision_language else None)
+    return _media_of(getattr(import_module(family.upstream), family.vision_language or family.causal_lm))
 
 
 def _media_of(around: type | None) -> tuple[str, ...]:

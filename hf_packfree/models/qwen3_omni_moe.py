@@ -94,7 +94,7 @@ else:
 HEADS = {"Qwen3OmniMoeThinkerForConditionalGeneration": Qwen3OmniMoeThinkerForConditionalGeneration}
 
 PLACEHOLDERS: dict[str, Any] = {
-    "audio_token_id": 119, "audio_start_token_id": 120, "audio_end_token_id": 121, "image_token_id": 124, "video_token_id": 125,
+    "audio_token_id": 121, "audio_start_token_id": 122, "audio_end_token_id": 123, "image_token_id": 124, "video_token_id": 125,
     "vision_start_token_id": 126, "vision_end_token_id": 127,
 }
 

@@ -15,7 +15,7 @@ from tests.support import CONTROL, GRADIENT_TOL, LOGIT_TOL, gradients, relative_
 from tests.vision import END, IMAGE, PATCH, START, VIDEO, tiny_vision
 
 pytestmark = pytest.mark.compat
-AUDIO, AUDIO_START, AUDIO_END, MEL = 119, 120, 121, 16
+AUDIO, AUDIO_START, AUDIO_END, MEL = 121, 122, 123, 16
 FEATURES = ("pixel_values", "pixel_values_videos", "input_features")
 
 
@@ -32,7 +32,7 @@ class Document:
 
     def text(self, count):
         generator = torch.Generator().manual_seed(len(self.ids) + count)
-        self.ids += torch.randint(2, 119, (count,), generator=generator).tolist()
+        self.ids += torch.randint(2, 120, (count,), generator=generator).tolist()
         return self
 
     def image(self, height, width):
