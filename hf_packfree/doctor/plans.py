@@ -89,7 +89,8 @@ def _plan_of(model: str, unpacked: str) -> Plan:
         built = apply_patches(build_model(_config_of(model)))
     family = family_of(built)
     assert family is not None  # or apply_patches had refused it
-    around = [type(module) for module in built.modules() if type(module).__name__ == family.vision_language]
+    holder = family.vision_language or family.causal_lm
+    around = [type(module) for module in built.modules() if type(module).__name__ == holder]
     media = _media_of(around[0] if around else None)
     return _plan(f"{model} ({type(built).__name__})", op_sizes(built, family), ops_of(built, family), unpacked, media)
 

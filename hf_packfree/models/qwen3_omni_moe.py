@@ -117,5 +117,5 @@ def tiny_config() -> configuration.Qwen3OmniMoeThinkerConfig:
         "output_dim": 64, "n_window_infer": 800, "conv_chunksize": 3, "downsample_hidden_size": 8,
     }
     return configuration.Qwen3OmniMoeThinkerConfig(
-        text_config=text, vision_config=vision, audio_config=audio, **PLACEHOLDERS
+        text_config=text, vision_config=vision, audio_config=audio, architectures=list(HEADS), **PLACEHOLDERS
     )

@@ -10,11 +10,12 @@ from types import MethodType
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from hf_packfree import apply_patches, patch_report, remove_patches
 from hf_packfree.errors import BackendUnavailable, ContractError, PatchConflict, UnsupportedModel
-from tests.support import tiny
+from tests.support import by_family, tiny
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl"]
 
@@ -79,6 +80,15 @@ def test_unknown_options_are_refused():
 def test_a_model_of_no_family_is_refused():
     with pytest.raises(UnsupportedModel, match="qwen3_next"):
         apply_patches(nn.Linear(2, 2))
+
+
+def test_layers_with_a_sliding_window_are_refused():
+    config = by_family["qwen2_5_vl"].tiny_config().to_dict()
+    config["text_config"] |= {"use_sliding_window": True, "sliding_window": 8}
+    config["text_config"]["layer_types"] = ["full_attention", "sliding_attention", "sliding_attention"]
+    model = transformers.Qwen2_5_VLForConditionalGeneration(transformers.Qwen2_5_VLConfig(**config))
+    with pytest.raises(ContractError, match="layers.1, which the config says is 'sliding_attention'"):
+        apply_patches(model)
 
 
 def test_failure_leaves_the_model_untouched():
