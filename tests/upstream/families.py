@@ -106,12 +106,12 @@ def _classes(family: Family, media: bool) -> tuple[type[PreTrainedModel], ...]:
     """Return the family's models that this release has: those that read images, or the others."""
     upstream: Any = import_module(family.upstream)
     models = [getattr(upstream, name) for name in upstream.__all__ if not name.endswith("PreTrainedModel")]
-    return tuple(model for model in models if _reads_images(model) is media and "VisionModel" not in model.__name__)
+    return tuple(model for model in models if _reads_images(model, family) is media and "VisionModel" not in model.__name__)
 
 
-def _reads_images(model: Any) -> bool:
-    """Whether its configuration holds one of a tower and one of a text model."""
-    return bool(getattr(model.config_class, "sub_configs", None))
+def _reads_images(model: Any, family: Family) -> bool:
+    """Whether its configuration holds one of a tower and one of a text model; transformers 5.2 says so of the trunk too."""
+    return bool(getattr(model.config_class, "sub_configs", None)) and model.__name__ != family.trunk
 
 
 _hybrids = [family for family in FAMILIES if any(mixer.kind == "linear_attention" for mixer in family.mixers)]
