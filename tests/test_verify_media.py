@@ -33,6 +33,13 @@ def test_images_and_videos_are_measured(family):
     assert "7 packed documents with images and videos" in str(report)
 
 
+def test_sounds_are_measured():
+    report = verify_packing("qwen3_omni_moe", gradients=False)
+    assert report.media == ("image", "video", "audio") and "with images, videos and audios" in str(report)
+    assert report.patched.logits <= 1e-5 and report.patched.influence == 0
+    assert report.unpatched.logits >= 1e-2 and report.unpatched.influence >= 1e-2
+
+
 def test_documents_hold_what_there_is_room_for():
     source = media_source(tiny_vision("qwen3_5"))
     lengths = (3, 30, 9, 12, 9)
@@ -76,7 +83,7 @@ def test_losing_the_positions_of_media_fails_though_nothing_leaks(patched, monke
 def test_a_tower_that_mixes_images_fails_in_both_directions(patched):
     model = copy.deepcopy(patched)
     model.model.visual.register_forward_pre_hook(lambda tower, args: (args[0] + args[0].mean(0), *args[1:]))
-    with pytest.raises(LeakDetected, match="react to each other's tokens and images and videos") as error:
+    with pytest.raises(LeakDetected, match="react to each other's tokens, images and videos") as error:
         verify_packing(model)
     found = error.value.report.patched
     assert found.influence > 1e-3 and found.cross_gradient > 1e-3
@@ -94,6 +101,7 @@ def test_commands_know_media(capsys, tmp_path):
     assert main(["models", "--json"]) == 0
     media = {row["name"]: row["media"] for row in json.loads(capsys.readouterr().out)}
     assert media["qwen3_5"] == ["text", "images", "videos"] and media["qwen3_next"] == ["text"]
+    assert media["qwen3_omni_moe"] == ["text", "images", "videos", "audio"]
     for model, wanted in ((str(tmp_path), ["text", "images", "videos"]), ("qwen3_5", ["text"])):
         assert main(["doctor", "--model", model, "--json"]) == 0
         (plan,) = json.loads(capsys.readouterr().out)["plans"]

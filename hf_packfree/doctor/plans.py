@@ -89,9 +89,7 @@ def _plan_of(model: str, unpacked: str) -> Plan:
         built = apply_patches(build_model(_config_of(model)))
     family = family_of(built)
     assert family is not None  # or apply_patches had refused it
-    holder = family.vision_language or family.causal_lm
-    around = [type(module) for module in built.modules() if type(module).__name__ == holder]
-    media = _media_of(around[0] if around else None)
+    media = _media_of(*(type(module) for module in built.modules()))
     return _plan(f"{model} ({type(built).__name__})", op_sizes(built, family), ops_of(built, family), unpacked, media)
 
 
@@ -148,10 +146,11 @@ def _heads(family: Family) -> tuple[str, ...]:
 
 
 def _media_of_family(family: Family) -> tuple[str, ...]:
-    return _media_of(getattr(import_module(family.upstream), family.vision_language or family.causal_lm))
+    names = filter(None, (family.vision_language, family.causal_lm))
+    return _media_of(*(getattr(import_module(family.upstream), name) for name in names))
 
 
-def _media_of(around: type | None) -> tuple[str, ...]:
-    """Return what a vision-language class takes; none takes text."""
+def _media_of(*classes: type) -> tuple[str, ...]:
+    """Return what vision-language classes take; others take text."""
     kinds = {"image": "images", "video": "videos", "audio": "audio"}
-    return ("text", *(name for kind, name in kinds.items() if hasattr(around, f"get_{kind}_features")))
+    return ("text", *(name for kind, name in kinds.items() if any(hasattr(cls, f"get_{kind}_features") for cls in classes)))

@@ -105,7 +105,7 @@ class PackingReport:
 
     @property
     def _inputs(self) -> str:
-        return " and ".join(["tokens", *(f"{kind}s" for kind in self.media)])
+        return _and("tokens", *(f"{kind}s" for kind in self.media))
 
     def failures(self) -> list[str]:
         """Return a sentence per number above its limit; NaN is above every limit."""
@@ -124,7 +124,7 @@ class PackingReport:
 
     @property
     def _with_media(self) -> str:
-        return f" with {' and '.join(f'{kind}s' for kind in self.media)}" if self.media else ""
+        return f" with {_and(*(f'{kind}s' for kind in self.media))}" if self.media else ""
 
     def __str__(self) -> str:
         gradients = "" if self.patched.gradients is None else f", gradients within {self.patched.gradients:.1e}"
@@ -133,3 +133,8 @@ class PackingReport:
             f"{self.model} ({self.dtype}, {self.device}): {len(self.lengths)} packed documents{self._with_media} equal the "
             f"same documents alone, logits within {self.patched.logits:.1e} relative RMS{gradients}{unpatched}"
         )
+
+
+def _and(*words: str) -> str:
+    """Return "a, b and c"."""
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
