@@ -186,6 +186,7 @@ def test_every_operation_and_reason_is_shown(monkeypatch, capsys):
     why = {"fused": "not triton: a", "attention in float32": "not triton: b"}
     state = PatchState(elsewhere=Kernels(fused="shown"), why=why)
     monkeypatch.setattr("hf_packfree.patching.backends.choose_backends", lambda *_: state)
+    monkeypatch.setenv("COLUMNS", "240")  # a column for each family, none of them broken
     show.diagnosis(diagnose())
     lines = capsys.readouterr().out.splitlines()
     width = 3 + len(by_family)
