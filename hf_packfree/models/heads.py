@@ -23,10 +23,12 @@ from hf_packfree.models.labels import (
     IGNORED, are_left_pad_tokens, kept_targets, row_targets, shifted_labels, targets_on_padding,
 )
 from hf_packfree.models.state import state_of
-from hf_packfree.packing import PackedSequence, lazy_repad, repad, with_left_pad_tokens
+from hf_packfree.packing import PackedSequence, lazy_repad, repad, unpad, with_left_pad_tokens
 from hf_packfree.packing.compiling import is_transformed
 
 logger = logging.getLogger("hf_packfree")
+_PADDED = "packfree_padded"
+"""The attribute of a row's logits that holds them padded, where the loss was computed by way of these."""
 
 
 class Head(Replacement):
@@ -56,7 +58,8 @@ class Head(Replacement):
     @property
     def loss_function(self) -> Any:
         """Upstream's or the caller's, called without the record, which upstream's heads hand on with all other keywords."""
-        return functools.partial(_call_loss, self._loss())
+        full = state_of(self).padded == "full" and not torch.compiler.is_compiling() and not is_transformed()
+        return functools.partial(_call_loss, self._loss(), full)
 
     @loss_function.setter
     def loss_function(self, function: Any) -> None:
@@ -143,7 +146,8 @@ class PackedHead(Head):
         restore_layers(output, packed)
         lazy = state_of(self).padded == "lazy" and self.training and output.loss is not None
         dropped = packed.indices is not None and not torch.compiler.is_compiling() and not is_transformed()
-        output.logits = (lazy_repad if lazy and dropped else repad)(output.logits, packed)
+        padded = vars(output.logits).pop(_PADDED, None)
+        output.logits = (lazy_repad if lazy and dropped else repad)(output.logits, packed) if padded is None else padded
 
 
 def _is_whole_batch(arguments: dict[str, Any]) -> bool:
@@ -166,8 +170,18 @@ def _forget_losses(output: Any) -> None:
             output[name] = output[name] * 0.0
 
 
-def _call_loss(function: Any, *args: Any, packed_sequence: Any = None, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
+def _call_loss(function: Any, full: bool, *args: Any, packed_sequence: Any = None, **kwargs: Any) -> Any:
+    """Call a loss with the row's logits, and, where they will be padded anyway, by way of the padded ones.
+
+    Whoever keeps the padded logits then sees the gradient of the loss, as transformers' have it.
+    """
+    logits = args[0] if args else kwargs["logits"]
+    if full and isinstance(packed_sequence, PackedSequence) and logits.shape[:2] == (1, packed_sequence.num_tokens):
+        padded = repad(logits, packed_sequence)
+        if padded is not logits:
+            setattr(logits, _PADDED, padded)
+            logits = unpad(padded, packed_sequence)
+    return function(logits, *args[1:], **kwargs) if args else function(**kwargs | {"logits": logits})
 
 
 def _taken_by(loss: Any) -> Callable[[str], bool]:

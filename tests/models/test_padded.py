@@ -161,6 +161,31 @@ def test_the_option_chooses_when_logits_are_padded():
     assert (logits["full"][batch["attention_mask"] == 0] == 0).all()
 
 
+@pytest.mark.parametrize("rows", ["padded", "packed"])
+@pytest.mark.parametrize("padded", ["lazy", "full"])
+def test_kept_logits_have_the_gradient_of_the_loss(padded, rows):
+    """Several packed rows have ordinary logits, whatever the option, and only "full" goes by way of them."""
+    batch, grads = padded_batch("right"), []
+    if rows == "packed":
+        batch = {name: value[:, :20] for name, value in batch.items() if name != "attention_mask"}
+        batch["position_ids"] = torch.arange(20).expand(len(batch["input_ids"]), -1) % 10
+        batch["labels"] = batch["labels"].masked_fill(batch["position_ids"] == 0, IGNORED)
+    for model in (tiny(), apply_patches(tiny(), padded=padded)):
+        output = model(**batch, use_cache=False)
+        output.logits.retain_grad()
+        output.loss.backward()
+        grads.append(output.logits.grad)
+    if rows == "packed" and padded == "lazy":
+        assert grads[1] is None
+        return
+    assert grads[0].abs().max() > 0
+    if rows == "padded":
+        torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-7)
+    else:  # unpatched leaks
+        assert grads[1].shape == grads[0].shape
+        assert (grads[1].abs().sum(-1) > 0).equal(grads[0].abs().sum(-1) > 0)
+
+
 def test_a_training_step_holds_no_padded_logits():
     """Nothing of B*S rows of logits is allocated, and everything is without the patches: the control."""
     batch, sizes = padded_batch("right"), {}
