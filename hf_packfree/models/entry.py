@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hf_packfree.errors import BoundaryError, CacheConflict, UnsupportedInput
 from hf_packfree.models import compat
+from hf_packfree.models.attention import attention_route
 from hf_packfree.models.rotary import has_fixed_frequencies
 from hf_packfree.models.state import state_of
 from hf_packfree.packing import PackedSequence, PackingInputs, repad, resolve_boundaries, uncompiled, unpad
@@ -117,6 +118,8 @@ def read_arguments(
     cached = past_key_values is not None and not inputs.named
     if cached:
         inputs = replace(inputs, attention_mask=_current(inputs.attention_mask, shape[1]))
+    elif _says_nothing(inputs.attention_mask, config.get_text_config()):
+        inputs = replace(inputs, attention_mask=None)
     misread = compat.MISREADS_PADDING_OF_ONE_ROW and shape[0] == 1 and past_key_values is None
     misread = misread and _may_begin_with_padding(inputs.attention_mask)
     pad = getattr(config.get_text_config(), "pad_token_id", None)
@@ -199,6 +202,13 @@ def _current(mask: Any, tokens: int) -> Any:
     if not isinstance(mask, Tensor) or mask.shape[-1] == tokens:
         return mask
     return mask[:, -tokens:] if mask.ndim == 2 else None
+
+
+def _says_nothing(mask: Any, config: Any) -> bool:
+    """Whether a mask is a dict of None that every layer reads as upstream reads no mask: eager attention would look ahead."""
+    return isinstance(mask, Mapping) and not any(one is not None for one in mask.values()) and (
+        attention_route(config._attn_implementation) in ("varlen", "flash")
+    )
 
 
 def _same_token(tokens: Tensor) -> Any:

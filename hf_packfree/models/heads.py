@@ -23,7 +23,7 @@ from hf_packfree.models.labels import (
     IGNORED, are_left_pad_tokens, kept_targets, row_targets, shifted_labels, targets_on_padding,
 )
 from hf_packfree.models.state import state_of
-from hf_packfree.packing import PackedSequence, lazy_repad, repad, unpad, with_left_pad_tokens
+from hf_packfree.packing import PackedSequence, lazy_repad, repad, uncompiled, unpad, with_left_pad_tokens
 from hf_packfree.packing.compiling import is_transformed
 
 logger = logging.getLogger("hf_packfree")
@@ -105,6 +105,7 @@ class PackedHead(Head):
         as_dict = getattr(self.config, "return_dict", True) if as_dict is None else as_dict
         return output if as_dict else output.to_tuple()
 
+    @uncompiled
     def _loss_arguments(
         self, given: dict[str, Any], packed: PackedSequence, all_logits: bool
     ) -> tuple[PackedSequence, dict[str, Any] | None]:
@@ -146,7 +147,7 @@ class PackedHead(Head):
         restore_layers(output, packed)
         lazy = state_of(self).padded == "lazy" and self.training and output.loss is not None
         dropped = packed.indices is not None and not torch.compiler.is_compiling() and not is_transformed()
-        padded = vars(output.logits).pop(_PADDED, None)
+        padded = None if torch.compiler.is_compiling() else vars(output.logits).pop(_PADDED, None)
         output.logits = (lazy_repad if lazy and dropped else repad)(output.logits, packed) if padded is None else padded
 
 

@@ -17,7 +17,7 @@ SAYS = (
     "works; packed rows break the graph where boundaries are read and at every convolution, delta rule and attention, nowhere "
     "else, padded batches at more points"
 )
-OPERATIONS = {"causal_conv1d", "qkv_conv", "gated_delta_rule", "attend", "read_arguments", "row_targets"}
+OPERATIONS = {"causal_conv1d", "qkv_conv", "gated_delta_rule", "attend", "read_arguments", "_loss_arguments"}
 
 pytestmark = pytest.mark.filterwarnings("default")  # torch.compile hides its own warnings, unless they are errors
 

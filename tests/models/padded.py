@@ -20,7 +20,7 @@ ROWS = {  # (first place, tokens) of each row's document
 IGNORED = -100
 
 
-def padded_batch(side: str, seed: int = 3) -> dict[str, torch.Tensor]:
+def padded_batch(side: str, seed: int = 5) -> dict[str, torch.Tensor]:
     """input_ids, attention_mask and the labels that transformers' collator makes: -100 at padding, nowhere else."""
     generator = torch.Generator().manual_seed(seed)
     rows = ROWS[side]

@@ -188,9 +188,9 @@ def test_vision_language_after_generation():
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.slow
 def test_half_precision_is_finite_and_rounds_no_worse_than_upstream(family, attention, dtype):
-    """Averaged over three rows: a token whose rounding sends it to another expert weighs more than the rest."""
+    """Averaged over several rows: a token whose rounding sends it to another expert weighs more than the rest."""
     ours = upstreams = 0.0
-    for seed in (1, 2, 3):
+    for seed in range(1, 4 if family == "qwen3_5" else 9):
         batch = row_batch("positions", ROW, seed=seed)
         weights = random_weights(batch, 128)
         exact, _ = run_alone(tiny(family, attention=attention), batch, weights)
