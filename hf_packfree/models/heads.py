@@ -54,6 +54,8 @@ class Head(Replacement):
         functools.update_wrapper(forward, upstream.forward)
         replaced: Any = cls
         replaced.forward = forward
+        loss: Any = upstream.loss_function  # torch.compile reads no property by super()
+        replaced._upstream_loss = staticmethod(loss.fget if isinstance(loss, property) else loss.__get__)
 
     @property
     def loss_function(self) -> Any:
@@ -70,7 +72,7 @@ class Head(Replacement):
             self.__dict__["loss_function"] = function
 
     def _loss(self) -> Any:
-        return self.__dict__.get("loss_function") or super().loss_function  # type: ignore[misc]
+        return self.__dict__.get("loss_function") or self._upstream_loss(self)
 
     def _forward_as_row(self, upstream: Any, arguments: dict[str, Any]) -> Any:
         raise NotImplementedError

@@ -42,19 +42,17 @@ def check_rope_type(config: Any) -> None:
 
 @uncompiled
 def check_longest_position(config: Any, packed: PackedSequence, position_ids: Tensor) -> None:
-    """Refuse a row in which a short document would get the frequencies of a long one.
+    """Refuse a row in which a short document would get the frequencies of a long one, where they are not fixed.
 
     Args:
         config: of the text model.
         packed: the record of the row.
-        position_ids: integers of any shape, all that the rotary embedding gets; read on the host if frequencies may grow.
+        position_ids: integers of any shape, all that the rotary embedding gets; read on the host.
 
     Raises:
         UnsupportedInput: the longest position is past the limit.
         UnsupportedModel: see `check_rope_type`.
     """
-    if has_fixed_frequencies(config):
-        return
     check_rope_type(config)
     if packed.num_segments == 1:
         return

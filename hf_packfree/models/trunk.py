@@ -11,7 +11,7 @@ from hf_packfree.models.attention import check_attention
 from hf_packfree.models.base import Replacement
 from hf_packfree.models.compat import masks_the_layers_ignore
 from hf_packfree.models.entry import enter, positions_for, restore_layers, row_positions
-from hf_packfree.models.rotary import check_longest_position
+from hf_packfree.models.rotary import check_longest_position, has_fixed_frequencies
 from hf_packfree.models.state import state_of
 from hf_packfree.packing import PackedSequence, repad, unpad
 from hf_packfree.packing.compiling import is_transformed
@@ -75,7 +75,8 @@ class PackedTrunk(Replacement):
             "packed_sequence": packed,
             "return_dict": True,
         }
-        check_longest_position(self.config, packed, row["position_ids"])
+        if not has_fixed_frequencies(self.config):
+            check_longest_position(self.config, packed, row["position_ids"])
         output = super().forward(**row)
         output.last_hidden_state = repad(output.last_hidden_state, packed)
         restore_layers(output, packed, count_all=count_all)
