@@ -55,7 +55,7 @@ class Head(Replacement):
         replaced: Any = cls
         replaced.forward = forward
         loss: Any = upstream.loss_function  # torch.compile reads no property by super()
-        replaced._upstream_loss = staticmethod(loss.fget if isinstance(loss, property) else loss.__get__)
+        replaced._upstream_loss = staticmethod(getattr(loss, "fget", None) or loss.__get__)
 
     @property
     def loss_function(self) -> Any:
