@@ -17,7 +17,7 @@ IGNORED = -100
 
 def labelled(lengths=LENGTHS) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return (ids, labels) per document; every token is a target but the first, which nothing predicts."""
-    return [(ids, ids.clone()) for ids in documents(lengths)]
+    return [(ids, ids.clone()) for ids in documents(lengths, vocabulary=128)]
 
 
 def in_steps(items: list, size: int = STEP) -> list[list]:

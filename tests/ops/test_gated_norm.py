@@ -54,7 +54,7 @@ def values_and_gradients(function, dtype, wide=None):
 
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
-@pytest.mark.parametrize("family", by_family)
+@pytest.mark.parametrize("family", [name for name, row in by_family.items() if "delta_rule" in row.ops])
 def test_it_is_upstreams_module(family, dtype):
     found, wanted = values_and_gradients(ours, dtype), values_and_gradients(upstreams(family), dtype)
     for name, value in found.items():
