@@ -170,7 +170,7 @@ def _forget_losses(output: Any) -> None:
     """Make losses over nothing zero, and every parameter's gradient, which all the same is there."""
     for name in ("loss", "aux_loss"):
         if output.get(name) is not None:
-            output[name] = output[name] * 0.0
+            output[name] = output[name].nan_to_num() * 0.0  # a mean over nothing is NaN
 
 
 def _call_loss(function: Any, full: bool, *args: Any, packed_sequence: Any = None, **kwargs: Any) -> Any:

@@ -58,7 +58,10 @@ class Case:
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def case(request):
-    return Case(request.param)
+    try:
+        return Case(request.param)
+    except StopIteration:  # of the unpatched model, which runs first
+        pytest.skip(f"transformers {transformers.__version__} numbers no {request.param} document with an image and a video")
 
 
 @pytest.fixture(scope="module")
