@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 import warnings
 from typing import get_type_hints
 
@@ -70,7 +71,8 @@ def test_replacements_show_upstreams_signatures(family):
     for before, after in (family.pairs() | family.head_pairs()).items():
         assert inspect.signature(after.forward) == inspect.signature(before.forward), after.__name__
         assert after.forward.__annotations__ == before.forward.__annotations__, after.__name__
-        assert get_type_hints(after.forward) == get_type_hints(before.forward), after.__name__
+        if sys.version_info >= (3, 11):  # Python 3.10 reads an Optional out of a default of None
+            assert get_type_hints(after.forward) == get_type_hints(before.forward), after.__name__
 
 
 @pytest.fixture

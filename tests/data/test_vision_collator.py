@@ -35,7 +35,10 @@ EXAMPLES = (
     example("v", video_part(), image_part(seed=3), answer="y"),
 )
 OFFSETS = [0, 19, 28, 45, 77]
-pytestmark = pytest.mark.compat
+pytestmark = [
+    pytest.mark.compat,
+    pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"),  # transformers 5.12's
+]
 OLD_MASK = Version(transformers.__version__) < Version("5.18")
 
 
