@@ -37,7 +37,8 @@ EXAMPLES = (
 OFFSETS = [0, 19, 28, 45, 77]
 pytestmark = [
     pytest.mark.compat,
-    pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"),  # transformers 5.12's
+    # of transformers 5.12
+    pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"),
 ]
 OLD_MASK = Version(transformers.__version__) < Version("5.18")
 
