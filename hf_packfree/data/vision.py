@@ -33,19 +33,21 @@ class PackedVisionCollator:
     """Make one packed row of a batch's documents; pass it as `Trainer(data_collator=...)`.
 
     An example is a document, or a list of documents (what `PackedDataset` holds).  A document is one of:
-        a mapping with `messages`: goes through the processor's own `apply_chat_template`; images, videos and audio stand in
-            the messages, or in columns `images`, `videos` and `audios`, in the order of the parts that wait for them.
-        a mapping with `input_ids`: the processor's output for one text, tensors or lists; `labels` are kept if it has them.
+
+    - a mapping with `messages`: goes through the processor's own `apply_chat_template`; images, videos and audio stand in
+      the messages, or in columns `images`, `videos` and `audios`, in the order of the parts that wait for them;
+    - a mapping with `input_ids`: the processor's output for one text, tensors or lists; `labels` are kept if it has them.
 
     The row, T tokens of N segments, with M media items of a kind:
-        input_ids, labels: int64 [1, T]; labels are -100 at a document's first token, at placeholders and at the tokens that
-            stand before and after media.
-        mm_token_type_ids: int64 [1, T], for families whose processors give them: 1 for images, 2 for videos.
-        pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw, second_per_grid_ts, video_second_per_grid: all
-            documents' media one after the other; absent where the batch has none.
-        input_features, feature_attention_mask: [M, bins, frames] and [M, frames], padded to the batch's longest audio.
-        cu_seq_lens_q, cu_seq_lens_k: int32 [N+1], offsets of the segments; max_length_q, max_length_k: the longest.
-        position_ids: [4, 1, T], each document numbered by upstream's own `get_rope_index`; see `config`.
+
+    - input_ids, labels: int64 [1, T]; labels are -100 at a document's first token, at placeholders and at the tokens that
+      stand before and after media;
+    - mm_token_type_ids: int64 [1, T], for families whose processors give them: 1 for images, 2 for videos;
+    - pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw, second_per_grid_ts, video_second_per_grid: all
+      documents' media one after the other; absent where the batch has none;
+    - input_features, feature_attention_mask: [M, bins, frames] and [M, frames], padded to the batch's longest audio;
+    - cu_seq_lens_q, cu_seq_lens_k: int32 [N+1], offsets of the segments; max_length_q, max_length_k: the longest;
+    - position_ids: [4, 1, T], each document numbered by upstream's own `get_rope_index`; see `config`.
 
     Documents are never cut.  The collator holds no model and no state but a count, and can be pickled.
 

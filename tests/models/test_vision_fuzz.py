@@ -27,8 +27,6 @@ from tests.vision import (
     video,
 )
 
-pytestmark = pytest.mark.compat
-
 
 @pytest.fixture(scope="module")
 def models():
