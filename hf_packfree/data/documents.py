@@ -12,10 +12,8 @@ from packaging.version import Version
 from torch import Tensor
 
 from hf_packfree.errors import UnsupportedInput
+from hf_packfree.models.labels import IGNORED
 from hf_packfree.versions import ASSISTANT_MASK_WITH_MEDIA_SINCE
-
-IGNORED = -100
-"""The label that no loss reads."""
 
 FLAT = (
     "pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts", "video_second_per_grid",

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_packfree.data.documents import FLAT, IGNORED, PADDED, Document, check_assistant_mask, document_of, messages_of
+from hf_packfree.data.documents import FLAT, PADDED, Document, check_assistant_mask, document_of, messages_of
 from hf_packfree.errors import UnsupportedInput
+from hf_packfree.models.labels import IGNORED
 from hf_packfree.models.mrope import RowMedia, packed_positions, rope_source
 
 logger = logging.getLogger("hf_packfree")
@@ -85,8 +86,10 @@ class PackedVisionCollator:
         self.assistant_only_loss = assistant_only_loss
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.dropped = 0
-        self._placeholders = {kind: token for kind in _PLACEHOLDERS if (token := _token_of(processor, f"{kind}_token", None))}
-        around = {_token_of(processor, name, spelling) for name, spelling in _AROUND.items()}
+        vocabulary = processor.tokenizer.get_vocab()  # which tokenizers build anew on each call
+        found = {kind: vocabulary.get(getattr(processor, f"{kind}_token", None)) for kind in _PLACEHOLDERS}
+        self._placeholders = {kind: token for kind, token in found.items() if token}
+        around = {vocabulary.get(getattr(processor, name, spelling)) for name, spelling in _AROUND.items()}
         self._no_targets = torch.tensor(sorted({*self._placeholders.values(), *around} - {None}))
         self._config = _config_of(processor) if config is None else config
 
@@ -213,13 +216,6 @@ def _joined_media(documents: Sequence[Document]) -> dict[str, Tensor]:
         if parts:
             joined[name] = torch.cat(parts)
     return joined
-
-
-def _token_of(processor: Any, name: str, spelling: str | None) -> int | None:
-    """Return the id of a token that a processor names, or that its vocabulary holds in this spelling."""
-    token = getattr(processor, name, spelling)
-    vocabulary: Mapping[str, int] = processor.tokenizer.get_vocab()
-    return vocabulary.get(token) if isinstance(token, str) else None
 
 
 def _config_of(processor: Any) -> Any:

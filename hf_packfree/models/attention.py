@@ -195,9 +195,6 @@ class GatedQKNormAttention(RoutedAttention):
     def checkpoint_sizes(layer: Any) -> Sizes:
         """Return what the packed branch reads, as found and as the config says."""
         config, head = layer.config, layer.head_dim
-        sizes = PackedAttention.checkpoint_sizes(layer)
-        return sizes | {
+        return QKNormAttention.checkpoint_sizes(layer) | {
             "q_proj": (size_of_linear(layer.q_proj), (2 * config.num_attention_heads * head, config.hidden_size)),
-            "q_norm": (size_of_norm(layer.q_norm), (head,)),
-            "k_norm": (size_of_norm(layer.k_norm), (head,)),
         }

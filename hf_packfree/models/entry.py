@@ -290,3 +290,9 @@ def restore_layers(output: Any, packed: PackedSequence, *, count_all: bool = Tru
 def _repad_rows(layer: Tensor, packed: PackedSequence) -> Tensor:
     """Return [B*S, E] of the row's [T, E]."""
     return repad(layer[None], packed).flatten(0, 1)
+
+
+def as_requested(output: Any, arguments: dict[str, Any], config: Any) -> Any:
+    """Return a model's output as its caller, or else its configuration, wants it: by name, or as a tuple."""
+    by_name = arguments.get("return_dict")
+    return output if (getattr(config, "return_dict", True) if by_name is None else by_name) else output.to_tuple()

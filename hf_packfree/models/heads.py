@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hf_packfree.models.attention import check_attention
 from hf_packfree.models.base import Replacement, stands_for, upstream_of
 from hf_packfree.models.entry import (
-    UNPACKED, enter, has_media, keep_padding, restore_layers, row_of_each, row_positions, wants_all_logits,
+    UNPACKED, as_requested, enter, has_media, keep_padding, restore_layers, row_of_each, row_positions, wants_all_logits,
 )
 from hf_packfree.models.labels import (
     IGNORED, are_left_pad_tokens, kept_targets, row_targets, shifted_labels, targets_on_padding,
@@ -103,9 +103,7 @@ class PackedHead(Head):
             self._restore_shape(output, packed)
         if packed.num_real_tokens == 0:
             _forget_losses(output)
-        as_dict = arguments.get("return_dict")
-        as_dict = getattr(self.config, "return_dict", True) if as_dict is None else as_dict
-        return output if as_dict else output.to_tuple()
+        return as_requested(output, arguments, self.config)
 
     @uncompiled
     def _loss_arguments(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_packfree.errors import BoundaryError, UnsupportedInput
 from hf_packfree.models.base import Replacement
-from hf_packfree.models.entry import enter, is_text, restore_layers, row_of_each, row_positions
+from hf_packfree.models.entry import as_requested, enter, is_text, restore_layers, row_of_each, row_positions
 from hf_packfree.models.idle_tower import run_beside_idle_tower
 from hf_packfree.models.mrope import RowMedia, media_of, packed_positions
 from hf_packfree.models.vision_attention import mark_packed
@@ -60,9 +60,7 @@ class PackedVisionLanguage(Replacement):
         output = run_beside_idle_tower(self, super().forward, packed_arguments(self, packed, arguments))
         output.last_hidden_state = repad(output.last_hidden_state, packed)
         restore_layers(output, packed)
-        as_dict = arguments.get("return_dict")
-        as_dict = getattr(self.config, "return_dict", True) if as_dict is None else as_dict
-        return output if as_dict else output.to_tuple()
+        return as_requested(output, arguments, self.config)
 
 
 def keep_record_from_towers(cls: Any) -> None:

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_packfree.models.mrope import RowMedia, media_of
-
-FEATURES = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
-"""The keyword of each kind of media."""
+from hf_packfree.models.vision_language import FEATURES
 
 _FRAMES = 130
 """Of a sound: a full chunk and a part of one, whose result upstream lets depend on no neighbour in any release."""

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from hf_packfree.errors import LeakDetected
 from hf_packfree.models.mrope import RowMedia, media_of
 from hf_packfree.models.state import PatchState
+from hf_packfree.models.vision_language import FEATURES
 from hf_packfree.packing import PackedSequence, unpad
 from hf_packfree.packing.media import media_offsets
-from hf_packfree.verify.documents import FEATURES, media_tokens
+from hf_packfree.verify.documents import media_tokens
 from hf_packfree.verify.report import limits_for, relative_rms
 
 _POSITIONAL = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache")

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_packfree.verify.documents import FEATURES, MediaDocuments, TextDocuments, media_source
+from hf_packfree.models.vision_language import FEATURES
+from hf_packfree.verify.documents import MediaDocuments, TextDocuments, media_source
 from hf_packfree.verify.report import Measurement, relative_rms
 
 
