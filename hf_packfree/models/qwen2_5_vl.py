@@ -11,7 +11,7 @@ from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as upstream
 from hf_packfree.models.attention import PackedAttention
 from hf_packfree.models.base import stands_for
 from hf_packfree.models.heads import heads_of
-from hf_packfree.models.qwen3_vl import PLACEHOLDERS
+from hf_packfree.models.tiny import PLACEHOLDERS, text_sizes, vision_sizes
 from hf_packfree.models.trunk import PackedTrunk
 from hf_packfree.models.vision_attention import PackedVisionAttention, PackedVisionTower
 from hf_packfree.models.vision_language import PackedVisionLanguage
@@ -61,24 +61,6 @@ globals().update(HEADS)
 
 def tiny_config() -> configuration.Qwen2_5_VLConfig:
     """A model of some 150,000 parameters with every part of the family: a block of the tower attends in windows."""
-    text = {
-        "vocab_size": 128,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 4096,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 2, 2]},
-    }
-    vision = {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_heads": 2,
-        "patch_size": 4,
-        "out_hidden_size": 64,
-        "window_size": 16,
-        "fullatt_block_indexes": [1],
-    }
+    text = text_sizes(intermediate_size=96)
+    vision = vision_sizes(depth=2, window_size=16, fullatt_block_indexes=[1])
     return configuration.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **PLACEHOLDERS)

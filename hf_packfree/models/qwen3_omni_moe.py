@@ -14,6 +14,7 @@ from hf_packfree.models.audio_tower import PackedAudioAttention, PackedAudioTowe
 from hf_packfree.models.base import stands_for
 from hf_packfree.models.heads import PackedHead
 from hf_packfree.models.idle_tower import run_beside_idle_tower
+from hf_packfree.models.tiny import PLACEHOLDERS, qwen3_text_sizes, qwen3_vision_sizes
 from hf_packfree.models.trunk import PackedTrunk
 from hf_packfree.models.vision_attention import PackedVisionAttention, PackedVisionTower
 from hf_packfree.models.vision_language import PackedVisionLanguage, keep_record_from_towers, packed_arguments
@@ -93,29 +94,18 @@ else:
 
 HEADS = {"Qwen3OmniMoeThinkerForConditionalGeneration": Qwen3OmniMoeThinkerForConditionalGeneration}
 
-PLACEHOLDERS: dict[str, Any] = {
-    "audio_token_id": 121, "audio_start_token_id": 122, "audio_end_token_id": 123, "image_token_id": 124, "video_token_id": 125,
-    "vision_start_token_id": 126, "vision_end_token_id": 127,
-}
-
 
 def tiny_config() -> configuration.Qwen3OmniMoeThinkerConfig:
     """A model of some 200,000 parameters with every part of the family: two layers get image features of their own."""
-    text = {
-        "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096, "num_experts": 4, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 48, "decoder_sparse_step": 1,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 2, 2], "mrope_interleaved": True},
-    }
-    vision = {
-        "depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4, "out_hidden_size": 64,
-        "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1],
-    }
+    text = qwen3_text_sizes(
+        intermediate_size=96, moe_intermediate_size=48, num_experts=4, num_experts_per_tok=2, decoder_sparse_step=1
+    )
     audio = {
         "num_mel_bins": 16, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 48, "d_model": 32,
         "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0, "max_source_positions": 64, "n_window": 50,
         "output_dim": 64, "n_window_infer": 800, "conv_chunksize": 3, "downsample_hidden_size": 8,
     }
     return configuration.Qwen3OmniMoeThinkerConfig(
-        text_config=text, vision_config=vision, audio_config=audio, architectures=list(HEADS), **PLACEHOLDERS
+        text_config=text, vision_config=qwen3_vision_sizes(), audio_config=audio, architectures=list(HEADS),
+        audio_token_id=121, audio_start_token_id=122, audio_end_token_id=123, **PLACEHOLDERS,
     )

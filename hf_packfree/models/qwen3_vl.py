@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 from transformers.models.qwen3_vl import configuration_qwen3_vl as configuration
 from transformers.models.qwen3_vl import modeling_qwen3_vl as upstream
@@ -11,6 +9,7 @@ from transformers.models.qwen3_vl import modeling_qwen3_vl as upstream
 from hf_packfree.models.attention import QKNormAttention
 from hf_packfree.models.base import stands_for
 from hf_packfree.models.heads import heads_of
+from hf_packfree.models.tiny import PLACEHOLDERS, qwen3_text_sizes, qwen3_vision_sizes
 from hf_packfree.models.trunk import PackedTrunk
 from hf_packfree.models.vision_attention import PackedVisionAttention, PackedVisionTower
 from hf_packfree.models.vision_language import PackedVisionLanguage
@@ -50,33 +49,8 @@ class Qwen3VLVisionAttention(PackedVisionAttention, upstream.Qwen3VLVisionAttent
 HEADS = heads_of(upstream, __name__)
 globals().update(HEADS)
 
-PLACEHOLDERS: dict[str, Any] = {
-    "image_token_id": 124, "video_token_id": 125, "vision_start_token_id": 126, "vision_end_token_id": 127,
-}
-"""Of tiny models, behind the ids of text."""
-
 
 def tiny_config() -> configuration.Qwen3VLConfig:
     """A model of some 200,000 parameters with every part of the family: two layers get image features of their own."""
-    text = {
-        "vocab_size": 128,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 4096,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 2, 2], "mrope_interleaved": True},
-    }
-    vision = {
-        "depth": 3,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_heads": 2,
-        "patch_size": 4,
-        "out_hidden_size": 64,
-        "num_position_embeddings": 64,
-        "deepstack_visual_indexes": [0, 1],
-    }
-    return configuration.Qwen3VLConfig(text_config=text, vision_config=vision, **PLACEHOLDERS)
+    text = qwen3_text_sizes(intermediate_size=96)
+    return configuration.Qwen3VLConfig(text_config=text, vision_config=qwen3_vision_sizes(), **PLACEHOLDERS)

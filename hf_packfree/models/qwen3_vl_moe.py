@@ -9,7 +9,7 @@ from transformers.models.qwen3_vl_moe import modeling_qwen3_vl_moe as upstream
 from hf_packfree.models.attention import QKNormAttention
 from hf_packfree.models.base import stands_for
 from hf_packfree.models.heads import heads_of
-from hf_packfree.models.qwen3_vl import PLACEHOLDERS
+from hf_packfree.models.tiny import PLACEHOLDERS, qwen3_text_sizes, qwen3_vision_sizes
 from hf_packfree.models.trunk import PackedTrunk
 from hf_packfree.models.vision_attention import PackedVisionAttention, PackedVisionTower
 from hf_packfree.models.vision_language import PackedVisionLanguage
@@ -52,27 +52,5 @@ globals().update(HEADS)
 
 def tiny_config() -> configuration.Qwen3VLMoeConfig:
     """A model of some 250,000 parameters with every part of the family: 4 experts, image features added after two layers."""
-    text = {
-        "vocab_size": 128,
-        "hidden_size": 64,
-        "moe_intermediate_size": 32,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 4096,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 2, 2], "mrope_interleaved": True},
-    }
-    vision = {
-        "depth": 3,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_heads": 2,
-        "patch_size": 4,
-        "out_hidden_size": 64,
-        "num_position_embeddings": 64,
-        "deepstack_visual_indexes": [0, 1],
-    }
-    return configuration.Qwen3VLMoeConfig(text_config=text, vision_config=vision, **PLACEHOLDERS)
+    text = qwen3_text_sizes(moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2)
+    return configuration.Qwen3VLMoeConfig(text_config=text, vision_config=qwen3_vision_sizes(), **PLACEHOLDERS)
