@@ -237,6 +237,60 @@ def test_an_audio_influences_its_document_alone(case, form):
     assert same == [number != 3 for number in range(len(given))]
 
 
+def checkpointed(model, reentrant):
+    """Also the towers: recomputing finds the record, the grids' mark and the audios' widths again."""
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    return model
+
+
+@pytest.mark.parametrize("form", ["offsets", "padded"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(case, reentrant, form):
+    _, model, given, wanted = case
+    logits, grads = errors(step(checkpointed(copy.deepcopy(model), reentrant), given, form), wanted)
+    assert logits <= LOGIT_TOL and grads <= GRADIENT_TOL, (logits, grads)
+
+
+@pytest.mark.parametrize("form", ["offsets", "padded"])
+@pytest.mark.parametrize("frozen", ["audio_tower", "visual"])
+def test_frozen_towers(case, frozen, form):
+    _, patched, given, (outputs, grads) = case
+    model = copy.deepcopy(patched)
+    getattr(source(model), frozen).requires_grad_(False)
+    kept = {name: grad for name, grad in grads.items() if f"{frozen}." not in name}
+    found = step(model, given, form)
+    assert found[1].keys() == kept.keys()
+    logits, grads = errors(found, (outputs, kept))
+    assert logits <= LOGIT_TOL and grads <= GRADIENT_TOL, (logits, grads)
+
+
+@pytest.mark.filterwarnings("default")  # PEFT uses names that transformers deprecates
+def test_lora_on_text_and_towers(case):
+    peft = pytest.importorskip("peft")
+    plain, _, given, _ = case
+    targets = ["qkv", "proj", "q_proj", "out_proj", "o_proj", "linear_fc1", "fc1"]
+    torch.manual_seed(3)
+    model = peft.get_peft_model(copy.deepcopy(plain), peft.LoraConfig(r=4, init_lora_weights=False, target_modules=targets))
+    patched, given = apply_patches(copy.deepcopy(model)), given[:-1]
+    wanted = alone(model, given)
+    trained = [name for name in wanted[1] if "lora" in name]
+    assert all(any(part in name for name in trained) for part in ("audio_tower", "visual", "layers"))
+    for form in ("offsets", "padded"):
+        logits, grads = errors(step(patched, given, form), wanted)
+        assert logits <= LOGIT_TOL and grads <= GRADIENT_TOL, (logits, grads)
+
+
+@pytest.mark.parametrize("form", ["offsets", "4 rows", "padded"])
+def test_eager_attention(case, form):
+    plain, _, given, wanted = case
+    model = tiny_vision("qwen3_omni_moe", attention="eager")
+    model.load_state_dict(plain.state_dict())
+    logits, grads = errors(step(apply_patches(model), given, form), wanted)
+    assert logits <= LOGIT_TOL and grads <= GRADIENT_TOL, (logits, grads)
+
+
 def test_report_removal_and_verification(case):
     model = tiny_vision("qwen3_omni_moe")
     classes = [type(module) for module in model.modules()]

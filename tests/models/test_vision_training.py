@@ -10,6 +10,7 @@ import torch
 
 from hf_packfree import apply_patches, register_patches
 from hf_packfree.errors import BoundaryError
+from hf_packfree.patching.registry import family_of
 from tests.support import GRADIENT_TOL, LOGIT_TOL, errors, relative_rms
 from tests.vision import (
     alone,
@@ -25,9 +26,9 @@ from tests.vision import (
 pytestmark = pytest.mark.compat
 
 
-@pytest.fixture(scope="module")
-def unpatched():
-    return tiny_vision("qwen3_5")
+@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl"])
+def unpatched(request):
+    return tiny_vision(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -121,12 +122,13 @@ class TestFeaturesFromOutside:
 
 @pytest.mark.parametrize("kind", ["eager attention", "patched while loading"])
 def test_other_models(unpatched, given, weights, wanted, kind):
+    family = family_of(unpatched).name
     if kind == "eager attention":
-        model = apply_patches(tiny_vision("qwen3_5", attention="eager"))
+        model = apply_patches(tiny_vision(family, attention="eager"))
     else:
         pytest.importorskip("transformers.monkey_patching")
         with register_patches():
-            model = tiny_vision("qwen3_5")
+            model = tiny_vision(family)
     for batch in batches(given, unpatched):
         logits, gradients = errors(run(model, batch, weights), wanted)
         assert logits <= LOGIT_TOL
