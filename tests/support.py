@@ -49,6 +49,11 @@ def trunk_of(model: torch.nn.Module) -> torch.nn.Module:
     return next(trunks(model, family_of(model)))
 
 
+def pairwise(first, second, third) -> list[tuple]:
+    """Return triples in which any two values of different lists come together; the third is no longer than the others."""
+    return [(a, b, third[(i + j) % len(third)]) for i, a in enumerate(first) for j, b in enumerate(second)]
+
+
 def auto_class(family: str) -> type:
     """Return the class that `from_pretrained` of the family's tiny model is called on."""
     with_images = by_family[family].causal_lm.endswith("ForConditionalGeneration")
