@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hf_packfree.errors import BackendUnavailable
 from hf_packfree.models.base import Replacement, Sizes, size_of_linear, size_of_norm
-from hf_packfree.models.fusable import adds_one, epsilon, plain_weights, project
+from hf_packfree.models.fusable import adds_one, epsilon, plain_layers, project
 from hf_packfree.models.rematerialize import linear_with_recompute
 from hf_packfree.models.state import receive, state_of
 from hf_packfree.ops.attention import attention
@@ -125,7 +125,7 @@ class PackedAttention(RoutedAttention):
 
     def calls(self, name: str, part: nn.Module, x: Tensor) -> bool:
         """Whether the packed branch calls this part: a projection that is more than its weight."""
-        return plain_weights(x, part) is None
+        return plain_layers(x, part, adapters=False) is None
 
     @staticmethod
     def checkpoint_sizes(layer: Any) -> Sizes:
@@ -189,7 +189,7 @@ class GatedQKNormAttention(RoutedAttention):
 
     def calls(self, name: str, part: nn.Module, x: Tensor) -> bool:
         """Whether the packed branch calls this part: a norm or a projection that is more than weights and formula."""
-        return not adds_one(part, self) if name.endswith("norm") else plain_weights(x, part) is None
+        return not adds_one(part, self) if name.endswith("norm") else plain_layers(x, part, adapters=False) is None
 
     @staticmethod
     def checkpoint_sizes(layer: Any) -> Sizes:

@@ -9,24 +9,27 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
+from hf_packfree.models.adapters import has_hooks, is_lora, read_lora, weight_alone
 from hf_packfree.models.state import PatchState
 from hf_packfree.ops.fused import projections
+from hf_packfree.ops.fused.low_rank import Layer, weight_of
 
 _LIGERS = {
     ("liger_kernel.transformers.swiglu", f"{kind}.forward") for kind in ("LigerSwiGLUMLP", "LigerQwen3MoeSwiGLUMLP")
 }
 
 
-def swiglu_weights(mlp: Any, layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return the weights of gate, up and down where `mlp(x)` is down(silu(gate(x)) * up(x)) and nothing else, else None.
+def swiglu_layers(mlp: Any, layer: nn.Module, x: Tensor, *, adapters: bool = True) -> tuple[Layer, Layer, Layer] | None:
+    """Return gate, up and down where `mlp(x)` is down(silu(gate(x)) * up(x)) and nothing else, else None.
 
     That is the MLP of the modeling module that `layer` comes from, or Liger's kernel for it, of the class or put on the
-    instance.  Experts, adapters, hooks, biases, quantised or sharded weights and anything unknown are called as they are,
-    and so is everything under autocast.
+    instance.  Experts, hooks, biases, quantised or sharded weights and anything unknown are called as they are, and so is
+    everything under autocast; and adapters that are no plain LoRA, all of them without `adapters`.
     """
     if not _is_swiglu(mlp, layer) or is_hooked(mlp):
         return None
-    return plain_weights(x, *map(mlp._modules.get, ("gate_proj", "up_proj", "down_proj")))  # type: ignore[return-value]
+    parts = map(mlp._modules.get, ("gate_proj", "up_proj", "down_proj"))
+    return plain_layers(x, *parts, adapters=adapters)  # type: ignore[return-value]
 
 
 def _is_swiglu(mlp: Any, layer: nn.Module) -> bool:
@@ -66,55 +69,38 @@ def _is_rms_norm(norm: Any, layer: nn.Module) -> bool:
 def project(x: Tensor, *layers: nn.Module, state: PatchState) -> tuple[Tensor, ...]:
     """Return `layer(x)` of each, x [..., D]; where "fused" is "torch", the layers run, or whatever has replaced them.
 
-    Layers that are more than their weights are called as they are.
+    Layers that are more than their weights and LoRA are called as they are.
     """
     backend = state.kernels_for(x.device, x.dtype).fused
-    weights = plain_weights(x, *layers) if backend != "torch" else None
-    if weights is None:
+    found = plain_layers(x, *layers, adapters=not state.batch_invariant) if backend != "torch" else None
+    if found is None:
         return tuple(layer(x) for layer in layers)
-    return projections(x, *weights, batch_invariant=state.batch_invariant, backend=backend)
+    return projections(x, *found, batch_invariant=state.batch_invariant, backend=backend)
 
 
-def plain_weights(x: Any, *layers: Any) -> tuple[Tensor, ...] | None:
+def plain_layers(x: Any, *layers: Any, adapters: bool = True) -> tuple[Layer, ...] | None:
     """Return the layers' weights where calling each on x is one product with its weight and nothing else, otherwise None.
 
-    Adapters, quantised layers, hooks, biases and sharded weights are more, and so is every layer under autocast and in
-    compiled graphs.  Called hundreds of times a step, so what holds for all layers is checked once.
+    With `adapters`, PEFT's LoRA may be on them.  Others', quantised layers, hooks, biases and sharded weights are more, and
+    so is every layer under autocast and in compiled graphs.  Called hundreds of times a step, so what holds for all layers
+    is checked once.
     """
     if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type) or _all_are_hooked():
         return None
-    weights, dtype = [], x.dtype
+    found: list[Layer] = []
     for layer in layers:
-        weight = _weight_alone(layer)
-        if weight is None or weight.dtype != dtype:
+        read: Layer | None = weight_alone(layer)
+        if read is None and adapters and is_lora(layer):
+            read = read_lora(layer, x)
+        if read is None or weight_of(read).dtype != x.dtype:
             return None
-        weights.append(weight)
-    return tuple(weights)
-
-
-def _weight_alone(layer: Any) -> Tensor | None:
-    """The weight of a linear layer that is nothing else."""
-    if type(layer) is not nn.Linear:  # others may hold no weight of that name
-        return None
-    fields = vars(layer)  # past nn.Module's own lookup, which is slow
-    weight, bias = map(fields["_parameters"].get, ("weight", "bias"))
-    alone = bias is None and type(weight) is nn.Parameter and "forward" not in fields and not _has_hooks(fields)
-    return weight if alone else None
+        found.append(read)
+    return tuple(found)
 
 
 def is_hooked(layer: Any) -> bool:
     """Whether calling the layer does more than its class says (offloading, sharding): its weights cannot just be read."""
-    return _has_hooks(vars(layer)) or _all_are_hooked()
-
-
-def _has_hooks(fields: dict[str, Any]) -> bool:
-    return bool(
-        fields["_forward_hooks"]
-        or fields["_forward_pre_hooks"]
-        or fields["_backward_hooks"]
-        or fields["_backward_pre_hooks"]
-        or "_hf_hook" in fields
-    )
+    return has_hooks(vars(layer)) or _all_are_hooked()
 
 
 _all_are_hooked = nn.modules.module._has_any_global_hook

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_packfree.models.base import Replacement, Sizes, size_of_norm
-from hf_packfree.models.fusable import adds_one, epsilon, swiglu_weights
+from hf_packfree.models.fusable import adds_one, epsilon, swiglu_layers
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.fused import add_norm, swiglu_mlp
 
@@ -63,16 +63,17 @@ class FusedDecoderLayer(Replacement):
         """Return the MLP's output; "torch" means upstream's module, or whatever has replaced it."""
         state = state_of(self)
         backend = state.kernels_for(x.device, x.dtype).fused
-        weights = swiglu_weights(self.mlp, self, x) if backend != "torch" else None
-        if weights is not None:
-            return swiglu_mlp(x, *weights, batch_invariant=state.batch_invariant, backend=backend)
+        adapters = not state.batch_invariant
+        layers = swiglu_layers(self.mlp, self, x, adapters=adapters) if backend != "torch" else None
+        if layers is not None:
+            return swiglu_mlp(x, *layers, batch_invariant=state.batch_invariant, backend=backend)
         out: Tensor | tuple[Tensor, ...] = self.mlp(x)
         return out[0] if isinstance(out, tuple) else out  # experts may return their router's logits too
 
     def calls(self, name: str, part: nn.Module, x: Tensor) -> bool:
         """Whether the packed branch calls this part: an MLP or a norm that is more than weights and formula."""
         if name == "mlp":
-            return swiglu_weights(part, self, x) is None
+            return swiglu_layers(part, self, x, adapters=False) is None
         return name.endswith("norm") and not adds_one(part, self)
 
     @staticmethod

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hf_packfree.errors import PatchConflict
 from hf_packfree.models.base import Replacement, Sizes, size_of, size_of_linear, size_of_norm
-from hf_packfree.models.fusable import epsilon, is_hooked, plain_weights, project
+from hf_packfree.models.fusable import epsilon, is_hooked, plain_layers, project
 from hf_packfree.models.rematerialize import linear_with_recompute
 from hf_packfree.models.state import Kernels, PatchState, receive, state_of
 from hf_packfree.ops.conv_delta_rule import conv_delta_rule
@@ -77,7 +77,7 @@ class PackedGatedDeltaNet(Replacement):
         """Whether the packed branch calls this part: a projection that is more than its weight, or a norm with hooks."""
         if name == "norm":
             return is_hooked(part)
-        return "proj" in name and plain_weights(x, part) is None
+        return "proj" in name and plain_layers(x, part, adapters=False) is None
 
     @staticmethod
     def op_sizes(layer: Any) -> dict[str, int]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_packfree.models.fusable import plain_weights, project
+from hf_packfree.models.fusable import plain_layers, project
 from hf_packfree.models.state import PatchState
 
 
@@ -45,15 +45,15 @@ def linear_with_recompute(
     """Return a linear layer's output for the input `compute()`, [1, T, H, D], which is not kept for the backward pass.
 
     Args:
-        compute: called with `projection`, the layer's weight, it returns the layer's output instead.
+        compute: called with `projection`, the layer's weight or that with adapters, it returns the layer's output instead.
         x: what `compute` reads, of the dtype and on the device of what it returns.
         fused: whether `compute` with `projection` has a backward pass of its own, which recomputes the layer's input.
-        recompute: whether to recompute it for layers that are more than their weight too, see `recompute_saved`.
+        recompute: whether to recompute it for layers that are more than that too, see `recompute_saved`.
         state: of the module, for a linear layer that is called by itself.
     """
-    weights = plain_weights(x, layer) if fused else None
-    if weights is not None:
-        return compute(projection=weights[0])
+    layers = plain_layers(x, layer, adapters=not state.batch_invariant) if fused else None
+    if layers is not None:
+        return compute(projection=layers[0])
     result = compute()
     with recompute_saved(result, compute, recompute):
         return project(result.flatten(2), layer, state=state)[0]

@@ -13,7 +13,7 @@ from torch import nn
 from hf_packfree.errors import LeakDetected
 from hf_packfree.models import compat
 from hf_packfree.models.base import Replacement
-from hf_packfree.models.fusable import adds_one, epsilon, swiglu_weights
+from hf_packfree.models.fusable import adds_one, epsilon, swiglu_layers
 from hf_packfree.models.state import PatchState
 from hf_packfree.ops.fused import add_norm, swiglu_mlp
 from hf_packfree.patching.plan import plan_swaps
@@ -100,10 +100,10 @@ def mlps_against_formula(model: nn.Module) -> float:
     for layer, mlp in _parts(model):
         width = getattr(getattr(mlp, "gate_proj", None), "in_features", 1)
         x = torch.linspace(-100, 70, 4 * width).view(4, -1)  # so large that a clamp would show
-        weights = swiglu_weights(mlp, layer, x)
-        if weights is not None:
+        layers = swiglu_layers(mlp, layer, x)
+        if layers is not None:
             wanted = mlp(x)
-            errors.append(float((swiglu_mlp(x, *weights) - wanted).norm() / wanted.norm()))
+            errors.append(float((swiglu_mlp(x, *layers) - wanted).norm() / wanted.norm()))
     return _worst(errors)
 
 

@@ -7,7 +7,7 @@ import torch
 from transformers import DataCollatorWithFlattening
 
 from hf_packfree import apply_patches, patch_report, remove_patches
-from hf_packfree.models.fusable import adds_one, swiglu_weights
+from hf_packfree.models.fusable import adds_one, swiglu_layers
 from tests.integrations.compare import in_steps, labelled, per_document, rows, worst
 from tests.integrations.marks import integration, needs
 from tests.support import CONTROL, gradients, put_upstream_in_torch, tiny
@@ -49,7 +49,7 @@ def test_both_are_in_force(order):
     assert "liger" in head.forward.__module__ and "liger" in trunk.norm.forward.__module__
     assert all("liger" in layer.mlp.forward.__module__ for layer in trunk.layers)
     x = torch.zeros(1, trunk.config.hidden_size)
-    assert all(swiglu_weights(layer.mlp, layer, x) for layer in trunk.layers), "on a GPU our kernel computes it"
+    assert all(swiglu_layers(layer.mlp, layer, x) for layer in trunk.layers), "on a GPU our kernel computes it"
     assert all(adds_one(layer.input_layernorm, layer) for layer in trunk.layers), "and the norm with the residual sum"
     assert "liger" in trunk.layers[3].self_attn.q_norm.forward.__module__
     assert all("forward" not in vars(layer.linear_attn) for layer in trunk.layers[:3])

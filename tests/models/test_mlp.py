@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_packfree.models.fusable import adds_one, swiglu_weights
+from hf_packfree.models.fusable import adds_one, swiglu_layers
 from hf_packfree.ops.fused import swiglu_mlp
 from tests.input_formats import row_batch
 from tests.models.kernels import assert_exact, on_kernels, watched
@@ -175,9 +175,9 @@ def test_an_mlp_of_another_layout_in_the_familys_class_is_called():
     layer = tiny().model.layers[0]
     x = torch.randn(3, layer.mlp.gate_proj.in_features)
     del layer.mlp.up_proj
-    assert swiglu_weights(layer.mlp, layer, x) is None
+    assert swiglu_layers(layer.mlp, layer, x) is None
     del layer.mlp.act_fn
-    assert swiglu_weights(layer.mlp, layer, x) is None
+    assert swiglu_layers(layer.mlp, layer, x) is None
 
 
 def test_compiled_layers_do_not_break_where_the_mlp_is_chosen():
@@ -191,10 +191,10 @@ def test_compiled_layers_do_not_break_where_the_mlp_is_chosen():
 def test_under_autocast_and_in_another_dtype_the_module_is_called():
     layer = tiny().model.layers[0]
     x = torch.randn(3, layer.mlp.gate_proj.in_features)
-    assert swiglu_weights(layer.mlp, layer, x) is not None
-    assert swiglu_weights(layer.mlp, layer, x.double()) is None
+    assert swiglu_layers(layer.mlp, layer, x) is not None
+    assert swiglu_layers(layer.mlp, layer, x.double()) is None
     with torch.autocast("cpu", torch.bfloat16):
-        assert swiglu_weights(layer.mlp, layer, x) is None
+        assert swiglu_layers(layer.mlp, layer, x) is None
 
 
 def test_the_torch_reference_is_upstreams_mlp_bit_for_bit_and_differentiable():

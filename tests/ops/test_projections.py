@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from hf_packfree.models.fusable import plain_weights
+from hf_packfree.models.fusable import plain_layers
 from hf_packfree.ops.fused import projections
 from tests.support import relative_rms
 
@@ -71,9 +71,9 @@ def test_a_backward_pass_under_autocast_is_that_of_the_forward():
 
 def test_a_hook_on_all_modules_is_called():
     layer, x = torch.nn.Linear(8, 8, bias=False), torch.randn(1, 5, 8)
-    assert plain_weights(x, layer) == (layer.weight,)
+    assert plain_layers(x, layer) == (layer.weight,)
     handle = torch.nn.modules.module.register_module_forward_hook(lambda module, inputs, output: None)
     try:
-        assert plain_weights(x, layer) is None, "whatever counts or changes calls of modules would miss this one"
+        assert plain_layers(x, layer) is None, "whatever counts or changes calls of modules would miss this one"
     finally:
         handle.remove()

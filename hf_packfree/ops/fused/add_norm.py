@@ -77,29 +77,29 @@ class _AddNorm(Operation):
         total, weight = ctx.saved_tensors
         d, d_weight = d_total, None
         if d_normed is not None:
-            d, d_weight = _gradients(total, weight, d_normed, d_total, ctx.eps)
+            d, d_weight = _gradients(total, weight, d_normed, d_total, ctx.eps, ctx.needs_input_grad[2])
         d_x, d_branch = (None if d is None or dtype is None else d.to(dtype) for dtype in ctx.dtypes)
         return d_x, d_branch, d_weight, None
 
 
 def _gradients(
-    total: Tensor, weight: Tensor, d_normed: Tensor, d_total: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the total, d_total included, and of the weight."""
+    total: Tensor, weight: Tensor, d_normed: Tensor, d_total: Tensor | None, eps: float, needs_weight: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of the total, d_total included, and of the weight where it is needed."""
     from hf_packfree.ops.fused.kernels.add_norm import add_norm_backward
 
     d, size = torch.empty_like(total), total.shape[-1]
     rows = total.numel() // size
     rows_per_program = max(1, min(_ROWS_PER_PROGRAM, rows // _PROGRAMS))
     programs = -(-rows // rows_per_program)
-    d_weight = weight.new_empty(programs, size, dtype=torch.float32)
+    d_weight = weight.new_empty(programs, size, dtype=torch.float32) if needs_weight else None
     adds = None if d_total is None else d_total.contiguous()
     launch(
         add_norm_backward, (programs,), total, weight, d_normed.contiguous(), adds, d, d_weight, rows, size, eps,
         rows_per_program, ADDS=adds is not None, PREFETCH=_PREFETCH if size * total.itemsize <= _PREFETCH_BYTES else 0,
         **_blocks(size),
     )
-    return d, sum_partials(d_weight, weight.dtype)
+    return d, sum_partials(d_weight, weight.dtype) if d_weight is not None else None
 
 
 def _blocks(size: int) -> dict[str, int]:

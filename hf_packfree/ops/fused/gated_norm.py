@@ -15,7 +15,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from hf_packfree.ops.backend import block_width, uses_triton
-from hf_packfree.ops.fused.linear import linear_backward, linear_forward
+from hf_packfree.ops.fused.layers import Layers, linear_backward
+from hf_packfree.ops.fused.low_rank import Layer, Layout, layer_reference, take_apart
 from hf_packfree.ops.fused.reduce import sum_partials
 from hf_packfree.ops.launch import launch
 from hf_packfree.ops.operation import Operation
@@ -30,7 +31,7 @@ def gated_rms_norm(
     weight: Tensor,
     eps: float,
     *,
-    projection: Tensor | None = None,
+    projection: Layer | None = None,
     batch_invariant: bool = False,
     backend: str = "torch",
 ) -> Tensor:
@@ -40,7 +41,7 @@ def gated_rms_norm(
         x, z: [1, T, HV, V], any floating dtype.
         weight: [V].
         eps: added to the mean square.
-        projection: [F, HV*V], the weight of the linear layer that alone reads the result, or None.
+        projection: [F, HV*V], the linear layer that alone reads the result, see `hf_packfree.ops.fused.low_rank`, or None.
         batch_invariant: with "triton", a token gets the same result in a row of any length, see `hf_packfree.ops.fused.linear`.
         backend: "triton" or "torch".
 
@@ -52,9 +53,10 @@ def gated_rms_norm(
         BackendUnavailable: no backend has that name.
     """
     if uses_triton("gated norm", backend):
-        return _GatedNorm.apply(x, z, weight, eps, projection, batch_invariant)  # type: ignore[no-any-return]
+        layout, tensors = take_apart(() if projection is None else (projection,))
+        return _GatedNorm.apply(x, z, weight, eps, layout, batch_invariant, *tensors)  # type: ignore[no-any-return]
     normed = gated_rms_norm_reference(x, z, weight, eps)
-    return normed if projection is None else linear_forward(normed.flatten(2), projection, batch_invariant)
+    return normed if projection is None else layer_reference(normed.flatten(2), projection)
 
 
 def gated_rms_norm_reference(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -67,32 +69,34 @@ def gated_rms_norm_reference(x: Tensor, z: Tensor, weight: Tensor, eps: float) -
 class _GatedNorm(Operation):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, z: Tensor, weight: Tensor, eps: float, projection: Tensor | None, batch_invariant: bool
+        ctx: Any, x: Tensor, z: Tensor, weight: Tensor, eps: float, layout: Layout, batch_invariant: bool, *tensors: Tensor
     ) -> Tensor:
         from hf_packfree.ops.fused.kernels.gated_norm import gated_norm
 
         x, z = x.contiguous(), z.contiguous()
-        ctx.save_for_backward(x, z, weight, projection)
-        ctx.eps = eps
-        normed, sizes = torch.empty_like(x), _sizes(x)
+        normed, sizes, layers = torch.empty_like(x), _sizes(x), Layers(layout, tensors)
         blocks = _blocks(x, "forward")
         launch(gated_norm, (-(-sizes[0] // blocks["ROWS"]),), x, z, weight, normed, *sizes, eps, **blocks)
-        return normed if projection is None else linear_forward(normed.flatten(-2), projection, batch_invariant)
+        out = layers.forward(normed.flatten(-2), batch_invariant)[0] if tensors else normed
+        ctx.save_for_backward(x, z, weight, *tensors, *layers.inner)
+        ctx.eps, ctx.layout = eps, layout
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        x, z, weight, projection = ctx.saved_tensors
-        recompute = partial(_gradients, x, z, weight, ctx.eps)
-        if projection is None:
+        (x, z, weight, *saved), count = ctx.saved_tensors, ctx.layout.tensors
+        recompute = partial(_gradients, x, z, weight, ctx.eps, ctx.needs_input_grad[2])
+        if not count:
             return *recompute(d_out.contiguous(), False)[0], None, None, None
-        *gradients, d_projection = linear_backward(d_out, projection, recompute, ctx.needs_input_grad[4])
-        return *gradients, None, d_projection, None
+        layers = Layers(ctx.layout, saved[:count], saved[count:])
+        d_x, d_z, d_weight, *d_tensors = linear_backward(d_out, layers, recompute, ctx.needs_input_grad[6:])
+        return d_x, d_z, d_weight, None, None, None, *d_tensors
 
 
 def _gradients(
-    x: Tensor, z: Tensor, weight: Tensor, eps: float, d_normed: Tensor, recompute: bool
-) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
+    x: Tensor, z: Tensor, weight: Tensor, eps: float, needs_weight: bool, d_normed: Tensor, recompute: bool
+) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensor | None]:
     """Those of x, z and weight, and the norm itself where it is to `recompute`."""
     from hf_packfree.ops.fused.kernels.gated_norm import gated_norm_backward
 
@@ -100,12 +104,12 @@ def _gradients(
     normed = torch.empty_like(x) if recompute else None
     blocks = _blocks(x, "backward")
     programs = -(-sizes[0] // (blocks["ROWS"] * _BLOCKS))
-    d_weight = weight.new_empty(programs, x.shape[-1], dtype=torch.float32)
+    d_weight = weight.new_empty(programs, x.shape[-1], dtype=torch.float32) if needs_weight else None
     launch(
         gated_norm_backward, (programs,), x, z, weight, d_normed, normed, d_x, d_z, d_weight, *sizes, eps, _BLOCKS,
         RECOMPUTE=recompute, **blocks,
     )
-    return (d_x, d_z, sum_partials(d_weight, weight.dtype)), normed
+    return (d_x, d_z, sum_partials(d_weight, weight.dtype) if d_weight is not None else None), normed
 
 
 def _sizes(x: Tensor) -> tuple[int, int]:

@@ -64,11 +64,14 @@ class _Gates(Operation):
         a, b, A_log, dt_bias = ctx.saved_tensors
         d_a, d_b = a.new_empty(a.shape), b.new_empty(b.shape)
         grid, sizes, blocks = _blocks(a, b)
-        d_shared = a.new_empty(*grid, 2, a.shape[2], dtype=torch.float32)
+        needed = any(ctx.needs_input_grad[2:])
+        d_shared = a.new_empty(*grid, 2, a.shape[2], dtype=torch.float32) if needed else None
         launch(
             gates_backward, grid, a, b, A_log, dt_bias, d_g.contiguous(), d_beta.contiguous(), d_a, d_b, d_shared,
             *sizes, **blocks,
         )
+        if d_shared is None:
+            return d_a, d_b, None, None
         d_A_log, d_dt_bias = sum_partials(d_shared, torch.promote_types(A_log.dtype, dt_bias.dtype))
         return d_a, d_b, d_A_log.to(A_log.dtype), d_dt_bias.to(dt_bias.dtype)
 

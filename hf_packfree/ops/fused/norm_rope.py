@@ -72,12 +72,13 @@ class _NormRope(Operation):
         x, weight, cos, sin = ctx.saved_tensors
         d_x, tokens = x.new_empty(x.shape), x.shape[1]
         tokens_per_program = max(1, min(_TOKENS_PER_PROGRAM, tokens // _PROGRAMS))
-        d_weight = weight.new_empty(-(-tokens // tokens_per_program), x.shape[3], dtype=torch.float32)
+        programs, needs_weight = -(-tokens // tokens_per_program), ctx.needs_input_grad[1]
+        d_weight = weight.new_empty(programs, x.shape[3], dtype=torch.float32) if needs_weight else None
         launch(
-            norm_rope_backward, (len(d_weight),), x, weight, cos, sin, d_out.contiguous(), d_x, d_weight, tokens,
+            norm_rope_backward, (programs,), x, weight, cos, sin, d_out.contiguous(), d_x, d_weight, tokens,
             *_sizes(x, cos), ctx.eps, tokens_per_program, **_blocks(x),
         )
-        return d_x, sum_partials(d_weight, weight.dtype), None, None, None
+        return d_x, None if d_weight is None else sum_partials(d_weight, weight.dtype), None, None, None
 
 
 def _sizes(x: Tensor, cos: Tensor) -> tuple[int, ...]:

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hf_packfree.ops.backend import block_width, uses_triton
-from hf_packfree.ops.fused.linear import linear_backward, linear_forward
+from hf_packfree.ops.fused.layers import Layers, linear_backward
+from hf_packfree.ops.fused.low_rank import Layer, Layout, layer_reference, take_apart
 from hf_packfree.ops.launch import launch
 from hf_packfree.ops.operation import Operation
 
@@ -22,13 +23,13 @@ _BLOCK = 4096  # elements of a program
 
 
 def output_gate(
-    x: Tensor, z: Tensor, *, projection: Tensor | None = None, batch_invariant: bool = False, backend: str = "torch"
+    x: Tensor, z: Tensor, *, projection: Layer | None = None, batch_invariant: bool = False, backend: str = "torch"
 ) -> Tensor:
     """Return x * sigmoid(z).
 
     Args:
         x, z: [1, T, H, D], any floating dtype, any strides.
-        projection: [F, H*D], the weight of the linear layer that alone reads the result, or None.
+        projection: [F, H*D], the linear layer that alone reads the result, see `hf_packfree.ops.fused.low_rank`, or None.
         batch_invariant: with "triton", a token gets the same result in a row of any length, see `hf_packfree.ops.fused.linear`.
         backend: "triton" or "torch".
 
@@ -39,31 +40,36 @@ def output_gate(
         BackendUnavailable: no backend has that name.
     """
     if uses_triton("output gate", backend):
-        return _OutputGate.apply(x, z, projection, batch_invariant)  # type: ignore[no-any-return]
+        layout, tensors = take_apart(() if projection is None else (projection,))
+        return _OutputGate.apply(x, z, layout, batch_invariant, *tensors)  # type: ignore[no-any-return]
     gated = x * z.sigmoid()
-    return gated if projection is None else linear_forward(gated.flatten(2), projection, batch_invariant)
+    return gated if projection is None else layer_reference(gated.flatten(2), projection)
 
 
 class _OutputGate(Operation):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, z: Tensor, projection: Tensor | None, batch_invariant: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, z: Tensor, layout: Layout, batch_invariant: bool, *tensors: Tensor) -> Tensor:
         from hf_packfree.ops.fused.kernels.output_gate import output_gate
 
         x, z = x.contiguous(), z if z.stride(3) == 1 else z.contiguous()
-        ctx.save_for_backward(x, z, projection)
-        out = torch.empty_like(x)
+        gated, layers = torch.empty_like(x), Layers(layout, tensors)
         grid, sizes, blocks = _blocks(z)
-        launch(output_gate, grid, x, z, out, *sizes, **blocks)
-        return out if projection is None else linear_forward(out.flatten(2), projection, batch_invariant)
+        launch(output_gate, grid, x, z, gated, *sizes, **blocks)
+        out = layers.forward(gated.flatten(2), batch_invariant)[0] if tensors else gated
+        ctx.save_for_backward(x, z, *tensors, *layers.inner)
+        ctx.layout = layout
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        x, z, projection = ctx.saved_tensors
+        (x, z, *saved), count = ctx.saved_tensors, ctx.layout.tensors
         recompute = partial(_gradients, x, z)
-        if projection is None:
+        if not count:
             return *recompute(d_out.contiguous(), False)[0], None, None
-        return *linear_backward(d_out, projection, recompute, ctx.needs_input_grad[2]), None
+        layers = Layers(ctx.layout, saved[:count], saved[count:])
+        d_x, d_z, *d_tensors = linear_backward(d_out, layers, recompute, ctx.needs_input_grad[4:])
+        return d_x, d_z, None, None, *d_tensors
 
 
 def _gradients(x: Tensor, z: Tensor, d_gated: Tensor, recompute: bool) -> tuple[tuple[Tensor, Tensor], Tensor | None]:

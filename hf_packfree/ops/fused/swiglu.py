@@ -6,16 +6,18 @@ over [T, F] instead of keeping it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear, silu
+from torch.nn.functional import silu
 
 from hf_packfree.ops.backend import uses_triton
-from hf_packfree.ops.fused.linear import linear_backward, linear_forward
+from hf_packfree.ops.fused.layers import Layers, linear_backward
+from hf_packfree.ops.fused.low_rank import Layer, Layout, layer_reference, take_apart
 from hf_packfree.ops.launch import launch
 from hf_packfree.ops.operation import Operation
 
@@ -23,15 +25,16 @@ _BLOCK = 2048  # elements of a program
 
 
 def swiglu_mlp(
-    x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *, batch_invariant: bool = False, backend: str = "torch"
+    x: Tensor, gate: Layer, up: Layer, down: Layer, *, batch_invariant: bool = False, backend: str = "torch"
 ) -> Tensor:
     """Return (silu(x gate') * (x up')) down' (Shazeer, arXiv:2002.05202), each factor rounded as upstream's MLP does.
 
     Args:
         x: [..., D], any floating dtype.
-        gate, up: [F, D], in x's dtype.
-        down: [D, F], in x's dtype.
-        batch_invariant: with "triton", a token gets the same result in a row of any length, see `hf_packfree.ops.fused.linear`.
+        gate, up: [F, D], in x's dtype, or that with adapters, see `hf_packfree.ops.fused.low_rank`.
+        down: [D, F], likewise.
+        batch_invariant: with "triton", a token gets the same result in a row of any length, see `hf_packfree.ops.fused.linear`;
+            without adapters.
         backend: "triton" or "torch".
 
     Returns:
@@ -41,42 +44,51 @@ def swiglu_mlp(
         BackendUnavailable: no backend has that name.
     """
     if uses_triton("swiglu", backend):
-        return _SwiGLU.apply(x, gate, up, down, batch_invariant)  # type: ignore[no-any-return]
-    return linear(silu(linear(x, gate)) * linear(x, up), down)
+        (inputs, first), (output, last) = take_apart((gate, up)), take_apart((down,))
+        return _SwiGLU.apply(x, (inputs, output), batch_invariant, *first, *last)  # type: ignore[no-any-return]
+    return layer_reference(silu(layer_reference(x, gate)) * layer_reference(x, up), down)
 
 
 class _SwiGLU(Operation):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, batch_invariant: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, layouts: tuple[Layout, Layout], batch_invariant: bool, *tensors: Tensor) -> Tensor:
         from hf_packfree.ops.fused.kernels.swiglu import swiglu
 
-        a, b = (linear_forward(x, weight, batch_invariant) for weight in (gate, up))
-        ctx.save_for_backward(x, gate, up, down, a, b)
+        count = layouts[0].tensors
+        inputs, output = Layers(layouts[0], tensors[:count]), Layers(layouts[1], tensors[count:])
+        a, b = inputs.forward(x, batch_invariant)
         gated = torch.empty_like(a)
         _run(swiglu, a, b, gated)
-        return linear_forward(gated, down, batch_invariant)
+        (y,) = output.forward(gated, batch_invariant)
+        ctx.save_for_backward(x, a, b, *tensors, *inputs.inner, *output.inner)
+        ctx.layouts, ctx.inner = layouts, len(inputs.inner)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
-        x, gate, up, down, a, b = ctx.saved_tensors
-        *needed, needs_down = ctx.needs_input_grad[:4]
-        return *linear_backward(d_y, down, partial(_gradients, x, gate, up, a, b, needed), needs_down), None
+        (x, a, b, *saved), layouts = ctx.saved_tensors, ctx.layouts
+        first, count = layouts[0].tensors, layouts[0].tensors + layouts[1].tensors
+        inner, tensors = saved[count:], saved[:count]
+        inputs = Layers(layouts[0], tensors[:first], inner[: ctx.inner])
+        output = Layers(layouts[1], tensors[first:], inner[ctx.inner :])
+        needs_x, _, _, *needed = ctx.needs_input_grad
+        recompute = partial(_gradients, x, inputs, a, b, (needs_x, *needed[:first]))
+        d_x, *gradients = linear_backward(d_y, output, recompute, needed[first:])
+        return d_x, None, None, *gradients
 
 
 def _gradients(
-    x: Tensor, gate: Tensor, up: Tensor, a: Tensor, b: Tensor, needed: list[bool], d_gated: Tensor, recompute: bool
+    x: Tensor, layers: Layers, a: Tensor, b: Tensor, needed: Sequence[bool], d_gated: Tensor, recompute: bool
 ) -> tuple[tuple[Tensor | None, ...], Tensor | None]:
-    """Those of x, gate and up, as far as they are needed, and the gated product itself where it is to `recompute`."""
+    """Those of x and of both layers' tensors, as far as needed, and the gated product where it is to `recompute`."""
     from hf_packfree.ops.fused.kernels.swiglu import swiglu_backward
 
     d_a, d_b = torch.empty_like(d_gated), torch.empty_like(d_gated)
     _run(swiglu_backward, a, b, d_gated, d_a, d_b)  # overwrites d_gated with the gated product
-    needs_x, needs_gate, needs_up = needed
-    rows = x.flatten(0, -2)
-    d_x = (d_a @ gate).addmm_(d_b, up).view_as(x) if needs_x else None
-    d_gate, d_up = (d.T @ rows if needs else None for d, needs in ((d_a, needs_gate), (d_b, needs_up)))
-    return (d_x, d_gate, d_up), d_gated if recompute else None
+    backward = layers.backward((d_a, d_b))
+    d_x = backward.of_input().view_as(x) if needed[0] else None
+    return (d_x, *backward.of_tensors(x.flatten(0, -2), needed[1:])), d_gated if recompute else None
 
 
 def _run(kernel: Any, a: Tensor, *others: Tensor) -> None:

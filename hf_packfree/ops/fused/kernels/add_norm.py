@@ -27,7 +27,7 @@ def add_norm_backward(
     total, weight, d_normed, d_total, d_x, d_weight, rows, size, eps, rows_per_program,
     ADDS: tl.constexpr, WIDTH: tl.constexpr, PREFETCH: tl.constexpr,
 ):
-    """d_x [R, D] = the norm's gradient, plus d_total where ADDS; per program d_weight [programs, D].
+    """d_x [R, D] = the norm's gradient, plus d_total where ADDS; per program d_weight [programs, D] unless None.
 
     PREFETCH: how many rows ahead are loaded.
     """
@@ -49,4 +49,5 @@ def add_norm_backward(
         g *= w
         d_a += rstd * (g - a * (tl.sum(a * g, 0) / size))
         tl.store(d_x + offset, d_a.to(d_x.dtype.element_ty), mask=mask)
-    tl.store(d_weight + tl.program_id(0) * size + d, acc, mask=d < size)
+    if d_weight is not None:
+        tl.store(d_weight + tl.program_id(0) * size + d, acc, mask=d < size)

@@ -24,7 +24,7 @@ def gated_norm_backward(
     x, z, weight, d_out, normed, d_x, d_z, d_weight, count, size, eps, blocks,
     RECOMPUTE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):
-    """d_x, d_z [R, D], and per program d_weight [programs, D].  Each program takes `blocks` blocks of ROWS rows.
+    """d_x, d_z [R, D], and per program d_weight [programs, D] unless None.  Each program takes `blocks` blocks of ROWS rows.
 
     Where RECOMPUTE, `normed` gets the forward pass's result, which the gradient of a projection's weight needs.
     """
@@ -49,4 +49,5 @@ def gated_norm_backward(
         tl.store(d_x + offset, d_a.to(d_x.dtype.element_ty), mask=mask)
         tl.store(d_z + offset, d_b.to(d_z.dtype.element_ty), mask=mask)
         acc += d_normed * x_hat
-    tl.store(d_weight + tl.program_id(0) * size + d, tl.sum(acc, 0)[None, :], mask=d < size)
+    if d_weight is not None:
+        tl.store(d_weight + tl.program_id(0) * size + d, tl.sum(acc, 0)[None, :], mask=d < size)

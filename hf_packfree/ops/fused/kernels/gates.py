@@ -48,7 +48,7 @@ def gates_backward(
     a, b, A_log, dt_bias, d_g, d_beta, d_a, d_b, d_shared, tokens, heads, a_token, a_head, b_token, b_head,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):
-    """d_a, d_b [T, HV], and per program the gradients of A_log and dt_bias: d_shared [programs, 2, HV] fp32."""
+    """d_a, d_b [T, HV], and per program the gradients of A_log and dt_bias: d_shared [programs, 2, HV] fp32, unless None."""
     t, h, mask = _block(tokens, heads, ROWS, WIDTH)
     neg_A = -tl.exp(tl.load(A_log + h, mask=h < heads, other=0.0).to(tl.float32))
     bias = tl.load(dt_bias + h, mask=h < heads, other=0.0).to(tl.float32)
@@ -60,6 +60,7 @@ def gates_backward(
     d_y = tl.load(d_beta + offset, mask=mask, other=0.0).to(tl.float32) * s * (1.0 - s)
     tl.store(d_a + offset, d_x.to(d_a.dtype.element_ty), mask=mask)
     tl.store(d_b + offset, d_y.to(d_b.dtype.element_ty), mask=mask)
-    partial = d_shared + tl.program_id(0) * 2 * heads + h
-    tl.store(partial, tl.sum(dg_scaled * _softplus(x), 0)[None, :], mask=h < heads)
-    tl.store(partial + heads, tl.sum(d_x, 0)[None, :], mask=h < heads)
+    if d_shared is not None:
+        partial = d_shared + tl.program_id(0) * 2 * heads + h
+        tl.store(partial, tl.sum(dg_scaled * _softplus(x), 0)[None, :], mask=h < heads)
+        tl.store(partial + heads, tl.sum(d_x, 0)[None, :], mask=h < heads)

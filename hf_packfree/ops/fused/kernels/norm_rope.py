@@ -41,7 +41,7 @@ def norm_rope_backward(
     x, weight, cos, sin, d_out, d_x, d_weight, tokens, size, half, token_stride, head_stride, angle_stride, eps,
     tokens_per_program, HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):
-    """d_x [T, H, D], and per program d_weight [programs, D]."""
+    """d_x [T, H, D], and per program d_weight [programs, D] unless None."""
     d = tl.arange(0, WIDTH)
     mask, is_rotary, other = d < size, d < 2 * half, _rotated_with(d, half)
     w = 1.0 + tl.load(weight + d, mask=mask, other=0.0).to(tl.float32)
@@ -62,4 +62,5 @@ def norm_rope_backward(
             g *= w
             g = rstd * (g - a * (tl.sum(a * g, 0) / size))
             tl.store(d_x + offset + d, g.to(d_x.dtype.element_ty), mask=mask)
-    tl.store(d_weight + tl.program_id(0) * size + d, acc, mask=mask)
+    if d_weight is not None:
+        tl.store(d_weight + tl.program_id(0) * size + d, acc, mask=mask)

@@ -1,0 +1,101 @@
+"""Linear layers that PEFT has put LoRA on, read as what `hf_packfree.ops.fused` computes, without importing PEFT.
+
+Only plain LoRA on a plain linear layer is: variants (DoRA, ...), adapters with biases, layers of other methods and quantised
+bases are called as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_packfree.ops.backend import HALF
+from hf_packfree.ops.fused.low_rank import Adapted, Adapter, Layer
+
+_LORA = ("peft.tuners.lora.layer", "Linear")
+
+
+def is_lora(layer: Any) -> bool:
+    """Whether the layer is PEFT's LoRA of a linear layer, running PEFT's own forward."""
+    kind = type(layer)
+    if (kind.__module__, kind.__name__) != _LORA:
+        return False
+    forward = kind.forward
+    return forward.__module__ == _LORA[0] and not hasattr(forward, "__wrapped__") and is_untouched(vars(layer))
+
+
+def read_lora(layer: Any, x: Tensor) -> Layer | None:
+    """Return the base's weight, with the adapters that a call of `layer` on x adds now; None if it does anything else.
+
+    Args:
+        layer: see `is_lora`.
+    """
+    weight = weight_alone(layer.base_layer)
+    if weight is None or (layer.disable_adapters and layer.merged):  # a call would merge them out of the base
+        return None
+    if layer.disable_adapters or layer.merged:
+        return weight
+    names = [name for name in layer.active_adapters if name in layer.lora_A]
+    adapters = [_adapter(layer, name, x) for name in names]
+    if not all(adapters):
+        return None
+    return Adapted(weight, tuple(adapter for adapter in adapters if adapter)) if adapters else weight
+
+
+def _adapter(layer: Any, name: str, x: Tensor) -> Adapter | None:
+    """The adapter of that name, where it is two products and a scale."""
+    down, up = weight_alone(layer.lora_A[name]), weight_alone(layer.lora_B[name])
+    dropout = _probability(layer.lora_dropout[name])
+    if down is None or up is None or dropout is None or _is_variant(layer, name) or not _fits(layer, down, up, x):
+        return None
+    return Adapter(down, up, float(layer.scaling[name]), dropout)
+
+
+def _is_variant(layer: Any, name: str) -> bool:
+    """Whether the adapter is LoRA with another formula."""
+    return name in getattr(layer, "lora_variant", ()) or bool(getattr(layer, "use_dora", {}).get(name))
+
+
+def _fits(layer: Any, down: Tensor, up: Tensor, x: Tensor) -> bool:
+    """Whether PEFT computes the adapter in x's dtype, or in fp32 on x of half precision."""
+    if down.dtype != up.dtype or down.device != x.device:
+        return False
+    wider = down.dtype == torch.float32 and x.dtype in HALF and getattr(layer, "cast_input_dtype_enabled", True)
+    return down.dtype == x.dtype or wider
+
+
+def _probability(dropout: Any) -> float | None:
+    """What a dropout module sets to zero now; None if it is anything else, or leaves nothing."""
+    kind = type(dropout)
+    if kind not in (nn.Identity, nn.Dropout) or not is_untouched(vars(dropout)):
+        return None
+    if kind is nn.Identity or not dropout.training:
+        return 0.0
+    return dropout.p if dropout.p < 1 else None
+
+
+def weight_alone(layer: Any) -> Tensor | None:
+    """The weight of a linear layer that is nothing else."""
+    if type(layer) is not nn.Linear:  # others may hold no weight of that name
+        return None
+    fields = vars(layer)  # past nn.Module's own lookup, which is slow
+    weight, bias = map(fields["_parameters"].get, ("weight", "bias"))
+    return weight if bias is None and type(weight) is nn.Parameter and is_untouched(fields) else None
+
+
+def is_untouched(fields: dict[str, Any]) -> bool:
+    """Whether a call of the module with these attributes runs its class's forward, and no hook of its own."""
+    return "forward" not in fields and not has_hooks(fields)
+
+
+def has_hooks(fields: dict[str, Any]) -> bool:
+    """Whether a call of the module with these attributes runs hooks of its own."""
+    return bool(
+        fields["_forward_hooks"]
+        or fields["_forward_pre_hooks"]
+        or fields["_backward_hooks"]
+        or fields["_backward_pre_hooks"]
+        or "_hf_hook" in fields
+    )

@@ -1,0 +1,126 @@
+"""Linear layers that read one tensor, inside an autograd function: their outputs, and their gradients in two steps.
+
+The first step is the gradient of what they read; the second, of weights and adapters, needs that tensor, which some ops
+recompute in between.  Gradients of the tensor are summed inside the matrix products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from hf_packfree.ops.backend import HALF
+from hf_packfree.ops.fused.linear import NARROW, autocast_as_in_forward, linear_forward, narrow_linear
+from hf_packfree.ops.fused.low_rank import Layout, LowRank
+
+Recompute = Callable[[Tensor, bool], tuple[tuple[Tensor | None, ...], Tensor | None]]
+
+
+class Layers:
+    """Layers, put together again from what `take_apart` made of them.
+
+    Attributes:
+        weights: [F, D] each.
+        inner: what `forward` left for the backward pass.
+    """
+
+    def __init__(self, layout: Layout, tensors: Sequence[Tensor], inner: Sequence[Tensor] = ()) -> None:
+        self.weights, self.inner = tensors[: layout.layers], inner
+        self.low_rank = LowRank(layout, tensors) if layout.owners else None
+
+    def forward(self, x: Tensor, batch_invariant: bool) -> list[Tensor]:
+        """Return the outputs [..., F] of x [..., D]; `batch_invariant` is not promised of layers with adapters."""
+        if self.low_rank is None:
+            return self._without_adapters(x, batch_invariant)
+        rows = x.flatten(0, -2)
+        self.inner = self.low_rank.inner(rows)
+        return [self._adapted(rows, i).view(*x.shape[:-1], -1) for i in range(len(self.weights))]
+
+    def _adapted(self, rows: Tensor, i: int) -> Tensor:
+        added = self.low_rank.outer(self.inner, i, rows) if self.low_rank else None
+        return linear(rows, self.weights[i]) if added is None else added.addmm_(rows, self.weights[i].T)
+
+    def _without_adapters(self, x: Tensor, batch_invariant: bool) -> list[Tensor]:
+        outs: list[Tensor] = []
+        for group in _groups(self.weights):
+            if batch_invariant and self.weights[group][0].shape[0] < NARROW and x.dtype in HALF:
+                outs += narrow_linear(x, self.weights[group])
+            else:
+                outs += [linear_forward(x, weight, batch_invariant) for weight in self.weights[group]]
+        return outs
+
+    def backward(self, d_outs: Sequence[Tensor]) -> Gradients:
+        """Return the backward pass of these layers, of the gradients [..., F] of all outputs."""
+        return Gradients(self, [d_out.flatten(0, -2) for d_out in d_outs])
+
+
+class Gradients:
+    """The backward pass of layers, d_outs being [T, F]."""
+
+    def __init__(self, layers: Layers, d_outs: list[Tensor]) -> None:
+        self.layers, self.d_outs = layers, d_outs
+        # Narrowest first: `addmm_` reads and writes all of d_x, which the narrow product would wait for.
+        groups = sorted(_groups(layers.weights), key=lambda group: sum(len(weight) for weight in layers.weights[group]))
+        self.groups = [(group, _cat(d_outs[group], -1)) for group in groups]
+        self.d_inner = layers.low_rank.inner_gradients(d_outs) if layers.low_rank else []
+
+    def of_input(self) -> Tensor:
+        """Return the gradient of x, [T, D]."""
+        low_rank = self.layers.low_rank
+        d_x = low_rank.input_gradient(self.d_inner, self.d_outs[0]) if low_rank else None
+        for group, d_out in self.groups:
+            weight = _cat(self.layers.weights[group], 0)
+            d_x = d_out @ weight if d_x is None else d_x.addmm_(d_out, weight)
+        assert d_x is not None
+        return d_x
+
+    def of_tensors(self, x: Tensor | None, needed: Sequence[bool]) -> list[Tensor | None]:
+        """Return the gradients of weights and adapters, given x [T, D], as far as they are needed."""
+        layers, count = self.layers, len(self.layers.weights)
+        found: list[Tensor | None] = [None] * count
+        if x is None or not any(needed):
+            return [None] * len(needed)
+        for group, d_out in self.groups:
+            if any(needed[group]):
+                found[group] = _split(d_out.T @ x, layers.weights[group])
+        if layers.low_rank is not None:
+            found += layers.low_rank.gradients(x, layers.inner, self.d_inner, self.d_outs, needed[count:])
+        return found
+
+
+def linear_backward(d_out: Tensor, layers: Layers, recompute: Recompute, needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    """Return the gradients of what a linear layer's input x was computed from, and then of its tensors.
+
+    Args:
+        d_out: [..., F], the gradient of the layer's output.
+        layers: the one layer.
+        recompute: given the gradient of x [T, D], and whether x is needed, returns the gradients of what x was computed
+            from, and x recomputed or None.
+        needed: whether each tensor's gradient is needed.
+    """
+    with autocast_as_in_forward(d_out):
+        backward = layers.backward([d_out])
+        gradients, x = recompute(backward.of_input(), any(needed))
+        rows = None if x is None else x.view(backward.d_outs[0].shape[0], -1)
+        return *gradients, *backward.of_tensors(rows, needed)
+
+
+def _groups(weights: Sequence[Tensor]) -> list[slice]:
+    """Cut the layers into those multiplied as one: narrow neighbours together, every other one by itself."""
+    narrow = [weight.shape[0] < NARROW for weight in weights]
+    starts = [i for i in range(len(weights)) if i == 0 or not (narrow[i] and narrow[i - 1])]
+    return [slice(*ends) for ends in zip(starts, [*starts[1:], len(weights)], strict=True)]
+
+
+def _cat(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim)
+
+
+def _split(joint: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    return [joint] if len(weights) == 1 else joint.split([weight.shape[0] for weight in weights])
+
+
+__all__ = ["Layers", "linear_backward"]

@@ -1,0 +1,137 @@
+"""Linear layers with low-rank adapters: values and gradients, what is kept, what is not computed; here in torch, on the CPU."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from hf_packfree.ops.fused import mixed, projections
+from hf_packfree.ops.fused.low_rank import Adapted, Adapter, Reading
+from tests.support import relative_rms
+
+T, D = 37, 24
+SIZES = (200, 40, 3)
+
+
+def tensors(*shapes, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+
+
+def adapter(size, rank, scale, dtype=torch.float64, dropout=0.0, seed=0):
+    down, up = tensors((rank, D), (size, rank), dtype=dtype, seed=seed)
+    return Adapter(down, up, scale, dropout)
+
+
+def layers(*ranks, dtype=torch.float64, of_adapters=None, dropout=0.0):
+    """A frozen layer of every size, with one adapter for each of its ranks, which adds less than the layer itself."""
+    found = []
+    for weight, mine in zip(tensors(*((size, D) for size in SIZES[: len(ranks)]), dtype=dtype), ranks):
+        made = partial(adapter, len(weight), dtype=of_adapters or dtype, dropout=dropout)
+        adapters = tuple(made(rank, 0.1 + 0.1 * i, seed=10 * rank + i) for i, rank in enumerate(mine))
+        weight = weight.detach()
+        found.append(Adapted(weight, adapters) if adapters else weight)
+    return found
+
+
+def leaves(x, layers):
+    adapters = [each for layer in layers if isinstance(layer, Adapted) for each in layer.adapters]
+    return [x, *(tensor for each in adapters for tensor in (each.down, each.up))]
+
+
+def results(x, layers, **options):
+    outs = projections(x, *layers, **options)
+    d_outs = tensors(*(out.shape for out in outs), seed=3)
+    grads = torch.autograd.grad(outs, leaves(x, layers), [d_out.detach().to(x.dtype) for d_out in d_outs])
+    return [*outs, *grads]
+
+
+RANKS = {
+    "one layer": ((4,),), "one of three": ((), (4,), ()), "of different ranks": ((4,), (2,), (3,)),
+    "several": ((4, 2), (), (3, 1, 2)),
+}
+
+
+@pytest.mark.parametrize("ranks", RANKS.values(), ids=RANKS)
+def test_equals_the_reference(ranks):
+    (x,), made = tensors((1, T, D)), layers(*ranks)
+    found, wanted = results(x, made, backend="triton"), results(x, made)
+    for a, b in zip(found, wanted, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype and relative_rms(a, b) < 1e-12
+
+
+def test_only_what_is_trained_gets_a_gradient():
+    (x,), (first, second) = tensors((1, T, D)), layers((4, 2), (3,))
+    first.adapters[0].up.requires_grad_(False)
+    second.adapters[0].down.requires_grad_(False)
+    trained = [tensor for tensor in leaves(x, (first, second)) if tensor.requires_grad]
+    outs = [sum(out.sin().sum() for out in projections(x, first, second, backend=name)) for name in ("triton", "torch")]
+    for a, b in zip(*(torch.autograd.grad(out, trained) for out in outs), strict=True):
+        assert relative_rms(a, b) < 1e-12
+
+
+def test_keeps_the_input_and_its_low_rank_products():
+    (x,), made = tensors((1, T, D), dtype=torch.bfloat16), layers((4,), (2,), dtype=torch.bfloat16, of_adapters=torch.float32)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        projections(x, *made, backend="triton")
+    wide = [tensor.shape for tensor in kept if tensor.dtype == torch.float32]
+    assert wide.pop() == (T, 6) and set(wide) == {tensor.shape for tensor in leaves(x, made)[1:]}
+    assert sorted(tensor.shape for tensor in kept if tensor.dtype == torch.bfloat16) == sorted([x.shape, (200, D), (40, D)])
+
+
+@pytest.fixture
+def on_tensor_cores(monkeypatch):
+    """Take fp32 apart as on a GPU, whose products in half precision are exact in fp32 up to its own rounding."""
+    monkeypatch.setattr(mixed, "on_tensor_cores", lambda x: x.dtype == torch.bfloat16)
+    monkeypatch.setattr(mixed, "wide_product", lambda x, w: x.float() @ w.float())
+
+
+def test_adapters_in_fp32_are_not_rounded(on_tensor_cores):
+    (x, w), (h,) = tensors((300, 64), (64, 8)), tensors((300, 8), seed=4)
+    x, w, h = x.detach().bfloat16(), w.detach().float(), h.detach().float()
+    assert relative_rms(mixed.times(x, w), x.double() @ w.double()) < 2e-7
+    assert relative_rms(mixed.times(x.T, h), x.double().T @ h.double()) < 2e-7
+    rounding = relative_rms((h.double() @ w.T.double()).bfloat16(), h.double() @ w.T.double())
+    assert relative_rms(mixed.rounded_product(h, w.T, x), h.double() @ w.T.double()) < 1.01 * rounding
+
+
+@pytest.mark.parametrize("of_adapters", [torch.float32, torch.bfloat16])
+def test_half_precision_is_no_farther_from_exact_than_the_reference(of_adapters, on_tensor_cores):
+    (x,) = tensors((1, T, D), dtype=torch.bfloat16)
+    made = layers((4,), (2, 3), dtype=torch.bfloat16, of_adapters=of_adapters)
+    exact = results(x.double(), [
+        Adapted(one.weight.double(), tuple(Adapter(a.down.double(), a.up.double(), a.scale) for a in one.adapters))
+        for one in made
+    ])
+    for a, b, c in zip(results(x, made, backend="triton"), results(x, made), exact, strict=True):
+        assert a.dtype == b.dtype and relative_rms(a, c) < 1.1 * relative_rms(b, c)
+
+
+def test_dropout_zeroes_the_share_and_keeps_the_mean():
+    (x,) = tensors((500, D))
+    read = Reading((0,), seed=1, dropout=0.25).of(x)
+    assert abs(float((read == 0).double().mean()) - 0.25) < 0.02
+    assert torch.equal(read, Reading((0,), seed=1, dropout=0.25).of(x)) and not torch.equal(read, Reading((0,), 2, 0.25).of(x))
+    zeros, ones = torch.zeros(1, D, dtype=x.dtype), torch.ones(4000, D, dtype=x.dtype)
+    one = Adapted(zeros, (Adapter(torch.ones(1, D, dtype=x.dtype), torch.ones(1, 1, dtype=x.dtype), 1.0, 0.25),))
+    (out,) = projections(ones, one, backend="triton")
+    assert abs(float(out.mean()) - D) < 0.1 and out.std() > 1
+
+
+def test_with_dropout_the_backward_pass_draws_the_masks_of_the_forward_pass():
+    (x,), made = tensors((1, 5, D)), layers((4,), (2, 3), dropout=0.3)
+
+    def run(*inputs):
+        torch.manual_seed(7)
+        rest = iter(inputs[1:])
+        again = [
+            Adapted(one.weight, tuple(Adapter(next(rest), next(rest), a.scale, a.dropout) for a in one.adapters))
+            for one in made
+        ]
+        return projections(inputs[0], *again, backend="triton")
+
+    assert torch.autograd.gradcheck(run, leaves(x, made))
+    assert not torch.equal(run(*leaves(x, made))[0], projections(x, *made, backend="triton")[0]), "every call draws its own"

@@ -1,0 +1,62 @@
+"""PEFT's LoRA inside the fused layers: a packed row on the kernels against each document alone, unpatched, on PEFT's own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hf_packfree import apply_patches
+from hf_packfree.models.state import Kernels
+from tests.input_formats import row_batch
+from tests.integrations.marks import needs
+from tests.support import GRADIENT_TOL, LOGIT_TOL, errors, random_weights, run, run_alone, tiny
+
+pytestmark = [needs("peft"), pytest.mark.filterwarnings("default")]
+
+BATCH = row_batch("positions", (5, 1, 8, 2))
+FUSED = Kernels(fused="triton")
+
+
+@pytest.fixture
+def called():
+    """How often PEFT's own forward of a linear layer has run."""
+    from peft.tuners.lora import Linear
+
+    count = []
+    with pytest.MonkeyPatch.context() as patch:
+        base = torch.nn.Linear.forward
+        patch.setattr(torch.nn.Linear, "forward", lambda layer, x: count.append(1) or base(layer, x))
+        assert Linear.forward
+        yield count
+
+
+def lora(model, **options):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(5)
+    settings = {"r": 4, "lora_alpha": 6, "init_lora_weights": False, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    return get_peft_model(model, LoraConfig(**settings | options))
+
+
+def on_kernels(model):
+    for module in apply_patches(model).modules():
+        if "packfree" in vars(module):
+            vars(module)["packfree"] = replace(vars(module)["packfree"], elsewhere=FUSED)
+    return model
+
+
+def assert_exact(model, reference):
+    weights = random_weights(BATCH, 128)
+    logits, grads = errors(run(model, BATCH, weights), run_alone(reference, BATCH, weights))
+    assert logits <= LOGIT_TOL and grads <= GRADIENT_TOL, (logits, grads)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+def test_exact_and_no_layer_is_called(family, called):
+    model = on_kernels(lora(tiny(family)))
+    run(model, BATCH, random_weights(BATCH, 128))
+    experts = {"qwen3_5": 0}.get(family)
+    assert experts is None or len(called) == 1, "the head alone"
+    assert_exact(model, lora(tiny(family)))
