@@ -132,6 +132,8 @@ def time_row(group: Group, together: Together, number: int, profile_to: Path | N
         raise FloatingPointError(f"the step's loss is {loss}")
     row |= {"real_tokens_per_s": load.real_tokens / row["ms"] * 1e3, **load.facts(), **what_runs(model)}
     row |= {"layers": group.shape.layers, "liger": group.variant.liger, "flash_qla": group.variant.flash_qla}
+    if group.variant.lora:
+        row["lora"] = group.variant.lora
     note = "; ".join(part for part in (group.shape.note(), group.note) if part)
     if note:
         row["note"] = note

@@ -32,6 +32,8 @@ class Variant:
         composed: whether torch's varlen attention and FLA's gated norm stand in for upstream's.
         backend: the argument of `apply_patches`: a name, or {operation: name}.
         batch_invariant: the argument of `apply_patches`.
+        lora: the dtype of LoRA adapters on every linear layer, r=16, of a frozen model, as PEFT's `get_peft_model` makes them:
+            "fp32", PEFT's default, or "bf16"; "" (none): the whole model is trained.
     """
 
     packfree: bool = True
@@ -41,6 +43,7 @@ class Variant:
     composed: bool = False
     backend: Any = "auto"
     batch_invariant: bool = False
+    lora: str = ""
 
     def choice(self) -> Any:
         """The backends to ask for: where FlashQLA is off, FLA's delta rule."""
@@ -96,6 +99,16 @@ def _put_in(model: nn.Module, shape: Shape, variant: Variant, upstream: Any) -> 
         apply_patches(model, backend=variant.choice(), **mode)
     if variant.liger == "after":
         put_liger_in(model, shape.family)
+    if variant.lora:
+        put_lora_on(model, variant.lora)
+
+
+def put_lora_on(model: nn.Module, dtype: str) -> None:
+    """Freeze the model and put PEFT's LoRA on every linear layer but the head, in place."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    get_peft_model(model, config, autocast_adapter_dtype=dtype == "fp32")
 
 
 def put_liger_in(model: nn.Module, family: str) -> None:

@@ -21,6 +21,8 @@ UNPATCHED = ("unpatched padded", "unpatched packed", "stock padded")
 EARLIER = "Rows with * are of an earlier run, and perhaps of another machine; ratios are to rows of the same run."
 TITLES = {
     "2b-32k-packed": "2B shape, 32,768 tokens in {documents} documents",
+    "2b-32k-lora": "2B shape, LoRA r=16 on every linear layer, adapters in fp32 (PEFT's default), 32,768 tokens",
+    "2b-32k-lora-bf16": "2B shape, LoRA r=16 on every linear layer, adapters in bf16, 32,768 tokens",
     "2b-8x2048-padded": "2B shape, 8 rows of 2,048 tokens, {fill:.0%} of them real",
     "2b-vl-16docs": "2B shape with its vision tower, {documents} documents with images, {fill:.0%} of the padded batch real",
     "9b-32k-packed": "9B shape ({layers} layers), 32,768 tokens",

@@ -45,7 +45,7 @@ STANDS_IN = "FLA's Triton convolution stands in for causal-conv1d, without which
 def groups(tiny: bool = False, backend: Any = "auto") -> list[Group]:
     """Return every group, the important ones first; `tiny` shrinks models and rows, for a trial on a CPU."""
     found = [
-        *_dense(tiny), *_padded(tiny), *_with_images(tiny), *_linearity(tiny),
+        *_dense(tiny), *_lora(tiny), *_padded(tiny), *_with_images(tiny), *_linearity(tiny),
         *_wide("9b", "tiny" if tiny else "9b", tiny), *_wide("moe", "tiny-moe" if tiny else "moe", tiny),
     ]
     ours = [group.variant.packfree and group.variant.backend == "auto" for group in found]
@@ -77,6 +77,21 @@ def _dense(tiny: bool) -> list[Group]:
         Group(shape, UNPATCHED_CONV, unpatched, STANDS_IN),
         Group(shape, COMPOSED, ((name, "composed without packfree", packed),), PUT_IN),
         Group(shape, replace(LIGER, backend=CUT), ((name, "packfree+liger, one document, cut", one),)),
+    ]
+
+
+def _lora(tiny: bool) -> list[Group]:
+    """The 2B shape at 32k tokens, frozen, with adapters in fp32, which is PEFT's default, and in bf16."""
+    shape, load = SHAPES["tiny" if tiny else "2b"], Load(_long(tiny))
+    variants = {
+        "packfree": (PACKFREE, ""), "packfree+liger": (LIGER, ""), "composed without packfree": (COMPOSED, PUT_IN),
+        "unpatched packed": (UNPATCHED_CONV, STANDS_IN),
+    }
+    return [
+        Group(shape, replace(variant, lora=dtype), ((f"2b-32k-lora{ending}", name, load),), note)
+        for dtype, ending in (("fp32", ""), ("bf16", "-bf16"))
+        for name, (variant, note) in variants.items()
+        if dtype == "fp32" or name != "unpatched packed"
     ]
 
 
