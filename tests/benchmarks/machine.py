@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 PACKAGES = (
-    "torch", "triton", "transformers", "fla-core", "flash-qla", "tilelang", "liger-kernel", "peft", "causal-conv1d", "flash-attn",
+    "torch", "triton", "transformers", "fla-core", "flash-qla", "tilelang", "liger-kernel", "peft", "causal-conv1d",
+    "flash-attn",
 )
 
 
