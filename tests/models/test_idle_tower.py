@@ -1,4 +1,4 @@
-"""Two processes, one of which has no images, or no video: nobody waits, and the gradient is the mean of both alone."""
+"""Two processes, one of which has no images, no video or no audio: nobody waits, the gradient is the mean of both alone."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_packfree import apply_patches
+from hf_packfree.models.mrope import rope_source
+from tests.models import test_omni as omni
 from tests.models.padded import worst_gradient
 from tests.ranks import two_ranks
-from tests.support import GRADIENT_TOL
+from tests.support import GRADIENT_TOL, gradients
 from tests.vision import document, image, packed_batch, tiny_vision, video
 
 ROWS = {
@@ -19,37 +21,53 @@ ROWS = {
     "images": [document(5, image(4, 4), 3, seed=3), document(8, seed=4)],
     "all": [document(3, image(4, 6), 2, video(2, 4, 4), 3, seed=5), document(4, seed=6)],
 }
+OMNI_ROWS = {
+    "audio": [omni.Document().text(5).audio(60).text(3), omni.Document().text(8)],
+    "images": [omni.Document().text(4), omni.Document().text(2).image(4, 6).text(3)],
+}
 CASES = [
-    ("DDP", "images text", "trained"), ("FSDP2", "images text", "trained"), ("FSDP2", "all images", "trained"),
-    ("FSDP2", "text all", "frozen"),
+    ("qwen3_5", "DDP", "images text", "trained"), ("qwen3_5", "FSDP2", "images text", "trained"),
+    ("qwen3_5", "FSDP2", "all images", "trained"), ("qwen3_5", "FSDP2", "text all", "frozen"),
+    ("qwen3_omni_moe", "DDP", "audio images", "trained"), ("qwen3_omni_moe", "FSDP2", "audio images", "trained"),
 ]
+
+
+def towers(model) -> list[torch.nn.Module]:
+    """Return the towers of images and of audio."""
+    return [module for name, module in model.named_modules() if name.rpartition(".")[2] in ("visual", "audio_tower")]
 
 
 def step(model, rows: str) -> dict[str, torch.Tensor]:
     """Return the gradients of a fixed functional of a row's logits."""
-    from hf_packfree.models.mrope import rope_source
-    from tests.support import gradients
-
     inner = getattr(model, "module", model)
-    batch = packed_batch("4 rows", ROWS[rows], rope_source(inner.config))
-    batch.pixels = [{kind: pixels.detach() for kind, pixels in own.items()} for own in batch.pixels]
     model.zero_grad(set_to_none=True)
-    batch.call(model).logits.pow(2).mean().backward()
-    return gradients(model)
+    if hasattr(inner.config, "audio_config"):
+        given = OMNI_ROWS[rows]
+        media = omni.arguments(given, {kind: [x.detach() for x in xs] for kind, xs in omni.leaves_of(given).items()})
+        logits = model(**omni.row(given, "offsets", None)[0], **media, use_cache=False).logits
+    else:
+        batch = packed_batch("4 rows", ROWS[rows], rope_source(inner.config))
+        batch.pixels = [{kind: pixels.detach() for kind, pixels in own.items()} for own in batch.pixels]
+        logits = batch.call(model).logits
+    logits.pow(2).mean().backward()
+    # softmax ignores the keys' bias in the audio tower: its gradient is noise
+    return {name: grad for name, grad in gradients(model).items() if not name.endswith("k_proj.bias")}
 
 
-def patched(tower: str) -> torch.nn.Module:
-    model = apply_patches(tiny_vision("qwen3_5"))
-    model.model.visual.requires_grad_(tower == "trained")
+def patched(family: str, tower: str) -> torch.nn.Module:
+    model = apply_patches(tiny_vision(family))
+    for one in towers(model):
+        one.requires_grad_(tower == "trained")
     return model
 
 
-def gradients_of(rank: int, wrapper: str, rows: str, tower: str) -> dict[str, torch.Tensor]:
+def gradients_of(rank: int, family: str, wrapper: str, rows: str, tower: str) -> dict[str, torch.Tensor]:
     """What a rank finds in the second of two steps, on rows of its own."""
-    model = patched(tower)
+    model = patched(family, tower)
     if wrapper == "FSDP2":
         mesh = torch.distributed.init_device_mesh("cpu", (2,))
-        for part in (*model.model.visual.blocks, *model.model.language_model.layers, model.get_input_embeddings(), model):
+        layers = [module for name, module in model.named_modules() if name.split(".")[-2:-1] in (["layers"], ["blocks"])]
+        for part in (*layers, model.get_input_embeddings(), model):
             fully_shard(part, mesh=mesh)
     else:
         model = DistributedDataParallel(model)
@@ -61,12 +79,12 @@ def gradients_of(rank: int, wrapper: str, rows: str, tower: str) -> dict[str, to
 
 @pytest.mark.slow
 def test_a_rank_without_media_stays_in_step(tmp_path):
-    for (wrapper, rows, tower), ranks in zip(CASES, two_ranks(gradients_of, CASES, tmp_path)):
-        each = [step(patched(tower), row) for row in rows.split()]
+    for (family, wrapper, rows, tower), ranks in zip(CASES, two_ranks(gradients_of, CASES, tmp_path)):
+        each = [step(patched(family, tower), row) for row in rows.split()]
         names = each[0].keys() | each[1].keys()
         wanted = {name: sum(grads[name] for grads in each if name in grads) / 2 for name in names}
         for rank, found in enumerate(ranks):
-            assert worst_gradient(found, wanted) <= GRADIENT_TOL, (wrapper, rows, tower, rank)
+            assert worst_gradient(found, wanted) <= GRADIENT_TOL, (family, wrapper, rows, tower, rank)
 
 
 def test_one_process_runs_no_idle_tower():
