@@ -11,44 +11,53 @@ from typing import TYPE_CHECKING, Any
 from hf_packfree._version import __version__
 
 if TYPE_CHECKING:
+    from hf_packfree.mtp import MTPOptions
     from hf_packfree.packing import PackedSequence
     from hf_packfree.patching import (
         PatchReport,
         Registration,
+        add_mtp,
         apply_patches,
         patch_report,
         prewarm,
         register_patches,
+        remove_mtp,
         remove_patches,
     )
     from hf_packfree.trainer import PackFreeCallback
     from hf_packfree.verify import PackingReport, verify_packing
 
 _HOMES = {
+    "MTPOptions": "mtp",
     "PackFreeCallback": "trainer",
     "PackedSequence": "packing",
     "PackingReport": "verify",
     "PatchReport": "patching",
     "Registration": "patching",
+    "add_mtp": "patching",
     "apply_patches": "patching",
     "patch_report": "patching",
     "prewarm": "patching",
     "register_patches": "patching",
+    "remove_mtp": "patching",
     "remove_patches": "patching",
     "verify_packing": "verify",
 }
 
 __all__ = [
+    "MTPOptions",
     "PackFreeCallback",
     "PackedSequence",
     "PackingReport",
     "PatchReport",
     "Registration",
     "__version__",
+    "add_mtp",
     "apply_patches",
     "patch_report",
     "prewarm",
     "register_patches",
+    "remove_mtp",
     "remove_patches",
     "verify_packing",
 ]

@@ -37,6 +37,10 @@ class PatchConflict(PackFreeError, RuntimeError):
     """Something else already changed a part of the model that a patch needs."""
 
 
+class MissingHead(PackFreeError, LookupError):
+    """A checkpoint lacks tensors of the multi-token prediction head, or has others than its configuration says."""
+
+
 class BackendUnavailable(PackFreeError, RuntimeError):
     """A backend that was named cannot run here."""
 

@@ -12,6 +12,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hf_packfree.errors import PatchConflict
 from hf_packfree.models.vision_language import PackedVisionLanguage
+from hf_packfree.mtp.attached import training_facts
+from hf_packfree.mtp.options import Choice as MTPChoice
+from hf_packfree.mtp.options import MTPOptions
 from hf_packfree.packing import PackedSequence, uncompiled
 from hf_packfree.patching.apply import Options, patch
 from hf_packfree.patching.backends import Choice
@@ -34,10 +37,12 @@ class PackFreeCallback(TrainerCallback):
         packfree/documents_per_row: documents in the average row.
         packfree/real_token_share: tokens that are not padding over all tokens, 0 to 1.
         packfree/tokens_per_second: tokens that are not padding.
+        packfree/mtp_loss_k, packfree/mtp_accuracy_k: with a multi-token prediction head in training, the mean loss of depth k,
+            and the share of its targets that its most likely token hits.
         packfree/influence: once, with `verify_first_batch`: see `first_batch_influence`.
 
     Args:
-        backend, batch_invariant, unpacked, padded: as for `apply_patches`, whose errors are raised when the Trainer is
+        backend, batch_invariant, unpacked, padded, mtp: as for `apply_patches`, whose errors are raised when the Trainer is
             initialised; an unknown value is refused at once (ValueError).
         verify_first_batch: on the first packed batch, change the tokens, pixels and sounds of every second document and raise
             `LeakDetected` if the outputs of the others change; costs two forwards, three of a vision-language model.  In a
@@ -51,9 +56,10 @@ class PackFreeCallback(TrainerCallback):
         batch_invariant: bool = False,
         unpacked: Literal["upstream", "native"] = "upstream",
         padded: Literal["lazy", "full", "upstream"] = "lazy",
+        mtp: MTPChoice | MTPOptions = None,
         verify_first_batch: bool = False,
     ) -> None:
-        self._options = Options(backend, batch_invariant, unpacked, padded)
+        self._options = Options(backend, batch_invariant, unpacked, padded, mtp)
         self._verify = verify_first_batch
         self._influence: float | None = None
         self._trunks: list[nn.Module] = []
@@ -112,7 +118,7 @@ class PackFreeCallback(TrainerCallback):
         """Add the packing facts to a training log, where it is printed and where it is kept."""
         if logs is None or "loss" not in logs:
             return
-        facts = self._counts.take()
+        facts = self._counts.take() | training_facts(kwargs.get("model"))
         if self._influence is not None:
             facts["packfree/influence"], self._influence = self._influence, None
         logs.update(facts)

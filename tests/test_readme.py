@@ -58,7 +58,8 @@ def checkpoint(tmp_path, monkeypatch):
 
     monkeypatch.setattr(training_args, "is_torch_bf16_gpu_available", lambda: True)  # which TRL wants, and a CPU computes too
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
-    tiny().save_pretrained(tmp_path / "my-checkpoint")
+    with_head = hf_packfree.apply_patches(tiny(), mtp=hf_packfree.MTPOptions(from_scratch=True))
+    with_head.save_pretrained(tmp_path / "my-checkpoint")
     PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>").save_pretrained(
         tmp_path / "my-checkpoint"
     )

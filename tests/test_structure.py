@@ -17,7 +17,8 @@ FLOORS = [
     {"errors", "versions", "_version"},
     {"packing"},
     {"ops"},
-    {"models", "mtp", "parallel"},
+    {"models", "parallel"},
+    {"mtp"},
     {"patching"},
     {"verify"},
     {"trainer", "data", "doctor", "bench"},
@@ -26,7 +27,7 @@ FLOORS = [
     {"__main__", "__init__"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-MAY_IMPORT_TRANSFORMERS = {"models", "patching", "verify", "trainer", "doctor", "bench", "demo", "cli"}
+MAY_IMPORT_TRANSFORMERS = {"models", "mtp", "patching", "verify", "trainer", "doctor", "bench", "demo", "cli"}
 
 
 def files():

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_packfree.errors import PatchConflict
 from hf_packfree.ops.backend import HALF
@@ -15,6 +15,9 @@ from hf_packfree.packing import PackedSequence
 
 Observer = Callable[[PackedSequence | None, tuple[int, int], Any], None]
 """Called by the trunk before every training forward: the record (None: upstream's), the caller's (B, S), the mask."""
+Follower = Callable[[nn.Module, PackedSequence | None, dict[str, Any], Tensor], None]
+"""Called by the trunk after every training forward: the trunk, the record, what upstream's forward got, and its output: both of
+the row [1, T], or of the batch [B, S] where there is no record."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +55,7 @@ class PatchState:
         mixer_paths: the attributes of decoder layers that hold token mixers, see `Family`; for the check before packed rows.
         why: {op: why a faster backend is not used on CUDA}, in sentences.
         observers: called before every training forward of the trunk.
+        followers: called after it.
     """
 
     cuda_half: Kernels = Kernels()
@@ -63,6 +67,7 @@ class PatchState:
     mixer_paths: tuple[str, ...] = ()
     why: dict[str, str] = field(default_factory=dict, compare=False)
     observers: list[Observer] = field(default_factory=list, compare=False, repr=False)
+    followers: list[Follower] = field(default_factory=list, compare=False, repr=False)
 
     @property
     def runs_unpacked(self) -> bool:

@@ -59,10 +59,21 @@ class PackedTrunk(Replacement):
                 observe(packed, packed.batch_shape if packed is not None else (rows, tokens), attention_mask)
         if packed is not None:
             _check_packed_call(self, packed, arguments)
-            return self._forward_packed(packed.for_shape((rows, tokens)), arguments, count_all=masked)
-        return super().forward(**arguments)
+            return self._forward_packed(packed, (rows, tokens), arguments, count_all=masked)
+        output = super().forward(**arguments)
+        self._followed(None, arguments, output)
+        return output
 
-    def _forward_packed(self, packed: PackedSequence, arguments: dict[str, Any], *, count_all: bool) -> Any:
+    def _followed(self, packed: PackedSequence | None, arguments: dict[str, Any], output: Any) -> None:
+        if self.training and (followers := state_of(self).followers):
+            hidden = output[0]
+            for follow in followers:
+                follow(self, packed, arguments, hidden)
+
+    def _forward_packed(
+        self, of_batch: PackedSequence, shape: tuple[int, int], arguments: dict[str, Any], *, count_all: bool
+    ) -> Any:
+        packed = of_batch.for_shape(shape)
         # The caller's `cache_position` (5.2 and 5.3 read it) counts tokens of the batch, not of the row.
         row = {name: value for name, value in arguments.items() if name != "cache_position"}
         as_dict = row.get("return_dict", getattr(self.config, "return_dict", True))
@@ -78,6 +89,7 @@ class PackedTrunk(Replacement):
         if not has_fixed_frequencies(self.config):
             check_longest_position(self.config, packed, row["position_ids"])
         output = super().forward(**row)
+        self._followed(of_batch, row, output)
         output.last_hidden_state = repad(output.last_hidden_state, packed)
         restore_layers(output, packed, count_all=count_all)
         return output.to_tuple() if as_dict is False else output

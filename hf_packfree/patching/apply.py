@@ -12,7 +12,10 @@ from torch import nn
 from hf_packfree.errors import PatchConflict
 from hf_packfree.models.state import PatchState
 from hf_packfree.models.subclassed import behind
+from hf_packfree.mtp.options import Choice as MTPChoice
+from hf_packfree.mtp.options import MTPOptions, mtp_options
 from hf_packfree.patching.backends import Choice, choose_backends, forced_backends
+from hf_packfree.patching.mtp import plan_head, refuse_trained_head
 from hf_packfree.patching.plan import op_sizes, plan_swaps
 from hf_packfree.patching.registry import family_of
 from hf_packfree.patching.report import announce
@@ -29,6 +32,7 @@ def apply_patches(
     batch_invariant: bool = False,
     unpacked: Literal["upstream", "native"] = "upstream",
     padded: Literal["lazy", "full", "upstream"] = "lazy",
+    mtp: MTPChoice | MTPOptions = None,
 ) -> _Model:
     """Make packed rows exact, in place, and return the same model; applying twice changes nothing more.
 
@@ -52,9 +56,14 @@ def apply_patches(
         padded: what runs padded rows of one document: "lazy", real tokens only, and a training step's logits get the
             caller's shape when something reads them; "full", the same with logits always in that shape; "upstream",
             bit for bit as without us.
+        mtp: the multi-token prediction head that Qwen3.5 and Qwen3-Next checkpoints carry and transformers drops: None leaves
+            it dropped, "keep" reads it from the checkpoint that the model came from, frozen, so that `save_pretrained` writes
+            it again, "train" trains it beside the model, `MTPOptions` says how.  It becomes `model.mtp`, and its parameters
+            the model's: call this before an optimizer or a wrapper takes these.
 
     Raises:
         UnsupportedModel, PatchConflict, ContractError, BackendUnavailable: nothing was changed; see `plan_swaps`.
+        MissingHead: with `mtp`, the checkpoint lacks tensors of the head; nothing was changed.
         LeakDetected: this transformers is newer than any tried, and the family's tiny model leaks on it.
         ValueError: an option has an unknown value, or `batch_invariant=True` comes with `padded="upstream"`.
 
@@ -78,7 +87,7 @@ def apply_patches(
         >>> torch.allclose(second_document(), alone, atol=1e-5)
         True
     """
-    patch(model, Options(backend, batch_invariant, unpacked, padded))
+    patch(model, Options(backend, batch_invariant, unpacked, padded, mtp))
     return model
 
 
@@ -90,10 +99,12 @@ class Options:
     batch_invariant: bool = False
     unpacked: str = "upstream"
     padded: str = "lazy"
+    mtp: MTPChoice | MTPOptions = None
 
     def __post_init__(self) -> None:
         """Refuse a misspelt option, whatever the model."""
         forced_backends(self.backend)
+        mtp_options(self.mtp)
         known = {"batch_invariant": (True, False), "unpacked": ("upstream", "native"), "padded": ("lazy", "full", "upstream")}
         for name, values in known.items():
             if (found := getattr(self, name)) not in values:
@@ -108,7 +119,8 @@ class Options:
 
 def patch(model: nn.Module, options: Options) -> None:
     """Plan, choose, check, then change `model`; logs what runs when something changed."""
-    family, steps = plan_swaps(model)
+    family, swaps = plan_swaps(model)
+    steps = [*swaps, *plan_head(model, family, mtp_options(options.mtp))]
     chosen = choose_backends(options.backend, op_sizes(model, family), family.ops)
     wanted = replace(
         chosen, batch_invariant=options.batch_invariant, unpacked=options.unpacked, padded=options.padded,
@@ -126,9 +138,12 @@ def remove_patches(model: _Model) -> _Model:
     """Give back exactly what was there before `apply_patches`; a model that is not patched stays as it is.
 
     Raises:
-        PatchConflict: something was put on top of a patched module since; nothing was changed.
+        PatchConflict: something was put on top of a patched module since, or a multi-token prediction head is trained, whose
+            weights would go; nothing was changed.
     """
-    undo(_in_force(model))
+    steps = _in_force(model)
+    refuse_trained_head(steps)
+    undo(steps)
     return model
 
 

@@ -70,6 +70,7 @@ class Family:
         fused_layer: whether the decoder layers are patched too, as `FusedDecoderLayer`.  Others hand the record on.
         vision_language: the class around the text model that images go through, if there is one.
         towers: beside the text model, in models that have them.
+        predicts_ahead: whether checkpoints carry a multi-token prediction head, see `hf_packfree.mtp`.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Family:
     fused_layer: bool = False
     vision_language: str | None = None
     towers: tuple[Tower, ...] = ()
+    predicts_ahead: bool = False
 
     @property
     def swaps(self) -> dict[str, str]:
@@ -178,6 +180,7 @@ FAMILIES: tuple[Family, ...] = (
         fused_layer=True,
         vision_language="Qwen3_5Model",
         towers=(Tower("Qwen3_5VisionModel", "Qwen3_5VisionAttention", _TOWER),),
+        predicts_ahead=True,
     ),
     Family(
         name="qwen3_5_moe",
@@ -193,6 +196,7 @@ FAMILIES: tuple[Family, ...] = (
         fused_layer=True,
         vision_language="Qwen3_5MoeModel",
         towers=(Tower("Qwen3_5MoeVisionModel", "Qwen3_5MoeVisionAttention", _TOWER),),
+        predicts_ahead=True,
     ),
     Family(
         name="qwen3_next",
@@ -206,6 +210,7 @@ FAMILIES: tuple[Family, ...] = (
             Mixer("full_attention", "self_attn", "Qwen3NextAttention", _ATTENTION),
         ),
         fused_layer=True,
+        predicts_ahead=True,
     ),
     Family(
         name="qwen3_vl",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import nn
 
@@ -66,6 +66,17 @@ class ClassSwap:
         self.module.__class__ = self.after
 
 
+@runtime_checkable
+class Joins(Protocol):
+    """A child that has to know when it gets a parent and when it loses it."""
+
+    def join(self, parent: nn.Module) -> None:
+        """Called once the child is in place."""
+
+    def leave(self, parent: nn.Module) -> None:
+        """Called before it is taken away."""
+
+
 @dataclass(frozen=True)
 class AddModule:
     """A child that a module gets: its name in the model, the parent, the attribute there, the child."""
@@ -86,6 +97,8 @@ class AddModule:
 
     def lift(self) -> None:
         """Take the child away, and the note that it is ours."""
+        if isinstance(self.module, Joins):
+            self.module.leave(self.parent)
         added = vars(self.parent)[_ADDED]
         del self.parent._modules[self.attribute], added[self.attribute]
         if not added:
@@ -95,6 +108,8 @@ class AddModule:
         """Put the child in place, and note on the parent that it is ours."""
         self.parent.add_module(self.attribute, self.module)
         vars(self.parent).setdefault(_ADDED, {})[self.attribute] = self.module
+        if isinstance(self.module, Joins):
+            self.module.join(self.parent)
 
 
 def plan_addition(model: nn.Module, name: str, module: nn.Module) -> list[AddModule]:

@@ -1,0 +1,6 @@
+"""Multi-token prediction: the head that Qwen3.5 and Qwen3-Next checkpoints carry, which transformers drops."""
+
+from hf_packfree.mtp.head import MTPHead
+from hf_packfree.mtp.options import MTPOptions
+
+__all__ = ["MTPHead", "MTPOptions"]

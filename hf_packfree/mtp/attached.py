@@ -1,0 +1,67 @@
+"""The head as a model's child: it follows the model's calls from when it is added until it is taken away."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from hf_packfree.models.state import PatchState
+from hf_packfree.mtp.head import MTPHead
+from hf_packfree.mtp.options import MTPOptions
+from hf_packfree.mtp.training import MTPTraining
+
+_DEPTH = "mtp_num_hidden_layers"
+
+
+class AttachedHead(MTPHead):
+    """The head with its options, and what trains it.
+
+    Args:
+        trunk, layers: see `MTPHead`.
+        options: see `MTPOptions`.
+    """
+
+    def __init__(self, trunk: Any, layers: int, options: MTPOptions) -> None:
+        super().__init__(trunk, layers)
+        self.options = options
+        self.training_calls = MTPTraining(options) if options.train else None
+        self._hooks: list[Any] = []
+        self._named_before = True
+
+    def join(self, parent: Any) -> None:
+        """Follow the parent's calls, and let its configuration say that it has a head."""
+        config = parent.config.get_text_config()
+        self._named_before = hasattr(config, _DEPTH)
+        if not self._named_before:
+            setattr(config, _DEPTH, len(self.layers))
+        if self.training_calls is not None:
+            self._hooks = [
+                parent.register_forward_pre_hook(self.training_calls.before, with_kwargs=True),
+                parent.register_forward_hook(self.training_calls.after),
+            ]
+            for followers in _followers(parent):
+                followers.append(self.training_calls.follow)
+
+    def leave(self, parent: Any) -> None:
+        """Stop following."""
+        if not self._named_before:
+            delattr(parent.config.get_text_config(), _DEPTH)
+        while self._hooks:
+            self._hooks.pop().remove()
+        for followers in _followers(parent):
+            if self.training_calls is not None and self.training_calls.follow in followers:
+                followers.remove(self.training_calls.follow)
+
+
+def training_facts(model: nn.Module | None) -> dict[str, float]:
+    """Return mean loss and accuracy of every depth since the last time, of the heads that a model trains."""
+    heads = () if model is None else (module for module in model.modules() if isinstance(module, AttachedHead))
+    calls = (head.training_calls for head in heads)
+    return {name: value for one in calls if one is not None for name, value in one.take().items()}
+
+
+def _followers(parent: nn.Module) -> list[list[Any]]:
+    """Return the list of those that the parent's text model calls; it is shared by all patched modules."""
+    states = (vars(module).get("packfree") for module in parent.modules())
+    return [state.followers for state in states if isinstance(state, PatchState)][:1]

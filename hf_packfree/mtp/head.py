@@ -1,0 +1,102 @@
+"""The head: parameters with the published names, built from the text model's own layer and norm classes.
+
+Step k at token t (Qwen3-Next's and DeepSeek-V3's multi-token prediction):
+
+    z_t = fc [norm_e(embedding of x_{t+k}), norm_h(h^{k-1}_t)],   h^k_t = norm(layer(z)_t),   h^0 = the text model's output
+
+and h^k_t predicts x_{t+k+1} through the model's own language modelling head.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_packfree.models.base import upstream_of
+from hf_packfree.packing import PackedSequence
+
+
+class MTPHead(nn.Module):
+    """The module `model.mtp`.
+
+    Args:
+        trunk: the text model, of which the layer and norm classes, the sizes and the settings are taken.
+        layers: how many layers; step k runs layer (k - 1) modulo this number.
+    """
+
+    def __init__(self, trunk: Any, layers: int = 1) -> None:
+        super().__init__()
+        config, layer, norm = trunk.config, upstream_of(type(trunk.layers[0])), upstream_of(type(trunk.norm))
+        alike = _of_full_attention(config, layers)
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.fc = nn.Linear(2 * width, width, bias=False)
+        self.pre_fc_norm_embedding = norm(width, eps=eps)
+        self.pre_fc_norm_hidden = norm(width, eps=eps)
+        self.layers = nn.ModuleList(layer(alike, number) for number in range(layers))
+        self.norm = norm(width, eps=eps)
+        for module in self.modules():  # which attention runs is the text model's setting, now and later
+            if getattr(module, "config", None) is alike:
+                module.config = config
+        self._checkpoint_like(trunk)
+        self.train(trunk.training)
+
+    def _checkpoint_like(self, trunk: Any) -> None:
+        """Let gradient checkpointing that was switched on before reach the head's layers too."""
+        for layer in self.layers:
+            for name in ("gradient_checkpointing", "_gradient_checkpointing_func"):
+                if hasattr(trunk.layers[0], name):
+                    setattr(layer, name, getattr(trunk.layers[0], name))
+
+    def forward(
+        self, hidden: Tensor, embeddings: Tensor, packed: PackedSequence, depth: int = 1, **of_layers: Any
+    ) -> tuple[Tensor, ...]:
+        """Run `depth` steps on a row; where a document has no token to embed any more, zeros stand for it.
+
+        Args:
+            hidden: [1, T, D_model], the text model's output after its final norm.
+            embeddings: [1, T, D_model], what the text model began with, features of images included.
+            packed: where documents start and end.
+            depth: number of steps.
+            of_layers: what a decoder layer takes besides, such as `position_embeddings`.
+
+        Returns:
+            depth tensors [1, T, D_model].
+        """
+        states: list[Tensor] = []
+        for step in range(1, depth + 1):
+            both = self.pre_fc_norm_embedding(ahead(embeddings, packed, step, 0)), self.pre_fc_norm_hidden(hidden)
+            block = self.layers[(step - 1) % len(self.layers)]
+            out = block(self.fc(torch.cat(both, -1)), packed_sequence=packed, **of_layers)
+            hidden = self.norm(out[0] if isinstance(out, tuple) else out)
+            states.append(hidden)
+        return tuple(states)
+
+
+def ahead(row: Tensor, packed: PackedSequence, by: int, fill: float) -> Tensor:
+    """Return the row [1, T, ...] with every token's value replaced by that of the token `by` further in the same document.
+
+    Tokens whose document ends before that get `fill`.
+    """
+    index, same = packed.cached(_places_ahead, by)
+    index, same = index.to(row.device), same.to(row.device)
+    return row.index_select(1, index).masked_fill(~same.view(1, -1, *[1] * (row.ndim - 2)), fill)
+
+
+def _places_ahead(packed: PackedSequence, by: int) -> tuple[Tensor, Tensor]:
+    """int64 [T], the token `by` further, and bool [T], whether it is in the same document."""
+    number = packed.seq_idx[0]
+    index = torch.arange(by, by + packed.num_tokens, device=number.device)
+    inside = index.clamp(max=packed.num_tokens - 1)
+    return inside, (index == inside) & (number.index_select(0, inside) == number)
+
+
+def _of_full_attention(config: Any, layers: int) -> Any:
+    """Return a copy of the text model's configuration whose layers all attend, and have experts where any have."""
+    alike = copy.deepcopy(config)
+    alike.layer_types, alike.num_hidden_layers = ["full_attention"] * layers, layers
+    if getattr(config, "num_experts", 0):
+        alike.mlp_only_layers, alike.decoder_sparse_step = [], 1
+    return alike

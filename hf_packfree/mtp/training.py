@@ -1,0 +1,166 @@
+"""The head's loss beside the main one, whoever computes that: the model's own head, or a forward that replaced it.
+
+Labels are noted where the model is called, the row where the text model's output is known, and the loss is added to what
+the model returns, where the factors of mixed precision, accumulation and data parallelism reach it as they reach the main loss.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from hf_packfree.errors import UnsupportedInput
+from hf_packfree.models.entry import read_arguments, row_positions, wants_all_logits
+from hf_packfree.models.heads import at_least_one
+from hf_packfree.models.labels import IGNORED, row_targets, shifted_labels
+from hf_packfree.mtp.loss import DepthLosses, depth_losses
+from hf_packfree.mtp.options import MTPOptions
+from hf_packfree.packing import PackedSequence, PackingInputs, unpad
+
+logger = logging.getLogger("hf_packfree")
+
+
+@dataclass
+class _Call:
+    """One call of the model: its arguments by name, and the text model's row once it is known."""
+
+    given: dict[str, Any]
+    packed: PackedSequence | None = None
+    row: dict[str, Any] = field(default_factory=dict)
+
+
+class MTPTraining:
+    """Follows the calls of one model in training and adds the head's loss."""
+
+    def __init__(self, options: MTPOptions) -> None:
+        self.options = options
+        self.totals: list[Tensor] = []
+        self._call: _Call | None = None
+        self._warned = False
+
+    def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note what the model is called with; a forward pre-hook."""
+        self._call = None
+        if model.training and torch.is_grad_enabled():
+            self._call = _Call(dict(zip(inspect.signature(model.forward).parameters, args)) | kwargs)
+
+    def follow(self, trunk: Any, packed: PackedSequence | None, arguments: dict[str, Any], hidden: Tensor) -> None:
+        """Note the row that the text model ran.
+
+        Args:
+            packed: the record for the caller's batch; None where upstream ran it as it came.
+            arguments: the text model's, of the row [1, T], or of the batch [B, S] where `packed` is None.
+            hidden: its output, in the same shape.
+        """
+        if self._call is None:
+            return
+        embeddings = arguments["inputs_embeds"]
+        with torch.set_grad_enabled(not self.options.detach):
+            embeddings = trunk.embed_tokens(arguments["input_ids"]) if embeddings is None else embeddings
+        positions = arguments["position_ids"]
+        if packed is None:
+            packed = _record_of(trunk, arguments)
+            if packed is None:
+                return
+            hidden, embeddings, positions = unpad(hidden, packed), unpad(embeddings, packed), row_positions(positions, packed)
+        text, rotary = (positions[0], positions[1:]) if positions.ndim == 3 and len(positions) == 4 else (None, positions)
+        if self.options.detach:
+            hidden, embeddings = hidden.detach(), embeddings.detach()
+        self._call.packed = packed
+        self._call.row = {
+            "hidden": hidden, "embeddings": embeddings, "packed": packed.for_shape((1, packed.num_tokens)),
+            "position_embeddings": trunk.rotary_emb(hidden, rotary), "position_ids": text,
+        }
+
+    def after(self, model: Any, args: tuple[Any, ...], output: Any) -> Any:
+        """Add the loss to the model's output; a forward hook."""
+        call, self._call = self._call, None
+        if call is None:
+            return None
+        if call.packed is None or all(call.given.get(name) is None for name in ("labels", "shift_labels")):
+            self._warn_of_nothing(model)
+            return None
+        targets, items = _targets(call.given, call.packed)
+        states = model.mtp(depth=self.options.depth, **call.row)
+        project = _detached(model.lm_head) if self.options.detach else model.lm_head
+        losses = depth_losses(states, targets, call.row["packed"], project)
+        self._count(losses)
+        total = self.options.weight / self.options.depth * torch.stack(losses.sums).sum()
+        return _with_loss(output, total, items)
+
+    def _warn_of_nothing(self, model: nn.Module) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "found a training step of %s without labels, from which the multi-token prediction head learns nothing; pass "
+                "labels to the model, or apply_patches(model, mtp='keep')", type(model).__name__
+            )
+
+    def _count(self, losses: DepthLosses) -> None:
+        found = [
+            torch.stack((total.detach().double(), correct.double(), count.double()))
+            for total, correct, count in zip(losses.sums, losses.correct, losses.counts)
+        ]
+        self.totals = found if not self.totals else [old + new for old, new in zip(self.totals, found)]
+
+    def take(self) -> dict[str, float]:
+        """Return mean loss and accuracy of every depth since the last time."""
+        totals, self.totals = self.totals, []
+        facts: dict[str, float] = {}
+        for depth, (total, correct, count) in enumerate((row.tolist() for row in totals), start=1):
+            facts[f"packfree/mtp_loss_{depth}"] = total / max(count, 1)
+            facts[f"packfree/mtp_accuracy_{depth}"] = correct / max(count, 1)
+        return facts
+
+
+def _record_of(trunk: Any, arguments: dict[str, Any]) -> PackedSequence | None:
+    """Return the record of a batch that upstream ran: real tokens as one row; None with a cache."""
+    ids, embeddings, cache = (arguments.get(name) for name in ("input_ids", "inputs_embeds", "past_key_values"))
+    inputs = PackingInputs.from_kwargs({}, position_ids=None, attention_mask=arguments["attention_mask"])
+    return read_arguments(inputs, ids, embeddings, cache, config=trunk.config, skip_padding=True, unpacked=True)
+
+
+def _targets(given: dict[str, Any], packed: PackedSequence) -> tuple[Tensor, Any]:
+    """Return what the main loss wants every token of the row to predict, int64 [1, T], and the count that it is divided by."""
+    ignored = given.get("ignore_index", IGNORED)
+    if not wants_all_logits(given):
+        raise UnsupportedInput(
+            "found logits_to_keep in a training step with multi-token prediction; wanted the labels of every token; leave "
+            "logits_to_keep out, or apply_patches(model, mtp='keep')"
+        )
+    shifted = shifted_labels(given, packed, torch.Size(packed.batch_shape))
+    if shifted is None:
+        raise UnsupportedInput(
+            f"found labels unlike the batch of {packed.batch_shape} tokens in a training step with multi-token prediction; "
+            "wanted one for each of these tokens; cut or pad labels as the tokens are"
+        )
+    targets, items = row_targets(shifted, packed, ignored), given.get("num_items_in_batch")
+    wanted = targets["shift_labels"]
+    items = at_least_one(targets["num_items_in_batch"] if items is None else items)
+    return wanted.masked_fill(wanted == ignored, IGNORED), items
+
+
+def _detached(layer: nn.Module) -> Any:
+    """Return the layer as a function of its input alone: no parameter of it gets a gradient."""
+    parameters = {name: parameter.detach() for name, parameter in layer.named_parameters()}
+    return lambda x: functional_call(layer, parameters, (x,))
+
+
+def _with_loss(output: Any, total: Tensor, items: Any) -> Any:
+    """Return the model's output with the head's summed loss in its main loss, and in what a trainer makes that of."""
+    if isinstance(output, tuple):
+        return (output[0] + total.to(output[0].device) / items, *output[1:])
+    found = output.get("loss")
+    if found is None:
+        raise UnsupportedInput(
+            f"found a {type(output).__name__} without a loss for labels in a training step with multi-token prediction; wanted "
+            "one to add to; apply_patches(model, mtp='keep') keeps the head without training it"
+        )
+    output["loss"] = found + (total / items).to(found.device, found.dtype)
+    return output

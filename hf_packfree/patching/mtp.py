@@ -1,0 +1,152 @@
+"""The step that adds a multi-token prediction head to a model, and the two calls that do only this."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from hf_packfree.errors import MissingHead, PatchConflict, UnsupportedModel
+from hf_packfree.models.heads import PackedHead
+from hf_packfree.models.state import PatchState
+from hf_packfree.mtp.attached import AttachedHead
+from hf_packfree.mtp.checkpoint import head_tensors
+from hf_packfree.mtp.options import MTPOptions
+from hf_packfree.patching.registry import Family, family_of
+from hf_packfree.patching.steps import AddModule, ClassSwap, Step, additions, carry_out, plan_addition, undo
+
+_Model = TypeVar("_Model", bound=nn.Module)
+NAME = "mtp"
+
+
+def plan_head(model: nn.Module, family: Family, options: MTPOptions | None) -> list[Step]:
+    """Return the steps that add the head, none where it is there already or not wanted.
+
+    Raises:
+        UnsupportedModel: the family's checkpoints have no such head, or the model has no language modelling head.
+        MissingHead: see `read_head`.
+        PatchConflict: the model has a head with other options, or something else of this name.
+    """
+    if options is None:
+        return []
+    where, owner = owner_of(model, family)
+    name = f"{where}.{NAME}".lstrip(".")
+    found = getattr(owner, NAME, None)
+    if isinstance(found, AttachedHead):
+        if found.options != options:
+            raise PatchConflict(
+                f"found {name} with {found.options}; wanted {options}; call remove_mtp(model) before choosing again"
+            )
+        return []
+    head = read_head(owner, family, options)
+    pairs = family.pairs()
+    swaps = [
+        ClassSwap(f"{name}.{part}", module, type(module), pairs[type(module)])
+        for part, module in head.named_modules() if type(module) in pairs
+    ]
+    return [*swaps, *plan_addition(model, name, head)]
+
+
+def owner_of(model: nn.Module, family: Family) -> tuple[str, Any]:
+    """Return name and module of the language model with its head, which `mtp` is a child of.
+
+    Raises:
+        UnsupportedModel: see `plan_head`.
+    """
+    if not family.predicts_ahead:
+        raise UnsupportedModel(
+            f"found a model of the family {family.name}, whose checkpoints carry no multi-token prediction head; wanted "
+            "Qwen3.5 or Qwen3-Next; leave mtp out"
+        )
+    pairs = family.head_pairs()
+    classes = tuple(before for before, ours in pairs.items() if issubclass(ours, PackedHead))
+    for name, module in model.named_modules():
+        if isinstance(module, classes):
+            return name, module
+    raise UnsupportedModel(
+        f"found a {type(model).__name__} without a language modelling head; wanted one, which predicts for the multi-token "
+        "prediction head too; load the model as AutoModelForCausalLM, or leave mtp out"
+    )
+
+
+def read_head(owner: Any, family: Family, options: MTPOptions) -> AttachedHead:
+    """Return the head for a model, with the weights of a checkpoint or random ones.
+
+    Raises:
+        MissingHead: the checkpoint does not hold the head, the whole head and nothing but the head, in the model's sizes.
+    """
+    trunk: Any = next(module for module in owner.modules() if isinstance(module, family.trunk_class()))
+    weight = owner.lm_head.weight
+    if options.from_scratch:
+        with torch.device("meta"):
+            head = AttachedHead(trunk, 1, options)
+        head.to(weight.dtype).to_empty(device=weight.device)
+        for module in head.modules():
+            trunk._init_weights(module)
+        return head
+    tensors = head_tensors(options.checkpoint or str(getattr(owner, "name_or_path", "")))
+    with torch.device("meta"):
+        head = AttachedHead(trunk, max(tensors.layers, 1), options)
+    shapes = {name: parameter.shape for name, parameter in head.named_parameters()}
+    found = tensors.read(shapes)
+    unlike = [f"{name} {list(found[name].shape)}" for name, shape in shapes.items() if found[name].shape != shape]
+    if unlike:
+        raise MissingHead(
+            f"found {', '.join(unlike)} in {tensors.checkpoint}; wanted the sizes of {type(owner).__name__}'s own layers; name "
+            "the checkpoint that the model came from"
+        )
+    dtype = weight.dtype if options.train else None  # a head that is kept is written again byte for byte
+    head.load_state_dict({name: part.to(weight.device, dtype) for name, part in found.items()}, assign=True)
+    head.requires_grad_(options.train)
+    return head
+
+
+def add_mtp(model: _Model, checkpoint: str | None = None) -> _Model:
+    """Add the frozen head that the model's checkpoint carries, and return the same model; `save_pretrained` then writes it.
+
+    What `apply_patches(model, mtp="keep")` does, without patching anything else.
+
+    Args:
+        model: a Qwen3.5 or Qwen3-Next model with its language modelling head.
+        checkpoint: folder or hub id to read it from; the one that the model came from if not given.
+
+    Raises:
+        UnsupportedModel, MissingHead, PatchConflict: nothing was changed; see `plan_head`.
+    """
+    family = family_of(model)
+    if family is None:
+        raise UnsupportedModel(f"found a {type(model).__name__}; wanted a Qwen3.5 or Qwen3-Next model; pass the model itself")
+    steps = plan_head(model, family, MTPOptions(train=False, checkpoint=checkpoint))
+    carry_out([step for step in steps if isinstance(step, AddModule)], PatchState())
+    return model
+
+
+def remove_mtp(model: nn.Module) -> nn.Module | None:
+    """Take the head away and return it, with its weights; None where there is none.
+
+    Raises:
+        PatchConflict: something has taken its place.
+    """
+    steps = [step for step in additions(model) if isinstance(step.module, AttachedHead)]
+    undo(steps)
+    return steps[0].module if steps else None
+
+
+def refuse_trained_head(steps: Iterable[Step]) -> None:
+    """Refuse to remove a head in training together with the patches: its weights are nowhere else.
+
+    Raises:
+        PatchConflict: there is one.
+    """
+    for head in _heads(steps):
+        if head.options.train:
+            raise PatchConflict(
+                "found a multi-token prediction head in training, whose weights would be gone; wanted it saved and taken away "
+                "first; call head = remove_mtp(model), then remove_patches(model)"
+            )
+
+
+def _heads(steps: Iterable[Step]) -> Iterator[AttachedHead]:
+    return (step.module for step in steps if isinstance(step, AddModule) and isinstance(step.module, AttachedHead))

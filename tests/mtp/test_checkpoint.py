@@ -1,0 +1,204 @@
+"""The head in checkpoints: read, kept, written again, both layouts of experts, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from hf_packfree import MTPOptions, add_mtp, apply_patches, remove_mtp, remove_patches
+from hf_packfree.errors import MissingHead, PatchConflict, UnsupportedModel
+from tests.mtp.heads import build, labelled, packed
+from tests.support import tiny
+
+LAYER = "mtp.layers.0."
+SHARED = {
+    "mtp.fc.weight", "mtp.norm.weight", "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight",
+    *(f"{LAYER}{norm}_layernorm.weight" for norm in ("input", "post_attention")),
+    *(f"{LAYER}self_attn.{part}.weight" for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
+}
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+DENSE = SHARED | {f"{LAYER}mlp.{part}.weight" for part in PROJECTIONS}
+FUSED = SHARED | {
+    f"{LAYER}mlp.gate.weight", f"{LAYER}mlp.shared_expert_gate.weight", f"{LAYER}mlp.experts.gate_up_proj",
+    f"{LAYER}mlp.experts.down_proj", *(f"{LAYER}mlp.shared_expert.{part}.weight" for part in PROJECTIONS),
+}
+PER_EXPERT = {name for name in FUSED if ".experts." not in name} | {
+    f"{LAYER}mlp.experts.{number}.{part}.weight" for number in range(4) for part in PROJECTIONS
+}
+
+
+def tensors(folder):
+    return {name: part for file in sorted(folder.glob("*.safetensors")) for name, part in load_file(file).items()}
+
+
+def of_head(found):
+    return {name: part for name, part in found.items() if name.startswith("mtp.")}
+
+
+def same(found, wanted):
+    return found.keys() == wanted.keys() and all(
+        torch.equal(found[name], part) and found[name].dtype == part.dtype for name, part in wanted.items()
+    )
+
+
+def fused(found):
+    """The same tensors with experts in one each."""
+    experts = {name: re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", name) for name in found}
+    whole = {name: part for name, part in found.items() if not experts[name]}
+    for place in {match[1] for match in experts.values() if match}:
+        gate, up, down = (
+            torch.stack([found[f"{place}.{number}.{part}.weight"] for number in range(4)]) for part in PROJECTIONS
+        )
+        whole |= {f"{place}.gate_up_proj": torch.cat([gate, up], 1), f"{place}.down_proj": down}
+    return whole
+
+
+def checkpoint(folder, family="qwen3_5", layout=None, dtype=torch.bfloat16, **saving):
+    """Write a tiny model's checkpoint that carries a head."""
+    build(family, dtype=dtype).save_pretrained(folder, **saving)
+    if layout == "fused":
+        save_file(fused(tensors(folder)), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def load(folder, **options):
+    return AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+@pytest.mark.parametrize(("family", "layout", "names"), [
+    ("qwen3_5", None, DENSE), ("qwen3_5_moe", "fused", FUSED), ("qwen3_5_moe", "per expert", PER_EXPERT),
+    ("qwen3_next", "per expert", PER_EXPERT),
+])
+def test_kept_and_written_again_byte_for_byte(family, layout, names, tmp_path):
+    before = tensors(checkpoint(tmp_path / "before", family, layout))
+    assert of_head(before).keys() == names
+    model = load(tmp_path / "before")
+    assert not hasattr(model, "mtp"), "transformers reads it now: this room may go"
+    apply_patches(model, mtp="keep").save_pretrained(tmp_path / "after")
+    assert same(tensors(tmp_path / "after"), before)
+    assert not any(parameter.requires_grad for parameter in model.mtp.parameters())
+    assert load(tmp_path / "after").config.mtp_num_hidden_layers == 1
+
+
+def test_sharded_files_and_a_model_in_another_dtype(tmp_path):
+    folder = checkpoint(tmp_path / "before", max_shard_size="100KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    model = add_mtp(load(folder, dtype=torch.float32))
+    model.save_pretrained(tmp_path / "after", max_shard_size="100KB")
+    assert same(of_head(tensors(tmp_path / "after")), of_head(tensors(folder)))
+
+
+def test_training_leaves_a_kept_head_alone(tmp_path):
+    model = apply_patches(load(checkpoint(tmp_path / "before")).train(), mtp="keep")
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
+    before = {name: part.clone() for name, part in model.state_dict().items()}
+    model(**packed(labelled())).loss.backward()
+    optimizer.step()
+    model.save_pretrained(tmp_path / "after")
+    assert same(of_head(tensors(tmp_path / "after")), of_head(tensors(tmp_path / "before")))
+    assert not torch.equal(model.state_dict()["lm_head.weight"], before["lm_head.weight"])
+
+
+def test_training_goes_on_from_the_checkpoint(tmp_path):
+    wanted = build(depth=2)
+    wanted.save_pretrained(tmp_path)
+    model = apply_patches(load(tmp_path).train(), mtp=MTPOptions(depth=2, weight=0.3))
+    assert torch.equal(model(**packed(labelled())).loss, wanted(**packed(labelled())).loss)
+
+
+def test_another_checkpoint_may_be_named(tmp_path):
+    base = checkpoint(tmp_path / "base")
+    tiny().save_pretrained(tmp_path / "lost")
+    model = add_mtp(load(tmp_path / "lost"), base)
+    model.save_pretrained(tmp_path / "after")
+    assert same(of_head(tensors(tmp_path / "after")), of_head(tensors(base)))
+
+
+class TestRefused:
+    def test_a_checkpoint_without_a_head(self, tmp_path):
+        tiny().save_pretrained(tmp_path)
+        model = load(tmp_path)
+        with pytest.raises(MissingHead, match="found 0 tensors .* lacks mtp.fc.weight, mtp.layers.0.input.*; wanted 15"):
+            apply_patches(model, mtp="keep")
+        assert type(model) is type(load(tmp_path)) and not hasattr(model, "mtp"), "nothing was changed"
+
+    @pytest.mark.parametrize(("change", "said"), [
+        (lambda all: {name: all[name] for name in all if "q_norm" not in name}, "lacks mtp.layers.0.self_attn.q_norm.weight;"),
+        (lambda all: all | {"mtp.extra.weight": torch.zeros(1)}, "has mtp.extra.weight besides"),
+        (lambda all: all | {"mtp.fc.weight": torch.zeros(64, 64)}, r"found fc.weight \[64, 64\]"),
+    ])
+    def test_a_part_of_one(self, change, said, tmp_path):
+        checkpoint(tmp_path)
+        save_file(change(tensors(tmp_path)), tmp_path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(MissingHead, match=said):
+            apply_patches(load(tmp_path), mtp="keep")
+
+    def test_an_expert_that_is_missing(self, tmp_path):
+        checkpoint(tmp_path, "qwen3_5_moe")
+        found = {name: part for name, part in tensors(tmp_path).items() if "mtp.layers.0.mlp.experts.2.up" not in name}
+        save_file(found, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(MissingHead, match="lacks mtp.layers.0.mlp.experts.2.up_proj.weight; wanted 29"):
+            add_mtp(load(tmp_path))
+
+    def test_a_file_that_the_index_names(self, tmp_path):
+        folder = checkpoint(tmp_path, max_shard_size="100KB")
+        model = load(folder)
+        index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+        (folder / index["mtp.fc.weight"]).unlink()
+        with pytest.raises(MissingHead, match="which is not there; wanted every file of the index"):
+            add_mtp(model)
+
+    def test_a_model_from_no_checkpoint(self):
+        with pytest.raises(MissingHead, match="the model came from none"):
+            apply_patches(tiny(), mtp="train")
+
+    def test_a_family_without_heads(self):
+        with pytest.raises(UnsupportedModel, match="family qwen2_5_vl, whose checkpoints carry no"):
+            apply_patches(tiny("qwen2_5_vl"), mtp="keep")
+
+    def test_a_model_without_a_language_modelling_head(self):
+        with pytest.raises(UnsupportedModel, match="found a Qwen3_5TextModel without a language modelling head"):
+            apply_patches(tiny().model, mtp="keep")
+
+    @pytest.mark.parametrize("mtp", ["kept", True, 3])
+    def test_an_unknown_value(self, mtp):
+        with pytest.raises(ValueError, match="wanted None, 'keep', 'train' or MTPOptions"):
+            apply_patches(tiny(), mtp=mtp)
+
+    @pytest.mark.parametrize("options", [{"depth": 0}, {"depth": 1.5}, {"weight": 0}, {"from_scratch": True, "train": False}])
+    def test_options_that_no_head_has(self, options):
+        with pytest.raises(ValueError, match="found (depth|weight|from_scratch)"):
+            MTPOptions(**options)
+
+    def test_other_options_than_it_has(self):
+        model = build()
+        with pytest.raises(PatchConflict, match="found mtp with .*; wanted .*; call remove_mtp"):
+            apply_patches(model, mtp=MTPOptions(depth=2, from_scratch=True))
+
+
+class TestTakingItAway:
+    def test_a_trained_head_is_handed_back(self):
+        model = build()
+        with pytest.raises(PatchConflict, match="found a multi-token prediction head in training.*call head = remove_mtp"):
+            remove_patches(model)
+        head = model.mtp
+        assert remove_mtp(model) is head and not hasattr(model, "mtp") and remove_mtp(model) is None
+        remove_patches(model)
+        assert not model._forward_hooks and not model._forward_pre_hooks and not hasattr(model.config, "mtp_num_hidden_layers")
+
+    def test_without_it_the_loss_is_the_main_one(self):
+        model, inputs = build(), packed(labelled())
+        with_head, facts = model(**inputs).loss.item(), model.mtp.training_calls.take()
+        remove_mtp(model)
+        assert model(**inputs).loss.item() < with_head and facts.keys() == {"packfree/mtp_loss_1", "packfree/mtp_accuracy_1"}
+
+    def test_a_kept_head_goes_with_the_patches(self, tmp_path):
+        model = load(checkpoint(tmp_path))
+        names = list(model.state_dict())
+        remove_patches(apply_patches(model, mtp="keep"))
+        assert list(model.state_dict()) == names and model.config.mtp_num_hidden_layers == 1

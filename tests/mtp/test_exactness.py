@@ -1,0 +1,172 @@
+"""The head on a packed row against documents one after the other: loss, gradients, targets, and what a document may see."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hf_packfree import apply_patches
+from hf_packfree.mtp import head, loss, training
+from hf_packfree.packing import PackedSequence
+from tests.mtp import heads
+from tests.mtp.heads import FAMILIES, LENGTHS, WEIGHT, build, labelled, loop_over_documents, packed, targets_of, worst_gradient
+from tests.support import gradients
+
+widened = heads.widened
+
+
+def step(model, inputs, **more):
+    """Return the loss and all gradients of one step."""
+    model.zero_grad(set_to_none=True)
+    loss = model(**inputs, **more).loss
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
+def in_loop(model, pairs, depth, detach):
+    model.zero_grad(set_to_none=True)
+    main, ahead = loop_over_documents(model, pairs, depth, detach)
+    (main + ahead).backward()
+    return main.detach(), ahead.detach(), gradients(model)
+
+
+@pytest.mark.usefixtures("widened")
+@pytest.mark.parametrize(("family", "depth", "detach", "tie"), [
+    *((family, depth, True, False) for family in FAMILIES for depth in (1, 3)),
+    *((family, 2, False, False) for family in FAMILIES),
+    ("qwen3_5", 2, False, True), ("qwen3_5", 1, True, True),
+])
+def test_a_packed_row_is_its_documents(family, depth, detach, tie):
+    model = build(family, hybrid=False, dtype=torch.float64, depth=depth, detach=detach, tie=tie)
+    pairs = labelled()
+    value, found = step(model, packed(pairs), num_items_in_batch=targets_of(pairs))
+    facts = model.mtp.training_calls.take()
+    main, ahead, wanted = in_loop(model, pairs, depth, detach)
+    assert abs(float(value - main - ahead)) <= 1e-12
+    assert worst_gradient(found, wanted) <= 1e-10
+    each = [facts[f"packfree/mtp_loss_{k}"] for k in range(1, depth + 1)]
+    counts = [sum(int((labels[k + 1 :] != -100).sum()) for _, labels in pairs) for k in range(1, depth + 1)]
+    summed = sum(one * count for one, count in zip(each, counts))
+    assert WEIGHT / depth * summed / targets_of(pairs) == pytest.approx(float(ahead), rel=1e-10)
+
+
+@pytest.mark.usefixtures("widened")
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_the_control_rolled_over_the_row_is_off(depth, monkeypatch):
+    """The same head, whose targets and embeddings come from the next document at a document's end."""
+    model = build(hybrid=False, dtype=torch.float64, depth=depth)
+    pairs = labelled()
+    right = float(in_loop(model, pairs, depth, True)[1])
+
+    def over_the_row(row, packed, by, fill):
+        return head_ahead(row, PackedSequence.from_lengths([packed.num_tokens]), by, fill)
+
+    head_ahead = head.ahead
+    for module in (head, loss):
+        monkeypatch.setattr(module, "ahead", over_the_row)
+    monkeypatch.setattr(training, "row_targets", lambda shifted, packed, ignored: {
+        "shift_labels": shifted, "num_items_in_batch": torch.tensor(targets_of(pairs))})
+    step(model, packed(pairs))
+    facts = model.mtp.training_calls.take()
+    counts = [int((packed(pairs)["labels"][:, k + 1 :] != -100).sum()) for k in range(1, depth + 1)]
+    wrong = WEIGHT / depth * sum(facts[f"packfree/mtp_loss_{k}"] * n for k, n in enumerate(counts, 1)) / targets_of(pairs)
+    assert abs(wrong - right) > 0.01 * right
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_detached_leaves_every_other_gradient_bit_for_bit(family):
+    pairs = labelled()
+    model = build(family, depth=2)
+    _, found = step(model, packed(pairs))
+    plain = build(family, patched=False)
+    plain.load_state_dict({name: part for name, part in model.state_dict().items() if not name.startswith("mtp.")})
+    _, wanted = step(apply_patches(plain), packed(pairs))
+    assert {name for name in found if not name.startswith("mtp.")} == wanted.keys()
+    assert all(torch.equal(found[name], one) for name, one in wanted.items())
+    assert all(float(found[name].norm()) > 0 for name in found if name.startswith("mtp."))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_behind_a_documents_end_changes_nothing(family):
+    """Bit for bit: a document's states are the same whatever the next one holds."""
+    model = build(family, depth=3)
+    pairs = labelled()
+    other = [*pairs[:4], *((ids.flip(0), labels.flip(0)) for ids, labels in pairs[4:])]
+    seen = []
+    model.mtp.register_forward_hook(lambda module, args, states: seen.append(torch.stack(states)))
+    for one in (pairs, other):
+        step(model, packed(one))
+    first = sum(LENGTHS[:4])
+    assert torch.equal(seen[0][:, :, :first], seen[1][:, :, :first]) and not torch.equal(seen[0], seen[1])
+
+
+@pytest.mark.parametrize("form", ["padded", "left padded", "padded, upstream", "alone"])
+def test_every_form_of_a_batch(form):
+    """Real tokens of padded batches, and rows of one document that upstream runs, give the loop's loss."""
+    model, pairs = build(depth=2), labelled((37, 5, 64) if form != "alone" else (64,))
+    longest = max(len(ids) for ids, _ in pairs)
+    inputs = {"input_ids": torch.zeros(len(pairs), longest, dtype=torch.long)}
+    inputs |= {"labels": torch.full_like(inputs["input_ids"], -100), "attention_mask": torch.zeros_like(inputs["input_ids"])}
+    for row, (ids, labels) in enumerate(pairs):
+        place = slice(longest - len(ids), None) if form == "left padded" else slice(len(ids))
+        for name, part in zip(("input_ids", "labels", "attention_mask"), (ids, labels, torch.ones_like(ids))):
+            inputs[name][row, place] = part
+    if form == "padded, upstream":
+        for module in model.modules():
+            if "packfree" in vars(module):
+                vars(module)["packfree"] = replace(vars(module)["packfree"], padded="upstream")
+    value, found = step(model, inputs)
+    main, ahead, wanted = in_loop(model, pairs, 2, True)
+    assert abs(float(value - main - ahead)) <= 1e-5
+    assert worst_gradient(*({name: one for name, one in of.items() if "mtp" in name} for of in (found, wanted))) <= 1e-4
+
+
+def test_the_label_of_every_target_is_in_the_same_document():
+    """L - k - 1 targets of a document at depth k, none of those that are shorter."""
+    model = build(depth=3)
+    ids = torch.cat(documents_of := [ids for ids, _ in labelled()])[None]
+    positions = torch.cat([torch.arange(len(one)) for one in documents_of])[None]
+    model(input_ids=ids, labels=ids, position_ids=positions)
+    counts = [int(row[2]) for row in model.mtp.training_calls.totals]
+    assert counts == [sum(max(length - k - 1, 0) for length in LENGTHS) for k in (1, 2, 3)]
+
+
+def test_a_step_without_targets_gives_zero_gradients():
+    model = build(depth=2)
+    pairs = [(ids, torch.full_like(ids, -100)) for ids, _ in labelled((3, 2))]
+    value, found = step(model, packed(pairs))
+    assert float(value) == 0.0
+    assert len([name for name in found if name.startswith("mtp.")]) == 15
+    assert all(float(found[name].abs().max()) == 0.0 for name in found if name.startswith("mtp."))
+
+
+def test_accumulation_is_one_big_batch():
+    model, pairs = build(depth=2), labelled()
+    items = targets_of(pairs)
+    _, whole = step(model, packed(pairs), num_items_in_batch=items)
+    model.zero_grad(set_to_none=True)
+    for part in (pairs[:3], pairs[3:]):
+        model(**packed(part), num_items_in_batch=items).loss.backward()
+    parts = {name: one for name, one in gradients(model).items() if name.startswith("mtp.")}
+    assert worst_gradient(parts, {name: whole[name] for name in parts}) <= 1e-5
+
+
+def test_gradient_checkpointing_changes_no_gradient():
+    model, pairs = build(depth=2), labelled()
+    _, wanted = step(model, packed(pairs))
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
+    assert model.mtp.layers[0].gradient_checkpointing
+    _, found = step(model, packed(pairs))
+    assert all(torch.equal(found[name], one) for name, one in wanted.items())
+
+
+def test_evaluation_has_the_main_loss_alone():
+    model, pairs = build(), labelled()
+    with torch.no_grad():
+        training = model(**packed(pairs)).loss
+    model.eval()
+    assert torch.equal(model(**packed(pairs)).loss.detach(), training)
+    assert model.mtp.training_calls.take() == {}
