@@ -56,8 +56,10 @@ class PackedVisionLanguage(Replacement):
         packed = enter(self.language_model, arguments)
         if packed is None:
             return run_beside_idle_tower(self, super().forward, arguments)
+        of_batch = packed  # which the text model hands to those who know the caller's labels
         packed = packed.for_shape((input_ids if input_ids is not None else inputs_embeds).shape[:2])  # type: ignore[union-attr]
-        output = run_beside_idle_tower(self, super().forward, packed_arguments(self, packed, arguments))
+        row = packed_arguments(self, packed, arguments) | {"packed_sequence": of_batch}
+        output = run_beside_idle_tower(self, super().forward, row)
         output.last_hidden_state = repad(output.last_hidden_state, packed)
         restore_layers(output, packed)
         return as_requested(output, arguments, self.config)

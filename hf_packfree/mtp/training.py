@@ -156,11 +156,33 @@ def _with_loss(output: Any, total: Tensor, items: Any) -> Any:
     """Return the model's output with the head's summed loss in its main loss, and in what a trainer makes that of."""
     if isinstance(output, tuple):
         return (output[0] + total.to(output[0].device) / items, *output[1:])
-    found = output.get("loss")
-    if found is None:
+    found, scores = output.get("loss"), output.get("log_probs")
+    if scores is not None:
+        output["log_probs"] = _BesideScores.apply(scores, output["label_mask"], total.to(scores.device))
+    elif found is None:
         raise UnsupportedInput(
             f"found a {type(output).__name__} without a loss for labels in a training step with multi-token prediction; wanted "
             "one to add to; apply_patches(model, mtp='keep') keeps the head without training it"
         )
-    output["loss"] = found + (total / items).to(found.device, found.dtype)
+    if found is not None:
+        output["loss"] = found + (total / items).to(found.device, found.dtype)
     return output
+
+
+class _BesideScores(torch.autograd.Function):
+    """Hands the log probabilities of the main loss's targets on, of which TRL makes the loss after the model has returned.
+
+    The gradient that comes back says what TRL has divided and multiplied by: the head's loss gets the mean of it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, mask: Tensor, total: Tensor) -> Tensor:
+        """Args: scores [B, S], mask bool [B, S] of targets, total scalar."""
+        ctx.save_for_backward(mask)
+        return scores.view_as(scores)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor]:  # type: ignore[override]
+        """Return the gradients of scores and total."""
+        (mask,) = ctx.saved_tensors
+        return gradient, None, -(gradient * mask).sum() / mask.sum().clamp(min=1)

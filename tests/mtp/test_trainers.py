@@ -1,0 +1,202 @@
+"""The head's loss is counted once whoever computes the main one: the Trainer, TRL, a forward like Liger's, DDP, FSDP2, PEFT."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+
+from hf_packfree import MTPOptions, PackFreeCallback, apply_patches
+from hf_packfree.errors import UnsupportedInput
+from tests.integrations.compare import KeepGradients, arguments
+from tests.integrations.marks import needs
+from tests.integrations.test_trl import sft
+from tests.mtp.heads import WEIGHT, build, labelled, loop_over_documents, packed, targets_of, worst_gradient
+from tests.ranks import two_ranks
+from tests.support import documents, gradients, slow_decay
+from tests.vision import documents as media_documents
+from tests.vision import media_arguments, packed_batch, padded_batch, tiny_vision
+
+LENGTHS = (5, 64, 2, 129, 3, 63, 2, 65)
+OPTIONS = MTPOptions(from_scratch=True, depth=2, weight=WEIGHT)
+
+
+def of_head(found):
+    return {name.split("mtp.")[1]: one for name, one in found.items() if "mtp." in name}
+
+
+def wanted_of(pairs, depth=2):
+    """The head's gradients of the loop over documents."""
+    model = build(depth=depth)
+    sum(loop_over_documents(model, pairs, depth)).backward()
+    return of_head(gradients(model))
+
+
+def trained(tmp_path, **more):
+    keep, model = KeepGradients(), build(depth=2)
+    items = [{"input_ids": ids.tolist()} for ids in documents(LENGTHS)]
+    trainer = Trainer(
+        model, arguments(tmp_path, TrainingArguments, max_steps=1, **more), train_dataset=items,
+        data_collator=DataCollatorWithFlattening(), callbacks=[keep, PackFreeCallback(mtp=OPTIONS)],
+    )
+    trainer.train()
+    return trainer, of_head(keep.steps[0])
+
+
+@pytest.mark.parametrize("micro", [1, 2, 4])
+def test_the_trainer_with_accumulation(micro, tmp_path):
+    trainer, found = trained(tmp_path, per_device_train_batch_size=micro, gradient_accumulation_steps=4 // micro)
+    pairs = [(ids, ids) for ids in documents(LENGTHS)[:4]]
+    assert worst_gradient(found, wanted_of(pairs)) <= 1e-4
+    (log,) = [row for row in trainer.state.log_history if "packfree/mtp_loss_2" in row]
+    assert 3 < log["packfree/mtp_loss_1"] < 9 and 0 <= log["packfree/mtp_accuracy_2"] <= 1
+
+
+@needs("trl", "datasets")
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("steps", [1, 2])
+def test_trl_which_makes_the_loss_afterwards(steps, tmp_path):
+    model = build(depth=2)
+    trainer, found = sft(
+        tmp_path, {"input_ids": [ids.tolist() for ids in documents(LENGTHS * 2)]}, model=model, padding_free=True, max_steps=1,
+        per_device_train_batch_size=4 // steps, gradient_accumulation_steps=steps,
+    )
+    rows = list(trainer.train_dataset)[:4]
+    pairs = [(torch.tensor(row["input_ids"]), torch.tensor(row["labels"])) for row in rows]
+    assert worst_gradient(of_head(found[0]), wanted_of(pairs)) <= 1e-4
+
+
+def test_a_forward_that_calls_the_base_model_itself():
+    """As Liger's: on the instance, in front of our head."""
+    model, pairs = build(depth=2), labelled()
+
+    def forward(self, input_ids, labels=None, **kwargs):
+        hidden = self.model(input_ids=input_ids, **kwargs).last_hidden_state
+        targets = labels.masked_fill(kwargs["position_ids"] == 0, -100)[0, 1:]
+        loss = F.cross_entropy(self.lm_head(hidden)[0, :-1], targets)
+        return type("Output", (dict,), {"loss": property(lambda self: self["loss"])})(loss=loss)
+
+    model.forward = types.MethodType(forward, model)
+    model(**packed(pairs)).loss.backward()
+    assert worst_gradient(of_head(gradients(model)), wanted_of(pairs)) <= 1e-4
+
+
+def test_a_forward_that_returns_no_loss_is_refused():
+    model = build()
+    model.forward = types.MethodType(lambda self, labels=None, **kwargs: self.model(**kwargs), model)
+    with pytest.raises(UnsupportedInput, match="found a .* without a loss for labels"):
+        model(**packed(labelled()))
+
+
+def test_a_step_without_labels_is_said_once(caplog):
+    model, inputs = build(), packed(labelled((5, 3)))
+    del inputs["labels"]
+    for _ in range(2):
+        model(**inputs)
+    assert [record.levelname for record in caplog.records if "without labels" in record.message] == ["WARNING"]
+
+
+def test_some_logits_alone_are_refused():
+    with pytest.raises(UnsupportedInput, match="found logits_to_keep in a training step"):
+        build()(**packed(labelled()) | {"labels": torch.ones(1, 4).long()}, logits_to_keep=4)
+
+
+@needs("peft")
+@pytest.mark.filterwarnings("default")
+class TestPeft:
+    def test_adapters_reach_it_and_merge(self):
+        from peft import LoraConfig, get_peft_model
+
+        pairs = labelled()
+        model = get_peft_model(build(depth=2), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+        model(**packed(pairs)).loss.backward()
+        adapted = {name for name, one in gradients(model).items() if "mtp." in name and float(one.norm()) > 0}
+        assert len(adapted) == 2 * 8, "fc, four of attention, three of the MLP"
+        assert len([name for name in model.merge_and_unload().state_dict() if name.startswith("mtp.")]) == 15
+
+    def test_the_full_head_beside_adapters(self, tmp_path):
+        from peft import LoraConfig, get_peft_model
+        from safetensors.torch import load_file
+
+        pairs = labelled()
+        config = LoraConfig(r=4, target_modules="all-linear", modules_to_save=["mtp"], exclude_modules=r"mtp\..*")
+        model = get_peft_model(build(depth=2), config)
+        model(**packed(pairs)).loss.backward()
+        found = {name: one for name, one in gradients(model).items() if "mtp." in name}
+        assert len(found) == 15 and all("modules_to_save" in name for name in found)
+        model.save_pretrained(tmp_path)
+        assert len([name for name in load_file(tmp_path / "adapter_model.safetensors") if "mtp." in name]) == 15
+
+
+class TestVisionLanguage:
+    def step(self, model, batch, labels):
+        model.zero_grad(set_to_none=True)
+        model(**batch.inputs, **media_arguments(batch.documents, batch.pixels), labels=labels).loss.backward()
+        return of_head(gradients(model)), model.mtp.training_calls.take()
+
+    @pytest.mark.parametrize("form", ["packed", "padded"])
+    def test_images_are_embedded_as_they_are(self, form):
+        """A row against every document alone; a placeholder's embedding instead of its features gives another loss."""
+        model = slow_decay(apply_patches(tiny_vision("qwen3_5"), mtp=OPTIONS))
+        given = media_documents(model.model)
+        batch = packed_batch("4 rows", given, model.model) if form == "packed" else padded_batch("right", given)
+        labels = torch.full_like(batch.inputs["input_ids"], -100)
+        for one, (row, place) in zip(given, batch.places):
+            labels[row, place] = torch.tensor(one.ids)
+            labels[row, place[0]] = -100
+        found, facts = self.step(model, batch, labels)
+        alone, total = {}, 0.0
+        for one in given:
+            ids = torch.tensor([one.ids])
+            gradient, own = self.step(model, padded_batch("right", [one]), ids.clone())
+            counts = [max(ids.shape[1] - k - 1, 0) for k in (1, 2)]
+            total += sum(own[f"packfree/mtp_loss_{k}"] * count for k, count in zip((1, 2), counts))
+            share = (ids.shape[1] - 1) / sum(len(one.ids) - 1 for one in given)
+            alone = {name: alone.get(name, 0) + share * part for name, part in gradient.items()}
+        assert worst_gradient(found, alone) <= 1e-4
+        counts = [sum(max(len(one.ids) - k - 1, 0) for one in given) for k in (1, 2)]
+        packed_total = sum(facts[f"packfree/mtp_loss_{k}"] * count for k, count in zip((1, 2), counts))
+        assert packed_total == pytest.approx(total, rel=1e-5)
+        follow = model.mtp.training_calls.follow
+
+        def re_embedded(trunk, packed, arguments, hidden):
+            ids = batch.inputs["input_ids"]
+            ids = ids if packed is None or packed.indices is None else ids.flatten()[packed.indices][None]
+            follow(trunk, packed, arguments | {"inputs_embeds": None, "input_ids": ids}, hidden)
+
+        followers = vars(model)["packfree"].followers
+        followers[:] = [re_embedded]
+        other, _ = self.step(model, batch, labels)
+        assert worst_gradient(other, alone) > 0.01
+
+
+def gradients_of(rank: int, way: str):
+    """What a rank finds of whose two rows one has no target at depth 2."""
+    model, pairs = build(depth=2), labelled()
+    items = targets_of(pairs)
+    mine = pairs[4:] if rank else [pairs[0], *((ids, labels) for ids, labels in pairs[1:4])]
+    if way == "ddp":
+        wrapped = DistributedDataParallel(model)
+    else:
+        mesh = init_device_mesh("cpu", (2,))
+        for part in (*model.model.layers, *model.mtp.layers, model.mtp, model):
+            fully_shard(part, mesh=mesh)
+        wrapped = model
+    (2 * wrapped(**packed(mine), num_items_in_batch=items).loss).backward()
+    whole = {name: getattr(part, "full_tensor", lambda part=part: part)() for name, part in gradients(model).items()}
+    return of_head(whole)
+
+
+@pytest.mark.slow
+def test_two_ranks(tmp_path):
+    wanted = wanted_of(labelled())
+    ways = ["ddp", "fsdp2"]
+    for way, ranks in zip(ways, two_ranks(gradients_of, [(way,) for way in ways], tmp_path)):
+        for found in ranks:
+            assert worst_gradient(found, wanted) <= 1e-4, way
