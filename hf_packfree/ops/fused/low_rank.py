@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout, linear
 
-from hf_packfree.ops.fused.mixed import rounded_product, times
+from hf_packfree.ops.fused.mixed import products_of
 
 
 @dataclass(frozen=True)
@@ -65,15 +65,20 @@ def layer_reference(x: Tensor, layer: Layer) -> Tensor:
 
 @dataclass(frozen=True)
 class Reading:
-    """Adapters of one dtype that read the same x: all that drop nothing out, or one with a mask of its own.
+    """Adapters of one kind that read the same x: all that drop nothing out, or one with a mask of its own.
 
     Attributes:
         adapters: their numbers.
+        dtype, rank: of A and B.
+        scale: what the products are multiplied by, that of dropout included.
         seed: of the mask, or None.
         dropout: the probability.
     """
 
     adapters: tuple[int, ...]
+    dtype: torch.dtype
+    rank: int
+    scale: float
     seed: int | None = None
     dropout: float = 0.0
 
@@ -93,13 +98,11 @@ class Layout:
     Attributes:
         layers: how many.
         owners: by adapter, the number of its layer.
-        scales: by adapter, with what dropout multiplies.
         readings: which adapters read what.
     """
 
     layers: int
     owners: tuple[int, ...] = ()
-    scales: tuple[float, ...] = ()
     readings: tuple[Reading, ...] = ()
 
     @property
@@ -115,13 +118,20 @@ def take_apart(layers: Sequence[Layer]) -> tuple[Layout, tuple[Tensor, ...]]:
         return Layout(len(layers)), tuple(weights)
     owned = [(i, adapter) for i, layer in enumerate(layers) if isinstance(layer, Adapted) for adapter in layer.adapters]
     adapters = [adapter for _, adapter in owned]
-    whole = {i: adapter.down.dtype for i, adapter in enumerate(adapters) if not adapter.dropout}
-    readings = [Reading(tuple(i for i in whole if whole[i] == dtype)) for dtype in dict.fromkeys(whole.values())]
-    readings += [Reading((i,), _seed(), adapter.dropout) for i, adapter in enumerate(adapters) if adapter.dropout]
-    layout = Layout(
-        len(layers), tuple(i for i, _ in owned), tuple(a.scale / (1 - a.dropout) for a in adapters), tuple(readings)
-    )
+    layout = Layout(len(layers), tuple(i for i, _ in owned), tuple(_readings(adapters)))
     return layout, (*weights, *(tensor for adapter in adapters for tensor in (adapter.down, adapter.up)))
+
+
+def _readings(adapters: Sequence[Adapter]) -> Iterator[Reading]:
+    """Yield what is read together: the same products, and no masks."""
+    together: dict[tuple[torch.dtype, int, float], list[int]] = {}
+    for i, adapter in enumerate(adapters):
+        kind = adapter.down.dtype, len(adapter.down), adapter.scale / (1 - adapter.dropout)
+        if adapter.dropout:
+            yield Reading((i,), *kind, _seed(), adapter.dropout)
+        else:
+            together.setdefault(kind, []).append(i)
+    yield from (Reading(tuple(numbers), *kind) for kind, numbers in together.items())
 
 
 def _seed() -> int:
@@ -137,26 +147,30 @@ class LowRank:
         self.downs, self.ups = tensors[layout.layers :: 2], tensors[layout.layers + 1 :: 2]
 
     def inner(self, x: Tensor) -> list[Tensor]:
-        """Return scale * dropout(x) A' of each reading, [T, its ranks], of x [T, D]."""
-        found = []
-        for reading in self.layout.readings:
-            h = times(reading.of(x), torch.cat([self.downs[i] for i in reading.adapters]).T)
-            found.append(self._scaled(reading, h))
-        return found
+        """Return scale * dropout(x) A' of each reading, of x [T, D], as `products_of` has it."""
+        return [
+            products_of(x, reading.dtype).inner(reading.of(x), self._downs(reading), reading.scale)
+            for reading in self.layout.readings
+        ]
 
     def outer(self, inner: Sequence[Tensor], layer: int, x: Tensor) -> Tensor | None:
         """Return what the layer's adapters add to its output, [T, F] in x's dtype, or None."""
-        parts = [(h, self.ups[i]) for i, h in self._columns(inner) if self.layout.owners[i] == layer]
-        if not parts:
-            return None
-        hs, ups = zip(*parts, strict=True)
-        return rounded_product(_joint(hs), _joint(ups).T, x)
+        total: Tensor | None = None
+        for reading, h in zip(self.layout.readings, inner, strict=True):
+            products = products_of(x, reading.dtype)
+            mine = [(part, self.ups[i]) for i, part in _columns(reading, h) if self.layout.owners[i] == layer]
+            if mine:
+                added = products.outer(*zip(*mine, strict=True), x)
+                total = added if total is None else total.add_(added)
+        return total
 
     def inner_gradients(self, d_outs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the gradients of what `inner` returned before scaling, of d_outs [T, F] of every layer."""
+        """Return the gradients of dropout(x) A' of each reading, of d_outs [T, F] of every layer."""
         owners = self.layout.owners
         return [
-            self._scaled(reading, _joint([times(d_outs[owners[i]], self.ups[i]) for i in reading.adapters]))
+            products_of(d_outs[0], reading.dtype).inner_gradient(
+                [d_outs[owners[i]] for i in reading.adapters], [self.ups[i] for i in reading.adapters], reading.scale
+            )
             for reading in self.layout.readings
         ]
 
@@ -164,7 +178,7 @@ class LowRank:
         """Return the part of x's gradient that comes through the adapters, [T, D] in the dtype of `like`."""
         total: Tensor | None = None
         for reading, d_h in zip(self.layout.readings, d_inner, strict=True):
-            d_x = reading.of(rounded_product(d_h, torch.cat([self.downs[i] for i in reading.adapters]), like))
+            d_x = reading.of(products_of(like, reading.dtype).input_gradient(d_h, self._downs(reading), like))
             total = d_x if total is None else total.add_(d_x)
         assert total is not None
         return total
@@ -174,33 +188,23 @@ class LowRank:
     ) -> list[Tensor | None]:
         """Return the gradients of A and B of every adapter, where `needed` says so."""
         found: dict[int, Tensor] = {}
-        for reading, d_h in zip(self.layout.readings, d_inner, strict=True):
-            if any(needed[2 * i] for i in reading.adapters):
-                d_downs = times(reading.of(x).T, d_h).T.contiguous()
-                parts = d_downs.split([len(self.downs[i]) for i in reading.adapters])
-                found |= {2 * i: part for i, part in zip(reading.adapters, parts, strict=True)}
-        for i, h in self._columns(inner):
-            if needed[2 * i + 1]:
-                found[2 * i + 1] = times(d_outs[self.layout.owners[i]].T, h)
+        for reading, h, d_h in zip(self.layout.readings, inner, d_inner, strict=True):
+            products, numbers = products_of(x, reading.dtype), reading.adapters
+            if any(needed[2 * i] for i in numbers):
+                downs = products.down_gradients(reading.of(x), d_h, len(numbers))
+                found |= {2 * i: down for i, down in zip(numbers, downs, strict=True)}
+            for i, part in _columns(reading, h):
+                if needed[2 * i + 1]:
+                    found[2 * i + 1] = products.up_gradient(d_outs[self.layout.owners[i]], part)
         return [found.get(i) if needs else None for i, needs in enumerate(needed)]
 
-    def _columns(self, joint: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """Yield every adapter's number and columns of what each reading's adapters have side by side."""
-        for reading, h in zip(self.layout.readings, joint, strict=True):
-            yield from zip(reading.adapters, h.split([len(self.downs[i]) for i in reading.adapters], 1), strict=True)
-
-    def _scaled(self, reading: Reading, h: Tensor) -> Tensor:
-        """Multiply every adapter's columns by its scale, in place."""
-        scales = [self.layout.scales[i] for i in reading.adapters]
-        if len(set(scales)) == 1:
-            return h.mul_(scales[0])
-        for part, scale in zip(h.split([len(self.downs[i]) for i in reading.adapters], 1), scales, strict=True):
-            part.mul_(scale)
-        return h
+    def _downs(self, reading: Reading) -> list[Tensor]:
+        return [self.downs[i] for i in reading.adapters]
 
 
-def _joint(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), 1)
+def _columns(reading: Reading, joint: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield every adapter's number and its columns of what a reading's adapters have side by side."""
+    yield from zip(reading.adapters, joint.chunk(len(reading.adapters), 1), strict=True)
 
 
 __all__ = ["Adapted", "Adapter", "Layer", "Layout", "LowRank", "Reading", "layer_reference", "take_apart", "weight_of"]

@@ -1,55 +1,139 @@
-"""Products of activations with the fp32 matrices of adapters, as exact as fp32 and on the tensor cores of half precision.
+"""The products of low-rank adapters: in their own dtype, or fp32 taken apart for the tensor cores of half precision.
 
-A bfloat16 tensor times an fp32 matrix is what fp32 cores compute, at a twentieth of the speed.  An fp32 number is the sum of
-three bfloat16 numbers to 2^-24, so that the same product is three of half precision, side by side, summed in fp32.
+Adapters in fp32 on bfloat16 activations would be fp32 products of few columns, at a twentieth of the tensor cores' speed.  An
+fp32 number is the sum of three bfloat16 numbers to 2^-24, and a product of fp32 numbers that of their leading parts and the
+mixed ones to 2^-16; so each such product is one of half precision with three times the columns, summed in fp32.
+
+Shapes: T tokens, D inputs, F outputs, r the rank, n adapters side by side.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
-_PARTS = 3
-"""Of 8 bits each: as many as fp32 has."""
+from hf_packfree.ops.launch import launch
+
+_BLOCK = 1024  # elements of a program
 
 
-def times(x: Tensor, w: Tensor) -> Tensor:
-    """Return x w in w's dtype: x [M, K] in that or in half precision, w [K, N]."""
-    if x.dtype == w.dtype:
-        return x @ w
-    if not on_tensor_cores(x):
-        return x.to(w.dtype) @ w
-    return wide_product(x, torch.cat(split(w, x.dtype), 1)).view(len(x), _PARTS, -1).sum(1)
+class Plain:
+    """Products in the dtype of the adapters.  What is inner is [T, n r], in that dtype."""
+
+    @staticmethod
+    def inner(x: Tensor, downs: Sequence[Tensor], scale: float) -> Tensor:
+        """Return scale x A' of each A [r, D], of x [T, D]."""
+        down = _cat(downs, 0)
+        return (x.to(down.dtype) @ down.T).mul_(scale)
+
+    @staticmethod
+    def outer(inner: Sequence[Tensor], ups: Sequence[Tensor], like: Tensor) -> Tensor:
+        """Return the sum of the products of what is inner with each B' [r, F], in the dtype of `like`."""
+        return (_cat(inner, 1) @ _cat(ups, 1).T).to(like.dtype)
+
+    @staticmethod
+    def inner_gradient(d_outs: Sequence[Tensor], ups: Sequence[Tensor], scale: float) -> Tensor:
+        """Return scale d_out B, side by side, of each d_out [T, F] and B [F, r]."""
+        return _cat([d_out.to(up.dtype) @ up for d_out, up in zip(d_outs, ups, strict=True)], 1).mul_(scale)
+
+    @staticmethod
+    def input_gradient(d_inner: Tensor, downs: Sequence[Tensor], like: Tensor) -> Tensor:
+        """Return the sum of the products of the inner gradients with each A [r, D], in the dtype of `like`."""
+        return (d_inner @ _cat(downs, 0)).to(like.dtype)
+
+    @staticmethod
+    def down_gradients(x: Tensor, d_inner: Tensor, count: int) -> Sequence[Tensor]:
+        """Return the gradients of `count` A [r, D]."""
+        return (d_inner.T @ x.to(d_inner.dtype)).chunk(count)
+
+    @staticmethod
+    def up_gradient(d_out: Tensor, inner: Tensor) -> Tensor:
+        """Return the gradient of a B [F, r], of what is inner of its adapter alone."""
+        return d_out.to(inner.dtype).T @ inner
 
 
-def rounded_product(h: Tensor, w: Tensor, like: Tensor) -> Tensor:
-    """Return h w, [M, K] and [K, N] of one dtype, in the dtype of `like`.
+class Split:
+    """Products of fp32 adapters with bfloat16.  What is inner is [T, n 3 r]: of each adapter (high, high, low)."""
 
-    fp32 becomes bfloat16 by three products along K, which leave out 2^-16 of the result.
-    """
-    if h.dtype == like.dtype or not on_tensor_cores(like):
-        return (h @ w).to(like.dtype)
-    (high, low, _), (top, rest, _) = split(h, like.dtype), split(w, like.dtype)
-    return torch.cat((high, low, high), 1) @ torch.cat((top, top, rest), 0)
+    @staticmethod
+    def inner(x: Tensor, downs: Sequence[Tensor], scale: float) -> Tensor:
+        """See `Plain`; so are the others."""
+        wide = wide_product(x, _cat([split(down, down.numel(), x.dtype) for down in downs], 0).view(-1, x.shape[1]).T)
+        return in_pairs(wide, len(downs[0]), scale, x.new_empty(wide.shape))
+
+    @staticmethod
+    def outer(inner: Sequence[Tensor], ups: Sequence[Tensor], like: Tensor) -> Tensor:
+        parts = [split(up, up.shape[1], like.dtype, paired=True).view(len(up), -1) for up in ups]
+        return _cat(inner, 1) @ _cat(parts, 1).T
+
+    @staticmethod
+    def inner_gradient(d_outs: Sequence[Tensor], ups: Sequence[Tensor], scale: float) -> Tensor:
+        rank = ups[0].shape[1]
+        joint = d_outs[0].new_empty(len(d_outs[0]), 3 * rank * len(ups))
+        for d_out, up, columns in zip(d_outs, ups, joint.split(3 * rank, 1), strict=True):
+            wide = wide_product(d_out, split(up, rank, d_out.dtype).view(len(up), -1))
+            in_pairs(wide, rank, scale, columns)
+        return joint
+
+    @staticmethod
+    def input_gradient(d_inner: Tensor, downs: Sequence[Tensor], like: Tensor) -> Tensor:
+        parts = [split(down, down.numel(), like.dtype, paired=True) for down in downs]
+        return d_inner @ _cat(parts, 0).view(-1, downs[0].shape[1])
+
+    @staticmethod
+    def down_gradients(x: Tensor, d_inner: Tensor, count: int) -> Sequence[Tensor]:
+        parts = wide_product(d_inner.T, x).view(count, 3, -1, x.shape[1])
+        return (parts[:, 1] + parts[:, 2]).unbind()
+
+    @staticmethod
+    def up_gradient(d_out: Tensor, inner: Tensor) -> Tensor:
+        rank = inner.shape[1] // 3
+        return wide_product(d_out.T, inner[:, rank:]).view(-1, 2, rank).sum(1)
+
+
+def products_of(x: Tensor, dtype: torch.dtype) -> Any:
+    """Return `Split` or `Plain`, for adapters of that dtype on x; float16 has too few exponents to hold the parts."""
+    return Split if dtype == torch.float32 and x.dtype == torch.bfloat16 and on_tensor_cores(x) else Plain
 
 
 def on_tensor_cores(x: Tensor) -> bool:
-    """Whether fp32 is taken apart for products with x: float16 has too few exponents to hold the parts."""
-    return x.is_cuda and x.dtype == torch.bfloat16
-
-
-def split(w: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Return tensors of `dtype` whose sum is w, in fp32, to 2^-24 in bfloat16."""
-    parts = [w.to(dtype)]
-    for _ in range(_PARTS - 1):
-        w = w - parts[-1]
-        parts.append(w.to(dtype))
-    return parts
+    """Whether products in half precision are worth more of them."""
+    return x.is_cuda
 
 
 def wide_product(x: Tensor, w: Tensor) -> Tensor:
-    """Return x w in fp32, of half precision."""
+    """Return x w in fp32, both of half precision."""
     return torch.mm(x, w, out_dtype=torch.float32)
 
 
-__all__ = ["rounded_product", "times"]
+def split(w: Tensor, width: int, dtype: torch.dtype, *, paired: bool = False) -> Tensor:
+    """Return w, in fp32, as three parts of `dtype` whose sum it is to 2^-24 in bfloat16: [its elements / width, 3, width].
+
+    `paired`: the first part, the second and the first again, to be multiplied with what `in_pairs` returns.
+    """
+    from hf_packfree.ops.fused.kernels.mixed import split
+
+    w = w.contiguous()
+    parts = w.new_empty(w.numel() // width, 3, width, dtype=dtype)
+    launch(split, (-(-w.numel() // _BLOCK),), w, parts, w.numel(), width, PAIRED=paired, BLOCK=_BLOCK, num_warps=4)
+    return parts
+
+
+def in_pairs(wide: Tensor, rank: int, scale: float, out: Tensor) -> Tensor:
+    """Return `out`, which gets the sums of each adapter's three parts in `wide`, [T, n 3 r], as (high, high, low)."""
+    from hf_packfree.ops.fused.kernels.mixed import in_pairs
+
+    count = wide.numel() // 3
+    sizes = count, rank, wide.shape[1] // 3, out.stride(0)
+    launch(in_pairs, (-(-count // _BLOCK),), wide, out, *sizes, float(scale), BLOCK=_BLOCK, num_warps=4)
+    return out
+
+
+def _cat(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim)
+
+
+__all__ = ["Plain", "Split", "products_of"]

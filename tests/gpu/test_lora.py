@@ -1,0 +1,103 @@
+"""PEFT's LoRA in the fused layers on the GPU: layers against exact products, and models packed against documents alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hf_packfree import apply_patches
+from hf_packfree.ops.fused import projections
+from hf_packfree.ops.fused.low_rank import Adapted, Adapter
+from tests.gpu.checks import DEVICE, TRIAL, WIDTH, gpu
+from tests.gpu.small import NARROW, small
+from tests.input_formats import row_batch
+from tests.support import GRADIENT_TOL, LOGIT_TOL, errors, random_weights, relative_rms, run, run_alone
+
+pytestmark = [*gpu]
+TOKENS, SIZES, RANK = (70, (200, 40, 3), 4) if TRIAL else (5000, (6144, 2048, 16), 16)
+LENGTHS = (1, 2, 3, 63, 64, 65, 129, 200)
+FP32 = 1e-5 if TRIAL else 0.0
+ROUNDING = 1.5
+"""Times upstream's own rounding in bf16, as of padded batches: kernels of the delta rule round elsewhere."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def leaf(*shape, dtype, scale):
+    return (scale * torch.randn(shape, device=DEVICE)).to(dtype).requires_grad_()
+
+
+def results(x, layers, d_outs, backend):
+    leaves = [x, *(tensor for layer in layers for a in layer.adapters for tensor in (a.down, a.up))]
+    outs = projections(x, *layers, backend=backend)
+    return [*outs, *torch.autograd.grad(outs, leaves, [d_out.to(x.dtype) for d_out in d_outs])]
+
+
+@pytest.mark.parametrize("of_adapters", DTYPES)
+def test_layers_are_no_farther_from_exact_than_pefts_formula(of_adapters, record, precise):
+    torch.manual_seed(0)
+    x, dtype = leaf(1, TOKENS, WIDTH, dtype=torch.bfloat16, scale=1.0), DTYPES[of_adapters]
+    layers = []
+    for size in SIZES:
+        down = leaf(RANK, WIDTH, dtype=dtype, scale=WIDTH**-0.5)
+        up = leaf(size, RANK, dtype=dtype, scale=0.1)
+        layers.append(Adapted(leaf(size, WIDTH, dtype=x.dtype, scale=WIDTH**-0.5).detach(), (Adapter(down, up, 2.0),)))
+    d_outs = [leaf(1, TOKENS, size, dtype=x.dtype, scale=1.0).detach() for size in SIZES]
+    wide = [
+        Adapted(layer.weight.double(), tuple(Adapter(a.down.double(), a.up.double(), a.scale) for a in layer.adapters))
+        for layer in layers
+    ]
+    exact = results(x.double(), wide, d_outs, "torch")
+    ours, pefts = results(x, layers, d_outs, "triton"), results(x, layers, d_outs, "torch")
+    for i, (found, peft, wanted) in enumerate(zip(ours, pefts, exact, strict=True)):
+        assert found.dtype == peft.dtype
+        error, rounding = relative_rms(found, wanted), relative_rms(peft, wanted)
+        limit = max(1.05 * rounding, 1e-5 if found.dtype == torch.float32 else 0.0)
+        record(f"LoRA in {of_adapters}: output, gradient of x, of A and B, number {i}, against exact", error, limit)
+
+
+def lora(model, dtype):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(5)
+    config = LoraConfig(r=RANK, init_lora_weights=False, target_modules="all-linear", task_type="CAUSAL_LM")
+    return get_peft_model(model, config, autocast_adapter_dtype=dtype == torch.float32)
+
+
+def on_device(batch):
+    moved = {name: value.to(DEVICE) if torch.is_tensor(value) else value for name, value in batch.inputs.items()}
+    places = [(row, tokens.to(DEVICE)) for row, tokens in batch.places]
+    return replace(batch, inputs=moved, documents=[one.to(DEVICE) for one in batch.documents], places=places)
+
+
+def case(dtype):
+    batch = on_device(row_batch("positions", LENGTHS))
+    vocabulary = small(NARROW, dtype, patched=False).config.vocab_size
+    return batch, [weight.to(DEVICE) for weight in random_weights(batch, vocabulary)]
+
+
+def adapted(dtype, of_adapters, *, backend=None, exact=False):
+    torch.manual_seed(0)
+    model = lora(small(NARROW, dtype, patched=False), of_adapters)
+    model = model.float() if exact else model
+    return model if backend is None else apply_patches(model, backend=backend)
+
+
+def test_a_model_is_exact_in_fp32(record, precise, upstream_in_torch):
+    batch, weights = case(torch.float32)
+    found = run(adapted(torch.float32, torch.float32, backend={"delta_rule": "torch"}), batch, weights)
+    wanted = run_alone(adapted(torch.float32, torch.float32), batch, weights)
+    logits, grads = errors(found, wanted)
+    record("LoRA, fp32: logits against documents alone, unpatched", logits, LOGIT_TOL)
+    record("LoRA, fp32: worst gradient against documents alone, unpatched", grads, GRADIENT_TOL)
+
+
+@pytest.mark.parametrize("of_adapters", DTYPES)
+def test_a_model_is_as_near_as_unpatched_in_bf16(of_adapters, record, precise, upstream_in_torch):
+    (batch, weights), dtype = case(torch.bfloat16), DTYPES[of_adapters]
+    exact = run_alone(adapted(torch.bfloat16, dtype, exact=True), batch, weights)
+    unpatched = errors(run_alone(adapted(torch.bfloat16, dtype), batch, weights), exact)
+    found = errors(run(adapted(torch.bfloat16, dtype, backend="auto"), batch, weights), exact)
+    for what, ours, limit in zip(("logits", "worst gradient"), found, unpatched, strict=True):
+        record(f"LoRA in {of_adapters}, bf16: {what} from exact", ours, max(ROUNDING * limit, FP32))
