@@ -11,7 +11,6 @@ from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_packfree.errors import PatchConflict
-from hf_packfree.models.vision_language import PackedVisionLanguage
 from hf_packfree.mtp.attached import training_facts
 from hf_packfree.mtp.options import Choice as MTPChoice
 from hf_packfree.mtp.options import MTPOptions
@@ -21,6 +20,7 @@ from hf_packfree.patching.backends import Choice
 from hf_packfree.patching.plan import trunks
 from hf_packfree.patching.registry import family_of
 from hf_packfree.patching.report import patch_report
+from hf_packfree.verify.documents import media_source
 from hf_packfree.verify.first_batch import first_batch_influence, in_process_group, observers_of
 
 logger = logging.getLogger("hf_packfree")
@@ -154,8 +154,9 @@ def _warn_of_unweighted_tokens(args: TrainingArguments, model: Any) -> None:
 
 
 def _outermost(model: nn.Module, trunks: list[nn.Module]) -> list[nn.Module]:
-    """Return the vision-language models around the text models, whose towers are checked too, or else the text models."""
-    return [module for module in model.modules() if isinstance(module, PackedVisionLanguage)] or trunks
+    """Return the vision-language model around the text model, whose towers are checked too, or else the text models."""
+    source = media_source(model)
+    return trunks if source is None else [source]
 
 
 class _Counts:

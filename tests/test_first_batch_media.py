@@ -7,8 +7,11 @@ import torch
 
 from hf_packfree import apply_patches
 from hf_packfree.errors import LeakDetected
-from hf_packfree.trainer import PackFreeCallback, first_batch_influence
-from tests.vision import documents, image, document, packed_batch, padded_batch, tiny_vision
+from hf_packfree.trainer import PackFreeCallback, _outermost, first_batch_influence
+from tests.models import test_omni as omni
+from tests.vision import document, documents, image, media_arguments, packed_batch, padded_batch, tiny_vision
+
+pytestmark = pytest.mark.compat
 
 
 @pytest.fixture
@@ -17,8 +20,6 @@ def model():
 
 
 def arguments(batch):
-    from tests.vision import media_arguments
-
     return {**batch.inputs, **media_arguments(batch.documents, batch.pixels)}
 
 
@@ -40,8 +41,6 @@ def test_pixels_alone_are_seen_in_both_directions(model, order):
 
 
 def test_the_callback_watches_the_tower(model, tmp_path):
-    from hf_packfree.trainer import _outermost
-
     assert _outermost(model, [model.model.language_model]) == [model.model]
     calls, forward = [], model.model.forward
     model.model.forward = lambda **inputs: calls.append(None) or forward(**inputs)
@@ -53,3 +52,24 @@ def test_the_callback_watches_the_tower(model, tmp_path):
     check(model.model, (), arguments(given))
     check(model.model, (), arguments(given))
     assert len(calls) == 4
+
+
+@pytest.mark.parametrize("form", ["offsets", "padded"])
+@pytest.mark.parametrize("order", [0, 1, -1], ids=["apart", "later from earlier", "earlier from later"])
+def test_sounds_alone_are_seen_in_both_directions(form, order):
+    """In releases, too, in which the class with the head holds the towers."""
+    model = apply_patches(tiny_vision("qwen3_omni_moe"))
+    given = [omni.Document().text(4).audio(130).text(3), omni.Document().text(2).audio(130).text(7)]
+    inputs, _ = omni.padded(given) if form == "padded" else omni.row(given, form, model)
+    inputs |= omni.arguments(given, {kind: [x.detach() for x in xs] for kind, xs in omni.leaves_of(given).items()})
+    (module,) = _outermost(model, [])
+    assert module is omni.source(model)
+    if hasattr(module, "lm_head"):
+        padding = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])) == 0
+        inputs["labels"] = inputs["input_ids"].masked_fill(padding, -100)
+    if not order:
+        assert first_batch_influence(module, (), inputs) == 0.0
+        return
+    module.audio_tower.register_forward_pre_hook(lambda tower, args: (args[0] + args[0].roll(order * 130, -1), *args[1:]))
+    with pytest.raises(LeakDetected, match="first batch reacting to each other's tokens or media"):
+        first_batch_influence(module, (), inputs)

@@ -64,8 +64,9 @@ class ThinkerHead(PackedHead):
             packed = given.get("packed_sequence")
             if packed:
                 tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
-                mask = given.get("attention_mask")  # which experts' statistics need
-                given = packed_arguments(self, packed.for_shape(tokens.shape[:2]), given) | {"attention_mask": mask}
+                # experts' statistics need the mask, and who observes the trunk the caller's shape
+                kept = {"attention_mask": given.get("attention_mask"), "packed_sequence": packed}
+                given = packed_arguments(self, packed.for_shape(tokens.shape[:2]), given) | kept
             return run_beside_idle_tower(self, upstream, given)
 
         return super()._forward_as_row(forward, arguments)

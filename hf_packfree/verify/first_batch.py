@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,8 +18,6 @@ from hf_packfree.packing.media import media_offsets
 from hf_packfree.verify.documents import media_tokens
 from hf_packfree.verify.report import limits_for, relative_rms
 
-_POSITIONAL = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache")
-
 
 def first_batch_influence(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
     """Change the tokens of documents 0, 2, 4 ... and return the relative RMS by which 1, 3, 5 ... change.
@@ -30,7 +29,8 @@ def first_batch_influence(module: nn.Module, args: tuple[Any, ...], kwargs: dict
     packed, since the forwards of a sharded model are collective.  The random state is as before afterwards.
 
     Args:
-        module: a patched text model, such as Qwen3_5TextModel, or vision-language model, such as Qwen3_5Model.
+        module: a patched text model, such as Qwen3_5TextModel, or what holds towers: a vision-language model, such as
+            Qwen3_5Model, or the whole thinker of transformers before 5.22.
         args, kwargs: of its forward: `input_ids` [B, S] or `inputs_embeds` [B, S, H], and the boundaries.
 
     Returns:
@@ -39,7 +39,7 @@ def first_batch_influence(module: nn.Module, args: tuple[Any, ...], kwargs: dict
     Raises:
         LeakDetected: the change is above rounding.
     """
-    inputs = {**dict(zip(_POSITIONAL, args, strict=False)), **kwargs}
+    inputs = {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}
     takes_media = hasattr(module, "get_rope_index")
     seen: list[PackedSequence] = []
 
@@ -52,13 +52,13 @@ def first_batch_influence(module: nn.Module, args: tuple[Any, ...], kwargs: dict
     found: list[float] = []
     try:
         with torch.no_grad(), torch.random.fork_rng():
-            before = module.forward(**dict(inputs)).last_hidden_state
+            before = _last_states(module, inputs)
             if not seen and not in_process_group():
                 return None
             record = seen[0].for_shape(before.shape[:2]) if seen else None
             for parity in (0, 1) if takes_media else (0,):
                 changed, kept = (inputs, None) if record is None else _changed(module, inputs, record, parity)
-                after = module.forward(**changed).last_hidden_state
+                after = _last_states(module, changed)
                 if kept is not None:
                     found.append(relative_rms(after[kept], before[kept]) if bool(kept.any()) else 0.0)
     finally:
@@ -66,6 +66,16 @@ def first_batch_influence(module: nn.Module, args: tuple[Any, ...], kwargs: dict
     for influence in found:
         _judge(influence, limits_for(before.device, before.dtype).influence, "tokens or media" if takes_media else "tokens")
     return max(found, default=None)
+
+
+def _last_states(module: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+    """Return [B, S, H], of a head too, whose logits would be larger."""
+    if not hasattr(module, "lm_head"):
+        output = module.forward(**inputs)
+        states: Tensor = output.last_hidden_state
+        return states
+    of_layers: Tensor = module.forward(**{**inputs, "output_hidden_states": True}).hidden_states[-1]
+    return of_layers
 
 
 def _judge(influence: float, limit: float, what: str) -> None:
