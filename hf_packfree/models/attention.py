@@ -16,6 +16,7 @@ from hf_packfree.ops.attention import attention
 from hf_packfree.ops.attention.block_mask import additive_block_mask
 from hf_packfree.ops.fused import RECOMPUTES, norm_rope, output_gate
 from hf_packfree.packing import PackedSequence, to_hf_kwargs
+from hf_packfree.parallel.attention import attend_by_heads
 
 
 def attention_route(implementation: str) -> str | None:
@@ -89,7 +90,8 @@ class RoutedAttention(Replacement):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, backend: str) -> Tensor:
         """Return [1, T, heads, D] of q, k and v [1, T, heads, D]."""
         dropout = self.attention_dropout if self.training else 0.0
-        return attention(q, k, v, packed, scale=self.scaling, dropout=dropout, backend=backend)
+        attend = partial(attention, scale=self.scaling, dropout=dropout, backend=backend)
+        return attend(q, k, v, packed) if packed.shard is None else attend_by_heads(q, k, v, packed.shard, attend)
 
     def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Apply the family's rotary embedding to q and k [1, heads, T, D]; each family names upstream's function."""
@@ -106,8 +108,8 @@ class RoutedAttention(Replacement):
 
     @staticmethod
     def op_sizes(layer: Any) -> dict[str, int]:
-        """Return the heads' size."""
-        return {"head_size": layer.head_dim}
+        """Return the heads' size, and how many queries have."""
+        return {"head_size": layer.head_dim, "query_heads": layer.config.num_attention_heads}
 
 
 class PackedAttention(RoutedAttention):

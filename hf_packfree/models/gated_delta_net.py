@@ -19,6 +19,7 @@ from hf_packfree.models.state import Kernels, PatchState, receive, state_of
 from hf_packfree.ops.conv_delta_rule import conv_delta_rule
 from hf_packfree.ops.fused import RECOMPUTES, gated_rms_norm, gates
 from hf_packfree.packing import PackedSequence
+from hf_packfree.parallel.delta_rule import conv_delta_rule_by_heads
 
 
 class PackedGatedDeltaNet(Replacement):
@@ -64,10 +65,11 @@ class PackedGatedDeltaNet(Replacement):
     def _conv_delta_rule(self, mixed: Tensor, g: Tensor, beta: Tensor, packed: PackedSequence, kernels: Kernels) -> Tensor:
         weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
         heads, sizes = (self.num_k_heads, self.num_v_heads), (self.head_k_dim, self.head_v_dim)
-        return conv_delta_rule(
-            mixed, weight, g, beta, packed, heads, sizes, bias=bias, activation=self.activation,
-            conv=kernels.conv, delta_rule=kernels.delta_rule,
+        run = partial(
+            conv_delta_rule if packed.shard is None else conv_delta_rule_by_heads,
+            bias=bias, activation=self.activation, conv=kernels.conv, delta_rule=kernels.delta_rule,
         )
+        return run(mixed, weight, g, beta, packed.shard or packed, heads, sizes)
 
     def _project(self, x: Tensor, state: PatchState) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return q|k|v [1, T, C], the output gate z [1, T, HV*V], and b, a [1, T, HV], from the family's own layout."""

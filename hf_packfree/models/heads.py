@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hf_packfree.models.attention import check_attention
 from hf_packfree.models.base import Replacement, stands_for, upstream_of
+from hf_packfree.models.context_parallel import check_call, forward_shard
 from hf_packfree.models.entry import (
     UNPACKED, as_requested, enter, has_media, keep_padding, restore_layers, row_of_each, row_positions, wants_all_logits,
 )
@@ -94,12 +95,19 @@ class PackedHead(Head):
         packed = enter(self, arguments, skip_padding=skip_padding)
         if packed is None:
             return upstream(**arguments)
+        settings = state_of(self).context_parallel
+        if settings is not None:
+            check_call(arguments)
         packed, loss = self._loss_arguments(arguments, packed, all_logits)
         if loss is None:
             keep_padding(packed, arguments)
             return upstream(**arguments)
-        output = upstream(**(_row_arguments if all_logits else _batch_arguments)(arguments, packed) | loss)
-        if all_logits:
+        row = (_row_arguments if all_logits else _batch_arguments)(arguments, packed) | loss
+        if settings is not None:
+            output = forward_shard(upstream, row, packed, settings, counted=arguments.get("num_items_in_batch") is not None)
+        else:
+            output = upstream(**row)
+        if all_logits and settings is None:
             self._restore_shape(output, packed)
         if packed.num_real_tokens == 0:
             _forget_losses(output)

@@ -106,7 +106,7 @@ def tiny_config() -> configuration.Qwen3OmniMoeThinkerConfig:
         "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0, "max_source_positions": 64, "n_window": 50,
         "output_dim": 64, "n_window_infer": 800, "conv_chunksize": 3, "downsample_hidden_size": 8,
     }
+    tokens = PLACEHOLDERS | {"audio_token_id": 121, "audio_start_token_id": 122, "audio_end_token_id": 123}
     return configuration.Qwen3OmniMoeThinkerConfig(
-        text_config=text, vision_config=qwen3_vision_sizes(), audio_config=audio, architectures=list(HEADS),
-        audio_token_id=121, audio_start_token_id=122, audio_end_token_id=123, **PLACEHOLDERS,
+        text_config=text, vision_config=qwen3_vision_sizes(), audio_config=audio, architectures=list(HEADS), **tokens
     )

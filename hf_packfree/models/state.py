@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hf_packfree.errors import PatchConflict
 from hf_packfree.ops.backend import HALF
 from hf_packfree.packing import PackedSequence
+from hf_packfree.parallel import ContextParallel
 
 Observer = Callable[[PackedSequence | None, tuple[int, int], Any], None]
 """Called by the trunk before every training forward: the record (None: upstream's), the caller's (B, S), the mask."""
@@ -53,6 +54,7 @@ class PatchState:
         padded: "lazy" or "full" when padded rows run without their padding, with logits put back into the caller's shape
             when something reads them or always; "upstream" when transformers runs them.
         mixer_paths: the attributes of decoder layers that hold token mixers, see `Family`; for the check before packed rows.
+        context_parallel: the group whose ranks share each row, or None.
         why: {op: why a faster backend is not used on CUDA}, in sentences.
         observers: called before every training forward of the trunk.
         followers: called after it.
@@ -65,6 +67,7 @@ class PatchState:
     unpacked: str = "upstream"
     padded: str = "lazy"
     mixer_paths: tuple[str, ...] = ()
+    context_parallel: ContextParallel | None = None
     why: dict[str, str] = field(default_factory=dict, compare=False)
     observers: list[Observer] = field(default_factory=list, compare=False, repr=False)
     followers: list[Follower] = field(default_factory=list, compare=False, repr=False)
@@ -72,7 +75,7 @@ class PatchState:
     @property
     def runs_unpacked(self) -> bool:
         """Whether rows of one document run through the patched layers too, unless a call wants what they lack."""
-        return self.unpacked == "native" or self.batch_invariant
+        return self.unpacked == "native" or self.batch_invariant or self.context_parallel is not None
 
     def not_in_torch(self, device: torch.device) -> str:
         """Return "conv: triton, delta_rule: fla", of what may run on a device and is not PyTorch's."""

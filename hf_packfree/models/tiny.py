@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-PLACEHOLDERS: dict[str, int] = {
+PLACEHOLDERS: dict[str, Any] = {
     "image_token_id": 124, "video_token_id": 125, "vision_start_token_id": 126, "vision_end_token_id": 127,
 }
 """Ids behind those of text."""

@@ -15,6 +15,7 @@ from hf_packfree.models.rotary import check_longest_position, has_fixed_frequenc
 from hf_packfree.models.state import state_of
 from hf_packfree.packing import PackedSequence, repad, unpad
 from hf_packfree.packing.compiling import is_transformed
+from hf_packfree.parallel.collectives import all_gather
 
 
 class PackedTrunk(Replacement):
@@ -52,6 +53,7 @@ class PackedTrunk(Replacement):
         masked = isinstance(kwargs.get("packed_sequence"), PackedSequence) or attention_mask is not None
         packed = enter(self, arguments)
         del arguments["packed_sequence"]
+        check_sharded(self, packed)
         arguments["position_ids"] = positions_for(self, position_ids)
         rows, tokens = (inputs_embeds if input_ids is None else input_ids).shape[:2]  # type: ignore[union-attr]
         if self.training:
@@ -92,6 +94,8 @@ class PackedTrunk(Replacement):
         self._followed(of_batch, row, output)
         output.last_hidden_state = repad(output.last_hidden_state, packed)
         restore_layers(output, packed, count_all=count_all)
+        if packed.shard is not None and output.get("router_logits") is not None:
+            output.router_logits = tuple(all_gather(layer, packed.shard.group).flatten(0, 1) for layer in output.router_logits)
         return output.to_tuple() if as_dict is False else output
 
 
@@ -120,6 +124,21 @@ def _check_packed_call(trunk: Any, packed: PackedSequence, arguments: dict[str, 
             f"found output_attentions=True for a packed batch of {packed.batch_shape[0]} rows; wanted one row without "
             "padding, because the weights of a flattened batch have no per-row shape; pass the rows one at a time"
         )
+
+
+def check_sharded(trunk: Any, packed: PackedSequence | None) -> None:
+    """Refuse a call of which no head has cut this rank's shard, where one is wanted.
+
+    Raises:
+        UnsupportedInput: it is such a call.
+    """
+    if state_of(trunk).context_parallel is None or packed is not None and packed.shard is not None:
+        return
+    found = "a cache, or what else upstream runs itself," if packed is None else "a call of the text model without its head"
+    raise UnsupportedInput(
+        f"found {found} under context parallelism; wanted a training step or an evaluation of the whole model, with labels for "
+        "its loss; generate and compute losses elsewhere after remove_patches(model)"
+    )
 
 
 def check_mixers(trunk: Any) -> None:

@@ -6,14 +6,18 @@ from hf_packfree.packing.keywords import PackingInputs, to_hf_kwargs
 from hf_packfree.packing.lazy_padding import lazy_repad
 from hf_packfree.packing.padding import repad, unpad, with_left_pad_tokens
 from hf_packfree.packing.record import PackedSequence, chunk_plan
+from hf_packfree.packing.shard import RowShard, pad_row, shard_row
 
 __all__ = [
     "PackedSequence",
     "PackingInputs",
+    "RowShard",
     "chunk_plan",
     "lazy_repad",
+    "pad_row",
     "repad",
     "resolve_boundaries",
+    "shard_row",
     "to_hf_kwargs",
     "uncompiled",
     "unpad",

@@ -87,6 +87,7 @@ class PackedSequence:
         left_pad_segments: numbers of those padding segments that are the pad token before a left-padded document, kept
             because a label asks it for a prediction; layers mix nothing into it.
         plain: upstream would run the caller's batch exactly too: one document per row, padding in a 0/1 mask.
+        shard: under context parallelism, the `RowShard` that says where in the whole row these tokens are.
     """
 
     cu_seqlens: Tensor
@@ -98,6 +99,7 @@ class PackedSequence:
     padding_segments: tuple[int, ...] = ()
     left_pad_segments: tuple[int, ...] = ()
     plain: bool = False
+    shard: Any = None
     _memo: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -185,6 +187,9 @@ class PackedSequence:
     def position_ids(self) -> Tensor:
         """Return int64 [1, T]: each token's position in its segment, from 0."""
 
+        if self.shard is not None:
+            return self.shard.cut(self.shard.row.position_ids())  # type: ignore[no-any-return]
+
         def build(packed: PackedSequence) -> Tensor:
             starts = packed.cu_seqlens.index_select(0, packed.seq_idx[0]).long()
             return (torch.arange(packed.num_tokens, device=starts.device) - starts)[None]
@@ -193,11 +198,7 @@ class PackedSequence:
 
     def is_real(self) -> Tensor:
         """Return bool [1, T]: False for padding that stayed in the row."""
-
-        def build(packed: PackedSequence) -> Tensor:
-            return packed._tokens_outside(packed.padding_segments)
-
-        return self.cached(build)
+        return self.cached(PackedSequence._tokens_outside, self.padding_segments)
 
     def select_real(self, row: Tensor) -> Tensor:
         """Return the real tokens [M, ...] of a row [T, ...]; the row itself when all are real, or none is."""
@@ -216,11 +217,8 @@ class PackedSequence:
         """Return a mixer's output [1, T, D] with zeros at `left_pad_segments`; the same tensor when there are none."""
         if not self.left_pad_segments:
             return mixed
-
-        def build(packed: PackedSequence) -> Tensor:
-            return packed._tokens_outside(packed.left_pad_segments)[..., None]
-
-        return mixed * self.cached(build).to(mixed.dtype)
+        outside = self.cached(PackedSequence._tokens_outside, self.left_pad_segments)
+        return mixed * outside[..., None].to(mixed.dtype)
 
     def _segments_outside(self, segments: Sequence[int]) -> Tensor:
         """Return bool [N] on the host: False for these segments."""
@@ -264,6 +262,7 @@ class PackedSequence:
             cu_seqlens=self.cu_seqlens.to(device, non_blocking=non_blocking),
             seq_idx=self.seq_idx.to(device, non_blocking=non_blocking),
             indices=None if self.indices is None else self.indices.to(device, non_blocking=non_blocking),
+            shard=None if self.shard is None else replace(self.shard, row=self.shard.row.to(device, non_blocking)),
             _memo={},
         )
 

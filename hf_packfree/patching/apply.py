@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import nn
 
 from hf_packfree.errors import PatchConflict
+from hf_packfree.models.context_parallel import check_ranks
 from hf_packfree.models.state import PatchState
 from hf_packfree.models.subclassed import behind
 from hf_packfree.mtp.options import Choice as MTPChoice
 from hf_packfree.mtp.options import MTPOptions, mtp_options
+from hf_packfree.parallel import ContextParallel
+from hf_packfree.parallel import context_parallel as ranks
 from hf_packfree.patching.backends import Choice, choose_backends, forced_backends
 from hf_packfree.patching.mtp import plan_head, refuse_trained_head
-from hf_packfree.patching.plan import op_sizes, plan_swaps
+from hf_packfree.patching.plan import op_sizes, plan_swaps, trunks
 from hf_packfree.patching.registry import family_of
 from hf_packfree.patching.report import announce
 from hf_packfree.patching.selfcheck import check_release
@@ -33,6 +36,7 @@ def apply_patches(
     unpacked: Literal["upstream", "native"] = "upstream",
     padded: Literal["lazy", "full", "upstream"] = "lazy",
     mtp: MTPChoice | MTPOptions = None,
+    context_parallel: Any = None,
 ) -> _Model:
     """Make packed rows exact, in place, and return the same model; applying twice changes nothing more.
 
@@ -60,6 +64,8 @@ def apply_patches(
             it dropped, "keep" reads it from the checkpoint that the model came from, frozen, so that `save_pretrained` writes
             it again, "train" trains it beside the model, `MTPOptions` says how.  It becomes `model.mtp`, and its parameters
             the model's: call this before an optimizer or a wrapper takes these.
+        context_parallel: a process group of torch.distributed, a mesh of one dimension, or `ContextParallel`: its ranks
+            share each row.  All are given the same batches; docs/parallel.md.
 
     Raises:
         UnsupportedModel, PatchConflict, ContractError, BackendUnavailable: nothing was changed; see `plan_swaps`.
@@ -87,7 +93,7 @@ def apply_patches(
         >>> torch.allclose(second_document(), alone, atol=1e-5)
         True
     """
-    patch(model, Options(backend, batch_invariant, unpacked, padded, mtp))
+    patch(model, Options(backend, batch_invariant, unpacked, padded, mtp, ranks(context_parallel)))
     return model
 
 
@@ -100,6 +106,7 @@ class Options:
     unpacked: str = "upstream"
     padded: str = "lazy"
     mtp: MTPChoice | MTPOptions = None
+    context_parallel: ContextParallel | None = None
 
     def __post_init__(self) -> None:
         """Refuse a misspelt option, whatever the model."""
@@ -115,21 +122,36 @@ class Options:
                 "found batch_invariant=True with padded='upstream', which leaves padded rows to layers that promise no bits; "
                 "wanted padded='lazy' or 'full'; leave one of the two options out"
             )
+        if self.context_parallel is not None:
+            self._check_beside_ranks()
+
+    def _check_beside_ranks(self) -> None:
+        """Refuse options that need more of a row than a rank has."""
+        head = mtp_options(self.mtp)
+        found = "mtp='train'" if head is not None and head.train else "padded='upstream'" if self.padded == "upstream" else ""
+        if found:
+            raise ValueError(
+                f"found context_parallel together with {found}, which needs whole rows; wanted one of the two; leave one out"
+            )
 
 
 def patch(model: nn.Module, options: Options) -> None:
     """Plan, choose, check, then change `model`; logs what runs when something changed."""
     family, swaps = plan_swaps(model)
     steps = [*swaps, *plan_head(model, family, mtp_options(options.mtp))]
-    chosen = choose_backends(options.backend, op_sizes(model, family), family.ops)
+    sizes = op_sizes(model, family)
+    if options.context_parallel is not None:
+        for trunk in trunks(model, family):
+            check_ranks(trunk.config, sizes, options.context_parallel)
+    chosen = choose_backends(options.backend, sizes, family.ops)
     wanted = replace(
         chosen, batch_invariant=options.batch_invariant, unpacked=options.unpacked, padded=options.padded,
-        mixer_paths=family.mixer_paths,
+        mixer_paths=family.mixer_paths, context_parallel=options.context_parallel,
     )
     state = _state_in_force(model, wanted)
     if not steps:
         return
-    check_release(family, state)
+    check_release(family, replace(state, context_parallel=None))
     carry_out(steps, state)
     announce(model, state)
 

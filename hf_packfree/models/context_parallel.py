@@ -1,0 +1,121 @@
+"""Where a whole row enters a head and one rank's shard of it goes on, under context parallelism.
+
+Loss and gradients come out as one process's: with `num_items_in_batch` the losses of all ranks, and the gradients, add up to
+it, which is what the Trainer expects; without it their mean is it, which is what DDP computes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hf_packfree.errors import PatchConflict, UnsupportedInput
+from hf_packfree.models.attention import check_attention
+from hf_packfree.models.entry import has_media, wants_all_logits
+from hf_packfree.models.labels import IGNORED
+from hf_packfree.packing import PackedSequence, pad_row, repad, shard_row
+from hf_packfree.parallel import ContextParallel
+from hf_packfree.parallel.collectives import all_gather
+
+
+def forward_shard(
+    upstream: Any, row: dict[str, Any], packed: PackedSequence, settings: ContextParallel, *, counted: bool
+) -> Any:
+    """Run a head's forward on this rank's tokens of a row.
+
+    Args:
+        upstream: the forward.
+        row: its arguments for the whole row, [1, T, ...] each, targets included.
+        packed: the record of the row.
+        settings: the group.
+        counted: the caller gave `num_items_in_batch`.
+
+    Returns:
+        Upstream's output.  In training its logits are those of this rank's tokens, [1, t, V]; otherwise they are gathered, and
+        have the caller's shape.
+
+    Raises:
+        UnsupportedInput: something is wanted that a shard cannot give.
+    """
+    if row.get("labels") is not None and "num_items_in_batch" not in row:
+        raise UnsupportedInput(
+            "found a loss function that takes no num_items_in_batch under context parallelism, where each rank has its own "
+            "number of targets; wanted one that divides by the count it is given; add the keyword to it"
+        )
+    local = shard_row(packed, settings.rank, settings.world, settings.group)
+    mine = _arguments_of(local, row, packed.num_tokens)
+    if not counted and row.get("num_items_in_batch") is not None:
+        mine["num_items_in_batch"] = row["num_items_in_batch"] / settings.world
+    output = upstream(**mine)
+    experts, loss = output.get("aux_loss"), output.get("loss")
+    if counted and experts is not None and loss is not None:  # every rank has all of it, and it counts once
+        coefficient = upstream.args[0].config.get_text_config().router_aux_loss_coef
+        output.loss = loss - (1 - 1 / settings.world) * coefficient * experts
+    if not torch.is_grad_enabled():
+        logits = all_gather(output.logits[0], settings.group).flatten(0, 1)[None]
+        output.logits = repad(logits[:, : packed.num_tokens], packed)
+    return output
+
+
+def _arguments_of(local: PackedSequence, row: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """Return a head's arguments for a shard of a row of so many tokens."""
+    shard, whole = local.shard, local.shard.row
+
+    def cut(name: str, value: Any) -> Any:
+        if name == "position_ids" and value is not None:  # [1, T], or [3 or 4, 1, T]
+            return shard.cut(F.pad(value, (0, whole.num_tokens - tokens)), -1)
+        if not isinstance(value, Tensor) or value.shape[:2] != (1, tokens):
+            return value
+        return shard.cut(pad_row(value, whole.num_tokens, IGNORED if name in ("labels", "shift_labels") else 0))
+
+    partly = whole.padding_segments and whole.num_real_tokens
+    return {name: cut(name, value) for name, value in row.items()} | {
+        "attention_mask": whole.is_real().long() if partly else None,  # of the experts' statistics, which are the whole row's
+        "packed_sequence": local,
+    }
+
+
+def check_ranks(config: Any, sizes: dict[str, int], settings: ContextParallel) -> None:
+    """Refuse a model that the ranks cannot share.
+
+    Args:
+        config: of the text model.
+        sizes: of its mixers; see `op_sizes`.
+        settings: the group.
+
+    Raises:
+        PatchConflict: the ranks do not divide the heads, or attention is not ours to run.
+    """
+    for name, mixer in (("key_heads", "Gated DeltaNet"), ("query_heads", "attention")):
+        if sizes.get(name, 0) % settings.world:
+            raise PatchConflict(
+                f"found {settings.world} ranks to share the {sizes[name]} {name.replace('_', ' ')} of {mixer}; wanted a number "
+                "that divides them; use fewer ranks for context parallelism, and more for data parallelism"
+            )
+    if check_attention(config) != "varlen":
+        raise PatchConflict(
+            f"found attn_implementation={config._attn_implementation!r} under context parallelism; wanted sdpa, which this "
+            "package runs itself; call model.set_attn_implementation('sdpa')"
+        )
+
+
+def check_call(row: dict[str, Any]) -> None:
+    """Refuse a head's arguments that a shard cannot serve.
+
+    Raises:
+        UnsupportedInput: see there.
+    """
+    if has_media(row):
+        raise UnsupportedInput(
+            "found images, videos or audio under context parallelism; wanted text; train on them with data parallelism"
+        )
+    wants_weights, wants_layers = row.get("output_attentions"), row.get("output_hidden_states")
+    if wants_weights or wants_layers or not wants_all_logits(row):
+        name = "output_attentions" if wants_weights else "output_hidden_states" if wants_layers else "logits_to_keep"
+        raise UnsupportedInput(
+            f"found {name}={row[name]} under context parallelism; wanted nothing but loss and logits, because no rank has the "
+            "whole row; leave it out"
+        )

@@ -1,0 +1,106 @@
+"""One rank's part of a packed row: equal spans of tokens, in order, one for each rank of a context-parallel group.
+
+Shapes: T tokens of the whole row, W ranks, t = T / W tokens of a shard.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hf_packfree.packing.record import PackedSequence
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RowShard:
+    """Where a rank's tokens are in the whole row; host integers alone, so that every rank can take the others' view.
+
+    Attributes:
+        row: the record of the whole row, of T tokens, a multiple of W: the same on all ranks.
+        rank, world: this rank's number in its group, and W.
+        group: torch.distributed's process group.
+    """
+
+    row: PackedSequence
+    rank: int
+    world: int
+    group: Any
+
+    @property
+    def tokens(self) -> int:
+        """t, the number of tokens of every shard."""
+        return self.row.num_tokens // self.world
+
+    def cut(self, whole: Tensor, dim: int = 1) -> Tensor:
+        """Return this rank's t tokens of a tensor with T in dimension `dim`."""
+        return whole.narrow(dim, self.rank * self.tokens, self.tokens)
+
+    def history(self, rank: int) -> int:
+        """Return how many tokens of the document at the start of a rank's shard are on the ranks before it."""
+        start = rank * self.tokens
+        offsets = self.row.cu_seqlens_cpu
+        return start - int(offsets[torch.searchsorted(offsets, start, right=True) - 1])
+
+    def goes_on(self, rank: int) -> bool:
+        """Whether the last document of a rank's shard goes on in the next one."""
+        return rank + 1 < self.world and self.history(rank + 1) > 0
+
+
+def shard_row(packed: PackedSequence, rank: int, world: int, group: Any = None) -> PackedSequence:
+    """Return the record of the tokens that one of `world` ranks holds; its `shard` knows the rest.
+
+    A row that does not divide is padded by a segment of its own.  A segment of the result is a document's span on this rank: of
+    a document that began on an earlier rank, `position_ids` go on from there.
+
+    Args:
+        packed: the record of a row of T tokens.
+        rank, world, group: see `RowShard`.
+
+    Returns:
+        The record of [1, t], t = ceil(T / world).
+
+    Examples:
+        Documents of three tokens and of five on two ranks; the second document begins on the first rank:
+
+        >>> from hf_packfree import PackedSequence
+        >>> from hf_packfree.packing import shard_row
+        >>> packed = PackedSequence.from_lengths([3, 5])
+        >>> first, second = (shard_row(packed, rank, 2) for rank in range(2))
+        >>> first.lengths, second.lengths
+        ([3, 1], [4])
+        >>> second.position_ids()
+        tensor([[1, 2, 3, 4]])
+    """
+    shard = RowShard(row=_divisible(packed, world), rank=rank, world=world, group=group)
+    row, start = shard.row, rank * shard.tokens
+    offsets = row.cu_seqlens_cpu.clamp(start, start + shard.tokens) - start
+    lengths = offsets.diff()
+    held = lengths.nonzero()[:, 0].tolist()
+    local = PackedSequence.from_lengths(
+        lengths[held], device=row.seq_idx.device, plain=row.plain,
+        padding_segments=[number for number, segment in enumerate(held) if segment in row.padding_segments],
+    )
+    left = tuple(number for number, segment in enumerate(held) if segment in row.left_pad_segments)
+    return replace(local, shard=shard, left_pad_segments=left)
+
+
+def pad_row(row: Tensor, tokens: int, value: float = 0) -> Tensor:
+    """Return a tensor [1, T, ...] with `value` behind it, [1, tokens, ...]."""
+    missing = tokens - row.shape[1]
+    return F.pad(row, (0, 0) * (row.ndim - 2) + (0, missing), value=value) if missing else row
+
+
+def _divisible(packed: PackedSequence, world: int) -> PackedSequence:
+    """Return the record of the row itself, [1, T], with a padding segment behind it where T is no multiple of `world`."""
+    missing = -packed.num_tokens % world
+    if not missing:
+        return packed.for_shape((1, packed.num_tokens))
+    row = PackedSequence.from_lengths(
+        [*packed.lengths, missing], device=packed.seq_idx.device, plain=packed.plain,
+        padding_segments=(*packed.padding_segments, packed.num_segments),
+    )
+    return replace(row, left_pad_segments=packed.left_pad_segments)

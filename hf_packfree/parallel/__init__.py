@@ -1,0 +1,67 @@
+"""Context parallelism: the ranks of a group hold a packed row together, each a span of its tokens, through the whole model.
+
+What mixes tokens exchanges heads for tokens around itself (`attention`, `delta_rule`); the rest sees one rank's tokens alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """The group whose ranks share each row, and how their layers exchange.
+
+    Every rank of the group has to be given the same batches: the model takes its part inside forward.
+
+    Args:
+        group: torch.distributed's process group, or a mesh of one dimension.
+        gdn: of Gated DeltaNet: "heads", each rank has a share of the heads over all tokens; "auto" chooses.
+        attention: of full attention: "heads", the same; "auto" chooses.
+
+    Raises:
+        ValueError: an option has an unknown value, or the mesh has several dimensions.
+    """
+
+    group: Any
+    gdn: str = "auto"
+    attention: str = "auto"
+
+    def __post_init__(self) -> None:
+        """Take the group out of a mesh; refuse misspelt options."""
+        if isinstance(self.group, DeviceMesh):
+            if self.group.ndim != 1:
+                raise ValueError(
+                    f"found a mesh of {self.group.ndim} dimensions for context parallelism; wanted one of one dimension; "
+                    "pass mesh['cp'], or what the dimension of context parallelism is called"
+                )
+            object.__setattr__(self, "group", self.group.get_group())
+        for name in ("gdn", "attention"):
+            if (found := getattr(self, name)) not in ("auto", "heads"):
+                raise ValueError(f"found {name}={found!r} for context parallelism; wanted 'auto' or 'heads'")
+
+    @property
+    def rank(self) -> int:
+        """This process's number in the group."""
+        return dist.get_rank(self.group)
+
+    @property
+    def world(self) -> int:
+        """W, the number of ranks."""
+        return dist.get_world_size(self.group)
+
+    def __deepcopy__(self, memo: Any) -> ContextParallel:
+        """A copy of a model is in the same group, which cannot be copied."""
+        return self
+
+
+def context_parallel(given: Any) -> ContextParallel | None:
+    """Return the settings of what `apply_patches` was given: those themselves, a group, a mesh, or None."""
+    return given if given is None or isinstance(given, ContextParallel) else ContextParallel(given)
+
+
+__all__ = ["ContextParallel", "context_parallel"]

@@ -1,0 +1,75 @@
+"""Exchanges between the ranks of a context-parallel group, differentiable.
+
+Every rank takes part in every exchange, forward and backward, whatever its part of the row holds: which exchanges there are
+depends on the whole row alone.
+
+Shapes: W ranks, T tokens of the whole row, t = T / W tokens of a shard, H heads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+
+class _AllToAll(Function):
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _exchanged(parts, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None]:
+        return _exchanged(d_out, ctx.group), None
+
+
+class _AllGather(Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        out = part.new_empty(dist.get_world_size(group), *part.shape)
+        dist.all_gather(list(out), part.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None]:
+        return _exchanged(d_out, ctx.group).sum(0), None
+
+
+def _exchanged(parts: Tensor, group: Any) -> Tensor:
+    parts = parts.contiguous()
+    out = torch.empty_like(parts)
+    dist.all_to_all_single(out, parts, group=group)
+    return out
+
+
+def all_to_all(parts: Tensor, group: Any) -> Tensor:
+    """Return [W, ...]: part r is what rank r had as its part for this rank; parts [W, ...] of one shape on all ranks."""
+    return _AllToAll.apply(parts, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def all_gather(part: Tensor, group: Any) -> Tensor:
+    """Return [W, ...], every rank's part [...]; a part's gradient is the sum of what all ranks say of it."""
+    return _AllGather.apply(part, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def tokens_to_heads(x: Tensor, group: Any) -> Tensor:
+    """Return [T, H / W, ...], all tokens of this rank's heads, of x [t, H, ...], all heads of this rank's tokens.
+
+    W divides H; rank r has heads r H / W up to (r + 1) H / W.
+    """
+    world = dist.get_world_size(group)
+    return all_to_all(x.unflatten(1, (world, -1)).transpose(0, 1), group).flatten(0, 1)
+
+
+def heads_to_tokens(x: Tensor, group: Any) -> Tensor:
+    """Return [t, H, ...] of x [T, H / W, ...]: the inverse of `tokens_to_heads`."""
+    world = dist.get_world_size(group)
+    return all_to_all(x.unflatten(0, (world, -1)), group).transpose(0, 1).flatten(1, 2)

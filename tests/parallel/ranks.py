@@ -1,0 +1,196 @@
+"""What every process of a context-parallel group does for the tests here: tiny models in fp64 against one process.
+
+    python tests/parallel/ranks.py OUT.json 2
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+
+from hf_packfree import PackedSequence, apply_patches
+from hf_packfree.ops.attention import attention
+from hf_packfree.ops.conv_delta_rule import conv_delta_rule
+from hf_packfree.packing import shard_row
+from hf_packfree.parallel.attention import attend_by_heads
+from hf_packfree.parallel.delta_rule import conv_delta_rule_by_heads
+from tests.support import documents, relative_rms, tiny
+
+TIMEOUT = datetime.timedelta(seconds=60)
+ROWS = {
+    "documents of many lengths": [37, 70, 3, 90, 8],
+    "one document": [208],
+    "edges at cuts": [52, 52, 52, 52],
+    "one token before and behind the cuts": [103, 1, 1, 103],
+    "a tail": [10, 150, 47],
+    "a rank of padding alone": [5, 1],
+}
+
+
+def widen_islands() -> None:
+    """Let upstream's norms, rotary embedding, gates and router compute in fp64, which otherwise are fp32 whatever the model."""
+    to, zeros, softmax = torch.Tensor.to, torch.zeros, torch.nn.functional.softmax
+
+    def wide(value):
+        return torch.float64 if value is torch.float32 else value
+
+    def named(options):
+        return {name: wide(one) for name, one in options.items()}
+
+    torch.Tensor.float = torch.Tensor.double
+    torch.Tensor.to = lambda x, *args, **options: to(x, *map(wide, args), **named(options))
+    torch.zeros = lambda *shape, **options: zeros(*shape, **named(options))
+    torch.nn.functional.softmax = lambda x, *args, dtype=None, **kwargs: softmax(x, *args, **kwargs)
+
+
+def batch_of(lengths, generator_seed: int):
+    """One row of ids, restarting positions and labels; the first half of the row has few targets."""
+    given = documents(lengths, seed=generator_seed)
+    ids = torch.cat(given)[None]
+    labels = ids.clone()
+    labels[:, : sum(lengths) // 2] = -100
+    labels[:, : 2] = ids[:, : 2]
+    return {"input_ids": ids, "position_ids": torch.cat([torch.arange(len(one)) for one in given])[None], "labels": labels}
+
+
+def step(model, batch):
+    model.zero_grad(set_to_none=True)
+    output = model(**batch)
+    output.loss.backward()
+    return output, {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+
+
+def summed(tensors):
+    """The sum of every rank's, by name."""
+    for tensor in tensors.values():
+        dist.all_reduce(tensor)
+    return tensors
+
+
+def worst(found, wanted) -> float:
+    return max(relative_rms(found[name], wanted[name], floor=1e-8) for name in wanted)
+
+
+def models(results) -> None:
+    """Loss, gathered logits and gradients of whole models against one process, by count and by mean; and two controls."""
+    for family in ("qwen3_5", "qwen3_5_moe", "qwen3_next"):
+        arguments = {"output_router_logits": True} if family == "qwen3_5_moe" else {}
+        one, many = (tiny(family).double() for _ in range(2))
+        for model in (one, many):
+            model.config._experts_implementation = "eager"
+        apply_patches(one, unpacked="native")
+        apply_patches(many, context_parallel=dist.group.WORLD)
+        for name, lengths in ROWS.items() if family == "qwen3_5_moe" else [*ROWS.items()][:2]:
+            batch = batch_of(lengths, len(lengths)) | arguments
+            for count in (torch.tensor(7), None):
+                given = batch if count is None else batch | {"num_items_in_batch": count}
+                share = dist.get_world_size() if count is None else 1
+                wanted, wanted_gradients = step(one, given)
+                loss, gradients = of_all_ranks(many, given, share)
+                key = f"{family}, {name}, {'mean' if count is None else 'count'}"
+                results[f"loss: {key}"] = relative_rms(loss, wanted.loss)
+                results[f"gradients: {key}"] = worst(gradients, wanted_gradients)
+            with torch.no_grad():
+                results[f"logits: {family}, {name}"] = relative_rms(many(**batch).logits, one(**batch).logits)
+            if family == "qwen3_5":
+                controls(results, name, one, many, batch, wanted_gradients)
+
+
+def of_all_ranks(model, batch, share: int):
+    """Loss and gradients summed over the ranks, divided by `share`."""
+    output, gradients = step(model, batch)
+    loss = summed({"loss": output.loss.detach()})["loss"] / share
+    return loss, {name: gradient / share for name, gradient in summed(gradients).items()}
+
+
+def controls(results, name, one, many, batch, wanted) -> None:
+    """What is wrong: each rank's mean over its own targets; documents that start anew in each rank."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    targets = batch["labels"].chunk(world, 1)[rank]
+    own = {"num_items_in_batch": (targets != -100).sum()}
+    results[f"control, means of means: {name}"] = worst(of_all_ranks(many, batch | own, world)[1], wanted)
+    mine = {key: value.chunk(world, 1)[rank] for key, value in batch.items()}
+    mine["position_ids"] = mine["position_ids"] - mine["position_ids"][:, :1]  # of the first document here
+    whole = {"num_items_in_batch": (batch["labels"][:, 1:] != -100).sum()}
+    results[f"control, documents cut: {name}"] = worst(of_all_ranks(one, mine | whole, 1)[1], wanted)
+
+
+def ops(results) -> None:
+    """Values and gradients of what mixes tokens."""
+    heads, sizes, generator = (4, 8), (6, 10), torch.Generator().manual_seed(0)
+    channels = 2 * heads[0] * sizes[0] + heads[1] * sizes[1]
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    for name, lengths in ROWS.items():
+        packed = PackedSequence.from_lengths(lengths)
+        local = shard_row(packed, dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+        row, shard = local.shard.row, local.shard
+        tokens = row.num_tokens
+        x, weight, bias = random(1, tokens, channels), random(channels, 4), random(channels)
+        g, beta = -0.05 * random(1, tokens, heads[1]).abs(), random(1, tokens, heads[1]).sigmoid()
+
+        def rule(x, g, beta, weight, bias, where):
+            run = conv_delta_rule if where is row else conv_delta_rule_by_heads
+            return run(x, weight, g, beta, where, heads, sizes, bias=bias)
+
+        results[f"delta rule: {name}"] = op_error(rule, [x, g, beta], [weight, bias], row, shard)
+        for keys in (1, 2, 4):
+            q, k, v = random(1, tokens, 4, 8), random(1, tokens, keys, 8), random(1, tokens, keys, 8)
+
+            def attend(q, k, v, where):
+                return attention(q, k, v, row) if where is row else attend_by_heads(q, k, v, shard, attention)
+
+            results[f"attention, {keys} key heads: {name}"] = op_error(attend, [q, k, v], [], row, shard)
+
+
+def op_error(run, per_token, weights, row, shard) -> float:
+    """The worst of values and gradients against the whole row in one process."""
+    given = [x.clone().requires_grad_() for x in (*per_token, *weights)]
+    wanted = run(*given, row)
+    d_out = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1), dtype=wanted.dtype)
+    wanted.backward(d_out)
+    mine = [shard.cut(x).clone().requires_grad_() for x in per_token] + [x.clone().requires_grad_() for x in weights]
+    found = run(*mine, shard)
+    found.backward(shard.cut(d_out))
+    errors = [relative_rms(found, shard.cut(wanted))]
+    for one, other in zip(mine[: len(per_token)], given):
+        errors.append(relative_rms(one.grad, shard.cut(other.grad), floor=1e-8))
+    for one, other in zip(mine[len(per_token):], given[len(per_token):]):
+        dist.all_reduce(one.grad)
+        errors.append(relative_rms(one.grad, other.grad, floor=1e-8))
+    return max(errors)
+
+
+def run_rank(rank: int, world: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=TIMEOUT)
+    results: dict[str, float] = {}
+    ops(results)
+    widen_islands()
+    models(results)
+    everyones = [None] * world
+    dist.all_gather_object(everyones, results)
+    if rank == 0:
+        Path(folder, "results.json").write_text(json.dumps({name: max(one[name] for one in everyones) for name in results}))
+    dist.destroy_process_group()
+
+
+def measured(world: int) -> dict[str, float]:
+    """Start the group and return {what: the worst error of all ranks}."""
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(run_rank, (world, folder), nprocs=world)
+        return json.loads(Path(folder, "results.json").read_text())
+
+
+if __name__ == "__main__":
+    for what, error in measured(int(sys.argv[1])).items():
+        print(f"{error:.1e}  {what}")

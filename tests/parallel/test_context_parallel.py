@@ -1,0 +1,139 @@
+"""A row shared by the ranks of a group gives what one process gives; what a shard cannot give is refused."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from hf_packfree import apply_patches, remove_patches
+from hf_packfree.errors import PatchConflict, UnsupportedInput
+from hf_packfree.parallel import ContextParallel
+from tests.parallel.ranks import batch_of, measured
+from tests.support import relative_rms, tiny
+
+EXACT, WRONG = 1e-10, 1e-2
+
+
+@pytest.fixture(scope="module")
+def two():
+    """What two processes measured, in fp64."""
+    return measured(2)
+
+
+@pytest.mark.parametrize("what", ["loss", "logits", "gradients", "delta rule", "attention"])
+def test_two_ranks_are_one_process(two, what):
+    errors = {name: error for name, error in two.items() if name.startswith(what)}
+    assert len(errors) >= 6
+    assert {name: error for name, error in errors.items() if not error <= EXACT} == {}
+
+
+def test_a_mean_of_means_and_cut_documents_are_wrong(two):
+    found = {name: error for name, error in two.items() if name.startswith("control")}
+    assert len(found) == 4
+    assert all(error >= WRONG for error in found.values()), found
+
+
+@pytest.mark.slow
+def test_the_example_of_the_docs_trains_as_one_process_would():
+    def losses(ranks):
+        root = Path(__file__).parents[2]
+        file, environment = root / "docs" / "examples" / "context_parallel.py", {**os.environ, "PYTHONPATH": str(root)}
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(file)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=environment)
+        return done.stdout.splitlines()
+
+    assert len(losses(2)) == 3
+    assert losses(2) == losses(1)
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory):
+    """A group of this process alone."""
+    store = tmp_path_factory.mktemp("group") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def model(group):
+    return apply_patches(tiny(), context_parallel=group)
+
+
+BATCH = batch_of([5, 9, 3], 0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "found"),
+    [
+        ({"logits_to_keep": 1}, "logits_to_keep=1"),
+        ({"output_hidden_states": True}, "output_hidden_states=True"),
+        ({"output_attentions": True}, "output_attentions=True"),
+    ],
+)
+def test_what_a_shard_cannot_give_is_refused(model, changed, found):
+    with pytest.raises(UnsupportedInput, match=f"found {found} under context parallelism; wanted"):
+        model(**BATCH | changed)
+
+
+def test_the_text_model_alone_is_refused(model):
+    with pytest.raises(UnsupportedInput, match="without its head under context parallelism"):
+        model.model(input_ids=BATCH["input_ids"], position_ids=BATCH["position_ids"])
+
+
+def test_generation_is_refused(model):
+    with pytest.raises(UnsupportedInput, match="a cache, or what else upstream runs itself, under context parallelism"):
+        model.generate(input_ids=torch.tensor([[5, 6, 7]]), max_new_tokens=2)
+
+
+def test_a_loss_that_takes_no_count_is_refused(group):
+    model = apply_patches(tiny(), context_parallel=group)
+    model.loss_function = lambda logits, labels, vocab_size=None: logits.sum()
+    with pytest.raises(UnsupportedInput, match="takes no num_items_in_batch under context parallelism"):
+        model(**BATCH)
+
+
+def test_ranks_that_do_not_divide_the_heads_are_refused(group, monkeypatch):
+    monkeypatch.setattr(ContextParallel, "world", 3)
+    unpatched = tiny()
+    with pytest.raises(PatchConflict, match="found 3 ranks .* 2 key heads"):
+        apply_patches(unpatched, context_parallel=group)
+    assert type(unpatched).__module__.startswith("transformers")
+
+
+def test_eager_attention_is_refused(group):
+    with pytest.raises(PatchConflict, match="found attn_implementation='eager' under context parallelism"):
+        apply_patches(tiny(attention="eager"), context_parallel=group)
+
+
+def test_a_mesh_a_copy_and_the_way_back(group):
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "cp"))
+    with pytest.raises(ValueError, match="found a mesh of 2 dimensions"):
+        apply_patches(tiny(), context_parallel=mesh)
+    unpatched = tiny()
+    patched = copy.deepcopy(apply_patches(copy.deepcopy(unpatched), context_parallel=mesh["cp"]))
+    wanted = apply_patches(copy.deepcopy(unpatched))(**BATCH)
+    found = patched(**BATCH)
+    assert relative_rms(found.loss, wanted.loss) == 0
+    assert relative_rms(found.logits, wanted.logits) == 0
+    prompt = {"input_ids": torch.tensor([[5, 6, 7]]), "max_new_tokens": 2, "do_sample": False}
+    assert torch.equal(remove_patches(patched).generate(**prompt), unpatched.generate(**prompt))
+
+
+def test_a_misspelt_way_is_refused(group):
+    with pytest.raises(ValueError, match="found gdn='rows' for context parallelism; wanted 'auto' or 'heads'"):
+        ContextParallel(group, gdn="rows")
+
+
+@pytest.mark.parametrize("options", [{"mtp": "train"}, {"padded": "upstream"}])
+def test_options_that_need_whole_rows_are_refused(group, options):
+    with pytest.raises(ValueError, match="found context_parallel together with"):
+        apply_patches(tiny(), context_parallel=group, **options)
