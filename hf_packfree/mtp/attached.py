@@ -25,9 +25,17 @@ class AttachedHead(MTPHead):
     def __init__(self, trunk: Any, layers: int, options: MTPOptions) -> None:
         super().__init__(trunk, layers)
         self.options = options
+        self.train(trunk.training)
         self.training_calls = MTPTraining(options) if options.train else None
         self._hooks: list[Any] = []
         self._named_before = True
+
+    def train(self, mode: bool = True) -> AttachedHead:
+        """Set the mode; a head that is kept stays frozen, also where transformers makes new parameters of what it loads."""
+        super().train(mode)
+        if not self.options.train:
+            self.requires_grad_(False)
+        return self
 
     def join(self, parent: Any) -> None:
         """Follow the parent's calls, and let its configuration say that it has a head."""

@@ -52,6 +52,10 @@ class HeadTensors:
         Raises:
             MissingHead: some are not there, or others are.
         """
+        return {name: self._one(name, parts) for name, parts in self.sources(names).items()}
+
+    def sources(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """Return {parameter: the tensors that it is made of}; see `read`, which takes and raises the same."""
         sources = {name: self._sources(PREFIX + name) for name in names}
         wanted = {part for parts in sources.values() for part in parts}
         missing, unknown = sorted(wanted - self.files.keys()), sorted(self.files.keys() - wanted)
@@ -62,7 +66,7 @@ class HeadTensors:
                 f"{len(wanted)}; name a checkpoint that holds the whole head, such as the base model's: "
                 "mtp=MTPOptions(checkpoint=...), or start from random weights: mtp=MTPOptions(from_scratch=True)"
             )
-        return {name: self._one(name, parts) for name, parts in sources.items()}
+        return sources
 
     def _sources(self, name: str) -> list[str]:
         """Return the names of the tensors that a parameter is made of."""

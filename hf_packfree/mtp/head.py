@@ -41,7 +41,6 @@ class MTPHead(nn.Module):
             if getattr(module, "config", None) is alike:
                 module.config = config
         self._checkpoint_like(trunk)
-        self.train(trunk.training)
 
     def _checkpoint_like(self, trunk: Any) -> None:
         """Let gradient checkpointing that was switched on before reach the head's layers too."""

@@ -17,9 +17,12 @@ from typing import Any, Literal
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from hf_packfree.errors import PatchConflict, UnsupportedModel
+from hf_packfree.errors import PatchConflict, UnsupportedInput, UnsupportedModel
+from hf_packfree.mtp.options import Choice as MTPChoice
+from hf_packfree.mtp.options import MTPOptions, mtp_options
 from hf_packfree.patching.apply import Options, patch
 from hf_packfree.patching.backends import Choice
+from hf_packfree.patching.mtp import add_while_loading
 from hf_packfree.patching.plan import head_swap, heads_left_alone
 from hf_packfree.patching.registry import FAMILIES
 from hf_packfree.patching.report import warn_of_heads
@@ -37,9 +40,9 @@ logger = logging.getLogger("hf_packfree")
 class Registration:
     """A mapping that transformers holds; leaving it as a context manager, or `remove()`, takes it back."""
 
-    def __init__(self, mapping: dict[str, type[nn.Module]]) -> None:
+    def __init__(self, mapping: dict[str, type[nn.Module]], mtp: MTPOptions | None = None) -> None:
         self._mapping = mapping
-        self._watch = register_module_module_registration_hook(_swap_around)
+        self._watch = register_module_module_registration_hook(partial(_swap_around, mtp=mtp))
         self._aliases = LenientAliases()
 
     def remove(self) -> None:
@@ -66,6 +69,7 @@ def register_patches(
     batch_invariant: bool = False,
     unpacked: Literal["upstream", "native"] = "upstream",
     padded: Literal["lazy", "full", "upstream"] = "lazy",
+    mtp: MTPChoice | MTPOptions = None,
 ) -> Registration:
     """Patch every supported model that `from_pretrained` or `from_config` builds from now on.
 
@@ -75,9 +79,11 @@ def register_patches(
     raises, and `apply_patches(model)` mends it.
 
     Args:
-        backend, batch_invariant, unpacked, padded: as for `apply_patches`.
+        backend, batch_invariant, unpacked, padded, mtp: as for `apply_patches`; the multi-token prediction head is read from
+            the checkpoint that is loaded, and loading raises `MissingHead` where that lacks it.
 
     Raises:
+        UnsupportedInput: `mtp` names a checkpoint.
         UnsupportedModel: this transformers has no class mapping (5.2).
         PatchConflict: a mapping for one of the classes is registered already.
     """
@@ -87,6 +93,12 @@ def register_patches(
             "call apply_patches(model) on the loaded model instead, or upgrade transformers"
         )
     options = Options(backend, batch_invariant, unpacked, padded)  # refused now, not when a model is loaded
+    wanted = mtp_options(mtp)
+    if wanted is not None and wanted.checkpoint is not None:
+        raise UnsupportedInput(
+            f"found checkpoint={wanted.checkpoint!r} in mtp; wanted none, because the head is loaded with the model, from the "
+            "same files; call apply_patches(model, mtp=...) on the loaded model"
+        )
     mapping = _mapping(partial(patch, options=options))
     taken = sorted(mapping.keys() & monkey_patching.get_patch_mapping().keys())
     if taken:
@@ -94,7 +106,7 @@ def register_patches(
             f"found a class mapping for {taken[0]} registered already; wanted none; call remove() on the earlier one"
         )
     monkey_patching.register_patch_mapping(mapping)
-    return Registration(mapping)
+    return Registration(mapping, wanted)
 
 
 def _mapping(patch: Callable[[nn.Module], None]) -> dict[str, type[nn.Module]]:
@@ -138,7 +150,7 @@ def _trunk_loader(
     return type(before.__name__, (before,), names)
 
 
-def _swap_around(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+def _swap_around(module: nn.Module, name: str, submodule: nn.Module | None, *, mtp: MTPOptions | None = None) -> None:
     """Called by torch whenever a module takes in another: swap what is around a patched text model that it takes in.
 
     That is the module, if it is a head that `head_swap` takes or a vision-language model of its own class, and the towers that
@@ -157,6 +169,8 @@ def _swap_around(module: nn.Module, name: str, submodule: nn.Module | None) -> N
         after |= {} if head is None else {module: head}
         carry_out([ClassSwap(name, part, type(part), cls) for part, cls in after.items()], states[0])
         warn_of_heads(heads_left_alone(module, family))
+        if mtp is not None:
+            add_while_loading(module, submodule, family, mtp, states[0])
 
 
 def _restore_upstream_names(mapping: dict[str, type[nn.Module]]) -> None:

@@ -15,6 +15,7 @@ from hf_packfree.mtp.attached import AttachedHead
 from hf_packfree.mtp.checkpoint import head_tensors
 from hf_packfree.mtp.options import MTPOptions
 from hf_packfree.patching.registry import Family, family_of
+from hf_packfree.patching.report import warn_once
 from hf_packfree.patching.steps import AddModule, ClassSwap, Step, additions, carry_out, plan_addition, undo
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -41,12 +42,46 @@ def plan_head(model: nn.Module, family: Family, options: MTPOptions | None) -> l
             )
         return []
     head = read_head(owner, family, options)
+    return [*_swaps(head, name, family), *plan_addition(model, name, head)]
+
+
+def _swaps(head: nn.Module, name: str, family: Family) -> list[ClassSwap]:
     pairs = family.pairs()
-    swaps = [
-        ClassSwap(f"{name}.{part}", module, type(module), pairs[type(module)])
-        for part, module in head.named_modules() if type(module) in pairs
-    ]
-    return [*swaps, *plan_addition(model, name, head)]
+    parts = ((part, module) for part, module in head.named_modules() if type(module) in pairs)
+    return [ClassSwap(f"{name}.{part}", module, type(module), pairs[type(module)]) for part, module in parts]
+
+
+def add_while_loading(owner: Any, around: nn.Module, family: Family, options: MTPOptions, state: PatchState) -> None:
+    """Add the head to a language model that is being built and takes in its text model; transformers loads the weights.
+
+    Args:
+        owner: with or without a language modelling head; other models than language models get none.
+        around: the text model, or the vision-language model that it is in, which `owner` takes in.
+        state: the text model's.
+
+    Raises:
+        MissingHead: the checkpoint does not hold the head, the whole head and nothing but the head.
+    """
+    adding = isinstance(around, AttachedHead)  # which is a module that the owner takes in, too
+    if adding or NAME in owner._modules or not isinstance(owner, _language_models(family)):
+        return
+    if not family.predicts_ahead:
+        warn_once(f"checkpoints of {family.name} carry no multi-token prediction head: {type(owner).__name__} gets none")
+        return
+    tensors = None if options.from_scratch else head_tensors(str(owner.config.name_or_path))
+    trunk = _trunk_of(around, family)
+    head = AttachedHead(trunk, 1 if tensors is None else max(tensors.layers, 1), options)
+    if tensors is not None:
+        tensors.sources(name for name, _ in head.named_parameters())
+    carry_out([*_swaps(head, NAME, family), *plan_addition(owner, NAME, head)], state)
+
+
+def _trunk_of(model: nn.Module, family: Family) -> Any:
+    return next(module for module in model.modules() if isinstance(module, family.trunk_class()))
+
+
+def _language_models(family: Family) -> tuple[type[nn.Module], ...]:
+    return tuple(before for before, ours in family.head_pairs().items() if issubclass(ours, PackedHead))
 
 
 def owner_of(model: nn.Module, family: Family) -> tuple[str, Any]:
@@ -60,10 +95,8 @@ def owner_of(model: nn.Module, family: Family) -> tuple[str, Any]:
             f"found a model of the family {family.name}, whose checkpoints carry no multi-token prediction head; wanted "
             "Qwen3.5 or Qwen3-Next; leave mtp out"
         )
-    pairs = family.head_pairs()
-    classes = tuple(before for before, ours in pairs.items() if issubclass(ours, PackedHead))
     for name, module in model.named_modules():
-        if isinstance(module, classes):
+        if isinstance(module, _language_models(family)):
             return name, module
     raise UnsupportedModel(
         f"found a {type(model).__name__} without a language modelling head; wanted one, which predicts for the multi-token "
@@ -77,8 +110,7 @@ def read_head(owner: Any, family: Family, options: MTPOptions) -> AttachedHead:
     Raises:
         MissingHead: the checkpoint does not hold the head, the whole head and nothing but the head, in the model's sizes.
     """
-    trunk: Any = next(module for module in owner.modules() if isinstance(module, family.trunk_class()))
-    weight = owner.lm_head.weight
+    trunk, weight = _trunk_of(owner, family), owner.lm_head.weight
     if options.from_scratch:
         with torch.device("meta"):
             head = AttachedHead(trunk, 1, options)
