@@ -28,12 +28,14 @@ LAYERS_DROP_KEYWORDS = RELEASE < Version("5.9.0")
 AUDIO_IGNORES_WINDOWS = RELEASE < Version("5.9.0")
 """Audio towers' sdpa and eager attention reads no offsets: audios of one call attend to each other, and beyond windows."""
 
+TOWERS_MAKE_POSITIONS = RELEASE < Version("5.9.0")
+"""Vision towers take neither the patches' positions nor the offsets of images as keywords, and make both on the device."""
+
 MASKS_ARE_TENSORS = RELEASE < Version("5.13.0")
 """The text model takes one mask tensor and cannot be handed the layers' masks as a dict."""
 
 MISREADS_PADDING_OF_ONE_ROW = RELEASE < Version("5.15.0")
 """Padding is zeroed in batches of two rows and more only: a left-padded single row is wrong upstream."""
-
 
 THINKER_HOLDS_TOWERS = RELEASE < Version("5.21.0")
 """Omni's class with the language modelling head holds towers and text model itself: one forward from pixels to the loss."""

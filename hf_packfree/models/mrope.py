@@ -151,6 +151,19 @@ def document_positions(source: Any, input_ids: Tensor, media: RowMedia) -> Tenso
     return torch.cat((text.to(rows.dtype)[None], rows.to("cpu")))
 
 
+def items_of_documents(source: Any, input_ids: Tensor, cu_seqlens: Tensor, media: RowMedia) -> dict[str, Tensor]:
+    """Return which items belong to which document of a row, by kind, see `media_offsets`.
+
+    Args:
+        source, input_ids, cu_seqlens, media: see `packed_positions`.
+
+    Raises:
+        BoundaryError: see `packed_positions`.
+    """
+    _check_types(source.config, input_ids, media.mm_token_type_ids)
+    return {kind.name: media_offsets(input_ids[0], cu_seqlens, kind) for kind in media_of(source, media)}
+
+
 def packed_positions(source: Any, input_ids: Tensor, cu_seqlens: Tensor, media: RowMedia) -> Tensor:
     """Return the positions of a row, every document numbered alone.
 
@@ -167,8 +180,7 @@ def packed_positions(source: Any, input_ids: Tensor, cu_seqlens: Tensor, media: 
         BoundaryError: media and placeholders do not agree, see `media_offsets`, or `mm_token_type_ids` and the ids.
         UnsupportedInput: videos with sound and silent ones under one `use_audio_in_video`.
     """
-    _check_types(source.config, input_ids, media.mm_token_type_ids)
-    offsets = {kind.name: media_offsets(input_ids[0], cu_seqlens, kind).tolist() for kind in media_of(source, media)}
+    offsets = {name: items.tolist() for name, items in items_of_documents(source, input_ids, cu_seqlens, media).items()}
     bounds, parts = cu_seqlens.tolist(), []
     if media.use_audio_in_video is not None:
         _check_flag(source.config, input_ids, media.use_audio_in_video)

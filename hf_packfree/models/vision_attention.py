@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from hf_packfree.models import compat
 from hf_packfree.models.base import Replacement
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.attention.towers import tower_attention
 from hf_packfree.ops.fused import qkv_rope
 from hf_packfree.packing import PackedSequence, uncompiled
 
-_MARK, _SEGMENTS = "packfree_packed", "packfree_segments"
+_MARK, _SEGMENTS, _ON_HOST = "packfree_packed", "packfree_segments", "packfree_on_host"
 """Attributes of tensors, because no keyword reaches a vision tower before transformers 5.9, nor an audio tower's layers."""
 
 
@@ -38,10 +40,36 @@ def segments_of(cu_seqlens: Tensor) -> PackedSequence:
     """
     found: PackedSequence | None = getattr(cu_seqlens, _SEGMENTS, None)
     if found is None:
-        lengths = cu_seqlens.diff().cpu()
+        lengths = getattr(cu_seqlens, _ON_HOST, cu_seqlens).diff().cpu()
         found = PackedSequence.from_lengths(lengths[lengths > 0], device=cu_seqlens.device)
         setattr(cu_seqlens, _SEGMENTS, found)
     return found
+
+
+@uncompiled
+def _made_on_host(grid: Tensor, merge: int, device: torch.device) -> dict[str, Tensor]:
+    """Return upstream's keywords of a tower's forward for what it would make image by image, in short kernels that wait.
+
+    Args:
+        grid: see `PackedVisionTower.forward`.
+        merge: patches along each side of what becomes one token.
+        device: the tower's.
+
+    Returns:
+        position_ids: int64 [P, 2], row and column of each patch, made once for all images of one size.
+        cu_seqlens: int32 [N+1], the offsets of images and frames, which `segments_of` reads on the host.
+    """
+    if compat.TOWERS_MAKE_POSITIONS:
+        return {}
+    from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids
+
+    grid = grid.detach().to("cpu")
+    sizes, image_size = grid.unique(dim=0, return_inverse=True)
+    of_size = [get_vision_position_ids(size[None], merge) for size in sizes]
+    positions, on_host = torch.cat([of_size[size] for size in image_size.tolist()]), get_vision_cu_seqlens(grid)
+    offsets = on_host.to(device)
+    setattr(offsets, _ON_HOST, on_host)
+    return {"position_ids": positions.to(device), "cu_seqlens": offsets}
 
 
 class PackedVisionTower(Replacement):
@@ -52,9 +80,13 @@ class PackedVisionTower(Replacement):
 
         Args:
             hidden_states: patches [P, channels].
-            grid_thw: integers [images, 3]: frames, and patches down and across, of each image or video.
+            grid_thw: integers [images, 3]: frames, and patches down and across, of each image or video; of a packed batch best
+                on the host, where they are read.
         """
-        kwargs["packed_sequence"] = hasattr(grid_thw, _MARK) or state_of(self).runs_unpacked
+        packed = kwargs["packed_sequence"] = hasattr(grid_thw, _MARK) or state_of(self).runs_unpacked
+        if packed:
+            kwargs |= _made_on_host(grid_thw, self.spatial_merge_size, hidden_states.device)
+            grid_thw = grid_thw.to(hidden_states.device)
         return super().forward(hidden_states, grid_thw=grid_thw, **kwargs)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -11,15 +13,30 @@ from hf_packfree.errors import BoundaryError, UnsupportedInput
 from hf_packfree.models.base import Replacement
 from hf_packfree.models.entry import as_requested, enter, is_text, restore_layers, row_of_each, row_positions
 from hf_packfree.models.idle_tower import run_beside_idle_tower
-from hf_packfree.models.mrope import RowMedia, media_of, packed_positions
-from hf_packfree.models.vision_attention import mark_packed
+from hf_packfree.models.mrope import RowMedia, items_of_documents, media_of, packed_positions
+from hf_packfree.models.vision_attention import PackedVisionTower, mark_packed
 from hf_packfree.packing import PackedSequence, repad, uncompiled
-from hf_packfree.packing.media import media_offsets
+from hf_packfree.packing.media import Media
 
 FEATURES = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
 """The keyword of each kind of media."""
 GRIDS = ("image_grid_thw", "video_grid_thw")
 """The keywords of images' and videos' sizes."""
+_COUNTED = "packfree_counted"
+"""An attribute of a row's ids, because no keyword reaches the methods that upstream's forward calls with them."""
+
+
+@dataclass(frozen=True, eq=False)
+class CountedMedia:
+    """What is known of a packed row before its towers run: behind them the host waits for nothing, and so runs ahead.
+
+    Attributes:
+        features: {argument of `get_placeholder_mask`: rows of features}, as many as placeholders were counted.
+        positions: returns [3 or 4, 1, T] on the row's device.
+    """
+
+    features: dict[str, int]
+    positions: Callable[[], Tensor]
 
 
 class PackedVisionLanguage(Replacement):
@@ -64,6 +81,20 @@ class PackedVisionLanguage(Replacement):
         restore_layers(output, packed)
         return as_requested(output, arguments, self.config)
 
+    def get_placeholder_mask(self, input_ids: Tensor | None, inputs_embeds: Tensor, **features: Any) -> Any:
+        """Return upstream's masks; it counts features on the device, and the host waits, unless they were counted before."""
+        upstream: Any = super()
+        counted, width = getattr(input_ids, _COUNTED, None), inputs_embeds.shape[-1]
+        if counted is not None:
+            features = {name: x for name, x in features.items() if x.shape != (counted.features.get(name), width)}
+        return upstream.get_placeholder_mask(input_ids, inputs_embeds=inputs_embeds, **features)
+
+    def compute_3d_position_ids(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
+        """Return upstream's positions, or those of a packed row, made while the device is busy with the towers."""
+        upstream: Any = super()
+        counted = getattr(input_ids, _COUNTED, None)
+        return upstream.compute_3d_position_ids(input_ids=input_ids, **kwargs) if counted is None else counted.positions()
+
 
 def keep_record_from_towers(cls: Any) -> None:
     """Let a class's methods that make features call its towers without the text's record."""
@@ -94,46 +125,76 @@ def packed_arguments(source: Any, packed: PackedSequence, given: dict[str, Any])
     row = row_of_each({name: value for name, value in given.items() if name != "attention_mask"}, packed)
     row |= {
         "attention_mask": None,
-        "position_ids": _positions(source, packed, given["position_ids"], row),
         "past_key_values": None,
         "use_cache": False,
         "packed_sequence": packed,
         "return_dict": True,
+        **_numbered(source, packed, given["position_ids"], row),
     }
-    row |= {name: mark_packed(row[name]) for name in GRIDS if row.get(name) is not None}
     row.pop("cache_position", None)  # it counts tokens of the batch, not of the row
     return row
 
 
 @uncompiled
-def _positions(source: Any, packed: PackedSequence, given: Tensor | None, row: dict[str, Any]) -> Tensor:
-    """Return [1, T] where every token counts one, else [3 or 4, 1, T]; media are counted on the way."""
+def _numbered(source: Any, packed: PackedSequence, given: Tensor | None, row: dict[str, Any]) -> dict[str, Any]:
+    """Return the row's positions, [1, T] where every token counts one, else [3 or 4, 1, T], beside ids and grids.
+
+    Media are counted; where `compute_3d_position_ids` makes the positions they are None.
+    """
     media, features = RowMedia.from_arguments(row), _features_given(row)
-    if media.is_empty and not features and packed.plain:
-        return row_positions(given, packed)
-    ids = None if row.get("input_ids") is None else row["input_ids"].detach().to("cpu")
-    _check_features(source.config, media, features, None if packed.plain else ids)
-    if media.is_empty and not features:
-        return row_positions(given, packed)
-    if ids is not None and given is None:
-        return packed_positions(source, ids, packed.cu_seqlens_cpu, media).to(packed.seq_idx.device)
-    what = f"{' and '.join(features)} features"
+    some = bool(features) or not media.is_empty
+    ids = row.get("input_ids") if some or not packed.plain else None
+    on_host = None if ids is None else ids.detach().to("cpu")
+    _check_features(source.config, media, features, None if packed.plain else on_host)
+    if not some:
+        return {"position_ids": row_positions(given, packed)}
+    if ids is None or given is not None:
+        _check_positions(source, packed, given, media, f"{' and '.join(features)} features")
+        positions = functools.partial(row_positions, given, packed)
+    else:
+        positions = functools.partial(_positions, source, packed, on_host, media)
+    found = _marked_grids(source, media, row)
+    if ids is not None:
+        items_of_documents(source, on_host, packed.cu_seqlens_cpu, media)
+        if isinstance(source, PackedVisionLanguage):
+            return found | {"position_ids": None, "input_ids": _counted(ids, media_of(source, media), positions)}
+    return found | {"position_ids": positions()}
+
+
+def _positions(source: Any, packed: PackedSequence, ids: Tensor, media: RowMedia) -> Tensor:
+    """Return [4, 1, T] on the device, from pinned memory: a copy from other memory may wait for all work before it."""
+    positions, device = packed_positions(source, ids, packed.cu_seqlens_cpu, media), packed.seq_idx.device
+    return (positions.pin_memory() if device.type == "cuda" else positions).to(device, non_blocking=True)
+
+
+def _counted(ids: Tensor, kinds: Sequence[Media], positions: Callable[[], Tensor]) -> Tensor:
+    """Return ids that tell `PackedVisionLanguage` what was counted; no copy is made."""
+    counted = ids.view_as(ids)
+    features = {f"{kind.name}_features": int(kind.sizes.sum()) for kind in kinds}
+    setattr(counted, _COUNTED, CountedMedia(features, positions))
+    return counted
+
+
+def _marked_grids(source: Any, media: RowMedia, row: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the grids for the tower; on the host, where upstream reads them too, if ours runs with nothing around it."""
+    ours = isinstance(source.visual, PackedVisionTower) and "forward" not in vars(source.visual)
+    return {name: mark_packed(getattr(media, name) if ours else row[name]) for name in GRIDS if row.get(name) is not None}
+
+
+def _check_positions(source: Any, packed: PackedSequence, given: Tensor | None, media: RowMedia, what: str) -> None:
+    """Refuse media without positions or ids to make them from, and positions that count placeholders like text."""
     if given is None:
         raise UnsupportedInput(
             f"found {what} with inputs_embeds and neither input_ids nor position_ids; wanted one of them, because positions "
             "of media are made from the ids; pass position_ids of 4 rows"
         )
-    kinds = media_of(source, media)
-    if not packed.plain and is_text(given) and any(bool((kind.run_sizes() > 1).any()) for kind in kinds[:2]):
+    kinds = media_of(source, media)[:2]
+    if not packed.plain and is_text(given) and any(bool((kind.run_sizes() > 1).any()) for kind in kinds):
         raise UnsupportedInput(
             f"found position_ids {list(given.shape)} that count every token, beside {what}; wanted mRoPE positions, which such "
             "models were trained with; leave position_ids out beside cu_seq_lens_q or seq_idx, or pass 4 rows: text positions "
             "that restart, then get_rope_index of each document"
         )
-    if ids is not None:
-        for kind in kinds:
-            media_offsets(ids[0], packed.cu_seqlens_cpu, kind)
-    return row_positions(given, packed)
 
 
 def _features_given(row: dict[str, Any]) -> list[str]:

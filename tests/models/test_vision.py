@@ -11,6 +11,9 @@ import transformers
 
 from hf_packfree import apply_patches
 from hf_packfree.errors import BoundaryConflict, BoundaryError, CacheConflict, UnsupportedInput
+from hf_packfree.models import vision_language
+from hf_packfree.models.base import upstream_of
+from hf_packfree.models.mrope import RowMedia
 from tests.support import CONTROL, GRADIENT_TOL, LOGIT_TOL, by_family, errors, relative_rms
 from tests.vision import (
     FORMS,
@@ -348,6 +351,56 @@ class TestRefusals:
         embeds = qwen.model.get_input_embeddings()(batch.inputs.pop("input_ids")).detach()
         with pytest.raises(UnsupportedInput, match="neither input_ids nor position_ids"):
             batch.call(qwen.model, inputs_embeds=embeds)
+
+
+def test_positions_are_made_behind_the_tower(qwen, monkeypatch):
+    """While the device is busy with it: nothing between tower and text waits."""
+    happened = []
+
+    def note(what, run):
+        return lambda *args, **kwargs: (happened.append(what), run(*args, **kwargs))[1]
+
+    monkeypatch.setattr(vision_language, "packed_positions", note("positions", vision_language.packed_positions))
+    handles = [
+        qwen.model.model.visual.register_forward_hook(lambda *_: happened.append("tower")),
+        qwen.model.model.language_model.register_forward_pre_hook(lambda *_: happened.append("text")),
+    ]
+    qwen.batch("offsets, types").call(qwen.model)
+    for handle in handles:
+        handle.remove()
+    assert happened == ["tower", "tower", "positions", "text"]
+
+
+@pytest.mark.parametrize("form", ["4 rows", "offsets, types", "right"])
+def test_features_are_counted_on_the_host_alone(qwen, form, monkeypatch):
+    """Upstream's count on the device is left to features that are not as many as placeholders, which it refuses."""
+    seen, upstream = [], upstream_of(type(qwen.model.model))
+    masks = upstream.get_placeholder_mask
+
+    def spied(self, input_ids, inputs_embeds, **features):
+        seen.append((input_ids, inputs_embeds, features))
+        return masks(self, input_ids, inputs_embeds, **features)
+
+    monkeypatch.setattr(upstream, "get_placeholder_mask", spied)
+    qwen.batch(form).call(qwen.model)
+    assert [features for *_, features in seen] == [{}, {}]
+    ids, embeds, _ = seen[0]
+    tokens = int((ids == IMAGE).sum())
+    for shape in ((tokens - 1, 64), (tokens, 32)):
+        with pytest.raises(ValueError, match="Image features and image tokens do not match"):
+            qwen.model.model.get_placeholder_mask(ids, inputs_embeds=embeds, image_features=torch.zeros(shape))
+
+
+def test_a_tower_with_something_around_it_gets_the_callers_grids(qwen):
+    source, grids = copy.copy(qwen.model.model), torch.tensor([[1, 4, 4]])
+    media = RowMedia(image_grid_thw=grids.clone())
+
+    def given():
+        return vision_language._marked_grids(source, media, {"image_grid_thw": grids})["image_grid_thw"].data_ptr()
+
+    assert given() == media.image_grid_thw.data_ptr()
+    source._modules = {**source._modules, "visual": torch.nn.Sequential(source.visual)}
+    assert given() == grids.data_ptr()
 
 
 def test_embeddings_with_positions(qwen):

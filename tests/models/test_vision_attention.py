@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from hf_packfree import apply_patches, patch_report, register_patches, remove_patches
 from hf_packfree.errors import BackendUnavailable
-from hf_packfree.models import vision_attention
+from hf_packfree.models import compat, vision_attention
 from hf_packfree.models.vision_attention import PackedVisionAttention, PackedVisionTower, mark_packed
 from hf_packfree.ops.attention import torch_native
 from hf_packfree.patching.loading import monkey_patching
@@ -148,6 +148,18 @@ def test_windows_are_segments_too(counted):
     counted.update(reads=0)
     step(model, pixels(), mark_packed(GRIDS))
     assert counted["reads"] == 2
+
+
+@pytest.mark.skipif(compat.TOWERS_MAKE_POSITIONS, reason="this transformers takes no positions")
+@pytest.mark.parametrize("merge", [1, 2])
+def test_what_is_made_on_the_host_is_what_upstream_makes(merge):
+    from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids
+
+    grids = torch.cat((GRIDS, GRIDS.flip(0), torch.tensor([[2, 6, 4]])))
+    found = vision_attention._made_on_host(grids, merge, torch.device("cpu"))
+    wanted = {"position_ids": get_vision_position_ids(grids, merge), "cu_seqlens": get_vision_cu_seqlens(grids)}
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) and found[name].dtype == wanted[name].dtype for name in wanted)
 
 
 def test_one_segment_instead_of_many_leaks(monkeypatch):
