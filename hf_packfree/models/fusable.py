@@ -98,6 +98,23 @@ def plain_layers(x: Any, *layers: Any, adapters: bool = True) -> tuple[Layer, ..
     return tuple(found)
 
 
+def patch_weights(conv: Any, patches: Tensor) -> tuple[Tensor, Tensor | None] | None:
+    """Return weight [D, C] and bias [D] where `conv` of each of the patches [P, C] is one product and nothing else, else None.
+
+    That is a convolution whose window is the whole patch.  Adapters, hooks, sharded weights, other paddings and anything
+    unknown are called as they are, and so is everything under autocast and in compiled graphs.
+    """
+    if type(conv) is not nn.Conv3d or "forward" in vars(conv) or is_hooked(conv):
+        return None
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled(patches.device.type):
+        return None
+    weight, bias = conv.weight, conv.bias
+    whole = (conv.padding, conv.dilation, conv.groups) == ((0, 0, 0), (1, 1, 1), 1)
+    if not whole or type(weight) is not nn.Parameter or weight.numel() != len(weight) * patches.shape[-1]:
+        return None
+    return weight.flatten(1), bias
+
+
 def is_hooked(layer: Any) -> bool:
     """Whether calling the layer does more than its class says (offloading, sharding): its weights cannot just be read."""
     return has_hooks(vars(layer)) or _all_are_hooked()

@@ -13,7 +13,7 @@ from hf_packfree.models.base import stands_for
 from hf_packfree.models.heads import heads_of
 from hf_packfree.models.tiny import PLACEHOLDERS, text_sizes, vision_sizes
 from hf_packfree.models.trunk import PackedTrunk
-from hf_packfree.models.vision_attention import PackedVisionAttention, PackedVisionTower
+from hf_packfree.models.vision_attention import PackedPatchEmbedding, PackedVisionAttention, PackedVisionTower
 from hf_packfree.models.vision_language import PackedVisionLanguage
 
 
@@ -45,6 +45,11 @@ class Qwen2_5_VLModel(PackedVisionLanguage, upstream.Qwen2_5_VLModel):
 @stands_for(upstream)
 class Qwen2_5_VisionTransformerPretrainedModel(PackedVisionTower, upstream.Qwen2_5_VisionTransformerPretrainedModel):
     """Upstream's vision tower, plus whether the batch is packed."""
+
+
+@stands_for(upstream)
+class Qwen2_5_VisionPatchEmbed(PackedPatchEmbedding, upstream.Qwen2_5_VisionPatchEmbed):
+    """Upstream's layer, plus the branch for packed batches."""
 
 
 @stands_for(upstream)

@@ -16,7 +16,7 @@ from hf_packfree.models.gated_delta_net import PackedGatedDeltaNet
 from hf_packfree.models.heads import heads_of
 from hf_packfree.models.state import PatchState
 from hf_packfree.models.trunk import PackedTrunk
-from hf_packfree.models.vision_attention import PackedVisionAttention, PackedVisionTower
+from hf_packfree.models.vision_attention import PackedPatchEmbedding, PackedVisionAttention, PackedVisionTower
 from hf_packfree.models.vision_language import PackedVisionLanguage
 
 
@@ -72,6 +72,11 @@ class Qwen3_5Model(PackedVisionLanguage, upstream.Qwen3_5Model):
 @stands_for(upstream)
 class Qwen3_5VisionModel(PackedVisionTower, upstream.Qwen3_5VisionModel):
     """Upstream's vision tower, plus whether the batch is packed."""
+
+
+@stands_for(upstream)
+class Qwen3_5VisionPatchEmbed(PackedPatchEmbedding, upstream.Qwen3_5VisionPatchEmbed):
+    """Upstream's layer, plus the branch for packed batches."""
 
 
 @stands_for(upstream)

@@ -12,7 +12,7 @@ from hf_packfree.models.fused_layer import FusedDecoderLayer
 from hf_packfree.models.heads import heads_of
 from hf_packfree.models.qwen3_5 import SplitProjections
 from hf_packfree.models.trunk import PackedTrunk
-from hf_packfree.models.vision_attention import PackedVisionAttention, PackedVisionTower
+from hf_packfree.models.vision_attention import PackedPatchEmbedding, PackedVisionAttention, PackedVisionTower
 from hf_packfree.models.vision_language import PackedVisionLanguage
 
 
@@ -47,6 +47,11 @@ class Qwen3_5MoeModel(PackedVisionLanguage, upstream.Qwen3_5MoeModel):
 @stands_for(upstream)
 class Qwen3_5MoeVisionModel(PackedVisionTower, upstream.Qwen3_5MoeVisionModel):
     """Upstream's vision tower, plus whether the batch is packed."""
+
+
+@stands_for(upstream)
+class Qwen3_5MoeVisionPatchEmbed(PackedPatchEmbedding, upstream.Qwen3_5MoeVisionPatchEmbed):
+    """Upstream's layer, plus the branch for packed batches."""
 
 
 @stands_for(upstream)

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from hf_packfree.models import compat
 from hf_packfree.models.base import Replacement
+from hf_packfree.models.fusable import patch_weights
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.attention.towers import tower_attention
 from hf_packfree.ops.fused import qkv_rope
@@ -24,9 +26,12 @@ _MARK, _SEGMENTS, _ON_HOST = "packfree_packed", "packfree_segments", "packfree_o
 """Attributes of tensors, because no keyword reaches a vision tower before transformers 5.9, nor an audio tower's layers."""
 
 
-def mark_packed(grid: Tensor) -> Tensor:
-    """Return grids [images, 3] that tell the vision tower that their batch runs in the patched layers; no copy is made."""
-    marked = grid.view_as(grid)
+def mark_packed(x: Tensor) -> Tensor:
+    """Return grids [images, 3] that tell the vision tower, or patches that tell their embedding, that their batch is packed.
+
+    It then runs in the patched layers; no copy is made.
+    """
+    marked = x.view_as(x)
     setattr(marked, _MARK, True)
     return marked
 
@@ -86,8 +91,20 @@ class PackedVisionTower(Replacement):
         packed = kwargs["packed_sequence"] = hasattr(grid_thw, _MARK) or state_of(self).runs_unpacked
         if packed:
             kwargs |= _made_on_host(grid_thw, self.spatial_merge_size, hidden_states.device)
-            grid_thw = grid_thw.to(hidden_states.device)
+            grid_thw, hidden_states = grid_thw.to(hidden_states.device), mark_packed(hidden_states)
         return super().forward(hidden_states, grid_thw=grid_thw, **kwargs)
+
+
+class PackedPatchEmbedding(Replacement):
+    """Put in front of a vision tower's patch embedding: a convolution of windows side by side is one matrix product."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Embed patches [P, channels of all their pixels] to [P, D]."""
+        parts = patch_weights(self.proj, hidden_states) if hasattr(hidden_states, _MARK) else None
+        if parts is None:
+            return super().forward(hidden_states)  # type: ignore[no-any-return]
+        weight, bias = parts
+        return linear(hidden_states.to(weight.dtype), weight, bias)
 
 
 class PackedVisionAttention(Replacement):

@@ -43,6 +43,7 @@ class Tower:
         cls: upstream's class, by its exact name; ours, in the family's file, has the same.
         attention: the class of its attention.
         why: why they are swapped.
+        patches: the class that embeds patches by a convolution, swapped too.
         optional: whether upstream's own is exact for each image or audio, and only slower, so that one that something wraps is
             left alone.
     """
@@ -50,7 +51,14 @@ class Tower:
     cls: str
     attention: str
     why: str
+    patches: str | None = None
     optional: bool = True
+
+    @property
+    def swaps(self) -> dict[str, str]:
+        """{name of a class that is swapped: why}."""
+        patches = {} if self.patches is None else {self.patches: _PATCHES}
+        return {self.cls: self.why, self.attention: self.why, **patches}
 
 
 @dataclass(frozen=True)
@@ -90,7 +98,7 @@ class Family:
         """{name of a class that is swapped: why}."""
         layers = dict.fromkeys(self.layers, _LAYER) if self.fused_layer else {}
         around = {} if self.vision_language is None else {self.vision_language: _VISION}
-        towers = {cls: tower.why for tower in self.towers for cls in (tower.cls, tower.attention)}
+        towers = {cls: why for tower in self.towers for cls, why in tower.swaps.items()}
         return {self.trunk: _TRUNK, **layers, **{mixer.cls: mixer.why() for mixer in self.mixers}, **around, **towers}
 
     @property
@@ -136,8 +144,8 @@ class Family:
         return towers | ({} if compat.LAYERS_DROP_KEYWORDS else layers)
 
     def tower_pairs(self, towers: Sequence[Tower]) -> dict[type[nn.Module], type[nn.Module]]:
-        """Return {upstream's class: ours} of these towers and their attention."""
-        names = {name for tower in towers for name in (tower.cls, tower.attention)}
+        """Return {upstream's class: ours} of these towers and their parts."""
+        names = {name for tower in towers for name in tower.swaps}
         return {before: ours for before, ours in self.pairs().items() if before.__name__ in names}
 
     def trunk_class(self) -> type[nn.Module]:
@@ -163,6 +171,7 @@ _LEAKS = {
 }
 _AUDIO = "a short audio depends on those beside it, before transformers 5.9 on all they hold"
 _TOWER = "one attention call a layer instead of one an image"
+_PATCHES = "one matrix product instead of a convolution of as many windows as patches"
 _DELTA_NET, _ATTENTION = ("conv", "delta_rule", "fused"), ("attention", "fused")
 
 FAMILIES: tuple[Family, ...] = (
@@ -179,7 +188,7 @@ FAMILIES: tuple[Family, ...] = (
         ),
         fused_layer=True,
         vision_language="Qwen3_5Model",
-        towers=(Tower("Qwen3_5VisionModel", "Qwen3_5VisionAttention", _TOWER),),
+        towers=(Tower("Qwen3_5VisionModel", "Qwen3_5VisionAttention", _TOWER, "Qwen3_5VisionPatchEmbed"),),
         predicts_ahead=True,
     ),
     Family(
@@ -195,7 +204,7 @@ FAMILIES: tuple[Family, ...] = (
         ),
         fused_layer=True,
         vision_language="Qwen3_5MoeModel",
-        towers=(Tower("Qwen3_5MoeVisionModel", "Qwen3_5MoeVisionAttention", _TOWER),),
+        towers=(Tower("Qwen3_5MoeVisionModel", "Qwen3_5MoeVisionAttention", _TOWER, "Qwen3_5MoeVisionPatchEmbed"),),
         predicts_ahead=True,
     ),
     Family(
@@ -221,7 +230,7 @@ FAMILIES: tuple[Family, ...] = (
         layers=("Qwen3VLTextDecoderLayer",),
         mixers=(Mixer("full_attention", "self_attn", "Qwen3VLTextAttention", _ATTENTION),),
         vision_language="Qwen3VLModel",
-        towers=(Tower("Qwen3VLVisionModel", "Qwen3VLVisionAttention", _TOWER),),
+        towers=(Tower("Qwen3VLVisionModel", "Qwen3VLVisionAttention", _TOWER, "Qwen3VLVisionPatchEmbed"),),
     ),
     Family(
         name="qwen3_vl_moe",
@@ -232,7 +241,7 @@ FAMILIES: tuple[Family, ...] = (
         layers=("Qwen3VLMoeTextDecoderLayer",),
         mixers=(Mixer("full_attention", "self_attn", "Qwen3VLMoeTextAttention", _ATTENTION),),
         vision_language="Qwen3VLMoeModel",
-        towers=(Tower("Qwen3VLMoeVisionModel", "Qwen3VLMoeVisionAttention", _TOWER),),
+        towers=(Tower("Qwen3VLMoeVisionModel", "Qwen3VLMoeVisionAttention", _TOWER, "Qwen3VLMoeVisionPatchEmbed"),),
     ),
     Family(
         name="qwen2_5_vl",
@@ -243,7 +252,11 @@ FAMILIES: tuple[Family, ...] = (
         layers=("Qwen2_5_VLDecoderLayer",),
         mixers=(Mixer("full_attention", "self_attn", "Qwen2_5_VLAttention", _ATTENTION),),
         vision_language="Qwen2_5_VLModel",
-        towers=(Tower("Qwen2_5_VisionTransformerPretrainedModel", "Qwen2_5_VLVisionAttention", _TOWER),),
+        towers=(
+            Tower(
+                "Qwen2_5_VisionTransformerPretrainedModel", "Qwen2_5_VLVisionAttention", _TOWER, "Qwen2_5_VisionPatchEmbed",
+            ),
+        ),
     ),
     Family(
         name="qwen3_omni_moe",
@@ -255,7 +268,7 @@ FAMILIES: tuple[Family, ...] = (
         mixers=(Mixer("full_attention", "self_attn", "Qwen3OmniMoeThinkerTextAttention", _ATTENTION),),
         vision_language=None if compat.THINKER_HOLDS_TOWERS else "Qwen3OmniMoeThinkerModel",
         towers=(
-            Tower("Qwen3OmniMoeVisionEncoder", "Qwen3OmniMoeVisionAttention", _TOWER),
+            Tower("Qwen3OmniMoeVisionEncoder", "Qwen3OmniMoeVisionAttention", _TOWER, "Qwen3OmniMoeVisionPatchEmbed"),
             Tower("Qwen3OmniMoeAudioEncoder", "Qwen3OmniMoeAudioAttention", _AUDIO, optional=False),
         ),
     ),

@@ -1,8 +1,9 @@
-"""Vision towers on a GPU: every image against itself alone, one attention call a layer, and no host wait in the blocks."""
+"""Vision towers on a GPU: every image against itself alone, one attention call a layer, and no host wait behind it."""
 
 from __future__ import annotations
 
 import copy
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
@@ -115,26 +116,44 @@ def test_an_image_influences_no_other():
     assert [torch.equal(*both) for both in zip(*outputs)] == [number != 1 for number in range(len(PATCHES))]
 
 
+@contextmanager
+def refused_from(first, last):
+    """Let nothing wait for the device from the start of one module to the end of another."""
+    hooks = [first.register_forward_pre_hook(lambda *_: torch.cuda.set_sync_debug_mode("error"))]
+    hooks.append(last.register_forward_hook(lambda *_: torch.cuda.set_sync_debug_mode("default")))
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        for hook in hooks:
+            hook.remove()
+
+
+def waits():
+    return pytest.raises(RuntimeError, match="synchroniz")
+
+
 @pytest.mark.skipif(TRIAL, reason="a CPU waits for nothing")
-def test_behind_the_first_block_nothing_waits_for_the_device():
+def test_in_the_blocks_nothing_waits_for_the_device():
     model, ours = towers(torch.bfloat16)
     x = pixels(ours)
     step(ours, x, packed_grids())  # compiles what there is to compile
-
-    def guarded_step(tower, grids):
+    for tower, grids, outcome in ((ours, packed_grids(), nullcontext()), (model, GRIDS, waits())):
         blocks = tower.model.visual.blocks
-        hooks = [blocks[1].register_forward_pre_hook(lambda *_: torch.cuda.set_sync_debug_mode("error"))]
-        hooks.append(blocks[-1].register_forward_hook(lambda *_: torch.cuda.set_sync_debug_mode("default")))
-        try:
+        with outcome, refused_from(blocks[0], blocks[-1]):
             step(tower, x, grids)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-            for hook in hooks:
-                hook.remove()
 
-    guarded_step(ours, packed_grids())
-    with pytest.raises(RuntimeError, match="synchroniz"):
-        guarded_step(model, GRIDS)
+
+@pytest.mark.skipif(TRIAL, reason="a CPU waits for nothing")
+@pytest.mark.parametrize("form", ["padded", "offsets"])
+def test_from_the_tower_to_the_last_layer_nothing_waits_for_the_device(form):
+    """The host runs ahead: it numbers the documents, and plans the text model's kernels, while the tower runs."""
+    model, ours = towers(torch.bfloat16)
+    batch = replace(sixteen_documents(form, tiny=True), patch=16).inputs(256, DEVICE)
+    ours.base_model(use_cache=False, **batch)
+    for one, outcome in ((ours, nullcontext()), *([(model, waits())] if form == "padded" else [])):
+        with outcome, refused_from(one.base_model.visual.blocks[0], one.base_model.language_model):
+            one.base_model(use_cache=False, **batch)
 
 
 @pytest.mark.parametrize("form", ["padded", "offsets"])

@@ -52,11 +52,11 @@ def vision_language(family="qwen3_5", attention="sdpa", *, depth=3, door=None, *
 
 
 def sharpened(model):
-    """Make attention far from uniform."""
+    """Make attention far from uniform; where it is sharper, upstream's own fp32 is not within these tolerances of fp64."""
     with torch.no_grad():
         for name, parameter in tower_of(model).named_parameters():
             if name.endswith("qkv.weight"):
-                parameter.mul_(20)
+                parameter.mul_(5)
     return model
 
 
@@ -267,6 +267,34 @@ def test_adapters_on_projections_count(when):
     assert_same(step(model, pixels(), mark_packed(GRIDS)), wanted)
 
 
+@pytest.mark.parametrize("what", ["nothing", "a hook", "autocast", "upstream's batch"])
+def test_a_convolution_of_whole_patches_is_one_product(what, monkeypatch):
+    """Unless something beside its weights counts; the other tests say that it is upstream's up to rounding."""
+    calls, convolve = [], nn.Conv3d.forward
+    monkeypatch.setattr(nn.Conv3d, "forward", lambda self, x: calls.append(len(x)) or convolve(self, x))
+    model = vision_language(door="apply")
+    if what == "a hook":
+        model.model.visual.patch_embed.proj.register_forward_hook(lambda *_: None)
+    with torch.autocast("cpu", enabled=what == "autocast"):
+        features(model, pixels(), GRIDS if what == "upstream's batch" else mark_packed(GRIDS))
+    assert calls == ([] if what == "nothing" else [sum(PATCHES)])
+
+
+@pytest.mark.parametrize("family", [name for name, row in by_family.items() if row.towers])
+def test_the_product_is_the_convolution(family):
+    model = apply_patches(tiny_vision(family))
+    embedding = tower_of(model).patch_embed
+    channels = embedding.proj.weight[0].numel()
+    x = torch.randn(7, channels, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    results = []
+    for given in (x, mark_packed(x)):
+        out = embedding(given)
+        names, parameters = zip(*embedding.named_parameters())
+        results.append([out, *torch.autograd.grad(out.sin().sum(), (x, *parameters))])
+    assert max(relative_rms(found, wanted) for wanted, found in zip(*results, strict=True)) <= LOGIT_TOL
+    assert set(names) <= {"proj.weight", "proj.bias"}
+
+
 def test_frozen_tower_trains_nothing():
     model = vision_language(door="apply")
     model.model.visual.requires_grad_(False)
@@ -285,7 +313,8 @@ def test_report_forcing_and_removal():
     model = vision_language()
     classes = [type(module) for module in model.modules()]
     report = patch_report(apply_patches(model))
-    assert (report.swaps["Qwen3_5VisionModel"], report.swaps["Qwen3_5VisionAttention"]) == (1, 3)
+    towers = {name: count for name, count in report.swaps.items() if "Vision" in name}
+    assert towers == {"Qwen3_5VisionModel": 1, "Qwen3_5VisionAttention": 3, "Qwen3_5VisionPatchEmbed": 1}
     assert report.implementations["tower_attention"] == "torch"
     assert classes == [type(module) for module in remove_patches(model).modules()]
     with pytest.raises(BackendUnavailable, match="found tower_attention backend 'varlen' forced, but it runs on CUDA devices"):
