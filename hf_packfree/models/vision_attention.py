@@ -102,7 +102,7 @@ class PackedPatchEmbedding(Replacement):
         """Embed patches [P, channels of all their pixels] to [P, D]."""
         parts = patch_weights(self.proj, hidden_states) if hasattr(hidden_states, _MARK) else None
         if parts is None:
-            return super().forward(hidden_states)  # type: ignore[no-any-return]
+            return super().forward(hidden_states)
         weight, bias = parts
         return linear(hidden_states.to(weight.dtype), weight, bias)
 

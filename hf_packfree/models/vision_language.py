@@ -81,19 +81,19 @@ class PackedVisionLanguage(Replacement):
         restore_layers(output, packed)
         return as_requested(output, arguments, self.config)
 
-    def get_placeholder_mask(self, input_ids: Tensor | None, inputs_embeds: Tensor, **features: Any) -> Any:
+    def get_placeholder_mask(self, input_ids: Any, inputs_embeds: Any, *args: Any, **features: Any) -> Any:
         """Return upstream's masks; it counts features on the device, and the host waits, unless they were counted before."""
         upstream: Any = super()
         counted, width = getattr(input_ids, _COUNTED, None), inputs_embeds.shape[-1]
         if counted is not None:
             features = {name: x for name, x in features.items() if x.shape != (counted.features.get(name), width)}
-        return upstream.get_placeholder_mask(input_ids, inputs_embeds=inputs_embeds, **features)
+        return upstream.get_placeholder_mask(input_ids, inputs_embeds, *args, **features)
 
-    def compute_3d_position_ids(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
+    def compute_3d_position_ids(self, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
         """Return upstream's positions, or those of a packed row, made while the device is busy with the towers."""
         upstream: Any = super()
         counted = getattr(input_ids, _COUNTED, None)
-        return upstream.compute_3d_position_ids(input_ids=input_ids, **kwargs) if counted is None else counted.positions()
+        return upstream.compute_3d_position_ids(input_ids, *args, **kwargs) if counted is None else counted.positions()
 
 
 def keep_record_from_towers(cls: Any) -> None:
@@ -144,7 +144,7 @@ def _numbered(source: Any, packed: PackedSequence, given: Tensor | None, row: di
     media, features = RowMedia.from_arguments(row), _features_given(row)
     some = bool(features) or not media.is_empty
     ids = row.get("input_ids") if some or not packed.plain else None
-    on_host = None if ids is None else ids.detach().to("cpu")
+    on_host: Any = None if ids is None else ids.detach().to("cpu")
     _check_features(source.config, media, features, None if packed.plain else on_host)
     if not some:
         return {"position_ids": row_positions(given, packed)}
