@@ -24,6 +24,7 @@ def conv_delta_rule(
     *,
     bias: Tensor | None = None,
     activation: str | None = "silu",
+    batch_invariant: bool = False,
     conv: str = "torch",
     delta_rule: str = "torch",
 ) -> Tensor:
@@ -35,6 +36,7 @@ def conv_delta_rule(
         g, beta: [1, T, HV], log decay and write strength, see `hf_packfree.ops.delta_rule.gated_delta_rule`.
         packed: the documents of the row.
         heads, sizes: (H, HV) and (K, V).
+        batch_invariant: see `hf_packfree.ops.delta_rule.gated_delta_rule`.
         conv, delta_rule: the backends of the two ops.
 
     Returns:
@@ -48,7 +50,9 @@ def conv_delta_rule(
     q, k, v = qkv_conv(
         x, weight, packed, heads, sizes, bias=bias, activation=activation, qk_l2norm=in_conv, backend=conv
     )
-    return gated_delta_rule(q, k, v, g, beta, packed, qk_l2norm=not in_conv, backend=delta_rule)
+    return gated_delta_rule(
+        q, k, v, g, beta, packed, qk_l2norm=not in_conv, batch_invariant=batch_invariant, backend=delta_rule
+    )
 
 
 __all__ = ["conv_delta_rule"]

@@ -54,7 +54,7 @@ def stand_in(monkeypatch):
     monkeypatch.setattr(flash_qla, "planned_cu_seqlens", lambda packed: PLAN)
     yield module
     PACKED._memo.clear()
-    flash_qla._is_known.cache_clear()
+    flash_qla.is_known.cache_clear()
 
 
 def leaves():
@@ -72,7 +72,7 @@ def leaves():
 def test_every_way_of_calling_it_equals_the_reference(stand_in, monkeypatch, version, qk_l2norm, calls):
     """A known release is called by its two passes where it need not divide q and k by their norms."""
     monkeypatch.setattr(flash_qla, "installed", lambda package: version)
-    flash_qla._is_known.cache_clear()
+    flash_qla.is_known.cache_clear()
     found, wanted = leaves(), leaves()
     weight = torch.randn(1, T, HV, K).transpose(1, 2).contiguous().transpose(1, 2)
     out, reference = (
@@ -89,7 +89,7 @@ def test_every_way_of_calling_it_equals_the_reference(stand_in, monkeypatch, ver
 
 def test_a_known_release_gets_its_plan(monkeypatch):
     """What its own function attaches, which takes some operations for each document; tests/gpu compares the two."""
-    monkeypatch.setattr(flash_qla, "_is_known", lambda: True)
+    monkeypatch.setattr(flash_qla, "is_known", lambda: True)
     planned = flash_qla.planned_cu_seqlens(PACKED)
     assert torch.equal(planned, PACKED.cu_seqlens) and planned is not PACKED.cu_seqlens
     size, firsts, count, chunks = planned._flash_qla_prepared_varlen
@@ -104,6 +104,6 @@ def test_an_unknown_release_plans_by_itself(monkeypatch):
     for name in ("flash_qla", "flash_qla.utils"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, asked.__name__, asked)
-    monkeypatch.setattr(flash_qla, "_is_known", lambda: False)
+    monkeypatch.setattr(flash_qla, "is_known", lambda: False)
     offsets, host = flash_qla.planned_cu_seqlens(PACKED)
     assert torch.equal(offsets, PACKED.cu_seqlens) and offsets is not PACKED.cu_seqlens and host is PACKED.cu_seqlens_cpu

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from hf_packfree.ops.backend import Backend, find
-from hf_packfree.ops.delta_rule import fla, flash_qla, torch_chunked
-from hf_packfree.ops.delta_rule.reference import recurrent_gated_delta_rule
+from hf_packfree.ops.delta_rule import fla, flash_qla, flash_qla_segments, torch_chunked
+from hf_packfree.ops.delta_rule.reference import recurrent_gated_delta_rule, recurrent_gated_delta_rule_with_states
 from hf_packfree.packing import PackedSequence
 
 BACKENDS = {
@@ -15,6 +16,15 @@ BACKENDS = {
     "torch": Backend(torch_chunked.gated_delta_rule),
     "flash_qla_cut": Backend(flash_qla.gated_delta_rule_cut, flash_qla.unusable, "flash-qla", exact=False),
 }
+
+CUTTING = {"flash_qla": Backend(flash_qla_segments.gated_delta_rule, flash_qla.unusable, "flash-qla")}
+"""Those that walk long documents in segments, side by side, in rows of so few that they would leave most of the GPU idle."""
+WITH_STATES = {
+    "flash_qla": Backend(flash_qla.with_states, flash_qla.unusable, "flash-qla"),
+    "fla": Backend(fla.with_states, fla.unusable, "fla-core"),
+    "torch": Backend(torch_chunked.with_states),
+}
+"""Those whose documents begin with a state and leave one."""
 
 
 def gated_delta_rule(
@@ -26,6 +36,7 @@ def gated_delta_rule(
     packed: PackedSequence,
     *,
     qk_l2norm: bool = True,
+    batch_invariant: bool = False,
     backend: str = "torch",
 ) -> Tensor:
     """Run the gated delta rule (Yang et al., Gated Delta Networks, arXiv:2412.06464) on each document of a packed row.
@@ -44,12 +55,14 @@ def gated_delta_rule(
         beta: [1, T, HV], write strength, between 0 and 1.
         packed: the documents of the row.
         qk_l2norm: divide q and k by their L2 norms, x * rsqrt(sum(x^2) + 1e-6); False: they have norm 1 already.
+        batch_invariant: walk every document whole.  Otherwise a backend of `CUTTING` cuts long ones where that is faster, which
+            is exact too, but rounds otherwise than where the row is another; see `segments.py`.
         backend: a name in `BACKENDS`; "flash_qla_cut" trades exactness on documents of some 500 tokens and more for
             speed on rows of few long ones.
 
     Returns:
-        [1, T, HV, V] in v's dtype.  On the CPU it is batch-invariant: each document's values are, bit for bit, those of the
-        document alone.  On other devices that depends on their matrix library.
+        [1, T, HV, V] in v's dtype.  On the CPU it is always batch-invariant: each document's values are, bit for bit, those of
+        the document alone.  On other devices that depends on their matrix library.
 
     Raises:
         BackendUnavailable: no backend has that name.
@@ -77,7 +90,51 @@ def gated_delta_rule(
         >>> torch.equal(out[:, :2], leaking[:, :2]), torch.allclose(out[:, 2:], leaking[:, 2:])
         (True, False)
     """
-    return find("delta rule", BACKENDS, backend)(q, k, v, g, beta, packed, qk_l2norm)  # type: ignore[no-any-return]
+    run = find("delta rule", BACKENDS if batch_invariant else BACKENDS | CUTTING, backend)
+    return run(q, k, v, g, beta, packed, qk_l2norm)  # type: ignore[no-any-return]
 
 
-__all__ = ["BACKENDS", "gated_delta_rule", "recurrent_gated_delta_rule"]
+def gated_delta_rule_with_states(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    packed: PackedSequence,
+    initial_state: Tensor | None = None,
+    *,
+    qk_l2norm: bool = True,
+    backend: str = "torch",
+) -> tuple[Tensor, Tensor]:
+    """Run the gated delta rule on each document from a state of its own, and return the states that documents leave.
+
+    A document cut in two gets what it gets whole, values and gradients, if its second part begins with the final state of the
+    first.
+
+    Args:
+        q, k, v, g, beta, packed, qk_l2norm: see `gated_delta_rule`.
+        initial_state: [N, HV, K, V], fp32 (fp64 if q is), one for each of the row's segments; zero if not given.
+        backend: a name in `WITH_STATES`.
+
+    Returns:
+        The output [1, T, HV, V] in v's dtype, and the final states, like `initial_state`.  Gradients flow to all inputs, the
+        initial state included, from both.
+
+    Raises:
+        BackendUnavailable: no backend has that name.
+    """
+    run = find("delta rule with states", WITH_STATES, backend)
+    if initial_state is None:
+        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        initial_state = q.new_zeros(packed.num_segments, v.shape[2], q.shape[3], v.shape[3], dtype=dtype)
+    return run(q, k, v, g, beta, initial_state, packed, qk_l2norm)  # type: ignore[no-any-return]
+
+
+__all__ = [
+    "BACKENDS",
+    "WITH_STATES",
+    "gated_delta_rule",
+    "gated_delta_rule_with_states",
+    "recurrent_gated_delta_rule",
+    "recurrent_gated_delta_rule_with_states",
+]

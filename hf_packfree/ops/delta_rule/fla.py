@@ -40,6 +40,25 @@ def gated_delta_rule(
     return out  # type: ignore[no-any-return]
 
 
+@uncompiled
+def with_states(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor, packed: PackedSequence, qk_l2norm: bool
+) -> tuple[Tensor, Tensor]:
+    """See `hf_packfree.ops.delta_rule.gated_delta_rule_with_states`."""
+    return _kernel()(  # type: ignore[no-any-return]
+        q,
+        k,
+        v,
+        g.float(),
+        beta,
+        initial_state=initial_state.contiguous(),
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=qk_l2norm,
+        cu_seqlens=packed.cu_seqlens,
+        **chunk_indices(packed),
+    )
+
+
 @cache
 def _kernel() -> Any:
     """FLA's function without its dispatcher: FlashQLA is a backend of its own, chosen visibly."""

@@ -63,7 +63,7 @@ def gated_delta_rule(
 ) -> Tensor:
     """See `hf_packfree.ops.delta_rule.gated_delta_rule`."""
     cu_seqlens = packed.cached(planned_cu_seqlens)
-    if qk_l2norm or not _is_known():
+    if qk_l2norm or not is_known():
         return _run(q, k, v, g, beta, cu_seqlens, qk_l2norm, cut=False)
     inputs = (x.contiguous() for x in (q, k, v, g.float(), beta))
     with torch.cuda.device_of(q):  # TileLang launches on the current one
@@ -76,6 +76,27 @@ def gated_delta_rule_cut(
 ) -> Tensor:
     """The same, but long documents may be cut: faster on few of them, not exact, and it waits for the device."""
     return _run(q, k, v, g, beta, packed.cu_seqlens, qk_l2norm, cut=True)
+
+
+@uncompiled
+def with_states(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor, packed: PackedSequence, qk_l2norm: bool
+) -> tuple[Tensor, Tensor]:
+    """See `hf_packfree.ops.delta_rule.gated_delta_rule_with_states`."""
+    from flash_qla import chunk_gated_delta_rule
+
+    return chunk_gated_delta_rule(  # type: ignore[no-any-return]
+        q,
+        k,
+        v,
+        g.float(),
+        beta,
+        initial_state=initial_state.contiguous(),
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=qk_l2norm,
+        cu_seqlens=packed.cached(planned_cu_seqlens),
+        auto_cp=False,
+    )
 
 
 def _run(
@@ -122,7 +143,8 @@ class _WholeDocuments(Operation):
 
 
 @cache
-def _is_known() -> bool:
+def is_known() -> bool:
+    """Whether the installed release is one whose passes and plans we call."""
     return installed("flash-qla") in _KNOWN
 
 
@@ -132,7 +154,7 @@ def planned_cu_seqlens(packed: PackedSequence) -> Tensor:
     Its own function takes some operations for each document, while the GPU waits.
     """
     cu_seqlens: Any = packed.cu_seqlens.clone()
-    if not _is_known():
+    if not is_known():
         from flash_qla.utils.index import prepare_varlen_metadata
 
         return prepare_varlen_metadata(cu_seqlens, packed.cu_seqlens_cpu)  # type: ignore[no-any-return]

@@ -33,6 +33,17 @@ def gated_delta_rule(
     return out if out.shape[-1] == value_size else out[..., :value_size]
 
 
+@uncompiled
+def with_states(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor, packed: PackedSequence, qk_l2norm: bool
+) -> tuple[Tensor, Tensor]:
+    """See `hf_packfree.ops.delta_rule.gated_delta_rule_with_states`."""
+    key_size, value_size = q.shape[-1], v.shape[-1]
+    q, k, v, state = _widen(q), _widen(k), _widen(v), _widen(_widen(initial_state).mT).mT
+    out, final = _WithStates.apply(q, k, v, g, beta, state, key_size, packed, qk_l2norm)  # type: ignore[no-untyped-call]
+    return out[..., :value_size], final[..., :key_size, :value_size]
+
+
 def _widen(x: Tensor) -> Tensor:
     """Append zeros up to a head size of whole cache lines: on odd ones, matrix products depend on the address."""
     return x if x.shape[-1] % _WIDTH == 0 else F.pad(x, (0, -x.shape[-1] % _WIDTH))
@@ -51,7 +62,7 @@ class _GatedDeltaRule(Transformable):
         qk_l2norm: bool,
     ) -> Tensor:
         with torch.autocast(q.device.type, enabled=False):  # it would round the products to half precision
-            return forward_pass((q[0], k[0], v[0], g[0], beta[0]), size, packed, qk_l2norm)
+            return forward_pass((q[0], k[0], v[0], g[0], beta[0]), size, packed, qk_l2norm)[0]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -62,12 +73,54 @@ class _GatedDeltaRule(Transformable):
     @first_derivative
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         grads = without_transforms(_backward, d_out, *ctx.saved_tensors, ctx.size, ctx.packed, ctx.qk_l2norm)
-        return *grads, None, None, None
+        return *grads[:5], None, None, None
+
+
+class _WithStates(Transformable):
+    """The same between states."""
+
+    @staticmethod
+    def forward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Tensor,
+        size: int,
+        packed: PackedSequence,
+        qk_l2norm: bool,
+    ) -> tuple[Tensor, Tensor]:
+        with torch.autocast(q.device.type, enabled=False):
+            out, final = forward_pass((q[0], k[0], v[0], g[0], beta[0]), size, packed, qk_l2norm, initial_state)
+        assert final is not None
+        return out, final
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        *tensors, ctx.size, ctx.packed, ctx.qk_l2norm = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, d_out: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, initial_state = ctx.saved_tensors
+        arguments = (d_out, *tensors, ctx.size, ctx.packed, ctx.qk_l2norm, initial_state, d_final)
+        return *without_transforms(_backward, *arguments), None, None, None
 
 
 def _backward(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, size: int, packed: PackedSequence, qk_l2norm: bool
-) -> tuple[Tensor, ...]:
-    """Return the gradients of q, k, v, g and beta."""
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    size: int,
+    packed: PackedSequence,
+    qk_l2norm: bool,
+    *states: Tensor,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of q, k, v, g, beta and, of `states`, the initial one; the second is the final one's gradient."""
     with torch.autocast(d_out.device.type, enabled=False):
-        return tuple(backward_pass((q[0], k[0], v[0], g[0], beta[0]), d_out[0], size, packed, qk_l2norm))
+        return backward_pass((q[0], k[0], v[0], g[0], beta[0]), d_out[0], size, packed, qk_l2norm, *states)

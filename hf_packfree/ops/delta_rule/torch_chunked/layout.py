@@ -58,6 +58,10 @@ class Window(NamedTuple):
         """Its rows among those of all windows, with `heads` per chunk."""
         return slice(self.first * heads, (self.first + self.num_chunks) * heads)
 
+    def steps_with_states(self, *, final: bool) -> tuple[Step, ...]:
+        """Return its steps where documents begin with a state of their own; `final`: and somebody reads the last ones."""
+        return tuple(Step(step.docs, step.docs if final else step.going_on, False) for step in self.steps)
+
     def head_rows(self, which: str, stride: int, heads: slice) -> Tensor:
         """Return the rows of a table with `stride` rows per token for the heads of "tokens" or "targets": int64 [M, h, C]."""
         key = (which, stride, heads.start, heads.stop)
@@ -74,8 +78,7 @@ def plan_windows(packed: PackedSequence, chunk: int, limit: int) -> tuple[Window
     Built on the host, in O(T), and moved to the row's device.
     """
     bounds = packed.cu_seqlens_cpu.long()
-    counts = (bounds.diff() + chunk - 1) // chunk
-    order = counts.argsort(descending=True, stable=True)
+    counts, order = _by_chunks(packed, chunk)
     docs = packed.num_segments - counts.bincount().cumsum(0)  # docs[j]: documents of more than j chunks; the last is 0
     number = torch.arange(len(docs)).repeat_interleave(docs)
     doc = order[torch.arange(len(number)) - (docs.cumsum(0) - docs)[number]]
@@ -94,6 +97,17 @@ def plan_windows(packed: PackedSequence, chunk: int, limit: int) -> tuple[Window
         windows.append(Window(first, steps, tokens, targets, padding, {}))
         first = last
     return tuple(windows)
+
+
+def document_order(packed: PackedSequence, chunk: int) -> Tensor:
+    """Return int64 [N] on the row's device: the documents in the order of a step's chunks."""
+    return _by_chunks(packed, chunk)[1].to(packed.cu_seqlens.device, non_blocking=True)
+
+
+def _by_chunks(packed: PackedSequence, chunk: int) -> tuple[Tensor, Tensor]:
+    """Return how many chunks each document has, and the documents with the most chunks first; int64 [N] on the host."""
+    counts = (packed.cu_seqlens_cpu.long().diff() + chunk - 1) // chunk
+    return counts, counts.argsort(descending=True, stable=True)
 
 
 def _group_steps(docs: list[int], limit: int) -> Iterator[tuple[Step, ...]]:

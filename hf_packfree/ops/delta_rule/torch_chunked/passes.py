@@ -26,9 +26,15 @@ from hf_packfree.ops.delta_rule.torch_chunked.chunks import (
     make_update,
 )
 from hf_packfree.ops.delta_rule.torch_chunked.gradients import finish_keys, finish_values
-from hf_packfree.ops.delta_rule.torch_chunked.layout import TokenReader, TokenWriter, Window, plan_windows
+from hf_packfree.ops.delta_rule.torch_chunked.layout import (
+    TokenReader,
+    TokenWriter,
+    Window,
+    document_order,
+    plan_windows,
+)
 from hf_packfree.ops.delta_rule.torch_chunked.scan import scan_gradients, scan_outputs, scan_states
-from hf_packfree.ops.delta_rule.torch_chunked.scratch import scratch_for
+from hf_packfree.ops.delta_rule.torch_chunked.scratch import Scratch, scratch_for
 from hf_packfree.packing import PackedSequence
 
 _CHUNK_ON_CPU, _CHUNK = 32, 64  # the shorter does a fifth less arithmetic, the longer takes half the steps
@@ -41,6 +47,31 @@ class Block(NamedTuple):
     keys: slice
     values: slice
     size: int
+
+
+class States(NamedTuple):
+    """What documents begin with, or the gradient of what they end with.
+
+    Attributes:
+        given: [N, HV, K, V], one for each document.
+        order: int64 [N], the document that each row of the scan's states belongs to, see `layout.py`.
+    """
+
+    given: Tensor
+    order: Tensor
+
+    def rows(self, block: Block, name: str, space: Scratch) -> Tensor:
+        """Return those of a block as the buffer `name`, [N x heads, K, V]."""
+        mine = self.given.index_select(0, self.order)[:, block.values].flatten(0, 1)
+        return space.like(name, mine).copy_(mine)
+
+    def empty(self) -> Tensor:
+        """Return memory for as many."""
+        return torch.empty_like(self.given)
+
+    def put(self, rows: Tensor, block: Block, found: Tensor) -> None:
+        """Write a block's `rows` to `found`, one state for each document."""
+        found[:, block.values] = rows.unflatten(0, (-1, block.size))[self.order.argsort()].to(found.dtype)
 
 
 class Local(NamedTuple):
@@ -62,9 +93,18 @@ class Trail(NamedTuple):
 class Source:
     """The inputs, read and prepared one block and window at a time."""
 
-    def __init__(self, inputs: Sequence[Tensor], size: int, packed: PackedSequence, qk_l2norm: bool) -> None:
-        """`inputs`: q, k [T, H, K], v [T, HV, V], g, beta [T, HV]; `size`: K before it was widened."""
-        self.qk_l2norm = qk_l2norm
+    def __init__(
+        self, inputs: Sequence[Tensor], size: int, packed: PackedSequence, qk_l2norm: bool, states: bool = False
+    ) -> None:
+        """Take the inputs as they are.
+
+        Args:
+            inputs: q, k [T, H, K], v [T, HV, V], g, beta [T, HV].
+            size: K before it was widened.
+            packed, qk_l2norm: see `hf_packfree.ops.delta_rule.gated_delta_rule`.
+            states: somebody reads the state after the last chunk, into which its padding may neither decay nor write.
+        """
+        self.qk_l2norm, self.states = qk_l2norm, states
         self.q, self.k, self.v, self.g, self.beta = (TokenReader(x) for x in inputs)
         self.size = size
         dtype = torch.float64 if inputs[0].dtype == torch.float64 else torch.float32
@@ -75,7 +115,7 @@ class Source:
         space = self.space
         keys = make_keys(self.k.read(block.keys, window, f"k{tag}", space), self.qk_l2norm, space, tag)
         gates_of = ((self.g, f"g{tag}"), (self.beta, f"beta{tag}"))
-        g, beta = (x.read(block.values, window, name, space) for x, name in gates_of)
+        g, beta = (x.read(block.values, window, name, space, zero_padding=self.states) for x, name in gates_of)
         gates = make_gates(g, beta, space, tag)
         return Local(keys, gates, make_solve(keys, gates, space, tag))
 
@@ -88,77 +128,120 @@ class Source:
         return self.v.read(block.values, window, "v", self.space).mul_(gates.beta)
 
 
-def forward_pass(inputs: Sequence[Tensor], size: int, packed: PackedSequence, qk_l2norm: bool) -> Tensor:
-    """Compute o [1, T, HV, V] from q, k, v, g, beta, see `Source`."""
-    source, out = Source(inputs, size, packed, qk_l2norm), TokenWriter(inputs[2])
+def forward_pass(
+    inputs: Sequence[Tensor], size: int, packed: PackedSequence, qk_l2norm: bool, initial_state: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Compute o [1, T, HV, V] from q, k, v, g, beta, see `Source`; and from `initial_state` [N, HV, K, V] the final one."""
+    source, out = Source(inputs, size, packed, qk_l2norm, initial_state is not None), TokenWriter(inputs[2])
     blocks, windows = _plan(inputs, packed)
+    states = _states(initial_state, windows, packed)
+    final = None if states is None else states.empty()
     for block in blocks:
-        state = source.space("state", windows[0].steps[0].docs * block.size, inputs[1].shape[-1], inputs[2].shape[-1])
+        if states is None:
+            state = source.space("state", windows[0].steps[0].docs * block.size, inputs[1].shape[-1], inputs[2].shape[-1])
+        else:
+            state = states.rows(block, "state", source.space)
         for window in windows:
             local = source.local(block, window)
             output = make_output(source.queries(local.keys, block, window), local.gates, source.space)
             values = source.values(local.gates, block, window)
             found = source.space.like("out", values)
             update = make_update(*local, source.space)
-            scan_outputs(update, output, values, window.steps, block.size, state, found)
+            steps = window.steps if states is None else window.steps_with_states(final=True)
+            scan_outputs(update, output, values, steps, block.size, state, found)
             out.write(found, block.values, window)
-    return out.result()
+        if states is not None and final is not None:
+            states.put(state, block, final)
+    return out.result(), final
 
 
 def backward_pass(
-    inputs: Sequence[Tensor], d_out: Tensor, size: int, packed: PackedSequence, qk_l2norm: bool
-) -> tuple[Tensor, ...]:
-    """Return the gradients of q, k, v, g, beta, each [1, ...], from d_out [T, HV, V]."""
-    source, d_source = Source(inputs, size, packed, qk_l2norm), TokenReader(d_out)
-    writers = tuple(TokenWriter(x) for x in inputs)
+    inputs: Sequence[Tensor],
+    d_out: Tensor,
+    size: int,
+    packed: PackedSequence,
+    qk_l2norm: bool,
+    initial_state: Tensor | None = None,
+    d_final: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of q, k, v, g, beta, each [1, ...], and of the initial state.
+
+    Args:
+        inputs, size, packed, qk_l2norm: see `Source`.
+        d_out: [T, HV, V].
+        initial_state, d_final: [N, HV, K, V], or both None.
+    """
+    source = Source(inputs, size, packed, qk_l2norm, initial_state is not None)
     blocks, windows = _plan(inputs, packed)
+    states, ends = (_states(x, windows, packed) for x in (initial_state, d_final))
+    trace = Trace(source, TokenReader(d_out), tuple(TokenWriter(x) for x in inputs), states, ends)
+    d_initial = None if states is None else states.empty()
     for block in blocks:
-        _reverse(source, d_source, block, windows, _retrace(source, block, windows), writers)
-    return tuple(x.result() for x in writers)
+        d_state = _reverse(trace, block, windows, _retrace(source, block, windows, states))
+        if states is not None and d_initial is not None:
+            states.put(d_state, block, d_initial)
+    return *(x.result() for x in trace.writers), d_initial
 
 
-def _retrace(source: Source, block: Block, windows: Sequence[Window]) -> Trail:
+def _states(given: Tensor | None, windows: Sequence[Window], packed: PackedSequence) -> States | None:
+    if given is None:
+        return None
+    return States(given, packed.cached(document_order, windows[0].tokens.shape[-1]))
+
+
+def _retrace(source: Source, block: Block, windows: Sequence[Window], given: States | None) -> Trail:
     """Run the forward scan once more, and keep its states, and what else no state goes into."""
     space, key_size, value_size = source.space, source.k.table.shape[1], source.v.table.shape[1]
     rows, chunk = (windows[-1].first + windows[-1].num_chunks) * block.size, windows[0].tokens.shape[-1]
     trail = Trail(space("states", rows, key_size, value_size), space("new", rows, chunk, value_size), [])
+    if given is not None:
+        opening = given.rows(block, "state", space)
+        trail.states[: len(opening)].copy_(opening)
     for window in windows:
         local = source.local(block, window, f" {window.first}")
         trail.local.append(local)
         values = source.values(local.gates, block, window)
         here = window.rows(block.size)
         states, new = trail.states[here.start :], trail.new[here]
-        scan_states(make_update(*local, space), values, window.steps, block.size, states, new)
+        steps = window.steps if given is None else window.steps_with_states(final=False)
+        scan_states(make_update(*local, space), values, steps, block.size, states, new)
     return trail
 
 
-def _reverse(
-    source: Source,
-    d_source: TokenReader,
-    block: Block,
-    windows: Sequence[Window],
-    trail: Trail,
-    writers: Sequence[TokenWriter],
-) -> None:
-    """Run the gradient from the last window to the first."""
-    space, (d_q, d_k, *d_values) = source.space, writers
+class Trace(NamedTuple):
+    """What the backward pass reads and writes: inputs, the gradient of the output, those of the inputs, and states."""
+
+    source: Source
+    d_source: TokenReader
+    writers: tuple[TokenWriter, ...]
+    states: States | None
+    ends: States | None
+
+
+def _reverse(trace: Trace, block: Block, windows: Sequence[Window], trail: Trail) -> Tensor:
+    """Run the gradient from the last window to the first; return that of the state before it, [N x heads, K, V]."""
+    source, (d_q, d_k, *d_values) = trace.source, trace.writers
+    space = source.space
     first = trail.states[: windows[0].steps[0].docs * block.size]
-    d_state, product = space.like("d_state", first).zero_(), space.like("product", first)
+    product = space.like("product", first)
+    d_state = space.like("d_state", first).zero_() if trace.ends is None else trace.ends.rows(block, "d_state", space)
     for window, local in zip(reversed(windows), reversed(trail.local), strict=True):
         here = window.rows(block.size)
         keys, gates, _ = local
         queries = source.queries(keys, block, window)
         update, output = make_update(*local, space), make_output(queries, gates, space)
         states, new = trail.states[here], trail.new[here]
-        d_out = d_source.read(block.values, window, "out", space, zero_padding=True)
+        d_out = trace.d_source.read(block.values, window, "out", space, zero_padding=True)
         z = space.like("z", new)
-        kept = scan_gradients(update, output, window.steps, block.size, states, new, d_out, d_state, z, product)
+        steps = window.steps if trace.states is None else window.steps_with_states(final=True)
+        kept = scan_gradients(update, output, steps, block.size, states, new, d_out, d_state, z, product)
         v = source.v.read(block.values, window, "v", space)
         total, found = finish_values(keys, queries, gates, update, output, new, z, d_out, kept, v, space)
         for writer, rows in zip(d_values, found, strict=True):
             writer.write(rows, block.values, window)
         for writer, rows in zip((d_q, d_k), finish_keys(keys, queries, total, source.size, space), strict=True):
             writer.write(rows, block.keys, window)
+    return d_state
 
 
 def _plan(inputs: Sequence[Tensor], packed: PackedSequence) -> tuple[list[Block], tuple[Window, ...]]:

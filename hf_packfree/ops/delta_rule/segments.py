@@ -1,0 +1,205 @@
+"""Long documents cut into segments that are walked side by side, exactly.
+
+A delta rule carries its state from chunk to chunk, so that a document alone keeps one program per head busy.  But a segment of
+it maps the state before it to the one after it affinely,
+
+    S' = M S + B,    and the gradient of the states    dS = M^T dS' + C,
+
+where M [K, K], its transition, B, what it leaves where nothing was before, and C, the gradient where nobody reads what it
+leaves, are known without any state.  So they are computed for all segments at once (`Scans`), folded to the state that each
+segment truly begins with (`fold.py`), and then all segments are walked at once.  Nothing that decayed is dropped.
+
+Shapes: T tokens, N documents, S segments, H key heads, HV value heads, K and V head sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapify, heapreplace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hf_packfree.ops.delta_rule.fold import fold
+from hf_packfree.ops.operation import Operation
+from hf_packfree.packing import PackedSequence
+
+CHUNK = 64
+"""Segments begin where chunks do, so that cutting changes no chunk."""
+_SHORTEST, _MOST = 64, 64  # chunks of a document that is cut; segments of a row, whose states and transitions are kept
+_SUMMARY = 0.4  # time that M, B and C take, of that of the walks themselves
+_GAIN = 0.95
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """The segments of a row's documents.
+
+    Attributes:
+        record: of the segments.
+        firsts: int32 [N+1] on the row's device, each document's first segment, and S.
+        last: int64 [N] on the row's device, each document's last segment.
+        chunks: int32 [2, S] on the row's device: of every segment that another one of its document follows, and of every one
+            that follows another; 0 of the rest.
+    """
+
+    record: PackedSequence
+    firsts: Tensor
+    last: Tensor
+    chunks: Tensor
+
+    @classmethod
+    def of(cls, packed: PackedSequence, pieces: Sequence[Sequence[int]]) -> Segments:
+        """Build it from the lengths of each document's segments, in tokens, all but a document's last multiples of `CHUNK`."""
+        device = packed.cu_seqlens.device
+        firsts = torch.tensor([0, *map(len, pieces)]).cumsum(0)
+        record = PackedSequence.from_lengths([length for lengths in pieces for length in lengths], device=device)
+        chunks = -(-record.cu_seqlens_cpu.diff() // CHUNK).expand(2, -1).contiguous()
+        chunks[0, firsts[1:] - 1] = 0
+        chunks[1, firsts[:-1]] = 0
+        tables = (x.to(device, non_blocking=True) for x in (firsts.int(), firsts[1:] - 1, chunks))
+        return cls(record, *tables)
+
+    def scanned(self, heads: int, *, reverse: bool = False) -> Tensor:
+        """Return `chunks`, those of following segments or in reverse of preceding ones, for every head: int32 [S, HV]."""
+        return self.chunks[int(reverse), :, None].expand(-1, heads).contiguous()
+
+
+def plan_segments(packed: PackedSequence, lanes: int) -> Segments | None:
+    """Cut documents where the row is expected to be walked faster for it; None: nowhere.
+
+    Args:
+        packed: the documents.
+        lanes: how many segments run at once, each with all of its heads.
+    """
+    chunks = [-(-length // CHUNK) for length in packed.lengths]
+    longest, share = max(chunks), sum(chunks) / lanes
+    if longest < _SHORTEST or longest <= share or len(chunks) >= _MOST:
+        return None
+    best, found = _GAIN * makespan(chunks, lanes), None
+    for rounds in (1, 2, 3):
+        parts = [_even(count, -(-sum(chunks) // (lanes * rounds))) for count in chunks]
+        time = _time(parts, lanes)
+        if time < best and sum(map(len, parts)) <= _MOST:
+            best, found = time, parts
+    return None if found is None else Segments.of(packed, list(map(_tokens, packed.lengths, found)))
+
+
+def _time(parts: Sequence[Sequence[int]], lanes: int) -> float:
+    """Return the time of walking each document's parts, and of summing up those of documents with more than one."""
+    cut = [part for document in parts if len(document) > 1 for part in document]
+    return makespan([part for document in parts for part in document], lanes) + _SUMMARY * makespan(cut, lanes)
+
+
+def makespan(sizes: Sequence[int], lanes: int) -> float:
+    """Return when the last of some programs ends that start in order, each where one ended before."""
+    ends = [0.0] * lanes
+    heapify(ends)
+    for size in sizes:
+        heapreplace(ends, ends[0] + size)
+    return max(ends)
+
+
+def _even(count: int, bound: int) -> list[int]:
+    """Cut `count` chunks into as few parts of at most `bound` as there can be, as even as they can be."""
+    if count < _SHORTEST:
+        return [count]
+    parts = -(-count // bound)
+    return [count // parts + (number < count % parts) for number in range(parts)]
+
+
+def _tokens(length: int, parts: Sequence[int]) -> list[int]:
+    """Return the parts of a document in tokens, from those in chunks: its last chunk may be shorter."""
+    sizes = [part * CHUNK for part in parts]
+    sizes[-1] -= sum(sizes) - length
+    return sizes
+
+
+class Scans(Protocol):
+    """What a backend gives to walk segments side by side; no method of it is differentiable.
+
+    States, transitions and their gradients are fp32 (fp64 where q is), [S, HV, K, V] or [S, HV, K, K].
+    """
+
+    def prepare(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, segments: Segments
+    ) -> tuple[Tensor, ...]:
+        """Return what the other methods read, and the backward pass keeps; q and k have norm 1."""
+
+    def summarize(self, saved: tuple[Tensor, ...], segments: Segments) -> tuple[Tensor, Tensor]:
+        """Return M and B of every segment; what the last one of a document has does not matter."""
+
+    def walk(self, saved: tuple[Tensor, ...], initial_state: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+        """Return the output [1, T, HV, V], and the state after every segment."""
+
+    def summarize_gradient(self, saved: tuple[Tensor, ...], d_out: Tensor, segments: Segments) -> Tensor:
+        """Return C of every segment; what the first one of a document has does not matter."""
+
+    def walk_back(
+        self, saved: tuple[Tensor, ...], initial_state: Tensor, d_out: Tensor, d_final: Tensor, segments: Segments
+    ) -> tuple[Tensor, ...]:
+        """Return the gradients of q, k, v, g, beta, and of the state before every segment."""
+
+
+def walk_segments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    segments: Segments,
+    scans: Scans,
+) -> tuple[Tensor, Tensor]:
+    """Run the gated delta rule on documents cut into segments; differentiable.
+
+    Args:
+        q, k, v, g, beta: see `hf_packfree.ops.delta_rule.gated_delta_rule`; q and k have norm 1.
+        initial_state: [N, HV, K, V], what every document begins with; None: zero.
+        segments: of the documents.
+        scans: of the backend.
+
+    Returns:
+        The output [1, T, HV, V], and the state after every document [N, HV, K, V].
+    """
+    return _Walk.apply(q, k, v, g, beta, initial_state, segments, scans)  # type: ignore[no-any-return]
+
+
+class _Walk(Operation):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Tensor | None,
+        segments: Segments,
+        scans: Scans,
+    ) -> tuple[Tensor, Tensor]:
+        saved = scans.prepare(q, k, v, g, beta, segments)
+        transition, addend = scans.summarize(saved, segments)
+        before = fold(transition, addend, initial_state, segments.firsts)
+        out, after = scans.walk(saved, before, segments)
+        ctx.save_for_backward(*saved, transition, before)
+        ctx.plan = segments, scans, initial_state is not None
+        return out, after.index_select(0, segments.last)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
+        *saved, transition, before = ctx.saved_tensors
+        segments, scans, given = ctx.plan
+        d_out = d_out.contiguous()
+        addend = scans.summarize_gradient(saved, d_out, segments)
+        d_after = fold(transition, addend, d_final, segments.firsts, reverse=True)
+        *gradients, d_before = scans.walk_back(saved, before, d_out, d_after, segments)
+        d_initial = d_before.index_select(0, segments.firsts[:-1]) if given else None
+        return *gradients, d_initial, None, None
+
+
+__all__ = ["Scans", "Segments", "plan_segments", "walk_segments"]
