@@ -45,7 +45,7 @@ STANDS_IN = "FLA's Triton convolution stands in for causal-conv1d, without which
 def groups(tiny: bool = False, backend: Any = "auto") -> list[Group]:
     """Return every group, the important ones first; `tiny` shrinks models and rows, for a trial on a CPU."""
     found = [
-        *_dense(tiny), *_lora(tiny), *_padded(tiny), *_with_images(tiny), *_linearity(tiny),
+        *_dense(tiny), *_twice_as_long(tiny), *_lora(tiny), *_padded(tiny), *_with_images(tiny), *_linearity(tiny),
         *_wide("9b", "tiny" if tiny else "9b", tiny), *_wide("moe", "tiny-moe" if tiny else "moe", tiny),
     ]
     ours = [group.variant.packfree and group.variant.backend == "auto" for group in found]
@@ -77,6 +77,17 @@ def _dense(tiny: bool) -> list[Group]:
         Group(shape, UNPATCHED_CONV, unpatched, STANDS_IN),
         Group(shape, COMPOSED, ((name, "composed without packfree", packed),), PUT_IN),
         Group(shape, replace(LIGER, backend=CUT), ((name, "packfree+liger, one document, cut", one),)),
+    ]
+
+
+def _twice_as_long(tiny: bool) -> list[Group]:
+    """The 2B shape at 64k tokens, where one document's attention is half of the step."""
+    shape, name = SHAPES["tiny" if tiny else "2b"], "2b-64k-packed"
+    lengths = _long(tiny) + _long(tiny)
+    rows = {"": Load(lengths), ", one document": Load((sum(lengths),), "record")}
+    return [
+        Group(shape, variant, tuple((name, called + what, load) for what, load in rows.items()))
+        for called, variant in {"packfree": PACKFREE, "packfree+liger": LIGER}.items()
     ]
 
 
