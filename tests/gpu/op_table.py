@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_packfree.ops.delta_rule import flash_qla_segments
+from hf_packfree.ops.delta_rule.segments import CHUNK, Segments
 from hf_packfree.packing import PackedSequence
 from tests.gpu.checks import ATTENTION, HEADS, TOWER, TRIAL, WIDTH
 from tests.gpu.op import Op
@@ -33,6 +35,33 @@ def _unit_leaves(tokens: int) -> dict[str, Tensor]:
     """q and k as our convolution leaves them."""
     leaves = _delta_rule_leaves(tokens)
     return leaves | {name: torch.nn.functional.normalize(leaves[name], dim=-1) for name in ("q", "k")}
+
+
+def _slow_leaves(tokens: int) -> dict[str, Tensor]:
+    """The same with states that live through thousands of tokens."""
+    leaves = _unit_leaves(tokens)
+    return leaves | {"g": leaves["g"] / 50, "beta": leaves["beta"] / 4}
+
+
+def _between_states(function: Any, x: dict[str, Tensor], packed: PackedSequence, backend: str) -> Tensor:
+    """Documents begin with a state made of their first token; the queries read the final ones, so that all gets a gradient."""
+    groups, firsts = x["v"].shape[2] // x["k"].shape[2], packed.cu_seqlens[:-1].long()
+    keys, values = x["k"][0, firsts].repeat_interleave(groups, 1), x["v"][0, firsts]
+    wide = torch.promote_types(keys.dtype, torch.float32)
+    states = torch.einsum("nhk,nhv->nhkv", keys.to(wide), values.to(wide))
+    out, final = function(*x.values(), packed, states, qk_l2norm=False, backend=backend)
+    queries = x["q"][0].repeat_interleave(groups, 1).to(wide).split(packed.lengths)
+    read = [torch.einsum("thk,hkv->thv", query, state) for query, state in zip(queries, final, strict=True)]
+    return torch.cat([out, torch.cat(read)[None].to(out.dtype)], -1)
+
+
+def _in_segments(function: Any, x: dict[str, Tensor], packed: PackedSequence, backend: str) -> Tensor:
+    """Every document of more than two chunks is cut behind every second one."""
+    if backend == "torch":
+        return function(*x.values(), packed, qk_l2norm=False)  # type: ignore[no-any-return]
+    step = 2 * CHUNK
+    cut = [[step] * ((length - 1) // step) + [(length - 1) % step + 1] for length in packed.lengths]
+    return flash_qla_segments.in_segments(*x.values(), Segments.of(packed, cut), qk_l2norm=False)
 
 
 def _attention_leaves(tokens: int) -> dict[str, Tensor]:
@@ -133,13 +162,21 @@ OPS = {
     for op in (
         Op(
             "delta rule", "hf_packfree.ops.delta_rule", _delta_rule_leaves,
-            lambda f, x, packed, backend: f(x["q"], x["k"], x["v"], x["g"], x["beta"], packed, backend=backend),
+            lambda f, x, packed, backend: f(*x.values(), packed, batch_invariant=True, backend=backend),
             "gated_delta_rule", exact=("fla", "flash_qla"), exact_gradients=("fla", "flash_qla"),
         ),
         Op(  # as the layers call it
             "delta rule, unit keys", "hf_packfree.ops.delta_rule", _unit_leaves,
-            lambda f, x, packed, backend: f(*x.values(), packed, qk_l2norm=False, backend=backend),
+            lambda f, x, packed, backend: f(*x.values(), packed, qk_l2norm=False, batch_invariant=True, backend=backend),
             "gated_delta_rule", exact=("fla", "flash_qla"), exact_gradients=("fla", "flash_qla"),
+        ),
+        Op(
+            "delta rule with states", "hf_packfree.ops.delta_rule", _slow_leaves, _between_states,
+            "gated_delta_rule_with_states", table="WITH_STATES",
+        ),
+        Op(
+            "delta rule in segments", "hf_packfree.ops.delta_rule", _slow_leaves, _in_segments, "gated_delta_rule",
+            table="CUTTING",
         ),
         Op(
             "conv", "hf_packfree.ops.conv", _conv_leaves,
