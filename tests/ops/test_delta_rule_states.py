@@ -148,6 +148,7 @@ def test_the_plan_fills_the_gpu():
     assert cut_of([32768]) == [[4096] * 8]
     assert cut_of([32768], lanes=4) == [[8192] * 4]
     assert cut_of([32768 - 5]) == [[4096] * 7 + [4091]]
+    assert cut_of([32768], lanes=66) == [[1024] * 32]
     assert cut_of([16384, 500, 16000]) == [[4096] * 4, [500], [4032, 4032, 3968, 3968]]
 
 

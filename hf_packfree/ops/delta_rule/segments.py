@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
+from math import ceil
 from typing import Any, Protocol
 
 import torch
@@ -29,8 +30,9 @@ from hf_packfree.packing import PackedSequence
 
 CHUNK = 64
 """Segments begin where chunks do, so that cutting changes no chunk."""
-_SHORTEST, _MOST = 64, 64  # chunks of a document that is cut; segments of a row, whose states and transitions are kept
-_SUMMARY = 0.4  # time that M, B and C take, of that of the walks themselves
+_SHORTEST, _MOST = 64, 8  # chunks of a document that is cut; segments of a row, by lanes: their states are kept
+_SUMMARY, _FOLD = 0.4, 0.5  # time that M, B and C of a chunk take, and folding a segment, of that of walking a chunk
+_ROUNDS = (0.25, 0.5, 1, 2, 3)  # of segments, one after the other in every lane
 _GAIN = 0.95
 
 
@@ -77,21 +79,22 @@ def plan_segments(packed: PackedSequence, lanes: int) -> Segments | None:
     """
     chunks = [-(-length // CHUNK) for length in packed.lengths]
     longest, share = max(chunks), sum(chunks) / lanes
-    if longest < _SHORTEST or longest <= share or len(chunks) >= _MOST:
+    if longest < _SHORTEST or longest <= share or len(chunks) >= _MOST * lanes:
         return None
     best, found = _GAIN * makespan(chunks, lanes), None
-    for rounds in (1, 2, 3):
-        parts = [_even(count, -(-sum(chunks) // (lanes * rounds))) for count in chunks]
+    for rounds in _ROUNDS:
+        parts = [_even(count, ceil(share / rounds)) for count in chunks]
         time = _time(parts, lanes)
-        if time < best and sum(map(len, parts)) <= _MOST:
+        if time < best and sum(map(len, parts)) <= _MOST * lanes:
             best, found = time, parts
     return None if found is None else Segments.of(packed, list(map(_tokens, packed.lengths, found)))
 
 
 def _time(parts: Sequence[Sequence[int]], lanes: int) -> float:
-    """Return the time of walking each document's parts, and of summing up those of documents with more than one."""
+    """Return the time of walking each document's parts, and of summing up and folding those of documents with several."""
     cut = [part for document in parts if len(document) > 1 for part in document]
-    return makespan([part for document in parts for part in document], lanes) + _SUMMARY * makespan(cut, lanes)
+    walk, summary = (makespan(chunks, lanes) for chunks in ([part for document in parts for part in document], cut))
+    return walk + _SUMMARY * summary + _FOLD * max(map(len, parts))
 
 
 def makespan(sizes: Sequence[int], lanes: int) -> float:
