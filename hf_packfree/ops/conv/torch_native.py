@@ -82,16 +82,17 @@ class _CausalConv1d(Transformable):
     @staticmethod
     @first_derivative
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        return *without_transforms(_backward, d_out, *ctx.saved_tensors, ctx.blocks, ctx.silu), None, None
+        needed = ctx.needs_input_grad[1]
+        return *without_transforms(_backward, d_out, *ctx.saved_tensors, ctx.blocks, ctx.silu, needed), None, None
 
 
 def _backward(
-    d_out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: tuple[Block, ...], silu: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the gradients of x, weight and bias."""
+    d_out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: tuple[Block, ...], silu: bool, needs_weight: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the gradients of x, of the weight where it is needed, and of the bias."""
     taps = _taps(x, weight)
     d_x = x.new_empty(x.shape[1:], dtype=taps.dtype)
-    d_taps, d_bias = torch.zeros_like(taps), torch.zeros_like(taps[0])
+    d_taps, d_bias = torch.zeros_like(taps) if needs_weight else None, torch.zeros_like(taps[0])
     for block in blocks:
         d_u = d_out[0, block.low : block.high].to(taps.dtype, copy=True)
         if silu:
@@ -99,7 +100,7 @@ def _backward(
         if bias is not None:
             d_bias += d_u.sum(0)
         _taps_backward(x[0], taps, block, d_u, d_x, d_taps)
-    d_weight = d_taps.flip(0).T.to(weight.dtype)
+    d_weight = None if d_taps is None else d_taps.flip(0).T.to(weight.dtype)
     return d_x.to(x.dtype)[None], d_weight, None if bias is None else d_bias.to(bias.dtype)
 
 
@@ -119,16 +120,18 @@ def _preactivation(x: Tensor, taps: Tensor, bias: Tensor | None, block: Block) -
     return u if bias is None else u.add_(bias)
 
 
-def _taps_backward(x: Tensor, taps: Tensor, block: Block, d_u: Tensor, d_x: Tensor, d_taps: Tensor) -> None:
-    """Add a block's part to the gradients of x and of the taps; later blocks add to d_x of this one. Consumes d_u."""
+def _taps_backward(x: Tensor, taps: Tensor, block: Block, d_u: Tensor, d_x: Tensor, d_taps: Tensor | None) -> None:
+    """Add to the gradients of x and, unless None, of the taps; later blocks add to d_x of this one. Consumes d_u."""
     torch.mul(d_u, taps[0], out=d_x[block.low : block.high])
-    d_taps[0] += (d_u * x[block.low : block.high]).sum(0)
+    if d_taps is not None:
+        d_taps[0] += (d_u * x[block.low : block.high]).sum(0)
     for back in range(1, min(len(taps), block.high)):
         first = block.first(back)
         source = slice(first - back, block.high - back)
         d_tap = _mask_edges(d_u[first - block.low :], block.early[back - 1])
         d_x[source] += d_tap * taps[back]
-        d_taps[back] += (d_tap * x[source]).sum(0)
+        if d_taps is not None:
+            d_taps[back] += (d_tap * x[source]).sum(0)
 
 
 def _mask_edges(rows: Tensor, early: Tensor | None) -> Tensor:

@@ -62,7 +62,7 @@ def conv_backward(
     TAPS: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, QK_L2NORM: tl.constexpr,
     STRIP: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
-    """d_x [T, C] from d_q, d_k and d_v, and per strip d_weight [S, C, TAPS] and, if BIAS, d_bias [S, C], in fp32.
+    """d_x [T, C] from d_q, d_k and d_v, and per strip d_weight [S, C, TAPS] and d_bias [S, C] unless None, in fp32.
 
     Walks from the strip's end, beginning with the four tokens past it, whose gradients reach back into the strip.
     """
@@ -107,10 +107,11 @@ def conv_backward(
                 db += g0 + g1 + g2 + g3
         c1, c2, c3 = e1, e2, e3
     strip = tl.program_id(0).to(tl.int64) * (2 * keys + values) * size
-    d_weight += strip * TAPS
-    store_tap(d_weight, channel, mask, 0, TAPS, dw0)
-    store_tap(d_weight, channel, mask, 1, TAPS, dw1)
-    store_tap(d_weight, channel, mask, 2, TAPS, dw2)
-    store_tap(d_weight, channel, mask, 3, TAPS, dw3)
-    if BIAS:
+    if d_weight is not None:
+        d_weight += strip * TAPS
+        store_tap(d_weight, channel, mask, 0, TAPS, dw0)
+        store_tap(d_weight, channel, mask, 1, TAPS, dw1)
+        store_tap(d_weight, channel, mask, 2, TAPS, dw2)
+        store_tap(d_weight, channel, mask, 3, TAPS, dw3)
+    if d_bias is not None:
         tl.store(d_bias + strip + channel, db, mask=mask)

@@ -145,12 +145,14 @@ class _Convolution(Operation):
         x, weight, bias, *plan = ctx.saved_tensors
         d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
         d_weights, d_biases, tokens = [], [], x.shape[1]
+        _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         left = [d_out.contiguous() for d_out in d_outs]
         for heads in ctx.job.launches:
             tensors = [left.pop(0) for _ in heads.counts]
             grid = _grid(tokens, heads)
-            d_weight = x.new_empty(grid[0], heads.channels, weight.shape[1], dtype=torch.float32)  # of each strip
-            d_bias = None if bias is None else d_weight.new_empty(d_weight.shape[:2])
+            of_strips = grid[0], heads.channels
+            d_weight = x.new_empty(*of_strips, weight.shape[1], dtype=torch.float32) if needs_weight else None
+            d_bias = x.new_empty(of_strips, dtype=torch.float32) if needs_bias else None
             launch(
                 conv_backward, grid, _from(x, heads), *_taps(weight, bias, heads), *plan, *_three(tensors, heads),
                 _from(d_x, heads), d_weight, d_bias, tokens, x.stride(1), d_x.stride(1), heads.keys, heads.values, heads.size,
@@ -164,9 +166,9 @@ class _Convolution(Operation):
 
 def _sum_strips(strips: list[Tensor | None], parameter: Tensor | None) -> Tensor | None:
     """A parameter's gradient from what each launch has of its channels, strip by strip."""
-    if parameter is None:
+    parts = [sum_partials(part, parameter.dtype) for part in strips if part is not None and parameter is not None]
+    if not parts:
         return None
-    parts = [sum_partials(part, parameter.dtype) for part in strips if part is not None]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
