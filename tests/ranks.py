@@ -38,6 +38,8 @@ def main() -> int:
     work, cases = getattr(import_module(module), name), torch.load(f"{folder}/cases.pt")
     other = os.fork()  # which is safe as long as no thread was started: so what both need is loaded once
     rank = 0 if other else 1
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}  # as torchrun says it, with an address
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}  # that nobody calls: the group is there already
     torch.set_num_threads(1)
     for index, case in enumerate(cases):
         store = f"file://{folder}/store-{index}"

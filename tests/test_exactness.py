@@ -14,8 +14,8 @@ from hf_packfree.models.compat import LAYERS_DROP_KEYWORDS, RELEASE
 from hf_packfree.patching.registry import family_of
 from tests.input_formats import ROW_FORMATS, ROWS_FORMATS, row_batch, rows_batch
 from tests.support import (
-    CONTROL, GRADIENT_TOL, LOGIT_TOL, ROW, Batch, by_family, documents, errors, random_weights, relative_rms, run, run_alone,
-    tiny,
+    CONTROL, GRADIENT_TOL, LOGIT_TOL, ROW, Batch, by_family, documents, errors, pairwise, random_weights, relative_rms, run,
+    run_alone, tiny,
 )
 
 pytestmark = pytest.mark.compat
@@ -81,9 +81,7 @@ def upstream_packs(family: str, input_format: str, attention: str) -> bool:
     return by_mask or input_format in (BY_POSITIONS if reads_2d else ("positions_4rows",))
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("input_format", ROW_FORMATS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "input_format", "attention"), pairwise(FAMILIES, list(ROW_FORMATS), ["eager", "sdpa"]))
 def test_one_row(family, input_format, attention, record_property):
     if family == "qwen3_next" and input_format in TEXT_POSITIONS_ONLY:
         pytest.skip("Qwen3-Next takes no stacked positions")
@@ -94,9 +92,7 @@ def test_one_row(family, input_format, attention, record_property):
     assert leaks(remove_patches(model), batch) == leaky
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("input_format", ROWS_FORMATS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "input_format", "attention"), pairwise(FAMILIES, list(ROWS_FORMATS), ["eager", "sdpa"]))
 def test_several_rows(family, input_format, attention, record_property):
     model, batch = tiny(family, attention=attention), rows_batch(input_format)
     assert leaks(model, batch) != upstream_packs(family, input_format, attention)

@@ -23,6 +23,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -235,6 +236,7 @@ def measure(way: Way, setting: Setting, folder: Path) -> Result:
     return result
 
 
+@cache
 def trained_per_document(setting: Setting) -> tuple[list[dict[str, torch.Tensor]], Any]:
     """Return every step's gradients, on the CPU, and the model, of an unpatched one on one device."""
     model, device = setting.fresh(), setting.device

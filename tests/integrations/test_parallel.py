@@ -1,4 +1,4 @@
-"""Two processes on the CPU: the same script that runs on GPUs, all ways of wrapping in one run."""
+"""Two processes on the CPU: what the script for GPUs measures there, all ways of wrapping in one run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from filelock import FileLock
 
 from tests.integrations.marks import integration
+from tests.ranks import two_ranks
 from tests.support import CONTROL, GRADIENT_TOL
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,16 +31,26 @@ def launch(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="session")
 def results(tmp_path_factory):
-    """Return what tests/benchmarks/parallel.py measured; it runs once, whatever the number of test processes."""
+    """Return what every way measured; they run once, whatever the number of test processes."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
     out = folder / "parallel.json"
     with FileLock(folder / "parallel.lock"):
         if not out.exists():
-            done = launch("tests/benchmarks/parallel.py", "--device", "cpu", "--out", str(out))
-            assert out.exists(), done.stderr[-4000:]
-    return json.loads(out.read_text())["ways"]
+            work = tmp_path_factory.mktemp("ranks")
+            ((first, _),) = two_ranks(every_way, [(str(work),)], work)
+            out.write_text(json.dumps(first))
+    return json.loads(out.read_text())
+
+
+def every_way(rank: int, folder: str) -> dict[str, dict[str, object]]:
+    """What `tests/benchmarks/parallel.py` measures on a CPU, where accelerate shards nothing."""
+    from tests.benchmarks.parallel import WAYS, Setting, measure
+
+    setting = Setting(torch.device("cpu"), "torch", "tiny")
+    ways = {name: way for name, way in WAYS.items() if name != "accelerate fsdp2"}
+    return {name: asdict(measure(way, setting, Path(folder) / name.replace(" ", "-"))) for name, way in ways.items()}
 
 
 def check(result, record_property) -> None:

@@ -6,26 +6,20 @@ import json
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
+from transformers import Qwen3_5ForCausalLM
 
 from hf_packfree import apply_patches, patch_report
 from hf_packfree.errors import ContractError
 from tests.input_formats import row_batch
+from tests.integrations.compare import RATE, descend, in_steps, labelled, packed, per_document, worst
 from tests.integrations.marks import integration, needs
 from tests.integrations.test_parallel import launch
+from tests.ranks import two_ranks
 from tests.support import CONTROL, GRADIENT_TOL, ROW, tiny
 
 
-def error_of(way: str, folder, patched: str) -> float:
-    """Train in two processes and return the worst gradient error."""
-    out = folder / f"{patched}.json"
-    done = launch("tests/integrations/two_processes.py", way, str(out), str(folder / "checkpoint"), patched)
-    assert out.exists(), done.stderr[-4000:]
-    return json.loads(out.read_text())["error"]
-
-
-def check(way: str, folder, record_property) -> None:
-    tiny().save_pretrained(folder / "checkpoint")
-    error, control = (error_of(way, folder, kind) for kind in ("patched", "unpatched"))
+def check(error: float, control: float, record_property) -> None:
     record_property("error", error)
     record_property("control", control)
     assert error <= GRADIENT_TOL and control >= CONTROL * GRADIENT_TOL
@@ -34,7 +28,14 @@ def check(way: str, folder, record_property) -> None:
 @integration("DeepSpeed", "ZeRO-3, weights sharded while loading")
 @needs("deepspeed")
 def test_zero3(tmp_path, record_property):
-    check("zero3", tmp_path, record_property)
+    tiny().save_pretrained(tmp_path / "checkpoint")
+    found = []
+    for kind in ("patched", "unpatched"):
+        out = tmp_path / f"{kind}.json"
+        done = launch("tests/integrations/two_processes.py", str(out), str(tmp_path / "checkpoint"), kind)
+        assert out.exists(), done.stderr[-4000:]
+        found.append(json.loads(out.read_text())["error"])
+    check(*found, record_property)
 
 
 def test_a_sharded_parameter_is_measured_by_what_it_stands_for():
@@ -51,9 +52,35 @@ def test_a_sharded_parameter_is_measured_by_what_it_stands_for():
         apply_patches(model)
 
 
+def tensor_parallel(rank: int, folder: str, patched: bool) -> list[dict[str, torch.Tensor]]:
+    """Load with upstream's plan, patch, and train: every rank sees the same row."""
+    from transformers.distributed import DistributedConfig
+
+    model = Qwen3_5ForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_plan="auto")).train()
+    sharded = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
+    assert any("linear_attn" in name for name in sharded) and any("self_attn" in name for name in sharded)
+    if patched:
+        apply_patches(model)
+    kept = []
+    for step in in_steps(labelled()):
+        model.zero_grad(set_to_none=True)
+        model(**packed(step)).loss.backward()
+        kept.append({name: _whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None})
+        descend(model, RATE)
+    assert patch_report(model).patched == patched
+    return kept
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 @integration("transformers", 'tensor parallel, `tp_plan="auto"`', "works if patched after loading; ranks repeat the delta rule")
 def test_tensor_parallel(tmp_path, record_property):
-    check("tensor_parallel", tmp_path, record_property)
+    tiny().save_pretrained(tmp_path / "checkpoint")
+    cases = [(str(tmp_path / "checkpoint"), patched) for patched in (True, False)]
+    wanted = per_document(tiny(), in_steps(labelled()))
+    check(*(worst(first, wanted) for first, _ in two_ranks(tensor_parallel, cases, tmp_path)), record_property)
 
 
 @integration(

@@ -1,6 +1,6 @@
-"""What a process of two does for `test_sharding.py`: DeepSpeed's ZeRO-3, or upstream's tensor parallel plan, on the CPU.
+"""What a process of two does for `test_sharding.py`: DeepSpeed's ZeRO-3 on the CPU.
 
-    torchrun --standalone --nproc-per-node 2 tests/integrations/two_processes.py zero3 result.json checkpoint-folder
+    torchrun --standalone --nproc-per-node 2 tests/integrations/two_processes.py result.json checkpoint-folder patched
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3_5ForCausalLM
 
-from hf_packfree import apply_patches, patch_report
-from tests.integrations.compare import RATE, descend, in_steps, labelled, per_document, packed, targets, worst
+from hf_packfree import apply_patches
+from tests.integrations.compare import RATE, in_steps, labelled, per_document, packed, targets, worst
 from tests.support import tiny
 
 
@@ -52,35 +52,10 @@ def zero3(folder: Path, patched: bool) -> list[dict[str, torch.Tensor]]:
     return kept
 
 
-def tensor_parallel(folder: Path, patched: bool) -> list[dict[str, torch.Tensor]]:
-    """Load with upstream's plan, patch, and train: every rank sees the same row."""
-    from transformers.distributed import DistributedConfig
-
-    dist.init_process_group("gloo")
-    model = Qwen3_5ForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_plan="auto")).train()
-    sharded = [name for name, p in model.named_parameters() if isinstance(p, torch.distributed.tensor.DTensor)]
-    assert any("linear_attn" in name for name in sharded) and any("self_attn" in name for name in sharded)
-    if patched:
-        apply_patches(model)
-    kept = []
-    for step in in_steps(labelled()):
-        model.zero_grad(set_to_none=True)
-        model(**packed(step)).loss.backward()
-        kept.append({name: _whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None})
-        descend(model, RATE)
-    assert patch_report(model).patched == patched
-    return kept
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor
-
-
 def main() -> None:
-    """Train patched and, as the control, unpatched; write both errors."""
-    way, out, folder = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
-    train = {"zero3": zero3, "tensor_parallel": tensor_parallel}[way]
-    found = train(folder, patched=sys.argv[4] == "patched")
+    """Train patched or, as the control, unpatched; write the error."""
+    out, folder, kind = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    found = zero3(folder, patched=kind == "patched")
     if dist.get_rank() == 0:
         out.write_text(json.dumps({"error": worst(found, per_document(tiny(), in_steps(labelled())))}))
     dist.destroy_process_group()

@@ -77,6 +77,7 @@ def test_a_checkout_of_another_release_is_refused(tmp_path, holds, says):
         sources.check_checkout(tmp_path, "5.16.1")
 
 
+@pytest.mark.slow
 def test_a_run_in_which_nothing_passes_is_no_proof(tmp_path):
     (tmp_path / "tests").mkdir()
     with pytest.raises(sources.CannotFetch, match="found no test of .* that passes patched"):
