@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import import_module
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -41,6 +42,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if long and "fuzz" not in config.option.markexpr:
         items[:] = [item for item in items if item not in long]
         config.hook.pytest_deselected(items=long)
+
+
+_tried: dict[tuple[str, str | None], object] = {}
+
+
+@pytest.fixture
+def imports_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the doctor try every package once per test process, and again where another file has its name."""
+    from hf_packfree.doctor import probe
+
+    def remembered(modules: Sequence[str]) -> dict[str, object]:
+        # on the path, not among what this process has imported
+        specs = {name: PathFinder.find_spec(name.partition(".")[0]) for name in modules}
+        places = {name: (name, spec and spec.origin) for name, spec in specs.items()}
+        new = [name for name, place in places.items() if place not in _tried]
+        _tried.update({places[name]: found for name, found in probe(new).items()})
+        return {name: _tried[place] for name, place in places.items()}
+
+    monkeypatch.setattr("hf_packfree.doctor.packages.probe", remembered)
 
 
 @pytest.fixture

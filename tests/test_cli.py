@@ -19,6 +19,7 @@ from hf_packfree.verify.model_source import build_model
 from tests.support import by_family, tiny
 from tests.test_demo import PACKED, report_of, training
 
+pytestmark = pytest.mark.usefixtures("imports_tried_once")
 FAST = ("--lengths", "5,64,3", "--no-gradients")
 
 

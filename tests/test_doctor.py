@@ -18,6 +18,7 @@ from hf_packfree.patching.backends import OPS
 from hf_packfree.versions import Versions
 from tests.support import by_family
 
+pytestmark = pytest.mark.usefixtures("imports_tried_once")
 ROW = Requirement(Versions("fake-kernels", "1.2", "are wrong"), "fakekernels", "kernels")
 
 

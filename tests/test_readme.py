@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
 import shlex
-import subprocess
-import sys
 from configparser import ConfigParser
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +13,7 @@ import pytest
 
 import hf_packfree
 from hf_packfree import errors
+from hf_packfree.cli import main
 from hf_packfree.versions import VERSIONS
 from tests.data.processors import example, image_part, vision_processor
 from tests.support import documents, tiny
@@ -41,13 +39,17 @@ def pages_with(language):
     return pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, language)])
 
 
-def python(*arguments):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT)
+@pytest.fixture
+def help_of(capsys, monkeypatch):
+    """A function that returns what `packfree ... --help` prints."""
+    monkeypatch.setenv("COLUMNS", "120")
 
+    def text(*command):
+        with pytest.raises(SystemExit):
+            main((*command, "--help"))
+        return capsys.readouterr().out
 
-def packfree(*arguments):
-    return python("-m", "hf_packfree", *arguments)
+    return text
 
 
 @pytest.fixture
@@ -103,7 +105,7 @@ def test_python_blocks_run(page, checkpoint):
 
 
 @pages_with("bash")
-def test_shell_lines_name_what_exists(page):
+def test_shell_lines_name_what_exists(page, help_of):
     """Programs are modules or files of this repository, their options are known, extras are in setup.cfg."""
     setup = ConfigParser()
     setup.read(ROOT / "setup.cfg")
@@ -113,7 +115,7 @@ def test_shell_lines_name_what_exists(page):
             extras = re.findall(r"\.\[(\w+)\]", step)
             assert words[1] == "install" and set(extras) <= set(setup["options.extras_require"])
         elif words[0] == "packfree":
-            known = packfree(words[1], "--help").stdout
+            known = help_of(words[1])
             assert {word for word in words if word.startswith("--")} <= set(re.findall(r"--[\w-]+", known)), step
         elif words[:2] == ["python", "-m"] and words[2] != "pytest":
             assert find_spec(words[2]) is not None, step
@@ -124,16 +126,13 @@ def test_shell_lines_name_what_exists(page):
             assert words[:3] in (["python3", "-m", "venv"], ["python", "-m", "pytest"]), step
 
 
-@pytest.mark.slow
-def test_packfree_lines_run(checkpoint, tmp_path):
+@pytest.mark.usefixtures("imports_tried_once")
+def test_packfree_lines_run(checkpoint, capsys):
     lines = [line for page in PAGES for block in blocks(page, "bash") for line in block["code"].splitlines()]
     lines = [line for line in lines if line.startswith("packfree ")]
     assert lines
     for line in lines:
-        command = [sys.executable, "-m", "hf_packfree", *shlex.split(line)[1:]]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        run = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path)
-        assert run.returncode == 0, f"{line}: {run.stdout[-500:]} {run.stderr[-500:]}"
+        assert main(shlex.split(line)[1:]) == 0, f"{line}: {capsys.readouterr()}"
 
 
 def table_after(page, first):
@@ -172,18 +171,18 @@ def test_the_two_commands_are_one_line_without_cuda(mark):
     assert steps.index(torch) == 1, "torch comes before whatever requires it"
 
 
-def test_commands_and_their_options_exist():
-    text = packfree("--help").stdout
+def test_commands_and_their_options_exist(help_of):
+    text = help_of()
     written = re.findall(r"^\| `packfree (\w+)[^`]*` \| (.+?) \|$", DOCS["usage.md"], re.M)
     assert sorted(command for command, _ in written) == sorted(re.findall(r"^    (\w+) ", text, re.M))
     for command, row in written:
-        options = set(re.findall(r"--[\w-]+", packfree(command, "--help").stdout)) - {"--help"}
+        options = set(re.findall(r"--[\w-]+", help_of(command))) - {"--help"}
         assert set(re.findall(r"`(--[\w-]+)`", row)) == options, command
 
 
-def test_exit_codes():
+def test_exit_codes(help_of):
     table = dict(re.findall(r"^\| (\d+) \| (.+?) \|$", DOCS["usage.md"], re.M))
-    help_text = dict(re.findall(r"^  (\d+)  (.+)$", packfree("--help").stdout, re.M))
+    help_text = dict(re.findall(r"^  (\d+)  (.+)$", help_of(), re.M))
     assert help_text and help_text.keys() <= table.keys()
 
 

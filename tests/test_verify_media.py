@@ -94,6 +94,7 @@ def test_an_unpatched_model_leaks():
         verify_packing(tiny_vision("qwen3_5"), gradients=False)
 
 
+@pytest.mark.usefixtures("imports_tried_once")
 def test_commands_know_media(capsys, tmp_path):
     tiny_vision("qwen3_5").config.save_pretrained(tmp_path)
     assert main(["verify", str(tmp_path), "--no-gradients", "--json"]) == 0
