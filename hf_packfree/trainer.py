@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -15,6 +17,8 @@ from hf_packfree.mtp.attached import training_facts
 from hf_packfree.mtp.options import Choice as MTPChoice
 from hf_packfree.mtp.options import MTPOptions
 from hf_packfree.packing import PackedSequence, uncompiled
+from hf_packfree.parallel import context_parallel as ranks_of
+from hf_packfree.parallel.accelerate import leave_rows_whole, trainers_group
 from hf_packfree.patching.apply import Options, patch
 from hf_packfree.patching.backends import Choice
 from hf_packfree.patching.plan import trunks
@@ -44,6 +48,8 @@ class PackFreeCallback(TrainerCallback):
     Args:
         backend, batch_invariant, unpacked, padded, mtp: as for `apply_patches`, whose errors are raised when the Trainer is
             initialised; an unknown value is refused at once (ValueError).
+        context_parallel: "auto": the ranks of `cp_size` in the Trainer's `parallelism_config`, if there are any, share each
+            row, and accelerate leaves that to the model until training ends; or as for `apply_patches`.
         verify_first_batch: on the first packed batch, change the tokens, pixels and sounds of every second document and raise
             `LeakDetected` if the outputs of the others change; costs two forwards, three of a vision-language model.  In a
             process group only the first batch is checked, so that all processes run the same forwards.
@@ -57,9 +63,12 @@ class PackFreeCallback(TrainerCallback):
         unpacked: Literal["upstream", "native"] = "upstream",
         padded: Literal["lazy", "full", "upstream"] = "lazy",
         mtp: MTPChoice | MTPOptions = None,
+        context_parallel: Any = "auto",
         verify_first_batch: bool = False,
     ) -> None:
         self._options = Options(backend, batch_invariant, unpacked, padded, mtp)
+        self._context_parallel = context_parallel
+        self._give_back: Callable[[], None] | None = None
         self._verify = verify_first_batch
         self._influence: float | None = None
         self._trunks: list[nn.Module] = []
@@ -69,8 +78,22 @@ class PackFreeCallback(TrainerCallback):
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Patch the model, before anything wraps it."""
-        patch(kwargs["model"], self._options)
+        """Patch the model, before anything wraps it.
+
+        Raises:
+            PatchConflict: the Trainer wants sequence parallelism, or the first batch checked, of which no rank has the whole.
+        """
+        given = self._context_parallel
+        ranks = trainers_group(args.parallelism_config) if isinstance(given, str) else ranks_of(given)
+        patch(kwargs["model"], replace(self._options, context_parallel=ranks))
+        if ranks is None:
+            return
+        if self._verify:
+            raise PatchConflict(
+                "found verify_first_batch=True under context parallelism, where no rank has the whole batch; wanted it "
+                "False; leave it out, and call verify_packing(model) before"
+            )
+        self._give_back = leave_rows_whole()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -103,6 +126,8 @@ class PackFreeCallback(TrainerCallback):
         """Stop counting and watching."""
         while self._hooks:
             self._hooks.pop().remove()
+        if self._give_back is not None:
+            self._give_back()
         for trunk in self._trunks:
             if self._counts.count in observers_of(trunk):
                 observers_of(trunk).remove(self._counts.count)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from hf_packfree import apply_patches, remove_patches
 from hf_packfree.errors import PatchConflict, UnsupportedInput
 from hf_packfree.parallel import ContextParallel
-from tests.parallel.ranks import batch_of, measured
+from hf_packfree.parallel.accelerate import leave_rows_whole
+from tests.parallel.ranks import batch_of, measured, trained
 from tests.support import relative_rms, tiny
 
 EXACT, WRONG = 1e-10, 1e-2
@@ -52,6 +54,30 @@ def test_the_example_of_the_docs_trains_as_one_process_would():
 
     assert len(losses(2)) == 3
     assert losses(2) == losses(1)
+
+
+@pytest.mark.slow
+def test_the_trainer_shares_rows_where_it_wants_context_parallelism(tmp_path):
+    """Its losses, over whole rows, and its steps; and accelerate is as it was afterwards."""
+    one, two = trained(tmp_path, 1), trained(tmp_path, 2)
+    assert one["losses"] == pytest.approx(two["losses"], abs=1e-4)  # which the Trainer rounds
+    errors = {name: relative_rms(two["moved"][name], moved, floor=1e-8) for name, moved in one["moved"].items()}
+    assert max(errors.values()) <= 1e-4, errors
+
+
+def test_accelerate_leaves_alone_only_what_cuts_its_own_rows(group):
+    from accelerate import Accelerator
+
+    before = Accelerator._prepare_cp
+    undo = leave_rows_whole()
+    accelerator, model = SimpleNamespace(), apply_patches(tiny(), context_parallel=group)
+    assert Accelerator._prepare_cp(accelerator, model) == (model,)
+    with accelerator._cp_context(buffers=[1], buffer_seq_dims=[1], no_restore_buffers=set()):
+        pass
+    with pytest.raises(AttributeError, match="parallelism_config"):  # accelerate's own
+        Accelerator._prepare_cp(SimpleNamespace(), tiny())
+    undo()
+    assert Accelerator._prepare_cp is before
 
 
 @pytest.fixture(scope="module")
