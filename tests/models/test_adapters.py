@@ -1,0 +1,137 @@
+"""PEFT's layers, read as weights and adapters: the same numbers as a call, or left to be called."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hf_packfree.models.fusable import plain_layers
+from hf_packfree.ops.fused import projections
+from hf_packfree.ops.fused.low_rank import Adapted
+from tests.integrations.marks import needs
+from tests.support import relative_rms
+
+pytestmark = [needs("peft"), pytest.mark.filterwarnings("default")]
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = nn.Linear(24, 40, bias=False), nn.Linear(24, 16, bias=False)
+
+    def forward(self, x):
+        return self.q(x), self.k(x)
+
+
+def lora(name="default", model=None, **options):
+    """A model of two layers with adapters that are not zero; onto one that has some already, further ones."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    options = {"r": 4, "lora_alpha": 6, "target_modules": ["q", "k"], "init_lora_weights": False} | options
+    if model is None:
+        return get_peft_model(Two(), LoraConfig(**options), adapter_name=name)
+    model.add_adapter(name, LoraConfig(**options))
+    return model
+
+
+def two_active():
+    model = lora("second", lora(), r=3)
+    model.base_model.set_adapter(["default", "second"])
+    return model
+
+
+def merged():
+    model = lora()
+    model.merge_adapter()
+    return model
+
+
+def disabled():
+    model = lora()
+    model.base_model.disable_adapter_layers()
+    return model
+
+
+def one_layer():
+    return lora(target_modules=["k"])
+
+
+READ = {
+    "plain": (lora, 1), "rslora": (lambda: lora(use_rslora=True), 1), "two active": (two_active, 2), "merged": (merged, 0),
+    "disabled": (disabled, 0), "one of two layers": (one_layer, 0),
+    "ranks of their own": (lambda: lora(rank_pattern={"k": 7}, alpha_pattern={"k": 1}), 1),
+    "dropout in evaluation": (lambda: lora(lora_dropout=0.5).eval(), 1), "PiSSA": (lambda: lora(init_lora_weights="pissa"), 1),
+}
+
+
+@pytest.mark.parametrize(("make", "adapters"), READ.values(), ids=READ)
+def test_what_is_read_gives_what_a_call_gives(make, adapters):
+    layers = make().base_model.model
+    x = torch.randn(1, 9, 24, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    read = plain_layers(x, layers.q, layers.k)
+    assert (len(read[0].adapters) if isinstance(read[0], Adapted) else 0) == adapters
+    trained = [x, *(p for p in layers.parameters() if p.requires_grad)]
+    found, wanted = projections(x, *read, backend="triton"), layers(x)
+    grads = [torch.autograd.grad(sum(out.sin().sum() for out in outs), trained, allow_unused=True) for outs in (found, wanted)]
+    for a, b in zip((*found, *grads[0]), (*wanted, *grads[1]), strict=True):
+        assert (a is None and b is None) or relative_rms(a, b) < 1e-6
+
+
+def disabled_while_merged():
+    model = merged()
+    model.base_model.disable_adapter_layers()
+    return model
+
+
+def hooked_inside():
+    model = lora()
+    model.base_model.model.q.lora_A["default"].register_forward_hook(lambda *call: None)
+    return model
+
+
+def hooked():
+    model = lora()
+    model.base_model.model.q.register_forward_pre_hook(lambda *call: None)
+    return model
+
+
+def with_a_forward_of_its_own():
+    model = lora()
+    model.base_model.model.q.forward = lambda x: x
+    return model
+
+
+def ia3():
+    from peft import IA3Config, get_peft_model
+
+    return get_peft_model(Two(), IA3Config(target_modules=["q", "k"], feedforward_modules=[]))
+
+
+CALLED = {
+    "DoRA": lambda: lora(use_dora=True), "adapters with a bias": lambda: lora(lora_bias=True), "IA3": ia3,
+    "disabled while merged": disabled_while_merged, "hooked": hooked, "hooked inside": hooked_inside,
+    "another forward": with_a_forward_of_its_own,
+    "saved with the adapters": lambda: lora(target_modules=["k"], modules_to_save=["q"]),
+    "bfloat16 adapters on fp32": lambda: lora().to(torch.bfloat16),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*lora_bias")
+@pytest.mark.parametrize("make", CALLED.values(), ids=CALLED)
+def test_what_is_more_than_lora_is_called(make):
+    layers = make().base_model.model
+    x = torch.randn(1, 9, 24)
+    assert plain_layers(x, layers.q, layers.k) is None
+
+
+def test_dropout_in_training_and_adapters_that_are_wider_than_x():
+    layers = lora(lora_dropout=0.25).base_model.model
+    (layer,) = plain_layers(torch.randn(2, 24), layers.q)
+    assert layer.adapters[0].dropout == 0.25
+    half = lora().base_model.model
+    half.q.base_layer.bfloat16()
+    (layer,) = plain_layers(torch.randn(2, 24).bfloat16(), half.q)
+    assert layer.weight.dtype == torch.bfloat16 and layer.adapters[0].down.dtype == torch.float32
+    assert plain_layers(torch.randn(2, 24).bfloat16(), half.q, adapters=False) is None
