@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hf_packfree.ops.attention import attention
+from hf_packfree.ops.attention import attention, cudnn
 from hf_packfree.ops.delta_rule import gated_delta_rule
 from hf_packfree.ops.delta_rule.flash_qla_segments import FlashQLAScans, lanes
 from hf_packfree.ops.delta_rule.fold import fold
@@ -137,6 +137,7 @@ def full_attention(results: Results, clock: Clock, tokens: int, heads: int, keys
     q, k, v = leaves = [torch.randn(shape, device=clock.device, dtype=dtype).requires_grad_() for shape in shapes]
     backends = ("triton", "varlen") if on_gpu else ("torch",)
     calls: dict[str, Callable[[], Tensor]] = {name: partial(attention, q, k, v, packed, backend=name) for name in backends}
+    calls |= {"cudnn": partial(cudnn.attend, q, k, v, packed)} if on_gpu else {}
     calls |= {f"sdpa, {name}": partial(dense, q, k, v, backend) for name, backend in SDPA.items()} if on_gpu else {}
     for name, call in calls.items():
         time_both(results, clock, workload, name, call, leaves, tokens, flops=product)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_packfree.ops.attention import attention
 from hf_packfree.ops.delta_rule import flash_qla_segments
 from hf_packfree.ops.delta_rule.segments import CHUNK, Segments
 from hf_packfree.packing import PackedSequence
@@ -61,12 +62,19 @@ def _in_segments(function: Any, x: dict[str, Tensor], packed: PackedSequence, ba
         return function(*x.values(), packed, qk_l2norm=False)  # type: ignore[no-any-return]
     step = 2 * CHUNK
     cut = [[step] * ((length - 1) // step) + [(length - 1) % step + 1] for length in packed.lengths]
-    return flash_qla_segments.in_segments(*x.values(), Segments.of(packed, cut), qk_l2norm=False)
+    out: Tensor = flash_qla_segments.in_segments(*x.values(), Segments.of(packed, cut), qk_l2norm=False)
+    return out
 
 
 def _attention_leaves(tokens: int) -> dict[str, Tensor]:
     heads, keys, size = ATTENTION
     return {name: _random(1, tokens, n, size) for name, n in {"q": heads, "k": keys, "v": keys}.items()}
+
+
+def _long_attention(function: Any, x: dict[str, Tensor], packed: PackedSequence, backend: str) -> Tensor:
+    if backend == "torch":
+        return attention(*x.values(), packed)
+    return function(*x.values(), packed, long=200)  # type: ignore[no-any-return]
 
 
 def _tower_leaves(tokens: int, size: int) -> dict[str, Tensor]:
@@ -199,6 +207,9 @@ OPS = {
             "attention", "hf_packfree.ops.attention", _attention_leaves,
             lambda f, x, packed, backend: f(x["q"], x["k"], x["v"], packed, backend=backend),
             "attention", exact=("triton", "varlen"), exact_gradients=("triton",),
+        ),
+        Op(
+            "attention, long documents", "hf_packfree.ops.attention.cudnn", _attention_leaves, _long_attention, "attend",
         ),
         *(
             Op(

@@ -28,7 +28,7 @@ NOISE = 5e-3
 """Relative RMS of what is not promised bit for bit: torch's products, and gradients' order of summation in bf16 (3.1e-3)."""
 CUT = (*LENGTHS, 4000)
 """FlashQLA 0.1.3 expects to save 35% by cutting this row, 6% with `LONG` (its margin is 5), and nothing with `LENGTHS`."""
-ATOMIC = ("causal_conv1d", "varlen")
+ATOMIC = ("causal_conv1d", "varlen", "cudnn")
 """They add some gradients, of the weight or of queries, in whatever order programs end: bits differ from call to call."""
 LEAK = 1e-2
 """A tenth of the smallest leak there is, a convolution's first three tokens of a document (0.105); NOISE is half of it."""

@@ -1,0 +1,77 @@
+"""Long documents in cuDNN's attention, one call of torch's `scaled_dot_product_attention` for each; the rest in our kernels.
+
+On Hopper cuDNN runs heads of 256 channels faster than our kernels do, once a document is long enough for a call of its own.
+Its gradients of queries may be summed in another order from call to call, which is no choice for batch invariance.
+
+Shapes: T tokens of the row, H query heads, HK key heads, D head size.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from hf_packfree.ops.attention import triton_native
+from hf_packfree.ops.backend import Backend
+from hf_packfree.packing import PackedSequence, uncompiled
+
+LONG = 8192
+"""Tokens of a document that gets a call of its own."""
+Piece = tuple[int, PackedSequence | None]
+"""Tokens, and the record of the documents in them; None: one long document."""
+
+
+@uncompiled
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, *, scale: float | None = None, long: int = LONG
+) -> Tensor:
+    """See `hf_packfree.ops.attention.attention`; documents of `long` tokens and more are cuDNN's."""
+    if packed.max_seqlen < long or not _usable(q, k, v):
+        return triton_native.attend(q, k, v, packed, scale=scale)
+    pieces: list[Piece] = packed.cached(plan_pieces, long)
+    if len(pieces) == 1:
+        return _attend_document(q, k, v, scale)
+    outputs = []
+    for (_, record), *parts in zip(pieces, *(x.split([size for size, _ in pieces], 1) for x in (q, k, v)), strict=True):
+        if record is None:
+            outputs.append(_attend_document(*parts, scale))
+        else:
+            outputs.append(triton_native.attend(*parts, record, scale=scale))
+    return torch.cat(outputs, 1)
+
+
+def plan_pieces(packed: PackedSequence, long: int) -> list[Piece]:
+    """Return the row as documents of `long` tokens and more, and what is between them."""
+    device, pieces = packed.cu_seqlens.device, list[Piece]()
+    for is_long, lengths in groupby(packed.lengths, lambda length: length >= long):
+        if is_long:
+            pieces += [(length, None) for length in lengths]
+        else:
+            record = PackedSequence.from_lengths(list(lengths), device=device)
+            pieces.append((record.num_tokens, record))
+    return pieces
+
+
+def _attend_document(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        out = F.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, scale=scale, enable_gqa=True
+        )
+    return out.transpose(1, 2)
+
+
+def _usable(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether cuDNN has kernels for these heads here, and no one asked for results that are the same every time."""
+    if not q.is_cuda or torch.are_deterministic_algorithms_enabled():
+        return False
+    heads = (x[:, :1].transpose(1, 2) for x in (q, k, v))
+    params = torch.backends.cuda.SDPAParams(*heads, None, 0.0, True, True)
+    return torch.backends.cuda.can_use_cudnn_attention(params)
+
+
+BACKENDS = {"cudnn": Backend(attend, triton_native.unusable)}
+__all__ = ["BACKENDS", "attend"]
