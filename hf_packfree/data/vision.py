@@ -14,13 +14,16 @@ from torch.nn import functional as F
 from hf_packfree.data.documents import FLAT, PADDED, Document, check_assistant_mask, document_of, messages_of
 from hf_packfree.errors import UnsupportedInput
 from hf_packfree.models.labels import IGNORED
-from hf_packfree.models.mrope import RowMedia, packed_positions, rope_source
+from hf_packfree.models.mrope import RowMedia, counts_seconds, packed_positions, rope_source
 
 logger = logging.getLogger("hf_packfree")
 
 Overlong = Literal["raise", "drop"]
-_CONFIGS = {"Qwen3VLProcessor": "Qwen3VLConfig"}
-"""Processors that say all of what numbers their media; others' videos last seconds, whose rate the model's own config has."""
+_CONFIGS = {
+    "Qwen3VLProcessor": "Qwen3VLConfig", "Qwen2_5_VLProcessor": "Qwen2_5_VLConfig",
+    "Qwen3OmniMoeProcessor": "Qwen3OmniMoeThinkerConfig",
+}
+"""Processors, and configurations that number their media as the model's own does, but for how fast time passes in videos."""
 _PLACEHOLDERS = ("image", "video", "audio")
 _AROUND = {
     "vision_start_token": "<|vision_start|>", "vision_end_token": "<|vision_end|>",
@@ -55,11 +58,13 @@ class PackedVisionCollator:
     Args:
         processor: of the model, with a chat template where examples are messages.
         max_length: the most tokens of a document; None: any number.
-        overlong: what to do with longer ones: "raise", or "drop" them, counted in `dropped` and said in the log.
-        pad_to_multiple_of: lengthen the row to a multiple by pad tokens, which are one padding segment (FP8 needs 16).
+        overlong: what to do with longer ones: "raise", or "drop" them, counted in `dropped` and said in the log.  A batch of
+            which nothing is left is a row of padding, whose loss and gradients are zero in a patched model.
+        pad_to_multiple_of: lengthen the row to a multiple by pad tokens, which are padding segments (FP8 needs 16).
         assistant_only_loss: labels are -100 outside of what the assistant wrote, as the chat template marks it.
         config: the model's (of an omni model its thinker's), from which positions are numbered.  Without one they are where
-            the processor says enough (Qwen3-VL's, which Qwen3.5 shares); others leave rows with media to the model.
+            the processor says enough: all media of Qwen3-VL's, which Qwen3.5 shares, and all but videos of Qwen2.5-VL's
+            and Qwen3-Omni's.  Other rows with media are left to the model, and a warning says so once.
         chat_template_kwargs: more keywords of `apply_chat_template`, such as `fps` or `load_audio_from_video`.
 
     Attributes:
@@ -91,23 +96,22 @@ class PackedVisionCollator:
         self._placeholders = {kind: token for kind, token in found.items() if token}
         around = {vocabulary.get(getattr(processor, name, spelling)) for name, spelling in _AROUND.items()}
         self._no_targets = torch.tensor(sorted({*self._placeholders.values(), *around} - {None}))
-        self._config = _config_of(processor) if config is None else config
+        self._config = _config_of(processor, self._placeholders, vocabulary) if config is None else config
+        self._knows_seconds, self._warned = config is not None, False
 
     def __call__(self, examples: Sequence[Any]) -> dict[str, Any]:
         """Return the row of a batch.
 
         Raises:
-            UnsupportedInput: a document is longer than `max_length` and `overlong` is "raise", or nothing is left of the batch;
-                an example cannot be read.
+            UnsupportedInput: a document is longer than `max_length` and `overlong` is "raise"; the batch is empty; an example
+                cannot be read.
             BoundaryError: a document's placeholders are not those of its media.
         """
-        documents = self.fitting(self.document(example) for example in _each(examples))
-        if not documents:
-            raise UnsupportedInput(
-                f"found no document of at most max_length={self.max_length} tokens in a batch; wanted one at least, because "
-                "nothing has no loss; leave long examples out of the dataset, or put more of them into a batch"
-            )
-        return self._row(documents)
+        given = [self.document(example) for example in _each(examples)]
+        if not given:
+            raise UnsupportedInput("found a batch without a document; wanted one at least; leave empty examples out")
+        documents = self.fitting(given)
+        return self._row(documents) if documents else self._row_of_padding()
 
     def document(self, example: Any) -> Document:
         """Return an example as a document: `input_ids`, `labels` and media; its length is `len(document)`.
@@ -157,18 +161,24 @@ class PackedVisionCollator:
             messages_of(example), tokenize=True, return_dict=True, return_tensors="pt", **more, **self.chat_template_kwargs
         )
 
+    def _row_of_padding(self) -> dict[str, Any]:
+        """Return the shortest row that has no document, so that a step, and other ranks, go on."""
+        ids = torch.full((1, self.pad_to_multiple_of), self._pad_token())
+        return {"input_ids": ids, "labels": torch.full_like(ids, IGNORED), "attention_mask": torch.zeros_like(ids)}
+
     def _row(self, documents: Sequence[Document]) -> dict[str, Any]:
         ids = torch.cat([document.input_ids for document in documents])
         tail = -len(ids) % self.pad_to_multiple_of
-        lengths = [len(document) for document in documents] + ([tail] if tail else [])
-        cu_seqlens = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int()
-        media = _joined_media(documents)
-        positions = self._positions(ids, cu_seqlens[: len(documents) + 1], media)
+        media, lengths = _joined_media(documents), [len(document) for document in documents]
+        positions = self._positions(ids, _offsets(lengths), media)
+        # without positions, equal tokens in segments of one each tell a padding segment from a document
+        lengths += [tail] if tail and positions is not None else [1] * tail
+        cu_seqlens = _offsets(lengths)
         ids = F.pad(ids, (0, tail), value=self._pad_token())
         labels = F.pad(torch.cat([document.labels for document in documents]), (0, tail), value=IGNORED)
         row: dict[str, Any] = {"input_ids": ids[None], "labels": labels[None], **self._token_types(ids), **media}
         if positions is not None:
-            # equal positions, because those tell a padding segment from a document
+            # 0 at each, because equal positions tell a padding segment from a document
             row["position_ids"] = F.pad(positions, (0, tail))
         longest = max(lengths)
         return row | {
@@ -178,10 +188,22 @@ class PackedVisionCollator:
     def _positions(self, ids: Tensor, cu_seqlens: Tensor, media: Mapping[str, Tensor]) -> Tensor | None:
         """Return [4, 1, T], or None where only the model can number media."""
         if self._config is not None:
-            return packed_positions(rope_source(self._config), ids[None], cu_seqlens, RowMedia.from_arguments(media))
+            source = rope_source(self._config)
+            if "video_grid_thw" not in media or self._knows_seconds or not counts_seconds(source):
+                return packed_positions(source, ids[None], cu_seqlens, RowMedia.from_arguments(media))
         if media:
+            self._warn_once()
             return None
         return torch.cat([torch.arange(length) for length in cu_seqlens.diff().tolist()]).expand(4, 1, -1)
+
+    def _warn_once(self) -> None:
+        if not self._warned:
+            logger.warning(
+                "found media of which %s says too little to number them, so the model will in its forward; wanted the model's "
+                "configuration too; pass PackedVisionCollator(processor, config=model.config), of an omni model its thinker's",
+                type(self.processor).__name__,
+            )
+        self._warned = True
 
     def _token_types(self, ids: Tensor) -> dict[str, Tensor]:
         if "mm_token_type_ids" not in self.processor.model_input_names:
@@ -218,12 +240,23 @@ def _joined_media(documents: Sequence[Document]) -> dict[str, Tensor]:
     return joined
 
 
-def _config_of(processor: Any) -> Any:
-    """Return a configuration that numbers media as this processor's models do, or None where the processor says too little."""
+def _offsets(lengths: Sequence[int]) -> Tensor:
+    """Return int32 [N+1]."""
+    return F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int()
+
+
+def _config_of(processor: Any, placeholders: Mapping[str, int], vocabulary: Mapping[str, int]) -> Any:
+    """Return a configuration with what a processor says of its media, or None where the processor is not known."""
+    from hf_packfree.models import compat  # which loads transformers
+
     names = [name for name in (cls.__name__ for cls in type(processor).__mro__) if name in _CONFIGS]
-    if not names:
+    if not names or (compat.IMAGES_COUNT_SECONDS and names[0] == "Qwen2_5_VLProcessor"):
         return None
-    ids = {f"{name}_token_id": getattr(processor, f"{name}_token_id") for name in ("image", "video", "vision_start")}
+    ids = {f"{kind}_token_id": token for kind, token in placeholders.items()}
+    for kind in ("vision", "audio"):
+        spelling = getattr(processor, f"{kind}_start_token", getattr(processor, f"{kind}_bos_token", f"<|{kind}_start|>"))
+        if spelling in vocabulary:
+            ids[f"{kind}_start_token_id"] = vocabulary[spelling]
     config = getattr(import_module("transformers"), _CONFIGS[names[0]])(**ids)
     config.vision_config.spatial_merge_size = processor.image_processor.merge_size
     return config

@@ -22,6 +22,9 @@ NEWEST_TRIED = Version(VERSIONS["transformers"].cpu[1])
 MISREADS_IMAGES_WITHOUT_MASK = RELEASE < Version("5.4.0")
 """The text model takes the temporal row of an image's positions for its text positions: each token a document of its own."""
 
+IMAGES_COUNT_SECONDS = Version("5.3.0") <= RELEASE < Version("5.5.4")
+"""Qwen2.5-VL multiplies the time of images, too, by the rate of its videos."""
+
 LAYERS_DROP_KEYWORDS = RELEASE < Version("5.9.0")
 """Upstream's decoder layers hand no keywords to a linear mixer: one that cannot be swapped would lose the record."""
 

@@ -92,7 +92,7 @@ def media_of(source: Any, row: RowMedia) -> list[Media]:
         row: of one document or of several.
     """
     config, kinds = source.config, []
-    with_text_between_frames = not _parameters(source) & set(_SECONDS)
+    with_text_between_frames = not counts_seconds(source)
     audio = getattr(config, "audio_token_id", None)
     for name, grids in (("image", row.image_grid_thw), ("video", row.video_grid_thw)):
         grids = torch.zeros(0, 3, dtype=torch.int64) if grids is None else grids.long()
@@ -106,6 +106,11 @@ def media_of(source: Any, row: RowMedia) -> list[Media]:
         sizes = audio_tokens(frames, getattr(config.audio_config, "n_window", 50))
         kinds.append(Media(name="audio", token=audio, sizes=sizes))
     return kinds
+
+
+def counts_seconds(source: Any) -> bool:
+    """Whether a family numbers frames of videos by seconds, at a rate of its configuration; others write times as text."""
+    return bool(_parameters(source) & set(_SECONDS))
 
 
 def audio_tokens(frames: Tensor, n_window: int = 50) -> Tensor:

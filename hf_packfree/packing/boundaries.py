@@ -13,6 +13,10 @@ from torch import Tensor
 
 from hf_packfree.errors import BoundaryError, UnsupportedInput
 
+_CUT = (
+    "if they came from a stream, accelerate cut them to the batch's rows: pass accelerator_config={'dispatch_batches': False} "
+    "to TrainingArguments"
+)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -122,7 +126,7 @@ def parse_cu_seqlens(name: str, cu_seqlens: Tensor, shape: tuple[int, int], devi
     if offsets.numel() < 2 or offsets[0] != 0 or offsets[-1] != total or bool((offsets.diff() < 0).any()):
         raise BoundaryError(
             f"found {name}={_short(offsets)}; wanted offsets that start at 0, never decrease and end at {total}, the "
-            "tokens of the batch; give trailing padding a segment of its own"
+            f"tokens of the batch; {_CUT if offsets.numel() == shape[0] else 'give trailing padding a segment of its own'}"
         )
     values = torch.repeat_interleave(torch.arange(offsets.numel() - 1), offsets.diff()).view(shape)
     if bool((values[1:, 0] == values[:-1, -1]).any()):

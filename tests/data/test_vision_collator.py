@@ -11,9 +11,11 @@ import torch
 import transformers
 from packaging.version import Version
 
+from hf_packfree import apply_patches
 from hf_packfree.data import PackedVisionCollator
 from hf_packfree.data import documents as documents_room
 from hf_packfree.errors import BoundaryError, UnsupportedInput
+from hf_packfree.models import compat
 from hf_packfree.models.mrope import RowMedia, document_positions, rope_source
 from hf_packfree.packing import PackingInputs, resolve_boundaries
 from tests.data.processors import (
@@ -26,7 +28,8 @@ from tests.data.processors import (
     video_part,
     vision_processor,
 )
-from tests.support import relative_rms
+from tests.support import gradients, relative_rms
+from tests.vision import tiny_vision
 
 EXAMPLES = (
     example("a b", image_part(16, 24), "c"),
@@ -185,12 +188,25 @@ def test_a_tail_is_one_padding_segment(processor):
     assert "mm_token_type_ids" not in row or not row["mm_token_type_ids"][0, 77:].any()
     for name, value in plain.items():
         assert isinstance(value, int) or name.startswith("cu_") or torch.equal(row[name][..., : value.shape[-1]], value), name
-    names = {name: row[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")}
-    inputs = PackingInputs.from_kwargs(names, position_ids=row["position_ids"], attention_mask=None)
-    record = resolve_boundaries(
-        inputs, (1, 128), torch.device("cpu"), lambda indices, index: row["input_ids"][0, indices] == row["input_ids"][0, index]
-    )
+    record = record_of(row)
     assert record.padding_segments == (4,) and record.num_documents == 4 and record.num_real_tokens == 77
+
+
+def record_of(row):
+    ids = row["input_ids"][0]
+    names = {name: row[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")}
+    inputs = PackingInputs.from_kwargs(names, position_ids=row.get("position_ids"), attention_mask=None)
+    return resolve_boundaries(inputs, (1, len(ids)), torch.device("cpu"), lambda indices, index: ids[indices] == ids[index])
+
+
+def test_a_tail_behind_media_that_the_model_numbers():
+    """Without positions, too, it is no document: no part in routers' statistics, no real tokens."""
+    collator = PackedVisionCollator(vision_processor(Tiny25VL), pad_to_multiple_of=64)
+    row = collator([EXAMPLES[3], EXAMPLES[1]])
+    assert "position_ids" not in row and row["max_length_q"] == row["cu_seq_lens_q"][1]
+    real, record = int(row["cu_seq_lens_q"][2]), record_of(row)
+    assert record.padding_segments == tuple(range(2, 66 - real)) and real < 62
+    assert record.num_documents == 2 and record.num_real_tokens == real
 
 
 def test_text_alone_is_a_row_without_media(processor):
@@ -206,10 +222,22 @@ def test_documents_are_never_cut(processor, caplog):
     with caplog.at_level(logging.WARNING, "hf_packfree"):
         same(collator(EXAMPLES), PackedVisionCollator(processor)(EXAMPLES[:3]))
     assert collator.dropped == 1 and "document of 32 tokens" in caplog.text and "1 so far" in caplog.text
-    with pytest.raises(UnsupportedInput, match="no document of at most max_length=20"):
-        collator(EXAMPLES[3:])
+    with pytest.raises(UnsupportedInput, match="a batch without a document"):
+        collator([])
     with pytest.raises(ValueError, match="overlong='cut'"):
         PackedVisionCollator(processor, overlong="cut")
+
+
+@pytest.mark.parametrize("tail", [None, 16])
+def test_a_batch_of_which_nothing_is_left_is_a_row_of_padding(processor, tail):
+    """Its step changes nothing, and other ranks do not wait."""
+    collator = PackedVisionCollator(processor, max_length=20, overlong="drop", pad_to_multiple_of=tail)
+    row = collator(EXAMPLES[3:])
+    assert row["input_ids"].shape == (1, tail or 1) and not row["attention_mask"].any() and collator.dropped == 1
+    model = apply_patches(tiny_vision("qwen3_5"))
+    loss = model(**row, num_items_in_batch=torch.tensor(0)).loss
+    loss.backward()
+    assert loss.item() == 0 and not any(grad.any() for grad in gradients(model).values())
 
 
 def test_media_of_another_size_are_refused(processor):
@@ -248,7 +276,14 @@ def test_audio_is_padded_to_the_longest():
     marks = named(processor, "<|audio_start|>", "<|audio_end|>", "<|audio_pad|>")
     assert set(row["labels"][torch.isin(row["input_ids"], torch.tensor(marks))].tolist()) == {-100}
     assert int((row["input_ids"] == marks[2]).sum()) == 8 + 17 + 5
-    assert "mm_token_type_ids" not in row and "position_ids" not in row, "seconds' rate is the model's to know"
+    assert "mm_token_type_ids" not in row
+    numbered_as_alone(row, omni_config(processor), each)
+
+
+def numbered_as_alone(row, config, outputs):
+    """By the configuration of the model."""
+    parts = [document_positions(rope_source(config), one["input_ids"], RowMedia.from_arguments(one)) for one in outputs]
+    assert torch.equal(row["position_ids"], torch.cat([part.to(row["position_ids"]) for part in parts], -1))
 
 
 def omni_config(processor):
@@ -267,23 +302,28 @@ def test_with_a_configuration_videos_and_audio_are_numbered():
     mixed = [example("s", audio_part(60)), example("v", video_part()), EXAMPLES[1]]
     row = PackedVisionCollator(processor, config=config, pad_to_multiple_of=16)(mixed)
     assert row["position_ids"].dtype is torch.float32 and row["position_ids"].shape == (4, 1, 48)
-    wanted = [document_positions(rope_source(config), one["input_ids"], RowMedia.from_arguments(one))
-              for one in (alone(processor, each) for each in mixed)]
-    wanted = torch.cat([part.float() for part in wanted], -1)
-    assert torch.equal(row["position_ids"][..., : wanted.shape[-1]], wanted)
+    tokens = int(row["cu_seq_lens_q"][3])
+    numbered = row["position_ids"][..., :tokens]
+    numbered_as_alone({"position_ids": numbered}, config, [alone(processor, each) for each in mixed])
     # the video's second frame is 2 seconds, 26 places, behind its first
-    assert np.ptp(wanted[1, 0][row["input_ids"][0, : wanted.shape[-1]] == config.video_token_id].numpy()) == 26
+    assert np.ptp(numbered[1, 0][row["input_ids"][0, :tokens] == config.video_token_id].numpy()) == 26
 
 
-def test_seconds_of_videos_are_kept():
+def test_seconds_of_videos_are_kept(caplog):
     processor = vision_processor(Tiny25VL)
-    row = PackedVisionCollator(processor)([EXAMPLES[0], EXAMPLES[3], EXAMPLES[3]])
-    assert row["second_per_grid_ts"].tolist() == [1.0, 1.0] and "position_ids" not in row
-    assert PackedVisionCollator(processor)([EXAMPLES[1]])["position_ids"].shape == (4, 1, 9)
+    collator = PackedVisionCollator(processor)
+    with caplog.at_level(logging.WARNING, "hf_packfree"):
+        rows = [collator([EXAMPLES[0], EXAMPLES[3], EXAMPLES[3]]) for _ in range(2)]
+    assert rows[0]["second_per_grid_ts"].tolist() == [1.0, 1.0] and "position_ids" not in rows[0]
+    assert [record.getMessage().count("config=model.config") for record in caplog.records] == [1], "said once"
     ids = {f"{name}_token_id": getattr(processor, f"{name}_token_id") for name in ("image", "video")}
     config = transformers.Qwen2_5_VLConfig(**ids, vision_start_token_id=named(processor, "<|vision_start|>")[0])
-    config.vision_config.tokens_per_second, config.vision_config.spatial_merge_size = 4, 2
+    config.vision_config.tokens_per_second, config.vision_config.spatial_merge_size = 9, 2
+    row = collator(EXAMPLES[:3])
+    if compat.IMAGES_COUNT_SECONDS:
+        assert "position_ids" not in row
+    else:
+        numbered_as_alone(row, config, [alone(processor, one) for one in EXAMPLES[:3]])
     filmed = example("v", video_part())
     output = alone(processor, filmed)
-    wanted = document_positions(rope_source(config), output["input_ids"], RowMedia.from_arguments(output))
-    assert torch.equal(PackedVisionCollator(processor, config=config)([filmed])["position_ids"], wanted)
+    numbered_as_alone(PackedVisionCollator(processor, config=config)([filmed]), config, [output])
