@@ -137,6 +137,46 @@ def _affordable(lengths: tuple[int, ...]) -> tuple[int, ...]:
     return lengths
 
 
+def mtp(options: argparse.Namespace) -> int:
+    """Show what a checkpoint's head is; copy one to it, or count the drafts that are accepted."""
+    from hf_packfree.mtp.files import copy_head, examine
+
+    if (options.copy_from is None) != (options.to is None) or options.accept != (options.text is not None):
+        raise UnsupportedInput(
+            "found one of two options that belong together; wanted --copy-from with --to, and --accept with --text; give both"
+        )
+    if options.accept:
+        return _accept(options)
+    with show.spinner(f"reading {options.checkpoint}", options.json), quiet_libraries():
+        report = copy_head(options.copy_from, options.checkpoint, options.to) if options.to else examine(options.checkpoint)
+    if options.json:
+        show.as_json(report.as_dict())
+    else:
+        show.say(str(report))
+    return FINE if report.agrees else LEAK
+
+
+def _accept(options: argparse.Namespace) -> int:
+    import torch
+    from transformers import AutoTokenizer
+
+    from hf_packfree.mtp.accept import accepted_drafts
+    from hf_packfree.patching import apply_patches
+    from hf_packfree.verify.model_source import build_model
+
+    lines = [line for line in options.text.read_text().splitlines() if line.strip()]
+    with show.spinner(f"generating with {options.checkpoint}", options.json), quiet_libraries():
+        model = apply_patches(build_model(options.checkpoint, device=_device(options.device)), mtp="keep").eval()
+        tokenizer: Any = AutoTokenizer.from_pretrained(options.checkpoint)
+        prompts = [torch.tensor(tokenizer(line)["input_ids"], device=_device(options.device)) for line in lines]
+        found = accepted_drafts(model, prompts, new_tokens=options.new_tokens, depth=options.depth)
+    if options.json:
+        show.as_json(found.as_dict())
+    else:
+        show.say(str(found))
+    return FINE
+
+
 def demo(options: argparse.Namespace) -> int:
     """Train padded and packed, and show how they compare."""
     # the Trainer would spread over all GPUs
@@ -159,5 +199,6 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "verify": verify,
     "models": models,
     "bench": bench,
+    "mtp": mtp,
     "demo": demo,
 }

@@ -14,7 +14,7 @@ from hf_packfree.errors import UnsupportedInput
 FINE, LEAK, USAGE, BROKEN, STOPPED, UNREAD = 0, 1, 2, 3, 130, 141
 EXIT_CODES = f"""exit codes:
   {FINE}  fine
-  {LEAK}  documents influence each other, or the demo's check failed
+  {LEAK}  documents influence each other, the demo's check failed, or a checkpoint's head is not what its configuration promises
   {USAGE}  wrong usage, or a model or input that is not supported
   {BROKEN}  something installed is broken, too old or missing, or a step that bench compares (any but unpatched packed)
      did not run; or an error nobody expected: PACKFREE_TRACEBACK=1 shows where
@@ -41,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
     _verify_options(_command(commands, "verify", "measure whether packed documents influence each other"))
     _json_option(_command(commands, "models", "the model families that are supported"))
     _bench_options(_command(commands, "bench", "time padded and packed training steps here, unpatched and patched"))
+    _mtp_options(_command(commands, "mtp", "a checkpoint's multi-token prediction head: is it there, put it back, try it"))
     _demo_options(_command(commands, "demo", "train padded and packed on real text, compare, draw"))
     return packfree
 
@@ -93,6 +94,18 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=_seed, default=0, help="of weights and tokens (default: 0)")
     parser.add_argument("--png", type=Path, help="draw a picture into this file, which needs matplotlib")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+    _json_option(parser)
+
+
+def _mtp_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", help="a checkpoint folder or hub id")
+    parser.add_argument("--copy-from", metavar="BASE", help="a checkpoint that has the head, to copy it from")
+    parser.add_argument("--to", metavar="OUT", help="the new folder that --copy-from writes")
+    parser.add_argument("--accept", action="store_true", help="generate, and count the head's drafts that the model confirms")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="prompts for --accept, one per line")
+    parser.add_argument("--new-tokens", type=_whole(2), default=64, help="tokens to generate after each prompt (default: 64)")
+    parser.add_argument("--depth", type=_whole(1), default=3, help="drafts per round (default: 3)")
+    parser.add_argument("--device", default="cpu", help="default: cpu")
     _json_option(parser)
 
 

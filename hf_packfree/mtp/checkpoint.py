@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +15,11 @@ from transformers.utils.hub import cached_file
 from hf_packfree.errors import MissingHead
 
 PREFIX = "mtp."
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+
+
+Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -43,51 +45,75 @@ class HeadTensors:
         """Whether every expert has tensors of its own, instead of one for all."""
         return any(_EXPERT.fullmatch(name) for name in self.files)
 
-    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+    def read(self, shapes: Shapes) -> dict[str, Tensor]:
         """Return the head's parameters by their names without prefix, experts in one tensor each.
 
         Args:
-            names: of all parameters, so written.
+            shapes: {name: shape} of all parameters, so written.
 
         Raises:
-            MissingHead: some are not there, or others are.
+            MissingHead: see `check`.
         """
-        return {name: self._one(name, parts) for name, parts in self.sources(names).items()}
+        self.check(shapes)
+        return {name: self._one(name, self._parts(name, shape)) for name, shape in shapes.items()}
 
-    def sources(self, names: Iterable[str]) -> dict[str, list[str]]:
-        """Return {parameter: the tensors that it is made of}; see `read`, which takes and raises the same."""
-        sources = {name: self._sources(PREFIX + name) for name in names}
-        wanted = {part for parts in sources.values() for part in parts}
-        missing, unknown = sorted(wanted - self.files.keys()), sorted(self.files.keys() - wanted)
-        if missing or unknown:
-            lacks = f"lacks {', '.join(missing)}" if missing else f"has {', '.join(unknown)} besides"
+    def check(self, shapes: Shapes) -> None:
+        """Refuse a part of a head, a head of other sizes, and tensors of unknown names; reads no values.
+
+        Raises:
+            MissingHead: with the list.
+        """
+        if faults := self.faults(shapes):
             raise MissingHead(
-                f"found {len(self.files)} tensors of a multi-token prediction head in {self.checkpoint}, which {lacks}; wanted "
-                f"{len(wanted)}; name a checkpoint that holds the whole head, such as the base model's: "
-                "mtp=MTPOptions(checkpoint=...), or start from random weights: mtp=MTPOptions(from_scratch=True)"
+                f"found {len(self.files)} tensors of a multi-token prediction head in {self.checkpoint}, which "
+                f"{'; '.join(faults)}; wanted {len(self.wanted(shapes))}; name a checkpoint that holds the whole head, the base "
+                "model's say: mtp=MTPOptions(checkpoint=...), or start from random weights: mtp=MTPOptions(from_scratch=True)"
             )
-        return sources
 
-    def _sources(self, name: str) -> list[str]:
+    def faults(self, shapes: Shapes) -> list[str]:
+        """Return what keeps these tensors from being a head with parameters of these shapes, in half sentences."""
+        wanted = self.wanted(shapes)
+        missing, unknown = sorted(wanted.keys() - self.files.keys()), sorted(self.files.keys() - wanted.keys())
+        sizes = {name: self.shape(name) for name in sorted(wanted.keys() & self.files.keys())}
+        unlike = [f"{name} {list(has)} instead of {list(wanted[name])}" for name, has in sizes.items() if has != wanted[name]]
+        lists = {"lacks": missing, "has besides": unknown, "has": unlike}
+        return [f"{verb} {', '.join(names)}" for verb, names in lists.items() if names]
+
+    def wanted(self, shapes: Shapes) -> Shapes:
+        """Return {name: shape} of the tensors that hold parameters of these shapes in this checkpoint's layout."""
+        found: Shapes = {}
+        for name, shape in shapes.items():
+            parts = self._parts(name, shape)
+            size = shape if parts == [PREFIX + name] else shape[1:]  # an expert's
+            halves = size != shape and name.endswith("gate_up_proj")
+            found |= dict.fromkeys(parts, (size[0] // 2, *size[1:]) if halves else size)
+        return found
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of one tensor."""
+        with safe_open(self.files[name], framework="pt") as file:
+            return tuple(file.get_slice(name).get_shape())
+
+    def tensor(self, name: str) -> Tensor:
+        """Return one tensor as it is."""
+        with safe_open(self.files[name], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+            return tensor
+
+    def _parts(self, name: str, shape: tuple[int, ...]) -> list[str]:
         """Return the names of the tensors that a parameter is made of."""
-        experts, _, kind = name.rpartition(".")
+        experts, _, kind = (PREFIX + name).rpartition(".")
         if kind not in ("gate_up_proj", "down_proj") or not experts.endswith(".experts") or not self.per_expert:
-            return [name]
+            return [PREFIX + name]
         parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
-        numbers = {int(match[2]) for file in self.files if (match := _EXPERT.fullmatch(file)) and match[1] == experts}
-        return [f"{experts}.{number}.{part}.weight" for number in range(max(numbers, default=0) + 1) for part in parts]
+        return [f"{experts}.{number}.{part}.weight" for number in range(shape[0]) for part in parts]
 
     def _one(self, name: str, parts: list[str]) -> Tensor:
-        tensors = [self._tensor(part) for part in parts]
+        tensors = [self.tensor(part) for part in parts]
         if parts == [PREFIX + name]:
             return tensors[0]
         each = [torch.cat(pair) for pair in zip(tensors[::2], tensors[1::2])] if name.endswith("gate_up_proj") else tensors
         return torch.stack(each)
-
-    def _tensor(self, name: str) -> Tensor:
-        with safe_open(self.files[name], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-            return tensor
 
 
 def head_tensors(checkpoint: str) -> HeadTensors:
@@ -99,21 +125,21 @@ def head_tensors(checkpoint: str) -> HeadTensors:
     Raises:
         MissingHead: it holds no safetensors.
     """
-    index = _file(checkpoint, _INDEX)
+    index = file_of(checkpoint, INDEX)
     if index is not None:
         parts: dict[str, str] = json.loads(index.read_text())["weight_map"]
         wanted = {name: part for name, part in parts.items() if name.startswith(PREFIX)}
-        files = {part: _file(checkpoint, part) for part in set(wanted.values())}
+        files = {part: file_of(checkpoint, part) for part in set(wanted.values())}
         if gone := sorted(part for part, file in files.items() if file is None):
             raise MissingHead(
                 f"found an index in {checkpoint} that names {', '.join(gone)}, which is not there; wanted every file of the "
                 "index; download the checkpoint again"
             )
         return HeadTensors(checkpoint, {name: file for name, part in wanted.items() if (file := files[part]) is not None})
-    single = _file(checkpoint, _SINGLE)
+    single = file_of(checkpoint, SINGLE)
     if single is None:
         raise MissingHead(
-            f"found neither {_INDEX} nor {_SINGLE} in {checkpoint or 'no checkpoint: the model came from none'}; wanted the "
+            f"found neither {INDEX} nor {SINGLE} in {checkpoint or 'no checkpoint: the model came from none'}; wanted the "
             "checkpoint that the model came from, to read the multi-token prediction head; name one: "
             "mtp=MTPOptions(checkpoint=...), or start from random weights: mtp=MTPOptions(from_scratch=True)"
         )
@@ -121,7 +147,8 @@ def head_tensors(checkpoint: str) -> HeadTensors:
         return HeadTensors(checkpoint, {name: single for name in file.keys() if name.startswith(PREFIX)})
 
 
-def _file(checkpoint: str, name: str) -> Path | None:
+def file_of(checkpoint: str, name: str) -> Path | None:
+    """Return the path of a checkpoint's file, downloaded where the checkpoint is a hub id, or None."""
     if not checkpoint:
         return None
     if Path(checkpoint).is_dir():

@@ -74,6 +74,11 @@ class MTPHead(nn.Module):
         return tuple(states)
 
 
+def shapes_of(head: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return {name: shape} of all parameters."""
+    return {name: tuple(parameter.shape) for name, parameter in head.named_parameters()}
+
+
 def ahead(row: Tensor, packed: PackedSequence, by: int, fill: float) -> Tensor:
     """Return the row [1, T, ...] with every token's value replaced by that of the token `by` further in the same document.
 

@@ -8,11 +8,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from hf_packfree.errors import MissingHead, PatchConflict, UnsupportedModel
+from hf_packfree.errors import PatchConflict, UnsupportedModel
 from hf_packfree.models.heads import PackedHead
 from hf_packfree.models.state import PatchState
 from hf_packfree.mtp.attached import AttachedHead
 from hf_packfree.mtp.checkpoint import head_tensors
+from hf_packfree.mtp.head import shapes_of
 from hf_packfree.mtp.options import MTPOptions
 from hf_packfree.patching.registry import Family, family_of
 from hf_packfree.patching.report import warn_once
@@ -72,7 +73,7 @@ def add_while_loading(owner: Any, around: nn.Module, family: Family, options: MT
     trunk = _trunk_of(around, family)
     head = AttachedHead(trunk, 1 if tensors is None else max(tensors.layers, 1), options)
     if tensors is not None:
-        tensors.sources(name for name, _ in head.named_parameters())
+        tensors.check(shapes_of(head))
     carry_out([*_swaps(head, NAME, family), *plan_addition(owner, NAME, head)], state)
 
 
@@ -121,14 +122,7 @@ def read_head(owner: Any, family: Family, options: MTPOptions) -> AttachedHead:
     tensors = head_tensors(options.checkpoint or str(getattr(owner, "name_or_path", "")))
     with torch.device("meta"):
         head = AttachedHead(trunk, max(tensors.layers, 1), options)
-    shapes = {name: parameter.shape for name, parameter in head.named_parameters()}
-    found = tensors.read(shapes)
-    unlike = [f"{name} {list(found[name].shape)}" for name, shape in shapes.items() if found[name].shape != shape]
-    if unlike:
-        raise MissingHead(
-            f"found {', '.join(unlike)} in {tensors.checkpoint}; wanted the sizes of {type(owner).__name__}'s own layers; name "
-            "the checkpoint that the model came from"
-        )
+    found = tensors.read(shapes_of(head))
     dtype = weight.dtype if options.train else None  # a head that is kept is written again byte for byte
     head.load_state_dict({name: part.to(weight.device, dtype) for name, part in found.items()}, assign=True)
     head.requires_grad_(options.train)

@@ -1,0 +1,101 @@
+"""How many drafts of the head the model confirms, in greedy decoding; without a serving engine.
+
+Greedy speculative decoding writes what greedy decoding writes, so the text is generated first, by the model itself.  A draft
+of step k counts only if those before it are right, that is, if they are that text: so one pass over it gives every draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_packfree.errors import UnsupportedInput
+from hf_packfree.packing import PackedSequence
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What greedy drafting gives.
+
+    Attributes:
+        depth: drafts per round.
+        rounds: forwards of the model that check drafts.
+        per_round: drafts accepted in the average round, 0 to depth.
+        by_position: share of rounds in which the first, second, ... draft was accepted.
+    """
+
+    depth: int
+    rounds: int
+    per_round: float
+    by_position: tuple[float, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data, ready for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        shares = ", ".join(f"{share:.1%}" for share in self.by_position)
+        return f"{self.per_round:.2f} of {self.depth} drafts accepted per round, over {self.rounds} rounds; each: {shares}"
+
+
+@torch.no_grad()
+def accepted_drafts(model: Any, prompts: Sequence[Tensor], *, new_tokens: int = 64, depth: int = 3) -> Acceptance:
+    """Return how many of the head's drafts a model confirms.
+
+    Args:
+        model: patched, with a head (`apply_patches(model, mtp="keep")`); in evaluation mode.
+        prompts: int64 [n] each, of one token at least, on the model's device.
+        new_tokens: how many tokens to generate after each.
+        depth: drafts per round; beyond the head's layers it runs again on its own output.
+
+    Raises:
+        UnsupportedInput: the model has no head, or nothing was generated.
+    """
+    if getattr(model, "mtp", None) is None:
+        raise UnsupportedInput(
+            f"found a {type(model).__name__} without a multi-token prediction head; wanted one; call "
+            "apply_patches(model, mtp='keep')"
+        )
+    accepted: list[int] = []
+    for prompt in prompts:
+        ids = prompt[None]
+        text = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False)
+        accepted += rounds_over(model, text, len(prompt), depth)
+    if not accepted:
+        raise UnsupportedInput("found no round of drafts in what the model wrote; wanted two new tokens; give more new_tokens")
+    shares = tuple(sum(found > place for found in accepted) / len(accepted) for place in range(depth))
+    return Acceptance(depth, len(accepted), sum(accepted) / len(accepted), shares)
+
+
+def rounds_over(model: Any, text: Tensor, start: int, depth: int) -> list[int]:
+    """Return the drafts accepted in each round that writes text [1, n] from token `start` on.
+
+    A round moves on by its accepted drafts and the token that checking them gives.
+    """
+    right = _right(model, text, depth)[start - 1 :].tolist()
+    accepted, place = [], 0
+    while place < len(right):
+        accepted.append(right[place])
+        place += 1 + right[place]
+    return accepted
+
+
+def _right(model: Any, text: Tensor, depth: int) -> Tensor:
+    """Return int64 [n - 1 - depth]: for every token of text [1, n], how many drafts after it are right in a row."""
+    trunk = model.get_decoder()
+    positions = torch.arange(text.shape[1], device=text.device)[None]
+    hidden = trunk(input_ids=text, position_ids=positions, use_cache=False).last_hidden_state
+    packed = PackedSequence.from_lengths([text.shape[1]], device=text.device)
+    states = model.mtp(
+        hidden, trunk.embed_tokens(text), packed, depth, position_embeddings=trunk.rotary_emb(hidden, positions)
+    )
+    count = max(text.shape[1] - 1 - depth, 0)
+    rights = [
+        model.lm_head(state[0, :count]).argmax(-1) == text[0, step + 1 : step + 1 + count]
+        for step, state in enumerate(states, start=1)
+    ]
+    return torch.stack(rights, -1).long().cumprod(-1).sum(-1)

@@ -1,0 +1,166 @@
+"""Checkpoints as files: whether their head is what the configuration promises, and giving one back where it was lost."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModel
+
+from hf_packfree.errors import MissingHead, UnsupportedInput, UnsupportedModel, in_short
+from hf_packfree.mtp.checkpoint import INDEX, SINGLE, HeadTensors, Shapes, head_tensors
+from hf_packfree.mtp.head import MTPHead, shapes_of
+
+DEPTHS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
+"""The fields of the text model's configuration that say how many layers the head has; Qwen3-Next's has none."""
+
+
+@dataclass(frozen=True)
+class HeadReport:
+    """What a checkpoint says of its head and what it holds of it.
+
+    Attributes:
+        checkpoint: folder or hub id.
+        promised: layers that the configuration speaks of, None where it says nothing.
+        layers, tensors: what the files hold; 0 where they hold no head.
+        layout: "dense", "fused" (one tensor for all experts) or "per expert"; None where there is no head.
+        faults: what keeps the tensors from being the head of this model.
+    """
+
+    checkpoint: str
+    promised: int | None
+    layers: int
+    tensors: int
+    layout: str | None
+    faults: tuple[str, ...]
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the files hold what the configuration promises: a whole head, or none."""
+        return not self.faults and self.layers == (self.promised if self.promised is not None else min(self.layers, 1))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data, ready for JSON."""
+        return asdict(self) | {"agrees": self.agrees}
+
+    def __str__(self) -> str:
+        promised = "says nothing of a head" if self.promised is None else f"promises {self.promised} layer(s)"
+        held = f"{self.tensors} tensors, {self.layers} layer(s), {self.layout}" if self.tensors else "no tensor of it"
+        rest = "they agree" if self.agrees else "they do not agree"
+        faults = f": the checkpoint {'; '.join(self.faults)}" if self.faults else ""
+        return f"{self.checkpoint}: the configuration {promised}, the files hold {held}; {rest}{faults}"
+
+
+def examine(checkpoint: str) -> HeadReport:
+    """Return what a checkpoint holds of its multi-token prediction head; reads names and shapes alone.
+
+    Args:
+        checkpoint: folder or hub id.
+
+    Raises:
+        UnsupportedModel: its configuration cannot be read, or is of no family that has heads.
+        MissingHead: it holds no safetensors.
+    """
+    config = _config_of(checkpoint)
+    tensors = head_tensors(checkpoint)
+    promised = next((getattr(config, name) for name in DEPTHS if hasattr(config, name)), None)
+    faults = tensors.faults(wanted_shapes(config, max(tensors.layers, 1))) if tensors.files else []
+    layout = "per expert" if tensors.per_expert else "fused" if getattr(config, "num_experts", 0) else "dense"
+    return HeadReport(
+        checkpoint, promised, tensors.layers, len(tensors.files), layout if tensors.files else None, tuple(faults)
+    )
+
+
+def wanted_shapes(config: Any, layers: int) -> Shapes:
+    """Return {name: shape} of the parameters that the head of a text model with this configuration has."""
+    one = copy.deepcopy(config)
+    one.num_hidden_layers, one.layer_types = 1, ["full_attention"]
+    with torch.device("meta"):
+        return shapes_of(MTPHead(AutoModel.from_config(one), layers))
+
+
+def copy_head(base: str, checkpoint: str, out: str | Path) -> HeadReport:
+    """Write a copy of `checkpoint`, a folder, into the new or empty folder `out`, with the head that `base` holds.
+
+    Every tensor is copied as it is, in its layout and dtype; the configuration and the index say what is there.
+
+    Raises:
+        UnsupportedInput: `checkpoint` is no folder, or has a head; `out` is not empty.
+        UnsupportedModel: see `examine`.
+        MissingHead: `base` does not hold the whole head, in the sizes of `checkpoint`.
+    """
+    source, target = Path(checkpoint), Path(out)
+    if not source.is_dir():
+        raise UnsupportedInput(f"found {checkpoint}, which is no folder; wanted the fine-tuned checkpoint's; download it first")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UnsupportedInput(f"found {out}, which is not empty; wanted a new folder; name another one")
+    if found := head_tensors(checkpoint).files:
+        raise UnsupportedInput(
+            f"found {len(found)} tensors of a multi-token prediction head in {checkpoint}; wanted none; packfree mtp "
+            f"{checkpoint} says whether they are whole"
+        )
+    config, tensors = _config_of(checkpoint), head_tensors(base)
+    if not tensors.files:
+        raise MissingHead(f"found no multi-token prediction head in {base}; wanted the base model's checkpoint; name one")
+    tensors.check(wanted_shapes(config, tensors.layers))
+    _write(source, target, tensors)
+    return examine(str(target))
+
+
+def _write(source: Path, target: Path, tensors: HeadTensors) -> None:
+    """Copy a checkpoint's files and write the head's beside them; the index last, without which nothing is read."""
+    target.mkdir(parents=True, exist_ok=True)
+    index = _index_of(source)
+    renamed = {SINGLE: "model-00001-of-00002.safetensors"} if not (source / INDEX).is_file() else {}
+    own = "model-00002-of-00002.safetensors" if renamed else "model-mtp.safetensors"
+    for path in source.iterdir():
+        if path.is_file() and path.name not in (INDEX, "config.json"):
+            shutil.copy2(path, target / renamed.get(path.name, path.name))
+    head = {name: tensors.tensor(name) for name in sorted(tensors.files)}
+    save_file(head, target / own, metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    text = config.get("text_config", config)
+    if not any(name in text for name in DEPTHS):
+        text[DEPTHS[0]] = tensors.layers
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    trunk = {name: renamed.get(part, part) for name, part in index["weight_map"].items()}
+    index["weight_map"] = trunk | dict.fromkeys(head, own)
+    index["metadata"]["total_size"] += sum(part.nbytes for part in head.values())
+    (target / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _index_of(folder: Path) -> dict[str, Any]:
+    """Return a checkpoint's index, or that of its only file."""
+    if (folder / INDEX).is_file():
+        index: dict[str, Any] = json.loads((folder / INDEX).read_text())
+        return index | {"metadata": {"total_size": 0} | index.get("metadata", {})}
+    with safe_open(folder / SINGLE, framework="pt") as file:
+        names = list(file.keys())
+    with open(folder / SINGLE, "rb") as raw:
+        header = 8 + int.from_bytes(raw.read(8), "little")
+    return {"metadata": {"total_size": os.path.getsize(folder / SINGLE) - header}, "weight_map": dict.fromkeys(names, SINGLE)}
+
+
+def _config_of(checkpoint: str) -> Any:
+    """Return the text model's configuration."""
+    try:
+        config = AutoConfig.from_pretrained(checkpoint).get_text_config()
+    except (OSError, ValueError, KeyError) as error:
+        raise UnsupportedModel(
+            f"found no configuration under {checkpoint!r} ({in_short(error)}); wanted a checkpoint folder or a hub id; check "
+            "the name"
+        ) from error
+    if not config.model_type.startswith(("qwen3_5", "qwen3_next")):
+        raise UnsupportedModel(
+            f"found a checkpoint of {config.model_type}, of which no multi-token prediction head is known; wanted Qwen3.5 or "
+            "Qwen3-Next"
+        )
+    return config

@@ -1,0 +1,163 @@
+"""`packfree mtp`: what a checkpoint's head is, putting one back, and counting accepted drafts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from hf_packfree import MTPOptions, apply_patches
+from hf_packfree.cli import main
+from hf_packfree.errors import MissingHead, UnsupportedInput, UnsupportedModel
+from hf_packfree.mtp.accept import accepted_drafts, rounds_over
+from hf_packfree.mtp.files import copy_head, examine
+from tests.mtp.heads import build, packed
+from tests.mtp.test_checkpoint import checkpoint, of_head, same, tensors
+from tests.support import slow_decay, tiny
+
+
+@pytest.mark.parametrize(("family", "layout", "found"), [
+    ("qwen3_5", None, ("dense", 15)), ("qwen3_5_moe", "fused", ("fused", 19)), ("qwen3_next", "per expert", ("per expert", 29)),
+])
+def test_a_head_is_described(family, layout, found, tmp_path):
+    report = examine(str(checkpoint(tmp_path, family, layout)))
+    assert (report.layout, report.tensors, report.layers, report.promised) == (*found, 1, 1) and report.agrees
+
+
+def promise(folder, layers=1):
+    """Let a checkpoint's configuration promise a head."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"mtp_num_hidden_layers": layers}))
+
+
+def test_what_does_not_agree_is_said(tmp_path, capsys):
+    tiny().save_pretrained(tmp_path)
+    assert main(["mtp", str(tmp_path)]) == 0, "no head, and none promised"
+    promise(tmp_path)
+    assert main(["mtp", str(tmp_path)]) == 1
+    assert "promises 1 layer(s), the files hold no tensor of it; they do not agree" in capsys.readouterr().out
+    checkpoint(tmp_path)
+    found = {name: part for name, part in tensors(tmp_path).items() if "mtp.norm" not in name}
+    save_file(found, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert main(["mtp", str(tmp_path), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["faults"] == ["lacks mtp.norm.weight"]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize(("family", "layout"), [("qwen3_5", None), ("qwen3_next", "per expert")])
+def test_a_lost_head_is_copied(family, layout, sharded, tmp_path, capsys):
+    base, lost, out = (tmp_path / name for name in ("base", "lost", "out"))
+    checkpoint(base, family, layout, **({"max_shard_size": "100KB"} if sharded else {}))
+    tuned = slow_decay(AutoModelForCausalLM.from_pretrained(base), seed=7)
+    tuned.save_pretrained(lost, **({"max_shard_size": "100KB"} if sharded else {}))
+    assert not of_head(tensors(lost)) and not examine(str(lost)).agrees
+    assert main(["mtp", str(lost), "--copy-from", str(base), "--to", str(out)]) == 0
+    assert "they agree" in capsys.readouterr().out
+    assert same(tensors(out), tensors(lost) | of_head(tensors(base)))
+    model = apply_patches(AutoModelForCausalLM.from_pretrained(out), mtp="keep")
+    assert same(model.state_dict(), AutoModelForCausalLM.from_pretrained(lost).state_dict() | of_head(model.state_dict()))
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(part.nbytes for part in tensors(out).values())
+    assert index["weight_map"].keys() == tensors(out).keys()
+
+
+def test_what_cannot_be_copied(tmp_path):
+    base, lost = checkpoint(tmp_path / "base"), tmp_path / "lost"
+    tiny().save_pretrained(lost)
+    with pytest.raises(UnsupportedInput, match="found 15 tensors of a .* head in .*; wanted none"):
+        copy_head(str(base), str(base), tmp_path / "out")
+    with pytest.raises(UnsupportedInput, match="which is not empty"):
+        copy_head(str(base), str(lost), base)
+    with pytest.raises(UnsupportedInput, match="which is no folder"):
+        copy_head(str(base), "no/such", tmp_path / "out")
+    with pytest.raises(MissingHead, match="found no multi-token prediction head in"):
+        copy_head(str(lost), str(lost), tmp_path / "out")
+    with pytest.raises(MissingHead, match="lacks mtp.layers.0.mlp.down_proj.weight.*; has besides mtp.layers.0.mlp.experts"):
+        copy_head(str(checkpoint(tmp_path / "other", "qwen3_5_moe")), str(lost), tmp_path / "out")
+    with pytest.raises(UnsupportedModel, match="found no configuration under"):
+        examine(str(tmp_path / "nothing"))
+    tiny("qwen2_5_vl").save_pretrained(tmp_path / "vl")
+    with pytest.raises(UnsupportedModel, match="found a checkpoint of qwen2_5_vl"):
+        examine(str(tmp_path / "vl"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_options_that_belong_together(tmp_path, capsys):
+    for options in (["--copy-from", "base"], ["--to", "out"], ["--accept"], ["--text", "file"]):
+        assert main(["mtp", str(tmp_path), *options]) == 2
+        assert "found one of two options that belong together" in capsys.readouterr().err
+
+
+def draft(model, prompt, new_tokens, depth):
+    """Draft and check in rounds, with nothing kept between forwards; return what each round accepted."""
+    trunk, ids, accepted = model.get_decoder(), prompt[None], []
+
+    def logits_of(row):
+        hidden = trunk(input_ids=row, use_cache=False).last_hidden_state
+        return hidden, model.lm_head(hidden).argmax(-1)
+
+    while ids.shape[1] < len(prompt) + new_tokens:
+        hidden, likely = logits_of(ids)
+        row = torch.cat([ids, likely[:, -1:]], 1)
+        for step in range(1, depth + 1):
+            count = ids.shape[1]
+            positions = torch.arange(count)[None]
+            table = trunk.embed_tokens(row[:, step : step + count])
+            z = torch.cat([model.mtp.pre_fc_norm_embedding(table), model.mtp.pre_fc_norm_hidden(hidden)], -1)
+            mask = torch.full((count, count), torch.finfo(z.dtype).min).triu(1)[None, None]
+            z = model.mtp.layers[0](
+                model.mtp.fc(z), position_embeddings=trunk.rotary_emb(z, positions), attention_mask=mask
+            )
+            hidden = model.mtp.norm(z)
+            row = torch.cat([row, model.lm_head(hidden[:, -1:]).argmax(-1)], 1)
+        true = logits_of(row)[1][0, ids.shape[1] : -1]
+        right = int((true == row[0, ids.shape[1] + 1 :]).long().cumprod(0).sum())
+        accepted.append(right)
+        ids = row[:, : ids.shape[1] + 1 + right]
+    return accepted
+
+
+def test_rounds_are_those_of_drafting():
+    """Of a model that is right now and then."""
+    model, prompt = build(depth=2).eval(), torch.arange(2, 9)
+    with torch.no_grad():
+        model.lm_head.weight[:, 8:] = 0.0
+        wanted = draft(model, prompt, 24, 2)
+        text = model.generate(prompt[None], max_new_tokens=40, do_sample=False)
+        found = rounds_over(model, text, len(prompt), 2)
+    assert {0, 1} <= set(wanted) and found[: len(wanted)] == wanted
+
+
+def chains(lengths, generator):
+    """A packed row of documents in which every token says the next one."""
+    rule = torch.randperm(96, generator=torch.Generator().manual_seed(3)) + 2
+    documents = []
+    for length in lengths:
+        tokens = [int(torch.randint(2, 98, (1,), generator=generator))]
+        while len(tokens) < length:
+            tokens.append(int(rule[tokens[-1] - 2]))
+        documents.append(torch.tensor(tokens))
+    return packed([(ids, ids) for ids in documents]), [ids[:2] for ids in documents]
+
+
+@pytest.mark.slow
+def test_accepted_drafts_rise():
+    """A tiny model and its head learn together."""
+    model, generator = apply_patches(tiny(), mtp=MTPOptions(from_scratch=True, depth=2, weight=0.3)), torch.Generator()
+    prompts = chains([4] * 3, generator)[1]
+    before = accepted_drafts(model.eval(), prompts, new_tokens=16, depth=2)
+    optimizer = torch.optim.AdamW(model.train().parameters(), 1e-2)
+    for _ in range(40):
+        model(**chains([48, 31, 64, 12, 37, 55], generator)[0]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    after = accepted_drafts(model.eval(), prompts, new_tokens=16, depth=2)
+    assert before.per_round <= 0.1 and after.per_round >= 1.9, (str(before), str(after))
+
+
+def test_a_model_without_a_head_is_refused():
+    with pytest.raises(UnsupportedInput, match="found a Qwen3_5ForCausalLM without a multi-token prediction head"):
+        accepted_drafts(tiny().eval(), [torch.tensor([3, 4])])
