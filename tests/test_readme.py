@@ -62,6 +62,8 @@ def checkpoint(tmp_path, monkeypatch):
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
     with_head = hf_packfree.apply_patches(tiny(), mtp=hf_packfree.MTPOptions(from_scratch=True))
     with_head.save_pretrained(tmp_path / "my-checkpoint")
+    hf_packfree.remove_mtp(with_head)
+    with_head.save_pretrained(tmp_path / "my-fine-tuned")
     PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>").save_pretrained(
         tmp_path / "my-checkpoint"
     )

@@ -66,8 +66,8 @@ class HeadTensors:
         if faults := self.faults(shapes):
             raise MissingHead(
                 f"found {len(self.files)} tensors of a multi-token prediction head in {self.checkpoint}, which "
-                f"{'; '.join(faults)}; wanted {len(self.wanted(shapes))}; name a checkpoint that holds the whole head, the base "
-                "model's say: mtp=MTPOptions(checkpoint=...), or start from random weights: mtp=MTPOptions(from_scratch=True)"
+                f"{'; '.join(faults)}; wanted {len(self.wanted(shapes))}; name a checkpoint that holds the whole head, the "
+                "base model's: mtp=MTPOptions(checkpoint=...), or start from random weights: mtp=MTPOptions(from_scratch=True)"
             )
 
     def faults(self, shapes: Shapes) -> list[str]:
