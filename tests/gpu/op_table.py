@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_packfree.ops.attention import attention
+from hf_packfree.ops.attention import cudnn
 from hf_packfree.ops.delta_rule import flash_qla_segments
 from hf_packfree.ops.delta_rule.segments import CHUNK, Segments
 from hf_packfree.packing import PackedSequence
@@ -73,8 +73,8 @@ def _attention_leaves(tokens: int) -> dict[str, Tensor]:
 
 def _long_attention(function: Any, x: dict[str, Tensor], packed: PackedSequence, backend: str) -> Tensor:
     if backend == "torch":
-        return attention(*x.values(), packed)
-    return function(*x.values(), packed, long=200)  # type: ignore[no-any-return]
+        return function(*x.values(), packed)  # type: ignore[no-any-return]
+    return cudnn.attend(*x.values(), packed, long=200)
 
 
 def _tower_leaves(tokens: int, size: int) -> dict[str, Tensor]:
@@ -209,7 +209,8 @@ OPS = {
             "attention", exact=("triton", "varlen"), exact_gradients=("triton",),
         ),
         Op(
-            "attention, long documents", "hf_packfree.ops.attention.cudnn", _attention_leaves, _long_attention, "attend",
+            "attention, long documents", "hf_packfree.ops.attention", _attention_leaves, _long_attention, "attention",
+            table="LONG",
         ),
         *(
             Op(

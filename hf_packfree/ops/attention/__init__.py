@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hf_packfree.ops.attention import torch_native, triton_native, varlen
+from hf_packfree.ops.attention import cudnn, torch_native, triton_native, varlen
 from hf_packfree.ops.backend import Backend, find
 from hf_packfree.packing import PackedSequence
 
@@ -13,6 +13,8 @@ BACKENDS = {
     "varlen": Backend(varlen.attend, varlen.unusable, batch_invariant=True),
     "torch": Backend(torch_native.attend),
 }
+LONG = {"triton": Backend(cudnn.attend, triton_native.unusable)}
+"""Those that hand long documents to cuDNN."""
 
 
 def attention(

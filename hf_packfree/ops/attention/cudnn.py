@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_packfree.ops.attention import triton_native
-from hf_packfree.ops.backend import Backend
 from hf_packfree.packing import PackedSequence, uncompiled
 
 LONG = 8192
@@ -35,12 +34,13 @@ def attend(
     pieces: list[Piece] = packed.cached(plan_pieces, long)
     if len(pieces) == 1:
         return _attend_document(q, k, v, scale)
+    sizes = [size for size, _ in pieces]
     outputs = []
-    for (_, record), *parts in zip(pieces, *(x.split([size for size, _ in pieces], 1) for x in (q, k, v)), strict=True):
+    for (_, record), qs, ks, vs in zip(pieces, *(x.split(sizes, 1) for x in (q, k, v)), strict=True):
         if record is None:
-            outputs.append(_attend_document(*parts, scale))
+            outputs.append(_attend_document(qs, ks, vs, scale))
         else:
-            outputs.append(triton_native.attend(*parts, record, scale=scale))
+            outputs.append(triton_native.attend(qs, ks, vs, record, scale=scale))
     return torch.cat(outputs, 1)
 
 
@@ -57,21 +57,18 @@ def plan_pieces(packed: PackedSequence, long: int) -> list[Piece]:
 
 
 def _attend_document(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        out = F.scaled_dot_product_attention(
-            *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, scale=scale, enable_gqa=True
-        )
-    return out.transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True).transpose(1, 2)
 
 
 def _usable(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether cuDNN has kernels for these heads here, and no one asked for results that are the same every time."""
     if not q.is_cuda or torch.are_deterministic_algorithms_enabled():
         return False
-    heads = (x[:, :1].transpose(1, 2) for x in (q, k, v))
-    params = torch.backends.cuda.SDPAParams(*heads, None, 0.0, True, True)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, True)
     return torch.backends.cuda.can_use_cudnn_attention(params)
 
 
-BACKENDS = {"cudnn": Backend(attend, triton_native.unusable)}
-__all__ = ["BACKENDS", "attend"]
+__all__ = ["attend"]
