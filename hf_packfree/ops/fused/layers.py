@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 
 from hf_packfree.ops.backend import HALF
 from hf_packfree.ops.fused.linear import NARROW, autocast_as_in_forward, linear_forward, narrow_linear
-from hf_packfree.ops.fused.low_rank import Layout, LowRank
+from hf_packfree.ops.fused.low_rank import Factors, Layout, LowRank
 
 Recompute = Callable[[Tensor, bool], tuple[tuple[Tensor | None, ...], Tensor | None]]
 
@@ -38,6 +38,17 @@ class Layers:
         rows = x.flatten(0, -2)
         self.inner = self.low_rank.inner(rows)
         return [self._adapted(rows, i).view(*x.shape[:-1], -1) for i in range(len(self.weights))]
+
+    def apart(self, x: Tensor) -> tuple[list[Tensor], list[Factors | None]]:
+        """Return the outputs [..., F] without adapters, and the factors of what these add, for a kernel that reads both."""
+        rows = x.flatten(0, -2)
+        self.inner = self.low_rank.inner(rows) if self.low_rank else []
+        return [linear(x, weight) for weight in self.weights], self.factors(rows)
+
+    def factors(self, rows: Tensor) -> list[Factors | None]:
+        """Return h [T, K] and w [K, F] of each layer that has adapters."""
+        numbers = range(len(self.weights))
+        return [self.low_rank.outer_factors(self.inner, i, rows) if self.low_rank else None for i in numbers]
 
     def _adapted(self, rows: Tensor, i: int) -> Tensor:
         added = self.low_rank.outer(self.inner, i, rows) if self.low_rank else None
@@ -70,7 +81,16 @@ class Gradients:
     def of_input(self) -> Tensor:
         """Return the gradient of x, [T, D]."""
         low_rank = self.layers.low_rank
-        d_x = low_rank.input_gradient(self.d_inner, self.d_outs[0]) if low_rank else None
+        return self._onto(low_rank.input_gradient(self.d_inner, self.d_outs[0]) if low_rank else None)
+
+    def of_input_apart(self) -> tuple[Tensor, Factors | None]:
+        """Return the gradient of x, [T, D], and the factors of what has to be added to it, for a kernel that reads both."""
+        low_rank = self.layers.low_rank
+        factors = low_rank.input_factors(self.d_inner, self.d_outs[0]) if low_rank else None
+        return (self.of_input(), None) if factors is None else (self._onto(None), factors)
+
+    def _onto(self, d_x: Tensor | None) -> Tensor:
+        """Add the gradient that comes through the weights to d_x."""
         for group, d_out in self.groups:
             weight = _cat(self.layers.weights[group], 0)
             d_x = d_out @ weight if d_x is None else d_x.addmm_(d_out, weight)

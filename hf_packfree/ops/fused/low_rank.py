@@ -164,6 +164,24 @@ class LowRank:
                 total = added if total is None else total.add_(added)
         return total
 
+    def outer_factors(self, inner: Sequence[Tensor], layer: int, x: Tensor) -> Factors | None:
+        """Return h [T, K] and w [K, F], whose product `outer` returns, or None."""
+        hs, ws = [], []
+        for reading, h in zip(self.layout.readings, inner, strict=True):
+            mine = [(part, self.ups[i]) for i, part in _columns(reading, h) if self.layout.owners[i] == layer]
+            if mine:
+                parts, ups = zip(*mine, strict=True)
+                hs += parts
+                ws.append(products_of(x, reading.dtype).up_factor(ups, x))
+        return _factors(hs, ws)
+
+    def input_factors(self, d_inner: Sequence[Tensor], like: Tensor) -> Factors | None:
+        """Return d_h [T, K] and w [K, D], whose product `input_gradient` returns; None if anything is dropped out."""
+        readings = self.layout.readings
+        if any(reading.dropout for reading in readings):
+            return None
+        return _factors(d_inner, [products_of(like, one.dtype).down_factor(self._downs(one), like) for one in readings])
+
     def inner_gradients(self, d_outs: Sequence[Tensor]) -> list[Tensor]:
         """Return the gradients of dropout(x) A' of each reading, of d_outs [T, F] of every layer."""
         owners = self.layout.owners
@@ -200,6 +218,17 @@ class LowRank:
 
     def _downs(self, reading: Reading) -> list[Tensor]:
         return [self.downs[i] for i in reading.adapters]
+
+
+Factors = tuple[Tensor, Tensor]
+
+
+def _factors(hs: Sequence[Tensor], ws: Sequence[Tensor]) -> Factors | None:
+    """Join products that are summed to one."""
+    if not hs:
+        return None
+    h, w = (parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim) for parts, dim in ((hs, 1), (ws, 0)))
+    return h, w.contiguous()
 
 
 def _columns(reading: Reading, joint: Tensor) -> Iterator[tuple[int, Tensor]]:

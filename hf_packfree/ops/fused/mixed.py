@@ -32,7 +32,12 @@ class Plain:
     @staticmethod
     def outer(inner: Sequence[Tensor], ups: Sequence[Tensor], like: Tensor) -> Tensor:
         """Return the sum of the products of what is inner with each B' [r, F], in the dtype of `like`."""
-        return (_cat(inner, 1) @ _cat(ups, 1).T).to(like.dtype)
+        return (_cat(inner, 1) @ Plain.up_factor(ups, like)).to(like.dtype)
+
+    @staticmethod
+    def up_factor(ups: Sequence[Tensor], like: Tensor) -> Tensor:
+        """Return what `outer` multiplies with, one above the other."""
+        return _cat(ups, 1).T
 
     @staticmethod
     def inner_gradient(d_outs: Sequence[Tensor], ups: Sequence[Tensor], scale: float) -> Tensor:
@@ -42,7 +47,12 @@ class Plain:
     @staticmethod
     def input_gradient(d_inner: Tensor, downs: Sequence[Tensor], like: Tensor) -> Tensor:
         """Return the sum of the products of the inner gradients with each A [r, D], in the dtype of `like`."""
-        return (d_inner @ _cat(downs, 0)).to(like.dtype)
+        return (d_inner @ Plain.down_factor(downs, like)).to(like.dtype)
+
+    @staticmethod
+    def down_factor(downs: Sequence[Tensor], like: Tensor) -> Tensor:
+        """Return what `input_gradient` multiplies with, one above the other."""
+        return _cat(downs, 0)
 
     @staticmethod
     def down_gradients(x: Tensor, d_inner: Tensor, count: int) -> Sequence[Tensor]:
@@ -66,8 +76,11 @@ class Split:
 
     @staticmethod
     def outer(inner: Sequence[Tensor], ups: Sequence[Tensor], like: Tensor) -> Tensor:
-        parts = [split(up, up.shape[1], like.dtype, paired=True).view(len(up), -1) for up in ups]
-        return _cat(inner, 1) @ _cat(parts, 1).T
+        return _cat(inner, 1) @ Split.up_factor(ups, like)
+
+    @staticmethod
+    def up_factor(ups: Sequence[Tensor], like: Tensor) -> Tensor:
+        return _cat([split(up, up.shape[1], like.dtype, paired=True).view(len(up), -1) for up in ups], 1).T
 
     @staticmethod
     def inner_gradient(d_outs: Sequence[Tensor], ups: Sequence[Tensor], scale: float) -> Tensor:
@@ -80,8 +93,12 @@ class Split:
 
     @staticmethod
     def input_gradient(d_inner: Tensor, downs: Sequence[Tensor], like: Tensor) -> Tensor:
+        return d_inner @ Split.down_factor(downs, like)
+
+    @staticmethod
+    def down_factor(downs: Sequence[Tensor], like: Tensor) -> Tensor:
         parts = [split(down, down.numel(), like.dtype, paired=True) for down in downs]
-        return d_inner @ _cat(parts, 0).view(-1, downs[0].shape[1])
+        return _cat(parts, 0).view(-1, downs[0].shape[1])
 
     @staticmethod
     def down_gradients(x: Tensor, d_inner: Tensor, count: int) -> Sequence[Tensor]:

@@ -6,8 +6,6 @@ over [T, F] instead of keeping it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +14,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
 from hf_packfree.ops.backend import uses_triton
-from hf_packfree.ops.fused.layers import Layers, linear_backward
+from hf_packfree.ops.fused.adapted_swiglu import adapted_product, adapted_product_backward
+from hf_packfree.ops.fused.layers import Gradients, Layers
+from hf_packfree.ops.fused.linear import autocast_as_in_forward
 from hf_packfree.ops.fused.low_rank import Layer, Layout, layer_reference, take_apart
 from hf_packfree.ops.launch import launch
 from hf_packfree.ops.operation import Operation
@@ -56,9 +56,13 @@ class _SwiGLU(Operation):
 
         count = layouts[0].tensors
         inputs, output = Layers(layouts[0], tensors[:count]), Layers(layouts[1], tensors[count:])
-        a, b = inputs.forward(x, batch_invariant)
-        gated = torch.empty_like(a)
-        _run(swiglu, a, b, gated)
+        if inputs.low_rank is None:
+            a, b = inputs.forward(x, batch_invariant)
+            gated = torch.empty_like(a)
+            _run(swiglu, a, b, gated)
+        else:
+            (a, b), added = inputs.apart(x)
+            gated = adapted_product(a, b, added)
         (y,) = output.forward(gated, batch_invariant)
         ctx.save_for_backward(x, a, b, *tensors, *inputs.inner, *output.inner)
         ctx.layouts, ctx.inner = layouts, len(inputs.inner)
@@ -73,22 +77,26 @@ class _SwiGLU(Operation):
         inputs = Layers(layouts[0], tensors[:first], inner[: ctx.inner])
         output = Layers(layouts[1], tensors[first:], inner[ctx.inner :])
         needs_x, _, _, *needed = ctx.needs_input_grad
-        recompute = partial(_gradients, x, inputs, a, b, (needs_x, *needed[:first]))
-        d_x, *gradients = linear_backward(d_y, output, recompute, needed[first:])
-        return d_x, None, None, *gradients
+        with autocast_as_in_forward(d_y):
+            last = output.backward([d_y])
+            d_a, d_b, gated = _gradients(a, b, last, inputs, x)
+            backward = inputs.backward((d_a, d_b))
+            d_x = backward.of_input().view_as(x) if needs_x else None
+            d_inputs = backward.of_tensors(x.flatten(0, -2), needed[:first])
+            return d_x, None, None, *d_inputs, *last.of_tensors(gated, needed[first:])
 
 
-def _gradients(
-    x: Tensor, layers: Layers, a: Tensor, b: Tensor, needed: Sequence[bool], d_gated: Tensor, recompute: bool
-) -> tuple[tuple[Tensor | None, ...], Tensor | None]:
-    """Those of x and of both layers' tensors, as far as needed, and the gated product where it is to `recompute`."""
+def _gradients(a: Tensor, b: Tensor, last: Gradients, inputs: Layers, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients [T, F] of the two factors, and their gated product, from the gradients of the last layer."""
     from hf_packfree.ops.fused.kernels.swiglu import swiglu_backward
 
+    if inputs.low_rank is not None or last.layers.low_rank is not None:
+        d_gated, of_gated = last.of_input_apart()
+        return adapted_product_backward(a, b, d_gated, inputs.factors(x.flatten(0, -2)), of_gated)
+    d_gated = last.of_input()
     d_a, d_b = torch.empty_like(d_gated), torch.empty_like(d_gated)
     _run(swiglu_backward, a, b, d_gated, d_a, d_b)  # overwrites d_gated with the gated product
-    backward = layers.backward((d_a, d_b))
-    d_x = backward.of_input().view_as(x) if needed[0] else None
-    return (d_x, *backward.of_tensors(x.flatten(0, -2), needed[1:])), d_gated if recompute else None
+    return d_a, d_b, d_gated
 
 
 def _run(kernel: Any, a: Tensor, *others: Tensor) -> None:
