@@ -10,7 +10,8 @@ import triton.language as tl
 def split(w, parts, count, width, PAIRED: tl.constexpr, BLOCK: tl.constexpr):
     """parts [count / width, 3, width]: high, middle and low part of w; where PAIRED, high, middle and high.  Grid: blocks."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask, dtype = i < count, parts.dtype.element_ty
+    mask = i < count
+    dtype = parts.dtype.element_ty
     a = tl.load(w + i, mask=mask, other=0.0)
     high = a.to(dtype)
     rest = a - high.to(tl.float32)
@@ -29,7 +30,8 @@ def in_pairs(wide, out, count, rank, ranks, out_stride, scale, BLOCK: tl.constex
     ranks: n r, of which a row of `out` begins `out_stride` elements after another.
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask, dtype = i < count, out.dtype.element_ty
+    mask = i < count
+    dtype = out.dtype.element_ty
     token, column = i // ranks, i % ranks
     place = (column // rank) * 3 * rank + column % rank
     part = wide + token * 3 * ranks + place
