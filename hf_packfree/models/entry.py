@@ -16,7 +16,7 @@ from hf_packfree.models.attention import attention_route
 from hf_packfree.models.rotary import has_fixed_frequencies
 from hf_packfree.models.state import state_of
 from hf_packfree.packing import PackedSequence, PackingInputs, repad, resolve_boundaries, uncompiled, unpad
-
+from hf_packfree.packing.mrope import is_text
 
 UNREAD, UNPACKED = None, False
 """Values of `packed_sequence` without a record: the batch was not read yet; it was read and runs as upstream runs it."""
@@ -46,14 +46,14 @@ def enter(module: Any, arguments: dict[str, Any], *, skip_padding: bool = True) 
     inputs = PackingInputs.from_kwargs(arguments, position_ids=positions, attention_mask=mask)
     if found is UNREAD:
         ids, embeds, cache = (arguments.get(name) for name in ("input_ids", "inputs_embeds", "past_key_values"))
-        state, ours = state_of(module), runs_here(module, inputs, arguments)
+        state, ours, generates = state_of(module), runs_here(module, inputs, arguments), _generates(module, arguments)
         # upstream gives a row of one document with media and boundaries no positions, unless its token types came too
         unnumbered = inputs.named and positions is None
         misread = has_media(arguments) and (unnumbered or compat.MISREADS_IMAGES_WITHOUT_MASK and mask is None)
         found = read_arguments(
             inputs, ids, embeds, cache, config=module.config, unpacked=ours and (misread or state.runs_unpacked),
             skip_padding=skip_padding and ours and state.padded != "upstream",
-            generates=_generates(module, arguments),
+            skip_all=ours and not generates, generates=generates,
         )
     packed: PackedSequence | None = None if found is UNPACKED else found
     arguments["packed_sequence"] = UNPACKED if packed is None else packed
@@ -91,6 +91,7 @@ def read_arguments(
     *,
     config: Any,
     skip_padding: bool = False,
+    skip_all: bool = False,
     unpacked: bool = False,
     generates: bool = False,
 ) -> PackedSequence | None:
@@ -102,6 +103,7 @@ def read_arguments(
         past_key_values: transformers' cache, or None.
         config: of the model, which names the token that pads.
         skip_padding: build a record for padded rows of one document too, see `runs_here`.
+        skip_all: build one for a batch of nothing but padding.
         unpacked: build one for rows of one document without padding too.
         generates: the call may be a step of generation without a cache, see `resolve_boundaries`.
 
@@ -126,7 +128,8 @@ def read_arguments(
     drop, same, is_padding = misread or skip_padding, _same_token(tokens), _is_token(input_ids, pad)
     packed = resolve_boundaries(
         inputs, shape, tokens.device, same,
-        drop_padding=drop, cached=cached, generates=generates or cached, is_padding=is_padding,
+        drop_padding=drop, drop_all=drop or skip_all, cached=cached, generates=generates or cached,
+        is_padding=is_padding,
     )
     if packed is None and unpacked and _has_no_padding(inputs.attention_mask) and shape[0] * shape[1] > 0:
         packed = PackedSequence.from_lengths([shape[1]] * shape[0], device=tokens.device, batch_shape=shape, plain=True)
@@ -180,14 +183,6 @@ def _has_no_padding(mask: Any) -> bool:
 def _may_begin_with_padding(mask: Any) -> bool:
     """Whether a mask can say that padding comes in front of a real token: everything but a 2-D one that only falls."""
     return not isinstance(mask, Tensor) or mask.ndim != 2 or bool(((mask[:, 1:] != 0) & (mask[:, :-1] == 0)).any())
-
-
-def is_text(position_ids: Tensor | None) -> bool:
-    """Whether positions are one number per token: none, 2-D, or a stack whose last three rows are equal."""
-    if position_ids is None or position_ids.ndim < 3:
-        return True
-    rows = position_ids[-3:]
-    return bool((rows == rows[:1]).all())
 
 
 def _current(mask: Any, tokens: int) -> Any:

@@ -91,7 +91,7 @@ class PackedHead(Head):
         if not _is_whole_batch(arguments):
             return upstream(**arguments)
         all_logits = wants_all_logits(arguments)  # generation without a cache stays upstream's, its padding included
-        skip_padding = all_logits or self.training or state_of(self).runs_unpacked
+        skip_padding = all_logits or self.training or (state_of(self).runs_unpacked and not _goes_on_from_padding(arguments))
         packed = enter(self, arguments, skip_padding=skip_padding)
         if packed is None:
             return upstream(**arguments)
@@ -153,7 +153,7 @@ class PackedHead(Head):
 
     def _restore_shape(self, output: Any, packed: PackedSequence) -> None:
         restore_layers(output, packed)
-        lazy = state_of(self).padded == "lazy" and self.training and output.loss is not None
+        lazy = state_of(self).padded == "lazy" and self.training and output.loss is not None and packed.num_documents > 0
         dropped = packed.indices is not None and not torch.compiler.is_compiling() and not is_transformed()
         padded = None if torch.compiler.is_compiling() else vars(output.logits).pop(_PADDED, None)
         output.logits = (lazy_repad if lazy and dropped else repad)(output.logits, packed) if padded is None else padded
@@ -164,6 +164,13 @@ def _is_whole_batch(arguments: dict[str, Any]) -> bool:
     one_input = (arguments.get("input_ids") is None) != (arguments.get("inputs_embeds") is None)
     fresh = arguments.get("past_key_values") is None and arguments.get("packed_sequence") is not UNPACKED
     return one_input and fresh
+
+
+def _goes_on_from_padding(arguments: dict[str, Any]) -> bool:
+    """Whether one logit per row is wanted, and some row's is padding's: generation from right-padded prompts."""
+    mask, kept = arguments.get("attention_mask"), arguments.get("logits_to_keep")
+    last = mask[:, -1] if isinstance(mask, Tensor) and mask.ndim == 2 else None
+    return last is not None and isinstance(kept, int) and kept == 1 and not bool(last.all())
 
 
 def _batch_arguments(given: dict[str, Any], packed: PackedSequence) -> dict[str, Any]:
@@ -201,8 +208,8 @@ def _taken_by(loss: Any) -> Callable[[str], bool]:
 
 
 def at_least_one(items: Any) -> Any:
-    """Return the count that a sum of losses is divided by; of nothing, the sum is zero and so is its mean."""
-    return items.clamp(min=1) if isinstance(items, Tensor) else max(items, 1)
+    """Return the count that a sum of losses is divided by: the caller's, or 1 for none, of which the sum is zero."""
+    return items + (items == 0) if isinstance(items, Tensor) else items or 1
 
 
 def _row_arguments(given: dict[str, Any], packed: PackedSequence) -> dict[str, Any]:
@@ -225,6 +232,10 @@ class _Classifier(Head):
         if not _is_whole_batch(arguments):
             return upstream(**arguments)
         packed = enter(self, arguments)
+        if packed is not None and packed.num_documents == 0:
+            output = upstream(**arguments | {"return_dict": True})
+            _forget_losses(output)
+            return as_requested(output, arguments, self.config)
         dropped = packed is not None and packed.plain and packed.indices is not None
         if packed is not None and dropped and self._reads_padding(repad(packed.is_real(), packed), arguments):
             keep_padding(packed, arguments)
@@ -251,7 +262,9 @@ class TokenHead(_Classifier):
 
     def _reads_padding(self, real: Tensor, arguments: dict[str, Any]) -> bool:
         labels = arguments.get("labels")
-        return labels is not None and bool((labels[~real] != IGNORED).any())
+        if labels is None or labels.numel() != real.numel():  # which is an error of upstream's to raise
+            return labels is not None
+        return bool((labels.reshape(real.shape)[~real] != IGNORED).any())
 
 
 class SpanHead(_Classifier):

@@ -24,11 +24,14 @@ def shifted_labels(arguments: dict[str, Any], packed: PackedSequence, shape: tor
         shape: of the result: (B, S), or that of the tokens whose logits are kept.
 
     Returns:
-        int64 of that shape; None where labels have another one, and rows of one document: upstream knows what they mean.
+        int64 of that shape, all ignored in a batch without documents; None where labels have another shape, and rows one
+        document: upstream knows what they mean.
 
     Raises:
         UnsupportedInput: packed rows have labels of another shape.
     """
+    if packed.num_documents == 0:
+        return torch.full(shape, arguments.get("ignore_index", IGNORED), device=packed.seq_idx.device)
     name = "labels" if arguments.get("shift_labels") is None else "shift_labels"
     given = arguments[name]
     found = tuple(given.shape) if isinstance(given, Tensor) else f"type {type(given).__name__}"

@@ -95,14 +95,14 @@ def media_of(source: Any, row: RowMedia) -> list[Media]:
     with_text_between_frames = not counts_seconds(source)
     audio = getattr(config, "audio_token_id", None)
     for name, grids in (("image", row.image_grid_thw), ("video", row.video_grid_thw)):
-        grids = torch.zeros(0, 3, dtype=torch.int64) if grids is None else grids.long()
-        runs: Tensor | None = torch.ones(len(grids), dtype=torch.int64)
+        grids = torch.zeros(0, 3, dtype=torch.int64, device="cpu") if grids is None else grids.long()
+        runs: Tensor | None = torch.ones(len(grids), dtype=torch.int64, device="cpu")
         if name == "video":
             runs = None if audio is not None else grids[:, 0] if with_text_between_frames else runs
         sizes = grids.prod(-1) // config.vision_config.spatial_merge_size**2
         kinds.append(Media(name=name, token=getattr(config, f"{name}_token_id"), sizes=sizes, runs=runs))
     if audio is not None:
-        frames = torch.zeros(0, dtype=torch.int64) if row.audio_lengths is None else row.audio_lengths.long()
+        frames = torch.zeros(0, dtype=torch.int64, device="cpu") if row.audio_lengths is None else row.audio_lengths.long()
         sizes = audio_tokens(frames, getattr(config.audio_config, "n_window", 50))
         kinds.append(Media(name="audio", token=audio, sizes=sizes))
     return kinds
@@ -135,7 +135,7 @@ def document_positions(source: Any, input_ids: Tensor, media: RowMedia) -> Tenso
     Raises:
         UnsupportedInput: videos with sound and silent ones in one document.
     """
-    text = torch.arange(input_ids.shape[1])[None]
+    text = torch.arange(input_ids.shape[1], device="cpu")[None]
     if media.is_empty:
         return text.expand(4, -1, -1)
     wanted = _parameters(source)
@@ -271,4 +271,4 @@ def _check_flag(config: Any, input_ids: Tensor, use_audio_in_video: bool) -> Non
 
 def _first_given(arguments: Mapping[str, Any], *names: str) -> Any:
     value = next((arguments[name] for name in names if arguments.get(name) is not None), None)
-    return torch.tensor(value) if isinstance(value, (list, tuple)) else value
+    return torch.tensor(value, device="cpu") if isinstance(value, (list, tuple)) else value

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from hf_packfree.errors import BoundaryError, UnsupportedInput
 from hf_packfree.models.base import Replacement
-from hf_packfree.models.entry import as_requested, enter, is_text, restore_layers, row_of_each, row_positions
+from hf_packfree.models.entry import as_requested, enter, restore_layers, row_of_each, row_positions
 from hf_packfree.models.idle_tower import run_beside_idle_tower
 from hf_packfree.models.mrope import RowMedia, items_of_documents, media_of, packed_positions
 from hf_packfree.models.vision_attention import PackedVisionTower, mark_packed
 from hf_packfree.packing import PackedSequence, repad, uncompiled
 from hf_packfree.packing.media import Media
+from hf_packfree.packing.mrope import is_text
 
 FEATURES = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
 """The keyword of each kind of media."""

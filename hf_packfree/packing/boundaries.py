@@ -42,9 +42,10 @@ class RealTokens:
     def from_mask(cls, real: Tensor) -> RealTokens:
         """Build from a mask: bool [B, S], True for real tokens."""
         has_padding, row_length = not bool(real.all()), real.shape[1]
-        indices = real.reshape(-1).nonzero()[:, 0] if has_padding else torch.arange(real.numel())
+        indices = real.reshape(-1).nonzero()[:, 0] if has_padding else torch.arange(real.numel(), device="cpu")
         if len(real) == 1:
-            row, row_changes = torch.zeros_like(indices), torch.zeros(max(len(indices) - 1, 0), dtype=torch.bool)
+            row = torch.zeros_like(indices)
+            row_changes = row[1:] != 0
         else:
             row = indices // row_length
             row_changes = row.diff() != 0
@@ -93,7 +94,7 @@ class BoundarySpec:
         # positions may also count the padding between two real tokens
         if self.step and tokens.has_padding:
             continues |= growth == tokens.indices.diff()
-        starts = torch.ones(len(tokens.indices), dtype=torch.bool)
+        starts = torch.ones_like(tokens.indices, dtype=torch.bool)
         starts[1:] = tokens.row_changes | ~continues
         return starts
 
@@ -128,7 +129,7 @@ def parse_cu_seqlens(name: str, cu_seqlens: Tensor, shape: tuple[int, int], devi
             f"found {name}={_short(offsets)}; wanted offsets that start at 0, never decrease and end at {total}, the "
             f"tokens of the batch; {_CUT if offsets.numel() == shape[0] else 'give trailing padding a segment of its own'}"
         )
-    values = torch.repeat_interleave(torch.arange(offsets.numel() - 1), offsets.diff()).view(shape)
+    values = torch.repeat_interleave(torch.arange(offsets.numel() - 1, device="cpu"), offsets.diff()).view(shape)
     if bool((values[1:, 0] == values[:-1, -1]).any()):
         raise BoundaryError(
             f"found {name}={_short(offsets)} with a document that runs from one row of {shape[1]} tokens into the "
@@ -239,7 +240,7 @@ def join_trailing_padding(
         padding: the numbers, of M, of the tokens at which trailing padding starts.
     """
     indices, row = tokens.indices, tokens.row
-    row_ends = torch.cat((tokens.row_changes.nonzero()[:, 0], torch.tensor([len(indices) - 1])))
+    row_ends = torch.nn.functional.pad(tokens.row_changes.nonzero()[:, 0], (0, 1), value=len(indices) - 1)
     joined, padding = starts.clone(), []
     for end in row_ends.tolist():
         if end == 0 or not starts[end] or row[end] != row[end - 1]:

@@ -33,6 +33,7 @@ def resolve_boundaries(
     same_token: Callable[[Tensor, int], Tensor],
     *,
     drop_padding: bool = False,
+    drop_all: bool = False,
     cached: bool = False,
     generates: bool = False,
     is_padding: Callable[[int], bool] = lambda index: False,
@@ -46,6 +47,7 @@ def resolve_boundaries(
         same_token: called with int64 [M] indices into the flattened [B*S] and one index more; returns bool [M] on the host,
             True for the tokens equal to that one.
         drop_padding: also build a record for rows of one document whose padding, at either end, is in a 0/1 mask.
+        drop_all: also build one for a batch of nothing but padding, of which upstream's mean loss is NaN.
         cached: the call continues or fills a cache: rows of one document are upstream's however their mask looks.
         generates: the call asks for next tokens alone: positions that restart behind a hole, but not at 0, go on with their
             document, as transformers' generation from right-padded prompts means them.
@@ -53,14 +55,16 @@ def resolve_boundaries(
 
     Returns:
         None when every row holds one document and upstream reads from the same inputs what its padding is.  With
-        `drop_padding` None only when there is none to drop.  A batch of nothing but padding becomes one token in a padding
-        segment.
+        `drop_padding` None only when there is none to drop.  A batch of nothing but padding becomes, with `drop_all` or where
+        upstream reads it otherwise, one token in a padding segment.
 
     Raises:
         BoundaryError: an input is malformed.
         BoundaryConflict: two inputs disagree.
         UnsupportedInput: padding inside a document of a packed batch.
     """
+    if not inputs.given:
+        return None
     offsets = _offsets_of_one_row(inputs, shape, device)
     if offsets is not None:
         lengths = offsets.diff()
@@ -76,7 +80,7 @@ def resolve_boundaries(
     tokens = RealTokens.from_mask(real)
     refuse_jumps(specs, tokens)
     if tokens.indices.numel() == 0:
-        upstreams = _is_plain(specs, real, 0, cached=cached) and (cached or not drop_padding)
+        upstreams = _is_plain(specs, real, 0, cached=cached) and (cached or not drop_all)
         return None if upstreams or real.numel() == 0 else _nothing_but_padding(shape, device)
     starts, longest, padding, unclear = _agree(specs, tokens, same_token, is_padding)
     if inputs.position_ids is not None and not any(spec.name == "position_ids" for spec in specs):
@@ -131,7 +135,7 @@ def _parse(inputs: PackingInputs, shape: tuple[int, int], device: torch.device, 
 
 def _real(specs: list[BoundarySpec], shape: tuple[int, int]) -> Tensor:
     """bool [B, S]: the tokens that no format calls padding."""
-    real = torch.ones(shape, dtype=torch.bool)
+    real = torch.ones(shape, dtype=torch.bool, device="cpu")
     for spec in specs:
         real = real if spec.real is None else real & spec.real
     return real
@@ -184,18 +188,18 @@ def _pads_row_ends(real: Tensor) -> bool:
 
 
 def _nothing_but_padding(shape: tuple[int, int], device: torch.device) -> PackedSequence:
-    first = torch.zeros(1, dtype=torch.int64)
+    first = torch.zeros(1, dtype=torch.int64, device="cpu")
     return PackedSequence.from_lengths(
         [1], device=device, batch_shape=shape, indices=first, padding_segments=[0], plain=True
     )
 
 
 def _row_starts(tokens: RealTokens) -> Tensor:
-    return torch.cat((torch.ones(1, dtype=torch.bool), tokens.row_changes))
+    return torch.nn.functional.pad(tokens.row_changes, (1, 0), value=True)
 
 
 def _lengths(starts: Tensor) -> Tensor:
-    return torch.cat((starts.nonzero()[:, 0], torch.tensor([starts.numel()]))).diff()
+    return torch.nn.functional.pad(starts.nonzero()[:, 0], (0, 1), value=starts.numel()).diff()
 
 
 def _is_plain(specs: list[BoundarySpec], real: Tensor, num_documents: int, *, cached: bool) -> bool:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from hf_packfree.errors import BoundaryError
+from hf_packfree.errors import BoundaryError, UnsupportedInput
 from hf_packfree.packing.record import PackedSequence
 
 HF_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -49,7 +50,8 @@ class PackingInputs:
         seq_idx: integers [B, S], the document of every token; below 0 is padding.
 
     Raises:
-        BoundaryError: what should be a tensor is none, or is one without values, on meta.
+        BoundaryError: what should be a tensor is none, or one without values, on meta, or not dense.
+        UnsupportedInput: under torch.export.
     """
 
     position_ids: Tensor | None = None
@@ -87,6 +89,11 @@ class PackingInputs:
         return cls(position_ids, attention_mask, **{name: kwargs.pop(name, None) for name in HF_KEYWORDS})
 
     @property
+    def given(self) -> list[str]:
+        """The names of what was passed."""
+        return [name for name, value in vars(self).items() if value is not None]
+
+    @property
     def named(self) -> bool:
         """Whether boundaries were passed under upstream's packing keywords."""
         return any(value is not None for value in (self.cu_seq_lens_q, self.cu_seq_lens_k, self.seq_idx))
@@ -115,8 +122,18 @@ def _no_tensor(name: str, given: Any) -> BoundaryError:
 
 
 def _check_values(name: str, given: Any) -> None:
-    if isinstance(given, Tensor) and given.is_meta:
+    if not isinstance(given, Tensor):
+        return
+    if torch.compiler.is_exporting():
+        raise UnsupportedInput(
+            f"found torch.export of a patched model with {name}, whose values decide what runs; wanted tokens alone; call "
+            "remove_patches(model) before the export"
+        )
+    if given.is_meta:
         raise BoundaryError(f"found {name} on meta, without values; wanted it on the device of the tokens; build it there")
+    if given.layout != torch.strided or given.is_nested or given.is_quantized:
+        kind = "nested" if given.is_nested else "quantised" if given.is_quantized else str(given.layout)
+        raise BoundaryError(f"found {name} as a {kind} tensor; wanted a dense one; call .to_dense(), or pad it")
 
 
 def to_hf_kwargs(packed: PackedSequence) -> Mapping[str, Any]:

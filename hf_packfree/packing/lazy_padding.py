@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from hf_packfree.errors import UnsupportedInput
 from hf_packfree.packing.padding import repad, unpad
 from hf_packfree.packing.record import PackedSequence
 
 _aten = torch.ops.aten
 _ALIASES = {_aten.detach.default, _aten.alias.default}
+_DETACH = _aten.detach_.default
 _CAST = _aten._to_copy.default
 
 
@@ -71,6 +73,11 @@ class LazyPaddedTensor(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Run any operation on the padded tensor; an in-place operation changes that tensor, which later reads return."""
         kwargs = kwargs or {}
+        if torch.Tag.inplace_view in func.tags and func is not _DETACH and isinstance(args[0], cls):
+            raise UnsupportedInput(
+                f"found {func.overloadpacket.__name__} of lazy logits, which changes their shape in place; wanted an operation "
+                "that returns a tensor; call the one without the underscore, or patch with padded='full'"
+            )
         if func in _ALIASES:
             return cls(args[0].source)
         if func is _CAST and args[0].source.padded is None and kwargs.keys() <= {"dtype", "non_blocking"}:
@@ -146,12 +153,26 @@ class LazyPaddedTensor(Tensor):
         super().retain_grad() if row is None else row.retain_grad()
 
     @property
+    def retains_grad(self) -> bool:  # type: ignore[override]
+        """Whether `retain_grad` was called."""
+        row = self._before_the_loss()
+        return super().retains_grad if row is None else row.retains_grad
+
+    @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
         """What `retain_grad` keeps."""
         row = self._before_the_loss()
         if row is None:
             return super().grad
         return None if row.grad is None else repad(row.grad, self.source.packed)
+
+    @grad.setter
+    def grad(self, values: Tensor | None) -> None:
+        row = self._before_the_loss()
+        if row is None:
+            Tensor.grad.__set__(self, values)  # type: ignore[attr-defined]
+        else:
+            row.grad = None if values is None else unpad(values, self.source.packed)
 
 
 def _read(lazy: LazyPaddedTensor) -> Tensor:

@@ -16,6 +16,14 @@ from hf_packfree.packing.boundaries import RealTokens
 _COUNTS_TO = {torch.float16: 2048, torch.bfloat16: 256}
 
 
+def is_text(position_ids: Tensor | None) -> bool:
+    """Whether positions are one number per token: none, 2-D, or a stack whose last three rows are equal."""
+    if position_ids is None or position_ids.ndim < 3:
+        return True
+    rows = position_ids[-3:]
+    return bool((rows == rows[:1]).all())
+
+
 def check_rows(position_ids: Any) -> None:
     """Refuse positions in half precision, and four rows whose first is not one of text positions.
 

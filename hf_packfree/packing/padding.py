@@ -68,6 +68,8 @@ def repad(row: Tensor, packed: PackedSequence) -> Tensor:
         # the same tensor, so that hooks on the logits of one row see the gradient of the loss
         return row if rows == 1 else row[0].reshape(rows, tokens, *row.shape[2:])
     flat = row.new_zeros((rows * tokens, *row.shape[2:]))
+    if packed.num_documents == 0:  # what stands for a batch of nothing but padding is padding too, and keeps its history
+        row = row.masked_fill(torch.ones_like(row, dtype=torch.bool), 0)
     return flat.index_copy(0, packed.indices.to(row.device), row[0]).reshape(rows, tokens, *row.shape[2:])
 
 
@@ -81,10 +83,10 @@ def with_left_pad_tokens(packed: PackedSequence, indices: Tensor) -> PackedSeque
     assert packed.indices is not None
     kept = torch.cat((packed.indices.to("cpu"), indices))
     order = kept.argsort()
-    starts = torch.zeros(packed.num_tokens, dtype=torch.bool)
+    starts = torch.zeros(packed.num_tokens, dtype=torch.bool, device="cpu")
     starts[packed.cu_seqlens_cpu[:-1].long()] = True
     starts = torch.cat((starts, torch.ones_like(indices, dtype=torch.bool)))[order]
-    lengths = torch.cat((starts.nonzero()[:, 0], torch.tensor([starts.numel()]))).diff()
+    lengths = torch.nn.functional.pad(starts.nonzero()[:, 0], (0, 1), value=starts.numel()).diff()
     left_pads = tuple((starts.cumsum(0) - 1)[order >= packed.num_tokens].tolist())
     longer = PackedSequence.from_lengths(
         lengths,

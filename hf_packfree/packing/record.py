@@ -222,7 +222,7 @@ class PackedSequence:
 
     def _segments_outside(self, segments: Sequence[int]) -> Tensor:
         """Return bool [N] on the host: False for these segments."""
-        outside = torch.ones(self.num_segments, dtype=torch.bool)
+        outside = torch.ones(self.num_segments, dtype=torch.bool, device="cpu")
         outside[list(segments)] = False
         return outside
 

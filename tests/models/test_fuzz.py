@@ -83,6 +83,23 @@ def test_the_control_fails_unpatched(monkeypatch):
             check(case)
 
 
+@pytest.mark.parametrize("name", fuzz.FORMATS)
+def test_a_default_device_changes_nothing(name):
+    """What is planned on the host stays there where a script has moved torch's default device."""
+    numbers = torch.tensor([[0] * 4 + [1] * 3 + [2] + [-1] * 2, [-1] * 2 + [0] * 8])
+    given = {"input_ids": torch.arange(3, 23).view(2, 10), "use_cache": False, **fuzz.FORMATS[name](numbers).arguments}
+    model = fuzz.patched("qwen3_5", "sdpa", ()).train()
+
+    def step():
+        output = model(**given, labels=given["input_ids"])
+        return torch.autograd.grad(output.loss, model.lm_head.weight)[0], output.logits.detach().clone()
+
+    wanted = step()
+    with torch.device("meta"):
+        found = step()
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted))
+
+
 QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
 
 

@@ -75,3 +75,14 @@ def test_prompts_of_embeddings_and_of_a_cache(family):
     wanted = run(model)
     found = run(apply_patches(model))
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("rows", ["right padded", "one row of nothing"])
+@pytest.mark.parametrize("options", [{"unpacked": "native"}, {"batch_invariant": True}], ids=str)
+def test_prompts_that_end_in_padding_without_a_cache_whatever_the_options(options, rows):
+    """The next token is chosen from logits at padding, of which only transformers makes something."""
+    model = tiny().eval()
+    mask = LEFT.flip(1) if rows == "right padded" else LEFT * torch.tensor([[1], [0]])
+    prompt = {"input_ids": IDS * mask, "attention_mask": mask, "use_cache": False, "max_new_tokens": 3, "do_sample": False}
+    wanted = model.generate(**prompt, pad_token_id=0)
+    assert torch.equal(apply_patches(model, **options).generate(**prompt, pad_token_id=0), wanted)

@@ -193,6 +193,32 @@ def test_classifiers(name, side, case):
         assert torch.equal(found.loss, wanted.loss)
 
 
+@pytest.mark.parametrize("on_padding", [False, True])
+def test_a_token_classifiers_labels_may_be_flat(on_padding):
+    """transformers takes them in any shape of that many; another number is its error."""
+    model, batch = classifier("Qwen3NextForTokenClassification"), padded_batch("right")
+    mask, given = batch["attention_mask"], {name: batch[name] for name in ("input_ids", "attention_mask")}
+    labels = (batch["input_ids"] % 3).masked_fill((mask == 0) & (not on_padding), IGNORED)
+    wanted = model(**given, labels=labels).loss
+    apply_patches(model)
+    assert torch.allclose(model(**given, labels=labels.flatten()).loss, wanted, rtol=LOSS_TOL)
+    with pytest.raises(ValueError, match="match target batch_size"):
+        model(**given, labels=labels[:, 1:].contiguous())
+
+
+@pytest.mark.parametrize("kind", ["seq_idx", "attention_mask"])
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_classifiers_of_nothing_but_padding_have_zero_loss(name, kind):
+    model, ids = apply_patches(classifier(name)).train(), torch.full((2, 5), 7)
+    given = {"seq_idx": torch.full((2, 5), -1)} if kind == "seq_idx" else {"attention_mask": torch.zeros(2, 5)}
+    spans = name.endswith("QuestionAnswering")
+    labels = torch.tensor([1, 2]) if not name.endswith("TokenClassification") else torch.full((2, 5), IGNORED)
+    given |= {"start_positions": labels, "end_positions": labels} if spans else {"labels": labels}
+    output = model(input_ids=ids, **given)
+    output.loss.backward()
+    assert output.loss == 0 and not any(grad.any() for grad in gradients(model).values())
+
+
 def vision_language():
     config = configuration_qwen3_5.Qwen3_5Config(
         text_config=tiny("qwen3_5").config.to_dict(),

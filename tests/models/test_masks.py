@@ -256,6 +256,31 @@ def test_nothing_but_padding_is_loss_0_and_zero_gradients_however_it_is_said(fam
     assert grads.keys() == dict(model.named_parameters()).keys() and not any(bool(grad.any()) for grad in grads.values())
 
 
+@pytest.mark.parametrize("labels", ["as tokens", "of another shape"])
+@pytest.mark.parametrize("way", ["2-D", "seq_idx", "a dict of both"])
+@pytest.mark.parametrize("keep", [0, 1])
+def test_nothing_but_padding_is_loss_0_whatever_runs_padded_rows(way, keep, labels):
+    """transformers' mean over nothing is NaN, and so are its gradients: one such batch ends a training run."""
+    model, ids = apply_patches(tiny(), padded="upstream"), torch.full((2, 5), 3)
+    targets = ids if labels == "as tokens" else ids[None]
+    output = model(input_ids=ids, labels=targets, use_cache=False, logits_to_keep=keep, **NOTHING[way])
+    output.loss.backward()
+    assert output.loss == 0 and not any(bool(grad.any()) for grad in gradients(model).values())
+
+
+@pytest.mark.parametrize("keep", [0, 5, torch.tensor([0, 3])])
+@pytest.mark.parametrize("options", [{}, {"padded": "full"}, {"unpacked": "native"}], ids=str)
+def test_nothing_but_padding_has_zeros_for_logits_and_states(options, keep):
+    model, ids = apply_patches(tiny(), **options), torch.full((2, 5), 3)
+    output = model(
+        input_ids=ids, labels=ids[:, :2] if torch.is_tensor(keep) else ids, logits_to_keep=keep, output_hidden_states=True,
+        **NOTHING["seq_idx"],
+    )
+    assert output.logits.shape == (2, 2 if torch.is_tensor(keep) else 5, 128)
+    assert not output.logits.any() and not any(states.any() for states in output.hidden_states)
+    assert not model.model(input_ids=ids, **NOTHING["seq_idx"]).last_hidden_state.any()
+
+
 # positions ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("count", [1, 3, 4])
 @pytest.mark.parametrize("lengths", [(10,), (4, 6)])

@@ -266,3 +266,12 @@ def test_a_record_from_the_caller_is_read_for_the_loss():
     cache = model(input_ids=IDS[:1], use_cache=True).past_key_values
     with pytest.raises(CacheConflict, match="found a PackedSequence together with past_key_values"):
         model(input_ids=IDS[:1], packed_sequence=record, past_key_values=cache)
+
+
+@pytest.mark.parametrize("items", [0.5, torch.tensor(0.25), -3])
+def test_a_count_is_the_callers_whatever_it_is(items):
+    """Only nothing is counted as one: trainers may divide by a weight, which can be below 1."""
+    ids, mask = IDS[:2], torch.ones(2, IDS.shape[1]).tril(IDS.shape[1] - 2).long()
+    call = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100), "num_items_in_batch": items}
+    wanted = tiny()(**call).loss
+    assert torch.allclose(apply_patches(tiny())(**call).loss, wanted, rtol=1e-5)

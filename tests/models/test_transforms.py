@@ -90,3 +90,29 @@ def test_kernels_that_torch_cannot_transform_are_refused():
     model.model.packfree = state
     with pytest.raises(UnsupportedInput, match="that runs on conv: triton, delta_rule: fla, .*backend='torch'"):
         by_transform(model, packed_row())
+
+
+class Exported(torch.nn.Module):
+    """What a user exports: the logits of a model's tokens, and of more if there is."""
+
+    def __init__(self, model, **more):
+        super().__init__()
+        self.model, self.more = model.eval(), more
+
+    def forward(self, ids):
+        """Return logits."""
+        return self.model(input_ids=ids, use_cache=False, **self.more).logits
+
+
+def test_tokens_alone_are_exported_as_upstreams():
+    ids, model = torch.arange(2, 12)[None], tiny()
+    wanted = model.eval()(input_ids=ids, use_cache=False).logits
+    found = torch.export.export(Exported(apply_patches(model)), (ids,), strict=False).module()(ids)
+    assert torch.allclose(found, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("more", [{"attention_mask": torch.ones(1, 10)}, {"position_ids": torch.arange(10)[None]}], ids=list)
+def test_what_may_hold_boundaries_is_not_exported(more):
+    """The documents of one example would be in the graph."""
+    with pytest.raises(UnsupportedInput, match=f"found torch.export of a patched model with {next(iter(more))}"):
+        torch.export.export(Exported(apply_patches(tiny()), **more), (torch.arange(2, 12)[None],), strict=False)

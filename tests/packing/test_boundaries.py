@@ -252,6 +252,17 @@ def test_arrays_and_tensors_without_values(name):
         resolve((1, 9), **{name: given.to("meta")})
 
 
+@pytest.mark.parametrize("name", ["position_ids", "seq_idx", "attention_mask", "cu_seq_lens_q"])
+@pytest.mark.parametrize("make", [
+    torch.Tensor.to_sparse, lambda given: torch.nested.nested_tensor([given.float()]),
+    lambda given: torch.quantize_per_tensor(given.float(), 1.0, 0, torch.quint8),
+], ids=["sparse", "nested", "quantised"])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:torch.*quantize")
+def test_tensors_of_other_layouts(name, make):
+    with pytest.raises(BoundaryError, match=f"found {name} as a .* tensor; wanted a dense one"):
+        PackingInputs(**{name: make(torch.tensor([[0, 1, 2, 0]]))})
+
+
 def test_block_diagonal_masks():
     mask = block_mask(one_row([4, 5])["seq_idx"])
     assert resolve((1, 9), attention_mask=mask).lengths == [4, 5]

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from hf_packfree import PackedSequence, apply_patches
+from hf_packfree.errors import UnsupportedInput
 from hf_packfree.packing import lazy_repad, repad
 from hf_packfree.packing.lazy_padding import LazyPaddedTensor
 from tests.models.padded import padded_batch
@@ -190,3 +191,38 @@ def test_without_retain_grad_there_is_none():
     lazy.sum().backward()
     with pytest.warns(UserWarning, match="not a leaf"):
         assert lazy.grad is None
+
+
+def test_a_leaf_made_of_lazy_logits_gets_and_loses_its_gradient():
+    leaf = lazy_repad(VALUES, record()).detach().requires_grad_()
+    for _ in range(2):
+        leaf.square().sum().backward()
+        assert torch.equal(leaf.grad, 2 * repad(VALUES, record()))
+        leaf.grad = None
+    assert leaf.grad is None
+
+
+def test_a_kept_gradient_is_forgotten_and_known_to_be_kept():
+    row = VALUES.clone().requires_grad_() * 1.0
+    lazy = lazy_repad(row, record())
+    assert not lazy.retains_grad
+    lazy.retain_grad()
+    row.sum().backward(retain_graph=True)
+    assert lazy.retains_grad and lazy.grad.sum() == 8
+    lazy.grad = None
+    assert lazy.grad is None
+
+
+RESHAPING = {
+    "squeeze_": lambda tensor: tensor.squeeze_(), "unsqueeze_": lambda tensor: tensor.unsqueeze_(0),
+    "transpose_": lambda tensor: tensor.transpose_(0, 1), "resize_": lambda tensor: tensor.resize_(4),
+    "set_": lambda tensor: tensor.set_(torch.ones(3)), "as_strided_": lambda tensor: tensor.as_strided_((2, 2), (1, 1)),
+}
+
+
+@pytest.mark.parametrize("way", RESHAPING)
+def test_another_shape_in_place_is_refused_and_changes_nothing(way):
+    lazy = lazy_repad(VALUES, record()).detach()
+    with pytest.raises(UnsupportedInput, match=f"found .*{way}.* logits"):
+        RESHAPING[way](lazy)
+    assert torch.equal(lazy + 0, repad(VALUES, record()))

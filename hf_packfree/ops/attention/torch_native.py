@@ -43,11 +43,11 @@ def plan_buckets(packed: PackedSequence) -> Buckets:
     a few dozen calls at most.
     """
     starts, lengths = packed.cu_seqlens_cpu[:-1].long(), packed.cu_seqlens_cpu.diff().long()
-    padded = torch.tensor([_round_up(length) for length in lengths.tolist()])
+    padded = torch.tensor([_round_up(length) for length in lengths.tolist()], device="cpu")
     buckets, tokens = [], []
     for size in padded.unique().tolist():
         member = padded == size
-        position = torch.arange(size)
+        position = torch.arange(size, device="cpu")
         gather = starts[member, None] + torch.minimum(position[None], lengths[member, None] - 1)
         is_real = position[None] < lengths[member, None]
         tokens.append(gather[is_real])

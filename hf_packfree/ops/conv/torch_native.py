@@ -42,7 +42,7 @@ class Block(NamedTuple):
 def plan_blocks(packed: PackedSequence, taps: int, size: int) -> tuple[Block, ...]:
     """Build the tables on the host and move them to the row's device."""
     starts = packed.cu_seqlens_cpu[:-1].long()
-    grid = starts[:, None] + torch.arange(taps - 1)
+    grid = starts[:, None] + torch.arange(taps - 1, device="cpu")
     inside = grid < packed.cu_seqlens_cpu[1:, None]
     edges, positions = grid[inside], (grid - starts[:, None])[inside]
     blocks = []

@@ -80,9 +80,9 @@ def plan_windows(packed: PackedSequence, chunk: int, limit: int) -> tuple[Window
     bounds = packed.cu_seqlens_cpu.long()
     counts, order = _by_chunks(packed, chunk)
     docs = packed.num_segments - counts.bincount().cumsum(0)  # docs[j]: documents of more than j chunks; the last is 0
-    number = torch.arange(len(docs)).repeat_interleave(docs)
-    doc = order[torch.arange(len(number)) - (docs.cumsum(0) - docs)[number]]
-    token = (bounds[doc] + number * chunk)[:, None, None] + torch.arange(chunk)
+    number = torch.arange(len(docs), device="cpu").repeat_interleave(docs)
+    doc = order[torch.arange(len(number), device="cpu") - (docs.cumsum(0) - docs)[number]]
+    token = (bounds[doc] + number * chunk)[:, None, None] + torch.arange(chunk, device="cpu")
     end = bounds[doc + 1, None, None]
     tables = token.minimum(end - 1), token.where(token < end, packed.num_tokens)
 
