@@ -15,6 +15,7 @@ from torch import nn
 from hf_packfree._version import __version__
 from hf_packfree.models.attention import drops_out
 from hf_packfree.models.state import Kernels, PatchState
+from hf_packfree.ops import delta_rule
 from hf_packfree.ops.backend import Fault, installed
 from hf_packfree.patching.backends import OPS
 from hf_packfree.patching.exactness import why_rounding
@@ -50,6 +51,8 @@ class PatchReport:
         attention: the attention implementation the model was loaded with.
         versions: {package: installed version, or None}.
         inexact: {operation: backend} of forced backends whose results for a document depend on its row.
+        in_segments: whether the delta rule walks long documents of a row of few in segments, where the model is now; exact, but
+            rounded otherwise than in another row.
         left_alone: {class name of a head that runs a forward of its own: what its loss then needs}.
         rounding: why a document gets, where the model is now, what it gets alone only up to rounding; None: bit for bit in
             the layers' forward pass, as `tests/gpu` checks it.
@@ -67,6 +70,7 @@ class PatchReport:
     attention: str | None
     versions: dict[str, str | None]
     inexact: dict[str, str]
+    in_segments: bool
     left_alone: dict[str, str]
     rounding: str | None
 
@@ -89,7 +93,8 @@ class PatchReport:
         if not self.patched:
             return f"{self.model} is not patched; packed rows leak between documents"
         swapped = ", ".join(f"{count} {name}" for name, count in self.swaps.items())
-        runs = ", ".join(f"{op}: {self._with_version(op, name)}" for op, name in self.implementations.items())
+        more = {"delta_rule": " (long documents in segments)"} if self.in_segments else {}
+        runs = ", ".join(f"{op}: {self._with_version(op, name)}{more.get(op, '')}" for op, name in self.implementations.items())
         rest = f"unpacked rows run {self.unpacked}, padded rows {self.padded}"
         said = f"{self.model} is patched: swapped {swapped}; packed rows run {runs}; {self._exactness()}; {rest}"
         said = "\n".join((said, *(f"  {name}: {reason}" for name, reason in self.left_alone.items())))
@@ -129,6 +134,7 @@ def patch_report(model: nn.Module) -> PatchReport:
         attention=loaded,
         versions=_versions(state, loaded),
         inexact={} if state is None else _inexact(state),
+        in_segments=state is not None and _in_segments(state, runs, a_parameter(model).device),
         left_alone=heads_left_alone(model, family) if family and patched else {},
         rounding=_rounding(model, family, state, runs) if family and patched and state else "it is not patched",
     )
@@ -138,6 +144,10 @@ def _rounding(model: nn.Module, family: Family, state: PatchState, runs: dict[st
     if not state.batch_invariant:
         return "batch_invariant is off"
     return why_rounding(model, family, runs, a_parameter(model))
+
+
+def _in_segments(state: PatchState, runs: dict[str, str], device: torch.device) -> bool:
+    return not state.batch_invariant and delta_rule.cuts_on(device, runs.get("delta_rule", ""))
 
 
 def _bypassed(module: Any, family: Any) -> bool:

@@ -40,6 +40,13 @@ def test_the_report_says_what_is_not_exact(monkeypatch):
     assert "do not get exactly what they get alone, because of the forced delta_rule: flash_qla_cut" in str(found)
 
 
+def test_the_report_says_whether_long_documents_are_cut(monkeypatch):
+    monkeypatch.setattr(delta_rule, "cuts_on", lambda device, backend: (device.type, backend) == ("cpu", "torch"))
+    found, whole = (patch_report(apply_patches(tiny(), batch_invariant=wanted)) for wanted in (False, True))
+    assert found.in_segments and "delta_rule: torch" in str(found) and "(long documents in segments)" in str(found)
+    assert not whole.in_segments and "in segments" not in str(whole)
+
+
 def test_the_report_names_what_is_not_exact_wherever_the_model_is_now(monkeypatch):
     model = apply_patches(tiny())
     state = replace(model.model.packfree, cuda_half=Kernels(delta_rule="flash_qla_cut"))

@@ -27,6 +27,11 @@ WITH_STATES = {
 """Those whose documents begin with a state and leave one."""
 
 
+def cuts_on(device: torch.device, backend: str) -> bool:
+    """Return whether a backend cuts long documents on a device, if batch invariance is not wanted."""
+    return backend in CUTTING and flash_qla_segments.cuts_on(device)
+
+
 def gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -132,7 +137,9 @@ def gated_delta_rule_with_states(
 
 __all__ = [
     "BACKENDS",
+    "CUTTING",
     "WITH_STATES",
+    "cuts_on",
     "gated_delta_rule",
     "gated_delta_rule_with_states",
     "recurrent_gated_delta_rule",

@@ -95,7 +95,7 @@ def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packed: PackedSequence, qk_l2norm: bool
 ) -> Tensor:
     """See `hf_packfree.ops.delta_rule.gated_delta_rule`."""
-    segments = packed.cached(plan_segments, lanes(q, v.shape[2])) if usable(q) else None
+    segments = packed.cached(plan_segments, lanes(q, v.shape[2])) if cuts_on(q.device) else None
     if segments is None:
         return flash_qla.gated_delta_rule(q, k, v, g, beta, packed, qk_l2norm)
     return in_segments(q, k, v, g, beta, segments, qk_l2norm)
@@ -111,9 +111,9 @@ def in_segments(
         return walk_segments(q, k, v, g, beta, None, segments, FlashQLAScans())[0]
 
 
-def usable(q: Tensor) -> bool:
-    """Whether the kernels below its public functions are those that are tested."""
-    return q.is_cuda and flash_qla.is_known() and torch.cuda.get_device_capability(q.device) == (9, 0)
+def cuts_on(device: torch.device) -> bool:
+    """Whether long documents are cut there: where the kernels below FlashQLA's public functions are those that are tested."""
+    return device.type == "cuda" and flash_qla.is_known() and torch.cuda.get_device_capability(device.index or 0) == (9, 0)
 
 
 def lanes(q: Tensor, heads: int) -> int:
