@@ -115,6 +115,21 @@ def patch_weights(conv: Any, patches: Tensor) -> tuple[Tensor, Tensor | None] | 
     return weight.flatten(1), bias
 
 
+def layer_norm_weights(norm: Any, x: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return weight [D] and bias [D] where `norm(x)` is torch's layer norm of x's last dimension and nothing else, else None.
+
+    Anything around it is more, and so are autocast, which lets it return fp32, and compiled graphs, which fuse by themselves.
+    """
+    if type(norm) is not nn.LayerNorm or "forward" in vars(norm) or is_hooked(norm):
+        return None
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
+        return None
+    weight, bias = norm._parameters["weight"], norm._parameters["bias"]
+    if type(weight) is not nn.Parameter or type(bias) is not nn.Parameter:
+        return None
+    return (weight, bias) if weight.dtype == bias.dtype == x.dtype and weight.shape == x.shape[-1:] else None
+
+
 def is_hooked(layer: Any) -> bool:
     """Whether calling the layer does more than its class says (offloading, sharding): its weights cannot just be read."""
     return has_hooks(vars(layer)) or _all_are_hooked()

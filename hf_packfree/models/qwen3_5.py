@@ -16,7 +16,12 @@ from hf_packfree.models.gated_delta_net import PackedGatedDeltaNet
 from hf_packfree.models.heads import heads_of
 from hf_packfree.models.state import PatchState
 from hf_packfree.models.trunk import PackedTrunk
-from hf_packfree.models.vision_attention import PackedPatchEmbedding, PackedVisionAttention, PackedVisionTower
+from hf_packfree.models.vision_attention import (
+    PackedPatchEmbedding,
+    PackedVisionAttention,
+    PackedVisionBlock,
+    PackedVisionTower,
+)
 from hf_packfree.models.vision_language import PackedVisionLanguage
 
 
@@ -77,6 +82,11 @@ class Qwen3_5VisionModel(PackedVisionTower, upstream.Qwen3_5VisionModel):
 @stands_for(upstream)
 class Qwen3_5VisionPatchEmbed(PackedPatchEmbedding, upstream.Qwen3_5VisionPatchEmbed):
     """Upstream's layer, plus the branch for packed batches."""
+
+
+@stands_for(upstream)
+class Qwen3_5VisionBlock(PackedVisionBlock, upstream.Qwen3_5VisionBlock):
+    """Upstream's block, plus the branch for packed batches."""
 
 
 @stands_for(upstream)

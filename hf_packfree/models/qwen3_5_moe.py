@@ -12,7 +12,12 @@ from hf_packfree.models.fused_layer import FusedDecoderLayer
 from hf_packfree.models.heads import heads_of
 from hf_packfree.models.qwen3_5 import SplitProjections
 from hf_packfree.models.trunk import PackedTrunk
-from hf_packfree.models.vision_attention import PackedPatchEmbedding, PackedVisionAttention, PackedVisionTower
+from hf_packfree.models.vision_attention import (
+    PackedPatchEmbedding,
+    PackedVisionAttention,
+    PackedVisionBlock,
+    PackedVisionTower,
+)
 from hf_packfree.models.vision_language import PackedVisionLanguage
 
 
@@ -52,6 +57,11 @@ class Qwen3_5MoeVisionModel(PackedVisionTower, upstream.Qwen3_5MoeVisionModel):
 @stands_for(upstream)
 class Qwen3_5MoeVisionPatchEmbed(PackedPatchEmbedding, upstream.Qwen3_5MoeVisionPatchEmbed):
     """Upstream's layer, plus the branch for packed batches."""
+
+
+@stands_for(upstream)
+class Qwen3_5MoeVisionBlock(PackedVisionBlock, upstream.Qwen3_5MoeVisionBlock):
+    """Upstream's block, plus the branch for packed batches."""
 
 
 @stands_for(upstream)

@@ -16,7 +16,12 @@ from hf_packfree.models.heads import PackedHead
 from hf_packfree.models.idle_tower import run_beside_idle_tower
 from hf_packfree.models.tiny import PLACEHOLDERS, qwen3_text_sizes, qwen3_vision_sizes
 from hf_packfree.models.trunk import PackedTrunk
-from hf_packfree.models.vision_attention import PackedPatchEmbedding, PackedVisionAttention, PackedVisionTower
+from hf_packfree.models.vision_attention import (
+    PackedPatchEmbedding,
+    PackedVisionAttention,
+    PackedVisionBlock,
+    PackedVisionTower,
+)
 from hf_packfree.models.vision_language import PackedVisionLanguage, keep_record_from_towers, packed_arguments
 
 
@@ -41,6 +46,11 @@ class Qwen3OmniMoeVisionEncoder(PackedVisionTower, upstream.Qwen3OmniMoeVisionEn
 @stands_for(upstream)
 class Qwen3OmniMoeVisionPatchEmbed(PackedPatchEmbedding, upstream.Qwen3OmniMoeVisionPatchEmbed):
     """Upstream's layer, plus the branch for packed batches."""
+
+
+@stands_for(upstream)
+class Qwen3OmniMoeVisionBlock(PackedVisionBlock, upstream.Qwen3OmniMoeVisionBlock):
+    """Upstream's block, plus the branch for packed batches."""
 
 
 @stands_for(upstream)

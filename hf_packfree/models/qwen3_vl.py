@@ -11,7 +11,12 @@ from hf_packfree.models.base import stands_for
 from hf_packfree.models.heads import heads_of
 from hf_packfree.models.tiny import PLACEHOLDERS, qwen3_text_sizes, qwen3_vision_sizes
 from hf_packfree.models.trunk import PackedTrunk
-from hf_packfree.models.vision_attention import PackedPatchEmbedding, PackedVisionAttention, PackedVisionTower
+from hf_packfree.models.vision_attention import (
+    PackedPatchEmbedding,
+    PackedVisionAttention,
+    PackedVisionBlock,
+    PackedVisionTower,
+)
 from hf_packfree.models.vision_language import PackedVisionLanguage
 
 
@@ -41,6 +46,11 @@ class Qwen3VLVisionModel(PackedVisionTower, upstream.Qwen3VLVisionModel):
 @stands_for(upstream)
 class Qwen3VLVisionPatchEmbed(PackedPatchEmbedding, upstream.Qwen3VLVisionPatchEmbed):
     """Upstream's layer, plus the branch for packed batches."""
+
+
+@stands_for(upstream)
+class Qwen3VLVisionBlock(PackedVisionBlock, upstream.Qwen3VLVisionBlock):
+    """Upstream's block, plus the branch for packed batches."""
 
 
 @stands_for(upstream)

@@ -11,7 +11,12 @@ from hf_packfree.models.base import stands_for
 from hf_packfree.models.heads import heads_of
 from hf_packfree.models.tiny import PLACEHOLDERS, qwen3_text_sizes, qwen3_vision_sizes
 from hf_packfree.models.trunk import PackedTrunk
-from hf_packfree.models.vision_attention import PackedPatchEmbedding, PackedVisionAttention, PackedVisionTower
+from hf_packfree.models.vision_attention import (
+    PackedPatchEmbedding,
+    PackedVisionAttention,
+    PackedVisionBlock,
+    PackedVisionTower,
+)
 from hf_packfree.models.vision_language import PackedVisionLanguage
 
 
@@ -41,6 +46,11 @@ class Qwen3VLMoeVisionModel(PackedVisionTower, upstream.Qwen3VLMoeVisionModel):
 @stands_for(upstream)
 class Qwen3VLMoeVisionPatchEmbed(PackedPatchEmbedding, upstream.Qwen3VLMoeVisionPatchEmbed):
     """Upstream's layer, plus the branch for packed batches."""
+
+
+@stands_for(upstream)
+class Qwen3VLMoeVisionBlock(PackedVisionBlock, upstream.Qwen3VLMoeVisionBlock):
+    """Upstream's block, plus the branch for packed batches."""
 
 
 @stands_for(upstream)

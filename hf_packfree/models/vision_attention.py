@@ -16,10 +16,10 @@ from torch.nn.functional import linear
 
 from hf_packfree.models import compat
 from hf_packfree.models.base import Replacement
-from hf_packfree.models.fusable import patch_weights
+from hf_packfree.models.fusable import layer_norm_weights, patch_weights
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.attention.towers import tower_attention
-from hf_packfree.ops.fused import qkv_rope
+from hf_packfree.ops.fused import add_layer_norm, qkv_rope
 from hf_packfree.packing import PackedSequence, uncompiled
 
 _MARK, _SEGMENTS, _ON_HOST = "packfree_packed", "packfree_segments", "packfree_on_host"
@@ -105,6 +105,25 @@ class PackedPatchEmbedding(Replacement):
             return super().forward(hidden_states)
         weight, bias = parts
         return linear(hidden_states.to(weight.dtype), weight, bias)
+
+
+class PackedVisionBlock(Replacement):
+    """Put in front of a vision tower's block (norm, attention, norm, MLP, with a residual around each pair).
+
+    For families whose norms are layer norms: each, and the residual sum before it, is one kernel.
+    """
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run upstream's forward, or for packed batches the same with norms fused [P, D]."""
+        x = hidden_states
+        backend = state_of(self).kernels_for(x.device, x.dtype).fused if kwargs.get("packed_sequence") else "torch"
+        first, second = (None if backend == "torch" else layer_norm_weights(norm, x) for norm in (self.norm1, self.norm2))
+        if first is None or second is None:
+            return super().forward(x, *args, **kwargs)
+        normed, x = add_layer_norm(x, None, *first, self.norm1.eps, backend=backend)
+        mixed = self.attn(normed, *args, **kwargs)
+        normed, x = add_layer_norm(x, mixed, *second, self.norm2.eps, backend=backend)
+        return x + self.mlp(normed)
 
 
 class PackedVisionAttention(Replacement):

@@ -43,7 +43,7 @@ class Tower:
         cls: upstream's class, by its exact name; ours, in the family's file, has the same.
         attention: the class of its attention.
         why: why they are swapped.
-        patches: the class that embeds patches by a convolution, swapped too.
+        parts: its classes that are swapped for speed.
         optional: whether upstream's own is exact for each image or audio, and only slower, so that one that something wraps is
             left alone.
     """
@@ -51,14 +51,13 @@ class Tower:
     cls: str
     attention: str
     why: str
-    patches: str | None = None
+    parts: tuple[str, ...] = ()
     optional: bool = True
 
     @property
     def swaps(self) -> dict[str, str]:
         """{name of a class that is swapped: why}."""
-        patches = {} if self.patches is None else {self.patches: _PATCHES}
-        return {self.cls: self.why, self.attention: self.why, **patches}
+        return {self.cls: self.why, self.attention: self.why, **dict.fromkeys(self.parts, _PARTS)}
 
 
 @dataclass(frozen=True)
@@ -171,8 +170,14 @@ _LEAKS = {
 }
 _AUDIO = "a short audio depends on those beside it, before transformers 5.9 on all they hold"
 _TOWER = "one attention call a layer instead of one an image"
-_PATCHES = "one matrix product instead of a convolution of as many windows as patches"
+_PARTS = "patches are embedded by one matrix product, residual sums and norms are one kernel each"
 _DELTA_NET, _ATTENTION = ("conv", "delta_rule", "fused"), ("attention", "fused")
+
+
+def _vision_tower(names: str, cls: str = "Model") -> Tower:
+    """Return the tower whose classes' names begin alike, as those of most families do."""
+    return Tower(f"{names}{cls}", f"{names}Attention", _TOWER, (f"{names}PatchEmbed", f"{names}Block"))
+
 
 FAMILIES: tuple[Family, ...] = (
     Family(
@@ -188,7 +193,7 @@ FAMILIES: tuple[Family, ...] = (
         ),
         fused_layer=True,
         vision_language="Qwen3_5Model",
-        towers=(Tower("Qwen3_5VisionModel", "Qwen3_5VisionAttention", _TOWER, "Qwen3_5VisionPatchEmbed"),),
+        towers=(_vision_tower("Qwen3_5Vision"),),
         predicts_ahead=True,
     ),
     Family(
@@ -204,7 +209,7 @@ FAMILIES: tuple[Family, ...] = (
         ),
         fused_layer=True,
         vision_language="Qwen3_5MoeModel",
-        towers=(Tower("Qwen3_5MoeVisionModel", "Qwen3_5MoeVisionAttention", _TOWER, "Qwen3_5MoeVisionPatchEmbed"),),
+        towers=(_vision_tower("Qwen3_5MoeVision"),),
         predicts_ahead=True,
     ),
     Family(
@@ -230,7 +235,7 @@ FAMILIES: tuple[Family, ...] = (
         layers=("Qwen3VLTextDecoderLayer",),
         mixers=(Mixer("full_attention", "self_attn", "Qwen3VLTextAttention", _ATTENTION),),
         vision_language="Qwen3VLModel",
-        towers=(Tower("Qwen3VLVisionModel", "Qwen3VLVisionAttention", _TOWER, "Qwen3VLVisionPatchEmbed"),),
+        towers=(_vision_tower("Qwen3VLVision"),),
     ),
     Family(
         name="qwen3_vl_moe",
@@ -241,7 +246,7 @@ FAMILIES: tuple[Family, ...] = (
         layers=("Qwen3VLMoeTextDecoderLayer",),
         mixers=(Mixer("full_attention", "self_attn", "Qwen3VLMoeTextAttention", _ATTENTION),),
         vision_language="Qwen3VLMoeModel",
-        towers=(Tower("Qwen3VLMoeVisionModel", "Qwen3VLMoeVisionAttention", _TOWER, "Qwen3VLMoeVisionPatchEmbed"),),
+        towers=(_vision_tower("Qwen3VLMoeVision"),),
     ),
     Family(
         name="qwen2_5_vl",
@@ -254,7 +259,7 @@ FAMILIES: tuple[Family, ...] = (
         vision_language="Qwen2_5_VLModel",
         towers=(
             Tower(
-                "Qwen2_5_VisionTransformerPretrainedModel", "Qwen2_5_VLVisionAttention", _TOWER, "Qwen2_5_VisionPatchEmbed",
+                "Qwen2_5_VisionTransformerPretrainedModel", "Qwen2_5_VLVisionAttention", _TOWER, ("Qwen2_5_VisionPatchEmbed",),
             ),
         ),
     ),
@@ -268,7 +273,7 @@ FAMILIES: tuple[Family, ...] = (
         mixers=(Mixer("full_attention", "self_attn", "Qwen3OmniMoeThinkerTextAttention", _ATTENTION),),
         vision_language=None if compat.THINKER_HOLDS_TOWERS else "Qwen3OmniMoeThinkerModel",
         towers=(
-            Tower("Qwen3OmniMoeVisionEncoder", "Qwen3OmniMoeVisionAttention", _TOWER, "Qwen3OmniMoeVisionPatchEmbed"),
+            _vision_tower("Qwen3OmniMoeVision", "Encoder"),
             Tower("Qwen3OmniMoeAudioEncoder", "Qwen3OmniMoeAudioAttention", _AUDIO, optional=False),
         ),
     ),

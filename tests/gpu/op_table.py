@@ -126,6 +126,10 @@ def _swiglu_leaves(tokens: int) -> dict[str, Tensor]:
     return {"x": _random(1, tokens, WIDTH)} | {name: _random(*shape) * shape[1] ** -0.5 for name, shape in shapes.items()}
 
 
+def _layer_norm_leaves(tokens: int) -> dict[str, Tensor]:
+    return {name: _random(1, tokens, WIDTH) for name in ("x", "branch")} | {"weight": _random(WIDTH), "bias": _random(WIDTH)}
+
+
 _PROJECTED = {"qkv": 3 * WIDTH, "z": WIDTH, "b": HEADS[1], "a": HEADS[1]}
 
 
@@ -280,6 +284,11 @@ OPS = {
             lambda tokens: {"x": _random(1, tokens, WIDTH), "branch": _random(1, tokens, WIDTH), "weight": _random(WIDTH) / 4},
             lambda f, x, packed, backend: torch.cat(f(x["x"], x["branch"], x["weight"], 1e-6, backend=backend), -1),
             "add_norm", shared=("weight",), mixes=False, exact=("triton",), exact_gradients=("triton",),
+        ),
+        Op(
+            "add layer norm", "hf_packfree.ops.fused", _layer_norm_leaves,
+            lambda f, x, packed, backend: torch.cat(f(*x.values(), 1e-6, backend=backend), -1),
+            "add_layer_norm", shared=("weight", "bias"), mixes=False, exact=("triton",), exact_gradients=("triton",),
         ),
     )
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from torch.nn import functional as F
 from hf_packfree import apply_patches, patch_report, register_patches, remove_patches
 from hf_packfree.errors import BackendUnavailable
 from hf_packfree.models import compat, vision_attention
-from hf_packfree.models.vision_attention import PackedVisionAttention, PackedVisionTower, mark_packed
+from hf_packfree.models.state import Kernels
+from hf_packfree.models.vision_attention import PackedVisionAttention, PackedVisionBlock, PackedVisionTower, mark_packed
 from hf_packfree.ops.attention import torch_native
 from hf_packfree.patching.loading import monkey_patching
 from tests.support import GRADIENT_TOL, LOGIT_TOL, by_family, relative_rms
@@ -295,6 +297,53 @@ def test_the_product_is_the_convolution(family):
     assert set(names) <= {"proj.weight", "proj.bias"}
 
 
+@pytest.fixture
+def fused(monkeypatch):
+    """The weights of the norms that blocks fuse, here by the op's reference under the kernel's name."""
+    seen, reference = [], vision_attention.add_layer_norm
+
+    def call(x, branch, weight, bias, eps, *, backend):
+        assert backend == "triton"
+        seen.append(weight)
+        return reference(x, branch, weight, bias, eps)
+
+    monkeypatch.setattr(vision_attention, "add_layer_norm", call)
+    return seen
+
+
+def on_kernels(model):
+    """Patch, with Triton's small ops chosen for this device in the tower's blocks, which `fused` answers."""
+    for module in apply_patches(model).modules():
+        if isinstance(module, PackedVisionBlock):
+            vars(module)["packfree"] = replace(vars(module)["packfree"], elsewhere=Kernels(fused="triton"))
+    return model
+
+
+@pytest.mark.parametrize("family", [name for name, row in by_family.items() if row.towers])
+def test_every_layer_norm_of_a_block_is_fused_and_exact(family, fused):
+    wanted = alone(sharpened(tiny_vision(family)), pixels())
+    model = on_kernels(sharpened(tiny_vision(family)))
+    assert_same(step(model, pixels(), mark_packed(GRIDS)), wanted)
+    norms = [norm for block in tower_of(model).blocks for norm in (block.norm1, block.norm2)]
+    layer_norms = [norm.weight for norm in norms if type(norm) is nn.LayerNorm]
+    assert len(layer_norms) == (0 if family == "qwen2_5_vl" else len(norms))
+    assert len(fused) == len(layer_norms) and all(a is b for a, b in zip(fused, layer_norms))
+    features(model, pixels(), GRIDS)
+    assert len(fused) == len(layer_norms), "a batch of upstream's"
+
+
+def test_hooked_norms_are_called(fused):
+    model, calls = on_kernels(sharpened(vision_language())), []
+    first, second, _ = model.model.visual.blocks
+    first.norm2.register_forward_hook(lambda *_: calls.append("hook"))
+    second.norm1.forward = lambda x: calls.append("forward") or F.layer_norm(x, x.shape[-1:])
+    features(model, pixels(), mark_packed(GRIDS))
+    assert calls == ["hook", "forward"] and len(fused) == 2
+    with torch.autocast("cpu"):
+        features(model, pixels(), mark_packed(GRIDS))
+    assert len(fused) == 2
+
+
 def test_frozen_tower_trains_nothing():
     model = vision_language(door="apply")
     model.model.visual.requires_grad_(False)
@@ -314,7 +363,8 @@ def test_report_forcing_and_removal():
     classes = [type(module) for module in model.modules()]
     report = patch_report(apply_patches(model))
     towers = {name: count for name, count in report.swaps.items() if "Vision" in name}
-    assert towers == {"Qwen3_5VisionModel": 1, "Qwen3_5VisionAttention": 3, "Qwen3_5VisionPatchEmbed": 1}
+    parts = {"Qwen3_5VisionAttention": 3, "Qwen3_5VisionBlock": 3, "Qwen3_5VisionPatchEmbed": 1}
+    assert towers == {"Qwen3_5VisionModel": 1, **parts}
     assert report.implementations["tower_attention"] == "torch"
     assert classes == [type(module) for module in remove_patches(model).modules()]
     with pytest.raises(BackendUnavailable, match="found tower_attention backend 'varlen' forced, but it runs on CUDA devices"):

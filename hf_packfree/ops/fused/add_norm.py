@@ -1,15 +1,17 @@
-"""Residual sum and the RMS norm that reads it.
+"""Residual sum and the norm that reads it: RMS norm of decoder layers, layer norm of vision towers.
 
 Launch sizes of the kernels are fixed, so that new row lengths tune nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import layer_norm
 
 from hf_packfree.ops.backend import block_width, uses_triton
 from hf_packfree.ops.fused.reduce import sum_partials
@@ -40,8 +42,9 @@ def add_norm(
     Raises:
         BackendUnavailable: no backend has that name.
     """
-    run = _AddNorm.apply if uses_triton("residual and norm", backend) else add_norm_reference
-    return run(x, branch, weight, eps)
+    if uses_triton("residual and norm", backend):
+        return _AddNorm.apply(x, branch, weight, None, eps)  # type: ignore[no-any-return]
+    return add_norm_reference(x, branch, weight, eps)
 
 
 def add_norm_reference(x: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -52,11 +55,38 @@ def add_norm_reference(x: Tensor, branch: Tensor | None, weight: Tensor, eps: fl
     return (scaled * (1 + weight.to(wide.dtype))).to(total.dtype), total
 
 
+def add_layer_norm(
+    x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor, eps: float, *, backend: str = "torch"
+) -> tuple[Tensor, Tensor]:
+    """Return what `add_norm` does, with (total - mean) / sqrt(variance + eps) * weight + bias as the norm (Ba et al.,
+    arXiv:1607.06450).
+
+    Args:
+        bias: [D].
+        x, branch, weight, eps, backend: see `add_norm`.
+    """
+    if uses_triton("residual and layer norm", backend):
+        return _AddNorm.apply(x, branch, weight, bias, eps)  # type: ignore[no-any-return]
+    return add_layer_norm_reference(x, branch, weight, bias, eps)
+
+
+def add_layer_norm_reference(
+    x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """`add_layer_norm` in PyTorch."""
+    total = x if branch is None else x + branch
+    wide = torch.promote_types(total.dtype, torch.float32)
+    normed = layer_norm(total.to(wide), weight.shape, weight.to(wide), bias.to(wide), eps)
+    return normed.to(total.dtype), total
+
+
 class _AddNorm(Operation):
-    """Its inputs share one gradient, which is that of the residual stream and of the norm together."""
+    """Its inputs share one gradient, which is that of the residual stream and of the norm together; a layer norm has a bias."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
         from hf_packfree.ops.fused.kernels.add_norm import add_norm
 
         x = total = x.contiguous()
@@ -64,42 +94,44 @@ class _AddNorm(Operation):
             branch = branch.contiguous()
             total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, branch.dtype))
         ctx.save_for_backward(total, weight)
-        ctx.eps, ctx.dtypes = eps, (x.dtype, None if branch is None else branch.dtype)
+        ctx.eps, ctx.centered, ctx.dtypes = eps, bias is not None, (x.dtype, None if branch is None else branch.dtype)
         ctx.set_materialize_grads(False)
         normed, size = torch.empty_like(total), x.shape[-1]
         grid = (x.numel() // size,)
-        launch(add_norm, grid, x, branch, weight, total, normed, size, eps, ADDS=branch is not None, **_blocks(size))
+        launch(add_norm, grid, x, branch, weight, bias, total, normed, size, eps, ADDS=branch is not None, **_blocks(size))
         return normed, total  # x itself, where it is the total, goes out as a view with this gradient
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_normed: Tensor | None, d_total: Tensor | None) -> tuple[Tensor | None, ...]:
         total, weight = ctx.saved_tensors
-        d, d_weight = d_total, None
+        d, d_weight, d_bias = d_total, None, None
         if d_normed is not None:
-            d, d_weight = _gradients(total, weight, d_normed, d_total, ctx.eps, ctx.needs_input_grad[2])
+            needed = ctx.needs_input_grad[2:4]
+            d, d_weight, d_bias = _gradients(total, weight, d_normed, d_total, ctx.eps, needed, ctx.centered)
         d_x, d_branch = (None if d is None or dtype is None else d.to(dtype) for dtype in ctx.dtypes)
-        return d_x, d_branch, d_weight, None
+        return d_x, d_branch, d_weight, d_bias, None
 
 
 def _gradients(
-    total: Tensor, weight: Tensor, d_normed: Tensor, d_total: Tensor | None, eps: float, needs_weight: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of the total, d_total included, and of the weight where it is needed."""
+    total: Tensor, weight: Tensor, d_normed: Tensor, d_total: Tensor | None, eps: float, needed: Sequence[bool], centered: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the gradients of the total, d_total included, and of weight and bias where they are needed."""
     from hf_packfree.ops.fused.kernels.add_norm import add_norm_backward
 
     d, size = torch.empty_like(total), total.shape[-1]
     rows = total.numel() // size
     rows_per_program = max(1, min(_ROWS_PER_PROGRAM, rows // _PROGRAMS))
     programs = -(-rows // rows_per_program)
-    d_weight = weight.new_empty(programs, size, dtype=torch.float32) if needs_weight else None
+    d_weight, d_bias = (weight.new_empty(programs, size, dtype=torch.float32) if need else None for need in needed)
     adds = None if d_total is None else d_total.contiguous()
     launch(
-        add_norm_backward, (programs,), total, weight, d_normed.contiguous(), adds, d, d_weight, rows, size, eps,
-        rows_per_program, ADDS=adds is not None, PREFETCH=_PREFETCH if size * total.itemsize <= _PREFETCH_BYTES else 0,
-        **_blocks(size),
+        add_norm_backward, (programs,), total, weight, d_normed.contiguous(), adds, d, d_weight, d_bias, rows, size, eps,
+        rows_per_program, ADDS=adds is not None, CENTERED=centered,
+        PREFETCH=_PREFETCH if size * total.itemsize <= _PREFETCH_BYTES else 0, **_blocks(size),
     )
-    return d, sum_partials(d_weight, weight.dtype) if d_weight is not None else None
+    d_weight, d_bias = (None if parts is None else sum_partials(parts, weight.dtype) for parts in (d_weight, d_bias))
+    return d, d_weight, d_bias
 
 
 def _blocks(size: int) -> dict[str, int]:
@@ -107,4 +139,4 @@ def _blocks(size: int) -> dict[str, int]:
     return {"WIDTH": width, "num_warps": min(max(width // 512, 1), 16)}
 
 
-__all__ = ["add_norm", "add_norm_reference"]
+__all__ = ["add_layer_norm", "add_layer_norm_reference", "add_norm", "add_norm_reference"]

@@ -1,4 +1,4 @@
-"""Residual sum and RMS norm."""
+"""Residual sum and RMS or layer norm."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib import import_module
 import pytest
 import torch
 
-from hf_packfree.ops.fused import add_norm
+from hf_packfree.ops.fused import add_layer_norm, add_norm
 from tests.ops.triton.compare import TOKENS, assert_matches, random, run
 from tests.support import relative_rms
 
@@ -46,6 +46,36 @@ def read_twice(x, z, weight, *, backend):
 def test_values_and_gradients(op, tokens, launched):
     assert_matches(op, random((1, tokens, SIZE), (1, tokens, SIZE + 7), (SIZE,)))
     assert launched == KERNELS | {"sum_partials"}
+
+
+def sum_and_layer_norm(x, z, weight, bias, *, backend):
+    return add_layer_norm(x, z[..., 7:], weight, bias, 1e-6, backend=backend)
+
+
+def layer_norms_read_twice(x, z, weight, bias, *, backend):
+    y, z = x.sin() + 3, z[..., 7:].cos()
+    normed, total = add_layer_norm(y, None, weight, bias.sin(), 1e-6, backend=backend)
+    again, total = add_layer_norm(total, z * normed, weight.cos(), bias, 1e-6, backend=backend)
+    return again * y, total + z, total * y
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("op", [sum_and_layer_norm, layer_norms_read_twice])
+def test_layer_norms(op, tokens, launched):
+    assert_matches(op, random((tokens, SIZE), (tokens, SIZE + 7), (SIZE,), (SIZE,)))
+    assert launched == KERNELS | {"sum_partials"}
+
+
+@pytest.mark.parametrize("needs", [(True, False), (False, True), (False, False)])
+def test_gradients_of_frozen_parts_are_not_made(needs):
+    x, weight, bias = random((9, SIZE), (SIZE,), (SIZE,))
+    leaves = [x.requires_grad_(), weight.requires_grad_(needs[0]), bias.requires_grad_(needs[1])]
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    found = [
+        torch.autograd.grad(add_layer_norm(x, None, weight, bias, 1e-6, backend=backend)[0].sin().sum(), wanted)
+        for backend in ("triton", "torch")
+    ]
+    assert max(relative_rms(a, b) for a, b in zip(*found, strict=True)) < 1e-5
 
 
 @pytest.mark.parametrize(
