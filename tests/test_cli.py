@@ -116,7 +116,6 @@ def test_a_leak_is_1_with_its_numbers(capsys, leaking):
     assert code == 1 and found["patched"]["logits"] > 1e-2 and found["failures"] and found["unpatched"] is None
 
 
-@pytest.mark.slow
 def test_an_unsupported_model_is_2(capsys, tmp_path):
     sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     LlamaConfig(**sizes).save_pretrained(tmp_path)
@@ -144,7 +143,6 @@ def test_a_damaged_checkpoint_is_2_and_a_sentence(capsys, tmp_path, what):
     assert code == 2 and "wanted" in err and "Traceback" not in err, err
 
 
-@pytest.mark.slow
 def test_doctor_with_a_damaged_config_is_2_and_a_sentence(capsys, tmp_path):
     damage(tmp_path, "words")
     code, _, err = run(capsys, "doctor", "--model", str(tmp_path))
@@ -174,7 +172,6 @@ def test_doctor_json_is_json_alone(capsys):
     assert {"torch", "fla-core", "trl"} <= {package["name"] for package in found["packages"]}
 
 
-@pytest.mark.slow
 def test_doctor_is_3_when_something_is_broken(capsys, tmp_path, monkeypatch):
     (tmp_path / "trl.py").write_text("raise RuntimeError('built for another torch')")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -173,7 +173,6 @@ def test_kernels_that_patching_passes_over_are_too_old(site, name, old, floor, w
     assert found.reason == f"needs {floor} or later: releases before it {why}"
 
 
-@pytest.mark.slow
 def test_a_plan_keeps_why_float32_is_slower(monkeypatch):
     why = {"attention": "not triton: a", "attention in float32": "not triton: b"}
     monkeypatch.setattr("hf_packfree.patching.backends.choose_backends", lambda *_: PatchState(why=why))
@@ -182,7 +181,6 @@ def test_a_plan_keeps_why_float32_is_slower(monkeypatch):
     assert {"attention: not triton: a.", "attention in float32: not triton: b."} <= set(found.notes)
 
 
-@pytest.mark.slow
 def test_every_operation_and_reason_is_shown(monkeypatch, capsys):
     why = {"fused": "not triton: a", "attention in float32": "not triton: b"}
     state = PatchState(elsewhere=Kernels(fused="shown"), why=why)
@@ -219,7 +217,6 @@ def test_this_machine():
     assert json.loads(json.dumps(found.as_dict()))["sentence"] == str(found)
 
 
-@pytest.mark.slow
 def test_broken_transformers_is_said_and_nothing_is_built(site):
     install(site, name="transformers", module="transformers", version="5.23.0", code="raise ImportError('no tokenizers')")
     found = diagnose()
@@ -227,7 +224,6 @@ def test_broken_transformers_is_said_and_nothing_is_built(site):
     assert "transformers (broken)" in str(found) and str(found).startswith("To be mended: ")
 
 
-@pytest.mark.slow
 def test_fla_that_imports_without_cuda_is_unused_and_warned_of(site):
     install(site, version=None, module="fla", code="__version__ = '0.6.0'")
     (site / "fla" / "ops").mkdir()
@@ -242,7 +238,6 @@ def test_fla_that_imports_without_cuda_is_unused_and_warned_of(site):
     assert "unpacked='native'" in found.notes[0]
 
 
-@pytest.mark.slow
 def test_a_model_is_planned_from_its_config_alone(tmp_path):
     config = by_family["qwen3_5_moe"].tiny_config()
     config.hidden_size, config.num_hidden_layers = 65536, 40  # no machine here could hold it
@@ -252,7 +247,6 @@ def test_a_model_is_planned_from_its_config_alone(tmp_path):
     assert plan.name == f"{tmp_path} (Qwen3_5MoeForCausalLM)" and plan.packed["delta_rule"] == "torch"
 
 
-@pytest.mark.slow
 def test_a_model_of_no_family_is_refused(tmp_path):
     with pytest.raises(UnsupportedModel, match="found no config under"):
         diagnose(str(tmp_path))

@@ -72,6 +72,13 @@ def test_ends_in_an_assert(path):
     assert isinstance(ast.parse(code_cells(path)[-1].source).body[-1], ast.Assert)
 
 
+def trained_for_less(notebook):
+    """What the notebooks assert holds after little more than half their steps; the stored outputs are of all of them."""
+    for cell in notebook.cells:
+        cell.source = re.sub(r"(?<=STEPS = )(.*?)(\d+)$", lambda line: f"{line[1]}{int(line[2]) // 2 + 1}", cell.source, flags=re.M)
+    return notebook
+
+
 @each_notebook
 @pytest.mark.filterwarnings("default")  # jupyter's own warnings are not ours to mend
 @pytest.mark.slow
@@ -79,6 +86,6 @@ def test_runs(path, tmp_path):
     missing = sorted(name for name in packages(path) if find_spec(name) is None)
     if missing:
         pytest.skip(f"{' and '.join(missing)} not installed")
-    notebook = execute(nbformat.read(path, as_version=4), tmp_path)
+    notebook = execute(trained_for_less(nbformat.read(path, as_version=4)), tmp_path)
     assert not [output for output in outputs_of(notebook) if output.output_type == "error"]
     assert has_pictures(notebook)

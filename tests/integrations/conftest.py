@@ -7,13 +7,17 @@ import pytest
 from tests.integrations.compare import worst
 from tests.support import CONTROL, GRADIENT_TOL
 
+QUICK = ("test_liger", "test_loading", "test_peft")
+"""Files of a second or two; in the others a Trainer trains, a compiler compiles, or processes start."""
+
 
 def pytest_collection_modifyitems(items):
-    """Put the row into the test's properties, which a skipped test keeps too; what trains several steps is slow."""
+    """Put the row into the test's properties, which a skipped test keeps too; all but the quick files are slow."""
     for item in items:
         mark = item.get_closest_marker("integration")
         if mark is not None:
-            item.add_marker(pytest.mark.slow)
+            if item.path.stem not in QUICK:
+                item.add_marker(pytest.mark.slow)
             item.user_properties += [(name, mark.kwargs[name]) for name in ("library", "what", "says")]
 
 

@@ -13,7 +13,7 @@ from hf_packfree.packing.lazy_padding import LazyPaddedTensor
 from tests.models.padded import (
     IGNORED, ROWS, WIDTH, Seen, all_gradients, padded_batch, real_tokens, rounding, step, worst_gradient,
 )
-from tests.support import LOGIT_TOL, relative_rms, tiny
+from tests.support import LOGIT_TOL, pairwise, relative_rms, tiny
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_vl_moe", "qwen2_5_vl"]
 LOSS_TOL = 1e-6
@@ -50,9 +50,7 @@ def assert_same(found, wanted, batch, limit=LOGIT_TOL, rounded=0.0):
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("labels", LABELS)
-@pytest.mark.parametrize("side", ROWS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "side", "labels"), pairwise(FAMILIES, list(ROWS), list(LABELS)))
 def test_loss_logits_and_gradients_are_upstreams(family, side, labels):
     model, batch = tiny(family), padded_batch(side)
     batch["labels"] = LABELS[labels](batch["labels"])
