@@ -128,6 +128,19 @@ def random_weights(batch: Batch, width: int, seed: int = 2) -> list[torch.Tensor
     return [torch.randn(len(document), width, generator=generator) for document in batch.documents]
 
 
+def recorded(record, found: tuple[float, float], model, documents: str) -> tuple[float, float]:
+    """Return the errors of logits and gradients, kept in pytest's report for the table of releases (tests/compat).
+
+    Args:
+        record: pytest's `record_property`.
+        documents: "text" or "media".
+    """
+    facts = {"family": family_of(model).name, "documents": documents, "attention": model.config._attn_implementation}
+    for name, value in {**facts, "logits": found[0], "gradients": found[1]}.items():
+        record(name, value)
+    return found
+
+
 def errors(found, wanted, floor: float = 1e-2) -> tuple[float, float]:
     """Return the relative RMS of all logits, and the worst parameter gradient's.
 

@@ -14,8 +14,8 @@ from hf_packfree.models.compat import LAYERS_DROP_KEYWORDS, RELEASE
 from hf_packfree.patching.registry import family_of
 from tests.input_formats import ROW_FORMATS, ROWS_FORMATS, row_batch, rows_batch
 from tests.support import (
-    CONTROL, GRADIENT_TOL, LOGIT_TOL, ROW, Batch, by_family, documents, errors, pairwise, random_weights, relative_rms, run,
-    run_alone, tiny,
+    CONTROL, GRADIENT_TOL, LOGIT_TOL, ROW, Batch, by_family, documents, errors, pairwise, random_weights, recorded,
+    relative_rms, run, run_alone, tiny,
 )
 
 pytestmark = pytest.mark.compat
@@ -48,11 +48,7 @@ def key_of(model, batch):
 
 
 def assert_exact(model, batch, record):
-    logits, grads = measure(model, batch)
-    record("family", family_of(model).name)
-    record("attention", model.config._attn_implementation)
-    record("logits", logits)
-    record("gradients", grads)
+    logits, grads = recorded(record, measure(model, batch), model, "text")
     assert logits <= LOGIT_TOL, f"logits differ by {logits:.1e} relative RMS"
     assert grads <= GRADIENT_TOL, f"gradients differ by {grads:.1e} relative RMS"
 

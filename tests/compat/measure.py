@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import tempfile
 from collections import defaultdict
@@ -16,6 +17,8 @@ TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent
 Errors = tuple[float, float]
 """Worst relative RMS of logits, of a parameter's gradient."""
+DOCUMENTS = ("text", "media")
+"""What documents hold."""
 
 
 @dataclass(frozen=True)
@@ -23,12 +26,14 @@ class Outcome:
     """What one run found.
 
     Attributes:
-        errors: {(family, attention): the worst of all input formats}.
+        errors: {(family, documents, attention): the worst of all input formats}.
         failed: names of tests that failed, or why none ran.
+        spoiled: the family, and the documents as far as the test says, of each that failed.
     """
 
-    errors: dict[tuple[str, str], Errors]
+    errors: dict[tuple[str, str, str], Errors]
     failed: list[str]
+    spoiled: frozenset[tuple[str, str]] = frozenset()
 
 
 def measure(python: Path, fakes: bool) -> Outcome:
@@ -48,13 +53,17 @@ def measure(python: Path, fakes: bool) -> Outcome:
 
 def read(report: ElementTree.ElementTree) -> Outcome:
     """Return what pytest's report says of the run."""
-    numbers: dict[tuple[str, str], list[Errors]] = defaultdict(list)
-    failed = []
+    numbers: dict[tuple[str, str, str], list[Errors]] = defaultdict(list)
+    failed, spoiled = [], set()
     for case in report.iter("testcase"):
-        facts = {entry.get("name"): entry.get("value") for entry in case.iter("property")}
+        facts = {str(entry.get("name")): str(entry.get("value")) for entry in case.iter("property")}
+        name = str(case.get("name"))
         if "logits" in facts:
-            numbers[facts["family"], facts["attention"]].append((float(facts["logits"]), float(facts["gradients"])))
+            key = facts["family"], facts["documents"], facts["attention"]
+            numbers[key].append((float(facts["logits"]), float(facts["gradients"])))
         if case.find("failure") is not None or case.find("error") is not None:
-            failed.append(str(case.get("name")))
+            failed.append(name)
+            family = facts.get("family") or re.sub(r".*?\[(\w+).*", r"\1", name)  # a test's first parameter
+            spoiled |= {(family, documents) for documents in ([facts["documents"]] if "documents" in facts else DOCUMENTS)}
     errors = {key: tuple(max(column) for column in zip(*found)) for key, found in numbers.items()}
-    return Outcome(errors, failed if numbers else [*failed, "no exactness test ran"])
+    return Outcome(errors, failed if numbers else [*failed, "no exactness test ran"], frozenset(spoiled))

@@ -86,9 +86,10 @@ def _announced(console: Console, name: str, run: Future[Outcome]) -> Outcome:
 
 
 def _show(console: Console, rows: list[tuple[str, ...]]) -> None:
-    table = Table(*HEAD, title="worst relative RMS of logits / gradients against a forward and backward per document")
-    for row in rows:
-        table.add_row(*row)
+    title = "worst relative RMS of logits / gradients against a forward and backward per document"
+    table = Table("", *(row[0] for row in rows), title=title)
+    for cells in list(zip(HEAD, *rows))[1:]:
+        table.add_row(*cells)
     console.print(table)
 
 

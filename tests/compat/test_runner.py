@@ -11,7 +11,7 @@ from hf_packfree.versions import VERSIONS
 from tests.compat import measure, run, table
 from tests.compat.measure import Outcome
 
-ALL_FINE = {cell: (5e-07, 2e-06) for cell in table.CELLS}
+ALL_FINE = {(*cell, attention): (5e-07, 2e-06) for cell in table.CELLS for attention in ("sdpa", "eager")}
 
 
 def test_the_selection_begins_and_ends_where_the_table_of_versions_does():
@@ -20,19 +20,20 @@ def test_the_selection_begins_and_ends_where_the_table_of_versions_does():
 
 
 def test_a_row_holds_the_worst_of_both_runs():
-    other = Outcome({**ALL_FINE, ("qwen3_5", "eager"): (7e-07, 1e-06)}, [])
+    other = Outcome({**ALL_FINE, ("qwen3_5", "media", "eager"): (7e-07, 1e-06)}, [])
     row = table.row_of("5.9.0", "0.12.3", [Outcome(ALL_FINE, []), other])
-    assert row[:1] + row[2:] == ("5.9.0", "0.12.3", "exact 5e-07 / 2e-06", "exact 7e-07 / 2e-06", *["exact 5e-07 / 2e-06"] * 4)
+    cells = dict(zip(table.HEAD, row, strict=True))
+    assert [cells.pop(name) for name in ("transformers", "`kernels`", "Qwen3.5, media")] == ["5.9.0", "0.12.3", "7e-07 / 2e-06"]
+    assert cells.pop("made on") and len(cells) == 12 and set(cells.values()) == {"5e-07 / 2e-06"}
 
 
 @pytest.mark.parametrize("spoiled", [
-    Outcome(ALL_FINE, ["test_one_row[qwen3_5_moe-seq_idx-sdpa]"]),
-    Outcome({cell: found for cell, found in ALL_FINE.items() if cell != ("qwen3_5_moe", "sdpa")}, []),
+    Outcome(ALL_FINE, ["test_one_row[qwen3_5_moe-seq_idx-sdpa]"], frozenset({("qwen3_5_moe", "text")})),
+    Outcome({key: found for key, found in ALL_FINE.items() if key != ("qwen3_5_moe", "text", "sdpa")}, []),
 ])
 def test_one_failure_or_a_missing_number_fails_that_cell_alone(spoiled):
     cells = table.row_of("5.9.0", None, [Outcome(ALL_FINE, []), spoiled])[3:]
-    verdicts = {cell: text.split()[0] for cell, text in zip(table.CELLS, cells)}
-    assert [cell for cell, verdict in verdicts.items() if verdict == "fails"] == [("qwen3_5_moe", "sdpa")]
+    assert [cell for cell, text in zip(table.CELLS, cells) if text.startswith("fails")] == [("qwen3_5_moe", "text")]
 
 
 def test_a_row_replaces_the_release_s_last_one_and_no_other(tmp_path, monkeypatch):
@@ -45,7 +46,8 @@ def test_a_row_replaces_the_release_s_last_one_and_no_other(tmp_path, monkeypatc
         table.write(table.row_of(version, None, outcomes))
     text = full.read_text()
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| 5.")]
-    assert [(row[0], row[3].split()[0]) for row in rows] == [("| 5.9.0", "fails"), ("| 5.12.1", "exact")]
+    failing = [(row[0], "fails" in " ".join(row)) for row in rows]
+    assert failing == [("| 5.9.0", True), ("| 5.12.1", False)] * 2, "two tables"
     assert text.startswith(f"before\n{table.MARK}\nWritten by") and text.endswith(f"{table.MARK}\nafter\n")
     assert "transformers 5.9.0 to 5.12.1, 2 releases: not exact on 5.9.0" in short.read_text()
     table.write(table.row_of("5.9.0", None, [fine]))
@@ -58,13 +60,18 @@ def test_the_sentence_is_that_of_the_full_table():
 
 def test_reads_the_worst_number_and_the_failures():
     case = '<testcase name="{}"><properties>{}</properties>{}</testcase>'
-    facts = "".join(f'<property name="{name}" value="{{}}"/>' for name in ("family", "attention", "logits", "gradients"))
+    names = ("family", "documents", "attention", "logits", "gradients")
+    facts = "".join(f'<property name="{name}" value="{{}}"/>' for name in names)
+    failure = '<failure message="far off"/>'
     cases = [
-        case.format("one", facts.format("qwen3_5", "sdpa", "1e-07", "3e-06"), ""),
-        case.format("two", facts.format("qwen3_5", "sdpa", "2e-07", "1e-06"), '<failure message="far off"/>'),
+        case.format("one", facts.format("qwen3_5", "text", "sdpa", "1e-07", "3e-06"), ""),
+        case.format("two", facts.format("qwen3_5", "text", "sdpa", "2e-07", "1e-06"), failure),
+        case.format("three[qwen2_5_vl-right]", "", failure),
     ]
     report = ElementTree.ElementTree(ElementTree.fromstring(f"<testsuite>{''.join(cases)}</testsuite>"))
-    assert measure.read(report) == Outcome({("qwen3_5", "sdpa"): (2e-07, 3e-06)}, ["two"])
+    spoiled = {("qwen3_5", "text"), ("qwen2_5_vl", "text"), ("qwen2_5_vl", "media")}
+    wanted = {("qwen3_5", "text", "sdpa"): (2e-07, 3e-06)}
+    assert measure.read(report) == Outcome(wanted, ["two", "three[qwen2_5_vl-right]"], frozenset(spoiled))
     nothing = ElementTree.ElementTree(ElementTree.fromstring("<testsuite/>"))
     assert measure.read(nothing) == Outcome({}, ["no exactness test ran"])
 

@@ -11,7 +11,7 @@ import torch
 from hf_packfree import apply_patches, patch_report, remove_patches, verify_packing
 from hf_packfree.models import compat
 from hf_packfree.models.mrope import RowMedia, audio_tokens, document_positions
-from tests.support import CONTROL, GRADIENT_TOL, LOGIT_TOL, gradients, relative_rms
+from tests.support import CONTROL, GRADIENT_TOL, LOGIT_TOL, gradients, recorded, relative_rms
 from tests.vision import END, IMAGE, PATCH, START, VIDEO, tiny_vision
 
 pytestmark = pytest.mark.compat
@@ -188,9 +188,9 @@ def errors(found, wanted):
     )
 
 
-@pytest.fixture(scope="module")
-def case():
-    model = tiny_vision("qwen3_omni_moe")
+@pytest.fixture(scope="module", params=["qwen3_omni_moe"])
+def case(request):
+    model = tiny_vision(request.param)
     with torch.no_grad():
         for name, parameter in source(model).audio_tower.named_parameters():
             if name.startswith("conv2d"):
@@ -201,9 +201,9 @@ def case():
 
 
 @pytest.mark.parametrize("form", ["offsets", "4 rows", "padded"])
-def test_every_document_is_what_it_is_alone(case, form):
+def test_every_document_is_what_it_is_alone(case, form, record_property):
     _, model, given, wanted = case
-    logits, grads = errors(step(model, given, form), wanted)
+    logits, grads = recorded(record_property, errors(step(model, given, form), wanted), model, "media")
     assert logits <= LOGIT_TOL and grads <= GRADIENT_TOL, (logits, grads)
 
 
@@ -283,11 +283,11 @@ def test_lora_on_text_and_towers(case):
 
 
 @pytest.mark.parametrize("form", ["offsets", "4 rows", "padded"])
-def test_eager_attention(case, form):
+def test_eager_attention(case, form, record_property):
     plain, _, given, wanted = case
     model = tiny_vision("qwen3_omni_moe", attention="eager")
     model.load_state_dict(plain.state_dict())
-    logits, grads = errors(step(apply_patches(model), given, form), wanted)
+    logits, grads = recorded(record_property, errors(step(apply_patches(model), given, form), wanted), model, "media")
     assert logits <= LOGIT_TOL and grads <= GRADIENT_TOL, (logits, grads)
 
 

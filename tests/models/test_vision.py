@@ -14,7 +14,7 @@ from hf_packfree.errors import BoundaryConflict, BoundaryError, CacheConflict, U
 from hf_packfree.models import vision_language
 from hf_packfree.models.base import upstream_of
 from hf_packfree.models.mrope import RowMedia
-from tests.support import CONTROL, GRADIENT_TOL, LOGIT_TOL, by_family, errors, relative_rms
+from tests.support import CONTROL, GRADIENT_TOL, LOGIT_TOL, by_family, errors, recorded, relative_rms
 from tests.vision import (
     FORMS,
     IMAGE,
@@ -77,8 +77,8 @@ def qwen():
 
 
 @pytest.mark.parametrize("form", [*FORMS, "right", "left", "rows"])
-def test_media_documents_are_exact_in_every_form(case, form):
-    logits, gradients = case.errors(case.model, form)
+def test_media_documents_are_exact_in_every_form(case, form, record_property):
+    logits, gradients = recorded(record_property, case.errors(case.model, form), case.model, "media")
     assert logits <= LOGIT_TOL
     assert gradients <= GRADIENT_TOL
 

@@ -11,7 +11,7 @@ import torch
 from hf_packfree import apply_patches, register_patches
 from hf_packfree.errors import BoundaryError
 from hf_packfree.patching.registry import family_of
-from tests.support import GRADIENT_TOL, LOGIT_TOL, errors, relative_rms
+from tests.support import GRADIENT_TOL, LOGIT_TOL, errors, recorded, relative_rms
 from tests.vision import (
     alone,
     documents,
@@ -26,7 +26,7 @@ from tests.vision import (
 pytestmark = pytest.mark.compat
 
 
-@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl"])
+@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl"])
 def unpatched(request):
     return tiny_vision(request.param)
 
@@ -51,14 +51,14 @@ def batches(given, model):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(unpatched, given, weights, wanted, reentrant):
+def test_gradient_checkpointing(unpatched, given, weights, wanted, reentrant, record_property):
     model = apply_patches(copy.deepcopy(unpatched))
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable({"use_reentrant": reentrant})
     # reentrant checkpointing passes gradients on to tensors that require them alone
     model.enable_input_require_grads()
     for batch in batches(given, unpatched):
-        logits, gradients = errors(run(model, batch, weights), wanted)
+        logits, gradients = recorded(record_property, errors(run(model, batch, weights), wanted), model, "media")
         assert logits <= LOGIT_TOL
         assert gradients <= GRADIENT_TOL
 
@@ -121,7 +121,7 @@ class TestFeaturesFromOutside:
 
 
 @pytest.mark.parametrize("kind", ["eager attention", "patched while loading"])
-def test_other_models(unpatched, given, weights, wanted, kind):
+def test_other_models(unpatched, given, weights, wanted, kind, record_property):
     family = family_of(unpatched).name
     if kind == "eager attention":
         model = apply_patches(tiny_vision(family, attention="eager"))
@@ -130,7 +130,7 @@ def test_other_models(unpatched, given, weights, wanted, kind):
         with register_patches():
             model = tiny_vision(family)
     for batch in batches(given, unpatched):
-        logits, gradients = errors(run(model, batch, weights), wanted)
+        logits, gradients = recorded(record_property, errors(run(model, batch, weights), wanted), model, "media")
         assert logits <= LOGIT_TOL
         assert gradients <= GRADIENT_TOL
 
