@@ -34,12 +34,16 @@ def gpu(monkeypatch):
         for module in (fla, backend, conv.dao, delta_rule.flash_qla, exactness):
             monkeypatch.setattr(module, "installed", packages.get)
         monkeypatch.setattr(backend, "import_module", import_module)
-        backend.broken.cache_clear()
+        forget()
         monkeypatch.setattr(fla, "has_nvcc", lambda: nvcc)
         monkeypatch.setattr(delta_rule.flash_qla, "has_nvcc", lambda: nvcc)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: cards[index])
 
+    def forget():
+        backend.broken.cache_clear()
+        delta_rule.flash_qla.is_known.cache_clear()
+
     yield pretend
-    backend.broken.cache_clear()
+    forget()
