@@ -9,6 +9,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,12 +21,14 @@ from hf_packfree.models.context_parallel import check_call, forward_shard
 from hf_packfree.models.entry import (
     UNPACKED, as_requested, enter, has_media, keep_padding, restore_layers, row_of_each, row_positions, wants_all_logits,
 )
+from hf_packfree.models.head_loss import deferred_loss, logits_on_demand
 from hf_packfree.models.labels import (
     IGNORED, are_left_pad_tokens, kept_targets, row_targets, shifted_labels, targets_on_padding,
 )
 from hf_packfree.models.state import state_of
 from hf_packfree.packing import PackedSequence, lazy_repad, repad, uncompiled, unpad, with_left_pad_tokens
 from hf_packfree.packing.compiling import is_transformed
+from hf_packfree.packing.lazy import LazyTensor
 
 logger = logging.getLogger("hf_packfree")
 _PADDED = "packfree_padded"
@@ -61,7 +64,7 @@ class Head(Replacement):
     @property
     def loss_function(self) -> Any:
         """Upstream's or the caller's, called without the record, which upstream's heads hand on with all other keywords."""
-        full = state_of(self).padded == "full" and not torch.compiler.is_compiling() and not is_transformed()
+        full = state_of(self).padded == "full" and not _is_traced()
         return functools.partial(_call_loss, self._loss(), full)
 
     @loss_function.setter
@@ -103,10 +106,12 @@ class PackedHead(Head):
             keep_padding(packed, arguments)
             return upstream(**arguments)
         row = (_row_arguments if all_logits else _batch_arguments)(arguments, packed) | loss
-        if settings is not None:
-            output = forward_shard(upstream, row, packed, settings, counted=arguments.get("num_items_in_batch") is not None)
-        else:
-            output = upstream(**row)
+        later = self.training and loss and not _is_traced()
+        with logits_on_demand(self, loss, arguments.get("ignore_index", IGNORED)) if later else nullcontext():
+            if settings is not None:
+                output = forward_shard(upstream, row, packed, settings, counted=arguments.get("num_items_in_batch") is not None)
+            else:
+                output = upstream(**row)
         if all_logits and settings is None:
             self._restore_shape(output, packed)
         if packed.num_real_tokens == 0:
@@ -154,9 +159,14 @@ class PackedHead(Head):
     def _restore_shape(self, output: Any, packed: PackedSequence) -> None:
         restore_layers(output, packed)
         lazy = state_of(self).padded == "lazy" and self.training and output.loss is not None and packed.num_documents > 0
-        dropped = packed.indices is not None and not torch.compiler.is_compiling() and not is_transformed()
+        dropped = packed.indices is not None and not _is_traced()
         padded = None if torch.compiler.is_compiling() else vars(output.logits).pop(_PADDED, None)
-        output.logits = (lazy_repad if lazy and dropped else repad)(output.logits, packed) if padded is None else padded
+        later = lazy and dropped or isinstance(output.logits, LazyTensor)
+        output.logits = (lazy_repad if later else repad)(output.logits, packed) if padded is None else padded
+
+
+def _is_traced() -> bool:
+    return torch.compiler.is_compiling() or is_transformed()
 
 
 def _is_whole_batch(arguments: dict[str, Any]) -> bool:
@@ -192,6 +202,8 @@ def _call_loss(function: Any, full: bool, *args: Any, packed_sequence: Any = Non
     Whoever keeps the padded logits then sees the gradient of the loss, as transformers' have it.
     """
     logits = args[0] if args else kwargs["logits"]
+    if isinstance(logits, LazyTensor) and (loss := deferred_loss(*args, **kwargs)) is not None:
+        return loss
     if full and isinstance(packed_sequence, PackedSequence) and logits.shape[:2] == (1, packed_sequence.num_tokens):
         padded = repad(logits, packed_sequence)
         if padded is not logits:

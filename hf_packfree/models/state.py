@@ -28,6 +28,7 @@ class Kernels:
     Attributes:
         conv, delta_rule, attention: a name in the op's `BACKENDS`, see `hf_packfree.ops`.
         fused: "triton" or "torch", of all small ops of a layer together, see `hf_packfree.ops.fused`.
+        loss: of head and loss together, a name in the `BACKENDS` of `hf_packfree.ops.loss`.
         tower_attention: of vision and audio towers, a name in the `BACKENDS` of `hf_packfree.ops.attention.towers`.
     """
 
@@ -35,11 +36,12 @@ class Kernels:
     delta_rule: str = "torch"
     attention: str = "torch"
     fused: str = "torch"
+    loss: str = "torch"
     tower_attention: str = "torch"
 
     def compiled(self) -> Kernels:
-        """Return the same under torch.compile, which fuses by itself what does not mix tokens."""
-        return replace(self, fused="torch")
+        """Return the same under torch.compile, which fuses by itself what does not mix tokens, and traces upstream's loss."""
+        return replace(self, fused="torch", loss="upstream")
 
 
 @dataclass(frozen=True)

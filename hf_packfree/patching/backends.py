@@ -11,7 +11,7 @@ import torch
 
 from hf_packfree.errors import BackendUnavailable
 from hf_packfree.models.state import Kernels, PatchState
-from hf_packfree.ops import attention, conv, delta_rule, fused
+from hf_packfree.ops import attention, conv, delta_rule, fused, loss
 from hf_packfree.ops.attention import towers
 from hf_packfree.ops.backend import Backend, Fault, Target
 
@@ -23,6 +23,7 @@ OPS: dict[str, ModuleType] = {
     "delta_rule": delta_rule,
     "attention": attention,
     "fused": fused,
+    "loss": loss,
     "tower_attention": towers,
 }
 

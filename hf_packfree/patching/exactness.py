@@ -31,6 +31,9 @@ _COMPARED = frozenset({
 })
 """(outputs, inputs) of the published models' products, which torch's library computed alike in rows of any length."""
 
+_AFTER_THE_LAYERS = ("loss",)
+"""What no layer's result depends on; a loss adds up over all documents of a row."""
+
 
 def why_rounding(model: nn.Module, family: Family, implementations: Mapping[str, str], x: Any) -> str | None:
     """Return why batch invariance of the layers' forward pass is not promised, as half a sentence, or None.
@@ -59,6 +62,7 @@ def _machine(x: Any) -> str | None:
 
 
 def _operations(implementations: Mapping[str, str]) -> str | None:
+    implementations = {op: name for op, name in implementations.items() if op not in _AFTER_THE_LAYERS}
     rounding = [op for op, name in implementations.items() if not getattr(OPS[op].BACKENDS.get(name), "batch_invariant", False)]
     if rounding:
         return f"batch invariance is not promised of what runs {', '.join(rounding)}"

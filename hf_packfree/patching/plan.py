@@ -66,8 +66,16 @@ def op_sizes(model: nn.Module, family: Family) -> dict[str, int]:
 
 
 def ops_of(model: nn.Module, family: Family) -> tuple[str, ...]:
-    """Return what the packed branches of this model call: of the family's ops those of a tower only where it has one."""
-    return family.ops if tower_attention_of(model, family) is not None else family.mixer_ops
+    """Return what runs in this model: of the family's ops those of a tower and of a head's loss only where it has them."""
+    absent = {"tower_attention"} if tower_attention_of(model, family) is None else set()
+    absent |= set() if language_heads(model) else {"loss"}
+    return tuple(op for op in family.ops if op not in absent)
+
+
+def language_heads(model: nn.Module) -> list[PackedHead]:
+    """Return the patched heads with a language model's loss that run, and are not bypassed by a forward of the instance."""
+    heads = (module for module in model.modules() if isinstance(module, PackedHead))
+    return [head for head in heads if not _runs_another_forward(head)]
 
 
 def tower_attention_of(model: nn.Module, family: Family) -> Any:

@@ -112,8 +112,8 @@ class Family:
 
     @property
     def ops(self) -> tuple[str, ...]:
-        """What the family's packed branches call, by the names that `backend` takes."""
-        return (*self.mixer_ops, "tower_attention") if self.towers else self.mixer_ops
+        """What the family's packed branches and heads call, by the names that `backend` takes."""
+        return (*self.mixer_ops, "loss", "tower_attention") if self.towers else (*self.mixer_ops, "loss")
 
     @property
     def mixer_ops(self) -> tuple[str, ...]:

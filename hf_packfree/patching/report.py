@@ -14,12 +14,13 @@ from torch import nn
 
 from hf_packfree._version import __version__
 from hf_packfree.models.attention import drops_out
+from hf_packfree.models.head_loss import why_logits_are_made
 from hf_packfree.models.state import Kernels, PatchState
 from hf_packfree.ops import delta_rule
 from hf_packfree.ops.backend import Fault, installed
 from hf_packfree.patching.backends import OPS
 from hf_packfree.patching.exactness import why_rounding
-from hf_packfree.patching.plan import heads_left_alone, ops_of, tower_attention_of
+from hf_packfree.patching.plan import heads_left_alone, language_heads, ops_of, tower_attention_of
 from hf_packfree.patching.registry import Family, family_of
 
 logger = logging.getLogger("hf_packfree")
@@ -186,6 +187,9 @@ def _implementations(state: PatchState, family: Family, model: nn.Module) -> dic
     for op, config in {"attention": getattr(model, "config", None), "tower_attention": tower}.items():
         if op in runs and (loaded := getattr(config, "_attn_implementation", None)) != "sdpa":
             runs[op] = f"{loaded} (the model's)"
+    made = (why_logits_are_made(head) for head in language_heads(model))
+    if "loss" in runs and runs["loss"] != "upstream" and (why := next(filter(None, made), None)) is not None:
+        runs["loss"] = f"upstream, because {why}"
     return runs
 
 

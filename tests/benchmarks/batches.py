@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,10 +20,12 @@ class Load:
         lengths: of the documents.
         input_format: "collator" (restarting positions and every keyword a collator can give), "record" (the package's own
             record, built beforehand), "plain" (input_ids alone) or "padded" (a rectangle with a 0/1 mask).
+        whole: whether the step has the head, its loss and a fused AdamW in it; else the trunk runs, without optimizer.
     """
 
     lengths: tuple[int, ...]
     input_format: str = "collator"
+    whole: bool = field(default=False, kw_only=True)
 
     @property
     def real_tokens(self) -> int:
@@ -31,7 +33,9 @@ class Load:
         return sum(self.lengths)
 
     def step(self, model: Any, device: str) -> Callable[[], Tensor]:
-        """Return the step that is timed; `model` is the whole model, of which the trunk runs."""
+        """Return the step that is timed; `model` is the whole model, of which the trunk runs, or all."""
+        if self.whole:
+            return whole_step_of(model, self.inputs(model.config.get_text_config().vocab_size, device))
         return step_of(model.base_model, self.inputs(model.config.get_text_config().vocab_size, device))
 
     def inputs(self, vocabulary: int, device: str) -> dict[str, Any]:
@@ -43,7 +47,7 @@ class Load:
         rows, width = (len(self.lengths), max(self.lengths)) if self.input_format == "padded" else (1, self.real_tokens)
         return {
             "documents": len(self.lengths), "real_tokens": self.real_tokens, "longest": max(self.lengths),
-            "tokens": rows * width, "input_format": self.input_format,
+            "tokens": rows * width, "input_format": self.input_format, **({"whole_step": True} if self.whole else {}),
         }
 
 
@@ -94,6 +98,26 @@ def step_of(trunk: nn.Module, inputs: dict[str, Any]) -> Callable[[], Tensor]:
         trunk.zero_grad(set_to_none=True)
         loss = trunk(use_cache=False, **inputs).last_hidden_state.float().pow(2).mean()
         loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def whole_step_of(model: nn.Module, inputs: dict[str, Any]) -> Callable[[], Tensor]:
+    """Return one training step: gradients dropped, forward with the language model's loss, backward, fused AdamW in bf16.
+
+    Every token that is not padding has a label; what a document's last token would predict is masked by who knows documents.
+    """
+    labels = inputs["input_ids"].clone()
+    if "attention_mask" in inputs:
+        labels = labels.masked_fill(inputs["attention_mask"] == 0, -100)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    def step() -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        loss: Tensor = model(labels=labels, use_cache=False, **inputs).loss
+        loss.backward()
+        optimizer.step()
         return loss.detach()
 
     return step

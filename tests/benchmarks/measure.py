@@ -22,6 +22,7 @@ import torch
 
 from tests.benchmarks.batches import Load
 from tests.benchmarks.layers import floor, operations
+from tests.benchmarks.loss import head_and_loss
 from tests.benchmarks.machine import machine
 from tests.benchmarks.models import variant_of, what_runs
 from tests.benchmarks.profiling import profile
@@ -40,6 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> Results:
     for group in groups(options.tiny, options.backend):
         run_group(group, results, clock, options)
     run_floors(results, clock, options.tiny)
+    for tokens in (100,) if options.tiny else (TOKENS, 8192):
+        head_and_loss(results, clock, tokens, *(256, 64) if options.tiny else (248320, 2048))
     run_layers(results, clock, options.tiny)
     return results
 

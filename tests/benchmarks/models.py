@@ -25,7 +25,7 @@ class Variant:
 
     Attributes:
         packfree: whether `apply_patches` is called.
-        liger: "" (no), "before" or "after" `apply_patches`.
+        liger: "" (no), "before" or "after" `apply_patches`; "with its loss": before, and with its fused loss, too.
         flash_qla: whether FlashQLA may run the delta rule, ours and upstream's.
         fla_conv: whether FLA's Triton convolution stands in for upstream's, which refuses packed rows without
             causal-conv1d.
@@ -90,8 +90,8 @@ def variant_of(shape: Shape, variant: Variant, device: str, dtype: torch.dtype =
 def _put_in(model: nn.Module, shape: Shape, variant: Variant, upstream: Any) -> None:
     if variant.fla_conv:
         upstream.causal_conv1d_fn = fla_convolution()
-    if variant.liger == "before":
-        put_liger_in(model, shape.family)
+    if variant.liger in ("before", "with its loss"):
+        put_liger_in(model, shape.family, loss=variant.liger == "with its loss")
     if variant.composed:
         compose(model)
     if variant.packfree:
@@ -111,12 +111,12 @@ def put_lora_on(model: nn.Module, dtype: str) -> None:
     get_peft_model(model, config, autocast_adapter_dtype=dtype == "fp32")
 
 
-def put_liger_in(model: nn.Module, family: str) -> None:
-    """Put Liger's RMSNorm and SwiGLU (for experts: its fused experts) into the model; loss and rope stay."""
+def put_liger_in(model: nn.Module, family: str, loss: bool = False) -> None:
+    """Put Liger's RMSNorm and SwiGLU (for experts: its fused experts) into the model, and its fused loss; rope stays."""
     import liger_kernel.transformers as liger
 
     put_in = getattr(liger, f"apply_liger_kernel_to_{family}")
-    put_in(model=model, rope=False, cross_entropy=False, fused_linear_cross_entropy=False)
+    put_in(model=model, rope=False, cross_entropy=False, fused_linear_cross_entropy=loss)
 
 
 def fla_convolution() -> Any:

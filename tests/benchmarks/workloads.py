@@ -45,7 +45,8 @@ STANDS_IN = "FLA's Triton convolution stands in for causal-conv1d, without which
 def groups(tiny: bool = False, backend: Any = "auto") -> list[Group]:
     """Return every group, the important ones first; `tiny` shrinks models and rows, for a trial on a CPU."""
     found = [
-        *_dense(tiny), *_twice_as_long(tiny), *_lora(tiny), *_padded(tiny), *_with_images(tiny), *_linearity(tiny),
+        *_dense(tiny), *_whole_steps(tiny), *_twice_as_long(tiny), *_lora(tiny), *_padded(tiny), *_with_images(tiny),
+        *_linearity(tiny),
         *_wide("9b", "tiny" if tiny else "9b", tiny), *_wide("moe", "tiny-moe" if tiny else "moe", tiny),
     ]
     ours = [group.variant.packfree and group.variant.backend == "auto" for group in found]
@@ -88,6 +89,27 @@ def _twice_as_long(tiny: bool) -> list[Group]:
     return [
         Group(shape, variant, tuple((name, called + what, load) for what, load in rows.items()))
         for called, variant in {"packfree": PACKFREE, "packfree+liger": LIGER}.items()
+    ]
+
+
+def _whole_steps(tiny: bool) -> list[Group]:
+    """The 2B shape with its head, loss and optimizer, at 32k and 8k tokens, and padded."""
+    shape = SHAPES["tiny" if tiny else "2b"]
+    batch = tuple(batch_lengths(4, 64, 0.5) if tiny else batch_lengths(8, 2048, 0.34))
+    loads = {
+        "2b-32k-whole-step": Load(_long(tiny), whole=True),
+        "2b-8k-whole-step": Load(tuple(log_normal_lengths(*(200,) if tiny else (8192,))), whole=True),
+        "2b-8x2048-whole-step": Load(batch, "padded", whole=True),
+    }
+    variants = {
+        "packfree": (PACKFREE, ""), "packfree+liger": (LIGER, ""),
+        "packfree+liger's fused loss": (replace(LIGER, liger="with its loss"), ""),
+        "composed without packfree": (replace(COMPOSED, liger="with its loss"), f"{PUT_IN}, and Liger's fused loss"),
+        "unpatched packed": (UNPATCHED_CONV, STANDS_IN),
+    }
+    return [
+        Group(shape, variant, tuple((work, name, load) for work, load in loads.items() if not (note and "8x" in work)), note)
+        for name, (variant, note) in variants.items()
     ]
 
 

@@ -168,5 +168,5 @@ def test_evaluation_has_the_main_loss_alone():
     with torch.no_grad():
         training = model(**packed(pairs)).loss
     model.eval()
-    assert torch.equal(model(**packed(pairs)).loss.detach(), training)
+    assert model(**packed(pairs)).loss.item() == pytest.approx(training.item(), rel=1e-6)  # training sums in chunks
     assert model.mtp.training_calls.take() == {}

@@ -79,7 +79,7 @@ READERS = {
 @pytest.mark.parametrize("reader", READERS)
 def test_whatever_reads_finds_what_is_in_the_padded_tensor(reader):
     read, lazy = READERS[reader], lazy_repad(VALUES, record()).detach()
-    assert isinstance(lazy, LazyPaddedTensor) and lazy.source.padded is None
+    assert isinstance(lazy, LazyPaddedTensor) and lazy.source.values is None
     wanted, found = read(repad(VALUES, record())), read(lazy)
     assert type(found) is type(wanted)
     assert np.array_equal(np.asarray(found), np.asarray(wanted)) and np.asarray(found).any()
@@ -156,7 +156,7 @@ def test_gradients_of_the_loss_are_seen_at_lazy_logits(watch):
     model, batch = tiny(), padded_batch("right")
     wanted, _ = of_the_loss(model, batch, watch)
     found, output = of_the_loss(apply_patches(model), batch, watch)
-    assert isinstance(output.logits, LazyPaddedTensor) and output.logits.source.padded is None
+    assert isinstance(output.logits, LazyPaddedTensor) and output.logits.source.values is None
     assert wanted.abs().max() > 1e-3 and (found - wanted).abs().max() <= 1e-4 * wanted.abs().max()
 
 

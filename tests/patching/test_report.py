@@ -193,7 +193,8 @@ def test_every_operation_is_named_with_a_version(gpu, monkeypatch):
     monkeypatch.setattr(report, "installed", (INSTALLED | {"torch": "2.11.0"}).get)
     model = patched_on_a_gpu(monkeypatch)
     for words in (
-        "conv: triton 3.6.0,", "delta_rule: fla (fla-core 0.6.0),", "attention: torch 2.11.0,", "fused: triton 3.6.0;",
+        "conv: triton 3.6.0,", "delta_rule: fla (fla-core 0.6.0),", "attention: torch 2.11.0,", "fused: triton 3.6.0,",
+        "loss: triton 3.6.0;",
     ):
         assert words in str(patch_report(model))
     there = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16)

@@ -1,0 +1,134 @@
+"""A head's last layer and its loss as one operation: in training, logits are made only where something reads them.
+
+Upstream's forward calls both, one after the other.  For that call something that returns lazy logits stands in for the layer,
+and the loss that finds them unread computes what transformers' would, from the tokens that have targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from hf_packfree.models.fusable import is_hooked
+from hf_packfree.models.state import PatchState, state_of
+from hf_packfree.ops.loss import SOFTMAX_GRADIENTS, LazyLogits, Targets, lazy_logits, loss_of
+
+_UPSTREAM = signature(ForCausalLMLoss)
+
+
+@contextmanager
+def logits_on_demand(head: Any, loss: dict[str, Any], ignored: int) -> Iterator[None]:
+    """Let the last layer of `head` return lazy logits while the block runs, where nothing speaks against it.
+
+    Args:
+        head: patched, in training.
+        loss: what its loss is called with.
+        ignored: the label that means no loss.
+    """
+    targets = loss.get("shift_labels")
+    if targets is None or targets.dtype != torch.int64 or why_logits_are_made(head) is not None:
+        yield
+        return
+    name, layer = _last_layer(head)
+    vars(head)[name] = _Deferred(layer, state_of(head), targets, ignored, Targets.of(targets.to(layer.weight.device), ignored))
+    try:
+        yield
+    finally:
+        del vars(head)[name]
+
+
+def why_logits_are_made(head: Any) -> str | None:
+    """Return why a head's logits are made in training although its loss needs none, as half a sentence, or None."""
+    name, layer = _last_layer(head)
+    loss = head._loss()
+    if state_of(head).padded == "full":
+        return "padded='full' makes logits always"
+    if loss is not ForCausalLMLoss:
+        return f"its loss is {getattr(loss, '__qualname__', type(loss).__name__)}"
+    if F.cross_entropy.__module__ != F.__name__:  # Liger's, for instance
+        return f"torch's cross entropy is replaced by {F.cross_entropy.__module__}"
+    if type(layer) is not nn.Linear:
+        return f"{name} is a {type(layer).__name__}"
+    if is_hooked(layer) or "forward" in vars(layer):
+        return f"{name} has hooks or a forward of its own"
+    return None
+
+
+def _last_layer(head: Any) -> tuple[str, Any]:
+    """Return the child of a head that makes its logits, with its name; adapters may be around it."""
+    layer = head.get_output_embeddings()
+    return next(((name, child) for name, child in head.named_children() if child is layer), ("its last layer", None))
+
+
+@dataclass(frozen=True, eq=False)
+class _Deferred:
+    """Called in place of a head's last layer.
+
+    Attributes:
+        layer: it.
+        state: of the head.
+        given: what its loss will be called with as `shift_labels`, int64 of any shape.
+        ignored: the label that means no loss.
+        targets: made of `given`.
+    """
+
+    layer: nn.Linear
+    state: PatchState
+    given: Tensor
+    ignored: int
+    targets: Targets
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return the logits [..., V] of hidden states [..., D], lazy where they are a product with plain weights."""
+        parts = _as_multiplied(hidden, self.layer)
+        backend = self.state.kernels_for(hidden.device, parts[0].dtype).loss if parts is not None else "upstream"
+        if parts is None or backend == "upstream":
+            return self.layer(hidden)  # type: ignore[no-any-return]
+        logits = lazy_logits(*parts, self._reload)
+        vars(logits)["packfree_deferred"] = self, SOFTMAX_GRADIENTS[backend]
+        return logits
+
+    def _reload(self) -> tuple[Tensor, Tensor | None]:
+        """The layer's weights, from all ranks where FSDP has sharded them."""
+        parts = (getattr(one, "full_tensor", lambda one=one: one)() for one in (self.layer.weight, self.layer.bias))
+        weight, bias = parts
+        return weight, bias
+
+
+def _as_multiplied(hidden: Tensor, layer: nn.Linear) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """Return hidden states, weight and bias in the dtype of their product; None where only the layer itself knows that."""
+    weight, bias = layer.weight, layer.bias
+    if not {type(weight), type(bias)} <= {nn.Parameter, Tensor, type(None)} or weight.device != hidden.device:
+        return None
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind) and torch.float64 not in (hidden.dtype, weight.dtype):
+        dtype = torch.get_autocast_dtype(kind)
+        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    return (hidden, weight, bias) if weight.dtype == hidden.dtype else None
+
+
+def deferred_loss(*args: Any, **kwargs: Any) -> Tensor | None:
+    """Return what transformers' `ForCausalLMLoss` does with these arguments, or None where somebody has to read the logits."""
+    given = _UPSTREAM.bind(*args, **kwargs).arguments
+    logits, items = given["logits"], given.get("num_items_in_batch")
+    known = vars(logits).get("packfree_deferred") if isinstance(logits, LazyLogits) and logits.before_any_change() else None
+    if known is None or given["vocab_size"] != logits.shape[-1]:
+        return None
+    deferred, softmax_gradient = known
+    ignored, shifted = given.get("ignore_index", -100), given.get("shift_labels")
+    if shifted is None or shifted.numel() * logits.shape[-1] != logits.numel():
+        return None
+    counted = shifted is deferred.given and ignored == deferred.ignored  # a rank of several has targets of its own
+    targets = deferred.targets if counted else Targets.of(shifted.to(logits.device), ignored)
+    total = loss_of(logits, targets, softmax_gradient)
+    if items is None:
+        items = (targets.flat >= 0).sum()
+    return total / (items.to(total.device) if isinstance(items, Tensor) else items)

@@ -1,0 +1,72 @@
+"""A language model's head and its cross entropy as one operation, for which no logits of all tokens are made."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor
+from torch.nn.functional import cross_entropy, linear
+
+from hf_packfree.ops.backend import Backend, find, needs_triton
+from hf_packfree.ops.loss import softmax, triton_native
+from hf_packfree.ops.loss.logits import LazyLogits, lazy_logits, loss_of
+from hf_packfree.ops.loss.targets import Targets
+
+
+def _chunked(
+    x: Tensor, weight: Tensor, targets: Targets, bias: Tensor | None, softmax_gradient: softmax.SoftmaxGradient
+) -> Tensor:
+    return loss_of(lazy_logits(x, weight, bias), targets, softmax_gradient)
+
+
+def _reference(x: Tensor, weight: Tensor, targets: Targets, bias: Tensor | None) -> Tensor:
+    logits = linear(x, weight, bias).flatten(0, -2).float()
+    return cross_entropy(logits, targets.flat, reduction="sum", ignore_index=-1)
+
+
+BACKENDS = {
+    "triton": Backend(partial(_chunked, softmax_gradient=triton_native.softmax_gradient), needs_triton, "triton"),
+    "torch": Backend(partial(_chunked, softmax_gradient=softmax.softmax_gradient)),
+    "upstream": Backend(_reference),
+}
+"""In a model "upstream" means transformers' own head and loss, on logits of all tokens; here it is the reference."""
+SOFTMAX_GRADIENTS = {"triton": triton_native.softmax_gradient, "torch": softmax.softmax_gradient}
+"""What differs between the chunked backends."""
+
+
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor | Targets, *, bias: Tensor | None = None, ignore_index: int = -100,
+    backend: str = "torch",
+) -> Tensor:
+    """Return the sum over tokens of -log softmax(x weight' + bias)[target], as transformers' loss rounds it.
+
+    "triton" and "torch" compute it, and the gradients, in chunks of tokens, of which one at a time has logits.
+
+    Args:
+        x: [..., D], any floating dtype.
+        weight: [V, D], in x's dtype.
+        targets: int64 of x's shape without D, or what `Targets.of` made of them.
+        bias: [V], in x's dtype.
+        ignore_index: the target of tokens that count nothing.
+        backend: a name in `BACKENDS`.
+
+    Returns:
+        fp32 scalar.
+
+    Raises:
+        BackendUnavailable: no backend has that name.
+
+    Examples:
+        Four tokens, one of which predicts nothing; weights of zero make every word equally likely:
+
+        >>> import torch
+        >>> from hf_packfree.ops.loss import linear_cross_entropy
+        >>> x, weight = torch.ones(4, 2), torch.zeros(8, 2)
+        >>> linear_cross_entropy(x, weight, torch.tensor([3, 0, -100, 7])) / 3
+        tensor(2.0794)
+    """
+    found = targets if isinstance(targets, Targets) else Targets.of(targets, ignore_index)
+    return find("loss", BACKENDS, backend)(x, weight, found, bias)  # type: ignore[no-any-return]
+
+
+__all__ = ["BACKENDS", "SOFTMAX_GRADIENTS", "LazyLogits", "Targets", "lazy_logits", "linear_cross_entropy", "loss_of"]

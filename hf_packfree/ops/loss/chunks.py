@@ -1,0 +1,116 @@
+"""Head and cross entropy in chunks of tokens: loss and gradients come from one pass, and one chunk at a time has logits.
+
+The gradients are computed in the forward pass, for a gradient of the loss of 1, so that nothing has to be computed twice; the
+backward pass multiplies.  (Liger and torch's `linear_cross_entropy` do so, too.)  They are summed in fp32 over the chunks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_packfree.ops.backend import HALF
+from hf_packfree.ops.loss.softmax import SoftmaxGradient
+from hf_packfree.ops.loss.targets import Targets
+
+_ELEMENTS = {"cuda": 2**30}
+"""Logits of a chunk, by device.  On a GPU, large chunks write the fp32 sums of the weight's gradient less often: 4,096 tokens
+of a vocabulary of 248,320."""
+_ELEMENTS_ELSEWHERE, _FEWEST = 2**22, 256
+"""On a CPU a chunk of so few stays in its caches, but matrix products want rows."""
+_SCALE = {torch.float16: 2.0**10}
+"""The factor on gradients of logits in fp16, in which a softmax over a large vocabulary would underflow."""
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What the loss's gradients are before they are multiplied by `factor`, summed in fp32; None where not needed.
+
+    Attributes:
+        x: [N, D], of the tokens that were chosen.
+        weight: [V, D].
+        bias: [V].
+        factor: takes back what kept half precision from underflowing.
+    """
+
+    x: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    factor: float = 1.0
+
+
+def loss_and_gradients(
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, needed: tuple[bool, bool, bool],
+    softmax_gradient: SoftmaxGradient,
+) -> tuple[Tensor, Gradients]:
+    """Return the sum of the tokens' losses, fp32, and its gradients.
+
+    Args:
+        x: [N, D].
+        weight: [V, D] in x's dtype.
+        bias: [V] or None.
+        targets: int64 [N], see `Targets.flat`.
+        needed: which of the gradients of x, weight and bias are.
+        softmax_gradient: see `hf_packfree.ops.loss.softmax`.
+    """
+    (tokens, size), words = x.shape, weight.shape[0]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    d_x, d_weight, d_bias = (
+        x.new_zeros(shape, dtype=wide) if wanted else None
+        for shape, wanted in zip(((tokens, size), (words, size), (words,)), needed, strict=True)
+    )
+    scale = _SCALE.get(x.dtype, 1.0) if any(needed) else None
+    rows = rows_of_a_chunk(tokens, words, x.device.type)
+    buffer = x.new_empty(min(rows, tokens), words)
+    losses = x.new_empty(tokens, dtype=wide)
+    for begin in range(0, tokens, rows):
+        part = slice(begin, begin + rows)
+        logits = buffer[: len(losses[part])]
+        torch.mm(x[part], weight.t(), out=logits) if bias is None else torch.addmm(bias, x[part], weight.t(), out=logits)
+        losses[part], gradient = softmax_gradient(logits, targets[part], scale)
+        if gradient is not None:
+            _add_products(gradient, x[part], weight, d_x if d_x is None else d_x[part], d_weight)
+        if d_bias is not None and gradient is not None:
+            d_bias += gradient.sum(0, dtype=wide)
+    return losses.sum().float(), Gradients(d_x, d_weight, d_bias, 1 / (scale or 1.0))
+
+
+def rows_of_a_chunk(tokens: int, words: int, device: str) -> int:
+    """Return how many tokens have logits at a time: chunks of about one size."""
+    most = max(_ELEMENTS.get(device, _ELEMENTS_ELSEWHERE) // words, _FEWEST)
+    chunks = max(-(-tokens // most), 1)
+    return max(-(-tokens // chunks), 1)
+
+
+def _add_products(gradient: Tensor, x: Tensor, weight: Tensor, d_x: Tensor | None, d_weight: Tensor | None) -> None:
+    """Put gradient weight in d_x, and add gradient' x to d_weight, both in fp32 for half precision, which they round once."""
+    if x.dtype in HALF and x.is_cuda:
+        if d_x is not None:
+            torch.mm(gradient, weight, out_dtype=d_x.dtype, out=d_x)
+        if d_weight is not None:
+            torch.addmm(d_weight, gradient.t(), x, out_dtype=d_weight.dtype, out=d_weight)
+        return
+    gradient = gradient.to(torch.promote_types(x.dtype, torch.float32))
+    if d_x is not None:
+        torch.mm(gradient, weight.to(gradient.dtype), out=d_x)
+    if d_weight is not None:
+        d_weight.addmm_(gradient.t(), x.to(gradient.dtype))
+
+
+def scaled(gradient: Tensor, factor: Tensor, like: Tensor) -> Tensor:
+    """Return gradient * factor, fp32 inside, in the dtype of `like`."""
+    out = torch.empty_like(gradient, dtype=like.dtype)
+    return torch.mul(gradient, factor.to(gradient.dtype), out=out)
+
+
+def choose(x: Tensor, targets: Targets) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the tokens [N, D] that have targets, these, and where the tokens were; all of them where nearly all have."""
+    chosen = targets.chosen()
+    if chosen is None:
+        return x, targets.flat, None
+    return x.index_select(0, chosen), targets.flat[chosen], chosen
+
+
+__all__ = ["Gradients", "choose", "loss_and_gradients", "rows_of_a_chunk", "scaled"]

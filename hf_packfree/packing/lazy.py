@@ -1,0 +1,141 @@
+"""A tensor that has a shape, a dtype and gradients at once, and values from when something first reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from hf_packfree.errors import UnsupportedInput
+
+_aten = torch.ops.aten
+_ALIASES = {_aten.detach.default, _aten.alias.default}
+_DETACH, _CAST, _VIEW = _aten.detach_.default, _aten._to_copy.default, _aten.view.default
+
+
+@dataclass(eq=False)
+class Source:
+    """Where values come from.
+
+    Attributes:
+        shape, dtype, device: of the tensor.
+        make: returns it, from what nobody changes in between; without a history.
+        values: what `make` returned, once it was called.
+        changed: whether `values` may be others than `make`'s: an operation changed them, or somebody has their address.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    make: Callable[[], Tensor]
+    values: Tensor | None = None
+    changed: bool = False
+
+    def read(self) -> Tensor:
+        """Return the values."""
+        if self.values is None:
+            self.values = self.make()
+        return self.values
+
+    def cast(self, dtype: torch.dtype) -> Source:
+        """Return what makes the same values anew, in another dtype."""
+        return Source(self.shape, dtype, self.device, lambda: self.make().to(dtype))
+
+
+class LazyTensor(Tensor):
+    """A tensor without memory until it is read; whatever takes a pointer gets that of its values."""
+
+    source: Source
+
+    @staticmethod
+    def __new__(cls, source: Source) -> LazyTensor:
+        """Make a tensor that has no memory of its own."""
+        lazy: LazyTensor = Tensor._make_wrapper_subclass(cls, source.shape, dtype=source.dtype, device=source.device)
+        # C++ that takes its pointer past the methods below raises then, instead of reading from address 0
+        torch._C._set_throw_on_mutable_data_ptr(lazy)
+        lazy.source = source
+        return lazy
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Run any operation on the values; an in-place operation changes those, which later reads return."""
+        kwargs = kwargs or {}
+        if torch.Tag.inplace_view in func.tags and func is not _DETACH and isinstance(args[0], LazyTensor):
+            raise UnsupportedInput(
+                f"found {func.overloadpacket.__name__} of lazy logits, which changes their shape in place; wanted an operation "
+                "that returns a tensor; call the one without the underscore, or patch with padded='full'"
+            )
+        if _is_alias(func, args):
+            return type(args[0])(args[0].source)
+        if func is _CAST and args[0].source.values is None and kwargs.keys() <= {"dtype", "non_blocking"}:
+            return type(args[0])(args[0].source.cast(kwargs.get("dtype") or args[0].dtype))
+        found = func(*tree_map_only(LazyTensor, _read, args), **tree_map_only(LazyTensor, _read, kwargs))
+        if not func._schema.is_mutable:
+            return found
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, LazyTensor):
+                tensor.source.changed = True
+        return args[0] if isinstance(args[0], LazyTensor) else found
+
+    def _leaf(self) -> Tensor:
+        """Return the values, an ordinary tensor that shares the memory of every other, without what computed it."""
+        self.source.changed = True
+        return self.source.read().detach().requires_grad_(self.requires_grad)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the values as an array, under the conditions of `Tensor.numpy`."""
+        return self._leaf().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """Return the values."""
+        return self._leaf().tolist()
+
+    def data_ptr(self) -> int:
+        """Return the address of the values."""
+        return self._leaf().data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return the memory of the values."""
+        return self._leaf().untyped_storage()
+
+    def share_memory_(self) -> Tensor:
+        """Move the values to shared memory, and return them."""
+        shared: Tensor = self.source.read().share_memory_()
+        return shared
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Hand the values to another library."""
+        return self._leaf().__dlpack__(**options)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle and save the values, as an ordinary tensor."""
+        return self._leaf().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Copy the values; a tensor with a history raises, as an ordinary one does."""
+        return Tensor.__deepcopy__(self._leaf() if self.is_leaf else self, memo)  # type: ignore[no-untyped-call]
+
+    @property
+    def data(self) -> Tensor:
+        """The same without a gradient."""
+        return self.detach()
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        values = values.detach().view(self.shape)
+        self.source = Source(tuple(values.shape), values.dtype, values.device, lambda: values, values, changed=True)
+
+
+def _is_alias(func: Any, args: Any) -> bool:
+    """Whether an operation on a lazy tensor returns it as it is."""
+    return func in _ALIASES or func is _VIEW and isinstance(args[0], LazyTensor) and args[0].shape == torch.Size(args[1])
+
+
+def _read(lazy: LazyTensor) -> Tensor:
+    return lazy.source.read()

@@ -1,0 +1,231 @@
+"""A training step makes no logits: loss and gradients are upstream's, and logits are there for whoever reads them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from hf_packfree import apply_patches, patch_report, remove_patches
+from hf_packfree.ops.loss import LazyLogits
+from hf_packfree.packing.lazy import LazyTensor
+from tests.input_formats import row_batch
+from tests.models.padded import IGNORED, all_gradients, padded_batch, step, worst_gradient
+from tests.models.test_heads import vision_language
+from tests.support import relative_rms, tiny
+
+LOSS_TOL, GRADIENT_TOL = 1e-6, 1e-5
+UPSTREAM = {"loss": "upstream"}
+
+
+def packed_batch(lengths=(5, 64, 1, 30)):
+    batch = {**row_batch("positions", lengths).inputs}
+    return {**batch, "labels": batch["input_ids"].clone()}
+
+
+BATCHES = {"packed": packed_batch, "padded": lambda: padded_batch("left")}
+
+
+def assert_equal_steps(model, batch, **more):
+    """Both chunked and upstream's loss on the row; return the former's output, whose logits nobody has read."""
+    wanted, wanted_grads = step(apply_patches(remove_patches(model), backend=UPSTREAM), batch, **more)
+    assert not isinstance(getattr(wanted.logits, "row", wanted.logits), LazyLogits)
+    found, grads = step(apply_patches(remove_patches(model)), batch, **more)
+    assert isinstance(found.logits, LazyTensor) and found.logits.source.values is None
+    assert abs(found.loss.item() - wanted.loss.item()) <= LOSS_TOL * abs(wanted.loss.item())
+    assert worst_gradient(grads, wanted_grads) <= GRADIENT_TOL
+    assert found.logits.shape == wanted.logits.shape and torch.equal(found.logits, wanted.logits)
+    return found
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("kind", BATCHES)
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_vl_moe", "qwen3_omni_moe"])
+def test_every_family(family, kind):
+    experts = {"output_router_logits": True} if "moe" in family or family == "qwen3_next" else {}
+    assert_equal_steps(tiny(family), BATCHES[kind](), **experts)
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_vision_language_model_fed_text(kind):
+    assert_equal_steps(vision_language(), BATCHES[kind]())
+
+
+def shifted(batch):
+    return {**batch, "shift_labels": nn.functional.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]}
+
+
+def thinned(batch):
+    """No loss on the first 60 tokens of a row, which all the same are labelled with another number."""
+    labels = batch["labels"].masked_fill(batch["labels"] == IGNORED, 1)
+    return {**batch, "labels": labels.index_fill(1, torch.arange(30), 1), "ignore_index": 1}
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+@pytest.mark.parametrize("change", [
+    shifted, thinned, lambda batch: {**batch, "num_items_in_batch": torch.tensor(77)},
+    lambda batch: {**batch, "num_items_in_batch": 77},
+], ids=["shift_labels", "ignore_index", "items as a tensor", "items"])
+def test_what_the_loss_is_called_with(change, kind):
+    assert_equal_steps(tiny(), change(BATCHES[kind]()))
+
+
+def test_logits_to_keep():
+    batch = packed_batch()
+    assert_equal_steps(tiny(), {**batch, "labels": batch["labels"][:, -20:], "logits_to_keep": 20})
+
+
+def test_a_head_with_a_bias_or_tied_or_frozen():
+    model = tiny()
+    model.lm_head = nn.Linear(64, 128)
+    assert_equal_steps(model, packed_batch())
+    model.lm_head = nn.Linear(64, 128, bias=False)
+    model.lm_head.weight = model.model.embed_tokens.weight
+    assert_equal_steps(model, packed_batch())
+    model.lm_head.weight.requires_grad_(False)
+    assert_equal_steps(model, packed_batch())
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_half_precision_is_no_farther_from_fp32(kind):
+    """The head alone is in half precision: what comes before it rounds alike.  The count decides how upstream's rounds."""
+    dtype, batch, errors = torch.bfloat16, BATCHES[kind](), {"upstream": 0.0, "torch": 0.0}
+    models = {}
+    for name in ("upstream", "torch", "fp32"):
+        model = apply_patches(tiny(), backend={"loss": "torch" if name == "torch" else "upstream"})
+        model.lm_head.to(dtype).to(torch.float32 if name == "fp32" else dtype)
+        model.model.norm.register_forward_hook(
+            lambda module, args, out, name=name: out.to(dtype).float() if name == "fp32" else out.to(dtype)
+        )
+        models[name] = model
+    for items in (49, 65, 78, 97):
+        grads = {name: step(model, batch, num_items_in_batch=items)[1] for name, model in models.items()}
+        errors = {name: error + all_gradients(grads[name], grads["fp32"]) for name, error in errors.items()}
+    assert 0 < errors["torch"] <= errors["upstream"]
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_autocast(kind):
+    """The head's weights are cast for the product, and its gradient comes back in fp32."""
+    with torch.autocast("cpu", torch.bfloat16):
+        losses, grads = [], []
+        for backend in ("torch", "upstream"):
+            model = apply_patches(tiny(), backend={"loss": backend})
+            output, found = step(model, BATCHES[kind]())
+            losses.append(output.loss.item())
+            grads.append(found["lm_head.weight"])
+    assert losses[0] == pytest.approx(losses[1], rel=LOSS_TOL) and grads[0].dtype == torch.float32
+    assert relative_rms(grads[0], grads[1]) <= 2**-8
+
+
+def test_second_loss_from_the_logits_beside_the_first():
+    """Distillation, say: the logits are read, with gradients."""
+    outcomes = []
+    for backend in ("torch", "upstream"):
+        model = apply_patches(tiny(), backend={"loss": backend})
+        output = model(**packed_batch())
+        (output.loss + output.logits.float().log_softmax(-1)[..., 3].mean()).backward()
+        outcomes.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    assert worst_gradient(*outcomes) <= GRADIENT_TOL
+
+
+def test_metrics_read_the_logits_of_a_step():
+    """As TRL did: entropy and accuracy under no_grad, before the backward pass."""
+    model = apply_patches(tiny())
+    output = model(**packed_batch())
+    with torch.no_grad():
+        found = output.logits.argmax(-1), torch.special.entr(output.logits.float().softmax(-1)).sum(-1)
+    output.loss.backward()
+    wanted = tiny()
+    plain = apply_patches(wanted, backend=UPSTREAM)(**packed_batch()).logits
+    assert torch.equal(found[0], plain.argmax(-1)) and (found[1] > 0).all() and model.lm_head.weight.grad.abs().max() > 0
+
+
+def test_gradient_of_unread_logits_can_be_kept():
+    grads = []
+    for backend in ("torch", "upstream"):
+        output = apply_patches(tiny(), backend={"loss": backend})(**packed_batch())
+        output.logits.retain_grad()
+        output.loss.backward()
+        grads.append(output.logits.grad)
+    assert relative_rms(*grads) <= GRADIENT_TOL
+
+
+def weighted(logits, labels, vocab_size, **kwargs):
+    return 3 * ForCausalLMLoss(logits, labels, vocab_size, **kwargs)
+
+
+def hooked(model):
+    model.lm_head.register_forward_hook(lambda module, args, output: None)
+
+
+def adapted(model):
+    from peft import LoraConfig, inject_adapter_in_model
+
+    inject_adapter_in_model(LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False), model)
+
+
+CALLED = {
+    "its loss is weighted": lambda model: setattr(model, "loss_function", weighted),
+    "lm_head has hooks or a forward of its own": hooked,
+    "lm_head is a Linear": adapted,
+    "padded='full' makes logits always": None,
+}
+
+
+@pytest.mark.parametrize("why", CALLED)
+def test_what_is_called_as_it_is_is_named(why):
+    model = tiny()
+    if CALLED[why] is not None:
+        CALLED[why](model)
+    wanted, wanted_grads = step(apply_patches(model, backend=UPSTREAM), packed_batch())
+    apply_patches(remove_patches(model), padded="lazy" if CALLED[why] else "full")
+    assert patch_report(model).implementations["loss"] == f"upstream, because {why}"
+    found, grads = step(model, packed_batch())
+    assert not isinstance(found.logits, LazyTensor)
+    assert torch.equal(found.loss, wanted.loss) and worst_gradient(grads, wanted_grads) == 0
+    assert patch_report(apply_patches(tiny())).implementations["loss"] == "torch"
+    assert "loss" not in patch_report(apply_patches(tiny()).model).implementations
+
+
+def test_somebody_elses_cross_entropy_is_called(monkeypatch):
+    """Liger's `cross_entropy=True` replaces torch's."""
+    model, calls = apply_patches(tiny()), []
+    plain = nn.functional.cross_entropy
+
+    def theirs(*args, **kwargs):
+        calls.append(1)
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(nn.functional, "cross_entropy", theirs)
+    step(model, packed_batch())
+    assert calls and "is replaced by tests.models.test_head_loss" in patch_report(model).implementations["loss"]
+
+
+def test_rows_of_one_document_and_evaluation_are_upstreams_bit_for_bit():
+    model, batch = tiny(), padded_batch("right")
+    batch = {name: batch[name][:1] for name in ("input_ids", "labels")}
+    wanted, wanted_grads = step(model, batch)
+    apply_patches(model)
+    found, grads = step(model, batch)
+    assert torch.equal(found.loss, wanted.loss) and torch.equal(found.logits, wanted.logits)
+    assert worst_gradient(grads, wanted_grads) == 0 and not isinstance(found.logits, LazyTensor)
+    assert not isinstance(model.eval()(**packed_batch()).logits, LazyTensor)
+    assert isinstance(
+        apply_patches(remove_patches(model), unpacked="native").train()(**batch).logits, LazyTensor
+    )
+
+
+def test_a_batch_without_a_target_has_a_loss_of_zero():
+    batch = packed_batch()
+    batch["labels"] = torch.full_like(batch["labels"], IGNORED)
+    output, grads = step(apply_patches(tiny()), batch)
+    assert output.loss.item() == 0 and all(grad.abs().max() == 0 for grad in grads.values())
+
+
+def test_a_call_that_fails_leaves_no_stand_in():
+    model = apply_patches(tiny())
+    with pytest.raises((IndexError, RuntimeError)):
+        model(**{**packed_batch(), "labels": torch.full((1, 100), 1000)})
+    assert "lm_head" not in vars(model) and model.lm_head is model._modules["lm_head"]
