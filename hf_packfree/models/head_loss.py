@@ -6,10 +6,10 @@ and the loss that finds them unread computes what transformers' would, from the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -20,8 +20,12 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from hf_packfree.models.fusable import is_hooked
 from hf_packfree.models.state import PatchState, state_of
 from hf_packfree.ops.loss import SOFTMAX_GRADIENTS, LazyLogits, Targets, lazy_logits, loss_of
+from hf_packfree.packing import PackedSequence, repad, unpad
+from hf_packfree.packing.lazy import LazyTensor
 
 _UPSTREAM = signature(ForCausalLMLoss)
+PADDED = "packfree_padded"
+"""The attribute of a row's logits that holds them padded, where the loss was computed by way of these."""
 
 
 @contextmanager
@@ -115,7 +119,7 @@ def _as_multiplied(hidden: Tensor, layer: nn.Linear) -> tuple[Tensor, Tensor, Te
     return (hidden, weight, bias) if weight.dtype == hidden.dtype else None
 
 
-def deferred_loss(*args: Any, **kwargs: Any) -> Tensor | None:
+def _deferred_loss(*args: Any, **kwargs: Any) -> Tensor | None:
     """Return what transformers' `ForCausalLMLoss` does with these arguments, or None where somebody has to read the logits."""
     given = _UPSTREAM.bind(*args, **kwargs).arguments
     logits, items = given["logits"], given.get("num_items_in_batch")
@@ -132,3 +136,26 @@ def deferred_loss(*args: Any, **kwargs: Any) -> Tensor | None:
     if items is None:
         items = (targets.flat >= 0).sum()
     return total / (items.to(total.device) if isinstance(items, Tensor) else items)
+
+
+def call_loss(function: Any, full: bool, *args: Any, packed_sequence: Any = None, **kwargs: Any) -> Any:
+    """Call a loss with the row's logits, and, where they will be padded anyway, by way of the padded ones.
+
+    Whoever keeps the padded logits then sees the gradient of the loss, as transformers' have it.
+    """
+    logits = args[0] if args else kwargs["logits"]
+    if isinstance(logits, LazyTensor) and (loss := _deferred_loss(*args, **kwargs)) is not None:
+        return loss
+    if full and isinstance(packed_sequence, PackedSequence) and logits.shape[:2] == (1, packed_sequence.num_tokens):
+        padded = repad(logits, packed_sequence)
+        if padded is not logits:
+            setattr(logits, PADDED, padded)
+            logits = unpad(padded, packed_sequence)
+    return function(logits, *args[1:], **kwargs) if args else function(**kwargs | {"logits": logits})
+
+
+def taken_by(loss: Any) -> Callable[[str], bool]:
+    """Return whether a loss takes a keyword; one that takes few reads a row's targets from `labels`."""
+    taken = signature(loss).parameters
+    takes_all = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in taken.values())
+    return lambda name: takes_all or name in taken

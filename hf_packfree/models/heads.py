@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,18 +20,16 @@ from hf_packfree.models.context_parallel import check_call, forward_shard
 from hf_packfree.models.entry import (
     UNPACKED, as_requested, enter, has_media, keep_padding, restore_layers, row_of_each, row_positions, wants_all_logits,
 )
-from hf_packfree.models.head_loss import deferred_loss, logits_on_demand
+from hf_packfree.models.head_loss import PADDED, call_loss, logits_on_demand, taken_by
 from hf_packfree.models.labels import (
     IGNORED, are_left_pad_tokens, kept_targets, row_targets, shifted_labels, targets_on_padding,
 )
 from hf_packfree.models.state import state_of
-from hf_packfree.packing import PackedSequence, lazy_repad, repad, uncompiled, unpad, with_left_pad_tokens
+from hf_packfree.packing import PackedSequence, lazy_repad, repad, uncompiled, with_left_pad_tokens
 from hf_packfree.packing.compiling import is_transformed
 from hf_packfree.packing.lazy import LazyTensor
 
 logger = logging.getLogger("hf_packfree")
-_PADDED = "packfree_padded"
-"""The attribute of a row's logits that holds them padded, where the loss was computed by way of these."""
 
 
 class Head(Replacement):
@@ -65,7 +62,7 @@ class Head(Replacement):
     def loss_function(self) -> Any:
         """Upstream's or the caller's, called without the record, which upstream's heads hand on with all other keywords."""
         full = state_of(self).padded == "full" and not _is_traced()
-        return functools.partial(_call_loss, self._loss(), full)
+        return functools.partial(call_loss, self._loss(), full)
 
     @loss_function.setter
     def loss_function(self, function: Any) -> None:
@@ -136,7 +133,7 @@ class PackedHead(Head):
             return packed, None
         items = given.get("num_items_in_batch")
         counted = {} if items is None else {"num_items_in_batch": at_least_one(items)}
-        taken = _taken_by(self._loss())
+        taken = taken_by(self._loss())
         return kept or packed, {name: value for name, value in (targets | counted).items() if name in given or taken(name)}
 
     def _with_labelled_padding(self, shifted: Tensor, packed: PackedSequence, ignored: int) -> PackedSequence | None:
@@ -160,7 +157,7 @@ class PackedHead(Head):
         restore_layers(output, packed)
         lazy = state_of(self).padded == "lazy" and self.training and output.loss is not None and packed.num_documents > 0
         dropped = packed.indices is not None and not _is_traced()
-        padded = None if torch.compiler.is_compiling() else vars(output.logits).pop(_PADDED, None)
+        padded = None if torch.compiler.is_compiling() else vars(output.logits).pop(PADDED, None)
         later = lazy and dropped or isinstance(output.logits, LazyTensor)
         output.logits = (lazy_repad if later else repad)(output.logits, packed) if padded is None else padded
 
@@ -194,29 +191,6 @@ def _forget_losses(output: Any) -> None:
     for name in ("loss", "aux_loss"):
         if output.get(name) is not None:
             output[name] = output[name].nan_to_num() * 0.0  # a mean over nothing is NaN
-
-
-def _call_loss(function: Any, full: bool, *args: Any, packed_sequence: Any = None, **kwargs: Any) -> Any:
-    """Call a loss with the row's logits, and, where they will be padded anyway, by way of the padded ones.
-
-    Whoever keeps the padded logits then sees the gradient of the loss, as transformers' have it.
-    """
-    logits = args[0] if args else kwargs["logits"]
-    if isinstance(logits, LazyTensor) and (loss := deferred_loss(*args, **kwargs)) is not None:
-        return loss
-    if full and isinstance(packed_sequence, PackedSequence) and logits.shape[:2] == (1, packed_sequence.num_tokens):
-        padded = repad(logits, packed_sequence)
-        if padded is not logits:
-            setattr(logits, _PADDED, padded)
-            logits = unpad(padded, packed_sequence)
-    return function(logits, *args[1:], **kwargs) if args else function(**kwargs | {"logits": logits})
-
-
-def _taken_by(loss: Any) -> Callable[[str], bool]:
-    """Return whether a loss takes a keyword; one that takes few reads a row's targets from `labels`."""
-    taken = inspect.signature(loss).parameters
-    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values())
-    return lambda name: takes_all or name in taken
 
 
 def at_least_one(items: Any) -> Any:
