@@ -89,6 +89,11 @@ def ahead(row: Tensor, packed: PackedSequence, by: int, fill: float) -> Tensor:
     return row.index_select(1, index).masked_fill(~same.view(1, -1, *[1] * (row.ndim - 2)), fill)
 
 
+def predicts(packed: PackedSequence, by: int) -> Tensor:
+    """Return bool [T]: which real tokens have one to embed `by` further in their document, and one behind that to predict."""
+    return packed.cached(_places_ahead, by + 1)[1] & packed.is_real()[0]
+
+
 def _places_ahead(packed: PackedSequence, by: int) -> tuple[Tensor, Tensor]:
     """int64 [T], the token `by` further, and bool [T], whether it is in the same document."""
     number = packed.seq_idx[0]

@@ -21,6 +21,7 @@ from hf_packfree.models.heads import at_least_one
 from hf_packfree.models.labels import IGNORED, row_targets, shifted_labels
 from hf_packfree.mtp.loss import DepthLosses, depth_losses
 from hf_packfree.mtp.options import MTPOptions
+from hf_packfree.mtp.routers import balance, router_logits, wants_balance
 from hf_packfree.packing import PackedSequence, PackingInputs, unpad
 
 logger = logging.getLogger("hf_packfree")
@@ -87,11 +88,14 @@ class MTPTraining:
             self._warn_of_nothing(model)
             return None
         targets, items = _targets(call.given, call.packed)
-        states = model.mtp(depth=self.options.depth, **call.row)
+        with router_logits(model.mtp) as routed:
+            states = model.mtp(depth=self.options.depth, **call.row)
         project = _detached(model.lm_head) if self.options.detach else model.lm_head
         losses = depth_losses(states, targets, call.row["packed"], project)
         self._count(losses)
         total = self.options.weight / self.options.depth * torch.stack(losses.sums).sum()
+        if wants_balance(model, call.given):  # a mean, where the others are sums
+            total = total + self.options.weight * items * balance(model, routed, call.row["packed"])
         return _with_loss(output, total, items)
 
     def _warn_of_nothing(self, model: nn.Module) -> None:
@@ -158,7 +162,8 @@ def _with_loss(output: Any, total: Tensor, items: Any) -> Any:
         return (output[0] + total.to(output[0].device) / items, *output[1:])
     found, scores = output.get("loss"), output.get("log_probs")
     if scores is not None:
-        output["log_probs"] = _BesideScores.apply(scores, output["label_mask"], total.to(scores.device))
+        beside: Any = _BesideScores.apply
+        output["log_probs"] = beside(scores, output["label_mask"], total.to(scores.device))
     elif found is None:
         raise UnsupportedInput(
             f"found a {type(output).__name__} without a loss for labels in a training step with multi-token prediction; wanted "
@@ -182,7 +187,7 @@ class _BesideScores(torch.autograd.Function):
         return scores.view_as(scores)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor]:
         """Return the gradients of scores and total."""
         (mask,) = ctx.saved_tensors
         return gradient, None, -(gradient * mask).sum() / mask.sum().clamp(min=1)

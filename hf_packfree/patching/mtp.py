@@ -64,7 +64,8 @@ def add_while_loading(owner: Any, around: nn.Module, family: Family, options: MT
         MissingHead: the checkpoint does not hold the head, the whole head and nothing but the head.
     """
     adding = isinstance(around, AttachedHead)  # which is a module that the owner takes in, too
-    if adding or NAME in owner._modules or not isinstance(owner, _language_models(family)):
+    known: Any = _language_models(family)
+    if adding or NAME in owner._modules or not isinstance(owner, known):
         return
     if not family.predicts_ahead:
         warn_once(f"checkpoints of {family.name} carry no multi-token prediction head: {type(owner).__name__} gets none")

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_packfree import MTPOptions, add_mtp, apply_patches, remove_mtp, remove_patches
 from hf_packfree.errors import MissingHead, PatchConflict, UnsupportedModel
+from hf_packfree.models.compat import RELEASE
 from tests.mtp.heads import build, labelled, packed
 from tests.support import tiny
 
@@ -58,6 +59,11 @@ def fused(found):
     return whole
 
 
+def as_read(found, layout):
+    """What was written, in the layout that was read: transformers before 5.8 writes every model's experts apart."""
+    return fused(found) if layout == "fused" and RELEASE.release < (5, 8) else found
+
+
 def checkpoint(folder, family="qwen3_5", layout=None, dtype=torch.bfloat16, **saving):
     """Write a tiny model's checkpoint that carries a head."""
     build(family, dtype=dtype).save_pretrained(folder, **saving)
@@ -74,13 +80,14 @@ def load(folder, **options):
     ("qwen3_5", None, DENSE), ("qwen3_5_moe", "fused", FUSED), ("qwen3_5_moe", "per expert", PER_EXPERT),
     ("qwen3_next", "per expert", PER_EXPERT),
 ])
+@pytest.mark.compat
 def test_kept_and_written_again_byte_for_byte(family, layout, names, tmp_path):
     before = tensors(checkpoint(tmp_path / "before", family, layout))
     assert of_head(before).keys() == names
     model = load(tmp_path / "before")
     assert not hasattr(model, "mtp"), "transformers reads it now: this room may go"
     apply_patches(model, mtp="keep").save_pretrained(tmp_path / "after")
-    assert same(tensors(tmp_path / "after"), before)
+    assert same(as_read(tensors(tmp_path / "after"), layout), before)
     assert not any(parameter.requires_grad for parameter in model.mtp.parameters())
     assert load(tmp_path / "after").config.mtp_num_hidden_layers == 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -38,6 +39,7 @@ def in_loop(model, pairs, depth, detach):
     *((family, 2, False, False) for family in FAMILIES),
     ("qwen3_5", 2, False, True), ("qwen3_5", 1, True, True),
 ])
+@pytest.mark.compat
 def test_a_packed_row_is_its_documents(family, depth, detach, tie):
     model = build(family, hybrid=False, dtype=torch.float64, depth=depth, detach=detach, tie=tie)
     pairs = labelled()
@@ -161,6 +163,24 @@ def test_gradient_checkpointing_changes_no_gradient():
     assert model.mtp.layers[0].gradient_checkpointing
     _, found = step(model, packed(pairs))
     assert all(torch.equal(found[name], one) for name, one in wanted.items())
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_next"])
+def test_routers_are_balanced_over_tokens_with_a_target(family):
+    """As over the tokens of each document that a loop over documents runs, and no others."""
+    model, pairs, losses = build(family, depth=2), labelled(), {}
+    model.router_aux_loss_coef = model.config.router_aux_loss_coef = 1.0
+    for wanted in (False, True):
+        losses[wanted] = model(**packed(pairs), output_router_logits=wanted)
+    ours = losses[True].loss - losses[False].loss - losses[True].aux_loss
+    gate, logits = model.mtp.layers[0].mlp.gate, []
+    gate.register_forward_hook(lambda module, args, output: logits.append(output[0]))
+    with torch.no_grad():
+        loop_over_documents(model, pairs, 2)
+    own = sys.modules[type(model).__module__].load_balancing_loss_func
+    wanted = WEIGHT * own(tuple(logits), model.num_experts, model.num_experts_per_tok)
+    assert len(logits) == sum(len(ids) > k + 1 for ids, _ in pairs for k in (1, 2))
+    assert ours.item() == pytest.approx(wanted.item(), rel=1e-5) and wanted.item() > 0.1
 
 
 def test_evaluation_has_the_main_loss_alone():

@@ -1,0 +1,55 @@
+"""The head's experts: their balance, over the tokens that a depth really predicts for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_packfree.models.base import upstream_of
+from hf_packfree.mtp.head import predicts
+from hf_packfree.packing import PackedSequence
+
+
+@contextmanager
+def router_logits(head: Any) -> Iterator[list[Tensor]]:
+    """Collect what the head's routers say while the block runs: [T, experts] per step, in order."""
+    found: list[Tensor] = []
+
+    def keep(router: nn.Module, args: Any, output: Any) -> None:
+        found.append(output[0] if isinstance(output, tuple) else output)
+
+    gates = [part for name, part in head.named_modules() if name.endswith("mlp.gate")]
+    hooks = [gate.register_forward_hook(keep) for gate in gates]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def wants_balance(model: Any, given: dict[str, Any]) -> bool:
+    """Whether a call of the model adds its own routers' loss."""
+    config = model.config.get_text_config()
+    asked = given.get("output_router_logits")
+    return bool(getattr(config, "num_experts", 0)) and bool(
+        getattr(config, "output_router_logits", False) if asked is None else asked
+    )
+
+
+def balance(model: Any, logits: list[Tensor], packed: PackedSequence) -> Tensor:
+    """Return the routers' loss by the family's own function, times its coefficient, without tokens that predict nothing.
+
+    Args:
+        model: the language model.
+        logits: see `router_logits`.
+        packed: the record of the row.
+    """
+    config = model.config.get_text_config()
+    own: Any = import_module(upstream_of(type(model)).__module__)
+    kept = tuple(one[predicts(packed, step).to(one.device)] for step, one in enumerate(logits, start=1))
+    loss: Tensor = own.load_balancing_loss_func(kept, config.num_experts, config.num_experts_per_tok)
+    return config.router_aux_loss_coef * loss
