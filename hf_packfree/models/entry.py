@@ -60,6 +60,12 @@ def enter(module: Any, arguments: dict[str, Any], *, skip_padding: bool = True) 
     return packed
 
 
+def is_batch(arguments: dict[str, Any]) -> bool:
+    """Whether there are tokens to read, ids or embeddings; otherwise upstream raises its own error."""
+    given = [arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None]
+    return len(given) == 1 and isinstance(given[0], Tensor) and given[0].ndim >= 2
+
+
 def keep_padding(packed: PackedSequence, arguments: dict[str, Any]) -> None:
     """Let padded rows of one document each run with their padding after all, in releases that read it right."""
     if not (compat.MISREADS_PADDING_OF_ONE_ROW and packed.batch_shape[0] == 1):

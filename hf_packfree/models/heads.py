@@ -18,7 +18,8 @@ from hf_packfree.models.attention import check_attention
 from hf_packfree.models.base import Replacement, stands_for, upstream_of
 from hf_packfree.models.context_parallel import check_call, forward_shard
 from hf_packfree.models.entry import (
-    UNPACKED, as_requested, enter, has_media, keep_padding, restore_layers, row_of_each, row_positions, wants_all_logits,
+    UNPACKED, as_requested, enter, has_media, is_batch, keep_padding, restore_layers, row_of_each, row_positions,
+    wants_all_logits,
 )
 from hf_packfree.models.head_loss import PADDED, call_loss, logits_on_demand, taken_by
 from hf_packfree.models.labels import (
@@ -168,9 +169,8 @@ def _is_traced() -> bool:
 
 def _is_whole_batch(arguments: dict[str, Any]) -> bool:
     """Whether this is a batch without a cache whose documents the head has to know for its loss."""
-    one_input = (arguments.get("input_ids") is None) != (arguments.get("inputs_embeds") is None)
     fresh = arguments.get("past_key_values") is None and arguments.get("packed_sequence") is not UNPACKED
-    return one_input and fresh
+    return fresh and is_batch(arguments)
 
 
 def _goes_on_from_padding(arguments: dict[str, Any]) -> bool:

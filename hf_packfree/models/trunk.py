@@ -10,7 +10,7 @@ from hf_packfree.errors import CacheConflict, PatchConflict, UnsupportedInput
 from hf_packfree.models.attention import check_attention
 from hf_packfree.models.base import Replacement
 from hf_packfree.models.compat import masks_the_layers_ignore
-from hf_packfree.models.entry import enter, positions_for, restore_layers, row_positions
+from hf_packfree.models.entry import enter, is_batch, positions_for, restore_layers, row_positions
 from hf_packfree.models.rotary import check_longest_position, has_fixed_frequencies
 from hf_packfree.models.state import state_of
 from hf_packfree.packing import PackedSequence, repad, unpad
@@ -43,12 +43,12 @@ class PackedTrunk(Replacement):
         Raises:
             BoundaryError, BoundaryConflict, CacheConflict, UnsupportedInput: before anything runs.
         """
-        if (input_ids is None) == (inputs_embeds is None):  # let upstream raise its own error
-            return super().forward(input_ids=input_ids, inputs_embeds=inputs_embeds, **kwargs)
         arguments = {
             "input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
             "past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "use_cache": use_cache, **kwargs,
         }
+        if not is_batch(arguments):
+            return super().forward(**arguments)
         # Whoever computes the routers' loss knows of padding by the record, or by a mask.
         masked = isinstance(kwargs.get("packed_sequence"), PackedSequence) or attention_mask is not None
         packed = enter(self, arguments)

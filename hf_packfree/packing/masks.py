@@ -106,12 +106,22 @@ def parse_block_diagonal_mask(
         number[row, kept[1:]] = (~allowed[row, kept[1:], kept[:-1]]).cumsum(0)
     additive, cut = mask.is_floating_point(), bool((number > 0).any())
     if cut or not cached:
+        _refuse_seen_padding(name, of_heads, real)
         if additive and not cut and bool(real.all()):
             _refuse_looking_ahead(name, of_heads)
         else:
             _refuse_other_than_blocks(name, of_heads, number, real, biased=biased, cut=cut)
     covers = frozenset({"attention"})
     return BoundarySpec(name, real.to("cpu"), number.to("cpu"), covers=covers, as_upstream=additive or cached)
+
+
+def _refuse_seen_padding(name: str, of_heads: Tensor, real: Tensor) -> None:
+    seen = (of_heads.any(1).any(1) & ~real).nonzero().tolist()
+    if seen:
+        raise BoundaryError(
+            f"found a 4-D {name} in which a token is seen but does not see itself, at row {seen[0][0]}, token {seen[0][1]}; "
+            "wanted each token to see itself, or nobody to see a padding token; invert a mask that is True where it blocks"
+        )
 
 
 def _refuse_looking_ahead(name: str, of_heads: Tensor) -> None:

@@ -221,6 +221,9 @@ REFUSED = {
         additive(block_mask(torch.tensor([[-1] + [0] * 9]))) - torch.tensor([0, 0, 0.5] + [0] * 7), "is not block-diagonal"
     ),
     "a weak gap": (-100.0 * (~block_mask(torch.tensor([[0] * 4 + [1] * 6]))).float() - 1e9 * (~CAUSAL), "neither let through"),
+    "inverted": (~CAUSAL, "is seen but does not see itself, at row 0, token 1"),
+    "strictly causal": (CAUSAL.tril(-1), "is seen but does not see itself"),
+    "strictly causal, additive": (additive(CAUSAL.tril(-1)), "is seen but does not see itself"),
     "infinity": (additive(CAUSAL).masked_fill(torch.eye(10).bool(), torch.inf), "infinity"),
     "integers": (CAUSAL.long() - 1, "other integers"),
 }

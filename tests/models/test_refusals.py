@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -77,3 +79,15 @@ def test_attention_changed_after_patching(model):
 def test_upstreams_own_refusals_stay():
     with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
         apply_patches(tiny())(input_ids=None)
+
+
+@pytest.mark.parametrize("more", [{}, {"attention_mask": torch.ones(1, 9)}, {"use_cache": False}], ids=list)
+@pytest.mark.parametrize("ids", [torch.arange(9), list(range(9))], ids=["one dimension", "list"])
+@pytest.mark.parametrize("part", ["head", "trunk"])
+def test_tokens_that_are_no_batch_are_upstreams_error(part, ids, more):
+    stock = tiny()
+    with pytest.raises(Exception) as wanted:
+        (stock if part == "head" else stock.model)(input_ids=ids, **more)
+    model = apply_patches(stock)
+    with pytest.raises(type(wanted.value), match=re.escape(str(wanted.value))):
+        (model if part == "head" else model.model)(input_ids=ids, **more)
