@@ -6,6 +6,7 @@ it, which is what the Trainer expects; without it their mean is it, which is wha
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -78,8 +79,8 @@ def _arguments_of(local: PackedSequence, row: dict[str, Any], tokens: int) -> di
     }
 
 
-def check_ranks(config: Any, sizes: dict[str, int], settings: ContextParallel) -> None:
-    """Refuse a model that the ranks cannot share.
+def settled(config: Any, sizes: dict[str, int], settings: ContextParallel) -> ContextParallel:
+    """Return the settings for a model, with nothing left to choose; refuse one that the ranks cannot share.
 
     Args:
         config: of the text model.
@@ -89,7 +90,10 @@ def check_ranks(config: Any, sizes: dict[str, int], settings: ContextParallel) -
     Raises:
         PatchConflict: the ranks do not divide the heads, or attention is not ours to run.
     """
-    for name, mixer in (("key_heads", "Gated DeltaNet"), ("query_heads", "attention")):
+    divides = sizes.get("key_heads", 0) % settings.world == 0
+    gdn = ("heads" if divides else "state") if settings.gdn == "auto" else settings.gdn
+    shared = {"query_heads": "attention"} | ({"key_heads": "Gated DeltaNet"} if gdn == "heads" else {})
+    for name, mixer in shared.items():
         if sizes.get(name, 0) % settings.world:
             raise PatchConflict(
                 f"found {settings.world} ranks to share the {sizes[name]} {name.replace('_', ' ')} of {mixer}; wanted a number "
@@ -100,6 +104,7 @@ def check_ranks(config: Any, sizes: dict[str, int], settings: ContextParallel) -
             f"found attn_implementation={config._attn_implementation!r} under context parallelism; wanted sdpa, which this "
             "package runs itself; call model.set_attn_implementation('sdpa')"
         )
+    return replace(settings, gdn=gdn, attention="heads")
 
 
 def check_call(row: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from hf_packfree.models.state import PatchState, receive, state_of
 from hf_packfree.ops.conv_delta_rule import conv_delta_rule
 from hf_packfree.ops.fused import RECOMPUTES, gated_rms_norm, gates
 from hf_packfree.packing import PackedSequence
-from hf_packfree.parallel.delta_rule import conv_delta_rule_by_heads
+from hf_packfree.parallel.delta_rule import SHARED
 
 
 class PackedGatedDeltaNet(Replacement):
@@ -66,12 +66,12 @@ class PackedGatedDeltaNet(Replacement):
         kernels = state.kernels_for(mixed.device, mixed.dtype)
         weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
         heads, sizes = (self.num_k_heads, self.num_v_heads), (self.head_k_dim, self.head_v_dim)
-        run = partial(
-            conv_delta_rule if packed.shard is None else conv_delta_rule_by_heads,
-            bias=bias, activation=self.activation, batch_invariant=state.batch_invariant,
+        alone: Any = partial(conv_delta_rule, batch_invariant=state.batch_invariant)
+        run = alone if state.context_parallel is None else SHARED[state.context_parallel.gdn]
+        return run(
+            mixed, weight, g, beta, packed, heads, sizes, bias=bias, activation=self.activation,
             conv=kernels.conv, delta_rule=kernels.delta_rule,
         )
-        return run(mixed, weight, g, beta, packed.shard or packed, heads, sizes)
 
     def _project(self, x: Tensor, state: PatchState) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return q|k|v [1, T, C], the output gate z [1, T, HV*V], and b, a [1, T, HV], from the family's own layout."""

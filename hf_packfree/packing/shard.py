@@ -49,6 +49,25 @@ class RowShard:
         """Whether the last document of a rank's shard goes on in the next one."""
         return rank + 1 < self.world and self.history(rank + 1) > 0
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether any document is on several ranks."""
+        return any(map(self.goes_on, range(self.world)))
+
+    def before(self) -> range:
+        """Return the ranks before this one that hold parts of the first document here."""
+        first = self.rank
+        while self.history(first):
+            first -= 1
+        return range(first, self.rank)
+
+    def behind(self) -> range:
+        """Return the ranks behind this one that hold parts of the last document here, the last one first."""
+        last = self.rank
+        while self.goes_on(last):
+            last += 1
+        return range(last, self.rank, -1)
+
 
 def shard_row(packed: PackedSequence, rank: int, world: int, group: Any = None) -> PackedSequence:
     """Return the record of the tokens that one of `world` ranks holds; its `shard` knows the rest.

@@ -20,8 +20,9 @@ class ContextParallel:
 
     Args:
         group: torch.distributed's process group, or a mesh of one dimension.
-        gdn: of Gated DeltaNet: "heads", each rank has a share of the heads over all tokens; "auto" chooses.
-        attention: of full attention: "heads", the same; "auto" chooses.
+        gdn: of Gated DeltaNet: "heads", each rank has a share of the heads over all tokens; "state", each has its tokens, and
+            the states at their edges are exchanged; "auto": heads where the ranks divide them.
+        attention: of full attention: "heads", or "auto", which is the same.
 
     Raises:
         ValueError: an option has an unknown value, or the mesh has several dimensions.
@@ -40,9 +41,10 @@ class ContextParallel:
                     "pass mesh['cp'], or what the dimension of context parallelism is called"
                 )
             object.__setattr__(self, "group", self.group.get_group())
-        for name in ("gdn", "attention"):
-            if (found := getattr(self, name)) not in ("auto", "heads"):
-                raise ValueError(f"found {name}={found!r} for context parallelism; wanted 'auto' or 'heads'")
+        for name, known in (("gdn", ("auto", "heads", "state")), ("attention", ("auto", "heads"))):
+            if (found := getattr(self, name)) not in known:
+                *others, last = map(repr, known)
+                raise ValueError(f"found {name}={found!r} for context parallelism; wanted {', '.join(others)} or {last}")
 
     @property
     def rank(self) -> int:

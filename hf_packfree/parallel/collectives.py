@@ -33,9 +33,7 @@ class _AllGather(Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
         ctx.group = group
-        out = part.new_empty(dist.get_world_size(group), *part.shape)
-        dist.all_gather(list(out), part.contiguous(), group=group)
-        return out
+        return gathered(part, group)
 
     @staticmethod
     @once_differentiable
@@ -47,6 +45,13 @@ def _exchanged(parts: Tensor, group: Any) -> Tensor:
     parts = parts.contiguous()
     out = torch.empty_like(parts)
     dist.all_to_all_single(out, parts, group=group)
+    return out
+
+
+def gathered(part: Tensor, group: Any) -> Tensor:
+    """Return [W, ...], every rank's part [...], without a derivative."""
+    out = part.new_empty(dist.get_world_size(group), *part.shape)
+    dist.all_gather(list(out), part.contiguous(), group=group)
     return out
 
 

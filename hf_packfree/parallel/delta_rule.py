@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from hf_packfree.ops.conv_delta_rule import conv_delta_rule
-from hf_packfree.packing import RowShard
+from hf_packfree.packing import PackedSequence, RowShard
 from hf_packfree.parallel.collectives import heads_to_tokens, tokens_to_heads
+from hf_packfree.parallel.states import conv_delta_rule_by_states
 
 
 def conv_delta_rule_by_heads(
@@ -20,7 +21,7 @@ def conv_delta_rule_by_heads(
     weight: Tensor,
     g: Tensor,
     beta: Tensor,
-    shard: RowShard,
+    packed: PackedSequence,
     heads: tuple[int, int],
     sizes: tuple[int, int],
     *,
@@ -33,13 +34,14 @@ def conv_delta_rule_by_heads(
 
     Args:
         x: [1, t, C]; weight: [C, taps]; g, beta: [1, t, HV]; bias: [C] or None.
-        shard: of the record of the row; W divides H.
+        packed: the record of the shard; W divides H.
         heads, sizes: (H, HV) and (K, V).
         options: of `conv_delta_rule`: activation and backends.
 
     Returns:
         [1, t, HV, V].
     """
+    shard: RowShard = packed.shard
     (keys, values), (key_size, value_size) = heads, sizes
     widths = [keys * key_size, keys * key_size, values * value_size]
 
@@ -55,3 +57,7 @@ def conv_delta_rule_by_heads(
         bias=None if bias is None else per_rank(bias, 0)[shard.rank], **options,
     )
     return heads_to_tokens(out[0], shard.group)[None]
+
+
+SHARED = {"heads": conv_delta_rule_by_heads, "state": conv_delta_rule_by_states}
+"""By the name of the way."""

@@ -10,13 +10,13 @@ from typing import Any, Literal, TypeVar
 from torch import nn
 
 from hf_packfree.errors import PatchConflict
-from hf_packfree.models.context_parallel import check_ranks
+from hf_packfree.models.context_parallel import settled
 from hf_packfree.models.state import PatchState
 from hf_packfree.models.subclassed import behind
 from hf_packfree.mtp.options import Choice as MTPChoice
 from hf_packfree.mtp.options import MTPOptions, mtp_options
 from hf_packfree.parallel import ContextParallel
-from hf_packfree.parallel import context_parallel as ranks
+from hf_packfree.parallel import context_parallel as ranks_of
 from hf_packfree.patching.backends import Choice, choose_backends, forced_backends
 from hf_packfree.patching.mtp import plan_head, refuse_trained_head
 from hf_packfree.patching.plan import op_sizes, plan_swaps, trunks
@@ -93,7 +93,7 @@ def apply_patches(
         >>> torch.allclose(second_document(), alone, atol=1e-5)
         True
     """
-    patch(model, Options(backend, batch_invariant, unpacked, padded, mtp, ranks(context_parallel)))
+    patch(model, Options(backend, batch_invariant, unpacked, padded, mtp, ranks_of(context_parallel)))
     return model
 
 
@@ -129,9 +129,10 @@ class Options:
         """Refuse options that need more of a row than a rank has."""
         head = mtp_options(self.mtp)
         found = "mtp='train'" if head is not None and head.train else "padded='upstream'" if self.padded == "upstream" else ""
+        found = "batch_invariant=True" if self.batch_invariant else found
         if found:
             raise ValueError(
-                f"found context_parallel together with {found}, which needs whole rows; wanted one of the two; leave one out"
+                f"found context_parallel together with {found}, which wants whole rows; wanted one of the two; leave one out"
             )
 
 
@@ -139,14 +140,13 @@ def patch(model: nn.Module, options: Options) -> None:
     """Plan, choose, check, then change `model`; logs what runs when something changed."""
     family, swaps = plan_swaps(model)
     steps = [*swaps, *plan_head(model, family, mtp_options(options.mtp))]
-    sizes = op_sizes(model, family)
-    if options.context_parallel is not None:
-        for trunk in trunks(model, family):
-            check_ranks(trunk.config, sizes, options.context_parallel)
+    sizes, ranks = op_sizes(model, family), options.context_parallel
+    if ranks is not None:
+        ranks = settled(next(trunks(model, family)).config, sizes, ranks)
     chosen = choose_backends(options.backend, sizes, family.ops)
     wanted = replace(
         chosen, batch_invariant=options.batch_invariant, unpacked=options.unpacked, padded=options.padded,
-        mixer_paths=family.mixer_paths, context_parallel=options.context_parallel,
+        mixer_paths=family.mixer_paths, context_parallel=ranks,
     )
     state = _state_in_force(model, wanted)
     if not steps:

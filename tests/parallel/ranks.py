@@ -1,6 +1,6 @@
 """What every process of a context-parallel group does for the tests here: tiny models in fp64 against one process.
 
-    python tests/parallel/ranks.py OUT.json 2
+    python -m tests.parallel.ranks 3          # prints what it measured on so many ranks
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from hf_packfree.ops.attention import attention
 from hf_packfree.ops.conv_delta_rule import conv_delta_rule
 from hf_packfree.packing import shard_row
 from hf_packfree.parallel.attention import attend_by_heads
-from hf_packfree.parallel.delta_rule import conv_delta_rule_by_heads
+from hf_packfree.parallel import ContextParallel
+from hf_packfree.parallel.delta_rule import SHARED
 from tests.support import documents, relative_rms, tiny
 
 TIMEOUT = datetime.timedelta(seconds=60)
@@ -82,13 +83,14 @@ def worst(found, wanted) -> float:
 
 def models(results) -> None:
     """Loss, gathered logits and gradients of whole models against one process, by count and by mean; and two controls."""
-    for family in ("qwen3_5", "qwen3_5_moe", "qwen3_next"):
+    ways = {"qwen3_5": "state", "qwen3_5_moe": "auto", "qwen3_next": "state"}  # the tiny models have two key heads
+    for family, way in ways.items():
         arguments = {"output_router_logits": True} if family == "qwen3_5_moe" else {}
         one, many = (tiny(family).double() for _ in range(2))
         for model in (one, many):
             model.config._experts_implementation = "eager"
         apply_patches(one, unpacked="native")
-        apply_patches(many, context_parallel=dist.group.WORLD)
+        apply_patches(many, context_parallel=ContextParallel(dist.group.WORLD, gdn=way))
         for name, lengths in ROWS.items() if family == "qwen3_5_moe" else [*ROWS.items()][:2]:
             batch = batch_of(lengths, len(lengths)) | arguments
             for count in (torch.tensor(7), None):
@@ -140,12 +142,14 @@ def ops(results) -> None:
         x, weight, bias = random(1, tokens, channels), random(channels, 4), random(channels)
         g, beta = -0.05 * random(1, tokens, heads[1]).abs(), random(1, tokens, heads[1]).sigmoid()
 
-        def rule(x, g, beta, weight, bias, where):
-            run = conv_delta_rule if where is row else conv_delta_rule_by_heads
-            return run(x, weight, g, beta, where, heads, sizes, bias=bias)
+        for way in ("state",) if 4 % shard.world else SHARED:
 
-        results[f"delta rule: {name}"] = op_error(rule, [x, g, beta], [weight, bias], row, shard)
-        for keys in (1, 2, 4):
+            def rule(x, g, beta, weight, bias, where):
+                run, record = (conv_delta_rule, row) if where is row else (SHARED[way], local)
+                return run(x, weight, g, beta, record, heads, sizes, bias=bias)
+
+            results[f"delta rule by {way}: {name}"] = op_error(rule, [x, g, beta], [weight, bias], row, shard)
+        for keys in () if 4 % shard.world else (1, 2, 4):
             q, k, v = random(1, tokens, 4, 8), random(1, tokens, keys, 8), random(1, tokens, keys, 8)
 
             def attend(q, k, v, where):
@@ -228,7 +232,8 @@ def run_rank(rank: int, world: int, folder: str) -> None:
     results: dict[str, float] = {}
     ops(results)
     widen_islands()
-    models(results)
+    if 4 % world == 0:  # heads of attention
+        models(results)
     everyones = [None] * world
     dist.all_gather_object(everyones, results)
     if rank == 0:

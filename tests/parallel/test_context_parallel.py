@@ -130,8 +130,11 @@ def test_a_loss_that_takes_no_count_is_refused(group):
 def test_ranks_that_do_not_divide_the_heads_are_refused(group, monkeypatch):
     monkeypatch.setattr(ContextParallel, "world", 3)
     unpatched = tiny()
-    with pytest.raises(PatchConflict, match="found 3 ranks .* 2 key heads"):
+    with pytest.raises(PatchConflict, match="found 3 ranks .* 4 query heads of attention"):
         apply_patches(unpatched, context_parallel=group)
+    monkeypatch.setattr(ContextParallel, "world", 4)
+    with pytest.raises(PatchConflict, match="found 4 ranks .* 2 key heads of Gated DeltaNet"):
+        apply_patches(unpatched, context_parallel=ContextParallel(group, gdn="heads"))
     assert type(unpatched).__module__.startswith("transformers")
 
 
@@ -155,11 +158,11 @@ def test_a_mesh_a_copy_and_the_way_back(group):
 
 
 def test_a_misspelt_way_is_refused(group):
-    with pytest.raises(ValueError, match="found gdn='rows' for context parallelism; wanted 'auto' or 'heads'"):
+    with pytest.raises(ValueError, match="found gdn='rows' for context parallelism; wanted 'auto', 'heads' or 'state'"):
         ContextParallel(group, gdn="rows")
 
 
-@pytest.mark.parametrize("options", [{"mtp": "train"}, {"padded": "upstream"}])
+@pytest.mark.parametrize("options", [{"mtp": "train"}, {"padded": "upstream"}, {"batch_invariant": True}])
 def test_options_that_need_whole_rows_are_refused(group, options):
     with pytest.raises(ValueError, match="found context_parallel together with"):
         apply_patches(tiny(), context_parallel=group, **options)
