@@ -162,6 +162,7 @@ def _numbered(source: Any, packed: PackedSequence, given: Tensor | None, row: di
     return found | {"position_ids": positions()}
 
 
+@uncompiled
 def _positions(source: Any, packed: PackedSequence, ids: Tensor, media: RowMedia) -> Tensor:
     """Return [4, 1, T] on the device, from pinned memory: a copy from other memory may wait for all work before it."""
     positions, device = packed_positions(source, ids, packed.cu_seqlens_cpu, media), packed.seq_idx.device
