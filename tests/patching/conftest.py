@@ -10,6 +10,12 @@ from hf_packfree.patching import exactness
 from tests.patching.machines import INSTALLED
 
 
+def forget():
+    """What was asked of the packages that are there."""
+    backend.broken.cache_clear()
+    delta_rule.flash_qla.is_known.cache_clear()
+
+
 @pytest.fixture
 def gpu(monkeypatch):
     """Return a function that makes it look as if there were a GPU with these packages."""
@@ -40,10 +46,6 @@ def gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: cards[index])
-
-    def forget():
-        backend.broken.cache_clear()
-        delta_rule.flash_qla.is_known.cache_clear()
 
     yield pretend
     forget()
