@@ -11,6 +11,7 @@ import pytest
 
 import hf_packfree
 import hf_packfree.data
+import hf_packfree.mtp
 from tests.notebooks import NOTEBOOKS, RECORD, execute, sources_hash
 
 LARGEST = 200_000
@@ -63,7 +64,7 @@ def test_imports_public_names_alone(path):
     plain = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
     assert not [name for name in plain if name.startswith("hf_packfree")], "import the names instead"
     ours = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module.startswith("hf_packfree")]
-    public = {module.__name__: set(module.__all__) for module in (hf_packfree, hf_packfree.data)}
+    public = {module.__name__: set(module.__all__) for module in (hf_packfree, hf_packfree.data, hf_packfree.mtp)}
     assert ours and all({alias.name for alias in node.names} <= public.get(node.module, set()) for node in ours)
 
 
