@@ -92,7 +92,7 @@ class _Deferred:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of hidden states [..., D], lazy where they are a product with plain weights."""
-        parts = _as_multiplied(hidden, self.layer)
+        parts = as_multiplied(hidden, self.layer)
         backend = self.state.kernels_for(hidden.device, parts[0].dtype).loss if parts is not None else "upstream"
         if parts is None or backend == "upstream":
             return self.layer(hidden)  # type: ignore[no-any-return]
@@ -107,7 +107,7 @@ class _Deferred:
         return weight, bias
 
 
-def _as_multiplied(hidden: Tensor, layer: nn.Linear) -> tuple[Tensor, Tensor, Tensor | None] | None:
+def as_multiplied(hidden: Tensor, layer: nn.Linear) -> tuple[Tensor, Tensor, Tensor | None] | None:
     """Return hidden states, weight and bias in the dtype of their product; None where only the layer itself knows that."""
     weight, bias = layer.weight, layer.bias
     if not {type(weight), type(bias)} <= {nn.Parameter, Tensor, type(None)} or weight.device != hidden.device:

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
+from hf_packfree.models.fusable import is_hooked
+from hf_packfree.models.head_loss import as_multiplied
 from hf_packfree.models.labels import IGNORED
+from hf_packfree.models.state import PatchState
 from hf_packfree.mtp.head import ahead
+from hf_packfree.ops.loss import linear_cross_entropy
 from hf_packfree.packing import PackedSequence
+
+SAMPLE = 1024
+"""Tokens of a row whose most likely prediction is compared with the target: all of a longer row's would cost a product more."""
 
 
 @dataclass(frozen=True)
@@ -20,16 +29,16 @@ class DepthLosses:
 
     Attributes:
         sums: each depth's summed cross entropy, with its graph.
-        correct, counts: int64 scalars per depth: targets that the most likely token hits, and all targets.
+        facts: per depth [4]: that sum, how many targets there are, how many of them were tried, and how many of these the most
+            likely token hits.
     """
 
     sums: tuple[Tensor, ...]
-    correct: tuple[Tensor, ...]
-    counts: tuple[Tensor, ...]
+    facts: tuple[Tensor, ...]
 
 
 def depth_losses(
-    states: Sequence[Tensor], targets: Tensor, packed: PackedSequence, project: Callable[[Tensor], Tensor]
+    states: Sequence[Tensor], targets: Tensor, packed: PackedSequence, layer: Any, state: PatchState, *, detach: bool
 ) -> DepthLosses:
     """Return the losses of the head's states.
 
@@ -37,22 +46,48 @@ def depth_losses(
         states: per depth [1, T, D_model], see `MTPHead.forward`.
         targets: int64 [1, T], what the main loss wants each token to predict, `IGNORED` at the end of every document.
         packed: the record of the row.
-        project: the language modelling head: [M, D_model] to [M, V].
+        layer: the language modelling head's last one.
+        state: the model's, which names the loss's backend.
+        detach: whether that layer's parameters get no gradient.
     """
-    found = []
+    sums, facts = [], []
     for depth, hidden in enumerate(states, start=1):
-        wanted = ahead(targets, packed, depth, IGNORED)[0]
-        found.append(_summed_loss(hidden[0], wanted, project))
-    sums, correct, counts = zip(*found)
-    return DepthLosses(sums, correct, counts)
+        wanted = ahead(targets, packed, depth, IGNORED)[0].to(hidden.device)
+        total = _summed_loss(hidden[0], wanted, layer, state, detach)
+        tried, right = _hits(hidden[0], wanted, layer)
+        sums.append(total)
+        found = total.detach(), (wanted != IGNORED).sum(), tried, right
+        facts.append(torch.stack([one.double() for one in found]))
+    return DepthLosses(tuple(sums), tuple(facts))
 
 
-def _summed_loss(
-    hidden: Tensor, targets: Tensor, project: Callable[[Tensor], Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the summed cross entropy of hidden [T, D_model], and how many targets were most likely, and how many there are."""
-    kept = targets != IGNORED
-    logits, wanted = project(hidden[kept]), targets[kept].to(hidden.device)
-    wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-    correct = (logits.detach().argmax(-1) == wanted).sum()
-    return F.cross_entropy(wide, wanted, reduction="sum"), correct, kept.sum()
+def _summed_loss(hidden: Tensor, targets: Tensor, layer: Any, state: PatchState, detach: bool) -> Tensor:
+    """Return the summed cross entropy of hidden [T, D_model]; of plain weights no logits of all tokens are made."""
+    plain = type(layer) is nn.Linear and not is_hooked(layer) and "forward" not in vars(layer)
+    parts = as_multiplied(hidden, layer) if plain else None
+    backend = "upstream" if parts is None else state.kernels_for(hidden.device, parts[0].dtype).loss
+    if parts is None or backend == "upstream":
+        kept = targets != IGNORED
+        logits = (_without_gradients(layer) if detach else layer)(hidden[kept])
+        wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+        return F.cross_entropy(wide, targets[kept], reduction="sum")
+    x, weight, bias = parts
+    if detach:
+        weight, bias = weight.detach(), None if bias is None else bias.detach()
+    return linear_cross_entropy(x, weight, targets, bias=bias, ignore_index=IGNORED, backend=backend)
+
+
+@torch.no_grad()
+def _hits(hidden: Tensor, targets: Tensor, layer: Any) -> tuple[Tensor, Tensor]:
+    """Return how many targets of evenly spaced tokens were tried, and how many the most likely token hits."""
+    count = min(SAMPLE, len(targets))
+    some = torch.arange(count, device=hidden.device) * len(targets) // count
+    wanted = targets.index_select(0, some)
+    likely = layer(hidden.index_select(0, some)).argmax(-1)
+    return (wanted != IGNORED).sum(), (likely == wanted).sum()
+
+
+def _without_gradients(layer: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Return the layer as a function of its input alone."""
+    parameters = {name: parameter.detach() for name, parameter in layer.named_parameters()}
+    return lambda x: functional_call(layer, parameters, (x,))

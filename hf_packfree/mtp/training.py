@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from hf_packfree.errors import UnsupportedInput
 from hf_packfree.models.entry import read_arguments, row_positions, wants_all_logits
 from hf_packfree.models.heads import at_least_one
 from hf_packfree.models.labels import IGNORED, row_targets, shifted_labels
-from hf_packfree.mtp.loss import DepthLosses, depth_losses
+from hf_packfree.models.state import PatchState, state_of
+from hf_packfree.mtp.loss import depth_losses
 from hf_packfree.mtp.options import MTPOptions
 from hf_packfree.mtp.routers import balance, router_logits, wants_balance
 from hf_packfree.packing import PackedSequence, PackingInputs, unpad
@@ -29,9 +29,10 @@ logger = logging.getLogger("hf_packfree")
 
 @dataclass
 class _Call:
-    """One call of the model: its arguments by name, and the text model's row once it is known."""
+    """One call of the model: its arguments by name, and, once they are known, the text model's settings and row."""
 
     given: dict[str, Any]
+    backends: PatchState = PatchState()
     packed: PackedSequence | None = None
     row: dict[str, Any] = field(default_factory=dict)
 
@@ -73,7 +74,7 @@ class MTPTraining:
         text, rotary = (positions[0], positions[1:]) if positions.ndim == 3 and len(positions) == 4 else (None, positions)
         if self.options.detach:
             hidden, embeddings = hidden.detach(), embeddings.detach()
-        self._call.packed = packed
+        self._call.packed, self._call.backends = packed, state_of(trunk)
         self._call.row = {
             "hidden": hidden, "embeddings": embeddings, "packed": packed.for_shape((1, packed.num_tokens)),
             "position_embeddings": trunk.rotary_emb(hidden, rotary), "position_ids": text,
@@ -90,9 +91,10 @@ class MTPTraining:
         targets, items = _targets(call.given, call.packed)
         with router_logits(model.mtp) as routed:
             states = model.mtp(depth=self.options.depth, **call.row)
-        project = _detached(model.lm_head) if self.options.detach else model.lm_head
-        losses = depth_losses(states, targets, call.row["packed"], project)
-        self._count(losses)
+        losses = depth_losses(
+            states, targets, call.row["packed"], model.lm_head, call.backends, detach=self.options.detach
+        )
+        self.totals = [old + new for old, new in zip(self.totals, losses.facts)] or [*losses.facts]
         total = self.options.weight / self.options.depth * torch.stack(losses.sums).sum()
         if wants_balance(model, call.given):  # a mean, where the others are sums
             total = total + self.options.weight * items * balance(model, routed, call.row["packed"])
@@ -106,20 +108,13 @@ class MTPTraining:
                 "labels to the model, or apply_patches(model, mtp='keep')", type(model).__name__
             )
 
-    def _count(self, losses: DepthLosses) -> None:
-        found = [
-            torch.stack((total.detach().double(), correct.double(), count.double()))
-            for total, correct, count in zip(losses.sums, losses.correct, losses.counts)
-        ]
-        self.totals = found if not self.totals else [old + new for old, new in zip(self.totals, found)]
-
     def take(self) -> dict[str, float]:
         """Return mean loss and accuracy of every depth since the last time."""
         totals, self.totals = self.totals, []
         facts: dict[str, float] = {}
-        for depth, (total, correct, count) in enumerate((row.tolist() for row in totals), start=1):
+        for depth, (total, count, tried, right) in enumerate((row.tolist() for row in totals), start=1):
             facts[f"packfree/mtp_loss_{depth}"] = total / max(count, 1)
-            facts[f"packfree/mtp_accuracy_{depth}"] = correct / max(count, 1)
+            facts[f"packfree/mtp_accuracy_{depth}"] = right / max(tried, 1)
         return facts
 
 
@@ -148,12 +143,6 @@ def _targets(given: dict[str, Any], packed: PackedSequence) -> tuple[Tensor, Any
     wanted = targets["shift_labels"]
     items = at_least_one(targets["num_items_in_batch"] if items is None else items)
     return wanted.masked_fill(wanted == ignored, IGNORED), items
-
-
-def _detached(layer: nn.Module) -> Any:
-    """Return the layer as a function of its input alone: no parameter of it gets a gradient."""
-    parameters = {name: parameter.detach() for name, parameter in layer.named_parameters()}
-    return lambda x: functional_call(layer, parameters, (x,))
 
 
 def _with_loss(output: Any, total: Tensor, items: Any) -> Any:

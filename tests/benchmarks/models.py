@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_packfree import apply_patches, patch_report
+from hf_packfree import MTPOptions, apply_patches, patch_report
 from tests.benchmarks.composed import compose
 from tests.benchmarks.shapes import Shape, configuration
 
@@ -34,6 +34,7 @@ class Variant:
         batch_invariant: the argument of `apply_patches`.
         lora: the dtype of LoRA adapters on every linear layer, r=16, of a frozen model, as PEFT's `get_peft_model` makes them:
             "fp32", PEFT's default, or "bf16"; "" (none): the whole model is trained.
+        mtp: the depth of the multi-token prediction head that is trained beside the model; 0: none.
     """
 
     packfree: bool = True
@@ -44,6 +45,7 @@ class Variant:
     backend: Any = "auto"
     batch_invariant: bool = False
     lora: str = ""
+    mtp: int = 0
 
     def choice(self) -> Any:
         """The backends to ask for: where FlashQLA is off, FLA's delta rule."""
@@ -96,7 +98,8 @@ def _put_in(model: nn.Module, shape: Shape, variant: Variant, upstream: Any) -> 
         compose(model)
     if variant.packfree:
         mode = {"batch_invariant": True} if variant.batch_invariant else {}  # a package before 0.2 has no such option
-        apply_patches(model, backend=variant.choice(), **mode)
+        head = {"mtp": MTPOptions(from_scratch=True, depth=variant.mtp)} if variant.mtp else {}
+        apply_patches(model, backend=variant.choice(), **mode, **head)
     if variant.liger == "after":
         put_liger_in(model, shape.family)
     if variant.lora:

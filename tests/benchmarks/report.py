@@ -21,6 +21,7 @@ UNPATCHED = ("unpatched padded", "unpatched packed", "stock padded")
 EARLIER = "Rows with * are of an earlier run, and perhaps of another machine; ratios are to rows of the same run."
 TITLES = {
     "2b-32k-packed": "2B shape, 32,768 tokens in {documents} documents",
+    "2b-32k-mtp": "2B shape, whole step, 32,768 tokens, with a multi-token prediction head",
     "2b-32k-lora": "2B shape, LoRA r=16 on every linear layer, adapters in fp32 (PEFT's default), 32,768 tokens",
     "2b-32k-lora-bf16": "2B shape, LoRA r=16 on every linear layer, adapters in bf16, 32,768 tokens",
     "2b-32k-whole-step": "2B shape with head, loss and fused AdamW, 32,768 tokens",

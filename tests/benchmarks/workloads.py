@@ -45,8 +45,8 @@ STANDS_IN = "FLA's Triton convolution stands in for causal-conv1d, without which
 def groups(tiny: bool = False, backend: Any = "auto") -> list[Group]:
     """Return every group, the important ones first; `tiny` shrinks models and rows, for a trial on a CPU."""
     found = [
-        *_dense(tiny), *_whole_steps(tiny), *_twice_as_long(tiny), *_lora(tiny), *_padded(tiny), *_with_images(tiny),
-        *_linearity(tiny),
+        *_dense(tiny), *_whole_steps(tiny), *_with_head(tiny), *_twice_as_long(tiny), *_lora(tiny), *_padded(tiny),
+        *_with_images(tiny), *_linearity(tiny),
         *_wide("9b", "tiny" if tiny else "9b", tiny), *_wide("moe", "tiny-moe" if tiny else "moe", tiny),
     ]
     ours = [group.variant.packfree and group.variant.backend == "auto" for group in found]
@@ -110,6 +110,15 @@ def _whole_steps(tiny: bool) -> list[Group]:
     return [
         Group(shape, variant, tuple((work, name, load) for work, load in loads.items() if not (note and "8x" in work)), note)
         for name, (variant, note) in variants.items()
+    ]
+
+
+def _with_head(tiny: bool) -> list[Group]:
+    """Whole steps of the 2B shape at 32k tokens, beside those that train a multi-token prediction head too."""
+    shape, load = SHAPES["tiny" if tiny else "2b"], Load(_long(tiny), whole=True)
+    return [
+        Group(shape, replace(PACKFREE, mtp=depth), (("2b-32k-mtp", name, load),))
+        for depth, name in enumerate(("packfree", "packfree, depth 1", "packfree, depth 2"))
     ]
 
 
