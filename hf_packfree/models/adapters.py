@@ -44,6 +44,48 @@ def read_lora(layer: Any, x: Tensor) -> Layer | None:
     return Adapted(weight, tuple(adapter for adapter in adapters if adapter)) if adapters else weight
 
 
+def kind_called(layer: Any, x: Tensor, *, adapters: bool = True) -> str | None:
+    """Name what was added to a layer that reads x and keeps it from being fused; None: nothing was.
+
+    Args:
+        adapters: whether LoRA is fused at all, see `hf_packfree.models.fusable.plain_layers`.
+    """
+    method = _method(layer)
+    if method is None:
+        return _of_linear(layer) if isinstance(layer, nn.Linear) else None
+    if adapters and is_lora(layer) and read_lora(layer, x) is not None:
+        return None
+    return _of_lora(layer) if method == "LORA" else method
+
+
+def _method(layer: Any) -> str | None:
+    """The method of PEFT's that a module is of; None: it is not PEFT's."""
+    for kind in type(layer).__mro__:
+        package, _, rest = kind.__module__.partition(".")
+        if package == "peft":
+            return rest.split(".")[1].upper() if rest.startswith("tuners.") else kind.__name__
+    return None
+
+
+def _of_linear(layer: nn.Linear) -> str | None:
+    if not is_untouched(vars(layer)):
+        return "hooks or a forward of its own"
+    return None if type(layer) is nn.Linear else type(layer).__name__
+
+
+def _of_lora(layer: Any) -> str:
+    """Name what is more than plain LoRA on a plain linear layer."""
+    if not is_untouched(vars(layer)):
+        return "LoRA with hooks or a forward of its own"
+    if any(getattr(layer, "use_dora", {}).values()):
+        return "DoRA"
+    if variants := getattr(layer, "lora_variant", None):
+        return type(next(iter(variants.values()))).__name__
+    if weight_alone(layer.base_layer) is None:
+        return f"LoRA on {type(layer.base_layer).__name__}"
+    return "LoRA with a bias" if any(layer.lora_bias.values()) else "LoRA that is not fused"
+
+
 def _adapter(layer: Any, name: str, x: Tensor) -> Adapter | None:
     """The adapter of that name, where it is two products and a scale."""
     down, up = weight_alone(layer.lora_A[name]), weight_alone(layer.lora_B[name])

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hf_packfree._version import __version__
+from hf_packfree.models.adapters import is_lora, kind_called
 from hf_packfree.models.attention import drops_out
 from hf_packfree.models.head_loss import why_logits_are_made
 from hf_packfree.models.state import Kernels, PatchState
@@ -20,7 +21,7 @@ from hf_packfree.ops import delta_rule
 from hf_packfree.ops.backend import Fault, installed
 from hf_packfree.patching.backends import OPS
 from hf_packfree.patching.exactness import why_rounding
-from hf_packfree.patching.plan import heads_left_alone, language_heads, ops_of, tower_attention_of
+from hf_packfree.patching.plan import heads_left_alone, language_heads, ops_of, tower_attention_of, trunks
 from hf_packfree.patching.registry import Family, family_of
 
 logger = logging.getLogger("hf_packfree")
@@ -55,6 +56,8 @@ class PatchReport:
         in_segments: whether the delta rule walks long documents of a row of few in segments, where the model is now; exact, but
             rounded otherwise than in another row.
         left_alone: {class name of a head that runs a forward of its own: what its loss then needs}.
+        called: {what was added to projections of decoder layers (adapters, quantisation, hooks): how many of these are called
+            as they are for it, exact but not fused, and run none of the fused kernels that hold plain weights and LoRA}.
         rounding: why a document gets, where the model is now, what it gets alone only up to rounding; None: bit for bit in
             the layers' forward pass, as `tests/gpu` checks it.
     """
@@ -73,6 +76,7 @@ class PatchReport:
     inexact: dict[str, str]
     in_segments: bool
     left_alone: dict[str, str]
+    called: dict[str, int]
     rounding: str | None
 
     def as_dict(self) -> dict[str, Any]:
@@ -99,6 +103,9 @@ class PatchReport:
         rest = f"unpacked rows run {self.unpacked}, padded rows {self.padded}"
         said = f"{self.model} is patched: swapped {swapped}; packed rows run {runs}; {self._exactness()}; {rest}"
         said = "\n".join((said, *(f"  {name}: {reason}" for name, reason in self.left_alone.items())))
+        if self.called:
+            kinds = ", ".join(f"{count} with {kind}" for kind, count in self.called.items())
+            said += f"\n  projections called as they are, exact but not fused: {kinds}"
         return "\n".join((said, *(f"  on this machine's GPUs, {op}: {reason}" for op, reason in self.why.items())))
 
     def _exactness(self) -> str:
@@ -137,6 +144,7 @@ def patch_report(model: nn.Module) -> PatchReport:
         inexact={} if state is None else _inexact(state),
         in_segments=state is not None and _in_segments(state, runs, a_parameter(model).device),
         left_alone=heads_left_alone(model, family) if family and patched else {},
+        called=_called(model, family, state) if family and patched and state else {},
         rounding=_rounding(model, family, state, runs) if family and patched and state else "it is not patched",
     )
 
@@ -149,6 +157,19 @@ def _rounding(model: nn.Module, family: Family, state: PatchState, runs: dict[st
 
 def _in_segments(state: PatchState, runs: dict[str, str], device: torch.device) -> bool:
     return not state.batch_invariant and delta_rule.cuts_on(device, runs.get("delta_rule", ""))
+
+
+def _called(model: nn.Module, family: Family, state: PatchState) -> dict[str, int]:
+    """Count by kind what keeps projections of the decoder layers from being fused; what is inside one counts with it."""
+    x, found, left = a_parameter(model), Counter[str](), [layer for trunk in trunks(model, family) for layer in trunk.layers]
+    while left:
+        module: Any = left.pop()
+        kind = kind_called(module, x, adapters=not state.batch_invariant)
+        if kind is not None:
+            found[kind] += 1
+        elif not is_lora(module):
+            left.extend(module.children())
+    return dict(sorted(found.items()))
 
 
 def _bypassed(module: Any, family: Any) -> bool:

@@ -42,10 +42,43 @@ def test_adapters(kind, order, same_gradients):
         model = apply_patches(lora(tiny(), **KINDS[kind]))
     found = in_rows(model)
     adapted = {name.split(".lora_")[0] for name in found[0]}
-    assert len(adapted) == 3 * len(LINEAR) + len(ATTENTION) + 4 * len(MLP), "every projection is trained"
+    count = 3 * len(LINEAR) + len(ATTENTION) + 4 * len(MLP)
+    assert len(adapted) == count, "every projection is trained"
+    assert patch_report(model).called == ({"DoRA": count} if kind == "DoRA" else {})
     wanted = per_document(lora(tiny(), **KINDS[kind]), in_steps(labelled()))
     same_gradients(found, wanted, in_rows(lora(tiny(), **KINDS[kind])))
     assert not patch_report(remove_patches(model)).patched
+
+
+OTHERS = {
+    "VERA": lambda targets: {"target_modules": targets, "r": 4, "vera_dropout": 0.0},
+    "IA3": lambda targets: {"target_modules": targets, "feedforward_modules": ["down_proj"]},
+    "LOHA": lambda targets: {"target_modules": targets, "r": 4, "init_weights": False},
+}
+
+
+@integration("PEFT", "VeRA, IA3, LoHa on `in_proj_*`, `out_proj`, attention and MLP, a projection in `modules_to_save`")
+@pytest.mark.parametrize("kind", OTHERS)
+def test_methods_that_are_called_as_they_are(kind, same_gradients):
+    found = in_rows(apply_patches(model := other(kind)))
+    wrapper = {"ModulesToSaveWrapper": 1}
+    assert patch_report(model).called == {kind: 3 * (len(LINEAR) - 1) + len(ATTENTION) + 4 * len(MLP)} | wrapper
+    assert f"with {kind}" in str(patch_report(model))
+    same_gradients(found, per_document(other(kind), in_steps(labelled())), in_rows(other(kind)))
+
+
+def other(kind):
+    """The model with adapters of another method on all projections but one, which is trained whole."""
+    import peft
+
+    torch.manual_seed(5)
+    targets = [*LINEAR[1:], *ATTENTION, *MLP]
+    config = getattr(peft, {"VERA": "VeraConfig", "IA3": "IA3Config", "LOHA": "LoHaConfig"}[kind])
+    model = peft.get_peft_model(tiny(), config(**OTHERS[kind](targets), modules_to_save=["0.linear_attn.in_proj_qkv"]))
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and "vera_lambda" in name:
+            torch.nn.init.normal_(parameter.data, std=0.3)
+    return model
 
 
 @integration("PEFT", "`merge_and_unload`, adapters saved and loaded unpatched")

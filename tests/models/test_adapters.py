@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from hf_packfree.models.adapters import kind_called
 from hf_packfree.models.fusable import plain_layers
 from hf_packfree.ops.fused import projections
 from hf_packfree.ops.fused.low_rank import Adapted
@@ -103,27 +104,40 @@ def with_a_forward_of_its_own():
     return model
 
 
-def ia3():
-    from peft import IA3Config, get_peft_model
+def peft(name, **options):
+    """A model with adapters of another method."""
+    import peft
 
-    return get_peft_model(Two(), IA3Config(target_modules=["q", "k"], feedforward_modules=[]))
+    return peft.get_peft_model(Two(), getattr(peft, f"{name}Config")(target_modules=["q", "k"], **options))
 
 
+HOOKS = "LoRA with hooks or a forward of its own"
 CALLED = {
-    "DoRA": lambda: lora(use_dora=True), "adapters with a bias": lambda: lora(lora_bias=True), "IA3": ia3,
-    "disabled while merged": disabled_while_merged, "hooked": hooked, "hooked inside": hooked_inside,
+    "DoRA": lambda: lora(use_dora=True), "LoRA with a bias": lambda: lora(lora_bias=True),
+    "IA3": lambda: peft("IA3", feedforward_modules=[]), "VERA": lambda: peft("Vera", r=4),
+    "disabled while merged": disabled_while_merged, HOOKS: hooked, "hooked inside": hooked_inside,
     "another forward": with_a_forward_of_its_own,
-    "saved with the adapters": lambda: lora(target_modules=["k"], modules_to_save=["q"]),
+    "ModulesToSaveWrapper": lambda: lora(target_modules=["k"], modules_to_save=["q"]),
     "bfloat16 adapters on fp32": lambda: lora().to(torch.bfloat16),
 }
+NAMES = {"another forward": HOOKS} | dict.fromkeys(
+    ("disabled while merged", "hooked inside", "bfloat16 adapters on fp32"), "LoRA that is not fused"
+)
 
 
 @pytest.mark.filterwarnings("ignore:.*lora_bias")
-@pytest.mark.parametrize("make", CALLED.values(), ids=CALLED)
-def test_what_is_more_than_lora_is_called(make):
-    layers = make().base_model.model
+@pytest.mark.parametrize("kind", CALLED)
+def test_what_is_more_than_lora_is_called(kind):
+    layers = CALLED[kind]().base_model.model
     x = torch.randn(1, 9, 24)
     assert plain_layers(x, layers.q, layers.k) is None
+    assert kind_called(layers.q, x) == NAMES.get(kind, kind)
+
+
+def test_plain_lora_is_named_only_where_it_is_not_fused():
+    layer, x = lora().base_model.model.q, torch.randn(2, 24)
+    assert kind_called(layer, x) is None and kind_called(layer.base_layer, x) is None
+    assert kind_called(layer, x, adapters=False) == "LoRA that is not fused"
 
 
 def test_dropout_in_training_and_adapters_that_are_wider_than_x():
