@@ -15,7 +15,7 @@ from hf_packfree.errors import PatchConflict
 from hf_packfree.models.base import Replacement, Sizes, size_of, size_of_linear, size_of_norm
 from hf_packfree.models.fusable import epsilon, is_hooked, plain_layers, project
 from hf_packfree.models.rematerialize import linear_with_recompute
-from hf_packfree.models.state import PatchState, receive, state_of
+from hf_packfree.models.state import Kernels, PatchState, receive, state_of
 from hf_packfree.ops.conv_delta_rule import conv_delta_rule
 from hf_packfree.ops.fused import RECOMPUTES, gated_rms_norm, gates
 from hf_packfree.packing import PackedSequence
@@ -50,7 +50,7 @@ class PackedGatedDeltaNet(Replacement):
         gated_norm = self.norm
         by_module = kernels.fused == "torch" or is_hooked(gated_norm)  # upstream's, or whatever has replaced it
         g, beta = gates(a, b, self.A_log, self.dt_bias, backend=kernels.fused)
-        out = self._conv_delta_rule(mixed, g, beta, packed, state)
+        out = self._conv_delta_rule(mixed, g, beta, packed, kernels, state)
         if by_module:
             normed = gated_norm(out.reshape(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim))
             normed = normed.view(1, packed.num_tokens, self.value_dim)
@@ -62,8 +62,9 @@ class PackedGatedDeltaNet(Replacement):
         fused = kernels.fused in RECOMPUTES
         return linear_with_recompute(norm, self.out_proj, out, fused=fused, recompute=True, state=state)
 
-    def _conv_delta_rule(self, mixed: Tensor, g: Tensor, beta: Tensor, packed: PackedSequence, state: PatchState) -> Tensor:
-        kernels = state.kernels_for(mixed.device, mixed.dtype)
+    def _conv_delta_rule(
+        self, mixed: Tensor, g: Tensor, beta: Tensor, packed: PackedSequence, kernels: Kernels, state: PatchState
+    ) -> Tensor:
         weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
         heads, sizes = (self.num_k_heads, self.num_v_heads), (self.head_k_dim, self.head_v_dim)
         alone: Any = partial(conv_delta_rule, batch_invariant=state.batch_invariant)

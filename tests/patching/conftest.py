@@ -34,11 +34,11 @@ def gpu(monkeypatch):
         def find_spec(name):
             return object() if modules.get(name) in packages else None
 
-        for module in (fla, backend, conv.dao, delta_rule.flash_qla):
-            if hasattr(module, "find_spec"):
-                monkeypatch.setattr(module, "find_spec", find_spec)
-        for module in (fla, backend, conv.dao, delta_rule.flash_qla, exactness):
+        readers = (fla, backend, conv.dao, delta_rule.flash_qla, exactness)
+        for module in readers:
             monkeypatch.setattr(module, "installed", packages.get)
+        for module in (one for one in readers if hasattr(one, "find_spec")):
+            monkeypatch.setattr(module, "find_spec", find_spec)
         monkeypatch.setattr(backend, "import_module", import_module)
         forget()
         monkeypatch.setattr(fla, "has_nvcc", lambda: nvcc)

@@ -280,6 +280,7 @@ def test_what_is_not_exact_runs_only_where_it_is_asked_for(gpu):
 
 def test_sizes_come_from_the_mixers():
     wanted = {"key_heads": 2, "value_heads": 4, "key_size": 16, "value_size": 16, "taps": 4, "head_size": 16}
+    wanted["query_heads"] = 4
     for model in (tiny(), apply_patches(tiny())):
         assert op_sizes(model.model, by_family["qwen3_5"]) == wanted
 
