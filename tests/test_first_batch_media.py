@@ -8,7 +8,7 @@ import torch
 from hf_packfree import apply_patches
 from hf_packfree.errors import LeakDetected
 from hf_packfree.trainer import PackFreeCallback, _outermost, first_batch_influence
-from tests.models import test_omni as omni
+from tests.models import omni
 from tests.vision import document, documents, image, media_arguments, packed_batch, padded_batch, tiny_vision
 
 pytestmark = pytest.mark.compat

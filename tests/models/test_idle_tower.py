@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_packfree import apply_patches
 from hf_packfree.models.mrope import rope_source
-from tests.models import test_omni as omni
+from tests.models import omni
 from tests.models.padded import worst_gradient
 from tests.ranks import two_ranks
 from tests.support import GRADIENT_TOL, gradients
