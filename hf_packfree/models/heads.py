@@ -26,6 +26,7 @@ from hf_packfree.models.labels import (
     IGNORED, are_left_pad_tokens, kept_targets, row_targets, shifted_labels, targets_on_padding,
 )
 from hf_packfree.models.state import state_of
+from hf_packfree.models.trunk import check_model_of
 from hf_packfree.packing import PackedSequence, lazy_repad, repad, uncompiled, with_left_pad_tokens
 from hf_packfree.packing.compiling import is_transformed
 from hf_packfree.packing.lazy import LazyTensor
@@ -76,6 +77,12 @@ class Head(Replacement):
     def _loss(self) -> Any:
         return self.__dict__.get("loss_function") or self._upstream_loss(self)
 
+    def _enter(self, arguments: dict[str, Any], *, skip_padding: bool = True) -> PackedSequence | None:
+        packed = enter(self, arguments, skip_padding=skip_padding)
+        if packed is not None:
+            check_model_of(self)
+        return packed
+
     def _forward_as_row(self, upstream: Any, arguments: dict[str, Any]) -> Any:
         raise NotImplementedError
 
@@ -93,7 +100,7 @@ class PackedHead(Head):
             return upstream(**arguments)
         all_logits = wants_all_logits(arguments)  # generation without a cache stays upstream's, its padding included
         skip_padding = all_logits or self.training or (state_of(self).runs_unpacked and not _goes_on_from_padding(arguments))
-        packed = enter(self, arguments, skip_padding=skip_padding)
+        packed = self._enter(arguments, skip_padding=skip_padding)
         if packed is None:
             return upstream(**arguments)
         settings = state_of(self).context_parallel
@@ -217,7 +224,7 @@ class _Classifier(Head):
     def _forward_as_row(self, upstream: Any, arguments: dict[str, Any]) -> Any:
         if not _is_whole_batch(arguments):
             return upstream(**arguments)
-        packed = enter(self, arguments)
+        packed = self._enter(arguments)
         if packed is not None and packed.num_documents == 0:
             output = upstream(**arguments | {"return_dict": True})
             _forget_losses(output)

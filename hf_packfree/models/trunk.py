@@ -161,7 +161,25 @@ def check_mixers(trunk: Any) -> None:
             )
 
 
+def check_model_of(head: Any) -> None:
+    """Refuse a head whose model is no longer ours: it would take the record and read from one document into the next.
+
+    Raises:
+        PatchConflict: the model was replaced; one that wraps ours is fine.
+    """
+    model = head.base_model
+    if not (isinstance(model, Replacement) or _holds_ours(model)):
+        raise PatchConflict(
+            f"found {head.base_model_prefix} changed since the model was patched ({type(model).__name__}, not patched): it "
+            "would read from one document into the next; wanted our class in force; call apply_patches(model) after it was replaced"
+        )
+
+
 def _reads(mixer: Any) -> bool:
     if isinstance(mixer, Replacement):
         return "forward" not in vars(mixer) or hasattr(mixer, "_hf_hook")
-    return any(isinstance(part, Replacement) for part in mixer.modules())
+    return _holds_ours(mixer)
+
+
+def _holds_ours(module: Any) -> bool:
+    return any(isinstance(part, Replacement) for part in module.modules())

@@ -10,7 +10,9 @@ import torch
 from transformers import DynamicCache
 
 from hf_packfree import apply_patches
-from hf_packfree.errors import BackendUnavailable, BoundaryConflict, BoundaryError, CacheConflict, UnsupportedInput
+from hf_packfree.errors import (
+    BackendUnavailable, BoundaryConflict, BoundaryError, CacheConflict, PatchConflict, UnsupportedInput,
+)
 from tests.input_formats import one_row, row_batch
 from tests.support import ROW, tiny
 
@@ -91,3 +93,22 @@ def test_tokens_that_are_no_batch_are_upstreams_error(part, ids, more):
     model = apply_patches(stock)
     with pytest.raises(type(wanted.value), match=re.escape(str(wanted.value))):
         (model if part == "head" else model.model)(input_ids=ids, **more)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_model_replaced_under_its_head(padded):
+    """The new one would take the record for a keyword of no meaning, and leak."""
+    model = apply_patches(tiny())
+    model.model = tiny().model
+    given = {"attention_mask": torch.ones(2, 9).tril(7)} if padded else {"position_ids": torch.arange(9)[None] % 5}
+    with pytest.raises(PatchConflict, match="found model changed since the model was patched"):
+        model(input_ids=torch.arange(9).repeat(1 + padded, 1), **given)
+    apply_patches(model)(input_ids=torch.arange(9).repeat(1 + padded, 1), **given)
+
+
+def test_a_model_wrapped_under_its_head_is_fine():
+    model = apply_patches(tiny())
+    given = {"input_ids": torch.arange(9)[None], "position_ids": torch.arange(9)[None] % 5}
+    wanted = model(**given).logits
+    model.model = torch.compile(model.model, backend="eager", disable=True)
+    assert torch.equal(model(**given).logits, wanted)
