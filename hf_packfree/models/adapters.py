@@ -82,7 +82,7 @@ def _of_lora(layer: Any) -> str:
     if variants := getattr(layer, "lora_variant", None):
         return type(next(iter(variants.values()))).__name__
     if weight_alone(layer.base_layer) is None:
-        return f"LoRA on {type(layer.base_layer).__name__}"
+        return f"LoRA on {type(layer.get_base_layer()).__name__}"
     return "LoRA with a bias" if any(layer.lora_bias.values()) else "LoRA that is not fused"
 
 

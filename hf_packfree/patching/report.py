@@ -161,14 +161,15 @@ def _in_segments(state: PatchState, runs: dict[str, str], device: torch.device) 
 
 def _called(model: nn.Module, family: Family, state: PatchState) -> dict[str, int]:
     """Count by kind what keeps projections of the decoder layers from being fused; what is inside one counts with it."""
-    x, found, left = a_parameter(model), Counter[str](), [layer for trunk in trunks(model, family) for layer in trunk.layers]
+    x, found = a_parameter(model), Counter[str]()
+    left: list[Any] = list(trunks(model, family))
     while left:
-        module: Any = left.pop()
+        module = left.pop()
         kind = kind_called(module, x, adapters=not state.batch_invariant)
         if kind is not None:
             found[kind] += 1
         elif not is_lora(module):
-            left.extend(module.children())
+            left += (child for name, child in module.named_children() if name != "embed_tokens")
     return dict(sorted(found.items()))
 
 

@@ -57,6 +57,21 @@ OTHERS = {
 }
 
 
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+@integration("PEFT", "LoRA on experts' `target_parameters`, shared experts and attention")
+def test_experts(same_gradients):
+    def adapted():
+        return lora(tiny("qwen3_5_moe"), target_parameters=EXPERTS)
+
+    found = in_rows(apply_patches(model := adapted()))
+    layers = len(model.base_model.model.model.layers)
+    assert sum("experts.lora_A" in name or "base_layer.lora_A" in name for name in found[0]) == 2 * layers
+    assert patch_report(model).called == {"LoRA on Qwen3_5MoeExperts": layers}
+    same_gradients(found, per_document(adapted(), in_steps(labelled())), in_rows(adapted()))
+
+
 @integration("PEFT", "VeRA, IA3, LoHa on `in_proj_*`, `out_proj`, attention and MLP, a projection in `modules_to_save`")
 @pytest.mark.parametrize("kind", OTHERS)
 def test_methods_that_are_called_as_they_are(kind, same_gradients):

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from hf_packfree.ops.fused import projections
 from hf_packfree.ops.fused.low_rank import Adapted, Adapter, Reading
@@ -124,3 +125,22 @@ def test_with_dropout_the_backward_pass_draws_the_masks_of_the_forward_pass():
 
     assert torch.autograd.gradcheck(run, leaves(x, made))
     assert not torch.equal(run(*leaves(x, made))[0], projections(x, *made, backend="triton")[0]), "every call draws its own"
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
+def test_a_checkpoint_draws_the_masks_again(reentrant):
+    """Gradient checkpointing runs the forward pass twice, from one state of the generator: the gradients keep every bit."""
+    (x,), made = tensors((1, T, D)), layers((4, 2), (3,), dropout=0.3)
+    run = partial(projections, backend="triton")
+    grads, draws = [], []
+    for call in (run, partial(checkpoint, run, use_reentrant=reentrant)):
+        torch.manual_seed(7)
+        first, second = call(x, *made)
+        x.grad, loss = None, first.sin().sum() + second.cos().sum()
+        for leaf in leaves(x, made):
+            leaf.grad = None
+        torch.rand(3)  # whatever draws in between moves the generator on
+        loss.backward()
+        grads.append([leaf.grad for leaf in leaves(x, made)])
+        draws.append(torch.rand(3))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True)) and torch.equal(*draws)

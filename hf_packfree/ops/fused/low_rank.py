@@ -166,7 +166,8 @@ class LowRank:
 
     def outer_factors(self, inner: Sequence[Tensor], layer: int, x: Tensor) -> Factors | None:
         """Return h [T, K] and w [K, F], whose product `outer` returns, or None."""
-        hs, ws = [], []
+        hs: list[Tensor] = []
+        ws: list[Tensor] = []
         for reading, h in zip(self.layout.readings, inner, strict=True):
             mine = [(part, self.ups[i]) for i, part in _columns(reading, h) if self.layout.owners[i] == layer]
             if mine:
