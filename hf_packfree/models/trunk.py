@@ -171,7 +171,7 @@ def check_model_of(head: Any) -> None:
     if not (isinstance(model, Replacement) or _holds_ours(model)):
         raise PatchConflict(
             f"found {head.base_model_prefix} changed since the model was patched ({type(model).__name__}, not patched): it "
-            "would read from one document into the next; wanted our class in force; call apply_patches(model) after it was replaced"
+            "would read from one document into the next; wanted our class in force; call apply_patches(model) once more"
         )
 
 
