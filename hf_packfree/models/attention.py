@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hf_packfree.errors import BackendUnavailable
@@ -13,7 +14,6 @@ from hf_packfree.models.fusable import adds_one, epsilon, plain_layers, project
 from hf_packfree.models.rematerialize import linear_with_recompute
 from hf_packfree.models.state import receive, state_of
 from hf_packfree.ops.attention import attention
-from hf_packfree.ops.attention.block_mask import additive_block_mask
 from hf_packfree.ops.fused import RECOMPUTES, norm_rope, output_gate
 from hf_packfree.packing import PackedSequence, to_hf_kwargs
 from hf_packfree.parallel.attention import attend_by_heads
@@ -24,6 +24,14 @@ def attention_route(implementation: str) -> str | None:
     if "flash" in implementation:
         return "flash"
     return {"sdpa": "varlen", "eager": "mask"}.get(implementation)
+
+
+def _additive_block_mask(packed: PackedSequence, dtype: torch.dtype) -> Tensor:
+    """Return [1, 1, T, T] in `dtype`, for attention that takes nothing better: 0 where a token may look, else its minimum."""
+    number = packed.seq_idx[0]
+    allowed = (number[:, None] == number[None, :]).tril()
+    mask = torch.zeros(allowed.shape, dtype=dtype, device=number.device)
+    return mask.masked_fill(~allowed, torch.finfo(dtype).min)[None, None]
 
 
 def check_attention(config: Any) -> str:
@@ -69,7 +77,7 @@ class RoutedAttention(Replacement):
             if route == "varlen":
                 return packed.zero_left_pad(self._attend_packed(hidden_states, position_embeddings, packed)), None
             if route == "mask":
-                attention_mask = packed.cached(additive_block_mask, hidden_states.dtype)
+                attention_mask = packed.cached(_additive_block_mask, hidden_states.dtype)
             else:
                 attention_mask, kwargs = None, {**kwargs, **to_hf_kwargs(packed)}
         out, weights = super().forward(

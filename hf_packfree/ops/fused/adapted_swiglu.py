@@ -22,7 +22,7 @@ _DEEPEST = 128
 
 def adapted_product(a: Tensor, b: Tensor, added: Sequence[Factors | None]) -> Tensor:
     """Return silu(a + its part) * (b + its part): a and b [..., F], parts h w of h [T, K] and w [K, F], or None."""
-    from hf_packfree.ops.fused.kernels.adapted_swiglu import adapted_swiglu
+    from hf_packfree.ops.fused.kernels.swiglu import adapted_swiglu
 
     out = torch.empty_like(a)
     tensors, sizes, depths = _arguments(("GATE_DEPTH", "UP_DEPTH"), (a, b), added)
@@ -34,7 +34,7 @@ def adapted_product_backward(
     a: Tensor, b: Tensor, d_out: Tensor, added: Sequence[Factors | None], of_d_out: Factors | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of both factors and their product, [T, F], where d_out lacks its part; overwrites d_out."""
-    from hf_packfree.ops.fused.kernels.adapted_swiglu import adapted_swiglu_backward
+    from hf_packfree.ops.fused.kernels.swiglu import adapted_swiglu_backward
 
     d_a, d_b = torch.empty_like(d_out), torch.empty_like(d_out)
     # What torch has added in the forward pass is part of a and b already.

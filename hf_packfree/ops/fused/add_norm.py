@@ -87,7 +87,7 @@ class _AddNorm(Operation):
     def forward(
         ctx: Any, x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor]:
-        from hf_packfree.ops.fused.kernels.add_norm import add_norm
+        from hf_packfree.ops.fused.kernels.norms import add_norm
 
         x = total = x.contiguous()
         if branch is not None:
@@ -117,7 +117,7 @@ def _gradients(
     total: Tensor, weight: Tensor, d_normed: Tensor, d_total: Tensor | None, eps: float, needed: Sequence[bool], centered: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of the total, d_total included, and of weight and bias where they are needed."""
-    from hf_packfree.ops.fused.kernels.add_norm import add_norm_backward
+    from hf_packfree.ops.fused.kernels.norms import add_norm_backward
 
     d, size = torch.empty_like(total), total.shape[-1]
     rows = total.numel() // size

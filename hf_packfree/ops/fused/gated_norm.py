@@ -71,7 +71,7 @@ class _GatedNorm(Operation):
     def forward(
         ctx: Any, x: Tensor, z: Tensor, weight: Tensor, eps: float, layout: Layout, batch_invariant: bool, *tensors: Tensor
     ) -> Tensor:
-        from hf_packfree.ops.fused.kernels.gated_norm import gated_norm
+        from hf_packfree.ops.fused.kernels.norms import gated_norm
 
         x, z = x.contiguous(), z.contiguous()
         normed, sizes, layers = torch.empty_like(x), _sizes(x), Layers(layout, tensors)
@@ -98,7 +98,7 @@ def _gradients(
     x: Tensor, z: Tensor, weight: Tensor, eps: float, needs_weight: bool, d_normed: Tensor, recompute: bool
 ) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensor | None]:
     """Those of x, z and weight, and the norm itself where it is to `recompute`."""
-    from hf_packfree.ops.fused.kernels.gated_norm import gated_norm_backward
+    from hf_packfree.ops.fused.kernels.norms import gated_norm_backward
 
     d_x, d_z, sizes = torch.empty_like(x), torch.empty_like(z), _sizes(x)
     normed = torch.empty_like(x) if recompute else None

@@ -131,7 +131,7 @@ def split(w: Tensor, width: int, dtype: torch.dtype, *, paired: bool = False) ->
 
     `paired`: the first part, the second and the first again, to be multiplied with what `in_pairs` returns.
     """
-    from hf_packfree.ops.fused.kernels.mixed import split
+    from hf_packfree.ops.fused.kernels.linear import split
 
     w = w.contiguous()
     parts = w.new_empty(w.numel() // width, 3, width, dtype=dtype)
@@ -141,7 +141,7 @@ def split(w: Tensor, width: int, dtype: torch.dtype, *, paired: bool = False) ->
 
 def in_pairs(wide: Tensor, rank: int, scale: float, out: Tensor) -> Tensor:
     """Return `out`, which gets the sums of each adapter's three parts in `wide`, [T, n 3 r], as (high, high, low)."""
-    from hf_packfree.ops.fused.kernels.mixed import in_pairs
+    from hf_packfree.ops.fused.kernels.linear import in_pairs
 
     count = wide.numel() // 3
     sizes = count, rank, wide.shape[1] // 3, out.stride(0)

@@ -54,7 +54,7 @@ def norm_rope_reference(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps
 class _NormRope(Operation):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-        from hf_packfree.ops.fused.kernels.norm_rope import norm_rope
+        from hf_packfree.ops.fused.kernels.rope import norm_rope
 
         x = x if x.stride(3) == 1 else x.contiguous()
         cos, sin = cos.contiguous(), sin.contiguous()
@@ -67,7 +67,7 @@ class _NormRope(Operation):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        from hf_packfree.ops.fused.kernels.norm_rope import norm_rope_backward
+        from hf_packfree.ops.fused.kernels.rope import norm_rope_backward
 
         x, weight, cos, sin = ctx.saved_tensors
         d_x, tokens = x.new_empty(x.shape), x.shape[1]

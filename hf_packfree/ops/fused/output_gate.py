@@ -49,7 +49,7 @@ def output_gate(
 class _OutputGate(Operation):
     @staticmethod
     def forward(ctx: Any, x: Tensor, z: Tensor, layout: Layout, batch_invariant: bool, *tensors: Tensor) -> Tensor:
-        from hf_packfree.ops.fused.kernels.output_gate import output_gate
+        from hf_packfree.ops.fused.kernels.gates import output_gate
 
         x, z = x.contiguous(), z if z.stride(3) == 1 else z.contiguous()
         gated, layers = torch.empty_like(x), Layers(layout, tensors)
@@ -74,7 +74,7 @@ class _OutputGate(Operation):
 
 def _gradients(x: Tensor, z: Tensor, d_gated: Tensor, recompute: bool) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
     """Those of x and z, and the gated product itself where it is to `recompute`."""
-    from hf_packfree.ops.fused.kernels.output_gate import output_gate_backward
+    from hf_packfree.ops.fused.kernels.gates import output_gate_backward
 
     d_x, d_z = torch.empty_like(x), z.new_empty(z.shape)
     gated = torch.empty_like(x) if recompute else None

@@ -12,7 +12,7 @@ _ROWS, _COLUMNS = 512, 8  # of a block, whatever the number of programs: new row
 
 def sum_partials(partials: Tensor, dtype: torch.dtype) -> Tensor:
     """Return partials [P, ...] in fp32 summed over P, in `dtype`: one kernel, where torch takes one to add and one to round."""
-    from hf_packfree.ops.fused.kernels.reduce import sum_partials
+    from hf_packfree.ops.fused.kernels.linear import sum_partials
 
     partials = partials.contiguous()
     out = partials.new_empty(partials.shape[1:], dtype=dtype)
