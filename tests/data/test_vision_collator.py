@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import pickle
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from torch.nn import functional as F
 
 from hf_packfree import apply_patches
 from hf_packfree.data import PackedVisionCollator
@@ -137,6 +139,28 @@ def test_a_model_gives_a_row_what_it_gives_the_documents_alone(processor):
         wanted = torch.cat([model(**keep(alone(processor, one)), use_cache=False).logits for one in EXAMPLES], 1)
         assert relative_rms(model(**row, use_cache=False).logits, wanted) <= 1e-5
         assert relative_rms(model(**row | {"position_ids": row["position_ids"][0]}, use_cache=False).logits, wanted) >= 1e-2
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_omni_moe"])
+def test_a_row_has_the_loss_of_its_documents_alone(family):
+    """Positions from the processor, from the configuration, or from the model itself, where videos need its rate."""
+    plain, processor = tiny_vision(family), vision_processor(Tiny25VL)
+    given = [*EXAMPLES[:2], example("s", video_part())]
+    if family == "qwen3_omni_moe":
+        processor, given = omni_processor(), [*given, example("s", audio_part(130))]
+        for config in {id(part.config): part.config for part in plain.modules() if hasattr(part, "audio_tower")}.values():
+            config.audio_token_id, config.audio_start_token_id = named(processor, "<|audio_pad|>", "<|audio_start|>")
+    model = apply_patches(copy.deepcopy(plain))
+    for config in (None, plain.config):
+        collator = PackedVisionCollator(processor, pad_to_multiple_of=16, config=config)
+        for examples in (given, [*given[:2], *given[3:]]):
+            row, total, count = collator(examples), 0.0, 0
+            assert ("position_ids" in row) == (config is not None or examples is not given) or compat.IMAGES_COUNT_SECONDS
+            for one in examples:
+                labels = collator.document(one).labels
+                logits = plain(**keep(alone(processor, one)), use_cache=False).logits[0, :-1]
+                total, count = total + F.cross_entropy(logits, labels[1:], reduction="sum"), count + int((labels != -100).sum())
+            assert relative_rms(model(**row).loss, total / count) <= 1e-5
 
 
 def keep(output):
