@@ -95,7 +95,8 @@ class _Deferred:
         parts = as_multiplied(hidden, self.layer)
         backend = self.state.kernels_for(hidden.device, parts[0].dtype).loss if parts is not None else "upstream"
         if parts is None or backend == "upstream":
-            return self.layer(hidden)  # type: ignore[no-any-return]
+            logits: Tensor = self.layer(hidden)
+            return logits
         logits = lazy_logits(*parts, self._reload)
         vars(logits)["packfree_deferred"] = self, SOFTMAX_GRADIENTS[backend]
         return logits
@@ -109,7 +110,8 @@ class _Deferred:
 
 def as_multiplied(hidden: Tensor, layer: nn.Linear) -> tuple[Tensor, Tensor, Tensor | None] | None:
     """Return hidden states, weight and bias in the dtype of their product; None where only the layer itself knows that."""
-    weight, bias = layer.weight, layer.bias
+    weight: Tensor = layer.weight
+    bias: Tensor | None = layer.bias
     if not {type(weight), type(bias)} <= {nn.Parameter, Tensor, type(None)} or weight.device != hidden.device:
         return None
     kind = hidden.device.type

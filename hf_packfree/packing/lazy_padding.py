@@ -67,7 +67,7 @@ class LazyPaddedTensor(LazyTensor):
         return super().retains_grad if row is None else row.retains_grad
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         """What `retain_grad` keeps."""
         row = self._before_the_loss()
         if row is None:
@@ -78,7 +78,7 @@ class LazyPaddedTensor(LazyTensor):
     def grad(self, values: Tensor | None) -> None:
         row = self._before_the_loss()
         if row is None:
-            Tensor.grad.__set__(self, values)  # type: ignore[attr-defined]
+            super(LazyPaddedTensor, type(self)).grad.__set__(self, values)  # type: ignore[union-attr]
         else:
             row.grad = None if values is None else unpad(values, self.packed)
 

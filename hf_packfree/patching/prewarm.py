@@ -9,8 +9,11 @@ import torch
 from torch import nn
 
 from hf_packfree.errors import UnsupportedModel
+from hf_packfree.models import head_loss
+from hf_packfree.models.state import state_of
+from hf_packfree.ops.loss import linear_cross_entropy
 from hf_packfree.packing import PackedSequence
-from hf_packfree.patching.plan import trunks
+from hf_packfree.patching.plan import language_heads, trunks
 from hf_packfree.patching.registry import family_of
 from hf_packfree.patching.report import patch_report
 
@@ -45,6 +48,8 @@ def prewarm(model: nn.Module) -> float:
     start = time.perf_counter()
     for trunk in trunks(model, family):
         _run(trunk)
+    for head in language_heads(model):
+        _run_loss(head)
     return time.perf_counter() - start
 
 
@@ -61,3 +66,16 @@ def _run(trunk: Any) -> None:
             torch.autograd.grad(out.float().square().mean(), embeds)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _run_loss(head: Any) -> None:
+    """Run the loss of a few tokens on the head's own weight, which gets no gradient."""
+    if head_loss.why_logits_are_made(head) is not None:
+        return
+    weight = head.get_output_embeddings().weight.detach()
+    if torch.is_autocast_enabled(weight.device.type):
+        weight = weight.to(torch.get_autocast_dtype(weight.device.type))
+    backend = state_of(head).kernels_for(weight.device, weight.dtype).loss
+    x = weight.new_zeros(2, weight.shape[1]).requires_grad_()
+    targets = torch.zeros(2, dtype=torch.int64, device=weight.device)
+    torch.autograd.grad(linear_cross_entropy(x, weight, targets, backend=backend), x)

@@ -18,6 +18,8 @@ from hf_packfree.ops.loss.targets import Targets
 _ELEMENTS = {"cuda": 2**30}
 """Logits of a chunk, by device.  On a GPU, large chunks write the fp32 sums of the weight's gradient less often: 4,096 tokens
 of a vocabulary of 248,320."""
+_CHUNKS, _ENOUGH = 4, 1024
+"""Few tokens are cut into so many chunks, unless they are so few."""
 _ELEMENTS_ELSEWHERE, _FEWEST = 2**22, 256
 """On a CPU a chunk of so few stays in its caches, but matrix products want rows."""
 _SCALE = {torch.float16: 2.0**10}
@@ -57,8 +59,9 @@ def loss_and_gradients(
     """
     (tokens, size), words = x.shape, weight.shape[0]
     wide = torch.promote_types(x.dtype, torch.float32)
+    make = x.new_empty if tokens else x.new_zeros
     d_x, d_weight, d_bias = (
-        x.new_zeros(shape, dtype=wide) if wanted else None
+        make(shape, dtype=wide) if wanted else None
         for shape, wanted in zip(((tokens, size), (words, size), (words,)), needed, strict=True)
     )
     scale = _SCALE.get(x.dtype, 1.0) if any(needed) else None
@@ -71,32 +74,36 @@ def loss_and_gradients(
         torch.mm(x[part], weight.t(), out=logits) if bias is None else torch.addmm(bias, x[part], weight.t(), out=logits)
         losses[part], gradient = softmax_gradient(logits, targets[part], scale)
         if gradient is not None:
-            _add_products(gradient, x[part], weight, d_x if d_x is None else d_x[part], d_weight)
+            _add_products(gradient, x[part], weight, None if d_x is None else d_x[part], d_weight, first=begin == 0)
         if d_bias is not None and gradient is not None:
-            d_bias += gradient.sum(0, dtype=wide)
+            total = gradient.sum(0, dtype=wide)
+            d_bias.copy_(total if begin == 0 else d_bias + total)
     return losses.sum().float(), Gradients(d_x, d_weight, d_bias, 1 / (scale or 1.0))
 
 
 def rows_of_a_chunk(tokens: int, words: int, device: str) -> int:
     """Return how many tokens have logits at a time: chunks of about one size."""
-    most = max(_ELEMENTS.get(device, _ELEMENTS_ELSEWHERE) // words, _FEWEST)
+    most = max(min(_ELEMENTS.get(device, _ELEMENTS_ELSEWHERE) // words, max(tokens // _CHUNKS, _ENOUGH)), _FEWEST)
     chunks = max(-(-tokens // most), 1)
     return max(-(-tokens // chunks), 1)
 
 
-def _add_products(gradient: Tensor, x: Tensor, weight: Tensor, d_x: Tensor | None, d_weight: Tensor | None) -> None:
-    """Put gradient weight in d_x, and add gradient' x to d_weight, both in fp32 for half precision, which they round once."""
+def _add_products(
+    gradient: Tensor, x: Tensor, weight: Tensor, d_x: Tensor | None, d_weight: Tensor | None, *, first: bool
+) -> None:
+    """Put gradient weight in d_x, and add gradient' x to d_weight, or put it there: both in fp32 for half precision."""
+    beta = 0 if first else 1
     if x.dtype in HALF and x.is_cuda:
         if d_x is not None:
             torch.mm(gradient, weight, out_dtype=d_x.dtype, out=d_x)
         if d_weight is not None:
-            torch.addmm(d_weight, gradient.t(), x, out_dtype=d_weight.dtype, out=d_weight)
+            torch.addmm(d_weight, gradient.t(), x, beta=beta, out_dtype=d_weight.dtype, out=d_weight)
         return
     gradient = gradient.to(torch.promote_types(x.dtype, torch.float32))
     if d_x is not None:
         torch.mm(gradient, weight.to(gradient.dtype), out=d_x)
     if d_weight is not None:
-        d_weight.addmm_(gradient.t(), x.to(gradient.dtype))
+        d_weight.addmm_(gradient.t(), x.to(gradient.dtype), beta=beta)
 
 
 def scaled(gradient: Tensor, factor: Tensor, like: Tensor) -> Tensor:

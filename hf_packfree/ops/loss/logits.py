@@ -56,7 +56,7 @@ class _Logits(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, reload: Weights | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        make = _product(x.detach(), weight, bias, reload)
+        make = _Product(x.detach(), weight, bias, reload)
         return LazyLogits(Source((*x.shape[:-1], weight.shape[0]), x.dtype, x.device, make))
 
     @staticmethod
@@ -72,23 +72,26 @@ class _Logits(Function):
         return d_x, d_weight, flat.sum(0) if needs_bias else None, None
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, reload: Weights | None) -> Callable[[], Tensor]:
-    """Return what computes the logits from weights that are still those of the forward pass, without a history."""
-    version = weight._version
+class _Product:
+    """Computes logits from weights that are still those of the forward pass, without a history."""
 
-    def make() -> Tensor:
-        values, more = weight, bias
-        if reload is not None and weight.untyped_storage().size() == 0:
-            values, more = reload()
-        elif weight._version != version:
+    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, reload: Weights | None) -> None:
+        self.x, self.weight, self.bias, self.reload, self.version = x, weight, bias, reload, weight._version
+        self.ended = False  # the backward pass was here, after which other weights may be loaded
+
+    def __call__(self) -> Tensor:
+        """Return them."""
+        weight, bias, given_up = self.weight, self.bias, self.weight.untyped_storage().size() == 0
+        if weight._version != self.version or given_up and (self.ended or self.reload is None):
             raise UnsupportedInput(
-                "found logits read after the head's weight was changed in place (an optimizer's step); wanted them read "
-                "before, as they are computed when they are read; read them earlier, or patch with backend={'loss': 'upstream'}"
+                "found logits read after the head's weight was changed in place (an optimizer's step) or, with FSDP, after the "
+                "backward pass; wanted them read before, for they are computed then; read them earlier, or patch with "
+                "backend={'loss': 'upstream'}"
             )
-        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            return linear(x, values, more)
-
-    return make
+        if given_up and self.reload is not None:
+            weight, bias = self.reload()
+        with torch.no_grad(), torch.autocast(self.x.device.type, enabled=False):
+            return linear(self.x, weight, bias)
 
 
 def loss_of(logits: Tensor, targets: Targets, softmax_gradient: SoftmaxGradient) -> Tensor:
@@ -117,8 +120,9 @@ class _CrossEntropy(Function):
         (grad,), (x, weight, bias) = grads, ctx.inputs
         if torch.is_grad_enabled():  # a second derivative may be wanted
             return _gradient(linear(x, weight, bias), ctx.targets, grad), None, None, None
-        found = Gradients(*ctx.saved_tensors, ctx.factor)
-        make, targets, chosen = ctx.make, ctx.targets, ctx.chosen
+        d_x, d_weight, d_bias = ctx.saved_tensors
+        found = Gradients(d_x, d_weight, d_bias, ctx.factor)
+        make, targets, chosen, ctx.make.ended = ctx.make, ctx.targets, ctx.chosen, True
         shape = (*x.shape[:-1], weight.shape[0])
         lazy = LazyTensor(Source(shape, x.dtype, x.device, lambda: _gradient(make(), targets, grad)))
         lazy.known = lambda x, weight: _multiplied(found, grad, x, weight, chosen)  # type: ignore[attr-defined]
