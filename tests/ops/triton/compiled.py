@@ -27,6 +27,7 @@ from hf_packfree.ops.fused import (
     add_norm, gated_rms_norm, gates, mixed, norm_rope, output_gate, projections, qkv_rope, swiglu_mlp,
 )
 from hf_packfree.ops.fused.low_rank import Adapted, Adapter
+from hf_packfree.ops.loss import linear_cross_entropy
 from hf_packfree.packing import PackedSequence
 
 H100 = GPUTarget("cuda", 90, 32)
@@ -94,6 +95,8 @@ def ops(dtype: torch.dtype) -> Iterator[tuple[tuple[Tensor, ...], list[Tensor]]]
     yield qkv_rope(qkv, cos, sin, **TRITON), [qkv]
     x, gate, up, down = random(rows, (INNER, WIDTH), (INNER, WIDTH), (WIDTH, INNER))
     yield (swiglu_mlp(x, gate, up, down, **TRITON),), [x, gate, up, down]
+    hidden, head = random((TOKENS, WIDTH), (512, WIDTH))
+    yield (linear_cross_entropy(hidden, head, torch.arange(TOKENS), **TRITON),), [hidden, head]
     narrow = random((16, WIDTH), (16, WIDTH))
     yield projections(x, *narrow, batch_invariant=True, **TRITON), [x, *narrow]
     for of_adapters in {dtype, torch.float32}:
