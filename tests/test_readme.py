@@ -88,7 +88,6 @@ def test_every_block_is_of_a_language_that_is_checked():
 @pages_with("python")
 @pytest.mark.filterwarnings("ignore:'pin_memory'")  # the Trainer's default, on a machine without an accelerator
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")  # TRL's default
-@pytest.mark.slow
 def test_python_blocks_run(page, checkpoint):
     """In order, in one namespace; `<!-- raises: Error -->` above a block names the error that it shows."""
     examples = [{"input_ids": document.tolist()} for document in documents((5, 64, 1, 30))]

@@ -9,7 +9,7 @@ from hf_packfree import PackedSequence, apply_patches, remove_patches, verify_pa
 from hf_packfree.models import compat
 from tests.input_formats import additive, padded_rows
 from tests.models.padded import Seen
-from tests.support import LOGIT_TOL, gradients, relative_rms, tiny
+from tests.support import LOGIT_TOL, gradients, pairwise, relative_rms, tiny
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_vl", "qwen2_5_vl"]
 IDS = torch.randint(2, 120, (2, 70), generator=torch.Generator().manual_seed(0))
@@ -50,9 +50,7 @@ def outcome(model, inputs):
     return output.logits.detach(), gradients(model)
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("case", UNPACKED)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "case", "attention"), pairwise(FAMILIES, list(UNPACKED), ["eager", "sdpa"]))
 def test_bit_identical_to_upstream(family, case, attention):
     model = tiny(family, attention=attention)
     logits, grads = outcome(model, UNPACKED[case])
