@@ -1,7 +1,7 @@
 """Linear layers that PEFT has put LoRA on, read as what `hf_packfree.ops.fused` computes, without importing PEFT.
 
-Only plain LoRA on a plain linear layer is: variants (DoRA, ...), adapters with biases, layers of other methods and quantised
-bases are called as they are.
+Only plain LoRA on a plain linear layer is, or on one of bitsandbytes' in 4 bits: variants (DoRA, ...), adapters with biases,
+layers of other methods and other quantised bases are called as they are.
 """
 
 from __future__ import annotations
@@ -13,17 +13,19 @@ from torch import Tensor, nn
 
 from hf_packfree.ops.backend import HALF
 from hf_packfree.ops.fused.low_rank import Adapted, Adapter, Layer
+from hf_packfree.ops.fused.quantised import Quantised, Restore
 
-_LORA = ("peft.tuners.lora.layer", "Linear")
+_LORA = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit")}
+_IN_4_BITS = "bitsandbytes.nn.modules", "Linear4bit"
 
 
 def is_lora(layer: Any) -> bool:
     """Whether the layer is PEFT's LoRA of a linear layer, running PEFT's own forward."""
     kind = type(layer)
-    if (kind.__module__, kind.__name__) != _LORA:
+    if (kind.__module__, kind.__name__) not in _LORA:
         return False
     forward = kind.forward
-    return forward.__module__ == _LORA[0] and not hasattr(forward, "__wrapped__") and is_untouched(vars(layer))
+    return forward.__module__ == kind.__module__ and not hasattr(forward, "__wrapped__") and is_untouched(vars(layer))
 
 
 def read_lora(layer: Any, x: Tensor) -> Layer | None:
@@ -32,7 +34,7 @@ def read_lora(layer: Any, x: Tensor) -> Layer | None:
     Args:
         layer: see `is_lora`.
     """
-    weight = weight_alone(layer.base_layer)
+    weight = read_weight(layer.base_layer, x)
     if weight is None or (layer.disable_adapters and layer.merged):  # a call would merge them out of the base
         return None
     if layer.disable_adapters or layer.merged:
@@ -52,7 +54,7 @@ def kind_called(layer: Any, x: Tensor, *, adapters: bool = True) -> str | None:
     """
     method = _method(layer)
     if method is None:
-        return _of_linear(layer) if isinstance(layer, nn.Linear) else None
+        return _of_linear(layer, x, adapters) if isinstance(layer, nn.Linear) else None
     if adapters and is_lora(layer) and read_lora(layer, x) is not None:
         return None
     return _of_lora(layer) if method == "LORA" else method
@@ -67,10 +69,12 @@ def _method(layer: Any) -> str | None:
     return None
 
 
-def _of_linear(layer: nn.Linear) -> str | None:
+def _of_linear(layer: nn.Linear, x: Tensor, quantised: bool) -> str | None:
     if not is_untouched(vars(layer)):
         return "hooks or a forward of its own"
-    return None if type(layer) is nn.Linear else type(layer).__name__
+    if type(layer) is nn.Linear or (quantised and read_weight(layer, x) is not None):
+        return None
+    return type(layer).__name__
 
 
 def _of_lora(layer: Any) -> str:
@@ -81,7 +85,7 @@ def _of_lora(layer: Any) -> str:
         return "DoRA"
     if variants := getattr(layer, "lora_variant", None):
         return type(next(iter(variants.values()))).__name__
-    if weight_alone(layer.base_layer) is None:
+    if type(layer.get_base_layer()) is not nn.Linear:
         return f"LoRA on {type(layer.get_base_layer()).__name__}"
     return "LoRA with a bias" if any(layer.lora_bias.values()) else "LoRA that is not fused"
 
@@ -116,6 +120,30 @@ def _probability(dropout: Any) -> float | None:
     if kind is nn.Identity or not dropout.training:
         return 0.0
     return dropout.p if dropout.p < 1 else None
+
+
+def read_weight(layer: Any, x: Tensor) -> Tensor | Quantised | None:
+    """The weight of a linear layer that is nothing else for x, in 16 or more bits, or in 4 of bitsandbytes'."""
+    weight = weight_alone(layer)
+    kind = type(layer)
+    if weight is not None or (kind.__module__, kind.__name__) != _IN_4_BITS or not is_untouched(vars(layer)):
+        return weight
+    state, size = getattr(layer.weight, "quant_state", None), (layer.out_features, layer.in_features)
+    known = state is not None and tuple(state.shape) == size and not getattr(state, "packing_format_for_cpu", False)
+    if not known or layer.bias is not None or layer.compute_dtype not in (None, x.dtype):
+        return None
+    return Quantised(layer.weight.data, size, x.dtype, _restore(state, x.dtype))
+
+
+def _restore(state: Any, dtype: torch.dtype) -> Restore:
+    """bitsandbytes' own dequantisation."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    def restore(bits: Tensor) -> Tensor:
+        weight: Tensor = dequantize_4bit(bits.view(-1, 1), state)
+        return weight.to(dtype)
+
+    return restore
 
 
 def weight_alone(layer: Any) -> Tensor | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from hf_packfree.models.adapters import has_hooks, is_lora, read_lora, weight_alone
+from hf_packfree.models.adapters import has_hooks, is_lora, read_lora, read_weight, weight_alone
 from hf_packfree.models.state import PatchState
 from hf_packfree.ops.fused import projections
 from hf_packfree.ops.fused.low_rank import Layer, weight_of
@@ -81,8 +81,8 @@ def project(x: Tensor, *layers: nn.Module, state: PatchState) -> tuple[Tensor, .
 def plain_layers(x: Any, *layers: Any, adapters: bool = True) -> tuple[Layer, ...] | None:
     """Return the layers' weights where calling each on x is one product with its weight and nothing else, otherwise None.
 
-    With `adapters`, PEFT's LoRA may be on them.  Others', quantised layers, hooks, biases and sharded weights are more, and
-    so is every layer under autocast and in compiled graphs.  Called hundreds of times a step, so what holds for all layers
+    With `adapters`, PEFT's LoRA may be on them, and their weights in 4 bits of bitsandbytes'.  Other adapters and quantised
+    layers, hooks, biases and sharded weights are more, and so is every layer under autocast and in compiled graphs.  Called hundreds of times a step, so what holds for all layers
     is checked once.
     """
     if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type) or _all_are_hooked():
@@ -90,8 +90,8 @@ def plain_layers(x: Any, *layers: Any, adapters: bool = True) -> tuple[Layer, ..
     found: list[Layer] = []
     for layer in layers:
         read: Layer | None = weight_alone(layer)
-        if read is None and adapters and is_lora(layer):
-            read = read_lora(layer, x)
+        if read is None and adapters:
+            read = read_lora(layer, x) if is_lora(layer) else read_weight(layer, x)
         if read is None or weight_of(read).dtype != x.dtype:
             return None
         found.append(read)

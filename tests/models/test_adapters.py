@@ -25,14 +25,14 @@ class Two(nn.Module):
         return self.q(x), self.k(x)
 
 
-def lora(name="default", model=None, **options):
+def lora(name="default", model=None, base=None, **options):
     """A model of two layers with adapters that are not zero; onto one that has some already, further ones."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(3)
     options = {"r": 4, "lora_alpha": 6, "target_modules": ["q", "k"], "init_lora_weights": False} | options
     if model is None:
-        return get_peft_model(Two(), LoraConfig(**options), adapter_name=name)
+        return get_peft_model(base or Two(), LoraConfig(**options), adapter_name=name)
     model.add_adapter(name, LoraConfig(**options))
     return model
 
@@ -69,7 +69,11 @@ READ = {
 
 @pytest.mark.parametrize(("make", "adapters"), READ.values(), ids=READ)
 def test_what_is_read_gives_what_a_call_gives(make, adapters):
-    layers = make().base_model.model
+    assert_as_called(make().base_model.model, adapters)
+
+
+def assert_as_called(layers, adapters):
+    """Assert that what is read of both gives what a call does, of which the first has so many adapters."""
     x = torch.randn(1, 9, 24, generator=torch.Generator().manual_seed(1)).requires_grad_()
     read = plain_layers(x, layers.q, layers.k)
     assert (len(read[0].adapters) if isinstance(read[0], Adapted) else 0) == adapters
@@ -78,6 +82,38 @@ def test_what_is_read_gives_what_a_call_gives(make, adapters):
     grads = [torch.autograd.grad(sum(out.sin().sum() for out in outs), trained, allow_unused=True) for outs in (found, wanted)]
     for a, b in zip((*found, *grads[0]), (*wanted, *grads[1]), strict=True):
         assert (a is None and b is None) or relative_rms(a, b) < 1e-6
+
+
+def in_4_bits(compress_statistics=False, compute_dtype=None, **options):
+    """The same, on layers of bitsandbytes'."""
+    from bitsandbytes.nn import Linear4bit
+
+    base = Two()
+    base.is_loaded_in_4bit = True  # what PEFT asks a model
+    settings = {"bias": False, "quant_type": "nf4", "compress_statistics": compress_statistics, "compute_dtype": compute_dtype}
+    for name, layer in list(base.named_children()):
+        quantised = Linear4bit(layer.in_features, layer.out_features, **settings)
+        quantised.load_state_dict(layer.state_dict())
+        setattr(base, name, quantised.to("cpu"))
+    return lora(base=base, **options)
+
+
+BITS = {"all": {}, "no adapters on one layer": {"target_modules": ["k"]}, "constants quantised": {"compress_statistics": True}}
+
+
+@needs("bitsandbytes")
+@pytest.mark.parametrize("options", BITS.values(), ids=BITS)
+def test_bases_in_4_bits_are_made_whole(options):
+    layers = in_4_bits(**options).base_model.model
+    assert_as_called(layers, adapters=0 if "target_modules" in options else 1)
+    assert all(kind_called(layer, torch.randn(2, 24)) is None for layer in (layers.q, layers.k))
+
+
+@needs("bitsandbytes")
+def test_bases_in_4_bits_that_compute_in_another_dtype_are_called():
+    layer, x = in_4_bits(compute_dtype=torch.bfloat16).base_model.model.q, torch.randn(2, 24)
+    assert plain_layers(x, layer) is None and kind_called(layer, x) == "LoRA on Linear4bit"
+    assert plain_layers(x, layer.base_layer) is None and kind_called(layer.base_layer, x) == "Linear4bit"
 
 
 def disabled_while_merged():

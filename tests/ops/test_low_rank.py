@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_packfree.ops.fused import projections
 from hf_packfree.ops.fused.low_rank import Adapted, Adapter, Reading
+from hf_packfree.ops.fused.quantised import Quantised
 from tests.support import relative_rms
 
 T, D = 37, 24
@@ -61,6 +63,28 @@ def test_equals_the_reference(ranks):
     found, wanted = results(x, made, backend="triton"), results(x, made)
     for a, b in zip(found, wanted, strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype and relative_rms(a, b) < 1e-12
+
+
+def quantised(weight):
+    """The weight as if it were kept in fewer bits, and how often it was made whole."""
+    count = []
+    return Quantised(weight.int(), tuple(weight.shape), weight.dtype, lambda bits: count.append(1) or bits.to(weight.dtype)), count
+
+
+@pytest.mark.parametrize("ranks", RANKS.values(), ids=RANKS)
+def test_quantised_weights_are_made_whole_where_they_are_read_and_not_kept(ranks):
+    (x,), made = tensors((1, T, D)), layers(*ranks)
+    dense = [one.weight if isinstance(one, Adapted) else one for one in made]
+    rounded = [weight.mul_(3).round_() for weight in dense]
+    kept, counts = zip(*map(quantised, rounded))
+    small = [replace(one, weight=bits) if isinstance(one, Adapted) else bits for one, bits in zip(made, kept)]
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda saves: saved.append(saves) or saves, lambda saves: saves):
+        found = results(x, small, backend="triton")
+    for other in (results(x, made, backend="triton"), results(x, small)):
+        assert all(relative_rms(a, b) < 1e-12 for a, b in zip(found, other, strict=True))
+    assert not any(each.is_floating_point() and torch.equal(each, weight) for each in saved for weight in rounded)
+    assert all(len(count) == 3 for count in counts), "forward and backward, and the reference"
 
 
 def test_only_what_is_trained_gets_a_gradient():

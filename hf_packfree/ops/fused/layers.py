@@ -15,6 +15,7 @@ from torch.nn.functional import linear
 from hf_packfree.ops.backend import HALF
 from hf_packfree.ops.fused.linear import NARROW, autocast_as_in_forward, linear_forward, narrow_linear
 from hf_packfree.ops.fused.low_rank import Factors, Layout, LowRank
+from hf_packfree.ops.fused.quantised import Weights
 
 Recompute = Callable[[Tensor, bool], tuple[tuple[Tensor | None, ...], Tensor | None]]
 
@@ -28,7 +29,7 @@ class Layers:
     """
 
     def __init__(self, layout: Layout, tensors: Sequence[Tensor], inner: Sequence[Tensor] = ()) -> None:
-        self.weights, self.inner = tensors[: layout.layers], inner
+        self.weights, self.inner = Weights(tensors[: layout.layers], layout.restore, layout.heights), inner
         self.low_rank = LowRank(layout, tensors) if layout.owners else None
 
     def forward(self, x: Tensor, batch_invariant: bool) -> list[Tensor]:
@@ -56,11 +57,12 @@ class Layers:
 
     def _without_adapters(self, x: Tensor, batch_invariant: bool) -> list[Tensor]:
         outs: list[Tensor] = []
-        for group in _groups(self.weights):
-            if batch_invariant and self.weights[group][0].shape[0] < NARROW and x.dtype in HALF:
-                outs += narrow_linear(x, self.weights[group])
+        for group in _groups(self.weights.heights):
+            if batch_invariant and self.weights.heights[group][0] < NARROW and x.dtype in HALF:
+                outs += narrow_linear(x, self.weights.of(group))
             else:
-                outs += [linear_forward(x, weight, batch_invariant) for weight in self.weights[group]]
+                numbers = range(len(self.weights))[group]
+                outs += [linear_forward(x, self.weights[i], batch_invariant) for i in numbers]
         return outs
 
     def backward(self, d_outs: Sequence[Tensor]) -> Gradients:
@@ -74,7 +76,8 @@ class Gradients:
     def __init__(self, layers: Layers, d_outs: list[Tensor]) -> None:
         self.layers, self.d_outs = layers, d_outs
         # Narrowest first: `addmm_` reads and writes all of d_x, which the narrow product would wait for.
-        groups = sorted(_groups(layers.weights), key=lambda group: sum(len(weight) for weight in layers.weights[group]))
+        heights = layers.weights.heights
+        groups = sorted(_groups(heights), key=lambda group: sum(heights[group]))
         self.groups = [(group, _cat(d_outs[group], -1)) for group in groups]
         self.d_inner = layers.low_rank.inner_gradients(d_outs) if layers.low_rank else []
 
@@ -92,7 +95,7 @@ class Gradients:
     def _onto(self, d_x: Tensor | None) -> Tensor:
         """Add the gradient that comes through the weights to d_x."""
         for group, d_out in self.groups:
-            weight = _cat(self.layers.weights[group], 0)
+            weight = _cat(self.layers.weights.of(group), 0)
             d_x = d_out @ weight if d_x is None else d_x.addmm_(d_out, weight)
         assert d_x is not None
         return d_x
@@ -105,7 +108,7 @@ class Gradients:
             return [None] * len(needed)
         for group, d_out in self.groups:
             if any(needed[group]):
-                found[group] = _split(d_out.T @ x, layers.weights[group])
+                found[group] = (d_out.T @ x).split(layers.weights.heights[group])
         if layers.low_rank is not None:
             found += layers.low_rank.gradients(x, layers.inner, self.d_inner, self.d_outs, needed[count:])
         return found
@@ -128,19 +131,15 @@ def linear_backward(d_out: Tensor, layers: Layers, recompute: Recompute, needed:
         return *gradients, *backward.of_tensors(rows, needed)
 
 
-def _groups(weights: Sequence[Tensor]) -> list[slice]:
+def _groups(heights: Sequence[int]) -> list[slice]:
     """Cut the layers into those multiplied as one: narrow neighbours together, every other one by itself."""
-    narrow = [weight.shape[0] < NARROW for weight in weights]
-    starts = [i for i in range(len(weights)) if i == 0 or not (narrow[i] and narrow[i - 1])]
-    return [slice(*ends) for ends in zip(starts, [*starts[1:], len(weights)], strict=True)]
+    narrow = [height < NARROW for height in heights]
+    starts = [i for i in range(len(heights)) if i == 0 or not (narrow[i] and narrow[i - 1])]
+    return [slice(*ends) for ends in zip(starts, [*starts[1:], len(heights)], strict=True)]
 
 
 def _cat(parts: Sequence[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim)
-
-
-def _split(joint: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-    return [joint] if len(weights) == 1 else joint.split([weight.shape[0] for weight in weights])
 
 
 __all__ = ["Layers", "linear_backward"]

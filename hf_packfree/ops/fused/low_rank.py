@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import dropout, linear
 
 from hf_packfree.ops.fused.mixed import products_of
+from hf_packfree.ops.fused.quantised import Quantised, Restore, whole
 
 
 @dataclass(frozen=True)
@@ -39,24 +40,24 @@ class Adapter:
 class Adapted:
     """A linear layer's weight [F, D] with its adapters."""
 
-    weight: Tensor
+    weight: Tensor | Quantised
     adapters: tuple[Adapter, ...]
 
 
-Layer = Tensor | Adapted
+Layer = Tensor | Quantised | Adapted
 """A linear layer without bias: its weight [F, D], or that with adapters."""
 
 
-def weight_of(layer: Layer) -> Tensor:
+def weight_of(layer: Layer) -> Tensor | Quantised:
     """Return the layer's weight without adapters."""
-    return layer if isinstance(layer, Tensor) else layer.weight
+    return layer.weight if isinstance(layer, Adapted) else layer
 
 
 def layer_reference(x: Tensor, layer: Layer) -> Tensor:
     """Return the layer's output in PyTorch: products of adapters in their own dtype, rounded to x's once they are added."""
-    if isinstance(layer, Tensor):
-        return linear(x, layer)
-    out = linear(x, layer.weight)
+    out = linear(x, whole(weight_of(layer)))
+    if not isinstance(layer, Adapted):
+        return out
     for adapter in layer.adapters:
         read = dropout(x.to(adapter.down.dtype), adapter.dropout)
         out = out + linear(linear(read, adapter.down), adapter.up) * adapter.scale
@@ -96,14 +97,21 @@ class Layout:
     """What is known of layers beside their tensors.
 
     Attributes:
-        layers: how many.
+        heights: of each, how many outputs it has.
+        restore: how a weight is made of what is kept of it, where that is not the weight itself.
         owners: by adapter, the number of its layer.
         readings: which adapters read what.
     """
 
-    layers: int
+    heights: tuple[int, ...]
+    restore: tuple[Restore | None, ...]
     owners: tuple[int, ...] = ()
     readings: tuple[Reading, ...] = ()
+
+    @property
+    def layers(self) -> int:
+        """How many there are."""
+        return len(self.heights)
 
     @property
     def tensors(self) -> int:
@@ -113,13 +121,20 @@ class Layout:
 
 def take_apart(layers: Sequence[Layer]) -> tuple[Layout, tuple[Tensor, ...]]:
     """Return the layout and the tensors, for an autograd function: weights, then A and B of every adapter."""
-    weights = [weight_of(layer) for layer in layers]
-    if all(isinstance(layer, Tensor) for layer in layers):
-        return Layout(len(layers)), tuple(weights)
+    kept, heights, restore = _kept(layers)
+    if not any(isinstance(layer, Adapted) for layer in layers):
+        return Layout(heights, restore), kept
     owned = [(i, adapter) for i, layer in enumerate(layers) if isinstance(layer, Adapted) for adapter in layer.adapters]
     adapters = [adapter for _, adapter in owned]
-    layout = Layout(len(layers), tuple(i for i, _ in owned), tuple(_readings(adapters)))
-    return layout, (*weights, *(tensor for adapter in adapters for tensor in (adapter.down, adapter.up)))
+    layout = Layout(heights, restore, tuple(i for i, _ in owned), tuple(_readings(adapters)))
+    return layout, (*kept, *(tensor for adapter in adapters for tensor in (adapter.down, adapter.up)))
+
+
+def _kept(layers: Sequence[Layer]) -> tuple[tuple[Tensor, ...], tuple[int, ...], tuple[Restore | None, ...]]:
+    """Return what is kept of the weights, their heights, and how they are made of it."""
+    found = [(w, len(w), None) if isinstance(w, Tensor) else (w.bits, w.size[0], w.restore) for w in map(weight_of, layers)]
+    kept, heights, restore = zip(*found, strict=True) if found else ((), (), ())
+    return kept, heights, restore
 
 
 def _readings(adapters: Sequence[Adapter]) -> Iterator[Reading]:

@@ -11,6 +11,7 @@ from hf_packfree import apply_patches
 from hf_packfree.models.state import Kernels
 from tests.input_formats import row_batch
 from tests.integrations.marks import needs
+from tests.integrations.test_peft import quantised
 from tests.support import GRADIENT_TOL, LOGIT_TOL, errors, random_weights, run, run_alone, tiny
 
 pytestmark = [needs("peft"), pytest.mark.filterwarnings("default")]
@@ -60,3 +61,16 @@ def test_exact_and_no_layer_is_called(family, called):
     experts = {"qwen3_5": 0}.get(family)
     assert experts is None or len(called) == 1, "the head alone"
     assert_exact(model, lora(tiny(family)))
+
+
+@needs("bitsandbytes")
+def test_bases_in_4_bits_are_made_whole_in_the_fused_layers(tmp_path):
+    tiny().save_pretrained(tmp_path)
+    model = on_kernels(lora(quantised(tmp_path)))
+    with pytest.MonkeyPatch.context() as patch:
+        from bitsandbytes.nn import Linear4bit
+
+        patch.setattr(Linear4bit, "forward", None)
+        found = run(model, BATCH, random_weights(BATCH, 128))
+    logits, grads = errors(found, run_alone(lora(quantised(tmp_path)), BATCH, random_weights(BATCH, 128)))
+    assert logits <= LOGIT_TOL and grads <= GRADIENT_TOL, (logits, grads)
