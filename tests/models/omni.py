@@ -105,6 +105,16 @@ def leaves_of(given):
     }
 
 
+FORMS = ("offsets", "4 rows", "3 rows, offsets", "seq_idx", "indexed mask", "additive mask", "padded", "left", "rows")
+
+
+def batch(given, form, model):
+    """The arguments that are no media, and each document's row and tokens."""
+    if form in ("padded", "left"):
+        return padded(given, form)
+    return rows(given, model) if form == "rows" else row(given, form, model)
+
+
 def row(given, form, model):
     ids = torch.tensor([sum((one.ids for one in given), [])])
     lengths = torch.tensor([len(one.ids) for one in given])
@@ -112,18 +122,51 @@ def row(given, form, model):
     longest = int(lengths.max())
     varlen = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": longest, "max_length_k": longest}
     places = [(0, part) for part in torch.arange(ids.shape[1]).split(lengths.tolist())]
+    number = torch.repeat_interleave(torch.arange(len(given)), lengths)[None]
     if form == "offsets":
-        return {"input_ids": ids, **varlen}, places
+        described = varlen
+    elif form == "seq_idx":
+        described = {"seq_idx": number.int()}
+    elif form == "indexed mask":
+        described = {"attention_mask": number + 1}
+    elif form == "additive mask":
+        own = (number[:, None, :, None] == number[:, None, None, :]).tril()
+        described = {"attention_mask": torch.zeros(own.shape).masked_fill(~own, torch.finfo(torch.float32).min)}
+    else:
+        described = {"position_ids": positions(given, model)} if form == "4 rows" else {
+            "position_ids": positions(given, model)[1:], **varlen
+        }
+    return {"input_ids": ids, **described}, places
+
+
+def positions(given, model):
+    """[4, 1, T], each document numbered alone."""
     parts = [document_positions(source(model), torch.tensor([one.ids]), media_of(one)) for one in given]
-    return {"input_ids": ids, "position_ids": torch.cat(parts, -1)}, places
+    return torch.cat(parts, -1)
 
 
-def padded(given):
+def rows(given, model):
+    """Two packed rows with tails of padding."""
+    half, places = len(given) // 2, []
+    parts = [given[:half], given[half:]]
+    width = 3 + max(sum(len(one.ids) for one in part) for part in parts)
+    ids, numbers = torch.zeros(2, width).long(), torch.arange(width).float().repeat(4, 2, 1)
+    for number, part in enumerate(parts):
+        flat = sum((one.ids for one in part), [])
+        ids[number, : len(flat)] = torch.tensor(flat)
+        numbers[:, number, : len(flat)] = positions(part, model)[:, 0]
+        numbers[:, number, len(flat) :] -= len(flat)
+        places += [(number, place) for place in torch.arange(len(flat)).split([len(one.ids) for one in part])]
+    return {"input_ids": ids, "position_ids": numbers}, places
+
+
+def padded(given, side="padded"):
     width = max(len(one.ids) for one in given)
     ids, mask, places = torch.zeros(len(given), width).long(), torch.zeros(len(given), width).long(), []
     for number, one in enumerate(given):
-        ids[number, : len(one.ids)], mask[number, : len(one.ids)] = torch.tensor(one.ids), 1
-        places.append((number, torch.arange(len(one.ids))))
+        place = torch.arange(len(one.ids)) + (width - len(one.ids) if side == "left" else 0)
+        ids[number, place], mask[number, place] = torch.tensor(one.ids), 1
+        places.append((number, place))
     return {"input_ids": ids, "attention_mask": mask}, places
 
 
@@ -145,7 +188,7 @@ def weight(one):
 
 def step(model, given, form):
     """Logits of each document, and gradients of a fixed functional: parameters' and media's."""
-    inputs, places = padded(given) if form == "padded" else row(given, form, model)
+    inputs, places = batch(given, form, model)
     leaves = leaves_of(given)
     model.zero_grad(set_to_none=True)
     logits = model(**inputs, **arguments(given, leaves), use_cache=False).logits

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_packfree import apply_patches, patch_report, remove_patches, verify_packing
-from tests.models.omni import alone, arguments, case_of, errors, leaves_of, padded, row, step
+from tests.models.omni import FORMS, alone, arguments, batch, case_of, errors, leaves_of, step
 from tests.support import CONTROL, GRADIENT_TOL, LOGIT_TOL, recorded
 from tests.vision import tiny_vision
 
@@ -18,7 +18,7 @@ def case(request):
     return case_of(request.param)
 
 
-@pytest.mark.parametrize("form", ["offsets", "4 rows", "padded"])
+@pytest.mark.parametrize("form", FORMS)
 def test_every_document_is_what_it_is_alone(case, form, record_property):
     _, model, given, wanted = case
     logits, grads = recorded(record_property, errors(step(model, given, form), wanted), model, "media")
@@ -42,7 +42,7 @@ def test_the_control_leaks(case):
 @pytest.mark.parametrize("form", ["offsets", "padded"])
 def test_an_audio_influences_its_document_alone(case, form):
     _, model, given, _ = case
-    inputs, places = padded(given) if form == "padded" else row(given, form, model)
+    inputs, places = batch(given, form, model)
     leaves = leaves_of(given)
     logits = model(**inputs, **arguments(given, leaves), use_cache=False).logits
     logits[places[3][0], places[3][1]].pow(2).sum().backward()

@@ -153,12 +153,16 @@ def test_options(unpatched, given, weights, wanted, options):
             assert errors(found, wanted)[1] <= GRADIENT_TOL
 
 
-def test_experts_count_real_tokens_alone():
-    """The routers' loss of a padded batch is that of its real tokens, and of the packed row."""
-    unpatched = tiny_vision("qwen3_5_moe", router_aux_loss_coef=0.5)
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_vl_moe"])
+def test_experts_count_real_tokens_alone(family):
+    """The routers' loss of a padded batch is that of its real tokens, and of the packed row, with and without a tail."""
+    unpatched = tiny_vision(family, router_aux_loss_coef=0.5)
     given = documents(unpatched.model)[:4]
     padded, packed = padded_batch("right", given), packed_batch("offsets, types", given, unpatched.model)
+    aligned = packed_batch("4 rows", given, unpatched.model)
+    for name in ("input_ids", "position_ids"):
+        aligned.inputs[name] = torch.nn.functional.pad(aligned.inputs[name], (0, 11))
     wanted = padded.call(unpatched, output_router_logits=True).aux_loss
     model = apply_patches(unpatched)
-    assert relative_rms(padded.call(model, output_router_logits=True).aux_loss, wanted) <= LOGIT_TOL
-    assert relative_rms(packed.call(model, output_router_logits=True).aux_loss, wanted) <= LOGIT_TOL
+    for batch in (padded, packed, aligned):
+        assert relative_rms(batch.call(model, output_router_logits=True).aux_loss, wanted) <= LOGIT_TOL
