@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import re
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hf_packfree import MTPOptions, add_mtp, apply_patches, remove_mtp, remove_patches
 from hf_packfree.errors import MissingHead, PatchConflict, UnsupportedModel
 from hf_packfree.models.compat import RELEASE
+from hf_packfree.patching.apply import patches_lifted
 from tests.mtp.heads import build, labelled, packed
 from tests.support import tiny
+from tests.vision import tiny_vision
 
 LAYER = "mtp.layers.0."
 SHARED = {
@@ -90,6 +94,18 @@ def test_kept_and_written_again_byte_for_byte(family, layout, names, tmp_path):
     assert same(as_read(tensors(tmp_path / "after"), layout), before)
     assert not any(parameter.requires_grad for parameter in model.mtp.parameters())
     assert load(tmp_path / "after").config.mtp_num_hidden_layers == 1
+
+
+def test_a_vision_language_checkpoint(tmp_path):
+    """The head's names begin at the top, as published, and the text model's configuration speaks of it."""
+    model = apply_patches(tiny_vision("qwen3_5").bfloat16(), mtp=MTPOptions(from_scratch=True))
+    model.save_pretrained(tmp_path / "before")
+    before = tensors(tmp_path / "before")
+    assert of_head(before).keys() == DENSE and all(name.split(".")[0] in ("mtp", "model", "lm_head") for name in before)
+    again = AutoModelForImageTextToText.from_pretrained(tmp_path / "before")
+    assert again.config.text_config.mtp_num_hidden_layers == 1
+    apply_patches(again, mtp="keep").save_pretrained(tmp_path / "after")
+    assert same(tensors(tmp_path / "after"), before)
 
 
 def test_sharded_files_and_a_model_in_another_dtype(tmp_path):
@@ -203,6 +219,25 @@ class TestTakingItAway:
         with_head, facts = model(**inputs).loss.item(), model.mtp.training_calls.take()
         remove_mtp(model)
         assert model(**inputs).loss.item() < with_head and facts.keys() == {"packfree/mtp_loss_1", "packfree/mtp_accuracy_1"}
+
+    @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"])
+    def test_a_copy_trains_its_own(self, copied):
+        model, inputs = build(), packed(labelled())
+        other = copied(model)
+        other(**inputs).loss.backward()
+        assert other.mtp.training_calls.take() and not model.mtp.training_calls.take()
+        assert other.mtp.fc.weight.grad is not None and model.mtp.fc.weight.grad is None
+        remove_mtp(other)
+        remove_patches(other)
+        assert not other._forward_hooks and hasattr(model, "mtp") and model._forward_hooks
+
+    def test_lifted_for_a_control_it_is_back_afterwards(self):
+        model, inputs = build(), packed(labelled())
+        wanted = model(**inputs).loss
+        with patches_lifted(model):
+            assert not hasattr(model, "mtp") and not model._forward_hooks
+        assert torch.equal(model(**inputs).loss, wanted)
+        assert len(model._forward_hooks) == 1 and len(vars(model)["packfree"].followers) == 1
 
     def test_a_kept_head_goes_with_the_patches(self, tmp_path):
         model = load(checkpoint(tmp_path))
