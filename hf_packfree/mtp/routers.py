@@ -51,5 +51,7 @@ def balance(model: Any, logits: list[Tensor], packed: PackedSequence) -> Tensor:
     config = model.config.get_text_config()
     own: Any = import_module(upstream_of(type(model)).__module__)
     kept = tuple(one[predicts(packed, step).to(one.device)] for step, one in enumerate(logits, start=1))
-    loss: Tensor = own.load_balancing_loss_func(kept, config.num_experts, config.num_experts_per_tok)
-    return config.router_aux_loss_coef * loss
+    loss: Tensor = config.router_aux_loss_coef * own.load_balancing_loss_func(
+        kept, config.num_experts, config.num_experts_per_tok
+    )
+    return loss

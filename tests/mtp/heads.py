@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from hf_packfree import apply_patches
 from hf_packfree.mtp import MTPOptions
-from tests.support import by_family, documents, slow_decay, trunk_of
+from tests.support import by_family, documents, gradients, slow_decay, trunk_of
 
 LENGTHS = (37, 1, 2, 3, 64, 5, 23)
 FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
@@ -107,3 +107,14 @@ def worst_gradient(found, wanted):
         error = float((found[name] - one).norm()) / (size or 1.0)
         worst = math.inf if math.isnan(error) else max(worst, error)
     return worst
+
+
+def of_head(found):
+    return {name.split("mtp.")[1]: one for name, one in found.items() if "mtp." in name}
+
+
+def wanted_of(pairs, depth=2):
+    """The head's gradients of the loop over documents."""
+    model = build(depth=depth)
+    sum(loop_over_documents(model, pairs, depth)).backward()
+    return of_head(gradients(model))

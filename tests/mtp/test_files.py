@@ -158,6 +158,19 @@ def test_accepted_drafts_rise():
     assert before.per_round <= 0.1 and after.per_round >= 1.9, (str(before), str(after))
 
 
+def test_the_command_that_counts(tmp_path, capsys):
+    pytest.importorskip("tokenizers")
+    from tests.integrations.test_trl import tokenizer
+
+    build().save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "text").write_text("w3 w4 w5\n\nw7 w8\n")
+    options = ["--accept", "--text", str(tmp_path / "text"), "--new-tokens", "12", "--depth", "2", "--json"]
+    assert main(["mtp", str(tmp_path), *options]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["depth"] == 2 and found["rounds"] > 8 and len(found["by_position"]) == 2
+
+
 def test_a_model_without_a_head_is_refused():
     with pytest.raises(UnsupportedInput, match="found a Qwen3_5ForCausalLM without a multi-token prediction head"):
         accepted_drafts(tiny().eval(), [torch.tensor([3, 4])])

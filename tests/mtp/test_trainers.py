@@ -1,4 +1,4 @@
-"""The head's loss is counted once whoever computes the main one: the Trainer, TRL, a forward like Liger's, DDP, FSDP2, PEFT."""
+"""The head's loss is counted once whoever computes the main one: the Trainer, TRL, a forward like Liger's, PEFT."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import types
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from hf_packfree import MTPOptions, PackFreeCallback, apply_patches
@@ -17,25 +14,13 @@ from hf_packfree.errors import UnsupportedInput
 from tests.integrations.compare import KeepGradients, arguments
 from tests.integrations.marks import needs
 from tests.integrations.test_trl import sft
-from tests.mtp.heads import WEIGHT, build, labelled, loop_over_documents, packed, targets_of, worst_gradient
-from tests.ranks import two_ranks
+from tests.mtp.heads import WEIGHT, build, labelled, of_head, packed, wanted_of, worst_gradient
 from tests.support import documents, gradients, slow_decay
 from tests.vision import documents as media_documents
 from tests.vision import media_arguments, packed_batch, padded_batch, tiny_vision
 
 LENGTHS = (5, 64, 2, 129, 3, 63, 2, 65)
 OPTIONS = MTPOptions(from_scratch=True, depth=2, weight=WEIGHT)
-
-
-def of_head(found):
-    return {name.split("mtp.")[1]: one for name, one in found.items() if "mtp." in name}
-
-
-def wanted_of(pairs, depth=2):
-    """The head's gradients of the loop over documents."""
-    model = build(depth=depth)
-    sum(loop_over_documents(model, pairs, depth)).backward()
-    return of_head(gradients(model))
 
 
 def trained(tmp_path, **more):
@@ -174,29 +159,3 @@ class TestVisionLanguage:
         followers[:] = [re_embedded]
         other, _ = self.step(model, batch, labels)
         assert worst_gradient(other, alone) > 0.01
-
-
-def gradients_of(rank: int, way: str):
-    """What a rank finds of whose two rows one has no target at depth 2."""
-    model, pairs = build(depth=2), labelled()
-    items = targets_of(pairs)
-    mine = pairs[4:] if rank else [pairs[0], *((ids, labels) for ids, labels in pairs[1:4])]
-    if way == "ddp":
-        wrapped = DistributedDataParallel(model)
-    else:
-        mesh = init_device_mesh("cpu", (2,))
-        for part in (*model.model.layers, *model.mtp.layers, model.mtp, model):
-            fully_shard(part, mesh=mesh)
-        wrapped = model
-    (2 * wrapped(**packed(mine), num_items_in_batch=items).loss).backward()
-    whole = {name: getattr(part, "full_tensor", lambda part=part: part)() for name, part in gradients(model).items()}
-    return of_head(whole)
-
-
-@pytest.mark.slow
-def test_two_ranks(tmp_path):
-    wanted = wanted_of(labelled())
-    ways = ["ddp", "fsdp2"]
-    for way, ranks in zip(ways, two_ranks(gradients_of, [(way,) for way in ways], tmp_path)):
-        for found in ranks:
-            assert worst_gradient(found, wanted) <= 1e-4, way
