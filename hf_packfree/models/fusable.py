@@ -82,8 +82,8 @@ def plain_layers(x: Any, *layers: Any, adapters: bool = True) -> tuple[Layer, ..
     """Return the layers' weights where calling each on x is one product with its weight and nothing else, otherwise None.
 
     With `adapters`, PEFT's LoRA may be on them, and their weights in 4 bits of bitsandbytes'.  Other adapters and quantised
-    layers, hooks, biases and sharded weights are more, and so is every layer under autocast and in compiled graphs.  Called hundreds of times a step, so what holds for all layers
-    is checked once.
+    layers, hooks, biases and sharded weights are more, and so is every layer under autocast and in compiled graphs.  Called
+    hundreds of times a step, so what holds for all layers is checked once.
     """
     if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type) or _all_are_hooked():
         return None

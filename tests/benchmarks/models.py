@@ -34,6 +34,7 @@ class Variant:
         batch_invariant: the argument of `apply_patches`.
         lora: the dtype of LoRA adapters on every linear layer, r=16, of a frozen model, as PEFT's `get_peft_model` makes them:
             "fp32", PEFT's default, or "bf16"; "" (none): the whole model is trained.
+        in_4_bits: whether the linear layers of the layers are bitsandbytes', NF4 and computing in bfloat16.
         mtp: the depth of the multi-token prediction head that is trained beside the model; 0: none.
     """
 
@@ -45,6 +46,7 @@ class Variant:
     backend: Any = "auto"
     batch_invariant: bool = False
     lora: str = ""
+    in_4_bits: bool = False
     mtp: int = 0
 
     def choice(self) -> Any:
@@ -102,8 +104,24 @@ def _put_in(model: nn.Module, shape: Shape, variant: Variant, upstream: Any) -> 
         apply_patches(model, backend=variant.choice(), **mode, **head)
     if variant.liger == "after":
         put_liger_in(model, shape.family)
+    if variant.in_4_bits:
+        quantise(model)
     if variant.lora:
         put_lora_on(model, variant.lora)
+
+
+def quantise(model: nn.Module) -> None:
+    """Keep every linear layer but the head in 4 bits, in place, as `from_pretrained` does with a BitsAndBytesConfig."""
+    from bitsandbytes.nn import Linear4bit
+
+    for name, layer in [*model.named_modules()]:
+        if type(layer) is nn.Linear and name != "lm_head":
+            device, dtype = layer.weight.device, layer.weight.dtype
+            options = {"bias": False, "compute_dtype": dtype, "quant_type": "nf4", "compress_statistics": False}
+            found = Linear4bit(layer.in_features, layer.out_features, **options)
+            found.load_state_dict(layer.state_dict())
+            model.set_submodule(name, found.to(dtype).to(device))
+    model.is_loaded_in_4bit = True  # type: ignore[assignment]
 
 
 def put_lora_on(model: nn.Module, dtype: str) -> None:

@@ -129,11 +129,16 @@ def _lora(tiny: bool) -> list[Group]:
         "packfree": (PACKFREE, ""), "packfree+liger": (LIGER, ""), "composed without packfree": (COMPOSED, PUT_IN),
         "unpatched packed": (UNPATCHED_CONV, STANDS_IN),
     }
-    return [
+    found = [
         Group(shape, replace(variant, lora=dtype), ((f"2b-32k-lora{ending}", name, load),), note)
         for dtype, ending in (("fp32", ""), ("bf16", "-bf16"))
         for name, (variant, note) in variants.items()
         if dtype == "fp32" or name != "unpatched packed"
+    ]
+    return found + [
+        Group(shape, replace(variant, lora="fp32", in_4_bits=True), (("2b-32k-qlora", name, load),), note)
+        for name, (variant, note) in variants.items()
+        if name != "unpatched packed"
     ]
 
 

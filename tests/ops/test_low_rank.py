@@ -67,8 +67,8 @@ def test_equals_the_reference(ranks):
 
 def quantised(weight):
     """The weight as if it were kept in fewer bits, and how often it was made whole."""
-    count = []
-    return Quantised(weight.int(), tuple(weight.shape), weight.dtype, lambda bits: count.append(1) or bits.to(weight.dtype)), count
+    count, size, dtype = [], tuple(weight.shape), weight.dtype
+    return Quantised(weight.int(), size, dtype, lambda bits: count.append(1) or bits.to(dtype)), count
 
 
 @pytest.mark.parametrize("ranks", RANKS.values(), ids=RANKS)

@@ -76,8 +76,7 @@ class Gradients:
     def __init__(self, layers: Layers, d_outs: list[Tensor]) -> None:
         self.layers, self.d_outs = layers, d_outs
         # Narrowest first: `addmm_` reads and writes all of d_x, which the narrow product would wait for.
-        heights = layers.weights.heights
-        groups = sorted(_groups(heights), key=lambda group: sum(heights[group]))
+        groups = sorted(_groups(layers.weights.heights), key=layers.weights.height)
         self.groups = [(group, _cat(d_outs[group], -1)) for group in groups]
         self.d_inner = layers.low_rank.inner_gradients(d_outs) if layers.low_rank else []
 

@@ -48,6 +48,10 @@ class Weights:
     def __iter__(self) -> Iterator[Tensor]:
         return map(self.__getitem__, range(len(self)))
 
+    def height(self, group: slice) -> int:
+        """Return the outputs of several."""
+        return sum(self.heights[group])
+
     def of(self, group: slice) -> list[Tensor]:
         """Return several, all of them whole."""
         return [self[i] for i in range(len(self))[group]]
