@@ -130,7 +130,9 @@ def _deferred_loss(*args: Any, **kwargs: Any) -> Tensor | None:
         return None
     deferred, softmax_gradient = known
     ignored, shifted = given.get("ignore_index", -100), given.get("shift_labels")
-    if shifted is None or shifted.numel() * logits.shape[-1] != logits.numel():
+    if shifted is None:  # some releases' heads with a vision tower hand on nothing else
+        shifted = F.pad(given["labels"], (0, 1), value=ignored)[..., 1:]
+    if shifted.numel() * logits.shape[-1] != logits.numel():
         return None
     counted = shifted is deferred.given and ignored == deferred.ignored  # a rank of several has targets of its own
     targets = deferred.targets if counted else Targets.of(shifted.to(logits.device), ignored)

@@ -46,8 +46,8 @@ def step(rank: int, way: str, backend: str, read: bool) -> dict[str, object]:
 
 
 def test_wrapped_models_train_as_with_upstreams_loss(tmp_path):
-    ways, backends = ("fully_shard", "DDP"), ("torch", "upstream")
-    cases = [(way, backend, read) for way in ways for read in (True, False) for backend in backends]
+    ways = ("fully_shard", True), ("fully_shard", False), ("DDP", False)
+    cases = [(way, backend, read) for way, read in ways for backend in ("torch", "upstream")]
     ran = dict(zip(cases, two_ranks(step, cases, tmp_path)))
     for way, _, read in cases[::2]:
         for ours, theirs in zip(ran[way, "torch", read], ran[way, "upstream", read]):
