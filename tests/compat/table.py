@@ -75,7 +75,9 @@ def sentence(rows: list[tuple[str, ...]]) -> str:
     worst = " and ".join(f"{max(map(float, column)):.0e}" for column in zip(*pairs))
     verdict = f"not exact on {', '.join(failing)}" if failing else f"exact on every one, worst {worst}"
     releases = f"transformers {rows[0][0]} to {rows[-1][0]}, {len(rows)} releases"
-    return f"{releases}: {verdict} (relative RMS of logits and of gradients)."
+    partly = sum(NOT_RUN in row for row in rows)
+    rest = f" On {partly} of them not every family was run." if partly else ""
+    return f"{releases}: {verdict} (relative RMS of logits and of gradients).{rest}"
 
 
 def _put(page: Path, text: str) -> None:

@@ -51,7 +51,10 @@ def test_a_row_replaces_the_release_s_last_one_and_no_other(tmp_path, monkeypatc
     assert text.startswith(f"before\n{table.MARK}\nWritten by") and text.endswith(f"{table.MARK}\nafter\n")
     assert "transformers 5.9.0 to 5.12.1, 2 releases: not exact on 5.9.0" in short.read_text()
     table.write(table.row_of("5.9.0", None, [fine]))
-    assert "2 releases: exact on every one, worst 5e-07 and 2e-06 (relative" in short.read_text()
+    assert "2 releases: exact on every one, worst 5e-07 and 2e-06 (relative RMS of logits and of gradients).\n" in short.read_text()
+    row = table.row_of("5.9.0", None, [fine])
+    table.write((*row[:-1], table.NOT_RUN))
+    assert "gradients). On 1 of them not every family was run." in short.read_text()
 
 
 def test_the_sentence_is_that_of_the_full_table():
