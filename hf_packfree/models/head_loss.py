@@ -136,6 +136,8 @@ def _deferred_loss(*args: Any, **kwargs: Any) -> Tensor | None:
         return None
     counted = shifted is deferred.given and ignored == deferred.ignored  # a rank of several has targets of its own
     targets = deferred.targets if counted else Targets.of(shifted.to(logits.device), ignored)
+    if not logits.is_cuda and bool((targets.flat >= logits.shape[-1]).any()):
+        return None  # transformers' loss raises; on a GPU the loss is NaN
     total = loss_of(logits, targets, softmax_gradient)
     if items is None:
         items = (targets.flat >= 0).sum()

@@ -275,3 +275,16 @@ def test_a_count_is_the_callers_whatever_it_is(items):
     call = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100), "num_items_in_batch": items}
     wanted = tiny()(**call).loss
     assert torch.allclose(apply_patches(tiny())(**call).loss, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("word", [-1, 128])
+@pytest.mark.parametrize("rows", ["packed", "padded"])
+@pytest.mark.parametrize("train", [True, False])
+def test_a_label_that_is_no_word_is_an_error_as_ever(word, rows, train):
+    """-1 is a common slip for -100: ignored in silence, it would hide it."""
+    mask = torch.ones(3, 9, dtype=torch.long).tril(6)
+    given = {"attention_mask": mask} if rows == "padded" else {"attention_mask": 1 + mask}
+    labels = IDS.masked_fill(mask == 0, IGNORED)
+    labels[0, 3] = labels[2, 1] = word
+    with pytest.raises(IndexError, match=f"Target {word} is out of bounds"):
+        apply_patches(tiny().train(train))(input_ids=IDS, labels=labels, **given)

@@ -164,3 +164,8 @@ def test_an_event_is_waited_for_before_the_count_is_read():
 def test_unknown_backends_are_refused():
     with pytest.raises(BackendUnavailable, match="wanted one of torch, triton, upstream"):
         linear_cross_entropy(*leaves(), targets(1.0), backend="liger")
+
+
+def test_a_negative_target_is_above_all_words_unless_it_is_ignored():
+    """So that kernels give NaN for it, as for other targets that are no words, and do not leave it out."""
+    assert Targets.of(torch.tensor([3, -1, -100]), -100).flat.tolist() == [3, torch.iinfo(torch.int64).max, -1]

@@ -17,7 +17,7 @@ class Targets:
     """What every token has to predict.
 
     Attributes:
-        flat: int64 [T], -1 where there is nothing to predict.
+        flat: int64 [T], -1 where there is nothing to predict; a target that is no word is above all words.
         order: int64 [T], the tokens with targets first, in their order; None on the CPU.
         count: int64 scalar on the host, how many these are; where `ready` is given, from then on.
         ready: a CUDA event.
@@ -36,7 +36,7 @@ class Targets:
         """
         flat = targets.detach().reshape(-1)
         has = flat != ignore_index
-        flat = flat.where(has, -1)
+        flat = flat.bitwise_and(torch.iinfo(torch.int64).max).where(has, -1)  # a negative one is no word either
         if not flat.is_cuda:
             return cls(flat, None, has.sum())
         count = torch.empty((), dtype=torch.int64, pin_memory=True)
