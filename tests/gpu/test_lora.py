@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_packfree import apply_patches
+from hf_packfree import apply_patches, patch_report
 from hf_packfree.ops.fused import projections
 from hf_packfree.ops.fused.low_rank import Adapted, Adapter
+from tests.benchmarks.models import quantise
 from tests.gpu.checks import DEVICE, TRIAL, WIDTH, gpu
 from tests.gpu.small import NARROW, small
 from tests.input_formats import row_batch
+from tests.integrations.marks import needs
 from tests.support import GRADIENT_TOL, LOGIT_TOL, errors, random_weights, relative_rms, run, run_alone
 
 pytestmark = [*gpu]
@@ -77,10 +79,16 @@ def case(dtype):
     return batch, [weight.to(DEVICE) for weight in random_weights(batch, vocabulary)]
 
 
-def adapted(dtype, of_adapters, *, backend=None, exact=False):
+def adapted(dtype, of_adapters, *, backend=None, exact=False, in_4_bits=False):
     torch.manual_seed(0)
-    model = lora(small(NARROW, dtype, patched=False), of_adapters)
+    model = small(NARROW, dtype, patched=False)
+    if in_4_bits:
+        quantise(model)
+    model = lora(model, of_adapters)
     model = model.float() if exact else model
+    for layer in model.modules() if exact else ():
+        if hasattr(layer, "compute_dtype"):
+            layer.compute_dtype = torch.float32
     return model if backend is None else apply_patches(model, backend=backend)
 
 
@@ -95,9 +103,20 @@ def test_a_model_is_exact_in_fp32(record, precise, upstream_in_torch):
 
 @pytest.mark.parametrize("of_adapters", DTYPES)
 def test_a_model_is_as_near_as_unpatched_in_bf16(of_adapters, record, precise, upstream_in_torch):
-    (batch, weights), dtype = case(torch.bfloat16), DTYPES[of_adapters]
-    exact = run_alone(adapted(torch.bfloat16, dtype, exact=True), batch, weights)
-    unpatched = errors(run_alone(adapted(torch.bfloat16, dtype), batch, weights), exact)
-    found = errors(run(adapted(torch.bfloat16, dtype, backend="auto"), batch, weights), exact)
-    for what, ours, limit in zip(("logits", "worst gradient"), found, unpatched, strict=True):
-        record(f"LoRA in {of_adapters}, bf16: {what} from exact", ours, max(ROUNDING * limit, FP32))
+    assert_as_near(DTYPES[of_adapters], record, f"LoRA in {of_adapters}, bf16")
+
+
+@needs("bitsandbytes")
+def test_a_model_in_4_bits_is_as_near_as_unpatched(record, precise, upstream_in_torch):
+    assert_as_near(torch.float32, record, "LoRA in fp32 on 4 bits, bf16", in_4_bits=True)
+
+
+def assert_as_near(dtype, record, what, **options):
+    batch, weights = case(torch.bfloat16)
+    exact = run_alone(adapted(torch.bfloat16, dtype, exact=True, **options), batch, weights)
+    unpatched = errors(run_alone(adapted(torch.bfloat16, dtype, **options), batch, weights), exact)
+    model = adapted(torch.bfloat16, dtype, backend="auto", **options)
+    assert patch_report(model).called == {}
+    found = errors(run(model, batch, weights), exact)
+    for which, ours, limit in zip(("logits", "worst gradient"), found, unpatched, strict=True):
+        record(f"{what}: {which} from exact", ours, max(ROUNDING * limit, FP32))
