@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from hf_packfree.patching.report import patch_report
 ROWS = ((131,), (1, 66), (64, 64, 64), (1, 66, 3, 5, 64, 2))
 """Documents of rows that need every variant between them: whole chunks and not, and as many documents as FlashQLA 0.1.3 has
 kernels for, which it chooses by documents times heads."""
+CUT = (8192,)
+"""A document that is walked in segments, where documents are: kernels of their own."""
 
 
 def prewarm(model: nn.Module) -> float:
@@ -43,22 +46,23 @@ def prewarm(model: nn.Module) -> float:
         UnsupportedModel: it holds no patched text model.
     """
     family = family_of(model)
-    if family is None or not patch_report(model).patched:
+    report = patch_report(model)
+    if family is None or not report.patched:
         raise UnsupportedModel(f"found a {type(model).__name__} to prewarm; wanted a patched model; call apply_patches first")
     start = time.perf_counter()
     for trunk in trunks(model, family):
-        _run(trunk)
+        _run(trunk, (*ROWS, CUT) if report.in_segments else ROWS)
     for head in language_heads(model):
         _run_loss(head)
     return time.perf_counter() - start
 
 
-def _run(trunk: Any) -> None:
+def _run(trunk: Any, rows: Sequence[Sequence[int]]) -> None:
     parameter = next(trunk.parameters())
     device, dtype = parameter.device, parameter.dtype
     devices = [device.index] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        for lengths in ROWS:
+        for lengths in rows:
             packed = PackedSequence.from_lengths(lengths, device=device)
             shape = (1, packed.num_tokens, trunk.config.hidden_size)
             embeds = torch.randn(shape, device=device, dtype=dtype).requires_grad_()

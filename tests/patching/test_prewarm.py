@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from hf_packfree import apply_patches, prewarm
 from hf_packfree.errors import UnsupportedModel
 from hf_packfree.models.state import PatchState
+from hf_packfree.ops import delta_rule
 from tests.support import tiny
 
 
@@ -26,6 +28,16 @@ def test_weights_gradients_and_random_state_stay():
     assert torch.equal(torch.get_rng_state(), state)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
+def test_kernels_of_cut_documents_are_compiled_too(monkeypatch):
+    module = import_module("hf_packfree.patching.prewarm")
+    monkeypatch.setattr(module, "CUT", (40,))
+    monkeypatch.setattr(delta_rule, "cuts_on", lambda device, backend: True)
+    seen, model = [], apply_patches(tiny())
+    model.model.packfree.observers.append(lambda packed, shape, mask: seen.append(packed.lengths))
+    prewarm(model)
+    assert seen[-1] == [40] and len(seen) == len(module.ROWS) + 1
 
 
 def test_under_autocast_it_runs_what_a_step_runs_there(monkeypatch):
