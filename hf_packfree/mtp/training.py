@@ -33,6 +33,7 @@ class _Call:
 
     given: dict[str, Any]
     backends: PatchState = PatchState()
+    autocast: dict[str, Any] = field(default_factory=lambda: {"device_type": "cpu", "enabled": False})
     packed: PackedSequence | None = None
     row: dict[str, Any] = field(default_factory=dict)
 
@@ -75,6 +76,10 @@ class MTPTraining:
         if self.options.detach:
             hidden, embeddings = hidden.detach(), embeddings.detach()
         self._call.packed, self._call.backends = packed, state_of(trunk)
+        kind = hidden.device.type
+        self._call.autocast = {
+            "device_type": kind, "enabled": torch.is_autocast_enabled(kind), "dtype": torch.get_autocast_dtype(kind)
+        }
         self._call.row = {
             "hidden": hidden, "embeddings": embeddings, "packed": packed.for_shape((1, packed.num_tokens)),
             "position_embeddings": trunk.rotary_emb(hidden, rotary), "position_ids": text,
@@ -88,17 +93,22 @@ class MTPTraining:
         if call.packed is None or all(call.given.get(name) is None for name in ("labels", "shift_labels")):
             self._warn_of_nothing(model)
             return None
-        targets, items = _targets(call.given, call.packed)
+        with torch.autocast(**call.autocast):  # as the text model ran; accelerate's ends with the model's forward
+            return _with_loss(output, *self._loss(model, call, call.packed))
+
+    def _loss(self, model: Any, call: _Call, packed: PackedSequence) -> tuple[Tensor, Any]:
+        """Return the sum of all depths' losses, weighted, and the count that it is divided by."""
+        targets, items = _targets(call.given, packed)
         with router_logits(model.mtp) as routed:
             states = model.mtp(depth=self.options.depth, **call.row)
-        losses = depth_losses(
-            states, targets, call.row["packed"], model.lm_head, call.backends, detach=self.options.detach
-        )
+        row: PackedSequence = call.row["packed"]
+        losses = depth_losses(states, targets, row, model.lm_head, call.backends, detach=self.options.detach)
         self.totals = [old + new for old, new in zip(self.totals, losses.facts)] or [*losses.facts]
         total = self.options.weight / self.options.depth * torch.stack(losses.sums).sum()
+        items = items.to(total.device) if isinstance(items, Tensor) else items
         if wants_balance(model, call.given):  # a mean, where the others are sums
-            total = total + self.options.weight * items * balance(model, routed, call.row["packed"])
-        return _with_loss(output, total, items)
+            total = total + self.options.weight * items * balance(model, routed, row)
+        return total, items
 
     def _warn_of_nothing(self, model: nn.Module) -> None:
         if not self._warned:

@@ -144,6 +144,12 @@ def test_a_step_without_targets_gives_zero_gradients():
     assert all(float(found[name].abs().max()) == 0.0 for name in found if name.startswith("mtp."))
 
 
+def test_nothing_but_padding_gives_zero_gradients():
+    model, nothing = build(depth=2), torch.zeros(2, 6).long()
+    value, found = step(model, {"input_ids": nothing, "attention_mask": nothing, "labels": nothing - 100})
+    assert value == 0 and all(float(one.abs().max()) == 0 for one in found.values()) and "mtp.fc.weight" in found
+
+
 def test_accumulation_is_one_big_batch():
     model, pairs = build(depth=2), labelled()
     items = targets_of(pairs)

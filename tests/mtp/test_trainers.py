@@ -43,6 +43,17 @@ def test_the_trainer_with_accumulation(micro, tmp_path):
     assert 3 < log["packfree/mtp_loss_1"] < 9 and 0 <= log["packfree/mtp_accuracy_2"] <= 1
 
 
+def test_the_head_runs_in_the_models_precision(tmp_path):
+    """accelerate's autocast ends with the model's forward; the head's loss comes after it."""
+    model, seen = build(), []
+    model.mtp.fc.register_forward_hook(lambda layer, args, out: seen.append(out.dtype))
+    Trainer(
+        model, arguments(tmp_path, TrainingArguments, max_steps=1, bf16=True), data_collator=DataCollatorWithFlattening(),
+        train_dataset=[{"input_ids": ids.tolist()} for ids in documents(LENGTHS[:4])],
+    ).train()
+    assert seen == [torch.bfloat16] and model.mtp.fc.weight.dtype == torch.float32
+
+
 @needs("trl", "datasets")
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("steps", [1, 2])
