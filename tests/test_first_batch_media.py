@@ -11,7 +11,7 @@ from hf_packfree.trainer import PackFreeCallback, _outermost, first_batch_influe
 from tests.models import omni
 from tests.vision import document, documents, image, media_arguments, packed_batch, padded_batch, tiny_vision
 
-pytestmark = pytest.mark.compat
+pytestmark = pytest.mark.compat(kernels=False)
 
 
 @pytest.fixture

@@ -5,7 +5,8 @@
     python -m tests.compat.run 5.8.1 5.23.0     these
 
 Every release runs twice: bare, and with the `kernels` it accepts and stand-ins for flash-linear-attention and
-causal-conv1d (tests/fakes).  Exit code 0: exact on all; 1: a test fails; 2: an environment cannot be made.
+causal-conv1d (tests/fakes), where tests marked `compat(kernels=False)` would say the same again.  Exit code 0: exact on
+all; 1: a test fails; 2: an environment cannot be made.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ EXAMPLES = (
 )
 OFFSETS = [0, 19, 28, 45, 77]
 pytestmark = [
-    pytest.mark.compat,
+    pytest.mark.compat(kernels=False),
     # of transformers 5.12
     pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"),
 ]

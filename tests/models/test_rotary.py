@@ -56,7 +56,7 @@ def alone(family, kind, lengths) -> list[torch.Tensor]:
         return [built(family, kind)(input_ids=one[None], use_cache=False).logits[0] for one in documents(lengths)]
 
 
-@pytest.mark.compat
+@pytest.mark.compat(kernels=False)
 @pytest.mark.parametrize("kind", ["default", *ROPE_INIT_FUNCTIONS])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_type_of_this_release_is_in_the_table_it_belongs_to(family, kind):
@@ -67,7 +67,7 @@ def test_every_type_of_this_release_is_in_the_table_it_belongs_to(family, kind):
     assert kind in (FIXED if same else BY_LONGEST)
 
 
-@pytest.mark.compat
+@pytest.mark.compat(kernels=False)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", ["linear", "llama3", "proportional", "yarn"])
 def test_fixed_frequencies_pack_at_any_length(family, kind):
@@ -79,7 +79,7 @@ def test_fixed_frequencies_pack_at_any_length(family, kind):
     assert error(apply_patches(model), lengths, wanted) <= LOGIT_TOL
 
 
-@pytest.mark.compat
+@pytest.mark.compat(kernels=False)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("kind", "longest"), [("dynamic", LIMIT - 1), ("longrope", LIMIT)])
 def test_frequencies_by_length_pack_below_the_limit_alone(family, kind, longest):

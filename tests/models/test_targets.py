@@ -164,12 +164,15 @@ def loss_alone(model, batch, labels, kept):
     return loss.item(), gradients(model), F.cross_entropy(kept_logits[numbers >= 0], targets[numbers >= 0]).item()
 
 
+WITHOUT_KERNELS = pytest.mark.compat(kernels=False)  # releases hand these to heads; which format it was is read before
 NEW_FORMS = ("places of each row", "a mask")
 
 
-@pytest.mark.compat
 @pytest.mark.parametrize("form", keeping((1, 332)))
-@pytest.mark.parametrize("input_format", ["positions", "block_mask", "indexed", "indexed_left", "seq_idx of rows"])
+@pytest.mark.parametrize("input_format", [
+    pytest.param("positions", marks=WITHOUT_KERNELS), "block_mask", pytest.param("indexed", marks=WITHOUT_KERNELS),
+    "indexed_left", "seq_idx of rows",
+])
 def test_kept_tokens_predict_none_of_another_document(input_format, form):
     one_row = input_format in ("positions", "block_mask")
     batch = row_batch(input_format, LENGTHS) if one_row else rows_batch(input_format.removesuffix(" of rows"))

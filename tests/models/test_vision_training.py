@@ -63,6 +63,7 @@ def test_gradient_checkpointing(unpatched, given, weights, wanted, reentrant, re
         assert gradients <= GRADIENT_TOL
 
 
+@pytest.mark.compat(kernels=False)
 @pytest.mark.parametrize("frozen", ["visual", "language_model"])
 def test_frozen_parts(unpatched, given, weights, wanted, frozen):
     model = apply_patches(copy.deepcopy(unpatched))
@@ -74,6 +75,7 @@ def test_frozen_parts(unpatched, given, weights, wanted, frozen):
         assert gradients <= GRADIENT_TOL
 
 
+@pytest.mark.compat(kernels=False)
 @pytest.mark.filterwarnings("default")  # PEFT uses names that transformers deprecates
 def test_lora_on_language_and_vision(unpatched, given, weights):
     peft = pytest.importorskip("peft")
@@ -135,6 +137,7 @@ def test_other_models(unpatched, given, weights, wanted, kind, record_property):
         assert gradients <= GRADIENT_TOL
 
 
+@pytest.mark.compat(kernels=False)
 @pytest.mark.parametrize(
     "options", [{"batch_invariant": True}, {"unpacked": "native"}, {"padded": "upstream"}, {"padded": "full"}]
 )
