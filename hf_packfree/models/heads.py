@@ -163,8 +163,9 @@ class PackedHead(Head):
 
     def _restore_shape(self, output: Any, packed: PackedSequence) -> None:
         restore_layers(output, packed)
-        lazy = state_of(self).padded == "lazy" and self.training and output.loss is not None and packed.num_documents > 0
-        dropped = packed.indices is not None and not _is_traced()
+        lazy = state_of(self).padded == "lazy" and self.training and output.loss is not None
+        # a graph that had read the number of documents would be made again for another
+        dropped = not _is_traced() and packed.indices is not None and packed.num_documents > 0
         padded = None if torch.compiler.is_compiling() else vars(output.logits).pop(PADDED, None)
         later = lazy and dropped or isinstance(output.logits, LazyTensor)
         output.logits = (lazy_repad if later else repad)(output.logits, packed) if padded is None else padded
