@@ -47,11 +47,12 @@ def test_the_callback_watches_the_tower(model, tmp_path):
     check = PackFreeCallback(verify_first_batch=True)._verify_once()
     ids = torch.arange(2, 11)[None]
     check(model.model, (), {"input_ids": ids, "use_cache": False})
-    assert len(calls) == 1, "a row of one document: the first packed one is checked"
+    check(model.model, (), {"input_ids": ids * 0, "attention_mask": ids * 0, "use_cache": False})
+    assert len(calls) == 2, "a row of one document, and one of padding: the first packed one is checked"
     given = packed_batch("offsets, types", [document(5, seed=1), document(4, image(4, 4), seed=2)], model.model)
     check(model.model, (), arguments(given))
     check(model.model, (), arguments(given))
-    assert len(calls) == 4
+    assert len(calls) == 5
 
 
 @pytest.mark.parametrize("form", ["offsets", "padded"])

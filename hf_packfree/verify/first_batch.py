@@ -34,12 +34,13 @@ def first_batch_influence(module: nn.Module, args: tuple[Any, ...], kwargs: dict
         args, kwargs: of its forward: `input_ids` [B, S] or `inputs_embeds` [B, S, H], and the boundaries.
 
     Returns:
-        Relative RMS over the last hidden states [B, S, H] of the unchanged documents; None if the batch is not packed.
+        Relative RMS over the last hidden states [B, S, H] of the unchanged documents; None if there is one document at most.
 
     Raises:
         LeakDetected: the change is above rounding.
     """
-    inputs = {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    inputs = {**dict(zip(names, args, strict=False)), **kwargs}
     takes_media = hasattr(module, "get_rope_index")
     seen: list[PackedSequence] = []
 
@@ -53,7 +54,7 @@ def first_batch_influence(module: nn.Module, args: tuple[Any, ...], kwargs: dict
     try:
         with torch.no_grad(), torch.random.fork_rng():
             before = _last_states(module, inputs)
-            if not seen and not in_process_group():
+            if not in_process_group() and (not seen or seen[0].num_documents < 2):
                 return None
             record = seen[0].for_shape(before.shape[:2]) if seen else None
             for parity in (0, 1) if takes_media else (0,):
