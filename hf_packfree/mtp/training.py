@@ -73,6 +73,7 @@ class MTPTraining:
                 return
             hidden, embeddings, positions = unpad(hidden, packed), unpad(embeddings, packed), row_positions(positions, packed)
         text, rotary = (positions[0], positions[1:]) if positions.ndim == 3 and len(positions) == 4 else (None, positions)
+        embeddings = embeddings.to(hidden.device)  # which may be another one where layers are on several
         if self.options.detach:
             hidden, embeddings = hidden.detach(), embeddings.detach()
         self._call.packed, self._call.backends = packed, state_of(trunk)
