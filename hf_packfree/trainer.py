@@ -84,7 +84,7 @@ class PackFreeCallback(TrainerCallback):
             PatchConflict: the Trainer wants sequence parallelism, or the first batch checked, of which no rank has the whole.
         """
         given = self._context_parallel
-        ranks = trainers_group(args.parallelism_config) if isinstance(given, str) else ranks_of(given)
+        ranks = trainers_group(getattr(args, "parallelism_config", None)) if isinstance(given, str) else ranks_of(given)
         patch(kwargs["model"], replace(self._options, context_parallel=ranks))
         if ranks is None:
             return
