@@ -67,6 +67,8 @@ class PackFreeCallback(TrainerCallback):
         verify_first_batch: bool = False,
     ) -> None:
         self._options = Options(backend, batch_invariant, unpacked, padded, mtp)
+        if isinstance(context_parallel, str) and context_parallel != "auto":
+            raise ValueError(f"found context_parallel={context_parallel!r}; wanted 'auto', None, a group or a mesh")
         self._context_parallel = context_parallel
         self._give_back: Callable[[], None] | None = None
         self._verify = verify_first_batch

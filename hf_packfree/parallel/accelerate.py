@@ -31,7 +31,7 @@ def leave_rows_whole() -> Callable[[], None]:
     Raises:
         PatchConflict: this accelerate prepares models for context parallelism elsewhere.
     """
-    import accelerate
+    import accelerate  # type: ignore[import-untyped]
 
     accelerator: Any = accelerate.Accelerator
     prepare = getattr(accelerator, "_prepare_cp", None)
@@ -74,6 +74,6 @@ def trainers_group(parallelism: Any) -> ContextParallel | None:
         )
     if getattr(parallelism, "cp_size", 1) < 2:
         return None
-    from accelerate.state import AcceleratorState
+    from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
 
     return ContextParallel(AcceleratorState().device_mesh["cp"])
