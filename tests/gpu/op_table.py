@@ -188,7 +188,7 @@ OPS = {
         ),
         Op(
             "delta rule in segments", "hf_packfree.ops.delta_rule", _slow_leaves, _in_segments, "gated_delta_rule",
-            table="CUTTING",
+            table="SEGMENTS",
         ),
         Op(
             "conv", "hf_packfree.ops.conv", _conv_leaves,

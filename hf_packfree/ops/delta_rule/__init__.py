@@ -17,8 +17,10 @@ BACKENDS = {
     "flash_qla_cut": Backend(flash_qla.gated_delta_rule_cut, flash_qla.unusable, "flash-qla", exact=False),
 }
 
-CUTTING = {"flash_qla": Backend(flash_qla_segments.gated_delta_rule, flash_qla.unusable, "flash-qla")}
-"""Those that walk long documents in segments, side by side, in rows of so few that they would leave most of the GPU idle."""
+SEGMENTS = {"flash_qla": Backend(flash_qla_segments.gated_delta_rule, flash_qla.unusable, "flash-qla")}
+"""Those that can walk long documents in segments side by side, in rows of so few that most of the GPU would be idle."""
+CUTTING: dict[str, Backend] = {}
+"""Those of them that models use: none before their kernels are measured on a GPU."""
 WITH_STATES = {
     "flash_qla": Backend(flash_qla.with_states, flash_qla.unusable, "flash-qla"),
     "fla": Backend(fla.with_states, fla.unusable, "fla-core"),
@@ -138,6 +140,7 @@ def gated_delta_rule_with_states(
 __all__ = [
     "BACKENDS",
     "CUTTING",
+    "SEGMENTS",
     "WITH_STATES",
     "cuts_on",
     "gated_delta_rule",
