@@ -139,8 +139,8 @@ def _deferred_loss(*args: Any, **kwargs: Any) -> Tensor | None:
     if not logits.is_cuda and bool((targets.flat >= logits.shape[-1]).any()):
         return None  # transformers' loss raises; on a GPU the loss is NaN
     total = loss_of(logits, targets, softmax_gradient)
-    if items is None:
-        items = (targets.flat >= 0).sum()
+    if items is None:  # a mean over nothing is zero here, and so are its gradients
+        items = (targets.flat >= 0).sum().clamp(min=1)
     return total / (items.to(total.device) if isinstance(items, Tensor) else items)
 
 
