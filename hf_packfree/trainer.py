@@ -41,8 +41,8 @@ class PackFreeCallback(TrainerCallback):
         packfree/documents_per_row: documents in the average row.
         packfree/real_token_share: tokens that are not padding over all tokens, 0 to 1.
         packfree/tokens_per_second: tokens that are not padding.
-        packfree/mtp_loss_k, packfree/mtp_accuracy_k: with a multi-token prediction head in training, the mean loss of depth k,
-            and the share of its targets that its most likely token hits.
+        packfree/mtp_loss_k: with a multi-token prediction head in training, the mean loss of depth k.
+        packfree/mtp_accuracy_k: with the same, the share of its targets that its most likely token hits.
         packfree/influence: once, with `verify_first_batch`: see `first_batch_influence`.
 
     Args:

@@ -51,8 +51,7 @@ def _sizes(lengths: Sequence[int] | Tensor | Integers) -> Integers:
     total = sizes.sum(dtype=np.float64)  # in which no sum overflows
     if total > np.iinfo(np.int32).max:
         raise BoundaryError(
-            f"found document lengths of {total:.0f} tokens together; wanted fewer than 2**31, which int32 "
-            "offsets count; cut the row"
+            f"found document lengths of {total:.0f} tokens together; wanted fewer than 2**31 for int32 offsets; cut the row"
         )
     return sizes
 
@@ -149,13 +148,11 @@ class PackedSequence:
         cu_seqlens, seq_idx = map(torch.from_numpy, group_numbers(sizes))
         return cls(
             cu_seqlens=cu_seqlens.to(device, non_blocking=True),
-            cu_seqlens_cpu=cu_seqlens,
+            cu_seqlens_cpu=cu_seqlens, max_seqlen=int(sizes.max()),
             seq_idx=seq_idx.to(device, non_blocking=True)[None],
-            max_seqlen=int(sizes.max()),
             batch_shape=batch_shape or (1, len(seq_idx)),
             indices=None if indices is None else indices.to(device, non_blocking=True),
-            padding_segments=tuple(padding_segments),
-            plain=plain,
+            padding_segments=tuple(padding_segments), plain=plain,
         )
 
     @property
@@ -176,8 +173,7 @@ class PackedSequence:
     @property
     def num_real_tokens(self) -> int:
         """The number of tokens of the row that are not padding."""
-        lengths = self.lengths
-        return self.num_tokens - sum(lengths[segment] for segment in self.padding_segments)
+        return self.num_tokens - sum(map(self.lengths.__getitem__, self.padding_segments))
 
     @property
     def lengths(self) -> list[int]:
@@ -186,7 +182,6 @@ class PackedSequence:
 
     def position_ids(self) -> Tensor:
         """Return int64 [1, T]: each token's position in its segment, from 0."""
-
         if self.shard is not None:
             return self.shard.cut(self.shard.row.position_ids())  # type: ignore[no-any-return]
 
@@ -198,7 +193,11 @@ class PackedSequence:
 
     def is_real(self) -> Tensor:
         """Return bool [1, T]: False for padding that stayed in the row."""
-        return self.cached(PackedSequence._tokens_outside, self.padding_segments)
+
+        def build(packed: PackedSequence) -> Tensor:
+            return packed._tokens_outside(packed.padding_segments)
+
+        return self.cached(build)
 
     def select_real(self, row: Tensor) -> Tensor:
         """Return the real tokens [M, ...] of a row [T, ...]; the row itself when all are real, or none is."""
@@ -217,8 +216,11 @@ class PackedSequence:
         """Return a mixer's output [1, T, D] with zeros at `left_pad_segments`; the same tensor when there are none."""
         if not self.left_pad_segments:
             return mixed
-        outside = self.cached(PackedSequence._tokens_outside, self.left_pad_segments)
-        return mixed * outside[..., None].to(mixed.dtype)
+
+        def build(packed: PackedSequence) -> Tensor:
+            return packed._tokens_outside(packed.left_pad_segments)[..., None]
+
+        return mixed * self.cached(build).to(mixed.dtype)
 
     def _segments_outside(self, segments: Sequence[int]) -> Tensor:
         """Return bool [N] on the host: False for these segments."""
