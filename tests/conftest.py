@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.deprecations import DeprecationsAreErrors
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # which is read on import; without a network, looking for one takes half a minute
 # tiny models gain nothing from more threads, and workers that share cores lose a lot
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)

@@ -216,8 +216,7 @@ def test_command_as_json(capsys, monkeypatch):
         (("bench", "--device", "nonsense"), "found device 'nonsense'"),
     ],
 )
-def test_wrong_usage_is_a_sentence(capsys, monkeypatch, argv, said):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def test_wrong_usage_is_a_sentence(capsys, argv, said):
     assert main(argv) == 2
     out, err = capsys.readouterr()
     assert out == "" and said in " ".join(err.split())

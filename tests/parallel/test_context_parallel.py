@@ -30,6 +30,7 @@ def two():
     return measured(2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["loss", "logits", "gradients", "delta rule", "attention"])
 def test_two_ranks_are_one_process(two, what):
     errors = {name: error for name, error in two.items() if name.startswith(what)}
@@ -37,6 +38,7 @@ def test_two_ranks_are_one_process(two, what):
     assert {name: error for name, error in errors.items() if not error <= EXACT} == {}
 
 
+@pytest.mark.slow
 def test_a_mean_of_means_and_cut_documents_are_wrong(two):
     found = {name: error for name, error in two.items() if name.startswith("control")}
     assert len(found) == 4
