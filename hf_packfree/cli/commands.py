@@ -164,6 +164,8 @@ def _accept(options: argparse.Namespace) -> int:
     from hf_packfree.patching import apply_patches
     from hf_packfree.verify.model_source import build_model
 
+    if not options.text.is_file():
+        raise UnsupportedInput(f"found no file {str(options.text)!r}; wanted prompts, one in a line; check the name")
     lines = [line for line in options.text.read_text().splitlines() if line.strip()]
     with show.spinner(f"generating with {options.checkpoint}", options.json), quiet_libraries():
         model = apply_patches(build_model(options.checkpoint, device=_device(options.device)), mtp="keep").eval()

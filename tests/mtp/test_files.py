@@ -174,3 +174,9 @@ def test_the_command_that_counts(tmp_path, capsys):
 def test_a_model_without_a_head_is_refused():
     with pytest.raises(UnsupportedInput, match="found a Qwen3_5ForCausalLM without a multi-token prediction head"):
         accepted_drafts(tiny().eval(), [torch.tensor([3, 4])])
+
+
+def test_prompts_that_are_no_file_are_a_sentence(capsys, tmp_path):
+    assert main(["mtp", "somewhere", "--accept", "--text", str(tmp_path / "prompts.txt")]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "found no file" in err and "wanted prompts, one in a line" in " ".join(err.split())
