@@ -23,12 +23,13 @@ from hf_packfree.parallel.collectives import all_gather
 
 
 def forward_shard(
-    upstream: Any, row: dict[str, Any], packed: PackedSequence, settings: ContextParallel, *, counted: bool
+    head: Any, upstream: Any, row: dict[str, Any], packed: PackedSequence, settings: ContextParallel, *, counted: bool
 ) -> Any:
     """Run a head's forward on this rank's tokens of a row.
 
     Args:
-        upstream: the forward.
+        head: patched.
+        upstream: its forward in transformers.
         row: its arguments for the whole row, [1, T, ...] each, targets included.
         packed: the record of the row.
         settings: the group.
@@ -53,7 +54,7 @@ def forward_shard(
     output = upstream(**mine)
     experts, loss = output.get("aux_loss"), output.get("loss")
     if counted and experts is not None and loss is not None:  # every rank has all of it, and it counts once
-        coefficient = upstream.args[0].config.get_text_config().router_aux_loss_coef
+        coefficient = head.config.get_text_config().router_aux_loss_coef
         output.loss = loss - (1 - 1 / settings.world) * coefficient * experts
     if not torch.is_grad_enabled():
         logits = all_gather(output.logits[0], settings.group).flatten(0, 1)[None]

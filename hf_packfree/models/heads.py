@@ -114,10 +114,11 @@ class PackedHead(Head):
         later = self.training and loss and not _is_traced()
         with logits_on_demand(self, loss, arguments.get("ignore_index", IGNORED)) if later else nullcontext():
             if settings is not None:
-                output = forward_shard(upstream, row, packed, settings, counted=arguments.get("num_items_in_batch") is not None)
+                counted = arguments.get("num_items_in_batch") is not None
+                output = forward_shard(self, upstream, row, packed, settings, counted=counted)
             else:
                 output = upstream(**row)
-        if all_logits and settings is None:
+        if all_logits and settings is None:  # a shard's logits have their shape
             self._restore_shape(output, packed)
         if packed.num_real_tokens == 0:
             _forget_losses(output)

@@ -24,7 +24,7 @@ def shifted_labels(arguments: dict[str, Any], packed: PackedSequence, shape: tor
         shape: of the result: (B, S), or that of the tokens whose logits are kept.
 
     Returns:
-        int64 of that shape, all ignored in a batch without documents; None where labels have another shape, and rows one
+        int64 of that shape, all ignored in a batch without documents; None where labels have another shape and each row is one
         document: upstream knows what they mean.
 
     Raises:

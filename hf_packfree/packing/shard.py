@@ -6,9 +6,10 @@ Shapes: T tokens of the whole row, W ranks, t = T / W tokens of a shard.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
-import torch
+import numpy as np
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -39,17 +40,20 @@ class RowShard:
         """Return this rank's t tokens of a tensor with T in dimension `dim`."""
         return whole.narrow(dim, self.rank * self.tokens, self.tokens)
 
+    @cached_property
+    def _histories(self) -> list[int]:
+        starts, offsets = np.arange(self.world) * self.tokens, self.row.cu_seqlens_cpu.numpy()
+        return (starts - offsets[np.searchsorted(offsets, starts, side="right") - 1]).tolist()  # type: ignore[no-any-return]
+
     def history(self, rank: int) -> int:
         """Return how many tokens of the document at the start of a rank's shard are on the ranks before it."""
-        start = rank * self.tokens
-        offsets = self.row.cu_seqlens_cpu
-        return start - int(offsets[torch.searchsorted(offsets, start, right=True) - 1])
+        return self._histories[rank]
 
     def goes_on(self, rank: int) -> bool:
         """Whether the last document of a rank's shard goes on in the next one."""
         return rank + 1 < self.world and self.history(rank + 1) > 0
 
-    @property
+    @cached_property
     def is_cut(self) -> bool:
         """Whether any document is on several ranks."""
         return any(map(self.goes_on, range(self.world)))

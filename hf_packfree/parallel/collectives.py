@@ -13,11 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from hf_packfree.ops.operation import Operation
 
-class _AllToAll(Function):
+
+class _AllToAll(Operation):
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
         ctx.group = group
@@ -29,7 +30,7 @@ class _AllToAll(Function):
         return _exchanged(d_out, ctx.group), None
 
 
-class _AllGather(Function):
+class _AllGather(Operation):
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
         ctx.group = group
@@ -57,12 +58,12 @@ def gathered(part: Tensor, group: Any) -> Tensor:
 
 def all_to_all(parts: Tensor, group: Any) -> Tensor:
     """Return [W, ...]: part r is what rank r had as its part for this rank; parts [W, ...] of one shape on all ranks."""
-    return _AllToAll.apply(parts, group)  # type: ignore[no-any-return, no-untyped-call]
+    return _AllToAll.apply(parts, group)  # type: ignore[no-any-return]
 
 
 def all_gather(part: Tensor, group: Any) -> Tensor:
     """Return [W, ...], every rank's part [...]; a part's gradient is the sum of what all ranks say of it."""
-    return _AllGather.apply(part, group)  # type: ignore[no-any-return, no-untyped-call]
+    return _AllGather.apply(part, group)  # type: ignore[no-any-return]
 
 
 def tokens_to_heads(x: Tensor, group: Any) -> Tensor:

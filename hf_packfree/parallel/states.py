@@ -23,7 +23,7 @@ from hf_packfree.errors import BackendUnavailable
 from hf_packfree.ops.chunk_plan import CHUNK
 from hf_packfree.ops.conv import QK_L2NORM, qkv_conv
 from hf_packfree.ops.delta_rule.flash_qla_segments import FlashQLAScans
-from hf_packfree.ops.delta_rule.reference import unit
+from hf_packfree.ops.delta_rule.reference import rounded_unit
 from hf_packfree.ops.delta_rule.segments import Scans, Segments
 from hf_packfree.ops.delta_rule.torch_chunked.segments import TorchScans
 from hf_packfree.ops.operation import Operation
@@ -75,8 +75,7 @@ def conv_delta_rule_by_states(
         backend=conv,
     ))
     if not in_conv:
-        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-        q, k = (unit(part.to(wide)).to(part.dtype) for part in (q, k))
+        q, k = map(rounded_unit, (q, k))
     return _Rule.apply(q, k, v, g, beta, packed, SCANS[delta_rule])  # type: ignore[no-any-return]
 
 

@@ -55,3 +55,8 @@ def _run_document(
 def unit(x: Tensor) -> Tensor:
     """Divide by the L2 norm of the last dimension."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
+
+
+def rounded_unit(x: Tensor) -> Tensor:
+    """Divide by that norm in fp32, fp64 if x is, and round to x's dtype."""
+    return unit(x.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)
