@@ -8,13 +8,13 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
 from hf_packfree.ops.backend import Backend, find, needs_triton
-from hf_packfree.ops.loss import softmax, triton_native
+from hf_packfree.ops.loss.chunks import Targets
 from hf_packfree.ops.loss.logits import LazyLogits, lazy_logits, loss_of
-from hf_packfree.ops.loss.targets import Targets
+from hf_packfree.ops.loss.softmax import SoftmaxGradient, softmax_gradient, triton_softmax_gradient
 
 
 def _chunked(
-    x: Tensor, weight: Tensor, targets: Targets, bias: Tensor | None, softmax_gradient: softmax.SoftmaxGradient
+    x: Tensor, weight: Tensor, targets: Targets, bias: Tensor | None, softmax_gradient: SoftmaxGradient
 ) -> Tensor:
     return loss_of(lazy_logits(x, weight, bias), targets, softmax_gradient)
 
@@ -25,12 +25,12 @@ def _reference(x: Tensor, weight: Tensor, targets: Targets, bias: Tensor | None)
 
 
 BACKENDS = {
-    "triton": Backend(partial(_chunked, softmax_gradient=triton_native.softmax_gradient), needs_triton, "triton"),
-    "torch": Backend(partial(_chunked, softmax_gradient=softmax.softmax_gradient)),
+    "triton": Backend(partial(_chunked, softmax_gradient=triton_softmax_gradient), needs_triton, "triton"),
+    "torch": Backend(partial(_chunked, softmax_gradient=softmax_gradient)),
     "upstream": Backend(_reference),
 }
 """In a model "upstream" means transformers' own head and loss, on logits of all tokens; here it is the reference."""
-SOFTMAX_GRADIENTS = {"triton": triton_native.softmax_gradient, "torch": softmax.softmax_gradient}
+SOFTMAX_GRADIENTS = {"triton": triton_softmax_gradient, "torch": softmax_gradient}
 """What differs between the chunked backends."""
 
 

@@ -16,9 +16,8 @@ from torch.autograd import Function
 from torch.nn.functional import linear, one_hot
 
 from hf_packfree.errors import UnsupportedInput
-from hf_packfree.ops.loss.chunks import Gradients, choose, loss_and_gradients, scaled
+from hf_packfree.ops.loss.chunks import Gradients, Targets, choose, loss_and_gradients, scaled
 from hf_packfree.ops.loss.softmax import SoftmaxGradient
-from hf_packfree.ops.loss.targets import Targets
 from hf_packfree.packing.lazy import LazyTensor, Source
 
 Weights = Callable[[], tuple[Tensor, Tensor | None]]

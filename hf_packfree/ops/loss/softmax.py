@@ -1,4 +1,4 @@
-"""The loss of a chunk of logits, and its gradient, in PyTorch."""
+"""The loss of a chunk of logits, and its gradient: in PyTorch, and in Triton over the logits themselves."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from hf_packfree.ops.launch import launch
+
 SoftmaxGradient = Callable[[Tensor, Tensor, float | None], tuple[Tensor, Tensor | None]]
 """`softmax_gradient` of a backend."""
+_BLOCK = 8192  # logits of a program at a time
 
 
 def softmax_gradient(logits: Tensor, targets: Tensor, scale: float | None) -> tuple[Tensor, Tensor | None]:
@@ -37,4 +40,20 @@ def softmax_gradient(logits: Tensor, targets: Tensor, scale: float | None) -> tu
     return losses.masked_fill(~has, 0), gradient.to(logits.dtype)
 
 
-__all__ = ["SoftmaxGradient", "softmax_gradient"]
+def triton_softmax_gradient(logits: Tensor, targets: Tensor, scale: float | None) -> tuple[Tensor, Tensor | None]:
+    """Do the same in two reads and a write: the gradient overwrites the logits, whose rows have no gaps.
+
+    A target that is no word gives NaN.
+    """
+    from hf_packfree.ops.loss.triton_kernels import softmax_gradient
+
+    losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    wanted = scale is not None
+    launch(
+        softmax_gradient, (len(logits),), logits, targets, losses, scale if wanted else 1.0, logits.shape[1],
+        GRADIENT=wanted, BLOCK=_BLOCK, num_warps=16,
+    )
+    return losses, logits if wanted else None
+
+
+__all__ = ["SoftmaxGradient", "softmax_gradient", "triton_softmax_gradient"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_packfree.ops.loss import linear_cross_entropy, softmax, triton_native
+from hf_packfree.ops.loss import linear_cross_entropy, softmax
 from tests.support import relative_rms
 
 KERNELS = {"softmax_gradient"}
@@ -14,29 +14,29 @@ KERNELS = {"softmax_gradient"}
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("words", [1, 64, 100, 300])
 def test_values_and_gradients(words, dtype, launched, monkeypatch):
-    monkeypatch.setattr(triton_native, "_BLOCK", 64)
+    monkeypatch.setattr(softmax, "_BLOCK", 64)
     generator = torch.Generator().manual_seed(0)
     logits = (5 * torch.randn(7, words, generator=generator)).to(dtype)
     targets = torch.randint(words, (7,), generator=generator)
     targets[2], targets[3], targets[4] = -1, words - 1, 0
     wanted = softmax.softmax_gradient(logits.clone(), targets, 4.0)
-    losses, gradient = triton_native.softmax_gradient(logits.clone(), targets, 4.0)
+    losses, gradient = softmax.triton_softmax_gradient(logits.clone(), targets, 4.0)
     torch.testing.assert_close(losses, wanted[0], rtol=1e-6, atol=2e-6)
     torch.testing.assert_close(gradient, wanted[1], rtol=1e-5 if dtype == torch.float32 else 2**-7, atol=2e-6)
     kept = logits.clone()
-    alone = triton_native.softmax_gradient(kept, targets, None)
+    alone = softmax.triton_softmax_gradient(kept, targets, None)
     assert alone[1] is None and torch.equal(alone[0], losses) and torch.equal(kept, logits)
     assert launched == KERNELS
 
 
 def test_a_target_that_is_no_word_is_not_a_number():
-    losses, _ = triton_native.softmax_gradient(torch.zeros(2, 8), torch.tensor([8, 3]), None)
+    losses, _ = softmax.triton_softmax_gradient(torch.zeros(2, 8), torch.tensor([8, 3]), None)
     assert losses[0].isnan() and losses[1] == pytest.approx(2.0794, abs=1e-4)
 
 
 def test_far_logits_do_not_overflow():
     logits = torch.tensor([[-1e30, 1e30, 0.0], [float("-inf"), 3.0, 3.0]])
-    losses, gradient = triton_native.softmax_gradient(logits, torch.tensor([1, 2]), 1.0)
+    losses, gradient = softmax.triton_softmax_gradient(logits, torch.tensor([1, 2]), 1.0)
     assert losses.tolist() == pytest.approx([0.0, 0.6931], abs=1e-4)
     assert gradient[0].tolist() == [0.0, 0.0, 0.0] and gradient[1].tolist() == pytest.approx([0.0, 0.5, -0.5])
 
