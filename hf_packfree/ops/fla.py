@@ -1,14 +1,22 @@
-"""When the backends that call flash-linear-attention can run."""
+"""What the backends that call flash-linear-attention or FlashQLA share: when they can run, and the plan of chunks they read."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import Any
 
+import numpy as np
+import torch
 from packaging.version import Version
+from torch import Tensor
 
 from hf_packfree.ops.backend import Fault, Target, broken, installed, needs_triton, too_old
 from hf_packfree.ops.toolkit import has_nvcc, tilelang_off
+from hf_packfree.packing import PackedSequence, chunk_plan
 from hf_packfree.versions import FLA_BACKWARD_WRONG_ON_HOPPER, HOPPER_ADVICE, VERSIONS
+
+CHUNK = 64
+"""Tokens of a chunk, in flash-linear-attention and in FlashQLA on Hopper."""
 
 
 def needs_fla(target: Target) -> str | None:
@@ -40,3 +48,23 @@ def wrong_on_hopper(target: Target) -> str | None:
         return Fault(f"{without}, and {setting} in the environment leaves tilelang out; unset it")
     reason = broken("tilelang", "tilelang")
     return reason and Fault(f"{without}, and {reason}")
+
+
+def chunk_indices(packed: PackedSequence, size: int = CHUNK) -> dict[str, Any]:
+    """Return the keyword that spares flash-linear-attention its own planning."""
+    return {"chunk_indices": packed.cached(plan_chunks, size)[1]}
+
+
+def plan_chunks(packed: PackedSequence, size: int) -> tuple[Tensor, Tensor]:
+    """Return, on the row's device, where each document's chunks of `size` tokens begin, and which one every chunk is.
+
+    Computed on the host, so that nothing waits for the device.
+
+    Returns:
+        int32 [N+1], the number of each document's first chunk, and NC, the number of all.
+        int32 [NC, 2], document and number within it.
+    """
+    firsts, document, number = chunk_plan(packed, size)
+    device, plan = packed.cu_seqlens.device, (firsts, np.stack((document, number), 1))
+    starts, chunks = (torch.from_numpy(part).to(device, non_blocking=True) for part in plan)
+    return starts, chunks

@@ -20,12 +20,12 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from hf_packfree.errors import BackendUnavailable
-from hf_packfree.ops.chunk_plan import CHUNK
 from hf_packfree.ops.conv import QK_L2NORM, qkv_conv
 from hf_packfree.ops.delta_rule.flash_qla_segments import FlashQLAScans
 from hf_packfree.ops.delta_rule.reference import rounded_unit
 from hf_packfree.ops.delta_rule.segments import Scans, Segments
 from hf_packfree.ops.delta_rule.torch_chunked.segments import TorchScans
+from hf_packfree.ops.fla import CHUNK
 from hf_packfree.ops.operation import Operation
 from hf_packfree.packing import PackedSequence, RowShard
 from hf_packfree.parallel.collectives import all_gather, gathered

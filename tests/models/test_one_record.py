@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_packfree import apply_patches
-from hf_packfree.ops import chunk_plan, delta_rule
+from hf_packfree.ops import delta_rule, fla
 from hf_packfree.packing import PackedSequence
 from tests.support import tiny
 
@@ -35,7 +35,7 @@ def counted(monkeypatch):
         return cached(packed, built, *arguments)
 
     def run(q, k, v, g, beta, packed, qk_l2norm):
-        assert chunk_plan.chunk_indices(packed, 64)["chunk_indices"].shape[1] == 2
+        assert fla.chunk_indices(packed, 64)["chunk_indices"].shape[1] == 2
         return rule.run(q, k, v, g, beta, packed, qk_l2norm)
 
     monkeypatch.setattr(PackedSequence, "from_lengths", classmethod(counting))

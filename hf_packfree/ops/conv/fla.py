@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from hf_packfree.ops.backend import Target
-from hf_packfree.ops.chunk_plan import chunk_indices
-from hf_packfree.ops.fla import broken_fla, needs_fla
+from hf_packfree.ops.fla import broken_fla, chunk_indices, needs_fla
 from hf_packfree.packing import PackedSequence, uncompiled
 
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_packfree.ops.backend import Target
-from hf_packfree.ops.chunk_plan import chunk_indices
-from hf_packfree.ops.fla import broken_fla, needs_fla, wrong_on_hopper
+from hf_packfree.ops.fla import broken_fla, chunk_indices, needs_fla, wrong_on_hopper
 from hf_packfree.packing import PackedSequence, uncompiled
 
 

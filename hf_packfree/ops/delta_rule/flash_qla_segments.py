@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_packfree.ops.chunk_plan import CHUNK
 from hf_packfree.ops.delta_rule import flash_qla
 from hf_packfree.ops.delta_rule.flash_qla import planned_cu_seqlens
 from hf_packfree.ops.delta_rule.reference import rounded_unit
 from hf_packfree.ops.delta_rule.segments import Segments, plan_segments, walk_segments
+from hf_packfree.ops.fla import CHUNK
 from hf_packfree.packing import PackedSequence, uncompiled
 
 Saved = tuple[Tensor, ...]

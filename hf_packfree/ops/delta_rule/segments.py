@@ -7,7 +7,7 @@ it maps the state before it to the one after it affinely,
 
 where M [K, K], its transition, B, what it leaves where nothing was before, and C, the gradient where nobody reads what it
 leaves, are known without any state.  So they are computed for all segments at once (`Scans`), folded to the state that each
-segment truly begins with (`fold.py`), and then all segments are walked at once.  Nothing that decayed is dropped.
+segment truly begins with (`fold`), and then all segments are walked at once.  Nothing that decayed is dropped.
 
 Shapes: T tokens, N documents, S segments, H key heads, HV value heads, K and V head sizes.
 """
@@ -24,16 +24,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hf_packfree.ops.delta_rule.fold import fold
+from hf_packfree.ops.backend import block_width
+from hf_packfree.ops.fla import CHUNK
+from hf_packfree.ops.launch import launch
 from hf_packfree.ops.operation import Operation
 from hf_packfree.packing import PackedSequence
 
-CHUNK = 64
-"""Segments begin where chunks do, so that cutting changes no chunk."""
 _SHORTEST, _MOST = 64, 8  # chunks of a document that is cut; segments of a row, by lanes: their states are kept
 _SUMMARY, _FOLD = 0.4, 0.5  # time that M, B and C of a chunk take, and folding a segment, of that of walking a chunk
 _ROUNDS = (0.25, 0.5, 1, 2, 3)  # of segments, one after the other in every lane
 _GAIN = 0.95
+_COLUMNS, _WARPS = 32, 8  # of a state, in one program that folds: a step of it is a few microseconds
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +56,10 @@ class Segments:
 
     @classmethod
     def of(cls, packed: PackedSequence, pieces: Sequence[Sequence[int]]) -> Segments:
-        """Build it from the lengths of each document's segments, in tokens, all but a document's last multiples of `CHUNK`."""
+        """Build it from the lengths of each document's segments, in tokens.
+
+        All but a document's last are multiples of `CHUNK`: they begin where chunks do, so that cutting changes no chunk.
+        """
         device = packed.cu_seqlens.device
         firsts = torch.tensor([0, *map(len, pieces)]).cumsum(0)
         record = PackedSequence.from_lengths([length for lengths in pieces for length in lengths], device=device)
@@ -147,6 +151,49 @@ class Scans(Protocol):
         """Return the gradients of q, k, v, g, beta, and of the state before every segment."""
 
 
+def fold(
+    transition: Tensor, addend: Tensor, given: Tensor | None, firsts: Tensor, *, reverse: bool = False, backend: str = "auto"
+) -> Tensor:
+    """Return the state before every segment; or, in reverse, the gradient of the state after it, whose step is M^T S + B.
+
+    Args:
+        transition: M [S, HV, K, K], fp32 or fp64.
+        addend: B [S, HV, K, V], of the same dtype.
+        given: [N, HV, K, V], what every document begins with, or in reverse ends with; None: zero.
+        firsts: int32 [N+1], each document's first segment, and S.
+        reverse: from each document's last segment to its first.
+        backend: "triton" or "torch"; "auto": Triton on CUDA.
+
+    Returns:
+        [S, HV, K, V] of that dtype.
+    """
+    if backend == "triton" or (backend == "auto" and addend.is_cuda and addend.dtype == torch.float32):
+        return _fold_triton(transition, addend, given, firsts, reverse)
+    out = torch.empty_like(addend)
+    offsets = firsts.tolist()
+    for document, (first, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
+        state = torch.zeros_like(addend[0]) if given is None else given[document].to(addend.dtype)
+        for segment in reversed(range(first, end)) if reverse else range(first, end):
+            out[segment] = state
+            state = (transition[segment].mT if reverse else transition[segment]) @ state + addend[segment]
+    return out
+
+
+def _fold_triton(transition: Tensor, addend: Tensor, given: Tensor | None, firsts: Tensor, reverse: bool) -> Tensor:
+    from hf_packfree.ops.delta_rule.triton_kernels import fold_states
+
+    transition, addend = transition.contiguous(), addend.contiguous()
+    given = given if given is None else given.to(addend.dtype).contiguous()
+    out = torch.empty_like(addend)
+    _, heads, keys, values = addend.shape
+    grid = len(firsts) - 1, heads, -(-values // _COLUMNS)
+    launch(
+        fold_states, grid, transition, addend, given, firsts, out,
+        HEADS=heads, K=keys, V=values, BLOCK_K=block_width(max(keys, 16)), COLUMNS=_COLUMNS, REVERSE=reverse, num_warps=_WARPS,
+    )
+    return out
+
+
 def walk_segments(
     q: Tensor,
     k: Tensor,
@@ -205,4 +252,4 @@ class _Walk(Operation):
         return *gradients, d_initial, None, None
 
 
-__all__ = ["Scans", "Segments", "plan_segments", "walk_segments"]
+__all__ = ["Scans", "Segments", "fold", "plan_segments", "walk_segments"]

@@ -1,4 +1,4 @@
-"""The Triton kernel that folds segments' transitions and states; shapes as in `fold.py`."""
+"""The Triton kernel that folds segments' transitions and states; shapes as in `segments.py`."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction, mangle_type
 
 from hf_packfree.ops.attention import attention
 from hf_packfree.ops.conv import qkv_conv
-from hf_packfree.ops.delta_rule.fold import fold
+from hf_packfree.ops.delta_rule.segments import fold
 from hf_packfree.ops.fused import (
     add_norm, gated_rms_norm, gates, mixed, norm_rope, output_gate, projections, qkv_rope, swiglu_mlp,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_packfree.ops.delta_rule.fold import fold
+from hf_packfree.ops.delta_rule.segments import fold
 from tests.ops.triton.compare import random
 from tests.support import relative_rms
 
