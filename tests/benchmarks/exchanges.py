@@ -1,0 +1,131 @@
+"""What ranks send each other: counted, and where there is one GPU alone, replaced.
+
+Each class takes the place of `torch.distributed` in hf_packfree.parallel.  Bytes are those that one rank receives from others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_packfree import parallel
+from hf_packfree.parallel import collectives
+
+RATE, LATENCY = 350e9, 25e-6
+"""Bytes per second and direction of one rank among those of a host joined by NVLink, and seconds that any exchange takes:
+assumed where none is measured."""
+
+
+class Done:
+    """An exchange that is over."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class Counted:
+    """torch.distributed's exchanges, counted.
+
+    Attributes:
+        calls, received: how many there were since `reset`, and their bytes.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Count from zero."""
+        self.calls, self.received = 0, 0.0
+
+    def seconds(self, rate: float = RATE, latency: float = LATENCY) -> float:
+        """Return how long all that was counted takes, one exchange after the other."""
+        return self.received / rate + self.calls * latency
+
+    def all_to_all_single(self, out: Tensor, parts: Tensor, *sizes: Any, group: Any = None, async_op: bool = False) -> Any:
+        """See torch.distributed."""
+        self._count(out.nbytes * (1 - 1 / self.get_world_size(group)))
+        return self._all_to_all(out, parts, group, async_op)
+
+    def all_gather(self, outs: list[Tensor], part: Tensor, group: Any = None, async_op: bool = False) -> Any:
+        """See torch.distributed."""
+        self._count(part.nbytes * (len(outs) - 1))
+        return self._all_gather(outs, part, group, async_op)
+
+    def get_rank(self, group: Any = None) -> int:
+        """See torch.distributed."""
+        return dist.get_rank(group)
+
+    def get_world_size(self, group: Any = None) -> int:
+        """See torch.distributed."""
+        return dist.get_world_size(group)
+
+    def _count(self, size: float) -> None:
+        self.calls += 1
+        self.received += size
+
+    def _all_to_all(self, out: Tensor, parts: Tensor, group: Any, async_op: bool) -> Any:
+        return dist.all_to_all_single(out, parts, group=group, async_op=async_op)
+
+    def _all_gather(self, outs: list[Tensor], part: Tensor, group: Any, async_op: bool) -> Any:
+        return dist.all_gather(outs, part, group=group, async_op=async_op)
+
+
+class ThroughHost(Counted):
+    """Exchanges of processes that share one GPU, which NCCL does not serve: by way of the host's memory and gloo."""
+
+    def _all_to_all(self, out: Tensor, parts: Tensor, group: Any, async_op: bool) -> Any:
+        found = torch.empty_like(out, device="cpu")
+        dist.all_to_all_single(found, parts.cpu(), group=group)
+        out.copy_(found)
+        return Done()
+
+    def _all_gather(self, outs: list[Tensor], part: Tensor, group: Any, async_op: bool) -> Any:
+        found = [torch.empty_like(out, device="cpu") for out in outs]
+        dist.all_gather(found, part.cpu(), group=group)
+        for out, one in zip(outs, found, strict=True):
+            out.copy_(one)
+        return Done()
+
+
+class Alone(Counted):
+    """One rank of `world` by itself: what others would send is copied on the device from what it has."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        super().__init__()
+        self.rank, self.world = rank, world
+
+    def get_rank(self, group: Any = None) -> int:
+        """Return the rank that it plays."""
+        return self.rank
+
+    def get_world_size(self, group: Any = None) -> int:
+        """Return how many there would be."""
+        return self.world
+
+    def _all_to_all(self, out: Tensor, parts: Tensor, group: Any, async_op: bool) -> Any:
+        out.copy_(parts)
+        return Done()
+
+    def _all_gather(self, outs: list[Tensor], part: Tensor, group: Any, async_op: bool) -> Any:
+        for out in outs:
+            out.copy_(part)
+        return Done()
+
+
+@contextmanager
+def exchanging(how: Counted) -> Iterator[Counted]:
+    """Let the package exchange in this way."""
+    rooms: tuple[Any, ...] = parallel, collectives
+    before = [room.dist for room in rooms]
+    try:
+        for room in rooms:
+            room.dist = how
+        yield how
+    finally:
+        for room, module in zip(rooms, before, strict=True):
+            room.dist = module
