@@ -1,11 +1,13 @@
-"""Two processes that hold a model together: one program for all cases, which divides before it computes anything."""
+"""Groups of processes that hold a model together: one program for all cases, which divides before it computes anything."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,40 +15,60 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).parents[1]
+TIMEOUT = timedelta(seconds=60)
+"""Of a collective operation in which some rank does not take part."""
 
 
-def two_ranks(work: Callable[..., Any], cases: Iterable[tuple[Any, ...]], folder: Path) -> list[tuple[Any, Any]]:
-    """Return, for each case, what `work(rank, *case)` returned on rank 0 and on rank 1 of a gloo group of its own.
+def on_ranks(
+    work: Callable[..., Any], cases: Iterable[tuple[Any, ...]], folder: Path, worlds: Sequence[int] = (2,)
+) -> list[tuple[Any, ...]]:
+    """Return, for each case, what `work(rank, *case)` returned on every rank of gloo groups of their own, group after group.
 
     Args:
         work: a function of a module's top level; what it returns is saved by torch.
         cases: its arguments after the rank.
         folder: an empty one.
+        worlds: the sizes of groups that work side by side; 1 for a process that works alone.
     """
     cases = list(cases)
-    torch.save(cases, folder / "cases.pt")
+    torch.save((cases, members_of(worlds)), folder / "cases.pt")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "tests.ranks", work.__module__, work.__name__, str(folder)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-4000:]
-    return [tuple(torch.load(folder / f"{case}-{rank}.pt") for rank in (0, 1)) for case in range(len(cases))]
+    numbers = range(sum(worlds))
+    return [tuple(torch.load(folder / f"{case}-{number}.pt") for number in numbers) for case in range(len(cases))]
+
+
+two_ranks = partial(on_ranks, worlds=(2,))
+
+
+def members_of(worlds: Sequence[int]) -> list[tuple[str, int, int]]:
+    """Return (group, rank, size of the group) of every process."""
+    return [(str(group), rank, world) for group, world in enumerate(worlds) for rank in range(world)]
 
 
 def main() -> int:
-    """Be both ranks, and return whether the other one failed."""
+    """Be all processes, and return whether another one failed."""
     module, name, folder = sys.argv[1:]
-    work, cases = getattr(import_module(module), name), torch.load(f"{folder}/cases.pt")
-    other = os.fork()  # which is safe as long as no thread was started: so what both need is loaded once
-    rank = 0 if other else 1
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}  # as torchrun says it, with an address
+    work, (cases, members) = getattr(import_module(module), name), torch.load(f"{folder}/cases.pt")
+    number, children = 0, []
+    for other in range(1, len(members)):
+        child = os.fork()  # which is safe as long as no thread was started: so what all need is loaded once
+        if not child:
+            number, children = other, []
+            break
+        children.append(child)
+    group, rank, world = members[number]
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}  # as torchrun says it, with an address
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}  # that nobody calls: the group is there already
     torch.set_num_threads(1)
     for index, case in enumerate(cases):
-        store = f"file://{folder}/store-{index}"
-        torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-        torch.save(work(rank, *case), f"{folder}/{index}-{rank}.pt")
+        store = f"file://{folder}/store-{index}-{group}"
+        torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=TIMEOUT)
+        torch.save(work(rank, *case), f"{folder}/{index}-{number}.pt")
         torch.distributed.destroy_process_group()
-    return os.waitpid(other, 0)[1] != 0 if other else 0
+    return any([os.waitpid(child, 0)[1] for child in children])
 
 
 if __name__ == "__main__":

@@ -243,7 +243,7 @@ class PackedSequence:
 
         Args:
             build: a function, identified by where it is defined; it may be nested in another, but no lambda, and
-                what it closes over has to be the same for the same `args`.
+                what it closes over has to be the same for the same `args`.  Its result may not hold the record.
             args: values whose `repr` tells them apart.
         """
         # a string, because torch.compile writes guards that name it; not of qualified names, which it takes for equal there

@@ -103,14 +103,19 @@ def _with_history(packed: PackedSequence, tokens: int) -> PackedSequence:
 
 def _segments(packed: PackedSequence) -> Segments:
     """Return a shard's documents as segments, of which the first and the last may be parts of longer ones."""
+    return Segments(packed, *packed.cached(_tables))
+
+
+def _tables(packed: PackedSequence) -> tuple[Tensor, ...]:
+    """Return what `Segments` has beside the record, which may not hold itself: FSDP2 walks through a layer's arguments."""
     count, device, shard = packed.num_segments, packed.cu_seqlens.device, packed.shard
     sizes = -(-packed.cu_seqlens_cpu.diff() // CHUNK)
     chunks = torch.zeros(2, count, dtype=torch.int32)
     chunks[0, -1] = sizes[-1] * shard.goes_on(shard.rank)
     chunks[1, 0] = sizes[0] * bool(shard.history(shard.rank))
     numbers = torch.arange(count + 1, dtype=torch.int32)
-    firsts, last, chunks = (one.to(device, non_blocking=True) for one in (numbers, numbers[:-1].long(), chunks))
-    return Segments(packed, firsts, last, chunks)
+    tables = numbers, numbers[:-1].long(), chunks
+    return tuple(one.to(device, non_blocking=True) for one in tables)
 
 
 class _Rule(Operation):
@@ -120,7 +125,7 @@ class _Rule(Operation):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packed: PackedSequence, scans: Scans
     ) -> Tensor:
-        shard, segments = packed.shard, packed.cached(_segments)
+        shard, segments = packed.shard, _segments(packed)
         saved = scans.prepare(q, k, v, g, beta, segments)
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         before = q.new_zeros(packed.num_segments, v.shape[2], q.shape[3], v.shape[3], dtype=dtype)

@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -37,6 +38,7 @@ ROWS = {
 }
 
 
+@cache
 def widen_islands() -> None:
     """Let upstream's norms, rotary embedding, gates and router compute in fp64, which otherwise are fp32 whatever the model."""
     to, zeros, softmax = torch.Tensor.to, torch.zeros, torch.nn.functional.softmax
