@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from hf_packfree.models.base import upstream_of
-from hf_packfree.packing import PackedSequence
+from hf_packfree.packing import PackedSequence, pad_row
 
 
 class MTPHead(nn.Module):
@@ -56,7 +57,8 @@ class MTPHead(nn.Module):
 
         Args:
             hidden: [1, T, D_model], the text model's output after its final norm.
-            embeddings: [1, T, D_model], what the text model began with, features of images included.
+            embeddings: [1, T, D_model], what the text model began with, features of images included; [1, T + depth, D_model]
+                of a shard, whose documents go on behind it.
             packed: where documents start and end.
             depth: number of steps.
             of_layers: what a decoder layer takes besides, such as `position_embeddings`.
@@ -82,24 +84,22 @@ def shapes_of(head: nn.Module) -> dict[str, tuple[int, ...]]:
 def ahead(row: Tensor, packed: PackedSequence, by: int, fill: float) -> Tensor:
     """Return the row [1, T, ...] with every token's value replaced by that of the token `by` further in the same document.
 
-    Tokens whose document ends before that get `fill`.
+    Tokens whose document ends before that get `fill`.  Of a shard, `row` has as many tokens more that are behind it.
     """
-    index, same = packed.cached(_places_ahead, by)
-    index, same = index.to(row.device), same.to(row.device)
-    return row.index_select(1, index).masked_fill(~same.view(1, -1, *[1] * (row.ndim - 2)), fill)
+    same = packed.cached(_goes_on, by).to(row.device).view(1, -1, *[1] * (row.ndim - 2))
+    return pad_row(row[:, by:][:, : packed.num_tokens], packed.num_tokens, fill).masked_fill(~same, fill)
 
 
 def predicts(packed: PackedSequence, by: int) -> Tensor:
     """Return bool [T]: which real tokens have one to embed `by` further in their document, and one behind that to predict."""
-    return packed.cached(_places_ahead, by + 1)[1] & packed.is_real()[0]
+    return packed.cached(_goes_on, by + 1) & packed.is_real()[0]
 
 
-def _places_ahead(packed: PackedSequence, by: int) -> tuple[Tensor, Tensor]:
-    """int64 [T], the token `by` further, and bool [T], whether it is in the same document."""
-    number = packed.seq_idx[0]
-    index = torch.arange(by, by + packed.num_tokens, device=number.device)
-    inside = index.clamp(max=packed.num_tokens - 1)
-    return inside, (index == inside) & (number.index_select(0, inside) == number)
+def _goes_on(packed: PackedSequence, by: int) -> Tensor:
+    """bool [T]: whether the token `by` further is in the same document."""
+    number = (packed if packed.shard is None else packed.shard.row).seq_idx[0]
+    same = F.pad(number[by:] == number[:-by], (0, min(by, len(number))), value=False)
+    return same if packed.shard is None else packed.shard.cut(same, 0)
 
 
 def _of_full_attention(config: Any, layers: int) -> Any:

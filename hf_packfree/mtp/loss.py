@@ -18,6 +18,7 @@ from hf_packfree.models.state import PatchState
 from hf_packfree.mtp.head import ahead
 from hf_packfree.ops.loss import linear_cross_entropy
 from hf_packfree.packing import PackedSequence
+from hf_packfree.parallel.collectives import gathered
 
 SAMPLE = 1024
 """Tokens of a row whose most likely prediction is compared with the target: all of a longer row's would cost a product more."""
@@ -28,9 +29,9 @@ class DepthLosses:
     """What one batch gives; index k - 1 is depth k.
 
     Attributes:
-        sums: each depth's summed cross entropy, with its graph.
+        sums: each depth's summed cross entropy, with its graph; of a shard its own.
         facts: per depth [4]: that sum, how many targets there are, how many of them were tried, and how many of these the most
-            likely token hits.
+            likely token hits; of the whole row.
     """
 
     sums: tuple[Tensor, ...]
@@ -44,7 +45,8 @@ def depth_losses(
 
     Args:
         states: per depth [1, T, D_model], see `MTPHead.forward`.
-        targets: int64 [1, T], what the main loss wants each token to predict, `IGNORED` at the end of every document.
+        targets: int64 [1, T], what the main loss wants each token to predict, `IGNORED` at the end of every document; of a
+            shard with as many tokens behind it as there are depths.
         packed: the record of the row.
         layer: the language modelling head's last one.
         state: the model's, which names the loss's backend.
@@ -58,6 +60,8 @@ def depth_losses(
         sums.append(total)
         found = total.detach(), (wanted != IGNORED).sum(), tried, right
         facts.append(torch.stack([one.double() for one in found]))
+    if packed.shard is not None:
+        facts = [gathered(one, packed.shard.group).sum(0) for one in facts]
     return DepthLosses(tuple(sums), tuple(facts))
 
 

@@ -22,7 +22,8 @@ from hf_packfree.models.state import PatchState, state_of
 from hf_packfree.mtp.loss import depth_losses
 from hf_packfree.mtp.options import MTPOptions
 from hf_packfree.mtp.routers import balance, router_logits, wants_balance
-from hf_packfree.packing import PackedSequence, PackingInputs, unpad
+from hf_packfree.packing import PackedSequence, PackingInputs, pad_row, unpad
+from hf_packfree.parallel.collectives import with_right_context
 
 logger = logging.getLogger("hf_packfree")
 
@@ -76,6 +77,8 @@ class MTPTraining:
         embeddings = embeddings.to(hidden.device)  # which may be another one where layers are on several
         if self.options.detach:
             hidden, embeddings = hidden.detach(), embeddings.detach()
+        if packed.shard is not None:
+            embeddings = with_right_context(embeddings[0], packed.shard, self.options.depth)[None]
         self._call.packed, self._call.backends = packed, state_of(trunk)
         kind = hidden.device.type
         self._call.autocast = {
@@ -99,7 +102,7 @@ class MTPTraining:
 
     def _loss(self, model: Any, call: _Call, packed: PackedSequence) -> tuple[Tensor, Any]:
         """Return the sum of all depths' losses, weighted, and the count that it is divided by."""
-        targets, items = _targets(call.given, packed)
+        targets, items = _targets(call.given, packed, self.options.depth)
         with router_logits(model.mtp) as routed:
             states = model.mtp(depth=self.options.depth, **call.row)
         row: PackedSequence = call.row["packed"]
@@ -108,7 +111,9 @@ class MTPTraining:
         total = self.options.weight / self.options.depth * torch.stack(losses.sums).sum()
         items = items.to(total.device) if isinstance(items, Tensor) else items
         if wants_balance(model, call.given):  # a mean, where the others are sums
-            total = total + self.options.weight * items * balance(model, routed, row)
+            once = row.shard is not None and call.given.get("num_items_in_batch") is not None  # all ranks' losses add up
+            ranks = row.shard.world if once else 1
+            total = total + self.options.weight * items * balance(model, routed, row) / ranks
         return total, items
 
     def _warn_of_nothing(self, model: nn.Module) -> None:
@@ -136,8 +141,12 @@ def _record_of(trunk: Any, arguments: dict[str, Any]) -> PackedSequence | None:
     return read_arguments(inputs, ids, embeddings, cache, config=trunk.config, skip_padding=True, unpacked=True)
 
 
-def _targets(given: dict[str, Any], packed: PackedSequence) -> tuple[Tensor, Any]:
-    """Return what the main loss wants every token of the row to predict, int64 [1, T], and the count that it is divided by."""
+def _targets(given: dict[str, Any], row: PackedSequence, depth: int) -> tuple[Tensor, Any]:
+    """Return what the main loss wants every token of the row to predict, int64 [1, T], and the count that it is divided by.
+
+    Of a shard [1, t + depth], and the count of the loss whose mean over the ranks is one process's.
+    """
+    packed = row if row.shard is None else row.shard.batch
     ignored = given.get("ignore_index", IGNORED)
     if not wants_all_logits(given):
         raise UnsupportedInput(
@@ -151,9 +160,11 @@ def _targets(given: dict[str, Any], packed: PackedSequence) -> tuple[Tensor, Any
             "wanted one for each of these tokens; cut or pad labels as the tokens are"
         )
     targets, items = row_targets(shifted, packed, ignored), given.get("num_items_in_batch")
-    wanted = targets["shift_labels"]
-    items = at_least_one(targets["num_items_in_batch"] if items is None else items)
-    return wanted.masked_fill(wanted == ignored, IGNORED), items
+    wanted = targets["shift_labels"].masked_fill(targets["shift_labels"] == ignored, IGNORED)
+    if row.shard is not None:
+        wanted = row.shard.cut(pad_row(wanted, row.shard.row.num_tokens + depth, IGNORED), behind=depth)
+        items = targets["num_items_in_batch"] / row.shard.world if items is None else items
+    return wanted, at_least_one(targets["num_items_in_batch"] if items is None else items)
 
 
 def _with_loss(output: Any, total: Tensor, items: Any) -> Any:

@@ -22,11 +22,13 @@ class RowShard:
 
     Attributes:
         row: the record of the whole row, of T tokens, a multiple of W: the same on all ranks.
+        batch: the record of the caller's batch, [B, S], that the row was made of.
         rank, world: this rank's number in its group, and W.
         group: torch.distributed's process group.
     """
 
     row: PackedSequence
+    batch: PackedSequence
     rank: int
     world: int
     group: Any
@@ -36,9 +38,9 @@ class RowShard:
         """t, the number of tokens of every shard."""
         return self.row.num_tokens // self.world
 
-    def cut(self, whole: Tensor, dim: int = 1) -> Tensor:
-        """Return this rank's t tokens of a tensor with T in dimension `dim`."""
-        return whole.narrow(dim, self.rank * self.tokens, self.tokens)
+    def cut(self, whole: Tensor, dim: int = 1, *, behind: int = 0) -> Tensor:
+        """Return this rank's t tokens of a tensor with T + `behind` in dimension `dim`, and so many behind them."""
+        return whole.narrow(dim, self.rank * self.tokens, self.tokens + behind)
 
     @cached_property
     def _histories(self) -> list[int]:
@@ -98,7 +100,7 @@ def shard_row(packed: PackedSequence, rank: int, world: int, group: Any = None) 
         >>> second.position_ids()
         tensor([[1, 2, 3, 4]])
     """
-    shard = RowShard(row=_divisible(packed, world), rank=rank, world=world, group=group)
+    shard = RowShard(row=_divisible(packed, world), batch=packed, rank=rank, world=world, group=group)
     row, start = shard.row, rank * shard.tokens
     offsets = row.cu_seqlens_cpu.clamp(start, start + shard.tokens) - start
     lengths = offsets.diff()

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hf_packfree.ops.operation import Operation
+from hf_packfree.packing import RowShard, pad_row
 
 
 class _AllToAll(Operation):
@@ -64,6 +65,17 @@ def all_to_all(parts: Tensor, group: Any) -> Tensor:
 def all_gather(part: Tensor, group: Any) -> Tensor:
     """Return [W, ...], every rank's part [...]; a part's gradient is the sum of what all ranks say of it."""
     return _AllGather.apply(part, group)  # type: ignore[no-any-return]
+
+
+def with_right_context(x: Tensor, shard: RowShard, reach: int) -> Tensor:
+    """Return [t + reach, ...]: a rank's tokens x [t, ...] and those behind them, zeros behind the row.
+
+    Where no document is on several ranks nothing is exchanged, and zeros stand for what is of no use.
+    """
+    behind = x[:0]
+    if shard.is_cut:
+        behind = all_gather(x[:reach], shard.group)[shard.rank + 1:].flatten(0, 1)[:reach]
+    return pad_row(torch.cat([x, behind])[None], len(x) + reach)[0]
 
 
 def tokens_to_heads(x: Tensor, group: Any) -> Tensor:

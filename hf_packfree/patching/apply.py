@@ -127,10 +127,8 @@ class Options:
 
     def _check_beside_ranks(self) -> None:
         """Refuse options that need more of a row than a rank has."""
-        head = mtp_options(self.mtp)
-        found = "mtp='train'" if head is not None and head.train else "padded='upstream'" if self.padded == "upstream" else ""
-        found = "batch_invariant=True" if self.batch_invariant else found
-        if found:
+        found = "batch_invariant=True" if self.batch_invariant else "padded='upstream'" if self.padded == "upstream" else None
+        if found is not None:
             raise ValueError(
                 f"found context_parallel together with {found}, which wants whole rows; wanted one of the two; leave one out"
             )

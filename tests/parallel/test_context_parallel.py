@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from hf_packfree import apply_patches, remove_patches
@@ -80,15 +79,6 @@ def test_accelerate_leaves_alone_only_what_cuts_its_own_rows(group):
         Accelerator._prepare_cp(SimpleNamespace(), tiny())
     undo()
     assert Accelerator._prepare_cp is before
-
-
-@pytest.fixture(scope="module")
-def group(tmp_path_factory):
-    """A group of this process alone."""
-    store = tmp_path_factory.mktemp("group") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +154,7 @@ def test_a_misspelt_way_is_refused(group):
         ContextParallel(group, gdn="rows")
 
 
-@pytest.mark.parametrize("options", [{"mtp": "train"}, {"padded": "upstream"}, {"batch_invariant": True}])
+@pytest.mark.parametrize("options", [{"padded": "upstream"}, {"batch_invariant": True}])
 def test_options_that_need_whole_rows_are_refused(group, options):
     with pytest.raises(ValueError, match="found context_parallel together with"):
         apply_patches(tiny(), context_parallel=group, **options)
