@@ -14,6 +14,7 @@ from hf_packfree.models.audio_tower import PackedAudioAttention, PackedAudioTowe
 from hf_packfree.models.base import stands_for
 from hf_packfree.models.heads import PackedHead
 from hf_packfree.models.idle_tower import run_beside_idle_tower
+from hf_packfree.models.placeholders import PackedDeepstack
 from hf_packfree.models.tiny import PLACEHOLDERS, qwen3_text_sizes, qwen3_vision_sizes
 from hf_packfree.models.trunk import PackedTrunk
 from hf_packfree.models.vision_attention import (
@@ -34,7 +35,7 @@ class Qwen3OmniMoeThinkerTextAttention(QKNormAttention, upstream.Qwen3OmniMoeThi
 
 
 @stands_for(upstream)
-class Qwen3OmniMoeThinkerTextModel(PackedTrunk, upstream.Qwen3OmniMoeThinkerTextModel):
+class Qwen3OmniMoeThinkerTextModel(PackedDeepstack, PackedTrunk, upstream.Qwen3OmniMoeThinkerTextModel):
     """Upstream's trunk, plus the record."""
 
 

@@ -9,6 +9,7 @@ from transformers.models.qwen3_vl import modeling_qwen3_vl as upstream
 from hf_packfree.models.attention import QKNormAttention
 from hf_packfree.models.base import stands_for
 from hf_packfree.models.heads import heads_of
+from hf_packfree.models.placeholders import PackedDeepstack
 from hf_packfree.models.tiny import PLACEHOLDERS, qwen3_text_sizes, qwen3_vision_sizes
 from hf_packfree.models.trunk import PackedTrunk
 from hf_packfree.models.vision_attention import (
@@ -29,7 +30,7 @@ class Qwen3VLTextAttention(QKNormAttention, upstream.Qwen3VLTextAttention):
 
 
 @stands_for(upstream)
-class Qwen3VLTextModel(PackedTrunk, upstream.Qwen3VLTextModel):
+class Qwen3VLTextModel(PackedDeepstack, PackedTrunk, upstream.Qwen3VLTextModel):
     """Upstream's trunk, plus the record."""
 
 

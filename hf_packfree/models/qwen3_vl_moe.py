@@ -9,6 +9,7 @@ from transformers.models.qwen3_vl_moe import modeling_qwen3_vl_moe as upstream
 from hf_packfree.models.attention import QKNormAttention
 from hf_packfree.models.base import stands_for
 from hf_packfree.models.heads import heads_of
+from hf_packfree.models.placeholders import PackedDeepstack
 from hf_packfree.models.tiny import PLACEHOLDERS, qwen3_text_sizes, qwen3_vision_sizes
 from hf_packfree.models.trunk import PackedTrunk
 from hf_packfree.models.vision_attention import (
@@ -29,7 +30,7 @@ class Qwen3VLMoeTextAttention(QKNormAttention, upstream.Qwen3VLMoeTextAttention)
 
 
 @stands_for(upstream)
-class Qwen3VLMoeTextModel(PackedTrunk, upstream.Qwen3VLMoeTextModel):
+class Qwen3VLMoeTextModel(PackedDeepstack, PackedTrunk, upstream.Qwen3VLMoeTextModel):
     """Upstream's trunk, plus the record."""
 
 

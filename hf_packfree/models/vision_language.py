@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hf_packfree.errors import BoundaryError, UnsupportedInput
@@ -14,6 +15,7 @@ from hf_packfree.models.base import Replacement
 from hf_packfree.models.entry import as_requested, enter, restore_layers, row_of_each, row_positions
 from hf_packfree.models.idle_tower import run_beside_idle_tower
 from hf_packfree.models.mrope import RowMedia, items_of_documents, media_of, packed_positions
+from hf_packfree.models.placeholders import PlaceholderMask
 from hf_packfree.models.vision_attention import PackedVisionTower, mark_packed
 from hf_packfree.packing import PackedSequence, repad, uncompiled
 from hf_packfree.packing.media import Media
@@ -88,7 +90,10 @@ class PackedVisionLanguage(Replacement):
         counted, width = getattr(input_ids, _COUNTED, None), inputs_embeds.shape[-1]
         if counted is not None:
             features = {name: x for name, x in features.items() if x.shape != (counted.features.get(name), width)}
-        return upstream.get_placeholder_mask(input_ids, inputs_embeds, *args, **features)
+        masks = upstream.get_placeholder_mask(input_ids, inputs_embeds, *args, **features)
+        if counted is None or torch.compiler.is_compiling():
+            return masks
+        return tuple(mask.as_subclass(PlaceholderMask) for mask in masks)
 
     def compute_3d_position_ids(self, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
         """Return upstream's positions, or those of a packed row, made while the device is busy with the towers."""

@@ -156,6 +156,23 @@ def test_from_the_tower_to_the_last_layer_nothing_waits_for_the_device(form):
             one.base_model(use_cache=False, **batch)
 
 
+@pytest.mark.skipif(TRIAL, reason="a CPU waits for nothing")
+@pytest.mark.parametrize("form", ["padded", "offsets"])
+def test_the_backward_pass_waits_for_nothing(form):
+    """Not between text and tower either, where upstream's gradient of the scattered features counts tokens."""
+    model, ours = towers(torch.bfloat16)
+    batch = replace(sixteen_documents(form, tiny=True), patch=16).inputs(256, DEVICE)
+    ours.base_model(use_cache=False, **batch).last_hidden_state.float().mean().backward()
+    for one, outcome in ((ours, nullcontext()), *([(model, waits())] if form == "padded" else [])):
+        loss = one.base_model(use_cache=False, **batch).last_hidden_state.float().mean()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            with outcome:
+                loss.backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("form", ["padded", "offsets"])
 def test_documents_with_images_are_upstreams_alone(form, record, precise, upstream_in_torch):
     """The whole model in fp32: a padded batch of the processor's, and the row of it, against unpatched padded."""

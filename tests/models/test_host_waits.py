@@ -1,0 +1,98 @@
+"""What a GPU's host would wait for, looked for on a CPU: operations whose result's size, or value, is on the device.
+
+Planning is left out: it runs on host tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_packfree import apply_patches
+from hf_packfree.models import vision_attention, vision_language
+from hf_packfree.packing import PackedSequence
+from tests.vision import documents, packed_batch, padded_batch, random_weights, tiny_vision
+
+WAITS = {
+    "nonzero", "masked_select", "masked_scatter_backward", "_local_scalar_dense", "unique_dim", "_unique2",
+    "unique_consecutive", "equal",
+}
+BY_INDEX = {"index", "index_put", "index_put_", "_index_put_impl_"}
+"""With boolean indices."""
+
+
+class Waits(TorchDispatchMode):
+    """Lists operations that would wait, but for those of planning."""
+
+    def __init__(self):
+        super().__init__()
+        self.found, self.planning = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        indices = args[1] if name in BY_INDEX else ()
+        boolean = any(isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indices)
+        sized = name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
+        if not self.planning and (name in WAITS or boolean or sized):
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+    def plans(self, function):
+        def planned(*args, **kwargs):
+            self.planning += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.planning -= 1
+
+        return planned
+
+
+@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_vl", "qwen2_5_vl"])
+def unpatched(request):
+    return tiny_vision(request.param)
+
+
+@pytest.fixture(scope="module")
+def given(unpatched):
+    """Documents with images; a row of images and videos waits in upstream's merge of both kinds' deepstack features."""
+    return [one for one in documents(unpatched.model) if "video" not in one.pixels]
+
+
+def batch_of(form, given, model):
+    return padded_batch("right", given) if form == "padded" else packed_batch(form, given, model.model)
+
+
+def waits_of(model, batch, weights, patch):
+    """Return the waits from the tower's first block to the text model's end, and in the whole backward pass."""
+    waits = Waits()
+    patch.setattr(vision_language, "packed_positions", waits.plans(vision_language.packed_positions))
+    patch.setattr(vision_attention, "segments_of", waits.plans(vision_attention.segments_of))
+    patch.setattr(PackedSequence, "cached", waits.plans(PackedSequence.cached))
+    first, last = model.model.visual.blocks[0], model.model.language_model
+    handles = [
+        first.register_forward_pre_hook(lambda *_: waits.__enter__() and None),
+        last.register_forward_hook(lambda *_: waits.__exit__(None, None, None)),
+    ]
+    parts = batch.cut(batch.call(model).logits)
+    for handle in handles:
+        handle.remove()
+    forward, waits.found = waits.found, []
+    with waits:
+        sum((part * weight).sum() for part, weight in zip(parts, weights, strict=True)).backward()
+    return forward, waits.found
+
+
+@pytest.mark.parametrize("form", ["4 rows", "offsets, types", "padded"])
+def test_from_the_towers_blocks_to_the_text_models_end_and_back_nothing_waits(unpatched, given, form, monkeypatch):
+    model, batch = apply_patches(copy.deepcopy(unpatched)), batch_of(form, given, unpatched)
+    assert waits_of(model, batch, random_weights(given), monkeypatch) == ([], [])
+
+
+def test_control_upstream_waits_in_both_directions(unpatched, given, monkeypatch):
+    forward, backward = waits_of(unpatched, padded_batch("right", given), random_weights(given), monkeypatch)
+    assert "_local_scalar_dense" in forward
+    assert "masked_scatter_backward" in backward
