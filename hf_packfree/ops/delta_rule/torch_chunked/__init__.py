@@ -29,7 +29,8 @@ def gated_delta_rule(
     """See `hf_packfree.ops.delta_rule.gated_delta_rule`."""
     key_size, value_size = q.shape[-1], v.shape[-1]
     q, k, v = _widen(q), _widen(k), _widen(v)
-    out: Tensor = _GatedDeltaRule.apply(q, k, v, g, beta, key_size, packed, qk_l2norm)  # type: ignore[no-untyped-call]
+    out: Tensor
+    out, _ = _GatedDeltaRule.apply(q, k, v, g, beta, None, key_size, packed, qk_l2norm)  # type: ignore[no-untyped-call]
     return out if out.shape[-1] == value_size else out[..., :value_size]
 
 
@@ -40,7 +41,7 @@ def with_states(
     """See `hf_packfree.ops.delta_rule.gated_delta_rule_with_states`."""
     key_size, value_size = q.shape[-1], v.shape[-1]
     q, k, v, state = _widen(q), _widen(k), _widen(v), _widen(_widen(initial_state).mT).mT
-    out, final = _WithStates.apply(q, k, v, g, beta, state, key_size, packed, qk_l2norm)  # type: ignore[no-untyped-call]
+    out, final = _GatedDeltaRule.apply(q, k, v, g, beta, state, key_size, packed, qk_l2norm)  # type: ignore[no-untyped-call]
     return out[..., :value_size], final[..., :key_size, :value_size]
 
 
@@ -50,51 +51,15 @@ def _widen(x: Tensor) -> Tensor:
 
 
 class _GatedDeltaRule(Transformable):
+    """Returns the output, and the states that documents leave where they begin with some."""
+
     @staticmethod
     def forward(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        size: int,
-        packed: PackedSequence,
-        qk_l2norm: bool,
-    ) -> Tensor:
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None,
+        size: int, packed: PackedSequence, qk_l2norm: bool,
+    ) -> tuple[Tensor, Tensor | None]:
         with torch.autocast(q.device.type, enabled=False):  # it would round the products to half precision
-            return forward_pass((q[0], k[0], v[0], g[0], beta[0]), size, packed, qk_l2norm)[0]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        *tensors, ctx.size, ctx.packed, ctx.qk_l2norm = inputs
-        ctx.save_for_backward(*tensors)
-
-    @staticmethod
-    @first_derivative
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        grads = without_transforms(_backward, d_out, *ctx.saved_tensors, ctx.size, ctx.packed, ctx.qk_l2norm)
-        return *grads[:5], None, None, None
-
-
-class _WithStates(Transformable):
-    """The same between states."""
-
-    @staticmethod
-    def forward(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        initial_state: Tensor,
-        size: int,
-        packed: PackedSequence,
-        qk_l2norm: bool,
-    ) -> tuple[Tensor, Tensor]:
-        with torch.autocast(q.device.type, enabled=False):
-            out, final = forward_pass((q[0], k[0], v[0], g[0], beta[0]), size, packed, qk_l2norm, initial_state)
-        assert final is not None
-        return out, final
+            return forward_pass((q[0], k[0], v[0], g[0], beta[0]), size, packed, qk_l2norm, initial_state)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -103,24 +68,16 @@ class _WithStates(Transformable):
 
     @staticmethod
     @first_derivative
-    def backward(ctx: Any, d_out: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, initial_state = ctx.saved_tensors
-        arguments = (d_out, *tensors, ctx.size, ctx.packed, ctx.qk_l2norm, initial_state, d_final)
+    def backward(ctx: Any, d_out: Tensor, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
+        arguments = (d_out, d_final, *ctx.saved_tensors, ctx.size, ctx.packed, ctx.qk_l2norm)
         return *without_transforms(_backward, *arguments), None, None, None
 
 
 def _backward(
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    size: int,
-    packed: PackedSequence,
-    qk_l2norm: bool,
-    *states: Tensor,
+    d_out: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
+    initial_state: Tensor | None, size: int, packed: PackedSequence, qk_l2norm: bool,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of q, k, v, g, beta and, of `states`, the initial one; the second is the final one's gradient."""
+    """Return the gradients of q, k, v, g, beta and of the initial state."""
     with torch.autocast(d_out.device.type, enabled=False):
-        return backward_pass((q[0], k[0], v[0], g[0], beta[0]), d_out[0], size, packed, qk_l2norm, *states)
+        inputs = (q[0], k[0], v[0], g[0], beta[0])
+        return backward_pass(inputs, d_out[0], size, packed, qk_l2norm, initial_state, d_final)
