@@ -24,7 +24,7 @@ from hf_packfree.ops.conv import QK_L2NORM, qkv_conv
 from hf_packfree.ops.delta_rule.flash_qla_segments import FlashQLAScans
 from hf_packfree.ops.delta_rule.reference import rounded_unit
 from hf_packfree.ops.delta_rule.segments import Scans, Segments
-from hf_packfree.ops.delta_rule.torch_chunked.segments import TorchScans
+from hf_packfree.ops.delta_rule.torch_chunked import TorchScans
 from hf_packfree.ops.fla import CHUNK
 from hf_packfree.ops.operation import Operation
 from hf_packfree.packing import PackedSequence, RowShard

@@ -10,7 +10,7 @@ from torch.nn.functional import normalize
 
 from hf_packfree.ops.delta_rule import gated_delta_rule, gated_delta_rule_with_states, recurrent_gated_delta_rule_with_states
 from hf_packfree.ops.delta_rule.segments import Segments, fold, plan_segments, walk_segments
-from hf_packfree.ops.delta_rule.torch_chunked.segments import TorchScans
+from hf_packfree.ops.delta_rule.torch_chunked import TorchScans
 from hf_packfree.ops.fla import CHUNK
 from hf_packfree.packing import PackedSequence
 from tests.ops.test_delta_rule import make_inputs, threads  # noqa: F401 (one thread for tiny tensors)

@@ -11,7 +11,7 @@ from torch.nn.functional import normalize
 
 from hf_packfree.ops.delta_rule import flash_qla_segments, gated_delta_rule
 from hf_packfree.ops.delta_rule.segments import Segments
-from hf_packfree.ops.delta_rule.torch_chunked.segments import TorchScans
+from hf_packfree.ops.delta_rule.torch_chunked import TorchScans
 from hf_packfree.packing import PackedSequence
 from tests.support import relative_rms
 

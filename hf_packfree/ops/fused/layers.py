@@ -1,4 +1,4 @@
-"""Linear layers that read one tensor, inside an autograd function: their outputs, and their gradients in two steps.
+"""Linear layers that read one tensor, as one op or inside another: their outputs, and their gradients in two steps.
 
 The first step is the gradient of what they read; the second, of weights and adapters, needs that tensor, which some ops
 recompute in between.  Gradients of the tensor are summed inside the matrix products.
@@ -7,15 +7,18 @@ recompute in between.  Gradients of the tensor are summed inside the matrix prod
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
-import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from hf_packfree.ops.backend import HALF
+from hf_packfree.ops.backend import HALF, uses_triton
 from hf_packfree.ops.fused.linear import NARROW, autocast_as_in_forward, linear_forward, narrow_linear
-from hf_packfree.ops.fused.low_rank import Factors, Layout, LowRank
+from hf_packfree.ops.fused.low_rank import Factors, Layer, Layout, LowRank, layer_reference, take_apart
+from hf_packfree.ops.fused.mixed import cat
 from hf_packfree.ops.fused.quantised import Weights
+from hf_packfree.ops.operation import Operation
 
 Recompute = Callable[[Tensor, bool], tuple[tuple[Tensor | None, ...], Tensor | None]]
 
@@ -77,7 +80,7 @@ class Gradients:
         self.layers, self.d_outs = layers, d_outs
         # Narrowest first: `addmm_` reads and writes all of d_x, which the narrow product would wait for.
         groups = sorted(_groups(layers.weights.heights), key=layers.weights.height)
-        self.groups = [(group, _cat(d_outs[group], -1)) for group in groups]
+        self.groups = [(group, cat(d_outs[group], -1)) for group in groups]
         self.d_inner = layers.low_rank.inner_gradients(d_outs) if layers.low_rank else []
 
     def of_input(self) -> Tensor:
@@ -94,7 +97,7 @@ class Gradients:
     def _onto(self, d_x: Tensor | None) -> Tensor:
         """Add the gradient that comes through the weights to d_x."""
         for group, d_out in self.groups:
-            weight = _cat(self.layers.weights.of(group), 0)
+            weight = cat(self.layers.weights.of(group), 0)
             d_x = d_out @ weight if d_x is None else d_x.addmm_(d_out, weight)
         assert d_x is not None
         return d_x
@@ -130,6 +133,47 @@ def linear_backward(d_out: Tensor, layers: Layers, recompute: Recompute, needed:
         return *gradients, *backward.of_tensors(rows, needed)
 
 
+def projections(x: Tensor, *layers: Layer, batch_invariant: bool = False, backend: str = "torch") -> tuple[Tensor, ...]:
+    """Return the output of each linear layer; "triton" sums the gradients of x inside the matrix products.
+
+    Args:
+        x: [..., D], any floating dtype.
+        layers: [F, D] each, in x's dtype, or that with adapters, see `hf_packfree.ops.fused.low_rank`.
+        batch_invariant: with "triton", a row of x gives the same result among any number of rows, without adapters.
+        backend: "triton" or "torch".
+
+    Returns:
+        [..., F] each, in x's dtype.
+
+    Raises:
+        BackendUnavailable: no backend has that name.
+    """
+    if uses_triton("projections", backend):
+        layout, tensors = take_apart(layers)
+        return _Projections.apply(layout, batch_invariant, x, *tensors)  # type: ignore[no-any-return]
+    return tuple(layer_reference(x, layer) for layer in layers)
+
+
+class _Projections(Operation):
+    @staticmethod
+    def forward(ctx: Any, layout: Layout, batch_invariant: bool, x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        layers = Layers(layout, tensors)
+        outs = layers.forward(x, batch_invariant)
+        ctx.save_for_backward(x, *tensors, *layers.inner)
+        ctx.layout = layout
+        return tuple(outs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *d_outs: Tensor) -> tuple[Tensor | None, ...]:
+        (x, *saved), layout = ctx.saved_tensors, ctx.layout
+        needs_x, *needed = ctx.needs_input_grad[2:]
+        with autocast_as_in_forward(x):
+            backward = Layers(layout, saved[: layout.tensors], saved[layout.tensors :]).backward(d_outs)
+            d_x = backward.of_input().view_as(x) if needs_x else None
+            return None, None, d_x, *backward.of_tensors(x.flatten(0, -2), needed)
+
+
 def _groups(heights: Sequence[int]) -> list[slice]:
     """Cut the layers into those multiplied as one: narrow neighbours together, every other one by itself."""
     narrow = [height < NARROW for height in heights]
@@ -137,8 +181,4 @@ def _groups(heights: Sequence[int]) -> list[slice]:
     return [slice(*ends) for ends in zip(starts, [*starts[1:], len(heights)], strict=True)]
 
 
-def _cat(parts: Sequence[Tensor], dim: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim)
-
-
-__all__ = ["Layers", "linear_backward"]
+__all__ = ["Layers", "linear_backward", "projections"]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout, linear
 
-from hf_packfree.ops.fused.mixed import products_of
+from hf_packfree.ops.fused.mixed import cat, products_of
 from hf_packfree.ops.fused.quantised import Quantised, Restore, whole
 
 
@@ -243,8 +243,7 @@ def _factors(hs: Sequence[Tensor], ws: Sequence[Tensor]) -> Factors | None:
     """Join products that are summed to one."""
     if not hs:
         return None
-    h, w = (parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim) for parts, dim in ((hs, 1), (ws, 0)))
-    return h, w.contiguous()
+    return cat(hs, 1), cat(ws, 0).contiguous()
 
 
 def _columns(reading: Reading, joint: Tensor) -> Iterator[tuple[int, Tensor]]:

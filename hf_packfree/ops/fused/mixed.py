@@ -26,23 +26,23 @@ class Plain:
     @staticmethod
     def inner(x: Tensor, downs: Sequence[Tensor], scale: float) -> Tensor:
         """Return scale x A' of each A [r, D], of x [T, D]."""
-        down = _cat(downs, 0)
+        down = cat(downs, 0)
         return (x.to(down.dtype) @ down.T).mul_(scale)
 
     @staticmethod
     def outer(inner: Sequence[Tensor], ups: Sequence[Tensor], like: Tensor) -> Tensor:
         """Return the sum of the products of what is inner with each B' [r, F], in the dtype of `like`."""
-        return (_cat(inner, 1) @ Plain.up_factor(ups, like)).to(like.dtype)
+        return (cat(inner, 1) @ Plain.up_factor(ups, like)).to(like.dtype)
 
     @staticmethod
     def up_factor(ups: Sequence[Tensor], like: Tensor) -> Tensor:
         """Return what `outer` multiplies with, one above the other."""
-        return _cat(ups, 1).T
+        return cat(ups, 1).T
 
     @staticmethod
     def inner_gradient(d_outs: Sequence[Tensor], ups: Sequence[Tensor], scale: float) -> Tensor:
         """Return scale d_out B, side by side, of each d_out [T, F] and B [F, r]."""
-        return _cat([d_out.to(up.dtype) @ up for d_out, up in zip(d_outs, ups, strict=True)], 1).mul_(scale)
+        return cat([d_out.to(up.dtype) @ up for d_out, up in zip(d_outs, ups, strict=True)], 1).mul_(scale)
 
     @staticmethod
     def input_gradient(d_inner: Tensor, downs: Sequence[Tensor], like: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class Plain:
     @staticmethod
     def down_factor(downs: Sequence[Tensor], like: Tensor) -> Tensor:
         """Return what `input_gradient` multiplies with, one above the other."""
-        return _cat(downs, 0)
+        return cat(downs, 0)
 
     @staticmethod
     def down_gradients(x: Tensor, d_inner: Tensor, count: int) -> Sequence[Tensor]:
@@ -71,16 +71,16 @@ class Split:
     @staticmethod
     def inner(x: Tensor, downs: Sequence[Tensor], scale: float) -> Tensor:
         """See `Plain`; so are the others."""
-        wide = wide_product(x, _cat([split(down, down.numel(), x.dtype) for down in downs], 0).view(-1, x.shape[1]).T)
+        wide = wide_product(x, cat([split(down, down.numel(), x.dtype) for down in downs], 0).view(-1, x.shape[1]).T)
         return in_pairs(wide, len(downs[0]), scale, x.new_empty(wide.shape))
 
     @staticmethod
     def outer(inner: Sequence[Tensor], ups: Sequence[Tensor], like: Tensor) -> Tensor:
-        return _cat(inner, 1) @ Split.up_factor(ups, like)
+        return cat(inner, 1) @ Split.up_factor(ups, like)
 
     @staticmethod
     def up_factor(ups: Sequence[Tensor], like: Tensor) -> Tensor:
-        return _cat([split(up, up.shape[1], like.dtype, paired=True).view(len(up), -1) for up in ups], 1).T
+        return cat([split(up, up.shape[1], like.dtype, paired=True).view(len(up), -1) for up in ups], 1).T
 
     @staticmethod
     def inner_gradient(d_outs: Sequence[Tensor], ups: Sequence[Tensor], scale: float) -> Tensor:
@@ -98,7 +98,7 @@ class Split:
     @staticmethod
     def down_factor(downs: Sequence[Tensor], like: Tensor) -> Tensor:
         parts = [split(down, down.numel(), like.dtype, paired=True) for down in downs]
-        return _cat(parts, 0).view(-1, downs[0].shape[1])
+        return cat(parts, 0).view(-1, downs[0].shape[1])
 
     @staticmethod
     def down_gradients(x: Tensor, d_inner: Tensor, count: int) -> Sequence[Tensor]:
@@ -149,8 +149,9 @@ def in_pairs(wide: Tensor, rank: int, scale: float, out: Tensor) -> Tensor:
     return out
 
 
-def _cat(parts: Sequence[Tensor], dim: int) -> Tensor:
+def cat(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Concatenate; one part is returned as it is."""
     return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim)
 
 
-__all__ = ["Plain", "Split", "products_of"]
+__all__ = ["Plain", "Split", "cat", "products_of"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_packfree.ops.fused import adapted_swiglu, swiglu_mlp
+from hf_packfree.ops.fused import swiglu as module, swiglu_mlp
 from hf_packfree.ops.fused.low_rank import Adapted, Adapter
 from tests.ops.triton.compare import assert_matches, random
 
@@ -20,8 +20,8 @@ RANKS = {
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(adapted_swiglu, "_ROWS", 16)
-    monkeypatch.setattr(adapted_swiglu, "_COLUMNS", 32)
+    monkeypatch.setattr(module, "_ROWS", 16)
+    monkeypatch.setattr(module, "_COLUMNS", 32)
 
 
 def mlp_of(ranks, dropout=0.0):
@@ -42,7 +42,7 @@ def mlp_of(ranks, dropout=0.0):
 @pytest.mark.parametrize("deepest", [128, 4])
 @pytest.mark.parametrize("ranks", RANKS.values(), ids=RANKS)
 def test_values_and_gradients(ranks, deepest, launched, monkeypatch):
-    monkeypatch.setattr(adapted_swiglu, "_DEEPEST", deepest)
+    monkeypatch.setattr(module, "_DEEPEST", deepest)
     assert_matches(*mlp_of(ranks))
     assert launched >= {"adapted_swiglu_backward"}
 
