@@ -13,8 +13,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_packfree.bench import PRESETS, BenchOptions, BenchReport, Candidate, choose_lengths
-from hf_packfree.bench import run as bench_run
-from hf_packfree.bench import run_bench
+from hf_packfree.bench import run_bench, shapes
 from hf_packfree.bench.documents import documents_of, packed, padded
 from hf_packfree.bench.shapes import config_of
 from hf_packfree.bench.measure import MIB, Floor, peak_mib, threads
@@ -70,10 +69,10 @@ def test_a_gpu_is_timed_where_there_is_one(monkeypatch, there):
 
 
 def test_a_shape_is_what_it_would_be_trained_in(monkeypatch):
-    monkeypatch.setattr(bench_run, "build_model", lambda config, device, dtype, **_: SimpleNamespace(train=lambda: dtype))
+    monkeypatch.setattr(shapes, "build_model", lambda config, device, dtype, **_: SimpleNamespace(train=lambda: dtype))
     for device, asked, wanted in (("cpu", None, "float32"), ("cuda", None, "bfloat16"), ("cuda", torch.float32, "float32")):
-        assert bench_run.model_of("small", torch.device(device), asked) == getattr(torch, wanted)
-    assert bench_run.model_of("qwen3_5", torch.device("cuda"), None) is None, "a checkpoint's own"
+        assert shapes.model_of("small", torch.device(device), asked) == getattr(torch, wanted)
+    assert shapes.model_of("qwen3_5", torch.device("cuda"), None) is None, "a checkpoint's own"
 
 
 def test_the_floor_counts_every_linear_layer():

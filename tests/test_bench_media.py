@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from hf_packfree.bench import BenchOptions, run_bench
-from hf_packfree.bench.documents import documents_of
 from hf_packfree.bench.measure import Floor
-from hf_packfree.bench.media import illustrated, packed_media, padded_media
+from hf_packfree.bench.documents import documents_of, illustrated, packed_media, padded_media
 from tests.vision import IMAGE, START, tiny_vision
 
 CPU = torch.device("cpu")

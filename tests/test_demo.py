@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_packfree.demo import DemoOptions, DemoReport, Training, run_demo
-from hf_packfree.demo.build import LONGEST, SHORTEST, choose_documents, passages, train_tokenizer
+from hf_packfree.demo.train import LONGEST, SHORTEST, choose_documents, passages, train_tokenizer
 from hf_packfree.demo.report import JUDGED_STEPS, LEAKING, LOSS_LIMIT, PACKED, PADDED
 from hf_packfree.verify import LIMITS, Measurement, PackingReport
 

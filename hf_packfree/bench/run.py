@@ -7,24 +7,21 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from hf_packfree.bench.documents import documents_of, packed, padded
-from hf_packfree.bench.media import illustrated, packed_media, padded_media
+from hf_packfree.bench.documents import documents_of, illustrated, packed, packed_media, padded, padded_media
 from hf_packfree.bench.measure import HOW, Floor, name_of, peak_mib, ran_out, threads
 from hf_packfree.bench.report import BASE, OPTIONAL, BenchOptions, BenchReport, Candidate, Progress
-from hf_packfree.bench.shapes import PRESETS, config_of
-from hf_packfree.errors import UnsupportedInput, UnsupportedModel, in_short
+from hf_packfree.bench.shapes import model_of
+from hf_packfree.errors import UnsupportedInput, in_short
 from hf_packfree.ops.backend import installed
 from hf_packfree.patching.apply import apply_patches, patches_lifted
 from hf_packfree.patching.registry import family_of
 from hf_packfree.patching.report import patch_report
 from hf_packfree.verify.documents import media_source
-from hf_packfree.verify.model_source import build_model
 
 UPSTREAM_KERNELS = ("causal-conv1d", "fla-core", "flash-linear-attention", "kernels")
 """Distributions whose kernels transformers' own layers use if they are installed."""
@@ -182,23 +179,3 @@ def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-def model_of(source: str, device: torch.device, dtype: torch.dtype | None, trust_remote_code: bool = False) -> nn.Module:
-    """Return a preset's model, or whatever else `build_model` knows, in training mode.
-
-    A preset without a `dtype` has the one that it would be trained in: bfloat16 on a GPU, float32 elsewhere.
-
-    Raises:
-        UnsupportedModel: nothing of that name can be loaded.
-    """
-    config: Any = source
-    if source in PRESETS:
-        config = config_of(source)
-        dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-    try:
-        return build_model(config, device=device, dtype=dtype, trust_remote_code=trust_remote_code).train()
-    except UnsupportedModel as error:
-        if Path(source).exists():
-            raise
-        raise UnsupportedModel(f"{error}; or give one of the shapes {', '.join(PRESETS)}") from error

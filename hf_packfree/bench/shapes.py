@@ -1,8 +1,15 @@
-"""The shapes that `packfree bench` knows by name: text models, and vision-language models with their towers."""
+"""What `packfree bench` trains: shapes that it knows by name, text models and vision-language ones, and any other model."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+import torch
+from torch import nn
+
+from hf_packfree.errors import UnsupportedModel
+from hf_packfree.verify.model_source import build_model
 
 _SMALL: dict[str, Any] = {
     "vocab_size": 16384, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4,
@@ -48,3 +55,23 @@ def config_of(preset: str) -> Any:
 
     name, given = PRESETS[preset]
     return getattr(transformers, name)(**given)
+
+
+def model_of(source: str, device: torch.device, dtype: torch.dtype | None, trust_remote_code: bool = False) -> nn.Module:
+    """Return a preset's model, or whatever else `build_model` knows, in training mode.
+
+    A preset without a `dtype` has the one that it would be trained in: bfloat16 on a GPU, float32 elsewhere.
+
+    Raises:
+        UnsupportedModel: nothing of that name can be loaded.
+    """
+    config: Any = source
+    if source in PRESETS:
+        config = config_of(source)
+        dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    try:
+        return build_model(config, device=device, dtype=dtype, trust_remote_code=trust_remote_code).train()
+    except UnsupportedModel as error:
+        if Path(source).exists():
+            raise
+        raise UnsupportedModel(f"{error}; or give one of the shapes {', '.join(PRESETS)}") from error

@@ -10,7 +10,6 @@ from typing import Any
 
 from hf_packfree.cli import show
 from hf_packfree.cli.options import BROKEN, FINE, LEAK, MOST_TOKENS, check_folder, check_picture
-from hf_packfree.cli.quiet import quiet_libraries
 from hf_packfree.errors import LeakDetected, UnsupportedInput
 
 
@@ -18,7 +17,7 @@ def doctor(options: argparse.Namespace) -> int:
     """Show what is installed and what would run."""
     from hf_packfree.doctor import diagnose
 
-    with show.spinner("importing what is installed", options.json), quiet_libraries(bars=False):
+    with show.spinner("importing what is installed", options.json), show.quiet_libraries(bars=False):
         diagnosis = diagnose(options.model)
     if options.json:
         show.as_json(diagnosis.as_dict())
@@ -47,7 +46,7 @@ def _measure(options: argparse.Namespace) -> tuple[Any, int]:
     dtype = getattr(torch, options.dtype) if options.dtype else None
     device = _device(options.device)
     try:
-        with quiet_libraries():
+        with show.quiet_libraries():
             return verify_packing(
                 options.model,
                 gradients=not options.no_gradients,
@@ -110,7 +109,7 @@ def bench(options: argparse.Namespace) -> int:
     names = ("rounds", "dtype", "threads", "seed", "trust_remote_code")
     given = {name: getattr(options, name) for name in names} | {"origin": sample.origin, "cut": sample.cut}
     wanted = BenchOptions(options.model, lengths, device=str(_device(options.device or _fastest())), **given)
-    with show.bars(options.json) as move, quiet_libraries():
+    with show.bars(options.json) as move, show.quiet_libraries():
         report = run_bench(wanted, lambda name, done, total: move("training steps", done, total, name))
     drawn = None
     try:
@@ -147,7 +146,7 @@ def mtp(options: argparse.Namespace) -> int:
         )
     if options.accept:
         return _accept(options)
-    with show.spinner(f"reading {options.checkpoint}", options.json), quiet_libraries():
+    with show.spinner(f"reading {options.checkpoint}", options.json), show.quiet_libraries():
         report = copy_head(options.copy_from, options.checkpoint, options.to) if options.to else examine(options.checkpoint)
     if options.json:
         show.as_json(report.as_dict())
@@ -167,7 +166,7 @@ def _accept(options: argparse.Namespace) -> int:
     if not options.text.is_file():
         raise UnsupportedInput(f"found no file {str(options.text)!r}; wanted prompts, one in a line; check the name")
     lines = [line for line in options.text.read_text().splitlines() if line.strip()]
-    with show.spinner(f"generating with {options.checkpoint}", options.json), quiet_libraries():
+    with show.spinner(f"generating with {options.checkpoint}", options.json), show.quiet_libraries():
         model = apply_patches(build_model(options.checkpoint, device=_device(options.device)), mtp="keep").eval()
         tokenizer: Any = AutoTokenizer.from_pretrained(options.checkpoint)
         prompts = [torch.tensor(tokenizer(line)["input_ids"], device=_device(options.device)) for line in lines]
@@ -188,7 +187,7 @@ def demo(options: argparse.Namespace) -> int:
     out = check_folder(options.out)
     plots = not options.no_plots and find_spec("matplotlib") is not None
     wanted = DemoOptions(out, options.steps, options.batch_size, options.seed, options.threads, plots)
-    with show.bars() as progress, quiet_libraries(bars=False):
+    with show.bars() as progress, show.quiet_libraries(bars=False):
         report = run_demo(wanted, progress)
     if not plots and not options.no_plots:
         show.say("No picture: matplotlib is absent; pip install 'hf_packfree[demo]' brings it, --no-plots does without.")

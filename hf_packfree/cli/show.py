@@ -1,8 +1,9 @@
-"""Tables, progress bars and sentences.  Answers go to stdout; errors, spinners and bars to stderr."""
+"""Tables, bars and sentences.  Answers go to stdout; errors, spinners and bars to stderr, where libraries are kept quiet."""
 
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
     from hf_packfree.verify import PackingReport
 
 COLOURS = {"usable": "green", "unused": "cyan", "absent": "dim", "too old": "yellow", "broken": "red"}
+CHATTER = {
+    "transformers.integrations.hub_kernels": ("reference PyTorch implementation",),  # packfree doctor says what is installed
+    "huggingface_hub.utils._http": ("thrown while requesting", "Retrying in"),  # the error that follows says it once
+}
+"""{logger: parts of the messages that are left out}."""
 
 
 class Console(RichConsole):
@@ -207,3 +213,31 @@ def demo(report: DemoReport) -> None:
         "step.  Peak MiB: the most memory that one training step allocates.")
     say(f"Written to {report.options.out}: {', '.join(report.files)} ({report.seconds:.0f} s in all).")
     say(str(report))
+
+
+def _keep(record: logging.LogRecord) -> bool:
+    return not any(words in record.getMessage() for words in CHATTER[record.name])
+
+
+@contextmanager
+def quiet_libraries(*, bars: bool = True) -> Iterator[None]:
+    """Hide, for the block, messages and loading bars that would be written over a table and warn of no harm.
+
+    Args:
+        bars: hide transformers' loading bars too; without, it is not imported.
+    """
+    library: Any = None
+    if bars:
+        from transformers.utils import logging as library
+    restore = bars and library.is_progress_bar_enabled()
+    for name in CHATTER:
+        logging.getLogger(name).addFilter(_keep)
+    if restore:
+        library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for name in CHATTER:
+            logging.getLogger(name).removeFilter(_keep)
+        if restore:
+            library.enable_progress_bar()

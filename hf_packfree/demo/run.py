@@ -45,8 +45,7 @@ def _measure(options: DemoOptions, progress: Progress) -> DemoReport:
     import torch
 
     from hf_packfree.bench.measure import name_of
-    from hf_packfree.demo.build import build_model, choose_documents, passages, train_tokenizer
-    from hf_packfree.demo.train import train
+    from hf_packfree.demo.train import build_model, choose_documents, passages, train, train_tokenizer
     from hf_packfree.patching import apply_patches, patch_report
     from hf_packfree.verify import verify_packing
 

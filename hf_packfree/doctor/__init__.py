@@ -1,9 +1,8 @@
 """What is installed and whether it works, which backends would run, and what is supported: as data."""
 
 from hf_packfree.doctor.diagnosis import Diagnosis, diagnose
-from hf_packfree.doctor.packages import REQUIREMENTS, Package, Requirement, examine
+from hf_packfree.doctor.packages import REQUIREMENTS, Package, Probe, Requirement, examine, probe
 from hf_packfree.doctor.plans import Device, Plan, Supported, supported_models
-from hf_packfree.doctor.probe import Probe, probe
 
 __all__ = [
     "REQUIREMENTS",

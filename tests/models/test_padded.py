@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hf_packfree import apply_patches
-from hf_packfree.packing.lazy_padding import LazyPaddedTensor
+from hf_packfree.packing.lazy import LazyPaddedTensor
 from tests.models.padded import (
     IGNORED, ROWS, WIDTH, Seen, all_gradients, padded_batch, real_tokens, rounding, step, worst_gradient,
 )

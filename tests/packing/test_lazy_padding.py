@@ -17,7 +17,7 @@ import torch
 from hf_packfree import PackedSequence, apply_patches
 from hf_packfree.errors import UnsupportedInput
 from hf_packfree.packing import lazy_repad, repad
-from hf_packfree.packing.lazy_padding import LazyPaddedTensor
+from hf_packfree.packing.lazy import LazyPaddedTensor
 from tests.models.padded import padded_batch
 from tests.support import tiny
 
