@@ -1,11 +1,13 @@
 """Linear layers that PEFT has put LoRA on, read as what `hf_packfree.ops.fused` computes, without importing PEFT.
 
-Only plain LoRA on a plain linear layer is, or on one of bitsandbytes' in 4 bits: variants (DoRA, ...), adapters with biases,
-layers of other methods and other quantised bases are called as they are.
+Only LoRA and DoRA on a plain linear layer are, or on one of bitsandbytes' in 4 bits: DoRA with dropout, other variants,
+adapters with biases, layers of other methods and other quantised bases are called as they are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,17 +15,18 @@ from torch import Tensor, nn
 
 from hf_packfree.ops.backend import HALF
 from hf_packfree.ops.fused.low_rank import Adapted, Adapter, Layer
-from hf_packfree.ops.fused.quantised import Quantised, Restore
+from hf_packfree.ops.fused.weights import Made, Weight, scaled, whole
 
 _LORA = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit")}
 _IN_4_BITS = "bitsandbytes.nn.modules", "Linear4bit"
+_DORA = ("peft.tuners.lora.variants", "DoraLinearVariant"), ("peft.tuners.lora.dora", "DoraLinearLayer")
 
 
 def is_lora(layer: Any) -> bool:
     """Whether the layer is PEFT's LoRA of a linear layer, running PEFT's own forward."""
-    kind = type(layer)
-    if (kind.__module__, kind.__name__) not in _LORA:
+    if _named(layer) not in _LORA:
         return False
+    kind = type(layer)
     forward = kind.forward
     return forward.__module__ == kind.__module__ and not hasattr(forward, "__wrapped__") and is_untouched(vars(layer))
 
@@ -40,10 +43,44 @@ def read_lora(layer: Any, x: Tensor) -> Layer | None:
     if layer.disable_adapters or layer.merged:
         return weight
     names = [name for name in layer.active_adapters if name in layer.lora_A]
-    adapters = [_adapter(layer, name, x) for name in names]
-    if not all(adapters):
+    read = [_adapter(layer, name, x) for name in names]
+    adapters = [adapter for adapter in read if adapter]
+    if len(adapters) < len(names):
         return None
-    return Adapted(weight, tuple(adapter for adapter in adapters if adapter)) if adapters else weight
+    if any(name in _variants(layer) for name in names):
+        return _with_dora(layer, names, weight, adapters)
+    return Adapted(weight, tuple(adapters)) if adapters else weight
+
+
+def _with_dora(layer: Any, names: list[str], weight: Weight, adapters: list[Adapter]) -> Layer | None:
+    """The weight with adapters of which some are DoRA: each multiplies all that the layer returns so far, row by row."""
+    total: Tensor | None = None
+    added: list[Adapter] = []
+    for name, adapter in zip(names, adapters, strict=True):
+        added.append(adapter)
+        if name in _variants(layer):
+            scale = _magnitude_over_norm(layer.lora_magnitude_vector[name], weight, adapter)
+            if scale is None:
+                return None
+            total = scale if total is None else total * scale
+            added = [replace(one, up=(scale[:, None] * one.up).to(one.up.dtype)) for one in added]
+    return Adapted(weight if total is None else scaled(weight, total), tuple(added))
+
+
+def _magnitude_over_norm(dora: Any, weight: Weight, adapter: Adapter) -> Tensor | None:
+    """Return DoRA's magnitude, trained, over the norm of every row of W + scale B A, which counts as a constant: [F].
+
+    None: the layer's call does anything else.
+    """
+    magnitude, down = getattr(dora, "weight", None), adapter.down
+    is_trained = isinstance(weight, Tensor) and weight.requires_grad
+    if is_trained or _named(dora) != _DORA[1] or dora.fan_in_fan_out or not is_untouched(vars(dora)):
+        return None
+    if type(magnitude) is not nn.Parameter or (magnitude.dtype, magnitude.device) != (down.dtype, down.device):
+        return None
+    with torch.no_grad():
+        norm: Tensor = dora.get_weight_norm(whole(weight).to(down.dtype), adapter.up @ down, adapter.scale)
+    return magnitude / norm
 
 
 def kind_called(layer: Any, x: Tensor, *, adapters: bool = True) -> str | None:
@@ -81,9 +118,10 @@ def _of_lora(layer: Any) -> str:
     """Name what is more than plain LoRA on a plain linear layer."""
     if not is_untouched(vars(layer)):
         return "LoRA with hooks or a forward of its own"
-    if any(getattr(layer, "use_dora", {}).values()):
-        return "DoRA"
-    if variants := getattr(layer, "lora_variant", None):
+    if getattr(layer, "lora_magnitude_vector", None):
+        drops = any(type(dropout) is not nn.Identity for dropout in layer.lora_dropout.values())
+        return "DoRA with dropout" if drops else "DoRA"
+    if variants := _variants(layer):
         return type(next(iter(variants.values()))).__name__
     if type(layer.get_base_layer()) is not nn.Linear:
         return f"LoRA on {type(layer.get_base_layer()).__name__}"
@@ -94,14 +132,26 @@ def _adapter(layer: Any, name: str, x: Tensor) -> Adapter | None:
     """The adapter of that name, where it is two products and a scale."""
     down, up = weight_alone(layer.lora_A[name]), weight_alone(layer.lora_B[name])
     dropout = _probability(layer.lora_dropout[name])
-    if down is None or up is None or dropout is None or _is_variant(layer, name) or not _fits(layer, down, up, x):
+    if down is None or up is None or dropout is None or not _is_known(layer, name) or not _fits(layer, down, up, x):
         return None
     return Adapter(down, up, float(layer.scaling[name]), dropout)
 
 
-def _is_variant(layer: Any, name: str) -> bool:
-    """Whether the adapter is LoRA with another formula."""
-    return name in getattr(layer, "lora_variant", ()) or bool(getattr(layer, "use_dora", {}).get(name))
+def _is_known(layer: Any, name: str) -> bool:
+    """Whether the adapter is LoRA, or DoRA without dropout, and no other formula."""
+    if name not in _variants(layer):
+        return not getattr(layer, "use_dora", {}).get(name)  # of a PEFT that has DoRA without variants
+    return _named(_variants(layer)[name]) == _DORA[0] and type(layer.lora_dropout[name]) is nn.Identity
+
+
+def _variants(layer: Any) -> Any:
+    """The adapters of another formula than LoRA's, by name."""
+    return getattr(layer, "lora_variant", {})
+
+
+def _named(thing: Any) -> tuple[str, str]:
+    """Where its class comes from."""
+    return type(thing).__module__, type(thing).__name__
 
 
 def _fits(layer: Any, down: Tensor, up: Tensor, x: Tensor) -> bool:
@@ -122,20 +172,19 @@ def _probability(dropout: Any) -> float | None:
     return dropout.p if dropout.p < 1 else None
 
 
-def read_weight(layer: Any, x: Tensor) -> Tensor | Quantised | None:
+def read_weight(layer: Any, x: Tensor) -> Weight | None:
     """The weight of a linear layer that is nothing else for x, in 16 or more bits, or in 4 of bitsandbytes'."""
     weight = weight_alone(layer)
-    kind = type(layer)
-    if weight is not None or (kind.__module__, kind.__name__) != _IN_4_BITS or not is_untouched(vars(layer)):
+    if weight is not None or _named(layer) != _IN_4_BITS or not is_untouched(vars(layer)):
         return weight
     state, size = getattr(layer.weight, "quant_state", None), (layer.out_features, layer.in_features)
     known = state is not None and tuple(state.shape) == size and not getattr(state, "packing_format_for_cpu", False)
     if not known or layer.bias is not None or layer.compute_dtype not in (None, x.dtype):
         return None
-    return Quantised(layer.weight.data, size, x.dtype, _restore(state, x.dtype))
+    return Made(layer.weight.data, size, x.dtype, _restore(state, x.dtype))
 
 
-def _restore(state: Any, dtype: torch.dtype) -> Restore:
+def _restore(state: Any, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """bitsandbytes' own dequantisation."""
     from bitsandbytes.functional import dequantize_4bit
 

@@ -59,11 +59,11 @@ def test_layers_are_no_farther_from_exact_than_pefts_formula(of_adapters, record
         record(f"LoRA in {of_adapters}: output, gradient of x, of A and B, number {i}, against exact", error, limit)
 
 
-def lora(model, dtype):
+def lora(model, dtype, **options):
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(5)
-    config = LoraConfig(r=RANK, init_lora_weights=False, target_modules="all-linear", task_type="CAUSAL_LM")
+    config = LoraConfig(r=RANK, init_lora_weights=False, target_modules="all-linear", task_type="CAUSAL_LM", **options)
     return get_peft_model(model, config, autocast_adapter_dtype=dtype == torch.float32)
 
 
@@ -79,12 +79,15 @@ def case(dtype):
     return batch, [weight.to(DEVICE) for weight in random_weights(batch, vocabulary)]
 
 
-def adapted(dtype, of_adapters, *, backend=None, exact=False, in_4_bits=False):
+def adapted(dtype, of_adapters, *, backend=None, exact=False, in_4_bits=False, **options):
     torch.manual_seed(0)
     model = small(NARROW, dtype, patched=False)
     if in_4_bits:
         quantise(model)
-    model = lora(model, of_adapters)
+    model = lora(model, of_adapters, **options)
+    for name, parameter in model.named_parameters():
+        if "magnitude" in name:
+            parameter.data.mul_(1 + 0.1 * torch.rand_like(parameter))
     model = model.float() if exact else model
     for layer in model.modules() if exact else ():
         if hasattr(layer, "compute_dtype"):
@@ -92,18 +95,25 @@ def adapted(dtype, of_adapters, *, backend=None, exact=False, in_4_bits=False):
     return model if backend is None else apply_patches(model, backend=backend)
 
 
-def test_a_model_is_exact_in_fp32(record, precise, upstream_in_torch):
+@pytest.mark.parametrize("use_dora", [False, True], ids=["LoRA", "DoRA"])
+def test_a_model_is_exact_in_fp32(use_dora, record, precise, upstream_in_torch):
     batch, weights = case(torch.float32)
-    found = run(adapted(torch.float32, torch.float32, backend={"delta_rule": "torch"}), batch, weights)
-    wanted = run_alone(adapted(torch.float32, torch.float32), batch, weights)
+    found = run(adapted(torch.float32, torch.float32, backend={"delta_rule": "torch"}, use_dora=use_dora), batch, weights)
+    wanted = run_alone(adapted(torch.float32, torch.float32, use_dora=use_dora), batch, weights)
     logits, grads = errors(found, wanted)
-    record("LoRA, fp32: logits against documents alone, unpatched", logits, LOGIT_TOL)
-    record("LoRA, fp32: worst gradient against documents alone, unpatched", grads, GRADIENT_TOL)
+    name = "DoRA" if use_dora else "LoRA"
+    record(f"{name}, fp32: logits against documents alone, unpatched", logits, LOGIT_TOL)
+    record(f"{name}, fp32: worst gradient against documents alone, unpatched", grads, GRADIENT_TOL)
 
 
 @pytest.mark.parametrize("of_adapters", DTYPES)
 def test_a_model_is_as_near_as_unpatched_in_bf16(of_adapters, record, precise, upstream_in_torch):
     assert_as_near(DTYPES[of_adapters], record, f"LoRA in {of_adapters}, bf16")
+
+
+@pytest.mark.parametrize("of_adapters", DTYPES)
+def test_a_model_with_dora_is_as_near_as_unpatched_in_bf16(of_adapters, record, precise, upstream_in_torch):
+    assert_as_near(DTYPES[of_adapters], record, f"DoRA in {of_adapters}, bf16", use_dora=True)
 
 
 @needs("bitsandbytes")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import nn
@@ -17,9 +19,9 @@ pytestmark = [needs("peft"), pytest.mark.filterwarnings("default")]
 
 
 class Two(nn.Module):
-    def __init__(self):
+    def __init__(self, size=24):
         super().__init__()
-        self.q, self.k = nn.Linear(24, 40, bias=False), nn.Linear(24, 16, bias=False)
+        self.q, self.k = nn.Linear(size, 40, bias=False), nn.Linear(size, 16, bias=False)
 
     def forward(self, x):
         return self.q(x), self.k(x)
@@ -55,6 +57,34 @@ def disabled():
     return model
 
 
+def dora(*names, **options):
+    """The same with adapters of which some are DoRA, whose magnitudes have been trained."""
+    model = None
+    for name in names or ("dora",):
+        model = lora(name, model, use_dora=name.startswith("dora"), **options)
+    model.base_model.set_adapter(list(names or ("dora",)))
+    return trained(model)
+
+
+def trained(model):
+    for name, parameter in model.named_parameters():
+        if "magnitude" in name:
+            parameter.data.mul_(1 + 0.3 * torch.rand(parameter.shape))
+    return model
+
+
+def dora_merged():
+    model = dora()
+    model.merge_adapter()
+    return model
+
+
+def dora_disabled():
+    model = dora()
+    model.base_model.disable_adapter_layers()
+    return model
+
+
 def one_layer():
     return lora(target_modules=["k"])
 
@@ -64,6 +94,9 @@ READ = {
     "disabled": (disabled, 0), "one of two layers": (one_layer, 0),
     "ranks of their own": (lambda: lora(rank_pattern={"k": 7}, alpha_pattern={"k": 1}), 1),
     "dropout in evaluation": (lambda: lora(lora_dropout=0.5).eval(), 1), "PiSSA": (lambda: lora(init_lora_weights="pissa"), 1),
+    "DoRA": (dora, 1), "DoRA, rsLoRA": (lambda: dora(use_rslora=True), 1), "DoRA on DoRA": (lambda: dora("dora", "dora2"), 2),
+    "DoRA between": (lambda: dora("first", "dora", "last"), 3), "DoRA merged": (dora_merged, 0),
+    "DoRA disabled": (dora_disabled, 0),
 }
 
 
@@ -77,11 +110,28 @@ def assert_as_called(layers, adapters):
     x = torch.randn(1, 9, 24, generator=torch.Generator().manual_seed(1)).requires_grad_()
     read = plain_layers(x, layers.q, layers.k)
     assert (len(read[0].adapters) if isinstance(read[0], Adapted) else 0) == adapters
-    trained = [x, *(p for p in layers.parameters() if p.requires_grad)]
-    found, wanted = projections(x, *read, backend="triton"), layers(x)
-    grads = [torch.autograd.grad(sum(out.sin().sum() for out in outs), trained, allow_unused=True) for outs in (found, wanted)]
-    for a, b in zip((*found, *grads[0]), (*wanted, *grads[1]), strict=True):
+    for a, b in zip(results(layers, x, fused=True), results(layers, x), strict=True):
         assert (a is None and b is None) or relative_rms(a, b) < 1e-6
+
+
+def results(layers, x, *, fused=False):
+    """Outputs and gradients of what is read of both layers, or of a call."""
+    trained = [x, *(p for p in layers.parameters() if p.requires_grad)]
+    outs = projections(x, *plain_layers(x, layers.q, layers.k), backend="triton") if fused else layers(x)
+    return *outs, *torch.autograd.grad(sum(out.sin().sum() for out in outs), trained, allow_unused=True)
+
+
+@pytest.mark.parametrize("wide", [True, False], ids=["fp32 adapters", "bf16 adapters"])
+@pytest.mark.parametrize("use_dora", [False, True], ids=["LoRA", "DoRA"])
+def test_half_precision_is_no_farther_from_exact_than_a_call(use_dora, wide):
+    layers = lora(base=Two(512).bfloat16(), use_dora=use_dora).base_model.model
+    layers = layers if wide else layers.bfloat16()
+    for name, parameter in layers.named_parameters():  # an adapter adds less than the layer itself
+        parameter.data.mul_(0.1 if "lora_B" in name else 1 + 0.1 * torch.randn(parameter.shape) if "magnitude" in name else 1)
+    x = torch.randn(1, 500, 512).bfloat16().requires_grad_()
+    exact = results(deepcopy(layers).double(), x.detach().double().requires_grad_())
+    for a, b, wanted in zip(results(layers, x, fused=True), results(layers, x), exact, strict=True):
+        assert a.dtype == b.dtype and relative_rms(a, wanted) < 1.1 * relative_rms(b, wanted)
 
 
 def in_4_bits(compress_statistics=False, compute_dtype=None, **options):
@@ -95,10 +145,13 @@ def in_4_bits(compress_statistics=False, compute_dtype=None, **options):
         quantised = Linear4bit(layer.in_features, layer.out_features, **settings)
         quantised.load_state_dict(layer.state_dict())
         setattr(base, name, quantised.to("cpu"))
-    return lora(base=base, **options)
+    return trained(lora(base=base, **options))
 
 
-BITS = {"all": {}, "no adapters on one layer": {"target_modules": ["k"]}, "constants quantised": {"compress_statistics": True}}
+BITS = {
+    "all": {}, "no adapters on one layer": {"target_modules": ["k"]}, "constants quantised": {"compress_statistics": True},
+    "DoRA": {"use_dora": True},
+}
 
 
 @needs("bitsandbytes")
@@ -147,16 +200,23 @@ def peft(name, **options):
     return peft.get_peft_model(Two(), getattr(peft, f"{name}Config")(target_modules=["q", "k"], **options))
 
 
+def trained_under_dora():
+    model = dora()
+    model.requires_grad_(True)
+    return model
+
+
 HOOKS = "LoRA with hooks or a forward of its own"
 CALLED = {
-    "DoRA": lambda: lora(use_dora=True), "LoRA with a bias": lambda: lora(lora_bias=True),
+    "DoRA with dropout": lambda: lora(use_dora=True, lora_dropout=0.5), "LoRA with a bias": lambda: lora(lora_bias=True),
+    "DoRA on a trained layer": trained_under_dora,
     "IA3": lambda: peft("IA3", feedforward_modules=[]), "VERA": lambda: peft("Vera", r=4),
     "disabled while merged": disabled_while_merged, HOOKS: hooked, "hooked inside": hooked_inside,
     "another forward": with_a_forward_of_its_own,
     "ModulesToSaveWrapper": lambda: lora(target_modules=["k"], modules_to_save=["q"]),
     "bfloat16 adapters on fp32": lambda: lora().to(torch.bfloat16),
 }
-NAMES = {"another forward": HOOKS} | dict.fromkeys(
+NAMES = {"another forward": HOOKS, "DoRA on a trained layer": "DoRA"} | dict.fromkeys(
     ("disabled while merged", "hooked inside", "bfloat16 adapters on fp32"), "LoRA that is not fused"
 )
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_packfree.ops.fused import projections
 from hf_packfree.ops.fused.low_rank import Adapted, Adapter, Reading
-from hf_packfree.ops.fused.quantised import Quantised
+from hf_packfree.ops.fused.weights import Made
 from tests.support import relative_rms
 
 T, D = 37, 24
@@ -68,7 +68,7 @@ def test_equals_the_reference(ranks):
 def quantised(weight):
     """The weight as if it were kept in fewer bits, and how often it was made whole."""
     count, size, dtype = [], tuple(weight.shape), weight.dtype
-    return Quantised(weight.int(), size, dtype, lambda bits: count.append(1) or bits.to(dtype)), count
+    return Made(weight.int(), size, dtype, lambda bits: count.append(1) or bits.to(dtype)), count
 
 
 @pytest.mark.parametrize("ranks", RANKS.values(), ids=RANKS)

@@ -17,7 +17,7 @@ from hf_packfree.ops.backend import HALF, uses_triton
 from hf_packfree.ops.fused.linear import NARROW, autocast_as_in_forward, linear_forward, narrow_linear
 from hf_packfree.ops.fused.low_rank import Factors, Layer, Layout, LowRank, layer_reference, take_apart
 from hf_packfree.ops.fused.mixed import cat
-from hf_packfree.ops.fused.quantised import Weights
+from hf_packfree.ops.fused.weights import Weights
 from hf_packfree.ops.operation import Operation
 
 Recompute = Callable[[Tensor, bool], tuple[tuple[Tensor | None, ...], Tensor | None]]
@@ -32,7 +32,7 @@ class Layers:
     """
 
     def __init__(self, layout: Layout, tensors: Sequence[Tensor], inner: Sequence[Tensor] = ()) -> None:
-        self.weights, self.inner = Weights(tensors[: layout.layers], layout.restore, layout.heights), inner
+        self.weights, self.inner = Weights(tensors[: layout.layers], layout.made, layout.heights), inner
         self.low_rank = LowRank(layout, tensors) if layout.owners else None
 
     def forward(self, x: Tensor, batch_invariant: bool) -> list[Tensor]:
@@ -110,7 +110,7 @@ class Gradients:
             return [None] * len(needed)
         for group, d_out in self.groups:
             if any(needed[group]):
-                found[group] = (d_out.T @ x).split(layers.weights.heights[group])
+                found[group] = layers.weights.gradients(group, d_out.T @ x)
         if layers.low_rank is not None:
             found += layers.low_rank.gradients(x, layers.inner, self.d_inner, self.d_outs, needed[count:])
         return found

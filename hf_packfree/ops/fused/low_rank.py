@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import dropout, linear
 
 from hf_packfree.ops.fused.mixed import cat, products_of
-from hf_packfree.ops.fused.quantised import Quantised, Restore, whole
+from hf_packfree.ops.fused.weights import Made, Weight, whole
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,15 @@ class Adapter:
 class Adapted:
     """A linear layer's weight [F, D] with its adapters."""
 
-    weight: Tensor | Quantised
+    weight: Weight
     adapters: tuple[Adapter, ...]
 
 
-Layer = Tensor | Quantised | Adapted
+Layer = Weight | Adapted
 """A linear layer without bias: its weight [F, D], or that with adapters."""
 
 
-def weight_of(layer: Layer) -> Tensor | Quantised:
+def weight_of(layer: Layer) -> Weight:
     """Return the layer's weight without adapters."""
     return layer.weight if isinstance(layer, Adapted) else layer
 
@@ -98,13 +98,13 @@ class Layout:
 
     Attributes:
         heights: of each, how many outputs it has.
-        restore: how a weight is made of what is kept of it, where that is not the weight itself.
+        made: of what a weight is made, where that is not the weight itself.
         owners: by adapter, the number of its layer.
         readings: which adapters read what.
     """
 
     heights: tuple[int, ...]
-    restore: tuple[Restore | None, ...]
+    made: tuple[Made | None, ...]
     owners: tuple[int, ...] = ()
     readings: tuple[Reading, ...] = ()
 
@@ -121,20 +121,20 @@ class Layout:
 
 def take_apart(layers: Sequence[Layer]) -> tuple[Layout, tuple[Tensor, ...]]:
     """Return the layout and the tensors, for an autograd function: weights, then A and B of every adapter."""
-    kept, heights, restore = _kept(layers)
+    kept, heights, made = _kept(layers)
     if not any(isinstance(layer, Adapted) for layer in layers):
-        return Layout(heights, restore), kept
+        return Layout(heights, made), kept
     owned = [(i, adapter) for i, layer in enumerate(layers) if isinstance(layer, Adapted) for adapter in layer.adapters]
     adapters = [adapter for _, adapter in owned]
-    layout = Layout(heights, restore, tuple(i for i, _ in owned), tuple(_readings(adapters)))
+    layout = Layout(heights, made, tuple(i for i, _ in owned), tuple(_readings(adapters)))
     return layout, (*kept, *(tensor for adapter in adapters for tensor in (adapter.down, adapter.up)))
 
 
-def _kept(layers: Sequence[Layer]) -> tuple[tuple[Tensor, ...], tuple[int, ...], tuple[Restore | None, ...]]:
+def _kept(layers: Sequence[Layer]) -> tuple[tuple[Tensor, ...], tuple[int, ...], tuple[Made | None, ...]]:
     """Return what is kept of the weights, their heights, and how they are made of it."""
-    found = [(w, len(w), None) if isinstance(w, Tensor) else (w.bits, w.size[0], w.restore) for w in map(weight_of, layers)]
-    kept, heights, restore = zip(*found, strict=True) if found else ((), (), ())
-    return kept, heights, restore
+    found = [(w, len(w), None) if isinstance(w, Tensor) else (w.kept, w.size[0], w) for w in map(weight_of, layers)]
+    kept, heights, made = zip(*found, strict=True) if found else ((), (), ())
+    return kept, heights, made
 
 
 def _readings(adapters: Sequence[Adapter]) -> Iterator[Reading]:

@@ -38,7 +38,11 @@ def lora(model, **options):
 
     torch.manual_seed(5)
     settings = {"r": 4, "lora_alpha": 6, "init_lora_weights": False, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
-    return get_peft_model(model, LoraConfig(**settings | options))
+    model = get_peft_model(model, LoraConfig(**settings | options))
+    for name, parameter in model.named_parameters():
+        if "magnitude" in name:
+            parameter.data.mul_(1 + 0.3 * torch.rand(parameter.shape))
+    return model
 
 
 def on_kernels(model):
@@ -54,13 +58,13 @@ def assert_exact(model, reference):
     assert logits <= LOGIT_TOL and grads <= GRADIENT_TOL, (logits, grads)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
-def test_exact_and_no_layer_is_called(family, called):
-    model = on_kernels(lora(tiny(family)))
+@pytest.mark.parametrize(("family", "options"), [("qwen3_5", {}), ("qwen3_5", {"use_dora": True}), ("qwen3_next", {})])
+def test_exact_and_no_layer_is_called(family, options, called):
+    model = on_kernels(lora(tiny(family), **options))
     run(model, BATCH, random_weights(BATCH, 128))
     experts = {"qwen3_5": 0}.get(family)
     assert experts is None or len(called) == 1, "the head alone"
-    assert_exact(model, lora(tiny(family)))
+    assert_exact(model, lora(tiny(family), **options))
 
 
 @needs("bitsandbytes")

@@ -1,0 +1,94 @@
+"""Frozen weights that something else is kept of: made whole where a product reads them, forward and backward, and never kept.
+
+In fewer bits (Dettmers et al., arXiv:2305.14314), or with rows multiplied by a trained scale (Liu et al., arXiv:2402.09353).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Made:
+    """A linear layer's weight that is made of something else.
+
+    Attributes:
+        kept: what is kept of it.
+        size: (F, D).
+        dtype: of the weight.
+        restore: returns the weight [F, D] of what is kept.
+        gradient: returns the gradient of what is kept, of that of the weight; None: it has none.
+    """
+
+    kept: Tensor
+    size: tuple[int, int]
+    dtype: torch.dtype
+    restore: Callable[[Tensor], Tensor]
+    gradient: Callable[[Tensor], Tensor] | None = None
+
+
+Weight = Tensor | Made
+
+
+def whole(weight: Weight) -> Tensor:
+    """Return the weight [F, D]."""
+    return weight if isinstance(weight, Tensor) else weight.restore(weight.kept)
+
+
+def scaled(weight: Weight, scale: Tensor) -> Made:
+    """Return a frozen weight [F, D] whose rows are multiplied by a scale [F], which may have a gradient.
+
+    The product is computed in the wider dtype of both and rounded to the weight's; the scale's gradient is summed in fp32 at
+    least.
+    """
+    wide = torch.promote_types(scale.dtype, torch.float32)
+
+    def restore(scale: Tensor) -> Tensor:
+        return (scale[:, None] * whole(weight)).to(weight.dtype)
+
+    def gradient(d_weight: Tensor) -> Tensor:
+        return (d_weight.to(wide) * whole(weight)).sum(1).to(scale.dtype)
+
+    size = (weight.shape[0], weight.shape[1]) if isinstance(weight, Tensor) else weight.size
+    return Made(scale, size, weight.dtype, restore, gradient)
+
+
+class Weights:
+    """Weights [F, D] of several layers, made whole one after another as they are read.
+
+    Attributes:
+        heights: F of each.
+    """
+
+    def __init__(self, kept: Sequence[Tensor], made: Sequence[Made | None], heights: Sequence[int]) -> None:
+        self._kept, self._made, self.heights = kept, made, heights
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __getitem__(self, i: int) -> Tensor:
+        made = self._made[i]
+        return self._kept[i] if made is None else made.restore(self._kept[i])
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return map(self.__getitem__, range(len(self)))
+
+    def height(self, group: slice) -> int:
+        """Return the outputs of several."""
+        return sum(self.heights[group])
+
+    def of(self, group: slice) -> list[Tensor]:
+        """Return several, all of them whole."""
+        return [self[i] for i in range(len(self))[group]]
+
+    def gradients(self, group: slice, d_weights: Tensor) -> list[Tensor]:
+        """Return the gradients of what is kept of several, given those of the weights one above the other."""
+        parts = zip(self._made[group], d_weights.split(self.heights[group]), strict=True)
+        return [made.gradient(d) if made is not None and made.gradient is not None else d for made, d in parts]
+
+
+__all__ = ["Made", "Weight", "Weights", "scaled", "whole"]
