@@ -157,7 +157,7 @@ def test_what_nobody_expected_is_3_and_a_sentence_or_a_traceback_where_asked(cap
         monkeypatch.setenv("PACKFREE_TRACEBACK", value)
         code, _, err = run(capsys, "models")
         assert code == 3 and ("Traceback" in err and "in <lambda>" in err) is shown
-        assert "IndexError: list index out of range, which nobody expected" in last(err)
+        assert "IndexError: list index out of range, an unexpected error" in last(err)
 
 
 def test_a_folder_without_a_model_is_2(capsys, tmp_path):
@@ -213,7 +213,7 @@ def test_demo_is_1_when_its_check_fails(capsys, stub):
 def test_demo_is_3_when_a_training_breaks_off(capsys, stub):
     stub(RuntimeError("out of memory"))
     code, _, err = run(capsys, "demo")
-    assert code == 3 and last(err).startswith("packfree: found RuntimeError: out of memory, which nobody expected")
+    assert code == 3 and last(err).startswith("packfree: found RuntimeError: out of memory, an unexpected error")
 
 
 def test_demo_without_matplotlib_says_how_to_get_it(capsys, stub, monkeypatch):

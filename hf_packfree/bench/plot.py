@@ -9,7 +9,7 @@ from typing import Any
 from hf_packfree.bench.report import BenchReport
 
 BLUE, GREY = "#0072B2", "#999999"
-"""Okabe and Ito's blue for patched, grey for unpatched: told apart by colour-blind people and in print."""
+"""Okabe and Ito's blue for patched, grey for unpatched: different for colour-blind people and in print."""
 
 
 def draw(report: BenchReport, path: Path) -> None:

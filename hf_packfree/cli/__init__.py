@@ -57,5 +57,5 @@ def _complain_of(error: Exception) -> int:
     # a sentence for this one too, and never the exit code of a leak
     if os.environ.get("PACKFREE_TRACEBACK", "0") not in ("", "0"):
         traceback.print_exc()
-    complain(f"found {in_short(error)}, which nobody expected; PACKFREE_TRACEBACK=1 shows where; please report it")
+    complain(f"found {in_short(error)}, an unexpected error; PACKFREE_TRACEBACK=1 shows where; please report it")
     return BROKEN

@@ -17,9 +17,9 @@ EXIT_CODES = f"""exit codes:
   {LEAK}  documents influence each other, the demo's check failed, or a checkpoint's head is not what its configuration promises
   {USAGE}  wrong usage, or a model or input that is not supported
   {BROKEN}  something installed is broken, too old or missing, or a step that bench compares (any but unpatched packed)
-     did not run; or an error nobody expected: PACKFREE_TRACEBACK=1 shows where
+     did not run; or an unexpected error: PACKFREE_TRACEBACK=1 shows where
   {STOPPED}  stopped with Ctrl-C
-  {UNREAD}  whoever read the answer closed the pipe
+  {UNREAD}  the reader of the answer closed the pipe
 """
 MOST_TOKENS = 2**24
 """The largest batch, padding included: no machine has memory for more."""

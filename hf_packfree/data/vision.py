@@ -171,14 +171,14 @@ class PackedVisionCollator:
         tail = -len(ids) % self.pad_to_multiple_of
         media, lengths = _joined_media(documents), [len(document) for document in documents]
         positions = self._positions(ids, _offsets(lengths), media)
-        # without positions, equal tokens in segments of one each tell a padding segment from a document
+        # without positions, a padding segment is known by equal tokens in segments of one each
         lengths += [tail] if tail and positions is not None else [1] * tail
         cu_seqlens = _offsets(lengths)
         ids = F.pad(ids, (0, tail), value=self._pad_token())
         labels = F.pad(torch.cat([document.labels for document in documents]), (0, tail), value=IGNORED)
         row: dict[str, Any] = {"input_ids": ids[None], "labels": labels[None], **self._token_types(ids), **media}
         if positions is not None:
-            # 0 at each, because equal positions tell a padding segment from a document
+            # 0 at each, because a padding segment is known by equal positions
             row["position_ids"] = F.pad(positions, (0, tail))
         longest = max(lengths)
         return row | {

@@ -1,4 +1,4 @@
-"""The demo's picture.  Colours are Okabe and Ito's, which colour-blind people tell apart; lines differ in dashes too."""
+"""The demo's picture.  Colours are Okabe and Ito's, different for colour-blind people; lines differ in dashes too."""
 
 from __future__ import annotations
 

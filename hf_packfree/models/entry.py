@@ -78,7 +78,7 @@ def has_media(arguments: dict[str, Any]) -> bool:
 
 
 def wants_all_logits(arguments: dict[str, Any]) -> bool:
-    """Whether a head's call asks for the logits of every token."""
+    """Whether a head's call wants the logits of every token."""
     kept = arguments.get("logits_to_keep", 0)
     return isinstance(kept, int) and kept == 0
 

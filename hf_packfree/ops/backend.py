@@ -104,7 +104,7 @@ def broken(package: str, module: str) -> str | None:
     """
     try:
         import_module(module)
-    except Exception as error:  # what a mismatched binary raises is anybody's guess
+    except Exception as error:  # a mismatched binary may raise anything
         return Fault(f"{package} {installed(package) or ''} is broken ({in_short(error)}); reinstall it")
     return None
 

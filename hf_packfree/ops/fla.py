@@ -50,9 +50,9 @@ def wrong_on_hopper(target: Target) -> str | None:
     return reason and Fault(f"{without}, and {reason}")
 
 
-def chunk_indices(packed: PackedSequence, size: int = CHUNK) -> dict[str, Any]:
+def chunk_indices(packed: PackedSequence) -> dict[str, Any]:
     """Return the keyword that spares flash-linear-attention its own planning."""
-    return {"chunk_indices": packed.cached(plan_chunks, size)[1]}
+    return {"chunk_indices": packed.cached(plan_chunks, CHUNK)[1]}
 
 
 def plan_chunks(packed: PackedSequence, size: int) -> tuple[Tensor, Tensor]:

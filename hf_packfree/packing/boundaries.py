@@ -74,7 +74,7 @@ class BoundarySpec:
         real: bool [B, S], False for padding; None when this format does not mark padding.
         values: int64 [B, S], positions or document numbers; None when this format does not separate documents.
         step: by how much `values` grows from a token to the next one of its document: 1 for positions, 0 for numbers.
-        covers: the kinds of layers that upstream tells of the padding in it.
+        covers: the kinds of layers to which upstream hands the padding in it.
         as_upstream: whether upstream reads the format as it is read here when every row holds one document.
     """
 

@@ -49,7 +49,7 @@ def resolve_boundaries(
         drop_padding: also build a record for rows of one document whose padding, at either end, is in a 0/1 mask.
         drop_all: also build one for a batch of nothing but padding, of which upstream's mean loss is NaN.
         cached: the call continues or fills a cache: rows of one document are upstream's however their mask looks.
-        generates: the call asks for next tokens alone: positions that restart behind a hole, but not at 0, go on with their
+        generates: the call wants next tokens alone: positions that restart behind a hole, but not at 0, go on with their
             document, as transformers' generation from right-padded prompts means them.
         is_padding: called with one index; returns whether that token is the padding token.
 
@@ -162,7 +162,7 @@ def _agree(
     longest: int | None = None
     padding: list[int] = []
     unclear: Tensor | None = None
-    # positions come last, because they alone cannot tell padding from documents
+    # positions come last, because by them alone padding looks like documents
     for spec in sorted(specs, key=lambda spec: spec.name == "position_ids"):
         starts, unclear = spec.document_starts(tokens), spec.unclear_starts(tokens)
         if starts is not None and unclear is not None:
@@ -203,7 +203,7 @@ def _lengths(starts: Tensor) -> Tensor:
 
 
 def _is_plain(specs: list[BoundarySpec], real: Tensor, num_documents: int, *, cached: bool) -> bool:
-    """Whether upstream is exact on this batch: one document per row, and masks tell all of its layers of all padding.
+    """Whether upstream is exact on this batch: one document per row, and masks say to all of its layers what is padding.
 
     Of masks beside a cache only those of the linear layers were read.
     """

@@ -84,7 +84,7 @@ class PackedSequence:
         padding_segments: numbers of the segments that are padding: a tail that aligns the row, or the one token that
             stands for a batch of nothing but padding.
         left_pad_segments: numbers of those padding segments that are the pad token before a left-padded document, kept
-            because a label asks it for a prediction; layers mix nothing into it.
+            because a label has to be predicted from it; layers mix nothing into it.
         plain: upstream would run the caller's batch exactly too: one document per row, padding in a 0/1 mask.
         shard: under context parallelism, the `RowShard` that says where in the whole row these tokens are.
     """

@@ -48,7 +48,7 @@ def apply_patches(
         model: a model of a family that `packfree models` lists, or anything that holds one (a classification head, a
             wrapper, DDP). Parameters, state_dict keys and config stay as they are.
         backend: "auto": of every op the fastest that can run on the tensors at hand; or a name to force ("torch" runs
-            everywhere, and every op has it), or {op: name} with ops conv, delta_rule, attention, tower_attention, and
+            everywhere, and every op has it), or {op: name} with ops conv, delta_rule, attention, tower_attention, loss, and
             fused for all small ops.  Where it is "auto", the environment variable PACKFREE_BACKEND is read ("torch",
             "conv=fla,delta_rule=torch").
         batch_invariant: give a document the same bits alone and in a packed row.  Rows of one document then run through

@@ -78,14 +78,7 @@ def verify_packing(
         >>> report.patched.influence, report.patched.cross_gradient
         (0.0, 0.0)
     """
-    lengths = list(lengths) if isinstance(lengths, Iterable) else [lengths]
-    if len(lengths) < 2:
-        raise ValueError(f"found lengths={lengths}; wanted two documents or more, since one cannot leak")
-    if not all(type(length) is int and length > 0 for length in lengths) or max(lengths) < 2:
-        raise ValueError(
-            f"found lengths={lengths}; wanted whole numbers above 0, one of them above 1: in documents of one token "
-            "attention has nothing to learn, and its gradients are rounding alone"
-        )
+    lengths = _whole_lengths(lengths)
     if not isinstance(model, nn.Module):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)  # random weights, where it has any
@@ -100,7 +93,7 @@ def verify_packing(
     patches = patch_report(model)
     ours = patches.batch_invariant or patches.unpacked == "native"  # documents alone would run in the patched layers too
     reference = partial(patches_lifted, model) if ours else nullcontext
-    probe = Probe(model, next(trunks(model, family)), tuple(lengths), gradients, seed, reference, masked=family.attends_only)
+    probe = Probe(model, next(trunks(model, family)), lengths, gradients, seed, reference, masked=family.attends_only)
     with prepared(model, slow_decay):
         patched = probe.measure()
         limits = limits_for(probe.device, probe.dtype, probe.packages)
@@ -118,6 +111,19 @@ def verify_packing(
     )
     _judge(report, model)
     return report
+
+
+def _whole_lengths(given: Any) -> tuple[int, ...]:
+    """Return the documents' lengths; refuse what cannot leak, and what is no length."""
+    lengths = list(given) if isinstance(given, Iterable) else [given]
+    if len(lengths) < 2:
+        raise ValueError(f"found lengths={lengths}; wanted two documents or more, since one cannot leak")
+    if not all(type(length) is int and length > 0 for length in lengths) or max(lengths) < 2:
+        raise ValueError(
+            f"found lengths={lengths}; wanted whole numbers above 0, one of them above 1: in documents of one token "
+            "attention has nothing to learn, and its gradients are rounding alone"
+        )
+    return tuple(lengths)
 
 
 def _judge(report: PackingReport, model: nn.Module) -> None:

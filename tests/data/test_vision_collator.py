@@ -239,6 +239,15 @@ def test_text_alone_is_a_row_without_media(processor):
     assert row["position_ids"].tolist() == [[[*range(9), *range(9)]]] * 4
 
 
+def test_keywords_of_the_chat_template_reach_it(processor):
+    template = "{%- for message in messages -%}<|im_end|>{{ tail }}{%- endfor -%}"
+    keywords = {"chat_template": template, "tail": "c"}
+    row = PackedVisionCollator(processor, chat_template_kwargs=keywords)([EXAMPLES[1], EXAMPLES[1]])
+    assert row["input_ids"][0].tolist() == named(processor, "<|im_end|>", "c") * 4 and keywords == {
+        "chat_template": template, "tail": "c"
+    }
+
+
 def test_documents_are_never_cut(processor, caplog):
     with pytest.raises(UnsupportedInput, match="32 tokens.*max_length=20"):
         PackedVisionCollator(processor, max_length=20)(EXAMPLES)

@@ -26,7 +26,7 @@ def fold_states(
     for step in range(0, end - first):
         segment = ((end - 1 - step if REVERSE else first + step) * HEADS + head).to(tl.int64)
         tl.store(out + segment * K * V + place, state, mask=inside)
-        if step < end - first - 1:  # what the last one leaves is nobody's beginning
+        if step < end - first - 1:  # no segment begins with what the last one leaves
             step_by = tl.load(transition + segment * K * K + square, mask=known, other=0.0)
             added = tl.load(addend + segment * K * V + place, mask=inside, other=0.0)
             state = tl.dot(step_by, state, added, input_precision="tf32x3")
