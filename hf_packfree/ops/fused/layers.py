@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 
 from hf_packfree.ops.backend import HALF, uses_triton
 from hf_packfree.ops.fused.linear import NARROW, autocast_as_in_forward, linear_forward, narrow_linear
-from hf_packfree.ops.fused.low_rank import Factors, Layer, Layout, LowRank, layer_reference, take_apart
+from hf_packfree.ops.fused.low_rank import Layer, Layout, LowRank, layer_reference, take_apart
 from hf_packfree.ops.fused.mixed import cat
 from hf_packfree.ops.fused.weights import Weights
 from hf_packfree.ops.operation import Operation
@@ -41,22 +41,20 @@ class Layers:
             return self._without_adapters(x, batch_invariant)
         rows = x.flatten(0, -2)
         self.inner = self.low_rank.inner(rows)
-        return [self._adapted(rows, i).view(*x.shape[:-1], -1) for i in range(len(self.weights))]
+        inner = cat(self.inner, 1)
+        beside = cat([rows, inner], 1) if inner.dtype == rows.dtype else None
+        outs = [self._adapted(rows, inner, beside, i) for i in range(len(self.weights))]
+        return [out.view(*x.shape[:-1], -1) for out in outs]
 
-    def apart(self, x: Tensor) -> tuple[list[Tensor], list[Factors | None]]:
-        """Return the outputs [..., F] without adapters, and the factors of what these add, for a kernel that reads both."""
-        rows = x.flatten(0, -2)
-        self.inner = self.low_rank.inner(rows) if self.low_rank else []
-        return [linear(x, weight) for weight in self.weights], self.factors(rows)
-
-    def factors(self, rows: Tensor) -> list[Factors | None]:
-        """Return h [T, K] and w [K, F] of each layer that has adapters."""
-        numbers = range(len(self.weights))
-        return [self.low_rank.outer_factors(self.inner, i, rows) if self.low_rank else None for i in numbers]
-
-    def _adapted(self, rows: Tensor, i: int) -> Tensor:
-        added = self.low_rank.outer(self.inner, i, rows) if self.low_rank else None
-        return linear(rows, self.weights[i]) if added is None else added.addmm_(rows, self.weights[i].T)
+    def _adapted(self, rows: Tensor, inner: Tensor, beside: Tensor | None, i: int) -> Tensor:
+        """Return one layer's output: with x beside what is inner, and W beside B, it is one product and rounded once."""
+        assert self.low_rank is not None
+        weight, factor = self.weights[i], self.low_rank.outer_factor(i, rows)
+        if factor is None:
+            return linear(rows, weight)
+        if beside is None:
+            return (linear(rows, weight) + linear(inner[:, : factor.shape[1]], factor)).to(rows.dtype)
+        return linear(beside[:, : weight.shape[1] + factor.shape[1]], cat([weight, factor], 1))
 
     def _without_adapters(self, x: Tensor, batch_invariant: bool) -> list[Tensor]:
         outs: list[Tensor] = []
@@ -85,21 +83,16 @@ class Gradients:
 
     def of_input(self) -> Tensor:
         """Return the gradient of x, [T, D]."""
-        low_rank = self.layers.low_rank
-        return self._onto(low_rank.input_gradient(self.d_inner, self.d_outs[0]) if low_rank else None)
-
-    def of_input_apart(self) -> tuple[Tensor, Factors | None]:
-        """Return the gradient of x, [T, D], and the factors of what has to be added to it, for a kernel that reads both."""
-        low_rank = self.layers.low_rank
-        factors = low_rank.input_factors(self.d_inner, self.d_outs[0]) if low_rank else None
-        return (self.of_input(), None) if factors is None else (self._onto(None), factors)
-
-    def _onto(self, d_x: Tensor | None) -> Tensor:
-        """Add the gradient that comes through the weights to d_x."""
-        for group, d_out in self.groups:
-            weight = cat(self.layers.weights.of(group), 0)
-            d_x = d_out @ weight if d_x is None else d_x.addmm_(d_out, weight)
-        assert d_x is not None
+        (group, d_out), *others = self.groups
+        weight, low_rank = cat(self.layers.weights.of(group), 0), self.layers.low_rank
+        if low_rank is None:
+            d_x = d_out @ weight
+        elif d_out.shape[1] <= weight.shape[1] and (factor := low_rank.input_factor(d_out)) is not None:
+            d_x = cat([d_out, *self.d_inner], 1) @ cat([weight, factor], 0)  # less is copied than added
+        else:
+            d_x = low_rank.input_gradient(self.d_inner, d_out).addmm_(d_out, weight)
+        for group, d_out in others:
+            d_x.addmm_(d_out, cat(self.layers.weights.of(group), 0))
         return d_x
 
     def of_tensors(self, x: Tensor | None, needed: Sequence[bool]) -> list[Tensor | None]:

@@ -1,8 +1,8 @@
 """Linear layers that read one tensor, some of them with low-rank adapters (Hu et al., arXiv:2106.09685).
 
 A layer's output is x W' + sum over its adapters of scale * dropout(x) A' B'.  All A of layers that read x without dropout are
-one product, and each B' is written where the product with W' is added in the matrix library's own sum, so that no output is
-read again for an adapter.  The backward pass gives no gradient to frozen weights; it keeps x, which the layer keeps anyway,
+one product; with what they give beside x, and B beside W, the output is one product too, whose sum is rounded once.  The
+backward pass gives no gradient to frozen weights; it keeps x, which the layer keeps anyway,
 and x A' of rank r.  Dropout's masks are drawn again from their seeds.
 """
 
@@ -168,35 +168,20 @@ class LowRank:
             for reading in self.layout.readings
         ]
 
-    def outer(self, inner: Sequence[Tensor], layer: int, x: Tensor) -> Tensor | None:
-        """Return what the layer's adapters add to its output, [T, F] in x's dtype, or None."""
-        total: Tensor | None = None
-        for reading, h in zip(self.layout.readings, inner, strict=True):
-            products = products_of(x, reading.dtype)
-            mine = [(part, self.ups[i]) for i, part in _columns(reading, h) if self.layout.owners[i] == layer]
-            if mine:
-                added = products.outer(*zip(*mine, strict=True), x)
-                total = added if total is None else total.add_(added)
-        return total
-
-    def outer_factors(self, inner: Sequence[Tensor], layer: int, x: Tensor) -> Factors | None:
-        """Return h [T, K] and w [K, F], whose product `outer` returns, or None."""
-        hs: list[Tensor] = []
-        ws: list[Tensor] = []
-        for reading, h in zip(self.layout.readings, inner, strict=True):
-            mine = [(part, self.ups[i]) for i, part in _columns(reading, h) if self.layout.owners[i] == layer]
-            if mine:
-                parts, ups = zip(*mine, strict=True)
-                hs += parts
-                ws.append(products_of(x, reading.dtype).up_factor(ups, x))
-        return _factors(hs, ws)
-
-    def input_factors(self, d_inner: Sequence[Tensor], like: Tensor) -> Factors | None:
-        """Return d_h [T, K] and w [K, D], whose product `input_gradient` returns; None if anything is dropped out."""
-        readings = self.layout.readings
-        if any(reading.dropout for reading in readings):
-            return None
-        return _factors(d_inner, [products_of(like, one.dtype).down_factor(self._downs(one), like) for one in readings])
+    def outer_factor(self, layer: int, like: Tensor) -> Tensor | None:
+        """Return w [F, K]: the layer's adapters add h w', with h the first K columns of all that is inner; None: nothing."""
+        found: list[Tensor] = []
+        before = 0  # columns of other layers' adapters since the last of this one's
+        for reading in self.layout.readings:
+            products = products_of(like, reading.dtype)
+            for i in reading.adapters:
+                if self.layout.owners[i] == layer:
+                    factor = products.up_factor(self.ups[i], like)
+                    found += [factor.new_zeros(len(factor), before)] * (before > 0) + [factor]
+                    before = 0
+                else:
+                    before += products.parts * reading.rank
+        return cat(found, 1) if found else None
 
     def inner_gradients(self, d_outs: Sequence[Tensor]) -> list[Tensor]:
         """Return the gradients of dropout(x) A' of each reading, of d_outs [T, F] of every layer."""
@@ -208,11 +193,22 @@ class LowRank:
             for reading in self.layout.readings
         ]
 
+    def input_factor(self, like: Tensor) -> Tensor | None:
+        """Return w [K, D]: what comes through the adapters to x's gradient is d_h w, with d_h [T, K] all inner gradients.
+
+        None if anything is dropped out, or a product is not in the dtype of `like`.
+        """
+        readings = self.layout.readings
+        if any(reading.dropout for reading in readings):
+            return None
+        factors = [products_of(like, one.dtype).down_factor(self._downs(one), like) for one in readings]
+        return cat(factors, 0) if all(factor.dtype == like.dtype for factor in factors) else None
+
     def input_gradient(self, d_inner: Sequence[Tensor], like: Tensor) -> Tensor:
         """Return the part of x's gradient that comes through the adapters, [T, D] in the dtype of `like`."""
         total: Tensor | None = None
         for reading, d_h in zip(self.layout.readings, d_inner, strict=True):
-            d_x = reading.of(products_of(like, reading.dtype).input_gradient(d_h, self._downs(reading), like))
+            d_x = reading.of((d_h @ products_of(like, reading.dtype).down_factor(self._downs(reading), like)).to(like.dtype))
             total = d_x if total is None else total.add_(d_x)
         assert total is not None
         return total
@@ -234,16 +230,6 @@ class LowRank:
 
     def _downs(self, reading: Reading) -> list[Tensor]:
         return [self.downs[i] for i in reading.adapters]
-
-
-Factors = tuple[Tensor, Tensor]
-
-
-def _factors(hs: Sequence[Tensor], ws: Sequence[Tensor]) -> Factors | None:
-    """Join products that are summed to one."""
-    if not hs:
-        return None
-    return cat(hs, 1), cat(ws, 0).contiguous()
 
 
 def _columns(reading: Reading, joint: Tensor) -> Iterator[tuple[int, Tensor]]:

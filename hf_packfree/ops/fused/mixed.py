@@ -23,6 +23,9 @@ _BLOCK = 1024  # elements of a program
 class Plain:
     """Products in the dtype of the adapters.  What is inner is [T, n r], in that dtype."""
 
+    parts = 1
+    """Columns of what is inner, for each of the rank."""
+
     @staticmethod
     def inner(x: Tensor, downs: Sequence[Tensor], scale: float) -> Tensor:
         """Return scale x A' of each A [r, D], of x [T, D]."""
@@ -30,14 +33,9 @@ class Plain:
         return (x.to(down.dtype) @ down.T).mul_(scale)
 
     @staticmethod
-    def outer(inner: Sequence[Tensor], ups: Sequence[Tensor], like: Tensor) -> Tensor:
-        """Return the sum of the products of what is inner with each B' [r, F], in the dtype of `like`."""
-        return (cat(inner, 1) @ Plain.up_factor(ups, like)).to(like.dtype)
-
-    @staticmethod
-    def up_factor(ups: Sequence[Tensor], like: Tensor) -> Tensor:
-        """Return what `outer` multiplies with, one above the other."""
-        return cat(ups, 1).T
+    def up_factor(up: Tensor, like: Tensor) -> Tensor:
+        """Return what is multiplied with what is inner of an adapter: its B [F, r], [F, parts r]."""
+        return up
 
     @staticmethod
     def inner_gradient(d_outs: Sequence[Tensor], ups: Sequence[Tensor], scale: float) -> Tensor:
@@ -45,13 +43,8 @@ class Plain:
         return cat([d_out.to(up.dtype) @ up for d_out, up in zip(d_outs, ups, strict=True)], 1).mul_(scale)
 
     @staticmethod
-    def input_gradient(d_inner: Tensor, downs: Sequence[Tensor], like: Tensor) -> Tensor:
-        """Return the sum of the products of the inner gradients with each A [r, D], in the dtype of `like`."""
-        return (d_inner @ Plain.down_factor(downs, like)).to(like.dtype)
-
-    @staticmethod
     def down_factor(downs: Sequence[Tensor], like: Tensor) -> Tensor:
-        """Return what `input_gradient` multiplies with, one above the other."""
+        """Return what is multiplied with the inner gradients: each A [r, D], one above the other, [n parts r, D]."""
         return cat(downs, 0)
 
     @staticmethod
@@ -68,19 +61,17 @@ class Plain:
 class Split:
     """Products of fp32 adapters with bfloat16.  What is inner is [T, n 3 r]: of each adapter (high, high, low)."""
 
+    parts = 3
+
     @staticmethod
     def inner(x: Tensor, downs: Sequence[Tensor], scale: float) -> Tensor:
         """See `Plain`; so are the others."""
-        wide = wide_product(x, cat([split(down, down.numel(), x.dtype) for down in downs], 0).view(-1, x.shape[1]).T)
+        wide = wide_product(x, _split_downs(downs, x.dtype).T)
         return in_pairs(wide, len(downs[0]), scale, x.new_empty(wide.shape))
 
     @staticmethod
-    def outer(inner: Sequence[Tensor], ups: Sequence[Tensor], like: Tensor) -> Tensor:
-        return cat(inner, 1) @ Split.up_factor(ups, like)
-
-    @staticmethod
-    def up_factor(ups: Sequence[Tensor], like: Tensor) -> Tensor:
-        return cat([split(up, up.shape[1], like.dtype, paired=True).view(len(up), -1) for up in ups], 1).T
+    def up_factor(up: Tensor, like: Tensor) -> Tensor:
+        return split(up, up.shape[1], like.dtype, paired=True).view(len(up), -1)
 
     @staticmethod
     def inner_gradient(d_outs: Sequence[Tensor], ups: Sequence[Tensor], scale: float) -> Tensor:
@@ -92,13 +83,8 @@ class Split:
         return joint
 
     @staticmethod
-    def input_gradient(d_inner: Tensor, downs: Sequence[Tensor], like: Tensor) -> Tensor:
-        return d_inner @ Split.down_factor(downs, like)
-
-    @staticmethod
     def down_factor(downs: Sequence[Tensor], like: Tensor) -> Tensor:
-        parts = [split(down, down.numel(), like.dtype, paired=True) for down in downs]
-        return cat(parts, 0).view(-1, downs[0].shape[1])
+        return _split_downs(downs, like.dtype, paired=True)
 
     @staticmethod
     def down_gradients(x: Tensor, d_inner: Tensor, count: int) -> Sequence[Tensor]:
@@ -109,6 +95,11 @@ class Split:
     def up_gradient(d_out: Tensor, inner: Tensor) -> Tensor:
         rank = inner.shape[1] // 3
         return wide_product(d_out.T, inner[:, rank:]).view(-1, 2, rank).sum(1)
+
+
+def _split_downs(downs: Sequence[Tensor], dtype: torch.dtype, *, paired: bool = False) -> Tensor:
+    """Return each A [r, D] as its three parts, one above the other, [n 3 r, D]."""
+    return split(cat(downs, 0), downs[0].numel(), dtype, paired=paired).view(-1, downs[0].shape[1])
 
 
 def products_of(x: Tensor, dtype: torch.dtype) -> Any:

@@ -45,7 +45,7 @@ def test_fp32_is_not_rounded_to_half_precision(launched):
         assert found.dtype == torch.float32 and relative_rms(found, wanted) < BITS
     up = Split.up_gradient(d_outs[0], inner[:, : 3 * R])
     assert up.dtype == torch.float32 and relative_rms(up, d_outs[0].double().T @ h[:, :R]) < BITS
-    sums = Split.outer(inner.chunk(2, 1), ups, x), Split.input_gradient(d_inner, downs, x)
+    sums = inner @ torch.cat([Split.up_factor(up, x) for up in ups], 1).T, d_inner @ Split.down_factor(downs, x)
     for found, wanted in zip(sums, (h @ torch.cat(ups, 1).double().T, d_h @ torch.cat(downs).double()), strict=True):
         assert relative_rms(found, wanted) < 1.01 * relative_rms(wanted.bfloat16(), wanted), "one rounding"
     assert launched == KERNELS
