@@ -82,7 +82,7 @@ class PackedAudioAttention(Replacement):
         q, k, v = (project(hidden_states).view(heads) for project in (self.q_proj, self.k_proj, self.v_proj))
         backend = state_of(self).kernels_for(q.device, q.dtype).tower_attention
         out = tower_attention(q, k, v, segments_of(cu_seqlens), scale=self.scaling, backend=backend)
-        return self.out_proj(out[0].flatten(1))
+        return self.out_proj(out.flatten(2).squeeze(0))
 
     @staticmethod
     def op_sizes(layer: Any) -> dict[str, int]:

@@ -147,7 +147,7 @@ class PackedVisionAttention(Replacement):
         q, k, v = self._split(qkv, cos, sin, kernels.fused)
         segments, backend = segments_of(cu_seqlens), kernels.tower_attention
         out = tower_attention(q[None], k[None], v[None], segments, scale=self.scaling, backend=backend)
-        return self.proj(out[0].flatten(1))
+        return self.proj(out.flatten(2).squeeze(0))
 
     def _split(self, qkv: Tensor, cos: Tensor, sin: Tensor, backend: str) -> tuple[Tensor, Tensor, Tensor]:
         if backend != "torch":

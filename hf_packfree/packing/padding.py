@@ -66,11 +66,11 @@ def repad(row: Tensor, packed: PackedSequence) -> Tensor:
     rows, tokens = packed.batch_shape
     if packed.indices is None:
         # the same tensor, so that hooks on the logits of one row see the gradient of the loss
-        return row if rows == 1 else row[0].reshape(rows, tokens, *row.shape[2:])
+        return row if rows == 1 else row.squeeze(0).reshape(rows, tokens, *row.shape[2:])
     flat = row.new_zeros((rows * tokens, *row.shape[2:]))
     if packed.num_documents == 0:  # what stands for a batch of nothing but padding is padding too, and keeps its history
         row = row.masked_fill(torch.ones_like(row, dtype=torch.bool), 0)
-    return flat.index_copy(0, packed.indices.to(row.device), row[0]).reshape(rows, tokens, *row.shape[2:])
+    return flat.index_copy(0, packed.indices.to(row.device), row.squeeze(0)).reshape(rows, tokens, *row.shape[2:])
 
 
 def with_left_pad_tokens(packed: PackedSequence, indices: Tensor) -> PackedSequence:

@@ -80,7 +80,7 @@ def _attend_runs(
     """Without causality padding would have to be masked, so only neighbours of one length are one batch: nothing is copied."""
     sizes = [count * length for count, length in runs]
     outputs = []
-    for run, *parts in zip(runs, *(x[0].split(sizes) for x in (q, k, v)), strict=True):
+    for run, *parts in zip(runs, *(x.squeeze(0).split(sizes) for x in (q, k, v)), strict=True):
         qs, ks, vs = (part.unflatten(0, run) for part in parts)
         outputs.append(_sdpa(qs, ks, vs, scale, dropout, causal=False).flatten(0, 1))
     return torch.cat(outputs)[None]
@@ -91,7 +91,7 @@ def _attend_buckets(q: Tensor, k: Tensor, v: Tensor, plan: Buckets, scale: float
     outputs = []
     for bucket in plan.buckets:
         tokens, shape = bucket.gather.reshape(-1), bucket.gather.shape
-        qs, ks, vs = (x[0].index_select(0, tokens).unflatten(0, shape) for x in (q, k, v))
+        qs, ks, vs = (x.squeeze(0).index_select(0, tokens).unflatten(0, shape) for x in (q, k, v))
         outputs.append(_sdpa(qs, ks, vs, scale, dropout, causal=True).flatten(0, 1).index_select(0, bucket.real))
     return torch.cat(outputs).index_select(0, plan.order)[None]
 

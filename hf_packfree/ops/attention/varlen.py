@@ -46,7 +46,8 @@ def attend(
     elif scale not in (None, q.shape[3] ** -0.5):  # 2.10 has the default alone
         q = q * (scale * q.shape[3] ** 0.5)
     bounds, longest = packed.cu_seqlens, packed.max_seqlen
-    out: Any = varlen_attn(q[0], k[0], v[0], bounds, bounds, longest, longest, **options)
+    q, k, v = (x.squeeze(0) for x in (q, k, v))  # an index, which is a view too, has a gradient that is filled and copied
+    out: Any = varlen_attn(q, k, v, bounds, bounds, longest, longest, **options)
     return out[None]  # type: ignore[no-any-return]
 
 
