@@ -16,7 +16,7 @@ from hf_packfree.models.state import receive, state_of
 from hf_packfree.ops.attention import attention
 from hf_packfree.ops.fused import RECOMPUTES, norm_rope, output_gate
 from hf_packfree.packing import PackedSequence, to_hf_kwargs
-from hf_packfree.parallel.attention import attend_by_heads
+from hf_packfree.parallel.attention import SHARED
 
 
 def attention_route(implementation: str) -> str | None:
@@ -97,9 +97,10 @@ class RoutedAttention(Replacement):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, backend: str) -> Tensor:
         """Return [1, T, heads, D] of q, k and v [1, T, heads, D]."""
+        settings = state_of(self).context_parallel
+        attend = attention if settings is None else SHARED[settings.attention]
         dropout = self.attention_dropout if self.training else 0.0
-        attend = partial(attention, scale=self.scaling, dropout=dropout, backend=backend)
-        return attend(q, k, v, packed) if packed.shard is None else attend_by_heads(q, k, v, packed.shard, attend)
+        return attend(q, k, v, packed, scale=self.scaling, dropout=dropout, backend=backend)
 
     def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Apply the family's rotary embedding to q and k [1, heads, T, D]; each family names upstream's function."""

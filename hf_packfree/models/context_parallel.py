@@ -48,14 +48,13 @@ def forward_shard(
             "number of targets; wanted one that divides by the count it is given; add the keyword to it"
         )
     local = shard_row(packed, settings.rank, settings.world, settings.group)
-    mine = _arguments_of(local, row, packed.num_tokens)
-    if not counted and row.get("num_items_in_batch") is not None:
-        mine["num_items_in_batch"] = row["num_items_in_batch"] / settings.world
-    output = upstream(**mine)
+    output = upstream(**_arguments_of(local, row, packed.num_tokens))
     experts, loss = output.get("aux_loss"), output.get("loss")
-    if counted and experts is not None and loss is not None:  # every rank has all of it, and it counts once
+    if experts is not None and loss is not None:  # every rank has all of it, and it counts once
         coefficient = head.config.get_text_config().router_aux_loss_coef
-        output.loss = loss - (1 - 1 / settings.world) * coefficient * experts
+        loss = loss - (1 - 1 / settings.world) * coefficient * experts
+    if loss is not None:
+        output.loss = loss if counted else loss * settings.world
     if not torch.is_grad_enabled():
         logits = all_gather(output.logits[0], settings.group).flatten(0, 1)[None]
         output.logits = repad(logits[:, : packed.num_tokens], packed)
@@ -80,6 +79,10 @@ def _arguments_of(local: PackedSequence, row: dict[str, Any], tokens: int) -> di
     }
 
 
+_SHARED_HEADS = {"gdn": ("key_heads", "state"), "attention": ("query_heads", "gather")}
+"""By mixer: the heads that ranks share, by their name in `op_sizes`, and the way for ranks that do not divide them."""
+
+
 def settled(config: Any, sizes: dict[str, int], settings: ContextParallel) -> ContextParallel:
     """Return the settings for a model, with nothing left to choose; refuse one that the ranks cannot share.
 
@@ -91,21 +94,21 @@ def settled(config: Any, sizes: dict[str, int], settings: ContextParallel) -> Co
     Raises:
         PatchConflict: the ranks do not divide the heads, or attention is not ours to run.
     """
-    divides = sizes.get("key_heads", 0) % settings.world == 0
-    gdn = ("heads" if divides else "state") if settings.gdn == "auto" else settings.gdn
-    shared = {"query_heads": "attention"} | ({"key_heads": "Gated DeltaNet"} if gdn == "heads" else {})
-    for name, mixer in shared.items():
-        if sizes.get(name, 0) % settings.world:
+    ways = {}
+    for name, (heads, instead) in _SHARED_HEADS.items():
+        count, way = sizes.get(heads, 0), getattr(settings, name)
+        if way == "heads" and count % settings.world:
             raise PatchConflict(
-                f"found {settings.world} ranks to share the {sizes[name]} {name.replace('_', ' ')} of {mixer}; wanted a number "
-                "that divides them; use fewer ranks for context parallelism, and more for data parallelism"
+                f"found {settings.world} ranks to share the {count} {heads.replace('_', ' ')} of {name}; wanted a number that "
+                f"divides them; use fewer ranks for context parallelism, or ContextParallel(group, {name}={instead!r})"
             )
+        ways[name] = way if way != "auto" else instead if count % settings.world else "heads"
     if check_attention(config) != "varlen":
         raise PatchConflict(
             f"found attn_implementation={config._attn_implementation!r} under context parallelism; wanted sdpa, which this "
             "package runs itself; call model.set_attn_implementation('sdpa')"
         )
-    return replace(settings, gdn=gdn, attention="heads")
+    return replace(settings, **ways)
 
 
 def check_call(row: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from hf_packfree.packing.keywords import PackingInputs, to_hf_kwargs
 from hf_packfree.packing.lazy import lazy_repad
 from hf_packfree.packing.padding import repad, unpad, with_left_pad_tokens
 from hf_packfree.packing.record import PackedSequence, chunk_plan
-from hf_packfree.packing.shard import RowShard, pad_row, shard_row
+from hf_packfree.packing.shard import RowShard, pad_row, shard_row, with_history
 
 __all__ = [
     "PackedSequence",
@@ -21,5 +21,6 @@ __all__ = [
     "to_hf_kwargs",
     "uncompiled",
     "unpad",
+    "with_history",
     "with_left_pad_tokens",
 ]

@@ -113,6 +113,12 @@ def shard_row(packed: PackedSequence, rank: int, world: int, group: Any = None) 
     return replace(local, shard=shard, left_pad_segments=left)
 
 
+def with_history(packed: PackedSequence, tokens: int) -> PackedSequence:
+    """Return the record of a row whose first document begins so many tokens earlier."""
+    first, *rest = packed.lengths
+    return PackedSequence.from_lengths([tokens + first, *rest], device=packed.seq_idx.device)
+
+
 def pad_row(row: Tensor, tokens: int, value: float = 0) -> Tensor:
     """Return a tensor [1, T, ...] with `value` behind it, [1, tokens, ...]."""
     missing = tokens - row.shape[1]

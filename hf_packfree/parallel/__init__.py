@@ -22,7 +22,8 @@ class ContextParallel:
         group: torch.distributed's process group, or a mesh of one dimension.
         gdn: of Gated DeltaNet: "heads", each rank has a share of the heads over all tokens; "state", each has its tokens, and
             the states at their edges are exchanged; "auto": heads where the ranks divide them.
-        attention: of full attention: "heads", or "auto", which is the same.
+        attention: of full attention: "heads"; "gather", each rank gathers the keys and values before its own, of which the
+            last one has most to read; "auto": heads where the ranks divide them.
 
     Raises:
         ValueError: an option has an unknown value, or the mesh has several dimensions.
@@ -41,7 +42,7 @@ class ContextParallel:
                     "pass mesh['cp'], or what the dimension of context parallelism is called"
                 )
             object.__setattr__(self, "group", self.group.get_group())
-        for name, known in (("gdn", ("auto", "heads", "state")), ("attention", ("auto", "heads"))):
+        for name, known in (("gdn", ("auto", "heads", "state")), ("attention", ("auto", "heads", "gather"))):
             if (found := getattr(self, name)) not in known:
                 *others, last = map(repr, known)
                 raise ValueError(f"found {name}={found!r} for context parallelism; wanted {', '.join(others)} or {last}")

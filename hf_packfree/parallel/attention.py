@@ -1,36 +1,36 @@
-"""Attention over a sharded row: every rank attends with its share of the heads, over all tokens.
+"""Attention over a sharded row: heads are exchanged for tokens, or keys and values are gathered.
 
-Jacobs et al., DeepSpeed-Ulysses, arXiv:2309.14509.
+Shapes: T tokens of the whole row, W ranks, t = T / W, H query heads, HK key heads, D head size.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_packfree.packing import PackedSequence, RowShard
-from hf_packfree.parallel.collectives import heads_to_tokens, tokens_to_heads
+from hf_packfree.ops.attention import attention, attention_with_history
+from hf_packfree.packing import PackedSequence
+from hf_packfree.parallel.collectives import heads_to_tokens, left_context, tokens_to_heads
 
-Attend = Callable[[Tensor, Tensor, Tensor, PackedSequence], Tensor]
 
-
-def attend_by_heads(q: Tensor, k: Tensor, v: Tensor, shard: RowShard, attend: Attend) -> Tensor:
-    """Attend with H / W query heads a rank.
+def attend_by_heads(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, **options: Any) -> Tensor:
+    """Attend with H / W query heads a rank, over all tokens (Jacobs et al., DeepSpeed-Ulysses, arXiv:2309.14509).
 
     Key heads that W does not divide are repeated until each rank has the one that its query heads read.
 
     Args:
         q: [1, t, H, D], rotated by positions in the document; W divides H.
         k, v: [1, t, HK, D].
-        shard: of the record of the row.
-        attend: (q, k, v, record) -> [1, T, heads, D] for a whole row.
+        packed: the record of the shard.
+        options: of `hf_packfree.ops.attention.attention`.
 
     Returns:
         [1, t, H, D].
     """
+    shard = packed.shard
     copies = math.lcm(k.shape[2], shard.world) // k.shape[2]
     if copies > 1:
         k, v = (x.repeat_interleave(copies, 2) for x in (k, v))
@@ -38,5 +38,21 @@ def attend_by_heads(q: Tensor, k: Tensor, v: Tensor, shard: RowShard, attend: At
     heads = [x.shape[2] for x in by_rank]
     mine = tokens_to_heads(torch.cat(by_rank, 2).flatten(1, 2), shard.group)
     q, k, v = (x[None] for x in mine.split(heads, 1))
-    out = attend(q, k, v, shard.row)
-    return heads_to_tokens(out[0], shard.group)[None]
+    return heads_to_tokens(attention(q, k, v, shard.row, **options)[0], shard.group)[None]
+
+
+def attend_by_keys(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, **options: Any) -> Tensor:
+    """Attend with this rank's queries to its own keys and those before them, which are gathered; for any number of heads.
+
+    Only documents that go on are sent; but the more of a document is on earlier ranks, the longer this one works.
+
+    Args and returns: as of `attend_by_heads`; options of `hf_packfree.ops.attention.attention_with_history`.
+    """
+    shard, heads = packed.shard, k.shape[2]
+    mine = torch.cat([k, v], 2)[0]
+    keys = torch.cat([left_context(mine, shard), mine])[None]
+    return attention_with_history(q, keys[:, :, :heads], keys[:, :, heads:], packed, **options)
+
+
+SHARED = {"heads": attend_by_heads, "gather": attend_by_keys}
+"""By the name of the way."""

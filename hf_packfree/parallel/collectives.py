@@ -91,3 +91,20 @@ def heads_to_tokens(x: Tensor, group: Any) -> Tensor:
     """Return [t, H, ...] of x [T, H / W, ...]: the inverse of `tokens_to_heads`."""
     world = dist.get_world_size(group)
     return all_to_all(x.unflatten(0, (world, -1)), group).transpose(0, 1).flatten(1, 2)
+
+
+def left_context(x: Tensor, shard: RowShard, most: int | None = None) -> Tensor:
+    """Return the tokens before a shard that are of its first document, `most` of them at most; nothing is sent if none is cut.
+
+    Args:
+        x: [t, ...], this rank's.
+
+    Returns:
+        [h, ...], h = `shard.history`, or `most` if that is less.
+    """
+    histories = [shard.history(rank) if most is None else min(most, shard.history(rank)) for rank in range(shard.world)]
+    longest = min(max(histories), len(x))  # beyond that ranks between are inside the document, and give all they have
+    if not longest:
+        return x[:0]
+    tails = all_gather(x[-longest:], shard.group)[: shard.rank].flatten(0, 1)
+    return tails[len(tails) - histories[shard.rank]:]

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
 from hf_packfree.errors import BackendUnavailable
 from hf_packfree.ops.conv import QK_L2NORM, qkv_conv
@@ -27,8 +26,8 @@ from hf_packfree.ops.delta_rule.segments import Scans, Segments
 from hf_packfree.ops.delta_rule.torch_chunked import TorchScans
 from hf_packfree.ops.fla import CHUNK
 from hf_packfree.ops.operation import Operation
-from hf_packfree.packing import PackedSequence, RowShard
-from hf_packfree.parallel.collectives import all_gather, gathered
+from hf_packfree.packing import PackedSequence, RowShard, with_history
+from hf_packfree.parallel.collectives import gathered, left_context
 
 SCANS: dict[str, Scans] = {"flash_qla": FlashQLAScans(), "torch": TorchScans()}
 """By backend of the delta rule."""
@@ -68,7 +67,7 @@ def conv_delta_rule_by_states(
             f"{' or '.join(SCANS)}; name one as backend, or exchange heads: ContextParallel(group, gdn='heads')"
         )
     left = left_context(x[0], packed.shard, weight.shape[1] - 1)
-    longer = packed.cached(_with_history, len(left))
+    longer = packed.cached(with_history, len(left))
     in_conv = conv in QK_L2NORM
     q, k, v = (part[:, len(left):] for part in qkv_conv(
         torch.cat([left, x[0]])[None], weight, longer, heads, sizes, bias=bias, activation=activation, qk_l2norm=in_conv,
@@ -77,28 +76,6 @@ def conv_delta_rule_by_states(
     if not in_conv:
         q, k = map(rounded_unit, (q, k))
     return _Rule.apply(q, k, v, g, beta, packed, SCANS[delta_rule])  # type: ignore[no-any-return]
-
-
-def left_context(x: Tensor, shard: RowShard, reach: int) -> Tensor:
-    """Return the tokens before a shard that are of its first document, `reach` of them at most.
-
-    Args:
-        x: [t, C], this rank's.
-
-    Returns:
-        [h, C], h = min(reach, `shard.history`).
-    """
-    if not shard.is_cut:
-        return x[:0]
-    tail = F.pad(x[-reach:], (0, 0, max(0, reach - len(x)), 0))
-    tails = all_gather(tail, shard.group)[: shard.rank, max(0, reach - len(x)):].flatten(0, 1)
-    return tails[len(tails) - min(reach, shard.history(shard.rank)):]
-
-
-def _with_history(packed: PackedSequence, tokens: int) -> PackedSequence:
-    """Return the record of a shard whose first document begins so many tokens earlier."""
-    first, *rest = packed.lengths
-    return PackedSequence.from_lengths([tokens + first, *rest], device=packed.seq_idx.device)
 
 
 def _segments(packed: PackedSequence) -> Segments:

@@ -141,6 +141,7 @@ def patch(model: nn.Module, options: Options) -> None:
     sizes, ranks = op_sizes(model, family), options.context_parallel
     if ranks is not None:
         ranks = settled(next(trunks(model, family)).config, sizes, ranks)
+        sizes["gathered_keys"] = int(ranks.attention == "gather")
     chosen = choose_backends(options.backend, sizes, family.ops)
     wanted = replace(
         chosen, batch_invariant=options.batch_invariant, unpacked=options.unpacked, padded=options.padded,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from hf_packfree import PackedSequence
-from hf_packfree.ops.attention import attention
 from hf_packfree.packing import shard_row
 from hf_packfree.parallel import ContextParallel, collectives
 from hf_packfree.parallel.attention import attend_by_heads
@@ -21,7 +20,7 @@ def test_bytes_of_attention_by_heads():
     before = collectives.dist
     with exchanging(Alone(1, world)) as how:
         assert (ContextParallel(None).rank, ContextParallel(None).world) == (1, world)
-        out = attend_by_heads(q, k, v, local.shard, attention)
+        out = attend_by_heads(q, k, v, local)
     assert collectives.dist is before and out.shape == q.shape
     assert (how.calls, how.received) == (2, 4 * tokens * size * (2 * heads + 2 * world) * (world - 1) / world)
     assert how.seconds(rate=how.received, latency=0.5) == 2.0

@@ -22,7 +22,7 @@ from hf_packfree import PackedSequence, apply_patches
 from hf_packfree.ops.attention import attention
 from hf_packfree.ops.conv_delta_rule import conv_delta_rule
 from hf_packfree.packing import shard_row
-from hf_packfree.parallel.attention import attend_by_heads
+from hf_packfree.parallel import attention as by_ranks
 from hf_packfree.parallel import ContextParallel
 from hf_packfree.parallel.delta_rule import SHARED
 from tests.support import documents, relative_rms, tiny
@@ -85,14 +85,14 @@ def worst(found, wanted) -> float:
 
 def models(results) -> None:
     """Loss, gathered logits and gradients of whole models against one process, by count and by mean; and two controls."""
-    ways = {"qwen3_5": "state", "qwen3_5_moe": "auto", "qwen3_next": "state"}  # the tiny models have two key heads
+    ways = {"qwen3_5": {"gdn": "state"}, "qwen3_5_moe": {}, "qwen3_next": {"gdn": "state", "attention": "gather"}}
     for family, way in ways.items():
         arguments = {"output_router_logits": True} if family == "qwen3_5_moe" else {}
         one, many = (tiny(family).double() for _ in range(2))
         for model in (one, many):
             model.config._experts_implementation = "eager"
         apply_patches(one, unpacked="native")
-        apply_patches(many, context_parallel=ContextParallel(dist.group.WORLD, gdn=way))
+        apply_patches(many, context_parallel=ContextParallel(dist.group.WORLD, **way))
         for name, lengths in ROWS.items() if family == "qwen3_5_moe" else [*ROWS.items()][:2]:
             batch = batch_of(lengths, len(lengths)) | arguments
             for count in (torch.tensor(7), None):
@@ -130,34 +130,47 @@ def controls(results, name, one, many, batch, wanted) -> None:
 
 def ops(results) -> None:
     """Values and gradients of what mixes tokens."""
-    heads, sizes, generator = (4, 8), (6, 10), torch.Generator().manual_seed(0)
-    channels = 2 * heads[0] * sizes[0] + heads[1] * sizes[1]
+    generator = torch.Generator().manual_seed(0)
 
     def random(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     for name, lengths in ROWS.items():
-        packed = PackedSequence.from_lengths(lengths)
-        local = shard_row(packed, dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
-        row, shard = local.shard.row, local.shard
-        tokens = row.num_tokens
-        x, weight, bias = random(1, tokens, channels), random(channels, 4), random(channels)
-        g, beta = -0.05 * random(1, tokens, heads[1]).abs(), random(1, tokens, heads[1]).sigmoid()
+        local = shard_row(PackedSequence.from_lengths(lengths), dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+        delta_rules(results, name, local, random)
+        attentions(results, name, local, random)
 
-        for way in ("state",) if 4 % shard.world else SHARED:
 
-            def rule(x, g, beta, weight, bias, where):
-                run, record = (conv_delta_rule, row) if where is row else (SHARED[way], local)
-                return run(x, weight, g, beta, record, heads, sizes, bias=bias)
+def delta_rules(results, name, local, random) -> None:
+    heads, sizes, row = (4, 8), (6, 10), local.shard.row
+    channels = 2 * heads[0] * sizes[0] + heads[1] * sizes[1]
+    x, weight, bias = random(1, row.num_tokens, channels), random(channels, 4), random(channels)
+    g, beta = -0.05 * random(1, row.num_tokens, heads[1]).abs(), random(1, row.num_tokens, heads[1]).sigmoid()
+    for way in ("state",) if heads[0] % local.shard.world else SHARED:
 
-            results[f"delta rule by {way}: {name}"] = op_error(rule, [x, g, beta], [weight, bias], row, shard)
-        for keys in () if 4 % shard.world else (1, 2, 4):
-            q, k, v = random(1, tokens, 4, 8), random(1, tokens, keys, 8), random(1, tokens, keys, 8)
+        def rule(x, g, beta, weight, bias, where):
+            run, record = (conv_delta_rule, row) if where is row else (SHARED[way], local)
+            return run(x, weight, g, beta, record, heads, sizes, bias=bias)
+
+        results[f"delta rule by {way}: {name}"] = op_error(rule, [x, g, beta], [weight, bias], row, local.shard)
+
+
+def attentions(results, name, local, random) -> None:
+    row, shard = local.shard.row, local.shard
+    for keys in (1, 2, 4):
+        q, k, v = (random(1, row.num_tokens, heads, 8) for heads in (4, keys, keys))
+        for way in ("gather",) if 4 % shard.world else by_ranks.SHARED:
 
             def attend(q, k, v, where):
-                return attention(q, k, v, row) if where is row else attend_by_heads(q, k, v, shard, attention)
+                return attention(q, k, v, row) if where is row else by_ranks.SHARED[way](q, k, v, local)
 
-            results[f"attention, {keys} key heads: {name}"] = op_error(attend, [q, k, v], [], row, shard)
+            results[f"attention by {way}, {keys} key heads: {name}"] = op_error(attend, [q, k, v], [], row, shard)
+
+    def of_shards(q, k, v, where):
+        return attention(q, k, v, row if where is row else local)
+
+    if shard.is_cut:
+        results[f"control, keys of this rank alone: {name}"] = op_error(of_shards, [q, k, v], [], row, shard)
 
 
 def op_error(run, per_token, weights, row, shard) -> float:
@@ -234,8 +247,7 @@ def run_rank(rank: int, world: int, folder: str) -> None:
     results: dict[str, float] = {}
     ops(results)
     widen_islands()
-    if 4 % world == 0:  # heads of attention
-        models(results)
+    models(results)
     everyones = [None] * world
     dist.all_gather_object(everyones, results)
     if rank == 0:

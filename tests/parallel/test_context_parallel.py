@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hf_packfree import apply_patches, remove_patches
 from hf_packfree.errors import PatchConflict, UnsupportedInput
+from hf_packfree.models.state import state_of
 from hf_packfree.parallel import ContextParallel
 from hf_packfree.parallel.accelerate import leave_rows_whole
 from tests.parallel.ranks import batch_of, measured, trained
@@ -40,7 +41,7 @@ def test_two_ranks_are_one_process(two, what):
 @pytest.mark.slow
 def test_a_mean_of_means_and_cut_documents_are_wrong(two):
     found = {name: error for name, error in two.items() if name.startswith("control")}
-    assert len(found) == 4
+    assert len(found) == 8
     assert all(error >= WRONG for error in found.values()), found
 
 
@@ -122,12 +123,13 @@ def test_a_loss_that_takes_no_count_is_refused(group):
 def test_ranks_that_do_not_divide_the_heads_are_refused(group, monkeypatch):
     monkeypatch.setattr(ContextParallel, "world", 3)
     unpatched = tiny()
-    with pytest.raises(PatchConflict, match="found 3 ranks .* 4 query heads of attention"):
-        apply_patches(unpatched, context_parallel=group)
-    monkeypatch.setattr(ContextParallel, "world", 4)
-    with pytest.raises(PatchConflict, match="found 4 ranks .* 2 key heads of Gated DeltaNet"):
-        apply_patches(unpatched, context_parallel=ContextParallel(group, gdn="heads"))
+    for mixer, heads, instead in (("attention", "4 query heads", "gather"), ("gdn", "2 key heads", "state")):
+        wanted = f"found 3 ranks to share the {heads} of {mixer}; wanted .*{mixer}='{instead}'"
+        with pytest.raises(PatchConflict, match=wanted):
+            apply_patches(unpatched, context_parallel=ContextParallel(group, **{mixer: "heads"}))
     assert type(unpatched).__module__.startswith("transformers")
+    patched = state_of(apply_patches(unpatched, context_parallel=group)).context_parallel
+    assert (patched.attention, patched.gdn) == ("gather", "state")
 
 
 def test_eager_attention_is_refused(group):

@@ -15,6 +15,11 @@ BACKENDS = {
 }
 LONG = {"triton": Backend(cudnn.attend, triton_native.unusable)}
 """Those that hand long documents to cuDNN."""
+WITH_HISTORY = {
+    "varlen": Backend(varlen.attend_with_history, varlen.unusable),
+    "torch": Backend(torch_native.attend_with_history),
+}
+"""Those whose first document may have keys before its first query."""
 
 
 def attention(
@@ -49,4 +54,35 @@ def attention(
     return attend(q, k, v, packed, scale=scale)  # type: ignore[no-any-return]
 
 
-__all__ = ["BACKENDS", "attention"]
+def attention_with_history(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: PackedSequence,
+    *,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    backend: str = "torch",
+) -> Tensor:
+    """Attend causally within each document of a row whose first one began before it.
+
+    Args:
+        q: [1, T, H, D].
+        k, v: [1, h + T, HK, D]: of the h tokens of the first document that are before the row, and of the row.
+        packed: the documents of the row of T tokens.
+        scale, dropout: see `attention`.
+        backend: a name in `WITH_HISTORY`.
+
+    Returns:
+        [1, T, H, D] in q's dtype: what `attention` gives those tokens in the longer row.
+
+    Raises:
+        BackendUnavailable: no backend has that name.
+    """
+    attend = find("attention with history", WITH_HISTORY, backend)
+    if dropout:
+        return torch_native.attend_with_history(q, k, v, packed, scale=scale, dropout=dropout)
+    return attend(q, k, v, packed, scale=scale)  # type: ignore[no-any-return]
+
+
+__all__ = ["BACKENDS", "WITH_HISTORY", "attention", "attention_with_history"]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_packfree.packing import PackedSequence, uncompiled
+from hf_packfree.packing import PackedSequence, uncompiled, with_history
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +67,15 @@ def attend(
     if causal:
         return _attend_buckets(q, k, v, packed.cached(plan_buckets), scale, dropout)
     return _attend_runs(q, k, v, packed.cached(plan_runs), scale, dropout)
+
+
+def attend_with_history(
+    q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, *, scale: float | None = None, dropout: float = 0.0
+) -> Tensor:
+    """See `hf_packfree.ops.attention.attention_with_history`; the history gets queries of zero, whose output is dropped."""
+    history = k.shape[1] - q.shape[1]
+    longer = packed.cached(with_history, history)
+    return attend(F.pad(q, (0, 0, 0, 0, history, 0)), k, v, longer, scale=scale, dropout=dropout)[:, history:]
 
 
 def plan_runs(packed: PackedSequence) -> tuple[tuple[int, int], ...]:

@@ -37,6 +37,8 @@ def unusable(target: Target) -> str | None:
         return f"its blocks are sized for Hopper (9.0), this is {target.gpu}"
     if (reason := needs_half(target)) is not None:
         return reason
+    if target.sizes.get("gathered_keys"):
+        return "it takes as many keys as queries, and ranks that gather keys have more"
     if (size := target.sizes.get("head_size", _SIZES[0])) not in _SIZES:
         return f"it takes heads of {', '.join(map(str, _SIZES))} channels; the model has {size}"
     return None

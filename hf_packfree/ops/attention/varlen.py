@@ -11,7 +11,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from hf_packfree.ops.backend import Target, needs_cuda, needs_half, refuse_wide
-from hf_packfree.packing import PackedSequence, uncompiled
+from hf_packfree.packing import PackedSequence, uncompiled, with_history
 from hf_packfree.versions import VARLEN_GROUPS_HEADS
 
 _HEAD_SIZE = 256
@@ -32,9 +32,10 @@ def unusable(target: Target) -> str | None:
 
 @uncompiled
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, *, scale: float | None = None, causal: bool = True
+    q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, *,
+    scale: float | None = None, causal: bool = True, of_keys: PackedSequence | None = None,
 ) -> Tensor:
-    """See `hf_packfree.ops.attention.attention`."""
+    """See `hf_packfree.ops.attention.attention`; with `of_keys` each document's queries are the last of its tokens."""
     refuse_wide("attention", "varlen", q, k, v)
     from torch.nn.attention.varlen import varlen_attn
 
@@ -45,10 +46,19 @@ def attend(
         options = {**options, "scale": scale}
     elif scale not in (None, q.shape[3] ** -0.5):  # 2.10 has the default alone
         q = q * (scale * q.shape[3] ** 0.5)
-    bounds, longest = packed.cu_seqlens, packed.max_seqlen
+    keys = packed if of_keys is None else of_keys
+    bounds, longest = (packed.cu_seqlens, keys.cu_seqlens), (packed.max_seqlen, keys.max_seqlen)
     q, k, v = (x.squeeze(0) for x in (q, k, v))  # an index, which is a view too, has a gradient that is filled and copied
-    out: Any = varlen_attn(q, k, v, bounds, bounds, longest, longest, **options)
+    out: Any = varlen_attn(q, k, v, *bounds, *longest, **options)
     return out[None]  # type: ignore[no-any-return]
+
+
+def attend_with_history(
+    q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, *, scale: float | None = None
+) -> Tensor:
+    """See `hf_packfree.ops.attention.attention_with_history`."""
+    longer = packed.cached(with_history, k.shape[1] - q.shape[1])
+    return attend(q, k, v, packed, scale=scale, of_keys=longer)
 
 
 @cache
