@@ -109,9 +109,9 @@ def _method(layer: Any) -> str | None:
 def _of_linear(layer: nn.Linear, x: Tensor, quantised: bool) -> str | None:
     if not is_untouched(vars(layer)):
         return "hooks or a forward of its own"
-    if type(layer) is nn.Linear or (quantised and read_weight(layer, x) is not None):
+    if quantised and read_weight(layer, x) is not None:
         return None
-    return type(layer).__name__
+    return _quantisation(layer)
 
 
 def _of_lora(layer: Any) -> str:
@@ -123,9 +123,15 @@ def _of_lora(layer: Any) -> str:
         return "DoRA with dropout" if drops else "DoRA"
     if variants := _variants(layer):
         return type(next(iter(variants.values()))).__name__
-    if type(layer.get_base_layer()) is not nn.Linear:
-        return f"LoRA on {type(layer.get_base_layer()).__name__}"
+    if (quantisation := _quantisation(layer.get_base_layer())) is not None:
+        return f"LoRA on {quantisation}"
     return "LoRA with a bias" if any(layer.lora_bias.values()) else "LoRA that is not fused"
+
+
+def _quantisation(layer: Any) -> str | None:
+    """Name the class of a layer that is not torch's own, or of its weight where torchao has put one; None: neither."""
+    kind = type(layer) if type(layer) is not nn.Linear else type(layer.weight)
+    return kind.__name__ if type(layer) is not nn.Linear or kind.__module__.startswith("torchao.") else None
 
 
 def _adapter(layer: Any, name: str, x: Tensor) -> Adapter | None:

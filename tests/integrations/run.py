@@ -26,8 +26,8 @@ PAGE = ROOT / "docs/compatibility.md"
 MARK = "<!-- integrations -->"
 LIBRARIES = ("Trainer", "TRL SFTTrainer", "TRL DPOTrainer", "PEFT", "accelerate", "torch", "torch.compile", "DeepSpeed",
              "transformers", "Liger")
-VERSIONS = ("torch", "transformers", "trl", "peft", "accelerate", "deepspeed", "bitsandbytes", "liger-kernel", "kernels",
-            "triton")
+VERSIONS = ("torch", "transformers", "trl", "peft", "accelerate", "deepspeed", "bitsandbytes", "torchao", "liger-kernel",
+            "kernels", "triton")
 HEAD = ("with", "what", "verdict", "off by", "unpatched")
 
 

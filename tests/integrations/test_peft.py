@@ -168,11 +168,40 @@ def test_quantised_base(order, same_gradients, tmp_path):
     same_gradients(found, wanted, in_rows(lora(quantised(tmp_path))))
 
 
+@integration("PEFT", "LoRA on 8-bit bases: bitsandbytes, torchao's weight-only int8", "works; called as it is, not fused")
+@pytest.mark.parametrize("package", [pytest.param(name, marks=needs(name)) for name in ("bitsandbytes", "torchao")])
+def test_bases_that_are_called_as_they_are(package, same_gradients, tmp_path):
+    tiny().save_pretrained(tmp_path)
+    model = apply_patches(lora(in_8_bits(tmp_path, package)))
+    found = in_rows(model)
+    kind = {"bitsandbytes": "Linear8bitLt", "torchao": "Int8Tensor"}[package]
+    count = 3 * len(LINEAR) + len(ATTENTION) + 4 * len(MLP)
+    assert patch_report(model).called == {f"LoRA on {kind}": count}
+    assert patch_report(apply_patches(in_8_bits(tmp_path, package))).called == {kind: count}
+    wanted = per_document(lora(in_8_bits(tmp_path, package)), in_steps(labelled()))
+    same_gradients(found, wanted, in_rows(lora(in_8_bits(tmp_path, package))))
+
+
+def in_8_bits(folder, package):
+    from transformers import BitsAndBytesConfig, TorchAoConfig
+
+    if package == "torchao":
+        from torchao.quantization import Int8WeightOnlyConfig
+
+        return loaded(folder, TorchAoConfig(Int8WeightOnlyConfig()))
+    return loaded(folder, BitsAndBytesConfig(load_in_8bit=True))
+
+
+def loaded(folder, config):
+    options = {"quantization_config": config, "device_map": "cpu", "dtype": torch.float32}
+    return Qwen3_5ForCausalLM.from_pretrained(folder, **options).train()
+
+
 def quantised(folder):
     """Load the tiny model with 4-bit linear layers that compute in fp32."""
     from transformers import BitsAndBytesConfig
 
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
-    model = Qwen3_5ForCausalLM.from_pretrained(folder, quantization_config=config, device_map="cpu", dtype=torch.float32)
+    model = loaded(folder, config)
     assert type(model.model.layers[0].linear_attn.in_proj_qkv).__name__ == "Linear4bit"
-    return model.train()
+    return model
