@@ -23,8 +23,9 @@ from hf_packfree.packing.mrope import is_text
 
 FEATURES = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
 """The keyword of each kind of media."""
-GRIDS = ("image_grid_thw", "video_grid_thw")
-"""The keywords of images' and videos' sizes."""
+SIZES = {"image": "image_grid_thw", "video": "video_grid_thw", "audio": "feature_attention_mask"}
+"""The keyword that says how large the items of each kind are."""
+GRIDS = (SIZES["image"], SIZES["video"])
 _COUNTED = "packfree_counted"
 """An attribute of a row's ids, because no keyword reaches the methods that upstream's forward calls with them."""
 
@@ -128,6 +129,7 @@ def packed_arguments(source: Any, packed: PackedSequence, given: dict[str, Any])
         packed: the record, for the shape of `given`.
         given: the arguments [B, S, ...] of the forward, by name.
     """
+    given = given | _without_items(given)
     row = row_of_each({name: value for name, value in given.items() if name != "attention_mask"}, packed)
     row |= {
         "attention_mask": None,
@@ -139,6 +141,12 @@ def packed_arguments(source: Any, packed: PackedSequence, given: dict[str, Any])
     }
     row.pop("cache_position", None)  # it counts tokens of the batch, not of the row
     return row
+
+
+def _without_items(given: dict[str, Any]) -> dict[str, None]:
+    """Return None for features and sizes of no item, which are a collator's empty tensors; towers take none."""
+    empty = [kind for kind, sizes in SIZES.items() if isinstance(given.get(sizes), Tensor) and len(given[sizes]) == 0]
+    return dict.fromkeys([name for kind in empty for name in (SIZES[kind], FEATURES[kind])])
 
 
 @uncompiled
@@ -218,10 +226,9 @@ def _check_features(config: Any, media: RowMedia, features: list[str], ids: Tens
     for kind, name in FEATURES.items():
         if kind in features:
             if sizes[kind] is None:
-                wanted = "feature_attention_mask" if kind == "audio" else f"{kind}_grid_thw"
                 raise BoundaryError(
-                    f"found {kind} features without {wanted}; wanted the sizes of their items, which say what belongs to which "
-                    f"document; pass {wanted} too"
+                    f"found {kind} features without {SIZES[kind]}; wanted the sizes of their items, which say what belongs to "
+                    f"which document; pass {SIZES[kind]} too"
                 )
             continue
         token = getattr(config, f"{kind}_token_id", None)

@@ -91,9 +91,10 @@ STREAM = (
 
 
 @integration("Trainer", "`PackedVisionCollator`: a stream", STREAM)
-def test_a_stream(same_gradients, tmp_path):
-    collator = PackedVisionCollator(vision_processor())
-    found = train(tmp_path, Streamed(), collator, accelerator_config={"dispatch_batches": False})
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream(workers, same_gradients, tmp_path):
+    collator, settings = PackedVisionCollator(vision_processor()), {"accelerator_config": {"dispatch_batches": False}}
+    found = train(tmp_path, Streamed(), collator, dataloader_num_workers=workers, **settings)
     same_gradients(found, one_by_one(collator, in_steps(EXAMPLES, SIZE)))
 
 

@@ -55,6 +55,51 @@ def test_an_audio_influences_its_document_alone(case, form):
     assert same == [number != 3 for number in range(len(given))]
 
 
+def refused_row(case, **change):
+    """What a row of all documents is called with."""
+    _, model, given, _ = case
+    inputs, _ = batch(given, change.pop("form", "offsets"), model)
+    media = arguments(given, {kind: [x.detach() for x in xs] for kind, xs in leaves_of(given).items()})
+    return {**inputs, **media, **change}
+
+
+SENTENCES = {
+    "no sounds": "98 audio placeholders in a packed row without input_features; wanted the audios' features too; use hf_",
+    "no videos": "24 video placeholders in a packed row without pixel_values_videos; wanted the videos' features too",
+    "no lengths": "audio features without feature_attention_mask; wanted .* pass feature_attention_mask too",
+    "a shorter sound": "found 43 audio placeholders in document 1 .* where audio 0 is the first; wanted .* pass the media",
+    "a cut": "boundary at token 46, inside audio 0; wanted boundaries between media alone; build the boundaries",
+    "one flag": "use_audio_in_video=True for a row of 1 videos with their sound and 1 without; .* leave it out",
+    "half precision": "position_ids of torch.bfloat16, which counts to 256 only; wanted integers, or torch.float32",
+    "three rows": "boundaries they cannot show; wanted the boundaries too; put the text positions",
+}
+
+
+@pytest.mark.parametrize("what", SENTENCES)
+def test_what_cannot_be_exact_is_refused_with_what_mends_it(case, what):
+    row = refused_row(case, form="4 rows" if what in ("half precision", "three rows") else "offsets")
+    if what == "no sounds":
+        del row["input_features"], row["feature_attention_mask"]
+    elif what == "no videos":
+        del row["pixel_values_videos"], row["video_grid_thw"]
+    elif what == "no lengths":
+        del row["feature_attention_mask"]
+    elif what == "a shorter sound":
+        row["feature_attention_mask"][0, 250:] = 0
+    elif what == "a cut":
+        row["cu_seq_lens_q"] = row["cu_seq_lens_k"] = row["cu_seq_lens_q"].clone()
+        row["cu_seq_lens_q"][2] = 46
+        row |= dict.fromkeys(("max_length_q", "max_length_k"), row["input_ids"].shape[1])
+    elif what == "one flag":
+        row["use_audio_in_video"] = True
+    elif what == "half precision":
+        row["position_ids"] = row["position_ids"].bfloat16()
+    else:
+        row["position_ids"] = row["position_ids"][1:]
+    with pytest.raises(ValueError, match=SENTENCES[what]):
+        case[1](**row, use_cache=False)
+
+
 def test_report_removal_and_verification(case):
     model = tiny_vision("qwen3_omni_moe")
     classes = [type(module) for module in model.modules()]

@@ -18,6 +18,7 @@ from tests.support import CONTROL, GRADIENT_TOL, LOGIT_TOL, by_family, errors, r
 from tests.vision import (
     FORMS,
     IMAGE,
+    PATCH,
     alone,
     document,
     documents,
@@ -222,6 +223,29 @@ def test_rows_of_text_alone(case):
     for form in ("4 rows", "offsets, types"):
         found = run(case.model, packed_batch(form, given, case.unpatched.model), weights)
         assert errors(found, wanted)[0] <= LOGIT_TOL
+
+
+@pytest.mark.parametrize("form", ["4 rows", "offsets, types", "right"])
+def test_empty_tensors_of_media_are_none(qwen, form):
+    """Of a kind that no document has, as some collators make them; a tower takes no empty call."""
+    given = qwen.given[:3]
+    batch = padded_batch(form, given) if form == "right" else packed_batch(form, given, qwen.unpatched.model)
+    nothing = {"pixel_values_videos": torch.zeros(0, PATCH), "video_grid_thw": torch.zeros(0, 3).long()}
+    parts = batch.cut(batch.call(qwen.model, **nothing).logits)
+    assert relative_rms(torch.cat(parts), torch.cat(qwen.wanted[0][:3])) <= LOGIT_TOL
+
+
+@pytest.mark.parametrize("form", ["indexed mask", "seq_idx"])
+def test_rows_whose_documents_are_numbered(case, form):
+    """Two rows without positions: 0 is padding in a mask, and a document that nobody reads in `seq_idx`."""
+    batch = case.batch("rows")
+    del batch.inputs["position_ids"]
+    number = torch.zeros_like(batch.inputs["input_ids"])
+    for document_number, (row, place) in enumerate(batch.places, 1):
+        number[row, place] = document_number
+    batch.inputs |= {"attention_mask": number} if form == "indexed mask" else {"seq_idx": (number - 1).int()}
+    logits, gradients = errors(run(case.model, batch, case.weights), case.wanted)
+    assert logits <= LOGIT_TOL and gradients <= GRADIENT_TOL
 
 
 class TestLoss:
