@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 from torch.nn import functional as F
 
-from hf_packfree.models.fusable import is_hooked
 from hf_packfree.models.head_loss import as_multiplied
 from hf_packfree.models.labels import IGNORED
 from hf_packfree.models.state import PatchState
 from hf_packfree.mtp.head import ahead
+from hf_packfree.mtp.weights import Weights, readable_weights
 from hf_packfree.ops.loss import linear_cross_entropy
 from hf_packfree.packing import PackedSequence
 from hf_packfree.parallel.collectives import gathered
@@ -52,11 +51,11 @@ def depth_losses(
         state: the model's, which names the loss's backend.
         detach: whether that layer's parameters get no gradient.
     """
-    sums, facts = [], []
+    sums, facts, weights = [], [], readable_weights(layer, states[0].dtype, detach=detach)
     for depth, hidden in enumerate(states, start=1):
         wanted = ahead(targets, packed, depth, IGNORED)[0].to(hidden.device)
-        total = _summed_loss(hidden[0], wanted, layer, state, detach)
-        tried, right = _hits(hidden[0], wanted, layer)
+        total = _summed_loss(hidden[0], wanted, weights, state)
+        tried, right = _hits(hidden[0], wanted, weights)
         sums.append(total)
         found = total.detach(), (wanted != IGNORED).sum(), tried, right
         facts.append(torch.stack([one.double() for one in found]))
@@ -65,33 +64,24 @@ def depth_losses(
     return DepthLosses(tuple(sums), tuple(facts))
 
 
-def _summed_loss(hidden: Tensor, targets: Tensor, layer: Any, state: PatchState, detach: bool) -> Tensor:
+def _summed_loss(hidden: Tensor, targets: Tensor, weights: Weights, state: PatchState) -> Tensor:
     """Return the summed cross entropy of hidden [T, D_model]; of plain weights no logits of all tokens are made."""
-    plain = type(layer) is nn.Linear and not is_hooked(layer) and "forward" not in vars(layer)
-    parts = as_multiplied(hidden, layer) if plain else None
+    parts = None if weights.weight is None else as_multiplied(hidden, weights)
     backend = "upstream" if parts is None else state.kernels_for(hidden.device, parts[0].dtype).loss
     if parts is None or backend == "upstream":
         kept = targets != IGNORED
-        logits = (_without_gradients(layer) if detach else layer)(hidden[kept])
+        logits = weights.logits(hidden[kept])
         wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
         return F.cross_entropy(wide, targets[kept], reduction="sum")
     x, weight, bias = parts
-    if detach:
-        weight, bias = weight.detach(), None if bias is None else bias.detach()
     return linear_cross_entropy(x, weight, targets, bias=bias, ignore_index=IGNORED, backend=backend)
 
 
 @torch.no_grad()
-def _hits(hidden: Tensor, targets: Tensor, layer: Any) -> tuple[Tensor, Tensor]:
+def _hits(hidden: Tensor, targets: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
     """Return how many targets of evenly spaced tokens were tried, and how many the most likely token hits."""
     count = min(SAMPLE, len(targets))
     some = torch.arange(count, device=hidden.device) * len(targets) // count
     wanted = targets.index_select(0, some)
-    likely = layer(hidden.index_select(0, some)).argmax(-1)
+    likely = weights.logits(hidden.index_select(0, some)).argmax(-1)
     return (wanted != IGNORED).sum(), (likely == wanted).sum()
-
-
-def _without_gradients(layer: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Return the layer as a function of its input alone."""
-    parameters = {name: parameter.detach() for name, parameter in layer.named_parameters()}
-    return lambda x: functional_call(layer, parameters, (x,))

@@ -63,6 +63,9 @@ class MTPTraining:
             hidden: its output, in the same shape.
         """
         if self._call is None:
+            if torch.is_grad_enabled():
+                found, wanted = f"that calls the {type(trunk).__name__} alone", "the language model around it, with labels"
+                self._warn_of_nothing(found, wanted)
             return
         embeddings = arguments["inputs_embeds"]
         with torch.set_grad_enabled(not self.options.detach):
@@ -95,7 +98,7 @@ class MTPTraining:
         if call is None:
             return None
         if call.packed is None or all(call.given.get(name) is None for name in ("labels", "shift_labels")):
-            self._warn_of_nothing(model)
+            self._warn_of_nothing(f"of {type(model).__name__} without labels", "it with labels")
             return None
         with torch.autocast(**call.autocast):  # as the text model ran; accelerate's ends with the model's forward
             return _with_loss(output, *self._loss(model, call, call.packed))
@@ -116,12 +119,12 @@ class MTPTraining:
             total = total + self.options.weight * items * balance(model, routed, row) / ranks
         return total, items
 
-    def _warn_of_nothing(self, model: nn.Module) -> None:
+    def _warn_of_nothing(self, found: str, wanted: str) -> None:
         if not self._warned:
             self._warned = True
             logger.warning(
-                "found a training step of %s without labels, from which the multi-token prediction head learns nothing; pass "
-                "labels to the model, or apply_patches(model, mtp='keep')", type(model).__name__
+                "found a training step %s, from which the multi-token prediction head learns nothing; wanted its loss beside "
+                "the main one; call %s, or apply_patches(model, mtp='keep')", found, wanted
             )
 
     def take(self) -> dict[str, float]:
@@ -188,7 +191,8 @@ def _with_loss(output: Any, total: Tensor, items: Any) -> Any:
 class _BesideScores(torch.autograd.Function):
     """Hands the log probabilities of the main loss's targets on, of which TRL makes the loss after the model has returned.
 
-    The gradient that comes back says what TRL has divided and multiplied by: the head's loss gets the mean of it.
+    The gradient that comes back says what TRL has divided and multiplied by: the head's loss gets the mean of it.  A loss that
+    lowers the probability of some targets (of rewards, of preferences) has no mean that a head could learn by.
     """
 
     @staticmethod
@@ -199,6 +203,16 @@ class _BesideScores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor]:
-        """Return the gradients of scores and total."""
+        """Return the gradients of scores and total.
+
+        Raises:
+            UnsupportedInput: the loss is no likelihood of the targets.
+        """
         (mask,) = ctx.saved_tensors
+        if bool((gradient * mask > 0).any()):
+            raise UnsupportedInput(
+                "found a loss that makes some labels less likely, as those of rewards and preferences do (GRPO, DPO), "
+                "in a training step with multi-token prediction; wanted their likelihood; apply_patches(model, mtp='keep') "
+                "keeps the head without training it"
+            )
         return gradient, None, -(gradient * mask).sum() / mask.sum().clamp(min=1)

@@ -6,10 +6,11 @@ import pytest
 import torch
 from transformers import DataCollatorWithFlattening
 
-from hf_packfree import apply_patches, patch_report, remove_patches
+from hf_packfree import MTPOptions, apply_patches, patch_report, remove_patches
 from hf_packfree.models.fusable import adds_one, swiglu_layers
 from tests.integrations.compare import in_steps, labelled, per_document, rows, worst
 from tests.integrations.marks import integration, needs
+from tests.mtp import heads
 from tests.support import CONTROL, gradients, put_upstream_in_torch, tiny
 
 pytestmark = [needs("liger_kernel", "triton"), pytest.mark.filterwarnings("default")]
@@ -54,6 +55,22 @@ def test_both_are_in_force(order):
     assert "liger" in trunk.layers[3].self_attn.q_norm.forward.__module__
     assert all("forward" not in vars(layer.linear_attn) for layer in trunk.layers[:3])
     assert not patch_report(remove_patches(model)).patched
+
+
+@orders
+def test_a_multi_token_head_is_trained_beside_ligers_loss(order):
+    """Counted once, also where Liger's forward calls the text model and makes the loss itself; the layers stay upstream's."""
+    from liger_kernel.transformers.monkey_patch import apply_liger_kernel_to_qwen3_5
+
+    model, pairs = heads.build(depth=2, patched=order == "patched before"), heads.labelled()
+    apply_liger_kernel_to_qwen3_5(model=model, rope=False, rms_norm=False, swiglu=False)
+    if order == "patched after":
+        apply_patches(model, mtp=MTPOptions(from_scratch=True, depth=2, weight=heads.WEIGHT))
+        model.load_state_dict(heads.build(depth=2).state_dict())
+    output = model(**heads.packed(pairs), return_dict=True)
+    output.loss.backward()
+    assert "liger" in model.forward.__module__ and "liger" in type(output).__module__
+    assert heads.worst_gradient(heads.of_head(gradients(model)), heads.wanted_of(pairs)) <= 1e-4
 
 
 @integration("Liger", WHAT, SAYS)

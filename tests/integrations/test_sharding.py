@@ -15,6 +15,7 @@ from tests.input_formats import row_batch
 from tests.integrations.compare import RATE, descend, in_steps, labelled, packed, per_document, worst
 from tests.integrations.marks import integration, needs
 from tests.integrations.test_parallel import launch
+from tests.mtp.heads import build
 from tests.ranks import two_ranks
 from tests.support import CONTROL, GRADIENT_TOL, ROW, tiny
 
@@ -36,6 +37,16 @@ def test_zero3(tmp_path, record_property):
         assert out.exists(), done.stderr[-4000:]
         found.append(json.loads(out.read_text())["error"])
     check(*found, record_property)
+
+
+@needs("deepspeed")
+def test_zero3_trains_a_multi_token_head(tmp_path):
+    """All gradients of the model and its head, whose loss needs the language modelling head's weight once more."""
+    build(depth=2).save_pretrained(tmp_path / "checkpoint")
+    out = tmp_path / "head.json"
+    done = launch("tests/integrations/two_processes.py", str(out), str(tmp_path / "checkpoint"), "head")
+    assert out.exists(), done.stderr[-4000:]
+    assert json.loads(out.read_text())["error"] <= GRADIENT_TOL
 
 
 def test_a_sharded_parameter_is_measured_by_what_it_stands_for():

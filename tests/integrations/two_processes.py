@@ -1,6 +1,8 @@
 """What a process of two does for `test_sharding.py`: DeepSpeed's ZeRO-3 on the CPU.
 
     torchrun --standalone --nproc-per-node 2 tests/integrations/two_processes.py result.json checkpoint-folder patched
+
+The last word is patched, unpatched, or head: the checkpoint has one for multi-token prediction, which is trained.
 """
 
 from __future__ import annotations
@@ -14,12 +16,13 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3_5ForCausalLM
 
-from hf_packfree import apply_patches
+from hf_packfree import MTPOptions, apply_patches
 from tests.integrations.compare import RATE, in_steps, labelled, per_document, packed, targets, worst
+from tests.mtp.heads import WEIGHT, gradients_in_loop, worst_gradient
 from tests.support import tiny
 
 
-def zero3(folder: Path, patched: bool) -> list[dict[str, torch.Tensor]]:
+def zero3(folder: Path, kind: str) -> list[dict[str, torch.Tensor]]:
     """Load with the weights sharded from the start, as the Trainer does, then patch, then train."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
@@ -38,8 +41,8 @@ def zero3(folder: Path, patched: bool) -> list[dict[str, torch.Tensor]]:
     kept_alive = HfDeepSpeedConfig(config)
     model = Qwen3_5ForCausalLM.from_pretrained(folder).train()
     assert model.model.layers[0].linear_attn.A_log.numel() == 0, "the weights are sharded while loading"
-    if patched:
-        apply_patches(model)
+    if kind != "unpatched":
+        apply_patches(model, mtp=MTPOptions(depth=2, weight=WEIGHT) if kind == "head" else None)
     optimizer = torch.optim.SGD(model.parameters(), RATE)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=kept_alive.config)
     kept = []
@@ -55,9 +58,13 @@ def zero3(folder: Path, patched: bool) -> list[dict[str, torch.Tensor]]:
 def main() -> None:
     """Train patched or, as the control, unpatched; write the error."""
     out, folder, kind = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-    found = zero3(folder, patched=kind == "patched")
+    found = zero3(folder, kind)
     if dist.get_rank() == 0:
-        out.write_text(json.dumps({"error": worst(found, per_document(tiny(), in_steps(labelled())))}))
+        if kind == "head":
+            error = worst_gradient(found[0], gradients_in_loop(in_steps(labelled())[0]))
+        else:
+            error = worst(found, per_document(tiny(), in_steps(labelled())))
+        out.write_text(json.dumps({"error": error}))
     dist.destroy_process_group()
 
 

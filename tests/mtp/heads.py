@@ -113,8 +113,14 @@ def of_head(found):
     return {name.split("mtp.")[1]: one for name, one in found.items() if "mtp." in name}
 
 
+def gradients_in_loop(pairs, depth=2, *, detach=True):
+    """All gradients of the loop over documents, which trains by itself what the head's own calls would warn of."""
+    model = build(depth=depth, detach=detach)
+    model.mtp.leave(model)
+    sum(loop_over_documents(model, pairs, depth, detach)).backward()
+    return gradients(model)
+
+
 def wanted_of(pairs, depth=2):
     """The head's gradients of the loop over documents."""
-    model = build(depth=depth)
-    sum(loop_over_documents(model, pairs, depth)).backward()
-    return of_head(gradients(model))
+    return of_head(gradients_in_loop(pairs, depth))

@@ -1,4 +1,4 @@
-"""The head under DDP and FSDP2: two ranks are one."""
+"""The head under DDP and FSDP2: two ranks are one, wherever the language modelling head's weight is sharded."""
 
 from __future__ import annotations
 
@@ -7,32 +7,43 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.mtp.heads import build, labelled, of_head, packed, targets_of, wanted_of, worst_gradient
+from tests.mtp.heads import build, gradients_in_loop, labelled, packed, targets_of, worst_gradient
 from tests.ranks import two_ranks
 from tests.support import gradients
 
+WAYS = [  # how the model is sharded, and whether the head's loss is the head's alone
+    ("ddp", True), ("in one unit", True), ("its own unit", True),
+    *(("a unit with the norm", detach) for detach in (True, False)),
+]
 
-def gradients_of(rank: int, way: str):
+
+def share(model, way: str):
+    """Return the model to call, sharded between two ranks, unless each has the whole."""
+    if way == "ddp":
+        return DistributedDataParallel(model)
+    units = {"its own unit": [model.lm_head], "a unit with the norm": [[model.model.norm, model.lm_head]]}.get(way, [])
+    mesh = init_device_mesh("cpu", (2,))
+    for part in (*model.model.layers, *model.mtp.layers, model.mtp, *units, model):
+        fully_shard(part, mesh=mesh)
+    return model
+
+
+def gradients_of(rank: int, way: str, detach: bool):
     """What a rank finds; one of the two has documents of one, two and three tokens, and no target at depth 2."""
-    model, pairs = build(depth=2), labelled()
+    model, pairs = build(depth=2, detach=detach), labelled()
     items = targets_of(pairs)
     mine = pairs[1:4] if rank else [pairs[0], *pairs[4:]]
-    if way == "ddp":
-        wrapped = DistributedDataParallel(model)
-    else:
-        mesh = init_device_mesh("cpu", (2,))
-        for part in (*model.model.layers, *model.mtp.layers, model.mtp, model):
-            fully_shard(part, mesh=mesh)
-        wrapped = model
+    wrapped = share(model, way)  # which has to outlive the backward
     (2 * wrapped(**packed(mine), num_items_in_batch=items).loss).backward()
-    whole = {name: getattr(part, "full_tensor", lambda part=part: part)() for name, part in gradients(model).items()}
-    return of_head(whole)
+    return {name.removeprefix("module."): getattr(part, "full_tensor", lambda part=part: part)()
+            for name, part in gradients(model).items()}
 
 
 @pytest.mark.slow
 def test_two_ranks(tmp_path):
-    wanted = wanted_of(labelled())
-    ways = ["ddp", "fsdp2"]
-    for way, ranks in zip(ways, two_ranks(gradients_of, [(way,) for way in ways], tmp_path)):
+    """Every gradient: the language modelling head's has the second loss in it only where it is not detached."""
+    wanted = {detach: gradients_in_loop(labelled(), detach=detach) for detach in (True, False)}
+    assert worst_gradient(wanted[True], wanted[False]) > 0.01
+    for (way, detach), ranks in zip(WAYS, two_ranks(gradients_of, WAYS, tmp_path)):
         for found in ranks:
-            assert worst_gradient(found, wanted) <= 1e-4, way
+            assert worst_gradient(found, wanted[detach]) <= 1e-4, way

@@ -13,9 +13,9 @@ from hf_packfree import MTPOptions, PackFreeCallback, apply_patches
 from hf_packfree.errors import UnsupportedInput
 from tests.integrations.compare import KeepGradients, arguments
 from tests.integrations.marks import needs
-from tests.integrations.test_trl import sft
+from tests.integrations.test_trl import sft, tokenizer, words
 from tests.mtp.heads import WEIGHT, build, labelled, of_head, packed, wanted_of, worst_gradient
-from tests.support import documents, gradients, slow_decay
+from tests.support import documents, gradients, slow_decay, tiny
 from tests.vision import documents as media_documents
 from tests.vision import media_arguments, packed_batch, padded_batch, tiny_vision
 
@@ -90,12 +90,43 @@ def test_a_forward_that_returns_no_loss_is_refused():
         model(**packed(labelled()))
 
 
-def test_a_step_without_labels_is_said_once(caplog):
+@pytest.mark.parametrize(("of", "said"), [
+    (lambda model: model, "found a training step of Qwen3_5ForCausalLM without labels"),
+    (lambda model: model.base_model, "found a training step that calls the Qwen3_5TextModel alone"),
+], ids=["the model", "the text model"])
+def test_a_step_without_labels_is_said_once(of, said, caplog):
     model, inputs = build(), packed(labelled((5, 3)))
     del inputs["labels"]
+    with torch.no_grad():
+        of(model)(**inputs)
+    assert not caplog.records
     for _ in range(2):
-        model(**inputs)
-    assert [record.levelname for record in caplog.records if "without labels" in record.message] == ["WARNING"]
+        of(model)(**inputs)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and record.message.startswith(said) and "mtp='keep'" in record.message
+
+
+@pytest.mark.parametrize("trainer", ["rewards", "preferences"])
+@needs("trl", "datasets")
+@pytest.mark.filterwarnings("default")
+def test_trls_other_losses_are_refused(trainer, tmp_path):
+    """They raise some answers' likelihood and lower others': what is left as their mean may teach the head the reverse."""
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
+
+    prompt, chosen, rejected = (words(ids) for ids in documents((5, 7, 9)))
+    given = {"model": build(depth=2), "processing_class": tokenizer()}
+    if trainer == "rewards":
+        settings = {"num_generations": 4, "max_completion_length": 4}
+        given |= {"reward_funcs": lambda completions, **_: [float(place) for place, _ in enumerate(completions)]}
+        kind, config, rows = GRPOTrainer, GRPOConfig, {"prompt": [prompt]}
+    else:
+        given |= {"ref_model": slow_decay(tiny(), seed=1)}
+        kind, config, settings = DPOTrainer, DPOConfig, {}
+        rows = {"prompt": [prompt], "chosen": [" " + chosen], "rejected": [" " + rejected]}
+    settings = arguments(tmp_path, config, **settings, max_steps=1)
+    with pytest.raises(UnsupportedInput, match=r"makes some labels less likely, .* \(GRPO, DPO\).*mtp='keep'"):
+        kind(args=settings, train_dataset=Dataset.from_dict(rows), **given).train()
 
 
 def test_some_logits_alone_are_refused():
