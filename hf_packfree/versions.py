@@ -32,7 +32,7 @@ class Versions:
 
     @property
     def requirement(self) -> str:
-        """What pip installs it by: "flash-qla>=0.1.3"."""
+        """Name and floor as pip takes them: "flash-qla>=0.1.3"."""
         return f"{self.name}>={self.floor}" if self.floor else self.name
 
     @property

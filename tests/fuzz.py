@@ -1,7 +1,7 @@
 """Random batches in every input format, and what each has to give: documents run alone through the unpatched model.
 
 A batch is `numbers` [B, S]: the document of every token, counted per row from 0, below 0 for padding.  Each format turns it
-into arguments, and says what these tell: which tokens are real, and which tokens belong together.
+into arguments, and says what they mean: which tokens are real, and which tokens belong together.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ IGNORED = -100
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a format tells: `real` [B, S] if it marks padding, `groups` [B, S], equal within documents, if it separates them."""
+class Described:
+    """What a format says: `real` [B, S] if it marks padding, `groups` [B, S], equal within documents, if it separates them."""
 
     arguments: dict[str, Any]
     real: torch.Tensor | None = None
@@ -68,55 +68,55 @@ def positions_of(numbers: torch.Tensor, zeros: bool) -> tuple[torch.Tensor, torc
     return positions.masked_fill(padding, 0), segments * 1000 + padding * torch.arange(numbers.shape[1])
 
 
-def _positions(rows: int = 0, zeros: bool = True, offset: int = 0) -> Callable[[torch.Tensor], Told]:
-    def tell(numbers: torch.Tensor) -> Told:
+def _positions(rows: int = 0, zeros: bool = True, offset: int = 0) -> Callable[[torch.Tensor], Described]:
+    def describe(numbers: torch.Tensor) -> Described:
         positions, groups = positions_of(numbers, zeros)
         if offset and bool((numbers >= 0).all()):  # behind padding the first document would seem to go on from it
             positions = positions + offset * (numbers == 0)
         if rows == 1 and len(positions) == 1:
-            return Told({"position_ids": positions[0]}, None, groups)
-        return Told({"position_ids": positions[None].expand(rows, -1, -1) if rows > 1 else positions}, None, groups)
+            return Described({"position_ids": positions[0]}, None, groups)
+        return Described({"position_ids": positions[None].expand(rows, -1, -1) if rows > 1 else positions}, None, groups)
 
-    return tell
+    return describe
 
 
-def _offsets(*names: str, longest: bool = False) -> Callable[[torch.Tensor], Told]:
-    def tell(numbers: torch.Tensor) -> Told:
+def _offsets(*names: str, longest: bool = False) -> Callable[[torch.Tensor], Described]:
+    def describe(numbers: torch.Tensor) -> Described:
         segments = with_padding_segments(numbers)
         flat = segments.reshape(-1)
         sizes = flat.unique_consecutive(return_counts=True)[1]
         offsets = F.pad(sizes.cumsum(0), (1, 0)).to(INT32)
         lengths = {"max_length_q": int(sizes.max()), "max_length_k": int(sizes.max())} if longest else {}
-        return Told({**dict.fromkeys(names, offsets), **lengths}, None, segments)
+        return Described({**dict.fromkeys(names, offsets), **lengths}, None, segments)
 
-    return tell
-
-
-def _seq_idx(numbers: torch.Tensor) -> Told:
-    return Told({"seq_idx": numbers.to(INT32)}, numbers >= 0, numbers)
+    return describe
 
 
-def _padding(kind: torch.dtype) -> Callable[[torch.Tensor], Told]:
-    return lambda numbers: Told({"attention_mask": (numbers >= 0).to(kind)}, numbers >= 0)
+def _seq_idx(numbers: torch.Tensor) -> Described:
+    return Described({"seq_idx": numbers.to(INT32)}, numbers >= 0, numbers)
 
 
-def _indexed(make: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Told]:
-    def tell(numbers: torch.Tensor) -> Told:
-        return Told({"attention_mask": make(numbers + 1)}, numbers >= 0, numbers if int(numbers.max()) > 0 else None)
-
-    return tell
+def _padding(kind: torch.dtype) -> Callable[[torch.Tensor], Described]:
+    return lambda numbers: Described({"attention_mask": (numbers >= 0).to(kind)}, numbers >= 0)
 
 
-def _blocks(make: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Told]:
-    return lambda numbers: Told({"attention_mask": make(numbers)}, numbers >= 0, numbers)
+def _indexed(make: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Described]:
+    def describe(numbers: torch.Tensor) -> Described:
+        return Described({"attention_mask": make(numbers + 1)}, numbers >= 0, numbers if int(numbers.max()) > 0 else None)
+
+    return describe
+
+
+def _blocks(make: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Described]:
+    return lambda numbers: Described({"attention_mask": make(numbers)}, numbers >= 0, numbers)
 
 
 def _gap(allowed: float, blocked: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda numbers: torch.where(block_mask(numbers), allowed, blocked)
 
 
-FORMATS: dict[str, Callable[[torch.Tensor], Told]] = {
-    "nothing": lambda numbers: Told({}),
+FORMATS: dict[str, Callable[[torch.Tensor], Described]] = {
+    "nothing": lambda numbers: Described({}),
     "positions": _positions(),
     "positions, padding counted": _positions(zeros=False),
     "positions from 7": _positions(offset=7),
@@ -141,10 +141,10 @@ FORMATS: dict[str, Callable[[torch.Tensor], Told]] = {
     "dict of both": _blocks(
         lambda numbers: {"full_attention": additive(block_mask(numbers)), "linear_attention": (numbers >= 0).long()}
     ),
-    "dict of padding": lambda numbers: Told(
+    "dict of padding": lambda numbers: Described(
         {"attention_mask": {"full_attention": None, "linear_attention": (numbers >= 0).long()}}, numbers >= 0
     ),
-    "dict of 2-D masks": lambda numbers: Told(
+    "dict of 2-D masks": lambda numbers: Described(
         {"attention_mask": dict.fromkeys(("full_attention", "linear_attention"), (numbers >= 0).long())}, numbers >= 0
     ),
     "dict of an indexed mask": _indexed(lambda mask: {"full_attention": None, "linear_attention": mask}),
@@ -157,7 +157,7 @@ class Case:
 
     ids: torch.Tensor
     formats: tuple[str, ...]
-    told: tuple[Told, ...]
+    described: tuple[Described, ...]
     family: str
     attention: str
     options: tuple[tuple[str, str], ...]
@@ -170,13 +170,13 @@ class Case:
     def __repr__(self) -> str:
         return (
             f"{self.formats} of {self.numbers.tolist()}, {self.family}, {self.attention}, {dict(self.options)}, "
-            f"training {self.train}, embeddings {self.embeds}, arguments {[told.arguments for told in self.told]}"
+            f"training {self.train}, embeddings {self.embeds}, arguments {[one.arguments for one in self.described]}"
         )
 
     @property
     def arguments(self) -> dict[str, Any]:
         """Of all formats together."""
-        return {name: value for told in self.told for name, value in told.arguments.items()}
+        return {name: value for described in self.described for name, value in described.arguments.items()}
 
 
 def tokens_of(length: int, variant: int) -> torch.Tensor:
@@ -227,20 +227,20 @@ def cases(draw: Any) -> Case:
             numbers[line, at : at + length] = number
             at, count = at + length, count + 1
     names = [draw(st.sampled_from(list(FORMATS)))]
-    told = [FORMATS[names[0]](numbers)]
-    others = [name for name, one in FORMATS.items() if not told[0].arguments.keys() & one(numbers).arguments.keys()]
+    described = [FORMATS[names[0]](numbers)]
+    others = [name for name, one in FORMATS.items() if not described[0].arguments.keys() & one(numbers).arguments.keys()]
     if draw(st.integers(0, 3)) and others:
         names.append(draw(st.sampled_from(others)))
         kind = draw(st.sampled_from([None, None, "merge", "split", "hole", "trim"]))
         second = numbers if kind is None else changed(
             numbers, draw(st.integers(0, len(rows) - 1)), kind, draw(st.integers(0, 9))
         )
-        told.append(FORMATS[names[1]](second))
+        described.append(FORMATS[names[1]](second))
     options = {
         "padded": draw(st.sampled_from(["lazy", "full", "upstream"])), "unpacked": draw(st.sampled_from(["upstream", "native"]))
     }
     return Case(
-        ids, tuple(names), tuple(told), draw(st.sampled_from(FAMILIES)), draw(st.sampled_from(["sdpa", "eager"])),
+        ids, tuple(names), tuple(described), draw(st.sampled_from(FAMILIES)), draw(st.sampled_from(["sdpa", "eager"])),
         tuple(options.items()), draw(st.booleans()), draw(st.integers(0, 4)) == 0, draw(st.booleans()), draw(st.booleans()),
         numbers,
     )
@@ -265,11 +265,11 @@ class Meaning:
 
 
 def meaning(case: Case) -> Meaning:
-    """Work out what the formats tell, without any code of the package."""
+    """Work out what the formats say, without any code of the package."""
     real = torch.ones(case.ids.shape, dtype=torch.bool)
-    for told in case.told:
-        real = real & told.real if told.real is not None else real
-    views = [told.groups for told in case.told if told.groups is not None] or [torch.zeros_like(case.ids)]
+    for described in case.described:
+        real = real & described.real if described.real is not None else real
+    views = [described.groups for described in case.described if described.groups is not None] or [torch.zeros_like(case.ids)]
     documents: list[tuple[int, torch.Tensor]] = []
     contradiction = doubtful = holes = False
     for row in range(len(real)):
@@ -297,7 +297,7 @@ def labels_of(case: Case, said: Meaning) -> torch.Tensor:
 
 
 @cache
-def stock(family: str, attention: str, nudge: int = 0) -> torch.nn.Module:
+def unpatched(family: str, attention: str, nudge: int = 0) -> torch.nn.Module:
     """The unpatched model, each weight moved by its last bit, up or down by the draw `nudge`, if that is not 0."""
     model = tiny(family, attention=attention)
     generator = torch.Generator().manual_seed(nudge)
@@ -309,7 +309,7 @@ def stock(family: str, attention: str, nudge: int = 0) -> torch.nn.Module:
 
 @cache
 def patched(family: str, attention: str, options: tuple[tuple[str, str], ...]) -> torch.nn.Module:
-    """Its twin, patched."""
+    """The same model, patched."""
     return apply_patches(tiny(family, attention=attention), **dict(options))
 
 
@@ -327,7 +327,7 @@ def alone(
 
     The logits' gradients are those of a fixed functional, see `weights_of`.
     """
-    model, ids = stock(family, attention, nudge), torch.tensor([tokens])
+    model, ids = unpatched(family, attention, nudge), torch.tensor([tokens])
     logits = model(input_ids=ids, use_cache=False).logits[0]
     target = ids[0, 1:].masked_fill(~torch.tensor(learned, dtype=torch.bool), IGNORED)
     loss = F.cross_entropy(logits[:-1], target, ignore_index=IGNORED, reduction="sum")
@@ -358,7 +358,7 @@ def wanted(case: Case, said: Meaning, labels: torch.Tensor, nudge: int = 0) -> W
     """Run every document alone through the unpatched model."""
     learned = sum(int((labels[row, part[1:]] != IGNORED).sum()) for row, part in said.documents)
     read, loss, documents = case.reads_logits or not learned, 0.0, []
-    grads = [torch.zeros_like(weight) for weight in stock(case.family, case.attention).parameters()]
+    grads = [torch.zeros_like(weight) for weight in unpatched(case.family, case.attention).parameters()]
     for row, part in said.documents:
         if bool((case.numbers[row, part] < 0).all()):  # padding that no format marks: a segment that may be any
             continue

@@ -117,7 +117,7 @@ def test_a_benchmark_knows_how_many_experts_a_token_chooses(monkeypatch):
 
 def report_of(*candidates, options=BenchOptions("small", (10, 30))):
     versions = {"torch": "2", "transformers": "5"}
-    return BenchReport(options, "M", 7, "cpu", "float32", versions, candidates, 0.5, "by hand")
+    return BenchReport(options, "M", 7, "cpu", "float32", versions, candidates, 0.5, "somehow")
 
 
 def test_ratios_and_sentence():

@@ -96,7 +96,7 @@ def test_a_file_is_utf_8_with_a_mark_or_without(tmp_path):
 
 
 @pytest.fixture
-def asked(monkeypatch):
+def benched(monkeypatch):
     """What the command hands to `run_bench`, which measures nothing here."""
     found = []
 
@@ -109,14 +109,14 @@ def asked(monkeypatch):
     return found
 
 
-def test_the_command_leaves_a_files_lengths_alone(capsys, asked, lengths_file):
+def test_the_command_leaves_a_files_lengths_alone(capsys, benched, lengths_file):
     assert main(("bench", "--lengths", lengths_file(4000, 6000, 100))) == 0
-    assert asked[0].lengths == (100, 100, 100, 4000, 4000, 6000, 6000, 6000)
+    assert benched[0].lengths == (100, 100, 100, 4000, 4000, 6000, 6000, 6000)
     out = capsys.readouterr().out
     assert "8 documents of 100 to 6,000 tokens" in out and "some more than once" in out and "; none is cut." in out
 
 
-def test_the_command_says_what_it_cut(capsys, asked, lengths_file):
+def test_the_command_says_what_it_cut(capsys, benched, lengths_file):
     argv = ("bench", "--lengths", lengths_file(4000, 6000, 100), "--longest", "512")
     assert main(argv) == 0
     out = capsys.readouterr().out
@@ -128,9 +128,9 @@ def test_the_command_says_what_it_cut(capsys, asked, lengths_file):
     assert found["options"]["origin"].endswith("cut to that: 5 of 8") and "(5 cut to 512 tokens)" in found["sentence"]
 
 
-def test_the_command_keeps_512_tokens_for_distributions(capsys, asked):
+def test_the_command_keeps_512_tokens_for_distributions(capsys, benched):
     assert main(("bench",)) == main(("bench", "--longest", "64")) == 0
-    assert [max(options.lengths) for options in asked] == [512, 64] and [options.cut for options in asked] == [0, 0]
+    assert [max(options.lengths) for options in benched] == [512, 64] and [options.cut for options in benched] == [0, 0]
     assert "the distribution 'instructions', with 64 tokens in the longest document." in capsys.readouterr().out
 
 
@@ -142,11 +142,11 @@ def test_lengths_given_in_python_need_no_origin(capsys):
     assert report.options == BenchOptions("small", (10, 30)) and "Lengths:" not in capsys.readouterr().out
 
 
-def test_a_file_too_long_for_any_machine_is_refused_with_what_to_do(capsys, asked, lengths_file):
+def test_a_file_too_long_for_any_machine_is_refused_with_what_to_do(capsys, benched, lengths_file):
     file = lengths_file(5, 40_000_000)
-    assert main(("bench", "--lengths", file, "--documents", "2")) == 2 and not asked
+    assert main(("bench", "--lengths", file, "--documents", "2")) == 2 and not benched
     assert "give fewer --documents or a smaller --longest" in " ".join(capsys.readouterr().err.split())
-    assert main(("bench", "--lengths", file, "--documents", "2", "--longest", "9")) == 0 and asked[0].lengths == (5, 9)
+    assert main(("bench", "--lengths", file, "--documents", "2", "--longest", "9")) == 0 and benched[0].lengths == (5, 9)
 
 
 def test_documents_beyond_a_models_positions_run(tmp_path):

@@ -47,7 +47,7 @@ def all_trainings_saw_the_same_documents_and_targets(report):
 
 def the_unpatched_model_leaks_and_the_patched_does_not(report):
     unpatched, patched = report.verification.unpatched, report.verification.patched
-    assert unpatched.per_document[0] < 1e-5 < 1e-2 < min(unpatched.per_document[1:])  # nothing lies before the first
+    assert unpatched.per_document[0] < 1e-5 < 1e-2 < min(unpatched.per_document[1:])  # nothing is before the first
     assert max(patched.per_document) < 1e-5 and patched.cross_gradient == 0.0
     assert report.verification.lengths == report.lengths[:BATCH]
 

@@ -1,4 +1,4 @@
-"""The doctor tells absent, broken, too old and unused apart, and says what would run."""
+"""Absent, broken, too old and unused are different to the doctor, who says what would run."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def test_an_unknown_release_that_leaks_is_refused_and_the_model_untouched(unknow
 
 
 def test_an_unknown_release_with_another_norm_is_refused(unknown_release, monkeypatch):
-    """On GPUs a kernel computes the norms: the CPU has to ask whether upstream still computes the same."""
+    """On GPUs a kernel computes the norms: the CPU has to check whether upstream still computes the same."""
     from transformers.models.qwen3_5 import modeling_qwen3_5 as upstream
 
     whole = upstream.Qwen3_5RMSNorm.forward

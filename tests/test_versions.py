@@ -17,10 +17,10 @@ HOUSE = Path(hf_packfree.__file__).parent
 SETUP = ConfigParser()
 SETUP.read(HOUSE.parent / "setup.cfg")
 OWN = {"packaging", "rich", "matplotlib"}
-"""What setup.cfg asks for and no code of ours looks at the version of."""
+"""What setup.cfg requires and no code of ours looks at the version of."""
 
 
-def asked() -> dict[str, str]:
+def required() -> dict[str, str]:
     """{package: floor} of what a user installs: the requirements and the extras that are not for developing."""
     lines = SETUP["options"]["install_requires"].split("\n")
     lines += [line for extra in ("gpu", "demo") for line in SETUP["options.extras_require"][extra].split("\n")]
@@ -33,15 +33,15 @@ def asked() -> dict[str, str]:
 
 
 def test_setup_asks_for_the_floors_of_the_table():
-    for name, floor in asked().items():
+    for name, floor in required().items():
         assert name in OWN or VERSIONS[name].floor == floor, name
     assert SETUP["options"]["python_requires"] == f">={VERSIONS['python'].floor}"
 
 
-def test_every_floor_of_the_table_is_asked_for():
+def test_every_floor_of_the_table_is_required():
     """But of what is built on the spot, and of what torch brings: no extra of a user's installs them."""
     floors = {name for name, row in VERSIONS.items() if row.floor is not None}
-    assert floors - set(asked()) - {"python"} == {"causal-conv1d", "triton"}
+    assert floors - set(required()) - {"python"} == {"causal-conv1d", "triton"}
 
 
 def test_the_tests_bring_triton_on_linux_alone():

@@ -1,4 +1,4 @@
-"""Packs: every document once, whole, and never more tokens than asked; streams give the rows that lists give."""
+"""Packs: every document once, whole, and never more tokens than allowed; streams give the rows that lists give."""
 
 from __future__ import annotations
 

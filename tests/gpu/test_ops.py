@@ -140,10 +140,10 @@ def test_twice_gives_the_same_bits(op, backend):
 
 @pytest.mark.parametrize("op", [case.values[0] for case in op_cases(torch_too=False) if case.values[1] == "causal_conv1d"],
                          ids=lambda op: op.name)
-def test_twice_gives_the_same_bits_where_they_are_asked_for(op):
+def test_twice_gives_the_same_bits_under_determinism(op):
     """causal-conv1d sums its weight's gradient in a fixed order then, from 1.6 on."""
     if (found := installed("causal-conv1d")) is not None and Version(found) < Version("1.6"):
-        pytest.skip(f"causal-conv1d {found} does not ask torch; 1.6 does")
+        pytest.skip(f"causal-conv1d {found} does not heed torch; 1.6 does")
     torch.use_deterministic_algorithms(True, warn_only=True)  # torch's own around it need not be
     try:
         same_bits_twice(op, "causal_conv1d")

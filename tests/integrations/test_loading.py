@@ -62,7 +62,7 @@ class TestSplitModel:
 
 
 HUB = (
-    "works with a `kernels` that transformers accepts (releases above; 5.23 asks for 0.18.2), with any other transformers "
+    "works with a `kernels` that transformers accepts (releases above; 5.23 needs 0.18.2), with any other transformers "
     "itself refuses: `ValueError`"
 )
 

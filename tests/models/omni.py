@@ -222,6 +222,7 @@ def alone(model, given):
 
 
 def errors(found, wanted):
+    """(of the worst values, of the worst gradient)."""
     return (
         max(relative_rms(one, other) for one, other in zip(found[0], wanted[0], strict=True)),
         max(relative_rms(found[1][name], wanted[1][name]) for name in wanted[1]),

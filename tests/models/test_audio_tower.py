@@ -11,7 +11,8 @@ from hf_packfree.models import compat, vision_attention
 from hf_packfree.models.audio_tower import chunk_widths
 from hf_packfree.models.qwen3_omni_moe import Qwen3OmniMoeAudioAttention, Qwen3OmniMoeAudioEncoder
 from hf_packfree.models.state import PatchState
-from tests.support import CONTROL, GRADIENT_TOL, LOGIT_TOL, relative_rms
+from tests.models.omni import errors
+from tests.support import CONTROL, GRADIENT_TOL, LOGIT_TOL
 
 pytestmark = pytest.mark.compat
 MEL = 16
@@ -84,14 +85,6 @@ def together(model, lengths=LENGTHS):
 
 def alone(model, lengths=LENGTHS):
     return step(model, frames(lengths), [(length,) for length in lengths])
-
-
-def errors(found, wanted):
-    """(of the worst audio, of the worst gradient)."""
-    return (
-        max(relative_rms(one, other) for one, other in zip(found[0], wanted[0], strict=True)),
-        max(relative_rms(found[1][name], wanted[1][name]) for name in wanted[1]),
-    )
 
 
 def assert_exact(found, wanted):

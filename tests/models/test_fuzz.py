@@ -41,7 +41,7 @@ def check(case) -> str:
 def check_upstreams(case, said, output) -> str:
     """A hole is upstream's alone, and only by a 0/1 mask."""
     mask = said.real.long()
-    model = fuzz.stock(case.family, case.attention).train(case.train)
+    model = fuzz.unpatched(case.family, case.attention).train(case.train)
     with torch.no_grad():
         wanted = model(input_ids=case.ids, attention_mask=mask, use_cache=False).logits
     assert len(said.documents) == len(case.ids), "a packed batch has a hole"
@@ -73,7 +73,7 @@ def check_exact(model, output, wanted, nudged, ids):
 
 
 def test_the_control_fails_unpatched(monkeypatch):
-    monkeypatch.setattr(fuzz, "patched", lambda family, attention, options: fuzz.stock(family, attention))
+    monkeypatch.setattr(fuzz, "patched", lambda family, attention, options: fuzz.unpatched(family, attention))
     numbers = torch.tensor([[0] * 7 + [1] * 12])
     ids = torch.cat((fuzz.tokens_of(7, 0), fuzz.tokens_of(12, 1)))[None]
     for name in ("positions", "blocks", "indexed", "dict of blocks"):

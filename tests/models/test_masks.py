@@ -18,10 +18,10 @@ HOLE = torch.tensor([[1, 1, 1, 1, 0, 0, 0, 1, 1, 1]])
 
 
 def assert_exact(family, batch, attention="sdpa", **options):
-    """Values and gradients of the patched model against the stock one, each document alone."""
-    stock, weights = tiny(family, attention=attention), random_weights(batch, 128)
-    alone = run_alone(stock, batch, weights)
-    logits, grads = errors(run(apply_patches(stock, **options), batch, weights), alone)
+    """Values and gradients of the patched model against the unpatched one, each document alone."""
+    model, weights = tiny(family, attention=attention), random_weights(batch, 128)
+    alone = run_alone(model, batch, weights)
+    logits, grads = errors(run(apply_patches(model, **options), batch, weights), alone)
     assert logits <= LOGIT_TOL and grads <= GRADIENT_TOL, f"logits differ by {logits:.1e}, gradients by {grads:.1e}"
 
 
@@ -86,8 +86,8 @@ def test_a_dict_of_unknown_shapes_is_refused(mask):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generation_from_padded_prompts_is_upstreams(family, cache, side):
     """Greedy tokens and their scores, bit for bit; static caches come with a dict of masks."""
-    stock = tiny(family).eval()
-    stock.generation_config.pad_token_id = 0
+    model = tiny(family).eval()
+    model.generation_config.pad_token_id = 0
     mask = torch.tensor([[1] * 10, [0] * 4 + [1] * 6])
     mask = mask if side == "left" else mask.flip(1)
     arguments = {
@@ -95,8 +95,8 @@ def test_generation_from_padded_prompts_is_upstreams(family, cache, side):
         "return_dict_in_generate": True, "output_scores": True,
         **({"use_cache": False} if cache is None else {"cache_implementation": cache}),
     }
-    wanted = stock.generate(**copy.deepcopy(arguments))
-    found = apply_patches(stock).generate(**arguments)
+    wanted = model.generate(**copy.deepcopy(arguments))
+    found = apply_patches(model).generate(**arguments)
     assert torch.equal(found.sequences, wanted.sequences)
     assert all(torch.equal(one, other) for one, other in zip(found.scores, wanted.scores, strict=True))
 
@@ -109,9 +109,9 @@ RIGHT = {
 
 @pytest.mark.parametrize("weights", [False, True])
 def test_a_step_of_generation_without_a_cache_is_upstreams_with_attention_weights_too(weights):
-    stock = tiny(attention="eager").eval()
-    wanted = stock(**RIGHT, logits_to_keep=1, output_attentions=weights)
-    found = apply_patches(stock)(**RIGHT, logits_to_keep=1, output_attentions=weights)
+    model = tiny(attention="eager").eval()
+    wanted = model(**RIGHT, logits_to_keep=1, output_attentions=weights)
+    found = apply_patches(model)(**RIGHT, logits_to_keep=1, output_attentions=weights)
     assert torch.equal(found.logits, wanted.logits)
     if weights:
         assert all(torch.equal(one, other) for one, other in zip(found.attentions, wanted.attentions, strict=True))
@@ -166,9 +166,9 @@ def test_holes_inside_documents_of_a_packed_batch_are_refused(kind, train):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_hole_in_a_document_alone_is_upstreams(family):
-    stock = tiny(family)
-    wanted = stock(input_ids=IDS, attention_mask=HOLE).logits
-    assert torch.equal(apply_patches(stock)(input_ids=IDS, attention_mask=HOLE).logits, wanted)
+    model = tiny(family)
+    wanted = model(input_ids=IDS, attention_mask=HOLE).logits
+    assert torch.equal(apply_patches(model)(input_ids=IDS, attention_mask=HOLE).logits, wanted)
 
 
 # 4-D masks ---------------------------------------------------------------------------------------------------------
@@ -205,11 +205,11 @@ def test_a_4d_mask_of_padded_rows_of_one_document(family, side):
 
 
 def test_an_additive_mask_of_one_document_without_padding_is_upstreams_with_its_bias():
-    stock = tiny()
+    model = tiny()
     distance = torch.arange(10.0)[:, None] - torch.arange(10.0)
     mask = torch.where(distance < 0, -1e9, -0.5 * distance)[None, None]
-    wanted = stock(input_ids=IDS, attention_mask=mask).logits
-    assert torch.equal(apply_patches(stock)(input_ids=IDS, attention_mask=mask).logits, wanted)
+    wanted = model(input_ids=IDS, attention_mask=mask).logits
+    assert torch.equal(apply_patches(model)(input_ids=IDS, attention_mask=mask).logits, wanted)
 
 
 CAUSAL = torch.ones(1, 1, 10, 10, dtype=torch.bool).tril()

@@ -16,7 +16,7 @@ from tests.support import tiny
 
 @pytest.fixture
 def counted(monkeypatch):
-    """Counters of the records made, and of what was planned for them; FLA's plan is asked for at every delta rule."""
+    """Counters of the records made, and of what was planned for them; FLA's plan is wanted at every delta rule."""
     made, planned = Counter(), Counter()
     make, cached, rule = PackedSequence.from_lengths.__func__, PackedSequence.cached, delta_rule.BACKENDS["torch"]
 
@@ -31,7 +31,7 @@ def counted(monkeypatch):
 
         built.__code__ = built.__code__.replace(co_filename=build.__code__.co_filename,
                                                 co_firstlineno=build.__code__.co_firstlineno)
-        planned["asked"] += 1
+        planned["wanted"] += 1
         return cached(packed, built, *arguments)
 
     def run(q, k, v, g, beta, packed, qk_l2norm):
@@ -55,6 +55,6 @@ def test_a_step_makes_one_record_and_every_plan_once(counted, checkpointing):
     positions = torch.cat([torch.arange(length) for length in (5, 64, 1, 70)])[None]
     model(input_ids=torch.randint(2, 100, positions.shape), position_ids=positions).logits.sum().backward()
     assert made["records"] == 1
-    asked = planned.pop("asked")
+    wanted = planned.pop("wanted")
     assert ("plan_chunks", (64,)) in planned and set(planned.values()) == {1}, planned
-    assert asked > 2 * len(planned), "no layer asked again, so that nothing was shown"
+    assert wanted > 2 * len(planned), "no layer wanted one again, so that nothing was shown"

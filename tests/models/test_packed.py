@@ -124,19 +124,19 @@ def test_checkpointing_checkpoints_and_stays_exact(family, reentrant):
     assert errors(again, plain)[1] <= 1e-6
 
 
-@pytest.mark.parametrize("door", ["apply", "register"])
+@pytest.mark.parametrize("way", ["apply", "register"])
 @pytest.mark.parametrize("name", ["Qwen3_5ForTokenClassification", "Qwen3NextForTokenClassification"])
-def test_token_classification(name, door):
+def test_token_classification(name, way):
     family = by_family["qwen3_5" if "3_5" in name else "qwen3_next"]
-    model = build(name, family.tiny_config(), door).eval()  # the head drops out while training
+    model = build(name, family.tiny_config(), way).eval()  # the head drops out while training
     assert_exact(model, row_batch("positions", ROW), width=2)
 
 
-@pytest.mark.parametrize("door", ["apply", "register"])
+@pytest.mark.parametrize("way", ["apply", "register"])
 @pytest.mark.parametrize("name", ["Qwen3_5TextForSequenceClassification", "Qwen3NextForSequenceClassification"])
-def test_sequence_classification_answers_for_the_last_document(name, door):
+def test_sequence_classification_answers_for_the_last_document(name, way):
     family = by_family["qwen3_5" if "3_5" in name else "qwen3_next"]
-    model = build(name, family.tiny_config(), door).eval()
+    model = build(name, family.tiny_config(), way).eval()
     batch = row_batch("positions", ROW)
     alone = model(input_ids=batch.documents[-1][None]).logits
     assert relative_rms(model(**batch.inputs).logits, alone) <= LOGIT_TOL
@@ -148,32 +148,32 @@ def test_the_bare_trunk(family):
     assert_exact(trunk, row_batch("cu_seq_lens", ROW), width=64, output=lambda out: out.last_hidden_state)
 
 
-def build(name, config, door):
+def build(name, config, way):
     cls = getattr(transformers, name)
-    if door == "apply":
+    if way == "apply":
         return slow_decay(apply_patches(cls(config))).train()
     with register_patches():
         return slow_decay(cls._from_config(config)).train()
 
 
-def vision_language(family, door="apply"):
+def vision_language(family, way="apply"):
     upstream = f"{'Qwen3_5' if family == 'qwen3_5' else 'Qwen3_5Moe'}"
     text = by_family[family].tiny_config().to_dict()
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4}
     cls = getattr(transformers, f"{upstream}Config")
     config = cls(text_config=text, vision_config=vision, image_token_id=1000, video_token_id=1001)
-    return build(f"{upstream}ForConditionalGeneration", config, door)
+    return build(f"{upstream}ForConditionalGeneration", config, way)
 
 
 TEXT_FORMATS = ["positions", "cu_seq_lens", "seq_idx", "all_flash", "indexed_mask", "positions_4rows"]
 
 
 @pytest.mark.parametrize(
-    ("family", "input_format", "door"), pairwise(["qwen3_5", "qwen3_5_moe"], TEXT_FORMATS, ["apply", "register"])
+    ("family", "input_format", "way"), pairwise(["qwen3_5", "qwen3_5_moe"], TEXT_FORMATS, ["apply", "register"])
 )
-def test_vision_language_fed_text(family, input_format, door):
+def test_vision_language_fed_text(family, input_format, way):
     batch = row_batch(input_format, ROW)
-    found = run(vision_language(family, door), batch, random_weights(batch, 128))
+    found = run(vision_language(family, way), batch, random_weights(batch, 128))
     logits, grads = errors(found, text_alone(family))
     assert logits <= LOGIT_TOL and grads <= GRADIENT_TOL, (logits, grads)
 

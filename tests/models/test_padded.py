@@ -210,11 +210,11 @@ class _Sizes(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 @pytest.mark.parametrize("padded", ["lazy", "full"])
-def test_what_is_asked_for_has_the_callers_shape(padded):
+def test_requested_outputs_have_the_callers_shape(padded):
     model, batch = tiny("qwen3_5_moe"), padded_batch("left")
-    asked = {"output_hidden_states": True, "output_router_logits": True, "use_cache": False}
-    unpatched = model(**batch, **asked)
-    ours = apply_patches(model, padded=padded)(**batch, **asked)
+    requested = {"output_hidden_states": True, "output_router_logits": True, "use_cache": False}
+    unpatched = model(**batch, **requested)
+    ours = apply_patches(model, padded=padded)(**batch, **requested)
     real = batch["attention_mask"].bool()
     assert ours.logits.shape == unpatched.logits.shape
     assert len(ours.hidden_states) == len(unpatched.hidden_states) == 5
@@ -225,7 +225,7 @@ def test_what_is_asked_for_has_the_callers_shape(padded):
     trunk = model.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False)
     assert relative_rms(trunk.last_hidden_state[real], unpatched.hidden_states[-1][real]) <= LOGIT_TOL
     assert trunk.last_hidden_state.shape == unpatched.hidden_states[-1].shape
-    as_tuple = model(**batch, **asked, return_dict=False)
+    as_tuple = model(**batch, **requested, return_dict=False)
     assert isinstance(as_tuple, tuple) and as_tuple[0].item() == ours.loss.item() and torch.equal(as_tuple[2], ours.logits)
 
 
@@ -287,18 +287,19 @@ def test_evaluation(family, side):
 
 
 @pytest.mark.parametrize(
-    "asked", [{"use_cache": True}, {"use_cache": False, "output_attentions": True}, {"use_cache": False, "logits_to_keep": 4}]
+    "requested",
+    [{"use_cache": True}, {"use_cache": False, "output_attentions": True}, {"use_cache": False, "logits_to_keep": 4}],
 )
-def test_what_only_upstream_gives_is_upstreams(asked):
+def test_what_only_upstream_gives_is_upstreams(requested):
     model, batch = tiny(attention="eager").eval(), padded_batch("left")
     del batch["labels"]
-    wanted, found = model(**batch, **asked), apply_patches(model)(**batch, **asked)
+    wanted, found = model(**batch, **requested), apply_patches(model)(**batch, **requested)
     assert torch.equal(found.logits, wanted.logits)
     assert (found.past_key_values is None) == (wanted.past_key_values is None)
 
 
 def test_logits_to_keep_in_training():
-    """The layers skip padding, the head runs on the places asked for, which end rows of left-padded prompts."""
+    """The layers skip padding, the head runs on the tokens requested, which end rows of left-padded prompts."""
     model, batch = tiny(), padded_batch("left")
     del batch["labels"]
     wanted = model(**batch, use_cache=False, logits_to_keep=4).logits

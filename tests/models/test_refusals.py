@@ -87,10 +87,10 @@ def test_upstreams_own_refusals_stay():
 @pytest.mark.parametrize("ids", [torch.arange(9), list(range(9))], ids=["one dimension", "list"])
 @pytest.mark.parametrize("part", ["head", "trunk"])
 def test_tokens_that_are_no_batch_are_upstreams_error(part, ids, more):
-    stock = tiny()
+    unpatched = tiny()
     with pytest.raises(Exception) as wanted:
-        (stock if part == "head" else stock.model)(input_ids=ids, **more)
-    model = apply_patches(stock)
+        (unpatched if part == "head" else unpatched.model)(input_ids=ids, **more)
+    model = apply_patches(unpatched)
     with pytest.raises(type(wanted.value), match=re.escape(str(wanted.value))):
         (model if part == "head" else model.model)(input_ids=ids, **more)
 

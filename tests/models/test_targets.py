@@ -1,4 +1,4 @@
-"""What tokens are asked to predict, and what loss functions get: nothing lost, nothing added, whatever way rows take."""
+"""What tokens have to predict, and what loss functions get: nothing lost, nothing added, whatever way rows take."""
 
 from __future__ import annotations
 

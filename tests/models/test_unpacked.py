@@ -39,7 +39,7 @@ UNPACKED = {
     },
     "hole in the mask": {"input_ids": IDS, "attention_mask": PADDED.roll(30, 1), "position_ids": torch.arange(70)[None]},
     "causal square": {"input_ids": IDS, "attention_mask": additive(torch.ones(2, 1, 70, 70, dtype=torch.bool).tril())},
-    "cache asked for": {"input_ids": IDS, "use_cache": True},
+    "cache wanted": {"input_ids": IDS, "use_cache": True},
 }
 
 
@@ -143,7 +143,7 @@ def test_the_whole_model_runs_unpacked_rows_as_it_runs_packed_ones(case, trainin
 
 
 @pytest.mark.parametrize("option", OURS)
-@pytest.mark.parametrize("case", ["cache asked for", "causal square", "hole in the mask", "attention weights"])
+@pytest.mark.parametrize("case", ["cache wanted", "causal square", "hole in the mask", "attention weights"])
 def test_what_only_upstream_gives_is_upstreams_whatever_the_option(case, option):
     inputs = UNPACKED[case] if case in UNPACKED else {"input_ids": IDS, "output_attentions": True}
     model = tiny(attention="eager").eval()
@@ -201,8 +201,8 @@ def test_verification_compares_with_upstream_whatever_the_option(option):
 
 def test_hidden_states_and_attentions_are_still_recorded():
     model = tiny(attention="eager").eval()
-    asked = {"input_ids": IDS, "output_hidden_states": True, "output_attentions": True}
-    wanted, found = model(**asked), apply_patches(model)(**asked)
+    requested = {"input_ids": IDS, "output_hidden_states": True, "output_attentions": True}
+    wanted, found = model(**requested), apply_patches(model)(**requested)
     assert len(found.hidden_states) == 5 and len(found.attentions) == 1
     assert all(torch.equal(one, other) for one, other in zip(found.hidden_states, wanted.hidden_states))
 

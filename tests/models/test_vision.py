@@ -171,7 +171,7 @@ def test_a_row_that_holds_one_document(case, form):
 
 @pytest.mark.parametrize("form", ["4 rows", "offsets, types"])
 def test_a_tail_that_aligns_the_row(case, form):
-    """One filler segment of pad tokens, whose positions start at 0: FP8 needs a multiple of 16."""
+    """One padding segment of pad tokens, whose positions start at 0: FP8 needs a multiple of 16."""
     batch, tail = case.batch(form), 7
     inputs = batch.inputs
     tokens = inputs["input_ids"].shape[1]

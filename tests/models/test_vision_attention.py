@@ -30,8 +30,8 @@ RUNS = [1, 5, 1]
 PATCHES = GRIDS.prod(-1).tolist()
 
 
-def vision_language(family="qwen3_5", attention="sdpa", *, depth=3, door=None, **options):
-    """A tiny model with weights of its own; `door` patches it ("apply" or "register")."""
+def vision_language(family="qwen3_5", attention="sdpa", *, depth=3, way=None, **options):
+    """A tiny model with weights of its own; `way` patches it ("apply" or "register")."""
     name = NAMES[family]
     text = by_family[family].tiny_config().to_dict()
     vision = {
@@ -44,13 +44,13 @@ def vision_language(family="qwen3_5", attention="sdpa", *, depth=3, door=None, *
     config._attn_implementation = attention
     torch.manual_seed(0)
     cls = getattr(transformers, f"{name}ForConditionalGeneration")
-    if door == "register":
+    if way == "register":
         with register_patches(**options):
             model = cls._from_config(config)
     else:
         model = cls._from_config(config)
     model = sharpened(model.train())
-    return apply_patches(model, **options) if door == "apply" else model
+    return apply_patches(model, **options) if way == "apply" else model
 
 
 def sharpened(model):
@@ -132,13 +132,13 @@ def counted(monkeypatch):
 LATER = pytest.mark.skipif(monkey_patching is None, reason="this transformers patches nothing at load time")
 
 
-@pytest.mark.parametrize("door", ["apply", pytest.param("register", marks=LATER)])
+@pytest.mark.parametrize("way", ["apply", pytest.param("register", marks=LATER)])
 @pytest.mark.parametrize("family", [name for name, row in by_family.items() if row.towers])
-def test_packed_images_are_what_they_are_alone(family, door):
+def test_packed_images_are_what_they_are_alone(family, way):
     wanted = alone(sharpened(tiny_vision(family)), pixels())
-    with register_patches() if door == "register" else nullcontext():
+    with register_patches() if way == "register" else nullcontext():
         model = tiny_vision(family)
-    model = sharpened(model if door == "register" else apply_patches(model))
+    model = sharpened(model if way == "register" else apply_patches(model))
     assert_same(step(model, pixels(), mark_packed(GRIDS)), wanted)
     layers = {type(module).__name__ for module in model.modules() if isinstance(module, PackedVisionAttention)}
     assert layers == {by_family[family].towers[0].attention} and isinstance(tower_of(model), PackedVisionTower)
@@ -168,13 +168,13 @@ def test_one_segment_instead_of_many_leaks(monkeypatch):
     """The control: what the test above would find."""
     wanted = alone(vision_language(), pixels())
     monkeypatch.setattr(torch_native, "plan_runs", lambda packed: ((1, packed.num_tokens),))
-    found = step(vision_language(door="apply"), pixels(), mark_packed(GRIDS))
+    found = step(vision_language(way="apply"), pixels(), mark_packed(GRIDS))
     assert relative_rms(found[0], wanted[0]) > 100 * LOGIT_TOL
     assert relative_rms(found[1]["pixels"], wanted[1]["pixels"]) > 100 * GRADIENT_TOL
 
 
 def test_an_image_influences_no_other():
-    model, x = vision_language(door="apply"), pixels()
+    model, x = vision_language(way="apply"), pixels()
     changed = x.clone()
     changed[PATCHES[0] : sum(PATCHES[:2])] = 3  # the second image
     with torch.no_grad():
@@ -189,7 +189,7 @@ def test_an_image_influences_no_other():
 @pytest.mark.parametrize("use_reentrant", [None, False, True])
 def test_lengths_are_read_once_a_forward_and_neighbours_of_one_size_are_one_call(counted, use_reentrant):
     wanted = alone(vision_language(), pixels())
-    model = vision_language(door="apply")
+    model = vision_language(way="apply")
     if use_reentrant is not None:
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": use_reentrant})
@@ -222,7 +222,7 @@ def test_the_model_tells_its_tower_that_a_batch_is_packed(form, monkeypatch):
 def test_batches_that_are_upstreams_stay_so_bit_for_bit(counted, attention):
     wanted = step(vision_language(attention=attention), pixels(), GRIDS)
     counted.update(reads=0, calls=0)
-    model = vision_language(attention=attention, door="apply")
+    model = vision_language(attention=attention, way="apply")
     found = step(model, pixels(), GRIDS)
     assert counted["reads"] == 0 and torch.equal(found[0], wanted[0])
     assert all(torch.equal(found[1][name], wanted[1][name]) for name in wanted[1])
@@ -230,7 +230,7 @@ def test_batches_that_are_upstreams_stay_so_bit_for_bit(counted, attention):
 
 def test_eager_attention_is_upstreams(counted):
     wanted = alone(vision_language(attention="eager"), pixels())
-    model = vision_language(attention="eager", door="apply")
+    model = vision_language(attention="eager", way="apply")
     assert_same(step(model, pixels(), mark_packed(GRIDS)), wanted)
     assert counted == {"reads": 0, "calls": 0}
     assert patch_report(model).implementations["tower_attention"] == "eager (the model's)"
@@ -238,7 +238,7 @@ def test_eager_attention_is_upstreams(counted):
 
 def test_native_rows_run_it_without_a_mark(counted):
     wanted = alone(vision_language(), pixels())
-    model = vision_language(door="apply", unpacked="native")
+    model = vision_language(way="apply", unpacked="native")
     counted.update(reads=0)
     assert_same(step(model, pixels(), GRIDS), wanted)
     assert counted["reads"] == 1
@@ -265,7 +265,7 @@ def test_adapters_on_projections_count(when):
         return model
 
     wanted = alone(adapt(vision_language()), pixels())
-    model = apply_patches(adapt(vision_language())) if when == "before" else adapt(vision_language(door="apply"))
+    model = apply_patches(adapt(vision_language())) if when == "before" else adapt(vision_language(way="apply"))
     assert_same(step(model, pixels(), mark_packed(GRIDS)), wanted)
 
 
@@ -274,7 +274,7 @@ def test_a_convolution_of_whole_patches_is_one_product(what, monkeypatch):
     """Unless something beside its weights counts; the other tests say that it is upstream's up to rounding."""
     calls, convolve = [], nn.Conv3d.forward
     monkeypatch.setattr(nn.Conv3d, "forward", lambda self, x: calls.append(len(x)) or convolve(self, x))
-    model = vision_language(door="apply")
+    model = vision_language(way="apply")
     if what == "a hook":
         model.model.visual.patch_embed.proj.register_forward_hook(lambda *_: None)
     with torch.autocast("cpu", enabled=what == "autocast"):
@@ -345,7 +345,7 @@ def test_hooked_norms_are_called(fused):
 
 
 def test_frozen_tower_trains_nothing():
-    model = vision_language(door="apply")
+    model = vision_language(way="apply")
     model.model.visual.requires_grad_(False)
     with torch.no_grad():
         wanted = features(model, pixels(), GRIDS)

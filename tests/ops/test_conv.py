@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -47,15 +46,6 @@ def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
     """The elements of a block."""
     monkeypatch.setattr(torch_native, "_BLOCK_ELEMENTS", request.param)
     return int(request.param)
-
-
-@pytest.fixture(autouse=True)
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    """One thread, or as many as the test's parameter says: tiny tensors gain nothing from more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(getattr(request, "param", 1))
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("lengths", MIXES, ids=["ascending", "descending", "tiny", "one"])

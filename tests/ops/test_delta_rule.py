@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -54,15 +54,6 @@ def assert_close(found: list[Tensor], wanted: list[Tensor], tolerance: float, fl
         scale = y.double().square().mean().sqrt().clamp_min(floor)
         error = float((x.double() - y.double()).square().mean().sqrt() / scale)
         assert error <= tolerance, f"{name}: relative RMS {error:.1e}, allowed {tolerance:.0e}"
-
-
-@pytest.fixture(autouse=True)
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    """One thread, or as many as the test's parameter says: tiny tensors gain nothing from more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(getattr(request, "param", 1))
-    yield
-    torch.set_num_threads(before)
 
 
 both_threads = pytest.mark.parametrize(

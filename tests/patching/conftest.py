@@ -6,14 +6,20 @@ import pytest
 import torch
 
 from hf_packfree.ops import backend, conv, delta_rule, fla
-from hf_packfree.patching import exactness
+from hf_packfree.patching import exactness, report
 from tests.patching.machines import INSTALLED
 
 
 def forget():
-    """What was asked of the packages that are there."""
+    """Forget what was found of the packages that are there."""
     backend.broken.cache_clear()
     delta_rule.flash_qla.is_known.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_said():
+    """Let what is said once per process be said again."""
+    report.warn_once.cache_clear()
 
 
 @pytest.fixture

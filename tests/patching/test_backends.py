@@ -271,7 +271,7 @@ def test_a_forced_name_that_half_precision_alone_can_run_is_replaced_in_float32_
     assert state.why["delta_rule in float32"] == "not flash_qla: it runs in bfloat16 and float16, this is float32"
 
 
-def test_what_is_not_exact_runs_only_where_it_is_asked_for(gpu):
+def test_what_is_not_exact_runs_only_where_it_is_named(gpu):
     gpu()
     assert choose_backends("auto", SIZES).cuda_half.delta_rule == "flash_qla"
     state = choose_backends("flash_qla_cut", SIZES)

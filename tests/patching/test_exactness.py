@@ -49,7 +49,7 @@ def test_bits_are_promised_where_the_gpu_tests_check_them(hopper):
         assert report.rounding is None and BITS in str(report) and not report.inexact
 
 
-def test_batch_invariance_is_promised_where_it_was_asked_for(gpu, caplog):
+def test_batch_invariance_is_promised_where_it_is_wanted(gpu, caplog):
     report = patch_report(apply_patches(tiny()))
     assert (report.batch_invariant, report.rounding) == (False, "batch_invariant is off")
     assert ROUNDING.format(report.rounding) in str(report) and "not promised" not in caplog.text

@@ -1,4 +1,4 @@
-"""The load-time door: built patched, with the same report, checks and undo."""
+"""Patching at load time: built patched, with the same report, checks and undo."""
 
 from __future__ import annotations
 

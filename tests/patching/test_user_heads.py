@@ -15,7 +15,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from hf_packfree import apply_patches, patch_report, register_patches, remove_patches
 from hf_packfree.errors import PatchConflict
 from hf_packfree.models import compat
-from hf_packfree.patching import loading, report
+from hf_packfree.patching import loading
 from hf_packfree.patching.apply import patches_lifted
 from tests.input_formats import row_batch
 from tests.models.padded import Seen, padded_batch, real_tokens, step
@@ -65,11 +65,6 @@ def built(cls):
         if "does not support setting experts implementation" not in str(error):
             raise
         pytest.skip("this release takes no subclass of a model with experts")
-
-
-@pytest.fixture(autouse=True)
-def nothing_was_said():
-    report.warn_once.cache_clear()
 
 
 def packed_row(labelled=True):

@@ -31,7 +31,7 @@ VISION = {
 
 
 class Text:
-    """What the common tests ask of a text model: sizes, a small config, inputs with a mask."""
+    """What the common tests want of a text model: sizes, a small config, inputs with a mask."""
 
     is_training = True
     batch_size, seq_length = 5, 7

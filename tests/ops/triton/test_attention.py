@@ -35,7 +35,7 @@ def test_values_and_gradients(lengths, launched):
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # NumPy's, under the interpreter
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 def test_nan_stays_in_its_document(backend):
-    """What lies past another document's end may not come in, times zero, as NaN."""
+    """What is past another document's end may not come in, times zero, as NaN."""
     packed = PackedSequence.from_lengths([5, 40, 7])
     inputs = random(*[(1, 52, KEY_HEADS, SIZE)] * 3)
     is_nan = torch.zeros(52, dtype=torch.bool)

@@ -71,7 +71,7 @@ def test_heads_without_norms():
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 def test_nan_stays_in_its_document(backend):
-    """What lies past another document's end may not come in, times zero, as NaN."""
+    """What is past another document's end may not come in, times zero, as NaN."""
     packed = PackedSequence.from_lengths([5, 9, 6])
     x, weight = qkv_inputs(20)[:2]
     x[:, 5:14] = float("nan")
