@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from hf_packfree.errors import BackendUnavailable
 from hf_packfree.ops.conv import QK_L2NORM, qkv_conv
+from hf_packfree.ops.delta_rule.fla_segments import FLAScans
 from hf_packfree.ops.delta_rule.flash_qla_segments import FlashQLAScans
 from hf_packfree.ops.delta_rule.reference import rounded_unit
 from hf_packfree.ops.delta_rule.segments import Scans, Segments
@@ -29,7 +30,7 @@ from hf_packfree.ops.operation import Operation
 from hf_packfree.packing import PackedSequence, RowShard, with_history
 from hf_packfree.parallel.collectives import gathered, left_context
 
-SCANS: dict[str, Scans] = {"flash_qla": FlashQLAScans(), "torch": TorchScans()}
+SCANS: dict[str, Scans] = {"flash_qla": FlashQLAScans(), "fla": FLAScans(), "torch": TorchScans()}
 """By backend of the delta rule."""
 
 
@@ -92,7 +93,7 @@ def _tables(packed: PackedSequence) -> tuple[Tensor, ...]:
     chunks[1, 0] = sizes[0] * bool(shard.history(shard.rank))
     numbers = torch.arange(count + 1, dtype=torch.int32)
     tables = numbers, numbers[:-1].long(), chunks
-    return tuple(one.to(device, non_blocking=True) for one in tables)
+    return *(one.to(device, non_blocking=True) for one in tables), chunks
 
 
 class _Rule(Operation):

@@ -32,7 +32,7 @@ def _delta_rule_leaves(tokens: int) -> dict[str, Tensor]:
     }
 
 
-def _unit_leaves(tokens: int) -> dict[str, Tensor]:
+def unit_leaves(tokens: int) -> dict[str, Tensor]:
     """q and k as our convolution leaves them."""
     leaves = _delta_rule_leaves(tokens)
     return leaves | {name: torch.nn.functional.normalize(leaves[name], dim=-1) for name in ("q", "k")}
@@ -40,7 +40,7 @@ def _unit_leaves(tokens: int) -> dict[str, Tensor]:
 
 def _slow_leaves(tokens: int) -> dict[str, Tensor]:
     """The same with states that live through thousands of tokens."""
-    leaves = _unit_leaves(tokens)
+    leaves = unit_leaves(tokens)
     return leaves | {"g": leaves["g"] / 50, "beta": leaves["beta"] / 4}
 
 
@@ -178,7 +178,7 @@ OPS = {
             "gated_delta_rule", exact=("fla", "flash_qla"), exact_gradients=("fla", "flash_qla"),
         ),
         Op(  # as the layers call it
-            "delta rule, unit keys", "hf_packfree.ops.delta_rule", _unit_leaves,
+            "delta rule, unit keys", "hf_packfree.ops.delta_rule", unit_leaves,
             lambda f, x, packed, backend: f(*x.values(), packed, qk_l2norm=False, batch_invariant=True, backend=backend),
             "gated_delta_rule", exact=("fla", "flash_qla"), exact_gradients=("fla", "flash_qla"),
         ),

@@ -47,12 +47,14 @@ class Segments:
         last: int64 [N] on the row's device, each document's last segment.
         chunks: int32 [2, S] on the row's device: of every segment that another one of its document follows, and of every one
             that follows another; 0 of the rest.
+        chunks_cpu: the same on the host.
     """
 
     record: PackedSequence
     firsts: Tensor
     last: Tensor
     chunks: Tensor
+    chunks_cpu: Tensor
 
     @classmethod
     def of(cls, packed: PackedSequence, pieces: Sequence[Sequence[int]]) -> Segments:
@@ -67,7 +69,7 @@ class Segments:
         chunks[0, firsts[1:] - 1] = 0
         chunks[1, firsts[:-1]] = 0
         tables = (x.to(device, non_blocking=True) for x in (firsts.int(), firsts[1:] - 1, chunks))
-        return cls(record, *tables)
+        return cls(record, *tables, chunks)
 
     def scanned(self, heads: int, *, reverse: bool = False) -> Tensor:
         """Return `chunks`, those of following segments or in reverse of preceding ones, for every head: int32 [S, HV]."""
