@@ -97,10 +97,11 @@ class RoutedAttention(Replacement):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, backend: str) -> Tensor:
         """Return [1, T, heads, D] of q, k and v [1, T, heads, D]."""
-        settings = state_of(self).context_parallel
+        state = state_of(self)
+        settings, exact = state.context_parallel, state.batch_invariant
         attend = attention if settings is None else SHARED[settings.attention]
         dropout = self.attention_dropout if self.training else 0.0
-        return attend(q, k, v, packed, scale=self.scaling, dropout=dropout, backend=backend)
+        return attend(q, k, v, packed, scale=self.scaling, dropout=dropout, batch_invariant=exact, backend=backend)
 
     def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Apply the family's rotary embedding to q and k [1, heads, T, D]; each family names upstream's function."""

@@ -41,12 +41,15 @@ def attend_by_heads(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, **o
     return heads_to_tokens(attention(q, k, v, shard.row, **options)[0], shard.group)[None]
 
 
-def attend_by_keys(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, **options: Any) -> Tensor:
+def attend_by_keys(
+    q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, *, batch_invariant: bool = False, **options: Any
+) -> Tensor:
     """Attend with this rank's queries to its own keys and those before them, which are gathered; for any number of heads.
 
     Only documents that go on are sent; but the more of a document is on earlier ranks, the longer this one works.
 
-    Args and returns: as of `attend_by_heads`; options of `hf_packfree.ops.attention.attention_with_history`.
+    Args and returns: as of `attend_by_heads`; options of `hf_packfree.ops.attention.attention_with_history`, which runs the same
+    kernels whatever is in the row, so that `batch_invariant` changes nothing.
     """
     shard, heads = packed.shard, k.shape[2]
     mine = torch.cat([k, v], 2)[0]

@@ -51,7 +51,7 @@ def prewarm(model: nn.Module) -> float:
         raise UnsupportedModel(f"found a {type(model).__name__} to prewarm; wanted a patched model; call apply_patches first")
     start = time.perf_counter()
     for trunk in trunks(model, family):
-        _run(trunk, (*ROWS, CUT) if report.in_segments else ROWS)
+        _run(trunk, (*ROWS, CUT) if "delta_rule" in report.long_documents else ROWS)
     for head in language_heads(model):
         _run_loss(head)
     return time.perf_counter() - start

@@ -17,7 +17,7 @@ from hf_packfree.models.adapters import is_lora, kind_called
 from hf_packfree.models.attention import drops_out
 from hf_packfree.models.head_loss import why_logits_are_made
 from hf_packfree.models.state import Kernels, PatchState
-from hf_packfree.ops import delta_rule
+from hf_packfree.ops import attention, delta_rule
 from hf_packfree.ops.backend import Fault, installed
 from hf_packfree.patching.backends import OPS
 from hf_packfree.patching.exactness import why_rounding
@@ -53,8 +53,8 @@ class PatchReport:
         attention: the attention implementation the model was loaded with.
         versions: {package: installed version, or None}.
         inexact: {operation: backend} of forced backends whose results for a document depend on its row.
-        in_segments: whether the delta rule walks long documents of a row of few in segments, where the model is now; exact, but
-            rounded otherwise than in another row.
+        long_documents: {operation: what it does with them, in rows of few, where the model is now}: exact, but rounded otherwise
+            than in another row.
         left_alone: {class name of a head that runs a forward of its own: what its loss then needs}.
         called: {what was added to projections of decoder layers (adapters, quantisation, hooks): how many of these are called
             as they are for it, exact but not fused, and run none of the fused kernels that hold plain weights and LoRA}.
@@ -74,7 +74,7 @@ class PatchReport:
     attention: str | None
     versions: dict[str, str | None]
     inexact: dict[str, str]
-    in_segments: bool
+    long_documents: dict[str, str]
     left_alone: dict[str, str]
     called: dict[str, int]
     rounding: str | None
@@ -98,7 +98,7 @@ class PatchReport:
         if not self.patched:
             return f"{self.model} is not patched; packed rows leak between documents"
         swapped = ", ".join(f"{count} {name}" for name, count in self.swaps.items())
-        more = {"delta_rule": " (long documents in segments)"} if self.in_segments else {}
+        more = {op: f" (long documents {what})" for op, what in self.long_documents.items()}
         runs = ", ".join(f"{op}: {self._with_version(op, name)}{more.get(op, '')}" for op, name in self.implementations.items())
         rest = f"unpacked rows run {self.unpacked}, padded rows {self.padded}"
         said = f"{self.model} is patched: swapped {swapped}; packed rows run {runs}; {self._exactness()}; {rest}"
@@ -142,7 +142,7 @@ def patch_report(model: nn.Module) -> PatchReport:
         attention=loaded,
         versions=_versions(state, loaded),
         inexact={} if state is None else _inexact(state),
-        in_segments=state is not None and _in_segments(state, runs, a_parameter(model).device),
+        long_documents={} if state is None or state.batch_invariant else _long_documents(runs, a_parameter(model).device),
         left_alone=heads_left_alone(model, family) if family and patched else {},
         called=_called(model, family, state) if family and patched and state else {},
         rounding=_rounding(model, family, state, runs) if family and patched and state else "it is not patched",
@@ -155,8 +155,10 @@ def _rounding(model: nn.Module, family: Family, state: PatchState, runs: dict[st
     return why_rounding(model, family, runs, a_parameter(model))
 
 
-def _in_segments(state: PatchState, runs: dict[str, str], device: torch.device) -> bool:
-    return not state.batch_invariant and delta_rule.cuts_on(device, runs.get("delta_rule", ""))
+def _long_documents(runs: dict[str, str], device: torch.device) -> dict[str, str]:
+    cut, handed = delta_rule.cuts_on, attention.hands_over_on
+    found = {"delta_rule": (cut, "in segments"), "attention": (handed, "by cuDNN")}
+    return {op: what for op, (does, what) in found.items() if does(device, runs.get(op, ""))}
 
 
 def _called(model: nn.Module, family: Family, state: PatchState) -> dict[str, int]:

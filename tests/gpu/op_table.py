@@ -188,7 +188,7 @@ OPS = {
         ),
         Op(
             "delta rule in segments", "hf_packfree.ops.delta_rule", _slow_leaves, _in_segments, "gated_delta_rule",
-            table="SEGMENTS",
+            table="LONG",
         ),
         Op(
             "conv", "hf_packfree.ops.conv", _conv_leaves,
@@ -209,7 +209,7 @@ OPS = {
         ),
         Op(
             "attention", "hf_packfree.ops.attention", _attention_leaves,
-            lambda f, x, packed, backend: f(x["q"], x["k"], x["v"], packed, backend=backend),
+            lambda f, x, packed, backend: f(x["q"], x["k"], x["v"], packed, batch_invariant=True, backend=backend),
             "attention", exact=("triton", "varlen"), exact_gradients=("triton",),
         ),
         Op(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from hf_packfree.ops.attention import cudnn, torch_native, triton_native, varlen
@@ -14,12 +15,17 @@ BACKENDS = {
     "torch": Backend(torch_native.attend),
 }
 LONG = {"triton": Backend(cudnn.attend, triton_native.unusable)}
-"""Those that hand long documents to cuDNN."""
+"""Those that hand long documents to cuDNN, where that runs."""
 WITH_HISTORY = {
     "varlen": Backend(varlen.attend_with_history, varlen.unusable),
     "torch": Backend(torch_native.attend_with_history),
 }
 """Those whose first document may have keys before its first query."""
+
+
+def hands_over_on(device: torch.device, backend: str) -> bool:
+    """Return whether a backend hands long documents to cuDNN on a device, if batch invariance is not wanted."""
+    return backend in LONG and cudnn.runs_on(device)
 
 
 def attention(
@@ -30,6 +36,7 @@ def attention(
     *,
     scale: float | None = None,
     dropout: float = 0.0,
+    batch_invariant: bool = False,
     backend: str = "torch",
 ) -> Tensor:
     """Attend causally within each document of a packed row.
@@ -40,6 +47,8 @@ def attention(
         packed: the documents of the row.
         scale: factor on q.k before the softmax; D ** -0.5 if not given.
         dropout: probability of dropping an attention weight; above 0 "torch" attends, whatever the backend.
+        batch_invariant: attend in the same kernels whatever is in the row.  Otherwise a backend of `LONG` hands documents of
+            8,192 tokens and more to cuDNN where that has kernels for them, which is faster; see `cudnn.py`.
         backend: a name in `BACKENDS`.
 
     Returns:
@@ -48,7 +57,7 @@ def attention(
     Raises:
         BackendUnavailable: no backend has that name.
     """
-    attend = find("attention", BACKENDS, backend)
+    attend = find("attention", BACKENDS if batch_invariant else BACKENDS | LONG, backend)
     if dropout:  # which "torch" alone has
         return torch_native.attend(q, k, v, packed, scale=scale, dropout=dropout)
     return attend(q, k, v, packed, scale=scale)  # type: ignore[no-any-return]

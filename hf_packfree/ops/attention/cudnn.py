@@ -63,12 +63,17 @@ def _attend_document(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Te
 
 
 def _usable(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether cuDNN has kernels for these heads here, and no one asked for results that are the same every time."""
-    if not q.is_cuda or torch.are_deterministic_algorithms_enabled():
+    """Whether cuDNN has kernels for these heads here."""
+    if not runs_on(q.device):
         return False
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, True)
     return torch.backends.cuda.can_use_cudnn_attention(params)
 
 
-__all__ = ["attend"]
+def runs_on(device: torch.device) -> bool:
+    """Whether torch calls cuDNN's attention there, and no one wants results that are the same every time."""
+    return device.type == "cuda" and torch.backends.cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled()
+
+
+__all__ = ["attend", "runs_on"]

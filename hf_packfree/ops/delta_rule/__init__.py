@@ -17,10 +17,8 @@ BACKENDS = {
     "flash_qla_cut": Backend(flash_qla.gated_delta_rule_cut, flash_qla.unusable, "flash-qla", exact=False),
 }
 
-SEGMENTS = {"flash_qla": Backend(flash_qla_segments.gated_delta_rule, flash_qla.unusable, "flash-qla")}
-"""Those that can walk long documents in segments side by side, in rows of so few that most of the GPU would be idle."""
-CUTTING: dict[str, Backend] = {}
-"""Those of them that models use: none before their kernels are measured on a GPU."""
+LONG = {"flash_qla": Backend(flash_qla_segments.gated_delta_rule, flash_qla.unusable, "flash-qla")}
+"""Those that walk long documents in segments side by side, in rows of so few that most of the GPU would be idle."""
 WITH_STATES = {
     "flash_qla": Backend(flash_qla.with_states, flash_qla.unusable, "flash-qla"),
     "fla": Backend(fla.with_states, fla.unusable, "fla-core"),
@@ -31,7 +29,7 @@ WITH_STATES = {
 
 def cuts_on(device: torch.device, backend: str) -> bool:
     """Return whether a backend cuts long documents on a device, if batch invariance is not wanted."""
-    return backend in CUTTING and flash_qla_segments.cuts_on(device)
+    return backend in LONG and flash_qla_segments.cuts_on(device)
 
 
 def gated_delta_rule(
@@ -62,7 +60,7 @@ def gated_delta_rule(
         beta: [1, T, HV], write strength, between 0 and 1.
         packed: the documents of the row.
         qk_l2norm: divide q and k by their L2 norms, x * rsqrt(sum(x^2) + 1e-6); False: they have norm 1 already.
-        batch_invariant: walk every document whole.  Otherwise a backend of `CUTTING` cuts long ones where that is faster, which
+        batch_invariant: walk every document whole.  Otherwise a backend of `LONG` cuts long ones where that is faster, which
             is exact too, but rounds otherwise than where the row is another; see `segments.py`.
         backend: a name in `BACKENDS`; "flash_qla_cut" trades exactness on documents of some 500 tokens and more for
             speed on rows of few long ones.
@@ -97,7 +95,7 @@ def gated_delta_rule(
         >>> torch.equal(out[:, :2], leaking[:, :2]), torch.allclose(out[:, 2:], leaking[:, 2:])
         (True, False)
     """
-    run = find("delta rule", BACKENDS if batch_invariant else BACKENDS | CUTTING, backend)
+    run = find("delta rule", BACKENDS if batch_invariant else BACKENDS | LONG, backend)
     return run(q, k, v, g, beta, packed, qk_l2norm)  # type: ignore[no-any-return]
 
 
@@ -139,8 +137,7 @@ def gated_delta_rule_with_states(
 
 __all__ = [
     "BACKENDS",
-    "CUTTING",
-    "SEGMENTS",
+    "LONG",
     "WITH_STATES",
     "cuts_on",
     "gated_delta_rule",
