@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from hf_packfree.models.state import PatchState
+from hf_packfree.mtp.checkpoint import HeadTensors, save_as_read
 from hf_packfree.mtp.head import MTPHead
 from hf_packfree.mtp.options import MTPOptions
 from hf_packfree.mtp.training import MTPTraining
@@ -20,12 +22,17 @@ class AttachedHead(MTPHead):
     Args:
         trunk, layers: see `MTPHead`.
         options: see `MTPOptions`.
+
+    Attributes:
+        per_expert: whether the checkpoint has tensors for each expert apart, and gets them so again; None where there is none, or
+            it has no experts.
     """
 
     def __init__(self, trunk: Any, layers: int, options: MTPOptions) -> None:
         super().__init__(trunk, layers)
         self.options = options
         self.train(trunk.training)
+        self.per_expert: bool | None = None
         self.training_calls = MTPTraining(options) if options.train else None
         self._hooks: list[Any] = []
         self._named_before = True
@@ -37,12 +44,19 @@ class AttachedHead(MTPHead):
             self.requires_grad_(False)
         return self
 
+    def read_from(self, tensors: HeadTensors) -> None:
+        """Remember the layout of a checkpoint's experts."""
+        if any(".experts." in name for name in tensors.files):
+            self.per_expert = tensors.per_expert
+
     def join(self, parent: Any) -> None:
         """Follow the parent's calls, and let its configuration say that it has a head."""
         config = parent.config.get_text_config()
         self._named_before = hasattr(config, _DEPTH)
         if not self._named_before:
             setattr(config, _DEPTH, len(self.layers))
+        if self.per_expert is not None:
+            parent.save_pretrained = partial(save_as_read, parent)
         if self.training_calls is not None:
             self._hooks = [
                 parent.register_forward_pre_hook(self.training_calls.before, with_kwargs=True),
@@ -55,6 +69,7 @@ class AttachedHead(MTPHead):
         """Stop following."""
         if not self._named_before:
             delattr(parent.config.get_text_config(), _DEPTH)
+        vars(parent).pop("save_pretrained", None)
         while self._hooks:
             self._hooks.pop().remove()
         for followers in _followers(parent):

@@ -1,15 +1,19 @@
-"""The head's tensors in a checkpoint: which there are, in which layout, and reading those alone."""
+"""The head's tensors in a checkpoint: which there are, in which layout, reading those alone, and writing them so again."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from transformers import modeling_utils
 from transformers.utils.hub import cached_file
 
 from hf_packfree.errors import MissingHead
@@ -17,6 +21,7 @@ from hf_packfree.errors import MissingHead
 PREFIX = "mtp."
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+_EXPERTS = re.compile(rf"({re.escape(PREFIX)}.*\.experts)\.(gate_up_proj|down_proj)")
 
 
 Shapes = dict[str, tuple[int, ...]]
@@ -102,11 +107,8 @@ class HeadTensors:
 
     def _parts(self, name: str, shape: tuple[int, ...]) -> list[str]:
         """Return the names of the tensors that a parameter is made of."""
-        experts, _, kind = (PREFIX + name).rpartition(".")
-        if kind not in ("gate_up_proj", "down_proj") or not experts.endswith(".experts") or not self.per_expert:
-            return [PREFIX + name]
-        parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
-        return [f"{experts}.{number}.{part}.weight" for number in range(shape[0]) for part in parts]
+        match = _EXPERTS.fullmatch(PREFIX + name)
+        return [PREFIX + name] if match is None or not self.per_expert else _names_of_experts(*match.groups(), shape[0])
 
     def _one(self, name: str, parts: list[str]) -> Tensor:
         tensors = [self.tensor(part) for part in parts]
@@ -114,6 +116,44 @@ class HeadTensors:
             return tensors[0]
         each = [torch.cat(pair) for pair in zip(tensors[::2], tensors[1::2])] if name.endswith("gate_up_proj") else tensors
         return torch.stack(each)
+
+
+def _names_of_experts(where: str, kind: str, count: int) -> list[str]:
+    parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+    return [f"{where}.{number}.{part}.weight" for number in range(count) for part in parts]
+
+
+def save_as_read(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Save a model as its class does, with its head's experts in the layout that they were read in."""
+    with _experts_written(apart=model.mtp.per_expert):
+        return type(model).save_pretrained(model, *args, **kwargs)
+
+
+@contextmanager
+def _experts_written(*, apart: bool) -> Iterator[None]:
+    """Let transformers, which writes all experts as it read most of them, leave the head's to us while the block runs."""
+    others: Any = modeling_utils.revert_weight_conversion  # the one place that knows every tensor before files are made
+
+    def revert(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        ours = {name: part for name, part in tensors.items() if _EXPERTS.fullmatch(name)}
+        rest: dict[str, Tensor] = others(model, {name: part for name, part in tensors.items() if name not in ours})
+        return rest | (_apart(ours) if apart else ours)
+
+    setattr(modeling_utils, "revert_weight_conversion", revert)
+    try:
+        yield
+    finally:
+        setattr(modeling_utils, "revert_weight_conversion", others)
+
+
+def _apart(experts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return what `HeadTensors.read` has put together, as it was."""
+    found: dict[str, Tensor] = {}
+    for name, whole in experts.items():
+        where, _, kind = name.rpartition(".")
+        parts = [half for one in whole.unbind() for half in (one.chunk(2) if kind == "gate_up_proj" else [one])]
+        found |= zip(_names_of_experts(where, kind, len(whole)), (part.clone() for part in parts))
+    return found
 
 
 def head_tensors(checkpoint: str) -> HeadTensors:

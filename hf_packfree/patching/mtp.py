@@ -75,6 +75,7 @@ def add_while_loading(owner: Any, around: nn.Module, family: Family, options: MT
     head = AttachedHead(trunk, 1 if tensors is None else max(tensors.layers, 1), options)
     if tensors is not None:
         tensors.check(shapes_of(head))
+        head.read_from(tensors)
     carry_out([*_swaps(head, NAME, family), *plan_addition(owner, NAME, head)], state)
 
 
@@ -124,6 +125,7 @@ def read_head(owner: Any, family: Family, options: MTPOptions) -> AttachedHead:
     with torch.device("meta"):
         head = AttachedHead(trunk, max(tensors.layers, 1), options)
     found = tensors.read(shapes_of(head))
+    head.read_from(tensors)
     dtype = weight.dtype if options.train else None  # a head that is kept is written again byte for byte
     head.load_state_dict({name: part.to(weight.device, dtype) for name, part in found.items()}, assign=True)
     head.requires_grad_(options.train)

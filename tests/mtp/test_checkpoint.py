@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hf_packfree import MTPOptions, add_mtp, apply_patches, remove_mtp, remove_patches
 from hf_packfree.errors import MissingHead, PatchConflict, UnsupportedModel
-from hf_packfree.models.compat import RELEASE
 from hf_packfree.patching.apply import patches_lifted
 from tests.mtp.heads import build, labelled, packed
 from tests.support import tiny
@@ -63,16 +62,24 @@ def fused(found):
     return whole
 
 
-def as_read(found, layout):
-    """What was written, in the layout that was read: transformers before 5.8 writes every model's experts apart."""
-    return fused(found) if layout == "fused" and RELEASE.release < (5, 8) else found
+def same_files(found, wanted):
+    """Whether the head is the same byte for byte, and so is the model, whose experts' layout is transformers' choice."""
+    models = (fused({name: part for name, part in all.items() if name not in of_head(all)}) for all in (found, wanted))
+    return same(of_head(found), of_head(wanted)) and same(*models)
 
 
 def checkpoint(folder, family="qwen3_5", layout=None, dtype=torch.bfloat16, **saving):
-    """Write a tiny model's checkpoint that carries a head."""
+    """Write a tiny model's checkpoint that carries a head.
+
+    Args:
+        layout: of experts, which tiny models write apart: "fused", of all, or "fused head", of its alone.
+    """
     build(family, dtype=dtype).save_pretrained(folder, **saving)
-    if layout == "fused":
-        save_file(fused(tensors(folder)), folder / "model.safetensors", metadata={"format": "pt"})
+    if layout in ("fused", "fused head"):
+        found = tensors(folder)
+        apart = {} if layout == "fused" else {name: part for name, part in found.items() if name not in of_head(found)}
+        whole = {name: part for name, part in fused(found).items() if layout == "fused" or name in of_head(fused(found))}
+        save_file(apart | whole, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
@@ -82,7 +89,7 @@ def load(folder, **options):
 
 @pytest.mark.parametrize(("family", "layout", "names"), [
     ("qwen3_5", None, DENSE), ("qwen3_5_moe", "fused", FUSED), ("qwen3_5_moe", "per expert", PER_EXPERT),
-    ("qwen3_next", "per expert", PER_EXPERT),
+    ("qwen3_5_moe", "fused head", FUSED), ("qwen3_next", "per expert", PER_EXPERT),
 ])
 @pytest.mark.compat
 def test_kept_and_written_again_byte_for_byte(family, layout, names, tmp_path):
@@ -91,7 +98,7 @@ def test_kept_and_written_again_byte_for_byte(family, layout, names, tmp_path):
     model = load(tmp_path / "before")
     assert not hasattr(model, "mtp"), "transformers reads it now: this room may go"
     apply_patches(model, mtp="keep").save_pretrained(tmp_path / "after")
-    assert same(as_read(tensors(tmp_path / "after"), layout), before)
+    assert same_files(tensors(tmp_path / "after"), before)
     assert not any(parameter.requires_grad for parameter in model.mtp.parameters())
     assert load(tmp_path / "after").config.mtp_num_hidden_layers == 1
 
@@ -108,8 +115,9 @@ def test_a_vision_language_checkpoint(tmp_path):
     assert same(tensors(tmp_path / "after"), before)
 
 
-def test_sharded_files_and_a_model_in_another_dtype(tmp_path):
-    folder = checkpoint(tmp_path / "before", max_shard_size="100KB")
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+def test_sharded_files_and_a_model_in_another_dtype(family, tmp_path):
+    folder = checkpoint(tmp_path / "before", family, max_shard_size="100KB")
     assert len(list(folder.glob("*.safetensors"))) > 2
     model = add_mtp(load(folder, dtype=torch.float32))
     model.save_pretrained(tmp_path / "after", max_shard_size="100KB")
@@ -240,7 +248,11 @@ class TestTakingItAway:
         assert len(model._forward_hooks) == 1 and len(vars(model)["packfree"].followers) == 1
 
     def test_a_kept_head_goes_with_the_patches(self, tmp_path):
-        model = load(checkpoint(tmp_path))
-        names = list(model.state_dict())
-        remove_patches(apply_patches(model, mtp="keep"))
+        model = load(checkpoint(tmp_path / "before", "qwen3_5_moe", "fused head"))
+        names, save = list(model.state_dict()), type(model).save_pretrained
+        apply_patches(model, mtp="keep")
+        copy.deepcopy(model).save_pretrained(tmp_path / "copied")
+        assert same(of_head(tensors(tmp_path / "copied")), of_head(tensors(tmp_path / "before")))
+        remove_patches(model)
         assert list(model.state_dict()) == names and model.config.mtp_num_hidden_layers == 1
+        assert model.save_pretrained.__func__ is save

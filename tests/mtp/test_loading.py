@@ -10,7 +10,7 @@ from hf_packfree import MTPOptions, register_patches
 from hf_packfree.errors import MissingHead, UnsupportedInput
 from hf_packfree.models.compat import RELEASE
 from tests.mtp.heads import build, labelled, packed
-from tests.mtp.test_checkpoint import as_read, checkpoint, same, tensors
+from tests.mtp.test_checkpoint import checkpoint, same_files, tensors
 from tests.support import tiny
 
 pytestmark = pytest.mark.skipif(RELEASE.release < (5, 3), reason="transformers 5.2 has no class mapping")
@@ -22,14 +22,15 @@ def load(folder, mtp, **options):
 
 
 @pytest.mark.parametrize(("family", "layout"), [
-    ("qwen3_5", None), ("qwen3_5_moe", "fused"), ("qwen3_5_moe", "per expert"), ("qwen3_next", "per expert"),
+    ("qwen3_5", None), ("qwen3_5_moe", "fused"), ("qwen3_5_moe", "per expert"), ("qwen3_5_moe", "fused head"),
+    ("qwen3_next", "per expert"),
 ])
 @pytest.mark.compat
 def test_kept_and_written_again_byte_for_byte(family, layout, tmp_path, caplog):
     before = tensors(checkpoint(tmp_path / "before", family, layout))
     model = load(tmp_path / "before", "keep", dtype="auto")
     model.save_pretrained(tmp_path / "after")
-    assert same(as_read(tensors(tmp_path / "after"), layout), before)
+    assert same_files(tensors(tmp_path / "after"), before)
     assert not any(parameter.requires_grad for parameter in model.mtp.parameters())
     assert not [record for record in caplog.records if "mtp" in record.getMessage()], "transformers says nothing of it"
 
