@@ -15,8 +15,10 @@ from torch.nn import functional as F
 
 from hf_packfree.errors import PatchConflict, UnsupportedInput
 from hf_packfree.models.attention import check_attention
-from hf_packfree.models.entry import has_media, wants_all_logits
+from hf_packfree.models.entry import has_media, of_media, wants_all_logits
 from hf_packfree.models.labels import IGNORED
+from hf_packfree.models.mrope import SECONDS
+from hf_packfree.models.vision_language import FEATURES, GRIDS, share_media
 from hf_packfree.packing import PackedSequence, pad_row, repad, shard_row
 from hf_packfree.parallel import ContextParallel
 from hf_packfree.parallel.collectives import all_gather
@@ -48,6 +50,9 @@ def forward_shard(
             "number of targets; wanted one that divides by the count it is given; add the keyword to it"
         )
     local = shard_row(packed, settings.rank, settings.world, settings.group)
+    source = next((module for module in (head, head.base_model) if hasattr(module, "get_rope_index")), None)
+    if source is not None:
+        row, local = share_media(source, row, local)
     output = upstream(**_arguments_of(local, row, packed.num_tokens))
     experts, loss = output.get("aux_loss"), output.get("loss")
     if experts is not None and loss is not None:  # every rank has all of it, and it counts once
@@ -68,7 +73,7 @@ def _arguments_of(local: PackedSequence, row: dict[str, Any], tokens: int) -> di
     def cut(name: str, value: Any) -> Any:
         if name == "position_ids" and value is not None:  # [1, T], or [3 or 4, 1, T]
             return shard.cut(F.pad(value, (0, whole.num_tokens - tokens)), -1)
-        if not isinstance(value, Tensor) or value.shape[:2] != (1, tokens):
+        if of_media(name) or not isinstance(value, Tensor) or value.shape[:2] != (1, tokens):
             return value
         return shard.cut(pad_row(value, whole.num_tokens, IGNORED if name in ("labels", "shift_labels") else 0))
 
@@ -111,20 +116,36 @@ def settled(config: Any, sizes: dict[str, int], settings: ContextParallel) -> Co
     return replace(settings, **ways)
 
 
+_SHARED = {*FEATURES.values(), *GRIDS, *SECONDS, "feature_attention_mask", "audio_feature_lengths"}
+"""Arguments of media of which each rank takes its own."""
+
+
 def check_call(row: dict[str, Any]) -> None:
     """Refuse a head's arguments that a shard cannot serve.
 
     Raises:
         UnsupportedInput: see there.
     """
-    if has_media(row):
-        raise UnsupportedInput(
-            "found images, videos or audio under context parallelism; wanted text; train on them with data parallelism"
-        )
+    _check_media(row)
     wants_weights, wants_layers = row.get("output_attentions"), row.get("output_hidden_states")
     if wants_weights or wants_layers or not wants_all_logits(row):
         name = "output_attentions" if wants_weights else "output_hidden_states" if wants_layers else "logits_to_keep"
         raise UnsupportedInput(
             f"found {name}={row[name]} under context parallelism; wanted nothing but loss and logits, because no rank has the "
             "whole row; leave it out"
+        )
+
+
+def _check_media(row: dict[str, Any]) -> None:
+    """Refuse media that cannot be given to the ranks that hold their placeholders."""
+    made = [name for name, value in row.items() if of_media(name) and name not in _SHARED and value is not None]
+    if made:
+        raise UnsupportedInput(
+            f"found {made[0]} under context parallelism, made for the media of the whole row; wanted pixels and sounds, which "
+            "each rank takes its own from; leave it out"
+        )
+    if has_media(row) and row.get("input_ids") is None:
+        raise UnsupportedInput(
+            "found media with inputs_embeds under context parallelism; wanted input_ids, whose placeholders say which rank "
+            "computes what; pass input_ids"
         )

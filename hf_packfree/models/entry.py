@@ -77,6 +77,11 @@ def has_media(arguments: dict[str, Any]) -> bool:
     return any(arguments.get(name) is not None for name in _MEDIA)
 
 
+def of_media(name: str) -> bool:
+    """Whether an argument of a forward belongs to media: its sizes may be those of the batch by chance."""
+    return name in _MEDIA or name.startswith(_OF_MEDIA)
+
+
 def wants_all_logits(arguments: dict[str, Any]) -> bool:
     """Whether a head's call wants the logits of every token."""
     kept = arguments.get("logits_to_keep", 0)
@@ -265,12 +270,11 @@ def row_positions(position_ids: Tensor | None, packed: PackedSequence) -> Tensor
 def row_of_each(arguments: dict[str, Any], packed: PackedSequence) -> dict[str, Any]:
     """Return the arguments with every tensor [B, S, ...] as its row [1, T, ...]: ids, embeddings, weights per token.
 
-    What belongs to media stays, known by its name: its sizes may be those of the batch by chance.
+    What belongs to media stays.
     """
 
     def per_token(name: str, value: Any) -> bool:
-        ours = name not in _MEDIA and not name.startswith(_OF_MEDIA)
-        return ours and isinstance(value, Tensor) and value.shape[:2] == packed.batch_shape
+        return not of_media(name) and isinstance(value, Tensor) and value.shape[:2] == packed.batch_shape
 
     return {name: unpad(value, packed) if per_token(name, value) else value for name, value in arguments.items()}
 

@@ -54,6 +54,8 @@ def _idle_kinds(model: Any, arguments: dict[str, Any]) -> Sequence[str]:
         return ()
     if arguments.get("past_key_values") is not None or arguments.get("use_cache"):
         return ()
+    packed = arguments.get("packed_sequence")
+    waited_for = model.training or packed and packed.shard is not None  # whose ranks exchange gradients in every backward
     kinds: list[str] = []
     for attribute, given in _TOWERS.items():
         tower = getattr(model, attribute, None)
@@ -62,7 +64,7 @@ def _idle_kinds(model: Any, arguments: dict[str, Any]) -> Sequence[str]:
         missing = [kind for kind, names in given.items() if all(arguments.get(name) is None for name in names)]
         if _is_sharded(tower):
             kinds += missing
-        elif model.training and len(missing) == len(given) and _learns(tower):
+        elif waited_for and len(missing) == len(given) and _learns(tower):
             kinds += missing[:1]
     return kinds
 

@@ -19,7 +19,10 @@ from torch import Tensor
 from hf_packfree.errors import BoundaryError, UnsupportedInput
 from hf_packfree.packing.media import Media, media_offsets
 
+SECONDS = ("second_per_grid_ts", "video_second_per_grid")
+"""The keywords of the seconds between two grids of videos."""
 _SECONDS = ("second_per_grid_ts", "second_per_grids")
+"""The same in `get_rope_index`."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -48,7 +51,7 @@ class RowMedia:
         given: dict[str, Any] = {
             "image_grid_thw": arguments.get("image_grid_thw"),
             "video_grid_thw": arguments.get("video_grid_thw"),
-            "seconds_per_grid": _first_given(arguments, "second_per_grid_ts", "video_second_per_grid"),
+            "seconds_per_grid": _first_given(arguments, *SECONDS),
             "audio_lengths": arguments.get("audio_feature_lengths") if frames is None else frames.sum(-1),
             "mm_token_type_ids": arguments.get("mm_token_type_ids"),
             "use_audio_in_video": arguments.get("use_audio_in_video"),

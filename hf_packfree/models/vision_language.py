@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,11 +14,11 @@ from hf_packfree.errors import BoundaryError, UnsupportedInput
 from hf_packfree.models.base import Replacement
 from hf_packfree.models.entry import as_requested, enter, restore_layers, row_of_each, row_positions
 from hf_packfree.models.idle_tower import run_beside_idle_tower
-from hf_packfree.models.mrope import RowMedia, items_of_documents, media_of, packed_positions
+from hf_packfree.models.mrope import SECONDS, RowMedia, items_of_documents, media_of, packed_positions
 from hf_packfree.models.placeholders import PlaceholderMask
+from hf_packfree.models.sharded_media import held_media, keep_features, mark_kept, take_mark
 from hf_packfree.models.vision_attention import PackedVisionTower, mark_packed
 from hf_packfree.packing import PackedSequence, repad, uncompiled
-from hf_packfree.packing.media import Media
 from hf_packfree.packing.mrope import is_text
 
 FEATURES = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
@@ -105,18 +105,22 @@ class PackedVisionLanguage(Replacement):
 
 def keep_record_from_towers(cls: Any) -> None:
     """Let a class's methods that make features call its towers without the text's record."""
-    for name in ("get_image_features", "get_video_features", "get_audio_features"):
-        if hasattr(cls, name):
-            setattr(cls, name, _without_the_record(cls, name))
+    for kind in FEATURES:
+        if hasattr(cls, name := f"get_{kind}_features"):
+            setattr(cls, name, _without_the_record(cls, name, kind))
 
 
-def _without_the_record(cls: Any, name: str) -> Any:
-    """Return upstream's method, whose tower gets none of the text's record; generation reads the method's signature."""
+def _without_the_record(cls: Any, name: str, kind: str) -> Any:
+    """Return upstream's method, whose tower gets none of the text's record; generation reads the method's signature.
+
+    Of what it makes of a shard's media, those features are returned that have their placeholders there.
+    """
 
     @functools.wraps(getattr(cls, name))
     def features(self: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs.pop("packed_sequence", None)
-        return getattr(super(cls, self), name)(*args, **kwargs)
+        kept = take_mark(args[0] if args else kwargs.get(FEATURES[kind]))
+        return keep_features(getattr(super(cls, self), name)(*args, **kwargs), kept, kind)
 
     return features
 
@@ -155,24 +159,80 @@ def _numbered(source: Any, packed: PackedSequence, given: Tensor | None, row: di
 
     Media are counted; where `compute_3d_position_ids` makes the positions they are None.
     """
+    if packed.shard is not None:
+        return _of_shard(source, packed, given, row)
+    media, ids, positions = read_media(source, packed, given, row)
+    found = _marked_grids(source, media, row)
+    if ids is not None and isinstance(source, PackedVisionLanguage):
+        features = {kind.name: int(kind.sizes.sum()) for kind in media_of(source, media)}
+        return found | {"position_ids": None, "input_ids": _counted(row["input_ids"], features, positions)}
+    return found | {"position_ids": positions()}
+
+
+def _of_shard(source: Any, packed: PackedSequence, given: Tensor | None, row: dict[str, Any]) -> dict[str, Any]:
+    """Return the same of a shard, whose media were read and whose positions were made before the row was cut."""
+    held = packed.shard.features
+    found: dict[str, Any] = _marked_grids(source, RowMedia.from_arguments(row), row)
+    found |= {FEATURES[kind]: mark_kept(row[FEATURES[kind]], kept) for kind, kept in held.items()}
+    if held and isinstance(source, PackedVisionLanguage):
+        features, positions = {kind: kept.stop - kept.start for kind, kept in held.items()}, row_positions(given, packed)
+        return found | {"position_ids": None, "input_ids": _counted(row["input_ids"], features, lambda: positions)}
+    return found | {"position_ids": row_positions(given, packed)}
+
+
+@uncompiled
+def share_media(
+    source: Any, row: dict[str, Any], local: PackedSequence
+) -> tuple[dict[str, Any], PackedSequence]:
+    """Return the arguments of a row with positions and with the media of one shard alone, and its record, which knows of them.
+
+    Args:
+        source: the module that has `get_rope_index`.
+        row: the arguments [1, T, ...] of a head, with the media of all documents.
+        local: the record of the shard.
+
+    Raises:
+        BoundaryError, UnsupportedInput: see `PackedVisionLanguage.forward`; the same on all ranks.
+    """
+    batch = local.shard.batch
+    media, ids, positions = read_media(source, batch.for_shape((1, batch.num_tokens)), row["position_ids"], row)
+    row = {name: value for name, value in row.items() if name not in SECONDS} | {"position_ids": positions()}
+    if ids is None:
+        return row, local
+    held, features = held_media(row, media, media_of(source, media), ids, local.shard)
+    return row | held, replace(local, shard=replace(local.shard, features=features))
+
+
+def read_media(
+    source: Any, packed: PackedSequence, given: Tensor | None, row: dict[str, Any]
+) -> tuple[RowMedia, Tensor | None, Callable[[], Tensor]]:
+    """Check the media of a row against its ids and documents.
+
+    Args:
+        source: the module that has `get_rope_index`.
+        packed: the record, for the shape of `given`.
+        given: positions, or None.
+        row: the arguments of the row [1, T, ...].
+
+    Returns:
+        The media; where there are some, the ids [1, T] on the host, if they came; what makes the positions [1, T], or
+        [3 or 4, 1, T] on the device.
+    """
     media, features = RowMedia.from_arguments(row), _features_given(row)
     some = bool(features) or not media.is_empty
     ids = row.get("input_ids") if some or not packed.plain else None
     on_host: Any = None if ids is None else ids.detach().to("cpu")
     _check_features(source.config, media, features, None if packed.plain else on_host)
     if not some:
-        return {"position_ids": row_positions(given, packed)}
+        return media, None, functools.partial(row_positions, given, packed)
     if ids is None or given is not None:
         _check_positions(source, packed, given, media, f"{' and '.join(features)} features")
         positions = functools.partial(row_positions, given, packed)
     else:
         positions = functools.partial(_positions, source, packed, on_host, media)
-    found = _marked_grids(source, media, row)
     if ids is not None:
         items_of_documents(source, on_host, packed.cu_seqlens_cpu, media)
-        if isinstance(source, PackedVisionLanguage):
-            return found | {"position_ids": None, "input_ids": _counted(ids, media_of(source, media), positions)}
-    return found | {"position_ids": positions()}
+    return media, on_host, positions
 
 
 @uncompiled
@@ -182,11 +242,10 @@ def _positions(source: Any, packed: PackedSequence, ids: Tensor, media: RowMedia
     return (positions.pin_memory() if device.type == "cuda" else positions).to(device, non_blocking=True)
 
 
-def _counted(ids: Tensor, kinds: Sequence[Media], positions: Callable[[], Tensor]) -> Tensor:
+def _counted(ids: Tensor, features: dict[str, int], positions: Callable[[], Tensor]) -> Tensor:
     """Return ids that tell `PackedVisionLanguage` what was counted; no copy is made."""
     counted = ids.view_as(ids)
-    features = {f"{kind.name}_features": int(kind.sizes.sum()) for kind in kinds}
-    setattr(counted, _COUNTED, CountedMedia(features, positions))
+    setattr(counted, _COUNTED, CountedMedia({f"{kind}_features": count for kind, count in features.items()}, positions))
     return counted
 
 

@@ -5,7 +5,8 @@ Shapes: T tokens of the whole row, W ranks, t = T / W tokens of a shard.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -25,6 +26,7 @@ class RowShard:
         batch: the record of the caller's batch, [B, S], that the row was made of.
         rank, world: this rank's number in its group, and W.
         group: torch.distributed's process group.
+        features: by kind of media: of the items that have placeholders in this shard, which of their features are theirs.
     """
 
     row: PackedSequence
@@ -32,6 +34,7 @@ class RowShard:
     rank: int
     world: int
     group: Any
+    features: Mapping[str, slice] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:

@@ -6,13 +6,21 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from hf_packfree import apply_patches
+from hf_packfree.models import vision_language
+from hf_packfree.models.mrope import rope_source
+from hf_packfree.models.sharded_media import mark_kept
+from hf_packfree.models.vision_language import FEATURES
 from hf_packfree.mtp import MTPOptions, training
 from hf_packfree.packing import pad_row
 from hf_packfree.parallel import ContextParallel
 from tests.mtp.heads import WEIGHT, build
-from tests.parallel.ranks import ROWS, batch_of, of_all_ranks, step, widen_islands, worst
+from tests import vision
+from tests.models import omni
+from tests.parallel.ranks import ROWS, batch_of, of_all_ranks, step, summed, widen_islands, worst
 from tests.support import relative_rms
 
 HEADS = {  # family: depth, detach
@@ -54,3 +62,120 @@ def multi_token(rank: int) -> dict[str, float]:
                     many.mtp.training_calls.take()
                     results[f"control, each rank's own next tokens: {key}"] = worst(gradients, wanted_gradients)
     return results
+
+
+def media(rank: int, families: list[str]) -> dict[str, float]:
+    """Loss and gradients of text, towers, pixels and sounds, by count and by mean."""
+    widen_islands()
+    results: dict[str, float] = {}
+    for family in families:
+        one, many = (vision.tiny_vision(family).double() for _ in range(2))
+        for config in (one.config.get_text_config(), many.config.get_text_config()):
+            config._experts_implementation = "eager"
+        balanced = {"output_router_logits": True} if "moe" in family else {}
+        apply_patches(one, unpacked="native")
+        apply_patches(many, context_parallel=ContextParallel(dist.group.WORLD, gdn="state"))
+        rows = omni_rows(one) if hasattr(one.config, "audio_config") else vision_rows(one, every=family == "qwen3_5")
+        for number, (name, row) in enumerate(rows.items()):
+            given = row | balanced | ({"num_items_in_batch": 7} if number % 2 else {})
+            wanted, wanted_gradients = step_with_media(one, given)
+            loss, gradients = of_all(many, given, 1 if number % 2 else dist.get_world_size())
+            results[f"loss: {family}, {name}"] = relative_rms(loss, wanted)
+            results[f"gradients: {family}, {name}"] = worst(gradients, wanted_gradients)
+        if family == "qwen3_5":
+            ways_of_training(results, one, many, rows)
+    return results
+
+
+def ways_of_training(results, one, many, rows) -> None:
+    """Padded, evaluated, under DDP, with towers alone in training, and in evaluation mode; and a control."""
+    padded = vision.padded_batch("left", vision.documents(one.base_model)[1:4])
+    padded.pixels = [{kind: pixels.double().detach() for kind, pixels in own.items()} for own in padded.pixels]
+    batch = with_labels(padded.inputs | vision.media_arguments(padded.documents, padded.pixels))
+    batch["labels"][batch["attention_mask"] == 0] = -100
+    results["gradients: padded"] = difference(one, many, batch)
+    with torch.no_grad():
+        real = batch["attention_mask"].bool()
+        results["logits: padded"] = relative_rms(many(**batch).logits[real], one(**batch).logits[real])
+    results["gradients: text alone"] = difference(one, many, batch_of([30, 20], 1))
+    uneven = rows["all media on one rank"]
+    wanted = step(one, uneven)[1]
+    found = step(DistributedDataParallel(many), uneven)[1]
+    results["gradients: DDP"] = worst({name.removeprefix("module."): one for name, one in found.items()}, wanted)
+    with patch.object(vision_language, "mark_kept", lambda x, kept: mark_kept(x, slice(0, kept.stop - kept.start))):
+        results["control, the first features of an image"] = difference(one, many, rows["inside an image"])
+    for model in (one, many):
+        model.requires_grad_(False).base_model.visual.requires_grad_(True)
+    results["gradients: towers alone"] = difference(one, many, uneven)
+    for model in (one, many):
+        model.eval()
+    results["gradients: towers alone, in evaluation"] = difference(one, many, uneven)
+    one, many = (vision.tiny_vision("qwen3_5").double() for _ in range(2))
+    options = MTPOptions(from_scratch=True, weight=WEIGHT, depth=2, detach=False)
+    apply_patches(one, unpacked="native", mtp=options)
+    apply_patches(many, mtp=options, context_parallel=dist.group.WORLD)
+    many.load_state_dict(one.state_dict())
+    results["gradients: multi-token prediction"] = difference(one, many, rows["inside an image"])
+    wanted = step(one, uneven)[1]
+    for part in (*many.model.language_model.layers, many.model.visual, *many.mtp.layers, many.mtp, many):
+        fully_shard(part)
+    found = step(many, uneven)[1]
+    results["gradients: FSDP2"] = worst({name: one.full_tensor() for name, one in found.items()}, wanted)
+
+
+def difference(one, many, row) -> float:
+    """The worst gradient's, of the mean of all ranks."""
+    return worst(of_all(many, row, dist.get_world_size())[1], step_with_media(one, row)[1])
+
+
+def vision_rows(model, every: bool):
+    """Rows whose middle is inside an image, inside a video, at an image's edges, and one with all media on the first rank."""
+    document, image, video, style = vision.document, vision.image, vision.video, vision.style_of(model.base_model)
+    found = {"every kind": vision.documents(model.base_model)}
+    middle = document(3, image(8, 8), 2, seed=1)  # 16 placeholders behind four tokens
+    found["inside an image"] = [document(20, seed=2), middle, document(20, seed=3)]
+    if every:
+        found |= {
+            "before an image": [document(20, seed=2), middle, document(5, seed=3)],
+            "behind an image": [document(5, seed=2), middle, document(22, seed=3)],
+            "inside a video": [document(42, seed=2), document(9, video(4, 8, 4), 9, seed=4, style=style)],
+            "all media on one rank": [middle, document(30, seed=6)],
+        }
+    return {name: vision_row(model, one, by_offsets=number % 2) for number, (name, one) in enumerate(found.items())}
+
+
+def vision_row(model, documents, by_offsets: bool):
+    batch = vision.packed_batch("offsets, types" if by_offsets else "4 rows", documents, rope_source(model.config))
+    batch.pixels = [{kind: pixels.double().detach() for kind, pixels in own.items()} for own in batch.pixels]
+    return with_labels(batch.inputs | vision.media_arguments(documents, batch.pixels))
+
+
+def omni_rows(model):
+    """Rows of everything, and one whose middle is inside a sound."""
+    found = {}
+    cut = [omni.Document().text(30), omni.Document().text(3).audio(330).text(4), omni.Document().text(9).image(4, 6).text(9)]
+    for name, given in (("every kind", omni.documents()), ("inside a sound", cut)):
+        leaves = {kind: [x.detach().double() for x in xs] for kind, xs in omni.leaves_of(given).items()}
+        found[name] = with_labels(omni.row(given, "offsets", model)[0] | omni.arguments(given, leaves))
+    return found
+
+
+def with_labels(row):
+    labels = row["input_ids"].clone()
+    labels[:, 5 : labels.shape[1] // 3] = -100
+    return row | {"labels": labels}
+
+
+def step_with_media(model, row):
+    """Loss and gradients of parameters, pixels and sounds."""
+    leaves = {name: row[name].clone().requires_grad_() for name in FEATURES.values() if name in row}
+    output, gradients = step(model, row | leaves)
+    gradients = {name: one for name, one in gradients.items() if not name.endswith("k_proj.bias")}  # which softmax ignores
+    return output.loss.detach(), gradients | {
+        name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()
+    }
+
+
+def of_all(model, row, share: int):
+    loss, gradients = step_with_media(model, row)
+    return summed({"loss": loss})["loss"] / share, {name: one / share for name, one in summed(gradients).items()}

@@ -7,7 +7,7 @@ import pytest
 from hf_packfree import apply_patches
 from hf_packfree.mtp import MTPOptions
 from tests.mtp.heads import build
-from tests.parallel.model_ranks import multi_token
+from tests.parallel.model_ranks import media, multi_token
 from tests.parallel.ranks import batch_of, step, worst
 from tests.ranks import two_ranks
 from tests.support import relative_rms, tiny
@@ -34,3 +34,12 @@ def test_a_head_that_is_kept_changes_nothing(group, tmp_path):
     (wanted, wanted_gradients), (found, found_gradients) = step(one, batch), step(many, batch)
     assert relative_rms(found.loss, wanted.loss) == 0 and worst(found_gradients, wanted_gradients) <= 1e-6
     assert sum(name.startswith("mtp.") for name in many.state_dict()) == 15
+
+
+@pytest.mark.slow
+def test_media(tmp_path):
+    families = ["qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_omni_moe"]
+    for found in two_ranks(media, [(families,)], tmp_path)[0]:
+        assert found.pop("control, the first features of an image") >= WRONG
+        assert {name: error for name, error in found.items() if not error <= EXACT} == {}
+        assert len(found) == 40
