@@ -272,11 +272,8 @@ def row_of_each(arguments: dict[str, Any], packed: PackedSequence) -> dict[str, 
 
     What belongs to media stays.
     """
-
-    def per_token(name: str, value: Any) -> bool:
-        return not of_media(name) and isinstance(value, Tensor) and value.shape[:2] == packed.batch_shape
-
-    return {name: unpad(value, packed) if per_token(name, value) else value for name, value in arguments.items()}
+    rows = {name for name, value in arguments.items() if isinstance(value, Tensor) and value.shape[:2] == packed.batch_shape}
+    return {name: unpad(value, packed) if name in rows and not of_media(name) else value for name, value in arguments.items()}
 
 
 def restore_layers(output: Any, packed: PackedSequence, *, count_all: bool = True) -> None:

@@ -194,7 +194,7 @@ def share_media(
     Raises:
         BoundaryError, UnsupportedInput: see `PackedVisionLanguage.forward`; the same on all ranks.
     """
-    batch = local.shard.batch
+    batch, row = local.shard.batch, row | _without_items(row)
     media, ids, positions = read_media(source, batch.for_shape((1, batch.num_tokens)), row["position_ids"], row)
     row = {name: value for name, value in row.items() if name not in SECONDS} | {"position_ids": positions()}
     if ids is None:

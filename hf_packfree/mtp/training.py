@@ -114,9 +114,10 @@ class MTPTraining:
         total = self.options.weight / self.options.depth * torch.stack(losses.sums).sum()
         items = items.to(total.device) if isinstance(items, Tensor) else items
         if wants_balance(model, call.given):  # a mean, where the others are sums
-            once = row.shard is not None and call.given.get("num_items_in_batch") is not None  # all ranks' losses add up
-            ranks = row.shard.world if once else 1
-            total = total + self.options.weight * items * balance(model, routed, row) / ranks
+            once = 1 if row.shard is None else row.shard.world  # every rank has all of it
+            total = total + self.options.weight * items * balance(model, routed, row) / once
+        if row.shard is not None and call.given.get("num_items_in_batch") is None:  # whose mean over the ranks counts
+            total = total * row.shard.world
         return total, items
 
     def _warn_of_nothing(self, found: str, wanted: str) -> None:
@@ -147,7 +148,7 @@ def _record_of(trunk: Any, arguments: dict[str, Any]) -> PackedSequence | None:
 def _targets(given: dict[str, Any], row: PackedSequence, depth: int) -> tuple[Tensor, Any]:
     """Return what the main loss wants every token of the row to predict, int64 [1, T], and the count that it is divided by.
 
-    Of a shard [1, t + depth], and the count of the loss whose mean over the ranks is one process's.
+    Of a shard [1, t + depth], and the count of the whole row.
     """
     packed = row if row.shard is None else row.shard.batch
     ignored = given.get("ignore_index", IGNORED)
@@ -166,7 +167,6 @@ def _targets(given: dict[str, Any], row: PackedSequence, depth: int) -> tuple[Te
     wanted = targets["shift_labels"].masked_fill(targets["shift_labels"] == ignored, IGNORED)
     if row.shard is not None:
         wanted = row.shard.cut(pad_row(wanted, row.shard.row.num_tokens + depth, IGNORED), behind=depth)
-        items = targets["num_items_in_batch"] / row.shard.world if items is None else items
     return wanted, at_least_one(targets["num_items_in_batch"] if items is None else items)
 
 
