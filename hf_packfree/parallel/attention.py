@@ -48,8 +48,8 @@ def attend_by_keys(
 
     Only documents that go on are sent; but the more of a document is on earlier ranks, the longer this one works.
 
-    Args and returns: as of `attend_by_heads`; options of `hf_packfree.ops.attention.attention_with_history`, which runs the same
-    kernels whatever is in the row, so that `batch_invariant` changes nothing.
+    Args and returns: as of `attend_by_heads`; options of `hf_packfree.ops.attention.attention_with_history`, which runs one
+    kernel whatever is in the row, so that `batch_invariant` changes nothing.
     """
     shard, heads = packed.shard, k.shape[2]
     mine = torch.cat([k, v], 2)[0]

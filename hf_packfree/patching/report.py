@@ -53,8 +53,8 @@ class PatchReport:
         attention: the attention implementation the model was loaded with.
         versions: {package: installed version, or None}.
         inexact: {operation: backend} of forced backends whose results for a document depend on its row.
-        long_documents: {operation: what it does with them, in rows of few, where the model is now}: exact, but rounded otherwise
-            than in another row.
+        long_documents: {operation: what it does with them, where the model is now}: exact, but rounded otherwise than in
+            another row.
         left_alone: {class name of a head that runs a forward of its own: what its loss then needs}.
         called: {what was added to projections of decoder layers (adapters, quantisation, hooks): how many of these are called
             as they are for it, exact but not fused, and run none of the fused kernels that hold plain weights and LoRA}.

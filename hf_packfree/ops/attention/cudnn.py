@@ -73,7 +73,8 @@ def _usable(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def runs_on(device: torch.device) -> bool:
     """Whether torch calls cuDNN's attention there, and no one wants results that are the same every time."""
-    return device.type == "cuda" and torch.backends.cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled()
+    wanted = torch.backends.cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled()
+    return device.type == "cuda" and wanted
 
 
 __all__ = ["attend", "runs_on"]
