@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -18,7 +17,7 @@ from hf_packfree.mtp.options import Choice as MTPChoice
 from hf_packfree.mtp.options import MTPOptions
 from hf_packfree.packing import PackedSequence, uncompiled
 from hf_packfree.parallel import context_parallel as ranks_of
-from hf_packfree.parallel.accelerate import leave_rows_whole, trainers_group
+from hf_packfree.parallel.accelerate import cut_rows_again, leave_rows_whole, trainers_group
 from hf_packfree.patching.apply import Options, patch
 from hf_packfree.patching.backends import Choice
 from hf_packfree.patching.plan import trunks
@@ -48,8 +47,8 @@ class PackFreeCallback(TrainerCallback):
     Args:
         backend, batch_invariant, unpacked, padded, mtp: as for `apply_patches`, whose errors are raised when the Trainer is
             initialised; an unknown value is refused at once (ValueError).
-        context_parallel: "auto": the ranks of `cp_size` in the Trainer's `parallelism_config`, if there are any, share each
-            row, and accelerate leaves that to the model until training ends; or as for `apply_patches`.
+        context_parallel: "auto": the ranks of `cp_size` or `sp_size` in the Trainer's `parallelism_config`, if there are any,
+            share each row, and accelerate leaves that to the model until training ends; or as for `apply_patches`.
         verify_first_batch: on the first packed batch, change the tokens, pixels and sounds of every second document and raise
             `LeakDetected` if the outputs of the others change; costs two forwards, three of a vision-language model.  In a
             process group only the first batch is checked, so that all processes run the same forwards.
@@ -70,7 +69,6 @@ class PackFreeCallback(TrainerCallback):
         if isinstance(context_parallel, str) and context_parallel != "auto":
             raise ValueError(f"found context_parallel={context_parallel!r}; wanted 'auto', None, a group or a mesh")
         self._context_parallel = context_parallel
-        self._give_back: Callable[[], None] | None = None
         self._verify = verify_first_batch
         self._influence: float | None = None
         self._trunks: list[nn.Module] = []
@@ -83,7 +81,8 @@ class PackFreeCallback(TrainerCallback):
         """Patch the model, before anything wraps it.
 
         Raises:
-            PatchConflict: the Trainer wants sequence parallelism, or the first batch checked, of which no rank has the whole.
+            PatchConflict: the Trainer wants sequence parallelism by DeepSpeed's engine, or the first batch checked, of which no
+                rank has the whole.
         """
         given = self._context_parallel
         ranks = trainers_group(getattr(args, "parallelism_config", None)) if isinstance(given, str) else ranks_of(given)
@@ -95,7 +94,8 @@ class PackFreeCallback(TrainerCallback):
                 "found verify_first_batch=True under context parallelism, where no rank has the whole batch; wanted it "
                 "False; leave it out, and call verify_packing(model) before"
             )
-        self._give_back = leave_rows_whole()
+        leave_rows_whole(kwargs["model"])
+        _warn_of_uncounted_tokens(args)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -128,8 +128,7 @@ class PackFreeCallback(TrainerCallback):
         """Stop counting and watching."""
         while self._hooks:
             self._hooks.pop().remove()
-        if self._give_back is not None:
-            self._give_back()
+        cut_rows_again(kwargs["model"])
         for trunk in self._trunks:
             if self._counts.count in observers_of(trunk):
                 observers_of(trunk).remove(self._counts.count)
@@ -177,6 +176,17 @@ def _warn_of_unweighted_tokens(args: TrainingArguments, model: Any) -> None:
             "model.accepts_loss_kwargs = True before building the Trainer",
             type(model).__name__,
             args.gradient_accumulation_steps,
+        )
+
+
+def _warn_of_uncounted_tokens(args: TrainingArguments) -> None:
+    """Warn of `sp_size`, for which the Trainer, made for DeepSpeed, counts no tokens before any callback runs."""
+    size = getattr(getattr(args, "parallelism_config", None), "sp_size", 1)
+    if size > 1:
+        logger.warning(
+            "found sp_size=%d, which runs as cp_size=%d without the Trainer's token counts: micro-batches, and rows of data "
+            "parallel ranks, will count equally however many targets they hold; wanted tokens to count equally; set "
+            "ParallelismConfig(cp_size=%d)", size, size, size,
         )
 
 

@@ -17,6 +17,7 @@ from hf_packfree.mtp.options import Choice as MTPChoice
 from hf_packfree.mtp.options import MTPOptions, mtp_options
 from hf_packfree.parallel import ContextParallel
 from hf_packfree.parallel import context_parallel as ranks_of
+from hf_packfree.parallel.accelerate import cut_rows_again
 from hf_packfree.patching.backends import Choice, choose_backends, forced_backends
 from hf_packfree.patching.mtp import plan_head, refuse_trained_head
 from hf_packfree.patching.plan import op_sizes, plan_swaps, trunks
@@ -165,6 +166,7 @@ def remove_patches(model: _Model) -> _Model:
     steps = _in_force(model)
     refuse_trained_head(steps)
     undo(steps)
+    cut_rows_again()
     return model
 
 

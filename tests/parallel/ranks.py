@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
-import socket
 import sys
 import tempfile
 from functools import cache
@@ -189,56 +187,6 @@ def op_error(run, per_token, weights, row, shard) -> float:
         dist.all_reduce(one.grad)
         errors.append(relative_rms(one.grad, other.grad, floor=1e-8))
     return max(errors)
-
-
-def train(folder: str, world: int) -> dict[str, object]:
-    """What the Trainer logs and where parameters end, after two steps of two micro-batches each, in fp32."""
-    from accelerate import ParallelismConfig
-    from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
-
-    from hf_packfree import PackFreeCallback
-
-    ParallelismConfig._validate_accelerator = lambda self, accelerator: None  # which takes no processes on a CPU
-    lengths = [37, 70, 3, 90, 8, 20, 100, 60, 40, 12, 33, 39]
-    shared = {"parallelism_config": ParallelismConfig(cp_size=world)} if world > 1 else {}
-    arguments = TrainingArguments(
-        folder, use_cpu=True, ddp_backend="gloo", per_device_train_batch_size=3, gradient_accumulation_steps=2, max_steps=2,
-        learning_rate=1e-2, optim="sgd", lr_scheduler_type="constant", max_grad_norm=0.0, logging_steps=1, report_to=[],
-        save_strategy="no", disable_tqdm=True, dataloader_pin_memory=False, **shared,
-    )
-    model = tiny()
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    data = [{"input_ids": one.tolist(), "labels": one.tolist()} for one in documents(lengths)]
-    trainer = Trainer(
-        model, arguments, train_dataset=data, data_collator=DataCollatorWithFlattening(), callbacks=[PackFreeCallback()]
-    )
-    trainer.train()
-    moved = {name: parameter.detach() - before[name] for name, parameter in model.named_parameters()}
-    return {"losses": [log["loss"] for log in trainer.state.log_history if "loss" in log], "moved": moved}
-
-
-def train_rank(rank: int, world: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port_of(folder), "ACCELERATE_USE_CPU": "true"}
-    os.environ.update(settings, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
-    trained = train(folder, world)
-    if rank == 0:
-        torch.save(trained, Path(folder, f"trained by {world}.pt"))
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def port_of(folder: str) -> str:
-    return Path(folder, "port").read_text()
-
-
-def trained(folder: Path, world: int) -> dict[str, object]:
-    """Train with so many processes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        (folder / "port").write_text(str(free.getsockname()[1]))
-    multiprocessing.spawn(train_rank, (world, str(folder)), nprocs=world)
-    return torch.load(folder / f"trained by {world}.pt")
 
 
 def run_rank(rank: int, world: int, folder: str) -> None:

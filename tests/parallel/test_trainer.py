@@ -1,0 +1,64 @@
+"""The stock Trainer on two ranks that share each row logs, evaluates and changes what it does in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.parallel.trainers import SETTINGS, train
+from tests.ranks import on_ranks
+from tests.support import relative_rms
+
+EXACT = 1e-10
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """By way: what one process found, and what two ranks did."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "ranks").mkdir()
+    cases = [(str(folder), way) for way in SETTINGS]
+    return dict(zip(SETTINGS, on_ranks(train, cases, folder / "ranks", worlds=(1, 2))))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [way for way in SETTINGS if way not in ("bf16", "offsets", "example")])
+def test_the_trainer_shares_rows(trained, way):
+    wanted, *ranks = trained[way]
+    if way == "fully_shard":
+        wanted, _, _ = trained["sp_size"]  # trained as plainly
+    errors = {name: relative_rms(ranks[0]["moved"][name], moved, floor=1e-8) for name, moved in wanted["moved"].items()}
+    assert len(errors) == (98 if way == "LoRA" else 56) and max(errors.values()) <= EXACT, errors
+    for rank in ranks:
+        assert rank["losses"] == pytest.approx(wanted["losses"], rel=1e-6)  # which the Trainer adds up in fp32
+        assert rank["evaluated"] == pytest.approx(wanted["evaluated"], rel=EXACT)
+
+
+@pytest.mark.slow
+def test_steps_in_bf16_are_no_farther_from_fp64_than_one_processs(trained):
+    def steps(found):
+        return torch.cat([moved.flatten() for moved in found["moved"].values()])
+
+    wanted, (alone, *ranks) = trained["sp_size"][0], trained["bf16"]
+    off, *shared = (relative_rms(steps(found), steps(wanted)) for found in (alone, *ranks))
+    assert 1e-4 < off and max(shared) <= 1.1 * off
+
+
+@pytest.mark.slow
+def test_offsets_without_positions_are_refused_where_the_trainer_adds_positions(trained):
+    """It numbers the whole row, which says that there is one document."""
+    for rank in trained["offsets"][1:]:
+        assert "cu_seq_lens_q" in rank["refused"] and "position_ids" in rank["refused"]
+
+
+@pytest.mark.slow
+def test_accelerate_is_as_it_was(trained):
+    """At the end of training; of training that failed, when the patches are removed."""
+    assert all(found["as it was"] for ranks in trained.values() for found in ranks if "moved" in found)
+
+
+@pytest.mark.slow
+def test_the_example_of_the_docs_trains_as_one_process_would(trained):
+    alone, *ranks = (found["losses"] for found in trained["example"])
+    assert len(alone) == 3 and alone[0] != alone[2]
+    assert all(losses == pytest.approx(alone, rel=1e-5) for losses in ranks)

@@ -1,0 +1,123 @@
+"""What the Trainer makes of a tiny model on the ranks of a group, which share rows, or alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+from pathlib import Path
+from unittest import mock
+
+import torch.distributed as dist
+from accelerate import Accelerator, ParallelismConfig
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+
+from hf_packfree import PackFreeCallback, remove_patches
+from hf_packfree.errors import BoundaryConflict
+from tests.parallel.ranks import widen_islands
+from tests.parallel.training import LORA
+from tests.support import documents, tiny
+
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "context_parallel_trainer.py"
+LENGTHS = [37, 70, 3, 90, 8, 20, 100, 60, 40, 12, 33, 39, 5, 1, 76]
+SETTINGS = {
+    "example": {},
+    "bf16": {"bf16": True},
+    "accumulation": {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 1},
+    "checkpointing": {"gradient_checkpointing": True, "max_grad_norm": 0.1},
+    "LoRA": {},
+    "resumed": {"save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch", "adam_epsilon": 1e-2},
+    "sp_size": {},
+    "offsets": {},
+    "fully_shard": {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["Qwen3_5DecoderLayer"]}},
+}
+"""By what stands around the model, or is done to it."""
+
+
+def train(rank: int, folder: str, way: str) -> dict[str, object]:
+    """Return what two steps of three documents a row log, evaluate and change, in fp64 but for bf16."""
+    if way not in ("example", "bf16"):  # which come first: it stays so
+        widen_islands()
+    world = dist.get_world_size()
+    if world == 1 and way in ("fully_shard", "offsets"):
+        return {}
+    AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    os.environ.pop("ACCELERATE_USE_FSDP", None)
+    if way == "example":
+        with as_on_gpus():
+            return {"losses": runpy.run_path(str(EXAMPLE))["main"](f"{folder}/{world}/example")}
+    model = model_for(way)
+    before, prepare = {name: p.detach().clone() for name, p in model.named_parameters()}, Accelerator._prepare_cp
+    sizes = {"sp_size" if way == "sp_size" else "cp_size": world}
+    shared = {"parallelism_config": ParallelismConfig(**sizes)} if world > 1 else {}
+    trainer = trainer_of(model, Path(folder, str(world), way), way, **shared)
+    if way == "offsets":
+        return refused(trainer, model) | {"as it was": Accelerator._prepare_cp is prepare}
+    trainer.train()
+    if way == "resumed":
+        checkpoint = str(Path(trainer.args.output_dir, "checkpoint-1"))
+        trainer = trainer_of(model := model_for(way), trainer.args.output_dir, way, **shared)
+        trainer.train(resume_from_checkpoint=checkpoint)
+    if way == "accumulation":  # from where it is, with the same Trainer
+        trainer.train()
+    evaluated = trainer.evaluate()["eval_loss"]
+    now = trainer.accelerator.get_state_dict(trainer.model_wrapped) if way == "fully_shard" else dict(model.named_parameters())
+    return {
+        "losses": [log["loss"] for log in trainer.state.log_history if "loss" in log], "evaluated": evaluated,
+        "moved": {name: now[name].detach() - p for name, p in before.items()} if now else {},  # gathered on the first rank
+        "as it was": Accelerator._prepare_cp is prepare,
+    }
+
+
+def refused(trainer, model) -> dict[str, object]:
+    """Return the sentence that training ends with, and give the model back."""
+    try:
+        trainer.train()
+    except BoundaryConflict as error:
+        remove_patches(model)
+        return {"refused": str(error)}
+    return {}
+
+
+def model_for(way):
+    model = tiny() if way == "bf16" else tiny().double()
+    if way != "LoRA":
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=4, target_modules=LORA, init_lora_weights=False)).train()
+
+
+def trainer_of(model, place, way, **shared):
+    common = {"learning_rate": 1e-2, "optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "max_steps": 2}
+    common |= {"per_device_train_batch_size": 3, "per_device_eval_batch_size": 3, "logging_steps": 1, "report_to": []}
+    common |= {"save_strategy": "no", "disable_tqdm": True, "dataloader_pin_memory": False, "use_cpu": True}
+    data = [{"input_ids": one.tolist(), "labels": one.tolist()} for one in documents(LENGTHS)]
+    collator = {"return_flash_attn_kwargs": True, "return_position_ids": False} if way == "offsets" else {}
+    with as_on_gpus():
+        return Trainer(
+            model, TrainingArguments(str(place), ddp_backend="gloo", **common | SETTINGS[way] | shared), train_dataset=data,
+            eval_dataset=data, data_collator=DataCollatorWithFlattening(**collator), callbacks=[PackFreeCallback()],
+        )
+
+
+@contextlib.contextmanager
+def as_on_gpus():
+    """Let accelerate share rows and shard on a CPU."""
+    sizes = mock.patch.object(ParallelismConfig, "_validate_accelerator")
+    with sizes, mock.patch.object(AcceleratorState, "__init__", sharding):
+        yield
+
+
+_init = AcceleratorState.__init__
+
+
+def sharding(self, *args, fsdp_plugin=None, **kwargs) -> None:
+    """Take FSDP's plugin on a CPU, too."""
+    _init(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+    if fsdp_plugin is not None:
+        self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
