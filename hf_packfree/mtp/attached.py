@@ -24,8 +24,8 @@ class AttachedHead(MTPHead):
         options: see `MTPOptions`.
 
     Attributes:
-        per_expert: whether the checkpoint has tensors for each expert apart, and gets them so again; None where there is none, or
-            it has no experts.
+        per_expert: whether the checkpoint has tensors for each expert apart, and gets them so again; None where there is none,
+            or it has no experts.
     """
 
     def __init__(self, trunk: Any, layers: int, options: MTPOptions) -> None:
@@ -78,10 +78,13 @@ class AttachedHead(MTPHead):
 
 
 def training_facts(model: nn.Module | None) -> dict[str, float]:
-    """Return mean loss and accuracy of every depth since the last time, of the heads that a model trains."""
+    """Return mean loss and accuracy of every depth since the last time, of the heads that a model trains, over all processes.
+
+    All processes have to call it, as the Trainer does to log.
+    """
     heads = () if model is None else (module for module in model.modules() if isinstance(module, AttachedHead))
-    calls = (head.training_calls for head in heads)
-    return {name: value for one in calls if one is not None for name, value in one.take().items()}
+    calls = ((head.training_calls, head.norm.weight.device) for head in heads)
+    return {name: value for one, device in calls if one is not None for name, value in one.take(device).items()}
 
 
 def _followers(parent: nn.Module) -> list[list[Any]]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_packfree.errors import UnsupportedInput
@@ -128,13 +129,20 @@ class MTPTraining:
                 "the main one; call %s, or apply_patches(model, mtp='keep')", found, wanted
             )
 
-    def take(self) -> dict[str, float]:
-        """Return mean loss and accuracy of every depth since the last time."""
-        totals, self.totals = self.totals, []
+    def take(self, together: torch.device | None = None) -> dict[str, float]:
+        """Return mean loss and accuracy of every depth since the last time, nothing of a depth without targets.
+
+        Args:
+            together: where processes are added up, which all of them have to call for; None: of this one alone.
+        """
+        none = torch.zeros(self.options.depth, 4, dtype=torch.float64, device=together)
+        totals, self.totals = torch.stack(self.totals) if self.totals else none, []
+        if together is not None and dist.is_initialized():
+            dist.all_reduce(totals)
         facts: dict[str, float] = {}
-        for depth, (total, count, tried, right) in enumerate((row.tolist() for row in totals), start=1):
-            facts[f"packfree/mtp_loss_{depth}"] = total / max(count, 1)
-            facts[f"packfree/mtp_accuracy_{depth}"] = right / max(tried, 1)
+        for depth, (total, count, tried, right) in enumerate(totals.tolist(), start=1):
+            if count:
+                facts |= {f"packfree/mtp_loss_{depth}": total / count, f"packfree/mtp_accuracy_{depth}": right / max(tried, 1)}
         return facts
 
 

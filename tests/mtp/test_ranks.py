@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from hf_packfree.mtp.attached import training_facts
 from tests.mtp.heads import build, gradients_in_loop, labelled, packed, targets_of, worst_gradient
 from tests.ranks import two_ranks
 from tests.support import gradients
@@ -29,14 +30,14 @@ def share(model, way: str):
 
 
 def gradients_of(rank: int, way: str, detach: bool):
-    """What a rank finds; one of the two has documents of one, two and three tokens, and no target at depth 2."""
+    """What a rank finds and logs; one of the two has documents of one, two and three tokens, and no target at depth 2."""
     model, pairs = build(depth=2, detach=detach), labelled()
     items = targets_of(pairs)
     mine = pairs[1:4] if rank else [pairs[0], *pairs[4:]]
     wrapped = share(model, way)  # which has to outlive the backward
     (2 * wrapped(**packed(mine), num_items_in_batch=items).loss).backward()
-    return {name.removeprefix("module."): getattr(part, "full_tensor", lambda part=part: part)()
-            for name, part in gradients(model).items()}
+    found = {name: getattr(part, "full_tensor", lambda part=part: part)() for name, part in gradients(model).items()}
+    return found, training_facts(wrapped)
 
 
 @pytest.mark.slow
@@ -44,6 +45,10 @@ def test_two_ranks(tmp_path):
     """Every gradient: the language modelling head's has the second loss in it only where it is not detached."""
     wanted = {detach: gradients_in_loop(labelled(), detach=detach) for detach in (True, False)}
     assert worst_gradient(wanted[True], wanted[False]) > 0.01
+    whole = build(depth=2)
+    whole(**packed(labelled()))
+    facts = whole.mtp.training_calls.take()
     for (way, detach), ranks in zip(WAYS, two_ranks(gradients_of, WAYS, tmp_path)):
-        for found in ranks:
+        for found, logged in ranks:
             assert worst_gradient(found, wanted[detach]) <= 1e-4, way
+            assert logged == pytest.approx(facts, rel=1e-5), way
