@@ -145,7 +145,8 @@ def document_positions(source: Any, input_ids: Tensor, media: RowMedia) -> Tenso
     given: dict[str, Any] = {
         "image_grid_thw": media.image_grid_thw,
         "video_grid_thw": media.video_grid_thw,
-        "attention_mask": torch.ones_like(input_ids),
+        # without token types it is needed; with them it says nothing, and selects tokens on all of the host's threads
+        "attention_mask": None if "mm_token_type_ids" in wanted else torch.ones_like(input_ids),
         "mm_token_type_ids": media.mm_token_type_ids,
         "audio_seqlens": media.audio_lengths,
         **dict.fromkeys(_SECONDS, media.seconds_per_grid),

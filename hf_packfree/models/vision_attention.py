@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
@@ -66,12 +67,14 @@ def _made_on_host(grid: Tensor, merge: int, device: torch.device) -> dict[str, T
     """
     if compat.TOWERS_MAKE_POSITIONS:
         return {}
-    from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids
+    from transformers.vision_utils import get_vision_position_ids
 
     grid = grid.detach().to("cpu")
     sizes, image_size = grid.unique(dim=0, return_inverse=True)
     of_size = [get_vision_position_ids(size[None], merge) for size in sizes]
-    positions, on_host = torch.cat([of_size[size] for size in image_size.tolist()]), get_vision_cu_seqlens(grid)
+    positions = torch.cat([of_size[size] for size in image_size.tolist()])
+    frames, height, width = grid.numpy().T
+    on_host = torch.from_numpy(np.append(0, np.repeat(height * width, frames).cumsum()).astype(np.int32))
     offsets = on_host.to(device)
     setattr(offsets, _ON_HOST, on_host)
     return {"position_ids": positions.to(device), "cu_seqlens": offsets}

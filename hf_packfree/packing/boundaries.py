@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -129,7 +130,7 @@ def parse_cu_seqlens(name: str, cu_seqlens: Tensor, shape: tuple[int, int], devi
             f"found {name}={_short(offsets)}; wanted offsets that start at 0, never decrease and end at {total}, the "
             f"tokens of the batch; {_CUT if offsets.numel() == shape[0] else 'give trailing padding a segment of its own'}"
         )
-    values = torch.repeat_interleave(torch.arange(offsets.numel() - 1, device="cpu"), offsets.diff()).view(shape)
+    values = torch.from_numpy(np.repeat(np.arange(offsets.numel() - 1), offsets.diff().numpy())).view(shape)
     if bool((values[1:, 0] == values[:-1, -1]).any()):
         raise BoundaryError(
             f"found {name}={_short(offsets)} with a document that runs from one row of {shape[1]} tokens into the "

@@ -207,8 +207,8 @@ class PackedSequence:
         def build(packed: PackedSequence) -> Tensor:
             # on the host, because the number of results is not known on the device
             real = packed._segments_outside(packed.padding_segments)
-            indices = real.repeat_interleave(packed.cu_seqlens_cpu.diff()).nonzero()[:, 0]
-            return indices.to(packed.seq_idx.device, non_blocking=True)
+            indices = np.flatnonzero(np.repeat(real.numpy(), packed.cu_seqlens_cpu.diff().numpy()))
+            return torch.from_numpy(indices).to(packed.seq_idx.device, non_blocking=True)
 
         return row.index_select(0, self.cached(build))
 

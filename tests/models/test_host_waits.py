@@ -26,20 +26,27 @@ BY_INDEX = {"index", "index_put", "index_put_", "_index_put_impl_"}
 """With boolean indices."""
 
 
+FEW = 100
+"""Elements; boolean indices of more are shared out among the host's threads."""
+
+
 class Waits(TorchDispatchMode):
-    """Lists operations that would wait, but for those of planning."""
+    """Lists operations that would wait, but for those of planning; of these the ones that wake the host's threads."""
 
     def __init__(self):
         super().__init__()
-        self.found, self.planning = [], 0
+        self.found, self.threaded, self.planning = [], [], 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         indices = args[1] if name in BY_INDEX else ()
-        boolean = any(isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indices)
+        marks = [index for index in indices if isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)]
+        boolean, many = bool(marks), any(index.numel() > FEW for index in marks)
         sized = name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
         if not self.planning and (name in WAITS | INDEXED or boolean or sized):
             self.found.append(name)
+        if self.planning and (many or sized and args[0].numel() > 1):
+            self.threaded.append(name)
         return func(*args, **(kwargs or {}))
 
     def plans(self, function):
@@ -93,6 +100,20 @@ def waits_of(model, batch, patch):
 def test_from_the_towers_blocks_to_the_text_models_end_and_back_nothing_waits(unpatched, given, form, monkeypatch):
     model, batch = apply_patches(copy.deepcopy(unpatched)), batch_of(form, given, unpatched)
     assert waits_of(model, batch, monkeypatch) == ([], [])
+
+
+@pytest.mark.parametrize("form", ["offsets, types", "padded"])
+def test_planning_wakes_no_threads(unpatched, given, form, monkeypatch):
+    """Where there are many of them, waking them takes milliseconds, before the tower and behind it."""
+    model, batch, waits = apply_patches(copy.deepcopy(unpatched)), batch_of(form, given, unpatched), Waits()
+    for place, name in (
+        (vision_language, "enter"), (vision_language, "packed_arguments"), (vision_language, "packed_positions"),
+        (vision_attention, "_made_on_host"), (vision_attention, "segments_of"), (PackedSequence, "cached"),
+    ):
+        monkeypatch.setattr(place, name, waits.plans(getattr(place, name)))
+    with waits:
+        batch.call(model)
+    assert waits.threaded == []
 
 
 def test_control_upstream_waits_in_both_directions(unpatched, given, monkeypatch):

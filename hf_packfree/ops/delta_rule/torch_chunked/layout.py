@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -80,7 +81,7 @@ def plan_windows(packed: PackedSequence, chunk: int, limit: int) -> tuple[Window
     bounds = packed.cu_seqlens_cpu.long()
     counts, order = _by_chunks(packed, chunk)
     docs = packed.num_segments - counts.bincount().cumsum(0)  # docs[j]: documents of more than j chunks; the last is 0
-    number = torch.arange(len(docs), device="cpu").repeat_interleave(docs)
+    number = torch.from_numpy(np.repeat(np.arange(len(docs)), docs.numpy()))
     doc = order[torch.arange(len(number), device="cpu") - (docs.cumsum(0) - docs)[number]]
     token = (bounds[doc] + number * chunk)[:, None, None] + torch.arange(chunk, device="cpu")
     end = bounds[doc + 1, None, None]
