@@ -6,7 +6,7 @@ Launch sizes of the kernels are fixed, so that new row lengths tune nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,14 @@ from hf_packfree.ops.operation import Operation
 
 _ROWS_PER_PROGRAM, _PROGRAMS = 64, 512  # in the backward pass: the first at most, the second at least
 _PREFETCH, _PREFETCH_BYTES = 2, 8192  # rows loaded ahead, and the longest for which shared memory holds three tensors of them
+
+
+class NormOf(NamedTuple):
+    """What `add_norm` computed a norm from, for an op that computes it again instead of keeping it."""
+
+    total: Tensor
+    weight: Tensor
+    eps: float
 
 
 def add_norm(
@@ -113,6 +121,16 @@ class _AddNorm(Operation):
         return d_x, d_branch, d_weight, d_bias, None
 
 
+def norm_again(norm: NormOf) -> Tensor:
+    """Return the norm that "triton" computed, bit for bit."""
+    from hf_packfree.ops.fused.kernels.norms import add_norm
+
+    (total, weight, eps), normed = norm, torch.empty_like(norm.total)
+    size = total.shape[-1]
+    launch(add_norm, (total.numel() // size,), total, None, weight, None, total, normed, size, eps, ADDS=False, **_blocks(size))
+    return normed
+
+
 def _gradients(
     total: Tensor, weight: Tensor, d_normed: Tensor, d_total: Tensor | None, eps: float, needed: Sequence[bool], centered: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -139,4 +157,4 @@ def _blocks(size: int) -> dict[str, int]:
     return {"WIDTH": width, "num_warps": min(max(width // 512, 1), 16)}
 
 
-__all__ = ["add_layer_norm", "add_layer_norm_reference", "add_norm", "add_norm_reference"]
+__all__ = ["NormOf", "add_layer_norm", "add_layer_norm_reference", "add_norm", "add_norm_reference", "norm_again"]

@@ -53,7 +53,7 @@ class Layers:
         if factor is None:
             return linear(rows, weight)
         if beside is None:
-            return (linear(rows, weight) + linear(inner[:, : factor.shape[1]], factor)).to(rows.dtype)
+            return linear(inner[:, : factor.shape[1]], factor).to(rows.dtype).addmm_(rows, weight.T)
         return linear(beside[:, : weight.shape[1] + factor.shape[1]], cat([weight, factor], 1))
 
     def _without_adapters(self, x: Tensor, batch_invariant: bool) -> list[Tensor]:
@@ -152,7 +152,7 @@ class _Projections(Operation):
     def forward(ctx: Any, layout: Layout, batch_invariant: bool, x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         layers = Layers(layout, tensors)
         outs = layers.forward(x, batch_invariant)
-        ctx.save_for_backward(x, *tensors, *layers.inner)
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[3:]) else None, *tensors, *layers.inner)
         ctx.layout = layout
         return tuple(outs)
 
@@ -161,10 +161,10 @@ class _Projections(Operation):
     def backward(ctx: Any, *d_outs: Tensor) -> tuple[Tensor | None, ...]:
         (x, *saved), layout = ctx.saved_tensors, ctx.layout
         needs_x, *needed = ctx.needs_input_grad[2:]
-        with autocast_as_in_forward(x):
+        with autocast_as_in_forward(d_outs[0]):
             backward = Layers(layout, saved[: layout.tensors], saved[layout.tensors :]).backward(d_outs)
-            d_x = backward.of_input().view_as(x) if needs_x else None
-            return None, None, d_x, *backward.of_tensors(x.flatten(0, -2), needed)
+            d_x = backward.of_input().view(*d_outs[0].shape[:-1], -1) if needs_x else None
+            return None, None, d_x, *backward.of_tensors(None if x is None else x.flatten(0, -2), needed)
 
 
 def _groups(heights: Sequence[int]) -> list[slice]:

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
 from hf_packfree.ops.backend import uses_triton
+from hf_packfree.ops.fused.add_norm import NormOf, norm_again
 from hf_packfree.ops.fused.layers import Layers
 from hf_packfree.ops.fused.linear import autocast_as_in_forward
 from hf_packfree.ops.fused.low_rank import Layer, Layout, layer_reference, take_apart
@@ -24,7 +25,14 @@ _BLOCK = 2048  # elements of a program
 
 
 def swiglu_mlp(
-    x: Tensor, gate: Layer, up: Layer, down: Layer, *, batch_invariant: bool = False, backend: str = "torch"
+    x: Tensor,
+    gate: Layer,
+    up: Layer,
+    down: Layer,
+    *,
+    norm: NormOf | None = None,
+    batch_invariant: bool = False,
+    backend: str = "torch",
 ) -> Tensor:
     """Return (silu(x gate') * (x up')) down' (Shazeer, arXiv:2002.05202), each factor rounded as upstream's MLP does.
 
@@ -32,6 +40,7 @@ def swiglu_mlp(
         x: [..., D], any floating dtype.
         gate, up: [F, D], in x's dtype, or that with adapters, see `hf_packfree.ops.fused.low_rank`.
         down: [D, F], likewise.
+        norm: what x is the norm of, if anything: "triton" then computes it again in the backward pass and does not keep x.
         batch_invariant: with "triton", a token gets the same result in a row of any length, see `hf_packfree.ops.fused.linear`;
             without adapters.
         backend: "triton" or "torch".
@@ -44,13 +53,15 @@ def swiglu_mlp(
     """
     if uses_triton("swiglu", backend):
         (inputs, first), (output, last) = take_apart((gate, up)), take_apart((down,))
-        return _SwiGLU.apply(x, (inputs, output), batch_invariant, *first, *last)  # type: ignore[no-any-return]
+        return _SwiGLU.apply(x, norm, (inputs, output), batch_invariant, *first, *last)  # type: ignore[no-any-return]
     return layer_reference(silu(layer_reference(x, gate)) * layer_reference(x, up), down)
 
 
 class _SwiGLU(Operation):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layouts: tuple[Layout, Layout], batch_invariant: bool, *tensors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, norm: NormOf | None, layouts: tuple[Layout, Layout], batch_invariant: bool, *tensors: Tensor
+    ) -> Tensor:
         from hf_packfree.ops.fused.kernels.swiglu import swiglu
 
         count = layouts[0].tensors
@@ -59,8 +70,10 @@ class _SwiGLU(Operation):
         gated = torch.empty_like(a)
         _run(swiglu, a, b, gated)
         (y,) = output.forward(gated, batch_invariant)
-        ctx.save_for_backward(x, a, b, *tensors, *inputs.inner, *output.inner)
-        ctx.layouts, ctx.inner = layouts, len(inputs.inner)
+        source, weight, eps = norm or (x, None, 0.0)
+        needed = any(ctx.needs_input_grad[4 : 4 + count])
+        ctx.save_for_backward(source if needed else None, weight, a, b, *tensors, *inputs.inner, *output.inner)
+        ctx.layouts, ctx.inner, ctx.eps = layouts, len(inputs.inner), eps
         return y
 
     @staticmethod
@@ -68,21 +81,23 @@ class _SwiGLU(Operation):
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
         from hf_packfree.ops.fused.kernels.swiglu import swiglu_backward
 
-        (x, a, b, *saved), layouts = ctx.saved_tensors, ctx.layouts
+        (x, weight, a, b, *saved), layouts = ctx.saved_tensors, ctx.layouts
         first, count = layouts[0].tensors, layouts[0].tensors + layouts[1].tensors
         inner, tensors = saved[count:], saved[:count]
         inputs = Layers(layouts[0], tensors[:first], inner[: ctx.inner])
         output = Layers(layouts[1], tensors[first:], inner[ctx.inner :])
-        needs_x, _, _, *needed = ctx.needs_input_grad
+        needs_d_x, _, _, _, *needed = ctx.needs_input_grad
         with autocast_as_in_forward(d_y):
             last = output.backward([d_y])
             gated = last.of_input().view_as(a)
             d_a, d_b = torch.empty_like(a), torch.empty_like(b)
             _run(swiglu_backward, a, b, gated, d_a, d_b)  # overwrites the gradient of the gated product with the product
             backward = inputs.backward((d_a, d_b))
-            d_x = backward.of_input().view_as(x) if needs_x else None
-            d_inputs = backward.of_tensors(x.flatten(0, -2), needed[:first])
-            return d_x, None, None, *d_inputs, *last.of_tensors(gated.flatten(0, -2), needed[first:])
+            d_x = backward.of_input().view(*a.shape[:-1], -1) if needs_d_x else None
+            if x is not None and weight is not None:
+                x = norm_again(NormOf(x, weight, ctx.eps))
+            d_inputs = backward.of_tensors(None if x is None else x.flatten(0, -2), needed[:first])
+            return d_x, None, None, None, *d_inputs, *last.of_tensors(gated.flatten(0, -2), needed[first:])
 
 
 def _run(kernel: Any, a: Tensor, *others: Tensor) -> None:

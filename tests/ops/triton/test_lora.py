@@ -9,6 +9,8 @@ import torch
 
 from hf_packfree import apply_patches
 from hf_packfree.models.state import Kernels
+from hf_packfree.ops import conv_delta_rule
+from hf_packfree.ops.fused.weights import Weights
 from tests.input_formats import row_batch
 from tests.integrations.marks import needs
 from tests.integrations.test_peft import quantised
@@ -59,12 +61,53 @@ def assert_exact(model, reference):
 
 
 @pytest.mark.parametrize(("family", "options"), [("qwen3_5", {}), ("qwen3_5", {"use_dora": True}), ("qwen3_next", {})])
-def test_exact_and_no_layer_is_called(family, options, called):
+def test_exact_and_no_layer_is_called(family, options, called, launched, monkeypatch):
+    made, gradients = [], Weights.gradients
+    monkeypatch.setattr(Weights, "gradients", lambda *args: made.append(1) or gradients(*args))
     model = on_kernels(lora(tiny(family), **options))
     run(model, BATCH, random_weights(BATCH, 128))
+    assert "swiglu_backward" in launched or family == "qwen3_next"
+    assert "sum_partials" not in launched and bool(made) == bool(options), "no gradient of a frozen parameter is made"
     experts = {"qwen3_5": 0}.get(family)
     assert experts is None or len(called) == 1, "the head alone"
     assert_exact(model, lora(tiny(family), **options))
+
+
+def kept_beside_parameters(model):
+    """Every tensor that a forward pass of the text model keeps for the backward pass, once, delta rule left out."""
+    parameters, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
+
+    def keep(x):
+        if x.untyped_storage().data_ptr() not in parameters:
+            kept.setdefault(x.untyped_storage().data_ptr(), x)
+        return x
+
+    trunk = on_kernels(model).get_base_model().model if hasattr(model, "peft_config") else on_kernels(model).model
+    x = trunk.embed_tokens(BATCH.inputs["input_ids"]).detach().requires_grad_()
+    with pytest.MonkeyPatch.context() as patch, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        patch.setattr(conv_delta_rule, "gated_delta_rule", lambda q, k, v, *args, **options: v)
+        trunk(inputs_embeds=x, position_ids=BATCH.inputs["position_ids"], use_cache=False)
+    return list(kept.values())
+
+
+def size(tensors):
+    return sum(x.untyped_storage().nbytes() for x in tensors)
+
+
+def test_keeps_no_more_than_full_training_and_the_products_with_a():
+    tokens, width = BATCH.inputs["input_ids"].numel(), 64
+    full = kept_beside_parameters(tiny().bfloat16().train())
+    kept, few = map(kept_with_adapters, ("all-linear", ["q_proj", "v_proj"]))
+    assert kept == size(full) - 4 * tokens * width, "upstream's last norm keeps one fp32 tensor less where it is frozen"
+    assert kept - few == 2 * tokens * 3 * width, "three mixers' input, of which one tensor is kept where no layer has adapters"
+
+
+def kept_with_adapters(targets):
+    """Bytes, without what is kept of the products with A: these are fp32, and upstream's last norm alone keeps others so."""
+    model, tokens = lora(tiny().bfloat16(), target_modules=targets).train(), BATCH.inputs["input_ids"].numel()
+    kept = kept_beside_parameters(model)
+    assert sum(x.numel() >= tokens * 64 for x in kept if x.dtype == torch.float32) == 1
+    return size(kept) - 4 * tokens * sum(len(p) for name, p in model.named_parameters() if "lora_A" in name)
 
 
 @needs("bitsandbytes")

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from hf_packfree.ops.fused import gated_rms_norm, output_gate, swiglu_mlp
+from hf_packfree.ops.fused import NormOf, add_norm, gated_rms_norm, output_gate, swiglu_mlp
 from tests.ops.triton.compare import random
 
 T, H, D, F = 37, 3, 24, 20
@@ -21,11 +21,17 @@ def gate_projected(x, z, projection):
     return output_gate(x, z, projection=projection, backend="triton")
 
 
+def mlp_of_norm(total, norm, gate, up, down):
+    x, total = add_norm(total, None, norm, 1e-6, backend="triton")
+    return swiglu_mlp(x, gate, up, down, norm=NormOf(total, norm, 1e-6), backend="triton")
+
+
 HEADS = ((1, T, H, D), (1, T, H, D), (F, H * D))
 OPS = {
     "gated norm": (norm_projected, (*HEADS, (D,)), ()),
     "output gate": (gate_projected, HEADS, ()),
     "swiglu": (partial(swiglu_mlp, backend="triton"), ((1, T, D), (F, D), (F, D), (D, F)), (T * F, T * F)),
+    "swiglu of a norm": (mlp_of_norm, ((1, T, D), (D,), (F, D), (F, D), (D, F)), (T * D, D, T * F, T * F)),
 }
 
 
