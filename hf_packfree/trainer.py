@@ -67,7 +67,7 @@ class PackFreeCallback(TrainerCallback):
     ) -> None:
         self._options = Options(backend, batch_invariant, unpacked, padded, mtp)
         if isinstance(context_parallel, str) and context_parallel != "auto":
-            raise ValueError(f"found context_parallel={context_parallel!r}; wanted 'auto', None, a group or a mesh")
+            raise ValueError(f"found context_parallel={context_parallel!r}; wanted 'auto', None, a group or a mesh; pass one")
         self._context_parallel = context_parallel
         self._verify = verify_first_batch
         self._influence: float | None = None

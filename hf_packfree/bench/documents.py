@@ -96,7 +96,8 @@ def _shares(name: str, documents: int) -> list[float]:
 def _read(path: Path) -> list[int]:
     if not path.is_file():
         raise UnsupportedInput(
-            f"found no file and no distribution {str(path)!r}; wanted {', '.join(DISTRIBUTIONS)}, or a JSONL file of lengths"
+            f"found no file and no distribution {str(path)!r}; wanted {', '.join(DISTRIBUTIONS)}, or a JSONL file of lengths; "
+            "check the name"
         )
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
@@ -106,7 +107,7 @@ def _read(path: Path) -> list[int]:
         ) from error
     lengths = [_length(line, path, number) for number, line in enumerate(lines, 1) if line.strip()]
     if not lengths:
-        raise UnsupportedInput(f"found {path} without a line; wanted a length per line")
+        raise UnsupportedInput(f"found {path} without a line; wanted a length per line; write one for each document")
     return lengths
 
 

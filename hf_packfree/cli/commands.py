@@ -80,7 +80,7 @@ def _device(text: str) -> Any:
             f"found device {text!r}, which is not usable here ({reason}); wanted cpu, cuda or mps; packfree doctor lists them"
         ) from error
     if device.type == "meta":
-        raise UnsupportedInput("found device 'meta', which holds no numbers; wanted cpu, cuda or mps")
+        raise UnsupportedInput("found device 'meta', which holds no numbers; wanted cpu, cuda or mps; name one of them")
     return device
 
 

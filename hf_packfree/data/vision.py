@@ -83,7 +83,7 @@ class PackedVisionCollator:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         if overlong not in ("raise", "drop"):
-            raise ValueError(f"found overlong={overlong!r}; wanted 'raise' or 'drop'")
+            raise ValueError(f"found overlong={overlong!r}; wanted 'raise' or 'drop'; pass one of them")
         self.processor = processor
         self.max_length = max_length
         self.overlong: Overlong = overlong

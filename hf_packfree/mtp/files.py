@@ -161,6 +161,6 @@ def _config_of(checkpoint: str) -> Any:
     if not config.model_type.startswith(("qwen3_5", "qwen3_next")):
         raise UnsupportedModel(
             f"found a checkpoint of {config.model_type}, of which no multi-token prediction head is known; wanted Qwen3.5 or "
-            "Qwen3-Next"
+            "Qwen3-Next; name a checkpoint of these"
         )
     return config

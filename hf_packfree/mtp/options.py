@@ -33,7 +33,7 @@ class MTPOptions:
     def __post_init__(self) -> None:
         """Refuse what no head can do, whatever the model."""
         if isinstance(self.depth, bool) or not isinstance(self.depth, int) or self.depth < 1:
-            raise ValueError(f"found depth={self.depth!r}; wanted a whole number of at least 1")
+            raise ValueError(f"found depth={self.depth!r}; wanted a whole number of at least 1; pass 1")
         if not 0 < self.weight < float("inf"):
             raise ValueError(f"found weight={self.weight!r}; wanted a number above 0; mtp='keep' trains nothing")
         if self.from_scratch and (self.checkpoint is not None or not self.train):
@@ -52,5 +52,5 @@ def mtp_options(choice: Choice | MTPOptions) -> MTPOptions | None:
     if choice is None or isinstance(choice, MTPOptions):
         return choice
     if choice not in ("keep", "train"):
-        raise ValueError(f"found mtp={choice!r}; wanted None, 'keep', 'train' or MTPOptions(...)")
+        raise ValueError(f"found mtp={choice!r}; wanted None, 'keep', 'train' or MTPOptions(...); pass one")
     return MTPOptions(train=choice == "train")

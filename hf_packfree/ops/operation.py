@@ -40,7 +40,9 @@ class Transformable(Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         """Refuse forward-mode derivatives."""
-        raise UnsupportedInput("found forward-mode derivatives of a packed row; wanted torch.func.grad, vjp or a backward pass")
+        raise UnsupportedInput(
+            "found forward-mode derivatives of a packed row; wanted backward ones; call torch.func.grad, vjp or backward()"
+        )
 
 
 def first_derivative(backward: Callable[..., Any]) -> Any:

@@ -45,7 +45,9 @@ class ContextParallel:
         for name, known in (("gdn", ("auto", "heads", "state")), ("attention", ("auto", "heads", "gather"))):
             if (found := getattr(self, name)) not in known:
                 *others, last = map(repr, known)
-                raise ValueError(f"found {name}={found!r} for context parallelism; wanted {', '.join(others)} or {last}")
+                raise ValueError(
+                    f"found {name}={found!r} for context parallelism; wanted {', '.join(others)} or {last}; pass one of them"
+                )
 
     @property
     def rank(self) -> int:

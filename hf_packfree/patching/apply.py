@@ -117,7 +117,7 @@ class Options:
         for name, values in known.items():
             if (found := getattr(self, name)) not in values:
                 *others, last = map(repr, values)
-                raise ValueError(f"found {name}={found!r}; wanted {', '.join(others)} or {last}")
+                raise ValueError(f"found {name}={found!r}; wanted {', '.join(others)} or {last}; pass one of them")
         if self.batch_invariant and self.padded == "upstream":
             raise ValueError(
                 "found batch_invariant=True with padded='upstream', which leaves padded rows to layers that promise no bits; "

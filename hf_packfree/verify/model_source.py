@@ -102,5 +102,5 @@ def _class_for(config: transformers.PretrainedConfig) -> Any:
             return auto._model_mapping[type(config)]
     raise UnsupportedModel(
         f"found a {type(config).__name__}, for which transformers has no language model; wanted the config of one of "
-        f"{', '.join(family.name for family in FAMILIES)}"
+        f"{', '.join(family.name for family in FAMILIES)}; pass one"
     )

@@ -88,7 +88,7 @@ def verify_packing(
     if family is None:
         raise UnsupportedModel(
             f"found a {type(model).__name__}, which holds no text model of a supported family; wanted one of "
-            f"{', '.join(row.name for row in FAMILIES)}"
+            f"{', '.join(row.name for row in FAMILIES)}; `packfree models` shows the table"
         )
     patches = patch_report(model)
     ours = patches.batch_invariant or patches.unpacked == "native"  # documents alone would run in the patched layers too
@@ -117,11 +117,11 @@ def _whole_lengths(given: Any) -> tuple[int, ...]:
     """Return the documents' lengths; refuse what cannot leak, and what is no length."""
     lengths = list(given) if isinstance(given, Iterable) else [given]
     if len(lengths) < 2:
-        raise ValueError(f"found lengths={lengths}; wanted two documents or more, since one cannot leak")
+        raise ValueError(f"found lengths={lengths}; wanted two documents or more, since one cannot leak; pass [5, 64, 1]")
     if not all(type(length) is int and length > 0 for length in lengths) or max(lengths) < 2:
         raise ValueError(
             f"found lengths={lengths}; wanted whole numbers above 0, one of them above 1: in documents of one token "
-            "attention has nothing to learn, and its gradients are rounding alone"
+            "attention has nothing to learn, and its gradients are rounding alone; pass [5, 64, 1]"
         )
     return tuple(lengths)
 
