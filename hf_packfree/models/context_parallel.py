@@ -6,6 +6,8 @@ it, which is what the Trainer expects; without it their mean is it, which is wha
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +24,9 @@ from hf_packfree.models.vision_language import FEATURES, GRIDS, share_media
 from hf_packfree.packing import PackedSequence, pad_row, repad, shard_row
 from hf_packfree.parallel import ContextParallel
 from hf_packfree.parallel.collectives import all_gather
+
+OF_LOSS = "packfree_of_loss"
+"""An attribute of a head while it runs on a shard: what its loss is called with."""
 
 
 def forward_shard(
@@ -53,7 +58,9 @@ def forward_shard(
     source = next((module for module in (head, head.base_model) if hasattr(module, "get_rope_index")), None)
     if source is not None:
         row, local = share_media(source, row, local)
-    output = upstream(**_arguments_of(local, row, packed.num_tokens))
+    mine = _arguments_of(local, row, packed.num_tokens)
+    with _given_to_the_loss(head, mine):
+        output = upstream(**mine)
     experts, loss = output.get("aux_loss"), output.get("loss")
     if experts is not None and loss is not None:  # every rank has all of it, and it counts once
         coefficient = head.config.get_text_config().router_aux_loss_coef
@@ -64,6 +71,16 @@ def forward_shard(
         logits = all_gather(output.logits[0], settings.group).flatten(0, 1)[None]
         output.logits = repad(logits[:, : packed.num_tokens], packed)
     return output
+
+
+@contextmanager
+def _given_to_the_loss(head: Any, mine: dict[str, Any]) -> Iterator[None]:
+    """Let the loss have its targets and its count, which vision-language heads before transformers 5.17 do not hand on."""
+    vars(head)[OF_LOSS] = {name: mine[name] for name in ("shift_labels", "num_items_in_batch") if name in mine}
+    try:
+        yield
+    finally:
+        del vars(head)[OF_LOSS]
 
 
 def _arguments_of(local: PackedSequence, row: dict[str, Any], tokens: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hf_packfree.models.attention import check_attention
 from hf_packfree.models.base import Replacement, stands_for, upstream_of
-from hf_packfree.models.context_parallel import check_call, forward_shard
+from hf_packfree.models.context_parallel import OF_LOSS, check_call, forward_shard
 from hf_packfree.models.entry import (
     UNPACKED, as_requested, enter, has_media, is_batch, keep_padding, restore_layers, row_of_each, row_positions,
     wants_all_logits,
@@ -64,7 +64,7 @@ class Head(Replacement):
     def loss_function(self) -> Any:
         """Upstream's or the caller's, called without the record, which upstream's heads hand on with all other keywords."""
         full = state_of(self).padded == "full" and not _is_traced()
-        return functools.partial(call_loss, self._loss(), full)
+        return functools.partial(call_loss, self._loss(), full, **vars(self).get(OF_LOSS, {}))
 
     @loss_function.setter
     def loss_function(self, function: Any) -> None:

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_packfree import apply_patches
 from hf_packfree.models import vision_language
+from hf_packfree.models.heads import Head
 from hf_packfree.models.mrope import rope_source
 from hf_packfree.models.sharded_media import mark_kept
 from hf_packfree.models.vision_language import FEATURES
@@ -23,6 +24,7 @@ from tests.models import omni
 from tests.parallel.ranks import ROWS, batch_of, of_all_ranks, step, summed, widen_islands, worst
 from tests.support import relative_rms
 
+OF_HEAD = Head.loss_function.fget
 HEADS = {  # family: depth, detach
     "qwen3_5": [(1, True), (2, False)],
     "qwen3_5_moe": [(2, False)],
@@ -103,6 +105,9 @@ def ways_of_training(results, one, many, rows) -> None:
         real = batch["attention_mask"].bool()
         results["logits: padded"] = relative_rms(many(**batch).logits[real], one(**batch).logits[real])
     results["gradients: text alone"] = difference(one, many, batch_of([30, 20], 1))
+    with patch.object(Head, "loss_function", property(handed_nothing)):
+        found = of_all(many, batch, dist.get_world_size())[1]
+    results["gradients: a loss that is handed nothing, as before 5.17"] = worst(found, step_with_media(one, batch)[1])
     uneven = rows["all media on one rank"]
     wanted = step(one, uneven)[1]
     found = step(DistributedDataParallel(many), uneven)[1]
@@ -126,6 +131,11 @@ def ways_of_training(results, one, many, rows) -> None:
         fully_shard(part)
     found = step(many, uneven)[1]
     results["gradients: FSDP2"] = worst({name: one.full_tensor() for name, one in found.items()}, wanted)
+
+
+def handed_nothing(head):
+    """A head's loss without the keywords that later releases call it with."""
+    return lambda logits, labels, vocab_size, **dropped: OF_HEAD(head)(logits=logits, labels=labels, vocab_size=vocab_size)
 
 
 def difference(one, many, row) -> float:
