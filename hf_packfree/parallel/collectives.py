@@ -53,7 +53,8 @@ def _exchanged(parts: Tensor, group: Any) -> Tensor:
 def gathered(part: Tensor, group: Any) -> Tensor:
     """Return [W, ...], every rank's part [...], without a derivative."""
     out = part.new_empty(dist.get_world_size(group), *part.shape)
-    dist.all_gather(list(out), part.contiguous(), group=group)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+    gather(out.view(-1), part.reshape(-1), group=group)
     return out
 
 

@@ -35,12 +35,12 @@ from torch import Tensor, nn
 from hf_packfree import apply_patches, remove_patches
 from hf_packfree.parallel import ContextParallel
 from tests.benchmarks.batches import Load
-from tests.benchmarks.exchanges import LATENCY, RATE, Alone, Counted, exchanging
+from tests.benchmarks.exchanges import LATENCY, RATE, Alone, Counted, exchanging, gather
 from tests.benchmarks.fla_context_parallel import fla_for_states
 from tests.benchmarks.machine import machine
 from tests.benchmarks.models import build, free, what_runs
 from tests.benchmarks.shapes import SHAPES, Shape, fixed_lengths
-from tests.benchmarks.timing import Clock, Results
+from tests.benchmarks.timing import Clock, Results, name_of, read_lines
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Bench:
             out = torch.empty_like(parts)
             calls: dict[str, Callable[[], Any]] = {
                 "all_to_all": lambda: dist.all_to_all_single(out, parts),
-                "all_gather": lambda: dist.all_gather(list(out), parts[0]),
+                "all_gather": lambda: gather(out.view(-1), parts[0]),
             }
             for name, call in calls.items():
                 found.setdefault(name, {})[size] = self.timed(partial(_ten_times, call, out))["ms"] / 1e4
@@ -215,8 +215,8 @@ def run_case(bench: Bench, case: Case, model: nn.Module, results: Results, world
         results.row(f"{case.name}-cp{world}", f"{case.documents}{variant}", lambda: facts | measure())
 
     row(1, "", lambda: one_gpu(bench, case, model))
-    one_ms = next((found.get("ms") for found in results.rows if found["workload"] == f"{case.name}-cp1"
-                   and found["variant"] == case.documents), None)
+    known = {name_of(found): found.get("ms") for found in read_lines(results.path)}
+    one_ms = known.get((f"{case.name}-cp1", case.documents))
     for world in worlds:
         for gdn in ("state", "heads", "fla") if bench.ranks > 1 else ("state", "heads"):
             if bench.ranks > 1:

@@ -21,11 +21,8 @@ RATE, LATENCY = 350e9, 25e-6
 assumed where none is measured."""
 
 
-class Done:
-    """An exchange that is over."""
-
-    def wait(self) -> None:
-        """Return at once."""
+gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""By its name before torch 2.13, and since."""
 
 
 class Counted:
@@ -46,15 +43,15 @@ class Counted:
         """Return how long all that was counted takes, one exchange after the other."""
         return self.received / rate + self.calls * latency
 
-    def all_to_all_single(self, out: Tensor, parts: Tensor, *sizes: Any, group: Any = None, async_op: bool = False) -> Any:
+    def all_to_all_single(self, out: Tensor, parts: Tensor, group: Any = None) -> None:
         """See torch.distributed."""
         self._count(out.nbytes * (1 - 1 / self.get_world_size(group)))
-        return self._all_to_all(out, parts, group, async_op)
+        self._all_to_all(out, parts, group)
 
-    def all_gather(self, outs: list[Tensor], part: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    def all_gather_single(self, out: Tensor, part: Tensor, group: Any = None) -> None:
         """See torch.distributed."""
-        self._count(part.nbytes * (len(outs) - 1))
-        return self._all_gather(outs, part, group, async_op)
+        self._count(part.nbytes * (self.get_world_size(group) - 1))
+        self._all_gather(out, part, group)
 
     def get_rank(self, group: Any = None) -> int:
         """See torch.distributed."""
@@ -68,28 +65,25 @@ class Counted:
         self.calls += 1
         self.received += size
 
-    def _all_to_all(self, out: Tensor, parts: Tensor, group: Any, async_op: bool) -> Any:
-        return dist.all_to_all_single(out, parts, group=group, async_op=async_op)
+    def _all_to_all(self, out: Tensor, parts: Tensor, group: Any) -> None:
+        dist.all_to_all_single(out, parts, group=group)
 
-    def _all_gather(self, outs: list[Tensor], part: Tensor, group: Any, async_op: bool) -> Any:
-        return dist.all_gather(outs, part, group=group, async_op=async_op)
+    def _all_gather(self, out: Tensor, part: Tensor, group: Any) -> None:
+        gather(out, part, group=group)
 
 
 class ThroughHost(Counted):
     """Exchanges of processes that share one GPU, which NCCL does not serve: by way of the host's memory and gloo."""
 
-    def _all_to_all(self, out: Tensor, parts: Tensor, group: Any, async_op: bool) -> Any:
+    def _all_to_all(self, out: Tensor, parts: Tensor, group: Any) -> None:
         found = torch.empty_like(out, device="cpu")
         dist.all_to_all_single(found, parts.cpu(), group=group)
         out.copy_(found)
-        return Done()
 
-    def _all_gather(self, outs: list[Tensor], part: Tensor, group: Any, async_op: bool) -> Any:
-        found = [torch.empty_like(out, device="cpu") for out in outs]
-        dist.all_gather(found, part.cpu(), group=group)
-        for out, one in zip(outs, found, strict=True):
-            out.copy_(one)
-        return Done()
+    def _all_gather(self, out: Tensor, part: Tensor, group: Any) -> None:
+        found = torch.empty_like(out, device="cpu")
+        gather(found, part.cpu(), group=group)
+        out.copy_(found)
 
 
 class Alone(Counted):
@@ -107,14 +101,11 @@ class Alone(Counted):
         """Return how many there would be."""
         return self.world
 
-    def _all_to_all(self, out: Tensor, parts: Tensor, group: Any, async_op: bool) -> Any:
+    def _all_to_all(self, out: Tensor, parts: Tensor, group: Any) -> None:
         out.copy_(parts)
-        return Done()
 
-    def _all_gather(self, outs: list[Tensor], part: Tensor, group: Any, async_op: bool) -> Any:
-        for out in outs:
-            out.copy_(part)
-        return Done()
+    def _all_gather(self, out: Tensor, part: Tensor, group: Any) -> None:
+        out.view(self.world, -1).copy_(part)
 
 
 @contextmanager

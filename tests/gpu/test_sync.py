@@ -9,6 +9,10 @@ import pytest
 import torch
 
 import hf_packfree
+from hf_packfree import apply_patches
+from hf_packfree.packing import shard_row
+from hf_packfree.parallel import ContextParallel
+from tests.benchmarks.exchanges import Alone, exchanging
 from tests.gpu.checks import DEVICE, TRIAL, gpu
 from tests.gpu.small import EXPERTS, NARROW, hidden, packed_row, small
 
@@ -110,6 +114,19 @@ def test_experts_do_not_wait_either():
     model = small(EXPERTS)
     warm_up(model)
     does_not_wait(model, packed_row(model, OTHER[0]))
+
+
+@pytest.mark.parametrize("gdn, attention", [("state", "heads"), ("heads", "gather")])
+def test_shards_do_not_wait_for_what_they_exchange(gdn, attention):
+    """The second of two ranks, whose documents go on from the first, with copies in the place of exchanges."""
+    with exchanging(Alone(1, 2)):
+        model = small(NARROW, patched=False)
+        apply_patches(model, context_parallel=ContextParallel(None, gdn=gdn, attention=attention))
+        rows = [packed_row(model, lengths) for lengths in ((64, 65, 129, 254), (3, 2000, 61), (700,), (90, 90, 300, 90))]
+        *warm, row = [(tokens.chunk(2, 1)[1], shard_row(packed, 1, 2)) for tokens, packed in rows]
+        for one in warm:
+            step(model, one)
+        does_not_wait(model, row)
 
 
 def does_not_wait(model, row):
