@@ -15,7 +15,8 @@ from hf_packfree.errors import MissingHead, UnsupportedInput, UnsupportedModel
 from hf_packfree.mtp.accept import accepted_drafts, rounds_over
 from hf_packfree.mtp.files import copy_head, examine
 from tests.mtp.heads import build, packed
-from tests.mtp.test_checkpoint import checkpoint, of_head, same, tensors
+from tests.mtp.names import of_head
+from tests.mtp.test_checkpoint import checkpoint, same, tensors
 from tests.support import slow_decay, tiny
 
 
