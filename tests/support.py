@@ -10,6 +10,8 @@ from importlib import import_module
 import torch
 import transformers
 
+from hf_packfree.ops import conv_delta_rule
+from hf_packfree.packing import PackedSequence
 from hf_packfree.patching.plan import trunks
 from hf_packfree.patching.registry import FAMILIES, Family, family_of
 
@@ -67,6 +69,16 @@ def put_upstream_in_torch(monkeypatch) -> None:
         plain = inspect.unwrap(getattr(upstream, name))
         assert plain is not getattr(upstream, name), f"{name} hides no torch function any more"
         monkeypatch.setattr(upstream, name, plain)
+
+
+def leak_in_the_convolution(monkeypatch) -> None:
+    """Let the convolution's window cross the edges of documents."""
+    whole = conv_delta_rule.qkv_conv
+
+    def leaky(x, weight, packed, *sizes, **options):
+        return whole(x, weight, PackedSequence.from_lengths([packed.num_tokens]), *sizes, **options)
+
+    monkeypatch.setattr(conv_delta_rule, "qkv_conv", leaky)
 
 
 @dataclass(frozen=True)

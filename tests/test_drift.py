@@ -19,7 +19,7 @@ from hf_packfree.models import compat
 from hf_packfree.models.base import contract_violations
 from hf_packfree.patching import selfcheck
 from hf_packfree.patching.registry import FAMILIES
-from tests.support import tiny, trunk_of
+from tests.support import leak_in_the_convolution, tiny, trunk_of
 
 pytestmark = pytest.mark.compat
 NAMES = [family.name for family in FAMILIES]
@@ -90,15 +90,7 @@ def test_an_unknown_release_is_logged_once_and_measured(unknown_release, caplog)
 
 
 def test_an_unknown_release_that_leaks_is_refused_and_the_model_untouched(unknown_release, monkeypatch):
-    from hf_packfree.ops import conv_delta_rule
-    from hf_packfree.packing import PackedSequence
-
-    whole = conv_delta_rule.qkv_conv
-
-    def leaky(x, weight, packed, *sizes, **options):
-        return whole(x, weight, PackedSequence.from_lengths([packed.num_tokens]), *sizes, **options)
-
-    monkeypatch.setattr(conv_delta_rule, "qkv_conv", leaky)
+    leak_in_the_convolution(monkeypatch)
     model = tiny()
     with pytest.raises(LeakDetected, match="tiny qwen3_5 model"):
         apply_patches(model)

@@ -17,7 +17,7 @@ from hf_packfree.errors import BlindMeasurement, LeakDetected, UnsupportedModel
 from hf_packfree.models.gated_delta_net import PackedGatedDeltaNet
 from hf_packfree.verify import report as verdict
 from hf_packfree.verify import verify
-from tests.support import by_family, tiny
+from tests.support import by_family, leak_in_the_convolution, tiny
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl"]
 
@@ -60,15 +60,8 @@ def test_an_unpatched_model_leaks():
 
 def test_a_leak_in_the_convolution_alone_is_seen(monkeypatch):
     """Half a fix: the state resets, the window does not."""
-    from hf_packfree.ops import conv_delta_rule
-    from hf_packfree.packing import PackedSequence
-
-    model, whole = apply_patches(tiny()), conv_delta_rule.qkv_conv
-
-    def leaky(x, weight, packed, *sizes, **options):
-        return whole(x, weight, PackedSequence.from_lengths([packed.num_tokens]), *sizes, **options)
-
-    monkeypatch.setattr(conv_delta_rule, "qkv_conv", leaky)
+    model = apply_patches(tiny())
+    leak_in_the_convolution(monkeypatch)
     with pytest.raises(LeakDetected, match="a gradient reaches another document"):
         verify_packing(model)
 
