@@ -247,6 +247,24 @@ def test_a_model_is_planned_from_its_config_alone(tmp_path):
     assert plan.name == f"{tmp_path} (Qwen3_5MoeForCausalLM)" and plan.packed["delta_rule"] == "torch"
 
 
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(("options", "called"), [({}, {}), ({"use_dora": True, "lora_dropout": 0.1}, {"DoRA with dropout": 8})])
+def test_adapters_that_are_called_as_they_are_are_named(options, called, tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["up_proj", "down_proj"], base_model_name_or_path="qwen3_5", **options)
+    config.save_pretrained(tmp_path)
+    found = diagnose(str(tmp_path))
+    assert found.plans[0].called == called and found.plans[0].name == f"{tmp_path} (Qwen3_5ForCausalLM)"
+    sentence = "projections called as they are, exact but not fused: 8 with DoRA with dropout."
+    assert (sentence in found.notes) == bool(called)
+
+
+def test_adapters_that_fit_no_model_are_refused(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "qwen3_5", "peft_type": "NO"}')
+    with pytest.raises(UnsupportedModel, match="cannot be put on their model"):
+        diagnose(str(tmp_path))
+
+
 def test_a_model_of_no_family_is_refused(tmp_path):
     with pytest.raises(UnsupportedModel, match="found no config under"):
         diagnose(str(tmp_path))

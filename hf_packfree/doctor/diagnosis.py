@@ -56,8 +56,8 @@ def diagnose(model: str | None = None) -> Diagnosis:
     """Look at the packages, the devices and what would run.
 
     Args:
-        model: a config or checkpoint folder, a hub id or a built-in name; plans are then for it instead of the families.
-            Its config is read and its weights are not; code of its own is not run.
+        model: a config or checkpoint folder, a hub id or a built-in name, or a folder of PEFT's adapters; plans are then for
+            it instead of the families.  Its config is read and its weights are not; code of its own is not run.
 
     Raises:
         UnsupportedModel: no supported model has that name.
@@ -98,6 +98,8 @@ def _notes(fla: Package) -> list[str]:
 
 
 def _reasons(plans: tuple[Plan, ...]) -> list[str]:
-    """Why a faster backend would not run, each said once."""
+    """Why a faster backend would not run, each said once, and which adapters are called as they are."""
+    from hf_packfree.patching.report import called_in_words
+
     found = {f"{op}: {reason}." for plan in plans for op, reason in plan.why.items()}
-    return sorted(found)
+    return sorted(found) + [f"{called_in_words(plan.called)}." for plan in plans if plan.called]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import json
+from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ class Plan:
         unpacked: what runs for rows of one document.
         why: {op, or "op in float32": why a faster backend would not run}.
         media: what packed rows may hold: "text", "images", "videos", "audio".
+        called: {kind of adapter: how many projections it is on}, of adapters that are called as they are, see `PatchReport`.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Plan:
     unpacked: str
     why: dict[str, str]
     media: tuple[str, ...]
+    called: dict[str, int] = field(default_factory=dict)
 
 
 def find_devices() -> tuple[Device, ...]:
@@ -80,17 +83,39 @@ def _plan_of(model: str, unpacked: str) -> Plan:
     """Patch the model without its weights, on torch's meta device, and read what would run."""
     import torch
 
-    from hf_packfree.patching import apply_patches
+    from hf_packfree.patching import apply_patches, patch_report
     from hf_packfree.patching.plan import op_sizes, ops_of
     from hf_packfree.patching.registry import family_of
     from hf_packfree.verify.model_source import build_model
 
+    base = _base_of_adapters(model)
     with torch.device("meta"):
-        built = apply_patches(build_model(_config_of(model)))
+        built = apply_patches(build_model(_config_of(base or model)))
+        called = patch_report(_with_adapters(built, model)).called if base is not None else {}
     family = family_of(built)
     assert family is not None  # or apply_patches had refused it
     media = _media_of(*(type(module) for module in built.modules()))
-    return _plan(f"{model} ({type(built).__name__})", op_sizes(built, family), ops_of(built, family), unpacked, media)
+    plan = _plan(f"{model} ({type(built).__name__})", op_sizes(built, family), ops_of(built, family), unpacked, media)
+    return replace(plan, called=called)
+
+
+def _base_of_adapters(folder: str) -> str | None:
+    """Return the name of the model that a folder of PEFT's adapters is for, or None: it is no such folder."""
+    path = Path(folder) / "adapter_config.json"
+    return json.loads(path.read_text()).get("base_model_name_or_path") if path.is_file() else None
+
+
+def _with_adapters(model: Any, folder: str) -> Any:
+    """Put the adapters of a folder on a model, without their weights."""
+    try:
+        from peft import PeftConfig, get_peft_model
+
+        return get_peft_model(model, PeftConfig.from_pretrained(folder))
+    except Exception as error:  # PEFT checks every field in its own way
+        raise UnsupportedModel(
+            f"found adapters under {folder!r} that cannot be put on their model ({in_short(error)}); wanted PEFT's, and PEFT "
+            "itself; pip install peft, or check the folder"
+        ) from error
 
 
 def _config_of(model: str) -> Any:

@@ -104,8 +104,7 @@ class PatchReport:
         said = f"{self.model} is patched: swapped {swapped}; packed rows run {runs}; {self._exactness()}; {rest}"
         said = "\n".join((said, *(f"  {name}: {reason}" for name, reason in self.left_alone.items())))
         if self.called:
-            kinds = ", ".join(f"{count} with {kind}" for kind, count in self.called.items())
-            said += f"\n  projections called as they are, exact but not fused: {kinds}"
+            said += f"\n  {called_in_words(self.called)}"
         return "\n".join((said, *(f"  on this machine's GPUs, {op}: {reason}" for op, reason in self.why.items())))
 
     def _exactness(self) -> str:
@@ -147,6 +146,12 @@ def patch_report(model: nn.Module) -> PatchReport:
         called=_called(model, family, state) if family and patched and state else {},
         rounding=_rounding(model, family, state, runs) if family and patched and state else "it is not patched",
     )
+
+
+def called_in_words(called: dict[str, int]) -> str:
+    """Return the sentence about projections that are called as they are."""
+    kinds = ", ".join(f"{count} with {kind}" for kind, count in called.items())
+    return f"projections called as they are, exact but not fused: {kinds}"
 
 
 def _rounding(model: nn.Module, family: Family, state: PatchState, runs: dict[str, str]) -> str | None:
