@@ -34,6 +34,8 @@ _ATTENTION: dict[str | None, str] = {
     "flash_attention_3": "flash-attn-3",
     "flash_attention_4": "flash-attn-4",
 }
+MEDIA_ROUND = "those with images, videos or audio agree up to rounding"
+"""Towers' products see all patches of a call."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,8 @@ class PatchReport:
         where = "in the layers' forward pass (not under autocast or torch.compile)"
         if self.implementations.get("delta_rule") == "fla":
             where += " of one process, because flash-linear-attention chooses its kernels' shapes by timing them in each"
-        return f"documents get the same bits alone and packed {where}"
+        media = f"; {MEDIA_ROUND}" if "tower_attention" in self.implementations else ""
+        return f"documents get the same bits alone and packed {where}{media}"
 
 
 def patch_report(model: nn.Module) -> PatchReport:
@@ -248,6 +251,8 @@ def announce(model: nn.Module, state: PatchState) -> None:
     logger.info("%s", report)
     if state.batch_invariant and report.rounding is not None:
         logger.warning("batch_invariant=True is not promised here: %s", report.rounding)
+    elif state.batch_invariant and "tower_attention" in report.implementations:
+        logger.warning("batch_invariant=True holds for documents of text; %s", MEDIA_ROUND)
     warn_of_heads(report.left_alone)
     slow = _slow(state, report.why)
     for op, reason in slow.items():

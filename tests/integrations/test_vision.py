@@ -131,8 +131,11 @@ def test_sft(same_gradients, tmp_path):
     from trl import SFTConfig, SFTTrainer
 
     drawn = [Image.fromarray(picture(8 * (1 + number % 3), 16, seed=number)) for number in range(SIZE * STEPS)]
-    turns = [with_places(1 + number % 2) for number in range(SIZE * STEPS)]
-    columns = {"messages": turns, "images": [[one] * (1 + number % 2) for number, one in enumerate(drawn)]}
+    counts = [1, 2, 1, 0, 0, 0, 2, 1, 0]  # a step of text alone
+    columns = {
+        "messages": [with_places(count) for count in counts],
+        "images": [[one] * count for one, count in zip(drawn, counts, strict=True)],
+    }
     processor, keep = vision_processor(), KeepGradients()
     collator = PackedVisionCollator(processor)
     settings = {"max_steps": STEPS, "per_device_train_batch_size": SIZE, "max_length": None}

@@ -11,11 +11,14 @@ from torch import nn
 from hf_packfree import apply_patches, patch_report
 from hf_packfree.errors import PatchConflict
 from hf_packfree.patching import apply, exactness
+from hf_packfree.models.state import state_of
 from hf_packfree.patching.backends import OPS
+from hf_packfree.patching.report import announce
 from hf_packfree.ops.fused.linear import NARROW
 from tests.gpu.op_table import OPS as TESTED
 from tests.patching.machines import INSTALLED, SIZES
 from tests.support import tiny
+from tests.vision import tiny_vision
 
 BITS = "documents get the same bits alone and packed in the layers' forward pass (not under autocast or torch.compile)"
 ROUNDING = "documents get what they get alone, up to rounding ({})"
@@ -47,6 +50,16 @@ def test_bits_are_promised_where_the_gpu_tests_check_them(hopper):
     for options in ({}, {"backend": {"delta_rule": "fla"}}, {"backend": {"attention": "varlen"}}):
         report = patch_report(hopper(**options))
         assert report.rounding is None and BITS in str(report) and not report.inexact
+
+
+def test_documents_with_media_are_left_out_of_the_promise(hopper, caplog):
+    sentence = "those with images, videos or audio agree up to rounding"
+    model = hopper(tiny_vision("qwen3_5"))
+    report = patch_report(model)
+    assert report.rounding is None and f"{BITS}; {sentence}" in str(report)
+    announce(model, state_of(model))
+    assert f"batch_invariant=True holds for documents of text; {sentence}" in caplog.text
+    assert sentence not in str(patch_report(hopper()))
 
 
 def test_batch_invariance_is_promised_where_it_is_wanted(gpu, caplog):
