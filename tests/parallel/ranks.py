@@ -5,16 +5,14 @@
 
 from __future__ import annotations
 
-import datetime
-import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
 
 from hf_packfree import PackedSequence, apply_patches
 from hf_packfree.ops.attention import attention
@@ -23,14 +21,15 @@ from hf_packfree.packing import shard_row
 from hf_packfree.parallel import attention as by_ranks
 from hf_packfree.parallel import ContextParallel
 from hf_packfree.parallel.delta_rule import SHARED
+from tests.ranks import on_ranks
 from tests.support import documents, relative_rms, tiny
 
-TIMEOUT = datetime.timedelta(seconds=60)
 ROWS = {
     "documents of many lengths": [37, 70, 3, 90, 8],
     "one document": [208],
     "edges at cuts": [52, 52, 52, 52],
     "one token before and behind the cuts": [103, 1, 1, 103],
+    "one token before and behind the cuts of three": [69, 1, 1, 68, 1, 1, 69],
     "a tail": [10, 150, 47],
     "a rank of padding alone": [5, 1],
 }
@@ -189,27 +188,30 @@ def op_error(run, per_token, weights, row, shard) -> float:
     return max(errors)
 
 
-def run_rank(rank: int, world: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=TIMEOUT)
+def measure(rank: int, world_of_models: int) -> dict[str, float]:
+    """Return this rank's errors by what was measured: operations in every group, whole models in groups of that size alone."""
+    from tests.parallel.traps import traps
+
     results: dict[str, float] = {}
     ops(results)
-    widen_islands()
-    models(results)
-    everyones = [None] * world
-    dist.all_gather_object(everyones, results)
-    if rank == 0:
-        Path(folder, "results.json").write_text(json.dumps({name: max(one[name] for one in everyones) for name in results}))
-    dist.destroy_process_group()
+    if dist.get_world_size() == world_of_models:
+        widen_islands()
+        models(results)
+        traps(results)
+    return results
 
 
-def measured(world: int) -> dict[str, float]:
-    """Start the group and return {what: the worst error of all ranks}."""
-    with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(run_rank, (world, folder), nprocs=world)
-        return json.loads(Path(folder, "results.json").read_text())
+def measured(worlds: Sequence[int], folder: Path, world_of_models: int = 2) -> list[dict[str, float]]:
+    """Start groups of these sizes and return, of each, {what: the worst error of all its ranks}."""
+    ranks = iter(on_ranks(measure, [(world_of_models,)], folder, worlds)[0])
+    groups = [[next(ranks) for _ in range(world)] for world in worlds]
+    return [{name: max(one[name] for one in group) for name in group[0]} for group in groups]
 
 
 if __name__ == "__main__":
-    for what, error in measured(int(sys.argv[1])).items():
-        print(f"{error:.1e}  {what}")
+    from tests.parallel import ranks as found  # under the name by which the processes find it, too
+
+    world = int(sys.argv[1])
+    with tempfile.TemporaryDirectory() as folder:
+        for what, error in found.measured([world], Path(folder), world)[0].items():
+            print(f"{error:.1e}  {what}")

@@ -25,23 +25,41 @@ EXACT, WRONG = 1e-10, 1e-2
 
 
 @pytest.fixture(scope="module")
-def two():
-    """What two processes measured, in fp64."""
-    return measured(2)
+def groups(tmp_path_factory):
+    """What two processes measured, and of operations what three did, in fp64."""
+    return measured((2, 3), tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["loss", "logits", "gradients", "delta rule", "attention"])
-def test_two_ranks_are_one_process(two, what):
-    errors = {name: error for name, error in two.items() if name.startswith(what)}
-    assert len(errors) >= 6
+@pytest.mark.parametrize(
+    ("what", "cases"), [("loss", 22), ("logits", 11), ("gradients", 22), ("delta rule", 14), ("attention", 42), ("format", 27),
+                        ("nothing", 6)],
+)
+def test_two_ranks_are_one_process(groups, what, cases):
+    errors = {name: error for name, error in groups[0].items() if name.startswith(what)}
+    assert len(errors) == cases
     assert {name: error for name, error in errors.items() if not error <= EXACT} == {}
 
 
 @pytest.mark.slow
-def test_a_mean_of_means_and_cut_documents_are_wrong(two):
-    found = {name: error for name, error in two.items() if name.startswith("control")}
-    assert len(found) == 8
+def test_operations_on_three_ranks_are_those_of_one_process(groups):
+    """One document is on all three, and ends at, before and behind cuts."""
+    errors = {name: error for name, error in groups[1].items() if not name.startswith("control")}
+    assert len(errors) >= 28
+    assert {name: error for name, error in errors.items() if not error <= EXACT} == {}
+
+
+@pytest.mark.slow
+def test_all_ranks_exchange_states_where_a_document_is_cut_and_none_elsewhere(groups):
+    found = {name: count for name, count in groups[0].items() if name.startswith("taking part")}
+    assert found.pop("taking part: cut") > 0
+    assert found == dict.fromkeys(("taking part: cut, unequally", "taking part: whole, unequally", "taking part: whole"), 0)
+
+
+@pytest.mark.slow
+def test_a_mean_of_means_and_cut_documents_are_wrong(groups):
+    found = {name: error for name, error in groups[0].items() if name.startswith("control")}
+    assert len(found) == 9
     assert all(error >= WRONG for error in found.values()), found
 
 
