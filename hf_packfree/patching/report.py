@@ -249,10 +249,7 @@ def announce(model: nn.Module, state: PatchState) -> None:
     """
     report = patch_report(model)
     logger.info("%s", report)
-    if state.batch_invariant and report.rounding is not None:
-        logger.warning("batch_invariant=True is not promised here: %s", report.rounding)
-    elif state.batch_invariant and "tower_attention" in report.implementations:
-        logger.warning("batch_invariant=True holds for documents of text; %s", MEDIA_ROUND)
+    _warn_of_rounding(report)
     warn_of_heads(report.left_alone)
     slow = _slow(state, report.why)
     for op, reason in slow.items():
@@ -271,6 +268,13 @@ def announce(model: nn.Module, state: PatchState) -> None:
             f"({compiling}); prewarm(model) does that ahead, and TILELANG_CACHE_DIR and TRITON_CACHE_DIR name the folders that "
             "keep it"
         )
+
+
+def _warn_of_rounding(report: PatchReport) -> None:
+    if report.batch_invariant and report.rounding is not None:
+        logger.warning("batch_invariant=True is not promised here: %s", report.rounding)
+    elif report.batch_invariant and "tower_attention" in report.implementations:
+        logger.warning("batch_invariant=True holds for documents of text; %s", MEDIA_ROUND)
 
 
 def warn_of_heads(left_alone: dict[str, str]) -> None:
