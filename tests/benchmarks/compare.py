@@ -31,6 +31,7 @@ from tests.benchmarks.models import Variant, variant_of
 from tests.benchmarks.run_all import ROOT, source
 from tests.benchmarks.shapes import SHAPES, TOKENS, Shape, batch_lengths, fixed_lengths, log_normal_lengths
 from tests.benchmarks.timing import Clock, Results, name_of, read_lines
+from tests.benchmarks.workloads import LIGER, PACKFREE
 
 TREES = ("before", "after")
 
@@ -80,8 +81,8 @@ def run_turn(name: str, tree: Path, folder: Path, options: argparse.Namespace) -
     subprocess.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": path}, check=True)
 
 
-def workloads(tiny: bool) -> list[tuple[Shape, list[tuple[str, str, Load]]]]:
-    """[(model, [(workload, variant, batch)])]."""
+def workloads(tiny: bool) -> list[tuple[Shape, Variant, list[tuple[str, str, Load]]]]:
+    """[(model, what runs in it, [(workload, variant, batch)])]."""
     packed = tuple(log_normal_lengths(400, longest=100, shortest=5) if tiny else log_normal_lengths(TOKENS))
     padded = tuple(batch_lengths(4, 64, 0.5) if tiny else batch_lengths(8, 2048, 0.34))
     short = Load(tuple(fixed_lengths(*(200, 25) if tiny else (4096, 500))))
@@ -91,10 +92,12 @@ def workloads(tiny: bool) -> list[tuple[Shape, list[tuple[str, str, Load]]]]:
         ("2b-32k-packed", "packfree, one document", Load((sum(packed),), "record")),
         ("2b-8x2048-padded", "packfree, padded", Load(padded, "padded")),
     ]
-    few = shape if tiny else replace(shape, layers=8)
+    few, experts = (shape, SHAPES["tiny-moe"]) if tiny else (replace(shape, layers=8), SHAPES["moe"])
     return [
-        (shape, whole), (few, [("2b-8layers-4k", "packfree, documents of 500", short)]),
-        (wide, [("9b-4k-packed", "packfree", short)]),
+        (shape, PACKFREE, whole), (few, PACKFREE, [("2b-8layers-4k", "packfree, documents of 500", short)]),
+        (wide, PACKFREE, [("9b-4k-packed", "packfree", short)]),
+        (shape, LIGER, [("2b-32k-packed", "packfree+liger", Load(packed))]),
+        (experts, PACKFREE, [("moe-32k-packed", "packfree", Load(packed)), ("moe-4k-packed", "packfree", short)]),
     ]
 
 
@@ -105,18 +108,20 @@ def time_rows(options: argparse.Namespace) -> None:
     print(f"{options.tree}: hf_packfree {hf_packfree.__version__}, {source(Path(hf_packfree.__file__).resolve().parents[1])}")
     clock = Clock(options.device, warmup=3, least=2.5, longest=6.0)
     results = Results(options.out / f"{options.tree}.jsonl", only=options.only)
-    for shape, rows in workloads(options.tiny):
+    for shape, variant, rows in workloads(options.tiny):
         rows = [row for row in rows if results.wanted(*row[:2])]
         if rows:
-            time_model(shape, rows, results, clock)
+            time_model(shape, variant, rows, results, clock)
 
 
-def time_model(shape: Shape, rows: list[tuple[str, str, Load]], results: Results, clock: Clock) -> None:
+def time_model(
+    shape: Shape, variant: Variant, rows: list[tuple[str, str, Load]], results: Results, clock: Clock
+) -> None:
     """Build a model, time its rows and free its memory."""
     dtype = torch.bfloat16 if clock.device == "cuda" else torch.float32
-    with variant_of(shape, Variant(), clock.device, dtype) as model:
-        for workload, variant, load in rows:
-            results.row(workload, variant, partial(time_row, model, load, clock))
+    with variant_of(shape, variant, clock.device, dtype) as model:
+        for workload, name, load in rows:
+            results.row(workload, name, partial(time_row, model, load, clock))
         del model  # so that its memory is free when the block ends
 
 

@@ -35,6 +35,7 @@ class Variant:
         lora: the dtype of LoRA adapters on every linear layer, r=16, of a frozen model, as PEFT's `get_peft_model` makes them:
             "fp32", PEFT's default, or "bf16"; "" (none): the whole model is trained.
         in_4_bits: whether the linear layers of the layers are bitsandbytes', NF4 and computing in bfloat16.
+        checkpointing: whether layers are recomputed in the backward pass (not the reentrant way).
         mtp: the depth of the multi-token prediction head that is trained beside the model; 0: none.
     """
 
@@ -47,6 +48,7 @@ class Variant:
     batch_invariant: bool = False
     lora: str = ""
     in_4_bits: bool = False
+    checkpointing: bool = False
     mtp: int = 0
 
     def choice(self) -> Any:
@@ -108,6 +110,8 @@ def _put_in(model: nn.Module, shape: Shape, variant: Variant, upstream: Any) -> 
         quantise(model)
     if variant.lora:
         put_lora_on(model, variant.lora)
+    if variant.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def quantise(model: nn.Module) -> None:

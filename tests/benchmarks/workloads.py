@@ -45,7 +45,7 @@ STANDS_IN = "FLA's Triton convolution stands in for causal-conv1d, without which
 def groups(tiny: bool = False, backend: Any = "auto") -> list[Group]:
     """Return every group, the important ones first; `tiny` shrinks models and rows, for a trial on a CPU."""
     found = [
-        *_dense(tiny), *_whole_steps(tiny), *_with_head(tiny), *_twice_as_long(tiny), *_lora(tiny), *_padded(tiny),
+        *_dense(tiny), *_whole_steps(tiny), *_with_head(tiny), *_twice_as_long(tiny), *_lora(tiny), *_padded(tiny), *_recomputed(tiny),
         *_with_images(tiny), *_linearity(tiny),
         *_wide("9b", "tiny" if tiny else "9b", tiny), *_wide("moe", "tiny-moe" if tiny else "moe", tiny),
     ]
@@ -140,6 +140,14 @@ def _lora(tiny: bool) -> list[Group]:
         for name, (variant, note) in variants.items()
         if name != "unpatched packed"
     ]
+
+
+def _recomputed(tiny: bool) -> list[Group]:
+    """The 2B shape with gradient checkpointing, at 32k tokens and at 128k, which need it."""
+    shape, lengths = SHAPES["tiny" if tiny else "2b"], _long(tiny)
+    loads = {"2b-32k-checkpointing": Load(lengths), "2b-128k-checkpointing": Load(4 * lengths)}
+    rows = tuple((work, "packfree", load) for work, load in loads.items())
+    return [Group(shape, replace(PACKFREE, checkpointing=True), rows)]
 
 
 def _padded(tiny: bool) -> list[Group]:
