@@ -13,7 +13,7 @@ from hf_packfree.ops.delta_rule.segments import Segments, fold, plan_segments, w
 from hf_packfree.ops.delta_rule.torch_chunked import TorchScans
 from hf_packfree.ops.fla import CHUNK
 from hf_packfree.packing import PackedSequence
-from tests.ops.test_delta_rule import make_inputs, threads  # noqa: F401 (one thread for tiny tensors)
+from tests.ops.test_delta_rule import make_inputs
 from tests.support import relative_rms
 
 EXACT = 1e-10

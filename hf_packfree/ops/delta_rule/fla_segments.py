@@ -38,7 +38,8 @@ class FLAScans:
 
     def walk(self, saved: Saved, initial_state: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
         """Run the forward pass."""
-        return with_states(*saved, initial_state, segments.record, False)
+        q, k, v, g, beta = saved
+        return with_states(q, k, v, g, beta, initial_state, segments.record, False)
 
     def summarize_gradient(self, saved: Saved, d_out: Tensor, segments: Segments) -> Tensor:
         """Run the backward pass from no gradient."""
@@ -84,6 +85,6 @@ def _gradients(
     saved: Saved, initial_state: Tensor, d_out: Tensor, d_final: Tensor, record: PackedSequence
 ) -> tuple[Tensor, ...]:
     with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in (*saved, initial_state)]
-        outputs = with_states(*leaves, record, False)
+        q, k, v, g, beta, state = leaves = [x.detach().requires_grad_() for x in (*saved, initial_state)]
+        outputs = with_states(q, k, v, g, beta, state, record, False)
     return torch.autograd.grad(outputs, leaves, (d_out, d_final))

@@ -68,8 +68,8 @@ class Segments:
         chunks = -(-record.cu_seqlens_cpu.diff() // CHUNK).expand(2, -1).contiguous()
         chunks[0, firsts[1:] - 1] = 0
         chunks[1, firsts[:-1]] = 0
-        tables = (x.to(device, non_blocking=True) for x in (firsts.int(), firsts[1:] - 1, chunks))
-        return cls(record, *tables, chunks)
+        first, last, table = (x.to(device, non_blocking=True) for x in (firsts.int(), firsts[1:] - 1, chunks))
+        return cls(record, first, last, table, chunks)
 
     def scanned(self, heads: int, *, reverse: bool = False) -> Tensor:
         """Return `chunks`, those of following segments or in reverse of preceding ones, for every head: int32 [S, HV]."""
