@@ -85,6 +85,8 @@ def variant_of(shape: Shape, variant: Variant, device: str, dtype: torch.dtype =
     try:
         model = build(shape, device, dtype)
         _put_in(model, shape, variant, upstream)
+        if variant.checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         yield model
     finally:
         vars(upstream).update(names)  # Liger renames classes in upstream's module
@@ -110,8 +112,6 @@ def _put_in(model: nn.Module, shape: Shape, variant: Variant, upstream: Any) -> 
         quantise(model)
     if variant.lora:
         put_lora_on(model, variant.lora)
-    if variant.checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def quantise(model: nn.Module) -> None:

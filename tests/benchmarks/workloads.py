@@ -45,7 +45,8 @@ STANDS_IN = "FLA's Triton convolution stands in for causal-conv1d, without which
 def groups(tiny: bool = False, backend: Any = "auto") -> list[Group]:
     """Return every group, the important ones first; `tiny` shrinks models and rows, for a trial on a CPU."""
     found = [
-        *_dense(tiny), *_whole_steps(tiny), *_with_head(tiny), *_twice_as_long(tiny), *_lora(tiny), *_padded(tiny), *_recomputed(tiny),
+        *_dense(tiny), *_whole_steps(tiny), *_with_head(tiny), *_twice_as_long(tiny), *_lora(tiny), *_padded(tiny),
+        *_recomputed(tiny),
         *_with_images(tiny), *_linearity(tiny),
         *_wide("9b", "tiny" if tiny else "9b", tiny), *_wide("moe", "tiny-moe" if tiny else "moe", tiny),
     ]
