@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from hf_packfree.patching.plan import trunks
 from hf_packfree.patching.registry import Family
 from hf_packfree.versions import VERSIONS
 
+logger = logging.getLogger("hf_packfree")
 _CAPABILITY, _DTYPE, _TORCH = (9, 0), torch.bfloat16, VERSIONS["torch"].batch_invariant or ""
 """Where tests/gpu found it bit for bit: kernels and torch's matrix library may choose otherwise elsewhere."""
 _RELEASES = {row.name: row.batch_invariant for row in VERSIONS.values() if row.batch_invariant and row.name != "torch"}
@@ -31,6 +33,8 @@ _COMPARED = frozenset({
 })
 """(outputs, inputs) of the published models' products, which torch's library computed alike in rows of any length."""
 
+MEDIA_ROUND = "those with images, videos or audio agree up to rounding"
+"""Towers' products see all patches of a call."""
 _AFTER_THE_LAYERS = ("loss",)
 """What no layer's result depends on; a loss adds up over all documents of a row."""
 
@@ -44,6 +48,14 @@ def why_rounding(model: nn.Module, family: Family, implementations: Mapping[str,
         x: a parameter, for its device and dtype.
     """
     return _machine(x) or _operations(implementations) or _model(model) or _layers(model, family, x) or _widths(model, family)
+
+
+def warn_of_rounding(reason: str | None, implementations: Mapping[str, str]) -> None:
+    """Say why batch invariance, which somebody wants, is not promised, or of which documents it is not."""
+    if reason is not None:
+        logger.warning("batch_invariant=True is not promised here: %s", reason)
+    elif "tower_attention" in implementations:
+        logger.warning("batch_invariant=True holds for documents of text; %s", MEDIA_ROUND)
 
 
 def _machine(x: Any) -> str | None:

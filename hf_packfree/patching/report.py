@@ -20,7 +20,7 @@ from hf_packfree.models.state import Kernels, PatchState
 from hf_packfree.ops import attention, delta_rule
 from hf_packfree.ops.backend import Fault, installed
 from hf_packfree.patching.backends import OPS
-from hf_packfree.patching.exactness import why_rounding
+from hf_packfree.patching.exactness import MEDIA_ROUND, warn_of_rounding, why_rounding
 from hf_packfree.patching.plan import heads_left_alone, language_heads, ops_of, tower_attention_of, trunks
 from hf_packfree.patching.registry import Family, family_of
 
@@ -34,8 +34,6 @@ _ATTENTION: dict[str | None, str] = {
     "flash_attention_3": "flash-attn-3",
     "flash_attention_4": "flash-attn-4",
 }
-MEDIA_ROUND = "those with images, videos or audio agree up to rounding"
-"""Towers' products see all patches of a call."""
 
 
 @dataclass(frozen=True)
@@ -249,7 +247,8 @@ def announce(model: nn.Module, state: PatchState) -> None:
     """
     report = patch_report(model)
     logger.info("%s", report)
-    _warn_of_rounding(report)
+    if state.batch_invariant:
+        warn_of_rounding(report.rounding, report.implementations)
     warn_of_heads(report.left_alone)
     slow = _slow(state, report.why)
     for op, reason in slow.items():
@@ -268,13 +267,6 @@ def announce(model: nn.Module, state: PatchState) -> None:
             f"({compiling}); prewarm(model) does that ahead, and TILELANG_CACHE_DIR and TRITON_CACHE_DIR name the folders that "
             "keep it"
         )
-
-
-def _warn_of_rounding(report: PatchReport) -> None:
-    if report.batch_invariant and report.rounding is not None:
-        logger.warning("batch_invariant=True is not promised here: %s", report.rounding)
-    elif report.batch_invariant and "tower_attention" in report.implementations:
-        logger.warning("batch_invariant=True holds for documents of text; %s", MEDIA_ROUND)
 
 
 def warn_of_heads(left_alone: dict[str, str]) -> None:
