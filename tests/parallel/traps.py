@@ -13,6 +13,7 @@ from tests.input_formats import ROW_FORMATS, ROWS_FORMATS, row_batch, rows_batch
 from tests.parallel.ranks import batch_of, of_all_ranks, step, worst
 from tests.support import relative_rms, tiny
 
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # its name before torch 2.13
 CUT, WHOLE = [40, 1, 22, 129, 3, 13], [52, 52, 52, 52]
 """Documents of two rows of 208 tokens, the one with a document that two ranks share, the other without."""
 
@@ -57,7 +58,7 @@ def ranks_with_nothing(results, one, many) -> None:
 def who_takes_part(results, many) -> None:
     """States are exchanged where a document is cut, by all ranks equally often, forward and backward."""
     for name, lengths in {"cut": CUT, "whole": WHOLE}.items():
-        with patch.object(dist, "all_gather", wraps=dist.all_gather) as gather:
+        with patch.object(dist, GATHER, wraps=getattr(dist, GATHER)) as gather:
             with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
                 step(many, batch_of(lengths, 1))
         everyones = [None] * dist.get_world_size()
