@@ -86,7 +86,7 @@ def _backward(
 
 
 class TorchScans:
-    """What segments need to be walked side by side, by way of the whole passes: see `Scans` of `segments.py`."""
+    """What segments need to be walked side by side, by way of the whole passes; see `hf_packfree.ops.delta_rule.segments`."""
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, segments: Segments) -> Saved:
         """Keep the inputs."""
