@@ -108,7 +108,7 @@ class _Deferred:
         return weight, bias
 
 
-def as_multiplied(hidden: Tensor, layer: nn.Linear) -> tuple[Tensor, Tensor, Tensor | None] | None:
+def as_multiplied(hidden: Tensor, layer: Any) -> tuple[Tensor, Tensor, Tensor | None] | None:
     """Return hidden states, weight and bias in the dtype of their product; None where only the layer itself knows that."""
     weight: Tensor = layer.weight
     bias: Tensor | None = layer.bias

@@ -83,7 +83,7 @@ def training_facts(model: nn.Module | None) -> dict[str, float]:
     All processes have to call it, as the Trainer does to log.
     """
     heads = () if model is None else (module for module in model.modules() if isinstance(module, AttachedHead))
-    calls = ((head.training_calls, head.norm.weight.device) for head in heads)
+    calls = ((head.training_calls, head.fc.weight.device) for head in heads)
     return {name: value for one, device in calls if one is not None for name, value in one.take(device).items()}
 
 

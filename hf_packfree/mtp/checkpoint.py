@@ -108,7 +108,7 @@ class HeadTensors:
     def _parts(self, name: str, shape: tuple[int, ...]) -> list[str]:
         """Return the names of the tensors that a parameter is made of."""
         match = _EXPERTS.fullmatch(PREFIX + name)
-        return [PREFIX + name] if match is None or not self.per_expert else _names_of_experts(*match.groups(), shape[0])
+        return [PREFIX + name] if match is None or not self.per_expert else _names_of_experts(match[1], match[2], shape[0])
 
     def _one(self, name: str, parts: list[str]) -> Tensor:
         tensors = [self.tensor(part) for part in parts]
@@ -132,18 +132,19 @@ def save_as_read(model: Any, *args: Any, **kwargs: Any) -> Any:
 @contextmanager
 def _experts_written(*, apart: bool) -> Iterator[None]:
     """Let transformers, which writes all experts as it read most of them, leave the head's to us while the block runs."""
-    others: Any = modeling_utils.revert_weight_conversion  # the one place that knows every tensor before files are made
+    library: Any = modeling_utils
+    others = library.revert_weight_conversion  # the one place that knows every tensor before files are made
 
     def revert(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         ours = {name: part for name, part in tensors.items() if _EXPERTS.fullmatch(name)}
         rest: dict[str, Tensor] = others(model, {name: part for name, part in tensors.items() if name not in ours})
         return rest | (_apart(ours) if apart else ours)
 
-    setattr(modeling_utils, "revert_weight_conversion", revert)
+    library.revert_weight_conversion = revert
     try:
         yield
     finally:
-        setattr(modeling_utils, "revert_weight_conversion", others)
+        library.revert_weight_conversion = others
 
 
 def _apart(experts: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -63,7 +63,7 @@ def readable_weights(layer: nn.Module, dtype: Any, *, detach: bool) -> Weights:
     return Weights(None, None, _without_gradients(layer, parameters) if detach else layer)
 
 
-def _product(weight: Tensor, bias: Tensor | None) -> Weights:
+def _product(weight: Any, bias: Any) -> Weights:
     return Weights(weight, bias, lambda x: F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype)))
 
 
@@ -72,7 +72,8 @@ def _gathered(parameter: Any, dtype: Any, detach: bool) -> Any:
     if not isinstance(parameter, DTensor):
         return parameter
     if detach:
-        return parameter.detach().full_tensor().to(dtype)
+        alone: Any = parameter.detach()
+        return alone.full_tensor().to(dtype)
     whole = parameter.full_tensor(grad_placements=[Partial()] * parameter.device_mesh.ndim)
     if whole.requires_grad:
         ranks = parameter.device_mesh.size()
