@@ -34,6 +34,7 @@ class Variant:
         batch_invariant: the argument of `apply_patches`.
         lora: the dtype of LoRA adapters on every linear layer, r=16, of a frozen model, as PEFT's `get_peft_model` makes them:
             "fp32", PEFT's default, or "bf16"; "" (none): the whole model is trained.
+        dora: whether these adapters are DoRA.
         in_4_bits: whether the linear layers of the layers are bitsandbytes', NF4 and computing in bfloat16.
         checkpointing: whether layers are recomputed in the backward pass (not the reentrant way).
         mtp: the depth of the multi-token prediction head that is trained beside the model; 0: none.
@@ -47,6 +48,7 @@ class Variant:
     backend: Any = "auto"
     batch_invariant: bool = False
     lora: str = ""
+    dora: bool = False
     in_4_bits: bool = False
     checkpointing: bool = False
     mtp: int = 0
@@ -111,7 +113,7 @@ def _put_in(model: nn.Module, shape: Shape, variant: Variant, upstream: Any) -> 
     if variant.in_4_bits:
         quantise(model)
     if variant.lora:
-        put_lora_on(model, variant.lora)
+        put_lora_on(model, variant.lora, variant.dora)
 
 
 def quantise(model: nn.Module) -> None:
@@ -128,11 +130,11 @@ def quantise(model: nn.Module) -> None:
     model.is_loaded_in_4bit = True  # type: ignore[assignment]
 
 
-def put_lora_on(model: nn.Module, dtype: str) -> None:
-    """Freeze the model and put PEFT's LoRA on every linear layer but the head, in place."""
+def put_lora_on(model: nn.Module, dtype: str, dora: bool) -> None:
+    """Freeze the model and put PEFT's LoRA or DoRA on every linear layer but the head, in place."""
     from peft import LoraConfig, get_peft_model
 
-    config = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    config = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM", use_dora=dora)
     get_peft_model(model, config, autocast_adapter_dtype=dtype == "fp32")
 
 

@@ -23,6 +23,7 @@ TITLES = {
     "2b-32k-packed": "2B shape, 32,768 tokens in {documents} documents",
     "2b-32k-mtp": "2B shape, whole step, 32,768 tokens, with a multi-token prediction head",
     "2b-32k-lora": "2B shape, LoRA r=16 on every linear layer, adapters in fp32 (PEFT's default), 32,768 tokens",
+    "2b-32k-dora": "2B shape, DoRA r=16 on every linear layer, adapters in fp32, 32,768 tokens",
     "2b-32k-qlora": "2B shape, bitsandbytes' NF4, LoRA r=16 on every linear layer, adapters in fp32, 32,768 tokens",
     "2b-32k-lora-bf16": "2B shape, LoRA r=16 on every linear layer, adapters in bf16, 32,768 tokens",
     "2b-32k-whole-step": "2B shape with head, loss and fused AdamW, 32,768 tokens",

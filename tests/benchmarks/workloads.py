@@ -136,6 +136,11 @@ def _lora(tiny: bool) -> list[Group]:
         for name, (variant, note) in variants.items()
         if dtype == "fp32" or name != "unpatched packed"
     ]
+    found += [
+        Group(shape, replace(variant, lora="fp32", dora=True), (("2b-32k-dora", name, load),), note)
+        for name, (variant, note) in variants.items()
+        if name.startswith(("packfree", "composed"))
+    ]
     return found + [
         Group(shape, replace(variant, lora="fp32", in_4_bits=True), (("2b-32k-qlora", name, load),), note)
         for name, (variant, note) in variants.items()
