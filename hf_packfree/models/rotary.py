@@ -10,9 +10,9 @@ from hf_packfree.errors import UnsupportedInput, UnsupportedModel
 from hf_packfree.packing import PackedSequence, uncompiled
 
 FIXED = frozenset({"default", "linear", "llama3", "proportional", "yarn"})
-"""What turns a token by its own position alone; a test compares the table with every type of the installed release."""
+"""What rotates a token by its own position alone; a test compares the table with every type of the installed release."""
 BY_LONGEST = frozenset({"dynamic", "longrope"})
-"""What turns all tokens of a call otherwise when its longest position is past a limit."""
+"""What rotates all tokens of a call otherwise when its longest position is past a limit."""
 
 
 def rope_type(config: Any) -> str:
@@ -22,7 +22,7 @@ def rope_type(config: Any) -> str:
 
 
 def has_fixed_frequencies(config: Any) -> bool:
-    """Whether a token is turned by its own position alone."""
+    """Whether a token is rotated by its own position alone."""
     return rope_type(config) in FIXED
 
 
@@ -60,7 +60,7 @@ def check_longest_position(config: Any, packed: PackedSequence, position_ids: Te
     if found > limit:
         raise UnsupportedInput(
             f"found a document that ends at position {found:,} in a row of {packed.num_segments}, and "
-            f"rope_type={rope_type(config)!r}, which would turn every other document by that length too; wanted documents of "
+            f"rope_type={rope_type(config)!r}, which would rotate every other document by that length too; wanted documents of "
             f"at most {limit:,} tokens in packed rows; pass longer ones in rows of their own"
         )
 

@@ -22,7 +22,7 @@ from hf_packfree.errors import BackendUnavailable
 from hf_packfree.ops.conv import QK_L2NORM, qkv_conv
 from hf_packfree.ops.delta_rule.fla_segments import FLAScans
 from hf_packfree.ops.delta_rule.flash_qla_segments import FlashQLAScans
-from hf_packfree.ops.delta_rule.reference import rounded_unit
+from hf_packfree.ops.delta_rule.reference import rounded_l2norm
 from hf_packfree.ops.delta_rule.segments import Scans, Segments
 from hf_packfree.ops.delta_rule.torch_chunked import TorchScans
 from hf_packfree.ops.fla import CHUNK
@@ -75,7 +75,7 @@ def conv_delta_rule_by_states(
         backend=conv,
     ))
     if not in_conv:
-        q, k = map(rounded_unit, (q, k))
+        q, k = map(rounded_l2norm, (q, k))
     return _Rule.apply(q, k, v, g, beta, packed, SCANS[delta_rule])  # type: ignore[no-any-return]
 
 

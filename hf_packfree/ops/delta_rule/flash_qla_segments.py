@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_packfree.ops.delta_rule import flash_qla
 from hf_packfree.ops.delta_rule.flash_qla import planned_cu_seqlens
-from hf_packfree.ops.delta_rule.reference import rounded_unit
+from hf_packfree.ops.delta_rule.reference import rounded_l2norm
 from hf_packfree.ops.delta_rule.segments import Segments, plan_segments, walk_segments
 from hf_packfree.ops.fla import CHUNK
 from hf_packfree.packing import PackedSequence, uncompiled
@@ -106,7 +106,7 @@ def in_segments(
 ) -> Tensor:
     """Walk these segments."""
     if qk_l2norm:
-        q, k = map(rounded_unit, (q, k))
+        q, k = map(rounded_l2norm, (q, k))
     with torch.cuda.device_of(q):  # TileLang launches on the current one
         return walk_segments(q, k, v, g, beta, None, segments, FlashQLAScans())[0]
 

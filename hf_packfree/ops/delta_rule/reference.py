@@ -32,8 +32,8 @@ def recurrent_gated_delta_rule_with_states(
     """
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     groups = v.shape[2] // q.shape[2]
-    query = (unit(q[0].to(dtype)) * q.shape[-1] ** -0.5).repeat_interleave(groups, 1)
-    key = unit(k[0].to(dtype)).repeat_interleave(groups, 1)
+    query = (l2norm(q[0].to(dtype)) * q.shape[-1] ** -0.5).repeat_interleave(groups, 1)
+    key = l2norm(k[0].to(dtype)).repeat_interleave(groups, 1)
     inputs = (query, key, v[0].to(dtype), g[0].to(dtype), beta[0].to(dtype))
     documents = zip(*(x.split(packed.lengths) for x in inputs), initial_state.to(dtype), strict=True)
     outputs, states = zip(*(_run_document(*document) for document in documents), strict=True)
@@ -52,11 +52,11 @@ def _run_document(
     return torch.stack(outputs), state
 
 
-def unit(x: Tensor) -> Tensor:
+def l2norm(x: Tensor) -> Tensor:
     """Divide by the L2 norm of the last dimension."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
 
 
-def rounded_unit(x: Tensor) -> Tensor:
+def rounded_l2norm(x: Tensor) -> Tensor:
     """Divide by that norm in fp32, fp64 if x is, and round to x's dtype."""
-    return unit(x.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)
+    return l2norm(x.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)

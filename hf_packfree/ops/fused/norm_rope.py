@@ -25,7 +25,7 @@ def norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, *
     Args:
         x: [1, T, H, D], any floating dtype, any strides.
         weight: [D], added to one as Qwen3-Next and Qwen3.5 do.
-        cos, sin: [1, T, R] with R at most D, of the angles of R / 2 planes, twice; channel i < R / 2 turns with channel
+        cos, sin: [1, T, R] with R at most D, of the angles of R / 2 planes, twice; channel i < R / 2 rotates with channel
             i + R / 2 (Su et al., arXiv:2104.09864, in the order of GPT-NeoX), channels from R on stay.
         eps: added to the mean square.
         backend: "triton" or "torch".

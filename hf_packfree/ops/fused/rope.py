@@ -22,7 +22,7 @@ def qkv_rope(qkv: Tensor, cos: Tensor, sin: Tensor, *, backend: str = "torch") -
 
     Args:
         qkv: [T, 3, H, D], any floating dtype, contiguous in the last dimension.
-        cos, sin: [T, D], of the angles of D / 2 planes, twice; channel i < D / 2 turns with channel i + D / 2 (Su et al.,
+        cos, sin: [T, D], of the angles of D / 2 planes, twice; channel i < D / 2 rotates with channel i + D / 2 (Su et al.,
             arXiv:2104.09864, in the order of GPT-NeoX).
         backend: "triton" or "torch".
 
@@ -41,8 +41,8 @@ def qkv_rope_reference(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, T
     wide = torch.promote_types(qkv.dtype, torch.float32)
     x, v = qkv[:, :2].to(wide), qkv[:, 2]
     first, second = x.chunk(2, dim=-1)
-    turned = x * cos[:, None, None].to(wide) + torch.cat((-second, first), dim=-1) * sin[:, None, None].to(wide)
-    q, k = turned.to(qkv.dtype).unbind(1)
+    rotated = x * cos[:, None, None].to(wide) + torch.cat((-second, first), dim=-1) * sin[:, None, None].to(wide)
+    q, k = rotated.to(qkv.dtype).unbind(1)
     return q, k, v
 
 
