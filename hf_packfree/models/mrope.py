@@ -13,6 +13,7 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -197,6 +198,15 @@ def packed_positions(source: Any, input_ids: Tensor, cu_seqlens: Tensor, media: 
         spans = {name: slice(items[document], items[document + 1]) for name, items in offsets.items()}
         parts.append(document_positions(source, input_ids[:, start:end], _of_document(media, spans, slice(start, end))))
     return torch.cat(parts, -1)
+
+
+def to_device(positions: Tensor, device: torch.device) -> Tensor:
+    """Return a host tensor's copy on a device, for which nobody waits: a GPU takes it from pinned memory."""
+    if device.type != "cuda":
+        return positions.to(device)
+    pinned = torch.empty(positions.shape, dtype=positions.dtype, pin_memory=True)
+    np.copyto(pinned.numpy(), positions.numpy())  # torch's copy would wake the host's threads
+    return pinned.to(device, non_blocking=True)
 
 
 def _of_document(media: RowMedia, spans: Mapping[str, slice], tokens: slice) -> RowMedia:

@@ -14,7 +14,7 @@ from hf_packfree.errors import BoundaryError, UnsupportedInput
 from hf_packfree.models.base import Replacement
 from hf_packfree.models.entry import as_requested, enter, restore_layers, row_of_each, row_positions
 from hf_packfree.models.idle_tower import run_beside_idle_tower
-from hf_packfree.models.mrope import SECONDS, RowMedia, items_of_documents, media_of, packed_positions
+from hf_packfree.models.mrope import SECONDS, RowMedia, items_of_documents, media_of, packed_positions, to_device
 from hf_packfree.models.placeholders import PlaceholderMask
 from hf_packfree.models.sharded_media import held_media, keep_features, mark_kept, take_mark
 from hf_packfree.models.vision_attention import PackedVisionTower, mark_packed
@@ -237,9 +237,8 @@ def read_media(
 
 @uncompiled
 def _positions(source: Any, packed: PackedSequence, ids: Tensor, media: RowMedia) -> Tensor:
-    """Return [4, 1, T] on the device, from pinned memory: a copy from other memory may wait for all work before it."""
-    positions, device = packed_positions(source, ids, packed.cu_seqlens_cpu, media), packed.seq_idx.device
-    return (positions.pin_memory() if device.type == "cuda" else positions).to(device, non_blocking=True)
+    """Return [4, 1, T] on the device."""
+    return to_device(packed_positions(source, ids, packed.cu_seqlens_cpu, media), packed.seq_idx.device)
 
 
 def _counted(ids: Tensor, features: dict[str, int], positions: Callable[[], Tensor]) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 
 import pytest
 import torch
@@ -55,6 +56,29 @@ def test_every_document_is_numbered_alone(family):
     assert row[:, 0, :9].tolist() == [
         [0, 1, 2, 3, 4, 5, 6, 7, 8], [0, 1, 2, 3, 3, 3, 3, 5, 6], [0, 1, 2, 3, 3, 4, 4, 5, 6], [0, 1, 2, 3, 4, 3, 4, 5, 6]
     ]
+
+
+@pytest.mark.parametrize("family", [name for name in CONFIGS if name != "qwen3_omni_moe"])
+def test_a_document_has_upstreams_positions(family):
+    """Without a mask; text in front, between and behind, and none of it in front."""
+    rope = source(family)
+    config = rope.config
+    start, image, video = config.vision_start_token_id, config.image_token_id, config.video_token_id
+    if "mm_token_type_ids" not in inspect.signature(rope.get_rope_index).parameters:
+        pytest.skip("this release finds media by their tokens, and is handed all of them")
+    film = [start, *[video] * 4, 7, 5, start, *[video] * 4, 7] if family != "qwen2_5_vl" else [start, *[video] * 8, 7]
+    grids, films = torch.tensor([[1, 4, 4], [1, 8, 4]]), torch.tensor([[2, 4, 4]])
+    behind = [5] * 30 + [start] + [image] * 4 + [7] * 11 + film + [image] * 8 + [6] * 3
+    for ids in ([image] * 4 + [9] + [image] * 8 + film, behind):
+        given, types = torch.tensor([ids]), torch.tensor([[{image: 1, video: 2}.get(token, 0) for token in ids]])
+        more = {"image_grid_thw": grids, "video_grid_thw": films}
+        seconds = {"second_per_grid_ts": torch.tensor([1.5])} if family == "qwen2_5_vl" else {}
+        mask = torch.ones_like(given)
+        wanted, _ = rope.get_rope_index(given, mm_token_type_ids=types, attention_mask=mask, **more, **seconds)
+        media = RowMedia(**more, seconds_per_grid=torch.tensor([1.5]) if seconds else None)
+        found = document_positions(rope, given, media)
+        assert torch.equal(found[1:], wanted) and found.dtype == wanted.dtype
+        assert torch.equal(document_positions(rope, given, dataclasses.replace(media, mm_token_type_ids=types)), found)
 
 
 @ALL
