@@ -81,21 +81,14 @@ class PackFreeCallback(TrainerCallback):
         """Patch the model, before anything wraps it.
 
         Raises:
-            PatchConflict: the Trainer wants sequence parallelism by DeepSpeed's engine, or the first batch checked, of which no
-                rank has the whole.
+            PatchConflict: the Trainer wants sequence parallelism by DeepSpeed's engine.
         """
         given = self._context_parallel
         ranks = trainers_group(getattr(args, "parallelism_config", None)) if isinstance(given, str) else ranks_of(given)
         patch(kwargs["model"], replace(self._options, context_parallel=ranks))
-        if ranks is None:
-            return
-        if self._verify:
-            raise PatchConflict(
-                "found verify_first_batch=True under context parallelism, where no rank has the whole batch; wanted it "
-                "False; leave it out, and call verify_packing(model) before"
-            )
-        leave_rows_whole(kwargs["model"])
-        _warn_of_uncounted_tokens(args)
+        if ranks is not None:
+            leave_rows_whole(kwargs["model"])
+            _warn_of_uncounted_tokens(args)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

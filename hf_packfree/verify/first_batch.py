@@ -14,8 +14,9 @@ from hf_packfree.models.mrope import RowMedia, media_of
 from hf_packfree.models.state import PatchState
 from hf_packfree.models.vision_language import FEATURES
 from hf_packfree.packing import PackedSequence, unpad
-from hf_packfree.packing.media import media_offsets
+from hf_packfree.packing.media import Media, media_offsets
 from hf_packfree.verify.documents import media_tokens
+from hf_packfree.verify.ranks import Ranks, settings_of
 from hf_packfree.verify.report import limits_for, relative_rms
 
 
@@ -24,6 +25,9 @@ def first_batch_influence(module: nn.Module, args: tuple[Any, ...], kwargs: dict
 
     In a vision-language model the pixels and sounds of those documents change too, and then those of the others, because a
     tower may look ahead; the larger number counts.
+
+    Under context parallelism every rank changes and compares its own tokens, of the same documents, and the largest number of
+    all ranks counts.
 
     Takes two forwards without gradients, three in a vision-language model; in a process group also for a batch that is not
     packed, since the forwards of a sharded model are collective.  The random state is as before afterwards.
@@ -64,9 +68,11 @@ def first_batch_influence(module: nn.Module, args: tuple[Any, ...], kwargs: dict
                     found.append(relative_rms(after[kept], before[kept]) if bool(kept.any()) else 0.0)
     finally:
         observers[:] = others
-    for influence in found:
-        _judge(influence, limits_for(before.device, before.dtype).influence, "tokens or media" if takes_media else "tokens")
-    return max(found, default=None)
+    if not found:
+        return None
+    influence = Ranks(settings_of(module), 0).largest(found, before.device)
+    _judge(influence, limits_for(before.device, before.dtype).influence, "tokens or media" if takes_media else "tokens")
+    return influence
 
 
 def _last_states(module: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
@@ -105,7 +111,8 @@ def _changed(
     rows, tokens = packed.batch_shape
     number = torch.full((rows * tokens,), -1, dtype=torch.int32, device=packed.seq_idx.device)
     real = packed.indices if packed.indices is not None else torch.arange(rows * tokens, device=number.device)
-    number = number.index_copy(0, real, packed.seq_idx[0]).view(rows, tokens)
+    of_row = packed.seq_idx if packed.shard is None else packed.shard.cut(packed.shard.row.seq_idx)
+    number = number.index_copy(0, real, of_row[0]).view(rows, tokens)
     change = (number >= 0) & (number % 2 == parity)
     changed = dict(inputs)
     ids = inputs.get("input_ids")
@@ -132,9 +139,20 @@ def _other_media(
         values = inputs.get(FEATURES[kind.name])
         if values is None:
             continue
-        offsets = media_offsets(ids, packed.cu_seqlens_cpu, kind)
-        owner = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())
+        owner = _documents_of_items(ids, packed, kind)
         grids = {"image": media.image_grid_thw, "video": media.video_grid_thw}.get(kind.name)
         owner = owner if grids is None else owner.repeat_interleave(grids.prod(-1))
         change = (owner % 2 == parity).to(values.device).view(-1, *[1] * (values.ndim - 1))
         yield FEATURES[kind.name], torch.where(change, -values, values)
+
+
+def _documents_of_items(ids: Tensor, packed: PackedSequence, kind: Media) -> Tensor:
+    """Return int64 [M] on the host: the document of every item of one kind, by the ids [T], or [t] of a shard."""
+    if packed.shard is None:
+        offsets = media_offsets(ids, packed.cu_seqlens_cpu, kind)
+        return torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())
+    places = (ids == kind.token).nonzero()[:, 0]
+    features = packed.shard.features[kind.name].start + torch.arange(len(places))
+    items = torch.searchsorted(kind.sizes.cumsum(0), features, right=True)
+    numbers = packed.shard.cut(packed.shard.row.seq_idx)[0].to("cpu", torch.int64)
+    return torch.zeros(len(kind.sizes), dtype=torch.int64).index_copy(0, items, numbers[places])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hf_packfree.models.vision_language import FEATURES
 from hf_packfree.verify.documents import MediaDocuments, TextDocuments, media_source
+from hf_packfree.verify.ranks import Ranks, settings_of
 from hf_packfree.verify.report import Measurement, relative_rms
 
 
@@ -84,32 +85,39 @@ class Probe:
         return torch.cat(outputs), total
 
     def _packed(self) -> tuple[Tensor, dict[str, Tensor], float | None]:
-        output = self._run(self.documents.packed())
-        if not self.gradients:
+        output, ranks = self._run(self.documents.packed()), Ranks(settings_of(self.model), sum(self.lengths))
+        if not self.gradients:  # without which every rank gets the whole row
             return output.detach(), {}, None
-        gradients = self._gradients((output * self._functional(output)).sum())
-        return output.detach(), gradients, self._cross_gradient()
+        gradients = self._gradients((output * ranks.own(self._functional(output))).sum())
+        summed = ranks.summed(gradients, self._trained())
+        return ranks.whole(output.detach()), summed, self._cross_gradient(ranks)
 
-    def _cross_gradient(self) -> float:
+    def _cross_gradient(self, ranks: Ranks) -> float:
         """Of the last document to others' embeddings; of every second one to others' pixels and sounds."""
         inputs = self.documents.packed()
         features = {name: inputs[name].requires_grad_() for name in FEATURES.values() if name in inputs}
         with _as_leaf(self.embed) as embeds:
             output = self._run(inputs | features)
-        loss = (output * self._functional(output)).sum(-1)
-        last = self.lengths[-1]
-        (gradient,) = torch.autograd.grad(loss[-last:].sum(), embeds, retain_graph=True)
-        return max([float(gradient[:, :-last].abs().max()), *self._to_features(loss, features)])
+        loss = (output * ranks.own(self._functional(output))).sum(-1)
+        number = ranks.own(self.documents.number, fill=-1)
+        last = number == len(self.lengths) - 1
+        (gradient,) = torch.autograd.grad(loss[last].sum(), embeds, retain_graph=True)
+        found = [_largest(gradient[0, ~last]), *self._to_features(loss, number, embeds, features)]
+        return ranks.largest(found, self.device)
 
-    def _to_features(self, loss: Tensor, features: dict[str, Tensor]) -> Iterator[float]:
-        """Yield the largest gradients of even documents' losses [T] to odd documents' media, and the other way round."""
+    def _to_features(
+        self, loss: Tensor, number: Tensor, embeds: list[Tensor], features: dict[str, Tensor]
+    ) -> Iterator[float]:
+        """Yield the largest gradients of even documents' losses [T] to odd documents' media, and the other way round.
+
+        Embeddings are there to let a rank without media take part in what the ranks exchange.
+        """
         for name, values in features.items():
             owner = self.documents.of_document(name)
             for parity in (0, 1):
-                own = loss[self.documents.number % 2 == parity].sum()
-                (gradient,) = torch.autograd.grad(own, values, retain_graph=True)
-                others = gradient[owner % 2 != parity]
-                yield float(others.abs().max()) if others.numel() else 0.0
+                own = loss[number % 2 == parity].sum()
+                *_, gradient = torch.autograd.grad(own, [*embeds, values], retain_graph=True, allow_unused=True)
+                yield 0.0 if gradient is None else _largest(gradient[owner % 2 != parity])
 
     @torch.no_grad()
     def _first_alone(self) -> None:
@@ -141,11 +149,14 @@ class Probe:
         return self.weights
 
     def _gradients(self, loss: Tensor) -> dict[str, Tensor]:
-        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad} if self.gradients else {}
+        trained = self._trained()
         if not trained:
             return {}
         found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
         return {name: gradient for name, gradient in zip(trained, found, strict=True) if gradient is not None}
+
+    def _trained(self) -> dict[str, Tensor]:
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad} if self.gradients else {}
 
     def _worst(self, found: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[float | None, str | None]:
         """Return the largest relative error of a gradient, and whose.
@@ -163,6 +174,10 @@ class Probe:
             errors[name] = difference / max(sizes[name], floor) if difference else 0.0
         name = max(errors, key=lambda key: float("inf") if errors[key] != errors[key] else errors[key])
         return errors[name], name
+
+
+def _largest(gradient: Tensor) -> float:
+    return float(gradient.abs().max()) if gradient.numel() else 0.0
 
 
 def _answers_per_token(model: nn.Module) -> bool:

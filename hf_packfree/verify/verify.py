@@ -18,6 +18,7 @@ from hf_packfree.patching.registry import FAMILIES, family_of
 from hf_packfree.patching.report import patch_report
 from hf_packfree.verify.model_source import build_model
 from hf_packfree.verify.probe import Probe, prepared
+from hf_packfree.verify.ranks import settings_of
 from hf_packfree.verify.report import Measurement, PackingReport, limits_for
 
 LENGTHS = (5, 64, 1, 129, 3, 63, 65)
@@ -44,6 +45,8 @@ def verify_packing(
     With a model that takes images, those documents that are long enough have an image, a video and, where it takes any, a
     sound; the row then has an indexed `attention_mask` and no positions, so that losing the positions of media fails too.
     The model is measured in evaluation mode, without a cache.  Its weights, gradients and modes are as before afterwards.
+    Under context parallelism every rank of the group calls this: the row is shared, its documents alone are not, and all ranks
+    get the same numbers.
 
     Args:
         model: a model, measured as it is, on its own device and dtype; or a config, a checkpoint folder, a hub id or
@@ -91,7 +94,8 @@ def verify_packing(
             f"{', '.join(row.name for row in FAMILIES)}; `packfree models` shows the table"
         )
     patches = patch_report(model)
-    ours = patches.batch_invariant or patches.unpacked == "native"  # documents alone would run in the patched layers too
+    # documents alone would run in the patched layers too
+    ours = patches.batch_invariant or patches.unpacked == "native" or settings_of(model) is not None
     reference = partial(patches_lifted, model) if ours else nullcontext
     probe = Probe(model, next(trunks(model, family)), lengths, gradients, seed, reference, masked=family.attends_only)
     with prepared(model, slow_decay):

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_packfree import apply_patches
-from hf_packfree.models import vision_language
+from hf_packfree import PackedSequence, apply_patches, verify_packing
+from hf_packfree.errors import LeakDetected
+from hf_packfree.models import context_parallel, vision_language
 from hf_packfree.models.heads import Head
 from hf_packfree.models.mrope import rope_source
 from hf_packfree.models.sharded_media import mark_kept
 from hf_packfree.models.vision_language import FEATURES
 from hf_packfree.mtp import MTPOptions, training
-from hf_packfree.packing import pad_row
+from hf_packfree.packing import pad_row, shard_row
 from hf_packfree.parallel import ContextParallel
+from hf_packfree.parallel.attention import SHARED, attend_by_heads
+from hf_packfree.verify.documents import media_source
+from hf_packfree.verify.first_batch import first_batch_influence
+from hf_packfree.verify.verify import LENGTHS
 from tests.mtp.heads import WEIGHT, build
 from tests import vision
 from tests.models import omni
 from tests.parallel.ranks import ROWS, batch_of, of_all_ranks, step, summed, widen_islands, worst
-from tests.support import relative_rms
+from tests.support import relative_rms, tiny, trunk_of
 
 OF_HEAD = Head.loss_function.fget
 HEADS = {  # family: depth, detach
@@ -40,7 +47,7 @@ def alone(x, shard, reach: int):
 def measured(rank: int, families: list[str]) -> dict[str, dict[str, float]]:
     """Return {what: {case: error}}; of a control how wrong it is."""
     widen_islands()
-    return {"multi-token prediction": multi_token(), "media": media(families)}
+    return {"multi-token prediction": multi_token(), "media": media(families), "verification": verification()}
 
 
 def multi_token() -> dict[str, float]:
@@ -194,3 +201,54 @@ def step_with_media(model, row):
 def of_all(model, row, share: int):
     loss, gradients = step_with_media(model, row)
     return summed({"loss": loss})["loss"] / share, {name: one / share for name, one in summed(gradients).items()}
+
+
+def verification() -> dict[str, float]:
+    """What `verify_packing` measures, of a shared row of text and of one with media; and where the ranks see one document."""
+    results: dict[str, float] = {}
+    for model, lengths in ((tiny().double(), LENGTHS), (vision.tiny_vision("qwen3_5").double(), (70, 3, 90))):
+        apply_patches(model, context_parallel=ContextParallel(dist.group.WORLD, gdn="state"))
+        report = verify_packing(model, lengths=lengths)
+        name = f"{', '.join(report.media) or 'text'}, {report.patched.worst_parameter}"
+        found = report.patched
+        results[f"logits: {name}"] = found.logits
+        results[f"gradients: {name}"] = found.gradients
+        results[f"influence: {name}"] = max(found.influence, found.cross_gradient)
+        results[f"control, unpatched: {name}"] = min(report.unpatched.logits, report.unpatched.gradients)
+        results[f"first batch: {name}"] = first_batch(model)
+        with patch.object(context_parallel, "shard_row", as_one_document), pytest.raises(LeakDetected) as raised:
+            verify_packing(model, lengths=lengths)
+        reacting = pytest.raises(LeakDetected, match="documents of the first batch reacting to each other's tokens")
+        with patch.dict(SHARED, {"heads": over_the_row}), reacting:
+            first_batch(model)
+        leak = raised.value.report.patched
+        results[f"control, one document: {name}"] = min(leak.logits, leak.gradients, leak.influence, leak.cross_gradient)
+    return results
+
+
+def over_the_row(q, k, v, packed, *args, **options):
+    """Attention that heeds no documents."""
+    shard = dataclasses.replace(packed.shard, row=PackedSequence.from_lengths([packed.shard.row.num_tokens]))
+    return attend_by_heads(q, k, v, dataclasses.replace(packed, shard=shard), *args, **options)
+
+
+def first_batch(model) -> float:
+    """What the callback's check finds in a first batch, with media where the model takes them."""
+    source, found = media_source(model), []
+
+    def check(module, args, kwargs) -> None:
+        found.append(first_batch_influence(module, args, kwargs))
+
+    takes_media = source is not None
+    row = vision_rows(model, every=False)["inside an image"] if takes_media else batch_of(LENGTHS, 2)
+    handle = (source if takes_media else trunk_of(model)).register_forward_pre_hook(check, with_kwargs=True)
+    try:
+        model.train()(**row)
+    finally:
+        handle.remove()
+    (influence,) = found
+    return influence
+
+
+def as_one_document(packed, *ranks):
+    return shard_row(PackedSequence.from_lengths([packed.num_tokens]), *ranks)
