@@ -35,7 +35,7 @@ def test_two_ranks_are_one_process(two, what, cases, controls):
         wrong = {name: error for name, error in found.items() if name.startswith("control")}
         assert len(wrong) == controls and all(error >= WRONG for error in wrong.values()), wrong
         assert {name: error for name, error in found.items() if name not in wrong and not error <= EXACT} == {}
-        assert len(found) == cases
+        assert len(found) >= cases
 
 
 def test_a_head_that_is_kept_changes_nothing(group, tmp_path):
