@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TESTS = (
     "gpu/test_ops.py", "gpu/test_sync.py", "gpu/test_model.py", "gpu/test_training.py", "gpu/test_padded.py",
     "gpu/test_lora.py", "gpu/test_mtp.py", "gpu/test_loss.py",
-    "gpu/test_towers.py",
+    "gpu/test_towers.py", "gpu/test_shards.py",
     "gpu/test_autotune.py", "gpu/test_launch.py", "gpu/test_verify.py",
     "integrations/test_liger.py", "integrations/test_parallel.py",
 )
