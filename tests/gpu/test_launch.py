@@ -15,7 +15,7 @@ def arguments(dtype, size, offset):
     """Of `hf_packfree.ops.fused.kernels.swiglu.swiglu`, their memory `offset` elements into its blocks of 16 bytes."""
     torch.manual_seed(size)
     gate, up = (torch.randn(3 * size + offset, device=DEVICE).to(dtype)[offset:] for _ in range(2))
-    return gate, up, torch.zeros(3 * size + offset, device=DEVICE, dtype=dtype)[offset:], 3, size
+    return gate, up, torch.zeros(3 * size + offset, device=DEVICE, dtype=dtype)[offset:], size, 3, size
 
 
 @pytest.mark.parametrize("sizes", [(1, 16, 17, 2048, 15), (2048, 17, 1, 15, 16)], ids=str)
@@ -26,7 +26,7 @@ def test_equals_triton(sizes, monkeypatch):
     monkeypatch.setattr(module, "_compiled", {})
     looked_up, own = [], type(swiglu).run
     monkeypatch.setattr(type(swiglu), "run", lambda *words, **more: looked_up.append(1) or own(*words, **more))
-    constants = {"BLOCK": 512, "num_warps": 4}
+    constants = {"DENSE": True, "BLOCK": 512, "num_warps": 4}
     for again in (False, True):
         for dtype in (torch.bfloat16, torch.float32):
             for size in sizes:
@@ -47,5 +47,5 @@ def test_code_that_assumes_more_is_not_kept(monkeypatch):
     monkeypatch.setattr(module, "_compiled", {})
     monkeypatch.setattr(module, "_ASSUMED", ["tt.divisibility", 8])
     found = arguments(torch.bfloat16, 2048, 0)
-    module.launch(swiglu, (12,), *found, BLOCK=512, num_warps=4)
+    module.launch(swiglu, (12,), *found, DENSE=True, BLOCK=512, num_warps=4)
     assert found[2].any() and not module._compiled

@@ -35,14 +35,22 @@ class Layers:
         self.weights, self.inner = Weights(tensors[: layout.layers], layout.made, layout.heights), inner
         self.low_rank = LowRank(layout, tensors) if layout.owners else None
 
-    def forward(self, x: Tensor, batch_invariant: bool) -> list[Tensor]:
+    def spare_columns(self, x: Tensor) -> int:
+        """Return K: who makes x as the first columns of [..., D + K], and gives that to `forward`, saves a copy of x there."""
+        return 0 if self.low_rank is None else self.low_rank.columns(x)
+
+    def forward(self, x: Tensor, batch_invariant: bool, wider: Tensor | None = None) -> list[Tensor]:
         """Return the outputs [..., F] of x [..., D]; `batch_invariant` is not promised of layers with adapters."""
         if self.low_rank is None:
             return self._without_adapters(x, batch_invariant)
         rows = x.flatten(0, -2)
         self.inner = self.low_rank.inner(rows)
-        inner = cat(self.inner, 1)
-        beside = cat([rows, inner], 1) if inner.dtype == rows.dtype else None
+        inner, beside = cat(self.inner, 1), None
+        if wider is not None and wider.shape != x.shape:
+            beside = wider.flatten(0, -2)
+            beside[:, rows.shape[1] :] = inner
+        elif inner.dtype == rows.dtype:
+            beside = cat([rows, inner], 1)
         outs = [self._adapted(rows, inner, beside, i) for i in range(len(self.weights))]
         return [out.view(*x.shape[:-1], -1) for out in outs]
 

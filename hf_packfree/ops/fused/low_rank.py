@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout, linear
 
-from hf_packfree.ops.fused.mixed import cat, products_of
+from hf_packfree.ops.fused.mixed import Plain, cat, products_of
 from hf_packfree.ops.fused.weights import Made, Weight, whole
 
 
@@ -167,6 +167,13 @@ class LowRank:
             products_of(x, reading.dtype).inner(reading.of(x), self._downs(reading), reading.scale)
             for reading in self.layout.readings
         ]
+
+    def columns(self, x: Tensor) -> int:
+        """Return how many columns `inner` has in all, or 0 where their dtype is not that of x."""
+        found = [(products_of(x, reading.dtype), reading) for reading in self.layout.readings]
+        if any(products is Plain and reading.dtype != x.dtype for products, reading in found):
+            return 0
+        return sum(products.parts * reading.rank * len(reading.adapters) for products, reading in found)
 
     def outer_factor(self, layer: int, like: Tensor) -> Tensor | None:
         """Return w [F, K]: the layer's adapters add h w', with h the first K columns of all that is inner; None: nothing."""

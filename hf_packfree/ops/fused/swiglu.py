@@ -67,9 +67,10 @@ class _SwiGLU(Operation):
         count = layouts[0].tensors
         inputs, output = Layers(layouts[0], tensors[:count]), Layers(layouts[1], tensors[count:])
         a, b = inputs.forward(x, batch_invariant)
-        gated = torch.empty_like(a)
-        _run(swiglu, a, b, gated)
-        (y,) = output.forward(gated, batch_invariant)
+        wider = a.new_empty(*a.shape[:-1], a.shape[-1] + output.spare_columns(a))
+        gated = wider[..., : a.shape[-1]]
+        _run(swiglu, a, b, gated, gated.stride(-2), DENSE=gated.is_contiguous())
+        (y,) = output.forward(gated, batch_invariant, wider)
         source, weight, eps = norm or (x, None, 0.0)
         needed = any(ctx.needs_input_grad[4 : 4 + count])
         ctx.save_for_backward(source if needed else None, weight, a, b, *tensors, *inputs.inner, *output.inner)
@@ -100,8 +101,9 @@ class _SwiGLU(Operation):
             return d_x, None, None, None, *d_inputs, *last.of_tensors(gated.flatten(0, -2), needed[first:])
 
 
-def _run(kernel: Any, a: Tensor, *others: Tensor) -> None:
-    launch(kernel, (-(-a.numel() // _BLOCK),), a, *others, a.numel() // a.shape[-1], a.shape[-1], BLOCK=_BLOCK, num_warps=8)
+def _run(kernel: Any, a: Tensor, b: Tensor, out: Tensor, *others: Any, **constants: bool) -> None:
+    sizes = a.numel() // a.shape[-1], a.shape[-1]
+    launch(kernel, (-(-a.numel() // _BLOCK),), a, b, out, *others, *sizes, **constants, BLOCK=_BLOCK, num_warps=8)
 
 
 __all__ = ["swiglu_mlp"]

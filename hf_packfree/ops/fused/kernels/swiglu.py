@@ -20,13 +20,14 @@ def _product(a, b, s, dtype):
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def swiglu(gate, up, out, tokens, width, BLOCK: tl.constexpr):
-    """out [T, F] = silu(gate) * up.  Grid: blocks of BLOCK elements."""
+def swiglu(gate, up, out, out_stride, tokens, width, DENSE: tl.constexpr, BLOCK: tl.constexpr):
+    """out [T, F] = silu(gate) * up, rows of `out_stride` elements unless DENSE.  Grid: blocks of BLOCK elements."""
     offset, mask = _offsets(tokens, width, BLOCK)
     a = tl.load(gate + offset, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(up + offset, mask=mask, other=0.0).to(tl.float32)
     dtype = out.dtype.element_ty
-    tl.store(out + offset, _product(a, b, tl.sigmoid(a), dtype).to(dtype), mask=mask)
+    place = offset if DENSE else offset // width * out_stride + offset % width
+    tl.store(out + place, _product(a, b, tl.sigmoid(a), dtype).to(dtype), mask=mask)
 
 
 @triton.jit(do_not_specialize=["tokens"])
