@@ -6,11 +6,12 @@ import argparse
 import os
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from hf_packfree.cli import show
 from hf_packfree.cli.options import BROKEN, FINE, LEAK, MOST_TOKENS, check_folder, check_picture
-from hf_packfree.errors import LeakDetected, UnsupportedInput
+from hf_packfree.errors import LeakDetected, MissingHead, UnsupportedInput
 
 
 def doctor(options: argparse.Namespace) -> int:
@@ -144,10 +145,15 @@ def mtp(options: argparse.Namespace) -> int:
         raise UnsupportedInput(
             "found one of two options that belong together; wanted --copy-from with --to, and --accept with --text; give both"
         )
+    if options.accept and options.to is not None:
+        raise UnsupportedInput("found --accept with --copy-from; wanted one of them; copy first, then try the new folder")
     if options.accept:
         return _accept(options)
     with show.spinner(f"reading {options.checkpoint}", options.json), show.quiet_libraries():
-        report = copy_head(options.copy_from, options.checkpoint, options.to) if options.to else examine(options.checkpoint)
+        if options.to is None:
+            report = examine(options.checkpoint)
+        else:
+            report = copy_head(options.copy_from, options.checkpoint, check_folder(options.to, "--to"))
     if options.json:
         show.as_json(report.as_dict())
     else:
@@ -160,22 +166,44 @@ def _accept(options: argparse.Namespace) -> int:
     from transformers import AutoTokenizer
 
     from hf_packfree.mtp.accept import accepted_drafts
+    from hf_packfree.mtp.files import examine
     from hf_packfree.patching import apply_patches
     from hf_packfree.verify.model_source import build_model
 
-    if not options.text.is_file():
-        raise UnsupportedInput(f"found no file {str(options.text)!r}; wanted prompts, one in a line; check the name")
-    lines = [line for line in options.text.read_text().splitlines() if line.strip()]
+    lines = _prompts(options.text)
     with show.spinner(f"generating with {options.checkpoint}", options.json), show.quiet_libraries():
+        if not examine(options.checkpoint).tensors:  # before all weights are read
+            raise MissingHead(
+                f"found no tensor of a multi-token prediction head in {options.checkpoint}; wanted one to try; packfree mtp "
+                f"{options.checkpoint} --copy-from BASE --to OUT puts the base model's there"
+            )
         model = apply_patches(build_model(options.checkpoint, device=_device(options.device)), mtp="keep").eval()
         tokenizer: Any = AutoTokenizer.from_pretrained(options.checkpoint)
-        prompts = [torch.tensor(tokenizer(line)["input_ids"], device=_device(options.device)) for line in lines]
+        ids = [tokenizer(line)["input_ids"] for line in lines]
+        prompts = [torch.tensor(one, dtype=torch.int64, device=_device(options.device)) for one in ids]
         found = accepted_drafts(model, prompts, new_tokens=options.new_tokens, depth=options.depth)
     if options.json:
         show.as_json(found.as_dict())
     else:
         show.say(str(found))
     return FINE
+
+
+def _prompts(path: Path) -> list[str]:
+    """Return a file's lines that are not empty.
+
+    Raises:
+        UnsupportedInput: there is no such file, or it holds no text.
+    """
+    if not path.is_file():
+        raise UnsupportedInput(f"found no file {str(path)!r}; wanted prompts, one in a line; check the name")
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except ValueError as error:
+        raise UnsupportedInput(f"found {str(path)!r}, which is no text ({error}); wanted UTF-8; save it as that") from error
+    if not lines:
+        raise UnsupportedInput(f"found no line of text in {str(path)!r}; wanted prompts, one in a line; write some")
+    return lines
 
 
 def demo(options: argparse.Namespace) -> int:

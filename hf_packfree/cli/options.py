@@ -168,8 +168,12 @@ def check_picture(path: Path) -> None:
     _refuse("--png", str(path), faults, wanted)
 
 
-def check_folder(text: str) -> Path:
+def check_folder(text: str, option: str = "--out") -> Path:
     """Return the path of a folder that exists or will be made.
+
+    Args:
+        text: what was given.
+        option: for what.
 
     Raises:
         UnsupportedInput: neither is possible.
@@ -182,7 +186,7 @@ def check_folder(text: str) -> Path:
         f"below {str(nearest)!r}, which is no folder": not os.path.isdir(nearest),
         "which cannot be written": not os.access(nearest, os.W_OK),
     }
-    _refuse("--out", text, faults, "a folder that can be written or made")
+    _refuse(option, text, faults, "a folder that can be written or made")
     return path
 
 

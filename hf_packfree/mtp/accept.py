@@ -53,7 +53,7 @@ def accepted_drafts(model: Any, prompts: Sequence[Tensor], *, new_tokens: int = 
         depth: drafts per round; beyond the head's layers it runs again on its own output.
 
     Raises:
-        UnsupportedInput: the model has no head, or nothing was generated.
+        UnsupportedInput: the model has no head, a prompt no token, or no text is longer than a round's drafts.
     """
     if getattr(model, "mtp", None) is None:
         raise UnsupportedInput(
@@ -62,11 +62,16 @@ def accepted_drafts(model: Any, prompts: Sequence[Tensor], *, new_tokens: int = 
         )
     accepted: list[int] = []
     for prompt in prompts:
+        if prompt.numel() == 0:
+            raise UnsupportedInput("found a prompt without tokens; wanted one at least; check the text and tokenizer")
         ids = prompt[None]
         text = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False)
         accepted += rounds_over(model, text, len(prompt), depth)
     if not accepted:
-        raise UnsupportedInput("found no round of drafts in what the model wrote; wanted two new tokens; give more new_tokens")
+        raise UnsupportedInput(
+            f"found no text with more new tokens than the {depth} drafts of a round; wanted one; give more new_tokens, or less "
+            "depth"
+        )
     shares = tuple(sum(found > place for found in accepted) / len(accepted) for place in range(depth))
     return Acceptance(depth, len(accepted), sum(accepted) / len(accepted), shares)
 

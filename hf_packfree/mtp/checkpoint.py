@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import modeling_utils
 from transformers.utils.hub import cached_file
 
-from hf_packfree.errors import MissingHead
+from hf_packfree.errors import MissingHead, in_short
 
 PREFIX = "mtp."
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -96,12 +96,12 @@ class HeadTensors:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of one tensor."""
-        with safe_open(self.files[name], framework="pt") as file:
+        with opened(self.files[name]) as file:
             return tuple(file.get_slice(name).get_shape())
 
     def tensor(self, name: str) -> Tensor:
         """Return one tensor as it is."""
-        with safe_open(self.files[name], framework="pt") as file:
+        with opened(self.files[name]) as file:
             tensor: Tensor = file.get_tensor(name)
             return tensor
 
@@ -164,11 +164,11 @@ def head_tensors(checkpoint: str) -> HeadTensors:
         checkpoint: a folder, or a hub id, whose files are downloaded as transformers does.
 
     Raises:
-        MissingHead: it holds no safetensors.
+        MissingHead: it holds no safetensors, or damaged ones.
     """
     index = file_of(checkpoint, INDEX)
     if index is not None:
-        parts: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        parts: dict[str, str] = read_index(index)["weight_map"]
         wanted = {name: part for name, part in parts.items() if name.startswith(PREFIX)}
         files = {part: file_of(checkpoint, part) for part in set(wanted.values())}
         if gone := sorted(part for part, file in files.items() if file is None):
@@ -184,8 +184,44 @@ def head_tensors(checkpoint: str) -> HeadTensors:
             "checkpoint that the model came from, to read the multi-token prediction head; name one: "
             "mtp=MTPOptions(checkpoint=...), or start from random weights: mtp=MTPOptions(from_scratch=True)"
         )
-    with safe_open(single, framework="pt") as file:
+    with opened(single) as file:
         return HeadTensors(checkpoint, {name: single for name in file.keys() if name.startswith(PREFIX)})
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """Open a safetensors file.
+
+    Raises:
+        MissingHead: it is damaged, or lacks a tensor that the index says it has.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise _damaged(path, error) from error
+
+
+def read_index(path: Path) -> dict[str, Any]:
+    """Return an index of files.
+
+    Raises:
+        MissingHead: it is damaged.
+    """
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        if not isinstance(found["weight_map"], dict):
+            raise TypeError("weight_map is no table")
+    except (ValueError, KeyError, TypeError) as error:
+        raise _damaged(path, error) from error
+    return found
+
+
+def _damaged(path: Path, error: Exception) -> MissingHead:
+    return MissingHead(
+        f"found {path} damaged ({in_short(error)}); wanted safetensors whole, with the tensors that their index names; "
+        "download the checkpoint again"
+    )
 
 
 def file_of(checkpoint: str, name: str) -> Path | None:

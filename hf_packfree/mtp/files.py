@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModel
 
 from hf_packfree.errors import MissingHead, UnsupportedInput, UnsupportedModel, in_short
-from hf_packfree.mtp.checkpoint import INDEX, SINGLE, HeadTensors, Shapes, head_tensors
+from hf_packfree.mtp.checkpoint import INDEX, SINGLE, HeadTensors, Shapes, head_tensors, opened, read_index
 from hf_packfree.mtp.head import MTPHead, shapes_of
 
 DEPTHS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
@@ -140,9 +139,9 @@ def _write(source: Path, target: Path, tensors: HeadTensors) -> None:
 def _index_of(folder: Path) -> dict[str, Any]:
     """Return a checkpoint's index, or that of its only file."""
     if (folder / INDEX).is_file():
-        index: dict[str, Any] = json.loads((folder / INDEX).read_text())
+        index = read_index(folder / INDEX)
         return index | {"metadata": {"total_size": 0} | index.get("metadata", {})}
-    with safe_open(folder / SINGLE, framework="pt") as file:
+    with opened(folder / SINGLE) as file:
         names = list(file.keys())
     with open(folder / SINGLE, "rb") as raw:
         header = 8 + int.from_bytes(raw.read(8), "little")

@@ -177,7 +177,55 @@ def test_a_model_without_a_head_is_refused():
         accepted_drafts(tiny().eval(), [torch.tensor([3, 4])])
 
 
-def test_prompts_that_are_no_file_are_a_sentence(capsys, tmp_path):
-    assert main(["mtp", "somewhere", "--accept", "--text", str(tmp_path / "prompts.txt")]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and "found no file" in err and "wanted prompts, one in a line" in " ".join(err.split())
+def test_a_prompt_without_tokens_is_refused():
+    with pytest.raises(UnsupportedInput, match="found a prompt without tokens"):
+        accepted_drafts(build().eval(), [torch.tensor([], dtype=torch.int64)])
+
+
+def test_texts_shorter_than_a_round_are_refused():
+    with pytest.raises(UnsupportedInput, match="found no text with more new tokens than the 9 drafts of a round"):
+        accepted_drafts(build().eval(), [torch.tensor([3, 4])], new_tokens=4, depth=9)
+
+
+class TestAnswersAreSentences:
+    def answer(self, capsys, *options):
+        code = main(["mtp", *map(str, options)])
+        out, err = capsys.readouterr()
+        assert out == "" and "Traceback" not in err
+        return code, " ".join(err.split())
+
+    @pytest.mark.parametrize(("text", "said"), [
+        (None, "found no file"), (b"\n \n", "found no line of text"), (b"\xff\xfe\x00", "which is no text"),
+    ])
+    def test_prompts_that_are_none(self, text, said, capsys, tmp_path):
+        if text is not None:
+            (tmp_path / "prompts.txt").write_bytes(text)
+        code, answer = self.answer(capsys, "somewhere", "--accept", "--text", tmp_path / "prompts.txt")
+        assert code == 2 and said in answer
+
+    def test_a_checkpoint_without_a_head_is_not_tried(self, capsys, tmp_path):
+        tiny().save_pretrained(tmp_path)
+        (tmp_path / "prompts.txt").write_text("w3")
+        code, answer = self.answer(capsys, tmp_path, "--accept", "--text", tmp_path / "prompts.txt")
+        assert code == 2 and "found no tensor of a multi-token prediction head" in answer and "--copy-from BASE" in answer
+
+    @pytest.mark.parametrize(("place", "said"), [("", "which names nothing"), ("file/below", "which is no folder")])
+    def test_a_place_that_cannot_be_written(self, place, said, capsys, tmp_path):
+        (tmp_path / "file").write_text("")
+        code, answer = self.answer(capsys, tmp_path, "--copy-from", "base", "--to", tmp_path / place if place else place)
+        assert code == 2 and "found --to" in answer and said in answer
+
+    def test_two_things_at_once(self, capsys, tmp_path):
+        code, answer = self.answer(capsys, "a", "--accept", "--text", "b", "--copy-from", "c", "--to", "d")
+        assert code == 2 and "found --accept with --copy-from" in answer
+
+    @pytest.mark.parametrize(("name", "content"), [
+        ("model.safetensors", b""), ("model.safetensors", b"version https://git-lfs.github.com/spec/v1"),
+        ("model.safetensors.index.json", b"{"), ("model.safetensors.index.json", b"[]"),
+        ("model.safetensors.index.json", b'{"weight_map": {"mtp.fc.weight": "model.safetensors"}}'),
+    ], ids=["empty", "pointer", "index cut", "no index", "index of others"])
+    def test_damaged_files(self, name, content, capsys, tmp_path):
+        tiny().save_pretrained(tmp_path)
+        (tmp_path / name).write_bytes(content)
+        code, answer = self.answer(capsys, tmp_path)
+        assert code == 2 and f"{name.removesuffix('.index.json')}" in answer and "damaged" in answer
