@@ -71,12 +71,13 @@ def test_kept_and_written_again_byte_for_byte(family, layout, names, tmp_path):
     assert load(tmp_path / "after").config.mtp_num_hidden_layers == 1
 
 
-def test_a_vision_language_checkpoint(tmp_path):
+@pytest.mark.parametrize(("family", "names"), [("qwen3_5", DENSE), ("qwen3_5_moe", FUSED)])
+def test_a_vision_language_checkpoint(family, names, tmp_path):
     """The head's names begin at the top, as published, and the text model's configuration speaks of it."""
-    model = apply_patches(tiny_vision("qwen3_5").bfloat16(), mtp=MTPOptions(from_scratch=True))
+    model = apply_patches(tiny_vision(family).bfloat16(), mtp=MTPOptions(from_scratch=True))
     model.save_pretrained(tmp_path / "before")
     before = tensors(tmp_path / "before")
-    assert of_head(before).keys() == DENSE and all(name.split(".")[0] in ("mtp", "model", "lm_head") for name in before)
+    assert fused(of_head(before)).keys() == names and all(name.split(".")[0] in ("mtp", "model", "lm_head") for name in before)
     again = AutoModelForImageTextToText.from_pretrained(tmp_path / "before")
     assert again.config.text_config.mtp_num_hidden_layers == 1
     apply_patches(again, mtp="keep").save_pretrained(tmp_path / "after")

@@ -163,6 +163,10 @@ class TestPeft:
         assert len(found) == 15 and all("modules_to_save" in name for name in found)
         model.save_pretrained(tmp_path)
         assert len([name for name in load_file(tmp_path / "adapter_model.safetensors") if "mtp." in name]) == 15
+        with torch.no_grad():
+            model.base_model.model.mtp.modules_to_save["default"].fc.weight.fill_(0.5)
+        merged = model.merge_and_unload().state_dict()
+        assert len(of_head(merged)) == 15 and bool((merged["mtp.fc.weight"] == 0.5).all()), "what was trained"
 
 
 class TestVisionLanguage:
@@ -171,10 +175,10 @@ class TestVisionLanguage:
         model(**batch.inputs, **media_arguments(batch.documents, batch.pixels), labels=labels).loss.backward()
         return of_head(gradients(model)), model.mtp.training_calls.take()
 
-    @pytest.mark.parametrize("form", ["packed", "padded"])
-    def test_images_are_embedded_as_they_are(self, form):
+    @pytest.mark.parametrize(("family", "form"), [("qwen3_5", "packed"), ("qwen3_5", "padded"), ("qwen3_5_moe", "packed")])
+    def test_images_are_embedded_as_they_are(self, family, form):
         """A row against every document alone; a placeholder's embedding instead of its features gives another loss."""
-        model = slow_decay(apply_patches(tiny_vision("qwen3_5"), mtp=OPTIONS))
+        model = slow_decay(apply_patches(tiny_vision(family), mtp=OPTIONS))
         given = media_documents(model.model)
         batch = packed_batch("4 rows", given, model.model) if form == "packed" else padded_batch("right", given)
         labels = torch.full_like(batch.inputs["input_ids"], -100)
