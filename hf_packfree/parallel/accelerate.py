@@ -38,7 +38,8 @@ class _Seam:
 
         def prepare_cp(self: Any, *args: Any) -> Any:
             models = [one for one in args if isinstance(one, nn.Module)]
-            ours = any(map(cuts_its_rows, models)) if models else vars(self).get("_cp_context") is _whole
+            # batches come alone, before the model or, where only evaluation is wanted, without it
+            ours = any(map(cuts_its_rows, models)) if models else vars(self).get("_cp_context", _whole) is _whole
             if not ours:
                 return prepare(self, *args)
             self._cp_context = _whole

@@ -26,7 +26,7 @@ def trained(tmp_path_factory):
 def test_the_trainer_shares_rows(trained, way):
     wanted, *ranks = trained[way]
     if way == "fully_shard":
-        wanted, _, _ = trained["sp_size"]  # trained as plainly
+        wanted, _, _ = trained["resumed"]
     errors = {name: relative_rms(ranks[0]["moved"][name], moved, floor=1e-8) for name, moved in wanted["moved"].items()}
     assert len(errors) == (98 if way == "LoRA" else 56) and max(errors.values()) <= EXACT, errors
     for rank in ranks:

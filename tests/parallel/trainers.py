@@ -22,16 +22,19 @@ from tests.support import documents, tiny
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "context_parallel_trainer.py"
 LENGTHS = [37, 70, 3, 90, 8, 20, 100, 60, 40, 12, 33, 39, 5, 1, 76]
+RESUMED = {"save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch", "adam_epsilon": 1e-2}
 SETTINGS = {
     "example": {},
     "bf16": {"bf16": True},
     "accumulation": {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 1},
     "checkpointing": {"gradient_checkpointing": True, "max_grad_norm": 0.1},
     "LoRA": {},
-    "resumed": {"save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch", "adam_epsilon": 1e-2},
+    "resumed": RESUMED,
     "sp_size": {},
     "offsets": {},
-    "fully_shard": {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["Qwen3_5DecoderLayer"]}},
+    "fully_shard": {
+        "fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["Qwen3_5DecoderLayer"]}, **RESUMED,
+    },
 }
 """By what stands around the model, or is done to it."""
 
@@ -56,14 +59,19 @@ def train(rank: int, folder: str, way: str) -> dict[str, object]:
     trainer = trainer_of(model, Path(folder, str(world), way), way, **shared)
     if way == "offsets":
         return refused(trainer, model) | {"as it was": Accelerator._prepare_cp is prepare}
+    evaluated = []
+    if way == "LoRA":  # a Trainer that only evaluates never prepares its model
+        untrained = model_for(way)
+        evaluated.append(trainer_of(untrained, trainer.args.output_dir, way, **shared).evaluate()["eval_loss"])
+        remove_patches(untrained)
     trainer.train()
-    if way == "resumed":
+    if way in ("resumed", "fully_shard"):
         checkpoint = str(Path(trainer.args.output_dir, "checkpoint-1"))
         trainer = trainer_of(model := model_for(way), trainer.args.output_dir, way, **shared)
         trainer.train(resume_from_checkpoint=checkpoint)
     if way == "accumulation":  # from where it is, with the same Trainer
         trainer.train()
-    evaluated = trainer.evaluate()["eval_loss"]
+    evaluated.append(trainer.evaluate()["eval_loss"])
     now = trainer.accelerator.get_state_dict(trainer.model_wrapped) if way == "fully_shard" else dict(model.named_parameters())
     return {
         "losses": [log["loss"] for log in trainer.state.log_history if "loss" in log], "evaluated": evaluated,
