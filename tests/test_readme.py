@@ -118,8 +118,8 @@ def test_shell_lines_name_what_exists(page, help_of):
         elif words[0] == "packfree":
             known = help_of(words[1])
             assert {word for word in words if word.startswith("--")} <= set(re.findall(r"--[\w-]+", known)), step
-        elif words[:2] == ["python", "-m"] and words[2] != "pytest":
-            assert find_spec(words[2]) is not None, step
+        elif words[0] in ("python", "torchrun") and "-m" in words and "pytest" not in words:
+            assert find_spec(words[words.index("-m") + 1]) is not None, step
         elif words[0] == "torchrun":
             (file,) = (word for word in words if word.endswith(".py"))
             assert (ROOT / file).exists(), step
