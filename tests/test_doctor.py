@@ -12,6 +12,7 @@ import pytest
 from hf_packfree.cli import show
 from hf_packfree.doctor import REQUIREMENTS, Package, Requirement, diagnose, examine, probe, supported_models
 from hf_packfree.doctor.packages import check_hopper, release, without_cuda
+from hf_packfree.doctor.plans import find_plans
 from hf_packfree.errors import UnsupportedModel
 from hf_packfree.models.state import Kernels, PatchState
 from hf_packfree.patching.backends import OPS
@@ -245,6 +246,23 @@ def test_a_model_is_planned_from_its_config_alone(tmp_path):
     type(config)(**config.to_dict()).save_pretrained(tmp_path)
     (plan,) = diagnose(str(tmp_path)).plans
     assert plan.name == f"{tmp_path} (Qwen3_5MoeForCausalLM)" and plan.packed["delta_rule"] == "torch"
+    assert plan.shared == "heads on 2 ranks, else states and keys (gloo)"  # of four query heads and two key heads
+
+
+@pytest.mark.parametrize(
+    ("missing", "shared"),
+    [
+        (("torch.distributed.is_gloo_available", lambda: False), "not here: this torch has no gloo"),
+        (("hf_packfree.parallel.states.SCANS", {}), "heads, else keys (no states on torch) (gloo)"),
+        (None, "heads, else states and keys (gloo)"),
+    ],
+)
+def test_what_ranks_would_exchange(monkeypatch, missing, shared):
+    if missing is not None:
+        monkeypatch.setattr(*missing)
+    plans = {plan.name: plan.shared for plan in find_plans(None, "")}
+    alone = shared if shared.startswith("not") else "heads, else keys (gloo)"
+    assert (plans["qwen3_5"], plans["qwen3_vl"]) == (shared, alone)
 
 
 @pytest.mark.filterwarnings("default")

@@ -96,6 +96,7 @@ def _plans(plans: Sequence[Plan]) -> Table:
         table.add_row(op.replace("_", " "), *(plan.packed.get(op, "") for plan in plans))
     table.add_row("unpacked rows", *(plan.unpacked for plan in plans))
     table.add_row("packed rows of", *(", ".join(plan.media) for plan in plans))
+    table.add_row("rows shared by ranks", *(plan.shared for plan in plans))
     return table
 
 

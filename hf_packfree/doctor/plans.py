@@ -34,6 +34,7 @@ class Plan:
         unpacked: what runs for rows of one document.
         why: {op, or "op in float32": why a faster backend would not run}.
         media: what packed rows may hold: "text", "images", "videos", "audio".
+        shared: what ranks of `context_parallel` would exchange, and over what; or what is missing for it.
         called: {kind of adapter: how many projections it is on}, of adapters that are called as they are, see `PatchReport`.
     """
 
@@ -42,6 +43,7 @@ class Plan:
     unpacked: str
     why: dict[str, str]
     media: tuple[str, ...]
+    shared: str
     called: dict[str, int] = field(default_factory=dict)
 
 
@@ -76,7 +78,27 @@ def _plan(name: str, sizes: dict[str, int] | None, ops: tuple[str, ...], unpacke
 
     state = choose_backends("auto", sizes, ops)
     kernels = state.cuda_half if torch.cuda.is_available() else state.elsewhere
-    return Plan(name, {op: getattr(kernels, op) for op in ops}, unpacked, dict(state.why), media)
+    packed = {op: getattr(kernels, op) for op in ops}
+    return Plan(name, packed, unpacked, dict(state.why), media, _shared(sizes, packed.get("delta_rule")))
+
+
+def _shared(sizes: dict[str, int] | None, rule: str | None) -> str:
+    """Say what ranks that share rows would exchange, with the delta rule on that backend; see `Plan`."""
+    import torch
+    from torch import distributed
+
+    from hf_packfree.parallel.states import SCANS
+
+    over, there = "gloo", distributed.is_available() and distributed.is_gloo_available()
+    if torch.cuda.is_available():
+        over, there = "NCCL", distributed.is_available() and distributed.is_nccl_available()
+    if not there:
+        return f"not here: this torch has no {over}"
+    counts = [] if sizes is None else [sizes[name] for name in ("query_heads", "key_heads") if name in sizes]
+    ranks = [str(count) for count in range(2, max(counts, default=0) + 1) if not any(heads % count for heads in counts)]
+    some = "heads" if sizes is None else f"heads on {', '.join(ranks) or 'no number of'} ranks"
+    instead = "keys" if rule is None else "states and keys" if rule in SCANS else f"keys (no states on {rule})"
+    return f"{some}, else {instead} ({over})"
 
 
 def _plan_of(model: str, unpacked: str) -> Plan:
