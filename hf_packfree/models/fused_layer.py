@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hf_packfree.models.base import Replacement, Sizes, size_of_norm
 from hf_packfree.models.fusable import adds_one, epsilon, swiglu_layers
 from hf_packfree.models.state import state_of
-from hf_packfree.ops.fused import NormOf, add_norm, swiglu_mlp
+from hf_packfree.ops.fused import add_norm, swiglu_mlp
 
 
 class FusedDecoderLayer(Replacement):
@@ -46,7 +46,7 @@ class FusedDecoderLayer(Replacement):
         )
         mixed = mixed[0] if isinstance(mixed, tuple) else mixed  # attention may return its weights too
         normed, x = self._add_norm(x, mixed, self.post_attention_layernorm)
-        return x + self._feed_forward(normed, x)
+        return x + self._feed_forward(normed)
 
     def _mixer(self) -> Any:
         return next(getattr(self, path) for path in state_of(self).mixer_paths if hasattr(self, path))
@@ -59,16 +59,14 @@ class FusedDecoderLayer(Replacement):
         total = x if branch is None else x + branch
         return norm(total), total
 
-    def _feed_forward(self, x: Tensor, total: Tensor) -> Tensor:
-        """Return the MLP's output for x, the norm of `total`; "torch" means upstream's module, or whatever has replaced it."""
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        """Return the MLP's output; "torch" means upstream's module, or whatever has replaced it."""
         state = state_of(self)
         backend = state.kernels_for(x.device, x.dtype).fused
         adapters = not state.batch_invariant
         layers = swiglu_layers(self.mlp, self, x, adapters=adapters) if backend != "torch" else None
         if layers is not None:
-            norm = self.post_attention_layernorm
-            again = NormOf(total, norm.weight, epsilon(norm)) if adds_one(norm, self) else None
-            return swiglu_mlp(x, *layers, norm=again, batch_invariant=state.batch_invariant, backend=backend)
+            return swiglu_mlp(x, *layers, batch_invariant=state.batch_invariant, backend=backend)
         out: Tensor | tuple[Tensor, ...] = self.mlp(x)
         return out[0] if isinstance(out, tuple) else out  # experts may return their router's logits too
 

@@ -107,6 +107,15 @@ def test_keeps_the_input_and_its_low_rank_products():
     assert sorted(tensor.shape for tensor in kept if tensor.dtype == torch.bfloat16) == sorted([x.shape, (200, D), (40, D)])
 
 
+def test_frozen_layers_without_adapters_keep_no_input():
+    (x,), made, kept = tensors((1, T, D)), layers((), ()), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.shape) or tensor, lambda tensor: tensor):
+        outs = projections(x, *made, backend="triton")
+    assert kept == [weight.shape for weight in made]
+    (d_x,) = torch.autograd.grad(sum(out.sum() for out in outs), x)
+    assert relative_rms(d_x, sum(weight.sum(0) for weight in made).expand_as(x)) < 1e-12
+
+
 @pytest.mark.parametrize("of_adapters", [torch.float32, torch.bfloat16])
 def test_half_precision_is_no_farther_from_exact_than_the_reference(of_adapters):
     (x,) = tensors((1, T, D), dtype=torch.bfloat16)

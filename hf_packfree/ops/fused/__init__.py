@@ -8,7 +8,7 @@ Shapes: T tokens of the row, D channels, H heads.
 from __future__ import annotations
 
 from hf_packfree.ops.backend import Backend, needs_triton
-from hf_packfree.ops.fused.add_norm import NormOf, add_layer_norm, add_norm
+from hf_packfree.ops.fused.add_norm import add_layer_norm, add_norm
 from hf_packfree.ops.fused.gated_norm import gated_rms_norm
 from hf_packfree.ops.fused.gates import gates
 from hf_packfree.ops.fused.layers import projections
@@ -23,6 +23,6 @@ RECOMPUTES = ("triton",)
 """The backends whose ops with a `projection` recompute its input in the backward pass instead of keeping it."""
 
 __all__ = [
-    "BACKENDS", "NormOf", "RECOMPUTES", "add_layer_norm", "add_norm", "gated_rms_norm", "gates", "norm_rope", "output_gate",
+    "BACKENDS", "RECOMPUTES", "add_layer_norm", "add_norm", "gated_rms_norm", "gates", "norm_rope", "output_gate",
     "projections", "qkv_rope", "swiglu_mlp",
 ]

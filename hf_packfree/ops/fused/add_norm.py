@@ -23,11 +23,32 @@ _PREFETCH, _PREFETCH_BYTES = 2, 8192  # rows loaded ahead, and the longest for w
 
 
 class NormOf(NamedTuple):
-    """What `add_norm` computed a norm from, for an op that computes it again instead of keeping it."""
+    """What a norm was computed from, for an op that reads it and computes it again instead of keeping it."""
 
     total: Tensor
     weight: Tensor
     eps: float
+
+    def again(self) -> Tensor:
+        """Return the norm that "triton" computed, bit for bit."""
+        from hf_packfree.ops.fused.kernels.norms import add_norm
+
+        (total, weight, eps), normed, size = self, torch.empty_like(self.total), self.total.shape[-1]
+        grid = (total.numel() // size,)
+        launch(add_norm, grid, total, None, weight, None, total, normed, size, eps, ADDS=False, **_blocks(size))
+        return normed
+
+
+def remember(normed: Tensor, of: NormOf) -> None:
+    """Note on the norm itself what it was computed from, so that every op that reads it finds out, whatever is in between."""
+    if torch.is_grad_enabled():
+        normed.packfree_norm = normed._version, of  # type: ignore[attr-defined]
+
+
+def norm_of(x: Tensor) -> NormOf | None:
+    """Return what x is the norm of, if that was noted and nothing has written over x since."""
+    version, of = getattr(x, "packfree_norm", (None, None))
+    return of if of is not None and version == x._version else None
 
 
 def add_norm(
@@ -51,7 +72,9 @@ def add_norm(
         BackendUnavailable: no backend has that name.
     """
     if uses_triton("residual and norm", backend):
-        return _AddNorm.apply(x, branch, weight, None, eps)  # type: ignore[no-any-return]
+        normed, total = _AddNorm.apply(x, branch, weight, None, eps)
+        remember(normed, NormOf(total, weight, eps))
+        return normed, total
     return add_norm_reference(x, branch, weight, eps)
 
 
@@ -121,16 +144,6 @@ class _AddNorm(Operation):
         return d_x, d_branch, d_weight, d_bias, None
 
 
-def norm_again(norm: NormOf) -> Tensor:
-    """Return the norm that "triton" computed, bit for bit."""
-    from hf_packfree.ops.fused.kernels.norms import add_norm
-
-    (total, weight, eps), normed = norm, torch.empty_like(norm.total)
-    size = total.shape[-1]
-    launch(add_norm, (total.numel() // size,), total, None, weight, None, total, normed, size, eps, ADDS=False, **_blocks(size))
-    return normed
-
-
 def _gradients(
     total: Tensor, weight: Tensor, d_normed: Tensor, d_total: Tensor | None, eps: float, needed: Sequence[bool], centered: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -157,4 +170,4 @@ def _blocks(size: int) -> dict[str, int]:
     return {"WIDTH": width, "num_warps": min(max(width // 512, 1), 16)}
 
 
-__all__ = ["NormOf", "add_layer_norm", "add_layer_norm_reference", "add_norm", "add_norm_reference", "norm_again"]
+__all__ = ["NormOf", "add_layer_norm", "add_layer_norm_reference", "add_norm", "add_norm_reference", "norm_of", "remember"]

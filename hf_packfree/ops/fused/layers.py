@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from hf_packfree.ops.backend import HALF, uses_triton
+from hf_packfree.ops.fused.add_norm import NormOf, norm_of
 from hf_packfree.ops.fused.linear import NARROW, autocast_as_in_forward, linear_forward, narrow_linear
 from hf_packfree.ops.fused.low_rank import Layer, Layout, LowRank, layer_reference, take_apart
 from hf_packfree.ops.fused.mixed import cat
@@ -151,28 +152,48 @@ def projections(x: Tensor, *layers: Layer, batch_invariant: bool = False, backen
     """
     if uses_triton("projections", backend):
         layout, tensors = take_apart(layers)
-        return _Projections.apply(layout, batch_invariant, x, *tensors)  # type: ignore[no-any-return]
+        return _Projections.apply(layout, batch_invariant, norm_of(x), x, *tensors)  # type: ignore[no-any-return]
     return tuple(layer_reference(x, layer) for layer in layers)
 
 
 class _Projections(Operation):
     @staticmethod
-    def forward(ctx: Any, layout: Layout, batch_invariant: bool, x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, layout: Layout, batch_invariant: bool, norm: NormOf | None, x: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         layers = Layers(layout, tensors)
         outs = layers.forward(x, batch_invariant)
-        ctx.save_for_backward(x if any(ctx.needs_input_grad[3:]) else None, *tensors, *layers.inner)
-        ctx.layout = layout
+        ctx.save_for_backward(*kept_input(x, norm, ctx.needs_input_grad[4:]), *tensors, *layers.inner)
+        ctx.layout, ctx.eps = layout, norm.eps if norm else None
         return tuple(outs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *d_outs: Tensor) -> tuple[Tensor | None, ...]:
-        (x, *saved), layout = ctx.saved_tensors, ctx.layout
-        needs_x, *needed = ctx.needs_input_grad[2:]
+        (x, weight, *saved), layout = ctx.saved_tensors, ctx.layout
+        needs_x, *needed = ctx.needs_input_grad[3:]
         with autocast_as_in_forward(d_outs[0]):
             backward = Layers(layout, saved[: layout.tensors], saved[layout.tensors :]).backward(d_outs)
             d_x = backward.of_input().view(*d_outs[0].shape[:-1], -1) if needs_x else None
-            return None, None, d_x, *backward.of_tensors(None if x is None else x.flatten(0, -2), needed)
+            return None, None, None, d_x, *backward.of_tensors(input_again(x, weight, ctx.eps), needed)
+
+
+def kept_input(x: Tensor, norm: NormOf | None, needed: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
+    """Return what layers keep of their input x, the norm of something perhaps, and whether that is to be computed again.
+
+    Nothing where no gradient of a weight or adapter is `needed`; else x, or what the norm is of, with the norm's weight.
+    """
+    if not any(needed):
+        return None, None
+    return (x, None) if norm is None else (norm.total, norm.weight)
+
+
+def input_again(kept: Tensor | None, weight: Tensor | None, eps: float | None) -> Tensor | None:
+    """Return x [T, D] of what `kept_input` returned, with the norm's eps."""
+    if kept is None:
+        return None
+    x = kept if weight is None or eps is None else NormOf(kept, weight, eps).again()
+    return x.flatten(0, -2)
 
 
 def _groups(heights: Sequence[int]) -> list[slice]:

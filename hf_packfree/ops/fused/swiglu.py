@@ -14,8 +14,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
 from hf_packfree.ops.backend import uses_triton
-from hf_packfree.ops.fused.add_norm import NormOf, norm_again
-from hf_packfree.ops.fused.layers import Layers
+from hf_packfree.ops.fused.add_norm import NormOf, norm_of
+from hf_packfree.ops.fused.layers import Layers, input_again, kept_input
 from hf_packfree.ops.fused.linear import autocast_as_in_forward
 from hf_packfree.ops.fused.low_rank import Layer, Layout, layer_reference, take_apart
 from hf_packfree.ops.launch import launch
@@ -25,14 +25,7 @@ _BLOCK = 2048  # elements of a program
 
 
 def swiglu_mlp(
-    x: Tensor,
-    gate: Layer,
-    up: Layer,
-    down: Layer,
-    *,
-    norm: NormOf | None = None,
-    batch_invariant: bool = False,
-    backend: str = "torch",
+    x: Tensor, gate: Layer, up: Layer, down: Layer, *, batch_invariant: bool = False, backend: str = "torch"
 ) -> Tensor:
     """Return (silu(x gate') * (x up')) down' (Shazeer, arXiv:2002.05202), each factor rounded as upstream's MLP does.
 
@@ -40,7 +33,6 @@ def swiglu_mlp(
         x: [..., D], any floating dtype.
         gate, up: [F, D], in x's dtype, or that with adapters, see `hf_packfree.ops.fused.low_rank`.
         down: [D, F], likewise.
-        norm: what x is the norm of, if anything: "triton" then computes it again in the backward pass and does not keep x.
         batch_invariant: with "triton", a token gets the same result in a row of any length, see `hf_packfree.ops.fused.linear`;
             without adapters.
         backend: "triton" or "torch".
@@ -53,7 +45,7 @@ def swiglu_mlp(
     """
     if uses_triton("swiglu", backend):
         (inputs, first), (output, last) = take_apart((gate, up)), take_apart((down,))
-        return _SwiGLU.apply(x, norm, (inputs, output), batch_invariant, *first, *last)  # type: ignore[no-any-return]
+        return _SwiGLU.apply(x, norm_of(x), (inputs, output), batch_invariant, *first, *last)  # type: ignore[no-any-return]
     return layer_reference(silu(layer_reference(x, gate)) * layer_reference(x, up), down)
 
 
@@ -71,10 +63,9 @@ class _SwiGLU(Operation):
         gated = wider[..., : a.shape[-1]]
         _run(swiglu, a, b, gated, gated.stride(-2), DENSE=gated.is_contiguous())
         (y,) = output.forward(gated, batch_invariant, wider)
-        source, weight, eps = norm or (x, None, 0.0)
-        needed = any(ctx.needs_input_grad[4 : 4 + count])
-        ctx.save_for_backward(source if needed else None, weight, a, b, *tensors, *inputs.inner, *output.inner)
-        ctx.layouts, ctx.inner, ctx.eps = layouts, len(inputs.inner), eps
+        source = kept_input(x, norm, ctx.needs_input_grad[4 : 4 + count])
+        ctx.save_for_backward(*source, a, b, *tensors, *inputs.inner, *output.inner)
+        ctx.layouts, ctx.inner, ctx.eps = layouts, len(inputs.inner), norm.eps if norm else None
         return y
 
     @staticmethod
@@ -82,7 +73,7 @@ class _SwiGLU(Operation):
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
         from hf_packfree.ops.fused.kernels.swiglu import swiglu_backward
 
-        (x, weight, a, b, *saved), layouts = ctx.saved_tensors, ctx.layouts
+        (source, weight, a, b, *saved), layouts = ctx.saved_tensors, ctx.layouts
         first, count = layouts[0].tensors, layouts[0].tensors + layouts[1].tensors
         inner, tensors = saved[count:], saved[:count]
         inputs = Layers(layouts[0], tensors[:first], inner[: ctx.inner])
@@ -95,9 +86,7 @@ class _SwiGLU(Operation):
             _run(swiglu_backward, a, b, gated, d_a, d_b)  # overwrites the gradient of the gated product with the product
             backward = inputs.backward((d_a, d_b))
             d_x = backward.of_input().view(*a.shape[:-1], -1) if needs_d_x else None
-            if x is not None and weight is not None:
-                x = norm_again(NormOf(x, weight, ctx.eps))
-            d_inputs = backward.of_tensors(None if x is None else x.flatten(0, -2), needed[:first])
+            d_inputs = backward.of_tensors(input_again(source, weight, ctx.eps), needed[:first])
             return d_x, None, None, None, *d_inputs, *last.of_tensors(gated.flatten(0, -2), needed[first:])
 
 

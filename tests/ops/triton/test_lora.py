@@ -99,7 +99,7 @@ def test_keeps_no_more_than_full_training_and_the_products_with_a():
     full = kept_beside_parameters(tiny().bfloat16().train())
     kept, few = map(kept_with_adapters, ("all-linear", ["q_proj", "v_proj"]))
     assert kept == size(full) - 4 * tokens * width, "upstream's last norm keeps one fp32 tensor less where it is frozen"
-    assert kept - few == 2 * tokens * 3 * width, "three mixers' input, of which one tensor is kept where no layer has adapters"
+    assert kept == few, "no norm of the residual stream is kept for the gradients of A"
 
 
 def kept_with_adapters(targets):

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from hf_packfree.ops.fused import NormOf, add_norm, gated_rms_norm, output_gate, swiglu_mlp
+from hf_packfree.ops.fused import add_norm, gated_rms_norm, output_gate, projections, swiglu_mlp
 from tests.ops.triton.compare import random
 
 T, H, D, F = 37, 3, 24, 20
@@ -23,7 +23,12 @@ def gate_projected(x, z, projection):
 
 def mlp_of_norm(total, norm, gate, up, down):
     x, total = add_norm(total, None, norm, 1e-6, backend="triton")
-    return swiglu_mlp(x, gate, up, down, norm=NormOf(total, norm, 1e-6), backend="triton")
+    return swiglu_mlp(x, gate, up, down, backend="triton")
+
+
+def layers_of_norm(total, norm, first, second):
+    x, total = add_norm(total, None, norm, 1e-6, backend="triton")
+    return sum(projections(x, first, second, backend="triton"))
 
 
 HEADS = ((1, T, H, D), (1, T, H, D), (F, H * D))
@@ -32,6 +37,7 @@ OPS = {
     "output gate": (gate_projected, HEADS, ()),
     "swiglu": (partial(swiglu_mlp, backend="triton"), ((1, T, D), (F, D), (F, D), (D, F)), (T * F, T * F)),
     "swiglu of a norm": (mlp_of_norm, ((1, T, D), (D,), (F, D), (F, D), (D, F)), (T * D, D, T * F, T * F)),
+    "layers of a norm": (layers_of_norm, ((1, T, D), (D,), (F, D), (F, D)), (T * D, D)),
 }
 
 
@@ -48,6 +54,16 @@ def test_keeps_its_inputs_and_not_the_input_of_the_projection(case):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
         op(*leaves)
     assert sorted(sizes) == sorted([*(t.numel() for t in leaves), *kept])
+
+
+def test_a_norm_that_was_written_over_is_kept_as_it_is():
+    total, norm, weight = random((1, T, D), (D,), (F, D))
+    weight.requires_grad_()
+    x, _ = add_norm(total, None, norm, 1e-6, backend="triton")
+    x.mul_(2)
+    (y,) = projections(x, weight, backend="triton")
+    (found,) = torch.autograd.grad(y, weight, y)
+    assert torch.equal(found, y[0].T @ x[0])
 
 
 def test_a_second_backward_pass_has_the_same_bits(case):
