@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_packfree import apply_patches
+from hf_packfree.models.state import Kernels, PatchState
 from hf_packfree.mtp import head, loss, training
 from hf_packfree.packing import PackedSequence
 from tests.mtp import heads
@@ -148,6 +150,32 @@ def test_nothing_but_padding_gives_zero_gradients():
     model, nothing = build(depth=2), torch.zeros(2, 6).long()
     value, found = step(model, {"input_ids": nothing, "attention_mask": nothing, "labels": nothing - 100})
     assert value == 0 and all(float(one.abs().max()) == 0 for one in found.values()) and "mtp.fc.weight" in found
+
+
+class Largest(TorchDispatchMode):
+    """Notes how many elements the largest tensor has that is made."""
+
+    def __init__(self):
+        super().__init__()
+        self.size = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **kwargs or {})
+        made = (one for one in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(one, torch.Tensor))
+        self.size = max(self.size, *(one.numel() for one in made), 0)
+        return out
+
+
+@pytest.mark.parametrize("backend", ["torch", "upstream"])
+def test_logits_of_the_whole_row_are_never_made(backend):
+    tokens, words, width = 4096, 512, 8
+    row, layer = PackedSequence.from_lengths([3000, 1096]), torch.nn.Linear(width, words, bias=False)
+    states = [torch.randn(1, tokens, width, requires_grad=True) for _ in range(2)]
+    targets, state = torch.randint(words, (1, tokens)), PatchState(elsewhere=Kernels(loss=backend))
+    with Largest() as largest:
+        sum(loss.depth_losses(states, targets, row, layer, state, detach=True).sums).backward()
+    assert (largest.size <= tokens * words // 2) == (backend == "torch"), "the control makes them"
+    assert states[1].grad is not None and layer.weight.grad is None
 
 
 def test_accumulation_is_one_big_batch():
