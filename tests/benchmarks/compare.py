@@ -31,9 +31,9 @@ from tests.benchmarks.models import Variant, variant_of
 from tests.benchmarks.run_all import ROOT, source
 from tests.benchmarks.shapes import SHAPES, TOKENS, Shape, batch_lengths, fixed_lengths, log_normal_lengths
 from tests.benchmarks.timing import Clock, Results, name_of, read_lines
-from tests.benchmarks.workloads import LIGER, PACKFREE
 
 TREES = ("before", "after")
+PACKFREE, LIGER = Variant(), Variant(liger="before")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

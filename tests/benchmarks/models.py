@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_packfree import MTPOptions, apply_patches, patch_report
+from hf_packfree import apply_patches, patch_report
 from tests.benchmarks.composed import compose
 from tests.benchmarks.shapes import Shape, configuration
 
@@ -106,14 +106,22 @@ def _put_in(model: nn.Module, shape: Shape, variant: Variant, upstream: Any) -> 
         compose(model)
     if variant.packfree:
         mode = {"batch_invariant": True} if variant.batch_invariant else {}  # a package before 0.2 has no such option
-        head = {"mtp": MTPOptions(from_scratch=True, depth=variant.mtp)} if variant.mtp else {}
-        apply_patches(model, backend=variant.choice(), **mode, **head)
+        apply_patches(model, backend=variant.choice(), **mode, **_head(variant.mtp))
     if variant.liger == "after":
         put_liger_in(model, shape.family)
     if variant.in_4_bits:
         quantise(model)
     if variant.lora:
         put_lora_on(model, variant.lora, variant.dora)
+
+
+def _head(depth: int) -> dict[str, Any]:
+    """Return the option of `apply_patches` for a head of that depth; packages before 0.2 have none."""
+    if not depth:
+        return {}
+    from hf_packfree import MTPOptions
+
+    return {"mtp": MTPOptions(from_scratch=True, depth=depth)}
 
 
 def quantise(model: nn.Module) -> None:
