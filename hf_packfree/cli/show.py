@@ -90,13 +90,15 @@ def diagnosis(found: Diagnosis) -> None:
 
 
 def _plans(plans: Sequence[Plan]) -> Table:
-    """Return a row for each operation, a column for each model; empty where it has none of the kind."""
-    table = _table("What would run", "operation", *(escape(plan.name) for plan in plans))
-    for op in dict.fromkeys(op for plan in plans for op in plan.packed):
-        table.add_row(op.replace("_", " "), *(plan.packed.get(op, "") for plan in plans))
-    table.add_row("unpacked rows", *(plan.unpacked for plan in plans))
-    table.add_row("packed rows of", *(", ".join(plan.media) for plan in plans))
-    table.add_row("rows shared by ranks", *(plan.shared for plan in plans))
+    """Return a row for each model: by which backends its operations run."""
+    columns = ("model", "operations of packed rows", "unpacked rows", "packed rows of", "rows shared by ranks")
+    table = _table("What would run", *columns)
+    for plan in plans:
+        backends: dict[str, list[str]] = {}
+        for op, name in plan.packed.items():
+            backends.setdefault(name, []).append(op.replace("_", " "))
+        runs = "; ".join(f"{name}: {', '.join(ops)}" for name, ops in backends.items())
+        table.add_row(escape(plan.name), runs, plan.unpacked, ", ".join(plan.media), plan.shared)
     return table
 
 
