@@ -48,7 +48,7 @@ class PackFreeCallback(TrainerCallback):
         backend, batch_invariant, unpacked, padded, mtp: as for `apply_patches`, whose errors are raised when the Trainer is
             initialised; an unknown value is refused at once (ValueError).
         context_parallel: "auto": the ranks of `cp_size` or `sp_size` in the Trainer's `parallelism_config`, if there are any,
-            share each row, and accelerate leaves that to the model until training ends; or as for `apply_patches`.
+            share each row, and accelerate leaves that to the model until training ends; or as for `apply_patches`, of them.
         verify_first_batch: on the first packed batch, change the tokens, pixels and sounds of every second document and raise
             `LeakDetected` if the outputs of the others change; costs two forwards, three of a vision-language model.  In a
             process group only the first batch is checked, so that all processes run the same forwards.
@@ -81,10 +81,11 @@ class PackFreeCallback(TrainerCallback):
         """Patch the model, before anything wraps it.
 
         Raises:
-            PatchConflict: the Trainer wants sequence parallelism by DeepSpeed's engine.
+            PatchConflict: the Trainer wants sequence parallelism by DeepSpeed's engine, or gives other ranks the same batches.
         """
-        given = self._context_parallel
-        ranks = trainers_group(getattr(args, "parallelism_config", None)) if isinstance(given, str) else ranks_of(given)
+        given, parallelism = self._context_parallel, getattr(args, "parallelism_config", None)
+        chosen = None if isinstance(given, str) else ranks_of(given)
+        ranks = None if given is None else trainers_group(parallelism, chosen)
         patch(kwargs["model"], replace(self._options, context_parallel=ranks))
         if ranks is not None:
             leave_rows_whole(kwargs["model"])

@@ -12,6 +12,7 @@ from types import MethodType
 from typing import Any
 from weakref import WeakSet
 
+import torch.distributed as dist
 from torch import nn
 
 from hf_packfree.errors import PatchConflict
@@ -91,17 +92,35 @@ def _whole(**buffers: Any) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def trainers_group(parallelism: Any) -> ContextParallel | None:
+def trainers_group(parallelism: Any, given: ContextParallel | None = None) -> ContextParallel | None:
     """Return the group of a Trainer's `parallelism_config`, or None where it wants no context parallelism.
 
     A Trainer that wants sequence parallelism gets context parallelism instead, before it prepares anything: `sp_size` means
     DeepSpeed to accelerate, which cuts rows without their documents.
 
+    Args:
+        parallelism: the Trainer's, or None.
+        given: what the user set; returned if it is the same group.
+
     Raises:
-        PatchConflict: `sp_size` comes with DeepSpeed's engine, or with a number of processes that it does not divide.
+        PatchConflict: `sp_size` comes with DeepSpeed's engine, or with a number of processes that it does not divide; the given
+            group is another one.
     """
-    if parallelism is None:
-        return None
+    found = None if parallelism is None else _of_mesh(parallelism)
+    if given is None or given.world == 1:
+        return given or found
+    ours, theirs = (None if one is None else dist.get_process_group_ranks(one.group) for one in (given, found))
+    if ours != theirs:
+        raise PatchConflict(
+            f"found context_parallel with ranks {ours}, and a Trainer that gives the same batches to "
+            f"{'no two ranks' if theirs is None else f'ranks {theirs}'}; wanted a group whose ranks get the same batches; set "
+            f"ParallelismConfig(cp_size={given.world})"
+        )
+    return given
+
+
+def _of_mesh(parallelism: Any) -> ContextParallel | None:
+    """Return the group of a `parallelism_config`."""
     from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
 
     if getattr(parallelism, "sp_size", 1) > 1:

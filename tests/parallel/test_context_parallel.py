@@ -17,7 +17,7 @@ from hf_packfree import apply_patches, remove_patches
 from hf_packfree.errors import PatchConflict, UnsupportedInput
 from hf_packfree.models.state import state_of
 from hf_packfree.parallel import ContextParallel
-from hf_packfree.parallel.accelerate import as_context_parallel, cut_rows_again, leave_rows_whole
+from hf_packfree.parallel.accelerate import as_context_parallel, cut_rows_again, leave_rows_whole, trainers_group
 from tests.parallel.ranks import batch_of, measured
 from tests.support import relative_rms, tiny
 
@@ -94,6 +94,12 @@ def test_accelerate_leaves_alone_only_what_cuts_its_own_rows(group):
     whole = accelerator._cp_context
     assert accelerator._prepare_cp("batches to evaluate") == ("batches to evaluate",)
     assert accelerator._cp_context is whole
+
+
+def test_a_group_whose_ranks_get_other_batches_is_refused(group, monkeypatch):
+    monkeypatch.setattr(ContextParallel, "world", 2)
+    with pytest.raises(PatchConflict, match=r"found context_parallel with ranks \[0\], .* to no two ranks"):
+        trainers_group(None, ContextParallel(group))
 
 
 def test_sequence_parallelism_that_cannot_be_served_is_refused():

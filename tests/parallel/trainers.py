@@ -16,6 +16,7 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from hf_packfree import PackFreeCallback, remove_patches
 from hf_packfree.errors import BoundaryConflict
+from hf_packfree.parallel import ContextParallel
 from tests.parallel.ranks import widen_islands
 from tests.parallel.training import LORA
 from tests.support import documents, tiny
@@ -105,11 +106,13 @@ def trainer_of(model, place, way, **shared):
     common |= {"save_strategy": "no", "disable_tqdm": True, "dataloader_pin_memory": False, "use_cpu": True}
     data = [{"input_ids": one.tolist(), "labels": one.tolist()} for one in documents(LENGTHS)]
     collator = {"return_flash_attn_kwargs": True, "return_position_ids": False} if way == "offsets" else {}
+    by_states = way == "accumulation" and dist.get_world_size() > 1
+    ranks = ContextParallel(dist.group.WORLD, gdn="state") if by_states else "auto"
     with as_on_gpus():
         return Trainer(
             model, TrainingArguments(str(place), ddp_backend="gloo", **common | SETTINGS[way] | shared), train_dataset=data,
             eval_dataset=data, data_collator=DataCollatorWithFlattening(**collator),
-            callbacks=[PackFreeCallback(verify_first_batch=way == "offsets")],
+            callbacks=[PackFreeCallback(context_parallel=ranks, verify_first_batch=way == "offsets")],
         )
 
 
