@@ -200,6 +200,8 @@ class _Counts:
 
     @uncompiled
     def count(self, packed: PackedSequence | None, shape: tuple[int, int], mask: Any) -> None:
+        if packed is not None and packed.shard is not None:  # of the batch that ranks share, each counts all
+            packed, shape = packed.shard.batch, packed.shard.batch.batch_shape
         self.rows += shape[0]
         self.tokens_with_padding += shape[0] * shape[1]
         if packed is not None:

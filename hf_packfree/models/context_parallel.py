@@ -137,20 +137,26 @@ _SHARED = {*FEATURES.values(), *GRIDS, *SECONDS, "feature_attention_mask", "audi
 """Arguments of media of which each rank takes its own."""
 
 
-def check_call(row: dict[str, Any]) -> None:
+def check_call(config: Any, row: dict[str, Any]) -> None:
     """Refuse a head's arguments that a shard cannot serve.
+
+    Args:
+        config: of the model, which says what is wanted where a call does not.
+        row: the arguments, by name.
 
     Raises:
         UnsupportedInput: see there.
     """
     _check_media(row)
-    wants_weights, wants_layers = row.get("output_attentions"), row.get("output_hidden_states")
-    if wants_weights or wants_layers or not wants_all_logits(row):
-        name = "output_attentions" if wants_weights else "output_hidden_states" if wants_layers else "logits_to_keep"
-        raise UnsupportedInput(
-            f"found {name}={row[name]} under context parallelism; wanted nothing but loss and logits, because no rank has the "
-            "whole row; leave it out"
-        )
+    of_layers = ("output_attentions", "output_hidden_states")
+    wanted = {name: getattr(config, name, None) if row.get(name) is None else row[name] for name in of_layers}
+    wanted["logits_to_keep"] = None if wants_all_logits(row) else row["logits_to_keep"]
+    for name, value in wanted.items():
+        if value is not None and value is not False:
+            raise UnsupportedInput(
+                f"found {name}={value} under context parallelism; wanted nothing but loss and logits, because no rank has the "
+                "whole row; leave it out"
+            )
 
 
 def _check_media(row: dict[str, Any]) -> None:

@@ -105,7 +105,7 @@ class PackedHead(Head):
             return upstream(**arguments)
         settings = state_of(self).context_parallel
         if settings is not None:
-            check_call(arguments)
+            check_call(self.config, arguments)
         packed, loss = self._loss_arguments(arguments, packed, all_logits)
         if loss is None:
             keep_padding(packed, arguments)

@@ -133,6 +133,12 @@ def test_what_a_shard_cannot_give_is_refused(model, changed, found):
         model(**BATCH | changed)
 
 
+def test_what_a_configuration_wants_is_refused_too(model, monkeypatch):
+    monkeypatch.setattr(model.config, "output_hidden_states", True)
+    with pytest.raises(UnsupportedInput, match="found output_hidden_states=True under context parallelism"):
+        model(**BATCH)
+
+
 def test_the_text_model_alone_is_refused(model):
     with pytest.raises(UnsupportedInput, match="without its head under context parallelism"):
         model.model(input_ids=BATCH["input_ids"], position_ids=BATCH["position_ids"])

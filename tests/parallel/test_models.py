@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_packfree import apply_patches
+from hf_packfree import PackedSequence, apply_patches
 from hf_packfree.errors import UnsupportedInput
 from hf_packfree.mtp import MTPOptions
+from hf_packfree.packing import shard_row
+from hf_packfree.trainer import _Counts
 from tests.mtp.heads import build
 from tests.parallel.model_ranks import measured
 from tests.parallel.ranks import batch_of, step, worst
@@ -36,6 +38,13 @@ def test_two_ranks_are_one_process(two, what, cases, controls):
         assert len(wrong) == controls and all(error >= WRONG for error in wrong.values()), wrong
         assert {name: error for name, error in found.items() if name not in wrong and not error <= EXACT} == {}
         assert len(found) >= cases
+
+
+def test_the_callback_counts_the_batch_that_ranks_share():
+    counts = _Counts()
+    counts.count(shard_row(PackedSequence.from_lengths([3, 5, 1]), 0, 2), (1, 5), None)
+    facts = counts.take()
+    assert (facts["packfree/documents_per_row"], facts["packfree/real_token_share"]) == (3, 1)
 
 
 def test_a_head_that_is_kept_changes_nothing(group, tmp_path):
