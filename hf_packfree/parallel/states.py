@@ -1,9 +1,10 @@
 """The gated delta rule over a sharded row by exchange of states.
 
 A shard maps the state of its document before it to the one behind it affinely, S' = M S + B, and the state's gradient too,
-dS = M^T dS' + C; `hf_packfree.ops.delta_rule.segments` walks parts of documents side by side on one device in the same way.
-Each rank sends [M, B] of its last document once forward, and [M^T, C] of its first once backward, whatever their lengths;
-nothing where no document is on several ranks.  M matters only where a shard lies inside one document, and is zero elsewhere.
+dS = M^T dS' + C.  So do the segments in which long documents are walked within a shard, see
+`hf_packfree.ops.delta_rule.segments`.  Each rank sends [M, B] of its last document once forward, and [M, C] of its first once
+backward, whatever their lengths; nothing where no document is on several ranks.  M matters only where a shard is inside one
+document, and is zero elsewhere.
 
 Shapes: T tokens of the whole row, W ranks, t = T / W, N segments of the shard, H key heads, HV value heads, K and V their
 sizes, C = 2 H K + HV V.
@@ -11,23 +12,23 @@ sizes, C = 2 H K + HV V.
 
 from __future__ import annotations
 
-from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from hf_packfree.errors import BackendUnavailable
 from hf_packfree.ops.conv import QK_L2NORM, qkv_conv
+from hf_packfree.ops.delta_rule import cuts_on
 from hf_packfree.ops.delta_rule.fla_segments import FLAScans
-from hf_packfree.ops.delta_rule.flash_qla_segments import FlashQLAScans
+from hf_packfree.ops.delta_rule.flash_qla_segments import FlashQLAScans, lanes
 from hf_packfree.ops.delta_rule.reference import rounded_l2norm
-from hf_packfree.ops.delta_rule.segments import Scans, Segments
+from hf_packfree.ops.delta_rule.segments import Scans, Segments, fold, plan_segments
 from hf_packfree.ops.delta_rule.torch_chunked import TorchScans
-from hf_packfree.ops.fla import CHUNK
 from hf_packfree.ops.operation import Operation
-from hf_packfree.packing import PackedSequence, RowShard, with_history
+from hf_packfree.packing import PackedSequence, with_history
 from hf_packfree.parallel.collectives import gathered, left_context
 
 SCANS: dict[str, Scans] = {"flash_qla": FlashQLAScans(), "fla": FLAScans(), "torch": TorchScans()}
@@ -76,24 +77,21 @@ def conv_delta_rule_by_states(
     ))
     if not in_conv:
         q, k = map(rounded_l2norm, (q, k))
-    return _Rule.apply(q, k, v, g, beta, packed, SCANS[delta_rule])  # type: ignore[no-any-return]
+    segments = packed.cached(_segments, _lanes(v, delta_rule))
+    return _Rule.apply(q, k, v, g, beta, packed, segments, SCANS[delta_rule])  # type: ignore[no-any-return]
 
 
-def _segments(packed: PackedSequence) -> Segments:
-    """Return a shard's documents as segments, of which the first and the last may be parts of longer ones."""
-    return Segments(packed, *packed.cached(_tables))
+def _lanes(v: Tensor, backend: str) -> int:
+    """Return how many segments the device walks side by side; 0: documents are walked whole."""
+    return lanes(v, v.shape[2]) if cuts_on(v.device, backend) else 0
 
 
-def _tables(packed: PackedSequence) -> tuple[Tensor, ...]:
-    """Return what `Segments` has beside the record, which may not hold itself: FSDP2 walks through a layer's arguments."""
-    count, device, shard = packed.num_segments, packed.cu_seqlens.device, packed.shard
-    sizes = -(-packed.cu_seqlens_cpu.diff() // CHUNK)
-    chunks = torch.zeros(2, count, dtype=torch.int32)
-    chunks[0, -1] = sizes[-1] * shard.goes_on(shard.rank)
-    chunks[1, 0] = sizes[0] * bool(shard.history(shard.rank))
-    numbers = torch.arange(count + 1, dtype=torch.int32)
-    tables = numbers, numbers[:-1].long(), chunks
-    return *(one.to(device, non_blocking=True) for one in tables), chunks
+def _segments(packed: PackedSequence, lanes: int) -> Segments:
+    """Return a shard's documents in segments: long ones cut, as on one device, or each in one."""
+    shard = packed.shard
+    found = plan_segments(packed, lanes) if lanes else None
+    found = found or Segments.of(packed, [[length] for length in packed.lengths])
+    return found.continued(bool(shard.history(shard.rank)), shard.goes_on(shard.rank))
 
 
 class _Rule(Operation):
@@ -101,44 +99,89 @@ class _Rule(Operation):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packed: PackedSequence, scans: Scans
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        packed: PackedSequence,
+        segments: Segments,
+        scans: Scans,
     ) -> Tensor:
-        shard, segments = packed.shard, _segments(packed)
-        saved = scans.prepare(q, k, v, g, beta, segments)
+        shard, saved = packed.shard, scans.prepare(q, k, v, g, beta, segments)
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        before = q.new_zeros(packed.num_segments, v.shape[2], q.shape[3], v.shape[3], dtype=dtype)
-        transition = before.new_zeros(v.shape[2], q.shape[3], q.shape[3])
+        state = q.new_zeros(v.shape[2], q.shape[3], v.shape[3], dtype=dtype)
+        inside = state.new_zeros(v.shape[2], q.shape[3], q.shape[3])
+        transition, addend = scans.summarize(saved, segments) if segments.chunks_cpu[0].any() else (inside[None], state[None])
         if shard.is_cut:
-            addend = torch.zeros_like(before[0])
+            left, last = state, segments.of_last()
             if shard.goes_on(shard.rank):
-                transitions, addends = scans.summarize(saved, segments)
-                addend = addends[-1]
+                left = _through(transition[last], addend[last], packed)
                 if shard.history(shard.rank) and packed.num_segments == 1:
-                    transition = transitions[-1]
-            before[0] = _folded(transition, addend, shard, shard.before())
+                    inside = _product(transition[last], packed)
+            state = _along(inside, left, slice(shard.before().start, shard.rank + 1), packed)[-1]
+        before = _states(state, packed, 0)
+        if segments.are_cut(packed):
+            before = fold(transition, addend, before, segments.firsts)
         out, _ = scans.walk(saved, before, segments)
-        ctx.save_for_backward(*saved, transition, before)
+        ctx.save_for_backward(*saved, inside, *(transition, before) if segments.are_cut(packed) else (None, state))
         ctx.plan = packed, segments, scans
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        *saved, transition, before = ctx.saved_tensors
+        *saved, inside, transition, before = ctx.saved_tensors
         packed, segments, scans = ctx.plan
-        shard, d_out, d_final = packed.shard, d_out.contiguous(), torch.zeros_like(before)
+        shard, d_out = packed.shard, d_out.contiguous()
+        if not segments.are_cut(packed):
+            before = _states(before, packed, 0)
+        d_state, first = torch.zeros_like(before[0]), segments.of_first()
+        addend = scans.summarize_gradient(saved, d_out, segments) if segments.chunks_cpu[1].any() else d_state[None]
         if shard.is_cut:
-            addend = torch.zeros_like(before[0])
+            left = d_state
             if shard.history(shard.rank):
-                addend = scans.summarize_gradient(saved, d_out, segments)[0]
-            d_final[-1] = _folded(transition.mT, addend, shard, shard.behind())
-        *gradients, _ = scans.walk_back(saved, before, d_out, d_final, segments)
-        return *gradients, None, None
+                left = _through(None if transition is None else transition[first], addend[first], packed, reverse=True)
+            d_state = _along(inside, left, slice(shard.rank, shard.behind().start + 1), packed, reverse=True)[0]
+        d_after = _states(d_state, packed, -1)
+        if segments.are_cut(packed):
+            d_after = fold(transition, addend, d_after, segments.firsts, reverse=True)
+        *gradients, _ = scans.walk_back(saved, before, d_out, d_after, segments)
+        return *gradients, None, None, None
 
 
-def _folded(transition: Tensor, addend: Tensor, shard: RowShard, ranks: range) -> Tensor:
-    """Return what the shards of these ranks, one after the other, make of a state of zero; every rank gives its own."""
+def _states(state: Tensor, packed: PackedSequence, document: int) -> Tensor:
+    """Return [N, HV, K, V]: the state of one document, and zero of all others."""
+    states = state.new_zeros(packed.num_segments, *state.shape)
+    states[document] = state
+    return states
+
+
+def _through(transition: Tensor | None, addend: Tensor, packed: PackedSequence, *, reverse: bool = False) -> Tensor:
+    """Return what the segments of one document leave of a state of zero, or in reverse of a gradient of zero, [HV, K, V]."""
+    if transition is None or len(addend) == 1:
+        return addend[0]
+    more = (0, 0) * 3 + ((1, 0) if reverse else (0, 1))  # one more segment, which begins with what these leave
+    transition, addend = F.pad(transition, more), F.pad(addend, more)
+    found = fold(transition, addend, None, packed.cached(_one_document, len(addend)), reverse=reverse)
+    return found[0 if reverse else -1]
+
+
+def _product(transition: Tensor, packed: PackedSequence) -> Tensor:
+    """Return the transition of all segments of one document, [HV, K, K]: the first one's is what the others begin with."""
+    addend = torch.zeros_like(transition)
+    addend[0] = transition[0]
+    return _through(transition, addend, packed)
+
+
+def _along(transition: Tensor, addend: Tensor, ranks: slice, packed: PackedSequence, *, reverse: bool = False) -> Tensor:
+    """Return the states that the shards of these ranks begin with, or in reverse end with; every rank gives its own shard's."""
     size = transition.shape[-1]
-    everyones = gathered(torch.cat([transition, addend], -1), shard.group)
-    parts = (everyones[rank].split([size, addend.shape[-1]], -1) for rank in ranks)
-    return reduce(lambda state, part: part[0] @ state + part[1], parts, torch.zeros_like(addend))
+    everyones = gathered(torch.cat([transition, addend], -1), packed.shard.group)[ranks]
+    transitions, addends = everyones.split([size, addend.shape[-1]], -1)
+    return fold(transitions, addends, None, packed.cached(_one_document, len(everyones)), reverse=reverse)
+
+
+def _one_document(packed: PackedSequence, segments: int) -> Tensor:
+    return torch.tensor([0, segments], dtype=torch.int32).to(packed.cu_seqlens.device, non_blocking=True)

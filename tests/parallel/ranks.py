@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -17,8 +18,9 @@ import torch.distributed as dist
 from hf_packfree import PackedSequence, apply_patches
 from hf_packfree.ops.attention import attention
 from hf_packfree.ops.conv_delta_rule import conv_delta_rule
+from hf_packfree.ops.delta_rule.segments import Segments
 from hf_packfree.packing import shard_row
-from hf_packfree.parallel import attention as by_ranks
+from hf_packfree.parallel import attention as by_ranks, states
 from hf_packfree.parallel import ContextParallel
 from hf_packfree.parallel.delta_rule import SHARED
 from tests.ranks import on_ranks
@@ -150,6 +152,16 @@ def delta_rules(results, name, local, random) -> None:
             return run(x, weight, g, beta, record, heads, sizes, bias=bias)
 
         results[f"delta rule by {way}: {name}"] = op_error(rule, [x, g, beta], [weight, bias], row, local.shard)
+        if way == "state":
+            with patch.object(states, "_lanes", lambda *_: 1), patch.object(states, "plan_segments", short_segments):
+                key = f"delta rule by state, documents in segments: {name}"
+                local = shard_row(row, local.shard.rank, local.shard.world, local.shard.group)  # which has no plan yet
+                results[key] = op_error(rule, [x, g, beta], [weight, bias], row, local.shard)
+
+
+def short_segments(packed, lanes):
+    """Cut every document behind each 16 tokens."""
+    return Segments.of(packed, [[16] * ((n - 1) // 16) + [(n - 1) % 16 + 1] for n in packed.lengths])
 
 
 def attentions(results, name, local, random) -> None:

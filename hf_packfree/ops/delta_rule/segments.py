@@ -15,7 +15,7 @@ Shapes: T tokens, N documents, S segments, H key heads, HV value heads, K and V 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heapify, heapreplace
 from math import ceil
 from typing import Any, Protocol
@@ -70,6 +70,27 @@ class Segments:
         chunks[1, firsts[:-1]] = 0
         first, last, table = (x.to(device, non_blocking=True) for x in (firsts.int(), firsts[1:] - 1, chunks))
         return cls(record, first, last, table, chunks)
+
+    def continued(self, before: bool, behind: bool) -> Segments:
+        """Return them where the row's first document began before it, and its last one goes on behind it."""
+        table, sizes = self.chunks_cpu.clone(), -(-self.record.cu_seqlens_cpu.diff() // CHUNK)
+        table[0, -1] = sizes[-1] if behind else 0
+        table[1, 0] = sizes[0] if before else 0
+        return replace(self, chunks=table.to(self.chunks.device, non_blocking=True), chunks_cpu=table)
+
+    def are_cut(self, packed: PackedSequence) -> bool:
+        """Whether any of these documents has several."""
+        return self.record.num_segments > packed.num_segments
+
+    def of_first(self) -> slice:
+        """Return which of them are of the row's first document."""
+        ends = (self.chunks_cpu[0] == 0).nonzero()[:, 0].tolist()
+        return slice(0, ends[0] + 1 if ends else self.record.num_segments)
+
+    def of_last(self) -> slice:
+        """Return which of them are of the row's last document."""
+        starts = (self.chunks_cpu[1] == 0).nonzero()[:, 0].tolist()
+        return slice(starts[-1] if starts else 0, self.record.num_segments)
 
     def scanned(self, heads: int, *, reverse: bool = False) -> Tensor:
         """Return `chunks`, those of following segments or in reverse of preceding ones, for every head: int32 [S, HV]."""
