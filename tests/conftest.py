@@ -45,6 +45,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=long)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def frames_are_numbered() -> Iterator[None]:
+    """Let transformers 5.3's own models number videos whose frames have text between them, which they cannot without this.
+
+    Every other release makes one grid of each frame itself; ours are handed over so (`tests/models/test_mrope.py`).
+    """
+    import transformers
+
+    with pytest.MonkeyPatch.context() as patch:
+        if transformers.__version__.startswith("5.3."):
+            from tests.vision import number_frames
+
+            number_frames(patch)
+        yield
+
+
 _tried: dict[tuple[str, str | None], object] = {}
 
 

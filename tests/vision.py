@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -130,6 +131,25 @@ def document(
         pixels.setdefault(kind, []).append(torch.randn(frames * height * width, PATCH, generator=generator))
         grids.setdefault(kind, []).append([frames, height, width])
     return Document(ids, {kind: torch.cat(parts) for kind, parts in pixels.items()}, grids, seconds, style)
+
+
+def number_frames(patch: Any) -> None:
+    """Give upstream's `get_rope_index` of families that write times between frames one grid for each frame, for good."""
+    names = {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe", "qwen3_vl": "Qwen3VL", "qwen3_vl_moe": "Qwen3VLMoe"}
+    for family, name in names.items():
+        cls = getattr(import_module(f"transformers.models.{family}.modeling_{family}"), f"{name}Model")
+        patch.setattr(cls, "get_rope_index", _with_frames(cls.get_rope_index))
+
+
+def _with_frames(upstream: Any) -> Any:
+    @functools.wraps(upstream)
+    def get_rope_index(self: Any, *args: Any, video_grid_thw: Any = None, **given: Any) -> Any:
+        if video_grid_thw is not None:
+            video_grid_thw = video_grid_thw.repeat_interleave(video_grid_thw[:, 0], 0)
+            video_grid_thw[:, 0] = 1
+        return upstream(self, *args, video_grid_thw=video_grid_thw, **given)
+
+    return get_rope_index
 
 
 def documents(rope: Any) -> list[Document]:

@@ -145,7 +145,7 @@ def document_positions(source: Any, input_ids: Tensor, media: RowMedia) -> Tenso
     wanted = _parameters(source)
     given: dict[str, Any] = {
         "image_grid_thw": media.image_grid_thw,
-        "video_grid_thw": media.video_grid_thw,
+        "video_grid_thw": media.video_grid_thw if counts_seconds(source) else _by_frame(media.video_grid_thw),
         # without token types it is needed; with them it says nothing, and selects tokens on all of the host's threads
         "attention_mask": None if "mm_token_type_ids" in wanted else torch.ones_like(input_ids),
         "mm_token_type_ids": media.mm_token_type_ids,
@@ -159,6 +159,17 @@ def document_positions(source: Any, input_ids: Tensor, media: RowMedia) -> Tenso
     given = {name: value for name, value in given.items() if name in wanted}
     rows, _ = source.get_rope_index(input_ids, **given)
     return torch.cat((text.to(rows.dtype)[None], rows.to("cpu")))
+
+
+def _by_frame(grids: Tensor | None) -> Tensor | None:
+    """Return the grids of videos whose frames have text between them, one for each frame, as transformers 5.3 wants them.
+
+    Other releases do it themselves, which changes nothing then.
+    """
+    if grids is None:
+        return None
+    frames = [[1, height, width] for time, height, width in grids.tolist() for _ in range(time)]
+    return torch.tensor(frames, dtype=grids.dtype, device="cpu").view(-1, 3)
 
 
 def items_of_documents(source: Any, input_ids: Tensor, cu_seqlens: Tensor, media: RowMedia) -> dict[str, Tensor]:

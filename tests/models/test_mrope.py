@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import inspect
 
@@ -35,6 +36,29 @@ def media_document(config, images: tuple[int, ...]) -> list[int]:
     for tokens in images:
         ids += [config.vision_start_token_id, *[config.image_token_id] * tokens, 7]
     return [*ids, 8, 9]
+
+
+@ALL
+def test_frames_with_text_between_them_have_grids_of_their_own(family, monkeypatch):
+    """Releases but 5.3 make them themselves, of any grids."""
+    rope, seen = source(family), []
+    upstream = type(rope).get_rope_index
+
+    @functools.wraps(upstream)
+    def watched(self, *args, **given):
+        seen.append(given["video_grid_thw"].tolist())
+        return upstream(self, *args, **given)
+
+    monkeypatch.setattr(type(rope), "get_rope_index", watched)
+    framewise, config = family not in ("qwen2_5_vl", "qwen3_omni_moe"), rope.config
+    frame = [config.vision_start_token_id, *[config.video_token_id] * 4]
+    ids = [5, *frame, *[7, *frame] * 2, 9] if framewise else [5, *frame, *[config.video_token_id] * 8, 9]
+    seconds = None if framewise else torch.ones(1)
+    media = RowMedia(video_grid_thw=torch.tensor([[3, 4, 4]]), seconds_per_grid=seconds)
+    found = document_positions(rope, torch.tensor([ids]), media)
+    assert seen == [[[1, 4, 4]] * 3 if framewise else [[3, 4, 4]]]
+    first = ids.index(config.video_token_id)
+    assert (found[2:, 0, first : first + 4] - found[2:, 0, first : first + 1]).tolist() == [[0, 0, 1, 1], [0, 1, 0, 1]]
 
 
 @ALL
