@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_packfree.errors import BoundaryError, CacheConflict, UnsupportedInput
 from hf_packfree.models import compat
 from hf_packfree.models.attention import attention_route
-from hf_packfree.models.rotary import has_fixed_frequencies
+from hf_packfree.models.rotary import has_fixed_frequencies, has_sections
 from hf_packfree.models.state import state_of
 from hf_packfree.packing import PackedSequence, PackingInputs, repad, resolve_boundaries, uncompiled, unpad
 from hf_packfree.packing.mrope import is_text
@@ -245,8 +245,7 @@ def positions_for(trunk: Any, position_ids: Tensor | None) -> Tensor | None:
         return position_ids
     if position_ids.ndim == 1:
         return position_ids[None]
-    sections = getattr(trunk.config, "rope_parameters", None) or {}
-    if hasattr(trunk.rotary_emb, "mrope_section") or "mrope_section" in sections:
+    if has_sections(trunk):
         return position_ids
     if not bool((position_ids == position_ids[:1]).all()):
         raise UnsupportedInput(

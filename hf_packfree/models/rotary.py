@@ -15,6 +15,21 @@ BY_LONGEST = frozenset({"dynamic", "longrope"})
 """What rotates all tokens of a call otherwise when its longest position is past a limit."""
 
 
+def has_sections(trunk: Any) -> bool:
+    """Whether a text model's channels are rotated by time, height and width (mRoPE), so that positions may be three."""
+    sections = getattr(trunk.config, "rope_parameters", None) or {}
+    return hasattr(trunk.rotary_emb, "mrope_section") or "mrope_section" in sections
+
+
+def cos_and_sin(trunk: Any, x: Tensor, positions: Tensor) -> Any:
+    """Return what a text model's rotary embedding gives positions [1, T], or three of them, [3, 1, T]; x has dtype and device.
+
+    transformers 5.17 takes three alone where there are sections; other releases make three of one.
+    """
+    one = positions.ndim == 2 and has_sections(trunk)
+    return trunk.rotary_emb(x, positions.expand(3, -1, -1) if one else positions)
+
+
 def rope_type(config: Any) -> str:
     """Return the type of a text config's rotary embedding; parameters that differ between layers have none, "None"."""
     given = getattr(config, "rope_parameters", None)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_packfree.errors import UnsupportedInput
+from hf_packfree.models.rotary import cos_and_sin
 from hf_packfree.packing import PackedSequence
 
 
@@ -96,7 +97,7 @@ def _right(model: Any, text: Tensor, depth: int) -> Tensor:
     hidden = trunk(input_ids=text, position_ids=positions, use_cache=False).last_hidden_state
     packed = PackedSequence.from_lengths([text.shape[1]], device=text.device)
     states = model.mtp(
-        hidden, trunk.embed_tokens(text), packed, depth, position_embeddings=trunk.rotary_emb(hidden, positions)
+        hidden, trunk.embed_tokens(text), packed, depth, position_embeddings=cos_and_sin(trunk, hidden, positions)
     )
     count = max(text.shape[1] - 1 - depth, 0)
     rights = [

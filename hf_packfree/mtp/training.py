@@ -19,6 +19,7 @@ from hf_packfree.errors import UnsupportedInput
 from hf_packfree.models.entry import read_arguments, row_positions, wants_all_logits
 from hf_packfree.models.heads import at_least_one
 from hf_packfree.models.labels import IGNORED, row_targets, shifted_labels
+from hf_packfree.models.rotary import cos_and_sin
 from hf_packfree.models.state import PatchState, state_of
 from hf_packfree.mtp.loss import depth_losses
 from hf_packfree.mtp.options import MTPOptions
@@ -90,7 +91,7 @@ class MTPTraining:
         }
         self._call.row = {
             "hidden": hidden, "embeddings": embeddings, "packed": packed.for_shape((1, packed.num_tokens)),
-            "position_embeddings": trunk.rotary_emb(hidden, rotary), "position_ids": text,
+            "position_embeddings": cos_and_sin(trunk, hidden, rotary), "position_ids": text,
         }
 
     def after(self, model: Any, args: tuple[Any, ...], output: Any) -> Any:

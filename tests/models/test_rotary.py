@@ -8,7 +8,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_packfree import apply_patches, patch_report, register_patches
 from hf_packfree.errors import UnsupportedInput, UnsupportedModel
-from hf_packfree.models.rotary import BY_LONGEST, FIXED
+from hf_packfree.models.rotary import BY_LONGEST, FIXED, cos_and_sin
 from tests.models.padded import padded_batch, step
 from tests.support import LOGIT_TOL, by_family, documents, relative_rms, slow_decay
 
@@ -61,9 +61,9 @@ def alone(family, kind, lengths) -> list[torch.Tensor]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_type_of_this_release_is_in_the_table_it_belongs_to(family, kind):
     """What a token's cosine is with a longer document beside it, measured: a new type fails here."""
-    rotary, x = built(family, kind).model.rotary_emb, torch.zeros(1)
+    trunk, x = built(family, kind).model, torch.zeros(1)
     short, both = torch.arange(5)[None], torch.cat([torch.arange(5), torch.arange(2 * LIMIT)])[None]
-    same = torch.equal(rotary(x, short)[0], rotary(x, both)[0][:, :5])
+    same = torch.equal(cos_and_sin(trunk, x, short)[0], cos_and_sin(trunk, x, both)[0][:, :5])
     assert kind in (FIXED if same else BY_LONGEST)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from hf_packfree import apply_patches
+from hf_packfree.models.rotary import cos_and_sin
 from hf_packfree.mtp import MTPOptions
 from tests.support import by_family, documents, gradients, slow_decay, trunk_of
 
@@ -88,7 +89,7 @@ def loop_over_documents(model, pairs, depth, detach=True):
             z = head.fc(torch.cat(pair, -1))
             mask = torch.full((left, left), torch.finfo(z.dtype).min, dtype=z.dtype).triu(1)[None, None]
             layer = head.layers[(k - 1) % len(head.layers)]
-            z = layer(z, position_embeddings=trunk.rotary_emb(z, positions[:, :left]), attention_mask=mask)
+            z = layer(z, position_embeddings=cos_and_sin(trunk, z, positions[:, :left]), attention_mask=mask)
             x = head.norm(z[0] if isinstance(z, tuple) else z)
             ahead = ahead + WEIGHT / depth * _sum(F.linear(x[0], weights[1]), labels[k + 1 :]) / items
     return main, ahead

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from hf_packfree import MTPOptions, apply_patches
 from hf_packfree.cli import main
 from hf_packfree.errors import MissingHead, UnsupportedInput, UnsupportedModel
+from hf_packfree.models.rotary import cos_and_sin
 from hf_packfree.mtp.accept import accepted_drafts, rounds_over
 from hf_packfree.mtp.files import copy_head, examine
 from tests.mtp.heads import build, packed
@@ -110,7 +111,7 @@ def draft(model, prompt, new_tokens, depth):
             z = torch.cat([model.mtp.pre_fc_norm_embedding(table), model.mtp.pre_fc_norm_hidden(hidden)], -1)
             mask = torch.full((count, count), torch.finfo(z.dtype).min).triu(1)[None, None]
             z = model.mtp.layers[0](
-                model.mtp.fc(z), position_embeddings=trunk.rotary_emb(z, positions), attention_mask=mask
+                model.mtp.fc(z), position_embeddings=cos_and_sin(trunk, z, positions), attention_mask=mask
             )
             hidden = model.mtp.norm(z)
             row = torch.cat([row, model.lm_head(hidden[:, -1:]).argmax(-1)], 1)
