@@ -23,7 +23,7 @@ TEXT_POSITIONS_ONLY = ("positions_4rows", "positions_3rows", "positions_3rows_fl
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_omni_moe"]
 WITH_KERNELS = ("all_flash",) if find_spec("fake_kernels") and not LAYERS_DROP_KEYWORDS else ()
 """With both kernel packages there and everything handed over, upstream itself is exact since 5.9."""
-TEXT_IN_ANY_FIRST_ROW = RELEASE < Version("5.4.0")
+TEXT_IN_ANY_FIRST_ROW = RELEASE < Version("5.3.0")
 BY_POSITIONS = (
     "positions", "positions_4rows", "all_flash", "flash_without_seq_idx", "starts_above_zero", "positions_zero_tail",
 )
