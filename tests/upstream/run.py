@@ -69,11 +69,12 @@ def run(python: Path, tree: Path, patched: bool, checkout: bool) -> Outcomes:
     own = [tree / "tests" / "models" / family / f"test_modeling_{family}.py" for family in FAMILIES]
     files = own if checkout else [HERE / "families.py"]
     options = ["-q", "-p", "plugin", "-p", "no:cacheprovider", "-W", "ignore", "-k", " and ".join(f"not {n}" for n in LEFT_OUT)]
-    options += ["-o", "log_cli=0"] if checkout else ["--noconftest", "-c", os.devnull, "--rootdir", str(tree)]
     path = os.pathsep.join(map(str, (HERE, tree, HERE.parents[1])))
     settings = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
+        report, no_settings = Path(folder) / "report.xml", Path(folder) / "pytest.ini"
+        no_settings.write_text("[pytest]\n")
+        options += ["-o", "log_cli=0"] if checkout else ["--noconftest", "-c", str(no_settings), "--rootdir", str(tree)]
         command = [str(python), "-m", "pytest", *options, f"--junitxml={report}", *["--patched"] * patched, *map(str, files)]
         done = subprocess.run(command, cwd=tree, capture_output=True, text=True, env=settings)
         found = read(report) if report.exists() else {}
