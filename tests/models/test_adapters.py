@@ -45,14 +45,14 @@ def two_active():
     return model
 
 
-def merged():
-    model = lora()
+def merged(make=lora):
+    model = make()
     model.merge_adapter()
     return model
 
 
-def disabled():
-    model = lora()
+def disabled(make=lora):
+    model = make()
     model.base_model.disable_adapter_layers()
     return model
 
@@ -73,18 +73,6 @@ def trained(model):
     return model
 
 
-def dora_merged():
-    model = dora()
-    model.merge_adapter()
-    return model
-
-
-def dora_disabled():
-    model = dora()
-    model.base_model.disable_adapter_layers()
-    return model
-
-
 def one_layer():
     return lora(target_modules=["k"])
 
@@ -95,8 +83,8 @@ READ = {
     "ranks of their own": (lambda: lora(rank_pattern={"k": 7}, alpha_pattern={"k": 1}), 1),
     "dropout in evaluation": (lambda: lora(lora_dropout=0.5).eval(), 1), "PiSSA": (lambda: lora(init_lora_weights="pissa"), 1),
     "DoRA": (dora, 1), "DoRA, rsLoRA": (lambda: dora(use_rslora=True), 1), "DoRA on DoRA": (lambda: dora("dora", "dora2"), 2),
-    "DoRA between": (lambda: dora("first", "dora", "last"), 3), "DoRA merged": (dora_merged, 0),
-    "DoRA disabled": (dora_disabled, 0),
+    "DoRA between": (lambda: dora("first", "dora", "last"), 3), "DoRA merged": (lambda: merged(dora), 0),
+    "DoRA disabled": (lambda: disabled(dora), 0),
 }
 
 
