@@ -21,7 +21,7 @@ from hf_packfree.ops import attention, delta_rule
 from hf_packfree.ops.backend import Fault, installed
 from hf_packfree.patching.backends import OPS
 from hf_packfree.patching.exactness import MEDIA_ROUND, warn_of_rounding, why_rounding
-from hf_packfree.patching.plan import heads_left_alone, language_heads, ops_of, tower_attention_of, trunks
+from hf_packfree.patching.plan import heads_left_alone, language_heads, op_sizes, ops_of, tower_attention_of, trunks
 from hf_packfree.patching.registry import Family, family_of
 
 logger = logging.getLogger("hf_packfree")
@@ -142,7 +142,7 @@ def patch_report(model: nn.Module) -> PatchReport:
         attention=loaded,
         versions=_versions(state, loaded),
         inexact={} if state is None else _inexact(state),
-        long_documents={} if state is None or state.batch_invariant else _long_documents(runs, a_parameter(model).device),
+        long_documents=_long_documents(model, family, runs) if state is not None and not state.batch_invariant else {},
         left_alone=heads_left_alone(model, family) if family and patched else {},
         called=_called(model, family, state) if family and patched and state else {},
         rounding=_rounding(model, family, state, runs) if family and patched and state else "it is not patched",
@@ -161,10 +161,12 @@ def _rounding(model: nn.Module, family: Family, state: PatchState, runs: dict[st
     return why_rounding(model, family, runs, a_parameter(model))
 
 
-def _long_documents(runs: dict[str, str], device: torch.device) -> dict[str, str]:
-    cut, handed = delta_rule.cuts_on, attention.hands_over_on
-    found = {"delta_rule": (cut, "in segments"), "attention": (handed, "by cuDNN")}
-    return {op: what for op, (does, what) in found.items() if does(device, runs.get(op, ""))}
+def _long_documents(model: nn.Module, family: Family | None, runs: dict[str, str]) -> dict[str, str]:
+    device, (rule, attend) = a_parameter(model).device, (runs.get(op, "") for op in ("delta_rule", "attention"))
+    found = {"delta_rule": "in segments"} if delta_rule.cuts_on(device, rule) else {}
+    size = op_sizes(model, family).get("head_size", 0) if family else 0
+    handed = attention.hands_over_on(device, attend, size)
+    return found | ({"attention": "by cuDNN"} if handed else {})
 
 
 def _called(model: nn.Module, family: Family, state: PatchState) -> dict[str, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_packfree.ops import backend, conv, delta_rule, fla
+from hf_packfree.ops import attention, backend, conv, delta_rule, fla
 from hf_packfree.patching import exactness, report
 from tests.patching.machines import INSTALLED
 
@@ -49,6 +49,7 @@ def gpu(monkeypatch):
         forget()
         monkeypatch.setattr(fla, "has_nvcc", lambda: nvcc)
         monkeypatch.setattr(delta_rule.flash_qla, "has_nvcc", lambda: nvcc)
+        monkeypatch.setattr(attention.cudnn, "takes", lambda head_size, device: device.type == "cuda")
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: cards[index])

@@ -13,6 +13,7 @@ from hf_packfree import apply_patches, patch_report, prewarm, remove_patches
 from hf_packfree.errors import UnsupportedModel
 from hf_packfree.models.state import Kernels
 from hf_packfree.ops import delta_rule
+from hf_packfree.ops.attention import cudnn
 from hf_packfree.patching import apply, report
 from tests.patching.machines import INSTALLED, SIZES
 from tests.support import tiny
@@ -194,7 +195,10 @@ def test_every_operation_is_named_with_a_version(gpu, monkeypatch):
         assert words in str(patch_report(model))
     there = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16)
     monkeypatch.setattr(model, "parameters", lambda: iter([there]), raising=False)
-    assert "attention: triton 3.6.0 (long documents by cuDNN)," in str(patch_report(model))
+    size = model.config.head_dim
+    for sizes, words in ({size}, "triton 3.6.0 (long documents by cuDNN),"), ({size + 8}, "triton 3.6.0,"):
+        monkeypatch.setattr(cudnn, "takes", lambda head_size, device, sizes=sizes: head_size in sizes)
+        assert f"attention: {words}" in str(patch_report(model))
     forced = patched_on_a_gpu(monkeypatch, backend={"attention": "varlen", "delta_rule": "flash_qla"})
     monkeypatch.setattr(forced, "parameters", lambda: iter([there]), raising=False)
     monkeypatch.setattr(delta_rule, "cuts_on", lambda device, backend: False)

@@ -23,9 +23,9 @@ WITH_HISTORY = {
 """Those whose first document may have keys before its first query."""
 
 
-def hands_over_on(device: torch.device, backend: str) -> bool:
+def hands_over_on(device: torch.device, backend: str, head_size: int) -> bool:
     """Return whether a backend hands long documents to cuDNN on a device, if batch invariance is not wanted."""
-    return backend in LONG and cudnn.runs_on(device)
+    return backend in LONG and cudnn.takes(head_size, device)
 
 
 def attention(

@@ -64,17 +64,23 @@ def _attend_document(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Te
 
 def _usable(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether cuDNN has kernels for these heads here."""
-    if not runs_on(q.device):
+    if not _runs_on(q.device):
         return False
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, True)
     return torch.backends.cuda.can_use_cudnn_attention(params)
 
 
-def runs_on(device: torch.device) -> bool:
+def takes(head_size: int, device: torch.device) -> bool:
+    """Return whether cuDNN has kernels for heads of that size there."""
+    one = torch.empty(1, LONG, 1, head_size, dtype=torch.bfloat16, device=device)
+    return _usable(one, one, one)
+
+
+def _runs_on(device: torch.device) -> bool:
     """Whether torch calls cuDNN's attention there, and no one wants results that are the same every time."""
     wanted = torch.backends.cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled()
     return device.type == "cuda" and wanted
 
 
-__all__ = ["attend", "runs_on"]
+__all__ = ["attend", "takes"]
