@@ -1,4 +1,4 @@
-"""The stock Trainer on two ranks that share each row logs, evaluates and changes what it does in one process."""
+"""The stock Trainer logs, evaluates and changes on ranks, two of which share each row, what it does in one process."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ EXACT = 1e-10
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """By way: what one process found, and what two ranks did."""
+    """By way: what one process found, and what the ranks did, two of them, or four where data parallelism is beside."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "ranks").mkdir()
     cases = [(str(folder), way) for way in SETTINGS]
-    return dict(zip(SETTINGS, on_ranks(train, cases, folder / "ranks", worlds=(1, 2))))
+    found = on_ranks(train, cases, folder / "ranks", worlds=(1, 2, 4))
+    return {way: tuple(rank for rank in ranks if rank) for way, ranks in zip(SETTINGS, found)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [way for way in SETTINGS if way not in ("bf16", "offsets", "example")])
 def test_the_trainer_shares_rows(trained, way):
     wanted, *ranks = trained[way]
-    if way == "fully_shard":
-        wanted, _, _ = trained["resumed"]
+    assert len(ranks) == (4 if way == "fully_shard" else 2)
     errors = {name: relative_rms(ranks[0]["moved"][name], moved, floor=1e-8) for name, moved in wanted["moved"].items()}
     assert len(errors) == (98 if way == "LoRA" else 56) and max(errors.values()) <= EXACT, errors
     for rank in ranks:
+        assert rank["shards"] == ({4} if way == "fully_shard" else set()), "FSDP2 shards over data and context parallel ranks"
         assert rank["losses"] == pytest.approx(wanted["losses"], rel=1e-6)  # which the Trainer adds up in fp32
         assert rank["evaluated"] == pytest.approx(wanted["evaluated"], rel=EXACT)
 
@@ -47,7 +48,7 @@ def test_steps_in_bf16_are_no_farther_from_fp64_than_one_processs(trained):
 @pytest.mark.slow
 def test_offsets_without_positions_are_refused_where_the_trainer_adds_positions(trained):
     """It numbers the whole row, which says that there is one document."""
-    for rank in trained["offsets"][1:]:
+    for rank in trained["offsets"]:
         assert "cu_seq_lens_q" in rank["refused"] and "position_ids" in rank["refused"]
 
 

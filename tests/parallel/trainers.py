@@ -1,8 +1,9 @@
-"""What the Trainer makes of a tiny model on the ranks of a group, which share rows, or alone."""
+"""What the Trainer makes of a tiny model on ranks, two of which share each row, or alone."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import runpy
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
+from torch.distributed.tensor import DTensor
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from hf_packfree import PackFreeCallback, remove_patches
@@ -35,18 +37,26 @@ SETTINGS = {
     "offsets": {},
     "fully_shard": {
         "fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["Qwen3_5DecoderLayer"]}, **RESUMED,
+        "gradient_accumulation_steps": 2,
     },
 }
 """By what stands around the model, or is done to it."""
+SIZES = {"sp_size": {"sp_size": 2}, "fully_shard": {"dp_shard_size": 2, "cp_size": 2}}
+"""Of the ways that are not two ranks of `cp_size`."""
+ALONE = {
+    "fully_shard": {"fsdp": None, "fsdp_config": None, "per_device_train_batch_size": 6, "per_device_eval_batch_size": 6},
+}
+"""What else a process alone is given: the documents that data parallel ranks take side by side."""
 
 
 def train(rank: int, folder: str, way: str) -> dict[str, object]:
     """Return what two steps of three documents a row log, evaluate and change, in fp64 but for bf16."""
+    world, sizes = dist.get_world_size(), SIZES.get(way, {"cp_size": 2})
+    if world not in (1, math.prod(sizes.values())) or world == 1 and way == "offsets":
+        dist.barrier()  # a rank that leaves a group before all are in it lets the others wait
+        return {}
     if way not in ("example", "bf16"):  # which come first: it stays so
         widen_islands()
-    world = dist.get_world_size()
-    if world == 1 and way in ("fully_shard", "offsets"):
-        return {}
     AcceleratorState._reset_state(reset_partial_state=True)
     os.environ["ACCELERATE_USE_CPU"] = "true"
     os.environ.pop("ACCELERATE_USE_FSDP", None)
@@ -55,7 +65,6 @@ def train(rank: int, folder: str, way: str) -> dict[str, object]:
             return {"losses": runpy.run_path(str(EXAMPLE))["main"](f"{folder}/{world}/example")}
     model = model_for(way)
     before, prepare = {name: p.detach().clone() for name, p in model.named_parameters()}, Accelerator._prepare_cp
-    sizes = {"sp_size" if way == "sp_size" else "cp_size": world}
     shared = {"parallelism_config": ParallelismConfig(**sizes)} if world > 1 else {}
     trainer = trainer_of(model, Path(folder, str(world), way), way, **shared)
     if way == "offsets":
@@ -73,11 +82,12 @@ def train(rank: int, folder: str, way: str) -> dict[str, object]:
     if way == "accumulation":  # from where it is, with the same Trainer
         trainer.train()
     evaluated.append(trainer.evaluate()["eval_loss"])
-    now = trainer.accelerator.get_state_dict(trainer.model_wrapped) if way == "fully_shard" else dict(model.named_parameters())
+    meshes = {p.device_mesh.size() for p in model.parameters() if isinstance(p, DTensor)}
+    now = trainer.accelerator.get_state_dict(trainer.model_wrapped) if meshes else dict(model.named_parameters())
     return {
         "losses": [log["loss"] for log in trainer.state.log_history if "loss" in log], "evaluated": evaluated,
         "moved": {name: now[name].detach() - p for name, p in before.items()} if now else {},  # gathered on the first rank
-        "as it was": Accelerator._prepare_cp is prepare,
+        "shards": meshes, "as it was": Accelerator._prepare_cp is prepare,
     }
 
 
@@ -104,13 +114,14 @@ def trainer_of(model, place, way, **shared):
     common = {"learning_rate": 1e-2, "optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "max_steps": 2}
     common |= {"per_device_train_batch_size": 3, "per_device_eval_batch_size": 3, "logging_steps": 1, "report_to": []}
     common |= {"save_strategy": "no", "disable_tqdm": True, "dataloader_pin_memory": False, "use_cpu": True}
-    data = [{"input_ids": one.tolist(), "labels": one.tolist()} for one in documents(LENGTHS)]
+    settings = SETTINGS[way] | (ALONE.get(way, {}) if dist.get_world_size() == 1 else {})
+    data = [{"input_ids": one.tolist(), "labels": one.tolist()} for one in documents(LENGTHS * 2 if way in ALONE else LENGTHS)]
     collator = {"return_flash_attn_kwargs": True, "return_position_ids": False} if way == "offsets" else {}
     by_states = way == "accumulation" and dist.get_world_size() > 1
     ranks = ContextParallel(dist.group.WORLD, gdn="state") if by_states else "auto"
     with as_on_gpus():
         return Trainer(
-            model, TrainingArguments(str(place), ddp_backend="gloo", **common | SETTINGS[way] | shared), train_dataset=data,
+            model, TrainingArguments(str(place), ddp_backend="gloo", **common | settings | shared), train_dataset=data,
             eval_dataset=data, data_collator=DataCollatorWithFlattening(**collator),
             callbacks=[PackFreeCallback(context_parallel=ranks, verify_first_batch=way == "offsets")],
         )
