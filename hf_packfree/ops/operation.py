@@ -6,8 +6,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
+from torch.autograd import function as by_torch
 
 from hf_packfree.errors import UnsupportedInput
 from hf_packfree.packing.compiling import is_transformed
@@ -27,6 +28,17 @@ class Operation(Function):
         if is_transformed():
             return super().apply(*args)  # type: ignore[no-untyped-call]
         return super(Function, cls).apply(*args)  # type: ignore[misc]
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Any:
+    """Do what torch's decorator of that name does, where a second derivative can be wanted: otherwise gradients are off."""
+    checked = by_torch.once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def call(ctx: Any, *grads: Any) -> Any:
+        return (checked if torch.is_grad_enabled() else backward)(ctx, *grads)
+
+    return call
 
 
 class Transformable(Function):

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from hf_packfree.ops.operation import Operation
+from hf_packfree.ops.operation import Operation, once_differentiable
 from hf_packfree.packing import RowShard, pad_row
 
 

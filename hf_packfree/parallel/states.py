@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from hf_packfree.errors import BackendUnavailable
@@ -27,7 +26,7 @@ from hf_packfree.ops.delta_rule.flash_qla_segments import FlashQLAScans, lanes
 from hf_packfree.ops.delta_rule.reference import rounded_l2norm
 from hf_packfree.ops.delta_rule.segments import Scans, Segments, fold, plan_segments
 from hf_packfree.ops.delta_rule.torch_chunked import TorchScans
-from hf_packfree.ops.operation import Operation
+from hf_packfree.ops.operation import Operation, once_differentiable
 from hf_packfree.packing import PackedSequence, with_history
 from hf_packfree.parallel.collectives import gathered, left_context
 

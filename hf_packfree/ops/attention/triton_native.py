@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from hf_packfree.errors import BackendUnavailable
 from hf_packfree.ops.backend import Target, needs_half, needs_triton, refuse_wide
 from hf_packfree.ops.launch import launch
-from hf_packfree.ops.operation import Operation
+from hf_packfree.ops.operation import Operation, once_differentiable
 from hf_packfree.packing import PackedSequence, chunk_plan, uncompiled
 
 _HOPPER = (9, 0)

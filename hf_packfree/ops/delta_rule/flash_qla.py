@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from hf_packfree.ops.backend import Target, broken, installed, needs_cuda, needs_half, too_old
 from hf_packfree.ops.fla import CHUNK, plan_chunks
-from hf_packfree.ops.operation import Operation
+from hf_packfree.ops.operation import Operation, once_differentiable
 from hf_packfree.ops.toolkit import flash_qla_off, has_nvcc
 from hf_packfree.packing import PackedSequence, uncompiled
 from hf_packfree.versions import VERSIONS

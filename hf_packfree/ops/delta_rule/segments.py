@@ -22,12 +22,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from hf_packfree.ops.backend import block_width
 from hf_packfree.ops.fla import CHUNK
 from hf_packfree.ops.launch import launch
-from hf_packfree.ops.operation import Operation
+from hf_packfree.ops.operation import Operation, once_differentiable
 from hf_packfree.packing import PackedSequence
 
 _SHORTEST, _MOST = 64, 8  # chunks of a document that is cut; segments of a row, by lanes: their states are kept

@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import layer_norm
 
 from hf_packfree.ops.backend import block_width, uses_triton
 from hf_packfree.ops.fused.reduce import sum_partials
 from hf_packfree.ops.launch import launch
-from hf_packfree.ops.operation import Operation
+from hf_packfree.ops.operation import Operation, once_differentiable
 
 _ROWS_PER_PROGRAM, _PROGRAMS = 64, 512  # in the backward pass: the first at most, the second at least
 _PREFETCH, _PREFETCH_BYTES = 2, 8192  # rows loaded ahead, and the longest for which shared memory holds three tensors of them

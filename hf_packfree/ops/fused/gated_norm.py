@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from hf_packfree.ops.backend import block_width, uses_triton
@@ -19,7 +18,7 @@ from hf_packfree.ops.fused.layers import Layers, linear_backward
 from hf_packfree.ops.fused.low_rank import Layer, Layout, layer_reference, take_apart
 from hf_packfree.ops.fused.reduce import sum_partials
 from hf_packfree.ops.launch import launch
-from hf_packfree.ops.operation import Operation
+from hf_packfree.ops.operation import Operation, once_differentiable
 
 _ROWS = {"forward": 16, "backward": 8}  # of a block
 _BLOCKS = 16  # of a program in the backward pass

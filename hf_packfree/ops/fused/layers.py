@@ -7,19 +7,20 @@ recompute in between.  Gradients of the tensor are summed inside the matrix prod
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from hf_packfree.ops.backend import HALF, uses_triton
 from hf_packfree.ops.fused.add_norm import NormOf, norm_of
 from hf_packfree.ops.fused.linear import NARROW, autocast_as_in_forward, linear_forward, narrow_linear
 from hf_packfree.ops.fused.low_rank import Layer, Layout, LowRank, layer_reference, take_apart
-from hf_packfree.ops.fused.mixed import cat
+from hf_packfree.ops.fused.mixed import cat, on_tensor_cores
 from hf_packfree.ops.fused.weights import Weights
-from hf_packfree.ops.operation import Operation
+from hf_packfree.ops.operation import Operation, once_differentiable
 
 Recompute = Callable[[Tensor, bool], tuple[tuple[Tensor | None, ...], Tensor | None]]
 
@@ -68,26 +69,29 @@ class Layers:
     def _without_adapters(self, x: Tensor, batch_invariant: bool) -> list[Tensor]:
         outs: list[Tensor] = []
         for group in _groups(self.weights.heights):
-            if batch_invariant and self.weights.heights[group][0] < NARROW and x.dtype in HALF:
-                outs += narrow_linear(x, self.weights.of(group))
+            weights = self.weights.of(group)
+            ours = batch_invariant or len(weights) > 1 and on_tensor_cores(x)  # which reads x once for two of them
+            if ours and len(weights[0]) < NARROW and x.dtype in HALF:
+                outs += narrow_linear(x, weights)
             else:
-                numbers = range(len(self.weights))[group]
-                outs += [linear_forward(x, self.weights[i], batch_invariant) for i in numbers]
+                outs += [linear_forward(x, weight, batch_invariant) for weight in weights]
         return outs
 
-    def backward(self, d_outs: Sequence[Tensor]) -> Gradients:
-        """Return the backward pass of these layers, of the gradients [..., F] of all outputs."""
-        return Gradients(self, [d_out.flatten(0, -2) for d_out in d_outs])
+    def backward(self, d_outs: Sequence[Tensor], beside: Tensor | None = None) -> Gradients:
+        """Return the backward pass of these layers, of the gradients [..., F] of all outputs.
+
+        `beside` is [..., all F] where these are parts of one tensor: the gradients of all weights are one product then.
+        """
+        return Gradients(self, [d_out.flatten(0, -2) for d_out in d_outs], beside)
 
 
 class Gradients:
     """The backward pass of layers, d_outs being [T, F]."""
 
-    def __init__(self, layers: Layers, d_outs: list[Tensor]) -> None:
+    def __init__(self, layers: Layers, d_outs: list[Tensor], beside: Tensor | None) -> None:
         self.layers, self.d_outs = layers, d_outs
-        # Narrowest first: `addmm_` reads and writes all of d_x, which the narrow product would wait for.
-        groups = sorted(_groups(layers.weights.heights), key=layers.weights.height)
-        self.groups = [(group, cat(d_outs[group], -1)) for group in groups]
+        self.groups = [(group, cat(d_outs[group], -1)) for group in _narrowest_first(layers.weights.heights)]
+        self.of_weights = self.groups if beside is None else [(slice(None), beside.flatten(0, -2))]
         self.d_inner = layers.low_rank.inner_gradients(d_outs) if layers.low_rank else []
 
     def of_input(self) -> Tensor:
@@ -95,7 +99,7 @@ class Gradients:
         (group, d_out), *others = self.groups
         weight, low_rank = cat(self.layers.weights.of(group), 0), self.layers.low_rank
         if low_rank is None:
-            d_x = d_out @ weight
+            d_x = torch.mm(d_out, weight)
         elif d_out.shape[1] <= weight.shape[1] and (factor := low_rank.input_factor(d_out)) is not None:
             d_x = cat([d_out, *self.d_inner], 1) @ cat([weight, factor], 0)  # less is copied than added
         else:
@@ -110,9 +114,9 @@ class Gradients:
         found: list[Tensor | None] = [None] * count
         if x is None or not any(needed):
             return [None] * len(needed)
-        for group, d_out in self.groups:
-            if any(needed[group]):
-                found[group] = layers.weights.gradients(group, d_out.T @ x)
+        for group, d_out in self.of_weights:
+            if any(needed[:count][group]):
+                found[group] = layers.weights.gradients(group, torch.mm(d_out.t(), x))
         if layers.low_rank is not None:
             found += layers.low_rank.gradients(x, layers.inner, self.d_inner, self.d_outs, needed[count:])
         return found
@@ -196,11 +200,18 @@ def input_again(kept: Tensor | None, weight: Tensor | None, eps: float | None) -
     return x.flatten(0, -2)
 
 
-def _groups(heights: Sequence[int]) -> list[slice]:
+@cache
+def _groups(heights: tuple[int, ...]) -> list[slice]:
     """Cut the layers into those multiplied as one: narrow neighbours together, every other one by itself."""
     narrow = [height < NARROW for height in heights]
     starts = [i for i in range(len(heights)) if i == 0 or not (narrow[i] and narrow[i - 1])]
     return [slice(*ends) for ends in zip(starts, [*starts[1:], len(heights)], strict=True)]
+
+
+@cache
+def _narrowest_first(heights: tuple[int, ...]) -> list[slice]:
+    """Return the same in the order of a backward pass: `addmm_` reads and writes all of d_x, for which narrow products wait."""
+    return sorted(_groups(heights), key=lambda group: sum(heights[group]))
 
 
 __all__ = ["Layers", "linear_backward", "projections"]

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from hf_packfree.ops.backend import block_width, uses_triton
 from hf_packfree.ops.launch import launch
-from hf_packfree.ops.operation import Operation
+from hf_packfree.ops.operation import Operation, once_differentiable
 
 
 def qkv_rope(qkv: Tensor, cos: Tensor, sin: Tensor, *, backend: str = "torch") -> tuple[Tensor, Tensor, Tensor]:

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
-from hf_packfree.ops.backend import uses_triton
+from hf_packfree.ops.backend import block_width, uses_triton
 from hf_packfree.ops.fused.add_norm import NormOf, norm_of
 from hf_packfree.ops.fused.layers import Layers, input_again, kept_input
 from hf_packfree.ops.fused.linear import autocast_as_in_forward
 from hf_packfree.ops.fused.low_rank import Layer, Layout, layer_reference, take_apart
 from hf_packfree.ops.launch import launch
-from hf_packfree.ops.operation import Operation
+from hf_packfree.ops.operation import Operation, once_differentiable
 
-_BLOCK = 2048  # elements of a program
+_BLOCK = 2048  # columns of a program, at most
 
 
 def swiglu_mlp(
@@ -61,7 +59,7 @@ class _SwiGLU(Operation):
         a, b = inputs.forward(x, batch_invariant)
         wider = a.new_empty(*a.shape[:-1], a.shape[-1] + output.spare_columns(a))
         gated = wider[..., : a.shape[-1]]
-        _run(swiglu, a, b, gated, gated.stride(-2), DENSE=gated.is_contiguous())
+        _run(swiglu, a, b, gated, gated.stride(-2))
         (y,) = output.forward(gated, batch_invariant, wider)
         source = kept_input(x, norm, ctx.needs_input_grad[4 : 4 + count])
         ctx.save_for_backward(*source, a, b, *tensors, *inputs.inner, *output.inner)
@@ -82,17 +80,19 @@ class _SwiGLU(Operation):
         with autocast_as_in_forward(d_y):
             last = output.backward([d_y])
             gated = last.of_input().view_as(a)
-            d_a, d_b = torch.empty_like(a), torch.empty_like(b)
-            _run(swiglu_backward, a, b, gated, d_a, d_b)  # overwrites the gradient of the gated product with the product
-            backward = inputs.backward((d_a, d_b))
+            d_inputs = a.new_empty(*a.shape[:-1], 2 * a.shape[-1])
+            _run(swiglu_backward, a, b, gated, d_inputs)  # overwrites the gradient of the gated product with the product
+            backward = inputs.backward(d_inputs.chunk(2, -1), d_inputs)
             d_x = backward.of_input().view(*a.shape[:-1], -1) if needs_d_x else None
-            d_inputs = backward.of_tensors(input_again(source, weight, ctx.eps), needed[:first])
-            return d_x, None, None, None, *d_inputs, *last.of_tensors(gated.flatten(0, -2), needed[first:])
+            d_tensors = backward.of_tensors(input_again(source, weight, ctx.eps), needed[:first])
+            return d_x, None, None, None, *d_tensors, *last.of_tensors(gated.flatten(0, -2), needed[first:])
 
 
-def _run(kernel: Any, a: Tensor, b: Tensor, out: Tensor, *others: Any, **constants: bool) -> None:
-    sizes = a.numel() // a.shape[-1], a.shape[-1]
-    launch(kernel, (-(-a.numel() // _BLOCK),), a, b, out, *others, *sizes, **constants, BLOCK=_BLOCK, num_warps=8)
+def _run(kernel: Any, a: Tensor, *others: Any) -> None:
+    width = a.shape[-1]
+    block = min(block_width(width), _BLOCK)
+    grid = (a.numel() // width * -(-width // block),)
+    launch(kernel, grid, a, *others, width, BLOCK=block, num_warps=max(block // 256, 1))
 
 
 __all__ = ["swiglu_mlp"]

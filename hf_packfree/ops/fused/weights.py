@@ -64,7 +64,7 @@ class Weights:
         heights: F of each.
     """
 
-    def __init__(self, kept: Sequence[Tensor], made: Sequence[Made | None], heights: Sequence[int]) -> None:
+    def __init__(self, kept: Sequence[Tensor], made: Sequence[Made | None], heights: tuple[int, ...]) -> None:
         self._kept, self._made, self.heights = kept, made, heights
 
     def __len__(self) -> int:
@@ -77,18 +77,17 @@ class Weights:
     def __iter__(self) -> Iterator[Tensor]:
         return map(self.__getitem__, range(len(self)))
 
-    def height(self, group: slice) -> int:
-        """Return the outputs of several."""
-        return sum(self.heights[group])
-
     def of(self, group: slice) -> list[Tensor]:
         """Return several, all of them whole."""
         return [self[i] for i in range(len(self))[group]]
 
     def gradients(self, group: slice, d_weights: Tensor) -> list[Tensor]:
         """Return the gradients of what is kept of several, given those of the weights one above the other."""
-        parts = zip(self._made[group], d_weights.split(self.heights[group]), strict=True)
-        return [made.gradient(d) if made is not None and made.gradient is not None else d for made, d in parts]
+        made = self._made[group]
+        parts = [d_weights] if len(made) == 1 else torch.split_with_sizes(d_weights, self.heights[group])
+        return [
+            d if one is None or one.gradient is None else one.gradient(d) for one, d in zip(made, parts, strict=True)
+        ]
 
 
 __all__ = ["Made", "Weight", "Weights", "scaled", "whole"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_packfree.ops.fused import projections
+from hf_packfree.ops.fused import layers, projections
 from tests.ops.triton.compare import TOKENS
 from tests.support import relative_rms
 
@@ -42,9 +42,20 @@ def test_gradients():
         assert a.dtype == torch.float16 and relative_rms(a, b) < 8 * torch.finfo(a.dtype).eps
 
 
-def test_without_batch_invariance_torch_multiplies(launched):
+@pytest.mark.parametrize("sizes", [(3, 200, 16), (200, 3)], ids=str)
+def test_without_batch_invariance_torch_multiplies(sizes, launched, monkeypatch):
     """Narrow products, too: no kernel of ours runs."""
-    x, weights = torch.randn(1, 5, 40).half(), [torch.randn(outputs, 40).half() for outputs in (3, 16, 200)]
+    monkeypatch.setattr(layers, "on_tensor_cores", lambda x: True)
+    x, weights = torch.randn(1, 5, 40).half(), [torch.randn(outputs, 40).half() for outputs in sizes]
     found = projections(x, *weights, backend="triton")
     assert all(torch.equal(part, torch.nn.functional.linear(x, weight)) for part, weight in zip(found, weights, strict=True))
     assert not launched
+
+
+def test_narrow_neighbours_read_their_input_together_on_a_gpu(launched, monkeypatch):
+    monkeypatch.setattr(layers, "on_tensor_cores", lambda x: True)
+    x, weights = torch.randn(1, 5, 40).half(), [torch.randn(outputs, 40).half() for outputs in (200, 3, 16)]
+    found = projections(x, *weights, backend="triton")
+    assert launched == KERNELS
+    for part, invariant in zip(found[1:], projections(x, *weights, batch_invariant=True, backend="triton")[1:], strict=True):
+        assert torch.equal(part, invariant)
