@@ -6,7 +6,7 @@ adapters with biases, layers of other methods and other quantised bases are call
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_packfree.ops.backend import HALF
-from hf_packfree.ops.fused.low_rank import Adapted, Adapter, Layer
+from hf_packfree.ops.fused.low_rank import Adapted, Adapter, Layer, spare_columns
 from hf_packfree.ops.fused.weights import Made, Weight, scaled, whole
 
 _LORA = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit")}
@@ -50,6 +50,15 @@ def read_lora(layer: Any, x: Tensor) -> Layer | None:
     if any(name in _variants(layer) for name in names):
         return _with_dora(layer, names, weight, adapters)
     return Adapted(weight, tuple(adapters)) if adapters else weight
+
+
+def room_beside(x: Tensor, layers: Iterable[Any]) -> int:
+    """Return how many columns the layers' LoRA takes beside x, which they read; 0 where the backward pass will not run."""
+    found = [layer for layer in layers if is_lora(layer) and not layer.disable_adapters and not layer.merged]
+    if not found or not torch.is_grad_enabled():
+        return 0
+    downs = [layer.lora_A[name].weight for layer in found for name in layer.active_adapters if name in layer.lora_A]
+    return spare_columns(x, [(down.dtype, len(down)) for down in downs])
 
 
 def _with_dora(layer: Any, names: list[str], weight: Weight, adapters: list[Adapter]) -> Layer | None:

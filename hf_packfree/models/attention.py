@@ -57,6 +57,8 @@ def drops_out(model: nn.Module) -> bool:
 class RoutedAttention(Replacement):
     """Base of attention over a packed row: our op where the model runs sdpa, otherwise upstream's forward with the record."""
 
+    inputs = "q_proj", "k_proj", "v_proj"
+
     def forward(
         self,
         hidden_states: Tensor,

@@ -35,6 +35,8 @@ class Replacement(nn.Module):
 
     packfree: ClassVar[PatchState | None] = None
     packfree_home: ClassVar[str] = ""
+    inputs: ClassVar[tuple[str, ...]] = ()
+    """The names of the linear layers that the packed branch multiplies the module's input with, all at once."""
     kernel_layer_name = _Absent()
     """`kernelize` replaces the forward of every instance whose class has this, anew on each train() and eval()."""
 

@@ -9,10 +9,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hf_packfree.models.adapters import room_beside
 from hf_packfree.models.base import Replacement, Sizes, size_of_norm
 from hf_packfree.models.fusable import adds_one, epsilon, swiglu_layers
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.fused import add_norm, swiglu_mlp
+
+
+_MLP_INPUTS = "gate_proj", "up_proj"
 
 
 class FusedDecoderLayer(Replacement):
@@ -36,8 +40,9 @@ class FusedDecoderLayer(Replacement):
         position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        normed, x = self._add_norm(x, None, self.input_layernorm)
-        mixed = self._mixer()(
+        mixer = self._mixer()
+        normed, x = self._add_norm(x, None, self.input_layernorm, mixer)
+        mixed = mixer(
             hidden_states=normed,
             position_embeddings=position_embeddings,
             attention_mask=attention_mask,
@@ -45,17 +50,23 @@ class FusedDecoderLayer(Replacement):
             **kwargs,
         )
         mixed = mixed[0] if isinstance(mixed, tuple) else mixed  # attention may return its weights too
-        normed, x = self._add_norm(x, mixed, self.post_attention_layernorm)
+        normed, x = self._add_norm(x, mixed, self.post_attention_layernorm, self.mlp)
         return x + self._feed_forward(normed)
 
     def _mixer(self) -> Any:
         return next(getattr(self, path) for path in state_of(self).mixer_paths if hasattr(self, path))
 
-    def _add_norm(self, x: Tensor, branch: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
-        """Return norm(x + branch) and x + branch; "torch" means upstream's module, or whatever has replaced it."""
-        backend = state_of(self).kernels_for(x.device, x.dtype).fused
+    def _add_norm(self, x: Tensor, branch: Tensor | None, norm: Any, reader: Any) -> tuple[Tensor, Tensor]:
+        """Return norm(x + branch) and x + branch; "torch" means upstream's module, or whatever has replaced it.
+
+        Rows of the norm leave room for the adapters of the `reader`.
+        """
+        state = state_of(self)
+        backend = state.kernels_for(x.device, x.dtype).fused
         if backend != "torch" and adds_one(norm, self):
-            return add_norm(x, branch, norm.weight, epsilon(norm), backend=backend)
+            names = reader.inputs if isinstance(reader, Replacement) else _MLP_INPUTS
+            room = 0 if state.batch_invariant else room_beside(x, map(reader._modules.get, names))
+            return add_norm(x, branch, norm.weight, epsilon(norm), room=room, backend=backend)
         total = x if branch is None else x + branch
         return norm(total), total
 

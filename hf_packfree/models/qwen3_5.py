@@ -28,6 +28,8 @@ from hf_packfree.models.vision_language import PackedVisionLanguage
 class SplitProjections(PackedGatedDeltaNet):
     """Qwen3.5's layout: one projection for q, k and v, and one each for z, b and a."""
 
+    inputs = "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"
+
     def _project(self, x: Tensor, state: PatchState) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         layers = self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a
         qkv, z, b, a = project(x, *layers, state=state)

@@ -27,6 +27,8 @@ class Qwen3NextGatedDeltaNet(PackedGatedDeltaNet, upstream.Qwen3NextGatedDeltaNe
     `in_proj_ba` likewise their b and a.
     """
 
+    inputs = "in_proj_qkvz", "in_proj_ba"
+
     def _project(self, x: Tensor, state: PatchState) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         group = self.num_v_heads // self.num_k_heads
         qkvz, ba = project(x, self.in_proj_qkvz, self.in_proj_ba, state=state)

@@ -27,14 +27,16 @@ class NormOf(NamedTuple):
     total: Tensor
     weight: Tensor
     eps: float
+    wider: Tensor | None = None
+    """[..., D or more]: the norm is its first D columns, and behind them is room for what adapters put beside it."""
 
     def again(self) -> Tensor:
         """Return the norm that "triton" computed, bit for bit."""
         from hf_packfree.ops.fused.kernels.norms import add_norm
 
-        (total, weight, eps), normed, size = self, torch.empty_like(self.total), self.total.shape[-1]
+        total, weight, normed, size = self.total, self.weight, torch.empty_like(self.total), self.total.shape[-1]
         grid = (total.numel() // size,)
-        launch(add_norm, grid, total, None, weight, None, total, normed, size, eps, ADDS=False, **_blocks(size))
+        launch(add_norm, grid, total, None, weight, None, total, normed, size, size, self.eps, ADDS=False, **_blocks(size))
         return normed
 
 
@@ -51,7 +53,7 @@ def norm_of(x: Tensor) -> NormOf | None:
 
 
 def add_norm(
-    x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, *, backend: str = "torch"
+    x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, *, room: int = 0, backend: str = "torch"
 ) -> tuple[Tensor, Tensor]:
     """Return total = x + branch, and total / sqrt(mean(total^2) + eps) * (1 + weight), computed in fp32 at least.
 
@@ -61,18 +63,21 @@ def add_norm(
             stream are summed all the same.
         weight: [D], added to one as Qwen3-Next and Qwen3.5 do.
         eps: added to the mean square.
+        room: spare columns behind each row of the norm, with "triton": what reads the norm and has adapters needs no copy.
         backend: "triton" or "torch".
 
     Returns:
-        normed: [..., D] in the total's dtype, from the rounded total, itself rounded once, as upstream's.
+        normed: [..., D] in the total's dtype, from the rounded total, itself rounded once, as upstream's; rows are D + room
+            elements apart.
         total: [..., D], rounded as torch's sum is.
 
     Raises:
         BackendUnavailable: no backend has that name.
     """
     if uses_triton("residual and norm", backend):
-        normed, total = _AddNorm.apply(x, branch, weight, None, eps)
-        remember(normed, NormOf(total, weight, eps))
+        wider = _wider(x, branch, room)
+        normed, total = _AddNorm.apply(x, branch, weight, None, eps, wider)
+        remember(normed, NormOf(total, weight, eps, wider))
         return normed, total
     return add_norm_reference(x, branch, weight, eps)
 
@@ -96,7 +101,7 @@ def add_layer_norm(
         x, branch, weight, eps, backend: see `add_norm`.
     """
     if uses_triton("residual and layer norm", backend):
-        return _AddNorm.apply(x, branch, weight, bias, eps)  # type: ignore[no-any-return]
+        return _AddNorm.apply(x, branch, weight, bias, eps, _wider(x, branch, 0))  # type: ignore[no-any-return]
     return add_layer_norm_reference(x, branch, weight, bias, eps)
 
 
@@ -115,20 +120,21 @@ class _AddNorm(Operation):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+        ctx: Any, x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, wider: Tensor
     ) -> tuple[Tensor, Tensor]:
         from hf_packfree.ops.fused.kernels.norms import add_norm
 
         x = total = x.contiguous()
         if branch is not None:
             branch = branch.contiguous()
-            total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, branch.dtype))
+            total = torch.empty_like(x, dtype=wider.dtype)
         ctx.save_for_backward(total, weight)
         ctx.eps, ctx.centered, ctx.dtypes = eps, bias is not None, (x.dtype, None if branch is None else branch.dtype)
         ctx.set_materialize_grads(False)
-        normed, size = torch.empty_like(total), x.shape[-1]
-        grid = (x.numel() // size,)
-        launch(add_norm, grid, x, branch, weight, bias, total, normed, size, eps, ADDS=branch is not None, **_blocks(size))
+        size, stride = x.shape[-1], wider.shape[-1]
+        normed = wider[..., :size].data  # no view of it, so that writing behind its rows is no change of it
+        grid, blocks = (x.numel() // size,), {"ADDS": branch is not None, **_blocks(size)}
+        launch(add_norm, grid, x, branch, weight, bias, total, normed, size, stride, eps, **blocks)
         return normed, total  # x itself, where it is the total, goes out as a view with this gradient
 
     @staticmethod
@@ -140,7 +146,13 @@ class _AddNorm(Operation):
             needed = ctx.needs_input_grad[2:4]
             d, d_weight, d_bias = _gradients(total, weight, d_normed, d_total, ctx.eps, needed, ctx.centered)
         d_x, d_branch = (None if d is None or dtype is None else d.to(dtype) for dtype in ctx.dtypes)
-        return d_x, d_branch, d_weight, d_bias, None
+        return d_x, d_branch, d_weight, d_bias, None, None
+
+
+def _wider(x: Tensor, branch: Tensor | None, room: int) -> Tensor:
+    """Return an empty [..., D + room] in the dtype of the sum."""
+    dtype = x.dtype if branch is None else torch.promote_types(x.dtype, branch.dtype)
+    return x.new_empty(*x.shape[:-1], x.shape[-1] + room, dtype=dtype)
 
 
 def _gradients(

@@ -73,10 +73,12 @@ class _GatedNorm(Operation):
         from hf_packfree.ops.fused.kernels.norms import gated_norm
 
         x, z = x.contiguous(), z.contiguous()
-        normed, sizes, layers = torch.empty_like(x), _sizes(x), Layers(layout, tensors)
-        blocks = _blocks(x, "forward")
-        launch(gated_norm, (-(-sizes[0] // blocks["ROWS"]),), x, z, weight, normed, *sizes, eps, **blocks)
-        out = layers.forward(normed.flatten(-2), batch_invariant)[0] if tensors else normed
+        sizes, layers, tokens = _sizes(x), Layers(layout, tensors), x.flatten(-2)
+        wider = layers.room(tokens)
+        normed = wider[..., : tokens.shape[-1]]
+        blocks, strides = _blocks(x, "forward"), (x.shape[-2], normed.stride(-2))
+        launch(gated_norm, (-(-sizes[0] // blocks["ROWS"]),), x, z, weight, normed, *sizes, *strides, eps, **blocks)
+        out = layers.forward(normed, batch_invariant, wider)[0] if tensors else wider.view(x.shape)
         ctx.save_for_backward(x, z, weight, *tensors, *layers.inner)
         ctx.eps, ctx.layout = eps, layout
         return out

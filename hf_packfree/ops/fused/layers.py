@@ -37,9 +37,13 @@ class Layers:
         self.weights, self.inner = Weights(tensors[: layout.layers], layout.made, layout.heights), inner
         self.low_rank = LowRank(layout, tensors) if layout.owners else None
 
-    def spare_columns(self, x: Tensor) -> int:
-        """Return K: who makes x as the first columns of [..., D + K], and gives that to `forward`, saves a copy of x there."""
-        return 0 if self.low_rank is None else self.low_rank.columns(x)
+    def room(self, x: Tensor) -> Tensor:
+        """Return an empty [..., D or more], for who makes what they read, x or like x, as its first D columns.
+
+        Given to `forward` too, it saves a copy of x there: the rest is room for what adapters put beside x.
+        """
+        columns = 0 if self.low_rank is None else self.low_rank.columns(x)
+        return x.new_empty(*x.shape[:-1], x.shape[-1] + columns)
 
     def forward(self, x: Tensor, batch_invariant: bool, wider: Tensor | None = None) -> list[Tensor]:
         """Return the outputs [..., F] of x [..., D]; `batch_invariant` is not promised of layers with adapters."""
@@ -47,12 +51,8 @@ class Layers:
             return self._without_adapters(x, batch_invariant)
         rows = x.flatten(0, -2)
         self.inner = self.low_rank.inner(rows)
-        inner, beside = cat(self.inner, 1), None
-        if wider is not None and wider.shape != x.shape:
-            beside = wider.flatten(0, -2)
-            beside[:, rows.shape[1] :] = inner
-        elif inner.dtype == rows.dtype:
-            beside = cat([rows, inner], 1)
+        inner = cat(self.inner, 1)
+        beside = _beside(rows, inner, wider) if inner.dtype == rows.dtype else None
         outs = [self._adapted(rows, inner, beside, i) for i in range(len(self.weights))]
         return [out.view(*x.shape[:-1], -1) for out in outs]
 
@@ -166,7 +166,7 @@ class _Projections(Operation):
         ctx: Any, layout: Layout, batch_invariant: bool, norm: NormOf | None, x: Tensor, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         layers = Layers(layout, tensors)
-        outs = layers.forward(x, batch_invariant)
+        outs = layers.forward(x, batch_invariant, norm.wider if norm else None)
         ctx.save_for_backward(*kept_input(x, norm, ctx.needs_input_grad[4:]), *tensors, *layers.inner)
         ctx.layout, ctx.eps = layout, norm.eps if norm else None
         return tuple(outs)
@@ -198,6 +198,16 @@ def input_again(kept: Tensor | None, weight: Tensor | None, eps: float | None) -
         return None
     x = kept if weight is None or eps is None else NormOf(kept, weight, eps).again()
     return x.flatten(0, -2)
+
+
+def _beside(x: Tensor, inner: Tensor, wider: Tensor | None) -> Tensor:
+    """Return [T, D + K or more], x and what is inner, [T, K], side by side: `wider`, whose first columns x is, or a copy."""
+    end = x.shape[1] + inner.shape[1]
+    if wider is None or wider.shape[-1] < end:
+        return cat([x, inner], 1)
+    beside = wider.flatten(0, -2)
+    beside[:, x.shape[1] : end] = inner
+    return beside
 
 
 @cache

@@ -8,7 +8,7 @@ and x A' of rank r.  Dropout's masks are drawn again from their seeds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -154,6 +154,21 @@ def _seed() -> int:
     return int(torch.empty((), dtype=torch.int64).random_().item())
 
 
+def spare_columns(x: Tensor, adapters: Iterable[tuple[torch.dtype, int]]) -> int:
+    """Return how many columns what is inner of adapters, by dtype and rank, takes beside x, in rows of whole 16 bytes.
+
+    0: x is not multiplied beside it, because it is in another dtype.
+    """
+    columns = 0
+    for dtype, rank in adapters:
+        products = products_of(x, dtype)
+        if products is Plain and dtype != x.dtype:
+            return 0
+        columns += products.parts * rank
+    row = x.shape[-1] + columns
+    return columns + -row % (16 // x.itemsize) if columns else 0
+
+
 class LowRank:
     """The adapters of layers that read one tensor, inside an autograd function."""
 
@@ -169,11 +184,8 @@ class LowRank:
         ]
 
     def columns(self, x: Tensor) -> int:
-        """Return how many columns `inner` has in all, or 0 where their dtype is not that of x."""
-        found = [(products_of(x, reading.dtype), reading) for reading in self.layout.readings]
-        if any(products is Plain and reading.dtype != x.dtype for products, reading in found):
-            return 0
-        return sum(products.parts * reading.rank * len(reading.adapters) for products, reading in found)
+        """Return the columns that `spare_columns` finds for these adapters."""
+        return spare_columns(x, [(reading.dtype, reading.rank * len(reading.adapters)) for reading in self.layout.readings])
 
     def outer_factor(self, layer: int, like: Tensor) -> Tensor | None:
         """Return w [F, K]: the layer's adapters add h w', with h the first K columns of all that is inner; None: nothing."""
@@ -244,4 +256,7 @@ def _columns(reading: Reading, joint: Tensor) -> Iterator[tuple[int, Tensor]]:
     yield from zip(reading.adapters, joint.chunk(len(reading.adapters), 1), strict=True)
 
 
-__all__ = ["Adapted", "Adapter", "Layer", "Layout", "LowRank", "Reading", "layer_reference", "take_apart", "weight_of"]
+__all__ = [
+    "Adapted", "Adapter", "Layer", "Layout", "LowRank", "Reading", "layer_reference", "spare_columns", "take_apart",
+    "weight_of",
+]

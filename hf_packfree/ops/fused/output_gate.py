@@ -51,10 +51,12 @@ class _OutputGate(Operation):
         from hf_packfree.ops.fused.kernels.gates import output_gate
 
         x, z = x.contiguous(), z if z.stride(3) == 1 else z.contiguous()
-        gated, layers = torch.empty_like(x), Layers(layout, tensors)
+        layers, tokens = Layers(layout, tensors), x.flatten(2)
+        wider = layers.room(tokens)
+        gated = wider[..., : tokens.shape[-1]]
         grid, sizes, blocks = _blocks(z)
-        launch(output_gate, grid, x, z, gated, *sizes, **blocks)
-        out = layers.forward(gated.flatten(2), batch_invariant)[0] if tensors else gated
+        launch(output_gate, grid, x, z, gated, *sizes, gated.stride(-2), **blocks)
+        out = layers.forward(gated, batch_invariant, wider)[0] if tensors else wider.view(x.shape)
         ctx.save_for_backward(x, z, *tensors, *layers.inner)
         ctx.layout = layout
         return out

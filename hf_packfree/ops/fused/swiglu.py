@@ -56,8 +56,8 @@ class _SwiGLU(Operation):
 
         count = layouts[0].tensors
         inputs, output = Layers(layouts[0], tensors[:count]), Layers(layouts[1], tensors[count:])
-        a, b = inputs.forward(x, batch_invariant)
-        wider = a.new_empty(*a.shape[:-1], a.shape[-1] + output.spare_columns(a))
+        a, b = inputs.forward(x, batch_invariant, norm.wider if norm else None)
+        wider = output.room(a)
         gated = wider[..., : a.shape[-1]]
         _run(swiglu, a, b, gated, gated.stride(-2))
         (y,) = output.forward(gated, batch_invariant, wider)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_packfree.ops.fused import swiglu_mlp
+from hf_packfree.ops.fused import add_norm, layers, mixed, projections, swiglu_mlp
 from hf_packfree.ops.fused.low_rank import Adapted, Adapter
 from tests.ops.triton.compare import assert_matches, random
+from tests.support import relative_rms
 
 SIZE, WIDTH, TOKENS = 24, 40, 19
 LAYERS = {"gate": (WIDTH, SIZE), "up": (WIDTH, SIZE), "down": (SIZE, WIDTH)}
@@ -36,6 +37,27 @@ def mlp_of(ranks, dropout=0.0):
 def test_values_and_gradients(ranks, launched):
     assert_matches(*mlp_of(ranks))
     assert launched == {"swiglu", "swiglu_backward"}
+
+
+@pytest.mark.parametrize("room", [9, 40], ids=["too little", "more than enough"])
+@pytest.mark.parametrize("written_over", [False, True])
+def test_room_behind_a_norm_saves_its_copy_and_changes_no_number(room, written_over, monkeypatch):
+    total, norm, *tensors = random((1, TOKENS, SIZE), (SIZE,), (WIDTH, SIZE), (5, SIZE), (WIDTH, 5))
+    first = Adapted(tensors[0], (Adapter(*tensors[1:], 0.5),) * 2)
+    leaves, copied = [x.requires_grad_() for x in (total, norm, *tensors[1:])], []
+    monkeypatch.setattr(layers, "cat", lambda parts, dim: copied.append(parts[0].shape) or mixed.cat(parts, dim))
+
+    def run(room):
+        copied.clear()
+        x, _ = add_norm(total, None, norm, 1e-6, room=room, backend="triton")
+        x = x.mul_(2.0) if written_over else x
+        outs = projections(x, first, tensors[0], backend="triton")
+        copies = copied.count((TOKENS, SIZE))
+        return copies, [*outs, x, *torch.autograd.grad(sum(out.square().sum() for out in outs) + x.square().sum(), leaves)]
+
+    (copies, found), (wanted_copies, wanted) = run(room), run(0)
+    assert (copies, wanted_copies) == (0 if room == 40 and not written_over else 1, 1)
+    assert max(relative_rms(a, b) for a, b in zip(found, wanted, strict=True)) < 1e-6
 
 
 def test_dropout_leaves_the_gradients_those_of_the_values():

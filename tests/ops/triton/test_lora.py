@@ -10,6 +10,7 @@ import torch
 from hf_packfree import apply_patches
 from hf_packfree.models.state import Kernels
 from hf_packfree.ops import conv_delta_rule
+from hf_packfree.ops.fused import layers
 from hf_packfree.ops.fused.weights import Weights
 from tests.input_formats import row_batch
 from tests.integrations.marks import needs
@@ -71,6 +72,22 @@ def test_exact_and_no_layer_is_called(family, options, called, launched, monkeyp
     experts = {"qwen3_5": 0}.get(family)
     assert experts is None or len(called) == 1, "the head alone"
     assert_exact(model, lora(tiny(family), **options))
+
+
+@pytest.mark.parametrize("options", [{}, {"r": 3}])
+def test_nothing_that_adapters_read_is_copied(options, monkeypatch):
+    """What a layer reads is made with room behind its rows, by norms, gates and gated products alike."""
+    beside, in_place = layers._beside, []
+
+    def watched(x, inner, wider):
+        found = beside(x, inner, wider)
+        in_place.append(found.data_ptr() == x.data_ptr())
+        return found
+
+    monkeypatch.setattr(layers, "_beside", watched)
+    model = on_kernels(lora(tiny(), **options))
+    model(**BATCH.inputs)
+    assert in_place == [True] * 4 * len(model.get_base_model().model.layers)
 
 
 def kept_beside_parameters(model):

@@ -77,13 +77,15 @@ def _offsets(tokens, heads, size, token_stride, head_stride, ROWS: tl.constexpr,
 
 @triton.jit(do_not_specialize=["tokens"])
 def output_gate(
-    x, z, out, tokens, heads, size, token_stride, head_stride, ROWS: tl.constexpr, WIDTH: tl.constexpr
+    x, z, out, tokens, heads, size, token_stride, head_stride, out_stride, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """out [T, H, D] = x * sigmoid(z).  Grid: blocks of ROWS (token, head) pairs."""
+    """out [T, H, D], tokens `out_stride` elements apart, = x * sigmoid(z).  Grid: blocks of ROWS (token, head) pairs."""
     offset, z_offset, mask = _offsets(tokens, heads, size, token_stride, head_stride, ROWS, WIDTH)
     a = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(z + z_offset, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + offset, (a * tl.sigmoid(b)).to(out.dtype.element_ty), mask=mask)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    place = offset + row // heads * (out_stride - heads * size)
+    tl.store(out + place, (a * tl.sigmoid(b)).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["tokens"])

@@ -7,10 +7,11 @@ import triton.language as tl
 
 
 @triton.jit
-def add_norm(x, branch, weight, bias, total, normed, size, eps, ADDS: tl.constexpr, WIDTH: tl.constexpr):
+def add_norm(x, branch, weight, bias, total, normed, size, stride, eps, ADDS: tl.constexpr, WIDTH: tl.constexpr):
     """total [R, D] = x + branch where ADDS, else x; normed [R, D] = total / rms(total) * (1 + weight).  Grid: R.
 
-    With a bias it is a layer norm: the mean is subtracted first, and weight is not added to one.
+    Rows of `normed` are `stride` elements apart.  With a bias it is a layer norm: the mean is subtracted first, and weight is
+    not added to one.
     """
     d = tl.arange(0, WIDTH)
     mask, offset = d < size, tl.program_id(0).to(tl.int64) * size + d
@@ -27,7 +28,7 @@ def add_norm(x, branch, weight, bias, total, normed, size, eps, ADDS: tl.constex
     y = a * tl.rsqrt(tl.sum(a * a, 0) / size + eps) * w
     if bias is not None:
         y += tl.load(bias + d, mask=mask, other=0.0).to(tl.float32)
-    tl.store(normed + offset, y.to(normed.dtype.element_ty), mask=mask)
+    tl.store(normed + tl.program_id(0).to(tl.int64) * stride + d, y.to(normed.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows", "rows_per_program"])
@@ -70,8 +71,9 @@ def add_norm_backward(
 
 
 @triton.jit(do_not_specialize=["count"])
-def gated_norm(x, z, weight, out, count, size, eps, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """out [R, D] = x / rms(x) * weight * silu(z).  Grid: blocks of ROWS rows, each a head of a token."""
+def gated_norm(x, z, weight, out, count, size, heads, stride, eps, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """out [T, H, D] = x / rms(x) * weight * silu(z), its tokens `stride` elements apart.  Grid: blocks of ROWS heads of tokens.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     d = tl.arange(0, WIDTH)[None, :]
     mask, offset = (row < count) & (d < size), row * size + d
@@ -79,7 +81,8 @@ def gated_norm(x, z, weight, out, count, size, eps, ROWS: tl.constexpr, WIDTH: t
     b = tl.load(z + offset, mask=mask, other=0.0).to(tl.float32)
     w = tl.load(weight + d, mask=d < size, other=0.0).to(tl.float32)
     x_hat = a * tl.rsqrt(tl.sum(a * a, 1) / size + eps)[:, None]
-    tl.store(out + offset, (x_hat * w * b * tl.sigmoid(b)).to(out.dtype.element_ty), mask=mask)
+    place = row // heads * stride + row % heads * size + d
+    tl.store(out + place, (x_hat * w * b * tl.sigmoid(b)).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["count"])
