@@ -111,7 +111,7 @@ class PackedHead(Head):
             keep_padding(packed, arguments)
             return upstream(**arguments)
         row = (_row_arguments if all_logits else _batch_arguments)(arguments, packed) | loss
-        later = self.training and loss and not _is_traced()
+        later = loss and self._can_make_logits_later()
         with logits_on_demand(self, loss, arguments.get("ignore_index", IGNORED)) if later else nullcontext():
             if settings is not None:
                 counted = arguments.get("num_items_in_batch") is not None
@@ -162,9 +162,13 @@ class PackedHead(Head):
         )
         return None
 
+    def _can_make_logits_later(self) -> bool:
+        """Whether this is a training step; tensors of inference mode do not say whether they were changed meanwhile."""
+        return self.training and not _is_traced() and not torch.is_inference_mode_enabled()
+
     def _restore_shape(self, output: Any, packed: PackedSequence) -> None:
         restore_layers(output, packed)
-        lazy = state_of(self).padded == "lazy" and self.training and output.loss is not None
+        lazy = state_of(self).padded == "lazy" and self._can_make_logits_later() and output.loss is not None
         # a graph that had read the number of documents would be made again for another
         dropped = not _is_traced() and packed.indices is not None and packed.num_documents > 0
         padded = None if torch.compiler.is_compiling() else vars(output.logits).pop(PADDED, None)

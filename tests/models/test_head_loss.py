@@ -217,6 +217,17 @@ def test_rows_of_one_document_and_evaluation_are_upstreams_bit_for_bit():
     )
 
 
+@pytest.mark.parametrize("kind", BATCHES)
+def test_a_model_in_training_can_be_looked_at_in_inference_mode(kind):
+    model, batch = apply_patches(tiny()), BATCHES[kind]()
+    wanted = model(**batch)
+    with torch.inference_mode():
+        found = model(**batch)
+    assert relative_rms(found.loss, wanted.loss) <= LOSS_TOL
+    with torch.no_grad():
+        assert torch.equal(found.logits + 0, wanted.logits + 0)
+
+
 def test_a_batch_without_a_target_has_a_loss_of_zero():
     batch = packed_batch()
     batch["labels"] = torch.full_like(batch["labels"], IGNORED)
