@@ -8,6 +8,8 @@ Shapes: W ranks, T tokens of the whole row, t = T / W tokens of a shard, H heads
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,53 +20,134 @@ from hf_packfree.ops.operation import Operation, once_differentiable
 from hf_packfree.packing import RowShard, pad_row
 
 
-class _AllToAll(Operation):
-    @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return _exchanged(parts, group)
+@dataclass(frozen=True)
+class Pending:
+    """An exchange under way: on a GPU it runs beside what is launched until `wait`, through gloo beside what is computed.
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None]:
-        return _exchanged(d_out, ctx.group), None
+    Attributes:
+        out: what it brings, not to be read before.
+        sent: kept until then.
+        work: torch.distributed's.
+    """
 
+    out: Tensor
+    sent: Tensor
+    work: Any
 
-class _AllGather(Operation):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return gathered(part, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None]:
-        return _exchanged(d_out, ctx.group).sum(0), None
+    def wait(self) -> Tensor:
+        """Return what came."""
+        self.work.wait()
+        return self.out
 
 
-def _exchanged(parts: Tensor, group: Any) -> Tensor:
+def start_all_to_all(parts: Tensor, group: Any) -> Pending:
+    """Start what `all_to_all` does, without a derivative."""
     parts = parts.contiguous()
     out = torch.empty_like(parts)
-    dist.all_to_all_single(out, parts, group=group)
-    return out
+    return Pending(out, parts, dist.all_to_all_single(out, parts, group=group, async_op=True))
+
+
+def start_gather(part: Tensor, group: Any) -> Pending:
+    """Start what `gathered` does."""
+    part = part.contiguous()
+    out = part.new_empty(dist.get_world_size(group), *part.shape)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+    return Pending(out, part, gather(out.view(-1), part.view(-1), group=group, async_op=True))
 
 
 def gathered(part: Tensor, group: Any) -> Tensor:
     """Return [W, ...], every rank's part [...], without a derivative."""
-    out = part.new_empty(dist.get_world_size(group), *part.shape)
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
-    gather(out.view(-1), part.reshape(-1), group=group)
-    return out
+    return start_gather(part, group).wait()
+
+
+class AllToAll:
+    """Sends parts [W, ...], of one shape on all ranks, and brings [W, ...]: part r is what rank r had for this rank."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.pending: Any = None
+
+    def send(self, x: Tensor) -> None:
+        """Start it."""
+        self.pending = start_all_to_all(x, self.group)
+
+    def send_back(self, d_out: Tensor) -> None:
+        """Start to send the gradient of what came to where it came from."""
+        self.pending = start_all_to_all(d_out, self.group)
+
+    def receive(self) -> Tensor:
+        """Return what came."""
+        pending, self.pending = self.pending, None
+        return pending.wait()  # type: ignore[no-any-return]
+
+    def receive_back(self) -> Tensor:
+        """Return the gradient of what was sent."""
+        return self.receive()
+
+
+class AllGather(AllToAll):
+    """Sends a part [...], and brings every rank's [W, ...]; a part's gradient is the sum of what all ranks say of it."""
+
+    def send(self, x: Tensor) -> None:
+        """Start it."""
+        self.pending = start_gather(x, self.group)
+
+    def receive_back(self) -> Tensor:
+        """Return the gradient of what was sent."""
+        return self.receive().sum(0)
+
+
+class Sent:
+    """A differentiable exchange under way, forward until `receive`.
+
+    What is computed between the two runs beside it; and so does its backward pass, beside the way back.
+    """
+
+    def __init__(self, x: Tensor, exchange: AllToAll) -> None:
+        """Send x."""
+        self._exchange, self._token = exchange, _Send.apply(x, exchange)
+
+    def receive(self) -> Tensor:
+        """Return what came."""
+        return _Receive.apply(self._token, self._exchange)  # type: ignore[no-any-return]
+
+
+class _Send(Operation):
+    """Its result has no elements: it leads autograd from `_Receive` to here, behind the backward pass of all between them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: AllToAll) -> Tensor:
+        ctx.exchange = exchange
+        exchange.send(x)
+        return x.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.receive_back(), None
+
+
+class _Receive(Operation):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, exchange: AllToAll) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.receive()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None]:
+        ctx.exchange.send_back(d_out)
+        return d_out.new_empty(0), None
 
 
 def all_to_all(parts: Tensor, group: Any) -> Tensor:
-    """Return [W, ...]: part r is what rank r had as its part for this rank; parts [W, ...] of one shape on all ranks."""
-    return _AllToAll.apply(parts, group)  # type: ignore[no-any-return]
+    """See `AllToAll`; differentiable."""
+    return Sent(parts, AllToAll(group)).receive()
 
 
 def all_gather(part: Tensor, group: Any) -> Tensor:
-    """Return [W, ...], every rank's part [...]; a part's gradient is the sum of what all ranks say of it."""
-    return _AllGather.apply(part, group)  # type: ignore[no-any-return]
+    """See `AllGather`; differentiable."""
+    return Sent(part, AllGather(group)).receive()
 
 
 def with_right_context(x: Tensor, shard: RowShard, reach: int) -> Tensor:
@@ -93,6 +176,21 @@ def heads_to_tokens(x: Tensor, group: Any) -> Tensor:
     return all_to_all(x.unflatten(0, (world, -1)), group).transpose(0, 1).flatten(1, 2)
 
 
+def send_left_context(x: Tensor, shard: RowShard, most: int | None = None) -> Callable[[], Tensor]:
+    """Start what `left_context` does; what comes back returns it."""
+    histories = [shard.history(rank) if most is None else min(most, shard.history(rank)) for rank in range(shard.world)]
+    longest = min(max(histories), len(x))  # beyond that ranks between are inside the document, and give all they have
+    if not longest:
+        return lambda: x[:0]
+    sent = Sent(x[-longest:], AllGather(shard.group))
+
+    def receive() -> Tensor:
+        tails = sent.receive()[: shard.rank].flatten(0, 1)
+        return tails[len(tails) - histories[shard.rank]:]
+
+    return receive
+
+
 def left_context(x: Tensor, shard: RowShard, most: int | None = None) -> Tensor:
     """Return the tokens before a shard that are of its first document, `most` of them at most; nothing is sent if none is cut.
 
@@ -102,9 +200,4 @@ def left_context(x: Tensor, shard: RowShard, most: int | None = None) -> Tensor:
     Returns:
         [h, ...], h = `shard.history`, or `most` if that is less.
     """
-    histories = [shard.history(rank) if most is None else min(most, shard.history(rank)) for rank in range(shard.world)]
-    longest = min(max(histories), len(x))  # beyond that ranks between are inside the document, and give all they have
-    if not longest:
-        return x[:0]
-    tails = all_gather(x[-longest:], shard.group)[: shard.rank].flatten(0, 1)
-    return tails[len(tails) - histories[shard.rank]:]
+    return send_left_context(x, shard, most)()

@@ -12,7 +12,8 @@ sizes, C = 2 H K + HV V.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +28,9 @@ from hf_packfree.ops.delta_rule.reference import rounded_l2norm
 from hf_packfree.ops.delta_rule.segments import Scans, Segments, fold, plan_segments
 from hf_packfree.ops.delta_rule.torch_chunked import TorchScans
 from hf_packfree.ops.operation import Operation, once_differentiable
-from hf_packfree.packing import PackedSequence, with_history
-from hf_packfree.parallel.collectives import gathered, left_context
+from hf_packfree.packing import PackedSequence
+from hf_packfree.parallel.collectives import Pending, start_gather
+from hf_packfree.parallel.conv import conv_with_context
 
 SCANS: dict[str, Scans] = {"flash_qla": FlashQLAScans(), "fla": FLAScans(), "torch": TorchScans()}
 """By backend of the delta rule."""
@@ -67,13 +69,14 @@ def conv_delta_rule_by_states(
             f"found the delta rule on {delta_rule!r} under context parallelism that exchanges states; wanted it on "
             f"{' or '.join(SCANS)}; name one as backend, or exchange heads: ContextParallel(group, gdn='heads')"
         )
-    left = left_context(x[0], packed.shard, weight.shape[1] - 1)
-    longer = packed.cached(with_history, len(left))
     in_conv = conv in QK_L2NORM
-    q, k, v = (part[:, len(left):] for part in qkv_conv(
-        torch.cat([left, x[0]])[None], weight, longer, heads, sizes, bias=bias, activation=activation, qk_l2norm=in_conv,
-        backend=conv,
-    ))
+
+    def convolve(x: Tensor, packed: PackedSequence) -> tuple[Tensor, ...]:
+        return qkv_conv(
+            x, weight, packed, heads, sizes, bias=bias, activation=activation, qk_l2norm=in_conv, backend=conv
+        )
+
+    q, k, v = conv_with_context(convolve, x, packed, weight.shape[1] - 1)
     if not in_conv:
         q, k = map(rounded_l2norm, (q, k))
     segments = packed.cached(_segments, _lanes(v, delta_rule))
@@ -94,7 +97,7 @@ def _segments(packed: PackedSequence, lanes: int) -> Segments:
 
 
 class _Rule(Operation):
-    """Two exchanges, one each way, in which every rank takes part."""
+    """Two exchanges, one each way, in which every rank takes part; documents that do not wait for them are walked meanwhile."""
 
     @staticmethod
     def forward(
@@ -113,20 +116,28 @@ class _Rule(Operation):
         state = q.new_zeros(v.shape[2], q.shape[3], v.shape[3], dtype=dtype)
         inside = state.new_zeros(v.shape[2], q.shape[3], q.shape[3])
         transition, addend = scans.summarize(saved, segments) if segments.chunks_cpu[0].any() else (inside[None], state[None])
+        sent: Any = None
         if shard.is_cut:
             left, last = state, segments.of_last()
             if shard.goes_on(shard.rank):
                 left = _through(transition[last], addend[last], packed)
                 if shard.history(shard.rank) and packed.num_segments == 1:
                     inside = _product(transition[last], packed)
-            state = _along(inside, left, slice(shard.before().start, shard.rank + 1), packed)[-1]
-        before = _states(state, packed, 0)
+            sent = _send(inside, left, packed)
+        waits = shard.history(shard.rank) > 0
+        before, (*early, late) = _states(state, packed, 0), _turns(packed, segments, 0 if waits else None)
+        outs = [scans.walk(turn.of(saved), before[turn.documents], turn.segments)[:1] for turn in early]
+        if waits:
+            state = _along(sent, slice(shard.before().start, shard.rank + 1), packed)[-1]
+            before[0] = state
         if segments.are_cut(packed):
             before = fold(transition, addend, before, segments.firsts)
-        out, _ = scans.walk(saved, before, segments)
+        outs.append(scans.walk(late.of(saved), before[late.documents], late.segments)[:1])
+        if sent is not None and not waits:
+            sent.wait()  # for the sake of its memory alone
         ctx.save_for_backward(*saved, inside, *(transition, before) if segments.are_cut(packed) else (None, state))
         ctx.plan = packed, segments, scans
-        return out
+        return _joined(reversed(outs))[0]
 
     @staticmethod
     @once_differentiable
@@ -138,16 +149,66 @@ class _Rule(Operation):
             before = _states(before, packed, 0)
         d_state, first = torch.zeros_like(before[0]), segments.of_first()
         addend = scans.summarize_gradient(saved, d_out, segments) if segments.chunks_cpu[1].any() else d_state[None]
+        sent: Any = None
         if shard.is_cut:
             left = d_state
             if shard.history(shard.rank):
                 left = _through(None if transition is None else transition[first], addend[first], packed, reverse=True)
-            d_state = _along(inside, left, slice(shard.rank, shard.behind().start + 1), packed, reverse=True)[0]
-        d_after = _states(d_state, packed, -1)
+            sent = _send(inside, left, packed)
+        waits = shard.goes_on(shard.rank)
+        d_after, (*early, late) = _states(d_state, packed, -1), _turns(packed, segments, -1 if waits else None)
+        found = [_walk_back(scans, turn, saved, before, d_out, d_after) for turn in early]
+        if waits:
+            d_after[-1] = _along(sent, slice(shard.rank, shard.behind().start + 1), packed, reverse=True)[0]
         if segments.are_cut(packed):
             d_after = fold(transition, addend, d_after, segments.firsts, reverse=True)
-        *gradients, _ = scans.walk_back(saved, before, d_out, d_after, segments)
-        return *gradients, None, None, None
+        found.append(_walk_back(scans, late, saved, before, d_out, d_after))
+        if sent is not None and not waits:
+            sent.wait()
+        return *_joined(found), None, None, None
+
+
+class _Turn(NamedTuple):
+    """Some documents of a shard that are walked at once: their tokens, which documents they are, and their segments."""
+
+    tokens: slice
+    documents: slice
+    segments: Segments
+
+    def of(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return their part of what `Scans.prepare` returns."""
+        return tuple(x[:, self.tokens] for x in tensors)
+
+
+def _turns(packed: PackedSequence, segments: Segments, waiting: int | None) -> list[_Turn]:
+    """Return all documents in turns: the last one is that of the document, 0 or -1, that waits for its state.
+
+    On a GPU there is one turn, whoever waits: documents are walked side by side there, so that two turns would take up to twice
+    the time of one, and joining what they return more than the exchange.
+    """
+    count = packed.num_segments
+    if waiting is None or count == 1 or packed.seq_idx.is_cuda or segments.are_cut(packed):
+        return [_Turn(slice(None), slice(None), segments)]
+    bounds = [(1, count), (0, 1)] if waiting == 0 else [(0, count - 1), (count - 1, count)]
+    return [packed.cached(_turn, first, end) for first, end in bounds]
+
+
+def _turn(packed: PackedSequence, first: int, end: int) -> _Turn:
+    tokens = slice(*packed.cu_seqlens_cpu[[first, end]].tolist())
+    return _Turn(tokens, slice(first, end), Segments.of(packed, [[length] for length in packed.lengths[first:end]]))
+
+
+def _walk_back(
+    scans: Scans, turn: _Turn, saved: Sequence[Tensor], before: Tensor, d_out: Tensor, d_after: Tensor
+) -> tuple[Tensor, ...]:
+    """Return the gradients of the inputs at a turn's tokens."""
+    before, d_after = before[turn.documents], d_after[turn.documents]
+    return scans.walk_back(turn.of(saved), before, d_out[:, turn.tokens], d_after, turn.segments)[:-1]
+
+
+def _joined(turns: Iterable[Sequence[Tensor]]) -> list[Tensor]:
+    """Return what turns found, one behind the other, of all tokens."""
+    return [parts[0] if len(parts) == 1 else torch.cat(parts, 1) for parts in zip(*turns, strict=True)]
 
 
 def _states(state: Tensor, packed: PackedSequence, document: int) -> Tensor:
@@ -174,11 +235,16 @@ def _product(transition: Tensor, packed: PackedSequence) -> Tensor:
     return _through(transition, addend, packed)
 
 
-def _along(transition: Tensor, addend: Tensor, ranks: slice, packed: PackedSequence, *, reverse: bool = False) -> Tensor:
-    """Return the states that the shards of these ranks begin with, or in reverse end with; every rank gives its own shard's."""
-    size = transition.shape[-1]
-    everyones = gathered(torch.cat([transition, addend], -1), packed.shard.group)[ranks]
-    transitions, addends = everyones.split([size, addend.shape[-1]], -1)
+def _send(transition: Tensor, addend: Tensor, packed: PackedSequence) -> Pending:
+    """Start to give all ranks what a shard does to a state, or to the gradient of one."""
+    return start_gather(torch.cat([transition, addend], -1), packed.shard.group)
+
+
+def _along(sent: Pending, ranks: slice, packed: PackedSequence, *, reverse: bool = False) -> Tensor:
+    """Return the states that the shards of these ranks begin with, or in reverse end with, once all ranks have sent theirs."""
+    everyones = sent.wait()[ranks]
+    size = everyones.shape[2]
+    transitions, addends = everyones.split([size, everyones.shape[3] - size], -1)
     return fold(transitions, addends, None, packed.cached(_one_document, len(everyones)), reverse=reverse)
 
 

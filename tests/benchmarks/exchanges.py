@@ -43,15 +43,15 @@ class Counted:
         """Return how long all that was counted takes, one exchange after the other."""
         return self.received / rate + self.calls * latency
 
-    def all_to_all_single(self, out: Tensor, parts: Tensor, group: Any = None) -> None:
+    def all_to_all_single(self, out: Tensor, parts: Tensor, group: Any = None, async_op: bool = False) -> Any:
         """See torch.distributed."""
         self._count(out.nbytes * (1 - 1 / self.get_world_size(group)))
-        self._all_to_all(out, parts, group)
+        return self._all_to_all(out, parts, group, async_op)
 
-    def all_gather_single(self, out: Tensor, part: Tensor, group: Any = None) -> None:
+    def all_gather_single(self, out: Tensor, part: Tensor, group: Any = None, async_op: bool = False) -> Any:
         """See torch.distributed."""
         self._count(part.nbytes * (self.get_world_size(group) - 1))
-        self._all_gather(out, part, group)
+        return self._all_gather(out, part, group, async_op)
 
     def get_rank(self, group: Any = None) -> int:
         """See torch.distributed."""
@@ -65,25 +65,34 @@ class Counted:
         self.calls += 1
         self.received += size
 
-    def _all_to_all(self, out: Tensor, parts: Tensor, group: Any) -> None:
-        dist.all_to_all_single(out, parts, group=group)
+    def _all_to_all(self, out: Tensor, parts: Tensor, group: Any, async_op: bool) -> Any:
+        return dist.all_to_all_single(out, parts, group=group, async_op=async_op)
 
-    def _all_gather(self, out: Tensor, part: Tensor, group: Any) -> None:
-        gather(out, part, group=group)
+    def _all_gather(self, out: Tensor, part: Tensor, group: Any, async_op: bool) -> Any:
+        return gather(out, part, group=group, async_op=async_op)
+
+
+class Done:
+    """What is to be waited for of an exchange that is over."""
+
+    def wait(self) -> None:
+        """Wait for nothing."""
 
 
 class ThroughHost(Counted):
     """Exchanges of processes that share one GPU, which NCCL does not serve: by way of the host's memory and gloo."""
 
-    def _all_to_all(self, out: Tensor, parts: Tensor, group: Any) -> None:
+    def _all_to_all(self, out: Tensor, parts: Tensor, group: Any, async_op: bool) -> Any:
         found = torch.empty_like(out, device="cpu")
         dist.all_to_all_single(found, parts.cpu(), group=group)
         out.copy_(found)
+        return Done()
 
-    def _all_gather(self, out: Tensor, part: Tensor, group: Any) -> None:
+    def _all_gather(self, out: Tensor, part: Tensor, group: Any, async_op: bool) -> Any:
         found = torch.empty_like(out, device="cpu")
         gather(found, part.cpu(), group=group)
         out.copy_(found)
+        return Done()
 
 
 class Alone(Counted):
@@ -101,11 +110,13 @@ class Alone(Counted):
         """Return how many there would be."""
         return self.world
 
-    def _all_to_all(self, out: Tensor, parts: Tensor, group: Any) -> None:
+    def _all_to_all(self, out: Tensor, parts: Tensor, group: Any, async_op: bool) -> Any:
         out.copy_(parts)
+        return Done()
 
-    def _all_gather(self, out: Tensor, part: Tensor, group: Any) -> None:
+    def _all_gather(self, out: Tensor, part: Tensor, group: Any, async_op: bool) -> Any:
         out.view(self.world, -1).copy_(part)
+        return Done()
 
 
 @contextmanager

@@ -156,7 +156,7 @@ class Scans(Protocol):
     def prepare(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, segments: Segments
     ) -> tuple[Tensor, ...]:
-        """Return what the other methods read, and the backward pass keeps; q and k have norm 1."""
+        """Return what the other methods read, and the backward pass keeps, each [1, T, ...]; q and k have norm 1."""
 
     def summarize(self, saved: tuple[Tensor, ...], segments: Segments) -> tuple[Tensor, Tensor]:
         """Return M and B of every segment; what the last one of a document has does not matter."""

@@ -1,0 +1,80 @@
+"""The convolution over a sharded row: it runs while the tokens before the shard come; only those that read them do so again.
+
+Shapes: t tokens of a shard, h of its first document before it, n at its start that read these, C = 2 H K + HV V channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, cat
+
+from hf_packfree.ops.operation import Operation, once_differentiable
+from hf_packfree.packing import PackedSequence
+from hf_packfree.parallel.collectives import send_left_context
+
+Convolution = Callable[[Tensor, PackedSequence], tuple[Tensor, ...]]
+
+
+def conv_with_context(conv: Convolution, x: Tensor, packed: PackedSequence, reach: int) -> tuple[Tensor, ...]:
+    """Convolve a shard as a part of its row.
+
+    Args:
+        conv: takes x [1, t, C] and its documents, and returns tensors [1, t, ...]: new memory, kept by nothing.
+        x: [1, t, C], this rank's.
+        packed: the record of the shard.
+        reach: how many tokens before it a token reads.
+
+    Returns:
+        What `conv` would return of these tokens in the whole row.
+    """
+    if not packed.shard.is_cut:
+        return conv(x, packed)
+    count = min(reach, packed.lengths[0])
+    x, first, last = _Edges.apply(x, count, min(reach, packed.num_tokens))
+    receive = send_left_context(last[0], packed.shard, reach)
+    found = conv(x, packed)
+    left = receive()
+    again = conv(cat([left, first[0]])[None], packed.cached(_one_document, len(left) + count))
+    return _Replaced.apply(*found, *(part[:, len(left):] for part in again))  # type: ignore[no-any-return]
+
+
+def _one_document(packed: PackedSequence, tokens: int) -> PackedSequence:
+    return PackedSequence.from_lengths([tokens], device=packed.seq_idx.device)
+
+
+class _Edges(Operation):
+    """A row [1, t, C], its first and its last tokens, whose gradients are added in place: no other tensor as long is made."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, first: int, last: int) -> tuple[Tensor, Tensor, Tensor]:
+        return x, x[:, :first].clone(), x[:, -last:].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_x: Tensor, d_first: Tensor, d_last: Tensor) -> tuple[Tensor, None, None]:
+        d_x[:, : d_first.shape[1]] += d_first  # which the convolution has made, and nobody else reads
+        d_x[:, -d_last.shape[1]:] += d_last
+        return d_x, None, None
+
+
+class _Replaced(Operation):
+    """Some tensors [1, t, ...] with other first tokens [1, n, ...], in place, and so are their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.half = len(tensors) // 2
+        whole, first = tensors[: ctx.half], tensors[ctx.half:]
+        for one, new in zip(whole, first, strict=True):
+            one[:, : new.shape[1]] = new
+        ctx.count = first[0].shape[1]
+        return whole
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        first = [one[:, : ctx.count].clone() for one in gradients]
+        for one in gradients:
+            one[:, : ctx.count] = 0  # what was replaced; the delta rule has made them, and nobody else reads them
+        return *gradients, *first

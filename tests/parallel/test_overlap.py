@@ -1,0 +1,113 @@
+"""What a rank computes while an exchange is under way: events in order, of one process that plays a rank of three."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from hf_packfree import PackedSequence
+from hf_packfree.ops.conv import torch_native
+from hf_packfree.packing import shard_row
+from hf_packfree.parallel import states
+from hf_packfree.parallel.delta_rule import SHARED
+from tests.benchmarks.exchanges import Alone, exchanging
+
+HEADS, SIZES, TAPS = (3, 3), (4, 4), 4
+CHANNELS = 36
+
+
+class Recorded(Alone):
+    """Exchanges of one rank, which are recorded when they start and when they are waited for."""
+
+    def __init__(self, rank: int, events: list) -> None:
+        super().__init__(rank, 3)
+        self.events = events
+
+    def _all_gather(self, out, part, group, async_op):
+        return self._started(super()._all_gather(out, part, group, async_op))
+
+    def _all_to_all(self, out, parts, group, async_op):
+        return self._started(super()._all_to_all(out, parts, group, async_op))
+
+    def _started(self, work):
+        self.events.append("sent")
+        return Waited(work, self.events)
+
+
+class Waited:
+    """An exchange whose end is recorded."""
+
+    def __init__(self, work, events) -> None:
+        self.work, self.events = work, events
+
+    def wait(self) -> None:
+        self.events.append("came")
+        self.work.wait()
+
+
+class RecordedScans:
+    """What walks documents in PyTorch, recorded with their lengths."""
+
+    def __init__(self, events: list) -> None:
+        self.events, self.scans = events, states.SCANS["torch"]
+        self.prepare, self.summarize = self.scans.prepare, self.scans.summarize
+        self.summarize_gradient = self.scans.summarize_gradient
+
+    def walk(self, saved, before, segments):
+        self.events.append(("walk", segments.record.lengths))
+        return self.scans.walk(saved, before, segments)
+
+    def walk_back(self, saved, before, d_out, d_after, segments):
+        self.events.append(("walk back", segments.record.lengths))
+        return self.scans.walk_back(saved, before, d_out, d_after, segments)
+
+
+def recorded(events, what, run):
+    """Record how many tokens are convolved, or their gradients."""
+
+    def call(x, *args, **options):
+        events.append((what, x.shape[1]))
+        return run(x, *args, **options)
+
+    return call
+
+
+def events_of(way: str, lengths: list[int], rank: int) -> tuple[list, list]:
+    """Return what happened forward and backward."""
+    torch.manual_seed(0)
+    local, events = shard_row(PackedSequence.from_lengths(lengths), rank, 3), []
+    x, weight = torch.randn(1, local.num_tokens, CHANNELS).requires_grad_(), torch.randn(CHANNELS, TAPS).requires_grad_()
+    g, beta = (-torch.rand(1, local.num_tokens, HEADS[1]).requires_grad_() for _ in range(2))
+    conv, back = recorded(events, "conv", states.qkv_conv), recorded(events, "conv back", torch_native._backward)
+    with (
+        exchanging(Recorded(rank, events)), patch.dict(states.SCANS, {"torch": RecordedScans(events)}),
+        patch.object(states, "qkv_conv", conv), patch.object(torch_native, "_backward", back),
+    ):
+        out = SHARED[way](x, weight, g, beta, local, HEADS, SIZES)
+        forward = len(events)
+        out.sum().backward()
+    return events[:forward], events[forward:]
+
+
+@pytest.mark.parametrize(
+    ("rank", "forward", "backward"),
+    [
+        (0, [("walk", [8]), "came"], ["came", ("walk back", [8])]),
+        (1, [("walk", [5, 1]), "came", ("walk", [2])], [("walk back", [2, 5]), "came", ("walk back", [1])]),
+        (2, ["came", ("walk", [8])], [("walk back", [8]), "came"]),
+    ],
+)
+def test_documents_that_do_not_wait_for_their_state_are_walked_before_it_comes(rank, forward, backward):
+    """Of three ranks that hold [8], [2, 5, 1] and [8] tokens of three documents."""
+    again = {0: 3, 1: 5, 2: 4}[rank]  # the first tokens of a shard that read the three before it, and these
+    convolved = ["sent", ("conv", 8), "came", ("conv", again)]
+    back = [("conv back", again), "sent", ("conv back", 8), "came"]
+    found = events_of("state", [10, 5, 9], rank)
+    assert found == ([*convolved, "sent", *forward], ["sent", *backward, *back])
+
+
+def test_nothing_is_sent_where_no_document_is_cut():
+    found = events_of("state", [8, 8, 8], 1)
+    assert found == ([("conv", 8), ("walk", [8])], [("walk back", [8]), ("conv back", 8)])
