@@ -20,6 +20,7 @@ from hf_packfree.models.attention import check_attention
 from hf_packfree.models.entry import has_media, of_media, wants_all_logits
 from hf_packfree.models.labels import IGNORED
 from hf_packfree.models.mrope import SECONDS
+from hf_packfree.models.sharded_media import reaching_media
 from hf_packfree.models.vision_language import FEATURES, GRIDS, share_media
 from hf_packfree.packing import PackedSequence, pad_row, repad, shard_row
 from hf_packfree.parallel import ContextParallel
@@ -56,10 +57,11 @@ def forward_shard(
         )
     local = shard_row(packed, settings.rank, settings.world, settings.group)
     source = next((module for module in (head, head.base_model) if hasattr(module, "get_rope_index")), None)
+    media = [row.get(name) for name in FEATURES.values()]
     if source is not None:
         row, local = share_media(source, row, local)
     mine = _arguments_of(local, row, packed.num_tokens)
-    with _given_to_the_loss(head, mine):
+    with _given_to_the_loss(head, mine), reaching_media(head.get_input_embeddings(), media):
         output = upstream(**mine)
     experts, loss = output.get("aux_loss"), output.get("loss")
     if experts is not None and loss is not None:  # every rank has all of it, and it counts once

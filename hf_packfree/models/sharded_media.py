@@ -8,11 +8,12 @@ Shapes: T tokens of the whole row, M items of one kind, F features of them, as m
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_packfree.models.mrope import RowMedia
@@ -85,6 +86,27 @@ def _part(lengths: Tensor, items: slice) -> slice:
     """Return where these items are in what has so many numbers of each."""
     edges = F.pad(lengths.long().cumsum(0), (1, 0))
     return slice(int(edges[items.start]), int(edges[items.stop]))
+
+
+@contextmanager
+def reaching_media(embeddings: nn.Module, media: Iterable[Any]) -> Iterator[None]:
+    """Let a row's embeddings depend, by nothing, on all of its media that want gradients.
+
+    A rank that holds none of them would make no gradient at all where nothing else is trained, while others wait for its own.
+    """
+    wanted = [x for x in media if isinstance(x, Tensor) and x.requires_grad]
+    if not wanted:
+        yield
+        return
+
+    def add_nothing(module: nn.Module, given: Any, output: Tensor) -> Tensor:
+        return output + torch.stack([x.flatten()[:0].sum().to(output) for x in wanted]).sum()
+
+    handle = embeddings.register_forward_hook(add_nothing)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def mark_kept(given: Tensor, features: slice) -> Tensor:

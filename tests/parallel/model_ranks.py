@@ -102,7 +102,7 @@ def media(families: list[str]) -> dict[str, float]:
 
 
 def ways_of_training(results, one, many, rows) -> None:
-    """Padded, evaluated, under DDP, with towers alone in training, and in evaluation mode; and a control."""
+    """Padded, evaluated, under DDP, with towers or pixels alone in training, and in evaluation mode; and a control."""
     padded = vision.padded_batch("left", vision.documents(one.base_model)[1:4])
     padded.pixels = [{kind: pixels.double().detach() for kind, pixels in own.items()} for own in padded.pixels]
     batch = with_labels(padded.inputs | vision.media_arguments(padded.documents, padded.pixels))
@@ -127,6 +127,9 @@ def ways_of_training(results, one, many, rows) -> None:
     for model in (one, many):
         model.eval()
     results["gradients: towers alone, in evaluation"] = difference(one, many, uneven)
+    for model in (one, many):
+        model.requires_grad_(False)
+    results["gradients: pixels alone"] = difference(one, many, uneven)
     one, many = (vision.tiny_vision("qwen3_5").double() for _ in range(2))
     options = MTPOptions(from_scratch=True, weight=WEIGHT, depth=2, detach=False)
     apply_patches(one, unpacked="native", mtp=options)

@@ -30,7 +30,7 @@ def two(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("what", "cases", "controls"), [("multi-token prediction", 44, 2), ("media", 38, 1), ("verification", 12, 4)]
+    ("what", "cases", "controls"), [("multi-token prediction", 44, 2), ("media", 39, 1), ("verification", 12, 4)]
 )
 def test_two_ranks_are_one_process(two, what, cases, controls):
     for found in (rank[what] for rank in two):
