@@ -221,7 +221,7 @@ def _groups(heights: tuple[int, ...]) -> list[slice]:
 @cache
 def _narrowest_first(heights: tuple[int, ...]) -> list[slice]:
     """Return the same in the order of a backward pass: `addmm_` reads and writes all of d_x, for which narrow products wait."""
-    return sorted(_groups(heights), key=lambda group: sum(heights[group]))
+    return sorted(_groups(heights), key=lambda group: sum(heights[group.start : group.stop]))
 
 
 __all__ = ["Layers", "linear_backward", "projections"]
