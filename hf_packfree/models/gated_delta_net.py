@@ -56,7 +56,7 @@ class PackedGatedDeltaNet(Replacement):
             normed = normed.view(1, packed.num_tokens, self.value_dim)
             return project(normed, self.out_proj, state=state)[0]
         norm = partial(
-            gated_rms_norm, out, z.reshape(out.shape), gated_norm.weight, epsilon(gated_norm),
+            gated_rms_norm, out, z, gated_norm.weight, epsilon(gated_norm),
             batch_invariant=state.batch_invariant, backend=kernels.fused,
         )
         fused = kernels.fused in RECOMPUTES
@@ -65,10 +65,11 @@ class PackedGatedDeltaNet(Replacement):
     def _conv_delta_rule(
         self, mixed: Tensor, g: Tensor, beta: Tensor, packed: PackedSequence, kernels: Kernels, state: PatchState
     ) -> Tensor:
-        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        weight, bias = self.conv1d.weight, self.conv1d.bias
         heads, sizes = (self.num_k_heads, self.num_v_heads), (self.head_k_dim, self.head_v_dim)
-        alone: Any = partial(conv_delta_rule, batch_invariant=state.batch_invariant)
-        run = alone if state.context_parallel is None else SHARED[state.context_parallel.gdn]
+        run: Any = partial(conv_delta_rule, batch_invariant=state.batch_invariant)
+        if state.context_parallel is not None:
+            run, weight = SHARED[state.context_parallel.gdn], weight.squeeze(1)
         return run(
             mixed, weight, g, beta, packed, heads, sizes, bias=bias, activation=self.activation,
             conv=kernels.conv, delta_rule=kernels.delta_rule,

@@ -32,7 +32,7 @@ def conv_delta_rule(
 
     Args:
         x: [1, T, C], q, k and v side by side, C = 2 H K + HV V; any floating dtype, any strides.
-        weight, bias, activation: of the convolution, see `hf_packfree.ops.conv.causal_conv1d`.
+        weight, bias, activation: of the convolution, see `hf_packfree.ops.conv.qkv_conv`.
         g, beta: [1, T, HV], log decay and write strength, see `hf_packfree.ops.delta_rule.gated_delta_rule`.
         packed: the documents of the row.
         heads, sizes: (H, HV) and (K, V).

@@ -84,7 +84,8 @@ def qkv_conv(
     """Convolve q, k and v, which lie side by side, and split them into heads.
 
     Args:
-        x, weight, packed, bias, activation, backend: as for `causal_conv1d`; C = 2 H K + HV V.
+        x, packed, bias, activation, backend: as for `causal_conv1d`; C = 2 H K + HV V.
+        weight: [C, W], or [C, 1, W] as torch's `Conv1d` holds it.
         heads, sizes: (H, HV) and (K, V).
         qk_l2norm: divide the heads of q and k by their L2 norms, x * rsqrt(sum(x^2) + 1e-6); backends in `QK_L2NORM` do it
             in the same pass.
@@ -99,7 +100,7 @@ def qkv_conv(
         _check_activation(activation)
         eps = NORM_EPS if qk_l2norm else None
         return triton_native.qkv_conv(x, weight, packed, bias, activation is not None, heads, sizes, eps)
-    mixed = causal_conv1d(x, weight, packed, bias=bias, activation=activation, backend=backend)
+    mixed = causal_conv1d(x, weight.flatten(1), packed, bias=bias, activation=activation, backend=backend)
     keys, values = heads[0] * sizes[0], heads[1] * sizes[1]
     q, k, v = mixed.split([keys, keys, values], dim=-1)
     q, k = (part.unflatten(-1, (heads[0], sizes[0])) for part in (q, k))

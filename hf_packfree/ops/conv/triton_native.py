@@ -150,7 +150,7 @@ class _Convolution(Operation):
             tensors = [left.pop(0) for _ in heads.counts]
             grid = _grid(tokens, heads)
             of_strips = grid[0], heads.channels
-            d_weight = x.new_empty(*of_strips, weight.shape[1], dtype=torch.float32) if needs_weight else None
+            d_weight = x.new_empty(*of_strips, *weight.shape[1:], dtype=torch.float32) if needs_weight else None
             d_bias = x.new_empty(of_strips, dtype=torch.float32) if needs_bias else None
             launch(
                 conv_backward, grid, _from(x, heads), *_taps(weight, bias, heads), *plan, *_three(tensors, heads),
@@ -202,7 +202,7 @@ def _block(heads: Heads) -> int:
 def _blocks(weight: Tensor, bias: Tensor | None, job: Job, heads: Heads, direction: str) -> dict[str, Any]:
     """What a program is compiled for."""
     return {
-        "TAPS": weight.shape[1], "BIAS": bias is not None, "SILU": job.silu, "QK_L2NORM": job.eps is not None,
+        "TAPS": weight.shape[-1], "BIAS": bias is not None, "SILU": job.silu, "QK_L2NORM": job.eps is not None,
         "STRIP": _STRIP, "BLOCK_H": _block(heads), "BLOCK_D": block_width(heads.size), "num_warps": _WARPS[direction],
         **_REGISTERS.get(direction, {}),
     }

@@ -37,7 +37,8 @@ def gated_rms_norm(
     """Return x / sqrt(mean(x^2) + eps) * weight * silu(z), computed in fp32 at least and rounded once.
 
     Args:
-        x, z: [1, T, HV, V], any floating dtype.
+        x: [1, T, HV, V], any floating dtype.
+        z: of the same elements, [1, T, HV, V] or [1, T, HV*V].
         weight: [V].
         eps: added to the mean square.
         projection: [F, HV*V], the linear layer that alone reads the result, see `hf_packfree.ops.fused.low_rank`, or None.
@@ -54,7 +55,7 @@ def gated_rms_norm(
     if uses_triton("gated norm", backend):
         layout, tensors = take_apart(() if projection is None else (projection,))
         return _GatedNorm.apply(x, z, weight, eps, layout, batch_invariant, *tensors)  # type: ignore[no-any-return]
-    normed = gated_rms_norm_reference(x, z, weight, eps)
+    normed = gated_rms_norm_reference(x, z.reshape(x.shape), weight, eps)
     return normed if projection is None else layer_reference(normed.flatten(2), projection)
 
 
