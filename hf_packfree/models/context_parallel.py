@@ -87,14 +87,14 @@ def _given_to_the_loss(head: Any, mine: dict[str, Any]) -> Iterator[None]:
 
 def _arguments_of(local: PackedSequence, row: dict[str, Any], tokens: int) -> dict[str, Any]:
     """Return a head's arguments for a shard of a row of so many tokens."""
-    shard, whole = local.shard, local.shard.row
+    shard, whole, ignored = local.shard, local.shard.row, row.get("ignore_index", IGNORED)
 
     def cut(name: str, value: Any) -> Any:
         if name == "position_ids" and value is not None:  # [1, T], or [3 or 4, 1, T]
             return shard.cut(F.pad(value, (0, whole.num_tokens - tokens)), -1)
         if of_media(name) or not isinstance(value, Tensor) or value.shape[:2] != (1, tokens):
             return value
-        return shard.cut(pad_row(value, whole.num_tokens, IGNORED if name in ("labels", "shift_labels") else 0))
+        return shard.cut(pad_row(value, whole.num_tokens, ignored if name in ("labels", "shift_labels") else 0))
 
     partly = whole.padding_segments and whole.num_real_tokens
     return {name: cut(name, value) for name, value in row.items()} | {

@@ -39,7 +39,7 @@ def formats(results, one, many) -> None:
 
 
 def ranks_with_nothing(results, one, many) -> None:
-    """Gradients where the first rank has no targets, no rank has any, or the last rank has padding alone."""
+    """Gradients where the first rank has no targets, no rank has any, the last has padding alone, or a label of its own."""
     row = batch_of(CUT, 1)
     late, none, padded = (row | {"labels": row["labels"].clone()} for _ in range(3))
     late["labels"][:, :104], none["labels"][:] = -100, -100
@@ -47,7 +47,10 @@ def ranks_with_nothing(results, one, many) -> None:
     padded["attention_mask"] = torch.nn.functional.pad(padded["attention_mask"], (0, 208 - sum(CUT[:3])))
     padded["labels"][padded["attention_mask"] == 0] = -100
     del padded["position_ids"]
-    for name, given in {"no targets on the first rank": late, "no targets": none, "padding behind": padded}.items():
+    own = batch_of([5, 9, 3], 1) | {"ignore_index": 3}
+    own["labels"][own["labels"] == -100] = 3
+    rows = {"no targets on the first rank": late, "no targets": none, "padding behind": padded, "a label of its own": own}
+    for name, given in rows.items():
         for count in ({}, {"num_items_in_batch": torch.tensor(7)}):
             wanted, wanted_gradients = step(one, given | count)
             loss, gradients = of_all_ranks(many, given | count, 1 if count else dist.get_world_size())
