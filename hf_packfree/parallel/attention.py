@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_packfree.ops.attention import attention, attention_with_history
 from hf_packfree.packing import PackedSequence
-from hf_packfree.parallel.collectives import heads_to_tokens, left_context, tokens_to_heads
+from hf_packfree.parallel.collectives import heads_to_tokens, left_context, send_heads
 
 
 def attend_by_heads(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, **options: Any) -> Tensor:
@@ -34,9 +34,8 @@ def attend_by_heads(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, **o
     copies = math.lcm(k.shape[2], shard.world) // k.shape[2]
     if copies > 1:
         k, v = (x.repeat_interleave(copies, 2) for x in (k, v))
-    by_rank = [x[0].unflatten(1, (shard.world, -1)) for x in (q, k, v)]
-    heads = [x.shape[2] for x in by_rank]
-    mine = tokens_to_heads(torch.cat(by_rank, 2).flatten(1, 2), shard.group)
+    heads = [x.shape[2] // shard.world for x in (q, k, v)]
+    mine = send_heads([x[0] for x in (q, k, v)], shard.group).receive().flatten(0, 1)
     q, k, v = (x[None] for x in mine.split(heads, 1))
     return heads_to_tokens(attention(q, k, v, shard.row, **options)[0], shard.group)[None]
 

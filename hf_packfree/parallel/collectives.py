@@ -8,7 +8,7 @@ Shapes: W ranks, T tokens of the whole row, t = T / W tokens of a shard, H heads
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,17 +161,20 @@ def with_right_context(x: Tensor, shard: RowShard, reach: int) -> Tensor:
     return pad_row(torch.cat([x, behind])[None], len(x) + reach)[0]
 
 
-def tokens_to_heads(x: Tensor, group: Any) -> Tensor:
-    """Return [T, H / W, ...], all tokens of this rank's heads, of x [t, H, ...], all heads of this rank's tokens.
+def send_heads(parts: Iterable[Tensor], group: Any) -> Sent:
+    """Start to give each rank its share of the heads of these tokens, of tensors [t, H, ...] that may have different numbers.
 
-    W divides H; rank r has heads r H / W up to (r + 1) H / W.
+    W divides each H; rank r gets heads r H / W up to (r + 1) H / W.
+
+    Returns:
+        What receives [W, t, sum of H / W, ...]: flattened, all tokens of this rank's heads.
     """
     world = dist.get_world_size(group)
-    return all_to_all(x.unflatten(1, (world, -1)).transpose(0, 1), group).flatten(0, 1)
+    return Sent(torch.cat([part.unflatten(1, (world, -1)).transpose(0, 1) for part in parts], 2), AllToAll(group))
 
 
 def heads_to_tokens(x: Tensor, group: Any) -> Tensor:
-    """Return [t, H, ...] of x [T, H / W, ...]: the inverse of `tokens_to_heads`."""
+    """Return [t, H, ...], all heads of this rank's tokens, of x [T, H / W, ...], all tokens of this rank's heads."""
     world = dist.get_world_size(group)
     return all_to_all(x.unflatten(0, (world, -1)), group).transpose(0, 1).flatten(1, 2)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_packfree.ops.conv_delta_rule import conv_delta_rule
 from hf_packfree.packing import PackedSequence, RowShard
-from hf_packfree.parallel.collectives import heads_to_tokens, tokens_to_heads
+from hf_packfree.parallel.collectives import heads_to_tokens, send_heads
 from hf_packfree.parallel.states import conv_delta_rule_by_states
 
 
@@ -45,16 +45,17 @@ def conv_delta_rule_by_heads(
     (keys, values), (key_size, value_size) = heads, sizes
     widths = [keys * key_size, keys * key_size, values * value_size]
 
-    def per_rank(channels: Tensor, dim: int) -> Tensor:
-        """Cut q, k and v [.., C, ..] into each rank's heads: [.., W, C / W, ..]."""
-        return torch.cat([part.unflatten(dim, (shard.world, -1)) for part in channels.split(widths, dim)], dim + 1)
+    def mine(channels: Tensor) -> Tensor:
+        """Return this rank's of q, k and v [C, ...]."""
+        return torch.cat([part.chunk(shard.world)[shard.rank] for part in channels.split(widths)])
 
-    mixed = tokens_to_heads(per_rank(x[0], 1).flatten(1, 2), shard.group)
-    gates = tokens_to_heads(torch.stack([g[0], beta[0].to(g.dtype)], 2), shard.group)
+    sent = send_heads([torch.stack([g[0], beta[0].to(g.dtype)], 2)], shard.group)  # while what follows is put in order
+    mixed = send_heads(x[0].split(widths, 1), shard.group).receive().flatten(0, 1)
+    gates = sent.receive().flatten(0, 1)
     out = conv_delta_rule(
-        mixed[None], per_rank(weight, 0)[shard.rank], gates[None, ..., 0], gates[None, ..., 1].to(beta.dtype), shard.row,
+        mixed[None], mine(weight), gates[None, ..., 0], gates[None, ..., 1].to(beta.dtype), shard.row,
         (keys // shard.world, values // shard.world), sizes,
-        bias=None if bias is None else per_rank(bias, 0)[shard.rank], **options,
+        bias=None if bias is None else mine(bias), **options,
     )
     return heads_to_tokens(out[0], shard.group)[None]
 

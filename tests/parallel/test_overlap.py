@@ -1,4 +1,4 @@
-"""What a rank computes while an exchange is under way: events in order, of one process that plays a rank of three."""
+"""What a rank computes while an exchange is under way, and which exchanges it starts: one process plays a rank of several."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from hf_packfree import PackedSequence
+from hf_packfree import PackedSequence, apply_patches
 from hf_packfree.ops.conv import torch_native
 from hf_packfree.packing import shard_row
-from hf_packfree.parallel import states
+from hf_packfree.parallel import ContextParallel, states
 from hf_packfree.parallel.delta_rule import SHARED
 from tests.benchmarks.exchanges import Alone, exchanging
+from tests.parallel.ranks import batch_of
+from tests.support import tiny
 
 HEADS, SIZES, TAPS = (3, 3), (4, 4), 4
 CHANNELS = 36
@@ -111,3 +113,45 @@ def test_documents_that_do_not_wait_for_their_state_are_walked_before_it_comes(r
 def test_nothing_is_sent_where_no_document_is_cut():
     found = events_of("state", [8, 8, 8], 1)
     assert found == ([("conv", 8), ("walk", [8])], [("walk back", [8]), ("conv back", 8)])
+
+
+def test_gates_travel_while_what_is_convolved_is_put_in_order():
+    forward, backward = events_of("heads", [10, 5, 9], 1)
+    assert forward == ["sent", "sent", "came", "came", "sent", "came"]
+    assert backward == ["sent", "came", ("conv back", 24), "sent", "sent", "came", "came"]
+
+
+class Listed(Alone):
+    """Exchanges of one rank in order, by kind and size."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        super().__init__(rank, world)
+        self.started: list = []
+
+    def _all_gather(self, out, part, group, async_op):
+        self.started.append(("gather", part.numel(), part.dtype))
+        return super()._all_gather(out, part, group, async_op)
+
+    def _all_to_all(self, out, parts, group, async_op):
+        self.started.append(("all to all", parts.numel(), parts.dtype))
+        return super()._all_to_all(out, parts, group, async_op)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize(
+    ("world", "ways"), [(2, {"gdn": "heads", "attention": "heads"}), (3, {"gdn": "state", "attention": "gather"})]
+)
+def test_all_ranks_start_the_same_exchanges_in_the_same_order(world, ways, recomputed):
+    """Whatever they hold: NCCL would wait for ever, or mix them up.  Routers' statistics are exchanged beside layers' own."""
+    model = tiny("qwen3_5_moe").train()
+    if recomputed:
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)({"use_reentrant": False})
+    for lengths in ([5, 1, 20, 9, 1, 12], [48], [7, 1]):  # several cuts, one document, a rank of padding alone
+        batch, started = batch_of(lengths, 0) | {"output_router_logits": True}, []
+        for rank in range(world):
+            with exchanging(Listed(rank, world)) as how:
+                apply_patches(model, context_parallel=ContextParallel(None, **ways))
+                model(**batch).loss.backward()
+            started.append(how.started)
+        assert len(started[0]) > 10
+        assert started == started[:1] * world
