@@ -26,9 +26,10 @@ def operations(results: Results, clock: Clock, lengths: Sequence[int], *, size: 
         lengths: of the documents, in tokens.
         size: K and V of the linear layers' heads.
         widths: {"linear": [(H, HV), ...], "full": [(heads, key heads, head size), ...],
-            "stream": [D_model, ...]}.
+            "stream": [D_model, ...], "adapted": [F, ...]}, these on "cuda" alone.
     """
-    widths = widths or {"linear": [(16, 16), (16, 32)], "full": [(8, 2, 256), (16, 4, 256)], "stream": [2048, 4096]}
+    widths = widths or {"linear": [(16, 16), (16, 32)], "full": [(8, 2, 256), (16, 4, 256)], "stream": [2048, 4096],
+                        "adapted": [2048, 6144]}
     packed = PackedSequence.from_lengths(list(lengths), device=clock.device)
     for heads in widths["linear"]:
         _delta_rule(results, clock, packed, *heads, size)
@@ -40,6 +41,9 @@ def operations(results: Results, clock: Clock, lengths: Sequence[int], *, size: 
     for width in widths["stream"]:
         _add_norm(results, clock, packed, width)
         _swiglu(results, clock, packed, width)
+    for outputs in widths["adapted"]:
+        for of_adapters in (torch.float32, torch.bfloat16):
+            _adapters(results, clock, packed.num_tokens, outputs, of_adapters)
 
 
 def _delta_rule(results: Results, clock: Clock, packed: PackedSequence, heads: int, values: int, size: int) -> None:
@@ -137,6 +141,31 @@ def _swiglu(results: Results, clock: Clock, packed: PackedSequence, width: int) 
               _leaf(clock.device, 3 * width, width), _leaf(clock.device, width, 3 * width))
     for backend in sorted(BACKENDS):
         _time(results, clock, packed, workload, backend, partial(swiglu_mlp, *leaves, backend=backend), leaves)
+
+
+def _adapters(results: Results, clock: Clock, tokens: int, outputs: int, dtype: torch.dtype, rank: int = 16) -> None:
+    """Both gradients that adapters read a layer's d_out [T, F] for, at once and as two products; GB/s of d_out read once."""
+    from hf_packfree.ops.fused import mixed
+
+    workload = f"layer adapters' gradients {tokens} x {outputs} r{rank} {str(dtype).removeprefix('torch.')}"
+    if not _wanted(results, workload, ("at once", "products")):
+        return
+    products = mixed.Split if dtype == torch.float32 else mixed.Plain
+    d_out = _leaf(clock.device, tokens, outputs).detach()
+    up = torch.randn(outputs, rank, device=clock.device, dtype=dtype)
+    h = _leaf(clock.device, tokens, products.parts * rank).detach()
+    d_h = torch.empty_like(h)
+    calls: dict[str, Call] = {
+        "at once": partial(mixed.gradients_at_once, d_out, up, h, d_h, 2.0),
+        "products": lambda: (products.inner_gradient([d_out], [up], 2.0), products.up_gradient(d_out, h)),
+    }
+    for variant, call in calls.items():
+        results.row(workload, variant, partial(_rate, clock, call, d_out))
+
+
+def _rate(clock: Clock, call: Call, read: Tensor) -> dict[str, Any]:
+    timed = clock.measure(call)
+    return timed | {"gb_per_s": read.nbytes / timed["ms"] / 1e6, "real_tokens_per_s": len(read) / timed["ms"] * 1e3}
 
 
 def _leaf(device: str, *shape: int) -> Tensor:

@@ -157,7 +157,7 @@ def run_layers(results: Results, clock: Clock, tiny: bool) -> None:
     """Every backend of every operation, one layer's worth; these wait for no host, so that few timings do."""
     clock = replace(clock, least=0.3)
     if tiny:
-        widths = {"linear": [(2, 2), (2, 4)], "full": [(4, 2, 16)], "stream": [72]}
+        widths = {"linear": [(2, 2), (2, 4)], "full": [(4, 2, 16)], "stream": [72], "adapted": []}
         operations(results, clock, [5, 64, 1, 30], size=16, widths=widths)
     else:
         operations(results, clock, log_normal_lengths(TOKENS))

@@ -117,9 +117,9 @@ def test_frozen_layers_without_adapters_keep_no_input():
 
 
 @pytest.mark.parametrize("of_adapters", [torch.float32, torch.bfloat16])
-def test_half_precision_is_no_farther_from_exact_than_the_reference(of_adapters):
-    (x,) = tensors((1, T, D), dtype=torch.bfloat16)
-    made = layers((4,), (2, 3), dtype=torch.bfloat16, of_adapters=of_adapters)
+def test_half_precision_is_no_farther_from_exact_than_the_reference(of_adapters, dtype=torch.bfloat16):
+    (x,) = tensors((1, T, D), dtype=dtype)
+    made = layers((4,), (2, 3), dtype=dtype, of_adapters=of_adapters)
     exact = results(x.double(), [
         Adapted(one.weight.double(), tuple(Adapter(a.down.double(), a.up.double(), a.scale) for a in one.adapters))
         for one in made

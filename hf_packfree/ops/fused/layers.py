@@ -77,22 +77,27 @@ class Layers:
                 outs += [linear_forward(x, weight, batch_invariant) for weight in weights]
         return outs
 
-    def backward(self, d_outs: Sequence[Tensor], beside: Tensor | None = None) -> Gradients:
+    def backward(self, d_outs: Sequence[Tensor], needed: Sequence[bool], beside: Tensor | None = None) -> Gradients:
         """Return the backward pass of these layers, of the gradients [..., F] of all outputs.
 
-        `beside` is [..., all F] where these are parts of one tensor: the gradients of all weights are one product then.
+        Args:
+            needed: whether the gradient of each weight, and of A and B of every adapter, is.
+            beside: [..., all F] where `d_outs` are parts of one tensor: the gradients of all weights are one product then.
         """
-        return Gradients(self, [d_out.flatten(0, -2) for d_out in d_outs], beside)
+        return Gradients(self, [d_out.flatten(0, -2) for d_out in d_outs], needed, beside)
 
 
 class Gradients:
     """The backward pass of layers, d_outs being [T, F]."""
 
-    def __init__(self, layers: Layers, d_outs: list[Tensor], beside: Tensor | None) -> None:
-        self.layers, self.d_outs = layers, d_outs
+    def __init__(self, layers: Layers, d_outs: list[Tensor], needed: Sequence[bool], beside: Tensor | None) -> None:
+        self.layers, self.d_outs, self.needed = layers, d_outs, needed
         self.groups = [(group, cat(d_outs[group], -1)) for group in _narrowest_first(layers.weights.heights)]
         self.of_weights = self.groups if beside is None else [(slice(None), beside.flatten(0, -2))]
-        self.d_inner = layers.low_rank.inner_gradients(d_outs) if layers.low_rank else []
+        self.d_inner: list[Tensor] = []
+        if layers.low_rank is not None:
+            of_adapters = needed[len(layers.weights) :]
+            self.d_inner, self.d_ups = layers.low_rank.outer_gradients(d_outs, layers.inner, of_adapters)
 
     def of_input(self) -> Tensor:
         """Return the gradient of x, [T, D]."""
@@ -108,9 +113,9 @@ class Gradients:
             d_x.addmm_(d_out, cat(self.layers.weights.of(group), 0))
         return d_x
 
-    def of_tensors(self, x: Tensor | None, needed: Sequence[bool]) -> list[Tensor | None]:
+    def of_tensors(self, x: Tensor | None) -> list[Tensor | None]:
         """Return the gradients of weights and adapters, given x [T, D], as far as they are needed."""
-        layers, count = self.layers, len(self.layers.weights)
+        layers, count, needed = self.layers, len(self.layers.weights), self.needed
         found: list[Tensor | None] = [None] * count
         if x is None or not any(needed):
             return [None] * len(needed)
@@ -118,7 +123,9 @@ class Gradients:
             if any(needed[:count][group]):
                 found[group] = layers.weights.gradients(group, torch.mm(d_out.t(), x))
         if layers.low_rank is not None:
-            found += layers.low_rank.gradients(x, layers.inner, self.d_inner, self.d_outs, needed[count:])
+            d_downs = layers.low_rank.down_gradients(x, self.d_inner, needed[count:])
+            pairs = [pair for i in range(len(self.d_ups)) for pair in (d_downs.get(i), self.d_ups[i])]
+            found += [found if needs else None for found, needs in zip(pairs, needed[count:], strict=True)]
         return found
 
 
@@ -133,10 +140,10 @@ def linear_backward(d_out: Tensor, layers: Layers, recompute: Recompute, needed:
         needed: whether each tensor's gradient is needed.
     """
     with autocast_as_in_forward(d_out):
-        backward = layers.backward([d_out])
+        backward = layers.backward([d_out], needed)
         gradients, x = recompute(backward.of_input(), any(needed))
         rows = None if x is None else x.view(backward.d_outs[0].shape[0], -1)
-        return *gradients, *backward.of_tensors(rows, needed)
+        return *gradients, *backward.of_tensors(rows)
 
 
 def projections(x: Tensor, *layers: Layer, batch_invariant: bool = False, backend: str = "torch") -> tuple[Tensor, ...]:
@@ -177,9 +184,9 @@ class _Projections(Operation):
         (x, weight, *saved), layout = ctx.saved_tensors, ctx.layout
         needs_x, *needed = ctx.needs_input_grad[3:]
         with autocast_as_in_forward(d_outs[0]):
-            backward = Layers(layout, saved[: layout.tensors], saved[layout.tensors :]).backward(d_outs)
+            backward = Layers(layout, saved[: layout.tensors], saved[layout.tensors :]).backward(d_outs, needed)
             d_x = backward.of_input().view(*d_outs[0].shape[:-1], -1) if needs_x else None
-            return None, None, None, d_x, *backward.of_tensors(input_again(x, weight, ctx.eps), needed)
+            return None, None, None, d_x, *backward.of_tensors(input_again(x, weight, ctx.eps))
 
 
 def kept_input(x: Tensor, norm: NormOf | None, needed: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout, linear
 
-from hf_packfree.ops.fused.mixed import Plain, cat, products_of
+from hf_packfree.ops.fused.mixed import Plain, cat, outer_gradients, products_of
 from hf_packfree.ops.fused.weights import Made, Weight, whole
 
 
@@ -202,15 +202,25 @@ class LowRank:
                     before += products.parts * reading.rank
         return cat(found, 1) if found else None
 
-    def inner_gradients(self, d_outs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the gradients of dropout(x) A' of each reading, of d_outs [T, F] of every layer."""
-        owners = self.layout.owners
-        return [
-            products_of(d_outs[0], reading.dtype).inner_gradient(
-                [d_outs[owners[i]] for i in reading.adapters], [self.ups[i] for i in reading.adapters], reading.scale
-            )
-            for reading in self.layout.readings
-        ]
+    def outer_gradients(
+        self, d_outs: Sequence[Tensor], inner: Sequence[Tensor], needed: Sequence[bool]
+    ) -> tuple[list[Tensor], dict[int, Tensor | None]]:
+        """Return the gradients of dropout(x) A' of each reading, of d_outs [T, F] of every layer, and those of B by adapter.
+
+        Args:
+            inner: what `inner` returned.
+            needed: whether the gradients of A and B of every adapter are.
+        """
+        d_inner: list[Tensor] = []
+        d_ups: dict[int, Tensor | None] = {}
+        for reading, joint in zip(self.layout.readings, inner, strict=True):
+            numbers = reading.adapters
+            mine, ups = [d_outs[self.layout.owners[i]] for i in numbers], [self.ups[i] for i in numbers]
+            products, h = products_of(mine[0], reading.dtype), joint.chunk(len(numbers), 1)
+            d_h, found = outer_gradients(products, mine, ups, h, reading.scale, [needed[2 * i + 1] for i in numbers])
+            d_inner.append(d_h)
+            d_ups |= zip(numbers, found, strict=True)
+        return d_inner, d_ups
 
     def input_factor(self, like: Tensor) -> Tensor | None:
         """Return w [K, D]: what comes through the adapters to x's gradient is d_h w, with d_h [T, K] all inner gradients.
@@ -232,28 +242,17 @@ class LowRank:
         assert total is not None
         return total
 
-    def gradients(
-        self, x: Tensor, inner: Sequence[Tensor], d_inner: Sequence[Tensor], d_outs: Sequence[Tensor], needed: Sequence[bool]
-    ) -> list[Tensor | None]:
-        """Return the gradients of A and B of every adapter, where `needed` says so."""
+    def down_gradients(self, x: Tensor, d_inner: Sequence[Tensor], needed: Sequence[bool]) -> dict[int, Tensor]:
+        """Return the gradients of A by adapter, where `needed` says so of any that reads the same."""
         found: dict[int, Tensor] = {}
-        for reading, h, d_h in zip(self.layout.readings, inner, d_inner, strict=True):
+        for reading, d_h in zip(self.layout.readings, d_inner, strict=True):
             products, numbers = products_of(x, reading.dtype), reading.adapters
             if any(needed[2 * i] for i in numbers):
-                downs = products.down_gradients(reading.of(x), d_h, len(numbers))
-                found |= {2 * i: down for i, down in zip(numbers, downs, strict=True)}
-            for i, part in _columns(reading, h):
-                if needed[2 * i + 1]:
-                    found[2 * i + 1] = products.up_gradient(d_outs[self.layout.owners[i]], part)
-        return [found.get(i) if needs else None for i, needs in enumerate(needed)]
+                found |= zip(numbers, products.down_gradients(reading.of(x), d_h, len(numbers)), strict=True)
+        return found
 
     def _downs(self, reading: Reading) -> list[Tensor]:
         return [self.downs[i] for i in reading.adapters]
-
-
-def _columns(reading: Reading, joint: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield every adapter's number and its columns of what a reading's adapters have side by side."""
-    yield from zip(reading.adapters, joint.chunk(len(reading.adapters), 1), strict=True)
 
 
 __all__ = [

@@ -10,14 +10,33 @@ Shapes: T tokens, D inputs, F outputs, r the rank, n adapters side by side.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_packfree.ops.backend import HALF, block_width
+from hf_packfree.ops.fused.reduce import sum_partials
 from hf_packfree.ops.launch import launch
 
 _BLOCK = 1024  # elements of a program
+_NARROWEST, _PROGRAMS = 16, 264  # of `gradients_at_once`: outputs of a tile at least, programs
+_RANK = 16  # of its tiles; with a higher one the partial sums are more to write and read than a second reading of d_out
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Of `gradients_at_once`: tokens, outputs, warps of a program, and how many it loads ahead."""
+
+    rows: int
+    outputs: int
+    warps: int
+    stages: int
+
+
+_TILES = {torch.float32: Tile(64, 256, 8, 3), None: Tile(64, 256, 8, 3)}
+"""By the dtype of adapters, None being that of half precision: those in fp32 take more of the shared memory."""
 
 
 class Plain:
@@ -97,6 +116,56 @@ class Split:
         return wide_product(d_out.T, inner[:, rank:]).view(-1, 2, rank).sum(1)
 
 
+def outer_gradients(
+    products: Any, d_outs: Sequence[Tensor], ups: Sequence[Tensor], inner: Sequence[Tensor], scale: float,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Return scale d_out B, side by side as `products` has it, and d_out' h where it is `wanted`, of each adapter.
+
+    Args:
+        products: `Plain` or `Split`.
+        d_outs, ups: [T, F] and B [F, r] each.
+        inner: what is inner of each adapter alone, h.
+    """
+    if not any(wanted) or not all(map(reads_once, d_outs, ups)):
+        d_inner = products.inner_gradient(d_outs, ups, scale)
+        each = zip(d_outs, inner, wanted, strict=True)
+        return d_inner, [products.up_gradient(d_out, h) if wants else None for d_out, h, wants in each]
+    width = products.parts * ups[0].shape[1]
+    d_inner = d_outs[0].new_empty(len(d_outs[0]), width * len(ups))
+    columns = d_inner.split(width, 1)
+    return d_inner, [gradients_at_once(*each, scale) for each in zip(d_outs, ups, inner, columns, strict=True)]
+
+
+def gradients_at_once(d_out: Tensor, up: Tensor, inner: Tensor, d_inner: Tensor, scale: float) -> Tensor:
+    """Return d_out' h, and write scale d_out B into `d_inner`: d_out is read once.
+
+    Args:
+        d_out: [T, F], half precision.
+        up: B [F, r], in d_out's dtype, or fp32.
+        inner, d_inner: [T, r], or [T, 3 r] where B is in fp32, see `Split`.
+    """
+    from hf_packfree.ops.fused.kernels.low_rank import outer_gradients
+
+    (tokens, outputs), rank, split = d_out.shape, up.shape[1], up.dtype == torch.float32
+    d_out, up = d_out if d_out.stride(1) == 1 else d_out.contiguous(), up.contiguous()
+    tile = _TILES[torch.float32 if split else None]
+    height = min(block_width(max(outputs, _NARROWEST)), tile.outputs)
+    blocks = -(-outputs // height)
+    steps = max(1, -(-tokens // (tile.rows * max(1, _PROGRAMS // blocks))))
+    programs = -(-tokens // (tile.rows * steps))
+    parts = d_out.new_empty(blocks, tokens, rank, dtype=torch.float32)
+    d_ups = d_out.new_empty(programs, outputs, rank, dtype=torch.float32)
+    h = inner[:, rank:] if split else inner
+    launch(
+        outer_gradients, (blocks, programs), d_out, up, h, parts, d_ups, tokens, outputs, rank, d_out.stride(0), h.stride(0),
+        steps, PARTS=4 if split else 1, PAIRS=2 if split else 1, ROWS=tile.rows, OUTPUTS=height, RANK=_RANK,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )
+    add_parts(parts, d_inner, (tokens, rank), rank, (rank, rank, tokens * rank), blocks, scale, paired=split)
+    return sum_partials(d_ups, up.dtype)
+
+
 def _split_downs(downs: Sequence[Tensor], dtype: torch.dtype, *, paired: bool = False) -> Tensor:
     """Return each A [r, D] as its three parts, one above the other, [n 3 r, D]."""
     return split(cat(downs, 0), downs[0].numel(), dtype, paired=paired).view(-1, downs[0].shape[1])
@@ -105,6 +174,17 @@ def _split_downs(downs: Sequence[Tensor], dtype: torch.dtype, *, paired: bool = 
 def products_of(x: Tensor, dtype: torch.dtype) -> Any:
     """Return `Split` or `Plain`, for adapters of that dtype on x; float16 has too few exponents to hold the parts."""
     return Split if dtype == torch.float32 and x.dtype == torch.bfloat16 and on_tensor_cores(x) else Plain
+
+
+def reads_once(d_out: Tensor, up: Tensor) -> bool:
+    """Whether `gradients_at_once` is for them, whose tiles fill the shared memory of a Hopper GPU."""
+    known = up.dtype == d_out.dtype or products_of(d_out, up.dtype) is Split
+    return known and d_out.dtype in HALF and up.shape[1] <= _RANK and on_hopper(d_out)
+
+
+def on_hopper(x: Tensor) -> bool:
+    """Whether x is on a GPU of compute capability 9.0."""
+    return x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0)
 
 
 def on_tensor_cores(x: Tensor) -> bool:
@@ -122,7 +202,7 @@ def split(w: Tensor, width: int, dtype: torch.dtype, *, paired: bool = False) ->
 
     `paired`: the first part, the second and the first again, to be multiplied with what `in_pairs` returns.
     """
-    from hf_packfree.ops.fused.kernels.linear import split
+    from hf_packfree.ops.fused.kernels.low_rank import split
 
     w = w.contiguous()
     parts = w.new_empty(w.numel() // width, 3, width, dtype=dtype)
@@ -132,11 +212,25 @@ def split(w: Tensor, width: int, dtype: torch.dtype, *, paired: bool = False) ->
 
 def in_pairs(wide: Tensor, rank: int, scale: float, out: Tensor) -> Tensor:
     """Return `out`, which gets the sums of each adapter's three parts in `wide`, [T, n 3 r], as (high, high, low)."""
-    from hf_packfree.ops.fused.kernels.linear import in_pairs
+    return add_parts(wide, out, (len(wide), wide.shape[1] // 3), rank, (wide.shape[1], 3 * rank, rank), 3, scale, paired=True)
 
-    count = wide.numel() // 3
-    sizes = count, rank, wide.shape[1] // 3, out.stride(0)
-    launch(in_pairs, (-(-count // _BLOCK),), wide, out, *sizes, float(scale), BLOCK=_BLOCK, num_warps=4)
+
+def add_parts(
+    wide: Tensor, out: Tensor, size: tuple[int, int], rank: int, strides: Sequence[int], parts: int, scale: float, *,
+    paired: bool,
+) -> Tensor:
+    """Return `out`, which gets scale times the sum of parts in `wide`, or (high, high, low) of it where `paired`.
+
+    Args:
+        wide: fp32.
+        size: (T, n r).
+        strides: of a token, an adapter and a part in `wide`.
+    """
+    from hf_packfree.ops.fused.kernels.low_rank import add_parts
+
+    count = size[0] * size[1]
+    sizes = count, rank, size[1], *strides, parts, out.stride(0), float(scale)
+    launch(add_parts, (-(-count // _BLOCK),), wide, out, *sizes, PAIRED=paired, BLOCK=_BLOCK, num_warps=4)
     return out
 
 
@@ -145,4 +239,4 @@ def cat(parts: Sequence[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim)
 
 
-__all__ = ["Plain", "Split", "cat", "products_of"]
+__all__ = ["Plain", "Split", "cat", "outer_gradients", "products_of"]

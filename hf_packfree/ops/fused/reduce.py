@@ -7,7 +7,10 @@ from torch import Tensor
 
 from hf_packfree.ops.launch import launch
 
-_ROWS, _COLUMNS = 512, 8  # of a block, whatever the number of programs: new row lengths compile nothing
+_TILES = (512, 8), (32, 128)
+"""Partials and columns of a block, for few columns and for many, whatever the number of partials: new row lengths compile
+nothing."""
+_MANY = 8192
 
 
 def sum_partials(partials: Tensor, dtype: torch.dtype) -> Tensor:
@@ -16,8 +19,9 @@ def sum_partials(partials: Tensor, dtype: torch.dtype) -> Tensor:
 
     partials = partials.contiguous()
     out = partials.new_empty(partials.shape[1:], dtype=dtype)
-    grid = (-(-out.numel() // _COLUMNS),)
-    launch(sum_partials, grid, partials, out, partials.shape[0], out.numel(), ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=8)
+    rows, columns = _TILES[out.numel() >= _MANY]
+    grid = (-(-out.numel() // columns),)
+    launch(sum_partials, grid, partials, out, partials.shape[0], out.numel(), ROWS=rows, COLUMNS=columns, num_warps=8)
     return out
 
 

@@ -78,14 +78,14 @@ class _SwiGLU(Operation):
         output = Layers(layouts[1], tensors[first:], inner[ctx.inner :])
         needs_d_x, _, _, _, *needed = ctx.needs_input_grad
         with autocast_as_in_forward(d_y):
-            last = output.backward([d_y])
+            last = output.backward([d_y], needed[first:])
             gated = last.of_input().view_as(a)
             d_inputs = a.new_empty(*a.shape[:-1], 2 * a.shape[-1])
             _run(swiglu_backward, a, b, gated, d_inputs)  # overwrites the gradient of the gated product with the product
-            backward = inputs.backward(d_inputs.chunk(2, -1), d_inputs)
+            backward = inputs.backward(d_inputs.chunk(2, -1), needed[:first], d_inputs)
             d_x = backward.of_input().view(*a.shape[:-1], -1) if needs_d_x else None
-            d_tensors = backward.of_tensors(input_again(source, weight, ctx.eps), needed[:first])
-            return d_x, None, None, None, *d_tensors, *last.of_tensors(gated.flatten(0, -2), needed[first:])
+            d_tensors = backward.of_tensors(input_again(source, weight, ctx.eps))
+            return d_x, None, None, None, *d_tensors, *last.of_tensors(gated.flatten(0, -2))
 
 
 def _run(kernel: Any, a: Tensor, *others: Any) -> None:

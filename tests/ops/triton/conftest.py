@@ -44,7 +44,7 @@ def poisoned_memory() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def few_partial_sums(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let blocks of partial sums be small, since the interpreter adds their rows one after another."""
-    monkeypatch.setattr(import_module("hf_packfree.ops.fused.reduce"), "_ROWS", 16)
+    monkeypatch.setattr(import_module("hf_packfree.ops.fused.reduce"), "_TILES", ((16, 8), (16, 128)))
 
 
 @pytest.fixture

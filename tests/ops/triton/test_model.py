@@ -59,7 +59,7 @@ def assert_as_on_torch(found):
 def test_every_kernel_of_a_layer_runs(launched, recomputed):
     assert_as_on_torch(step(**TRITON))
     of_towers = {"qkv_rope", "qkv_rope_backward"}
-    of_adapters = {"split", "in_pairs"}
+    of_adapters = {"split", "add_parts", "outer_gradients"}
     elsewhere = {"narrow_linear", "fold_states", "softmax_gradient"}  # half precision, long documents, the head's loss
     assert launched == set(all_kernels()) - elsewhere - of_towers - of_adapters
     assert not recomputed

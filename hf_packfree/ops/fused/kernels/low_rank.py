@@ -1,0 +1,105 @@
+"""Triton kernels of low-rank adapters: fp32 taken apart into numbers of half precision, both gradients that read an output's
+gradient, and partial sums added up.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _parts(a, dtype: tl.constexpr):
+    """The high, middle and low part of fp32 numbers, whose sum they are."""
+    high = a.to(dtype)
+    rest = a - high.to(tl.float32)
+    middle = rest.to(dtype)
+    return high, middle, (rest - middle.to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def split(w, parts, count, width, PAIRED: tl.constexpr, BLOCK: tl.constexpr):
+    """parts [count / width, 3, width]: high, middle and low part of w; where PAIRED, high, middle and high.  Grid: blocks."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < count
+    dtype = parts.dtype.element_ty
+    high, middle, low = _parts(tl.load(w + i, mask=mask, other=0.0), dtype)
+    part = parts + (i // width) * 3 * width + i % width
+    tl.store(part, high, mask=mask)
+    tl.store(part + width, middle, mask=mask)
+    tl.store(part + 2 * width, high if PAIRED else low, mask=mask)
+
+
+@triton.jit(do_not_specialize=["tokens", "steps"])
+def outer_gradients(
+    d_out, up, inner, d_inner, d_up, tokens, outputs, rank, d_out_stride, inner_stride, steps,
+    PARTS: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, RANK: tl.constexpr,
+):
+    """Per block of outputs d_inner [blocks, T, r] = d_out B, per program d_up [programs, F, r] = d_out' h, in fp32.
+
+    d_out [T, F] is read once.  B [F, r] is multiplied as it is, or as its three parts where PARTS is 4, of which one is zero;
+    h [T, r] too, or as the sum of PAIRS neighbours [T, 2, r].  Grid: blocks of OUTPUTS, programs of `steps` blocks of ROWS.
+    """
+    dtype = d_out.dtype.element_ty
+    block, program = tl.program_id(0), tl.program_id(1)
+    output = block * OUTPUTS + tl.arange(0, OUTPUTS)
+    j = tl.arange(0, RANK)[None, :]
+    column, pair = tl.arange(0, PARTS * RANK)[None, :], tl.arange(0, PAIRS * RANK)[None, :]
+    factor = tl.load(
+        up + output[:, None] * rank + column % RANK, mask=(output[:, None] < outputs) & (column % RANK < rank), other=0.0
+    )
+    if PARTS > 1:
+        high, middle, low = _parts(factor, dtype)
+        part = column // RANK
+        factor = tl.where(part == 0, high, tl.where(part == 1, middle, tl.where(part == 2, low, tl.zeros_like(low))))
+    row = program.to(tl.int64) * steps * ROWS + tl.arange(0, ROWS)[:, None]
+    g_tile = d_out + row * d_out_stride + output[None, :]
+    h_tile = inner + row * inner_stride + pair // RANK * rank + pair % RANK
+    sums = d_inner + (block.to(tl.int64) * tokens + row) * rank + j
+    acc = tl.zeros([OUTPUTS, PAIRS * RANK], dtype=tl.float32)
+    for _ in range(steps):
+        g = tl.load(g_tile, mask=(row < tokens) & (output[None, :] < outputs), other=0.0)
+        h = tl.load(h_tile, mask=(row < tokens) & (pair % RANK < rank), other=0.0)
+        wide = tl.dot(g, factor)
+        if PARTS > 1:
+            wide = tl.sum(tl.reshape(wide, [ROWS, PARTS, RANK]), 1)
+        tl.store(sums, wide, mask=(row < tokens) & (j < rank))
+        acc = tl.dot(tl.trans(g), h, acc)
+        row += ROWS
+        g_tile += ROWS * d_out_stride
+        h_tile += ROWS * inner_stride
+        sums += ROWS * rank
+    if PAIRS > 1:
+        acc = tl.sum(tl.reshape(acc, [OUTPUTS, PAIRS, RANK]), 1)
+    place = d_up + (program.to(tl.int64) * outputs + output[:, None]) * rank + j
+    tl.store(place, acc, mask=(output[:, None] < outputs) & (j < rank))
+
+
+@triton.jit(do_not_specialize=["count", "parts"])
+def add_parts(
+    wide, out, count, rank, ranks, row, adapter, part, parts, out_stride, scale, PAIRED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """out [T, n r] = scale times the sum of `parts` parts in `wide`; where PAIRED, [T, n 3 r] = (high, high, low) of it.
+
+    ranks: n r.  row, adapter, part: how many elements of `wide` a token, an adapter and a part are from the next; in a row of
+    each they are neighbours.  out_stride: likewise of the tokens of `out`.  Grid: blocks of the sums.
+    """
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < count
+    dtype = out.dtype.element_ty
+    token, column = i // ranks, i % ranks
+    number, j = column // rank, column % rank
+    place = wide + token * row + number * adapter + j
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for _ in range(parts):
+        total += tl.load(place, mask=mask, other=0.0)
+        place += part
+    total *= scale
+    high = total.to(dtype)
+    if PAIRED:
+        pair = out + token * out_stride + number * 3 * rank + j
+        tl.store(pair, high, mask=mask)
+        tl.store(pair + rank, high, mask=mask)
+        tl.store(pair + 2 * rank, (total - high.to(tl.float32)).to(dtype), mask=mask)
+    else:
+        tl.store(out + token * out_stride + column, high, mask=mask)
