@@ -51,7 +51,7 @@ class FusedDecoderLayer(Replacement):
         )
         mixed = mixed[0] if isinstance(mixed, tuple) else mixed  # attention may return its weights too
         normed, x = self._add_norm(x, mixed, self.post_attention_layernorm, self.mlp)
-        return x + self._feed_forward(normed)
+        return self._feed_forward(normed, x)
 
     def _mixer(self) -> Any:
         return next(getattr(self, path) for path in state_of(self).mixer_paths if hasattr(self, path))
@@ -70,16 +70,16 @@ class FusedDecoderLayer(Replacement):
         total = x if branch is None else x + branch
         return norm(total), total
 
-    def _feed_forward(self, x: Tensor) -> Tensor:
-        """Return the MLP's output; "torch" means upstream's module, or whatever has replaced it."""
+    def _feed_forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Return residual + MLP(x); "torch" means upstream's module, or whatever has replaced it."""
         state = state_of(self)
         backend = state.kernels_for(x.device, x.dtype).fused
         adapters = not state.batch_invariant
         layers = swiglu_layers(self.mlp, self, x, adapters=adapters) if backend != "torch" else None
         if layers is not None:
-            return swiglu_mlp(x, *layers, batch_invariant=state.batch_invariant, backend=backend)
+            return swiglu_mlp(x, *layers, residual=residual, batch_invariant=state.batch_invariant, backend=backend)
         out: Tensor | tuple[Tensor, ...] = self.mlp(x)
-        return out[0] if isinstance(out, tuple) else out  # experts may return their router's logits too
+        return residual + (out[0] if isinstance(out, tuple) else out)  # experts may return their router's logits too
 
     def calls(self, name: str, part: nn.Module, x: Tensor) -> bool:
         """Whether the packed branch calls this part: an MLP or a norm that is more than weights and formula."""

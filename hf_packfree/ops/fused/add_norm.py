@@ -75,7 +75,7 @@ def add_norm(
         BackendUnavailable: no backend has that name.
     """
     if uses_triton("residual and norm", backend):
-        wider = _wider(x, branch, room)
+        wider = _wider(x, branch, room) if room else None
         normed, total = _AddNorm.apply(x, branch, weight, None, eps, wider)
         remember(normed, NormOf(total, weight, eps, wider))
         return normed, total
@@ -101,7 +101,7 @@ def add_layer_norm(
         x, branch, weight, eps, backend: see `add_norm`.
     """
     if uses_triton("residual and layer norm", backend):
-        return _AddNorm.apply(x, branch, weight, bias, eps, _wider(x, branch, 0))  # type: ignore[no-any-return]
+        return _AddNorm.apply(x, branch, weight, bias, eps, None)  # type: ignore[no-any-return]
     return add_layer_norm_reference(x, branch, weight, bias, eps)
 
 
@@ -120,19 +120,23 @@ class _AddNorm(Operation):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, wider: Tensor
+        ctx: Any, x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
+        wider: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         from hf_packfree.ops.fused.kernels.norms import add_norm
 
         x = total = x.contiguous()
         if branch is not None:
             branch = branch.contiguous()
-            total = torch.empty_like(x, dtype=wider.dtype)
+            total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, branch.dtype))
         ctx.save_for_backward(total, weight)
         ctx.eps, ctx.centered, ctx.dtypes = eps, bias is not None, (x.dtype, None if branch is None else branch.dtype)
         ctx.set_materialize_grads(False)
-        size, stride = x.shape[-1], wider.shape[-1]
-        normed = wider[..., :size].data  # no view of it, so that writing behind its rows is no change of it
+        size = stride = x.shape[-1]
+        if wider is None:
+            normed = torch.empty_like(total)
+        else:  # no view of it, so that writing behind its rows is no change of it
+            normed, stride = wider[..., :size].data, wider.shape[-1]
         grid, blocks = (x.numel() // size,), {"ADDS": branch is not None, **_blocks(size)}
         launch(add_norm, grid, x, branch, weight, bias, total, normed, size, stride, eps, **blocks)
         return normed, total  # x itself, where it is the total, goes out as a view with this gradient

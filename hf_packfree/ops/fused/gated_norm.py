@@ -75,11 +75,10 @@ class _GatedNorm(Operation):
 
         x, z = x.contiguous(), z.contiguous()
         sizes, layers, tokens = _sizes(x), Layers(layout, tensors), x.flatten(-2)
-        wider = layers.room(tokens)
-        normed = wider[..., : tokens.shape[-1]]
+        normed, wider = layers.room(tokens)
         blocks, strides = _blocks(x, "forward"), (x.shape[-2], normed.stride(-2))
         launch(gated_norm, (-(-sizes[0] // blocks["ROWS"]),), x, z, weight, normed, *sizes, *strides, eps, **blocks)
-        out = layers.forward(normed, batch_invariant, wider)[0] if tensors else wider.view(x.shape)
+        out = layers.forward(normed, batch_invariant, wider)[0] if tensors else normed.view(x.shape)
         ctx.save_for_backward(x, z, weight, *tensors, *layers.inner)
         ctx.eps, ctx.layout = eps, layout
         return out

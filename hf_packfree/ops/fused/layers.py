@@ -37,13 +37,16 @@ class Layers:
         self.weights, self.inner = Weights(tensors[: layout.layers], layout.made, layout.heights), inner
         self.low_rank = LowRank(layout, tensors) if layout.owners else None
 
-    def room(self, x: Tensor) -> Tensor:
-        """Return an empty [..., D or more], for who makes what they read, x or like x, as its first D columns.
+    def room(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return an empty tensor for who makes what they read, x or like x [..., D], and a wider one whose first columns it is.
 
-        Given to `forward` too, it saves a copy of x there: the rest is room for what adapters put beside x.
+        Given to `forward` too, that one saves a copy of x there: the rest is room for what adapters put beside x.
         """
         columns = 0 if self.low_rank is None else self.low_rank.columns(x)
-        return x.new_empty(*x.shape[:-1], x.shape[-1] + columns)
+        if not columns:
+            return torch.empty_like(x), None
+        wider = x.new_empty(*x.shape[:-1], x.shape[-1] + columns)
+        return wider[..., : x.shape[-1]], wider
 
     def forward(self, x: Tensor, batch_invariant: bool, wider: Tensor | None = None) -> list[Tensor]:
         """Return the outputs [..., F] of x [..., D]; `batch_invariant` is not promised of layers with adapters."""

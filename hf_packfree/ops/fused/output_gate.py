@@ -52,11 +52,10 @@ class _OutputGate(Operation):
 
         x, z = x.contiguous(), z if z.stride(3) == 1 else z.contiguous()
         layers, tokens = Layers(layout, tensors), x.flatten(2)
-        wider = layers.room(tokens)
-        gated = wider[..., : tokens.shape[-1]]
+        gated, wider = layers.room(tokens)
         grid, sizes, blocks = _blocks(z)
         launch(output_gate, grid, x, z, gated, *sizes, gated.stride(-2), **blocks)
-        out = layers.forward(gated, batch_invariant, wider)[0] if tensors else wider.view(x.shape)
+        out = layers.forward(gated, batch_invariant, wider)[0] if tensors else gated.view(x.shape)
         ctx.save_for_backward(x, z, *tensors, *layers.inner)
         ctx.layout = layout
         return out

@@ -23,7 +23,8 @@ _BLOCK = 2048  # columns of a program, at most
 
 
 def swiglu_mlp(
-    x: Tensor, gate: Layer, up: Layer, down: Layer, *, batch_invariant: bool = False, backend: str = "torch"
+    x: Tensor, gate: Layer, up: Layer, down: Layer, *, residual: Tensor | None = None, batch_invariant: bool = False,
+    backend: str = "torch",
 ) -> Tensor:
     """Return (silu(x gate') * (x up')) down' (Shazeer, arXiv:2002.05202), each factor rounded as upstream's MLP does.
 
@@ -31,40 +32,47 @@ def swiglu_mlp(
         x: [..., D], any floating dtype.
         gate, up: [F, D], in x's dtype, or that with adapters, see `hf_packfree.ops.fused.low_rank`.
         down: [D, F], likewise.
+        residual: [..., D], what is added to the result, which is rounded before, as upstream does; or None.
         batch_invariant: with "triton", a token gets the same result in a row of any length, see `hf_packfree.ops.fused.linear`;
             without adapters.
         backend: "triton" or "torch".
 
     Returns:
-        [..., D] in x's dtype.
+        [..., D] in x's dtype, or that of the sum.
 
     Raises:
         BackendUnavailable: no backend has that name.
     """
     if uses_triton("swiglu", backend):
         (inputs, first), (output, last) = take_apart((gate, up)), take_apart((down,))
-        return _SwiGLU.apply(x, norm_of(x), (inputs, output), batch_invariant, *first, *last)  # type: ignore[no-any-return]
-    return layer_reference(silu(layer_reference(x, gate)) * layer_reference(x, up), down)
+        options = norm_of(x), (inputs, output), batch_invariant
+        return _SwiGLU.apply(x, residual, *options, *first, *last)  # type: ignore[no-any-return]
+    out = layer_reference(silu(layer_reference(x, gate)) * layer_reference(x, up), down)
+    return out if residual is None else residual + out
 
 
 class _SwiGLU(Operation):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, norm: NormOf | None, layouts: tuple[Layout, Layout], batch_invariant: bool, *tensors: Tensor
+        ctx: Any, x: Tensor, residual: Tensor | None, norm: NormOf | None, layouts: tuple[Layout, Layout],
+        batch_invariant: bool, *tensors: Tensor,
     ) -> Tensor:
         from hf_packfree.ops.fused.kernels.swiglu import swiglu
 
         count = layouts[0].tensors
         inputs, output = Layers(layouts[0], tensors[:count]), Layers(layouts[1], tensors[count:])
         a, b = inputs.forward(x, batch_invariant, norm.wider if norm else None)
-        wider = output.room(a)
-        gated = wider[..., : a.shape[-1]]
+        gated, wider = output.room(a)
         _run(swiglu, a, b, gated, gated.stride(-2))
         (y,) = output.forward(gated, batch_invariant, wider)
-        source = kept_input(x, norm, ctx.needs_input_grad[4 : 4 + count])
+        source = kept_input(x, norm, ctx.needs_input_grad[5 : 5 + count])
         ctx.save_for_backward(*source, a, b, *tensors, *inputs.inner, *output.inner)
         ctx.layouts, ctx.inner, ctx.eps = layouts, len(inputs.inner), norm.eps if norm else None
-        return y
+        ctx.dtype = residual.dtype if residual is not None else None
+        if residual is None:
+            return y
+        total = y.add_(residual) if ctx.dtype == y.dtype else residual + y
+        return total.data  # no view of a product's rows, so that a layer's output can be changed in place
 
     @staticmethod
     @once_differentiable
@@ -76,16 +84,17 @@ class _SwiGLU(Operation):
         inner, tensors = saved[count:], saved[:count]
         inputs = Layers(layouts[0], tensors[:first], inner[: ctx.inner])
         output = Layers(layouts[1], tensors[first:], inner[ctx.inner :])
-        needs_d_x, _, _, _, *needed = ctx.needs_input_grad
+        needs_d_x, _, _, _, _, *needed = ctx.needs_input_grad
         with autocast_as_in_forward(d_y):
-            last = output.backward([d_y], needed[first:])
+            last = output.backward([d_y.to(a.dtype)], needed[first:])
             gated = last.of_input().view_as(a)
             d_inputs = a.new_empty(*a.shape[:-1], 2 * a.shape[-1])
             _run(swiglu_backward, a, b, gated, d_inputs)  # overwrites the gradient of the gated product with the product
             backward = inputs.backward(d_inputs.chunk(2, -1), needed[:first], d_inputs)
             d_x = backward.of_input().view(*a.shape[:-1], -1) if needs_d_x else None
             d_tensors = backward.of_tensors(input_again(source, weight, ctx.eps))
-            return d_x, None, None, None, *d_tensors, *last.of_tensors(gated.flatten(0, -2))
+            d_residual = None if ctx.dtype is None else d_y.to(ctx.dtype)
+            return d_x, d_residual, None, None, None, *d_tensors, *last.of_tensors(gated.flatten(0, -2))
 
 
 def _run(kernel: Any, a: Tensor, *others: Any) -> None:

@@ -18,8 +18,8 @@ RANKS = {
 }
 
 
-def mlp_of(ranks, dropout=0.0):
-    """The op, of x, the three weights and every A and B, and the shapes of the latter."""
+def mlp_of(ranks, dropout=0.0, residual=None):
+    """The op, of x, the three weights and every A and B, and such tensors."""
     shapes = [shape for name in ranks for r in ranks[name] for shape in ((r, LAYERS[name][1]), (LAYERS[name][0], r))]
 
     def op(x, *tensors, backend):
@@ -28,7 +28,7 @@ def mlp_of(ranks, dropout=0.0):
             Adapted(weight, tuple(Adapter(next(rest), next(rest), 0.5, dropout) for _ in ranks.get(name, ())))
             for name, weight in zip(LAYERS, tensors)
         ]
-        return swiglu_mlp(x, *layers, backend=backend)
+        return swiglu_mlp(x, *layers, residual=residual, backend=backend)
 
     return op, random((1, TOKENS, SIZE), *LAYERS.values(), *shapes)
 
@@ -37,6 +37,17 @@ def mlp_of(ranks, dropout=0.0):
 def test_values_and_gradients(ranks, launched):
     assert_matches(*mlp_of(ranks))
     assert launched == {"swiglu", "swiglu_backward"}
+
+
+@pytest.mark.parametrize("ranks", [{}, RANKS["all"]], ids=["without adapters", "all"])
+def test_a_sum_with_the_residual_can_be_changed_in_place(ranks):
+    """As hooks on decoder layers do."""
+    residual = random((1, TOKENS, SIZE), seed=1)[0].requires_grad_()
+    op, inputs = mlp_of(ranks, residual=residual)
+    y = op(*inputs, backend="triton")
+    y *= 2
+    assert relative_rms(y, 2 * op(*inputs, backend="torch")) < 1e-6
+    assert torch.equal(torch.autograd.grad(y.sum(), residual)[0], torch.full_like(residual, 2))
 
 
 @pytest.mark.parametrize("room", [9, 40], ids=["too little", "more than enough"])

@@ -18,6 +18,18 @@ def test_values_and_gradients(tokens, launched):
     assert launched == KERNELS
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_residual_is_added(dtype, launched):
+    """In its own dtype, where that is another."""
+
+    def op(x, gate, up, down, residual, *, backend):
+        wide = residual.to(dtype) if backend == "triton" else residual
+        return swiglu_mlp(x, gate, up, down, residual=wide, backend=backend)
+
+    assert_matches(op, random((1, 5, SIZE), (WIDTH, SIZE), (WIDTH, SIZE), (SIZE, WIDTH), (1, 5, SIZE)))
+    assert launched == KERNELS
+
+
 def test_gradients_are_finite_where_exp_overflows_in_fp32():
     far = torch.tensor([[[-200.0, 200.0]]], requires_grad=True)
     eye = torch.eye(2)
