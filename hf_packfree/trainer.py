@@ -17,7 +17,14 @@ from hf_packfree.mtp.options import Choice as MTPChoice
 from hf_packfree.mtp.options import MTPOptions
 from hf_packfree.packing import PackedSequence, uncompiled
 from hf_packfree.parallel import context_parallel as ranks_of
-from hf_packfree.parallel.accelerate import cut_rows_again, leave_rows_whole, trainers_group
+from hf_packfree.parallel.accelerate import (
+    cut_rows_again,
+    leave_rows_whole,
+    parallelism_in_force,
+    refuse_rows_cut_twice,
+    refuse_unreadable_launch,
+    trainers_group,
+)
 from hf_packfree.patching.apply import Options, patch
 from hf_packfree.patching.backends import Choice
 from hf_packfree.patching.plan import trunks
@@ -47,8 +54,9 @@ class PackFreeCallback(TrainerCallback):
     Args:
         backend, batch_invariant, unpacked, padded, mtp: as for `apply_patches`, whose errors are raised when the Trainer is
             initialised; an unknown value is refused at once (ValueError).
-        context_parallel: "auto": the ranks of `cp_size` or `sp_size` in the Trainer's `parallelism_config`, if there are any,
-            share each row, and accelerate leaves that to the model until training ends; or as for `apply_patches`, of them.
+        context_parallel: "auto": the ranks of `cp_size` or `sp_size` in the Trainer's `parallelism_config`, or that of
+            `accelerate launch`, if there are any, share each row, and accelerate leaves that to the model until training ends;
+            or as for `apply_patches`, of them.
         verify_first_batch: on the first packed batch, change the tokens, pixels and sounds of every second document and raise
             `LeakDetected` if the outputs of the others change; costs two forwards, three of a vision-language model.  In a
             process group only the first batch is checked, so that all processes run the same forwards.
@@ -68,6 +76,8 @@ class PackFreeCallback(TrainerCallback):
         self._options = Options(backend, batch_invariant, unpacked, padded, mtp)
         if isinstance(context_parallel, str) and context_parallel != "auto":
             raise ValueError(f"found context_parallel={context_parallel!r}; wanted 'auto', None, a group or a mesh; pass one")
+        if context_parallel is not None:
+            refuse_unreadable_launch()
         self._context_parallel = context_parallel
         self._verify = verify_first_batch
         self._influence: float | None = None
@@ -81,15 +91,15 @@ class PackFreeCallback(TrainerCallback):
         """Patch the model, before anything wraps it.
 
         Raises:
-            PatchConflict: the Trainer wants sequence parallelism by DeepSpeed's engine, or gives other ranks the same batches.
+            PatchConflict: the Trainer wants sequence parallelism by DeepSpeed's engine, gives other ranks the same batches, or
+                shares rows where `context_parallel` is None.
         """
-        given, parallelism = self._context_parallel, getattr(args, "parallelism_config", None)
-        chosen = None if isinstance(given, str) else ranks_of(given)
-        ranks = None if given is None else trainers_group(parallelism, chosen)
+        given, parallelism = self._context_parallel, parallelism_in_force()
+        ranks = trainers_group(parallelism, "auto" if isinstance(given, str) else ranks_of(given))
         patch(kwargs["model"], replace(self._options, context_parallel=ranks))
         if ranks is not None:
             leave_rows_whole(kwargs["model"])
-            _warn_of_uncounted_tokens(args)
+            _warn_of_uncounted_tokens(parallelism)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -97,7 +107,7 @@ class PackFreeCallback(TrainerCallback):
         """Refuse to train an unpatched model; start counting.
 
         Raises:
-            PatchConflict: the callback was added too late to patch.
+            PatchConflict: the callback was added too late to patch, or accelerate cuts the rows.
         """
         model = kwargs["model"]
         if not patch_report(model).patched:
@@ -106,6 +116,7 @@ class PackFreeCallback(TrainerCallback):
                 "the patches were removed since); wanted it patched before accelerate wraps it; pass "
                 "Trainer(callbacks=[PackFreeCallback()]), or call apply_patches(model) first"
             )
+        refuse_rows_cut_twice(model)
         _warn_of_unweighted_tokens(args, model)
         family = family_of(model)
         self._trunks = list(trunks(model, family)) if family else []
@@ -173,9 +184,9 @@ def _warn_of_unweighted_tokens(args: TrainingArguments, model: Any) -> None:
         )
 
 
-def _warn_of_uncounted_tokens(args: TrainingArguments) -> None:
+def _warn_of_uncounted_tokens(parallelism: Any) -> None:
     """Warn of `sp_size`, for which the Trainer, made for DeepSpeed, counts no tokens before any callback runs."""
-    size = getattr(getattr(args, "parallelism_config", None), "sp_size", 1)
+    size = getattr(parallelism, "sp_size", 1)
     if size > 1:
         logger.warning(
             "found sp_size=%d, which runs as cp_size=%d without the Trainer's token counts: micro-batches, and rows of data "

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_packfree.errors import BackendUnavailable
+from hf_packfree.errors import BackendUnavailable, PatchConflict
 from hf_packfree.models.base import Replacement, Sizes, size_of_linear, size_of_norm
 from hf_packfree.models.fusable import adds_one, epsilon, plain_layers, project
 from hf_packfree.models.rematerialize import linear_with_recompute
@@ -54,6 +54,18 @@ def drops_out(model: nn.Module) -> bool:
     return any(getattr(module, "attention_dropout", 0) for module in model.modules())
 
 
+def _refuse_cut_rows(layer: nn.Module) -> None:
+    """Refuse attention that accelerate has prepared for context parallelism: by a hook, found by its name."""
+    hooks = layer._forward_pre_hooks.values()
+    if any(getattr(hook, "__qualname__", "").startswith("_attach_context_parallel_hooks") for hook in hooks):
+        raise PatchConflict(
+            "found a model that accelerate prepared with cp_size, which cuts rows without their documents; wanted rows that "
+            "the model cuts; pass Trainer(callbacks=[PackFreeCallback()]), or, in a loop of your own, call "
+            "apply_patches(model, context_parallel=mesh['cp']) and hf_packfree.parallel.accelerate.leave_rows_whole(model) "
+            "before accelerator.prepare(model)"
+        )
+
+
 class RoutedAttention(Replacement):
     """Base of attention over a packed row: our op where the model runs sdpa, otherwise upstream's forward with the record."""
 
@@ -72,9 +84,13 @@ class RoutedAttention(Replacement):
         Args:
             hidden_states: [1, T, D_model] of a packed row.
             position_embeddings: cos and sin, [1, T, D_rotary] each; None in layers without positions.
+
+        Raises:
+            PatchConflict: accelerate prepared the model to cut its rows.
         """
         packed = receive(self, kwargs)
         if packed is not None:
+            _refuse_cut_rows(self)
             route = check_attention(self.config)
             if route == "varlen":
                 return packed.zero_left_pad(self._attend_packed(hidden_states, position_embeddings, packed)), None

@@ -1,15 +1,17 @@
 """accelerate's context parallelism, which the Trainer reaches: it cuts rows for plain causal attention, and must not for us.
 
 Every release from 1.10 to 1.15 prepares models in `Accelerator._prepare_cp`, by a context that cuts the batch's tensors, and
-hooks that take masks away; 1.15 refuses Gated DeltaNet layers there, and the others train them wrongly.
+hooks that take masks away; 1.15 refuses Gated DeltaNet layers there, and the others train them wrongly.  The Trainer takes
+`parallelism_config` from 1.12 on.
 """
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from types import MethodType
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakSet
 
 import torch.distributed as dist
@@ -44,7 +46,9 @@ class _Seam:
             if not ours:
                 return prepare(self, *args)
             self._cp_context = _whole
+            _check_context(self)
             self._prepare_cp = MethodType(prepare_cp, self)  # for more batches and runs, when the class is as it was
+            _prepared.update(models)
             return args
 
         self._replaced, accelerator._prepare_cp = (accelerator, prepare), prepare_cp
@@ -56,6 +60,8 @@ class _Seam:
 
 
 _seam = _Seam()
+_prepared: WeakSet[nn.Module] = WeakSet()
+"""Models that an accelerator prepared and left to cut their rows."""
 
 
 def leave_rows_whole(model: nn.Module) -> None:
@@ -69,12 +75,32 @@ def leave_rows_whole(model: nn.Module) -> None:
     import accelerate  # type: ignore[import-untyped]
 
     if not hasattr(accelerate.Accelerator, "_prepare_cp"):
-        raise PatchConflict(
-            f"found accelerate {accelerate.__version__}, whose Accelerator has no _prepare_cp; wanted one from 1.10 to 1.15, "
-            "where rows can be left whole; install accelerate 1.15"
-        )
+        raise _unknown("has no _prepare_cp")
     _seam.open(accelerate.Accelerator)
     _seam.models.add(model)
+
+
+def refuse_unreadable_launch() -> None:
+    """Refuse a `ParallelismConfig` of `accelerate launch` that no Trainer can read, because accelerate is too old.
+
+    Raises:
+        PatchConflict: it is 1.10 or 1.11, in which the Trainer misses attributes.
+    """
+    import accelerate
+
+    launched = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true"
+    if launched and not hasattr(accelerate.ParallelismConfig, "sp_enabled"):
+        raise _unknown("takes a ParallelismConfig from `accelerate launch` that the Trainer cannot read")
+
+
+def refuse_rows_cut_twice(model: nn.Module) -> None:
+    """Refuse to train a model on rows that accelerate cuts, because it prepared the model elsewhere or without us.
+
+    Raises:
+        PatchConflict: accelerate runs with `cp_size`, and did not leave this model's rows whole.
+    """
+    if getattr(parallelism_in_force(), "cp_size", 1) > 1 and not any(module in _prepared for module in model.modules()):
+        raise _unknown("prepared a model for context parallelism without _prepare_cp")
 
 
 def cut_rows_again(trained: nn.Module | None = None) -> None:
@@ -87,28 +113,61 @@ def cut_rows_again(trained: nn.Module | None = None) -> None:
         _seam.close()
 
 
+def _check_context(accelerator: Any) -> None:
+    """Refuse an accelerator that cuts rows by anything but the context that was put in."""
+    entered = []
+
+    def context(**buffers: Any) -> AbstractContextManager[None]:
+        entered.append(buffers)
+        return nullcontext()
+
+    accelerator._cp_context = context
+    with accelerator.maybe_context_parallel():
+        accelerator._cp_context = _whole
+    if not entered:
+        raise _unknown("does not enter _cp_context to cut rows")
+
+
+def _unknown(found: str) -> PatchConflict:
+    import accelerate
+
+    return PatchConflict(
+        f"found accelerate {accelerate.__version__}, whose Accelerator {found}; wanted one from 1.12 to 1.15, where rows can "
+        "be left whole; pip install 'accelerate==1.15.*'"
+    )
+
+
 def _whole(**buffers: Any) -> AbstractContextManager[None]:
     """Take the place of torch's context that cuts the batch's tensors."""
     return nullcontext()
 
 
-def trainers_group(parallelism: Any, given: ContextParallel | None = None) -> ContextParallel | None:
+def parallelism_in_force() -> Any:
+    """Return the `ParallelismConfig` that accelerate runs with, the Trainer's or that of `accelerate launch`, or None."""
+    from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
+
+    return getattr(AcceleratorState(), "parallelism_config", None)
+
+
+def trainers_group(parallelism: Any, given: ContextParallel | Literal["auto"] | None = "auto") -> ContextParallel | None:
     """Return the group of a Trainer's `parallelism_config`, or None where it wants no context parallelism.
 
     A Trainer that wants sequence parallelism gets context parallelism instead, before it prepares anything: `sp_size` means
     DeepSpeed to accelerate, which cuts rows without their documents.
 
     Args:
-        parallelism: the Trainer's, or None.
-        given: what the user set; returned if it is the same group.
+        parallelism: see `parallelism_in_force`.
+        given: what the user set: a group, returned if it is the same; "auto"; or None, against rows shared.
 
     Raises:
         PatchConflict: `sp_size` comes with DeepSpeed's engine, or with a number of processes that it does not divide; the given
-            group is another one.
+            group is another one, or None where ranks share rows.
     """
+    if given is None:
+        return _refuse_shared(parallelism)
     found = None if parallelism is None else _of_mesh(parallelism)
-    if given is None or given.world == 1:
-        return given or found
+    if given == "auto" or found is None and given.world == 1:
+        return found if given == "auto" else given
     ours, theirs = (None if one is None else dist.get_process_group_ranks(one.group) for one in (given, found))
     if ours != theirs:
         raise PatchConflict(
@@ -119,9 +178,19 @@ def trainers_group(parallelism: Any, given: ContextParallel | None = None) -> Co
     return given
 
 
+def _refuse_shared(parallelism: Any) -> None:
+    """Refuse rows that accelerate or DeepSpeed would cut: wrong without an error before accelerate 1.15."""
+    for size in ("cp_size", "sp_size"):
+        if (found := getattr(parallelism, size, 1)) > 1:
+            raise PatchConflict(
+                f"found context_parallel=None with {size}={found}, which cuts rows without their documents; wanted rows that "
+                f"the model cuts, or whole ones; pass PackFreeCallback(context_parallel='auto'), or set {size}=1"
+            )
+
+
 def _of_mesh(parallelism: Any) -> ContextParallel | None:
     """Return the group of a `parallelism_config`."""
-    from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
+    from accelerate.state import AcceleratorState
 
     if getattr(parallelism, "sp_size", 1) > 1:
         parallelism = as_context_parallel(parallelism, AcceleratorState())

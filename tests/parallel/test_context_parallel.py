@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from hf_packfree import apply_patches, remove_patches
 from hf_packfree.errors import PatchConflict, UnsupportedInput
 from hf_packfree.models.state import state_of
 from hf_packfree.parallel import ContextParallel
-from hf_packfree.parallel.accelerate import as_context_parallel, cut_rows_again, leave_rows_whole, trainers_group
 from tests.parallel.ranks import batch_of, measured
 from tests.support import relative_rms, tiny
 
@@ -74,42 +72,6 @@ def test_the_example_of_the_docs_trains_as_one_process_would():
 
     shared = losses(2)
     assert len(shared) == 3 and shared == losses(1)
-
-
-def test_accelerate_leaves_alone_only_what_cuts_its_own_rows(group):
-    from accelerate import Accelerator
-
-    before, accelerator, model = Accelerator._prepare_cp, SimpleNamespace(), apply_patches(tiny(), context_parallel=group)
-    leave_rows_whole(model)
-    leave_rows_whole(other := apply_patches(tiny(), context_parallel=group))
-    assert Accelerator._prepare_cp(accelerator, model) == (model,)
-    with accelerator._cp_context(buffers=[1], buffer_seq_dims=[1], no_restore_buffers=set()):
-        pass
-    with pytest.raises(AttributeError, match="parallelism_config"):  # accelerate's own
-        Accelerator._prepare_cp(SimpleNamespace(), tiny())
-    cut_rows_again(torch.nn.ModuleList([model]))
-    assert Accelerator._prepare_cp is not before, "the other one is to be trained"
-    remove_patches(other)
-    assert Accelerator._prepare_cp is before
-    whole = accelerator._cp_context
-    assert accelerator._prepare_cp("batches to evaluate") == ("batches to evaluate",)
-    assert accelerator._cp_context is whole
-
-
-def test_a_group_whose_ranks_get_other_batches_is_refused(group, monkeypatch):
-    monkeypatch.setattr(ContextParallel, "world", 2)
-    with pytest.raises(PatchConflict, match=r"found context_parallel with ranks \[0\], .* to no two ranks"):
-        trainers_group(None, ContextParallel(group))
-
-
-def test_sequence_parallelism_that_cannot_be_served_is_refused():
-    from accelerate import ParallelismConfig
-
-    wanted = ParallelismConfig(sp_size=2)
-    with pytest.raises(PatchConflict, match="found sp_size=2 for 3 processes"):
-        as_context_parallel(wanted, SimpleNamespace(num_processes=3, distributed_type="MULTI_GPU"))
-    with pytest.raises(PatchConflict, match="found sp_size=2 with a DeepSpeed configuration"):
-        as_context_parallel(wanted, SimpleNamespace(num_processes=2, distributed_type="DEEPSPEED"))
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import runpy
 from pathlib import Path
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
@@ -16,10 +17,11 @@ from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
-from hf_packfree import PackFreeCallback, remove_patches
+from hf_packfree import PackFreeCallback, apply_patches, remove_patches
 from hf_packfree.errors import BoundaryConflict
 from hf_packfree.parallel import ContextParallel
-from tests.parallel.ranks import widen_islands
+from hf_packfree.parallel.accelerate import leave_rows_whole
+from tests.parallel.ranks import batch_of, widen_islands
 from tests.parallel.training import LORA
 from tests.support import documents, tiny
 
@@ -34,6 +36,7 @@ SETTINGS = {
     "LoRA": {},
     "resumed": RESUMED,
     "sp_size": {},
+    "own loop": {},
     "offsets": {},
     "fully_shard": {
         "fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["Qwen3_5DecoderLayer"]}, **RESUMED,
@@ -47,12 +50,14 @@ ALONE = {
     "fully_shard": {"fsdp": None, "fsdp_config": None, "per_device_train_batch_size": 6, "per_device_eval_batch_size": 6},
 }
 """What else a process alone is given: the documents that data parallel ranks take side by side."""
+LAUNCHED = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "2"}
+"""What `accelerate launch` says instead of the Trainer's arguments: of the way "checkpointing"."""
 
 
 def train(rank: int, folder: str, way: str) -> dict[str, object]:
     """Return what two steps of three documents a row log, evaluate and change, in fp64 but for bf16."""
-    world, sizes = dist.get_world_size(), SIZES.get(way, {"cp_size": 2})
-    if world not in (1, math.prod(sizes.values())) or world == 1 and way == "offsets":
+    world = dist.get_world_size()
+    if world not in (1, math.prod(sizes_of(way).values())) or world == 1 and way == "offsets":
         dist.barrier()  # a rank that leaves a group before all are in it lets the others wait
         return {}
     if way not in ("example", "bf16"):  # which come first: it stays so
@@ -60,13 +65,21 @@ def train(rank: int, folder: str, way: str) -> dict[str, object]:
     AcceleratorState._reset_state(reset_partial_state=True)
     os.environ["ACCELERATE_USE_CPU"] = "true"
     os.environ.pop("ACCELERATE_USE_FSDP", None)
-    if way == "example":
-        with as_on_gpus():
-            return {"losses": runpy.run_path(str(EXAMPLE))["main"](f"{folder}/{world}/example")}
-    model = model_for(way)
+    return {"example": by_example, "own loop": in_own_loop}.get(way, by_trainer)(Path(folder, str(world), way), way)
+
+
+def by_example(place, way) -> dict[str, object]:
+    """Return what the documentation's program logs."""
+    with as_on_gpus():
+        return {"losses": runpy.run_path(str(EXAMPLE))["main"](str(place))}
+
+
+def by_trainer(place, way) -> dict[str, object]:
+    """Return what the Trainer logs, evaluates and changes."""
+    world, model = dist.get_world_size(), model_for(way)
     before, prepare = {name: p.detach().clone() for name, p in model.named_parameters()}, Accelerator._prepare_cp
-    shared = {"parallelism_config": ParallelismConfig(**sizes)} if world > 1 else {}
-    trainer = trainer_of(model, Path(folder, str(world), way), way, **shared)
+    shared = {"parallelism_config": ParallelismConfig(**sizes_of(way))} if world > 1 and way != "checkpointing" else {}
+    trainer = trainer_of(model, place, way, **shared)
     if way == "offsets":
         return refused(trainer, model) | {"as it was": Accelerator._prepare_cp is prepare}
     evaluated = []
@@ -88,6 +101,37 @@ def train(rank: int, folder: str, way: str) -> dict[str, object]:
         "losses": [log["loss"] for log in trainer.state.log_history if "loss" in log], "evaluated": evaluated,
         "moved": {name: now[name].detach() - p for name, p in before.items()} if now else {},  # gathered on the first rank
         "shards": meshes, "as it was": Accelerator._prepare_cp is prepare,
+    }
+
+
+def sizes_of(way):
+    return SIZES.get(way, {"cp_size": 2})
+
+
+def in_own_loop(place, way) -> dict[str, object]:
+    """Return what a loop changes in two steps of a model that accelerate prepares."""
+    model = model_for(way)
+    before, prepare = {name: p.detach().clone() for name, p in model.named_parameters()}, Accelerator._prepare_cp
+    optimizer, losses = torch.optim.SGD(model.parameters(), 1e-2), []
+    with as_on_gpus():
+        accelerator = Accelerator(parallelism_config=ParallelismConfig(cp_size=dist.get_world_size()))
+    if dist.get_world_size() == 1:
+        apply_patches(model)
+    else:
+        apply_patches(model, context_parallel=accelerator.torch_device_mesh["cp"])
+        leave_rows_whole(model)
+    called, optimizer = accelerator.prepare(model, optimizer)
+    for lengths in (LENGTHS[:5], LENGTHS[5:8]):
+        row = batch_of(lengths, 0)
+        with accelerator.maybe_context_parallel(buffers=[*row.values()], buffer_seq_dims=[1] * len(row)):
+            accelerator.backward(loss := called(**row).loss)
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        optimizer.step()
+        optimizer.zero_grad()
+    remove_patches(model)
+    return {
+        "losses": losses, "evaluated": [], "moved": {name: p.detach() - before[name] for name, p in model.named_parameters()},
+        "shards": set(), "as it was": Accelerator._prepare_cp is prepare,
     }
 
 
@@ -119,7 +163,8 @@ def trainer_of(model, place, way, **shared):
     collator = {"return_flash_attn_kwargs": True, "return_position_ids": False} if way == "offsets" else {}
     by_states = way == "accumulation" and dist.get_world_size() > 1
     ranks = ContextParallel(dist.group.WORLD, gdn="state") if by_states else "auto"
-    with as_on_gpus():
+    launched = LAUNCHED if way == "checkpointing" and dist.get_world_size() > 1 else {}
+    with as_on_gpus(), mock.patch.dict(os.environ, launched):
         return Trainer(
             model, TrainingArguments(str(place), ddp_backend="gloo", **common | settings | shared), train_dataset=data,
             eval_dataset=data, data_collator=DataCollatorWithFlattening(**collator),
