@@ -164,7 +164,8 @@ def trainers_group(parallelism: Any, given: ContextParallel | Literal["auto"] | 
             group is another one, or None where ranks share rows.
     """
     if given is None:
-        return _refuse_shared(parallelism)
+        _refuse_shared(parallelism)
+        return None
     found = None if parallelism is None else _of_mesh(parallelism)
     if given == "auto" or found is None and given.world == 1:
         return found if given == "auto" else given
