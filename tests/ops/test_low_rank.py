@@ -65,6 +65,18 @@ def test_equals_the_reference(ranks):
         assert a.shape == b.shape and a.dtype == b.dtype and relative_rms(a, b) < 1e-12
 
 
+def test_outputs_can_be_changed_in_place():
+    """As hooks on a layer around them do."""
+    (x,), made = tensors((1, T, D)), layers((4,), (), (3, 1))
+    grads = []
+    for backend in ("triton", "torch"):
+        outs = projections(x, *made, backend=backend)
+        for out in outs:
+            out *= 2
+        grads.append(torch.autograd.grad(sum(out.sum() for out in outs), leaves(x, made)))
+    assert all(relative_rms(a, b) < 1e-12 for a, b in zip(*grads, strict=True))
+
+
 def quantised(weight):
     """The weight as if it were kept in fewer bits, and how often it was made whole."""
     count, size, dtype = [], tuple(weight.shape), weight.dtype
@@ -116,10 +128,11 @@ def test_frozen_layers_without_adapters_keep_no_input():
     assert relative_rms(d_x, sum(weight.sum(0) for weight in made).expand_as(x)) < 1e-12
 
 
-@pytest.mark.parametrize("of_adapters", [torch.float32, torch.bfloat16])
-def test_half_precision_is_no_farther_from_exact_than_the_reference(of_adapters, dtype=torch.bfloat16):
+@pytest.mark.parametrize("first", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("second", [torch.float32, torch.bfloat16])
+def test_half_precision_is_no_farther_from_exact_than_the_reference(first, second, dtype=torch.bfloat16):
     (x,) = tensors((1, T, D), dtype=dtype)
-    made = layers((4,), (2, 3), dtype=dtype, of_adapters=of_adapters)
+    made = [layers((4,), (2, 3), dtype=dtype, of_adapters=of_adapters)[i] for i, of_adapters in enumerate((first, second))]
     exact = results(x.double(), [
         Adapted(one.weight.double(), tuple(Adapter(a.down.double(), a.up.double(), a.scale) for a in one.adapters))
         for one in made

@@ -42,7 +42,7 @@ class NormOf(NamedTuple):
 
 def remember(normed: Tensor, of: NormOf) -> None:
     """Note on the norm itself what it was computed from, so that every op that reads it finds out, whatever is in between."""
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and not normed.is_inference():
         normed.packfree_norm = normed._version, of  # type: ignore[attr-defined]
 
 

@@ -57,7 +57,7 @@ class Layers:
         inner = cat(self.inner, 1)
         beside = _beside(rows, inner, wider) if inner.dtype == rows.dtype else None
         outs = [self._adapted(rows, inner, beside, i) for i in range(len(self.weights))]
-        return [out.view(*x.shape[:-1], -1) for out in outs]
+        return [out.view(*x.shape[:-1], -1).data for out in outs]  # no views to autograd, which hooks may change in place
 
     def _adapted(self, rows: Tensor, inner: Tensor, beside: Tensor | None, i: int) -> Tensor:
         """Return one layer's output: with x beside what is inner, and W beside B, it is one product and rounded once."""
@@ -66,7 +66,8 @@ class Layers:
         if factor is None:
             return linear(rows, weight)
         if beside is None:
-            return linear(inner[:, : factor.shape[1]], factor).to(rows.dtype).addmm_(rows, weight.T)
+            added = linear(inner[:, : factor.shape[1]], factor.to(inner.dtype))  # other layers' adapters may be wider
+            return added.to(rows.dtype).addmm_(rows, weight.T)
         return linear(beside[:, : weight.shape[1] + factor.shape[1]], cat([weight, factor], 1))
 
     def _without_adapters(self, x: Tensor, batch_invariant: bool) -> list[Tensor]:

@@ -41,6 +41,13 @@ def read_twice(x, z, weight, *, backend):
     return again * y, total + z, total * y
 
 
+def test_in_inference_mode_gradients_may_be_enabled():
+    x, weight = random((1, 3, SIZE), (SIZE,))
+    with torch.inference_mode(), torch.enable_grad():
+        found, _ = add_norm(x, None, weight, 1e-6, backend="triton")
+    assert relative_rms(found, add_norm(x, None, weight, 1e-6)[0]) < 1e-6
+
+
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("op", [sum_and_norm, nothing_added, norm_alone, read_twice])
 def test_values_and_gradients(op, tokens, launched):
