@@ -29,7 +29,7 @@ def conv_with_context(conv: Convolution, x: Tensor, packed: PackedSequence, reac
     Returns:
         What `conv` would return of these tokens in the whole row.
     """
-    if not packed.shard.is_cut:
+    if not (reach and packed.shard.is_cut):
         return conv(x, packed)
     count = min(reach, packed.lengths[0])
     x, first, last = _Edges.apply(x, count, min(reach, packed.num_tokens))

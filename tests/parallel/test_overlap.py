@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_packfree import PackedSequence, apply_patches
 from hf_packfree.ops.conv import torch_native
@@ -76,18 +78,24 @@ def recorded(events, what, run):
     return call
 
 
+def given_to(rank: int, world: int, lengths: list[int], taps: int = TAPS) -> tuple:
+    """Return what an operation of the delta rule takes, of leaves of one rank."""
+    torch.manual_seed(0)
+    local = shard_row(PackedSequence.from_lengths(lengths), rank, world)
+    x, weight = torch.randn(1, local.num_tokens, CHANNELS).requires_grad_(), torch.randn(CHANNELS, taps).requires_grad_()
+    g, beta = ((-torch.rand(1, local.num_tokens, HEADS[1])).requires_grad_() for _ in range(2))
+    return x, weight, g, beta, local, HEADS, SIZES
+
+
 def events_of(way: str, lengths: list[int], rank: int) -> tuple[list, list]:
     """Return what happened forward and backward."""
-    torch.manual_seed(0)
-    local, events = shard_row(PackedSequence.from_lengths(lengths), rank, 3), []
-    x, weight = torch.randn(1, local.num_tokens, CHANNELS).requires_grad_(), torch.randn(CHANNELS, TAPS).requires_grad_()
-    g, beta = (-torch.rand(1, local.num_tokens, HEADS[1]).requires_grad_() for _ in range(2))
+    events: list = []
     conv, back = recorded(events, "conv", states.qkv_conv), recorded(events, "conv back", torch_native._backward)
     with (
         exchanging(Recorded(rank, events)), patch.dict(states.SCANS, {"torch": RecordedScans(events)}),
         patch.object(states, "qkv_conv", conv), patch.object(torch_native, "_backward", back),
     ):
-        out = SHARED[way](x, weight, g, beta, local, HEADS, SIZES)
+        out = SHARED[way](*given_to(rank, 3, lengths))
         forward = len(events)
         out.sum().backward()
     return events[:forward], events[forward:]
@@ -115,26 +123,68 @@ def test_nothing_is_sent_where_no_document_is_cut():
     assert found == ([("conv", 8), ("walk", [8])], [("walk back", [8]), ("conv back", 8)])
 
 
+def test_a_filter_of_one_tap_reads_no_tokens_before_a_shard():
+    x, weight, *others = given_to(1, 3, [10, 5, 9], taps=1)
+    with exchanging(Alone(1, 3)) as alone:
+        found = SHARED["state"](x, weight, *others)
+        assert alone.calls == 1  # the states'
+        wanted = SHARED["state"](x, torch.nn.functional.pad(weight, (1, 0)), *others)
+    assert torch.allclose(found, wanted, rtol=0, atol=1e-6)
+
+
 def test_gates_travel_while_what_is_convolved_is_put_in_order():
     forward, backward = events_of("heads", [10, 5, 9], 1)
     assert forward == ["sent", "sent", "came", "came", "sent", "came"]
     assert backward == ["sent", "came", ("conv back", 24), "sent", "sent", "came", "came"]
 
 
-class Listed(Alone):
-    """Exchanges of one rank in order, by kind and size."""
+class Late(Alone):
+    """Exchanges of one rank that take place when they are waited for, as late as they can on a GPU; listed by kind and size."""
 
     def __init__(self, rank: int, world: int) -> None:
         super().__init__(rank, world)
         self.started: list = []
+        self.under_way = 0
 
     def _all_gather(self, out, part, group, async_op):
         self.started.append(("gather", part.numel(), part.dtype))
-        return super()._all_gather(out, part, group, async_op)
+        return Transfer(self, out, part)
 
     def _all_to_all(self, out, parts, group, async_op):
         self.started.append(("all to all", parts.numel(), parts.dtype))
-        return super()._all_to_all(out, parts, group, async_op)
+        return Transfer(self, out, parts)
+
+
+class Transfer:
+    """What it sends has to stay there as it was until then, and what it brings to be there; it keeps neither."""
+
+    def __init__(self, late: Late, out, part) -> None:
+        out.fill_(torch.nan)
+        self.late, self.memory = late, [StorageWeakRef(x.untyped_storage()) for x in (out, part)]
+        self.brought, self.sent = (x.data_ptr() for x in (out, part))
+        self.content, self.copies = ctypes.string_at(self.sent, part.nbytes), out.nbytes // part.nbytes
+        late.under_way += 1
+
+    def wait(self) -> None:
+        assert not any(memory.expired() for memory in self.memory)
+        assert ctypes.string_at(self.sent, len(self.content)) == self.content
+        ctypes.memmove(self.brought, self.content * self.copies, len(self.content) * self.copies)
+        self.late.under_way -= 1
+
+
+@pytest.mark.parametrize("way", SHARED)
+@pytest.mark.parametrize("rank", range(3))
+def test_nothing_is_read_before_it_comes_nor_freed_or_changed_before_it_went(way, rank):
+    def outcome(exchanges):
+        given = given_to(rank, 3, [10, 5, 9])
+        with exchanging(exchanges):
+            out = SHARED[way](*given)
+            return [out, *torch.autograd.grad(out.square().sum(), given[:4])]
+
+    late = Late(rank, 3)
+    found, wanted = outcome(late), outcome(Alone(rank, 3))
+    assert len(late.started) in (4, 6) and late.under_way == 0
+    assert all(map(torch.equal, found, wanted))
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
@@ -149,9 +199,11 @@ def test_all_ranks_start_the_same_exchanges_in_the_same_order(world, ways, recom
     for lengths in ([5, 1, 20, 9, 1, 12], [48], [7, 1]):  # several cuts, one document, a rank of padding alone
         batch, started = batch_of(lengths, 0) | {"output_router_logits": True}, []
         for rank in range(world):
-            with exchanging(Listed(rank, world)) as how:
+            with exchanging(Late(rank, world)) as late:
                 apply_patches(model, context_parallel=ContextParallel(None, **ways))
-                model(**batch).loss.backward()
-            started.append(how.started)
+                loss = model(**batch).loss
+                loss.backward()
+            assert loss.isfinite() and late.under_way == 0
+            started.append(late.started)
         assert len(started[0]) > 10
         assert started == started[:1] * world
