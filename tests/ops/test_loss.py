@@ -115,6 +115,12 @@ def test_one_chunk_at_a_time_has_logits():
     assert seen.rows == 30 == chunks.rows_of_a_chunk(TOKENS, WORDS, "cpu")
 
 
+@pytest.mark.parametrize("tokens, wanted", [(2000, 1), (2049, 2), (5559, 3), (8193, 4), (32768, 8)])
+def test_few_tokens_are_cut_into_few_chunks(tokens, wanted):
+    """Each adds its part to the fp32 gradient of the weight, all of which is read and written."""
+    assert -(-tokens // chunks.rows_of_a_chunk(tokens, 248_320, "cuda")) == wanted
+
+
 def test_hooks_see_and_change_the_gradient_of_unread_logits():
     x, weight = leaves()
     wanted, found = targets(0.9), []

@@ -18,8 +18,9 @@ from hf_packfree.ops.loss.softmax import SoftmaxGradient
 _ELEMENTS = {"cuda": 2**30}
 """Logits of a chunk, by device.  On a GPU, large chunks write the fp32 sums of the weight's gradient less often: 4,096 tokens
 of a vocabulary of 248,320."""
-_CHUNKS, _ENOUGH = 4, 1024
-"""Few tokens are cut into so many chunks, unless they are so few."""
+_CHUNKS, _ENOUGH = 4, 2048
+"""Few tokens are cut into so many chunks at most, and so few not at all: their logits take no more memory than the gradient of
+a weight of as many columns, which the backward pass makes later."""
 _ELEMENTS_ELSEWHERE, _FEWEST = 2**22, 256
 """On a CPU a chunk of so few stays in its caches, but matrix products want rows."""
 _SCALE = {torch.float16: 2.0**10}
@@ -128,7 +129,7 @@ def loss_and_gradients(
 
 def rows_of_a_chunk(tokens: int, words: int, device: str) -> int:
     """Return how many tokens have logits at a time: chunks of about one size."""
-    most = max(min(_ELEMENTS.get(device, _ELEMENTS_ELSEWHERE) // words, max(tokens // _CHUNKS, _ENOUGH)), _FEWEST)
+    most = max(min(_ELEMENTS.get(device, _ELEMENTS_ELSEWHERE) // words, max(-(-tokens // _CHUNKS), _ENOUGH)), _FEWEST)
     chunks = max(-(-tokens // most), 1)
     return max(-(-tokens // chunks), 1)
 
