@@ -37,9 +37,10 @@ def linear_forward(x: Tensor, weight: Tensor, batch_invariant: bool) -> Tensor:
 
 
 def pad_rows(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x weight' from a product of `_MIN_ROWS` rows, zeros behind x's own."""
+    """Return x weight' from a product of `_MIN_ROWS` rows, zeros behind x's own; without a history."""
     flat = x.flatten(0, -2)
-    return linear(pad(flat, (0, 0, 0, _MIN_ROWS - flat.shape[0])), weight)[: flat.shape[0]].view(*x.shape[:-1], -1)
+    rows = linear(pad(flat, (0, 0, 0, _MIN_ROWS - flat.shape[0])), weight)[: flat.shape[0]]
+    return rows.view(*x.shape[:-1], -1).data  # no view to autograd, which hooks may change in place
 
 
 def autocast_as_in_forward(x: Tensor) -> AbstractContextManager[Any]:

@@ -71,8 +71,7 @@ class _SwiGLU(Operation):
         ctx.dtype = residual.dtype if residual is not None else None
         if residual is None:
             return y
-        total = y.add_(residual) if ctx.dtype == y.dtype else residual + y
-        return total.data  # no view of a product's rows, so that a layer's output can be changed in place
+        return y.add_(residual) if ctx.dtype == y.dtype else residual + y
 
     @staticmethod
     @once_differentiable
