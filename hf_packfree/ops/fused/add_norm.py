@@ -52,6 +52,20 @@ def norm_of(x: Tensor) -> NormOf | None:
     return of if of is not None and version == x._version else None
 
 
+def want_room(out: Tensor, columns: int) -> Tensor:
+    """Note on a layer's output how many columns its backward pass puts beside the output's gradient; return the output."""
+    if columns and torch.is_grad_enabled() and not out.is_inference():
+        out.packfree_room = columns  # type: ignore[attr-defined]
+    return out
+
+
+def take_room(gradient: Tensor) -> Tensor | None:
+    """Return the wider tensor whose first columns a gradient is, or None; once, so that one reader alone writes there."""
+    wider: Tensor | None = gradient.__dict__.pop("packfree_wider", None)
+    moved = wider is None or wider.data_ptr() != gradient.data_ptr() or wider.stride() != gradient.stride()
+    return None if moved else wider
+
+
 def add_norm(
     x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, *, room: int = 0, backend: str = "torch"
 ) -> tuple[Tensor, Tensor]:
@@ -76,7 +90,8 @@ def add_norm(
     """
     if uses_triton("residual and norm", backend):
         wider = _wider(x, branch, room) if room else None
-        normed, total = _AddNorm.apply(x, branch, weight, None, eps, wider)
+        behind = max(getattr(part, "packfree_room", 0) for part in (x, branch))
+        normed, total = _AddNorm.apply(x, branch, weight, None, eps, wider, behind)
         remember(normed, NormOf(total, weight, eps, wider))
         return normed, total
     return add_norm_reference(x, branch, weight, eps)
@@ -101,7 +116,7 @@ def add_layer_norm(
         x, branch, weight, eps, backend: see `add_norm`.
     """
     if uses_triton("residual and layer norm", backend):
-        return _AddNorm.apply(x, branch, weight, bias, eps, None)  # type: ignore[no-any-return]
+        return _AddNorm.apply(x, branch, weight, bias, eps, None, 0)  # type: ignore[no-any-return]
     return add_layer_norm_reference(x, branch, weight, bias, eps)
 
 
@@ -116,12 +131,15 @@ def add_layer_norm_reference(
 
 
 class _AddNorm(Operation):
-    """Its inputs share one gradient, which is that of the residual stream and of the norm together; a layer norm has a bias."""
+    """Its inputs share one gradient, which is that of the residual stream and of the norm together; a layer norm has a bias.
+
+    Behind the rows of that gradient are as many columns as a layer whose output it is of has adapters for, see `want_room`.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
-        wider: Tensor | None,
+        wider: Tensor | None, behind: int,
     ) -> tuple[Tensor, Tensor]:
         from hf_packfree.ops.fused.kernels.norms import add_norm
 
@@ -131,6 +149,7 @@ class _AddNorm(Operation):
             total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, branch.dtype))
         ctx.save_for_backward(total, weight)
         ctx.eps, ctx.centered, ctx.dtypes = eps, bias is not None, (x.dtype, None if branch is None else branch.dtype)
+        ctx.behind = behind
         ctx.set_materialize_grads(False)
         size = stride = x.shape[-1]
         if wider is None:
@@ -148,9 +167,9 @@ class _AddNorm(Operation):
         d, d_weight, d_bias = d_total, None, None
         if d_normed is not None:
             needed = ctx.needs_input_grad[2:4]
-            d, d_weight, d_bias = _gradients(total, weight, d_normed, d_total, ctx.eps, needed, ctx.centered)
+            d, d_weight, d_bias = _gradients(total, weight, d_normed, d_total, ctx, needed)
         d_x, d_branch = (None if d is None or dtype is None else d.to(dtype) for dtype in ctx.dtypes)
-        return d_x, d_branch, d_weight, d_bias, None, None
+        return d_x, d_branch, d_weight, d_bias, None, None, None
 
 
 def _wider(x: Tensor, branch: Tensor | None, room: int) -> Tensor:
@@ -159,21 +178,35 @@ def _wider(x: Tensor, branch: Tensor | None, room: int) -> Tensor:
     return x.new_empty(*x.shape[:-1], x.shape[-1] + room, dtype=dtype)
 
 
+def _with_room(total: Tensor, behind: int) -> Tensor:
+    """Return an empty gradient of the total, with so many columns behind its rows, which are noted on it."""
+    if not behind:
+        return torch.empty_like(total)
+    wider = total.new_empty(*total.shape[:-1], total.shape[-1] + behind)
+    d = wider[..., : total.shape[-1]]
+    d.packfree_wider = wider  # type: ignore[attr-defined]
+    return d
+
+
 def _gradients(
-    total: Tensor, weight: Tensor, d_normed: Tensor, d_total: Tensor | None, eps: float, needed: Sequence[bool], centered: bool
+    total: Tensor, weight: Tensor, d_normed: Tensor, d_total: Tensor | None, ctx: Any, needed: Sequence[bool]
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of the total, d_total included, and of weight and bias where they are needed."""
     from hf_packfree.ops.fused.kernels.norms import add_norm_backward
 
-    d, size = torch.empty_like(total), total.shape[-1]
+    d, size = _with_room(total, ctx.behind), total.shape[-1]
     rows = total.numel() // size
     rows_per_program = max(1, min(_ROWS_PER_PROGRAM, rows // _PROGRAMS))
     programs = -(-rows // rows_per_program)
     d_weight, d_bias = (weight.new_empty(programs, size, dtype=torch.float32) if need else None for need in needed)
-    adds = None if d_total is None else d_total.contiguous()
+    adds, stride = None, size
+    if d_total is not None:
+        adds = d_total.reshape(rows, size)
+        adds = adds if adds.stride(1) == 1 else adds.contiguous()
+        stride = adds.stride(0)
     launch(
-        add_norm_backward, (programs,), total, weight, d_normed.contiguous(), adds, d, d_weight, d_bias, rows, size, eps,
-        rows_per_program, ADDS=adds is not None, CENTERED=centered,
+        add_norm_backward, (programs,), total, weight, d_normed.contiguous(), adds, d, d_weight, d_bias, rows, size, stride,
+        size + ctx.behind, ctx.eps, rows_per_program, ADDS=adds is not None, CENTERED=ctx.centered,
         PREFETCH=_PREFETCH if size * total.itemsize <= _PREFETCH_BYTES else 0, **_blocks(size),
     )
     d_weight, d_bias = (None if parts is None else sum_partials(parts, weight.dtype) for parts in (d_weight, d_bias))
@@ -185,4 +218,7 @@ def _blocks(size: int) -> dict[str, int]:
     return {"WIDTH": width, "num_warps": min(max(width // 512, 1), 16)}
 
 
-__all__ = ["NormOf", "add_layer_norm", "add_layer_norm_reference", "add_norm", "add_norm_reference", "norm_of", "remember"]
+__all__ = [
+    "NormOf", "add_layer_norm", "add_layer_norm_reference", "add_norm", "add_norm_reference", "norm_of", "remember",
+    "take_room", "want_room",
+]

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_packfree.ops.backend import block_width, uses_triton
+from hf_packfree.ops.fused.add_norm import want_room
 from hf_packfree.ops.fused.layers import Layers, linear_backward
 from hf_packfree.ops.fused.low_rank import Layer, Layout, layer_reference, take_apart
 from hf_packfree.ops.fused.reduce import sum_partials
@@ -54,7 +55,8 @@ def gated_rms_norm(
     """
     if uses_triton("gated norm", backend):
         layout, tensors = take_apart(() if projection is None else (projection,))
-        return _GatedNorm.apply(x, z, weight, eps, layout, batch_invariant, *tensors)  # type: ignore[no-any-return]
+        out = _GatedNorm.apply(x, z, weight, eps, layout, batch_invariant, *tensors)
+        return want_room(out, layout.columns(out))
     normed = gated_rms_norm_reference(x, z.reshape(x.shape), weight, eps)
     return normed if projection is None else layer_reference(normed.flatten(2), projection)
 

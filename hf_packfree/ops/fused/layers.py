@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from hf_packfree.ops.backend import HALF, uses_triton
-from hf_packfree.ops.fused.add_norm import NormOf, norm_of
+from hf_packfree.ops.fused.add_norm import NormOf, norm_of, take_room
 from hf_packfree.ops.fused.linear import NARROW, autocast_as_in_forward, linear_forward, narrow_linear
 from hf_packfree.ops.fused.low_rank import Layer, Layout, LowRank, layer_reference, take_apart
 from hf_packfree.ops.fused.mixed import cat, on_tensor_cores
@@ -34,7 +34,8 @@ class Layers:
     """
 
     def __init__(self, layout: Layout, tensors: Sequence[Tensor], inner: Sequence[Tensor] = ()) -> None:
-        self.weights, self.inner = Weights(tensors[: layout.layers], layout.made, layout.heights), inner
+        self.layout, self.inner = layout, inner
+        self.weights = Weights(tensors[: layout.layers], layout.made, layout.heights)
         self.low_rank = LowRank(layout, tensors) if layout.owners else None
 
     def room(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -42,7 +43,7 @@ class Layers:
 
         Given to `forward` too, that one saves a copy of x there: the rest is room for what adapters put beside x.
         """
-        columns = 0 if self.low_rank is None else self.low_rank.columns(x)
+        columns = self.layout.columns(x)
         if not columns:
             return torch.empty_like(x), None
         wider = x.new_empty(*x.shape[:-1], x.shape[-1] + columns)
@@ -55,7 +56,7 @@ class Layers:
         rows = x.flatten(0, -2)
         self.inner = self.low_rank.inner(rows)
         inner = cat(self.inner, 1)
-        beside = _beside(rows, inner, wider) if inner.dtype == rows.dtype else None
+        beside = _beside(rows, [inner], wider) if inner.dtype == rows.dtype else None
         outs = [self._adapted(rows, inner, beside, i) for i in range(len(self.weights))]
         return [out.view(*x.shape[:-1], -1).data for out in outs]  # no views to autograd, which hooks may change in place
 
@@ -88,14 +89,17 @@ class Layers:
             needed: whether the gradient of each weight, and of A and B of every adapter, is.
             beside: [..., all F] where `d_outs` are parts of one tensor: the gradients of all weights are one product then.
         """
-        return Gradients(self, [d_out.flatten(0, -2) for d_out in d_outs], needed, beside)
+        wider = take_room(d_outs[0]) if len(d_outs) == 1 else None
+        return Gradients(self, [d_out.flatten(0, -2) for d_out in d_outs], needed, beside, wider)
 
 
 class Gradients:
-    """The backward pass of layers, d_outs being [T, F]."""
+    """The backward pass of layers, d_outs being [T, F]; of one layer it may be the first columns of a `wider` tensor."""
 
-    def __init__(self, layers: Layers, d_outs: list[Tensor], needed: Sequence[bool], beside: Tensor | None) -> None:
-        self.layers, self.d_outs, self.needed = layers, d_outs, needed
+    def __init__(
+        self, layers: Layers, d_outs: list[Tensor], needed: Sequence[bool], beside: Tensor | None, wider: Tensor | None
+    ) -> None:
+        self.layers, self.d_outs, self.needed, self.wider = layers, d_outs, needed, wider
         self.groups = [(group, cat(d_outs[group], -1)) for group in _narrowest_first(layers.weights.heights)]
         self.of_weights = self.groups if beside is None else [(slice(None), beside.flatten(0, -2))]
         self.d_inner: list[Tensor] = []
@@ -110,7 +114,7 @@ class Gradients:
         if low_rank is None:
             d_x = torch.mm(d_out, weight)
         elif d_out.shape[1] <= weight.shape[1] and (factor := low_rank.input_factor(d_out)) is not None:
-            d_x = cat([d_out, *self.d_inner], 1) @ cat([weight, factor], 0)  # less is copied than added
+            d_x = _beside(d_out, self.d_inner, self.wider) @ cat([weight, factor], 0)  # less is copied than added
         else:
             d_x = low_rank.input_gradient(self.d_inner, d_out).addmm_(d_out, weight)
         for group, d_out in others:
@@ -211,13 +215,13 @@ def input_again(kept: Tensor | None, weight: Tensor | None, eps: float | None) -
     return x.flatten(0, -2)
 
 
-def _beside(x: Tensor, inner: Tensor, wider: Tensor | None) -> Tensor:
-    """Return [T, D + K or more], x and what is inner, [T, K], side by side: `wider`, whose first columns x is, or a copy."""
-    end = x.shape[1] + inner.shape[1]
+def _beside(x: Tensor, inner: Sequence[Tensor], wider: Tensor | None) -> Tensor:
+    """Return [T, D + all K], x and what is inner, [T, K] each, side by side: `wider`, whose first columns x is, or a copy."""
+    end = x.shape[1] + sum(part.shape[1] for part in inner)
     if wider is None or wider.shape[-1] < end:
-        return cat([x, inner], 1)
-    beside = wider.flatten(0, -2)
-    beside[:, x.shape[1] : end] = inner
+        return cat([x, *inner], 1)
+    beside = wider.flatten(0, -2)[:, :end]
+    beside[:, x.shape[1] :] = cat(inner, 1)
     return beside
 
 

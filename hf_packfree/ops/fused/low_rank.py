@@ -18,6 +18,8 @@ from torch.nn.functional import dropout, linear
 from hf_packfree.ops.fused.mixed import Plain, cat, outer_gradients, products_of
 from hf_packfree.ops.fused.weights import Made, Weight, whole
 
+_ALIGNED = 16  # elements; what kernels know to divide the distance of rows, they load and store in vectors
+
 
 @dataclass(frozen=True)
 class Adapter:
@@ -113,6 +115,10 @@ class Layout:
         """How many there are."""
         return len(self.heights)
 
+    def columns(self, x: Tensor) -> int:
+        """Return the columns that `spare_columns` finds for these adapters."""
+        return spare_columns(x, [(reading.dtype, reading.rank * len(reading.adapters)) for reading in self.readings])
+
     @property
     def tensors(self) -> int:
         """How many tensors `take_apart` returns."""
@@ -155,7 +161,7 @@ def _seed() -> int:
 
 
 def spare_columns(x: Tensor, adapters: Iterable[tuple[torch.dtype, int]]) -> int:
-    """Return how many columns what is inner of adapters, by dtype and rank, takes beside x, in rows of whole 16 bytes.
+    """Return how many columns what is inner of adapters, by dtype and rank, takes beside x, in rows of whole vectors.
 
     0: x is not multiplied beside it, because it is in another dtype.
     """
@@ -166,7 +172,7 @@ def spare_columns(x: Tensor, adapters: Iterable[tuple[torch.dtype, int]]) -> int
             return 0
         columns += products.parts * rank
     row = x.shape[-1] + columns
-    return columns + -row % (16 // x.itemsize) if columns else 0
+    return columns + -row % _ALIGNED if columns else 0
 
 
 class LowRank:
@@ -182,10 +188,6 @@ class LowRank:
             products_of(x, reading.dtype).inner(reading.of(x), self._downs(reading), reading.scale)
             for reading in self.layout.readings
         ]
-
-    def columns(self, x: Tensor) -> int:
-        """Return the columns that `spare_columns` finds for these adapters."""
-        return spare_columns(x, [(reading.dtype, reading.rank * len(reading.adapters)) for reading in self.layout.readings])
 
     def outer_factor(self, layer: int, like: Tensor) -> Tensor | None:
         """Return w [F, K]: the layer's adapters add h w', with h the first K columns of all that is inner; None: nothing."""

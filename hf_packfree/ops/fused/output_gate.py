@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_packfree.ops.backend import block_width, uses_triton
+from hf_packfree.ops.fused.add_norm import want_room
 from hf_packfree.ops.fused.layers import Layers, linear_backward
 from hf_packfree.ops.fused.low_rank import Layer, Layout, layer_reference, take_apart
 from hf_packfree.ops.launch import launch
@@ -40,7 +41,8 @@ def output_gate(
     """
     if uses_triton("output gate", backend):
         layout, tensors = take_apart(() if projection is None else (projection,))
-        return _OutputGate.apply(x, z, layout, batch_invariant, *tensors)  # type: ignore[no-any-return]
+        out = _OutputGate.apply(x, z, layout, batch_invariant, *tensors)
+        return want_room(out, layout.columns(out))
     gated = x * z.sigmoid()
     return gated if projection is None else layer_reference(gated.flatten(2), projection)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from hf_packfree.ops.backend import block_width, uses_triton
-from hf_packfree.ops.fused.add_norm import NormOf, norm_of
+from hf_packfree.ops.fused.add_norm import NormOf, norm_of, want_room
 from hf_packfree.ops.fused.layers import Layers, input_again, kept_input
 from hf_packfree.ops.fused.linear import autocast_as_in_forward
 from hf_packfree.ops.fused.low_rank import Layer, Layout, layer_reference, take_apart
@@ -46,7 +46,8 @@ def swiglu_mlp(
     if uses_triton("swiglu", backend):
         (inputs, first), (output, last) = take_apart((gate, up)), take_apart((down,))
         options = norm_of(x), (inputs, output), batch_invariant
-        return _SwiGLU.apply(x, residual, *options, *first, *last)  # type: ignore[no-any-return]
+        out = _SwiGLU.apply(x, residual, *options, *first, *last)
+        return want_room(out, output.columns(out))
     out = layer_reference(silu(layer_reference(x, gate)) * layer_reference(x, up), down)
     return out if residual is None else residual + out
 

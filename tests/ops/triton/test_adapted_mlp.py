@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_packfree.ops.fused import add_norm, layers, mixed, projections, swiglu_mlp
+from hf_packfree.ops.fused.add_norm import take_room, want_room
 from hf_packfree.ops.fused.low_rank import Adapted, Adapter
 from tests.ops.triton.compare import assert_matches, random
 from tests.support import relative_rms
@@ -69,6 +70,35 @@ def test_room_behind_a_norm_saves_its_copy_and_changes_no_number(room, written_o
     (copies, found), (wanted_copies, wanted) = run(room), run(0)
     assert (copies, wanted_copies) == (0 if room == 40 and not written_over else 1, 1)
     assert max(relative_rms(a, b) for a, b in zip(found, wanted, strict=True)) < 1e-6
+
+
+@pytest.mark.parametrize("change", [None, torch.Tensor.clone, lambda d: d.mul_(2), lambda d: d + d], ids=str)
+def test_room_behind_a_gradient_changes_no_number(change):
+    """Whatever hooks make of it."""
+    residual, norm = random((1, TOKENS, SIZE), (SIZE,), seed=1)
+    ops, inputs = zip(*(mlp_of(RANKS[name], residual=residual) for name in ("all", "several, of different ranks")))
+    leaves = [[0.3 * x for x in each] for each in inputs]
+    flat = [x.requires_grad_() for each in leaves for x in each]
+
+    def run(backend):
+        x = leaves[0][0]
+        for op, each in zip(ops, leaves):
+            y = op(x, *each[1:], backend=backend)
+            x, total = add_norm(residual, y, norm, 1e-6, backend=backend)
+            if change:
+                y.register_hook(change)
+        return torch.autograd.grad(x.square().sum() + total.cos().sum(), flat, allow_unused=True)
+
+    for a, b in zip(run("triton"), run("torch"), strict=True):
+        assert (a is None and b is None) or relative_rms(a, b) < 1e-5
+
+
+def test_room_behind_a_gradient_is_used_once():
+    y = want_room(torch.randn(1, 3, 8, requires_grad=True) * 1, 4)
+    normed, _ = add_norm(y, None, torch.zeros(8), 1e-6, backend="triton")
+    (d,) = torch.autograd.grad(normed, y, torch.ones_like(normed))
+    wider = take_room(d)
+    assert wider.shape == (1, 3, 12) and wider.data_ptr() == d.data_ptr() and take_room(d) is None
 
 
 def test_dropout_leaves_the_gradients_those_of_the_values():

@@ -76,7 +76,7 @@ def test_exact_and_no_layer_is_called(family, options, called, launched, monkeyp
 
 @pytest.mark.parametrize("options", [{}, {"r": 3}])
 def test_nothing_that_adapters_read_is_copied(options, monkeypatch):
-    """What a layer reads is made with room behind its rows, by norms, gates and gated products alike."""
+    """What a layer reads is made with room behind its rows, by norms, gates and gated products alike; so are gradients."""
     beside, in_place = layers._beside, []
 
     def watched(x, inner, wider):
@@ -86,8 +86,11 @@ def test_nothing_that_adapters_read_is_copied(options, monkeypatch):
 
     monkeypatch.setattr(layers, "_beside", watched)
     model = on_kernels(lora(tiny(), **options))
-    model(**BATCH.inputs)
-    assert in_place == [True] * 4 * len(model.get_base_model().model.layers)
+    logits, count = model(**BATCH.inputs).logits, len(model.get_base_model().model.layers)
+    assert in_place == [True] * 4 * count
+    logits.sum().backward()
+    copies = [False, True, False]  # below upstream's norm, and of k_proj, which is narrow
+    assert in_place[4 * count :] == [*copies, *[True] * 2 * (count - 1)]
 
 
 def kept_beside_parameters(model):

@@ -105,11 +105,11 @@ def test_of_every_rank(rank, ups, on_hopper):
         assert relative_rms(a, b) < (1e-6 if split else torch.finfo(ups).eps)
 
 
-@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.float16, torch.float16)])
+@pytest.mark.parametrize("dtypes", [(*[torch.float32] * 2, torch.bfloat16), (torch.float16,) * 3], ids=["fp32", "fp16"])
 def test_layers_that_read_once_are_no_farther_from_exact_than_the_reference(dtypes, on_hopper, launched):
     test_low_rank.test_half_precision_is_no_farther_from_exact_than_the_reference(*dtypes)
     assert "outer_gradients" in launched
 
 
 def test_layers_are_no_farther_from_exact_than_the_reference():
-    test_low_rank.test_half_precision_is_no_farther_from_exact_than_the_reference(torch.float32)
+    test_low_rank.test_half_precision_is_no_farther_from_exact_than_the_reference(torch.float32, torch.float32)

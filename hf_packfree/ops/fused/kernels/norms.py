@@ -33,12 +33,12 @@ def add_norm(x, branch, weight, bias, total, normed, size, stride, eps, ADDS: tl
 
 @triton.jit(do_not_specialize=["rows", "rows_per_program"])
 def add_norm_backward(
-    total, weight, d_normed, d_total, d_x, d_weight, d_bias, rows, size, eps, rows_per_program,
+    total, weight, d_normed, d_total, d_x, d_weight, d_bias, rows, size, d_total_stride, d_x_stride, eps, rows_per_program,
     ADDS: tl.constexpr, CENTERED: tl.constexpr, WIDTH: tl.constexpr, PREFETCH: tl.constexpr,
 ):
     """d_x [R, D] = the norm's gradient, plus d_total where ADDS; per program d_weight and d_bias [programs, D] unless None.
 
-    CENTERED: it is a layer norm.  PREFETCH: how many rows ahead are loaded.
+    CENTERED: it is a layer norm.  PREFETCH: how many rows ahead are loaded.  Rows of d_total and d_x are their strides apart.
     """
     d = tl.arange(0, WIDTH)
     w = tl.load(weight + d, mask=d < size, other=0.0).to(tl.float32)
@@ -52,7 +52,7 @@ def add_norm_backward(
         g = tl.load(d_normed + offset, mask=mask, other=0.0).to(tl.float32)
         d_a = tl.zeros([WIDTH], dtype=tl.float32)
         if ADDS:  # loaded before the sums, whose barriers would hold it up
-            d_a = tl.load(d_total + offset, mask=mask, other=0.0).to(tl.float32)
+            d_a = tl.load(d_total + row * d_total_stride + d, mask=mask, other=0.0).to(tl.float32)
         if CENTERED:
             a = tl.where(mask, a - tl.sum(a, 0) / size, 0.0)
             acc_bias += g
@@ -63,7 +63,7 @@ def add_norm_backward(
         if CENTERED:
             d_a -= rstd * (tl.sum(g, 0) / size)
         d_a += rstd * (g - a * (tl.sum(a * g, 0) / size))
-        tl.store(d_x + offset, d_a.to(d_x.dtype.element_ty), mask=mask)
+        tl.store(d_x + row * d_x_stride + d, d_a.to(d_x.dtype.element_ty), mask=mask)
     if d_weight is not None:
         tl.store(d_weight + tl.program_id(0) * size + d, acc, mask=d < size)
     if d_bias is not None:
