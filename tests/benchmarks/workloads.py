@@ -87,9 +87,14 @@ def _twice_as_long(tiny: bool) -> list[Group]:
     shape, name = SHAPES["tiny" if tiny else "2b"], "2b-64k-packed"
     lengths = _long(tiny) + _long(tiny)
     rows = {"": Load(lengths), ", one document": Load((sum(lengths),), "record")}
-    return [
+    ours = [
         Group(shape, variant, tuple((name, called + what, load) for what, load in rows.items()))
         for called, variant in {"packfree": PACKFREE, "packfree+liger": LIGER}.items()
+    ]
+    return [
+        *ours,
+        Group(shape, COMPOSED, ((name, "composed without packfree", rows[""]),), PUT_IN),
+        Group(shape, UNPATCHED_CONV, ((name, "unpatched packed", rows[""]),), STANDS_IN),
     ]
 
 
