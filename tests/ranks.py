@@ -16,7 +16,9 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT = timedelta(seconds=60)
-"""Of a collective operation in which some rank does not take part."""
+"""Of a collective operation in which some rank does not take part: what hangs ends by this, however many cases there are."""
+LAST_RESORT = 20 * 60
+"""Seconds after which all processes end: far more than a machine takes on which much else runs."""
 
 
 def on_ranks(
@@ -35,7 +37,7 @@ def on_ranks(
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "tests.ranks", work.__module__, work.__name__, str(folder)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LAST_RESORT)
     assert done.returncode == 0, done.stderr[-4000:]
     numbers = range(sum(worlds))
     return [tuple(torch.load(folder / f"{case}-{number}.pt") for number in numbers) for case in range(len(cases))]
