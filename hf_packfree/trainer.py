@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_packfree.errors import PatchConflict
+from hf_packfree.models.compat import LOSS_WITH_MEDIA_TAKES_NO_COUNT, RELEASE
 from hf_packfree.mtp.attached import training_facts
 from hf_packfree.mtp.options import Choice as MTPChoice
 from hf_packfree.mtp.options import MTPOptions
@@ -118,6 +119,7 @@ class PackFreeCallback(TrainerCallback):
             )
         refuse_rows_cut_twice(model)
         _warn_of_unweighted_tokens(args, model)
+        _warn_of_gradients_divided_twice()
         family = family_of(model)
         self._trunks = list(trunks(model, family)) if family else []
         self._counts = _Counts()
@@ -177,10 +179,25 @@ def _warn_of_unweighted_tokens(args: TrainingArguments, model: Any) -> None:
     if args.gradient_accumulation_steps > 1 and not getattr(model, "accepts_loss_kwargs", True):
         logger.warning(
             "found a %s, whose class says accepts_loss_kwargs = False, with gradient_accumulation_steps=%d: micro-batches "
-            "will count equally however many tokens they hold; wanted tokens to count equally; set "
+            "will count equally however many tokens they hold; wanted tokens to count equally; %sset "
             "model.accepts_loss_kwargs = True before building the Trainer",
             type(model).__name__,
             args.gradient_accumulation_steps,
+            "install transformers 5.17 or later, and " if LOSS_WITH_MEDIA_TAKES_NO_COUNT else "",
+        )
+
+
+def _warn_of_gradients_divided_twice() -> None:
+    """Warn of a Trainer that divides losses by the micro-batches of a step and lets accelerate divide them again."""
+    from accelerate.state import AcceleratorState, GradientState  # type: ignore[import-untyped]
+
+    steps = GradientState().num_steps
+    if steps > 1 and AcceleratorState().distributed_type != "DEEPSPEED":  # whose engine leaves it to the Trainer
+        logger.warning(
+            "found transformers %s, whose Trainer divides gradients by the %d micro-batches of a step twice, of any model "
+            "(5.2 to 5.4 do); wanted gradients of the mean loss; install transformers 5.5 or later, or set "
+            "trainer.accelerator.gradient_accumulation_steps = 1 before trainer.train()",
+            RELEASE, steps,
         )
 
 

@@ -61,6 +61,26 @@ def frames_are_numbered() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def gradients_are_divided_once() -> Iterator[None]:
+    """Let the Trainer of transformers 5.2 to 5.4 divide gradients by a step's micro-batches once: it does twice, of any model.
+
+    What its users can do, and are advised to (`tests/test_trainer.py`).
+    """
+    import transformers
+
+    with pytest.MonkeyPatch.context() as patch:
+        if transformers.__version__.startswith(("5.2.", "5.3.", "5.4.")):
+            make = transformers.Trainer.create_accelerator_and_postprocess
+
+            def make_and_set(trainer: transformers.Trainer) -> None:
+                make(trainer)
+                trainer.accelerator.gradient_accumulation_steps = 1
+
+            patch.setattr(transformers.Trainer, "create_accelerator_and_postprocess", make_and_set)
+        yield
+
+
 _tried: dict[tuple[str, str | None], object] = {}
 
 

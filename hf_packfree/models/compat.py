@@ -40,6 +40,9 @@ MASKS_ARE_TENSORS = RELEASE < Version("5.13.0")
 MISREADS_PADDING_OF_ONE_ROW = RELEASE < Version("5.15.0")
 """Padding is zeroed in batches of two rows and more only: a left-padded single row is wrong upstream."""
 
+LOSS_WITH_MEDIA_TAKES_NO_COUNT = RELEASE < Version("5.17.0")
+"""Qwen3.5's and Qwen3-VL's classes with towers give their loss no `num_items_in_batch`, whatever `accepts_loss_kwargs` says."""
+
 THINKER_HOLDS_TOWERS = RELEASE < Version("5.21.0")
 """Omni's class with the language modelling head holds towers and text model itself: one forward from pixels to the loss."""
 

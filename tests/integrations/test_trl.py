@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from packaging.version import Version
 from torch.nn import functional as F
 
 from hf_packfree import PackFreeCallback, patch_report
+from hf_packfree.models.compat import RELEASE
 from tests.integrations.compare import IGNORED, RATE, KeepGradients, arguments, descend, in_steps, per_document, worst
 from tests.integrations.marks import integration, needs
 from tests.support import CONTROL, GRADIENT_TOL, documents, gradients, slow_decay, tiny
@@ -68,6 +70,7 @@ def test_padding_free(tail, same_gradients, tmp_path):
     same_gradients(found, per_document(tiny(), documents_of(trainer)))
 
 
+@pytest.mark.skipif(RELEASE < Version("5.20"), reason="transformers 5.2 to 5.19 train such rows as one document, in silence")
 @integration("TRL SFTTrainer", "`padding_free=True`")
 def test_upstream_refuses_what_trl_hands_it(tmp_path):
     with pytest.raises(ValueError, match="packed sequences"):
@@ -95,7 +98,8 @@ def test_wrapped_rows_are_upstreams(tmp_path, record_property):
     assert {len(row["input_ids"]) for row in list(trainer.train_dataset)[:8]} == {100}
     record_property("error", worst(found, wanted))
     assert all(torch.equal(one[name], other[name]) for one, other in zip(found, wanted) for name in other)
-    assert worst(found, per_document(tiny(), documents_of(trainer))) <= GRADIENT_TOL
+    if RELEASE >= Version("5.12"):  # 5.2 to 5.9 count the first token of every row among the targets, of any model
+        assert worst(found, per_document(tiny(), documents_of(trainer))) <= GRADIENT_TOL
 
 
 @integration("TRL SFTTrainer", "completion-only loss, packed")
@@ -152,9 +156,9 @@ def test_preferences(same_gradients, tmp_path):
     pairs = [tuple(parts[start : start + 3]) for start in range(0, len(parts), 3)]
     ended = [(p, *(torch.cat([a, torch.tensor([1])]) for a in answers)) for p, *answers in pairs]
     dataset = [{"prompt": words(p), "chosen": " " + words(c), "rejected": " " + words(r)} for p, c, r in pairs]
-    keep, model, seen = KeepGradients(), tiny(), []
-    model.register_forward_pre_hook(lambda m, args, kwargs: seen.append(kwargs["input_ids"].numel()), with_kwargs=True)
-    model.model.layers[0].register_forward_pre_hook(lambda m, args: seen.append(args[0].shape[:2].numel()))
+    keep, model, given, run = KeepGradients(), tiny(), [], []
+    model.register_forward_pre_hook(lambda m, args, kwargs: given.append(kwargs["input_ids"].numel()), with_kwargs=True)
+    model.model.layers[0].register_forward_pre_hook(lambda m, args: run.append(args[0].shape[:2].numel()))
     trainer = DPOTrainer(
         model=model,
         ref_model=slow_decay(tiny(), seed=1),
@@ -166,6 +170,6 @@ def test_preferences(same_gradients, tmp_path):
     trainer.train()
     wanted = preferences_per_document(tiny(), slow_decay(tiny(), seed=1), ended, beta=0.1)
     same_gradients(keep.steps, wanted)
-    assert sum(seen[1::2]) < sum(seen[::2]), "the layers ran on padding"
+    assert max(run) < min(given), "the layers ran on padding"
     other = preferences_per_document(tiny(), tiny(), ended, beta=0.1)
     assert worst(other, wanted) >= CONTROL * GRADIENT_TOL, "the reference model counts"
