@@ -1,6 +1,8 @@
-"""Every test here is proof of a row of the table in docs/compatibility.md: its mark and its numbers go into pytest's report."""
+"""A test may be proof of a row of the table in docs/compatibility.md: its mark and its numbers go into pytest's report."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
@@ -12,11 +14,11 @@ QUICK = ("test_liger", "test_loading", "test_peft")
 
 
 def pytest_collection_modifyitems(items):
-    """Put the row into the test's properties, which a skipped test keeps too; all but the quick files are slow."""
+    """Put the row into the test's properties, which a skipped test keeps too; all but this room's quick files are slow here."""
     for item in items:
         mark = item.get_closest_marker("integration")
         if mark is not None:
-            if item.path.stem not in QUICK:
+            if item.path.parent == Path(__file__).parent and item.path.stem not in QUICK:
                 item.add_marker(pytest.mark.slow)
             item.user_properties += [(name, mark.kwargs[name]) for name in ("library", "what", "says")]
 

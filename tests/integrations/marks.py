@@ -1,4 +1,4 @@
-"""The marks of this room's tests."""
+"""The marks of tests that prove a row of docs/compatibility.md, and of those that need a package."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Train
 
 from hf_packfree import PackFreeCallback, apply_patches
 from hf_packfree.models.compat import LOSS_WITH_MEDIA_TAKES_NO_COUNT, RELEASE
+from hf_packfree.packing.lazy import LazyTensor
 from tests.integrations.compare import (
     IGNORED, RATE, STEPS, KeepGradients, arguments, in_steps, labelled, per_document, rows, targets, token_loss, worst,
 )
@@ -21,10 +22,10 @@ from tests.support import CONTROL, GRADIENT_TOL, gradients, relative_rms, slow_d
 ACCUMULATE = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
 
 
-def train(model, folder, *, patch=True, callbacks=(), items=None, resume=None, **more):
+def train(model, folder, *, patch=True, callbacks=(), items=None, resume=None, kind=Trainer, **more):
     """Train on packed rows and return the trainer and every step's gradients."""
     keep = KeepGradients()
-    trainer = Trainer(
+    trainer = kind(
         model=model,
         args=arguments(folder, **more),
         train_dataset=rows(items or labelled()),
@@ -51,6 +52,24 @@ def test_accumulated_steps_weigh_tokens(same_gradients, tmp_path):
     wanted = per_document(tiny(), in_steps(labelled()))
     _, control = train(tiny(), tmp_path, patch=False, **ACCUMULATE)
     same_gradients(train(tiny(), tmp_path, **ACCUMULATE)[1], wanted, control)
+
+
+@integration("Trainer", "whole steps without logits; `output.logits` is read in `compute_loss` all the same")
+def test_logits_are_made_where_they_are_read(same_gradients, tmp_path):
+    seen = []
+
+    class Reads(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+            loss, output = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+            if isinstance(output.logits, LazyTensor) and not seen:
+                seen.append(output.logits.detach() + 0)
+            return (loss, output) if return_outputs else loss
+
+    with torch.no_grad():
+        logits = torch.cat([tiny()(input_ids=ids[None], use_cache=False).logits for ids, _ in labelled()[:4]], 1)
+    _, found = train(tiny(), tmp_path, kind=Reads)
+    same_gradients(found, per_document(tiny(), in_steps(labelled())), train(tiny(), tmp_path, patch=False)[1])
+    assert relative_rms(seen[0], logits) <= 1e-5
 
 
 def micro_batch_means(model, micro_batches, rate=RATE):

@@ -57,8 +57,9 @@ def test_both_are_in_force(order):
     assert not patch_report(remove_patches(model)).patched
 
 
+@integration("Liger", "multi-token prediction head beside its fused loss")
 @orders
-def test_a_multi_token_head_is_trained_beside_ligers_loss(order):
+def test_a_multi_token_head_is_trained_beside_ligers_loss(order, record_property):
     """Counted once, also where Liger's forward calls the text model and makes the loss itself; the layers stay upstream's."""
     from liger_kernel.transformers.monkey_patch import apply_liger_kernel_to_qwen3_5
 
@@ -70,7 +71,9 @@ def test_a_multi_token_head_is_trained_beside_ligers_loss(order):
     output = model(**heads.packed(pairs), return_dict=True)
     output.loss.backward()
     assert "liger" in model.forward.__module__ and "liger" in type(output).__module__
-    assert heads.worst_gradient(heads.of_head(gradients(model)), heads.wanted_of(pairs)) <= 1e-4
+    error = heads.worst_gradient(heads.of_head(gradients(model)), heads.wanted_of(pairs))
+    record_property("error", error)
+    assert error <= 1e-4
 
 
 @integration("Liger", WHAT, SAYS)

@@ -39,14 +39,16 @@ def test_zero3(tmp_path, record_property):
     check(*found, record_property)
 
 
+@integration("DeepSpeed", "ZeRO-3, multi-token prediction head")
 @needs("deepspeed")
-def test_zero3_trains_a_multi_token_head(tmp_path):
+def test_zero3_trains_a_multi_token_head(tmp_path, record_property):
     """All gradients of the model and its head, whose loss needs the language modelling head's weight once more."""
     build(depth=2).save_pretrained(tmp_path / "checkpoint")
     out = tmp_path / "head.json"
     done = launch("tests/integrations/two_processes.py", str(out), str(tmp_path / "checkpoint"), "head")
     assert out.exists(), done.stderr[-4000:]
-    assert json.loads(out.read_text())["error"] <= GRADIENT_TOL
+    record_property("error", error := json.loads(out.read_text())["error"])
+    assert error <= GRADIENT_TOL
 
 
 def test_a_sharded_parameter_is_measured_by_what_it_stands_for():

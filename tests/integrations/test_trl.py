@@ -128,6 +128,34 @@ def test_with_lora(same_gradients, tmp_path):
     same_gradients(found, per_document(lora(tiny()), steps), per_document(lora(tiny()), whole_rows))
 
 
+QLORA = "works; TRL makes the adapters bf16, which rounds as much packed as per document"
+
+
+@integration("TRL SFTTrainer", "with PEFT (QLoRA), packed", QLORA)
+@needs("peft", "bitsandbytes")
+def test_with_qlora(record_property, tmp_path):
+    from tests.integrations.test_peft import lora, quantised
+
+    def model(dtype):
+        made = lora(quantised(tmp_path / "whole"))
+        for parameter in made.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.bfloat16().to(dtype)
+        return made
+
+    tiny().save_pretrained(tmp_path / "whole")
+    dataset = {"input_ids": [d.tolist() for d in documents(LENGTHS)]}
+    trainer, found = sft(tmp_path, dataset, model=model(torch.float32), packing=True, max_length=140)
+    assert {p.dtype for p in trainer.model.parameters() if p.requires_grad} == {torch.bfloat16}
+    steps = documents_of(trainer)
+    whole_rows = [[tuple(map(torch.cat, zip(*step)))] for step in steps]
+    exact, rounded = (per_document(model(dtype), steps) for dtype in (torch.float32, torch.bfloat16))
+    error, leak = worst(found, exact), worst(per_document(model(torch.float32), whole_rows), exact)
+    record_property("error", error)
+    record_property("control", leak)
+    assert error <= 2 * worst(rounded, exact) < leak / 2
+
+
 def preferences_per_document(model, reference, pairs, beta, steps=STEPS, size=2):
     """DPO's sigmoid loss with every answer in a forward of its own."""
 

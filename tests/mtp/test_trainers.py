@@ -13,7 +13,7 @@ from hf_packfree import MTPOptions, PackFreeCallback, apply_patches
 from hf_packfree.errors import UnsupportedInput
 from hf_packfree.mtp.attached import training_facts
 from tests.integrations.compare import KeepGradients, arguments
-from tests.integrations.marks import needs
+from tests.integrations.marks import integration, needs
 from tests.integrations.test_trl import sft, tokenizer, words
 from tests.mtp.heads import WEIGHT, build, labelled, of_head, packed, wanted_of, worst_gradient
 from tests.support import documents, gradients, slow_decay, tiny
@@ -22,6 +22,14 @@ from tests.vision import media_arguments, packed_batch, padded_batch, tiny_visio
 
 LENGTHS = (5, 64, 2, 129, 3, 63, 2, 65)
 OPTIONS = MTPOptions(from_scratch=True, depth=2, weight=WEIGHT)
+HEAD = "multi-token prediction head"
+WITH_PEFT = f"{HEAD}: adapters on it, merged, or the whole of it in `modules_to_save`"
+REFUSED = "refused as its loss, by name: `UnsupportedInput`; `mtp=\"keep\"` carries the head through"
+
+
+def check(found, wanted, record_property) -> None:
+    record_property("error", error := worst_gradient(found, wanted))
+    assert error <= 1e-4
 
 
 def trained(tmp_path, **more):
@@ -35,11 +43,12 @@ def trained(tmp_path, **more):
     return trainer, of_head(keep.steps[0])
 
 
+@integration("Trainer", f"{HEAD}, gradient accumulation", "works with `PackFreeCallback(mtp=...)`")
 @pytest.mark.parametrize("micro", [1, 2, 4])
-def test_the_trainer_with_accumulation(micro, tmp_path):
+def test_the_trainer_with_accumulation(micro, record_property, tmp_path):
     trainer, found = trained(tmp_path, per_device_train_batch_size=micro, gradient_accumulation_steps=4 // micro)
     pairs = [(ids, ids) for ids in documents(LENGTHS)[:4]]
-    assert worst_gradient(found, wanted_of(pairs)) <= 1e-4
+    check(found, wanted_of(pairs), record_property)
     (log,) = [row for row in trainer.state.log_history if "packfree/mtp_loss_2" in row]
     whole = build(depth=2)
     whole(**packed(pairs))
@@ -58,10 +67,11 @@ def test_the_head_runs_in_the_models_precision(tmp_path):
     assert seen == [torch.bfloat16] and model.mtp.fc.weight.dtype == torch.float32
 
 
+@integration("TRL SFTTrainer", HEAD)
 @needs("trl", "datasets")
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("steps", [1, 2])
-def test_trl_which_makes_the_loss_afterwards(steps, tmp_path):
+def test_trl_which_makes_the_loss_afterwards(steps, record_property, tmp_path):
     model = build(depth=2)
     trainer, found = sft(
         tmp_path, {"input_ids": [ids.tolist() for ids in documents(LENGTHS * 2)]}, model=model, padding_free=True, max_steps=1,
@@ -69,7 +79,7 @@ def test_trl_which_makes_the_loss_afterwards(steps, tmp_path):
     )
     rows = list(trainer.train_dataset)[:4]
     pairs = [(torch.tensor(row["input_ids"]), torch.tensor(row["labels"])) for row in rows]
-    assert worst_gradient(of_head(found[0]), wanted_of(pairs)) <= 1e-4
+    check(of_head(found[0]), wanted_of(pairs), record_property)
 
 
 def test_a_forward_that_calls_the_base_model_itself():
@@ -110,6 +120,7 @@ def test_a_step_without_labels_is_said_once(of, said, caplog):
     assert record.levelname == "WARNING" and record.message.startswith(said) and "mtp='keep'" in record.message
 
 
+@integration("TRL DPOTrainer", f"{HEAD}; GRPOTrainer too", REFUSED)
 @pytest.mark.parametrize("trainer", ["rewards", "preferences"])
 @needs("trl", "datasets")
 @pytest.mark.filterwarnings("default")
@@ -141,6 +152,7 @@ def test_some_logits_alone_are_refused():
 @needs("peft")
 @pytest.mark.filterwarnings("default")
 class TestPeft:
+    @integration("PEFT", WITH_PEFT)
     def test_adapters_reach_it_and_merge(self):
         from peft import LoraConfig, get_peft_model
 
@@ -151,6 +163,7 @@ class TestPeft:
         assert len(adapted) == 2 * 8, "fc, four of attention, three of the MLP"
         assert len([name for name in model.merge_and_unload().state_dict() if name.startswith("mtp.")]) == 15
 
+    @integration("PEFT", WITH_PEFT)
     def test_the_full_head_beside_adapters(self, tmp_path):
         from peft import LoraConfig, get_peft_model
         from safetensors.torch import load_file

@@ -16,7 +16,9 @@ from hf_packfree.errors import PatchConflict
 from hf_packfree.parallel import ContextParallel
 from hf_packfree.parallel import accelerate as seam
 from hf_packfree.parallel.accelerate import as_context_parallel, cut_rows_again, leave_rows_whole, trainers_group
+from tests.integrations.marks import integration
 from tests.parallel.ranks import batch_of
+from tests.parallel.test_trainer import SEQUENCE
 from tests.support import tiny
 
 
@@ -121,6 +123,7 @@ def test_a_group_whose_ranks_get_other_batches_is_refused(group, monkeypatch):
         trainers_group(None, ContextParallel(group))
 
 
+@integration("Trainer", *SEQUENCE)
 def test_sequence_parallelism_that_cannot_be_served_is_refused():
     wanted = ParallelismConfig(sp_size=2)
     with pytest.raises(PatchConflict, match="found sp_size=2 for 3 processes"):

@@ -5,11 +5,25 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.integrations.marks import integration
 from tests.parallel.trainers import SETTINGS, train
 from tests.ranks import on_ranks
 from tests.support import relative_rms
 
 EXACT = 1e-10
+SHARED = "`cp_size=2`: two ranks share each row; accumulation, clipping, checkpointing, LoRA, evaluation, resuming"
+CALLBACK = "works with `PackFreeCallback`"
+SEQUENCE = (
+    "`sp_size=2` of `parallelism_config`",
+    "works as `cp_size` does, but the Trainer counts no tokens: micro-batches count equally; refused with a configuration of "
+    "DeepSpeed: `PatchConflict`",
+)
+ROWS = {
+    "sp_size": ("Trainer", *SEQUENCE),
+    "own loop": ("accelerate", "own loop, `cp_size=2`", "works with `leave_rows_whole(model)` before `prepare`"),
+    "fully_shard": ("Trainer", "`dp_shard_size=2, cp_size=2` on four ranks: FSDP2, accumulation, resuming", CALLBACK),
+}
+"""Of the table of libraries, by what stands around the model; of all other ways there is one row."""
 
 
 @pytest.fixture(scope="module")
@@ -23,11 +37,15 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [way for way in SETTINGS if way not in ("bf16", "offsets", "example")])
-def test_the_trainer_shares_rows(trained, way):
+@pytest.mark.parametrize("way", [
+    pytest.param(way, marks=integration(*ROWS.get(way, ("Trainer", SHARED, CALLBACK))))
+    for way in SETTINGS if way not in ("bf16", "offsets", "example")
+])
+def test_the_trainer_shares_rows(trained, way, record_property):
     wanted, *ranks = trained[way]
     assert len(ranks) == (4 if way == "fully_shard" else 2)
     errors = {name: relative_rms(ranks[0]["moved"][name], moved, floor=1e-8) for name, moved in wanted["moved"].items()}
+    record_property("error", max(errors.values()))
     assert len(errors) == (98 if way == "LoRA" else 56) and max(errors.values()) <= EXACT, errors
     for rank in ranks:
         assert rank["shards"] == ({4} if way == "fully_shard" else set()), "FSDP2 shards over data and context parallel ranks"
