@@ -35,7 +35,7 @@ class Tile:
     stages: int
 
 
-_TILES = {torch.float32: Tile(64, 128, 4, 3), None: Tile(32, 256, 4, 4)}
+_TILES = {torch.float32: Tile(64, 128, 4, 3), None: Tile(32, 512, 8, 3)}
 """By the dtype of adapters, None being that of half precision: those in fp32 take more of the shared memory."""
 
 
