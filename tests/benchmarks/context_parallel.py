@@ -97,7 +97,7 @@ def cases(tiny: bool) -> list[Case]:
 @contextmanager
 def sharing(model: nn.Module, settings: ContextParallel | None, bench: Bench) -> Iterator[dict[str, Any]]:
     """Patch a model for the ranks of a group, and undo it; what it runs on is in the dictionary."""
-    apply_patches(model, backend=bench.backend, context_parallel=settings)
+    apply_patches(model, backend=bench.backend, context_parallel=settings, unpacked="native")
     try:
         yield what_runs(model)
     finally:

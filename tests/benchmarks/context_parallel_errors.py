@@ -73,7 +73,7 @@ def gradients(
     model: Any, load: Load, device: str, settings: ContextParallel | None, backend: str
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return every parameter's gradient in fp64 on the CPU, summed over the ranks, and what ran."""
-    apply_patches(model, backend=backend, context_parallel=settings)
+    apply_patches(model, backend=backend, context_parallel=settings, unpacked="native")
     inputs = load.inputs(model.config.get_text_config().vocab_size, device)
     model.zero_grad(set_to_none=True)
     targets = load.real_tokens - len(load.lengths)
