@@ -67,9 +67,8 @@ class PackedGatedDeltaNet(Replacement):
     ) -> Tensor:
         weight, bias = self.conv1d.weight, self.conv1d.bias
         heads, sizes = (self.num_k_heads, self.num_v_heads), (self.head_k_dim, self.head_v_dim)
-        run: Any = partial(conv_delta_rule, batch_invariant=state.batch_invariant)
-        if state.context_parallel is not None:
-            run, weight = SHARED[state.context_parallel.gdn], weight.squeeze(1)
+        alone: Any = partial(conv_delta_rule, batch_invariant=state.batch_invariant)
+        run = alone if state.context_parallel is None else SHARED[state.context_parallel.gdn]
         return run(
             mixed, weight, g, beta, packed, heads, sizes, bias=bias, activation=self.activation,
             conv=kernels.conv, delta_rule=kernels.delta_rule,

@@ -33,7 +33,7 @@ def conv_delta_rule_by_heads(
     Both mix tokens head by head, the convolution even channel by channel, so that each rank computes what one device would.
 
     Args:
-        x: [1, t, C]; weight: [C, taps]; g, beta: [1, t, HV]; bias: [C] or None.
+        x: [1, t, C]; weight: [C, taps] or [C, 1, taps]; g, beta: [1, t, HV]; bias: [C] or None.
         packed: the record of the shard; W divides H.
         heads, sizes: (H, HV) and (K, V).
         options: of `conv_delta_rule`: activation and backends.

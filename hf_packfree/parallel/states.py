@@ -53,7 +53,7 @@ def conv_delta_rule_by_states(
     """Do what `conv_delta_rule` does, for any number of ranks.
 
     Args:
-        x: [1, t, C]; weight: [C, taps]; g, beta: [1, t, HV]; bias: [C] or None.
+        x: [1, t, C]; weight: [C, taps] or [C, 1, taps]; g, beta: [1, t, HV]; bias: [C] or None.
         packed: the record of the shard.
         heads, sizes: (H, HV) and (K, V).
         activation, conv, delta_rule: of `conv_delta_rule`; `delta_rule` is a name in `SCANS`.
@@ -76,7 +76,7 @@ def conv_delta_rule_by_states(
             x, weight, packed, heads, sizes, bias=bias, activation=activation, qk_l2norm=in_conv, backend=conv
         )
 
-    q, k, v = conv_with_context(convolve, x, packed, weight.shape[1] - 1)
+    q, k, v = conv_with_context(convolve, x, packed, weight.shape[-1] - 1)
     if not in_conv:
         q, k = map(rounded_l2norm, (q, k))
     segments = packed.cached(_segments, _lanes(v, delta_rule))

@@ -21,8 +21,8 @@ def conv_delta_rule_by_fla(
     from fla.modules.convolution import causal_conv1d
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    context = packed.cached(_context, weight.shape[1])
-    mixed = causal_conv1d(x, weight, bias=bias, activation=activation, cp_context=context)[0]
+    context = packed.cached(_context, weight.shape[-1])
+    mixed = causal_conv1d(x, weight.flatten(1), bias=bias, activation=activation, cp_context=context)[0]
     (keys, values), (key_size, value_size) = heads, sizes
     q, k, v = mixed.split([keys * key_size, keys * key_size, values * value_size], -1)
     q, k, v = q.unflatten(-1, (keys, -1)), k.unflatten(-1, (keys, -1)), v.unflatten(-1, (values, -1))
