@@ -147,6 +147,11 @@ def refuse_wide(op: str, kernel: str, *inputs: Tensor) -> None:
         )
 
 
+def on_hopper(device: torch.device) -> bool:
+    """Return whether it is a GPU of compute capability 9.0."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device.index or 0) == (9, 0)
+
+
 def block_width(size: int) -> int:
     """Return the channels of a Triton block that holds `size`: a power of two, as its ranges have to be."""
     return 1 << (size - 1).bit_length()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_packfree.ops.backend import on_hopper
 from hf_packfree.ops.delta_rule import flash_qla
 from hf_packfree.ops.delta_rule.flash_qla import planned_cu_seqlens
 from hf_packfree.ops.delta_rule.reference import rounded_l2norm
@@ -113,7 +114,7 @@ def in_segments(
 
 def cuts_on(device: torch.device) -> bool:
     """Whether long documents are cut there: where the kernels below FlashQLA's public functions are those that are tested."""
-    return device.type == "cuda" and flash_qla.is_known() and torch.cuda.get_device_capability(device.index or 0) == (9, 0)
+    return on_hopper(device) and flash_qla.is_known()
 
 
 def lanes(q: Tensor, heads: int) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_packfree.ops.backend import HALF, block_width
+from hf_packfree.ops.backend import HALF, block_width, on_hopper
 from hf_packfree.ops.fused.reduce import sum_partials
 from hf_packfree.ops.launch import launch
 
@@ -179,12 +179,7 @@ def products_of(x: Tensor, dtype: torch.dtype) -> Any:
 def reads_once(d_out: Tensor, up: Tensor) -> bool:
     """Whether `gradients_at_once` is for them, whose tiles fill the shared memory of a Hopper GPU."""
     known = up.dtype == d_out.dtype or products_of(d_out, up.dtype) is Split
-    return known and d_out.dtype in HALF and up.shape[1] <= _RANK and on_hopper(d_out)
-
-
-def on_hopper(x: Tensor) -> bool:
-    """Whether x is on a GPU of compute capability 9.0."""
-    return x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0)
+    return known and d_out.dtype in HALF and up.shape[1] <= _RANK and on_hopper(d_out.device)
 
 
 def on_tensor_cores(x: Tensor) -> bool:
