@@ -41,8 +41,9 @@ def formats(results, one, many) -> None:
 def ranks_with_nothing(results, one, many) -> None:
     """Gradients where the first rank has no targets, no rank has any, the last has padding alone, or a label of its own."""
     row = batch_of(CUT, 1)
-    late, none, padded = (row | {"labels": row["labels"].clone()} for _ in range(3))
+    late, none = (row | {"labels": row["labels"].clone()} for _ in range(2))
     late["labels"][:, :104], none["labels"][:] = -100, -100
+    padded = row | {"labels": row["input_ids"].clone()}
     padded["attention_mask"] = torch.repeat_interleave(torch.arange(1, 4), torch.tensor(CUT[:3]))[None]
     padded["attention_mask"] = torch.nn.functional.pad(padded["attention_mask"], (0, 208 - sum(CUT[:3])))
     padded["labels"][padded["attention_mask"] == 0] = -100
