@@ -1,24 +1,25 @@
-"""Two trees are compared by ratios of what each turn measured, and every turn runs its own tree's package."""
+"""Two trees are compared by ratios of what their turns measured, and every turn runs its own tree's package."""
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
 
 from tests.benchmarks import compare
 from tests.benchmarks.run_all import ROOT, source
+from tests.benchmarks.timing import read_lines
 
 
 def test_ratios_are_of_medians_and_of_best_steps():
-    row = {"workload": "w", "variant": "v", "peak_gib": 1.0}
-    rows = [
-        row | {"tree": tree, "ms": ms, "ms_min": best}
-        for tree, ms, best in (("before", 100, 90), ("after", 110, 81), ("before", 120, 95), ("after", 132, 100))
-    ]
-    assert compare.table(rows).splitlines()[1].split() == ["w", "v", "110.00", "121.00", "1.100", "0.900", "1.00", "1.00"]
-    assert compare.table([*rows, row | {"tree": "after", "error": "OutOfMemoryError: 1"}]).endswith("OutOfMemoryError: 1")
-    assert compare.table(rows[:1]).endswith("no result")
+    before, after = (
+        [{"ms": ms, "ms_min": best, "peak_gib": 1.0} for ms, best in turns]
+        for turns in (((100, 90), (120, 95)), ((110, 81), (132, 100)))
+    )
+    assert compare.line_of("w v", [before, after]).split() == ["w", "v", "110.00", "121.00", "1.100", "0.900", "1.00", "1.00"]
+    failed = [*after, {"error": "OutOfMemoryError: 1"}]
+    assert compare.line_of("w v", [before, failed]).endswith("OutOfMemoryError: 1")
 
 
 @pytest.mark.slow
@@ -27,7 +28,10 @@ def test_every_turn_imports_its_own_tree(tmp_path, capfd):
     with (tmp_path / "hf_packfree/errors.py").open("a") as file:
         file.write("# another tree\n")
     out = tmp_path / "out"
-    compare.main(["--before", str(tmp_path), "--out", str(out), "--rounds=1", "--only=9b", "--device=cpu", "--tiny"])
-    heads = [line for line in capfd.readouterr().out.splitlines() if line.startswith(compare.TREES)]
-    assert [line.split()[-1] for line in heads] == [source(tmp_path), source(ROOT)]
-    assert [row["tree"] for row in compare.read_lines(out / "compare.jsonl")[1:]] == ["before", "after"]
+    compare.main(["--before", str(tmp_path), "--out", str(out), "--rounds=2", "--only=9b|moe-4k", "--device=cpu", "--tiny"])
+    heads = [line for line in capfd.readouterr().err.splitlines() if line.startswith(compare.TREES)]
+    assert sorted(line.split()[-1] for line in heads) == sorted([source(tmp_path), source(ROOT)])
+    rows = read_lines(out / "compare.jsonl")[1:]
+    assert [row["tree"] for row in rows] == ["before", "after"] * 4
+    assert [row["workload"] for row in rows] == ["9b-4k-packed"] * 4 + ["moe-4k-packed"] * 4
+    assert all(row["ms"] > 0 for row in rows), json.dumps(rows)
