@@ -1,7 +1,13 @@
-"""Rows that are compared are timed in turns."""
+"""Rows that are compared are timed in turns, and any row can be asked for by its name."""
 
 from __future__ import annotations
 
+import sys
+
+import pytest
+import torch
+
+from tests.benchmarks import measure
 from tests.benchmarks.timing import Clock
 
 
@@ -16,3 +22,12 @@ def test_one_step_is_timed_alone():
     calls: list[str] = []
     assert Clock("cpu", warmup=1, runs=2).measure(lambda: calls.append("a"))["runs"] == 2
     assert len(calls) == 3
+
+
+@pytest.mark.slow
+def test_a_name_with_an_apostrophe_is_no_part_of_what_torch_compiles(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["measure", "--list", "--out", str(tmp_path), "--only", "liger's fused loss"])
+    assert {row["variant"] for row in measure.main().rows} == {"packfree+liger's fused loss"}
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # where no code is from before
+    torch.compiler.reset()
+    assert torch.compile(lambda x: x * 2 + 1)(torch.ones(3)).tolist() == [3, 3, 3]
