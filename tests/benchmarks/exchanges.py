@@ -18,7 +18,7 @@ from hf_packfree.parallel import collectives
 
 RATE, LATENCY = 250e9, 36e-6
 """Bytes per second that one rank of a host joined by NVLink receives, and seconds that any exchange takes: assumed where none
-is measured.  Two H200s exchanged 32 to 512 MiB a rank at 200 to 290 GB/s by NCCL, and less than 4 MiB in 33 to 48 us."""
+is measured, as `Bench.measure_exchanges` does under torchrun."""
 
 
 gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

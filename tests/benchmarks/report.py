@@ -121,7 +121,7 @@ def head(result: dict[str, Any], name: str) -> str:
 
 
 def summary(result: dict[str, Any]) -> str:
-    """README's table: the workloads of `SHORT`, unpatched beside patched."""
+    """README's table: the workloads of `SHORT`, unpatched beside patched; * marks what was not timed in one run."""
     lines = [f"| {' | '.join(SHORT_HEAD)} |", "|---" * len(SHORT_HEAD) + "|"]
     for workload, variants in SHORT.items():
         rows = rows_of(result, workload)
@@ -129,6 +129,8 @@ def summary(result: dict[str, Any]) -> str:
         if found[-1] is not None:
             cells = ["not measured" if row is None else f"{row['ms']:,.0f} ms, {row['peak_gib']:.0f} GiB" for row in found]
             faster = "" if found[0] is None else f"{found[0]['ms'] / found[-1]['ms']:.1f} x"
+            if found[0] is not None and found[0].get("run", 1) != found[-1].get("run", 1):
+                faster += " *"
             lines.append(f"| {heading(TITLES[workload], rows)} | {' | '.join(cells)} | {faster} |")
     return "\n".join(lines) + "\n"
 

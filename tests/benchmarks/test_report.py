@@ -108,6 +108,11 @@ def test_readme_s_table_is_short_and_leaves_out_what_was_not_timed():
     assert lines[2:] == ["| 2B shape, 32,768 tokens in 58 documents | 2,000 ms, 128 GiB | 500 ms, 60 GiB | 4.0 x |"]
 
 
+def test_readme_s_table_marks_what_was_not_timed_in_one_run():
+    rows = [*RESULT["rows"], RESULT["rows"][0] | {"variant": "packfree", "run": 2}]
+    assert report.summary({"rows": rows}).splitlines()[2].endswith("| 4.0 x * |")
+
+
 def test_an_ablation_is_a_table_of_ratios(results):
     lines = report.ablation(results[1]).splitlines()
     assert "on 2026-01-03 on one NVIDIA Test" in lines[0] and "2026-01-03-gpu-ablation.jsonl" in lines[0]
