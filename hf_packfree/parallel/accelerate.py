@@ -167,8 +167,10 @@ def trainers_group(parallelism: Any, given: ContextParallel | Literal["auto"] | 
         _refuse_shared(parallelism)
         return None
     found = None if parallelism is None else _of_mesh(parallelism)
-    if given == "auto" or found is None and given.world == 1:
-        return found if given == "auto" else given
+    if given == "auto":
+        return found
+    if found is None and given.world == 1:
+        return given
     ours, theirs = (None if one is None else dist.get_process_group_ranks(one.group) for one in (given, found))
     if ours != theirs:
         raise PatchConflict(

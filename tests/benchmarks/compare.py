@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -22,7 +21,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,7 +31,7 @@ from tests.benchmarks.machine import machine
 from tests.benchmarks.models import Variant, free, variant_of
 from tests.benchmarks.run_all import ROOT, source
 from tests.benchmarks.shapes import SHAPES, TOKENS, Shape, batch_lengths, fixed_lengths, log_normal_lengths
-from tests.benchmarks.timing import Clock, rounded
+from tests.benchmarks.timing import Clock, asks_for, failure, rounded
 
 TREES = ("before", "after")
 PACKFREE, LIGER = Variant(), Variant(liger="before")
@@ -94,7 +92,7 @@ def workloads(options: argparse.Namespace) -> list[tuple[Shape, Variant, list[Ro
         (shape, LIGER, [("2b-32k-packed", "packfree+liger", Load(packed))]),
         (experts, PACKFREE, [("moe-32k-packed", "packfree", Load(packed)), ("moe-4k-packed", "packfree", short)]),
     ]
-    asked = [(*model, [row for row in rows if re.search(options.only, " ".join(row[:2]))]) for *model, rows in every]
+    asked = [(*model, [row for row in rows if asks_for(options.only, *row[:2])]) for *model, rows in every]
     return [(shape, variant, rows) for shape, variant, rows in asked if rows]
 
 
@@ -196,20 +194,19 @@ def be_timed(options: argparse.Namespace) -> None:
 def time_turns(model: Any, load: Load, clock: Clock, rounds: int, answers: IO[str]) -> None:
     """Warm a row up, say so, and time a turn whenever it is asked for."""
     step = step_of(model.base_model, load.inputs(model.config.vocab_size, clock.device))
-    answers.write(json.dumps(attempt(model, partial(clock.once, step))) + "\n")
+    answers.write(json.dumps(turn(model, step, clock)) + "\n")
     for _ in range(rounds):
         if not sys.stdin.readline():
             raise SystemExit
-        answers.write(json.dumps(attempt(model, lambda: clock.measure(step))) + "\n")
+        answers.write(json.dumps(turn(model, step, clock)) + "\n")
 
 
-def attempt(model: Any, measure: Callable[[], Any]) -> dict[str, Any]:
+def turn(model: Any, step: Callable[[], Any], clock: Clock) -> dict[str, Any]:
     """Return what was measured, or the error, and give back all memory but the weights': the other process needs it."""
     try:
-        measured = measure()
-        return rounded(measured if isinstance(measured, dict) else {"ms": measured})
+        return rounded(clock.measure(step))
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+        return failure(error)
     finally:
         model.zero_grad(set_to_none=True)
         free()

@@ -19,6 +19,7 @@ from torch import Tensor, multiprocessing
 from hf_packfree import apply_patches, remove_patches
 from hf_packfree.parallel import ContextParallel
 from tests.benchmarks.batches import Load
+from tests.benchmarks.context_parallel_ranks import group_of
 from tests.benchmarks.exchanges import Counted, ThroughHost, exchanging
 from tests.benchmarks.models import build, precise_products, what_runs
 from tests.benchmarks.shapes import SHAPES, fixed_lengths
@@ -31,11 +32,8 @@ WORLD = 2
 def measure_errors(out: Path, device: str, tiny: bool) -> None:
     """Write the rows "gradients"."""
     if "LOCAL_RANK" in os.environ:
-        rank = int(os.environ["LOCAL_RANK"])
-        if device == "cuda":
-            torch.cuda.set_device(rank)
-        dist.init_process_group("nccl" if device == "cuda" else "gloo")
-        return _run(Counted(), out, device, tiny)
+        with group_of(device):
+            return _run(Counted(), out, device, tiny)
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.spawn(_share_device, (folder, out, device, tiny), nprocs=WORLD)
 
@@ -43,6 +41,7 @@ def measure_errors(out: Path, device: str, tiny: bool) -> None:
 def _share_device(rank: int, folder: str, out: Path, device: str, tiny: bool) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
     _run(ThroughHost(), out, device, tiny)
+    dist.destroy_process_group()
 
 
 def _run(how: Counted, out: Path, device: str, tiny: bool) -> None:
@@ -66,7 +65,6 @@ def _run(how: Counted, out: Path, device: str, tiny: bool) -> None:
             with exchanging(how):
                 found, runs = gradients(rounded, load, device, ContextParallel(dist.group.WORLD, gdn=gdn), "auto")
             results.add({"workload": "gradients", "variant": f"{documents}, {gdn}", **facts, **errors(found, wanted), **runs})
-    dist.destroy_process_group()
 
 
 def gradients(

@@ -28,7 +28,7 @@ from tests.benchmarks.machine import machine
 from tests.benchmarks.models import variant_of, what_runs
 from tests.benchmarks.profiling import profile
 from tests.benchmarks.shapes import SHAPES, TOKENS, log_normal_lengths
-from tests.benchmarks.timing import Clock, Results
+from tests.benchmarks.timing import Clock, Results, failure
 from tests.benchmarks.workloads import Group, groups
 
 
@@ -83,9 +83,9 @@ def run_group(group: Group, results: Results, clock: Clock, options: argparse.Na
             _time_rows(model, group, rows, results, clock, options.out if options.profile else None)
             del model  # so that its memory is free when the block ends
     except Exception as error:
-        message = f"{type(error).__name__}: {str(error)[:300]}"
+        result = failure(error)
         done = {(row["workload"], row["variant"]) for row in results.rows}
-        _each(results, [row for row in rows if row[:2] not in done], lambda load: {"error": message})
+        _each(results, [row for row in rows if row[:2] not in done], lambda load: result)
 
 
 def _time_rows(model: Any, group: Group, rows: Any, results: Results, clock: Clock, profiles: Path | None) -> None:

@@ -135,7 +135,7 @@ class Results:
 
     def wanted(self, workload: str, variant: str) -> bool:
         """Whether `only` asks for this row."""
-        return (workload, variant) not in self.done and re.search(self.only, f"{workload} {variant}") is not None
+        return (workload, variant) not in self.done and asks_for(self.only, workload, variant)
 
     def late(self) -> bool:
         """Whether the budget is spent."""
@@ -153,7 +153,7 @@ class Results:
             try:
                 row |= measure()
             except Exception as error:
-                row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
+                row |= failure(error)
             free()  # what an out-of-memory error's traceback kept alive
             row["row_s"] = round(time.monotonic() - began, 1)
         self.add(row)
@@ -185,6 +185,16 @@ def _alive() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def asks_for(only: str, workload: str, variant: str) -> bool:
+    """Whether `--only` does, a regular expression that is searched in both together."""
+    return re.search(only, f"{workload} {variant}") is not None
+
+
+def failure(error: Exception) -> dict[str, str]:
+    """Return what a row has in the place of timings."""
+    return {"error": f"{type(error).__name__}: {str(error)[:300]}"}
 
 
 def name_of(row: dict[str, Any]) -> tuple[str, str]:

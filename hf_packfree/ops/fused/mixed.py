@@ -35,8 +35,8 @@ class Tile:
     stages: int
 
 
-_TILES = {torch.float32: Tile(64, 128, 4, 3), None: Tile(32, 512, 8, 3)}
-"""By the dtype of adapters, None being that of half precision: those in fp32 take more of the shared memory."""
+_TILE, _SPLIT_TILE = Tile(32, 512, 8, 3), Tile(64, 128, 4, 3)
+"""Of adapters in half precision, and of those in fp32, which take more of the shared memory."""
 
 
 class Plain:
@@ -149,7 +149,7 @@ def gradients_at_once(d_out: Tensor, up: Tensor, inner: Tensor, d_inner: Tensor,
 
     (tokens, outputs), rank, split = d_out.shape, up.shape[1], up.dtype == torch.float32
     d_out, up = d_out if d_out.stride(1) == 1 else d_out.contiguous(), up.contiguous()
-    tile = _TILES[torch.float32 if split else None]
+    tile = _SPLIT_TILE if split else _TILE
     height = min(block_width(max(outputs, _NARROWEST)), tile.outputs)
     blocks = -(-outputs // height)
     steps = max(1, -(-tokens // (tile.rows * max(1, _PROGRAMS // blocks))))

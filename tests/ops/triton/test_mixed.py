@@ -35,7 +35,8 @@ def on_hopper(monkeypatch):
 
     monkeypatch.setattr(mixed, "on_hopper", lambda x: True)
     monkeypatch.setattr(mixed, "gradients_at_once", in_fp16)
-    monkeypatch.setattr(mixed, "_TILES", {each: replace(tile, rows=16, outputs=32) for each, tile in mixed._TILES.items()})
+    for name in ("_TILE", "_SPLIT_TILE"):
+        monkeypatch.setattr(mixed, name, replace(getattr(mixed, name), rows=16, outputs=32))
     monkeypatch.setattr(mixed, "_PROGRAMS", 6)
 
 
