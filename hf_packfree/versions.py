@@ -46,7 +46,7 @@ VERSIONS = {row.name: row for row in (
     Versions("torch", "2.10", "have no torch.nn.attention.varlen", cpu=("2.10.0", "2.13.0"), gpu=("2.11.0",),
              batch_invariant="2.11."),
     Versions("numpy", "1.24", cpu=("1.24.0", "2.4.6")),
-    Versions("transformers", "5.2", "lack one of the families", cpu=("5.2.0", "5.23.0"), gpu=("5.23.0",)),
+    Versions("transformers", "5.2", "lack one of the families", cpu=("5.2.0", "5.24.0"), gpu=("5.23.0",)),
     Versions("accelerate", "1.10", cpu=("1.10.0", "1.15.0")),
     Versions("triton", "3.6", "come with a torch before 2.10", cpu=("3.6.0", "3.9.0"), gpu=("3.6.0",), batch_invariant="3.6."),
     Versions("fla-core", "0.6.0", "were never run with packed rows on a GPU, and those before 0.5.2 compute some of them wrong",

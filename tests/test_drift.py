@@ -28,7 +28,7 @@ NAMES = [family.name for family in FAMILIES]
 @pytest.mark.parametrize("family", FAMILIES, ids=NAMES)
 def test_the_trunk_takes_the_keywords_it_gets(family):
     found = set(inspect.signature(family.trunk_class().forward).parameters)
-    wanted = {"input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache"}
+    wanted = {"input_ids", "attention_mask", "position_ids", compat.CACHE, "inputs_embeds", "use_cache"}
     assert wanted <= found, f"{family.trunk}.forward no longer takes {wanted - found}"
 
 

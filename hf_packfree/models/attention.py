@@ -71,46 +71,35 @@ class RoutedAttention(Replacement):
 
     inputs = "q_proj", "k_proj", "v_proj"
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Attend within documents when a record comes down, as upstream otherwise.
 
         Args:
             hidden_states: [1, T, D_model] of a packed row.
-            position_embeddings: cos and sin, [1, T, D_rotary] each; None in layers without positions.
 
         Raises:
             PatchConflict: accelerate prepared the model to cut its rows.
         """
         packed = receive(self, kwargs)
-        if packed is not None:
-            _refuse_cut_rows(self)
-            route = check_attention(self.config)
-            if route == "varlen":
-                return packed.zero_left_pad(self._attend_packed(hidden_states, position_embeddings, packed)), None
-            if route == "mask":
-                attention_mask = packed.cached(_additive_block_mask, hidden_states.dtype)
-            else:
-                attention_mask, kwargs = None, {**kwargs, **to_hf_kwargs(packed)}
-        out, weights = super().forward(
-            hidden_states=hidden_states,
-            position_embeddings=position_embeddings,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            **kwargs,
-        )
-        return (out if packed is None else packed.zero_left_pad(out)), weights
+        arguments = None if packed is None else self.by_name((hidden_states, *args), kwargs)
+        if packed is None or arguments is None:
+            return super().forward(hidden_states, *args, **kwargs)
+        _refuse_cut_rows(self)
+        route = check_attention(self.config)
+        if route == "varlen":
+            attended = self._attend_packed(hidden_states, arguments.get("position_embeddings"), packed)
+            return packed.zero_left_pad(attended), None
+        if route == "mask":
+            arguments["attention_mask"] = packed.cached(_additive_block_mask, hidden_states.dtype)
+        else:
+            arguments |= {"attention_mask": None, **to_hf_kwargs(packed)}
+        out, weights = super().forward(**arguments)
+        return packed.zero_left_pad(out), weights
 
     def _attend_packed(
         self, x: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, packed: PackedSequence
     ) -> Tensor:
-        """Return the module's output for x [1, T, D_model]."""
+        """Return the module's output for x [1, T, D_model]; cos and sin [1, T, D_rotary], None without positions."""
         raise NotImplementedError
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, backend: str) -> Tensor:

@@ -6,6 +6,7 @@ beside a constant, the constant and the lines that read it go.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -45,6 +46,17 @@ LOSS_WITH_MEDIA_TAKES_NO_COUNT = RELEASE < Version("5.17.0")
 
 THINKER_HOLDS_TOWERS = RELEASE < Version("5.21.0")
 """Omni's class with the language modelling head holds towers and text model itself: one forward from pixels to the loss."""
+
+CACHE = "past_key_values" if RELEASE < Version("5.24.0") else "cache"
+"""The keyword of a model's cache."""
+
+CACHES = "cache", "past_key_values"
+"""What callers may name it: releases with the first take the second, too, and warn of it."""
+
+
+def cache_of(arguments: Mapping[str, Any]) -> Any:
+    """Return the cache among a forward's arguments, None where there is none."""
+    return next((arguments[name] for name in CACHES if arguments.get(name) is not None), None)
 
 
 def masks_the_layers_ignore(config: Any, device: torch.device) -> Any:

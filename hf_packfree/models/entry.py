@@ -45,7 +45,7 @@ def enter(module: Any, arguments: dict[str, Any], *, skip_padding: bool = True) 
     positions, mask = arguments.get("position_ids"), arguments.get("attention_mask")
     inputs = PackingInputs.from_kwargs(arguments, position_ids=positions, attention_mask=mask)
     if found is UNREAD:
-        ids, embeds, cache = (arguments.get(name) for name in ("input_ids", "inputs_embeds", "past_key_values"))
+        ids, embeds, cache = arguments.get("input_ids"), arguments.get("inputs_embeds"), compat.cache_of(arguments)
         state, ours, generates = state_of(module), runs_here(module, inputs, arguments), _generates(module, arguments)
         # upstream gives a row of one document with media and boundaries no positions, unless its token types came too
         unnumbered = inputs.named and positions is None
@@ -98,7 +98,7 @@ def read_arguments(
     inputs: PackingInputs,
     input_ids: Tensor | None,
     inputs_embeds: Tensor | None,
-    past_key_values: Any,
+    cache: Any,
     *,
     config: Any,
     skip_padding: bool = False,
@@ -111,7 +111,7 @@ def read_arguments(
     Args:
         inputs: what the caller said of documents.
         input_ids: [B, S], or None when `inputs_embeds` [B, S, D] is given.
-        past_key_values: transformers' cache, or None.
+        cache: transformers' cache, or None.
         config: of the model, which names the token that pads.
         skip_padding: build a record for padded rows of one document too, see `runs_here`.
         skip_all: build one for a batch of nothing but padding.
@@ -125,15 +125,15 @@ def read_arguments(
     tokens = input_ids if input_ids is not None else inputs_embeds
     assert tokens is not None
     shape = (tokens.shape[0], tokens.shape[1])
-    seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+    seen = cache.get_seq_length() if cache is not None else 0
     if seen and shape[1] == 1 and not inputs.named:
         return None  # decoding one token a row: nothing to read, nothing to wait for
-    cached = past_key_values is not None and not inputs.named
+    cached = cache is not None and not inputs.named
     if cached:
         inputs = replace(inputs, attention_mask=_current(inputs.attention_mask, shape[1]))
     elif _says_nothing(inputs.attention_mask, config.get_text_config()):
         inputs = replace(inputs, attention_mask=None)
-    misread = compat.MISREADS_PADDING_OF_ONE_ROW and shape[0] == 1 and past_key_values is None
+    misread = compat.MISREADS_PADDING_OF_ONE_ROW and shape[0] == 1 and cache is None
     misread = misread and _may_begin_with_padding(inputs.attention_mask)
     pad = getattr(config.get_text_config(), "pad_token_id", None)
     drop, same, is_padding = misread or skip_padding, _same_token(tokens), _is_token(input_ids, pad)
@@ -146,10 +146,10 @@ def read_arguments(
         packed = PackedSequence.from_lengths([shape[1]] * shape[0], device=tokens.device, batch_shape=shape, plain=True)
     if packed is None:
         return None
-    if past_key_values is not None:
+    if cache is not None:
         raise CacheConflict(
-            f"found a row of {packed.num_segments} documents together with past_key_values holding {seen} tokens; "
-            "wanted no cache, which can belong to one document only; pass past_key_values=None, or one document at a time"
+            f"found a row of {packed.num_segments} documents together with {compat.CACHE} holding {seen} tokens; "
+            f"wanted no cache, which can belong to one document only; pass {compat.CACHE}=None, or one document at a time"
         )
     if inputs.attention_mask is not None and not isinstance(inputs.attention_mask, (Tensor, Mapping)):
         raise BoundaryError(
@@ -179,7 +179,7 @@ def runs_here(module: Any, inputs: PackingInputs, arguments: dict[str, Any]) -> 
     if use_cache is None:
         needless = module.training or arguments.get("labels") is not None or state_of(module).runs_unpacked
         use_cache = not needless and getattr(config, "use_cache", False)
-    if arguments.get("past_key_values") is not None or use_cache:
+    if compat.cache_of(arguments) is not None or use_cache:
         return False
     wants_weights = getattr(config, "output_attentions", False) if wants_weights is None else wants_weights
     is_causal = arguments.get("is_causal", getattr(config, "is_causal", True))

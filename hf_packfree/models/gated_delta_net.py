@@ -25,9 +25,7 @@ from hf_packfree.parallel.delta_rule import SHARED
 class PackedGatedDeltaNet(Replacement):
     """Put in front of a family's Gated DeltaNet: owns the packed branch, leaves everything else to upstream."""
 
-    def forward(
-        self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Any = None, **kwargs: Any
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Mix tokens within documents when a record comes down, as upstream otherwise.
 
         Args:
@@ -39,7 +37,7 @@ class PackedGatedDeltaNet(Replacement):
         _refuse_adapters(self.conv1d)
         packed = receive(self, kwargs)
         if packed is None:
-            return super().forward(hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs)
+            return super().forward(hidden_states, *args, **kwargs)
         with conv_weights_in_place(self.conv1d):
             return packed.zero_left_pad(self._mix(hidden_states, packed))
 

@@ -6,7 +6,6 @@ Upstream's forward does all the work, on the row.  Outputs get the caller's shap
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 from contextlib import nullcontext
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from hf_packfree.models.attention import check_attention
 from hf_packfree.models.base import Replacement, stands_for, upstream_of
+from hf_packfree.models.compat import cache_of
 from hf_packfree.models.context_parallel import OF_LOSS, check_call, forward_shard
 from hf_packfree.models.entry import (
     UNPACKED, as_requested, enter, has_media, is_batch, keep_padding, restore_layers, row_of_each, row_positions,
@@ -42,17 +42,15 @@ class Head(Replacement):
         upstream: Any = upstream_of(cls)
         if upstream is nn.Module:  # a kind of head, not yet in front of anything
             return
-        parameters = list(inspect.signature(upstream.forward).parameters.values())[1:]
-        names = [parameter.name for parameter in parameters if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
 
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             now: Any = type(self)
             if not issubclass(now, cls):  # the patches were removed under a wrapper that holds this bound method
                 return now.forward(self, *args, **kwargs)
-            by_place = dict(zip(names, args))
-            if len(args) > len(by_place) or by_place.keys() & kwargs.keys():  # which is an error of upstream's to raise
+            arguments = self.by_name(args, kwargs)
+            if arguments is None:  # which is an error of upstream's to raise
                 return upstream.forward(self, *args, **kwargs)
-            return self._forward_as_row(functools.partial(upstream.forward, self), by_place | kwargs)
+            return self._forward_as_row(functools.partial(upstream.forward, self), arguments)
 
         functools.update_wrapper(forward, upstream.forward)
         replaced: Any = cls
@@ -182,7 +180,7 @@ def _is_traced() -> bool:
 
 def _is_whole_batch(arguments: dict[str, Any]) -> bool:
     """Whether this is a batch without a cache whose documents the head has to know for its loss."""
-    fresh = arguments.get("past_key_values") is None and arguments.get("packed_sequence") is not UNPACKED
+    fresh = cache_of(arguments) is None and arguments.get("packed_sequence") is not UNPACKED
     return fresh and is_batch(arguments)
 
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from hf_packfree.models.compat import cache_of
+
 _TOWERS: dict[str, dict[str, tuple[str, ...]]] = {
     "audio_tower": {"audio": ("input_features", "feature_attention_mask", "audio_feature_lengths")},
     "visual": {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")},
@@ -52,7 +54,7 @@ def _idle_kinds(model: Any, arguments: dict[str, Any]) -> Sequence[str]:
     """Return the kinds to run on zeros: all that are missing where a tower is sharded, one of them where none came."""
     if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
         return ()
-    if arguments.get("past_key_values") is not None or arguments.get("use_cache"):
+    if cache_of(arguments) is not None or arguments.get("use_cache"):
         return ()
     packed = arguments.get("packed_sequence")
     waited_for = model.training or packed and packed.shard is not None  # whose ranks exchange gradients in every backward

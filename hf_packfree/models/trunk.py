@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
 
 from hf_packfree.errors import CacheConflict, PatchConflict, UnsupportedInput
 from hf_packfree.models.attention import check_attention
 from hf_packfree.models.base import Replacement
-from hf_packfree.models.compat import masks_the_layers_ignore
+from hf_packfree.models.compat import CACHE, CACHES, cache_of, masks_the_layers_ignore
 from hf_packfree.models.entry import enter, is_batch, positions_for, restore_layers, row_positions
 from hf_packfree.models.rotary import check_longest_position, has_fixed_frequencies
 from hf_packfree.models.state import state_of
@@ -26,39 +25,28 @@ class PackedTrunk(Replacement):
     the keyword `packed_sequence`: keywords survive the recomputation of gradient checkpointing.
     """
 
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Any = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run upstream's forward; every argument and output keeps upstream's meaning and shape.
 
-        A packed row builds no cache: `past_key_values` of the output is None whatever `use_cache` says.
+        A packed row builds no cache: the one of the output is None whatever `use_cache` says.
 
         Raises:
             BoundaryError, BoundaryConflict, CacheConflict, UnsupportedInput: before anything runs.
         """
-        arguments = {
-            "input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
-            "past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "use_cache": use_cache, **kwargs,
-        }
-        if not is_batch(arguments):
-            return super().forward(**arguments)
+        arguments = self.by_name(args, kwargs)
+        if arguments is None or not is_batch(arguments):
+            return super().forward(*args, **kwargs)
         # Whoever computes the routers' loss knows of padding by the record, or by a mask.
-        masked = isinstance(kwargs.get("packed_sequence"), PackedSequence) or attention_mask is not None
+        masked = isinstance(kwargs.get("packed_sequence"), PackedSequence) or arguments.get("attention_mask") is not None
         packed = enter(self, arguments)
         del arguments["packed_sequence"]
         check_sharded(self, packed)
-        arguments["position_ids"] = positions_for(self, position_ids)
-        rows, tokens = (inputs_embeds if input_ids is None else input_ids).shape[:2]  # type: ignore[union-attr]
+        arguments["position_ids"] = positions_for(self, arguments.get("position_ids"))
+        ids = arguments.get("input_ids")
+        rows, tokens = (arguments["inputs_embeds"] if ids is None else ids).shape[:2]
         if self.training:
             for observe in state_of(self).observers:
-                observe(packed, packed.batch_shape if packed is not None else (rows, tokens), attention_mask)
+                observe(packed, packed.batch_shape if packed is not None else (rows, tokens), arguments.get("attention_mask"))
         if packed is not None:
             _check_packed_call(self, packed, arguments)
             return self._forward_packed(packed, (rows, tokens), arguments, count_all=masked)
@@ -77,13 +65,12 @@ class PackedTrunk(Replacement):
     ) -> Any:
         packed = of_batch.for_shape(shape)
         # The caller's `cache_position` (5.2 and 5.3 read it) counts tokens of the batch, not of the row.
-        row = {name: value for name, value in arguments.items() if name != "cache_position"}
+        row = {name: value for name, value in arguments.items() if name not in ("cache_position", *CACHES)}
         as_dict = row.get("return_dict", getattr(self.config, "return_dict", True))
-        row |= {name: unpad(row[name], packed) for name in ("input_ids", "inputs_embeds") if row[name] is not None}
+        row |= {name: unpad(row[name], packed) for name in ("input_ids", "inputs_embeds") if row.get(name) is not None}
         row |= {
             "attention_mask": masks_the_layers_ignore(self.config, packed.seq_idx.device),
             "position_ids": row_positions(row["position_ids"], packed),
-            "past_key_values": None,
             "use_cache": False,
             "packed_sequence": packed,
             "return_dict": True,
@@ -106,10 +93,10 @@ def _check_packed_call(trunk: Any, packed: PackedSequence, arguments: dict[str, 
             f"found a transform of torch.func around a packed row that runs on {kernels}, which it cannot differentiate; "
             "wanted operations in PyTorch; call apply_patches(model, backend='torch') on the unpatched model"
         )
-    if arguments["past_key_values"] is not None:
+    if cache_of(arguments) is not None:
         raise CacheConflict(
-            "found a PackedSequence together with past_key_values; wanted no cache, which can belong to one document only; "
-            "pass past_key_values=None"
+            f"found a PackedSequence together with {CACHE}; wanted no cache, which can belong to one document only; "
+            f"pass {CACHE}=None"
         )
     check_attention(trunk.config)
     check_mixers(trunk)

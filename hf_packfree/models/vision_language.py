@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hf_packfree.errors import BoundaryError, UnsupportedInput
 from hf_packfree.models.base import Replacement
+from hf_packfree.models.compat import CACHES
 from hf_packfree.models.entry import as_requested, enter, restore_layers, row_of_each, row_positions
 from hf_packfree.models.idle_tower import run_beside_idle_tower
 from hf_packfree.models.mrope import SECONDS, RowMedia, items_of_documents, media_of, packed_positions, to_device
@@ -51,15 +52,7 @@ class PackedVisionLanguage(Replacement):
         if PackedVisionLanguage in cls.__bases__:
             keep_record_from_towers(cls)
 
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Any = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        inputs_embeds: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run upstream's forward; on the row [1, T] where the batch is packed, with the record handed down.
 
         `rope_deltas`, which generation reads, stay as they are.
@@ -68,17 +61,15 @@ class PackedVisionLanguage(Replacement):
             BoundaryError: media and the placeholders of the documents do not agree.
             UnsupportedInput: positions, or what they are made from, cannot be those of documents with media.
         """
-        if input_ids is None and inputs_embeds is None:  # let upstream raise its own error
-            return super().forward(**kwargs)
-        arguments = {
-            "input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
-            "past_key_values": past_key_values, "inputs_embeds": inputs_embeds, **kwargs,
-        }
+        arguments = self.by_name(args, kwargs)
+        if arguments is None or arguments.get("input_ids") is None and arguments.get("inputs_embeds") is None:
+            return super().forward(*args, **kwargs)  # which raises upstream's own error
         packed = enter(self.language_model, arguments)
         if packed is None:
             return run_beside_idle_tower(self, super().forward, arguments)
         of_batch = packed  # which the text model hands to those who know the caller's labels
-        packed = packed.for_shape((input_ids if input_ids is not None else inputs_embeds).shape[:2])  # type: ignore[union-attr]
+        ids = arguments.get("input_ids")
+        packed = packed.for_shape((arguments["inputs_embeds"] if ids is None else ids).shape[:2])
         row = packed_arguments(self, packed, arguments) | {"packed_sequence": of_batch}
         output = run_beside_idle_tower(self, super().forward, row)
         output.last_hidden_state = repad(output.last_hidden_state, packed)
@@ -137,14 +128,13 @@ def packed_arguments(source: Any, packed: PackedSequence, given: dict[str, Any])
     row = row_of_each({name: value for name, value in given.items() if name != "attention_mask"}, packed)
     row |= {
         "attention_mask": None,
-        "past_key_values": None,
         "use_cache": False,
         "packed_sequence": packed,
         "return_dict": True,
-        **_numbered(source, packed, given["position_ids"], row),
+        **_numbered(source, packed, given.get("position_ids"), row),
     }
-    row.pop("cache_position", None)  # it counts tokens of the batch, not of the row
-    return row
+    # `cache_position` counts tokens of the batch, not of the row
+    return {name: value for name, value in row.items() if name not in ("cache_position", *CACHES)}
 
 
 def _without_items(given: dict[str, Any]) -> dict[str, None]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_packfree.errors import UnsupportedInput
+from hf_packfree.models.compat import cache_of
 from hf_packfree.models.entry import read_arguments, row_positions, wants_all_logits
 from hf_packfree.models.heads import at_least_one
 from hf_packfree.models.labels import IGNORED, row_targets, shifted_labels
@@ -149,9 +150,9 @@ class MTPTraining:
 
 def _record_of(trunk: Any, arguments: dict[str, Any]) -> PackedSequence | None:
     """Return the record of a batch that upstream ran: real tokens as one row; None with a cache."""
-    ids, embeddings, cache = (arguments.get(name) for name in ("input_ids", "inputs_embeds", "past_key_values"))
-    inputs = PackingInputs.from_kwargs({}, position_ids=None, attention_mask=arguments["attention_mask"])
-    return read_arguments(inputs, ids, embeddings, cache, config=trunk.config, skip_padding=True, unpacked=True)
+    ids, embeddings = arguments.get("input_ids"), arguments.get("inputs_embeds")
+    inputs = PackingInputs.from_kwargs({}, position_ids=None, attention_mask=arguments.get("attention_mask"))
+    return read_arguments(inputs, ids, embeddings, cache_of(arguments), config=trunk.config, skip_padding=True, unpacked=True)
 
 
 def _targets(given: dict[str, Any], row: PackedSequence, depth: int) -> tuple[Tensor, Any]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hf_packfree import apply_patches
+from hf_packfree.models.compat import CACHE
 from tests.support import tiny
 
 pytestmark = pytest.mark.compat
@@ -32,7 +33,7 @@ def everything(model, **arguments) -> list[torch.Tensor]:
     model.generation_config.pad_token_id = 0
     returned = {"return_dict_in_generate": True, "output_scores": True, "output_attentions": True, "output_hidden_states": True}
     given = {"max_new_tokens": 5, "do_sample": False, **returned, **copy.deepcopy(arguments)}
-    return list(tensors(dict(model.generate(**given), past_key_values=None)))
+    return list(tensors(dict(model.generate(**given), **{CACHE: None})))
 
 
 def tensors(value):
@@ -69,7 +70,7 @@ def test_prompts_of_embeddings_and_of_a_cache(family):
         embedded = model.generate(inputs_embeds=model.get_input_embeddings()(IDS), attention_mask=LEFT, **settings)
         first = model.generate(input_ids=IDS[:1], **settings)
         longer = torch.cat([first.sequences, IDS[1:, :3]], dim=1)
-        second = model.generate(input_ids=longer, past_key_values=first.past_key_values, output_logits=True, **settings)
+        second = model.generate(input_ids=longer, output_logits=True, **settings, **{CACHE: first[CACHE]})
         return [embedded.sequences, first.sequences, second.sequences, *second.logits]
 
     wanted = run(model)

@@ -9,6 +9,7 @@ import torch
 
 from hf_packfree import apply_patches
 from hf_packfree.errors import BoundaryConflict, BoundaryError, CacheConflict, UnsupportedInput
+from hf_packfree.models.compat import CACHE
 from tests.input_formats import INT32, additive, block_mask, padded_rows
 from tests.support import GRADIENT_TOL, LOGIT_TOL, Batch, errors, gradients, random_weights, run, run_alone, tiny
 
@@ -135,11 +136,11 @@ def test_another_format_decides_what_positions_behind_a_hole_leave_open():
 
 def test_documents_beside_a_cache_are_refused_in_a_dict_too():
     model = apply_patches(tiny()).eval()
-    cache = model(input_ids=IDS, use_cache=True).past_key_values
+    cache = model(input_ids=IDS, use_cache=True)[CACHE]
     positions = torch.tensor([[10, 11, 12, 13, 14, 0, 1, 2, 3, 4]])
     with pytest.raises(CacheConflict):
         masks = {"full_attention": None, "linear_attention": None}
-        model(input_ids=IDS, position_ids=positions, past_key_values=cache, attention_mask=masks)
+        model(input_ids=IDS, position_ids=positions, attention_mask=masks, **{CACHE: cache})
 
 
 # holes -------------------------------------------------------------------------------------------------------------

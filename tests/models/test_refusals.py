@@ -13,6 +13,7 @@ from hf_packfree import apply_patches
 from hf_packfree.errors import (
     BackendUnavailable, BoundaryConflict, BoundaryError, CacheConflict, PatchConflict, UnsupportedInput,
 )
+from hf_packfree.models.compat import CACHE
 from tests.input_formats import one_row, row_batch
 from tests.support import ROW, tiny
 
@@ -48,11 +49,11 @@ def test_a_mask_of_the_wrong_shape(model):
 
 def test_packed_rows_with_a_cache():
     model = apply_patches(tiny()).eval()
-    cache = model(input_ids=torch.arange(2, 12)[None], use_cache=True).past_key_values
+    cache = model(input_ids=torch.arange(2, 12)[None], use_cache=True)[CACHE]
     batch = row_batch("positions", ROW)
     for held in (cache, DynamicCache(config=model.config)):
-        with pytest.raises(CacheConflict, match="past_key_values"):
-            model(**{**batch.inputs, "use_cache": True}, past_key_values=held)
+        with pytest.raises(CacheConflict, match=CACHE):
+            model(**{**batch.inputs, "use_cache": True, CACHE: held})
 
 
 def test_prepared_masks_beside_packed_rows(model):

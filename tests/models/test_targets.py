@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from hf_packfree import PackedSequence, apply_patches
 from hf_packfree.errors import CacheConflict, UnsupportedInput
+from hf_packfree.models.compat import CACHE
 from tests.input_formats import row_batch, rows_batch
 from tests.models.padded import IGNORED, padded_batch, step, worst_gradient
 from tests.models.test_heads import LENGTHS, MOE, with_tail
@@ -266,9 +267,9 @@ def test_a_record_from_the_caller_is_read_for_the_loss():
     record = PackedSequence.from_lengths([4, 5])
     found = step(model, {**batch, "packed_sequence": record})[0]
     assert torch.equal(found.loss, wanted.loss) and torch.equal(found.logits, wanted.logits)
-    cache = model(input_ids=IDS[:1], use_cache=True).past_key_values
-    with pytest.raises(CacheConflict, match="found a PackedSequence together with past_key_values"):
-        model(input_ids=IDS[:1], packed_sequence=record, past_key_values=cache)
+    cache = model(input_ids=IDS[:1], use_cache=True)[CACHE]
+    with pytest.raises(CacheConflict, match=f"found a PackedSequence together with {CACHE}"):
+        model(input_ids=IDS[:1], packed_sequence=record, **{CACHE: cache})
 
 
 @pytest.mark.parametrize("items", [0.5, torch.tensor(0.25), -3])

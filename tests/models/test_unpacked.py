@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
@@ -98,16 +100,38 @@ def test_generation(family, padded, use_cache):
     assert all(torch.equal(one, other) for one, other in zip(found.logits, wanted.logits, strict=True))
 
 
-def test_continuing_from_a_cache():
-    model = tiny().eval()
+@pytest.mark.parametrize("by_place", [False, True])
+@pytest.mark.parametrize("name", compat.CACHES[compat.CACHES.index(compat.CACHE):])
+def test_a_cache_by_either_name_is_upstreams_and_so_are_its_warnings(name, by_place):
+    model = tiny("qwen3_5").eval()
 
-    def two_steps():
-        first = model(input_ids=IDS[:, :40], use_cache=True)
-        return model(input_ids=IDS[:, 40:], past_key_values=first.past_key_values, use_cache=True).logits
+    def step(module, ids, cache):
+        if by_place:
+            return module(ids, None, None, cache, use_cache=True)
+        return module(input_ids=ids, use_cache=True, **{name: cache})
 
-    wanted = two_steps()
+    def two_steps(module):
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            first = step(module, IDS[:, :40], None)
+            second = step(module, IDS[:, 40:], first[compat.CACHE])
+        return second[0], [str(warning.message) for warning in warned if "cache" in str(warning.message)]
+
+    wanted = two_steps(model), two_steps(model.model)
     apply_patches(model)
-    assert torch.equal(two_steps(), wanted)
+    for (logits, said), (logits_wanted, said_upstream) in zip((two_steps(model), two_steps(model.model)), wanted):
+        assert torch.equal(logits, logits_wanted)
+        assert said == said_upstream and bool(said) == (name != compat.CACHE and not by_place)
+
+
+@pytest.mark.parametrize("name", compat.CACHES[compat.CACHES.index(compat.CACHE):])
+def test_no_cache_by_either_name_packs(name):
+    model, positions = apply_patches(tiny("qwen3_5")), torch.arange(70)[None] % 35
+    given = {"input_ids": IDS[:1, :70], "position_ids": positions, "use_cache": False}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*`past_key_values` is deprecated", category=FutureWarning)
+        found = model(**given, **{name: None}).logits
+    assert torch.equal(found, model(**given).logits)
 
 
 OURS = {"native": {"unpacked": "native"}, "batch-invariant": {"batch_invariant": True}}
@@ -139,7 +163,7 @@ def test_the_whole_model_runs_unpacked_rows_as_it_runs_packed_ones(case, trainin
         given = called(input_ids=inputs["input_ids"], packed_sequence=record)
         found = called(**inputs)
         assert torch.equal(found[0], given[0]) and found[0].shape[:2] == (rows, tokens)
-        assert found.past_key_values is None
+        assert found.get(compat.CACHE) is None
 
 
 @pytest.mark.parametrize("option", OURS)
@@ -150,7 +174,7 @@ def test_what_only_upstream_gives_is_upstreams_whatever_the_option(case, option)
     wanted = model(**inputs)
     found = apply_patches(model, **OURS[option])(**inputs)
     assert torch.equal(found.logits, wanted.logits)
-    assert (found.past_key_values is None) == (wanted.past_key_values is None)
+    assert (found.get(compat.CACHE) is None) == (wanted.get(compat.CACHE) is None)
     assert found.attentions is None or all(map(torch.equal, found.attentions, wanted.attentions))
 
 
@@ -247,4 +271,4 @@ def test_one_row_padded_on_the_right_is_upstreams_outside_training(family):
     wanted = model(input_ids=IDS[:1], attention_mask=mask)
     found = apply_patches(model)(input_ids=IDS[:1], attention_mask=mask)
     assert torch.equal(found.logits, wanted.logits)
-    assert found.past_key_values.get_seq_length() == 70
+    assert found[compat.CACHE].get_seq_length() == 70

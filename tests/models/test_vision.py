@@ -13,6 +13,7 @@ from hf_packfree import apply_patches
 from hf_packfree.errors import BoundaryConflict, BoundaryError, CacheConflict, UnsupportedInput
 from hf_packfree.models import vision_language
 from hf_packfree.models.base import upstream_of
+from hf_packfree.models.compat import CACHE
 from hf_packfree.models.mrope import RowMedia
 from tests.support import CONTROL, GRADIENT_TOL, LOGIT_TOL, by_family, errors, recorded, relative_rms
 from tests.vision import (
@@ -368,7 +369,7 @@ class TestRefusals:
     def test_a_cache(self, qwen):
         from transformers import DynamicCache
 
-        self.refused(qwen, CacheConflict, "together with past_key_values", past_key_values=DynamicCache())
+        self.refused(qwen, CacheConflict, f"together with {CACHE}", **{CACHE: DynamicCache()})
 
     def test_embeddings_without_ids_or_positions(self, qwen):
         batch = qwen.batch("offsets, seq_idx")
