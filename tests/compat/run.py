@@ -28,8 +28,9 @@ from tests.compat.table import HEAD, row_of, write
 EVERY = (
     "5.2.0", "5.3.0", "5.4.0", "5.8.1", "5.9.0", "5.12.1", "5.13.1", "5.14.1",
     "5.15.1", "5.16.1", "5.17.0", "5.19.0", "5.20.2", "5.22.2", "5.23.0",
+    "5.24.0",
 )
-SELECTED = ("5.2.0", "5.4.0", "5.8.1", "5.12.1", "5.14.1", "5.16.1", "5.19.0", "5.22.2", "5.23.0")
+SELECTED = ("5.2.0", "5.4.0", "5.8.1", "5.12.1", "5.14.1", "5.16.1", "5.19.0", "5.23.0", "5.24.0")
 """The oldest, the newest, and the last release before each change of what upstream calls, caches or checkpoints with."""
 
 SHOWN = 10
