@@ -125,14 +125,22 @@ def summary(result: dict[str, Any]) -> str:
     lines = [f"| {' | '.join(SHORT_HEAD)} |", "|---" * len(SHORT_HEAD) + "|"]
     for workload, variants in SHORT.items():
         rows = rows_of(result, workload)
-        found = [row if "ms" in (row := rows.get(variant, {})) else None for variant in variants]
-        if found[-1] is not None:
-            cells = ["not measured" if row is None else f"{row['ms']:,.0f} ms, {row['peak_gib']:.0f} GiB" for row in found]
-            faster = "" if found[0] is None else f"{found[0]['ms'] / found[-1]['ms']:.1f} x"
-            if found[0] is not None and found[0].get("run", 1) != found[-1].get("run", 1):
-                faster += " *"
-            lines.append(f"| {heading(TITLES[workload], rows)} | {' | '.join(cells)} | {faster} |")
+        stock, ours = (rows.get(variant, {}) for variant in variants)
+        if "ms" in ours:
+            faster = f"{stock['ms'] / ours['ms']:.1f} x" if "ms" in stock else ""
+            faster += " *" * ("ms" in stock and stock.get("run", 1) != ours.get("run", 1))
+            lines.append(f"| {heading(TITLES[workload], rows)} | {_cell(stock)} | {_cell(ours)} | {faster} |")
     return "\n".join(lines) + "\n"
+
+
+def _cell(row: dict[str, Any]) -> str:
+    return f"{row['ms']:,.0f} ms, {row['peak_gib']:.0f} GiB" if "ms" in row else _outcome(row, "not measured")
+
+
+def _outcome(row: dict[str, Any], missing: str) -> str:
+    """What a row without timings says."""
+    kind = row.get("error", missing).split(":")[0]
+    return "out of memory" if kind == "OutOfMemoryError" else kind
 
 
 def earlier(result: dict[str, Any]) -> set[int]:
@@ -189,8 +197,7 @@ def _line(row: dict[str, Any], rows: dict[str, dict[str, Any]], marked: bool) ->
     """Ratios are to what was timed in the same run."""
     name = row["variant"] + " *" * marked
     if "ms" not in row:
-        kind = row.get("error", "no result").split(":")[0]
-        return f"| {name} | {'out of memory' if kind == 'OutOfMemoryError' else kind} | | | | | |"
+        return f"| {name} | {_outcome(row, 'no result')} | | | | | |"
     rows = {variant: other for variant, other in rows.items() if other.get("run", 1) == row.get("run", 1)}
     base = next((r for variant in UNPATCHED if "ms" in (r := rows.get(variant, {}))), None)
     alone = row["variant"].startswith(FLOOR) or row["variant"].endswith("tower alone")

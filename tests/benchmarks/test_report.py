@@ -113,6 +113,14 @@ def test_readme_s_table_marks_what_was_not_timed_in_one_run():
     assert report.summary({"rows": rows}).splitlines()[2].endswith("| 4.0 x * |")
 
 
+@pytest.mark.parametrize("row, cell", [({"error": "OutOfMemoryError: 9 GiB"}, "out of memory"), ({"skipped": "1"}, "not measured")])
+def test_readme_s_table_says_why_a_row_has_no_time(row, cell):
+    names = {"workload": "2b-32k-packed", "documents": 58}
+    stock, ours = names | {"variant": "unpatched packed"} | row, names | {"variant": "packfree", "ms": 500.0, "peak_gib": 60.0}
+    line = report.summary({"rows": [stock, ours]}).splitlines()[2]
+    assert line == f"| 2B shape, 32,768 tokens in 58 documents | {cell} | 500 ms, 60 GiB |  |"
+
+
 def test_an_ablation_is_a_table_of_ratios(results):
     lines = report.ablation(results[1]).splitlines()
     assert "on 2026-01-03 on one NVIDIA Test" in lines[0] and "2026-01-03-gpu-ablation.jsonl" in lines[0]
