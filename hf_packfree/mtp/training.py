@@ -70,7 +70,7 @@ class MTPTraining:
                 found, wanted = f"that calls the {type(trunk).__name__} alone", "the language model around it, with labels"
                 self._warn_of_nothing(found, wanted)
             return
-        embeddings = arguments["inputs_embeds"]
+        embeddings = arguments.get("inputs_embeds")
         with torch.set_grad_enabled(not self.options.detach):
             embeddings = trunk.embed_tokens(arguments["input_ids"]) if embeddings is None else embeddings
         positions = arguments["position_ids"]

@@ -71,9 +71,14 @@ def rounding(model, batch, grads, measure=worst_gradient, seed: int = 0, **more)
 
     Where a parameter's gradient is what is left of a sum that cancels, two right answers in fp32 differ by that much.
     """
-    nudged, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+    return measure(step(nudged(model, seed), batch, **more)[1], grads)
+
+
+def nudged(model, seed: int):
+    """Return a copy of the model, each weight moved by its last bit, up or down."""
+    moved, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for weight in nudged.parameters():
+        for weight in moved.parameters():
             up = torch.rand(weight.shape, generator=generator) < 0.5
             weight.copy_(torch.nextafter(weight, torch.where(up, math.inf, -math.inf)))
-    return measure(step(nudged, batch, **more)[1], grads)
+    return moved

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 
 import pytest
 import torch
 import transformers
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from hf_packfree import apply_patches, register_patches
@@ -15,6 +16,7 @@ from hf_packfree.errors import UnsupportedInput
 from hf_packfree.models.compat import CACHE
 from hf_packfree.packing import PackedSequence
 from tests.input_formats import block_mask, one_row, padded_rows, row_batch
+from tests.models.padded import nudged
 from tests.support import (
     CONTROL,
     GRADIENT_TOL,
@@ -56,6 +58,7 @@ def test_the_lengths_of_the_promise_in_several_layers():
 
 
 @settings(max_examples=15, deadline=None)
+@example(lengths=[1, 2, 5, 5, 65, 3], key_heads=2, group=4, sizes=(8, 8))
 @given(
     lengths=st.lists(st.sampled_from([1, 2, 3, 4, 5, 17, 63, 64, 65, 127, 128, 129]), min_size=2, max_size=6),
     key_heads=st.sampled_from([1, 2, 3]),
@@ -68,7 +71,14 @@ def test_any_lengths_and_head_counts(lengths, key_heads, group, sizes):
     config |= {"linear_key_head_dim": sizes[0], "linear_value_head_dim": sizes[1]}
     assume(lengths[-2:] != [1, 1])  # of the same token they are padding, as far as positions can tell
     model = slow_decay(transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**config))).train()
-    assert_exact(apply_patches(model), row_batch("positions", lengths), floor=1.0)
+    batch = row_batch("positions", lengths)
+    weights = random_weights(batch, 128)
+    wanted, found = run_alone(model, batch, weights), run(apply_patches(copy.deepcopy(model)), batch, weights)
+    logits, grads = errors(found, wanted, floor=1.0)
+    assert logits <= LOGIT_TOL
+    if grads > GRADIENT_TOL:  # then the unpatched model's move as far where each weight moves by its last bit
+        draws = (errors(run_alone(nudged(model, seed), batch, weights), wanted, floor=1.0)[1] for seed in range(8))
+        assert grads <= GRADIENT_TOL + max(draws), "more than rounding moves"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

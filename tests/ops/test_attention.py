@@ -65,7 +65,7 @@ def test_blocks_cover_every_token_once_and_the_longest_come_first(follows):
 @pytest.mark.parametrize("lengths", [[1], [7], [4, 4, 4], [3, 4, 4, 1, 1, 4]])
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_towers_attend_in_both_directions_within_segments(lengths, scale):
-    """Against the mask of all pairs, values and gradients."""
+    """Against the mask of all pairs, values and gradients; those of lone queries and keys are zero but for rounding."""
     torch.manual_seed(0)
     packed = PackedSequence.from_lengths(lengths)
     leaves = [torch.randn(1, packed.num_tokens, 2, 24, dtype=torch.float64, requires_grad=True) for _ in range(3)]
@@ -76,7 +76,7 @@ def test_towers_attend_in_both_directions_within_segments(lengths, scale):
     direction = torch.randn_like(wanted)
     assert relative_rms(found, wanted) <= 1e-12
     for one, other in zip(*(torch.autograd.grad((out * direction).sum(), leaves) for out in (found, wanted))):
-        assert relative_rms(one, other, floor=1e-12) <= 1e-12
+        assert relative_rms(one, other, floor=1e-3) <= 1e-12
 
 
 @pytest.mark.parametrize("size, reason", [(64, None), (72, None), (80, None), (36, "multiple of 8; the model has 36")])
