@@ -57,7 +57,7 @@ def apply_patches(
             time.  Where that cannot be promised, the reason is a WARNING; see `PatchReport.rounding`.
         unpacked: what runs rows of one document: "upstream", bit for bit as without us, or "native", the patched layers,
             whose rounding differs, and which take less time and memory.  A cache and attention weights are upstream's to
-            build: calls with `past_key_values`, `use_cache=True` or `output_attentions=True` go there.
+            build: calls with a cache, `use_cache=True` or `output_attentions=True` go there.
         padded: what runs padded rows of one document: "lazy", real tokens only, and a training step's logits get the
             caller's shape when something reads them; "full", the same with logits always in that shape; "upstream",
             bit for bit as without us.
