@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-
 from hf_packfree.errors import CacheConflict, PatchConflict, UnsupportedInput
 from hf_packfree.models.attention import check_attention
 from hf_packfree.models.base import Replacement
