@@ -18,7 +18,7 @@ from hf_packfree.models.vision_language import PackedVisionLanguage
 
 
 @stands_for(upstream)
-class Qwen2_5_VLAttention(PackedAttention, upstream.Qwen2_5_VLAttention):  # type: ignore[misc]
+class Qwen2_5_VLAttention(PackedAttention, upstream.Qwen2_5_VLAttention):
     """Upstream's layer, plus the packed branch."""
 
     def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
