@@ -6,7 +6,6 @@ into arguments, and says what they mean: which tokens are real, and which tokens
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -18,7 +17,7 @@ from torch.nn import functional as F
 
 from hf_packfree import apply_patches
 from tests.input_formats import INT32, additive, block_mask
-from tests.support import relative_rms, tiny
+from tests.support import nudged, relative_rms, tiny
 
 FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 Gradients = tuple[torch.Tensor, ...]
@@ -300,11 +299,7 @@ def labels_of(case: Case, said: Meaning) -> torch.Tensor:
 def unpatched(family: str, attention: str, nudge: int = 0) -> torch.nn.Module:
     """The unpatched model, each weight moved by its last bit, up or down by the draw `nudge`, if that is not 0."""
     model = tiny(family, attention=attention)
-    generator = torch.Generator().manual_seed(nudge)
-    for weight in model.parameters() if nudge else ():
-        up = torch.rand(weight.shape, generator=generator) < 0.5
-        weight.data.copy_(torch.nextafter(weight.data, torch.where(up, math.inf, -math.inf)))
-    return model
+    return nudged(model, nudge) if nudge else model
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import copy
 import math
 from dataclasses import dataclass
 from importlib import import_module
@@ -164,3 +165,13 @@ def errors(found, wanted, floor: float = 1e-2) -> tuple[float, float]:
     sizes = sorted(float(grad.double().pow(2).mean().sqrt()) for grad in alone_grads.values())
     worst = max(relative_rms(grads[name], alone_grads[name], max(floor * sizes[len(sizes) // 2], 1e-300)) for name in grads)
     return relative_rms(torch.cat(parts), torch.cat(alone)), worst
+
+
+def nudged(model, seed: int):
+    """Return a copy of the model, each weight moved by its last bit, up or down."""
+    moved, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in moved.parameters():
+            up = torch.rand(weight.shape, generator=generator) < 0.5
+            weight.copy_(torch.nextafter(weight, torch.where(up, math.inf, -math.inf)))
+    return moved

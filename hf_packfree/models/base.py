@@ -37,8 +37,8 @@ class Replacement(nn.Module):
     packfree_home: ClassVar[str] = ""
     inputs: ClassVar[tuple[str, ...]] = ()
     """The names of the linear layers that the packed branch multiplies the module's input with, all at once."""
-    parameters_by_place: ClassVar[tuple[str, ...]] = ()
-    """The names of what upstream's forward takes by place, too: releases differ in them."""
+    positional_names: ClassVar[tuple[str, ...]] = ()
+    """The names of upstream's positional parameters; releases differ in them."""
     kernel_layer_name = _Absent()
     """`kernelize` replaces the forward of every instance whose class has this, anew on each train() and eval()."""
 
@@ -48,14 +48,14 @@ class Replacement(nn.Module):
         upstream: Any = upstream_of(cls)
         if upstream is not nn.Module:
             found = list(signature(upstream.forward).parameters.values())[1:]
-            cls.parameters_by_place = tuple(each.name for each in found if each.kind is each.POSITIONAL_OR_KEYWORD)
+            cls.positional_names = tuple(each.name for each in found if each.kind is each.POSITIONAL_OR_KEYWORD)
             if issubclass(owner, Replacement) and upstream_of(owner) is nn.Module:
                 cls.forward = _showing(vars(owner)["forward"], upstream.forward)
         super().__init_subclass__(**kwargs)  # upstream's layers wrap what the class has by now
 
     def by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """Return the arguments of a forward by upstream's names; None where upstream refuses their number or a name twice."""
-        named = dict(zip(self.parameters_by_place, args)) | kwargs
+        named = dict(zip(self.positional_names, args)) | kwargs
         return named if len(named) == len(args) + len(kwargs) else None
 
     @staticmethod

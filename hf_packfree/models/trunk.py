@@ -7,7 +7,7 @@ from typing import Any
 from hf_packfree.errors import CacheConflict, PatchConflict, UnsupportedInput
 from hf_packfree.models.attention import check_attention
 from hf_packfree.models.base import Replacement
-from hf_packfree.models.compat import CACHE, CACHES, cache_of, masks_the_layers_ignore
+from hf_packfree.models.compat import CACHE, cache_of, masks_the_layers_ignore
 from hf_packfree.models.entry import enter, is_batch, positions_for, restore_layers, row_positions
 from hf_packfree.models.rotary import check_longest_position, has_fixed_frequencies
 from hf_packfree.models.state import state_of
@@ -64,7 +64,7 @@ class PackedTrunk(Replacement):
     ) -> Any:
         packed = of_batch.for_shape(shape)
         # The caller's `cache_position` (5.2 and 5.3 read it) counts tokens of the batch, not of the row.
-        row = {name: value for name, value in arguments.items() if name not in ("cache_position", *CACHES)}
+        row = {name: value for name, value in arguments.items() if name != "cache_position"}
         as_dict = row.get("return_dict", getattr(self.config, "return_dict", True))
         row |= {name: unpad(row[name], packed) for name in ("input_ids", "inputs_embeds") if row.get(name) is not None}
         row |= {

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from hf_packfree.errors import BoundaryError, UnsupportedInput
 from hf_packfree.models.base import Replacement
-from hf_packfree.models.compat import CACHES
 from hf_packfree.models.entry import as_requested, enter, restore_layers, row_of_each, row_positions
 from hf_packfree.models.idle_tower import run_beside_idle_tower
 from hf_packfree.models.mrope import SECONDS, RowMedia, items_of_documents, media_of, packed_positions, to_device
@@ -133,8 +132,8 @@ def packed_arguments(source: Any, packed: PackedSequence, given: dict[str, Any])
         "return_dict": True,
         **_numbered(source, packed, given.get("position_ids"), row),
     }
-    # `cache_position` counts tokens of the batch, not of the row
-    return {name: value for name, value in row.items() if name not in ("cache_position", *CACHES)}
+    row.pop("cache_position", None)  # it counts tokens of the batch, not of the row
+    return row
 
 
 def _without_items(given: dict[str, Any]) -> dict[str, None]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-import math
 
 import torch
 
-from tests.support import gradients, relative_rms
+from tests.support import gradients, nudged, relative_rms
 
 WIDTH = 40
 ROWS = {  # (first place, tokens) of each row's document
@@ -72,13 +70,3 @@ def rounding(model, batch, grads, measure=worst_gradient, seed: int = 0, **more)
     Where a parameter's gradient is what is left of a sum that cancels, two right answers in fp32 differ by that much.
     """
     return measure(step(nudged(model, seed), batch, **more)[1], grads)
-
-
-def nudged(model, seed: int):
-    """Return a copy of the model, each weight moved by its last bit, up or down."""
-    moved, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight in moved.parameters():
-            up = torch.rand(weight.shape, generator=generator) < 0.5
-            weight.copy_(torch.nextafter(weight, torch.where(up, math.inf, -math.inf)))
-    return moved

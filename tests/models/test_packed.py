@@ -16,7 +16,6 @@ from hf_packfree.errors import UnsupportedInput
 from hf_packfree.models.compat import CACHE
 from hf_packfree.packing import PackedSequence
 from tests.input_formats import block_mask, one_row, padded_rows, row_batch
-from tests.models.padded import nudged
 from tests.support import (
     CONTROL,
     GRADIENT_TOL,
@@ -26,6 +25,7 @@ from tests.support import (
     by_family,
     documents,
     errors,
+    nudged,
     pairwise,
     random_weights,
     relative_rms,

@@ -100,13 +100,13 @@ def test_generation(family, padded, use_cache):
     assert all(torch.equal(one, other) for one, other in zip(found.logits, wanted.logits, strict=True))
 
 
-@pytest.mark.parametrize("by_place", [False, True])
+@pytest.mark.parametrize("positional", [False, True])
 @pytest.mark.parametrize("name", compat.CACHES[compat.CACHES.index(compat.CACHE):])
-def test_a_cache_by_either_name_is_upstreams_and_so_are_its_warnings(name, by_place):
+def test_a_cache_by_either_name_is_upstreams_and_so_are_its_warnings(name, positional):
     model = tiny("qwen3_5").eval()
 
     def step(module, ids, cache):
-        if by_place:
+        if positional:
             return module(ids, None, None, cache, use_cache=True)
         return module(input_ids=ids, use_cache=True, **{name: cache})
 
@@ -121,7 +121,7 @@ def test_a_cache_by_either_name_is_upstreams_and_so_are_its_warnings(name, by_pl
     apply_patches(model)
     for (logits, said), (logits_wanted, said_upstream) in zip((two_steps(model), two_steps(model.model)), wanted):
         assert torch.equal(logits, logits_wanted)
-        assert said == said_upstream and bool(said) == (name != compat.CACHE and not by_place)
+        assert said == said_upstream and bool(said) == (name != compat.CACHE and not positional)
 
 
 @pytest.mark.parametrize("name", compat.CACHES[compat.CACHES.index(compat.CACHE):])

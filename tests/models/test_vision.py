@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from hf_packfree import apply_patches
+from hf_packfree import PackedSequence, apply_patches
 from hf_packfree.errors import BoundaryConflict, BoundaryError, CacheConflict, UnsupportedInput
 from hf_packfree.models import vision_language
 from hf_packfree.models.base import upstream_of
@@ -370,6 +370,14 @@ class TestRefusals:
         from transformers import DynamicCache
 
         self.refused(qwen, CacheConflict, f"together with {CACHE}", **{CACHE: DynamicCache()})
+
+    def test_a_cache_beside_a_record(self, qwen):
+        ids, record = torch.arange(2, 12)[None], PackedSequence.from_lengths([4, 6])
+        model = qwen.model
+        cache = model(input_ids=ids, use_cache=True)[CACHE]
+        for part in (model, model.model):
+            with pytest.raises(CacheConflict, match=f"together with {CACHE}"):
+                part(input_ids=ids, packed_sequence=record, **{CACHE: cache})
 
     def test_embeddings_without_ids_or_positions(self, qwen):
         batch = qwen.batch("offsets, seq_idx")
