@@ -6,7 +6,8 @@ from pathlib import Path
 from hf_packfree import __version__
 
 HERE = Path(__file__).parent
-shutil.copytree(HERE.parent / "notebooks", HERE / "notebooks", dirs_exist_ok=True)  # Sphinx reads its own folder only
+# Sphinx reads its own folder only
+shutil.copytree(HERE.parent / "notebooks", HERE / "notebooks", dirs_exist_ok=True)
 
 project = "hf_packfree"
 version = release = __version__
@@ -14,9 +15,11 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
 html_title = f"hf_packfree {release}"
 html_show_sourcelink = False
-default_role = "code"  # docstrings write `names` as Markdown does
+# docstrings write `names` as Markdown does
+default_role = "code"
 myst_heading_anchors = 3
-nb_execution_mode = "off"  # python -m tests.notebooks keeps the outputs
+# python -m tests.notebooks keeps the outputs
+nb_execution_mode = "off"
 autodoc_typehints = "description"
 autodoc_member_order = "bysource"
 autodoc_typehints_description_target = "documented"

@@ -1,6 +1,7 @@
 """Packed and padding-free training of hybrid linear-attention models, exact and fast.
 
-Importing this package changes nothing and loads nothing; names load what they need when they are first used.
+Importing this package changes nothing and loads nothing; names load what they need when they are
+first used.
 """
 
 from __future__ import annotations

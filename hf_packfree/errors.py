@@ -1,7 +1,8 @@
 """Every error this package raises on purpose.
 
-Each says what was found, what is wanted and how to mend it, and subclasses the builtin that a caller would
-already catch: `ValueError` for what was passed in, `RuntimeError` for what a model or machine is.
+Each says what was found, what is wanted and how to mend it, and subclasses the builtin that a
+caller would already catch: `ValueError` for what was passed in, `RuntimeError` for what a model or
+machine is.
 """
 
 
@@ -10,7 +11,9 @@ class PackFreeError(Exception):
 
 
 class BoundaryError(PackFreeError, ValueError):
-    """The packed input is malformed: offsets, masks or positions that describe no row of documents, or media not theirs."""
+    """The packed input is malformed: offsets, masks or positions that describe no row of
+    documents, or media not theirs.
+    """
 
 
 class BoundaryConflict(BoundaryError):
@@ -18,15 +21,21 @@ class BoundaryConflict(BoundaryError):
 
 
 class CacheConflict(PackFreeError, ValueError):
-    """A packed row came together with a cache: the tokens before the row belong to no document in it."""
+    """A packed row came together with a cache: the tokens before the row belong to no document
+    in it.
+    """
 
 
 class UnsupportedInput(PackFreeError, ValueError):
-    """The input is valid, but no exact path for it exists (a packed row of images with text positions, say)."""
+    """The input is valid, but no exact path for it exists (a packed row of images with text
+    positions, say).
+    """
 
 
 class UnsupportedModel(PackFreeError, TypeError):
-    """The model holds no module of a supported family, or one whose documents nothing is known to keep apart."""
+    """The model holds no module of a supported family, or one whose documents nothing is known
+    to keep apart.
+    """
 
 
 class ContractError(PackFreeError, RuntimeError):
@@ -38,7 +47,9 @@ class PatchConflict(PackFreeError, RuntimeError):
 
 
 class MissingHead(PackFreeError, LookupError):
-    """A checkpoint lacks tensors of the multi-token prediction head, or has others than its configuration says."""
+    """A checkpoint lacks tensors of the multi-token prediction head, or has others than its
+    configuration says.
+    """
 
 
 class BackendUnavailable(PackFreeError, RuntimeError):

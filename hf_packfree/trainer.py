@@ -1,4 +1,6 @@
-"""The Trainer callback: patches the model before it is wrapped, refuses if that is too late, logs what packing does."""
+"""The Trainer callback: patches the model before it is wrapped, refuses if that is too late,
+logs what packing does.
+"""
 
 from __future__ import annotations
 
@@ -40,27 +42,31 @@ logger = logging.getLogger("hf_packfree")
 class PackFreeCallback(TrainerCallback):
     """Patch the Trainer's model; pass it as `Trainer(callbacks=[PackFreeCallback()])`.
 
-    The model is patched when the Trainer is initialised, before accelerate, DDP or FSDP wrap it.  `add_callback` comes
-    too late for that, and training then refuses to start unless the model is patched already.  The patches stay after
-    training; `remove_patches(model)` takes them back.
+    The model is patched when the Trainer is initialised, before accelerate, DDP or FSDP wrap it.
+    `add_callback` comes too late for that, and training then refuses to start unless the model is
+    patched already. The patches stay after training; `remove_patches(model)` takes them back.
 
-    Every training log gains these, over the steps since the last log, on this process, or on all of them (`mtp_...`):
+    Every training log gains these, over the steps since the last log, on this process, or on all of
+    them (`mtp_...`):
         packfree/documents_per_row: documents in the average row.
         packfree/real_token_share: tokens that are not padding over all tokens, 0 to 1.
         packfree/tokens_per_second: tokens that are not padding.
-        packfree/mtp_loss_k: with a multi-token prediction head in training, the mean loss of depth k.
-        packfree/mtp_accuracy_k: with the same, the share of its targets that its most likely token hits.
+        packfree/mtp_loss_k: the mean loss of depth k of a multi-token prediction head in training.
+        packfree/mtp_accuracy_k: the share of depth k's targets that its most likely token hits.
         packfree/influence: once, with `verify_first_batch`: see `first_batch_influence`.
 
     Args:
-        backend, batch_invariant, unpacked, padded, mtp: as for `apply_patches`, whose errors are raised when the Trainer is
-            initialised; an unknown value is refused at once (ValueError).
-        context_parallel: "auto": the ranks of `cp_size` or `sp_size` in the Trainer's `parallelism_config`, or that of
-            `accelerate launch`, if there are any, share each row, and accelerate leaves that to the model until training ends;
-            or as for `apply_patches`, of them.
-        verify_first_batch: on the first packed batch, change the tokens, pixels and sounds of every second document and raise
-            `LeakDetected` if the outputs of the others change; costs two forwards, three of a vision-language model.  In a
-            process group only the first batch is checked, so that all processes run the same forwards.
+        backend, batch_invariant, unpacked, padded, mtp: as for `apply_patches`, whose errors are
+            raised when the Trainer is initialised; an unknown value is refused at once
+            (ValueError).
+        context_parallel: "auto": the ranks of `cp_size` or `sp_size` in the Trainer's
+            `parallelism_config`, or that of `accelerate launch`, if there are any, share each row,
+            and accelerate leaves that to the model until training ends; or as for `apply_patches`,
+            of them.
+        verify_first_batch: on the first packed batch, change the tokens, pixels and sounds of every
+            second document and raise `LeakDetected` if the outputs of the others change; costs two
+            forwards, three of a vision-language model. In a process group only the first batch is
+            checked, so that all processes run the same forwards.
     """
 
     def __init__(
@@ -76,7 +82,10 @@ class PackFreeCallback(TrainerCallback):
     ) -> None:
         self._options = Options(backend, batch_invariant, unpacked, padded, mtp)
         if isinstance(context_parallel, str) and context_parallel != "auto":
-            raise ValueError(f"found context_parallel={context_parallel!r}; wanted 'auto', None, a group or a mesh; pass one")
+            raise ValueError(
+                f"found context_parallel={context_parallel!r}; wanted 'auto', None, a group or a "
+                f"mesh; pass one"
+            )
         if context_parallel is not None:
             refuse_unreadable_launch()
         self._context_parallel = context_parallel
@@ -92,8 +101,8 @@ class PackFreeCallback(TrainerCallback):
         """Patch the model, before anything wraps it.
 
         Raises:
-            PatchConflict: the Trainer wants sequence parallelism by DeepSpeed's engine, gives other ranks the same batches, or
-                shares rows where `context_parallel` is None.
+            PatchConflict: the Trainer wants sequence parallelism by DeepSpeed's engine, gives other
+                ranks the same batches, or shares rows where `context_parallel` is None.
         """
         given, parallelism = self._context_parallel, parallelism_in_force()
         ranks = trainers_group(parallelism, "auto" if isinstance(given, str) else ranks_of(given))
@@ -113,9 +122,10 @@ class PackFreeCallback(TrainerCallback):
         model = kwargs["model"]
         if not patch_report(model).patched:
             raise PatchConflict(
-                "found an unpatched model at the start of training (the callback was added after the Trainer was built, or "
-                "the patches were removed since); wanted it patched before accelerate wraps it; pass "
-                "Trainer(callbacks=[PackFreeCallback()]), or call apply_patches(model) first"
+                "found an unpatched model at the start of training (the callback was added after "
+                "the Trainer was built, or the patches were removed since); wanted it patched "
+                "before accelerate wraps it; pass Trainer(callbacks=[PackFreeCallback()]), or "
+                "call apply_patches(model) first"
             )
         refuse_rows_cut_twice(model)
         _warn_of_unweighted_tokens(args, model)
@@ -127,7 +137,9 @@ class PackFreeCallback(TrainerCallback):
             observers_of(trunk).append(self._counts.count)
         if self._verify:
             for module in _outermost(model, self._trunks):
-                self._hooks.append(module.register_forward_pre_hook(self._verify_once(), with_kwargs=True))
+                self._hooks.append(
+                    module.register_forward_pre_hook(self._verify_once(), with_kwargs=True)
+                )
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -168,19 +180,23 @@ class PackFreeCallback(TrainerCallback):
             done = True
             influence = first_batch_influence(trunk, args, kwargs)
             if influence is None and not in_process_group():
-                done = False  # this batch is not packed; the first packed one is checked
+                # this batch is not packed; the first packed one is checked
+                done = False
             self._influence = influence
 
         return hook
 
 
 def _warn_of_unweighted_tokens(args: TrainingArguments, model: Any) -> None:
-    """Warn of vision-language classes, for which the Trainer computes no token count over accumulated micro-batches."""
+    """Warn of vision-language classes, for which the Trainer computes no token count over
+    accumulated micro-batches.
+    """
     if args.gradient_accumulation_steps > 1 and not getattr(model, "accepts_loss_kwargs", True):
         logger.warning(
-            "found a %s, whose class says accepts_loss_kwargs = False, with gradient_accumulation_steps=%d: micro-batches "
-            "will count equally however many tokens they hold; wanted tokens to count equally; %sset "
-            "model.accepts_loss_kwargs = True before building the Trainer",
+            "found a %s, whose class says accepts_loss_kwargs = False, with "
+            "gradient_accumulation_steps=%d: micro-batches will count equally however many tokens "
+            "they hold; wanted tokens to count equally; %sset model.accepts_loss_kwargs = True "
+            "before building the Trainer",
             type(model).__name__,
             args.gradient_accumulation_steps,
             "install transformers 5.17 or later, and " if LOSS_WITH_MEDIA_TAKES_NO_COUNT else "",
@@ -188,38 +204,52 @@ def _warn_of_unweighted_tokens(args: TrainingArguments, model: Any) -> None:
 
 
 def _warn_of_gradients_divided_twice() -> None:
-    """Warn of a Trainer that divides losses by the micro-batches of a step and lets accelerate divide them again."""
+    """Warn of a Trainer that divides losses by the micro-batches of a step and lets accelerate
+    divide them again.
+    """
     from accelerate.state import AcceleratorState, GradientState  # type: ignore[import-untyped]
 
     steps = GradientState().num_steps
-    if steps > 1 and AcceleratorState().distributed_type != "DEEPSPEED":  # whose engine leaves it to the Trainer
+    # whose engine leaves it to the Trainer
+    if steps > 1 and AcceleratorState().distributed_type != "DEEPSPEED":
         logger.warning(
-            "found transformers %s, whose Trainer divides gradients by the %d micro-batches of a step twice, of any model "
-            "(5.2 to 5.4 do); wanted gradients of the mean loss; install transformers 5.5 or later, or set "
-            "trainer.accelerator.gradient_accumulation_steps = 1 before trainer.train()",
-            RELEASE, steps,
+            "found transformers %s, whose Trainer divides gradients by the %d micro-batches of a "
+            "step twice, of any model (5.2 to 5.4 do); wanted gradients of the mean loss; install "
+            "transformers 5.5 or later, or set trainer.accelerator.gradient_accumulation_steps = "
+            "1 before trainer.train()",
+            RELEASE,
+            steps,
         )
 
 
 def _warn_of_uncounted_tokens(parallelism: Any) -> None:
-    """Warn of `sp_size`, for which the Trainer, made for DeepSpeed, counts no tokens before any callback runs."""
+    """Warn of `sp_size`, for which the Trainer, made for DeepSpeed, counts no tokens before any
+    callback runs.
+    """
     size = getattr(parallelism, "sp_size", 1)
     if size > 1:
         logger.warning(
-            "found sp_size=%d, which runs as cp_size=%d without the Trainer's token counts: micro-batches, and rows of data "
-            "parallel ranks, will count equally however many targets they hold; wanted tokens to count equally; set "
-            "ParallelismConfig(cp_size=%d)", size, size, size,
+            "found sp_size=%d, which runs as cp_size=%d without the Trainer's token counts: "
+            "micro-batches, and rows of data parallel ranks, will count equally however many "
+            "targets they hold; wanted tokens to count equally; set ParallelismConfig(cp_size=%d)",
+            size,
+            size,
+            size,
         )
 
 
 def _outermost(model: nn.Module, trunks: list[nn.Module]) -> list[nn.Module]:
-    """Return the vision-language model around the text model, whose towers are checked too, or else the text models."""
+    """Return the vision-language model around the text model, whose towers are checked too, or
+    else the text models.
+    """
     source = media_source(model)
     return trunks if source is None else [source]
 
 
 class _Counts:
-    """Running totals since the last log; token counts stay on the device until then, so that no step waits for it."""
+    """Running totals since the last log; token counts stay on the device until then, so that no
+    step waits for it.
+    """
 
     def __init__(self) -> None:
         self.rows = self.documents = self.tokens_with_padding = 0
@@ -228,7 +258,8 @@ class _Counts:
 
     @uncompiled
     def count(self, packed: PackedSequence | None, shape: tuple[int, int], mask: Any) -> None:
-        if packed is not None and packed.shard is not None:  # of the batch that ranks share, each counts all
+        # of the batch that ranks share, each counts all
+        if packed is not None and packed.shard is not None:
             packed, shape = packed.shard.batch, packed.shard.batch.batch_shape
         self.rows += shape[0]
         self.tokens_with_padding += shape[0] * shape[1]

@@ -1,8 +1,9 @@
-"""Every release that this package needs, was tested with or refuses, and why: the only place of these numbers.
+"""Every release that this package needs, was tested with or refuses, and why: the only place of
+these numbers.
 
-The operations, the doctor, the report and error messages read this table; `tests/test_versions.py` holds it equal to
-setup.cfg.  What our layers have to do otherwise before some release of transformers is in `models/compat.py`, beside what
-differs.  Nothing here needs torch.
+The operations, the doctor, the report and error messages read this table; `tests/test_versions.py`
+holds it equal to setup.cfg. What our layers have to do otherwise before some release of
+transformers is in `models/compat.py`, beside what differs. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ class Versions:
         name: the distribution, as pip installs it.
         floor: the oldest release that is taken, or None where any is.
         why: why no older one is, as the end of "releases before it ...".
-        cpu: the oldest and the newest release that the tests ran with on CPUs; for triton, its interpreter.
+        cpu: the oldest and the newest release that the tests ran with on CPUs; for triton, its
+            interpreter.
         gpu: the releases that tests/gpu ran with.
-        batch_invariant: what the version begins with under which documents were compared bit for bit, packed and alone.
+        batch_invariant: what the version begins with under which documents were compared bit for
+            bit, packed and alone.
     """
 
     name: str
@@ -41,22 +44,63 @@ class Versions:
         return f"pip install '{self.requirement}'" if self.floor else f"pip install {self.name}"
 
 
-VERSIONS = {row.name: row for row in (
-    Versions("python", "3.10", cpu=("3.10", "3.11")),
-    Versions("torch", "2.10", "have no torch.nn.attention.varlen", cpu=("2.10.0", "2.13.0"), gpu=("2.11.0",),
-             batch_invariant="2.11."),
-    Versions("numpy", "1.24", cpu=("1.24.0", "2.4.6")),
-    Versions("transformers", "5.2", "lack one of the families", cpu=("5.2.0", "5.24.0"), gpu=("5.23.0",)),
-    Versions("accelerate", "1.10", cpu=("1.10.0", "1.15.0")),
-    Versions("triton", "3.6", "come with a torch before 2.10", cpu=("3.6.0", "3.9.0"), gpu=("3.6.0",), batch_invariant="3.6."),
-    Versions("fla-core", "0.6.0", "were never run with packed rows on a GPU, and those before 0.5.2 compute some of them wrong",
-             gpu=("0.6.0",), batch_invariant="0.6.0"),
-    Versions("flash-qla", "0.1.3", "take no plan of packed rows", gpu=("0.1.3",), batch_invariant="0.1.3"),
-    Versions("causal-conv1d", "1.6.0", "do not heed torch.use_deterministic_algorithms", gpu=("1.7.0",)),
-)}
+VERSIONS = {
+    row.name: row
+    for row in (
+        Versions("python", "3.10", cpu=("3.10", "3.11")),
+        Versions(
+            "torch",
+            "2.10",
+            "have no torch.nn.attention.varlen",
+            cpu=("2.10.0", "2.13.0"),
+            gpu=("2.11.0",),
+            batch_invariant="2.11.",
+        ),
+        Versions("numpy", "1.24", cpu=("1.24.0", "2.4.6")),
+        Versions(
+            "transformers",
+            "5.2",
+            "lack one of the families",
+            cpu=("5.2.0", "5.24.0"),
+            gpu=("5.23.0",),
+        ),
+        Versions("accelerate", "1.10", cpu=("1.10.0", "1.15.0")),
+        Versions(
+            "triton",
+            "3.6",
+            "come with a torch before 2.10",
+            cpu=("3.6.0", "3.9.0"),
+            gpu=("3.6.0",),
+            batch_invariant="3.6.",
+        ),
+        Versions(
+            "fla-core",
+            "0.6.0",
+            "were never run with packed rows on a GPU, and those before 0.5.2 compute some of them "
+            "wrong",
+            gpu=("0.6.0",),
+            batch_invariant="0.6.0",
+        ),
+        Versions(
+            "flash-qla",
+            "0.1.3",
+            "take no plan of packed rows",
+            gpu=("0.1.3",),
+            batch_invariant="0.1.3",
+        ),
+        Versions(
+            "causal-conv1d",
+            "1.6.0",
+            "do not heed torch.use_deterministic_algorithms",
+            gpu=("1.7.0",),
+        ),
+    )
+}
 
 FLA_BACKWARD_WRONG_ON_HOPPER = ("3.4.0", "3.7.1")
-"""From the first, and before the second, Triton compiles FLA's gated backward wrongly on Hopper (FLA's issue 640)."""
+"""From the first, and before the second, Triton compiles FLA's gated backward wrongly on Hopper
+(FLA's issue 640).
+"""
 
 HOPPER_ADVICE = (
     "pip install flash-qla or tilelang, and nvcc with it, or "
@@ -68,13 +112,19 @@ CLASS_MAPPING_SINCE = "5.3"
 """The first transformers that takes a mapping of classes, which patching at load time needs."""
 
 FLA_WITHOUT_CUDA_SINCE = "5.15"
-"""The first transformers that calls fla-core for unpacked rows without looking for a CUDA device."""
+"""The first transformers that calls fla-core for unpacked rows without looking for a CUDA
+device.
+"""
 
 VARLEN_GROUPS_HEADS = "2.11"
 """The first torch whose varlen attention takes fewer key heads than query heads."""
 
 LAUNCHED_TRITON = ("3.6.", "3.7.")
-"""What the version of a Triton begins with whose compiled kernels are started without its own launcher."""
+"""What the version of a Triton begins with whose compiled kernels are started without its own
+launcher.
+"""
 
 ASSISTANT_MASK_WITH_MEDIA_SINCE = "5.18"
-"""The first transformers whose mask of the assistant's tokens knows that a placeholder becomes many tokens."""
+"""The first transformers whose mask of the assistant's tokens knows that a placeholder becomes
+many tokens.
+"""

@@ -1,4 +1,6 @@
-"""For every test: one thread, no deadline, transformers' deprecations are errors, fake kernels are seen."""
+"""For every test: one thread, no deadline, transformers' deprecations are errors, fake kernels
+are seen.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,14 @@ from hypothesis import HealthCheck, settings
 
 from tests.deprecations import DeprecationsAreErrors
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # which is read on import; without a network, looking for one takes half a minute
+# which is read on import; without a network, looking for one takes half a minute
+os.environ["HF_HUB_OFFLINE"] = "1"
 # tiny models gain nothing from more threads, and workers that share cores lose a lot
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
-# without a GPU the Triton kernels run in Triton's interpreter, which has to be chosen before anything imports triton
+# without a GPU the Triton kernels run in Triton's interpreter, which has to be chosen before
+# anything imports triton
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -38,7 +42,9 @@ if find_spec("fake_kernels"):
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what takes minutes and runs under -m fuzz alone; other tests keep their own expressions."""
+    """Leave out what takes minutes and runs under -m fuzz alone; other tests keep their own
+    expressions.
+    """
     long = [item for item in items if item.get_closest_marker("fuzz")]
     if long and "fuzz" not in config.option.markexpr:
         items[:] = [item for item in items if item not in long]
@@ -47,9 +53,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True, scope="session")
 def frames_are_numbered() -> Iterator[None]:
-    """Let transformers 5.3's own models number videos whose frames have text between them, which they cannot without this.
+    """Let transformers 5.3's own models number videos whose frames have text between them, which
+    they cannot without this.
 
-    Every other release makes one grid of each frame itself; ours are handed over so (`tests/models/test_mrope.py`).
+    Every other release makes one grid of each frame itself; ours are handed over so
+    (`tests/models/test_mrope.py`).
     """
     import transformers
 
@@ -63,7 +71,8 @@ def frames_are_numbered() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def gradients_are_divided_once() -> Iterator[None]:
-    """Let the Trainer of transformers 5.2 to 5.4 divide gradients by a step's micro-batches once: it does twice, of any model.
+    """Let the Trainer of transformers 5.2 to 5.4 divide gradients by a step's micro-batches once:
+    it does twice, of any model.
 
     What its users can do, and are advised to (`tests/test_trainer.py`).
     """
@@ -86,7 +95,9 @@ _tried: dict[tuple[str, str | None], object] = {}
 
 @pytest.fixture
 def imports_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the doctor try every package once per test process, and again where another file has its name."""
+    """Let the doctor try every package once per test process, and again where another file has
+    its name.
+    """
     from hf_packfree.doctor import probe
 
     def remembered(modules: Sequence[str]) -> dict[str, object]:

@@ -1,11 +1,15 @@
-"""What upstream announces in its log counts as much as what it announces by a warning, and warnings are errors here."""
+"""What upstream announces in its log counts as much as what it announces by a warning, and
+warnings are errors here.
+"""
 
 from __future__ import annotations
 
 import logging
 import re
 
-ANNOUNCES = re.compile(r"deprecat|will be removed|removed in (v|version|transformers)", re.IGNORECASE)
+ANNOUNCES = re.compile(
+    r"deprecat|will be removed|removed in (v|version|transformers)", re.IGNORECASE
+)
 
 
 class DeprecationsAreErrors(logging.Handler):

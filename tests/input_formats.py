@@ -10,7 +10,9 @@ INT32 = torch.int32
 
 
 def one_row(lengths) -> dict[str, torch.Tensor]:
-    """The boundaries of one row of these documents: `position_ids` and `seq_idx` [1, S], `cu_seqlens` [N+1]."""
+    """The boundaries of one row of these documents: `position_ids` and `seq_idx` [1, S],
+    `cu_seqlens` [N+1].
+    """
     return {
         "position_ids": torch.cat([torch.arange(n) for n in lengths])[None],
         "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).to(INT32),
@@ -74,7 +76,9 @@ def _starts_above_zero(row, lengths):
 
 def _all(*formats):
     """Several formats in one call."""
-    return lambda row, lengths: {name: value for one in formats for name, value in one(row, lengths).items()}
+    return lambda row, lengths: {
+        name: value for one in formats for name, value in one(row, lengths).items()
+    }
 
 
 ROW_FORMATS = {
@@ -98,7 +102,9 @@ ROW_FORMATS = {
     "additive_block_mask": _additive_block_mask,
     "starts_above_zero": _starts_above_zero,
 }
-"""Formats of one row without padding; those with three or four rows of positions need a family that takes them."""
+"""Formats of one row without padding; those with three or four rows of positions need a family
+that takes them.
+"""
 
 
 def row_batch(input_format: str, lengths, seed: int = 1) -> Batch:
@@ -106,12 +112,19 @@ def row_batch(input_format: str, lengths, seed: int = 1) -> Batch:
     parts, row = documents(lengths, seed=seed), one_row(lengths)
     ends = row["cu_seqlens"].tolist()
     spans = [(0, torch.arange(a, b)) for a, b in zip(ends, ends[1:])]
-    inputs = {"input_ids": torch.cat(parts)[None], "use_cache": False, **ROW_FORMATS[input_format](row, lengths)}
+    inputs = {
+        "input_ids": torch.cat(parts)[None],
+        "use_cache": False,
+        **ROW_FORMATS[input_format](row, lengths),
+    }
     return Batch(parts, inputs, spans)
 
 
-def padded_rows(rows, side: str = "right", extra: int = 3) -> tuple[Batch, torch.Tensor, torch.Tensor]:
-    """Several rows of documents, padded: the bare batch, document numbers from 1 (0: padding), and positions.
+def padded_rows(
+    rows, side: str = "right", extra: int = 3
+) -> tuple[Batch, torch.Tensor, torch.Tensor]:
+    """Several rows of documents, padded: the bare batch, document numbers from 1 (0: padding), and
+    positions.
 
     Args:
         rows: the lengths of each row's documents.
@@ -126,7 +139,11 @@ def padded_rows(rows, side: str = "right", extra: int = 3) -> tuple[Batch, torch
         at = 0 if side == "right" else width - sum(row)
         for number, length in enumerate(row, 1):
             span = torch.arange(at, at + length)
-            ids[index, span], numbers[index, span], positions[index, span] = next(queue), number, torch.arange(length)
+            ids[index, span], numbers[index, span], positions[index, span] = (
+                next(queue),
+                number,
+                torch.arange(length),
+            )
             spans.append((index, span))
             at += length
     return Batch(parts, {"input_ids": ids, "use_cache": False}, spans), numbers, positions
@@ -137,8 +154,14 @@ ROWS = ((5, 64, 3), (1, 70), (2, 2, 66, 1))
 ROWS_FORMATS = {
     "indexed": lambda numbers, positions: {"attention_mask": numbers},
     "indexed_left": lambda numbers, positions: {"attention_mask": numbers},
-    "indexed_and_positions": lambda numbers, positions: {"attention_mask": numbers, "position_ids": positions},
-    "mask_and_positions": lambda numbers, positions: {"attention_mask": (numbers > 0).long(), "position_ids": positions},
+    "indexed_and_positions": lambda numbers, positions: {
+        "attention_mask": numbers,
+        "position_ids": positions,
+    },
+    "mask_and_positions": lambda numbers, positions: {
+        "attention_mask": (numbers > 0).long(),
+        "position_ids": positions,
+    },
     "seq_idx": lambda numbers, positions: {"seq_idx": (numbers - 1).to(INT32)},
     "block_mask": lambda numbers, positions: {"attention_mask": block_mask(numbers - 1)},
     "positions_zero_tail": lambda numbers, positions: {"position_ids": positions},
@@ -150,9 +173,15 @@ ROWS_FORMATS = {
 def rows_batch(input_format: str, rows=ROWS) -> Batch:
     """Several rows in the named format."""
     batch, numbers, positions = padded_rows(rows, "left" if "left" in input_format else "right")
-    return Batch(batch.documents, {**batch.inputs, **ROWS_FORMATS[input_format](numbers, positions)}, batch.places)
+    return Batch(
+        batch.documents,
+        {**batch.inputs, **ROWS_FORMATS[input_format](numbers, positions)},
+        batch.places,
+    )
 
 
 def _cu_seqlens_of(numbers: torch.Tensor) -> torch.Tensor:
     flat = (numbers + 100 * torch.arange(len(numbers))[:, None]).reshape(-1)
-    return torch.cat([torch.tensor([0]), flat.diff().nonzero()[:, 0] + 1, torch.tensor([flat.numel()])]).to(INT32)
+    return torch.cat(
+        [torch.tensor([0]), flat.diff().nonzero()[:, 0] + 1, torch.tensor([flat.numel()])]
+    ).to(INT32)

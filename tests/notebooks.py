@@ -1,7 +1,8 @@
-"""Run the notebooks and keep what they show: small text and pictures, and a hash of the cells they came from.
+"""Run the notebooks and keep what they show: small text and pictures, and a hash of the cells they
+came from.
 
-    python -m tests.notebooks              run all of them here, write their outputs into notebooks/
-    python -m tests.notebooks 1_see        those whose names begin so
+python -m tests.notebooks              run all of them here, write their outputs into notebooks/
+python -m tests.notebooks 1_see        those whose names begin so
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ RECORD = "executed_sources"
 
 
 def sources_hash(notebook: NotebookNode) -> str:
-    """Return a hash of the code cells; the text between them may change without running anything."""
+    """Return a hash of the code cells; the text between them may change without running
+    anything.
+    """
     sources = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
     return hashlib.sha256(json.dumps(sources).encode()).hexdigest()[:16]
 
@@ -37,10 +40,17 @@ def execute(notebook: NotebookNode, folder: Path) -> NotebookNode:
     Raises:
         CellExecutionError: a cell failed; every notebook ends in an assert.
     """
-    environment = {"IPYTHONDIR": str(folder / "ipython"), "PYTHONWARNINGS": "ignore:IProgress"}  # tqdm's, without widgets
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    # tqdm's, without widgets
+    environment = {"IPYTHONDIR": str(folder / "ipython"), "PYTHONWARNINGS": "ignore:IProgress"}
+    environment["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    )
     client = NotebookClient(
-        notebook, timeout=900, kernel_name="python3", record_timing=False, coalesce_streams=True,
+        notebook,
+        timeout=900,
+        kernel_name="python3",
+        record_timing=False,
+        coalesce_streams=True,
         resources={"metadata": {"path": str(folder)}},
     )
     return client.execute(env={**os.environ, **environment})
@@ -52,7 +62,9 @@ def shrink(notebook: NotebookNode) -> None:
 
     for output in (output for cell in notebook.cells for output in cell.get("outputs", [])):
         if "image/png" in output.get("data", {}):
-            picture = Image.open(io.BytesIO(base64.b64decode(output.data["image/png"]))).convert("RGB")
+            picture = Image.open(io.BytesIO(base64.b64decode(output.data["image/png"]))).convert(
+                "RGB"
+            )
             small = io.BytesIO()
             picture.quantize(256, Image.Quantize.MAXCOVERAGE).save(small, "png", optimize=True)
             output.data["image/png"] = base64.b64encode(small.getvalue()).decode()
@@ -60,7 +72,9 @@ def shrink(notebook: NotebookNode) -> None:
 
 def main() -> None:
     """Run the notebooks and write them back."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("begin", nargs="*", default=[""], help="how their names begin")
     chosen = tuple(parser.parse_args().begin)
     for path in (path for path in NOTEBOOKS if path.name.startswith(chosen)):
@@ -69,7 +83,8 @@ def main() -> None:
             execute(notebook, Path(folder))
         shrink(notebook)
         notebook.metadata[RECORD] = sources_hash(notebook)
-        notebook.metadata.language_info = {"name": "python"}  # the kernel adds the Python release
+        # the kernel adds the Python release
+        notebook.metadata.language_info = {"name": "python"}
         nbformat.write(notebook, path)
         print(f"{path.name}: {path.stat().st_size / 1000:.0f} KB")
 

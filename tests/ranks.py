@@ -1,4 +1,6 @@
-"""Groups of processes that hold a model together: one program for all cases, which divides before it computes anything."""
+"""Groups of processes that hold a model together: one program for all cases, which divides
+before it computes anything.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,21 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT = timedelta(seconds=60)
-"""Of a collective operation in which some rank does not take part: what hangs ends by this, however many cases there are."""
+"""Of a collective operation in which some rank does not take part: what hangs ends by this,
+however many cases there are.
+"""
 LAST_RESORT = 20 * 60
 """Seconds after which all processes end: far more than a machine takes on which much else runs."""
 
 
 def on_ranks(
-    work: Callable[..., Any], cases: Iterable[tuple[Any, ...]], folder: Path, worlds: Sequence[int] = (2,)
+    work: Callable[..., Any],
+    cases: Iterable[tuple[Any, ...]],
+    folder: Path,
+    worlds: Sequence[int] = (2,),
 ) -> list[tuple[Any, ...]]:
-    """Return, for each case, what `work(rank, *case)` returned on every rank of gloo groups of their own, group after group.
+    """Return, for each case, what `work(rank, *case)` returned on every rank of gloo groups of
+    their own, group after group.
 
     Args:
         work: a function of a module's top level; what it returns is saved by torch.
@@ -35,12 +43,22 @@ def on_ranks(
     cases = list(cases)
     torch.save((cases, members_of(worlds)), folder / "cases.pt")
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     command = [sys.executable, "-m", "tests.ranks", work.__module__, work.__name__, str(folder)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LAST_RESORT)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LAST_RESORT
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     numbers = range(sum(worlds))
-    return [tuple(torch.load(folder / f"{case}-{number}.pt") for number in numbers) for case in range(len(cases))]
+    return [
+        tuple(torch.load(folder / f"{case}-{number}.pt") for number in numbers)
+        for case in range(len(cases))
+    ]
 
 
 two_ranks = partial(on_ranks, worlds=(2,))
@@ -48,7 +66,9 @@ two_ranks = partial(on_ranks, worlds=(2,))
 
 def members_of(worlds: Sequence[int]) -> list[tuple[str, int, int]]:
     """Return (group, rank, size of the group) of every process."""
-    return [(str(group), rank, world) for group, world in enumerate(worlds) for rank in range(world)]
+    return [
+        (str(group), rank, world) for group, world in enumerate(worlds) for rank in range(world)
+    ]
 
 
 def main() -> int:
@@ -57,18 +77,23 @@ def main() -> int:
     work, (cases, members) = getattr(import_module(module), name), torch.load(f"{folder}/cases.pt")
     number, children = 0, []
     for other in range(1, len(members)):
-        child = os.fork()  # which is safe as long as no thread was started: so what all need is loaded once
+        # which is safe as long as no thread was started: so what all need is loaded once
+        child = os.fork()
         if not child:
             number, children = other, []
             break
         children.append(child)
     group, rank, world = members[number]
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}  # as torchrun says it, with an address
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}  # that nobody calls: the group is there already
+    # as torchrun says it, with an address
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    # that nobody calls: the group is there already
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     torch.set_num_threads(1)
     for index, case in enumerate(cases):
         store = f"file://{folder}/store-{index}-{group}"
-        torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=TIMEOUT)
+        torch.distributed.init_process_group(
+            "gloo", init_method=store, rank=rank, world_size=world, timeout=TIMEOUT
+        )
         torch.save(work(rank, *case), f"{folder}/{index}-{number}.pt")
         torch.distributed.destroy_process_group()
     return any([os.waitpid(child, 0)[1] for child in children])

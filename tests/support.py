@@ -1,9 +1,11 @@
-"""What the exactness tests share: tiny slow-decay models, batches and where their documents are, documents run alone."""
+"""What the exactness tests share: tiny slow-decay models, batches and where their documents are,
+documents run alone.
+"""
 
 from __future__ import annotations
 
-import inspect
 import copy
+import inspect
 import math
 from dataclasses import dataclass
 from importlib import import_module
@@ -29,15 +31,21 @@ def slow_decay(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):
-                parameter.copy_(torch.empty_like(parameter).uniform_(0.01, 0.05, generator=generator).log())
+                parameter.copy_(
+                    torch.empty_like(parameter).uniform_(0.01, 0.05, generator=generator).log()
+                )
             elif parameter.ndim > 1 and "embed" not in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5)
+                parameter.copy_(
+                    torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5
+                )
             elif "embed" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
     return model
 
 
-def tiny(family: str | Family = "qwen3_5", *, attention: str = "sdpa", head: str | None = None) -> torch.nn.Module:
+def tiny(
+    family: str | Family = "qwen3_5", *, attention: str = "sdpa", head: str | None = None
+) -> torch.nn.Module:
     """Return the family's tiny model in training mode, unpatched, fp32, slow decay."""
     row = by_family[family] if isinstance(family, str) else family
     config = row.tiny_config()
@@ -53,18 +61,30 @@ def trunk_of(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def pairwise(first, second, third) -> list[tuple]:
-    """Return triples in which any two values of different lists come together; the third is no longer than the others."""
-    return [(a, b, third[(i + j) % len(third)]) for i, a in enumerate(first) for j, b in enumerate(second)]
+    """Return triples in which any two values of different lists come together; the third is no
+    longer than the others.
+    """
+    return [
+        (a, b, third[(i + j) % len(third)])
+        for i, a in enumerate(first)
+        for j, b in enumerate(second)
+    ]
 
 
 def auto_class(family: str) -> type:
     """Return the class that `from_pretrained` of the family's tiny model is called on."""
     with_images = by_family[family].causal_lm.endswith("ForConditionalGeneration")
-    return transformers.AutoModelForImageTextToText if with_images else transformers.AutoModelForCausalLM
+    return (
+        transformers.AutoModelForImageTextToText
+        if with_images
+        else transformers.AutoModelForCausalLM
+    )
 
 
 def put_upstream_in_torch(monkeypatch) -> None:
-    """Let upstream's Qwen3.5 run its own torch functions, on any device, instead of the kernels it finds."""
+    """Let upstream's Qwen3.5 run its own torch functions, on any device, instead of the kernels
+    it finds.
+    """
     upstream = import_module(by_family["qwen3_5"].upstream)
     for name in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn"):
         plain = inspect.unwrap(getattr(upstream, name))
@@ -84,7 +104,9 @@ def leak_in_the_convolution(monkeypatch) -> None:
 
 @dataclass(frozen=True)
 class Batch:
-    """Documents, what to call the model with, and where each document's tokens are in the caller's shape."""
+    """Documents, what to call the model with, and where each document's tokens are in the
+    caller's shape.
+    """
 
     documents: list[torch.Tensor]
     inputs: dict[str, object]
@@ -96,7 +118,9 @@ class Batch:
 
 
 def documents(lengths, vocabulary: int = 120, seed: int = 1) -> list[torch.Tensor]:
-    """Random token documents of these lengths; ids from 120 on stand for media in the tiny models."""
+    """Random token documents of these lengths; ids from 120 on stand for media in the tiny
+    models.
+    """
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(2, vocabulary, (length,), generator=generator) for length in lengths]
 
@@ -107,7 +131,9 @@ def relative_rms(found: torch.Tensor, wanted: torch.Tensor, floor: float = 1e-30
     NaN anywhere is infinite: Python's `max` over several would drop it.
     """
     found, wanted = found.detach().double(), wanted.detach().double()
-    error = float((found - wanted).pow(2).mean().sqrt() / wanted.pow(2).mean().sqrt().clamp_min(floor))
+    error = float(
+        (found - wanted).pow(2).mean().sqrt() / wanted.pow(2).mean().sqrt().clamp_min(floor)
+    )
     return math.inf if math.isnan(error) else error
 
 
@@ -142,13 +168,18 @@ def random_weights(batch: Batch, width: int, seed: int = 2) -> list[torch.Tensor
 
 
 def recorded(record, found: tuple[float, float], model, documents: str) -> tuple[float, float]:
-    """Return the errors of logits and gradients, kept in pytest's report for the table of releases (tests/compat).
+    """Return the errors of logits and gradients, kept in pytest's report for the table of releases
+    (tests/compat).
 
     Args:
         record: pytest's `record_property`.
         documents: "text" or "media".
     """
-    facts = {"family": family_of(model).name, "documents": documents, "attention": model.config._attn_implementation}
+    facts = {
+        "family": family_of(model).name,
+        "documents": documents,
+        "attention": model.config._attn_implementation,
+    }
     for name, value in {**facts, "logits": found[0], "gradients": found[1]}.items():
         record(name, value)
     return found
@@ -157,13 +188,17 @@ def recorded(record, found: tuple[float, float], model, documents: str) -> tuple
 def errors(found, wanted, floor: float = 1e-2) -> tuple[float, float]:
     """Return the relative RMS of all logits, and the worst parameter gradient's.
 
-    A gradient that is small by cancellation (a decay's, a sum over all tokens) or zero but for rounding (queries of
-    one-token documents) is measured against `floor` times the median parameter's.
+    A gradient that is small by cancellation (a decay's, a sum over all tokens) or zero but for
+    rounding (queries of one-token documents) is measured against `floor` times the median
+    parameter's.
     """
     (parts, grads), (alone, alone_grads) = found, wanted
     assert grads.keys() == alone_grads.keys()
     sizes = sorted(float(grad.double().pow(2).mean().sqrt()) for grad in alone_grads.values())
-    worst = max(relative_rms(grads[name], alone_grads[name], max(floor * sizes[len(sizes) // 2], 1e-300)) for name in grads)
+    worst = max(
+        relative_rms(grads[name], alone_grads[name], max(floor * sizes[len(sizes) // 2], 1e-300))
+        for name in grads
+    )
     return relative_rms(torch.cat(parts), torch.cat(alone)), worst
 
 

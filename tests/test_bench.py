@@ -12,11 +12,18 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_packfree.bench import PRESETS, BenchOptions, BenchReport, Candidate, choose_lengths
-from hf_packfree.bench import run_bench, shapes
+from hf_packfree.bench import (
+    PRESETS,
+    BenchOptions,
+    BenchReport,
+    Candidate,
+    choose_lengths,
+    run_bench,
+    shapes,
+)
 from hf_packfree.bench.documents import documents_of, packed, padded
-from hf_packfree.bench.shapes import config_of
 from hf_packfree.bench.measure import MIB, Floor, peak_mib, threads
+from hf_packfree.bench.shapes import config_of
 from hf_packfree.cli import commands, main
 from tests.support import tiny
 
@@ -36,9 +43,11 @@ def test_both_batches_hold_the_same_documents_and_targets():
 def test_peak_memory_of_a_known_step(capfd):
     def step():
         a = torch.ones(3 * MIB // 4)
-        b = a + 1  # both are held: 6 MiB
+        # both are held: 6 MiB
+        b = a + 1
         del a
-        return (b + 1).sum()  # 6 MiB again
+        # 6 MiB again
+        return (b + 1).sum()
 
     assert peak_mib(step, CPU) == pytest.approx(6, abs=0.01)
     assert capfd.readouterr() == ("", "")
@@ -46,9 +55,16 @@ def test_peak_memory_of_a_known_step(capfd):
 
 def test_the_peak_of_a_gpu_is_that_gpus(monkeypatch):
     asked = []
-    for name in ("synchronize", "reset_peak_memory_stats", "memory_allocated", "max_memory_allocated"):
+    for name in (
+        "synchronize",
+        "reset_peak_memory_stats",
+        "memory_allocated",
+        "max_memory_allocated",
+    ):
         held = 5 * MIB if name.startswith("max") else 2 * MIB
-        monkeypatch.setattr(torch.cuda, name, lambda device, held=held: asked.append(device) or held)
+        monkeypatch.setattr(
+            torch.cuda, name, lambda device, held=held: asked.append(device) or held
+        )
     assert peak_mib(lambda: None, torch.device("cuda", 1)) == 3
     assert set(asked) == {torch.device("cuda", 1)}
 
@@ -69,8 +85,16 @@ def test_a_gpu_is_timed_where_there_is_one(monkeypatch, there):
 
 
 def test_a_shape_is_what_it_would_be_trained_in(monkeypatch):
-    monkeypatch.setattr(shapes, "build_model", lambda config, device, dtype, **_: SimpleNamespace(train=lambda: dtype))
-    for device, asked, wanted in (("cpu", None, "float32"), ("cuda", None, "bfloat16"), ("cuda", torch.float32, "float32")):
+    monkeypatch.setattr(
+        shapes,
+        "build_model",
+        lambda config, device, dtype, **_: SimpleNamespace(train=lambda: dtype),
+    )
+    for device, asked, wanted in (
+        ("cpu", None, "float32"),
+        ("cuda", None, "bfloat16"),
+        ("cuda", torch.float32, "float32"),
+    ):
         assert shapes.model_of("small", torch.device(device), asked) == getattr(torch, wanted)
     assert shapes.model_of("qwen3_5", torch.device("cuda"), None) is None, "a checkpoint's own"
 
@@ -83,22 +107,30 @@ def test_the_floor_counts_every_linear_layer():
     assert floor.seconds() == 12.0
     with FlopCounterMode(display=False) as counter:
         Floor(torch.nn.Linear(256, 128), 64).seconds()
-    assert counter.get_total_flops() == 3 * 2 * 64 * 256 * 128, "forward, and the gradients of inputs and weights"
+    assert counter.get_total_flops() == 3 * 2 * 64 * 256 * 128, (
+        "forward, and the gradients of inputs and weights"
+    )
 
 
 def multiplied(model, tokens, choices):
     """Multiplications of the forward products in the floor."""
     floor = Floor(model, tokens, choices)
-    floor._once = lambda fan_in, fan_out, experts=0: math.prod(floor._sizes(fan_in, fan_out, experts)[0]) * fan_out
+    floor._once = lambda fan_in, fan_out, experts=0: (
+        math.prod(floor._sizes(fan_in, fan_out, experts)[0]) * fan_out
+    )
     return floor.seconds()
 
 
 def test_the_floor_counts_the_experts_that_tokens_choose():
     model = tiny("qwen3_5_moe")
-    linears = sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
-    layers, each = len(model.model.layers), 64 * 2 * 32 + 32 * 64  # gate and up, and down
+    linears = sum(
+        module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear)
+    )
+    # gate and up, and down
+    layers, each = len(model.model.layers), 64 * 2 * 32 + 32 * 64
     assert multiplied(model, 10, 2) == 10 * (linears + 2 * layers * each)
-    assert multiplied(model, 1, 2) == linears + 2 * layers * each  # two of four experts have no token
+    # two of four experts have no token
+    assert multiplied(model, 1, 2) == linears + 2 * layers * each
     assert Floor(model, 10, 2).seconds() > 0
 
 
@@ -126,13 +158,23 @@ def test_ratios_and_sentence():
         Candidate("unpatched packed", 40, refused="no kernels"),
         Candidate("patched padded", 60, (1.0,), 25.0),
     )
-    assert report.fill == 40 / 60 and report.faster("patched padded") == 3.0 and report.memory_share("patched padded") == 0.25
-    assert report.tokens_per_second("patched padded") == 40 and report.floor_share("patched padded") == 0.5
+    assert (
+        report.fill == 40 / 60
+        and report.faster("patched padded") == 3.0
+        and report.memory_share("patched padded") == 0.25
+    )
+    assert (
+        report.tokens_per_second("patched padded") == 40
+        and report.floor_share("patched padded") == 0.5
+    )
     assert report.faster("unpatched packed") is report.memory_share("unpatched packed") is None
     sentence = "once patched, a padded step is 3.00 times as fast, in 25% of the peak memory"
     assert str(report) == f"M on cpu, 2 documents, 67% real tokens: {sentence}"
     rows = {row["name"]: row for row in report.as_dict()["candidates"]}
-    assert rows["unpatched packed"]["refused"] == "no kernels" and rows["unpatched padded"]["median_ms"] == 3000
+    assert (
+        rows["unpatched packed"]["refused"] == "no kernels"
+        and rows["unpatched padded"]["median_ms"] == 3000
+    )
 
 
 def test_what_did_not_run_is_said():
@@ -142,12 +184,24 @@ def test_what_did_not_run_is_said():
 
 
 def test_a_tiny_model_measured_for_real():
-    """One long document and many short ones: padding is nine tenths of the batch, so even a noisy clock sees it."""
+    """One long document and many short ones: padding is nine tenths of the batch, so even a
+    noisy clock sees it.
+    """
     steps = []
-    report = run_bench(BenchOptions("qwen3_5", (400, *[8] * 11), rounds=3, threads=1), lambda *step: steps.append(step))
-    assert [row.name for row in report.candidates] == [f"{how} {what}" for how in WAYS for what in ("padded", "packed")]
+    report = run_bench(
+        BenchOptions("qwen3_5", (400, *[8] * 11), rounds=3, threads=1),
+        lambda *step: steps.append(step),
+    )
+    assert [row.name for row in report.candidates] == [
+        f"{how} {what}" for how in WAYS for what in ("padded", "packed")
+    ]
     assert all(len(row.seconds) == 3 and row.refused is None for row in report.candidates)
-    assert report.fill < 0.11 and [row.computed_tokens for row in report.candidates] == [4800, 488, 488, 488]
+    assert report.fill < 0.11 and [row.computed_tokens for row in report.candidates] == [
+        4800,
+        488,
+        488,
+        488,
+    ]
     assert report.faster("patched padded") > 1.5 and report.memory_share("patched padded") < 0.4
     ours = [report.candidate(f"patched {kind}").peak_mib for kind in ("padded", "packed")]
     assert ours[0] == pytest.approx(ours[1], rel=0.1)
@@ -166,17 +220,36 @@ def test_the_shapes_are_configurations():
 def test_the_page_s_table_adds_up():
     page = Path(__file__).parents[1] / "docs/performance.md"
     section = re.search("<!-- bench: .+?<!-- /bench -->", page.read_text(), re.S)[0]
-    lines = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| ")][1:]
-    rows = {line[0].strip(): [float(re.sub("[^0-9.]", "", cell)) for cell in line[1:]] for line in lines}
+    lines = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| ")][
+        1:
+    ]
+    rows = {
+        line[0].strip(): [float(re.sub("[^0-9.]", "", cell)) for cell in line[1:]] for line in lines
+    }
     tokens, base_ms, _, _, base_mib, *_ = rows["unpatched padded"]
     lengths = choose_lengths("instructions", 8).lengths
-    assert tokens == 8 * 512 and rows["patched padded"][0] == rows["patched packed"][0] == sum(lengths)
-    for computed, ms, faster, speed, mib, share, _ in rows.values():
-        assert faster == pytest.approx(base_ms / ms, abs=0.01) and share == pytest.approx(100 * mib / base_mib, abs=0.6)
+    assert tokens == 8 * 512 and rows["patched padded"][0] == rows["patched packed"][0] == sum(
+        lengths
+    )
+    for _computed, ms, faster, speed, mib, share, _ in rows.values():
+        assert faster == pytest.approx(base_ms / ms, abs=0.01) and share == pytest.approx(
+            100 * mib / base_mib, abs=0.6
+        )
         assert speed == pytest.approx(sum(lengths) / ms * 1e3, abs=1)
 
 
-TINY = ("bench", "qwen3_5", "--longest", "30", "--documents", "3", "--rounds", "1", "--threads", "1")
+TINY = (
+    "bench",
+    "qwen3_5",
+    "--longest",
+    "30",
+    "--documents",
+    "3",
+    "--rounds",
+    "1",
+    "--threads",
+    "1",
+)
 FAST = ("bench", "small", "--longest", "8", "--documents", "2", "--rounds", "1", "--threads", "1")
 
 
@@ -197,9 +270,17 @@ def test_command_as_json(capsys, monkeypatch):
     monkeypatch.setattr("hf_packfree.bench.run.installed", {"causal-conv1d": "1.7.0"}.get)
     assert main([*FAST, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["real_tokens"] == sum(found["options"]["lengths"]) and len(found["candidates"]) == 4
-    assert found["candidates"][0]["times_as_fast"] == 1.0 and found["sentence"].startswith("Qwen3_5ForCausalLM (small)")
-    assert found["parameters"] > 7e6 and found["implementations"].keys() >= {"conv", "delta_rule", "attention"}
+    assert (
+        found["real_tokens"] == sum(found["options"]["lengths"]) and len(found["candidates"]) == 4
+    )
+    assert found["candidates"][0]["times_as_fast"] == 1.0 and found["sentence"].startswith(
+        "Qwen3_5ForCausalLM (small)"
+    )
+    assert found["parameters"] > 7e6 and found["implementations"].keys() >= {
+        "conv",
+        "delta_rule",
+        "attention",
+    }
     assert found["versions"]["torch"] == torch.__version__ and "hf_packfree" in found["versions"]
     assert found["versions"]["causal-conv1d"] == "1.7.0", "what upstream may use"
 

@@ -1,4 +1,6 @@
-"""Lengths of a benchmark's documents: a distribution's, or those of the user's file, never altered in silence."""
+"""Lengths of a benchmark's documents: a distribution's, or those of the user's file, never
+altered in silence.
+"""
 
 from __future__ import annotations
 
@@ -54,14 +56,20 @@ def test_a_file_of_lengths_is_read_as_its_quantiles(lengths_file):
     lines = [*range(1, 99), '{"length": 99, "text": "x"}', json.dumps({"input_ids": [0] * 100}), ""]
     sample = choose_lengths(lengths_file(*lines), 4)
     assert sample.lengths == (13, 38, 63, 88)
-    assert "4 evenly spaced quantiles" in sample.origin and "(documents: 100; tokens: 1 to 100)" in sample.origin
+    assert (
+        "4 evenly spaced quantiles" in sample.origin
+        and "(documents: 100; tokens: 1 to 100)" in sample.origin
+    )
     assert "more than once" not in sample.origin
 
 
 def test_lengths_of_a_file_stay_as_they_are(lengths_file):
     sample = choose_lengths(lengths_file(4000, 6000, 100), 8)
     assert sample.lengths == (100, 100, 100, 4000, 4000, 6000, 6000, 6000) and sample.cut == 0
-    assert "some more than once, because it has fewer documents" in sample.origin and sample.origin.endswith("; none is cut")
+    assert (
+        "some more than once, because it has fewer documents" in sample.origin
+        and sample.origin.endswith("; none is cut")
+    )
 
 
 @pytest.mark.parametrize(
@@ -76,8 +84,15 @@ def test_longest_cuts_documents_of_a_file_and_says_how_many(lengths_file, longes
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("5\nsix", "line 2"), ("0", "line 1"), ('{"words": 3}', "line 1"), ("7\n[1]", "line 2"), ("", "without a line"),
-     ('{"input_ids": "hello"}', "line 1"), ("[" * 100_000, "line 1")],
+    [
+        ("5\nsix", "line 2"),
+        ("0", "line 1"),
+        ('{"words": 3}', "line 1"),
+        ("7\n[1]", "line 2"),
+        ("", "without a line"),
+        ('{"input_ids": "hello"}', "line 1"),
+        ("[" * 100_000, "line 1"),
+    ],
 )
 def test_a_file_without_lengths_is_refused(tmp_path, lengths_file, text, said):
     with pytest.raises(UnsupportedInput, match=said):
@@ -102,7 +117,10 @@ def benched(monkeypatch):
 
     def bench(options, progress):
         found.append(options)
-        rows = (Candidate(name, 40, (1.0,), 10.0) for name in ("unpatched padded", "unpatched packed", "patched padded"))
+        rows = (
+            Candidate(name, 40, (1.0,), 10.0)
+            for name in ("unpatched padded", "unpatched packed", "patched padded")
+        )
         return report_of(*rows, options=options)
 
     monkeypatch.setattr(hf_packfree.bench, "run_bench", bench)
@@ -113,7 +131,11 @@ def test_the_command_leaves_a_files_lengths_alone(capsys, benched, lengths_file)
     assert main(("bench", "--lengths", lengths_file(4000, 6000, 100))) == 0
     assert benched[0].lengths == (100, 100, 100, 4000, 4000, 6000, 6000, 6000)
     out = capsys.readouterr().out
-    assert "8 documents of 100 to 6,000 tokens" in out and "some more than once" in out and "; none is cut." in out
+    assert (
+        "8 documents of 100 to 6,000 tokens" in out
+        and "some more than once" in out
+        and "; none is cut." in out
+    )
 
 
 def test_the_command_says_what_it_cut(capsys, benched, lengths_file):
@@ -125,28 +147,46 @@ def test_the_command_says_what_it_cut(capsys, benched, lengths_file):
     assert main((*argv, "--json")) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["options"]["lengths"] == [100] * 3 + [512] * 5 and found["options"]["cut"] == 5
-    assert found["options"]["origin"].endswith("cut to that: 5 of 8") and "(5 cut to 512 tokens)" in found["sentence"]
+    assert (
+        found["options"]["origin"].endswith("cut to that: 5 of 8")
+        and "(5 cut to 512 tokens)" in found["sentence"]
+    )
 
 
 def test_the_command_keeps_512_tokens_for_distributions(capsys, benched):
     assert main(("bench",)) == main(("bench", "--longest", "64")) == 0
-    assert [max(options.lengths) for options in benched] == [512, 64] and [options.cut for options in benched] == [0, 0]
-    assert "the distribution 'instructions', with 64 tokens in the longest document." in capsys.readouterr().out
+    assert [max(options.lengths) for options in benched] == [512, 64] and [
+        options.cut for options in benched
+    ] == [0, 0]
+    assert (
+        "the distribution 'instructions', with 64 tokens in the longest document."
+        in capsys.readouterr().out
+    )
 
 
 def test_lengths_given_in_python_need_no_origin(capsys):
     from hf_packfree.cli import show
 
-    report = report_of(Candidate("unpatched padded", 40, (1.0,), 10.0), Candidate("patched padded", 40, (1.0,), 10.0))
+    report = report_of(
+        Candidate("unpatched padded", 40, (1.0,), 10.0),
+        Candidate("patched padded", 40, (1.0,), 10.0),
+    )
     show.bench(report)
-    assert report.options == BenchOptions("small", (10, 30)) and "Lengths:" not in capsys.readouterr().out
+    assert (
+        report.options == BenchOptions("small", (10, 30))
+        and "Lengths:" not in capsys.readouterr().out
+    )
 
 
 def test_a_file_too_long_for_any_machine_is_refused_with_what_to_do(capsys, benched, lengths_file):
     file = lengths_file(5, 40_000_000)
     assert main(("bench", "--lengths", file, "--documents", "2")) == 2 and not benched
-    assert "give fewer --documents or a smaller --longest" in " ".join(capsys.readouterr().err.split())
-    assert main(("bench", "--lengths", file, "--documents", "2", "--longest", "9")) == 0 and benched[0].lengths == (5, 9)
+    assert "give fewer --documents or a smaller --longest" in " ".join(
+        capsys.readouterr().err.split()
+    )
+    assert main(
+        ("bench", "--lengths", file, "--documents", "2", "--longest", "9")
+    ) == 0 and benched[0].lengths == (5, 9)
 
 
 def test_documents_beyond_a_models_positions_run(tmp_path):

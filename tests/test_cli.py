@@ -1,4 +1,6 @@
-"""The command line: exit codes that mean something, answers that end in a sentence, JSON that is JSON."""
+"""The command line: exit codes that mean something, answers that end in a sentence, JSON that is
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +38,16 @@ def last(text: str) -> str:
     return text.strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize("command", [(), ("doctor",), ("verify",), ("models",), ("bench",), ("demo",)])
+@pytest.mark.parametrize(
+    "command", [(), ("doctor",), ("verify",), ("models",), ("bench",), ("demo",)]
+)
 def test_help_says_what_exit_codes_mean(capsys, command):
     code, out, _ = run(capsys, *command, "--help")
     assert code == 0
     for number, meaning in {1: "influence each other", 2: "wrong usage", 3: "broken"}.items():
-        assert any(line.strip().startswith(str(number)) and meaning in line for line in out.splitlines())
+        assert any(
+            line.strip().startswith(str(number)) and meaning in line for line in out.splitlines()
+        )
 
 
 @pytest.mark.parametrize(
@@ -76,16 +82,24 @@ def test_models_is_the_table(capsys):
     assert code == 0 and [row["name"] for row in rows] == list(by_family)
     assert all(row["swaps"] == by_family[row["name"]].swaps and row["heads"] for row in rows)
     (omni,) = [row for row in rows if row["name"] == "qwen3_omni_moe"]
-    assert omni["heads"] == ["Qwen3OmniMoeThinkerForConditionalGeneration"], "the talker is transformers' own"
+    assert omni["heads"] == ["Qwen3OmniMoeThinkerForConditionalGeneration"], (
+        "the talker is transformers' own"
+    )
     assert omni["media"] == ["text", "images", "videos", "audio"]
     code, out, _ = run(capsys, "models")
-    assert code == 0 and "Qwen3NextGatedDeltaNet" in out and last(out).startswith(f"{len(by_family)} families are supported")
+    assert (
+        code == 0
+        and "Qwen3NextGatedDeltaNet" in out
+        and last(out).startswith(f"{len(by_family)} families are supported")
+    )
 
 
 def test_verify_is_0_and_ends_in_the_sentence(capsys):
     code, out, err = run(capsys, "verify", "qwen3_next", *FAST)
     assert code == 0 and "5, 64, 3 tokens" in out
-    assert last(out).startswith("Qwen3NextForCausalLM (float32, cpu): 3 packed documents equal the same documents alone")
+    assert last(out).startswith(
+        "Qwen3NextForCausalLM (float32, cpu): 3 packed documents equal the same documents alone"
+    )
     assert "is falling back" not in err
 
 
@@ -110,19 +124,37 @@ def leaking(monkeypatch):
 
 def test_a_leak_is_1_with_its_numbers(capsys, leaking):
     code, out, _ = run(capsys, "verify", "qwen3_5", *FAST)
-    assert code == 1 and "logits" in out and last(out).startswith("Qwen3_5ForCausalLM leaks between packed documents: logits")
+    assert (
+        code == 1
+        and "logits" in out
+        and last(out).startswith("Qwen3_5ForCausalLM leaks between packed documents: logits")
+    )
     code, out, _ = run(capsys, "verify", "qwen3_5", "--json", *FAST)
     found = json.loads(out)
-    assert code == 1 and found["patched"]["logits"] > 1e-2 and found["failures"] and found["unpatched"] is None
+    assert (
+        code == 1
+        and found["patched"]["logits"] > 1e-2
+        and found["failures"]
+        and found["unpatched"] is None
+    )
 
 
 def test_an_unsupported_model_is_2(capsys, tmp_path):
-    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    sizes = {
+        "vocab_size": 8,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    }
     LlamaConfig(**sizes).save_pretrained(tmp_path)
     for command in (("verify", str(tmp_path)), ("doctor", "--model", str(tmp_path))):
         code, out, err = run(capsys, *command)
         assert code == 2 and out == ""
-        assert err.startswith("packfree: found a LlamaForCausalLM, which holds no text model") and err.count("\n") == 1
+        assert (
+            err.startswith("packfree: found a LlamaForCausalLM, which holds no text model")
+            and err.count("\n") == 1
+        )
 
 
 def damage(folder, what: str) -> None:
@@ -131,7 +163,11 @@ def damage(folder, what: str) -> None:
     if what == "weights":
         (folder / "model.safetensors").write_bytes(b"garbage")
         return
-    wrong = {"sizes that differ": {"hidden_size": 128}, "no heads": {"linear_num_key_heads": 0}, "words": {"hidden_size": "a"}}
+    wrong = {
+        "sizes that differ": {"hidden_size": 128},
+        "no heads": {"linear_num_key_heads": 0},
+        "words": {"hidden_size": "a"},
+    }
     config = json.loads((folder / "config.json").read_text()) | wrong[what]
     (folder / "config.json").write_text(json.dumps(config))
 
@@ -152,7 +188,9 @@ def test_doctor_with_a_damaged_config_is_2_and_a_sentence(capsys, tmp_path):
 def test_what_nobody_expected_is_3_and_a_sentence_or_a_traceback_where_asked(capsys, monkeypatch):
     monkeypatch.setitem(hf_packfree.cli.COMMANDS, "models", lambda options: [][0])
     code, _, err = run(capsys, "models")
-    assert code == 3 and "IndexError: list index out of range" in err and "PACKFREE_TRACEBACK=1" in err
+    assert (
+        code == 3 and "IndexError: list index out of range" in err and "PACKFREE_TRACEBACK=1" in err
+    )
     for value, shown in {"1": True, "0": False, "": False}.items():
         monkeypatch.setenv("PACKFREE_TRACEBACK", value)
         code, _, err = run(capsys, "models")
@@ -168,7 +206,11 @@ def test_a_folder_without_a_model_is_2(capsys, tmp_path):
 def test_doctor_json_is_json_alone(capsys):
     code, out, _ = run(capsys, "doctor", "--json", "--model", "qwen3_5")
     found = json.loads(out)
-    assert code == 0 and found["healthy"] and found["plans"][0]["name"] == "qwen3_5 (Qwen3_5ForCausalLM)"
+    assert (
+        code == 0
+        and found["healthy"]
+        and found["plans"][0]["name"] == "qwen3_5 (Qwen3_5ForCausalLM)"
+    )
     assert {"torch", "fla-core", "trl"} <= {package["name"] for package in found["packages"]}
 
 
@@ -176,7 +218,11 @@ def test_doctor_is_3_when_something_is_broken(capsys, tmp_path, monkeypatch):
     (tmp_path / "trl.py").write_text("raise RuntimeError('built for another torch')")
     monkeypatch.syspath_prepend(str(tmp_path))
     code, out, _ = run(capsys, "doctor")
-    assert code == 3 and "built for another torch" in " ".join(out.split()) and last(out) == "To be mended: trl (broken)."
+    assert (
+        code == 3
+        and "built for another torch" in " ".join(out.split())
+        and last(out) == "To be mended: trl (broken)."
+    )
 
 
 @pytest.fixture
@@ -192,14 +238,19 @@ def stub(monkeypatch):
 
         monkeypatch.setattr(hf_packfree.demo, "run_demo", run_demo)
 
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")  # which the command sets, for one GPU
+    # which the command sets, for one GPU
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
     return put
 
 
 def test_demo_is_0_when_all_is_as_promised(capsys, stub):
     stub(report_of(training(PACKED)))
     code, out, _ = run(capsys, "demo")
-    assert code == 0 and last(out).startswith("Packed training equals padded training") and "packfree-demo" in out
+    assert (
+        code == 0
+        and last(out).startswith("Packed training equals padded training")
+        and "packfree-demo" in out
+    )
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
     assert "off by 2.0e-01 in the unpatched model and by 1.0e-07" in out
 
@@ -207,13 +258,17 @@ def test_demo_is_0_when_all_is_as_promised(capsys, stub):
 def test_demo_is_1_when_its_check_fails(capsys, stub):
     stub(report_of(training(PACKED, losses=(6.0, 5.1, 4.0))))
     code, out, _ = run(capsys, "demo", "--no-plots")
-    assert code == 1 and last(out).startswith("The demo's check failed: the loss curves differ by 2.0e-02")
+    assert code == 1 and last(out).startswith(
+        "The demo's check failed: the loss curves differ by 2.0e-02"
+    )
 
 
 def test_demo_is_3_when_a_training_breaks_off(capsys, stub):
     stub(RuntimeError("out of memory"))
     code, _, err = run(capsys, "demo")
-    assert code == 3 and last(err).startswith("packfree: found RuntimeError: out of memory, an unexpected error")
+    assert code == 3 and last(err).startswith(
+        "packfree: found RuntimeError: out of memory, an unexpected error"
+    )
 
 
 def test_demo_without_matplotlib_says_how_to_get_it(capsys, stub, monkeypatch):
@@ -248,10 +303,23 @@ def test_nan_becomes_null_in_json(capsys):
 
 
 def test_the_module_is_the_command_and_starts_light():
-    done = subprocess.run([sys.executable, "-m", "hf_packfree", "--version"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "hf_packfree", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.startswith("packfree 0.")
-    code = "import sys, hf_packfree.cli, hf_packfree.doctor, hf_packfree.demo; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+    code = (
+        "import sys, hf_packfree.cli, hf_packfree.doctor, hf_packfree.demo; print('torch' in "
+        "sys.modules)"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "False\n"
+    )
 
 
 @contextmanager
@@ -263,7 +331,13 @@ def unread_stdout():
         yield
 
 
-WRITERS = [("models",), ("models", "--json"), ("verify", "qwen3_5", *FAST), ("--help",), ("doctor", "--help")]
+WRITERS = [
+    ("models",),
+    ("models", "--json"),
+    ("verify", "qwen3_5", *FAST),
+    ("--help",),
+    ("doctor", "--help"),
+]
 
 
 @pytest.mark.parametrize("argv", WRITERS)
@@ -277,7 +351,10 @@ def test_an_answer_that_nobody_reads_is_the_shells_141(capsys, leaking, argv):
 def test_a_process_whose_pipe_was_closed_ends_in_silence():
     read, write = os.pipe()
     os.close(read)
-    command, buffered = [sys.executable, "-m", "hf_packfree", "--help"], {**os.environ, "PYTHONUNBUFFERED": ""}
+    command, buffered = (
+        [sys.executable, "-m", "hf_packfree", "--help"],
+        {**os.environ, "PYTHONUNBUFFERED": ""},
+    )
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, env=buffered)
     os.close(write)
     assert done.returncode == 141 and done.stderr == ""

@@ -1,4 +1,6 @@
-"""What a command writes is looked at before it works, and what it measured is shown when writing fails all the same."""
+"""What a command writes is looked at before it works, and what it measured is shown when writing
+fails all the same.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from tests.test_bench import TINY, Candidate, report_of
 @pytest.fixture
 def no_work(monkeypatch):
     """Fail if any work begins."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # which the demo's command sets
+    # which the demo's command sets
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
 
     def work(*args):
         raise AssertionError("work began")
@@ -33,8 +36,12 @@ def refused(capsys, *argv: str) -> str:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("", "a folder"), ("folder.png", "a folder"), ("picture", "ending names no kind"), ("picture.frob", "names no kind"),
-        ("nowhere/picture.png", "a folder that does not exist"), ("file/picture.png", "a folder that does not exist"),
+        ("", "a folder"),
+        ("folder.png", "a folder"),
+        ("picture", "ending names no kind"),
+        ("picture.frob", "names no kind"),
+        ("nowhere/picture.png", "a folder that does not exist"),
+        ("file/picture.png", "a folder that does not exist"),
     ],
 )
 def test_a_picture_that_cannot_be_written_is_refused_first(capsys, tmp_path, no_work, name, said):
@@ -44,7 +51,8 @@ def test_a_picture_that_cannot_be_written_is_refused_first(capsys, tmp_path, no_
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("/file", "a file"), ("/file/below", "is no folder"), ("/file/far/below", "is no folder")]
+    ("name", "said"),
+    [("/file", "a file"), ("/file/below", "is no folder"), ("/file/far/below", "is no folder")],
 )
 def test_a_folder_that_cannot_be_made_is_refused_first(capsys, tmp_path, no_work, name, said):
     (tmp_path / "file").touch()
@@ -52,7 +60,9 @@ def test_a_folder_that_cannot_be_made_is_refused_first(capsys, tmp_path, no_work
     assert "names nothing" in refused(capsys, "demo", "--out", "")
 
 
-def test_the_folder_of_the_demo_is_looked_at_when_none_is_named_too(capsys, tmp_path, no_work, monkeypatch):
+def test_the_folder_of_the_demo_is_looked_at_when_none_is_named_too(
+    capsys, tmp_path, no_work, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "packfree-demo").touch()
     assert "found --out 'packfree-demo', a file" in refused(capsys, "demo")
@@ -68,9 +78,16 @@ def test_numbers_are_shown_when_drawing_fails(capsys, tmp_path, monkeypatch):
     def draw(report, path):
         raise OSError("no space left")
 
-    rows = [Candidate(name, 40, (1.0,), 10.0) for name in ("unpatched padded", "unpatched packed", "patched padded")]
+    rows = [
+        Candidate(name, 40, (1.0,), 10.0)
+        for name in ("unpatched padded", "unpatched packed", "patched padded")
+    ]
     monkeypatch.setattr(hf_packfree.bench, "run_bench", lambda options, progress: report_of(*rows))
     monkeypatch.setattr("hf_packfree.bench.plot.draw", draw)
     assert main([*TINY, "--png", str(tmp_path / "picture.png")]) == 2
     out, err = capsys.readouterr()
-    assert "of the peak memory." in out and "Drawn into" not in out and err.strip() == "packfree: no space left"
+    assert (
+        "of the peak memory." in out
+        and "Drawn into" not in out
+        and err.strip() == "packfree: no space left"
+    )

@@ -1,4 +1,6 @@
-"""The demo, end to end with few steps: the curves coincide, the numbers agree with each other, the picture is there."""
+"""The demo, end to end with few steps: the curves coincide, the numbers agree with each other,
+the picture is there.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ import pytest
 import torch
 
 from hf_packfree.demo import DemoOptions, DemoReport, Training, run_demo
-from hf_packfree.demo.train import LONGEST, SHORTEST, choose_documents, passages, train_tokenizer
 from hf_packfree.demo.report import JUDGED_STEPS, LEAKING, LOSS_LIMIT, PACKED, PADDED
+from hf_packfree.demo.train import LONGEST, SHORTEST, choose_documents, passages, train_tokenizer
 from hf_packfree.verify import LIMITS, Measurement, PackingReport
 
 STEPS, BATCH = 4, 4
@@ -20,7 +22,10 @@ STEPS, BATCH = 4, 4
 def test_end_to_end(tmp_path):
     """One run, since it takes a while; each part of its report is checked below."""
     threads, stages = torch.get_num_threads(), []
-    report = run_demo(DemoOptions(out=tmp_path, steps=STEPS, batch_size=BATCH), lambda *stage: stages.append(stage))
+    report = run_demo(
+        DemoOptions(out=tmp_path, steps=STEPS, batch_size=BATCH),
+        lambda *stage: stages.append(stage),
+    )
     assert torch.get_num_threads() == threads
     packed_training_equals_padded_training(report)
     all_trainings_saw_the_same_documents_and_targets(report)
@@ -32,7 +37,9 @@ def test_end_to_end(tmp_path):
 
 def packed_training_equals_padded_training(report):
     assert report.failures() == []
-    packed, leaking = (training.difference(report.padded) for training in (report.packed, report.unpatched))
+    packed, leaking = (
+        training.difference(report.padded) for training in (report.packed, report.unpatched)
+    )
     assert packed <= 1e-6 < LOSS_LIMIT < leaking
     assert str(report).startswith("Packed training equals padded training")
     assert report.packed.losses[-1] < report.packed.losses[0]
@@ -40,14 +47,18 @@ def packed_training_equals_padded_training(report):
 
 def all_trainings_saw_the_same_documents_and_targets(report):
     for training in report.trainings:
-        assert training.tokens == report.padded.tokens and sum(training.tokens) == sum(report.lengths)
-        assert training.targets == tuple(tokens - BATCH for tokens in training.tokens)  # first tokens are no targets
+        assert training.tokens == report.padded.tokens and sum(training.tokens) == sum(
+            report.lengths
+        )
+        # first tokens are no targets
+        assert training.targets == tuple(tokens - BATCH for tokens in training.tokens)
     assert report.padded.real_share < 1 == report.packed.real_share == report.unpatched.real_share
 
 
 def the_unpatched_model_leaks_and_the_patched_does_not(report):
     unpatched, patched = report.verification.unpatched, report.verification.patched
-    assert unpatched.per_document[0] < 1e-5 < 1e-2 < min(unpatched.per_document[1:])  # nothing is before the first
+    # nothing is before the first
+    assert unpatched.per_document[0] < 1e-5 < 1e-2 < min(unpatched.per_document[1:])
     assert max(patched.per_document) < 1e-5 and patched.cross_gradient == 0.0
     assert report.verification.lengths == report.lengths[:BATCH]
 
@@ -55,7 +66,8 @@ def the_unpatched_model_leaks_and_the_patched_does_not(report):
 def cost_is_measured(report):
     for training in report.trainings:
         assert training.tokens_per_second == sum(training.tokens[1:]) / sum(training.seconds[1:])
-    assert report.parameters * 4 / 2**20 < report.packed.peak_mib < report.padded.peak_mib  # gradients are held in any case
+    # gradients are held in any case
+    assert report.parameters * 4 / 2**20 < report.packed.peak_mib < report.padded.peak_mib
 
 
 def files_are_there(report):
@@ -65,7 +77,10 @@ def files_are_there(report):
     written = json.loads((report.options.out / "report.json").read_text())
     assert written["packed"]["losses"] == list(report.packed.losses)
     assert written["failures"] == [] and written["sentence"] == str(report)
-    assert written["options"]["out"] == str(report.options.out) and written["versions"]["torch"] == torch.__version__
+    assert (
+        written["options"]["out"] == str(report.options.out)
+        and written["versions"]["torch"] == torch.__version__
+    )
 
 
 def every_stage_was_reported(stages):
@@ -74,26 +89,46 @@ def every_stage_was_reported(stages):
         counts.setdefault(name, []).append(done)
         assert done <= total
     trainings = {name: list(range(STEPS + 1)) for name in (PADDED, PACKED, LEAKING)}
-    assert counts == {"text, tokenizer, model": [0, 1], "leak per document": [0, 1], **trainings, "picture": [0, 1]}
+    assert counts == {
+        "text, tokenizer, model": [0, 1],
+        "leak per document": [0, 1],
+        **trainings,
+        "picture": [0, 1],
+    }
     assert list(counts)[-1] == "picture"
 
 
 def training(name: str = PADDED, **change) -> Training:
     """One that went as it should."""
-    three = {"tokens": (50,) * 3, "tokens_with_padding": (80,) * 3, "targets": (48,) * 3, "seconds": (1.0,) * 3}
+    three = {
+        "tokens": (50,) * 3,
+        "tokens_with_padding": (80,) * 3,
+        "targets": (48,) * 3,
+        "seconds": (1.0,) * 3,
+    }
     return Training(**{"name": name, "losses": (6.0, 5.0, 4.0), "peak_mib": 10.0, **three} | change)
 
 
-def report_of(packed: Training, unpatched: Training | None = None, logits: float = 1e-7) -> DemoReport:
+def report_of(
+    packed: Training, unpatched: Training | None = None, logits: float = 1e-7
+) -> DemoReport:
     leaking = unpatched or training(LEAKING, losses=(6.0, 5.1, 4.1))
-    found, control = (Measurement(error, 1e-6, "A_log", 0.0, 0.0, (error,) * 2) for error in (logits, 0.2))
-    verification = PackingReport("M", "qwen3_5", "cpu", "float32", (20, 30), found, control, LIMITS[torch.float32])
-    return DemoReport(DemoOptions(), {}, "cpu", (20, 25, 30), 1000, verification, training(), packed, leaking)
+    found, control = (
+        Measurement(error, 1e-6, "A_log", 0.0, 0.0, (error,) * 2) for error in (logits, 0.2)
+    )
+    verification = PackingReport(
+        "M", "qwen3_5", "cpu", "float32", (20, 30), found, control, LIMITS[torch.float32]
+    )
+    return DemoReport(
+        DemoOptions(), {}, "cpu", (20, 25, 30), 1000, verification, training(), packed, leaking
+    )
 
 
 def test_a_run_as_promised_has_no_failures():
     report = report_of(training(PACKED, seconds=(1.0, 0.25, 0.75), losses=(6.0, 5.00001, 4.0)))
-    assert report.failures() == [] and report.packed.difference(report.padded) == pytest.approx(2e-6)
+    assert report.failures() == [] and report.packed.difference(report.padded) == pytest.approx(
+        2e-6
+    )
     assert "2.0 times the tokens per second in 1.00 times the memory" in str(report)
 
 
@@ -113,7 +148,9 @@ def test_what_is_not_as_promised_is_said(what, change):
 
 
 def test_a_loss_that_is_not_a_number_is_null_in_the_report():
-    assert report_of(training(PACKED, losses=(6.0, float("nan"), 4.0))).as_dict()["packed"]["losses"] == [6.0, None, 4.0]
+    assert report_of(training(PACKED, losses=(6.0, float("nan"), 4.0))).as_dict()["packed"][
+        "losses"
+    ] == [6.0, None, 4.0]
 
 
 def test_a_control_that_does_not_differ_proves_nothing():
@@ -129,7 +166,11 @@ def test_a_leak_found_by_verification_is_a_failure():
 def test_steps_after_the_judged_ones_are_not_judged():
     losses = (5.0,) * JUDGED_STEPS
     padded, packed = training(losses=(*losses, 4.0)), training(PACKED, losses=(*losses, 4.1))
-    assert packed.difference(padded) == 0.0 == replace(packed, losses=losses).difference(replace(padded, losses=losses))
+    assert (
+        packed.difference(padded)
+        == 0.0
+        == replace(packed, losses=losses).difference(replace(padded, losses=losses))
+    )
 
 
 def test_documents_are_real_text_of_widely_varying_length():
@@ -139,7 +180,11 @@ def test_documents_are_real_text_of_widely_varying_length():
     lengths = sorted(map(len, documents))
     assert len(documents) == 480 and lengths[0] >= SHORTEST and lengths[-1] == LONGEST
     assert lengths[48] < 40 and lengths[-48] > 200
-    assert documents == choose_documents(tokenizer, texts, 480, seed=0) != choose_documents(tokenizer, texts, 480, seed=1)
+    assert (
+        documents
+        == choose_documents(tokenizer, texts, 480, seed=0)
+        != choose_documents(tokenizer, texts, 480, seed=1)
+    )
     assert all(document[-1] == tokenizer.eos_token_id for document in documents)
     whole = next(document for document in documents if len(document) < LONGEST)
     assert tokenizer.decode(whole[:-1]) in texts

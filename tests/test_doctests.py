@@ -33,5 +33,7 @@ def test_examples_run(name):
     (example,) = doctest.DocTestFinder(recurse=False).find(DOCUMENTED[name], name, globs={})
     assert example.examples, f"{name} has no example"
     printed: list[str] = []
-    results = doctest.DocTestRunner(verbose=False, optionflags=FLAGS).run(example, out=printed.append)
+    results = doctest.DocTestRunner(verbose=False, optionflags=FLAGS).run(
+        example, out=printed.append
+    )
     assert results.failed == 0, "".join(printed)

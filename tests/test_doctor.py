@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 
 from hf_packfree.cli import show
-from hf_packfree.doctor import REQUIREMENTS, Package, Requirement, diagnose, examine, probe, supported_models
+from hf_packfree.doctor import (
+    REQUIREMENTS,
+    Package,
+    Requirement,
+    diagnose,
+    examine,
+    probe,
+    supported_models,
+)
 from hf_packfree.doctor.packages import check_hopper, release, without_cuda
 from hf_packfree.doctor.plans import find_plans
 from hf_packfree.errors import UnsupportedModel
@@ -30,7 +38,13 @@ def site(tmp_path, monkeypatch):
     return tmp_path
 
 
-def install(site: Path, version: str | None = "1.3", code: str | None = "", name="fake-kernels", module="fakekernels") -> None:
+def install(
+    site: Path,
+    version: str | None = "1.3",
+    code: str | None = "",
+    name="fake-kernels",
+    module="fakekernels",
+) -> None:
     if version is not None:
         info = site / f"{name.replace('-', '_')}-{version}.dist-info"
         info.mkdir()
@@ -48,7 +62,11 @@ def test_usable(site):
 
 def test_absent(site):
     (found,) = examine([ROW])
-    assert (found.state, found.version, found.advice) == ("absent", None, "pip install 'fake-kernels>=1.2'")
+    assert (found.state, found.version, found.advice) == (
+        "absent",
+        None,
+        "pip install 'fake-kernels>=1.2'",
+    )
     assert not found.wrong
     assert examine([replace(ROW, required=True)])[0].wrong
 
@@ -71,7 +89,9 @@ def test_installed_without_its_module_is_broken(site):
     assert found.state == "broken" and "no module fakekernels" in found.reason
 
 
-@pytest.mark.parametrize("version, state", [("1.1.9", "too old"), ("1.2", "usable"), ("1.10+cu130", "usable")])
+@pytest.mark.parametrize(
+    "version, state", [("1.1.9", "too old"), ("1.2", "usable"), ("1.10+cu130", "usable")]
+)
 def test_too_old(site, version, state):
     install(site, version=version)
     (found,) = examine([ROW])
@@ -107,7 +127,10 @@ def test_an_import_that_does_not_end_is_broken(site):
     assert "longer than 1 seconds" in probe(["fakekernels"], timeout=1.0)["fakekernels"].error
 
 
-@pytest.mark.parametrize("text, numbers", [("2.13.0+cpu", (2, 13, 0)), ("3.7", (3, 7)), ("0.5.2rc1", (0, 5, 2)), ("?", ())])
+@pytest.mark.parametrize(
+    "text, numbers",
+    [("2.13.0+cpu", (2, 13, 0)), ("3.7", (3, 7)), ("0.5.2rc1", (0, 5, 2)), ("?", ())],
+)
 def test_release(text, numbers):
     assert release(text) == numbers
 
@@ -115,8 +138,13 @@ def test_release(text, numbers):
 def test_without_cuda_kernels_are_unused_whatever_else_they_are():
     usable = Package("fla-core", "0.6.0", "usable", "")
     broken = replace(usable, state="broken", imports=False, reason="ValueError: key")
-    assert without_cuda(usable).state == "unused" and without_cuda(usable).reason == "no CUDA device"
-    assert without_cuda(broken).reason == "no CUDA device (ValueError: key)" and not without_cuda(broken).wrong
+    assert (
+        without_cuda(usable).state == "unused" and without_cuda(usable).reason == "no CUDA device"
+    )
+    assert (
+        without_cuda(broken).reason == "no CUDA device (ValueError: key)"
+        and not without_cuda(broken).wrong
+    )
     assert without_cuda(replace(usable, state="absent")).state == "absent"
 
 
@@ -138,7 +166,10 @@ def test_hopper_with_a_triton_that_compiles_wrongly(monkeypatch, triton, capabil
     helper, _, lacks = (helper or "").partition(" without ")
     monkeypatch.setattr("hf_packfree.doctor.packages.has_nvcc", lambda: not lacks)
     packages = {name: Package(name, None, "absent", "") for name in ("tilelang", "flash-qla")}
-    packages |= {"triton": Package("triton", triton, "usable", ""), "fla-core": Package("fla-core", "0.6.0", "usable", "")}
+    packages |= {
+        "triton": Package("triton", triton, "usable", ""),
+        "fla-core": Package("fla-core", "0.6.0", "usable", ""),
+    }
     if helper:
         packages[helper] = Package(helper, "1", "usable", "")
     found = check_hopper(packages, [capability])
@@ -150,11 +181,19 @@ def test_hopper_with_a_triton_that_compiles_wrongly(monkeypatch, triton, capabil
 def test_hopper_with_tilelang_switched_off(monkeypatch, helper, state):
     monkeypatch.setattr("hf_packfree.doctor.packages.has_nvcc", lambda: True)
     monkeypatch.setenv("FLA_TILELANG", "0")
-    packages = {name: Package(name, "1", "usable" if name == helper else "absent", "") for name in ("tilelang", "flash-qla")}
-    packages |= {"triton": Package("triton", "3.6.0", "usable", ""), "fla-core": Package("fla-core", "0.6.0", "usable", "")}
+    packages = {
+        name: Package(name, "1", "usable" if name == helper else "absent", "")
+        for name in ("tilelang", "flash-qla")
+    }
+    packages |= {
+        "triton": Package("triton", "3.6.0", "usable", ""),
+        "fla-core": Package("fla-core", "0.6.0", "usable", ""),
+    }
     found = check_hopper(packages, ["9.0"])
     assert found.state == state
-    assert state == "usable" or ("FLA_TILELANG=0" in found.reason and found.advice.startswith("unset FLA_TILELANG, or"))
+    assert state == "usable" or (
+        "FLA_TILELANG=0" in found.reason and found.advice.startswith("unset FLA_TILELANG, or")
+    )
 
 
 @pytest.mark.parametrize(
@@ -166,7 +205,8 @@ def test_hopper_with_tilelang_switched_off(monkeypatch, helper, state):
 )
 def test_kernels_that_patching_passes_over_are_too_old(site, name, old, floor, why):
     row = next(row for row in REQUIREMENTS if row.versions.name == name)
-    fake = replace(row.versions, name=f"fake-{name}")  # whatever is installed on this machine
+    # whatever is installed on this machine
+    fake = replace(row.versions, name=f"fake-{name}")
     row = replace(row, versions=fake, module="fakekernels")
     install(site, version=old, name=fake.name)
     (found,) = examine([row])
@@ -176,7 +216,9 @@ def test_kernels_that_patching_passes_over_are_too_old(site, name, old, floor, w
 
 def test_a_plan_keeps_why_float32_is_slower(monkeypatch):
     why = {"attention": "not triton: a", "attention in float32": "not triton: b"}
-    monkeypatch.setattr("hf_packfree.patching.backends.choose_backends", lambda *_: PatchState(why=why))
+    monkeypatch.setattr(
+        "hf_packfree.patching.backends.choose_backends", lambda *_: PatchState(why=why)
+    )
     found = diagnose()
     assert found.plans[0].why == why
     assert {"attention: not triton: a.", "attention in float32: not triton: b."} <= set(found.notes)
@@ -186,10 +228,14 @@ def test_every_operation_and_reason_is_shown(monkeypatch, capsys):
     why = {"fused": "not triton: a", "attention in float32": "not triton: b"}
     state = PatchState(elsewhere=Kernels(fused="shown"), why=why)
     monkeypatch.setattr("hf_packfree.patching.backends.choose_backends", lambda *_: state)
-    monkeypatch.setenv("COLUMNS", "240")  # no cell broken
+    # no cell broken
+    monkeypatch.setenv("COLUMNS", "240")
     show.diagnosis(diagnose())
     lines = capsys.readouterr().out.splitlines()
-    rows = {name.strip(): runs.strip() for _, name, runs, *_ in (line.split("│") for line in lines if line.count("│") == 6)}
+    rows = {
+        name.strip(): runs.strip()
+        for _, name, runs, *_ in (line.split("│") for line in lines if line.count("│") == 6)
+    }
     for name, family in by_family.items():
         others = [op.replace("_", " ") for op in OPS if op in family.ops and op != "fused"]
         found = dict(part.split(": ") for part in rows[name].split("; "))
@@ -218,7 +264,13 @@ def test_this_machine():
 
 
 def test_broken_transformers_is_said_and_nothing_is_built(site):
-    install(site, name="transformers", module="transformers", version="5.23.0", code="raise ImportError('no tokenizers')")
+    install(
+        site,
+        name="transformers",
+        module="transformers",
+        version="5.23.0",
+        code="raise ImportError('no tokenizers')",
+    )
     found = diagnose()
     assert not found.healthy and found.plans == ()
     assert "transformers (broken)" in str(found) and str(found).startswith("To be mended: ")
@@ -240,18 +292,25 @@ def test_fla_that_imports_without_cuda_is_unused_and_warned_of(site):
 
 def test_a_model_is_planned_from_its_config_alone(tmp_path):
     config = by_family["qwen3_5_moe"].tiny_config()
-    config.hidden_size, config.num_hidden_layers = 65536, 40  # no machine here could hold it
+    # no machine here could hold it
+    config.hidden_size, config.num_hidden_layers = 65536, 40
     config.layer_types = None
     type(config)(**config.to_dict()).save_pretrained(tmp_path)
     (plan,) = diagnose(str(tmp_path)).plans
-    assert plan.name == f"{tmp_path} (Qwen3_5MoeForCausalLM)" and plan.packed["delta_rule"] == "torch"
-    assert plan.shared == "heads on 2 ranks, else states and keys (gloo)"  # of four query heads and two key heads
+    assert (
+        plan.name == f"{tmp_path} (Qwen3_5MoeForCausalLM)" and plan.packed["delta_rule"] == "torch"
+    )
+    # of four query heads and two key heads
+    assert plan.shared == "heads on 2 ranks, else states and keys (gloo)"
 
 
 @pytest.mark.parametrize(
     ("missing", "shared"),
     [
-        (("torch.distributed.is_gloo_available", lambda: False), "not here: this torch has no gloo"),
+        (
+            ("torch.distributed.is_gloo_available", lambda: False),
+            "not here: this torch has no gloo",
+        ),
         (("hf_packfree.parallel.states.SCANS", {}), "heads, else keys (no states on torch) (gloo)"),
         (None, "heads, else states and keys (gloo)"),
     ],
@@ -265,19 +324,29 @@ def test_what_ranks_would_exchange(monkeypatch, missing, shared):
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize(("options", "called"), [({}, {}), ({"use_dora": True, "lora_dropout": 0.1}, {"DoRA with dropout": 8})])
+@pytest.mark.parametrize(
+    ("options", "called"),
+    [({}, {}), ({"use_dora": True, "lora_dropout": 0.1}, {"DoRA with dropout": 8})],
+)
 def test_adapters_that_are_called_as_they_are_are_named(options, called, tmp_path):
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(target_modules=["up_proj", "down_proj"], base_model_name_or_path="qwen3_5", **options)
+    config = peft.LoraConfig(
+        target_modules=["up_proj", "down_proj"], base_model_name_or_path="qwen3_5", **options
+    )
     config.save_pretrained(tmp_path)
     found = diagnose(str(tmp_path))
-    assert found.plans[0].called == called and found.plans[0].name == f"{tmp_path} (Qwen3_5ForCausalLM)"
+    assert (
+        found.plans[0].called == called
+        and found.plans[0].name == f"{tmp_path} (Qwen3_5ForCausalLM)"
+    )
     sentence = "projections called as they are, exact but not fused: 8 with DoRA with dropout."
     assert (sentence in found.notes) == bool(called)
 
 
 def test_adapters_that_fit_no_model_are_refused(tmp_path):
-    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "qwen3_5", "peft_type": "NO"}')
+    (tmp_path / "adapter_config.json").write_text(
+        '{"base_model_name_or_path": "qwen3_5", "peft_type": "NO"}'
+    )
     with pytest.raises(UnsupportedModel, match="cannot be put on their model"):
         diagnose(str(tmp_path))
 

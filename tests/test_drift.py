@@ -28,7 +28,14 @@ NAMES = [family.name for family in FAMILIES]
 @pytest.mark.parametrize("family", FAMILIES, ids=NAMES)
 def test_the_trunk_takes_the_keywords_it_gets(family):
     found = set(inspect.signature(family.trunk_class().forward).parameters)
-    wanted = {"input_ids", "attention_mask", "position_ids", compat.CACHE, "inputs_embeds", "use_cache"}
+    wanted = {
+        "input_ids",
+        "attention_mask",
+        "position_ids",
+        compat.CACHE,
+        "inputs_embeds",
+        "use_cache",
+    }
     assert wanted <= found, f"{family.trunk}.forward no longer takes {wanted - found}"
 
 
@@ -36,7 +43,11 @@ def test_the_trunk_takes_the_keywords_it_gets(family):
 def test_every_layer_holds_its_checkpoint_contract(family):
     model = tiny(family)
     for before, after in family.pairs().items():
-        for module in (module for module in model.modules() if type(module) is before and hasattr(after, "checkpoint_sizes")):
+        for module in (
+            module
+            for module in model.modules()
+            if type(module) is before and hasattr(after, "checkpoint_sizes")
+        ):
             assert not contract_violations(module, after.checkpoint_sizes), before.__name__
 
 
@@ -46,7 +57,9 @@ def test_layers_pass_keywords_on_and_masks_are_not_made(family):
     model, seen = apply_patches(tiny(family)), []
     for name, module in trunk_of(model).named_modules():
         if name.endswith(("linear_attn", "self_attn")):
-            module.register_forward_pre_hook(lambda m, a, k, name=name: seen.append((name, k)), with_kwargs=True)
+            module.register_forward_pre_hook(
+                lambda m, a, k, name=name: seen.append((name, k)), with_kwargs=True
+            )
     positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
     model(input_ids=torch.arange(2, 14)[None], position_ids=positions, use_cache=False)
     assert len(seen) == len(trunk_of(model).layers), "a layer was called another way"
@@ -54,7 +67,9 @@ def test_layers_pass_keywords_on_and_masks_are_not_made(family):
         record = keywords.get("packed_sequence", keywords.get("attention_mask"))
         assert record is not None and record.lengths == [5, 7], f"the record does not reach {name}"
         mask = keywords.get("attention_mask")
-        assert not isinstance(mask, torch.Tensor) or mask.numel() == 1, f"a mask was built for {name}"
+        assert not isinstance(mask, torch.Tensor) or mask.numel() == 1, (
+            f"a mask was built for {name}"
+        )
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=NAMES)
@@ -67,11 +82,14 @@ def test_replacements_answer_to_upstreams_names(family):
 
 @pytest.mark.parametrize("family", FAMILIES, ids=NAMES)
 def test_replacements_show_upstreams_signatures(family):
-    """Trainers, PEFT and transformers' own tests choose by a forward's parameters and annotations what they pass and try."""
+    """Trainers, PEFT and transformers' own tests choose by a forward's parameters and
+    annotations what they pass and try.
+    """
     for before, after in (family.pairs() | family.head_pairs()).items():
         assert inspect.signature(after.forward) == inspect.signature(before.forward), after.__name__
         assert after.forward.__annotations__ == before.forward.__annotations__, after.__name__
-        if sys.version_info >= (3, 11):  # Python 3.10 reads an Optional out of a default of None
+        # Python 3.10 reads an Optional out of a default of None
+        if sys.version_info >= (3, 11):
             assert get_type_hints(after.forward) == get_type_hints(before.forward), after.__name__
 
 
@@ -89,7 +107,9 @@ def test_an_unknown_release_is_logged_once_and_measured(unknown_release, caplog)
     assert "tested up to 5.1.0" in line
 
 
-def test_an_unknown_release_that_leaks_is_refused_and_the_model_untouched(unknown_release, monkeypatch):
+def test_an_unknown_release_that_leaks_is_refused_and_the_model_untouched(
+    unknown_release, monkeypatch
+):
     leak_in_the_convolution(monkeypatch)
     model = tiny()
     with pytest.raises(LeakDetected, match="tiny qwen3_5 model"):
@@ -98,7 +118,9 @@ def test_an_unknown_release_that_leaks_is_refused_and_the_model_untouched(unknow
 
 
 def test_an_unknown_release_with_another_norm_is_refused(unknown_release, monkeypatch):
-    """On GPUs a kernel computes the norms: the CPU has to check whether upstream still computes the same."""
+    """On GPUs a kernel computes the norms: the CPU has to check whether upstream still computes
+    the same.
+    """
     from transformers.models.qwen3_5 import modeling_qwen3_5 as upstream
 
     whole = upstream.Qwen3_5RMSNorm.forward
@@ -108,11 +130,15 @@ def test_an_unknown_release_with_another_norm_is_refused(unknown_release, monkey
 
     forward.__module__ = upstream.__name__
     monkeypatch.setattr(upstream.Qwen3_5RMSNorm, "forward", forward)
-    with pytest.raises(LeakDetected, match="documents, norms or MLPs of a tiny qwen3_5 model off by 1.0e-03"):
+    with pytest.raises(
+        LeakDetected, match="documents, norms or MLPs of a tiny qwen3_5 model off by 1.0e-03"
+    ):
         apply_patches(tiny())
 
 
-@pytest.mark.parametrize("broken", ["norms_against_formula", "mlps_against_formula", "packed_against_alone"])
+@pytest.mark.parametrize(
+    "broken", ["norms_against_formula", "mlps_against_formula", "packed_against_alone"]
+)
 def test_an_unknown_release_that_gives_nan_is_refused(unknown_release, monkeypatch, broken):
     monkeypatch.setattr(selfcheck, broken, lambda *arguments: float("nan"))
     with pytest.raises(LeakDetected, match="off by nan"):
@@ -133,7 +159,8 @@ def test_an_mlp_of_another_formula_is_seen(monkeypatch):
     wanted = type(model.model.layers[0].mlp).forward
 
     def clamped(mlp, x):
-        return wanted(mlp, x).clamp(-7, 7)  # as other families do
+        # as other families do
+        return wanted(mlp, x).clamp(-7, 7)
 
     clamped.__module__ = wanted.__module__
     monkeypatch.setattr(type(model.model.layers[0].mlp), "forward", clamped)
@@ -157,4 +184,4 @@ def test_a_deprecation_that_is_only_logged_is_an_error(call):
 
 def test_a_deprecation_that_is_warned_of_is_an_error():
     with pytest.raises(FutureWarning, match="deprecated"):
-        warnings.warn("`cu_seq_lens_q` is deprecated", FutureWarning)
+        warnings.warn("`cu_seq_lens_q` is deprecated", FutureWarning, stacklevel=2)

@@ -1,4 +1,6 @@
-"""Packed rows equal a forward per document: values and gradients, every input format, with a control that fails."""
+"""Packed rows equal a forward per document: values and gradients, every input format, with a
+control that fails.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,46 @@ from hf_packfree.models.compat import LAYERS_DROP_KEYWORDS, RELEASE
 from hf_packfree.patching.registry import family_of
 from tests.input_formats import ROW_FORMATS, ROWS_FORMATS, row_batch, rows_batch
 from tests.support import (
-    CONTROL, GRADIENT_TOL, LOGIT_TOL, ROW, Batch, by_family, documents, errors, pairwise, random_weights, recorded,
-    relative_rms, run, run_alone, tiny,
+    CONTROL,
+    GRADIENT_TOL,
+    LOGIT_TOL,
+    ROW,
+    Batch,
+    by_family,
+    documents,
+    errors,
+    pairwise,
+    random_weights,
+    recorded,
+    relative_rms,
+    run,
+    run_alone,
+    tiny,
 )
 
 pytestmark = pytest.mark.compat
 TEXT_POSITIONS_ONLY = ("positions_4rows", "positions_3rows", "positions_3rows_flash")
-FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_omni_moe"]
+FAMILIES = [
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_next",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "qwen2_5_vl",
+    "qwen3_omni_moe",
+]
 WITH_KERNELS = ("all_flash",) if find_spec("fake_kernels") and not LAYERS_DROP_KEYWORDS else ()
-"""With both kernel packages there and everything handed over, upstream itself is exact since 5.9."""
-TEXT_IN_ANY_FIRST_ROW = RELEASE < Version("5.3.0")
+"""With both kernel packages there and everything handed over, upstream itself is exact since
+5.9.
+"""
+TEXT_IN_ANY_FIRST_ROW = Version("5.3.0") > RELEASE
 BY_POSITIONS = (
-    "positions", "positions_4rows", "all_flash", "flash_without_seq_idx", "starts_above_zero", "positions_zero_tail",
+    "positions",
+    "positions_4rows",
+    "all_flash",
+    "flash_without_seq_idx",
+    "starts_above_zero",
+    "positions_zero_tail",
 )
 """Text alone: full attention reads these positions where nothing else is there that says less."""
 
@@ -38,13 +68,21 @@ def per_document(family, attention, lengths):
 
 
 def measure(model, batch):
-    """Return (logit error, gradient error) of the packed batch against the unpatched model per document."""
-    return errors(run(model, batch, random_weights(batch, 128)), per_document(*key_of(model, batch)))
+    """Return (logit error, gradient error) of the packed batch against the unpatched model per
+    document.
+    """
+    return errors(
+        run(model, batch, random_weights(batch, 128)), per_document(*key_of(model, batch))
+    )
 
 
 def key_of(model, batch):
     """The arguments of `per_document` for this model and these documents."""
-    return family_of(model).name, model.config._attn_implementation, tuple(map(len, batch.documents))
+    return (
+        family_of(model).name,
+        model.config._attn_implementation,
+        tuple(map(len, batch.documents)),
+    )
 
 
 def assert_exact(model, batch, record):
@@ -54,7 +92,9 @@ def assert_exact(model, batch, record):
 
 
 def leaks(model, batch) -> bool:
-    """Whether the unpatched model is a thousand times worse than the limit, or refuses the input."""
+    """Whether the unpatched model is a thousand times worse than the limit, or refuses the
+    input.
+    """
     wanted, _ = per_document(*key_of(model, batch))
     try:
         with torch.no_grad():
@@ -65,30 +105,49 @@ def leaks(model, batch) -> bool:
 
 
 def upstream_packs(family: str, input_format: str, attention: str) -> bool:
-    """Whether upstream itself keeps documents of text apart: in families without a recurrence, by some formats."""
+    """Whether upstream itself keeps documents of text apart: in families without a recurrence,
+    by some formats.
+    """
     if any(mixer.kind != "full_attention" for mixer in by_family[family].mixers):
         return input_format in WITH_KERNELS
-    if family == "qwen3_omni_moe" and input_format in ("block_mask", "additive_block_mask"):  # it makes positions of a mask
+    # it makes positions of a mask
+    if family == "qwen3_omni_moe" and input_format in ("block_mask", "additive_block_mask"):
         return False
-    if family != "qwen2_5_vl" and TEXT_IN_ANY_FIRST_ROW and input_format.startswith("positions_3rows"):
+    if (
+        family != "qwen2_5_vl"
+        and TEXT_IN_ANY_FIRST_ROW
+        and input_format.startswith("positions_3rows")
+    ):
         return True
-    by_mask = input_format.startswith("additive") or input_format.startswith("block_mask") and attention == "sdpa"
+    by_mask = (
+        input_format.startswith("additive")
+        or input_format.startswith("block_mask")
+        and attention == "sdpa"
+    )
     reads_2d = family != "qwen2_5_vl"
     return by_mask or input_format in (BY_POSITIONS if reads_2d else ("positions_4rows",))
 
 
-@pytest.mark.parametrize(("family", "input_format", "attention"), pairwise(FAMILIES, list(ROW_FORMATS), ["eager", "sdpa"]))
+@pytest.mark.parametrize(
+    ("family", "input_format", "attention"),
+    pairwise(FAMILIES, list(ROW_FORMATS), ["eager", "sdpa"]),
+)
 def test_one_row(family, input_format, attention, record_property):
     if family == "qwen3_next" and input_format in TEXT_POSITIONS_ONLY:
         pytest.skip("Qwen3-Next takes no stacked positions")
     model, batch = tiny(family, attention=attention), row_batch(input_format, ROW)
     leaky = not upstream_packs(family, input_format, attention)
-    assert leaks(model, batch) == leaky, "the control is not what it was: this test may not see a leak"
+    assert leaks(model, batch) == leaky, (
+        "the control is not what it was: this test may not see a leak"
+    )
     assert_exact(apply_patches(model), batch, record_property)
     assert leaks(remove_patches(model), batch) == leaky
 
 
-@pytest.mark.parametrize(("family", "input_format", "attention"), pairwise(FAMILIES, list(ROWS_FORMATS), ["eager", "sdpa"]))
+@pytest.mark.parametrize(
+    ("family", "input_format", "attention"),
+    pairwise(FAMILIES, list(ROWS_FORMATS), ["eager", "sdpa"]),
+)
 def test_several_rows(family, input_format, attention, record_property):
     model, batch = tiny(family, attention=attention), rows_batch(input_format)
     assert leaks(model, batch) != upstream_packs(family, input_format, attention)

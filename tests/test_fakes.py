@@ -1,4 +1,6 @@
-"""The stand-ins for kernel packages compute what they should and refuse what the real ones refuse."""
+"""The stand-ins for kernel packages compute what they should and refuse what the real ones
+refuse.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,14 @@ pytestmark = pytest.mark.usefixtures("stand_ins")
 
 def inputs(dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, TOKENS, *size, generator=generator, dtype=dtype) for size in ((2, 8), (2, 8), (4, 16)))
-    g, beta = -torch.rand(1, TOKENS, 4, generator=generator), torch.rand(1, TOKENS, 4, generator=generator)
+    q, k, v = (
+        torch.randn(1, TOKENS, *size, generator=generator, dtype=dtype)
+        for size in ((2, 8), (2, 8), (4, 16))
+    )
+    g, beta = (
+        -torch.rand(1, TOKENS, 4, generator=generator),
+        torch.rand(1, TOKENS, 4, generator=generator),
+    )
     return [x.requires_grad_() for x in (q, k, v, g, beta)]
 
 
@@ -44,8 +52,12 @@ def test_a_state_carries_on_where_the_first_half_ended():
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule as rule
 
     whole, _ = rule(*inputs(), use_qk_l2norm_in_kernel=True)
-    first, state = rule(*(x[:, :30] for x in inputs()), use_qk_l2norm_in_kernel=True, output_final_state=True)
-    second, none = rule(*(x[:, 30:] for x in inputs()), use_qk_l2norm_in_kernel=True, initial_state=state)
+    first, state = rule(
+        *(x[:, :30] for x in inputs()), use_qk_l2norm_in_kernel=True, output_final_state=True
+    )
+    second, none = rule(
+        *(x[:, 30:] for x in inputs()), use_qk_l2norm_in_kernel=True, initial_state=state
+    )
     assert none is None and relative_rms(torch.cat([first, second], 1), whole) <= 1e-6
 
 
@@ -54,10 +66,14 @@ def test_both_convolutions_are_ours():
     from fla.modules.convolution import causal_conv1d as of_fla
 
     generator = torch.Generator().manual_seed(0)
-    x, weight, bias = (torch.randn(size, generator=generator) for size in ((1, TOKENS, 16), (16, 4), (16,)))
+    x, weight, bias = (
+        torch.randn(size, generator=generator) for size in ((1, TOKENS, 16), (16, 4), (16,))
+    )
     wanted = causal_conv1d(x, weight, PACKED, bias=bias, activation="silu")
     options = {"bias": bias, "activation": "silu"}
-    assert relative_rms(of_fla(x, weight, cu_seqlens=PACKED.cu_seqlens, **options)[0], wanted) <= 1e-6
+    assert (
+        relative_rms(of_fla(x, weight, cu_seqlens=PACKED.cu_seqlens, **options)[0], wanted) <= 1e-6
+    )
     found = causal_conv1d_fn(x.transpose(1, 2), weight, seq_idx=PACKED.seq_idx, **options)
     assert relative_rms(found.transpose(1, 2), wanted) <= 1e-6
 
@@ -68,7 +84,13 @@ def test_tokens_of_no_document_are_not_written():
 
     short = torch.tensor([0, 5, 60])
     assert rule(*inputs(), cu_seqlens=short)[0].isnan().all((0, 2, 3)).nonzero()[0] == 60
-    assert of_fla(inputs()[0].flatten(2), torch.ones(16, 4), cu_seqlens=short)[0].isnan().all(-1).nonzero()[0, 1] == 60
+    assert (
+        of_fla(inputs()[0].flatten(2), torch.ones(16, 4), cu_seqlens=short)[0]
+        .isnan()
+        .all(-1)
+        .nonzero()[0, 1]
+        == 60
+    )
 
 
 def test_what_the_real_packages_refuse():
@@ -82,7 +104,15 @@ def test_what_the_real_packages_refuse():
     with pytest.raises(ValueError, match="3 value heads are no multiple"):
         rule(q, k, v[:, :, :3], g, beta)
     with pytest.raises(AssertionError, match="64-token chunks"):
-        rule(q, k, v, g, beta, cu_seqlens=PACKED.cu_seqlens, chunk_indices=prepare_chunk_indices(PACKED.cu_seqlens, 32))
+        rule(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            cu_seqlens=PACKED.cu_seqlens,
+            chunk_indices=prepare_chunk_indices(PACKED.cu_seqlens, 32),
+        )
     x, weight = torch.randn(1, 16, TOKENS), torch.randn(16, 4)
     with pytest.raises(RuntimeError, match="wanted channel-last"):
         causal_conv1d_fn(x, weight, seq_idx=PACKED.seq_idx)

@@ -1,6 +1,8 @@
-"""Models whose layers the `kernels` package replaces: exact before and after, and on every train() and eval().
+"""Models whose layers the `kernels` package replaces: exact before and after, and on every train()
+and eval().
 
-Runs where transformers accepts the installed `kernels`: in the second half of what tests/compat/run.py does.
+Runs where transformers accepts the installed `kernels`: in the second half of what
+tests/compat/run.py does.
 """
 
 from __future__ import annotations
@@ -27,8 +29,13 @@ FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
 BATCH = row_batch("positions", ROW)
 
 
-UPSTREAM_FAILS = {"apply_rotary_pos_emb": "5.8.1 and 5.9.0", "Unknown device type: cpu": "5.3.0 with `kernels` 0.10"}
-"""What upstream raises by itself where it cannot kernelize these families, patched or not, and where that was seen."""
+UPSTREAM_FAILS = {
+    "apply_rotary_pos_emb": "5.8.1 and 5.9.0",
+    "Unknown device type: cpu": "5.3.0 with `kernels` 0.10",
+}
+"""What upstream raises by itself where it cannot kernelize these families, patched or not, and
+where that was seen.
+"""
 
 
 def kernelized(model):
@@ -39,7 +46,9 @@ def kernelized(model):
         known = [releases for words, releases in UPSTREAM_FAILS.items() if words in str(error)]
         if not known:
             raise
-        pytest.skip(f"transformers cannot kernelize this family, patched or not (seen on {known[0]})")
+        pytest.skip(
+            f"transformers cannot kernelize this family, patched or not (seen on {known[0]})"
+        )
     return model
 
 
@@ -47,7 +56,9 @@ def assert_exact_through_flips(model):
     for flip in ("train", "eval", "train"):
         getattr(model, flip)()
         logits, grads = measure(model, BATCH)
-        assert logits <= LOGIT_TOL and grads <= GRADIENT_TOL, f"after {flip}(): {logits:.1e} and {grads:.1e}"
+        assert logits <= LOGIT_TOL and grads <= GRADIENT_TOL, (
+            f"after {flip}(): {logits:.1e} and {grads:.1e}"
+        )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -75,7 +86,10 @@ class Repository:
             raise ZeroDivisionError("the hub's layer ran")
 
         forward.__signature__ = inspect.signature(layer.forward)
-        self.layer_name, self.layer = layer.__name__, type(layer.__name__, (nn.Module,), {"forward": forward})
+        self.layer_name, self.layer = (
+            layer.__name__,
+            type(layer.__name__, (nn.Module,), {"forward": forward}),
+        )
 
     def load(self):
         """The layer to use."""

@@ -1,4 +1,6 @@
-"""README.md and docs say what is so: their code runs, their numbers are measured, their names, commands and files exist."""
+"""README.md and docs say what is so: their code runs, their numbers are measured, their names,
+commands and files exist.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,11 @@ MARK = r"^<!-- (?P<mark>[\w-]+)(?:: (?P<value>\w+))? -->\n"
 BLOCK = re.compile(rf"(?:{MARK})?^```(?P<language>\S*)[^\n]*\n(?P<code>.*?)\n?```$", re.S | re.M)
 LANGUAGES = {"python", "bash", "text", "{toctree}", "{eval-rst}", "{literalinclude}", "{include}"}
 """Text is drawings; what is in braces is Sphinx's, which checks it."""
-ILLUSTRATED = [example("a b", image_part(seed=1)), example("c d e"), example(image_part(8, 8, seed=2), "f")]
+ILLUSTRATED = [
+    example("a b", image_part(seed=1)),
+    example("c d e"),
+    example(image_part(8, 8, seed=2), "f"),
+]
 LIMITS = {"lines": 200, "bytes": 14_000}
 
 
@@ -58,15 +64,16 @@ def checkpoint(tmp_path, monkeypatch):
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast, training_args
 
-    monkeypatch.setattr(training_args, "is_torch_bf16_gpu_available", lambda: True)  # which TRL wants, and a CPU computes too
+    # which TRL wants, and a CPU computes too
+    monkeypatch.setattr(training_args, "is_torch_bf16_gpu_available", lambda: True)
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
     with_head = hf_packfree.apply_patches(tiny(), mtp=hf_packfree.MTPOptions(from_scratch=True))
     with_head.save_pretrained(tmp_path / "my-checkpoint")
     hf_packfree.remove_mtp(with_head)
     with_head.save_pretrained(tmp_path / "my-fine-tuned")
-    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>").save_pretrained(
-        tmp_path / "my-checkpoint"
-    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"
+    ).save_pretrained(tmp_path / "my-checkpoint")
     monkeypatch.chdir(tmp_path)
 
 
@@ -77,7 +84,12 @@ def test_readme_is_short():
 def test_readme_works_on_a_package_index():
     """No picture and no link that only a checkout can resolve."""
     targets = re.findall(r"\]\(([^)]+)\)|(?:src|href)=\"([^\"]+)", README)
-    assert not [target for pair in targets for target in pair if target and not target.startswith("https://")]
+    assert not [
+        target
+        for pair in targets
+        for target in pair
+        if target and not target.startswith("https://")
+    ]
 
 
 def test_every_block_is_of_a_language_that_is_checked():
@@ -86,16 +98,24 @@ def test_every_block_is_of_a_language_that_is_checked():
 
 
 @pages_with("python")
-@pytest.mark.filterwarnings("ignore:'pin_memory'")  # the Trainer's default, on a machine without an accelerator
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")  # TRL's default
+# the Trainer's default, on a machine without an accelerator
+@pytest.mark.filterwarnings("ignore:'pin_memory'")
+# TRL's default
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")
 def test_python_blocks_run(page, checkpoint):
-    """In order, in one namespace; `<!-- raises: Error -->` above a block names the error that it shows."""
+    """In order, in one namespace; `<!-- raises: Error -->` above a block names the error that it
+    shows.
+    """
     examples = [{"input_ids": document.tolist()} for document in documents((5, 64, 1, 30))]
     names = {"documents": examples}
     if "SFTTrainer(" in PAGES[page]:
         names["dataset"] = pytest.importorskip("datasets").Dataset.from_list(examples)
     if "PackedVisionCollator(processor" in PAGES[page]:
-        names |= {"processor": vision_processor(), "model": tiny_vision("qwen3_5"), "examples": ILLUSTRATED}
+        names |= {
+            "processor": vision_processor(),
+            "model": tiny_vision("qwen3_5"),
+            "examples": ILLUSTRATED,
+        }
     for block in blocks(page, "python"):
         code = compile(block["code"], page, "exec")
         if block["mark"] == "raises":
@@ -107,7 +127,9 @@ def test_python_blocks_run(page, checkpoint):
 
 @pages_with("bash")
 def test_shell_lines_name_what_exists(page, help_of):
-    """Programs are modules or files of this repository, their options are known, extras are in setup.cfg."""
+    """Programs are modules or files of this repository, their options are known, extras are in
+    setup.cfg.
+    """
     setup = ConfigParser()
     setup.read(ROOT / "setup.cfg")
     for step in re.split(r"&&|\n", "\n".join(block["code"] for block in blocks(page, "bash"))):
@@ -117,7 +139,9 @@ def test_shell_lines_name_what_exists(page, help_of):
             assert words[1] == "install" and set(extras) <= set(setup["options.extras_require"])
         elif words[0] == "packfree":
             known = help_of(words[1])
-            assert {word for word in words if word.startswith("--")} <= set(re.findall(r"--[\w-]+", known)), step
+            assert {word for word in words if word.startswith("--")} <= set(
+                re.findall(r"--[\w-]+", known)
+            ), step
         elif words[0] in ("python", "torchrun") and "-m" in words and "pytest" not in words:
             assert find_spec(words[words.index("-m") + 1]) is not None, step
         elif words[0] == "torchrun":
@@ -129,7 +153,12 @@ def test_shell_lines_name_what_exists(page, help_of):
 
 @pytest.mark.usefixtures("imports_tried_once")
 def test_packfree_lines_run(checkpoint, capsys):
-    lines = [line for page in PAGES for block in blocks(page, "bash") for line in block["code"].splitlines()]
+    lines = [
+        line
+        for page in PAGES
+        for block in blocks(page, "bash")
+        for line in block["code"].splitlines()
+    ]
     lines = [line for line in lines if line.startswith("packfree ")]
     assert lines
     for line in lines:
@@ -151,12 +180,16 @@ def test_the_first_numbers_are_measured():
         assert float(limit) == getattr(report.limits, name)
         for written, measured in ((unpatched, report.unpatched), (patched, report.patched)):
             found = getattr(measured, name)
-            assert float(written) / 10 <= found <= float(written) * 10, f"{name}: README {written}, measured {found:.1e}"
+            assert float(written) / 10 <= found <= float(written) * 10, (
+                f"{name}: README {written}, measured {found:.1e}"
+            )
 
 
 def test_the_speed_on_a_cpu_is_that_of_the_page():
     (times,) = re.findall(r"`packfree bench` measures ([\d.]+) times", README)
-    bench = DOCS["performance.md"].split("<!-- bench: packfree bench")[1].split("<!-- /bench -->")[0]
+    bench = (
+        DOCS["performance.md"].split("<!-- bench: packfree bench")[1].split("<!-- /bench -->")[0]
+    )
     (found,) = re.findall(r"^\| patched packed \| [\d,]+ \| [\d,]+ \| ([\d.]+) \|", bench, re.M)
     assert float(times) == pytest.approx(float(found), abs=0.06)
 
@@ -175,7 +208,9 @@ def test_the_two_commands_are_one_line_without_cuda(mark):
 def test_commands_and_their_options_exist(help_of):
     text = help_of()
     written = re.findall(r"^\| `packfree (\w+)[^`]*` \| (.+?) \|$", DOCS["usage.md"], re.M)
-    assert sorted(command for command, _ in written) == sorted(re.findall(r"^    (\w+) ", text, re.M))
+    assert sorted(command for command, _ in written) == sorted(
+        re.findall(r"^    (\w+) ", text, re.M)
+    )
     for command, row in written:
         options = set(re.findall(r"--[\w-]+", help_of(command))) - {"--help"}
         assert set(re.findall(r"`(--[\w-]+)`", row)) == options, command
@@ -190,18 +225,35 @@ def test_exit_codes(help_of):
 def test_every_public_name_and_option_is_mentioned():
     for name in hf_packfree.__all__:
         assert re.search(rf"\b{name}\b", DOCS["usage.md"]), name
-        assert name == "__version__" or re.search(rf"^\.\. auto(function|class):: {name}$", DOCS["reference.md"], re.M), name
-    for function in (hf_packfree.apply_patches, hf_packfree.verify_packing, hf_packfree.PackFreeCallback):
+        assert name == "__version__" or re.search(
+            rf"^\.\. auto(function|class):: {name}$", DOCS["reference.md"], re.M
+        ), name
+    for function in (
+        hf_packfree.apply_patches,
+        hf_packfree.verify_packing,
+        hf_packfree.PackFreeCallback,
+    ):
         section = DOCS["usage.md"].split(f"| option of `{function.__name__}` |")[1].split("\n\n")[0]
-        options = {p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
-        written = {name for row in section.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+        options = {
+            p.name
+            for p in inspect.signature(function).parameters.values()
+            if p.kind is p.KEYWORD_ONLY
+        }
+        written = {
+            name
+            for row in section.splitlines()
+            for name in re.findall(r"`(\w+)`", row.split("|")[1])
+        }
         assert written == options, function.__name__
 
 
 def test_every_operation_and_backend_is_listed():
     from hf_packfree.patching.backends import OPS
 
-    rows = {row[0].split("`")[1]: row[1] for row in table_after("performance.md", "| operation | from the fastest on |")}
+    rows = {
+        row[0].split("`")[1]: row[1]
+        for row in table_after("performance.md", "| operation | from the fastest on |")
+    }
     assert rows.keys() == OPS.keys()
     for op, module in OPS.items():
         assert set(module.BACKENDS) <= set(re.findall(r"`(\w+)`", rows[op])), op
@@ -210,13 +262,20 @@ def test_every_operation_and_backend_is_listed():
 def test_the_releases_are_those_of_the_table():
     """If not: write what hf_packfree/versions.py says into docs/compatibility.md."""
     rows = table_after("compatibility.md", "| package | oldest that is taken |")
-    assert rows == [[row.name, row.floor or "any", " to ".join(row.cpu), ", ".join(row.gpu)] for row in VERSIONS.values()]
+    assert rows == [
+        [row.name, row.floor or "any", " to ".join(row.cpu), ", ".join(row.gpu)]
+        for row in VERSIONS.values()
+    ]
 
 
 def test_every_error_is_listed_with_its_builtin():
     section = DOCS["inputs.md"].split("## What is refused")[1].split("\n## ")[0]
     listed = dict(re.findall(r"^\| `(\w+)` \| `(\w+)` \|", section, re.M))
-    kinds = [kind for kind in vars(errors).values() if inspect.isclass(kind) and issubclass(kind, errors.PackFreeError)]
+    kinds = [
+        kind
+        for kind in vars(errors).values()
+        if inspect.isclass(kind) and issubclass(kind, errors.PackFreeError)
+    ]
     wanted = {kind.__name__: kind for kind in kinds if kind is not errors.PackFreeError}
     assert listed.keys() == wanted.keys()
     for name, kind in wanted.items():
@@ -226,7 +285,9 @@ def test_every_error_is_listed_with_its_builtin():
 @pytest.mark.parametrize("page", PAGES)
 def test_files_it_names_exist(page):
     named = set(re.findall(r"`((?:hf_packfree|tests|notebooks|docs)/[\w/.-]*)`", PAGES[page]))
-    modules = {name.replace(".", "/") for name in re.findall(r"python -m (tests[\w.]+)", PAGES[page])}
+    modules = {
+        name.replace(".", "/") for name in re.findall(r"python -m (tests[\w.]+)", PAGES[page])
+    }
     missing = [path for path in named if not (ROOT / path).exists()]
     assert not missing + [name for name in modules if not (ROOT / f"{name}.py").exists()]
 

@@ -20,4 +20,8 @@ def test_nan_in_one_of_several_gradients_is_infinite():
     assert relative_rms(found["c"], wanted["c"]) == math.inf
     assert errors(([torch.ones(2)], found), ([torch.ones(2)], wanted)) == (0.0, math.inf)
     assert worst(found, wanted) == worst_gradient(found, wanted) == math.inf
-    assert worst_of_steps([wanted, found], [wanted, wanted]) == overall([wanted, found], [wanted, wanted]) == math.inf
+    assert (
+        worst_of_steps([wanted, found], [wanted, wanted])
+        == overall([wanted, found], [wanted, wanted])
+        == math.inf
+    )

@@ -1,4 +1,6 @@
-"""The Trainer with transformers' own collator: gradients of documents alone; the callback around it."""
+"""The Trainer with transformers' own collator: gradients of documents alone; the callback around
+it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ COLLATORS = {
     "flash without positions": {"return_flash_attn_kwargs": True, "return_position_ids": False},
     "positions from 5": {"position_ids_start": 5},
 }
-STEP = 4  # documents in a step
+# documents in a step
+STEP = 4
 NEW, OLD = "activation_checkpointing", "gradient_checkpointing"
 CHECKPOINTING = NEW if hasattr(TrainingArguments, NEW) else OLD
 """What this transformers calls it."""
@@ -38,9 +41,23 @@ class KeepGradients(TrainerCallback):
 
 
 def arguments(folder, **more):
-    settings = {"max_steps": 1, "learning_rate": 1e-3, "max_grad_norm": 0.0, "logging_steps": 1, "save_strategy": "no"}
-    settings |= {"report_to": [], "use_cpu": True, "disable_tqdm": True, "per_device_train_batch_size": STEP, "seed": 1}
-    return TrainingArguments(output_dir=str(folder), train_sampling_strategy="sequential", **settings | more)
+    settings = {
+        "max_steps": 1,
+        "learning_rate": 1e-3,
+        "max_grad_norm": 0.0,
+        "logging_steps": 1,
+        "save_strategy": "no",
+    }
+    settings |= {
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "per_device_train_batch_size": STEP,
+        "seed": 1,
+    }
+    return TrainingArguments(
+        output_dir=str(folder), train_sampling_strategy="sequential", **settings | more
+    )
 
 
 def dataset(lengths=ROW):
@@ -61,7 +78,9 @@ def train(model, folder, callbacks, collator=(), **more):
 
 
 def per_document(model, count):
-    """Gradients of the token-weighted mean loss of the first `count` documents, each in its own forward."""
+    """Gradients of the token-weighted mean loss of the first `count` documents, each in its own
+    forward.
+    """
     model.zero_grad(set_to_none=True)
     parts = documents(ROW)[:count]
     targets = sum(len(part) - 1 for part in parts)
@@ -80,7 +99,10 @@ def worst(found, wanted):
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("collator", COLLATORS)
 def test_gradients_are_those_of_documents_alone(collator, checkpointing, tmp_path):
-    if collator == "positions from 5" and "position_ids_start" not in signature(DataCollatorWithFlattening).parameters:
+    if (
+        collator == "positions from 5"
+        and "position_ids_start" not in signature(DataCollatorWithFlattening).parameters
+    ):
         pytest.skip(f"transformers {transformers.__version__} numbers documents from 0")
     options = {CHECKPOINTING: True} if checkpointing else {}
     _, found = train(tiny(), tmp_path, [PackFreeCallback()], COLLATORS[collator].items(), **options)
@@ -103,12 +125,18 @@ def test_gradients_that_accelerate_divides_once_more_are_warned_of(tmp_path, cap
     """As transformers 5.2 to 5.4 let it, of any model."""
     keep = KeepGradients()
     trainer = Trainer(
-        tiny(), arguments(tmp_path, gradient_accumulation_steps=2), DataCollatorWithFlattening(), dataset(),
+        tiny(),
+        arguments(tmp_path, gradient_accumulation_steps=2),
+        DataCollatorWithFlattening(),
+        dataset(),
         callbacks=[keep, PackFreeCallback()],
     )
     trainer.accelerator.gradient_accumulation_steps = 2
     trainer.train()
-    assert worst({name: 2 * grad for name, grad in keep.found.items()}, per_document(tiny(), 2 * STEP)) <= GRADIENT_TOL
+    assert (
+        worst({name: 2 * grad for name, grad in keep.found.items()}, per_document(tiny(), 2 * STEP))
+        <= GRADIENT_TOL
+    )
     assert "trainer.accelerator.gradient_accumulation_steps = 1" in caplog.text
 
 
@@ -125,21 +153,36 @@ def test_padding_is_counted_as_padding(tmp_path):
     def pad(features):
         rows = [torch.tensor(feature["input_ids"]) for feature in features]
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
-        return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+        mask = torch.nn.utils.rnn.pad_sequence(
+            [torch.ones_like(row) for row in rows], batch_first=True
+        )
+        return {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "labels": ids.masked_fill(mask == 0, -100),
+        }
 
     trainer = Trainer(
-        model=tiny(), args=arguments(tmp_path), train_dataset=dataset(), data_collator=pad, callbacks=[PackFreeCallback()]
+        model=tiny(),
+        args=arguments(tmp_path),
+        train_dataset=dataset(),
+        data_collator=pad,
+        callbacks=[PackFreeCallback()],
     )
     trainer.train()
     facts = trainer.state.log_history[0]
     assert facts["packfree/documents_per_row"] == 1.0
-    assert facts["packfree/real_token_share"] == pytest.approx(sum(ROW[:STEP]) / (STEP * max(ROW[:STEP])))
+    assert facts["packfree/real_token_share"] == pytest.approx(
+        sum(ROW[:STEP]) / (STEP * max(ROW[:STEP]))
+    )
 
 
 def test_added_too_late_is_refused(tmp_path):
     trainer = Trainer(
-        model=tiny(), args=arguments(tmp_path), train_dataset=dataset(), data_collator=DataCollatorWithFlattening()
+        model=tiny(),
+        args=arguments(tmp_path),
+        train_dataset=dataset(),
+        data_collator=DataCollatorWithFlattening(),
     )
     trainer.add_callback(PackFreeCallback())
     with pytest.raises(PatchConflict, match=r"Trainer\(callbacks=\[PackFreeCallback\(\)\]\)"):
@@ -167,14 +210,18 @@ def test_options_are_those_of_apply_patches():
     options = {"backend": "torch", "batch_invariant": True, "unpacked": "native", "padded": "full"}
     by_callback, model = tiny(), apply_patches(tiny(), **options)
     PackFreeCallback(**options).on_init_end(None, None, None, model=by_callback)
-    assert by_callback.model.packfree == model.model.packfree and model.model.packfree.batch_invariant
+    assert (
+        by_callback.model.packfree == model.model.packfree and model.model.packfree.batch_invariant
+    )
     with pytest.raises(ValueError, match="wanted 'lazy', 'full' or 'upstream'"):
         PackFreeCallback(padded="never")
 
 
 @pytest.mark.parametrize("group", [False, True])
 def test_processes_of_a_group_run_the_same_forwards(monkeypatch, group):
-    """A row of one document on one rank: two forwards there too, and no later batch is checked by that rank alone."""
+    """A row of one document on one rank: two forwards there too, and no later batch is checked
+    by that rank alone.
+    """
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: group)
     trunk = apply_patches(tiny()).model
     calls, forward = [], trunk.forward
@@ -182,7 +229,8 @@ def test_processes_of_a_group_run_the_same_forwards(monkeypatch, group):
     check = PackFreeCallback(verify_first_batch=True)._verify_once()
     for _ in range(2):
         check(trunk, (documents([9])[0][None],), {"use_cache": False})
-    assert len(calls) == 2  # one for each batch, or both for the first
+    # one for each batch, or both for the first
+    assert len(calls) == 2
     assert first_batch_influence(trunk, (documents([9])[0][None],), {"use_cache": False}) is None
     assert len(calls) == (4 if group else 3)
 

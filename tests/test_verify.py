@@ -1,4 +1,6 @@
-"""verify_packing: numbers for a patched model, an error for a leak, an error when it could not see one."""
+"""verify_packing: numbers for a patched model, an error for a leak, an error when it could not
+see one.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,17 @@ FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_built_in_models(family):
     report = verify_packing(family)
-    assert report.family == family and report.patched.cross_gradient == 0 and report.patched.influence == 0
+    assert (
+        report.family == family
+        and report.patched.cross_gradient == 0
+        and report.patched.influence == 0
+    )
     assert report.patched.logits <= 1e-5 and report.patched.gradients <= 1e-4
-    assert report.unpatched.logits >= 1e-2 and report.unpatched.influence >= 1e-2 and report.unpatched.cross_gradient >= 1e-2
+    assert (
+        report.unpatched.logits >= 1e-2
+        and report.unpatched.influence >= 1e-2
+        and report.unpatched.cross_gradient >= 1e-2
+    )
     assert report.unpatched.per_document[0] <= 1e-5 < min(report.unpatched.per_document[1:])
     assert json.loads(json.dumps(report.as_dict()))["patched"]["influence"] == 0
 
@@ -49,7 +59,9 @@ def test_a_model_object_is_given_back_as_it_was():
     verify_packing(model)
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     assert [module.training for module in model.modules()] == modes
-    assert all(torch.equal(parameter.grad, torch.ones_like(parameter)) for parameter in model.parameters())
+    assert all(
+        torch.equal(parameter.grad, torch.ones_like(parameter)) for parameter in model.parameters()
+    )
 
 
 def test_an_unpatched_model_leaks():
@@ -68,7 +80,9 @@ def test_a_leak_in_the_convolution_alone_is_seen(monkeypatch):
 
 def test_nan_fails(monkeypatch):
     model, mix = apply_patches(tiny()), PackedGatedDeltaNet._mix
-    monkeypatch.setattr(PackedGatedDeltaNet, "_mix", lambda self, x, packed: mix(self, x, packed) * math.nan)
+    monkeypatch.setattr(
+        PackedGatedDeltaNet, "_mix", lambda self, x, packed: mix(self, x, packed) * math.nan
+    )
     with pytest.raises(LeakDetected, match="nan"):
         verify_packing(model)
 
@@ -79,7 +93,9 @@ def test_a_measurement_that_could_not_see_a_leak_is_refused():
         for layer in model.model.layers:
             for part in ("linear_attn", "self_attn"):
                 if hasattr(layer, part):
-                    getattr(getattr(layer, part), "out_proj" if part == "linear_attn" else "o_proj").weight.zero_()
+                    getattr(
+                        getattr(layer, part), "out_proj" if part == "linear_attn" else "o_proj"
+                    ).weight.zero_()
     with pytest.raises(BlindMeasurement, match="control"):
         verify_packing(model)
 
@@ -99,8 +115,17 @@ def test_from_a_multimodal_config_without_architectures(name):
     import transformers
 
     family = "qwen3_5_moe" if "Moe" in name else "qwen3_5"
-    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4}
-    config = getattr(transformers, name)(text_config=tiny(family).config.to_dict(), vision_config=vision)
+    vision = {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "patch_size": 4,
+    }
+    config = getattr(transformers, name)(
+        text_config=tiny(family).config.to_dict(), vision_config=vision
+    )
     report = verify_packing(config, gradients=False)
     assert report.model.endswith("ForConditionalGeneration") and report.patched.influence == 0
 
@@ -121,14 +146,20 @@ def test_what_cannot_be_verified():
         verify_packing("qwen3_5", lengths=[5])
 
 
-@pytest.mark.parametrize("lengths", [[True, 5], [5, 2.0], [5, "9"], [5, None], [[5, 9]], 5, None, "5,9", [1, 1], [0, 5]])
+@pytest.mark.parametrize(
+    "lengths", [[True, 5], [5, 2.0], [5, "9"], [5, None], [[5, 9]], 5, None, "5,9", [1, 1], [0, 5]]
+)
 def test_lengths_that_are_none_are_refused(lengths):
-    with pytest.raises(ValueError, match=r"found lengths=\[.*\]; wanted (two documents|whole numbers)"):
+    with pytest.raises(
+        ValueError, match=r"found lengths=\[.*\]; wanted (two documents|whole numbers)"
+    ):
         verify_packing("qwen3_5", lengths=lengths)
 
 
 class Int8(nn.Linear):
-    """Rounds its input to 8 bits by one scale of the whole row, as dynamic quantisation and tensorwise FP8 do."""
+    """Rounds its input to 8 bits by one scale of the whole row, as dynamic quantisation and
+    tensorwise FP8 do.
+    """
 
     def scale(self, x):
         return x.abs().max()
@@ -148,14 +179,20 @@ class Int8PerToken(Int8):
 
 @pytest.mark.parametrize(("cls", "influenced"), [(Int8, True), (Int8PerToken, False)])
 def test_scales_of_the_whole_row_couple_documents_and_are_seen(cls, influenced):
-    """docs/compatibility.md says so: int8 rounding is far from fp32's limits, influence is 0 or is not."""
+    """docs/compatibility.md says so: int8 rounding is far from fp32's limits, influence is 0 or
+    is not.
+    """
     model = apply_patches(tiny())
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = cls
     with pytest.raises(LeakDetected) as leak:
         verify_packing(model, gradients=False)
-    assert leak.value.report.patched.influence > 1e-2 if influenced else leak.value.report.patched.influence == 0
+    assert (
+        leak.value.report.patched.influence > 1e-2
+        if influenced
+        else leak.value.report.patched.influence == 0
+    )
 
 
 def test_frozen_models():
@@ -165,11 +202,21 @@ def test_frozen_models():
 
 
 def test_products_in_tf32_have_limits_of_their_own(monkeypatch):
-    """flash-linear-attention's in fp32, on GPUs alone; whether documents react to each other is judged as strictly."""
+    """flash-linear-attention's in fp32, on GPUs alone; whether documents react to each other is
+    judged as strictly.
+    """
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    for ran, precision, tf32 in (((), "highest", False), ({"fla"}, "highest", True), ((), "high", True)):
-        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda precision=precision: precision)
-        assert verdict.limits_for(cuda, torch.float32, ran) == (verdict.TF32 if tf32 else verdict.LIMITS[torch.float32])
+    for ran, precision, tf32 in (
+        ((), "highest", False),
+        ({"fla"}, "highest", True),
+        ((), "high", True),
+    ):
+        monkeypatch.setattr(
+            torch, "get_float32_matmul_precision", lambda precision=precision: precision
+        )
+        assert verdict.limits_for(cuda, torch.float32, ran) == (
+            verdict.TF32 if tf32 else verdict.LIMITS[torch.float32]
+        )
         assert verdict.limits_for(cpu, torch.float32, ran) == verdict.LIMITS[torch.float32]
         assert verdict.limits_for(cuda, torch.bfloat16, ran) == verdict.LIMITS[torch.bfloat16]
     assert verdict.TF32.influence == verdict.LIMITS[torch.float32].influence
@@ -186,7 +233,9 @@ def through(package, function):
 def test_limits_are_those_of_the_kernels_that_ran(monkeypatch, runs):
     """A package that is installed and imported, but not called, changes no limit."""
     asked = []
-    monkeypatch.setattr(verify, "limits_for", lambda *what: asked.append(what) or verdict.limits_for(*what))
+    monkeypatch.setattr(
+        verify, "limits_for", lambda *what: asked.append(what) or verdict.limits_for(*what)
+    )
     monkeypatch.setitem(sys.modules, "fla", ModuleType("fla"))
     model = apply_patches(tiny())
     upstream = import_module(by_family["qwen3_5"].upstream).Qwen3_5GatedDeltaNet
@@ -196,7 +245,9 @@ def test_limits_are_those_of_the_kernels_that_ran(monkeypatch, runs):
         monkeypatch.setattr(owner, name, through("fla", getattr(owner, name)))
     verify_packing(model, lengths=(5, 9), gradients=False, control=False)
     ((_, _, packages),) = asked
-    assert {"torch", "transformers", "hf_packfree"} <= packages and ("fla" in packages) is (runs != "nowhere")
+    assert {"torch", "transformers", "hf_packfree"} <= packages and ("fla" in packages) is (
+        runs != "nowhere"
+    )
     assert sys.getprofile() is None
 
 

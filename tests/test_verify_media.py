@@ -1,4 +1,6 @@
-"""verify_packing of models that take images: values, gradients and influence of pixels, and what a leak looks like there."""
+"""verify_packing of models that take images: values, gradients and influence of pixels, and what
+a leak looks like there.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,19 @@ def test_images_and_videos_are_measured(family):
     assert report.media == ("image", "video") and report.as_dict()["media"] == ("image", "video")
     assert report.patched.logits <= 1e-5 and report.patched.gradients <= 1e-4
     assert report.patched.influence == 0 and report.patched.cross_gradient == 0
-    assert report.unpatched.logits >= 1e-2 and report.unpatched.influence >= 1e-2 and report.unpatched.cross_gradient >= 1e-2
+    assert (
+        report.unpatched.logits >= 1e-2
+        and report.unpatched.influence >= 1e-2
+        and report.unpatched.cross_gradient >= 1e-2
+    )
     assert "7 packed documents with images and videos" in str(report)
 
 
 def test_sounds_are_measured():
     report = verify_packing("qwen3_omni_moe", gradients=False)
-    assert report.media == ("image", "video", "audio") and "with images, videos and audios" in str(report)
+    assert report.media == ("image", "video", "audio") and "with images, videos and audios" in str(
+        report
+    )
     assert report.patched.logits <= 1e-5 and report.patched.influence == 0
     assert report.unpatched.logits >= 1e-2 and report.unpatched.influence >= 1e-2
 
@@ -43,11 +51,17 @@ def test_sounds_are_measured():
 def test_documents_hold_what_there_is_room_for():
     source = media_source(tiny_vision("qwen3_5"))
     lengths = (3, 30, 9, 12, 9)
-    given = MediaDocuments(lengths, source, torch.Generator().manual_seed(0), torch.device("cpu"), torch.float32)
+    given = MediaDocuments(
+        lengths, source, torch.Generator().manual_seed(0), torch.device("cpu"), torch.float32
+    )
     assert given.media == ("image", "video")
     row = given.packed()
-    assert row["image_grid_thw"].tolist() == [[1, 4, 4]] * 4 and row["video_grid_thw"].tolist() == [[2, 4, 4]]
-    assert given.of_document("pixel_values").tolist() == sum(([number] * 16 for number in (1, 2, 3, 4)), [])
+    assert row["image_grid_thw"].tolist() == [[1, 4, 4]] * 4 and row["video_grid_thw"].tolist() == [
+        [2, 4, 4]
+    ]
+    assert given.of_document("pixel_values").tolist() == sum(
+        ([number] * 16 for number in (1, 2, 3, 4)), []
+    )
     for ids in (given.ids, given.other_ids):
         assert [int((ids == token).sum()) for token in (IMAGE, VIDEO, START)] == [16, 8, 6]
     changed = given.packed(torch.tensor([True, False, True, False, True]))
@@ -70,9 +84,13 @@ def test_a_text_model_without_linear_layers_has_a_control_that_leaks():
 
 
 def test_losing_the_positions_of_media_fails_though_nothing_leaks(patched, monkeypatch):
-    monkeypatch.setattr(vision_language, "packed_positions", lambda source, ids, cu_seqlens, media: torch.cat(
-        [torch.arange(length) for length in cu_seqlens.diff().tolist()]
-    ).expand(4, 1, -1))
+    monkeypatch.setattr(
+        vision_language,
+        "packed_positions",
+        lambda source, ids, cu_seqlens, media: torch.cat(
+            [torch.arange(length) for length in cu_seqlens.diff().tolist()]
+        ).expand(4, 1, -1),
+    )
     with pytest.raises(LeakDetected, match="logits differ from a forward per document") as error:
         verify_packing(patched)
     found = error.value.report.patched
@@ -82,8 +100,12 @@ def test_losing_the_positions_of_media_fails_though_nothing_leaks(patched, monke
 
 def test_a_tower_that_mixes_images_fails_in_both_directions(patched):
     model = copy.deepcopy(patched)
-    model.model.visual.register_forward_pre_hook(lambda tower, args: (args[0] + args[0].mean(0), *args[1:]))
-    with pytest.raises(LeakDetected, match="react to each other's tokens, images and videos") as error:
+    model.model.visual.register_forward_pre_hook(
+        lambda tower, args: (args[0] + args[0].mean(0), *args[1:])
+    )
+    with pytest.raises(
+        LeakDetected, match="react to each other's tokens, images and videos"
+    ) as error:
         verify_packing(model)
     found = error.value.report.patched
     assert found.influence > 1e-3 and found.cross_gradient > 1e-3

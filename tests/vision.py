@@ -1,4 +1,6 @@
-"""Tiny vision-language models, documents with images and videos, and the forms in which their rows are passed."""
+"""Tiny vision-language models, documents with images and videos, and the forms in which their
+rows are passed.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,21 @@ Result = tuple[list[torch.Tensor], dict[str, torch.Tensor]]
 
 CLASSES = {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}
 VISION = {
-    "depth": 2, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4,
-    "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 64,
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 64,
 }
 ROPE = {
-    "rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 1.0, "mrope_section": [3, 3, 2],
+    "rope_type": "default",
+    "rope_theta": 100.0,
+    "partial_rotary_factor": 1.0,
+    "mrope_section": [3, 3, 2],
     "mrope_interleaved": True,
 }
 
@@ -50,8 +62,12 @@ def tiny_vision(
         name = CLASSES[family] + head
         configuration = import_module(row.upstream.replace("modeling_", "configuration_"))
         config = getattr(configuration, f"{CLASSES[family]}Config")(
-            text_config={**config.to_dict(), "rope_parameters": ROPE, **text}, vision_config=VISION, image_token_id=IMAGE,
-            video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END,
+            text_config={**config.to_dict(), "rope_parameters": ROPE, **text},
+            vision_config=VISION,
+            image_token_id=IMAGE,
+            video_token_id=VIDEO,
+            vision_start_token_id=START,
+            vision_end_token_id=END,
         )
     config._attn_implementation = attention
     torch.manual_seed(0)
@@ -79,7 +95,9 @@ def style_of(rope: Any) -> Style:
 
 @dataclass(frozen=True)
 class Document:
-    """One document: its ids, patches and grids of its images and videos, and seconds between grids of the videos."""
+    """One document: its ids, patches and grids of its images and videos, and seconds between
+    grids of the videos.
+    """
 
     ids: list[int]
     pixels: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -90,7 +108,9 @@ class Document:
     def media(self) -> RowMedia:
         """Return the sizes of the media."""
         sizes = {f"{kind}_grid_thw": torch.tensor(grids) for kind, grids in self.grids.items()}
-        return RowMedia(**sizes, seconds_per_grid=torch.tensor(self.seconds) if self.seconds else None)
+        return RowMedia(
+            **sizes, seconds_per_grid=torch.tensor(self.seconds) if self.seconds else None
+        )
 
 
 def image(height: int, width: int) -> tuple[str, list[int]]:
@@ -123,21 +143,40 @@ def document(
         kind, (frames, height, width) = part
         runs = frames if style.framewise else 1
         for _ in range(runs):
-            timestamp = torch.randint(2, 120, (2,), generator=generator).tolist() if kind == "video" and style.framewise else []
-            placeholders = [IMAGE if kind == "image" else VIDEO] * (frames // runs * height * width // 4)
+            timestamp = (
+                torch.randint(2, 120, (2,), generator=generator).tolist()
+                if kind == "video" and style.framewise
+                else []
+            )
+            placeholders = [IMAGE if kind == "image" else VIDEO] * (
+                frames // runs * height * width // 4
+            )
             ids += [*timestamp, *edges[0], *placeholders, *edges[1]]
         if kind == "video" and style.seconds is not None:
             seconds.append(0.75 + len(seconds))
-        pixels.setdefault(kind, []).append(torch.randn(frames * height * width, PATCH, generator=generator))
+        pixels.setdefault(kind, []).append(
+            torch.randn(frames * height * width, PATCH, generator=generator)
+        )
         grids.setdefault(kind, []).append([frames, height, width])
-    return Document(ids, {kind: torch.cat(parts) for kind, parts in pixels.items()}, grids, seconds, style)
+    return Document(
+        ids, {kind: torch.cat(parts) for kind, parts in pixels.items()}, grids, seconds, style
+    )
 
 
 def number_frames(patch: Any) -> None:
-    """Give upstream's `get_rope_index` of families that write times between frames one grid for each frame, for good."""
-    names = {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe", "qwen3_vl": "Qwen3VL", "qwen3_vl_moe": "Qwen3VLMoe"}
+    """Give upstream's `get_rope_index` of families that write times between frames one grid for
+    each frame, for good.
+    """
+    names = {
+        "qwen3_5": "Qwen3_5",
+        "qwen3_5_moe": "Qwen3_5Moe",
+        "qwen3_vl": "Qwen3VL",
+        "qwen3_vl_moe": "Qwen3VLMoe",
+    }
     for family, name in names.items():
-        cls = getattr(import_module(f"transformers.models.{family}.modeling_{family}"), f"{name}Model")
+        cls = getattr(
+            import_module(f"transformers.models.{family}.modeling_{family}"), f"{name}Model"
+        )
         patch.setattr(cls, "get_rope_index", _with_frames(cls.get_rope_index))
 
 
@@ -153,12 +192,17 @@ def _with_frames(upstream: Any) -> Any:
 
 
 def documents(rope: Any) -> list[Document]:
-    """Return the acceptance list: every place an image can have in a document, beside text, videos and single tokens.
+    """Return the acceptance list: every place an image can have in a document, beside text, videos
+    and single tokens.
 
     Args:
-        rope: a model, or what `rope_source` returns; releases that find images by the token before them get one at token 1.
+        rope: a model, or what `rope_source` returns; releases that find images by the token before
+            them get one at token 1.
     """
-    by_type, style = "mm_token_type_ids" in inspect.signature(rope.get_rope_index).parameters, style_of(rope)
+    by_type, style = (
+        "mm_token_type_ids" in inspect.signature(rope.get_rope_index).parameters,
+        style_of(rope),
+    )
     ends_in_image = document(7, image(4, 4), seed=5)
     return [
         document(37, seed=1),
@@ -176,7 +220,8 @@ def documents(rope: Any) -> list[Document]:
 
 @dataclass
 class MediaBatch:
-    """Documents, what to call the model with, and where each document's tokens are in the caller's shape.
+    """Documents, what to call the model with, and where each document's tokens are in the caller's
+    shape.
 
     Pixels are leaves, one per document and kind, so that their gradients can be asked for.
     """
@@ -197,17 +242,26 @@ class MediaBatch:
 
 def leaves(given: Sequence[Document]) -> list[dict[str, torch.Tensor]]:
     """Return new leaves of all documents' pixels."""
-    return [{kind: pixels.clone().requires_grad_() for kind, pixels in one.pixels.items()} for one in given]
+    return [
+        {kind: pixels.clone().requires_grad_() for kind, pixels in one.pixels.items()}
+        for one in given
+    ]
 
 
-def media_arguments(given: Sequence[Document], pixels: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
-    """Return the arguments that hold media, flat and in the documents' order; without a kind where no document has it."""
+def media_arguments(
+    given: Sequence[Document], pixels: list[dict[str, torch.Tensor]]
+) -> dict[str, Any]:
+    """Return the arguments that hold media, flat and in the documents' order; without a kind
+    where no document has it.
+    """
     arguments: dict[str, Any] = {}
     for kind, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):
         parts = [own[kind] for own in pixels if kind in own]
         if parts:
             arguments[name] = torch.cat(parts)
-            arguments[f"{kind}_grid_thw"] = torch.tensor(sum((one.grids.get(kind, []) for one in given), []))
+            arguments[f"{kind}_grid_thw"] = torch.tensor(
+                sum((one.grids.get(kind, []) for one in given), [])
+            )
     arguments |= {
         name: torch.tensor(sum((one.seconds for one in given), []))
         for name in {one.style.seconds for one in given if one.seconds}
@@ -229,11 +283,16 @@ def row_positions(rope: Any, given: Sequence[Document]) -> torch.Tensor:
 def packed_batch(form: str, given: Sequence[Document], rope: Any) -> MediaBatch:
     """Return one row of all documents in a form that marks their boundaries; see `FORMS`."""
     lengths = torch.tensor([len(one.ids) for one in given])
-    ids, offsets = torch.tensor([sum((one.ids for one in given), [])]), torch.cat((torch.zeros(1).long(), lengths.cumsum(0)))
+    ids, offsets = (
+        torch.tensor([sum((one.ids for one in given), [])]),
+        torch.cat((torch.zeros(1).long(), lengths.cumsum(0))),
+    )
     number = torch.repeat_interleave(torch.arange(len(given)), lengths)[None]
     cu_seqlens = offsets.int()
     varlen = {
-        "cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens, "max_length_q": int(lengths.max()),
+        "cu_seq_lens_q": cu_seqlens,
+        "cu_seq_lens_k": cu_seqlens,
+        "max_length_q": int(lengths.max()),
         "max_length_k": int(lengths.max()),
     }
     positions = row_positions(rope, given)
@@ -249,11 +308,21 @@ def packed_batch(form: str, given: Sequence[Document], rope: Any) -> MediaBatch:
     }
     tokens = torch.arange(ids.shape[1]).split(lengths.tolist())
     return MediaBatch(
-        list(given), {"input_ids": ids, "use_cache": False, **described[form]}, [(0, part) for part in tokens], leaves(given)
+        list(given),
+        {"input_ids": ids, "use_cache": False, **described[form]},
+        [(0, part) for part in tokens],
+        leaves(given),
     )
 
 
-FORMS = ("4 rows", "3 rows, offsets", "offsets, types", "offsets, seq_idx", "indexed mask", "additive mask")
+FORMS = (
+    "4 rows",
+    "3 rows, offsets",
+    "offsets, types",
+    "offsets, seq_idx",
+    "indexed mask",
+    "additive mask",
+)
 
 
 def padded_batch(side: str, given: Sequence[Document]) -> MediaBatch:
@@ -266,12 +335,19 @@ def padded_batch(side: str, given: Sequence[Document]) -> MediaBatch:
         place = torch.arange(first, first + len(one.ids))
         ids[row, place], mask[row, place] = torch.tensor(one.ids), 1
         places.append((row, place))
-    inputs = {"input_ids": ids, "attention_mask": mask, "mm_token_type_ids": token_types(ids), "use_cache": False}
+    inputs = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "mm_token_type_ids": token_types(ids),
+        "use_cache": False,
+    }
     return MediaBatch(list(given), inputs, places, leaves(given))
 
 
 def rows_batch(given: Sequence[Document], rope: Any) -> MediaBatch:
-    """Return two packed rows, the second with a tail of padding, which starts a document of its own in `position_ids`."""
+    """Return two packed rows, the second with a tail of padding, which starts a document of its
+    own in `position_ids`.
+    """
     half = len(given) // 2
     parts = [given[:half], given[half:]]
     width = 3 + max(sum(len(one.ids) for one in part) for part in parts)
@@ -283,11 +359,18 @@ def rows_batch(given: Sequence[Document], rope: Any) -> MediaBatch:
         positions[:, row, len(flat) :] = torch.arange(width - len(flat))
         lengths = [len(one.ids) for one in part]
         places += [(row, place) for place in torch.arange(len(flat)).split(lengths)]
-    return MediaBatch(list(given), {"input_ids": ids, "position_ids": positions, "use_cache": False}, places, leaves(given))
+    return MediaBatch(
+        list(given),
+        {"input_ids": ids, "position_ids": positions, "use_cache": False},
+        places,
+        leaves(given),
+    )
 
 
 def run(model: Any, batch: MediaBatch, weights: list[torch.Tensor], **more: Any) -> Result:
-    """Return per-document logits, and the gradients of a fixed random functional of them: parameters' and pixels'."""
+    """Return per-document logits, and the gradients of a fixed random functional of them:
+    parameters' and pixels'.
+    """
     model.zero_grad(set_to_none=True)
     parts = batch.cut(batch.call(model, **more).logits)
     sum((part * weight).sum() for part, weight in zip(parts, weights, strict=True)).backward()
@@ -297,14 +380,18 @@ def run(model: Any, batch: MediaBatch, weights: list[torch.Tensor], **more: Any)
 def pixel_gradients(batch: MediaBatch) -> dict[str, torch.Tensor]:
     """Return {document and kind: gradient}, zeros where there is none."""
     return {
-        f"document {number}, {kind}s": torch.zeros_like(pixels) if pixels.grad is None else pixels.grad.clone()
+        f"document {number}, {kind}s": torch.zeros_like(pixels)
+        if pixels.grad is None
+        else pixels.grad.clone()
         for number, own in enumerate(batch.pixels)
         for kind, pixels in own.items()
     }
 
 
 def alone(model: Any, given: Sequence[Document], weights: list[torch.Tensor]) -> Result:
-    """The same of each document in a forward of its own; with a mask, without which some releases misread images."""
+    """The same of each document in a forward of its own; with a mask, without which some
+    releases misread images.
+    """
     model.zero_grad(set_to_none=True)
     parts, pixels = [], {}
     for number, (one, weight) in enumerate(zip(given, weights, strict=True)):
@@ -312,11 +399,16 @@ def alone(model: Any, given: Sequence[Document], weights: list[torch.Tensor]) ->
         part = batch.call(model).logits[0]
         (part * weight).sum().backward()
         parts.append(part.detach())
-        pixels |= {name.replace("document 0", f"document {number}"): grad for name, grad in pixel_gradients(batch).items()}
+        pixels |= {
+            name.replace("document 0", f"document {number}"): grad
+            for name, grad in pixel_gradients(batch).items()
+        }
     return parts, {**gradients(model), **pixels}
 
 
-def random_weights(given: Sequence[Document], width: int = 128, seed: int = 2) -> list[torch.Tensor]:
+def random_weights(
+    given: Sequence[Document], width: int = 128, seed: int = 2
+) -> list[torch.Tensor]:
     """One fixed random functional per document."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(len(one.ids), width, generator=generator) for one in given]

@@ -1,4 +1,6 @@
-"""Train with rows that the processes of a group share:  torchrun --nproc-per-node 2 docs/examples/context_parallel.py"""
+"""Train with rows that the processes of a group share: torchrun --nproc-per-node 2
+docs/examples/context_parallel.py
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,13 @@ def main() -> None:
     cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if cuda else "gloo")
     device = torch.device("cuda", dist.get_rank()) if cuda else torch.device("cpu")
-    torch.manual_seed(0)  # the same weights on all ranks
-    model = apply_patches(Qwen3_5ForCausalLM(tiny_config()), context_parallel=dist.group.WORLD).to(device)
-    trained = torch.nn.parallel.DistributedDataParallel(model)  # which means the gradients: without a count that is right
+    # the same weights on all ranks
+    torch.manual_seed(0)
+    model = apply_patches(Qwen3_5ForCausalLM(tiny_config()), context_parallel=dist.group.WORLD).to(
+        device
+    )
+    # which means the gradients: without a count that is right
+    trained = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(3):
         loss = trained(**{name: tensor.to(device) for name, tensor in batch(step).items()}).loss
@@ -33,7 +39,8 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         mean = loss.detach()
-        dist.all_reduce(mean)  # a rank's loss is of its own tokens
+        # a rank's loss is of its own tokens
+        dist.all_reduce(mean)
         if dist.get_rank() == 0:
             print(f"step {step}: loss {mean.item() / dist.get_world_size():.4f}")
     dist.destroy_process_group()

@@ -1,4 +1,5 @@
-"""The documents of a batch: their lengths, from a distribution or the user's file, and the batch padded and packed.
+"""The documents of a batch: their lengths, from a distribution or the user's file, and the batch
+padded and packed.
 
 With images, every document that is long enough has one, of about a fifth of its tokens.
 """
@@ -51,11 +52,13 @@ def choose_lengths(source: str, documents: int, longest: int | None = None) -> S
     """Choose the lengths, in tokens, of one batch.
 
     Args:
-        source: a name of `DISTRIBUTIONS`, or a JSONL file whose lines are numbers, or objects with "length" or "input_ids".
-        documents: how many; quantiles in the middle of as many equal parts, so that one batch stands for all: a file's longest
-            document need not be among them, and a file of fewer lines gives some more than once.
-        longest: tokens of the longest document of a distribution, 512 if not given.  A file's documents are cut to it if it
-            is given, and taken as they are if not.
+        source: a name of `DISTRIBUTIONS`, or a JSONL file whose lines are numbers, or objects with
+            "length" or "input_ids".
+        documents: how many; quantiles in the middle of as many equal parts, so that one batch
+            stands for all: a file's longest document need not be among them, and a file of fewer
+            lines gives some more than once.
+        longest: tokens of the longest document of a distribution, 512 if not given. A file's
+            documents are cut to it if it is given, and taken as they are if not.
 
     Raises:
         UnsupportedInput: neither a name nor a file that holds lengths.
@@ -63,7 +66,9 @@ def choose_lengths(source: str, documents: int, longest: int | None = None) -> S
     if source in DISTRIBUTIONS and not Path(source).is_file():
         longest = longest or LONGEST
         lengths = tuple(max(1, round(share * longest)) for share in _shares(source, documents))
-        return Sample(lengths, f"the distribution {source!r}, with {longest:,} tokens in the longest document")
+        return Sample(
+            lengths, f"the distribution {source!r}, with {longest:,} tokens in the longest document"
+        )
     return _quantiles(source, documents, longest)
 
 
@@ -96,18 +101,21 @@ def _shares(name: str, documents: int) -> list[float]:
 def _read(path: Path) -> list[int]:
     if not path.is_file():
         raise UnsupportedInput(
-            f"found no file and no distribution {str(path)!r}; wanted {', '.join(DISTRIBUTIONS)}, or a JSONL file of lengths; "
-            "check the name"
+            f"found no file and no distribution {str(path)!r}; wanted {', '.join(DISTRIBUTIONS)}, "
+            "or a JSONL file of lengths; check the name"
         )
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
         raise UnsupportedInput(
-            f"found {path}, which is no text in UTF-8 ({error}); wanted a JSONL file of lengths; save it as UTF-8"
+            f"found {path}, which is no text in UTF-8 ({error}); wanted a JSONL file of lengths; "
+            f"save it as UTF-8"
         ) from error
     lengths = [_length(line, path, number) for number, line in enumerate(lines, 1) if line.strip()]
     if not lengths:
-        raise UnsupportedInput(f"found {path} without a line; wanted a length per line; write one for each document")
+        raise UnsupportedInput(
+            f"found {path} without a line; wanted a length per line; write one for each document"
+        )
     return lengths
 
 
@@ -122,8 +130,8 @@ def _length(line: str, path: Path, number: int) -> int:
         found = None
     if not isinstance(found, int) or isinstance(found, bool) or found < 1:
         raise UnsupportedInput(
-            f"found line {number} of {path}: {line[:40]!r}; wanted a number of at least 1, or an object with 'length' or "
-            "'input_ids'; write one document per line"
+            f"found line {number} of {path}: {line[:40]!r}; wanted a number of at least 1, or an "
+            "object with 'length' or 'input_ids'; write one document per line"
         )
     return found
 
@@ -137,17 +145,26 @@ def documents_of(lengths: tuple[int, ...], vocabulary: int, seed: int) -> list[T
 def padded(documents: list[Tensor], device: torch.device) -> dict[str, Any]:
     """Rows padded on the right to the longest; padding has no loss."""
     ids = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True)
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(document) for document in documents], batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence(
+        [torch.ones_like(document) for document in documents], batch_first=True
+    )
     batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
     return {name: value.to(device) for name, value in batch.items()}
 
 
-def packed(documents: list[Tensor], device: torch.device, *, boundaries: bool = True) -> dict[str, Any]:
-    """One row by transformers' flattening collator, with all its boundary keywords or with `position_ids` alone."""
+def packed(
+    documents: list[Tensor], device: torch.device, *, boundaries: bool = True
+) -> dict[str, Any]:
+    """One row by transformers' flattening collator, with all its boundary keywords or with
+    `position_ids` alone.
+    """
     collator: Any = DataCollatorWithFlattening
     collate = collator(return_flash_attn_kwargs=boundaries, return_seq_idx=boundaries)
     batch = collate([{"input_ids": document.tolist()} for document in documents])
-    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+    return {
+        name: value.to(device) if isinstance(value, Tensor) else value
+        for name, value in batch.items()
+    }
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,33 +204,49 @@ def illustrated(documents: list[Tensor], source: Any, seed: int) -> Illustrated:
         ids.append(document)
     sizes = torch.tensor(grids, dtype=torch.int64).reshape(-1, 3)
     numbers = getattr(vision, "in_channels", 3) * vision.temporal_patch_size * vision.patch_size**2
-    pixels = torch.randn(int(sizes.prod(1).sum()), numbers, generator=torch.Generator().manual_seed(seed))
+    pixels = torch.randn(
+        int(sizes.prod(1).sum()), numbers, generator=torch.Generator().manual_seed(seed)
+    )
     return Illustrated(ids, pixels, sizes)
 
 
-def padded_media(given: Illustrated, source: Any, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+def padded_media(
+    given: Illustrated, source: Any, device: torch.device, dtype: torch.dtype
+) -> dict[str, Any]:
     """Rows padded on the right, as a processor gives them; padding and images have no loss."""
     return _with_images(padded(given.ids, device), given, source, dtype)
 
 
 def packed_media(
-    given: Illustrated, source: Any, device: torch.device, dtype: torch.dtype, *, boundaries: bool = True
+    given: Illustrated,
+    source: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    boundaries: bool = True,
 ) -> dict[str, Any]:
     """One row, with `position_ids` of 4 rows, and with all boundary keywords or without."""
     row = packed(given.ids, device, boundaries=boundaries)
     lengths = torch.tensor([len(document) for document in given.ids])
     cu_seqlens = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))).int()
     media = RowMedia(image_grid_thw=given.grids)
-    row["position_ids"] = packed_positions(source, torch.cat(given.ids)[None], cu_seqlens, media).to(device)
+    row["position_ids"] = packed_positions(
+        source, torch.cat(given.ids)[None], cu_seqlens, media
+    ).to(device)
     return _with_images(row, given, source, dtype)
 
 
-def _with_images(batch: dict[str, Any], given: Illustrated, source: Any, dtype: torch.dtype) -> dict[str, Any]:
+def _with_images(
+    batch: dict[str, Any], given: Illustrated, source: Any, dtype: torch.dtype
+) -> dict[str, Any]:
     ids: Tensor = batch["input_ids"]
     images = ids == source.config.image_token_id
     batch["labels"] = batch["labels"].masked_fill(images, -100)
     if len(given.grids):
-        batch |= {"pixel_values": given.pixels.to(ids.device, dtype), "image_grid_thw": given.grids.to(ids.device)}
+        batch |= {
+            "pixel_values": given.pixels.to(ids.device, dtype),
+            "image_grid_thw": given.grids.to(ids.device),
+        }
     if "mm_token_type_ids" in inspect.signature(source.get_rope_index).parameters:
         batch["mm_token_type_ids"] = images.long()
     return batch

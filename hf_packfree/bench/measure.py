@@ -1,4 +1,6 @@
-"""What a step takes: its peak memory, and the time that its matrix products take by themselves on this machine."""
+"""What a step takes: its peak memory, and the time that its matrix products take by themselves
+on this machine.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +19,30 @@ from torch import nn
 
 MIB = 2**20
 HOW = {
-    "cuda": "torch's GPU allocator: the most allocated during a step above what was allocated before it",
-    "cpu": "torch's CPU allocator, every allocation and release of one more step read through torch.profiler; memory that "
+    "cuda": "torch's GPU allocator: the most allocated during a step above what was allocated "
+    "before it",
+    "cpu": "torch's CPU allocator, every allocation and release of one more step read through "
+    "torch.profiler; memory that "
     "libraries allocate by themselves is not in it",
 }
 
 
 def ran_out(error: BaseException) -> bool:
-    """Return whether memory ran out; by its text too, since only the GPU allocator's error has a class of its own."""
+    """Return whether memory ran out; by its text too, since only the GPU allocator's error has a
+    class of its own.
+    """
     texts = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
-    return isinstance(error, MemoryError) or isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+    return (
+        isinstance(error, MemoryError)
+        or isinstance(error, RuntimeError)
+        and any(text in str(error) for text in texts)
+    )
 
 
 def peak_mib(step: Callable[[], object], device: torch.device) -> float:
-    """Run `step` and return the most MiB that tensors held meanwhile, above what they held before."""
+    """Run `step` and return the most MiB that tensors held meanwhile, above what they held
+    before.
+    """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -44,13 +56,20 @@ def peak_mib(step: Callable[[], object], device: torch.device) -> float:
 def _allocations(step: Callable[[], object]) -> list[dict[str, Any]]:
     """Return torch's CPU allocations and releases in order, from the profiler's trace."""
     profiler: Any = torch.profiler.profile
-    with _silent_stderr(), profiler(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with (
+        _silent_stderr(),
+        profiler(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile,
+    ):
         step()
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(trace))
         events = json.loads(trace.read_text())["traceEvents"]
-    found = [event for event in events if event.get("name") == "[memory]" and event["args"].get("Device Type") == 0]
+    found = [
+        event
+        for event in events
+        if event.get("name") == "[memory]" and event["args"].get("Device Type") == 0
+    ]
     return sorted(found, key=lambda event: float(event["ts"]))
 
 
@@ -99,20 +118,34 @@ EXPERTS = ("gate_up_proj", "down_proj")
 """Parameters [experts, outputs, inputs] of transformers' layers of experts."""
 
 _TURNS = {True: (2, 10), False: (0, 1)}
-"""Untimed and timed turns of a product, on a GPU and elsewhere: a GPU finishes one before the host has launched the next."""
+"""Untimed and timed turns of a product, on a GPU and elsewhere: a GPU finishes one before the
+host has launched the next.
+"""
 
 
 class Floor:
-    """All `nn.Linear` layers and experts of a model, as products of so many tokens: y = x W', dx = dy W and dW = dy' x.
+    """All `nn.Linear` layers and experts of a model, as products of so many tokens: y = x W', dx =
+    dy W and dW = dy' x.
 
-    Layers of one shape are measured once; experts are evenly loaded.  A router, which is no `nn.Linear`, is not in it, nor is
-    what towers do with patches.
+    Layers of one shape are measured once; experts are evenly loaded. A router, which is no
+    `nn.Linear`, is not in it, nor is what towers do with patches.
     """
 
     def __init__(self, model: nn.Module, tokens: int, choices: int = 1) -> None:
-        towers = {module for name, tower in model.named_modules() if name.endswith(TOWERS) for module in tower.modules()}
-        linears = [module for module in model.modules() if isinstance(module, nn.Linear) and module not in towers]
-        self._shapes: Counter[tuple[int, ...]] = Counter((module.in_features, module.out_features) for module in linears)
+        towers = {
+            module
+            for name, tower in model.named_modules()
+            if name.endswith(TOWERS)
+            for module in tower.modules()
+        }
+        linears = [
+            module
+            for module in model.modules()
+            if isinstance(module, nn.Linear) and module not in towers
+        ]
+        self._shapes: Counter[tuple[int, ...]] = Counter(
+            (module.in_features, module.out_features) for module in linears
+        )
         self._shapes += Counter(_experts(model))
         self._tokens, self._choices, self._like = tokens, choices, next(model.parameters()).detach()
 
@@ -123,7 +156,8 @@ class Floor:
 
     def _once(self, fan_in: int, fan_out: int, experts: int = 0) -> float:
         sizes = self._sizes(fan_in, fan_out, experts)
-        x, weight, grad = (torch.randn_like(self._like.new_empty(size)) for size in sizes)  # zeros and ones run faster
+        # zeros and ones run faster
+        x, weight, grad = (torch.randn_like(self._like.new_empty(size)) for size in sizes)
 
         def multiply(turns: int) -> None:
             for _ in range(turns):
@@ -137,7 +171,9 @@ class Floor:
         return (time.perf_counter() - began) / timed
 
     def _sizes(self, fan_in: int, fan_out: int, experts: int) -> tuple[tuple[int, ...], ...]:
-        """Of x, W and dy; so few tokens that they cannot reach every expert reach as many as they have choices."""
+        """Of x, W and dy; so few tokens that they cannot reach every expert reach as many as
+        they have choices.
+        """
         rows, experts = self._tokens, min(experts, self._tokens * self._choices)
         if not experts:
             return (rows, fan_in), (fan_out, fan_in), (rows, fan_out)
@@ -150,7 +186,11 @@ class Floor:
 
 
 def _experts(model: nn.Module) -> list[tuple[int, ...]]:
-    """Return inputs, outputs and experts of every product that each token takes with the experts it chose."""
+    """Return inputs, outputs and experts of every product that each token takes with the experts
+    it chose.
+    """
     weights = (getattr(module, name, None) for module in model.modules() for name in EXPERTS)
-    stacks = [weight.shape for weight in weights if isinstance(weight, nn.Parameter) and weight.ndim == 3]
+    stacks = [
+        weight.shape for weight in weights if isinstance(weight, nn.Parameter) and weight.ndim == 3
+    ]
     return [(fan_in, fan_out, experts) for experts, fan_out, fan_in in stacks]

@@ -1,4 +1,6 @@
-"""The benchmark's picture: time and memory of every candidate, side by side.  The only file here that needs matplotlib."""
+"""The benchmark's picture: time and memory of every candidate, side by side. The only file here
+that needs matplotlib.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from typing import Any
 from hf_packfree.bench.report import BenchReport
 
 BLUE, GREY = "#0072B2", "#999999"
-"""Okabe and Ito's blue for patched, grey for unpatched: different for colour-blind people and in print."""
+"""Okabe and Ito's blue for patched, grey for unpatched: different for colour-blind people and in
+print.
+"""
 
 
 def draw(report: BenchReport, path: Path) -> None:
@@ -22,7 +26,9 @@ def draw(report: BenchReport, path: Path) -> None:
     time, memory = figure.subplots(1, 2)
     rows = report.candidates
     colours = [BLUE if row.name.startswith("patched") else GREY for row in rows]
-    bars(time, {row.name: None if row.median is None else row.median * 1e3 for row in rows}, colours)
+    bars(
+        time, {row.name: None if row.median is None else row.median * 1e3 for row in rows}, colours
+    )
     time.axvline(report.floor * 1e3, color="black", linewidth=1, linestyle=":")
     time.set_title("One step (dotted: floor)", loc="left", fontsize=10)
     time.set_xlabel("milliseconds, median")
@@ -30,7 +36,9 @@ def draw(report: BenchReport, path: Path) -> None:
     memory.set_title("Peak memory of a step", loc="left", fontsize=10)
     memory.set_xlabel("MiB above the loaded model")
     memory.set_yticklabels([])
-    figure.suptitle(f"{report.model}, {report.documents}, {report.fill:.0%} real tokens", fontsize=11)
+    figure.suptitle(
+        f"{report.model}, {report.documents}, {report.fill:.0%} real tokens", fontsize=11
+    )
     figure.savefig(path)
 
 
@@ -39,8 +47,14 @@ def bars(axes: Any, values: Mapping[str, float | None], colours: Sequence[str]) 
     base = next(iter(values.values()))
     for place, (value, colour) in enumerate(zip(values.values(), colours, strict=True)):
         axes.barh(place, value or 0.0, color=colour, height=0.6)
-        text = "not measured" if value is None else f"{value:,.0f}" + (f"  ({value / base:.2f}x)" if base and place else "")
-        axes.annotate(text, (value or 0.0, place), (4, 0), textcoords="offset points", va="center", fontsize=9)
+        text = (
+            "not measured"
+            if value is None
+            else f"{value:,.0f}" + (f"  ({value / base:.2f}x)" if base and place else "")
+        )
+        axes.annotate(
+            text, (value or 0.0, place), (4, 0), textcoords="offset points", va="center", fontsize=9
+        )
     axes.set_yticks(range(len(values)), list(values))
     axes.invert_yaxis()
     axes.set_xlim(0, max(value or 0.0 for value in values.values()) * 1.4 or 1.0)

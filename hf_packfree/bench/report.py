@@ -20,11 +20,13 @@ class BenchOptions:
         model: a preset, a family's name, a config or checkpoint folder, or a hub id.
         lengths: tokens of each document of the batch.
         rounds: timed steps of each candidate; they run in turns.
-        device, dtype: where and in what; dtype None is the checkpoint's own, or a preset's: see `model_of`.
+        device, dtype: where and in what; dtype None is the checkpoint's own, or a preset's: see
+            `model_of`.
         threads: CPU threads; None leaves torch's choice.
         seed: of weights and tokens.
         trust_remote_code: for a checkpoint with code of its own.
-        origin, cut: as `choose_lengths` says, where the lengths come from and how many were cut; kept for the report.
+        origin, cut: as `choose_lengths` says, where the lengths come from and how many were cut;
+            kept for the report.
     """
 
     model: str
@@ -73,8 +75,8 @@ class BenchReport:
         options: see `BenchOptions`.
         model, parameters, device, dtype, versions: what ran, where.
         candidates: unpatched padded first.
-        floor: seconds that the model's linear layers and experts alone take for the real tokens: one multiplication
-            forward, two backward, each measured in the same run.
+        floor: seconds that the model's linear layers and experts alone take for the real tokens:
+            one multiplication forward, two backward, each measured in the same run.
         memory: how the peak was measured.
         implementations: {operation: backend that ran the patched rows}.
         images, patches: of the documents, where the model takes images.
@@ -108,11 +110,15 @@ class BenchReport:
         """How many documents, in words, and how many of them were cut."""
         lengths, cut = self.options.lengths, self.options.cut
         images = f" with {self.images} images" if self.images else ""
-        return f"{len(lengths)} documents{images}" + (f" ({cut} cut to {max(lengths):,} tokens)" if cut else "")
+        return f"{len(lengths)} documents{images}" + (
+            f" ({cut} cut to {max(lengths):,} tokens)" if cut else ""
+        )
 
     @property
     def complete(self) -> bool:
-        """Whether everything ran but unpatched packed, which transformers refuses without its kernels."""
+        """Whether everything ran but unpatched packed, which transformers refuses without its
+        kernels.
+        """
         return not any(row.refused for row in self.candidates if row.name != OPTIONAL)
 
     def candidate(self, name: str) -> Candidate:
@@ -159,6 +165,13 @@ class BenchReport:
         faster, share = self.faster("patched padded"), self.memory_share("patched padded")
         what = f"{self.model} on {self.device}, {self.documents}, {self.fill:.0%} real tokens"
         if faster is None or share is None:
-            broken = next(row for row in self.candidates if row.refused and row.name in (BASE, "patched padded"))
+            broken = next(
+                row
+                for row in self.candidates
+                if row.refused and row.name in (BASE, "patched padded")
+            )
             return f"{what}: no comparison, because {broken.name} did not run ({broken.refused})"
-        return f"{what}: once patched, a padded step is {faster:.2f} times as fast, in {share:.0%} of the peak memory"
+        return (
+            f"{what}: once patched, a padded step is {faster:.2f} times as fast, in {share:.0%} of "
+            f"the peak memory"
+        )

@@ -1,4 +1,6 @@
-"""Candidates of one benchmark, in turns in one process, so that whatever else the machine does hits all of them alike."""
+"""Candidates of one benchmark, in turns in one process, so that whatever else the machine does
+hits all of them alike.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_packfree.bench.documents import documents_of, illustrated, packed, packed_media, padded, padded_media
+from hf_packfree.bench.documents import (
+    documents_of,
+    illustrated,
+    packed,
+    packed_media,
+    padded,
+    padded_media,
+)
 from hf_packfree.bench.measure import HOW, Floor, name_of, peak_mib, ran_out, threads
 from hf_packfree.bench.report import BASE, OPTIONAL, BenchOptions, BenchReport, Candidate, Progress
 from hf_packfree.bench.shapes import model_of
@@ -25,8 +34,18 @@ from hf_packfree.verify.documents import media_source
 
 UPSTREAM_KERNELS = ("causal-conv1d", "fla-core", "flash-linear-attention", "kernels")
 """Distributions whose kernels transformers' own layers use if they are installed."""
-REFUSALS = (ValueError, TypeError, RuntimeError, IndexError, NotImplementedError, ImportError, MemoryError)
-"""What transformers and its kernels raise at a batch they do not take, and what any step raises that does not fit."""
+REFUSALS = (
+    ValueError,
+    TypeError,
+    RuntimeError,
+    IndexError,
+    NotImplementedError,
+    ImportError,
+    MemoryError,
+)
+"""What transformers and its kernels raise at a batch they do not take, and what any step raises
+that does not fit.
+"""
 LESS = "fewer documents (--documents) or shorter ones (--longest) need less"
 """What to do where memory ran out."""
 
@@ -50,10 +69,14 @@ class _Runner:
         self.model(**self.batch, use_cache=False).loss.backward()
 
     def attempt(self, measure: Callable[[], None]) -> None:
-        """Measure; keep as `refused` that memory ran out or that the unpatched model raises: raised by ours it is a defect."""
+        """Measure; keep as `refused` that memory ran out or that the unpatched model raises:
+        raised by ours it is a defect.
+        """
         if self.refused is not None:
             return
-        scope: AbstractContextManager[None] = nullcontext() if self.patched else patches_lifted(self.model)
+        scope: AbstractContextManager[None] = (
+            nullcontext() if self.patched else patches_lifted(self.model)
+        )
         try:
             with scope:
                 measure()
@@ -67,12 +90,19 @@ class _Runner:
 
     def done(self) -> Candidate:
         mask = self.batch.get("attention_mask")
-        tokens = int(mask.sum()) if self.patched and mask is not None else self.batch["input_ids"].numel()
+        tokens = (
+            int(mask.sum())
+            if self.patched and mask is not None
+            else self.batch["input_ids"].numel()
+        )
         return Candidate(self.name, tokens, tuple(self.seconds), self.peak, self.refused, self.note)
 
 
-def run_bench(options: BenchOptions, progress: Progress = lambda what, done, total: None) -> BenchReport:
-    """Measure padded and packed steps, unpatched (packed if it runs) and patched, on the same weights and documents.
+def run_bench(
+    options: BenchOptions, progress: Progress = lambda what, done, total: None
+) -> BenchReport:
+    """Measure padded and packed steps, unpatched (packed if it runs) and patched, on the same
+    weights and documents.
 
     Args:
         options: see `BenchOptions`.
@@ -90,9 +120,9 @@ def run_bench(options: BenchOptions, progress: Progress = lambda what, done, tot
         if not ran_out(error):
             raise
         raise UnsupportedInput(
-            f"found no memory for {options.model} and {sum(options.lengths):,} tokens ({in_short(error)}); wanted room for the "
-            "weights, the batch and each matrix product; give fewer documents (--documents), shorter ones (--longest) or a "
-            "smaller model"
+            f"found no memory for {options.model} and {sum(options.lengths):,} tokens "
+            f"({in_short(error)}); wanted room for the weights, the batch and each matrix product; "
+            "give fewer documents (--documents), shorter ones (--longest) or a smaller model"
         ) from error
 
 
@@ -118,7 +148,8 @@ def _measure(options: BenchOptions, progress: Progress) -> BenchReport:
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         device=name_of(device),
         dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
-        versions=patches.versions | {name: found for name in UPSTREAM_KERNELS if (found := installed(name)) is not None},
+        versions=patches.versions
+        | {name: found for name in UPSTREAM_KERNELS if (found := installed(name)) is not None},
         candidates=tuple(runner.done() for runner in runners),
         floor=statistics.median(floors[1:]),
         memory=HOW["cuda" if device.type == "cuda" else "cpu"],
@@ -132,11 +163,18 @@ def _runners(model: Any, options: BenchOptions, device: torch.device) -> list[_R
     rows, row, row_by_positions = _batches(model, options, device)
     family = family_of(model)
     attends_only = family is not None and family.attends_only
-    note = "exact, through a T x T mask" if attends_only else "exact only with kernels that are installed apart"
+    note = (
+        "exact, through a T x T mask"
+        if attends_only
+        else "exact only with kernels that are installed apart"
+    )
     unpatched = _Runner(OPTIONAL, model, row, patched=False, note=note)
     unpatched.attempt(unpatched.step)
     if unpatched.refused is not None and not unpatched.full:
-        note = f"leaks: position_ids alone, because the collator's boundaries are refused ({unpatched.refused})"
+        note = (
+            f"leaks: position_ids alone, because the collator's boundaries are refused "
+            f"({unpatched.refused})"
+        )
         unpatched = replace(unpatched, batch=row_by_positions, refused=None, note=note)
     return [
         _Runner(BASE, model, rows, patched=False),
@@ -147,11 +185,19 @@ def _runners(model: Any, options: BenchOptions, device: torch.device) -> list[_R
 
 
 def _batches(model: Any, options: BenchOptions, device: torch.device) -> tuple[dict[str, Any], ...]:
-    """Return the documents padded, packed, and packed by positions alone; with images where the model takes them."""
-    documents = documents_of(options.lengths, model.config.get_text_config().vocab_size, options.seed)
+    """Return the documents padded, packed, and packed by positions alone; with images where the
+    model takes them.
+    """
+    documents = documents_of(
+        options.lengths, model.config.get_text_config().vocab_size, options.seed
+    )
     source = media_source(model)
     if source is None:
-        return padded(documents, device), packed(documents, device), packed(documents, device, boundaries=False)
+        return (
+            padded(documents, device),
+            packed(documents, device),
+            packed(documents, device, boundaries=False),
+        )
     given, dtype = illustrated(documents, source, options.seed), next(source.parameters()).dtype
     return (
         padded_media(given, source, device, dtype),

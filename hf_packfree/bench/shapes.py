@@ -1,4 +1,6 @@
-"""What `packfree bench` trains: shapes that it knows by name, text models and vision-language ones, and any other model."""
+"""What `packfree bench` trains: shapes that it knows by name, text models and vision-language
+ones, and any other model.
+"""
 
 from __future__ import annotations
 
@@ -12,28 +14,61 @@ from hf_packfree.errors import UnsupportedModel
 from hf_packfree.verify.model_source import build_model
 
 _SMALL: dict[str, Any] = {
-    "vocab_size": 16384, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8, "linear_key_head_dim": 32, "linear_value_head_dim": 32, "tie_word_embeddings": True,
+    "vocab_size": 16384,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "tie_word_embeddings": True,
 }
 _2B: dict[str, Any] = {
-    "vocab_size": 248320, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24,
-    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16,
-    "linear_num_value_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "tie_word_embeddings": True,
+    "vocab_size": 248320,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "tie_word_embeddings": True,
 }
 _TOWER: dict[str, Any] = {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}
 _SMALL_TOWER = {
-    **_TOWER, "depth": 4, "hidden_size": 192, "intermediate_size": 768, "num_heads": 4, "out_hidden_size": 256,
+    **_TOWER,
+    "depth": 4,
+    "hidden_size": 192,
+    "intermediate_size": 768,
+    "num_heads": 4,
+    "out_hidden_size": 256,
     "num_position_embeddings": 576,
 }
 _2B_TOWER = {
-    **_TOWER, "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "out_hidden_size": 2048,
+    **_TOWER,
+    "depth": 24,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_heads": 16,
+    "out_hidden_size": 2048,
     "num_position_embeddings": 2304,
 }
 _SMALL_TEXT: dict[str, Any] = {**_SMALL, "num_hidden_layers": 8}
 _SMALL_VL: dict[str, Any] = {
-    "text_config": _SMALL_TEXT, "vision_config": _SMALL_TOWER, "tie_word_embeddings": True,
-    "image_token_id": 16380, "video_token_id": 16381, "vision_start_token_id": 16382, "vision_end_token_id": 16383,
+    "text_config": _SMALL_TEXT,
+    "vision_config": _SMALL_TOWER,
+    "tie_word_embeddings": True,
+    "image_token_id": 16380,
+    "video_token_id": 16381,
+    "vision_start_token_id": 16382,
+    "vision_end_token_id": 16383,
 }
 _QWEN3_VL = {name: value for name, value in _SMALL_TEXT.items() if not name.startswith("linear_")}
 
@@ -41,12 +76,22 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "small": ("Qwen3_5TextConfig", _SMALL),
     "2b": ("Qwen3_5TextConfig", _2B),
     "small-vl": ("Qwen3_5Config", _SMALL_VL),
-    "2b-vl": ("Qwen3_5Config", {"text_config": _2B, "vision_config": _2B_TOWER, "tie_word_embeddings": True}),
-    "small-qwen3-vl": ("Qwen3VLConfig", {
-        **_SMALL_VL, "text_config": _QWEN3_VL, "vision_config": {**_SMALL_TOWER, "deepstack_visual_indexes": [0, 1, 2]},
-    }),
+    "2b-vl": (
+        "Qwen3_5Config",
+        {"text_config": _2B, "vision_config": _2B_TOWER, "tie_word_embeddings": True},
+    ),
+    "small-qwen3-vl": (
+        "Qwen3VLConfig",
+        {
+            **_SMALL_VL,
+            "text_config": _QWEN3_VL,
+            "vision_config": {**_SMALL_TOWER, "deepstack_visual_indexes": [0, 1, 2]},
+        },
+    ),
 }
-"""{name: configuration class and its arguments}: small ones, which a laptop's CPU trains in seconds, and the released 2B's."""
+"""{name: configuration class and its arguments}: small ones, which a laptop's CPU trains in
+seconds, and the released 2B's.
+"""
 
 
 def config_of(preset: str) -> Any:
@@ -57,10 +102,13 @@ def config_of(preset: str) -> Any:
     return getattr(transformers, name)(**given)
 
 
-def model_of(source: str, device: torch.device, dtype: torch.dtype | None, trust_remote_code: bool = False) -> nn.Module:
+def model_of(
+    source: str, device: torch.device, dtype: torch.dtype | None, trust_remote_code: bool = False
+) -> nn.Module:
     """Return a preset's model, or whatever else `build_model` knows, in training mode.
 
-    A preset without a `dtype` has the one that it would be trained in: bfloat16 on a GPU, float32 elsewhere.
+    A preset without a `dtype` has the one that it would be trained in: bfloat16 on a GPU, float32
+    elsewhere.
 
     Raises:
         UnsupportedModel: nothing of that name can be loaded.
@@ -70,8 +118,12 @@ def model_of(source: str, device: torch.device, dtype: torch.dtype | None, trust
         config = config_of(source)
         dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     try:
-        return build_model(config, device=device, dtype=dtype, trust_remote_code=trust_remote_code).train()
+        return build_model(
+            config, device=device, dtype=dtype, trust_remote_code=trust_remote_code
+        ).train()
     except UnsupportedModel as error:
         if Path(source).exists():
             raise
-        raise UnsupportedModel(f"{error}; or give one of the shapes {', '.join(PRESETS)}") from error
+        raise UnsupportedModel(
+            f"{error}; or give one of the shapes {', '.join(PRESETS)}"
+        ) from error

@@ -1,4 +1,6 @@
-"""The command `packfree`: parse, call, show.  What is heavy is imported by the command that needs it."""
+"""The command `packfree`: parse, call, show. What is heavy is imported by the command that needs
+it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(argv)
         finally:
             if sys.stdout is not None:
-                sys.stdout.flush()  # while a closed pipe can still be caught
+                # while a closed pipe can still be caught
+                sys.stdout.flush()
     except BrokenPipeError:
         # what the buffer still holds goes nowhere when Python flushes it at the end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -57,5 +60,8 @@ def _complain_of(error: Exception) -> int:
     # a sentence for this one too, and never the exit code of a leak
     if os.environ.get("PACKFREE_TRACEBACK", "0") not in ("", "0"):
         traceback.print_exc()
-    complain(f"found {in_short(error)}, an unexpected error; PACKFREE_TRACEBACK=1 shows where; please report it")
+    complain(
+        f"found {in_short(error)}, an unexpected error; PACKFREE_TRACEBACK=1 shows where; please "
+        f"report it"
+    )
     return BROKEN

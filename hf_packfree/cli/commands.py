@@ -18,7 +18,10 @@ def doctor(options: argparse.Namespace) -> int:
     """Show what is installed and what would run."""
     from hf_packfree.doctor import diagnose
 
-    with show.spinner("importing what is installed", options.json), show.quiet_libraries(bars=False):
+    with (
+        show.spinner("importing what is installed", options.json),
+        show.quiet_libraries(bars=False),
+    ):
         diagnosis = diagnose(options.model)
     if options.json:
         show.as_json(diagnosis.as_dict())
@@ -32,7 +35,13 @@ def verify(options: argparse.Namespace) -> int:
     with show.spinner(f"measuring {options.model}", options.json):
         report, code = _measure(options)
     if options.json:
-        show.as_json({**report.as_dict(), "failures": report.failures(), "sentence": show.sentence_of(report)})
+        show.as_json(
+            {
+                **report.as_dict(),
+                "failures": report.failures(),
+                "sentence": show.sentence_of(report),
+            }
+        )
     else:
         show.packing(report)
     return code
@@ -78,10 +87,13 @@ def _device(text: str) -> Any:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UnsupportedInput(
-            f"found device {text!r}, which is not usable here ({reason}); wanted cpu, cuda or mps; packfree doctor lists them"
+            f"found device {text!r}, which is not usable here ({reason}); wanted cpu, cuda or mps; "
+            f"packfree doctor lists them"
         ) from error
     if device.type == "meta":
-        raise UnsupportedInput("found device 'meta', which holds no numbers; wanted cpu, cuda or mps; name one of them")
+        raise UnsupportedInput(
+            "found device 'meta', which holds no numbers; wanted cpu, cuda or mps; name one of them"
+        )
     return device
 
 
@@ -102,16 +114,25 @@ def bench(options: argparse.Namespace) -> int:
     from hf_packfree.bench import BenchOptions, choose_lengths, run_bench
 
     if options.png is not None and find_spec("matplotlib") is None:
-        raise ImportError("found no matplotlib; wanted it for --png; pip install 'hf_packfree[demo]' brings it")
+        raise ImportError(
+            "found no matplotlib; wanted it for --png; pip install 'hf_packfree[demo]' brings it"
+        )
     if options.png is not None:
         check_picture(options.png)
     sample = choose_lengths(options.lengths, options.documents, options.longest)
     lengths = _affordable(sample.lengths)
     names = ("rounds", "dtype", "threads", "seed", "trust_remote_code")
-    given = {name: getattr(options, name) for name in names} | {"origin": sample.origin, "cut": sample.cut}
-    wanted = BenchOptions(options.model, lengths, device=str(_device(options.device or _fastest())), **given)
+    given = {name: getattr(options, name) for name in names} | {
+        "origin": sample.origin,
+        "cut": sample.cut,
+    }
+    wanted = BenchOptions(
+        options.model, lengths, device=str(_device(options.device or _fastest())), **given
+    )
     with show.bars(options.json) as move, show.quiet_libraries():
-        report = run_bench(wanted, lambda name, done, total: move("training steps", done, total, name))
+        report = run_bench(
+            wanted, lambda name, done, total: move("training steps", done, total, name)
+        )
     drawn = None
     try:
         if options.png is not None:
@@ -119,7 +140,8 @@ def bench(options: argparse.Namespace) -> int:
 
             draw(report, options.png)
             drawn = options.png
-    finally:  # a measurement that took minutes is shown even if its picture fails
+    finally:
+        # a measurement that took minutes is shown even if its picture fails
         if options.json:
             show.as_json(report.as_dict())
         else:
@@ -131,7 +153,8 @@ def _affordable(lengths: tuple[int, ...]) -> tuple[int, ...]:
     tokens = len(lengths) * max(lengths)
     if tokens > MOST_TOKENS:
         raise UnsupportedInput(
-            f"found {len(lengths):,} documents of up to {max(lengths):,} tokens, padded {tokens:,}; wanted at most "
+            f"found {len(lengths):,} documents of up to {max(lengths):,} tokens, padded "
+            f"{tokens:,}; wanted at most "
             f"{MOST_TOKENS:,}; give fewer --documents or a smaller --longest"
         )
     return lengths
@@ -141,19 +164,27 @@ def mtp(options: argparse.Namespace) -> int:
     """Show what a checkpoint's head is; copy one to it, or count the drafts that are accepted."""
     from hf_packfree.mtp.files import copy_head, examine
 
-    if (options.copy_from is None) != (options.to is None) or options.accept != (options.text is not None):
+    if (options.copy_from is None) != (options.to is None) or options.accept != (
+        options.text is not None
+    ):
         raise UnsupportedInput(
-            "found one of two options that belong together; wanted --copy-from with --to, and --accept with --text; give both"
+            "found one of two options that belong together; wanted --copy-from with --to, and "
+            "--accept with --text; give both"
         )
     if options.accept and options.to is not None:
-        raise UnsupportedInput("found --accept with --copy-from; wanted one of them; copy first, then try the new folder")
+        raise UnsupportedInput(
+            "found --accept with --copy-from; wanted one of them; copy first, then try the new "
+            "folder"
+        )
     if options.accept:
         return _accept(options)
     with show.spinner(f"reading {options.checkpoint}", options.json), show.quiet_libraries():
         if options.to is None:
             report = examine(options.checkpoint)
         else:
-            report = copy_head(options.copy_from, options.checkpoint, check_folder(options.to, "--to"))
+            report = copy_head(
+                options.copy_from, options.checkpoint, check_folder(options.to, "--to")
+            )
     if options.json:
         show.as_json(report.as_dict())
     else:
@@ -171,16 +202,25 @@ def _accept(options: argparse.Namespace) -> int:
     from hf_packfree.verify.model_source import build_model
 
     lines = _prompts(options.text)
-    with show.spinner(f"generating with {options.checkpoint}", options.json), show.quiet_libraries():
-        if not examine(options.checkpoint).tensors:  # before all weights are read
+    with (
+        show.spinner(f"generating with {options.checkpoint}", options.json),
+        show.quiet_libraries(),
+    ):
+        # before all weights are read
+        if not examine(options.checkpoint).tensors:
             raise MissingHead(
-                f"found no tensor of a multi-token prediction head in {options.checkpoint}; wanted one to try; packfree mtp "
+                f"found no tensor of a multi-token prediction head in {options.checkpoint}; wanted "
+                f"one to try; packfree mtp "
                 f"{options.checkpoint} --copy-from BASE --to OUT puts the base model's there"
             )
-        model = apply_patches(build_model(options.checkpoint, device=_device(options.device)), mtp="keep").eval()
+        model = apply_patches(
+            build_model(options.checkpoint, device=_device(options.device)), mtp="keep"
+        ).eval()
         tokenizer: Any = AutoTokenizer.from_pretrained(options.checkpoint)
         ids = [tokenizer(line)["input_ids"] for line in lines]
-        prompts = [torch.tensor(one, dtype=torch.int64, device=_device(options.device)) for one in ids]
+        prompts = [
+            torch.tensor(one, dtype=torch.int64, device=_device(options.device)) for one in ids
+        ]
         found = accepted_drafts(model, prompts, new_tokens=options.new_tokens, depth=options.depth)
     if options.json:
         show.as_json(found.as_dict())
@@ -196,29 +236,42 @@ def _prompts(path: Path) -> list[str]:
         UnsupportedInput: there is no such file, or it holds no text.
     """
     if not path.is_file():
-        raise UnsupportedInput(f"found no file {str(path)!r}; wanted prompts, one in a line; check the name")
+        raise UnsupportedInput(
+            f"found no file {str(path)!r}; wanted prompts, one in a line; check the name"
+        )
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except ValueError as error:
-        raise UnsupportedInput(f"found {str(path)!r}, which is no text ({error}); wanted UTF-8; save it as that") from error
+        raise UnsupportedInput(
+            f"found {str(path)!r}, which is no text ({error}); wanted UTF-8; save it as that"
+        ) from error
     if not lines:
-        raise UnsupportedInput(f"found no line of text in {str(path)!r}; wanted prompts, one in a line; write some")
+        raise UnsupportedInput(
+            f"found no line of text in {str(path)!r}; wanted prompts, one in a line; write some"
+        )
     return lines
 
 
 def demo(options: argparse.Namespace) -> int:
     """Train padded and packed, and show how they compare."""
     # the Trainer would spread over all GPUs
-    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[
+        0
+    ]
     from hf_packfree.demo import DemoOptions, run_demo
 
     out = check_folder(options.out)
     plots = not options.no_plots and find_spec("matplotlib") is not None
-    wanted = DemoOptions(out, options.steps, options.batch_size, options.seed, options.threads, plots)
+    wanted = DemoOptions(
+        out, options.steps, options.batch_size, options.seed, options.threads, plots
+    )
     with show.bars() as progress, show.quiet_libraries(bars=False):
         report = run_demo(wanted, progress)
     if not plots and not options.no_plots:
-        show.say("No picture: matplotlib is absent; pip install 'hf_packfree[demo]' brings it, --no-plots does without.")
+        show.say(
+            "No picture: matplotlib is absent; pip install 'hf_packfree[demo]' brings it, "
+            "--no-plots does without."
+        )
     show.demo(report)
     return LEAK if report.failures() else FINE
 

@@ -1,4 +1,6 @@
-"""Tables, bars and sentences.  Answers go to stdout; errors, spinners and bars to stderr, where libraries are kept quiet."""
+"""Tables, bars and sentences. Answers go to stdout; errors, spinners and bars to stderr, where
+libraries are kept quiet.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,26 @@ if TYPE_CHECKING:
     from hf_packfree.doctor import Diagnosis, Plan, Supported
     from hf_packfree.verify import PackingReport
 
-COLOURS = {"usable": "green", "unused": "cyan", "absent": "dim", "too old": "yellow", "broken": "red"}
+COLOURS = {
+    "usable": "green",
+    "unused": "cyan",
+    "absent": "dim",
+    "too old": "yellow",
+    "broken": "red",
+}
 CHATTER = {
-    "transformers.integrations.hub_kernels": ("reference PyTorch implementation",),  # packfree doctor says what is installed
-    "huggingface_hub.utils._http": ("thrown while requesting", "Retrying in"),  # the error that follows says it once
+    # packfree doctor says what is installed
+    "transformers.integrations.hub_kernels": ("reference PyTorch implementation",),
+    # the error that follows says it once
+    "huggingface_hub.utils._http": ("thrown while requesting", "Retrying in"),
 }
 """{logger: parts of the messages that are left out}."""
 
 
 class Console(RichConsole):
-    """Rich's; a pipe that its reader closed is an error for `main`, and a width of 0 (COLUMNS=0) is as if there were none."""
+    """Rich's; a pipe that its reader closed is an error for `main`, and a width of 0 (COLUMNS=0)
+    is as if there were none.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -50,7 +62,9 @@ def say(sentence: str) -> None:
 def complain(error: object) -> None:
     """Write what went wrong to stderr, on one line."""
     text = " ".join(str(error).split())
-    Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print(f"packfree: {text}", style="red")
+    Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print(
+        f"packfree: {text}", style="red"
+    )
 
 
 def as_json(data: Any) -> None:
@@ -74,10 +88,18 @@ def _table(title: str, *columns: str) -> Table:
 def diagnosis(found: Diagnosis) -> None:
     """Show the doctor's findings."""
     console = Console()
-    packages = _table(f"hf_packfree {found.packfree}, Python {found.python}", "package", "version", "state", "what to know")
+    packages = _table(
+        f"hf_packfree {found.packfree}, Python {found.python}",
+        "package",
+        "version",
+        "state",
+        "what to know",
+    )
     for row in found.packages:
         known = "; ".join(filter(None, [row.reason or row.purpose, row.advice]))
-        packages.add_row(row.name, row.version or "", f"[{COLOURS[row.state]}]{row.state}[/]", escape(known))
+        packages.add_row(
+            row.name, row.version or "", f"[{COLOURS[row.state]}]{row.state}[/]", escape(known)
+        )
     console.print(packages)
     if found.plans:
         console.print(_plans(found.plans))
@@ -91,7 +113,13 @@ def diagnosis(found: Diagnosis) -> None:
 
 def _plans(plans: Sequence[Plan]) -> Table:
     """Return a row for each model: by which backends its operations run."""
-    columns = ("model", "operations of packed rows", "unpacked rows", "packed rows of", "rows shared by ranks")
+    columns = (
+        "model",
+        "operations of packed rows",
+        "unpacked rows",
+        "packed rows of",
+        "rows shared by ranks",
+    )
     table = _table("What would run", *columns)
     for plan in plans:
         backends: dict[str, list[str]] = {}
@@ -115,9 +143,16 @@ def packing(report: PackingReport) -> None:
     ]
     for name, field, limit in rows:
         values = [getattr(measured, field, None) for measured in (report.patched, report.unpatched)]
-        table.add_row(name, *("-" if value is None else f"{value:.1e}" for value in values), f"{limit:.0e}" if limit else "0")
+        table.add_row(
+            name,
+            *("-" if value is None else f"{value:.1e}" for value in values),
+            f"{limit:.0e}" if limit else "0",
+        )
     Console().print(table)
-    say(f"One row of documents of {', '.join(map(str, report.lengths))} tokens, against a forward of each document alone.")
+    say(
+        f"One row of documents of {', '.join(map(str, report.lengths))} tokens, against a forward "
+        f"of each document alone."
+    )
     say(sentence_of(report))
 
 
@@ -138,13 +173,21 @@ def supported(rows: Sequence[Supported]) -> None:
         table.add_section()
     Console().print(table)
     for row in rows:
-        say(f"{row.name}: transformers {row.transformers}; rows of {', '.join(row.media)}; heads: {', '.join(row.heads)}.")
-    say(f"{len(rows)} families are supported: the bare text models and all of these heads, by apply_patches(model).")
+        say(
+            f"{row.name}: transformers {row.transformers}; rows of {', '.join(row.media)}; heads: "
+            f"{', '.join(row.heads)}."
+        )
+    say(
+        f"{len(rows)} families are supported: the bare text models and all of these heads, by "
+        f"apply_patches(model)."
+    )
 
 
 @contextmanager
 def bars(silent: bool = False) -> Iterator[Callable[..., None]]:
-    """Show a bar per stage during the block, and hand out `move(stage, done, total, note)`, which moves them."""
+    """Show a bar per stage during the block, and hand out `move(stage, done, total, note)`,
+    which moves them.
+    """
     name, note = TextColumn("{task.description:<24}"), TextColumn("{task.fields[note]}")
     columns = (name, BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(), note)
     with Progress(*columns, console=Console(stderr=True), disable=silent) as progress:
@@ -163,34 +206,54 @@ def bench(report: BenchReport, picture: object = None) -> None:
     lengths = report.options.lengths
     table = _table(
         f"{report.model}, {report.parameters:,} parameters, {report.dtype}, {report.device}",
-        "step", "tokens", "ms", "faster", "tokens/s", "MiB", "memory", "floor",
+        "step",
+        "tokens",
+        "ms",
+        "faster",
+        "tokens/s",
+        "MiB",
+        "memory",
+        "floor",
     )
     for row in report.candidates:
         if row.median is None:
             table.add_row(row.name, f"{row.computed_tokens:,}", "did not run", "", "", "", "", "")
             continue
         numbers = [
-            (report.faster(row.name), ".2f"), (report.tokens_per_second(row.name), ",.0f"), (row.peak_mib, ",.0f"),
-            (report.memory_share(row.name), ".0%"), (report.floor_share(row.name), ".0%"),
+            (report.faster(row.name), ".2f"),
+            (report.tokens_per_second(row.name), ",.0f"),
+            (row.peak_mib, ",.0f"),
+            (report.memory_share(row.name), ".0%"),
+            (report.floor_share(row.name), ".0%"),
         ]
         cells = ["-" if value is None else f"{value:{form}}" for value, form in numbers]
         table.add_row(row.name, f"{row.computed_tokens:,}", f"{row.median * 1e3:,.1f}", *cells)
     Console().print(table)
-    say(f"Forward and backward of {len(lengths)} documents of {min(lengths):,} to {max(lengths):,} tokens; medians of "
-        f"{report.options.rounds} steps, all candidates in turns.  Tokens/s count real tokens, {report.real_tokens:,} a step.")
+    say(
+        f"Forward and backward of {len(lengths)} documents of {min(lengths):,} to {max(lengths):,} "
+        f"tokens; medians of {report.options.rounds} steps, all candidates in turns.  Tokens/s "
+        f"count real tokens, {report.real_tokens:,} a step."
+    )
     if report.images:
         say(f"Images: {report.images}, of {report.patches:,} patches.")
     if report.options.origin:
         say(f"Lengths: {report.options.origin}.")
-    say(f"Faster, memory: relative to unpatched padded.  MiB: the peak of one step; {report.memory}.")
+    say(
+        f"Faster, memory: relative to unpatched padded.  MiB: the peak of one step; "
+        f"{report.memory}."
+    )
     towers = ", towers left out" if report.images else ""
-    say(f"Floor: the share of a step that the matrix products of its linear layers and experts{towers} take by themselves, "
-        f"{report.floor * 1e3:,.1f} ms.")
+    say(
+        "Floor: the share of a step that the matrix products of its linear layers and "
+        f"experts{towers} take by themselves, {report.floor * 1e3:,.1f} ms."
+    )
     for row in report.candidates:
         if row.refused or row.note:
             say(f"{row.name}: {'did not run: ' + row.refused if row.refused else row.note}.")
     ran = ", ".join(f"{op}: {name}" for op, name in report.implementations.items())
-    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items() if version)
+    versions = ", ".join(
+        f"{name} {version}" for name, version in report.versions.items() if version
+    )
     say(f"Patched rows ran {ran}; {versions}.")
     if picture is not None:
         say(f"Drawn into {picture}.")
@@ -203,18 +266,36 @@ def demo(report: DemoReport) -> None:
     documents = f"{len(lengths)} documents of {min(lengths)} to {max(lengths)} tokens"
     table = _table(
         f"{documents}, {report.parameters:,} parameters, {report.device}",
-        "training", "last loss", "off by", "real tokens", "tokens/s", "peak MiB",
+        "training",
+        "last loss",
+        "off by",
+        "real tokens",
+        "tokens/s",
+        "peak MiB",
     )
     for row in report.trainings:
         off = "" if row is padded else f"{row.difference(padded):.1e}"
         numbers = (f"{row.real_share:.0%}", f"{row.tokens_per_second:,.0f}", f"{row.peak_mib:,.0f}")
         table.add_row(row.name, f"{row.losses[-1]:.6f}", off, *numbers)
     Console().print(table)
-    unpatched = "" if found.unpatched is None else f"{found.unpatched.logits:.1e} in the unpatched model and by "
-    say(f"A packed document's logits are off by {unpatched}{found.patched.logits:.1e} in the patched one.")
-    say("Off by: the largest relative loss difference to the padded training.  Tokens/s count real tokens, without the first "
-        "step.  Peak MiB: the most memory that one training step allocates.")
-    say(f"Written to {report.options.out}: {', '.join(report.files)} ({report.seconds:.0f} s in all).")
+    unpatched = (
+        ""
+        if found.unpatched is None
+        else f"{found.unpatched.logits:.1e} in the unpatched model and by "
+    )
+    say(
+        f"A packed document's logits are off by {unpatched}{found.patched.logits:.1e} in the "
+        f"patched one."
+    )
+    say(
+        "Off by: the largest relative loss difference to the padded training.  Tokens/s count real "
+        "tokens, without the first "
+        "step.  Peak MiB: the most memory that one training step allocates."
+    )
+    say(
+        f"Written to {report.options.out}: {', '.join(report.files)} ({report.seconds:.0f} s in "
+        f"all)."
+    )
     say(str(report))
 
 
@@ -224,7 +305,8 @@ def _keep(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def quiet_libraries(*, bars: bool = True) -> Iterator[None]:
-    """Hide, for the block, messages and loading bars that would be written over a table and warn of no harm.
+    """Hide, for the block, messages and loading bars that would be written over a table and warn of
+    no harm.
 
     Args:
         bars: hide transformers' loading bars too; without, it is not imported.

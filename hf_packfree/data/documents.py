@@ -1,4 +1,6 @@
-"""One training example as a model takes it: from a processor's output, or from messages through the processor."""
+"""One training example as a model takes it: from a processor's output, or from messages through
+the processor.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,23 @@ from hf_packfree.models.labels import IGNORED
 from hf_packfree.versions import ASSISTANT_MASK_WITH_MEDIA_SINCE
 
 FLAT = (
-    "pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts", "video_second_per_grid",
+    "pixel_values",
+    "image_grid_thw",
+    "pixel_values_videos",
+    "video_grid_thw",
+    "second_per_grid_ts",
+    "video_second_per_grid",
 )
 """Keywords whose items stand one after the other, in a document as in a row."""
 
 PADDED = ("input_features", "feature_attention_mask")
 """Keywords whose items are padded to the longest: [M, bins, frames] and [M, frames]."""
 
-_COLUMNS = {"image": ("images", "image"), "video": ("videos", "video"), "audio": ("audios", "audio")}
+_COLUMNS = {
+    "image": ("images", "image"),
+    "video": ("videos", "video"),
+    "audio": ("audios", "audio"),
+}
 _PAYLOADS = ("image", "video", "audio", "image_url", "url", "path", "base64")
 
 
@@ -49,8 +60,8 @@ def document_of(output: Mapping[str, Any], *, assistant_only: bool) -> Document:
     """Return the document that a processor's output for one text describes.
 
     Args:
-        output: `input_ids` [n] or [1, n], tensors or lists; the media's keywords; `attention_mask`, whose zeros are cut off;
-            `labels`, which are kept; `assistant_masks`.
+        output: `input_ids` [n] or [1, n], tensors or lists; the media's keywords; `attention_mask`,
+            whose zeros are cut off; `labels`, which are kept; `assistant_masks`.
         assistant_only: ignore what `assistant_masks` says the assistant did not write.
 
     Raises:
@@ -59,40 +70,57 @@ def document_of(output: Mapping[str, Any], *, assistant_only: bool) -> Document:
     ids = _line("input_ids", output["input_ids"])
     labels = ids if output.get("labels") is None else _line("labels", output["labels"])
     mask = output.get("attention_mask")
-    real = torch.ones_like(ids, dtype=torch.bool) if mask is None else _line("attention_mask", mask).bool()
+    real = (
+        torch.ones_like(ids, dtype=torch.bool)
+        if mask is None
+        else _line("attention_mask", mask).bool()
+    )
     if assistant_only:
         labels = torch.where(_assistant_mask(output), labels, IGNORED)
-    given = {name: torch.as_tensor(output[name]) for name in (*FLAT, *PADDED) if output.get(name) is not None}
+    given = {
+        name: torch.as_tensor(output[name])
+        for name in (*FLAT, *PADDED)
+        if output.get(name) is not None
+    }
     media = {name: value.detach().cpu() for name, value in given.items() if len(value)}
     if not bool(real.any()):
-        raise UnsupportedInput("found a document without a token; wanted one at least; leave empty examples out")
+        raise UnsupportedInput(
+            "found a document without a token; wanted one at least; leave empty examples out"
+        )
     return Document(ids[real], labels[real].clone(), media)
 
 
 def messages_of(example: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return an example's `messages` with every content as a list of parts, and each part with its own media.
+    """Return an example's `messages` with every content as a list of parts, and each part with its
+    own media.
 
     Args:
-        example: `messages`, as `apply_chat_template` takes them; media stand in the parts, or in a column of their own
-            (`images` or `image`, `videos` or `video`, `audios` or `audio`), then in the order of the parts without any.
+        example: `messages`, as `apply_chat_template` takes them; media stand in the parts, or in a
+            column of their own (`images` or `image`, `videos` or `video`, `audios` or `audio`),
+            then in the order of the parts without any.
 
     Raises:
         UnsupportedInput: a column holds more or fewer items than parts wait for.
     """
     waiting = {kind: iter(_items(example, kind)) for kind in _COLUMNS}
-    messages = [{**message, "content": _parts(message.get("content"), waiting)} for message in example["messages"]]
+    messages = [
+        {**message, "content": _parts(message.get("content"), waiting)}
+        for message in example["messages"]
+    ]
     for kind, items in waiting.items():
         left = len(list(items))
         if left:
             raise UnsupportedInput(
-                f"found {left} {kind}s more than the messages have places for; wanted a part {{'type': '{kind}'}} where each "
+                f"found {left} {kind}s more than the messages have places for; wanted a part "
+                f"{{'type': '{kind}'}} where each "
                 "belongs; add them to the messages' content"
             )
     return messages
 
 
 def check_assistant_mask(document: Document) -> None:
-    """Refuse releases of transformers whose assistant mask forgets that a placeholder becomes many tokens.
+    """Refuse releases of transformers whose assistant mask forgets that a placeholder becomes many
+    tokens.
 
     Raises:
         UnsupportedInput: the document has media, and transformers is too old.
@@ -100,9 +128,10 @@ def check_assistant_mask(document: Document) -> None:
     found = metadata.version("transformers")
     if document.media and Version(found) < Version(ASSISTANT_MASK_WITH_MEDIA_SINCE):
         raise UnsupportedInput(
-            f"found assistant_only_loss for a document with media and transformers {found}, whose mask is of the text before "
-            f"placeholders are repeated; wanted {ASSISTANT_MASK_WITH_MEDIA_SINCE} or newer; "
-            f"pip install 'transformers>={ASSISTANT_MASK_WITH_MEDIA_SINCE}', or pass labels of your own"
+            f"found assistant_only_loss for a document with media and transformers {found}, whose "
+            "mask is of the text before placeholders are repeated; wanted "
+            f"{ASSISTANT_MASK_WITH_MEDIA_SINCE} or newer; pip install "
+            f"'transformers>={ASSISTANT_MASK_WITH_MEDIA_SINCE}', or pass labels of your own"
         )
 
 
@@ -113,7 +142,8 @@ def _line(name: str, value: Any) -> Tensor:
         line = line[0]
     if line.ndim != 1:
         raise UnsupportedInput(
-            f"found {name} of shape {list(line.shape)}; wanted one document, [n] or [1, n]; call the processor once for each"
+            f"found {name} of shape {list(line.shape)}; wanted one document, [n] or [1, n]; call "
+            f"the processor once for each"
         )
     return line
 
@@ -123,7 +153,8 @@ def _assistant_mask(output: Mapping[str, Any]) -> Tensor:
     if mask is None:
         raise UnsupportedInput(
             "found no assistant_masks beside input_ids; wanted them for assistant_only_loss; call "
-            "apply_chat_template(..., return_assistant_tokens_mask=True), or hand over the messages themselves"
+            "apply_chat_template(..., return_assistant_tokens_mask=True), or hand over the "
+            "messages themselves"
         )
     return _line("assistant_masks", mask).bool()
 
@@ -152,5 +183,6 @@ def _filled(part: Mapping[str, Any], waiting: Mapping[str, Iterator[Any]]) -> di
     for item in waiting[kind]:
         return {**given, kind: item}
     raise UnsupportedInput(
-        f"found a part {{'type': '{kind}'}} without its {kind}; wanted it in the part, or in the column '{kind}s'; add it"
+        f"found a part {{'type': '{kind}'}} without its {kind}; wanted it in the part, or in the "
+        f"column '{kind}s'; add it"
     )

@@ -1,6 +1,8 @@
-"""Datasets whose items are packs: lists of whole documents that together hold at most `max_length` tokens.
+"""Datasets whose items are packs: lists of whole documents that together hold at most `max_length`
+tokens.
 
-Which documents share a pack is the library `binpacking`'s decision: the longest first, each into the emptiest pack it fits.
+Which documents share a pack is the library `binpacking`'s decision: the longest first, each into
+the emptiest pack it fits.
 """
 
 from __future__ import annotations
@@ -20,14 +22,16 @@ _BLOCK = 1000
 
 
 class PackedDataset(torch.utils.data.Dataset[list[Any]]):
-    """A dataset's documents in packs of at most `max_length` tokens; with `PackedVisionCollator`, one item is one row.
+    """A dataset's documents in packs of at most `max_length` tokens; with `PackedVisionCollator`,
+    one item is one row.
 
-    Pass it as `Trainer(train_dataset=...)` with `per_device_train_batch_size=1`; a batch of k packs is a row of up to
-    k * max_length tokens.
+    Pass it as `Trainer(train_dataset=...)` with `per_device_train_batch_size=1`; a batch of k packs
+    is a row of up to k * max_length tokens.
 
     Args:
         dataset: anything with `len` and `[index]`, of examples for the collator.
-        lengths: tokens of each of its examples, such as `[len(collator.document(example)) for example in dataset]`.
+        lengths: tokens of each of its examples, such as `[len(collator.document(example)) for
+            example in dataset]`.
         max_length: the most tokens of a pack.
 
     Raises:
@@ -53,14 +57,15 @@ class PackedDataset(torch.utils.data.Dataset[list[Any]]):
 
 
 class PackedIterableDataset(torch.utils.data.IterableDataset[list[Document]]):
-    """A stream's documents in packs of at most the collator's `max_length` tokens, `buffer` documents considered at a time.
+    """A stream's documents in packs of at most the collator's `max_length` tokens, `buffer`
+    documents considered at a time.
 
-    The processor runs here, once for each example, so in the DataLoader's worker processes where there are any.  Documents
-    that are too long are treated as the collator treats them.
+    The processor runs here, once for each example, so in the DataLoader's worker processes where
+    there are any. Documents that are too long are treated as the collator treats them.
 
     Args:
-        stream: an iterable of examples for the collator.  One of `datasets` shares itself out over worker processes; of
-            any other each worker takes every n-th example.
+        stream: an iterable of examples for the collator. One of `datasets` shares itself out over
+            worker processes; of any other each worker takes every n-th example.
         collator: which has a `max_length`.
         buffer: how many documents are packed together; more fill packs better and take more memory.
 
@@ -68,9 +73,14 @@ class PackedIterableDataset(torch.utils.data.IterableDataset[list[Document]]):
         ValueError: the collator has no `max_length`.
     """
 
-    def __init__(self, stream: Iterable[Any], collator: PackedVisionCollator, *, buffer: int = 256) -> None:
+    def __init__(
+        self, stream: Iterable[Any], collator: PackedVisionCollator, *, buffer: int = 256
+    ) -> None:
         if collator.max_length is None:
-            raise ValueError("found a collator without max_length; wanted the most tokens of a pack; pass it to the collator")
+            raise ValueError(
+                "found a collator without max_length; wanted the most tokens of a pack; pass it to "
+                "the collator"
+            )
         self.stream, self.collator, self.buffer = stream, collator, buffer
 
     def __iter__(self) -> Iterator[list[Document]]:
@@ -78,7 +88,9 @@ class PackedIterableDataset(torch.utils.data.IterableDataset[list[Document]]):
         while batch := list(islice(examples, self.buffer)):
             documents = self.collator.fitting(self.collator.document(example) for example in batch)
             assert self.collator.max_length is not None
-            for pack in packs_of([len(document) for document in documents], self.collator.max_length):
+            for pack in packs_of(
+                [len(document) for document in documents], self.collator.max_length
+            ):
                 yield [documents[number] for number in pack]
 
 
@@ -96,13 +108,17 @@ def packs_of(lengths: Sequence[int], max_length: int) -> list[list[int]]:
     try:
         from binpacking.to_constant_volume import to_constant_volume
     except ImportError as error:
-        raise ImportError("found no binpacking, which packs documents; wanted it; pip install 'hf_packfree[vision]'") from error
+        raise ImportError(
+            "found no binpacking, which packs documents; wanted it; pip install "
+            "'hf_packfree[vision]'"
+        ) from error
     if not lengths:
         return []
     if max(lengths) > max_length:
         number = max(range(len(lengths)), key=lengths.__getitem__)
         raise UnsupportedInput(
-            f"found document {number} with {lengths[number]} tokens; wanted max_length={max_length} at most, since documents "
+            f"found document {number} with {lengths[number]} tokens; wanted "
+            f"max_length={max_length} at most, since documents "
             "are never cut; leave it out, or pass a larger max_length"
         )
     packs: list[list[int]] = []

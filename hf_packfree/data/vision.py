@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_packfree.data.documents import FLAT, PADDED, Document, check_assistant_mask, document_of, messages_of
+from hf_packfree.data.documents import (
+    FLAT,
+    PADDED,
+    Document,
+    check_assistant_mask,
+    document_of,
+    messages_of,
+)
 from hf_packfree.errors import UnsupportedInput
 from hf_packfree.models.labels import IGNORED
 from hf_packfree.models.mrope import RowMedia, counts_seconds, packed_positions, rope_source
@@ -20,55 +27,78 @@ logger = logging.getLogger("hf_packfree")
 
 Overlong = Literal["raise", "drop"]
 _CONFIGS = {
-    "Qwen3VLProcessor": "Qwen3VLConfig", "Qwen2_5_VLProcessor": "Qwen2_5_VLConfig",
+    "Qwen3VLProcessor": "Qwen3VLConfig",
+    "Qwen2_5_VLProcessor": "Qwen2_5_VLConfig",
     "Qwen3OmniMoeProcessor": "Qwen3OmniMoeThinkerConfig",
 }
-"""Processors, and configurations that number their media as the model's own does, but for how fast time passes in videos."""
+"""Processors, and configurations that number their media as the model's own does, but for how
+fast time passes in videos.
+"""
 _PLACEHOLDERS = ("image", "video", "audio")
 _AROUND = {
-    "vision_start_token": "<|vision_start|>", "vision_end_token": "<|vision_end|>",
-    "vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>",
-    "audio_bos_token": "<|audio_start|>", "audio_eos_token": "<|audio_end|>",
+    "vision_start_token": "<|vision_start|>",
+    "vision_end_token": "<|vision_end|>",
+    "vision_bos_token": "<|vision_start|>",
+    "vision_eos_token": "<|vision_end|>",
+    "audio_bos_token": "<|audio_start|>",
+    "audio_eos_token": "<|audio_end|>",
 }
-"""Attributes of processors for the tokens before and after media, and the spelling where a processor has none."""
+"""Attributes of processors for the tokens before and after media, and the spelling where a
+processor has none.
+"""
 
 
 class PackedVisionCollator:
     """Make one packed row of a batch's documents; pass it as `Trainer(data_collator=...)`.
 
-    An example is a document, or a list of documents (what `PackedDataset` holds).  A document is one of:
+    An example is a document, or a list of documents (what `PackedDataset` holds). A document is one
+    of:
 
-    - a mapping with `messages`: goes through the processor's own `apply_chat_template`; images, videos and audio stand in
-      the messages, or in columns `images`, `videos` and `audios`, in the order of the parts that wait for them;
-    - a mapping with `input_ids`: the processor's output for one text, tensors or lists; `labels` are kept if it has them.
+    - a mapping with `messages`: goes through the processor's own `apply_chat_template`; images,
+      videos and audio stand in the messages, or in columns `images`, `videos` and `audios`, in the
+      order of the parts that wait for them;
+    - a mapping with `input_ids`: the processor's output for one text, tensors or lists; `labels`
+      are kept if it has them.
 
     The row, T tokens of N segments, with M media items of a kind:
 
-    - input_ids, labels: int64 [1, T]; labels are -100 at a document's first token, at placeholders and at the tokens that
-      stand before and after media;
-    - mm_token_type_ids: int64 [1, T], for families whose processors give them: 1 for images, 2 for videos;
-    - pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw, second_per_grid_ts, video_second_per_grid: all
-      documents' media one after the other; absent where the batch has none;
-    - input_features, feature_attention_mask: [M, bins, frames] and [M, frames], padded to the batch's longest audio;
-    - cu_seq_lens_q, cu_seq_lens_k: int32 [N+1], offsets of the segments; max_length_q, max_length_k: the longest;
-    - position_ids: [4, 1, T], each document numbered by upstream's own `get_rope_index`; see `config`.
+    - input_ids, labels: int64 [1, T]; labels are -100 at a document's first token, at placeholders
+      and at the tokens that stand before and after media;
+    - mm_token_type_ids: int64 [1, T], for families whose processors give them: 1 for images, 2 for
+      videos;
+    - pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw, second_per_grid_ts,
+      video_second_per_grid: all documents' media one after the other; absent where the batch has
+      none;
+    - input_features, feature_attention_mask: [M, bins, frames] and [M, frames], padded to the
+      batch's longest audio;
+    - cu_seq_lens_q, cu_seq_lens_k: int32 [N+1], offsets of the segments; max_length_q,
+      max_length_k: the longest;
+    - position_ids: [4, 1, T], each document numbered by upstream's own `get_rope_index`; see
+      `config`.
 
-    Documents are never cut.  The collator holds no model and no state but a count, and can be pickled.
+    Documents are never cut. The collator holds no model and no state but a count, and can be
+    pickled.
 
     Args:
         processor: of the model, with a chat template where examples are messages.
         max_length: the most tokens of a document; None: any number.
-        overlong: what to do with longer ones: "raise", or "drop" them, counted in `dropped` and said in the log.  A batch of
-            which nothing is left is a row of padding, whose loss and gradients are zero in a patched model.
-        pad_to_multiple_of: lengthen the row to a multiple by pad tokens, which are padding segments (FP8 needs 16).
-        assistant_only_loss: labels are -100 outside of what the assistant wrote, as the chat template marks it.
-        config: the model's (of an omni model its thinker's), from which positions are numbered.  Without one they are where
-            the processor says enough: all media of Qwen3-VL's, which Qwen3.5 shares, and all but videos of Qwen2.5-VL's
-            and Qwen3-Omni's.  Other rows with media are left to the model, and a warning says so once.
-        chat_template_kwargs: more keywords of `apply_chat_template`, such as `fps` or `load_audio_from_video`.
+        overlong: what to do with longer ones: "raise", or "drop" them, counted in `dropped` and
+            said in the log. A batch of which nothing is left is a row of padding, whose loss and
+            gradients are zero in a patched model.
+        pad_to_multiple_of: lengthen the row to a multiple by pad tokens, which are padding segments
+            (FP8 needs 16).
+        assistant_only_loss: labels are -100 outside of what the assistant wrote, as the chat
+            template marks it.
+        config: the model's (of an omni model its thinker's), from which positions are numbered.
+            Without one they are where the processor says enough: all media of Qwen3-VL's, which
+            Qwen3.5 shares, and all but videos of Qwen2.5-VL's and Qwen3-Omni's. Other rows with
+            media are left to the model, and a warning says so once.
+        chat_template_kwargs: more keywords of `apply_chat_template`, such as `fps` or
+            `load_audio_from_video`.
 
     Attributes:
-        dropped: how many documents were left out, in this process: worker processes count for themselves.
+        dropped: how many documents were left out, in this process: worker processes count for
+            themselves.
     """
 
     def __init__(
@@ -83,7 +113,9 @@ class PackedVisionCollator:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         if overlong not in ("raise", "drop"):
-            raise ValueError(f"found overlong={overlong!r}; wanted 'raise' or 'drop'; pass one of them")
+            raise ValueError(
+                f"found overlong={overlong!r}; wanted 'raise' or 'drop'; pass one of them"
+            )
         self.processor = processor
         self.max_length = max_length
         self.overlong: Overlong = overlong
@@ -91,30 +123,41 @@ class PackedVisionCollator:
         self.assistant_only_loss = assistant_only_loss
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.dropped = 0
-        vocabulary = processor.tokenizer.get_vocab()  # which tokenizers build anew on each call
-        found = {kind: vocabulary.get(getattr(processor, f"{kind}_token", None)) for kind in _PLACEHOLDERS}
+        # which tokenizers build anew on each call
+        vocabulary = processor.tokenizer.get_vocab()
+        found = {
+            kind: vocabulary.get(getattr(processor, f"{kind}_token", None))
+            for kind in _PLACEHOLDERS
+        }
         self._placeholders = {kind: token for kind, token in found.items() if token}
-        around = {vocabulary.get(getattr(processor, name, spelling)) for name, spelling in _AROUND.items()}
+        around = {
+            vocabulary.get(getattr(processor, name, spelling)) for name, spelling in _AROUND.items()
+        }
         self._no_targets = torch.tensor(sorted({*self._placeholders.values(), *around} - {None}))
-        self._config = _config_of(processor, self._placeholders, vocabulary) if config is None else config
+        self._config = (
+            _config_of(processor, self._placeholders, vocabulary) if config is None else config
+        )
         self._knows_seconds, self._warned = config is not None, False
 
     def __call__(self, examples: Sequence[Any]) -> dict[str, Any]:
         """Return the row of a batch.
 
         Raises:
-            UnsupportedInput: a document is longer than `max_length` and `overlong` is "raise"; the batch is empty; an example
-                cannot be read.
+            UnsupportedInput: a document is longer than `max_length` and `overlong` is "raise"; the
+                batch is empty; an example cannot be read.
             BoundaryError: a document's placeholders are not those of its media.
         """
         given = [self.document(example) for example in _each(examples)]
         if not given:
-            raise UnsupportedInput("found a batch without a document; wanted one at least; leave empty examples out")
+            raise UnsupportedInput(
+                "found a batch without a document; wanted one at least; leave empty examples out"
+            )
         documents = self.fitting(given)
         return self._row(documents) if documents else self._row_of_padding()
 
     def document(self, example: Any) -> Document:
-        """Return an example as a document: `input_ids`, `labels` and media; its length is `len(document)`.
+        """Return an example as a document: `input_ids`, `labels` and media; its length is
+        `len(document)`.
 
         Raises:
             UnsupportedInput: it is no document, or not one alone.
@@ -124,7 +167,8 @@ class PackedVisionCollator:
         if not isinstance(example, Mapping) or not {"messages", "input_ids"} & set(example):
             keys = sorted(example) if isinstance(example, Mapping) else type(example).__name__
             raise UnsupportedInput(
-                f"found an example with {keys}; wanted 'messages', or a processor's output with 'input_ids'; where the Trainer "
+                f"found an example with {keys}; wanted 'messages', or a processor's output with "
+                f"'input_ids'; where the Trainer "
                 "removed its columns, pass remove_unused_columns=False"
             )
         output: Any = example if "input_ids" in example else self._processed(example)
@@ -146,9 +190,14 @@ class PackedVisionCollator:
             if self.max_length is None or len(document) <= self.max_length:
                 kept.append(document)
                 continue
-            found = f"found a document of {len(document)} tokens; wanted max_length={self.max_length} at most"
+            found = (
+                f"found a document of {len(document)} tokens; wanted max_length={self.max_length} "
+                f"at most"
+            )
             if self.overlong == "raise":
-                raise UnsupportedInput(f"{found}, since it is never cut; pass overlong='drop', or a larger max_length")
+                raise UnsupportedInput(
+                    f"{found}, since it is never cut; pass overlong='drop', or a larger max_length"
+                )
             self.dropped += 1
             logger.warning("%s; it was left out (%d so far in this process)", found, self.dropped)
         return kept
@@ -158,13 +207,22 @@ class PackedVisionCollator:
         if self.assistant_only_loss:
             more["return_assistant_tokens_mask"] = True
         return self.processor.apply_chat_template(
-            messages_of(example), tokenize=True, return_dict=True, return_tensors="pt", **more, **self.chat_template_kwargs
+            messages_of(example),
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            **more,
+            **self.chat_template_kwargs,
         )
 
     def _row_of_padding(self) -> dict[str, Any]:
         """Return the shortest row that has no document, so that a step, and other ranks, go on."""
         ids = torch.full((1, self.pad_to_multiple_of), self._pad_token())
-        return {"input_ids": ids, "labels": torch.full_like(ids, IGNORED), "attention_mask": torch.zeros_like(ids)}
+        return {
+            "input_ids": ids,
+            "labels": torch.full_like(ids, IGNORED),
+            "attention_mask": torch.zeros_like(ids),
+        }
 
     def _row(self, documents: Sequence[Document]) -> dict[str, Any]:
         ids = torch.cat([document.input_ids for document in documents])
@@ -175,32 +233,50 @@ class PackedVisionCollator:
         lengths += [tail] if tail and positions is not None else [1] * tail
         cu_seqlens = _offsets(lengths)
         ids = F.pad(ids, (0, tail), value=self._pad_token())
-        labels = F.pad(torch.cat([document.labels for document in documents]), (0, tail), value=IGNORED)
-        row: dict[str, Any] = {"input_ids": ids[None], "labels": labels[None], **self._token_types(ids), **media}
+        labels = F.pad(
+            torch.cat([document.labels for document in documents]), (0, tail), value=IGNORED
+        )
+        row: dict[str, Any] = {
+            "input_ids": ids[None],
+            "labels": labels[None],
+            **self._token_types(ids),
+            **media,
+        }
         if positions is not None:
             # 0 at each, because a padding segment is known by equal positions
             row["position_ids"] = F.pad(positions, (0, tail))
         longest = max(lengths)
         return row | {
-            "cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens, "max_length_q": longest, "max_length_k": longest,
+            "cu_seq_lens_q": cu_seqlens,
+            "cu_seq_lens_k": cu_seqlens,
+            "max_length_q": longest,
+            "max_length_k": longest,
         }
 
-    def _positions(self, ids: Tensor, cu_seqlens: Tensor, media: Mapping[str, Tensor]) -> Tensor | None:
+    def _positions(
+        self, ids: Tensor, cu_seqlens: Tensor, media: Mapping[str, Tensor]
+    ) -> Tensor | None:
         """Return [4, 1, T], or None where only the model can number media."""
         if self._config is not None:
             source = rope_source(self._config)
             if "video_grid_thw" not in media or self._knows_seconds or not counts_seconds(source):
-                return packed_positions(source, ids[None], cu_seqlens, RowMedia.from_arguments(media))
+                return packed_positions(
+                    source, ids[None], cu_seqlens, RowMedia.from_arguments(media)
+                )
         if media:
             self._warn_once()
             return None
-        return torch.cat([torch.arange(length) for length in cu_seqlens.diff().tolist()]).expand(4, 1, -1)
+        return torch.cat([torch.arange(length) for length in cu_seqlens.diff().tolist()]).expand(
+            4, 1, -1
+        )
 
     def _warn_once(self) -> None:
         if not self._warned:
             logger.warning(
-                "found media of which %s says too little to number them, so the model will in its forward; wanted the model's "
-                "configuration too; pass PackedVisionCollator(processor, config=model.config), of an omni model its thinker's",
+                "found media of which %s says too little to number them, so the model will in its "
+                "forward; wanted the model's "
+                "configuration too; pass PackedVisionCollator(processor, config=model.config), of "
+                "an omni model its thinker's",
                 type(self.processor).__name__,
             )
         self._warned = True
@@ -245,16 +321,25 @@ def _offsets(lengths: Sequence[int]) -> Tensor:
     return F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int()
 
 
-def _config_of(processor: Any, placeholders: Mapping[str, int], vocabulary: Mapping[str, int]) -> Any:
-    """Return a configuration with what a processor says of its media, or None where the processor is not known."""
-    from hf_packfree.models import compat  # which loads transformers
+def _config_of(
+    processor: Any, placeholders: Mapping[str, int], vocabulary: Mapping[str, int]
+) -> Any:
+    """Return a configuration with what a processor says of its media, or None where the
+    processor is not known.
+    """
+    # which loads transformers
+    from hf_packfree.models import compat
 
     names = [name for name in (cls.__name__ for cls in type(processor).__mro__) if name in _CONFIGS]
     if not names or (compat.IMAGES_COUNT_SECONDS and names[0] == "Qwen2_5_VLProcessor"):
         return None
     ids = {f"{kind}_token_id": token for kind, token in placeholders.items()}
     for kind in ("vision", "audio"):
-        spelling = getattr(processor, f"{kind}_start_token", getattr(processor, f"{kind}_bos_token", f"<|{kind}_start|>"))
+        spelling = getattr(
+            processor,
+            f"{kind}_start_token",
+            getattr(processor, f"{kind}_bos_token", f"<|{kind}_start|>"),
+        )
         if spelling in vocabulary:
             ids[f"{kind}_start_token_id"] = vocabulary[spelling]
     config = getattr(import_module("transformers"), _CONFIGS[names[0]])(**ids)

@@ -1,4 +1,6 @@
-"""The demo's picture.  Colours are Okabe and Ito's, different for colour-blind people; lines differ in dashes too."""
+"""The demo's picture. Colours are Okabe and Ito's, different for colour-blind people; lines
+differ in dashes too.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,13 @@ STYLES: dict[str, dict[str, Any]] = {
     LEAKING: {"color": ORANGE, "linestyle": ":", "linewidth": 1.8},
 }
 LOOK: dict[Any, Any] = {
-    "axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left", "axes.grid": True,
-    "axes.axisbelow": True, "grid.color": "#DDDDDD", "legend.frameon": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlelocation": "left",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#DDDDDD",
+    "legend.frameon": False,
 }
 FLOOR = 1e-9
 """Where a difference of exactly zero is drawn on a logarithmic axis."""
@@ -53,9 +60,16 @@ def _loss(above: Any, below: Any, report: DemoReport) -> None:
     for axes in (above, below):
         axes.set(xlabel="optimizer step")
         axes.locator_params(axis="x", integer=True)
-    above.set(title="Training loss on the same documents in the same order", ylabel="loss [nats per token]")
+    above.set(
+        title="Training loss on the same documents in the same order",
+        ylabel="loss [nats per token]",
+    )
     above.legend()
-    below.set(title="Difference to the padded training (zero is drawn at 1e-9)", ylabel="relative difference", yscale="log")
+    below.set(
+        title="Difference to the padded training (zero is drawn at 1e-9)",
+        ylabel="relative difference",
+        yscale="log",
+    )
     _limit(below, LOSS_LIMIT)
 
 
@@ -66,11 +80,22 @@ def _leak(axes: Any, report: DemoReport) -> None:
     rows = [(LEAKING, found.unpatched, ORANGE, "o"), (PACKED, found.patched, BLUE, "s")]
     for title, measured, colour, marker in rows:
         if measured is not None:
-            axes.plot(places, [max(value, FLOOR) for value in measured.per_document], marker, color=colour, label=title)
+            axes.plot(
+                places,
+                [max(value, FLOOR) for value in measured.per_document],
+                marker,
+                color=colour,
+                label=title,
+            )
     _limit(axes, found.limits.logits)
-    axes.set(title="The leak: packed documents against documents alone", xlabel="document (its tokens)")
+    axes.set(
+        title="The leak: packed documents against documents alone", xlabel="document (its tokens)"
+    )
     axes.set(yscale="log", ylim=(FLOOR, 30), ylabel="relative RMS error of logits")
-    axes.set_xticks(places, [f"{number}\n({length})" for number, length in zip(places, found.lengths, strict=True)])
+    axes.set_xticks(
+        places,
+        [f"{number}\n({length})" for number, length in zip(places, found.lengths, strict=True)],
+    )
     axes.legend(loc="center right")
 
 

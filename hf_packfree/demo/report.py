@@ -17,8 +17,9 @@ PADDED, PACKED, LEAKING = "padded", "packed, patched", "packed, unpatched"
 LOSS_LIMIT = 1e-4
 """Largest relative loss difference, padded against packed, that counts as fp32 rounding.
 
-AdamW amplifies rounding from step to step.  Measured over 60 and 100 steps: packed against padded 3e-6 and 1.5e-5, padded
-against padded with other padding (`pad_to_multiple_of=64`) 7e-6 and 3e-5, leaking against padded 1e-2 and 3e-2.
+AdamW amplifies rounding from step to step. Measured over 60 and 100 steps: packed against padded
+3e-6 and 1.5e-5, padded against padded with other padding (`pad_to_multiple_of=64`) 7e-6 and 3e-5,
+leaking against padded 1e-2 and 3e-2.
 """
 JUDGED_STEPS = 60
 """The limit holds for so many steps; later ones are shown and not judged."""
@@ -35,7 +36,8 @@ class DemoOptions:
         out: the folder to write; made if it is missing.
         steps, batch_size: optimizer steps of each training, and documents per step.
         seed: of the weights, the choice of documents and their order.
-        threads: CPU threads; one, because matrices this small gain little from more and shared cores lose a lot.
+        threads: CPU threads; one, because matrices this small gain little from more and shared
+            cores lose a lot.
         plots: whether to draw the picture.
     """
 
@@ -80,11 +82,15 @@ class Training:
 
     def differences(self, other: Training) -> list[float]:
         """Return per step the relative difference of this loss to the other's."""
-        return [abs(mine - its) / abs(its) for mine, its in zip(self.losses, other.losses, strict=True)]
+        return [
+            abs(mine - its) / abs(its) for mine, its in zip(self.losses, other.losses, strict=True)
+        ]
 
     def difference(self, other: Training) -> float:
         """Return the largest of these over the judged steps; NaN if any is."""
-        return max(self.differences(other)[:JUDGED_STEPS], key=lambda value: (math.isnan(value), value))
+        return max(
+            self.differences(other)[:JUDGED_STEPS], key=lambda value: (math.isnan(value), value)
+        )
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,8 @@ class DemoReport:
         options, versions, device: how, with what and where it ran.
         lengths: tokens of every document.
         parameters: of the model.
-        verification: of the model before training, patched beside unpatched, on the first step's documents.
+        verification: of the model before training, patched beside unpatched, on the first step's
+            documents.
         padded, packed, unpatched: the three trainings.
         files: what was written, relative to `options.out`.
         seconds: of the whole demo.
@@ -123,26 +130,37 @@ class DemoReport:
         padded, packed = self.padded, self.packed
         found, control = packed.difference(padded), self.unpatched.difference(padded)
         checks = {
-            "packed and padded training did not see the same documents": packed.tokens == padded.tokens,
-            "packed and padded training did not average over the same targets": packed.targets == padded.targets,
-            f"the loss curves differ by {found:.1e} relative, allowed {LOSS_LIMIT:.0e}": found <= LOSS_LIMIT,
-            f"the control (packing without patches) differs by only {control:.1e}, which proves nothing": control > 10 * found,
+            "packed and padded training did not see the same documents": packed.tokens
+            == padded.tokens,
+            "packed and padded training did not average over the same targets": packed.targets
+            == padded.targets,
+            f"the loss curves differ by {found:.1e} relative, allowed {LOSS_LIMIT:.0e}": found
+            <= LOSS_LIMIT,
+            f"the control (packing without patches) differs by only {control:.1e}, which proves "
+            f"nothing": control > 10 * found,
         }
-        return [*self.verification.failures(), *(sentence for sentence, holds in checks.items() if not holds)]
+        return [
+            *self.verification.failures(),
+            *(sentence for sentence, holds in checks.items() if not holds),
+        ]
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON, with the verdict."""
         data = asdict(self) | {"failures": self.failures(), "sentence": str(self)}
-        text = json.dumps(data, default=str)  # the folder
-        return dict(json.loads(text, parse_constant=lambda name: None))  # JSON has no NaN and no infinity
+        # the folder
+        text = json.dumps(data, default=str)
+        # JSON has no NaN and no infinity
+        return dict(json.loads(text, parse_constant=lambda name: None))
 
     def __str__(self) -> str:
         failures, padded, packed = self.failures(), self.padded, self.packed
         if failures:
             return f"The demo's check failed: {'; '.join(failures)}."
         return (
-            f"Packed training equals padded training: loss curves within {packed.difference(padded):.0e} of each other over "
-            f"{min(JUDGED_STEPS, len(padded.losses))} steps (without patches {self.unpatched.difference(padded):.0e}), at "
-            f"{packed.tokens_per_second / padded.tokens_per_second:.1f} times the tokens per second in "
-            f"{packed.peak_mib / max(padded.peak_mib, 1e-9):.2f} times the memory."
+            "Packed training equals padded training: loss curves within "
+            f"{packed.difference(padded):.0e} of each other over "
+            f"{min(JUDGED_STEPS, len(padded.losses))} steps (without patches "
+            f"{self.unpatched.difference(padded):.0e}), at "
+            f"{packed.tokens_per_second / padded.tokens_per_second:.1f} times the tokens per "
+            f"second in {packed.peak_mib / max(padded.peak_mib, 1e-9):.2f} times the memory."
         )

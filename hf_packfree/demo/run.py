@@ -1,4 +1,6 @@
-"""The demo from text to verdict.  What is heavy is imported where it is used: the command shows at once what it does."""
+"""The demo from text to verdict. What is heavy is imported where it is used: the command shows
+at once what it does.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,11 @@ from hf_packfree.demo.report import LEAKING, PACKED, PADDED, DemoOptions, DemoRe
 from hf_packfree.errors import LeakDetected
 
 
-def run_demo(options: DemoOptions, progress: Progress = lambda stage, done, total, note: None) -> DemoReport:
-    """Train padded, packed and packed without patches on the same documents, compare, draw, and write report.json.
+def run_demo(
+    options: DemoOptions, progress: Progress = lambda stage, done, total, note: None
+) -> DemoReport:
+    """Train padded, packed and packed without patches on the same documents, compare, draw, and
+    write report.json.
 
     Returns:
         The report; its `failures()` are empty when packed training equals padded training.
@@ -45,7 +50,13 @@ def _measure(options: DemoOptions, progress: Progress) -> DemoReport:
     import torch
 
     from hf_packfree.bench.measure import name_of
-    from hf_packfree.demo.train import build_model, choose_documents, passages, train, train_tokenizer
+    from hf_packfree.demo.train import (
+        build_model,
+        choose_documents,
+        passages,
+        train,
+        train_tokenizer,
+    )
     from hf_packfree.patching import apply_patches, patch_report
     from hf_packfree.verify import verify_packing
 
@@ -60,14 +71,24 @@ def _measure(options: DemoOptions, progress: Progress) -> DemoReport:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     patched = apply_patches(deepcopy(model).to(device))
     try:
-        found: Any = verify_packing(patched, lengths=lengths[: options.batch_size], seed=options.seed)
+        found: Any = verify_packing(
+            patched, lengths=lengths[: options.batch_size], seed=options.seed
+        )
     except LeakDetected as leak:
         found = leak.report
-    note = f"unpatched {found.unpatched.logits:.0e}, patched {found.patched.logits:.0e}" if found.unpatched else ""
+    note = (
+        f"unpatched {found.unpatched.logits:.0e}, patched {found.patched.logits:.0e}"
+        if found.unpatched
+        else ""
+    )
     progress("leak per document", 1, 1, note)
 
     names = (PADDED, PACKED, LEAKING)
-    padded, packed, unpatched = (train(name, model, tokenizer, documents, options, progress) for name in names)
+    padded, packed, unpatched = (
+        train(name, model, tokenizer, documents, options, progress) for name in names
+    )
     parameters = sum(parameter.numel() for parameter in model.parameters())
     versions = patch_report(patched).versions
-    return DemoReport(options, versions, name_of(device), lengths, parameters, found, padded, packed, unpatched)
+    return DemoReport(
+        options, versions, name_of(device), lengths, parameters, found, padded, packed, unpatched
+    )

@@ -1,5 +1,5 @@
-"""What the demo trains, text from Python itself, a tokenizer and a small model, and one training as a user would write it:
-Hugging Face's Trainer and collators and, for packing, one callback.
+"""What the demo trains, text from Python itself, a tokenizer and a small model, and one training as
+a user would write it: Hugging Face's Trainer and collators and, for packing, one callback.
 """
 
 from __future__ import annotations
@@ -29,8 +29,12 @@ PADDING, END = "<pad>", "<eos>"
 
 
 def passages() -> list[str]:
-    """Return Python's language reference, which help() shows, cut into paragraphs with their indented examples."""
-    return [passage for topic in sorted(topics) for passage in re.split(r"\n\n(?=\S)", topics[topic])]
+    """Return Python's language reference, which help() shows, cut into paragraphs with their
+    indented examples.
+    """
+    return [
+        passage for topic in sorted(topics) for passage in re.split(r"\n\n(?=\S)", topics[topic])
+    ]
 
 
 def train_tokenizer(texts: list[str]) -> Any:
@@ -40,7 +44,10 @@ def train_tokenizer(texts: list[str]) -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=[PADDING, END], initial_alphabet=alphabet, show_progress=False
+        vocab_size=VOCABULARY,
+        special_tokens=[PADDING, END],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     wrapper: Any = PreTrainedTokenizerFast
@@ -48,25 +55,43 @@ def train_tokenizer(texts: list[str]) -> Any:
 
 
 def choose_documents(tokenizer: Any, texts: list[str], count: int, seed: int) -> list[list[int]]:
-    """Return up to `count` documents as token ids, each ended by the end token, in an order drawn with `seed`."""
-    documents = [[*ids[: LONGEST - 1], tokenizer.eos_token_id] for ids in tokenizer(texts)["input_ids"]]
+    """Return up to `count` documents as token ids, each ended by the end token, in an order
+    drawn with `seed`.
+    """
+    documents = [
+        [*ids[: LONGEST - 1], tokenizer.eos_token_id] for ids in tokenizer(texts)["input_ids"]
+    ]
     documents = [ids for ids in documents if len(ids) >= SHORTEST]
     random.Random(seed).shuffle(documents)
     return documents[:count]
 
 
 def build_model(tokenizer: Any, seed: int) -> Any:
-    """Return a Qwen3_5ForCausalLM of about a million random parameters: three linear layers, then one of full attention.
+    """Return a Qwen3_5ForCausalLM of about a million random parameters: three linear layers, then
+    one of full attention.
 
-    The decay rate A is set to 0.01 ... 0.05, as in trained models with a long memory: the fast decay of fresh random
-    weights forgets the document before within a few tokens and would hide most of a leak.
+    The decay rate A is set to 0.01 ... 0.05, as in trained models with a long memory: the fast
+    decay of fresh random weights forgets the document before within a few tokens and would hide
+    most of a leak.
     """
     sizes: dict[str, Any] = {
-        "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-        "linear_key_head_dim": 32, "linear_value_head_dim": 32, "tie_word_embeddings": True,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "tie_word_embeddings": True,
     }
-    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    special = {
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+    }
     torch.manual_seed(seed)
     model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(vocab_size=len(tokenizer), **sizes, **special))
     with torch.no_grad():
@@ -77,7 +102,12 @@ def build_model(tokenizer: Any, seed: int) -> Any:
 
 
 def train(
-    name: str, model: nn.Module, tokenizer: Any, documents: list[list[int]], options: DemoOptions, progress: Progress
+    name: str,
+    model: nn.Module,
+    tokenizer: Any,
+    documents: list[list[int]],
+    options: DemoOptions,
+    progress: Progress,
 ) -> Training:
     """Train a copy of the model on documents of token ids; the name says how."""
     library: Any = transformers
@@ -102,19 +132,35 @@ def train(
 def _arguments(options: DemoOptions) -> transformers.TrainingArguments:
     cuda = torch.cuda.is_available()
     return transformers.TrainingArguments(
-        output_dir=str(options.out), max_steps=options.steps, per_device_train_batch_size=options.batch_size,
-        learning_rate=2e-3, seed=options.seed, logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True,
-        use_cpu=not cuda, dataloader_pin_memory=cuda,
-        tf32=False if cuda else None,  # the Trainer turns TF32 on by itself, and its rounding would hide a small leak
+        output_dir=str(options.out),
+        max_steps=options.steps,
+        per_device_train_batch_size=options.batch_size,
+        learning_rate=2e-3,
+        seed=options.seed,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=not cuda,
+        dataloader_pin_memory=cuda,
+        # the Trainer turns TF32 on by itself, and its rounding would hide a small leak
+        tf32=False if cuda else None,
     )
 
 
 class _Recorder(transformers.TrainerCallback):
-    """Records per step the loss that the Trainer logs, the tokens that the model sees, and the time from log to log."""
+    """Records per step the loss that the Trainer logs, the tokens that the model sees, and the
+    time from log to log.
+    """
 
     def __init__(self, name: str, progress: Progress) -> None:
         self.steps: list[dict[str, Any]] = []
-        self._name, self._progress, self._counts, self._since = name, progress, dict[str, int](), 0.0
+        self._name, self._progress, self._counts, self._since = (
+            name,
+            progress,
+            dict[str, int](),
+            0.0,
+        )
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         kwargs["model"].register_forward_pre_hook(self._count, with_kwargs=True)
@@ -123,12 +169,17 @@ class _Recorder(transformers.TrainerCallback):
 
     def _count(self, model: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
         ids, mask = inputs["input_ids"], inputs.get("attention_mask")
-        tokens, targets = int(ids.numel() if mask is None else mask.sum()), int(inputs.get("num_items_in_batch", 0))
+        tokens, targets = (
+            int(ids.numel() if mask is None else mask.sum()),
+            int(inputs.get("num_items_in_batch", 0)),
+        )
         self._counts = {"tokens": tokens, "tokens_with_padding": ids.numel(), "targets": targets}
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         logs, now = kwargs["logs"], time.perf_counter()
         if "loss" in logs:
-            self.steps.append({"losses": logs["loss"], "seconds": now - self._since, **self._counts})
+            self.steps.append(
+                {"losses": logs["loss"], "seconds": now - self._since, **self._counts}
+            )
             self._progress(self._name, len(self.steps), args.max_steps, f"loss {logs['loss']:.3f}")
             self._since = time.perf_counter()

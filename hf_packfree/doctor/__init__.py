@@ -1,4 +1,6 @@
-"""What is installed and whether it works, which backends would run, and what is supported: as data."""
+"""What is installed and whether it works, which backends would run, and what is supported: as
+data.
+"""
 
 from hf_packfree.doctor.diagnosis import Diagnosis, diagnose
 from hf_packfree.doctor.packages import REQUIREMENTS, Package, Probe, Requirement, examine, probe

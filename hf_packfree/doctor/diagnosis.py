@@ -42,22 +42,34 @@ class Diagnosis:
         wrong = [f"{package.name} ({package.state})" for package in self.packages if package.wrong]
         if wrong:
             return f"To be mended: {', '.join(wrong)}."
-        return f"Everything needed is here: packed rows run {self._where()} on {', '.join(d.name for d in self.devices)}."
+        return (
+            f"Everything needed is here: packed rows run {self._where()} on "
+            f"{', '.join(d.name for d in self.devices)}."
+        )
 
     def _where(self) -> str:
         """Say whether packed rows run on GPU kernels, and what of them does not."""
         slow = {op for plan in self.plans for op, name in plan.packed.items() if name == "torch"}
-        if not any(device.kind == "cuda" for device in self.devices) or slow >= {"delta_rule", "conv", "attention"}:
+        if not any(device.kind == "cuda" for device in self.devices) or slow >= {
+            "delta_rule",
+            "conv",
+            "attention",
+        }:
             return "in PyTorch eager"
-        return f"on GPU kernels ({', '.join(sorted(slow))} in PyTorch eager)" if slow else "on GPU kernels"
+        return (
+            f"on GPU kernels ({', '.join(sorted(slow))} in PyTorch eager)"
+            if slow
+            else "on GPU kernels"
+        )
 
 
 def diagnose(model: str | None = None) -> Diagnosis:
     """Look at the packages, the devices and what would run.
 
     Args:
-        model: a config or checkpoint folder, a hub id or a built-in name, or a folder of PEFT's adapters; plans are then for
-            it instead of the families.  Its config is read and its weights are not; code of its own is not run.
+        model: a config or checkpoint folder, a hub id or a built-in name, or a folder of PEFT's
+            adapters; plans are then for it instead of the families. Its config is read and its
+            weights are not; code of its own is not run.
 
     Raises:
         UnsupportedModel: no supported model has that name.
@@ -83,7 +95,9 @@ def diagnose(model: str | None = None) -> Diagnosis:
 
 
 def _unpacked(fla: Package) -> str:
-    """Return what transformers runs for rows of one document: it tries what imports, whatever the devices."""
+    """Return what transformers runs for rows of one document: it tries what imports, whatever
+    the devices.
+    """
     fails = ", which fails here" if fla.state in ("unused", "broken") else ""
     return f"upstream, fla-core{fails}" if fla.imports else "upstream, torch"
 
@@ -92,13 +106,16 @@ def _notes(fla: Package) -> list[str]:
     if fla.state != "unused" or not fla.imports:
         return []
     return [
-        f"transformers {FLA_WITHOUT_CUDA_SINCE} and later calls fla-core for unpacked rows whether there is a CUDA device "
-        "or not, and then fails: pip uninstall fla-core, or apply_patches(model, unpacked='native')."
+        f"transformers {FLA_WITHOUT_CUDA_SINCE} and later calls fla-core for unpacked rows whether "
+        "there is a CUDA device or not, and then fails: pip uninstall fla-core, or "
+        "apply_patches(model, unpacked='native')."
     ]
 
 
 def _reasons(plans: tuple[Plan, ...]) -> list[str]:
-    """Why a faster backend would not run, each said once, and which adapters are called as they are."""
+    """Why a faster backend would not run, each said once, and which adapters are called as they
+    are.
+    """
     from hf_packfree.patching.report import called_in_words
 
     found = {f"{op}: {reason}." for plan in plans for op, reason in plan.why.items()}

@@ -57,11 +57,19 @@ REQUIREMENTS = (
     _row("accelerate", "accelerate", "the Trainer", required=True),
     _row("triton", "triton", "compiles FLA's kernels and ours", cuda=True),
     _row(
-        "fla-core", "fla.ops.gated_delta_rule", "delta rule kernels (flash-linear-attention)",
-        cuda=True, other_names=("flash-linear-attention",),
+        "fla-core",
+        "fla.ops.gated_delta_rule",
+        "delta rule kernels (flash-linear-attention)",
+        cuda=True,
+        other_names=("flash-linear-attention",),
     ),
     _row("causal-conv1d", "causal_conv1d", "convolution kernel", cuda=True),
-    _row("flash-qla", "flash_qla", "delta rule kernels for compute capability 9.0, 10.0 and 10.3", cuda=True),
+    _row(
+        "flash-qla",
+        "flash_qla",
+        "delta rule kernels for compute capability 9.0, 10.0 and 10.3",
+        cuda=True,
+    ),
     _row("tilelang", "tilelang", "compiles FlashQLA's and some of FLA's kernels", cuda=True),
     _row("flash-attn", "flash_attn", "attention kernels", cuda=True),
     _row("kernels", "kernels", "kernels from the hub"),
@@ -116,7 +124,9 @@ def _installed(row: Requirement) -> str | None:
 
 
 def _module_exists(module: str) -> bool:
-    """Whether the top-level module exists; an empty folder of that name (a namespace) does not count."""
+    """Whether the top-level module exists; an empty folder of that name (a namespace) does not
+    count.
+    """
     spec = find_spec(module.partition(".")[0])
     return spec is not None and spec.origin is not None
 
@@ -133,7 +143,12 @@ def _judge(row: Requirement, installed: str | None, imported: Probe | None) -> P
         return replace(judged, state="broken", imports=False, reason=reason, advice=again)
     if wanted.floor and found and release(found) < release(wanted.floor):
         because = f": releases before it {wanted.why}" if wanted.why else ""
-        return replace(judged, state="too old", reason=f"needs {wanted.floor} or later{because}", advice=wanted.install)
+        return replace(
+            judged,
+            state="too old",
+            reason=f"needs {wanted.floor} or later{because}",
+            advice=wanted.install,
+        )
     return judged
 
 
@@ -146,20 +161,32 @@ def release(text: str) -> tuple[int, ...]:
 
 
 def check_hopper(packages: dict[str, Package], capabilities: Sequence[str | None]) -> Package:
-    """Return FLA's row; on Hopper, some releases of Triton compile its backward wrongly and FLA then refuses to run it."""
+    """Return FLA's row; on Hopper, some releases of Triton compile its backward wrongly and FLA
+    then refuses to run it.
+    """
     fla, triton = packages["fla-core"], packages["triton"]
     setting = tilelang_off()
-    helpers = [name for name, off in (("flash-qla", flash_qla_off()), ("tilelang", setting)) if off is None]
+    helpers = [
+        name for name, off in (("flash-qla", flash_qla_off()), ("tilelang", setting)) if off is None
+    ]
     instead = has_nvcc() and any(packages[name].state == "usable" for name in helpers)
     since, until = map(release, FLA_BACKWARD_WRONG_ON_HOPPER)
     wrong_triton = triton.version is not None and since <= release(triton.version) < until
     if fla.state != "usable" or "9.0" not in capabilities or instead or not wrong_triton:
         return fla
-    reason = f"its backward raises on Hopper with triton {triton.version} without nvcc and tilelang or flash-qla"
+    reason = (
+        f"its backward raises on Hopper with triton {triton.version} without nvcc and tilelang or "
+        f"flash-qla"
+    )
     if setting is None:
         return replace(fla, state="broken", reason=reason, advice=HOPPER_ADVICE)
     reason += f", and {setting} in the environment leaves tilelang out"
-    return replace(fla, state="broken", reason=reason, advice=f"unset {setting.partition('=')[0]}, or {HOPPER_ADVICE}")
+    return replace(
+        fla,
+        state="broken",
+        reason=reason,
+        advice=f"unset {setting.partition('=')[0]}, or {HOPPER_ADVICE}",
+    )
 
 
 def without_cuda(package: Package) -> Package:
@@ -198,7 +225,8 @@ for name in sys.argv[2:]:
 
 
 def probe(modules: Sequence[str], *, timeout: float = 300.0) -> dict[str, Probe]:
-    """Import each module once, in another process, so that one that crashes or prints harms nothing here.
+    """Import each module once, in another process, so that one that crashes or prints harms nothing
+    here.
 
     Args:
         modules: dotted names; those after one that crashed are imported in a fresh process.
@@ -210,7 +238,8 @@ def probe(modules: Sequence[str], *, timeout: float = 300.0) -> dict[str, Probe]
         results |= {name: Probe(**result) for name, result in lines if result}
         started = [name for name, result in lines if not result]
         crashed = next((name for name in started if name not in results), None)
-        if crashed is None and waiting[0] not in results:  # the interpreter itself does not start
+        # the interpreter itself does not start
+        if crashed is None and waiting[0] not in results:
             crashed = waiting[0]
         if crashed is not None:
             results[crashed] = Probe(None, end)
@@ -222,7 +251,10 @@ def _run_probe(modules: Sequence[str], timeout: float) -> tuple[list[Any], str]:
     command = [sys.executable, "-c", _PROGRAM, json.dumps(paths), *modules]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
-        output, end = done.stdout, f"importing it ends the interpreter ({_exit_of(done.returncode)})"
+        output, end = (
+            done.stdout,
+            f"importing it ends the interpreter ({_exit_of(done.returncode)})",
+        )
     except subprocess.TimeoutExpired as late:
         output = late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or ""
         end = f"importing it takes longer than {timeout:.0f} seconds"

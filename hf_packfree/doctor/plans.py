@@ -34,8 +34,10 @@ class Plan:
         unpacked: what runs for rows of one document.
         why: {op, or "op in float32": why a faster backend would not run}.
         media: what packed rows may hold: "text", "images", "videos", "audio".
-        shared: what ranks of `context_parallel` would exchange, and over what; or what is missing for it.
-        called: {kind of adapter: how many projections it is on}, of adapters that are called as they are, see `PatchReport`.
+        shared: what ranks of `context_parallel` would exchange, and over what; or what is missing
+            for it.
+        called: {kind of adapter: how many projections it is on}, of adapters that are called as
+            they are, see `PatchReport`.
     """
 
     name: str
@@ -62,15 +64,25 @@ def find_devices() -> tuple[Device, ...]:
 
 
 def find_plans(model: str | None, unpacked: str) -> tuple[Plan, ...]:
-    """Return what would run for every family, or for one model; `unpacked` says what upstream takes for unpacked rows."""
+    """Return what would run for every family, or for one model; `unpacked` says what upstream
+    takes for unpacked rows.
+    """
     if model is not None:
         return (_plan_of(model, unpacked),)
     from hf_packfree.patching.registry import FAMILIES
 
-    return tuple(_plan(row.name, None, row.ops, unpacked, _media_of_family(row)) for row in FAMILIES)
+    return tuple(
+        _plan(row.name, None, row.ops, unpacked, _media_of_family(row)) for row in FAMILIES
+    )
 
 
-def _plan(name: str, sizes: dict[str, int] | None, ops: tuple[str, ...], unpacked: str, media: tuple[str, ...]) -> Plan:
+def _plan(
+    name: str,
+    sizes: dict[str, int] | None,
+    ops: tuple[str, ...],
+    unpacked: str,
+    media: tuple[str, ...],
+) -> Plan:
     """`sizes` None: the published models', which every backend takes."""
     import torch
 
@@ -79,11 +91,15 @@ def _plan(name: str, sizes: dict[str, int] | None, ops: tuple[str, ...], unpacke
     state = choose_backends("auto", sizes, ops)
     kernels = state.cuda_half if torch.cuda.is_available() else state.elsewhere
     packed = {op: getattr(kernels, op) for op in ops}
-    return Plan(name, packed, unpacked, dict(state.why), media, _shared(sizes, packed.get("delta_rule")))
+    return Plan(
+        name, packed, unpacked, dict(state.why), media, _shared(sizes, packed.get("delta_rule"))
+    )
 
 
 def _shared(sizes: dict[str, int] | None, rule: str | None) -> str:
-    """Say what ranks that share rows would exchange, with the delta rule on that backend; see `Plan`."""
+    """Say what ranks that share rows would exchange, with the delta rule on that backend; see
+    `Plan`.
+    """
     import torch
     from torch import distributed
 
@@ -94,10 +110,24 @@ def _shared(sizes: dict[str, int] | None, rule: str | None) -> str:
         over, there = "NCCL", distributed.is_available() and distributed.is_nccl_available()
     if not there:
         return f"not here: this torch has no {over}"
-    counts = [] if sizes is None else [sizes[name] for name in ("query_heads", "key_heads") if name in sizes]
-    ranks = [str(count) for count in range(2, max(counts, default=0) + 1) if not any(heads % count for heads in counts)]
+    counts = (
+        []
+        if sizes is None
+        else [sizes[name] for name in ("query_heads", "key_heads") if name in sizes]
+    )
+    ranks = [
+        str(count)
+        for count in range(2, max(counts, default=0) + 1)
+        if not any(heads % count for heads in counts)
+    ]
     some = "heads" if sizes is None else f"heads on {', '.join(ranks) or 'no number of'} ranks"
-    instead = "keys" if rule is None else "states and keys" if rule in SCANS else f"keys (no states on {rule})"
+    instead = (
+        "keys"
+        if rule is None
+        else "states and keys"
+        if rule in SCANS
+        else f"keys (no states on {rule})"
+    )
     return f"{some}, else {instead} ({over})"
 
 
@@ -115,14 +145,23 @@ def _plan_of(model: str, unpacked: str) -> Plan:
         built = apply_patches(build_model(_config_of(base or model)))
         called = patch_report(_with_adapters(built, model)).called if base is not None else {}
     family = family_of(built)
-    assert family is not None  # or apply_patches had refused it
+    # or apply_patches had refused it
+    assert family is not None
     media = _media_of(*(type(module) for module in built.modules()))
-    plan = _plan(f"{model} ({type(built).__name__})", op_sizes(built, family), ops_of(built, family), unpacked, media)
+    plan = _plan(
+        f"{model} ({type(built).__name__})",
+        op_sizes(built, family),
+        ops_of(built, family),
+        unpacked,
+        media,
+    )
     return replace(plan, called=called)
 
 
 def _base_of_adapters(folder: str) -> str | None:
-    """Return the name of the model that a folder of PEFT's adapters is for, or None: it is no such folder."""
+    """Return the name of the model that a folder of PEFT's adapters is for, or None: it is no
+    such folder.
+    """
     path = Path(folder) / "adapter_config.json"
     return json.loads(path.read_text()).get("base_model_name_or_path") if path.is_file() else None
 
@@ -133,9 +172,11 @@ def _with_adapters(model: Any, folder: str) -> Any:
         from peft import PeftConfig, get_peft_model
 
         return get_peft_model(model, PeftConfig.from_pretrained(folder))
-    except Exception as error:  # PEFT checks every field in its own way
+    except Exception as error:
+        # PEFT checks every field in its own way
         raise UnsupportedModel(
-            f"found adapters under {folder!r} that cannot be put on their model ({in_short(error)}); wanted PEFT's, and PEFT "
+            f"found adapters under {folder!r} that cannot be put on their model "
+            f"({in_short(error)}); wanted PEFT's, and PEFT "
             "itself; pip install peft, or check the folder"
         ) from error
 
@@ -150,10 +191,11 @@ def _config_of(model: str) -> Any:
         return tiny[model].tiny_config()
     try:
         return AutoConfig.from_pretrained(model)
-    except Exception as error:  # transformers checks every field in its own way
+    except Exception as error:
+        # transformers checks every field in its own way
         raise UnsupportedModel(
-            f"found no config under {model!r} ({in_short(error)}); wanted a folder, a hub id, or one of "
-            f"{', '.join(tiny)}; check the name"
+            f"found no config under {model!r} ({in_short(error)}); wanted a folder, a hub id, or "
+            f"one of {', '.join(tiny)}; check the name"
         ) from error
 
 
@@ -166,7 +208,8 @@ class Supported:
         transformers: the releases it is in.
         swaps: {class that is swapped: why}.
         heads: transformers' classes around the text model that are patched with it.
-        media: what rows of its vision-language classes may hold: "text", "images", "videos", "audio".
+        media: what rows of its vision-language classes may hold: "text", "images", "videos",
+            "audio".
     """
 
     name: str
@@ -185,7 +228,10 @@ def supported_models() -> tuple[Supported, ...]:
     from hf_packfree.patching.registry import FAMILIES
 
     since = f">={VERSIONS['transformers'].floor}"
-    return tuple(Supported(row.name, since, dict(row.swaps), _heads(row), _media_of_family(row)) for row in FAMILIES)
+    return tuple(
+        Supported(row.name, since, dict(row.swaps), _heads(row), _media_of_family(row))
+        for row in FAMILIES
+    )
 
 
 def _heads(family: Family) -> tuple[str, ...]:
@@ -200,4 +246,11 @@ def _media_of_family(family: Family) -> tuple[str, ...]:
 def _media_of(*classes: type) -> tuple[str, ...]:
     """Return what vision-language classes take; others take text."""
     kinds = {"image": "images", "video": "videos", "audio": "audio"}
-    return ("text", *(name for kind, name in kinds.items() if any(hasattr(cls, f"get_{kind}_features") for cls in classes)))
+    return (
+        "text",
+        *(
+            name
+            for kind, name in kinds.items()
+            if any(hasattr(cls, f"get_{kind}_features") for cls in classes)
+        ),
+    )

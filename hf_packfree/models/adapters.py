@@ -1,7 +1,9 @@
-"""Linear layers that PEFT has put LoRA on, read as what `hf_packfree.ops.fused` computes, without importing PEFT.
+"""Linear layers that PEFT has put LoRA on, read as what `hf_packfree.ops.fused` computes, without
+importing PEFT.
 
-Only LoRA and DoRA on a plain linear layer are, or on one of bitsandbytes' in 4 bits: DoRA with dropout, other variants,
-adapters with biases, layers of other methods and other quantised bases are called as they are.
+Only LoRA and DoRA on a plain linear layer are, or on one of bitsandbytes' in 4 bits: DoRA with
+dropout, other variants, adapters with biases, layers of other methods and other quantised bases are
+called as they are.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ from hf_packfree.ops.fused.weights import Made, Weight, scaled, whole
 
 _LORA = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit")}
 _IN_4_BITS = "bitsandbytes.nn.modules", "Linear4bit"
-_DORA = ("peft.tuners.lora.variants", "DoraLinearVariant"), ("peft.tuners.lora.dora", "DoraLinearLayer")
+_DORA = (
+    ("peft.tuners.lora.variants", "DoraLinearVariant"),
+    ("peft.tuners.lora.dora", "DoraLinearLayer"),
+)
 
 
 def is_lora(layer: Any) -> bool:
@@ -28,17 +33,23 @@ def is_lora(layer: Any) -> bool:
         return False
     kind = type(layer)
     forward = kind.forward
-    return forward.__module__ == kind.__module__ and not hasattr(forward, "__wrapped__") and is_untouched(vars(layer))
+    return (
+        forward.__module__ == kind.__module__
+        and not hasattr(forward, "__wrapped__")
+        and is_untouched(vars(layer))
+    )
 
 
 def read_lora(layer: Any, x: Tensor) -> Layer | None:
-    """Return the base's weight, with the adapters that a call of `layer` on x adds now; None if it does anything else.
+    """Return the base's weight, with the adapters that a call of `layer` on x adds now; None if it
+    does anything else.
 
     Args:
         layer: see `is_lora`.
     """
     weight = read_weight(layer.base_layer, x)
-    if weight is None or (layer.disable_adapters and layer.merged):  # a call would merge them out of the base
+    # a call would merge them out of the base
+    if weight is None or (layer.disable_adapters and layer.merged):
         return None
     if layer.disable_adapters or layer.merged:
         return weight
@@ -53,16 +64,31 @@ def read_lora(layer: Any, x: Tensor) -> Layer | None:
 
 
 def room_beside(x: Tensor, layers: Iterable[Any]) -> int:
-    """Return how many columns the layers' LoRA takes beside x, which they read; 0 where the backward pass will not run."""
-    found = [layer for layer in layers if is_lora(layer) and not layer.disable_adapters and not layer.merged]
+    """Return how many columns the layers' LoRA takes beside x, which they read; 0 where the
+    backward pass will not run.
+    """
+    found = [
+        layer
+        for layer in layers
+        if is_lora(layer) and not layer.disable_adapters and not layer.merged
+    ]
     if not found or not torch.is_grad_enabled():
         return 0
-    downs = [layer.lora_A[name].weight for layer in found for name in layer.active_adapters if name in layer.lora_A]
+    downs = [
+        layer.lora_A[name].weight
+        for layer in found
+        for name in layer.active_adapters
+        if name in layer.lora_A
+    ]
     return spare_columns(x, [(down.dtype, len(down)) for down in downs])
 
 
-def _with_dora(layer: Any, names: list[str], weight: Weight, adapters: list[Adapter]) -> Layer | None:
-    """The weight with adapters of which some are DoRA: each multiplies all that the layer returns so far, row by row."""
+def _with_dora(
+    layer: Any, names: list[str], weight: Weight, adapters: list[Adapter]
+) -> Layer | None:
+    """The weight with adapters of which some are DoRA: each multiplies all that the layer
+    returns so far, row by row.
+    """
     total: Tensor | None = None
     added: list[Adapter] = []
     for name, adapter in zip(names, adapters, strict=True):
@@ -77,18 +103,29 @@ def _with_dora(layer: Any, names: list[str], weight: Weight, adapters: list[Adap
 
 
 def _magnitude_over_norm(dora: Any, weight: Weight, adapter: Adapter) -> Tensor | None:
-    """Return DoRA's magnitude, trained, over the norm of every row of W + scale B A, which counts as a constant: [F].
+    """Return DoRA's magnitude, trained, over the norm of every row of W + scale B A, which counts
+    as a constant: [F].
 
     None: the layer's call does anything else.
     """
     magnitude, down = getattr(dora, "weight", None), adapter.down
     is_trained = isinstance(weight, Tensor) and weight.requires_grad
-    if is_trained or _named(dora) != _DORA[1] or dora.fan_in_fan_out or not is_untouched(vars(dora)):
+    if (
+        is_trained
+        or _named(dora) != _DORA[1]
+        or dora.fan_in_fan_out
+        or not is_untouched(vars(dora))
+    ):
         return None
-    if type(magnitude) is not nn.Parameter or (magnitude.dtype, magnitude.device) != (down.dtype, down.device):
+    if type(magnitude) is not nn.Parameter or (magnitude.dtype, magnitude.device) != (
+        down.dtype,
+        down.device,
+    ):
         return None
     with torch.no_grad():
-        norm: Tensor = dora.get_weight_norm(whole(weight).to(down.dtype), adapter.up @ down, adapter.scale)
+        norm: Tensor = dora.get_weight_norm(
+            whole(weight).to(down.dtype), adapter.up @ down, adapter.scale
+        )
     return magnitude / norm
 
 
@@ -138,16 +175,28 @@ def _of_lora(layer: Any) -> str:
 
 
 def _quantisation(layer: Any) -> str | None:
-    """Name the class of a layer that is not torch's own, or of its weight where torchao has put one; None: neither."""
+    """Name the class of a layer that is not torch's own, or of its weight where torchao has put
+    one; None: neither.
+    """
     kind = type(layer) if type(layer) is not nn.Linear else type(layer.weight)
-    return kind.__name__ if type(layer) is not nn.Linear or kind.__module__.startswith("torchao.") else None
+    return (
+        kind.__name__
+        if type(layer) is not nn.Linear or kind.__module__.startswith("torchao.")
+        else None
+    )
 
 
 def _adapter(layer: Any, name: str, x: Tensor) -> Adapter | None:
     """The adapter of that name, where it is two products and a scale."""
     down, up = weight_alone(layer.lora_A[name]), weight_alone(layer.lora_B[name])
     dropout = _probability(layer.lora_dropout[name])
-    if down is None or up is None or dropout is None or not _is_known(layer, name) or not _fits(layer, down, up, x):
+    if (
+        down is None
+        or up is None
+        or dropout is None
+        or not _is_known(layer, name)
+        or not _fits(layer, down, up, x)
+    ):
         return None
     return Adapter(down, up, float(layer.scaling[name]), dropout)
 
@@ -155,8 +204,11 @@ def _adapter(layer: Any, name: str, x: Tensor) -> Adapter | None:
 def _is_known(layer: Any, name: str) -> bool:
     """Whether the adapter is LoRA, or DoRA without dropout, and no other formula."""
     if name not in _variants(layer):
-        return not getattr(layer, "use_dora", {}).get(name)  # of a PEFT that has DoRA without variants
-    return _named(_variants(layer)[name]) == _DORA[0] and type(layer.lora_dropout[name]) is nn.Identity
+        # of a PEFT that has DoRA without variants
+        return not getattr(layer, "use_dora", {}).get(name)
+    return (
+        _named(_variants(layer)[name]) == _DORA[0] and type(layer.lora_dropout[name]) is nn.Identity
+    )
 
 
 def _variants(layer: Any) -> Any:
@@ -173,7 +225,11 @@ def _fits(layer: Any, down: Tensor, up: Tensor, x: Tensor) -> bool:
     """Whether PEFT computes the adapter in x's dtype, or in fp32 on x of half precision."""
     if down.dtype != up.dtype or down.device != x.device:
         return False
-    wider = down.dtype == torch.float32 and x.dtype in HALF and getattr(layer, "cast_input_dtype_enabled", True)
+    wider = (
+        down.dtype == torch.float32
+        and x.dtype in HALF
+        and getattr(layer, "cast_input_dtype_enabled", True)
+    )
     return down.dtype == x.dtype or wider
 
 
@@ -188,12 +244,21 @@ def _probability(dropout: Any) -> float | None:
 
 
 def read_weight(layer: Any, x: Tensor) -> Weight | None:
-    """The weight of a linear layer that is nothing else for x, in 16 or more bits, or in 4 of bitsandbytes'."""
+    """The weight of a linear layer that is nothing else for x, in 16 or more bits, or in 4 of
+    bitsandbytes'.
+    """
     weight = weight_alone(layer)
     if weight is not None or _named(layer) != _IN_4_BITS or not is_untouched(vars(layer)):
         return weight
-    state, size = getattr(layer.weight, "quant_state", None), (layer.out_features, layer.in_features)
-    known = state is not None and tuple(state.shape) == size and not getattr(state, "packing_format_for_cpu", False)
+    state, size = (
+        getattr(layer.weight, "quant_state", None),
+        (layer.out_features, layer.in_features),
+    )
+    known = (
+        state is not None
+        and tuple(state.shape) == size
+        and not getattr(state, "packing_format_for_cpu", False)
+    )
     if not known or layer.bias is not None or layer.compute_dtype not in (None, x.dtype):
         return None
     return Made(layer.weight.data, size, x.dtype, _restore(state, x.dtype))
@@ -212,15 +277,21 @@ def _restore(state: Any, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 
 def weight_alone(layer: Any) -> Tensor | None:
     """The weight of a linear layer that is nothing else."""
-    if type(layer) is not nn.Linear:  # others may hold no weight of that name
+    # others may hold no weight of that name
+    if type(layer) is not nn.Linear:
         return None
-    fields = vars(layer)  # past nn.Module's own lookup, which is slow
+    # past nn.Module's own lookup, which is slow
+    fields = vars(layer)
     weight, bias = map(fields["_parameters"].get, ("weight", "bias"))
-    return weight if bias is None and type(weight) is nn.Parameter and is_untouched(fields) else None
+    return (
+        weight if bias is None and type(weight) is nn.Parameter and is_untouched(fields) else None
+    )
 
 
 def is_untouched(fields: dict[str, Any]) -> bool:
-    """Whether a call of the module with these attributes runs its class's forward, and no hook of its own."""
+    """Whether a call of the module with these attributes runs its class's forward, and no hook
+    of its own.
+    """
     return "forward" not in fields and not has_hooks(fields)
 
 

@@ -1,4 +1,6 @@
-"""Full attention over a packed row: whatever implementation the model was loaded with, fed the record."""
+"""Full attention over a packed row: whatever implementation the model was loaded with, fed the
+record.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,18 @@ from hf_packfree.parallel.attention import SHARED
 
 
 def attention_route(implementation: str) -> str | None:
-    """Return how a packed row is attended: "varlen" (ours), "mask" (eager), "flash" (cu_seqlens), or None: not known."""
+    """Return how a packed row is attended: "varlen" (ours), "mask" (eager), "flash"
+    (cu_seqlens), or None: not known.
+    """
     if "flash" in implementation:
         return "flash"
     return {"sdpa": "varlen", "eager": "mask"}.get(implementation)
 
 
 def _additive_block_mask(packed: PackedSequence, dtype: torch.dtype) -> Tensor:
-    """Return [1, 1, T, T] in `dtype`, for attention that takes nothing better: 0 where a token may look, else its minimum."""
+    """Return [1, 1, T, T] in `dtype`, for attention that takes nothing better: 0 where a token
+    may look, else its minimum.
+    """
     number = packed.seq_idx[0]
     allowed = (number[:, None] == number[None, :]).tril()
     mask = torch.zeros(allowed.shape, dtype=dtype, device=number.device)
@@ -43,35 +49,49 @@ def check_attention(config: Any) -> str:
     route = attention_route(config._attn_implementation)
     if route is None:
         raise BackendUnavailable(
-            f"found attn_implementation={config._attn_implementation!r}, which is not known to keep packed documents "
-            "apart; wanted sdpa, eager or a flash attention; call model.set_attn_implementation('sdpa')"
+            f"found attn_implementation={config._attn_implementation!r}, which is not known to "
+            "keep packed documents apart; wanted sdpa, eager or a flash attention; call "
+            "model.set_attn_implementation('sdpa')"
         )
     return route
 
 
 def drops_out(model: nn.Module) -> bool:
-    """Whether training steps attend with dropout: in PyTorch eager then, because no kernel has it."""
+    """Whether training steps attend with dropout: in PyTorch eager then, because no kernel has
+    it.
+    """
     return any(getattr(module, "attention_dropout", 0) for module in model.modules())
 
 
 def _refuse_cut_rows(layer: nn.Module) -> None:
-    """Refuse attention that accelerate has prepared for context parallelism: by a hook, found by its name."""
+    """Refuse attention that accelerate has prepared for context parallelism: by a hook, found by
+    its name.
+    """
     hooks = layer._forward_pre_hooks.values()
-    if any(getattr(hook, "__qualname__", "").startswith("_attach_context_parallel_hooks") for hook in hooks):
+    if any(
+        getattr(hook, "__qualname__", "").startswith("_attach_context_parallel_hooks")
+        for hook in hooks
+    ):
         raise PatchConflict(
-            "found a model that accelerate prepared with cp_size, which cuts rows without their documents; wanted rows that "
-            "the model cuts; pass Trainer(callbacks=[PackFreeCallback()]), or, in a loop of your own, call "
-            "apply_patches(model, context_parallel=mesh['cp']) and hf_packfree.parallel.accelerate.leave_rows_whole(model) "
-            "before accelerator.prepare(model)"
+            "found a model that accelerate prepared with cp_size, which cuts rows without their "
+            "documents; wanted rows that the model cuts; pass "
+            "Trainer(callbacks=[PackFreeCallback()]), or, in a loop of your own, call "
+            "apply_patches(model, context_parallel=mesh['cp']) and "
+            "hf_packfree.parallel.accelerate.leave_rows_whole(model) before "
+            "accelerator.prepare(model)"
         )
 
 
 class RoutedAttention(Replacement):
-    """Base of attention over a packed row: our op where the model runs sdpa, otherwise upstream's forward with the record."""
+    """Base of attention over a packed row: our op where the model runs sdpa, otherwise
+    upstream's forward with the record.
+    """
 
     inputs = "q_proj", "k_proj", "v_proj"
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, hidden_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
         """Attend within documents when a record comes down, as upstream otherwise.
 
         Args:
@@ -87,7 +107,9 @@ class RoutedAttention(Replacement):
         _refuse_cut_rows(self)
         route = check_attention(self.config)
         if route == "varlen":
-            attended = self._attend_packed(hidden_states, arguments.get("position_embeddings"), packed)
+            attended = self._attend_packed(
+                hidden_states, arguments.get("position_embeddings"), packed
+            )
             return packed.zero_left_pad(attended), None
         if route == "mask":
             arguments["attention_mask"] = packed.cached(_additive_block_mask, hidden_states.dtype)
@@ -99,19 +121,34 @@ class RoutedAttention(Replacement):
     def _attend_packed(
         self, x: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, packed: PackedSequence
     ) -> Tensor:
-        """Return the module's output for x [1, T, D_model]; cos and sin [1, T, D_rotary], None without positions."""
+        """Return the module's output for x [1, T, D_model]; cos and sin [1, T, D_rotary], None
+        without positions.
+        """
         raise NotImplementedError
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, backend: str) -> Tensor:
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, backend: str
+    ) -> Tensor:
         """Return [1, T, heads, D] of q, k and v [1, T, heads, D]."""
         state = state_of(self)
         settings, exact = state.context_parallel, state.batch_invariant
         attend = attention if settings is None else SHARED[settings.attention]
         dropout = self.attention_dropout if self.training else 0.0
-        return attend(q, k, v, packed, scale=self.scaling, dropout=dropout, batch_invariant=exact, backend=backend)
+        return attend(
+            q,
+            k,
+            v,
+            packed,
+            scale=self.scaling,
+            dropout=dropout,
+            batch_invariant=exact,
+            backend=backend,
+        )
 
     def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Apply the family's rotary embedding to q and k [1, heads, T, D]; each family names upstream's function."""
+        """Apply the family's rotary embedding to q and k [1, heads, T, D]; each family names
+        upstream's function.
+        """
         raise NotImplementedError
 
     def _rotate_tokens(
@@ -136,8 +173,12 @@ class PackedAttention(RoutedAttention):
         self, x: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, packed: PackedSequence
     ) -> Tensor:
         state, heads = state_of(self), (*x.shape[:-1], -1, self.head_dim)
-        q, k, v = (part.view(heads) for part in project(x, self.q_proj, self.k_proj, self.v_proj, state=state))
-        kernels = state.kernels_for(q.device, q.dtype)  # under autocast q's dtype is not x's
+        q, k, v = (
+            part.view(heads)
+            for part in project(x, self.q_proj, self.k_proj, self.v_proj, state=state)
+        )
+        # under autocast q's dtype is not x's
+        kernels = state.kernels_for(q.device, q.dtype)
         q, k = self._rotate_tokens(q, k, position_embeddings)
         out = self._attend(q, k, v, packed, kernels.attention)
         return project(out.flatten(2), self.o_proj, state=state)[0]
@@ -160,12 +201,16 @@ class PackedAttention(RoutedAttention):
 
 
 class QKNormAttention(PackedAttention):
-    """Put in front of attention whose q and k are normalised head by head before they are rotated."""
+    """Put in front of attention whose q and k are normalised head by head before they are
+    rotated.
+    """
 
     def _rotate_tokens(
         self, q: Tensor, k: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
-        """Normalise and rotate q and k [1, T, heads, D]; the norms are called, whatever their formula."""
+        """Normalise and rotate q and k [1, T, heads, D]; the norms are called, whatever their
+        formula.
+        """
         return super()._rotate_tokens(self.q_norm(q), self.k_norm(k), position_embeddings)
 
     @staticmethod
@@ -178,7 +223,9 @@ class QKNormAttention(PackedAttention):
 
 
 class GatedQKNormAttention(RoutedAttention):
-    """Put in front of attention with an output gate beside each query, in one projection, and norms of every head's q and k."""
+    """Put in front of attention with an output gate beside each query, in one projection, and
+    norms of every head's q and k.
+    """
 
     def _attend_packed(
         self, x: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, packed: PackedSequence
@@ -187,33 +234,53 @@ class GatedQKNormAttention(RoutedAttention):
         q_and_gate, k, v = project(x, self.q_proj, self.k_proj, self.v_proj, state=state)
         q, gate = q_and_gate.view(*x.shape[:-1], -1, 2 * self.head_dim).chunk(2, dim=-1)
         heads = (*x.shape[:-1], -1, self.head_dim)
-        kernels = state.kernels_for(q.device, q.dtype)  # under autocast q's dtype is not x's
+        # under autocast q's dtype is not x's
+        kernels = state.kernels_for(q.device, q.dtype)
         q, k = self._norm_rotate(q, k.view(heads), position_embeddings, kernels.fused)
         out = self._attend(q, k, v.view(heads), packed, kernels.attention)
-        gated = partial(output_gate, out, gate, batch_invariant=state.batch_invariant, backend=kernels.fused)
+        gated = partial(
+            output_gate, out, gate, batch_invariant=state.batch_invariant, backend=kernels.fused
+        )
         fused = kernels.fused in RECOMPUTES
-        return linear_with_recompute(gated, self.o_proj, out, fused=fused, recompute=fused, state=state)
+        return linear_with_recompute(
+            gated, self.o_proj, out, fused=fused, recompute=fused, state=state
+        )
 
     def _norm_rotate(
         self, q: Tensor, k: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, backend: str
     ) -> tuple[Tensor, Tensor]:
-        """Normalise and rotate q and k [1, T, heads, D]; "torch" means upstream's modules, or whatever has replaced them."""
+        """Normalise and rotate q and k [1, T, heads, D]; "torch" means upstream's modules, or
+        whatever has replaced them.
+        """
         fused = backend != "torch" and adds_one(self.q_norm, self) and adds_one(self.k_norm, self)
         if position_embeddings is None or not fused:
             return self._rotate_tokens(self.q_norm(q), self.k_norm(k), position_embeddings)
         return (
-            norm_rope(q, self.q_norm.weight, *position_embeddings, epsilon(self.q_norm), backend=backend),
-            norm_rope(k, self.k_norm.weight, *position_embeddings, epsilon(self.k_norm), backend=backend),
+            norm_rope(
+                q, self.q_norm.weight, *position_embeddings, epsilon(self.q_norm), backend=backend
+            ),
+            norm_rope(
+                k, self.k_norm.weight, *position_embeddings, epsilon(self.k_norm), backend=backend
+            ),
         )
 
     def calls(self, name: str, part: nn.Module, x: Tensor) -> bool:
-        """Whether the packed branch calls this part: a norm or a projection that is more than weights and formula."""
-        return not adds_one(part, self) if name.endswith("norm") else plain_layers(x, part, adapters=False) is None
+        """Whether the packed branch calls this part: a norm or a projection that is more than
+        weights and formula.
+        """
+        return (
+            not adds_one(part, self)
+            if name.endswith("norm")
+            else plain_layers(x, part, adapters=False) is None
+        )
 
     @staticmethod
     def checkpoint_sizes(layer: Any) -> Sizes:
         """Return what the packed branch reads, as found and as the config says."""
         config, head = layer.config, layer.head_dim
         return QKNormAttention.checkpoint_sizes(layer) | {
-            "q_proj": (size_of_linear(layer.q_proj), (2 * config.num_attention_heads * head, config.hidden_size)),
+            "q_proj": (
+                size_of_linear(layer.q_proj),
+                (2 * config.num_attention_heads * head, config.hidden_size),
+            ),
         }

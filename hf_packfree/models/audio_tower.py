@@ -1,12 +1,15 @@
-"""Audio towers: an audio's features are those of the audio alone, whatever is beside it in the call.
+"""Audio towers: an audio's features are those of the audio alone, whatever is beside it in the
+call.
 
-Upstream cuts audios into chunks of `2 * n_window` frames and pads all of them to the longest chunk of the call before its
-convolutions.  Each of them turns that padding into something that the next one reads, so an audio shorter than a chunk differs
-beside a longer one from itself alone.  Here it is cut to the width that it has alone again, in front of each convolution;
-upstream's own layers do everything else, once for all audios, so that ranks with other audios call them as often.
+Upstream cuts audios into chunks of `2 * n_window` frames and pads all of them to the longest chunk
+of the call before its convolutions. Each of them turns that padding into something that the next
+one reads, so an audio shorter than a chunk differs beside a longer one from itself alone. Here it
+is cut to the width that it has alone again, in front of each convolution; upstream's own layers do
+everything else, once for all audios, so that ranks with other audios call them as often.
 
-Before transformers 5.9 upstream's sdpa and eager attention read no windows: audios attended to each other, and a long one
-beyond its window.  Here they stop at windows in every release, as later ones and flash attention do.
+Before transformers 5.9 upstream's sdpa and eager attention read no windows: audios attended to each
+other, and a long one beyond its window. Here they stop at windows in every release, as later ones
+and flash attention do.
 """
 
 from __future__ import annotations
@@ -27,7 +30,12 @@ from hf_packfree.ops.attention.towers import tower_attention
 class PackedAudioTower(Replacement):
     """Put in front of a family's audio tower."""
 
-    def forward(self, input_features: Tensor | None = None, feature_lens: Tensor | None = None, **kwargs: Any) -> Any:
+    def forward(
+        self,
+        input_features: Tensor | None = None,
+        feature_lens: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Run upstream's forward, with short audios padded as they are alone.
 
         Args:
@@ -35,24 +43,31 @@ class PackedAudioTower(Replacement):
             feature_lens: integers [audios], frames of each.
         """
         arguments = {"input_features": input_features, "feature_lens": feature_lens, **kwargs}
-        widths = [] if feature_lens is None else chunk_widths(feature_lens.tolist(), 2 * self.n_window)
+        widths = (
+            [] if feature_lens is None else chunk_widths(feature_lens.tolist(), 2 * self.n_window)
+        )
         if len(set(widths)) <= 1:
             return super().forward(**arguments)
         with ExitStack() as hooks:
             width = torch.tensor(widths, device=feature_lens.device)  # type: ignore[union-attr]
             for conv in (self.conv2d2, self.conv2d3):
-                width = (width - 1) // 2 + 1  # of stride 2, as every one of them
+                # of stride 2, as every one of them
+                width = (width - 1) // 2 + 1
                 hooks.enter_context(conv.register_forward_pre_hook(_Cut(width)))
             return super().forward(**arguments)
 
 
 def chunk_widths(lengths: list[int], chunk: int) -> list[int]:
-    """Return the frames that each chunk of the audios, in order, has or is padded to where its audio is alone."""
+    """Return the frames that each chunk of the audios, in order, has or is padded to where its
+    audio is alone.
+    """
     return [min(length, chunk) for length in lengths for _ in range(-(-length // chunk))]
 
 
 class _Cut:
-    """Zeroes what chunks have beyond their widths, in front of a convolution that takes them a part at a time."""
+    """Zeroes what chunks have beyond their widths, in front of a convolution that takes them a
+    part at a time.
+    """
 
     def __init__(self, widths: Tensor) -> None:
         self._widths, self._seen = widths, 0
@@ -67,7 +82,9 @@ class _Cut:
 
 
 class PackedAudioAttention(Replacement):
-    """Put in front of an audio tower's attention: our op where the model runs sdpa; it calls the projections."""
+    """Put in front of an audio tower's attention: our op where the model runs sdpa; it calls the
+    projections.
+    """
 
     def forward(self, hidden_states: Tensor, cu_seqlens: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Attend within windows of audios [T, H * D].
@@ -79,7 +96,10 @@ class PackedAudioAttention(Replacement):
         if "flash" in loaded or (loaded == "eager" and not compat.AUDIO_IGNORES_WINDOWS):
             return super().forward(hidden_states, cu_seqlens, *args, **kwargs)
         heads = (1, len(hidden_states), self.num_heads, -1)
-        q, k, v = (project(hidden_states).view(heads) for project in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            project(hidden_states).view(heads)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
         backend = state_of(self).kernels_for(q.device, q.dtype).tower_attention
         out = tower_attention(q, k, v, segments_of(cu_seqlens), scale=self.scaling, backend=backend)
         return self.out_proj(out.flatten(2).squeeze(0))

@@ -1,4 +1,5 @@
-"""What all replacements of upstream's classes share, and the checkpoint contract that they depend on.
+"""What all replacements of upstream's classes share, and the checkpoint contract that they depend
+on.
 
 The contract: parameters and sizes that are the same in every release of a family.
 """
@@ -19,7 +20,9 @@ _Class = TypeVar("_Class", bound="type[Replacement]")
 
 
 class _Absent:
-    """An attribute that upstream's class has and ours must not: `hasattr` is False of class and instance."""
+    """An attribute that upstream's class has and ours must not: `hasattr` is False of class and
+    instance.
+    """
 
     def __get__(self, instance: object, owner: type) -> Any:
         raise AttributeError("not of a patched class")
@@ -28,49 +31,65 @@ class _Absent:
 class Replacement(nn.Module):
     """Base of the mixins that patched classes put in front of upstream's.
 
-    transformers decides by a class's name and module which weight conversions, output recorders and attention settings
-    apply; FSDP and accelerate decide by its name which layers to wrap.  A replacement therefore has upstream's name and
-    module, and keeps its own module's name for pickling.
+    transformers decides by a class's name and module which weight conversions, output recorders and
+    attention settings apply; FSDP and accelerate decide by its name which layers to wrap. A
+    replacement therefore has upstream's name and module, and keeps its own module's name for
+    pickling.
     """
 
     packfree: ClassVar[PatchState | None] = None
     packfree_home: ClassVar[str] = ""
     inputs: ClassVar[tuple[str, ...]] = ()
-    """The names of the linear layers that the packed branch multiplies the module's input with, all at once."""
+    """The names of the linear layers that the packed branch multiplies the module's input with,
+    all at once.
+    """
     positional_names: ClassVar[tuple[str, ...]] = ()
     """The names of upstream's positional parameters; releases differ in them."""
     kernel_layer_name = _Absent()
-    """`kernelize` replaces the forward of every instance whose class has this, anew on each train() and eval()."""
+    """`kernelize` replaces the forward of every instance whose class has this, anew on each
+    train() and eval().
+    """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Let a class in front of upstream's show upstream's signature: trainers and tools choose by it what they pass."""
+        """Let a class in front of upstream's show upstream's signature: trainers and tools
+        choose by it what they pass.
+        """
         owner: Any = next(base for base in cls.__mro__ if "forward" in vars(base))
         upstream: Any = upstream_of(cls)
         if upstream is not nn.Module:
             found = list(signature(upstream.forward).parameters.values())[1:]
-            cls.positional_names = tuple(each.name for each in found if each.kind is each.POSITIONAL_OR_KEYWORD)
+            cls.positional_names = tuple(
+                each.name for each in found if each.kind is each.POSITIONAL_OR_KEYWORD
+            )
             if issubclass(owner, Replacement) and upstream_of(owner) is nn.Module:
                 cls.forward = _showing(vars(owner)["forward"], upstream.forward)
-        super().__init_subclass__(**kwargs)  # upstream's layers wrap what the class has by now
+        # upstream's layers wrap what the class has by now
+        super().__init_subclass__(**kwargs)
 
     def by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the arguments of a forward by upstream's names; None where upstream refuses their number or a name twice."""
+        """Return the arguments of a forward by upstream's names; None where upstream refuses
+        their number or a name twice.
+        """
         named = dict(zip(self.positional_names, args)) | kwargs
         return named if len(named) == len(args) + len(kwargs) else None
 
     @staticmethod
     def op_sizes(layer: Any) -> dict[str, int]:
-        """Return the sizes of a layer, ours or upstream's, that backends check; see `Target.sizes`."""
+        """Return the sizes of a layer, ours or upstream's, that backends check; see
+        `Target.sizes`.
+        """
         return {}
 
     def calls(self, name: str, part: nn.Module, x: Tensor) -> bool:
-        """Whether the packed branch calls its child `name` for inputs like x, instead of reading the weights of it.
+        """Whether the packed branch calls its child `name` for inputs like x, instead of reading
+        the weights of it.
 
         How a called module rounds is not known.
         """
         return True
 
-    if TYPE_CHECKING:  # the attributes are upstream's
+    # the attributes are upstream's
+    if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...
 
@@ -80,16 +99,34 @@ class Replacement(nn.Module):
 
 
 def upstream_of(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the class that a replacement is put in front of: `nn.Module` where it is not in front of anything yet."""
+    """Return the class that a replacement is put in front of: `nn.Module` where it is not in
+    front of anything yet.
+    """
     # FSDP puts a class that is no module in front
-    return next(base for base in cls.__mro__ if issubclass(base, nn.Module) and not issubclass(base, Replacement))
+    return next(
+        base
+        for base in cls.__mro__
+        if issubclass(base, nn.Module) and not issubclass(base, Replacement)
+    )
 
 
 def _showing(forward: FunctionType, upstream: Any) -> FunctionType:
-    """Return a copy of `forward`, without a frame more per call, that has upstream's signature and annotations."""
-    parts = forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
+    """Return a copy of `forward`, without a frame more per call, that has upstream's signature
+    and annotations.
+    """
+    parts = (
+        forward.__code__,
+        forward.__globals__,
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
+    )
     copy: Any = FunctionType(*parts)
-    copy.__kwdefaults__, copy.__doc__, copy.__qualname__ = forward.__kwdefaults__, forward.__doc__, forward.__qualname__
+    copy.__kwdefaults__, copy.__doc__, copy.__qualname__ = (
+        forward.__kwdefaults__,
+        forward.__doc__,
+        forward.__qualname__,
+    )
     copy.__module__, copy.__annotations__ = forward.__module__, upstream.__annotations__
     copy.__signature__ = signature(upstream)
     shown: FunctionType = copy
@@ -97,7 +134,9 @@ def _showing(forward: FunctionType, upstream: Any) -> FunctionType:
 
 
 def stands_for(upstream: Any) -> Callable[[_Class], _Class]:
-    """Return a decorator that gives a replacement the modeling module `upstream` as its `__module__`."""
+    """Return a decorator that gives a replacement the modeling module `upstream` as its
+    `__module__`.
+    """
 
     def rename(cls: _Class) -> _Class:
         cls.packfree_home, cls.__module__ = cls.__module__, upstream.__name__
@@ -116,7 +155,9 @@ Sizes = dict[str, tuple[Any, Any]]
 
 
 def size_of_linear(layer: Any) -> tuple[int, int]:
-    """(out, in) features; adapters and quantised layers keep these names while their weights change shape."""
+    """(out, in) features; adapters and quantised layers keep these names while their weights
+    change shape.
+    """
     return layer.out_features, layer.in_features
 
 
@@ -126,16 +167,22 @@ def size_of_norm(norm: Any) -> tuple[int, ...]:
 
 
 def size_of(parameter: Any) -> tuple[int, ...]:
-    """Shape of a parameter; one that DeepSpeed's ZeRO-3 has sharded is empty and keeps its own shape beside it."""
+    """Shape of a parameter; one that DeepSpeed's ZeRO-3 has sharded is empty and keeps its own
+    shape beside it.
+    """
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def contract_violations(layer: nn.Module, sizes_of: Callable[[Any], Sizes]) -> list[str]:
-    """Return a sentence per part of `layer` that is missing or has another size than its config says."""
+    """Return a sentence per part of `layer` that is missing or has another size than its config
+    says.
+    """
     try:
         sizes = sizes_of(layer)
     except AttributeError as missing:
         return [str(missing)]
     return [
-        f"{part} is {found}, its config says {wanted}" for part, (found, wanted) in sizes.items() if found != wanted
+        f"{part} is {found}, its config says {wanted}"
+        for part, (found, wanted) in sizes.items()
+        if found != wanted
     ]

@@ -1,7 +1,8 @@
-"""Where releases of transformers differ in what we rely on: one name per difference, with the release that ends it.
+"""Where releases of transformers differ in what we rely on: one name per difference, with the
+release that ends it.
 
-Nothing else in this package reads transformers' version.  When the oldest supported release passes the one named
-beside a constant, the constant and the lines that read it go.
+Nothing else in this package reads transformers' version. When the oldest supported release passes
+the one named beside a constant, the constant and the lines that read it go.
 """
 
 from __future__ import annotations
@@ -18,36 +19,52 @@ from hf_packfree.versions import VERSIONS
 RELEASE = Version(Version(transformers.__version__).base_version)
 
 NEWEST_TRIED = Version(VERSIONS["transformers"].cpu[1])
-"""The newest release that `tests/compat/run.py` has run on; a newer one is measured before it is patched."""
+"""The newest release that `tests/compat/run.py` has run on; a newer one is measured before it is
+patched.
+"""
 
-MISREADS_IMAGES_WITHOUT_MASK = RELEASE < Version("5.4.0")
-"""The text model takes the temporal row of an image's positions for its text positions: each token a document of its own."""
+MISREADS_IMAGES_WITHOUT_MASK = Version("5.4.0") > RELEASE
+"""The text model takes the temporal row of an image's positions for its text positions: each
+token a document of its own.
+"""
 
 IMAGES_COUNT_SECONDS = Version("5.3.0") <= RELEASE < Version("5.5.4")
 """Qwen2.5-VL multiplies the time of images, too, by the rate of its videos."""
 
-LAYERS_DROP_KEYWORDS = RELEASE < Version("5.9.0")
-"""Upstream's decoder layers hand no keywords to a linear mixer: one that cannot be swapped would lose the record."""
+LAYERS_DROP_KEYWORDS = Version("5.9.0") > RELEASE
+"""Upstream's decoder layers hand no keywords to a linear mixer: one that cannot be swapped would
+lose the record.
+"""
 
-AUDIO_IGNORES_WINDOWS = RELEASE < Version("5.9.0")
-"""Audio towers' sdpa and eager attention reads no offsets: audios of one call attend to each other, and beyond windows."""
+AUDIO_IGNORES_WINDOWS = Version("5.9.0") > RELEASE
+"""Audio towers' sdpa and eager attention reads no offsets: audios of one call attend to each
+other, and beyond windows.
+"""
 
-TOWERS_MAKE_POSITIONS = RELEASE < Version("5.9.0")
-"""Vision towers take neither the patches' positions nor the offsets of images as keywords, and make both on the device."""
+TOWERS_MAKE_POSITIONS = Version("5.9.0") > RELEASE
+"""Vision towers take neither the patches' positions nor the offsets of images as keywords, and
+make both on the device.
+"""
 
-MASKS_ARE_TENSORS = RELEASE < Version("5.13.0")
+MASKS_ARE_TENSORS = Version("5.13.0") > RELEASE
 """The text model takes one mask tensor and cannot be handed the layers' masks as a dict."""
 
-MISREADS_PADDING_OF_ONE_ROW = RELEASE < Version("5.15.0")
-"""Padding is zeroed in batches of two rows and more only: a left-padded single row is wrong upstream."""
+MISREADS_PADDING_OF_ONE_ROW = Version("5.15.0") > RELEASE
+"""Padding is zeroed in batches of two rows and more only: a left-padded single row is wrong
+upstream.
+"""
 
-LOSS_WITH_MEDIA_TAKES_NO_COUNT = RELEASE < Version("5.17.0")
-"""Qwen3.5's and Qwen3-VL's classes with towers give their loss no `num_items_in_batch`, whatever `accepts_loss_kwargs` says."""
+LOSS_WITH_MEDIA_TAKES_NO_COUNT = Version("5.17.0") > RELEASE
+"""Qwen3.5's and Qwen3-VL's classes with towers give their loss no `num_items_in_batch`, whatever
+`accepts_loss_kwargs` says.
+"""
 
-THINKER_HOLDS_TOWERS = RELEASE < Version("5.21.0")
-"""Omni's class with the language modelling head holds towers and text model itself: one forward from pixels to the loss."""
+THINKER_HOLDS_TOWERS = Version("5.21.0") > RELEASE
+"""Omni's class with the language modelling head holds towers and text model itself: one forward
+from pixels to the loss.
+"""
 
-CACHE = "past_key_values" if RELEASE < Version("5.24.0") else "cache"
+CACHE = "past_key_values" if Version("5.24.0") > RELEASE else "cache"
 """The keyword of a model's cache."""
 
 CACHES = "cache", "past_key_values"
@@ -60,7 +77,10 @@ def cache_of(arguments: Mapping[str, Any]) -> Any:
 
 
 def masks_the_layers_ignore(config: Any, device: torch.device) -> Any:
-    """Return an `attention_mask` from which the text model builds none of its own: our layers read the record."""
-    if MASKS_ARE_TENSORS or not hasattr(config, "layer_types"):  # a 4-D mask is passed on as it is, whatever its size
+    """Return an `attention_mask` from which the text model builds none of its own: our layers
+    read the record.
+    """
+    # a 4-D mask is passed on as it is, whatever its size
+    if MASKS_ARE_TENSORS or not hasattr(config, "layer_types"):
         return torch.ones(1, 1, 1, 1, device=device)
     return dict.fromkeys(config.layer_types)

@@ -1,7 +1,8 @@
 """Where a whole row enters a head and one rank's shard of it goes on, under context parallelism.
 
-Loss and gradients come out as one process's: with `num_items_in_batch` the losses of all ranks, and the gradients, add up to
-it, which is what the Trainer expects; without it their mean is it, which is what DDP computes.
+Loss and gradients come out as one process's: with `num_items_in_batch` the losses of all ranks, and
+the gradients, add up to it, which is what the Trainer expects; without it their mean is it, which
+is what DDP computes.
 """
 
 from __future__ import annotations
@@ -31,7 +32,13 @@ OF_LOSS = "packfree_of_loss"
 
 
 def forward_shard(
-    head: Any, upstream: Any, row: dict[str, Any], packed: PackedSequence, settings: ContextParallel, *, counted: bool
+    head: Any,
+    upstream: Any,
+    row: dict[str, Any],
+    packed: PackedSequence,
+    settings: ContextParallel,
+    *,
+    counted: bool,
 ) -> Any:
     """Run a head's forward on this rank's tokens of a row.
 
@@ -44,19 +51,22 @@ def forward_shard(
         counted: the caller gave `num_items_in_batch`.
 
     Returns:
-        Upstream's output.  In training its logits are those of this rank's tokens, [1, t, V]; otherwise they are gathered, and
-        have the caller's shape.
+        Upstream's output. In training its logits are those of this rank's tokens, [1, t, V];
+        otherwise they are gathered, and have the caller's shape.
 
     Raises:
         UnsupportedInput: something is wanted that a shard cannot give.
     """
     if row.get("labels") is not None and "num_items_in_batch" not in row:
         raise UnsupportedInput(
-            "found a loss function that takes no num_items_in_batch under context parallelism, where each rank has its own "
-            "number of targets; wanted one that divides by the count it is given; add the keyword to it"
+            "found a loss function that takes no num_items_in_batch under context parallelism, "
+            "where each rank has its own number of targets; wanted one that divides by the count "
+            "it is given; add the keyword to it"
         )
     local = shard_row(packed, settings.rank, settings.world, settings.group)
-    source = next((module for module in (head, head.base_model) if hasattr(module, "get_rope_index")), None)
+    source = next(
+        (module for module in (head, head.base_model) if hasattr(module, "get_rope_index")), None
+    )
     media = [row.get(name) for name in FEATURES.values()]
     if source is not None:
         row, local = share_media(source, row, local)
@@ -64,7 +74,8 @@ def forward_shard(
     with _given_to_the_loss(head, mine), reaching_media(head.get_input_embeddings(), media):
         output = upstream(**mine)
     experts, loss = output.get("aux_loss"), output.get("loss")
-    if experts is not None and loss is not None:  # every rank has all of it, and it counts once
+    # every rank has all of it, and it counts once
+    if experts is not None and loss is not None:
         coefficient = head.config.get_text_config().router_aux_loss_coef
         loss = loss - (1 - 1 / settings.world) * coefficient * experts
     if loss is not None:
@@ -77,8 +88,12 @@ def forward_shard(
 
 @contextmanager
 def _given_to_the_loss(head: Any, mine: dict[str, Any]) -> Iterator[None]:
-    """Let the loss have its targets and its count, which vision-language heads before transformers 5.17 do not hand on."""
-    vars(head)[OF_LOSS] = {name: mine[name] for name in ("shift_labels", "num_items_in_batch") if name in mine}
+    """Let the loss have its targets and its count, which vision-language heads before
+    transformers 5.17 do not hand on.
+    """
+    vars(head)[OF_LOSS] = {
+        name: mine[name] for name in ("shift_labels", "num_items_in_batch") if name in mine
+    }
     try:
         yield
     finally:
@@ -90,25 +105,32 @@ def _arguments_of(local: PackedSequence, row: dict[str, Any], tokens: int) -> di
     shard, whole, ignored = local.shard, local.shard.row, row.get("ignore_index", IGNORED)
 
     def cut(name: str, value: Any) -> Any:
-        if name == "position_ids" and value is not None:  # [1, T], or [3 or 4, 1, T]
+        # [1, T], or [3 or 4, 1, T]
+        if name == "position_ids" and value is not None:
             return shard.cut(F.pad(value, (0, whole.num_tokens - tokens)), -1)
         if of_media(name) or not isinstance(value, Tensor) or value.shape[:2] != (1, tokens):
             return value
-        return shard.cut(pad_row(value, whole.num_tokens, ignored if name in ("labels", "shift_labels") else 0))
+        return shard.cut(
+            pad_row(value, whole.num_tokens, ignored if name in ("labels", "shift_labels") else 0)
+        )
 
     partly = whole.padding_segments and whole.num_real_tokens
     return {name: cut(name, value) for name, value in row.items()} | {
-        "attention_mask": whole.is_real().long() if partly else None,  # of the experts' statistics, which are the whole row's
+        # of the experts' statistics, which are the whole row's
+        "attention_mask": whole.is_real().long() if partly else None,
         "packed_sequence": local,
     }
 
 
 _SHARED_HEADS = {"gdn": ("key_heads", "state"), "attention": ("query_heads", "gather")}
-"""By mixer: the heads that ranks share, by their name in `op_sizes`, and the way for ranks that do not divide them."""
+"""By mixer: the heads that ranks share, by their name in `op_sizes`, and the way for ranks that
+do not divide them.
+"""
 
 
 def settled(config: Any, sizes: dict[str, int], settings: ContextParallel) -> ContextParallel:
-    """Return the settings for a model, with nothing left to choose; refuse one that the ranks cannot share.
+    """Return the settings for a model, with nothing left to choose; refuse one that the ranks
+    cannot share.
 
     Args:
         config: of the text model.
@@ -123,13 +145,15 @@ def settled(config: Any, sizes: dict[str, int], settings: ContextParallel) -> Co
         count, way = sizes.get(heads, 0), getattr(settings, name)
         if way == "heads" and count % settings.world:
             raise PatchConflict(
-                f"found {settings.world} ranks to share the {count} {heads.replace('_', ' ')} of {name}; wanted a number that "
-                f"divides them; use fewer ranks for context parallelism, or ContextParallel(group, {name}={instead!r})"
+                f"found {settings.world} ranks to share the {count} {heads.replace('_', ' ')} of "
+                f"{name}; wanted a number that divides them; use fewer ranks for context "
+                f"parallelism, or ContextParallel(group, {name}={instead!r})"
             )
         ways[name] = way if way != "auto" else instead if count % settings.world else "heads"
     if check_attention(config) != "varlen":
         raise PatchConflict(
-            f"found attn_implementation={config._attn_implementation!r} under context parallelism; wanted sdpa, which this "
+            f"found attn_implementation={config._attn_implementation!r} under context parallelism; "
+            f"wanted sdpa, which this "
             "package runs itself; call model.set_attn_implementation('sdpa')"
         )
     return replace(settings, **ways)
@@ -151,26 +175,33 @@ def check_call(config: Any, row: dict[str, Any]) -> None:
     """
     _check_media(row)
     of_layers = ("output_attentions", "output_hidden_states")
-    wanted = {name: getattr(config, name, None) if row.get(name) is None else row[name] for name in of_layers}
+    wanted = {
+        name: getattr(config, name, None) if row.get(name) is None else row[name]
+        for name in of_layers
+    }
     wanted["logits_to_keep"] = None if wants_all_logits(row) else row["logits_to_keep"]
     for name, value in wanted.items():
         if value is not None and value is not False:
             raise UnsupportedInput(
-                f"found {name}={value} under context parallelism; wanted nothing but loss and logits, because no rank has the "
-                "whole row; leave it out"
+                f"found {name}={value} under context parallelism; wanted nothing but loss and "
+                "logits, because no rank has the whole row; leave it out"
             )
 
 
 def _check_media(row: dict[str, Any]) -> None:
     """Refuse media that cannot be given to the ranks that hold their placeholders."""
-    made = [name for name, value in row.items() if of_media(name) and name not in _SHARED and value is not None]
+    made = [
+        name
+        for name, value in row.items()
+        if of_media(name) and name not in _SHARED and value is not None
+    ]
     if made:
         raise UnsupportedInput(
-            f"found {made[0]} under context parallelism, made for the media of the whole row; wanted pixels and sounds, which "
-            "each rank takes its own from; leave it out"
+            f"found {made[0]} under context parallelism, made for the media of the whole row; "
+            "wanted pixels and sounds, which each rank takes its own from; leave it out"
         )
     if has_media(row) and row.get("input_ids") is None:
         raise UnsupportedInput(
-            "found media with inputs_embeds under context parallelism; wanted input_ids, whose placeholders say which rank "
-            "computes what; pass input_ids"
+            "found media with inputs_embeds under context parallelism; wanted input_ids, whose "
+            "placeholders say which rank computes what; pass input_ids"
         )

@@ -1,40 +1,59 @@
-"""Where a batch enters and leaves: forward arguments in, the record out; the caller's [B, S] and the row [1, T]."""
+"""Where a batch enters and leaves: forward arguments in, the record out; the caller's [B, S] and
+the row [1, T].
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_packfree.errors import BoundaryError, CacheConflict, UnsupportedInput
+from hf_packfree.errors import BoundaryError, CacheConflict
 from hf_packfree.models import compat
 from hf_packfree.models.attention import attention_route
-from hf_packfree.models.rotary import has_fixed_frequencies, has_sections
+from hf_packfree.models.rotary import has_fixed_frequencies
 from hf_packfree.models.state import state_of
-from hf_packfree.packing import PackedSequence, PackingInputs, repad, resolve_boundaries, uncompiled, unpad
+from hf_packfree.packing import (
+    PackedSequence,
+    PackingInputs,
+    resolve_boundaries,
+    uncompiled,
+)
 from hf_packfree.packing.mrope import is_text
 
 UNREAD, UNPACKED = None, False
-"""Values of `packed_sequence` without a record: the batch was not read yet; it was read and runs as upstream runs it."""
+"""Values of `packed_sequence` without a record: the batch was not read yet; it was read and runs
+as upstream runs it.
+"""
 _MEDIA = (
-    "pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "mm_encoder_outputs", "input_features",
-    "feature_attention_mask", "audio_feature_lengths",
+    "pixel_values",
+    "pixel_values_videos",
+    "image_grid_thw",
+    "video_grid_thw",
+    "mm_encoder_outputs",
+    "input_features",
+    "feature_attention_mask",
+    "audio_feature_lengths",
 )
 _OF_MEDIA = ("image_", "video_", "audio_")
 """What the names of further arguments of towers start with."""
 
 
-def enter(module: Any, arguments: dict[str, Any], *, skip_padding: bool = True) -> PackedSequence | None:
-    """Return the record of a forward: the one that came down, or, in the outermost patched module, read from the batch.
+def enter(
+    module: Any, arguments: dict[str, Any], *, skip_padding: bool = True
+) -> PackedSequence | None:
+    """Return the record of a forward: the one that came down, or, in the outermost patched module,
+    read from the batch.
 
-    Afterwards `arguments` have no packing keywords any more, and `packed_sequence`, which patched modules below only receive.
+    Afterwards `arguments` have no packing keywords any more, and `packed_sequence`, which patched
+    modules below only receive.
 
     Args:
-        module: head or text model, whose settings decide which rows of one document run in the patched layers.
+        module: head or text model, whose settings decide which rows of one document run in the
+            patched layers.
         arguments: all of the forward's, by name; changed in place.
         skip_padding: False keeps the padding of rows of one document.
 
@@ -45,15 +64,32 @@ def enter(module: Any, arguments: dict[str, Any], *, skip_padding: bool = True) 
     positions, mask = arguments.get("position_ids"), arguments.get("attention_mask")
     inputs = PackingInputs.from_kwargs(arguments, position_ids=positions, attention_mask=mask)
     if found is UNREAD:
-        ids, embeds, cache = arguments.get("input_ids"), arguments.get("inputs_embeds"), compat.cache_of(arguments)
-        state, ours, generates = state_of(module), runs_here(module, inputs, arguments), _generates(module, arguments)
-        # upstream gives a row of one document with media and boundaries no positions, unless its token types came too
+        ids, embeds, cache = (
+            arguments.get("input_ids"),
+            arguments.get("inputs_embeds"),
+            compat.cache_of(arguments),
+        )
+        state, ours, generates = (
+            state_of(module),
+            runs_here(module, inputs, arguments),
+            _generates(module, arguments),
+        )
+        # upstream gives a row of one document with media and boundaries no positions, unless its
+        # token types came too
         unnumbered = inputs.named and positions is None
-        misread = has_media(arguments) and (unnumbered or compat.MISREADS_IMAGES_WITHOUT_MASK and mask is None)
+        misread = has_media(arguments) and (
+            unnumbered or compat.MISREADS_IMAGES_WITHOUT_MASK and mask is None
+        )
         found = read_arguments(
-            inputs, ids, embeds, cache, config=module.config, unpacked=ours and (misread or state.runs_unpacked),
+            inputs,
+            ids,
+            embeds,
+            cache,
+            config=module.config,
+            unpacked=ours and (misread or state.runs_unpacked),
             skip_padding=skip_padding and ours and state.padded != "upstream",
-            skip_all=ours and not generates, generates=generates,
+            skip_all=ours and not generates,
+            generates=generates,
         )
     packed: PackedSequence | None = None if found is UNPACKED else found
     arguments["packed_sequence"] = UNPACKED if packed is None else packed
@@ -61,13 +97,21 @@ def enter(module: Any, arguments: dict[str, Any], *, skip_padding: bool = True) 
 
 
 def is_batch(arguments: dict[str, Any]) -> bool:
-    """Whether there are tokens to read, ids or embeddings; otherwise upstream raises its own error."""
-    given = [arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None]
+    """Whether there are tokens to read, ids or embeddings; otherwise upstream raises its own
+    error.
+    """
+    given = [
+        arguments[name]
+        for name in ("input_ids", "inputs_embeds")
+        if arguments.get(name) is not None
+    ]
     return len(given) == 1 and isinstance(given[0], Tensor) and given[0].ndim >= 2
 
 
 def keep_padding(packed: PackedSequence, arguments: dict[str, Any]) -> None:
-    """Let padded rows of one document each run with their padding after all, in releases that read it right."""
+    """Let padded rows of one document each run with their padding after all, in releases that
+    read it right.
+    """
     if not (compat.MISREADS_PADDING_OF_ONE_ROW and packed.batch_shape[0] == 1):
         arguments["packed_sequence"] = UNPACKED
 
@@ -78,7 +122,9 @@ def has_media(arguments: dict[str, Any]) -> bool:
 
 
 def of_media(name: str) -> bool:
-    """Whether an argument of a forward belongs to media: its sizes may be those of the batch by chance."""
+    """Whether an argument of a forward belongs to media: its sizes may be those of the batch by
+    chance.
+    """
     return name in _MEDIA or name.startswith(_OF_MEDIA)
 
 
@@ -89,8 +135,12 @@ def wants_all_logits(arguments: dict[str, Any]) -> bool:
 
 
 def _generates(module: Any, arguments: dict[str, Any]) -> bool:
-    """Whether a call can be generation's: outside training and without labels, for some logits alone."""
-    return not wants_all_logits(arguments) and not module.training and arguments.get("labels") is None
+    """Whether a call can be generation's: outside training and without labels, for some logits
+    alone.
+    """
+    return (
+        not wants_all_logits(arguments) and not module.training and arguments.get("labels") is None
+    )
 
 
 @uncompiled
@@ -127,7 +177,8 @@ def read_arguments(
     shape = (tokens.shape[0], tokens.shape[1])
     seen = cache.get_seq_length() if cache is not None else 0
     if seen and shape[1] == 1 and not inputs.named:
-        return None  # decoding one token a row: nothing to read, nothing to wait for
+        # decoding one token a row: nothing to read, nothing to wait for
+        return None
     cached = cache is not None and not inputs.named
     if cached:
         inputs = replace(inputs, attention_mask=_current(inputs.attention_mask, shape[1]))
@@ -138,33 +189,52 @@ def read_arguments(
     pad = getattr(config.get_text_config(), "pad_token_id", None)
     drop, same, is_padding = misread or skip_padding, _same_token(tokens), _is_token(input_ids, pad)
     packed = resolve_boundaries(
-        inputs, shape, tokens.device, same,
-        drop_padding=drop, drop_all=drop or skip_all, cached=cached, generates=generates or cached,
+        inputs,
+        shape,
+        tokens.device,
+        same,
+        drop_padding=drop,
+        drop_all=drop or skip_all,
+        cached=cached,
+        generates=generates or cached,
         is_padding=is_padding,
     )
-    if packed is None and unpacked and _has_no_padding(inputs.attention_mask) and shape[0] * shape[1] > 0:
-        packed = PackedSequence.from_lengths([shape[1]] * shape[0], device=tokens.device, batch_shape=shape, plain=True)
+    if (
+        packed is None
+        and unpacked
+        and _has_no_padding(inputs.attention_mask)
+        and shape[0] * shape[1] > 0
+    ):
+        packed = PackedSequence.from_lengths(
+            [shape[1]] * shape[0], device=tokens.device, batch_shape=shape, plain=True
+        )
     if packed is None:
         return None
     if cache is not None:
         raise CacheConflict(
-            f"found a row of {packed.num_segments} documents together with {compat.CACHE} holding {seen} tokens; "
-            f"wanted no cache, which can belong to one document only; pass {compat.CACHE}=None, or one document at a time"
+            f"found a row of {packed.num_segments} documents together with {compat.CACHE} holding "
+            f"{seen} tokens; wanted no cache, which can belong to one document only; pass "
+            f"{compat.CACHE}=None, or one document at a time"
         )
-    if inputs.attention_mask is not None and not isinstance(inputs.attention_mask, (Tensor, Mapping)):
+    if inputs.attention_mask is not None and not isinstance(
+        inputs.attention_mask, (Tensor, Mapping)
+    ):
         raise BoundaryError(
-            f"found a prepared attention_mask of type {type(inputs.attention_mask).__name__} beside packed rows; wanted "
+            f"found a prepared attention_mask of type {type(inputs.attention_mask).__name__} "
+            f"beside packed rows; wanted "
             "None, a tensor or a dict of tensors; drop it, the document boundaries are enough"
         )
     return packed
 
 
 def runs_here(module: Any, inputs: PackingInputs, arguments: dict[str, Any]) -> bool:
-    """Whether rows of one document may run in the patched layers: nothing is wanted that only upstream gives.
+    """Whether rows of one document may run in the patched layers: nothing is wanted that only
+    upstream gives.
 
-    That is: a cache, attention weights, attention that looks ahead, rotary embeddings by the longest position of the batch, or
-    images whose tokens count like text, or came without their ids.  Upstream builds a cache by default outside training; no
-    loss needs one, and where rows of one document run here only `use_cache=True` builds one.
+    That is: a cache, attention weights, attention that looks ahead, rotary embeddings by the
+    longest position of the batch, or images whose tokens count like text, or came without their
+    ids. Upstream builds a cache by default outside training; no loss needs one, and where rows of
+    one document run here only `use_cache=True` builds one.
 
     Args:
         module: see `enter`.
@@ -173,15 +243,21 @@ def runs_here(module: Any, inputs: PackingInputs, arguments: dict[str, Any]) -> 
     """
     config = module.config.get_text_config()
     positions = inputs.position_ids
-    if has_media(arguments) and (arguments.get("input_ids") is None if positions is None else is_text(positions)):
+    if has_media(arguments) and (
+        arguments.get("input_ids") is None if positions is None else is_text(positions)
+    ):
         return False
     use_cache, wants_weights = arguments.get("use_cache"), arguments.get("output_attentions")
     if use_cache is None:
-        needless = module.training or arguments.get("labels") is not None or state_of(module).runs_unpacked
+        needless = (
+            module.training or arguments.get("labels") is not None or state_of(module).runs_unpacked
+        )
         use_cache = not needless and getattr(config, "use_cache", False)
     if compat.cache_of(arguments) is not None or use_cache:
         return False
-    wants_weights = getattr(config, "output_attentions", False) if wants_weights is None else wants_weights
+    wants_weights = (
+        getattr(config, "output_attentions", False) if wants_weights is None else wants_weights
+    )
     is_causal = arguments.get("is_causal", getattr(config, "is_causal", True))
     return not wants_weights and is_causal is not False and has_fixed_frequencies(config)
 
@@ -192,15 +268,22 @@ def _has_no_padding(mask: Any) -> bool:
 
 
 def _may_begin_with_padding(mask: Any) -> bool:
-    """Whether a mask can say that padding comes in front of a real token: everything but a 2-D one that only falls."""
-    return not isinstance(mask, Tensor) or mask.ndim != 2 or bool(((mask[:, 1:] != 0) & (mask[:, :-1] == 0)).any())
+    """Whether a mask can say that padding comes in front of a real token: everything but a 2-D
+    one that only falls.
+    """
+    return (
+        not isinstance(mask, Tensor)
+        or mask.ndim != 2
+        or bool(((mask[:, 1:] != 0) & (mask[:, :-1] == 0)).any())
+    )
 
 
 def _current(mask: Any, tokens: int) -> Any:
-    """The part of a mask that speaks of the new tokens, where a cache is in play: padding, in one that is 2-D.
+    """The part of a mask that speaks of the new tokens, where a cache is in play: padding, in one
+    that is 2-D.
 
-    Of the dict that generation prepares for a static cache, only the linear layers' mask is 2-D.  A 4-D mask that also speaks
-    of the cache is upstream's to read.
+    Of the dict that generation prepares for a static cache, only the linear layers' mask is 2-D. A
+    4-D mask that also speaks of the cache is upstream's to read.
     """
     if isinstance(mask, Mapping):
         flat = [one for one in mask.values() if isinstance(one, Tensor) and one.ndim == 2]
@@ -211,14 +294,20 @@ def _current(mask: Any, tokens: int) -> Any:
 
 
 def _says_nothing(mask: Any, config: Any) -> bool:
-    """Whether a mask is a dict of None that every layer reads as upstream reads no mask: eager attention would look ahead."""
-    return isinstance(mask, Mapping) and not any(one is not None for one in mask.values()) and (
-        attention_route(config._attn_implementation) in ("varlen", "flash")
+    """Whether a mask is a dict of None that every layer reads as upstream reads no mask: eager
+    attention would look ahead.
+    """
+    return (
+        isinstance(mask, Mapping)
+        and not any(one is not None for one in mask.values())
+        and (attention_route(config._attn_implementation) in ("varlen", "flash"))
     )
 
 
 def _same_token(tokens: Tensor) -> Any:
-    """Return `same_token` of `resolve_boundaries`, called only for rows that end in one-token documents."""
+    """Return `same_token` of `resolve_boundaries`, called only for rows that end in one-token
+    documents.
+    """
 
     def same(indices: Tensor, index: int) -> Tensor:
         flat = tokens.detach().flatten(0, 1)
@@ -229,71 +318,9 @@ def _same_token(tokens: Tensor) -> Any:
 
 
 def _is_token(input_ids: Tensor | None, token: int | None) -> Callable[[int], bool]:
-    """Return `is_padding` of `resolve_boundaries`, called only for rows that end in a one-token document."""
+    """Return `is_padding` of `resolve_boundaries`, called only for rows that end in a one-token
+    document.
+    """
     if input_ids is None or token is None:
         return lambda index: False
     return lambda index: bool(input_ids.detach().flatten()[index] == token)
-
-
-def positions_for(trunk: Any, position_ids: Tensor | None) -> Tensor | None:
-    """Return positions in a shape that the text model `trunk` takes: one row for each of the batch, or its mRoPE stack.
-
-    Raises:
-        UnsupportedInput: rows of positions differ, and the model has one position per token.
-    """
-    if position_ids is None or position_ids.ndim == 2:
-        return position_ids
-    if position_ids.ndim == 1:
-        return position_ids[None]
-    if has_sections(trunk):
-        return position_ids
-    if not bool((position_ids == position_ids[:1]).all()):
-        raise UnsupportedInput(
-            f"found {len(position_ids)} rows of position_ids that differ for {type(trunk).__name__}, which has one position a "
-            "token; wanted position_ids (B, S); pass the text positions alone"
-        )
-    return position_ids[0]
-
-
-def row_positions(position_ids: Tensor | None, packed: PackedSequence) -> Tensor:
-    """Return the row's positions in the shape upstream was given: [1, T], or [3 or 4, 1, T]."""
-    if position_ids is None:
-        return packed.position_ids()
-    rows, tokens = packed.batch_shape
-    stack = position_ids.expand(*position_ids.shape[:-2], rows, tokens) if position_ids.ndim > 1 else position_ids[None]
-    if stack.ndim == 2:
-        return unpad(stack.expand(rows, tokens), packed)
-    return unpad(stack.movedim(0, -1), packed).movedim(-1, 0)
-
-
-def row_of_each(arguments: dict[str, Any], packed: PackedSequence) -> dict[str, Any]:
-    """Return the arguments with every tensor [B, S, ...] as its row [1, T, ...]: ids, embeddings, weights per token.
-
-    What belongs to media stays.
-    """
-    rows = {name for name, value in arguments.items() if isinstance(value, Tensor) and value.shape[:2] == packed.batch_shape}
-    return {name: unpad(value, packed) if name in rows and not of_media(name) else value for name, value in arguments.items()}
-
-
-def restore_layers(output: Any, packed: PackedSequence, *, count_all: bool = True) -> None:
-    """Put the caller's [B, S] back into the layers' states and router logits that were requested, in place.
-
-    Router logits hold real tokens alone unless `count_all`: who gets them without a mask counts every row.
-    """
-    if output.get("hidden_states") is not None:
-        layers = output.hidden_states
-        output.hidden_states = tuple(None if layer is None else repad(layer, packed) for layer in layers)
-    if output.get("router_logits") is not None:
-        whole = partial(_repad_rows, packed=packed) if count_all else packed.select_real
-        output.router_logits = tuple(whole(layer) for layer in output.router_logits)
-
-
-def _repad_rows(layer: Tensor, packed: PackedSequence) -> Tensor:
-    """Return [B*S, E] of the row's [T, E]."""
-    return repad(layer[None], packed).flatten(0, 1)
-
-
-def as_requested(output: Any, arguments: dict[str, Any], config: Any) -> Any:
-    """Return a model's output as its caller, or else its configuration, wants it: by name, or as a tuple."""
-    by_name = arguments.get("return_dict")
-    return output if (getattr(config, "return_dict", True) if by_name is None else by_name) else output.to_tuple()

@@ -1,4 +1,6 @@
-"""Which of upstream's modules are only their weights and formula, so that a kernel may compute them with more in one pass."""
+"""Which of upstream's modules are only their weights and formula, so that a kernel may compute
+them with more in one pass.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,21 @@ from hf_packfree.ops.fused import projections
 from hf_packfree.ops.fused.low_rank import Layer, weight_of
 
 _LIGERS = {
-    ("liger_kernel.transformers.swiglu", f"{kind}.forward") for kind in ("LigerSwiGLUMLP", "LigerQwen3MoeSwiGLUMLP")
+    ("liger_kernel.transformers.swiglu", f"{kind}.forward")
+    for kind in ("LigerSwiGLUMLP", "LigerQwen3MoeSwiGLUMLP")
 }
 
 
-def swiglu_layers(mlp: Any, layer: nn.Module, x: Tensor, *, adapters: bool = True) -> tuple[Layer, Layer, Layer] | None:
-    """Return gate, up and down where `mlp(x)` is down(silu(gate(x)) * up(x)) and nothing else, else None.
+def swiglu_layers(
+    mlp: Any, layer: nn.Module, x: Tensor, *, adapters: bool = True
+) -> tuple[Layer, Layer, Layer] | None:
+    """Return gate, up and down where `mlp(x)` is down(silu(gate(x)) * up(x)) and nothing else, else
+    None.
 
-    That is the MLP of the modeling module that `layer` comes from, or Liger's kernel for it, of the class or put on the
-    instance.  Experts, hooks, biases, quantised or sharded weights and anything unknown are called as they are, and so is
-    everything under autocast; and adapters that are no plain LoRA, all of them without `adapters`.
+    That is the MLP of the modeling module that `layer` comes from, or Liger's kernel for it, of the
+    class or put on the instance. Experts, hooks, biases, quantised or sharded weights and anything
+    unknown are called as they are, and so is everything under autocast; and adapters that are no
+    plain LoRA, all of them without `adapters`.
     """
     if not _is_swiglu(mlp, layer) or is_hooked(mlp):
         return None
@@ -35,7 +42,8 @@ def swiglu_layers(mlp: Any, layer: nn.Module, x: Tensor, *, adapters: bool = Tru
 def _is_swiglu(mlp: Any, layer: nn.Module) -> bool:
     runs = forward_of(mlp)
     if (runs.__module__, getattr(runs, "__qualname__", "")) in _LIGERS:
-        return True  # whatever activation the module holds
+        # whatever activation the module holds
+        return True
     return is_upstreams(mlp, layer, "MLP") and _is_silu(getattr(mlp, "act_fn", None))
 
 
@@ -46,46 +54,66 @@ def _is_silu(activation: Any) -> bool:
 
 
 def adds_one(norm: Any, layer: nn.Module) -> bool:
-    """Whether calling `norm`, a part of `layer`, is x / sqrt(mean(x^2) + eps) * (1 + weight) in fp32 and nothing else.
+    """Whether calling `norm`, a part of `layer`, is x / sqrt(mean(x^2) + eps) * (1 + weight) in
+    fp32 and nothing else.
 
-    That is the RMS norm of the family's own modeling module, or Liger's kernel for it, of the class or put on the
-    instance.  Adapters, hooks, sharded weights and anything unknown are called as they are.
+    That is the RMS norm of the family's own modeling module, or Liger's kernel for it, of the class
+    or put on the instance. Adapters, hooks, sharded weights and anything unknown are called as they
+    are.
     """
-    return _is_rms_norm(norm, layer) and not is_hooked(norm) and type(norm._parameters.get("weight")) is nn.Parameter
+    return (
+        _is_rms_norm(norm, layer)
+        and not is_hooked(norm)
+        and type(norm._parameters.get("weight")) is nn.Parameter
+    )
 
 
 def epsilon(norm: Any) -> float:
-    """What the norm adds to the mean square; transformers' classes and others' name it differently."""
+    """What the norm adds to the mean square; transformers' classes and others' name it
+    differently.
+    """
     found: float = vars(norm)["variance_epsilon" if "variance_epsilon" in vars(norm) else "eps"]
     return found
 
 
 def _is_rms_norm(norm: Any, layer: nn.Module) -> bool:
     if forward_of(norm).__module__.startswith("liger_kernel."):
-        return (getattr(norm, "offset", None), getattr(norm, "casting_mode", None)) == (1.0, "gemma")
+        return (getattr(norm, "offset", None), getattr(norm, "casting_mode", None)) == (
+            1.0,
+            "gemma",
+        )
     return is_upstreams(norm, layer, "RMSNorm")
 
 
 def project(x: Tensor, *layers: nn.Module, state: PatchState) -> tuple[Tensor, ...]:
-    """Return `layer(x)` of each, x [..., D]; where "fused" is "torch", the layers run, or whatever has replaced them.
+    """Return `layer(x)` of each, x [..., D]; where "fused" is "torch", the layers run, or whatever
+    has replaced them.
 
     Layers that are more than their weights and LoRA are called as they are.
     """
     backend = state.kernels_for(x.device, x.dtype).fused
-    found = plain_layers(x, *layers, adapters=not state.batch_invariant) if backend != "torch" else None
+    found = (
+        plain_layers(x, *layers, adapters=not state.batch_invariant) if backend != "torch" else None
+    )
     if found is None:
         return tuple(layer(x) for layer in layers)
     return projections(x, *found, batch_invariant=state.batch_invariant, backend=backend)
 
 
 def plain_layers(x: Any, *layers: Any, adapters: bool = True) -> tuple[Layer, ...] | None:
-    """Return the layers' weights where calling each on x is one product with its weight and nothing else, otherwise None.
+    """Return the layers' weights where calling each on x is one product with its weight and nothing
+    else, otherwise None.
 
-    With `adapters`, PEFT's LoRA may be on them, and their weights in 4 bits of bitsandbytes'.  Other adapters and quantised
-    layers, hooks, biases and sharded weights are more, and so is every layer under autocast and in compiled graphs.  Called
-    hundreds of times a step, so what holds for all layers is checked once.
+    With `adapters`, PEFT's LoRA may be on them, and their weights in 4 bits of bitsandbytes'. Other
+    adapters and quantised layers, hooks, biases and sharded weights are more, and so is every layer
+    under autocast and in compiled graphs. Called hundreds of times a step, so what holds for all
+    layers is checked once.
     """
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type) or _all_are_hooked():
+    if (
+        torch.compiler.is_compiling()
+        or torch.is_autocast_enabled(x.device.type)
+        or _all_are_hooked()
+    ):
         return None
     found: list[Layer] = []
     for layer in layers:
@@ -99,10 +127,12 @@ def plain_layers(x: Any, *layers: Any, adapters: bool = True) -> tuple[Layer, ..
 
 
 def patch_weights(conv: Any, patches: Tensor) -> tuple[Tensor, Tensor | None] | None:
-    """Return weight [D, C] and bias [D] where `conv` of each of the patches [P, C] is one product and nothing else, else None.
+    """Return weight [D, C] and bias [D] where `conv` of each of the patches [P, C] is one product
+    and nothing else, else None.
 
-    That is a convolution whose window is the whole patch.  Adapters, hooks, sharded weights, other paddings and anything
-    unknown are called as they are, and so is everything under autocast and in compiled graphs.
+    That is a convolution whose window is the whole patch. Adapters, hooks, sharded weights, other
+    paddings and anything unknown are called as they are, and so is everything under autocast and in
+    compiled graphs.
     """
     if type(conv) is not nn.Conv3d or "forward" in vars(conv) or is_hooked(conv):
         return None
@@ -110,15 +140,21 @@ def patch_weights(conv: Any, patches: Tensor) -> tuple[Tensor, Tensor | None] | 
         return None
     weight, bias = conv.weight, conv.bias
     whole = (conv.padding, conv.dilation, conv.groups) == ((0, 0, 0), (1, 1, 1), 1)
-    if not whole or type(weight) is not nn.Parameter or weight.numel() != len(weight) * patches.shape[-1]:
+    if (
+        not whole
+        or type(weight) is not nn.Parameter
+        or weight.numel() != len(weight) * patches.shape[-1]
+    ):
         return None
     return weight.flatten(1), bias
 
 
 def layer_norm_weights(norm: Any, x: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return weight [D] and bias [D] where `norm(x)` is torch's layer norm of x's last dimension and nothing else, else None.
+    """Return weight [D] and bias [D] where `norm(x)` is torch's layer norm of x's last dimension
+    and nothing else, else None.
 
-    Anything around it is more, and so are autocast, which lets it return fp32, and compiled graphs, which fuse by themselves.
+    Anything around it is more, and so are autocast, which lets it return fp32, and compiled graphs,
+    which fuse by themselves.
     """
     if type(norm) is not nn.LayerNorm or "forward" in vars(norm) or is_hooked(norm):
         return None
@@ -127,11 +163,17 @@ def layer_norm_weights(norm: Any, x: Tensor) -> tuple[Tensor, Tensor] | None:
     weight, bias = norm._parameters["weight"], norm._parameters["bias"]
     if type(weight) is not nn.Parameter or type(bias) is not nn.Parameter:
         return None
-    return (weight, bias) if weight.dtype == bias.dtype == x.dtype and weight.shape == x.shape[-1:] else None
+    return (
+        (weight, bias)
+        if weight.dtype == bias.dtype == x.dtype and weight.shape == x.shape[-1:]
+        else None
+    )
 
 
 def is_hooked(layer: Any) -> bool:
-    """Whether calling the layer does more than its class says (offloading, sharding): its weights cannot just be read."""
+    """Whether calling the layer does more than its class says (offloading, sharding): its
+    weights cannot just be read.
+    """
     return has_hooks(vars(layer)) or _all_are_hooked()
 
 
@@ -139,18 +181,24 @@ _all_are_hooked = nn.modules.module._has_any_global_hook
 
 
 def forward_of(module: Any) -> Any:
-    """Return the forward that a call of `module` runs: its instance's if one was put there, else its class's."""
+    """Return the forward that a call of `module` runs: its instance's if one was put there, else
+    its class's.
+    """
     return vars(module).get("forward", type(module).forward)
 
 
 def is_upstreams(module: Any, layer: nn.Module, ending: str) -> bool:
-    """Whether `module`, a part of `layer`, is of a class of the layer's own modeling module and runs its forward untouched.
+    """Whether `module`, a part of `layer`, is of a class of the layer's own modeling module and
+    runs its forward untouched.
 
-    `ending` is how the class's name ends.  A forward that something replaced or wrapped, on class or instance, is not.
+    `ending` is how the class's name ends. A forward that something replaced or wrapped, on class or
+    instance, is not.
     """
     owner: Any = type(layer)
     family, kind, runs = _modules_of(owner), type(module), forward_of(module)
-    replaced = "forward" in vars(module) or runs.__module__ not in family or hasattr(runs, "__wrapped__")
+    replaced = (
+        "forward" in vars(module) or runs.__module__ not in family or hasattr(runs, "__wrapped__")
+    )
     return not replaced and kind.__module__ in family and kind.__name__.endswith(ending)
 
 

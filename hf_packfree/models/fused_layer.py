@@ -1,4 +1,5 @@
-"""A decoder layer with norm, mixer, norm and MLP in that order: each residual sum and norm, and the MLP, is one kernel.
+"""A decoder layer with norm, mixer, norm and MLP in that order: each residual sum and norm, and the
+MLP, is one kernel.
 
 A fusion, for the families whose layers are of this shape; what is exact without it stays exact.
 """
@@ -15,12 +16,13 @@ from hf_packfree.models.fusable import adds_one, epsilon, swiglu_layers
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.fused import add_norm, swiglu_mlp
 
-
 _MLP_INPUTS = "gate_proj", "up_proj"
 
 
 class FusedDecoderLayer(Replacement):
-    """Put in front of a family's decoder layer (norm, mixer, norm, MLP, with a residual around each pair)."""
+    """Put in front of a family's decoder layer (norm, mixer, norm, MLP, with a residual around
+    each pair).
+    """
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Hand the record to the mixer when it comes down, run as upstream otherwise.
@@ -49,15 +51,21 @@ class FusedDecoderLayer(Replacement):
             position_ids=position_ids,
             **kwargs,
         )
-        mixed = mixed[0] if isinstance(mixed, tuple) else mixed  # attention may return its weights too
+        # attention may return its weights too
+        mixed = mixed[0] if isinstance(mixed, tuple) else mixed
         normed, x = self._add_norm(x, mixed, self.post_attention_layernorm, self.mlp)
         return self._feed_forward(normed, x)
 
     def _mixer(self) -> Any:
-        return next(getattr(self, path) for path in state_of(self).mixer_paths if hasattr(self, path))
+        return next(
+            getattr(self, path) for path in state_of(self).mixer_paths if hasattr(self, path)
+        )
 
-    def _add_norm(self, x: Tensor, branch: Tensor | None, norm: Any, reader: Any) -> tuple[Tensor, Tensor]:
-        """Return norm(x + branch) and x + branch; "torch" means upstream's module, or whatever has replaced it.
+    def _add_norm(
+        self, x: Tensor, branch: Tensor | None, norm: Any, reader: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return norm(x + branch) and x + branch; "torch" means upstream's module, or whatever has
+        replaced it.
 
         Rows of the norm leave room for the adapters of the `reader`.
         """
@@ -71,18 +79,29 @@ class FusedDecoderLayer(Replacement):
         return norm(total), total
 
     def _feed_forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Return residual + MLP(x); "torch" means upstream's module, or whatever has replaced it."""
+        """Return residual + MLP(x); "torch" means upstream's module, or whatever has replaced
+        it.
+        """
         state = state_of(self)
         backend = state.kernels_for(x.device, x.dtype).fused
         adapters = not state.batch_invariant
         layers = swiglu_layers(self.mlp, self, x, adapters=adapters) if backend != "torch" else None
         if layers is not None:
-            return swiglu_mlp(x, *layers, residual=residual, batch_invariant=state.batch_invariant, backend=backend)
+            return swiglu_mlp(
+                x,
+                *layers,
+                residual=residual,
+                batch_invariant=state.batch_invariant,
+                backend=backend,
+            )
         out: Tensor | tuple[Tensor, ...] = self.mlp(x)
-        return residual + (out[0] if isinstance(out, tuple) else out)  # experts may return their router's logits too
+        # experts may return their router's logits too
+        return residual + (out[0] if isinstance(out, tuple) else out)
 
     def calls(self, name: str, part: nn.Module, x: Tensor) -> bool:
-        """Whether the packed branch calls this part: an MLP or a norm that is more than weights and formula."""
+        """Whether the packed branch calls this part: an MLP or a norm that is more than weights
+        and formula.
+        """
         if name == "mlp":
             return swiglu_layers(part, self, x, adapters=False) is None
         return name.endswith("norm") and not adds_one(part, self)
@@ -92,6 +111,9 @@ class FusedDecoderLayer(Replacement):
         """Return what the packed branch reads, as found and as the layer's own width says."""
         return {
             "input_layernorm": (size_of_norm(layer.input_layernorm), (layer.hidden_size,)),
-            "post_attention_layernorm": (size_of_norm(layer.post_attention_layernorm), (layer.hidden_size,)),
+            "post_attention_layernorm": (
+                size_of_norm(layer.post_attention_layernorm),
+                (layer.hidden_size,),
+            ),
             "mlp": (isinstance(layer.mlp, nn.Module), True),
         }

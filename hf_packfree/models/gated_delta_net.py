@@ -1,6 +1,7 @@
 """Gated DeltaNet over a packed row: the convolution and the state stop at every document's edge.
 
-Shapes: T tokens of the row, C channels (q, k and v side by side), H key heads, HV value heads, K and V their sizes.
+Shapes: T tokens of the row, C channels (q, k and v side by side), H key heads, HV value heads, K
+and V their sizes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from hf_packfree.parallel.delta_rule import SHARED
 
 
 class PackedGatedDeltaNet(Replacement):
-    """Put in front of a family's Gated DeltaNet: owns the packed branch, leaves everything else to upstream."""
+    """Put in front of a family's Gated DeltaNet: owns the packed branch, leaves everything else
+    to upstream.
+    """
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Mix tokens within documents when a record comes down, as upstream otherwise.
@@ -44,9 +47,11 @@ class PackedGatedDeltaNet(Replacement):
     def _mix(self, x: Tensor, packed: PackedSequence) -> Tensor:
         state = state_of(self)
         mixed, z, b, a = self._project(x, state)
-        kernels = state.kernels_for(mixed.device, mixed.dtype)  # which under autocast is not x's
+        # which under autocast is not x's
+        kernels = state.kernels_for(mixed.device, mixed.dtype)
         gated_norm = self.norm
-        by_module = kernels.fused == "torch" or is_hooked(gated_norm)  # upstream's, or whatever has replaced it
+        # upstream's, or whatever has replaced it
+        by_module = kernels.fused == "torch" or is_hooked(gated_norm)
         g, beta = gates(a, b, self.A_log, self.dt_bias, backend=kernels.fused)
         out = self._conv_delta_rule(mixed, g, beta, packed, kernels, state)
         if by_module:
@@ -54,30 +59,56 @@ class PackedGatedDeltaNet(Replacement):
             normed = normed.view(1, packed.num_tokens, self.value_dim)
             return project(normed, self.out_proj, state=state)[0]
         norm = partial(
-            gated_rms_norm, out, z, gated_norm.weight, epsilon(gated_norm),
-            batch_invariant=state.batch_invariant, backend=kernels.fused,
+            gated_rms_norm,
+            out,
+            z,
+            gated_norm.weight,
+            epsilon(gated_norm),
+            batch_invariant=state.batch_invariant,
+            backend=kernels.fused,
         )
         fused = kernels.fused in RECOMPUTES
-        return linear_with_recompute(norm, self.out_proj, out, fused=fused, recompute=True, state=state)
+        return linear_with_recompute(
+            norm, self.out_proj, out, fused=fused, recompute=True, state=state
+        )
 
     def _conv_delta_rule(
-        self, mixed: Tensor, g: Tensor, beta: Tensor, packed: PackedSequence, kernels: Kernels, state: PatchState
+        self,
+        mixed: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        packed: PackedSequence,
+        kernels: Kernels,
+        state: PatchState,
     ) -> Tensor:
         weight, bias = self.conv1d.weight, self.conv1d.bias
         heads, sizes = (self.num_k_heads, self.num_v_heads), (self.head_k_dim, self.head_v_dim)
         alone: Any = partial(conv_delta_rule, batch_invariant=state.batch_invariant)
         run = alone if state.context_parallel is None else SHARED[state.context_parallel.gdn]
         return run(
-            mixed, weight, g, beta, packed, heads, sizes, bias=bias, activation=self.activation,
-            conv=kernels.conv, delta_rule=kernels.delta_rule,
+            mixed,
+            weight,
+            g,
+            beta,
+            packed,
+            heads,
+            sizes,
+            bias=bias,
+            activation=self.activation,
+            conv=kernels.conv,
+            delta_rule=kernels.delta_rule,
         )
 
     def _project(self, x: Tensor, state: PatchState) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return q|k|v [1, T, C], the output gate z [1, T, HV*V], and b, a [1, T, HV], from the family's own layout."""
+        """Return q|k|v [1, T, C], the output gate z [1, T, HV*V], and b, a [1, T, HV], from the
+        family's own layout.
+        """
         raise NotImplementedError
 
     def calls(self, name: str, part: nn.Module, x: Tensor) -> bool:
-        """Whether the packed branch calls this part: a projection that is more than its weight, or a norm with hooks."""
+        """Whether the packed branch calls this part: a projection that is more than its weight,
+        or a norm with hooks.
+        """
         if name == "norm":
             return is_hooked(part)
         return "proj" in name and plain_layers(x, part, adapters=False) is None
@@ -111,17 +142,21 @@ class PackedGatedDeltaNet(Replacement):
 
 
 def _refuse_adapters(conv: nn.Module) -> None:
-    """Refuse what would never be trained: we and upstream read the convolution's weights without calling it."""
+    """Refuse what would never be trained: we and upstream read the convolution's weights without
+    calling it.
+    """
     if not isinstance(conv, nn.Conv1d):
         raise PatchConflict(
-            f"found conv1d wrapped in a {type(conv).__name__} of {type(conv).__module__}: its weights are read directly, so "
-            "what wraps it would neither run nor be trained; wanted a plain Conv1d; leave conv1d out of target_modules and "
-            "modules_to_save"
+            f"found conv1d wrapped in a {type(conv).__name__} of {type(conv).__module__}: its "
+            "weights are read directly, so what wraps it would neither run nor be trained; wanted "
+            "a plain Conv1d; leave conv1d out of target_modules and modules_to_save"
         )
 
 
-class conv_weights_in_place:  # noqa: N801 (reads as a verb where it is used)
-    """Bring an offloaded convolution's weights in while they are read directly instead of through its forward."""
+class conv_weights_in_place:
+    """Bring an offloaded convolution's weights in while they are read directly instead of
+    through its forward.
+    """
 
     def __init__(self, conv: nn.Module) -> None:
         self.conv = conv

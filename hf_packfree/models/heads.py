@@ -1,4 +1,5 @@
-"""Heads: a batch becomes one row before upstream's head sees it, so that head and loss run on real tokens.
+"""Heads: a batch becomes one row before upstream's head sees it, so that head and loss run on real
+tokens.
 
 Upstream's forward does all the work, on the row.  Outputs get the caller's shape back.
 """
@@ -18,13 +19,23 @@ from hf_packfree.models.base import Replacement, stands_for, upstream_of
 from hf_packfree.models.compat import cache_of
 from hf_packfree.models.context_parallel import OF_LOSS, check_call, forward_shard
 from hf_packfree.models.entry import (
-    UNPACKED, as_requested, enter, has_media, is_batch, keep_padding, restore_layers, row_of_each, row_positions,
+    UNPACKED,
+    enter,
+    has_media,
+    is_batch,
+    keep_padding,
     wants_all_logits,
 )
 from hf_packfree.models.head_loss import PADDED, call_loss, logits_on_demand, taken_by
 from hf_packfree.models.labels import (
-    IGNORED, are_left_pad_tokens, kept_targets, row_targets, shifted_labels, targets_on_padding,
+    IGNORED,
+    are_left_pad_tokens,
+    kept_targets,
+    row_targets,
+    shifted_labels,
+    targets_on_padding,
 )
+from hf_packfree.models.row import as_requested, restore_layers, row_of_each, row_positions
 from hf_packfree.models.state import state_of
 from hf_packfree.models.trunk import check_model_of
 from hf_packfree.packing import PackedSequence, lazy_repad, repad, uncompiled, with_left_pad_tokens
@@ -35,32 +46,40 @@ logger = logging.getLogger("hf_packfree")
 
 
 class Head(Replacement):
-    """Base of replaced heads; each subclass's forward has upstream's signature, by which trainers choose what to pass."""
+    """Base of replaced heads; each subclass's forward has upstream's signature, by which
+    trainers choose what to pass.
+    """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         upstream: Any = upstream_of(cls)
-        if upstream is nn.Module:  # a kind of head, not yet in front of anything
+        # a kind of head, not yet in front of anything
+        if upstream is nn.Module:
             return
 
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             now: Any = type(self)
-            if not issubclass(now, cls):  # the patches were removed under a wrapper that holds this bound method
+            # the patches were removed under a wrapper that holds this bound method
+            if not issubclass(now, cls):
                 return now.forward(self, *args, **kwargs)
             arguments = self.by_name(args, kwargs)
-            if arguments is None:  # which is an error of upstream's to raise
+            # which is an error of upstream's to raise
+            if arguments is None:
                 return upstream.forward(self, *args, **kwargs)
             return self._forward_as_row(functools.partial(upstream.forward, self), arguments)
 
         functools.update_wrapper(forward, upstream.forward)
         replaced: Any = cls
         replaced.forward = forward
-        loss: Any = upstream.loss_function  # torch.compile reads no property by super()
+        # torch.compile reads no property by super()
+        loss: Any = upstream.loss_function
         replaced._upstream_loss = staticmethod(getattr(loss, "fget", None) or loss.__get__)
 
     @property
     def loss_function(self) -> Any:
-        """Upstream's or the caller's, called without the record, which upstream's heads hand on with all other keywords."""
+        """Upstream's or the caller's, called without the record, which upstream's heads hand on
+        with all other keywords.
+        """
         full = state_of(self).padded == "full" and not _is_traced()
         return functools.partial(call_loss, self._loss(), full, **vars(self).get(OF_LOSS, {}))
 
@@ -69,13 +88,16 @@ class Head(Replacement):
         upstream: Any = super(Head, type(self))
         if isinstance(upstream.loss_function, property):
             upstream.loss_function.__set__(self, function)
-        else:  # a method of the user's class, which an attribute of the instance goes before
+        else:
+            # a method of the user's class, which an attribute of the instance goes before
             self.__dict__["loss_function"] = function
 
     def _loss(self) -> Any:
         return self.__dict__.get("loss_function") or self._upstream_loss(self)
 
-    def _enter(self, arguments: dict[str, Any], *, skip_padding: bool = True) -> PackedSequence | None:
+    def _enter(
+        self, arguments: dict[str, Any], *, skip_padding: bool = True
+    ) -> PackedSequence | None:
         packed = enter(self, arguments, skip_padding=skip_padding)
         if packed is not None:
             check_model_of(self)
@@ -89,15 +111,21 @@ class PackedHead(Head):
     """Put in front of a family's causal language model, with or without a vision tower."""
 
     def _forward_as_row(self, upstream: Any, arguments: dict[str, Any]) -> Any:
-        """Run upstream's forward on the row [1, T]; on the arguments as they are where there is none.
+        """Run upstream's forward on the row [1, T]; on the arguments as they are where there is
+        none.
 
         Raises:
             BoundaryError, BoundaryConflict, CacheConflict, UnsupportedInput: before anything runs.
         """
         if not _is_whole_batch(arguments):
             return upstream(**arguments)
-        all_logits = wants_all_logits(arguments)  # generation without a cache stays upstream's, its padding included
-        skip_padding = all_logits or self.training or (state_of(self).runs_unpacked and not _goes_on_from_padding(arguments))
+        # generation without a cache stays upstream's, its padding included
+        all_logits = wants_all_logits(arguments)
+        skip_padding = (
+            all_logits
+            or self.training
+            or (state_of(self).runs_unpacked and not _goes_on_from_padding(arguments))
+        )
         packed = self._enter(arguments, skip_padding=skip_padding)
         if packed is None:
             return upstream(**arguments)
@@ -110,13 +138,18 @@ class PackedHead(Head):
             return upstream(**arguments)
         row = (_row_arguments if all_logits else _batch_arguments)(arguments, packed) | loss
         later = loss and self._can_make_logits_later()
-        with logits_on_demand(self, loss, arguments.get("ignore_index", IGNORED)) if later else nullcontext():
+        with (
+            logits_on_demand(self, loss, arguments.get("ignore_index", IGNORED))
+            if later
+            else nullcontext()
+        ):
             if settings is not None:
                 counted = arguments.get("num_items_in_batch") is not None
                 output = forward_shard(self, upstream, row, packed, settings, counted=counted)
             else:
                 output = upstream(**row)
-        if all_logits and settings is None:  # a shard's logits have their shape
+        # a shard's logits have their shape
+        if all_logits and settings is None:
             self._restore_shape(output, packed)
         if packed.num_real_tokens == 0:
             _forget_losses(output)
@@ -126,14 +159,20 @@ class PackedHead(Head):
     def _loss_arguments(
         self, given: dict[str, Any], packed: PackedSequence, all_logits: bool
     ) -> tuple[PackedSequence, dict[str, Any] | None]:
-        """Return the record to run with, and what the loss is called with; None where the batch runs as upstream runs it."""
+        """Return the record to run with, and what the loss is called with; None where the batch
+        runs as upstream runs it.
+        """
         if given.get("labels") is None:
             return packed, {}
         ignored, kept = given.get("ignore_index", IGNORED), None
         if all_logits:
             shifted = shifted_labels(given, packed, torch.Size(packed.batch_shape))
-            kept = None if shifted is None else self._with_labelled_padding(shifted, packed, ignored)
-            targets = None if shifted is None or kept is None else row_targets(shifted, kept, ignored)
+            kept = (
+                None if shifted is None else self._with_labelled_padding(shifted, packed, ignored)
+            )
+            targets = (
+                None if shifted is None or kept is None else row_targets(shifted, kept, ignored)
+            )
         else:
             targets = kept_targets(given, packed, ignored)
         if targets is None:
@@ -141,37 +180,58 @@ class PackedHead(Head):
         items = given.get("num_items_in_batch")
         counted = {} if items is None else {"num_items_in_batch": at_least_one(items)}
         taken = taken_by(self._loss())
-        return kept or packed, {name: value for name, value in (targets | counted).items() if name in given or taken(name)}
+        return kept or packed, {
+            name: value
+            for name, value in (targets | counted).items()
+            if name in given or taken(name)
+        }
 
-    def _with_labelled_padding(self, shifted: Tensor, packed: PackedSequence, ignored: int) -> PackedSequence | None:
-        """Return the record with the padding tokens that have labels, or None where all padding has to run for them."""
+    def _with_labelled_padding(
+        self, shifted: Tensor, packed: PackedSequence, ignored: int
+    ) -> PackedSequence | None:
+        """Return the record with the padding tokens that have labels, or None where all padding
+        has to run for them.
+        """
         if not packed.plain or packed.indices is None or packed.num_documents == 0:
             return packed
         labelled = targets_on_padding(shifted, packed, ignored)
         if labelled.numel() == 0:
             return packed
         config = self.config.get_text_config()
-        attends_to_nothing = check_attention(config) != "mask" and not getattr(config, "attention_bias", False)
+        attends_to_nothing = check_attention(config) != "mask" and not getattr(
+            config, "attention_bias", False
+        )
         if attends_to_nothing and are_left_pad_tokens(labelled, packed):
             return with_left_pad_tokens(packed, labelled)
         logger.warning(
-            "found %d labels that padding would have to predict; the batch runs padded, as transformers does it; set the "
-            "labels of padding, and of the first token after it, to %d to run real tokens only", labelled.numel(), ignored
+            "found %d labels that padding would have to predict; the batch runs padded, as "
+            "transformers does it; set the "
+            "labels of padding, and of the first token after it, to %d to run real tokens only",
+            labelled.numel(),
+            ignored,
         )
         return None
 
     def _can_make_logits_later(self) -> bool:
-        """Whether this is a training step; tensors of inference mode do not say whether they were changed meanwhile."""
+        """Whether this is a training step; tensors of inference mode do not say whether they
+        were changed meanwhile.
+        """
         return self.training and not _is_traced() and not torch.is_inference_mode_enabled()
 
     def _restore_shape(self, output: Any, packed: PackedSequence) -> None:
         restore_layers(output, packed)
-        lazy = state_of(self).padded == "lazy" and self._can_make_logits_later() and output.loss is not None
+        lazy = (
+            state_of(self).padded == "lazy"
+            and self._can_make_logits_later()
+            and output.loss is not None
+        )
         # a graph that had read the number of documents would be made again for another
         dropped = not _is_traced() and packed.indices is not None and packed.num_documents > 0
         padded = None if torch.compiler.is_compiling() else vars(output.logits).pop(PADDED, None)
         later = lazy and dropped or isinstance(output.logits, LazyTensor)
-        output.logits = (lazy_repad if later else repad)(output.logits, packed) if padded is None else padded
+        output.logits = (
+            (lazy_repad if later else repad)(output.logits, packed) if padded is None else padded
+        )
 
 
 def _is_traced() -> bool:
@@ -185,37 +245,58 @@ def _is_whole_batch(arguments: dict[str, Any]) -> bool:
 
 
 def _goes_on_from_padding(arguments: dict[str, Any]) -> bool:
-    """Whether one logit per row is wanted, and some row's is padding's: generation from right-padded prompts."""
+    """Whether one logit per row is wanted, and some row's is padding's: generation from
+    right-padded prompts.
+    """
     mask, kept = arguments.get("attention_mask"), arguments.get("logits_to_keep")
     last = mask[:, -1] if isinstance(mask, Tensor) and mask.ndim == 2 else None
     return last is not None and isinstance(kept, int) and kept == 1 and not bool(last.all())
 
 
 def _batch_arguments(given: dict[str, Any], packed: PackedSequence) -> dict[str, Any]:
-    """Return upstream's arguments for the batch, of which the trunk makes a row; the mask is for the experts' statistics."""
+    """Return upstream's arguments for the batch, of which the trunk makes a row; the mask is for
+    the experts' statistics.
+    """
     partly = packed.num_real_tokens and (packed.indices is not None or packed.padding_segments)
-    return given | {"attention_mask": repad(packed.is_real(), packed).long() if partly else None, "return_dict": True}
+    return given | {
+        "attention_mask": repad(packed.is_real(), packed).long() if partly else None,
+        "return_dict": True,
+    }
 
 
 def _forget_losses(output: Any) -> None:
-    """Make losses over nothing zero, and every parameter's gradient, which all the same is there."""
+    """Make losses over nothing zero, and every parameter's gradient, which all the same is
+    there.
+    """
     for name in ("loss", "aux_loss"):
         if output.get(name) is not None:
-            output[name] = output[name].nan_to_num() * 0.0  # a mean over nothing is NaN
+            # a mean over nothing is NaN
+            output[name] = output[name].nan_to_num() * 0.0
 
 
 def at_least_one(items: Any) -> Any:
-    """Return the count that a sum of losses is divided by: the caller's, or 1 for none, of which the sum is zero."""
+    """Return the count that a sum of losses is divided by: the caller's, or 1 for none, of which
+    the sum is zero.
+    """
     return items + (items == 0) if isinstance(items, Tensor) else items or 1
 
 
 def _row_arguments(given: dict[str, Any], packed: PackedSequence) -> dict[str, Any]:
-    """Return upstream's arguments for the row; the mask, if any, is there for the experts' statistics."""
-    row = row_of_each({name: value for name, value in given.items() if name != "attention_mask"}, packed)
-    numbered_inside = has_media(given) and given.get("position_ids") is None  # by the vision-language model
+    """Return upstream's arguments for the row; the mask, if any, is there for the experts'
+    statistics.
+    """
+    row = row_of_each(
+        {name: value for name, value in given.items() if name != "attention_mask"}, packed
+    )
+    # by the vision-language model
+    numbered_inside = has_media(given) and given.get("position_ids") is None
     return row | {
-        "attention_mask": packed.is_real().long() if packed.padding_segments and packed.num_real_tokens else None,
-        "position_ids": None if numbered_inside else row_positions(given.get("position_ids"), packed),
+        "attention_mask": packed.is_real().long()
+        if packed.padding_segments and packed.num_real_tokens
+        else None,
+        "position_ids": None
+        if numbered_inside
+        else row_positions(given.get("position_ids"), packed),
         "use_cache": False,
         "packed_sequence": packed,
         "return_dict": True,
@@ -223,7 +304,9 @@ def _row_arguments(given: dict[str, Any], packed: PackedSequence) -> dict[str, A
 
 
 class _Classifier(Head):
-    """Base of classification heads: upstream's forward runs, on padding too where `_reads_padding` says so."""
+    """Base of classification heads: upstream's forward runs, on padding too where
+    `_reads_padding` says so.
+    """
 
     def _forward_as_row(self, upstream: Any, arguments: dict[str, Any]) -> Any:
         if not _is_whole_batch(arguments):
@@ -234,7 +317,11 @@ class _Classifier(Head):
             _forget_losses(output)
             return as_requested(output, arguments, self.config)
         dropped = packed is not None and packed.plain and packed.indices is not None
-        if packed is not None and dropped and self._reads_padding(repad(packed.is_real(), packed), arguments):
+        if (
+            packed is not None
+            and dropped
+            and self._reads_padding(repad(packed.is_real(), packed), arguments)
+        ):
             keep_padding(packed, arguments)
         return upstream(**arguments)
 
@@ -244,11 +331,14 @@ class _Classifier(Head):
 
 
 class SequenceHead(_Classifier):
-    """One result per row, from the last token that is not the padding token: real, unless mask and token disagree."""
+    """One result per row, from the last token that is not the padding token: real, unless mask
+    and token disagree.
+    """
 
     def _reads_padding(self, real: Tensor, arguments: dict[str, Any]) -> bool:
         pad, ids = self.config.get_text_config().pad_token_id, arguments.get("input_ids")
-        if pad is None or ids is None:  # upstream reads the last token of every row
+        # upstream reads the last token of every row
+        if pad is None or ids is None:
             return not bool(real[:, -1].all())
         positions = torch.arange(ids.shape[1], device=ids.device) * (ids != pad)
         return not bool(real.gather(1, positions.argmax(1, keepdim=True)).all())
@@ -259,7 +349,8 @@ class TokenHead(_Classifier):
 
     def _reads_padding(self, real: Tensor, arguments: dict[str, Any]) -> bool:
         labels = arguments.get("labels")
-        if labels is None or labels.numel() != real.numel():  # which is an error of upstream's to raise
+        # which is an error of upstream's to raise
+        if labels is None or labels.numel() != real.numel():
             return labels is not None
         return bool((labels.reshape(real.shape)[~real] != IGNORED).any())
 
@@ -282,8 +373,8 @@ _KINDS: dict[str, type[Head]] = {
 def heads_of(upstream: Any, home: str) -> dict[str, type[Head]]:
     """Return {name: our class} for every head of the modeling module `upstream`.
 
-    Releases have different ones, so the classes are made here instead of written in the family's file `home`, where
-    pickling finds them.  A head of a kind not known keeps its padding.
+    Releases have different ones, so the classes are made here instead of written in the family's
+    file `home`, where pickling finds them. A head of a kind not known keeps its padding.
     """
     names = [name for name in upstream.__all__ if "For" in name]
     return {name: _stand_in(name, upstream, home) for name in names}
@@ -291,5 +382,7 @@ def heads_of(upstream: Any, home: str) -> dict[str, type[Head]]:
 
 def _stand_in(name: str, upstream: Any, home: str) -> type[Head]:
     kind = next((kind for ending, kind in _KINDS.items() if name.endswith(ending)), SpanHead)
-    cls: type[Head] = type(name, (kind, getattr(upstream, name)), {"__module__": home, "__doc__": kind.__doc__})
+    cls: type[Head] = type(
+        name, (kind, getattr(upstream, name)), {"__module__": home, "__doc__": kind.__doc__}
+    )
     return stands_for(upstream)(cls)

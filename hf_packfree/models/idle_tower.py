@@ -1,7 +1,8 @@
-"""A tower that has nothing to do on this rank while other ranks run theirs: it gets zeros, which change nothing.
+"""A tower that has nothing to do on this rank while other ranks run theirs: it gets zeros, which
+change nothing.
 
-Without them DistributedDataParallel waits for gradients that never come, and FSDP for parameters that this rank does not
-gather.  They are no part of the row: as tokens they would be a document.
+Without them DistributedDataParallel waits for gradients that never come, and FSDP for parameters
+that this rank does not gather. They are no part of the row: as tokens they would be a document.
 """
 
 from __future__ import annotations
@@ -18,17 +19,24 @@ from hf_packfree.models.compat import cache_of
 
 _TOWERS: dict[str, dict[str, tuple[str, ...]]] = {
     "audio_tower": {"audio": ("input_features", "feature_attention_mask", "audio_feature_lengths")},
-    "visual": {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")},
+    "visual": {
+        "image": ("pixel_values", "image_grid_thw"),
+        "video": ("pixel_values_videos", "video_grid_thw"),
+    },
 }
 """Kinds of media by tower, and their arguments; in the order in which upstream runs them."""
 _FRAMES = 8
 """Of the audio of zeros: one token."""
 
 
-def run_beside_idle_tower(model: Any, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """Run upstream's forward of a vision-language model; idle towers' zeros are added to what is there when their turn comes.
+def run_beside_idle_tower(
+    model: Any, forward: Callable[..., Any], arguments: dict[str, Any]
+) -> Any:
+    """Run upstream's forward of a vision-language model; idle towers' zeros are added to what is
+    there when their turn comes.
 
-    That is where upstream would run them: sharded parameters have to be gathered in one order on all ranks.
+    That is where upstream would run them: sharded parameters have to be gathered in one order on
+    all ranks.
 
     Args:
         model: holds the towers, as `visual` and `audio_tower`.
@@ -42,8 +50,12 @@ def run_beside_idle_tower(model: Any, forward: Callable[..., Any], arguments: di
     if arguments.get("input_features") is not None:
         before = model.audio_tower
     elif arguments.get("inputs_embeds") is not None:
-        return forward(**{**arguments, "inputs_embeds": _with_zeros(arguments["inputs_embeds"], model, kinds)})
-    handle = before.register_forward_hook(lambda module, given, output: _with_zeros(output, model, kinds))
+        return forward(
+            **{**arguments, "inputs_embeds": _with_zeros(arguments["inputs_embeds"], model, kinds)}
+        )
+    handle = before.register_forward_hook(
+        lambda module, given, output: _with_zeros(output, model, kinds)
+    )
     try:
         return forward(**arguments)
     finally:
@@ -51,19 +63,30 @@ def run_beside_idle_tower(model: Any, forward: Callable[..., Any], arguments: di
 
 
 def _idle_kinds(model: Any, arguments: dict[str, Any]) -> Sequence[str]:
-    """Return the kinds to run on zeros: all that are missing where a tower is sharded, one of them where none came."""
-    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
+    """Return the kinds to run on zeros: all that are missing where a tower is sharded, one of
+    them where none came.
+    """
+    if not (
+        distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+    ):
         return ()
     if cache_of(arguments) is not None or arguments.get("use_cache"):
         return ()
     packed = arguments.get("packed_sequence")
-    waited_for = model.training or packed and packed.shard is not None  # whose ranks exchange gradients in every backward
+    # whose ranks exchange gradients in every backward
+    waited_for = model.training or packed and packed.shard is not None
     kinds: list[str] = []
     for attribute, given in _TOWERS.items():
         tower = getattr(model, attribute, None)
         if tower is None:
             continue
-        missing = [kind for kind, names in given.items() if all(arguments.get(name) is None for name in names)]
+        missing = [
+            kind
+            for kind, names in given.items()
+            if all(arguments.get(name) is None for name in names)
+        ]
         if _is_sharded(tower):
             kinds += missing
         elif waited_for and len(missing) == len(given) and _learns(tower):
@@ -78,13 +101,19 @@ def _is_sharded(tower: nn.Module) -> bool:
 
 
 def _learns(tower: nn.Module) -> bool:
-    return torch.is_grad_enabled() and any(parameter.requires_grad for parameter in tower.parameters())
+    return torch.is_grad_enabled() and any(
+        parameter.requires_grad for parameter in tower.parameters()
+    )
 
 
 def _with_zeros(output: Any, model: Any, kinds: Sequence[str]) -> Any:
-    """Return embeddings, or a tower's output, plus 0, behind which are all of the idle towers' parameters."""
+    """Return embeddings, or a tower's output, plus 0, behind which are all of the idle towers'
+    parameters.
+    """
     for kind in kinds:
-        features = _features_of_zeros(model, kind, next(leaf for leaf in tree_leaves(output) if _is_real(leaf)).device)
+        features = _features_of_zeros(
+            model, kind, next(leaf for leaf in tree_leaves(output) if _is_real(leaf)).device
+        )
         for leaf in filter(_is_real, tree_leaves(features)):
             output = tree_map(partial(_plus, leaf.sum() * 0.0), output)
     return output
@@ -102,8 +131,16 @@ def _features_of_zeros(model: Any, kind: str, device: torch.device) -> Any:
     """Return what upstream's method makes of the smallest item of a kind: one token."""
     if kind == "audio":
         sound = torch.zeros(1, model.config.audio_config.num_mel_bins, _FRAMES, device=device)
-        return model.get_audio_features(sound, feature_attention_mask=torch.ones(1, _FRAMES, dtype=torch.int64, device=device))
+        return model.get_audio_features(
+            sound, feature_attention_mask=torch.ones(1, _FRAMES, dtype=torch.int64, device=device)
+        )
     config = model.config.vision_config
     side = config.spatial_merge_size
-    pixels = torch.zeros(side * side, config.in_channels * config.temporal_patch_size * config.patch_size**2, device=device)
-    return getattr(model, f"get_{kind}_features")(pixels, torch.tensor([[1, side, side]], device=device))
+    pixels = torch.zeros(
+        side * side,
+        config.in_channels * config.temporal_patch_size * config.patch_size**2,
+        device=device,
+    )
+    return getattr(model, f"get_{kind}_features")(
+        pixels, torch.tensor([[1, side, side]], device=device)
+    )

@@ -1,4 +1,6 @@
-"""What each token of a row has to predict: labels shifted within the caller's rows, then cut at document edges."""
+"""What each token of a row has to predict: labels shifted within the caller's rows, then cut at
+document edges.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,11 @@ IGNORED = -100
 """torch's and transformers' default `ignore_index`: no loss where a label has this value."""
 
 
-def shifted_labels(arguments: dict[str, Any], packed: PackedSequence, shape: torch.Size) -> Tensor | None:
-    """Return what each token predicts, from `shift_labels` or else `labels`, as transformers' loss does.
+def shifted_labels(
+    arguments: dict[str, Any], packed: PackedSequence, shape: torch.Size
+) -> Tensor | None:
+    """Return what each token predicts, from `shift_labels` or else `labels`, as transformers' loss
+    does.
 
     Args:
         arguments: of the head, with labels.
@@ -24,14 +29,17 @@ def shifted_labels(arguments: dict[str, Any], packed: PackedSequence, shape: tor
         shape: of the result: (B, S), or that of the tokens whose logits are kept.
 
     Returns:
-        int64 of that shape, all ignored in a batch without documents; None where labels have another shape and each row is one
+        int64 of that shape, all ignored in a batch without documents; None where labels have
+        another shape and each row is one
         document: upstream knows what they mean.
 
     Raises:
         UnsupportedInput: packed rows have labels of another shape.
     """
     if packed.num_documents == 0:
-        return torch.full(shape, arguments.get("ignore_index", IGNORED), device=packed.seq_idx.device)
+        return torch.full(
+            shape, arguments.get("ignore_index", IGNORED), device=packed.seq_idx.device
+        )
     name = "labels" if arguments.get("shift_labels") is None else "shift_labels"
     given = arguments[name]
     found = tuple(given.shape) if isinstance(given, Tensor) else f"type {type(given).__name__}"
@@ -39,10 +47,12 @@ def shifted_labels(arguments: dict[str, Any], packed: PackedSequence, shape: tor
         if packed.plain:
             return None
         raise UnsupportedInput(
-            f"found {name} of {'shape ' if isinstance(found, tuple) else ''}{found} for packed rows with logits of "
-            f"{tuple(shape)} tokens; wanted one for each of these tokens; cut or pad {name} as the tokens are"
+            f"found {name} of {'shape ' if isinstance(found, tuple) else ''}{found} for packed "
+            f"rows with logits of {tuple(shape)} tokens; wanted one for each of these tokens; cut "
+            f"or pad {name} as the tokens are"
         )
-    labels: Tensor = given if packed.plain else given.reshape(shape)  # rows of one document are shifted as upstream has them
+    # rows of one document are shifted as upstream has them
+    labels: Tensor = given if packed.plain else given.reshape(shape)
     if name == "labels":
         labels = F.pad(labels, (0, 1), value=arguments.get("ignore_index", IGNORED))[..., 1:]
     return labels.reshape(shape)
@@ -57,19 +67,26 @@ def row_targets(shifted: Tensor, packed: PackedSequence, ignored: int) -> dict[s
         ignored: the label that means no loss.
 
     Returns:
-        shift_labels: int64 [1, T]; `ignored` where the next token belongs to another document, and in padding segments.
-        labels: int64 [1, T]; the same one token to the right, for a loss function that shifts by itself.
-        num_items_in_batch: int64 scalar, how many are left, 1 at least: a mean over none is 0 and not NaN.
+        shift_labels: int64 [1, T]; `ignored` where the next token belongs to another document, and
+            in padding segments.
+        labels: int64 [1, T]; the same one token to the right, for a loss function that shifts by
+            itself.
+        num_items_in_batch: int64 scalar, how many are left, 1 at least: a mean over none is 0 and
+            not NaN.
     """
     nothing = packed.cached(_predicts_nothing).to(shifted.device)
     return _for_the_loss(unpad(shifted, packed).masked_fill(nothing, ignored), ignored)
 
 
 @uncompiled
-def kept_targets(arguments: dict[str, Any], packed: PackedSequence, ignored: int) -> dict[str, Tensor] | None:
-    """Return the loss's arguments for the tokens whose logits are kept: what `row_targets` does for all of them.
+def kept_targets(
+    arguments: dict[str, Any], packed: PackedSequence, ignored: int
+) -> dict[str, Tensor] | None:
+    """Return the loss's arguments for the tokens whose logits are kept: what `row_targets` does for
+    all of them.
 
-    transformers' loss takes the next kept token's label for a token's target, which may be another document's.
+    transformers' loss takes the next kept token's label for a token's target, which may be another
+    document's.
 
     Args:
         arguments: of the head, with labels and `logits_to_keep`.
@@ -77,8 +94,8 @@ def kept_targets(arguments: dict[str, Any], packed: PackedSequence, ignored: int
         ignored: the label that means no loss.
 
     Returns:
-        As `row_targets`, in the shape of the kept tokens; None where only upstream knows: see `shifted_labels`, and where
-        padding would have to predict.
+        As `row_targets`, in the shape of the kept tokens; None where only upstream knows: see
+        `shifted_labels`, and where padding would have to predict.
 
     Raises:
         UnsupportedInput: see `shifted_labels`.
@@ -90,15 +107,23 @@ def kept_targets(arguments: dict[str, Any], packed: PackedSequence, ignored: int
     number = number.to(targets.device)
     if packed.plain:
         predicted = (targets != ignored) & (number == 0)
-        return None if packed.indices is not None and bool(predicted.any()) else _for_the_loss(targets, ignored)
-    nothing = kept_tokens(repad(packed.cached(_predicts_nothing), packed), arguments["logits_to_keep"]).to(targets.device)
+        return (
+            None
+            if packed.indices is not None and bool(predicted.any())
+            else _for_the_loss(targets, ignored)
+        )
+    nothing = kept_tokens(
+        repad(packed.cached(_predicts_nothing), packed), arguments["logits_to_keep"]
+    ).to(targets.device)
     if arguments.get("shift_labels") is None:
         nothing = nothing | F.pad(number.diff() != 0, (0, 1), value=False)
     return _for_the_loss(targets.masked_fill(nothing | (number == 0), ignored), ignored)
 
 
 def kept_tokens(batch: Tensor, keep: int | Tensor) -> Tensor:
-    """Return the tokens of a batch [B, S] that transformers' `logits_to_keep` keeps: [B, K], or [K] for a mask [B, S]."""
+    """Return the tokens of a batch [B, S] that transformers' `logits_to_keep` keeps: [B, K], or
+    [K] for a mask [B, S].
+    """
     if isinstance(keep, int):
         return batch[:, slice(-keep, None)]
     keep = keep.to(batch.device)
@@ -116,22 +141,31 @@ def _for_the_loss(targets: Tensor, ignored: int) -> dict[str, Tensor]:
 
 
 def _predicts_nothing(packed: PackedSequence) -> Tensor:
-    """bool [1, T]: padding segments, and last tokens of documents that another one follows at once in the caller's row.
+    """bool [1, T]: padding segments, and last tokens of documents that another one follows at once
+    in the caller's row.
 
-    A row's last token predicts what its caller says: `labels` say nothing there, `shift_labels` may.
+    A row's last token predicts what its caller says: `labels` say nothing there, `shift_labels`
+    may.
     """
     number = packed.seq_idx[0]
-    indices = torch.arange(len(number), device=number.device) if packed.indices is None else packed.indices
+    indices = (
+        torch.arange(len(number), device=number.device)
+        if packed.indices is None
+        else packed.indices
+    )
     same_row = (indices // packed.batch_shape[1]).diff() == 0
     follows = (number.diff() != 0) & (indices.diff() == 1) & same_row
     ends = F.pad(follows, (0, 1), value=False)[None]
     if not packed.left_pad_segments:
         return ends | ~packed.is_real()
-    return torch.zeros_like(ends)  # one document per row: only its own left pad token is before it
+    # one document per row: only its own left pad token is before it
+    return torch.zeros_like(ends)
 
 
 def targets_on_padding(shifted: Tensor, packed: PackedSequence, ignored: int) -> Tensor:
-    """Return int64 [M] on the host: indices into [B*S] of dropped padding tokens that have a label."""
+    """Return int64 [M] on the host: indices into [B*S] of dropped padding tokens that have a
+    label.
+    """
     has_label = (shifted != ignored).reshape(-1)
     if packed.indices is not None:
         has_label = has_label.index_fill(0, packed.indices.to(has_label.device), False)
@@ -139,7 +173,9 @@ def targets_on_padding(shifted: Tensor, packed: PackedSequence, ignored: int) ->
 
 
 def are_left_pad_tokens(indices: Tensor, packed: PackedSequence) -> bool:
-    """Whether each token, int64 [M] on the host, indices into [B*S], is the last padding token before a row's document."""
+    """Whether each token, int64 [M] on the host, indices into [B*S], is the last padding token
+    before a row's document.
+    """
     assert packed.indices is not None
     first = packed.indices.to("cpu")[packed.cu_seqlens_cpu[:-1].long()]
     in_the_row_before = (indices + 1) % packed.batch_shape[1] == 0

@@ -1,7 +1,9 @@
-"""Positions of documents with images, videos and audio: upstream's own `get_rope_index`, one document at a time.
+"""Positions of documents with images, videos and audio: upstream's own `get_rope_index`, one
+document at a time.
 
-It runs on host tensors, because it reads every token and grid there.  A position is four numbers: the token's place in its
-document's text, which says where documents start, and time, height and width, which the rotary embedding reads.
+It runs on host tensors, because it reads every token and grid there. A position is four numbers:
+the token's place in its document's text, which says where documents start, and time, height and
+width, which the rotary embedding reads.
 """
 
 from __future__ import annotations
@@ -28,14 +30,18 @@ _SECONDS = ("second_per_grid_ts", "second_per_grids")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RowMedia:
-    """What describes the media of a row or of a document, on the host; items in reading order, None where there are none.
+    """What describes the media of a row or of a document, on the host; items in reading order, None
+    where there are none.
 
     Attributes:
-        image_grid_thw, video_grid_thw: int64 [M, 3], patches in time, height and width of each item.
+        image_grid_thw, video_grid_thw: int64 [M, 3], patches in time, height and width of each
+            item.
         seconds_per_grid: float or int [M] of the videos, seconds between two of its grids.
         audio_lengths: int64 [M], frames of each audio.
-        mm_token_type_ids: integers [1, T]; 1 where a token stands for an image, 2 for a video; made from the ids if None.
-        use_audio_in_video: whether videos carry their sound between their own tokens; None: as the ids say.
+        mm_token_type_ids: integers [1, T]; 1 where a token stands for an image, 2 for a video; made
+            from the ids if None.
+        use_audio_in_video: whether videos carry their sound between their own tokens; None: as the
+            ids say.
     """
 
     image_grid_thw: Tensor | None = None
@@ -47,13 +53,17 @@ class RowMedia:
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any]) -> RowMedia:
-        """Return what a forward's arguments, or a processor's output, say of media; tensors are brought to the host."""
+        """Return what a forward's arguments, or a processor's output, say of media; tensors are
+        brought to the host.
+        """
         frames = arguments.get("feature_attention_mask")
         given: dict[str, Any] = {
             "image_grid_thw": arguments.get("image_grid_thw"),
             "video_grid_thw": arguments.get("video_grid_thw"),
             "seconds_per_grid": _first_given(arguments, *SECONDS),
-            "audio_lengths": arguments.get("audio_feature_lengths") if frames is None else frames.sum(-1),
+            "audio_lengths": arguments.get("audio_feature_lengths")
+            if frames is None
+            else frames.sum(-1),
             "mm_token_type_ids": arguments.get("mm_token_type_ids"),
             "use_audio_in_video": arguments.get("use_audio_in_video"),
         }
@@ -69,7 +79,8 @@ class RowMedia:
 
 
 def rope_source(config: Any) -> Any:
-    """Return an object with upstream's `get_rope_index` for a model of this configuration, without weights.
+    """Return an object with upstream's `get_rope_index` for a model of this configuration, without
+    weights.
 
     For who has no model, such as a collator in a worker process.
 
@@ -78,13 +89,20 @@ def rope_source(config: Any) -> Any:
     """
     modeling = import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
     for cls in vars(modeling).values():
-        if isinstance(cls, type) and hasattr(cls, "get_rope_index") and getattr(cls, "config_class", None) is type(config):
+        if (
+            isinstance(cls, type)
+            and hasattr(cls, "get_rope_index")
+            and getattr(cls, "config_class", None) is type(config)
+        ):
             source: Any = object.__new__(cls)
-            vars(source).update(config=config, spatial_merge_size=config.vision_config.spatial_merge_size)
+            vars(source).update(
+                config=config, spatial_merge_size=config.vision_config.spatial_merge_size
+            )
             return source
     raise UnsupportedInput(
-        f"found a {type(config).__name__}, of which no model numbers images; wanted the configuration of a vision-language "
-        "model, the one that holds vision_config and text_config; pass model.config, of an omni model its thinker's"
+        f"found a {type(config).__name__}, of which no model numbers images; wanted the "
+        "configuration of a vision-language model, the one that holds vision_config and "
+        "text_config; pass model.config, of an omni model its thinker's"
     )
 
 
@@ -99,26 +117,38 @@ def media_of(source: Any, row: RowMedia) -> list[Media]:
     with_text_between_frames = not counts_seconds(source)
     audio = getattr(config, "audio_token_id", None)
     for name, grids in (("image", row.image_grid_thw), ("video", row.video_grid_thw)):
-        grids = torch.zeros(0, 3, dtype=torch.int64, device="cpu") if grids is None else grids.long()
+        grids = (
+            torch.zeros(0, 3, dtype=torch.int64, device="cpu") if grids is None else grids.long()
+        )
         runs: Tensor | None = torch.ones(len(grids), dtype=torch.int64, device="cpu")
         if name == "video":
             runs = None if audio is not None else grids[:, 0] if with_text_between_frames else runs
         sizes = grids.prod(-1) // config.vision_config.spatial_merge_size**2
-        kinds.append(Media(name=name, token=getattr(config, f"{name}_token_id"), sizes=sizes, runs=runs))
+        kinds.append(
+            Media(name=name, token=getattr(config, f"{name}_token_id"), sizes=sizes, runs=runs)
+        )
     if audio is not None:
-        frames = torch.zeros(0, dtype=torch.int64, device="cpu") if row.audio_lengths is None else row.audio_lengths.long()
+        frames = (
+            torch.zeros(0, dtype=torch.int64, device="cpu")
+            if row.audio_lengths is None
+            else row.audio_lengths.long()
+        )
         sizes = audio_tokens(frames, getattr(config.audio_config, "n_window", 50))
         kinds.append(Media(name="audio", token=audio, sizes=sizes))
     return kinds
 
 
 def counts_seconds(source: Any) -> bool:
-    """Whether a family numbers frames of videos by seconds, at a rate of its configuration; others write times as text."""
+    """Whether a family numbers frames of videos by seconds, at a rate of its configuration;
+    others write times as text.
+    """
     return bool(_parameters(source) & set(_SECONDS))
 
 
 def audio_tokens(frames: Tensor, n_window: int = 50) -> Tensor:
-    """Return the tokens of audios of so many frames: 13 of each full chunk of 2 * n_window, a rest halved three times."""
+    """Return the tokens of audios of so many frames: 13 of each full chunk of 2 * n_window, a
+    rest halved three times.
+    """
     rest = frames % (2 * n_window)
     for _ in range(3):
         rest = (rest - 1) // 2 + 1
@@ -134,7 +164,8 @@ def document_positions(source: Any, input_ids: Tensor, media: RowMedia) -> Tenso
         media: of this document alone.
 
     Returns:
-        [4, 1, s] on the host: 0 to s - 1, then time, height and width; int64, or float32 where the family has fractions.
+        [4, 1, s] on the host: 0 to s - 1, then time, height and width; int64, or float32 where the
+        family has fractions.
 
     Raises:
         UnsupportedInput: videos with sound and silent ones in one document.
@@ -145,8 +176,11 @@ def document_positions(source: Any, input_ids: Tensor, media: RowMedia) -> Tenso
     wanted = _parameters(source)
     given: dict[str, Any] = {
         "image_grid_thw": media.image_grid_thw,
-        "video_grid_thw": media.video_grid_thw if counts_seconds(source) else _by_frame(media.video_grid_thw),
-        # without token types it is needed; with them it says nothing, and selects tokens on all of the host's threads
+        "video_grid_thw": media.video_grid_thw
+        if counts_seconds(source)
+        else _by_frame(media.video_grid_thw),
+        # without token types it is needed; with them it says nothing, and selects tokens on all of
+        # the host's threads
         "attention_mask": None if "mm_token_type_ids" in wanted else torch.ones_like(input_ids),
         "mm_token_type_ids": media.mm_token_type_ids,
         "audio_seqlens": media.audio_lengths,
@@ -162,7 +196,8 @@ def document_positions(source: Any, input_ids: Tensor, media: RowMedia) -> Tenso
 
 
 def _by_frame(grids: Tensor | None) -> Tensor | None:
-    """Return the grids of videos whose frames have text between them, one for each frame, as transformers 5.3 wants them.
+    """Return the grids of videos whose frames have text between them, one for each frame, as
+    transformers 5.3 wants them.
 
     Other releases do it themselves, which changes nothing then.
     """
@@ -172,7 +207,9 @@ def _by_frame(grids: Tensor | None) -> Tensor | None:
     return torch.tensor(frames, dtype=grids.dtype, device="cpu").view(-1, 3)
 
 
-def items_of_documents(source: Any, input_ids: Tensor, cu_seqlens: Tensor, media: RowMedia) -> dict[str, Tensor]:
+def items_of_documents(
+    source: Any, input_ids: Tensor, cu_seqlens: Tensor, media: RowMedia
+) -> dict[str, Tensor]:
     """Return which items belong to which document of a row, by kind, see `media_offsets`.
 
     Args:
@@ -182,7 +219,9 @@ def items_of_documents(source: Any, input_ids: Tensor, cu_seqlens: Tensor, media
         BoundaryError: see `packed_positions`.
     """
     _check_types(source.config, input_ids, media.mm_token_type_ids)
-    return {kind.name: media_offsets(input_ids[0], cu_seqlens, kind) for kind in media_of(source, media)}
+    return {
+        kind.name: media_offsets(input_ids[0], cu_seqlens, kind) for kind in media_of(source, media)
+    }
 
 
 def packed_positions(source: Any, input_ids: Tensor, cu_seqlens: Tensor, media: RowMedia) -> Tensor:
@@ -198,32 +237,48 @@ def packed_positions(source: Any, input_ids: Tensor, cu_seqlens: Tensor, media: 
         [4, 1, T] on the host, see `document_positions`.
 
     Raises:
-        BoundaryError: media and placeholders do not agree, see `media_offsets`, or `mm_token_type_ids` and the ids.
+        BoundaryError: media and placeholders do not agree, see `media_offsets`, or
+            `mm_token_type_ids` and the ids.
         UnsupportedInput: videos with sound and silent ones under one `use_audio_in_video`.
     """
-    offsets = {name: items.tolist() for name, items in items_of_documents(source, input_ids, cu_seqlens, media).items()}
+    offsets = {
+        name: items.tolist()
+        for name, items in items_of_documents(source, input_ids, cu_seqlens, media).items()
+    }
     bounds, parts = cu_seqlens.tolist(), []
     if media.use_audio_in_video is not None:
         _check_flag(source.config, input_ids, media.use_audio_in_video)
     for document, (start, end) in enumerate(zip(bounds, bounds[1:])):
-        spans = {name: slice(items[document], items[document + 1]) for name, items in offsets.items()}
-        parts.append(document_positions(source, input_ids[:, start:end], _of_document(media, spans, slice(start, end))))
+        spans = {
+            name: slice(items[document], items[document + 1]) for name, items in offsets.items()
+        }
+        parts.append(
+            document_positions(
+                source, input_ids[:, start:end], _of_document(media, spans, slice(start, end))
+            )
+        )
     return torch.cat(parts, -1)
 
 
 def to_device(positions: Tensor, device: torch.device) -> Tensor:
-    """Return a host tensor's copy on a device, for which nobody waits: a GPU takes it from pinned memory."""
+    """Return a host tensor's copy on a device, for which nobody waits: a GPU takes it from
+    pinned memory.
+    """
     if device.type != "cuda":
         return positions.to(device)
     pinned = torch.empty(positions.shape, dtype=positions.dtype, pin_memory=True)
-    np.copyto(pinned.numpy(), positions.numpy())  # torch's copy would wake the host's threads
+    # torch's copy would wake the host's threads
+    np.copyto(pinned.numpy(), positions.numpy())
     return pinned.to(device, non_blocking=True)
 
 
 def _of_document(media: RowMedia, spans: Mapping[str, slice], tokens: slice) -> RowMedia:
     """Return the media of one document; `spans` are its items by kind."""
     kind_of = {
-        "image_grid_thw": "image", "video_grid_thw": "video", "seconds_per_grid": "video", "audio_lengths": "audio",
+        "image_grid_thw": "image",
+        "video_grid_thw": "video",
+        "seconds_per_grid": "video",
+        "audio_lengths": "audio",
     }
     parts: dict[str, Any] = {}
     for field in fields(media):
@@ -244,7 +299,8 @@ def _parameters(source: Any) -> frozenset[str]:
     return _names_of(getattr(method, "__func__", method))
 
 
-@lru_cache(maxsize=64)  # reading a signature takes longer than numbering a document
+# reading a signature takes longer than numbering a document
+@lru_cache(maxsize=64)
 def _names_of(function: Any) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
@@ -256,41 +312,51 @@ def _token_types(config: Any, input_ids: Tensor) -> Tensor:
 
 
 def _check_types(config: Any, input_ids: Tensor, types: Tensor | None) -> None:
-    """Refuse `mm_token_type_ids` that put images or videos where the ids have none, or the other way around."""
+    """Refuse `mm_token_type_ids` that put images or videos where the ids have none, or the other
+    way around.
+    """
     if types is None:
         return
     for kind, token in ((1, config.image_token_id), (2, config.video_token_id)):
         wrong = ((types == kind) != (input_ids == token)).nonzero()
         if len(wrong):
             raise BoundaryError(
-                f"found mm_token_type_ids that differ from input_ids about token {int(wrong[0, 1])} of the row: type {kind} is "
-                f"the token {token}; wanted the processor's, of the same batch; leave them out, the ids are enough"
+                "found mm_token_type_ids that differ from input_ids about token "
+                f"{int(wrong[0, 1])} of the row: type {kind} is the token {token}; wanted the "
+                "processor's, of the same batch; leave them out, the ids are enough"
             )
 
 
 def _videos(config: Any, input_ids: Tensor) -> tuple[int, int]:
-    """Return how many videos come with their sound between their own tokens, and how many without."""
+    """Return how many videos come with their sound between their own tokens, and how many
+    without.
+    """
     after_start = input_ids[0, 1:][input_ids[0, :-1] == config.vision_start_token_id]
-    return int((after_start == config.audio_start_token_id).sum()), int((after_start == config.video_token_id).sum())
+    return int((after_start == config.audio_start_token_id).sum()), int(
+        (after_start == config.video_token_id).sum()
+    )
 
 
 def _has_audio_in_video(config: Any, input_ids: Tensor) -> bool:
     with_sound, silent = _videos(config, input_ids)
     if with_sound and silent:
         raise UnsupportedInput(
-            f"found {with_sound} videos with their sound and {silent} without in one document; wanted one kind in a document, "
-            "because upstream numbers a document under one use_audio_in_video; split the document, or pass its position_ids"
+            f"found {with_sound} videos with their sound and {silent} without in one document; "
+            "wanted one kind in a document, because upstream numbers a document under one "
+            "use_audio_in_video; split the document, or pass its position_ids"
         )
     return with_sound > 0
 
 
 def _check_flag(config: Any, input_ids: Tensor, use_audio_in_video: bool) -> None:
-    with_sound, silent = _videos(config, input_ids) if hasattr(config, "audio_start_token_id") else (0, 0)
+    with_sound, silent = (
+        _videos(config, input_ids) if hasattr(config, "audio_start_token_id") else (0, 0)
+    )
     if silent if use_audio_in_video else with_sound:
         raise UnsupportedInput(
-            f"found use_audio_in_video={use_audio_in_video} for a row of {with_sound} videos with their sound and {silent} "
-            "without; wanted a flag that is true of all, because it numbers their tokens; leave it out: which is which is "
-            "read from the ids"
+            f"found use_audio_in_video={use_audio_in_video} for a row of {with_sound} videos with "
+            f"their sound and {silent} without; wanted a flag that is true of all, because it "
+            "numbers their tokens; leave it out: which is which is read from the ids"
         )
 
 

@@ -1,7 +1,8 @@
 """Features of media at their placeholders, put there without a host wait.
 
-Upstream scatters by a mask, whose tokens the backward pass counts on the device, and adds by a boolean index, which counts in
-both directions.  There is a feature for each of them, so that their places are computed on the device alone.
+Upstream scatters by a mask, whose tokens the backward pass counts on the device, and adds by a
+boolean index, which counts in both directions. There is a feature for each of them, so that their
+places are computed on the device alone.
 """
 
 from __future__ import annotations
@@ -18,14 +19,22 @@ _PLACES = "packfree_places"
 
 
 class PlaceholderMask(Tensor):
-    """A mask [B, S, 1 or D] of placeholders that were counted on the host: what is scattered by it has a row for each."""
+    """A mask [B, S, 1 or D] of placeholders that were counted on the host: what is scattered by
+    it has a row for each.
+    """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run any operation as if this were an ordinary mask; scatter by places, which are handed on to masks [B, S]."""
+        """Run any operation as if this were an ordinary mask; scatter by places, which are
+        handed on to masks [B, S].
+        """
         mask = args[0]
         with torch._C.DisableTorchFunctionSubclass():
-            if func is Tensor.masked_scatter and not kwargs and isinstance(args[1], PlaceholderMask):
+            if (
+                func is Tensor.masked_scatter
+                and not kwargs
+                and isinstance(args[1], PlaceholderMask)
+            ):
                 embeds, mask, features = args
                 setattr(mask, _PLACES, places := _places(mask[..., 0], len(features)))
                 return embeds.flatten(0, 1).index_copy(0, places, features).view_as(embeds)
@@ -37,14 +46,22 @@ class PlaceholderMask(Tensor):
 
 def _places(mask: Tensor, count: int) -> Tensor:
     """Return int64 [count], in order, of a mask [B, S] with so many true elements."""
-    return torch.searchsorted(mask.flatten().cumsum(0), torch.arange(1, count + 1, device=mask.device))
+    return torch.searchsorted(
+        mask.flatten().cumsum(0), torch.arange(1, count + 1, device=mask.device)
+    )
 
 
 class PackedDeepstack(Replacement):
-    """Put in front of a text model that adds features of images to the states between its first layers."""
+    """Put in front of a text model that adds features of images to the states between its first
+    layers.
+    """
 
-    def _deepstack_process(self, hidden_states: Tensor, visual_pos_masks: Tensor, visual_embeds: Tensor) -> Tensor:
-        """Return states [B, S, D] plus features [n, D] at what a mask [B, S] marks; upstream's where nobody counted it."""
+    def _deepstack_process(
+        self, hidden_states: Tensor, visual_pos_masks: Tensor, visual_embeds: Tensor
+    ) -> Tensor:
+        """Return states [B, S, D] plus features [n, D] at what a mask [B, S] marks; upstream's
+        where nobody counted it.
+        """
         places = getattr(visual_pos_masks, _PLACES, None)
         if places is None:
             upstream: Any = super()

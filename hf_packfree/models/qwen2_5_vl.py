@@ -1,4 +1,6 @@
-"""Qwen2.5-VL: plain attention, with biases and without norms of q and k; no released model has a sliding window."""
+"""Qwen2.5-VL: plain attention, with biases and without norms of q and k; no released model has a
+sliding window.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,11 @@ from hf_packfree.models.base import stands_for
 from hf_packfree.models.heads import heads_of
 from hf_packfree.models.tiny import PLACEHOLDERS, text_sizes, vision_sizes
 from hf_packfree.models.trunk import PackedTrunk
-from hf_packfree.models.vision_attention import PackedPatchEmbedding, PackedVisionAttention, PackedVisionTower
+from hf_packfree.models.vision_attention import (
+    PackedPatchEmbedding,
+    PackedVisionAttention,
+    PackedVisionTower,
+)
 from hf_packfree.models.vision_language import PackedVisionLanguage
 
 
@@ -22,7 +28,8 @@ class Qwen2_5_VLAttention(PackedAttention, upstream.Qwen2_5_VLAttention):
     """Upstream's layer, plus the packed branch."""
 
     def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        if cos.ndim == 4:  # up to 5.16 the layers choose among the angles of time, height and width, [3, 1, T, D]
+        # up to 5.16 the layers choose among the angles of time, height and width, [3, 1, T, D]
+        if cos.ndim == 4:
             config: Any = self.config
             older: Any = upstream
             rotated: tuple[Tensor, Tensor] = older.apply_multimodal_rotary_pos_emb(
@@ -43,7 +50,9 @@ class Qwen2_5_VLModel(PackedVisionLanguage, upstream.Qwen2_5_VLModel):
 
 
 @stands_for(upstream)
-class Qwen2_5_VisionTransformerPretrainedModel(PackedVisionTower, upstream.Qwen2_5_VisionTransformerPretrainedModel):
+class Qwen2_5_VisionTransformerPretrainedModel(
+    PackedVisionTower, upstream.Qwen2_5_VisionTransformerPretrainedModel
+):
     """Upstream's vision tower, plus whether the batch is packed."""
 
 
@@ -65,7 +74,9 @@ globals().update(HEADS)
 
 
 def tiny_config() -> configuration.Qwen2_5_VLConfig:
-    """A model of some 150,000 parameters with every part of the family: a block of the tower attends in windows."""
+    """A model of some 150,000 parameters with every part of the family: a block of the tower
+    attends in windows.
+    """
     text = text_sizes(intermediate_size=96)
     vision = vision_sizes(depth=2, window_size=16, fullatt_block_indexes=[1])
     return configuration.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **PLACEHOLDERS)

@@ -10,8 +10,8 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as upstream
 
 from hf_packfree.models.attention import GatedQKNormAttention
 from hf_packfree.models.base import Sizes, size_of_linear, stands_for
-from hf_packfree.models.fused_layer import FusedDecoderLayer
 from hf_packfree.models.fusable import project
+from hf_packfree.models.fused_layer import FusedDecoderLayer
 from hf_packfree.models.gated_delta_net import PackedGatedDeltaNet
 from hf_packfree.models.heads import heads_of
 from hf_packfree.models.state import PatchState
@@ -104,7 +104,9 @@ globals().update(HEADS)
 
 
 def tiny_config() -> configuration.Qwen3_5TextConfig:
-    """A model of some 100,000 parameters with every part of the family: 3 linear layers to 1 full, grouped heads."""
+    """A model of some 100,000 parameters with every part of the family: 3 linear layers to 1
+    full, grouped heads.
+    """
     return configuration.Qwen3_5TextConfig(
         vocab_size=128,
         hidden_size=64,

@@ -77,7 +77,9 @@ globals().update(HEADS)
 
 
 def tiny_config() -> configuration.Qwen3_5MoeTextConfig:
-    """A model of some 150,000 parameters with every part of the family: 3 linear layers to 1 full, 4 experts."""
+    """A model of some 150,000 parameters with every part of the family: 3 linear layers to 1
+    full, 4 experts.
+    """
     return configuration.Qwen3_5MoeTextConfig(
         vocab_size=128,
         hidden_size=64,

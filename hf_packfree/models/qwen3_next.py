@@ -11,8 +11,8 @@ from transformers.models.qwen3_next import modeling_qwen3_next as upstream
 
 from hf_packfree.models.attention import GatedQKNormAttention
 from hf_packfree.models.base import Sizes, size_of_linear, stands_for
-from hf_packfree.models.fused_layer import FusedDecoderLayer
 from hf_packfree.models.fusable import project
+from hf_packfree.models.fused_layer import FusedDecoderLayer
 from hf_packfree.models.gated_delta_net import PackedGatedDeltaNet
 from hf_packfree.models.heads import heads_of
 from hf_packfree.models.state import PatchState
@@ -23,8 +23,8 @@ from hf_packfree.models.trunk import PackedTrunk
 class Qwen3NextGatedDeltaNet(PackedGatedDeltaNet, upstream.Qwen3NextGatedDeltaNet):
     """Upstream's layer, plus the packed branch.
 
-    `in_proj_qkvz` holds, key head by key head, its q, its k, and the v and z of the value heads that read it;
-    `in_proj_ba` likewise their b and a.
+    `in_proj_qkvz` holds, key head by key head, its q, its k, and the v and z of the value heads
+    that read it; `in_proj_ba` likewise their b and a.
     """
 
     inputs = "in_proj_qkvz", "in_proj_ba"
@@ -44,8 +44,14 @@ class Qwen3NextGatedDeltaNet(PackedGatedDeltaNet, upstream.Qwen3NextGatedDeltaNe
         """Add the two interleaved projections to what every Gated DeltaNet has."""
         keys, values = layer.num_k_heads * layer.head_k_dim, layer.num_v_heads * layer.head_v_dim
         return PackedGatedDeltaNet.checkpoint_sizes(layer) | {
-            "in_proj_qkvz": (size_of_linear(layer.in_proj_qkvz), (2 * (keys + values), layer.hidden_size)),
-            "in_proj_ba": (size_of_linear(layer.in_proj_ba), (2 * layer.num_v_heads, layer.hidden_size)),
+            "in_proj_qkvz": (
+                size_of_linear(layer.in_proj_qkvz),
+                (2 * (keys + values), layer.hidden_size),
+            ),
+            "in_proj_ba": (
+                size_of_linear(layer.in_proj_ba),
+                (2 * layer.num_v_heads, layer.hidden_size),
+            ),
         }
 
 
@@ -72,7 +78,9 @@ globals().update(HEADS)
 
 
 def tiny_config() -> configuration.Qwen3NextConfig:
-    """A model of some 150,000 parameters with every part of the family: 3 linear layers to 1 full, 4 experts."""
+    """A model of some 150,000 parameters with every part of the family: 3 linear layers to 1
+    full, 4 experts.
+    """
     return configuration.Qwen3NextConfig(
         vocab_size=128,
         hidden_size=64,

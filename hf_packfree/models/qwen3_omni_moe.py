@@ -1,4 +1,6 @@
-"""Qwen3-Omni-MoE's thinker: text, images, videos and audio; image features are added between the first layers."""
+"""Qwen3-Omni-MoE's thinker: text, images, videos and audio; image features are added between the
+first layers.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,11 @@ from hf_packfree.models.vision_attention import (
     PackedVisionBlock,
     PackedVisionTower,
 )
-from hf_packfree.models.vision_language import PackedVisionLanguage, keep_record_from_towers, packed_arguments
+from hf_packfree.models.vision_language import (
+    PackedVisionLanguage,
+    keep_record_from_towers,
+    packed_arguments,
+)
 
 
 @stands_for(upstream)
@@ -35,7 +41,9 @@ class Qwen3OmniMoeThinkerTextAttention(QKNormAttention, upstream.Qwen3OmniMoeThi
 
 
 @stands_for(upstream)
-class Qwen3OmniMoeThinkerTextModel(PackedDeepstack, PackedTrunk, upstream.Qwen3OmniMoeThinkerTextModel):
+class Qwen3OmniMoeThinkerTextModel(
+    PackedDeepstack, PackedTrunk, upstream.Qwen3OmniMoeThinkerTextModel
+):
     """Upstream's trunk, plus the record."""
 
 
@@ -73,13 +81,19 @@ class Qwen3OmniMoeAudioAttention(PackedAudioAttention, upstream.Qwen3OmniMoeAudi
 
 
 class ThinkerHead(PackedHead):
-    """The head of releases in which it holds the towers itself: one forward from pixels to the loss."""
+    """The head of releases in which it holds the towers itself: one forward from pixels to the
+    loss.
+    """
 
     def _forward_as_row(self, upstream: Any, arguments: dict[str, Any]) -> Any:
         def forward(**given: Any) -> Any:
             packed = given.get("packed_sequence")
             if packed:
-                tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
+                tokens = (
+                    given["input_ids"]
+                    if given.get("input_ids") is not None
+                    else given["inputs_embeds"]
+                )
                 # experts' statistics need the mask, and who observes the trunk the caller's shape
                 kept = {"attention_mask": given.get("attention_mask"), "packed_sequence": packed}
                 given = packed_arguments(self, packed.for_shape(tokens.shape[:2]), given) | kept
@@ -113,16 +127,41 @@ HEADS = {"Qwen3OmniMoeThinkerForConditionalGeneration": Qwen3OmniMoeThinkerForCo
 
 
 def tiny_config() -> configuration.Qwen3OmniMoeThinkerConfig:
-    """A model of some 200,000 parameters with every part of the family: two layers get image features of their own."""
+    """A model of some 200,000 parameters with every part of the family: two layers get image
+    features of their own.
+    """
     text = qwen3_text_sizes(
-        intermediate_size=96, moe_intermediate_size=48, num_experts=4, num_experts_per_tok=2, decoder_sparse_step=1
+        intermediate_size=96,
+        moe_intermediate_size=48,
+        num_experts=4,
+        num_experts_per_tok=2,
+        decoder_sparse_step=1,
     )
     audio = {
-        "num_mel_bins": 16, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 48, "d_model": 32,
-        "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0, "max_source_positions": 64, "n_window": 50,
-        "output_dim": 64, "n_window_infer": 800, "conv_chunksize": 3, "downsample_hidden_size": 8,
+        "num_mel_bins": 16,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 48,
+        "d_model": 32,
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
+        "activation_dropout": 0.0,
+        "max_source_positions": 64,
+        "n_window": 50,
+        "output_dim": 64,
+        "n_window_infer": 800,
+        "conv_chunksize": 3,
+        "downsample_hidden_size": 8,
     }
-    tokens = PLACEHOLDERS | {"audio_token_id": 121, "audio_start_token_id": 122, "audio_end_token_id": 123}
+    tokens = PLACEHOLDERS | {
+        "audio_token_id": 121,
+        "audio_start_token_id": 122,
+        "audio_end_token_id": 123,
+    }
     return configuration.Qwen3OmniMoeThinkerConfig(
-        text_config=text, vision_config=qwen3_vision_sizes(), audio_config=audio, architectures=list(HEADS), **tokens
+        text_config=text,
+        vision_config=qwen3_vision_sizes(),
+        audio_config=audio,
+        architectures=list(HEADS),
+        **tokens,
     )

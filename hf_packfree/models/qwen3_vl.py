@@ -1,4 +1,6 @@
-"""Qwen3-VL, dense: plain attention with normalised q and k, and image features added between the first layers."""
+"""Qwen3-VL, dense: plain attention with normalised q and k, and image features added between the
+first layers.
+"""
 
 from __future__ import annotations
 
@@ -67,6 +69,10 @@ globals().update(HEADS)
 
 
 def tiny_config() -> configuration.Qwen3VLConfig:
-    """A model of some 200,000 parameters with every part of the family: two layers get image features of their own."""
+    """A model of some 200,000 parameters with every part of the family: two layers get image
+    features of their own.
+    """
     text = qwen3_text_sizes(intermediate_size=96)
-    return configuration.Qwen3VLConfig(text_config=text, vision_config=qwen3_vision_sizes(), **PLACEHOLDERS)
+    return configuration.Qwen3VLConfig(
+        text_config=text, vision_config=qwen3_vision_sizes(), **PLACEHOLDERS
+    )

@@ -14,13 +14,17 @@ from hf_packfree.models.fusable import plain_layers, project
 from hf_packfree.models.state import PatchState
 
 
-def recompute_saved(result: Tensor, compute: Callable[[], Tensor], enabled: bool) -> AbstractContextManager[Any]:
-    """Within the block, autograd keeps `compute` instead of `result`, and calls it when a gradient needs the tensor.
+def recompute_saved(
+    result: Tensor, compute: Callable[[], Tensor], enabled: bool
+) -> AbstractContextManager[Any]:
+    """Within the block, autograd keeps `compute` instead of `result`, and calls it when a gradient
+    needs the tensor.
 
     Args:
         result: what `compute` has just returned; a view that covers all of it counts as it.
         compute: has to return the same tensor, bit for bit, and to hold what it needs.
-        enabled: False, and wherever checkpointing or offloading already decides what is kept: nothing changes.
+        enabled: False, and wherever checkpointing or offloading already decides what is kept:
+            nothing changes.
     """
     if not enabled or not torch.is_grad_enabled() or _has_saved_tensor_hooks():
         return nullcontext()
@@ -40,15 +44,25 @@ def recompute_saved(result: Tensor, compute: Callable[[], Tensor], enabled: bool
 
 
 def linear_with_recompute(
-    compute: Callable[..., Tensor], layer: Any, x: Tensor, *, fused: bool, recompute: bool, state: PatchState
+    compute: Callable[..., Tensor],
+    layer: Any,
+    x: Tensor,
+    *,
+    fused: bool,
+    recompute: bool,
+    state: PatchState,
 ) -> Tensor:
-    """Return a linear layer's output for the input `compute()`, [1, T, H, D], which is not kept for the backward pass.
+    """Return a linear layer's output for the input `compute()`, [1, T, H, D], which is not kept for
+    the backward pass.
 
     Args:
-        compute: called with `projection`, the layer's weight or that with adapters, it returns the layer's output instead.
+        compute: called with `projection`, the layer's weight or that with adapters, it returns the
+            layer's output instead.
         x: what `compute` reads, of the dtype and on the device of what it returns.
-        fused: whether `compute` with `projection` has a backward pass of its own, which recomputes the layer's input.
-        recompute: whether to recompute it for layers that are more than that too, see `recompute_saved`.
+        fused: whether `compute` with `projection` has a backward pass of its own, which recomputes
+            the layer's input.
+        recompute: whether to recompute it for layers that are more than that too, see
+            `recompute_saved`.
         state: of the module, for a linear layer that is called by itself.
     """
     layers = plain_layers(x, layer, adapters=not state.batch_invariant) if fused else None

@@ -1,4 +1,6 @@
-"""Types of rotary embedding: of fixed frequencies, or of those that grow with the longest position, which a row shares."""
+"""Types of rotary embedding: of fixed frequencies, or of those that grow with the longest
+position, which a row shares.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +12,24 @@ from hf_packfree.errors import UnsupportedInput, UnsupportedModel
 from hf_packfree.packing import PackedSequence, uncompiled
 
 FIXED = frozenset({"default", "linear", "llama3", "proportional", "yarn"})
-"""What rotates a token by its own position alone; a test compares the table with every type of the installed release."""
+"""What rotates a token by its own position alone; a test compares the table with every type of
+the installed release.
+"""
 BY_LONGEST = frozenset({"dynamic", "longrope"})
 """What rotates all tokens of a call otherwise when its longest position is past a limit."""
 
 
 def has_sections(trunk: Any) -> bool:
-    """Whether a text model's channels are rotated by time, height and width (mRoPE), so that positions may be three."""
+    """Whether a text model's channels are rotated by time, height and width (mRoPE), so that
+    positions may be three.
+    """
     sections = getattr(trunk.config, "rope_parameters", None) or {}
     return hasattr(trunk.rotary_emb, "mrope_section") or "mrope_section" in sections
 
 
 def cos_and_sin(trunk: Any, x: Tensor, positions: Tensor) -> Any:
-    """Return what a text model's rotary embedding gives positions [1, T], or three of them, [3, 1, T]; x has dtype and device.
+    """Return what a text model's rotary embedding gives positions [1, T], or three of them, [3, 1,
+    T]; x has dtype and device.
 
     transformers 5.17 takes three alone where there are sections; other releases make three of one.
     """
@@ -31,7 +38,9 @@ def cos_and_sin(trunk: Any, x: Tensor, positions: Tensor) -> Any:
 
 
 def rope_type(config: Any) -> str:
-    """Return the type of a text config's rotary embedding; parameters that differ between layers have none, "None"."""
+    """Return the type of a text config's rotary embedding; parameters that differ between layers
+    have none, "None".
+    """
     given = getattr(config, "rope_parameters", None)
     return str(given.get("rope_type")) if given else "default"
 
@@ -50,14 +59,16 @@ def check_rope_type(config: Any) -> None:
     known = FIXED | BY_LONGEST
     if rope_type(config) not in known:
         raise UnsupportedModel(
-            f"found rope_type={rope_type(config)!r}, whose frequencies may depend on the whole row; wanted one of "
+            f"found rope_type={rope_type(config)!r}, whose frequencies may depend on the whole "
+            f"row; wanted one of "
             f"{', '.join(sorted(known))}; change config.rope_parameters, or report the type"
         )
 
 
 @uncompiled
 def check_longest_position(config: Any, packed: PackedSequence, position_ids: Tensor) -> None:
-    """Refuse a row in which a short document would get the frequencies of a long one, where they are not fixed.
+    """Refuse a row in which a short document would get the frequencies of a long one, where they
+    are not fixed.
 
     Args:
         config: of the text model.
@@ -74,9 +85,10 @@ def check_longest_position(config: Any, packed: PackedSequence, position_ids: Te
     limit, found = _limit(config), int(position_ids.max()) + 1
     if found > limit:
         raise UnsupportedInput(
-            f"found a document that ends at position {found:,} in a row of {packed.num_segments}, and "
-            f"rope_type={rope_type(config)!r}, which would rotate every other document by that length too; wanted documents of "
-            f"at most {limit:,} tokens in packed rows; pass longer ones in rows of their own"
+            f"found a document that ends at position {found:,} in a row of {packed.num_segments}, "
+            f"and rope_type={rope_type(config)!r}, which would rotate every other document by that "
+            f"length too; wanted documents of at most {limit:,} tokens in packed rows; pass longer "
+            "ones in rows of their own"
         )
 
 

@@ -1,7 +1,8 @@
-"""Media of a row that ranks share: each rank runs the towers on the items whose placeholders it holds.
+"""Media of a row that ranks share: each rank runs the towers on the items whose placeholders it
+holds.
 
-An item cut by the edge of a shard is computed on every rank that has some of it, and each takes its own part of the features:
-the gradients of all parts add up to the item's.
+An item cut by the edge of a shard is computed on every rank that has some of it, and each takes its
+own part of the features: the gradients of all parts add up to the item's.
 
 Shapes: T tokens of the whole row, M items of one kind, F features of them, as many as placeholders.
 """
@@ -20,17 +21,23 @@ from hf_packfree.models.mrope import RowMedia
 from hf_packfree.packing import RowShard
 from hf_packfree.packing.media import Media
 
-_FEATURES = {"image": ("pooler_output", "deepstack_features"), "video": ("pooler_output", "deepstack_features"),
-             "audio": ("last_hidden_state", "pooler_output")}
+_FEATURES = {
+    "image": ("pooler_output", "deepstack_features"),
+    "video": ("pooler_output", "deepstack_features"),
+    "audio": ("last_hidden_state", "pooler_output"),
+}
 """Where the output of a method that makes features has those [F, D] that go to placeholders."""
 _KEPT = "packfree_kept"
-"""An attribute of pixels and sounds, because no keyword reaches the methods that upstream's forward calls with them."""
+"""An attribute of pixels and sounds, because no keyword reaches the methods that upstream's
+forward calls with them.
+"""
 
 
 def held_media(
     row: dict[str, Any], media: RowMedia, kinds: Iterable[Media], input_ids: Tensor, shard: RowShard
 ) -> tuple[dict[str, Any], dict[str, slice]]:
-    """Return the arguments of the items that a rank computes, None of kinds of which it has none, and what it keeps of them.
+    """Return the arguments of the items that a rank computes, None of kinds of which it has none,
+    and what it keeps of them.
 
     Args:
         row: arguments of a model, for all items.
@@ -39,7 +46,8 @@ def held_media(
         shard: the rank's.
 
     Returns:
-        {name: argument}, and {kind: which of the features of these items have their placeholders in the shard}.
+        {name: argument}, and {kind: which of the features of these items have their placeholders in
+        the shard}.
     """
     arguments: dict[str, Any] = {}
     features: dict[str, slice] = {}
@@ -47,25 +55,36 @@ def held_media(
         items, kept = _held(kind, input_ids, shard)
         if kept.stop:
             features[kind.name] = kept
-        parts = _sounds(row, media, items) if kind.name == "audio" else _pixels(row, media, items, kind.name)
+        parts = (
+            _sounds(row, media, items)
+            if kind.name == "audio"
+            else _pixels(row, media, items, kind.name)
+        )
         arguments |= {name: part if kept.stop else None for name, part in parts.items()}
     return arguments, features
 
 
 def _held(kind: Media, input_ids: Tensor, shard: RowShard) -> tuple[slice, slice]:
-    """Return which items have placeholders in a shard, and which of these items' features are theirs."""
+    """Return which items have placeholders in a shard, and which of these items' features are
+    theirs.
+    """
     places, ends = (input_ids[0] == kind.token).nonzero()[:, 0], kind.sizes.cumsum(0)
     edges = torch.tensor([shard.rank, shard.rank + 1], device="cpu") * shard.tokens
     first, behind = torch.searchsorted(places, edges).tolist()
     if first == behind:
         return slice(0, 0), slice(0, 0)
-    items = torch.searchsorted(ends, torch.tensor([first, behind - 1], device="cpu"), right=True).tolist()
+    items = torch.searchsorted(
+        ends, torch.tensor([first, behind - 1], device="cpu"), right=True
+    ).tolist()
     before = int(ends[items[0]] - kind.sizes[items[0]])
     return slice(items[0], items[1] + 1), slice(first - before, behind - before)
 
 
 def _pixels(row: dict[str, Any], media: RowMedia, items: slice, kind: str) -> dict[str, Any]:
-    name, grids = f"{kind}_grid_thw", media.image_grid_thw if kind == "image" else media.video_grid_thw
+    name, grids = (
+        f"{kind}_grid_thw",
+        media.image_grid_thw if kind == "image" else media.video_grid_thw,
+    )
     pixels = "pixel_values" if kind == "image" else "pixel_values_videos"
     if grids is None:
         return {}
@@ -75,8 +94,13 @@ def _pixels(row: dict[str, Any], media: RowMedia, items: slice, kind: str) -> di
 def _sounds(row: dict[str, Any], media: RowMedia, items: slice) -> dict[str, Any]:
     if media.audio_lengths is None:
         return {}
-    given = {name: row[name] for name in ("feature_attention_mask", "audio_feature_lengths") if row.get(name) is not None}
-    padded = "feature_attention_mask" in given  # otherwise [mel bins, frames of all]
+    given = {
+        name: row[name]
+        for name in ("feature_attention_mask", "audio_feature_lengths")
+        if row.get(name) is not None
+    }
+    # otherwise [mel bins, frames of all]
+    padded = "feature_attention_mask" in given
     sounds = row["input_features"]
     own = sounds[items] if padded else sounds[:, _part(media.audio_lengths, items)]
     return {name: value[items] for name, value in given.items()} | {"input_features": own}
@@ -92,7 +116,8 @@ def _part(lengths: Tensor, items: slice) -> slice:
 def reaching_media(embeddings: nn.Module, media: Iterable[Any]) -> Iterator[None]:
     """Let a row's embeddings depend, by nothing, on all of its media that want gradients.
 
-    A rank that holds none of them would make no gradient at all where nothing else is trained, while others wait for its own.
+    A rank that holds none of them would make no gradient at all where nothing else is trained,
+    while others wait for its own.
     """
     wanted = [x for x in media if isinstance(x, Tensor) and x.requires_grad]
     if not wanted:
@@ -117,13 +142,16 @@ def mark_kept(given: Tensor, features: slice) -> Tensor:
 
 
 def take_mark(given: Any) -> slice | None:
-    """Return what `mark_kept` has said, once: upstream's method for videos calls the one for images."""
+    """Return what `mark_kept` has said, once: upstream's method for videos calls the one for
+    images.
+    """
     kept: slice | None = vars(given).pop(_KEPT, None) if isinstance(given, Tensor) else None
     return kept
 
 
 def keep_features(output: Any, kept: slice | None, kind: str) -> Any:
-    """Return the output of `get_image_features`, `get_video_features` or `get_audio_features` with some features alone.
+    """Return the output of `get_image_features`, `get_video_features` or `get_audio_features` with
+    some features alone.
 
     Args:
         output: by name; changed in place.
@@ -136,8 +164,11 @@ def keep_features(output: Any, kept: slice | None, kind: str) -> Any:
         found = output.get(name)
         if found is None:
             continue
-        deep = name == "deepstack_features"  # of several layers
-        output[name] = [_of_items(layer, kept) for layer in found] if deep else _of_items(found, kept)
+        # of several layers
+        deep = name == "deepstack_features"
+        output[name] = (
+            [_of_items(layer, kept) for layer in found] if deep else _of_items(found, kept)
+        )
     return output
 
 

@@ -15,10 +15,12 @@ from hf_packfree.packing import PackedSequence
 from hf_packfree.parallel import ContextParallel
 
 Observer = Callable[[PackedSequence | None, tuple[int, int], Any], None]
-"""Called by the trunk before every training forward: the record (None: upstream's), the caller's (B, S), the mask."""
+"""Called by the trunk before every training forward: the record (None: upstream's), the caller's
+(B, S), the mask.
+"""
 Follower = Callable[[nn.Module, PackedSequence | None, dict[str, Any], Tensor], None]
-"""Called by the trunk after every training forward: the trunk, the record, what upstream's forward got, and its output: both of
-the row [1, T], or of the batch [B, S] where there is no record."""
+"""Called by the trunk after every training forward: the trunk, the record, what upstream's forward
+got, and its output: both of the row [1, T], or of the batch [B, S] where there is no record."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +29,11 @@ class Kernels:
 
     Attributes:
         conv, delta_rule, attention: a name in the op's `BACKENDS`, see `hf_packfree.ops`.
-        fused: "triton" or "torch", of all small ops of a layer together, see `hf_packfree.ops.fused`.
+        fused: "triton" or "torch", of all small ops of a layer together, see
+            `hf_packfree.ops.fused`.
         loss: of head and loss together, a name in the `BACKENDS` of `hf_packfree.ops.loss`.
-        tower_attention: of vision and audio towers, a name in the `BACKENDS` of `hf_packfree.ops.attention.towers`.
+        tower_attention: of vision and audio towers, a name in the `BACKENDS` of
+            `hf_packfree.ops.attention.towers`.
     """
 
     conv: str = "torch"
@@ -40,7 +44,9 @@ class Kernels:
     tower_attention: str = "torch"
 
     def compiled(self) -> Kernels:
-        """Return the same under torch.compile, which fuses by itself what does not mix tokens, and traces upstream's loss."""
+        """Return the same under torch.compile, which fuses by itself what does not mix tokens,
+        and traces upstream's loss.
+        """
         return replace(self, fused="torch", loss="upstream")
 
 
@@ -49,13 +55,18 @@ class PatchState:
     """Chosen once, when the model is patched, and shared by all its patched modules.
 
     Attributes:
-        cuda_half, cuda_single: what runs for packed rows on CUDA, in bfloat16 or float16, and in float32.
+        cuda_half, cuda_single: what runs for packed rows on CUDA, in bfloat16 or float16, and in
+            float32.
         elsewhere: what runs on every other device, and in float64.
-        batch_invariant: whether a document gets the same bits in a row of any length, alone or packed.
-        unpacked: "upstream", or "native" when rows of one document run through the patched layers too.
-        padded: "lazy" or "full" when padded rows run without their padding, with logits put back into the caller's shape
-            when something reads them or always; "upstream" when transformers runs them.
-        mixer_paths: the attributes of decoder layers that hold token mixers, see `Family`; for the check before packed rows.
+        batch_invariant: whether a document gets the same bits in a row of any length, alone or
+            packed.
+        unpacked: "upstream", or "native" when rows of one document run through the patched layers
+            too.
+        padded: "lazy" or "full" when padded rows run without their padding, with logits put back
+            into the caller's shape when something reads them or always; "upstream" when
+            transformers runs them.
+        mixer_paths: the attributes of decoder layers that hold token mixers, see `Family`; for the
+            check before packed rows.
         context_parallel: the group whose ranks share each row, or None.
         why: {op: why a faster backend is not used on CUDA}, in sentences.
         observers: called before every training forward of the trunk.
@@ -76,20 +87,39 @@ class PatchState:
 
     @property
     def runs_unpacked(self) -> bool:
-        """Whether rows of one document run through the patched layers too, unless a call wants what they lack."""
-        return self.unpacked == "native" or self.batch_invariant or self.context_parallel is not None
+        """Whether rows of one document run through the patched layers too, unless a call wants
+        what they lack.
+        """
+        return (
+            self.unpacked == "native" or self.batch_invariant or self.context_parallel is not None
+        )
 
     def not_in_torch(self, device: torch.device) -> str:
-        """Return "conv: triton, delta_rule: fla", of what may run on a device and is not PyTorch's."""
+        """Return "conv: triton, delta_rule: fla", of what may run on a device and is not
+        PyTorch's.
+        """
         chosen = (self.cuda_half, self.cuda_single) if device.type == "cuda" else (self.elsewhere,)
-        named = dict.fromkeys(f"{op}: {name}" for kernels in chosen for op, name in vars(kernels).items() if name != "torch")
+        named = dict.fromkeys(
+            f"{op}: {name}"
+            for kernels in chosen
+            for op, name in vars(kernels).items()
+            if name != "torch"
+        )
         return ", ".join(named)
 
     def kernels_for(self, device: torch.device, dtype: torch.dtype) -> Kernels:
-        """Return what runs on tensors of that device and dtype, wherever the model was when it was patched."""
+        """Return what runs on tensors of that device and dtype, wherever the model was when it
+        was patched.
+        """
         chosen = self.elsewhere
         if device.type == "cuda":
-            chosen = self.cuda_half if dtype in HALF else self.cuda_single if dtype == torch.float32 else chosen
+            chosen = (
+                self.cuda_half
+                if dtype in HALF
+                else self.cuda_single
+                if dtype == torch.float32
+                else chosen
+            )
         return chosen.compiled() if torch.compiler.is_compiling() else chosen
 
 
@@ -97,13 +127,15 @@ def state_of(module: nn.Module) -> PatchState:
     """Return the module's state.
 
     Raises:
-        PatchConflict: the module was patched while loading, inside a trunk that load-time patching does not reach.
+        PatchConflict: the module was patched while loading, inside a trunk that load-time patching
+            does not reach.
     """
     state = getattr(module, "packfree", None)
     if not isinstance(state, PatchState):
         raise PatchConflict(
-            f"found a {type(module).__name__} that was swapped while loading inside a text model that was not (a bare "
-            "trunk loaded by its own class); wanted both; call apply_patches(model) once on the loaded model"
+            f"found a {type(module).__name__} that was swapped while loading inside a text model "
+            "that was not (a bare trunk loaded by its own class); wanted both; call "
+            "apply_patches(model) once on the loaded model"
         )
     return state
 
@@ -112,7 +144,8 @@ def receive(layer: nn.Module, kwargs: dict[str, Any]) -> PackedSequence | None:
     """Take the record out of a layer's keywords; None means that upstream's forward runs.
 
     Raises:
-        PatchConflict: the text model around the layer is not patched, so that no record would ever come: see `state_of`.
+        PatchConflict: the text model around the layer is not patched, so that no record would ever
+            come: see `state_of`.
     """
     state_of(layer)
     return kwargs.pop("packed_sequence", None)

@@ -1,4 +1,5 @@
-"""Heads whose class is the user's: ours goes in front of theirs, in a class that is made when one is patched.
+"""Heads whose class is the user's: ours goes in front of theirs, in a class that is made when one
+is patched.
 
 Apart from `heads`, because nothing there knows of it: such a class is a head like any other.
 """
@@ -16,14 +17,23 @@ from hf_packfree.models.heads import Head
 
 @functools.cache
 def in_front_of(ours: Any, theirs: Any) -> type[Head]:
-    """Return the class of a head of the user's: `ours` in front of `theirs`, under the name of `theirs`.
+    """Return the class of a head of the user's: `ours` in front of `theirs`, under the name of
+    `theirs`.
 
     Args:
         ours: the class that `heads_of` has for a class of upstream's.
         theirs: a subclass of that class of upstream's, whose forward is upstream's.
     """
-    names = {"__module__": theirs.__module__, "__qualname__": theirs.__qualname__, "__doc__": theirs.__doc__}
-    return type(theirs.__name__, (ours, theirs), {**names, "packfree_behind": theirs, "__reduce_ex__": _reduce_in_front})
+    names = {
+        "__module__": theirs.__module__,
+        "__qualname__": theirs.__qualname__,
+        "__doc__": theirs.__doc__,
+    }
+    return type(
+        theirs.__name__,
+        (ours, theirs),
+        {**names, "packfree_behind": theirs, "__reduce_ex__": _reduce_in_front},
+    )
 
 
 def behind(cls: type[nn.Module]) -> type[nn.Module] | None:
@@ -35,7 +45,11 @@ def _reduce_in_front(head: Any, protocol: Any) -> Any:
     """Pickle and copy by the two classes, since nobody can import the one made of them."""
     cls: Any = type(head)
     get_state = getattr(head, "__getstate__", lambda: head.__dict__)
-    return _blank_in_front, (cls.packfree_home, cls.__bases__[0].__qualname__, behind(cls)), get_state()
+    return (
+        _blank_in_front,
+        (cls.packfree_home, cls.__bases__[0].__qualname__, behind(cls)),
+        get_state(),
+    )
 
 
 def _blank_in_front(home: str, name: str, theirs: Any) -> Any:

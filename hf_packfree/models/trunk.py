@@ -8,8 +8,9 @@ from hf_packfree.errors import CacheConflict, PatchConflict, UnsupportedInput
 from hf_packfree.models.attention import check_attention
 from hf_packfree.models.base import Replacement
 from hf_packfree.models.compat import CACHE, cache_of, masks_the_layers_ignore
-from hf_packfree.models.entry import enter, is_batch, positions_for, restore_layers, row_positions
+from hf_packfree.models.entry import enter, is_batch
 from hf_packfree.models.rotary import check_longest_position, has_fixed_frequencies
+from hf_packfree.models.row import positions_for, restore_layers, row_positions
 from hf_packfree.models.state import state_of
 from hf_packfree.packing import PackedSequence, repad, unpad
 from hf_packfree.packing.compiling import is_transformed
@@ -17,11 +18,13 @@ from hf_packfree.parallel.collectives import all_gather
 
 
 class PackedTrunk(Replacement):
-    """Put in front of a family's text model: reads boundaries, runs packed rows as one row, puts the shape back.
+    """Put in front of a family's text model: reads boundaries, runs packed rows as one row, puts
+    the shape back.
 
-    Rows of one document without padding go to upstream with the same arguments; padded ones become one row, unless
-    something is wanted that only upstream gives, see `runs_here`.  For packed rows the record travels as
-    the keyword `packed_sequence`: keywords survive the recomputation of gradient checkpointing.
+    Rows of one document without padding go to upstream with the same arguments; padded ones become
+    one row, unless something is wanted that only upstream gives, see `runs_here`. For packed rows
+    the record travels as the keyword `packed_sequence`: keywords survive the recomputation of
+    gradient checkpointing.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -36,7 +39,10 @@ class PackedTrunk(Replacement):
         if arguments is None or not is_batch(arguments):
             return super().forward(*args, **kwargs)
         # Whoever computes the routers' loss knows of padding by the record, or by a mask.
-        masked = isinstance(kwargs.get("packed_sequence"), PackedSequence) or arguments.get("attention_mask") is not None
+        masked = (
+            isinstance(kwargs.get("packed_sequence"), PackedSequence)
+            or arguments.get("attention_mask") is not None
+        )
         packed = enter(self, arguments)
         del arguments["packed_sequence"]
         check_sharded(self, packed)
@@ -45,7 +51,11 @@ class PackedTrunk(Replacement):
         rows, tokens = (arguments["inputs_embeds"] if ids is None else ids).shape[:2]
         if self.training:
             for observe in state_of(self).observers:
-                observe(packed, packed.batch_shape if packed is not None else (rows, tokens), arguments.get("attention_mask"))
+                observe(
+                    packed,
+                    packed.batch_shape if packed is not None else (rows, tokens),
+                    arguments.get("attention_mask"),
+                )
         if packed is not None:
             _check_packed_call(self, packed, arguments)
             return self._forward_packed(packed, (rows, tokens), arguments, count_all=masked)
@@ -53,20 +63,32 @@ class PackedTrunk(Replacement):
         self._followed(None, arguments, output)
         return output
 
-    def _followed(self, packed: PackedSequence | None, arguments: dict[str, Any], output: Any) -> None:
+    def _followed(
+        self, packed: PackedSequence | None, arguments: dict[str, Any], output: Any
+    ) -> None:
         if self.training and (followers := state_of(self).followers):
             hidden = output[0]
             for follow in followers:
                 follow(self, packed, arguments, hidden)
 
     def _forward_packed(
-        self, of_batch: PackedSequence, shape: tuple[int, int], arguments: dict[str, Any], *, count_all: bool
+        self,
+        of_batch: PackedSequence,
+        shape: tuple[int, int],
+        arguments: dict[str, Any],
+        *,
+        count_all: bool,
     ) -> Any:
         packed = of_batch.for_shape(shape)
-        # The caller's `cache_position` (5.2 and 5.3 read it) counts tokens of the batch, not of the row.
+        # The caller's `cache_position` (5.2 and 5.3 read it) counts tokens of the batch, not of the
+        # row.
         row = {name: value for name, value in arguments.items() if name != "cache_position"}
         as_dict = row.get("return_dict", getattr(self.config, "return_dict", True))
-        row |= {name: unpad(row[name], packed) for name in ("input_ids", "inputs_embeds") if row.get(name) is not None}
+        row |= {
+            name: unpad(row[name], packed)
+            for name in ("input_ids", "inputs_embeds")
+            if row.get(name) is not None
+        }
         row |= {
             "attention_mask": masks_the_layers_ignore(self.config, packed.seq_idx.device),
             "position_ids": row_positions(row["position_ids"], packed),
@@ -81,7 +103,10 @@ class PackedTrunk(Replacement):
         output.last_hidden_state = repad(output.last_hidden_state, packed)
         restore_layers(output, packed, count_all=count_all)
         if packed.shard is not None and output.get("router_logits") is not None:
-            output.router_logits = tuple(all_gather(layer, packed.shard.group).flatten(0, 1) for layer in output.router_logits)
+            output.router_logits = tuple(
+                all_gather(layer, packed.shard.group).flatten(0, 1)
+                for layer in output.router_logits
+            )
         return output.to_tuple() if as_dict is False else output
 
 
@@ -89,26 +114,30 @@ def _check_packed_call(trunk: Any, packed: PackedSequence, arguments: dict[str, 
     kernels = state_of(trunk).not_in_torch(packed.seq_idx.device) if is_transformed() else ""
     if kernels:
         raise UnsupportedInput(
-            f"found a transform of torch.func around a packed row that runs on {kernels}, which it cannot differentiate; "
-            "wanted operations in PyTorch; call apply_patches(model, backend='torch') on the unpatched model"
+            f"found a transform of torch.func around a packed row that runs on {kernels}, which it "
+            "cannot differentiate; wanted operations in PyTorch; call apply_patches(model, "
+            "backend='torch') on the unpatched model"
         )
     if cache_of(arguments) is not None:
         raise CacheConflict(
-            f"found a PackedSequence together with {CACHE}; wanted no cache, which can belong to one document only; "
-            f"pass {CACHE}=None"
+            f"found a PackedSequence together with {CACHE}; wanted no cache, which can belong to "
+            f"one document only; pass {CACHE}=None"
         )
     check_attention(trunk.config)
     check_mixers(trunk)
     if arguments.get("is_causal", getattr(trunk.config, "is_causal", True)) is False:
         raise UnsupportedInput(
-            "found is_causal=False with a packed row; wanted causal attention, the only kind that packs exactly; pass the "
-            "documents in rows of their own, padded"
+            "found is_causal=False with a packed row; wanted causal attention, the only kind that "
+            "packs exactly; pass the documents in rows of their own, padded"
         )
-    wants_weights = arguments.get("output_attentions", getattr(trunk.config, "output_attentions", False))
+    wants_weights = arguments.get(
+        "output_attentions", getattr(trunk.config, "output_attentions", False)
+    )
     if wants_weights and (packed.indices is not None or packed.batch_shape[0] > 1):
         raise UnsupportedInput(
-            f"found output_attentions=True for a packed batch of {packed.batch_shape[0]} rows; wanted one row without "
-            "padding, because the weights of a flattened batch have no per-row shape; pass the rows one at a time"
+            f"found output_attentions=True for a packed batch of {packed.batch_shape[0]} rows; "
+            "wanted one row without padding, because the weights of a flattened batch have no "
+            "per-row shape; pass the rows one at a time"
         )
 
 
@@ -120,15 +149,21 @@ def check_sharded(trunk: Any, packed: PackedSequence | None) -> None:
     """
     if state_of(trunk).context_parallel is None or packed is not None and packed.shard is not None:
         return
-    found = "a cache, or what else upstream runs itself," if packed is None else "a call of the text model without its head"
+    found = (
+        "a cache, or what else upstream runs itself,"
+        if packed is None
+        else "a call of the text model without its head"
+    )
     raise UnsupportedInput(
-        f"found {found} under context parallelism; wanted a training step or an evaluation of the whole model, with labels for "
+        f"found {found} under context parallelism; wanted a training step or an evaluation of the "
+        f"whole model, with labels for "
         "its loss; generate and compute losses elsewhere after remove_patches(model)"
     )
 
 
 def check_mixers(trunk: Any) -> None:
-    """Refuse a trunk with a mixer that is no longer ours, or that a forward on the instance bypasses.
+    """Refuse a trunk with a mixer that is no longer ours, or that a forward on the instance
+    bypasses.
 
     Wrappers that hold ours, and accelerate's hooks, which call it, are fine.
 
@@ -141,14 +176,16 @@ def check_mixers(trunk: Any) -> None:
             if mixer is None or _reads(mixer):
                 continue
             raise PatchConflict(
-                f"found layers.{number}.{name} changed since the model was patched ({type(mixer).__name__}, or a forward of "
-                "its own instance): it would read from one document into the next; wanted our class in force; undo the change, "
-                "or call apply_patches(model) after a layer was replaced"
+                f"found layers.{number}.{name} changed since the model was patched "
+                f"({type(mixer).__name__}, or a forward of its own instance): it would read from "
+                "one document into the next; wanted our class in force; undo the change, or call "
+                "apply_patches(model) after a layer was replaced"
             )
 
 
 def check_model_of(head: Any) -> None:
-    """Refuse a head whose model is no longer ours: it would take the record and read from one document into the next.
+    """Refuse a head whose model is no longer ours: it would take the record and read from one
+    document into the next.
 
     Raises:
         PatchConflict: the model was replaced; one that wraps ours is fine.
@@ -156,8 +193,9 @@ def check_model_of(head: Any) -> None:
     model = head.base_model
     if not (isinstance(model, Replacement) or _holds_ours(model)):
         raise PatchConflict(
-            f"found {head.base_model_prefix} changed since the model was patched ({type(model).__name__}, not patched): it "
-            "would read from one document into the next; wanted our class in force; call apply_patches(model) once more"
+            f"found {head.base_model_prefix} changed since the model was patched "
+            f"({type(model).__name__}, not patched): it would read from one document into the "
+            "next; wanted our class in force; call apply_patches(model) once more"
         )
 
 

@@ -1,7 +1,9 @@
-"""Vision towers beside a packed row: one attention call a layer for all images, their lengths read on the host once.
+"""Vision towers beside a packed row: one attention call a layer for all images, their lengths read
+on the host once.
 
-Upstream's own attention is exact, image by image, and waits for the device in every block.  It runs wherever the batch is
-upstream's, so that unpacked rows with images stay what they are without us, bit for bit.
+Upstream's own attention is exact, image by image, and waits for the device in every block. It runs
+wherever the batch is upstream's, so that unpacked rows with images stay what they are without us,
+bit for bit.
 
 Shapes: P patches of all images and frames, H heads, D head size.
 """
@@ -24,11 +26,14 @@ from hf_packfree.ops.fused import add_layer_norm, qkv_rope
 from hf_packfree.packing import PackedSequence, uncompiled
 
 _MARK, _SEGMENTS, _ON_HOST = "packfree_packed", "packfree_segments", "packfree_on_host"
-"""Attributes of tensors, because no keyword reaches a vision tower before transformers 5.9, nor an audio tower's layers."""
+"""Attributes of tensors, because no keyword reaches a vision tower before transformers 5.9, nor
+an audio tower's layers.
+"""
 
 
 def mark_packed(x: Tensor) -> Tensor:
-    """Return grids [images, 3] that tell the vision tower, or patches that tell their embedding, that their batch is packed.
+    """Return grids [images, 3] that tell the vision tower, or patches that tell their embedding,
+    that their batch is packed.
 
     It then runs in the patched layers; no copy is made.
     """
@@ -39,10 +44,12 @@ def mark_packed(x: Tensor) -> Tensor:
 
 @uncompiled
 def segments_of(cu_seqlens: Tensor) -> PackedSequence:
-    """Return the record of what a tower attends within, read on the host once for each tensor of offsets.
+    """Return the record of what a tower attends within, read on the host once for each tensor of
+    offsets.
 
     Args:
-        cu_seqlens: integers [N+1], 0 first; one tensor serves all blocks, those that are recomputed too.
+        cu_seqlens: integers [N+1], 0 first; one tensor serves all blocks, those that are recomputed
+            too.
     """
     found: PackedSequence | None = getattr(cu_seqlens, _SEGMENTS, None)
     if found is None:
@@ -54,7 +61,8 @@ def segments_of(cu_seqlens: Tensor) -> PackedSequence:
 
 @uncompiled
 def _made_on_host(grid: Tensor, merge: int, device: torch.device) -> dict[str, Tensor]:
-    """Return upstream's keywords of a tower's forward for what it would make image by image, in short kernels that wait.
+    """Return upstream's keywords of a tower's forward for what it would make image by image, in
+    short kernels that wait.
 
     Args:
         grid: see `PackedVisionTower.forward`.
@@ -62,8 +70,10 @@ def _made_on_host(grid: Tensor, merge: int, device: torch.device) -> dict[str, T
         device: the tower's.
 
     Returns:
-        position_ids: int64 [P, 2], row and column of each patch, made once for all images of one size.
-        cu_seqlens: int32 [N+1], the offsets of images and frames, which `segments_of` reads on the host.
+        position_ids: int64 [P, 2], row and column of each patch, made once for all images of one
+            size.
+        cu_seqlens: int32 [N+1], the offsets of images and frames, which `segments_of` reads on the
+            host.
     """
     if compat.TOWERS_MAKE_POSITIONS:
         return {}
@@ -74,7 +84,9 @@ def _made_on_host(grid: Tensor, merge: int, device: torch.device) -> dict[str, T
     of_size = [get_vision_position_ids(size[None], merge) for size in sizes]
     positions = torch.cat([of_size[size] for size in image_size.tolist()])
     frames, height, width = grid.numpy().T
-    on_host = torch.from_numpy(np.append(0, np.repeat(height * width, frames).cumsum()).astype(np.int32))
+    on_host = torch.from_numpy(
+        np.append(0, np.repeat(height * width, frames).cumsum()).astype(np.int32)
+    )
     offsets = on_host.to(device)
     setattr(offsets, _ON_HOST, on_host)
     return {"position_ids": positions.to(device), "cu_seqlens": offsets}
@@ -88,10 +100,12 @@ class PackedVisionTower(Replacement):
 
         Args:
             hidden_states: patches [P, channels].
-            grid_thw: integers [images, 3]: frames, and patches down and across, of each image or video; of a packed batch best
-                on the host, where they are read.
+            grid_thw: integers [images, 3]: frames, and patches down and across, of each image or
+                video; of a packed batch best on the host, where they are read.
         """
-        packed = kwargs["packed_sequence"] = hasattr(grid_thw, _MARK) or state_of(self).runs_unpacked
+        packed = kwargs["packed_sequence"] = (
+            hasattr(grid_thw, _MARK) or state_of(self).runs_unpacked
+        )
         if packed:
             kwargs |= _made_on_host(grid_thw, self.spatial_merge_size, hidden_states.device)
             grid_thw, hidden_states = grid_thw.to(hidden_states.device), mark_packed(hidden_states)
@@ -99,7 +113,9 @@ class PackedVisionTower(Replacement):
 
 
 class PackedPatchEmbedding(Replacement):
-    """Put in front of a vision tower's patch embedding: a convolution of windows side by side is one matrix product."""
+    """Put in front of a vision tower's patch embedding: a convolution of windows side by side is
+    one matrix product.
+    """
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Embed patches [P, channels of all their pixels] to [P, D]."""
@@ -111,7 +127,8 @@ class PackedPatchEmbedding(Replacement):
 
 
 class PackedVisionBlock(Replacement):
-    """Put in front of a vision tower's block (norm, attention, norm, MLP, with a residual around each pair).
+    """Put in front of a vision tower's block (norm, attention, norm, MLP, with a residual around
+    each pair).
 
     For families whose norms are layer norms: each, and the residual sum before it, is one kernel.
     """
@@ -119,8 +136,15 @@ class PackedVisionBlock(Replacement):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run upstream's forward, or for packed batches the same with norms fused [P, D]."""
         x = hidden_states
-        backend = state_of(self).kernels_for(x.device, x.dtype).fused if kwargs.get("packed_sequence") else "torch"
-        first, second = (None if backend == "torch" else layer_norm_weights(norm, x) for norm in (self.norm1, self.norm2))
+        backend = (
+            state_of(self).kernels_for(x.device, x.dtype).fused
+            if kwargs.get("packed_sequence")
+            else "torch"
+        )
+        first, second = (
+            None if backend == "torch" else layer_norm_weights(norm, x)
+            for norm in (self.norm1, self.norm2)
+        )
         if first is None or second is None:
             return super().forward(x, *args, **kwargs)
         normed, x = add_layer_norm(x, None, *first, self.norm1.eps, backend=backend)
@@ -130,7 +154,8 @@ class PackedVisionBlock(Replacement):
 
 
 class PackedVisionAttention(Replacement):
-    """Put in front of a vision tower's attention: our op for packed batches where the model runs sdpa, otherwise upstream's.
+    """Put in front of a vision tower's attention: our op for packed batches where the model runs
+    sdpa, otherwise upstream's.
 
     The projections are called, so that adapters on them count.
     """
@@ -149,10 +174,14 @@ class PackedVisionAttention(Replacement):
         cos, sin = kwargs["position_embeddings"]
         q, k, v = self._split(qkv, cos, sin, kernels.fused)
         segments, backend = segments_of(cu_seqlens), kernels.tower_attention
-        out = tower_attention(q[None], k[None], v[None], segments, scale=self.scaling, backend=backend)
+        out = tower_attention(
+            q[None], k[None], v[None], segments, scale=self.scaling, backend=backend
+        )
         return self.proj(out.flatten(2).squeeze(0))
 
-    def _split(self, qkv: Tensor, cos: Tensor, sin: Tensor, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+    def _split(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, backend: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
         if backend != "torch":
             return qkv_rope(qkv, cos, sin, backend=backend)
         q, k, v = qkv.unbind(1)
@@ -160,7 +189,9 @@ class PackedVisionAttention(Replacement):
         return q, k, v
 
     def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Apply the tower's rotary embedding to q and k [P, H, D]; each family names upstream's function."""
+        """Apply the tower's rotary embedding to q and k [P, H, D]; each family names upstream's
+        function.
+        """
         raise NotImplementedError
 
     @staticmethod

@@ -1,4 +1,6 @@
-"""The vision-language model around a text trunk: boundaries are read before features, positions are made per document."""
+"""The vision-language model around a text trunk: boundaries are read before features, positions
+are made per document.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,18 @@ from torch import Tensor
 
 from hf_packfree.errors import BoundaryError, UnsupportedInput
 from hf_packfree.models.base import Replacement
-from hf_packfree.models.entry import as_requested, enter, restore_layers, row_of_each, row_positions
+from hf_packfree.models.entry import enter
 from hf_packfree.models.idle_tower import run_beside_idle_tower
-from hf_packfree.models.mrope import SECONDS, RowMedia, items_of_documents, media_of, packed_positions, to_device
+from hf_packfree.models.mrope import (
+    SECONDS,
+    RowMedia,
+    items_of_documents,
+    media_of,
+    packed_positions,
+    to_device,
+)
 from hf_packfree.models.placeholders import PlaceholderMask
+from hf_packfree.models.row import as_requested, restore_layers, row_of_each, row_positions
 from hf_packfree.models.sharded_media import held_media, keep_features, mark_kept, take_mark
 from hf_packfree.models.vision_attention import PackedVisionTower, mark_packed
 from hf_packfree.packing import PackedSequence, repad, uncompiled
@@ -27,15 +37,19 @@ SIZES = {"image": "image_grid_thw", "video": "video_grid_thw", "audio": "feature
 """The keyword that says how large the items of each kind are."""
 GRIDS = (SIZES["image"], SIZES["video"])
 _COUNTED = "packfree_counted"
-"""An attribute of a row's ids, because no keyword reaches the methods that upstream's forward calls with them."""
+"""An attribute of a row's ids, because no keyword reaches the methods that upstream's forward
+calls with them.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class CountedMedia:
-    """What is known of a packed row before its towers run: behind them the host waits for nothing, and so runs ahead.
+    """What is known of a packed row before its towers run: behind them the host waits for nothing,
+    and so runs ahead.
 
     Attributes:
-        features: {argument of `get_placeholder_mask`: rows of features}, as many as placeholders were counted.
+        features: {argument of `get_placeholder_mask`: rows of features}, as many as placeholders
+            were counted.
         positions: returns [3 or 4, 1, T] on the row's device.
     """
 
@@ -52,21 +66,29 @@ class PackedVisionLanguage(Replacement):
             keep_record_from_towers(cls)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run upstream's forward; on the row [1, T] where the batch is packed, with the record handed down.
+        """Run upstream's forward; on the row [1, T] where the batch is packed, with the record
+        handed down.
 
         `rope_deltas`, which generation reads, stay as they are.
 
         Raises:
             BoundaryError: media and the placeholders of the documents do not agree.
-            UnsupportedInput: positions, or what they are made from, cannot be those of documents with media.
+            UnsupportedInput: positions, or what they are made from, cannot be those of documents
+                with media.
         """
         arguments = self.by_name(args, kwargs)
-        if arguments is None or arguments.get("input_ids") is None and arguments.get("inputs_embeds") is None:
-            return super().forward(*args, **kwargs)  # which raises upstream's own error
+        if (
+            arguments is None
+            or arguments.get("input_ids") is None
+            and arguments.get("inputs_embeds") is None
+        ):
+            # which raises upstream's own error
+            return super().forward(*args, **kwargs)
         packed = enter(self.language_model, arguments)
         if packed is None:
             return run_beside_idle_tower(self, super().forward, arguments)
-        of_batch = packed  # which the text model hands to those who know the caller's labels
+        # which the text model hands to those who know the caller's labels
+        of_batch = packed
         ids = arguments.get("input_ids")
         packed = packed.for_shape((arguments["inputs_embeds"] if ids is None else ids).shape[:2])
         row = packed_arguments(self, packed, arguments) | {"packed_sequence": of_batch}
@@ -75,22 +97,36 @@ class PackedVisionLanguage(Replacement):
         restore_layers(output, packed)
         return as_requested(output, arguments, self.config)
 
-    def get_placeholder_mask(self, input_ids: Any, inputs_embeds: Any, *args: Any, **features: Any) -> Any:
-        """Return upstream's masks; it counts features on the device, and the host waits, unless they were counted before."""
+    def get_placeholder_mask(
+        self, input_ids: Any, inputs_embeds: Any, *args: Any, **features: Any
+    ) -> Any:
+        """Return upstream's masks; it counts features on the device, and the host waits, unless
+        they were counted before.
+        """
         upstream: Any = super()
         counted, width = getattr(input_ids, _COUNTED, None), inputs_embeds.shape[-1]
         if counted is not None:
-            features = {name: x for name, x in features.items() if x.shape != (counted.features.get(name), width)}
+            features = {
+                name: x
+                for name, x in features.items()
+                if x.shape != (counted.features.get(name), width)
+            }
         masks = upstream.get_placeholder_mask(input_ids, inputs_embeds, *args, **features)
         if counted is None or torch.compiler.is_compiling():
             return masks
         return tuple(mask.as_subclass(PlaceholderMask) for mask in masks)
 
     def compute_3d_position_ids(self, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return upstream's positions, or those of a packed row, made while the device is busy with the towers."""
+        """Return upstream's positions, or those of a packed row, made while the device is busy
+        with the towers.
+        """
         upstream: Any = super()
         counted = getattr(input_ids, _COUNTED, None)
-        return upstream.compute_3d_position_ids(input_ids, *args, **kwargs) if counted is None else counted.positions()
+        return (
+            upstream.compute_3d_position_ids(input_ids, *args, **kwargs)
+            if counted is None
+            else counted.positions()
+        )
 
 
 def keep_record_from_towers(cls: Any) -> None:
@@ -101,9 +137,11 @@ def keep_record_from_towers(cls: Any) -> None:
 
 
 def _without_the_record(cls: Any, name: str, kind: str) -> Any:
-    """Return upstream's method, whose tower gets none of the text's record; generation reads the method's signature.
+    """Return upstream's method, whose tower gets none of the text's record; generation reads the
+    method's signature.
 
-    Of what it makes of a shard's media, those features are returned that have their placeholders there.
+    Of what it makes of a shard's media, those features are returned that have their placeholders
+    there.
     """
 
     @functools.wraps(getattr(cls, name))
@@ -116,7 +154,8 @@ def _without_the_record(cls: Any, name: str, kind: str) -> Any:
 
 
 def packed_arguments(source: Any, packed: PackedSequence, given: dict[str, Any]) -> dict[str, Any]:
-    """Return upstream's arguments for the row [1, T]; media stay as they are, in the order of their placeholders.
+    """Return upstream's arguments for the row [1, T]; media stay as they are, in the order of their
+    placeholders.
 
     Args:
         source: the module that has `get_rope_index`.
@@ -124,7 +163,9 @@ def packed_arguments(source: Any, packed: PackedSequence, given: dict[str, Any])
         given: the arguments [B, S, ...] of the forward, by name.
     """
     given = given | _without_items(given)
-    row = row_of_each({name: value for name, value in given.items() if name != "attention_mask"}, packed)
+    row = row_of_each(
+        {name: value for name, value in given.items() if name != "attention_mask"}, packed
+    )
     row |= {
         "attention_mask": None,
         "use_cache": False,
@@ -132,19 +173,29 @@ def packed_arguments(source: Any, packed: PackedSequence, given: dict[str, Any])
         "return_dict": True,
         **_numbered(source, packed, given.get("position_ids"), row),
     }
-    row.pop("cache_position", None)  # it counts tokens of the batch, not of the row
+    # it counts tokens of the batch, not of the row
+    row.pop("cache_position", None)
     return row
 
 
 def _without_items(given: dict[str, Any]) -> dict[str, None]:
-    """Return None for features and sizes of no item, which are a collator's empty tensors; towers take none."""
-    empty = [kind for kind, sizes in SIZES.items() if isinstance(given.get(sizes), Tensor) and len(given[sizes]) == 0]
+    """Return None for features and sizes of no item, which are a collator's empty tensors;
+    towers take none.
+    """
+    empty = [
+        kind
+        for kind, sizes in SIZES.items()
+        if isinstance(given.get(sizes), Tensor) and len(given[sizes]) == 0
+    ]
     return dict.fromkeys([name for kind in empty for name in (SIZES[kind], FEATURES[kind])])
 
 
 @uncompiled
-def _numbered(source: Any, packed: PackedSequence, given: Tensor | None, row: dict[str, Any]) -> dict[str, Any]:
-    """Return the row's positions, [1, T] where every token counts one, else [3 or 4, 1, T], beside ids and grids.
+def _numbered(
+    source: Any, packed: PackedSequence, given: Tensor | None, row: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the row's positions, [1, T] where every token counts one, else [3 or 4, 1, T], beside
+    ids and grids.
 
     Media are counted; where `compute_3d_position_ids` makes the positions they are None.
     """
@@ -154,18 +205,31 @@ def _numbered(source: Any, packed: PackedSequence, given: Tensor | None, row: di
     found = _marked_grids(source, media, row)
     if ids is not None and isinstance(source, PackedVisionLanguage):
         features = {kind.name: int(kind.sizes.sum()) for kind in media_of(source, media)}
-        return found | {"position_ids": None, "input_ids": _counted(row["input_ids"], features, positions)}
+        return found | {
+            "position_ids": None,
+            "input_ids": _counted(row["input_ids"], features, positions),
+        }
     return found | {"position_ids": positions()}
 
 
-def _of_shard(source: Any, packed: PackedSequence, given: Tensor | None, row: dict[str, Any]) -> dict[str, Any]:
-    """Return the same of a shard, whose media were read and whose positions were made before the row was cut."""
+def _of_shard(
+    source: Any, packed: PackedSequence, given: Tensor | None, row: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the same of a shard, whose media were read and whose positions were made before the
+    row was cut.
+    """
     held = packed.shard.features
     found: dict[str, Any] = _marked_grids(source, RowMedia.from_arguments(row), row)
     found |= {FEATURES[kind]: mark_kept(row[FEATURES[kind]], kept) for kind, kept in held.items()}
     if held and isinstance(source, PackedVisionLanguage):
-        features, positions = {kind: kept.stop - kept.start for kind, kept in held.items()}, row_positions(given, packed)
-        return found | {"position_ids": None, "input_ids": _counted(row["input_ids"], features, lambda: positions)}
+        features, positions = (
+            {kind: kept.stop - kept.start for kind, kept in held.items()},
+            row_positions(given, packed),
+        )
+        return found | {
+            "position_ids": None,
+            "input_ids": _counted(row["input_ids"], features, lambda: positions),
+        }
     return found | {"position_ids": row_positions(given, packed)}
 
 
@@ -173,7 +237,8 @@ def _of_shard(source: Any, packed: PackedSequence, given: Tensor | None, row: di
 def share_media(
     source: Any, row: dict[str, Any], local: PackedSequence
 ) -> tuple[dict[str, Any], PackedSequence]:
-    """Return the arguments of a row with positions and with the media of one shard alone, and its record, which knows of them.
+    """Return the arguments of a row with positions and with the media of one shard alone, and its
+    record, which knows of them.
 
     Args:
         source: the module that has `get_rope_index`.
@@ -184,8 +249,12 @@ def share_media(
         BoundaryError, UnsupportedInput: see `PackedVisionLanguage.forward`; the same on all ranks.
     """
     batch, row = local.shard.batch, row | _without_items(row)
-    media, ids, positions = read_media(source, batch.for_shape((1, batch.num_tokens)), row["position_ids"], row)
-    row = {name: value for name, value in row.items() if name not in SECONDS} | {"position_ids": positions()}
+    media, ids, positions = read_media(
+        source, batch.for_shape((1, batch.num_tokens)), row["position_ids"], row
+    )
+    row = {name: value for name, value in row.items() if name not in SECONDS} | {
+        "position_ids": positions()
+    }
     if ids is None:
         return row, local
     held, features = held_media(row, media, media_of(source, media), ids, local.shard)
@@ -204,8 +273,8 @@ def read_media(
         row: the arguments of the row [1, T, ...].
 
     Returns:
-        The media; where there are some, the ids [1, T] on the host, if they came; what makes the positions [1, T], or
-        [3 or 4, 1, T] on the device.
+        The media; where there are some, the ids [1, T] on the host, if they came; what makes the
+        positions [1, T], or [3 or 4, 1, T] on the device.
     """
     media, features = RowMedia.from_arguments(row), _features_given(row)
     some = bool(features) or not media.is_empty
@@ -227,61 +296,92 @@ def read_media(
 @uncompiled
 def _positions(source: Any, packed: PackedSequence, ids: Tensor, media: RowMedia) -> Tensor:
     """Return [4, 1, T] on the device."""
-    return to_device(packed_positions(source, ids, packed.cu_seqlens_cpu, media), packed.seq_idx.device)
+    return to_device(
+        packed_positions(source, ids, packed.cu_seqlens_cpu, media), packed.seq_idx.device
+    )
 
 
 def _counted(ids: Tensor, features: dict[str, int], positions: Callable[[], Tensor]) -> Tensor:
     """Return ids that tell `PackedVisionLanguage` what was counted; no copy is made."""
     counted = ids.view_as(ids)
-    setattr(counted, _COUNTED, CountedMedia({f"{kind}_features": count for kind, count in features.items()}, positions))
+    setattr(
+        counted,
+        _COUNTED,
+        CountedMedia({f"{kind}_features": count for kind, count in features.items()}, positions),
+    )
     return counted
 
 
 def _marked_grids(source: Any, media: RowMedia, row: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the grids for the tower; on the host, where upstream reads them too, if ours runs with nothing around it."""
+    """Return the grids for the tower; on the host, where upstream reads them too, if ours runs
+    with nothing around it.
+    """
     ours = isinstance(source.visual, PackedVisionTower) and "forward" not in vars(source.visual)
-    return {name: mark_packed(getattr(media, name) if ours else row[name]) for name in GRIDS if row.get(name) is not None}
+    return {
+        name: mark_packed(getattr(media, name) if ours else row[name])
+        for name in GRIDS
+        if row.get(name) is not None
+    }
 
 
-def _check_positions(source: Any, packed: PackedSequence, given: Tensor | None, media: RowMedia, what: str) -> None:
-    """Refuse media without positions or ids to make them from, and positions that count placeholders like text."""
+def _check_positions(
+    source: Any, packed: PackedSequence, given: Tensor | None, media: RowMedia, what: str
+) -> None:
+    """Refuse media without positions or ids to make them from, and positions that count
+    placeholders like text.
+    """
     if given is None:
         raise UnsupportedInput(
-            f"found {what} with inputs_embeds and neither input_ids nor position_ids; wanted one of them, because positions "
-            "of media are made from the ids; pass position_ids of 4 rows"
+            f"found {what} with inputs_embeds and neither input_ids nor position_ids; wanted one "
+            "of them, because positions of media are made from the ids; pass position_ids of 4 rows"
         )
     kinds = media_of(source, media)[:2]
-    if not packed.plain and is_text(given) and any(bool((kind.run_sizes() > 1).any()) for kind in kinds):
+    if (
+        not packed.plain
+        and is_text(given)
+        and any(bool((kind.run_sizes() > 1).any()) for kind in kinds)
+    ):
         raise UnsupportedInput(
-            f"found position_ids {list(given.shape)} that count every token, beside {what}; wanted mRoPE positions, which such "
-            "models were trained with; leave position_ids out beside cu_seq_lens_q or seq_idx, or pass 4 rows: text positions "
-            "that restart, then get_rope_index of each document"
+            f"found position_ids {list(given.shape)} that count every token, beside {what}; wanted "
+            "mRoPE positions, which such models were trained with; leave position_ids out beside "
+            "cu_seq_lens_q or seq_idx, or pass 4 rows: text positions that restart, then "
+            "get_rope_index of each document"
         )
 
 
 def _features_given(row: dict[str, Any]) -> list[str]:
     outputs = row.get("mm_encoder_outputs") or {}
-    return [kind for kind, name in FEATURES.items() if row.get(name) is not None or outputs.get(kind) is not None]
+    return [
+        kind
+        for kind, name in FEATURES.items()
+        if row.get(name) is not None or outputs.get(kind) is not None
+    ]
 
 
 def _check_features(config: Any, media: RowMedia, features: list[str], ids: Tensor | None) -> None:
-    """Refuse features without the sizes of their items, and placeholders among `ids` whose features did not come.
+    """Refuse features without the sizes of their items, and placeholders among `ids` whose features
+    did not come.
 
     Nothing else says whose features are, and upstream would run on the placeholders themselves.
     """
-    sizes = {"image": media.image_grid_thw, "video": media.video_grid_thw, "audio": media.audio_lengths}
+    sizes = {
+        "image": media.image_grid_thw,
+        "video": media.video_grid_thw,
+        "audio": media.audio_lengths,
+    }
     for kind, name in FEATURES.items():
         if kind in features:
             if sizes[kind] is None:
                 raise BoundaryError(
-                    f"found {kind} features without {SIZES[kind]}; wanted the sizes of their items, which say what belongs to "
-                    f"which document; pass {SIZES[kind]} too"
+                    f"found {kind} features without {SIZES[kind]}; wanted the sizes of their "
+                    f"items, which say what belongs to which document; pass {SIZES[kind]} too"
                 )
             continue
         token = getattr(config, f"{kind}_token_id", None)
         found = 0 if ids is None or token is None else int((ids == token).sum())
         if found:
             raise BoundaryError(
-                f"found {found} {kind} placeholders in a packed row without {name}; wanted the {kind}s' features too; use "
+                f"found {found} {kind} placeholders in a packed row without {name}; wanted the "
+                f"{kind}s' features too; use "
                 "hf_packfree.data.PackedVisionCollator: DataCollatorWithFlattening drops them"
             )

@@ -1,8 +1,18 @@
-"""Multi-token prediction: the head that Qwen3.5 and Qwen3-Next checkpoints carry, which transformers drops."""
+"""Multi-token prediction: the head that Qwen3.5 and Qwen3-Next checkpoints carry, which
+transformers drops.
+"""
 
 from hf_packfree.mtp.accept import Acceptance, accepted_drafts
 from hf_packfree.mtp.files import HeadReport, copy_head, examine
 from hf_packfree.mtp.head import MTPHead
 from hf_packfree.mtp.options import MTPOptions
 
-__all__ = ["Acceptance", "HeadReport", "MTPHead", "MTPOptions", "accepted_drafts", "copy_head", "examine"]
+__all__ = [
+    "Acceptance",
+    "HeadReport",
+    "MTPHead",
+    "MTPOptions",
+    "accepted_drafts",
+    "copy_head",
+    "examine",
+]

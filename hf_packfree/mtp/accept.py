@@ -1,7 +1,8 @@
 """How many drafts of the head the model confirms, in greedy decoding; without a serving engine.
 
-Greedy speculative decoding writes what greedy decoding writes, so the text is generated first, by the model itself.  A draft
-of step k counts only if those before it are right, that is, if they are that text: so one pass over it gives every draft.
+Greedy speculative decoding writes what greedy decoding writes, so the text is generated first, by
+the model itself. A draft of step k counts only if those before it are right, that is, if they are
+that text: so one pass over it gives every draft.
 """
 
 from __future__ import annotations
@@ -40,11 +41,16 @@ class Acceptance:
 
     def __str__(self) -> str:
         shares = ", ".join(f"{share:.1%}" for share in self.by_position)
-        return f"{self.per_round:.2f} of {self.depth} drafts accepted per round, over {self.rounds} rounds; each: {shares}"
+        return (
+            f"{self.per_round:.2f} of {self.depth} drafts accepted per round, over {self.rounds} "
+            f"rounds; each: {shares}"
+        )
 
 
 @torch.no_grad()
-def accepted_drafts(model: Any, prompts: Sequence[Tensor], *, new_tokens: int = 64, depth: int = 3) -> Acceptance:
+def accepted_drafts(
+    model: Any, prompts: Sequence[Tensor], *, new_tokens: int = 64, depth: int = 3
+) -> Acceptance:
     """Return how many of the head's drafts a model confirms.
 
     Args:
@@ -54,26 +60,33 @@ def accepted_drafts(model: Any, prompts: Sequence[Tensor], *, new_tokens: int = 
         depth: drafts per round; beyond the head's layers it runs again on its own output.
 
     Raises:
-        UnsupportedInput: the model has no head, a prompt no token, or no text is longer than a round's drafts.
+        UnsupportedInput: the model has no head, a prompt no token, or no text is longer than a
+            round's drafts.
     """
     if getattr(model, "mtp", None) is None:
         raise UnsupportedInput(
-            f"found a {type(model).__name__} without a multi-token prediction head; wanted one; call "
-            "apply_patches(model, mtp='keep')"
+            f"found a {type(model).__name__} without a multi-token prediction head; wanted one; "
+            "call apply_patches(model, mtp='keep')"
         )
     accepted: list[int] = []
     for prompt in prompts:
         if prompt.numel() == 0:
-            raise UnsupportedInput("found a prompt without tokens; wanted one at least; check the text and tokenizer")
+            raise UnsupportedInput(
+                "found a prompt without tokens; wanted one at least; check the text and tokenizer"
+            )
         ids = prompt[None]
-        text = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False)
+        text = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False
+        )
         accepted += rounds_over(model, text, len(prompt), depth)
     if not accepted:
         raise UnsupportedInput(
-            f"found no text with more new tokens than the {depth} drafts of a round; wanted one; give more new_tokens, or less "
-            "depth"
+            f"found no text with more new tokens than the {depth} drafts of a round; wanted one; "
+            "give more new_tokens, or less depth"
         )
-    shares = tuple(sum(found > place for found in accepted) / len(accepted) for place in range(depth))
+    shares = tuple(
+        sum(found > place for found in accepted) / len(accepted) for place in range(depth)
+    )
     return Acceptance(depth, len(accepted), sum(accepted) / len(accepted), shares)
 
 
@@ -91,13 +104,19 @@ def rounds_over(model: Any, text: Tensor, start: int, depth: int) -> list[int]:
 
 
 def _right(model: Any, text: Tensor, depth: int) -> Tensor:
-    """Return int64 [n - 1 - depth]: for every token of text [1, n], how many drafts after it are right in a row."""
+    """Return int64 [n - 1 - depth]: for every token of text [1, n], how many drafts after it are
+    right in a row.
+    """
     trunk = model.get_decoder()
     positions = torch.arange(text.shape[1], device=text.device)[None]
     hidden = trunk(input_ids=text, position_ids=positions, use_cache=False).last_hidden_state
     packed = PackedSequence.from_lengths([text.shape[1]], device=text.device)
     states = model.mtp(
-        hidden, trunk.embed_tokens(text), packed, depth, position_embeddings=cos_and_sin(trunk, hidden, positions)
+        hidden,
+        trunk.embed_tokens(text),
+        packed,
+        depth,
+        position_embeddings=cos_and_sin(trunk, hidden, positions),
     )
     count = max(text.shape[1] - 1 - depth, 0)
     rights = [

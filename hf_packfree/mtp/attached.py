@@ -1,4 +1,6 @@
-"""The head as a model's child: it follows the model's calls from when it is added until it is taken away."""
+"""The head as a model's child: it follows the model's calls from when it is added until it is
+taken away.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ class AttachedHead(MTPHead):
         options: see `MTPOptions`.
 
     Attributes:
-        per_expert: whether the checkpoint has tensors for each expert apart, and gets them so again; None where there is none,
-            or it has no experts.
+        per_expert: whether the checkpoint has tensors for each expert apart, and gets them so
+            again; None where there is none, or it has no experts.
     """
 
     def __init__(self, trunk: Any, layers: int, options: MTPOptions) -> None:
@@ -38,7 +40,9 @@ class AttachedHead(MTPHead):
         self._named_before = True
 
     def train(self, mode: bool = True) -> AttachedHead:
-        """Set the mode; a head that is kept stays frozen, also where transformers makes new parameters of what it loads."""
+        """Set the mode; a head that is kept stays frozen, also where transformers makes new
+        parameters of what it loads.
+        """
         super().train(mode)
         if not self.options.train:
             self.requires_grad_(False)
@@ -78,16 +82,28 @@ class AttachedHead(MTPHead):
 
 
 def training_facts(model: nn.Module | None) -> dict[str, float]:
-    """Return mean loss and accuracy of every depth since the last time, of the heads that a model trains, over all processes.
+    """Return mean loss and accuracy of every depth since the last time, of the heads that a model
+    trains, over all processes.
 
     All processes have to call it, as the Trainer does to log.
     """
-    heads = () if model is None else (module for module in model.modules() if isinstance(module, AttachedHead))
+    heads = (
+        ()
+        if model is None
+        else (module for module in model.modules() if isinstance(module, AttachedHead))
+    )
     calls = ((head.training_calls, head.fc.weight.device) for head in heads)
-    return {name: value for one, device in calls if one is not None for name, value in one.take(device).items()}
+    return {
+        name: value
+        for one, device in calls
+        if one is not None
+        for name, value in one.take(device).items()
+    }
 
 
 def _followers(parent: nn.Module) -> list[list[Any]]:
-    """Return the list of those that the parent's text model calls; it is shared by all patched modules."""
+    """Return the list of those that the parent's text model calls; it is shared by all patched
+    modules.
+    """
     states = (vars(module).get("packfree") for module in parent.modules())
     return [state.followers for state in states if isinstance(state, PatchState)][:1]

@@ -1,4 +1,6 @@
-"""The head's tensors in a checkpoint: which there are, in which layout, reading those alone, and writing them so again."""
+"""The head's tensors in a checkpoint: which there are, in which layout, reading those alone, and
+writing them so again.
+"""
 
 from __future__ import annotations
 
@@ -63,33 +65,48 @@ class HeadTensors:
         return {name: self._one(name, self._parts(name, shape)) for name, shape in shapes.items()}
 
     def check(self, shapes: Shapes) -> None:
-        """Refuse a part of a head, a head of other sizes, and tensors of unknown names; reads no values.
+        """Refuse a part of a head, a head of other sizes, and tensors of unknown names; reads no
+        values.
 
         Raises:
             MissingHead: with the list.
         """
         if faults := self.faults(shapes):
             raise MissingHead(
-                f"found {len(self.files)} tensors of a multi-token prediction head in {self.checkpoint}, which "
-                f"{'; '.join(faults)}; wanted {len(self.wanted(shapes))}; name a checkpoint that holds the whole head, the "
-                "base model's: mtp=MTPOptions(checkpoint=...), or start from random weights: mtp=MTPOptions(from_scratch=True)"
+                f"found {len(self.files)} tensors of a multi-token prediction head in "
+                f"{self.checkpoint}, which {'; '.join(faults)}; wanted {len(self.wanted(shapes))}; "
+                "name a checkpoint that holds the whole head, the base model's: "
+                "mtp=MTPOptions(checkpoint=...), or start from random weights: "
+                "mtp=MTPOptions(from_scratch=True)"
             )
 
     def faults(self, shapes: Shapes) -> list[str]:
-        """Return what keeps these tensors from being a head with parameters of these shapes, in half sentences."""
+        """Return what keeps these tensors from being a head with parameters of these shapes, in
+        half sentences.
+        """
         wanted = self.wanted(shapes)
-        missing, unknown = sorted(wanted.keys() - self.files.keys()), sorted(self.files.keys() - wanted.keys())
+        missing, unknown = (
+            sorted(wanted.keys() - self.files.keys()),
+            sorted(self.files.keys() - wanted.keys()),
+        )
         sizes = {name: self.shape(name) for name in sorted(wanted.keys() & self.files.keys())}
-        unlike = [f"{name} {list(has)} instead of {list(wanted[name])}" for name, has in sizes.items() if has != wanted[name]]
+        unlike = [
+            f"{name} {list(has)} instead of {list(wanted[name])}"
+            for name, has in sizes.items()
+            if has != wanted[name]
+        ]
         lists = {"lacks": missing, "has besides": unknown, "has": unlike}
         return [f"{verb} {', '.join(names)}" for verb, names in lists.items() if names]
 
     def wanted(self, shapes: Shapes) -> Shapes:
-        """Return {name: shape} of the tensors that hold parameters of these shapes in this checkpoint's layout."""
+        """Return {name: shape} of the tensors that hold parameters of these shapes in this
+        checkpoint's layout.
+        """
         found: Shapes = {}
         for name, shape in shapes.items():
             parts = self._parts(name, shape)
-            size = shape if parts == [PREFIX + name] else shape[1:]  # an expert's
+            # an expert's
+            size = shape if parts == [PREFIX + name] else shape[1:]
             halves = size != shape and name.endswith("gate_up_proj")
             found |= dict.fromkeys(parts, (size[0] // 2, *size[1:]) if halves else size)
         return found
@@ -108,13 +125,21 @@ class HeadTensors:
     def _parts(self, name: str, shape: tuple[int, ...]) -> list[str]:
         """Return the names of the tensors that a parameter is made of."""
         match = _EXPERTS.fullmatch(PREFIX + name)
-        return [PREFIX + name] if match is None or not self.per_expert else _names_of_experts(match[1], match[2], shape[0])
+        return (
+            [PREFIX + name]
+            if match is None or not self.per_expert
+            else _names_of_experts(match[1], match[2], shape[0])
+        )
 
     def _one(self, name: str, parts: list[str]) -> Tensor:
         tensors = [self.tensor(part) for part in parts]
         if parts == [PREFIX + name]:
             return tensors[0]
-        each = [torch.cat(pair) for pair in zip(tensors[::2], tensors[1::2])] if name.endswith("gate_up_proj") else tensors
+        each = (
+            [torch.cat(pair) for pair in zip(tensors[::2], tensors[1::2])]
+            if name.endswith("gate_up_proj")
+            else tensors
+        )
         return torch.stack(each)
 
 
@@ -124,20 +149,27 @@ def _names_of_experts(where: str, kind: str, count: int) -> list[str]:
 
 
 def save_as_read(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Save a model as its class does, with its head's experts in the layout that they were read in."""
+    """Save a model as its class does, with its head's experts in the layout that they were read
+    in.
+    """
     with _experts_written(apart=model.mtp.per_expert):
         return type(model).save_pretrained(model, *args, **kwargs)
 
 
 @contextmanager
 def _experts_written(*, apart: bool) -> Iterator[None]:
-    """Let transformers, which writes all experts as it read most of them, leave the head's to us while the block runs."""
+    """Let transformers, which writes all experts as it read most of them, leave the head's to us
+    while the block runs.
+    """
     library: Any = modeling_utils
-    others = library.revert_weight_conversion  # the one place that knows every tensor before files are made
+    # the one place that knows every tensor before files are made
+    others = library.revert_weight_conversion
 
     def revert(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         ours = {name: part for name, part in tensors.items() if _EXPERTS.fullmatch(name)}
-        rest: dict[str, Tensor] = others(model, {name: part for name, part in tensors.items() if name not in ours})
+        rest: dict[str, Tensor] = others(
+            model, {name: part for name, part in tensors.items() if name not in ours}
+        )
         return rest | (_apart(ours) if apart else ours)
 
     library.revert_weight_conversion = revert
@@ -152,13 +184,18 @@ def _apart(experts: dict[str, Tensor]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, whole in experts.items():
         where, _, kind = name.rpartition(".")
-        parts = [half for one in whole.unbind() for half in (one.chunk(2) if kind == "gate_up_proj" else [one])]
+        parts = [
+            half
+            for one in whole.unbind()
+            for half in (one.chunk(2) if kind == "gate_up_proj" else [one])
+        ]
         found |= zip(_names_of_experts(where, kind, len(whole)), (part.clone() for part in parts))
     return found
 
 
 def head_tensors(checkpoint: str) -> HeadTensors:
-    """Return what a checkpoint holds of the head, maybe nothing; reads its index alone, or the header of its only file.
+    """Return what a checkpoint holds of the head, maybe nothing; reads its index alone, or the
+    header of its only file.
 
     Args:
         checkpoint: a folder, or a hub id, whose files are downloaded as transformers does.
@@ -173,19 +210,26 @@ def head_tensors(checkpoint: str) -> HeadTensors:
         files = {part: file_of(checkpoint, part) for part in set(wanted.values())}
         if gone := sorted(part for part, file in files.items() if file is None):
             raise MissingHead(
-                f"found an index in {checkpoint} that names {', '.join(gone)}, which is not there; wanted every file of the "
-                "index; download the checkpoint again"
+                f"found an index in {checkpoint} that names {', '.join(gone)}, which is not there; "
+                "wanted every file of the index; download the checkpoint again"
             )
-        return HeadTensors(checkpoint, {name: file for name, part in wanted.items() if (file := files[part]) is not None})
+        return HeadTensors(
+            checkpoint,
+            {name: file for name, part in wanted.items() if (file := files[part]) is not None},
+        )
     single = file_of(checkpoint, SINGLE)
     if single is None:
         raise MissingHead(
-            f"found neither {INDEX} nor {SINGLE} in {checkpoint or 'no checkpoint: the model came from none'}; wanted the "
-            "checkpoint that the model came from, to read the multi-token prediction head; name one: "
-            "mtp=MTPOptions(checkpoint=...), or start from random weights: mtp=MTPOptions(from_scratch=True)"
+            f"found neither {INDEX} nor {SINGLE} in "
+            f"{checkpoint or 'no checkpoint: the model came from none'}; wanted the checkpoint "
+            "that the model came from, to read the multi-token prediction head; name one: "
+            "mtp=MTPOptions(checkpoint=...), or start from random weights: "
+            "mtp=MTPOptions(from_scratch=True)"
         )
     with opened(single) as file:
-        return HeadTensors(checkpoint, {name: single for name in file.keys() if name.startswith(PREFIX)})
+        return HeadTensors(
+            checkpoint, {name: single for name in file.keys() if name.startswith(PREFIX)}
+        )
 
 
 @contextmanager
@@ -219,13 +263,15 @@ def read_index(path: Path) -> dict[str, Any]:
 
 def _damaged(path: Path, error: Exception) -> MissingHead:
     return MissingHead(
-        f"found {path} damaged ({in_short(error)}); wanted safetensors whole, with the tensors that their index names; "
-        "download the checkpoint again"
+        f"found {path} damaged ({in_short(error)}); wanted safetensors whole, with the tensors "
+        "that their index names; download the checkpoint again"
     )
 
 
 def file_of(checkpoint: str, name: str) -> Path | None:
-    """Return the path of a checkpoint's file, downloaded where the checkpoint is a hub id, or None."""
+    """Return the path of a checkpoint's file, downloaded where the checkpoint is a hub id, or
+    None.
+    """
     if not checkpoint:
         return None
     if Path(checkpoint).is_dir():

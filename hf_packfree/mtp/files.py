@@ -1,4 +1,6 @@
-"""Checkpoints as files: whether their head is what the configuration promises, and giving one back where it was lost."""
+"""Checkpoints as files: whether their head is what the configuration promises, and giving one
+back where it was lost.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,21 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModel
 
 from hf_packfree.errors import MissingHead, UnsupportedInput, UnsupportedModel, in_short
-from hf_packfree.mtp.checkpoint import INDEX, SINGLE, HeadTensors, Shapes, head_tensors, opened, read_index
+from hf_packfree.mtp.checkpoint import (
+    INDEX,
+    SINGLE,
+    HeadTensors,
+    Shapes,
+    head_tensors,
+    opened,
+    read_index,
+)
 from hf_packfree.mtp.head import MTPHead, shapes_of
 
 DEPTHS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
-"""The fields of the text model's configuration that say how many layers the head has; Qwen3-Next's has none."""
+"""The fields of the text model's configuration that say how many layers the head has;
+Qwen3-Next's has none.
+"""
 
 
 @dataclass(frozen=True)
@@ -30,7 +42,8 @@ class HeadReport:
         checkpoint: folder or hub id.
         promised: layers that the configuration speaks of, None where it says nothing.
         layers, tensors: what the files hold; 0 where they hold no head.
-        layout: "dense", "fused" (one tensor for all experts) or "per expert"; None where there is no head.
+        layout: "dense", "fused" (one tensor for all experts) or "per expert"; None where there is
+            no head.
         faults: what keeps the tensors from being the head of this model.
     """
 
@@ -44,22 +57,36 @@ class HeadReport:
     @property
     def agrees(self) -> bool:
         """Whether the files hold what the configuration promises: a whole head, or none."""
-        return not self.faults and self.layers == (self.promised if self.promised is not None else min(self.layers, 1))
+        return not self.faults and self.layers == (
+            self.promised if self.promised is not None else min(self.layers, 1)
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON."""
         return asdict(self) | {"agrees": self.agrees}
 
     def __str__(self) -> str:
-        promised = "says nothing of a head" if self.promised is None else f"promises {self.promised} layer(s)"
-        held = f"{self.tensors} tensors, {self.layers} layer(s), {self.layout}" if self.tensors else "no tensor of it"
+        promised = (
+            "says nothing of a head"
+            if self.promised is None
+            else f"promises {self.promised} layer(s)"
+        )
+        held = (
+            f"{self.tensors} tensors, {self.layers} layer(s), {self.layout}"
+            if self.tensors
+            else "no tensor of it"
+        )
         rest = "they agree" if self.agrees else "they do not agree"
         faults = f": the checkpoint {'; '.join(self.faults)}" if self.faults else ""
-        return f"{self.checkpoint}: the configuration {promised}, the files hold {held}; {rest}{faults}"
+        return (
+            f"{self.checkpoint}: the configuration {promised}, the files hold {held}; "
+            f"{rest}{faults}"
+        )
 
 
 def examine(checkpoint: str) -> HeadReport:
-    """Return what a checkpoint holds of its multi-token prediction head; reads names and shapes alone.
+    """Return what a checkpoint holds of its multi-token prediction head; reads names and shapes
+    alone.
 
     Args:
         checkpoint: folder or hub id.
@@ -72,14 +99,27 @@ def examine(checkpoint: str) -> HeadReport:
     tensors = head_tensors(checkpoint)
     promised = next((getattr(config, name) for name in DEPTHS if hasattr(config, name)), None)
     faults = tensors.faults(wanted_shapes(config, max(tensors.layers, 1))) if tensors.files else []
-    layout = "per expert" if tensors.per_expert else "fused" if getattr(config, "num_experts", 0) else "dense"
+    layout = (
+        "per expert"
+        if tensors.per_expert
+        else "fused"
+        if getattr(config, "num_experts", 0)
+        else "dense"
+    )
     return HeadReport(
-        checkpoint, promised, tensors.layers, len(tensors.files), layout if tensors.files else None, tuple(faults)
+        checkpoint,
+        promised,
+        tensors.layers,
+        len(tensors.files),
+        layout if tensors.files else None,
+        tuple(faults),
     )
 
 
 def wanted_shapes(config: Any, layers: int) -> Shapes:
-    """Return {name: shape} of the parameters that the head of a text model with this configuration has."""
+    """Return {name: shape} of the parameters that the head of a text model with this
+    configuration has.
+    """
     one = copy.deepcopy(config)
     one.num_hidden_layers, one.layer_types = 1, ["full_attention"]
     with torch.device("meta"):
@@ -87,9 +127,11 @@ def wanted_shapes(config: Any, layers: int) -> Shapes:
 
 
 def copy_head(base: str, checkpoint: str, out: str | Path) -> HeadReport:
-    """Write a copy of `checkpoint`, a folder, into the new or empty folder `out`, with the head that `base` holds.
+    """Write a copy of `checkpoint`, a folder, into the new or empty folder `out`, with the head
+    that `base` holds.
 
-    Every tensor is copied as it is, in its layout and dtype; the configuration and the index say what is there.
+    Every tensor is copied as it is, in its layout and dtype; the configuration and the index say
+    what is there.
 
     Raises:
         UnsupportedInput: `checkpoint` is no folder, or has a head; `out` is not empty.
@@ -98,24 +140,34 @@ def copy_head(base: str, checkpoint: str, out: str | Path) -> HeadReport:
     """
     source, target = Path(checkpoint), Path(out)
     if not source.is_dir():
-        raise UnsupportedInput(f"found {checkpoint}, which is no folder; wanted the fine-tuned checkpoint's; download it first")
+        raise UnsupportedInput(
+            f"found {checkpoint}, which is no folder; wanted the fine-tuned checkpoint's; download "
+            f"it first"
+        )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UnsupportedInput(f"found {out}, which is not empty; wanted a new folder; name another one")
+        raise UnsupportedInput(
+            f"found {out}, which is not empty; wanted a new folder; name another one"
+        )
     if found := head_tensors(checkpoint).files:
         raise UnsupportedInput(
-            f"found {len(found)} tensors of a multi-token prediction head in {checkpoint}; wanted none; packfree mtp "
-            f"{checkpoint} says whether they are whole"
+            f"found {len(found)} tensors of a multi-token prediction head in {checkpoint}; wanted "
+            f"none; packfree mtp {checkpoint} says whether they are whole"
         )
     config, tensors = _config_of(checkpoint), head_tensors(base)
     if not tensors.files:
-        raise MissingHead(f"found no multi-token prediction head in {base}; wanted the base model's checkpoint; name one")
+        raise MissingHead(
+            f"found no multi-token prediction head in {base}; wanted the base model's checkpoint; "
+            f"name one"
+        )
     tensors.check(wanted_shapes(config, tensors.layers))
     _write(source, target, tensors)
     return examine(str(target))
 
 
 def _write(source: Path, target: Path, tensors: HeadTensors) -> None:
-    """Copy a checkpoint's files and write the head's beside them; the index last, without which nothing is read."""
+    """Copy a checkpoint's files and write the head's beside them; the index last, without which
+    nothing is read.
+    """
     target.mkdir(parents=True, exist_ok=True)
     index = _index_of(source)
     renamed = {SINGLE: "model-00001-of-00002.safetensors"} if not (source / INDEX).is_file() else {}
@@ -145,7 +197,10 @@ def _index_of(folder: Path) -> dict[str, Any]:
         names = list(file.keys())
     with open(folder / SINGLE, "rb") as raw:
         header = 8 + int.from_bytes(raw.read(8), "little")
-    return {"metadata": {"total_size": os.path.getsize(folder / SINGLE) - header}, "weight_map": dict.fromkeys(names, SINGLE)}
+    return {
+        "metadata": {"total_size": os.path.getsize(folder / SINGLE) - header},
+        "weight_map": dict.fromkeys(names, SINGLE),
+    }
 
 
 def _config_of(checkpoint: str) -> Any:
@@ -154,12 +209,12 @@ def _config_of(checkpoint: str) -> Any:
         config = AutoConfig.from_pretrained(checkpoint).get_text_config()
     except (OSError, ValueError, KeyError) as error:
         raise UnsupportedModel(
-            f"found no configuration under {checkpoint!r} ({in_short(error)}); wanted a checkpoint folder or a hub id; check "
-            "the name"
+            f"found no configuration under {checkpoint!r} ({in_short(error)}); wanted a checkpoint "
+            "folder or a hub id; check the name"
         ) from error
     if not config.model_type.startswith(("qwen3_5", "qwen3_next")):
         raise UnsupportedModel(
-            f"found a checkpoint of {config.model_type}, of which no multi-token prediction head is known; wanted Qwen3.5 or "
-            "Qwen3-Next; name a checkpoint of these"
+            f"found a checkpoint of {config.model_type}, of which no multi-token prediction head "
+            "is known; wanted Qwen3.5 or Qwen3-Next; name a checkpoint of these"
         )
     return config

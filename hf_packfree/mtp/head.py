@@ -1,8 +1,11 @@
-"""The head: parameters with the published names, built from the text model's own layer and norm classes.
+"""The head: parameters with the published names, built from the text model's own layer and norm
+classes.
 
 Step k at token t (Qwen3-Next's and DeepSeek-V3's multi-token prediction):
 
-    z_t = fc [norm_e(embedding of x_{t+k}), norm_h(h^{k-1}_t)],   h^k_t = norm(layer(z)_t),   h^0 = the text model's output
+    z_t   = fc [norm_e(embedding of x_{t+k}), norm_h(h^{k-1}_t)]
+    h^k_t = norm(layer(z)_t)
+    h^0   = the text model's output
 
 and h^k_t predicts x_{t+k+1} through the model's own language modelling head.
 """
@@ -24,13 +27,18 @@ class MTPHead(nn.Module):
     """The module `model.mtp`.
 
     Args:
-        trunk: the text model, of which the layer and norm classes, the sizes and the settings are taken.
+        trunk: the text model, of which the layer and norm classes, the sizes and the settings are
+            taken.
         layers: how many layers; step k runs layer (k - 1) modulo this number.
     """
 
     def __init__(self, trunk: Any, layers: int = 1) -> None:
         super().__init__()
-        config, layer, norm = trunk.config, upstream_of(type(trunk.layers[0])), upstream_of(type(trunk.norm))
+        config, layer, norm = (
+            trunk.config,
+            upstream_of(type(trunk.layers[0])),
+            upstream_of(type(trunk.norm)),
+        )
         alike = _of_full_attention(config, layers)
         width, eps = config.hidden_size, config.rms_norm_eps
         self.fc = nn.Linear(2 * width, width, bias=False)
@@ -38,7 +46,8 @@ class MTPHead(nn.Module):
         self.pre_fc_norm_hidden = norm(width, eps=eps)
         self.layers = nn.ModuleList(layer(alike, number) for number in range(layers))
         self.norm = norm(width, eps=eps)
-        for module in self.modules():  # which attention runs is the text model's setting, now and later
+        # which attention runs is the text model's setting, now and later
+        for module in self.modules():
             if getattr(module, "config", None) is alike:
                 module.config = config
         self._checkpoint_like(trunk)
@@ -51,14 +60,20 @@ class MTPHead(nn.Module):
                     setattr(layer, name, getattr(trunk.layers[0], name))
 
     def forward(
-        self, hidden: Tensor, embeddings: Tensor, packed: PackedSequence, depth: int = 1, **of_layers: Any
+        self,
+        hidden: Tensor,
+        embeddings: Tensor,
+        packed: PackedSequence,
+        depth: int = 1,
+        **of_layers: Any,
     ) -> tuple[Tensor, ...]:
-        """Run `depth` steps on a row; where a document has no token to embed any more, zeros stand for it.
+        """Run `depth` steps on a row; where a document has no token to embed any more, zeros stand
+        for it.
 
         Args:
             hidden: [1, T, D_model], the text model's output after its final norm.
-            embeddings: [1, T, D_model], what the text model began with, features of images included; [1, T + depth, D_model]
-                of a shard, whose documents go on behind it.
+            embeddings: [1, T, D_model], what the text model began with, features of images
+                included; [1, T + depth, D_model] of a shard, whose documents go on behind it.
             packed: where documents start and end.
             depth: number of steps.
             of_layers: what a decoder layer takes besides, such as `position_embeddings`.
@@ -68,7 +83,10 @@ class MTPHead(nn.Module):
         """
         states: list[Tensor] = []
         for step in range(1, depth + 1):
-            both = self.pre_fc_norm_embedding(ahead(embeddings, packed, step, 0)), self.pre_fc_norm_hidden(hidden)
+            both = (
+                self.pre_fc_norm_embedding(ahead(embeddings, packed, step, 0)),
+                self.pre_fc_norm_hidden(hidden),
+            )
             block = self.layers[(step - 1) % len(self.layers)]
             out = block(self.fc(torch.cat(both, -1)), packed_sequence=packed, **of_layers)
             hidden = self.norm(out[0] if isinstance(out, tuple) else out)
@@ -82,16 +100,22 @@ def shapes_of(head: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def ahead(row: Tensor, packed: PackedSequence, by: int, fill: float) -> Tensor:
-    """Return the row [1, T, ...] with every token's value replaced by that of the token `by` further in the same document.
+    """Return the row [1, T, ...] with every token's value replaced by that of the token `by`
+    further in the same document.
 
-    Tokens whose document ends before that get `fill`.  Of a shard, `row` has as many tokens more that are behind it.
+    Tokens whose document ends before that get `fill`. Of a shard, `row` has as many tokens more
+    that are behind it.
     """
     same = packed.cached(_goes_on, by).to(row.device).view(1, -1, *[1] * (row.ndim - 2))
-    return pad_row(row[:, by:][:, : packed.num_tokens], packed.num_tokens, fill).masked_fill(~same, fill)
+    return pad_row(row[:, by:][:, : packed.num_tokens], packed.num_tokens, fill).masked_fill(
+        ~same, fill
+    )
 
 
 def predicts(packed: PackedSequence, by: int) -> Tensor:
-    """Return bool [T]: which real tokens have one to embed `by` further in their document, and one behind that to predict."""
+    """Return bool [T]: which real tokens have one to embed `by` further in their document, and
+    one behind that to predict.
+    """
     return packed.cached(_goes_on, by + 1) & packed.is_real()[0]
 
 
@@ -103,7 +127,9 @@ def _goes_on(packed: PackedSequence, by: int) -> Tensor:
 
 
 def _of_full_attention(config: Any, layers: int) -> Any:
-    """Return a copy of the text model's configuration whose layers all attend, and have experts where any have."""
+    """Return a copy of the text model's configuration whose layers all attend, and have experts
+    where any have.
+    """
     alike = copy.deepcopy(config)
     alike.layer_types, alike.num_hidden_layers = ["full_attention"] * layers, layers
     if getattr(config, "num_experts", 0):

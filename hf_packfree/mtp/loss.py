@@ -20,7 +20,9 @@ from hf_packfree.packing import PackedSequence
 from hf_packfree.parallel.collectives import gathered
 
 SAMPLE = 1024
-"""Tokens of a row whose most likely prediction is compared with the target: all of a longer row's would cost a product more."""
+"""Tokens of a row whose most likely prediction is compared with the target: all of a longer
+row's would cost a product more.
+"""
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,8 @@ class DepthLosses:
 
     Attributes:
         sums: each depth's summed cross entropy, with its graph; of a shard its own.
-        facts: per depth [4]: that sum, how many targets there are, how many of them were tried, and how many of these the most
-            likely token hits; of the whole row.
+        facts: per depth [4]: that sum, how many targets there are, how many of them were tried, and
+            how many of these the most likely token hits; of the whole row.
     """
 
     sums: tuple[Tensor, ...]
@@ -38,14 +40,20 @@ class DepthLosses:
 
 
 def depth_losses(
-    states: Sequence[Tensor], targets: Tensor, packed: PackedSequence, layer: Any, state: PatchState, *, detach: bool
+    states: Sequence[Tensor],
+    targets: Tensor,
+    packed: PackedSequence,
+    layer: Any,
+    state: PatchState,
+    *,
+    detach: bool,
 ) -> DepthLosses:
     """Return the losses of the head's states.
 
     Args:
         states: per depth [1, T, D_model], see `MTPHead.forward`.
-        targets: int64 [1, T], what the main loss wants each token to predict, `IGNORED` at the end of every document; of a
-            shard with as many tokens behind it as there are depths.
+        targets: int64 [1, T], what the main loss wants each token to predict, `IGNORED` at the end
+            of every document; of a shard with as many tokens behind it as there are depths.
         packed: the record of the row.
         layer: the language modelling head's last one.
         state: the model's, which names the loss's backend.
@@ -65,7 +73,9 @@ def depth_losses(
 
 
 def _summed_loss(hidden: Tensor, targets: Tensor, weights: Weights, state: PatchState) -> Tensor:
-    """Return the summed cross entropy of hidden [T, D_model]; of plain weights no logits of all tokens are made."""
+    """Return the summed cross entropy of hidden [T, D_model]; of plain weights no logits of all
+    tokens are made.
+    """
     parts = None if weights.weight is None else as_multiplied(hidden, weights)
     backend = "upstream" if parts is None else state.kernels_for(hidden.device, parts[0].dtype).loss
     if parts is None or backend == "upstream":
@@ -74,12 +84,16 @@ def _summed_loss(hidden: Tensor, targets: Tensor, weights: Weights, state: Patch
         wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
         return F.cross_entropy(wide, targets[kept], reduction="sum")
     x, weight, bias = parts
-    return linear_cross_entropy(x, weight, targets, bias=bias, ignore_index=IGNORED, backend=backend)
+    return linear_cross_entropy(
+        x, weight, targets, bias=bias, ignore_index=IGNORED, backend=backend
+    )
 
 
 @torch.no_grad()
 def _hits(hidden: Tensor, targets: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
-    """Return how many targets of evenly spaced tokens were tried, and how many the most likely token hits."""
+    """Return how many targets of evenly spaced tokens were tried, and how many the most likely
+    token hits.
+    """
     count = min(SAMPLE, len(targets))
     some = torch.arange(count, device=hidden.device) * len(targets) // count
     wanted = targets.index_select(0, some)

@@ -10,17 +10,21 @@ Choice = Literal["keep", "train"] | None
 
 @dataclass(frozen=True, kw_only=True)
 class MTPOptions:
-    """How the multi-token prediction head is read and trained; `mtp="train"` means these defaults, "keep" `train=False`.
+    """How the multi-token prediction head is read and trained; `mtp="train"` means these defaults,
+    "keep" `train=False`.
 
     Attributes:
         train: False freezes the head: it is there to be saved with the model, and never runs.
-        depth: how many tokens after the next one are predicted in training, 1 at least.  Checkpoints have one layer, which runs
-            again on its own output for each further depth.
-        weight: of the mean of all depths' losses beside the main loss (DeepSeek-V3 and Megatron: 0.1).
-        detach: True trains the head alone: the text model, the embedding and the language modelling head get the gradients
-            that they get without it, bit for bit.
-        from_scratch: start with random weights, as the text model's were, instead of reading a checkpoint.
-        checkpoint: folder or hub id to read the head from; the one that the model came from if not given.
+        depth: how many tokens after the next one are predicted in training, 1 at least. Checkpoints
+            have one layer, which runs again on its own output for each further depth.
+        weight: of the mean of all depths' losses beside the main loss (DeepSeek-V3 and Megatron:
+            0.1).
+        detach: True trains the head alone: the text model, the embedding and the language modelling
+            head get the gradients that they get without it, bit for bit.
+        from_scratch: start with random weights, as the text model's were, instead of reading a
+            checkpoint.
+        checkpoint: folder or hub id to read the head from; the one that the model came from if not
+            given.
     """
 
     train: bool = True
@@ -33,13 +37,17 @@ class MTPOptions:
     def __post_init__(self) -> None:
         """Refuse what no head can do, whatever the model."""
         if isinstance(self.depth, bool) or not isinstance(self.depth, int) or self.depth < 1:
-            raise ValueError(f"found depth={self.depth!r}; wanted a whole number of at least 1; pass 1")
+            raise ValueError(
+                f"found depth={self.depth!r}; wanted a whole number of at least 1; pass 1"
+            )
         if not 0 < self.weight < float("inf"):
-            raise ValueError(f"found weight={self.weight!r}; wanted a number above 0; mtp='keep' trains nothing")
+            raise ValueError(
+                f"found weight={self.weight!r}; wanted a number above 0; mtp='keep' trains nothing"
+            )
         if self.from_scratch and (self.checkpoint is not None or not self.train):
             raise ValueError(
-                "found from_scratch=True with a checkpoint or train=False; wanted it for a head that is trained and has none; "
-                "leave one of the two options out"
+                "found from_scratch=True with a checkpoint or train=False; wanted it for a head "
+                "that is trained and has none; leave one of the two options out"
             )
 
 
@@ -52,5 +60,7 @@ def mtp_options(choice: Choice | MTPOptions) -> MTPOptions | None:
     if choice is None or isinstance(choice, MTPOptions):
         return choice
     if choice not in ("keep", "train"):
-        raise ValueError(f"found mtp={choice!r}; wanted None, 'keep', 'train' or MTPOptions(...); pass one")
+        raise ValueError(
+            f"found mtp={choice!r}; wanted None, 'keep', 'train' or MTPOptions(...); pass one"
+        )
     return MTPOptions(train=choice == "train")

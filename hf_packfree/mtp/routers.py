@@ -42,7 +42,8 @@ def wants_balance(model: Any, given: dict[str, Any]) -> bool:
 
 
 def balance(model: Any, logits: list[Tensor], packed: PackedSequence) -> Tensor:
-    """Return the routers' loss by the family's own function, times its coefficient, without tokens that predict nothing.
+    """Return the routers' loss by the family's own function, times its coefficient, without tokens
+    that predict nothing.
 
     Every rank of a context-parallel group gets that of the whole row.
 
@@ -56,7 +57,9 @@ def balance(model: Any, logits: list[Tensor], packed: PackedSequence) -> Tensor:
     if packed.shard is not None:
         logits = [all_gather(one, packed.shard.group).flatten(0, 1) for one in logits]
         packed = packed.shard.row
-    kept = tuple(one[predicts(packed, step).to(one.device)] for step, one in enumerate(logits, start=1))
+    kept = tuple(
+        one[predicts(packed, step).to(one.device)] for step, one in enumerate(logits, start=1)
+    )
     loss: Tensor = config.router_aux_loss_coef * own.load_balancing_loss_func(
         kept, config.num_experts, config.num_experts_per_tok
     )

@@ -1,7 +1,9 @@
-"""The head's loss beside the main one, whoever computes that: the model's own head, or a forward that replaced it.
+"""The head's loss beside the main one, whoever computes that: the model's own head, or a forward
+that replaced it.
 
-Labels are noted where the model is called, the row where the text model's output is known, and the loss is added to what
-the model returns, where the factors of mixed precision, accumulation and data parallelism reach it as they reach the main loss.
+Labels are noted where the model is called, the row where the text model's output is known, and the
+loss is added to what the model returns, where the factors of mixed precision, accumulation and data
+parallelism reach it as they reach the main loss.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ from torch import Tensor, nn
 
 from hf_packfree.errors import UnsupportedInput
 from hf_packfree.models.compat import cache_of
-from hf_packfree.models.entry import read_arguments, row_positions, wants_all_logits
+from hf_packfree.models.entry import read_arguments, wants_all_logits
 from hf_packfree.models.heads import at_least_one
 from hf_packfree.models.labels import IGNORED, row_targets, shifted_labels
 from hf_packfree.models.rotary import cos_and_sin
+from hf_packfree.models.row import row_positions
 from hf_packfree.models.state import PatchState, state_of
 from hf_packfree.mtp.loss import depth_losses
 from hf_packfree.mtp.options import MTPOptions
@@ -33,11 +36,15 @@ logger = logging.getLogger("hf_packfree")
 
 @dataclass
 class _Call:
-    """One call of the model: its arguments by name, and, once they are known, the text model's settings and row."""
+    """One call of the model: its arguments by name, and, once they are known, the text model's
+    settings and row.
+    """
 
     given: dict[str, Any]
     backends: PatchState = PatchState()
-    autocast: dict[str, Any] = field(default_factory=lambda: {"device_type": "cpu", "enabled": False})
+    autocast: dict[str, Any] = field(
+        default_factory=lambda: {"device_type": "cpu", "enabled": False}
+    )
     packed: PackedSequence | None = None
     row: dict[str, Any] = field(default_factory=dict)
 
@@ -55,32 +62,51 @@ class MTPTraining:
         """Note what the model is called with; a forward pre-hook."""
         self._call = None
         if model.training and torch.is_grad_enabled():
-            self._call = _Call(dict(zip(inspect.signature(model.forward).parameters, args)) | kwargs)
+            self._call = _Call(
+                dict(zip(inspect.signature(model.forward).parameters, args)) | kwargs
+            )
 
-    def follow(self, trunk: Any, packed: PackedSequence | None, arguments: dict[str, Any], hidden: Tensor) -> None:
+    def follow(
+        self, trunk: Any, packed: PackedSequence | None, arguments: dict[str, Any], hidden: Tensor
+    ) -> None:
         """Note the row that the text model ran.
 
         Args:
             packed: the record for the caller's batch; None where upstream ran it as it came.
-            arguments: the text model's, of the row [1, T], or of the batch [B, S] where `packed` is None.
+            arguments: the text model's, of the row [1, T], or of the batch [B, S] where `packed` is
+                None.
             hidden: its output, in the same shape.
         """
         if self._call is None:
             if torch.is_grad_enabled():
-                found, wanted = f"that calls the {type(trunk).__name__} alone", "the language model around it, with labels"
+                found, wanted = (
+                    f"that calls the {type(trunk).__name__} alone",
+                    "the language model around it, with labels",
+                )
                 self._warn_of_nothing(found, wanted)
             return
         embeddings = arguments.get("inputs_embeds")
         with torch.set_grad_enabled(not self.options.detach):
-            embeddings = trunk.embed_tokens(arguments["input_ids"]) if embeddings is None else embeddings
+            embeddings = (
+                trunk.embed_tokens(arguments["input_ids"]) if embeddings is None else embeddings
+            )
         positions = arguments["position_ids"]
         if packed is None:
             packed = _record_of(trunk, arguments)
             if packed is None:
                 return
-            hidden, embeddings, positions = unpad(hidden, packed), unpad(embeddings, packed), row_positions(positions, packed)
-        text, rotary = (positions[0], positions[1:]) if positions.ndim == 3 and len(positions) == 4 else (None, positions)
-        embeddings = embeddings.to(hidden.device)  # which may be another one where layers are on several
+            hidden, embeddings, positions = (
+                unpad(hidden, packed),
+                unpad(embeddings, packed),
+                row_positions(positions, packed),
+            )
+        text, rotary = (
+            (positions[0], positions[1:])
+            if positions.ndim == 3 and len(positions) == 4
+            else (None, positions)
+        )
+        # which may be another one where layers are on several
+        embeddings = embeddings.to(hidden.device)
         if self.options.detach:
             hidden, embeddings = hidden.detach(), embeddings.detach()
         if packed.shard is not None:
@@ -88,11 +114,16 @@ class MTPTraining:
         self._call.packed, self._call.backends = packed, state_of(trunk)
         kind = hidden.device.type
         self._call.autocast = {
-            "device_type": kind, "enabled": torch.is_autocast_enabled(kind), "dtype": torch.get_autocast_dtype(kind)
+            "device_type": kind,
+            "enabled": torch.is_autocast_enabled(kind),
+            "dtype": torch.get_autocast_dtype(kind),
         }
         self._call.row = {
-            "hidden": hidden, "embeddings": embeddings, "packed": packed.for_shape((1, packed.num_tokens)),
-            "position_embeddings": cos_and_sin(trunk, hidden, rotary), "position_ids": text,
+            "hidden": hidden,
+            "embeddings": embeddings,
+            "packed": packed.for_shape((1, packed.num_tokens)),
+            "position_embeddings": cos_and_sin(trunk, hidden, rotary),
+            "position_ids": text,
         }
 
     def after(self, model: Any, args: tuple[Any, ...], output: Any) -> Any:
@@ -100,10 +131,13 @@ class MTPTraining:
         call, self._call = self._call, None
         if call is None:
             return None
-        if call.packed is None or all(call.given.get(name) is None for name in ("labels", "shift_labels")):
+        if call.packed is None or all(
+            call.given.get(name) is None for name in ("labels", "shift_labels")
+        ):
             self._warn_of_nothing(f"of {type(model).__name__} without labels", "it with labels")
             return None
-        with torch.autocast(**call.autocast):  # as the text model ran; accelerate's ends with the model's forward
+        # as the text model ran; accelerate's ends with the model's forward
+        with torch.autocast(**call.autocast):
             return _with_loss(output, *self._loss(model, call, call.packed))
 
     def _loss(self, model: Any, call: _Call, packed: PackedSequence) -> tuple[Tensor, Any]:
@@ -112,14 +146,19 @@ class MTPTraining:
         with router_logits(model.mtp) as routed:
             states = model.mtp(depth=self.options.depth, **call.row)
         row: PackedSequence = call.row["packed"]
-        losses = depth_losses(states, targets, row, model.lm_head, call.backends, detach=self.options.detach)
+        losses = depth_losses(
+            states, targets, row, model.lm_head, call.backends, detach=self.options.detach
+        )
         self.totals = [old + new for old, new in zip(self.totals, losses.facts)] or [*losses.facts]
         total = self.options.weight / self.options.depth * torch.stack(losses.sums).sum()
         items = items.to(total.device) if isinstance(items, Tensor) else items
-        if wants_balance(model, call.given):  # a mean, where the others are sums
-            once = 1 if row.shard is None else row.shard.world  # every rank has all of it
+        # a mean, where the others are sums
+        if wants_balance(model, call.given):
+            # every rank has all of it
+            once = 1 if row.shard is None else row.shard.world
             total = total + self.options.weight * items * balance(model, routed, row) / once
-        if row.shard is not None and call.given.get("num_items_in_batch") is None:  # whose mean over the ranks counts
+        # whose mean over the ranks counts
+        if row.shard is not None and call.given.get("num_items_in_batch") is None:
             total = total * row.shard.world
         return total, items
 
@@ -127,15 +166,20 @@ class MTPTraining:
         if not self._warned:
             self._warned = True
             logger.warning(
-                "found a training step %s, from which the multi-token prediction head learns nothing; wanted its loss beside "
-                "the main one; call %s, or apply_patches(model, mtp='keep')", found, wanted
+                "found a training step %s, from which the multi-token prediction head learns "
+                "nothing; wanted its loss beside "
+                "the main one; call %s, or apply_patches(model, mtp='keep')",
+                found,
+                wanted,
             )
 
     def take(self, together: torch.device | None = None) -> dict[str, float]:
-        """Return mean loss and accuracy of every depth since the last time, nothing of a depth without targets.
+        """Return mean loss and accuracy of every depth since the last time, nothing of a depth
+        without targets.
 
         Args:
-            together: where processes are added up, which all of them have to call for; None: of this one alone.
+            together: where processes are added up, which all of them have to call for; None: of
+                this one alone.
         """
         none = torch.zeros(self.options.depth, 4, dtype=torch.float64, device=together)
         totals, self.totals = torch.stack(self.totals) if self.totals else none, []
@@ -144,19 +188,33 @@ class MTPTraining:
         facts: dict[str, float] = {}
         for depth, (total, count, tried, right) in enumerate(totals.tolist(), start=1):
             if count:
-                facts |= {f"packfree/mtp_loss_{depth}": total / count, f"packfree/mtp_accuracy_{depth}": right / max(tried, 1)}
+                facts |= {
+                    f"packfree/mtp_loss_{depth}": total / count,
+                    f"packfree/mtp_accuracy_{depth}": right / max(tried, 1),
+                }
         return facts
 
 
 def _record_of(trunk: Any, arguments: dict[str, Any]) -> PackedSequence | None:
     """Return the record of a batch that upstream ran: real tokens as one row; None with a cache."""
     ids, embeddings = arguments.get("input_ids"), arguments.get("inputs_embeds")
-    inputs = PackingInputs.from_kwargs({}, position_ids=None, attention_mask=arguments.get("attention_mask"))
-    return read_arguments(inputs, ids, embeddings, cache_of(arguments), config=trunk.config, skip_padding=True, unpacked=True)
+    inputs = PackingInputs.from_kwargs(
+        {}, position_ids=None, attention_mask=arguments.get("attention_mask")
+    )
+    return read_arguments(
+        inputs,
+        ids,
+        embeddings,
+        cache_of(arguments),
+        config=trunk.config,
+        skip_padding=True,
+        unpacked=True,
+    )
 
 
 def _targets(given: dict[str, Any], row: PackedSequence, depth: int) -> tuple[Tensor, Any]:
-    """Return what the main loss wants every token of the row to predict, int64 [1, T], and the count that it is divided by.
+    """Return what the main loss wants every token of the row to predict, int64 [1, T], and the
+    count that it is divided by.
 
     Of a shard [1, t + depth], and the count of the whole row.
     """
@@ -164,24 +222,29 @@ def _targets(given: dict[str, Any], row: PackedSequence, depth: int) -> tuple[Te
     ignored = given.get("ignore_index", IGNORED)
     if not wants_all_logits(given):
         raise UnsupportedInput(
-            "found logits_to_keep in a training step with multi-token prediction; wanted the labels of every token; leave "
-            "logits_to_keep out, or apply_patches(model, mtp='keep')"
+            "found logits_to_keep in a training step with multi-token prediction; wanted the "
+            "labels of every token; leave logits_to_keep out, or apply_patches(model, mtp='keep')"
         )
     shifted = shifted_labels(given, packed, torch.Size(packed.batch_shape))
     if shifted is None:
         raise UnsupportedInput(
-            f"found labels unlike the batch of {packed.batch_shape} tokens in a training step with multi-token prediction; "
+            f"found labels unlike the batch of {packed.batch_shape} tokens in a training step with "
+            f"multi-token prediction; "
             "wanted one for each of these tokens; cut or pad labels as the tokens are"
         )
     targets, items = row_targets(shifted, packed, ignored), given.get("num_items_in_batch")
     wanted = targets["shift_labels"].masked_fill(targets["shift_labels"] == ignored, IGNORED)
     if row.shard is not None:
-        wanted = row.shard.cut(pad_row(wanted, row.shard.row.num_tokens + depth, IGNORED), behind=depth)
+        wanted = row.shard.cut(
+            pad_row(wanted, row.shard.row.num_tokens + depth, IGNORED), behind=depth
+        )
     return wanted, at_least_one(targets["num_items_in_batch"] if items is None else items)
 
 
 def _with_loss(output: Any, total: Tensor, items: Any) -> Any:
-    """Return the model's output with the head's summed loss in its main loss, and in what a trainer makes that of."""
+    """Return the model's output with the head's summed loss in its main loss, and in what a
+    trainer makes that of.
+    """
     if isinstance(output, tuple):
         return (output[0] + total.to(output[0].device) / items, *output[1:])
     found, scores = output.get("loss"), output.get("log_probs")
@@ -190,7 +253,8 @@ def _with_loss(output: Any, total: Tensor, items: Any) -> Any:
         output["log_probs"] = beside(scores, output["label_mask"], total.to(scores.device))
     elif found is None:
         raise UnsupportedInput(
-            f"found a {type(output).__name__} without a loss for labels in a training step with multi-token prediction; wanted "
+            f"found a {type(output).__name__} without a loss for labels in a training step with "
+            f"multi-token prediction; wanted "
             "one to add to; apply_patches(model, mtp='keep') keeps the head without training it"
         )
     if found is not None:
@@ -199,10 +263,12 @@ def _with_loss(output: Any, total: Tensor, items: Any) -> Any:
 
 
 class _BesideScores(torch.autograd.Function):
-    """Hands the log probabilities of the main loss's targets on, of which TRL makes the loss after the model has returned.
+    """Hands the log probabilities of the main loss's targets on, of which TRL makes the loss after
+    the model has returned.
 
-    The gradient that comes back says what TRL has divided and multiplied by: the head's loss gets the mean of it.  A loss that
-    lowers the probability of some targets (of rewards, of preferences) has no mean that a head could learn by.
+    The gradient that comes back says what TRL has divided and multiplied by: the head's loss gets
+    the mean of it. A loss that lowers the probability of some targets (of rewards, of preferences)
+    has no mean that a head could learn by.
     """
 
     @staticmethod
@@ -221,8 +287,9 @@ class _BesideScores(torch.autograd.Function):
         (mask,) = ctx.saved_tensors
         if bool((gradient * mask > 0).any()):
             raise UnsupportedInput(
-                "found a loss that makes some labels less likely, as those of rewards and preferences do (GRPO, DPO), "
-                "in a training step with multi-token prediction; wanted their likelihood; apply_patches(model, mtp='keep') "
-                "keeps the head without training it"
+                "found a loss that makes some labels less likely, as those of rewards and "
+                "preferences do (GRPO, DPO), in a training step with multi-token prediction; "
+                "wanted their likelihood; apply_patches(model, mtp='keep') keeps the head without "
+                "training it"
             )
         return gradient, None, -(gradient * mask).sum() / mask.sum().clamp(min=1)

@@ -1,1 +1,3 @@
-"""Tensor in, tensor out: a folder per op, with PyTorch reference and a file per backend; small ops are files in `fused/`."""
+"""Tensor in, tensor out: a folder per op, with PyTorch reference and a file per backend; small
+ops are files in `fused/`.
+"""

@@ -22,7 +22,9 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 class Fault(str):
-    """Why a kernel cannot run, where the user can repair it: a package is broken, too old or switched off by a setting."""
+    """Why a kernel cannot run, where the user can repair it: a package is broken, too old or
+    switched off by a setting.
+    """
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,9 @@ class Target:
         device: "cuda", "cpu", "mps".
         capability: of the CUDA device, (9, 0) on Hopper; None elsewhere.
         dtype: of what the op reads.
-        sizes: of the model, by name: key_heads, value_heads, key_size, value_size, taps, head_size, tower_head_size; and
-            gathered_keys, 1 where ranks of a group gather each other's keys.  One that is missing is not checked.
+        sizes: of the model, by name: key_heads, value_heads, key_size, value_size, taps, head_size,
+            tower_head_size; and gathered_keys, 1 where ranks of a group gather each other's keys.
+            One that is missing is not checked.
     """
 
     device: str
@@ -57,14 +60,16 @@ class Backend:
     """One implementation of an op.
 
     Attributes:
-        run: the implementation; its module imports optional packages only when it is called.  None where several ops share
-            one choice, as those of `ops.fused` do.
-        unusable: returns why it cannot run at a target, as half a sentence with what to do about it, or None.
-        package: the distribution whose release decides what it computes, which the report names: the kernels', or what
-            compiles our own.
-        exact: whether a document gets what it gets alone, up to rounding; one that does not runs only where its name is
-            passed.
-        batch_invariant: whether it gets that bit for bit in a layer's forward pass, where `tests/gpu` ran.
+        run: the implementation; its module imports optional packages only when it is called. None
+            where several ops share one choice, as those of `ops.fused` do.
+        unusable: returns why it cannot run at a target, as half a sentence with what to do about
+            it, or None.
+        package: the distribution whose release decides what it computes, which the report names:
+            the kernels', or what compiles our own.
+        exact: whether a document gets what it gets alone, up to rounding; one that does not runs
+            only where its name is passed.
+        batch_invariant: whether it gets that bit for bit in a layer's forward pass, where
+            `tests/gpu` ran.
     """
 
     run: Callable[..., Any] | None = None
@@ -77,7 +82,8 @@ class Backend:
 def installed(package: str) -> str | None:
     """Return the version of an installed distribution, or None.
 
-    One that goes by another name, as torch's own builds of Triton do, or has none, is read from the imported module.
+    One that goes by another name, as torch's own builds of Triton do, or has none, is read from the
+    imported module.
     """
     try:
         return version(package)
@@ -86,7 +92,8 @@ def installed(package: str) -> str | None:
 
 
 def too_old(package: str, found: str | None, reason: str) -> str | None:
-    """Return that release `found` of a package is before the oldest that is taken, which rules it out for a reason, or None.
+    """Return that release `found` of a package is before the oldest that is taken, which rules it
+    out for a reason, or None.
 
     One whose release is not known, run from its sources, is taken.
     """
@@ -100,18 +107,24 @@ def too_old(package: str, found: str | None, reason: str) -> str | None:
 def broken(package: str, module: str) -> str | None:
     """Return why an installed distribution cannot run, if importing its module raises, or None.
 
-    To be called last, where nothing else rules the kernel out: what is chosen is imported anyway.  One answer per process.
+    To be called last, where nothing else rules the kernel out: what is chosen is imported anyway.
+    One answer per process.
     """
     try:
         import_module(module)
-    except Exception as error:  # a mismatched binary may raise anything
-        return Fault(f"{package} {installed(package) or ''} is broken ({in_short(error)}); reinstall it")
+    except Exception as error:
+        # a mismatched binary may raise anything
+        return Fault(
+            f"{package} {installed(package) or ''} is broken ({in_short(error)}); reinstall it"
+        )
     return None
 
 
 def needs_cuda(target: Target) -> str | None:
     """Return why a CUDA kernel cannot run there, or None."""
-    return None if target.device == "cuda" else f"it runs on CUDA devices, this is a {target.device}"
+    return (
+        None if target.device == "cuda" else f"it runs on CUDA devices, this is a {target.device}"
+    )
 
 
 def needs_triton(target: Target) -> str | None:
@@ -142,8 +155,10 @@ def refuse_wide(op: str, kernel: str, *inputs: Tensor) -> None:
     found = {x.dtype for x in inputs}
     if len(found) > 1 or not found <= set(HALF):
         raise BackendUnavailable(
-            f"found {' and '.join(sorted(map(str, found)))} for the {kernel} {op} kernels; wanted bfloat16 or float16 "
-            f"throughout; train in half precision or under autocast, or call apply_patches(model, backend={{{op!r}: 'torch'}})"
+            f"found {' and '.join(sorted(map(str, found)))} for the {kernel} {op} kernels; wanted "
+            f"bfloat16 or float16 "
+            f"throughout; train in half precision or under autocast, or call apply_patches(model, "
+            f"backend={{{op!r}: 'torch'}})"
         )
 
 
@@ -153,7 +168,9 @@ def on_hopper(device: torch.device) -> bool:
 
 
 def block_width(size: int) -> int:
-    """Return the channels of a Triton block that holds `size`: a power of two, as its ranges have to be."""
+    """Return the channels of a Triton block that holds `size`: a power of two, as its ranges
+    have to be.
+    """
     return 1 << (size - 1).bit_length()
 
 
@@ -170,7 +187,8 @@ def find(operation: str, backends: dict[str, Backend], name: str) -> Callable[..
 
 
 def uses_triton(operation: str, backend: str) -> bool:
-    """Return whether an op of `ops.fused` runs its Triton kernels ("triton") or its PyTorch reference ("torch").
+    """Return whether an op of `ops.fused` runs its Triton kernels ("triton") or its PyTorch
+    reference ("torch").
 
     Raises:
         BackendUnavailable: `backend` is neither.
@@ -181,4 +199,6 @@ def uses_triton(operation: str, backend: str) -> bool:
 
 
 def _unknown(operation: str, name: str, known: list[str]) -> BackendUnavailable:
-    return BackendUnavailable(f"found {operation} backend {name!r}; wanted one of {', '.join(known)}; pass one of them")
+    return BackendUnavailable(
+        f"found {operation} backend {name!r}; wanted one of {', '.join(known)}; pass one of them"
+    )

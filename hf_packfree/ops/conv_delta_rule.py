@@ -1,7 +1,8 @@
 """The convolution and the delta rule of a Gated DeltaNet layer, one after the other.
 
-They are two ops with backends of their own, but share a step, the L2 norms of q and k: for a convolution that holds their
-heads in registers the division is free, otherwise it is the delta rule's.  Which of the two does it is decided here.
+They are two ops with backends of their own, but share a step, the L2 norms of q and k: for a
+convolution that holds their heads in registers the division is free, otherwise it is the delta
+rule's. Which of the two does it is decided here.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def conv_delta_rule(
     Args:
         x: [1, T, C], q, k and v side by side, C = 2 H K + HV V; any floating dtype, any strides.
         weight, bias, activation: of the convolution, see `hf_packfree.ops.conv.qkv_conv`.
-        g, beta: [1, T, HV], log decay and write strength, see `hf_packfree.ops.delta_rule.gated_delta_rule`.
+        g, beta: [1, T, HV], log decay and write strength, see
+            `hf_packfree.ops.delta_rule.gated_delta_rule`.
         packed: the documents of the row.
         heads, sizes: (H, HV) and (K, V).
         batch_invariant: see `hf_packfree.ops.delta_rule.gated_delta_rule`.
@@ -48,10 +50,26 @@ def conv_delta_rule(
     """
     in_conv = conv in QK_L2NORM
     q, k, v = qkv_conv(
-        x, weight, packed, heads, sizes, bias=bias, activation=activation, qk_l2norm=in_conv, backend=conv
+        x,
+        weight,
+        packed,
+        heads,
+        sizes,
+        bias=bias,
+        activation=activation,
+        qk_l2norm=in_conv,
+        backend=conv,
     )
     return gated_delta_rule(
-        q, k, v, g, beta, packed, qk_l2norm=not in_conv, batch_invariant=batch_invariant, backend=delta_rule
+        q,
+        k,
+        v,
+        g,
+        beta,
+        packed,
+        qk_l2norm=not in_conv,
+        batch_invariant=batch_invariant,
+        backend=delta_rule,
     )
 
 

@@ -1,4 +1,6 @@
-"""What the backends that call flash-linear-attention or FlashQLA share: when they can run, and the plan of chunks they read."""
+"""What the backends that call flash-linear-attention or FlashQLA share: when they can run, and
+the plan of chunks they read.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def needs_fla(target: Target) -> str | None:
 
 
 def broken_fla(module: str) -> str | None:
-    """Return why importing that module of flash-linear-attention fails, or None; to be called last, it takes seconds."""
+    """Return why importing that module of flash-linear-attention fails, or None; to be called
+    last, it takes seconds.
+    """
     return broken("fla-core" if installed("fla-core") else "flash-linear-attention", module)
 
 
@@ -56,7 +60,8 @@ def chunk_indices(packed: PackedSequence) -> dict[str, Any]:
 
 
 def plan_chunks(packed: PackedSequence, size: int) -> tuple[Tensor, Tensor]:
-    """Return, on the row's device, where each document's chunks of `size` tokens begin, and which one every chunk is.
+    """Return, on the row's device, where each document's chunks of `size` tokens begin, and which
+    one every chunk is.
 
     Computed on the host, so that nothing waits for the device.
 

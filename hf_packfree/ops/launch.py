@@ -1,9 +1,11 @@
-"""A cached launcher of our Triton kernels: from a kernel's second launch on it skips Triton's specialisation of the arguments.
+"""A cached launcher of our Triton kernels: from a kernel's second launch on it skips Triton's
+specialisation of the arguments.
 
-That is work of the host's at every launch, and a step of a few thousand tokens, with hundreds of launches, waits for the host:
-12% of a step of 4,096 tokens on an H200 (docs/performance.md).  It calls a private interface of Triton, which
-tests/ops/triton/test_launch.py compares with Triton's own launch.  Settings of Triton that change later (device asserts,
-instrumentation by its profiler) do not reach kernels that were launched before.
+That is work of the host's at every launch, and a step of a few thousand tokens, with hundreds of
+launches, waits for the host: 12% of a step of 4,096 tokens on an H200 (docs/performance.md). It
+calls a private interface of Triton, which tests/ops/triton/test_launch.py compares with Triton's
+own launch. Settings of Triton that change later (device asserts, instrumentation by its profiler)
+do not reach kernels that were launched before.
 """
 
 from __future__ import annotations
@@ -20,11 +22,15 @@ from hf_packfree.ops.backend import installed
 from hf_packfree.versions import LAUNCHED_TRITON
 
 _ASSUMED = ["tt.divisibility", 16]
-"""What compiled code may assume beside types and integers that are 1; `_read` gives arguments without it another kind."""
+"""What compiled code may assume beside types and integers that are 1; `_read` gives arguments
+without it another kind.
+"""
 _INT32 = 2**31
 Start = Callable[[tuple[int, ...], tuple[Any, ...], list[Any]], None]
 _compiled: dict[tuple[Any, ...], Start] = {}
-"""By kernel, device, constants and the arguments' kinds: the function that launches the compiled kernel."""
+"""By kernel, device, constants and the arguments' kinds: the function that launches the compiled
+kernel.
+"""
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
@@ -34,10 +40,12 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
         kernel: made by `triton.jit`.
         grid: programs along one to three dimensions.
         arguments: tensors, integers, floats and None, the first parameters of the kernel in order.
-        constants: its other parameters, all of them `tl.constexpr`, and Triton's options (num_warps, ...).
+        constants: its other parameters, all of them `tl.constexpr`, and Triton's options
+            (num_warps, ...).
     """
     device = arguments[0].get_device()
-    if device < 0:  # Triton's interpreter
+    # Triton's interpreter
+    if device < 0:
         kernel[grid](*arguments, **constants)
     elif device == torch.accelerator.current_device_index():
         _launch(kernel, grid, device, arguments, constants)
@@ -46,20 +54,29 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
             _launch(kernel, grid, device, arguments, constants)
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], device: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+def _launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    device: int,
+    arguments: tuple[Any, ...],
+    constants: dict[str, Any],
+) -> None:
     kinds, values = _read(arguments, device)
     key = (id(kernel), device, *constants, *constants.values(), *kinds)
     start = _compiled.get(key)
     if start is not None:
         return start(grid, arguments, values)
     compiled = kernel[grid](*arguments, **constants)
-    if compiled is not None and _assumes_no_more(compiled):  # None: a hook of Triton's prevented the compilation
-        rest = tuple(constants[name] for name in kernel.arg_names[len(arguments):])
+    # None: a hook of Triton's prevented the compilation
+    if compiled is not None and _assumes_no_more(compiled):
+        rest = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
         _compiled[key] = _starter(compiled, device, rest)
 
 
 def _starter(compiled: Any, device: int, rest: tuple[Any, ...]) -> Start:
-    """Return what `compiled[grid](*arguments, *rest)` does, without looking up again what stays the same."""
+    """Return what `compiled[grid](*arguments, *rest)` does, without looking up again what stays
+    the same.
+    """
     from triton import knobs
     from triton.runtime import driver
 
@@ -83,9 +100,11 @@ def _has_hooks(runtime: Any) -> bool:
 
 
 def _read(arguments: tuple[Any, ...], device: int) -> tuple[list[Any], list[Any]]:
-    """Return the arguments' kinds, which differ wherever Triton would compile different code, and the values to launch with.
+    """Return the arguments' kinds, which differ wherever Triton would compile different code, and
+    the values to launch with.
 
-    That of a tensor on this device is its address; Triton looks it up in the driver at every launch.
+    That of a tensor on this device is its address; Triton looks it up in the driver at every
+    launch.
     """
     kinds: list[Any] = []
     values: list[Any] = []
@@ -99,7 +118,8 @@ def _read(arguments: tuple[Any, ...], device: int) -> tuple[list[Any], list[Any]
                 kind, value = (kind, address % 16) if address % 16 else kind, address
         elif kind is int:
             kind = 1 if value == 1 else (value % 16 == 0, -_INT32 <= value < _INT32)
-        elif isinstance(value, int):  # a bool, or of a subclass
+        elif isinstance(value, int):
+            # a bool, or of a subclass
             kind = kind, value
         elif kind is not float and isinstance(value, Tensor):
             kind = kind, value.dtype, value.get_device(), value.data_ptr() % 16
@@ -114,16 +134,21 @@ def _is_known() -> bool:
 
 
 def _assumes_no_more(compiled: Any) -> bool:
-    """Whether the code holds for all arguments of the kinds it was compiled for: a later Triton may specialise on more."""
+    """Whether the code holds for all arguments of the kinds it was compiled for: a later Triton
+    may specialise on more.
+    """
     if not _is_known():
         return False
     try:
         source, declared = compiled.src, compiled.src.fn.constexprs
         fixed = [value for path, value in source.constants.items() if path[0] not in declared]
         assumed = [attribute for attributes in source.attrs.values() for attribute in attributes]
-    except AttributeError:  # a Triton that keeps them elsewhere launches by itself
+    except AttributeError:
+        # a Triton that keeps them elsewhere launches by itself
         return False
-    return all(value is None or value == 1 for value in fixed) and all(attribute == _ASSUMED for attribute in assumed)
+    return all(value is None or value == 1 for value in fixed) and all(
+        attribute == _ASSUMED for attribute in assumed
+    )
 
 
 __all__ = ["launch"]

@@ -17,9 +17,10 @@ from hf_packfree.packing.compiling import is_transformed
 class Operation(Function):
     """A `torch.autograd.Function` whose `apply` takes its arguments as they are.
 
-    Torch's own searches them for tensors that a finished transform of torch.func left behind, at every call, of which a step
-    has hundreds: 3.5% of a step of 4,096 tokens on an H200 (docs/performance.md).  Such a tensor has no memory, so that here
-    it raises where its memory is read.
+    Torch's own searches them for tensors that a finished transform of torch.func left behind, at
+    every call, of which a step has hundreds: 3.5% of a step of 4,096 tokens on an H200
+    (docs/performance.md). Such a tensor has no memory, so that here it raises where its memory is
+    read.
     """
 
     @classmethod
@@ -31,7 +32,9 @@ class Operation(Function):
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Any:
-    """Do what torch's decorator of that name does, where a second derivative can be wanted: otherwise gradients are off."""
+    """Do what torch's decorator of that name does, where a second derivative can be wanted:
+    otherwise gradients are off.
+    """
     checked = by_torch.once_differentiable(backward)
 
     @functools.wraps(backward)
@@ -42,23 +45,30 @@ def once_differentiable(backward: Callable[..., Any]) -> Any:
 
 
 class Transformable(Function):
-    """An autograd function in PyTorch that torch.func can differentiate, once; what else it can do is refused."""
+    """An autograd function in PyTorch that torch.func can differentiate, once; what else it can
+    do is refused.
+    """
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         """Refuse what would give every row its own tokens and one plan of documents."""
-        raise UnsupportedInput("found torch.vmap around a packed row; wanted none; pass rows alone, or as a batch [B, S]")
+        raise UnsupportedInput(
+            "found torch.vmap around a packed row; wanted none; pass rows alone, or as a batch [B, "
+            "S]"
+        )
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         """Refuse forward-mode derivatives."""
         raise UnsupportedInput(
-            "found forward-mode derivatives of a packed row; wanted backward ones; call torch.func.grad, vjp or backward()"
+            "found forward-mode derivatives of a packed row; wanted backward ones; call "
+            "torch.func.grad, vjp or backward()"
         )
 
 
 def first_derivative(backward: Callable[..., Any]) -> Any:
-    """Do for a `Transformable`'s backward what torch's `once_differentiable` does: a second derivative raises.
+    """Do for a `Transformable`'s backward what torch's `once_differentiable` does: a second
+    derivative raises.
 
     Under torch.func that one would let it pass, and leave out what goes through this function.
     """
@@ -72,9 +82,11 @@ def first_derivative(backward: Callable[..., Any]) -> Any:
 
 
 def without_transforms(function: Callable[..., Any], *args: Any) -> Any:
-    """Return `function(*args)`, tensors without a derivative, with arguments that no transform of torch.func holds meanwhile.
+    """Return `function(*args)`, tensors without a derivative, with arguments that no transform of
+    torch.func holds meanwhile.
 
-    A backward pass that changes tensors in place needs it: torch unwraps the arguments of forward passes alone.
+    A backward pass that changes tensors in place needs it: torch unwraps the arguments of forward
+    passes alone.
     """
     if not is_transformed():
         return function(*args)
@@ -93,5 +105,6 @@ class _WithoutTransforms(Transformable):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         raise UnsupportedInput(
-            "found a second derivative of a packed row; wanted the first; run the documents in rows of their own"
+            "found a second derivative of a packed row; wanted the first; run the documents in "
+            "rows of their own"
         )

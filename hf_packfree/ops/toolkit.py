@@ -1,4 +1,5 @@
-"""What TileLang's kernels need beside packages, the CUDA compiler, and the settings that switch them off.
+"""What TileLang's kernels need beside packages, the CUDA compiler, and the settings that switch
+them off.
 
 Nothing here needs torch, so that the doctor can read it where torch is broken.
 """
@@ -14,18 +15,26 @@ from shutil import which
 def tilelang_off() -> str | None:
     """Return the setting by which flash-linear-attention leaves TileLang alone, or None."""
     settings = (("FLA_TILELANG", "0"), ("FLA_DISABLE_BACKEND_DISPATCH", "1"))
-    return next((f"{name}={value}" for name, value in settings if os.environ.get(name) == value), None)
+    return next(
+        (f"{name}={value}" for name, value in settings if os.environ.get(name) == value), None
+    )
 
 
 def flash_qla_off() -> str | None:
-    """Return the setting by which flash-linear-attention leaves FlashQLA alone, which counts here too, or None."""
+    """Return the setting by which flash-linear-attention leaves FlashQLA alone, which counts
+    here too, or None.
+    """
     return "FLA_FLASH_QLA=0" if os.environ.get("FLA_FLASH_QLA") == "0" else None
 
 
 def has_nvcc() -> bool:
-    """Whether TileLang finds the compiler it calls: on the path, under CUDA_HOME, or from NVIDIA's wheel."""
+    """Whether TileLang finds the compiler it calls: on the path, under CUDA_HOME, or from
+    NVIDIA's wheel.
+    """
     homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
-    if which("nvcc") is not None or any(home and (Path(home) / "bin" / "nvcc").exists() for home in homes):
+    if which("nvcc") is not None or any(
+        home and (Path(home) / "bin" / "nvcc").exists() for home in homes
+    ):
         return True
     try:
         return any(file.name in ("nvcc", "nvcc.exe") for file in files("nvidia-cuda-nvcc") or ())

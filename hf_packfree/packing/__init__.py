@@ -1,4 +1,6 @@
-"""The record of document boundaries, the input formats it is read from, unpad and repad.  Needs torch and numpy alone."""
+"""The record of document boundaries, the input formats it is read from, unpad and repad. Needs
+torch and numpy alone.
+"""
 
 from hf_packfree.packing.compiling import uncompiled
 from hf_packfree.packing.inputs import resolve_boundaries

@@ -1,6 +1,7 @@
 """What each input format describes: which tokens are real, and where documents start.
 
-Shapes: B rows, S tokens of a row, M real tokens.  Everything here runs on the host, before any kernel.
+Shapes: B rows, S tokens of a row, M real tokens. Everything here runs on the host, before any
+kernel.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from torch import Tensor
 from hf_packfree.errors import BoundaryError, UnsupportedInput
 
 _CUT = (
-    "if they came from a stream, accelerate cut them to the batch's rows: pass accelerator_config={'dispatch_batches': False} "
-    "to TrainingArguments"
+    "if they came from a stream, accelerate cut them to the batch's rows: pass "
+    "accelerator_config={'dispatch_batches': False} to TrainingArguments"
 )
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -43,7 +44,11 @@ class RealTokens:
     def from_mask(cls, real: Tensor) -> RealTokens:
         """Build from a mask: bool [B, S], True for real tokens."""
         has_padding, row_length = not bool(real.all()), real.shape[1]
-        indices = real.reshape(-1).nonzero()[:, 0] if has_padding else torch.arange(real.numel(), device="cpu")
+        indices = (
+            real.reshape(-1).nonzero()[:, 0]
+            if has_padding
+            else torch.arange(real.numel(), device="cpu")
+        )
         if len(real) == 1:
             row = torch.zeros_like(indices)
             row_changes = row[1:] != 0
@@ -58,7 +63,9 @@ class RealTokens:
 
     @property
     def behind_holes(self) -> Tensor:
-        """bool [M - 1], whether there is padding in the same row between a token and the next one."""
+        """bool [M - 1], whether there is padding in the same row between a token and the next
+        one.
+        """
         return (self.indices.diff() > 1) & ~self.row_changes
 
     def position_of(self, token: int) -> tuple[int, int]:
@@ -73,10 +80,13 @@ class BoundarySpec:
     Attributes:
         name: the argument's name, for messages.
         real: bool [B, S], False for padding; None when this format does not mark padding.
-        values: int64 [B, S], positions or document numbers; None when this format does not separate documents.
-        step: by how much `values` grows from a token to the next one of its document: 1 for positions, 0 for numbers.
+        values: int64 [B, S], positions or document numbers; None when this format does not separate
+            documents.
+        step: by how much `values` grows from a token to the next one of its document: 1 for
+            positions, 0 for numbers.
         covers: the kinds of layers to which upstream hands the padding in it.
-        as_upstream: whether upstream reads the format as it is read here when every row holds one document.
+        as_upstream: whether upstream reads the format as it is read here when every row holds one
+            document.
     """
 
     name: str
@@ -100,9 +110,11 @@ class BoundarySpec:
         return starts
 
     def unclear_starts(self, tokens: RealTokens) -> Tensor | None:
-        """Return bool [M], True where positions restart behind a hole, but not at 0; None when there is no such token.
+        """Return bool [M], True where positions restart behind a hole, but not at 0; None when
+        there is no such token.
 
-        Generation from right-padded prompts has such positions within a document; pieces of documents have them too.
+        Generation from right-padded prompts has such positions within a document; pieces of
+        documents have them too.
         """
         if not self.step or not tokens.has_padding:
             return None
@@ -114,27 +126,52 @@ class BoundarySpec:
         return unclear if bool(unclear.any()) else None
 
 
-def parse_cu_seqlens(name: str, cu_seqlens: Tensor, shape: tuple[int, int], device: torch.device) -> BoundarySpec:
-    """Parse `cu_seq_lens_q` or `_k`: int32 [N+1], offsets in tokens of the flattened batch; empty documents are dropped."""
+def parse_cu_seqlens(
+    name: str, cu_seqlens: Tensor, shape: tuple[int, int], device: torch.device
+) -> BoundarySpec:
+    """Parse `cu_seq_lens_q` or `_k`: int32 [N+1], offsets in tokens of the flattened batch;
+    empty documents are dropped.
+    """
     total = shape[0] * shape[1]
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32 or cu_seqlens.ndim != 1:
-        found = f"{cu_seqlens.dtype} {list(cu_seqlens.shape)}" if isinstance(cu_seqlens, Tensor) else repr(cu_seqlens)
-        raise BoundaryError(f"found {name} {found}; wanted a torch.int32 tensor [N+1]; call .to(torch.int32)")
+    if (
+        not isinstance(cu_seqlens, Tensor)
+        or cu_seqlens.dtype != torch.int32
+        or cu_seqlens.ndim != 1
+    ):
+        found = (
+            f"{cu_seqlens.dtype} {list(cu_seqlens.shape)}"
+            if isinstance(cu_seqlens, Tensor)
+            else repr(cu_seqlens)
+        )
+        raise BoundaryError(
+            f"found {name} {found}; wanted a torch.int32 tensor [N+1]; call .to(torch.int32)"
+        )
     if cu_seqlens.device != device:
         raise BoundaryError(
-            f"found {name} on {cu_seqlens.device}; wanted it on {device}, where the tokens are; move it with .to()"
+            f"found {name} on {cu_seqlens.device}; wanted it on {device}, where the tokens are; "
+            f"move it with .to()"
         )
     offsets = cu_seqlens.detach().to("cpu", torch.int64)
-    if offsets.numel() < 2 or offsets[0] != 0 or offsets[-1] != total or bool((offsets.diff() < 0).any()):
+    if (
+        offsets.numel() < 2
+        or offsets[0] != 0
+        or offsets[-1] != total
+        or bool((offsets.diff() < 0).any())
+    ):
+        trailing = "give trailing padding a segment of its own"
         raise BoundaryError(
-            f"found {name}={_short(offsets)}; wanted offsets that start at 0, never decrease and end at {total}, the "
-            f"tokens of the batch; {_CUT if offsets.numel() == shape[0] else 'give trailing padding a segment of its own'}"
+            f"found {name}={_short(offsets)}; wanted offsets that start at 0, never decrease and "
+            f"end at {total}, the tokens of the batch; "
+            f"{_CUT if offsets.numel() == shape[0] else trailing}"
         )
-    values = torch.from_numpy(np.repeat(np.arange(offsets.numel() - 1), offsets.diff().numpy())).view(shape)
+    values = torch.from_numpy(
+        np.repeat(np.arange(offsets.numel() - 1), offsets.diff().numpy())
+    ).view(shape)
     if bool((values[1:, 0] == values[:-1, -1]).any()):
         raise BoundaryError(
-            f"found {name}={_short(offsets)} with a document that runs from one row of {shape[1]} tokens into the "
-            "next; wanted an offset at the start of every row; flatten the batch to one row, or split the document"
+            f"found {name}={_short(offsets)} with a document that runs from one row of {shape[1]} "
+            "tokens into the next; wanted an offset at the start of every row; flatten the batch "
+            "to one row, or split the document"
         )
     return BoundarySpec(name, None, values)
 
@@ -151,8 +188,9 @@ def parse_position_ids(position_ids: Tensor, shape: tuple[int, int]) -> Boundary
     """Parse `position_ids`: a document goes on as long as its positions grow by one.
 
     Args:
-        position_ids: [S], [B or 1, S], or a stack [4, B or 1, S] whose first row holds the text positions, or
-            [3, B or 1, S] (mRoPE), which marks documents only where all three rows are equal.
+        position_ids: [S], [B or 1, S], or a stack [4, B or 1, S] whose first row holds the text
+            positions, or [3, B or 1, S] (mRoPE), which marks documents only where all three rows
+            are equal.
     """
     given = position_ids.detach().to("cpu")
     if position_ids.ndim == 3:
@@ -161,7 +199,8 @@ def parse_position_ids(position_ids: Tensor, shape: tuple[int, int]) -> Boundary
             raise wrong_shape("position_ids", position_ids, shape, "(B, S), (3, B, S) or (4, B, S)")
         # positions of images or videos: see `hf_packfree.packing.mrope`
         if rows == 3 and not bool((given == given[:1]).all()):
-            _whole_positions(given.floor() if given.is_floating_point() else given)  # fractions of seconds are no fault
+            # fractions of seconds are no fault
+            _whole_positions(given.floor() if given.is_floating_point() else given)
             return None
         given = given[0]
     text = _whole_positions(given)
@@ -173,18 +212,24 @@ def parse_position_ids(position_ids: Tensor, shape: tuple[int, int]) -> Boundary
 
 
 def _whole_positions(given: Tensor) -> Tensor:
-    """Return positions on the host as int64; refuse what is no position, and what half precision has rounded."""
-    whole = given.to(torch.int64) if given.dtype in (*_INTEGERS, torch.float32, torch.float64) else None
+    """Return positions on the host as int64; refuse what is no position, and what half precision
+    has rounded.
+    """
+    whole = (
+        given.to(torch.int64) if given.dtype in (*_INTEGERS, torch.float32, torch.float64) else None
+    )
     if whole is None or not torch.equal(whole.to(given.dtype), given):
         raise BoundaryError(
-            f"found position_ids of {given.dtype}{'' if whole is None else ' that are no whole numbers'}; wanted integers, "
-            "which count the tokens of a document; build them with torch.arange"
+            "found position_ids of "
+            f"{given.dtype}{'' if whole is None else ' that are no whole numbers'}; wanted "
+            "integers, which count the tokens of a document; build them with torch.arange"
         )
     return whole
 
 
 def refuse_jumps(specs: Sequence[BoundarySpec], tokens: RealTokens) -> None:
-    """Refuse positions that rise by more than one within a padded row, when nothing else marks documents.
+    """Refuse positions that rise by more than one within a padded row, when nothing else marks
+    documents.
 
     Such a row may hold one document with a gap, as transformers reads it, or two documents.
     """
@@ -197,39 +242,50 @@ def refuse_jumps(specs: Sequence[BoundarySpec], tokens: RealTokens) -> None:
     if jumps.numel():
         row, token = tokens.position_of(int(jumps[0]) + 1)
         raise BoundaryError(
-            f"found position_ids that jump ahead within a padded row, by {int(growth[jumps[0]])} at row {row}, token {token}; "
-            "wanted positions that grow by one within a document and restart with the next; pass seq_idx too, which marks "
-            "where documents start"
+            f"found position_ids that jump ahead within a padded row, by {int(growth[jumps[0]])} "
+            f"at row {row}, token {token}; wanted positions that grow by one within a document and "
+            "restart with the next; pass seq_idx too, which marks where documents start"
         )
 
 
 def refuse_unclear(unclear: Tensor, tokens: RealTokens) -> None:
-    """Refuse positions that restart behind a hole at another value than 0, see `BoundarySpec.unclear_starts`."""
+    """Refuse positions that restart behind a hole at another value than 0, see
+    `BoundarySpec.unclear_starts`.
+    """
     row, token = tokens.position_of(int(unclear.nonzero()[0, 0]))
     raise BoundaryError(
-        f"found position_ids that restart behind padding, but not at 0, at row {row}, token {token}; wanted 0 there for a new "
-        "document, or positions that go on for the same one; pass seq_idx too, which marks where documents start"
+        f"found position_ids that restart behind padding, but not at 0, at row {row}, token "
+        f"{token}; wanted 0 there for a new document, or positions that go on for the same one; "
+        "pass seq_idx too, which marks where documents start"
     )
 
 
 def refuse_holes(starts: Tensor, tokens: RealTokens) -> None:
-    """Refuse padding inside a document of a packed batch: cut out, time would stand still where upstream lets it pass."""
+    """Refuse padding inside a document of a packed batch: cut out, time would stand still where
+    upstream lets it pass.
+    """
     holes = (tokens.behind_holes & ~starts[1:]).nonzero()[:, 0]
     if holes.numel():
         row, token = tokens.position_of(int(holes[0]))
         raise UnsupportedInput(
-            f"found padding inside a document of a packed batch, behind row {row}, token {token}; wanted padding between "
-            "documents and at the ends of rows; pass documents with holes in a batch of their own, one per row, with a 0/1 mask"
+            f"found padding inside a document of a packed batch, behind row {row}, token {token}; "
+            "wanted padding between documents and at the ends of rows; pass documents with holes "
+            "in a batch of their own, one per row, with a 0/1 mask"
         )
 
 
 def join_trailing_padding(
-    starts: Tensor, tokens: RealTokens, same_token: Callable[[Tensor, int], Tensor], is_padding: Callable[[int], bool]
+    starts: Tensor,
+    tokens: RealTokens,
+    same_token: Callable[[Tensor, int], Tensor],
+    is_padding: Callable[[int], bool],
 ) -> tuple[Tensor, list[int]]:
-    """Join a row's trailing one-token documents into one segment where they all hold the same token: that is padding.
+    """Join a row's trailing one-token documents into one segment where they all hold the same
+    token: that is padding.
 
-    Collators pad positions with zeros, which looks like one document per pad token; only the tokens, being equal, show that
-    it is padding.  A one-token document has no next token to predict, so joining equal ones changes no language model's loss.
+    Collators pad positions with zeros, which looks like one document per pad token; only the
+    tokens, being equal, show that it is padding. A one-token document has no next token to predict,
+    so joining equal ones changes no language model's loss.
 
     Args:
         starts: bool [M], where documents start.
@@ -241,7 +297,9 @@ def join_trailing_padding(
         padding: the numbers, of M, of the tokens at which trailing padding starts.
     """
     indices, row = tokens.indices, tokens.row
-    row_ends = torch.nn.functional.pad(tokens.row_changes.nonzero()[:, 0], (0, 1), value=len(indices) - 1)
+    row_ends = torch.nn.functional.pad(
+        tokens.row_changes.nonzero()[:, 0], (0, 1), value=len(indices) - 1
+    )
     joined, padding = starts.clone(), []
     for end in row_ends.tolist():
         if end == 0 or not starts[end] or row[end] != row[end - 1]:
@@ -263,11 +321,15 @@ def join_trailing_padding(
 def wrong_shape(name: str, found: Tensor, shape: tuple[int, int], wanted: str) -> BoundaryError:
     """Return the error for a tensor that has not the batch's shape (B, S)."""
     return BoundaryError(
-        f"found {name} {found.dtype} {list(found.shape)}; wanted {wanted} with B={shape[0]} rows and S={shape[1]} "
-        f"tokens as in the input; build {name} from the same batch as input_ids"
+        f"found {name} {found.dtype} {list(found.shape)}; wanted {wanted} with B={shape[0]} rows "
+        f"and S={shape[1]} tokens as in the input; build {name} from the same batch as input_ids"
     )
 
 
 def _short(values: Tensor) -> str:
     shown = values.tolist()
-    return str(shown) if len(shown) <= 8 else f"[{', '.join(map(str, shown[:4]))}, ..., {shown[-2]}, {shown[-1]}]"
+    return (
+        str(shown)
+        if len(shown) <= 8
+        else f"[{', '.join(map(str, shown[:4]))}, ..., {shown[-2]}, {shown[-1]}]"
+    )

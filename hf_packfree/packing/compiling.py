@@ -1,4 +1,6 @@
-"""What the package needs of torch.compile and torch.func: functions that plan on the host stay out of compiled graphs."""
+"""What the package needs of torch.compile and torch.func: functions that plan on the host stay
+out of compiled graphs.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +16,27 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 def uncompiled(function: _Function) -> _Function:
     """Keep a function out of `torch.compile`, which then calls it instead of tracing it.
 
-    Such functions read boundaries or plan by them: traced, they would be compiled again for every row with other documents.
+    Such functions read boundaries or plan by them: traced, they would be compiled again for every
+    row with other documents.
     """
     return cast(_Function, torch.compiler.disable(function))
 
 
 def uncompiled_when_called(function: _Function) -> _Function:
-    """Do the same without loading the compiler when the function is defined, for modules that have to import fast."""
+    """Do the same without loading the compiler when the function is defined, for modules that
+    have to import fast.
+    """
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return (uncompiled(function) if torch.compiler.is_compiling() else function)(*args, **kwargs)
+        return (uncompiled(function) if torch.compiler.is_compiling() else function)(
+            *args, **kwargs
+        )
 
     return cast(_Function, call)
 
 
 is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
-"""Whether a transform of torch.func (grad, vmap) is active: tensors may then wrap others and hold no values."""
+"""Whether a transform of torch.func (grad, vmap) is active: tensors may then wrap others and
+hold no values.
+"""

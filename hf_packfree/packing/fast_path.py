@@ -1,8 +1,9 @@
-"""A fast path for the two common batches: boundaries with few operations, because the GPU waits for them.
+"""A fast path for the two common batches: boundaries with few operations, because the GPU waits for
+them.
 
-One row without a mask is read on its own device: only the documents' offsets come to the host then.  Of padded rows of one
-document, only the 0/1 mask is read.  Whatever is malformed, in doubt or contradictory returns None, and `resolve_boundaries`
-goes on to parse every input, with its errors.
+One row without a mask is read on its own device: only the documents' offsets come to the host then.
+Of padded rows of one document, only the 0/1 mask is read. Whatever is malformed, in doubt or
+contradictory returns None, and `resolve_boundaries` goes on to parse every input, with its errors.
 """
 
 from __future__ import annotations
@@ -21,12 +22,16 @@ _MASKS = (*_INTEGERS, torch.bool, torch.float32)
 
 
 def offsets_of_one_row(
-    tokens: int, device: torch.device, cu_seqlens: Sequence[Tensor], seq_idx: Tensor | None, position_ids: Tensor | None
+    tokens: int,
+    device: torch.device,
+    cu_seqlens: Sequence[Tensor],
+    seq_idx: Tensor | None,
+    position_ids: Tensor | None,
 ) -> Tensor | None:
     """Return int64 [N+1] on the host, the offsets of the documents of one row.
 
-    None where an input is malformed, where two disagree, where there is none, and where the row ends in a one-token document,
-    which may be padding.
+    None where an input is malformed, where two disagree, where there is none, and where the row
+    ends in a one-token document, which may be padding.
 
     Args:
         tokens: of the row.
@@ -36,14 +41,20 @@ def offsets_of_one_row(
         position_ids: integers [1, tokens].
     """
     given = [*cu_seqlens, *(tensor for tensor in (seq_idx, position_ids) if tensor is not None)]
-    if tokens < 2 or not given or not all(isinstance(tensor, Tensor) and tensor.device == device for tensor in given):
+    if (
+        tokens < 2
+        or not given
+        or not all(isinstance(tensor, Tensor) and tensor.device == device for tensor in given)
+    ):
         return None
     starts: list[Tensor] = []
     valid: list[Tensor] = []
     for offsets in cu_seqlens:
         if offsets.dtype != torch.int32 or offsets.ndim != 1 or len(offsets) < 2:
             return None
-        valid.append((offsets[0] == 0) & (offsets[-1] == tokens) & (offsets[1:] >= offsets[:-1]).all())
+        valid.append(
+            (offsets[0] == 0) & (offsets[-1] == tokens) & (offsets[1:] >= offsets[:-1]).all()
+        )
         marks = torch.zeros(tokens + 1, dtype=torch.bool, device=device)
         starts.append(marks.index_fill_(0, offsets.clamp(0, tokens).long(), True)[:-1])
     for values, step in ((seq_idx, 0), (position_ids, 1)):
@@ -63,10 +74,12 @@ def offsets_of_one_row(
 
 
 def rows_of_mask(mask: Tensor) -> tuple[Integers, Tensor] | None:
-    """Return the lengths of the rows' documents, int64 [N], and their tokens' indices in the flattened batch, int64 [T].
+    """Return the lengths of the rows' documents, int64 [N], and their tokens' indices in the
+    flattened batch, int64 [T].
 
-    Both on the host.  None for a mask with other values than 0 and 1 or of a rare dtype, with a hole within a document, with no
-    padding or nothing else; and where torch.func holds tensors that numpy cannot read.
+    Both on the host. None for a mask with other values than 0 and 1 or of a rare dtype, with a hole
+    within a document, with no padding or nothing else; and where torch.func holds tensors that
+    numpy cannot read.
 
     Args:
         mask: [B, S].

@@ -1,4 +1,6 @@
-"""From whatever input format the caller has to one record: every format is parsed, and all must agree."""
+"""From whatever input format the caller has to one record: every format is parsed, and all must
+agree.
+"""
 
 from __future__ import annotations
 
@@ -44,19 +46,24 @@ def resolve_boundaries(
         inputs: what the caller passed.
         shape: (B, S), rows and tokens of a row.
         device: of the tokens.
-        same_token: called with int64 [M] indices into the flattened [B*S] and one index more; returns bool [M] on the host,
-            True for the tokens equal to that one.
-        drop_padding: also build a record for rows of one document whose padding, at either end, is in a 0/1 mask.
-        drop_all: also build one for a batch of nothing but padding, of which upstream's mean loss is NaN.
-        cached: the call continues or fills a cache: rows of one document are upstream's however their mask looks.
-        generates: the call wants next tokens alone: positions that restart behind a hole, but not at 0, go on with their
-            document, as transformers' generation from right-padded prompts means them.
+        same_token: called with int64 [M] indices into the flattened [B*S] and one index more;
+            returns bool [M] on the host, True for the tokens equal to that one.
+        drop_padding: also build a record for rows of one document whose padding, at either end, is
+            in a 0/1 mask.
+        drop_all: also build one for a batch of nothing but padding, of which upstream's mean loss
+            is NaN.
+        cached: the call continues or fills a cache: rows of one document are upstream's however
+            their mask looks.
+        generates: the call wants next tokens alone: positions that restart behind a hole, but not
+            at 0, go on with their document, as transformers' generation from right-padded prompts
+            means them.
         is_padding: called with one index; returns whether that token is the padding token.
 
     Returns:
-        None when every row holds one document and upstream reads from the same inputs what its padding is.  With
-        `drop_padding` None only when there is none to drop.  A batch of nothing but padding becomes, with `drop_all` or where
-        upstream reads it otherwise, one token in a padding segment.
+        None when every row holds one document and upstream reads from the same inputs what its
+        padding is. With `drop_padding` None only when there is none to drop. A batch of nothing but
+        padding becomes, with `drop_all` or where upstream reads it otherwise, one token in a
+        padding segment.
 
     Raises:
         BoundaryError: an input is malformed.
@@ -69,11 +76,17 @@ def resolve_boundaries(
     if offsets is not None:
         lengths = offsets.diff()
         _check_max_length(inputs, int(lengths.max()))
-        return None if len(lengths) == 1 else PackedSequence.from_lengths(lengths, device=device, batch_shape=shape)
+        return (
+            None
+            if len(lengths) == 1
+            else PackedSequence.from_lengths(lengths, device=device, batch_shape=shape)
+        )
     rows = _rows_of_mask(inputs, shape) if drop_padding else None
     if rows is not None:
         sizes, indices = rows
-        return PackedSequence.from_lengths(sizes, device=device, batch_shape=shape, indices=indices, plain=True)
+        return PackedSequence.from_lengths(
+            sizes, device=device, batch_shape=shape, indices=indices, plain=True
+        )
     check_rows(inputs.position_ids)
     specs = _parse(inputs, shape, device, cached)
     real = _real(specs, shape)
@@ -104,10 +117,15 @@ def resolve_boundaries(
     )
 
 
-def _offsets_of_one_row(inputs: PackingInputs, shape: tuple[int, int], device: torch.device) -> Tensor | None:
+def _offsets_of_one_row(
+    inputs: PackingInputs, shape: tuple[int, int], device: torch.device
+) -> Tensor | None:
     if shape[0] != 1 or inputs.attention_mask is not None:
         return None
-    both = [inputs.cu_seq_lens_q, None if inputs.cu_seq_lens_k is inputs.cu_seq_lens_q else inputs.cu_seq_lens_k]
+    both = [
+        inputs.cu_seq_lens_q,
+        None if inputs.cu_seq_lens_k is inputs.cu_seq_lens_q else inputs.cu_seq_lens_k,
+    ]
     given = [offsets for offsets in both if offsets is not None]
     return offsets_of_one_row(shape[1], device, given, inputs.seq_idx, inputs.position_ids)
 
@@ -116,10 +134,16 @@ def _rows_of_mask(inputs: PackingInputs, shape: tuple[int, int]) -> tuple[Intege
     mask = inputs.attention_mask
     others = (inputs.position_ids, inputs.max_length_q, inputs.max_length_k)
     alone = not inputs.named and all(given is None for given in others)
-    return rows_of_mask(mask) if alone and isinstance(mask, Tensor) and tuple(mask.shape) == shape else None
+    return (
+        rows_of_mask(mask)
+        if alone and isinstance(mask, Tensor) and tuple(mask.shape) == shape
+        else None
+    )
 
 
-def _parse(inputs: PackingInputs, shape: tuple[int, int], device: torch.device, cached: bool) -> list[BoundarySpec]:
+def _parse(
+    inputs: PackingInputs, shape: tuple[int, int], device: torch.device, cached: bool
+) -> list[BoundarySpec]:
     specs: list[BoundarySpec | None] = []
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
         offsets = getattr(inputs, name)
@@ -147,16 +171,18 @@ def _agree(
     same_token: Callable[[Tensor, int], Tensor],
     is_padding: Callable[[int], bool],
 ) -> tuple[Tensor | None, int | None, list[int], Tensor | None]:
-    """Return the document starts that all input formats share, and what is known of documents and padding by them.
+    """Return the document starts that all input formats share, and what is known of documents and
+    padding by them.
 
-    Trailing one-token documents of the same token are padding.  Where only positions separate them they become one segment;
-    where offsets, `seq_idx` or a mask do, each stays a segment of its own.
+    Trailing one-token documents of the same token are padding. Where only positions separate them
+    they become one segment; where offsets, `seq_idx` or a mask do, each stays a segment of its own.
 
     Returns:
         starts: bool [M], None when no format separates documents.
         longest: in tokens, None when no format separates documents.
         padding: the numbers, of M, of the tokens at which padding segments start.
-        unclear: bool [M], see `BoundarySpec.unclear_starts`; None where another format decides, or there are none.
+        unclear: bool [M], see `BoundarySpec.unclear_starts`; None where another format decides, or
+            there are none.
     """
     agreed: tuple[BoundarySpec, Tensor] | None = None
     longest: int | None = None
@@ -166,7 +192,9 @@ def _agree(
     for spec in sorted(specs, key=lambda spec: spec.name == "position_ids"):
         starts, unclear = spec.document_starts(tokens), spec.unclear_starts(tokens)
         if starts is not None and unclear is not None:
-            starts = starts & ~unclear if agreed is None else torch.where(unclear, agreed[1], starts)
+            starts = (
+                starts & ~unclear if agreed is None else torch.where(unclear, agreed[1], starts)
+            )
             unclear = unclear if agreed is None else None
         if starts is None or (agreed is not None and torch.equal(agreed[1], starts)):
             continue
@@ -183,8 +211,12 @@ def _agree(
 
 
 def _pads_row_ends(real: Tensor) -> bool:
-    """Whether there is padding, at the ends of rows only: linear layers see a hole as tokens that passed."""
-    return not bool(real.all()) and bool(((~real[:, :-1] & real[:, 1:]).sum(1) + real[:, 0] <= 1).all())
+    """Whether there is padding, at the ends of rows only: linear layers see a hole as tokens
+    that passed.
+    """
+    return not bool(real.all()) and bool(
+        ((~real[:, :-1] & real[:, 1:]).sum(1) + real[:, 0] <= 1).all()
+    )
 
 
 def _nothing_but_padding(shape: tuple[int, int], device: torch.device) -> PackedSequence:
@@ -203,13 +235,16 @@ def _lengths(starts: Tensor) -> Tensor:
 
 
 def _is_plain(specs: list[BoundarySpec], real: Tensor, num_documents: int, *, cached: bool) -> bool:
-    """Whether upstream is exact on this batch: one document per row, and masks say to all of its layers what is padding.
+    """Whether upstream is exact on this batch: one document per row, and masks say to all of its
+    layers what is padding.
 
     Of masks beside a cache only those of the linear layers were read.
     """
     if num_documents != int(real.any(1).sum()) or not all(spec.as_upstream for spec in specs):
         return False
-    agreeing = [spec.covers for spec in specs if spec.real is not None and torch.equal(spec.real, real)]
+    agreeing = [
+        spec.covers for spec in specs if spec.real is not None and torch.equal(spec.real, real)
+    ]
     return cached or bool(real.all()) or frozenset().union(*agreeing) == EVERYWHERE
 
 
@@ -219,17 +254,22 @@ def _check_max_length(inputs: PackingInputs, longest: int | None) -> None:
         if given is None:
             continue
         if longest is None:
-            raise BoundaryError(f"found {name}={given} alone; wanted cu_seq_lens_q beside it; pass both")
+            raise BoundaryError(
+                f"found {name}={given} alone; wanted cu_seq_lens_q beside it; pass both"
+            )
         if given < longest:
             raise BoundaryConflict(
-                f"found {name}={given} beside a document of {longest} tokens; wanted at least {longest}; "
-                f"build {name} from the same lengths as the boundaries"
+                f"found {name}={given} beside a document of {longest} tokens; wanted at least "
+                f"{longest}; build {name} from the same lengths as the boundaries"
             )
 
 
-def _conflict(one: BoundarySpec, other: BoundarySpec, number: int, tokens: RealTokens) -> BoundaryConflict:
+def _conflict(
+    one: BoundarySpec, other: BoundarySpec, number: int, tokens: RealTokens
+) -> BoundaryConflict:
     row, token = tokens.position_of(number)
     return BoundaryConflict(
-        f"found {one.name} and {other.name} in disagreement: a document starts at row {row}, token {token} in one of them and "
-        "not in the other; wanted the same boundaries in both; pass one of them alone, or build both from the same lengths"
+        f"found {one.name} and {other.name} in disagreement: a document starts at row {row}, token "
+        f"{token} in one of them and not in the other; wanted the same boundaries in both; pass "
+        "one of them alone, or build both from the same lengths"
     )

@@ -1,4 +1,6 @@
-"""The arguments of a forward that can describe documents, under transformers' names, and the names others have for them."""
+"""The arguments of a forward that can describe documents, under transformers' names, and the
+names others have for them.
+"""
 
 from __future__ import annotations
 
@@ -18,39 +20,81 @@ HF_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
 
 _FOREIGN = {
     "cu_seq_lens_q": (
-        "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded",
-        "cu_seqlens_cpu", "cu_seqlen", "cu_seq_lens", "cu_seq_len", "cu_lens", "cu_doc_lens", "linear_attn_cu_seq_lens_q",
-        "packed_seq_params", "seq_lens", "seqlens", "seq_lengths", "sequence_lengths", "doc_lens", "document_lengths",
+        "cu_seqlens",
+        "cu_seqlens_q",
+        "cu_seqlens_k",
+        "cu_seqlens_kv",
+        "cu_seqlens_q_padded",
+        "cu_seqlens_kv_padded",
+        "cu_seqlens_cpu",
+        "cu_seqlen",
+        "cu_seq_lens",
+        "cu_seq_len",
+        "cu_lens",
+        "cu_doc_lens",
+        "linear_attn_cu_seq_lens_q",
+        "packed_seq_params",
+        "seq_lens",
+        "seqlens",
+        "seq_lengths",
+        "sequence_lengths",
+        "doc_lens",
+        "document_lengths",
     ),
     "max_length_q": (
-        "max_seqlen", "max_seqlens", "max_seqlen_q", "max_seqlen_k", "max_seqlen_kv", "max_seq_len_q", "max_seq_len_k",
-        "max_doc_len", "max_doc_lens",
+        "max_seqlen",
+        "max_seqlens",
+        "max_seqlen_q",
+        "max_seqlen_k",
+        "max_seqlen_kv",
+        "max_seq_len_q",
+        "max_seq_len_k",
+        "max_doc_len",
+        "max_doc_lens",
     ),
     "seq_idx": (
-        "segment_ids", "segment_id", "segment_idx", "document_ids", "document_id", "doc_ids", "doc_id", "sequence_ids",
-        "sequence_id", "seq_ids", "seq_id", "sample_ids", "sample_idx", "example_ids", "packing_ids",
+        "segment_ids",
+        "segment_id",
+        "segment_idx",
+        "document_ids",
+        "document_id",
+        "doc_ids",
+        "doc_id",
+        "sequence_ids",
+        "sequence_id",
+        "seq_ids",
+        "seq_id",
+        "sample_ids",
+        "sample_idx",
+        "example_ids",
+        "packing_ids",
     ),
     "position_ids": ("text_position_ids", "segment_positions"),
 }
-"""Words of other libraries (Megatron, verl, VeOmni, ms-swift, prime-rl, OLMo, JAX's) that upstream would ignore, by ours."""
+"""Words of other libraries (Megatron, verl, VeOmni, ms-swift, prime-rl, OLMo, JAX's) that
+upstream would ignore, by ours.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class PackingInputs:
-    """The arguments of a forward that can describe documents, as passed; None where one was not passed.
+    """The arguments of a forward that can describe documents, as passed; None where one was not
+    passed.
 
     Shapes: B rows, S tokens of a row, N documents.
 
     Attributes:
         position_ids: integers [S], [B or 1, S], or a stack of 3 or 4 such rows.
-        attention_mask: [B, S], 0/1 or indexed (1, 1, 2, 2, 0); [B or 1, heads or 1, S, S], block-diagonal, bool or additive;
-            or transformers' dict of such masks by kind of layer; anything else belongs to upstream.
+        attention_mask: [B, S], 0/1 or indexed (1, 1, 2, 2, 0); [B or 1, heads or 1, S, S],
+            block-diagonal, bool or additive; or transformers' dict of such masks by kind of layer;
+            anything else belongs to upstream.
         cu_seq_lens_q, cu_seq_lens_k: int32 [N+1], offsets in tokens of the flattened batch.
         max_length_q, max_length_k: tokens of the longest document, or more.
         seq_idx: integers [B, S], the document of every token; below 0 is padding.
 
     Raises:
-        BoundaryError: what should be a tensor is none, or one without values, on meta, or not dense.
+        BoundaryError: what should be a tensor is none, or one without values, on meta, or not
+            dense.
         UnsupportedInput: under torch.export.
     """
 
@@ -76,17 +120,26 @@ class PackingInputs:
             _check_values("attention_mask", mask)
 
     @classmethod
-    def from_kwargs(cls, kwargs: dict[str, Any], *, position_ids: Tensor | None, attention_mask: Any) -> PackingInputs:
-        """Pop upstream's packing keywords from `kwargs`, so that layers below receive the record alone.
+    def from_kwargs(
+        cls, kwargs: dict[str, Any], *, position_ids: Tensor | None, attention_mask: Any
+    ) -> PackingInputs:
+        """Pop upstream's packing keywords from `kwargs`, so that layers below receive the record
+        alone.
 
         Raises:
-            BoundaryError: a keyword in another library's spelling was passed, which upstream would ignore.
+            BoundaryError: a keyword in another library's spelling was passed, which upstream would
+                ignore.
         """
         for ours, names in _FOREIGN.items():
             for foreign in names:
                 if kwargs.get(foreign) is not None:
-                    raise BoundaryError(f"found the keyword {foreign}; wanted {ours}, as transformers spells it; rename it")
-        return cls(position_ids, attention_mask, **{name: kwargs.pop(name, None) for name in HF_KEYWORDS})
+                    raise BoundaryError(
+                        f"found the keyword {foreign}; wanted {ours}, as transformers spells it; "
+                        f"rename it"
+                    )
+        return cls(
+            position_ids, attention_mask, **{name: kwargs.pop(name, None) for name in HF_KEYWORDS}
+        )
 
     @property
     def given(self) -> list[str]:
@@ -96,7 +149,9 @@ class PackingInputs:
     @property
     def named(self) -> bool:
         """Whether boundaries were passed under upstream's packing keywords."""
-        return any(value is not None for value in (self.cu_seq_lens_q, self.cu_seq_lens_k, self.seq_idx))
+        return any(
+            value is not None for value in (self.cu_seq_lens_q, self.cu_seq_lens_k, self.seq_idx)
+        )
 
     def longest(self, name: str) -> int | None:
         """Return `max_length_q` or `_k` as an int.
@@ -107,18 +162,24 @@ class PackingInputs:
         given: Any = getattr(self, name)
         try:
             number = given.item() if isinstance(given, (Tensor, np.ndarray, np.generic)) else given
-        except (RuntimeError, ValueError):  # several numbers, or none: on meta
+        except (RuntimeError, ValueError):
+            # several numbers, or none: on meta
             number = ()
         if isinstance(number, float) and number.is_integer():
             number = int(number)
         if number is None or (isinstance(number, int) and not isinstance(number, bool)):
             return number
-        raise BoundaryError(f"found {name}={given!r}; wanted one whole number, the tokens of the longest document; pass an int")
+        raise BoundaryError(
+            f"found {name}={given!r}; wanted one whole number, the tokens of the longest document; "
+            f"pass an int"
+        )
 
 
 def _no_tensor(name: str, given: Any) -> BoundaryError:
     wanted = "a torch.int32 tensor [N+1]" if name.startswith("cu_") else "a tensor"
-    return BoundaryError(f"found {name} as a {type(given).__name__}; wanted {wanted}; call torch.tensor on it")
+    return BoundaryError(
+        f"found {name} as a {type(given).__name__}; wanted {wanted}; call torch.tensor on it"
+    )
 
 
 def _check_values(name: str, given: Any) -> None:
@@ -126,17 +187,30 @@ def _check_values(name: str, given: Any) -> None:
         return
     if torch.compiler.is_exporting():
         raise UnsupportedInput(
-            f"found torch.export of a patched model with {name}, whose values decide what runs; wanted tokens alone; call "
-            "remove_patches(model) before the export"
+            f"found torch.export of a patched model with {name}, whose values decide what runs; "
+            "wanted tokens alone; call remove_patches(model) before the export"
         )
     if given.is_meta:
-        raise BoundaryError(f"found {name} on meta, without values; wanted it on the device of the tokens; build it there")
+        raise BoundaryError(
+            f"found {name} on meta, without values; wanted it on the device of the tokens; build "
+            f"it there"
+        )
     if given.layout != torch.strided or given.is_nested or given.is_quantized:
-        kind = "nested" if given.is_nested else "quantised" if given.is_quantized else str(given.layout)
-        raise BoundaryError(f"found {name} as a {kind} tensor; wanted a dense one; call .to_dense(), or pad it")
+        kind = (
+            "nested"
+            if given.is_nested
+            else "quantised"
+            if given.is_quantized
+            else str(given.layout)
+        )
+        raise BoundaryError(
+            f"found {name} as a {kind} tensor; wanted a dense one; call .to_dense(), or pad it"
+        )
 
 
 def to_hf_kwargs(packed: PackedSequence) -> Mapping[str, Any]:
     """Return the record as the keywords that transformers' flash attention reads."""
     cu_seqlens, longest = packed.cu_seqlens, packed.max_seqlen
-    return dict(zip(HF_KEYWORDS, (cu_seqlens, cu_seqlens, longest, longest, packed.seq_idx), strict=True))
+    return dict(
+        zip(HF_KEYWORDS, (cu_seqlens, cu_seqlens, longest, longest, packed.seq_idx), strict=True)
+    )

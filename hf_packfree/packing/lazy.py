@@ -1,4 +1,5 @@
-"""A tensor that has a shape, a dtype and gradients at once, and values from when something first reads them.
+"""A tensor that has a shape, a dtype and gradients at once, and values from when something first
+reads them.
 
 One kind is a padded batch [B, S, ...] that is held as its packed row [1, T, ...].
 """
@@ -31,7 +32,8 @@ class Source:
         shape, dtype, device: of the tensor.
         make: returns it, from what nobody changes in between; without a history.
         values: what `make` returned, once it was called.
-        changed: whether `values` may be others than `make`'s: an operation changed them, or somebody has their address.
+        changed: whether `values` may be others than `make`'s: an operation changed them, or
+            somebody has their address.
     """
 
     shape: tuple[int, ...]
@@ -53,15 +55,20 @@ class Source:
 
 
 class LazyTensor(Tensor):
-    """A tensor without memory until it is read; whatever takes a pointer gets that of its values."""
+    """A tensor without memory until it is read; whatever takes a pointer gets that of its
+    values.
+    """
 
     source: Source
 
     @staticmethod
     def __new__(cls, source: Source) -> LazyTensor:
         """Make a tensor that has no memory of its own."""
-        lazy: LazyTensor = Tensor._make_wrapper_subclass(cls, source.shape, dtype=source.dtype, device=source.device)
-        # C++ that takes its pointer past the methods below raises then, instead of reading from address 0
+        lazy: LazyTensor = Tensor._make_wrapper_subclass(
+            cls, source.shape, dtype=source.dtype, device=source.device
+        )
+        # C++ that takes its pointer past the methods below raises then, instead of reading from
+        # address 0
         torch._C._set_throw_on_mutable_data_ptr(lazy)
         lazy.source = source
         return lazy
@@ -70,18 +77,31 @@ class LazyTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Run any operation on the values; an in-place operation changes those, which later reads return."""
+        """Run any operation on the values; an in-place operation changes those, which later
+        reads return.
+        """
         kwargs = kwargs or {}
-        if torch.Tag.inplace_view in func.tags and func is not _DETACH and isinstance(args[0], LazyTensor):
+        if (
+            torch.Tag.inplace_view in func.tags
+            and func is not _DETACH
+            and isinstance(args[0], LazyTensor)
+        ):
             raise UnsupportedInput(
-                f"found {func.overloadpacket.__name__} of lazy logits, which changes their shape in place; wanted an operation "
-                "that returns a tensor; call the one without the underscore, or patch with padded='full'"
+                f"found {func.overloadpacket.__name__} of lazy logits, which changes their shape "
+                "in place; wanted an operation that returns a tensor; call the one without the "
+                "underscore, or patch with padded='full'"
             )
         if _is_alias(func, args):
             return type(args[0])(args[0].source)
-        if func is _CAST and args[0].source.values is None and kwargs.keys() <= {"dtype", "non_blocking"}:
+        if (
+            func is _CAST
+            and args[0].source.values is None
+            and kwargs.keys() <= {"dtype", "non_blocking"}
+        ):
             return type(args[0])(args[0].source.cast(kwargs.get("dtype") or args[0].dtype))
-        found = func(*tree_map_only(LazyTensor, _read, args), **tree_map_only(LazyTensor, _read, kwargs))
+        found = func(
+            *tree_map_only(LazyTensor, _read, args), **tree_map_only(LazyTensor, _read, kwargs)
+        )
         if not func._schema.is_mutable:
             return found
         for tensor in tree_leaves((args, kwargs)):
@@ -90,7 +110,9 @@ class LazyTensor(Tensor):
         return args[0] if isinstance(args[0], LazyTensor) else found
 
     def _leaf(self) -> Tensor:
-        """Return the values, an ordinary tensor that shares the memory of every other, without what computed it."""
+        """Return the values, an ordinary tensor that shares the memory of every other, without
+        what computed it.
+        """
         self.source.changed = True
         return self.source.read().detach().requires_grad_(self.requires_grad)
 
@@ -135,12 +157,19 @@ class LazyTensor(Tensor):
     @data.setter
     def data(self, values: Tensor) -> None:
         values = values.detach().view(self.shape)
-        self.source = Source(tuple(values.shape), values.dtype, values.device, lambda: values, values, changed=True)
+        self.source = Source(
+            tuple(values.shape), values.dtype, values.device, lambda: values, values, changed=True
+        )
 
 
 def _is_alias(func: Any, args: Any) -> bool:
     """Whether an operation on a lazy tensor returns it as it is."""
-    return func in _ALIASES or func is _VIEW and isinstance(args[0], LazyTensor) and args[0].shape == torch.Size(args[1])
+    return (
+        func in _ALIASES
+        or func is _VIEW
+        and isinstance(args[0], LazyTensor)
+        and args[0].shape == torch.Size(args[1])
+    )
 
 
 def _read(lazy: LazyTensor) -> Tensor:
@@ -155,8 +184,8 @@ def lazy_repad(row: Tensor, packed: PackedSequence) -> Tensor:
         packed: the record of the row.
 
     Returns:
-        [B, S, ...], with the shape, dtype, device and gradient of the padded tensor; detaching and casting read nothing.
-        `row` where that has this shape already.
+        [B, S, ...], with the shape, dtype, device and gradient of the padded tensor; detaching and
+        casting read nothing. `row` where that has this shape already.
     """
     if packed.indices is None and packed.batch_shape[0] == 1:
         return row
@@ -169,7 +198,9 @@ class LazyPaddedTensor(LazyTensor):
     """A tensor of the padded batch's shape without its memory."""
 
     row: Tensor | None = None
-    """What the loss is computed from, [1, T, ...] with its gradient; of the tensor that `lazy_repad` returns alone."""
+    """What the loss is computed from, [1, T, ...] with its gradient; of the tensor that
+    `lazy_repad` returns alone.
+    """
     packed: PackedSequence
 
     def _before_the_loss(self) -> Tensor | None:
@@ -177,7 +208,9 @@ class LazyPaddedTensor(LazyTensor):
         return self.row if self._version == 0 else None
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
-        """Call `hook` with the gradient of all that is computed from this tensor, the model's loss on the row included."""
+        """Call `hook` with the gradient of all that is computed from this tensor, the model's
+        loss on the row included.
+        """
         row = self._before_the_loss()
         if row is None:
             return super().register_hook(hook)  # type: ignore[no-untyped-call]
@@ -185,12 +218,18 @@ class LazyPaddedTensor(LazyTensor):
         def hook_of_row(grad: Tensor) -> Tensor | None:
             padded = lazy_repad(grad, self.packed)
             found = hook(padded)
-            return None if found is None or found is padded and not _was_changed(padded) else unpad(found, self.packed)
+            return (
+                None
+                if found is None or found is padded and not _was_changed(padded)
+                else unpad(found, self.packed)
+            )
 
         return row.register_hook(hook_of_row)
 
     def retain_grad(self) -> None:
-        """Keep the gradient of all that is computed from this tensor, the model's loss on the row included."""
+        """Keep the gradient of all that is computed from this tensor, the model's loss on the
+        row included.
+        """
         row = self._before_the_loss()
         super().retain_grad() if row is None else row.retain_grad()
 

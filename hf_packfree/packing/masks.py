@@ -1,4 +1,5 @@
-"""What masks describe: 2-D ones padding and maybe documents, 4-D ones the documents on their diagonal.
+"""What masks describe: 2-D ones padding and maybe documents, 4-D ones the documents on their
+diagonal.
 
 Shapes: B rows, S tokens of a row.  2-D masks are read on the host, 4-D ones on their own device.
 """
@@ -16,7 +17,9 @@ from hf_packfree.errors import BoundaryError
 from hf_packfree.packing.boundaries import BoundarySpec, wrong_shape
 
 BLOCKED = -1e4
-"""An additive mask blocks a key at or below this value, and where it is so far below the highest value of its row."""
+"""An additive mask blocks a key at or below this value, and where it is so far below the highest
+value of its row.
+"""
 
 FAINT = -20.0
 """A token that sees the one before it by less than this is neither let through nor blocked."""
@@ -26,7 +29,8 @@ _LINEAR = ("linear_attention", "conv")
 
 
 def parse_masks(mask: Any, shape: tuple[int, int], *, cached: bool = False) -> list[BoundarySpec]:
-    """Parse an `attention_mask`: a tensor, or transformers' dict of tensors by kind of layer; another object says nothing.
+    """Parse an `attention_mask`: a tensor, or transformers' dict of tensors by kind of layer;
+    another object says nothing.
 
     Args:
         cached: the call has a cache: a 4-D mask of one document per row may then be of any kind.
@@ -46,19 +50,29 @@ def parse_masks(mask: Any, shape: tuple[int, int], *, cached: bool = False) -> l
         if not isinstance(one, Tensor) or (kind == "linear" and one.ndim != 2):
             found = list(one.shape) if isinstance(one, Tensor) else type(one).__name__
             raise BoundaryError(
-                f"found {name} {found}; wanted {'a tensor (B, S)' if kind == 'linear' else 'a tensor'} or None; pass the 2-D "
+                f"found {name} {found}; wanted "
+                f"{'a tensor (B, S)' if kind == 'linear' else 'a tensor'} or None; pass the 2-D "
                 "mask that the dict was made from"
             )
         spec = _parse(name, one, shape, frozenset({kind}), cached)
         # which attention functions take a 2-D mask, upstream knows
-        specs.append(replace(spec, as_upstream=False) if one.ndim == 2 and kind == "attention" else spec)
-    if not any("attention" in spec.covers for spec in specs):  # without a mask, eager attention is not causal
+        specs.append(
+            replace(spec, as_upstream=False) if one.ndim == 2 and kind == "attention" else spec
+        )
+    # without a mask, eager attention is not causal
+    if not any("attention" in spec.covers for spec in specs):
         specs.append(BoundarySpec("attention_mask", as_upstream=False))
     return specs
 
 
-def _parse(name: str, mask: Tensor, shape: tuple[int, int], covers: frozenset[str], cached: bool) -> BoundarySpec:
-    per_pair = mask.ndim == 4 and mask.shape[0] in (1, shape[0]) and tuple(mask.shape[2:]) == (shape[1], shape[1])
+def _parse(
+    name: str, mask: Tensor, shape: tuple[int, int], covers: frozenset[str], cached: bool
+) -> BoundarySpec:
+    per_pair = (
+        mask.ndim == 4
+        and mask.shape[0] in (1, shape[0])
+        and tuple(mask.shape[2:]) == (shape[1], shape[1])
+    )
     if tuple(mask.shape) != shape and not per_pair:
         raise wrong_shape(name, mask, shape, "(B, S), or (B, 1, S, S)")
     if mask.ndim == 2:
@@ -67,16 +81,23 @@ def _parse(name: str, mask: Tensor, shape: tuple[int, int], covers: frozenset[st
 
 
 def parse_padding_mask(
-    mask: Tensor, shape: tuple[int, int], *, name: str = "attention_mask", covers: frozenset[str] = EVERYWHERE
+    mask: Tensor,
+    shape: tuple[int, int],
+    *,
+    name: str = "attention_mask",
+    covers: frozenset[str] = EVERYWHERE,
 ) -> BoundarySpec:
-    """Parse a 2-D mask [B, S]: 0/1 marks padding; an indexed mask (1, 1, 2, 2, 0) also numbers the documents."""
+    """Parse a 2-D mask [B, S]: 0/1 marks padding; an indexed mask (1, 1, 2, 2, 0) also numbers
+    the documents.
+    """
     values = mask.detach().to("cpu")
     if values.dtype == torch.bool:
         return BoundarySpec(name, values, covers=covers)
     whole = values.to(torch.int64)
     if bool((whole < 0).any()) or not torch.equal(whole.to(values.dtype), values):
         raise BoundaryError(
-            f"found a 2-D {name} with values from {values.min().item()} to {values.max().item()}; wanted 0 "
+            f"found a 2-D {name} with values from {values.min().item()} to {values.max().item()}; "
+            f"wanted 0 "
             "and 1, or 0 for padding and 1, 2, 3 ... for documents; an additive mask has to be 4-D"
         )
     if int(whole.max()) <= 1:
@@ -87,17 +108,20 @@ def parse_padding_mask(
 def parse_block_diagonal_mask(
     mask: Tensor, shape: tuple[int, int], *, name: str = "attention_mask", cached: bool = False
 ) -> BoundarySpec:
-    """Parse a 4-D mask [B or 1, heads or 1, S, S], bool or additive: blocks on its diagonal are documents.
+    """Parse a 4-D mask [B or 1, heads or 1, S, S], bool or additive: blocks on its diagonal are
+    documents.
 
-    It has to be block-diagonal and causal, because nothing else reaches the linear layers.  An additive one that holds a single
-    document per row and no padding may also hold a bias for tokens that came before: upstream reads that as it is meant.
+    It has to be block-diagonal and causal, because nothing else reaches the linear layers. An
+    additive one that holds a single document per row and no padding may also hold a bias for tokens
+    that came before: upstream reads that as it is meant.
     """
     of_heads, biased = _read_pairs(name, mask)
     allowed = of_heads[:, 0].expand(shape[0], -1, -1)
     if bool((_near_diagonal(of_heads) != _near_diagonal(of_heads[:, :1])).any()):
         raise BoundaryError(
-            f"found a 4-D {name} whose heads see different documents; wanted the same boundaries in every head, since "
-            "the linear layers have one; pass a mask of (B, 1, S, S), or the boundaries as position_ids"
+            f"found a 4-D {name} whose heads see different documents; wanted the same boundaries "
+            "in every head, since the linear layers have one; pass a mask of (B, 1, S, S), or the "
+            "boundaries as position_ids"
         )
     real = allowed.diagonal(dim1=1, dim2=2)
     number = torch.zeros(shape, dtype=torch.int64, device=mask.device)
@@ -112,23 +136,26 @@ def parse_block_diagonal_mask(
         else:
             _refuse_other_than_blocks(name, of_heads, number, real, biased=biased, cut=cut)
     covers = frozenset({"attention"})
-    return BoundarySpec(name, real.to("cpu"), number.to("cpu"), covers=covers, as_upstream=additive or cached)
+    return BoundarySpec(
+        name, real.to("cpu"), number.to("cpu"), covers=covers, as_upstream=additive or cached
+    )
 
 
 def _refuse_seen_padding(name: str, of_heads: Tensor, real: Tensor) -> None:
     seen = (of_heads.any(1).any(1) & ~real).nonzero().tolist()
     if seen:
         raise BoundaryError(
-            f"found a 4-D {name} in which a token is seen but does not see itself, at row {seen[0][0]}, token {seen[0][1]}; "
-            "wanted each token to see itself, or nobody to see a padding token; invert a mask that is True where it blocks"
+            f"found a 4-D {name} in which a token is seen but does not see itself, at row "
+            f"{seen[0][0]}, token {seen[0][1]}; wanted each token to see itself, or nobody to see "
+            "a padding token; invert a mask that is True where it blocks"
         )
 
 
 def _refuse_looking_ahead(name: str, of_heads: Tensor) -> None:
     if bool(of_heads.triu(1).any()):
         raise BoundaryError(
-            f"found a 4-D {name} in which a token sees later ones; wanted a causal one, since the linear layers are causal; "
-            "drop it, or pass a mask of (B, S)"
+            f"found a 4-D {name} in which a token sees later ones; wanted a causal one, since the "
+            "linear layers are causal; drop it, or pass a mask of (B, S)"
         )
 
 
@@ -138,21 +165,28 @@ def _refuse_other_than_blocks(
     wanted = ((number[:, :, None] == number[:, None, :]) & real[:, None, :]).tril()
     wrong = (of_heads != wanted[:, None]) & real[:, None, :, None]
     if biased or bool(wrong.any()):
-        found = "cuts rows into documents" if cut else "is bool" if bool(real.all()) else "has padding"
+        found = (
+            "cuts rows into documents" if cut else "is bool" if bool(real.all()) else "has padding"
+        )
         raise BoundaryError(
             f"found a 4-D {name} that {found} but is not block-diagonal and causal; wanted each "
-            "token to see its own document up to itself; pass the boundaries as position_ids instead"
+            "token to see its own document up to itself; pass the boundaries as position_ids "
+            "instead"
         )
 
 
 def _near_diagonal(allowed: Tensor) -> Tensor:
-    """Whether each token sees itself and the token before it: bool [B, heads, 2, S]; the first token has none before it."""
+    """Whether each token sees itself and the token before it: bool [B, heads, 2, S]; the first
+    token has none before it.
+    """
     before = torch.nn.functional.pad(allowed.diagonal(-1, 2, 3), (1, 0))
     return torch.stack((allowed.diagonal(0, 2, 3), before), 2)
 
 
 def _read_pairs(name: str, mask: Tensor) -> tuple[Tensor, bool]:
-    """Return which keys each token sees, bool in the mask's shape, and whether it sees some of them more than others."""
+    """Return which keys each token sees, bool in the mask's shape, and whether it sees some of
+    them more than others.
+    """
     if mask.dtype == torch.bool:
         return mask, False
     if not mask.is_floating_point():
@@ -165,7 +199,8 @@ def _read_pairs(name: str, mask: Tensor) -> tuple[Tensor, bool]:
     zeros, ones = values == 0, values == 1
     if bool((zeros | ones).all() & zeros.any() & ones.any()):
         raise _unreadable(name, mask, "zeros and ones")
-    # softmax sees differences alone: what a row lets through is near its highest value, whatever that is
+    # softmax sees differences alone: what a row lets through is near its highest value, whatever
+    # that is
     top = values.amax(-1, keepdim=True)
     allowed = values > (top + BLOCKED).clamp(min=BLOCKED)
     faint = allowed & (values < top + FAINT)
@@ -176,6 +211,7 @@ def _read_pairs(name: str, mask: Tensor) -> tuple[Tensor, bool]:
 
 def _unreadable(name: str, mask: Tensor, found: str) -> BoundaryError:
     return BoundaryError(
-        f"found a 4-D {name} of {mask.dtype} with {found}; wanted bool, or an additive one with 0 for what a token sees and a "
+        f"found a 4-D {name} of {mask.dtype} with {found}; wanted bool, or an additive one with 0 "
+        f"for what a token sees and a "
         f"number of {BLOCKED:.0f} or less elsewhere; call .bool() on a mask of zeros and ones"
     )

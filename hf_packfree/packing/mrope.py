@@ -1,6 +1,7 @@
 """What mRoPE positions, three or four rows, can and cannot say of documents.
 
-Time, height and width of images cannot show all boundaries: only a first row of text positions, or another input format, can.
+Time, height and width of images cannot show all boundaries: only a first row of text positions, or
+another input format, can.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ _COUNTS_TO = {torch.float16: 2048, torch.bfloat16: 256}
 
 
 def is_text(position_ids: Tensor | None) -> bool:
-    """Whether positions are one number per token: none, 2-D, or a stack whose last three rows are equal."""
+    """Whether positions are one number per token: none, 2-D, or a stack whose last three rows
+    are equal.
+    """
     if position_ids is None or position_ids.ndim < 3:
         return True
     rows = position_ids[-3:]
@@ -37,8 +40,9 @@ def check_rows(position_ids: Any) -> None:
         return
     if position_ids.dtype in _COUNTS_TO:
         raise BoundaryError(
-            f"found position_ids of {position_ids.dtype}, which counts to {_COUNTS_TO[position_ids.dtype]} only; wanted "
-            "integers, or torch.float32; keep them out of casts to the training dtype, or leave them to the model"
+            f"found position_ids of {position_ids.dtype}, which counts to "
+            f"{_COUNTS_TO[position_ids.dtype]} only; wanted integers, or torch.float32; keep them "
+            "out of casts to the training dtype, or leave them to the model"
         )
     if position_ids.ndim != 3 or position_ids.shape[0] != 4:
         return
@@ -47,23 +51,28 @@ def check_rows(position_ids: Any) -> None:
     stops, differ = text.diff() == 0, (position_ids[2:] != time).any(0)[:, 1:]
     if bool((text == time).all() & (stops & differ).any()):
         raise BoundaryError(
-            "found position_ids of 4 rows, the first of which is the temporal row of mRoPE again; wanted the text positions "
+            "found position_ids of 4 rows, the first of which is the temporal row of mRoPE again; "
+            "wanted the text positions "
             "there: 0, 1, 2 ... in each document; build them with torch.arange per document"
         )
 
 
-def refuse_packed_mrope(position_ids: Tensor, shape: tuple[int, int], tokens: RealTokens, starts: Tensor | None) -> None:
-    """Refuse three differing rows of mRoPE positions in which a document starts that nothing else marks.
+def refuse_packed_mrope(
+    position_ids: Tensor, shape: tuple[int, int], tokens: RealTokens, starts: Tensor | None
+) -> None:
+    """Refuse three differing rows of mRoPE positions in which a document starts that nothing else
+    marks.
 
-    Within a document the first row, time, falls only behind a video whose seconds take more positions than its height and
-    width, in families that number so; those two rise there.  Where time falls otherwise a document starts, but other
-    documents may start without a fall.
+    Within a document the first row, time, falls only behind a video whose seconds take more
+    positions than its height and width, in families that number so; those two rise there. Where
+    time falls otherwise a document starts, but other documents may start without a fall.
 
     Args:
         position_ids: [3, B or 1, S]; those of other shapes are not looked at.
         shape: (B, S).
         tokens: the real tokens.
-        starts: bool [M], where documents start by the other input formats; None when none separates documents.
+        starts: bool [M], where documents start by the other input formats; None when none separates
+            documents.
 
     Raises:
         UnsupportedInput: no other format separates documents, and there are several in a row.
@@ -71,18 +80,22 @@ def refuse_packed_mrope(position_ids: Tensor, shape: tuple[int, int], tokens: Re
     """
     if position_ids.ndim != 3 or position_ids.shape[0] != 3:
         return
-    time, height, width = (tokens.select(row.detach().to("cpu").expand(shape)).diff() for row in position_ids)
+    time, height, width = (
+        tokens.select(row.detach().to("cpu").expand(shape)).diff() for row in position_ids
+    )
     falls = (time < 0) & ~((height > 0) & (width > 0)) & ~tokens.row_changes
     if starts is None and bool(falls.any()):
         raise UnsupportedInput(
-            "found image or video positions (mRoPE, three rows that differ) that fall within a row: several documents, whose "
-            "boundaries they cannot show; wanted the boundaries too; put the text positions, which restart with each document, "
-            "in front as a fourth row, or pass cu_seq_lens_q or seq_idx beside them"
+            "found image or video positions (mRoPE, three rows that differ) that fall within a "
+            "row: several documents, whose boundaries they cannot show; wanted the boundaries "
+            "too; put the text positions, which restart with each document, in front as a fourth "
+            "row, or pass cu_seq_lens_q or seq_idx beside them"
         )
     inside = (falls if starts is None else falls & ~starts[1:]).nonzero()
     if inside.numel():
         row, token = tokens.position_of(int(inside[0]) + 1)
         raise BoundaryConflict(
-            f"found mRoPE position_ids that fall at row {row}, token {token}, inside a document by the other inputs; wanted "
+            f"found mRoPE position_ids that fall at row {row}, token {token}, inside a document by "
+            f"the other inputs; wanted "
             "time that falls at starts of documents; build the positions of each document by itself"
         )

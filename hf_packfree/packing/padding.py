@@ -1,4 +1,5 @@
-"""Unpad and repad: exact inverses between the caller's [B, S, ...] and the packed row's [1, T, ...].
+"""Unpad and repad: exact inverses between the caller's [B, S, ...] and the packed row's [1, T,
+...].
 
 Both run on their tensor's device: with layers on several devices that is not always the record's.
 """
@@ -30,7 +31,8 @@ def unpad(batch: Tensor, packed: PackedSequence) -> Tensor:
         >>> from hf_packfree import PackedSequence
         >>> from hf_packfree.packing import repad, unpad
         >>> input_ids = torch.tensor([[5, 6, 7], [8, 9, 0]])
-        >>> packed = PackedSequence.from_lengths([3, 2], batch_shape=(2, 3), indices=torch.tensor([0, 1, 2, 3, 4]))
+        >>> real = torch.tensor([0, 1, 2, 3, 4])
+        >>> packed = PackedSequence.from_lengths([3, 2], batch_shape=(2, 3), indices=real)
         >>> row = unpad(input_ids, packed)
         >>> row
         tensor([[5, 6, 7, 8, 9]])
@@ -39,18 +41,22 @@ def unpad(batch: Tensor, packed: PackedSequence) -> Tensor:
                 [8, 9, 0]])
     """
     flat = batch.flatten(0, 1)
-    return (flat if packed.indices is None else flat.index_select(0, packed.indices.to(flat.device)))[None]
+    return (
+        flat if packed.indices is None else flat.index_select(0, packed.indices.to(flat.device))
+    )[None]
 
 
 def repad(row: Tensor, packed: PackedSequence) -> Tensor:
-    """Return a row in the shape of the caller's batch: the inverse of `unpad`, with zeros at padding.
+    """Return a row in the shape of the caller's batch: the inverse of `unpad`, with zeros at
+    padding.
 
     Args:
         row: [1, T, ...] of any dtype.
         packed: the record of the row.
 
     Returns:
-        [B, S, ...]; a view of `row` when no padding was dropped, and `row` itself when it already has that shape.
+        [B, S, ...]; a view of `row` when no padding was dropped, and `row` itself when it already
+        has that shape.
 
     Examples:
         A left-padded batch; what the model computed for real tokens returns to their positions:
@@ -58,7 +64,8 @@ def repad(row: Tensor, packed: PackedSequence) -> Tensor:
         >>> import torch
         >>> from hf_packfree import PackedSequence
         >>> from hf_packfree.packing import repad
-        >>> packed = PackedSequence.from_lengths([1, 3], batch_shape=(2, 3), indices=torch.tensor([2, 3, 4, 5]))
+        >>> real = torch.tensor([2, 3, 4, 5])
+        >>> packed = PackedSequence.from_lengths([1, 3], batch_shape=(2, 3), indices=real)
         >>> repad(torch.tensor([[0.5, 1.0, 1.5, 2.0]]), packed)
         tensor([[0.0000, 0.0000, 0.5000],
                 [1.0000, 1.5000, 2.0000]])
@@ -68,13 +75,17 @@ def repad(row: Tensor, packed: PackedSequence) -> Tensor:
         # the same tensor, so that hooks on the logits of one row see the gradient of the loss
         return row if rows == 1 else row.squeeze(0).reshape(rows, tokens, *row.shape[2:])
     flat = row.new_zeros((rows * tokens, *row.shape[2:]))
-    if packed.num_documents == 0:  # what stands for a batch of nothing but padding is padding too, and keeps its history
+    # what stands for a batch of nothing but padding is padding too, and keeps its history
+    if packed.num_documents == 0:
         row = row.masked_fill(torch.ones_like(row, dtype=torch.bool), 0)
-    return flat.index_copy(0, packed.indices.to(row.device), row.squeeze(0)).reshape(rows, tokens, *row.shape[2:])
+    return flat.index_copy(0, packed.indices.to(row.device), row.squeeze(0)).reshape(
+        rows, tokens, *row.shape[2:]
+    )
 
 
 def with_left_pad_tokens(packed: PackedSequence, indices: Tensor) -> PackedSequence:
-    """Return the record with the last pad token before some documents kept, see `PackedSequence.left_pad_segments`.
+    """Return the record with the last pad token before some documents kept, see
+    `PackedSequence.left_pad_segments`.
 
     Args:
         packed: one document per row, padding dropped.

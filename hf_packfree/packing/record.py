@@ -25,7 +25,8 @@ Integers = NDArray[np.integer[Any]]
 def group_numbers(sizes: Integers) -> tuple[Integers, Integers]:
     """Return int32 [N+1], the offsets of N groups, and int32 [M], every element's group.
 
-    Plans are made with numpy because the GPU waits for them: its short operations take less time than torch's.
+    Plans are made with numpy because the GPU waits for them: its short operations take less time
+    than torch's.
 
     Args:
         sizes: integers [N], each 1 at least, M together.
@@ -39,25 +40,31 @@ def _sizes(lengths: Sequence[int] | Tensor | Integers) -> Integers:
     """Return document lengths as int64 [N]; refuse what are none."""
     try:
         sizes = np.asarray(lengths.tolist() if isinstance(lengths, Tensor) else lengths)
-        listed = isinstance(lengths, (list, tuple)) and any(isinstance(length, (bool, np.bool_)) for length in lengths)
-    except (ValueError, RuntimeError):  # of several dimensions, or on meta
+        listed = isinstance(lengths, (list, tuple)) and any(
+            isinstance(length, (bool, np.bool_)) for length in lengths
+        )
+    except (ValueError, RuntimeError):
+        # of several dimensions, or on meta
         sizes, listed = np.empty((0, 0)), False
     whole = sizes.ndim == 1 and (sizes.dtype.kind in "iu" or sizes.size == 0) and not listed
     if not whole or sizes.size == 0 or sizes.min() < 1:
         raise BoundaryError(
-            f"found document lengths {sizes.tolist() if whole else lengths}; wanted one or more integers, each of at least one "
-            "token; drop empty documents before packing"
+            f"found document lengths {sizes.tolist() if whole else lengths}; wanted one or more "
+            "integers, each of at least one token; drop empty documents before packing"
         )
-    total = sizes.sum(dtype=np.float64)  # in which no sum overflows
+    # in which no sum overflows
+    total = sizes.sum(dtype=np.float64)
     if total > np.iinfo(np.int32).max:
         raise BoundaryError(
-            f"found document lengths of {total:.0f} tokens together; wanted fewer than 2**31 for int32 offsets; cut the row"
+            f"found document lengths of {total:.0f} tokens together; wanted fewer than 2**31 for "
+            f"int32 offsets; cut the row"
         )
     return sizes
 
 
 def chunk_plan(packed: PackedSequence, size: int) -> tuple[Integers, Integers, Integers]:
-    """Cut each segment into chunks of `size` tokens, its last one maybe shorter, P of them together; int32 on the host.
+    """Cut each segment into chunks of `size` tokens, its last one maybe shorter, P of them
+    together; int32 on the host.
 
     Returns:
         offsets: [N+1], each segment's first chunk, and P.
@@ -69,24 +76,31 @@ def chunk_plan(packed: PackedSequence, size: int) -> tuple[Integers, Integers, I
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PackedSequence:
-    """Where each document starts and ends in one row of T tokens; built once per forward, never changed.
+    """Where each document starts and ends in one row of T tokens; built once per forward, never
+    changed.
 
     A segment is a document's span in the row, or a span of padding that stays in the row.
 
     Attributes:
-        cu_seqlens: int32 [N+1], on the model's device; offsets in tokens, 0 first, T last, strictly increasing.
-        cu_seqlens_cpu: int32 [N+1], the same on the host, so that planning never waits for the device.
+        cu_seqlens: int32 [N+1], on the model's device; offsets in tokens, 0 first, T last, strictly
+            increasing.
+        cu_seqlens_cpu: int32 [N+1], the same on the host, so that planning never waits for the
+            device.
         seq_idx: int32 [1, T], on the model's device; the segment number of every token, 0 to N-1.
-        max_seqlen: tokens in the longest segment; a host int, so that reading it never waits for the device.
+        max_seqlen: tokens in the longest segment; a host int, so that reading it never waits for
+            the device.
         batch_shape: (B, S), the shape of the caller's batch and of what it gets back.
-        indices: int64 [T], on the model's device; each token's index into the caller's flattened [B*S], or None
-            when the row is all of it in order (no padding was dropped).
-        padding_segments: numbers of the segments that are padding: a tail that aligns the row, or the one token that
-            stands for a batch of nothing but padding.
-        left_pad_segments: numbers of those padding segments that are the pad token before a left-padded document, kept
-            because a label has to be predicted from it; layers mix nothing into it.
-        plain: upstream would run the caller's batch exactly too: one document per row, padding in a 0/1 mask.
-        shard: under context parallelism, the `RowShard` that says where in the whole row these tokens are.
+        indices: int64 [T], on the model's device; each token's index into the caller's flattened
+            [B*S], or None when the row is all of it in order (no padding was dropped).
+        padding_segments: numbers of the segments that are padding: a tail that aligns the row, or
+            the one token that stands for a batch of nothing but padding.
+        left_pad_segments: numbers of those padding segments that are the pad token before a
+            left-padded document, kept because a label has to be predicted from it; layers mix
+            nothing into it.
+        plain: upstream would run the caller's batch exactly too: one document per row, padding in a
+            0/1 mask.
+        shard: under context parallelism, the `RowShard` that says where in the whole row these
+            tokens are.
     """
 
     cu_seqlens: Tensor
@@ -125,10 +139,12 @@ class PackedSequence:
             filler: deprecated since 0.2.0, `padding_segments`.
 
         Raises:
-            BoundaryError: a length is below 1 or no integer, there is none, or they are more tokens than int32 counts.
+            BoundaryError: a length is below 1 or no integer, there is none, or they are more tokens
+                than int32 counts.
 
         Examples:
-            A document of three tokens and one of two, in a row whose `position_ids` restart with each document:
+            A document of three tokens and one of two, in a row whose `position_ids` restart with
+            each document:
 
             >>> from hf_packfree import PackedSequence
             >>> packed = PackedSequence.from_lengths([3, 2])
@@ -148,11 +164,13 @@ class PackedSequence:
         cu_seqlens, seq_idx = map(torch.from_numpy, group_numbers(sizes))
         return cls(
             cu_seqlens=cu_seqlens.to(device, non_blocking=True),
-            cu_seqlens_cpu=cu_seqlens, max_seqlen=int(sizes.max()),
+            cu_seqlens_cpu=cu_seqlens,
+            max_seqlen=int(sizes.max()),
             seq_idx=seq_idx.to(device, non_blocking=True)[None],
             batch_shape=batch_shape or (1, len(seq_idx)),
             indices=None if indices is None else indices.to(device, non_blocking=True),
-            padding_segments=tuple(padding_segments), plain=plain,
+            padding_segments=tuple(padding_segments),
+            plain=plain,
         )
 
     @property
@@ -200,7 +218,9 @@ class PackedSequence:
         return self.cached(build)
 
     def select_real(self, row: Tensor) -> Tensor:
-        """Return the real tokens [M, ...] of a row [T, ...]; the row itself when all are real, or none is."""
+        """Return the real tokens [M, ...] of a row [T, ...]; the row itself when all are real,
+        or none is.
+        """
         if not self.padding_segments or self.num_real_tokens == 0:
             return row
 
@@ -213,7 +233,9 @@ class PackedSequence:
         return row.index_select(0, self.cached(build))
 
     def zero_left_pad(self, mixed: Tensor) -> Tensor:
-        """Return a mixer's output [1, T, D] with zeros at `left_pad_segments`; the same tensor when there are none."""
+        """Return a mixer's output [1, T, D] with zeros at `left_pad_segments`; the same tensor
+        when there are none.
+        """
         if not self.left_pad_segments:
             return mixed
 
@@ -230,41 +252,55 @@ class PackedSequence:
 
     def _tokens_outside(self, segments: Sequence[int]) -> Tensor:
         """Return bool [1, T]: False for the tokens of these segments."""
-        return self._segments_outside(segments).to(self.seq_idx.device, non_blocking=True)[self.seq_idx.long()]
+        return self._segments_outside(segments).to(self.seq_idx.device, non_blocking=True)[
+            self.seq_idx.long()
+        ]
 
     def for_shape(self, shape: Sequence[int]) -> PackedSequence:
-        """Return the record for a batch of this (B, S): the caller's batch, or the row [1, T] it already became."""
+        """Return the record for a batch of this (B, S): the caller's batch, or the row [1, T] it
+        already became.
+        """
         if tuple(shape) == self.batch_shape:
             return self
         return replace(self, batch_shape=(1, self.num_tokens), indices=None)
 
     def cached(self, build: Callable[..., _Plan], *args: Any) -> _Plan:
-        """Return `build(self, *args)`, computed at most once per record, so that all layers share one plan.
+        """Return `build(self, *args)`, computed at most once per record, so that all layers share
+        one plan.
 
         Args:
-            build: a function, identified by where it is defined; it may be nested in another, but no lambda, and
-                what it closes over has to be the same for the same `args`.  Its result may not hold the record.
+            build: a function, identified by where it is defined; it may be nested in another, but
+                no lambda, and what it closes over has to be the same for the same `args`. Its
+                result may not hold the record.
             args: values whose `repr` tells them apart.
         """
-        # a string, because torch.compile writes guards that name it; not of qualified names, which it takes for equal there
+        # a string, because torch.compile writes guards that name it; not of qualified names, which
+        # it takes for equal there
         code = build.__code__
         key = f"{code.co_filename}:{code.co_firstlineno} {args}"
         if key not in self._memo:
-            # outside inference mode, because a record may be evaluated with first and trained with afterwards
+            # outside inference mode, because a record may be evaluated with first and trained with
+            # afterwards
             with torch.inference_mode(False):
                 self._memo[key] = build(self, *args)
         return self._memo[key]  # type: ignore[no-any-return]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedSequence:
-        """Return the record with its device tensors on `device`; the name is the one that accelerate's hooks call."""
+        """Return the record with its device tensors on `device`; the name is the one that
+        accelerate's hooks call.
+        """
         if self.cu_seqlens.device == torch.device(device):
             return self
         return replace(
             self,
             cu_seqlens=self.cu_seqlens.to(device, non_blocking=non_blocking),
             seq_idx=self.seq_idx.to(device, non_blocking=non_blocking),
-            indices=None if self.indices is None else self.indices.to(device, non_blocking=non_blocking),
-            shard=None if self.shard is None else replace(self.shard, row=self.shard.row.to(device, non_blocking)),
+            indices=None
+            if self.indices is None
+            else self.indices.to(device, non_blocking=non_blocking),
+            shard=None
+            if self.shard is None
+            else replace(self.shard, row=self.shard.row.to(device, non_blocking)),
             _memo={},
         )
 

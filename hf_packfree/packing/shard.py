@@ -1,4 +1,5 @@
-"""One rank's part of a packed row: equal spans of tokens, in order, one for each rank of a context-parallel group.
+"""One rank's part of a packed row: equal spans of tokens, in order, one for each rank of a
+context-parallel group.
 
 Shapes: T tokens of the whole row, W ranks, t = T / W tokens of a shard.
 """
@@ -19,14 +20,16 @@ from hf_packfree.packing.record import PackedSequence
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RowShard:
-    """Where a rank's tokens are in the whole row; host integers alone, so that every rank can take the others' view.
+    """Where a rank's tokens are in the whole row; host integers alone, so that every rank can take
+    the others' view.
 
     Attributes:
         row: the record of the whole row, of T tokens, a multiple of W: the same on all ranks.
         batch: the record of the caller's batch, [B, S], that the row was made of.
         rank, world: this rank's number in its group, and W.
         group: torch.distributed's process group.
-        features: by kind of media: of the items that have placeholders in this shard, which of their features are theirs.
+        features: by kind of media: of the items that have placeholders in this shard, which of
+            their features are theirs.
     """
 
     row: PackedSequence
@@ -42,7 +45,9 @@ class RowShard:
         return self.row.num_tokens // self.world
 
     def cut(self, whole: Tensor, dim: int = 1, *, behind: int = 0) -> Tensor:
-        """Return this rank's t tokens of a tensor with T + `behind` in dimension `dim`, and so many behind them."""
+        """Return this rank's t tokens of a tensor with T + `behind` in dimension `dim`, and so
+        many behind them.
+        """
         return whole.narrow(dim, self.rank * self.tokens, self.tokens + behind)
 
     @cached_property
@@ -51,7 +56,9 @@ class RowShard:
         return (starts - offsets[np.searchsorted(offsets, starts, side="right") - 1]).tolist()  # type: ignore[no-any-return]
 
     def history(self, rank: int) -> int:
-        """Return how many tokens of the document at the start of a rank's shard are on the ranks before it."""
+        """Return how many tokens of the document at the start of a rank's shard are on the ranks
+        before it.
+        """
         return self._histories[rank]
 
     def goes_on(self, rank: int) -> bool:
@@ -71,7 +78,9 @@ class RowShard:
         return range(first, self.rank)
 
     def behind(self) -> range:
-        """Return the ranks behind this one that hold parts of the last document here, the last one first."""
+        """Return the ranks behind this one that hold parts of the last document here, the last
+        one first.
+        """
         last = self.rank
         while self.goes_on(last):
             last += 1
@@ -81,8 +90,9 @@ class RowShard:
 def shard_row(packed: PackedSequence, rank: int, world: int, group: Any = None) -> PackedSequence:
     """Return the record of the tokens that one of `world` ranks holds; its `shard` knows the rest.
 
-    A row that does not divide is padded by a segment of its own.  A segment of the result is a document's span on this rank: of
-    a document that began on an earlier rank, `position_ids` go on from there.
+    A row that does not divide is padded by a segment of its own. A segment of the result is a
+    document's span on this rank: of a document that began on an earlier rank, `position_ids` go on
+    from there.
 
     Args:
         packed: the record of a row of T tokens.
@@ -92,7 +102,8 @@ def shard_row(packed: PackedSequence, rank: int, world: int, group: Any = None) 
         The record of [1, t], t = ceil(T / world).
 
     Examples:
-        Documents of three tokens and of five on two ranks; the second document begins on the first rank:
+        Documents of three tokens and of five on two ranks; the second document begins on the first
+        rank:
 
         >>> from hf_packfree import PackedSequence
         >>> from hf_packfree.packing import shard_row
@@ -103,14 +114,20 @@ def shard_row(packed: PackedSequence, rank: int, world: int, group: Any = None) 
         >>> second.position_ids()
         tensor([[1, 2, 3, 4]])
     """
-    shard = RowShard(row=_divisible(packed, world), batch=packed, rank=rank, world=world, group=group)
+    shard = RowShard(
+        row=_divisible(packed, world), batch=packed, rank=rank, world=world, group=group
+    )
     row, start = shard.row, rank * shard.tokens
     offsets = row.cu_seqlens_cpu.clamp(start, start + shard.tokens) - start
     lengths = offsets.diff()
     held = lengths.nonzero()[:, 0].tolist()
     local = PackedSequence.from_lengths(
-        lengths[held], device=row.seq_idx.device, plain=row.plain,
-        padding_segments=[number for number, segment in enumerate(held) if segment in row.padding_segments],
+        lengths[held],
+        device=row.seq_idx.device,
+        plain=row.plain,
+        padding_segments=[
+            number for number, segment in enumerate(held) if segment in row.padding_segments
+        ],
     )
     left = tuple(number for number, segment in enumerate(held) if segment in row.left_pad_segments)
     return replace(local, shard=shard, left_pad_segments=left)
@@ -129,12 +146,16 @@ def pad_row(row: Tensor, tokens: int, value: float = 0) -> Tensor:
 
 
 def _divisible(packed: PackedSequence, world: int) -> PackedSequence:
-    """Return the record of the row itself, [1, T], with a padding segment behind it where T is no multiple of `world`."""
+    """Return the record of the row itself, [1, T], with a padding segment behind it where T is
+    no multiple of `world`.
+    """
     missing = -packed.num_tokens % world
     if not missing:
         return packed.for_shape((1, packed.num_tokens))
     row = PackedSequence.from_lengths(
-        [*packed.lengths, missing], device=packed.seq_idx.device, plain=packed.plain,
+        [*packed.lengths, missing],
+        device=packed.seq_idx.device,
+        plain=packed.plain,
         padding_segments=(*packed.padding_segments, packed.num_segments),
     )
     return replace(row, left_pad_segments=packed.left_pad_segments)

@@ -1,6 +1,8 @@
-"""Context parallelism: the ranks of a group hold a packed row together, each a span of its tokens, through the whole model.
+"""Context parallelism: the ranks of a group hold a packed row together, each a span of its tokens,
+through the whole model.
 
-What mixes tokens exchanges heads for tokens around itself (`attention`, `delta_rule`); the rest sees one rank's tokens alone.
+What mixes tokens exchanges heads for tokens around itself (`attention`, `delta_rule`); the rest
+sees one rank's tokens alone.
 """
 
 from __future__ import annotations
@@ -16,14 +18,17 @@ from torch.distributed.device_mesh import DeviceMesh
 class ContextParallel:
     """The group whose ranks share each row, and how their layers exchange.
 
-    Every rank of the group has to be given the same batches: the model takes its part inside forward.
+    Every rank of the group has to be given the same batches: the model takes its part inside
+    forward.
 
     Args:
         group: torch.distributed's process group, or a mesh of one dimension.
-        gdn: of Gated DeltaNet: "heads", each rank has a share of the heads over all tokens; "state", each has its tokens, and
-            the states at their edges are exchanged; "auto": heads where the ranks divide them.
-        attention: of full attention: "heads"; "gather", each rank gathers the keys and values before its own, of which the
-            last one has most to read; "auto": heads where the ranks divide them.
+        gdn: of Gated DeltaNet: "heads", each rank has a share of the heads over all tokens;
+            "state", each has its tokens, and the states at their edges are exchanged; "auto": heads
+            where the ranks divide them.
+        attention: of full attention: "heads"; "gather", each rank gathers the keys and values
+            before its own, of which the last one has most to read; "auto": heads where the ranks
+            divide them.
 
     Raises:
         ValueError: an option has an unknown value, or the mesh has several dimensions.
@@ -38,15 +43,20 @@ class ContextParallel:
         if isinstance(self.group, DeviceMesh):
             if self.group.ndim != 1:
                 raise ValueError(
-                    f"found a mesh of {self.group.ndim} dimensions for context parallelism; wanted one of one dimension; "
+                    f"found a mesh of {self.group.ndim} dimensions for context parallelism; wanted "
+                    f"one of one dimension; "
                     "pass mesh['cp'], or what the dimension of context parallelism is called"
                 )
             object.__setattr__(self, "group", self.group.get_group())
-        for name, known in (("gdn", ("auto", "heads", "state")), ("attention", ("auto", "heads", "gather"))):
+        for name, known in (
+            ("gdn", ("auto", "heads", "state")),
+            ("attention", ("auto", "heads", "gather")),
+        ):
             if (found := getattr(self, name)) not in known:
                 *others, last = map(repr, known)
                 raise ValueError(
-                    f"found {name}={found!r} for context parallelism; wanted {', '.join(others)} or {last}; pass one of them"
+                    f"found {name}={found!r} for context parallelism; wanted {', '.join(others)} "
+                    f"or {last}; pass one of them"
                 )
 
     @property
@@ -65,7 +75,9 @@ class ContextParallel:
 
 
 def context_parallel(given: Any) -> ContextParallel | None:
-    """Return the settings of what `apply_patches` was given: those themselves, a group, a mesh, or None."""
+    """Return the settings of what `apply_patches` was given: those themselves, a group, a mesh,
+    or None.
+    """
     return given if given is None or isinstance(given, ContextParallel) else ContextParallel(given)
 
 

@@ -1,8 +1,9 @@
-"""accelerate's context parallelism, which the Trainer reaches: it cuts rows for plain causal attention, and must not for us.
+"""accelerate's context parallelism, which the Trainer reaches: it cuts rows for plain causal
+attention, and must not for us.
 
-Every release from 1.10 to 1.15 prepares models in `Accelerator._prepare_cp`, by a context that cuts the batch's tensors, and
-hooks that take masks away; 1.15 refuses Gated DeltaNet layers there, and the others train them wrongly.  The Trainer takes
-`parallelism_config` from 1.12 on.
+Every release from 1.10 to 1.15 prepares models in `Accelerator._prepare_cp`, by a context that cuts
+the batch's tensors, and hooks that take masks away; 1.15 refuses Gated DeltaNet layers there, and
+the others train them wrongly. The Trainer takes `parallelism_config` from 1.12 on.
 """
 
 from __future__ import annotations
@@ -24,11 +25,16 @@ from hf_packfree.parallel import ContextParallel
 def cuts_its_rows(model: Any) -> bool:
     """Whether a model was patched with `context_parallel`."""
     modules = model.modules() if isinstance(model, nn.Module) else ()
-    return any(getattr(vars(module).get("packfree"), "context_parallel", None) is not None for module in modules)
+    return any(
+        getattr(vars(module).get("packfree"), "context_parallel", None) is not None
+        for module in modules
+    )
 
 
 class _Seam:
-    """Stands in front of `Accelerator._prepare_cp` as long as there are models to train that cut their rows."""
+    """Stands in front of `Accelerator._prepare_cp` as long as there are models to train that cut
+    their rows.
+    """
 
     def __init__(self) -> None:
         self.models: WeakSet[nn.Module] = WeakSet()
@@ -42,12 +48,17 @@ class _Seam:
         def prepare_cp(self: Any, *args: Any) -> Any:
             models = [one for one in args if isinstance(one, nn.Module)]
             # batches come alone, before the model or, where only evaluation is wanted, without it
-            ours = any(map(cuts_its_rows, models)) if models else vars(self).get("_cp_context", _whole) is _whole
+            ours = (
+                any(map(cuts_its_rows, models))
+                if models
+                else vars(self).get("_cp_context", _whole) is _whole
+            )
             if not ours:
                 return prepare(self, *args)
             self._cp_context = _whole
             _check_context(self)
-            self._prepare_cp = MethodType(prepare_cp, self)  # for more batches and runs, when the class is as it was
+            # for more batches and runs, when the class is as it was
+            self._prepare_cp = MethodType(prepare_cp, self)
             _prepared.update(models)
             return args
 
@@ -65,9 +76,11 @@ _prepared: WeakSet[nn.Module] = WeakSet()
 
 
 def leave_rows_whole(model: nn.Module) -> None:
-    """Let accelerate prepare models that cut their rows themselves, without cutting them too; others as before.
+    """Let accelerate prepare models that cut their rows themselves, without cutting them too;
+    others as before.
 
-    `cut_rows_again` undoes it; an accelerator that has prepared such a model goes on to leave that model's rows whole.
+    `cut_rows_again` undoes it; an accelerator that has prepared such a model goes on to leave that
+    model's rows whole.
 
     Raises:
         PatchConflict: this accelerate prepares models for context parallelism elsewhere.
@@ -81,7 +94,8 @@ def leave_rows_whole(model: nn.Module) -> None:
 
 
 def refuse_unreadable_launch() -> None:
-    """Refuse a `ParallelismConfig` of `accelerate launch` that no Trainer can read, because accelerate is too old.
+    """Refuse a `ParallelismConfig` of `accelerate launch` that no Trainer can read, because
+    accelerate is too old.
 
     Raises:
         PatchConflict: it is 1.10 or 1.11, in which the Trainer misses attributes.
@@ -90,21 +104,28 @@ def refuse_unreadable_launch() -> None:
 
     launched = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true"
     if launched and not hasattr(accelerate.ParallelismConfig, "sp_enabled"):
-        raise _unknown("takes a ParallelismConfig from `accelerate launch` that the Trainer cannot read")
+        raise _unknown(
+            "takes a ParallelismConfig from `accelerate launch` that the Trainer cannot read"
+        )
 
 
 def refuse_rows_cut_twice(model: nn.Module) -> None:
-    """Refuse to train a model on rows that accelerate cuts, because it prepared the model elsewhere or without us.
+    """Refuse to train a model on rows that accelerate cuts, because it prepared the model elsewhere
+    or without us.
 
     Raises:
         PatchConflict: accelerate runs with `cp_size`, and did not leave this model's rows whole.
     """
-    if getattr(parallelism_in_force(), "cp_size", 1) > 1 and not any(module in _prepared for module in model.modules()):
+    if getattr(parallelism_in_force(), "cp_size", 1) > 1 and not any(
+        module in _prepared for module in model.modules()
+    ):
         raise _unknown("prepared a model for context parallelism without _prepare_cp")
 
 
 def cut_rows_again(trained: nn.Module | None = None) -> None:
-    """Give accelerate back as it was, unless models are still to be trained that are patched and not in this one."""
+    """Give accelerate back as it was, unless models are still to be trained that are patched and
+    not in this one.
+    """
     done = set(() if trained is None else trained.modules())
     for model in list(_seam.models):
         if model in done or not cuts_its_rows(model):
@@ -132,8 +153,8 @@ def _unknown(found: str) -> PatchConflict:
     import accelerate
 
     return PatchConflict(
-        f"found accelerate {accelerate.__version__}, whose Accelerator {found}; wanted one from 1.12 to 1.15, where rows can "
-        "be left whole; pip install 'accelerate==1.15.*'"
+        f"found accelerate {accelerate.__version__}, whose Accelerator {found}; wanted one from "
+        "1.12 to 1.15, where rows can be left whole; pip install 'accelerate==1.15.*'"
     )
 
 
@@ -143,25 +164,31 @@ def _whole(**buffers: Any) -> AbstractContextManager[None]:
 
 
 def parallelism_in_force() -> Any:
-    """Return the `ParallelismConfig` that accelerate runs with, the Trainer's or that of `accelerate launch`, or None."""
+    """Return the `ParallelismConfig` that accelerate runs with, the Trainer's or that of
+    `accelerate launch`, or None.
+    """
     from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
 
     return getattr(AcceleratorState(), "parallelism_config", None)
 
 
-def trainers_group(parallelism: Any, given: ContextParallel | Literal["auto"] | None = "auto") -> ContextParallel | None:
-    """Return the group of a Trainer's `parallelism_config`, or None where it wants no context parallelism.
+def trainers_group(
+    parallelism: Any, given: ContextParallel | Literal["auto"] | None = "auto"
+) -> ContextParallel | None:
+    """Return the group of a Trainer's `parallelism_config`, or None where it wants no context
+    parallelism.
 
-    A Trainer that wants sequence parallelism gets context parallelism instead, before it prepares anything: `sp_size` means
-    DeepSpeed to accelerate, which cuts rows without their documents.
+    A Trainer that wants sequence parallelism gets context parallelism instead, before it prepares
+    anything: `sp_size` means DeepSpeed to accelerate, which cuts rows without their documents.
 
     Args:
         parallelism: see `parallelism_in_force`.
-        given: what the user set: a group, returned if it is the same; "auto"; or None, against rows shared.
+        given: what the user set: a group, returned if it is the same; "auto"; or None, against rows
+            shared.
 
     Raises:
-        PatchConflict: `sp_size` comes with DeepSpeed's engine, or with a number of processes that it does not divide; the given
-            group is another one, or None where ranks share rows.
+        PatchConflict: `sp_size` comes with DeepSpeed's engine, or with a number of processes that
+            it does not divide; the given group is another one, or None where ranks share rows.
     """
     if given is None:
         _refuse_shared(parallelism)
@@ -171,23 +198,28 @@ def trainers_group(parallelism: Any, given: ContextParallel | Literal["auto"] | 
         return found
     if found is None and given.world == 1:
         return given
-    ours, theirs = (None if one is None else dist.get_process_group_ranks(one.group) for one in (given, found))
+    ours, theirs = (
+        None if one is None else dist.get_process_group_ranks(one.group) for one in (given, found)
+    )
     if ours != theirs:
         raise PatchConflict(
-            f"found context_parallel with ranks {ours}, and a Trainer that gives the same batches to "
-            f"{'no two ranks' if theirs is None else f'ranks {theirs}'}; wanted a group whose ranks get the same batches; set "
-            f"ParallelismConfig(cp_size={given.world})"
+            f"found context_parallel with ranks {ours}, and a Trainer that gives the same batches "
+            f"to {'no two ranks' if theirs is None else f'ranks {theirs}'}; wanted a group whose "
+            f"ranks get the same batches; set ParallelismConfig(cp_size={given.world})"
         )
     return given
 
 
 def _refuse_shared(parallelism: Any) -> None:
-    """Refuse rows that accelerate or DeepSpeed would cut: wrong without an error before accelerate 1.15."""
+    """Refuse rows that accelerate or DeepSpeed would cut: wrong without an error before
+    accelerate 1.15.
+    """
     for size in ("cp_size", "sp_size"):
         if (found := getattr(parallelism, size, 1)) > 1:
             raise PatchConflict(
-                f"found context_parallel=None with {size}={found}, which cuts rows without their documents; wanted rows that "
-                f"the model cuts, or whole ones; pass PackFreeCallback(context_parallel='auto'), or set {size}=1"
+                f"found context_parallel=None with {size}={found}, which cuts rows without their "
+                "documents; wanted rows that the model cuts, or whole ones; pass "
+                f"PackFreeCallback(context_parallel='auto'), or set {size}=1"
             )
 
 
@@ -203,7 +235,8 @@ def _of_mesh(parallelism: Any) -> ContextParallel | None:
 
 
 def as_context_parallel(parallelism: Any, state: Any) -> Any:
-    """Put `cp_size` where accelerate's state has `sp_size`, with the mesh that DeepSpeed would have had no use for.
+    """Put `cp_size` where accelerate's state has `sp_size`, with the mesh that DeepSpeed would have
+    had no use for.
 
     Args:
         parallelism: a `ParallelismConfig`.
@@ -219,12 +252,17 @@ def as_context_parallel(parallelism: Any, state: Any) -> Any:
     found = f"found sp_size={size}"
     if state.distributed_type == "DEEPSPEED":
         raise PatchConflict(
-            f"{found} with a DeepSpeed configuration, whose engine would cut rows without their documents; wanted FSDP2 or "
+            f"{found} with a DeepSpeed configuration, whose engine would cut rows without their "
+            f"documents; wanted FSDP2 or "
             "DDP; leave DeepSpeed out, or set ParallelismConfig(cp_size=...) with fsdp=True"
         )
     if processes % parallelism.total_size:
-        raise PatchConflict(f"{found} for {processes} processes; wanted sizes whose product divides them; change sp_size")
-    shards = parallelism.dp_shard_size * (processes // parallelism.total_size)  # DeepSpeed takes the rest for data, unnamed
+        raise PatchConflict(
+            f"{found} for {processes} processes; wanted sizes whose product divides them; change "
+            f"sp_size"
+        )
+    # DeepSpeed takes the rest for data, unnamed
+    shards = parallelism.dp_shard_size * (processes // parallelism.total_size)
     ours = replace(parallelism, cp_size=size, sp_size=1, sp_handler=None, dp_shard_size=shards)
     state.parallelism_config, state.device_mesh = ours, ours.get_device_mesh(state.device.type)
     return ours

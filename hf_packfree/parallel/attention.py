@@ -16,10 +16,14 @@ from hf_packfree.packing import PackedSequence
 from hf_packfree.parallel.collectives import heads_to_tokens, left_context, send_heads
 
 
-def attend_by_heads(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, **options: Any) -> Tensor:
-    """Attend with H / W query heads a rank, over all tokens (Jacobs et al., DeepSpeed-Ulysses, arXiv:2309.14509).
+def attend_by_heads(
+    q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, **options: Any
+) -> Tensor:
+    """Attend with H / W query heads a rank, over all tokens (Jacobs et al., DeepSpeed-Ulysses,
+    arXiv:2309.14509).
 
-    Key heads that W does not divide are repeated until each rank has the one that its query heads read.
+    Key heads that W does not divide are repeated until each rank has the one that its query heads
+    read.
 
     Args:
         q: [1, t, H, D], rotated by positions in the document; W divides H.
@@ -41,14 +45,23 @@ def attend_by_heads(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, **o
 
 
 def attend_by_keys(
-    q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, *, batch_invariant: bool = False, **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: PackedSequence,
+    *,
+    batch_invariant: bool = False,
+    **options: Any,
 ) -> Tensor:
-    """Attend with this rank's queries to its own keys and those before them, which are gathered; for any number of heads.
+    """Attend with this rank's queries to its own keys and those before them, which are gathered;
+    for any number of heads.
 
-    Only documents that go on are sent; but the more of a document is on earlier ranks, the longer this one works.
+    Only documents that go on are sent; but the more of a document is on earlier ranks, the longer
+    this one works.
 
-    Args and returns: as of `attend_by_heads`; options of `hf_packfree.ops.attention.attention_with_history`, which runs one
-    kernel whatever is in the row, so that `batch_invariant` changes nothing.
+    Args and returns: as of `attend_by_heads`; options of
+    `hf_packfree.ops.attention.attention_with_history`, which runs one kernel whatever is in the
+    row, so that `batch_invariant` changes nothing.
     """
     shard, heads = packed.shard, k.shape[2]
     mine = torch.cat([k, v], 2)[0]

@@ -1,7 +1,7 @@
 """Exchanges between the ranks of a context-parallel group, differentiable.
 
-Every rank takes part in every exchange, forward and backward, whatever its part of the row holds: which exchanges there are
-depends on the whole row alone.
+Every rank takes part in every exchange, forward and backward, whatever its part of the row holds:
+which exchanges there are depends on the whole row alone.
 
 Shapes: W ranks, T tokens of the whole row, t = T / W tokens of a shard, H heads.
 """
@@ -22,7 +22,8 @@ from hf_packfree.packing import RowShard, pad_row
 
 @dataclass(frozen=True)
 class Pending:
-    """An exchange under way: on a GPU it runs beside what is launched until `wait`, through gloo beside what is computed.
+    """An exchange under way: on a GPU it runs beside what is launched until `wait`, through gloo
+    beside what is computed.
 
     Attributes:
         out: what it brings, not to be read before.
@@ -51,7 +52,8 @@ def start_gather(part: Tensor, group: Any) -> Pending:
     """Start what `gathered` does."""
     part = part.contiguous()
     out = part.new_empty(dist.get_world_size(group), *part.shape)
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+    # its name before torch 2.13
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return Pending(out, part, gather(out.view(-1), part.view(-1), group=group, async_op=True))
 
 
@@ -61,7 +63,9 @@ def gathered(part: Tensor, group: Any) -> Tensor:
 
 
 class AllToAll:
-    """Sends parts [W, ...], of one shape on all ranks, and brings [W, ...]: part r is what rank r had for this rank."""
+    """Sends parts [W, ...], of one shape on all ranks, and brings [W, ...]: part r is what rank
+    r had for this rank.
+    """
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -86,7 +90,9 @@ class AllToAll:
 
 
 class AllGather(AllToAll):
-    """Sends a part [...], and brings every rank's [W, ...]; a part's gradient is the sum of what all ranks say of it."""
+    """Sends a part [...], and brings every rank's [W, ...]; a part's gradient is the sum of what
+    all ranks say of it.
+    """
 
     def send(self, x: Tensor) -> None:
         """Start it."""
@@ -100,7 +106,8 @@ class AllGather(AllToAll):
 class Sent:
     """A differentiable exchange under way, forward until `receive`.
 
-    What is computed between the two runs beside it; and so does its backward pass, beside the way back.
+    What is computed between the two runs beside it; and so does its backward pass, beside the way
+    back.
     """
 
     def __init__(self, x: Tensor, exchange: AllToAll) -> None:
@@ -113,7 +120,9 @@ class Sent:
 
 
 class _Send(Operation):
-    """Its result has no elements: it leads autograd from `_Receive` to here, behind the backward pass of all between them."""
+    """Its result has no elements: it leads autograd from `_Receive` to here, behind the backward
+    pass of all between them.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: AllToAll) -> Tensor:
@@ -151,18 +160,21 @@ def all_gather(part: Tensor, group: Any) -> Tensor:
 
 
 def with_right_context(x: Tensor, shard: RowShard, reach: int) -> Tensor:
-    """Return [t + reach, ...]: a rank's tokens x [t, ...] and those behind them, zeros behind the row.
+    """Return [t + reach, ...]: a rank's tokens x [t, ...] and those behind them, zeros behind the
+    row.
 
-    Where no document is on several ranks nothing is exchanged, and zeros stand for what is of no use.
+    Where no document is on several ranks nothing is exchanged, and zeros stand for what is of no
+    use.
     """
     behind = x[:0]
     if shard.is_cut:
-        behind = all_gather(x[:reach], shard.group)[shard.rank + 1:].flatten(0, 1)[:reach]
+        behind = all_gather(x[:reach], shard.group)[shard.rank + 1 :].flatten(0, 1)[:reach]
     return pad_row(torch.cat([x, behind])[None], len(x) + reach)[0]
 
 
 def send_heads(parts: Iterable[Tensor], group: Any) -> Sent:
-    """Start to give each rank its share of the heads of these tokens, of tensors [t, H, ...] that may have different numbers.
+    """Start to give each rank its share of the heads of these tokens, of tensors [t, H, ...] that
+    may have different numbers.
 
     W divides each H; rank r gets heads r H / W up to (r + 1) H / W.
 
@@ -170,32 +182,42 @@ def send_heads(parts: Iterable[Tensor], group: Any) -> Sent:
         What receives [W, t, sum of H / W, ...]: flattened, all tokens of this rank's heads.
     """
     world = dist.get_world_size(group)
-    return Sent(torch.cat([part.unflatten(1, (world, -1)).transpose(0, 1) for part in parts], 2), AllToAll(group))
+    return Sent(
+        torch.cat([part.unflatten(1, (world, -1)).transpose(0, 1) for part in parts], 2),
+        AllToAll(group),
+    )
 
 
 def heads_to_tokens(x: Tensor, group: Any) -> Tensor:
-    """Return [t, H, ...], all heads of this rank's tokens, of x [T, H / W, ...], all tokens of this rank's heads."""
+    """Return [t, H, ...], all heads of this rank's tokens, of x [T, H / W, ...], all tokens of
+    this rank's heads.
+    """
     world = dist.get_world_size(group)
     return all_to_all(x.unflatten(0, (world, -1)), group).transpose(0, 1).flatten(1, 2)
 
 
 def send_left_context(x: Tensor, shard: RowShard, most: int | None = None) -> Callable[[], Tensor]:
     """Start what `left_context` does; what comes back returns it."""
-    histories = [shard.history(rank) if most is None else min(most, shard.history(rank)) for rank in range(shard.world)]
-    longest = min(max(histories), len(x))  # beyond that ranks between are inside the document, and give all they have
+    histories = [
+        shard.history(rank) if most is None else min(most, shard.history(rank))
+        for rank in range(shard.world)
+    ]
+    # beyond that ranks between are inside the document, and give all they have
+    longest = min(max(histories), len(x))
     if not longest:
         return lambda: x[:0]
     sent = Sent(x[-longest:], AllGather(shard.group))
 
     def receive() -> Tensor:
         tails = sent.receive()[: shard.rank].flatten(0, 1)
-        return tails[len(tails) - histories[shard.rank]:]
+        return tails[len(tails) - histories[shard.rank] :]
 
     return receive
 
 
 def left_context(x: Tensor, shard: RowShard, most: int | None = None) -> Tensor:
-    """Return the tokens before a shard that are of its first document, `most` of them at most; nothing is sent if none is cut.
+    """Return the tokens before a shard that are of its first document, `most` of them at most;
+    nothing is sent if none is cut.
 
     Args:
         x: [t, ...], this rank's.

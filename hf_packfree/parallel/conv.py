@@ -1,6 +1,8 @@
-"""The convolution over a sharded row: it runs while the tokens before the shard come; only those that read them do so again.
+"""The convolution over a sharded row: it runs while the tokens before the shard come; only those
+that read them do so again.
 
-Shapes: t tokens of a shard, h of its first document before it, n at its start that read these, C = 2 H K + HV V channels.
+Shapes: t tokens of a shard, h of its first document before it, n at its start that read these, C =
+2 H K + HV V channels.
 """
 
 from __future__ import annotations
@@ -17,11 +19,14 @@ from hf_packfree.parallel.collectives import send_left_context
 Convolution = Callable[[Tensor, PackedSequence], tuple[Tensor, ...]]
 
 
-def conv_with_context(conv: Convolution, x: Tensor, packed: PackedSequence, reach: int) -> tuple[Tensor, ...]:
+def conv_with_context(
+    conv: Convolution, x: Tensor, packed: PackedSequence, reach: int
+) -> tuple[Tensor, ...]:
     """Convolve a shard as a part of its row.
 
     Args:
-        conv: takes x [1, t, C] and its documents, and returns tensors [1, t, ...]: new memory, kept by nothing.
+        conv: takes x [1, t, C] and its documents, and returns tensors [1, t, ...]: new memory, kept
+            by nothing.
         x: [1, t, C], this rank's.
         packed: the record of the shard.
         reach: how many tokens before it a token reads.
@@ -37,7 +42,7 @@ def conv_with_context(conv: Convolution, x: Tensor, packed: PackedSequence, reac
     found = conv(x, packed)
     left = receive()
     again = conv(cat([left, first[0]])[None], packed.cached(_one_document, len(left) + count))
-    return _Replaced.apply(*found, *(part[:, len(left):] for part in again))  # type: ignore[no-any-return]
+    return _Replaced.apply(*found, *(part[:, len(left) :] for part in again))  # type: ignore[no-any-return]
 
 
 def _one_document(packed: PackedSequence, tokens: int) -> PackedSequence:
@@ -45,7 +50,9 @@ def _one_document(packed: PackedSequence, tokens: int) -> PackedSequence:
 
 
 class _Edges(Operation):
-    """A row [1, t, C], its first and its last tokens, whose gradients are added in place: no other tensor as long is made."""
+    """A row [1, t, C], its first and its last tokens, whose gradients are added in place: no
+    other tensor as long is made.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, first: int, last: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -53,19 +60,24 @@ class _Edges(Operation):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_x: Tensor, d_first: Tensor, d_last: Tensor) -> tuple[Tensor, None, None]:
-        d_x[:, : d_first.shape[1]] += d_first  # which the convolution has made, and nobody else reads
-        d_x[:, -d_last.shape[1]:] += d_last
+    def backward(
+        ctx: Any, d_x: Tensor, d_first: Tensor, d_last: Tensor
+    ) -> tuple[Tensor, None, None]:
+        # which the convolution has made, and nobody else reads
+        d_x[:, : d_first.shape[1]] += d_first
+        d_x[:, -d_last.shape[1] :] += d_last
         return d_x, None, None
 
 
 class _Replaced(Operation):
-    """Some tensors [1, t, ...] with other first tokens [1, n, ...], in place, and so are their gradients."""
+    """Some tensors [1, t, ...] with other first tokens [1, n, ...], in place, and so are their
+    gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.half = len(tensors) // 2
-        whole, first = tensors[: ctx.half], tensors[ctx.half:]
+        whole, first = tensors[: ctx.half], tensors[ctx.half :]
         for one, new in zip(whole, first, strict=True):
             one[:, : new.shape[1]] = new
         ctx.count = first[0].shape[1]
@@ -76,5 +88,6 @@ class _Replaced(Operation):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
         first = [one[:, : ctx.count].clone() for one in gradients]
         for one in gradients:
-            one[:, : ctx.count] = 0  # what was replaced; the delta rule has made them, and nobody else reads them
+            # what was replaced; the delta rule has made them, and nobody else reads them
+            one[:, : ctx.count] = 0
         return *gradients, *first

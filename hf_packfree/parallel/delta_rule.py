@@ -1,6 +1,7 @@
 """The convolution and the gated delta rule over a sharded row.
 
-Shapes: T tokens of the whole row, W ranks, t = T / W, H key heads, HV value heads, K and V their sizes, C = 2 H K + HV V.
+Shapes: T tokens of the whole row, W ranks, t = T / W, H key heads, HV value heads, K and V their
+sizes, C = 2 H K + HV V.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ def conv_delta_rule_by_heads(
     bias: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """Do what `conv_delta_rule` does, with H / W key heads a rank and the value heads that read them, over all tokens.
+    """Do what `conv_delta_rule` does, with H / W key heads a rank and the value heads that read
+    them, over all tokens.
 
-    Both mix tokens head by head, the convolution even channel by channel, so that each rank computes what one device would.
+    Both mix tokens head by head, the convolution even channel by channel, so that each rank
+    computes what one device would.
 
     Args:
         x: [1, t, C]; weight: [C, taps] or [C, 1, taps]; g, beta: [1, t, HV]; bias: [C] or None.
@@ -49,13 +52,20 @@ def conv_delta_rule_by_heads(
         """Return this rank's of q, k and v [C, ...]."""
         return torch.cat([part.chunk(shard.world)[shard.rank] for part in channels.split(widths)])
 
-    sent = send_heads([torch.stack([g[0], beta[0].to(g.dtype)], 2)], shard.group)  # while what follows is put in order
+    # while what follows is put in order
+    sent = send_heads([torch.stack([g[0], beta[0].to(g.dtype)], 2)], shard.group)
     mixed = send_heads(x[0].split(widths, 1), shard.group).receive().flatten(0, 1)
     gates = sent.receive().flatten(0, 1)
     out = conv_delta_rule(
-        mixed[None], mine(weight), gates[None, ..., 0], gates[None, ..., 1].to(beta.dtype), shard.row,
-        (keys // shard.world, values // shard.world), sizes,
-        bias=None if bias is None else mine(bias), **options,
+        mixed[None],
+        mine(weight),
+        gates[None, ..., 0],
+        gates[None, ..., 1].to(beta.dtype),
+        shard.row,
+        (keys // shard.world, values // shard.world),
+        sizes,
+        bias=None if bias is None else mine(bias),
+        **options,
     )
     return heads_to_tokens(out[0], shard.group)[None]
 

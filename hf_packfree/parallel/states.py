@@ -1,13 +1,14 @@
 """The gated delta rule over a sharded row by exchange of states.
 
-A shard maps the state of its document before it to the one behind it affinely, S' = M S + B, and the state's gradient too,
-dS = M^T dS' + C.  So do the segments in which long documents are walked within a shard, see
-`hf_packfree.ops.delta_rule.segments`.  Each rank sends [M, B] of its last document once forward, and [M, C] of its first once
-backward, whatever their lengths; nothing where no document is on several ranks.  M matters only where a shard is inside one
-document, and is zero elsewhere.
+A shard maps the state of its document before it to the one behind it affinely, S' = M S + B, and
+the state's gradient too, dS = M^T dS' + C. So do the segments in which long documents are walked
+within a shard, see `hf_packfree.ops.delta_rule.segments`. Each rank sends [M, B] of its last
+document once forward, and [M, C] of its first once backward, whatever their lengths; nothing where
+no document is on several ranks. M matters only where a shard is inside one document, and is zero
+elsewhere.
 
-Shapes: T tokens of the whole row, W ranks, t = T / W, N segments of the shard, H key heads, HV value heads, K and V their
-sizes, C = 2 H K + HV V.
+Shapes: T tokens of the whole row, W ranks, t = T / W, N segments of the shard, H key heads, HV
+value heads, K and V their sizes, C = 2 H K + HV V.
 """
 
 from __future__ import annotations
@@ -66,14 +67,23 @@ def conv_delta_rule_by_states(
     """
     if delta_rule not in SCANS:
         raise BackendUnavailable(
-            f"found the delta rule on {delta_rule!r} under context parallelism that exchanges states; wanted it on "
-            f"{' or '.join(SCANS)}; name one as backend, or exchange heads: ContextParallel(group, gdn='heads')"
+            f"found the delta rule on {delta_rule!r} under context parallelism that exchanges "
+            f"states; wanted it on {' or '.join(SCANS)}; name one as backend, or exchange heads: "
+            "ContextParallel(group, gdn='heads')"
         )
     in_conv = conv in QK_L2NORM
 
     def convolve(x: Tensor, packed: PackedSequence) -> tuple[Tensor, ...]:
         return qkv_conv(
-            x, weight, packed, heads, sizes, bias=bias, activation=activation, qk_l2norm=in_conv, backend=conv
+            x,
+            weight,
+            packed,
+            heads,
+            sizes,
+            bias=bias,
+            activation=activation,
+            qk_l2norm=in_conv,
+            backend=conv,
         )
 
     q, k, v = conv_with_context(convolve, x, packed, weight.shape[-1] - 1)
@@ -97,7 +107,9 @@ def _segments(packed: PackedSequence, lanes: int) -> Segments:
 
 
 class _Rule(Operation):
-    """Two exchanges, one each way, in which every rank takes part; documents that do not wait for them are walked meanwhile."""
+    """Two exchanges, one each way, in which every rank takes part; documents that do not wait
+    for them are walked meanwhile.
+    """
 
     @staticmethod
     def forward(
@@ -115,7 +127,11 @@ class _Rule(Operation):
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         state = q.new_zeros(v.shape[2], q.shape[3], v.shape[3], dtype=dtype)
         inside = state.new_zeros(v.shape[2], q.shape[3], q.shape[3])
-        transition, addend = scans.summarize(saved, segments) if segments.chunks_cpu[0].any() else (inside[None], state[None])
+        transition, addend = (
+            scans.summarize(saved, segments)
+            if segments.chunks_cpu[0].any()
+            else (inside[None], state[None])
+        )
         sent: Any = None
         if shard.is_cut:
             left, last = state, segments.of_last()
@@ -125,8 +141,13 @@ class _Rule(Operation):
                     inside = _product(transition[last], packed)
             sent = _send(inside, left, packed)
         waits = shard.history(shard.rank) > 0
-        before, (*early, late) = _states(state, packed, 0), _turns(packed, segments, 0 if waits else None)
-        outs = [scans.walk(turn.of(saved), before[turn.documents], turn.segments)[:1] for turn in early]
+        before, (*early, late) = (
+            _states(state, packed, 0),
+            _turns(packed, segments, 0 if waits else None),
+        )
+        outs = [
+            scans.walk(turn.of(saved), before[turn.documents], turn.segments)[:1] for turn in early
+        ]
         if waits:
             state = _along(sent, slice(shard.before().start, shard.rank + 1), packed)[-1]
             before[0] = state
@@ -134,8 +155,11 @@ class _Rule(Operation):
             before = fold(transition, addend, before, segments.firsts)
         outs.append(scans.walk(late.of(saved), before[late.documents], late.segments)[:1])
         if sent is not None and not waits:
-            sent.wait()  # for the sake of its memory alone
-        ctx.save_for_backward(*saved, inside, *(transition, before) if segments.are_cut(packed) else (None, state))
+            # for the sake of its memory alone
+            sent.wait()
+        ctx.save_for_backward(
+            *saved, inside, *(transition, before) if segments.are_cut(packed) else (None, state)
+        )
         ctx.plan = packed, segments, scans
         return _joined(reversed(outs))[0]
 
@@ -148,18 +172,32 @@ class _Rule(Operation):
         if not segments.are_cut(packed):
             before = _states(before, packed, 0)
         d_state, first = torch.zeros_like(before[0]), segments.of_first()
-        addend = scans.summarize_gradient(saved, d_out, segments) if segments.chunks_cpu[1].any() else d_state[None]
+        addend = (
+            scans.summarize_gradient(saved, d_out, segments)
+            if segments.chunks_cpu[1].any()
+            else d_state[None]
+        )
         sent: Any = None
         if shard.is_cut:
             left = d_state
             if shard.history(shard.rank):
-                left = _through(None if transition is None else transition[first], addend[first], packed, reverse=True)
+                left = _through(
+                    None if transition is None else transition[first],
+                    addend[first],
+                    packed,
+                    reverse=True,
+                )
             sent = _send(inside, left, packed)
         waits = shard.goes_on(shard.rank)
-        d_after, (*early, late) = _states(d_state, packed, -1), _turns(packed, segments, -1 if waits else None)
+        d_after, (*early, late) = (
+            _states(d_state, packed, -1),
+            _turns(packed, segments, -1 if waits else None),
+        )
         found = [_walk_back(scans, turn, saved, before, d_out, d_after) for turn in early]
         if waits:
-            d_after[-1] = _along(sent, slice(shard.rank, shard.behind().start + 1), packed, reverse=True)[0]
+            d_after[-1] = _along(
+                sent, slice(shard.rank, shard.behind().start + 1), packed, reverse=True
+            )[0]
         if segments.are_cut(packed):
             d_after = fold(transition, addend, d_after, segments.firsts, reverse=True)
         found.append(_walk_back(scans, late, saved, before, d_out, d_after))
@@ -169,7 +207,9 @@ class _Rule(Operation):
 
 
 class _Turn(NamedTuple):
-    """Some documents of a shard that are walked at once: their tokens, which documents they are, and their segments."""
+    """Some documents of a shard that are walked at once: their tokens, which documents they are,
+    and their segments.
+    """
 
     tokens: slice
     documents: slice
@@ -181,10 +221,12 @@ class _Turn(NamedTuple):
 
 
 def _turns(packed: PackedSequence, segments: Segments, waiting: int | None) -> list[_Turn]:
-    """Return all documents in turns: the last one is that of the document, 0 or -1, that waits for its state.
+    """Return all documents in turns: the last one is that of the document, 0 or -1, that waits for
+    its state.
 
-    On a GPU there is one turn, whoever waits: documents are walked side by side there, so that two turns would take up to twice
-    the time of one, and joining what they return more than the exchange.
+    On a GPU there is one turn, whoever waits: documents are walked side by side there, so that two
+    turns would take up to twice the time of one, and joining what they return more than the
+    exchange.
     """
     count = packed.num_segments
     if waiting is None or count == 1 or packed.seq_idx.is_cuda or segments.are_cut(packed):
@@ -195,20 +237,33 @@ def _turns(packed: PackedSequence, segments: Segments, waiting: int | None) -> l
 
 def _turn(packed: PackedSequence, first: int, end: int) -> _Turn:
     tokens = slice(*packed.cu_seqlens_cpu[[first, end]].tolist())
-    return _Turn(tokens, slice(first, end), Segments.of(packed, [[length] for length in packed.lengths[first:end]]))
+    return _Turn(
+        tokens,
+        slice(first, end),
+        Segments.of(packed, [[length] for length in packed.lengths[first:end]]),
+    )
 
 
 def _walk_back(
-    scans: Scans, turn: _Turn, saved: Sequence[Tensor], before: Tensor, d_out: Tensor, d_after: Tensor
+    scans: Scans,
+    turn: _Turn,
+    saved: Sequence[Tensor],
+    before: Tensor,
+    d_out: Tensor,
+    d_after: Tensor,
 ) -> tuple[Tensor, ...]:
     """Return the gradients of the inputs at a turn's tokens."""
     before, d_after = before[turn.documents], d_after[turn.documents]
-    return scans.walk_back(turn.of(saved), before, d_out[:, turn.tokens], d_after, turn.segments)[:-1]
+    return scans.walk_back(turn.of(saved), before, d_out[:, turn.tokens], d_after, turn.segments)[
+        :-1
+    ]
 
 
 def _joined(turns: Iterable[Sequence[Tensor]]) -> list[Tensor]:
     """Return what turns found, one behind the other, of all tokens."""
-    return [parts[0] if len(parts) == 1 else torch.cat(parts, 1) for parts in zip(*turns, strict=True)]
+    return [
+        parts[0] if len(parts) == 1 else torch.cat(parts, 1) for parts in zip(*turns, strict=True)
+    ]
 
 
 def _states(state: Tensor, packed: PackedSequence, document: int) -> Tensor:
@@ -218,18 +273,27 @@ def _states(state: Tensor, packed: PackedSequence, document: int) -> Tensor:
     return states
 
 
-def _through(transition: Tensor | None, addend: Tensor, packed: PackedSequence, *, reverse: bool = False) -> Tensor:
-    """Return what the segments of one document leave of a state of zero, or in reverse of a gradient of zero, [HV, K, V]."""
+def _through(
+    transition: Tensor | None, addend: Tensor, packed: PackedSequence, *, reverse: bool = False
+) -> Tensor:
+    """Return what the segments of one document leave of a state of zero, or in reverse of a
+    gradient of zero, [HV, K, V].
+    """
     if transition is None or len(addend) == 1:
         return addend[0]
-    more = (0, 0) * 3 + ((1, 0) if reverse else (0, 1))  # one more segment, which begins with what these leave
+    # one more segment, which begins with what these leave
+    more = (0, 0) * 3 + ((1, 0) if reverse else (0, 1))
     transition, addend = F.pad(transition, more), F.pad(addend, more)
-    found = fold(transition, addend, None, packed.cached(_one_document, len(addend)), reverse=reverse)
+    found = fold(
+        transition, addend, None, packed.cached(_one_document, len(addend)), reverse=reverse
+    )
     return found[0 if reverse else -1]
 
 
 def _product(transition: Tensor, packed: PackedSequence) -> Tensor:
-    """Return the transition of all segments of one document, [HV, K, K]: the first one's is what the others begin with."""
+    """Return the transition of all segments of one document, [HV, K, K]: the first one's is what
+    the others begin with.
+    """
     addend = torch.zeros_like(transition)
     addend[0] = transition[0]
     return _through(transition, addend, packed)
@@ -241,12 +305,18 @@ def _send(transition: Tensor, addend: Tensor, packed: PackedSequence) -> Pending
 
 
 def _along(sent: Pending, ranks: slice, packed: PackedSequence, *, reverse: bool = False) -> Tensor:
-    """Return the states that the shards of these ranks begin with, or in reverse end with, once all ranks have sent theirs."""
+    """Return the states that the shards of these ranks begin with, or in reverse end with, once
+    all ranks have sent theirs.
+    """
     everyones = sent.wait()[ranks]
     size = everyones.shape[2]
     transitions, addends = everyones.split([size, everyones.shape[3] - size], -1)
-    return fold(transitions, addends, None, packed.cached(_one_document, len(everyones)), reverse=reverse)
+    return fold(
+        transitions, addends, None, packed.cached(_one_document, len(everyones)), reverse=reverse
+    )
 
 
 def _one_document(packed: PackedSequence, segments: int) -> Tensor:
-    return torch.tensor([0, segments], dtype=torch.int32).to(packed.cu_seqlens.device, non_blocking=True)
+    return torch.tensor([0, segments], dtype=torch.int32).to(
+        packed.cu_seqlens.device, non_blocking=True
+    )

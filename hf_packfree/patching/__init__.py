@@ -1,4 +1,6 @@
-"""How a model is patched and restored: the table of families; plan, check, apply, undo, report; at load time too."""
+"""How a model is patched and restored: the table of families; plan, check, apply, undo, report;
+at load time too.
+"""
 
 from hf_packfree.patching.apply import apply_patches, remove_patches
 from hf_packfree.patching.loading import Registration, register_patches

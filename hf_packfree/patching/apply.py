@@ -1,4 +1,6 @@
-"""Apply and remove: a model is swapped as a whole or not at all, and given back exactly as it was."""
+"""Apply and remove: a model is swapped as a whole or not at all, and given back exactly as it
+was.
+"""
 
 from __future__ import annotations
 
@@ -39,43 +41,54 @@ def apply_patches(
     mtp: MTPChoice | MTPOptions = None,
     context_parallel: Any = None,
 ) -> _Model:
-    """Make packed rows exact, in place, and return the same model; applying twice changes nothing more.
+    """Make packed rows exact, in place, and return the same model; applying twice changes nothing
+    more.
 
-    Logs what was swapped, which implementations run and why none that is faster, and which kernels compile for seconds
-    (logger "hf_packfree", level INFO), which operations run in PyTorch eager on a GPU, and, once per process, which compile for
-    minutes (WARNING).
+    Logs what was swapped, which implementations run and why none that is faster, and which kernels
+    compile for seconds (logger "hf_packfree", level INFO), which operations run in PyTorch eager on
+    a GPU, and, once per process, which compile for minutes (WARNING).
 
     Args:
-        model: a model of a family that `packfree models` lists, or anything that holds one (a classification head, a
-            wrapper, DDP). Parameters, state_dict keys and config stay as they are.
-        backend: "auto": of every op the fastest that can run on the tensors at hand; or a name to force ("torch" runs
-            everywhere, and every op has it), or {op: name} with ops conv, delta_rule, attention, tower_attention, loss, and
-            fused for all small ops.  Where it is "auto", the environment variable PACKFREE_BACKEND is read ("torch",
+        model: a model of a family that `packfree models` lists, or anything that holds one (a
+            classification head, a wrapper, DDP). Parameters, state_dict keys and config stay as
+            they are.
+        backend: "auto": of every op the fastest that can run on the tensors at hand; or a name to
+            force ("torch" runs everywhere, and every op has it), or {op: name} with ops conv,
+            delta_rule, attention, tower_attention, loss, and fused for all small ops. Where it is
+            "auto", the environment variable PACKFREE_BACKEND is read ("torch",
             "conv=fla,delta_rule=torch").
-        batch_invariant: give a document the same bits alone and in a packed row.  Rows of one document then run through
-            the patched layers, too, and matrix products never choose split-K by the number of rows, which costs short rows
-            time.  Where that cannot be promised, the reason is a WARNING; see `PatchReport.rounding`.
-        unpacked: what runs rows of one document: "upstream", bit for bit as without us, or "native", the patched layers,
-            whose rounding differs, and which take less time and memory.  A cache and attention weights are upstream's to
-            build: calls with a cache, `use_cache=True` or `output_attentions=True` go there.
-        padded: what runs padded rows of one document: "lazy", real tokens only, and a training step's logits get the
-            caller's shape when something reads them; "full", the same with logits always in that shape; "upstream",
-            bit for bit as without us.
-        mtp: the multi-token prediction head that Qwen3.5 and Qwen3-Next checkpoints carry and transformers drops: None leaves
-            it dropped, "keep" reads it from the checkpoint that the model came from, frozen, so that `save_pretrained` writes
-            it again, "train" trains it beside the model, `MTPOptions` says how.  It becomes `model.mtp`, and its parameters
-            the model's: call this before an optimizer or a wrapper takes these.
-        context_parallel: a process group of torch.distributed, a mesh of one dimension, or `ContextParallel`: its ranks
-            share each row.  All are given the same batches; docs/parallel.md.
+        batch_invariant: give a document the same bits alone and in a packed row. Rows of one
+            document then run through the patched layers, too, and matrix products never choose
+            split-K by the number of rows, which costs short rows time. Where that cannot be
+            promised, the reason is a WARNING; see `PatchReport.rounding`.
+        unpacked: what runs rows of one document: "upstream", bit for bit as without us, or
+            "native", the patched layers, whose rounding differs, and which take less time and
+            memory. A cache and attention weights are upstream's to build: calls with a cache,
+            `use_cache=True` or `output_attentions=True` go there.
+        padded: what runs padded rows of one document: "lazy", real tokens only, and a training
+            step's logits get the caller's shape when something reads them; "full", the same with
+            logits always in that shape; "upstream", bit for bit as without us.
+        mtp: the multi-token prediction head that Qwen3.5 and Qwen3-Next checkpoints carry and
+            transformers drops: None leaves it dropped, "keep" reads it from the checkpoint that the
+            model came from, frozen, so that `save_pretrained` writes it again, "train" trains it
+            beside the model, `MTPOptions` says how. It becomes `model.mtp`, and its parameters the
+            model's: call this before an optimizer or a wrapper takes these.
+        context_parallel: a process group of torch.distributed, a mesh of one dimension, or
+            `ContextParallel`: its ranks share each row. All are given the same batches;
+            docs/parallel.md.
 
     Raises:
-        UnsupportedModel, PatchConflict, ContractError, BackendUnavailable: nothing was changed; see `plan_swaps`.
+        UnsupportedModel, PatchConflict, ContractError, BackendUnavailable: nothing was changed; see
+            `plan_swaps`.
         MissingHead: with `mtp`, the checkpoint lacks tensors of the head; nothing was changed.
-        LeakDetected: this transformers is newer than any tried, and the family's tiny model leaks on it.
-        ValueError: an option has an unknown value, or `batch_invariant=True` comes with `padded="upstream"`.
+        LeakDetected: this transformers is newer than any tried, and the family's tiny model leaks
+            on it.
+        ValueError: an option has an unknown value, or `batch_invariant=True` comes with
+            `padded="upstream"`.
 
     Examples:
-        A tiny random model and a row of two documents, of three tokens and of two.  Unpatched, the second reads the first:
+        A tiny random model and a row of two documents, of three tokens and of two. Unpatched, the
+        second reads the first:
 
         >>> import torch, transformers
         >>> from hf_packfree import apply_patches
@@ -94,7 +107,9 @@ def apply_patches(
         >>> torch.allclose(second_document(), alone, atol=1e-5)
         True
     """
-    patch(model, Options(backend, batch_invariant, unpacked, padded, mtp, ranks_of(context_parallel)))
+    patch(
+        model, Options(backend, batch_invariant, unpacked, padded, mtp, ranks_of(context_parallel))
+    )
     return model
 
 
@@ -113,14 +128,22 @@ class Options:
         """Refuse a misspelt option, whatever the model."""
         forced_backends(self.backend)
         mtp_options(self.mtp)
-        known = {"batch_invariant": (True, False), "unpacked": ("upstream", "native"), "padded": ("lazy", "full", "upstream")}
+        known = {
+            "batch_invariant": (True, False),
+            "unpacked": ("upstream", "native"),
+            "padded": ("lazy", "full", "upstream"),
+        }
         for name, values in known.items():
             if (found := getattr(self, name)) not in values:
                 *others, last = map(repr, values)
-                raise ValueError(f"found {name}={found!r}; wanted {', '.join(others)} or {last}; pass one of them")
+                raise ValueError(
+                    f"found {name}={found!r}; wanted {', '.join(others)} or {last}; pass one of "
+                    f"them"
+                )
         if self.batch_invariant and self.padded == "upstream":
             raise ValueError(
-                "found batch_invariant=True with padded='upstream', which leaves padded rows to layers that promise no bits; "
+                "found batch_invariant=True with padded='upstream', which leaves padded rows to "
+                "layers that promise no bits; "
                 "wanted padded='lazy' or 'full'; leave one of the two options out"
             )
         if self.context_parallel is not None:
@@ -128,10 +151,17 @@ class Options:
 
     def _check_beside_ranks(self) -> None:
         """Refuse options that need more of a row than a rank has."""
-        found = "batch_invariant=True" if self.batch_invariant else "padded='upstream'" if self.padded == "upstream" else None
+        found = (
+            "batch_invariant=True"
+            if self.batch_invariant
+            else "padded='upstream'"
+            if self.padded == "upstream"
+            else None
+        )
         if found is not None:
             raise ValueError(
-                f"found context_parallel together with {found}, which wants whole rows; wanted one of the two; leave one out"
+                f"found context_parallel together with {found}, which wants whole rows; wanted one "
+                f"of the two; leave one out"
             )
 
 
@@ -145,8 +175,12 @@ def patch(model: nn.Module, options: Options) -> None:
         sizes["gathered_keys"] = int(ranks.attention == "gather")
     chosen = choose_backends(options.backend, sizes, family.ops)
     wanted = replace(
-        chosen, batch_invariant=options.batch_invariant, unpacked=options.unpacked, padded=options.padded,
-        mixer_paths=family.mixer_paths, context_parallel=ranks,
+        chosen,
+        batch_invariant=options.batch_invariant,
+        unpacked=options.unpacked,
+        padded=options.padded,
+        mixer_paths=family.mixer_paths,
+        context_parallel=ranks,
     )
     state = _state_in_force(model, wanted)
     if not steps:
@@ -157,11 +191,12 @@ def patch(model: nn.Module, options: Options) -> None:
 
 
 def remove_patches(model: _Model) -> _Model:
-    """Give back exactly what was there before `apply_patches`; a model that is not patched stays as it is.
+    """Give back exactly what was there before `apply_patches`; a model that is not patched stays as
+    it is.
 
     Raises:
-        PatchConflict: something was put on top of a patched module since, or a multi-token prediction head is trained, whose
-            weights would go; nothing was changed.
+        PatchConflict: something was put on top of a patched module since, or a multi-token
+            prediction head is trained, whose weights would go; nothing was changed.
     """
     steps = _in_force(model)
     refuse_trained_head(steps)
@@ -172,7 +207,8 @@ def remove_patches(model: _Model) -> _Model:
 
 @contextmanager
 def patches_lifted(model: nn.Module) -> Iterator[None]:
-    """Run the block with `model` as it was before `apply_patches`, for a control; patched again afterwards.
+    """Run the block with `model` as it was before `apply_patches`, for a control; patched again
+    afterwards.
 
     Raises:
         PatchConflict: as `remove_patches`.
@@ -193,27 +229,34 @@ def _swaps_in_force(model: nn.Module) -> list[ClassSwap]:
     heads = {after: before for before, after in family.head_pairs().items()}
     originals = {after: before for before, after in family.pairs().items()} | heads
     ours = tuple(originals)
-    modules: list[tuple[str, nn.Module]] = [(name, m) for name, m in model.named_modules() if isinstance(m, ours)]
+    modules: list[tuple[str, nn.Module]] = [
+        (name, m) for name, m in model.named_modules() if isinstance(m, ours)
+    ]
     steps: list[ClassSwap] = []
     for name, module in modules:
         before = originals.get(type(module)) or behind(type(module))
-        bypassed = "forward" in vars(module) and not isinstance(module, tuple(heads))  # a wrapped head knows it was removed
+        # a wrapped head knows it was removed
+        bypassed = "forward" in vars(module) and not isinstance(module, tuple(heads))
         if before is None or bypassed:
             raise PatchConflict(
-                f"found {name or 'the model itself'} wrapped since it was patched ({type(module).__name__}, or a forward "
-                "of its own instance); wanted our class on the outside; undo the wrapping first, or keep the patches, which "
-                "change nothing for unpacked rows"
+                f"found {name or 'the model itself'} wrapped since it was patched "
+                f"({type(module).__name__}, or a forward of its own instance); wanted our class on "
+                "the outside; undo the wrapping first, or keep the patches, which change nothing "
+                "for unpacked rows"
             )
         steps.append(ClassSwap(name, module, before, type(module)))
     return steps
 
 
 def _state_in_force(model: nn.Module, wanted: PatchState) -> PatchState:
-    """Return the state that some of the model's modules carry already, or else the one that is wanted."""
+    """Return the state that some of the model's modules carry already, or else the one that is
+    wanted.
+    """
     states = (vars(module).get("packfree") for module in model.modules())
     found = next((state for state in states if isinstance(state, PatchState)), wanted)
     if found != wanted:
         raise PatchConflict(
-            f"found the model patched with {found}; wanted {wanted}; call remove_patches(model) before choosing again"
+            f"found the model patched with {found}; wanted {wanted}; call remove_patches(model) "
+            f"before choosing again"
         )
     return found

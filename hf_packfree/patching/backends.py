@@ -1,4 +1,6 @@
-"""Which implementation runs: chosen once, when a model is patched, for every kind of tensor that it may run on."""
+"""Which implementation runs: chosen once, when a model is patched, for every kind of tensor that
+it may run on.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from hf_packfree.ops.attention import towers
 from hf_packfree.ops.backend import Backend, Fault, Target
 
 VARIABLE = "PACKFREE_BACKEND"
-"""Environment variable read where `backend` is "auto": a name, or "conv=fla,delta_rule=torch"; empty: as if not set."""
+"""Environment variable read where `backend` is "auto": a name, or "conv=fla,delta_rule=torch";
+empty: as if not set.
+"""
 
 OPS: dict[str, ModuleType] = {
     "conv": conv,
@@ -39,24 +43,31 @@ def choose_backends(
     """Return what runs on every kind of tensor, as the state that patched modules carry.
 
     Args:
-        backend: "auto" (of every op, the first in its `BACKENDS` that can run), a name (of every op that has it), or
-            {op: name}.
+        backend: "auto" (of every op, the first in its `BACKENDS` that can run), a name (of every op
+            that has it), or {op: name}.
         sizes: of the model, see `Target.sizes`; what is missing is not checked.
-        ops: what the model's layers call; of other ops nothing is chosen, though their names are checked.
+        ops: what the model's layers call; of other ops nothing is chosen, though their names are
+            checked.
 
-    What runs on CUDA runs on every visible GPU: on which of them the model will be is not known yet.
+    What runs on CUDA runs on every visible GPU: on which of them the model will be is not known
+    yet.
 
     Raises:
-        BackendUnavailable: no operation has such a backend, or it cannot run here; or an operation is named twice.
+        BackendUnavailable: no operation has such a backend, or it cannot run here; or an operation
+            is named twice.
     """
     forced = {op: name for op, name in forced_backends(backend).items() if op in ops}
     gpu = torch.cuda.is_available()
-    elsewhere, _ = _choose([Target("cpu", None, torch.float32, dict(sizes or {}))], ops, forced, in_doubt=gpu)
+    elsewhere, _ = _choose(
+        [Target("cpu", None, torch.float32, dict(sizes or {}))], ops, forced, in_doubt=gpu
+    )
     if not gpu:
         return PatchState(elsewhere=elsewhere)
     half, why = _choose(_gpus(torch.bfloat16, sizes or {}), ops, forced)
     single, why_single = _choose(_gpus(torch.float32, sizes or {}), ops, forced, in_doubt=True)
-    why |= {f"{op} in float32": reason for op, reason in why_single.items() if reason != why.get(op)}
+    why |= {
+        f"{op} in float32": reason for op, reason in why_single.items() if reason != why.get(op)
+    }
     return PatchState(cuda_half=half, cuda_single=single, elsewhere=elsewhere, why=why)
 
 
@@ -67,7 +78,9 @@ def _gpus(dtype: torch.dtype, sizes: Mapping[str, int]) -> list[Target]:
 
 
 def forced_backends(backend: Choice) -> dict[str, str]:
-    """Return {op: name} of what is forced, by argument or variable; raises `BackendUnavailable` for unknown names."""
+    """Return {op: name} of what is forced, by argument or variable; raises `BackendUnavailable`
+    for unknown names.
+    """
     where = f"backend={backend!r}"
     if backend == "auto":
         backend = os.environ.get(VARIABLE, "").strip() or "auto"
@@ -77,13 +90,22 @@ def forced_backends(backend: Choice) -> dict[str, str]:
     if isinstance(backend, str):
         known = {op: backend for op, module in OPS.items() if backend in module.BACKENDS}
         if backend != "auto" and not known:
-            raise BackendUnavailable(f"found {where}; wanted 'auto' or {_all_names()}; pass one of them")
+            raise BackendUnavailable(
+                f"found {where}; wanted 'auto' or {_all_names()}; pass one of them"
+            )
         return known
     if not isinstance(backend, Mapping):
-        raise BackendUnavailable(f"found {where}; wanted 'auto', a name or {{op: name}}: {_all_names()}; pass one of them")
+        raise BackendUnavailable(
+            f"found {where}; wanted 'auto', a name or {{op: name}}: {_all_names()}; pass one of "
+            f"them"
+        )
     for op, name in backend.items():
         if op not in OPS or not isinstance(name, str) or name not in {"auto", *OPS[op].BACKENDS}:
-            mend = "pass fused, the one switch of all small ops" if op in _ONCE_OPS else "pass one of them"
+            mend = (
+                "pass fused, the one switch of all small ops"
+                if op in _ONCE_OPS
+                else "pass one of them"
+            )
             raise BackendUnavailable(f"found {op}={name} in {where}; wanted {_all_names()}; {mend}")
     return {op: name for op, name in backend.items() if name != "auto"}
 
@@ -93,7 +115,9 @@ def _pairs(text: str, where: str) -> dict[str, str]:
     parts = [part.strip().partition("=") for part in text.split(",")]
     twice = [op for op, count in Counter(op for op, _, _ in parts).items() if count > 1]
     if twice:
-        raise BackendUnavailable(f"found {twice[0]} named twice in {where}; wanted every op once; leave one of them out")
+        raise BackendUnavailable(
+            f"found {twice[0]} named twice in {where}; wanted every op once; leave one of them out"
+        )
     return {op: name for op, _, name in parts}
 
 
@@ -104,9 +128,11 @@ def _all_names() -> str:
 def _choose(
     targets: Sequence[Target], ops: Sequence[str], forced: Mapping[str, str], in_doubt: bool = False
 ) -> tuple[Kernels, dict[str, str]]:
-    """Return the first backend of each op that can run at all `targets`, and why those before it, or the forced one, cannot.
+    """Return the first backend of each op that can run at all `targets`, and why those before it,
+    or the forced one, cannot.
 
-    A forced one that cannot is refused; with `in_doubt`, where the model may never run there, it is replaced.
+    A forced one that cannot is refused; with `in_doubt`, where the model may never run there, it is
+    replaced.
     """
     names, why = {}, {}
     for op in ops:
@@ -131,7 +157,11 @@ def _choose(
 
 def _refusal(op: str, wanted: str, reason: str, targets: Sequence[Target]) -> BackendUnavailable:
     backends: dict[str, Backend] = OPS[op].BACKENDS
-    usable = [name for name, backend in backends.items() if backend.exact and _unusable(backend, targets) is None]
+    usable = [
+        name
+        for name, backend in backends.items()
+        if backend.exact and _unusable(backend, targets) is None
+    ]
     return BackendUnavailable(
         f"found {op} backend {wanted!r} forced, but {reason}; wanted one that runs here: "
         f"{', '.join(usable)}; pass one of them or 'auto' as backend, or in {VARIABLE}"
@@ -140,11 +170,17 @@ def _refusal(op: str, wanted: str, reason: str, targets: Sequence[Target]) -> Ba
 
 def _unusable(backend: Backend, targets: Sequence[Target]) -> str | None:
     """Return why it cannot run at the first of `targets` where it cannot, or None."""
-    return next((reason for target in targets if (reason := backend.unusable(target)) is not None), None)
+    return next(
+        (reason for target in targets if (reason := backend.unusable(target)) is not None), None
+    )
 
 
-def _first_usable(backends: Mapping[str, Backend], targets: Sequence[Target]) -> tuple[str, dict[str, str]]:
-    """Return the first exact backend that can run, and why those before it cannot; later ones are not even imported."""
+def _first_usable(
+    backends: Mapping[str, Backend], targets: Sequence[Target]
+) -> tuple[str, dict[str, str]]:
+    """Return the first exact backend that can run, and why those before it cannot; later ones
+    are not even imported.
+    """
     refused: dict[str, str] = {}
     for name, backend in backends.items():
         if backend.exact:

@@ -1,4 +1,6 @@
-"""Batch invariance: whether a document gets the same bits alone and in a packed row, or what is in the way of that."""
+"""Batch invariance: whether a document gets the same bits alone and in a packed row, or what is
+in the way of that.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +23,57 @@ from hf_packfree.versions import VERSIONS
 
 logger = logging.getLogger("hf_packfree")
 _CAPABILITY, _DTYPE, _TORCH = (9, 0), torch.bfloat16, VERSIONS["torch"].batch_invariant or ""
-"""Where tests/gpu found it bit for bit: kernels and torch's matrix library may choose otherwise elsewhere."""
-_RELEASES = {row.name: row.batch_invariant for row in VERSIONS.values() if row.batch_invariant and row.name != "torch"}
+"""Where tests/gpu found it bit for bit: kernels and torch's matrix library may choose otherwise
+elsewhere.
+"""
+_RELEASES = {
+    row.name: row.batch_invariant
+    for row in VERSIONS.values()
+    if row.batch_invariant and row.name != "torch"
+}
 """How the version of each package began there."""
-_COMPARED = frozenset({
-    (6144, 1024), (4096, 1024), (2048, 1024), (512, 1024), (3584, 1024), (1024, 2048), (1024, 3584),  # 0.8B
-    (6144, 2048), (4096, 2048), (2048, 2048), (512, 2048), (2048, 6144),  # 2B
-    (9216, 2560), (8192, 2560), (4096, 2560), (1024, 2560), (2560, 4096), (2560, 9216),  # 4B
-    (12288, 4096), (8192, 4096), (4096, 4096), (1024, 4096), (4096, 12288),  # 9B
-    (17408, 5120), (12288, 5120), (10240, 5120), (6144, 5120), (1024, 5120), (5120, 6144), (5120, 17408),  # 27B
-})
-"""(outputs, inputs) of the published models' products, which torch's library computed alike in rows of any length."""
+_COMPARED = frozenset(
+    {
+        # 0.8B
+        (6144, 1024),
+        (4096, 1024),
+        (2048, 1024),
+        (512, 1024),
+        (3584, 1024),
+        (1024, 2048),
+        (1024, 3584),
+        # 2B
+        (6144, 2048),
+        (4096, 2048),
+        (2048, 2048),
+        (512, 2048),
+        (2048, 6144),
+        # 4B
+        (9216, 2560),
+        (8192, 2560),
+        (4096, 2560),
+        (1024, 2560),
+        (2560, 4096),
+        (2560, 9216),
+        # 9B
+        (12288, 4096),
+        (8192, 4096),
+        (4096, 4096),
+        (1024, 4096),
+        (4096, 12288),
+        # 27B
+        (17408, 5120),
+        (12288, 5120),
+        (10240, 5120),
+        (6144, 5120),
+        (1024, 5120),
+        (5120, 6144),
+        (5120, 17408),
+    }
+)
+"""(outputs, inputs) of the published models' products, which torch's library computed alike in
+rows of any length.
+"""
 
 MEDIA_ROUND = "those with images, videos or audio agree up to rounding"
 """Towers' products see all patches of a call."""
@@ -39,19 +81,30 @@ _AFTER_THE_LAYERS = ("loss",)
 """What no layer's result depends on; a loss adds up over all documents of a row."""
 
 
-def why_rounding(model: nn.Module, family: Family, implementations: Mapping[str, str], x: Any) -> str | None:
-    """Return why batch invariance of the layers' forward pass is not promised, as half a sentence, or None.
+def why_rounding(
+    model: nn.Module, family: Family, implementations: Mapping[str, str], x: Any
+) -> str | None:
+    """Return why batch invariance of the layers' forward pass is not promised, as half a sentence,
+    or None.
 
     Args:
         model: patched, with `batch_invariant=True`.
         implementations: {operation: backend that runs}.
         x: a parameter, for its device and dtype.
     """
-    return _machine(x) or _operations(implementations) or _model(model) or _layers(model, family, x) or _widths(model, family)
+    return (
+        _machine(x)
+        or _operations(implementations)
+        or _model(model)
+        or _layers(model, family, x)
+        or _widths(model, family)
+    )
 
 
 def warn_of_rounding(reason: str | None, implementations: Mapping[str, str]) -> None:
-    """Say why batch invariance, which somebody wants, is not promised, or of which documents it is not."""
+    """Say why batch invariance, which somebody wants, is not promised, or of which documents it
+    is not.
+    """
     if reason is not None:
         logger.warning("batch_invariant=True is not promised here: %s", reason)
     elif "tower_attention" in implementations:
@@ -64,30 +117,51 @@ def _machine(x: Any) -> str | None:
     if torch.is_autocast_enabled("cuda"):
         return "batch invariance is not promised under autocast"
     if x.dtype != _DTYPE:
-        return f"batch invariance is tested in bfloat16, this is {str(x.dtype).removeprefix('torch.')}"
+        return (
+            f"batch invariance is tested in bfloat16, this is {str(x.dtype).removeprefix('torch.')}"
+        )
     if (found := torch.cuda.get_device_capability(x.device.index or 0)) != _CAPABILITY:
-        return f"batch invariance is tested on compute capability 9.0, this is {found[0]}.{found[1]}"
+        return (
+            f"batch invariance is tested on compute capability 9.0, this is {found[0]}.{found[1]}"
+        )
     if not torch.__version__.startswith(_TORCH):
         tested = _TORCH.rstrip(".")
-        return f"batch invariance is tested with torch {tested}, whose matrix library decides too; this is {torch.__version__}"
+        return (
+            f"batch invariance is tested with torch {tested}, whose matrix library decides too; "
+            f"this is {torch.__version__}"
+        )
     return None
 
 
 def _operations(implementations: Mapping[str, str]) -> str | None:
-    implementations = {op: name for op, name in implementations.items() if op not in _AFTER_THE_LAYERS}
-    rounding = [op for op, name in implementations.items() if not getattr(OPS[op].BACKENDS.get(name), "batch_invariant", False)]
+    implementations = {
+        op: name for op, name in implementations.items() if op not in _AFTER_THE_LAYERS
+    }
+    rounding = [
+        op
+        for op, name in implementations.items()
+        if not getattr(OPS[op].BACKENDS.get(name), "batch_invariant", False)
+    ]
     if rounding:
         return f"batch invariance is not promised of what runs {', '.join(rounding)}"
-    for package in sorted({OPS[op].BACKENDS[name].package for op, name in implementations.items()} & _RELEASES.keys()):
+    for package in sorted(
+        {OPS[op].BACKENDS[name].package for op, name in implementations.items()} & _RELEASES.keys()
+    ):
         if not (found := installed(package) or "").startswith(_RELEASES[package]):
             tested = _RELEASES[package].rstrip(".")
-            return f"batch invariance is tested with {package} {tested}, this is {found or 'of unknown version'}"
+            return (
+                f"batch invariance is tested with {package} {tested}, this is "
+                f"{found or 'of unknown version'}"
+            )
     return None
 
 
 def _model(model: nn.Module) -> str | None:
     modules: Iterator[Any] = model.modules()
-    if any(module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule" for module in modules):
+    if any(
+        module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+        for module in modules
+    ):
         return "batch invariance is not promised in compiled graphs"
     if drops_out(model):
         return "attention with dropout runs in PyTorch eager while training"
@@ -95,30 +169,49 @@ def _model(model: nn.Module) -> str | None:
 
 
 def _layers(model: nn.Module, family: Family, x: Any) -> str | None:
-    """Those called as they are: products of few rows are filled up, and norms fused, only where our own functions run."""
+    """Those called as they are: products of few rows are filled up, and norms fused, only where
+    our own functions run.
+    """
     if not all(has_fixed_frequencies(trunk.config) for trunk in trunks(model, family)):
-        return "rows of one document run as transformers runs them, because of the model's rope_type"
+        return (
+            "rows of one document run as transformers runs them, because of the model's rope_type"
+        )
     found = (name for trunk in trunks(model, family) for name in _called(trunk, x))
     name = next(found, None)
-    return None if name is None else f"batch invariance is not promised where layers are called as they are: {name}"
+    return (
+        None
+        if name is None
+        else f"batch invariance is not promised where layers are called as they are: {name}"
+    )
 
 
 def _widths(model: nn.Module, family: Family) -> str | None:
-    """Products that torch's library may cut into other parts for other numbers of rows; ours, of few outputs, never are."""
+    """Products that torch's library may cut into other parts for other numbers of rows; ours, of
+    few outputs, never are.
+    """
     for trunk in trunks(model, family):
         layers: Any = trunk.layers
         for name, layer in layers.named_modules(prefix="layers"):
             size = size_of_linear(layer) if isinstance(layer, nn.Linear) else (0, 0)
             if size[0] >= NARROW and size not in _COMPARED:
-                return f"batch invariance was not tested for products of {size[1]} inputs and {size[0]} outputs: {name}"
+                return (
+                    f"batch invariance was not tested for products of {size[1]} inputs and "
+                    f"{size[0]} outputs: {name}"
+                )
     return None
 
 
 def _called(trunk: Any, x: Any) -> Iterator[str]:
-    """Name what the layers call as it is: whole layers that are not fused, and the parts that patched modules call."""
+    """Name what the layers call as it is: whole layers that are not fused, and the parts that
+    patched modules call.
+    """
     for index, layer in enumerate(trunk.layers):
         if not isinstance(layer, Replacement):
             yield f"layers.{index}"
         for name, module in layer.named_modules(prefix=f"layers.{index}"):
             if isinstance(module, Replacement):
-                yield from (f"{name}.{part}" for part, child in module.named_children() if module.calls(part, child, x))
+                yield from (
+                    f"{name}.{part}"
+                    for part, child in module.named_children()
+                    if module.calls(part, child, x)
+                )

@@ -1,4 +1,6 @@
-"""The step that adds a multi-token prediction head to a model, and the two calls that do only this."""
+"""The step that adds a multi-token prediction head to a model, and the two calls that do only
+this.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,15 @@ from hf_packfree.mtp.head import shapes_of
 from hf_packfree.mtp.options import MTPOptions
 from hf_packfree.patching.registry import Family, family_of
 from hf_packfree.patching.report import warn_once
-from hf_packfree.patching.steps import AddModule, ClassSwap, Step, additions, carry_out, plan_addition, undo
+from hf_packfree.patching.steps import (
+    AddModule,
+    ClassSwap,
+    Step,
+    additions,
+    carry_out,
+    plan_addition,
+    undo,
+)
 
 _Model = TypeVar("_Model", bound=nn.Module)
 NAME = "mtp"
@@ -27,7 +37,8 @@ def plan_head(model: nn.Module, family: Family, options: MTPOptions | None) -> l
     """Return the steps that add the head, none where it is there already or not wanted.
 
     Raises:
-        UnsupportedModel: the family's checkpoints have no such head, or the model has no language modelling head.
+        UnsupportedModel: the family's checkpoints have no such head, or the model has no language
+            modelling head.
         MissingHead: see `read_head`.
         PatchConflict: the model has a head with other options, or something else of this name.
     """
@@ -39,7 +50,8 @@ def plan_head(model: nn.Module, family: Family, options: MTPOptions | None) -> l
     if isinstance(found, AttachedHead):
         if found.options != options:
             raise PatchConflict(
-                f"found {name} with {found.options}; wanted {options}; call remove_mtp(model) before choosing again"
+                f"found {name} with {found.options}; wanted {options}; call remove_mtp(model) "
+                f"before choosing again"
             )
         return []
     head = read_head(owner, family, options)
@@ -49,26 +61,37 @@ def plan_head(model: nn.Module, family: Family, options: MTPOptions | None) -> l
 def _swaps(head: nn.Module, name: str, family: Family) -> list[ClassSwap]:
     pairs = family.pairs()
     parts = ((part, module) for part, module in head.named_modules() if type(module) in pairs)
-    return [ClassSwap(f"{name}.{part}", module, type(module), pairs[type(module)]) for part, module in parts]
+    return [
+        ClassSwap(f"{name}.{part}", module, type(module), pairs[type(module)])
+        for part, module in parts
+    ]
 
 
-def add_while_loading(owner: Any, around: nn.Module, family: Family, options: MTPOptions, state: PatchState) -> None:
-    """Add the head to a language model that is being built and takes in its text model; transformers loads the weights.
+def add_while_loading(
+    owner: Any, around: nn.Module, family: Family, options: MTPOptions, state: PatchState
+) -> None:
+    """Add the head to a language model that is being built and takes in its text model;
+    transformers loads the weights.
 
     Args:
-        owner: with or without a language modelling head; other models than language models get none.
+        owner: with or without a language modelling head; other models than language models get
+            none.
         around: the text model, or the vision-language model that it is in, which `owner` takes in.
         state: the text model's.
 
     Raises:
         MissingHead: the checkpoint does not hold the head, the whole head and nothing but the head.
     """
-    adding = isinstance(around, AttachedHead)  # which is a module that the owner takes in, too
+    # which is a module that the owner takes in, too
+    adding = isinstance(around, AttachedHead)
     known: Any = _language_models(family)
     if adding or NAME in owner._modules or not isinstance(owner, known):
         return
     if not family.predicts_ahead:
-        warn_once(f"checkpoints of {family.name} carry no multi-token prediction head: {type(owner).__name__} gets none")
+        warn_once(
+            f"checkpoints of {family.name} carry no multi-token prediction head: "
+            f"{type(owner).__name__} gets none"
+        )
         return
     tensors = None if options.from_scratch else head_tensors(str(owner.config.name_or_path))
     trunk = _trunk_of(around, family)
@@ -84,7 +107,9 @@ def _trunk_of(model: nn.Module, family: Family) -> Any:
 
 
 def _language_models(family: Family) -> tuple[type[nn.Module], ...]:
-    return tuple(before for before, ours in family.head_pairs().items() if issubclass(ours, PackedHead))
+    return tuple(
+        before for before, ours in family.head_pairs().items() if issubclass(ours, PackedHead)
+    )
 
 
 def owner_of(model: nn.Module, family: Family) -> tuple[str, Any]:
@@ -95,14 +120,15 @@ def owner_of(model: nn.Module, family: Family) -> tuple[str, Any]:
     """
     if not family.predicts_ahead:
         raise UnsupportedModel(
-            f"found a model of the family {family.name}, whose checkpoints carry no multi-token prediction head; wanted "
-            "Qwen3.5 or Qwen3-Next; leave mtp out"
+            f"found a model of the family {family.name}, whose checkpoints carry no multi-token "
+            "prediction head; wanted Qwen3.5 or Qwen3-Next; leave mtp out"
         )
     for name, module in model.named_modules():
         if isinstance(module, _language_models(family)):
             return name, module
     raise UnsupportedModel(
-        f"found a {type(model).__name__} without a language modelling head; wanted one, which predicts for the multi-token "
+        f"found a {type(model).__name__} without a language modelling head; wanted one, which "
+        f"predicts for the multi-token "
         "prediction head too; load the model as AutoModelForCausalLM, or leave mtp out"
     )
 
@@ -111,7 +137,8 @@ def read_head(owner: Any, family: Family, options: MTPOptions) -> AttachedHead:
     """Return the head for a model, with the weights of a checkpoint or random ones.
 
     Raises:
-        MissingHead: the checkpoint does not hold the head, the whole head and nothing but the head, in the model's sizes.
+        MissingHead: the checkpoint does not hold the head, the whole head and nothing but the head,
+            in the model's sizes.
     """
     trunk, weight = _trunk_of(owner, family), owner.lm_head.weight
     if options.from_scratch:
@@ -126,14 +153,18 @@ def read_head(owner: Any, family: Family, options: MTPOptions) -> AttachedHead:
         head = AttachedHead(trunk, max(tensors.layers, 1), options)
     found = tensors.read(shapes_of(head))
     head.read_from(tensors)
-    dtype = weight.dtype if options.train else None  # a head that is kept is written again byte for byte
-    head.load_state_dict({name: part.to(weight.device, dtype) for name, part in found.items()}, assign=True)
+    # a head that is kept is written again byte for byte
+    dtype = weight.dtype if options.train else None
+    head.load_state_dict(
+        {name: part.to(weight.device, dtype) for name, part in found.items()}, assign=True
+    )
     head.requires_grad_(options.train)
     return head
 
 
 def add_mtp(model: _Model, checkpoint: str | None = None) -> _Model:
-    """Add the frozen head that the model's checkpoint carries, and return the same model; `save_pretrained` then writes it.
+    """Add the frozen head that the model's checkpoint carries, and return the same model;
+    `save_pretrained` then writes it.
 
     What `apply_patches(model, mtp="keep")` does, without patching anything else.
 
@@ -146,7 +177,10 @@ def add_mtp(model: _Model, checkpoint: str | None = None) -> _Model:
     """
     family = family_of(model)
     if family is None:
-        raise UnsupportedModel(f"found a {type(model).__name__}; wanted a Qwen3.5 or Qwen3-Next model; pass the model itself")
+        raise UnsupportedModel(
+            f"found a {type(model).__name__}; wanted a Qwen3.5 or Qwen3-Next model; pass the model "
+            f"itself"
+        )
     steps = plan_head(model, family, MTPOptions(train=False, checkpoint=checkpoint))
     carry_out([step for step in steps if isinstance(step, AddModule)], PatchState())
     return model
@@ -172,10 +206,15 @@ def refuse_trained_head(steps: Iterable[Step]) -> None:
     for head in _heads(steps):
         if head.options.train:
             raise PatchConflict(
-                "found a multi-token prediction head in training, whose weights would be gone; wanted it saved and taken away "
+                "found a multi-token prediction head in training, whose weights would be gone; "
+                "wanted it saved and taken away "
                 "first; call head = remove_mtp(model), then remove_patches(model)"
             )
 
 
 def _heads(steps: Iterable[Step]) -> Iterator[AttachedHead]:
-    return (step.module for step in steps if isinstance(step, AddModule) and isinstance(step.module, AttachedHead))
+    return (
+        step.module
+        for step in steps
+        if isinstance(step, AddModule) and isinstance(step.module, AttachedHead)
+    )

@@ -1,4 +1,6 @@
-"""Plan and check: what would be swapped, and everything that speaks against it, before anything changes."""
+"""Plan and check: what would be swapped, and everything that speaks against it, before anything
+changes.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,10 @@ from hf_packfree.models.subclassed import in_front_of
 from hf_packfree.patching.registry import FAMILIES, Family, family_of
 from hf_packfree.patching.steps import ClassSwap
 
-
 _LEFT_ALONE = (
-    "it runs a forward of its own, whose loss knows no documents: the last token of one has to predict the next one's first, "
-    "unless that label is -100, as transformers' DataCollatorWithFlattening sets it; padding must have nothing to predict"
+    "it runs a forward of its own, whose loss knows no documents: the last token of one has to "
+    "predict the next one's first, unless that label is -100, as transformers' "
+    "DataCollatorWithFlattening sets it; padding must have nothing to predict"
 )
 
 
@@ -27,15 +29,18 @@ def plan_swaps(model: nn.Module) -> tuple[Family, list[ClassSwap]]:
     """Return the model's family and the swaps it still needs (none when it is patched already).
 
     Raises:
-        UnsupportedModel: no supported text model is inside, or it has a rotary embedding of unknown type.
+        UnsupportedModel: no supported text model is inside, or it has a rotary embedding of unknown
+            type.
         PatchConflict: something else already changed the model where a swap is needed.
         ContractError: a layer is missing, or is not what the family's checkpoints hold.
-        BackendUnavailable: the model's attention implementation is not known to keep documents apart.
+        BackendUnavailable: the model's attention implementation is not known to keep documents
+            apart.
     """
     family = family_of(model) if isinstance(model, nn.Module) else None
     if family is None:
         raise UnsupportedModel(
-            f"found a {type(model).__name__}, which holds no text model of a supported family; wanted one of "
+            f"found a {type(model).__name__}, which holds no text model of a supported family; "
+            f"wanted one of "
             f"{', '.join(row.name for row in FAMILIES)}; `packfree models` shows the table"
         )
     pairs, optional = family.pairs(), family.optional_swaps()
@@ -56,7 +61,9 @@ def trunks(model: nn.Module, family: Family) -> Iterator[nn.Module]:
 
 
 def op_sizes(model: nn.Module, family: Family) -> dict[str, int]:
-    """Return the sizes that backends check, by name, from the mixers and towers of a model; see `Target.sizes`."""
+    """Return the sizes that backends check, by name, from the mixers and towers of a model; see
+    `Target.sizes`.
+    """
     ours: dict[str, Any] = {cls.__name__: cls for cls in family.pairs().values()}
     sizes: dict[str, int] = {}
     for module in model.modules():
@@ -66,14 +73,18 @@ def op_sizes(model: nn.Module, family: Family) -> dict[str, int]:
 
 
 def ops_of(model: nn.Module, family: Family) -> tuple[str, ...]:
-    """Return what runs in this model: of the family's ops those of a tower and of a head's loss only where it has them."""
+    """Return what runs in this model: of the family's ops those of a tower and of a head's loss
+    only where it has them.
+    """
     absent = {"tower_attention"} if tower_attention_of(model, family) is None else set()
     absent |= set() if language_heads(model) else {"loss"}
     return tuple(op for op in family.ops if op not in absent)
 
 
 def language_heads(model: nn.Module) -> list[PackedHead]:
-    """Return the patched heads with a language model's loss that run, and are not bypassed by a forward of the instance."""
+    """Return the patched heads with a language model's loss that run, and are not bypassed by a
+    forward of the instance.
+    """
     heads = (module for module in model.modules() if isinstance(module, PackedHead))
     return [head for head in heads if not _runs_another_forward(head)]
 
@@ -90,12 +101,17 @@ def _steps(model: nn.Module, pairs: dict[type[nn.Module], type[nn.Module]]) -> I
     for name, module in model.named_modules():
         if type(module) in pairs:
             yield ClassSwap(name, module, type(module), pairs[type(module)])
-        elif type(module) in originals and "packfree" not in vars(module):  # swapped while loading, without a trunk
+        elif type(module) in originals and "packfree" not in vars(module):
+            # swapped while loading, without a trunk
             yield ClassSwap(name, module, originals[type(module)], type(module))
 
 
-def _optional_steps(model: nn.Module, pairs: dict[type[nn.Module], type[nn.Module]]) -> Iterator[ClassSwap]:
-    """A layer of another class, or with a forward of its own instance, is left alone: the record reaches its mixers too."""
+def _optional_steps(
+    model: nn.Module, pairs: dict[type[nn.Module], type[nn.Module]]
+) -> Iterator[ClassSwap]:
+    """A layer of another class, or with a forward of its own instance, is left alone: the record
+    reaches its mixers too.
+    """
     for name, module in model.named_modules():
         if type(module) in pairs and "forward" not in vars(module):
             yield ClassSwap(name, module, type(module), pairs[type(module)])
@@ -108,17 +124,26 @@ def _head_steps(model: nn.Module, family: Family) -> Iterator[ClassSwap]:
 
 
 def head_swap(module: nn.Module, family: Family) -> type[nn.Module] | None:
-    """Return the class that a head of upstream's, or of a subclass that leaves forward to it, gets; None for all else."""
+    """Return the class that a head of upstream's, or of a subclass that leaves forward to it,
+    gets; None for all else.
+    """
     pairs: dict[Any, Any] = family.head_pairs()
     cls: Any = type(module)
     before = next((base for base in cls.__mro__ if base in pairs), None)
-    if before is None or isinstance(module, Replacement) or "forward" in vars(module) or cls.forward is not before.forward:
+    if (
+        before is None
+        or isinstance(module, Replacement)
+        or "forward" in vars(module)
+        or cls.forward is not before.forward
+    ):
         return None
     return pairs[before] if cls is before else in_front_of(pairs[before], cls)
 
 
 def heads_left_alone(model: nn.Module, family: Family) -> dict[str, str]:
-    """Return {class name: what to know} of language models' heads that run a forward of their own, of class or instance."""
+    """Return {class name: what to know} of language models' heads that run a forward of their
+    own, of class or instance.
+    """
     pairs: dict[Any, Any] = family.head_pairs()
     heads = tuple(before for before, ours in pairs.items() if issubclass(ours, PackedHead))
     found = (module for module in model.modules() if isinstance(module, heads))
@@ -138,19 +163,23 @@ def _check_seams(model: nn.Module, pairs: dict[type[nn.Module], type[nn.Module]]
         where = name or "the model itself"
         if type(module) not in known:
             raise PatchConflict(
-                f"found {where} as a {type(module).__name__} from {type(module).__module__}, a class put on top of "
-                "upstream's (FSDP2's fully_shard does that, so do parametrizations and subclasses); wanted upstream's own; "
-                "call apply_patches(model) first, wrap afterwards"
+                f"found {where} as a {type(module).__name__} from {type(module).__module__}, a "
+                "class put on top of upstream's (FSDP2's fully_shard does that, so do "
+                "parametrizations and subclasses); wanted upstream's own; call "
+                "apply_patches(model) first, wrap afterwards"
             )
         if type(module) in pairs and "forward" in vars(module) and not _is_bound_alone(module):
             raise PatchConflict(
-                f"found {where} with a forward of its own instance ({_who(module)}), which would bypass the swap; wanted the "
-                "class's; call apply_patches(model) first, or load the model under register_patches()"
+                f"found {where} with a forward of its own instance ({_who(module)}), which would "
+                "bypass the swap; wanted the class's; call apply_patches(model) first, or load "
+                "the model under register_patches()"
             )
 
 
 def _is_bound_alone(module: Any) -> bool:
-    """Whether the instance's forward is its class's: transformers' `kernelize` leaves that where it has no kernel."""
+    """Whether the instance's forward is its class's: transformers' `kernelize` leaves that where
+    it has no kernel.
+    """
     forward = vars(module)["forward"]
     return getattr(forward, "__func__", None) is type(module).forward and forward.__self__ is module
 
@@ -161,29 +190,44 @@ def _who(module: object) -> str:
     return "another library patched it"
 
 
-def _check_mixers(trunk: Any, family: Family, pairs: dict[type[nn.Module], type[nn.Module]]) -> None:
-    """Refuse a trunk in which a layer is unknown, or has other mixers than its config says: one that is not swapped leaks."""
-    layers = trunk.config.num_hidden_layers  # a config that does not name the kinds of its layers has one
+def _check_mixers(
+    trunk: Any, family: Family, pairs: dict[type[nn.Module], type[nn.Module]]
+) -> None:
+    """Refuse a trunk in which a layer is unknown, or has other mixers than its config says: one
+    that is not swapped leaks.
+    """
+    # a config that does not name the kinds of its layers has one
+    layers = trunk.config.num_hidden_layers
     kinds = list(getattr(trunk.config, "layer_types", None) or ["full_attention"] * layers)[:layers]
     if len(kinds) != len(trunk.layers):
         raise ContractError(
-            f"found {len(trunk.layers)} layers in {type(trunk).__name__}, its config says {len(kinds)}; wanted the same "
+            f"found {len(trunk.layers)} layers in {type(trunk).__name__}, its config says "
+            f"{len(kinds)}; wanted the same "
             "number; change config.num_hidden_layers and config.layer_types with the layers"
         )
     names, known = {mixer.cls for mixer in family.mixers}, {*pairs, *pairs.values()}
     for number, (kind, layer) in enumerate(zip(kinds, trunk.layers, strict=True)):
         if not any(_is_one_of(part, family.layers, family.upstream) for part in layer.modules()):
             raise ContractError(
-                f"found layers.{number} as a {type(layer).__name__}; wanted a {' or a '.join(family.layers)}, or a wrapper of "
-                "one, since others may not hand the record to their mixer, which leaks then; undo what replaced the layer"
+                f"found layers.{number} as a {type(layer).__name__}; wanted a "
+                f"{' or a '.join(family.layers)}, or a wrapper of one, since others may not hand "
+                "the record to their mixer, which leaks then; undo what replaced the layer"
             )
         rows = [mixer for mixer in family.mixers if mixer.kind == kind]
-        mixers = [type(part).__name__ for part in layer.modules() if type(part) in known and type(part).__name__ in names]
+        mixers = [
+            type(part).__name__
+            for part in layer.modules()
+            if type(part) in known and type(part).__name__ in names
+        ]
         if not rows or sorted(mixers) != sorted(mixer.cls for mixer in rows):
-            wanted = " and ".join(f"a {mixer.cls} at {mixer.path}" for mixer in rows) or "a kind that the table has"
+            wanted = (
+                " and ".join(f"a {mixer.cls} at {mixer.path}" for mixer in rows)
+                or "a kind that the table has"
+            )
             raise ContractError(
-                f"found {' and '.join(mixers) or 'no known mixer'} in layers.{number}, which the config says is {kind!r}; "
-                f"wanted {wanted}, since what mixes tokens unpatched leaks; undo what replaced it, or report the model"
+                f"found {' and '.join(mixers) or 'no known mixer'} in layers.{number}, which the "
+                f"config says is {kind!r}; wanted {wanted}, since what mixes tokens unpatched "
+                "leaks; undo what replaced it, or report the model"
             )
 
 
@@ -198,6 +242,7 @@ def _check_contracts(trunk: nn.Module, pairs: dict[type[nn.Module], type[nn.Modu
         sizes_of = getattr(ours.get(type(module).__name__), "checkpoint_sizes", None)
         if sizes_of is not None and (broken := contract_violations(module, sizes_of)):
             raise ContractError(
-                f"found a {type(module).__name__} unlike its family's checkpoints: {'; '.join(broken)}; wanted the sizes "
+                f"found a {type(module).__name__} unlike its family's checkpoints: "
+                f"{'; '.join(broken)}; wanted the sizes "
                 "of the config; undo what changed the layer, or report the release"
             )

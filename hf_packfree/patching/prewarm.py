@@ -19,22 +19,25 @@ from hf_packfree.patching.registry import family_of
 from hf_packfree.patching.report import patch_report
 
 ROWS = ((131,), (1, 66), (64, 64, 64), (1, 66, 3, 5, 64, 2))
-"""Documents of rows that need every variant between them: whole chunks and not, and as many documents as FlashQLA 0.1.3 has
-kernels for, which it chooses by documents times heads."""
+"""Documents of rows that need every variant between them: whole chunks and not, and as many
+documents as FlashQLA 0.1.3 has kernels for, which it chooses by documents times heads."""
 CUT = (8192,)
 """A document that is walked in segments, where documents are: kernels of their own."""
 
 
 def prewarm(model: nn.Module) -> float:
-    """Run small packed rows forward and backward, so that the first real step compiles and tunes nothing.
+    """Run small packed rows forward and backward, so that the first real step compiles and tunes
+    nothing.
 
-    Call it as the model is trained: under `torch.autocast` where that is on in training, which `bf16=True` of a Trainer does.
-    Kernels depend on head counts and sizes, dtype and GPU, not on the length of a row.  One of fla-core 0.6.0 does: its
-    norm of q and k, which its delta rule calls beside another convolution than ours.  It is tuned once for every 65,536 heads
-    of tokens (4,096 tokens of 16 heads), so where "conv" is forced to "fla", much longer rows tune again.
+    Call it as the model is trained: under `torch.autocast` where that is on in training, which
+    `bf16=True` of a Trainer does. Kernels depend on head counts and sizes, dtype and GPU, not on
+    the length of a row. One of fla-core 0.6.0 does: its norm of q and k, which its delta rule calls
+    beside another convolution than ours. It is tuned once for every 65,536 heads of tokens (4,096
+    tokens of 16 heads), so where "conv" is forced to "fla", much longer rows tune again.
 
-    FlashQLA and flash-linear-attention compile for minutes the first time on a machine; TILELANG_CACHE_DIR and
-    TRITON_CACHE_DIR name the folders that keep what was compiled.  Weights, gradients and random state stay as they are.
+    FlashQLA and flash-linear-attention compile for minutes the first time on a machine;
+    TILELANG_CACHE_DIR and TRITON_CACHE_DIR name the folders that keep what was compiled. Weights,
+    gradients and random state stay as they are.
 
     Args:
         model: patched, on its device and in its dtype.
@@ -48,7 +51,10 @@ def prewarm(model: nn.Module) -> float:
     family = family_of(model)
     report = patch_report(model)
     if family is None or not report.patched:
-        raise UnsupportedModel(f"found a {type(model).__name__} to prewarm; wanted a patched model; call apply_patches first")
+        raise UnsupportedModel(
+            f"found a {type(model).__name__} to prewarm; wanted a patched model; call "
+            f"apply_patches first"
+        )
     start = time.perf_counter()
     for trunk in trunks(model, family):
         _run(trunk, (*ROWS, CUT) if "delta_rule" in report.long_documents else ROWS)
@@ -66,7 +72,9 @@ def _run(trunk: Any, rows: Sequence[Sequence[int]]) -> None:
             packed = PackedSequence.from_lengths(lengths, device=device)
             shape = (1, packed.num_tokens, trunk.config.hidden_size)
             embeds = torch.randn(shape, device=device, dtype=dtype).requires_grad_()
-            out = trunk(inputs_embeds=embeds, packed_sequence=packed, use_cache=False).last_hidden_state
+            out = trunk(
+                inputs_embeds=embeds, packed_sequence=packed, use_cache=False
+            ).last_hidden_state
             torch.autograd.grad(out.float().square().mean(), embeds)
     if device.type == "cuda":
         torch.cuda.synchronize(device)

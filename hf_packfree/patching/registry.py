@@ -1,4 +1,6 @@
-"""The table of what is supported and what each family is.  To add one: a row here, a file in models/ with its tiny config."""
+"""The table of what is supported and what each family is. To add one: a row here, a file in
+models/ with its tiny config.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from hf_packfree.models import compat
 
 @dataclass(frozen=True)
 class Mixer:
-    """A kind of token mixer that a family has: what lets documents influence each other unless it is patched.
+    """A kind of token mixer that a family has: what lets documents influence each other unless it
+    is patched.
 
     Attributes:
         kind: the value in `config.layer_types` of the layers that have it.
@@ -44,8 +47,8 @@ class Tower:
         attention: the class of its attention.
         why: why they are swapped.
         parts: its classes that are swapped for speed.
-        optional: whether upstream's own is exact for each image or audio, and only slower, so that one that something wraps is
-            left alone.
+        optional: whether upstream's own is exact for each image or audio, and only slower, so that
+            one that something wraps is left alone.
     """
 
     cls: str
@@ -67,17 +70,21 @@ class Family:
     Attributes:
         name: how people call it, and the argument of `packfree verify`.
         upstream: transformers' modeling module.
-        replacement: our module; it holds a subclass of the same name for each class in `swaps`, and `tiny_config`;
-            `HEADS`, if it is there, the classes around the text model that are swapped with it.
-        causal_lm: upstream's class for verification and the demo, of which `tiny_config` is the configuration: the language
-            model, or the class around its vision tower where the family has none without it.
+        replacement: our module; it holds a subclass of the same name for each class in `swaps`, and
+            `tiny_config`; `HEADS`, if it is there, the classes around the text model that are
+            swapped with it.
+        causal_lm: upstream's class for verification and the demo, of which `tiny_config` is the
+            configuration: the language model, or the class around its vision tower where the family
+            has none without it.
         trunk: the text model: the class that takes the record, or reads it from the batch.
         layers: the decoder layers' classes.
         mixers: the token mixers of these layers.
-        fused_layer: whether the decoder layers are patched too, as `FusedDecoderLayer`.  Others hand the record on.
+        fused_layer: whether the decoder layers are patched too, as `FusedDecoderLayer`. Others hand
+            the record on.
         vision_language: the class around the text model that images go through, if there is one.
         towers: beside the text model, in models that have them.
-        predicts_ahead: whether checkpoints carry a multi-token prediction head, see `hf_packfree.mtp`.
+        predicts_ahead: whether checkpoints carry a multi-token prediction head, see
+            `hf_packfree.mtp`.
     """
 
     name: str
@@ -98,7 +105,13 @@ class Family:
         layers = dict.fromkeys(self.layers, _LAYER) if self.fused_layer else {}
         around = {} if self.vision_language is None else {self.vision_language: _VISION}
         towers = {cls: why for tower in self.towers for cls, why in tower.swaps.items()}
-        return {self.trunk: _TRUNK, **layers, **{mixer.cls: mixer.why() for mixer in self.mixers}, **around, **towers}
+        return {
+            self.trunk: _TRUNK,
+            **layers,
+            **{mixer.cls: mixer.why() for mixer in self.mixers},
+            **around,
+            **towers,
+        }
 
     @property
     def mixer_paths(self) -> tuple[str, ...]:
@@ -107,13 +120,19 @@ class Family:
 
     @property
     def attends_only(self) -> bool:
-        """Whether all mixers are full attention, for which upstream reads boundaries in some positions itself."""
+        """Whether all mixers are full attention, for which upstream reads boundaries in some
+        positions itself.
+        """
         return all(mixer.kind == "full_attention" for mixer in self.mixers)
 
     @property
     def ops(self) -> tuple[str, ...]:
         """What the family's packed branches and heads call, by the names that `backend` takes."""
-        return (*self.mixer_ops, "loss", "tower_attention") if self.towers else (*self.mixer_ops, "loss")
+        return (
+            (*self.mixer_ops, "loss", "tower_attention")
+            if self.towers
+            else (*self.mixer_ops, "loss")
+        )
 
     @property
     def mixer_ops(self) -> tuple[str, ...]:
@@ -123,22 +142,29 @@ class Family:
     def pairs(self) -> dict[type[nn.Module], type[nn.Module]]:
         """Return {upstream's class: ours}; imports both modules.
 
-        Upstream's class is read from ours: the name in upstream's module may stand for another class for a while.
+        Upstream's class is read from ours: the name in upstream's module may stand for another
+        class for a while.
         """
         ours = import_module(self.replacement)
         return {self._upstream_of(getattr(ours, name)): getattr(ours, name) for name in self.swaps}
 
     def head_pairs(self) -> dict[type[nn.Module], type[nn.Module]]:
-        """Return {upstream's class: ours} of the heads, which are swapped where no other forward runs; see `head_swap`."""
+        """Return {upstream's class: ours} of the heads, which are swapped where no other forward
+        runs; see `head_swap`.
+        """
         heads = getattr(import_module(self.replacement), "HEADS", {})
         return {self._upstream_of(ours): ours for ours in heads.values()}
 
     def optional_swaps(self) -> dict[type[nn.Module], type[nn.Module]]:
-        """Return {upstream's class: ours} of what is left alone where something wraps it: packed rows are exact all the same.
+        """Return {upstream's class: ours} of what is left alone where something wraps it: packed
+        rows are exact all the same.
 
-        Those are towers that are exact as they are, and decoder layers in releases whose own layers hand the record on.
+        Those are towers that are exact as they are, and decoder layers in releases whose own layers
+        hand the record on.
         """
-        layers = {before: ours for before, ours in self.pairs().items() if before.__name__ in self.layers}
+        layers = {
+            before: ours for before, ours in self.pairs().items() if before.__name__ in self.layers
+        }
         towers = self.tower_pairs([tower for tower in self.towers if tower.optional])
         return towers | ({} if compat.LAYERS_DROP_KEYWORDS else layers)
 
@@ -162,7 +188,10 @@ class Family:
 
 _TRUNK = "the batch is read here, if nothing around it did, and the record handed to every layer"
 _LAYER = "residual sums and norms, and the MLP, run as one kernel each"
-_VISION = "the row would be numbered as one document, and nothing would check which images belong to which document"
+_VISION = (
+    "the row would be numbered as one document, and nothing would check which images belong to "
+    "which document"
+)
 _LEAKS = {
     "conv": "the convolution's window crosses document boundaries",
     "delta_rule": "the recurrent state crosses document boundaries",
@@ -176,7 +205,9 @@ _DELTA_NET, _ATTENTION = ("conv", "delta_rule", "fused"), ("attention", "fused")
 
 def _vision_tower(names: str, cls: str = "Model") -> Tower:
     """Return the tower whose classes' names begin alike, as those of most families do."""
-    return Tower(f"{names}{cls}", f"{names}Attention", _TOWER, (f"{names}PatchEmbed", f"{names}Block"))
+    return Tower(
+        f"{names}{cls}", f"{names}Attention", _TOWER, (f"{names}PatchEmbed", f"{names}Block")
+    )
 
 
 FAMILIES: tuple[Family, ...] = (
@@ -259,7 +290,10 @@ FAMILIES: tuple[Family, ...] = (
         vision_language="Qwen2_5_VLModel",
         towers=(
             Tower(
-                "Qwen2_5_VisionTransformerPretrainedModel", "Qwen2_5_VLVisionAttention", _TOWER, ("Qwen2_5_VisionPatchEmbed",),
+                "Qwen2_5_VisionTransformerPretrainedModel",
+                "Qwen2_5_VLVisionAttention",
+                _TOWER,
+                ("Qwen2_5_VisionPatchEmbed",),
             ),
         ),
     ),
@@ -270,7 +304,9 @@ FAMILIES: tuple[Family, ...] = (
         causal_lm="Qwen3OmniMoeThinkerForConditionalGeneration",
         trunk="Qwen3OmniMoeThinkerTextModel",
         layers=("Qwen3OmniMoeThinkerTextDecoderLayer",),
-        mixers=(Mixer("full_attention", "self_attn", "Qwen3OmniMoeThinkerTextAttention", _ATTENTION),),
+        mixers=(
+            Mixer("full_attention", "self_attn", "Qwen3OmniMoeThinkerTextAttention", _ATTENTION),
+        ),
         vision_language=None if compat.THINKER_HOLDS_TOWERS else "Qwen3OmniMoeThinkerModel",
         towers=(
             _vision_tower("Qwen3OmniMoeVision", "Encoder"),
@@ -289,7 +325,9 @@ def family_of(model: nn.Module) -> Family | None:
         UnsupportedModel: `model` is no module.
     """
     if not isinstance(model, nn.Module):
-        raise UnsupportedModel(f"found a {type(model).__name__}; wanted a torch.nn.Module; pass the model itself")
+        raise UnsupportedModel(
+            f"found a {type(model).__name__}; wanted a torch.nn.Module; pass the model itself"
+        )
     for family in FAMILIES:
         if family.upstream in sys.modules:
             trunk = family.trunk_class()

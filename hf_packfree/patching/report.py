@@ -1,4 +1,6 @@
-"""What was swapped and what runs: as data, as one sentence, and as what is logged when a model is patched."""
+"""What was swapped and what runs: as data, as one sentence, and as what is logged when a model
+is patched.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,21 @@ from hf_packfree.ops import attention, delta_rule
 from hf_packfree.ops.backend import Fault, installed
 from hf_packfree.patching.backends import OPS
 from hf_packfree.patching.exactness import MEDIA_ROUND, warn_of_rounding, why_rounding
-from hf_packfree.patching.plan import heads_left_alone, language_heads, op_sizes, ops_of, tower_attention_of, trunks
+from hf_packfree.patching.plan import (
+    heads_left_alone,
+    language_heads,
+    op_sizes,
+    ops_of,
+    tower_attention_of,
+    trunks,
+)
 from hf_packfree.patching.registry import Family, family_of
 
 logger = logging.getLogger("hf_packfree")
 _SECONDS, _MINUTES = ("triton",), ("fla", "flash_qla", "flash_qla_cut")
-"""Backends that compile their kernels, or try out launch sizes, when they first run: how long all of them take."""
+"""Backends that compile their kernels, or try out launch sizes, when they first run: how long
+all of them take.
+"""
 _ATTENTION: dict[str | None, str] = {
     "sdpa": "torch",
     "eager": "torch",
@@ -44,22 +55,27 @@ class PatchReport:
         model: the model's class.
         family: the supported family it holds, or None.
         patched: whether its text model is swapped.
-        swaps: {class name: how many modules of it are swapped and run}; a head that another forward bypasses is not in it.
-        implementations: {operation: backend that runs for packed rows where the model is now, under autocast if it is on}.
-        why: {operation, or "operation in float32": why a faster backend is not used on this machine's GPUs}.
+        swaps: {class name: how many modules of it are swapped and run}; a head that another forward
+            bypasses is not in it.
+        implementations: {operation: backend that runs for packed rows where the model is now, under
+            autocast if it is on}.
+        why: {operation, or "operation in float32": why a faster backend is not used on this
+            machine's GPUs}.
         batch_invariant: the option of `apply_patches`; whether it holds is in `rounding`.
         unpacked: "upstream" or "native", what runs for rows of one document.
         padded: "lazy", "full" or "upstream", what runs for padded rows of one document.
         attention: the attention implementation the model was loaded with.
         versions: {package: installed version, or None}.
-        inexact: {operation: backend} of forced backends whose results for a document depend on its row.
-        long_documents: {operation: what it does with them, where the model is now}: exact, but rounded otherwise than in
-            another row.
+        inexact: {operation: backend} of forced backends whose results for a document depend on its
+            row.
+        long_documents: {operation: what it does with them, where the model is now}: exact, but
+            rounded otherwise than in another row.
         left_alone: {class name of a head that runs a forward of its own: what its loss then needs}.
-        called: {what was added to projections of decoder layers (adapters, quantisation, hooks): how many of these are called
-            as they are for it, exact but not fused, and run none of the fused kernels that hold plain weights and LoRA}.
-        rounding: why a document gets, where the model is now, what it gets alone only up to rounding; None: bit for bit in
-            the layers' forward pass, as `tests/gpu` checks it.
+        called: {what was added to projections of decoder layers (adapters, quantisation, hooks):
+            how many of these are called as they are for it, exact but not fused, and run none of
+            the fused kernels that hold plain weights and LoRA}.
+        rounding: why a document gets, where the model is now, what it gets alone only up to
+            rounding; None: bit for bit in the layers' forward pass, as `tests/gpu` checks it.
     """
 
     model: str
@@ -84,9 +100,13 @@ class PatchReport:
         return asdict(self)
 
     def _with_version(self, op: str, name: str) -> str:
-        """Return "triton 3.6.0", "fla (fla-core 0.6.0)" or "flash_attention_2 (the model's, flash-attn 2.8)"."""
+        """Return "triton 3.6.0", "fla (fla-core 0.6.0)" or "flash_attention_2 (the model's,
+        flash-attn 2.8)".
+        """
         backend = OPS[op].BACKENDS.get(name)
-        package = _package_of(name.removesuffix(" (the model's)")) if backend is None else backend.package
+        package = (
+            _package_of(name.removesuffix(" (the model's)")) if backend is None else backend.package
+        )
         if package is None:
             return name
         found = f"{package} {self.versions.get(package) or 'of unknown version'}"
@@ -99,41 +119,67 @@ class PatchReport:
             return f"{self.model} is not patched; packed rows leak between documents"
         swapped = ", ".join(f"{count} {name}" for name, count in self.swaps.items())
         more = {op: f" (long documents {what})" for op, what in self.long_documents.items()}
-        runs = ", ".join(f"{op}: {self._with_version(op, name)}{more.get(op, '')}" for op, name in self.implementations.items())
+        runs = ", ".join(
+            f"{op}: {self._with_version(op, name)}{more.get(op, '')}"
+            for op, name in self.implementations.items()
+        )
         rest = f"unpacked rows run {self.unpacked}, padded rows {self.padded}"
-        said = f"{self.model} is patched: swapped {swapped}; packed rows run {runs}; {self._exactness()}; {rest}"
-        said = "\n".join((said, *(f"  {name}: {reason}" for name, reason in self.left_alone.items())))
+        said = (
+            f"{self.model} is patched: swapped {swapped}; packed rows run {runs}; "
+            f"{self._exactness()}; {rest}"
+        )
+        said = "\n".join(
+            (said, *(f"  {name}: {reason}" for name, reason in self.left_alone.items()))
+        )
         if self.called:
             said += f"\n  {called_in_words(self.called)}"
-        return "\n".join((said, *(f"  on this machine's GPUs, {op}: {reason}" for op, reason in self.why.items())))
+        return "\n".join(
+            (
+                said,
+                *(f"  on this machine's GPUs, {op}: {reason}" for op, reason in self.why.items()),
+            )
+        )
 
     def _exactness(self) -> str:
         if self.inexact:
             forced = ", ".join(f"{op}: {name}" for op, name in self.inexact.items())
-            return f"documents do not get exactly what they get alone, because of the forced {forced}"
+            return (
+                f"documents do not get exactly what they get alone, because of the forced {forced}"
+            )
         if self.rounding is not None:
             return f"documents get what they get alone, up to rounding ({self.rounding})"
         where = "in the layers' forward pass (not under autocast or torch.compile)"
         if self.implementations.get("delta_rule") == "fla":
-            where += " of one process, because flash-linear-attention chooses its kernels' shapes by timing them in each"
+            where += (
+                " of one process, because flash-linear-attention chooses its kernels' shapes by "
+                "timing them in each"
+            )
         media = f"; {MEDIA_ROUND}" if "tower_attention" in self.implementations else ""
         return f"documents get the same bits alone and packed {where}{media}"
 
 
 def patch_report(model: nn.Module) -> PatchReport:
-    """Return what is swapped in `model` and what runs in it; works on any module, patched or not."""
+    """Return what is swapped in `model` and what runs in it; works on any module, patched or
+    not.
+    """
     family = family_of(model)
     ours = set() if family is None else {*family.pairs().values(), *family.head_pairs().values()}
     swapped = [module for module in model.modules() if ours & set(type(module).__mro__)]
-    state = next((state for module in swapped if isinstance(state := module.packfree, PatchState)), None)
-    patched = state is not None and any(isinstance(module, family.trunk_class()) for module in swapped if family)
+    state = next(
+        (state for module in swapped if isinstance(state := module.packfree, PatchState)), None
+    )
+    patched = state is not None and any(
+        isinstance(module, family.trunk_class()) for module in swapped if family
+    )
     loaded = getattr(getattr(model, "config", None), "_attn_implementation", None)
     runs = {} if state is None or family is None else _implementations(state, family, model)
     return PatchReport(
         model=type(model).__name__,
         family=family.name if family else None,
         patched=patched,
-        swaps=dict(Counter(type(module).__name__ for module in swapped if not _bypassed(module, family))),
+        swaps=dict(
+            Counter(type(module).__name__ for module in swapped if not _bypassed(module, family))
+        ),
         implementations=runs,
         why={} if state is None or family is None else _why(state, ops_of(model, family)),
         batch_invariant=state is not None and state.batch_invariant,
@@ -142,10 +188,14 @@ def patch_report(model: nn.Module) -> PatchReport:
         attention=loaded,
         versions=_versions(state, loaded),
         inexact={} if state is None else _inexact(state),
-        long_documents=_long_documents(model, family, runs) if state is not None and not state.batch_invariant else {},
+        long_documents=_long_documents(model, family, runs)
+        if state is not None and not state.batch_invariant
+        else {},
         left_alone=heads_left_alone(model, family) if family and patched else {},
         called=_called(model, family, state) if family and patched and state else {},
-        rounding=_rounding(model, family, state, runs) if family and patched and state else "it is not patched",
+        rounding=_rounding(model, family, state, runs)
+        if family and patched and state
+        else "it is not patched",
     )
 
 
@@ -155,14 +205,21 @@ def called_in_words(called: dict[str, int]) -> str:
     return f"projections called as they are, exact but not fused: {kinds}"
 
 
-def _rounding(model: nn.Module, family: Family, state: PatchState, runs: dict[str, str]) -> str | None:
+def _rounding(
+    model: nn.Module, family: Family, state: PatchState, runs: dict[str, str]
+) -> str | None:
     if not state.batch_invariant:
         return "batch_invariant is off"
     return why_rounding(model, family, runs, a_parameter(model))
 
 
-def _long_documents(model: nn.Module, family: Family | None, runs: dict[str, str]) -> dict[str, str]:
-    device, (rule, attend) = a_parameter(model).device, (runs.get(op, "") for op in ("delta_rule", "attention"))
+def _long_documents(
+    model: nn.Module, family: Family | None, runs: dict[str, str]
+) -> dict[str, str]:
+    device, (rule, attend) = (
+        a_parameter(model).device,
+        (runs.get(op, "") for op in ("delta_rule", "attention")),
+    )
     found = {"delta_rule": "in segments"} if delta_rule.cuts_on(device, rule) else {}
     size = op_sizes(model, family).get("head_size", 0) if family else 0
     handed = attention.hands_over_on(device, attend, size)
@@ -170,7 +227,9 @@ def _long_documents(model: nn.Module, family: Family | None, runs: dict[str, str
 
 
 def _called(model: nn.Module, family: Family, state: PatchState) -> dict[str, int]:
-    """Count by kind what keeps projections of the decoder layers from being fused; what is inside one counts with it."""
+    """Count by kind what keeps projections of the decoder layers from being fused; what is
+    inside one counts with it.
+    """
     x, found = a_parameter(model), Counter[str]()
     left: list[Any] = list(trunks(model, family))
     while left:
@@ -184,13 +243,21 @@ def _called(model: nn.Module, family: Family, state: PatchState) -> dict[str, in
 
 
 def _bypassed(module: Any, family: Any) -> bool:
-    """Whether a forward put on the instance since (Liger's fused loss, TRL's) runs instead of our head's."""
+    """Whether a forward put on the instance since (Liger's fused loss, TRL's) runs instead of
+    our head's.
+    """
     heads = family.head_pairs().values()
-    return isinstance(module, tuple(heads)) and "forward" in vars(module) and not hasattr(module, "_hf_hook")
+    return (
+        isinstance(module, tuple(heads))
+        and "forward" in vars(module)
+        and not hasattr(module, "_hf_hook")
+    )
 
 
 def _inexact(state: PatchState) -> dict[str, str]:
-    """Return what is forced and inexact, wherever the model is now: autocast and `.to()` decide later what runs."""
+    """Return what is forced and inexact, wherever the model is now: autocast and `.to()` decide
+    later what runs.
+    """
     everywhere = (state.cuda_half, state.cuda_single, state.elsewhere)
     chosen = ((op, name) for kernels in everywhere for op, name in vars(kernels).items())
     return {op: name for op, name in chosen if not OPS[op].BACKENDS[name].exact}
@@ -200,14 +267,20 @@ def _versions(state: PatchState | None, attention: str | None) -> dict[str, str 
     names = {"torch", "transformers"}
     if state is not None:
         everywhere = (state.cuda_half, state.cuda_single, state.elsewhere)
-        names |= {OPS[op].BACKENDS[name].package for kernels in everywhere for op, name in vars(kernels).items()}
+        names |= {
+            OPS[op].BACKENDS[name].package
+            for kernels in everywhere
+            for op, name in vars(kernels).items()
+        }
         names |= {"triton"} if torch.cuda.is_available() else set()
         names.add(_package_of(attention) or "torch")
     return {name: installed(name) for name in sorted(names)} | {"hf_packfree": __version__}
 
 
 def _package_of(attention: str | None) -> str | None:
-    """Return the distribution that an attention implementation of transformers runs on, or None: not known."""
+    """Return the distribution that an attention implementation of transformers runs on, or None:
+    not known.
+    """
     return "kernels" if attention is not None and "/" in attention else _ATTENTION.get(attention)
 
 
@@ -216,11 +289,18 @@ def _implementations(state: PatchState, family: Family, model: nn.Module) -> dic
     kernels = _kernels(state, parameter.device, parameter.dtype)
     runs = {op: getattr(kernels, op) for op in OPS if op in ops_of(model, family)}
     tower = getattr(tower_attention_of(model, family), "config", None)
-    for op, config in {"attention": getattr(model, "config", None), "tower_attention": tower}.items():
+    for op, config in {
+        "attention": getattr(model, "config", None),
+        "tower_attention": tower,
+    }.items():
         if op in runs and (loaded := getattr(config, "_attn_implementation", None)) != "sdpa":
             runs[op] = f"{loaded} (the model's)"
     made = (why_logits_are_made(head) for head in language_heads(model))
-    if "loss" in runs and runs["loss"] != "upstream" and (why := next(filter(None, made), None)) is not None:
+    if (
+        "loss" in runs
+        and runs["loss"] != "upstream"
+        and (why := next(filter(None, made), None)) is not None
+    ):
         runs["loss"] = f"upstream, because {why}"
     return runs
 
@@ -236,16 +316,21 @@ def _why(state: PatchState, ops: Sequence[str]) -> dict[str, str]:
 
 
 def _kernels(state: PatchState, device: torch.device, dtype: torch.dtype) -> Kernels:
-    """What mixers choose: by what a projection returns, which under autocast is autocast's dtype."""
-    autocast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
-    if autocast and dtype != torch.float64:  # which autocast leaves alone
+    """What mixers choose: by what a projection returns, which under autocast is autocast's
+    dtype.
+    """
+    autocast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(
+        device.type
+    )
+    # which autocast leaves alone
+    if autocast and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device.type)
     return state.kernels_for(device, dtype)
 
 
 def announce(model: nn.Module, state: PatchState) -> None:
-    """Log what runs in a model that was patched just now, what of it runs in PyTorch eager on a GPU or without what is
-    installed for it, and what compiles.
+    """Log what runs in a model that was patched just now, what of it runs in PyTorch eager on a GPU
+    or without what is installed for it, and what compiles.
     """
     report = patch_report(model)
     logger.info("%s", report)
@@ -259,15 +344,27 @@ def announce(model: nn.Module, state: PatchState) -> None:
         if isinstance(reason, Fault) and op not in slow:
             warn_once(f"{op} runs on this GPU without what is installed for it: {reason}")
     if state.cuda_half.attention != "torch" and drops_out(model):
-        logger.warning("attention runs in PyTorch eager on this GPU while training: the kernels lack attention_dropout")
+        logger.warning(
+            "attention runs in PyTorch eager on this GPU while training: the kernels lack "
+            "attention_dropout"
+        )
     if compiling := ", ".join(_running(state.cuda_half, _SECONDS)):
-        logger.info("the first step on a GPU compiles kernels for seconds (%s); prewarm(model) does that ahead", compiling)
-    single = _running(state.cuda_single, _MINUTES, " in float32") if a_parameter(model).dtype == torch.float32 else []
-    if compiling := ", ".join(_running(state.cuda_half, _MINUTES) + single):  # the former under autocast, too
+        logger.info(
+            "the first step on a GPU compiles kernels for seconds (%s); prewarm(model) does that "
+            "ahead",
+            compiling,
+        )
+    single = (
+        _running(state.cuda_single, _MINUTES, " in float32")
+        if a_parameter(model).dtype == torch.float32
+        else []
+    )
+    # the former under autocast, too
+    if compiling := ", ".join(_running(state.cuda_half, _MINUTES) + single):
         warn_once(
-            "the first step on a GPU compiles and tunes kernels for minutes, once for these head counts on a machine "
-            f"({compiling}); prewarm(model) does that ahead, and TILELANG_CACHE_DIR and TRITON_CACHE_DIR name the folders that "
-            "keep it"
+            "the first step on a GPU compiles and tunes kernels for minutes, once for these head "
+            f"counts on a machine ({compiling}); prewarm(model) does that ahead, and "
+            "TILELANG_CACHE_DIR and TRITON_CACHE_DIR name the folders that keep it"
         )
 
 
@@ -289,8 +386,12 @@ def _running(kernels: Kernels, names: Sequence[str], where: str = "") -> list[st
 
 
 def _slow(state: PatchState, why: dict[str, str]) -> dict[str, str]:
-    """Return what PyTorch eager runs for want of kernels; in float32 the delta rule alone: it slows most, others have none."""
-    found = {op: reason for op, reason in why.items() if getattr(state.cuda_half, op, None) == "torch"}
+    """Return what PyTorch eager runs for want of kernels; in float32 the delta rule alone: it
+    slows most, others have none.
+    """
+    found = {
+        op: reason for op, reason in why.items() if getattr(state.cuda_half, op, None) == "torch"
+    }
     single = "delta_rule in float32"
     if "delta_rule" not in found and state.cuda_single.delta_rule == "torch" and single in why:
         found[single] = why[single]

@@ -1,4 +1,6 @@
-"""A release of transformers that was never tested: a warning once, and a measurement before a model is patched."""
+"""A release of transformers that was never tested: a warning once, and a measurement before a
+model is patched.
+"""
 
 from __future__ import annotations
 
@@ -28,28 +30,32 @@ _checked: set[tuple[str, str]] = set()
 
 
 def check_release(family: Family, state: PatchState) -> None:
-    """On a transformers newer than any this package was tried on, warn once and run the family's tiny model packed.
+    """On a transformers newer than any this package was tried on, warn once and run the family's
+    tiny model packed.
 
     Raises:
-        LeakDetected: the packed row differs from its per-document run, or a norm or an MLP from what kernels
-            compute for it.
+        LeakDetected: the packed row differs from its per-document run, or a norm or an MLP from
+            what kernels compute for it.
     """
     if compat.RELEASE <= compat.NEWEST_TRIED or (family.name, str(state)) in _checked:
         return
     logger.warning(
-        "found transformers %s; hf_packfree was tested up to %s; checking %s on a tiny model before patching",
+        "found transformers %s; hf_packfree was tested up to %s; checking %s on a tiny model "
+        "before patching",
         compat.RELEASE,
         compat.NEWEST_TRIED,
         family.name,
     )
     model = _tiny(family)
     carry_out(plan_swaps(model)[1], state)
-    error = _worst([norms_against_formula(model), mlps_against_formula(model), packed_against_alone(model)])
+    error = _worst(
+        [norms_against_formula(model), mlps_against_formula(model), packed_against_alone(model)]
+    )
     if not error <= LIMIT:
         raise LeakDetected(
-            f"found packed documents, norms or MLPs of a tiny {family.name} model off by {error:.1e} relative RMS on "
-            f"transformers {compat.RELEASE}, allowed {LIMIT:.0e}; wanted an exact release; install transformers "
-            f"{compat.NEWEST_TRIED} or earlier"
+            f"found packed documents, norms or MLPs of a tiny {family.name} model off by "
+            f"{error:.1e} relative RMS on transformers {compat.RELEASE}, allowed {LIMIT:.0e}; "
+            f"wanted an exact release; install transformers {compat.NEWEST_TRIED} or earlier"
         )
     _checked.add((family.name, str(state)))
 
@@ -63,18 +69,23 @@ def _worst(errors: list[float]) -> float:
 def _tiny(family: Family) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model: Any = getattr(import_module(family.upstream), family.causal_lm)(family.tiny_config()).eval()
+        model: Any = getattr(import_module(family.upstream), family.causal_lm)(
+            family.tiny_config()
+        ).eval()
         for name, parameter in model.named_parameters():
-            if name.endswith("A_log"):  # states that live long: fast decay hides leaks
+            # states that live long: fast decay hides leaks
+            if name.endswith("A_log"):
                 parameter.fill_(-4.0)
-            elif name.endswith("norm.weight"):  # which begin at zero or one, where formulas look alike
+            elif name.endswith("norm.weight"):
+                # which begin at zero or one, where formulas look alike
                 parameter.normal_()
     return model
 
 
 @torch.no_grad()
 def norms_against_formula(model: nn.Module) -> float:
-    """Return the worst relative RMS between a norm and the formula that takes its place on GPUs: this runs anywhere.
+    """Return the worst relative RMS between a norm and the formula that takes its place on GPUs:
+    this runs anywhere.
 
     Args:
         model: patched; its own modules say which norms they compute by the formula.
@@ -91,7 +102,8 @@ def norms_against_formula(model: nn.Module) -> float:
 
 @torch.no_grad()
 def mlps_against_formula(model: nn.Module) -> float:
-    """Return the worst relative RMS between an MLP and the formula that takes its place on GPUs: this runs anywhere.
+    """Return the worst relative RMS between an MLP and the formula that takes its place on GPUs:
+    this runs anywhere.
 
     Args:
         model: patched; its own modules say which MLPs they compute by the formula.
@@ -99,7 +111,8 @@ def mlps_against_formula(model: nn.Module) -> float:
     errors = [0.0]
     for layer, mlp in _parts(model):
         width = getattr(getattr(mlp, "gate_proj", None), "in_features", 1)
-        x = torch.linspace(-100, 70, 4 * width).view(4, -1)  # so large that a clamp would show
+        # so large that a clamp would show
+        x = torch.linspace(-100, 70, 4 * width).view(4, -1)
         layers = swiglu_layers(mlp, layer, x)
         if layers is not None:
             wanted = mlp(x)
@@ -112,7 +125,11 @@ def _parts(model: nn.Module) -> Iterator[tuple[Any, Any]]:
     x = torch.empty(1, 1)
     for layer in model.modules():
         if isinstance(layer, Replacement):
-            yield from ((layer, part) for name, part in layer.named_children() if not layer.calls(name, part, x))
+            yield from (
+                (layer, part)
+                for name, part in layer.named_children()
+                if not layer.calls(name, part, x)
+            )
 
 
 @torch.no_grad()
@@ -122,5 +139,7 @@ def packed_against_alone(model: Any) -> float:
     ids = torch.arange(sum(lengths))[None] * 37 % model.config.get_text_config().vocab_size
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-    alone = torch.cat([model(input_ids=part, use_cache=False).logits for part in ids.split(lengths, 1)], 1)
+    alone = torch.cat(
+        [model(input_ids=part, use_cache=False).logits for part in ids.split(lengths, 1)], 1
+    )
     return float((packed - alone).norm() / alone.norm())

@@ -1,4 +1,6 @@
-"""What a plan is made of: steps that each change one module and can be undone, carried out all or none."""
+"""What a plan is made of: steps that each change one module and can be undone, carried out all
+or none.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ class ClassSwap:
     def carry_out(self, state: PatchState) -> None:
         """Give the module its new class and `state`.
 
-        A forward on the instance that the plan accepts is its old class's: it would bypass the new one, and is kept aside.
+        A forward on the instance that the plan accepts is its old class's: it would bypass the new
+        one, and is kept aside.
         """
         if "forward" in vars(self.module):
             vars(self.module)[_ASIDE] = vars(self.module).pop("forward")
@@ -79,7 +82,9 @@ class Joins(Protocol):
 
 @dataclass(frozen=True)
 class AddModule:
-    """A child that a module gets: its name in the model, the parent, the attribute there, the child."""
+    """A child that a module gets: its name in the model, the parent, the attribute there, the
+    child.
+    """
 
     name: str
     parent: nn.Module
@@ -113,7 +118,8 @@ class AddModule:
 
 
 def plan_addition(model: nn.Module, name: str, module: nn.Module) -> list[AddModule]:
-    """Return the step that adds `module` to `model` under the dotted `name`, or none where a module was added there already.
+    """Return the step that adds `module` to `model` under the dotted `name`, or none where a module
+    was added there already.
 
     Raises:
         PatchConflict: something that is not ours has the name.
@@ -124,8 +130,8 @@ def plan_addition(model: nn.Module, name: str, module: nn.Module) -> list[AddMod
         return []
     if hasattr(parent, attribute):
         raise PatchConflict(
-            f"found {name} taken by a {type(getattr(parent, attribute)).__name__}; wanted the name free for the "
-            f"{type(module).__name__} to add; rename or remove what has it"
+            f"found {name} taken by a {type(getattr(parent, attribute)).__name__}; wanted the name "
+            f"free for the {type(module).__name__} to add; rename or remove what has it"
         )
     return [AddModule(name, parent, attribute, module)]
 
@@ -142,8 +148,8 @@ def additions(model: nn.Module) -> Iterator[AddModule]:
             name, found = f"{where}.{attribute}".lstrip("."), getattr(parent, attribute, None)
             if found is not module:
                 raise PatchConflict(
-                    f"found {name} as a {type(found).__name__} where a {type(module).__name__} was added; wanted that very "
-                    "module; put it back, or keep the patches"
+                    f"found {name} as a {type(found).__name__} where a {type(module).__name__} was "
+                    "added; wanted that very module; put it back, or keep the patches"
                 )
             yield AddModule(name, parent, attribute, module)
 

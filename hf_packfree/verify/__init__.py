@@ -1,7 +1,16 @@
-"""The leak, measured: packed documents against the same documents alone, with a control that must fail."""
+"""The leak, measured: packed documents against the same documents alone, with a control that
+must fail.
+"""
 
 from hf_packfree.verify.model_source import build_model
-from hf_packfree.verify.report import LIMITS, Limits, Measurement, PackingReport, limits_for, relative_rms
+from hf_packfree.verify.report import (
+    LIMITS,
+    Limits,
+    Measurement,
+    PackingReport,
+    limits_for,
+    relative_rms,
+)
 from hf_packfree.verify.verify import verify_packing
 
 __all__ = [

@@ -1,4 +1,6 @@
-"""The documents of a verification: random tokens, and with models that take them random images, videos and sounds."""
+"""The documents of a verification: random tokens, and with models that take them random images,
+videos and sounds.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from hf_packfree.models.mrope import RowMedia, media_of
 from hf_packfree.models.vision_language import FEATURES
 
 _FRAMES = 130
-"""Of a sound: a full chunk and a part of one, whose result upstream lets depend on no neighbour in any release."""
+"""Of a sound: a full chunk and a part of one, whose result upstream lets depend on no neighbour
+in any release.
+"""
 
 
 class TextDocuments:
@@ -24,17 +28,31 @@ class TextDocuments:
         vocabulary: ids are below it.
         generator: draws them, on the host.
         device: of what a forward gets.
-        masked: number the documents in an `attention_mask` too, for models of which upstream would read the positions.
+        masked: number the documents in an `attention_mask` too, for models of which upstream would
+            read the positions.
     """
 
     media: tuple[str, ...] = ()
     """Kinds of media that are in them."""
 
     def __init__(
-        self, lengths: Sequence[int], vocabulary: int, generator: torch.Generator, device: torch.device, *, masked: bool = False
+        self,
+        lengths: Sequence[int],
+        vocabulary: int,
+        generator: torch.Generator,
+        device: torch.device,
+        *,
+        masked: bool = False,
     ) -> None:
-        self.lengths, self.device, self.generator, self.masked = tuple(lengths), device, generator, masked
-        self.number = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
+        self.lengths, self.device, self.generator, self.masked = (
+            tuple(lengths),
+            device,
+            generator,
+            masked,
+        )
+        self.number = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(
+            device
+        )
         self.ids, self.other_ids = (self._random_ids(vocabulary) for _ in range(2))
         self.parts: list[dict[str, Tensor]] = [{} for _ in lengths]
 
@@ -48,14 +66,20 @@ class TextDocuments:
         Args:
             changed: bool [N]; these documents have other tokens and media, of the same sizes.
         """
-        positions = torch.cat([torch.arange(length) for length in self.lengths])[None].to(self.device)
+        positions = torch.cat([torch.arange(length) for length in self.lengths])[None].to(
+            self.device
+        )
         mask = {"attention_mask": self.number[None] + 1} if self.masked else {}
         return {"input_ids": self._ids(changed), "position_ids": positions, **mask}
 
     def of_document(self, name: str) -> Tensor:
-        """Return int64 [M]: the document of every patch or item of an argument such as `pixel_values`."""
+        """Return int64 [M]: the document of every patch or item of an argument such as
+        `pixel_values`.
+        """
         counts = [len(part[name]) if name in part else 0 for part in self.parts]
-        return torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(self.device)
+        return torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(
+            self.device
+        )
 
     def _ids(self, changed: Tensor | None) -> Tensor:
         if changed is None:
@@ -63,11 +87,14 @@ class TextDocuments:
         return torch.where(changed.to(self.device)[self.number], self.other_ids, self.ids)
 
     def _random_ids(self, vocabulary: int) -> Tensor:
-        return torch.randint(0, vocabulary, (1, sum(self.lengths)), generator=self.generator).to(self.device)
+        return torch.randint(0, vocabulary, (1, sum(self.lengths)), generator=self.generator).to(
+            self.device
+        )
 
 
 class MediaDocuments(TextDocuments):
-    """The same with media in those that are long enough, packed by an indexed `attention_mask` [1, T], positions left out.
+    """The same with media in those that are long enough, packed by an indexed `attention_mask` [1,
+    T], positions left out.
 
     Args:
         source: the module that has `get_rope_index`.
@@ -75,7 +102,12 @@ class MediaDocuments(TextDocuments):
     """
 
     def __init__(
-        self, lengths: Sequence[int], source: Any, generator: torch.Generator, device: torch.device, dtype: torch.dtype
+        self,
+        lengths: Sequence[int],
+        source: Any,
+        generator: torch.Generator,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         self.source, self.dtype = source, dtype
         self.tokens = media_tokens(source.config)
@@ -86,29 +118,42 @@ class MediaDocuments(TextDocuments):
             ids[torch.isin(ids, torch.tensor(sorted(taken), device=device))] = text
         self.parts = [self._place(document) for document in range(len(lengths))]
         self.other_parts = [self._redrawn(part) for part in self.parts]
-        self.media = tuple(kind for kind, name in FEATURES.items() if any(name in part for part in self.parts))
+        self.media = tuple(
+            kind for kind, name in FEATURES.items() if any(name in part for part in self.parts)
+        )
 
     def alone(self, document: int) -> dict[str, Any]:
-        """Return the arguments of a forward of one document; with a mask, without which some releases misread images."""
+        """Return the arguments of a forward of one document; with a mask, without which some
+        releases misread images.
+        """
         ids = self.ids[:, self.number == document]
         return self._arguments(ids, torch.ones_like(ids), self.parts[document : document + 1])
 
     def packed(self, changed: Tensor | None = None) -> dict[str, Any]:
         """Return the arguments of a forward of the row, see `TextDocuments`."""
         other = [False] * len(self.parts) if changed is None else changed.tolist()
-        parts = [self.other_parts[number] if is_other else self.parts[number] for number, is_other in enumerate(other)]
+        parts = [
+            self.other_parts[number] if is_other else self.parts[number]
+            for number, is_other in enumerate(other)
+        ]
         return self._arguments(self._ids(changed), self.number[None] + 1, parts)
 
-    def _arguments(self, ids: Tensor, mask: Tensor, parts: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
+    def _arguments(
+        self, ids: Tensor, mask: Tensor, parts: Sequence[dict[str, Tensor]]
+    ) -> dict[str, Any]:
         names = dict.fromkeys(name for part in self.parts for name in part)
         media = {name: [part[name] for part in parts if name in part] for name in names}
         given = {name: torch.cat(items) for name, items in media.items() if items}
         if "mm_token_type_ids" in inspect.signature(self.source.get_rope_index).parameters:
-            given["mm_token_type_ids"] = (ids == self.tokens["image"]).long() + 2 * (ids == self.tokens["video"]).long()
+            given["mm_token_type_ids"] = (ids == self.tokens["image"]).long() + 2 * (
+                ids == self.tokens["video"]
+            ).long()
         return {"input_ids": ids, "attention_mask": mask, **given}
 
     def _place(self, document: int) -> dict[str, Tensor]:
-        """Write placeholders into a document's ids, kind after kind as long as there is room, and return its media."""
+        """Write placeholders into a document's ids, kind after kind as long as there is room,
+        and return its media.
+        """
         inside = (self.number == document).nonzero()[:, 0]
         at, end, media = int(inside[0]) + 2, int(inside[-1]), dict[str, Tensor]()
         for kind in FEATURES:
@@ -122,7 +167,8 @@ class MediaDocuments(TextDocuments):
                 for ids in (self.ids, self.other_ids):
                     ids[0, at] = self.tokens[f"{kind}_start"]
                     ids[0, at + 1 : at + 1 + run] = self.tokens[kind]
-                at += run + 2  # what follows the placeholders is text
+                # what follows the placeholders is text
+                at += run + 2
             media |= given
         return media
 
@@ -132,14 +178,20 @@ class MediaDocuments(TextDocuments):
         if kind == "audio":
             given = {
                 "input_features": self._noise(1, config.audio_config.num_mel_bins, _FRAMES),
-                "feature_attention_mask": torch.ones(1, _FRAMES, dtype=torch.int64, device=self.device),
+                "feature_attention_mask": torch.ones(
+                    1, _FRAMES, dtype=torch.int64, device=self.device
+                ),
             }
             row = RowMedia(audio_lengths=torch.tensor([_FRAMES]))
         else:
             vision, frames = config.vision_config, 1 if kind == "image" else 2
             side = 2 * vision.spatial_merge_size
             grid = torch.tensor([[frames, side, side]])
-            width = getattr(vision, "in_channels", 3) * vision.temporal_patch_size * vision.patch_size**2
+            width = (
+                getattr(vision, "in_channels", 3)
+                * vision.temporal_patch_size
+                * vision.patch_size**2
+            )
             given = {
                 FEATURES[kind]: self._noise(frames * side * side, width),
                 f"{kind}_grid_thw": grid.to(self.device),
@@ -152,18 +204,27 @@ class MediaDocuments(TextDocuments):
 
     def _seconds(self) -> dict[str, Tensor]:
         wanted = inspect.signature(self.source.get_rope_index).parameters
-        names = {"second_per_grid_ts": "second_per_grid_ts", "second_per_grids": "video_second_per_grid"}
-        return {name: torch.ones(1, device=self.device) for own, name in names.items() if own in wanted}
+        names = {
+            "second_per_grid_ts": "second_per_grid_ts",
+            "second_per_grids": "video_second_per_grid",
+        }
+        return {
+            name: torch.ones(1, device=self.device) for own, name in names.items() if own in wanted
+        }
 
     def _redrawn(self, part: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: self._noise(*value.shape) if name in FEATURES.values() else value for name, value in part.items()}
+        return {
+            name: self._noise(*value.shape) if name in FEATURES.values() else value
+            for name, value in part.items()
+        }
 
     def _noise(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator).to(self.device, self.dtype)
 
 
 def media_source(model: nn.Module) -> Any:
-    """Return the module of a vision-language model that has `get_rope_index` and the towers, or None where it takes no media.
+    """Return the module of a vision-language model that has `get_rope_index` and the towers, or
+    None where it takes no media.
 
     A configuration whose placeholders are outside of the vocabulary takes none.
     """
@@ -171,13 +232,22 @@ def media_source(model: nn.Module) -> Any:
     for module in model.modules():
         if hasattr(module, "get_rope_index") and hasattr(module, "visual"):
             found = module
-    inside = found is not None and max(media_tokens(found.config).values()) < found.config.get_text_config().vocab_size
+    inside = (
+        found is not None
+        and max(media_tokens(found.config).values()) < found.config.get_text_config().vocab_size
+    )
     return found if inside else None
 
 
 def media_tokens(config: Any) -> dict[str, int]:
-    """Return the ids of placeholders and of the tokens before them: {"image": .., "image_start": ..}."""
+    """Return the ids of placeholders and of the tokens before them: {"image": .., "image_start":
+    ..}.
+    """
     tokens = {kind: getattr(config, f"{kind}_token_id", None) for kind in FEATURES}
     start = getattr(config, "vision_start_token_id", None)
-    starts = {"image_start": start, "video_start": start, "audio_start": getattr(config, "audio_start_token_id", None)}
+    starts = {
+        "image_start": start,
+        "video_start": start,
+        "audio_start": getattr(config, "audio_start_token_id", None),
+    }
     return {name: token for name, token in {**tokens, **starts}.items() if token is not None}

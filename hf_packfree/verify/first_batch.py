@@ -1,4 +1,6 @@
-"""The check of a Trainer's first batch: every second document is changed, and the others must not notice."""
+"""The check of a Trainer's first batch: every second document is changed, and the others must
+not notice.
+"""
 
 from __future__ import annotations
 
@@ -20,25 +22,32 @@ from hf_packfree.verify.ranks import Ranks, settings_of
 from hf_packfree.verify.report import limits_for, relative_rms
 
 
-def first_batch_influence(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
-    """Change the tokens of documents 0, 2, 4 ... and return the relative RMS by which 1, 3, 5 ... change.
+def first_batch_influence(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> float | None:
+    """Change the tokens of documents 0, 2, 4 ... and return the relative RMS by which 1, 3, 5 ...
+    change.
 
-    In a vision-language model the pixels and sounds of those documents change too, and then those of the others, because a
-    tower may look ahead; the larger number counts.
+    In a vision-language model the pixels and sounds of those documents change too, and then those
+    of the others, because a tower may look ahead; the larger number counts.
 
-    Under context parallelism every rank changes and compares its own tokens, of the same documents, and the largest number of
-    all ranks counts.
+    Under context parallelism every rank changes and compares its own tokens, of the same documents,
+    and the largest number of all ranks counts.
 
-    Takes two forwards without gradients, three in a vision-language model; in a process group also for a batch that is not
-    packed, since the forwards of a sharded model are collective.  The random state is as before afterwards.
+    Takes two forwards without gradients, three in a vision-language model; in a process group also
+    for a batch that is not packed, since the forwards of a sharded model are collective. The random
+    state is as before afterwards.
 
     Args:
-        module: a patched text model, such as Qwen3_5TextModel, or what holds towers: a vision-language model, such as
-            Qwen3_5Model, or the whole thinker of transformers before 5.22.
-        args, kwargs: of its forward: `input_ids` [B, S] or `inputs_embeds` [B, S, H], and the boundaries.
+        module: a patched text model, such as Qwen3_5TextModel, or what holds towers: a
+            vision-language model, such as Qwen3_5Model, or the whole thinker of transformers before
+            5.22.
+        args, kwargs: of its forward: `input_ids` [B, S] or `inputs_embeds` [B, S, H], and the
+            boundaries.
 
     Returns:
-        Relative RMS over the last hidden states [B, S, H] of the unchanged documents; None if there is one document at most.
+        Relative RMS over the last hidden states [B, S, H] of the unchanged documents; None if there
+        is one document at most.
 
     Raises:
         LeakDetected: the change is above rounding.
@@ -62,16 +71,24 @@ def first_batch_influence(module: nn.Module, args: tuple[Any, ...], kwargs: dict
                 return None
             record = seen[0].for_shape(before.shape[:2]) if seen else None
             for parity in (0, 1) if takes_media else (0,):
-                changed, kept = (inputs, None) if record is None else _changed(module, inputs, record, parity)
+                changed, kept = (
+                    (inputs, None) if record is None else _changed(module, inputs, record, parity)
+                )
                 after = _last_states(module, changed)
                 if kept is not None:
-                    found.append(relative_rms(after[kept], before[kept]) if bool(kept.any()) else 0.0)
+                    found.append(
+                        relative_rms(after[kept], before[kept]) if bool(kept.any()) else 0.0
+                    )
     finally:
         observers[:] = others
     if not found:
         return None
     influence = Ranks(settings_of(module), 0).largest(found, before.device)
-    _judge(influence, limits_for(before.device, before.dtype).influence, "tokens or media" if takes_media else "tokens")
+    _judge(
+        influence,
+        limits_for(before.device, before.dtype).influence,
+        "tokens or media" if takes_media else "tokens",
+    )
     return influence
 
 
@@ -88,8 +105,9 @@ def _last_states(module: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
 def _judge(influence: float, limit: float, what: str) -> None:
     if not influence <= limit:
         raise LeakDetected(
-            f"found documents of the first batch reacting to each other's {what}: {influence:.1e} relative RMS; wanted at "
-            f"most {limit:.0e}, which is rounding; run verify_packing(model) for the details and report it"
+            f"found documents of the first batch reacting to each other's {what}: {influence:.1e} "
+            f"relative RMS; wanted at most {limit:.0e}, which is rounding; run "
+            "verify_packing(model) for the details and report it"
         )
 
 
@@ -107,17 +125,25 @@ def in_process_group() -> bool:
 def _changed(
     module: nn.Module, inputs: dict[str, Any], packed: PackedSequence, parity: int
 ) -> tuple[dict[str, Any], Tensor]:
-    """Return the inputs with every second document changed, from `parity` on, and bool [B, S]: the tokens of the others."""
+    """Return the inputs with every second document changed, from `parity` on, and bool [B, S]:
+    the tokens of the others.
+    """
     rows, tokens = packed.batch_shape
     number = torch.full((rows * tokens,), -1, dtype=torch.int32, device=packed.seq_idx.device)
-    real = packed.indices if packed.indices is not None else torch.arange(rows * tokens, device=number.device)
+    real = (
+        packed.indices
+        if packed.indices is not None
+        else torch.arange(rows * tokens, device=number.device)
+    )
     of_row = packed.seq_idx if packed.shard is None else packed.shard.cut(packed.shard.row.seq_idx)
     number = number.index_copy(0, real, of_row[0]).view(rows, tokens)
     change = (number >= 0) & (number % 2 == parity)
     changed = dict(inputs)
     ids = inputs.get("input_ids")
     if ids is None:
-        changed["inputs_embeds"] = torch.where(change[..., None], -inputs["inputs_embeds"], inputs["inputs_embeds"])
+        changed["inputs_embeds"] = torch.where(
+            change[..., None], -inputs["inputs_embeds"], inputs["inputs_embeds"]
+        )
     elif hasattr(module, "get_rope_index"):
         fixed = torch.tensor(sorted(media_tokens(module.config).values()), device=ids.device)
         other = ids.roll(1, dims=1)
@@ -147,7 +173,9 @@ def _other_media(
 
 
 def _documents_of_items(ids: Tensor, packed: PackedSequence, kind: Media) -> Tensor:
-    """Return int64 [M] on the host: the document of every item of one kind, by the ids [T], or [t] of a shard."""
+    """Return int64 [M] on the host: the document of every item of one kind, by the ids [T], or
+    [t] of a shard.
+    """
     if packed.shard is None:
         offsets = media_offsets(ids, packed.cu_seqlens_cpu, kind)
         return torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())

@@ -24,19 +24,20 @@ def build_model(
     """Return the model that `source` names, unpatched.
 
     Args:
-        source: a family's name ("qwen3_5": a tiny model with random weights), a config (random weights), a `config.json`
-            or a folder that holds one without weights (random weights), or a checkpoint folder or hub id (its weights).
+        source: a family's name ("qwen3_5": a tiny model with random weights), a config (random
+            weights), a `config.json` or a folder that holds one without weights (random weights),
+            or a checkpoint folder or hub id (its weights).
         device: where to put the parameters (default: the CPU); random weights are drawn there.
         dtype: of the parameters (default: the checkpoint's or config's own).
         trust_remote_code: run code that comes with a hub id or folder.
 
     Returns:
-        The class that the checkpoint was saved from, else the family's language model; in evaluation mode if it has
-        weights of its own, as `from_pretrained` leaves it.
+        The class that the checkpoint was saved from, else the family's language model; in
+        evaluation mode if it has weights of its own, as `from_pretrained` leaves it.
 
     Raises:
-        UnsupportedModel: nothing has that name, transformers has no language model for the config, or its files do not
-            fit together.
+        UnsupportedModel: nothing has that name, transformers has no language model for the config,
+            or its files do not fit together.
         ImportError: the checkpoint needs a package that is not installed.
     """
     tiny = {family.name: family for family in FAMILIES}
@@ -50,28 +51,40 @@ def build_model(
         return model.to(device) if device is not None else model
     except (PackFreeError, ImportError):
         raise
-    except Exception as error:  # loaders raise whatever a damaged file makes them raise
-        what = repr(str(source)) if isinstance(source, (str, Path)) else f"a {type(source).__name__}"
+    except Exception as error:
+        # loaders raise whatever a damaged file makes them raise
+        what = (
+            repr(str(source)) if isinstance(source, (str, Path)) else f"a {type(source).__name__}"
+        )
         raise UnsupportedModel(
-            f"found {what}, of which no model can be built ({in_short(error)}); wanted a config whose sizes fit together, and "
+            f"found {what}, of which no model can be built ({in_short(error)}); wanted a config "
+            f"whose sizes fit together, and "
             "weights of the same sizes; mend the config, or download the checkpoint again"
         ) from error
 
 
 def _from_name(
-    source: str | Path, device: torch.device | str | None, dtype: torch.dtype | None, trust_remote_code: bool
+    source: str | Path,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+    trust_remote_code: bool,
 ) -> nn.Module:
     path = Path(source)
     try:
-        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        config = transformers.AutoConfig.from_pretrained(
+            source, trust_remote_code=trust_remote_code
+        )
         if path.exists() and not _has_weights(path):
             return _from_config(config, device, dtype)
         loader: Any = _class_for(config)
-        model: nn.Module = loader.from_pretrained(source, dtype=dtype or "auto", trust_remote_code=trust_remote_code)
+        model: nn.Module = loader.from_pretrained(
+            source, dtype=dtype or "auto", trust_remote_code=trust_remote_code
+        )
         return model
     except (OSError, ValueError, KeyError) as error:
         raise UnsupportedModel(
-            f"found no model under {str(source)!r} ({in_short(error)}); wanted a checkpoint folder, a config, a hub id, or one "
+            f"found no model under {str(source)!r} ({in_short(error)}); wanted a checkpoint "
+            f"folder, a config, a hub id, or one "
             f"of {', '.join(family.name for family in FAMILIES)}; check the name"
         ) from error
 
@@ -81,12 +94,16 @@ def _has_weights(path: Path) -> bool:
 
 
 def _from_config(
-    config: transformers.PretrainedConfig, device: torch.device | str | None, dtype: torch.dtype | None
+    config: transformers.PretrainedConfig,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
 ) -> nn.Module:
     """Draw the weights where they will be: billions of random numbers take a processor minutes."""
     loader: Any = _class_for(config)
     with nullcontext() if device is None else torch.device(device):
-        model: nn.Module = loader._from_config(config, **({} if dtype is None else {"dtype": dtype}))
+        model: nn.Module = loader._from_config(
+            config, **({} if dtype is None else {"dtype": dtype})
+        )
     return model
 
 
@@ -95,12 +112,13 @@ def _class_for(config: transformers.PretrainedConfig) -> Any:
     for name in config.architectures or ():
         if hasattr(transformers, name):
             return getattr(transformers, name)
-    # a config with a text model inside fits both mappings, but only the second one's class takes it whole
+    # a config with a text model inside fits both mappings, but only the second one's class takes it
+    # whole
     autos: list[Any] = [transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText]
     for auto in autos[::-1] if hasattr(config, "text_config") else autos:
         if type(config) in auto._model_mapping:
             return auto._model_mapping[type(config)]
     raise UnsupportedModel(
-        f"found a {type(config).__name__}, for which transformers has no language model; wanted the config of one of "
-        f"{', '.join(family.name for family in FAMILIES)}; pass one"
+        f"found a {type(config).__name__}, for which transformers has no language model; wanted "
+        f"the config of one of {', '.join(family.name for family in FAMILIES)}; pass one"
     )

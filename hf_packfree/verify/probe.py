@@ -1,4 +1,6 @@
-"""One model on one packed row: outputs, gradients and influence against the same documents alone."""
+"""One model on one packed row: outputs, gradients and influence against the same documents
+alone.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ class Probe:
     """Fixed documents and a fixed random functional of the outputs, for one model.
 
     Args:
-        reference: the context in which documents run alone, for models that run them in the patched layers otherwise.
+        reference: the context in which documents run alone, for models that run them in the patched
+            layers otherwise.
         masked: see `TextDocuments`.
 
     Attributes:
@@ -47,7 +50,10 @@ class Probe:
         self.generator = torch.Generator().manual_seed(seed)
         source = media_source(self.model)
         self.documents = (
-            TextDocuments(lengths, trunk.config.vocab_size, self.generator, self.device, masked=masked) if source is None
+            TextDocuments(
+                lengths, trunk.config.vocab_size, self.generator, self.device, masked=masked
+            )
+            if source is None
             else MediaDocuments(lengths, source, self.generator, self.device, self.dtype)
         )
         self.weights: Tensor | None = None
@@ -85,17 +91,25 @@ class Probe:
         return torch.cat(outputs), total
 
     def _packed(self) -> tuple[Tensor, dict[str, Tensor], float | None]:
-        output, ranks = self._run(self.documents.packed()), Ranks(settings_of(self.model), sum(self.lengths))
-        if not self.gradients:  # without which every rank gets the whole row
+        output, ranks = (
+            self._run(self.documents.packed()),
+            Ranks(settings_of(self.model), sum(self.lengths)),
+        )
+        # without which every rank gets the whole row
+        if not self.gradients:
             return output.detach(), {}, None
         gradients = self._gradients((output * ranks.own(self._functional(output))).sum())
         summed = ranks.summed(gradients, self._trained())
         return ranks.whole(output.detach()), summed, self._cross_gradient(ranks)
 
     def _cross_gradient(self, ranks: Ranks) -> float:
-        """Of the last document to others' embeddings; of every second one to others' pixels and sounds."""
+        """Of the last document to others' embeddings; of every second one to others' pixels and
+        sounds.
+        """
         inputs = self.documents.packed()
-        features = {name: inputs[name].requires_grad_() for name in FEATURES.values() if name in inputs}
+        features = {
+            name: inputs[name].requires_grad_() for name in FEATURES.values() if name in inputs
+        }
         with _as_leaf(self.embed) as embeds:
             output = self._run(inputs | features)
         loss = (output * ranks.own(self._functional(output))).sum(-1)
@@ -108,7 +122,8 @@ class Probe:
     def _to_features(
         self, loss: Tensor, number: Tensor, embeds: list[Tensor], features: dict[str, Tensor]
     ) -> Iterator[float]:
-        """Yield the largest gradients of even documents' losses [T] to odd documents' media, and the other way round.
+        """Yield the largest gradients of even documents' losses [T] to odd documents' media, and
+        the other way round.
 
         Embeddings are there to let a rank without media take part in what the ranks exchange.
         """
@@ -116,7 +131,9 @@ class Probe:
             owner = self.documents.of_document(name)
             for parity in (0, 1):
                 own = loss[number % 2 == parity].sum()
-                *_, gradient = torch.autograd.grad(own, [*embeds, values], retain_graph=True, allow_unused=True)
+                *_, gradient = torch.autograd.grad(
+                    own, [*embeds, values], retain_graph=True, allow_unused=True
+                )
                 yield 0.0 if gradient is None else _largest(gradient[owner % 2 != parity])
 
     @torch.no_grad()
@@ -125,7 +142,9 @@ class Probe:
 
     @torch.no_grad()
     def _influence(self, before: Tensor) -> float:
-        """Of even documents on odd ones; where media may look ahead, of odd ones on even ones too."""
+        """Of even documents on odd ones; where media may look ahead, of odd ones on even ones
+        too.
+        """
         worst = 0.0
         for parity in (0, 1) if self.documents.media else (0,):
             changed = torch.arange(len(self.lengths)) % 2 == parity
@@ -153,26 +172,40 @@ class Probe:
         if not trained:
             return {}
         found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-        return {name: gradient for name, gradient in zip(trained, found, strict=True) if gradient is not None}
+        return {
+            name: gradient
+            for name, gradient in zip(trained, found, strict=True)
+            if gradient is not None
+        }
 
     def _trained(self) -> dict[str, Tensor]:
-        return {name: p for name, p in self.model.named_parameters() if p.requires_grad} if self.gradients else {}
+        return (
+            {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+            if self.gradients
+            else {}
+        )
 
-    def _worst(self, found: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[float | None, str | None]:
+    def _worst(
+        self, found: dict[str, Tensor], wanted: dict[str, Tensor]
+    ) -> tuple[float | None, str | None]:
         """Return the largest relative error of a gradient, and whose.
 
-        Some gradients are zero but for rounding (queries of one-token documents); sizes below a hundredth of
-        the median parameter's count as that.
+        Some gradients are zero but for rounding (queries of one-token documents); sizes below a
+        hundredth of the median parameter's count as that.
         """
         if not wanted:
             return None, None
-        sizes = {name: float(gradient.double().pow(2).mean().sqrt()) for name, gradient in wanted.items()}
+        sizes = {
+            name: float(gradient.double().pow(2).mean().sqrt()) for name, gradient in wanted.items()
+        }
         floor = 1e-2 * sorted(sizes.values())[len(sizes) // 2]
         errors = dict.fromkeys(found.keys() ^ wanted.keys(), float("inf"))
         for name in found.keys() & wanted.keys():
             difference = float((found[name].double() - wanted[name].double()).pow(2).mean().sqrt())
             errors[name] = difference / max(sizes[name], floor) if difference else 0.0
-        name = max(errors, key=lambda key: float("inf") if errors[key] != errors[key] else errors[key])
+        name = max(
+            errors, key=lambda key: float("inf") if errors[key] != errors[key] else errors[key]
+        )
         return errors[name], name
 
 
@@ -181,7 +214,9 @@ def _largest(gradient: Tensor) -> float:
 
 
 def _answers_per_token(model: nn.Module) -> bool:
-    """Whether the model's own output has one row per token; heads that pool a row are measured at their trunk."""
+    """Whether the model's own output has one row per token; heads that pool a row are measured
+    at their trunk.
+    """
     pooled = ("SequenceClassification", "QuestionAnswering")
     return not any(kind in type(module).__name__ for module in model.modules() for kind in pooled)
 
@@ -204,7 +239,9 @@ def _as_leaf(embed: nn.Module) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def packages_called() -> Iterator[set[str]]:
-    """Collect, for the block, the top-level packages whose Python functions are called in this thread."""
+    """Collect, for the block, the top-level packages whose Python functions are called in this
+    thread.
+    """
     found: set[str] = set()
 
     def note(frame: FrameType, event: str, argument: object) -> None:
@@ -223,7 +260,11 @@ def packages_called() -> Iterator[set[str]]:
 def prepared(model: nn.Module, slow_decay: bool) -> Iterator[None]:
     """Evaluation mode and slow decay for the block; everything as before afterwards."""
     modes = {module: module.training for module in model.modules()}
-    decays = {p: p.detach().clone() for name, p in model.named_parameters() if slow_decay and name.endswith("A_log")}
+    decays = {
+        p: p.detach().clone()
+        for name, p in model.named_parameters()
+        if slow_decay and name.endswith("A_log")
+    }
     model.eval()
     try:
         with torch.no_grad():

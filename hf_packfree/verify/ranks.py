@@ -1,4 +1,5 @@
-"""What one process sees of a measured row: all of it, or, under context parallelism, the shard that its rank holds.
+"""What one process sees of a measured row: all of it, or, under context parallelism, the shard that
+its rank holds.
 
 Shapes: T tokens of the row, W ranks, t = ceil(T / W) tokens of a shard.
 """
@@ -19,7 +20,9 @@ from hf_packfree.parallel.collectives import gathered
 
 
 def settings_of(model: nn.Module) -> ContextParallel | None:
-    """Return the group that shares a model's rows, or None: it is not patched now, or patched without one."""
+    """Return the group that shares a model's rows, or None: it is not patched now, or patched
+    without one.
+    """
     ours = (module for module in model.modules() if isinstance(module, Replacement))
     return next((state_of(module).context_parallel for module in ours), None)
 
@@ -41,11 +44,15 @@ class Ranks:
             return whole
         size = -(-self.tokens // self.settings.world)
         padding = (0, 0) * (whole.ndim - 1) + (0, size * self.settings.world - self.tokens)
-        return F.pad(whole, padding, value=fill)[self.settings.rank * size:][:size]
+        return F.pad(whole, padding, value=fill)[self.settings.rank * size :][:size]
 
     def whole(self, own: Tensor) -> Tensor:
         """Return [T, ...] of every rank's [t, ...]."""
-        return own if self.settings is None else gathered(own, self.settings.group).flatten(0, 1)[: self.tokens]
+        return (
+            own
+            if self.settings is None
+            else gathered(own, self.settings.group).flatten(0, 1)[: self.tokens]
+        )
 
     def summed(self, found: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the sums of all ranks' gradients, of those that any rank has.
@@ -56,7 +63,11 @@ class Ranks:
         """
         if self.settings is None or not like:
             return dict(found)
-        there = torch.tensor([name in found for name in like], dtype=torch.int32, device=next(iter(like.values())).device)
+        there = torch.tensor(
+            [name in found for name in like],
+            dtype=torch.int32,
+            device=next(iter(like.values())).device,
+        )
         dist.all_reduce(there, group=self.settings.group)
         total: dict[str, Tensor] = {}
         for name, anywhere in zip(like, there.tolist(), strict=True):
@@ -67,8 +78,12 @@ class Ranks:
 
     def largest(self, values: Sequence[float], device: torch.device) -> float:
         """Return the largest of all ranks' values; NaN if there is one, and 0 for none."""
-        found = torch.tensor([max(values, default=0.0, key=_size)], dtype=torch.float64, device=device)
-        everyones = found if self.settings is None else gathered(found, self.settings.group).flatten()
+        found = torch.tensor(
+            [max(values, default=0.0, key=_size)], dtype=torch.float64, device=device
+        )
+        everyones = (
+            found if self.settings is None else gathered(found, self.settings.group).flatten()
+        )
         return float(max(everyones.tolist(), key=_size))
 
 

@@ -13,7 +13,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest relative RMS that counts as rounding; a leak with slow decay is between 0.1 and 2."""
+    """The largest relative RMS that counts as rounding; a leak with slow decay is between 0.1
+    and 2.
+    """
 
     logits: float
     gradients: float
@@ -26,7 +28,9 @@ LIMITS = {
     torch.bfloat16: Limits(5e-2, 5e-1, 5e-2),
     torch.float16: Limits(5e-2, 5e-1, 5e-2),
 }
-"""Measured on the tiny models: fp32 3e-7, 5e-6, 0; bf16 1e-2, 2e-1 (experts chosen differently), 0; unpatched 0.1, 0.6, 0.1."""
+"""Measured on the tiny models: fp32 3e-7, 5e-6, 0; bf16 1e-2, 2e-1 (experts chosen differently),
+0; unpatched 0.1, 0.6, 0.1.
+"""
 TF32 = Limits(1e-3, 5e-2, 1e-5)
 """For fp32 on a GPU where matrix products round to TF32, as flash-linear-attention's always do.
 
@@ -35,13 +39,17 @@ Measured on an H200: 1.4e-4, 1e-3, 0.  Unpatched: 0.3, 1.1, 0.2.
 
 
 def limits_for(device: torch.device, dtype: torch.dtype, packages: Collection[str] = ()) -> Limits:
-    """Return the limits of rounding there; `packages` are the top-level packages whose functions ran, such as "fla"."""
+    """Return the limits of rounding there; `packages` are the top-level packages whose functions
+    ran, such as "fla".
+    """
     tf32 = "fla" in packages or torch.get_float32_matmul_precision() != "highest"
     return TF32 if (device.type, dtype) == ("cuda", torch.float32) and tf32 else LIMITS[dtype]
 
 
 def relative_rms(found: Tensor, wanted: Tensor) -> float:
-    """Return the root mean square of `found - wanted` over that of `wanted`; 0 when both are all zero."""
+    """Return the root mean square of `found - wanted` over that of `wanted`; 0 when both are all
+    zero.
+    """
     difference = (found.double() - wanted.double()).pow(2).mean().sqrt()
     size = wanted.double().pow(2).mean().sqrt()
     return float(difference / size) if float(size) else float(difference)
@@ -55,10 +63,12 @@ class Measurement:
         logits: relative RMS of all outputs against a forward per document.
         gradients: the same for the worst parameter's gradient; None when it was not measured.
         worst_parameter: its name.
-        influence: relative RMS by which documents 1, 3, 5 ... change when the tokens of documents 0, 2, 4 ... do; with media,
-            when their pixels and sounds do too, and the larger one of both directions.
-        cross_gradient: largest gradient of the last document's outputs with respect to another's inputs; with media, also of
-            any document's with respect to a neighbour's pixels and sounds.
+        influence: relative RMS by which documents 1, 3, 5 ... change when the tokens of documents
+            0, 2, 4 ... do; with media, when their pixels and sounds do too, and the larger one of
+            both directions.
+        cross_gradient: largest gradient of the last document's outputs with respect to another's
+            inputs; with media, also of any document's with respect to a neighbour's pixels and
+            sounds.
         per_document: `logits` for each document.
     """
 
@@ -96,7 +106,11 @@ class PackingReport:
     @property
     def stock(self) -> Measurement | None:
         """Deprecated name of `unpatched`."""
-        warnings.warn("PackingReport.stock is deprecated; read PackingReport.unpatched", DeprecationWarning, stacklevel=2)
+        warnings.warn(
+            "PackingReport.stock is deprecated; read PackingReport.unpatched",
+            DeprecationWarning,
+            stacklevel=2,
+        )
         return self.unpatched
 
     def as_dict(self) -> dict[str, Any]:
@@ -127,11 +141,16 @@ class PackingReport:
         return f" with {_and(*(f'{kind}s' for kind in self.media))}" if self.media else ""
 
     def __str__(self) -> str:
-        gradients = "" if self.patched.gradients is None else f", gradients within {self.patched.gradients:.1e}"
+        gradients = (
+            ""
+            if self.patched.gradients is None
+            else f", gradients within {self.patched.gradients:.1e}"
+        )
         unpatched = "" if self.unpatched is None else f"; unpatched: {self.unpatched.logits:.1e}"
         return (
-            f"{self.model} ({self.dtype}, {self.device}): {len(self.lengths)} packed documents{self._with_media} equal the "
-            f"same documents alone, logits within {self.patched.logits:.1e} relative RMS{gradients}{unpatched}"
+            f"{self.model} ({self.dtype}, {self.device}): {len(self.lengths)} packed "
+            f"documents{self._with_media} equal the same documents alone, logits within "
+            f"{self.patched.logits:.1e} relative RMS{gradients}{unpatched}"
         )
 
 

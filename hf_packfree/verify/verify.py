@@ -39,37 +39,43 @@ def verify_packing(
 ) -> PackingReport:
     """Measure whether packed documents influence each other.
 
-    Random documents are packed into one row, `input_ids` [1, sum(lengths)] with restarting `position_ids` (the input
-    format that leaks in every release of transformers; in families of attention alone beside an indexed mask, for the same
-    reason), and compared with a forward of each document alone, [1, length].
-    With a model that takes images, those documents that are long enough have an image, a video and, where it takes any, a
-    sound; the row then has an indexed `attention_mask` and no positions, so that losing the positions of media fails too.
-    The model is measured in evaluation mode, without a cache.  Its weights, gradients and modes are as before afterwards.
-    Under context parallelism every rank of the group calls this: the row is shared, its documents alone are not, and all ranks
-    get the same numbers.
+    Random documents are packed into one row, `input_ids` [1, sum(lengths)] with restarting
+    `position_ids` (the input format that leaks in every release of transformers; in families of
+    attention alone beside an indexed mask, for the same reason), and compared with a forward of
+    each document alone, [1, length]. With a model that takes images, those documents that are long
+    enough have an image, a video and, where it takes any, a sound; the row then has an indexed
+    `attention_mask` and no positions, so that losing the positions of media fails too. The model is
+    measured in evaluation mode, without a cache. Its weights, gradients and modes are as before
+    afterwards. Under context parallelism every rank of the group calls this: the row is shared, its
+    documents alone are not, and all ranks get the same numbers.
 
     Args:
-        model: a model, measured as it is, on its own device and dtype; or a config, a checkpoint folder, a hub id or
-            the name of a built-in tiny model ("qwen3_5"), which is built, patched and measured.
+        model: a model, measured as it is, on its own device and dtype; or a config, a checkpoint
+            folder, a hub id or the name of a built-in tiny model ("qwen3_5"), which is built,
+            patched and measured.
         lengths: tokens of each document, two or more, one of them longer than 1.
-        gradients: also compare every trainable parameter's gradient (takes twice the parameters' memory).
+        gradients: also compare every trainable parameter's gradient (takes twice the parameters'
+            memory).
         control: also measure the same weights without patches, which must leak.
-        slow_decay: for the measurement, let recurrent states live long (A from 0.01 to 0.05): the fast decay of random
-            weights hides leaks.
+        slow_decay: for the measurement, let recurrent states live long (A from 0.01 to 0.05): the
+            fast decay of random weights hides leaks.
         seed: of the documents, and of the weights of a model that is built here and has none.
-        device, dtype: for a model that is built here (default: the CPU, the checkpoint's own dtype); a model object keeps
-            its own.
+        device, dtype: for a model that is built here (default: the CPU, the checkpoint's own
+            dtype); a model object keeps its own.
         trust_remote_code: run code that comes with a hub id or folder.
 
     Returns:
-        The numbers, all within their limits: relative RMS errors of logits and gradients, patched and unpatched.
+        The numbers, all within their limits: relative RMS errors of logits and gradients, patched
+        and unpatched.
 
     Raises:
         LeakDetected: a number is above its limit, or is NaN; `.report` has all numbers.
         BlindMeasurement: the control does not leak, so the measurement could not see a leak.
-        UnsupportedModel: no supported text model is inside, or no model can be built from what was given.
+        UnsupportedModel: no supported text model is inside, or no model can be built from what was
+            given.
         ValueError: `lengths` names fewer than two documents, or none longer than one token.
-        PatchConflict, ContractError, BackendUnavailable: a model that is built here cannot be patched.
+        PatchConflict, ContractError, BackendUnavailable: a model that is built here cannot be
+            patched.
 
     Example:
         >>> from hf_packfree import apply_patches, verify_packing
@@ -84,20 +90,32 @@ def verify_packing(
     lengths = _whole_lengths(lengths)
     if not isinstance(model, nn.Module):
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)  # random weights, where it has any
-            model = build_model(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+            # random weights, where it has any
+            torch.manual_seed(seed)
+            model = build_model(
+                model, device=device, dtype=dtype, trust_remote_code=trust_remote_code
+            )
         apply_patches(model)
     family = family_of(model)
     if family is None:
         raise UnsupportedModel(
-            f"found a {type(model).__name__}, which holds no text model of a supported family; wanted one of "
+            f"found a {type(model).__name__}, which holds no text model of a supported family; "
+            f"wanted one of "
             f"{', '.join(row.name for row in FAMILIES)}; `packfree models` shows the table"
         )
     patches = patch_report(model)
     # documents alone would run in the patched layers too
     ours = patches.batch_invariant or patches.unpacked == "native" or settings_of(model) is not None
     reference = partial(patches_lifted, model) if ours else nullcontext
-    probe = Probe(model, next(trunks(model, family)), lengths, gradients, seed, reference, masked=family.attends_only)
+    probe = Probe(
+        model,
+        next(trunks(model, family)),
+        lengths,
+        gradients,
+        seed,
+        reference,
+        masked=family.attends_only,
+    )
     with prepared(model, slow_decay):
         patched = probe.measure()
         limits = limits_for(probe.device, probe.dtype, probe.packages)
@@ -121,10 +139,14 @@ def _whole_lengths(given: Any) -> tuple[int, ...]:
     """Return the documents' lengths; refuse what cannot leak, and what is no length."""
     lengths = list(given) if isinstance(given, Iterable) else [given]
     if len(lengths) < 2:
-        raise ValueError(f"found lengths={lengths}; wanted two documents or more, since one cannot leak; pass [5, 64, 1]")
+        raise ValueError(
+            f"found lengths={lengths}; wanted two documents or more, since one cannot leak; pass "
+            f"[5, 64, 1]"
+        )
     if not all(type(length) is int and length > 0 for length in lengths) or max(lengths) < 2:
         raise ValueError(
-            f"found lengths={lengths}; wanted whole numbers above 0, one of them above 1: in documents of one token "
+            f"found lengths={lengths}; wanted whole numbers above 0, one of them above 1: in "
+            f"documents of one token "
             "attention has nothing to learn, and its gradients are rounding alone; pass [5, 64, 1]"
         )
     return tuple(lengths)
@@ -135,15 +157,18 @@ def _judge(report: PackingReport, model: nn.Module) -> None:
     if failures:
         advice = "report it" if patch_report(model).patched else "call apply_patches(model) first"
         raise LeakDetected(
-            f"found documents that influence each other in {report.model}: {'; '.join(failures)}; wanted each document as if "
-            f"it were alone; {advice}",
+            f"found documents that influence each other in {report.model}: {'; '.join(failures)}; "
+            f"wanted each document as if it were alone; {advice}",
             report,
         )
     control = report.unpatched
-    if control is not None and not control.logits > max(report.limits.logits, 10 * report.patched.logits):
+    if control is not None and not control.logits > max(
+        report.limits.logits, 10 * report.patched.logits
+    ):
         raise BlindMeasurement(
-            f"found a control (the unpatched model) that differs from documents alone by only {control.logits:.1e}; wanted a "
-            "leak far above the limit, so that this measurement can be believed; pass slow_decay=True or longer documents"
+            "found a control (the unpatched model) that differs from documents alone by only "
+            f"{control.logits:.1e}; wanted a leak far above the limit, so that this measurement "
+            "can be believed; pass slow_decay=True or longer documents"
         )
 
 

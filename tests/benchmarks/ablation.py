@@ -1,11 +1,13 @@
-"""What each fast path is worth: training steps with all of them, and with one of them off, timed in turns on a GPU.
+"""What each fast path is worth: training steps with all of them, and with one of them off, timed in
+turns on a GPU.
 
     python -m tests.benchmarks.ablation --out DIR [--only REGEX]
     python -m tests.benchmarks.ablation --out DIR --device cpu --tiny     # a trial of the script itself
 
-A step is the trunk's forward and backward, bf16, without optimizer.  Rows go to DIR/ablation.jsonl, after a line that says
-machine and source: the workload, what was off, the median in ms, and the ratio to the step with nothing off, both timed in
-the same turns.  `python -m tests.benchmarks.report --write` makes the table of docs/performance.md from it.
+A step is the trunk's forward and backward, bf16, without optimizer. Rows go to DIR/ablation.jsonl,
+after a line that says machine and source: the workload, what was off, the median in ms, and the
+ratio to the step with nothing off, both timed in the same turns. `python -m tests.benchmarks.report
+--write` makes the table of docs/performance.md from it.
 """
 
 from __future__ import annotations
@@ -38,7 +40,13 @@ Off = Callable[[nn.Module], AbstractContextManager[Any]]
 
 
 def _launcher(model: nn.Module) -> AbstractContextManager[Any]:
-    def ask(kernel: Any, grid: tuple[int, ...], device: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    def ask(
+        kernel: Any,
+        grid: tuple[int, ...],
+        device: int,
+        arguments: tuple[Any, ...],
+        constants: dict[str, Any],
+    ) -> None:
         kernel[grid](*arguments, **constants)
 
     return mock.patch.object(launch, "_launch", ask)
@@ -51,7 +59,7 @@ def _apply(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        setattr(Operation, "apply", own)
+        Operation.apply = own
 
 
 @contextmanager
@@ -64,7 +72,11 @@ def _fast_path(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _attention(model: nn.Module) -> Iterator[None]:
     """Torch's varlen attention instead of ours."""
-    state = next(found for part in model.modules() if isinstance(found := vars(part).get("packfree"), PatchState))
+    state = next(
+        found
+        for part in model.modules()
+        if isinstance(found := vars(part).get("packfree"), PatchState)
+    )
     other = replace(state, cuda_half=replace(state.cuda_half, attention="varlen"))
     ours = [part for part in model.modules() if vars(part).get("packfree") is state]
     for part in ours:
@@ -84,8 +96,11 @@ def _all(model: nn.Module) -> Iterator[None]:
 
 
 HOST: Mapping[str, Off] = {
-    "nothing": lambda model: nullcontext(), "cached launcher": _launcher, "autograd bypass": _apply,
-    "packing's fast path": _fast_path, "launcher, bypass and fast path": _all,
+    "nothing": lambda model: nullcontext(),
+    "cached launcher": _launcher,
+    "autograd bypass": _apply,
+    "packing's fast path": _fast_path,
+    "launcher, bypass and fast path": _all,
 }
 GPU: Mapping[str, Off] = {"nothing": HOST["nothing"], "our attention": _attention}
 
@@ -94,7 +109,12 @@ def workloads(tiny: bool) -> Iterator[tuple[str, int | None, Load, Mapping[str, 
     """Yield (name, layers or None for all, batch, what is switched off)."""
     both = {**HOST, **GPU}
     if tiny:
-        yield "2b-32k-packed", None, Load(tuple(log_normal_lengths(400, longest=100, shortest=5))), both
+        yield (
+            "2b-32k-packed",
+            None,
+            Load(tuple(log_normal_lengths(400, longest=100, shortest=5))),
+            both,
+        )
         yield "2b-8x2048-padded", None, Load(tuple(batch_lengths(4, 64, 0.5)), "padded"), both
         return
     yield "2b-8x2048-padded", None, Load(tuple(batch_lengths(8, 2048, 0.34)), "padded"), both
@@ -102,8 +122,18 @@ def workloads(tiny: bool) -> Iterator[tuple[str, int | None, Load, Mapping[str, 
     yield "2b-32k, one document", None, Load((TOKENS,), "record"), GPU
     yield "2b-8layers-4k, documents of 500", 8, Load(tuple(fixed_lengths(4096, 500))), both
     yield "2b-8layers-4k, documents of 64", 8, Load(tuple(fixed_lengths(4096, 64))), both
-    yield "2b-8layers-32k, documents of 8000", 8, Load(tuple(fixed_lengths(TOKENS, 8000)), "record"), GPU
-    yield "2b-8layers-32k, documents of 1000 and one of 16000", 8, Load((*[1000] * 16, 16000), "record"), GPU
+    yield (
+        "2b-8layers-32k, documents of 8000",
+        8,
+        Load(tuple(fixed_lengths(TOKENS, 8000)), "record"),
+        GPU,
+    )
+    yield (
+        "2b-8layers-32k, documents of 1000 and one of 16000",
+        8,
+        Load((*[1000] * 16, 16000), "record"),
+        GPU,
+    )
 
 
 def main() -> None:
@@ -116,7 +146,10 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     clock = Clock(options.device, least=5.0, longest=20.0, shortest=60.0)
-    write(options.out, {**machine(options.device), "source": source(), "script": "tests.benchmarks.ablation"})
+    write(
+        options.out,
+        {**machine(options.device), "source": source(), "script": "tests.benchmarks.ablation"},
+    )
     found = [work for work in workloads(options.tiny) if re.search(options.only, work[0])]
     for layers in dict.fromkeys(work[1] for work in found):
         shape = SHAPES["tiny" if options.tiny else "2b"]
@@ -129,7 +162,9 @@ def main() -> None:
             del model
 
 
-def compare(name: str, model: Any, load: Load, off: Mapping[str, Off], clock: Clock) -> Iterator[dict[str, Any]]:
+def compare(
+    name: str, model: Any, load: Load, off: Mapping[str, Off], clock: Clock
+) -> Iterator[dict[str, Any]]:
     """Yield a row for each fast path that is switched off, timed in turns."""
     step = step_of(model.base_model, load.inputs(model.config.vocab_size, clock.device))
 
@@ -142,10 +177,15 @@ def compare(name: str, model: Any, load: Load, off: Mapping[str, Off], clock: Cl
 
     timings = clock.in_turns([without(switch) for switch in off.values()])
     for what, timing in zip(off, timings):
-        yield rounded({
-            "workload": name, "off": what, **timing, "ratio": timing["ms"] / timings[0]["ms"],
-            "ratio_of_best": timing["ms_min"] / timings[0]["ms_min"],
-        })
+        yield rounded(
+            {
+                "workload": name,
+                "off": what,
+                **timing,
+                "ratio": timing["ms"] / timings[0]["ms"],
+                "ratio_of_best": timing["ms_min"] / timings[0]["ms_min"],
+            }
+        )
 
 
 def write(out: Path, row: dict[str, Any]) -> None:

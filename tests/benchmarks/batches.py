@@ -18,9 +18,11 @@ class Load:
 
     Attributes:
         lengths: of the documents.
-        input_format: "collator" (restarting positions and every keyword a collator can give), "record" (the package's own
-            record, built beforehand), "plain" (input_ids alone) or "padded" (a rectangle with a 0/1 mask).
-        whole: whether the step has the head, its loss and a fused AdamW in it; else the trunk runs, without optimizer.
+        input_format: "collator" (restarting positions and every keyword a collator can give),
+            "record" (the package's own record, built beforehand), "plain" (input_ids alone) or
+            "padded" (a rectangle with a 0/1 mask).
+        whole: whether the step has the head, its loss and a fused AdamW in it; else the trunk runs,
+            without optimizer.
     """
 
     lengths: tuple[int, ...]
@@ -33,10 +35,16 @@ class Load:
         return sum(self.lengths)
 
     def step(self, model: Any, device: str) -> Callable[[], Tensor]:
-        """Return the step that is timed; `model` is the whole model, of which the trunk runs, or all."""
+        """Return the step that is timed; `model` is the whole model, of which the trunk runs, or
+        all.
+        """
         if self.whole:
-            return whole_step_of(model, self.inputs(model.config.get_text_config().vocab_size, device))
-        return step_of(model.base_model, self.inputs(model.config.get_text_config().vocab_size, device))
+            return whole_step_of(
+                model, self.inputs(model.config.get_text_config().vocab_size, device)
+            )
+        return step_of(
+            model.base_model, self.inputs(model.config.get_text_config().vocab_size, device)
+        )
 
     def inputs(self, vocabulary: int, device: str) -> dict[str, Any]:
         """Return the trunk's keyword arguments, on the device."""
@@ -44,10 +52,18 @@ class Load:
 
     def facts(self) -> dict[str, Any]:
         """What a reader of the row has to know."""
-        rows, width = (len(self.lengths), max(self.lengths)) if self.input_format == "padded" else (1, self.real_tokens)
+        rows, width = (
+            (len(self.lengths), max(self.lengths))
+            if self.input_format == "padded"
+            else (1, self.real_tokens)
+        )
         return {
-            "documents": len(self.lengths), "real_tokens": self.real_tokens, "longest": max(self.lengths),
-            "tokens": rows * width, "input_format": self.input_format, **({"whole_step": True} if self.whole else {}),
+            "documents": len(self.lengths),
+            "real_tokens": self.real_tokens,
+            "longest": max(self.lengths),
+            "tokens": rows * width,
+            "input_format": self.input_format,
+            **({"whole_step": True} if self.whole else {}),
         }
 
 
@@ -65,14 +81,19 @@ def _collator(lengths: Sequence[int], vocabulary: int, device: str) -> dict[str,
         "input_ids": random_tokens((1, int(sizes.sum())), vocabulary, device),
         "position_ids": torch.cat([torch.arange(length) for length in lengths])[None].to(device),
         "seq_idx": numbers[None].to(device),
-        "cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets,
-        "max_length_q": max(lengths), "max_length_k": max(lengths),
+        "cu_seq_lens_q": offsets,
+        "cu_seq_lens_k": offsets,
+        "max_length_q": max(lengths),
+        "max_length_k": max(lengths),
     }
 
 
 def _record(lengths: Sequence[int], vocabulary: int, device: str) -> dict[str, Any]:
     packed = PackedSequence.from_lengths(list(lengths), device=device)
-    return {"input_ids": random_tokens((1, sum(lengths)), vocabulary, device), "packed_sequence": packed}
+    return {
+        "input_ids": random_tokens((1, sum(lengths)), vocabulary, device),
+        "packed_sequence": packed,
+    }
 
 
 def _plain(lengths: Sequence[int], vocabulary: int, device: str) -> dict[str, Any]:
@@ -87,12 +108,17 @@ def _padded(lengths: Sequence[int], vocabulary: int, device: str) -> dict[str, A
 
 
 _FORMATS: dict[str, Callable[..., dict[str, Any]]] = {
-    "collator": _collator, "record": _record, "plain": _plain, "padded": _padded,
+    "collator": _collator,
+    "record": _record,
+    "plain": _plain,
+    "padded": _padded,
 }
 
 
 def step_of(trunk: nn.Module, inputs: dict[str, Any]) -> Callable[[], Tensor]:
-    """Return one training step without its optimizer: gradients dropped, forward, mean square of the output, backward."""
+    """Return one training step without its optimizer: gradients dropped, forward, mean square of
+    the output, backward.
+    """
 
     def step() -> Tensor:
         trunk.zero_grad(set_to_none=True)
@@ -104,9 +130,11 @@ def step_of(trunk: nn.Module, inputs: dict[str, Any]) -> Callable[[], Tensor]:
 
 
 def whole_step_of(model: nn.Module, inputs: dict[str, Any]) -> Callable[[], Tensor]:
-    """Return one training step: gradients dropped, forward with the language model's loss, backward, fused AdamW in bf16.
+    """Return one training step: gradients dropped, forward with the language model's loss,
+    backward, fused AdamW in bf16.
 
-    Every token that is not padding has a label; what a document's last token would predict is masked by who knows documents.
+    Every token that is not padding has a label; what a document's last token would predict is
+    masked by who knows documents.
     """
     labels = inputs["input_ids"].clone()
     if "attention_mask" in inputs:

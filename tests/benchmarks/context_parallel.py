@@ -5,18 +5,19 @@
     python -m tests.benchmarks.context_parallel --out DIR --gradients                         # two processes of one GPU
     ... --device cpu --tiny                                                                   # a trial of the script itself
 
-A step is forward, loss and backward of the whole model in bf16, without optimizer and without the sum of gradients over ranks,
-which data parallelism has too.  "ms" and "peak_gib" are the slowest and the fullest rank's, "received_gib" and "exchanges" what
-one rank receives in a step, "efficiency" is one GPU's ms over W times theirs, "loss" the whole row's, on which all ways
-have to agree.
+A step is forward, loss and backward of the whole model in bf16, without optimizer and without the
+sum of gradients over ranks, which data parallelism has too. "ms" and "peak_gib" are the slowest and
+the fullest rank's, "received_gib" and "exchanges" what one rank receives in a step, "efficiency" is
+one GPU's ms over W times theirs, "loss" the whole row's, on which all ways have to agree.
 
-"ranks": "predicted" rows are no measurement of several GPUs: one GPU runs each rank's part with copies on the device in the
-place of exchanges, and the bytes at an assumed rate are added, nothing overlapping.  Under torchrun the rate is measured, and
-the same prediction stands beside what was measured.  "fla" rows, where it is installed, run flash-linear-attention's own
-context parallelism of the delta rule, whose exchanges are not counted.
+"ranks": "predicted" rows are no measurement of several GPUs: one GPU runs each rank's part with
+copies on the device in the place of exchanges, and the bytes at an assumed rate are added, nothing
+overlapping. Under torchrun the rate is measured, and the same prediction stands beside what was
+measured. "fla" rows, where it is installed, run flash-linear-attention's own context parallelism of
+the delta rule, whose exchanges are not counted.
 
-A rank that fails amid exchanges ends all processes, since others would wait for it: the same command with --resume goes on
-behind that row.
+A rank that fails amid exchanges ends all processes, since others would wait for it: the same
+command with --resume goes on behind that row.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ class Case:
 
         def step() -> Tensor:
             model.zero_grad(set_to_none=True)
-            loss: Tensor = model(**inputs, labels=labels, num_items_in_batch=targets, use_cache=False).loss
+            loss: Tensor = model(
+                **inputs, labels=labels, num_items_in_batch=targets, use_cache=False
+            ).loss
             loss.backward()
             return loss.detach()
 
@@ -82,20 +85,43 @@ class Case:
 def cases(tiny: bool) -> list[Case]:
     """Return the rows, the important ones first."""
     names = {"2b": "tiny" if tiny else "2b", "9b": "tiny" if tiny else "9b"}
-    sizes = {"64k": 512, "128k": 1024, "256k": 2048} if tiny else {"64k": 2**16, "128k": 2**17, "256k": 2**18}
+    sizes = (
+        {"64k": 512, "128k": 1024, "256k": 2048}
+        if tiny
+        else {"64k": 2**16, "128k": 2**17, "256k": 2**18}
+    )
     found = []
-    for shape, size in (("2b", "64k"), ("2b", "128k"), ("9b", "64k"), ("9b", "128k"), ("2b", "256k"), ("9b", "256k")):
+    for shape, size in (
+        ("2b", "64k"),
+        ("2b", "128k"),
+        ("9b", "64k"),
+        ("9b", "128k"),
+        ("2b", "256k"),
+        ("9b", "256k"),
+    ):
         tokens = sizes[size]
-        for documents, length in {"8k documents": 60 if tiny else 8000, "one document": tokens}.items():
+        for documents, length in {
+            "8k documents": 60 if tiny else 8000,
+            "one document": tokens,
+        }.items():
             lengths = tuple(fixed_lengths(tokens, length))
-            found.append(Case(f"{shape}-{size}", SHAPES[names[shape]], documents, lengths, size != "64k"))
-        if (shape, size) == ("2b", "128k"):  # which one GPU does not hold
-            found.append(replace(found[-2], documents="8k documents, nothing recomputed", checkpointing=False))
+            found.append(
+                Case(f"{shape}-{size}", SHAPES[names[shape]], documents, lengths, size != "64k")
+            )
+        # which one GPU does not hold
+        if (shape, size) == ("2b", "128k"):
+            found.append(
+                replace(
+                    found[-2], documents="8k documents, nothing recomputed", checkpointing=False
+                )
+            )
     return found
 
 
 @contextmanager
-def sharing(model: nn.Module, settings: ContextParallel | None, bench: Bench) -> Iterator[dict[str, Any]]:
+def sharing(
+    model: nn.Module, settings: ContextParallel | None, bench: Bench
+) -> Iterator[dict[str, Any]]:
     """Patch a model for the ranks of a group, and undo it; what it runs on is in the dictionary."""
     apply_patches(model, backend=bench.backend, context_parallel=settings, unpacked="native")
     try:
@@ -117,7 +143,9 @@ def shared(bench: Bench, case: Case, gdn: str, how: Counted, model: nn.Module) -
     """Measure a step of the ranks that there are, or of the one that `how` plays."""
     together = not isinstance(how, Alone)
     in_flas_way = fla_for_states() if gdn == "fla" else nullcontext()
-    settings = ContextParallel(dist.group.WORLD if bench.ranks > 1 else None, gdn="state" if gdn == "fla" else gdn)
+    settings = ContextParallel(
+        dist.group.WORLD if bench.ranks > 1 else None, gdn="state" if gdn == "fla" else gdn
+    )
     with in_flas_way, exchanging(how), sharing(model, settings, bench) as runs:
         step = case.step(model, bench.clock.device)
         row = bench.timed(step, together=together) | runs
@@ -131,21 +159,31 @@ def shared(bench: Bench, case: Case, gdn: str, how: Counted, model: nn.Module) -
 
 
 def predicted(bench: Bench, case: Case, gdn: str, world: int, model: nn.Module) -> dict[str, Any]:
-    """Run every kind of rank by itself, and add the time of its exchanges: the first, one amid others, and the last."""
+    """Run every kind of rank by itself, and add the time of its exchanges: the first, one amid
+    others, and the last.
+    """
     kinds = [0] if gdn == "heads" else sorted({0, world // 2, world - 1})
     rows = []
     for rank in kinds:
         how = Alone(rank, world)
         row = shared(bench, case, gdn, how, model)
         exchange = how.seconds(bench.rate, bench.latency) * 1e3
-        rows.append(row | {"own_ms": row["ms"], "exchange_ms": exchange, "ms": row["ms"] + exchange})
+        rows.append(
+            row | {"own_ms": row["ms"], "exchange_ms": exchange, "ms": row["ms"] + exchange}
+        )
     slowest = max(rows, key=lambda row: row["ms"])
-    slowest |= {"ranks": "predicted", "peak_gib": max(row["peak_gib"] for row in rows), "ranks_run": kinds}
+    slowest |= {
+        "ranks": "predicted",
+        "peak_gib": max(row["peak_gib"] for row in rows),
+        "ranks_run": kinds,
+    }
     return slowest | {"bytes_per_s": bench.rate, "exchange_latency_s": bench.latency}
 
 
 class Row(NamedTuple):
-    """What is measured of a case: by how many GPUs, how, and whether this needs them all at once."""
+    """What is measured of a case: by how many GPUs, how, and whether this needs them all at
+    once.
+    """
 
     world: int
     variant: str
@@ -160,9 +198,13 @@ def rows_of(bench: Bench, case: Case, worlds: list[int]) -> list[Row]:
         for gdn in ("state", "heads", "fla"):
             name = f"{case.documents}, {gdn}"
             if bench.ranks > 1 and (gdn != "fla" or find_spec("fla")):
-                found.append(Row(world, name, partial(shared, bench, case, gdn, Counted()), together=True))
+                found.append(
+                    Row(world, name, partial(shared, bench, case, gdn, Counted()), together=True)
+                )
             if gdn != "fla":
-                found.append(Row(world, f"{name}, predicted", partial(predicted, bench, case, gdn, world)))
+                found.append(
+                    Row(world, f"{name}, predicted", partial(predicted, bench, case, gdn, world))
+                )
     return found
 
 
@@ -172,34 +214,60 @@ def run_case(case: Case, rows: list[Row], model: nn.Module, results: Results) ->
         model.gradient_checkpointing_enable({"use_reentrant": False})
     else:
         model.gradient_checkpointing_disable()
-    facts = {"documents": len(case.lengths), "tokens": sum(case.lengths), "layers": case.shape.layers}
+    facts = {
+        "documents": len(case.lengths),
+        "tokens": sum(case.lengths),
+        "layers": case.shape.layers,
+    }
     facts |= {"recomputed": case.checkpointing, "note": case.shape.note()}
 
     def measured(row: Row) -> dict[str, Any]:
         found = facts | row.measure(model)
-        one = {name_of(line): line.get("ms") for line in read_lines(results.path)}.get((f"{case.name}-cp1", case.documents))
-        return found if row.world == 1 or one is None else found | {"efficiency": one / (row.world * found["ms"])}
+        one = {name_of(line): line.get("ms") for line in read_lines(results.path)}.get(
+            (f"{case.name}-cp1", case.documents)
+        )
+        return (
+            found
+            if row.world == 1 or one is None
+            else found | {"efficiency": one / (row.world * found["ms"])}
+        )
 
     for row in rows:
         count = len(results.rows)
         results.row(f"{case.name}-cp{row.world}", row.variant, partial(measured, row))
         if row.together and "error" in (results.rows[count:] or [{}])[0]:
-            os._exit(DEAD)  # the other ranks wait for this one's exchanges
+            # the other ranks wait for this one's exchanges
+            os._exit(DEAD)
 
 
 def main() -> None:
     """Measure the chosen rows, or predict them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for context_parallel.jsonl")
-    parser.add_argument("--only", default="", help="regular expression searched in 'workload variant'")
-    parser.add_argument("--minutes", type=float, default=1e9, help="on one GPU, rows that would begin later are skipped")
-    parser.add_argument("--worlds", type=int, nargs="*", default=[2, 4, 8], help="numbers of ranks to predict, on one GPU")
+    parser.add_argument(
+        "--only", default="", help="regular expression searched in 'workload variant'"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=1e9,
+        help="on one GPU, rows that would begin later are skipped",
+    )
+    parser.add_argument(
+        "--worlds",
+        type=int,
+        nargs="*",
+        default=[2, 4, 8],
+        help="numbers of ranks to predict, on one GPU",
+    )
     parser.add_argument("--backend", default="auto", help="of apply_patches")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="tiny models and rows")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--resume", action="store_true", help="leave out rows that the file holds")
-    parser.add_argument("--gradients", action="store_true", help="errors of gradients instead of times")
+    parser.add_argument(
+        "--gradients", action="store_true", help="errors of gradients instead of times"
+    )
     options = parser.parse_args()
     if options.gradients:
         from tests.benchmarks.context_parallel_errors import measure_errors
@@ -208,23 +276,44 @@ def main() -> None:
     bench = Bench(Clock(options.device, warmup=1, runs=options.runs), options.backend)
     with group_of(options.device) as rank:
         out = options.out / (f"rank{rank}" if rank else "") / "context_parallel.jsonl"
-        minutes = 1e9 if bench.ranks > 1 else options.minutes  # by which ranks would not skip the same rows
+        # by which ranks would not skip the same rows
+        minutes = 1e9 if bench.ranks > 1 else options.minutes
         results = Results(out, minutes, options.only, resume=options.resume)
         if options.resume and bench.ranks > 1:
             results.done = done_by_all(options.out)
-            dist.barrier()  # before any rank writes
+            # before any rank writes
+            dist.barrier()
         results.add({"workload": "machine", "variant": "", **machine(options.device)})
         if bench.ranks > 1:
             sizes = (2**10, 2**14, 2**18) if options.tiny else (2**20, 2**24, 2**28)
-            results.add({"workload": "exchanges", "variant": f"{bench.ranks} ranks", **bench.measure_exchanges(sizes)})
-        run_all(bench, cases(options.tiny), results, [bench.ranks] if bench.ranks > 1 else options.worlds)
+            results.add(
+                {
+                    "workload": "exchanges",
+                    "variant": f"{bench.ranks} ranks",
+                    **bench.measure_exchanges(sizes),
+                }
+            )
+        run_all(
+            bench,
+            cases(options.tiny),
+            results,
+            [bench.ranks] if bench.ranks > 1 else options.worlds,
+        )
 
 
 def done_by_all(out: Path) -> set[tuple[str, str]]:
-    """Return the rows that the first rank has written, and those in which another one failed: the same on all ranks."""
+    """Return the rows that the first rank has written, and those in which another one failed:
+    the same on all ranks.
+    """
     rows = read_lines(out / "context_parallel.jsonl")
-    others = (row for path in sorted(out.glob("rank*/context_parallel.jsonl")) for row in read_lines(path))
-    return {name_of(row) for row in (*rows, *(row for row in others if "error" in row)) if "skipped" not in row}
+    others = (
+        row for path in sorted(out.glob("rank*/context_parallel.jsonl")) for row in read_lines(path)
+    )
+    return {
+        name_of(row)
+        for row in (*rows, *(row for row in others if "error" in row))
+        if "skipped" not in row
+    }
 
 
 def run_all(bench: Bench, todo: list[Case], results: Results, worlds: list[int]) -> None:
@@ -232,12 +321,18 @@ def run_all(bench: Bench, todo: list[Case], results: Results, worlds: list[int])
     model, shape = None, None
     for case in todo:
         rows = rows_of(bench, case, worlds)
-        if results.late() or not any(results.wanted(f"{case.name}-cp{row.world}", row.variant) for row in rows):
+        if results.late() or not any(
+            results.wanted(f"{case.name}-cp{row.world}", row.variant) for row in rows
+        ):
             continue
         if case.shape != shape:
             model, shape = None, case.shape
             free()
-            model = build(shape, bench.clock.device, torch.bfloat16 if bench.clock.device == "cuda" else torch.float32)
+            model = build(
+                shape,
+                bench.clock.device,
+                torch.bfloat16 if bench.clock.device == "cuda" else torch.float32,
+            )
         run_case(case, rows, model, results)
 
 

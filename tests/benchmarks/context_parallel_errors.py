@@ -1,4 +1,5 @@
-"""How far bf16 gradients are from fp32, of a row on one process and shared by two, which may have one GPU together.
+"""How far bf16 gradients are from fp32, of a row on one process and shared by two, which may have
+one GPU together.
 
 See `context_parallel.py --gradients`; under torchrun every process has a GPU of its own.
 """
@@ -39,7 +40,9 @@ def measure_errors(out: Path, device: str, tiny: bool) -> None:
 
 
 def _share_device(rank: int, folder: str, out: Path, device: str, tiny: bool) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD
+    )
     _run(ThroughHost(), out, device, tiny)
     dist.destroy_process_group()
 
@@ -54,17 +57,41 @@ def _run(how: Counted, out: Path, device: str, tiny: bool) -> None:
         load = Load(tuple(fixed_lengths(tokens, length)))
         rounded = build(shape, device)
         for name, parameter in rounded.named_parameters():
-            if name.endswith("A_log"):  # so slow that documents depend on all of their tokens
+            # so slow that documents depend on all of their tokens
+            if name.endswith("A_log"):
                 parameter.data.fill_(-4.0)
         with precise_products():
             wanted, _ = gradients(copy.deepcopy(rounded).float(), load, device, None, "torch")
         found, runs = gradients(rounded, load, device, None, "auto")
-        facts = {"tokens": tokens, "documents": len(load.lengths), "layers": shape.layers, "processes": dist.get_world_size()}
-        results.add({"workload": "gradients", "variant": f"{documents}, one GPU", **facts, **errors(found, wanted), **runs})
+        facts = {
+            "tokens": tokens,
+            "documents": len(load.lengths),
+            "layers": shape.layers,
+            "processes": dist.get_world_size(),
+        }
+        results.add(
+            {
+                "workload": "gradients",
+                "variant": f"{documents}, one GPU",
+                **facts,
+                **errors(found, wanted),
+                **runs,
+            }
+        )
         for gdn in ("state", "heads"):
             with exchanging(how):
-                found, runs = gradients(rounded, load, device, ContextParallel(dist.group.WORLD, gdn=gdn), "auto")
-            results.add({"workload": "gradients", "variant": f"{documents}, {gdn}", **facts, **errors(found, wanted), **runs})
+                found, runs = gradients(
+                    rounded, load, device, ContextParallel(dist.group.WORLD, gdn=gdn), "auto"
+                )
+            results.add(
+                {
+                    "workload": "gradients",
+                    "variant": f"{documents}, {gdn}",
+                    **facts,
+                    **errors(found, wanted),
+                    **runs,
+                }
+            )
 
 
 def gradients(
@@ -75,7 +102,9 @@ def gradients(
     inputs = load.inputs(model.config.get_text_config().vocab_size, device)
     model.zero_grad(set_to_none=True)
     targets = load.real_tokens - len(load.lengths)
-    model(**inputs, labels=inputs["input_ids"], num_items_in_batch=targets, use_cache=False).loss.backward()
+    model(
+        **inputs, labels=inputs["input_ids"], num_items_in_batch=targets, use_cache=False
+    ).loss.backward()
     found = {name: parameter.grad.double() for name, parameter in model.named_parameters()}
     if settings is not None:
         for gradient in found.values():
@@ -89,5 +118,10 @@ def gradients(
 
 def errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
     """Return the relative RMS of all gradients together, and of the worst parameter's."""
-    together = (torch.cat([gradient.flatten() for gradient in one.values()]) for one in (found, wanted))
-    return {"all": relative_rms(*together), "worst": max(relative_rms(found[name], wanted[name]) for name in wanted)}
+    together = (
+        torch.cat([gradient.flatten() for gradient in one.values()]) for one in (found, wanted)
+    )
+    return {
+        "all": relative_rms(*together),
+        "worst": max(relative_rms(found[name], wanted[name]) for name in wanted),
+    }

@@ -1,4 +1,6 @@
-"""The processes of `context_parallel.py`: their group, how they time a step together, and what an exchange takes them."""
+"""The processes of `context_parallel.py`: their group, how they time a step together, and what
+an exchange takes them.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,12 @@ class Bench:
         return dist.get_world_size() if dist.is_initialized() else 1
 
     def timed(self, step: Callable[[], Any], *, together: bool = False) -> dict[str, Any]:
-        """Return "ms" and "peak_gib", of the slowest and of the fullest rank; every rank makes as many steps.
+        """Return "ms" and "peak_gib", of the slowest and of the fullest rank; every rank makes as
+        many steps.
 
-        "step_gib" is what the step adds at most to what there was before it, which is the model.  `together`: the ranks
-        exchange within the step; otherwise one that fails in the first ones fails on all ranks, instead of being waited for.
+        "step_gib" is what the step adds at most to what there was before it, which is the model.
+        `together`: the ranks exchange within the step; otherwise one that fails in the first ones
+        fails on all ranks, instead of being waited for.
         """
         on_gpu = self.clock.device == "cuda"
         before = torch.cuda.memory_allocated() / 2**30 if on_gpu else 0.0
@@ -85,21 +89,30 @@ class Bench:
         return total.item()
 
     def measure_exchanges(self, sizes: tuple[int, ...] = (2**20, 2**24, 2**28)) -> dict[str, Any]:
-        """Return GB/s that one rank receives, by MiB, and set `rate` and `latency` to what these say."""
+        """Return GB/s that one rank receives, by MiB, and set `rate` and `latency` to what these
+        say.
+        """
         found: dict[str, dict[int, float]] = {}
         for size in sizes:
-            parts = torch.zeros(self.ranks, size // self.ranks, dtype=torch.uint8, device=self.clock.device)
+            parts = torch.zeros(
+                self.ranks, size // self.ranks, dtype=torch.uint8, device=self.clock.device
+            )
             out = torch.empty_like(parts)
             calls: dict[str, Callable[[], Any]] = {
                 "all_to_all": lambda: dist.all_to_all_single(out, parts),
                 "all_gather": lambda: gather(out.view(-1), parts[0]),
             }
             for name, call in calls.items():
-                found.setdefault(name, {})[size] = self.timed(partial(_ten_times, call, out), together=True)["ms"] / 1e4
+                found.setdefault(name, {})[size] = (
+                    self.timed(partial(_ten_times, call, out), together=True)["ms"] / 1e4
+                )
         share, whole, (small, *_, large) = (self.ranks - 1) / self.ranks, found["all_to_all"], sizes
         self.rate = share * (large - small) / max(whole[large] - whole[small], 1e-9)
         self.latency = max(whole[small] - share * small / self.rate, 0.0)
-        rates = {name: {size >> 20: share * size / s / 1e9 for size, s in one.items()} for name, one in found.items()}
+        rates = {
+            name: {size >> 20: share * size / s / 1e9 for size, s in one.items()}
+            for name, one in found.items()
+        }
         return {"gb_per_s": rates, "rate": self.rate, "latency_s": self.latency}
 
 
@@ -118,7 +131,9 @@ def group_of(device: str) -> Iterator[int]:
     rank = int(os.environ["LOCAL_RANK"])
     if device == "cuda":
         torch.cuda.set_device(rank)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(minutes=5))
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(minutes=5)
+    )
     try:
         yield rank
     finally:

@@ -1,6 +1,7 @@
 """What ranks send each other: counted, and where there is one GPU alone, replaced.
 
-Each class takes the place of `torch.distributed` in hf_packfree.parallel.  Bytes are those that one rank receives from others.
+Each class takes the place of `torch.distributed` in hf_packfree.parallel. Bytes are those that one
+rank receives from others.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from hf_packfree import parallel
 from hf_packfree.parallel import collectives
 
 RATE, LATENCY = 250e9, 36e-6
-"""Bytes per second that one rank of a host joined by NVLink receives, and seconds that any exchange takes: assumed where none
-is measured, as `Bench.measure_exchanges` does under torchrun."""
+"""Bytes per second that one rank of a host joined by NVLink receives, and seconds that any exchange
+takes: assumed where none is measured, as `Bench.measure_exchanges` does under torchrun."""
 
 
 gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -43,12 +44,16 @@ class Counted:
         """Return how long all that was counted takes, one exchange after the other."""
         return self.received / rate + self.calls * latency
 
-    def all_to_all_single(self, out: Tensor, parts: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    def all_to_all_single(
+        self, out: Tensor, parts: Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
         """See torch.distributed."""
         self._count(out.nbytes * (1 - 1 / self.get_world_size(group)))
         return self._all_to_all(out, parts, group, async_op)
 
-    def all_gather_single(self, out: Tensor, part: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    def all_gather_single(
+        self, out: Tensor, part: Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
         """See torch.distributed."""
         self._count(part.nbytes * (self.get_world_size(group) - 1))
         return self._all_gather(out, part, group, async_op)
@@ -80,7 +85,9 @@ class Done:
 
 
 class ThroughHost(Counted):
-    """Exchanges of processes that share one GPU, which NCCL does not serve: by way of the host's memory and gloo."""
+    """Exchanges of processes that share one GPU, which NCCL does not serve: by way of the host's
+    memory and gloo.
+    """
 
     def _all_to_all(self, out: Tensor, parts: Tensor, group: Any, async_op: bool) -> Any:
         found = torch.empty_like(out, device="cpu")
@@ -96,7 +103,9 @@ class ThroughHost(Counted):
 
 
 class Alone(Counted):
-    """One rank of `world` by itself: what others would send is copied on the device from what it has."""
+    """One rank of `world` by itself: what others would send is copied on the device from what it
+    has.
+    """
 
     def __init__(self, rank: int, world: int) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""flash-linear-attention's own context parallelism of the gated delta rule, put in the place of ours."""
+"""flash-linear-attention's own context parallelism of the gated delta rule, put in the place of
+ours.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +16,43 @@ from hf_packfree.parallel.delta_rule import SHARED
 
 
 def conv_delta_rule_by_fla(
-    x: Tensor, weight: Tensor, g: Tensor, beta: Tensor, packed: PackedSequence, heads: tuple[int, int], sizes: tuple[int, int],
-    *, bias: Tensor | None = None, activation: str | None = "silu", **backends: str,
+    x: Tensor,
+    weight: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    packed: PackedSequence,
+    heads: tuple[int, int],
+    sizes: tuple[int, int],
+    *,
+    bias: Tensor | None = None,
+    activation: str | None = "silu",
+    **backends: str,
 ) -> Tensor:
-    """Do what `conv_delta_rule_by_states` does; its exchanges are FLA's own, and nobody counts them."""
+    """Do what `conv_delta_rule_by_states` does; its exchanges are FLA's own, and nobody counts
+    them.
+    """
     from fla.modules.convolution import causal_conv1d
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     context = packed.cached(_context, weight.shape[-1])
-    mixed = causal_conv1d(x, weight.flatten(1), bias=bias, activation=activation, cp_context=context)[0]
+    mixed = causal_conv1d(
+        x, weight.flatten(1), bias=bias, activation=activation, cp_context=context
+    )[0]
     (keys, values), (key_size, value_size) = heads, sizes
     q, k, v = mixed.split([keys * key_size, keys * key_size, values * value_size], -1)
-    q, k, v = q.unflatten(-1, (keys, -1)), k.unflatten(-1, (keys, -1)), v.unflatten(-1, (values, -1))
+    q, k, v = (
+        q.unflatten(-1, (keys, -1)),
+        k.unflatten(-1, (keys, -1)),
+        v.unflatten(-1, (values, -1)),
+    )
     return unwrap(chunk_gated_delta_rule)(  # type: ignore[no-any-return]
-        q.contiguous(), k.contiguous(), v.contiguous(), g.float(), beta, use_qk_l2norm_in_kernel=True, cp_context=context
+        q.contiguous(),
+        k.contiguous(),
+        v.contiguous(),
+        g.float(),
+        beta,
+        use_qk_l2norm_in_kernel=True,
+        cp_context=context,
     )[0]
 
 
@@ -36,7 +61,9 @@ def _context(packed: PackedSequence, taps: int) -> Any:
 
     shard = packed.shard
     offsets = shard.row.cu_seqlens.long(), shard.row.cu_seqlens_cpu.long()
-    return build_cp_context(offsets[0], shard.group, conv1d_kernel_size=taps, cu_seqlens_cpu=offsets[1])
+    return build_cp_context(
+        offsets[0], shard.group, conv1d_kernel_size=taps, cu_seqlens_cpu=offsets[1]
+    )
 
 
 @contextmanager

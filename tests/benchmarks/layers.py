@@ -1,4 +1,6 @@
-"""One layer's operations side by side, and the matrix products alone.  bf16, one row of packed documents, ms."""
+"""One layer's operations side by side, and the matrix products alone. bf16, one row of packed
+documents, ms.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,11 @@ from tests.benchmarks.timing import Clock, Results
 Call = Callable[[], Any]
 
 
-def operations(results: Results, clock: Clock, lengths: Sequence[int], *, size: int = 128, widths: Any = None) -> None:
-    """Write a row for every operation, head count and backend: forward ms ("forward_ms") and forward + backward ("ms").
+def operations(
+    results: Results, clock: Clock, lengths: Sequence[int], *, size: int = 128, widths: Any = None
+) -> None:
+    """Write a row for every operation, head count and backend: forward ms ("forward_ms") and
+    forward + backward ("ms").
 
     Args:
         lengths: of the documents, in tokens.
@@ -28,8 +33,12 @@ def operations(results: Results, clock: Clock, lengths: Sequence[int], *, size: 
         widths: {"linear": [(H, HV), ...], "full": [(heads, key heads, head size), ...],
             "stream": [D_model, ...], "adapted": [F, ...]}, these on "cuda" alone.
     """
-    widths = widths or {"linear": [(16, 16), (16, 32)], "full": [(8, 2, 256), (16, 4, 256)], "stream": [2048, 4096],
-                        "adapted": [2048, 6144]}
+    widths = widths or {
+        "linear": [(16, 16), (16, 32)],
+        "full": [(8, 2, 256), (16, 4, 256)],
+        "stream": [2048, 4096],
+        "adapted": [2048, 6144],
+    }
     packed = PackedSequence.from_lengths(list(lengths), device=clock.device)
     for heads in widths["linear"]:
         _delta_rule(results, clock, packed, *heads, size)
@@ -46,7 +55,9 @@ def operations(results: Results, clock: Clock, lengths: Sequence[int], *, size: 
             _adapters(results, clock, packed.num_tokens, outputs, of_adapters)
 
 
-def _delta_rule(results: Results, clock: Clock, packed: PackedSequence, heads: int, values: int, size: int) -> None:
+def _delta_rule(
+    results: Results, clock: Clock, packed: PackedSequence, heads: int, values: int, size: int
+) -> None:
     from hf_packfree.ops.delta_rule import BACKENDS, gated_delta_rule
 
     workload = f"layer delta rule {heads}/{values}"
@@ -58,7 +69,15 @@ def _delta_rule(results: Results, clock: Clock, packed: PackedSequence, heads: i
     beta = random(values).detach().sigmoid().requires_grad_()
     leaves = (q, k, v, g, beta)
     for backend in sorted(BACKENDS):
-        _time(results, clock, packed, workload, backend, partial(gated_delta_rule, *leaves, packed, backend=backend), leaves)
+        _time(
+            results,
+            clock,
+            packed,
+            workload,
+            backend,
+            partial(gated_delta_rule, *leaves, packed, backend=backend),
+            leaves,
+        )
 
 
 def _wanted(results: Results, workload: str, backends: Any) -> bool:
@@ -71,13 +90,18 @@ def _conv(results: Results, clock: Clock, packed: PackedSequence, channels: int)
     workload = f"layer conv {channels} channels"
     if not _wanted(results, workload, BACKENDS):
         return
-    x, weight = _leaf(clock.device, 1, packed.num_tokens, channels), _leaf(clock.device, channels, 4)
+    x, weight = (
+        _leaf(clock.device, 1, packed.num_tokens, channels),
+        _leaf(clock.device, channels, 4),
+    )
     for backend in sorted(BACKENDS):
         call = partial(causal_conv1d, x, weight, packed, backend=backend)
         _time(results, clock, packed, workload, backend, call, (x, weight))
 
 
-def _qkv_conv(results: Results, clock: Clock, packed: PackedSequence, heads: int, values: int, size: int) -> None:
+def _qkv_conv(
+    results: Results, clock: Clock, packed: PackedSequence, heads: int, values: int, size: int
+) -> None:
     """Convolution, split into heads, and norms of q and k in one pass."""
     from hf_packfree.ops.conv import QK_L2NORM, qkv_conv
 
@@ -85,13 +109,27 @@ def _qkv_conv(results: Results, clock: Clock, packed: PackedSequence, heads: int
     if not _wanted(results, workload, QK_L2NORM):
         return
     channels = (2 * heads + values) * size
-    x, weight = _leaf(clock.device, 1, packed.num_tokens, channels), _leaf(clock.device, channels, 4)
+    x, weight = (
+        _leaf(clock.device, 1, packed.num_tokens, channels),
+        _leaf(clock.device, channels, 4),
+    )
     for backend in sorted(QK_L2NORM):
-        call = partial(qkv_conv, x, weight, packed, (heads, values), (size, size), qk_l2norm=True, backend=backend)
+        call = partial(
+            qkv_conv,
+            x,
+            weight,
+            packed,
+            (heads, values),
+            (size, size),
+            qk_l2norm=True,
+            backend=backend,
+        )
         _time(results, clock, packed, workload, backend, call, (x, weight))
 
 
-def _gated_norm(results: Results, clock: Clock, packed: PackedSequence, values: int, size: int) -> None:
+def _gated_norm(
+    results: Results, clock: Clock, packed: PackedSequence, values: int, size: int
+) -> None:
     workload = f"layer gated norm {values} heads"
     from hf_packfree.ops.fused import BACKENDS, gated_rms_norm
 
@@ -104,7 +142,9 @@ def _gated_norm(results: Results, clock: Clock, packed: PackedSequence, values: 
         _time(results, clock, packed, workload, backend, call, (x, z, weight))
 
 
-def _attention(results: Results, clock: Clock, packed: PackedSequence, heads: int, keys: int, size: int) -> None:
+def _attention(
+    results: Results, clock: Clock, packed: PackedSequence, heads: int, keys: int, size: int
+) -> None:
     from hf_packfree.ops.attention import BACKENDS, attention
 
     workload = f"layer attention {heads}/{keys} of {size}"
@@ -117,7 +157,9 @@ def _attention(results: Results, clock: Clock, packed: PackedSequence, heads: in
 
 
 def _add_norm(results: Results, clock: Clock, packed: PackedSequence, width: int) -> None:
-    """Residual sum and norm, both going on: the stream and what the next part of the layer reads."""
+    """Residual sum and norm, both going on: the stream and what the next part of the layer
+    reads.
+    """
     from hf_packfree.ops.fused import BACKENDS, add_norm
 
     workload = f"layer add norm {width} channels"
@@ -131,23 +173,44 @@ def _add_norm(results: Results, clock: Clock, packed: PackedSequence, width: int
 
 
 def _swiglu(results: Results, clock: Clock, packed: PackedSequence, width: int) -> None:
-    """The whole MLP, matrix products included; three times as wide inside, as the published models."""
+    """The whole MLP, matrix products included; three times as wide inside, as the published
+    models.
+    """
     workload = f"layer swiglu {width} channels"
     from hf_packfree.ops.fused import BACKENDS, swiglu_mlp
 
     if not _wanted(results, workload, BACKENDS):
         return
-    leaves = (_leaf(clock.device, 1, packed.num_tokens, width), _leaf(clock.device, 3 * width, width),
-              _leaf(clock.device, 3 * width, width), _leaf(clock.device, width, 3 * width))
+    leaves = (
+        _leaf(clock.device, 1, packed.num_tokens, width),
+        _leaf(clock.device, 3 * width, width),
+        _leaf(clock.device, 3 * width, width),
+        _leaf(clock.device, width, 3 * width),
+    )
     for backend in sorted(BACKENDS):
-        _time(results, clock, packed, workload, backend, partial(swiglu_mlp, *leaves, backend=backend), leaves)
+        _time(
+            results,
+            clock,
+            packed,
+            workload,
+            backend,
+            partial(swiglu_mlp, *leaves, backend=backend),
+            leaves,
+        )
 
 
-def _adapters(results: Results, clock: Clock, tokens: int, outputs: int, dtype: torch.dtype, rank: int = 16) -> None:
-    """Both gradients that adapters read a layer's d_out [T, F] for, at once and as two products; GB/s of d_out read once."""
+def _adapters(
+    results: Results, clock: Clock, tokens: int, outputs: int, dtype: torch.dtype, rank: int = 16
+) -> None:
+    """Both gradients that adapters read a layer's d_out [T, F] for, at once and as two products;
+    GB/s of d_out read once.
+    """
     from hf_packfree.ops.fused import mixed
 
-    workload = f"layer adapters' gradients {tokens} x {outputs} r{rank} {str(dtype).removeprefix('torch.')}"
+    workload = (
+        f"layer adapters' gradients {tokens} x {outputs} r{rank} "
+        f"{str(dtype).removeprefix('torch.')}"
+    )
     if not _wanted(results, workload, ("at once", "products")):
         return
     products = mixed.Split if dtype == torch.float32 else mixed.Plain
@@ -157,7 +220,10 @@ def _adapters(results: Results, clock: Clock, tokens: int, outputs: int, dtype: 
     d_h = torch.empty_like(h)
     calls: dict[str, Call] = {
         "at once": partial(mixed.gradients_at_once, d_out, up, h, d_h, 2.0),
-        "products": lambda: (products.inner_gradient([d_out], [up], 2.0), products.up_gradient(d_out, h)),
+        "products": lambda: (
+            products.inner_gradient([d_out], [up], 2.0),
+            products.up_gradient(d_out, h),
+        ),
     }
     for variant, call in calls.items():
         results.row(workload, variant, partial(_rate, clock, call, d_out))
@@ -165,7 +231,10 @@ def _adapters(results: Results, clock: Clock, tokens: int, outputs: int, dtype: 
 
 def _rate(clock: Clock, call: Call, read: Tensor) -> dict[str, Any]:
     timed = clock.measure(call)
-    return timed | {"gb_per_s": read.nbytes / timed["ms"] / 1e6, "real_tokens_per_s": len(read) / timed["ms"] * 1e3}
+    return timed | {
+        "gb_per_s": read.nbytes / timed["ms"] / 1e6,
+        "real_tokens_per_s": len(read) / timed["ms"] * 1e3,
+    }
 
 
 def _leaf(device: str, *shape: int) -> Tensor:
@@ -174,23 +243,38 @@ def _leaf(device: str, *shape: int) -> Tensor:
 
 
 def _time(
-    results: Results, clock: Clock, packed: PackedSequence, workload: str, variant: str, call: Call, leaves: Sequence[Tensor]
+    results: Results,
+    clock: Clock,
+    packed: PackedSequence,
+    workload: str,
+    variant: str,
+    call: Call,
+    leaves: Sequence[Tensor],
 ) -> None:
     def outputs() -> list[Tensor]:
         found = call()
-        return [found] if isinstance(found, Tensor) else [part for part in found if isinstance(part, Tensor)]
+        return (
+            [found]
+            if isinstance(found, Tensor)
+            else [part for part in found if isinstance(part, Tensor)]
+        )
 
     def measure() -> dict[str, Any]:
         gradients = [torch.randn_like(part) for part in outputs()]
         forward = clock.measure(outputs)["ms"]
         both = clock.measure(lambda: torch.autograd.grad(outputs(), leaves, gradients))
-        return both | {"forward_ms": forward, "real_tokens_per_s": packed.num_tokens / both["ms"] * 1e3}
+        return both | {
+            "forward_ms": forward,
+            "real_tokens_per_s": packed.num_tokens / both["ms"] * 1e3,
+        }
 
     results.row(workload, variant, measure)
 
 
 def products(shape: Shape) -> Counter[tuple[int, int, int]]:
-    """Count the trunk's matrix products: {(experts that share a token's k choices or 1, outputs, inputs): how often}."""
+    """Count the trunk's matrix products: {(experts that share a token's k choices or 1, outputs,
+    inputs): how often}.
+    """
     trunk = build(shape, "meta").base_model
     found: Counter[tuple[int, int, int]] = Counter()
     for module in trunk.modules():
@@ -204,14 +288,18 @@ def products(shape: Shape) -> Counter[tuple[int, int, int]]:
 
 
 def floor(shape: Shape, tokens: int, clock: Clock) -> dict[str, Any]:
-    """Time the linear layers' products alone: forward, and the gradients of inputs and weights; experts evenly loaded.
+    """Time the linear layers' products alone: forward, and the gradients of inputs and weights;
+    experts evenly loaded.
 
-    "ms" is the sum of every shape timed by itself, which is over before a GPU slows down at its power limit;
-    "sustained_ms" is a step's worth of all of them, as often as a step is timed.
+    "ms" is the sum of every shape timed by itself, which is over before a GPU slows down at its
+    power limit; "sustained_ms" is a step's worth of all of them, as often as a step is timed.
     """
     choices = shape.sizes.get("num_experts_per_tok", 1)
     counts = products(shape)
-    calls = {key: _three(clock.device, tokens if key[0] == 1 else tokens * choices // key[0], *key) for key in counts}
+    calls = {
+        key: _three(clock.device, tokens if key[0] == 1 else tokens * choices // key[0], *key)
+        for key in counts
+    }
 
     def step() -> None:
         for key, count in counts.items():
@@ -219,19 +307,31 @@ def floor(shape: Shape, tokens: int, clock: Clock) -> dict[str, Any]:
                 calls[key]()
 
     short = replace(clock, least=0.0)
-    parts = {" x ".join(map(str, (count, *key))): count * short.measure(calls[key])["ms"] for key, count in counts.items()}
+    parts = {
+        " x ".join(map(str, (count, *key))): count * short.measure(calls[key])["ms"]
+        for key, count in counts.items()
+    }
     total, sustained = sum(parts.values()), clock.measure(step)
     calls.clear()
     free()
     return {
-        "ms": total, "sustained_ms": sustained["ms"], "real_tokens_per_s": tokens / total * 1e3,
-        "peak_gib": sustained["peak_gib"], "parts_ms": parts, "layers": shape.layers,
+        "ms": total,
+        "sustained_ms": sustained["ms"],
+        "real_tokens_per_s": tokens / total * 1e3,
+        "peak_gib": sustained["peak_gib"],
+        "parts_ms": parts,
+        "layers": shape.layers,
     }
 
 
 def _three(device: str, rows: int, experts: int, outputs: int, inputs: int) -> Call:
-    """The products of one layer's forward pass and of its gradients of x and w, on random numbers."""
-    x, dy, w = (_leaf(device, experts, *sides).detach() for sides in ((rows, inputs), (rows, outputs), (outputs, inputs)))
+    """The products of one layer's forward pass and of its gradients of x and w, on random
+    numbers.
+    """
+    x, dy, w = (
+        _leaf(device, experts, *sides).detach()
+        for sides in ((rows, inputs), (rows, outputs), (outputs, inputs))
+    )
     if experts == 1:
         x, dy, w = x[0], dy[0], w[0]
 

@@ -1,11 +1,13 @@
-"""One long document by itself: the delta rule whole and in segments, and attention by everything that torch can activate.
+"""One long document by itself: the delta rule whole and in segments, and attention by everything
+that torch can activate.
 
     python -m tests.benchmarks.long_documents --out DIR [--only REGEX] [--minutes 8]
     python -m tests.benchmarks.long_documents --out DIR --device cpu --tiny      # a trial of the script itself
 
-bf16, ms of forward ("forward_ms") and of forward and backward together ("ms"); rows go to DIR/long_documents.jsonl.  "segments,
-planned" is what a model runs; "n segments" are other cuts; "parts" times the steps of the planned cut one by one.  Errors are
-of bf16 against fp64, relative RMS of values and of the worst gradient.
+bf16, ms of forward ("forward_ms") and of forward and backward together ("ms"); rows go to
+DIR/long_documents.jsonl. "segments, planned" is what a model runs; "n segments" are other cuts;
+"parts" times the steps of the planned cut one by one. Errors are of bf16 against fp64, relative RMS
+of values and of the worst gradient.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
-    results = Results(options.out / "long_documents.jsonl", minutes=options.minutes, only=options.only)
+    results = Results(
+        options.out / "long_documents.jsonl", minutes=options.minutes, only=options.only
+    )
     clock = Clock(options.device, least=0.4, longest=4.0)
     if options.tiny:
         delta_rule(results, clock, 256, 1, 2, 16)
@@ -57,24 +61,34 @@ def main() -> None:
     for tokens in (65536, 16384, 8192, 4096):
         delta_rule(results, clock, tokens, 16, 16, 128)
     full_attention(results, clock, 65536, 8, 2, 256)
-    delta_rule(results, clock, 32768, 16, 32, 128)  # whose kernels TileLang compiles anew: minutes
+    # whose kernels TileLang compiles anew: minutes
+    delta_rule(results, clock, 32768, 16, 32, 128)
 
 
-def leaves_of(device: str, tokens: int, heads: int, values: int, size: int, dtype: torch.dtype) -> list[Tensor]:
+def leaves_of(
+    device: str, tokens: int, heads: int, values: int, size: int, dtype: torch.dtype
+) -> list[Tensor]:
     """q, k, v, g, beta as a layer has them, with slow decay."""
     torch.manual_seed(0)
-    q, k = (F.normalize(torch.randn(1, tokens, heads, size, device=device), dim=-1).to(dtype) for _ in range(2))
+    q, k = (
+        F.normalize(torch.randn(1, tokens, heads, size, device=device), dim=-1).to(dtype)
+        for _ in range(2)
+    )
     v = torch.randn(1, tokens, values, size, device=device).to(dtype)
     g = -0.01 * torch.rand(1, tokens, values, device=device)
     beta = torch.randn(1, tokens, values, device=device).sigmoid().to(dtype)
     return [x.requires_grad_() for x in (q, k, v, g, beta)]
 
 
-def delta_rule(results: Results, clock: Clock, tokens: int, heads: int, values: int, size: int) -> None:
+def delta_rule(
+    results: Results, clock: Clock, tokens: int, heads: int, values: int, size: int
+) -> None:
     """Time it on one document."""
     workload, on_gpu = f"delta rule {heads}/{values}, {tokens}", clock.device == "cuda"
     packed = PackedSequence.from_lengths([tokens], device=clock.device)
-    leaves = leaves_of(clock.device, tokens, heads, values, size, torch.bfloat16 if on_gpu else torch.float32)
+    leaves = leaves_of(
+        clock.device, tokens, heads, values, size, torch.bfloat16 if on_gpu else torch.float32
+    )
     rule = partial(gated_delta_rule, *leaves, packed, qk_l2norm=False)
     backends = ("flash_qla", "fla") if on_gpu else ("torch",)
     calls: dict[str, Callable[[], Tensor]] = {
@@ -85,7 +99,9 @@ def delta_rule(results: Results, clock: Clock, tokens: int, heads: int, values: 
     planned = plan_segments(packed, lanes(leaves[0], values)) if on_gpu else even(packed, 2)
     plans |= {} if planned is None else {"segments, planned": planned}
     for name, plan in plans.items():
-        calls[f"{name} ({plan.record.num_segments})"] = partial(first_of, walk_segments, *leaves, None, plan, scans)
+        calls[f"{name} ({plan.record.num_segments})"] = partial(
+            first_of, walk_segments, *leaves, None, plan, scans
+        )
     if on_gpu:
         calls["flash_qla_cut, not exact"] = partial(rule, backend="flash_qla_cut")
     for name, call in calls.items():
@@ -125,24 +141,49 @@ def parts(clock: Clock, leaves: list[Tensor], segments: Segments, scans: Any) ->
             "walk_back": partial(scans.walk_back, saved, before, d_out, after, segments),
         }
         found = {name: clock.measure(step)["ms"] for name, step in steps.items()}
-    return {"ms": sum(found.values()) + found["fold"], "parts_ms": found, "segments": list(segments.record.lengths)}
+    return {
+        "ms": sum(found.values()) + found["fold"],
+        "parts_ms": found,
+        "segments": list(segments.record.lengths),
+    }
 
 
-def full_attention(results: Results, clock: Clock, tokens: int, heads: int, keys: int, size: int) -> None:
-    """Time it on one document; TFLOP/s count two products forward and five backward, of half a square."""
+def full_attention(
+    results: Results, clock: Clock, tokens: int, heads: int, keys: int, size: int
+) -> None:
+    """Time it on one document; TFLOP/s count two products forward and five backward, of half a
+    square.
+    """
     workload, on_gpu = f"attention {heads}/{keys} of {size}, {tokens}", clock.device == "cuda"
     packed = PackedSequence.from_lengths([tokens], device=clock.device)
     dtype, product = torch.bfloat16 if on_gpu else torch.float32, 2 * tokens**2 * heads * size
     shapes = ((1, tokens, count, size) for count in (heads, keys, keys))
-    q, k, v = leaves = [torch.randn(shape, device=clock.device, dtype=dtype).requires_grad_() for shape in shapes]
+    q, k, v = leaves = [
+        torch.randn(shape, device=clock.device, dtype=dtype).requires_grad_() for shape in shapes
+    ]
     backends = ("triton", "varlen") if on_gpu else ("torch",)
-    calls: dict[str, Callable[[], Tensor]] = {name: partial(attention, q, k, v, packed, backend=name) for name in backends}
+    calls: dict[str, Callable[[], Tensor]] = {
+        name: partial(attention, q, k, v, packed, backend=name) for name in backends
+    }
     calls |= {"cudnn": partial(cudnn.attend, q, k, v, packed)} if on_gpu else {}
-    calls |= {f"sdpa, {name}": partial(dense, q, k, v, backend) for name, backend in SDPA.items()} if on_gpu else {}
+    calls |= (
+        {f"sdpa, {name}": partial(dense, q, k, v, backend) for name, backend in SDPA.items()}
+        if on_gpu
+        else {}
+    )
     for name, call in calls.items():
         time_both(results, clock, workload, name, call, leaves, tokens, flops=product)
     for name in activated() if on_gpu else ():
-        time_both(results, clock, workload, f"varlen, {name}", calls["varlen"], leaves, tokens, flops=product)
+        time_both(
+            results,
+            clock,
+            workload,
+            f"varlen, {name}",
+            calls["varlen"],
+            leaves,
+            tokens,
+            flops=product,
+        )
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend) -> Tensor:
@@ -160,7 +201,8 @@ def activated() -> Iterator[str]:
     for name in getattr(implementations, "list_flash_attention_impls", list)():
         try:
             implementations.activate_flash_attention_impl(name)
-        except Exception as error:  # its package is missing
+        except Exception as error:
+            # its package is missing
             print(f"{name} cannot be activated: {type(error).__name__}: {error}", flush=True)
         else:
             yield name
@@ -168,8 +210,15 @@ def activated() -> Iterator[str]:
 
 
 def time_both(
-    results: Results, clock: Clock, workload: str, name: str, call: Callable[[], Tensor], leaves: list[Tensor], tokens: int,
-    *, flops: float = 0.0,
+    results: Results,
+    clock: Clock,
+    workload: str,
+    name: str,
+    call: Callable[[], Tensor],
+    leaves: list[Tensor],
+    tokens: int,
+    *,
+    flops: float = 0.0,
 ) -> None:
     """Write the row of a function of `leaves`; `flops`: of its forward pass."""
 
@@ -178,8 +227,16 @@ def time_both(
         with torch.no_grad():
             forward = clock.measure(call)["ms"]
         both = clock.measure(lambda: torch.autograd.grad(call(), leaves, gradient))
-        rates = {"forward_tflops": flops / forward / 1e9, "tflops": 3.5 * flops / both["ms"] / 1e9} if flops else {}
-        return both | {"forward_ms": forward, "real_tokens_per_s": tokens / both["ms"] * 1e3, **rates}
+        rates = (
+            {"forward_tflops": flops / forward / 1e9, "tflops": 3.5 * flops / both["ms"] / 1e9}
+            if flops
+            else {}
+        )
+        return both | {
+            "forward_ms": forward,
+            "real_tokens_per_s": tokens / both["ms"] * 1e3,
+            **rates,
+        }
 
     results.row(workload, name, measure)
 
@@ -187,13 +244,17 @@ def time_both(
 def errors(results: Results, device: str, tokens: int, heads: int, values: int, size: int) -> None:
     """Write how far the delta rule on one document is from fp64, whole and in segments."""
     packed, on_gpu = PackedSequence.from_lengths([tokens], device=device), device == "cuda"
-    inputs = leaves_of(device, tokens, heads, values, size, torch.bfloat16 if on_gpu else torch.float32)
+    inputs = leaves_of(
+        device, tokens, heads, values, size, torch.bfloat16 if on_gpu else torch.float32
+    )
     scans = FlashQLAScans() if on_gpu else TorchScans()
 
     def run(call: Callable[..., Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
         leaves = [x.detach().to(dtype or x.dtype).requires_grad_() for x in inputs]
         out = call(*leaves)
-        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(device, out.dtype)
+        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(
+            device, out.dtype
+        )
         return [out.detach(), *torch.autograd.grad(out, leaves, weight)]
 
     def against() -> list[Tensor]:
@@ -201,18 +262,27 @@ def errors(results: Results, device: str, tokens: int, heads: int, values: int, 
 
     wanted: list[list[Tensor]] = []
     backend = "flash_qla" if on_gpu else "torch"
-    whole = partial(gated_delta_rule, packed=packed, qk_l2norm=False, batch_invariant=True, backend=backend)
+    whole = partial(
+        gated_delta_rule, packed=packed, qk_l2norm=False, batch_invariant=True, backend=backend
+    )
     calls: dict[str, Callable[..., Tensor]] = {"whole": whole}
     for cut in (8, 16):
-        calls[f"{cut} segments"] = partial(lambda plan, *x: walk_segments(*x, None, plan, scans)[0], even(packed, cut))
+        calls[f"{cut} segments"] = partial(
+            lambda plan, *x: walk_segments(*x, None, plan, scans)[0], even(packed, cut)
+        )
     if on_gpu:
-        calls["flash_qla_cut"] = lambda *x: gated_delta_rule(*x, packed, qk_l2norm=False, backend="flash_qla_cut")
+        calls["flash_qla_cut"] = lambda *x: gated_delta_rule(
+            *x, packed, qk_l2norm=False, backend="flash_qla_cut"
+        )
     for name, call in calls.items():
 
         def measure(call: Callable[..., Tensor] = call) -> dict[str, Any]:
             wanted[:] = wanted or [against()]
             found = [relative_rms(a, b) for a, b in zip(run(call), wanted[0], strict=True)]
-            return {"values": found[0], "gradients": dict(zip(("q", "k", "v", "g", "beta"), found[1:], strict=True))}
+            return {
+                "values": found[0],
+                "gradients": dict(zip(("q", "k", "v", "g", "beta"), found[1:], strict=True)),
+            }
 
         results.row(f"delta rule, errors, {tokens}", name, measure)
 

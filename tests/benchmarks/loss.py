@@ -1,4 +1,6 @@
-"""A language model's head and its cross entropy alone: ours, Liger's and torch's, beside their three matrix products."""
+"""A language model's head and its cross entropy alone: ours, Liger's and torch's, beside their
+three matrix products.
+"""
 
 from __future__ import annotations
 
@@ -15,27 +17,35 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def head_and_loss(results: Results, clock: Clock, tokens: int, words: int, size: int) -> None:
-    """Write a row for each: forward and backward ("ms") of `tokens` with targets, `words` in the vocabulary, in bf16.
+    """Write a row for each: forward and backward ("ms") of `tokens` with targets, `words` in the
+    vocabulary, in bf16.
 
     "peak_gib" has inputs, weights and gradients in it.
     """
     workload = f"loss {tokens} x {words} x {size}"
     rows: dict[str, Callable[[], Loss]] = {
-        "triton": partial(_ours, "triton"), "torch": partial(_ours, "torch"), "upstream": partial(_ours, "upstream"),
-        "Liger": _ligers, "torch's linear_cross_entropy": partial(_torchs, "auto"),
+        "triton": partial(_ours, "triton"),
+        "torch": partial(_ours, "torch"),
+        "upstream": partial(_ours, "upstream"),
+        "Liger": _ligers,
+        "torch's linear_cross_entropy": partial(_torchs, "auto"),
         "torch's linear_cross_entropy, balanced": partial(_torchs, "balanced"),
     }
     if clock.device == "cpu":
         del rows["triton"], rows["Liger"]
     results.row(workload, "matrix products alone", partial(_products, clock, tokens, words, size))
     for variant, load in rows.items():
-        results.row(workload, variant, lambda load=load: _measure(load(), clock, tokens, words, size))
+        results.row(
+            workload, variant, lambda load=load: _measure(load(), clock, tokens, words, size)
+        )
 
 
 def _ours(backend: str) -> Loss:
     from hf_packfree.ops.loss import linear_cross_entropy
 
-    return lambda x, weight, targets: linear_cross_entropy(x, weight, targets, backend=backend) / len(targets)
+    return lambda x, weight, targets: (
+        linear_cross_entropy(x, weight, targets, backend=backend) / len(targets)
+    )
 
 
 def _ligers() -> Loss:

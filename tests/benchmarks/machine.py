@@ -1,6 +1,6 @@
 """What a result was made on.
 
-    python -m tests.benchmarks.machine [cuda|cpu]      # prints it as JSON
+python -m tests.benchmarks.machine [cuda|cpu]      # prints it as JSON
 """
 
 from __future__ import annotations
@@ -16,20 +16,34 @@ from typing import Any
 import torch
 
 PACKAGES = (
-    "torch", "triton", "transformers", "fla-core", "flash-qla", "tilelang", "liger-kernel", "peft", "causal-conv1d",
+    "torch",
+    "triton",
+    "transformers",
+    "fla-core",
+    "flash-qla",
+    "tilelang",
+    "liger-kernel",
+    "peft",
+    "causal-conv1d",
     "flash-attn",
 )
 
 
 def machine(device: str = "cuda") -> dict[str, Any]:
-    """Return {"machine", "processor", "date", "versions"} of this process; the machine is the GPU's name, if there is one."""
+    """Return {"machine", "processor", "date", "versions"} of this process; the machine is the
+    GPU's name, if there is one.
+    """
     from hf_packfree import __version__
     from hf_packfree.ops.backend import installed
 
     gpu = device == "cuda" and torch.cuda.is_available()
     name = torch.cuda.get_device_name() if gpu else f"CPU {platform.machine()}"
     versions = {package: installed(package) for package in PACKAGES}
-    versions |= {"python": platform.python_version(), "cuda": torch.version.cuda, "hf_packfree": __version__}
+    versions |= {
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda,
+        "hf_packfree": __version__,
+    }
     return {
         "machine": name,
         "processor": _processor(),
@@ -42,7 +56,10 @@ def _processor() -> str:
     """Its model where Linux names it, and how many cores this process may use."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    model = next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
     return f"{model}, {os.cpu_count()} cores"
 
 

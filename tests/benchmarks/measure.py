@@ -3,8 +3,8 @@
     python -m tests.benchmarks.measure --out DIR [--only REGEX] [--minutes M] [--profile]
     python -m tests.benchmarks.measure --out DIR --device cpu --tiny          # a trial of the script itself
 
-A step is the trunk's forward and backward, bf16, without optimizer.  Each row is appended to DIR/rows.jsonl when it is
-known.  `--only` is searched in "workload variant".
+A step is the trunk's forward and backward, bf16, without optimizer. Each row is appended to
+DIR/rows.jsonl when it is known. `--only` is searched in "workload variant".
 """
 
 from __future__ import annotations
@@ -36,9 +36,13 @@ def main(arguments: Sequence[str] | None = None) -> Results:
     """Measure the chosen rows and return them."""
     options = parse(arguments)
     if arguments is None:
-        del sys.argv[1:]  # Inductor writes what follows --only into the code that it makes, where an apostrophe ends a string
+        # Inductor writes what follows --only into the code that it makes, where an apostrophe ends
+        # a string
+        del sys.argv[1:]
     options.out.mkdir(parents=True, exist_ok=True)
-    results = Results(options.out / "rows.jsonl", options.minutes, options.only, options.list, options.resume)
+    results = Results(
+        options.out / "rows.jsonl", options.minutes, options.only, options.list, options.resume
+    )
     clock = Clock("cpu" if options.list else options.device, options.warmup, options.runs)
     print(machine(clock.device), flush=True)
     for group in groups(options.tiny, options.backend):
@@ -53,17 +57,32 @@ def main(arguments: Sequence[str] | None = None) -> Results:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder for rows.jsonl and profiles")
-    parser.add_argument("--only", default="", help="regular expression searched in 'workload variant'")
-    parser.add_argument("--minutes", type=float, default=1e9, help="rows that would begin later are skipped")
-    parser.add_argument("--profile", action="store_true", help="profile one step of each row of a model, too")
-    parser.add_argument("--backend", default="auto", type=backends, help="of apply_patches: a name, or op=name,op=name")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder for rows.jsonl and profiles"
+    )
+    parser.add_argument(
+        "--only", default="", help="regular expression searched in 'workload variant'"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=1e9, help="rows that would begin later are skipped"
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="profile one step of each row of a model, too"
+    )
+    parser.add_argument(
+        "--backend",
+        default="auto",
+        type=backends,
+        help="of apply_patches: a name, or op=name,op=name",
+    )
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="tiny models and rows")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--list", action="store_true", help="name the rows, run nothing")
-    parser.add_argument("--resume", action="store_true", help="leave out rows that DIR/rows.jsonl holds")
+    parser.add_argument(
+        "--resume", action="store_true", help="leave out rows that DIR/rows.jsonl holds"
+    )
     return parser.parse_args(arguments)
 
 
@@ -73,7 +92,9 @@ def backends(text: str) -> Any:
 
 
 def run_group(group: Group, results: Results, clock: Clock, options: argparse.Namespace) -> None:
-    """Build the group's model once and time its rows; a model that cannot be built is every row's result."""
+    """Build the group's model once and time its rows; a model that cannot be built is every
+    row's result.
+    """
     rows = [row for row in group.rows if results.wanted(*row[:2])]
     if not rows or results.late():
         return _each(results, rows, lambda load: {})
@@ -81,14 +102,17 @@ def run_group(group: Group, results: Results, clock: Clock, options: argparse.Na
     try:
         with variant_of(group.shape, group.variant, clock.device, dtype) as model:
             _time_rows(model, group, rows, results, clock, options.out if options.profile else None)
-            del model  # so that its memory is free when the block ends
+            # so that its memory is free when the block ends
+            del model
     except Exception as error:
         result = failure(error)
         done = {(row["workload"], row["variant"]) for row in results.rows}
         _each(results, [row for row in rows if row[:2] not in done], lambda load: result)
 
 
-def _time_rows(model: Any, group: Group, rows: Any, results: Results, clock: Clock, profiles: Path | None) -> None:
+def _time_rows(
+    model: Any, group: Group, rows: Any, results: Results, clock: Clock, profiles: Path | None
+) -> None:
     for batch in _batches(rows, group.in_turns):
         together = Together(model, [load for *_, load in batch], clock)
         for number, (workload, variant, _) in enumerate(batch):
@@ -112,7 +136,9 @@ class Together:
 
     def timing(self, number: int) -> dict[str, float]:
         """See `Clock.in_turns`."""
-        self.timings = self.timings or self.clock.in_turns([self.step(i) for i in range(len(self.loads))])
+        self.timings = self.timings or self.clock.in_turns(
+            [self.step(i) for i in range(len(self.loads))]
+        )
         return self.timings[number]
 
 
@@ -128,7 +154,9 @@ def _each(results: Results, rows: Any, measure: Any) -> None:
         results.row(workload, variant, partial(measure, load))
 
 
-def time_row(group: Group, together: Together, number: int, profile_to: Path | None) -> dict[str, Any]:
+def time_row(
+    group: Group, together: Together, number: int, profile_to: Path | None
+) -> dict[str, Any]:
     """Return one batch's numbers and what ran."""
     model, load, clock = together.model, together.loads[number], together.clock
     row: dict[str, Any] = dict(together.timing(number))
@@ -136,8 +164,16 @@ def time_row(group: Group, together: Together, number: int, profile_to: Path | N
     loss = float(step())
     if not loss < float("inf"):
         raise FloatingPointError(f"the step's loss is {loss}")
-    row |= {"real_tokens_per_s": load.real_tokens / row["ms"] * 1e3, **load.facts(), **what_runs(model)}
-    row |= {"layers": group.shape.layers, "liger": group.variant.liger, "flash_qla": group.variant.flash_qla}
+    row |= {
+        "real_tokens_per_s": load.real_tokens / row["ms"] * 1e3,
+        **load.facts(),
+        **what_runs(model),
+    }
+    row |= {
+        "layers": group.shape.layers,
+        "liger": group.variant.liger,
+        "flash_qla": group.variant.flash_qla,
+    }
     if group.variant.lora:
         row["lora"] = group.variant.lora
     note = "; ".join(part for part in (group.shape.note(), group.note) if part)
@@ -153,11 +189,15 @@ def run_floors(results: Results, clock: Clock, tiny: bool) -> None:
     """The matrix products of each shape alone."""
     for name, key in {"2b": "tiny", "9b": "tiny", "moe": "tiny-moe"}.items():
         shape, tokens = (SHAPES[key], 400) if tiny else (SHAPES[name], TOKENS)
-        results.row(f"{name}-32k-packed", "matrix products alone", partial(floor, shape, tokens, clock))
+        results.row(
+            f"{name}-32k-packed", "matrix products alone", partial(floor, shape, tokens, clock)
+        )
 
 
 def run_layers(results: Results, clock: Clock, tiny: bool) -> None:
-    """Every backend of every operation, one layer's worth; these wait for no host, so that few timings do."""
+    """Every backend of every operation, one layer's worth; these wait for no host, so that few
+    timings do.
+    """
     clock = replace(clock, least=0.3)
     if tiny:
         widths = {"linear": [(2, 2), (2, 4)], "full": [(4, 2, 16)], "stream": [72], "adapted": []}

@@ -25,17 +25,20 @@ class Variant:
 
     Attributes:
         packfree: whether `apply_patches` is called.
-        liger: "" (no), "before" or "after" `apply_patches`; "with its loss": before, and with its fused loss, too.
+        liger: "" (no), "before" or "after" `apply_patches`; "with its loss": before, and with its
+            fused loss, too.
         flash_qla: whether FlashQLA may run the delta rule, ours and upstream's.
-        fla_conv: whether FLA's Triton convolution stands in for upstream's, which refuses packed rows without
-            causal-conv1d.
+        fla_conv: whether FLA's Triton convolution stands in for upstream's, which refuses packed
+            rows without causal-conv1d.
         composed: whether torch's varlen attention and FLA's gated norm stand in for upstream's.
         backend: the argument of `apply_patches`: a name, or {operation: name}.
         batch_invariant: the argument of `apply_patches`.
-        lora: the dtype of LoRA adapters on every linear layer, r=16, of a frozen model, as PEFT's `get_peft_model` makes them:
-            "fp32", PEFT's default, or "bf16"; "" (none): the whole model is trained.
+        lora: the dtype of LoRA adapters on every linear layer, r=16, of a frozen model, as PEFT's
+            `get_peft_model` makes them: "fp32", PEFT's default, or "bf16"; "" (none): the whole
+            model is trained.
         dora: whether these adapters are DoRA.
-        in_4_bits: whether the linear layers of the layers are bitsandbytes', NF4 and computing in bfloat16.
+        in_4_bits: whether the linear layers of the layers are bitsandbytes', NF4 and computing in
+            bfloat16.
         checkpointing: whether layers are recomputed in the backward pass (not the reentrant way).
         mtp: the depth of the multi-token prediction head that is trained beside the model; 0: none.
     """
@@ -60,8 +63,12 @@ class Variant:
         return {"delta_rule": "fla"}
 
 
-def build(shape: Shape, device: str, dtype: torch.dtype = torch.bfloat16, *, attention: str = "sdpa") -> nn.Module:
-    """Return the shape's model with random weights, in training mode; parameters are made on the device in `dtype`."""
+def build(
+    shape: Shape, device: str, dtype: torch.dtype = torch.bfloat16, *, attention: str = "sdpa"
+) -> nn.Module:
+    """Return the shape's model with random weights, in training mode; parameters are made on the
+    device in `dtype`.
+    """
     import transformers
 
     torch.manual_seed(0)
@@ -69,15 +76,21 @@ def build(shape: Shape, device: str, dtype: torch.dtype = torch.bfloat16, *, att
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            model = getattr(transformers, shape.causal_lm)(configuration(shape, attention=attention))
+            model = getattr(transformers, shape.causal_lm)(
+                configuration(shape, attention=attention)
+            )
     finally:
         torch.set_default_dtype(before)
     return model.train()
 
 
 @contextmanager
-def variant_of(shape: Shape, variant: Variant, device: str, dtype: torch.dtype = torch.bfloat16) -> Iterator[nn.Module]:
-    """Build a model, put the variant's kernels in, and undo every global change and free the memory afterwards."""
+def variant_of(
+    shape: Shape, variant: Variant, device: str, dtype: torch.dtype = torch.bfloat16
+) -> Iterator[nn.Module]:
+    """Build a model, put the variant's kernels in, and undo every global change and free the
+    memory afterwards.
+    """
     upstream = import_module(f"transformers.models.{shape.family}.modeling_{shape.family}")
     names = dict(vars(upstream))
     flag = os.environ.get("FLA_FLASH_QLA")
@@ -88,10 +101,13 @@ def variant_of(shape: Shape, variant: Variant, device: str, dtype: torch.dtype =
         model = build(shape, device, dtype)
         _put_in(model, shape, variant, upstream)
         if variant.checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False}
+            )
         yield model
     finally:
-        vars(upstream).update(names)  # Liger renames classes in upstream's module
+        # Liger renames classes in upstream's module
+        vars(upstream).update(names)
         _set_environment("FLA_FLASH_QLA", flag)
         del model
         free()
@@ -105,7 +121,8 @@ def _put_in(model: nn.Module, shape: Shape, variant: Variant, upstream: Any) -> 
     if variant.composed:
         compose(model)
     if variant.packfree:
-        mode = {"batch_invariant": True} if variant.batch_invariant else {}  # a package before 0.2 has no such option
+        # a package before 0.2 has no such option
+        mode = {"batch_invariant": True} if variant.batch_invariant else {}
         apply_patches(model, backend=variant.choice(), **mode, **_head(variant.mtp))
     if variant.liger == "after":
         put_liger_in(model, shape.family)
@@ -116,7 +133,9 @@ def _put_in(model: nn.Module, shape: Shape, variant: Variant, upstream: Any) -> 
 
 
 def _head(depth: int) -> dict[str, Any]:
-    """Return the option of `apply_patches` for a head of that depth; packages before 0.2 have none."""
+    """Return the option of `apply_patches` for a head of that depth; packages before 0.2 have
+    none.
+    """
     if not depth:
         return {}
     from hf_packfree import MTPOptions
@@ -125,13 +144,20 @@ def _head(depth: int) -> dict[str, Any]:
 
 
 def quantise(model: nn.Module) -> None:
-    """Keep every linear layer but the head in 4 bits, in place, as `from_pretrained` does with a BitsAndBytesConfig."""
+    """Keep every linear layer but the head in 4 bits, in place, as `from_pretrained` does with a
+    BitsAndBytesConfig.
+    """
     from bitsandbytes.nn import Linear4bit
 
     for name, layer in [*model.named_modules()]:
         if type(layer) is nn.Linear and name != "lm_head":
             device, dtype = layer.weight.device, layer.weight.dtype
-            options = {"bias": False, "compute_dtype": dtype, "quant_type": "nf4", "compress_statistics": False}
+            options = {
+                "bias": False,
+                "compute_dtype": dtype,
+                "quant_type": "nf4",
+                "compress_statistics": False,
+            }
             found = Linear4bit(layer.in_features, layer.out_features, **options)
             found.load_state_dict(layer.state_dict())
             model.set_submodule(name, found.to(dtype).to(device))
@@ -147,7 +173,9 @@ def put_lora_on(model: nn.Module, dtype: str, dora: bool) -> None:
 
 
 def put_liger_in(model: nn.Module, family: str, loss: bool = False) -> None:
-    """Put Liger's RMSNorm and SwiGLU (for experts: its fused experts) into the model, and its fused loss; rope stays."""
+    """Put Liger's RMSNorm and SwiGLU (for experts: its fused experts) into the model, and its
+    fused loss; rope stays.
+    """
     import liger_kernel.transformers as liger
 
     put_in = getattr(liger, f"apply_liger_kernel_to_{family}")
@@ -155,12 +183,22 @@ def put_liger_in(model: nn.Module, family: str, loss: bool = False) -> None:
 
 
 def fla_convolution() -> Any:
-    """Return FLA's Triton convolution behind upstream's signature: x and the result are [B, C, T]."""
+    """Return FLA's Triton convolution behind upstream's signature: x and the result are [B, C,
+    T].
+    """
     from fla.modules.convolution import causal_conv1d
 
-    def convolve(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **words: Any) -> Tensor:
+    def convolve(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        **words: Any,
+    ) -> Tensor:
         offsets = words.get("cu_seq_lens_q")
-        return causal_conv1d(x.mT, weight, bias=bias, activation=activation, cu_seqlens=offsets)[0].mT
+        return causal_conv1d(x.mT, weight, bias=bias, activation=activation, cu_seqlens=offsets)[
+            0
+        ].mT
 
     return convolve
 
@@ -171,9 +209,12 @@ def what_runs(model: nn.Module) -> dict[str, Any]:
     report = patch_report(model)
     if report.patched:
         found["implementations"] = dict(report.implementations)
-    experts = next((module for module in model.modules() if type(module).__name__.endswith("Experts")), None)
+    experts = next(
+        (module for module in model.modules() if type(module).__name__.endswith("Experts")), None
+    )
     if experts is not None:
-        bound = vars(experts).get("forward")  # what Liger sets on the instance
+        # what Liger sets on the instance
+        bound = vars(experts).get("forward")
         patched = getattr(getattr(bound, "__func__", bound), "__qualname__", "")
         found["experts"] = patched.removesuffix(".forward") or model.config._experts_implementation
     return found
@@ -195,9 +236,15 @@ def _set_environment(name: str, value: str | None) -> None:
 
 @contextmanager
 def precise_products() -> Iterator[None]:
-    """Multiply fp32 in fp32, in torch and in Triton.  TileLang has no such switch; its fp32 products are TF32."""
+    """Multiply fp32 in fp32, in torch and in Triton. TileLang has no such switch; its fp32
+    products are TF32.
+    """
     name = "TRITON_F32_DEFAULT"
-    before = os.environ.get(name), torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    before = (
+        os.environ.get(name),
+        torch.get_float32_matmul_precision(),
+        torch.backends.cudnn.allow_tf32,
+    )
     os.environ[name] = "ieee"
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
@@ -210,7 +257,8 @@ def precise_products() -> Iterator[None]:
 
 
 def pin_kernels(patch: Any) -> Callable[[str], None]:
-    """Return `pin("smallest")` or `pin("largest")`: each of FLA's kernels runs in that one of its shapes and tunes nothing.
+    """Return `pin("smallest")` or `pin("largest")`: each of FLA's kernels runs in that one of its
+    shapes and tunes nothing.
 
     Args:
         patch: pytest's MonkeyPatch, which undoes it.
@@ -219,15 +267,24 @@ def pin_kernels(patch: Any) -> Callable[[str], None]:
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     assert FusedRMSNormGated and convolution and chunk_gated_delta_rule
-    tuners = [thing for thing in gc.get_objects() if any(kind.__name__ == "Autotuner" for kind in type(thing).__mro__)]
+    tuners = [
+        thing
+        for thing in gc.get_objects()
+        if any(kind.__name__ == "Autotuner" for kind in type(thing).__mro__)
+    ]
     assert tuners, "FLA tunes nothing any more"
     shapes = {id(tuner): tuner.configs for tuner in tuners}
 
     def pinned(which: str) -> None:
         sign = {"smallest": -1, "largest": 1}[which]
 
-        def rank(shape: Any) -> tuple[int, ...]:  # with few stages, so that shared memory holds the largest
-            return sign * math.prod(shape.kwargs.values()), -shape.num_stages, -sign * shape.num_warps
+        # with few stages, so that shared memory holds the largest
+        def rank(shape: Any) -> tuple[int, ...]:
+            return (
+                sign * math.prod(shape.kwargs.values()),
+                -shape.num_stages,
+                -sign * shape.num_warps,
+            )
 
         for tuner in tuners:
             patch.setattr(tuner, "configs", [max(shapes[id(tuner)], key=rank)])

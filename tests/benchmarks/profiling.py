@@ -10,10 +10,17 @@ from typing import Any
 
 import torch
 
-CATEGORIES = (  # the first that is found in the kernel's lower-case name counts
-    ("attention", r"attn_(fwd|bwd)|flash_(fwd|bwd)|flash::|fmha|mem_?eff|attention|varlen_attn|softmax"),
+# the first that is found in the kernel's lower-case name counts
+CATEGORIES = (
+    (
+        "attention",
+        r"attn_(fwd|bwd)|flash_(fwd|bwd)|flash::|fmha|mem_?eff|attention|varlen_attn|softmax",
+    ),
     ("conv", r"conv"),
-    ("delta rule", r"delta|gdn|chunk_|recompute_w|wy_|solve_tril|kkt|l2norm|cumsum|tilelang|main_kernel|dqkwg|prepare_h"),
+    (
+        "delta rule",
+        r"delta|gdn|chunk_|recompute_w|wy_|solve_tril|kkt|l2norm|cumsum|tilelang|main_kernel|dqkwg|prepare_h",
+    ),
     ("norm", r"norm"),
     ("swiglu", r"swiglu|silu|gated"),
     ("gemm", r"gemm|cutlass|nvjet|xmma|wgmma|matmul|grouped_mm|splitk|cublas|aten::(mm|addmm|bmm)"),
@@ -30,24 +37,34 @@ def category(kernel: str) -> str:
 
 
 def profile(step: Callable[[], Any], device: str, path: Path, top: int = 40) -> dict[str, float]:
-    """Run one step under the profiler; return ms by category, write and print those and the longest kernels."""
+    """Run one step under the profiler; return ms by category, write and print those and the
+    longest kernels.
+    """
     kernels = _kernels(step, device)
     sums: dict[str, float] = {}
     for name, ms, _ in kernels:
         sums[category(name)] = sums.get(category(name), 0.0) + ms
     sums = {"all": sum(sums.values()), **dict(sorted(sums.items(), key=lambda item: -item[1]))}
-    longest = [{"kernel": name, "ms": ms, "calls": calls, "category": category(name)} for name, ms, calls in kernels[:top]]
+    longest = [
+        {"kernel": name, "ms": ms, "calls": calls, "category": category(name)}
+        for name, ms, calls in kernels[:top]
+    ]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"categories_ms": sums, "kernels": longest}, indent=1))
     for name, ms in sums.items():
         print(f"    {name:20s} {ms:9.2f} ms")
     for entry in longest:
-        print(f"    {entry['ms']:9.2f} ms {entry['calls']:5d} x  {entry['category']:16s} {entry['kernel'][:110]}")
+        print(
+            f"    {entry['ms']:9.2f} ms {entry['calls']:5d} x  {entry['category']:16s} "
+            f"{entry['kernel'][:110]}"
+        )
     return sums
 
 
 def _kernels(step: Callable[[], Any], device: str) -> list[tuple[str, float, int]]:
-    """(name, ms, calls) of everything that ran on the device, the longest first; on "cpu", of torch's operators."""
+    """(name, ms, calls) of everything that ran on the device, the longest first; on "cpu", of
+    torch's operators.
+    """
     cuda = device == "cuda"
     activity = torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[activity]) as profiler:

@@ -1,7 +1,7 @@
 """Write the GPU tables of README and docs, and the plot, from the newest result.
 
-    python -m tests.benchmarks.report             # print the tables
-    python -m tests.benchmarks.report --write     # put them between marks such as `<!-- gpu -->` and `<!-- /gpu -->`, and plot
+python -m tests.benchmarks.report # print the tables python -m tests.benchmarks.report --write # put
+them between marks such as `<!-- gpu -->` and `<!-- /gpu -->`, and plot
 """
 
 from __future__ import annotations
@@ -18,23 +18,32 @@ RESULTS = ROOT / "tests/benchmarks/results"
 PLOT = "docs/steps.png"
 FLOOR = "matrix products alone"
 UNPATCHED = ("unpatched padded", "unpatched packed", "stock padded")
-EARLIER = "Rows with * are of an earlier run, and perhaps of another machine; ratios are to rows of the same run."
+EARLIER = (
+    "Rows with * are of an earlier run, and perhaps of another machine; ratios are to rows of the "
+    "same run."
+)
 TITLES = {
     "2b-32k-packed": "2B shape, 32,768 tokens in {documents} documents",
     "2b-64k-packed": "2B shape, 65,536 tokens",
-    "2b-32k-checkpointing": "2B shape, 32,768 tokens, layers recomputed in the backward pass (gradient checkpointing)",
+    "2b-32k-checkpointing": "2B shape, 32,768 tokens, layers recomputed in the backward pass "
+    "(gradient checkpointing)",
     "2b-128k-checkpointing": "2B shape, 131,072 tokens, layers recomputed in the backward pass",
     "loss 32768 x 248320 x 2048": "Head and loss alone, 32,768 tokens, a vocabulary of 248,320",
     "2b-32k-mtp": "2B shape, whole step, 32,768 tokens, with a multi-token prediction head",
-    "2b-32k-lora": "2B shape, LoRA r=16 on every linear layer, adapters in fp32 (PEFT's default), 32,768 tokens",
+    "2b-32k-lora": "2B shape, LoRA r=16 on every linear layer, adapters in fp32 (PEFT's default), "
+    "32,768 tokens",
     "2b-32k-dora": "2B shape, DoRA r=16 on every linear layer, adapters in fp32, 32,768 tokens",
-    "2b-32k-qlora": "2B shape, bitsandbytes' NF4, LoRA r=16 on every linear layer, adapters in fp32, 32,768 tokens",
-    "2b-32k-lora-bf16": "2B shape, LoRA r=16 on every linear layer, adapters in bf16, 32,768 tokens",
+    "2b-32k-qlora": "2B shape, bitsandbytes' NF4, LoRA r=16 on every linear layer, adapters in "
+    "fp32, 32,768 tokens",
+    "2b-32k-lora-bf16": "2B shape, LoRA r=16 on every linear layer, adapters in bf16, 32,768 "
+    "tokens",
     "2b-32k-whole-step": "2B shape with head, loss and fused AdamW, 32,768 tokens",
     "2b-8k-whole-step": "2B shape with head, loss and fused AdamW, 8,192 tokens",
-    "2b-8x2048-whole-step": "2B shape with head, loss and fused AdamW, 8 rows of 2,048 tokens, {fill:.0%} of them real",
+    "2b-8x2048-whole-step": "2B shape with head, loss and fused AdamW, 8 rows of 2,048 tokens, "
+    "{fill:.0%} of them real",
     "2b-8x2048-padded": "2B shape, 8 rows of 2,048 tokens, {fill:.0%} of them real",
-    "2b-vl-16docs": "2B shape with its vision tower, {documents} documents with images, {fill:.0%} of the padded batch real",
+    "2b-vl-16docs": "2B shape with its vision tower, {documents} documents with images, {fill:.0%} "
+    "of the padded batch real",
     "9b-32k-packed": "9B shape ({layers} layers), 32,768 tokens",
     "9b-4k-packed": "9B shape, 4,096 tokens in documents of 500",
     "9b-8x2048-padded": "9B shape, 8 rows of 2,048 tokens, {fill:.0%} of them real",
@@ -44,7 +53,9 @@ TITLES = {
 }
 ALONE = re.compile(r"(trunk.+): (values|.*gradients?\b.*), packed against alone")
 WHOLE = r"logits |verify_packing |\d+ steps|FLA, largest shapes against"
-"""Errors that the tables show: of trunks, and of whole models; those of single operations are in the result alone."""
+"""Errors that the tables show: of trunks, and of whole models; those of single operations are in
+the result alone.
+"""
 SHORT = {
     "2b-32k-packed": ("unpatched packed", "packfree"),
     "2b-32k-whole-step": ("unpatched packed", "packfree"),
@@ -55,16 +66,31 @@ SHORT = {
 }
 """README's rows: by workload, the unpatched variant and ours."""
 SHORT_HEAD = ("one training step, bf16", "unpatched", "patched", "faster")
-BARS = {"real_tokens_per_s": "real tokens/s (more is better)", "peak_gib": "peak GiB (less is better)"}
+BARS = {
+    "real_tokens_per_s": "real tokens/s (more is better)",
+    "peak_gib": "peak GiB (less is better)",
+}
 BLUE, ORANGE, GREY = "#2b6cb0", "#dd8452", "#8c8c8c"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the tables, or write them where the pages want them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--result", type=Path, help="a result; the newest in tests/benchmarks/results if not given")
-    parser.add_argument("--ablation", type=Path, help="a result of tests.benchmarks.ablation; the newest there if not given")
-    parser.add_argument("--write", nargs="?", type=Path, const=ROOT, help="write tables and plot into this checkout's pages")
+    parser.add_argument(
+        "--result", type=Path, help="a result; the newest in tests/benchmarks/results if not given"
+    )
+    parser.add_argument(
+        "--ablation",
+        type=Path,
+        help="a result of tests.benchmarks.ablation; the newest there if not given",
+    )
+    parser.add_argument(
+        "--write",
+        nargs="?",
+        type=Path,
+        const=ROOT,
+        help="write tables and plot into this checkout's pages",
+    )
     options = parser.parse_args(arguments)
     path = options.result or newest(RESULTS)
     found = tables(path, options.ablation or newest(RESULTS, "*-ablation.jsonl"))
@@ -77,14 +103,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def tables(path: Path, ablated: Path) -> dict[tuple[str, str], str]:
-    """Return {(page, mark): what the page has to hold between its marks of that name}, as Markdown."""
+    """Return {(page, mark): what the page has to hold between its marks of that name}, as
+    Markdown.
+    """
     result = json.loads(path.read_text())
     image = f"![ms, tokens per second and memory of one step]({Path(PLOT).name})\n"
-    speed = "\n".join(part for part in (head(result, path.name), steps(result), linearity(result), image) if part)
+    speed = "\n".join(
+        part for part in (head(result, path.name), steps(result), linearity(result), image) if part
+    )
     return {
-        ("README.md", "gpu"): summary(result), ("docs/performance.md", "gpu"): speed,
+        ("README.md", "gpu"): summary(result),
+        ("docs/performance.md", "gpu"): speed,
         ("docs/performance.md", "operations"): operations(result),
-        ("docs/performance.md", "ablation"): ablation(ablated), ("docs/numerics.md", "gpu"): exactness(result),
+        ("docs/performance.md", "ablation"): ablation(ablated),
+        ("docs/numerics.md", "gpu"): exactness(result),
     }
 
 
@@ -101,7 +133,10 @@ def put_in(page: str, mark: str, text: str) -> str:
     """Return the page with `text` between its marks of that name."""
     marks = re.compile(rf"(<!-- {mark}\b[^>]*-->\n).*?(<!-- /{mark} -->)", re.S)
     if len(marks.findall(page)) != 1:
-        raise ValueError(f"found not exactly one pair of `<!-- {mark} -->` and `<!-- /{mark} -->` lines; wanted one; add it")
+        raise ValueError(
+            f"found not exactly one pair of `<!-- {mark} -->` and `<!-- /{mark} -->` lines; wanted "
+            f"one; add it"
+        )
     return marks.sub(lambda found: f"{found[1]}{text}{found[2]}", page)
 
 
@@ -110,18 +145,28 @@ def head(result: dict[str, Any], name: str) -> str:
     versions = ", ".join(
         f"{package} {result['versions'][package]}"
         for package in (
-            "hf_packfree", "torch", "triton", "transformers", "fla-core", "flash-qla", "liger-kernel", "causal-conv1d",
+            "hf_packfree",
+            "torch",
+            "triton",
+            "transformers",
+            "fla-core",
+            "flash-qla",
+            "liger-kernel",
+            "causal-conv1d",
         )
         if package in result["versions"]
     )
     return (
-        f"One step is forward and backward of the trunk in bf16. Made on {result['date']} on one {result['machine']} with "
-        f"{versions}; every number is in `tests/benchmarks/results/{name}`.{' ' + EARLIER if earlier(result) else ''}\n"
+        f"One step is forward and backward of the trunk in bf16. Made on {result['date']} on one "
+        f"{result['machine']} with {versions}; every number is in "
+        f"`tests/benchmarks/results/{name}`.{' ' + EARLIER if earlier(result) else ''}\n"
     )
 
 
 def summary(result: dict[str, Any]) -> str:
-    """README's table: the workloads of `SHORT`, unpatched beside patched; * marks what was not timed in one run."""
+    """README's table: the workloads of `SHORT`, unpatched beside patched; * marks what was not
+    timed in one run.
+    """
     lines = [f"| {' | '.join(SHORT_HEAD)} |", "|---" * len(SHORT_HEAD) + "|"]
     for workload, variants in SHORT.items():
         rows = rows_of(result, workload)
@@ -129,12 +174,18 @@ def summary(result: dict[str, Any]) -> str:
         if "ms" in ours:
             faster = f"{stock['ms'] / ours['ms']:.1f} x" if "ms" in stock else ""
             faster += " *" * ("ms" in stock and stock.get("run", 1) != ours.get("run", 1))
-            lines.append(f"| {heading(TITLES[workload], rows)} | {_cell(stock)} | {_cell(ours)} | {faster} |")
+            lines.append(
+                f"| {heading(TITLES[workload], rows)} | {_cell(stock)} | {_cell(ours)} | {faster} |"
+            )
     return "\n".join(lines) + "\n"
 
 
 def _cell(row: dict[str, Any]) -> str:
-    return f"{row['ms']:,.0f} ms, {row['peak_gib']:.0f} GiB" if "ms" in row else _outcome(row, "not measured")
+    return (
+        f"{row['ms']:,.0f} ms, {row['peak_gib']:.0f} GiB"
+        if "ms" in row
+        else _outcome(row, "not measured")
+    )
 
 
 def _outcome(row: dict[str, Any], missing: str) -> str:
@@ -150,8 +201,17 @@ def earlier(result: dict[str, Any]) -> set[int]:
 
 
 def steps(result: dict[str, Any]) -> str:
-    """One table of the workloads; an error is the row's result, in words, and shown once where it is a model's."""
-    titles = ("one step", "ms", "real tokens/s", "peak GiB", "real tokens per GiB", "against unpatched")
+    """One table of the workloads; an error is the row's result, in words, and shown once where
+    it is a model's.
+    """
+    titles = (
+        "one step",
+        "ms",
+        "real tokens/s",
+        "peak GiB",
+        "real tokens per GiB",
+        "against unpatched",
+    )
     titles += ("times the matrix products",)
     lines, shown = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"], set[Any]()
     for workload, title in TITLES.items():
@@ -167,11 +227,17 @@ def steps(result: dict[str, Any]) -> str:
 
 def rows_of(result: dict[str, Any], workload: str) -> dict[str, dict[str, Any]]:
     """{variant: row} of one workload, skipped rows left out."""
-    return {row["variant"]: row for row in result["rows"] if row["workload"] == workload and "skipped" not in row}
+    return {
+        row["variant"]: row
+        for row in result["rows"]
+        if row["workload"] == workload and "skipped" not in row
+    }
 
 
 def _failure(row: dict[str, Any]) -> tuple[str, str] | None:
-    """The model that a row is of and what went wrong with it; None where nothing did, or memory did not suffice for the row."""
+    """The model that a row is of and what went wrong with it; None where nothing did, or memory
+    did not suffice for the row.
+    """
     failed = not row.get("error", "OutOfMemoryError").startswith("OutOfMemoryError")
     return (row["variant"].split(",")[0], row["error"]) if failed else None
 
@@ -181,7 +247,9 @@ def heading(title: str, rows: dict[str, dict[str, Any]]) -> str:
     facts = next((row for row in rows.values() if "documents" in row), {})
     padded = next((row for row in rows.values() if row.get("input_format") == "padded"), facts)
     fill = padded.get("real_tokens", 0) / padded.get("tokens", 1)
-    return title.format(documents=facts.get("documents", "?"), layers=facts.get("layers", "?"), fill=fill)
+    return title.format(
+        documents=facts.get("documents", "?"), layers=facts.get("layers", "?"), fill=fill
+    )
 
 
 def _sustained(rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -190,7 +258,14 @@ def _sustained(rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     if "sustained_ms" not in floor:
         return []
     speed = floor["real_tokens_per_s"] * floor["ms"] / floor["sustained_ms"]
-    return [floor | {"variant": f"{FLOOR}, step after step", "ms": floor["sustained_ms"], "real_tokens_per_s": speed}]
+    return [
+        floor
+        | {
+            "variant": f"{FLOOR}, step after step",
+            "ms": floor["sustained_ms"],
+            "real_tokens_per_s": speed,
+        }
+    ]
 
 
 def _line(row: dict[str, Any], rows: dict[str, dict[str, Any]], marked: bool) -> str:
@@ -198,26 +273,47 @@ def _line(row: dict[str, Any], rows: dict[str, dict[str, Any]], marked: bool) ->
     name = row["variant"] + " *" * marked
     if "ms" not in row:
         return f"| {name} | {_outcome(row, 'no result')} | | | | | |"
-    rows = {variant: other for variant, other in rows.items() if other.get("run", 1) == row.get("run", 1)}
+    rows = {
+        variant: other
+        for variant, other in rows.items()
+        if other.get("run", 1) == row.get("run", 1)
+    }
     base = next((r for variant in UNPATCHED if "ms" in (r := rows.get(variant, {}))), None)
     alone = row["variant"].startswith(FLOOR) or row["variant"].endswith("tower alone")
-    against = f"{row['real_tokens_per_s'] / base['real_tokens_per_s']:.2f} x" if base and not alone else ""
+    against = (
+        f"{row['real_tokens_per_s'] / base['real_tokens_per_s']:.2f} x"
+        if base and not alone
+        else ""
+    )
     floor = rows.get(FLOOR, {}).get("ms")
     times = f"{row['ms'] / floor:.2f}" if floor else ""
     tokens = row["real_tokens_per_s"] * row["ms"] / 1e3
     memory = " | " if alone else f"{row['peak_gib']:.1f} | {tokens / row['peak_gib']:,.0f}"
-    return f"| {name} | {row['ms']:,.0f} | {row['real_tokens_per_s']:,.0f} | {memory} | {against} | {times} |"
+    return (
+        f"| {name} | {row['ms']:,.0f} | {row['real_tokens_per_s']:,.0f} | {memory} | {against} | "
+        f"{times} |"
+    )
 
 
 def linearity(result: dict[str, Any]) -> str:
     """Real tokens/s by row length and document length."""
-    found = {(row["workload"], row["variant"]): row for row in result["rows"] if row["workload"].startswith("2b-8layers-")}
+    found = {
+        (row["workload"], row["variant"]): row
+        for row in result["rows"]
+        if row["workload"].startswith("2b-8layers-")
+    }
     if not found:
         return ""
     sizes = list(dict.fromkeys(workload for workload, _ in found))
-    kinds = sorted({variant for _, variant in found}, key=lambda kind: int("0" + re.sub(r"\D", "", kind)) or 1e9)
+    kinds = sorted(
+        {variant for _, variant in found},
+        key=lambda kind: int("0" + re.sub(r"\D", "", kind)) or 1e9,
+    )
     mark = " *" * any(row.get("run", 1) in earlier(result) for row in found.values())
-    lines = [f"| real tokens/s, 8 layers of the 2B shape{mark} | {' | '.join(size.split('-')[-1] for size in sizes)} |"]
+    lines = [
+        f"| real tokens/s, 8 layers of the 2B shape{mark} | "
+        f"{' | '.join(size.split('-')[-1] for size in sizes)} |"
+    ]
     lines.append("|---|" + "---|" * len(sizes))
     for kind in kinds:
         cells = (found.get((size, kind), {}).get("real_tokens_per_s") for size in sizes)
@@ -226,14 +322,26 @@ def linearity(result: dict[str, Any]) -> str:
 
 
 def operations(result: dict[str, Any]) -> str:
-    """One table of the operations of a layer, by backend: time and memory of forward and backward."""
-    names = dict.fromkeys(row["workload"] for row in result["rows"] if row["workload"].startswith("layer "))
+    """One table of the operations of a layer, by backend: time and memory of forward and
+    backward.
+    """
+    names = dict.fromkeys(
+        row["workload"] for row in result["rows"] if row["workload"].startswith("layer ")
+    )
     if not names:
         return ""
-    lines = ["| forward and backward over 32,768 tokens | by backend, the fastest first |", "|---|---|"]
+    lines = [
+        "| forward and backward over 32,768 tokens | by backend, the fastest first |",
+        "|---|---|",
+    ]
     for work in names:
-        timed = sorted((row for row in rows_of(result, work).values() if "ms" in row), key=lambda row: row["ms"])
-        cells = (f"`{row['variant']}` {row['ms']:.2f} ms, {row['peak_gib']:.2f} GiB" for row in timed)
+        timed = sorted(
+            (row for row in rows_of(result, work).values() if "ms" in row),
+            key=lambda row: row["ms"],
+        )
+        cells = (
+            f"`{row['variant']}` {row['ms']:.2f} ms, {row['peak_gib']:.2f} GiB" for row in timed
+        )
         lines.append(f"| {work.removeprefix('layer ')} | {'; '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -241,12 +349,18 @@ def operations(result: dict[str, Any]) -> str:
 def ablation(path: Path) -> str:
     """Step times without a fast path, in times the step with all of them."""
     about, *rows = (json.loads(line) for line in path.read_text().splitlines())
-    ratios = {(row["workload"], row["off"]): f"{row['ratio']:.3f} ({row['ratio_of_best']:.3f})" for row in rows}
+    ratios = {
+        (row["workload"], row["off"]): f"{row['ratio']:.3f} ({row['ratio_of_best']:.3f})"
+        for row in rows
+    }
     off = [what for what in dict.fromkeys(row["off"] for row in rows) if what != "nothing"]
     lines = [
-        f"Time of one step without a fast path, in times the step with all of them: medians, best steps in brackets, timed in "
-        f"turns on {about['date']} on one {about['machine']}; every number is in `tests/benchmarks/results/{path.name}`.", "",
-        f"| without | {' | '.join(off)} |", "|---" * (1 + len(off)) + "|",
+        "Time of one step without a fast path, in times the step with all of them: medians, best "
+        f"steps in brackets, timed in turns on {about['date']} on one {about['machine']}; every "
+        f"number is in `tests/benchmarks/results/{path.name}`.",
+        "",
+        f"| without | {' | '.join(off)} |",
+        "|---" * (1 + len(off)) + "|",
     ]
     for work in dict.fromkeys(row["workload"] for row in rows):
         lines.append(f"| {work} | {' | '.join(ratios.get((work, what), '') for what in off)} |")
@@ -254,7 +368,9 @@ def ablation(path: Path) -> str:
 
 
 def exactness(result: dict[str, Any]) -> str:
-    """Relative RMS errors of documents in a row against documents alone and of whole models, and the tests' outcomes."""
+    """Relative RMS errors of documents in a row against documents alone and of whole models, and
+    the tests' outcomes.
+    """
     alone: dict[str, dict[str, dict[str, Any]]] = {}
     others = []
     for line in sorted(result["errors"], key=lambda line: line["what"]):
@@ -266,14 +382,19 @@ def exactness(result: dict[str, Any]) -> str:
             others.append(f"| {line['what']} | {_error(line)} | {_limit(line)} |")
     if not alone:
         return ""
-    head = "| a document in a packed row against the document alone | values | limit | worst gradient | limit |"
+    head = (
+        "| a document in a packed row against the document alone | values | limit | worst gradient "
+        "| limit |"
+    )
     lines = [head, "|---" * 5 + "|"]
     for name, kinds in alone.items():
         cells = [f(kinds.get(kind)) for kind in ("values", "gradients") for f in (_error, _limit)]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     if others:
         lines += ["", "| whole models | error | limit |", "|---|---|---|", *others]
-    counts = ", ".join(f"{result['tests'].get(name, 0)} {name}" for name in ("passed", "failed", "skipped"))
+    counts = ", ".join(
+        f"{result['tests'].get(name, 0)} {name}" for name in ("passed", "failed", "skipped")
+    )
     return "\n".join(lines) + f"\n\nGPU tests: {counts}.\n"
 
 
@@ -284,7 +405,8 @@ def _error(line: dict[str, Any] | None) -> str:
 def _limit(line: dict[str, Any] | None) -> str:
     if line is None or line["limit"] is None:
         return ""
-    return f"{line['limit']:.1e}".replace(".0e", "e") if line["limit"] else "0"  # some are measured
+    # some are measured
+    return f"{line['limit']:.1e}".replace(".0e", "e") if line["limit"] else "0"
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -299,9 +421,13 @@ def draw(result: dict[str, Any], path: Path) -> None:
         rows = rows_of(result, workload)
         timed = [(name, row) for name, row in rows.items() if "ms" in row and name != FLOOR]
         bars += [(heading(title, rows), {}), *timed] if timed else []
-    figure, sides = pyplot.subplots(1, 2, figsize=(10, 0.8 + 0.2 * len(bars)), sharey=True, layout="constrained")
+    figure, sides = pyplot.subplots(
+        1, 2, figsize=(10, 0.8 + 0.2 * len(bars)), sharey=True, layout="constrained"
+    )
     others = "unpatched", "stock", "composed"
-    colours = [GREY if name.startswith(others) else BLUE if "liger" in name else ORANGE for name, _ in bars]
+    colours = [
+        GREY if name.startswith(others) else BLUE if "liger" in name else ORANGE for name, _ in bars
+    ]
     for side, (key, title) in zip(sides, BARS.items()):
         drawn = side.barh(range(len(bars)), [row.get(key, 0) for _, row in bars], color=colours)
         numbers = [f"{row[key]:,.0f}" if row else "" for _, row in bars]

@@ -20,7 +20,9 @@ def model():
 @pytest.mark.parametrize("input_format", ["collator", "padded"])
 @pytest.mark.parametrize("off", {**ablation.HOST, **ablation.GPU})
 def test_the_loss_is_the_same(model, off, input_format):
-    step = step_of(model.base_model, Load((5, 30, 1), input_format).inputs(model.config.vocab_size, "cpu"))
+    step = step_of(
+        model.base_model, Load((5, 30, 1), input_format).inputs(model.config.vocab_size, "cpu")
+    )
     wanted = step()
     with {**ablation.HOST, **ablation.GPU}[off](model):
         assert torch.equal(step(), wanted)

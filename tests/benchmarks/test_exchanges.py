@@ -13,7 +13,9 @@ from tests.benchmarks.exchanges import Alone, exchanging
 
 
 def test_bytes_of_attention_by_heads():
-    """Of queries and output H heads of D channels, of keys and values as many as ranks if that is more than they have."""
+    """Of queries and output H heads of D channels, of keys and values as many as ranks if that
+    is more than they have.
+    """
     world, tokens, heads, keys, size = 4, 24, 8, 2, 16
     local = shard_row(PackedSequence.from_lengths([50, world * tokens - 50]), 1, world)
     q, k, v = (torch.randn(1, tokens, count, size) for count in (heads, keys, keys))
@@ -22,11 +24,16 @@ def test_bytes_of_attention_by_heads():
         assert (ContextParallel(None).rank, ContextParallel(None).world) == (1, world)
         out = attend_by_heads(q, k, v, local)
     assert collectives.dist is before and out.shape == q.shape
-    assert (how.calls, how.received) == (2, 4 * tokens * size * (2 * heads + 2 * world) * (world - 1) / world)
+    assert (how.calls, how.received) == (
+        2,
+        4 * tokens * size * (2 * heads + 2 * world) * (world - 1) / world,
+    )
     assert how.seconds(rate=how.received, latency=0.5) == 2.0
 
 
 def test_rows_of_context_parallelism_have_names_of_their_own():
     names = [(case.name, case.documents) for case in cases(tiny=False)]
     assert len(set(names)) == len(names) == 13
-    assert all(sum(case.lengths) == int(case.name.split("-")[1][:-1]) * 1024 for case in cases(tiny=False))
+    assert all(
+        sum(case.lengths) == int(case.name.split("-")[1][:-1]) * 1024 for case in cases(tiny=False)
+    )

@@ -10,30 +10,110 @@ import pytest
 from tests.benchmarks import report, run_all
 
 RESULT = {
-    "machine": "NVIDIA Test", "date": "2026-01-02", "versions": {"torch": "2.11.0", "triton": "3.6.0"},
+    "machine": "NVIDIA Test",
+    "date": "2026-01-02",
+    "versions": {"torch": "2.11.0", "triton": "3.6.0"},
     "rows": [
-        {"workload": "2b-32k-packed", "variant": "packfree+liger", "ms": 500.0, "real_tokens_per_s": 65536.0, "peak_gib": 60.0,
-         "documents": 58, "layers": 24},
-        {"workload": "2b-32k-packed", "variant": "unpatched packed", "ms": 2000.0, "real_tokens_per_s": 16384.0,
-         "peak_gib": 127.8},
-        {"workload": "2b-32k-packed", "variant": "matrix products alone", "ms": 400.0, "real_tokens_per_s": 81920.0,
-         "sustained_ms": 440.0},
+        {
+            "workload": "2b-32k-packed",
+            "variant": "packfree+liger",
+            "ms": 500.0,
+            "real_tokens_per_s": 65536.0,
+            "peak_gib": 60.0,
+            "documents": 58,
+            "layers": 24,
+        },
+        {
+            "workload": "2b-32k-packed",
+            "variant": "unpatched packed",
+            "ms": 2000.0,
+            "real_tokens_per_s": 16384.0,
+            "peak_gib": 127.8,
+        },
+        {
+            "workload": "2b-32k-packed",
+            "variant": "matrix products alone",
+            "ms": 400.0,
+            "real_tokens_per_s": 81920.0,
+            "sustained_ms": 440.0,
+        },
         {"workload": "2b-32k-packed", "variant": "late", "skipped": "after 9 minutes"},
-        {"workload": "9b-32k-packed", "variant": "unpatched packed", "error": "OutOfMemoryError: CUDA out of memory"},
-        {"workload": "2b-8x2048-padded", "variant": "unpatched padded", "ms": 400.0, "real_tokens_per_s": 14000.0,
-         "peak_gib": 50.0, "input_format": "padded", "real_tokens": 5600, "tokens": 16384, "documents": 8, "layers": 24},
-        {"workload": "2b-8layers-4k", "variant": "documents of 64", "ms": 1.0, "real_tokens_per_s": 4096000.0, "peak_gib": 1.0},
-        {"workload": "2b-8layers-4k", "variant": "one document", "ms": 1.0, "real_tokens_per_s": 4095000.0, "peak_gib": 1.0},
-        {"workload": "2b-8layers-32k", "variant": "documents of 64", "ms": 8.0,
-         "real_tokens_per_s": 4096000.0, "peak_gib": 9.0},
+        {
+            "workload": "9b-32k-packed",
+            "variant": "unpatched packed",
+            "error": "OutOfMemoryError: CUDA out of memory",
+        },
+        {
+            "workload": "2b-8x2048-padded",
+            "variant": "unpatched padded",
+            "ms": 400.0,
+            "real_tokens_per_s": 14000.0,
+            "peak_gib": 50.0,
+            "input_format": "padded",
+            "real_tokens": 5600,
+            "tokens": 16384,
+            "documents": 8,
+            "layers": 24,
+        },
+        {
+            "workload": "2b-8layers-4k",
+            "variant": "documents of 64",
+            "ms": 1.0,
+            "real_tokens_per_s": 4096000.0,
+            "peak_gib": 1.0,
+        },
+        {
+            "workload": "2b-8layers-4k",
+            "variant": "one document",
+            "ms": 1.0,
+            "real_tokens_per_s": 4095000.0,
+            "peak_gib": 1.0,
+        },
+        {
+            "workload": "2b-8layers-32k",
+            "variant": "documents of 64",
+            "ms": 8.0,
+            "real_tokens_per_s": 4096000.0,
+            "peak_gib": 9.0,
+        },
     ],
     "errors": [
-        {"test": "a", "what": "trunk, fla: values, packed against alone", "error": 0.0, "limit": 0.0},
-        {"test": "a", "what": "trunk, fla: gradient of x, packed against alone", "error": 1e-6, "limit": 5e-3},
-        {"test": "a", "what": "trunk, fla: gradient of w, packed against alone", "error": 2e-3, "limit": 5e-3},
-        {"test": "c", "what": "trunk, auto: decays' gradients, packed against alone", "error": 1e-3, "limit": None},
-        {"test": "d", "what": "logits bf16: packed against upstream per document", "error": 3e-3, "limit": 1e-2},
-        {"test": "b", "what": "trunk, auto: gradient of x against fp64", "error": 1e-3, "limit": 1e-2},
+        {
+            "test": "a",
+            "what": "trunk, fla: values, packed against alone",
+            "error": 0.0,
+            "limit": 0.0,
+        },
+        {
+            "test": "a",
+            "what": "trunk, fla: gradient of x, packed against alone",
+            "error": 1e-6,
+            "limit": 5e-3,
+        },
+        {
+            "test": "a",
+            "what": "trunk, fla: gradient of w, packed against alone",
+            "error": 2e-3,
+            "limit": 5e-3,
+        },
+        {
+            "test": "c",
+            "what": "trunk, auto: decays' gradients, packed against alone",
+            "error": 1e-3,
+            "limit": None,
+        },
+        {
+            "test": "d",
+            "what": "logits bf16: packed against upstream per document",
+            "error": 3e-3,
+            "limit": 1e-2,
+        },
+        {
+            "test": "b",
+            "what": "trunk, auto: gradient of x against fp64",
+            "error": 1e-3,
+            "limit": 1e-2,
+        },
     ],
     "tests": {"passed": 3, "failed": 1, "skipped": 2, "not_passed": []},
 }
@@ -59,7 +139,9 @@ def results(tmp_path):
 
 def test_tables(results):
     lines = "\n".join(report.tables(*results).values()).splitlines()
-    assert "Made on 2026-01-02 on one NVIDIA Test with torch 2.11.0, triton 3.6.0" in "\n".join(lines)
+    assert "Made on 2026-01-02 on one NVIDIA Test with torch 2.11.0, triton 3.6.0" in "\n".join(
+        lines
+    )
     assert "| **2B shape, 32,768 tokens in 58 documents** | | | | | | |" in lines
     assert "| packfree+liger | 500 | 65,536 | 60.0 | 546 | 4.00 x | 1.25 |" in lines
     assert "| unpatched packed | 2,000 | 16,384 | 127.8 | 256 | 1.00 x | 5.00 |" in lines
@@ -68,29 +150,50 @@ def test_tables(results):
     assert "| unpatched packed | out of memory | | | | | |" in lines
     assert "| **2B shape, 8 rows of 2,048 tokens, 34% of them real** | | | | | | |" in lines
     assert "| real tokens/s, 8 layers of the 2B shape | 4k | 32k |" in lines
-    assert lines.index("| documents of 64 | 4,096,000 | 4,096,000 |") < lines.index("| one document | 4,095,000 |  |")
-    assert "| trunk, fla | 0 | 0 | 2.0e-03 | 5e-03 |" in lines and "| trunk, auto |  |  | 1.0e-03 |  |" in lines
+    assert lines.index("| documents of 64 | 4,096,000 | 4,096,000 |") < lines.index(
+        "| one document | 4,095,000 |  |"
+    )
+    assert (
+        "| trunk, fla | 0 | 0 | 2.0e-03 | 5e-03 |" in lines
+        and "| trunk, auto |  |  | 1.0e-03 |  |" in lines
+    )
     assert "| logits bf16: packed against upstream per document | 3.0e-03 | 1e-02 |" in lines
     assert "GPU tests: 3 passed, 1 failed, 2 skipped." in lines
     assert not [line for line in lines if "late" in line or "fp64" in line]
 
 
 def test_a_model_that_cannot_be_built_says_so_once_and_rows_without_memory_each():
-    kinds = {"packfree+liger": "ImportError: no such class", "packfree+liger, padded": "ImportError: no such class",
-             "packfree": "ImportError: another", "unpatched packed": "OutOfMemoryError: CUDA"}
+    kinds = {
+        "packfree+liger": "ImportError: no such class",
+        "packfree+liger, padded": "ImportError: no such class",
+        "packfree": "ImportError: another",
+        "unpatched packed": "OutOfMemoryError: CUDA",
+    }
     works = ("moe-32k-packed", "moe-4k-packed")
-    rows = [{"workload": work, "variant": variant, "error": error} for work in works for variant, error in kinds.items()]
+    rows = [
+        {"workload": work, "variant": variant, "error": error}
+        for work in works
+        for variant, error in kinds.items()
+    ]
     table = report.steps({"rows": rows})
-    assert table.count("| packfree+liger | ImportError |") == table.count("| packfree | ImportError |") == 1
+    assert (
+        table.count("| packfree+liger | ImportError |")
+        == table.count("| packfree | ImportError |")
+        == 1
+    )
     assert "padded" not in table and table.count("| unpatched packed | out of memory |") == 2
 
 
 def test_rows_of_an_earlier_run_are_marked_and_compared_with_their_own():
-    rows = [row | {"run": 2 - (row["variant"] == "matrix products alone")} for row in RESULT["rows"][:3]]
+    rows = [
+        row | {"run": 2 - (row["variant"] == "matrix products alone")} for row in RESULT["rows"][:3]
+    ]
     lines = report.steps(RESULT | {"rows": rows}).splitlines()
     assert report.EARLIER in report.head(RESULT | {"rows": rows}, "x.json")
     assert report.EARLIER not in report.head(RESULT, "x.json")
-    assert "| packfree+liger | 500 | 65,536 | 60.0 | 546 | 4.00 x |  |" in lines, "its products were timed in another run"
+    assert "| packfree+liger | 500 | 65,536 | 60.0 | 546 | 4.00 x |  |" in lines, (
+        "its products were timed in another run"
+    )
     assert "| matrix products alone * | 400 | 81,920 |  |  |  | 1.00 |" in lines
 
 
@@ -104,8 +207,12 @@ def test_operations_are_listed_by_speed():
 
 
 def test_readme_s_table_is_short_and_leaves_out_what_was_not_timed():
-    lines = report.summary({"rows": RESULT["rows"] + [RESULT["rows"][0] | {"variant": "packfree"}]}).splitlines()
-    assert lines[2:] == ["| 2B shape, 32,768 tokens in 58 documents | 2,000 ms, 128 GiB | 500 ms, 60 GiB | 4.0 x |"]
+    lines = report.summary(
+        {"rows": RESULT["rows"] + [RESULT["rows"][0] | {"variant": "packfree"}]}
+    ).splitlines()
+    assert lines[2:] == [
+        "| 2B shape, 32,768 tokens in 58 documents | 2,000 ms, 128 GiB | 500 ms, 60 GiB | 4.0 x |"
+    ]
 
 
 def test_readme_s_table_marks_what_was_not_timed_in_one_run():
@@ -114,34 +221,55 @@ def test_readme_s_table_marks_what_was_not_timed_in_one_run():
 
 
 @pytest.mark.parametrize(
-    "row, cell", [({"error": "OutOfMemoryError: 9 GiB"}, "out of memory"), ({"skipped": "late"}, "not measured")]
+    "row, cell",
+    [
+        ({"error": "OutOfMemoryError: 9 GiB"}, "out of memory"),
+        ({"skipped": "late"}, "not measured"),
+    ],
 )
 def test_readme_s_table_says_why_a_row_has_no_time(row, cell):
     names = {"workload": "2b-32k-packed", "documents": 58}
-    stock, ours = names | {"variant": "unpatched packed"} | row, names | {"variant": "packfree", "ms": 500.0, "peak_gib": 60.0}
+    stock, ours = (
+        names | {"variant": "unpatched packed"} | row,
+        names | {"variant": "packfree", "ms": 500.0, "peak_gib": 60.0},
+    )
     line = report.summary({"rows": [stock, ours]}).splitlines()[2]
     assert line == f"| 2B shape, 32,768 tokens in 58 documents | {cell} | 500 ms, 60 GiB |  |"
 
 
 def test_an_ablation_is_a_table_of_ratios(results):
     lines = report.ablation(results[1]).splitlines()
-    assert "on 2026-01-03 on one NVIDIA Test" in lines[0] and "2026-01-03-gpu-ablation.jsonl" in lines[0]
+    assert (
+        "on 2026-01-03 on one NVIDIA Test" in lines[0]
+        and "2026-01-03-gpu-ablation.jsonl" in lines[0]
+    )
     assert lines[2:] == [
-        "| without | launcher | attention |", "|---|---|---|", "| w | 1.100 (1.050) |  |", "| v |  | 1.200 (1.150) |",
+        "| without | launcher | attention |",
+        "|---|---|---|",
+        "| w | 1.100 (1.050) |  |",
+        "| v |  | 1.200 (1.150) |",
     ]
 
 
 def test_the_pages_get_the_newest_result(tmp_path, results):
     (tmp_path / "2026-01-01-gpu.json").write_text(json.dumps(RESULT))
-    assert report.newest(tmp_path) == results[0] and report.newest(tmp_path, "*-ablation.jsonl") == results[1]
+    assert (
+        report.newest(tmp_path) == results[0]
+        and report.newest(tmp_path, "*-ablation.jsonl") == results[1]
+    )
     found, wanted = report.tables(*results), dict[str, str]()
     for (page, mark), text in found.items():
         (tmp_path / page).parent.mkdir(exist_ok=True)
         with (tmp_path / page).open("a") as file:
             file.write(f"before\n<!-- {mark} -->\nold\n<!-- /{mark} -->\nafter\n")
-        wanted[page] = wanted.get(page, "") + f"before\n<!-- {mark} -->\n{text}<!-- /{mark} -->\nafter\n"
-    for _ in range(2):  # writing again changes nothing
-        report.main(["--result", str(results[0]), "--ablation", str(results[1]), "--write", str(tmp_path)])
+        wanted[page] = (
+            wanted.get(page, "") + f"before\n<!-- {mark} -->\n{text}<!-- /{mark} -->\nafter\n"
+        )
+    # writing again changes nothing
+    for _ in range(2):
+        report.main(
+            ["--result", str(results[0]), "--ablation", str(results[1]), "--write", str(tmp_path)]
+        )
         assert {page: (tmp_path / page).read_text() for page in wanted} == wanted
     assert 1_000 < (tmp_path / report.PLOT).stat().st_size < 100_000
 
@@ -154,26 +282,49 @@ def test_a_page_without_marks_is_refused():
 def test_calls_are_assembled(tmp_path):
     first, second = tmp_path / "1", tmp_path / "2"
     lines = {
-        first: [{"workload": "w", "variant": "a", "ms": 1.0}, {"workload": "w", "variant": "b", "ms": 2.0}],
-        second: [{"workload": "w", "variant": "a", "ms": 3.0}, {"workload": "w", "variant": "b", "skipped": "late"}],
+        first: [
+            {"workload": "w", "variant": "a", "ms": 1.0},
+            {"workload": "w", "variant": "b", "ms": 2.0},
+        ],
+        second: [
+            {"workload": "w", "variant": "a", "ms": 3.0},
+            {"workload": "w", "variant": "b", "skipped": "late"},
+        ],
     }
     for folder, rows in lines.items():
         folder.mkdir()
-        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"cut": ')
-        (folder / "machine.json").write_text('{"machine": "GPU 1", "date": "2026-01-02", "versions": {}}')
-    (second / "tests.jsonl").write_text('{"test": "t", "outcome": "failed", "s": 1, "reason": "r"}\n')
-    (first / "files.jsonl").write_text('{"file": "a", "end": "passed"}\n{"file": "b", "end": "out of time"}\n')
+        (folder / "rows.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows) + '{"cut": '
+        )
+        (folder / "machine.json").write_text(
+            '{"machine": "GPU 1", "date": "2026-01-02", "versions": {}}'
+        )
+    (second / "tests.jsonl").write_text(
+        '{"test": "t", "outcome": "failed", "s": 1, "reason": "r"}\n'
+    )
+    (first / "files.jsonl").write_text(
+        '{"file": "a", "end": "passed"}\n{"file": "b", "end": "out of time"}\n'
+    )
     path = run_all.main(["--out", str(tmp_path), "--assemble", str(first), str(second)])
     assert path.name == "2026-01-02-gpu-1.json"
     found = json.loads(path.read_text())
-    assert [(row["variant"], row["ms"], row["run"]) for row in found["rows"]] == [("a", 3.0, 2), ("b", 2.0, 1)]
+    assert [(row["variant"], row["ms"], row["run"]) for row in found["rows"]] == [
+        ("a", 3.0, 2),
+        ("b", 2.0, 1),
+    ]
     assert found["tests"] == {
-        "passed": 0, "failed": 1, "skipped": 0, "not_passed": [{"test": "t", "outcome": "failed", "reason": "r"}],
+        "passed": 0,
+        "failed": 1,
+        "skipped": 0,
+        "not_passed": [{"test": "t", "outcome": "failed", "reason": "r"}],
         "files": {"a": "passed", "b": "out of time"},
     }
     assert not run_all.ended_well(path)
-    (second / "files.jsonl").write_text('{"file": "b", "end": "passed"}\n')  # again, with more time
-    assert run_all.ended_well(run_all.main(["--out", str(tmp_path), "--assemble", str(first), str(second)]))
+    # again, with more time
+    (second / "files.jsonl").write_text('{"file": "b", "end": "passed"}\n')
+    assert run_all.ended_well(
+        run_all.main(["--out", str(tmp_path), "--assemble", str(first), str(second)])
+    )
 
 
 def test_a_file_that_does_not_end_well_leaves_a_trace(tmp_path, monkeypatch):
@@ -182,18 +333,33 @@ def test_a_file_that_does_not_end_well_leaves_a_trace(tmp_path, monkeypatch):
     monkeypatch.setattr(run_all, "run", lambda command, *_, **__: ends.get(command[3][6:], ""))
     path = run_all.main(["--out", str(tmp_path), "--no-rows", "--tests", *ends])
     found = json.loads(path.read_text())["tests"]["files"]
-    assert found == {"gpu/a.py": "passed", "gpu/b.py": "interrupted", "integrations/c.py": "out of time"}
+    assert found == {
+        "gpu/a.py": "passed",
+        "gpu/b.py": "interrupted",
+        "integrations/c.py": "out of time",
+    }
     assert not run_all.ended_well(path)
 
 
 def test_one_script_runs_every_file_that_needs_a_gpu():
     folder = run_all.ROOT / "tests"
     marked = re.compile(r"^(pytestmark = .*\bgpu\b|@pytest\.mark\.gpu\b)", re.M)
-    files = {path.relative_to(folder).as_posix() for path in folder.rglob("test_*.py") if marked.search(path.read_text())}
+    files = {
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("test_*.py")
+        if marked.search(path.read_text())
+    }
     assert set(run_all.TESTS) == files
 
 
 def test_a_result_names_no_folder_of_the_machine(tmp_path):
-    row = {"workload": "w", "variant": "v", "error": "ImportError: (/home/somebody/site/package/part/file.py), 5 tokens/s"}
+    row = {
+        "workload": "w",
+        "variant": "v",
+        "error": "ImportError: (/home/somebody/site/package/part/file.py), 5 tokens/s",
+    }
     path = run_all.write(RESULT | {"rows": [row]}, tmp_path)
-    assert json.loads(path.read_text())["rows"][0]["error"] == "ImportError: (part/file.py), 5 tokens/s"
+    assert (
+        json.loads(path.read_text())["rows"][0]["error"]
+        == "ImportError: (part/file.py), 5 tokens/s"
+    )

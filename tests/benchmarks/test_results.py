@@ -1,4 +1,6 @@
-"""The committed results have the form that a reader needs, and the pages hold what the report module prints from them."""
+"""The committed results have the form that a reader needs, and the pages hold what the report
+module prints from them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def test_the_pages_hold_the_tables_of_the_newest_results():
         assert held == report.put_in(held, mark, text), page
 
 
-@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.relative_to(report.RESULTS).as_posix())
+@pytest.mark.parametrize(
+    "path", RESULTS, ids=lambda path: path.relative_to(report.RESULTS).as_posix()
+)
 def test_a_result_says_when_and_on_what_it_was_made(path):
     result = json.loads(path.read_text())
     assert re.fullmatch(r"\d{4}-\d\d-\d\d-nvidia-\w+(-[\w-]+)?", path.stem)
@@ -32,15 +36,21 @@ def test_a_result_says_when_and_on_what_it_was_made(path):
 
 def test_the_full_result_says_what_made_it():
     result = json.loads(NEWEST.read_text())
-    assert NEWEST.stem.startswith(result["date"]) and re.fullmatch(r"[0-9a-f]{12}", result["source"])
+    assert NEWEST.stem.startswith(result["date"]) and re.fullmatch(
+        r"[0-9a-f]{12}", result["source"]
+    )
     assert result["versions"]["hf_packfree"]
     names = [(row["workload"], row["variant"]) for row in result["rows"]]
     assert len(names) == len(set(names))
-    assert all({"ms", "real_tokens_per_s"} <= row.keys() or "error" in row for row in result["rows"])
+    assert all(
+        {"ms", "real_tokens_per_s"} <= row.keys() or "error" in row for row in result["rows"]
+    )
 
 
 def test_an_ablation_says_what_made_it():
     about, *rows = read_lines(ABLATED)
     assert ABLATED.name.startswith(about["date"]) and re.fullmatch(r"[0-9a-f]{12}", about["source"])
     assert about["script"] == "tests.benchmarks.ablation" and about["machine"].startswith("NVIDIA ")
-    assert {(row["workload"], "nothing") for row in rows} <= {(row["workload"], row["off"]) for row in rows}
+    assert {(row["workload"], "nothing") for row in rows} <= {
+        (row["workload"], row["off"]) for row in rows
+    }

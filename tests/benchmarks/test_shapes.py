@@ -9,14 +9,25 @@ from tests.benchmarks.layers import products
 from tests.benchmarks.media import sixteen_documents
 from tests.benchmarks.profiling import category
 from tests.benchmarks.shapes import (
-    SHAPES, TOKENS, batch_lengths, configuration, fixed_lengths, log_normal_lengths, special_tokens,
+    SHAPES,
+    TOKENS,
+    batch_lengths,
+    configuration,
+    fixed_lengths,
+    log_normal_lengths,
+    special_tokens,
 )
 from tests.benchmarks.workloads import groups
 
 
 def test_lengths():
     lengths = log_normal_lengths(TOKENS)
-    assert sum(lengths) == TOKENS and len(lengths) == 58 and max(lengths) <= 2048 and min(lengths[:-1]) >= 32
+    assert (
+        sum(lengths) == TOKENS
+        and len(lengths) == 58
+        and max(lengths) <= 2048
+        and min(lengths[:-1]) >= 32
+    )
     assert fixed_lengths(1000, 300) == [300, 300, 300, 100] and fixed_lengths(64, 64) == [64]
     rows = batch_lengths(8, 2048, 0.34)
     assert len(rows) == 8 and max(rows) == 2048 and min(rows) >= 1
@@ -26,14 +37,21 @@ def test_lengths():
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes_have_three_linear_layers_to_one_full(name):
     config = configuration(SHAPES[name]).get_text_config()
-    assert config.layer_types.count("linear_attention") == 3 * config.layer_types.count("full_attention")
+    assert config.layer_types.count("linear_attention") == 3 * config.layer_types.count(
+        "full_attention"
+    )
 
 
 def test_documents_with_images():
     """What the first measurement of these models had: of a padded batch 34% are real."""
     load = sixteen_documents("padded")
     facts = load.facts()
-    assert (facts["documents"], facts["real_tokens"], facts["images"], facts["patches"]) == (16, 11108, 29, 16288)
+    assert (facts["documents"], facts["real_tokens"], facts["images"], facts["patches"]) == (
+        16,
+        11108,
+        29,
+        16288,
+    )
     batch = load.inputs(1000, "cpu")
     special = special_tokens(1000)
     assert batch["pixel_values"].shape == (16288, 1536) and batch["attention_mask"].sum() == 11108
@@ -56,7 +74,11 @@ def test_matrix_products(name, tera):
 def test_rows_have_names_of_their_own():
     names = [row[:2] for group in groups() for row in group.rows]
     assert len(names) == len(set(names))
-    assert {row[0] for group in groups() for row in group.rows} >= {"2b-32k-packed", "2b-8x2048-padded", "moe-32k-packed"}
+    assert {row[0] for group in groups() for row in group.rows} >= {
+        "2b-32k-packed",
+        "2b-8x2048-padded",
+        "moe-32k-packed",
+    }
     sizes = (1024, 4096, 8192, TOKENS, 2 * TOKENS, 4 * TOKENS, 5567, 11108)
     assert all(row[2].real_tokens in sizes for group in groups() for row in group.rows)
 
@@ -65,9 +87,19 @@ def test_rows_have_names_of_their_own():
     "kernel, wanted",
     [
         ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NTN", "gemm"),
-        ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<cutlass::bfloat16_t>", "attention"),
-        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::BFloat16>>", "elementwise add"),
-        ("void at::native::elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda>", "copy"),
+        (
+            "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<cutlass::bfloat16_t>",
+            "attention",
+        ),
+        (
+            "void at::native::vectorized_elementwise_kernel<4, "
+            "at::native::CUDAFunctor_add<c10::BFloat16>>",
+            "elementwise add",
+        ),
+        (
+            "void at::native::elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda>",
+            "copy",
+        ),
         ("chunk_gated_delta_rule_fwd_kernel_h_blockdim64", "delta rule"),
         ("recompute_w_u_fwd_kernel", "delta rule"),
         ("l2norm_fwd_kernel", "delta rule"),
@@ -75,7 +107,10 @@ def test_rows_have_names_of_their_own():
         ("_rms_norm_forward_kernel", "norm"),
         ("layer_norm_gated_bwd_kernel", "norm"),
         ("_swiglu_forward_kernel", "swiglu"),
-        ("void at::native::vectorized_elementwise_kernel<4, at::native::sigmoid_kernel_cuda>", "other"),
+        (
+            "void at::native::vectorized_elementwise_kernel<4, at::native::sigmoid_kernel_cuda>",
+            "other",
+        ),
     ],
 )
 def test_kernels_have_a_category(kernel, wanted):

@@ -13,7 +13,9 @@ from tests.benchmarks.timing import Clock
 
 def test_steps_are_timed_in_turns():
     calls: list[str] = []
-    found = Clock("cpu", warmup=2, runs=3).in_turns([lambda: calls.append("a"), lambda: calls.append("b")])
+    found = Clock("cpu", warmup=2, runs=3).in_turns(
+        [lambda: calls.append("a"), lambda: calls.append("b")]
+    )
     assert calls == [*"aabb", *"ab" * 3]
     assert [result["runs"] for result in found] == [3, 3]
 
@@ -26,8 +28,11 @@ def test_one_step_is_timed_alone():
 
 @pytest.mark.slow
 def test_a_name_with_an_apostrophe_is_no_part_of_what_torch_compiles(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["measure", "--list", "--out", str(tmp_path), "--only", "liger's fused loss"])
+    monkeypatch.setattr(
+        sys, "argv", ["measure", "--list", "--out", str(tmp_path), "--only", "liger's fused loss"]
+    )
     assert {row["variant"] for row in measure.main().rows} == {"packfree+liger's fused loss"}
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # where no code is from before
+    # where no code is from before
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch.compiler.reset()
     assert torch.compile(lambda x: x * 2 + 1)(torch.ones(3)).tolist() == [3, 3, 3]

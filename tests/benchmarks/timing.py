@@ -1,4 +1,5 @@
-"""Time a step: medians of CUDA events, peak memory, a budget of minutes, results written as they come.
+"""Time a step: medians of CUDA events, peak memory, a budget of minutes, results written as they
+come.
 
 Times in ms, memory in GiB.
 """
@@ -31,15 +32,24 @@ class Turn:
     peak: float = 0.0
 
     def goes_on(self, runs: int, least: float, longest: float) -> bool:
-        """Whether it wants more timings: so many runs and at least so long, two at least, and not for longer than that."""
+        """Whether it wants more timings: so many runs and at least so long, two at least, and
+        not for longer than that.
+        """
         total = sum(self.times) * self.repeats
-        return len(self.times) < 2 or ((len(self.times) < runs or total < least) and total < longest)
+        return len(self.times) < 2 or (
+            (len(self.times) < runs or total < least) and total < longest
+        )
 
     def result(self) -> dict[str, float]:
         """See `Clock.measure`."""
         return {
-            "ms": statistics.median(self.times), "ms_min": min(self.times), "ms_max": max(self.times),
-            "runs": len(self.times), "repeats": self.repeats, "warmup_s": self.warm_s, "peak_gib": self.peak,
+            "ms": statistics.median(self.times),
+            "ms_min": min(self.times),
+            "ms_max": max(self.times),
+            "runs": len(self.times),
+            "repeats": self.repeats,
+            "warmup_s": self.warm_s,
+            "peak_gib": self.peak,
         }
 
 
@@ -50,10 +60,11 @@ class Clock:
     Attributes:
         device: "cuda" or "cpu".
         warmup, runs: how many steps come before and count.
-        least: seconds of timed steps on "cuda", so that short ones, which wait for the host, are timed more often.
+        least: seconds of timed steps on "cuda", so that short ones, which wait for the host, are
+            timed more often.
         longest: seconds of timed steps after which no further one begins (two count at least).
-        shortest: ms that a timing lasts at least; shorter steps are repeated within it, so that the device never waits
-            for the host between them, and divided by their number.
+        shortest: ms that a timing lasts at least; shorter steps are repeated within it, so that the
+            device never waits for the host between them, and divided by their number.
     """
 
     device: str
@@ -64,11 +75,15 @@ class Clock:
     shortest: float = 10.0
 
     def measure(self, step: Callable[[], Any]) -> dict[str, float]:
-        """Return {"ms": median, "ms_min", "ms_max", "warmup_s": seconds of the warm-up, "peak_gib": of the timed steps}."""
+        """Return {"ms": median, "ms_min", "ms_max", "warmup_s": seconds of the warm-up,
+        "peak_gib": of the timed steps}.
+        """
         return self.in_turns([step])[0]
 
     def in_turns(self, steps: Sequence[Callable[[], Any]]) -> list[dict[str, float]]:
-        """Return what `measure` does of each, timed one after the other again and again: what slows one down slows all."""
+        """Return what `measure` does of each, timed one after the other again and again: what
+        slows one down slows all.
+        """
         return self._timed([self._warmed(step) for step in steps])
 
     def _warmed(self, step: Callable[[], Any]) -> Turn:
@@ -77,7 +92,11 @@ class Clock:
             step()
         self._wait()
         warm = time.perf_counter() - started
-        repeats = 1 if self.device != "cuda" else max(1, min(50, int(self.shortest / max(self.once(step), 1e-3))))
+        repeats = (
+            1
+            if self.device != "cuda"
+            else max(1, min(50, int(self.shortest / max(self.once(step), 1e-3))))
+        )
         return Turn(step, warm, repeats)
 
     def _timed(self, turns: list[Turn]) -> list[dict[str, float]]:
@@ -112,7 +131,8 @@ class Clock:
 
 @dataclass
 class Results:
-    """Rows, appended to a file of JSON lines the moment they are known, so that a cut-off run loses one row at most.
+    """Rows, appended to a file of JSON lines the moment they are known, so that a cut-off run loses
+    one row at most.
 
     Attributes:
         path: where the lines go.
@@ -131,7 +151,11 @@ class Results:
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.done = {name_of(row) for row in read_lines(self.path) if "skipped" not in row} if self.resume else set()
+        self.done = (
+            {name_of(row) for row in read_lines(self.path) if "skipped" not in row}
+            if self.resume
+            else set()
+        )
 
     def wanted(self, workload: str, variant: str) -> bool:
         """Whether `only` asks for this row."""
@@ -154,7 +178,8 @@ class Results:
                 row |= measure()
             except Exception as error:
                 row |= failure(error)
-            free()  # what an out-of-memory error's traceback kept alive
+            # what an out-of-memory error's traceback kept alive
+            free()
             row["row_s"] = round(time.monotonic() - began, 1)
         self.add(row)
         if "error" in row and not _alive():
@@ -175,7 +200,9 @@ class Results:
 
 
 DEAD = 17
-"""Exit status of a process whose device failed for good: a fresh process can go on with `resume`."""
+"""Exit status of a process whose device failed for good: a fresh process can go on with
+`resume`.
+"""
 
 
 def _alive() -> bool:
@@ -203,7 +230,9 @@ def name_of(row: dict[str, Any]) -> tuple[str, str]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the file's lines of JSON; none where it does not exist, and not the last one if it was cut off."""
+    """Return the file's lines of JSON; none where it does not exist, and not the last one if it
+    was cut off.
+    """
     lines = path.read_text().splitlines() if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("}")]
 
@@ -223,4 +252,7 @@ def line_of(row: dict[str, Any]) -> str:
     if "ms" not in row:
         return f"{name} {row.get('error') or row.get('skipped') or row}"
     speed = f"{row['real_tokens_per_s']:10,.0f} tok/s" if "real_tokens_per_s" in row else " " * 16
-    return f"{name} {row['ms']:10.3f} ms {speed} {row.get('peak_gib', 0.0):7.2f} GiB  ({row.get('row_s', 0):.0f} s)"
+    return (
+        f"{name} {row['ms']:10.3f} ms {speed} {row.get('peak_gib', 0.0):7.2f} GiB  "
+        f"({row.get('row_s', 0):.0f} s)"
+    )

@@ -8,7 +8,14 @@ from typing import Any
 from tests.benchmarks.batches import Load
 from tests.benchmarks.media import sixteen_documents
 from tests.benchmarks.models import Variant
-from tests.benchmarks.shapes import SHAPES, TOKENS, Shape, batch_lengths, fixed_lengths, log_normal_lengths
+from tests.benchmarks.shapes import (
+    SHAPES,
+    TOKENS,
+    Shape,
+    batch_lengths,
+    fixed_lengths,
+    log_normal_lengths,
+)
 
 PACKFREE = Variant()
 LIGER = Variant(liger="before")
@@ -27,8 +34,8 @@ class Group:
         variant: what runs in it.
         rows: (workload, name of the variant, batch) of each row.
         note: what the rows' reader has to know beside the shape's own note.
-        in_turns: rows of one workload are timed one after the other, again and again, so that their ratios hold where the
-            host is slower at times.
+        in_turns: rows of one workload are timed one after the other, again and again, so that their
+            ratios hold where the host is slower at times.
     """
 
     shape: Shape
@@ -38,24 +45,44 @@ class Group:
     in_turns: bool = False
 
 
-PUT_IN = "upstream with FLA's convolution and gated norm, torch's varlen attention, Liger's norms and SwiGLU"
-STANDS_IN = "FLA's Triton convolution stands in for causal-conv1d, without which upstream refuses packed rows"
+PUT_IN = (
+    "upstream with FLA's convolution and gated norm, torch's varlen attention, Liger's norms and "
+    "SwiGLU"
+)
+STANDS_IN = (
+    "FLA's Triton convolution stands in for causal-conv1d, without which upstream refuses packed "
+    "rows"
+)
 
 
 def groups(tiny: bool = False, backend: Any = "auto") -> list[Group]:
-    """Return every group, the important ones first; `tiny` shrinks models and rows, for a trial on a CPU."""
+    """Return every group, the important ones first; `tiny` shrinks models and rows, for a trial
+    on a CPU.
+    """
     found = [
-        *_dense(tiny), *_whole_steps(tiny), *_with_head(tiny), *_twice_as_long(tiny), *_lora(tiny), *_padded(tiny),
+        *_dense(tiny),
+        *_whole_steps(tiny),
+        *_with_head(tiny),
+        *_twice_as_long(tiny),
+        *_lora(tiny),
+        *_padded(tiny),
         *_recomputed(tiny),
-        *_with_images(tiny), *_linearity(tiny),
-        *_wide("9b", "tiny" if tiny else "9b", tiny), *_wide("moe", "tiny-moe" if tiny else "moe", tiny),
+        *_with_images(tiny),
+        *_linearity(tiny),
+        *_wide("9b", "tiny" if tiny else "9b", tiny),
+        *_wide("moe", "tiny-moe" if tiny else "moe", tiny),
     ]
     ours = [group.variant.packfree and group.variant.backend == "auto" for group in found]
-    return [replace(g, variant=replace(g.variant, backend=backend)) if mine else g for g, mine in zip(found, ours)]
+    return [
+        replace(g, variant=replace(g.variant, backend=backend)) if mine else g
+        for g, mine in zip(found, ours)
+    ]
 
 
 def _long(tiny: bool) -> tuple[int, ...]:
-    return tuple(log_normal_lengths(400, longest=100, shortest=5) if tiny else log_normal_lengths(TOKENS))
+    return tuple(
+        log_normal_lengths(400, longest=100, shortest=5) if tiny else log_normal_lengths(TOKENS)
+    )
 
 
 def _dense(tiny: bool) -> list[Group]:
@@ -64,12 +91,14 @@ def _dense(tiny: bool) -> list[Group]:
     packed, one = Load(lengths), Load((sum(lengths),), "record")
     plain = Load((sum(lengths),), "plain")
     liger = (
-        (name, "packfree+liger", packed), (name, "packfree+liger, record given", replace(packed, input_format="record")),
+        (name, "packfree+liger", packed),
+        (name, "packfree+liger, record given", replace(packed, input_format="record")),
         (name, "packfree+liger, one document", one),
     )
     bare = ((name, "packfree", packed), (name, "packfree, one document", one))
     triton = (
-        (name, "packfree+liger, FlashQLA off", packed), (name, "packfree+liger, FlashQLA off, one document", one),
+        (name, "packfree+liger, FlashQLA off", packed),
+        (name, "packfree+liger, FlashQLA off, one document", one),
     )
     unpatched = ((name, "unpatched packed", packed), (name, "unpatched, one document", plain))
     return [
@@ -78,7 +107,9 @@ def _dense(tiny: bool) -> list[Group]:
         Group(shape, replace(LIGER, flash_qla=False), triton),
         Group(shape, UNPATCHED_CONV, unpatched, STANDS_IN),
         Group(shape, COMPOSED, ((name, "composed without packfree", packed),), PUT_IN),
-        Group(shape, replace(LIGER, backend=CUT), ((name, "packfree+liger, one document, cut", one),)),
+        Group(
+            shape, replace(LIGER, backend=CUT), ((name, "packfree+liger, one document, cut", one),)
+        ),
     ]
 
 
@@ -104,23 +135,38 @@ def _whole_steps(tiny: bool) -> list[Group]:
     batch = tuple(batch_lengths(4, 64, 0.5) if tiny else batch_lengths(8, 2048, 0.34))
     loads = {
         "2b-32k-whole-step": Load(_long(tiny), whole=True),
-        "2b-8k-whole-step": Load(tuple(log_normal_lengths(*(200,) if tiny else (8192,))), whole=True),
+        "2b-8k-whole-step": Load(
+            tuple(log_normal_lengths(*(200,) if tiny else (8192,))), whole=True
+        ),
         "2b-8x2048-whole-step": Load(batch, "padded", whole=True),
     }
     variants = {
-        "packfree": (PACKFREE, ""), "packfree+liger": (LIGER, ""),
+        "packfree": (PACKFREE, ""),
+        "packfree+liger": (LIGER, ""),
         "packfree+liger's fused loss": (replace(LIGER, liger="with its loss"), ""),
-        "composed without packfree": (replace(COMPOSED, liger="with its loss"), f"{PUT_IN}, and Liger's fused loss"),
+        "composed without packfree": (
+            replace(COMPOSED, liger="with its loss"),
+            f"{PUT_IN}, and Liger's fused loss",
+        ),
         "unpatched packed": (UNPATCHED_CONV, STANDS_IN),
     }
     return [
-        Group(shape, variant, tuple((work, name, load) for work, load in loads.items() if not (note and "8x" in work)), note)
+        Group(
+            shape,
+            variant,
+            tuple(
+                (work, name, load) for work, load in loads.items() if not (note and "8x" in work)
+            ),
+            note,
+        )
         for name, (variant, note) in variants.items()
     ]
 
 
 def _with_head(tiny: bool) -> list[Group]:
-    """Whole steps of the 2B shape at 32k tokens, beside those that train a multi-token prediction head too."""
+    """Whole steps of the 2B shape at 32k tokens, beside those that train a multi-token
+    prediction head too.
+    """
     shape, load = SHAPES["tiny" if tiny else "2b"], Load(_long(tiny), whole=True)
     return [
         Group(shape, replace(PACKFREE, mtp=depth), (("2b-32k-mtp", name, load),))
@@ -129,10 +175,14 @@ def _with_head(tiny: bool) -> list[Group]:
 
 
 def _lora(tiny: bool) -> list[Group]:
-    """The 2B shape at 32k tokens, frozen, with adapters in fp32, which is PEFT's default, and in bf16."""
+    """The 2B shape at 32k tokens, frozen, with adapters in fp32, which is PEFT's default, and in
+    bf16.
+    """
     shape, load = SHAPES["tiny" if tiny else "2b"], Load(_long(tiny))
     variants = {
-        "packfree": (PACKFREE, ""), "packfree+liger": (LIGER, ""), "composed without packfree": (COMPOSED, PUT_IN),
+        "packfree": (PACKFREE, ""),
+        "packfree+liger": (LIGER, ""),
+        "composed without packfree": (COMPOSED, PUT_IN),
         "unpatched packed": (UNPATCHED_CONV, STANDS_IN),
     }
     found = [
@@ -147,7 +197,12 @@ def _lora(tiny: bool) -> list[Group]:
         if name.startswith(("packfree", "composed"))
     ]
     return found + [
-        Group(shape, replace(variant, lora="fp32", in_4_bits=True), (("2b-32k-qlora", name, load),), note)
+        Group(
+            shape,
+            replace(variant, lora="fp32", in_4_bits=True),
+            (("2b-32k-qlora", name, load),),
+            note,
+        )
         for name, (variant, note) in variants.items()
         if name != "unpatched packed"
     ]
@@ -162,46 +217,72 @@ def _recomputed(tiny: bool) -> list[Group]:
 
 
 def _padded(tiny: bool) -> list[Group]:
-    """The 2B shape on 8 rows of 2,048 tokens, 34% of them real, the same packed, and rows so short that the GPU waits."""
+    """The 2B shape on 8 rows of 2,048 tokens, 34% of them real, the same packed, and rows so
+    short that the GPU waits.
+    """
     shape, name = SHAPES["tiny" if tiny else "2b"], "2b-8x2048-padded"
     lengths = tuple(batch_lengths(4, 64, 0.5) if tiny else batch_lengths(8, 2048, 0.34))
     padded, packed, plain = Load(lengths, "padded"), Load(lengths), Load((sum(lengths),), "plain")
     short = Load((8,) * 4 if tiny else (128,) * 8)
     liger = (
-        (name, "packfree+liger, padded", padded), (name, "packfree+liger, packed", packed),
+        (name, "packfree+liger, padded", padded),
+        (name, "packfree+liger, packed", packed),
         ("2b-1k-packed", "packfree+liger", short),
     )
     invariant = (
-        (name, "packfree+liger, padded, batch-invariant", padded), ("2b-1k-packed", "packfree+liger, batch-invariant", short),
+        (name, "packfree+liger, padded, batch-invariant", padded),
+        ("2b-1k-packed", "packfree+liger, batch-invariant", short),
     )
     stand_in = (
-        (name, "unpatched padded, FLA convolution", padded), (name, "unpatched packed", packed),
+        (name, "unpatched padded, FLA convolution", padded),
+        (name, "unpatched packed", packed),
         (name, "unpatched, one document", plain),
     )
     return [
         Group(shape, LIGER, liger, in_turns=True),
-        Group(shape, PACKFREE, ((name, "packfree, padded", padded), (name, "packfree, packed", packed)), in_turns=True),
+        Group(
+            shape,
+            PACKFREE,
+            ((name, "packfree, padded", padded), (name, "packfree, packed", packed)),
+            in_turns=True,
+        ),
         Group(shape, replace(LIGER, batch_invariant=True), invariant),
-        Group(shape, UNPATCHED, ((name, "unpatched padded", padded),), "upstream's convolution as installed"),
+        Group(
+            shape,
+            UNPATCHED,
+            ((name, "unpatched padded", padded),),
+            "upstream's convolution as installed",
+        ),
         Group(shape, UNPATCHED_CONV, stand_in, STANDS_IN),
     ]
 
 
 def _with_images(tiny: bool) -> list[Group]:
-    """The 2B shape with its vision tower: documents with images padded, in one row, and parts of the step by themselves."""
+    """The 2B shape with its vision tower: documents with images padded, in one row, and parts of
+    the step by themselves.
+    """
     shape, name = SHAPES["tiny-vl" if tiny else "2b-vl"], "2b-vl-16docs"
-    padded, packed, tower = (sixteen_documents(form, tiny) for form in ("padded", "offsets", "tower"))
+    padded, packed, tower = (
+        sixteen_documents(form, tiny) for form in ("padded", "offsets", "tower")
+    )
     text = Load(packed.lengths)
     ours = (
-        (name, "packfree, padded", padded), (name, "packfree, packed", packed),
-        (name, "packfree, vision tower alone", tower), (name, "packfree, as many tokens of text", text),
+        (name, "packfree, padded", padded),
+        (name, "packfree, packed", packed),
+        (name, "packfree, vision tower alone", tower),
+        (name, "packfree, as many tokens of text", text),
     )
     unpatched = ((name, "stock, vision tower alone", tower), (name, "stock padded", padded))
-    return [Group(shape, PACKFREE, ours, in_turns=True), Group(shape, UNPATCHED_CONV, unpatched, STANDS_IN)]
+    return [
+        Group(shape, PACKFREE, ours, in_turns=True),
+        Group(shape, UNPATCHED_CONV, unpatched, STANDS_IN),
+    ]
 
 
 def _linearity(tiny: bool) -> list[Group]:
-    """Tokens by document length, with 8 layers, so that 131,072 tokens fit; every row is given its record."""
+    """Tokens by document length, with 8 layers, so that 131,072 tokens fit; every row is given
+    its record.
+    """
     shape = SHAPES["tiny"] if tiny else replace(SHAPES["2b"], layers=8)
     sizes = {"1k": 256, "2k": 512} if tiny else {"4k": 4096, "32k": TOKENS, "128k": 4 * TOKENS}
     rows = []
@@ -209,18 +290,27 @@ def _linearity(tiny: bool) -> list[Group]:
         for length in (8, 50) if tiny else (64, 500, 8000):
             if length < tokens:
                 lengths = tuple(fixed_lengths(tokens, length))
-                rows.append((f"2b-8layers-{name}", f"documents of {length}", Load(lengths, "record")))
+                rows.append(
+                    (f"2b-8layers-{name}", f"documents of {length}", Load(lengths, "record"))
+                )
         rows.append((f"2b-8layers-{name}", "one document", Load((tokens,), "record")))
     return [Group(shape, LIGER, tuple(rows), "packfree+liger; timed in turns", in_turns=True)]
 
 
 def _wide(name: str, key: str, tiny: bool) -> list[Group]:
-    """Another shape: at 32k tokens and 4k patched, beside one document, and unpatched; and a batch that is a third full."""
+    """Another shape: at 32k tokens and 4k patched, beside one document, and unpatched; and a
+    batch that is a third full.
+    """
     lengths, short = _long(tiny), tuple(fixed_lengths(*(200, 25) if tiny else (4096, 500)))
     rows = []
     for work, documents in ((f"{name}-32k-packed", lengths), (f"{name}-4k-packed", short)):
-        rows += [(work, "", Load(documents)), (work, ", one document", Load((sum(documents),), "record"))]
-    third = Load(tuple(batch_lengths(4, 64, 0.5) if tiny else batch_lengths(8, 2048, 0.34)), "padded")
+        rows += [
+            (work, "", Load(documents)),
+            (work, ", one document", Load((sum(documents),), "record")),
+        ]
+    third = Load(
+        tuple(batch_lengths(4, 64, 0.5) if tiny else batch_lengths(8, 2048, 0.34)), "padded"
+    )
     batch = f"{name}-8x2048-padded"
     rows.append((batch, ", padded", third))
     ours = {"packfree+liger": LIGER} | ({"packfree": PACKFREE} if name == "moe" else {})
@@ -228,6 +318,14 @@ def _wide(name: str, key: str, tiny: bool) -> list[Group]:
         Group(SHAPES[key], variant, tuple((work, called + what, load) for work, what, load in rows))
         for called, variant in ours.items()
     ]
-    packed = ((f"{name}-32k-packed", "unpatched packed", Load(lengths)), (f"{name}-4k-packed", "unpatched packed", Load(short)))
-    padded = Group(SHAPES[key], UNPATCHED, ((batch, "unpatched padded", third),), "upstream's convolution as installed")
+    packed = (
+        (f"{name}-32k-packed", "unpatched packed", Load(lengths)),
+        (f"{name}-4k-packed", "unpatched packed", Load(short)),
+    )
+    padded = Group(
+        SHAPES[key],
+        UNPATCHED,
+        ((batch, "unpatched padded", third),),
+        "upstream's convolution as installed",
+    )
     return [*found, Group(SHAPES[key], UNPATCHED_CONV, packed, STANDS_IN), padded]

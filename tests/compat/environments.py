@@ -1,7 +1,9 @@
-"""Environments of the releases: each borrows torch and the test tools and adds transformers with its requirements.
+"""Environments of the releases: each borrows torch and the test tools and adds transformers with
+its requirements.
 
-They are made once and kept.  Before each use the borrowed folder is brought up to date and the environment is tried, so
-that those of another checkout or another interpreter serve again or are made anew.
+They are made once and kept. Before each use the borrowed folder is brought up to date and the
+environment is tried, so that those of another checkout or another interpreter serve again or are
+made anew.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ class Environments:
 
     Attributes:
         bare: has this transformers and no kernel package.
-        kernels: has the `kernels` that this transformers requires as well; the bare one where the index has none in range.
+        kernels: has the `kernels` that this transformers requires as well; the bare one where the
+            index has none in range.
         version: of `kernels`, or None.
     """
 
@@ -42,9 +45,17 @@ def environments(version: str, folder: Path) -> Environments:
         CannotMake: one of them cannot be made.
     """
     purelib = Path(sysconfig.get_paths()["purelib"])
-    loads = f"{_has(version)}; from transformers.dependency_versions_table import deps; print(deps['kernels'])"
-    bare, wanted = _environment(folder / f"transformers-{version}", [purelib], f"transformers=={version}", loads)
-    accepts = f"{_has(version)}; from transformers.utils import import_utils; assert import_utils.is_kernels_available()"
+    loads = (
+        f"{_has(version)}; from transformers.dependency_versions_table import deps; "
+        f"print(deps['kernels'])"
+    )
+    bare, wanted = _environment(
+        folder / f"transformers-{version}", [purelib], f"transformers=={version}", loads
+    )
+    accepts = (
+        f"{_has(version)}; from transformers.utils import import_utils; assert "
+        f"import_utils.is_kernels_available()"
+    )
     reports = f"{accepts}; from importlib.metadata import version; print(version('kernels'))"
     home, borrowed = folder / f"transformers-{version}-kernels", [_site(bare.parents[1]), purelib]
     try:
@@ -56,12 +67,19 @@ def environments(version: str, folder: Path) -> Environments:
 
 
 def _has(version: str) -> str:
-    """A program that fails unless the test tools are there and this transformers is content with its dependencies."""
-    tools = "from importlib.util import find_spec; assert all(map(find_spec, ('torch', 'pytest', 'hypothesis')))"
+    """A program that fails unless the test tools are there and this transformers is content with
+    its dependencies.
+    """
+    tools = (
+        "from importlib.util import find_spec; assert all(map(find_spec, ('torch', 'pytest', "
+        "'hypothesis')))"
+    )
     return f"{tools}; import transformers; assert transformers.__version__ == {version!r}"
 
 
-def _environment(home: Path, borrowed: list[Path], requirement: str, works: str) -> tuple[Path, str]:
+def _environment(
+    home: Path, borrowed: list[Path], requirement: str, works: str
+) -> tuple[Path, str]:
     """Return the interpreter and what `works` prints in it, the environment made if that fails."""
     python = home / "bin" / "python"
     if python.exists():
@@ -70,13 +88,16 @@ def _environment(home: Path, borrowed: list[Path], requirement: str, works: str)
     if done is None or done.returncode:
         venv.create(home, with_pip=False, clear=True)
         _borrow(home, borrowed)
-        done = _run(Path(sys.executable), "-m", "pip", "--python", str(python), "install", "-q", requirement)
+        done = _run(
+            Path(sys.executable), "-m", "pip", "--python", str(python), "install", "-q", requirement
+        )
         done = done if done.returncode else _run(python, "-c", works)
         if done.returncode:
             raise CannotMake(
-                f"found no way to make {home} with {requirement}; wanted one in which that can be imported; check the "
-                f"network, and that it fits Python {sys.version_info[0]}.{sys.version_info[1]}. The end of pip's output:\n"
-                f"{done.stderr.strip()[-1000:]}"
+                f"found no way to make {home} with {requirement}; wanted one in which that can be "
+                "imported; check the network, and that it fits Python "
+                f"{sys.version_info[0]}.{sys.version_info[1]}. The end of pip's "
+                f"output:\n{done.stderr.strip()[-1000:]}"
             )
     return python, done.stdout.strip()
 

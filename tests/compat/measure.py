@@ -37,14 +37,29 @@ class Outcome:
 
 
 def measure(python: Path, fakes: bool) -> Outcome:
-    """Run the tests in one process of one thread; with `fakes`, those that kernel packages concern, with such packages."""
+    """Run the tests in one process of one thread; with `fakes`, those that kernel packages
+    concern, with such packages.
+    """
     path = os.pathsep.join(map(str, [ROOT, FAKES] if fakes else [ROOT]))
     settings = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         chosen = "compat and not compat(kernels=False)" if fakes else "compat"
-        options = ["-q", "-m", chosen, f"--junitxml={report}", "-o", "junit_family=xunit1", "-p", "no:cacheprovider"]
-        files = [str(file) for file in sorted(TESTS.rglob("test_*.py")) if "mark.compat" in file.read_text()]
+        options = [
+            "-q",
+            "-m",
+            chosen,
+            f"--junitxml={report}",
+            "-o",
+            "junit_family=xunit1",
+            "-p",
+            "no:cacheprovider",
+        ]
+        files = [
+            str(file)
+            for file in sorted(TESTS.rglob("test_*.py"))
+            if "mark.compat" in file.read_text()
+        ]
         command = [str(python), "-m", "pytest", *options, *files]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=settings)
         if not report.exists():
@@ -64,7 +79,13 @@ def read(report: ElementTree.ElementTree) -> Outcome:
             numbers[key].append((float(facts["logits"]), float(facts["gradients"])))
         if case.find("failure") is not None or case.find("error") is not None:
             failed.append(name)
-            family = facts.get("family") or re.sub(r".*?\[(\w+).*", r"\1", name)  # a test's first parameter
-            spoiled |= {(family, documents) for documents in ([facts["documents"]] if "documents" in facts else DOCUMENTS)}
+            # a test's first parameter
+            family = facts.get("family") or re.sub(r".*?\[(\w+).*", r"\1", name)
+            spoiled |= {
+                (family, documents)
+                for documents in ([facts["documents"]] if "documents" in facts else DOCUMENTS)
+            }
     errors = {key: tuple(max(column) for column in zip(*found)) for key, found in numbers.items()}
-    return Outcome(errors, failed if numbers else [*failed, "no exactness test ran"], frozenset(spoiled))
+    return Outcome(
+        errors, failed if numbers else [*failed, "no exactness test ran"], frozenset(spoiled)
+    )

@@ -1,12 +1,14 @@
-"""Run the tests marked `compat` on several releases of transformers, each in an environment of its own.
+"""Run the tests marked `compat` on several releases of transformers, each in an environment of its
+own.
 
     python -m tests.compat.run                  a selection: one release between any two changes upstream
     python -m tests.compat.run --all --write    all of them; puts their rows into docs/compat_full.md
     python -m tests.compat.run 5.8.1 5.23.0     these
 
-Every release runs twice: bare, and with the `kernels` it accepts and stand-ins for flash-linear-attention and
-causal-conv1d (tests/fakes), where tests marked `compat(kernels=False)` would say the same again.  Exit code 0: exact on
-all; 1: a test fails; 2: an environment cannot be made.
+Every release runs twice: bare, and with the `kernels` it accepts and stand-ins for
+flash-linear-attention and causal-conv1d (tests/fakes), where tests marked `compat(kernels=False)`
+would say the same again. Exit code 0: exact on all; 1: a test fails; 2: an environment cannot be
+made.
 """
 
 from __future__ import annotations
@@ -26,12 +28,27 @@ from tests.compat.measure import Outcome, measure
 from tests.compat.table import HEAD, row_of, write
 
 EVERY = (
-    "5.2.0", "5.3.0", "5.4.0", "5.8.1", "5.9.0", "5.12.1", "5.13.1", "5.14.1",
-    "5.15.1", "5.16.1", "5.17.0", "5.19.0", "5.20.2", "5.22.2", "5.23.0",
+    "5.2.0",
+    "5.3.0",
+    "5.4.0",
+    "5.8.1",
+    "5.9.0",
+    "5.12.1",
+    "5.13.1",
+    "5.14.1",
+    "5.15.1",
+    "5.16.1",
+    "5.17.0",
+    "5.19.0",
+    "5.20.2",
+    "5.22.2",
+    "5.23.0",
     "5.24.0",
 )
 SELECTED = ("5.2.0", "5.4.0", "5.8.1", "5.12.1", "5.14.1", "5.16.1", "5.19.0", "5.23.0", "5.24.0")
-"""The oldest, the newest, and the last release before each change of what upstream calls, caches or checkpoints with."""
+"""The oldest, the newest, and the last release before each change of what upstream calls, caches
+or checkpoints with.
+"""
 
 SHOWN = 10
 """How many failing tests of a run are named."""
@@ -50,14 +67,22 @@ def main() -> int:
             return 2
         console.print(f"{len(versions)} environments ready after {_minutes(begun)}")
         runs = [
-            [pool.submit(measure, place.bare, fakes=False), pool.submit(measure, place.kernels, fakes=True)] for place in places
+            [
+                pool.submit(measure, place.bare, fakes=False),
+                pool.submit(measure, place.kernels, fakes=True),
+            ]
+            for place in places
         ]
         rows, failed = [], 0
         for version, place, pair in zip(versions, places, runs):
-            outcomes = [_announced(console, *named) for named in zip((version, f"{version} with kernel packages"), pair)]
+            outcomes = [
+                _announced(console, *named)
+                for named in zip((version, f"{version} with kernel packages"), pair)
+            ]
             rows.append(row_of(version, place.version, outcomes))
             failed += sum(len(outcome.failed) for outcome in outcomes)
-            if options.write:  # at once: what is interrupted keeps what it has
+            # at once: what is interrupted keeps what it has
+            if options.write:
                 write(rows[-1])
     _show(console, rows)
     verdict = f"{failed} tests fail" if failed else "exact on every one of them"
@@ -66,10 +91,14 @@ def main() -> int:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("versions", nargs="*", help="releases (default: the selection)")
     parser.add_argument("--all", action="store_true", help="every release that is supported")
-    parser.add_argument("--envs", type=Path, default=Path.home() / ".cache" / "hf_packfree" / "compat")
+    parser.add_argument(
+        "--envs", type=Path, default=Path.home() / ".cache" / "hf_packfree" / "compat"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time")
     parser.add_argument("--write", action="store_true", help="write the rows into docs")
     return parser.parse_args()

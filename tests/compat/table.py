@@ -13,20 +13,36 @@ from tests.compat.measure import DOCUMENTS, Outcome
 DOCS = Path(__file__).parents[2] / "docs"
 MARK = "<!-- compat -->"
 FAMILIES = {
-    "qwen3_5": "Qwen3.5", "qwen3_5_moe": "Qwen3.5-MoE", "qwen3_next": "Qwen3-Next", "qwen3_vl": "Qwen3-VL",
-    "qwen3_vl_moe": "Qwen3-VL-MoE", "qwen2_5_vl": "Qwen2.5-VL", "qwen3_omni_moe": "Qwen3-Omni-MoE",
+    "qwen3_5": "Qwen3.5",
+    "qwen3_5_moe": "Qwen3.5-MoE",
+    "qwen3_next": "Qwen3-Next",
+    "qwen3_vl": "Qwen3-VL",
+    "qwen3_vl_moe": "Qwen3-VL-MoE",
+    "qwen2_5_vl": "Qwen2.5-VL",
+    "qwen3_omni_moe": "Qwen3-Omni-MoE",
 }
 TEXT_ALONE = ("qwen3_next",)
 CELLS = [
-    (family, documents) for documents in DOCUMENTS for family in FAMILIES if documents == "text" or family not in TEXT_ALONE
+    (family, documents)
+    for documents in DOCUMENTS
+    for family in FAMILIES
+    if documents == "text" or family not in TEXT_ALONE
 ]
 ABOUT = ("transformers", "made on", "`kernels`")
-HEAD = (*ABOUT, *(FAMILIES[family] + (", media" if documents == "media" else "") for family, documents in CELLS))
+HEAD = (
+    *ABOUT,
+    *(
+        FAMILIES[family] + (", media" if documents == "media" else "")
+        for family, documents in CELLS
+    ),
+)
 NOT_RUN = "not run"
 
 
 def row_of(version: str, kernels: str | None, outcomes: list[Outcome]) -> tuple[str, ...]:
-    """Return one row: the release, today, its `kernels`, then per family and documents the worst of all runs."""
+    """Return one row: the release, today, its `kernels`, then per family and documents the worst
+    of all runs.
+    """
     cells = (_cell(family, documents, outcomes) for family, documents in CELLS)
     return (version, datetime.date.today().isoformat(), kernels or "none", *cells)
 
@@ -34,27 +50,51 @@ def row_of(version: str, kernels: str | None, outcomes: list[Outcome]) -> tuple[
 def _cell(family: str, documents: str, outcomes: list[Outcome]) -> str:
     spoiled, found = False, []
     for outcome in outcomes:
-        measured = {key[2]: errors for key, errors in outcome.errors.items() if key[:2] == (family, documents)}
-        spoiled |= not {"sdpa", "eager"} <= measured.keys() or (family, documents) in outcome.spoiled
+        measured = {
+            key[2]: errors
+            for key, errors in outcome.errors.items()
+            if key[:2] == (family, documents)
+        }
+        spoiled |= (
+            not {"sdpa", "eager"} <= measured.keys() or (family, documents) in outcome.spoiled
+        )
         found += measured.values()
-    return " ".join([*["fails"] * spoiled, *(" / ".join(f"{max(column):.0e}" for column in zip(*found)) for _ in found[:1])])
+    return " ".join(
+        [
+            *["fails"] * spoiled,
+            *(" / ".join(f"{max(column):.0e}" for column in zip(*found)) for _ in found[:1]),
+        ]
+    )
 
 
 def write(row: tuple[str, ...]) -> None:
-    """Put a row into docs/compat_full.md, for the release's last one, and the sentence into docs/compatibility.md."""
-    rows = sorted({**{held[0]: held for held in rows_held()}, row[0]: row}.values(), key=lambda cells: Version(cells[0]))
+    """Put a row into docs/compat_full.md, for the release's last one, and the sentence into
+    docs/compatibility.md.
+    """
+    rows = sorted(
+        {**{held[0]: held for held in rows_held()}, row[0]: row}.values(),
+        key=lambda cells: Version(cells[0]),
+    )
     first = len(ABOUT) + [documents for _, documents in CELLS].index("media")
     lines = [
-        "Written by `python -m tests.compat.run --all --write`: worst relative RMS of logits / gradients, CPU, fp32.",
+        "Written by `python -m tests.compat.run --all --write`: worst relative RMS of logits / "
+        "gradients, CPU, fp32.",
         *("", "Documents of text:", "", *_table([cells[:first] for cells in (HEAD, *rows)])),
-        *("", "Documents with images, videos and audio:", "", *_table([(cells[0], *cells[first:]) for cells in (HEAD, *rows)])),
+        *(
+            "",
+            "Documents with images, videos and audio:",
+            "",
+            *_table([(cells[0], *cells[first:]) for cells in (HEAD, *rows)]),
+        ),
     ]
     _put(DOCS / "compat_full.md", "\n".join(lines))
     _put(DOCS / "compatibility.md", sentence(rows))
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    return ["| " + " | ".join(cells) + " |" for cells in (rows[0], ("---",) * len(rows[0]), *rows[1:])]
+    return [
+        "| " + " | ".join(cells) + " |" for cells in (rows[0], ("---",) * len(rows[0]), *rows[1:])
+    ]
 
 
 def rows_held() -> list[tuple[str, ...]]:
@@ -68,12 +108,25 @@ def rows_held() -> list[tuple[str, ...]]:
 
 
 def sentence(rows: list[tuple[str, ...]]) -> str:
-    """Return from which release to which it is exact, which releases are not, and the worst of the numbers."""
-    cells = {row[0]: [cell for cell in row[len(ABOUT):] if cell != NOT_RUN] for row in rows}
-    failing = [release for release, found in cells.items() if any(cell.startswith("fails") for cell in found)]
-    pairs = [cell.split(" / ") for found in cells.values() for cell in found if not cell.startswith("fails")]
+    """Return from which release to which it is exact, which releases are not, and the worst of
+    the numbers.
+    """
+    cells = {row[0]: [cell for cell in row[len(ABOUT) :] if cell != NOT_RUN] for row in rows}
+    failing = [
+        release
+        for release, found in cells.items()
+        if any(cell.startswith("fails") for cell in found)
+    ]
+    pairs = [
+        cell.split(" / ")
+        for found in cells.values()
+        for cell in found
+        if not cell.startswith("fails")
+    ]
     worst = " and ".join(f"{max(map(float, column)):.0e}" for column in zip(*pairs))
-    verdict = f"not exact on {', '.join(failing)}" if failing else f"exact on every one, worst {worst}"
+    verdict = (
+        f"not exact on {', '.join(failing)}" if failing else f"exact on every one, worst {worst}"
+    )
     releases = f"transformers {rows[0][0]} to {rows[-1][0]}, {len(rows)} releases"
     partly = sum(NOT_RUN in row for row in rows)
     rest = f" On {partly} of them not every family was run." if partly else ""
@@ -81,8 +134,14 @@ def sentence(rows: list[tuple[str, ...]]) -> str:
 
 
 def _put(page: Path, text: str) -> None:
-    page.write_text(re.sub(f"{MARK}.*?{MARK}", lambda _: f"{MARK}\n{text}\n{MARK}", page.read_text(), flags=re.S))
+    page.write_text(
+        re.sub(
+            f"{MARK}.*?{MARK}", lambda _: f"{MARK}\n{text}\n{MARK}", page.read_text(), flags=re.S
+        )
+    )
 
 
 def _cells(line: str) -> tuple[str, ...]:
-    return tuple(cell.strip() for cell in line.strip("|").split("|")) if line.startswith("|") else ()
+    return (
+        tuple(cell.strip() for cell in line.strip("|").split("|")) if line.startswith("|") else ()
+    )

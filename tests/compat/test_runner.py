@@ -1,4 +1,6 @@
-"""The runner of releases: what it reads, what it calls a failure, what it says when it cannot run."""
+"""The runner of releases: what it reads, what it calls a failure, what it says when it cannot
+run.
+"""
 
 from __future__ import annotations
 
@@ -11,29 +13,55 @@ from hf_packfree.versions import VERSIONS
 from tests.compat import measure, run, table
 from tests.compat.measure import Outcome
 
-ALL_FINE = {(*cell, attention): (5e-07, 2e-06) for cell in table.CELLS for attention in ("sdpa", "eager")}
+ALL_FINE = {
+    (*cell, attention): (5e-07, 2e-06) for cell in table.CELLS for attention in ("sdpa", "eager")
+}
 
 
 def test_the_selection_begins_and_ends_where_the_table_of_versions_does():
     assert set(run.SELECTED) <= set(run.EVERY)
-    assert (run.SELECTED[0], run.SELECTED[-1]) == (run.EVERY[0], run.EVERY[-1]) == VERSIONS["transformers"].cpu
+    assert (
+        (run.SELECTED[0], run.SELECTED[-1])
+        == (run.EVERY[0], run.EVERY[-1])
+        == VERSIONS["transformers"].cpu
+    )
 
 
 def test_a_row_holds_the_worst_of_both_runs():
     other = Outcome({**ALL_FINE, ("qwen3_5", "media", "eager"): (7e-07, 1e-06)}, [])
     row = table.row_of("5.9.0", "0.12.3", [Outcome(ALL_FINE, []), other])
     cells = dict(zip(table.HEAD, row, strict=True))
-    assert [cells.pop(name) for name in ("transformers", "`kernels`", "Qwen3.5, media")] == ["5.9.0", "0.12.3", "7e-07 / 2e-06"]
+    assert [cells.pop(name) for name in ("transformers", "`kernels`", "Qwen3.5, media")] == [
+        "5.9.0",
+        "0.12.3",
+        "7e-07 / 2e-06",
+    ]
     assert cells.pop("made on") and len(cells) == 12 and set(cells.values()) == {"5e-07 / 2e-06"}
 
 
-@pytest.mark.parametrize("spoiled", [
-    Outcome(ALL_FINE, ["test_one_row[qwen3_5_moe-seq_idx-sdpa]"], frozenset({("qwen3_5_moe", "text")})),
-    Outcome({key: found for key, found in ALL_FINE.items() if key != ("qwen3_5_moe", "text", "sdpa")}, []),
-])
+@pytest.mark.parametrize(
+    "spoiled",
+    [
+        Outcome(
+            ALL_FINE,
+            ["test_one_row[qwen3_5_moe-seq_idx-sdpa]"],
+            frozenset({("qwen3_5_moe", "text")}),
+        ),
+        Outcome(
+            {
+                key: found
+                for key, found in ALL_FINE.items()
+                if key != ("qwen3_5_moe", "text", "sdpa")
+            },
+            [],
+        ),
+    ],
+)
 def test_one_failure_or_a_missing_number_fails_that_cell_alone(spoiled):
     cells = table.row_of("5.9.0", None, [Outcome(ALL_FINE, []), spoiled])[3:]
-    assert [cell for cell, text in zip(table.CELLS, cells) if text.startswith("fails")] == [("qwen3_5_moe", "text")]
+    assert [cell for cell, text in zip(table.CELLS, cells) if text.startswith("fails")] == [
+        ("qwen3_5_moe", "text")
+    ]
 
 
 def test_a_row_replaces_the_release_s_last_one_and_no_other(tmp_path, monkeypatch):
@@ -42,13 +70,19 @@ def test_a_row_replaces_the_release_s_last_one_and_no_other(tmp_path, monkeypatc
         page.write_text(f"before\n{table.MARK}\nnothing yet\n{table.MARK}\nafter\n")
     monkeypatch.setattr(table, "DOCS", tmp_path)
     fine = Outcome(ALL_FINE, [])
-    for version, outcomes in (("5.12.1", [fine]), ("5.9.0", [fine]), ("5.9.0", [fine, Outcome({}, ["nothing ran"])])):
+    for version, outcomes in (
+        ("5.12.1", [fine]),
+        ("5.9.0", [fine]),
+        ("5.9.0", [fine, Outcome({}, ["nothing ran"])]),
+    ):
         table.write(table.row_of(version, None, outcomes))
     text = full.read_text()
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| 5.")]
     failing = [(row[0], "fails" in " ".join(row)) for row in rows]
     assert failing == [("| 5.9.0", True), ("| 5.12.1", False)] * 2, "two tables"
-    assert text.startswith(f"before\n{table.MARK}\nWritten by") and text.endswith(f"{table.MARK}\nafter\n")
+    assert text.startswith(f"before\n{table.MARK}\nWritten by") and text.endswith(
+        f"{table.MARK}\nafter\n"
+    )
     assert "transformers 5.9.0 to 5.12.1, 2 releases: not exact on 5.9.0" in short.read_text()
     table.write(table.row_of("5.9.0", None, [fine]))
     assert "2 releases: exact on every one, worst 5e-07 and 2e-06 (relative" in short.read_text()
@@ -59,7 +93,9 @@ def test_a_row_replaces_the_release_s_last_one_and_no_other(tmp_path, monkeypatc
 
 
 def test_the_sentence_is_that_of_the_full_table():
-    assert (table.DOCS / "compatibility.md").read_text().split(table.MARK)[1].strip() == table.sentence(table.rows_held())
+    assert (table.DOCS / "compatibility.md").read_text().split(table.MARK)[
+        1
+    ].strip() == table.sentence(table.rows_held())
 
 
 def test_reads_the_worst_number_and_the_failures():
@@ -72,10 +108,14 @@ def test_reads_the_worst_number_and_the_failures():
         case.format("two", facts.format("qwen3_5", "text", "sdpa", "2e-07", "1e-06"), failure),
         case.format("three[qwen2_5_vl-right]", "", failure),
     ]
-    report = ElementTree.ElementTree(ElementTree.fromstring(f"<testsuite>{''.join(cases)}</testsuite>"))
+    report = ElementTree.ElementTree(
+        ElementTree.fromstring(f"<testsuite>{''.join(cases)}</testsuite>")
+    )
     spoiled = {("qwen3_5", "text"), ("qwen2_5_vl", "text"), ("qwen2_5_vl", "media")}
     wanted = {("qwen3_5", "text", "sdpa"): (2e-07, 3e-06)}
-    assert measure.read(report) == Outcome(wanted, ["two", "three[qwen2_5_vl-right]"], frozenset(spoiled))
+    assert measure.read(report) == Outcome(
+        wanted, ["two", "three[qwen2_5_vl-right]"], frozenset(spoiled)
+    )
     nothing = ElementTree.ElementTree(ElementTree.fromstring("<testsuite/>"))
     assert measure.read(nothing) == Outcome({}, ["no exactness test ran"])
 
@@ -85,5 +125,8 @@ def test_an_environment_that_cannot_be_made_is_said_and_ends_it(tmp_path, monkey
     monkeypatch.setattr(sys, "argv", ["run", "5.99.0", "--envs", str(tmp_path)])
     assert run.main() == 2
     said = " ".join(capsys.readouterr().out.split())
-    assert "with transformers==5.99.0; wanted one in which that can be imported; check the network" in said
+    assert (
+        "with transformers==5.99.0; wanted one in which that can be imported; check the network"
+        in said
+    )
     assert "No matching distribution found" in said

@@ -1,6 +1,8 @@
-"""Processors made here, without a download: a vocabulary of letters, pictures through the real image processor, drawn videos.
+"""Processors made here, without a download: a vocabulary of letters, pictures through the real
+image processor, drawn videos.
 
-Video processors, and with them the processors' own check of their parts, need torchvision; the one here does without.
+Video processors, and with them the processors' own check of their parts, need torchvision; the one
+here does without.
 """
 
 from __future__ import annotations
@@ -21,18 +23,32 @@ from transformers.video_utils import VideoMetadata
 from tests.vision import IMAGE
 
 try:
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil as ImageProcessor
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+        Qwen2VLImageProcessorPil as ImageProcessor,
+    )
 except ImportError:
-    from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor as ImageProcessor
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import (
+        Qwen2VLImageProcessor as ImageProcessor,
+    )
 
 PATCH, MERGE, TIME = 4, 2, 2
 NAMED = {
-    "pad_token": "<pad>", "eos_token": "<eos>", "image_token": "<|image_pad|>", "video_token": "<|video_pad|>",
-    "audio_token": "<|audio_pad|>", "vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>",
-    "audio_bos_token": "<|audio_start|>", "audio_eos_token": "<|audio_end|>",
+    "pad_token": "<pad>",
+    "eos_token": "<eos>",
+    "image_token": "<|image_pad|>",
+    "video_token": "<|video_pad|>",
+    "audio_token": "<|audio_pad|>",
+    "vision_bos_token": "<|vision_start|>",
+    "vision_eos_token": "<|vision_end|>",
+    "audio_bos_token": "<|audio_start|>",
+    "audio_eos_token": "<|audio_end|>",
 }
 VISION = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
-SPECIAL = [*(token for token in NAMED.values() if token not in VISION), "<|im_start|>", "<|im_end|>"]
+SPECIAL = [
+    *(token for token in NAMED.values() if token not in VISION),
+    "<|im_start|>",
+    "<|im_end|>",
+]
 TIMES = [f"<{tenths / 10:.1f}" for tenths in range(60)]
 WORDS = ["<unk>", "user", "assistant", "seconds>", *TIMES, *"abcdefghijklmnopqrstuvwxyz"]
 TEMPLATE = """{%%- for message in messages -%%}
@@ -47,7 +63,9 @@ TEMPLATE = """{%%- for message in messages -%%}
 
 
 class DrawnVideos:
-    """What the processors read of a video processor, for videos of one size [frames, H, W, 3] at two frames a second."""
+    """What the processors read of a video processor, for videos of one size [frames, H, W, 3] at
+    two frames a second.
+    """
 
     merge_size, temporal_patch_size, patch_size = MERGE, TIME, PATCH
     model_input_names = ["pixel_values_videos", "video_grid_thw"]
@@ -56,15 +74,31 @@ class DrawnVideos:
         return videos, [None] * len(videos)
 
     def __call__(self, videos=None, **kwargs):
-        films = [film for group in videos for film in (group if isinstance(group, (list, tuple)) else [group])]
-        grids = [(len(film) // TIME, film.shape[1] // PATCH, film.shape[2] // PATCH) for film in films]
-        pixels = [torch.from_numpy(film).float().reshape(np.prod(grid), -1) / 255 for film, grid in zip(films, grids)]
-        seen = [
-            VideoMetadata(total_num_frames=len(film), fps=2.0, frames_indices=list(range(len(film)))) for film in films
+        films = [
+            film
+            for group in videos
+            for film in (group if isinstance(group, (list, tuple)) else [group])
         ]
-        return BatchFeature({
-            "pixel_values_videos": torch.cat(pixels), "video_grid_thw": torch.tensor(grids), "video_metadata": seen,
-        })
+        grids = [
+            (len(film) // TIME, film.shape[1] // PATCH, film.shape[2] // PATCH) for film in films
+        ]
+        pixels = [
+            torch.from_numpy(film).float().reshape(np.prod(grid), -1) / 255
+            for film, grid in zip(films, grids)
+        ]
+        seen = [
+            VideoMetadata(
+                total_num_frames=len(film), fps=2.0, frames_indices=list(range(len(film)))
+            )
+            for film in films
+        ]
+        return BatchFeature(
+            {
+                "pixel_values_videos": torch.cat(pixels),
+                "video_grid_thw": torch.tensor(grids),
+                "video_metadata": seen,
+            }
+        )
 
 
 class WithoutTorchvision:
@@ -94,14 +128,22 @@ def tokenizer() -> PreTrainedTokenizerFast:
     words |= unused | {word: number for number, word in enumerate(VISION, IMAGE)}
     plain = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made = PreTrainedTokenizerFast(tokenizer_object=plain, **{name: NAMED[name] for name in ("pad_token", "eos_token")})
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=plain, **{name: NAMED[name] for name in ("pad_token", "eos_token")}
+    )
     made.add_special_tokens({"additional_special_tokens": [*SPECIAL[2:], *VISION]})
     return made
 
 
 def images() -> ImageProcessor:
     """Upstream's, for pictures of 8 to 64 pixels."""
-    return ImageProcessor(patch_size=PATCH, merge_size=MERGE, temporal_patch_size=TIME, min_pixels=8 * 8, max_pixels=64 * 64)
+    return ImageProcessor(
+        patch_size=PATCH,
+        merge_size=MERGE,
+        temporal_patch_size=TIME,
+        min_pixels=8 * 8,
+        max_pixels=64 * 64,
+    )
 
 
 def vision_processor(cls=TinyVL):
@@ -140,7 +182,9 @@ def sound(frames: int, seed: int = 0) -> np.ndarray:
 def example(*parts, answer: str = "d e") -> dict:
     """A user's turn of text (a string) and media (a dict), and an answer."""
     content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
-    return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]}
+    return {
+        "messages": [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+    }
 
 
 def image_part(height: int = 16, width: int = 24, seed: int = 0) -> dict:

@@ -1,4 +1,6 @@
-"""Packs: every document once, whole, and never more tokens than allowed; streams give the rows that lists give."""
+"""Packs: every document once, whole, and never more tokens than allowed; streams give the rows
+that lists give.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ from hf_packfree.data.packs import packs_of
 from hf_packfree.errors import UnsupportedInput
 from tests.data.processors import example, image_part, vision_processor
 
-EXAMPLES = [example("a " * (1 + number % 5), *[image_part(seed=number)] * (number % 3)) for number in range(24)]
+EXAMPLES = [
+    example("a " * (1 + number % 5), *[image_part(seed=number)] * (number % 3))
+    for number in range(24)
+]
 pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory'")
 
 
@@ -24,7 +29,9 @@ def test_every_document_is_in_one_pack_that_holds_it(lengths, max_length):
     assert sorted(sum(packs, [])) == list(range(len(lengths)))
     sizes = [sum(lengths[number] for number in pack) for pack in packs]
     assert all(0 < size <= max_length for size in sizes)
-    assert len(packs) <= max(1, 2 * sum(lengths) // max_length + 1), "two packs that fit into one were left apart"
+    assert len(packs) <= max(1, 2 * sum(lengths) // max_length + 1), (
+        "two packs that fit into one were left apart"
+    )
 
 
 def test_many_documents_are_packed_in_blocks():
@@ -54,10 +61,14 @@ def test_a_stream_is_packed_as_it_comes(kind, workers):
     collator = PackedVisionCollator(vision_processor(), max_length=100)
     stream = EXAMPLES
     if kind == "datasets":
-        made = pytest.importorskip("datasets").Dataset.from_list([{"input_ids": [20 + number] * 12} for number in range(24)])
+        made = pytest.importorskip("datasets").Dataset.from_list(
+            [{"input_ids": [20 + number] * 12} for number in range(24)]
+        )
         stream = made.to_iterable_dataset(num_shards=2)
     packs = PackedIterableDataset(stream, collator, buffer=8)
-    rows = list(torch.utils.data.DataLoader(packs, batch_size=1, num_workers=workers, collate_fn=collator))
+    rows = list(
+        torch.utils.data.DataLoader(packs, batch_size=1, num_workers=workers, collate_fn=collator)
+    )
     parts = [row["input_ids"][0].split(row["cu_seq_lens_q"].diff().tolist()) for row in rows]
     found = sorted(tuple(part.tolist()) for row in parts for part in row)
     wanted = sorted(tuple(collator.document(one).input_ids.tolist()) for one in stream)
@@ -67,8 +78,15 @@ def test_a_stream_is_packed_as_it_comes(kind, workers):
 
 def test_a_stream_leaves_long_documents_out():
     collator = PackedVisionCollator(vision_processor(), max_length=20, overlong="drop")
-    rows = [collator([pack]) for pack in PackedIterableDataset([*EXAMPLES, example("a " * 30)], collator)]
-    assert collator.dropped == sum(len(PackedVisionCollator(collator.processor).document(one)) > 20 for one in EXAMPLES) + 1
+    rows = [
+        collator([pack])
+        for pack in PackedIterableDataset([*EXAMPLES, example("a " * 30)], collator)
+    ]
+    assert (
+        collator.dropped
+        == sum(len(PackedVisionCollator(collator.processor).document(one)) > 20 for one in EXAMPLES)
+        + 1
+    )
     assert rows and max(row["input_ids"].shape[1] for row in rows) <= 20
     with pytest.raises(ValueError, match="without max_length"):
         PackedIterableDataset(EXAMPLES, PackedVisionCollator(collator.processor))

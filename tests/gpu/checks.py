@@ -15,9 +15,13 @@ TRIAL = os.environ.get("PACKFREE_GPU_TESTS") == "cpu"
 DEVICE = "cpu" if TRIAL else "cuda"
 LENGTHS = (1, 2, 3, 63, 64, 65, 129, 200, 513)
 LONG = (*LENGTHS, 1000, 2000)
-"""Left to itself, FlashQLA computes parts of documents of 500 tokens and more apart, from an approximate state."""
+"""Left to itself, FlashQLA computes parts of documents of 500 tokens and more apart, from an
+approximate state.
+"""
 HEADS = (2, 4, 16) if TRIAL else (16, 32, 128)
-"""Key heads, value heads and their size in the linear layers: grouped, and the published models' size."""
+"""Key heads, value heads and their size in the linear layers: grouped, and the published models'
+size.
+"""
 ATTENTION = (4, 2, 16) if TRIAL else (8, 2, 256)
 """Query heads, key heads and their size in full attention."""
 TOWER = (2, 16) if TRIAL else (16, 64)
@@ -28,7 +32,8 @@ WIDTH = 72 if TRIAL else 2048
 gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(not TRIAL and not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("default"),  # the kernels' packages warn in their own ways
+    # the kernels' packages warn in their own ways
+    pytest.mark.filterwarnings("default"),
 ]
 
 

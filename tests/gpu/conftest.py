@@ -15,7 +15,9 @@ from tests.benchmarks.timing import rounded
 from tests.support import put_upstream_in_torch
 
 OUT = os.environ.get("PACKFREE_GPU_OUT")
-"""The folder where measured errors and the tests' outcomes are appended, as lines of JSON; none if not set."""
+"""The folder where measured errors and the tests' outcomes are appended, as lines of JSON; none
+if not set.
+"""
 
 
 def _append(name: str, line: dict[str, Any]) -> None:
@@ -30,14 +32,19 @@ MISSED = pytest.StashKey[list[str]]()
 
 @pytest.fixture
 def record(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Return `record(what, error, limit, **facts)`: writes a measured error; one above its limit, or NaN, fails the test.
+    """Return `record(what, error, limit, **facts)`: writes a measured error; one above its limit,
+    or NaN, fails the test.
 
-    The test goes on to its end first, so that every error is written.  With `limit` None it only has to be finite.
+    The test goes on to its end first, so that every error is written. With `limit` None it only has
+    to be finite.
     """
     missed = request.node.stash.setdefault(MISSED, [])
 
     def measured(what: str, error: float, limit: float | None = None, **facts: Any) -> None:
-        _append("errors.jsonl", {"test": request.node.name, "what": what, "error": error, "limit": limit, **facts})
+        _append(
+            "errors.jsonl",
+            {"test": request.node.name, "what": what, "error": error, "limit": limit, **facts},
+        )
         if not error < float("inf") or (limit is not None and not error <= limit):
             missed.append(f"{what}: {error:.2e}, limit {limit}")
 
@@ -83,4 +90,12 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Write each test's outcome the moment it is known."""
     if report.when == "call" or report.outcome != "passed":
         reason = "" if report.outcome == "passed" else str(report.longrepr)[-600:]
-        _append("tests.jsonl", {"test": report.nodeid, "outcome": report.outcome, "s": report.duration, "reason": reason})
+        _append(
+            "tests.jsonl",
+            {
+                "test": report.nodeid,
+                "outcome": report.outcome,
+                "s": report.duration,
+                "reason": reason,
+            },
+        )

@@ -1,6 +1,6 @@
 """Training curves, each in a process of its own so that they are trained side by side.
 
-    python -m tests.gpu.curves NAME FILE
+python -m tests.gpu.curves NAME FILE
 """
 
 from __future__ import annotations
@@ -20,13 +20,17 @@ import torch
 from torch.nn import functional as F
 
 from hf_packfree import apply_patches
-from tests.gpu.checks import DEVICE, TRIAL
 from tests.benchmarks.models import build, pin_kernels, precise_products
 from tests.benchmarks.shapes import SHAPES, linear_heads
+from tests.gpu.checks import DEVICE, TRIAL
 from tests.support import put_upstream_in_torch
 
 STEPS = 4 if TRIAL else 200
-SHAPE = SHAPES["tiny"] if TRIAL else replace(SHAPES["exact"], sizes={**SHAPES["exact"].sizes, **linear_heads(16, 16)})
+SHAPE = (
+    SHAPES["tiny"]
+    if TRIAL
+    else replace(SHAPES["exact"], sizes={**SHAPES["exact"].sizes, **linear_heads(16, 16)})
+)
 ROWS, LONGEST = 8, 200
 ROOT = Path(__file__).parents[2]
 
@@ -37,13 +41,18 @@ def documents(step: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
     starts = torch.randint(0, len(text) - LONGEST, (ROWS,), generator=generator).tolist()
     sizes = torch.randint(20, LONGEST + 1, (ROWS,), generator=generator).tolist()
-    return [torch.tensor(list(text[start:start + size])) for start, size in zip(starts, sizes)]
+    return [torch.tensor(list(text[start : start + size])) for start, size in zip(starts, sizes)]
 
 
 def padded(batch, extra: int = 0):
-    """A rectangle with a 0/1 mask, `extra` tokens wider than it has to be; labels -100 where no byte follows."""
+    """A rectangle with a 0/1 mask, `extra` tokens wider than it has to be; labels -100 where no
+    byte follows.
+    """
     width = max(map(len, batch)) + extra
-    tokens, labels = torch.zeros(len(batch), width, dtype=torch.long), torch.full((len(batch), width), -100)
+    tokens, labels = (
+        torch.zeros(len(batch), width, dtype=torch.long),
+        torch.full((len(batch), width), -100),
+    )
     mask = torch.zeros_like(tokens)
     for row, document in enumerate(batch):
         tokens[row, : len(document)], mask[row, : len(document)] = document, 1
@@ -55,11 +64,16 @@ def packed(batch):
     """One row with restarting positions."""
     labels = torch.cat([torch.cat([document[1:], torch.tensor([-100])]) for document in batch])
     positions = torch.cat([torch.arange(len(document)) for document in batch])
-    return {"input_ids": torch.cat(batch)[None].to(DEVICE), "position_ids": positions[None].to(DEVICE)}, labels[None].to(DEVICE)
+    return {
+        "input_ids": torch.cat(batch)[None].to(DEVICE),
+        "position_ids": positions[None].to(DEVICE),
+    }, labels[None].to(DEVICE)
 
 
 def decaying_slowly(model):
-    """States that live for hundreds of tokens, weights that let a leak show: as born, a leak parts curves by a seventh."""
+    """States that live for hundreds of tokens, weights that let a leak show: as born, a leak
+    parts curves by a seventh.
+    """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):
@@ -75,8 +89,11 @@ def loss_of(model, inputs, labels, half):
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
 
 
-def curve(batches, backend=None, steps: int = STEPS, start=lambda model: model, half=True) -> torch.Tensor:
-    """Train from the same start; `batches(step)` gives the parts whose gradients add up.  Returns fp32 [steps] losses.
+def curve(
+    batches, backend=None, steps: int = STEPS, start=lambda model: model, half=True
+) -> torch.Tensor:
+    """Train from the same start; `batches(step)` gives the parts whose gradients add up. Returns
+    fp32 [steps] losses.
 
     Patched if there is a backend; in bf16 autocast if `half`.
     """
@@ -103,7 +120,7 @@ def curve(batches, backend=None, steps: int = STEPS, start=lambda model: model, 
 
 def halves(step: int):
     batch = documents(step)
-    return [padded(batch[: ROWS // 2]), padded(batch[ROWS // 2:])]
+    return [padded(batch[: ROWS // 2]), padded(batch[ROWS // 2 :])]
 
 
 def whole(step: int):
@@ -144,15 +161,24 @@ def ours(backend: Any, patch: pytest.MonkeyPatch, half: bool = True) -> torch.Te
 
 
 UNPATCHED: dict[str, Callable[..., torch.Tensor]] = {
-    **({} if TRIAL else {"FlashQLA": partial(by_kernels, "1"), "FLA's kernels": partial(by_kernels, "0")}),
-    "torch": partial(in_torch, whole), "torch, 64 more tokens": partial(in_torch, wider),
+    **(
+        {}
+        if TRIAL
+        else {"FlashQLA": partial(by_kernels, "1"), "FLA's kernels": partial(by_kernels, "0")}
+    ),
+    "torch": partial(in_torch, whole),
+    "torch, 64 more tokens": partial(in_torch, wider),
     "torch, two halves": partial(in_torch, halves),
 }
-"""Unpatched padded curves in bf16: by each of the kernels it may choose, and in upstream's torch functions."""
+"""Unpatched padded curves in bf16: by each of the kernels it may choose, and in upstream's torch
+functions.
+"""
 CURVES = {
     **UNPATCHED,
-    "padded, fp32": partial(in_torch, whole, half=False), "wider, fp32": partial(in_torch, wider, half=False),
-    "packed": partial(ours, "auto"), "packed, fp32": partial(ours, {"delta_rule": "torch"}, half=False),
+    "padded, fp32": partial(in_torch, whole, half=False),
+    "wider, fp32": partial(in_torch, wider, half=False),
+    "packed": partial(ours, "auto"),
+    "packed, fp32": partial(ours, {"delta_rule": "torch"}, half=False),
 }
 
 
@@ -162,8 +188,12 @@ def train(folder: Path) -> dict[str, torch.Tensor]:
     path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH", "")) if part)
     running = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.gpu.curves", name, str(file)], cwd=ROOT, env={**os.environ, "PYTHONPATH": path},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            [sys.executable, "-m", "tests.gpu.curves", name, str(file)],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         for name, file in files.items()
     ]

@@ -25,15 +25,18 @@ class Op:
     Attributes:
         name: how results call it.
         module: where its function and `BACKENDS` are.
-        leaves: (tokens) -> {name: fp64 tensor}; dimension 1 is the tokens' unless the name is in `shared`.
+        leaves: (tokens) -> {name: fp64 tensor}; dimension 1 is the tokens' unless the name is in
+            `shared`.
         call: (function, leaves, record, backend) -> [1, T, ...].
         function: its public name.
         shared: leaves that belong to no token.
         mixes: whether tokens influence each other, so that a control can leak.
-        exact: backends whose documents are promised to be, bit for bit, those of the document alone.
-        exact_gradients: those of which that holds for tokens' gradients too, all measured 0.0 on an H200.  Not our
-            convolution, whose taps' sum goes by a token's place among four (4e-6), varlen, which adds queries' gradients
-            as they come (9e-6), nor our MLP, where torch multiplies in the backward pass (9e-4).
+        exact: backends whose documents are promised to be, bit for bit, those of the document
+            alone.
+        exact_gradients: those of which that holds for tokens' gradients too, all measured 0.0 on an
+            H200. Not our convolution, whose taps' sum goes by a token's place among four (4e-6),
+            varlen, which adds queries' gradients as they come (9e-6), nor our MLP, where torch
+            multiplies in the backward pass (9e-4).
         table: the name of the module's table of backends.
     """
 
@@ -49,15 +52,21 @@ class Op:
     table: str = "BACKENDS"
 
     def backends(self) -> list[str]:
-        """Names of the backends; an operation that moved or is gone raises, so that it does not leave in silence."""
+        """Names of the backends; an operation that moved or is gone raises, so that it does not
+        leave in silence.
+        """
         return sorted(getattr(import_module(self.module), self.table))
 
     def run(self, leaves: dict[str, Tensor], packed: PackedSequence, backend: str) -> Tensor:
-        """Run it, or skip the test where the backend itself says why it cannot run; whatever it raises then is a failure."""
+        """Run it, or skip the test where the backend itself says why it cannot run; whatever it
+        raises then is a failure.
+        """
         reason = self.unusable(backend, next(iter(leaves.values())).dtype)
         if reason is not None:
             pytest.skip(f"{self.name}, {backend}: {reason}")
-        return self.call(getattr(import_module(self.module), self.function), leaves, packed, backend)
+        return self.call(
+            getattr(import_module(self.module), self.function), leaves, packed, backend
+        )
 
     def unusable(self, backend: str, dtype: torch.dtype) -> str | None:
         """What the backend itself says: why it cannot run here, or None."""
@@ -70,11 +79,16 @@ class Op:
         return found.unusable(Target(DEVICE, capability, dtype, sizes))
 
 
-def as_leaves(values: dict[str, Tensor], dtype: torch.dtype, device: str = DEVICE) -> dict[str, Tensor]:
+def as_leaves(
+    values: dict[str, Tensor], dtype: torch.dtype, device: str = DEVICE
+) -> dict[str, Tensor]:
     """The same values on the device in `dtype` (see `FP32_ALWAYS`), ready for gradients."""
     wide = torch.promote_types(dtype, torch.float32)
     return {
-        name: value.detach().to(device, wide if name in FP32_ALWAYS else dtype).clone().requires_grad_()
+        name: value.detach()
+        .to(device, wide if name in FP32_ALWAYS else dtype)
+        .clone()
+        .requires_grad_()
         for name, value in values.items()
     }
 

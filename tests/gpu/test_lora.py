@@ -1,4 +1,6 @@
-"""PEFT's LoRA in the fused layers on the GPU: layers against exact products, and models packed against documents alone."""
+"""PEFT's LoRA in the fused layers on the GPU: layers against exact products, and models packed
+against documents alone.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,28 @@ from tests.gpu.checks import DEVICE, TRIAL, WIDTH, gpu
 from tests.gpu.small import NARROW, small
 from tests.input_formats import row_batch
 from tests.integrations.marks import needs
-from tests.support import GRADIENT_TOL, LOGIT_TOL, errors, random_weights, relative_rms, run, run_alone
+from tests.support import (
+    GRADIENT_TOL,
+    LOGIT_TOL,
+    errors,
+    random_weights,
+    relative_rms,
+    run,
+    run_alone,
+)
 
 pytestmark = [*gpu]
 TOKENS, SIZES, RANK = (70, (200, 40, 3), 4) if TRIAL else (5000, (6144, 2048, 16), 16)
 LENGTHS = (1, 2, 3, 63, 64, 65, 129, 200)
 FP32 = 1e-5 if TRIAL else 0.0
 TWO_PARTS = 2**-16
-"""What is left out of an fp32 number that is kept as two of bfloat16, for the tensor cores; PEFT's fp32 products keep all."""
+"""What is left out of an fp32 number that is kept as two of bfloat16, for the tensor cores;
+PEFT's fp32 products keep all.
+"""
 ROUNDING = 1.5
-"""Times upstream's own rounding in bf16, as of padded batches: kernels of the delta rule round elsewhere."""
+"""Times upstream's own rounding in bf16, as of padded batches: kernels of the delta rule round
+elsewhere.
+"""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -46,10 +60,18 @@ def test_layers_are_no_farther_from_exact_than_pefts_formula(of_adapters, record
     for size in SIZES:
         down = leaf(RANK, WIDTH, dtype=dtype, scale=WIDTH**-0.5)
         up = leaf(size, RANK, dtype=dtype, scale=0.1)
-        layers.append(Adapted(leaf(size, WIDTH, dtype=x.dtype, scale=WIDTH**-0.5).detach(), (Adapter(down, up, 2.0),)))
+        layers.append(
+            Adapted(
+                leaf(size, WIDTH, dtype=x.dtype, scale=WIDTH**-0.5).detach(),
+                (Adapter(down, up, 2.0),),
+            )
+        )
     d_outs = [leaf(1, TOKENS, size, dtype=x.dtype, scale=1.0).detach() for size in SIZES]
     wide = [
-        Adapted(layer.weight.double(), tuple(Adapter(a.down.double(), a.up.double(), a.scale) for a in layer.adapters))
+        Adapted(
+            layer.weight.double(),
+            tuple(Adapter(a.down.double(), a.up.double(), a.scale) for a in layer.adapters),
+        )
         for layer in layers
     ]
     exact = results(x.double(), wide, d_outs, "torch")
@@ -58,21 +80,36 @@ def test_layers_are_no_farther_from_exact_than_pefts_formula(of_adapters, record
         assert found.dtype == peft.dtype
         error, rounding = relative_rms(found, wanted), relative_rms(peft, wanted)
         limit = max(1.05 * rounding, TWO_PARTS if found.dtype == torch.float32 else 0.0)
-        record(f"LoRA in {of_adapters}: output, gradient of x, of A and B, number {i}, against exact", error, limit)
+        record(
+            f"LoRA in {of_adapters}: output, gradient of x, of A and B, number {i}, against exact",
+            error,
+            limit,
+        )
 
 
 def lora(model, dtype, **options):
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(5)
-    config = LoraConfig(r=RANK, init_lora_weights=False, target_modules="all-linear", task_type="CAUSAL_LM", **options)
+    config = LoraConfig(
+        r=RANK,
+        init_lora_weights=False,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+        **options,
+    )
     return get_peft_model(model, config, autocast_adapter_dtype=dtype == torch.float32)
 
 
 def on_device(batch):
-    moved = {name: value.to(DEVICE) if torch.is_tensor(value) else value for name, value in batch.inputs.items()}
+    moved = {
+        name: value.to(DEVICE) if torch.is_tensor(value) else value
+        for name, value in batch.inputs.items()
+    }
     places = [(row, tokens.to(DEVICE)) for row, tokens in batch.places]
-    return replace(batch, inputs=moved, documents=[one.to(DEVICE) for one in batch.documents], places=places)
+    return replace(
+        batch, inputs=moved, documents=[one.to(DEVICE) for one in batch.documents], places=places
+    )
 
 
 def case(dtype):
@@ -100,7 +137,11 @@ def adapted(dtype, of_adapters, *, backend=None, exact=False, in_4_bits=False, *
 @pytest.mark.parametrize("use_dora", [False, True], ids=["LoRA", "DoRA"])
 def test_a_model_is_exact_in_fp32(use_dora, record, precise, upstream_in_torch):
     batch, weights = case(torch.float32)
-    found = run(adapted(torch.float32, torch.float32, backend={"delta_rule": "torch"}, use_dora=use_dora), batch, weights)
+    found = run(
+        adapted(torch.float32, torch.float32, backend={"delta_rule": "torch"}, use_dora=use_dora),
+        batch,
+        weights,
+    )
     wanted = run_alone(adapted(torch.float32, torch.float32, use_dora=use_dora), batch, weights)
     logits, grads = errors(found, wanted)
     name = "DoRA" if use_dora else "LoRA"
@@ -114,7 +155,9 @@ def test_a_model_is_as_near_as_unpatched_in_bf16(of_adapters, record, precise, u
 
 
 @pytest.mark.parametrize("of_adapters", DTYPES)
-def test_a_model_with_dora_is_as_near_as_unpatched_in_bf16(of_adapters, record, precise, upstream_in_torch):
+def test_a_model_with_dora_is_as_near_as_unpatched_in_bf16(
+    of_adapters, record, precise, upstream_in_torch
+):
     assert_as_near(DTYPES[of_adapters], record, f"DoRA in {of_adapters}, bf16", use_dora=True)
 
 

@@ -1,4 +1,6 @@
-"""The multi-token prediction head on the GPU: packed against a loop over documents, in fp32 and in bf16."""
+"""The multi-token prediction head on the GPU: packed against a loop over documents, in fp32 and
+in bf16.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,11 @@ def test_fp32(record, precise, upstream_in_torch):
     pairs = labelled(LENGTHS)
     found = in_a_row(with_head(torch.float32, {"delta_rule": "torch"}), pairs)
     wanted = in_a_loop(with_head(torch.float32, "torch"), pairs)
-    record("the head, fp32: worst gradient against a loop over documents", worst_gradient(found, wanted), GRADIENT_TOL)
+    record(
+        "the head, fp32: worst gradient against a loop over documents",
+        worst_gradient(found, wanted),
+        GRADIENT_TOL,
+    )
 
 
 @pytest.mark.parametrize("backend", ["auto", {"loss": "torch"}], ids=["auto", "loss in torch"])
@@ -54,4 +60,6 @@ def test_bf16_is_as_near_as_the_loop(backend, record, precise, upstream_in_torch
     unfused = in_a_loop(with_head(torch.bfloat16, "torch"), pairs)
     found = in_a_row(with_head(torch.bfloat16, backend), pairs)
     limit = max(ROUNDING * worst_gradient(unfused, exact), FP32)
-    record(f"the head, bf16, {backend}: worst gradient from exact", worst_gradient(found, exact), limit)
+    record(
+        f"the head, bf16, {backend}: worst gradient from exact", worst_gradient(found, exact), limit
+    )

@@ -1,4 +1,6 @@
-"""What ranks that share a row compute, on every backend: attention to keys before the row, documents walked in segments."""
+"""What ranks that share a row compute, on every backend: attention to keys before the row,
+documents walked in segments.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +24,25 @@ CUT = [[64, 64, 9], [30], [640, 500], [1]]
 
 
 @pytest.mark.parametrize("backend", ["torch"] if TRIAL else WITH_HISTORY)
-@pytest.mark.parametrize("history, lengths", [(0, [70, 5]), (3, [1, 200]), (300, [130, 64, 1]), (129, [500])])
+@pytest.mark.parametrize(
+    "history, lengths", [(0, [70, 5]), (3, [1, 200]), (300, [130, 64, 1]), (129, [500])]
+)
 def test_queries_are_the_last_of_their_document(backend, history, lengths):
     torch.manual_seed(0)
-    (heads, keys, size), tokens, dtype = ATTENTION, sum(lengths), torch.float32 if TRIAL else torch.bfloat16
+    (heads, keys, size), tokens, dtype = (
+        ATTENTION,
+        sum(lengths),
+        torch.float32 if TRIAL else torch.bfloat16,
+    )
     shapes = ((1, tokens, heads, size), *((1, history + tokens, keys, size),) * 2)
     leaves = [torch.randn(shape, device=DEVICE, dtype=dtype).requires_grad_() for shape in shapes]
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
     before = torch.zeros(1, history, heads, size, device=DEVICE, dtype=torch.float64)
     longer = PackedSequence.from_lengths([history + lengths[0], *lengths[1:]], device=DEVICE)
     wanted = attention(torch.cat([before, wide[0]], 1), *wide[1:], longer)[:, history:]
-    found = attention_with_history(*leaves, PackedSequence.from_lengths(lengths, device=DEVICE), backend=backend)
+    found = attention_with_history(
+        *leaves, PackedSequence.from_lengths(lengths, device=DEVICE), backend=backend
+    )
     assert_near(found, leaves, wanted, wide)
 
 
@@ -40,7 +50,11 @@ def test_queries_are_the_last_of_their_document(backend, history, lengths):
 def test_documents_in_segments_are_whole_documents(backend):
     dtype = torch.float32 if TRIAL else torch.bfloat16
     capability = None if TRIAL else torch.cuda.get_device_capability()
-    if (reason := BACKENDS[backend].unusable(Target(DEVICE, capability, dtype, {"key_size": HEADS[2]}))) is not None:
+    if (
+        reason := BACKENDS[backend].unusable(
+            Target(DEVICE, capability, dtype, {"key_size": HEADS[2]})
+        )
+    ) is not None:
         pytest.skip(reason)
     torch.manual_seed(0)
     packed = PackedSequence.from_lengths([sum(parts) for parts in CUT], device=DEVICE)
@@ -52,7 +66,9 @@ def test_documents_in_segments_are_whole_documents(backend):
 
 
 def assert_near(found, leaves, wanted, wide) -> None:
-    """Assert that values and gradients of a fixed random functional are within rounding of those in fp64."""
+    """Assert that values and gradients of a fixed random functional are within rounding of those
+    in fp64.
+    """
     d_out = torch.randn_like(wanted)
     gradients = torch.autograd.grad(found, leaves, d_out.to(found.dtype))
     assert relative_rms(found, wanted) <= VALUES

@@ -1,4 +1,6 @@
-"""Vision towers on a GPU: every image against itself alone, one attention call a layer, and no host wait behind it."""
+"""Vision towers on a GPU: every image against itself alone, one attention call a layer, and no
+host wait behind it.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,10 @@ from tests.gpu.checks import DEVICE, TRIAL, gpu
 from tests.support import relative_rms
 
 pytestmark = gpu
-GRIDS = torch.tensor([[1, 4, 6], [3, 4, 4], [1, 4, 4], [1, 2, 2]]) if TRIAL else torch.tensor(
-    [[1, 24, 24], [4, 16, 16], [1, 16, 16], [1, 28, 36], [1, 2, 2]]
+GRIDS = (
+    torch.tensor([[1, 4, 6], [3, 4, 4], [1, 4, 4], [1, 2, 2]])
+    if TRIAL
+    else torch.tensor([[1, 24, 24], [4, 16, 16], [1, 16, 16], [1, 28, 36], [1, 2, 2]])
 )
 GRIDS = GRIDS.to(DEVICE) if TRIAL or torch.cuda.is_available() else GRIDS
 PATCHES = GRIDS.prod(-1).tolist()
@@ -35,8 +39,12 @@ WIDTHS = (1024, 1152, 1280)
 def towers(dtype, width=1024, backend="auto"):
     """Upstream's model and the patched one, of the same weights; attention is far from uniform."""
     shape = SHAPES["tiny-vl" if TRIAL else "2b-vl"]
-    vision = dict(shape.vision) if TRIAL else {**shape.vision, "depth": BLOCKS, "hidden_size": width}
-    shape = replace(shape, layers=4, published_layers=4, sizes={**shape.sizes, "vocab_size": 256}, vision=vision)
+    vision = (
+        dict(shape.vision) if TRIAL else {**shape.vision, "depth": BLOCKS, "hidden_size": width}
+    )
+    shape = replace(
+        shape, layers=4, published_layers=4, sizes={**shape.sizes, "vocab_size": 256}, vision=vision
+    )
     model = build(shape, DEVICE, torch.float32 if TRIAL else dtype)
     with torch.no_grad():
         for name, parameter in model.model.visual.named_parameters():
@@ -59,9 +67,13 @@ def step(model, x, grids):
     model.zero_grad(set_to_none=True)
     x = x.clone().requires_grad_()
     out = model.model.visual(x, grid_thw=grids).pooler_output
-    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(DEVICE, out.dtype)
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(
+        DEVICE, out.dtype
+    )
     (out * weight).sum().backward()
-    grads = {name: p.grad for name, p in model.model.visual.named_parameters() if p.grad is not None}
+    grads = {
+        name: p.grad for name, p in model.model.visual.named_parameters() if p.grad is not None
+    }
     return out.detach(), {"pixels": x.grad, **grads}
 
 
@@ -78,7 +90,9 @@ def test_in_fp32_it_is_upstreams(record, precise):
     model, ours = towers(torch.float32)
     assert patch_report(ours).implementations["tower_attention"] == "torch"
     wanted, found = step(model, pixels(model), GRIDS), step(ours, pixels(model), packed_grids())
-    record("vision tower, fp32: features against unpatched", relative_rms(found[0], wanted[0]), FP32)
+    record(
+        "vision tower, fp32: features against unpatched", relative_rms(found[0], wanted[0]), FP32
+    )
     record("vision tower, fp32: worst gradient against unpatched", worst(found, wanted), 10 * FP32)
 
 
@@ -103,7 +117,12 @@ def test_in_bf16_it_rounds_no_worse_than_upstreams_loop(width, record, precise):
         ("features", relative_rms(found[0], exact[0]), relative_rms(loop[0], exact[0])),
         ("worst gradient", worst(found, exact), worst(loop, exact)),
     ):
-        record(f"vision tower, heads of {size}, bf16: {what} against fp64", error, ROUNDING * limit + 1e-12, upstream=limit)
+        record(
+            f"vision tower, heads of {size}, bf16: {what} against fp64",
+            error,
+            ROUNDING * limit + 1e-12,
+            upstream=limit,
+        )
 
 
 def test_an_image_influences_no_other():
@@ -112,8 +131,13 @@ def test_an_image_influences_no_other():
     changed = x.clone()
     changed[PATCHES[0] : sum(PATCHES[:2])] = 3
     with torch.no_grad():
-        outputs = [ours.model.visual(values, grid_thw=packed_grids()).pooler_output.split(tokens) for values in (x, changed)]
-    assert [torch.equal(*both) for both in zip(*outputs)] == [number != 1 for number in range(len(PATCHES))]
+        outputs = [
+            ours.model.visual(values, grid_thw=packed_grids()).pooler_output.split(tokens)
+            for values in (x, changed)
+        ]
+    assert [torch.equal(*both) for both in zip(*outputs)] == [
+        number != 1 for number in range(len(PATCHES))
+    ]
 
 
 @contextmanager
@@ -137,7 +161,8 @@ def waits():
 def test_in_the_blocks_nothing_waits_for_the_device():
     model, ours = towers(torch.bfloat16)
     x = pixels(ours)
-    step(ours, x, packed_grids())  # compiles what there is to compile
+    # compiles what there is to compile
+    step(ours, x, packed_grids())
     for tower, grids, outcome in ((ours, packed_grids(), nullcontext()), (model, GRIDS, waits())):
         blocks = tower.model.visual.blocks
         with outcome, refused_from(blocks[0], blocks[-1]):
@@ -147,7 +172,9 @@ def test_in_the_blocks_nothing_waits_for_the_device():
 @pytest.mark.skipif(TRIAL, reason="a CPU waits for nothing")
 @pytest.mark.parametrize("form", ["padded", "offsets"])
 def test_from_the_tower_to_the_last_layer_nothing_waits_for_the_device(form):
-    """The host runs ahead: it numbers the documents, and plans the text model's kernels, while the tower runs."""
+    """The host runs ahead: it numbers the documents, and plans the text model's kernels, while
+    the tower runs.
+    """
     model, ours = towers(torch.bfloat16)
     batch = replace(sixteen_documents(form, tiny=True), patch=16).inputs(256, DEVICE)
     ours.base_model(use_cache=False, **batch)
@@ -159,7 +186,9 @@ def test_from_the_tower_to_the_last_layer_nothing_waits_for_the_device(form):
 @pytest.mark.skipif(TRIAL, reason="a CPU waits for nothing")
 @pytest.mark.parametrize("form", ["padded", "offsets"])
 def test_the_backward_pass_waits_for_nothing(form):
-    """Not between text and tower either, where upstream's gradient of the scattered features counts tokens."""
+    """Not between text and tower either, where upstream's gradient of the scattered features
+    counts tokens.
+    """
     model, ours = towers(torch.bfloat16)
     batch = replace(sixteen_documents(form, tiny=True), patch=16).inputs(256, DEVICE)
     ours.base_model(use_cache=False, **batch).last_hidden_state.float().mean().backward()
@@ -175,7 +204,9 @@ def test_the_backward_pass_waits_for_nothing(form):
 
 @pytest.mark.parametrize("form", ["padded", "offsets"])
 def test_documents_with_images_are_upstreams_alone(form, record, precise, upstream_in_torch):
-    """The whole model in fp32: a padded batch of the processor's, and the row of it, against unpatched padded."""
+    """The whole model in fp32: a padded batch of the processor's, and the row of it, against
+    unpatched padded.
+    """
     model, ours = towers(torch.float32, backend={"delta_rule": "torch"})
     load = sixteen_documents(form, tiny=True)
     load = load if TRIAL else replace(load, patch=16)
@@ -188,4 +219,8 @@ def test_documents_with_images_are_upstreams_alone(form, record, precise, upstre
         wanted = model.base_model(use_cache=False, **padded).last_hidden_state[real]
         found = ours.base_model(use_cache=False, **batch).last_hidden_state
     found = found[real] if form == "padded" else found[0]
-    record(f"documents with images, {form}, fp32: values against unpatched padded", relative_rms(found, wanted), FP32)
+    record(
+        f"documents with images, {form}, fp32: values against unpatched padded",
+        relative_rms(found, wanted),
+        FP32,
+    )

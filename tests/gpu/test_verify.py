@@ -1,4 +1,6 @@
-"""`verify_packing` on the GPU: a patched model passes with the kernels that are chosen for it, an unpatched one does not."""
+"""`verify_packing` on the GPU: a patched model passes with the kernels that are chosen for it,
+an unpatched one does not.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from tests.gpu.small import EXPERTS, NARROW, small
 
 pytestmark = gpu
 CASES = {
-    "fp32, published heads": (NARROW, torch.float32), "bf16, published heads": (NARROW, torch.bfloat16),
+    "fp32, published heads": (NARROW, torch.float32),
+    "bf16, published heads": (NARROW, torch.bfloat16),
     "bf16, experts": (EXPERTS, torch.bfloat16),
 }
 
@@ -37,7 +40,12 @@ def test_a_patched_model_passes(case, record, request):
         ("logits", found.logits, limits.logits, report.unpatched.logits),
         ("worst gradient", found.gradients, limits.gradients, report.unpatched.gradients),
         ("influence", found.influence, limits.influence, report.unpatched.influence),
-        ("gradient of another document's inputs", found.cross_gradient, 0.0, report.unpatched.cross_gradient),
+        (
+            "gradient of another document's inputs",
+            found.cross_gradient,
+            0.0,
+            report.unpatched.cross_gradient,
+        ),
     ):
         record(f"{what}: {part}", error, limit, unpatched=control, worst=found.worst_parameter)
 

@@ -1,4 +1,6 @@
-"""What the tests of other libraries share: documents to train on, and the same training with each document run alone."""
+"""What the tests of other libraries share: documents to train on, and the same training with
+each document run alone.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,18 @@ from transformers import DataCollatorWithFlattening, TrainerCallback, TrainingAr
 from tests.support import documents, gradients, relative_rms
 
 LENGTHS = (5, 64, 1, 129, 3, 63, 2, 65, 33, 7, 90, 12)
-"""Of twelve documents: three steps of four, whose micro-batches of two hold 69, 130, 66, 67, 40 and 102 tokens."""
+"""Of twelve documents: three steps of four, whose micro-batches of two hold 69, 130, 66, 67, 40
+and 102 tokens.
+"""
 
 STEP, STEPS, RATE = 4, 3, 1e-2
 IGNORED = -100
 
 
 def labelled(lengths=LENGTHS) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return (ids, labels) per document; every token is a target but the first, which nothing predicts."""
+    """Return (ids, labels) per document; every token is a target but the first, which nothing
+    predicts.
+    """
     return [(ids, ids.clone()) for ids in documents(lengths, vocabulary=128)]
 
 
@@ -35,12 +41,16 @@ def targets(labels: torch.Tensor) -> int:
     return int((labels[1:] != IGNORED).sum())
 
 
-def per_document(model, steps, rate: float = RATE, loss=token_loss) -> list[dict[str, torch.Tensor]]:
-    """Train with SGD, each document in a forward of its own, and return the gradients of every step.
+def per_document(
+    model, steps, rate: float = RATE, loss=token_loss
+) -> list[dict[str, torch.Tensor]]:
+    """Train with SGD, each document in a forward of its own, and return the gradients of every
+    step.
 
     Args:
         model: unpatched, in the state to start from; it is trained in place.
-        steps: per optimizer step, the documents (ids, labels) whose token-weighted mean loss it descends.
+        steps: per optimizer step, the documents (ids, labels) whose token-weighted mean loss it
+            descends.
         loss: of one document, summed over its targets.
     """
     kept = []
@@ -62,7 +72,9 @@ def packed(items) -> dict[str, torch.Tensor]:
 
 
 def in_rows(model, call=None) -> list[dict[str, torch.Tensor]]:
-    """Run the steps of `per_document` on packed rows, through `call` if it is not the model that is called."""
+    """Run the steps of `per_document` on packed rows, through `call` if it is not the model that
+    is called.
+    """
     kept = []
     for step in in_steps(labelled()):
         model.zero_grad(set_to_none=True)
@@ -93,9 +105,26 @@ class KeepGradients(TrainerCallback):
 
 def arguments(folder, kind=TrainingArguments, **more):
     """Return training arguments for plain SGD over the documents in order, on the CPU, in fp32."""
-    settings = {"max_steps": STEPS, "learning_rate": RATE, "lr_scheduler_type": "constant", "optim": "sgd", "seed": 1}
-    settings |= {"max_grad_norm": 0.0, "logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True}
-    settings |= {"use_cpu": True, "per_device_train_batch_size": STEP, "dataloader_pin_memory": False, "bf16": False}
+    settings = {
+        "max_steps": STEPS,
+        "learning_rate": RATE,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",
+        "seed": 1,
+    }
+    settings |= {
+        "max_grad_norm": 0.0,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+    settings |= {
+        "use_cpu": True,
+        "per_device_train_batch_size": STEP,
+        "dataloader_pin_memory": False,
+        "bf16": False,
+    }
     return kind(output_dir=str(folder), train_sampling_strategy="sequential", **settings | more)
 
 
@@ -104,10 +133,13 @@ def rows(items) -> list[dict[str, list[int]]]:
     return [{"input_ids": ids.tolist(), "labels": labels.tolist()} for ids, labels in items]
 
 
-def worst(found: list[dict[str, torch.Tensor]], wanted: list[dict[str, torch.Tensor]], floor: float = 1e-2) -> float:
+def worst(
+    found: list[dict[str, torch.Tensor]], wanted: list[dict[str, torch.Tensor]], floor: float = 1e-2
+) -> float:
     """Return the largest relative RMS of any parameter's gradient in any step.
 
-    As `tests.support.errors`: a gradient that is zero but for rounding counts against `floor` times the median one.
+    As `tests.support.errors`: a gradient that is zero but for rounding counts against `floor` times
+    the median one.
     """
     assert len(found) == len(wanted) > 0
     return max(_worst_of_step(*pair, floor) for pair in zip(found, wanted))
@@ -115,7 +147,10 @@ def worst(found: list[dict[str, torch.Tensor]], wanted: list[dict[str, torch.Ten
 
 def overall(found: list[dict[str, torch.Tensor]], wanted: list[dict[str, torch.Tensor]]) -> float:
     """Return the largest relative RMS of all gradients of a step together."""
-    flat = [[torch.cat([step[name].flatten() for name in sorted(step)]) for step in steps] for steps in (found, wanted)]
+    flat = [
+        [torch.cat([step[name].flatten() for name in sorted(step)]) for step in steps]
+        for steps in (found, wanted)
+    ]
     return max(relative_rms(*pair) for pair in zip(*flat))
 
 

@@ -1,4 +1,6 @@
-"""The marks of tests that prove a row of docs/compatibility.md, and of those that need a package."""
+"""The marks of tests that prove a row of docs/compatibility.md, and of those that need a
+package.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ import pytest
 
 
 def integration(library: str, what: str, says: str = "works") -> pytest.MarkDecorator:
-    """Mark a test as proof of a row in docs/compatibility.md: whose feature, which, and what holds if the test passes."""
+    """Mark a test as proof of a row in docs/compatibility.md: whose feature, which, and what
+    holds if the test passes.
+    """
     return pytest.mark.integration(library=library, what=what, says=says)
 
 

@@ -1,10 +1,12 @@
-"""Run the tests that are marked `@integration` and make the table of docs/compatibility.md from their results.
+"""Run the tests that are marked `@integration` and make the table of docs/compatibility.md from
+their results.
 
     python -m tests.integrations.run               print the table
     python -m tests.integrations.run --write       put it into docs/compatibility.md
     python -m tests.integrations.run --report integrations.xml      from a report that pytest wrote earlier with --junitxml
 
-A row is what tests of any room say of themselves with `@integration`; it holds if every one that ran has passed.
+A row is what tests of any room say of themselves with `@integration`; it holds if every one that
+ran has passed.
 """
 
 from __future__ import annotations
@@ -24,10 +26,32 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/compatibility.md"
 MARK = "<!-- integrations -->"
-LIBRARIES = ("Trainer", "TRL SFTTrainer", "TRL DPOTrainer", "PEFT", "accelerate", "torch", "torch.compile", "DeepSpeed",
-             "transformers", "Liger", "FlashQLA")
-VERSIONS = ("torch", "transformers", "trl", "peft", "accelerate", "deepspeed", "bitsandbytes", "torchao", "liger-kernel",
-            "kernels", "triton")
+LIBRARIES = (
+    "Trainer",
+    "TRL SFTTrainer",
+    "TRL DPOTrainer",
+    "PEFT",
+    "accelerate",
+    "torch",
+    "torch.compile",
+    "DeepSpeed",
+    "transformers",
+    "Liger",
+    "FlashQLA",
+)
+VERSIONS = (
+    "torch",
+    "transformers",
+    "trl",
+    "peft",
+    "accelerate",
+    "deepspeed",
+    "bitsandbytes",
+    "torchao",
+    "liger-kernel",
+    "kernels",
+    "triton",
+)
 HEAD = ("with", "what", "verdict", "off by", "unpatched")
 
 
@@ -68,9 +92,23 @@ class Row:
 
 def run_tests(workers: int, report: Path) -> None:
     """Let pytest write its report."""
-    command = [sys.executable, "-m", "pytest", "tests", "-m", "integration", "-q", f"-n{workers}", f"--junitxml={report}"]
-    command += ["--dist", "loadfile"]  # files whose tests share what ranks have measured run on one worker
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "tests",
+        "-m",
+        "integration",
+        "-q",
+        f"-n{workers}",
+        f"--junitxml={report}",
+    ]
+    # files whose tests share what ranks have measured run on one worker
+    command += ["--dist", "loadfile"]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+    }
     command += ["-p", "no:cacheprovider"]
     subprocess.run(command, cwd=ROOT, env=environment)
 
@@ -83,9 +121,13 @@ def read(report: Path) -> list[Row]:
         named = dict(facts)
         if "library" not in named:
             continue
-        row = rows.setdefault((named["library"], named["what"]), Row(named["library"], named["what"], named["says"]))
+        row = rows.setdefault(
+            (named["library"], named["what"]), Row(named["library"], named["what"], named["says"])
+        )
         if row.says != named["says"]:
-            raise ValueError(f"found two verdicts for {row.what}: {row.says!r} and {named['says']!r}; wanted one")
+            raise ValueError(
+                f"found two verdicts for {row.what}: {row.says!r} and {named['says']!r}; wanted one"
+            )
         _add(row, case, facts)
     return sorted(rows.values(), key=lambda row: (LIBRARIES.index(row.library), row.what.lower()))
 
@@ -104,10 +146,18 @@ def _add(row: Row, case: ElementTree.Element, facts: list[tuple[str, str]]) -> N
 
 def markdown(rows: list[Row]) -> str:
     """Return the table, with the day it was made and the versions it was made with."""
-    versions = ", ".join(f"{name} {metadata.version(name)}" for name in VERSIONS if _installed(name))
+    versions = ", ".join(
+        f"{name} {metadata.version(name)}" for name in VERSIONS if _installed(name)
+    )
     day = datetime.date.today().isoformat()
-    lines = [f"Made on {day} by `python -m tests.integrations.run --write` on a CPU with {versions}.", ""]
-    lines += ["| " + " | ".join(cells) + " |" for cells in (HEAD, ("---",) * len(HEAD), *(row.cells() for row in rows))]
+    lines = [
+        f"Made on {day} by `python -m tests.integrations.run --write` on a CPU with {versions}.",
+        "",
+    ]
+    lines += [
+        "| " + " | ".join(cells) + " |"
+        for cells in (HEAD, ("---",) * len(HEAD), *(row.cells() for row in rows))
+    ]
     return "\n".join(lines)
 
 
@@ -121,13 +171,21 @@ def _installed(name: str) -> bool:
 
 def write(table: str) -> None:
     """Put the table between the two marks of its page."""
-    PAGE.write_text(re.sub(f"{MARK}.*?{MARK}", lambda _: f"{MARK}\n{table}\n{MARK}", PAGE.read_text(), flags=re.S))
+    PAGE.write_text(
+        re.sub(
+            f"{MARK}.*?{MARK}", lambda _: f"{MARK}\n{table}\n{MARK}", PAGE.read_text(), flags=re.S
+        )
+    )
 
 
 def main() -> int:
     """Run, print the table, and return 0 if nothing failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the table into docs/compatibility.md")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="write the table into docs/compatibility.md"
+    )
     parser.add_argument("--report", type=Path, help="read this report instead of running the tests")
     parser.add_argument("--workers", type=int, default=min(os.cpu_count() or 1, 8))
     options = parser.parse_args()

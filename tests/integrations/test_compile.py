@@ -1,4 +1,6 @@
-"""torch.compile around and inside a patched model: same gradients, known breaks, and no graph per row."""
+"""torch.compile around and inside a patched model: same gradients, known breaks, and no graph
+per row.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +11,41 @@ import torch
 from transformers import DataCollatorWithFlattening, Trainer
 
 from hf_packfree import PackFreeCallback, apply_patches
-from tests.integrations.compare import KeepGradients, arguments, in_rows, in_steps, labelled, per_document, packed, rows
+from tests.integrations.compare import (
+    KeepGradients,
+    arguments,
+    in_rows,
+    in_steps,
+    labelled,
+    packed,
+    per_document,
+    rows,
+)
 from tests.integrations.marks import integration
 from tests.support import tiny
 
 SAYS = (
-    "works; packed rows break the graph where boundaries are read and at every convolution, delta rule and attention, nowhere "
-    "else, padded batches at more points"
+    "works; packed rows break the graph where boundaries are read and at every convolution, delta "
+    "rule and attention, nowhere else, padded batches at more points"
 )
-OPERATIONS = {"causal_conv1d", "qkv_conv", "gated_delta_rule", "attend", "read_arguments", "_loss_arguments"}
+OPERATIONS = {
+    "causal_conv1d",
+    "qkv_conv",
+    "gated_delta_rule",
+    "attend",
+    "read_arguments",
+    "_loss_arguments",
+}
 
-pytestmark = pytest.mark.filterwarnings("default")  # torch.compile hides its own warnings, unless they are errors
+# torch.compile hides its own warnings, unless they are errors
+pytestmark = pytest.mark.filterwarnings("default")
 
 
 @pytest.fixture(autouse=True)
 def nothing_compiled_before(tmp_path, monkeypatch):
-    """Forget graphs, and compile into a folder of this test: a process that was stopped may leave half a library behind."""
+    """Forget graphs, and compile into a folder of this test: a process that was stopped may
+    leave half a library behind.
+    """
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch.compiler.reset()
     yield
@@ -46,20 +67,33 @@ class Graphs:
 def test_patched_before(same_gradients):
     model = apply_patches(tiny())
     compiled = torch.compile(model, backend="aot_eager")
-    same_gradients(in_rows(model, compiled), per_document(tiny(), in_steps(labelled())), in_rows(tiny()))
+    same_gradients(
+        in_rows(model, compiled), per_document(tiny(), in_steps(labelled())), in_rows(tiny())
+    )
 
 
 @integration("torch.compile", "whole model", SAYS)
 def test_patched_after_and_new_rows_need_no_new_graphs(same_gradients):
-    """After the first row and the first of another length, documents may be any: nothing is compiled again."""
+    """After the first row and the first of another length, documents may be any: nothing is
+    compiled again.
+    """
     model, graphs = tiny(), Graphs()
     compiled = apply_patches(torch.compile(model, backend=graphs))
     items, counts = labelled(), []
-    for chosen in (items[:4], items[4:8], items[8:], items[2:9], items[:1] + items[5:], items[1:2] + items[3:4]):
+    for chosen in (
+        items[:4],
+        items[4:8],
+        items[8:],
+        items[2:9],
+        items[:1] + items[5:],
+        items[1:2] + items[3:4],
+    ):
         compiled(**packed(chosen)).loss.backward()
         counts.append(graphs.count)
     assert counts[0] > 0 and counts[1:] == [counts[1]] * 5, counts
-    same_gradients(in_rows(model, compiled), per_document(tiny(), in_steps(labelled())), in_rows(tiny()))
+    same_gradients(
+        in_rows(model, compiled), per_document(tiny(), in_steps(labelled())), in_rows(tiny())
+    )
 
 
 @integration("torch.compile", "whole model", SAYS)
@@ -76,7 +110,8 @@ def test_it_breaks_where_we_say(record_property):
 def test_each_layer(backend, layers, same_gradients):
     model = apply_patches(tiny())
     for layer in model.model.layers[layers]:
-        layer.compile(backend=backend, dynamic=True if backend == "inductor" else None)  # which compiles once, not twice
+        # which compiles once, not twice
+        layer.compile(backend=backend, dynamic=True if backend == "inductor" else None)
     same_gradients(in_rows(model), per_document(tiny(), in_steps(labelled())))
 
 
@@ -91,5 +126,7 @@ def test_through_the_trainer(same_gradients, tmp_path):
         data_collator=DataCollatorWithFlattening(),
         callbacks=[keep, PackFreeCallback()],
     ).train()
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= len(tiny().model.layers), "something was compiled"
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= len(tiny().model.layers), (
+        "something was compiled"
+    )
     same_gradients(keep.steps, per_document(tiny(), in_steps(labelled())))

@@ -1,4 +1,6 @@
-"""Liger before and after: it replaces forwards of single modules and of the head; ours stay underneath."""
+"""Liger before and after: it replaces forwards of single modules and of the head; ours stay
+underneath.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ SAYS = "both stay in force, in either order; its numbers are checked on GPUs onl
 
 @pytest.fixture(autouse=True)
 def upstreams_classes():
-    """Liger also replaces classes of upstream's module, for models yet to be built; put them back."""
+    """Liger also replaces classes of upstream's module, for models yet to be built; put them
+    back.
+    """
     from transformers.models.qwen3_5 import modeling_qwen3_5 as upstream
 
     names = {name: getattr(upstream, name) for name in ("Qwen3_5RMSNorm", "Qwen3_5MLP")}
@@ -44,14 +48,19 @@ def with_liger(model, order: str, **options):
 def test_both_are_in_force(order):
     model = with_liger(tiny(), order)
     wanted = dict(patch_report(apply_patches(tiny())).swaps)
-    del wanted["Qwen3_5ForCausalLM"]  # Liger's forward is on the instance: the head is Liger's alone
+    # Liger's forward is on the instance: the head is Liger's alone
+    del wanted["Qwen3_5ForCausalLM"]
     assert patch_report(model).swaps == wanted
     head, trunk = model, model.model
     assert "liger" in head.forward.__module__ and "liger" in trunk.norm.forward.__module__
     assert all("liger" in layer.mlp.forward.__module__ for layer in trunk.layers)
     x = torch.zeros(1, trunk.config.hidden_size)
-    assert all(swiglu_layers(layer.mlp, layer, x) for layer in trunk.layers), "on a GPU our kernel computes it"
-    assert all(adds_one(layer.input_layernorm, layer) for layer in trunk.layers), "and the norm with the residual sum"
+    assert all(swiglu_layers(layer.mlp, layer, x) for layer in trunk.layers), (
+        "on a GPU our kernel computes it"
+    )
+    assert all(adds_one(layer.input_layernorm, layer) for layer in trunk.layers), (
+        "and the norm with the residual sum"
+    )
     assert "liger" in trunk.layers[3].self_attn.q_norm.forward.__module__
     assert all("forward" not in vars(layer.linear_attn) for layer in trunk.layers[:3])
     assert not patch_report(remove_patches(model)).patched
@@ -60,7 +69,9 @@ def test_both_are_in_force(order):
 @integration("Liger", "multi-token prediction head beside its fused loss")
 @orders
 def test_a_multi_token_head_is_trained_beside_ligers_loss(order, record_property):
-    """Counted once, also where Liger's forward calls the text model and makes the loss itself; the layers stay upstream's."""
+    """Counted once, also where Liger's forward calls the text model and makes the loss itself;
+    the layers stay upstream's.
+    """
     from liger_kernel.transformers.monkey_patch import apply_liger_kernel_to_qwen3_5
 
     model, pairs = heads.build(depth=2, patched=order == "patched before"), heads.labelled()
@@ -81,7 +92,8 @@ def test_a_multi_token_head_is_trained_beside_ligers_loss(order, record_property
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_gradients(order, record_property, monkeypatch):
-    """In fp32, and no further off than the other exactness tests allow; what it is measured against runs on the CPU.
+    """In fp32, and no further off than the other exactness tests allow; what it is measured against
+    runs on the CPU.
 
     FLA's delta rule tunes for minutes in fp32 and has tests of its own: here ours runs.
     """
@@ -91,8 +103,12 @@ def test_gradients(order, record_property, monkeypatch):
     wanted, leaking = per_document(tiny(), [step]), tiny()
     leaking(**batch).loss.backward()
     model = with_liger(tiny().cuda(), order, backend={"delta_rule": "torch"})
-    batch = {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-    model(**batch, return_dict=True).loss.backward()  # else Liger asks the config, by a name that is deprecated
+    batch = {
+        name: value.cuda() if isinstance(value, torch.Tensor) else value
+        for name, value in batch.items()
+    }
+    # else Liger asks the config, by a name that is deprecated
+    model(**batch, return_dict=True).loss.backward()
     error = worst([{name: gradient.cpu() for name, gradient in gradients(model).items()}], wanted)
     control = worst([gradients(leaking)], wanted)
     record_property("error", error)

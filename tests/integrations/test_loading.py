@@ -11,12 +11,20 @@ from transformers.utils.import_utils import is_kernels_available
 
 from hf_packfree import apply_patches, patch_report, register_patches
 from hf_packfree.errors import PatchConflict
-from tests.integrations.compare import in_rows, in_steps, labelled, per_document, packed
+from tests.integrations.compare import in_rows, in_steps, labelled, packed, per_document
 from tests.integrations.marks import integration, needs
 from tests.support import LOGIT_TOL, relative_rms, tiny
 
-SPLIT = {"model.embed_tokens": "cpu", "model.layers.0": "disk", "model.layers.1": "cpu", "model.layers.2": "cpu",
-         "model.layers.3": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+SPLIT = {
+    "model.embed_tokens": "cpu",
+    "model.layers.0": "disk",
+    "model.layers.1": "cpu",
+    "model.layers.2": "cpu",
+    "model.layers.3": "disk",
+    "model.norm": "cpu",
+    "model.rotary_emb": "cpu",
+    "lm_head": "cpu",
+}
 
 
 @pytest.fixture
@@ -27,20 +35,33 @@ def checkpoint(tmp_path):
 
 @integration("accelerate", '`device_map="auto"`, everything on one device')
 def test_device_map_of_one_device(checkpoint, same_gradients):
-    unpatched, model = (Qwen3_5ForCausalLM.from_pretrained(checkpoint, device_map="auto").train() for _ in range(2))
-    same_gradients(in_rows(apply_patches(model)), per_document(tiny(), in_steps(labelled())), in_rows(unpatched))
+    unpatched, model = (
+        Qwen3_5ForCausalLM.from_pretrained(checkpoint, device_map="auto").train() for _ in range(2)
+    )
+    same_gradients(
+        in_rows(apply_patches(model)),
+        per_document(tiny(), in_steps(labelled())),
+        in_rows(unpatched),
+    )
 
 
 class TestSplitModel:
-    """Hooks call the forward that a module had when they were put there: a class swapped later would be bypassed."""
+    """Hooks call the forward that a module had when they were put there: a class swapped later
+    would be bypassed.
+    """
 
     WHAT = '`device_map="auto"`, split over devices or offloaded'
-    SAYS = "works if loaded under `register_patches()`; `apply_patches` afterwards is refused: `PatchConflict`"
+    SAYS = (
+        "works if loaded under `register_patches()`; `apply_patches` afterwards is refused: "
+        "`PatchConflict`"
+    )
 
     @integration("accelerate", WHAT, SAYS)
     @pytest.mark.filterwarnings("default")
     def test_afterwards_is_refused(self, checkpoint, tmp_path):
-        model = Qwen3_5ForCausalLM.from_pretrained(checkpoint, device_map=SPLIT, offload_folder=tmp_path)
+        model = Qwen3_5ForCausalLM.from_pretrained(
+            checkpoint, device_map=SPLIT, offload_folder=tmp_path
+        )
         with pytest.raises(PatchConflict, match="register_patches"):
             apply_patches(model)
 
@@ -49,21 +70,25 @@ class TestSplitModel:
     def test_loaded_patched(self, checkpoint, tmp_path, record_property):
         """Offloaded weights cannot be trained, so this compares what the model says."""
         with register_patches():
-            model = Qwen3_5ForCausalLM.from_pretrained(checkpoint, device_map=SPLIT, offload_folder=tmp_path)
+            model = Qwen3_5ForCausalLM.from_pretrained(
+                checkpoint, device_map=SPLIT, offload_folder=tmp_path
+            )
         assert model.hf_device_map["model.layers.0"] == "disk" and patch_report(model).patched
         items = labelled()
         unpatched = tiny().eval()
         with torch.no_grad():
             found = model.eval()(**packed(items)).logits
-            alone = torch.cat([unpatched(input_ids=ids[None], use_cache=False).logits for ids, _ in items], 1)
+            alone = torch.cat(
+                [unpatched(input_ids=ids[None], use_cache=False).logits for ids, _ in items], 1
+            )
         error = relative_rms(found, alone)
         record_property("error", error)
         assert error <= LOGIT_TOL
 
 
 HUB = (
-    "works with a `kernels` that transformers accepts (releases above; 5.23 needs 0.18.2), with any other transformers "
-    "itself refuses: `ValueError`"
+    "works with a `kernels` that transformers accepts (releases above; 5.23 needs 0.18.2), with "
+    "any other transformers itself refuses: `ValueError`"
 )
 
 
@@ -71,7 +96,8 @@ HUB = (
 @needs("kernels")
 def test_hub_kernels(checkpoint, same_gradients):
     if not is_kernels_available():
-        for registered in (nullcontext, register_patches):  # with us as without us
+        # with us as without us
+        for registered in (nullcontext, register_patches):
             with registered(), pytest.raises(ValueError, match="Kernels are not available"):
                 Qwen3_5ForCausalLM.from_pretrained(checkpoint, use_kernels=True)
         return

@@ -1,4 +1,6 @@
-"""PEFT on every projection, patched before and after; what is quantised; what cannot reach the convolution."""
+"""PEFT on every projection, patched before and after; what is quantised; what cannot reach the
+convolution.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +11,26 @@ from transformers import Qwen3_5ForCausalLM
 
 from hf_packfree import apply_patches, patch_report, remove_patches
 from hf_packfree.errors import ContractError, PatchConflict
-from tests.integrations.compare import in_rows, in_steps, labelled, per_document, packed
+from tests.integrations.compare import in_rows, in_steps, labelled, packed, per_document
 from tests.integrations.marks import integration, needs
 from tests.support import relative_rms, tiny
 
-pytestmark = [needs("peft"), pytest.mark.filterwarnings("default")]  # its dependencies deprecate things
+# its dependencies deprecate things
+pytestmark = [needs("peft"), pytest.mark.filterwarnings("default")]
 
 LINEAR = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 
 
 def lora(model, targets=LINEAR + ATTENTION + MLP, **options):
-    """Return the model with adapters, seeded and none of them zero, so that every one has a gradient."""
+    """Return the model with adapters, seeded and none of them zero, so that every one has a
+    gradient.
+    """
     from peft import LoraConfig, get_peft_model
 
-    config = LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, target_modules=list(targets), **options)
+    config = LoraConfig(
+        r=4, lora_alpha=8, init_lora_weights=False, target_modules=list(targets), **options
+    )
     torch.manual_seed(5)
     return get_peft_model(model, config)
 
@@ -67,29 +74,43 @@ def test_experts(same_gradients):
 
     found = in_rows(apply_patches(model := adapted()))
     layers = len(model.base_model.model.model.layers)
-    assert sum("experts.lora_A" in name or "base_layer.lora_A" in name for name in found[0]) == 2 * layers
+    assert (
+        sum("experts.lora_A" in name or "base_layer.lora_A" in name for name in found[0])
+        == 2 * layers
+    )
     assert patch_report(model).called == {"LoRA on Qwen3_5MoeExperts": layers}
     same_gradients(found, per_document(adapted(), in_steps(labelled())), in_rows(adapted()))
 
 
-@integration("PEFT", "VeRA, IA3, LoHa on `in_proj_*`, `out_proj`, attention and MLP, a projection in `modules_to_save`")
+@integration(
+    "PEFT",
+    "VeRA, IA3, LoHa on `in_proj_*`, `out_proj`, attention and MLP, a projection in "
+    "`modules_to_save`",
+)
 @pytest.mark.parametrize("kind", OTHERS)
 def test_methods_that_are_called_as_they_are(kind, same_gradients):
     found = in_rows(apply_patches(model := other(kind)))
     wrapper = {"ModulesToSaveWrapper": 1}
-    assert patch_report(model).called == {kind: 3 * (len(LINEAR) - 1) + len(ATTENTION) + 4 * len(MLP)} | wrapper
+    assert (
+        patch_report(model).called
+        == {kind: 3 * (len(LINEAR) - 1) + len(ATTENTION) + 4 * len(MLP)} | wrapper
+    )
     assert f"with {kind}" in str(patch_report(model))
     same_gradients(found, per_document(other(kind), in_steps(labelled())), in_rows(other(kind)))
 
 
 def other(kind):
-    """The model with adapters of another method on all projections but one, which is trained whole."""
+    """The model with adapters of another method on all projections but one, which is trained
+    whole.
+    """
     import peft
 
     torch.manual_seed(5)
     targets = [*LINEAR[1:], *ATTENTION, *MLP]
     config = getattr(peft, {"VERA": "VeraConfig", "IA3": "IA3Config", "LOHA": "LoHaConfig"}[kind])
-    model = peft.get_peft_model(tiny(), config(**OTHERS[kind](targets), modules_to_save=["0.linear_attn.in_proj_qkv"]))
+    model = peft.get_peft_model(
+        tiny(), config(**OTHERS[kind](targets), modules_to_save=["0.linear_attn.in_proj_qkv"])
+    )
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and "vera_lambda" in name:
             torch.nn.init.normal_(parameter.data, std=0.3)
@@ -109,7 +130,9 @@ def test_merging_and_loading(tmp_path, record_property):
         merged = model.merge_and_unload()
         error = relative_rms(merged(**batch).logits, adapted)
         loaded = PeftModel.from_pretrained(tiny(), tmp_path)
-        alone = torch.cat([loaded(input_ids=ids[None], use_cache=False).logits for ids, _ in items], 1)
+        alone = torch.cat(
+            [loaded(input_ids=ids[None], use_cache=False).logits for ids, _ in items], 1
+        )
     assert isinstance(merged, Qwen3_5ForCausalLM) and patch_report(merged).patched
     assert not patch_report(loaded).patched
     record_property("error", error)
@@ -121,9 +144,14 @@ def test_merging_and_loading(tmp_path, record_property):
 
 
 class TestConvolution:
-    """Upstream and we read its weights without calling it, so an adapter there would never be trained."""
+    """Upstream and we read its weights without calling it, so an adapter there would never be
+    trained.
+    """
 
-    WHAT, SAYS = "LoRA on `conv1d`", "refused: `ContractError` when patching, `PatchConflict` at the first forward after"
+    WHAT, SAYS = (
+        "LoRA on `conv1d`",
+        "refused: `ContractError` when patching, `PatchConflict` at the first forward after",
+    )
 
     @integration("PEFT", WHAT, SAYS)
     def test_refused_when_patching(self):
@@ -142,15 +170,21 @@ class TestConvolution:
     def test_upstream_ignores_it(self):
         model = self.adapted(tiny())
         loss = model(**packed(labelled()[1:2])).loss
-        assert not loss.requires_grad, "if this fails, upstream calls its convolution and the adapter may be allowed"
+        assert not loss.requires_grad, (
+            "if this fails, upstream calls its convolution and the adapter may be allowed"
+        )
 
     @staticmethod
     def adapted(model):
-        """The smallest adapter that PEFT allows on a depthwise convolution: its rank is a multiple of the channels."""
+        """The smallest adapter that PEFT allows on a depthwise convolution: its rank is a
+        multiple of the channels.
+        """
         from peft import LoraConfig, get_peft_model
 
         channels = tiny().model.layers[0].linear_attn.conv1d.in_channels
-        return get_peft_model(model, LoraConfig(r=channels, target_modules=["conv1d"], init_lora_weights=False))
+        return get_peft_model(
+            model, LoraConfig(r=channels, target_modules=["conv1d"], init_lora_weights=False)
+        )
 
 
 @integration("PEFT", "QLoRA: 4-bit base of bitsandbytes")
@@ -168,8 +202,14 @@ def test_quantised_base(order, same_gradients, tmp_path):
     same_gradients(found, wanted, in_rows(lora(quantised(tmp_path))))
 
 
-@integration("PEFT", "LoRA on 8-bit bases: bitsandbytes, torchao's weight-only int8", "works; called as it is, not fused")
-@pytest.mark.parametrize("package", [pytest.param(name, marks=needs(name)) for name in ("bitsandbytes", "torchao")])
+@integration(
+    "PEFT",
+    "LoRA on 8-bit bases: bitsandbytes, torchao's weight-only int8",
+    "works; called as it is, not fused",
+)
+@pytest.mark.parametrize(
+    "package", [pytest.param(name, marks=needs(name)) for name in ("bitsandbytes", "torchao")]
+)
 def test_bases_that_are_called_as_they_are(package, same_gradients, tmp_path):
     tiny().save_pretrained(tmp_path)
     model = apply_patches(lora(in_8_bits(tmp_path, package)))
@@ -201,7 +241,9 @@ def quantised(folder):
     """Load the tiny model with 4-bit linear layers that compute in fp32."""
     from transformers import BitsAndBytesConfig
 
-    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    config = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    )
     model = loaded(folder, config)
     assert type(model.model.layers[0].linear_attn.in_proj_qkv).__name__ == "Linear4bit"
     return model

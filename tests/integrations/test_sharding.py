@@ -12,7 +12,15 @@ from transformers import Qwen3_5ForCausalLM
 from hf_packfree import apply_patches, patch_report
 from hf_packfree.errors import ContractError
 from tests.input_formats import row_batch
-from tests.integrations.compare import RATE, descend, in_steps, labelled, packed, per_document, worst
+from tests.integrations.compare import (
+    RATE,
+    descend,
+    in_steps,
+    labelled,
+    packed,
+    per_document,
+    worst,
+)
 from tests.integrations.marks import integration, needs
 from tests.integrations.test_parallel import launch
 from tests.mtp.heads import build
@@ -33,7 +41,9 @@ def test_zero3(tmp_path, record_property):
     found = []
     for kind in ("patched", "unpatched"):
         out = tmp_path / f"{kind}.json"
-        done = launch("tests/integrations/two_processes.py", str(out), str(tmp_path / "checkpoint"), kind)
+        done = launch(
+            "tests/integrations/two_processes.py", str(out), str(tmp_path / "checkpoint"), kind
+        )
         assert out.exists(), done.stderr[-4000:]
         found.append(json.loads(out.read_text())["error"])
     check(*found, record_property)
@@ -42,10 +52,14 @@ def test_zero3(tmp_path, record_property):
 @integration("DeepSpeed", "ZeRO-3, multi-token prediction head")
 @needs("deepspeed")
 def test_zero3_trains_a_multi_token_head(tmp_path, record_property):
-    """All gradients of the model and its head, whose loss needs the language modelling head's weight once more."""
+    """All gradients of the model and its head, whose loss needs the language modelling head's
+    weight once more.
+    """
     build(depth=2).save_pretrained(tmp_path / "checkpoint")
     out = tmp_path / "head.json"
-    done = launch("tests/integrations/two_processes.py", str(out), str(tmp_path / "checkpoint"), "head")
+    done = launch(
+        "tests/integrations/two_processes.py", str(out), str(tmp_path / "checkpoint"), "head"
+    )
     assert out.exists(), done.stderr[-4000:]
     record_property("error", error := json.loads(out.read_text())["error"])
     assert error <= GRADIENT_TOL
@@ -69,16 +83,26 @@ def tensor_parallel(rank: int, folder: str, patched: bool) -> list[dict[str, tor
     """Load with upstream's plan, patch, and train: every rank sees the same row."""
     from transformers.distributed import DistributedConfig
 
-    model = Qwen3_5ForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_plan="auto")).train()
+    model = Qwen3_5ForCausalLM.from_pretrained(
+        folder, distributed_config=DistributedConfig(tp_plan="auto")
+    ).train()
     sharded = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
-    assert any("linear_attn" in name for name in sharded) and any("self_attn" in name for name in sharded)
+    assert any("linear_attn" in name for name in sharded) and any(
+        "self_attn" in name for name in sharded
+    )
     if patched:
         apply_patches(model)
     kept = []
     for step in in_steps(labelled()):
         model.zero_grad(set_to_none=True)
         model(**packed(step)).loss.backward()
-        kept.append({name: _whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None})
+        kept.append(
+            {
+                name: _whole(p.grad).clone()
+                for name, p in model.named_parameters()
+                if p.grad is not None
+            }
+        )
         descend(model, RATE)
     assert patch_report(model).patched == patched
     return kept
@@ -88,16 +112,24 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-@integration("transformers", 'tensor parallel, `tp_plan="auto"`', "works if patched after loading; ranks repeat the delta rule")
+@integration(
+    "transformers",
+    'tensor parallel, `tp_plan="auto"`',
+    "works if patched after loading; ranks repeat the delta rule",
+)
 def test_tensor_parallel(tmp_path, record_property):
     tiny().save_pretrained(tmp_path / "checkpoint")
     cases = [(str(tmp_path / "checkpoint"), patched) for patched in (True, False)]
     wanted = per_document(tiny(), in_steps(labelled()))
-    check(*(worst(first, wanted) for first, _ in two_ranks(tensor_parallel, cases, tmp_path)), record_property)
+    check(
+        *(worst(first, wanted) for first, _ in two_ranks(tensor_parallel, cases, tmp_path)),
+        record_property,
+    )
 
 
 @integration(
-    "torch", "pipeline parallel, traced (`torch.distributed.pipelining`)",
+    "torch",
+    "pipeline parallel, traced (`torch.distributed.pipelining`)",
     "refused by torch with `RuntimeError`: where boundaries are read cannot be traced",
 )
 @pytest.mark.filterwarnings("default")

@@ -1,4 +1,6 @@
-"""The table of other libraries in docs/compatibility.md says what the tests say, and the generator reads their results."""
+"""The table of other libraries in docs/compatibility.md says what the tests say, and the
+generator reads their results.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,20 @@ def test_rows_come_from_results(tmp_path):
 
 def test_the_page_says_what_the_tests_say(request):
     table = PAGE.read_text().split(MARK)[1]
-    written = [tuple(cell.strip() for cell in line.strip("|").split("|"))[:3] for line in table.splitlines()[4:]]
+    written = [
+        tuple(cell.strip() for cell in line.strip("|").split("|"))[:3]
+        for line in table.splitlines()[4:]
+    ]
     marks = [item.get_closest_marker("integration") for item in request.session.items]
-    rows = {(m.kwargs["library"], m.kwargs["what"]): m.kwargs["says"] for m in marks if m is not None}
+    rows = {
+        (m.kwargs["library"], m.kwargs["what"]): m.kwargs["says"] for m in marks if m is not None
+    }
     if not rows:
         pytest.skip("no test of this room is selected")
     assert {library for library, _ in rows} <= set(LIBRARIES)
     for (library, what), says in rows.items():
         found = [verdict for *name, verdict in written if name == [library, what]]
-        assert len(found) == 1 and (found[0] == says or found[0].startswith("not run here")), (library, what)
+        assert len(found) == 1 and (found[0] == says or found[0].startswith("not run here")), (
+            library,
+            what,
+        )

@@ -1,4 +1,6 @@
-"""TRL's SFTTrainer and DPOTrainer: it flattens or packs, calls the base model itself, and checkpoints by default."""
+"""TRL's SFTTrainer and DPOTrainer: it flattens or packs, calls the base model itself, and
+checkpoints by default.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,21 @@ from torch.nn import functional as F
 
 from hf_packfree import PackFreeCallback, patch_report
 from hf_packfree.models.compat import RELEASE
-from tests.integrations.compare import IGNORED, RATE, KeepGradients, arguments, descend, in_steps, per_document, worst
+from tests.integrations.compare import (
+    IGNORED,
+    RATE,
+    KeepGradients,
+    arguments,
+    descend,
+    in_steps,
+    per_document,
+    worst,
+)
 from tests.integrations.marks import integration, needs
 from tests.support import CONTROL, GRADIENT_TOL, documents, gradients, slow_decay, tiny
 
-pytestmark = [needs("trl", "datasets"), pytest.mark.filterwarnings("default")]  # its dependencies deprecate things
+# its dependencies deprecate things
+pytestmark = [needs("trl", "datasets"), pytest.mark.filterwarnings("default")]
 
 LENGTHS = (5, 64, 2, 129, 3, 63, 2, 65, 33, 7, 90, 12) * 4
 STEPS = 2
@@ -40,7 +52,12 @@ def sft(folder, dataset, *, model=None, patch=True, **more):
     from trl import SFTConfig, SFTTrainer
 
     keep = KeepGradients()
-    settings = {"max_steps": STEPS, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_length": None}
+    settings = {
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_length": None,
+    }
     trainer = SFTTrainer(
         model=model or tiny(),
         args=arguments(folder, SFTConfig, **settings | more),
@@ -54,7 +71,9 @@ def sft(folder, dataset, *, model=None, patch=True, **more):
 
 
 def documents_of(trainer, per_step: int = 4):
-    """Return what the trainer's dataset holds, document by document, cut into its optimizer steps."""
+    """Return what the trainer's dataset holds, document by document, cut into its optimizer
+    steps.
+    """
     items = []
     for row in list(trainer.train_dataset)[: per_step * STEPS]:
         ids, labels = torch.tensor(row["input_ids"]), torch.tensor(row["labels"])
@@ -66,15 +85,25 @@ def documents_of(trainer, per_step: int = 4):
 @integration("TRL SFTTrainer", "`padding_free=True`")
 @pytest.mark.parametrize("tail", [{}, {"pad_to_multiple_of": 16}], ids=["as it is", "padded tail"])
 def test_padding_free(tail, same_gradients, tmp_path):
-    trainer, found = sft(tmp_path, {"input_ids": [d.tolist() for d in documents(LENGTHS)]}, padding_free=True, **tail)
+    trainer, found = sft(
+        tmp_path, {"input_ids": [d.tolist() for d in documents(LENGTHS)]}, padding_free=True, **tail
+    )
     same_gradients(found, per_document(tiny(), documents_of(trainer)))
 
 
-@pytest.mark.skipif(RELEASE < Version("5.20"), reason="transformers 5.2 to 5.19 train such rows as one document, in silence")
+@pytest.mark.skipif(
+    Version("5.20") > RELEASE,
+    reason="transformers 5.2 to 5.19 train such rows as one document, in silence",
+)
 @integration("TRL SFTTrainer", "`padding_free=True`")
 def test_upstream_refuses_what_trl_hands_it(tmp_path):
     with pytest.raises(ValueError, match="packed sequences"):
-        sft(tmp_path, {"input_ids": [d.tolist() for d in documents(LENGTHS)]}, padding_free=True, patch=False)
+        sft(
+            tmp_path,
+            {"input_ids": [d.tolist() for d in documents(LENGTHS)]},
+            padding_free=True,
+            patch=False,
+        )
 
 
 @integration("TRL SFTTrainer", "`packing=True`, `bfd` and `bfd_split`")
@@ -83,31 +112,52 @@ def test_packing_keeps_documents_apart(strategy, same_gradients, tmp_path):
     dataset = {"input_ids": [d.tolist() for d in documents(LENGTHS)]}
     trainer, found = sft(tmp_path, dataset, packing=True, packing_strategy=strategy, max_length=100)
     steps = documents_of(trainer)
-    assert max(len(ids) for step in steps for ids, _ in step) == 100 and sum(map(len, steps)) > 4 * STEPS
+    assert (
+        max(len(ids) for step in steps for ids, _ in step) == 100
+        and sum(map(len, steps)) > 4 * STEPS
+    )
     whole_rows = [[tuple(map(torch.cat, zip(*step)))] for step in steps]
     same_gradients(found, per_document(tiny(), steps), per_document(tiny(), whole_rows))
 
 
 @integration(
-    "TRL SFTTrainer", "`packing=True`, `wrapped`", "works; TRL means the documents of a row to mix: bit for bit upstream's"
+    "TRL SFTTrainer",
+    "`packing=True`, `wrapped`",
+    "works; TRL means the documents of a row to mix: bit for bit upstream's",
 )
 def test_wrapped_rows_are_upstreams(tmp_path, record_property):
     dataset = {"input_ids": [d.tolist() for d in documents(LENGTHS)]}
     options = {"packing": True, "packing_strategy": "wrapped", "max_length": 100}
-    (trainer, found), (_, wanted) = sft(tmp_path, dataset, **options), sft(tmp_path, dataset, patch=False, **options)
+    (trainer, found), (_, wanted) = (
+        sft(tmp_path, dataset, **options),
+        sft(tmp_path, dataset, patch=False, **options),
+    )
     assert {len(row["input_ids"]) for row in list(trainer.train_dataset)[:8]} == {100}
     record_property("error", worst(found, wanted))
-    assert all(torch.equal(one[name], other[name]) for one, other in zip(found, wanted) for name in other)
-    if RELEASE >= Version("5.12"):  # 5.2 to 5.9 count the first token of every row among the targets, of any model
+    assert all(
+        torch.equal(one[name], other[name]) for one, other in zip(found, wanted) for name in other
+    )
+    # 5.2 to 5.9 count the first token of every row among the targets, of any model
+    if Version("5.12") <= RELEASE:
         assert worst(found, per_document(tiny(), documents_of(trainer))) <= GRADIENT_TOL
 
 
 @integration("TRL SFTTrainer", "completion-only loss, packed")
-@pytest.mark.parametrize("options", [{"padding_free": True}, {"packing": True, "max_length": 140}], ids=["padding-free", "bfd"])
+@pytest.mark.parametrize(
+    "options",
+    [{"padding_free": True}, {"packing": True, "max_length": 140}],
+    ids=["padding-free", "bfd"],
+)
 def test_completion_only_loss(options, same_gradients, tmp_path):
-    parts = [document.split([len(document) // 2, len(document) - len(document) // 2]) for document in documents(LENGTHS)]
+    parts = [
+        document.split([len(document) // 2, len(document) - len(document) // 2])
+        for document in documents(LENGTHS)
+    ]
     prompts, completions = zip(*parts)
-    dataset = {"prompt": [words(p) for p in prompts], "completion": [" " + words(c) for c in completions]}
+    dataset = {
+        "prompt": [words(p) for p in prompts],
+        "completion": [" " + words(c) for c in completions],
+    }
     trainer, found = sft(tmp_path, dataset, **options)
     steps = documents_of(trainer)
     share = [float((labels != IGNORED).float().mean()) for step in steps for _, labels in step]
@@ -145,11 +195,15 @@ def test_with_qlora(record_property, tmp_path):
 
     tiny().save_pretrained(tmp_path / "whole")
     dataset = {"input_ids": [d.tolist() for d in documents(LENGTHS)]}
-    trainer, found = sft(tmp_path, dataset, model=model(torch.float32), packing=True, max_length=140)
+    trainer, found = sft(
+        tmp_path, dataset, model=model(torch.float32), packing=True, max_length=140
+    )
     assert {p.dtype for p in trainer.model.parameters() if p.requires_grad} == {torch.bfloat16}
     steps = documents_of(trainer)
     whole_rows = [[tuple(map(torch.cat, zip(*step)))] for step in steps]
-    exact, rounded = (per_document(model(dtype), steps) for dtype in (torch.float32, torch.bfloat16))
+    exact, rounded = (
+        per_document(model(dtype), steps) for dtype in (torch.float32, torch.bfloat16)
+    )
     error, leak = worst(found, exact), worst(per_document(model(torch.float32), whole_rows), exact)
     record_property("error", error)
     record_property("control", leak)
@@ -168,7 +222,10 @@ def preferences_per_document(model, reference, pairs, beta, steps=STEPS, size=2)
     for step in in_steps(pairs, size)[:steps]:
         model.zero_grad(set_to_none=True)
         for prompt, chosen, rejected in step:
-            gained = [logp(model, prompt, a) - logp(reference, prompt, a).detach() for a in (chosen, rejected)]
+            gained = [
+                logp(model, prompt, a) - logp(reference, prompt, a).detach()
+                for a in (chosen, rejected)
+            ]
             (-F.logsigmoid(beta * (gained[0] - gained[1])) / len(step)).backward()
         kept.append(gradients(model))
         descend(model, RATE)
@@ -183,14 +240,23 @@ def test_preferences(same_gradients, tmp_path):
     parts = documents((9, 30, 12, 40, 5, 17, 33, 3, 70, 20, 11, 6))
     pairs = [tuple(parts[start : start + 3]) for start in range(0, len(parts), 3)]
     ended = [(p, *(torch.cat([a, torch.tensor([1])]) for a in answers)) for p, *answers in pairs]
-    dataset = [{"prompt": words(p), "chosen": " " + words(c), "rejected": " " + words(r)} for p, c, r in pairs]
+    dataset = [
+        {"prompt": words(p), "chosen": " " + words(c), "rejected": " " + words(r)}
+        for p, c, r in pairs
+    ]
     keep, model, given, run = KeepGradients(), tiny(), [], []
-    model.register_forward_pre_hook(lambda m, args, kwargs: given.append(kwargs["input_ids"].numel()), with_kwargs=True)
-    model.model.layers[0].register_forward_pre_hook(lambda m, args: run.append(args[0].shape[:2].numel()))
+    model.register_forward_pre_hook(
+        lambda m, args, kwargs: given.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    model.model.layers[0].register_forward_pre_hook(
+        lambda m, args: run.append(args[0].shape[:2].numel())
+    )
     trainer = DPOTrainer(
         model=model,
         ref_model=slow_decay(tiny(), seed=1),
-        args=arguments(tmp_path, DPOConfig, max_steps=STEPS, per_device_train_batch_size=2, beta=0.1),
+        args=arguments(
+            tmp_path, DPOConfig, max_steps=STEPS, per_device_train_batch_size=2, beta=0.1
+        ),
         train_dataset=Dataset.from_list(dataset),
         processing_class=tokenizer(),
         callbacks=[keep, PackFreeCallback()],

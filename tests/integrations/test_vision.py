@@ -1,4 +1,6 @@
-"""Documents with images, videos and text in packed rows: the Trainer's and TRL's steps against each document alone."""
+"""Documents with images, videos and text in packed rows: the Trainer's and TRL's steps against
+each document alone.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,15 @@ from hf_packfree import PackFreeCallback, patch_report
 from hf_packfree.data import PackedDataset, PackedIterableDataset, PackedVisionCollator
 from hf_packfree.errors import BoundaryError
 from tests.data.processors import example, image_part, picture, video_part, vision_processor
-from tests.integrations.compare import RATE, KeepGradients, arguments, descend, in_steps, targets, token_loss
+from tests.integrations.compare import (
+    RATE,
+    KeepGradients,
+    arguments,
+    descend,
+    in_steps,
+    targets,
+    token_loss,
+)
 from tests.integrations.marks import integration, needs
 from tests.support import gradients
 from tests.vision import tiny_vision
@@ -21,7 +31,10 @@ EXAMPLES = [
     example("a b", image_part(16, 24, seed=1), "c"),
     example("a b c d e f"),
     example(image_part(8, 8, seed=2), image_part(24, 8, seed=3), "x", answer="y z"),
-    example("a"), example("b c"), example("d e f"),  # a step of text alone
+    # a step of text alone
+    example("a"),
+    example("b c"),
+    example("d e f"),
     example("v", video_part(seed=4), answer="i j k"),
     example("k", image_part(24, 24, seed=5), answer="l"),
     example("m n o"),
@@ -29,7 +42,9 @@ EXAMPLES = [
 
 
 def one_by_one(collator, steps):
-    """Train with every document in a forward of its own, unpatched, and return the gradients of every step."""
+    """Train with every document in a forward of its own, unpatched, and return the gradients of
+    every step.
+    """
     model, kept = tiny_vision("qwen3_5"), []
     for step in steps:
         model.zero_grad(set_to_none=True)
@@ -38,7 +53,9 @@ def one_by_one(collator, steps):
         for document in documents:
             row = PackedVisionCollator(collator.processor)([document])
             own = {name: row[name] for name in ("input_ids", "mm_token_type_ids", *document.media)}
-            logits = model(**own, attention_mask=torch.ones_like(own["input_ids"]), use_cache=False).logits[0]
+            logits = model(
+                **own, attention_mask=torch.ones_like(own["input_ids"]), use_cache=False
+            ).logits[0]
             (token_loss(logits, document.labels) / count).backward()
         kept.append(gradients(model))
         descend(model, RATE)
@@ -55,7 +72,11 @@ class Streamed(torch.utils.data.IterableDataset):
 def train(folder, dataset, collator, *, patch=True, **settings):
     """Train, and return every step's gradients."""
     keep = KeepGradients()
-    settings = {"max_steps": STEPS, "remove_unused_columns": False, "per_device_train_batch_size": SIZE} | settings
+    settings = {
+        "max_steps": STEPS,
+        "remove_unused_columns": False,
+        "per_device_train_batch_size": SIZE,
+    } | settings
     trainer = Trainer(
         model=tiny_vision("qwen3_5"),
         args=arguments(folder, **settings),
@@ -82,25 +103,36 @@ def test_documents_with_media(workers, tail, same_gradients, tmp_path):
 def joined(collator, step):
     """The documents of a step as if they were one."""
     row = collator(step)
-    return {name: value for name, value in row.items() if name == "labels" or not name.startswith(("cu_", "max_", "pos"))}
+    return {
+        name: value
+        for name, value in row.items()
+        if name == "labels" or not name.startswith(("cu_", "max_", "pos"))
+    }
 
 
 STREAM = (
-    "works with `accelerator_config={\"dispatch_batches\": False}`; accelerate would cut the row's offsets otherwise: refused"
+    'works with `accelerator_config={"dispatch_batches": False}`; accelerate would cut the row\'s '
+    "offsets otherwise: refused"
 )
 
 
 @integration("Trainer", "`PackedVisionCollator`: a stream", STREAM)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_stream(workers, same_gradients, tmp_path):
-    collator, settings = PackedVisionCollator(vision_processor()), {"accelerator_config": {"dispatch_batches": False}}
+    collator, settings = (
+        PackedVisionCollator(vision_processor()),
+        {"accelerator_config": {"dispatch_batches": False}},
+    )
     found = train(tmp_path, Streamed(), collator, dataloader_num_workers=workers, **settings)
     same_gradients(found, one_by_one(collator, in_steps(EXAMPLES, SIZE)))
 
 
 @integration("Trainer", "`PackedVisionCollator`: a stream", STREAM)
 def test_a_stream_cut_by_accelerate_is_refused(tmp_path):
-    with pytest.raises(BoundaryError, match="found cu_seq_lens_q=\\[0\\].*accelerator_config={'dispatch_batches': False}"):
+    with pytest.raises(
+        BoundaryError,
+        match="found cu_seq_lens_q=\\[0\\].*accelerator_config={'dispatch_batches': False}",
+    ):
         train(tmp_path, Streamed(), PackedVisionCollator(vision_processor()))
 
 
@@ -114,15 +146,21 @@ def test_packs(streaming, same_gradients, tmp_path):
         steps = list(packs)
         settings["accelerator_config"] = {"dispatch_batches": False}
     else:
-        packs = PackedDataset(EXAMPLES, [len(collator.document(one)) for one in EXAMPLES], max_length=60)
+        packs = PackedDataset(
+            EXAMPLES, [len(collator.document(one)) for one in EXAMPLES], max_length=60
+        )
         steps = [packs[number] for number in range(len(packs))]
     assert len(steps) >= STEPS and sum(map(len, steps)) == len(EXAMPLES)
-    same_gradients(train(tmp_path, packs, collator, **settings), one_by_one(collator, steps[:STEPS]))
+    same_gradients(
+        train(tmp_path, packs, collator, **settings), one_by_one(collator, steps[:STEPS])
+    )
 
 
 @integration(
-    "TRL SFTTrainer", "`PackedVisionCollator`, images",
-    "works with `data_collator=PackedVisionCollator(processor)` and `padding_free=False`; TRL logs `num_tokens` as 1 per row",
+    "TRL SFTTrainer",
+    "`PackedVisionCollator`, images",
+    "works with `data_collator=PackedVisionCollator(processor)` and `padding_free=False`; TRL logs "
+    "`num_tokens` as 1 per row",
 )
 @needs("trl", "datasets")
 def test_sft(same_gradients, tmp_path):
@@ -130,8 +168,12 @@ def test_sft(same_gradients, tmp_path):
     from PIL import Image
     from trl import SFTConfig, SFTTrainer
 
-    drawn = [Image.fromarray(picture(8 * (1 + number % 3), 16, seed=number)) for number in range(SIZE * STEPS)]
-    counts = [1, 2, 1, 0, 0, 0, 2, 1, 0]  # a step of text alone
+    drawn = [
+        Image.fromarray(picture(8 * (1 + number % 3), 16, seed=number))
+        for number in range(SIZE * STEPS)
+    ]
+    # a step of text alone
+    counts = [1, 2, 1, 0, 0, 0, 2, 1, 0]
     columns = {
         "messages": [with_places(count) for count in counts],
         "images": [[one] * count for one, count in zip(drawn, counts, strict=True)],
@@ -148,12 +190,23 @@ def test_sft(same_gradients, tmp_path):
         callbacks=[keep, PackFreeCallback()],
     )
     trainer.train()
-    assert [log["num_tokens"] for log in trainer.state.log_history if "num_tokens" in log][-1] == STEPS
-    examples = [{name: column[number] for name, column in columns.items()} for number in range(SIZE * STEPS)]
+    assert [log["num_tokens"] for log in trainer.state.log_history if "num_tokens" in log][
+        -1
+    ] == STEPS
+    examples = [
+        {name: column[number] for name, column in columns.items()} for number in range(SIZE * STEPS)
+    ]
     same_gradients(keep.steps, one_by_one(collator, in_steps(examples, SIZE)))
 
 
 def with_places(images):
     """Messages with places for so many images, which stand in a column of their own."""
-    content = [{"type": "text", "text": "a b"}, *[{"type": "image", "text": None}] * images, {"type": "text", "text": "c"}]
-    return [{"role": "user", "content": content}, {"role": "assistant", "content": [{"type": "text", "text": "d e"}]}]
+    content = [
+        {"type": "text", "text": "a b"},
+        *[{"type": "image", "text": None}] * images,
+        {"type": "text", "text": "c"},
+    ]
+    return [
+        {"role": "user", "content": content},
+        {"role": "assistant", "content": [{"type": "text", "text": "d e"}]},
+    ]

@@ -2,7 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 tests/integrations/two_processes.py result.json checkpoint-folder patched
 
-The last word is patched, unpatched, or head: the checkpoint has one for multi-token prediction, which is trained.
+The last word is patched, unpatched, or head: the checkpoint has one for multi-token prediction,
+which is trained.
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ import torch.distributed as dist
 from transformers import Qwen3_5ForCausalLM
 
 from hf_packfree import MTPOptions, apply_patches
-from tests.integrations.compare import RATE, in_steps, labelled, per_document, packed, targets, worst
+from tests.integrations.compare import (
+    RATE,
+    in_steps,
+    labelled,
+    packed,
+    per_document,
+    targets,
+    worst,
+)
 from tests.mtp.heads import WEIGHT, gradients_in_loop, worst_gradient
 from tests.support import tiny
 
@@ -40,7 +49,9 @@ def zero3(folder: Path, kind: str) -> list[dict[str, torch.Tensor]]:
     }
     kept_alive = HfDeepSpeedConfig(config)
     model = Qwen3_5ForCausalLM.from_pretrained(folder).train()
-    assert model.model.layers[0].linear_attn.A_log.numel() == 0, "the weights are sharded while loading"
+    assert model.model.layers[0].linear_attn.A_log.numel() == 0, (
+        "the weights are sharded while loading"
+    )
     if kind != "unpatched":
         apply_patches(model, mtp=MTPOptions(depth=2, weight=WEIGHT) if kind == "head" else None)
     optimizer = torch.optim.SGD(model.parameters(), RATE)

@@ -1,4 +1,6 @@
-"""A family that is not in the table, and all that is written to add it: this file, and the row at its end."""
+"""A family that is not in the table, and all that is written to add it: this file, and the row
+at its end.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,12 @@ class BrookDelta(Replacement, upstream.BrookDelta):
 
     @staticmethod
     def op_sizes(layer):
-        return {"key_heads": layer.num_heads, "value_heads": layer.num_heads, "key_size": layer.size, "value_size": layer.size}
+        return {
+            "key_heads": layer.num_heads,
+            "value_heads": layer.num_heads,
+            "key_size": layer.size,
+            "value_size": layer.size,
+        }
 
     @staticmethod
     def checkpoint_sizes(layer):

@@ -1,4 +1,6 @@
-"""A patched model whose decoder layers choose Triton's ops, which references answer: what a GPU chooses, seen on a CPU."""
+"""A patched model whose decoder layers choose Triton's ops, which references answer: what a GPU
+chooses, seen on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,21 @@ from tests.support import GRADIENT_TOL, LOGIT_TOL, errors, random_weights, run, 
 
 
 def on_kernels(model):
-    """Patch, with Triton's small ops chosen for this device in the decoder layers, which `watched` answers."""
+    """Patch, with Triton's small ops chosen for this device in the decoder layers, which
+    `watched` answers.
+    """
     for module in apply_patches(model).modules():
         if isinstance(module, fused_layer.FusedDecoderLayer):
-            vars(module)["packfree"] = replace(vars(module)["packfree"], elsewhere=Kernels(fused="triton"))
+            vars(module)["packfree"] = replace(
+                vars(module)["packfree"], elsewhere=Kernels(fused="triton")
+            )
     return model
 
 
 def watched(monkeypatch, name: str, place: int) -> list:
-    """Let the references run where decoder layers call Triton's ops; return where `name`'s arguments at `place` gather."""
+    """Let the references run where decoder layers call Triton's ops; return where `name`'s
+    arguments at `place` gather.
+    """
     seen = []
 
     def stand_in(op):

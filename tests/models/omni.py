@@ -1,4 +1,6 @@
-"""Omni's documents of text, images, videos and audio, packed or padded, and what a model gives for them."""
+"""Omni's documents of text, images, videos and audio, packed or padded, and what a model gives
+for them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ AUDIO, AUDIO_START, AUDIO_END, MEL = 121, 122, 123, 16
 
 @dataclass
 class Document:
-    """One document: ids, and the media in the order of their placeholders; audio is [mel bins, frames]."""
+    """One document: ids, and the media in the order of their placeholders; audio is [mel bins,
+    frames].
+    """
 
     ids: list[int] = field(default_factory=list)
     images: list[tuple[list[int], torch.Tensor]] = field(default_factory=list)
@@ -80,20 +84,27 @@ def documents():
 
 
 def arguments(given, leaves):
-    """The media of these documents as one call's arguments, with `leaves` in the place of their numbers."""
+    """The media of these documents as one call's arguments, with `leaves` in the place of their
+    numbers.
+    """
     found = {}
     for name, kind in (("image", "images"), ("video", "videos")):
         grids = [grid for one in given for grid, _ in getattr(one, kind)]
         if grids:
             found |= {f"{name}_grid_thw": torch.tensor(grids)}
-            found["pixel_values" if name == "image" else "pixel_values_videos"] = torch.cat(leaves[kind])
+            found["pixel_values" if name == "image" else "pixel_values_videos"] = torch.cat(
+                leaves[kind]
+            )
     if seconds := [second for one in given for second in one.seconds]:
         found["video_second_per_grid"] = torch.tensor(seconds)
     if sounds := leaves["audios"]:
         longest = max(x.shape[1] for x in sounds)
         padded = [torch.nn.functional.pad(x, (0, longest - x.shape[1])) for x in sounds]
         mask = [torch.arange(longest) < x.shape[1] for x in sounds]
-        found |= {"input_features": torch.stack(padded), "feature_attention_mask": torch.stack(mask).long()}
+        found |= {
+            "input_features": torch.stack(padded),
+            "feature_attention_mask": torch.stack(mask).long(),
+        }
     return found
 
 
@@ -105,7 +116,17 @@ def leaves_of(given):
     }
 
 
-FORMS = ("offsets", "4 rows", "3 rows, offsets", "seq_idx", "indexed mask", "additive mask", "padded", "left", "rows")
+FORMS = (
+    "offsets",
+    "4 rows",
+    "3 rows, offsets",
+    "seq_idx",
+    "indexed mask",
+    "additive mask",
+    "padded",
+    "left",
+    "rows",
+)
 
 
 def batch(given, form, model):
@@ -120,7 +141,12 @@ def row(given, form, model):
     lengths = torch.tensor([len(one.ids) for one in given])
     offsets = torch.cat([torch.zeros(1), lengths.cumsum(0)]).int()
     longest = int(lengths.max())
-    varlen = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": longest, "max_length_k": longest}
+    varlen = {
+        "cu_seq_lens_q": offsets,
+        "cu_seq_lens_k": offsets,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
     places = [(0, part) for part in torch.arange(ids.shape[1]).split(lengths.tolist())]
     number = torch.repeat_interleave(torch.arange(len(given)), lengths)[None]
     if form == "offsets":
@@ -131,17 +157,25 @@ def row(given, form, model):
         described = {"attention_mask": number + 1}
     elif form == "additive mask":
         own = (number[:, None, :, None] == number[:, None, None, :]).tril()
-        described = {"attention_mask": torch.zeros(own.shape).masked_fill(~own, torch.finfo(torch.float32).min)}
-    else:
-        described = {"position_ids": positions(given, model)} if form == "4 rows" else {
-            "position_ids": positions(given, model)[1:], **varlen
+        described = {
+            "attention_mask": torch.zeros(own.shape).masked_fill(
+                ~own, torch.finfo(torch.float32).min
+            )
         }
+    else:
+        described = (
+            {"position_ids": positions(given, model)}
+            if form == "4 rows"
+            else {"position_ids": positions(given, model)[1:], **varlen}
+        )
     return {"input_ids": ids, **described}, places
 
 
 def positions(given, model):
     """[4, 1, T], each document numbered alone."""
-    parts = [document_positions(source(model), torch.tensor([one.ids]), media_of(one)) for one in given]
+    parts = [
+        document_positions(source(model), torch.tensor([one.ids]), media_of(one)) for one in given
+    ]
     return torch.cat(parts, -1)
 
 
@@ -156,13 +190,20 @@ def rows(given, model):
         ids[number, : len(flat)] = torch.tensor(flat)
         numbers[:, number, : len(flat)] = positions(part, model)[:, 0]
         numbers[:, number, len(flat) :] -= len(flat)
-        places += [(number, place) for place in torch.arange(len(flat)).split([len(one.ids) for one in part])]
+        places += [
+            (number, place)
+            for place in torch.arange(len(flat)).split([len(one.ids) for one in part])
+        ]
     return {"input_ids": ids, "position_ids": numbers}, places
 
 
 def padded(given, side="padded"):
     width = max(len(one.ids) for one in given)
-    ids, mask, places = torch.zeros(len(given), width).long(), torch.zeros(len(given), width).long(), []
+    ids, mask, places = (
+        torch.zeros(len(given), width).long(),
+        torch.zeros(len(given), width).long(),
+        [],
+    )
     for number, one in enumerate(given):
         place = torch.arange(len(one.ids)) + (width - len(one.ids) if side == "left" else 0)
         ids[number, place], mask[number, place] = torch.tensor(one.ids), 1
@@ -199,8 +240,12 @@ def step(model, given, form):
 
 def graded(model, leaves):
     """Softmax ignores the keys' bias in the audio tower: its gradient is noise."""
-    found = {name: grad for name, grad in gradients(model).items() if not name.endswith("k_proj.bias")}
-    return found | {f"{kind} {number}": x.grad for kind, xs in leaves.items() for number, x in enumerate(xs)}
+    found = {
+        name: grad for name, grad in gradients(model).items() if not name.endswith("k_proj.bias")
+    }
+    return found | {
+        f"{kind} {number}": x.grad for kind, xs in leaves.items() for number, x in enumerate(xs)
+    }
 
 
 def alone(model, given):
@@ -215,7 +260,9 @@ def alone(model, given):
             own[kind], at[kind] = leaves[kind][at[kind] : at[kind] + count], at[kind] + count
         ids = torch.tensor([one.ids])
         more = arguments([one], own) | ({"use_audio_in_video": True} if one.sounding else {})
-        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **more).logits[0]
+        logits = model(
+            input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **more
+        ).logits[0]
         (logits * weight(one)).sum().backward()
         outputs.append(logits.detach())
     return outputs, graded(model, leaves)
@@ -235,7 +282,9 @@ def case_of(family):
     with torch.no_grad():
         for name, parameter in source(model).audio_tower.named_parameters():
             if name.startswith("conv2d"):
-                parameter.normal_(std=0.3)  # so that what padding becomes is far from zero
+                # so that what padding becomes is far from zero
+                parameter.normal_(std=0.3)
     patched, given = apply_patches(copy.deepcopy(model)), documents()
-    # the last document's audios are neighbours of each other: by itself, too, upstream makes of them what none is alone
+    # the last document's audios are neighbours of each other: by itself, too, upstream makes of
+    # them what none is alone
     return model, patched, given, alone(patched, given)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-
 import torch
 
 from tests.support import gradients, nudged, relative_rms
 
 WIDTH = 40
-ROWS = {  # (first place, tokens) of each row's document
+# (first place, tokens) of each row's document
+ROWS = {
     "right": [(0, 40), (0, 7), (0, 21)],
     "left": [(0, 40), (33, 7), (19, 21)],
     "both": [(3, 30), (12, 7), (0, 40)],
@@ -19,10 +19,15 @@ IGNORED = -100
 
 
 def padded_batch(side: str, seed: int = 5) -> dict[str, torch.Tensor]:
-    """input_ids, attention_mask and the labels that transformers' collator makes: -100 at padding, nowhere else."""
+    """input_ids, attention_mask and the labels that transformers' collator makes: -100 at
+    padding, nowhere else.
+    """
     generator = torch.Generator().manual_seed(seed)
     rows = ROWS[side]
-    ids, mask = torch.zeros(len(rows), WIDTH, dtype=torch.long), torch.zeros(len(rows), WIDTH, dtype=torch.long)
+    ids, mask = (
+        torch.zeros(len(rows), WIDTH, dtype=torch.long),
+        torch.zeros(len(rows), WIDTH, dtype=torch.long),
+    )
     for row, (first, tokens) in enumerate(rows):
         ids[row, first : first + tokens] = torch.randint(2, 120, (tokens,), generator=generator)
         mask[row, first : first + tokens] = 1
@@ -38,9 +43,13 @@ class Seen:
 
     def __init__(self, model: torch.nn.Module) -> None:
         layer = next(module for name, module in model.named_modules() if name.endswith("layers.0"))
-        layer.register_forward_hook(lambda module, args, output: setattr(self, "layer", tuple(args[0].shape[:2])))
+        layer.register_forward_hook(
+            lambda module, args, output: setattr(self, "layer", tuple(args[0].shape[:2]))
+        )
         head = model.get_output_embeddings()
-        head.register_forward_hook(lambda module, args, output: setattr(self, "head", tuple(args[0].shape[:2])))
+        head.register_forward_hook(
+            lambda module, args, output: setattr(self, "head", tuple(args[0].shape[:2]))
+        )
 
 
 def step(model, batch, **more):
@@ -52,21 +61,29 @@ def step(model, batch, **more):
 
 
 def worst_gradient(found, wanted) -> float:
-    """Relative RMS of the worst parameter's gradient; a tiny one counts as a hundredth of the median's size at least."""
+    """Relative RMS of the worst parameter's gradient; a tiny one counts as a hundredth of the
+    median's size at least.
+    """
     assert found.keys() == wanted.keys()
     sizes = sorted(float(grad.double().pow(2).mean().sqrt()) for grad in wanted.values())
-    return max(relative_rms(found[name], wanted[name], 1e-2 * sizes[len(sizes) // 2]) for name in wanted)
+    return max(
+        relative_rms(found[name], wanted[name], 1e-2 * sizes[len(sizes) // 2]) for name in wanted
+    )
 
 
 def all_gradients(found, wanted) -> float:
     """Relative RMS of all parameters' gradients together."""
     assert found.keys() == wanted.keys()
-    return relative_rms(*(torch.cat([grads[name].flatten() for name in wanted]) for grads in (found, wanted)))
+    return relative_rms(
+        *(torch.cat([grads[name].flatten() for name in wanted]) for grads in (found, wanted))
+    )
 
 
 def rounding(model, batch, grads, measure=worst_gradient, seed: int = 0, **more) -> float:
-    """How far a model's gradients `grads` move, as `measure` sees it, when each weight moves by its last bit.
+    """How far a model's gradients `grads` move, as `measure` sees it, when each weight moves by its
+    last bit.
 
-    Where a parameter's gradient is what is left of a sum that cancels, two right answers in fp32 differ by that much.
+    Where a parameter's gradient is what is left of a sum that cancels, two right answers in fp32
+    differ by that much.
     """
     return measure(step(nudged(model, seed), batch, **more)[1], grads)

@@ -28,11 +28,18 @@ class Two(nn.Module):
 
 
 def lora(name="default", model=None, base=None, **options):
-    """A model of two layers with adapters that are not zero; onto one that has some already, further ones."""
+    """A model of two layers with adapters that are not zero; onto one that has some already,
+    further ones.
+    """
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(3)
-    options = {"r": 4, "lora_alpha": 6, "target_modules": ["q", "k"], "init_lora_weights": False} | options
+    options = {
+        "r": 4,
+        "lora_alpha": 6,
+        "target_modules": ["q", "k"],
+        "init_lora_weights": False,
+    } | options
     if model is None:
         return get_peft_model(base or Two(), LoraConfig(**options), adapter_name=name)
     model.add_adapter(name, LoraConfig(**options))
@@ -78,24 +85,38 @@ def one_layer():
 
 
 READ = {
-    "plain": (lora, 1), "rslora": (lambda: lora(use_rslora=True), 1), "two active": (two_active, 2), "merged": (merged, 0),
-    "disabled": (disabled, 0), "one of two layers": (one_layer, 0),
+    "plain": (lora, 1),
+    "rslora": (lambda: lora(use_rslora=True), 1),
+    "two active": (two_active, 2),
+    "merged": (merged, 0),
+    "disabled": (disabled, 0),
+    "one of two layers": (one_layer, 0),
     "ranks of their own": (lambda: lora(rank_pattern={"k": 7}, alpha_pattern={"k": 1}), 1),
-    "dropout in evaluation": (lambda: lora(lora_dropout=0.5).eval(), 1), "PiSSA": (lambda: lora(init_lora_weights="pissa"), 1),
-    "DoRA": (dora, 1), "DoRA, rsLoRA": (lambda: dora(use_rslora=True), 1), "DoRA on DoRA": (lambda: dora("dora", "dora2"), 2),
-    "DoRA between": (lambda: dora("first", "dora", "last"), 3), "DoRA merged": (lambda: merged(dora), 0),
+    "dropout in evaluation": (lambda: lora(lora_dropout=0.5).eval(), 1),
+    "PiSSA": (lambda: lora(init_lora_weights="pissa"), 1),
+    "DoRA": (dora, 1),
+    "DoRA, rsLoRA": (lambda: dora(use_rslora=True), 1),
+    "DoRA on DoRA": (lambda: dora("dora", "dora2"), 2),
+    "DoRA between": (lambda: dora("first", "dora", "last"), 3),
+    "DoRA merged": (lambda: merged(dora), 0),
     "DoRA disabled": (lambda: disabled(dora), 0),
 }
 
 
-@integration("PEFT", "rsLoRA, PiSSA, ranks of their own, several adapters, merged or disabled ones", "works; fused")
+@integration(
+    "PEFT",
+    "rsLoRA, PiSSA, ranks of their own, several adapters, merged or disabled ones",
+    "works; fused",
+)
 @pytest.mark.parametrize(("make", "adapters"), READ.values(), ids=READ)
 def test_what_is_read_gives_what_a_call_gives(make, adapters, record_property):
     record_property("error", assert_as_called(make().base_model.model, adapters))
 
 
 def assert_as_called(layers, adapters) -> float:
-    """Assert that what is read of both gives what a call does, of which the first has so many adapters; return how far off."""
+    """Assert that what is read of both gives what a call does, of which the first has so many
+    adapters; return how far off.
+    """
     x = torch.randn(1, 9, 24, generator=torch.Generator().manual_seed(1)).requires_grad_()
     read = plain_layers(x, layers.q, layers.k)
     assert (len(read[0].adapters) if isinstance(read[0], Adapted) else 0) == adapters
@@ -109,18 +130,35 @@ def assert_as_called(layers, adapters) -> float:
 def results(layers, x, *, fused=False):
     """Outputs and gradients of what is read of both layers, or of a call."""
     trained = [x, *(p for p in layers.parameters() if p.requires_grad)]
-    outs = projections(x, *plain_layers(x, layers.q, layers.k), backend="triton") if fused else layers(x)
-    return *outs, *torch.autograd.grad(sum(out.sin().sum() for out in outs), trained, allow_unused=True)
+    outs = (
+        projections(x, *plain_layers(x, layers.q, layers.k), backend="triton")
+        if fused
+        else layers(x)
+    )
+    return *outs, *torch.autograd.grad(
+        sum(out.sin().sum() for out in outs), trained, allow_unused=True
+    )
 
 
-@integration("PEFT", "LoRA and DoRA on bf16 layers, adapters in fp32 or bf16", "works; as near to fp64 as PEFT's own layers")
+@integration(
+    "PEFT",
+    "LoRA and DoRA on bf16 layers, adapters in fp32 or bf16",
+    "works; as near to fp64 as PEFT's own layers",
+)
 @pytest.mark.parametrize("wide", [True, False], ids=["fp32 adapters", "bf16 adapters"])
 @pytest.mark.parametrize("use_dora", [False, True], ids=["LoRA", "DoRA"])
 def test_half_precision_is_no_farther_from_exact_than_a_call(use_dora, wide, record_property):
     layers = lora(base=Two(512).bfloat16(), use_dora=use_dora).base_model.model
     layers = layers if wide else layers.bfloat16()
-    for name, parameter in layers.named_parameters():  # an adapter adds less than the layer itself
-        parameter.data.mul_(0.1 if "lora_B" in name else 1 + 0.1 * torch.randn(parameter.shape) if "magnitude" in name else 1)
+    # an adapter adds less than the layer itself
+    for name, parameter in layers.named_parameters():
+        parameter.data.mul_(
+            0.1
+            if "lora_B" in name
+            else 1 + 0.1 * torch.randn(parameter.shape)
+            if "magnitude" in name
+            else 1
+        )
     x = torch.randn(1, 500, 512).bfloat16().requires_grad_()
     exact = results(deepcopy(layers).double(), x.detach().double().requires_grad_())
     for a, b, wanted in zip(results(layers, x, fused=True), results(layers, x), exact, strict=True):
@@ -133,8 +171,14 @@ def in_4_bits(compress_statistics=False, compute_dtype=None, **options):
     from bitsandbytes.nn import Linear4bit
 
     base = Two()
-    base.is_loaded_in_4bit = True  # what PEFT asks a model
-    settings = {"bias": False, "quant_type": "nf4", "compress_statistics": compress_statistics, "compute_dtype": compute_dtype}
+    # what PEFT asks a model
+    base.is_loaded_in_4bit = True
+    settings = {
+        "bias": False,
+        "quant_type": "nf4",
+        "compress_statistics": compress_statistics,
+        "compute_dtype": compute_dtype,
+    }
     for name, layer in list(base.named_children()):
         quantised = Linear4bit(layer.in_features, layer.out_features, **settings)
         quantised.load_state_dict(layer.state_dict())
@@ -143,7 +187,9 @@ def in_4_bits(compress_statistics=False, compute_dtype=None, **options):
 
 
 BITS = {
-    "all": {}, "no adapters on one layer": {"target_modules": ["k"]}, "constants quantised": {"compress_statistics": True},
+    "all": {},
+    "no adapters on one layer": {"target_modules": ["k"]},
+    "constants quantised": {"compress_statistics": True},
     "DoRA": {"use_dora": True},
 }
 
@@ -160,7 +206,10 @@ def test_bases_in_4_bits_are_made_whole(options):
 def test_bases_in_4_bits_that_compute_in_another_dtype_are_called():
     layer, x = in_4_bits(compute_dtype=torch.bfloat16).base_model.model.q, torch.randn(2, 24)
     assert plain_layers(x, layer) is None and kind_called(layer, x) == "LoRA on Linear4bit"
-    assert plain_layers(x, layer.base_layer) is None and kind_called(layer.base_layer, x) == "Linear4bit"
+    assert (
+        plain_layers(x, layer.base_layer) is None
+        and kind_called(layer.base_layer, x) == "Linear4bit"
+    )
 
 
 def disabled_while_merged():
@@ -191,7 +240,9 @@ def peft(name, **options):
     """A model with adapters of another method."""
     import peft
 
-    return peft.get_peft_model(Two(), getattr(peft, f"{name}Config")(target_modules=["q", "k"], **options))
+    return peft.get_peft_model(
+        Two(), getattr(peft, f"{name}Config")(target_modules=["q", "k"], **options)
+    )
 
 
 def trained_under_dora():
@@ -202,16 +253,21 @@ def trained_under_dora():
 
 HOOKS = "LoRA with hooks or a forward of its own"
 CALLED = {
-    "DoRA with dropout": lambda: lora(use_dora=True, lora_dropout=0.5), "LoRA with a bias": lambda: lora(lora_bias=True),
+    "DoRA with dropout": lambda: lora(use_dora=True, lora_dropout=0.5),
+    "LoRA with a bias": lambda: lora(lora_bias=True),
     "DoRA on a trained layer": trained_under_dora,
-    "IA3": lambda: peft("IA3", feedforward_modules=[]), "VERA": lambda: peft("Vera", r=4),
-    "disabled while merged": disabled_while_merged, HOOKS: hooked, "hooked inside": hooked_inside,
+    "IA3": lambda: peft("IA3", feedforward_modules=[]),
+    "VERA": lambda: peft("Vera", r=4),
+    "disabled while merged": disabled_while_merged,
+    HOOKS: hooked,
+    "hooked inside": hooked_inside,
     "another forward": with_a_forward_of_its_own,
     "ModulesToSaveWrapper": lambda: lora(target_modules=["k"], modules_to_save=["q"]),
     "bfloat16 adapters on fp32": lambda: lora().to(torch.bfloat16),
 }
 NAMES = {"another forward": HOOKS, "DoRA on a trained layer": "DoRA"} | dict.fromkeys(
-    ("disabled while merged", "hooked inside", "bfloat16 adapters on fp32"), "LoRA that is not fused"
+    ("disabled while merged", "hooked inside", "bfloat16 adapters on fp32"),
+    "LoRA that is not fused",
 )
 
 

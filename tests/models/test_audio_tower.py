@@ -24,9 +24,20 @@ SHORT = (60, 30, 1)
 def tower(*, window=800, attention="sdpa", patched=False):
     """A tiny tower whose convolutions' padding is far from zero; `window` in frames."""
     config = configuration.Qwen3OmniMoeAudioEncoderConfig(
-        num_mel_bins=MEL, encoder_layers=2, encoder_attention_heads=2, encoder_ffn_dim=48, d_model=32, dropout=0.0,
-        attention_dropout=0.0, activation_dropout=0.0, max_source_positions=64, n_window=50, output_dim=24,
-        n_window_infer=window, conv_chunksize=3, downsample_hidden_size=8,
+        num_mel_bins=MEL,
+        encoder_layers=2,
+        encoder_attention_heads=2,
+        encoder_ffn_dim=48,
+        d_model=32,
+        dropout=0.0,
+        attention_dropout=0.0,
+        activation_dropout=0.0,
+        max_source_positions=64,
+        n_window=50,
+        output_dim=24,
+        n_window_infer=window,
+        conv_chunksize=3,
+        downsample_hidden_size=8,
     )
     config._attn_implementation = attention
     torch.manual_seed(0)
@@ -40,8 +51,10 @@ def tower(*, window=800, attention="sdpa", patched=False):
 
 
 def patch(model):
-    ours = {upstream.Qwen3OmniMoeAudioEncoder: Qwen3OmniMoeAudioEncoder,
-            upstream.Qwen3OmniMoeAudioAttention: Qwen3OmniMoeAudioAttention}
+    ours = {
+        upstream.Qwen3OmniMoeAudioEncoder: Qwen3OmniMoeAudioEncoder,
+        upstream.Qwen3OmniMoeAudioAttention: Qwen3OmniMoeAudioAttention,
+    }
     for module in model.modules():
         if type(module) in ours:
             module.__class__, vars(module)["packfree"] = ours[type(module)], PatchState()
@@ -66,7 +79,9 @@ def features(model, x, lengths):
 
 
 def step(model, x, groups):
-    """Features of every audio, in calls of these groups of lengths, and the gradients under a fixed functional."""
+    """Features of every audio, in calls of these groups of lengths, and the gradients under a
+    fixed functional.
+    """
     model.zero_grad(set_to_none=True)
     x, generator = x.clone().requires_grad_(), torch.Generator().manual_seed(2)
     outs = []
@@ -75,7 +90,11 @@ def step(model, x, groups):
             (out * torch.randn(out.shape, generator=generator)).sum().backward(retain_graph=True)
             outs.append(out.detach())
     # softmax ignores the keys' bias: its gradient is noise
-    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and not name.endswith("k_proj.bias")}
+    grads = {
+        name: p.grad
+        for name, p in model.named_parameters()
+        if p.grad is not None and not name.endswith("k_proj.bias")
+    }
     return outs, {"features": x.grad, **grads}
 
 
@@ -108,7 +127,10 @@ def test_unpatched_they_are_not():
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_windows_are_kept_apart(attention):
     """Two chunks each; what is alone is upstream's where it keeps them, too."""
-    model, plain = tower(window=200, attention=attention, patched=True), tower(window=200, attention=attention)
+    model, plain = (
+        tower(window=200, attention=attention, patched=True),
+        tower(window=200, attention=attention),
+    )
     if not compat.AUDIO_IGNORES_WINDOWS:
         assert_exact(together(model), alone(plain))
     assert_exact(together(model), alone(model))
@@ -130,7 +152,9 @@ def test_an_audio_influences_no_other(attention):
         assert same == [other != number for other in range(len(LENGTHS))]
     x.requires_grad_()
     features(model, x, LENGTHS)[1].pow(2).sum().backward()
-    assert [bool(part.any()) for part in x.grad.split(LENGTHS, 1)] == [number == 1 for number in range(len(LENGTHS))]
+    assert [bool(part.any()) for part in x.grad.split(LENGTHS, 1)] == [
+        number == 1 for number in range(len(LENGTHS))
+    ]
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -144,7 +168,9 @@ def test_checkpointing_changes_nothing(use_reentrant):
 def test_lengths_of_windows_are_read_once_a_call(monkeypatch):
     reads, build = [], vision_attention.PackedSequence.from_lengths
     monkeypatch.setattr(
-        vision_attention.PackedSequence, "from_lengths", lambda *args, **kwargs: reads.append(1) or build(*args, **kwargs)
+        vision_attention.PackedSequence,
+        "from_lengths",
+        lambda *args, **kwargs: reads.append(1) or build(*args, **kwargs),
     )
     features(tower(patched=True), frames(), LENGTHS)
     assert len(reads) == 1
@@ -153,7 +179,10 @@ def test_lengths_of_windows_are_read_once_a_call(monkeypatch):
 def test_one_audio_is_upstreams_bit_for_bit():
     """On a CPU; half precision on a GPU runs another kernel."""
     for lengths in ((330,), (60,)):
-        wanted, found = features(tower(), frames(lengths), lengths), features(tower(patched=True), frames(lengths), lengths)
+        wanted, found = (
+            features(tower(), frames(lengths), lengths),
+            features(tower(patched=True), frames(lengths), lengths),
+        )
         assert torch.equal(found[0], wanted[0])
 
 
@@ -170,7 +199,9 @@ def test_adapters_on_projections_count():
     def adapt(model):
         torch.manual_seed(3)
         for layer in model.layers:
-            layer.self_attn.v_proj = torch.nn.Sequential(layer.self_attn.v_proj, torch.nn.Linear(32, 32))
+            layer.self_attn.v_proj = torch.nn.Sequential(
+                layer.self_attn.v_proj, torch.nn.Linear(32, 32)
+            )
         return model
 
     assert_exact(together(patch(adapt(tower()))), alone(adapt(tower())))

@@ -1,4 +1,6 @@
-"""The batch is read in one place, once: by the outermost patched module; those below receive what it found."""
+"""The batch is read in one place, once: by the outermost patched module; those below receive
+what it found.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,15 @@ from hf_packfree.models import entry
 from tests.models.padded import padded_batch
 from tests.support import by_family, slow_decay, tiny
 
-HEADS = [f"Qwen3_5For{kind}" for kind in ("ConditionalGeneration", "CausalLM", "SequenceClassification", "TokenClassification")]
+HEADS = [
+    f"Qwen3_5For{kind}"
+    for kind in (
+        "ConditionalGeneration",
+        "CausalLM",
+        "SequenceClassification",
+        "TokenClassification",
+    )
+]
 IDS = torch.arange(2, 14)[None]
 PACKED = {"input_ids": IDS, "position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3, 4]])}
 PADDED = {name: padded_batch("right")[name] for name in ("input_ids", "attention_mask")}
@@ -21,8 +31,14 @@ BATCHES = {
     "packed": (PACKED, [5, 2, 5]),
     "padded": (PADDED, [40, 7, 21]),
     "one document": ({"input_ids": IDS}, None),
-    "one document, padded to a square": ({"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}, None),
-    "embeddings": ({"inputs_embeds": torch.zeros(1, 12, 64), "position_ids": PACKED["position_ids"]}, [5, 2, 5]),
+    "one document, padded to a square": (
+        {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)},
+        None,
+    ),
+    "embeddings": (
+        {"inputs_embeds": torch.zeros(1, 12, 64), "position_ids": PACKED["position_ids"]},
+        [5, 2, 5],
+    ),
     "with a cache": ({"input_ids": IDS, "use_cache": True}, None),
 }
 
@@ -30,7 +46,9 @@ BATCHES = {
 def build(head):
     config = by_family["qwen3_5"].tiny_config()
     if head.endswith("ConditionalGeneration"):
-        config = modeling_qwen3_5.Qwen3_5Config(text_config=config.to_dict(), vision_config={"depth": 1, "hidden_size": 32})
+        config = modeling_qwen3_5.Qwen3_5Config(
+            text_config=config.to_dict(), vision_config={"depth": 1, "hidden_size": 32}
+        )
     config.pad_token_id = config.get_text_config().pad_token_id = 0
     torch.manual_seed(0)
     return apply_patches(slow_decay(getattr(modeling_qwen3_5, head)(config)).train())
@@ -63,7 +81,9 @@ def test_one_forward_reads_once_and_every_layer_receives_what_was_read(reads, he
     if lengths is None:
         assert reads == [None] and records == ["none"] * 4, "upstream's layers see no word of ours"
     else:
-        assert reads[0].lengths == lengths and all(record.cu_seqlens is reads[0].cu_seqlens for record in records)
+        assert reads[0].lengths == lengths and all(
+            record.cu_seqlens is reads[0].cu_seqlens for record in records
+        )
 
 
 def test_a_trunk_or_vision_language_model_called_by_itself_reads(reads):
@@ -94,14 +114,22 @@ def test_a_head_that_another_library_replaced_leaves_the_reading_to_the_model_be
     assert torch.allclose(model(**PACKED).logits, wanted, atol=1e-5) and len(reads) == 1
 
 
-@pytest.mark.parametrize("kind", ["QuestionAnswering", "SequenceClassification", "TokenClassification"])
+@pytest.mark.parametrize(
+    "kind", ["QuestionAnswering", "SequenceClassification", "TokenClassification"]
+)
 @pytest.mark.parametrize("padded", [False, True])
 def test_classifiers_keep_padding_only_where_there_is_some(kind, padded):
-    """Of a model that runs rows of one document in the patched layers: upstream's softmax over spans reads padding."""
+    """Of a model that runs rows of one document in the patched layers: upstream's softmax over
+    spans reads padding.
+    """
     model, records = tiny("qwen3_next", head=f"Qwen3NextFor{kind}"), []
     model.config.pad_token_id = 0
     apply_patches(model, unpacked="native")
-    layer = next(module for module in model.modules() if type(module).__name__ == "Qwen3NextDecoderLayer")
-    layer.register_forward_pre_hook(lambda layer, args, kwargs: records.append(kwargs.get("packed_sequence")), with_kwargs=True)
+    layer = next(
+        module for module in model.modules() if type(module).__name__ == "Qwen3NextDecoderLayer"
+    )
+    layer.register_forward_pre_hook(
+        lambda layer, args, kwargs: records.append(kwargs.get("packed_sequence")), with_kwargs=True
+    )
     model(**PADDED) if padded else model(input_ids=IDS)
     assert (records[0] is None) == (padded and kind == "QuestionAnswering")

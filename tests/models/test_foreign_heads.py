@@ -1,4 +1,6 @@
-"""A head with a forward on the instance (TRL, Liger): the layers are patched all the same, and so are their outputs."""
+"""A head with a forward on the instance (TRL, Liger): the layers are patched all the same, and
+so are their outputs.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,18 @@ from tests.support import GRADIENT_TOL, tiny
 
 
 def with_upstreams_head(model):
-    """Patched, and upstream's own forward on the instance, as a library's that was written after it."""
+    """Patched, and upstream's own forward on the instance, as a library's that was written after
+    it.
+    """
     upstream = type(model).forward
     apply_patches(model)
     model.forward = MethodType(upstream, model)
     return model
 
 
-@pytest.mark.parametrize("input_format", ["positions of zero", "as TRL sends it", "seq_idx below zero"])
+@pytest.mark.parametrize(
+    "input_format", ["positions of zero", "as TRL sends it", "seq_idx below zero"]
+)
 @pytest.mark.parametrize("family", MOE)
 def test_a_tail_of_padding_counts_in_no_statistics(family, input_format):
     without, with_, _ = with_tail(input_format)
@@ -52,9 +58,15 @@ def test_the_report_says_that_such_a_head_is_not_ours():
 @pytest.mark.parametrize("padded", [True, False], ids=["padded", "packed"])
 def test_nothing_to_learn_is_zero_whatever_the_trainer_counts(items, padded):
     ids = torch.arange(12).view(2, 6) + 5
-    words = {"attention_mask": torch.zeros_like(ids)} if padded else {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]] * 2)}
+    words = (
+        {"attention_mask": torch.zeros_like(ids)}
+        if padded
+        else {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]] * 2)}
+    )
     model = apply_patches(tiny())
-    loss = model(input_ids=ids, labels=torch.full_like(ids, IGNORED), num_items_in_batch=items, **words).loss
+    loss = model(
+        input_ids=ids, labels=torch.full_like(ids, IGNORED), num_items_in_batch=items, **words
+    ).loss
     loss.backward()
     assert loss.item() == 0.0
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
@@ -66,4 +78,6 @@ def test_a_class_that_sharding_puts_in_front_keeps_the_head():
     wanted = model(**batch, use_cache=False)
     model.__class__ = type("Sharded", (type("NoModule", (), {}), type(model)), {})
     found = model(**batch, use_cache=False)
-    assert torch.equal(found.loss, wanted.loss) and torch.equal(found.logits.contiguous(), wanted.logits.contiguous())
+    assert torch.equal(found.loss, wanted.loss) and torch.equal(
+        found.logits.contiguous(), wanted.logits.contiguous()
+    )

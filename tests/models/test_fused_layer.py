@@ -1,4 +1,6 @@
-"""The decoder layer's packed branch: what it hands on, which norms a kernel may compute, and which layers are left alone."""
+"""The decoder layer's packed branch: what it hands on, which norms a kernel may compute, and
+which layers are left alone.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def as_liger_does(norm, offset=1.0):
 
 @pytest.fixture
 def fused(monkeypatch):
-    """The weights of the norms that the fused op computes, here by its reference under the kernel's name."""
+    """The weights of the norms that the fused op computes, here by its reference under the
+    kernel's name.
+    """
     return watched(monkeypatch, "add_norm", place=2)
 
 
@@ -60,7 +64,9 @@ def test_hooks_on_the_mixers_see_the_record(family):
     model, seen = apply_patches(tiny(family)), []
     for layer in model.model.layers:
         mixer = layer.linear_attn if hasattr(layer, "linear_attn") else layer.self_attn
-        mixer.register_forward_hook(lambda module, args, kwargs, out: seen.append(kwargs), with_kwargs=True)
+        mixer.register_forward_hook(
+            lambda module, args, kwargs, out: seen.append(kwargs), with_kwargs=True
+        )
     model(**BATCH.inputs)
     assert len(seen) == len(model.model.layers)
     assert all(kwargs["packed_sequence"] is seen[0]["packed_sequence"] for kwargs in seen)
@@ -71,7 +77,11 @@ def test_hooks_on_the_mixers_see_the_record(family):
 def test_every_norm_of_a_layer_is_fused_and_exact(family, fused):
     model = on_kernels(tiny(family))
     assert_exact(model, BATCH)
-    wanted = [norm.weight for layer in model.model.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+    wanted = [
+        norm.weight
+        for layer in model.model.layers
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm)
+    ]
     assert len(fused) == len(wanted) and all(a is b for a, b in zip(fused, wanted))
 
 
@@ -80,7 +90,9 @@ def test_ligers_norms_are_fused_too_and_those_of_another_formula_called(fused):
     for layer, offset in zip(model.model.layers, (1.0, 1.0, 0.0, 1.0)):
         as_liger_does(layer.input_layernorm, offset)
     model(**BATCH.inputs)
-    assert len(fused) == 7 and not any(weight is model.model.layers[2].input_layernorm.weight for weight in fused)
+    assert len(fused) == 7 and not any(
+        weight is model.model.layers[2].input_layernorm.weight for weight in fused
+    )
 
 
 def test_hooked_and_foreign_norms_are_called(fused):
@@ -122,7 +134,9 @@ def test_a_wrapped_layer_is_left_alone_where_upstreams_hands_the_record_on(monke
     assert not patch_report(remove_patches(model)).patched
 
 
-@pytest.mark.parametrize("part", ["input_layernorm", "post_attention_layernorm", "mlp", "self_attn"])
+@pytest.mark.parametrize(
+    "part", ["input_layernorm", "post_attention_layernorm", "mlp", "self_attn"]
+)
 def test_a_layer_unlike_its_familys_is_refused(part):
     model = tiny()
     delattr(model.model.layers[3], part)
@@ -140,13 +154,18 @@ def test_a_norm_of_another_width_is_refused():
 @pytest.mark.parametrize("branch", [True, False])
 def test_the_torch_reference_is_its_formula_and_differentiable(branch):
     torch.manual_seed(0)
-    x, z, weight = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((1, 5, 6), (1, 5, 6), (6,)))
+    x, z, weight = (
+        torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        for shape in ((1, 5, 6), (1, 5, 6), (6,))
+    )
     normed, total = add_norm(x, z if branch else None, weight, 1e-6)
     assert torch.equal(total, x + z if branch else x)
     wanted = total * (total.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * (1 + weight)
     assert torch.allclose(normed, wanted, rtol=1e-14, atol=0)
     leaves = (x, z, weight) if branch else (x, weight)
-    assert torch.autograd.gradcheck(lambda x, *rest: add_norm(x, rest[0] if branch else None, rest[-1], 1e-6), leaves)
+    assert torch.autograd.gradcheck(
+        lambda x, *rest: add_norm(x, rest[0] if branch else None, rest[-1], 1e-6), leaves
+    )
 
 
 def test_the_torch_reference_rounds_as_upstreams_norm():

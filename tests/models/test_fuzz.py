@@ -1,4 +1,6 @@
-"""Random batches in every input format, alone and in pairs: exact, or refused by name, and nothing between."""
+"""Random batches in every input format, alone and in pairs: exact, or refused by name, and
+nothing between.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,11 @@ IGNORED = fuzz.IGNORED
 
 def call(model, case, labels):
     arguments = dict(case.arguments)
-    name, tokens = ("inputs_embeds", model.get_input_embeddings()(case.ids)) if case.embeds else ("input_ids", case.ids)
+    name, tokens = (
+        ("inputs_embeds", model.get_input_embeddings()(case.ids))
+        if case.embeds
+        else ("input_ids", case.ids)
+    )
     return model.train(case.train)(**{name: tokens}, **arguments, labels=labels, use_cache=False)
 
 
@@ -34,7 +40,13 @@ def check(case) -> str:
     assert not said.contradiction, "two formats contradict each other, and nothing was said"
     if said.holes:
         return check_upstreams(case, said, output)
-    check_exact(model, output, wanted, lambda nudge: fuzz.wanted(case, said, labels, nudge).gradients, case.ids)
+    check_exact(
+        model,
+        output,
+        wanted,
+        lambda nudge: fuzz.wanted(case, said, labels, nudge).gradients,
+        case.ids,
+    )
     return "exact"
 
 
@@ -51,34 +63,58 @@ def check_upstreams(case, said, output) -> str:
 
 
 def check_exact(model, output, wanted, nudged, ids):
-    """Compare values, loss and gradients; one that rounding moves by more in the unpatched model may differ by as much."""
+    """Compare values, loss and gradients; one that rounding moves by more in the unpatched model
+    may differ by as much.
+    """
     found = [output.logits[row, part] for row, part, _ in wanted.documents]
     if found:
-        error = relative_rms(torch.cat(found), torch.cat([logits for *_, logits in wanted.documents]))
+        error = relative_rms(
+            torch.cat(found), torch.cat([logits for *_, logits in wanted.documents])
+        )
         assert error <= LOGIT_TOL, f"logits differ by {error:.1e}"
     objective = [] if wanted.loss is None else [output.loss]
     if wanted.loss is not None:
-        assert abs(float(output.loss.detach()) - wanted.loss) <= 1e-5 * max(wanted.loss, 1), "the loss differs"
+        assert abs(float(output.loss.detach()) - wanted.loss) <= 1e-5 * max(wanted.loss, 1), (
+            "the loss differs"
+        )
     for part, (row, tokens, _) in zip(found, wanted.documents):
         objective += [(part * fuzz.weights_of(ids[row, tokens])).sum()] if wanted.read else []
     if not objective:
         return
     sum(objective).backward()
-    grads = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in model.parameters()]
+    grads = [
+        torch.zeros_like(weight) if weight.grad is None else weight.grad
+        for weight in model.parameters()
+    ]
     error = fuzz.gradient_error(grads, wanted.gradients)
     if error > GRADIENT_TOL:
-        # a router's gradient may cancel so far that one draw in ten moves it by ten times the others
+        # a router's gradient may cancel so far that one draw in ten moves it by ten times the
+        # others
         draws = (fuzz.gradient_error(nudged(nudge), wanted.gradients) for nudge in range(1, 31))
-        assert any(error <= GRADIENT_TOL + draw for draw in draws), f"gradients differ by {error:.1e}, rounding by less"
+        assert any(error <= GRADIENT_TOL + draw for draw in draws), (
+            f"gradients differ by {error:.1e}, rounding by less"
+        )
 
 
 def test_the_control_fails_unpatched(monkeypatch):
-    monkeypatch.setattr(fuzz, "patched", lambda family, attention, options: fuzz.unpatched(family, attention))
+    monkeypatch.setattr(
+        fuzz, "patched", lambda family, attention, options: fuzz.unpatched(family, attention)
+    )
     numbers = torch.tensor([[0] * 7 + [1] * 12])
     ids = torch.cat((fuzz.tokens_of(7, 0), fuzz.tokens_of(12, 1)))[None]
     for name in ("positions", "blocks", "indexed", "dict of blocks"):
         case = fuzz.Case(
-            ids, (name,), (fuzz.FORMATS[name](numbers),), "qwen3_5", "sdpa", (), True, False, False, True, numbers
+            ids,
+            (name,),
+            (fuzz.FORMATS[name](numbers),),
+            "qwen3_5",
+            "sdpa",
+            (),
+            True,
+            False,
+            False,
+            True,
+            numbers,
         )
         with pytest.raises(AssertionError, match="logits differ"):
             check(case)
@@ -88,12 +124,18 @@ def test_the_control_fails_unpatched(monkeypatch):
 def test_a_default_device_changes_nothing(name):
     """What is planned on the host stays there where a script has moved torch's default device."""
     numbers = torch.tensor([[0] * 4 + [1] * 3 + [2] + [-1] * 2, [-1] * 2 + [0] * 8])
-    given = {"input_ids": torch.arange(3, 23).view(2, 10), "use_cache": False, **fuzz.FORMATS[name](numbers).arguments}
+    given = {
+        "input_ids": torch.arange(3, 23).view(2, 10),
+        "use_cache": False,
+        **fuzz.FORMATS[name](numbers).arguments,
+    }
     model = fuzz.patched("qwen3_5", "sdpa", ()).train()
 
     def step():
         output = model(**given, labels=given["input_ids"])
-        return torch.autograd.grad(output.loss, model.lm_head.weight)[0], output.logits.detach().clone()
+        return torch.autograd.grad(output.loss, model.lm_head.weight)[
+            0
+        ], output.logits.detach().clone()
 
     wanted = step()
     with torch.device("meta"):

@@ -1,4 +1,6 @@
-"""A training step makes no logits: loss and gradients are upstream's, and logits are there for whoever reads them."""
+"""A training step makes no logits: loss and gradients are upstream's, and logits are there for
+whoever reads them.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,12 @@ BATCHES = {"packed": packed_batch, "padded": lambda: padded_batch("left")}
 
 
 def assert_equal_steps(model, batch, **more):
-    """Both chunked and upstream's loss on the row; return the former's output, whose logits nobody has read."""
-    wanted, wanted_grads = step(apply_patches(remove_patches(model), backend=UPSTREAM), batch, **more)
+    """Both chunked and upstream's loss on the row; return the former's output, whose logits
+    nobody has read.
+    """
+    wanted, wanted_grads = step(
+        apply_patches(remove_patches(model), backend=UPSTREAM), batch, **more
+    )
     assert not isinstance(getattr(wanted.logits, "row", wanted.logits), LazyLogits)
     found, grads = step(apply_patches(remove_patches(model)), batch, **more)
     assert isinstance(found.logits, LazyTensor) and found.logits.source.values is None
@@ -41,7 +47,9 @@ def assert_equal_steps(model, batch, **more):
 
 @pytest.mark.compat
 @pytest.mark.parametrize("kind", BATCHES)
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_vl_moe", "qwen3_omni_moe"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_vl_moe", "qwen3_omni_moe"]
+)
 def test_every_family(family, kind):
     experts = {"output_router_logits": True} if family in ("qwen3_5_moe", "qwen3_next") else {}
     assert_equal_steps(tiny(family), BATCHES[kind](), **experts)
@@ -53,20 +61,31 @@ def test_vision_language_model_fed_text(kind):
 
 
 def shifted(batch):
-    return {**batch, "shift_labels": nn.functional.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]}
+    return {
+        **batch,
+        "shift_labels": nn.functional.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:],
+    }
 
 
 def thinned(batch):
-    """No loss on the first 60 tokens of a row, which all the same are labelled with another number."""
+    """No loss on the first 60 tokens of a row, which all the same are labelled with another
+    number.
+    """
     labels = batch["labels"].masked_fill(batch["labels"] == IGNORED, 1)
     return {**batch, "labels": labels.index_fill(1, torch.arange(30), 1), "ignore_index": 1}
 
 
 @pytest.mark.parametrize("kind", BATCHES)
-@pytest.mark.parametrize("change", [
-    shifted, thinned, lambda batch: {**batch, "num_items_in_batch": torch.tensor(77)},
-    lambda batch: {**batch, "num_items_in_batch": 77},
-], ids=["shift_labels", "ignore_index", "items as a tensor", "items"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        shifted,
+        thinned,
+        lambda batch: {**batch, "num_items_in_batch": torch.tensor(77)},
+        lambda batch: {**batch, "num_items_in_batch": 77},
+    ],
+    ids=["shift_labels", "ignore_index", "items as a tensor", "items"],
+)
 def test_what_the_loss_is_called_with(change, kind):
     assert_equal_steps(tiny(), change(BATCHES[kind]()))
 
@@ -89,19 +108,28 @@ def test_a_head_with_a_bias_or_tied_or_frozen():
 
 @pytest.mark.parametrize("kind", BATCHES)
 def test_half_precision_is_no_farther_from_fp32(kind):
-    """The head alone is in half precision: what comes before it rounds alike.  The count decides how upstream's rounds."""
+    """The head alone is in half precision: what comes before it rounds alike. The count decides
+    how upstream's rounds.
+    """
     dtype, batch, errors = torch.bfloat16, BATCHES[kind](), {"upstream": 0.0, "torch": 0.0}
     models = {}
     for name in ("upstream", "torch", "fp32"):
         model = apply_patches(tiny(), backend={"loss": "torch" if name == "torch" else "upstream"})
         model.lm_head.to(dtype).to(torch.float32 if name == "fp32" else dtype)
         model.model.norm.register_forward_hook(
-            lambda module, args, out, name=name: out.to(dtype).float() if name == "fp32" else out.to(dtype)
+            lambda module, args, out, name=name: (
+                out.to(dtype).float() if name == "fp32" else out.to(dtype)
+            )
         )
         models[name] = model
     for items in (49, 65, 78, 97):
-        grads = {name: step(model, batch, num_items_in_batch=items)[1] for name, model in models.items()}
-        errors = {name: error + all_gradients(grads[name], grads["fp32"]) for name, error in errors.items()}
+        grads = {
+            name: step(model, batch, num_items_in_batch=items)[1] for name, model in models.items()
+        }
+        errors = {
+            name: error + all_gradients(grads[name], grads["fp32"])
+            for name, error in errors.items()
+        }
     assert 0 < errors["torch"] <= errors["upstream"]
 
 
@@ -135,11 +163,18 @@ def test_metrics_read_the_logits_of_a_step():
     model = apply_patches(tiny())
     output = model(**packed_batch())
     with torch.no_grad():
-        found = output.logits.argmax(-1), torch.special.entr(output.logits.float().softmax(-1)).sum(-1)
+        found = (
+            output.logits.argmax(-1),
+            torch.special.entr(output.logits.float().softmax(-1)).sum(-1),
+        )
     output.loss.backward()
     wanted = tiny()
     plain = apply_patches(wanted, backend=UPSTREAM)(**packed_batch()).logits
-    assert torch.equal(found[0], plain.argmax(-1)) and (found[1] > 0).all() and model.lm_head.weight.grad.abs().max() > 0
+    assert (
+        torch.equal(found[0], plain.argmax(-1))
+        and (found[1] > 0).all()
+        and model.lm_head.weight.grad.abs().max() > 0
+    )
 
 
 def test_gradient_of_unread_logits_can_be_kept():
@@ -163,7 +198,9 @@ def hooked(model):
 def adapted(model):
     from peft import LoraConfig, inject_adapter_in_model
 
-    inject_adapter_in_model(LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False), model)
+    inject_adapter_in_model(
+        LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False), model
+    )
 
 
 CALLED = {
@@ -200,7 +237,11 @@ def test_somebody_elses_cross_entropy_is_called(monkeypatch):
 
     monkeypatch.setattr(nn.functional, "cross_entropy", theirs)
     step(model, packed_batch())
-    assert calls and "is replaced by tests.models.test_head_loss" in patch_report(model).implementations["loss"]
+    assert (
+        calls
+        and "is replaced by tests.models.test_head_loss"
+        in patch_report(model).implementations["loss"]
+    )
 
 
 def test_rows_of_one_document_and_evaluation_are_upstreams_bit_for_bit():

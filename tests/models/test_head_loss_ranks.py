@@ -1,4 +1,6 @@
-"""Head and loss as one operation where two processes hold the model: gradients, and logits read from sharded weights."""
+"""Head and loss as one operation where two processes hold the model: gradients, and logits read
+from sharded weights.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ LENGTHS = ((5, 64, 1, 30), (40, 3, 57))
 
 
 def step(rank: int, way: str, backend: str, read: bool) -> dict[str, object]:
-    """One step of a wrapped model, whose logits are read after the forward pass, and have a loss of their own."""
+    """One step of a wrapped model, whose logits are read after the forward pass, and have a loss
+    of their own.
+    """
     model = apply_patches(tiny(), backend={"loss": backend})
     if way == "DDP":
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
@@ -29,7 +33,10 @@ def step(rank: int, way: str, backend: str, read: bool) -> dict[str, object]:
             fully_shard(layer)
         wrapped = fully_shard(model, reshard_after_forward=True)
     output = wrapped(**packed_batch(LENGTHS[rank]))
-    found: dict[str, object] = {"lazy": isinstance(output.logits, LazyTensor), "loss": output.loss.item()}
+    found: dict[str, object] = {
+        "lazy": isinstance(output.logits, LazyTensor),
+        "loss": output.loss.item(),
+    }
     loss = output.loss
     if read:
         with torch.no_grad():
@@ -43,13 +50,18 @@ def step(rank: int, way: str, backend: str, read: bool) -> dict[str, object]:
         except UnsupportedInput:
             found["refused"] = True
     named = ((name, parameter.grad) for name, parameter in model.named_parameters())
-    return found | {"grads": {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in named}}
+    return found | {
+        "grads": {
+            name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in named
+        }
+    }
 
 
 @integration(
-    "torch", "loss without logits under DDP and FSDP2",
-    "works as with upstream's loss; `output.logits` are made if read before the backward pass, after it FSDP2's are refused: "
-    "`UnsupportedInput`",
+    "torch",
+    "loss without logits under DDP and FSDP2",
+    "works as with upstream's loss; `output.logits` are made if read before the backward pass, "
+    "after it FSDP2's are refused: `UnsupportedInput`",
 )
 def test_wrapped_models_train_as_with_upstreams_loss(tmp_path, record_property):
     ways = ("fully_shard", True), ("fully_shard", False), ("DDP", False)

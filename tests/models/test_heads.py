@@ -1,4 +1,6 @@
-"""Heads over packed rows and padded batches: targets that stop at edges, experts' statistics, classifiers, vision-language."""
+"""Heads over packed rows and padded batches: targets that stop at edges, experts' statistics,
+classifiers, vision-language.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +24,31 @@ LENGTHS = (5, 64, 1, 30)
 
 
 def per_document(model, documents, **more):
-    """Return the mean loss over all targets of all documents, each in a forward of its own, and its gradients."""
+    """Return the mean loss over all targets of all documents, each in a forward of its own, and
+    its gradients.
+    """
     targets = sum(len(document) - 1 for document in documents)
     model.zero_grad(set_to_none=True)
     loss = 0.0
     for document in documents:
         if len(document) > 1:
-            part = model(input_ids=document[None], labels=document[None], use_cache=False, num_items_in_batch=targets, **more)
+            part = model(
+                input_ids=document[None],
+                labels=document[None],
+                use_cache=False,
+                num_items_in_batch=targets,
+                **more,
+            )
             part.loss.backward()
             loss += part.loss.item()
     return loss, gradients(model)
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("input_format", ["positions", "cu_seq_lens", "seq_idx", "all_flash", "indexed_mask", "block_mask"])
+@pytest.mark.parametrize(
+    "input_format",
+    ["positions", "cu_seq_lens", "seq_idx", "all_flash", "indexed_mask", "block_mask"],
+)
 def test_no_document_predicts_the_next_ones_first_token(input_format):
     """Labels are the tokens themselves, unmasked: the head masks what the collator would have."""
     model, batch = tiny(), row_batch(input_format, LENGTHS)
@@ -45,14 +58,29 @@ def test_no_document_predicts_the_next_ones_first_token(input_format):
     naive = torch.nn.functional.pad(ids, (0, 1), value=IGNORED)[:, 1:]
     for inputs in (labels, {**labels, "shift_labels": naive}):
         output, grads = step(apply_patches(model), {**batch.inputs, **inputs})
-        assert abs(output.loss.item() / wanted - 1) <= LOSS_TOL and worst_gradient(grads, wanted_grads) <= GRADIENT_TOL
+        assert (
+            abs(output.loss.item() / wanted - 1) <= LOSS_TOL
+            and worst_gradient(grads, wanted_grads) <= GRADIENT_TOL
+        )
     if input_format == "positions":
-        loss = modeling_qwen3_5.Qwen3_5ForCausalLM.loss_function.fget(model)(output.logits, ids, model.config.vocab_size)
-        assert abs(loss.item() / wanted - 1) > 10 * LOSS_TOL, "the control: masking nothing changes nothing here"
+        loss = modeling_qwen3_5.Qwen3_5ForCausalLM.loss_function.fget(model)(
+            output.logits, ids, model.config.vocab_size
+        )
+        assert abs(loss.item() / wanted - 1) > 10 * LOSS_TOL, (
+            "the control: masking nothing changes nothing here"
+        )
 
 
 @pytest.mark.parametrize(
-    "input_format", ["indexed", "indexed_left", "mask_and_positions", "seq_idx", "block_mask", "positions_zero_tail"]
+    "input_format",
+    [
+        "indexed",
+        "indexed_left",
+        "mask_and_positions",
+        "seq_idx",
+        "block_mask",
+        "positions_zero_tail",
+    ],
 )
 def test_targets_of_several_rows(input_format):
     model, batch = tiny(), rows_batch(input_format)
@@ -61,7 +89,10 @@ def test_targets_of_several_rows(input_format):
     for (row, places), document in zip(batch.places, batch.documents):
         labels[row, places] = document
     output, grads = step(apply_patches(model), {**batch.inputs, "labels": labels})
-    assert abs(output.loss.item() / wanted - 1) <= LOSS_TOL and worst_gradient(grads, wanted_grads) <= GRADIENT_TOL
+    assert (
+        abs(output.loss.item() / wanted - 1) <= LOSS_TOL
+        and worst_gradient(grads, wanted_grads) <= GRADIENT_TOL
+    )
     assert output.logits.shape == (*labels.shape, 128)
 
 
@@ -69,10 +100,15 @@ def test_targets_of_several_rows(input_format):
 def test_the_upstream_collator_masks_first_tokens_itself(given):
     model, documents = tiny(), [torch.randint(2, 128, (n,)).tolist() for n in (9, 3, 20)]
     wanted, wanted_grads = per_document(model, [torch.tensor(document) for document in documents])
-    batch = DataCollatorWithFlattening(return_tensors="pt", **given)([{"input_ids": document} for document in documents])
+    batch = DataCollatorWithFlattening(return_tensors="pt", **given)(
+        [{"input_ids": document} for document in documents]
+    )
     assert batch["labels"][0, [0, 9, 12]].tolist() == [IGNORED] * 3
     output, grads = step(apply_patches(model), batch)
-    assert abs(output.loss.item() / wanted - 1) <= LOSS_TOL and worst_gradient(grads, wanted_grads) <= GRADIENT_TOL
+    assert (
+        abs(output.loss.item() / wanted - 1) <= LOSS_TOL
+        and worst_gradient(grads, wanted_grads) <= GRADIENT_TOL
+    )
 
 
 @pytest.mark.compat
@@ -81,27 +117,44 @@ def test_the_upstream_collator_masks_first_tokens_itself(given):
 def test_padded_batches_balance_experts_as_upstream(family, side):
     model, batch = tiny(family), padded_batch(side)
     wanted = step(model, batch, output_router_logits=True)
-    blind = step(model, {"input_ids": batch["input_ids"], "labels": batch["labels"]}, output_router_logits=True)
+    blind = step(
+        model,
+        {"input_ids": batch["input_ids"], "labels": batch["labels"]},
+        output_router_logits=True,
+    )
     found = step(apply_patches(model), batch, output_router_logits=True)
     assert_same(found, wanted, batch)
     assert abs(found[0].aux_loss.item() / wanted[0].aux_loss.item() - 1) <= LOSS_TOL
-    assert abs(blind[0].aux_loss.item() / wanted[0].aux_loss.item() - 1) > 10 * LOSS_TOL, "the control: padding does not show"
+    assert abs(blind[0].aux_loss.item() / wanted[0].aux_loss.item() - 1) > 10 * LOSS_TOL, (
+        "the control: padding does not show"
+    )
 
 
 def with_tail(input_format: str, length: int = 11):
-    """A row of documents and a tail of padding: the inputs without it, and with it in the named format."""
+    """A row of documents and a tail of padding: the inputs without it, and with it in the named
+    format.
+    """
     whole = row_batch("positions", LENGTHS).inputs
     ids, positions = whole["input_ids"], whole["position_ids"]
     total = ids.shape[1]
     tail = torch.zeros(1, length, dtype=torch.long)
-    padded = {"input_ids": torch.cat((ids, tail), 1), "labels": torch.cat((ids, tail + IGNORED), 1), "use_cache": False}
+    padded = {
+        "input_ids": torch.cat((ids, tail), 1),
+        "labels": torch.cat((ids, tail + IGNORED), 1),
+        "use_cache": False,
+    }
     zeros = torch.cat((positions, tail), 1)
     offsets = torch.tensor([0, *LENGTHS, *[1] * length]).cumsum(0).to(torch.int32)
     numbers = torch.cat([torch.full((1, n), i) for i, n in enumerate(LENGTHS)], 1)
     more = {
         "positions of zero": {"position_ids": zeros},
-        "as TRL sends it": {"position_ids": zeros, "cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets,
-                            "max_length_q": 64, "max_length_k": 64},
+        "as TRL sends it": {
+            "position_ids": zeros,
+            "cu_seq_lens_q": offsets,
+            "cu_seq_lens_k": offsets,
+            "max_length_q": 64,
+            "max_length_k": 64,
+        },
         "indexed mask": {"attention_mask": torch.cat((numbers + 1, tail), 1)},
         "seq_idx below zero": {"seq_idx": torch.cat((numbers, tail - 1), 1).to(torch.int32)},
     }[input_format]
@@ -109,37 +162,56 @@ def with_tail(input_format: str, length: int = 11):
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("input_format", ["positions of zero", "as TRL sends it", "indexed mask", "seq_idx below zero"])
+@pytest.mark.parametrize(
+    "input_format", ["positions of zero", "as TRL sends it", "indexed mask", "seq_idx below zero"]
+)
 @pytest.mark.parametrize("family", MOE)
 @pytest.mark.parametrize("length", [11, 1])
 def test_a_tail_of_padding_counts_nowhere(family, input_format, length):
     without, with_, total = with_tail(input_format, length)
     model = apply_patches(tiny(family))
-    model.config.pad_token_id = 0  # which is all that tells a single token of padding from a document
+    # which is all that tells a single token of padding from a document
+    model.config.pad_token_id = 0
     wanted, wanted_grads = step(model, without, output_router_logits=True)
     seen, shapes = Seen(model), []
-    model.model.packfree.observers.append(lambda packed, shape, mask: shapes.append((packed, shape)))
+    model.model.packfree.observers.append(
+        lambda packed, shape, mask: shapes.append((packed, shape))
+    )
     found, grads = step(model, with_, output_router_logits=True)
     for name in ("loss", "aux_loss"):
         assert abs(found[name].item() / wanted[name].item() - 1) <= LOSS_TOL
     assert worst_gradient(grads, wanted_grads) <= GRADIENT_TOL
     assert relative_rms(found.logits[:, :total], wanted.logits) <= LOGIT_TOL
     ((packed, shape),) = shapes
-    assert shape == (1, total + length) and packed.num_documents == len(LENGTHS) and packed.num_real_tokens == total
-    kept = input_format in ("positions of zero", "as TRL sends it")  # stays in the row: an alignment to 16 holds
+    assert (
+        shape == (1, total + length)
+        and packed.num_documents == len(LENGTHS)
+        and packed.num_real_tokens == total
+    )
+    # stays in the row: an alignment to 16 holds
+    kept = input_format in ("positions of zero", "as TRL sends it")
     assert seen.layer == (1, total + length if kept else total)
     told_apart = {"positions of zero": [length], "as TRL sends it": [1] * length}
     assert packed.lengths == [*LENGTHS, *told_apart.get(input_format, [])]
     model.config.pad_token_id = 1
-    counted = step(model, {**without, "input_ids": with_["input_ids"], "labels": with_["labels"],
-                           "position_ids": torch.cat((without["position_ids"], torch.arange(length)[None]), 1)},
-                   output_router_logits=True)[0]
+    counted = step(
+        model,
+        {
+            **without,
+            "input_ids": with_["input_ids"],
+            "labels": with_["labels"],
+            "position_ids": torch.cat((without["position_ids"], torch.arange(length)[None]), 1),
+        },
+        output_router_logits=True,
+    )[0]
     shows = abs(counted.aux_loss.item() / wanted.aux_loss.item() - 1)
     assert shows > (10 if length > 1 else 3) * LOSS_TOL, "the control: a tail does not show"
 
 
 CLASSIFIERS = [
-    name for name in modeling_qwen3_next.__all__ if "For" in name and not name.endswith("ForCausalLM")
+    name
+    for name in modeling_qwen3_next.__all__
+    if "For" in name and not name.endswith("ForCausalLM")
 ]
 
 
@@ -159,12 +231,18 @@ def classified(model, batch):
         "ForSequenceClassification": {"labels": torch.randint(3, (rows,), generator=generator)},
         "ForTokenClassification": {"labels": torch.randint(3, (rows, tokens), generator=generator)},
         "ForQuestionAnswering": {
-            "start_positions": torch.tensor([4] * rows), "end_positions": torch.tensor([20] * rows),
+            "start_positions": torch.tensor([4] * rows),
+            "end_positions": torch.tensor([20] * rows),
         },
     }[name.removeprefix("Qwen3Next")]
     if "TokenClassification" in name and batch.get("masked", True):
         labels["labels"] = labels["labels"].masked_fill(batch["attention_mask"] == 0, IGNORED)
-    output = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False, **labels)
+    output = model(
+        input_ids=batch["input_ids"],
+        attention_mask=batch["attention_mask"],
+        use_cache=False,
+        **labels,
+    )
     output.loss.backward()
     return output, gradients(model)
 
@@ -175,17 +253,28 @@ def classified(model, batch):
 def test_classifiers(name, side, case):
     model, batch = classifier(name), padded_batch(side)
     del batch["labels"]
-    if case != "as it is":  # a padding token that looks like a word, and labels on padding
-        batch |= {"input_ids": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, 7), "masked": False}
+    # a padding token that looks like a word, and labels on padding
+    if case != "as it is":
+        batch |= {
+            "input_ids": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, 7),
+            "masked": False,
+        }
     wanted, wanted_grads = classified(model, batch)
     apply_patches(model)
     widths = []
     layer = next(module for name, module in model.named_modules() if name.endswith("layers.0"))
-    layer.register_forward_hook(lambda module, args, output: widths.append(args[0].shape[:2].numel()))
+    layer.register_forward_hook(
+        lambda module, args, output: widths.append(args[0].shape[:2].numel())
+    )
     found, grads = classified(model, batch)
-    assert abs(found.loss.item() / wanted.loss.item() - 1) <= LOSS_TOL and worst_gradient(grads, wanted_grads) <= GRADIENT_TOL
+    assert (
+        abs(found.loss.item() / wanted.loss.item() - 1) <= LOSS_TOL
+        and worst_gradient(grads, wanted_grads) <= GRADIENT_TOL
+    )
     spans = name.endswith("QuestionAnswering")
-    padding_is_read = spans or (case != "as it is" and not (name.endswith("SequenceClassification") and side == "left"))
+    padding_is_read = spans or (
+        case != "as it is" and not (name.endswith("SequenceClassification") and side == "left")
+    )
     assert widths == [batch["attention_mask"].numel() if padding_is_read else real_tokens(batch)]
     if name.endswith("SequenceClassification"):
         assert relative_rms(found.logits, wanted.logits) <= LOGIT_TOL
@@ -197,7 +286,10 @@ def test_classifiers(name, side, case):
 def test_a_token_classifiers_labels_may_be_flat(on_padding):
     """transformers takes them in any shape of that many; another number is its error."""
     model, batch = classifier("Qwen3NextForTokenClassification"), padded_batch("right")
-    mask, given = batch["attention_mask"], {name: batch[name] for name in ("input_ids", "attention_mask")}
+    mask, given = (
+        batch["attention_mask"],
+        {name: batch[name] for name in ("input_ids", "attention_mask")},
+    )
     labels = (batch["input_ids"] % 3).masked_fill((mask == 0) & (not on_padding), IGNORED)
     wanted = model(**given, labels=labels).loss
     apply_patches(model)
@@ -210,9 +302,17 @@ def test_a_token_classifiers_labels_may_be_flat(on_padding):
 @pytest.mark.parametrize("name", CLASSIFIERS)
 def test_classifiers_of_nothing_but_padding_have_zero_loss(name, kind):
     model, ids = apply_patches(classifier(name)).train(), torch.full((2, 5), 7)
-    given = {"seq_idx": torch.full((2, 5), -1)} if kind == "seq_idx" else {"attention_mask": torch.zeros(2, 5)}
+    given = (
+        {"seq_idx": torch.full((2, 5), -1)}
+        if kind == "seq_idx"
+        else {"attention_mask": torch.zeros(2, 5)}
+    )
     spans = name.endswith("QuestionAnswering")
-    labels = torch.tensor([1, 2]) if not name.endswith("TokenClassification") else torch.full((2, 5), IGNORED)
+    labels = (
+        torch.tensor([1, 2])
+        if not name.endswith("TokenClassification")
+        else torch.full((2, 5), IGNORED)
+    )
     given |= {"start_positions": labels, "end_positions": labels} if spans else {"labels": labels}
     output = model(input_ids=ids, **given)
     output.loss.backward()
@@ -222,7 +322,13 @@ def test_classifiers_of_nothing_but_padding_have_zero_loss(name, kind):
 def vision_language():
     config = configuration_qwen3_5.Qwen3_5Config(
         text_config=tiny("qwen3_5").config.to_dict(),
-        vision_config={"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64},
+        vision_config={
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+        },
     )
     torch.manual_seed(0)
     return slow_decay(modeling_qwen3_5.Qwen3_5ForConditionalGeneration(config)).train()
@@ -243,7 +349,9 @@ def test_heads_keep_the_signature_that_trainers_read():
     before = inspect.signature(model.forward)
     assert inspect.signature(apply_patches(model).forward) == before
     batch = padded_batch("right")
-    by_place = model(batch["input_ids"], batch["attention_mask"], labels=batch["labels"], use_cache=False)
+    by_place = model(
+        batch["input_ids"], batch["attention_mask"], labels=batch["labels"], use_cache=False
+    )
     assert torch.equal(by_place.loss, model(**batch, use_cache=False).loss)
 
 
@@ -251,7 +359,9 @@ def test_a_wrapped_head_is_left_alone_and_the_layers_skip_padding_all_the_same()
     model, batch = tiny(), padded_batch("right")
     wanted = step(model, batch)
     upstream_forward = model.forward
-    model.forward = types.MethodType(lambda self, *args, **kwargs: upstream_forward(*args, **kwargs), model)
+    model.forward = types.MethodType(
+        lambda self, *args, **kwargs: upstream_forward(*args, **kwargs), model
+    )
     apply_patches(model)
     assert "Qwen3_5ForCausalLM" not in patch_report(model).swaps
     seen = Seen(model)

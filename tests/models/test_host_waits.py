@@ -1,4 +1,5 @@
-"""What a GPU's host would wait for, looked for on a CPU: operations whose result's size, or value, is on the device.
+"""What a GPU's host would wait for, looked for on a CPU: operations whose result's size, or value,
+is on the device.
 
 Planning is left out: it runs on host tensors.
 """
@@ -17,11 +18,19 @@ from hf_packfree.packing import PackedSequence
 from tests.vision import documents, packed_batch, padded_batch, tiny_vision
 
 WAITS = {
-    "nonzero", "masked_select", "masked_scatter_backward", "_local_scalar_dense", "unique_dim", "_unique2",
-    "unique_consecutive", "equal",
+    "nonzero",
+    "masked_select",
+    "masked_scatter_backward",
+    "_local_scalar_dense",
+    "unique_dim",
+    "_unique2",
+    "unique_consecutive",
+    "equal",
 }
 INDEXED = {"select_backward"}
-"""The gradient of an index into the one row: a whole tensor is filled, and copied, in every layer."""
+"""The gradient of an index into the one row: a whole tensor is filled, and copied, in every
+layer.
+"""
 BY_INDEX = {"index", "index_put", "index_put_", "_index_put_impl_"}
 """With boolean indices."""
 
@@ -31,7 +40,9 @@ FEW = 100
 
 
 class Waits(TorchDispatchMode):
-    """Lists operations that would wait, but for those of planning; of these the ones that wake the host's threads."""
+    """Lists operations that would wait, but for those of planning; of these the ones that wake
+    the host's threads.
+    """
 
     def __init__(self):
         super().__init__()
@@ -40,7 +51,11 @@ class Waits(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         indices = args[1] if name in BY_INDEX else ()
-        marks = [index for index in indices if isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)]
+        marks = [
+            index
+            for index in indices
+            if isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
+        ]
         boolean, many = bool(marks), any(index.numel() > FEW for index in marks)
         sized = name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
         if not self.planning and (name in WAITS | INDEXED or boolean or sized):
@@ -67,18 +82,26 @@ def unpatched(request):
 
 @pytest.fixture(scope="module")
 def given(unpatched):
-    """Documents with images; a row of images and videos waits in upstream's merge of both kinds' deepstack features."""
+    """Documents with images; a row of images and videos waits in upstream's merge of both kinds'
+    deepstack features.
+    """
     return [one for one in documents(unpatched.model) if "video" not in one.pixels]
 
 
 def batch_of(form, given, model):
-    return padded_batch("right", given) if form == "padded" else packed_batch(form, given, model.model)
+    return (
+        padded_batch("right", given) if form == "padded" else packed_batch(form, given, model.model)
+    )
 
 
 def waits_of(model, batch, patch):
-    """Return the waits from the tower's first block to the text model's end, and in the whole backward pass."""
+    """Return the waits from the tower's first block to the text model's end, and in the whole
+    backward pass.
+    """
     waits = Waits()
-    patch.setattr(vision_language, "packed_positions", waits.plans(vision_language.packed_positions))
+    patch.setattr(
+        vision_language, "packed_positions", waits.plans(vision_language.packed_positions)
+    )
     patch.setattr(vision_attention, "segments_of", waits.plans(vision_attention.segments_of))
     patch.setattr(PackedSequence, "cached", waits.plans(PackedSequence.cached))
     first, last = model.model.visual.blocks[0], model.model.language_model
@@ -97,18 +120,30 @@ def waits_of(model, batch, patch):
 
 
 @pytest.mark.parametrize("form", ["4 rows", "offsets, types", "padded"])
-def test_from_the_towers_blocks_to_the_text_models_end_and_back_nothing_waits(unpatched, given, form, monkeypatch):
+def test_from_the_towers_blocks_to_the_text_models_end_and_back_nothing_waits(
+    unpatched, given, form, monkeypatch
+):
     model, batch = apply_patches(copy.deepcopy(unpatched)), batch_of(form, given, unpatched)
     assert waits_of(model, batch, monkeypatch) == ([], [])
 
 
 @pytest.mark.parametrize("form", ["offsets, types", "padded"])
 def test_planning_wakes_no_threads(unpatched, given, form, monkeypatch):
-    """Where there are many of them, waking them takes milliseconds, before the tower and behind it."""
-    model, batch, waits = apply_patches(copy.deepcopy(unpatched)), batch_of(form, given, unpatched), Waits()
+    """Where there are many of them, waking them takes milliseconds, before the tower and behind
+    it.
+    """
+    model, batch, waits = (
+        apply_patches(copy.deepcopy(unpatched)),
+        batch_of(form, given, unpatched),
+        Waits(),
+    )
     for place, name in (
-        (vision_language, "enter"), (vision_language, "packed_arguments"), (vision_language, "packed_positions"),
-        (vision_attention, "_made_on_host"), (vision_attention, "segments_of"), (PackedSequence, "cached"),
+        (vision_language, "enter"),
+        (vision_language, "packed_arguments"),
+        (vision_language, "packed_positions"),
+        (vision_attention, "_made_on_host"),
+        (vision_attention, "segments_of"),
+        (PackedSequence, "cached"),
     ):
         monkeypatch.setattr(place, name, waits.plans(getattr(place, name)))
     with waits:

@@ -1,4 +1,6 @@
-"""Two processes, one of which has no images, no video or no audio: nobody waits, the gradient is the mean of both alone."""
+"""Two processes, one of which has no images, no video or no audio: nobody waits, the gradient is
+the mean of both alone.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,22 @@ OMNI_ROWS = {
     "images": [omni.Document().text(4), omni.Document().text(2).image(4, 6).text(3)],
 }
 CASES = [
-    ("qwen3_5", "DDP", "images text", "trained"), ("qwen3_5", "FSDP2", "images text", "trained"),
-    ("qwen3_5", "FSDP2", "all images", "trained"), ("qwen3_5", "FSDP2", "text all", "frozen"),
-    ("qwen3_omni_moe", "DDP", "audio images", "trained"), ("qwen3_omni_moe", "FSDP2", "audio images", "trained"),
+    ("qwen3_5", "DDP", "images text", "trained"),
+    ("qwen3_5", "FSDP2", "images text", "trained"),
+    ("qwen3_5", "FSDP2", "all images", "trained"),
+    ("qwen3_5", "FSDP2", "text all", "frozen"),
+    ("qwen3_omni_moe", "DDP", "audio images", "trained"),
+    ("qwen3_omni_moe", "FSDP2", "audio images", "trained"),
 ]
 
 
 def towers(model) -> list[torch.nn.Module]:
     """Return the towers of images and of audio."""
-    return [module for name, module in model.named_modules() if name.rpartition(".")[2] in ("visual", "audio_tower")]
+    return [
+        module
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] in ("visual", "audio_tower")
+    ]
 
 
 def step(model, rows: str) -> dict[str, torch.Tensor]:
@@ -43,15 +52,21 @@ def step(model, rows: str) -> dict[str, torch.Tensor]:
     model.zero_grad(set_to_none=True)
     if hasattr(inner.config, "audio_config"):
         given = OMNI_ROWS[rows]
-        media = omni.arguments(given, {kind: [x.detach() for x in xs] for kind, xs in omni.leaves_of(given).items()})
+        media = omni.arguments(
+            given, {kind: [x.detach() for x in xs] for kind, xs in omni.leaves_of(given).items()}
+        )
         logits = model(**omni.row(given, "offsets", None)[0], **media, use_cache=False).logits
     else:
         batch = packed_batch("4 rows", ROWS[rows], rope_source(inner.config))
-        batch.pixels = [{kind: pixels.detach() for kind, pixels in own.items()} for own in batch.pixels]
+        batch.pixels = [
+            {kind: pixels.detach() for kind, pixels in own.items()} for own in batch.pixels
+        ]
         logits = batch.call(model).logits
     logits.pow(2).mean().backward()
     # softmax ignores the keys' bias in the audio tower: its gradient is noise
-    return {name: grad for name, grad in gradients(model).items() if not name.endswith("k_proj.bias")}
+    return {
+        name: grad for name, grad in gradients(model).items() if not name.endswith("k_proj.bias")
+    }
 
 
 def patched(family: str, tower: str) -> torch.nn.Module:
@@ -61,30 +76,47 @@ def patched(family: str, tower: str) -> torch.nn.Module:
     return model
 
 
-def gradients_of(rank: int, family: str, wrapper: str, rows: str, tower: str) -> dict[str, torch.Tensor]:
+def gradients_of(
+    rank: int, family: str, wrapper: str, rows: str, tower: str
+) -> dict[str, torch.Tensor]:
     """What a rank finds in the second of two steps, on rows of its own."""
     model = patched(family, tower)
     if wrapper == "FSDP2":
         mesh = torch.distributed.init_device_mesh("cpu", (2,))
-        layers = [module for name, module in model.named_modules() if name.split(".")[-2:-1] in (["layers"], ["blocks"])]
+        layers = [
+            module
+            for name, module in model.named_modules()
+            if name.split(".")[-2:-1] in (["layers"], ["blocks"])
+        ]
         for part in (*layers, model.get_input_embeddings(), model):
             fully_shard(part, mesh=mesh)
     else:
         model = DistributedDataParallel(model)
     for _ in range(2):
         grads = step(model, rows.split()[rank])
-    whole = {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
+    whole = {
+        name: grad.full_tensor() if isinstance(grad, DTensor) else grad
+        for name, grad in grads.items()
+    }
     return {name.removeprefix("module."): grad for name, grad in whole.items()}
 
 
 @pytest.mark.slow
 def test_a_rank_without_media_stays_in_step(tmp_path):
-    for (family, wrapper, rows, tower), ranks in zip(CASES, two_ranks(gradients_of, CASES, tmp_path)):
+    for (family, wrapper, rows, tower), ranks in zip(
+        CASES, two_ranks(gradients_of, CASES, tmp_path)
+    ):
         each = [step(patched(family, tower), row) for row in rows.split()]
         names = each[0].keys() | each[1].keys()
         wanted = {name: sum(grads[name] for grads in each if name in grads) / 2 for name in names}
         for rank, found in enumerate(ranks):
-            assert worst_gradient(found, wanted) <= GRADIENT_TOL, (family, wrapper, rows, tower, rank)
+            assert worst_gradient(found, wanted) <= GRADIENT_TOL, (
+                family,
+                wrapper,
+                rows,
+                tower,
+                rank,
+            )
 
 
 def test_one_process_runs_no_idle_tower():

@@ -1,4 +1,6 @@
-"""Layers that were changed after patching: one that would leak in silence is refused, one that holds ours is not."""
+"""Layers that were changed after patching: one that would leak in silence is refused, one that
+holds ours is not.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,13 @@ def test_a_mixer_that_was_changed_after_patching_is_refused_before_it_leaks(wher
     name = where.removeprefix("model.")
     with pytest.raises(PatchConflict, match=f"{name} changed since"):
         model(input_ids=ids, position_ids=positions)
-    model(input_ids=ids)  # one document: as ever
+    # one document: as ever
+    model(input_ids=ids)
     del mixer.forward
     model.set_submodule(where, other)
     with pytest.raises(PatchConflict, match=f"{name} changed since"):
         model(input_ids=ids, position_ids=positions)
     model.set_submodule(where, Holder(mixer))
-    assert torch.equal(model(input_ids=ids, position_ids=positions).logits, wanted), "what holds ours is fine"
+    assert torch.equal(model(input_ids=ids, position_ids=positions).logits, wanted), (
+        "what holds ours is fine"
+    )

@@ -1,4 +1,6 @@
-"""The MLP of the decoder layer's packed branch: which ones a kernel may compute, and that those are exact."""
+"""The MLP of the decoder layer's packed branch: which ones a kernel may compute, and that those
+are exact.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,20 @@ def ligers(mlp, x):
     return type(mlp).forward(mlp, x)
 
 
-ligers.__module__, ligers.__qualname__ = "liger_kernel.transformers.swiglu", "LigerQwen3MoeSwiGLUMLP.forward"
+ligers.__module__, ligers.__qualname__ = (
+    "liger_kernel.transformers.swiglu",
+    "LigerQwen3MoeSwiGLUMLP.forward",
+)
 
 
 def another_of_ligers(mlp, x):
     return 2 * type(mlp).forward(mlp, x)
 
 
-another_of_ligers.__module__, another_of_ligers.__qualname__ = "liger_kernel.transformers.swiglu", "LigerPhi3SwiGLUMLP.forward"
+another_of_ligers.__module__, another_of_ligers.__qualname__ = (
+    "liger_kernel.transformers.swiglu",
+    "LigerPhi3SwiGLUMLP.forward",
+)
 
 
 class Adapter(nn.Linear):
@@ -41,7 +49,9 @@ class Adapter(nn.Linear):
 
 @pytest.fixture
 def fused(monkeypatch):
-    """The gate weights of the MLPs that the op computes, here by its reference under the kernel's name."""
+    """The gate weights of the MLPs that the op computes, here by its reference under the
+    kernel's name.
+    """
     return watched(monkeypatch, "swiglu_mlp", place=1)
 
 
@@ -63,7 +73,9 @@ def test_ligers_are_computed_too_but_not_another_formula_of_its(fused):
     for layer, forward in zip(model.model.layers, (ligers, ligers, another_of_ligers, ligers)):
         layer.mlp.forward = MethodType(forward, layer.mlp)
     model(**BATCH.inputs)
-    assert len(fused) == 3 and not any(gate is model.model.layers[2].mlp.gate_proj.weight for gate in fused)
+    assert len(fused) == 3 and not any(
+        gate is model.model.layers[2].mlp.gate_proj.weight for gate in fused
+    )
 
 
 def _hook_activation(mlp, calls):
@@ -118,19 +130,35 @@ class Quantised(nn.Linear):
 
 
 def _quantised(mlp, calls):
-    mlp.gate_proj, mlp.up_proj, mlp.down_proj = map(Quantised, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+    mlp.gate_proj, mlp.up_proj, mlp.down_proj = map(
+        Quantised, (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    )
     calls.append("called")
 
 
 def _another_layout(mlp, calls):
-    mlp.gate_up, mlp.down = nn.Linear(mlp.gate_proj.in_features, 8), nn.Linear(8, mlp.gate_proj.in_features)
-    mlp.forward = MethodType(lambda self, x: calls.append("called") or self.down(self.gate_up(x)), mlp)
+    mlp.gate_up, mlp.down = (
+        nn.Linear(mlp.gate_proj.in_features, 8),
+        nn.Linear(8, mlp.gate_proj.in_features),
+    )
+    mlp.forward = MethodType(
+        lambda self, x: calls.append("called") or self.down(self.gate_up(x)), mlp
+    )
     del mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.act_fn
 
 
 CHANGES = [
-    _hook_activation, _hook_module, _hook_projection, _own_forward, _own_forward_of_the_activation, _adapter, _bias,
-    _another_activation, _another_silu, _quantised, _another_layout,
+    _hook_activation,
+    _hook_module,
+    _hook_projection,
+    _own_forward,
+    _own_forward_of_the_activation,
+    _adapter,
+    _bias,
+    _another_activation,
+    _another_silu,
+    _quantised,
+    _another_layout,
 ]
 
 
@@ -203,5 +231,8 @@ def test_the_torch_reference_is_upstreams_mlp_bit_for_bit_and_differentiable():
     torch.manual_seed(0)
     x = torch.randn(1, 9, weights[0].shape[1], dtype=torch.bfloat16)
     assert torch.equal(swiglu_mlp(x, *weights), mlp(x))
-    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((1, 5, 6), (7, 6), (7, 6), (6, 7))]
+    leaves = [
+        torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        for shape in ((1, 5, 6), (7, 6), (7, 6), (6, 7))
+    ]
     assert torch.autograd.gradcheck(swiglu_mlp, leaves)

@@ -1,4 +1,6 @@
-"""A family of another shape than Qwen's is added by one row and one file: no shared code knows attributes or layers by name."""
+"""A family of another shape than Qwen's is added by one row and one file: no shared code knows
+attributes or layers by name.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,17 @@ from hf_packfree.patching import prewarm, registry
 from tests.input_formats import padded_rows, row_batch
 from tests.models import brook
 from tests.models.padded import padded_batch, real_tokens, step, worst_gradient
-from tests.support import CONTROL, GRADIENT_TOL, LOGIT_TOL, ROW, errors, random_weights, run, run_alone, tiny
+from tests.support import (
+    CONTROL,
+    GRADIENT_TOL,
+    LOGIT_TOL,
+    ROW,
+    errors,
+    random_weights,
+    run,
+    run_alone,
+    tiny,
+)
 
 MIXERS = {"BrookShortConv": 1, "BrookDelta": 2, "BrookAttention": 1}
 
@@ -56,10 +68,15 @@ def test_padded_batches_skip_padding(added):
     batch = padded_batch("right")
     wanted, wanted_grads = step(tiny(brook.ROW), batch)
     model, seen = apply_patches(tiny(brook.ROW)), []
-    model.model.layers[0].register_forward_hook(lambda layer, args, out: seen.append(args[0].shape[1]))
+    model.model.layers[0].register_forward_hook(
+        lambda layer, args, out: seen.append(args[0].shape[1])
+    )
     found, grads = step(model, batch)
     assert seen[0] == real_tokens(batch) < batch["input_ids"].numel()
-    assert abs(found.loss.item() / wanted.loss.item() - 1) <= LOGIT_TOL and worst_gradient(grads, wanted_grads) <= GRADIENT_TOL
+    assert (
+        abs(found.loss.item() / wanted.loss.item() - 1) <= LOGIT_TOL
+        and worst_gradient(grads, wanted_grads) <= GRADIENT_TOL
+    )
 
 
 def test_checkpointing_changes_nothing(added):
@@ -80,13 +97,19 @@ def test_report_removal_and_twice(added):
     assert report.swaps == {"BrookForCausalLM": 1, "BrookModel": 1, **MIXERS}, "no decoder layer"
     assert brook.ROW.swaps.keys() == {"BrookModel", *MIXERS}
     assert not patch_report(remove_patches(model)).patched
-    assert before == [(name, type(module), sorted(vars(module))) for name, module in model.named_modules()]
+    assert before == [
+        (name, type(module), sorted(vars(module))) for name, module in model.named_modules()
+    ]
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
 
 def test_verify_measures_it(added):
     report = verify_packing(apply_patches(tiny(brook.ROW)), lengths=(5, 17, 1, 9))
-    assert report.family == "brook" and report.patched.influence == 0 and report.unpatched.influence > 1e-3
+    assert (
+        report.family == "brook"
+        and report.patched.influence == 0
+        and report.unpatched.influence > 1e-3
+    )
     prewarm(apply_patches(tiny(brook.ROW)))
 
 
@@ -103,7 +126,9 @@ def test_a_mixer_that_was_replaced_is_refused_before_and_after(added, where):
     ours = model.model.get_submodule(where)
     model.model.set_submodule(where, nn.Identity())
     layer, _, path = where.rpartition(".")
-    with pytest.raises(ContractError, match=f"no known mixer in {layer}, .* a {type(other).__name__} at {path}"):
+    with pytest.raises(
+        ContractError, match=f"no known mixer in {layer}, .* a {type(other).__name__} at {path}"
+    ):
         apply_patches(model)
     model.model.set_submodule(where, ours)
     apply_patches(model)(**batch.inputs)
@@ -115,7 +140,10 @@ def test_a_mixer_that_was_replaced_is_refused_before_and_after(added, where):
 def test_a_kind_of_layer_that_no_mixer_has_is_refused(added):
     model = tiny(brook.ROW)
     model.config.layer_types[2] = "sliding_attention"
-    with pytest.raises(ContractError, match="layers.2, which the config says is 'sliding_attention'; wanted a kind that"):
+    with pytest.raises(
+        ContractError,
+        match="layers.2, which the config says is 'sliding_attention'; wanted a kind that",
+    ):
         apply_patches(model)
 
 
@@ -130,15 +158,30 @@ def test_a_layer_that_may_drop_the_record_is_refused(added):
 
     model = tiny(brook.ROW)
     model.model.layers[1] = Own(model.model.layers[1])
-    with pytest.raises(ContractError, match="layers.1 as a Own; wanted a BrookStreamLayer or a BrookPoolLayer, or a wrapper"):
+    with pytest.raises(
+        ContractError,
+        match="layers.1 as a Own; wanted a BrookStreamLayer or a BrookPoolLayer, or a wrapper",
+    ):
         apply_patches(model)
 
 
 def test_no_shared_file_names_a_familys_mixers():
     """Attributes and classes of mixers are in the table and in the family's own file."""
     own = {"registry.py", *(f"{family.name}.py" for family in registry.FAMILIES)}
-    words = {word for family in registry.FAMILIES for mixer in family.mixers for word in (mixer.path, mixer.cls)}
-    shared = [file for file in Path(hf_packfree.__file__).parent.rglob("*.py") if file.name not in own]
+    words = {
+        word
+        for family in registry.FAMILIES
+        for mixer in family.mixers
+        for word in (mixer.path, mixer.cls)
+    }
+    shared = [
+        file for file in Path(hf_packfree.__file__).parent.rglob("*.py") if file.name not in own
+    ]
     assert len(shared) > 50 and words >= {"linear_attn", "self_attn"}
-    found = [(file.name, word) for file in shared for word in words if re.search(rf"\b{word}\b", file.read_text())]
+    found = [
+        (file.name, word)
+        for file in shared
+        for word in words
+        if re.search(rf"\b{word}\b", file.read_text())
+    ]
     assert found == []

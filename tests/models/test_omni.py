@@ -1,4 +1,6 @@
-"""Omni's documents with audio, in packed rows and padded batches: what each is alone, in values, gradients and influence."""
+"""Omni's documents with audio, in packed rows and padded batches: what each is alone, in values,
+gradients and influence.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def case(request):
 @pytest.mark.parametrize("form", FORMS)
 def test_every_document_is_what_it_is_alone(case, form, record_property):
     _, model, given, wanted = case
-    logits, grads = recorded(record_property, errors(step(model, given, form), wanted), model, "media")
+    logits, grads = recorded(
+        record_property, errors(step(model, given, form), wanted), model, "media"
+    )
     assert logits <= LOGIT_TOL and grads <= GRADIENT_TOL, (logits, grads)
 
 
@@ -46,7 +50,13 @@ def test_an_audio_influences_its_document_alone(case, form):
     leaves = leaves_of(given)
     logits = model(**inputs, **arguments(given, leaves), use_cache=False).logits
     logits[places[3][0], places[3][1]].pow(2).sum().backward()
-    assert [bool(x.grad is not None and x.grad.any()) for x in leaves["audios"]] == [False, True, False, False, False]
+    assert [bool(x.grad is not None and x.grad.any()) for x in leaves["audios"]] == [
+        False,
+        True,
+        False,
+        False,
+        False,
+    ]
     with torch.no_grad():
         before = model(**inputs, **arguments(given, leaves), use_cache=False).logits
         leaves["audios"][1].add_(1)
@@ -59,25 +69,36 @@ def refused_row(case, **change):
     """What a row of all documents is called with."""
     _, model, given, _ = case
     inputs, _ = batch(given, change.pop("form", "offsets"), model)
-    media = arguments(given, {kind: [x.detach() for x in xs] for kind, xs in leaves_of(given).items()})
+    media = arguments(
+        given, {kind: [x.detach() for x in xs] for kind, xs in leaves_of(given).items()}
+    )
     return {**inputs, **media, **change}
 
 
 SENTENCES = {
-    "no sounds": "98 audio placeholders in a packed row without input_features; wanted the audios' features too; use hf_",
-    "no videos": "24 video placeholders in a packed row without pixel_values_videos; wanted the videos' features too",
-    "no lengths": "audio features without feature_attention_mask; wanted .* pass feature_attention_mask too",
-    "a shorter sound": "found 43 audio placeholders in document 1 .* where audio 0 is the first; wanted .* pass the media",
-    "a cut": "boundary at token 46, inside audio 0; wanted boundaries between media alone; build the boundaries",
-    "one flag": "use_audio_in_video=True for a row of 1 videos with their sound and 1 without; .* leave it out",
-    "half precision": "position_ids of torch.bfloat16, which counts to 256 only; wanted integers, or torch.float32",
+    "no sounds": "98 audio placeholders in a packed row without input_features; wanted the audios' "
+    "features too; use hf_",
+    "no videos": "24 video placeholders in a packed row without pixel_values_videos; wanted the "
+    "videos' features too",
+    "no lengths": "audio features without feature_attention_mask; wanted .* pass "
+    "feature_attention_mask too",
+    "a shorter sound": "found 43 audio placeholders in document 1 .* where audio 0 is the first; "
+    "wanted .* pass the media",
+    "a cut": "boundary at token 46, inside audio 0; wanted boundaries between media alone; build "
+    "the boundaries",
+    "one flag": "use_audio_in_video=True for a row of 1 videos with their sound and 1 without; .* "
+    "leave it out",
+    "half precision": "position_ids of torch.bfloat16, which counts to 256 only; wanted integers, "
+    "or torch.float32",
     "three rows": "boundaries they cannot show; wanted the boundaries too; put the text positions",
 }
 
 
 @pytest.mark.parametrize("what", SENTENCES)
 def test_what_cannot_be_exact_is_refused_with_what_mends_it(case, what):
-    row = refused_row(case, form="4 rows" if what in ("half precision", "three rows") else "offsets")
+    row = refused_row(
+        case, form="4 rows" if what in ("half precision", "three rows") else "offsets"
+    )
     if what == "no sounds":
         del row["input_features"], row["feature_attention_mask"]
     elif what == "no videos":
@@ -104,6 +125,8 @@ def test_report_removal_and_verification(case):
     model = tiny_vision("qwen3_omni_moe")
     classes = [type(module) for module in model.modules()]
     swaps = patch_report(apply_patches(model)).swaps
-    assert [swaps[f"Qwen3OmniMoe{name}"] for name in ("AudioEncoder", "AudioAttention", "VisionEncoder")] == [1, 2, 1]
+    assert [
+        swaps[f"Qwen3OmniMoe{name}"] for name in ("AudioEncoder", "AudioAttention", "VisionEncoder")
+    ] == [1, 2, 1]
     assert not verify_packing(model.eval()).failures()
     assert [type(module) for module in remove_patches(model).modules()] == classes

@@ -1,4 +1,6 @@
-"""Metadata costs nothing per layer: a forward makes one record, and plans for all its layers once."""
+"""Metadata costs nothing per layer: a forward makes one record, and plans for all its layers
+once.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,15 @@ from tests.support import tiny
 
 @pytest.fixture
 def counted(monkeypatch):
-    """Counters of the records made, and of what was planned for them; FLA's plan is wanted at every delta rule."""
+    """Counters of the records made, and of what was planned for them; FLA's plan is wanted at
+    every delta rule.
+    """
     made, planned = Counter(), Counter()
-    make, cached, rule = PackedSequence.from_lengths.__func__, PackedSequence.cached, delta_rule.BACKENDS["torch"]
+    make, cached, rule = (
+        PackedSequence.from_lengths.__func__,
+        PackedSequence.cached,
+        delta_rule.BACKENDS["torch"],
+    )
 
     def counting(cls, *arguments, **words):
         made["records"] += 1
@@ -29,8 +37,9 @@ def counted(monkeypatch):
             planned[build.__qualname__, arguments] += 1
             return build(packed, *arguments)
 
-        built.__code__ = built.__code__.replace(co_filename=build.__code__.co_filename,
-                                                co_firstlineno=build.__code__.co_firstlineno)
+        built.__code__ = built.__code__.replace(
+            co_filename=build.__code__.co_filename, co_firstlineno=build.__code__.co_firstlineno
+        )
         planned["wanted"] += 1
         return cached(packed, built, *arguments)
 
@@ -49,11 +58,15 @@ def test_a_step_makes_one_record_and_every_plan_once(counted, checkpointing):
     made, planned = counted
     model = apply_patches(tiny("qwen3_5"))
     if checkpointing:
-        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable = getattr(
+            model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
+        )
         enable({"use_reentrant": False})
     made.clear(), planned.clear()
     positions = torch.cat([torch.arange(length) for length in (5, 64, 1, 70)])[None]
-    model(input_ids=torch.randint(2, 100, positions.shape), position_ids=positions).logits.sum().backward()
+    model(
+        input_ids=torch.randint(2, 100, positions.shape), position_ids=positions
+    ).logits.sum().backward()
     assert made["records"] == 1
     wanted = planned.pop("wanted")
     assert ("plan_chunks", (64,)) in planned and set(planned.values()) == {1}, planned

@@ -1,4 +1,6 @@
-"""Packed rows in every class and setting: heads, cache flags, embeddings, checkpointing, precision, outputs."""
+"""Packed rows in every class and setting: heads, cache flags, embeddings, checkpointing,
+precision, outputs.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", 
 
 def assert_exact(model, batch, width=128, floor=1e-2, **how):
     weights = random_weights(batch, width)
-    logits, grads = errors(run(model, batch, weights, **how), run_alone(model, batch, weights, **how), floor)
+    logits, grads = errors(
+        run(model, batch, weights, **how), run_alone(model, batch, weights, **how), floor
+    )
     assert logits <= LOGIT_TOL and grads <= GRADIENT_TOL, (logits, grads)
 
 
@@ -52,7 +56,9 @@ def test_the_lengths_of_the_promise_in_several_layers():
     batch = row_batch("positions", (513, 1, 200, 2, 129, 3, 128, 4, 127, 5, 65, 63, 64))
     weights = random_weights(batch, 128)
     unpatched = errors(run(model, batch, weights), run_alone(model, batch, weights), floor=0.0)
-    ours = errors(run(apply_patches(model), batch, weights), run_alone(model, batch, weights), floor=0.0)
+    ours = errors(
+        run(apply_patches(model), batch, weights), run_alone(model, batch, weights), floor=0.0
+    )
     assert ours[0] <= LOGIT_TOL and ours[1] <= GRADIENT_TOL
     assert unpatched[0] >= CONTROL * LOGIT_TOL and unpatched[1] >= CONTROL * GRADIENT_TOL
 
@@ -60,24 +66,40 @@ def test_the_lengths_of_the_promise_in_several_layers():
 @settings(max_examples=15, deadline=None)
 @example(lengths=[1, 2, 5, 5, 65, 3], key_heads=2, group=4, sizes=(8, 8))
 @given(
-    lengths=st.lists(st.sampled_from([1, 2, 3, 4, 5, 17, 63, 64, 65, 127, 128, 129]), min_size=2, max_size=6),
+    lengths=st.lists(
+        st.sampled_from([1, 2, 3, 4, 5, 17, 63, 64, 65, 127, 128, 129]), min_size=2, max_size=6
+    ),
     key_heads=st.sampled_from([1, 2, 3]),
     group=st.sampled_from([1, 2, 4]),
     sizes=st.sampled_from([(8, 8), (16, 8), (8, 24)]),
 )
 def test_any_lengths_and_head_counts(lengths, key_heads, group, sizes):
     config = by_family["qwen3_5"].tiny_config().to_dict()
-    config |= {"linear_num_key_heads": key_heads, "linear_num_value_heads": key_heads * group, "num_hidden_layers": 4}
+    config |= {
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": key_heads * group,
+        "num_hidden_layers": 4,
+    }
     config |= {"linear_key_head_dim": sizes[0], "linear_value_head_dim": sizes[1]}
-    assume(lengths[-2:] != [1, 1])  # of the same token they are padding, as far as positions can tell
-    model = slow_decay(transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**config))).train()
+    # of the same token they are padding, as far as positions can tell
+    assume(lengths[-2:] != [1, 1])
+    model = slow_decay(
+        transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**config))
+    ).train()
     batch = row_batch("positions", lengths)
     weights = random_weights(batch, 128)
-    wanted, found = run_alone(model, batch, weights), run(apply_patches(copy.deepcopy(model)), batch, weights)
+    wanted, found = (
+        run_alone(model, batch, weights),
+        run(apply_patches(copy.deepcopy(model)), batch, weights),
+    )
     logits, grads = errors(found, wanted, floor=1.0)
     assert logits <= LOGIT_TOL
-    if grads > GRADIENT_TOL:  # then the unpatched model's move as far where each weight moves by its last bit
-        draws = (errors(run_alone(nudged(model, seed), batch, weights), wanted, floor=1.0)[1] for seed in range(8))
+    # then the unpatched model's move as far where each weight moves by its last bit
+    if grads > GRADIENT_TOL:
+        draws = (
+            errors(run_alone(nudged(model, seed), batch, weights), wanted, floor=1.0)[1]
+            for seed in range(8)
+        )
         assert grads <= GRADIENT_TOL + max(draws), "more than rounding moves"
 
 
@@ -91,7 +113,9 @@ def test_gradients_across_documents_are_exactly_zero(family):
         (gradient,) = torch.autograd.grad(logits[0, tokens].pow(2).sum(), embeds, retain_graph=True)
         elsewhere = torch.ones(sum(ROW), dtype=torch.bool)
         elsewhere[tokens] = False
-        assert torch.equal(gradient[0, elsewhere], torch.zeros_like(gradient[0, elsewhere])), f"document {index}"
+        assert torch.equal(gradient[0, elsewhere], torch.zeros_like(gradient[0, elsewhere])), (
+            f"document {index}"
+        )
         assert gradient[0, tokens].abs().sum() > 0
 
 
@@ -109,7 +133,9 @@ def test_embeddings_instead_of_ids(input_format):
     model, batch = apply_patches(tiny()), row_batch(input_format, ROW)
     wanted = model(**batch.inputs).logits
     embeds = model.get_input_embeddings()(batch.inputs["input_ids"])
-    assert torch.equal(model(**{**batch.inputs, "input_ids": None, "inputs_embeds": embeds}).logits, wanted)
+    assert torch.equal(
+        model(**{**batch.inputs, "input_ids": None, "inputs_embeds": embeds}).logits, wanted
+    )
 
 
 @pytest.mark.compat
@@ -136,15 +162,20 @@ def test_checkpointing_checkpoints_and_stays_exact(family, reentrant):
 
 
 @pytest.mark.parametrize("way", ["apply", "register"])
-@pytest.mark.parametrize("name", ["Qwen3_5ForTokenClassification", "Qwen3NextForTokenClassification"])
+@pytest.mark.parametrize(
+    "name", ["Qwen3_5ForTokenClassification", "Qwen3NextForTokenClassification"]
+)
 def test_token_classification(name, way):
     family = by_family["qwen3_5" if "3_5" in name else "qwen3_next"]
-    model = build(name, family.tiny_config(), way).eval()  # the head drops out while training
+    # the head drops out while training
+    model = build(name, family.tiny_config(), way).eval()
     assert_exact(model, row_batch("positions", ROW), width=2)
 
 
 @pytest.mark.parametrize("way", ["apply", "register"])
-@pytest.mark.parametrize("name", ["Qwen3_5TextForSequenceClassification", "Qwen3NextForSequenceClassification"])
+@pytest.mark.parametrize(
+    "name", ["Qwen3_5TextForSequenceClassification", "Qwen3NextForSequenceClassification"]
+)
 def test_sequence_classification_answers_for_the_last_document(name, way):
     family = by_family["qwen3_5" if "3_5" in name else "qwen3_next"]
     model = build(name, family.tiny_config(), way).eval()
@@ -156,7 +187,9 @@ def test_sequence_classification_answers_for_the_last_document(name, way):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_bare_trunk(family):
     trunk = apply_patches(tiny(family).model)
-    assert_exact(trunk, row_batch("cu_seq_lens", ROW), width=64, output=lambda out: out.last_hidden_state)
+    assert_exact(
+        trunk, row_batch("cu_seq_lens", ROW), width=64, output=lambda out: out.last_hidden_state
+    )
 
 
 def build(name, config, way):
@@ -170,17 +203,32 @@ def build(name, config, way):
 def vision_language(family, way="apply"):
     upstream = f"{'Qwen3_5' if family == 'qwen3_5' else 'Qwen3_5Moe'}"
     text = by_family[family].tiny_config().to_dict()
-    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4}
+    vision = {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "patch_size": 4,
+    }
     cls = getattr(transformers, f"{upstream}Config")
     config = cls(text_config=text, vision_config=vision, image_token_id=1000, video_token_id=1001)
     return build(f"{upstream}ForConditionalGeneration", config, way)
 
 
-TEXT_FORMATS = ["positions", "cu_seq_lens", "seq_idx", "all_flash", "indexed_mask", "positions_4rows"]
+TEXT_FORMATS = [
+    "positions",
+    "cu_seq_lens",
+    "seq_idx",
+    "all_flash",
+    "indexed_mask",
+    "positions_4rows",
+]
 
 
 @pytest.mark.parametrize(
-    ("family", "input_format", "way"), pairwise(["qwen3_5", "qwen3_5_moe"], TEXT_FORMATS, ["apply", "register"])
+    ("family", "input_format", "way"),
+    pairwise(["qwen3_5", "qwen3_5_moe"], TEXT_FORMATS, ["apply", "register"]),
 )
 def test_vision_language_fed_text(family, input_format, way):
     batch = row_batch(input_format, ROW)
@@ -197,11 +245,15 @@ def text_alone(family):
 
 
 def test_vision_language_after_generation():
-    """`generate` leaves rope_deltas behind, which upstream would add to the next row's positions."""
+    """`generate` leaves rope_deltas behind, which upstream would add to the next row's
+    positions.
+    """
     model = vision_language("qwen3_5")
     batch = row_batch("indexed_mask", ROW)
     wanted = model(**batch.inputs).logits
-    model.generate(input_ids=batch.documents[0][None], max_new_tokens=2, do_sample=False, pad_token_id=0)
+    model.generate(
+        input_ids=batch.documents[0][None], max_new_tokens=2, do_sample=False, pad_token_id=0
+    )
     embeds = model.get_input_embeddings()(batch.inputs["input_ids"])
     found = model(**{**batch.inputs, "input_ids": None, "inputs_embeds": embeds}).logits
     assert relative_rms(found, wanted) <= LOGIT_TOL
@@ -210,16 +262,22 @@ def test_vision_language_after_generation():
 HALF = [torch.bfloat16, torch.float16]
 
 
-@pytest.mark.parametrize(("family", "dtype", "attention"), pairwise(FAMILIES, HALF, ["eager", "sdpa"]))
+@pytest.mark.parametrize(
+    ("family", "dtype", "attention"), pairwise(FAMILIES, HALF, ["eager", "sdpa"])
+)
 def test_half_precision_is_finite_and_rounds_no_worse_than_upstream(family, dtype, attention):
-    """Averaged over several rows: a token whose rounding sends it to another expert weighs more than the rest."""
+    """Averaged over several rows: a token whose rounding sends it to another expert weighs more
+    than the rest.
+    """
     ours = upstreams = 0.0
     exact, rounded = tiny(family, attention=attention), tiny(family, attention=attention).to(dtype)
     model = apply_patches(tiny(family, attention=attention).to(dtype))
     for seed in range(1, 4 if family == "qwen3_5" else 9):
         batch = row_batch("positions", ROW, seed=seed)
         parts, grads = run(model, batch, random_weights(batch, 128))
-        assert all(part.isfinite().all() for part in parts) and all(grad.isfinite().all() for grad in grads.values())
+        assert all(part.isfinite().all() for part in parts) and all(
+            grad.isfinite().all() for grad in grads.values()
+        )
         wanted, theirs = (torch.cat(logits_alone(model, batch)) for model in (exact, rounded))
         ours += relative_rms(torch.cat(parts), wanted)
         upstreams += relative_rms(theirs, wanted)
@@ -229,7 +287,9 @@ def test_half_precision_is_finite_and_rounds_no_worse_than_upstream(family, dtyp
 @torch.no_grad()
 def logits_alone(model, batch):
     """Each document's logits in a forward of its own."""
-    return [model(input_ids=document[None], use_cache=False).logits[0] for document in batch.documents]
+    return [
+        model(input_ids=document[None], use_cache=False).logits[0] for document in batch.documents
+    ]
 
 
 def test_forward_does_not_depend_on_the_neighbours():
@@ -238,14 +298,20 @@ def test_forward_does_not_depend_on_the_neighbours():
     parts = documents((7, 200))
     second_lengths = (7, 129, 200, 65, 3)
     ids = torch.cat([parts[0], first.documents[0], parts[1], *first.documents[1:]])[None]
-    found = model(input_ids=ids, position_ids=one_row(second_lengths)["position_ids"]).logits[0].split(second_lengths)
+    found = (
+        model(input_ids=ids, position_ids=one_row(second_lengths)["position_ids"])
+        .logits[0]
+        .split(second_lengths)
+    )
     wanted = model(**first.inputs).logits[0].split((129, 65, 3))
     for one, other in zip((found[1], found[3], found[4]), wanted):
         assert relative_rms(one, other) <= 1e-6
 
 
 def test_sdpa_never_holds_a_square(monkeypatch):
-    """Neither upstream's mask nor ours: no tensor of T x T elements appears anywhere in forward or backward."""
+    """Neither upstream's mask nor ours: no tensor of T x T elements appears anywhere in forward
+    or backward.
+    """
     lengths = (1300, 2000, 796)
     batch, model = row_batch("positions", lengths), apply_patches(tiny())
     largest = 0
@@ -261,7 +327,9 @@ def test_sdpa_never_holds_a_square(monkeypatch):
 
     with Watch():
         model(**batch.inputs).logits.sum().backward()
-    assert largest < sum(lengths) ** 2, f"a tensor of {largest} bytes, the row squared is {sum(lengths) ** 2}"
+    assert largest < sum(lengths) ** 2, (
+        f"a tensor of {largest} bytes, the row squared is {sum(lengths) ** 2}"
+    )
 
 
 def test_hidden_states_come_back_in_the_callers_shape():
@@ -305,10 +373,14 @@ def test_a_tail_of_padding_is_one_segment_and_never_in_the_loss():
     padded = {
         "input_ids": torch.cat([row, torch.zeros(tail, dtype=torch.long)])[None],
         "labels": torch.cat([labels, torch.full((tail,), -100)])[None],
-        "position_ids": torch.cat([facts["position_ids"], torch.zeros(1, tail, dtype=torch.long)], 1),
+        "position_ids": torch.cat(
+            [facts["position_ids"], torch.zeros(1, tail, dtype=torch.long)], 1
+        ),
     }
     seen = []
-    model.model.layers[0].register_forward_pre_hook(lambda m, a, k: seen.append(k["packed_sequence"].lengths), with_kwargs=True)
+    model.model.layers[0].register_forward_pre_hook(
+        lambda m, a, k: seen.append(k["packed_sequence"].lengths), with_kwargs=True
+    )
     bare = model(input_ids=row[None], labels=labels[None], position_ids=facts["position_ids"]).loss
     wanted = torch.autograd.grad(bare, list(model.parameters()))
     loss = model(**padded).loss
@@ -319,27 +391,41 @@ def test_a_tail_of_padding_is_one_segment_and_never_in_the_loss():
 
 
 def test_one_token_documents_at_the_end_stay_documents():
-    batch = Batch([torch.tensor(d) for d in ([5, 6, 7], [8], [9], [10])], {}, [(0, torch.tensor([i])) for i in range(3)])
+    batch = Batch(
+        [torch.tensor(d) for d in ([5, 6, 7], [8], [9], [10])],
+        {},
+        [(0, torch.tensor([i])) for i in range(3)],
+    )
     model = apply_patches(tiny()).eval()
     ids = torch.cat(batch.documents)[None]
     logits = model(input_ids=ids, position_ids=torch.tensor([[0, 1, 2, 0, 0, 0]])).logits
     for at in (3, 4, 5):
-        assert relative_rms(logits[0, at], model(input_ids=ids[:, at : at + 1]).logits[0, 0]) <= LOGIT_TOL
+        assert (
+            relative_rms(logits[0, at], model(input_ids=ids[:, at : at + 1]).logits[0, 0])
+            <= LOGIT_TOL
+        )
 
 
 def test_a_flash_attention_gets_the_record_in_upstreams_spelling(monkeypatch):
     """A flash attention gets the four keywords, int32 offsets and host integers, and no mask."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    def by_offsets(module, q, k, v, mask, scaling=None, cu_seq_lens_q=None, max_length_q=None, **kwargs):
+    def by_offsets(
+        module, q, k, v, mask, scaling=None, cu_seq_lens_q=None, max_length_q=None, **kwargs
+    ):
         assert mask is None
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         ends = [0, q.shape[2]] if cu_seq_lens_q is None else cu_seq_lens_q.tolist()
         if cu_seq_lens_q is not None:
             assert cu_seq_lens_q.dtype == torch.int32 and kwargs["cu_seq_lens_k"] is cu_seq_lens_q
-            assert max_length_q == kwargs["max_length_k"] == max(ROW) and isinstance(max_length_q, int)
+            assert max_length_q == kwargs["max_length_k"] == max(ROW) and isinstance(
+                max_length_q, int
+            )
         attend = torch.nn.functional.scaled_dot_product_attention
-        parts = [attend(*(x[:, :, a:b] for x in (q, k, v)), is_causal=True, scale=scaling) for a, b in zip(ends, ends[1:])]
+        parts = [
+            attend(*(x[:, :, a:b] for x in (q, k, v)), is_causal=True, scale=scaling)
+            for a, b in zip(ends, ends[1:])
+        ]
         return torch.cat(parts, 2).transpose(1, 2), None
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", by_offsets)

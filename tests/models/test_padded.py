@@ -1,4 +1,6 @@
-"""Padded batches run on real tokens only: loss, values and gradients are transformers', and so are the shapes."""
+"""Padded batches run on real tokens only: loss, values and gradients are transformers', and so
+are the shapes.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,16 @@ from hf_packfree import apply_patches
 from hf_packfree.models.compat import CACHE
 from hf_packfree.packing.lazy import LazyPaddedTensor
 from tests.models.padded import (
-    IGNORED, ROWS, WIDTH, Seen, all_gradients, padded_batch, real_tokens, rounding, step, worst_gradient,
+    IGNORED,
+    ROWS,
+    WIDTH,
+    Seen,
+    all_gradients,
+    padded_batch,
+    real_tokens,
+    rounding,
+    step,
+    worst_gradient,
 )
 from tests.support import LOGIT_TOL, pairwise, relative_rms, tiny
 
@@ -22,7 +33,9 @@ LOSS_TOL = 1e-6
 GRADIENT_TOL = 1e-5
 """Relative RMS of the worst parameter: nothing but rounding differs."""
 ONE_PARAMETER = 1e-4
-"""The same against another length of row: transformers' own in fp32 are up to 7e-05 from fp64.  All together 1e-05."""
+"""The same against another length of row: transformers' own in fp32 are up to 7e-05 from fp64.
+All together 1e-05.
+"""
 
 
 def thinned(labels, seed=0):
@@ -55,7 +68,8 @@ def assert_same(found, wanted, batch, limit=LOGIT_TOL, rounded=0.0):
 def test_loss_logits_and_gradients_are_upstreams(family, side, labels):
     model, batch = tiny(family), padded_batch(side)
     batch["labels"] = LABELS[labels](batch["labels"])
-    if side == "one row":  # transformers up to 5.14 misread the padding of a single row: it serves as the control later
+    # transformers up to 5.14 misread the padding of a single row: it serves as the control later
+    if side == "one row":
         batch = {name: value.repeat(2, 1) for name, value in batch.items()}
     wanted = step(model, batch)
     rounded = rounding(model, batch, wanted[1])
@@ -79,32 +93,47 @@ def test_num_items_in_batch(side, items):
 
 
 @settings(max_examples=15)
-@example(spans=[(10, 4, 0)], seed=3)  # where weights moved by their last bits move gradients by 4e-6 to 3e-5
+# where weights moved by their last bits move gradients by 4e-6 to 3e-5
+@example(spans=[(10, 4, 0)], seed=3)
 @given(
-    spans=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=4),
+    spans=st.lists(
+        st.tuples(st.integers(0, 12), st.integers(0, 12), st.integers(0, 12)),
+        min_size=1,
+        max_size=4,
+    ),
     seed=st.integers(0, 9),
 )
 def test_any_padding(spans, seed):
-    """Rows of any padding before and after, any labels of real tokens, in batches of two rows and more."""
+    """Rows of any padding before and after, any labels of real tokens, in batches of two rows
+    and more.
+    """
     width = max(map(sum, spans)) or 1
     generator = torch.Generator().manual_seed(seed)
     mask = torch.zeros(len(spans) + 1, width, dtype=torch.long)
-    for row, (before, tokens, after) in enumerate([*spans, (0, width, 0)]):
+    for row, (before, tokens, _after) in enumerate([*spans, (0, width, 0)]):
         mask[row, before : before + tokens] = 1
     ids = torch.randint(2, 128, mask.shape, generator=generator)
-    labels = ids.masked_fill((mask == 0) | (torch.rand(mask.shape, generator=generator) < 0.2), IGNORED)
+    labels = ids.masked_fill(
+        (mask == 0) | (torch.rand(mask.shape, generator=generator) < 0.2), IGNORED
+    )
     batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
     wanted = step(UNPATCHED, batch, num_items_in_batch=13)
     found = step(OURS, batch, num_items_in_batch=13)
-    assert abs(found[0].loss.item() - wanted[0].loss.item()) <= LOSS_TOL * max(1.0, wanted[0].loss.item())
+    assert abs(found[0].loss.item() - wanted[0].loss.item()) <= LOSS_TOL * max(
+        1.0, wanted[0].loss.item()
+    )
     real = mask.bool()
     assert relative_rms(found[0].logits[real], wanted[0].logits[real]) <= LOGIT_TOL
     if wanted[0].loss.item():
         exact = step(EXACT, batch, num_items_in_batch=13)[1]
         for measure in (worst_gradient, all_gradients):
             error, own = measure(found[1], wanted[1]), 2 * measure(wanted[1], exact)
-            if error > GRADIENT_TOL + own:  # unpatched's rounding may have been lucky: five more draws of it
-                draws = (rounding(UNPATCHED, batch, wanted[1], measure, seed, num_items_in_batch=13) for seed in range(5))
+            # unpatched's rounding may have been lucky: five more draws of it
+            if error > GRADIENT_TOL + own:
+                draws = (
+                    rounding(UNPATCHED, batch, wanted[1], measure, seed, num_items_in_batch=13)
+                    for seed in range(5)
+                )
                 assert error <= GRADIENT_TOL + max(draws), "more than rounding moves"
 
 
@@ -121,7 +150,9 @@ def test_positions_shift_labels_and_weights_follow(family):
     weights = torch.rand(mask.shape, generator=torch.Generator().manual_seed(5))
 
     def weighted(logits, labels, vocab_size, shift_labels=None, token_weights=None, **kwargs):
-        each = torch.nn.functional.cross_entropy(logits.view(-1, vocab_size), shift_labels.view(-1), reduction="none")
+        each = torch.nn.functional.cross_entropy(
+            logits.view(-1, vocab_size), shift_labels.view(-1), reduction="none"
+        )
         return (each * token_weights.view(-1)).sum() / 50
 
     more = {"shift_labels": shifted, "num_items_in_batch": 50}
@@ -154,8 +185,13 @@ def test_the_option_chooses_when_logits_are_padded():
         rows = (3, WIDTH) if padded == "upstream" else (1, real_tokens(batch))
         assert seen.layer == seen.head == rows
     logits = {name: output.logits for name, output in outputs.items()}
-    assert [isinstance(logits[name], LazyPaddedTensor) for name in ("lazy", "full", "upstream")] == [True, False, False]
-    assert logits["lazy"].source.values is None and outputs["lazy"]["logits"].detach().float().source.values is None
+    assert [
+        isinstance(logits[name], LazyPaddedTensor) for name in ("lazy", "full", "upstream")
+    ] == [True, False, False]
+    assert (
+        logits["lazy"].source.values is None
+        and outputs["lazy"]["logits"].detach().float().source.values is None
+    )
     assert torch.equal(logits["lazy"], logits["full"]) and logits["lazy"].source.values is not None
     assert (logits["full"][batch["attention_mask"] == 0] == 0).all()
 
@@ -176,13 +212,16 @@ def test_kept_logits_have_the_gradient_of_the_loss(padded, rows):
     assert grads[0].abs().max() > 0
     if rows == "padded":
         torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-7)
-    else:  # unpatched leaks
+    else:
+        # unpatched leaks
         assert grads[1].shape == grads[0].shape
         assert (grads[1].abs().sum(-1) > 0).equal(grads[0].abs().sum(-1) > 0)
 
 
 def test_a_training_step_holds_no_padded_logits():
-    """Nothing of B*S rows of logits is allocated, and everything is without the patches: the control."""
+    """Nothing of B*S rows of logits is allocated, and everything is without the patches: the
+    control.
+    """
     batch, sizes = padded_batch("right"), {}
     for padded in ("lazy", "full", "upstream"):
         model = apply_patches(tiny(), padded=padded)
@@ -206,8 +245,14 @@ class _Sizes(torch.utils._python_dispatch.TorchDispatchMode):
         return found
 
     def largest_with(self, width):
-        """Rows of the largest activation that is `width` wide; the head's own weight is 64 wide in its other axis."""
-        return max(shape[:-1].numel() for shape in map(torch.Size, self.shapes) if len(shape) > 1 and shape[-1] == width)
+        """Rows of the largest activation that is `width` wide; the head's own weight is 64 wide
+        in its other axis.
+        """
+        return max(
+            shape[:-1].numel()
+            for shape in map(torch.Size, self.shapes)
+            if len(shape) > 1 and shape[-1] == width
+        )
 
 
 @pytest.mark.parametrize("padded", ["lazy", "full"])
@@ -222,16 +267,29 @@ def test_requested_outputs_have_the_callers_shape(padded):
     for mine, theirs in zip(ours.hidden_states, unpatched.hidden_states):
         assert mine.shape == theirs.shape and relative_rms(mine[real], theirs[real]) <= LOGIT_TOL
     for mine, theirs in zip(ours.router_logits, unpatched.router_logits):
-        assert mine.shape == theirs.shape and relative_rms(mine[real.flatten()], theirs[real.flatten()]) <= LOGIT_TOL
-    trunk = model.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False)
-    assert relative_rms(trunk.last_hidden_state[real], unpatched.hidden_states[-1][real]) <= LOGIT_TOL
+        assert (
+            mine.shape == theirs.shape
+            and relative_rms(mine[real.flatten()], theirs[real.flatten()]) <= LOGIT_TOL
+        )
+    trunk = model.model(
+        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False
+    )
+    assert (
+        relative_rms(trunk.last_hidden_state[real], unpatched.hidden_states[-1][real]) <= LOGIT_TOL
+    )
     assert trunk.last_hidden_state.shape == unpatched.hidden_states[-1].shape
     as_tuple = model(**batch, **requested, return_dict=False)
-    assert isinstance(as_tuple, tuple) and as_tuple[0].item() == ours.loss.item() and torch.equal(as_tuple[2], ours.logits)
+    assert (
+        isinstance(as_tuple, tuple)
+        and as_tuple[0].item() == ours.loss.item()
+        and torch.equal(as_tuple[2], ours.logits)
+    )
 
 
 def test_reading_the_logits_of_a_training_step_has_gradients():
-    """A second loss on top of the model's, as distillation or a label smoother outside would add."""
+    """A second loss on top of the model's, as distillation or a label smoother outside would
+    add.
+    """
     model, batch = tiny(), padded_batch("right")
 
     def sharper(output):
@@ -247,21 +305,33 @@ def test_reading_the_logits_of_a_training_step_has_gradients():
         return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
     wanted, found = outcome(), (apply_patches(model), outcome())[1]
-    assert abs(found[0] / wanted[0] - 1) <= LOSS_TOL and worst_gradient(found[1], wanted[1]) <= GRADIENT_TOL
+    assert (
+        abs(found[0] / wanted[0] - 1) <= LOSS_TOL
+        and worst_gradient(found[1], wanted[1]) <= GRADIENT_TOL
+    )
 
 
-EMPTY = {"input_ids": torch.zeros(2, 6, dtype=torch.long), "attention_mask": torch.zeros(2, 6, dtype=torch.long)}
+EMPTY = {
+    "input_ids": torch.zeros(2, 6, dtype=torch.long),
+    "attention_mask": torch.zeros(2, 6, dtype=torch.long),
+}
 
 
 @pytest.mark.compat
 @pytest.mark.parametrize("items", [None, 9])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_batch_of_padding_adds_nothing(family, items):
-    """A rank with nothing: zero loss, zero gradients for exactly the parameters that a full batch gives one."""
+    """A rank with nothing: zero loss, zero gradients for exactly the parameters that a full
+    batch gives one.
+    """
     model = apply_patches(tiny(family))
     labels = torch.full((2, 6), IGNORED)
     # transformers 5.2 has no coefficient of Qwen3-VL-MoE's routers' loss
-    more = {"output_router_logits": True} if hasattr(model.config.get_text_config(), "router_aux_loss_coef") else {}
+    more = (
+        {"output_router_logits": True}
+        if hasattr(model.config.get_text_config(), "router_aux_loss_coef")
+        else {}
+    )
     full = step(model, padded_batch("right"))[1]
     output, grads = step(model, {**EMPTY, "labels": labels}, num_items_in_batch=items, **more)
     assert output.loss.item() == 0 and output.logits.shape == (2, 6, 128)
@@ -284,12 +354,19 @@ def test_evaluation(family, side):
         wanted, found = model(**batch), apply_patches(model)(**batch)
     real = batch["attention_mask"].bool()
     assert abs(found.loss.item() / wanted.loss.item() - 1) <= LOSS_TOL
-    assert type(found.logits) is torch.Tensor and relative_rms(found.logits[real], wanted.logits[real]) <= LOGIT_TOL
+    assert (
+        type(found.logits) is torch.Tensor
+        and relative_rms(found.logits[real], wanted.logits[real]) <= LOGIT_TOL
+    )
 
 
 @pytest.mark.parametrize(
     "requested",
-    [{"use_cache": True}, {"use_cache": False, "output_attentions": True}, {"use_cache": False, "logits_to_keep": 4}],
+    [
+        {"use_cache": True},
+        {"use_cache": False, "output_attentions": True},
+        {"use_cache": False, "logits_to_keep": 4},
+    ],
 )
 def test_what_only_upstream_gives_is_upstreams(requested):
     model, batch = tiny(attention="eager").eval(), padded_batch("left")
@@ -300,7 +377,9 @@ def test_what_only_upstream_gives_is_upstreams(requested):
 
 
 def test_logits_to_keep_in_training():
-    """The layers skip padding, the head runs on the tokens requested, which end rows of left-padded prompts."""
+    """The layers skip padding, the head runs on the tokens requested, which end rows of
+    left-padded prompts.
+    """
     model, batch = tiny(), padded_batch("left")
     del batch["labels"]
     wanted = model(**batch, use_cache=False, logits_to_keep=4).logits
@@ -312,17 +391,24 @@ def test_logits_to_keep_in_training():
 
 @pytest.mark.parametrize(("attention", "side"), [("eager", "left"), ("sdpa", "right")])
 def test_labels_that_padding_predicts_are_upstreams(attention, side, caplog):
-    """Where padding looks at tokens and has a label, upstream's answer depends on all of it: the batch stays padded."""
+    """Where padding looks at tokens and has a label, upstream's answer depends on all of it: the
+    batch stays padded.
+    """
     model, batch = tiny(attention=attention), padded_batch(side)
     if side == "right":
         batch["labels"] = batch["input_ids"]
     wanted = step(model, batch)
     found = step(apply_patches(model), batch)
-    assert torch.equal(found[0].loss, wanted[0].loss) and torch.equal(found[0].logits, wanted[0].logits)
+    assert torch.equal(found[0].loss, wanted[0].loss) and torch.equal(
+        found[0].logits, wanted[0].logits
+    )
     assert "padding would have to predict" in caplog.text
     caplog.clear()
-    batch["labels"] = padded_batch("right")["labels"] if side == "right" else batch["labels"].masked_fill(
-        batch["attention_mask"].cumsum(1) <= 1, IGNORED)
+    batch["labels"] = (
+        padded_batch("right")["labels"]
+        if side == "right"
+        else batch["labels"].masked_fill(batch["attention_mask"].cumsum(1) <= 1, IGNORED)
+    )
     seen = Seen(model)
     step(model, batch)
     assert seen.layer == (1, real_tokens(batch)) and not caplog.text
@@ -332,17 +418,28 @@ def test_labels_that_padding_predicts_are_upstreams(attention, side, caplog):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("span", [(0, 25), (11, 9), (3, 30)])
 def test_a_batch_of_one_row_is_the_document_alone(family, span):
-    """Against the document without padding: transformers up to 5.14 misreads the padding of a single row."""
+    """Against the document without padding: transformers up to 5.14 misreads the padding of a
+    single row.
+    """
     model, (first, tokens) = tiny(family), span
     ids = torch.zeros(1, WIDTH, dtype=torch.long)
-    ids[0, first : first + tokens] = torch.randint(2, 128, (tokens,), generator=torch.Generator().manual_seed(4))
+    ids[0, first : first + tokens] = torch.randint(
+        2, 128, (tokens,), generator=torch.Generator().manual_seed(4)
+    )
     mask = (ids > 0).long()
     document = ids[:, first : first + tokens]
     output, grads = step(model, {"input_ids": document, "labels": document})
-    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask.cumsum(1) * mask <= 1, IGNORED)}
+    batch = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": ids.masked_fill(mask.cumsum(1) * mask <= 1, IGNORED),
+    }
     found, found_grads = step(apply_patches(model), batch)
     assert abs(found.loss.item() / output.loss.item() - 1) <= LOSS_TOL
-    assert all_gradients(found_grads, grads) <= GRADIENT_TOL and worst_gradient(found_grads, grads) <= ONE_PARAMETER
+    assert (
+        all_gradients(found_grads, grads) <= GRADIENT_TOL
+        and worst_gradient(found_grads, grads) <= ONE_PARAMETER
+    )
     assert relative_rms(found.logits[:, first : first + tokens], output.logits) <= LOGIT_TOL
 
 
@@ -359,7 +456,9 @@ def test_gradient_checkpointing(reentrant):
 
 
 def test_loaded_through_the_other_door():
-    monkey_patching = pytest.importorskip("transformers.monkey_patching", reason="transformers 5.2 has no class mapping")
+    monkey_patching = pytest.importorskip(
+        "transformers.monkey_patching", reason="transformers 5.2 has no class mapping"
+    )
     from hf_packfree import register_patches
 
     unpatched, batch = tiny(), padded_batch("both")
@@ -372,17 +471,24 @@ def test_loaded_through_the_other_door():
     assert seen.layer == seen.head == (1, real_tokens(batch) + 2), "two rows begin with padding"
 
 
-@pytest.mark.filterwarnings("ignore")  # torch.compile says where it breaks the graph
+# torch.compile says where it breaks the graph
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow
 def test_compiled():
     model, batch = tiny(), padded_batch("both")
     wanted = step(model, batch)
     found, grads = step(torch.compile(apply_patches(model), backend="eager"), batch)
-    assert_same((found, {name.removeprefix("_orig_mod."): grad for name, grad in grads.items()}), wanted, batch)
+    assert_same(
+        (found, {name.removeprefix("_orig_mod."): grad for name, grad in grads.items()}),
+        wanted,
+        batch,
+    )
 
 
 def test_lazy_logits_in_shared_memory():
-    """As a loader's worker would send them: the whole padded tensor, which a shell without memory of its own has not."""
+    """As a loader's worker would send them: the whole padded tensor, which a shell without
+    memory of its own has not.
+    """
     output, _ = step(apply_patches(tiny()), padded_batch("right"))
     assert isinstance(output.logits, LazyPaddedTensor)
     shared = output.logits.detach().share_memory_()

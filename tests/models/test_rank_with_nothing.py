@@ -1,4 +1,6 @@
-"""Two processes, one of which has nothing but padding: nobody waits, and the gradient is half of the other's."""
+"""Two processes, one of which has nothing but padding: nobody waits, and the gradient is half of
+the other's.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,11 @@ def gradients_of(rank: int, options: dict[str, bool]) -> dict[str, torch.Tensor]
     """What a rank finds whose neighbour has padding alone, or who has that itself."""
     model = DistributedDataParallel(apply_patches(tiny("qwen3_5_moe")), **options)
     nothing = torch.zeros(2, 6, dtype=torch.long)
-    batch = {"input_ids": nothing, "attention_mask": nothing, "labels": nothing + IGNORED} if rank else padded_batch("right")
+    batch = (
+        {"input_ids": nothing, "attention_mask": nothing, "labels": nothing + IGNORED}
+        if rank
+        else padded_batch("right")
+    )
     output, grads = step(model, batch)
     assert (output.loss.item() == 0) == (rank == 1)
     return {name.removeprefix("module."): grad for name, grad in grads.items()}
@@ -26,7 +32,9 @@ def gradients_of(rank: int, options: dict[str, bool]) -> dict[str, torch.Tensor]
 def test_a_rank_with_nothing_stays_in_step(tmp_path):
     alone = step(apply_patches(tiny("qwen3_5_moe")), padded_batch("right"))[1]
     options = [{}, {"find_unused_parameters": True}]
-    for given, ranks in zip(options, two_ranks(gradients_of, [(each,) for each in options], tmp_path)):
+    for given, ranks in zip(
+        options, two_ranks(gradients_of, [(each,) for each in options], tmp_path)
+    ):
         for rank, found in enumerate(ranks):
             doubled = {name: 2 * grad for name, grad in found.items()}
             assert worst_gradient(doubled, alone) <= GRADIENT_TOL, (given, rank)

@@ -11,7 +11,12 @@ from transformers import DynamicCache
 
 from hf_packfree import apply_patches
 from hf_packfree.errors import (
-    BackendUnavailable, BoundaryConflict, BoundaryError, CacheConflict, PatchConflict, UnsupportedInput,
+    BackendUnavailable,
+    BoundaryConflict,
+    BoundaryError,
+    CacheConflict,
+    PatchConflict,
+    UnsupportedInput,
 )
 from hf_packfree.models.compat import CACHE
 from tests.input_formats import one_row, row_batch
@@ -21,7 +26,9 @@ from tests.support import ROW, tiny
 @pytest.fixture
 def model():
     model = apply_patches(tiny())
-    model.model.layers[0].register_forward_pre_hook(lambda *_: pytest.fail("a layer ran before the refusal"))
+    model.model.layers[0].register_forward_pre_hook(
+        lambda *_: pytest.fail("a layer ran before the refusal")
+    )
     return model
 
 
@@ -39,7 +46,10 @@ def test_contradicting_forms(model):
 
 def test_malformed_offsets(model):
     with pytest.raises(BoundaryError, match="cu_seq_lens_k"):
-        model(input_ids=torch.arange(9)[None], cu_seq_lens_k=torch.tensor([0, 4, 8], dtype=torch.int32))
+        model(
+            input_ids=torch.arange(9)[None],
+            cu_seq_lens_k=torch.tensor([0, 4, 8], dtype=torch.int32),
+        )
 
 
 def test_a_mask_of_the_wrong_shape(model):
@@ -84,7 +94,9 @@ def test_upstreams_own_refusals_stay():
         apply_patches(tiny())(input_ids=None)
 
 
-@pytest.mark.parametrize("more", [{}, {"attention_mask": torch.ones(1, 9)}, {"use_cache": False}], ids=list)
+@pytest.mark.parametrize(
+    "more", [{}, {"attention_mask": torch.ones(1, 9)}, {"use_cache": False}], ids=list
+)
 @pytest.mark.parametrize("ids", [torch.arange(9), list(range(9))], ids=["one dimension", "list"])
 @pytest.mark.parametrize("part", ["head", "trunk"])
 def test_tokens_that_are_no_batch_are_upstreams_error(part, ids, more):
@@ -101,7 +113,11 @@ def test_a_model_replaced_under_its_head(padded):
     """The new one would take the record for a keyword of no meaning, and leak."""
     model = apply_patches(tiny())
     model.model = tiny().model
-    given = {"attention_mask": torch.ones(2, 9).tril(7)} if padded else {"position_ids": torch.arange(9)[None] % 5}
+    given = (
+        {"attention_mask": torch.ones(2, 9).tril(7)}
+        if padded
+        else {"position_ids": torch.arange(9)[None] % 5}
+    )
     with pytest.raises(PatchConflict, match="found model changed since the model was patched"):
         model(input_ids=torch.arange(9).repeat(1 + padded, 1), **given)
     apply_patches(model)(input_ids=torch.arange(9).repeat(1 + padded, 1), **given)

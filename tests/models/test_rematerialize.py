@@ -1,4 +1,6 @@
-"""What is computed again instead of kept: same gradients, nothing held, and nothing changed under other hooks."""
+"""What is computed again instead of kept: same gradients, nothing held, and nothing changed
+under other hooks.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ def test_what_is_made_again_is_not_kept():
 
 def test_checkpointing_and_offloading_decide_themselves():
     run = Counted()
-    for found, wanted in zip(gradients_of(lambda x, w: checkpoint(run, x, w, use_reentrant=False)), gradients_of(plain)):
+    for found, wanted in zip(
+        gradients_of(lambda x, w: checkpoint(run, x, w, use_reentrant=False)), gradients_of(plain)
+    ):
         assert torch.equal(found, wanted)
     assert run.calls == 2, "once, and once more by checkpointing alone"
     packed = []

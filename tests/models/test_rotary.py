@@ -1,4 +1,6 @@
-"""Rotary embeddings: of fixed frequencies, or refused where a long document of the row would turn a short one otherwise."""
+"""Rotary embeddings: of fixed frequencies, or refused where a long document of the row would
+turn a short one otherwise.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,21 @@ LIMIT = 32
 
 
 def built(family: str, kind: str) -> torch.nn.Module:
-    """Return a tiny model in training mode whose rotary embedding is of this type, for LIMIT positions."""
+    """Return a tiny model in training mode whose rotary embedding is of this type, for LIMIT
+    positions.
+    """
     row = by_family[family]
     config = row.tiny_config()
     config.max_position_embeddings = LIMIT
-    config.rope_parameters = {**config.rope_parameters, "rope_type": kind, **parameters(kind, config)}
+    config.rope_parameters = {
+        **config.rope_parameters,
+        "rope_type": kind,
+        **parameters(kind, config),
+    }
     torch.manual_seed(0)
-    return slow_decay(getattr(__import__(row.upstream, fromlist=["_"]), row.causal_lm)(config)).train()
+    return slow_decay(
+        getattr(__import__(row.upstream, fromlist=["_"]), row.causal_lm)(config)
+    ).train()
 
 
 def parameters(kind: str, config) -> dict[str, object]:
@@ -33,11 +43,22 @@ def parameters(kind: str, config) -> dict[str, object]:
     if kind == "default":
         return {}
     size = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0)) // 2
-    return {"factor": 4.0, **{
-        "longrope": {"short_factor": [1.0] * size, "long_factor": [4.0] * size, "original_max_position_embeddings": LIMIT},
-        "yarn": {"original_max_position_embeddings": LIMIT},
-        "llama3": {"original_max_position_embeddings": LIMIT, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-    }.get(kind, {})}
+    return {
+        "factor": 4.0,
+        **{
+            "longrope": {
+                "short_factor": [1.0] * size,
+                "long_factor": [4.0] * size,
+                "original_max_position_embeddings": LIMIT,
+            },
+            "yarn": {"original_max_position_embeddings": LIMIT},
+            "llama3": {
+                "original_max_position_embeddings": LIMIT,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            },
+        }.get(kind, {}),
+    }
 
 
 def packed_row(lengths) -> dict[str, torch.Tensor]:
@@ -47,20 +68,27 @@ def packed_row(lengths) -> dict[str, torch.Tensor]:
 
 def error(model, lengths, wanted) -> float:
     with torch.no_grad():
-        return relative_rms(model(**packed_row(lengths), use_cache=False).logits[0], torch.cat(wanted))
+        return relative_rms(
+            model(**packed_row(lengths), use_cache=False).logits[0], torch.cat(wanted)
+        )
 
 
 def alone(family, kind, lengths) -> list[torch.Tensor]:
     """Return each document's logits, from a model that has seen nothing before."""
     with torch.no_grad():
-        return [built(family, kind)(input_ids=one[None], use_cache=False).logits[0] for one in documents(lengths)]
+        return [
+            built(family, kind)(input_ids=one[None], use_cache=False).logits[0]
+            for one in documents(lengths)
+        ]
 
 
 @pytest.mark.compat(kernels=False)
 @pytest.mark.parametrize("kind", ["default", *ROPE_INIT_FUNCTIONS])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_type_of_this_release_is_in_the_table_it_belongs_to(family, kind):
-    """What a token's cosine is with a longer document beside it, measured: a new type fails here."""
+    """What a token's cosine is with a longer document beside it, measured: a new type fails
+    here.
+    """
     trunk, x = built(family, kind).model, torch.zeros(1)
     short, both = torch.arange(5)[None], torch.cat([torch.arange(5), torch.arange(2 * LIMIT)])[None]
     same = torch.equal(cos_and_sin(trunk, x, short)[0], cos_and_sin(trunk, x, both)[0][:, :5])
@@ -85,11 +113,17 @@ def test_fixed_frequencies_pack_at_any_length(family, kind):
 def test_frequencies_by_length_pack_below_the_limit_alone(family, kind, longest):
     lengths = (5, longest, 9)
     model = apply_patches(built(family, kind))
-    with torch.no_grad():  # the frequencies of a long document before stay in transformers 5.2, for documents alone too
+    # the frequencies of a long document before stay in transformers 5.2, for documents alone too
+    with torch.no_grad():
         model(input_ids=documents((2 * LIMIT,))[0][None], use_cache=False)
-        wanted = [model(input_ids=one[None], use_cache=False).logits[0] for one in documents(lengths)]
+        wanted = [
+            model(input_ids=one[None], use_cache=False).logits[0] for one in documents(lengths)
+        ]
     assert error(model, lengths, wanted) <= LOGIT_TOL
-    with pytest.raises(UnsupportedInput, match=f"ends at position {longest + 1} in a row of 3, and rope_type='{kind}'"):
+    with pytest.raises(
+        UnsupportedInput,
+        match=f"ends at position {longest + 1} in a row of 3, and rope_type='{kind}'",
+    ):
         model(**packed_row((5, longest + 1, 9)), use_cache=False)
     far = packed_row((5, 9, 9))
     far["position_ids"][0, -9:] += LIMIT
@@ -113,7 +147,10 @@ def test_batch_invariance_is_not_promised_of_what_upstream_runs(monkeypatch):
     monkeypatch.setattr("hf_packfree.patching.exactness._operations", lambda implementations: None)
     report = patch_report(apply_patches(built("qwen3_5", "longrope"), batch_invariant=True))
     assert "rope_type" in report.rounding
-    assert "rope_type" not in patch_report(apply_patches(built("qwen3_5", "yarn"), batch_invariant=True)).rounding
+    assert (
+        "rope_type"
+        not in patch_report(apply_patches(built("qwen3_5", "yarn"), batch_invariant=True)).rounding
+    )
 
 
 @pytest.fixture
@@ -131,7 +168,9 @@ def test_an_unknown_type_is_refused_by_name(unknown):
 
 
 def test_an_unknown_type_is_refused_through_the_other_door(unknown):
-    pytest.importorskip("transformers.monkey_patching", reason="transformers 5.2 has no class mapping")
+    pytest.importorskip(
+        "transformers.monkey_patching", reason="transformers 5.2 has no class mapping"
+    )
     config = built("qwen3_5", unknown).config
     with pytest.raises(UnsupportedModel, match="my_dynamic"), register_patches():
         from transformers import AutoModelForCausalLM

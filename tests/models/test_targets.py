@@ -1,4 +1,6 @@
-"""What tokens have to predict, and what loss functions get: nothing lost, nothing added, whatever way rows take."""
+"""What tokens have to predict, and what loss functions get: nothing lost, nothing added,
+whatever way rows take.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def padded_rows():
 
 
 @pytest.mark.parametrize("rows", ["full", "padded"])
-@pytest.mark.parametrize("options", [{}, {"padded": "full"}, {"unpacked": "native"}, {"batch_invariant": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"padded": "full"}, {"unpacked": "native"}, {"batch_invariant": True}], ids=str
+)
 def test_explicit_targets_of_last_tokens_count(rows, options):
     given = {"shift_labels": SHIFTED} if rows == "full" else padded_rows()
     batch, model = {"input_ids": IDS, "labels": IDS, **given}, tiny()
@@ -36,17 +40,38 @@ def test_explicit_targets_of_last_tokens_count(rows, options):
     lost[:2, -1] = IGNORED
     control = step(model, {**batch, "shift_labels": lost})[0]
     found, grads = step(apply_patches(model, **options), batch)
-    assert abs(found.loss.item() / wanted.loss.item() - 1) <= LOSS_TOL and worst_gradient(grads, wanted_grads) <= GRADIENT_TOL
-    assert abs(control.loss.item() / wanted.loss.item() - 1) > 1e-4, "the control: these targets do not show"
+    assert (
+        abs(found.loss.item() / wanted.loss.item() - 1) <= LOSS_TOL
+        and worst_gradient(grads, wanted_grads) <= GRADIENT_TOL
+    )
+    assert abs(control.loss.item() / wanted.loss.item() - 1) > 1e-4, (
+        "the control: these targets do not show"
+    )
 
 
 def test_explicit_targets_of_packed_rows_count_at_row_ends_and_not_at_document_edges():
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]]).expand(3, 9)
-    model, given = apply_patches(tiny()), {"input_ids": IDS, "labels": IDS, "position_ids": positions}
-    documents = [(IDS[row, part], SHIFTED[row, part]) for row in range(3) for part in (slice(0, 5), slice(5, 9))]
-    cut = [F.pad(targets[:-1], (0, 1), value=IGNORED) if len(ids) == 5 else targets for ids, targets in documents]
+    model, given = (
+        apply_patches(tiny()),
+        {"input_ids": IDS, "labels": IDS, "position_ids": positions},
+    )
+    documents = [
+        (IDS[row, part], SHIFTED[row, part])
+        for row in range(3)
+        for part in (slice(0, 5), slice(5, 9))
+    ]
+    cut = [
+        F.pad(targets[:-1], (0, 1), value=IGNORED) if len(ids) == 5 else targets
+        for ids, targets in documents
+    ]
     parts = [
-        model(input_ids=ids[None], labels=ids[None], shift_labels=targets[None], num_items_in_batch=24, use_cache=False).loss
+        model(
+            input_ids=ids[None],
+            labels=ids[None],
+            shift_labels=targets[None],
+            num_items_in_batch=24,
+            use_cache=False,
+        ).loss
         for (ids, _), targets in zip(documents, cut)
     ]
     found = step(model, {**given, "shift_labels": SHIFTED})[0]
@@ -55,7 +80,11 @@ def test_explicit_targets_of_packed_rows_count_at_row_ends_and_not_at_document_e
 
 def plain_loss(logits, labels, vocab_size):
     """A loss of fixed arguments, which shifts by itself."""
-    return F.cross_entropy(logits[:, :-1].reshape(-1, vocab_size).float(), labels[:, 1:].reshape(-1), ignore_index=IGNORED)
+    return F.cross_entropy(
+        logits[:, :-1].reshape(-1, vocab_size).float(),
+        labels[:, 1:].reshape(-1),
+        ignore_index=IGNORED,
+    )
 
 
 CALLS = {
@@ -74,7 +103,10 @@ def test_a_loss_function_of_fixed_arguments(call, options):
     wanted, wanted_grads = step(model, CALLS[call])
     apply_patches(model, **options)
     found, grads = step(model, CALLS[call])
-    assert abs(found.loss.item() / wanted.loss.item() - 1) <= LOSS_TOL and worst_gradient(grads, wanted_grads) <= GRADIENT_TOL
+    assert (
+        abs(found.loss.item() / wanted.loss.item() - 1) <= LOSS_TOL
+        and worst_gradient(grads, wanted_grads) <= GRADIENT_TOL
+    )
     model.loss_function = lambda logits, labels, vocab_size: logits.sum() * 0 + 3
     assert step(model, CALLS[call])[0].loss.item() == 3, "a loss that is set later"
 
@@ -96,7 +128,14 @@ def test_loss_functions_get_no_word_of_ours(packed):
         return logits.mean()
 
     model.loss_function = watch
-    step(model, {"input_ids": IDS[:1], "labels": IDS[:1], "position_ids": torch.arange(9)[None] % (4 if packed else 9)})
+    step(
+        model,
+        {
+            "input_ids": IDS[:1],
+            "labels": IDS[:1],
+            "position_ids": torch.arange(9)[None] % (4 if packed else 9),
+        },
+    )
     assert set(names) == ({"shift_labels", "num_items_in_batch"} if packed else set())
 
 
@@ -119,7 +158,9 @@ def test_arguments_that_upstream_refuses_stay_refused():
 
 
 @pytest.mark.parametrize("keep", [1, 4])
-@pytest.mark.parametrize("input_format", ["positions of zero", "as TRL sends it", "indexed mask", "seq_idx below zero"])
+@pytest.mark.parametrize(
+    "input_format", ["positions of zero", "as TRL sends it", "indexed mask", "seq_idx below zero"]
+)
 @pytest.mark.parametrize("family", MOE)
 def test_experts_statistics_leave_padding_out_whatever_logits_are_kept(family, input_format, keep):
     without, with_, _ = with_tail(input_format)
@@ -131,7 +172,9 @@ def test_experts_statistics_leave_padding_out_whatever_logits_are_kept(family, i
 
 
 def keeping(shape):
-    """{name: (logits_to_keep, what it keeps of a batch [B, S])}; across document edges, with gaps, and a token twice."""
+    """{name: (logits_to_keep, what it keeps of a batch [B, S])}; across document edges, with
+    gaps, and a token twice.
+    """
     rows, tokens = shape
     some = torch.tensor([tokens - 1, 0, 3, 4, 5, 6, 7, tokens - 2, tokens - 1])
     each = torch.stack([some.roll(row) for row in range(rows)])
@@ -148,35 +191,52 @@ def keeping(shape):
 
 
 def loss_alone(model, batch, labels, kept):
-    """The mean loss over kept tokens, of documents each in a forward of its own, and its gradients: a kept token's target is
-    the next kept token's label, where that is of the same document.
+    """The mean loss over kept tokens, of documents each in a forward of its own, and its gradients:
+    a kept token's target is the next kept token's label, where that is of the same document.
     """
     model.zero_grad(set_to_none=True)
     numbers = torch.full(labels.shape, -1)
     logits = torch.zeros(*labels.shape, 128)
     for number, ((row, places), document) in enumerate(zip(batch.places, batch.documents)):
         numbers[row, places] = number
-        logits = logits.index_put((torch.tensor(row), places), model(input_ids=document[None], use_cache=False).logits[0])
+        logits = logits.index_put(
+            (torch.tensor(row), places), model(input_ids=document[None], use_cache=False).logits[0]
+        )
     numbers, targets = kept(numbers), F.pad(kept(labels), (0, 1), value=IGNORED)[..., 1:]
     follows = numbers == F.pad(numbers, (0, 1), value=-1)[..., 1:]
     kept_logits = torch.stack([kept(part) for part in logits.unbind(-1)], -1)
     loss = F.cross_entropy(kept_logits[follows & (numbers >= 0)], targets[follows & (numbers >= 0)])
     loss.backward()
-    return loss.item(), gradients(model), F.cross_entropy(kept_logits[numbers >= 0], targets[numbers >= 0]).item()
+    return (
+        loss.item(),
+        gradients(model),
+        F.cross_entropy(kept_logits[numbers >= 0], targets[numbers >= 0]).item(),
+    )
 
 
-WITHOUT_KERNELS = pytest.mark.compat(kernels=False)  # releases hand these to heads; which format it was is read before
+# releases hand these to heads; which format it was is read before
+WITHOUT_KERNELS = pytest.mark.compat(kernels=False)
 NEW_FORMS = ("places of each row", "a mask")
 
 
 @pytest.mark.parametrize("form", keeping((1, 332)))
-@pytest.mark.parametrize("input_format", [
-    pytest.param("positions", marks=WITHOUT_KERNELS), "block_mask", pytest.param("indexed", marks=WITHOUT_KERNELS),
-    "indexed_left", "seq_idx of rows",
-])
+@pytest.mark.parametrize(
+    "input_format",
+    [
+        pytest.param("positions", marks=WITHOUT_KERNELS),
+        "block_mask",
+        pytest.param("indexed", marks=WITHOUT_KERNELS),
+        "indexed_left",
+        "seq_idx of rows",
+    ],
+)
 def test_kept_tokens_predict_none_of_another_document(input_format, form):
     one_row = input_format in ("positions", "block_mask")
-    batch = row_batch(input_format, LENGTHS) if one_row else rows_batch(input_format.removesuffix(" of rows"))
+    batch = (
+        row_batch(input_format, LENGTHS)
+        if one_row
+        else rows_batch(input_format.removesuffix(" of rows"))
+    )
     labels = torch.full_like(batch.inputs["input_ids"], IGNORED)
     for (row, places), document in zip(batch.places, batch.documents):
         labels[row, places] = document
@@ -185,9 +245,14 @@ def test_kept_tokens_predict_none_of_another_document(input_format, form):
     if form in NEW_FORMS and not takes_places_of_each_row(model):
         pytest.skip("this release keeps the same places of every row")
     wanted, wanted_grads, leaking = loss_alone(model, batch, labels, kept)
-    found, grads = step(apply_patches(model), {**batch.inputs, "labels": kept(labels), "logits_to_keep": keep})
+    found, grads = step(
+        apply_patches(model), {**batch.inputs, "labels": kept(labels), "logits_to_keep": keep}
+    )
     assert found.logits.shape == (*kept(labels).shape, 128)
-    assert abs(found.loss.item() / wanted - 1) <= LOSS_TOL and worst_gradient(grads, wanted_grads) <= GRADIENT_TOL
+    assert (
+        abs(found.loss.item() / wanted - 1) <= LOSS_TOL
+        and worst_gradient(grads, wanted_grads) <= GRADIENT_TOL
+    )
     assert abs(leaking / wanted - 1) > 10 * LOSS_TOL, "the control: document edges do not show"
 
 
@@ -204,17 +269,28 @@ def test_kept_tokens_of_padded_rows_are_upstreams(side, options):
     batch |= {"labels": batch["labels"][:, -30:], "logits_to_keep": 30}
     wanted, wanted_grads = step(model, batch)
     found, grads = step(apply_patches(model, **options), batch)
-    assert abs(found.loss.item() / wanted.loss.item() - 1) <= LOSS_TOL and worst_gradient(grads, wanted_grads) <= GRADIENT_TOL
+    assert (
+        abs(found.loss.item() / wanted.loss.item() - 1) <= LOSS_TOL
+        and worst_gradient(grads, wanted_grads) <= GRADIENT_TOL
+    )
 
 
 @pytest.mark.parametrize("nothing", ["to learn", "but padding"])
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
 def test_kept_tokens_with_nothing_to_learn_have_zero_loss(nothing, family):
-    model, more = apply_patches(tiny(family)), {"output_router_logits": True} if family != "qwen3_5" else {}
+    model, more = (
+        apply_patches(tiny(family)),
+        {"output_router_logits": True} if family != "qwen3_5" else {},
+    )
     model.router_aux_loss_coef = 0.0
-    words = {"to learn": {"position_ids": torch.arange(9)[None] % 4}, "but padding": {"attention_mask": torch.zeros_like(IDS)}}
+    words = {
+        "to learn": {"position_ids": torch.arange(9)[None] % 4},
+        "but padding": {"attention_mask": torch.zeros_like(IDS)},
+    }
     labels = torch.full((3, 4), IGNORED)
-    output, grads = step(model, {"input_ids": IDS, "labels": labels, "logits_to_keep": 4, **words[nothing], **more})
+    output, grads = step(
+        model, {"input_ids": IDS, "labels": labels, "logits_to_keep": 4, **words[nothing], **more}
+    )
     assert output.loss.item() == 0 and all((grad == 0).all() for grad in grads.values())
     assert nothing == "to learn" or not more or output.aux_loss.item() == 0
 
@@ -224,45 +300,71 @@ def test_kept_tokens_with_nothing_to_learn_have_zero_loss(nothing, family):
 def test_labels_in_one_dimension_are_those_in_two(rows, options):
     model = tiny()
     mask = (torch.arange(9) < 6).long()[None]
-    words = {"packed": {"position_ids": torch.arange(9)[None] % 4}, "full": {}, "padded": {"attention_mask": mask}}
+    words = {
+        "packed": {"position_ids": torch.arange(9)[None] % 4},
+        "full": {},
+        "padded": {"attention_mask": mask},
+    }
     batch = {"input_ids": IDS[:1], **words[rows]}
     labels = IDS[:1].masked_fill(batch.get("attention_mask", torch.ones(1, 9)) == 0, IGNORED)
     wanted = None if rows == "packed" else step(model, {**batch, "labels": labels[0]})
     apply_patches(model, **options)
     wanted = wanted or step(model, {**batch, "labels": labels})
-    for given in ({"labels": labels[0]}, {"labels": labels[0], "shift_labels": F.pad(labels[0], (0, 1), value=IGNORED)[1:]}):
+    for given in (
+        {"labels": labels[0]},
+        {"labels": labels[0], "shift_labels": F.pad(labels[0], (0, 1), value=IGNORED)[1:]},
+    ):
         found, grads = step(model, {**batch, **given})
         assert abs(found.loss.item() / wanted[0].loss.item() - 1) <= LOSS_TOL
         assert worst_gradient(grads, wanted[1]) <= GRADIENT_TOL
 
 
 def test_flat_labels_of_several_packed_rows_stop_at_row_ends():
-    model, batch = apply_patches(tiny()), {"input_ids": IDS, "position_ids": torch.arange(9)[None].expand(3, -1) % 4}
+    model, batch = (
+        apply_patches(tiny()),
+        {"input_ids": IDS, "position_ids": torch.arange(9)[None].expand(3, -1) % 4},
+    )
     wanted = step(model, {**batch, "labels": IDS})[0].loss
     assert torch.equal(step(model, {**batch, "labels": IDS.flatten()})[0].loss, wanted)
 
 
 @pytest.mark.parametrize("name", ["labels", "shift_labels"])
-@pytest.mark.parametrize(("labels", "keep"), [(IDS[:1, :5], 0), (IDS[0, :5], 0), (IDS[:1], 4), (IDS[:2], 0), (5, 0)])
+@pytest.mark.parametrize(
+    ("labels", "keep"), [(IDS[:1, :5], 0), (IDS[0, :5], 0), (IDS[:1], 4), (IDS[:2], 0), (5, 0)]
+)
 def test_labels_of_another_size_are_refused_in_packed_rows(name, labels, keep):
-    batch = {"input_ids": IDS[:1], "position_ids": torch.arange(9)[None] % 4, "labels": IDS[:1], "logits_to_keep": keep}
-    with pytest.raises(UnsupportedInput, match=f"found {name} of .*; wanted one for each of these tokens"):
+    batch = {
+        "input_ids": IDS[:1],
+        "position_ids": torch.arange(9)[None] % 4,
+        "labels": IDS[:1],
+        "logits_to_keep": keep,
+    }
+    with pytest.raises(
+        UnsupportedInput, match=f"found {name} of .*; wanted one for each of these tokens"
+    ):
         apply_patches(tiny())(**batch | {name: labels})
 
 
 @pytest.mark.parametrize("options", [{}, {"unpacked": "native"}], ids=str)
-@pytest.mark.parametrize("words", [{}, {"attention_mask": torch.ones(3, 9).tril(6).long()}], ids=["full", "padded"])
+@pytest.mark.parametrize(
+    "words", [{}, {"attention_mask": torch.ones(3, 9).tril(6).long()}], ids=["full", "padded"]
+)
 def test_labels_that_only_a_loss_of_the_callers_understands(words, options):
     """One per row, say: no shifting, and all padding runs, as without patches."""
     model = tiny()
-    model.loss_function = lambda logits, labels, vocab_size, **kwargs: (logits[:, -1].sum(-1) - labels).square().mean()
+    model.loss_function = lambda logits, labels, vocab_size, **kwargs: (
+        (logits[:, -1].sum(-1) - labels).square().mean()
+    )
     batch = {"input_ids": IDS, "labels": torch.tensor([1.0, 2.0, 3.0]), **words}
     wanted = step(model, batch)[0].loss
     assert torch.equal(step(apply_patches(model, **options), batch)[0].loss, wanted)
 
 
 def test_a_record_from_the_caller_is_read_for_the_loss():
-    model, batch = apply_patches(tiny()), {"input_ids": IDS[:1], "labels": IDS[:1], "use_cache": False}
+    model, batch = (
+        apply_patches(tiny()),
+        {"input_ids": IDS[:1], "labels": IDS[:1], "use_cache": False},
+    )
     wanted = step(model, {**batch, "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])})[0]
     record = PackedSequence.from_lengths([4, 5])
     found = step(model, {**batch, "packed_sequence": record})[0]
@@ -276,7 +378,12 @@ def test_a_record_from_the_caller_is_read_for_the_loss():
 def test_a_count_is_the_callers_whatever_it_is(items):
     """Only nothing is counted as one: trainers may divide by a weight, which can be below 1."""
     ids, mask = IDS[:2], torch.ones(2, IDS.shape[1]).tril(IDS.shape[1] - 2).long()
-    call = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100), "num_items_in_batch": items}
+    call = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": ids.masked_fill(mask == 0, -100),
+        "num_items_in_batch": items,
+    }
     wanted = tiny()(**call).loss
     assert torch.allclose(apply_patches(tiny())(**call).loss, wanted, rtol=1e-5)
 

@@ -1,4 +1,6 @@
-"""Documents with images and videos in packed rows and padded batches, against each document alone, unpatched."""
+"""Documents with images and videos in packed rows and padded batches, against each document
+alone, unpatched.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,15 @@ from hf_packfree.models import vision_language
 from hf_packfree.models.base import upstream_of
 from hf_packfree.models.compat import CACHE
 from hf_packfree.models.mrope import RowMedia
-from tests.support import CONTROL, GRADIENT_TOL, LOGIT_TOL, by_family, errors, recorded, relative_rms
+from tests.support import (
+    CONTROL,
+    GRADIENT_TOL,
+    LOGIT_TOL,
+    by_family,
+    errors,
+    recorded,
+    relative_rms,
+)
 from tests.vision import (
     FORMS,
     IMAGE,
@@ -55,7 +65,9 @@ class Case:
         if form in ("right", "left"):
             return padded_batch(form, self.given)
         rope = self.unpatched.model
-        return rows_batch(self.given, rope) if form == "rows" else packed_batch(form, self.given, rope)
+        return (
+            rows_batch(self.given, rope) if form == "rows" else packed_batch(form, self.given, rope)
+        )
 
     def errors(self, model, form: str) -> tuple[float, float]:
         return errors(run(model, self.batch(form), self.weights), self.wanted)
@@ -64,8 +76,12 @@ class Case:
 def case_of(name: str) -> Case:
     try:
         return Case(name)
-    except StopIteration:  # of the unpatched model, which runs first
-        pytest.skip(f"transformers {transformers.__version__} numbers no {name} document with an image and a video")
+    except StopIteration:
+        # of the unpatched model, which runs first
+        pytest.skip(
+            f"transformers {transformers.__version__} numbers no {name} document with an image and "
+            f"a video"
+        )
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -80,24 +96,31 @@ def qwen():
 
 @pytest.mark.parametrize("form", [*FORMS, "right", "left", "rows"])
 def test_media_documents_are_exact_in_every_form(case, form, record_property):
-    logits, gradients = recorded(record_property, case.errors(case.model, form), case.model, "media")
+    logits, gradients = recorded(
+        record_property, case.errors(case.model, form), case.model, "media"
+    )
     assert logits <= LOGIT_TOL
     assert gradients <= GRADIENT_TOL
 
 
 def test_the_control_leaks(case):
     """Full attention alone is exact with 4 rows upstream, and takes no boundaries from 3."""
-    logits, gradients = case.errors(case.unpatched, "4 rows" if "linear_attention" in case.kinds else "3 rows, offsets")
+    logits, gradients = case.errors(
+        case.unpatched, "4 rows" if "linear_attention" in case.kinds else "3 rows, offsets"
+    )
     assert logits >= CONTROL * LOGIT_TOL
     assert gradients >= CONTROL * GRADIENT_TOL
 
 
 def test_losing_mrope_shows_in_values(case):
-    """Positions that count every token isolate documents, and only values tell that they are wrong."""
+    """Positions that count every token isolate documents, and only values tell that they are
+    wrong.
+    """
     batch = case.batch("4 rows")
     batch.inputs["position_ids"] = batch.inputs["position_ids"].clone()
     batch.inputs["position_ids"][1:] = batch.inputs["position_ids"][:1]
-    batch.inputs["position_ids"][3, 0, -1] += 1  # not text alone any more, which would be refused
+    # not text alone any more, which would be refused
+    batch.inputs["position_ids"][3, 0, -1] += 1
     assert errors(run(case.model, batch, case.weights), case.wanted)[0] >= 0.05
 
 
@@ -112,11 +135,17 @@ def test_no_influence_in_either_direction(case, form):
                 batch = case.batch(form)
                 row, place = batch.places[number]
                 if change == "ids":
-                    batch.inputs["input_ids"][row, place[0]] = (batch.inputs["input_ids"][row, place[0]] + 7) % 119 + 1
+                    batch.inputs["input_ids"][row, place[0]] = (
+                        batch.inputs["input_ids"][row, place[0]] + 7
+                    ) % 119 + 1
                 else:
-                    batch.pixels[number] = {kind: pixels + 1 for kind, pixels in batch.pixels[number].items()}
+                    batch.pixels[number] = {
+                        kind: pixels + 1 for kind, pixels in batch.pixels[number].items()
+                    }
                 found = batch.cut(batch.call(case.model).logits)
-                changed = [not torch.equal(one, other) for one, other in zip(found, wanted, strict=True)]
+                changed = [
+                    not torch.equal(one, other) for one, other in zip(found, wanted, strict=True)
+                ]
                 moved = change == "ids" or bool(batch.pixels[number])
                 assert changed == [moved and other == number for other in range(len(case.given))]
 
@@ -133,7 +162,9 @@ def test_gradients_of_a_loss_reach_the_pixels_of_its_document_alone(case, form):
 
 @pytest.mark.parametrize("form", ["4 rows", "right"])
 def test_a_model_called_by_itself_gives_the_callers_shape(case, form):
-    """Trainers call the model below the head: states of all layers, and routers' logits, are in its shape too."""
+    """Trainers call the model below the head: states of all layers, and routers' logits, are in
+    its shape too.
+    """
     batch, wanted = case.batch(form), case.batch(form)
     shape = batch.inputs["input_ids"].shape
     found = batch.call(case.model.model, output_hidden_states=True)
@@ -165,7 +196,9 @@ def test_a_row_that_holds_one_document(case, form):
     """The last pack of a dataset may be one; it is passed as the others are."""
     given, weights = case.given[2:3], case.weights[2:3]
     batch = packed_batch(form, given, case.unpatched.model)
-    logits, gradients = errors(run(case.model, batch, weights), alone(case.unpatched, given, weights))
+    logits, gradients = errors(
+        run(case.model, batch, weights), alone(case.unpatched, given, weights)
+    )
     assert logits <= LOGIT_TOL
     assert gradients <= GRADIENT_TOL
 
@@ -180,7 +213,9 @@ def test_a_tail_that_aligns_the_row(case, form):
         if name in inputs:
             inputs[name] = torch.nn.functional.pad(inputs[name], (0, tail))
     if form == "4 rows":
-        inputs["position_ids"] = torch.cat((inputs["position_ids"], torch.arange(tail).expand(4, 1, -1)), -1)
+        inputs["position_ids"] = torch.cat(
+            (inputs["position_ids"], torch.arange(tail).expand(4, 1, -1)), -1
+        )
     else:
         offsets = torch.cat((inputs["cu_seq_lens_q"], torch.tensor([tokens + tail]).int()))
         inputs |= {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
@@ -191,7 +226,9 @@ def test_a_tail_that_aligns_the_row(case, form):
 
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_positions_of_a_padded_batch_from_the_caller(case, side):
-    """Those of `get_rope_index` for the batch; 2-D ones count every token, as transformers understands them, and go there."""
+    """Those of `get_rope_index` for the batch; 2-D ones count every token, as transformers
+    understands them, and go there.
+    """
     batch, other = padded_batch(side, case.given), padded_batch(side, case.given)
     rope = case.unpatched.model
     positions = torch.zeros(3, *batch.inputs["input_ids"].shape).long()
@@ -207,7 +244,9 @@ def test_positions_of_a_padded_batch_from_the_caller(case, side):
 
 
 def test_a_classifier_of_documents_with_images():
-    cls = getattr(transformers.models.qwen3_5.modeling_qwen3_5, "Qwen3_5ForSequenceClassification", None)
+    cls = getattr(
+        transformers.models.qwen3_5.modeling_qwen3_5, "Qwen3_5ForSequenceClassification", None
+    )
     if cls is None or "pixel_values" not in inspect.signature(cls.forward).parameters:
         pytest.skip("classifiers of this release take no images")
     unpatched = tiny_vision("qwen3_5", head="ForSequenceClassification", pad_token_id=0)
@@ -230,21 +269,32 @@ def test_rows_of_text_alone(case):
 def test_empty_tensors_of_media_are_none(qwen, form):
     """Of a kind that no document has, as some collators make them; a tower takes no empty call."""
     given = qwen.given[:3]
-    batch = padded_batch(form, given) if form == "right" else packed_batch(form, given, qwen.unpatched.model)
-    nothing = {"pixel_values_videos": torch.zeros(0, PATCH), "video_grid_thw": torch.zeros(0, 3).long()}
+    batch = (
+        padded_batch(form, given)
+        if form == "right"
+        else packed_batch(form, given, qwen.unpatched.model)
+    )
+    nothing = {
+        "pixel_values_videos": torch.zeros(0, PATCH),
+        "video_grid_thw": torch.zeros(0, 3).long(),
+    }
     parts = batch.cut(batch.call(qwen.model, **nothing).logits)
     assert relative_rms(torch.cat(parts), torch.cat(qwen.wanted[0][:3])) <= LOGIT_TOL
 
 
 @pytest.mark.parametrize("form", ["indexed mask", "seq_idx"])
 def test_rows_whose_documents_are_numbered(case, form):
-    """Two rows without positions: 0 is padding in a mask, and a document that nobody reads in `seq_idx`."""
+    """Two rows without positions: 0 is padding in a mask, and a document that nobody reads in
+    `seq_idx`.
+    """
     batch = case.batch("rows")
     del batch.inputs["position_ids"]
     number = torch.zeros_like(batch.inputs["input_ids"])
     for document_number, (row, place) in enumerate(batch.places, 1):
         number[row, place] = document_number
-    batch.inputs |= {"attention_mask": number} if form == "indexed mask" else {"seq_idx": (number - 1).int()}
+    batch.inputs |= (
+        {"attention_mask": number} if form == "indexed mask" else {"seq_idx": (number - 1).int()}
+    )
     logits, gradients = errors(run(case.model, batch, case.weights), case.wanted)
     assert logits <= LOGIT_TOL and gradients <= GRADIENT_TOL
 
@@ -261,9 +311,14 @@ class TestLoss:
 
     @pytest.mark.parametrize("items", [None, 211])
     def test_padded_packed_and_unpatched_losses_are_one(self, case, items):
-        """The sum over real tokens, divided by those with a label or by `num_items_in_batch`; logits in the caller's shape."""
+        """The sum over real tokens, divided by those with a label or by `num_items_in_batch`;
+        logits in the caller's shape.
+        """
         given, more = case.given[:6], {} if items is None else {"num_items_in_batch": items}
-        padded, packed = padded_batch("right", given), packed_batch("offsets, types", given, case.unpatched.model)
+        padded, packed = (
+            padded_batch("right", given),
+            packed_batch("offsets, types", given, case.unpatched.model),
+        )
         labels = self.labels(padded)
         wanted = padded_batch("right", given).call(case.unpatched, labels=labels, **more)
         from_padded = padded.call(case.model, labels=labels, **more)
@@ -289,7 +344,9 @@ class TestLoss:
         batch, rows = padded_batch("left", qwen.given), []
         layer = qwen.model.model.language_model.layers[0]
         hooks = [
-            part.register_forward_hook(lambda module, args, output: rows.append(tuple(args[0].shape[:2])))
+            part.register_forward_hook(
+                lambda module, args, output: rows.append(tuple(args[0].shape[:2]))
+            )
             for part in (layer, qwen.model.lm_head)
         ]
         batch.call(qwen.model, labels=self.labels(batch))
@@ -310,7 +367,12 @@ class TestRefusals:
 
     def test_several_documents_by_three_rows_alone(self, qwen):
         positions = qwen.batch("4 rows").inputs["position_ids"]
-        self.refused(qwen, UnsupportedInput, "as a fourth row, or pass cu_seq_lens_q or seq_idx", position_ids=positions[1:])
+        self.refused(
+            qwen,
+            UnsupportedInput,
+            "as a fourth row, or pass cu_seq_lens_q or seq_idx",
+            position_ids=positions[1:],
+        )
 
     def test_time_that_falls_inside_a_document(self, qwen):
         positions = qwen.batch("4 rows").inputs["position_ids"][1:].clone()
@@ -322,12 +384,19 @@ class TestRefusals:
     def test_positions_that_count_every_token(self, qwen, rows):
         text = qwen.batch("4 rows").inputs["position_ids"][0]
         positions = text if rows == 1 else text.expand(rows, -1, -1)
-        self.refused(qwen, UnsupportedInput, "leave position_ids out beside cu_seq_lens_q or seq_idx", position_ids=positions)
+        self.refused(
+            qwen,
+            UnsupportedInput,
+            "leave position_ids out beside cu_seq_lens_q or seq_idx",
+            position_ids=positions,
+        )
 
     def test_the_temporal_row_twice(self, qwen):
         positions = qwen.batch("4 rows").inputs["position_ids"].clone()
         positions[0] = positions[1]
-        self.refused(qwen, BoundaryError, "first of which is the temporal row", position_ids=positions)
+        self.refused(
+            qwen, BoundaryError, "first of which is the temporal row", position_ids=positions
+        )
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("first", [0, 1])
@@ -338,7 +407,9 @@ class TestRefusals:
 
     def test_placeholders_without_features(self, qwen):
         batch = qwen.batch("offsets, types")
-        with pytest.raises(BoundaryError, match="image placeholders in a packed row without pixel_values"):
+        with pytest.raises(
+            BoundaryError, match="image placeholders in a packed row without pixel_values"
+        ):
             qwen.model(**batch.inputs)
 
     def test_types_that_contradict_the_ids(self, qwen):
@@ -359,12 +430,25 @@ class TestRefusals:
         given = [qwen.given[1]]
         form, more = "offsets, types", {"max_length_q": 13, "max_length_k": 13}
         match = "boundary at token 10, inside image 0"
-        self.refused(qwen, BoundaryError, match, form=form, given=given, cu_seq_lens_q=cut, cu_seq_lens_k=cut, **more)
+        self.refused(
+            qwen,
+            BoundaryError,
+            match,
+            form=form,
+            given=given,
+            cu_seq_lens_q=cut,
+            cu_seq_lens_k=cut,
+            **more,
+        )
 
     def test_features_without_their_grid(self, qwen):
         batch = qwen.batch("4 rows")
         with pytest.raises(BoundaryError, match="image features without image_grid_thw"):
-            qwen.model(**batch.inputs, pixel_values=torch.zeros(4, 96), pixel_values_videos=torch.zeros(4, 96))
+            qwen.model(
+                **batch.inputs,
+                pixel_values=torch.zeros(4, 96),
+                pixel_values_videos=torch.zeros(4, 96),
+            )
 
     def test_a_cache(self, qwen):
         from transformers import DynamicCache
@@ -393,10 +477,14 @@ def test_positions_are_made_behind_the_tower(qwen, monkeypatch):
     def note(what, run):
         return lambda *args, **kwargs: (happened.append(what), run(*args, **kwargs))[1]
 
-    monkeypatch.setattr(vision_language, "packed_positions", note("positions", vision_language.packed_positions))
+    monkeypatch.setattr(
+        vision_language, "packed_positions", note("positions", vision_language.packed_positions)
+    )
     handles = [
         qwen.model.model.visual.register_forward_hook(lambda *_: happened.append("tower")),
-        qwen.model.model.language_model.register_forward_pre_hook(lambda *_: happened.append("text")),
+        qwen.model.model.language_model.register_forward_pre_hook(
+            lambda *_: happened.append("text")
+        ),
     ]
     qwen.batch("offsets, types").call(qwen.model)
     for handle in handles:
@@ -406,7 +494,9 @@ def test_positions_are_made_behind_the_tower(qwen, monkeypatch):
 
 @pytest.mark.parametrize("form", ["4 rows", "offsets, types", "right"])
 def test_features_are_counted_on_the_host_alone(qwen, form, monkeypatch):
-    """Upstream's count on the device is left to features that are not as many as placeholders, which it refuses."""
+    """Upstream's count on the device is left to features that are not as many as placeholders,
+    which it refuses.
+    """
     seen, upstream = [], upstream_of(type(qwen.model.model))
     masks = upstream.get_placeholder_mask
 
@@ -421,7 +511,9 @@ def test_features_are_counted_on_the_host_alone(qwen, form, monkeypatch):
     tokens = int((ids == IMAGE).sum())
     for shape in ((tokens - 1, 64), (tokens, 32)):
         with pytest.raises(ValueError, match="Image features and image tokens do not match"):
-            qwen.model.model.get_placeholder_mask(ids, inputs_embeds=embeds, image_features=torch.zeros(shape))
+            qwen.model.model.get_placeholder_mask(
+                ids, inputs_embeds=embeds, image_features=torch.zeros(shape)
+            )
 
 
 def test_a_tower_with_something_around_it_gets_the_callers_grids(qwen):
@@ -429,7 +521,9 @@ def test_a_tower_with_something_around_it_gets_the_callers_grids(qwen):
     media = RowMedia(image_grid_thw=grids.clone())
 
     def given():
-        return vision_language._marked_grids(source, media, {"image_grid_thw": grids})["image_grid_thw"].data_ptr()
+        return vision_language._marked_grids(source, media, {"image_grid_thw": grids})[
+            "image_grid_thw"
+        ].data_ptr()
 
     assert given() == media.image_grid_thw.data_ptr()
     source._modules = {**source._modules, "visual": torch.nn.Sequential(source.visual)}
@@ -452,8 +546,15 @@ def test_generation_is_the_same_before_and_after_a_packed_step(case):
 
     def generate():
         with torch.no_grad():
-            settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "output_scores": True}
-            found = case.model.generate(**prompt.inputs, **media_of(prompt), return_dict_in_generate=True, **settings)
+            settings = {
+                "max_new_tokens": 4,
+                "do_sample": False,
+                "pad_token_id": 0,
+                "output_scores": True,
+            }
+            found = case.model.generate(
+                **prompt.inputs, **media_of(prompt), return_dict_in_generate=True, **settings
+            )
         return found.sequences, torch.stack(found.scores)
 
     before = generate()
@@ -468,11 +569,16 @@ def test_generation_is_the_same_before_and_after_a_packed_step(case):
 def media_of(batch):
     from tests.vision import media_arguments
 
-    return {name: value.detach() for name, value in media_arguments(batch.documents, batch.pixels).items()}
+    return {
+        name: value.detach()
+        for name, value in media_arguments(batch.documents, batch.pixels).items()
+    }
 
 
 def test_time_may_fall_behind_a_video():
-    """Upstream numbers the text behind it by height and width, in the releases that number media by their types."""
+    """Upstream numbers the text behind it by height and width, in the releases that number media
+    by their types.
+    """
     case = case_of("qwen2_5_vl")
     batch = padded_batch("right", case.given[5:7])
     positions = [row_positions(case.unpatched.model, [one]) for one in batch.documents]
@@ -484,11 +590,21 @@ def test_time_may_fall_behind_a_video():
 
 
 def test_images_beside_each_other(qwen):
-    """A document that ends in an image, and one that starts with one: two runs of placeholders meet."""
-    given = [qwen.given[3], qwen.given[4], document(2, image(4, 4), seed=20), document(2, video(2, 4, 4), seed=21)]
+    """A document that ends in an image, and one that starts with one: two runs of placeholders
+    meet.
+    """
+    given = [
+        qwen.given[3],
+        qwen.given[4],
+        document(2, image(4, 4), seed=20),
+        document(2, video(2, 4, 4), seed=21),
+    ]
     weights = random_weights(given)
     wanted = alone(qwen.unpatched, given, weights)
-    found = errors(run(qwen.model, packed_batch("offsets, types", given, qwen.unpatched.model), weights), wanted)
+    found = errors(
+        run(qwen.model, packed_batch("offsets, types", given, qwen.unpatched.model), weights),
+        wanted,
+    )
     assert found[0] <= LOGIT_TOL
     assert found[1] <= GRADIENT_TOL
     assert len(leaves(given)) == len(given)

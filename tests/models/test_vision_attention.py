@@ -1,4 +1,6 @@
-"""Vision towers beside packed rows: every image is what upstream makes of it alone, with one host read a forward."""
+"""Vision towers beside packed rows: every image is what upstream makes of it alone, with one
+host read a forward.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ from hf_packfree import apply_patches, patch_report, register_patches, remove_pa
 from hf_packfree.errors import BackendUnavailable
 from hf_packfree.models import compat, vision_attention
 from hf_packfree.models.state import Kernels
-from hf_packfree.models.vision_attention import PackedVisionAttention, PackedVisionBlock, PackedVisionTower, mark_packed
+from hf_packfree.models.vision_attention import (
+    PackedVisionAttention,
+    PackedVisionBlock,
+    PackedVisionTower,
+    mark_packed,
+)
 from hf_packfree.ops.attention import torch_native
 from hf_packfree.patching.loading import monkey_patching
 from tests.support import GRADIENT_TOL, LOGIT_TOL, by_family, relative_rms
@@ -25,7 +32,9 @@ pytestmark = pytest.mark.compat
 
 NAMES = {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}
 GRIDS = torch.tensor([[1, 4, 6], [1, 4, 4], [1, 2, 8], [3, 4, 4], [1, 2, 2]])
-"""Two images of one size after another of another, then a video of three frames of that size, and a small image."""
+"""Two images of one size after another of another, then a video of three frames of that size,
+and a small image.
+"""
 RUNS = [1, 5, 1]
 PATCHES = GRIDS.prod(-1).tolist()
 
@@ -35,7 +44,12 @@ def vision_language(family="qwen3_5", attention="sdpa", *, depth=3, way=None, **
     name = NAMES[family]
     text = by_family[family].tiny_config().to_dict()
     vision = {
-        "depth": depth, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4,
+        "depth": depth,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "patch_size": 4,
         "num_position_embeddings": 64,
     }
     config = getattr(transformers, f"{name}Config")(
@@ -54,7 +68,9 @@ def vision_language(family="qwen3_5", attention="sdpa", *, depth=3, way=None, **
 
 
 def sharpened(model):
-    """Make attention far from uniform; where it is sharper, upstream's own fp32 is not within these tolerances of fp64."""
+    """Make attention far from uniform; where it is sharper, upstream's own fp32 is not within
+    these tolerances of fp64.
+    """
     with torch.no_grad():
         for name, parameter in tower_of(model).named_parameters():
             if name.endswith("qkv.weight"):
@@ -82,7 +98,9 @@ def step(model, x, grids):
     model.zero_grad(set_to_none=True)
     x = x.clone().requires_grad_()
     out = features(model, x, grids)
-    weight = torch.randn(sum(PATCHES) // 4, out.shape[-1], generator=torch.Generator().manual_seed(2))
+    weight = torch.randn(
+        sum(PATCHES) // 4, out.shape[-1], generator=torch.Generator().manual_seed(2)
+    )
     (out * weight[: len(out)]).sum().backward()
     grads = {name: p.grad for name, p in tower_of(model).named_parameters() if p.grad is not None}
     return out.detach(), {"pixels": x.grad, **grads}
@@ -95,7 +113,9 @@ def alone(model, x):
     x = x.clone().requires_grad_()
     for part, grid in zip(x.split(PATCHES), GRIDS):
         out = features(model, part, grid[None])
-        weights = torch.randn(sum(PATCHES) // 4, out.shape[-1], generator=torch.Generator().manual_seed(2))
+        weights = torch.randn(
+            sum(PATCHES) // 4, out.shape[-1], generator=torch.Generator().manual_seed(2)
+        )
         (out * weights[start : start + len(out)]).sum().backward()
         outs.append(out.detach())
         start += len(out)
@@ -129,7 +149,9 @@ def counted(monkeypatch):
     return counts
 
 
-LATER = pytest.mark.skipif(monkey_patching is None, reason="this transformers patches nothing at load time")
+LATER = pytest.mark.skipif(
+    monkey_patching is None, reason="this transformers patches nothing at load time"
+)
 
 
 @pytest.mark.parametrize("way", ["apply", pytest.param("register", marks=LATER)])
@@ -140,8 +162,14 @@ def test_packed_images_are_what_they_are_alone(family, way):
         model = tiny_vision(family)
     model = sharpened(model if way == "register" else apply_patches(model))
     assert_same(step(model, pixels(), mark_packed(GRIDS)), wanted)
-    layers = {type(module).__name__ for module in model.modules() if isinstance(module, PackedVisionAttention)}
-    assert layers == {by_family[family].towers[0].attention} and isinstance(tower_of(model), PackedVisionTower)
+    layers = {
+        type(module).__name__
+        for module in model.modules()
+        if isinstance(module, PackedVisionAttention)
+    }
+    assert layers == {by_family[family].towers[0].attention} and isinstance(
+        tower_of(model), PackedVisionTower
+    )
 
 
 def test_windows_are_segments_too(counted):
@@ -159,9 +187,15 @@ def test_what_is_made_on_the_host_is_what_upstream_makes(merge):
 
     grids = torch.cat((GRIDS, GRIDS.flip(0), torch.tensor([[2, 6, 4]])))
     found = vision_attention._made_on_host(grids, merge, torch.device("cpu"))
-    wanted = {"position_ids": get_vision_position_ids(grids, merge), "cu_seqlens": get_vision_cu_seqlens(grids)}
+    wanted = {
+        "position_ids": get_vision_position_ids(grids, merge),
+        "cu_seqlens": get_vision_cu_seqlens(grids),
+    }
     assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) and found[name].dtype == wanted[name].dtype for name in wanted)
+    assert all(
+        torch.equal(found[name], wanted[name]) and found[name].dtype == wanted[name].dtype
+        for name in wanted
+    )
 
 
 def test_one_segment_instead_of_many_leaks(monkeypatch):
@@ -176,22 +210,38 @@ def test_one_segment_instead_of_many_leaks(monkeypatch):
 def test_an_image_influences_no_other():
     model, x = vision_language(way="apply"), pixels()
     changed = x.clone()
-    changed[PATCHES[0] : sum(PATCHES[:2])] = 3  # the second image
+    # the second image
+    changed[PATCHES[0] : sum(PATCHES[:2])] = 3
     with torch.no_grad():
-        outputs = [features(model, values, mark_packed(GRIDS)).split([n // 4 for n in PATCHES]) for values in (x, changed)]
-    assert [torch.equal(one, other) for one, other in zip(*outputs)] == [True, False, True, True, True]
+        outputs = [
+            features(model, values, mark_packed(GRIDS)).split([n // 4 for n in PATCHES])
+            for values in (x, changed)
+        ]
+    assert [torch.equal(one, other) for one, other in zip(*outputs)] == [
+        True,
+        False,
+        True,
+        True,
+        True,
+    ]
     x.requires_grad_()
-    features(model, x, mark_packed(GRIDS)).split([n // 4 for n in PATCHES])[3].pow(2).sum().backward()
+    features(model, x, mark_packed(GRIDS)).split([n // 4 for n in PATCHES])[3].pow(
+        2
+    ).sum().backward()
     reached = [bool(part.any()) for part in x.grad.split(PATCHES)]
     assert reached == [False, False, False, True, False]
 
 
 @pytest.mark.parametrize("use_reentrant", [None, False, True])
-def test_lengths_are_read_once_a_forward_and_neighbours_of_one_size_are_one_call(counted, use_reentrant):
+def test_lengths_are_read_once_a_forward_and_neighbours_of_one_size_are_one_call(
+    counted, use_reentrant
+):
     wanted = alone(vision_language(), pixels())
     model = vision_language(way="apply")
     if use_reentrant is not None:
-        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable = getattr(
+            model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
+        )
         enable({"use_reentrant": use_reentrant})
     counted.update(reads=0, calls=0)
     found = step(model, pixels(), mark_packed(GRIDS))
@@ -202,20 +252,33 @@ def test_lengths_are_read_once_a_forward_and_neighbours_of_one_size_are_one_call
 
 @pytest.mark.parametrize("form", ["4 rows", "offsets, types", "padded", "of one row"])
 def test_the_model_tells_its_tower_that_a_batch_is_packed(form, monkeypatch):
-    """Images and videos are a call of the tower each, of two blocks; a batch that is upstream's reads nothing."""
+    """Images and videos are a call of the tower each, of two blocks; a batch that is upstream's
+    reads nothing.
+    """
     model = apply_patches(tiny_vision("qwen3_5"))
     given = documents(model.model)[1:8]
     if form == "of one row":
         batch = packed_batch("4 rows", given[-1:], model.model)
         del batch.inputs["position_ids"]
         ids = batch.inputs["input_ids"]
-        batch.inputs |= {"mm_token_type_ids": token_types(ids), "attention_mask": torch.ones_like(ids)}
+        batch.inputs |= {
+            "mm_token_type_ids": token_types(ids),
+            "attention_mask": torch.ones_like(ids),
+        }
     else:
-        batch = padded_batch("right", given) if form == "padded" else packed_batch(form, given, model.model)
+        batch = (
+            padded_batch("right", given)
+            if form == "padded"
+            else packed_batch(form, given, model.model)
+        )
     read, seen = vision_attention.segments_of, []
-    monkeypatch.setattr(vision_attention, "segments_of", lambda offsets: seen.append(offsets) or read(offsets))
+    monkeypatch.setattr(
+        vision_attention, "segments_of", lambda offsets: seen.append(offsets) or read(offsets)
+    )
     batch.call(model)
-    assert (len(seen), len({id(offsets) for offsets in seen})) == ((0, 0) if form == "of one row" else (4, 2))
+    assert (len(seen), len({id(offsets) for offsets in seen})) == (
+        (0, 0) if form == "of one row" else (4, 2)
+    )
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -250,7 +313,10 @@ class Adapted(nn.Module):
     def __init__(self, base):
         super().__init__()
         self.base, self.in_features = base, base.in_features
-        self.down, self.up = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+        self.down, self.up = (
+            nn.Linear(base.in_features, 2, bias=False),
+            nn.Linear(2, base.out_features, bias=False),
+        )
 
     def forward(self, x):
         return self.base(x) + self.up(self.down(x))
@@ -265,15 +331,23 @@ def test_adapters_on_projections_count(when):
         return model
 
     wanted = alone(adapt(vision_language()), pixels())
-    model = apply_patches(adapt(vision_language())) if when == "before" else adapt(vision_language(way="apply"))
+    model = (
+        apply_patches(adapt(vision_language()))
+        if when == "before"
+        else adapt(vision_language(way="apply"))
+    )
     assert_same(step(model, pixels(), mark_packed(GRIDS)), wanted)
 
 
 @pytest.mark.parametrize("what", ["nothing", "a hook", "autocast", "upstream's batch"])
 def test_a_convolution_of_whole_patches_is_one_product(what, monkeypatch):
-    """Unless something beside its weights counts; the other tests say that it is upstream's up to rounding."""
+    """Unless something beside its weights counts; the other tests say that it is upstream's up
+    to rounding.
+    """
     calls, convolve = [], nn.Conv3d.forward
-    monkeypatch.setattr(nn.Conv3d, "forward", lambda self, x: calls.append(len(x)) or convolve(self, x))
+    monkeypatch.setattr(
+        nn.Conv3d, "forward", lambda self, x: calls.append(len(x)) or convolve(self, x)
+    )
     model = vision_language(way="apply")
     if what == "a hook":
         model.model.visual.patch_embed.proj.register_forward_hook(lambda *_: None)
@@ -293,13 +367,18 @@ def test_the_product_is_the_convolution(family):
         out = embedding(given)
         names, parameters = zip(*embedding.named_parameters())
         results.append([out, *torch.autograd.grad(out.sin().sum(), (x, *parameters))])
-    assert max(relative_rms(found, wanted) for wanted, found in zip(*results, strict=True)) <= LOGIT_TOL
+    assert (
+        max(relative_rms(found, wanted) for wanted, found in zip(*results, strict=True))
+        <= LOGIT_TOL
+    )
     assert set(names) <= {"proj.weight", "proj.bias"}
 
 
 @pytest.fixture
 def fused(monkeypatch):
-    """The weights of the norms that blocks fuse, here by the op's reference under the kernel's name."""
+    """The weights of the norms that blocks fuse, here by the op's reference under the kernel's
+    name.
+    """
     seen, reference = [], vision_attention.add_layer_norm
 
     def call(x, branch, weight, bias, eps, *, backend):
@@ -312,10 +391,14 @@ def fused(monkeypatch):
 
 
 def on_kernels(model):
-    """Patch, with Triton's small ops chosen for this device in the tower's blocks, which `fused` answers."""
+    """Patch, with Triton's small ops chosen for this device in the tower's blocks, which `fused`
+    answers.
+    """
     for module in apply_patches(model).modules():
         if isinstance(module, PackedVisionBlock):
-            vars(module)["packfree"] = replace(vars(module)["packfree"], elsewhere=Kernels(fused="triton"))
+            vars(module)["packfree"] = replace(
+                vars(module)["packfree"], elsewhere=Kernels(fused="triton")
+            )
     return model
 
 
@@ -367,9 +450,14 @@ def test_report_forcing_and_removal():
     assert towers == {"Qwen3_5VisionModel": 1, **parts}
     assert report.implementations["tower_attention"] == "torch"
     assert classes == [type(module) for module in remove_patches(model).modules()]
-    with pytest.raises(BackendUnavailable, match="found tower_attention backend 'varlen' forced, but it runs on CUDA devices"):
+    with pytest.raises(
+        BackendUnavailable,
+        match="found tower_attention backend 'varlen' forced, but it runs on CUDA devices",
+    ):
         apply_patches(model, backend={"tower_attention": "varlen"})
-    text = patch_report(apply_patches(transformers.Qwen3_5ForCausalLM(by_family["qwen3_5"].tiny_config())))
+    text = patch_report(
+        apply_patches(transformers.Qwen3_5ForCausalLM(by_family["qwen3_5"].tiny_config()))
+    )
     assert "tower_attention" not in text.implementations and "Qwen3_5VisionModel" not in text.swaps
 
 
@@ -378,7 +466,10 @@ def test_a_vision_language_model_loaded_without_a_head_is_patched_as_a_whole():
     config = vision_language().config
     with register_patches():
         model = transformers.Qwen3_5Model._from_config(config)
-    assert patch_report(model).swaps == patch_report(apply_patches(transformers.Qwen3_5Model._from_config(config))).swaps
+    assert (
+        patch_report(model).swaps
+        == patch_report(apply_patches(transformers.Qwen3_5Model._from_config(config))).swaps
+    )
 
 
 def test_a_wrapped_block_is_left_alone():

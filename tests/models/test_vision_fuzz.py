@@ -35,7 +35,9 @@ def models():
 
 
 def any_document(choose: random.Random) -> Document:
-    """Up to four parts of text, images and videos; one that ends in media may lack the token behind them."""
+    """Up to four parts of text, images and videos; one that ends in media may lack the token
+    behind them.
+    """
     kinds = [
         lambda: choose.randint(1, 30),
         lambda: image(2 * choose.randint(1, 4), 2 * choose.randint(1, 4)),
@@ -43,7 +45,9 @@ def any_document(choose: random.Random) -> Document:
     ]
     parts = [choose.choice(kinds)() for _ in range(choose.randint(1, 4))]
     made = document(*parts, seed=choose.randint(0, 9999))
-    return replace(made, ids=made.ids[:-1]) if made.ids[-1] == END and choose.random() < 0.3 else made
+    return (
+        replace(made, ids=made.ids[:-1]) if made.ids[-1] == END and choose.random() < 0.3 else made
+    )
 
 
 def any_batch(choose: random.Random, given: list[Document], rope) -> MediaBatch:
@@ -55,7 +59,8 @@ def any_batch(choose: random.Random, given: list[Document], rope) -> MediaBatch:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_any_row_is_exact(models, seed):
-    exact, model = models  # pictures' gradients in fp32 are up to 6e-05 from these, of documents alone, too
+    # pictures' gradients in fp32 are up to 6e-05 from these, of documents alone, too
+    exact, model = models
     choose = random.Random(seed)
     given = [any_document(choose) for _ in range(choose.randint(2, 6))]
     weights = random_weights(given)

@@ -1,4 +1,6 @@
-"""How rows with media are trained: checkpointing, adapters, frozen towers, precomputed features, other options and heads."""
+"""How rows with media are trained: checkpointing, adapters, frozen towers, precomputed features,
+other options and heads.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ from tests.vision import (
 pytestmark = pytest.mark.compat
 
 
-@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl"])
+@pytest.fixture(
+    scope="module", params=["qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl"]
+)
 def unpatched(request):
     return tiny_vision(request.param)
 
@@ -58,7 +62,9 @@ def test_gradient_checkpointing(unpatched, given, weights, wanted, reentrant, re
     # reentrant checkpointing passes gradients on to tensors that require them alone
     model.enable_input_require_grads()
     for batch in batches(given, unpatched):
-        logits, gradients = recorded(record_property, errors(run(model, batch, weights), wanted), model, "media")
+        logits, gradients = recorded(
+            record_property, errors(run(model, batch, weights), wanted), model, "media"
+        )
         assert logits <= LOGIT_TOL
         assert gradients <= GRADIENT_TOL
 
@@ -76,7 +82,8 @@ def test_frozen_parts(unpatched, given, weights, wanted, frozen):
 
 
 @pytest.mark.compat(kernels=False)
-@pytest.mark.filterwarnings("default")  # PEFT uses names that transformers deprecates
+# PEFT uses names that transformers deprecates
+@pytest.mark.filterwarnings("default")
 def test_lora_on_language_and_vision(unpatched, given, weights):
     peft = pytest.importorskip("peft")
     targets = ["qkv", "proj", "linear_fc1", "q_proj", "o_proj", "in_proj_qkv", "down_proj"]
@@ -101,11 +108,18 @@ class TestFeaturesFromOutside:
             pytest.skip("this release computes features inside alone")
 
     def split(self, model, batch):
-        media = {name: value.detach() for name, value in media_arguments(batch.documents, batch.pixels).items()}
+        media = {
+            name: value.detach()
+            for name, value in media_arguments(batch.documents, batch.pixels).items()
+        }
         images, videos = media.pop("pixel_values"), media.pop("pixel_values_videos")
         return media, {
-            "image": model.model.get_image_features(images, media["image_grid_thw"], return_dict=True),
-            "video": model.model.get_video_features(videos, media["video_grid_thw"], return_dict=True),
+            "image": model.model.get_image_features(
+                images, media["image_grid_thw"], return_dict=True
+            ),
+            "video": model.model.get_video_features(
+                videos, media["video_grid_thw"], return_dict=True
+            ),
         }
 
     def test_they_are_put_where_the_towers_would_be(self, unpatched, given, wanted):
@@ -132,14 +146,17 @@ def test_other_models(unpatched, given, weights, wanted, kind, record_property):
         with register_patches():
             model = tiny_vision(family)
     for batch in batches(given, unpatched):
-        logits, gradients = recorded(record_property, errors(run(model, batch, weights), wanted), model, "media")
+        logits, gradients = recorded(
+            record_property, errors(run(model, batch, weights), wanted), model, "media"
+        )
         assert logits <= LOGIT_TOL
         assert gradients <= GRADIENT_TOL
 
 
 @pytest.mark.compat(kernels=False)
 @pytest.mark.parametrize(
-    "options", [{"batch_invariant": True}, {"unpacked": "native"}, {"padded": "upstream"}, {"padded": "full"}]
+    "options",
+    [{"batch_invariant": True}, {"unpacked": "native"}, {"padded": "upstream"}, {"padded": "full"}],
 )
 def test_options(unpatched, given, weights, wanted, options):
     model = apply_patches(copy.deepcopy(unpatched), **options)
@@ -158,14 +175,21 @@ def test_options(unpatched, given, weights, wanted, options):
 
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_vl_moe"])
 def test_experts_count_real_tokens_alone(family):
-    """The routers' loss of a padded batch is that of its real tokens, and of the packed row, with and without a tail."""
+    """The routers' loss of a padded batch is that of its real tokens, and of the packed row,
+    with and without a tail.
+    """
     unpatched = tiny_vision(family, router_aux_loss_coef=0.5)
     given = documents(unpatched.model)[:4]
-    padded, packed = padded_batch("right", given), packed_batch("offsets, types", given, unpatched.model)
+    padded, packed = (
+        padded_batch("right", given),
+        packed_batch("offsets, types", given, unpatched.model),
+    )
     aligned = packed_batch("4 rows", given, unpatched.model)
     for name in ("input_ids", "position_ids"):
         aligned.inputs[name] = torch.nn.functional.pad(aligned.inputs[name], (0, 11))
     wanted = padded.call(unpatched, output_router_logits=True).aux_loss
     model = apply_patches(unpatched)
     for batch in (padded, packed, aligned):
-        assert relative_rms(batch.call(model, output_router_logits=True).aux_loss, wanted) <= LOGIT_TOL
+        assert (
+            relative_rms(batch.call(model, output_router_logits=True).aux_loss, wanted) <= LOGIT_TOL
+        )

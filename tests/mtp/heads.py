@@ -1,4 +1,6 @@
-"""What the tests of the multi-token prediction head share: tiny models with one, and a loop over documents without packing."""
+"""What the tests of the multi-token prediction head share: tiny models with one, and a loop over
+documents without packing.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +23,28 @@ WEIGHT = 0.3
 
 @pytest.fixture
 def widened(monkeypatch):
-    """In fp64 what transformers computes in fp32 whatever the weights: norms, rotary tables, the router's softmax, the loss."""
+    """In fp64 what transformers computes in fp32 whatever the weights: norms, rotary tables, the
+    router's softmax, the loss.
+    """
     softmax = F.softmax
     monkeypatch.setattr(torch.Tensor, "float", lambda self: self.double())
-    monkeypatch.setattr(F, "softmax", lambda x, dim=None, _stacklevel=3, dtype=None: softmax(
-        x, dim=dim, dtype=torch.float64 if dtype is torch.float32 else dtype))
+    monkeypatch.setattr(
+        F,
+        "softmax",
+        lambda x, dim=None, _stacklevel=3, dtype=None: softmax(
+            x, dim=dim, dtype=torch.float64 if dtype is torch.float32 else dtype
+        ),
+    )
 
 
-def build(family="qwen3_5", *, hybrid=True, tie=False, dtype=torch.float32, patched=True, **options):
+def build(
+    family="qwen3_5", *, hybrid=True, tie=False, dtype=torch.float32, patched=True, **options
+):
     """Return a tiny model with a head that has random weights, in training mode."""
     row = by_family[family]
     config = row.tiny_config()
-    config.tie_word_embeddings, config._experts_implementation = tie, "eager"  # the grouped product has no fp64
+    # the grouped product has no fp64
+    config.tie_word_embeddings, config._experts_implementation = tie, "eager"
     config._attn_implementation = "sdpa"
     if not hybrid:
         config.layer_types, config.num_hidden_layers = ["full_attention"] * 2, 2
@@ -49,7 +61,9 @@ def build(family="qwen3_5", *, hybrid=True, tie=False, dtype=torch.float32, patc
 
 
 def labelled(lengths=LENGTHS):
-    """Documents and their labels, of which the first tokens are a prompt where the document is long enough."""
+    """Documents and their labels, of which the first tokens are a prompt where the document is
+    long enough.
+    """
     found = []
     for ids in documents(lengths):
         labels = ids.clone()
@@ -71,7 +85,9 @@ def targets_of(pairs):
 
 
 def loop_over_documents(model, pairs, depth, detach=True):
-    """Return main loss and the head's, each document in forwards of its own, of which step k sees only tokens with a target."""
+    """Return main loss and the head's, each document in forwards of its own, of which step k
+    sees only tokens with a target.
+    """
     trunk, head, items = trunk_of(model), model.mtp, targets_of(pairs)
     table, unembed = trunk.embed_tokens.weight, model.lm_head.weight
     main = ahead = torch.zeros((), dtype=table.dtype)
@@ -85,22 +101,39 @@ def loop_over_documents(model, pairs, depth, detach=True):
             left = len(ids) - k - 1
             if left <= 0:
                 break
-            pair = head.pre_fc_norm_embedding(weights[0][ids[None, k : k + left]]), head.pre_fc_norm_hidden(x[:, :left])
+            pair = (
+                head.pre_fc_norm_embedding(weights[0][ids[None, k : k + left]]),
+                head.pre_fc_norm_hidden(x[:, :left]),
+            )
             z = head.fc(torch.cat(pair, -1))
-            mask = torch.full((left, left), torch.finfo(z.dtype).min, dtype=z.dtype).triu(1)[None, None]
+            mask = torch.full((left, left), torch.finfo(z.dtype).min, dtype=z.dtype).triu(1)[
+                None, None
+            ]
             layer = head.layers[(k - 1) % len(head.layers)]
-            z = layer(z, position_embeddings=cos_and_sin(trunk, z, positions[:, :left]), attention_mask=mask)
+            z = layer(
+                z,
+                position_embeddings=cos_and_sin(trunk, z, positions[:, :left]),
+                attention_mask=mask,
+            )
             x = head.norm(z[0] if isinstance(z, tuple) else z)
-            ahead = ahead + WEIGHT / depth * _sum(F.linear(x[0], weights[1]), labels[k + 1 :]) / items
+            ahead = (
+                ahead + WEIGHT / depth * _sum(F.linear(x[0], weights[1]), labels[k + 1 :]) / items
+            )
     return main, ahead
 
 
 def _sum(logits, targets):
-    return F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum") if len(targets) else 0.0 * logits.sum()
+    return (
+        F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+        if len(targets)
+        else 0.0 * logits.sum()
+    )
 
 
 def worst_gradient(found, wanted):
-    """The largest relative difference of a parameter's gradient, and nothing where none is wanted."""
+    """The largest relative difference of a parameter's gradient, and nothing where none is
+    wanted.
+    """
     assert found.keys() == wanted.keys()
     worst = 0.0
     for name, one in wanted.items():
@@ -115,7 +148,9 @@ def of_head(found):
 
 
 def gradients_in_loop(pairs, depth=2, *, detach=True):
-    """All gradients of the loop over documents, which trains by itself what the head's own calls would warn of."""
+    """All gradients of the loop over documents, which trains by itself what the head's own calls
+    would warn of.
+    """
     model = build(depth=depth, detach=detach)
     model.mtp.leave(model)
     sum(loop_over_documents(model, pairs, depth, detach)).backward()

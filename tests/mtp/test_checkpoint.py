@@ -1,4 +1,6 @@
-"""The head in checkpoints: read, kept, written again, both layouts of experts, and what is refused."""
+"""The head in checkpoints: read, kept, written again, both layouts of experts, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +23,28 @@ from tests.vision import tiny_vision
 
 
 def tensors(folder):
-    return {name: part for file in sorted(folder.glob("*.safetensors")) for name, part in load_file(file).items()}
+    return {
+        name: part
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, part in load_file(file).items()
+    }
 
 
 def same(found, wanted):
     return found.keys() == wanted.keys() and all(
-        torch.equal(found[name], part) and found[name].dtype == part.dtype for name, part in wanted.items()
+        torch.equal(found[name], part) and found[name].dtype == part.dtype
+        for name, part in wanted.items()
     )
 
 
 def same_files(found, wanted):
-    """Whether the head is the same byte for byte, and so is the model, whose experts' layout is transformers' choice."""
-    models = (fused({name: part for name, part in all.items() if name not in of_head(all)}) for all in (found, wanted))
+    """Whether the head is the same byte for byte, and so is the model, whose experts' layout is
+    transformers' choice.
+    """
+    models = (
+        fused({name: part for name, part in all.items() if name not in of_head(all)})
+        for all in (found, wanted)
+    )
     return same(of_head(found), of_head(wanted)) and same(*models)
 
 
@@ -40,13 +52,22 @@ def checkpoint(folder, family="qwen3_5", layout=None, dtype=torch.bfloat16, **sa
     """Write a tiny model's checkpoint that carries a head.
 
     Args:
-        layout: of experts, which tiny models write apart: "fused", of all, or "fused head", of its alone.
+        layout: of experts, which tiny models write apart: "fused", of all, or "fused head", of its
+            alone.
     """
     build(family, dtype=dtype).save_pretrained(folder, **saving)
     if layout in ("fused", "fused head"):
         found = tensors(folder)
-        apart = {} if layout == "fused" else {name: part for name, part in found.items() if name not in of_head(found)}
-        whole = {name: part for name, part in fused(found).items() if layout == "fused" or name in of_head(fused(found))}
+        apart = (
+            {}
+            if layout == "fused"
+            else {name: part for name, part in found.items() if name not in of_head(found)}
+        )
+        whole = {
+            name: part
+            for name, part in fused(found).items()
+            if layout == "fused" or name in of_head(fused(found))
+        }
         save_file(apart | whole, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -55,10 +76,16 @@ def load(folder, **options):
     return AutoModelForCausalLM.from_pretrained(folder, **options)
 
 
-@pytest.mark.parametrize(("family", "layout", "names"), [
-    ("qwen3_5", None, DENSE), ("qwen3_5_moe", "fused", FUSED), ("qwen3_5_moe", "per expert", PER_EXPERT),
-    ("qwen3_5_moe", "fused head", FUSED), ("qwen3_next", "per expert", PER_EXPERT),
-])
+@pytest.mark.parametrize(
+    ("family", "layout", "names"),
+    [
+        ("qwen3_5", None, DENSE),
+        ("qwen3_5_moe", "fused", FUSED),
+        ("qwen3_5_moe", "per expert", PER_EXPERT),
+        ("qwen3_5_moe", "fused head", FUSED),
+        ("qwen3_next", "per expert", PER_EXPERT),
+    ],
+)
 @pytest.mark.compat
 def test_kept_and_written_again_byte_for_byte(family, layout, names, tmp_path):
     before = tensors(checkpoint(tmp_path / "before", family, layout))
@@ -73,11 +100,15 @@ def test_kept_and_written_again_byte_for_byte(family, layout, names, tmp_path):
 
 @pytest.mark.parametrize(("family", "names"), [("qwen3_5", DENSE), ("qwen3_5_moe", FUSED)])
 def test_a_vision_language_checkpoint(family, names, tmp_path):
-    """The head's names begin at the top, as published, and the text model's configuration speaks of it."""
+    """The head's names begin at the top, as published, and the text model's configuration speaks
+    of it.
+    """
     model = apply_patches(tiny_vision(family).bfloat16(), mtp=MTPOptions(from_scratch=True))
     model.save_pretrained(tmp_path / "before")
     before = tensors(tmp_path / "before")
-    assert fused(of_head(before)).keys() == names and all(name.split(".")[0] in ("mtp", "model", "lm_head") for name in before)
+    assert fused(of_head(before)).keys() == names and all(
+        name.split(".")[0] in ("mtp", "model", "lm_head") for name in before
+    )
     again = AutoModelForImageTextToText.from_pretrained(tmp_path / "before")
     assert again.config.text_config.mtp_num_hidden_layers == 1
     apply_patches(again, mtp="keep").save_pretrained(tmp_path / "after")
@@ -95,7 +126,9 @@ def test_sharded_files_and_a_model_in_another_dtype(family, tmp_path):
 
 def test_training_leaves_a_kept_head_alone(tmp_path):
     model = apply_patches(load(checkpoint(tmp_path / "before")).train(), mtp="keep")
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1
+    )
     before = {name: part.clone() for name, part in model.state_dict().items()}
     model(**packed(labelled())).loss.backward()
     optimizer.step()
@@ -123,26 +156,51 @@ class TestRefused:
     def test_a_checkpoint_without_a_head(self, tmp_path):
         tiny().save_pretrained(tmp_path)
         model = load(tmp_path)
-        with pytest.raises(MissingHead, match="found 0 tensors .* lacks mtp.fc.weight, mtp.layers.0.input.*; wanted 15"):
+        with pytest.raises(
+            MissingHead,
+            match="found 0 tensors .* lacks mtp.fc.weight, mtp.layers.0.input.*; wanted 15",
+        ):
             apply_patches(model, mtp="keep")
-        assert type(model) is type(load(tmp_path)) and not hasattr(model, "mtp"), "nothing was changed"
+        assert type(model) is type(load(tmp_path)) and not hasattr(model, "mtp"), (
+            "nothing was changed"
+        )
 
-    @pytest.mark.parametrize(("change", "said"), [
-        (lambda all: {name: all[name] for name in all if "q_norm" not in name}, r"lacks \S+q_norm.weight; wanted 15"),
-        (lambda all: all | {"mtp.extra.weight": torch.zeros(1)}, "has besides mtp.extra.weight"),
-        (lambda all: all | {"mtp.fc.weight": torch.zeros(64, 64)}, r"has mtp.fc.weight \[64, 64\] instead of \[64, 128\]"),
-    ])
+    @pytest.mark.parametrize(
+        ("change", "said"),
+        [
+            (
+                lambda all: {name: all[name] for name in all if "q_norm" not in name},
+                r"lacks \S+q_norm.weight; wanted 15",
+            ),
+            (
+                lambda all: all | {"mtp.extra.weight": torch.zeros(1)},
+                "has besides mtp.extra.weight",
+            ),
+            (
+                lambda all: all | {"mtp.fc.weight": torch.zeros(64, 64)},
+                r"has mtp.fc.weight \[64, 64\] instead of \[64, 128\]",
+            ),
+        ],
+    )
     def test_a_part_of_one(self, change, said, tmp_path):
         checkpoint(tmp_path)
-        save_file(change(tensors(tmp_path)), tmp_path / "model.safetensors", metadata={"format": "pt"})
+        save_file(
+            change(tensors(tmp_path)), tmp_path / "model.safetensors", metadata={"format": "pt"}
+        )
         with pytest.raises(MissingHead, match=said):
             apply_patches(load(tmp_path), mtp="keep")
 
     def test_an_expert_that_is_missing(self, tmp_path):
         checkpoint(tmp_path, "qwen3_5_moe")
-        found = {name: part for name, part in tensors(tmp_path).items() if "mtp.layers.0.mlp.experts.2.up" not in name}
+        found = {
+            name: part
+            for name, part in tensors(tmp_path).items()
+            if "mtp.layers.0.mlp.experts.2.up" not in name
+        }
         save_file(found, tmp_path / "model.safetensors", metadata={"format": "pt"})
-        with pytest.raises(MissingHead, match="lacks mtp.layers.0.mlp.experts.2.up_proj.weight; wanted 29"):
+        with pytest.raises(
+            MissingHead, match="lacks mtp.layers.0.mlp.experts.2.up_proj.weight; wanted 29"
+        ):
             add_mtp(load(tmp_path))
 
     def test_a_file_that_the_index_names(self, tmp_path):
@@ -162,7 +220,9 @@ class TestRefused:
             apply_patches(tiny("qwen2_5_vl"), mtp="keep")
 
     def test_a_model_without_a_language_modelling_head(self):
-        with pytest.raises(UnsupportedModel, match="found a Qwen3_5TextModel without a language modelling head"):
+        with pytest.raises(
+            UnsupportedModel, match="found a Qwen3_5TextModel without a language modelling head"
+        ):
             apply_patches(tiny().model, mtp="keep")
 
     @pytest.mark.parametrize("mtp", ["kept", True, 3])
@@ -170,7 +230,10 @@ class TestRefused:
         with pytest.raises(ValueError, match="wanted None, 'keep', 'train' or MTPOptions"):
             apply_patches(tiny(), mtp=mtp)
 
-    @pytest.mark.parametrize("options", [{"depth": 0}, {"depth": 1.5}, {"weight": 0}, {"from_scratch": True, "train": False}])
+    @pytest.mark.parametrize(
+        "options",
+        [{"depth": 0}, {"depth": 1.5}, {"weight": 0}, {"from_scratch": True, "train": False}],
+    )
     def test_options_that_no_head_has(self, options):
         with pytest.raises(ValueError, match="found (depth|weight|from_scratch)"):
             MTPOptions(**options)
@@ -184,20 +247,34 @@ class TestRefused:
 class TestTakingItAway:
     def test_a_trained_head_is_handed_back(self):
         model = build()
-        with pytest.raises(PatchConflict, match="found a multi-token prediction head in training.*call head = remove_mtp"):
+        with pytest.raises(
+            PatchConflict,
+            match="found a multi-token prediction head in training.*call head = remove_mtp",
+        ):
             remove_patches(model)
         head = model.mtp
         assert remove_mtp(model) is head and not hasattr(model, "mtp") and remove_mtp(model) is None
         remove_patches(model)
-        assert not model._forward_hooks and not model._forward_pre_hooks and not hasattr(model.config, "mtp_num_hidden_layers")
+        assert (
+            not model._forward_hooks
+            and not model._forward_pre_hooks
+            and not hasattr(model.config, "mtp_num_hidden_layers")
+        )
 
     def test_without_it_the_loss_is_the_main_one(self):
         model, inputs = build(), packed(labelled())
         with_head, facts = model(**inputs).loss.item(), model.mtp.training_calls.take()
         remove_mtp(model)
-        assert model(**inputs).loss.item() < with_head and facts.keys() == {"packfree/mtp_loss_1", "packfree/mtp_accuracy_1"}
+        assert model(**inputs).loss.item() < with_head and facts.keys() == {
+            "packfree/mtp_loss_1",
+            "packfree/mtp_accuracy_1",
+        }
 
-    @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"])
+    @pytest.mark.parametrize(
+        "copied",
+        [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
+        ids=["copy", "pickle"],
+    )
     def test_a_copy_trains_its_own(self, copied):
         model, inputs = build(), packed(labelled())
         other = copied(model)

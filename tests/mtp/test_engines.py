@@ -1,4 +1,6 @@
-"""Every tensor of a saved head fills something in an inference engine, and nothing stays empty; by names (see `engines`)."""
+"""Every tensor of a saved head fills something in an inference engine, and nothing stays empty;
+by names (see `engines`).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ import pytest
 from tests.mtp.engines import HEADS, parameters, placed
 
 
-@pytest.mark.parametrize(("engine", "layout"), [(engine, layout) for engine, heads in HEADS.items() for layout in heads])
+@pytest.mark.parametrize(
+    ("engine", "layout"), [(engine, layout) for engine, heads in HEADS.items() for layout in heads]
+)
 def test_an_engine_fills_its_head(engine, layout):
     parts = [placed(engine, name) for name in HEADS[engine][layout]]
     assert set().union(*parts) == parameters(engine, layout != "dense")

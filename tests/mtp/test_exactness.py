@@ -1,4 +1,6 @@
-"""The head on a packed row against documents one after the other: loss, gradients, targets, and what a document may see."""
+"""The head on a packed row against documents one after the other: loss, gradients, targets, and
+what a document may see.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,17 @@ from hf_packfree.models.state import Kernels, PatchState
 from hf_packfree.mtp import head, loss, training
 from hf_packfree.packing import PackedSequence
 from tests.mtp import heads
-from tests.mtp.heads import FAMILIES, LENGTHS, WEIGHT, build, labelled, loop_over_documents, packed, targets_of, worst_gradient
+from tests.mtp.heads import (
+    FAMILIES,
+    LENGTHS,
+    WEIGHT,
+    build,
+    labelled,
+    loop_over_documents,
+    packed,
+    targets_of,
+    worst_gradient,
+)
 from tests.support import gradients
 
 widened = heads.widened
@@ -36,11 +48,15 @@ def in_loop(model, pairs, depth, detach):
 
 
 @pytest.mark.usefixtures("widened")
-@pytest.mark.parametrize(("family", "depth", "detach", "tie"), [
-    *((family, depth, True, False) for family in FAMILIES for depth in (1, 3)),
-    *((family, 2, False, False) for family in FAMILIES),
-    ("qwen3_5", 2, False, True), ("qwen3_5", 1, True, True),
-])
+@pytest.mark.parametrize(
+    ("family", "depth", "detach", "tie"),
+    [
+        *((family, depth, True, False) for family in FAMILIES for depth in (1, 3)),
+        *((family, 2, False, False) for family in FAMILIES),
+        ("qwen3_5", 2, False, True),
+        ("qwen3_5", 1, True, True),
+    ],
+)
 @pytest.mark.compat
 def test_a_packed_row_is_its_documents(family, depth, detach, tie):
     model = build(family, hybrid=False, dtype=torch.float64, depth=depth, detach=detach, tie=tie)
@@ -51,7 +67,10 @@ def test_a_packed_row_is_its_documents(family, depth, detach, tie):
     assert abs(float(value - main - ahead)) <= 1e-12
     assert worst_gradient(found, wanted) <= 1e-10
     each = [facts[f"packfree/mtp_loss_{k}"] for k in range(1, depth + 1)]
-    counts = [sum(int((labels[k + 1 :] != -100).sum()) for _, labels in pairs) for k in range(1, depth + 1)]
+    counts = [
+        sum(int((labels[k + 1 :] != -100).sum()) for _, labels in pairs)
+        for k in range(1, depth + 1)
+    ]
     summed = sum(one * count for one, count in zip(each, counts))
     assert WEIGHT / depth * summed / targets_of(pairs) == pytest.approx(float(ahead), rel=1e-10)
 
@@ -59,7 +78,9 @@ def test_a_packed_row_is_its_documents(family, depth, detach, tie):
 @pytest.mark.usefixtures("widened")
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_the_control_rolled_over_the_row_is_off(depth, monkeypatch):
-    """The same head, whose targets and embeddings come from the next document at a document's end."""
+    """The same head, whose targets and embeddings come from the next document at a document's
+    end.
+    """
     model = build(hybrid=False, dtype=torch.float64, depth=depth)
     pairs = labelled()
     right = float(in_loop(model, pairs, depth, True)[1])
@@ -70,12 +91,23 @@ def test_the_control_rolled_over_the_row_is_off(depth, monkeypatch):
     head_ahead = head.ahead
     for module in (head, loss):
         monkeypatch.setattr(module, "ahead", over_the_row)
-    monkeypatch.setattr(training, "row_targets", lambda shifted, packed, ignored: {
-        "shift_labels": shifted, "num_items_in_batch": torch.tensor(targets_of(pairs))})
+    monkeypatch.setattr(
+        training,
+        "row_targets",
+        lambda shifted, packed, ignored: {
+            "shift_labels": shifted,
+            "num_items_in_batch": torch.tensor(targets_of(pairs)),
+        },
+    )
     step(model, packed(pairs))
     facts = model.mtp.training_calls.take()
     counts = [int((packed(pairs)["labels"][:, k + 1 :] != -100).sum()) for k in range(1, depth + 1)]
-    wrong = WEIGHT / depth * sum(facts[f"packfree/mtp_loss_{k}"] * n for k, n in enumerate(counts, 1)) / targets_of(pairs)
+    wrong = (
+        WEIGHT
+        / depth
+        * sum(facts[f"packfree/mtp_loss_{k}"] * n for k, n in enumerate(counts, 1))
+        / targets_of(pairs)
+    )
     assert abs(wrong - right) > 0.01 * right
 
 
@@ -85,7 +117,9 @@ def test_detached_leaves_every_other_gradient_bit_for_bit(family):
     model = build(family, depth=2)
     _, found = step(model, packed(pairs))
     plain = build(family, patched=False)
-    plain.load_state_dict({name: part for name, part in model.state_dict().items() if not name.startswith("mtp.")})
+    plain.load_state_dict(
+        {name: part for name, part in model.state_dict().items() if not name.startswith("mtp.")}
+    )
     _, wanted = step(apply_patches(plain), packed(pairs))
     assert {name for name in found if not name.startswith("mtp.")} == wanted.keys()
     assert all(torch.equal(found[name], one) for name, one in wanted.items())
@@ -103,19 +137,28 @@ def test_what_is_behind_a_documents_end_changes_nothing(family):
     for one in (pairs, other):
         step(model, packed(one))
     first = sum(LENGTHS[:4])
-    assert torch.equal(seen[0][:, :, :first], seen[1][:, :, :first]) and not torch.equal(seen[0], seen[1])
+    assert torch.equal(seen[0][:, :, :first], seen[1][:, :, :first]) and not torch.equal(
+        seen[0], seen[1]
+    )
 
 
 @pytest.mark.parametrize("form", ["padded", "left padded", "padded, upstream", "alone"])
 def test_every_form_of_a_batch(form):
-    """Real tokens of padded batches, and rows of one document that upstream runs, give the loop's loss."""
+    """Real tokens of padded batches, and rows of one document that upstream runs, give the
+    loop's loss.
+    """
     model, pairs = build(depth=2), labelled((37, 5, 64) if form != "alone" else (64,))
     longest = max(len(ids) for ids, _ in pairs)
     inputs = {"input_ids": torch.zeros(len(pairs), longest, dtype=torch.long)}
-    inputs |= {"labels": torch.full_like(inputs["input_ids"], -100), "attention_mask": torch.zeros_like(inputs["input_ids"])}
+    inputs |= {
+        "labels": torch.full_like(inputs["input_ids"], -100),
+        "attention_mask": torch.zeros_like(inputs["input_ids"]),
+    }
     for row, (ids, labels) in enumerate(pairs):
         place = slice(longest - len(ids), None) if form == "left padded" else slice(len(ids))
-        for name, part in zip(("input_ids", "labels", "attention_mask"), (ids, labels, torch.ones_like(ids))):
+        for name, part in zip(
+            ("input_ids", "labels", "attention_mask"), (ids, labels, torch.ones_like(ids))
+        ):
             inputs[name][row, place] = part
     if form == "padded, upstream":
         for module in model.modules():
@@ -124,7 +167,12 @@ def test_every_form_of_a_batch(form):
     value, found = step(model, inputs)
     main, ahead, wanted = in_loop(model, pairs, 2, True)
     assert abs(float(value - main - ahead)) <= 1e-5
-    assert worst_gradient(*({name: one for name, one in of.items() if "mtp" in name} for of in (found, wanted))) <= 1e-4
+    assert (
+        worst_gradient(
+            *({name: one for name, one in of.items() if "mtp" in name} for of in (found, wanted))
+        )
+        <= 1e-4
+    )
 
 
 def test_the_label_of_every_target_is_in_the_same_document():
@@ -148,8 +196,14 @@ def test_a_step_without_targets_gives_zero_gradients():
 
 def test_nothing_but_padding_gives_zero_gradients():
     model, nothing = build(depth=2), torch.zeros(2, 6).long()
-    value, found = step(model, {"input_ids": nothing, "attention_mask": nothing, "labels": nothing - 100})
-    assert value == 0 and all(float(one.abs().max()) == 0 for one in found.values()) and "mtp.fc.weight" in found
+    value, found = step(
+        model, {"input_ids": nothing, "attention_mask": nothing, "labels": nothing - 100}
+    )
+    assert (
+        value == 0
+        and all(float(one.abs().max()) == 0 for one in found.values())
+        and "mtp.fc.weight" in found
+    )
 
 
 class Largest(TorchDispatchMode):
@@ -161,7 +215,11 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **kwargs or {})
-        made = (one for one in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(one, torch.Tensor))
+        made = (
+            one
+            for one in (out if isinstance(out, (tuple, list)) else [out])
+            if isinstance(one, torch.Tensor)
+        )
         self.size = max(self.size, *(one.numel() for one in made), 0)
         return out
 
@@ -169,7 +227,10 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("backend", ["torch", "upstream"])
 def test_logits_of_the_whole_row_are_never_made(backend):
     tokens, words, width = 4096, 512, 8
-    row, layer = PackedSequence.from_lengths([3000, 1096]), torch.nn.Linear(width, words, bias=False)
+    row, layer = (
+        PackedSequence.from_lengths([3000, 1096]),
+        torch.nn.Linear(width, words, bias=False),
+    )
     states = [torch.randn(1, tokens, width, requires_grad=True) for _ in range(2)]
     targets, state = torch.randint(words, (1, tokens)), PatchState(elsewhere=Kernels(loss=backend))
     with Largest() as largest:
@@ -222,5 +283,6 @@ def test_evaluation_has_the_main_loss_alone():
     with torch.no_grad():
         training = model(**packed(pairs)).loss
     model.eval()
-    assert model(**packed(pairs)).loss.item() == pytest.approx(training.item(), rel=1e-6)  # training sums in chunks
+    # training sums in chunks
+    assert model(**packed(pairs)).loss.item() == pytest.approx(training.item(), rel=1e-6)
     assert model.mtp.training_calls.take() == {}

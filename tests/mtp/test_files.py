@@ -21,12 +21,21 @@ from tests.mtp.test_checkpoint import checkpoint, same, tensors
 from tests.support import slow_decay, tiny
 
 
-@pytest.mark.parametrize(("family", "layout", "found"), [
-    ("qwen3_5", None, ("dense", 15)), ("qwen3_5_moe", "fused", ("fused", 19)), ("qwen3_next", "per expert", ("per expert", 29)),
-])
+@pytest.mark.parametrize(
+    ("family", "layout", "found"),
+    [
+        ("qwen3_5", None, ("dense", 15)),
+        ("qwen3_5_moe", "fused", ("fused", 19)),
+        ("qwen3_next", "per expert", ("per expert", 29)),
+    ],
+)
 def test_a_head_is_described(family, layout, found, tmp_path):
     report = examine(str(checkpoint(tmp_path, family, layout)))
-    assert (report.layout, report.tensors, report.layers, report.promised) == (*found, 1, 1) and report.agrees
+    assert (report.layout, report.tensors, report.layers, report.promised) == (
+        *found,
+        1,
+        1,
+    ) and report.agrees
 
 
 def promise(folder, layers=1):
@@ -40,7 +49,10 @@ def test_what_does_not_agree_is_said(tmp_path, capsys):
     assert main(["mtp", str(tmp_path)]) == 0, "no head, and none promised"
     promise(tmp_path)
     assert main(["mtp", str(tmp_path)]) == 1
-    assert "promises 1 layer(s), the files hold no tensor of it; they do not agree" in capsys.readouterr().out
+    assert (
+        "promises 1 layer(s), the files hold no tensor of it; they do not agree"
+        in capsys.readouterr().out
+    )
     checkpoint(tmp_path)
     found = {name: part for name, part in tensors(tmp_path).items() if "mtp.norm" not in name}
     save_file(found, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -60,7 +72,10 @@ def test_a_lost_head_is_copied(family, layout, sharded, tmp_path, capsys):
     assert "they agree" in capsys.readouterr().out
     assert same(tensors(out), tensors(lost) | of_head(tensors(base)))
     model = apply_patches(AutoModelForCausalLM.from_pretrained(out), mtp="keep")
-    assert same(model.state_dict(), AutoModelForCausalLM.from_pretrained(lost).state_dict() | of_head(model.state_dict()))
+    assert same(
+        model.state_dict(),
+        AutoModelForCausalLM.from_pretrained(lost).state_dict() | of_head(model.state_dict()),
+    )
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(part.nbytes for part in tensors(out).values())
     assert index["weight_map"].keys() == tensors(out).keys()
@@ -77,7 +92,10 @@ def test_what_cannot_be_copied(tmp_path):
         copy_head(str(base), "no/such", tmp_path / "out")
     with pytest.raises(MissingHead, match="found no multi-token prediction head in"):
         copy_head(str(lost), str(lost), tmp_path / "out")
-    with pytest.raises(MissingHead, match="lacks mtp.layers.0.mlp.down_proj.weight.*; has besides mtp.layers.0.mlp.experts"):
+    with pytest.raises(
+        MissingHead,
+        match="lacks mtp.layers.0.mlp.down_proj.weight.*; has besides mtp.layers.0.mlp.experts",
+    ):
         copy_head(str(checkpoint(tmp_path / "other", "qwen3_5_moe")), str(lost), tmp_path / "out")
     with pytest.raises(UnsupportedModel, match="found no configuration under"):
         examine(str(tmp_path / "nothing"))
@@ -94,7 +112,9 @@ def test_options_that_belong_together(tmp_path, capsys):
 
 
 def draft(model, prompt, new_tokens, depth):
-    """Draft and check in rounds, with nothing kept between forwards; return what each round accepted."""
+    """Draft and check in rounds, with nothing kept between forwards; return what each round
+    accepted.
+    """
     trunk, ids, accepted = model.get_decoder(), prompt[None], []
 
     def logits_of(row):
@@ -108,10 +128,14 @@ def draft(model, prompt, new_tokens, depth):
             count = ids.shape[1]
             positions = torch.arange(count)[None]
             table = trunk.embed_tokens(row[:, step : step + count])
-            z = torch.cat([model.mtp.pre_fc_norm_embedding(table), model.mtp.pre_fc_norm_hidden(hidden)], -1)
+            z = torch.cat(
+                [model.mtp.pre_fc_norm_embedding(table), model.mtp.pre_fc_norm_hidden(hidden)], -1
+            )
             mask = torch.full((count, count), torch.finfo(z.dtype).min).triu(1)[None, None]
             z = model.mtp.layers[0](
-                model.mtp.fc(z), position_embeddings=cos_and_sin(trunk, z, positions), attention_mask=mask
+                model.mtp.fc(z),
+                position_embeddings=cos_and_sin(trunk, z, positions),
+                attention_mask=mask,
             )
             hidden = model.mtp.norm(z)
             row = torch.cat([row, model.lm_head(hidden[:, -1:]).argmax(-1)], 1)
@@ -148,7 +172,10 @@ def chains(lengths, generator):
 @pytest.mark.slow
 def test_accepted_drafts_rise():
     """A tiny model and its head learn together."""
-    model, generator = apply_patches(tiny(), mtp=MTPOptions(from_scratch=True, depth=2, weight=0.3)), torch.Generator()
+    model, generator = (
+        apply_patches(tiny(), mtp=MTPOptions(from_scratch=True, depth=2, weight=0.3)),
+        torch.Generator(),
+    )
     prompts = chains([4] * 3, generator)[1]
     before = accepted_drafts(model.eval(), prompts, new_tokens=16, depth=2)
     optimizer = torch.optim.AdamW(model.train().parameters(), 1e-2)
@@ -167,14 +194,25 @@ def test_the_command_that_counts(tmp_path, capsys):
     build().save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
     (tmp_path / "text").write_text("w3 w4 w5\n\nw7 w8\n")
-    options = ["--accept", "--text", str(tmp_path / "text"), "--new-tokens", "12", "--depth", "2", "--json"]
+    options = [
+        "--accept",
+        "--text",
+        str(tmp_path / "text"),
+        "--new-tokens",
+        "12",
+        "--depth",
+        "2",
+        "--json",
+    ]
     assert main(["mtp", str(tmp_path), *options]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["depth"] == 2 and found["rounds"] > 8 and len(found["by_position"]) == 2
 
 
 def test_a_model_without_a_head_is_refused():
-    with pytest.raises(UnsupportedInput, match="found a Qwen3_5ForCausalLM without a multi-token prediction head"):
+    with pytest.raises(
+        UnsupportedInput, match="found a Qwen3_5ForCausalLM without a multi-token prediction head"
+    ):
         accepted_drafts(tiny().eval(), [torch.tensor([3, 4])])
 
 
@@ -184,7 +222,9 @@ def test_a_prompt_without_tokens_is_refused():
 
 
 def test_texts_shorter_than_a_round_are_refused():
-    with pytest.raises(UnsupportedInput, match="found no text with more new tokens than the 9 drafts of a round"):
+    with pytest.raises(
+        UnsupportedInput, match="found no text with more new tokens than the 9 drafts of a round"
+    ):
         accepted_drafts(build().eval(), [torch.tensor([3, 4])], new_tokens=4, depth=9)
 
 
@@ -195,36 +235,62 @@ class TestAnswersAreSentences:
         assert out == "" and "Traceback" not in err
         return code, " ".join(err.split())
 
-    @pytest.mark.parametrize(("text", "said"), [
-        (None, "found no file"), (b"\n \n", "found no line of text"), (b"\xff\xfe\x00", "which is no text"),
-    ])
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            (None, "found no file"),
+            (b"\n \n", "found no line of text"),
+            (b"\xff\xfe\x00", "which is no text"),
+        ],
+    )
     def test_prompts_that_are_none(self, text, said, capsys, tmp_path):
         if text is not None:
             (tmp_path / "prompts.txt").write_bytes(text)
-        code, answer = self.answer(capsys, "somewhere", "--accept", "--text", tmp_path / "prompts.txt")
+        code, answer = self.answer(
+            capsys, "somewhere", "--accept", "--text", tmp_path / "prompts.txt"
+        )
         assert code == 2 and said in answer
 
     def test_a_checkpoint_without_a_head_is_not_tried(self, capsys, tmp_path):
         tiny().save_pretrained(tmp_path)
         (tmp_path / "prompts.txt").write_text("w3")
         code, answer = self.answer(capsys, tmp_path, "--accept", "--text", tmp_path / "prompts.txt")
-        assert code == 2 and "found no tensor of a multi-token prediction head" in answer and "--copy-from BASE" in answer
+        assert (
+            code == 2
+            and "found no tensor of a multi-token prediction head" in answer
+            and "--copy-from BASE" in answer
+        )
 
-    @pytest.mark.parametrize(("place", "said"), [("", "which names nothing"), ("file/below", "which is no folder")])
+    @pytest.mark.parametrize(
+        ("place", "said"), [("", "which names nothing"), ("file/below", "which is no folder")]
+    )
     def test_a_place_that_cannot_be_written(self, place, said, capsys, tmp_path):
         (tmp_path / "file").write_text("")
-        code, answer = self.answer(capsys, tmp_path, "--copy-from", "base", "--to", tmp_path / place if place else place)
+        code, answer = self.answer(
+            capsys, tmp_path, "--copy-from", "base", "--to", tmp_path / place if place else place
+        )
         assert code == 2 and "found --to" in answer and said in answer
 
     def test_two_things_at_once(self, capsys, tmp_path):
-        code, answer = self.answer(capsys, "a", "--accept", "--text", "b", "--copy-from", "c", "--to", "d")
+        code, answer = self.answer(
+            capsys, "a", "--accept", "--text", "b", "--copy-from", "c", "--to", "d"
+        )
         assert code == 2 and "found --accept with --copy-from" in answer
 
-    @pytest.mark.parametrize(("name", "content"), [
-        ("model.safetensors", b""), ("model.safetensors", b"version https://git-lfs.github.com/spec/v1"),
-        ("model.safetensors.index.json", b"{"), ("model.safetensors.index.json", b"[]"),
-        ("model.safetensors.index.json", b'{"weight_map": {"mtp.fc.weight": "model.safetensors"}}'),
-    ], ids=["empty", "pointer", "index cut", "no index", "index of others"])
+    @pytest.mark.parametrize(
+        ("name", "content"),
+        [
+            ("model.safetensors", b""),
+            ("model.safetensors", b"version https://git-lfs.github.com/spec/v1"),
+            ("model.safetensors.index.json", b"{"),
+            ("model.safetensors.index.json", b"[]"),
+            (
+                "model.safetensors.index.json",
+                b'{"weight_map": {"mtp.fc.weight": "model.safetensors"}}',
+            ),
+        ],
+        ids=["empty", "pointer", "index cut", "no index", "index of others"],
+    )
     def test_damaged_files(self, name, content, capsys, tmp_path):
         tiny().save_pretrained(tmp_path)
         (tmp_path / name).write_bytes(content)

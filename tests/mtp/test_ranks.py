@@ -1,4 +1,6 @@
-"""The head under DDP and FSDP2: two ranks are one, wherever the language modelling head's weight is sharded."""
+"""The head under DDP and FSDP2: two ranks are one, wherever the language modelling head's weight
+is sharded.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,11 @@ from tests.mtp.heads import build, gradients_in_loop, labelled, packed, targets_
 from tests.ranks import two_ranks
 from tests.support import gradients
 
-WAYS = [  # how the model is sharded, and whether the head's loss is the head's alone
-    ("ddp", True), ("in one unit", True), ("its own unit", True),
+# how the model is sharded, and whether the head's loss is the head's alone
+WAYS = [
+    ("ddp", True),
+    ("in one unit", True),
+    ("its own unit", True),
     *(("a unit with the norm", detach) for detach in (True, False)),
 ]
 
@@ -23,7 +28,10 @@ def share(model, way: str):
     """Return the model to call, sharded between two ranks, unless each has the whole."""
     if way == "ddp":
         return DistributedDataParallel(model)
-    units = {"its own unit": [model.lm_head], "a unit with the norm": [[model.model.norm, model.lm_head]]}.get(way, [])
+    units = {
+        "its own unit": [model.lm_head],
+        "a unit with the norm": [[model.model.norm, model.lm_head]],
+    }.get(way, [])
     mesh = init_device_mesh("cpu", (2,))
     for part in (*model.model.layers, *model.mtp.layers, model.mtp, *units, model):
         fully_shard(part, mesh=mesh)
@@ -31,20 +39,30 @@ def share(model, way: str):
 
 
 def gradients_of(rank: int, way: str, detach: bool):
-    """What a rank finds and logs; one of the two has documents of one, two and three tokens, and no target at depth 2."""
+    """What a rank finds and logs; one of the two has documents of one, two and three tokens, and
+    no target at depth 2.
+    """
     model, pairs = build(depth=2, detach=detach), labelled()
     items = targets_of(pairs)
     mine = pairs[1:4] if rank else [pairs[0], *pairs[4:]]
-    wrapped = share(model, way)  # which has to outlive the backward
+    # which has to outlive the backward
+    wrapped = share(model, way)
     (2 * wrapped(**packed(mine), num_items_in_batch=items).loss).backward()
-    found = {name: getattr(part, "full_tensor", lambda part=part: part)() for name, part in gradients(model).items()}
+    found = {
+        name: getattr(part, "full_tensor", lambda part=part: part)()
+        for name, part in gradients(model).items()
+    }
     return found, training_facts(wrapped)
 
 
-@integration("torch", "multi-token prediction head with DDP and FSDP2, `lm_head` sharded in any unit")
+@integration(
+    "torch", "multi-token prediction head with DDP and FSDP2, `lm_head` sharded in any unit"
+)
 @pytest.mark.slow
 def test_two_ranks(record_property, tmp_path):
-    """Every gradient: the language modelling head's has the second loss in it only where it is not detached."""
+    """Every gradient: the language modelling head's has the second loss in it only where it is
+    not detached.
+    """
     wanted = {detach: gradients_in_loop(labelled(), detach=detach) for detach in (True, False)}
     assert worst_gradient(wanted[True], wanted[False]) > 0.01
     whole = build(depth=2)

@@ -1,4 +1,6 @@
-"""Long documents of a row in calls of their own, with torch's flash attention behind cuDNN's name, and the rest in between."""
+"""Long documents of a row in calls of their own, with torch's flash attention behind cuDNN's
+name, and the rest in between.
+"""
 
 from __future__ import annotations
 
@@ -34,17 +36,27 @@ def calls(monkeypatch):
 @pytest.mark.parametrize(
     "lengths, wanted",
     [
-        ([40], [40]), ([5, 40, 30, 3, 2], [(5,), 40, 30, (3, 2)]), ([30, 29], [30, (29,)]), ([29, 5], [(29, 5)]),
+        ([40], [40]),
+        ([5, 40, 30, 3, 2], [(5,), 40, 30, (3, 2)]),
+        ([30, 29], [30, (29,)]),
+        ([29, 5], [(29, 5)]),
         ([31, 33], [31, 33]),
     ],
     ids=str,
 )
 def test_every_token_is_attended_to_by_its_own_document(lengths, wanted, calls):
     packed, tokens = PackedSequence.from_lengths(lengths), sum(lengths)
-    q, k, v = (torch.randn(1, tokens, heads, 8, dtype=torch.float64).requires_grad_() for heads in (4, 2, 2))
-    found, reference = (f(q, k, v, packed, scale=0.2) for f in (
-        lambda *x, **options: cudnn.attend(*x, **options, long=LONG), torch_native.attend,
-    ))
+    q, k, v = (
+        torch.randn(1, tokens, heads, 8, dtype=torch.float64).requires_grad_()
+        for heads in (4, 2, 2)
+    )
+    found, reference = (
+        f(q, k, v, packed, scale=0.2)
+        for f in (
+            lambda *x, **options: cudnn.attend(*x, **options, long=LONG),
+            torch_native.attend,
+        )
+    )
     assert calls == wanted
     assert relative_rms(found, reference) < 1e-12
     weight = torch.randn_like(found)

@@ -1,4 +1,6 @@
-"""The chunked gated delta rule against its definition, token by token in fp64, and its promises about packing."""
+"""The chunked gated delta rule against its definition, token by token in fp64, and its promises
+about packing.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +26,31 @@ from hf_packfree.packing import PackedSequence
 NAMES = ("out", "q", "k", "v", "g", "beta")
 ALL_LENGTHS = [1, 2, 3, 4, 5, 63, 64, 65, 127, 128, 129, 200, 513]
 MIXES = [ALL_LENGTHS, ALL_LENGTHS[::-1], [64, 1, 513, 5, 130], [128, 64], [200], [1, 1, 1]]
-TOLERANCE = {torch.float64: 1e-13, torch.float32: 5e-6}  # relative RMS; measured: at most 1e-14 and 8e-7
+# relative RMS; measured: at most 1e-14 and 8e-7
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 5e-6}
 Rule = Callable[..., Tensor]
 
 
 def make_inputs(
-    lengths: list[int], heads: int = 2, groups: int = 2, k_size: int = 16, v_size: int = 24, *, decay: float = 0.05
+    lengths: list[int],
+    heads: int = 2,
+    groups: int = 2,
+    k_size: int = 16,
+    v_size: int = 24,
+    *,
+    decay: float = 0.05,
 ) -> list[Tensor]:
     """q, k, v, g, beta in fp64; log decays between -decay and 0."""
     generator, tokens = torch.Generator().manual_seed(sum(lengths)), sum(lengths)
-    q, k = (torch.randn(1, tokens, heads, k_size, generator=generator, dtype=torch.float64) for _ in range(2))
+    q, k = (
+        torch.randn(1, tokens, heads, k_size, generator=generator, dtype=torch.float64)
+        for _ in range(2)
+    )
     v = torch.randn(1, tokens, heads * groups, v_size, generator=generator, dtype=torch.float64)
-    g, beta = (torch.rand(1, tokens, heads * groups, generator=generator, dtype=torch.float64) for _ in range(2))
+    g, beta = (
+        torch.rand(1, tokens, heads * groups, generator=generator, dtype=torch.float64)
+        for _ in range(2)
+    )
     return [q, k, v, -decay * g, beta]
 
 
@@ -48,8 +63,12 @@ def run(rule: Rule, inputs: list[Tensor], lengths: list[int]) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, weight.to(out.dtype))]
 
 
-def assert_close(found: list[Tensor], wanted: list[Tensor], tolerance: float, floor: float = 1e-30) -> None:
-    """Error RMS of each, relative to what is wanted or to `floor` if that is more; written so that NaN fails."""
+def assert_close(
+    found: list[Tensor], wanted: list[Tensor], tolerance: float, floor: float = 1e-30
+) -> None:
+    """Error RMS of each, relative to what is wanted or to `floor` if that is more; written so
+    that NaN fails.
+    """
     for name, x, y in zip(NAMES, found, wanted, strict=True):
         scale = y.double().square().mean().sqrt().clamp_min(floor)
         error = float((x.double() - y.double()).square().mean().sqrt() / scale)
@@ -57,7 +76,9 @@ def assert_close(found: list[Tensor], wanted: list[Tensor], tolerance: float, fl
 
 
 both_threads = pytest.mark.parametrize(
-    "threads", [pytest.param(1, id="1 thread"), pytest.param(2, id="2 threads", marks=pytest.mark.slow)], indirect=True
+    "threads",
+    [pytest.param(1, id="1 thread"), pytest.param(2, id="2 threads", marks=pytest.mark.slow)],
+    indirect=True,
 )
 
 
@@ -67,7 +88,9 @@ def test_values_and_gradients_match_the_recurrence(lengths: list[int], decay: fl
     inputs = make_inputs(lengths, decay=decay)
     wanted = run(recurrent_gated_delta_rule, inputs, lengths)
     for dtype, tolerance in TOLERANCE.items():
-        assert_close(run(gated_delta_rule, [x.to(dtype) for x in inputs], lengths), wanted, tolerance)
+        assert_close(
+            run(gated_delta_rule, [x.to(dtype) for x in inputs], lengths), wanted, tolerance
+        )
 
 
 @settings(max_examples=25)
@@ -77,10 +100,13 @@ def test_values_and_gradients_match_the_recurrence(lengths: list[int], decay: fl
     groups=st.integers(1, 3),
     sizes=st.tuples(st.integers(1, 20), st.integers(1, 20)),
 )
-def test_any_lengths_heads_and_sizes(lengths: list[int], heads: int, groups: int, sizes: tuple[int, int]) -> None:
+def test_any_lengths_heads_and_sizes(
+    lengths: list[int], heads: int, groups: int, sizes: tuple[int, int]
+) -> None:
     inputs = make_inputs(lengths, heads, groups, *sizes)
     found = run(gated_delta_rule, inputs, lengths)
-    # a key of size one is all norm: what is left of its gradient is far below what it is computed from
+    # a key of size one is all norm: what is left of its gradient is far below what it is computed
+    # from
     assert_close(found, run(recurrent_gated_delta_rule, inputs, lengths), 1e-12, floor=1.0)
 
 
@@ -116,10 +142,16 @@ HARD = [
 def test_hard_numerics(what: str) -> None:
     inputs = hard_inputs(what)
     wanted = run(recurrent_gated_delta_rule, inputs, [130, 65])
-    # identical keys overwrite each other: hardly any gradient reaches g (rms 3e-4, fp32 error of the recurrence 1e-6)
+    # identical keys overwrite each other: hardly any gradient reaches g (rms 3e-4, fp32 error of
+    # the recurrence 1e-6)
     floor = 1.0 if what.startswith("identical") else 1e-30
     for dtype, tolerance in TOLERANCE.items():
-        assert_close(run(gated_delta_rule, [x.to(dtype) for x in inputs], [130, 65]), wanted, tolerance, floor)
+        assert_close(
+            run(gated_delta_rule, [x.to(dtype) for x in inputs], [130, 65]),
+            wanted,
+            tolerance,
+            floor,
+        )
 
 
 def test_gradients_numerically(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +162,9 @@ def test_gradients_numerically(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("lengths", MIXES[:3], ids=["ascending", "descending", "mixed"])
-@pytest.mark.parametrize("shape", [(1, 1, 8, 8), (1, 3, 5, 7), (3, 2, 16, 24), (1, 2, 128, 128), (2, 1, 1, 1)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 8, 8), (1, 3, 5, 7), (3, 2, 16, 24), (1, 2, 128, 128), (2, 1, 1, 1)], ids=str
+)
 @both_threads
 def test_it_is_batch_invariant(lengths: list[int], shape: tuple[int, int, int, int]) -> None:
     inputs = [x.float() for x in make_inputs(lengths, *shape)]
@@ -177,7 +211,9 @@ def test_not_even_nan_crosses_documents() -> None:
 def test_low_precision_inputs_are_computed_in_fp32(dtype: torch.dtype) -> None:
     lengths = [65, 5]
     inputs = [x.to(dtype) for x in make_inputs(lengths)]
-    found, wanted = (run(gated_delta_rule, x, lengths) for x in (inputs, [x.float() for x in inputs]))
+    found, wanted = (
+        run(gated_delta_rule, x, lengths) for x in (inputs, [x.float() for x in inputs])
+    )
     assert all(x.dtype == dtype for x in found)
     assert torch.equal(found[0], wanted[0].to(dtype))
     assert_close(found, wanted, 4 * torch.finfo(dtype).eps)
@@ -256,7 +292,11 @@ def test_tables_are_shared_between_layers() -> None:
 
 
 def test_scratch_memory_is_shared_by_the_layers_of_a_row_and_goes_with_it() -> None:
-    cpu, row, other = torch.device("cpu"), PackedSequence.from_lengths([3]), PackedSequence.from_lengths([3])
+    cpu, row, other = (
+        torch.device("cpu"),
+        PackedSequence.from_lengths([3]),
+        PackedSequence.from_lengths([3]),
+    )
     space = scratch_for(row, cpu, torch.float32)
     assert space is scratch_for(row, cpu, torch.float32)
     assert space is not scratch_for(row, cpu, torch.float64)
@@ -294,5 +334,7 @@ def test_triangular_inverse(fill: float) -> None:
 
 
 def test_an_unknown_backend_is_refused() -> None:
-    with pytest.raises(BackendUnavailable, match=r"'nope'; wanted one of fla, flash_qla, flash_qla_cut, torch"):
+    with pytest.raises(
+        BackendUnavailable, match=r"'nope'; wanted one of fla, flash_qla, flash_qla_cut, torch"
+    ):
         gated_delta_rule(*make_inputs([3]), PackedSequence.from_lengths([3]), backend="nope")

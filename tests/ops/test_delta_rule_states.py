@@ -1,4 +1,6 @@
-"""States between documents' parts, and documents cut into segments: against the recurrence, and the document whole, in fp64."""
+"""States between documents' parts, and documents cut into segments: against the recurrence, and
+the document whole, in fp64.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import normalize
 
-from hf_packfree.ops.delta_rule import gated_delta_rule, gated_delta_rule_with_states, recurrent_gated_delta_rule_with_states
+from hf_packfree.ops.delta_rule import (
+    gated_delta_rule,
+    gated_delta_rule_with_states,
+    recurrent_gated_delta_rule_with_states,
+)
 from hf_packfree.ops.delta_rule.segments import Segments, fold, plan_segments, walk_segments
 from hf_packfree.ops.delta_rule.torch_chunked import TorchScans
 from hf_packfree.ops.fla import CHUNK
@@ -22,7 +28,9 @@ SLOW = 0.002
 
 
 def with_state(lengths, heads=1, groups=2, sizes=(8, 12)):
-    """q, k, v, g, beta and a state for each document, fp64; q and k have norm 1; decays and writes so weak that states live."""
+    """q, k, v, g, beta and a state for each document, fp64; q and k have norm 1; decays and
+    writes so weak that states live.
+    """
     inputs = make_inputs(lengths, heads, groups, *sizes, decay=SLOW)
     inputs[4] /= 20
     inputs[:2] = (normalize(x, dim=-1) for x in inputs[:2])
@@ -30,27 +38,41 @@ def with_state(lengths, heads=1, groups=2, sizes=(8, 12)):
 
 
 def run(rule, inputs):
-    """Output, final states and the gradients of everything, under fixed random gradients of both."""
+    """Output, final states and the gradients of everything, under fixed random gradients of
+    both.
+    """
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     found = rule(*leaves)
     generator = torch.Generator().manual_seed(1)
-    weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype) for x in found]
+    weights = [
+        torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype) for x in found
+    ]
     return [*(x.detach() for x in found), *torch.autograd.grad(found, leaves, weights)]
 
 
 def assert_same(found, wanted, tolerance=EXACT):
-    for name, a, b in zip(("out", "final_state", "q", "k", "v", "g", "beta", "initial_state"), found, wanted, strict=True):
+    for name, a, b in zip(
+        ("out", "final_state", "q", "k", "v", "g", "beta", "initial_state"),
+        found,
+        wanted,
+        strict=True,
+    ):
         assert a.shape == b.shape
         error = relative_rms(a, b, floor=1e-300 if b.abs().max() > 1e-12 else 1.0)
         assert error <= tolerance, f"{name}: {error:.1e}"
 
 
-@pytest.mark.parametrize("lengths", [[1, 2, 63, 64, 65, 130], [130, 65, 64, 63, 2, 1], [200]], ids=str)
+@pytest.mark.parametrize(
+    "lengths", [[1, 2, 63, 64, 65, 130], [130, 65, 64, 63, 2, 1], [200]], ids=str
+)
 def test_states_match_the_recurrence(lengths):
     inputs, packed = with_state(lengths), PackedSequence.from_lengths(lengths)
     wanted = run(lambda *x: recurrent_gated_delta_rule_with_states(*x, packed), inputs)
     for dtype, tolerance in {torch.float64: EXACT, torch.float32: 5e-6}.items():
-        found = run(lambda *x: gated_delta_rule_with_states(*x[:5], packed, x[5]), [x.to(dtype) for x in inputs])
+        found = run(
+            lambda *x: gated_delta_rule_with_states(*x[:5], packed, x[5]),
+            [x.to(dtype) for x in inputs],
+        )
         assert {x.dtype for x in found} == {dtype}
         assert_same(found, wanted, tolerance)
 
@@ -78,7 +100,9 @@ def test_a_document_cut_in_two_gets_what_it_gets_whole(at):
         out, final = gated_delta_rule_with_states(*x[:5], cut, states, qk_l2norm=False)
         return out, final[torch.tensor([0, 2, 3])]
 
-    wanted = run(lambda *x: gated_delta_rule_with_states(*x[:5], whole, x[5], qk_l2norm=False), inputs)
+    wanted = run(
+        lambda *x: gated_delta_rule_with_states(*x[:5], whole, x[5], qk_l2norm=False), inputs
+    )
     assert_same(run(by_parts, inputs), wanted)
 
 
@@ -86,7 +110,9 @@ def assert_cut_equals_whole(pieces, **sizes):
     lengths = [sum(parts) for parts in pieces]
     inputs, packed = with_state(lengths, **sizes), PackedSequence.from_lengths(lengths)
     segments = Segments.of(packed, pieces)
-    wanted = run(lambda *x: gated_delta_rule_with_states(*x[:5], packed, x[5], qk_l2norm=False), inputs)
+    wanted = run(
+        lambda *x: gated_delta_rule_with_states(*x[:5], packed, x[5], qk_l2norm=False), inputs
+    )
     assert_same(run(lambda *x: walk_segments(*x, segments, TorchScans()), inputs), wanted)
 
 
@@ -101,13 +127,24 @@ def test_a_cut_at_every_chunk_is_exact(place):
 @given(data=st.data())
 def test_any_cut_of_any_documents_is_exact(data):
     """Every document ends in a segment of any length, after some of whole chunks."""
-    parts = st.tuples(st.lists(st.integers(1, 3).map(lambda chunks: chunks * CHUNK), max_size=3), st.integers(1, 2 * CHUNK))
-    pieces = data.draw(st.lists(parts.map(lambda found: [*found[0], found[1]]), min_size=1, max_size=3))
-    assert_cut_equals_whole(pieces, heads=data.draw(st.integers(1, 2)), sizes=data.draw(st.sampled_from([(4, 4), (5, 9)])))
+    parts = st.tuples(
+        st.lists(st.integers(1, 3).map(lambda chunks: chunks * CHUNK), max_size=3),
+        st.integers(1, 2 * CHUNK),
+    )
+    pieces = data.draw(
+        st.lists(parts.map(lambda found: [*found[0], found[1]]), min_size=1, max_size=3)
+    )
+    assert_cut_equals_whole(
+        pieces,
+        heads=data.draw(st.integers(1, 2)),
+        sizes=data.draw(st.sampled_from([(4, 4), (5, 9)])),
+    )
 
 
 def test_cutting_forgets_nothing():
-    """The control: the first segment's values reach the last segment's output; from states of zero they would not."""
+    """The control: the first segment's values reach the last segment's output; from states of
+    zero they would not.
+    """
     pieces = [[2 * CHUNK, 2 * CHUNK, 2 * CHUNK]]
     packed, inputs = PackedSequence.from_lengths([6 * CHUNK]), with_state([6 * CHUNK])
     inputs[2].requires_grad_()
@@ -116,7 +153,7 @@ def test_cutting_forgets_nothing():
     (reached,) = torch.autograd.grad(out[:, -CHUNK:].sum(), inputs[2])
     assert reached[:, :CHUNK].abs().max() > 1e-3
     forgetful = gated_delta_rule(*inputs[:5], segments.record, qk_l2norm=False)
-    assert relative_rms(forgetful[:, 2 * CHUNK:], out[:, 2 * CHUNK:]) > 0.1
+    assert relative_rms(forgetful[:, 2 * CHUNK :], out[:, 2 * CHUNK :]) > 0.1
 
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
@@ -140,7 +177,7 @@ def cut_of(lengths, lanes=8):
 
 
 def lengths_of(segments, document):
-    first, end = segments.firsts[document: document + 2].tolist()
+    first, end = segments.firsts[document : document + 2].tolist()
     return list(segments.record.lengths[first:end])
 
 
@@ -154,8 +191,22 @@ def test_the_plan_fills_the_gpu():
 
 @pytest.mark.parametrize(
     "lengths, lanes",
-    [([4000], 8), ([2000] * 16, 8), ([20000] * 8, 8), ([512] * 64, 8), ([32768], 1), ([20000] + [10] * 64, 8)],
-    ids=["short", "many", "as many as run at once", "many short", "one at a time", "too many states to keep"],
+    [
+        ([4000], 8),
+        ([2000] * 16, 8),
+        ([20000] * 8, 8),
+        ([512] * 64, 8),
+        ([32768], 1),
+        ([20000] + [10] * 64, 8),
+    ],
+    ids=[
+        "short",
+        "many",
+        "as many as run at once",
+        "many short",
+        "one at a time",
+        "too many states to keep",
+    ],
 )
 def test_what_gains_nothing_stays_whole(lengths, lanes):
     assert plan_segments(PackedSequence.from_lengths(lengths), lanes) is None

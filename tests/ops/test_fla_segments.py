@@ -1,4 +1,6 @@
-"""Segments on flash-linear-attention's function, with torch's delta rule behind its name; the kernels are tests/gpu's."""
+"""Segments on flash-linear-attention's function, with torch's delta rule behind its name; the
+kernels are tests/gpu's.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,29 @@ H, HV, K, V = 2, 4, 8, 12
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Put torch's delta rule behind FLA's function; return the tokens and the values' width of every call."""
+    """Put torch's delta rule behind FLA's function; return the tokens and the values' width of
+    every call.
+    """
     found = []
 
     def kernel(
-        q, k, v, g, beta, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, cu_seqlens=None,
+        q,
+        k,
+        v,
+        g,
+        beta,
+        initial_state=None,
+        output_final_state=False,
+        use_qk_l2norm_in_kernel=False,
+        cu_seqlens=None,
         chunk_indices=None,
     ):
         assert output_final_state and not use_qk_l2norm_in_kernel and g.dtype == torch.float32
         found.append((q.shape[1], v.shape[3]))
         packed = PackedSequence.from_lengths(cu_seqlens.diff().tolist())
-        return gated_delta_rule_with_states(q, k, v, g, beta, packed, initial_state, qk_l2norm=False)
+        return gated_delta_rule_with_states(
+            q, k, v, g, beta, packed, initial_state, qk_l2norm=False
+        )
 
     monkeypatch.setattr(fla, "_kernel", lambda: kernel)
     return found

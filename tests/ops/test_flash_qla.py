@@ -1,4 +1,6 @@
-"""How FlashQLA is called, with torch's delta rule behind its names; what it computes is tests/gpu's."""
+"""How FlashQLA is called, with torch's delta rule behind its names; what it computes is
+tests/gpu's.
+"""
 
 from __future__ import annotations
 
@@ -16,32 +18,53 @@ PACKED = PackedSequence.from_lengths([5, 70, 1, 64])
 T, H, HV, K = PACKED.num_tokens, 2, 4, 128
 
 
-class Stand_in(ModuleType):  # noqa: N801
+class Stand_in(ModuleType):
     """Its three functions, which note how they were called."""
 
     def __init__(self):
         super().__init__("flash_qla")
         self.calls = []
 
-    def chunk_gated_delta_rule(self, q, k, v, g, beta, *, use_qk_l2norm_in_kernel, cu_seqlens, auto_cp):
+    def chunk_gated_delta_rule(
+        self, q, k, v, g, beta, *, use_qk_l2norm_in_kernel, cu_seqlens, auto_cp
+    ):
         self.calls.append("whole")
         assert cu_seqlens is PLAN and not auto_cp
         return gated_delta_rule(q, k, v, g, beta, PACKED, qk_l2norm=use_qk_l2norm_in_kernel), None
 
-    def chunk_gated_delta_rule_fwd(self, q, k, v, g, beta, scale, *, output_final_state, cu_seqlens, auto_cp):
+    def chunk_gated_delta_rule_fwd(
+        self, q, k, v, g, beta, scale, *, output_final_state, cu_seqlens, auto_cp
+    ):
         self.calls.append("forward")
-        assert (scale, output_final_state, auto_cp) == (K**-0.5, False, False) and cu_seqlens is PLAN
+        assert (scale, output_final_state, auto_cp) == (
+            K**-0.5,
+            False,
+            False,
+        ) and cu_seqlens is PLAN
         assert g.dtype == torch.float32 and all(x.is_contiguous() for x in (q, k, v, g, beta))
-        return g + 1, v + 2, gated_delta_rule(q, k, v, g, beta, PACKED, qk_l2norm=False), None, None, None
+        return (
+            g + 1,
+            v + 2,
+            gated_delta_rule(q, k, v, g, beta, PACKED, qk_l2norm=False),
+            None,
+            None,
+            None,
+        )
 
     def chunk_gated_delta_rule_bwd(self, q, k, v, g, beta, A, do, *, scale, cu_seqlens, auto_cp):
         self.calls.append("backward")
-        assert torch.equal(A, v + 2) and (scale, auto_cp) == (K**-0.5, False) and cu_seqlens is PLAN and do.is_contiguous()
+        assert (
+            torch.equal(A, v + 2)
+            and (scale, auto_cp) == (K**-0.5, False)
+            and cu_seqlens is PLAN
+            and do.is_contiguous()
+        )
         leaves = [x.detach().requires_grad_() for x in (q, k, v, g - 1, beta)]
         with torch.enable_grad():
             out = gated_delta_rule(*leaves, PACKED, qk_l2norm=False)
         d_q, d_k, d_v, d_g, d_beta = torch.autograd.grad(out, leaves, do)
-        return d_q.double(), d_k, d_v, d_beta, d_g, None  # wide where heads are summed, and write strengths before decays
+        # wide where heads are summed, and write strengths before decays
+        return d_q.double(), d_k, d_v, d_beta, d_g, None
 
 
 PLAN = torch.tensor(0)
@@ -59,7 +82,8 @@ def stand_in(monkeypatch):
 
 def leaves():
     torch.manual_seed(0)
-    q, k, v = (torch.randn(1, T, 2 * K, heads).mT[..., :K].detach() for heads in (H, H, HV))  # not contiguous
+    # not contiguous
+    q, k, v = (torch.randn(1, T, 2 * K, heads).mT[..., :K].detach() for heads in (H, H, HV))
     q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
     g, beta = -torch.rand(1, T, HV, dtype=torch.float64) / 20, torch.rand(1, T, HV)
     return [x.requires_grad_() for x in (q, k, v, g, beta)]
@@ -67,10 +91,18 @@ def leaves():
 
 @pytest.mark.parametrize(
     "version, qk_l2norm, calls",
-    [("0.1.3", False, ["forward", "backward"]), ("0.1.3", True, ["whole"]), ("0.9", False, ["whole"])],
+    [
+        ("0.1.3", False, ["forward", "backward"]),
+        ("0.1.3", True, ["whole"]),
+        ("0.9", False, ["whole"]),
+    ],
 )
-def test_every_way_of_calling_it_equals_the_reference(stand_in, monkeypatch, version, qk_l2norm, calls):
-    """A known release is called by its two passes where it need not divide q and k by their norms."""
+def test_every_way_of_calling_it_equals_the_reference(
+    stand_in, monkeypatch, version, qk_l2norm, calls
+):
+    """A known release is called by its two passes where it need not divide q and k by their
+    norms.
+    """
     monkeypatch.setattr(flash_qla, "installed", lambda package: version)
     flash_qla.is_known.cache_clear()
     found, wanted = leaves(), leaves()
@@ -88,7 +120,9 @@ def test_every_way_of_calling_it_equals_the_reference(stand_in, monkeypatch, ver
 
 
 def test_a_known_release_gets_its_plan(monkeypatch):
-    """What its own function attaches, which takes some operations for each document; tests/gpu compares the two."""
+    """What its own function attaches, which takes some operations for each document; tests/gpu
+    compares the two.
+    """
     monkeypatch.setattr(flash_qla, "is_known", lambda: True)
     planned = flash_qla.planned_cu_seqlens(PACKED)
     assert torch.equal(planned, PACKED.cu_seqlens) and planned is not PACKED.cu_seqlens
@@ -106,4 +140,8 @@ def test_an_unknown_release_plans_by_itself(monkeypatch):
     monkeypatch.setitem(sys.modules, asked.__name__, asked)
     monkeypatch.setattr(flash_qla, "is_known", lambda: False)
     offsets, host = flash_qla.planned_cu_seqlens(PACKED)
-    assert torch.equal(offsets, PACKED.cu_seqlens) and offsets is not PACKED.cu_seqlens and host is PACKED.cu_seqlens_cpu
+    assert (
+        torch.equal(offsets, PACKED.cu_seqlens)
+        and offsets is not PACKED.cu_seqlens
+        and host is PACKED.cu_seqlens_cpu
+    )

@@ -12,15 +12,21 @@ from tests.support import by_family, relative_rms
 
 EPS = 1e-6
 LIMITS = {
-    torch.float32: (0.0, 1e-7),  # bit for bit, in gradients too where this was measured
-    torch.bfloat16: (4e-3, 5e-3),  # upstream rounds once more on the way: 3.4e-3, 4.4e-3
+    # bit for bit, in gradients too where this was measured
+    torch.float32: (0.0, 1e-7),
+    # upstream rounds once more on the way: 3.4e-3, 4.4e-3
+    torch.bfloat16: (4e-3, 5e-3),
 }
-"""(values, gradients): relative RMS of ours against upstream's; in comments the worst of twenty seeds."""
+"""(values, gradients): relative RMS of ours against upstream's; in comments the worst of twenty
+seeds.
+"""
 LEAVES = ("x", "z", "weight")
 
 
 def leaves(dtype, wide=torch.float64):
-    """x, z [1, 257, 4, 128] and weight [128], rounded to `dtype`, held in `wide`; and weights of the output's sum."""
+    """x, z [1, 257, 4, 128] and weight [128], rounded to `dtype`, held in `wide`; and weights of
+    the output's sum.
+    """
     torch.manual_seed(0)
     x, z = (torch.randn(1, 257, 4, 128) for _ in range(2))
     weight = 1 + torch.randn(128) / 4
@@ -35,7 +41,11 @@ def ours(x, z, weight):
 def upstreams(family):
     """Return upstream's module as a function of x, z and its weight."""
     module = import_module(by_family[family].upstream)
-    (name,) = [name for name in vars(module) if name.endswith("RMSNormGated") and not name.startswith("Fused")]
+    (name,) = [
+        name
+        for name in vars(module)
+        if name.endswith("RMSNormGated") and not name.startswith("Fused")
+    ]
 
     def run(x, z, weight):
         norm = getattr(module, name)(weight.numel(), eps=EPS).to(weight.dtype)
@@ -54,9 +64,14 @@ def values_and_gradients(function, dtype, wide=None):
 
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
-@pytest.mark.parametrize("family", [name for name, row in by_family.items() if "delta_rule" in row.ops])
+@pytest.mark.parametrize(
+    "family", [name for name, row in by_family.items() if "delta_rule" in row.ops]
+)
 def test_it_is_upstreams_module(family, dtype):
-    found, wanted = values_and_gradients(ours, dtype), values_and_gradients(upstreams(family), dtype)
+    found, wanted = (
+        values_and_gradients(ours, dtype),
+        values_and_gradients(upstreams(family), dtype),
+    )
     for name, value in found.items():
         assert value.dtype == wanted[name].dtype == dtype
         limit = LIMITS[dtype][name != "out"]
@@ -65,13 +80,17 @@ def test_it_is_upstreams_module(family, dtype):
 
 def test_in_half_precision_it_is_no_further_from_the_truth_than_upstreams():
     exact = values_and_gradients(ours, torch.bfloat16, torch.float64)
-    found, theirs = (values_and_gradients(run, torch.bfloat16) for run in (ours, upstreams("qwen3_5")))
+    found, theirs = (
+        values_and_gradients(run, torch.bfloat16) for run in (ours, upstreams("qwen3_5"))
+    )
     for name, value in exact.items():
         assert relative_rms(found[name], value) <= relative_rms(theirs[name], value), name
 
 
 def test_a_wrong_formula_is_noticed():
-    """The weight one too large, as other norms of these models add it: the comparison above can fail."""
+    """The weight one too large, as other norms of these models add it: the comparison above can
+    fail.
+    """
     wanted = values_and_gradients(upstreams("qwen3_5"), torch.bfloat16)
     wrong = values_and_gradients(lambda x, z, weight: ours(x, z, 1 + weight), torch.bfloat16)
     errors = {name: relative_rms(wrong[name], value) for name, value in wanted.items()}

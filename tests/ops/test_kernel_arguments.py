@@ -1,4 +1,6 @@
-"""What the packages of kernels get: heads that are not repeated, gates in fp32, rows that are not copied."""
+"""What the packages of kernels get: heads that are not repeated, gates in fp32, rows that are
+not copied.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,15 @@ def calls(stand_ins, monkeypatch):
     from fla.ops import gated_delta_rule as rule
 
     found = []
-    for owner, name in ((dao, "causal_conv1d_fn"), (convolution, "causal_conv1d"), (rule, "chunk_gated_delta_rule")):
+    for owner, name in (
+        (dao, "causal_conv1d_fn"),
+        (convolution, "causal_conv1d"),
+        (rule, "chunk_gated_delta_rule"),
+    ):
         own = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *a, own=own, **k: found.append((a, k)) or own(*a, **k))
+        monkeypatch.setattr(
+            owner, name, lambda *a, own=own, **k: found.append((a, k)) or own(*a, **k)
+        )
     fla_rule._kernel.cache_clear()
     yield found
     fla_rule._kernel.cache_clear()
@@ -42,7 +50,7 @@ def heads(dtype=torch.bfloat16):
 def test_grouped_heads_are_not_repeated_and_the_gate_is_fp32(calls):
     q, k, v, g, beta = heads()
     gated_delta_rule(q, k, v, g, beta, PACKED, qk_l2norm=False, backend="fla")
-    (given, words), = calls
+    ((given, words),) = calls
     assert [x.data_ptr() for x in given[:3]] == [x.data_ptr() for x in (q, k, v)], "a copy"
     assert (given[0].shape[2], given[2].shape[2]) == (2, 4) and given[3].dtype == torch.float32
     assert words["cu_seqlens"] is PACKED.cu_seqlens and not words["use_qk_l2norm_in_kernel"]
@@ -50,26 +58,40 @@ def test_grouped_heads_are_not_repeated_and_the_gate_is_fp32(calls):
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
 def test_the_layers_repeat_no_heads_and_copy_no_row(family, monkeypatch):
-    """q, k and v of the delta rule have their own heads; the convolution reads its channels last, as projected."""
+    """q, k and v of the delta rule have their own heads; the convolution reads its channels
+    last, as projected.
+    """
     model = apply_patches(tiny(family))
     config, seen = model.config, {}
     for name in ("gated_delta_rule", "qkv_conv"):
         own = getattr(conv_delta_rule, name)
-        monkeypatch.setattr(conv_delta_rule, name, lambda *a, own=own, name=name, **k: seen.update({name: a}) or own(*a, **k))
+        monkeypatch.setattr(
+            conv_delta_rule,
+            name,
+            lambda *a, own=own, name=name, **k: seen.update({name: a}) or own(*a, **k),
+        )
     ids = torch.randint(0, config.vocab_size, (1, 12))
     model.model(input_ids=ids, position_ids=torch.arange(12)[None] % 5, use_cache=False)
     counts = config.linear_num_key_heads, config.linear_num_key_heads, config.linear_num_value_heads
-    assert counts[0] < counts[2] and tuple(x.shape[2] for x in seen["gated_delta_rule"][:3]) == counts
+    assert (
+        counts[0] < counts[2] and tuple(x.shape[2] for x in seen["gated_delta_rule"][:3]) == counts
+    )
     assert seen["qkv_conv"][0].stride(2) == 1
 
 
 @pytest.mark.parametrize("backend", ["causal_conv1d", "fla"])
 @pytest.mark.parametrize("cut", [slice(0, 32), slice(8, 40)], ids=["first", "further"])
 def test_the_convolution_copies_nothing(backend, cut, calls):
-    """A part of a wider projection goes in as it is, and what comes out has its channels last again."""
+    """A part of a wider projection goes in as it is, and what comes out has its channels last
+    again.
+    """
     x = torch.randn(1, TOKENS, 48)[..., cut]
     out = causal_conv1d(x, torch.randn(32, 4), PACKED, backend=backend)
-    (given, words), = calls
+    ((given, words),) = calls
     assert given[0].data_ptr() == x.data_ptr() and out.stride(2) == 1
     if backend == "causal_conv1d":
-        assert given[0].shape == (1, 32, TOKENS) and given[0].stride(1) == 1 and words["seq_idx"] is PACKED.seq_idx
+        assert (
+            given[0].shape == (1, 32, TOKENS)
+            and given[0].stride(1) == 1
+            and words["seq_idx"] is PACKED.seq_idx
+        )

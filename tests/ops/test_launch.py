@@ -1,4 +1,6 @@
-"""The cached launcher with a stand-in for Triton; tests/ops/triton/test_launch.py compares it with the Triton installed."""
+"""The cached launcher with a stand-in for Triton; tests/ops/triton/test_launch.py compares it
+with the Triton installed.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +12,30 @@ import torch
 
 from hf_packfree.ops import launch as module
 
-CPU = -1  # what torch calls the CPU, in the GPU's place
+# what torch calls the CPU, in the GPU's place
+CPU = -1
 X = torch.zeros(64)
 
 
 class Kernel:
-    """What `launch` uses of a kernel made by `triton.jit`; `asked` counts the launches that went through Triton."""
+    """What `launch` uses of a kernel made by `triton.jit`; `asked` counts the launches that went
+    through Triton.
+    """
 
     arg_names = ["x", "size", "WIDTH"]
 
     def __init__(self, attribute=("tt.divisibility", 16), constants=None):
         self.asked, self.ran = [], []
         fn = SimpleNamespace(constexprs=[2])
-        source = SimpleNamespace(fn=fn, constants={(2,): 32, **(constants or {})}, attrs={(0,): [list(attribute)]})
+        source = SimpleNamespace(
+            fn=fn, constants={(2,): 32, **(constants or {})}, attrs={(0,): [list(attribute)]}
+        )
         self.compiled = Compiled(source, self.ran)
 
     def __getitem__(self, grid):
-        return lambda *arguments, **constants: self.asked.append((grid, arguments, constants)) or self.compiled
+        return lambda *arguments, **constants: (
+            self.asked.append((grid, arguments, constants)) or self.compiled
+        )
 
 
 class Compiled:
@@ -41,14 +50,21 @@ class Compiled:
         return lambda *arguments: self.ran.append(("by Triton", grid, arguments))
 
     def run(self, x, y, z, stream, function, metadata, *more):
-        assert (stream, function, metadata, more[:3]) == (f"stream of {CPU}", "function", "metadata", (None,) * 3)
+        assert (stream, function, metadata, more[:3]) == (
+            f"stream of {CPU}",
+            "function",
+            "metadata",
+            (None,) * 3,
+        )
         self.ran.append(((x, y, z), more[3:]))
 
 
 @pytest.fixture(autouse=True)
 def hooks(monkeypatch):
     """A stand-in for Triton 3.6 with nothing compiled yet; returns its launch hooks."""
-    hooks = SimpleNamespace(launch_enter_hook=SimpleNamespace(calls=[]), launch_exit_hook=SimpleNamespace(calls=[]))
+    hooks = SimpleNamespace(
+        launch_enter_hook=SimpleNamespace(calls=[]), launch_exit_hook=SimpleNamespace(calls=[])
+    )
     active = SimpleNamespace(get_current_stream=lambda device: f"stream of {device}")
     triton, runtime = ModuleType("triton"), ModuleType("triton.runtime")
     triton.knobs, runtime.driver = SimpleNamespace(runtime=hooks), SimpleNamespace(active=active)
@@ -62,7 +78,9 @@ def hooks(monkeypatch):
 
 
 def run(kernel, x, size, **constants):
-    module._launch(kernel, (7,), x.get_device(), (x, size), {"WIDTH": 32, "num_warps": 4, **constants})
+    module._launch(
+        kernel, (7,), x.get_device(), (x, size), {"WIDTH": 32, "num_warps": 4, **constants}
+    )
 
 
 def test_triton_specialises_arguments_of_a_kind_once():
@@ -71,14 +89,22 @@ def test_triton_specialises_arguments_of_a_kind_once():
         run(kernel, x, size)
     assert [call[1][1] for call in kernel.asked] == [2048, 17, 1], "multiples of 16, others, and 1"
     address = x.data_ptr()
-    assert kernel.ran == [((7, 1, 1), (address, 4096, 32)), ((7, 1, 1), (address, 33, 32))], "constants behind the arguments"
+    assert kernel.ran == [((7, 1, 1), (address, 4096, 32)), ((7, 1, 1), (address, 33, 32))], (
+        "constants behind the arguments"
+    )
     run(kernel, x[1:], 4096)
     run(kernel, x, 4096, num_warps=8)
     run(Kernel(), x, 4096)
-    assert len(kernel.asked) == 5 and len(kernel.ran) == 2, "unaligned memory, other options and other kernels are others"
+    assert len(kernel.asked) == 5 and len(kernel.ran) == 2, (
+        "unaligned memory, other options and other kernels are others"
+    )
 
 
-@pytest.mark.parametrize("kernel", [Kernel(("tt.pointer_range", 32)), Kernel(constants={(1,): 16})], ids=["attribute", "value"])
+@pytest.mark.parametrize(
+    "kernel",
+    [Kernel(("tt.pointer_range", 32)), Kernel(constants={(1,): 16})],
+    ids=["attribute", "value"],
+)
 def test_code_that_assumes_more_is_launched_by_triton(kernel):
     for _ in range(2):
         run(kernel, X, 16)
@@ -104,7 +130,10 @@ def test_hooks_get_every_launch(hooks):
         run(kernel, x, 16)
         hook.calls.clear()
     run(kernel, x, 16)
-    assert kernel.ran == [*[("by Triton", (7, 1, 1), (x, 16, 32))] * 2, ((7, 1, 1), (x.data_ptr(), 16, 32))]
+    assert kernel.ran == [
+        *[("by Triton", (7, 1, 1), (x, 16, 32))] * 2,
+        ((7, 1, 1), (x.data_ptr(), 16, 32)),
+    ]
 
 
 def test_a_triton_without_the_attributes_that_are_read_launches_itself():
@@ -116,7 +145,9 @@ def test_a_triton_without_the_attributes_that_are_read_launches_itself():
 
 
 def test_a_tensor_on_another_device_is_of_another_kind():
-    """It goes to Triton as it is, which looks its address up in the driver and raises if a GPU cannot read it."""
+    """It goes to Triton as it is, which looks its address up in the driver and raises if a GPU
+    cannot read it.
+    """
     x = X
     (here, there), values = zip(*(module._read((x, 5), device) for device in (CPU, 0)))
     assert here != there and values[0] == [x.data_ptr(), 5] and values[1][0] is x

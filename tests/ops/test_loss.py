@@ -1,4 +1,6 @@
-"""Head and cross entropy in chunks against the product and torch's cross entropy, values and gradients, and lazy logits."""
+"""Head and cross entropy in chunks against the product and torch's cross entropy, values and
+gradients, and lazy logits.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ def small_chunks(monkeypatch):
 
 def leaves(dtype=torch.float32, bias=False):
     generator = torch.Generator().manual_seed(0)
-    found = [torch.randn(*shape, generator=generator) for shape in ((2, TOKENS // 2, SIZE), (WORDS, SIZE), (WORDS,))]
+    found = [
+        torch.randn(*shape, generator=generator)
+        for shape in ((2, TOKENS // 2, SIZE), (WORDS, SIZE), (WORDS,))
+    ]
     return [x.to(dtype).requires_grad_() for x in found[: 2 + bias]]
 
 
@@ -37,7 +42,9 @@ def targets(kept: float):
 
 def outcome(x, weight, *bias, wanted, backend, factor=0.25):
     """The loss, and the gradients of it times a factor."""
-    total = linear_cross_entropy(x, weight, wanted, bias=bias[0] if bias else None, ignore_index=IGNORED, backend=backend)
+    total = linear_cross_entropy(
+        x, weight, wanted, bias=bias[0] if bias else None, ignore_index=IGNORED, backend=backend
+    )
     return [total.detach(), *torch.autograd.grad(total * factor, [x, weight, *bias])]
 
 
@@ -47,26 +54,42 @@ def test_equals_the_reference(kept, bias):
     wanted = targets(kept)
     found = outcome(*leaves(bias=bias), wanted=wanted, backend="torch")
     reference = outcome(*leaves(torch.float64, bias=bias), wanted=wanted, backend="upstream")
-    assert found[0].dtype == torch.float32 and abs(found[0] - reference[0]) <= 1e-6 * abs(reference[0])
+    assert found[0].dtype == torch.float32 and abs(found[0] - reference[0]) <= 1e-6 * abs(
+        reference[0]
+    )
     for ours, theirs in zip(found[1:], reference[1:], strict=True):
-        assert ours.shape == theirs.shape and relative_rms(ours, theirs, floor=1e-300 if kept else 1.0) <= 1e-6
+        assert (
+            ours.shape == theirs.shape
+            and relative_rms(ours, theirs, floor=1e-300 if kept else 1.0) <= 1e-6
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_no_farther_from_fp32_than_upstream(dtype):
     rounded, wanted = leaves(dtype, bias=True), targets(0.9)
-    ours, theirs = (outcome(*rounded, wanted=wanted, backend=name, factor=1 / 3) for name in ("torch", "upstream"))
+    ours, theirs = (
+        outcome(*rounded, wanted=wanted, backend=name, factor=1 / 3)
+        for name in ("torch", "upstream")
+    )
     exact = outcome(
-        *(x.detach().float().requires_grad_() for x in rounded), wanted=wanted, backend="upstream", factor=1 / 3
+        *(x.detach().float().requires_grad_() for x in rounded),
+        wanted=wanted,
+        backend="upstream",
+        factor=1 / 3,
     )
     for found, upstream, best in zip(ours[1:], theirs[1:], exact[1:], strict=True):
-        assert found.dtype == dtype and relative_rms(found, best) <= 1.05 * relative_rms(upstream, best)
+        assert found.dtype == dtype and relative_rms(found, best) <= 1.05 * relative_rms(
+            upstream, best
+        )
     assert abs(ours[0] / exact[0] - 1) <= max(abs(theirs[0] / exact[0] - 1), 1e-4)
 
 
 def test_gradients_in_fp16_do_not_underflow():
     """Words by the ten thousand: their probabilities are below what fp16 holds."""
-    x, weight = torch.ones(4, 8, dtype=torch.float16), torch.zeros(60000, 8, dtype=torch.float16, requires_grad=True)
+    x, weight = (
+        torch.ones(4, 8, dtype=torch.float16),
+        torch.zeros(60000, 8, dtype=torch.float16, requires_grad=True),
+    )
     (found,) = torch.autograd.grad(linear_cross_entropy(x, weight, torch.arange(4)) * 1e3, weight)
     assert relative_rms(found[100], torch.full((8,), 4e3 / 60000)) < 1e-3
 
@@ -75,8 +98,14 @@ def test_what_needs_no_gradient_gets_none():
     x, weight = leaves()
     weight.requires_grad_(False)
     (found,) = torch.autograd.grad(linear_cross_entropy(x, weight, targets(1.0)), x)
-    frozen = chunks.loss_and_gradients(x.detach().flatten(0, 1), weight, None, targets(1.0).flatten(), (True, False, False),
-                                       lambda *given: (torch.zeros(len(given[0])), given[0]))[1]
+    frozen = chunks.loss_and_gradients(
+        x.detach().flatten(0, 1),
+        weight,
+        None,
+        targets(1.0).flatten(),
+        (True, False, False),
+        lambda *given: (torch.zeros(len(given[0])), given[0]),
+    )[1]
     assert found.abs().max() > 0 and frozen.weight is None and frozen.x is not None
 
 
@@ -96,7 +125,8 @@ def test_second_derivatives_are_upstreams():
         first = torch.autograd.grad(loss, [x, weight], create_graph=True)
         found.append(torch.autograd.grad(sum(one.pow(2).sum() for one in first), [x, weight]))
     for ours, theirs in zip(*found):
-        assert theirs.abs().max() > 0 and relative_rms(ours, theirs) <= 1e-5  # the loss itself is in fp32
+        # the loss itself is in fp32
+        assert theirs.abs().max() > 0 and relative_rms(ours, theirs) <= 1e-5
 
 
 def test_one_chunk_at_a_time_has_logits():
@@ -105,7 +135,12 @@ def test_one_chunk_at_a_time_has_logits():
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             found = func(*args, **(kwargs or {}))
-            if isinstance(found, torch.Tensor) and type(found) is torch.Tensor and found.ndim == 2 and found.shape[1] == WORDS:
+            if (
+                isinstance(found, torch.Tensor)
+                and type(found) is torch.Tensor
+                and found.ndim == 2
+                and found.shape[1] == WORDS
+            ):
                 self.rows = max(self.rows, len(found))
             return found
 
@@ -129,14 +164,18 @@ def test_hooks_see_and_change_the_gradient_of_unread_logits():
     from hf_packfree.ops.loss import loss_of, softmax
 
     losses = (
-        F.cross_entropy(plain.flatten(0, 1), wanted.flatten(), ignore_index=IGNORED, reduction="sum"),
+        F.cross_entropy(
+            plain.flatten(0, 1), wanted.flatten(), ignore_index=IGNORED, reduction="sum"
+        ),
         loss_of(lazy, Targets.of(wanted, IGNORED), softmax.softmax_gradient),
     )
     for logits, loss in zip((plain, lazy), losses):
         logits.register_hook(lambda grad: None)
         logits.register_hook(lambda grad: 2 * grad)
         logits.retain_grad()
-        found.append([*torch.autograd.grad(loss + logits.square().sum(), [x, weight], retain_graph=True)])
+        found.append(
+            [*torch.autograd.grad(loss + logits.square().sum(), [x, weight], retain_graph=True)]
+        )
         loss.backward()
         found[-1].append(logits.grad)
     for ours, theirs in zip(found[1], found[0]):
@@ -173,5 +212,11 @@ def test_unknown_backends_are_refused():
 
 
 def test_a_negative_target_is_above_all_words_unless_it_is_ignored():
-    """So that kernels give NaN for it, as for other targets that are no words, and do not leave it out."""
-    assert Targets.of(torch.tensor([3, -1, -100]), -100).flat.tolist() == [3, torch.iinfo(torch.int64).max, -1]
+    """So that kernels give NaN for it, as for other targets that are no words, and do not leave
+    it out.
+    """
+    assert Targets.of(torch.tensor([3, -1, -100]), -100).flat.tolist() == [
+        3,
+        torch.iinfo(torch.int64).max,
+        -1,
+    ]

@@ -1,4 +1,6 @@
-"""Linear layers with low-rank adapters: values and gradients, what is kept, what is not computed; here in torch, on the CPU."""
+"""Linear layers with low-rank adapters: values and gradients, what is kept, what is not
+computed; here in torch, on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ SIZES = (200, 40, 3)
 
 def tensors(*shapes, dtype=torch.float64, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for shape in shapes
+    ]
 
 
 def adapter(size, rank, scale, dtype=torch.float64, dropout=0.0, seed=0):
@@ -29,11 +34,17 @@ def adapter(size, rank, scale, dtype=torch.float64, dropout=0.0, seed=0):
 
 
 def layers(*ranks, dtype=torch.float64, of_adapters=None, dropout=0.0):
-    """A frozen layer of every size, with one adapter for each of its ranks, which adds less than the layer itself."""
+    """A frozen layer of every size, with one adapter for each of its ranks, which adds less than
+    the layer itself.
+    """
     found = []
-    for weight, mine in zip(tensors(*((size, D) for size in SIZES[: len(ranks)]), dtype=dtype), ranks):
+    for weight, mine in zip(
+        tensors(*((size, D) for size in SIZES[: len(ranks)]), dtype=dtype), ranks
+    ):
         made = partial(adapter, len(weight), dtype=of_adapters or dtype, dropout=dropout)
-        adapters = tuple(made(rank, 0.1 + 0.1 * i, seed=10 * rank + i) for i, rank in enumerate(mine))
+        adapters = tuple(
+            made(rank, 0.1 + 0.1 * i, seed=10 * rank + i) for i, rank in enumerate(mine)
+        )
         weight = weight.detach()
         found.append(Adapted(weight, adapters) if adapters else weight)
     return found
@@ -47,12 +58,16 @@ def leaves(x, layers):
 def results(x, layers, **options):
     outs = projections(x, *layers, **options)
     d_outs = tensors(*(out.shape for out in outs), seed=3)
-    grads = torch.autograd.grad(outs, leaves(x, layers), [d_out.detach().to(x.dtype) for d_out in d_outs])
+    grads = torch.autograd.grad(
+        outs, leaves(x, layers), [d_out.detach().to(x.dtype) for d_out in d_outs]
+    )
     return [*outs, *grads]
 
 
 RANKS = {
-    "one layer": ((4,),), "one of three": ((), (4,), ()), "of different ranks": ((4,), (2,), (3,)),
+    "one layer": ((4,),),
+    "one of three": ((), (4,), ()),
+    "of different ranks": ((4,), (2,), (3,)),
     "several": ((4, 2), (), (3, 1, 2)),
 }
 
@@ -89,13 +104,22 @@ def test_quantised_weights_are_made_whole_where_they_are_read_and_not_kept(ranks
     dense = [one.weight if isinstance(one, Adapted) else one for one in made]
     rounded = [weight.mul_(3).round_() for weight in dense]
     kept, counts = zip(*map(quantised, rounded))
-    small = [replace(one, weight=bits) if isinstance(one, Adapted) else bits for one, bits in zip(made, kept)]
+    small = [
+        replace(one, weight=bits) if isinstance(one, Adapted) else bits
+        for one, bits in zip(made, kept)
+    ]
     saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda saves: saved.append(saves) or saves, lambda saves: saves):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda saves: saved.append(saves) or saves, lambda saves: saves
+    ):
         found = results(x, small, backend="triton")
     for other in (results(x, made, backend="triton"), results(x, small)):
         assert all(relative_rms(a, b) < 1e-12 for a, b in zip(found, other, strict=True))
-    assert not any(each.is_floating_point() and torch.equal(each, weight) for each in saved for weight in rounded)
+    assert not any(
+        each.is_floating_point() and torch.equal(each, weight)
+        for each in saved
+        for weight in rounded
+    )
     assert all(len(count) == 3 for count in counts), "forward and backward, and the reference"
 
 
@@ -104,24 +128,36 @@ def test_only_what_is_trained_gets_a_gradient():
     first.adapters[0].up.requires_grad_(False)
     second.adapters[0].down.requires_grad_(False)
     trained = [tensor for tensor in leaves(x, (first, second)) if tensor.requires_grad]
-    outs = [sum(out.sin().sum() for out in projections(x, first, second, backend=name)) for name in ("triton", "torch")]
+    outs = [
+        sum(out.sin().sum() for out in projections(x, first, second, backend=name))
+        for name in ("triton", "torch")
+    ]
     for a, b in zip(*(torch.autograd.grad(out, trained) for out in outs), strict=True):
         assert relative_rms(a, b) < 1e-12
 
 
 def test_keeps_the_input_and_its_low_rank_products():
-    (x,), made = tensors((1, T, D), dtype=torch.bfloat16), layers((3,), (3,), dtype=torch.bfloat16, of_adapters=torch.float32)
+    (x,), made = (
+        tensors((1, T, D), dtype=torch.bfloat16),
+        layers((3,), (3,), dtype=torch.bfloat16, of_adapters=torch.float32),
+    )
     kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
+    ):
         projections(x, *made, backend="triton")
     wide = [tensor.shape for tensor in kept if tensor.dtype == torch.float32]
     assert wide.pop() == (T, 6) and set(wide) == {tensor.shape for tensor in leaves(x, made)[1:]}
-    assert sorted(tensor.shape for tensor in kept if tensor.dtype == torch.bfloat16) == sorted([x.shape, (200, D), (40, D)])
+    assert sorted(tensor.shape for tensor in kept if tensor.dtype == torch.bfloat16) == sorted(
+        [x.shape, (200, D), (40, D)]
+    )
 
 
 def test_frozen_layers_without_adapters_keep_no_input():
     (x,), made, kept = tensors((1, T, D)), layers((), ()), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.shape) or tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor.shape) or tensor, lambda tensor: tensor
+    ):
         outs = projections(x, *made, backend="triton")
     assert kept == [weight.shape for weight in made]
     (d_x,) = torch.autograd.grad(sum(out.sum() for out in outs), x)
@@ -130,13 +166,24 @@ def test_frozen_layers_without_adapters_keep_no_input():
 
 @pytest.mark.parametrize("first", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("second", [torch.float32, torch.bfloat16])
-def test_half_precision_is_no_farther_from_exact_than_the_reference(first, second, dtype=torch.bfloat16):
+def test_half_precision_is_no_farther_from_exact_than_the_reference(
+    first, second, dtype=torch.bfloat16
+):
     (x,) = tensors((1, T, D), dtype=dtype)
-    made = [layers((4,), (2, 3), dtype=dtype, of_adapters=of_adapters)[i] for i, of_adapters in enumerate((first, second))]
-    exact = results(x.double(), [
-        Adapted(one.weight.double(), tuple(Adapter(a.down.double(), a.up.double(), a.scale) for a in one.adapters))
-        for one in made
-    ])
+    made = [
+        layers((4,), (2, 3), dtype=dtype, of_adapters=of_adapters)[i]
+        for i, of_adapters in enumerate((first, second))
+    ]
+    exact = results(
+        x.double(),
+        [
+            Adapted(
+                one.weight.double(),
+                tuple(Adapter(a.down.double(), a.up.double(), a.scale) for a in one.adapters),
+            )
+            for one in made
+        ],
+    )
     for a, b, c in zip(results(x, made, backend="triton"), results(x, made), exact, strict=True):
         assert a.dtype == b.dtype and relative_rms(a, c) < 1.1 * relative_rms(b, c)
 
@@ -151,7 +198,10 @@ def test_dropout_zeroes_the_share_and_keeps_the_mean():
     assert abs(float((read == 0).double().mean()) - 0.25) < 0.02
     assert torch.equal(read, reading(1)) and not torch.equal(read, reading(2))
     zeros, ones = torch.zeros(1, D, dtype=x.dtype), torch.ones(4000, D, dtype=x.dtype)
-    one = Adapted(zeros, (Adapter(torch.ones(1, D, dtype=x.dtype), torch.ones(1, 1, dtype=x.dtype), 1.0, 0.25),))
+    one = Adapted(
+        zeros,
+        (Adapter(torch.ones(1, D, dtype=x.dtype), torch.ones(1, 1, dtype=x.dtype), 1.0, 0.25),),
+    )
     torch.manual_seed(0)
     (out,) = projections(ones, one, backend="triton")
     assert abs(float(out.mean()) - D) < 0.2 and out.std() > 1
@@ -164,18 +214,25 @@ def test_with_dropout_the_backward_pass_draws_the_masks_of_the_forward_pass():
         torch.manual_seed(7)
         rest = iter(inputs[1:])
         again = [
-            Adapted(one.weight, tuple(Adapter(next(rest), next(rest), a.scale, a.dropout) for a in one.adapters))
+            Adapted(
+                one.weight,
+                tuple(Adapter(next(rest), next(rest), a.scale, a.dropout) for a in one.adapters),
+            )
             for one in made
         ]
         return projections(inputs[0], *again, backend="triton")
 
     assert torch.autograd.gradcheck(run, leaves(x, made))
-    assert not torch.equal(run(*leaves(x, made))[0], projections(x, *made, backend="triton")[0]), "every call draws its own"
+    assert not torch.equal(run(*leaves(x, made))[0], projections(x, *made, backend="triton")[0]), (
+        "every call draws its own"
+    )
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
 def test_a_checkpoint_draws_the_masks_again(reentrant):
-    """Gradient checkpointing runs the forward pass twice, from one state of the generator: the gradients keep every bit."""
+    """Gradient checkpointing runs the forward pass twice, from one state of the generator: the
+    gradients keep every bit.
+    """
     (x,), made = tensors((1, T, D)), layers((4, 2), (3,), dropout=0.3)
     run = partial(projections, backend="triton")
     grads, draws = [], []
@@ -185,7 +242,8 @@ def test_a_checkpoint_draws_the_masks_again(reentrant):
         x.grad, loss = None, first.sin().sum() + second.cos().sum()
         for leaf in leaves(x, made):
             leaf.grad = None
-        torch.rand(3)  # whatever draws in between moves the generator on
+        # whatever draws in between moves the generator on
+        torch.rand(3)
         loss.backward()
         grads.append([leaf.grad for leaf in leaves(x, made)])
         draws.append(torch.rand(3))

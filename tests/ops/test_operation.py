@@ -1,4 +1,6 @@
-"""`Operation.apply`: torch's values, gradients and errors, without its search for tensors of finished transforms."""
+"""`Operation.apply`: torch's values, gradients and errors, without its search for tensors of
+finished transforms.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def results(function):
 
 
 def builtins_called(function):
-    """The functions in C named "apply" that one call runs, which is how an operation enters autograd's graph."""
+    """The functions in C named "apply" that one call runs, which is how an operation enters
+    autograd's graph.
+    """
     found, arguments = [], (torch.ones(2, requires_grad=True), torch.tensor(3.0), None)
 
     def note(frame, event, called):
@@ -65,7 +69,9 @@ def test_it_ends_in_the_call_that_torchs_own_ends_in():
 @pytest.mark.parametrize("function", [Doubled, ByTorch])
 def test_a_transform_is_refused_in_torchs_words(function):
     with pytest.raises(RuntimeError, match="setup_context"):
-        torch.func.grad(lambda x: function.apply(x, torch.tensor(3.0), None)[0].sum())(torch.ones(2))
+        torch.func.grad(lambda x: function.apply(x, torch.tensor(3.0), None)[0].sum())(
+            torch.ones(2)
+        )
 
 
 def left_behind():
@@ -76,7 +82,8 @@ def left_behind():
 
 
 OPERATIONS = {
-    "two layers": lambda x, w: projections(x, w, w, backend="triton"), "one layer": lambda x, w: linear_forward(x, w, True),
+    "two layers": lambda x, w: projections(x, w, w, backend="triton"),
+    "one layer": lambda x, w: linear_forward(x, w, True),
 }
 
 

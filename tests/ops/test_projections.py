@@ -1,4 +1,6 @@
-"""Linear layers that read one tensor share a backward pass, and narrow neighbours one product; here in torch, on the CPU."""
+"""Linear layers that read one tensor share a backward pass, and narrow neighbours one product;
+here in torch, on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -72,8 +74,12 @@ def test_a_backward_pass_under_autocast_is_that_of_the_forward():
 def test_a_hook_on_all_modules_is_called():
     layer, x = torch.nn.Linear(8, 8, bias=False), torch.randn(1, 5, 8)
     assert plain_layers(x, layer) == (layer.weight,)
-    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, inputs, output: None)
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, inputs, output: None
+    )
     try:
-        assert plain_layers(x, layer) is None, "whatever counts or changes calls of modules would miss this one"
+        assert plain_layers(x, layer) is None, (
+            "whatever counts or changes calls of modules would miss this one"
+        )
     finally:
         handle.remove()

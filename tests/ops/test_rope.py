@@ -16,7 +16,11 @@ from hf_packfree.patching.registry import FAMILIES
 def test_is_upstreams(family):
     row = next(row for row in FAMILIES if row.name == family)
     ours = import_module(row.replacement)
-    towers = [getattr(ours, tower.attention) for tower in row.towers if hasattr(getattr(ours, tower.attention), "_rotate")]
+    towers = [
+        getattr(ours, tower.attention)
+        for tower in row.towers
+        if hasattr(getattr(ours, tower.attention), "_rotate")
+    ]
     torch.manual_seed(0)
     qkv, angle = torch.randn(5, 3, 2, 8), torch.randn(5, 4)
     cos, sin = (torch.cat([turn, turn], -1) for turn in (angle.cos(), angle.sin()))
@@ -24,4 +28,6 @@ def test_is_upstreams(family):
     assert towers
     for tower in towers:
         wanted = tower._rotate(None, *qkv[:, :2].unbind(1), cos, sin)
-        assert [torch.equal(a, b) for a, b in zip(found, (*wanted, qkv[:, 2]), strict=True)] == [True] * 3
+        assert [torch.equal(a, b) for a, b in zip(found, (*wanted, qkv[:, 2]), strict=True)] == [
+            True
+        ] * 3

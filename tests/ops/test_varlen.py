@@ -1,4 +1,6 @@
-"""torch's varlen attention has had three signatures; each is called, causal or not, by its own parameters."""
+"""torch's varlen attention has had three signatures; each is called, causal or not, by its own
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,39 @@ def of_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False
     return locals()
 
 
-def of_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)):
+def of_2_11(
+    query,
+    key,
+    value,
+    cu_seq_q,
+    cu_seq_k,
+    max_q,
+    max_k,
+    *,
+    return_aux=None,
+    scale=None,
+    window_size=(-1, -1),
+):
     return locals()
 
 
-def of_2_13(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1),
-            enable_gqa=False, seqused_k=None, block_table=None, num_splits=None):
+def of_2_13(
+    query,
+    key,
+    value,
+    cu_seq_q,
+    cu_seq_k,
+    max_q,
+    max_k,
+    *,
+    return_aux=None,
+    scale=None,
+    window_size=(-1, -1),
+    enable_gqa=False,
+    seqused_k=None,
+    block_table=None,
+    num_splits=None,
+):
     return locals()
 
 
@@ -56,7 +85,8 @@ def called(monkeypatch):
         varlen._options.cache_clear()
 
     yield put_in
-    forget()  # what it read of the fake
+    # what it read of the fake
+    forget()
 
 
 def half(heads: int) -> torch.Tensor:
@@ -65,20 +95,40 @@ def half(heads: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("release", FAKES)
 def test_it_is_called_for_causal_attention_and_nothing_else(release, called):
-    calls, packed, (q, k, v) = called(release), PackedSequence.from_lengths([3, 5]), (half(2) for _ in range(3))
-    scaled = q * 2 if release == "2.10.0" else q  # which scales by a quarter, 16 ** -0.5, and takes no other factor
+    calls, packed, (q, k, v) = (
+        called(release),
+        PackedSequence.from_lengths([3, 5]),
+        (half(2) for _ in range(3)),
+    )
+    # which scales by a quarter, 16 ** -0.5, and takes no other factor
+    scaled = q * 2 if release == "2.10.0" else q
     assert torch.equal(varlen.attend(q, k, v, packed, scale=0.5), scaled)
     (call,) = calls
-    defaults = {name: parameter.default for name, parameter in signature(FAKES[release]).parameters.items()}
-    asked = {name: value for name, value in call.items() if name in list(defaults)[7:] and value != defaults[name]}
+    defaults = {
+        name: parameter.default for name, parameter in signature(FAKES[release]).parameters.items()
+    }
+    asked = {
+        name: value
+        for name, value in call.items()
+        if name in list(defaults)[7:] and value != defaults[name]
+    }
     assert asked == CAUSAL[release]
-    assert call["cu_seq_q"] is call["cu_seq_k"] is packed.cu_seqlens and call["max_q"] == call["max_k"] == 5
-    assert all(torch.equal(call[name], x[0]) for name, x in zip(("query", "key", "value"), (scaled, k, v)))
+    assert (
+        call["cu_seq_q"] is call["cu_seq_k"] is packed.cu_seqlens
+        and call["max_q"] == call["max_k"] == 5
+    )
+    assert all(
+        torch.equal(call[name], x[0]) for name, x in zip(("query", "key", "value"), (scaled, k, v))
+    )
 
 
 @pytest.mark.parametrize("release", FAKES)
 def test_both_directions_are_its_default(release, called):
-    calls, packed, (q, k, v) = called(release), PackedSequence.from_lengths([3, 5]), (half(2) for _ in range(3))
+    calls, packed, (q, k, v) = (
+        called(release),
+        PackedSequence.from_lengths([3, 5]),
+        (half(2) for _ in range(3)),
+    )
     towers.tower_attention(q, k, v, packed, backend="varlen")
     assert not calls[0].get("is_causal") and calls[0].get("window_size") in (None, (-1, -1))
 
@@ -96,7 +146,9 @@ def test_fewer_key_heads_are_repeated_where_they_are_not_taken(release, called):
     calls, (q, k, v) = called(release), (half(heads) for heads in (4, 2, 2))
     varlen.attend(q, k, v, PackedSequence.from_lengths([3, 5]))
     for name, x in (("key", k), ("value", v)):
-        assert torch.equal(calls[0][name], x[0].repeat_interleave(2, 1) if release == "2.10.0" else x[0])
+        assert torch.equal(
+            calls[0][name], x[0].repeat_interleave(2, 1) if release == "2.10.0" else x[0]
+        )
 
 
 def test_the_installed_function_has_one_of_these_ways_to_be_causal():

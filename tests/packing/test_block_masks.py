@@ -1,4 +1,6 @@
-"""4-D masks that are more than blocks of documents: refused, since each would leak without a warning."""
+"""4-D masks that are more than blocks of documents: refused, since each would leak without a
+warning.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def test_controls_are_read():
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32])
-@pytest.mark.parametrize("heads", [(CAUSAL, BLOCKS), (BLOCKS, CAUSAL), (BLOCKS, BLOCKS, CAUSAL)], ids=len)
+@pytest.mark.parametrize(
+    "heads", [(CAUSAL, BLOCKS), (BLOCKS, CAUSAL), (BLOCKS, BLOCKS, CAUSAL)], ids=len
+)
 def test_heads_that_see_different_documents_are_refused(heads, kind):
     mask = torch.cat(heads, 1)
     with pytest.raises(BoundaryError, match="heads see different documents"):

@@ -1,4 +1,6 @@
-"""Boundaries from every input format; what is malformed or contradictory raises before anything runs."""
+"""Boundaries from every input format; what is malformed or contradictory raises before anything
+runs.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,23 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hf_packfree.errors import BoundaryConflict, BoundaryError
+from hf_packfree.packing import (
+    PackedSequence,
+    PackingInputs,
+    resolve_boundaries,
+    to_hf_kwargs,
+    unpad,
+)
 from hf_packfree.packing.keywords import _FOREIGN
-from hf_packfree.packing import PackedSequence, PackingInputs, resolve_boundaries, to_hf_kwargs, unpad
 from hf_packfree.patching.registry import FAMILIES
-from tests.input_formats import ROW_FORMATS, ROWS_FORMATS, additive, block_mask, one_row, padded_rows
+from tests.input_formats import (
+    ROW_FORMATS,
+    ROWS_FORMATS,
+    additive,
+    block_mask,
+    one_row,
+    padded_rows,
+)
 
 CPU, INT32 = torch.device("cpu"), torch.int32
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=7)
@@ -26,7 +41,11 @@ def resolve(shape=None, ids=None, cached=False, **inputs) -> PackedSequence | No
     ids = torch.arange(shape[0] * shape[1]).view(shape) if ids is None else ids
     flat = ids.reshape(-1)
     return resolve_boundaries(
-        PackingInputs(**inputs), tuple(ids.shape), CPU, lambda indices, index: flat[indices] == flat[index], cached=cached
+        PackingInputs(**inputs),
+        tuple(ids.shape),
+        CPU,
+        lambda indices, index: flat[indices] == flat[index],
+        cached=cached,
     )
 
 
@@ -46,9 +65,14 @@ def test_every_input_format_gives_the_same_lengths(input_format, lengths):
 @given(rows=st.lists(LENGTHS, min_size=1, max_size=4), extra=st.integers(0, 3), left=st.booleans())
 @pytest.mark.parametrize("input_format", ROWS_FORMATS)
 def test_every_format_of_several_rows_gives_the_same_documents(input_format, rows, extra, left):
-    """Padded on either side; padding is dropped, or has segments of its own where the format makes it one."""
+    """Padded on either side; padding is dropped, or has segments of its own where the format
+    makes it one.
+    """
     _, numbers, positions = padded_rows(rows, "left" if left else "right", extra)
-    inputs, lengths = ROWS_FORMATS[input_format](numbers, positions), [length for row in rows for length in row]
+    inputs, lengths = (
+        ROWS_FORMATS[input_format](numbers, positions),
+        [length for row in rows for length in row],
+    )
     # real tokens all differ, padding is 0
     ids = torch.arange(1, numbers.numel() + 1).view(numbers.shape) * (numbers > 0)
     documents = ids[ids > 0].split(lengths)
@@ -77,7 +101,9 @@ def test_a_record_in_upstreams_keywords_reads_back_as_itself(lengths):
 @given(first=LENGTHS, second=LENGTHS)
 @pytest.mark.parametrize("one", ["positions", "cu_seq_lens", "seq_idx", "indexed_mask"])
 def test_two_formats_agree_or_raise(one, first, second):
-    """Restarting positions beside any other format: accepted exactly when they mean the same documents."""
+    """Restarting positions beside any other format: accepted exactly when they mean the same
+    documents.
+    """
     if sum(first) != sum(second):
         first, second = first + [sum(second)], second + [sum(first)]
     # an indexed mask of ones alone is a padding mask, which does not separate documents
@@ -86,22 +112,42 @@ def test_two_formats_agree_or_raise(one, first, second):
     inputs["position_ids"] = inputs.get("position_ids", one_row(second)["position_ids"])
     inputs.setdefault("seq_idx", one_row(second)["seq_idx"])
     if first == second:
-        assert lengths_of(resolve((1, sum(first)), **inputs)) == (None if len(first) == 1 else first)
+        assert lengths_of(resolve((1, sum(first)), **inputs)) == (
+            None if len(first) == 1 else first
+        )
         return
     starts = [set(one_row(lengths)["cu_seqlens"].tolist()) for lengths in (first, second)]
-    message = f"disagreement: a document starts at row 0, token {min(starts[0] ^ starts[1])} in one of them"
+    message = (
+        f"disagreement: a document starts at row 0, token {min(starts[0] ^ starts[1])} in one of "
+        f"them"
+    )
     with pytest.raises(BoundaryConflict, match=message):
         resolve((1, sum(first)), **inputs)
 
 
 def test_positions_that_jump_ahead_in_a_padded_row_are_refused():
-    """One document with a gap, as transformers reads it, or two documents: only beside `seq_idx` is it known."""
-    positions, mask = torch.tensor([[0, 1, 2, 20, 21, 22, 0, 0]]), torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0]])
-    with pytest.raises(BoundaryError, match="jump ahead within a padded row, by 18 at row 0, token 3; wanted .* pass seq_idx"):
+    """One document with a gap, as transformers reads it, or two documents: only beside `seq_idx`
+    is it known.
+    """
+    positions, mask = (
+        torch.tensor([[0, 1, 2, 20, 21, 22, 0, 0]]),
+        torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0]]),
+    )
+    with pytest.raises(
+        BoundaryError,
+        match="jump ahead within a padded row, by 18 at row 0, token 3; wanted .* pass seq_idx",
+    ):
         resolve((1, 8), position_ids=positions, attention_mask=mask)
-    apart = resolve((1, 8), position_ids=positions, attention_mask=mask, seq_idx=torch.tensor([[0, 0, 0, 1, 1, 1, -1, -1]]))
+    apart = resolve(
+        (1, 8),
+        position_ids=positions,
+        attention_mask=mask,
+        seq_idx=torch.tensor([[0, 0, 0, 1, 1, 1, -1, -1]]),
+    )
     assert lengths_of(apart) == [3, 3]
-    assert lengths_of(resolve((1, 6), position_ids=positions[:, :6])) == [3, 3], "without padding a second document starts"
+    assert lengths_of(resolve((1, 6), position_ids=positions[:, :6])) == [3, 3], (
+        "without padding a second document starts"
+    )
 
 
 def offsets(*values, dtype=INT32):
@@ -171,9 +217,13 @@ def test_bad_shapes_and_values(inputs, why):
 def test_a_max_length_is_refused_exactly_when_a_document_is_longer(name, lengths, given_length):
     inputs = {"cu_seq_lens_q": one_row(lengths)["cu_seqlens"], name: given_length}
     if given_length >= max(lengths):
-        assert lengths_of(resolve((1, sum(lengths)), **inputs)) == (None if len(lengths) == 1 else lengths)
+        assert lengths_of(resolve((1, sum(lengths)), **inputs)) == (
+            None if len(lengths) == 1 else lengths
+        )
         return
-    with pytest.raises(BoundaryConflict, match=f"{name}={given_length} beside a document of {max(lengths)} tokens"):
+    with pytest.raises(
+        BoundaryConflict, match=f"{name}={given_length} beside a document of {max(lengths)} tokens"
+    ):
         resolve((1, sum(lengths)), **inputs)
 
 
@@ -181,13 +231,17 @@ def test_longest_document():
     facts = one_row([4, 5])
     with pytest.raises(BoundaryConflict, match="max_length_k=4"):
         resolve((1, 9), cu_seq_lens_q=facts["cu_seqlens"], max_length_k=4)
-    assert resolve((1, 9), cu_seq_lens_q=facts["cu_seqlens"], max_length_q=7, max_length_k=torch.tensor(5)).lengths == [4, 5]
+    assert resolve(
+        (1, 9), cu_seq_lens_q=facts["cu_seqlens"], max_length_q=7, max_length_k=torch.tensor(5)
+    ).lengths == [4, 5]
     with pytest.raises(BoundaryError, match="alone"):
         resolve((1, 9), max_length_q=9)
 
 
 @pytest.mark.parametrize(
-    "given", ["5", math.nan, math.inf, 4.5, [5], True, torch.tensor([5, 5]), torch.tensor(5, device="meta")], ids=repr
+    "given",
+    ["5", math.nan, math.inf, 4.5, [5], True, torch.tensor([5, 5]), torch.tensor(5, device="meta")],
+    ids=repr,
 )
 @pytest.mark.parametrize("name", ["max_length_q", "max_length_k"])
 def test_a_longest_document_that_is_no_number(name, given):
@@ -198,9 +252,15 @@ def test_a_longest_document_that_is_no_number(name, given):
 @pytest.mark.parametrize(
     ("name", "ours"),
     [
-        ("cu_seqlens", "cu_seq_lens_q"), ("cu_seqlens_kv", "cu_seq_lens_q"), ("cu_seq_lens", "cu_seq_lens_q"),
-        ("packed_seq_params", "cu_seq_lens_q"), ("max_seqlen_q", "max_length_q"), ("segment_ids", "seq_idx"),
-        ("document_ids", "seq_idx"), ("sequence_ids", "seq_idx"), ("text_position_ids", "position_ids"),
+        ("cu_seqlens", "cu_seq_lens_q"),
+        ("cu_seqlens_kv", "cu_seq_lens_q"),
+        ("cu_seq_lens", "cu_seq_lens_q"),
+        ("packed_seq_params", "cu_seq_lens_q"),
+        ("max_seqlen_q", "max_length_q"),
+        ("segment_ids", "seq_idx"),
+        ("document_ids", "seq_idx"),
+        ("sequence_ids", "seq_idx"),
+        ("text_position_ids", "position_ids"),
     ],
 )
 def test_other_libraries_names_are_refused(name, ours):
@@ -212,10 +272,16 @@ def test_other_libraries_names_are_refused(name, ours):
 def test_no_name_of_another_library_is_one_of_upstreams():
     """A parameter of the families' own forwards, or of a vision tower's, has upstream's meaning."""
     for family in FAMILIES:
-        classes = [thing for thing in vars(import_module(family.upstream)).values() if hasattr(thing, "forward")]
+        classes = [
+            thing
+            for thing in vars(import_module(family.upstream)).values()
+            if hasattr(thing, "forward")
+        ]
         names = {name for cls in classes for name in inspect.signature(cls.forward).parameters}
         taken = names & {foreign for group in _FOREIGN.values() for foreign in group}
-        assert taken <= {"cu_seqlens", "max_seqlen"}, "the vision tower alone has these two, and makes them itself"
+        assert taken <= {"cu_seqlens", "max_seqlen"}, (
+            "the vision tower alone has these two, and makes them itself"
+        )
 
 
 POSITIONS = [0, 1, 2, 3, 0, 1, 2, 3, 4]
@@ -224,19 +290,28 @@ POSITIONS = [0, 1, 2, 3, 0, 1, 2, 3, 4]
 @pytest.mark.parametrize(
     "given",
     [
-        torch.tensor(POSITIONS, dtype=torch.float32) + 0.5, torch.full((9,), torch.nan), torch.tensor(POSITIONS).bool(),
-        torch.tensor(POSITIONS).bfloat16(), torch.tensor(POSITIONS).half(), torch.tensor(POSITIONS, dtype=torch.complex64),
+        torch.tensor(POSITIONS, dtype=torch.float32) + 0.5,
+        torch.full((9,), torch.nan),
+        torch.tensor(POSITIONS).bool(),
+        torch.tensor(POSITIONS).bfloat16(),
+        torch.tensor(POSITIONS).half(),
+        torch.tensor(POSITIONS, dtype=torch.complex64),
     ],
 )
 @pytest.mark.parametrize("rows", [1, 3, 4])
 def test_positions_that_are_no_whole_numbers(given, rows):
     with pytest.raises(BoundaryError, match=f"found position_ids of {given.dtype}"):
         resolve((1, 9), position_ids=given.expand(rows, 1, 9) if rows > 1 else given[None])
-    assert resolve((1, 9), position_ids=torch.tensor([POSITIONS], dtype=torch.float32)).lengths == [4, 5]
+    assert resolve((1, 9), position_ids=torch.tensor([POSITIONS], dtype=torch.float32)).lengths == [
+        4,
+        5,
+    ]
 
 
 def test_times_of_videos_may_be_fractions():
-    """Omni's rows of time, height and width are float32 with parts of seconds; the text row counts tokens."""
+    """Omni's rows of time, height and width are float32 with parts of seconds; the text row
+    counts tokens.
+    """
     text = torch.tensor([[POSITIONS]], dtype=torch.float32)
     assert resolve((1, 9), position_ids=torch.cat([text, text + 0.5, text, text])).lengths == [4, 5]
     counted = torch.arange(9.0)[None, None]
@@ -253,10 +328,15 @@ def test_arrays_and_tensors_without_values(name):
 
 
 @pytest.mark.parametrize("name", ["position_ids", "seq_idx", "attention_mask", "cu_seq_lens_q"])
-@pytest.mark.parametrize("make", [
-    torch.Tensor.to_sparse, lambda given: torch.nested.nested_tensor([given.float()]),
-    lambda given: torch.quantize_per_tensor(given.float(), 1.0, 0, torch.quint8),
-], ids=["sparse", "nested", "quantised"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.Tensor.to_sparse,
+        lambda given: torch.nested.nested_tensor([given.float()]),
+        lambda given: torch.quantize_per_tensor(given.float(), 1.0, 0, torch.quint8),
+    ],
+    ids=["sparse", "nested", "quantised"],
+)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:torch.*quantize")
 def test_tensors_of_other_layouts(name, make):
     with pytest.raises(BoundaryError, match=f"found {name} as a .* tensor; wanted a dense one"):
@@ -289,7 +369,8 @@ def test_4d_masks_of_one_document_are_upstreams_where_it_reads_them_as_they_are_
     assert resolve((1, 9), attention_mask=torch.ones_like(causal), cached=True) is None
 
 
-# trailing padding --------------------------------------------------------------------------------------------------
+# trailing padding
+# --------------------------------------------------------------------------------------------------
 TAIL_IDS = torch.tensor([[5, 6, 7, 8, 9, 3, 3, 3]])
 
 
@@ -297,15 +378,25 @@ TAIL_IDS = torch.tensor([[5, 6, 7, 8, 9, 3, 3, 3]])
     "inputs",
     [
         {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 0, 0]])},
-        {"cu_seq_lens_q": offsets(0, 3, 5, 8), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 0, 0]])},
-        {"cu_seq_lens_q": offsets(0, 3, 5, 8), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2]])},
+        {
+            "cu_seq_lens_q": offsets(0, 3, 5, 8),
+            "position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 0, 0]]),
+        },
+        {
+            "cu_seq_lens_q": offsets(0, 3, 5, 8),
+            "position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2]]),
+        },
     ],
 )
 def test_a_tail_of_pad_tokens_is_one_segment(inputs):
     assert resolve(ids=TAIL_IDS, **inputs).lengths == [3, 2, 3]
 
 
-@pytest.mark.parametrize("positions", [{}, {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 0, 0]])}], ids=["", "positions"])
+@pytest.mark.parametrize(
+    "positions",
+    [{}, {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 0, 0]])}],
+    ids=["", "positions"],
+)
 @pytest.mark.parametrize(
     "inputs",
     [
@@ -316,14 +407,19 @@ def test_a_tail_of_pad_tokens_is_one_segment(inputs):
 )
 def test_documents_that_an_input_separates_stay_apart_even_if_equal(inputs, positions):
     found = resolve(ids=TAIL_IDS, **inputs, **positions)
-    assert found.lengths == [3, 2, 1, 1, 1] and found.padding_segments == (2, 3, 4), "each a segment, none in statistics"
+    assert found.lengths == [3, 2, 1, 1, 1] and found.padding_segments == (2, 3, 4), (
+        "each a segment, none in statistics"
+    )
 
 
 @pytest.mark.parametrize("pads", [False, True])
 @pytest.mark.parametrize("input_format", ["positions", "cu_seq_lens", "seq_idx", "indexed_mask"])
 def test_a_single_token_at_the_end_is_padding_if_it_is_the_padding_token(input_format, pads):
     inputs = PackingInputs(**dict(ROW_FORMATS[input_format](one_row([3, 2, 1]), [3, 2, 1])))
-    same_token, is_padding = lambda indices, index: indices == index, lambda index: pads and index == 5
+    same_token, is_padding = (
+        lambda indices, index: indices == index,
+        lambda index: pads and index == 5,
+    )
     found = resolve_boundaries(inputs, (1, 6), CPU, same_token, is_padding=is_padding)
     assert found.lengths == [3, 2, 1] and found.padding_segments == ((2,) if pads else ())
 
@@ -333,7 +429,9 @@ def test_any_row_padded_with_zero_positions_ends_in_one_padding_segment(lengths,
     """The last document's token differs from the padding token, or it would be padding too."""
     real = sum(lengths)
     ids = torch.cat((torch.arange(1, real + 1), torch.zeros(padding, dtype=torch.long)))[None]
-    positions = torch.cat((one_row(lengths)["position_ids"], torch.zeros(1, padding, dtype=torch.long)), 1)
+    positions = torch.cat(
+        (one_row(lengths)["position_ids"], torch.zeros(1, padding, dtype=torch.long)), 1
+    )
     packed = resolve(ids=ids, position_ids=positions)
     assert packed.lengths == [*lengths, padding] and packed.padding_segments == (len(lengths),)
     assert packed.num_documents == len(lengths) and packed.num_real_tokens == real
@@ -341,8 +439,12 @@ def test_any_row_padded_with_zero_positions_ends_in_one_padding_segment(lengths,
 
 def test_one_token_documents_that_differ_stay_apart():
     positions = torch.tensor([[0, 1, 2, 0, 1, 0, 0, 0]])
-    assert resolve(ids=torch.tensor([[5, 6, 7, 8, 9, 4, 3, 3]]), position_ids=positions).lengths == [3, 2, 1, 2]
-    assert resolve(ids=torch.tensor([[5, 6, 7, 8, 9, 3, 3, 4]]), position_ids=positions).lengths == [3, 2, 1, 1, 1]
+    assert resolve(
+        ids=torch.tensor([[5, 6, 7, 8, 9, 4, 3, 3]]), position_ids=positions
+    ).lengths == [3, 2, 1, 2]
+    assert resolve(
+        ids=torch.tensor([[5, 6, 7, 8, 9, 3, 3, 4]]), position_ids=positions
+    ).lengths == [3, 2, 1, 1, 1]
 
 
 def test_tails_end_with_their_row():
@@ -353,13 +455,20 @@ def test_tails_end_with_their_row():
 
 def test_padding_may_be_counted_or_not_in_positions():
     mask = torch.tensor([[1, 1, 0, 0, 1, 1]])
-    assert resolve((1, 6), attention_mask=mask, position_ids=torch.tensor([[0, 1, 1, 1, 2, 3]])) is None
+    assert (
+        resolve((1, 6), attention_mask=mask, position_ids=torch.tensor([[0, 1, 1, 1, 2, 3]]))
+        is None
+    )
     assert resolve((1, 6), attention_mask=mask, position_ids=torch.arange(6)[None]) is None
-    assert resolve((1, 6), attention_mask=mask, position_ids=torch.tensor([[0, 1, 0, 0, 0, 1]])).lengths == [2, 2]
+    assert resolve(
+        (1, 6), attention_mask=mask, position_ids=torch.tensor([[0, 1, 0, 0, 0, 1]])
+    ).lengths == [2, 2]
 
 
 def test_padding_that_upstream_would_misread_makes_a_record():
-    assert resolve((1, 6), seq_idx=torch.tensor([[0, 0, 0, 0, -1, -1]], dtype=INT32)).indices.tolist() == [0, 1, 2, 3]
+    assert resolve(
+        (1, 6), seq_idx=torch.tensor([[0, 0, 0, 0, -1, -1]], dtype=INT32)
+    ).indices.tolist() == [0, 1, 2, 3]
     assert resolve((1, 6), attention_mask=torch.tensor([[2, 2, 2, 2, 0, 0]])).lengths == [4]
 
 

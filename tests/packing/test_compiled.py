@@ -14,10 +14,18 @@ from hf_packfree.packing import PackedSequence
 def rows_as_documents(x):
     """Build a record of one document per row, as a layer does, and use it."""
     packed = PackedSequence.from_lengths([x.shape[1]] * x.shape[0], device=x.device)
-    return x.flatten(0, 1) * 2 + packed.position_ids()[0, :, None], packed.seq_idx, packed.cu_seqlens
+    return (
+        x.flatten(0, 1) * 2 + packed.position_ids()[0, :, None],
+        packed.seq_idx,
+        packed.cu_seqlens,
+    )
 
 
-AROUND = {"nothing": nullcontext, "inference mode": torch.inference_mode, "a default device": partial(torch.device, "cpu")}
+AROUND = {
+    "nothing": nullcontext,
+    "inference mode": torch.inference_mode,
+    "a default device": partial(torch.device, "cpu"),
+}
 
 
 @pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
@@ -41,7 +49,9 @@ def numbers(packed, times):
 
 
 def test_cached_plans_are_shared_in_compiled_graphs():
-    """Nested functions and functions of a module keep their own plans there, and a second record brings its own."""
+    """Nested functions and functions of a module keep their own plans there, and a second record
+    brings its own.
+    """
 
     def layer(x, packed):
         plans = packed.cached(doubled_positions, 2)[0], packed.cached(numbers, 2)[0]

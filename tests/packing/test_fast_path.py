@@ -1,4 +1,6 @@
-"""The fast path, for one row and for a padded batch, gives what parsing every input gives, or leaves the batch to that."""
+"""The fast path, for one row and for a padded batch, gives what parsing every input gives, or
+leaves the batch to that.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ from tests.input_formats import one_row
 
 CPU = torch.device("cpu")
 LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=6)
-NAMES = {"cu_seq_lens_q": "cu_seqlens", "cu_seq_lens_k": "cu_seqlens", "seq_idx": "seq_idx", "position_ids": "position_ids"}
+NAMES = {
+    "cu_seq_lens_q": "cu_seqlens",
+    "cu_seq_lens_k": "cu_seqlens",
+    "seq_idx": "seq_idx",
+    "position_ids": "position_ids",
+}
 
 
 def same_index(indices: torch.Tensor, index: int) -> torch.Tensor:
@@ -43,9 +50,16 @@ def outcome(given_inputs: PackingInputs, tokens: int):
     return packed.lengths, packed.plain, packed.padding_segments, indices
 
 
-@given(data=st.data(), first=LENGTHS, second=LENGTHS, names=st.sets(st.sampled_from(sorted(NAMES)), min_size=1))
+@given(
+    data=st.data(),
+    first=LENGTHS,
+    second=LENGTHS,
+    names=st.sets(st.sampled_from(sorted(NAMES)), min_size=1),
+)
 def test_equals_parsing_every_input(data, first, second, names):
-    """Each input describes one of two lists of documents, and may have one entry changed to anything."""
+    """Each input describes one of two lists of documents, and may have one entry changed to
+    anything.
+    """
     tokens = sum(first)
     second = second[:1] if sum(second[:1]) >= tokens else [*second, max(tokens - sum(second), 0)]
     passed = {}
@@ -61,10 +75,15 @@ def test_equals_parsing_every_input(data, first, second, names):
 
 @given(lengths=LENGTHS, names=st.sets(st.sampled_from(sorted(NAMES)), min_size=1))
 def test_inputs_that_agree_take_the_fast_path(lengths, names):
-    lengths = [*lengths, 2]  # trailing one-token documents may be padding
+    # trailing one-token documents may be padding
+    lengths = [*lengths, 2]
     row = one_row(lengths)
-    cu_seqlens = [row["cu_seqlens"]] * ("cu_seq_lens_q" in names) + [row["cu_seqlens"].clone()] * ("cu_seq_lens_k" in names)
-    seq_idx, position_ids = (row[name] if name in names else None for name in ("seq_idx", "position_ids"))
+    cu_seqlens = [row["cu_seqlens"]] * ("cu_seq_lens_q" in names) + [row["cu_seqlens"].clone()] * (
+        "cu_seq_lens_k" in names
+    )
+    seq_idx, position_ids = (
+        row[name] if name in names else None for name in ("seq_idx", "position_ids")
+    )
     found = offsets_of_one_row(sum(lengths), CPU, cu_seqlens, seq_idx, position_ids)
     assert found.tolist() == row["cu_seqlens"].tolist()
 
@@ -74,10 +93,14 @@ INVALID = [(0, 3, 2, 5), (0, 2**31 - 1, -2, 5), (1, 3, 5), (0, 3, 4), (0, 3, 9),
 
 @pytest.mark.parametrize("offsets", INVALID, ids=str)
 def test_invalid_offsets_are_left_to_the_parsers(offsets):
-    assert offsets_of_one_row(5, CPU, [torch.tensor(offsets, dtype=torch.int32)], None, None) is None
+    assert (
+        offsets_of_one_row(5, CPU, [torch.tensor(offsets, dtype=torch.int32)], None, None) is None
+    )
 
 
-@pytest.mark.parametrize("seq_idx", [(0, 0, 1, 1, -1), (-1, -1, 0, 0, 0), (0, 0, 0, 1, 2), (0, 0, 0, 0, 1)], ids=str)
+@pytest.mark.parametrize(
+    "seq_idx", [(0, 0, 1, 1, -1), (-1, -1, 0, 0, 0), (0, 0, 0, 1, 2), (0, 0, 0, 0, 1)], ids=str
+)
 def test_padding_in_seq_idx_and_trailing_tokens_are_left_to_the_parsers(seq_idx):
     assert offsets_of_one_row(5, CPU, [], torch.tensor([seq_idx]), None) is None
 
@@ -100,12 +123,16 @@ def test_positions_that_wrap_around_in_32_bits_start_a_document():
 
 DTYPES = st.sampled_from([torch.bool, torch.int64, torch.int32, torch.float32])
 MASKS = st.integers(1, 4).flatmap(
-    lambda width: st.lists(st.lists(st.integers(0, 1), min_size=width, max_size=width), min_size=1, max_size=4)
+    lambda width: st.lists(
+        st.lists(st.integers(0, 1), min_size=width, max_size=width), min_size=1, max_size=4
+    )
 )
 
 
 def record_of(mask: torch.Tensor, fast_path=None):
-    """Everything the record of a padded batch with this mask alone holds, or the error's message."""
+    """Everything the record of a padded batch with this mask alone holds, or the error's
+    message.
+    """
     before = inputs.rows_of_mask
     inputs.rows_of_mask = fast_path or before
     try:
@@ -125,7 +152,9 @@ def record_of(mask: torch.Tensor, fast_path=None):
 
 @given(rows=MASKS, dtype=DTYPES, odd=st.sampled_from([None, None, None, 2, -1]))
 def test_a_mask_alone_equals_parsing_it(rows, dtype, odd):
-    """Padding at either end, holes, empty rows, nothing but padding; in some, one value is neither 0 nor 1."""
+    """Padding at either end, holes, empty rows, nothing but padding; in some, one value is
+    neither 0 nor 1.
+    """
     mask = torch.tensor(rows).to(dtype)
     if odd is not None and dtype != torch.bool:
         mask[0, 0] = odd
@@ -138,6 +167,10 @@ def test_a_mask_alone_is_not_parsed(monkeypatch):
     assert record_of(mask)[0] == [2, 2]
 
 
-@pytest.mark.parametrize("mask", [[[], []], [[1, 0, 1]], [[1, 2, 0]], [[1, 1, 1]], [[0, 0, 0]], [[1.0, 0.5, 0.0]]], ids=str)
+@pytest.mark.parametrize(
+    "mask",
+    [[[], []], [[1, 0, 1]], [[1, 2, 0]], [[1, 1, 1]], [[0, 0, 0]], [[1.0, 0.5, 0.0]]],
+    ids=str,
+)
 def test_holes_documents_and_extremes_of_a_mask_are_left_to_the_parsers(mask):
     assert rows_of_mask(torch.tensor(mask)) is None

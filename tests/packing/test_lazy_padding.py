@@ -25,7 +25,9 @@ VALUES = torch.arange(1.0, 9.0).view(1, 4, 2)
 
 
 def record() -> PackedSequence:
-    return PackedSequence.from_lengths([1, 3], batch_shape=(2, 3), indices=torch.tensor([2, 3, 4, 5]))
+    return PackedSequence.from_lengths(
+        [1, 3], batch_shape=(2, 3), indices=torch.tensor([2, 3, 4, 5])
+    )
 
 
 def saved(tensor):
@@ -55,7 +57,9 @@ READERS = {
     "data_ptr": from_address,
     "from_dlpack": torch.from_dlpack,
     "numpy's from_dlpack": np.from_dlpack,
-    "untyped_storage": lambda tensor: torch.frombuffer(bytearray(tensor.untyped_storage()), dtype=torch.float32),
+    "untyped_storage": lambda tensor: torch.frombuffer(
+        bytearray(tensor.untyped_storage()), dtype=torch.float32
+    ),
     "storage": lambda tensor: tensor.storage().tolist(),
     "numpy": lambda tensor: tensor.numpy(),
     "asarray": np.asarray,
@@ -163,7 +167,9 @@ def test_gradients_of_the_loss_are_seen_at_lazy_logits(watch):
 @pytest.mark.parametrize("watch", [retained, hooked])
 def test_gradients_of_the_loss_are_seen_at_the_logits_of_one_packed_row(watch):
     model = tiny()
-    batch = {name: value[:1] for name, value in padded_batch("right").items() if name != "attention_mask"}
+    batch = {
+        name: value[:1] for name, value in padded_batch("right").items() if name != "attention_mask"
+    }
     wanted, _ = of_the_loss(model, batch, watch)
     found, _ = of_the_loss(apply_patches(model, unpacked="native"), batch, watch)
     assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max()
@@ -214,9 +220,12 @@ def test_a_kept_gradient_is_forgotten_and_known_to_be_kept():
 
 
 RESHAPING = {
-    "squeeze_": lambda tensor: tensor.squeeze_(), "unsqueeze_": lambda tensor: tensor.unsqueeze_(0),
-    "transpose_": lambda tensor: tensor.transpose_(0, 1), "resize_": lambda tensor: tensor.resize_(4),
-    "set_": lambda tensor: tensor.set_(torch.ones(3)), "as_strided_": lambda tensor: tensor.as_strided_((2, 2), (1, 1)),
+    "squeeze_": lambda tensor: tensor.squeeze_(),
+    "unsqueeze_": lambda tensor: tensor.unsqueeze_(0),
+    "transpose_": lambda tensor: tensor.transpose_(0, 1),
+    "resize_": lambda tensor: tensor.resize_(4),
+    "set_": lambda tensor: tensor.set_(torch.ones(3)),
+    "as_strided_": lambda tensor: tensor.as_strided_((2, 2), (1, 1)),
 }
 
 

@@ -16,7 +16,12 @@ FILM = [TEXT, *[VIDEO] * 2, TEXT, *[VIDEO] * 2, TEXT]
 
 
 def images(*sizes: int) -> Media:
-    return Media(name="image", token=IMAGE, sizes=torch.tensor(sizes).long(), runs=torch.ones(len(sizes)).long())
+    return Media(
+        name="image",
+        token=IMAGE,
+        sizes=torch.tensor(sizes).long(),
+        runs=torch.ones(len(sizes)).long(),
+    )
 
 
 def row(*documents: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,7 +30,13 @@ def row(*documents: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_items_follow_their_placeholders():
-    assert media_offsets(*row(ONE, TWO, THREE, THREE), images(4, 6, 2, 2)).tolist() == [0, 2, 2, 3, 4]
+    assert media_offsets(*row(ONE, TWO, THREE, THREE), images(4, 6, 2, 2)).tolist() == [
+        0,
+        2,
+        2,
+        3,
+        4,
+    ]
 
 
 def test_without_items_every_document_has_none():
@@ -45,8 +56,15 @@ def test_tokens_of_another_kind_may_stand_between():
 @pytest.mark.parametrize(
     ("sizes", "found"),
     [
-        ((6, 4, 2), "a run of image placeholders in document 0 that ends at token 5, inside image 0 of 6 tokens"),
-        ((4, 6), r"2 image placeholders in document 2 \(tokens 19 to 20\), where image 2 is the first"),
+        (
+            (6, 4, 2),
+            "a run of image placeholders in document 0 that ends at token 5, inside image 0 of 6 "
+            "tokens",
+        ),
+        (
+            (4, 6),
+            r"2 image placeholders in document 2 \(tokens 19 to 20\), where image 2 is the first",
+        ),
         ((4, 6, 2, 2), "4 images and placeholders of 3: image 3 belongs to no document"),
         ((4, 6, 3), r"2 image placeholders in document 2 .* which have \[3\] from there on"),
     ],
@@ -58,7 +76,9 @@ def test_counts_that_differ_name_document_and_item(sizes, found):
 
 @pytest.mark.parametrize("cut", [3, 9])
 def test_a_boundary_inside_an_item_is_refused(cut):
-    with pytest.raises(BoundaryError, match=rf"boundary at token {cut}, inside image {int(cut > 6)}"):
+    with pytest.raises(
+        BoundaryError, match=rf"boundary at token {cut}, inside image {int(cut > 6)}"
+    ):
         media_offsets(*row(ONE[:cut], ONE[cut:]), images(4, 6))
 
 

@@ -23,7 +23,11 @@ ROWS = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=7), min_size=1,
 
 def resolve(mask, drop_padding=False) -> PackedSequence | None:
     return resolve_boundaries(
-        PackingInputs(None, mask), tuple(mask.shape), CPU, lambda indices, index: indices == index, drop_padding=drop_padding
+        PackingInputs(None, mask),
+        tuple(mask.shape),
+        CPU,
+        lambda indices, index: indices == index,
+        drop_padding=drop_padding,
     )
 
 
@@ -49,10 +53,15 @@ def test_lazy_padding_has_the_values_and_gradients_of_repad(rows, extra, left):
     if packed is None:
         assert bool((numbers > 0).all())
         return
-    weights, row = torch.randn(*numbers.shape, 3), torch.randn(1, packed.num_tokens, 3, requires_grad=True)
+    weights, row = (
+        torch.randn(*numbers.shape, 3),
+        torch.randn(1, packed.num_tokens, 3, requires_grad=True),
+    )
     eager, lazy = repad(row, packed), lazy_repad(row, packed)
     assert lazy.shape == eager.shape and lazy.dtype == eager.dtype and torch.equal(lazy, eager)
-    wanted, found = (torch.autograd.grad((padded * weights).sum(), row)[0] for padded in (eager, lazy))
+    wanted, found = (
+        torch.autograd.grad((padded * weights).sum(), row)[0] for padded in (eager, lazy)
+    )
     assert torch.equal(found, wanted)
 
 
@@ -64,9 +73,13 @@ def test_kept_left_pad_tokens_are_segments_of_their_own_and_stay_zero(lengths, d
     chosen = sorted(data.draw(st.sets(st.integers(0, len(lengths) - 1), min_size=1)))
     indices = torch.tensor([row * width + width - lengths[row] - 1 for row in chosen])
     packed = with_left_pad_tokens(resolve(mask, drop_padding=True), indices)
-    assert packed.lengths == [size for row, length in enumerate(lengths) for size in ([1] * (row in chosen) + [length])]
+    assert packed.lengths == [
+        size for row, length in enumerate(lengths) for size in ([1] * (row in chosen) + [length])
+    ]
     pads = torch.isin(packed.indices, indices)
-    assert packed.padding_segments == packed.left_pad_segments and torch.equal(packed.is_real(), ~pads[None])
+    assert packed.padding_segments == packed.left_pad_segments and torch.equal(
+        packed.is_real(), ~pads[None]
+    )
     assert packed.num_documents == len(lengths) and packed.num_real_tokens == sum(lengths)
     mixed = torch.ones(1, packed.num_tokens, 2)
     assert torch.equal(packed.zero_left_pad(mixed), (~pads)[None, :, None].expand_as(mixed).float())

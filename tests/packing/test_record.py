@@ -19,8 +19,14 @@ def test_the_record_is_consistent(lengths):
     packed = PackedSequence.from_lengths(lengths)
     row = one_row(lengths)
     assert packed.cu_seqlens.dtype == packed.seq_idx.dtype == torch.int32
-    assert packed.lengths == lengths and packed.max_seqlen == max(lengths) and packed.num_segments == len(lengths)
-    assert torch.equal(packed.cu_seqlens, row["cu_seqlens"]) and torch.equal(packed.cu_seqlens_cpu, row["cu_seqlens"])
+    assert (
+        packed.lengths == lengths
+        and packed.max_seqlen == max(lengths)
+        and packed.num_segments == len(lengths)
+    )
+    assert torch.equal(packed.cu_seqlens, row["cu_seqlens"]) and torch.equal(
+        packed.cu_seqlens_cpu, row["cu_seqlens"]
+    )
     assert torch.equal(packed.position_ids(), row["position_ids"])
     assert torch.equal(packed.seq_idx, row["seq_idx"])
 
@@ -33,7 +39,16 @@ def test_documents_have_at_least_one_token(lengths):
 
 @pytest.mark.parametrize(
     "lengths",
-    [[1.5, 2], [True, 5], "52", [[1, 2]], [[1], [2, 3]], torch.tensor([1.0, 2.0]), torch.ones(2, device="meta"), [2**70]],
+    [
+        [1.5, 2],
+        [True, 5],
+        "52",
+        [[1, 2]],
+        [[1], [2, 3]],
+        torch.tensor([1.0, 2.0]),
+        torch.ones(2, device="meta"),
+        [2**70],
+    ],
 )
 def test_lengths_are_integers(lengths):
     with pytest.raises(BoundaryError, match="wanted one or more integers"):
@@ -52,7 +67,9 @@ def test_padding_segments_count_as_no_documents(lengths, data):
     packed = PackedSequence.from_lengths(lengths, padding_segments=sorted(padding))
     real = [segment not in padding for segment, length in enumerate(lengths) for _ in range(length)]
     assert packed.is_real().tolist() == [real]
-    assert packed.num_real_tokens == sum(real) and packed.num_documents == len(lengths) - len(padding)
+    assert packed.num_real_tokens == sum(real) and packed.num_documents == len(lengths) - len(
+        padding
+    )
     row = torch.randn(sum(lengths), 2)
     assert torch.equal(packed.select_real(row), row[torch.tensor(real)] if any(real) else row)
 
@@ -60,9 +77,15 @@ def test_padding_segments_count_as_no_documents(lengths, data):
 @given(lengths=LENGTHS, size=st.integers(1, 5))
 def test_chunks_cover_every_segment_in_order(lengths, size):
     offsets, segment, number = chunk_plan(PackedSequence.from_lengths(lengths), size)
-    wanted = [(index, chunk) for index, length in enumerate(lengths) for chunk in range(-(-length // size))]
+    wanted = [
+        (index, chunk)
+        for index, length in enumerate(lengths)
+        for chunk in range(-(-length // size))
+    ]
     assert list(zip(segment.tolist(), number.tolist())) == wanted
-    assert offsets.tolist() == [sum(index < upto for index, _ in wanted) for upto in range(len(lengths) + 1)]
+    assert offsets.tolist() == [
+        sum(index < upto for index, _ in wanted) for upto in range(len(lengths) + 1)
+    ]
 
 
 def repeated(packed, times):
@@ -90,8 +113,14 @@ def test_a_plan_is_made_once_for_each_function_and_its_arguments():
         built.append(size)
         return [size]
 
-    assert packed.cached(build, 3) is packed.cached(build, 3) and packed.cached(build, 4) == [4] and built == [3, 4]
-    assert packed.to("meta").cached(build, 3) == [3] and built == [3, 4, 3], "tensors of another device are other plans"
+    assert (
+        packed.cached(build, 3) is packed.cached(build, 3)
+        and packed.cached(build, 4) == [4]
+        and built == [3, 4]
+    )
+    assert packed.to("meta").cached(build, 3) == [3] and built == [3, 4, 3], (
+        "tensors of another device are other plans"
+    )
     assert packed.cached(repeated, 3) is packed.cached(repeated, 3)
 
 
@@ -123,6 +152,8 @@ def test_names_of_the_first_version_still_read():
         assert packed.leads == packed.left_pad_segments == ()
     row = torch.arange(5.0)[:, None]
     with pytest.warns(DeprecationWarning, match="select_real"):
-        assert packed.real(row).tolist() == packed.select_real(row).tolist() == [[0.0], [1.0], [2.0]]
+        assert (
+            packed.real(row).tolist() == packed.select_real(row).tolist() == [[0.0], [1.0], [2.0]]
+        )
     with pytest.warns(DeprecationWarning, match="zero_left_pad"):
         assert packed.mute(row[None]).tolist() == packed.zero_left_pad(row[None]).tolist()

@@ -1,4 +1,6 @@
-"""What two ranks measure of models with more than a text model and its head, in fp64 against one process."""
+"""What two ranks measure of models with more than a text model and its head, in fp64 against one
+process.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,15 @@ from hf_packfree.parallel.attention import SHARED, attend_by_heads
 from hf_packfree.verify.documents import media_source
 from hf_packfree.verify.first_batch import first_batch_influence
 from hf_packfree.verify.verify import LENGTHS
-from tests.mtp.heads import WEIGHT, build
 from tests import vision
 from tests.models import omni
+from tests.mtp.heads import WEIGHT, build
 from tests.parallel.ranks import ROWS, batch_of, of_all_ranks, step, summed, widen_islands, worst
 from tests.support import relative_rms, tiny, trunk_of
 
 OF_HEAD = Head.loss_function.fget
-HEADS = {  # family: depth, detach
+# family: depth, detach
+HEADS = {
     "qwen3_5": [(1, True), (2, False)],
     "qwen3_5_moe": [(2, False)],
     "qwen3_next": [(1, False), (2, True)],
@@ -47,34 +50,55 @@ def alone(x, shard, reach: int):
 def measured(rank: int, families: list[str]) -> dict[str, dict[str, float]]:
     """Return {what: {case: error}}; of a control how wrong it is."""
     widen_islands()
-    return {"multi-token prediction": multi_token(), "media": media(families), "verification": verification()}
+    return {
+        "multi-token prediction": multi_token(),
+        "media": media(families),
+        "verification": verification(),
+    }
 
 
 def multi_token() -> dict[str, float]:
-    """Loss, gradients of trunk and head, and what is logged, by count and by mean; and a control."""
+    """Loss, gradients of trunk and head, and what is logged, by count and by mean; and a
+    control.
+    """
     results: dict[str, float] = {}
     for family, ways in HEADS.items():
         for depth, detach in ways:
             one = build(family, dtype=torch.float64, depth=depth, detach=detach)
             many = build(family, dtype=torch.float64, patched=False)
             options = MTPOptions(from_scratch=True, weight=WEIGHT, depth=depth, detach=detach)
-            apply_patches(many, mtp=options, context_parallel=ContextParallel(dist.group.WORLD, gdn="state"))
+            apply_patches(
+                many, mtp=options, context_parallel=ContextParallel(dist.group.WORLD, gdn="state")
+            )
             many.load_state_dict(one.state_dict())
             arguments = {"output_router_logits": True} if family == "qwen3_5_moe" else {}
-            for number, name in enumerate(ROWS if family == "qwen3_5" and depth == 2 else [*ROWS][:2]):
-                given = batch_of(ROWS[name], 3) | arguments | ({"num_items_in_batch": 7} if number % 2 else {})
-                key, share = f"{family}, depth {depth}, detach {detach}, {name}", 1 if number % 2 else dist.get_world_size()
+            for number, name in enumerate(
+                ROWS if family == "qwen3_5" and depth == 2 else [*ROWS][:2]
+            ):
+                given = (
+                    batch_of(ROWS[name], 3)
+                    | arguments
+                    | ({"num_items_in_batch": 7} if number % 2 else {})
+                )
+                key, share = (
+                    f"{family}, depth {depth}, detach {detach}, {name}",
+                    1 if number % 2 else dist.get_world_size(),
+                )
                 wanted, wanted_gradients = step(one, given)
                 loss, gradients = of_all_ranks(many, given, share)
                 results[f"loss: {key}"] = relative_rms(loss, wanted.loss)
                 results[f"gradients: {key}"] = worst(gradients, wanted_gradients)
                 found, facts = (model.mtp.training_calls.take() for model in (many, one))
-                results[f"logged: {key}"] = max(abs(found[one] - facts[one]) for one in facts if "loss" in one)
+                results[f"logged: {key}"] = max(
+                    abs(found[one] - facts[one]) for one in facts if "loss" in one
+                )
                 if family == "qwen3_5" and number == 0:
                     with patch.object(training, "with_right_context", alone):
                         gradients = of_all_ranks(many, given, share)[1]
                     many.mtp.training_calls.take()
-                    results[f"control, each rank's own next tokens: {key}"] = worst(gradients, wanted_gradients)
+                    results[f"control, each rank's own next tokens: {key}"] = worst(
+                        gradients, wanted_gradients
+                    )
     return results
 
 
@@ -88,7 +112,11 @@ def media(families: list[str]) -> dict[str, float]:
         balanced = {"output_router_logits": True} if "moe" in family else {}
         apply_patches(one, unpacked="native")
         apply_patches(many, context_parallel=ContextParallel(dist.group.WORLD, gdn="state"))
-        rows = omni_rows(one) if hasattr(one.config, "audio_config") else vision_rows(one, every=family == "qwen3_5")
+        rows = (
+            omni_rows(one)
+            if hasattr(one.config, "audio_config")
+            else vision_rows(one, every=family == "qwen3_5")
+        )
         rows = dict([*rows.items()][:1]) if family in ("qwen3_5_moe", "qwen3_vl_moe") else rows
         for number, (name, row) in enumerate(rows.items()):
             given = row | balanced | ({"num_items_in_batch": 7} if number % 2 else {})
@@ -102,25 +130,39 @@ def media(families: list[str]) -> dict[str, float]:
 
 
 def ways_of_training(results, one, many, rows) -> None:
-    """Padded, evaluated, under DDP, with towers or pixels alone in training, and in evaluation mode; and a control."""
+    """Padded, evaluated, under DDP, with towers or pixels alone in training, and in evaluation
+    mode; and a control.
+    """
     padded = vision.padded_batch("left", vision.documents(one.base_model)[1:4])
-    padded.pixels = [{kind: pixels.double().detach() for kind, pixels in own.items()} for own in padded.pixels]
+    padded.pixels = [
+        {kind: pixels.double().detach() for kind, pixels in own.items()} for own in padded.pixels
+    ]
     batch = with_labels(padded.inputs | vision.media_arguments(padded.documents, padded.pixels))
     batch["labels"][batch["attention_mask"] == 0] = -100
     results["gradients: padded"] = difference(one, many, batch)
     with torch.no_grad():
         real = batch["attention_mask"].bool()
-        results["logits: padded"] = relative_rms(many(**batch).logits[real], one(**batch).logits[real])
+        results["logits: padded"] = relative_rms(
+            many(**batch).logits[real], one(**batch).logits[real]
+        )
     results["gradients: text alone"] = difference(one, many, batch_of([30, 20], 1))
     with patch.object(Head, "loss_function", property(handed_nothing)):
         found = of_all(many, batch, dist.get_world_size())[1]
-    results["gradients: a loss that is handed nothing, as before 5.17"] = worst(found, step_with_media(one, batch)[1])
+    results["gradients: a loss that is handed nothing, as before 5.17"] = worst(
+        found, step_with_media(one, batch)[1]
+    )
     uneven = rows["all media on one rank"]
     wanted = step(one, uneven)[1]
     found = step(DistributedDataParallel(many), uneven)[1]
-    results["gradients: DDP"] = worst({name.removeprefix("module."): one for name, one in found.items()}, wanted)
-    with patch.object(vision_language, "mark_kept", lambda x, kept: mark_kept(x, slice(0, kept.stop - kept.start))):
-        results["control, the first features of an image"] = difference(one, many, rows["inside an image"])
+    results["gradients: DDP"] = worst(
+        {name.removeprefix("module."): one for name, one in found.items()}, wanted
+    )
+    with patch.object(
+        vision_language, "mark_kept", lambda x, kept: mark_kept(x, slice(0, kept.stop - kept.start))
+    ):
+        results["control, the first features of an image"] = difference(
+            one, many, rows["inside an image"]
+        )
     for model in (one, many):
         model.requires_grad_(False).base_model.visual.requires_grad_(True)
     results["gradients: towers alone"] = difference(one, many, uneven)
@@ -137,15 +179,25 @@ def ways_of_training(results, one, many, rows) -> None:
     many.load_state_dict(one.state_dict())
     results["gradients: multi-token prediction"] = difference(one, many, rows["inside an image"])
     wanted = step(one, uneven)[1]
-    for part in (*many.model.language_model.layers, many.model.visual, *many.mtp.layers, many.mtp, many):
+    for part in (
+        *many.model.language_model.layers,
+        many.model.visual,
+        *many.mtp.layers,
+        many.mtp,
+        many,
+    ):
         fully_shard(part)
     found = step(many, uneven)[1]
-    results["gradients: FSDP2"] = worst({name: one.full_tensor() for name, one in found.items()}, wanted)
+    results["gradients: FSDP2"] = worst(
+        {name: one.full_tensor() for name, one in found.items()}, wanted
+    )
 
 
 def handed_nothing(head):
     """A head's loss without the keywords that later releases call it with."""
-    return lambda logits, labels, vocab_size, **dropped: OF_HEAD(head)(logits=logits, labels=labels, vocab_size=vocab_size)
+    return lambda logits, labels, vocab_size, **dropped: OF_HEAD(head)(
+        logits=logits, labels=labels, vocab_size=vocab_size
+    )
 
 
 def difference(one, many, row) -> float:
@@ -154,34 +206,60 @@ def difference(one, many, row) -> float:
 
 
 def vision_rows(model, every: bool):
-    """Rows whose middle is inside an image, inside a video, at an image's edges, and one with all media on the first rank."""
-    document, image, video, style = vision.document, vision.image, vision.video, vision.style_of(model.base_model)
+    """Rows whose middle is inside an image, inside a video, at an image's edges, and one with
+    all media on the first rank.
+    """
+    document, image, video, style = (
+        vision.document,
+        vision.image,
+        vision.video,
+        vision.style_of(model.base_model),
+    )
     found = {"every kind": vision.documents(model.base_model)}
-    middle = document(3, image(8, 8), 2, seed=1)  # 16 placeholders behind four tokens
+    # 16 placeholders behind four tokens
+    middle = document(3, image(8, 8), 2, seed=1)
     found["inside an image"] = [document(20, seed=2), middle, document(20, seed=3)]
     if every:
         found |= {
             "before an image": [document(20, seed=2), middle, document(5, seed=3)],
             "behind an image": [document(5, seed=2), middle, document(22, seed=3)],
-            "inside a video": [document(42, seed=2), document(9, video(4, 8, 4), 9, seed=4, style=style)],
+            "inside a video": [
+                document(42, seed=2),
+                document(9, video(4, 8, 4), 9, seed=4, style=style),
+            ],
             "all media on one rank": [middle, document(30, seed=6)],
         }
-    return {name: vision_row(model, one, by_offsets=number % 2) for number, (name, one) in enumerate(found.items())}
+    return {
+        name: vision_row(model, one, by_offsets=number % 2)
+        for number, (name, one) in enumerate(found.items())
+    }
 
 
 def vision_row(model, documents, by_offsets: bool):
-    batch = vision.packed_batch("offsets, types" if by_offsets else "4 rows", documents, rope_source(model.config))
-    batch.pixels = [{kind: pixels.double().detach() for kind, pixels in own.items()} for own in batch.pixels]
+    batch = vision.packed_batch(
+        "offsets, types" if by_offsets else "4 rows", documents, rope_source(model.config)
+    )
+    batch.pixels = [
+        {kind: pixels.double().detach() for kind, pixels in own.items()} for own in batch.pixels
+    ]
     return with_labels(batch.inputs | vision.media_arguments(documents, batch.pixels))
 
 
 def omni_rows(model):
     """Rows of everything, and one whose middle is inside a sound."""
     found = {}
-    cut = [omni.Document().text(30), omni.Document().text(3).audio(330).text(4), omni.Document().text(9).image(4, 6).text(9)]
+    cut = [
+        omni.Document().text(30),
+        omni.Document().text(3).audio(330).text(4),
+        omni.Document().text(9).image(4, 6).text(9),
+    ]
     for name, given in (("every kind", omni.documents()), ("inside a sound", cut)):
-        leaves = {kind: [x.detach().double() for x in xs] for kind, xs in omni.leaves_of(given).items()}
-        found[name] = with_labels(omni.row(given, "offsets", model)[0] | omni.arguments(given, leaves))
+        leaves = {
+            kind: [x.detach().double() for x in xs] for kind, xs in omni.leaves_of(given).items()
+        }
+        found[name] = with_labels(
+            omni.row(given, "offsets", model)[0] | omni.arguments(given, leaves)
+        )
     return found
 
 
@@ -195,21 +273,30 @@ def step_with_media(model, row):
     """Loss and gradients of parameters, pixels and sounds."""
     leaves = {name: row[name].clone().requires_grad_() for name in FEATURES.values() if name in row}
     output, gradients = step(model, row | leaves)
-    gradients = {name: one for name, one in gradients.items() if not name.endswith("k_proj.bias")}  # which softmax ignores
+    # which softmax ignores
+    gradients = {name: one for name, one in gradients.items() if not name.endswith("k_proj.bias")}
     return output.loss.detach(), gradients | {
-        name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()
+        name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        for name, leaf in leaves.items()
     }
 
 
 def of_all(model, row, share: int):
     loss, gradients = step_with_media(model, row)
-    return summed({"loss": loss})["loss"] / share, {name: one / share for name, one in summed(gradients).items()}
+    return summed({"loss": loss})["loss"] / share, {
+        name: one / share for name, one in summed(gradients).items()
+    }
 
 
 def verification() -> dict[str, float]:
-    """What `verify_packing` measures, of a shared row of text and of one with media; and where the ranks see one document."""
+    """What `verify_packing` measures, of a shared row of text and of one with media; and where
+    the ranks see one document.
+    """
     results: dict[str, float] = {}
-    for model, lengths in ((tiny().double(), (5, 64, 1, 40)), (vision.tiny_vision("qwen3_5").double(), (70, 3, 90))):
+    for model, lengths in (
+        (tiny().double(), (5, 64, 1, 40)),
+        (vision.tiny_vision("qwen3_5").double(), (70, 3, 90)),
+    ):
         apply_patches(model, context_parallel=ContextParallel(dist.group.WORLD, gdn="state"))
         report = verify_packing(model, lengths=lengths)
         name = f"{', '.join(report.media) or 'text'}, {report.patched.worst_parameter}"
@@ -217,21 +304,32 @@ def verification() -> dict[str, float]:
         results[f"logits: {name}"] = found.logits
         results[f"gradients: {name}"] = found.gradients
         results[f"influence: {name}"] = max(found.influence, found.cross_gradient)
-        results[f"control, unpatched: {name}"] = min(report.unpatched.logits, report.unpatched.gradients)
+        results[f"control, unpatched: {name}"] = min(
+            report.unpatched.logits, report.unpatched.gradients
+        )
         results[f"first batch: {name}"] = first_batch(model)
-        with patch.object(context_parallel, "shard_row", as_one_document), pytest.raises(LeakDetected) as raised:
+        with (
+            patch.object(context_parallel, "shard_row", as_one_document),
+            pytest.raises(LeakDetected) as raised,
+        ):
             verify_packing(model, lengths=lengths)
-        reacting = pytest.raises(LeakDetected, match="documents of the first batch reacting to each other's tokens")
+        reacting = pytest.raises(
+            LeakDetected, match="documents of the first batch reacting to each other's tokens"
+        )
         with patch.dict(SHARED, {"heads": over_the_row}), reacting:
             first_batch(model)
         leak = raised.value.report.patched
-        results[f"control, one document: {name}"] = min(leak.logits, leak.gradients, leak.influence, leak.cross_gradient)
+        results[f"control, one document: {name}"] = min(
+            leak.logits, leak.gradients, leak.influence, leak.cross_gradient
+        )
     return results
 
 
 def over_the_row(q, k, v, packed, *args, **options):
     """Attention that heeds no documents."""
-    shard = dataclasses.replace(packed.shard, row=PackedSequence.from_lengths([packed.shard.row.num_tokens]))
+    shard = dataclasses.replace(
+        packed.shard, row=PackedSequence.from_lengths([packed.shard.row.num_tokens])
+    )
     return attend_by_heads(q, k, v, dataclasses.replace(packed, shard=shard), *args, **options)
 
 
@@ -243,8 +341,12 @@ def first_batch(model) -> float:
         found.append(first_batch_influence(module, args, kwargs))
 
     takes_media = source is not None
-    row = vision_rows(model, every=False)["inside an image"] if takes_media else batch_of(LENGTHS, 2)
-    handle = (source if takes_media else trunk_of(model)).register_forward_pre_hook(check, with_kwargs=True)
+    row = (
+        vision_rows(model, every=False)["inside an image"] if takes_media else batch_of(LENGTHS, 2)
+    )
+    handle = (source if takes_media else trunk_of(model)).register_forward_pre_hook(
+        check, with_kwargs=True
+    )
     try:
         model.train()(**row)
     finally:

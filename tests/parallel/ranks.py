@@ -1,6 +1,7 @@
-"""What every process of a context-parallel group does for the tests here: tiny models in fp64 against one process.
+"""What every process of a context-parallel group does for the tests here: tiny models in fp64
+against one process.
 
-    python -m tests.parallel.ranks 3          # prints what it measured on so many ranks
+python -m tests.parallel.ranks 3          # prints what it measured on so many ranks
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from hf_packfree.ops.attention import attention
 from hf_packfree.ops.conv_delta_rule import conv_delta_rule
 from hf_packfree.ops.delta_rule.segments import Segments
 from hf_packfree.packing import shard_row
-from hf_packfree.parallel import attention as by_ranks, states
-from hf_packfree.parallel import ContextParallel
+from hf_packfree.parallel import ContextParallel, states
+from hf_packfree.parallel import attention as by_ranks
 from hf_packfree.parallel.delta_rule import SHARED
 from tests.ranks import on_ranks
 from tests.support import documents, relative_rms, tiny
@@ -39,7 +40,9 @@ ROWS = {
 
 @cache
 def widen_islands() -> None:
-    """Let upstream's norms, rotary embedding, gates and router compute in fp64, which otherwise are fp32 whatever the model."""
+    """Let upstream's norms, rotary embedding, gates and router compute in fp64, which otherwise
+    are fp32 whatever the model.
+    """
     to, zeros, softmax = torch.Tensor.to, torch.zeros, torch.nn.functional.softmax
 
     def wide(value):
@@ -55,20 +58,29 @@ def widen_islands() -> None:
 
 
 def batch_of(lengths, generator_seed: int):
-    """One row of ids, restarting positions and labels; the first half of the row has few targets."""
+    """One row of ids, restarting positions and labels; the first half of the row has few
+    targets.
+    """
     given = documents(lengths, seed=generator_seed)
     ids = torch.cat(given)[None]
     labels = ids.clone()
     labels[:, : sum(lengths) // 2] = -100
-    labels[:, : 2] = ids[:, : 2]
-    return {"input_ids": ids, "position_ids": torch.cat([torch.arange(len(one)) for one in given])[None], "labels": labels}
+    labels[:, :2] = ids[:, :2]
+    return {
+        "input_ids": ids,
+        "position_ids": torch.cat([torch.arange(len(one)) for one in given])[None],
+        "labels": labels,
+    }
 
 
 def step(model, batch):
     model.zero_grad(set_to_none=True)
     output = model(**batch)
     output.loss.backward()
-    return output, {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    return output, {
+        name: torch.zeros_like(p) if p.grad is None else p.grad
+        for name, p in model.named_parameters()
+    }
 
 
 def summed(tensors):
@@ -83,8 +95,14 @@ def worst(found, wanted) -> float:
 
 
 def models(results) -> None:
-    """Loss, gathered logits and gradients of whole models against one process, by count and by mean; and two controls."""
-    ways = {"qwen3_5": {"gdn": "state"}, "qwen3_5_moe": {}, "qwen3_next": {"gdn": "state", "attention": "gather"}}
+    """Loss, gathered logits and gradients of whole models against one process, by count and by
+    mean; and two controls.
+    """
+    ways = {
+        "qwen3_5": {"gdn": "state"},
+        "qwen3_5_moe": {},
+        "qwen3_next": {"gdn": "state", "attention": "gather"},
+    }
     for family, way in ways.items():
         arguments = {"output_router_logits": True} if family == "qwen3_5_moe" else {}
         one, many = (tiny(family).double() for _ in range(2))
@@ -103,7 +121,9 @@ def models(results) -> None:
                 results[f"loss: {key}"] = relative_rms(loss, wanted.loss)
                 results[f"gradients: {key}"] = worst(gradients, wanted_gradients)
             with torch.no_grad():
-                results[f"logits: {family}, {name}"] = relative_rms(many(**batch).logits, one(**batch).logits)
+                results[f"logits: {family}, {name}"] = relative_rms(
+                    many(**batch).logits, one(**batch).logits
+                )
             if family == "qwen3_5":
                 controls(results, name, one, many, batch, wanted_gradients)
 
@@ -116,15 +136,22 @@ def of_all_ranks(model, batch, share: int):
 
 
 def controls(results, name, one, many, batch, wanted) -> None:
-    """What is wrong: each rank's mean over its own targets; documents that start anew in each rank."""
+    """What is wrong: each rank's mean over its own targets; documents that start anew in each
+    rank.
+    """
     world, rank = dist.get_world_size(), dist.get_rank()
     targets = batch["labels"].chunk(world, 1)[rank]
     own = {"num_items_in_batch": (targets != -100).sum()}
-    results[f"control, means of means: {name}"] = worst(of_all_ranks(many, batch | own, world)[1], wanted)
+    results[f"control, means of means: {name}"] = worst(
+        of_all_ranks(many, batch | own, world)[1], wanted
+    )
     mine = {key: value.chunk(world, 1)[rank] for key, value in batch.items()}
-    mine["position_ids"] = mine["position_ids"] - mine["position_ids"][:, :1]  # of the first document here
+    # of the first document here
+    mine["position_ids"] = mine["position_ids"] - mine["position_ids"][:, :1]
     whole = {"num_items_in_batch": (batch["labels"][:, 1:] != -100).sum()}
-    results[f"control, documents cut: {name}"] = worst(of_all_ranks(one, mine | whole, 1)[1], wanted)
+    results[f"control, documents cut: {name}"] = worst(
+        of_all_ranks(one, mine | whole, 1)[1], wanted
+    )
 
 
 def ops(results) -> None:
@@ -135,7 +162,12 @@ def ops(results) -> None:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     for name, lengths in ROWS.items():
-        local = shard_row(PackedSequence.from_lengths(lengths), dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+        local = shard_row(
+            PackedSequence.from_lengths(lengths),
+            dist.get_rank(),
+            dist.get_world_size(),
+            dist.group.WORLD,
+        )
         delta_rules(results, name, local, random)
         attentions(results, name, local, random)
 
@@ -144,24 +176,35 @@ def delta_rules(results, name, local, random) -> None:
     heads, sizes, row = (4, 8), (6, 10), local.shard.row
     channels = 2 * heads[0] * sizes[0] + heads[1] * sizes[1]
     x, weight, bias = random(1, row.num_tokens, channels), random(channels, 4), random(channels)
-    g, beta = -0.05 * random(1, row.num_tokens, heads[1]).abs(), random(1, row.num_tokens, heads[1]).sigmoid()
+    g, beta = (
+        -0.05 * random(1, row.num_tokens, heads[1]).abs(),
+        random(1, row.num_tokens, heads[1]).sigmoid(),
+    )
     for way in ("state",) if heads[0] % local.shard.world else SHARED:
 
         def rule(x, g, beta, weight, bias, where):
             run, record = (conv_delta_rule, row) if where is row else (SHARED[way], local)
             return run(x, weight, g, beta, record, heads, sizes, bias=bias)
 
-        results[f"delta rule by {way}: {name}"] = op_error(rule, [x, g, beta], [weight, bias], row, local.shard)
+        results[f"delta rule by {way}: {name}"] = op_error(
+            rule, [x, g, beta], [weight, bias], row, local.shard
+        )
         if way == "state":
-            with patch.object(states, "_lanes", lambda *_: 1), patch.object(states, "plan_segments", short_segments):
+            with (
+                patch.object(states, "_lanes", lambda *_: 1),
+                patch.object(states, "plan_segments", short_segments),
+            ):
                 key = f"delta rule by state, documents in segments: {name}"
-                local = shard_row(row, local.shard.rank, local.shard.world, local.shard.group)  # which has no plan yet
+                # which has no plan yet
+                local = shard_row(row, local.shard.rank, local.shard.world, local.shard.group)
                 results[key] = op_error(rule, [x, g, beta], [weight, bias], row, local.shard)
 
 
 def short_segments(packed, lanes):
     """Cut every document behind each 16 tokens."""
-    return Segments.of(packed, [[16] * ((n - 1) // 16) + [(n - 1) % 16 + 1] for n in packed.lengths])
+    return Segments.of(
+        packed, [[16] * ((n - 1) // 16) + [(n - 1) % 16 + 1] for n in packed.lengths]
+    )
 
 
 def attentions(results, name, local, random) -> None:
@@ -171,37 +214,51 @@ def attentions(results, name, local, random) -> None:
         for way in ("gather",) if 4 % shard.world else by_ranks.SHARED:
 
             def attend(q, k, v, where):
-                return attention(q, k, v, row) if where is row else by_ranks.SHARED[way](q, k, v, local)
+                return (
+                    attention(q, k, v, row)
+                    if where is row
+                    else by_ranks.SHARED[way](q, k, v, local)
+                )
 
-            results[f"attention by {way}, {keys} key heads: {name}"] = op_error(attend, [q, k, v], [], row, shard)
+            results[f"attention by {way}, {keys} key heads: {name}"] = op_error(
+                attend, [q, k, v], [], row, shard
+            )
 
     def of_shards(q, k, v, where):
         return attention(q, k, v, row if where is row else local)
 
     if shard.is_cut:
-        results[f"control, keys of this rank alone: {name}"] = op_error(of_shards, [q, k, v], [], row, shard)
+        results[f"control, keys of this rank alone: {name}"] = op_error(
+            of_shards, [q, k, v], [], row, shard
+        )
 
 
 def op_error(run, per_token, weights, row, shard) -> float:
     """The worst of values and gradients against the whole row in one process."""
     given = [x.clone().requires_grad_() for x in (*per_token, *weights)]
     wanted = run(*given, row)
-    d_out = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1), dtype=wanted.dtype)
+    d_out = torch.randn(
+        wanted.shape, generator=torch.Generator().manual_seed(1), dtype=wanted.dtype
+    )
     wanted.backward(d_out)
-    mine = [shard.cut(x).clone().requires_grad_() for x in per_token] + [x.clone().requires_grad_() for x in weights]
+    mine = [shard.cut(x).clone().requires_grad_() for x in per_token] + [
+        x.clone().requires_grad_() for x in weights
+    ]
     found = run(*mine, shard)
     found.backward(shard.cut(d_out))
     errors = [relative_rms(found, shard.cut(wanted))]
     for one, other in zip(mine[: len(per_token)], given):
         errors.append(relative_rms(one.grad, shard.cut(other.grad), floor=1e-8))
-    for one, other in zip(mine[len(per_token):], given[len(per_token):]):
+    for one, other in zip(mine[len(per_token) :], given[len(per_token) :]):
         dist.all_reduce(one.grad)
         errors.append(relative_rms(one.grad, other.grad, floor=1e-8))
     return max(errors)
 
 
 def measure(rank: int, world_of_models: int) -> dict[str, float]:
-    """Return this rank's errors by what was measured: operations in every group, whole models in groups of that size alone."""
+    """Return this rank's errors by what was measured: operations in every group, whole models in
+    groups of that size alone.
+    """
     from tests.parallel.traps import traps
 
     results: dict[str, float] = {}
@@ -213,7 +270,9 @@ def measure(rank: int, world_of_models: int) -> dict[str, float]:
     return results
 
 
-def measured(worlds: Sequence[int], folder: Path, world_of_models: int = 2) -> list[dict[str, float]]:
+def measured(
+    worlds: Sequence[int], folder: Path, world_of_models: int = 2
+) -> list[dict[str, float]]:
     """Start groups of these sizes and return, of each, {what: the worst error of all its ranks}."""
     ranks = iter(on_ranks(measure, [(world_of_models,)], folder, worlds)[0])
     groups = [[next(ranks) for _ in range(world)] for world in worlds]
@@ -221,7 +280,8 @@ def measured(worlds: Sequence[int], folder: Path, world_of_models: int = 2) -> l
 
 
 if __name__ == "__main__":
-    from tests.parallel import ranks as found  # under the name by which the processes find it, too
+    # under the name by which the processes find it, too
+    from tests.parallel import ranks as found
 
     world = int(sys.argv[1])
     with tempfile.TemporaryDirectory() as folder:

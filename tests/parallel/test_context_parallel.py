@@ -1,4 +1,6 @@
-"""A row shared by the ranks of a group gives what one process gives; what a shard cannot give is refused."""
+"""A row shared by the ranks of a group gives what one process gives; what a shard cannot give is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,16 @@ def groups(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("what", "cases"), [("loss", 22), ("logits", 11), ("gradients", 22), ("delta rule", 21), ("attention", 42), ("format", 27),
-                        ("nothing", 8)],
+    ("what", "cases"),
+    [
+        ("loss", 22),
+        ("logits", 11),
+        ("gradients", 22),
+        ("delta rule", 21),
+        ("attention", 42),
+        ("format", 27),
+        ("nothing", 8),
+    ],
 )
 def test_two_ranks_are_one_process(groups, what, cases):
     errors = {name: error for name, error in groups[0].items() if name.startswith(what)}
@@ -51,7 +61,9 @@ def test_operations_on_three_ranks_are_those_of_one_process(groups):
 def test_all_ranks_exchange_states_where_a_document_is_cut_and_none_elsewhere(groups):
     found = {name: count for name, count in groups[0].items() if name.startswith("taking part")}
     assert found.pop("taking part: cut") > 0
-    assert found == dict.fromkeys(("taking part: cut, unequally", "taking part: whole, unequally", "taking part: whole"), 0)
+    assert found == dict.fromkeys(
+        ("taking part: cut, unequally", "taking part: whole, unequally", "taking part: whole"), 0
+    )
 
 
 @pytest.mark.slow
@@ -65,9 +77,21 @@ def test_a_mean_of_means_and_cut_documents_are_wrong(groups):
 def test_the_example_of_the_docs_trains_as_one_process_would():
     def losses(ranks):
         root = Path(__file__).parents[2]
-        file, environment = root / "docs" / "examples" / "context_parallel.py", {**os.environ, "PYTHONPATH": str(root)}
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(file)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=environment)
+        file, environment = (
+            root / "docs" / "examples" / "context_parallel.py",
+            {**os.environ, "PYTHONPATH": str(root)},
+        )
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={ranks}",
+            str(file),
+        ]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=120, check=True, env=environment
+        )
         return done.stdout.splitlines()
 
     shared = losses(2)
@@ -97,7 +121,9 @@ def test_what_a_shard_cannot_give_is_refused(model, changed, found):
 
 def test_what_a_configuration_wants_is_refused_too(model, monkeypatch):
     monkeypatch.setattr(model.config, "output_hidden_states", True)
-    with pytest.raises(UnsupportedInput, match="found output_hidden_states=True under context parallelism"):
+    with pytest.raises(
+        UnsupportedInput, match="found output_hidden_states=True under context parallelism"
+    ):
         model(**BATCH)
 
 
@@ -107,21 +133,29 @@ def test_the_text_model_alone_is_refused(model):
 
 
 def test_generation_is_refused(model):
-    with pytest.raises(UnsupportedInput, match="a cache, or what else upstream runs itself, under context parallelism"):
+    with pytest.raises(
+        UnsupportedInput,
+        match="a cache, or what else upstream runs itself, under context parallelism",
+    ):
         model.generate(input_ids=torch.tensor([[5, 6, 7]]), max_new_tokens=2)
 
 
 def test_a_loss_that_takes_no_count_is_refused(group):
     model = apply_patches(tiny(), context_parallel=group)
     model.loss_function = lambda logits, labels, vocab_size=None: logits.sum()
-    with pytest.raises(UnsupportedInput, match="takes no num_items_in_batch under context parallelism"):
+    with pytest.raises(
+        UnsupportedInput, match="takes no num_items_in_batch under context parallelism"
+    ):
         model(**BATCH)
 
 
 def test_ranks_that_do_not_divide_the_heads_are_refused(group, monkeypatch):
     monkeypatch.setattr(ContextParallel, "world", 3)
     unpatched = tiny()
-    for mixer, heads, instead in (("attention", "4 query heads", "gather"), ("gdn", "2 key heads", "state")):
+    for mixer, heads, instead in (
+        ("attention", "4 query heads", "gather"),
+        ("gdn", "2 key heads", "state"),
+    ):
         wanted = f"found 3 ranks to share the {heads} of {mixer}; wanted .*{mixer}='{instead}'"
         with pytest.raises(PatchConflict, match=wanted):
             apply_patches(unpatched, context_parallel=ContextParallel(group, **{mixer: "heads"}))
@@ -131,7 +165,9 @@ def test_ranks_that_do_not_divide_the_heads_are_refused(group, monkeypatch):
 
 
 def test_eager_attention_is_refused(group):
-    with pytest.raises(PatchConflict, match="found attn_implementation='eager' under context parallelism"):
+    with pytest.raises(
+        PatchConflict, match="found attn_implementation='eager' under context parallelism"
+    ):
         apply_patches(tiny(attention="eager"), context_parallel=group)
 
 
@@ -150,7 +186,10 @@ def test_a_mesh_a_copy_and_the_way_back(group):
 
 
 def test_a_misspelt_way_is_refused(group):
-    with pytest.raises(ValueError, match="found gdn='rows' for context parallelism; wanted 'auto', 'heads' or 'state'"):
+    with pytest.raises(
+        ValueError,
+        match="found gdn='rows' for context parallelism; wanted 'auto', 'heads' or 'state'",
+    ):
         ContextParallel(group, gdn="rows")
 
 

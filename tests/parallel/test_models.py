@@ -1,4 +1,6 @@
-"""Rows of models with more than a text model and its head, shared by two ranks, are what they are in one process."""
+"""Rows of models with more than a text model and its head, shared by two ranks, are what they
+are in one process.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,16 @@ def two(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("what", "cases", "controls"), [("multi-token prediction", 44, 2), ("media", 39, 1), ("verification", 12, 4)]
+    ("what", "cases", "controls"),
+    [("multi-token prediction", 44, 2), ("media", 39, 1), ("verification", 12, 4)],
 )
 def test_two_ranks_are_one_process(two, what, cases, controls):
     for found in (rank[what] for rank in two):
         wrong = {name: error for name, error in found.items() if name.startswith("control")}
         assert len(wrong) == controls and all(error >= WRONG for error in wrong.values()), wrong
-        assert {name: error for name, error in found.items() if name not in wrong and not error <= EXACT} == {}
+        assert {
+            name: error for name, error in found.items() if name not in wrong and not error <= EXACT
+        } == {}
         assert len(found) >= cases
 
 
@@ -55,19 +60,35 @@ def test_a_head_that_is_kept_changes_nothing(group, tmp_path):
     apply_patches(many, mtp=kept, context_parallel=group)
     batch = batch_of([5, 9, 3], 0)
     (wanted, wanted_gradients), (found, found_gradients) = step(one, batch), step(many, batch)
-    assert relative_rms(found.loss, wanted.loss) == 0 and worst(found_gradients, wanted_gradients) <= 1e-6
+    assert (
+        relative_rms(found.loss, wanted.loss) == 0
+        and worst(found_gradients, wanted_gradients) <= 1e-6
+    )
     assert sum(name.startswith("mtp.") for name in many.state_dict()) == 15
 
 
 @pytest.mark.parametrize(
     ("changed", "found"),
     [
-        ({"mm_encoder_outputs": {"image": object()}}, "mm_encoder_outputs under context parallelism, made for the media"),
-        ({"image_cu_seqlens": torch.tensor([0, 4])}, "image_cu_seqlens under context parallelism, made for the media"),
-        ({"input_ids": None, "inputs_embeds": torch.zeros(1, 17, 64)}, "media with inputs_embeds under context parallelism"),
+        (
+            {"mm_encoder_outputs": {"image": object()}},
+            "mm_encoder_outputs under context parallelism, made for the media",
+        ),
+        (
+            {"image_cu_seqlens": torch.tensor([0, 4])},
+            "image_cu_seqlens under context parallelism, made for the media",
+        ),
+        (
+            {"input_ids": None, "inputs_embeds": torch.zeros(1, 17, 64)},
+            "media with inputs_embeds under context parallelism",
+        ),
     ],
 )
 def test_media_that_no_rank_can_take_its_part_of_are_refused(group, changed, found):
     model = apply_patches(tiny_vision("qwen3_5"), context_parallel=group)
     with pytest.raises(UnsupportedInput, match=f"found {found}"):
-        model(**packed_batch("4 rows", [document(3, image(4, 4), 2), document(6)], model.model).inputs | changed, **PIXELS)
+        model(
+            **packed_batch("4 rows", [document(3, image(4, 4), 2), document(6)], model.model).inputs
+            | changed,
+            **PIXELS,
+        )

@@ -1,4 +1,6 @@
-"""What a rank computes while an exchange is under way, and which exchanges it starts: one process plays a rank of several."""
+"""What a rank computes while an exchange is under way, and which exchanges it starts: one
+process plays a rank of several.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,10 @@ def given_to(rank: int, world: int, lengths: list[int], taps: int = TAPS) -> tup
     """Return what an operation of the delta rule takes, of leaves of one rank."""
     torch.manual_seed(0)
     local = shard_row(PackedSequence.from_lengths(lengths), rank, world)
-    x, weight = torch.randn(1, local.num_tokens, CHANNELS).requires_grad_(), torch.randn(CHANNELS, taps).requires_grad_()
+    x, weight = (
+        torch.randn(1, local.num_tokens, CHANNELS).requires_grad_(),
+        torch.randn(CHANNELS, taps).requires_grad_(),
+    )
     g, beta = ((-torch.rand(1, local.num_tokens, HEADS[1])).requires_grad_() for _ in range(2))
     return x, weight, g, beta, local, HEADS, SIZES
 
@@ -90,10 +95,15 @@ def given_to(rank: int, world: int, lengths: list[int], taps: int = TAPS) -> tup
 def events_of(way: str, lengths: list[int], rank: int) -> tuple[list, list]:
     """Return what happened forward and backward."""
     events: list = []
-    conv, back = recorded(events, "conv", states.qkv_conv), recorded(events, "conv back", torch_native._backward)
+    conv, back = (
+        recorded(events, "conv", states.qkv_conv),
+        recorded(events, "conv back", torch_native._backward),
+    )
     with (
-        exchanging(Recorded(rank, events)), patch.dict(states.SCANS, {"torch": RecordedScans(events)}),
-        patch.object(states, "qkv_conv", conv), patch.object(torch_native, "_backward", back),
+        exchanging(Recorded(rank, events)),
+        patch.dict(states.SCANS, {"torch": RecordedScans(events)}),
+        patch.object(states, "qkv_conv", conv),
+        patch.object(torch_native, "_backward", back),
     ):
         out = SHARED[way](*given_to(rank, 3, lengths))
         forward = len(events)
@@ -105,13 +115,20 @@ def events_of(way: str, lengths: list[int], rank: int) -> tuple[list, list]:
     ("rank", "forward", "backward"),
     [
         (0, [("walk", [8]), "came"], ["came", ("walk back", [8])]),
-        (1, [("walk", [5, 1]), "came", ("walk", [2])], [("walk back", [2, 5]), "came", ("walk back", [1])]),
+        (
+            1,
+            [("walk", [5, 1]), "came", ("walk", [2])],
+            [("walk back", [2, 5]), "came", ("walk back", [1])],
+        ),
         (2, ["came", ("walk", [8])], [("walk back", [8]), "came"]),
     ],
 )
-def test_documents_that_do_not_wait_for_their_state_are_walked_before_it_comes(rank, forward, backward):
+def test_documents_that_do_not_wait_for_their_state_are_walked_before_it_comes(
+    rank, forward, backward
+):
     """Of three ranks that hold [8], [2, 5, 1] and [8] tokens of three documents."""
-    again = {0: 3, 1: 5, 2: 4}[rank]  # the first tokens of a shard that read the three before it, and these
+    # the first tokens of a shard that read the three before it, and these
+    again = {0: 3, 1: 5, 2: 4}[rank]
     convolved = ["sent", ("conv", 8), "came", ("conv", again)]
     back = [("conv back", again), "sent", ("conv back", 8), "came"]
     found = events_of("state", [10, 5, 9], rank)
@@ -127,7 +144,8 @@ def test_a_filter_of_one_tap_reads_no_tokens_before_a_shard():
     x, weight, *others = given_to(1, 3, [10, 5, 9], taps=1)
     with exchanging(Alone(1, 3)) as alone:
         found = SHARED["state"](x, weight, *others)
-        assert alone.calls == 1  # the states'
+        # the states'
+        assert alone.calls == 1
         wanted = SHARED["state"](x, torch.nn.functional.pad(weight, (1, 0)), *others)
     assert torch.allclose(found, wanted, rtol=0, atol=1e-6)
 
@@ -139,7 +157,9 @@ def test_gates_travel_while_what_is_convolved_is_put_in_order():
 
 
 class Late(Alone):
-    """Exchanges of one rank that take place when they are waited for, as late as they can on a GPU; listed by kind and size."""
+    """Exchanges of one rank that take place when they are waited for, as late as they can on a
+    GPU; listed by kind and size.
+    """
 
     def __init__(self, rank: int, world: int) -> None:
         super().__init__(rank, world)
@@ -156,13 +176,18 @@ class Late(Alone):
 
 
 class Transfer:
-    """What it sends has to stay there as it was until then, and what it brings to be there; it keeps neither."""
+    """What it sends has to stay there as it was until then, and what it brings to be there; it
+    keeps neither.
+    """
 
     def __init__(self, late: Late, out, part) -> None:
         out.fill_(torch.nan)
         self.late, self.memory = late, [StorageWeakRef(x.untyped_storage()) for x in (out, part)]
         self.brought, self.sent = (x.data_ptr() for x in (out, part))
-        self.content, self.copies = ctypes.string_at(self.sent, part.nbytes), out.nbytes // part.nbytes
+        self.content, self.copies = (
+            ctypes.string_at(self.sent, part.nbytes),
+            out.nbytes // part.nbytes,
+        )
         late.under_way += 1
 
     def wait(self) -> None:
@@ -189,14 +214,20 @@ def test_nothing_is_read_before_it_comes_nor_freed_or_changed_before_it_went(way
 
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize(
-    ("world", "ways"), [(2, {"gdn": "heads", "attention": "heads"}), (3, {"gdn": "state", "attention": "gather"})]
+    ("world", "ways"),
+    [(2, {"gdn": "heads", "attention": "heads"}), (3, {"gdn": "state", "attention": "gather"})],
 )
 def test_all_ranks_start_the_same_exchanges_in_the_same_order(world, ways, recomputed):
-    """Whatever they hold: NCCL would wait for ever, or mix them up.  Routers' statistics are exchanged beside layers' own."""
+    """Whatever they hold: NCCL would wait for ever, or mix them up. Routers' statistics are
+    exchanged beside layers' own.
+    """
     model = tiny("qwen3_5_moe").train()
     if recomputed:
-        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)({"use_reentrant": False})
-    for lengths in ([5, 1, 20, 9, 1, 12], [48], [7, 1]):  # several cuts, one document, a rank of padding alone
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)(
+            {"use_reentrant": False}
+        )
+    # several cuts, one document, a rank of padding alone
+    for lengths in ([5, 1, 20, 9, 1, 12], [48], [7, 1]):
         batch, started = batch_of(lengths, 0) | {"output_router_logits": True}, []
         for rank in range(world):
             with exchanging(Late(rank, world)) as late:

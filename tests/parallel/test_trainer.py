@@ -1,4 +1,6 @@
-"""The stock Trainer logs, evaluates and changes on ranks, two of which share each row, what it does in one process."""
+"""The stock Trainer logs, evaluates and changes on ranks, two of which share each row, what it
+does in one process.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +13,39 @@ from tests.ranks import on_ranks
 from tests.support import relative_rms
 
 EXACT = 1e-10
-SHARED = "`cp_size=2`: two ranks share each row; accumulation, clipping, checkpointing, LoRA, evaluation, resuming"
+SHARED = (
+    "`cp_size=2`: two ranks share each row; accumulation, clipping, checkpointing, LoRA, "
+    "evaluation, resuming"
+)
 CALLBACK = "works with `PackFreeCallback`"
 SEQUENCE = (
     "`sp_size=2` of `parallelism_config`",
-    "works as `cp_size` does, but the Trainer counts no tokens: micro-batches count equally; refused with a configuration of "
-    "DeepSpeed: `PatchConflict`",
+    "works as `cp_size` does, but the Trainer counts no tokens: micro-batches count equally; "
+    "refused with a configuration of DeepSpeed: `PatchConflict`",
 )
 ROWS = {
     "sp_size": ("Trainer", *SEQUENCE),
-    "own loop": ("accelerate", "own loop, `cp_size=2`", "works with `leave_rows_whole(model)` before `prepare`"),
-    "fully_shard": ("Trainer", "`dp_shard_size=2, cp_size=2` on four ranks: FSDP2, accumulation, resuming", CALLBACK),
+    "own loop": (
+        "accelerate",
+        "own loop, `cp_size=2`",
+        "works with `leave_rows_whole(model)` before `prepare`",
+    ),
+    "fully_shard": (
+        "Trainer",
+        "`dp_shard_size=2, cp_size=2` on four ranks: FSDP2, accumulation, resuming",
+        CALLBACK,
+    ),
 }
-"""Of the table of libraries, by what stands around the model; of all other ways there is one row."""
+"""Of the table of libraries, by what stands around the model; of all other ways there is one
+row.
+"""
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """By way: what one process found, and what the ranks did, two of them, or four where data parallelism is beside."""
+    """By way: what one process found, and what the ranks did, two of them, or four where data
+    parallelism is beside.
+    """
     folder = tmp_path_factory.mktemp("trained")
     (folder / "ranks").mkdir()
     cases = [(str(folder), way) for way in SETTINGS]
@@ -37,19 +54,29 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [
-    pytest.param(way, marks=integration(*ROWS.get(way, ("Trainer", SHARED, CALLBACK))))
-    for way in SETTINGS if way not in ("bf16", "offsets", "example")
-])
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(way, marks=integration(*ROWS.get(way, ("Trainer", SHARED, CALLBACK))))
+        for way in SETTINGS
+        if way not in ("bf16", "offsets", "example")
+    ],
+)
 def test_the_trainer_shares_rows(trained, way, record_property):
     wanted, *ranks = trained[way]
     assert len(ranks) == (4 if way == "fully_shard" else 2)
-    errors = {name: relative_rms(ranks[0]["moved"][name], moved, floor=1e-8) for name, moved in wanted["moved"].items()}
+    errors = {
+        name: relative_rms(ranks[0]["moved"][name], moved, floor=1e-8)
+        for name, moved in wanted["moved"].items()
+    }
     record_property("error", max(errors.values()))
     assert len(errors) == (98 if way == "LoRA" else 56) and max(errors.values()) <= EXACT, errors
     for rank in ranks:
-        assert rank["shards"] == ({4} if way == "fully_shard" else set()), "FSDP2 shards over data and context parallel ranks"
-        assert rank["losses"] == pytest.approx(wanted["losses"], rel=1e-6)  # which the Trainer adds up in fp32
+        assert rank["shards"] == ({4} if way == "fully_shard" else set()), (
+            "FSDP2 shards over data and context parallel ranks"
+        )
+        # which the Trainer adds up in fp32
+        assert rank["losses"] == pytest.approx(wanted["losses"], rel=1e-6)
         assert rank["evaluated"] == pytest.approx(wanted["evaluated"], rel=EXACT)
 
 
@@ -60,7 +87,7 @@ def test_steps_in_bf16_are_no_farther_from_fp64_than_one_processs(trained):
 
     wanted, (alone, *ranks) = trained["sp_size"][0], trained["bf16"]
     off, *shared = (relative_rms(steps(found), steps(wanted)) for found in (alone, *ranks))
-    assert 1e-4 < off and max(shared) <= 1.1 * off
+    assert off > 1e-4 and max(shared) <= 1.1 * off
 
 
 @pytest.mark.slow
@@ -73,7 +100,9 @@ def test_offsets_without_positions_are_refused_where_the_trainer_adds_positions(
 @pytest.mark.slow
 def test_accelerate_is_as_it_was(trained):
     """At the end of training; of training that failed, when the patches are removed."""
-    assert all(found["as it was"] for ranks in trained.values() for found in ranks if "moved" in found)
+    assert all(
+        found["as it was"] for ranks in trained.values() for found in ranks if "moved" in found
+    )
 
 
 @pytest.mark.slow

@@ -39,7 +39,9 @@ SETTINGS = {
     "own loop": {},
     "offsets": {},
     "fully_shard": {
-        "fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["Qwen3_5DecoderLayer"]}, **RESUMED,
+        "fsdp": True,
+        "fsdp_config": {"transformer_layer_cls_to_wrap": ["Qwen3_5DecoderLayer"]},
+        **RESUMED,
         "gradient_accumulation_steps": 2,
     },
 }
@@ -47,7 +49,12 @@ SETTINGS = {
 SIZES = {"sp_size": {"sp_size": 2}, "fully_shard": {"dp_shard_size": 2, "cp_size": 2}}
 """Of the ways that are not two ranks of `cp_size`."""
 ALONE = {
-    "fully_shard": {"fsdp": None, "fsdp_config": None, "per_device_train_batch_size": 6, "per_device_eval_batch_size": 6},
+    "fully_shard": {
+        "fsdp": None,
+        "fsdp_config": None,
+        "per_device_train_batch_size": 6,
+        "per_device_eval_batch_size": 6,
+    },
 }
 """What else a process alone is given: the documents that data parallel ranks take side by side."""
 LAUNCHED = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "2"}
@@ -55,17 +62,23 @@ LAUNCHED = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_
 
 
 def train(rank: int, folder: str, way: str) -> dict[str, object]:
-    """Return what two steps of three documents a row log, evaluate and change, in fp64 but for bf16."""
+    """Return what two steps of three documents a row log, evaluate and change, in fp64 but for
+    bf16.
+    """
     world = dist.get_world_size()
     if world not in (1, math.prod(sizes_of(way).values())) or world == 1 and way == "offsets":
-        dist.barrier()  # a rank that leaves a group before all are in it lets the others wait
+        # a rank that leaves a group before all are in it lets the others wait
+        dist.barrier()
         return {}
-    if way not in ("example", "bf16"):  # which come first: it stays so
+    # which come first: it stays so
+    if way not in ("example", "bf16"):
         widen_islands()
     AcceleratorState._reset_state(reset_partial_state=True)
     os.environ["ACCELERATE_USE_CPU"] = "true"
     os.environ.pop("ACCELERATE_USE_FSDP", None)
-    return {"example": by_example, "own loop": in_own_loop}.get(way, by_trainer)(Path(folder, str(world), way), way)
+    return {"example": by_example, "own loop": in_own_loop}.get(way, by_trainer)(
+        Path(folder, str(world), way), way
+    )
 
 
 def by_example(place, way) -> dict[str, object]:
@@ -77,30 +90,48 @@ def by_example(place, way) -> dict[str, object]:
 def by_trainer(place, way) -> dict[str, object]:
     """Return what the Trainer logs, evaluates and changes."""
     world, model = dist.get_world_size(), model_for(way)
-    before, prepare = {name: p.detach().clone() for name, p in model.named_parameters()}, Accelerator._prepare_cp
-    shared = {"parallelism_config": ParallelismConfig(**sizes_of(way))} if world > 1 and way != "checkpointing" else {}
+    before, prepare = (
+        {name: p.detach().clone() for name, p in model.named_parameters()},
+        Accelerator._prepare_cp,
+    )
+    shared = (
+        {"parallelism_config": ParallelismConfig(**sizes_of(way))}
+        if world > 1 and way != "checkpointing"
+        else {}
+    )
     trainer = trainer_of(model, place, way, **shared)
     if way == "offsets":
         return refused(trainer, model) | {"as it was": Accelerator._prepare_cp is prepare}
     evaluated = []
-    if way == "LoRA":  # a Trainer that only evaluates never prepares its model
+    # a Trainer that only evaluates never prepares its model
+    if way == "LoRA":
         untrained = model_for(way)
-        evaluated.append(trainer_of(untrained, trainer.args.output_dir, way, **shared).evaluate()["eval_loss"])
+        evaluated.append(
+            trainer_of(untrained, trainer.args.output_dir, way, **shared).evaluate()["eval_loss"]
+        )
         remove_patches(untrained)
     trainer.train()
     if way in ("resumed", "fully_shard"):
         checkpoint = str(Path(trainer.args.output_dir, "checkpoint-1"))
         trainer = trainer_of(model := model_for(way), trainer.args.output_dir, way, **shared)
         trainer.train(resume_from_checkpoint=checkpoint)
-    if way == "accumulation":  # from where it is, with the same Trainer
+    # from where it is, with the same Trainer
+    if way == "accumulation":
         trainer.train()
     evaluated.append(trainer.evaluate()["eval_loss"])
     meshes = {p.device_mesh.size() for p in model.parameters() if isinstance(p, DTensor)}
-    now = trainer.accelerator.get_state_dict(trainer.model_wrapped) if meshes else dict(model.named_parameters())
+    now = (
+        trainer.accelerator.get_state_dict(trainer.model_wrapped)
+        if meshes
+        else dict(model.named_parameters())
+    )
     return {
-        "losses": [log["loss"] for log in trainer.state.log_history if "loss" in log], "evaluated": evaluated,
-        "moved": {name: now[name].detach() - p for name, p in before.items()} if now else {},  # gathered on the first rank
-        "shards": meshes, "as it was": Accelerator._prepare_cp is prepare,
+        "losses": [log["loss"] for log in trainer.state.log_history if "loss" in log],
+        "evaluated": evaluated,
+        # gathered on the first rank
+        "moved": {name: now[name].detach() - p for name, p in before.items()} if now else {},
+        "shards": meshes,
+        "as it was": Accelerator._prepare_cp is prepare,
     }
 
 
@@ -111,10 +142,15 @@ def sizes_of(way):
 def in_own_loop(place, way) -> dict[str, object]:
     """Return what a loop changes in two steps of a model that accelerate prepares."""
     model = model_for(way)
-    before, prepare = {name: p.detach().clone() for name, p in model.named_parameters()}, Accelerator._prepare_cp
+    before, prepare = (
+        {name: p.detach().clone() for name, p in model.named_parameters()},
+        Accelerator._prepare_cp,
+    )
     optimizer, losses = torch.optim.SGD(model.parameters(), 1e-2), []
     with as_on_gpus():
-        accelerator = Accelerator(parallelism_config=ParallelismConfig(cp_size=dist.get_world_size()))
+        accelerator = Accelerator(
+            parallelism_config=ParallelismConfig(cp_size=dist.get_world_size())
+        )
     if dist.get_world_size() == 1:
         apply_patches(model)
     else:
@@ -123,15 +159,20 @@ def in_own_loop(place, way) -> dict[str, object]:
     called, optimizer = accelerator.prepare(model, optimizer)
     for lengths in (LENGTHS[:5], LENGTHS[5:8]):
         row = batch_of(lengths, 0)
-        with accelerator.maybe_context_parallel(buffers=[*row.values()], buffer_seq_dims=[1] * len(row)):
+        with accelerator.maybe_context_parallel(
+            buffers=[*row.values()], buffer_seq_dims=[1] * len(row)
+        ):
             accelerator.backward(loss := called(**row).loss)
         losses.append(accelerator.reduce(loss.detach(), "mean").item())
         optimizer.step()
         optimizer.zero_grad()
     remove_patches(model)
     return {
-        "losses": losses, "evaluated": [], "moved": {name: p.detach() - before[name] for name, p in model.named_parameters()},
-        "shards": set(), "as it was": Accelerator._prepare_cp is prepare,
+        "losses": losses,
+        "evaluated": [],
+        "moved": {name: p.detach() - before[name] for name, p in model.named_parameters()},
+        "shards": set(),
+        "as it was": Accelerator._prepare_cp is prepare,
     }
 
 
@@ -151,24 +192,52 @@ def model_for(way):
         return model
     from peft import LoraConfig, get_peft_model
 
-    return get_peft_model(model, LoraConfig(r=4, target_modules=LORA, init_lora_weights=False)).train()
+    return get_peft_model(
+        model, LoraConfig(r=4, target_modules=LORA, init_lora_weights=False)
+    ).train()
 
 
 def trainer_of(model, place, way, **shared):
-    common = {"learning_rate": 1e-2, "optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "max_steps": 2}
-    common |= {"per_device_train_batch_size": 3, "per_device_eval_batch_size": 3, "logging_steps": 1, "report_to": []}
-    common |= {"save_strategy": "no", "disable_tqdm": True, "dataloader_pin_memory": False, "use_cpu": True}
+    common = {
+        "learning_rate": 1e-2,
+        "optim": "sgd",
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+        "max_steps": 2,
+    }
+    common |= {
+        "per_device_train_batch_size": 3,
+        "per_device_eval_batch_size": 3,
+        "logging_steps": 1,
+        "report_to": [],
+    }
+    common |= {
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        "use_cpu": True,
+    }
     settings = SETTINGS[way] | (ALONE.get(way, {}) if dist.get_world_size() == 1 else {})
-    data = [{"input_ids": one.tolist(), "labels": one.tolist()} for one in documents(LENGTHS * 2 if way in ALONE else LENGTHS)]
-    collator = {"return_flash_attn_kwargs": True, "return_position_ids": False} if way == "offsets" else {}
+    data = [
+        {"input_ids": one.tolist(), "labels": one.tolist()}
+        for one in documents(LENGTHS * 2 if way in ALONE else LENGTHS)
+    ]
+    collator = (
+        {"return_flash_attn_kwargs": True, "return_position_ids": False} if way == "offsets" else {}
+    )
     by_states = way == "accumulation" and dist.get_world_size() > 1
     ranks = ContextParallel(dist.group.WORLD, gdn="state") if by_states else "auto"
     launched = LAUNCHED if way == "checkpointing" and dist.get_world_size() > 1 else {}
     with as_on_gpus(), mock.patch.dict(os.environ, launched):
         return Trainer(
-            model, TrainingArguments(str(place), ddp_backend="gloo", **common | settings | shared), train_dataset=data,
-            eval_dataset=data, data_collator=DataCollatorWithFlattening(**collator),
-            callbacks=[PackFreeCallback(context_parallel=ranks, verify_first_batch=way == "offsets")],
+            model,
+            TrainingArguments(str(place), ddp_backend="gloo", **common | settings | shared),
+            train_dataset=data,
+            eval_dataset=data,
+            data_collator=DataCollatorWithFlattening(**collator),
+            callbacks=[
+                PackFreeCallback(context_parallel=ranks, verify_first_batch=way == "offsets")
+            ],
         )
 
 

@@ -29,7 +29,10 @@ def gpu(monkeypatch):
     def pretend(capability=(9, 0), packages=INSTALLED, nvcc=True, broken=(), others=()):
         cards = (capability, *others)
         modules = {
-            "triton": "triton", "fla": "fla-core", "flash_qla": "flash-qla", "tilelang": "tilelang",
+            "triton": "triton",
+            "fla": "fla-core",
+            "flash_qla": "flash-qla",
+            "tilelang": "tilelang",
             "causal_conv1d": "causal-conv1d",
         }
 
@@ -49,7 +52,9 @@ def gpu(monkeypatch):
         forget()
         monkeypatch.setattr(fla, "has_nvcc", lambda: nvcc)
         monkeypatch.setattr(delta_rule.flash_qla, "has_nvcc", lambda: nvcc)
-        monkeypatch.setattr(attention.cudnn, "takes", lambda head_size, device: device.type == "cuda")
+        monkeypatch.setattr(
+            attention.cudnn, "takes", lambda head_size, device: device.type == "cuda"
+        )
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: cards[index])

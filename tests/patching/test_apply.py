@@ -19,9 +19,13 @@ from tests.support import by_family, tiny
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl"]
 
-SWAPS = {"qwen3_vl": [1, 1, 1, 1, 1, 3, 3, 3], "qwen3_vl_moe": [1, 1, 1, 1, 1, 3, 3, 3], "qwen2_5_vl": [1, 1, 1, 1, 1, 2, 3]}
-"""Head, vision-language model, trunk, tower, its patch embedding, blocks and attentions, and the trunk's attentions; of the
-others head, trunk, one attention, three Gated DeltaNets, four layers."""
+SWAPS = {
+    "qwen3_vl": [1, 1, 1, 1, 1, 3, 3, 3],
+    "qwen3_vl_moe": [1, 1, 1, 1, 1, 3, 3, 3],
+    "qwen2_5_vl": [1, 1, 1, 1, 1, 2, 3],
+}
+"""Head, vision-language model, trunk, tower, its patch embedding, blocks and attentions, and the
+trunk's attentions; of the others head, trunk, one attention, three Gated DeltaNets, four layers."""
 
 
 def classes(model):
@@ -35,7 +39,12 @@ def attributes(model):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_apply_and_remove_restore_everything(family):
     model = tiny(family)
-    before = classes(model), attributes(model), model.config.to_dict(), copy.deepcopy(model.state_dict())
+    before = (
+        classes(model),
+        attributes(model),
+        model.config.to_dict(),
+        copy.deepcopy(model.state_dict()),
+    )
     assert apply_patches(model) is model
     report = patch_report(model)
     assert report.patched and report.family == family
@@ -50,7 +59,8 @@ def test_apply_and_remove_restore_everything(family):
 
 
 def test_one_log_line_says_what_runs(caplog, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # where a GPU is, what compiles is said too
+    # where a GPU is, what compiles is said too
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with caplog.at_level(logging.INFO, logger="hf_packfree"):
         model = apply_patches(apply_patches(tiny()))
     (line,) = [record.getMessage() for record in caplog.records]
@@ -85,9 +95,15 @@ def test_a_model_of_no_family_is_refused():
 def test_layers_with_a_sliding_window_are_refused():
     config = by_family["qwen2_5_vl"].tiny_config().to_dict()
     config["text_config"] |= {"use_sliding_window": True, "sliding_window": 8}
-    config["text_config"]["layer_types"] = ["full_attention", "sliding_attention", "sliding_attention"]
+    config["text_config"]["layer_types"] = [
+        "full_attention",
+        "sliding_attention",
+        "sliding_attention",
+    ]
     model = transformers.Qwen2_5_VLForConditionalGeneration(transformers.Qwen2_5_VLConfig(**config))
-    with pytest.raises(ContractError, match="layers.1, which the config says is 'sliding_attention'"):
+    with pytest.raises(
+        ContractError, match="layers.1, which the config says is 'sliding_attention'"
+    ):
         apply_patches(model)
 
 
@@ -112,7 +128,10 @@ def test_a_missing_part_is_named(part):
 def test_a_replaced_layer_is_noticed():
     model = tiny()
     model.model.layers[1].linear_attn = nn.Identity()
-    with pytest.raises(ContractError, match="found no known mixer in layers.1, .* a Qwen3_5GatedDeltaNet at linear_attn"):
+    with pytest.raises(
+        ContractError,
+        match="found no known mixer in layers.1, .* a Qwen3_5GatedDeltaNet at linear_attn",
+    ):
         apply_patches(model)
 
 
@@ -127,24 +146,32 @@ def test_an_adapter_on_the_convolution_is_refused():
 
 
 def test_kernelize_leaves_no_obstacle_and_finds_no_patched_layer():
-    """Where it has no kernel for a layer, it binds the class's own forward to the instance; see tests/test_kernels.py."""
+    """Where it has no kernel for a layer, it binds the class's own forward to the instance; see
+    tests/test_kernels.py.
+    """
     model = tiny()
     layer = model.model.layers[0].linear_attn
     layer.forward = MethodType(type(layer).forward, layer)
     apply_patches(model)
     assert "forward" not in vars(layer)
     assert not any(hasattr(target, "kernel_layer_name") for target in (layer, type(layer)))
-    assert type(remove_patches(model).model.layers[0].linear_attn) is type(tiny().model.layers[0].linear_attn)
+    assert type(remove_patches(model).model.layers[0].linear_attn) is type(
+        tiny().model.layers[0].linear_attn
+    )
     assert vars(layer)["forward"].__func__ is type(layer).forward, "exactly what was there"
 
 
 @pytest.mark.parametrize("model", [None, "qwen3_5", 7])
 def test_what_is_no_model_is_refused(model):
-    with pytest.raises(UnsupportedModel, match=f"found a {type(model).__name__}, which holds no text model"):
+    with pytest.raises(
+        UnsupportedModel, match=f"found a {type(model).__name__}, which holds no text model"
+    ):
         apply_patches(model)
 
 
-@pytest.mark.parametrize("where", ["model", "model.layers.0.linear_attn", "model.layers.3.self_attn"])
+@pytest.mark.parametrize(
+    "where", ["model", "model.layers.0.linear_attn", "model.layers.3.self_attn"]
+)
 def test_an_instance_forward_is_refused_before_and_after(where):
     model = tiny()
     module = model.get_submodule(where)
@@ -200,7 +227,10 @@ def test_removing_from_an_unpatched_model_changes_nothing():
 
 
 def test_copies_and_pickles_stay_patched_and_removable():
-    for copied in (copy.deepcopy(apply_patches(tiny())), pickle.loads(pickle.dumps(apply_patches(tiny())))):
+    for copied in (
+        copy.deepcopy(apply_patches(tiny())),
+        pickle.loads(pickle.dumps(apply_patches(tiny()))),
+    ):
         assert patch_report(copied).patched
         assert not patch_report(remove_patches(copied)).patched
 
@@ -212,8 +242,12 @@ def test_save_and_load_round_trip(tmp_path):
     unpatched = tiny()
     unpatched.save_pretrained(tmp_path / "unpatched")
     apply_patches(unpatched).save_pretrained(tmp_path / "patched")
-    assert (tmp_path / "unpatched/config.json").read_text() == (tmp_path / "patched/config.json").read_text()
-    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("unpatched", "patched"))
+    assert (tmp_path / "unpatched/config.json").read_text() == (
+        tmp_path / "patched/config.json"
+    ).read_text()
+    one, other = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("unpatched", "patched")
+    )
     assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
     loaded = Qwen3_5ForCausalLM.from_pretrained(tmp_path / "patched")
     assert not patch_report(loaded).patched and patch_report(apply_patches(loaded)).patched
@@ -236,7 +270,9 @@ def test_distributed_data_parallel_in_either_order(order, tmp_path):
     batch = row_batch("positions", ROW)
     weights = random_weights(batch, 128)
     wanted = run_alone(tiny(), batch, weights)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
     try:
         model = apply_patches(tiny()) if order == "before" else tiny()
         wrapped = DistributedDataParallel(model)

@@ -30,14 +30,18 @@ from tests.support import by_family, tiny
         ("triton", "triton 3.6.0", "conv", "triton", "causal_conv1d"),
     ],
 )
-def test_what_is_installed_but_cannot_be_imported_is_named_when_patching(gpu, module, package, op, name, chosen):
+def test_what_is_installed_but_cannot_be_imported_is_named_when_patching(
+    gpu, module, package, op, name, chosen
+):
     gpu(packages=INSTALLED | {"causal-conv1d": "1.7.0"}, broken=[module])
     state = choose_backends("auto", SIZES)
     assert getattr(state.cuda_half, op) == chosen
     wanted = f"{package} is broken (OSError: undefined symbol: _ZN3c10); reinstall it"
     if chosen not in ("flash_qla", "triton"):
         assert state.why[op].startswith(f"not {name}: {wanted}")
-    with pytest.raises(BackendUnavailable, match=re.escape(f"{op} backend '{name}' forced, but {wanted}")):
+    with pytest.raises(
+        BackendUnavailable, match=re.escape(f"{op} backend '{name}' forced, but {wanted}")
+    ):
         choose_backends({op: name}, SIZES)
 
 
@@ -56,7 +60,10 @@ def test_without_a_gpu_everything_is_torch(monkeypatch):
     state = choose_backends("auto")
     kernels = state.kernels_for(torch.device("cpu"), torch.float32)
     assert set(vars(kernels).values()) == {"torch"} and state.why == {}
-    with pytest.raises(BackendUnavailable, match="it runs on CUDA devices, this is a cpu.*delta_rule|delta_rule.*runs on CUDA"):
+    with pytest.raises(
+        BackendUnavailable,
+        match="it runs on CUDA devices, this is a cpu.*delta_rule|delta_rule.*runs on CUDA",
+    ):
         choose_backends({"delta_rule": "fla"})
 
 
@@ -64,7 +71,11 @@ def test_hopper_with_everything_takes_the_fastest(gpu):
     gpu()
     state = choose_backends("auto", SIZES)
     assert vars(state.cuda_half) == {
-        "conv": "triton", "delta_rule": "flash_qla", "attention": "triton", "fused": "triton", "loss": "triton",
+        "conv": "triton",
+        "delta_rule": "flash_qla",
+        "attention": "triton",
+        "fused": "triton",
+        "loss": "triton",
         "tower_attention": "varlen",
     }
     assert (state.cuda_single.delta_rule, state.cuda_single.attention) == ("fla", "torch")
@@ -83,7 +94,10 @@ def test_the_tensors_decide_not_what_imports(gpu):
 
 def test_under_torch_compile_what_mixes_no_tokens_is_left_to_it(gpu, monkeypatch):
     gpu()
-    state, mixes = choose_backends("auto", SIZES), ("conv", "delta_rule", "attention", "tower_attention")
+    state, mixes = (
+        choose_backends("auto", SIZES),
+        ("conv", "delta_rule", "attention", "tower_attention"),
+    )
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     compiled = state.kernels_for(torch.device("cuda", 0), torch.bfloat16)
     assert all(getattr(compiled, op) == getattr(state.cuda_half, op) != "torch" for op in mixes)
@@ -95,23 +109,62 @@ def test_under_torch_compile_what_mixes_no_tokens_is_left_to_it(gpu, monkeypatch
     [
         ({"packages": {}}, "torch", "fla: triton is not installed; pip install 'triton>=3.6'"),
         (
-            {"packages": {"triton": "3.5.1", "fla-core": "0.6.0"}}, "torch",
-            "triton 3.5.1 is too old (the kernels are tested with 3.6.0 to 3.9.0); pip install 'triton>=3.6'",
+            {"packages": {"triton": "3.5.1", "fla-core": "0.6.0"}},
+            "torch",
+            "triton 3.5.1 is too old (the kernels are tested with 3.6.0 to 3.9.0); pip install "
+            "'triton>=3.6'",
         ),
         ({"packages": {"triton": "3.6.0"}}, "torch", "fla: fla-core is not installed"),
-        ({"packages": {"triton": "3.8.0", "fla-core": "0.5.2"}}, "torch", "fla-core 0.5.2 is too old for packed rows"),
-        ({"packages": {"triton": "3.6.0", "fla-core": "0.6.0"}}, "torch", "refuses to run on Hopper with triton 3.6.0"),
-        ({"packages": {"triton": "3.7.1", "fla-core": "0.6.0"}}, "fla", "flash-qla is not installed"),
+        (
+            {"packages": {"triton": "3.8.0", "fla-core": "0.5.2"}},
+            "torch",
+            "fla-core 0.5.2 is too old for packed rows",
+        ),
+        (
+            {"packages": {"triton": "3.6.0", "fla-core": "0.6.0"}},
+            "torch",
+            "refuses to run on Hopper with triton 3.6.0",
+        ),
+        (
+            {"packages": {"triton": "3.7.1", "fla-core": "0.6.0"}},
+            "fla",
+            "flash-qla is not installed",
+        ),
         ({"packages": INSTALLED, "nvcc": False}, "torch", "nvcc"),
         (
-            {"packages": INSTALLED | {"flash-qla": "0.1.2"}}, "fla",
+            {"packages": INSTALLED | {"flash-qla": "0.1.2"}},
+            "fla",
             "flash-qla 0.1.2 is too old for packed rows; pip install 'flash-qla>=0.1.3'",
         ),
-        ({"capability": (8, 0), "others": [(9, 0)], "packages": {"triton": "3.6.0", "fla-core": "0.6.0"}}, "torch", "Hopper"),
-        ({"others": [(12, 0)]}, "fla", "exact on compute capability 9.0 and use it on 9.0, 10.0 and 10.3, this is 12.0"),
-        ({"others": [(9, 0), (7, 5)]}, "torch", "it needs an Ampere GPU or later (8.0), this is 7.5"),
-        ({"packages": {"triton": "3.6.0", "fla-core": "0.6.0", "tilelang": "0.1.15"}}, "fla", "flash-qla is not installed"),
-        ({"capability": (8, 0)}, "fla", "exact on compute capability 9.0 and use it on 9.0, 10.0 and 10.3, this is 8.0"),
+        (
+            {
+                "capability": (8, 0),
+                "others": [(9, 0)],
+                "packages": {"triton": "3.6.0", "fla-core": "0.6.0"},
+            },
+            "torch",
+            "Hopper",
+        ),
+        (
+            {"others": [(12, 0)]},
+            "fla",
+            "exact on compute capability 9.0 and use it on 9.0, 10.0 and 10.3, this is 12.0",
+        ),
+        (
+            {"others": [(9, 0), (7, 5)]},
+            "torch",
+            "it needs an Ampere GPU or later (8.0), this is 7.5",
+        ),
+        (
+            {"packages": {"triton": "3.6.0", "fla-core": "0.6.0", "tilelang": "0.1.15"}},
+            "fla",
+            "flash-qla is not installed",
+        ),
+        (
+            {"capability": (8, 0)},
+            "fla",
+            "exact on compute capability 9.0 and use it on 9.0, 10.0 and 10.3, this is 8.0",
+        ),
         ({"capability": (7, 5)}, "torch", "it needs an Ampere GPU or later (8.0), this is 7.5"),
     ],
 )
@@ -130,33 +183,51 @@ def test_sizes_that_a_kernel_lacks(gpu):
     assert choose_backends("auto", SIZES | {"head_size": 512}).cuda_half.attention == "torch"
     state = choose_backends("auto", SIZES | {"head_size": 96})
     assert state.cuda_half.attention == "varlen"
-    assert "not triton: it takes heads of 64, 128, 256 channels; the model has 96" in state.why["attention"]
+    assert (
+        "not triton: it takes heads of 64, 128, 256 channels; the model has 96"
+        in state.why["attention"]
+    )
 
 
 def test_attention_made_for_hopper_runs_there_alone(gpu):
     gpu(capability=(8, 0))
     state = choose_backends("auto", SIZES)
     assert state.cuda_half.attention == "varlen"
-    assert "not triton: its blocks are sized for Hopper (9.0), this is 8.0" in state.why["attention"]
+    assert (
+        "not triton: its blocks are sized for Hopper (9.0), this is 8.0" in state.why["attention"]
+    )
 
 
 def test_forcing_by_argument_and_by_variable(gpu, monkeypatch):
     gpu()
     assert choose_backends({"conv": "fla"}, SIZES).cuda_half.conv == "fla"
     forced = choose_backends("fla", SIZES).cuda_half
-    assert (forced.conv, forced.delta_rule, forced.fused, forced.attention) == ("fla", "fla", "triton", "triton")
+    assert (forced.conv, forced.delta_rule, forced.fused, forced.attention) == (
+        "fla",
+        "fla",
+        "triton",
+        "triton",
+    )
     monkeypatch.setenv(backends.VARIABLE, "conv=fla,delta_rule=torch")
     by_variable = choose_backends("auto", SIZES).cuda_half
     assert (by_variable.conv, by_variable.delta_rule) == ("fla", "torch")
-    assert choose_backends("torch", SIZES).cuda_half.conv == "torch", "an argument goes before the variable"
+    assert choose_backends("torch", SIZES).cuda_half.conv == "torch", (
+        "an argument goes before the variable"
+    )
     monkeypatch.setenv(backends.VARIABLE, "delta=fla")
-    with pytest.raises(BackendUnavailable, match="found delta=fla in PACKFREE_BACKEND='delta=fla'; wanted conv: triton"):
+    with pytest.raises(
+        BackendUnavailable,
+        match="found delta=fla in PACKFREE_BACKEND='delta=fla'; wanted conv: triton",
+    ):
         choose_backends("auto", SIZES)
     monkeypatch.setenv(backends.VARIABLE, "conv=fla,delta_rule")
     wanted = "found delta_rule= in PACKFREE_BACKEND='conv=fla,delta_rule'; wanted conv: triton"
     with pytest.raises(BackendUnavailable, match=wanted):
         choose_backends("auto", SIZES)
-    with pytest.raises(BackendUnavailable, match="conv backend 'causal_conv1d' forced, but causal-conv1d is not installed"):
+    with pytest.raises(
+        BackendUnavailable,
+        match="conv backend 'causal_conv1d' forced, but causal-conv1d is not installed",
+    ):
         choose_backends({"conv": "causal_conv1d"}, SIZES)
 
 
@@ -164,27 +235,40 @@ def test_a_name_that_nothing_has_is_named_with_where_it_came_from(gpu, monkeypat
     gpu()
     for value, found in {
         "frob": "found backend='frob'; wanted 'auto' or conv: triton",
-        "conv=fla,conv=torch": "found conv named twice in backend='conv=fla,conv=torch'; wanted every op once",
+        "conv=fla,conv=torch": "found conv named twice in backend='conv=fla,conv=torch'; wanted "
+        "every op once",
     }.items():
         monkeypatch.delenv(backends.VARIABLE, raising=False)
         with pytest.raises(BackendUnavailable, match=re.escape(found)):
             choose_backends(value, SIZES)
         monkeypatch.setenv(backends.VARIABLE, value)
-        with pytest.raises(BackendUnavailable, match=re.escape(found.replace("backend=", "PACKFREE_BACKEND="))):
+        with pytest.raises(
+            BackendUnavailable, match=re.escape(found.replace("backend=", "PACKFREE_BACKEND="))
+        ):
             choose_backends("auto", SIZES)
-    with pytest.raises(BackendUnavailable, match=re.escape("found delta=fla in backend={'delta': 'fla'}; wanted conv: triton")):
+    with pytest.raises(
+        BackendUnavailable,
+        match=re.escape("found delta=fla in backend={'delta': 'fla'}; wanted conv: triton"),
+    ):
         choose_backends({"delta": "fla"}, SIZES)
 
 
-@pytest.mark.parametrize("backend", [None, 3, ["torch"], {"conv": None}, {"conv": ["torch"]}, {None: "torch"}])
+@pytest.mark.parametrize(
+    "backend", [None, 3, ["torch"], {"conv": None}, {"conv": ["torch"]}, {None: "torch"}]
+)
 def test_what_is_no_name_is_refused_in_a_sentence(backend):
     with pytest.raises(BackendUnavailable, match="wanted .*conv: .*torch"):
         choose_backends(backend)
 
 
-@pytest.mark.parametrize("op", ["gated_norm", "norm_rope", "output_gate", "gates", "add_norm", "swiglu", "projections"])
+@pytest.mark.parametrize(
+    "op", ["gated_norm", "norm_rope", "output_gate", "gates", "add_norm", "swiglu", "projections"]
+)
 def test_a_switch_of_the_first_version_names_the_one_of_now(op):
-    wanted = f"found {op}=torch in .*; wanted conv: .*; fused: triton, torch; .*; pass fused, the one switch of all small ops"
+    wanted = (
+        f"found {op}=torch in .*; wanted conv: .*; fused: triton, torch; .*; pass fused, the one "
+        f"switch of all small ops"
+    )
     with pytest.raises(BackendUnavailable, match=wanted):
         choose_backends({op: "torch"})
 
@@ -205,7 +289,9 @@ def test_kernels_are_named_never_counted():
     names = ["conv", "delta_rule", "attention", "fused", "loss", "tower_attention"]
     assert [field.name for field in fields(Kernels)] == list(backends.OPS) == names
     kernels = {"conv": "fla", "delta_rule": "fla"}
-    assert Kernels(**kernels, fused="triton", loss="triton").compiled() == Kernels(**kernels, loss="upstream")
+    assert Kernels(**kernels, fused="triton", loss="triton").compiled() == Kernels(
+        **kernels, loss="upstream"
+    )
 
 
 @pytest.mark.parametrize("value", ["", " "])
@@ -219,31 +305,56 @@ def test_what_is_made_for_one_card_alone_runs_on_none_of_several_kinds(gpu):
     gpu(others=[(12, 0)])
     state = choose_backends("auto", SIZES)
     assert (state.cuda_half.attention, state.cuda_half.conv) == ("varlen", "triton")
-    assert "not triton: its blocks are sized for Hopper (9.0), this is 12.0" in state.why["attention"]
-    with pytest.raises(BackendUnavailable, match="'flash_qla' forced, but we know .*, this is 12.0; .*: fla, torch;"):
+    assert (
+        "not triton: its blocks are sized for Hopper (9.0), this is 12.0" in state.why["attention"]
+    )
+    with pytest.raises(
+        BackendUnavailable,
+        match="'flash_qla' forced, but we know .*, this is 12.0; .*: fla, torch;",
+    ):
         choose_backends({"delta_rule": "flash_qla"}, SIZES)
 
 
-@pytest.mark.parametrize(("version", "chosen"), [("1.5.0.post8", "fla"), ("1.6.0", "causal_conv1d")])
-def test_causal_conv1d_comes_before_fla_where_it_can_be_deterministic(gpu, monkeypatch, version, chosen):
+@pytest.mark.parametrize(
+    ("version", "chosen"), [("1.5.0.post8", "fla"), ("1.6.0", "causal_conv1d")]
+)
+def test_causal_conv1d_comes_before_fla_where_it_can_be_deterministic(
+    gpu, monkeypatch, version, chosen
+):
     gpu(packages=INSTALLED | {"causal-conv1d": version})
-    monkeypatch.setattr(conv, "BACKENDS", {name: found for name, found in conv.BACKENDS.items() if name != "triton"})
+    monkeypatch.setattr(
+        conv, "BACKENDS", {name: found for name, found in conv.BACKENDS.items() if name != "triton"}
+    )
     state = choose_backends("auto", SIZES)
     assert (state.cuda_half.conv, state.cuda_single.conv) == (chosen, chosen)
     if chosen == "fla":
-        old = f"causal-conv1d {version} is too old to be deterministic under torch.use_deterministic_algorithms"
+        old = (
+            f"causal-conv1d {version} is too old to be deterministic under "
+            f"torch.use_deterministic_algorithms"
+        )
         assert state.why["conv"] == f"not causal_conv1d: {old}; pip install 'causal-conv1d>=1.6.0'"
 
 
 @pytest.mark.parametrize(
     ("target", "reason"),
     [
-        (Target("cuda", (7, 0), sizes=SIZES), "it is compiled for Turing GPUs and later (7.5), this is 7.0"),
-        (Target("cuda", (6, 1), torch.float64, SIZES), "it is compiled for Turing GPUs and later (7.5), this is 6.1"),
-        (Target("cuda", (9, 0), torch.float64, SIZES), "it runs in bfloat16, float16 and float32, this is float64"),
+        (
+            Target("cuda", (7, 0), sizes=SIZES),
+            "it is compiled for Turing GPUs and later (7.5), this is 7.0",
+        ),
+        (
+            Target("cuda", (6, 1), torch.float64, SIZES),
+            "it is compiled for Turing GPUs and later (7.5), this is 6.1",
+        ),
+        (
+            Target("cuda", (9, 0), torch.float64, SIZES),
+            "it runs in bfloat16, float16 and float32, this is float64",
+        ),
         (Target("cuda", (9, 0), sizes=SIZES | {"taps": 5}), "it has 2 to 4 taps, the model 5"),
         (
-            Target("cuda", (9, 0), sizes=SIZES | {"key_size": 6, "value_heads": 3, "value_size": 7}),
+            Target(
+                "cuda", (9, 0), sizes=SIZES | {"key_size": 6, "value_heads": 3, "value_size": 7}
+            ),
             "it takes channels in multiples of 8, the model has 213",
         ),
         (Target("cuda", (9, 0), sizes={"key_size": 6, "value_size": 7}), None),
@@ -268,7 +379,10 @@ def test_a_forced_name_that_half_precision_alone_can_run_is_replaced_in_float32_
     state = choose_backends({"delta_rule": "flash_qla"}, SIZES)
     assert (state.cuda_half.delta_rule, state.cuda_single.delta_rule) == ("flash_qla", "fla")
     assert "delta_rule" not in state.why
-    assert state.why["delta_rule in float32"] == "not flash_qla: it runs in bfloat16 and float16, this is float32"
+    assert (
+        state.why["delta_rule in float32"]
+        == "not flash_qla: it runs in bfloat16 and float16, this is float32"
+    )
 
 
 def test_what_is_not_exact_runs_only_where_it_is_named(gpu):
@@ -279,7 +393,14 @@ def test_what_is_not_exact_runs_only_where_it_is_named(gpu):
 
 
 def test_sizes_come_from_the_mixers():
-    wanted = {"key_heads": 2, "value_heads": 4, "key_size": 16, "value_size": 16, "taps": 4, "head_size": 16}
+    wanted = {
+        "key_heads": 2,
+        "value_heads": 4,
+        "key_size": 16,
+        "value_size": 16,
+        "taps": 4,
+        "head_size": 16,
+    }
     wanted["query_heads"] = 4
     for model in (tiny(), apply_patches(tiny())):
         assert op_sizes(model.model, by_family["qwen3_5"]) == wanted
@@ -289,4 +410,6 @@ def test_every_op_has_a_torch_reference_that_always_runs():
     for op, module in backends.OPS.items():
         assert module.BACKENDS["torch"].unusable(Target("cpu")) is None
         names = [name for name, found in module.BACKENDS.items() if found.exact]
-        assert names[-1] == "torch" or (op, names[-2:]) == ("loss", ["torch", "upstream"]), "what auto ends with"
+        assert names[-1] == "torch" or (op, names[-2:]) == ("loss", ["torch", "upstream"]), (
+            "what auto ends with"
+        )

@@ -1,4 +1,6 @@
-"""The report promises batch invariance where tests/gpu checks it, and names what is in the way elsewhere, or not exact."""
+"""The report promises batch invariance where tests/gpu checks it, and names what is in the way
+elsewhere, or not exact.
+"""
 
 from __future__ import annotations
 
@@ -10,33 +12,49 @@ from torch import nn
 
 from hf_packfree import apply_patches, patch_report
 from hf_packfree.errors import PatchConflict
-from hf_packfree.patching import apply, exactness
 from hf_packfree.models.state import state_of
+from hf_packfree.ops.fused.linear import NARROW
+from hf_packfree.patching import apply, exactness
 from hf_packfree.patching.backends import OPS
 from hf_packfree.patching.report import announce
-from hf_packfree.ops.fused.linear import NARROW
 from tests.gpu.op_table import OPS as TESTED
 from tests.patching.machines import INSTALLED, SIZES
 from tests.support import tiny
 from tests.vision import tiny_vision
 
-BITS = "documents get the same bits alone and packed in the layers' forward pass (not under autocast or torch.compile)"
+BITS = (
+    "documents get the same bits alone and packed in the layers' forward pass (not under autocast "
+    "or torch.compile)"
+)
 ROUNDING = "documents get what they get alone, up to rounding ({})"
 
 
 @pytest.fixture
 def hopper(gpu, monkeypatch):
-    """Return a function that patches a tiny model, in bfloat16, as if it were on a Hopper GPU, and returns it.
+    """Return a function that patches a tiny model, in bfloat16, as if it were on a Hopper GPU, and
+    returns it.
 
     `widths`: as if its products had been compared there.
     """
 
-    def patched(model=None, *, dtype=torch.bfloat16, capability=(9, 0), release="2.11.0+cu130", widths=True, **options):
+    def patched(
+        model=None,
+        *,
+        dtype=torch.bfloat16,
+        capability=(9, 0),
+        release="2.11.0+cu130",
+        widths=True,
+        **options,
+    ):
         gpu(capability=capability)
         monkeypatch.setattr(apply, "op_sizes", lambda *_: SIZES)
         if widths:
             linears = (part for part in (model or tiny()).modules() if isinstance(part, nn.Linear))
-            monkeypatch.setattr(exactness, "_COMPARED", {(linear.out_features, linear.in_features) for linear in linears})
+            monkeypatch.setattr(
+                exactness,
+                "_COMPARED",
+                {(linear.out_features, linear.in_features) for linear in linears},
+            )
         model = apply_patches((model or tiny()).to(dtype), batch_invariant=True, **options)
         there = SimpleNamespace(device=torch.device("cuda", 0), dtype=dtype)
         monkeypatch.setattr(model, "parameters", lambda: iter([there]), raising=False)
@@ -67,7 +85,10 @@ def test_batch_invariance_is_promised_where_it_is_wanted(gpu, caplog):
     assert (report.batch_invariant, report.rounding) == (False, "batch_invariant is off")
     assert ROUNDING.format(report.rounding) in str(report) and "not promised" not in caplog.text
     report = patch_report(apply_patches(tiny(), batch_invariant=True))
-    assert report.batch_invariant and f"batch_invariant=True is not promised here: {report.rounding}" in caplog.text
+    assert (
+        report.batch_invariant
+        and f"batch_invariant=True is not promised here: {report.rounding}" in caplog.text
+    )
     with pytest.raises(PatchConflict, match="batch_invariant"):
         apply_patches(apply_patches(tiny()), batch_invariant=True)
     with pytest.raises(ValueError, match="found batch_invariant='yes'; wanted True or False"):
@@ -75,26 +96,53 @@ def test_batch_invariance_is_promised_where_it_is_wanted(gpu, caplog):
 
 
 def test_what_promises_bits_is_what_the_gpu_tests_check():
-    promised = {op: {name for name, found in module.BACKENDS.items() if found.batch_invariant} for op, module in OPS.items()}
+    promised = {
+        op: {name for name, found in module.BACKENDS.items() if found.batch_invariant}
+        for op, module in OPS.items()
+    }
     layers = {op: module for op, module in OPS.items() if op != "loss"}
     for op, module in layers.items():
-        tested = [row for row in TESTED.values() if row.module == module.__name__ and row.table == "BACKENDS"]
+        tested = [
+            row
+            for row in TESTED.values()
+            if row.module == module.__name__ and row.table == "BACKENDS"
+        ]
         assert tested, op
         for row in tested:
-            promising = [other for other in tested if other.name in (row.name, f"{row.name}, batch-invariant")]
+            promising = [
+                other
+                for other in tested
+                if other.name in (row.name, f"{row.name}, batch-invariant")
+            ]
             assert any(promised[op] <= set(other.exact) for other in promising), row.name
     assert promised == dict.fromkeys(OPS, {"triton"}) | {
-        "delta_rule": {"flash_qla", "fla"}, "attention": {"triton", "varlen"}, "tower_attention": {"varlen"}, "loss": set(),
+        "delta_rule": {"flash_qla", "fla"},
+        "attention": {"triton", "varlen"},
+        "tower_attention": {"varlen"},
+        "loss": set(),
     }
-    assert all(found.exact or not found.batch_invariant for module in OPS.values() for found in module.BACKENDS.values())
+    assert all(
+        found.exact or not found.batch_invariant
+        for module in OPS.values()
+        for found in module.BACKENDS.values()
+    )
 
 
 def test_bits_are_promised_for_the_widths_that_were_compared(hopper):
     from tests.gpu.test_ops import PUBLISHED
 
-    wide = {size for name, sizes in PUBLISHED.items() if name != "none" for size in sizes if size[0] >= NARROW}
+    wide = {
+        size
+        for name, sizes in PUBLISHED.items()
+        if name != "none"
+        for size in sizes
+        if size[0] >= NARROW
+    }
     assert wide == exactness._COMPARED
-    reason = "batch invariance was not tested for products of 64 inputs and 128 outputs: layers.0.linear_attn.in_proj_qkv"
+    reason = (
+        "batch invariance was not tested for products of 64 inputs and 128 outputs: "
+        "layers.0.linear_attn.in_proj_qkv"
+    )
     assert patch_report(hopper(widths=False)).rounding == reason
     assert patch_report(hopper()).rounding is None
 
@@ -110,10 +158,23 @@ def test_on_a_cpu_bits_are_not_promised():
     [
         ({"dtype": torch.float32}, "batch invariance is tested in bfloat16, this is float32"),
         ({"dtype": torch.float16}, "batch invariance is tested in bfloat16, this is float16"),
-        ({"capability": (8, 0)}, "batch invariance is tested on compute capability 9.0, this is 8.0"),
-        ({"release": "2.13.0"}, "batch invariance is tested with torch 2.11, whose matrix library decides too; this is 2.13.0"),
-        ({"backend": {"delta_rule": "torch"}}, "batch invariance is not promised of what runs delta_rule"),
-        ({"backend": {"conv": "fla", "fused": "torch"}}, "batch invariance is not promised of what runs conv, fused"),
+        (
+            {"capability": (8, 0)},
+            "batch invariance is tested on compute capability 9.0, this is 8.0",
+        ),
+        (
+            {"release": "2.13.0"},
+            "batch invariance is tested with torch 2.11, whose matrix library decides too; this is "
+            "2.13.0",
+        ),
+        (
+            {"backend": {"delta_rule": "torch"}},
+            "batch invariance is not promised of what runs delta_rule",
+        ),
+        (
+            {"backend": {"conv": "fla", "fused": "torch"}},
+            "batch invariance is not promised of what runs conv, fused",
+        ),
     ],
 )
 def test_what_is_in_the_way_of_bits_is_said(hopper, place, reason):
@@ -122,19 +183,34 @@ def test_what_is_in_the_way_of_bits_is_said(hopper, place, reason):
 
 
 @pytest.mark.parametrize(
-    "package, found, options", [("triton", "3.7.1", {}), ("flash-qla", "0.1.4", {}), ("fla-core", None, {"delta_rule": "fla"})]
+    "package, found, options",
+    [
+        ("triton", "3.7.1", {}),
+        ("flash-qla", "0.1.4", {}),
+        ("fla-core", None, {"delta_rule": "fla"}),
+    ],
 )
-def test_bits_are_promised_for_the_releases_they_were_tested_with(hopper, monkeypatch, package, found, options):
+def test_bits_are_promised_for_the_releases_they_were_tested_with(
+    hopper, monkeypatch, package, found, options
+):
     model = hopper(backend=options or "auto")
     monkeypatch.setattr(exactness, "installed", (INSTALLED | {package: found}).get)
     tested = INSTALLED[package].removesuffix(".0") if package == "triton" else INSTALLED[package]
-    wanted = f"batch invariance is tested with {package} {tested}, this is {found or 'of unknown version'}"
+    wanted = (
+        f"batch invariance is tested with {package} {tested}, this is "
+        f"{found or 'of unknown version'}"
+    )
     assert patch_report(model).rounding == wanted
 
 
 def test_of_kernels_that_are_tuned_bits_are_promised_within_a_process(hopper):
-    tuned = "of one process, because flash-linear-attention chooses its kernels' shapes by timing them in each"
-    assert tuned in str(patch_report(hopper(backend={"delta_rule": "fla"}))) and tuned not in str(patch_report(hopper()))
+    tuned = (
+        "of one process, because flash-linear-attention chooses its kernels' shapes by timing them "
+        "in each"
+    )
+    assert tuned in str(patch_report(hopper(backend={"delta_rule": "fla"}))) and tuned not in str(
+        patch_report(hopper())
+    )
 
 
 def test_under_autocast_bits_are_not_promised(hopper):
@@ -160,7 +236,10 @@ def test_compiled_models_and_dropout_are_said(hopper):
     assert patch_report(model).rounding == "batch invariance is not promised in compiled graphs"
     model = hopper()
     model.model.layers[3].self_attn.attention_dropout = 0.1
-    assert patch_report(model).rounding == "attention with dropout runs in PyTorch eager while training"
+    assert (
+        patch_report(model).rounding
+        == "attention with dropout runs in PyTorch eager while training"
+    )
 
 
 class Adapted(nn.Linear):
@@ -168,14 +247,24 @@ class Adapted(nn.Linear):
 
 
 @pytest.mark.parametrize(
-    "part", ["linear_attn.in_proj_qkv", "linear_attn.out_proj", "self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj"]
+    "part",
+    [
+        "linear_attn.in_proj_qkv",
+        "linear_attn.out_proj",
+        "self_attn.q_proj",
+        "self_attn.o_proj",
+        "mlp.down_proj",
+    ],
 )
 def test_a_layer_that_is_more_than_its_weight_is_named(hopper, part):
     model, index = hopper(), 3 if "self_attn" in part else 1
     layer = model.get_submodule(f"model.layers.{index}.{part}")
     layer.__class__ = Adapted
     name = f"layers.{index}." + (part if "mlp" not in part else "mlp")
-    assert patch_report(model).rounding == f"batch invariance is not promised where layers are called as they are: {name}"
+    assert (
+        patch_report(model).rounding
+        == f"batch invariance is not promised where layers are called as they are: {name}"
+    )
     layer.__class__ = nn.Linear
     layer.bias = nn.Parameter(torch.zeros(layer.out_features, dtype=torch.bfloat16))
     assert name in patch_report(model).rounding
@@ -183,7 +272,9 @@ def test_a_layer_that_is_more_than_its_weight_is_named(hopper, part):
     assert patch_report(model).rounding is None
 
 
-@pytest.mark.parametrize("part", ["linear_attn.norm", "self_attn.k_norm", "input_layernorm", "post_attention_layernorm"])
+@pytest.mark.parametrize(
+    "part", ["linear_attn.norm", "self_attn.k_norm", "input_layernorm", "post_attention_layernorm"]
+)
 def test_a_norm_that_somebody_watches_is_named(hopper, part):
     model = hopper()
     name = f"layers.{3 if 'self_attn' in part else 0}.{part}"
@@ -196,13 +287,19 @@ def test_a_norm_that_somebody_watches_is_named(hopper, part):
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_next"])
 def test_experts_are_called_as_they_are(hopper, family):
     report = patch_report(hopper(tiny(family)))
-    assert report.rounding == "batch invariance is not promised where layers are called as they are: layers.0.mlp"
+    assert (
+        report.rounding
+        == "batch invariance is not promised where layers are called as they are: layers.0.mlp"
+    )
 
 
 def test_what_is_not_exact_is_said_before_all_else(hopper):
     report = patch_report(hopper(backend={"delta_rule": "flash_qla_cut"}))
     assert report.inexact == {"delta_rule": "flash_qla_cut"} and report.rounding is not None
-    assert "documents do not get exactly what they get alone, because of the forced delta_rule: flash_qla_cut" in str(report)
+    assert (
+        "documents do not get exactly what they get alone, because of the forced delta_rule: "
+        "flash_qla_cut" in str(report)
+    )
     assert "rounding" not in str(report)
 
 

@@ -1,4 +1,6 @@
-"""flash-linear-attention on Hopper with a Triton that compiles its backward wrongly: only TileLang makes it usable."""
+"""flash-linear-attention on Hopper with a Triton that compiles its backward wrongly: only
+TileLang makes it usable.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +18,29 @@ from tests.patching.machines import SIZES
 WITH_TILELANG = {"triton": "3.6.0", "fla-core": "0.6.0", "tilelang": "0.1.15"}
 
 
-@pytest.mark.parametrize("name, value", [("FLA_TILELANG", "0"), ("FLA_DISABLE_BACKEND_DISPATCH", "1")])
+@pytest.mark.parametrize(
+    "name, value", [("FLA_TILELANG", "0"), ("FLA_DISABLE_BACKEND_DISPATCH", "1")]
+)
 def test_hopper_with_tilelang_switched_off(gpu, monkeypatch, name, value):
     """FLA would raise at the first backward."""
     gpu(packages=WITH_TILELANG)
     monkeypatch.setenv(name, value)
     state = choose_backends("auto", SIZES)
     assert state.cuda_half.delta_rule == state.cuda_single.delta_rule == "torch"
-    assert f"{name}={value} in the environment leaves tilelang out; unset it" in state.why["delta_rule"]
+    assert (
+        f"{name}={value} in the environment leaves tilelang out; unset it"
+        in state.why["delta_rule"]
+    )
 
 
 def test_hopper_with_a_broken_tilelang(gpu):
     gpu(packages=WITH_TILELANG, broken=["tilelang"])
     state = choose_backends("auto", SIZES)
     assert state.cuda_half.delta_rule == "torch"
-    assert "tilelang 0.1.15 is broken (OSError: undefined symbol: _ZN3c10); reinstall it" in state.why["delta_rule"]
+    assert (
+        "tilelang 0.1.15 is broken (OSError: undefined symbol: _ZN3c10); reinstall it"
+        in state.why["delta_rule"]
+    )
 
 
 def test_hopper_with_a_triton_of_another_name(monkeypatch):
@@ -55,4 +65,6 @@ def test_flash_qla_switched_off_for_fla_is_off_here_too(gpu, monkeypatch):
     monkeypatch.setenv("FLA_FLASH_QLA", "0")
     state = choose_backends("auto", SIZES)
     assert state.cuda_half.delta_rule == "fla"
-    assert "not flash_qla: FLA_FLASH_QLA=0 in the environment turns it off" in state.why["delta_rule"]
+    assert (
+        "not flash_qla: FLA_FLASH_QLA=0 in the environment turns it off" in state.why["delta_rule"]
+    )

@@ -15,11 +15,23 @@ from hf_packfree import apply_patches, patch_report, register_patches, remove_pa
 from hf_packfree.errors import ContractError, PatchConflict
 from tests.input_formats import row_batch
 from tests.support import (
-    GRADIENT_TOL, LOGIT_TOL, ROW, auto_class, by_family, errors, random_weights, run, run_alone, slow_decay, tiny,
+    GRADIENT_TOL,
+    LOGIT_TOL,
+    ROW,
+    auto_class,
+    by_family,
+    errors,
+    random_weights,
+    run,
+    run_alone,
+    slow_decay,
+    tiny,
 )
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl"]
-monkey_patching = pytest.importorskip("transformers.monkey_patching", reason="transformers 5.2 has no class mapping")
+monkey_patching = pytest.importorskip(
+    "transformers.monkey_patching", reason="transformers 5.2 has no class mapping"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +61,9 @@ def test_from_config(family):
     assert patch_report(model) == patch_report(by_hand)
     assert [type(m) for m in model.modules()] == [type(m) for m in by_hand.modules()]
     assert_exact(slow_decay(model).train())
-    assert [type(m) for m in remove_patches(model).modules()] == [type(m) for m in remove_patches(by_hand).modules()]
+    assert [type(m) for m in remove_patches(model).modules()] == [
+        type(m) for m in remove_patches(by_hand).modules()
+    ]
 
 
 @pytest.mark.compat
@@ -100,7 +114,12 @@ def test_models_built_outside_still_record():
     with register_patches():
         transformers.AutoModelForCausalLM.from_config(by_family["qwen3_5_moe"].tiny_config())
     model = tiny("qwen3_5_moe", attention="eager").eval()
-    out = model(input_ids=torch.arange(9)[None], output_attentions=True, output_hidden_states=True, output_router_logits=True)
+    out = model(
+        input_ids=torch.arange(9)[None],
+        output_attentions=True,
+        output_hidden_states=True,
+        output_router_logits=True,
+    )
     assert len(out.attentions) == 1 and len(out.hidden_states) == 5 and len(out.router_logits) == 4
 
 

@@ -24,7 +24,8 @@ def test_weights_gradients_and_random_state_stay():
     model.model.packfree.observers.append(lambda packed, shape, mask: seen.append(packed.lengths))
     assert prewarm(model) > 0
     assert seen == [[131], [1, 66], [64, 64, 64], [1, 66, 3, 5, 64, 2]]
-    assert {1, 2, 3} < set(map(len, seen)) and max(map(len, seen)) * 16 > 0.7 * 132  # where FlashQLA 0.1.3 takes other tiles
+    # where FlashQLA 0.1.3 takes other tiles
+    assert {1, 2, 3} < set(map(len, seen)) and max(map(len, seen)) * 16 > 0.7 * 132
     assert torch.equal(torch.get_rng_state(), state)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
@@ -45,13 +46,17 @@ def test_under_autocast_it_runs_what_a_step_runs_there(monkeypatch):
     asked, choose = set(), PatchState.kernels_for
 
     def watched(self, device, dtype):
-        if (caller := sys._getframe(1).f_code.co_name) != "_kernels":  # the report's
+        # the report's
+        if (caller := sys._getframe(1).f_code.co_name) != "_kernels":
             asked.add((caller, dtype))
         return choose(self, device, dtype)
 
     monkeypatch.setattr(PatchState, "kernels_for", watched)
     model = apply_patches(tiny())
-    inputs = {"input_ids": torch.arange(131)[None] % 128, "position_ids": torch.arange(131)[None] % 66}
+    inputs = {
+        "input_ids": torch.arange(131)[None] % 128,
+        "position_ids": torch.arange(131)[None] % 66,
+    }
 
     def step():
         asked.clear()
@@ -66,7 +71,8 @@ def test_under_autocast_it_runs_what_a_step_runs_there(monkeypatch):
         asked.clear()
         prewarm(model)
         assert asked == ran | {("_run_loss", torch.bfloat16)}, "which the step above has none of"
-        found, _ = step()  # also where autocast still holds the casts of the weights
+        # also where autocast still holds the casts of the weights
+        found, _ = step()
     bf16, fp32 = torch.bfloat16, torch.float32
     mixers = {("project", fp32), ("project", bf16), ("_mix", bf16), ("_attend_packed", bf16)}
     assert ran == mixers | {("_add_norm", fp32), ("_feed_forward", fp32)}

@@ -1,4 +1,6 @@
-"""What patching and the report say of a machine's GPUs: what runs, why nothing faster, what compiles."""
+"""What patching and the report say of a machine's GPUs: what runs, why nothing faster, what
+compiles.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,23 @@ def test_the_report_says_what_is_not_exact(monkeypatch):
     monkeypatch.setitem(delta_rule.BACKENDS, "flash_qla_cut", anywhere)
     found = patch_report(apply_patches(model, backend={"delta_rule": "flash_qla_cut"}))
     assert found.inexact == {"delta_rule": "flash_qla_cut"}
-    assert "do not get exactly what they get alone, because of the forced delta_rule: flash_qla_cut" in str(found)
+    assert (
+        "do not get exactly what they get alone, because of the forced delta_rule: flash_qla_cut"
+        in str(found)
+    )
 
 
 def test_the_report_says_whether_long_documents_are_cut(monkeypatch):
-    monkeypatch.setattr(delta_rule, "cuts_on", lambda device, backend: (device.type, backend) == ("cpu", "torch"))
-    found, whole = (patch_report(apply_patches(tiny(), batch_invariant=wanted)) for wanted in (False, True))
-    assert found.long_documents == {"delta_rule": "in segments"} and str(found).count("(long documents in segments)") == 1
+    monkeypatch.setattr(
+        delta_rule, "cuts_on", lambda device, backend: (device.type, backend) == ("cpu", "torch")
+    )
+    found, whole = (
+        patch_report(apply_patches(tiny(), batch_invariant=wanted)) for wanted in (False, True)
+    )
+    assert (
+        found.long_documents == {"delta_rule": "in segments"}
+        and str(found).count("(long documents in segments)") == 1
+    )
     assert not whole.long_documents and "in segments" not in str(whole)
 
 
@@ -50,16 +62,27 @@ def test_the_report_names_what_is_not_exact_wherever_the_model_is_now(monkeypatc
         if getattr(module, "packfree", None) is not None:
             monkeypatch.setattr(module, "packfree", state)
     found = patch_report(model)
-    assert found.implementations["delta_rule"] == "torch" and found.inexact == {"delta_rule": "flash_qla_cut"}
+    assert found.implementations["delta_rule"] == "torch" and found.inexact == {
+        "delta_rule": "flash_qla_cut"
+    }
 
 
 def test_hopper_without_a_backward_is_said_when_patching(gpu, monkeypatch, caplog):
     gpu(packages={"triton": "3.6.0", "fla-core": "0.6.0"})
-    sizes = {"key_heads": 2, "value_heads": 4, "key_size": 16, "value_size": 16, "taps": 4, "head_size": 16}
+    sizes = {
+        "key_heads": 2,
+        "value_heads": 4,
+        "key_size": 16,
+        "value_size": 16,
+        "taps": 4,
+        "head_size": 16,
+    }
     monkeypatch.setattr(apply, "op_sizes", lambda *_: sizes)
     model = apply_patches(tiny())
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "delta_rule runs in PyTorch eager on this GPU" in line and "pip install flash-qla" in line
+    assert (
+        "delta_rule runs in PyTorch eager on this GPU" in line and "pip install flash-qla" in line
+    )
     found = patch_report(model)
     assert set(found.implementations.values()) == {"torch"} and "Hopper" in found.why["delta_rule"]
 
@@ -77,14 +100,22 @@ def logged(caplog, level):
     return [record.getMessage() for record in caplog.records if record.levelname == level]
 
 
-def test_the_delta_rule_in_float32_alone_without_a_backward_is_said_when_patching(gpu, monkeypatch, caplog):
+def test_the_delta_rule_in_float32_alone_without_a_backward_is_said_when_patching(
+    gpu, monkeypatch, caplog
+):
     gpu(packages={"triton": "3.6.0", "fla-core": "0.6.0", "flash-qla": "0.1.3"})
     for options in ({}, {"backend": {"delta_rule": "flash_qla"}}):
         caplog.clear()
         patched_on_a_gpu(monkeypatch, **options)
         line = logged(caplog, "WARNING")[0]
-        assert line.startswith("delta_rule in float32 runs in PyTorch eager on this GPU, which is slow: not flash_qla: it")
-        assert "not fla: its backward refuses to run on Hopper with triton 3.6.0 (3.4.0 and later, before 3.7.1)" in line
+        assert line.startswith(
+            "delta_rule in float32 runs in PyTorch eager on this GPU, which is slow: not "
+            "flash_qla: it"
+        )
+        assert (
+            "not fla: its backward refuses to run on Hopper with triton 3.6.0 (3.4.0 and later, "
+            "before 3.7.1)" in line
+        )
     caplog.clear()
     patched_on_a_gpu(monkeypatch, backend={"delta_rule": "torch"})
     assert logged(caplog, "WARNING") == [], "wanted"
@@ -100,7 +131,9 @@ def test_attention_dropout_that_no_kernel_has_is_said_when_patching(gpu, monkeyp
             if hasattr(layer, "self_attn"):
                 layer.self_attn.attention_dropout = dropout
         apply_patches(model)
-        assert len([line for line in logged(caplog, "WARNING") if "attention_dropout" in line]) == said
+        assert (
+            len([line for line in logged(caplog, "WARNING") if "attention_dropout" in line]) == said
+        )
 
 
 def test_a_faster_backend_that_was_passed_over_is_said_when_patching(gpu, monkeypatch, caplog):
@@ -116,15 +149,26 @@ def test_a_faster_backend_that_was_passed_over_is_said_when_patching(gpu, monkey
 @pytest.mark.parametrize(
     "machine, said",
     [
-        ({"broken": ["flash_qla"]}, "flash-qla 0.1.3 is broken (OSError: undefined symbol: _ZN3c10); reinstall it"),
-        ({"packages": INSTALLED | {"flash-qla": "0.1.2"}}, "flash-qla 0.1.2 is too old for packed rows"),
-        ({"packages": {name: found for name, found in INSTALLED.items() if name != "flash-qla"}}, None),
+        (
+            {"broken": ["flash_qla"]},
+            "flash-qla 0.1.3 is broken (OSError: undefined symbol: _ZN3c10); reinstall it",
+        ),
+        (
+            {"packages": INSTALLED | {"flash-qla": "0.1.2"}},
+            "flash-qla 0.1.2 is too old for packed rows",
+        ),
+        (
+            {"packages": {name: found for name, found in INSTALLED.items() if name != "flash-qla"}},
+            None,
+        ),
         ({"capability": (8, 0)}, None),
         ({}, None),
     ],
     ids=["broken", "too old", "absent", "another GPU", "nothing wrong"],
 )
-def test_what_is_installed_and_cannot_run_is_a_warning_once(gpu, monkeypatch, caplog, machine, said):
+def test_what_is_installed_and_cannot_run_is_a_warning_once(
+    gpu, monkeypatch, caplog, machine, said
+):
     """What is absent, or made for other machines, is not wrong here: the report says it."""
     gpu(**machine)
     for _ in range(2):
@@ -140,11 +184,15 @@ def test_what_compiles_for_seconds_is_said_when_patching(gpu, monkeypatch, caplo
     with caplog.at_level(logging.INFO, logger="hf_packfree"):
         patched_on_a_gpu(monkeypatch)
         said = logged(caplog, "INFO")
-        assert len(said) == 2 and said[1].startswith("the first step on a GPU compiles kernels for seconds (conv: triton, ")
+        assert len(said) == 2 and said[1].startswith(
+            "the first step on a GPU compiles kernels for seconds (conv: triton, "
+        )
         assert "flash_qla" not in said[1] and said[1].endswith("prewarm(model) does that ahead")
         caplog.clear()
         patched_on_a_gpu(monkeypatch, backend="torch")
-        assert len(logged(caplog, "INFO")) == 1 and logged(caplog, "WARNING") == [], "torch compiles nothing"
+        assert len(logged(caplog, "INFO")) == 1 and logged(caplog, "WARNING") == [], (
+            "torch compiles nothing"
+        )
 
 
 def test_what_compiles_for_minutes_is_a_warning_once(gpu, monkeypatch, caplog):
@@ -154,15 +202,18 @@ def test_what_compiles_for_minutes_is_a_warning_once(gpu, monkeypatch, caplog):
         apply_patches(model)
     whole, half = logged(caplog, "WARNING")
     assert whole == (
-        "the first step on a GPU compiles and tunes kernels for minutes, once for these head counts on a machine "
-        "(delta_rule: flash_qla, delta_rule in float32: fla); prewarm(model) does that ahead, and TILELANG_CACHE_DIR and "
-        "TRITON_CACHE_DIR name the folders that keep it"
+        "the first step on a GPU compiles and tunes kernels for minutes, once for these head "
+        "counts on a machine (delta_rule: flash_qla, delta_rule in float32: fla); prewarm(model) "
+        "does that ahead, and TILELANG_CACHE_DIR and TRITON_CACHE_DIR name the folders that keep it"
     )
     assert "(delta_rule: flash_qla);" in half, "of a bfloat16 model"
     caplog.clear()
     patched_on_a_gpu(monkeypatch, backend={"delta_rule": "flash_qla_cut", "conv": "fla"})
     (line,) = logged(caplog, "WARNING")
-    assert "(conv: fla, delta_rule: flash_qla_cut, conv in float32: fla, delta_rule in float32: fla);" in line
+    assert (
+        "(conv: fla, delta_rule: flash_qla_cut, conv in float32: fla, delta_rule in float32: fla);"
+        in line
+    )
 
 
 def test_the_report_names_what_runs_under_autocast(gpu, monkeypatch):
@@ -189,20 +240,32 @@ def test_every_operation_is_named_with_a_version(gpu, monkeypatch):
     monkeypatch.setattr(report, "installed", (INSTALLED | {"torch": "2.11.0"}).get)
     model = patched_on_a_gpu(monkeypatch)
     for words in (
-        "conv: triton 3.6.0,", "delta_rule: fla (fla-core 0.6.0),", "attention: torch 2.11.0,", "fused: triton 3.6.0,",
+        "conv: triton 3.6.0,",
+        "delta_rule: fla (fla-core 0.6.0),",
+        "attention: torch 2.11.0,",
+        "fused: triton 3.6.0,",
         "loss: triton 3.6.0;",
     ):
         assert words in str(patch_report(model))
     there = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16)
     monkeypatch.setattr(model, "parameters", lambda: iter([there]), raising=False)
     size = model.config.head_dim
-    for sizes, words in ({size}, "triton 3.6.0 (long documents by cuDNN),"), ({size + 8}, "triton 3.6.0,"):
-        monkeypatch.setattr(cudnn, "takes", lambda head_size, device, sizes=sizes: head_size in sizes)
+    for sizes, words in (
+        ({size}, "triton 3.6.0 (long documents by cuDNN),"),
+        ({size + 8}, "triton 3.6.0,"),
+    ):
+        monkeypatch.setattr(
+            cudnn, "takes", lambda head_size, device, sizes=sizes: head_size in sizes
+        )
         assert f"attention: {words}" in str(patch_report(model))
-    forced = patched_on_a_gpu(monkeypatch, backend={"attention": "varlen", "delta_rule": "flash_qla"})
+    forced = patched_on_a_gpu(
+        monkeypatch, backend={"attention": "varlen", "delta_rule": "flash_qla"}
+    )
     monkeypatch.setattr(forced, "parameters", lambda: iter([there]), raising=False)
     monkeypatch.setattr(delta_rule, "cuts_on", lambda device, backend: False)
-    assert "delta_rule: flash_qla (flash-qla 0.1.3), attention: varlen (torch 2.11.0)," in str(patch_report(forced))
+    assert "delta_rule: flash_qla (flash-qla 0.1.3), attention: varlen (torch 2.11.0)," in str(
+        patch_report(forced)
+    )
 
 
 @pytest.mark.parametrize(
@@ -210,8 +273,14 @@ def test_every_operation_is_named_with_a_version(gpu, monkeypatch):
     [
         ("eager", "attention: eager (the model's, torch 2.11.0),"),
         ("flash_attention_2", "attention: flash_attention_2 (the model's, flash-attn 2.8),"),
-        ("flash_attention_3", "attention: flash_attention_3 (the model's, flash-attn-3 of unknown version),"),
-        ("kernels-community/flash-attn2", "attention: kernels-community/flash-attn2 (the model's, kernels 0.17.2),"),
+        (
+            "flash_attention_3",
+            "attention: flash_attention_3 (the model's, flash-attn-3 of unknown version),",
+        ),
+        (
+            "kernels-community/flash-attn2",
+            "attention: kernels-community/flash-attn2 (the model's, kernels 0.17.2),",
+        ),
         ("somebody's flash", "attention: somebody's flash (the model's),"),
     ],
 )

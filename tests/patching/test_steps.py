@@ -1,4 +1,6 @@
-"""Steps of a plan: class swaps and modules that are added, carried out and undone together, all or none."""
+"""Steps of a plan: class swaps and modules that are added, carried out and undone together, all
+or none.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +32,23 @@ def with_addition(model=None, name=NAME):
 
 def seen(model):
     """Everything that patching may change."""
-    return [(name, type(module), sorted(vars(module)), list(module._modules)) for name, module in model.named_modules()]
+    return [
+        (name, type(module), sorted(vars(module)), list(module._modules))
+        for name, module in model.named_modules()
+    ]
 
 
 def test_a_module_is_added_with_the_swaps_and_removed_with_them():
     model = tiny()
     before, weights = seen(model), copy.deepcopy(model.state_dict())
     added = with_addition(model)
-    assert patch_report(added).patched and set(added.state_dict()) - set(weights) == {f"{NAME}.weight", f"{NAME}.bias"}
-    assert {id(p) for p in added.model.extra.parameters()} <= {id(p) for p in added.parameters()}, "it is trained"
+    assert patch_report(added).patched and set(added.state_dict()) - set(weights) == {
+        f"{NAME}.weight",
+        f"{NAME}.bias",
+    }
+    assert {id(p) for p in added.model.extra.parameters()} <= {id(p) for p in added.parameters()}, (
+        "it is trained"
+    )
     remove_patches(model)
     assert seen(model) == before and list(model.state_dict()) == list(weights)
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
@@ -52,9 +62,14 @@ def test_adding_twice_is_once():
     assert seen(model) == before and model.model.extra is extra
 
 
-@pytest.mark.parametrize("name", ["model.norm", "model.gradient_checkpointing", "lm_head", "model.layers.0"])
+@pytest.mark.parametrize(
+    "name", ["model.norm", "model.gradient_checkpointing", "lm_head", "model.layers.0"]
+)
 def test_a_name_that_is_taken_is_refused(name):
-    with pytest.raises(PatchConflict, match=f"found {name} taken by a .*; wanted the name free for the Linear to add"):
+    with pytest.raises(
+        PatchConflict,
+        match=f"found {name} taken by a .*; wanted the name free for the Linear to add",
+    ):
         plan_addition(tiny(), name, nn.Linear(3, 2))
 
 
@@ -62,7 +77,10 @@ def test_what_has_taken_its_place_is_not_removed():
     model = with_addition()
     extra, before = model.model.extra, seen(model)
     model.model.extra = other = nn.Linear(1, 1)
-    with pytest.raises(PatchConflict, match="found model.extra as a Linear where a Linear was added; wanted that very module"):
+    with pytest.raises(
+        PatchConflict,
+        match="found model.extra as a Linear where a Linear was added; wanted that very module",
+    ):
         remove_patches(model)
     assert model.model.extra is other and seen(model) == before, "nothing was changed"
     model.model.extra = extra
@@ -118,7 +136,11 @@ def test_patches_lifted_twice_are_back_once():
     assert seen(model) == before
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"])
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
+    ids=["copy", "pickle"],
+)
 def test_copies_know_what_was_added(copied):
     model = copied(with_addition())
     assert not hasattr(remove_patches(model).model, "extra")

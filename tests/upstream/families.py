@@ -1,6 +1,8 @@
-"""The models that transformers' common tests run on: of every hybrid family the text models, and those that read images.
+"""The models that transformers' common tests run on: of every hybrid family the text models, and
+those that read images.
 
-Collected by the job alone, in a tree where `tests` is transformers' own package, see `tests.upstream.sources`.
+Collected by the job alone, in a tree where `tests` is transformers' own package, see
+`tests.upstream.sources`.
 """
 
 from __future__ import annotations
@@ -10,23 +12,42 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
-
-from hf_packfree.patching.registry import FAMILIES, Family
 
 # transformers' own, where the job runs
 from tests.generation.test_utils import GenerationTesterMixin  # type: ignore[import-not-found]
 from tests.test_modeling_common import ModelTesterMixin, floats_tensor, ids_tensor  # type: ignore[import-not-found]
+from transformers import PreTrainedModel
+
+from hf_packfree.patching.registry import FAMILIES, Family
 
 IMAGE, VIDEO, START, END = 3, 4, 5, 6
 SMALL = {
-    "vocab_size": 99, "num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"], "hidden_size": 32,
-    "head_dim": 8, "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+    "vocab_size": 99,
+    "num_hidden_layers": 2,
+    "layer_types": ["full_attention", "linear_attention"],
+    "hidden_size": 32,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 1.0,
+    },
 }
 VISION = {
-    "depth": 2, "hidden_size": 32, "intermediate_size": 32, "num_heads": 4, "out_hidden_size": 32, "patch_size": 8,
-    "spatial_merge_size": 1, "temporal_patch_size": 2, "num_position_embeddings": 16, "in_channels": 3,
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 4,
+    "out_hidden_size": 32,
+    "patch_size": 8,
+    "spatial_merge_size": 1,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 16,
+    "in_channels": 3,
 }
 
 
@@ -52,9 +73,14 @@ class Text:
         return type(self.family.tiny_config())(**self.text())
 
     def prepare_config_and_inputs_for_common(self) -> tuple[Any, dict[str, torch.Tensor]]:
-        """Return a configuration and forward arguments, with a mask whose rows get longer, on the right."""
+        """Return a configuration and forward arguments, with a mask whose rows get longer, on
+        the right.
+        """
         ids = ids_tensor([self.batch_size, self.seq_length], self.vocab_size)  # type: ignore[attr-defined]
-        return self.get_config(), {"input_ids": ids, "attention_mask": torch.tril(torch.ones_like(ids))}
+        return self.get_config(), {
+            "input_ids": ids,
+            "attention_mask": torch.tril(torch.ones_like(ids)),
+        }
 
 
 class VisionLanguage(Text):
@@ -76,13 +102,18 @@ class VisionLanguage(Text):
         module = import_module(self.family.upstream.replace("modeling_", "configuration_"))
         name = self.family.trunk.replace("TextModel", "Config")
         return getattr(module, name)(
-            text_config=self.text(), vision_config=VISION, image_token_id=IMAGE, video_token_id=VIDEO,
-            vision_start_token_id=START, vision_end_token_id=END,
+            text_config=self.text(),
+            vision_config=VISION,
+            image_token_id=IMAGE,
+            video_token_id=VIDEO,
+            vision_start_token_id=START,
+            vision_end_token_id=END,
         )
 
     def prepare_config_and_inputs_for_common(self) -> tuple[Any, dict[str, torch.Tensor]]:
         """Return a configuration and forward arguments."""
-        ids = ids_tensor([self.batch_size, self.seq_length], SMALL["vocab_size"] - 7) + 7  # no media by chance
+        # no media by chance
+        ids = ids_tensor([self.batch_size, self.seq_length], SMALL["vocab_size"] - 7) + 7
         ids[:, 2], ids[:, 3:7], ids[:, 7] = START, IMAGE, END
         return self.get_config(), {
             "input_ids": ids,
@@ -105,16 +136,28 @@ class _Common(ModelTesterMixin, GenerationTesterMixin):  # type: ignore[misc]
 def _classes(family: Family, media: bool) -> tuple[type[PreTrainedModel], ...]:
     """Return the family's models that this release has: those that read images, or the others."""
     upstream: Any = import_module(family.upstream)
-    models = [getattr(upstream, name) for name in upstream.__all__ if not name.endswith("PreTrainedModel")]
-    return tuple(model for model in models if _reads_images(model, family) is media and "VisionModel" not in model.__name__)
+    models = [
+        getattr(upstream, name) for name in upstream.__all__ if not name.endswith("PreTrainedModel")
+    ]
+    return tuple(
+        model
+        for model in models
+        if _reads_images(model, family) is media and "VisionModel" not in model.__name__
+    )
 
 
 def _reads_images(model: Any, family: Family) -> bool:
-    """Whether its configuration holds one of a tower and one of a text model; transformers 5.2 says so of the trunk too."""
+    """Whether its configuration holds one of a tower and one of a text model; transformers 5.2
+    says so of the trunk too.
+    """
     return bool(getattr(model.config_class, "sub_configs", None)) and model.__name__ != family.trunk
 
 
-_hybrids = [family for family in FAMILIES if any(mixer.kind == "linear_attention" for mixer in family.mixers)]
+_hybrids = [
+    family
+    for family in FAMILIES
+    if any(mixer.kind == "linear_attention" for mixer in family.mixers)
+]
 for _family in _hybrids:
     for _kind in (Text, VisionLanguage):
         _models = _classes(_family, media=_kind is VisionLanguage)

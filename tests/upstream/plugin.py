@@ -1,4 +1,6 @@
-"""pytest's plugin of the job: with `--patched` every model that a test builds is patched, on the same random numbers."""
+"""pytest's plugin of the job: with `--patched` every model that a test builds is patched, on the
+same random numbers.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,11 @@ def pytest_configure(config: pytest.Config) -> None:
         _patch_what_is_built()
         family = FAMILIES[0]
         model = getattr(import_module(family.upstream), family.causal_lm)(family.tiny_config())
-        if not isinstance(model, Replacement):  # both runs would be the same, and nothing would be lost
-            raise pytest.UsageError(f"found {family.causal_lm} unpatched; wanted a constructor that ends in post_init")
+        # both runs would be the same, and nothing would be lost
+        if not isinstance(model, Replacement):
+            raise pytest.UsageError(
+                f"found {family.causal_lm} unpatched; wanted a constructor that ends in post_init"
+            )
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -47,7 +52,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def _patch_what_is_built() -> None:
-    """Patch each model at the end of its constructor: every class of transformers calls `post_init` there."""
+    """Patch each model at the end of its constructor: every class of transformers calls
+    `post_init` there.
+    """
     whole = PreTrainedModel.post_init
 
     @functools.wraps(whole)

@@ -1,4 +1,6 @@
-"""Causal softmax attention that stops at document boundaries: one public function, one file per backend."""
+"""Causal softmax attention that stops at document boundaries: one public function, one file per
+backend.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ WITH_HISTORY = {
 
 
 def hands_over_on(device: torch.device, backend: str, head_size: int) -> bool:
-    """Return whether a backend hands long documents to cuDNN on a device, if batch invariance is not wanted."""
+    """Return whether a backend hands long documents to cuDNN on a device, if batch invariance is
+    not wanted.
+    """
     return backend in LONG and cudnn.takes(head_size, device)
 
 
@@ -46,19 +50,23 @@ def attention(
         k, v: [1, T, HK, D]; HK divides H, and query head j reads key head j // (H / HK).
         packed: the documents of the row.
         scale: factor on q.k before the softmax; D ** -0.5 if not given.
-        dropout: probability of dropping an attention weight; above 0 "torch" attends, whatever the backend.
-        batch_invariant: attend in the same kernels whatever is in the row.  Otherwise a backend of `LONG` hands documents of
-            8,192 tokens and more to cuDNN where that has kernels for them, which is faster; see `cudnn.py`.
+        dropout: probability of dropping an attention weight; above 0 "torch" attends, whatever the
+            backend.
+        batch_invariant: attend in the same kernels whatever is in the row. Otherwise a backend of
+            `LONG` hands documents of 8,192 tokens and more to cuDNN where that has kernels for
+            them, which is faster; see `cudnn.py`.
         backend: a name in `BACKENDS`.
 
     Returns:
-        [1, T, H, D] in q's dtype.  Memory grows with T, not with T x T, where torch has a flash kernel for the dtype.
+        [1, T, H, D] in q's dtype. Memory grows with T, not with T x T, where torch has a flash
+        kernel for the dtype.
 
     Raises:
         BackendUnavailable: no backend has that name.
     """
     attend = find("attention", BACKENDS if batch_invariant else BACKENDS | LONG, backend)
-    if dropout:  # which "torch" alone has
+    # which "torch" alone has
+    if dropout:
         return torch_native.attend(q, k, v, packed, scale=scale, dropout=dropout)
     return attend(q, k, v, packed, scale=scale)  # type: ignore[no-any-return]
 
@@ -77,7 +85,8 @@ def attention_with_history(
 
     Args:
         q: [1, T, H, D].
-        k, v: [1, h + T, HK, D]: of the h tokens of the first document that are before the row, and of the row.
+        k, v: [1, h + T, HK, D]: of the h tokens of the first document that are before the row, and
+            of the row.
         packed: the documents of the row of T tokens.
         scale, dropout: see `attention`.
         backend: a name in `WITH_HISTORY`.

@@ -1,7 +1,9 @@
-"""Long documents in cuDNN's attention, one call of torch's `scaled_dot_product_attention` for each; the rest in our kernels.
+"""Long documents in cuDNN's attention, one call of torch's `scaled_dot_product_attention` for each;
+the rest in our kernels.
 
-On Hopper cuDNN runs heads of 256 channels faster than our kernels do, once a document is long enough for a call of its own.
-Its gradients of queries may be summed in another order from call to call, which is no choice for batch invariance.
+On Hopper cuDNN runs heads of 256 channels faster than our kernels do, once a document is long
+enough for a call of its own. Its gradients of queries may be summed in another order from call to
+call, which is no choice for batch invariance.
 
 Shapes: T tokens of the row, H query heads, HK key heads, D head size.
 """
@@ -26,9 +28,17 @@ Piece = tuple[int, PackedSequence | None]
 
 @uncompiled
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, *, scale: float | None = None, long: int = LONG
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: PackedSequence,
+    *,
+    scale: float | None = None,
+    long: int = LONG,
 ) -> Tensor:
-    """See `hf_packfree.ops.attention.attention`; documents of `long` tokens and more are cuDNN's."""
+    """See `hf_packfree.ops.attention.attention`; documents of `long` tokens and more are
+    cuDNN's.
+    """
     if packed.max_seqlen < long or not _usable(q, k, v):
         return triton_native.attend(q, k, v, packed, scale=scale)
     pieces: list[Piece] = packed.cached(plan_pieces, long)
@@ -36,7 +46,9 @@ def attend(
         return _attend_document(q, k, v, scale)
     sizes = [size for size, _ in pieces]
     outputs = []
-    for (_, record), qs, ks, vs in zip(pieces, *(x.split(sizes, 1) for x in (q, k, v)), strict=True):
+    for (_, record), qs, ks, vs in zip(
+        pieces, *(x.split(sizes, 1) for x in (q, k, v)), strict=True
+    ):
         if record is None:
             outputs.append(_attend_document(qs, ks, vs, scale))
         else:
@@ -59,7 +71,9 @@ def plan_pieces(packed: PackedSequence, long: int) -> list[Piece]:
 def _attend_document(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True).transpose(1, 2)
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scale, enable_gqa=True
+        ).transpose(1, 2)
 
 
 def _usable(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -78,8 +92,12 @@ def takes(head_size: int, device: torch.device) -> bool:
 
 
 def _runs_on(device: torch.device) -> bool:
-    """Whether torch calls cuDNN's attention there, and no one wants results that are the same every time."""
-    wanted = torch.backends.cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled()
+    """Whether torch calls cuDNN's attention there, and no one wants results that are the same
+    every time.
+    """
+    wanted = (
+        torch.backends.cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled()
+    )
     return device.type == "cuda" and wanted
 
 

@@ -1,6 +1,7 @@
 """Attention within documents in PyTorch eager, causal or not, without a T x T mask.
 
-Shapes: T tokens of the row, N documents, H query heads, HK key/value heads, D head size, L padded length of a bucket.
+Shapes: T tokens of the row, N documents, H query heads, HK key/value heads, D head size, L padded
+length of a bucket.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ class Bucket:
     """n documents of similar length, as a padded batch.
 
     Attributes:
-        gather: int64 [n, L], the row's token for every position; padding repeats its document's last token.
+        gather: int64 [n, L], the row's token for every position; padding repeats its document's
+            last token.
         real: int64 [t], the flat positions [n*L] of real tokens, in row order.
     """
 
@@ -39,8 +41,8 @@ class Buckets:
 def plan_buckets(packed: PackedSequence) -> Buckets:
     """Sort documents by length rounded up to one of four sizes per power of two.
 
-    The padded length depends on the document alone, so its values do not depend on what else is in the row; and any row takes
-    a few dozen calls at most.
+    The padded length depends on the document alone, so its values do not depend on what else is in
+    the row; and any row takes a few dozen calls at most.
     """
     starts, lengths = packed.cu_seqlens_cpu[:-1].long(), packed.cu_seqlens_cpu.diff().long()
     padded = torch.tensor([_round_up(length) for length in lengths.tolist()], device="cpu")
@@ -53,15 +55,23 @@ def plan_buckets(packed: PackedSequence) -> Buckets:
         tokens.append(gather[is_real])
         device = packed.cu_seqlens.device
         real = is_real.reshape(-1).nonzero()[:, 0]
-        buckets.append(Bucket(gather.to(device, non_blocking=True), real.to(device, non_blocking=True)))
+        buckets.append(
+            Bucket(gather.to(device, non_blocking=True), real.to(device, non_blocking=True))
+        )
     order = torch.cat(tokens).argsort().to(packed.cu_seqlens.device, non_blocking=True)
     return Buckets(tuple(buckets), order)
 
 
 @uncompiled
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, *,
-    scale: float | None = None, dropout: float = 0.0, causal: bool = True,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: PackedSequence,
+    *,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    causal: bool = True,
 ) -> Tensor:
     """See `hf_packfree.ops.attention.attention`."""
     if causal:
@@ -70,23 +80,42 @@ def attend(
 
 
 def attend_with_history(
-    q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, *, scale: float | None = None, dropout: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: PackedSequence,
+    *,
+    scale: float | None = None,
+    dropout: float = 0.0,
 ) -> Tensor:
-    """See `hf_packfree.ops.attention.attention_with_history`; the history gets queries of zero, whose output is dropped."""
+    """See `hf_packfree.ops.attention.attention_with_history`; the history gets queries of zero,
+    whose output is dropped.
+    """
     history = k.shape[1] - q.shape[1]
     longer = packed.cached(with_history, history)
-    return attend(F.pad(q, (0, 0, 0, 0, history, 0)), k, v, longer, scale=scale, dropout=dropout)[:, history:]
+    return attend(F.pad(q, (0, 0, 0, 0, history, 0)), k, v, longer, scale=scale, dropout=dropout)[
+        :, history:
+    ]
 
 
 def plan_runs(packed: PackedSequence) -> tuple[tuple[int, int], ...]:
-    """Return how many neighbours share a length, and the length, of every such run of documents in the row."""
+    """Return how many neighbours share a length, and the length, of every such run of documents
+    in the row.
+    """
     return tuple((len(list(run)), length) for length, run in groupby(packed.lengths))
 
 
 def _attend_runs(
-    q: Tensor, k: Tensor, v: Tensor, runs: tuple[tuple[int, int], ...], scale: float | None, dropout: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    runs: tuple[tuple[int, int], ...],
+    scale: float | None,
+    dropout: float,
 ) -> Tensor:
-    """Without causality padding would have to be masked, so only neighbours of one length are one batch: nothing is copied."""
+    """Without causality padding would have to be masked, so only neighbours of one length are
+    one batch: nothing is copied.
+    """
     sizes = [count * length for count, length in runs]
     outputs = []
     for run, *parts in zip(runs, *(x.squeeze(0).split(sizes) for x in (q, k, v)), strict=True):
@@ -95,25 +124,37 @@ def _attend_runs(
     return torch.cat(outputs)[None]
 
 
-def _attend_buckets(q: Tensor, k: Tensor, v: Tensor, plan: Buckets, scale: float | None, dropout: float) -> Tensor:
+def _attend_buckets(
+    q: Tensor, k: Tensor, v: Tensor, plan: Buckets, scale: float | None, dropout: float
+) -> Tensor:
     """Padding is in every real query's future, so nothing masks it."""
     outputs = []
     for bucket in plan.buckets:
         tokens, shape = bucket.gather.reshape(-1), bucket.gather.shape
         qs, ks, vs = (x.squeeze(0).index_select(0, tokens).unflatten(0, shape) for x in (q, k, v))
-        outputs.append(_sdpa(qs, ks, vs, scale, dropout, causal=True).flatten(0, 1).index_select(0, bucket.real))
+        outputs.append(
+            _sdpa(qs, ks, vs, scale, dropout, causal=True)
+            .flatten(0, 1)
+            .index_select(0, bucket.real)
+        )
     return torch.cat(outputs).index_select(0, plan.order)[None]
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float, causal: bool) -> Tensor:
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float, causal: bool
+) -> Tensor:
     groups = q.shape[2] // k.shape[2]
     if groups > 1:
         k, v = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal, scale=scale).transpose(1, 2)
+    return F.scaled_dot_product_attention(
+        q, k, v, dropout_p=dropout, is_causal=causal, scale=scale
+    ).transpose(1, 2)
 
 
 def _round_up(length: int) -> int:
-    """The smallest of 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, ... that holds `length`."""
+    """The smallest of 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, ... that holds
+    `length`.
+    """
     step = max(8, (1 << (length - 1).bit_length()) // 8) if length > 1 else 8
     return -(-length // step) * step

@@ -1,4 +1,5 @@
-"""Attention of vision and audio towers: every token of a segment reads every other, earlier or later.
+"""Attention of vision and audio towers: every token of a segment reads every other, earlier or
+later.
 
 A segment is what a tower attends within: an image, a frame of a video, a window of an audio.
 """
@@ -17,7 +18,9 @@ from hf_packfree.packing import PackedSequence
 
 def _varlen_unusable(target: Target) -> str | None:
     """A tower's heads have a size of their own."""
-    return varlen.unusable(replace(target, sizes={"head_size": target.sizes.get("tower_head_size", 0)}))
+    return varlen.unusable(
+        replace(target, sizes={"head_size": target.sizes.get("tower_head_size", 0)})
+    )
 
 
 BACKENDS = {
@@ -28,7 +31,13 @@ BACKENDS = {
 
 
 def tower_attention(
-    q: Tensor, k: Tensor, v: Tensor, segments: PackedSequence, *, scale: float | None = None, backend: str = "torch"
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: PackedSequence,
+    *,
+    scale: float | None = None,
+    backend: str = "torch",
 ) -> Tensor:
     """Attend within each segment, in both directions.
 
@@ -39,7 +48,8 @@ def tower_attention(
         backend: a name in `BACKENDS`.
 
     Returns:
-        [1, T, H, D] in q's dtype.  "torch" makes one call for every run of neighbouring segments of one length, "varlen" one.
+        [1, T, H, D] in q's dtype. "torch" makes one call for every run of neighbouring segments of
+        one length, "varlen" one.
 
     Raises:
         BackendUnavailable: no backend has that name.

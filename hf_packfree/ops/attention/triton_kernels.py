@@ -1,11 +1,14 @@
-"""Triton kernels of causal attention within documents: no atomics, so a document's values and gradients are its own.
+"""Triton kernels of causal attention within documents: no atomics, so a document's values and
+gradients are its own.
 
-A row is cut into blocks from each document's own start, so that a document's blocks do not depend on what else is in the row.
-A program works on one block; `blocks` [B, 3] holds its document's first token in the row, its own first token in the document
-and the document's length.  Tokens are counted from the document's start, in int32; only the start itself is an int64.
+A row is cut into blocks from each document's own start, so that a document's blocks do not depend
+on what else is in the row. A program works on one block; `blocks` [B, 3] holds its document's first
+token in the row, its own first token in the document and the document's length. Tokens are counted
+from the document's start, in int32; only the start itself is an int64.
 
-Shapes: T tokens, H query heads, HK key heads, D channels, GROUP = H / HK query heads of a key head; blocks of BLOCK_M queries
-or BLOCK_N keys.  Softmax and its gradients as in FlashAttention-2 (arXiv 2307.08691, algorithms 1 and 2), in powers of two.
+Shapes: T tokens, H query heads, HK key heads, D channels, GROUP = H / HK query heads of a key head;
+blocks of BLOCK_M queries or BLOCK_N keys. Softmax and its gradients as in FlashAttention-2 (arXiv
+2307.08691, algorithms 1 and 2), in powers of two.
 """
 
 from __future__ import annotations
@@ -16,13 +19,17 @@ import triton.language as tl
 
 @triton.jit
 def _block(blocks):
-    """The document's first token in the row, the block's in the document, and the document's length."""
+    """The document's first token in the row, the block's in the document, and the document's
+    length.
+    """
     offset = blocks + tl.program_id(0) * 3
     return tl.load(offset).to(tl.int64), tl.load(offset + 1), tl.load(offset + 2)
 
 
 @triton.jit
-def _head_pointers(q, k, v, first, head, q_stride, k_stride, v_stride, GROUP: tl.constexpr, D: tl.constexpr):
+def _head_pointers(
+    q, k, v, first, head, q_stride, k_stride, v_stride, GROUP: tl.constexpr, D: tl.constexpr
+):
     """The document's tokens of one query head, and of the key head that it reads."""
     key = head // GROUP * D
     return q + first * q_stride + head * D, k + first * k_stride + key, v + first * v_stride + key
@@ -30,15 +37,36 @@ def _head_pointers(q, k, v, first, head, q_stride, k_stride, v_stride, GROUP: tl
 
 @triton.jit
 def _tile(x, token, stride, offs_d, length, MASK: tl.constexpr):
-    """Tokens of x [tokens, D]; zeros past the document where MASK: the next one may hold anything, NaN too."""
+    """Tokens of x [tokens, D]; zeros past the document where MASK: the next one may hold
+    anything, NaN too.
+    """
     if MASK:
-        return tl.load(x + token[:, None] * stride + offs_d[None, :], mask=token[:, None] < length, other=0.0)
+        return tl.load(
+            x + token[:, None] * stride + offs_d[None, :], mask=token[:, None] < length, other=0.0
+        )
     return tl.load(x + token[:, None] * stride + offs_d[None, :])
 
 
 @triton.jit
-def _attn_fwd_inner(q, k, v, acc, m_i, l_i, offs_m, offs_n, k_stride, v_stride, offs_d, length, scale, MASK: tl.constexpr):
-    """One block of keys in the online softmax: returns acc, the running maximum m_i and the running sum l_i."""
+def _attn_fwd_inner(
+    q,
+    k,
+    v,
+    acc,
+    m_i,
+    l_i,
+    offs_m,
+    offs_n,
+    k_stride,
+    v_stride,
+    offs_d,
+    length,
+    scale,
+    MASK: tl.constexpr,
+):
+    """One block of keys in the online softmax: returns acc, the running maximum m_i and the
+    running sum l_i.
+    """
     keys = _tile(k, offs_n, k_stride, offs_d, length, MASK)
     qk = tl.dot(q, tl.trans(keys)) * scale
     if MASK:
@@ -52,10 +80,26 @@ def _attn_fwd_inner(q, k, v, acc, m_i, l_i, offs_m, offs_n, k_stride, v_stride, 
 
 @triton.jit(do_not_specialize=["tokens"])
 def attn_fwd(
-    q, k, v, blocks, out, lse, tokens, q_stride, k_stride, v_stride, scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    q,
+    k,
+    v,
+    blocks,
+    out,
+    lse,
+    tokens,
+    q_stride,
+    k_stride,
+    v_stride,
+    scale,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """out [T, H, D], and lse [H, T], the base-2 logarithms of the softmax's sums; `scale` holds log2(e).  Grid: blocks, H."""
+    """out [T, H, D], and lse [H, T], the base-2 logarithms of the softmax's sums; `scale` holds
+    log2(e). Grid: blocks, H.
+    """
     first, start, length = _block(blocks)
     head = tl.program_id(1)
     q, k, v = _head_pointers(q, k, v, first, head, q_stride, k_stride, v_stride, GROUP, D)
@@ -64,161 +108,48 @@ def attn_fwd(
     offs_d, offs_m = tl.arange(0, D), start + tl.arange(0, BLOCK_M)
     queries = _tile(q, offs_m, q_stride, offs_d, length, True)
     acc = tl.zeros([BLOCK_M, D], dtype=tl.float32)
-    m_i, l_i = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32), tl.zeros([BLOCK_M], dtype=tl.float32)
-    for start_n in range(0, start, BLOCK_N):
-        offs_n = start_n + tl.arange(0, BLOCK_N)
-        acc, m_i, l_i = _attn_fwd_inner(
-            queries, k, v, acc, m_i, l_i, offs_m, offs_n, k_stride, v_stride, offs_d, length, scale, False
-        )
-    for diagonal_n in range(start, tl.minimum(start + BLOCK_M, length), BLOCK_N):
-        offs_n = diagonal_n + tl.arange(0, BLOCK_N)
-        acc, m_i, l_i = _attn_fwd_inner(
-            queries, k, v, acc, m_i, l_i, offs_m, offs_n, k_stride, v_stride, offs_d, length, scale, True
-        )
-    offset = offs_m[:, None] * (HEADS * D) + offs_d[None, :]
-    tl.store(out + offset, (acc / l_i[:, None]).to(out.dtype.element_ty), mask=offs_m[:, None] < length)
-    tl.store(lse + offs_m, m_i + tl.log2(l_i), mask=offs_m < length)
-
-
-@triton.jit
-def _probs(a, b, lse, causal, scale, MASK: tl.constexpr):
-    """Softmax weights of a's tokens and b's: queries and keys, or the transpose."""
-    p = tl.exp2(tl.dot(a, tl.trans(b)) * scale - lse)
-    if MASK:
-        p = tl.where(causal, p, 0.0)
-    return p
-
-
-@triton.jit
-def _attn_bwd_dq_inner(
-    q, do, k, v, dq, lse, delta, offs_m, offs_n, k_stride, v_stride, offs_d, length, scale, MASK: tl.constexpr
-):
-    """Add one block of keys to the queries' gradient."""
-    keys = _tile(k, offs_n, k_stride, offs_d, length, MASK)
-    values = _tile(v, offs_n, v_stride, offs_d, length, MASK)
-    causal = offs_m[:, None] >= offs_n[None, :]
-    ds = _probs(q, keys, lse, causal, scale, MASK) * (tl.dot(do, tl.trans(values)) - delta)
-    return tl.dot(ds.to(keys.dtype), keys, dq)
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def attn_bwd_dq(
-    q, k, v, blocks, out, d_out, lse, delta, d_q, tokens, q_stride, k_stride, v_stride, scale, scale_back,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):
-    """d_q [T, H, D], and delta [H, T], the sums of out d_out over channels.  Grid: blocks, H."""
-    first, start, length = _block(blocks)
-    head = tl.program_id(1)
-    q, k, v = _head_pointers(q, k, v, first, head, q_stride, k_stride, v_stride, GROUP, D)
-    head_offset = first * (HEADS * D) + head * D
-    offs_d, offs_m = tl.arange(0, D), start + tl.arange(0, BLOCK_M)
-    do = _tile(d_out + head_offset, offs_m, HEADS * D, offs_d, length, True)
-    delta_i = tl.sum(do.to(tl.float32) * _tile(out + head_offset, offs_m, HEADS * D, offs_d, length, True).to(tl.float32), 1)
-    tl.store(delta + head.to(tl.int64) * tokens + first + offs_m, delta_i, mask=offs_m < length)
-    delta_i = delta_i[:, None]
-    lse_i = tl.load(lse + head.to(tl.int64) * tokens + first + offs_m, mask=offs_m < length, other=0.0)[:, None]
-    queries = _tile(q, offs_m, q_stride, offs_d, length, True)
-    dq = tl.zeros([BLOCK_M, D], dtype=tl.float32)
-    for start_n in range(0, start, BLOCK_N):
-        offs_n = start_n + tl.arange(0, BLOCK_N)
-        dq = _attn_bwd_dq_inner(
-            queries, do, k, v, dq, lse_i, delta_i, offs_m, offs_n, k_stride, v_stride, offs_d, length, scale, False
-        )
-    for diagonal_n in range(start, tl.minimum(start + BLOCK_M, length), BLOCK_N):
-        offs_n = diagonal_n + tl.arange(0, BLOCK_N)
-        dq = _attn_bwd_dq_inner(
-            queries, do, k, v, dq, lse_i, delta_i, offs_m, offs_n, k_stride, v_stride, offs_d, length, scale, True
-        )
-    offset = offs_m[:, None] * (HEADS * D) + offs_d[None, :]
-    tl.store(d_q + head_offset + offset, (dq * scale_back).to(d_q.dtype.element_ty), mask=offs_m[:, None] < length)
-
-
-@triton.jit
-def _step(step, steps, start, BLOCK_M: tl.constexpr):
-    """The query head of this step, among those of the key head, and the document's tokens."""
-    return (step // steps).to(tl.int64), start + step % steps * BLOCK_M + tl.arange(0, BLOCK_M)
-
-
-@triton.jit
-def _query_heads_of(q, d_out, lse, first, head, tokens, q_stride, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr):
-    """Of the query heads of a key head, for the document: queries, gradients of the output, and lse."""
-    q_head = head * GROUP
-    return (
-        q + first * q_stride + q_head * D, d_out + first * (HEADS * D) + q_head * D, lse + q_head.to(tl.int64) * tokens + first
+    m_i, l_i = (
+        tl.full([BLOCK_M], float("-inf"), dtype=tl.float32),
+        tl.zeros([BLOCK_M], dtype=tl.float32),
     )
-
-
-@triton.jit
-def _attn_bwd_dk(
-    q, k, v, d_out, lse, delta, d_k, first, start, length, tokens, q_stride, k_stride, v_stride, scale, scale_back,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """d_k of one block of keys."""
-    head = tl.program_id(1)
-    offs_d, offs_n = tl.arange(0, D), start + tl.arange(0, BLOCK_N)
-    keys = _tile(k + first * k_stride + head * D, offs_n, k_stride, offs_d, length, True)
-    values = _tile(v + first * v_stride + head * D, offs_n, v_stride, offs_d, length, True)
-    q, d_out, lse = _query_heads_of(q, d_out, lse, first, head, tokens, q_stride, HEADS, GROUP, D)
-    delta += head.to(tl.int64) * GROUP * tokens + first
-    dk = tl.zeros([BLOCK_N, D], dtype=tl.float32)
-    steps = (length - start + BLOCK_M - 1) // BLOCK_M
-    for step in tl.range(0, steps * GROUP, num_stages=STAGES):
-        q_head, offs_m = _step(step, steps, start, BLOCK_M)
-        queries = _tile(q + q_head * D, offs_m, q_stride, offs_d, length, True)
-        do = _tile(d_out + q_head * D, offs_m, HEADS * D, offs_d, length, True)
-        lse_i = tl.load(lse + q_head * tokens + offs_m, mask=offs_m < length, other=0.0)[None, :]
-        delta_i = tl.load(delta + q_head * tokens + offs_m, mask=offs_m < length, other=0.0)[None, :]
-        p = _probs(keys, queries, lse_i, offs_m[None, :] >= offs_n[:, None], scale, True)
-        ds = p * (tl.dot(values, tl.trans(do)) - delta_i)
-        dk = tl.dot(ds.to(queries.dtype), queries, dk)
-    offset = first * (HEADS // GROUP * D) + head * D + offs_n[:, None] * (HEADS // GROUP * D) + offs_d[None, :]
-    tl.store(d_k + offset, (dk * scale_back).to(d_k.dtype.element_ty), mask=offs_n[:, None] < length)
-
-
-@triton.jit
-def _attn_bwd_dv(
-    q, k, d_out, lse, d_v, first, start, length, tokens, q_stride, k_stride, scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """d_v of one block of keys."""
-    head = tl.program_id(1)
-    offs_d, offs_n = tl.arange(0, D), start + tl.arange(0, BLOCK_N)
-    keys = _tile(k + first * k_stride + head * D, offs_n, k_stride, offs_d, length, True)
-    q, d_out, lse = _query_heads_of(q, d_out, lse, first, head, tokens, q_stride, HEADS, GROUP, D)
-    dv = tl.zeros([BLOCK_N, D], dtype=tl.float32)
-    steps = (length - start + BLOCK_M - 1) // BLOCK_M
-    for step in tl.range(0, steps * GROUP, num_stages=STAGES):
-        q_head, offs_m = _step(step, steps, start, BLOCK_M)
-        queries = _tile(q + q_head * D, offs_m, q_stride, offs_d, length, True)
-        lse_i = tl.load(lse + q_head * tokens + offs_m, mask=offs_m < length, other=0.0)[None, :]
-        p = _probs(keys, queries, lse_i, offs_m[None, :] >= offs_n[:, None], scale, True)
-        do = _tile(d_out + q_head * D, offs_m, HEADS * D, offs_d, length, True)
-        dv = tl.dot(p.to(do.dtype), do, dv)
-    offset = first * (HEADS // GROUP * D) + head * D + offs_n[:, None] * (HEADS // GROUP * D) + offs_d[None, :]
-    tl.store(d_v + offset, dv.to(d_v.dtype.element_ty), mask=offs_n[:, None] < length)
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def attn_bwd_dkdv(
-    q, k, v, blocks, d_out, lse, delta, d_k, d_v, tokens, q_stride, k_stride, v_stride, scale, scale_back,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    KEY_STAGES: tl.constexpr, VALUE_STAGES: tl.constexpr,
-):
-    """d_k and d_v [T, HK, D], summed over the query heads of a key head; queries from a block's own on.
-
-    Half of the programs compute d_k and half d_v, so that a short row leaves no SM idle: both sums in one program need more
-    registers than there are, so the softmax weights are recomputed twice.  Grid: blocks, HK, 2.
-    """
-    first, start, length = _block(blocks)
-    if tl.program_id(2) == 0:  # the longer half first
-        _attn_bwd_dk(
-            q, k, v, d_out, lse, delta, d_k, first, start, length, tokens, q_stride, k_stride, v_stride, scale, scale_back,
-            HEADS, GROUP, D, BLOCK_M, BLOCK_N, KEY_STAGES,
+    for start_n in range(0, start, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        acc, m_i, l_i = _attn_fwd_inner(
+            queries,
+            k,
+            v,
+            acc,
+            m_i,
+            l_i,
+            offs_m,
+            offs_n,
+            k_stride,
+            v_stride,
+            offs_d,
+            length,
+            scale,
+            False,
         )
-    else:
-        _attn_bwd_dv(
-            q, k, d_out, lse, d_v, first, start, length, tokens, q_stride, k_stride, scale,
-            HEADS, GROUP, D, BLOCK_M, BLOCK_N, VALUE_STAGES,
+    for diagonal_n in range(start, tl.minimum(start + BLOCK_M, length), BLOCK_N):
+        offs_n = diagonal_n + tl.arange(0, BLOCK_N)
+        acc, m_i, l_i = _attn_fwd_inner(
+            queries,
+            k,
+            v,
+            acc,
+            m_i,
+            l_i,
+            offs_m,
+            offs_n,
+            k_stride,
+            v_stride,
+            offs_d,
+            length,
+            scale,
+            True,
         )
+    offset = offs_m[:, None] * (HEADS * D) + offs_d[None, :]
+    tl.store(
+        out + offset, (acc / l_i[:, None]).to(out.dtype.element_ty), mask=offs_m[:, None] < length
+    )
+    tl.store(lse + offs_m, m_i + tl.log2(l_i), mask=offs_m < length)

@@ -1,6 +1,8 @@
-"""Attention within documents on our Triton kernels, written for Hopper, where torch's own still run Ampere's instructions.
+"""Attention within documents on our Triton kernels, written for Hopper, where torch's own still run
+Ampere's instructions.
 
-Launch sizes are fixed: nothing is tuned at run time, and a document's results are batch-invariant, gradients included.
+Launch sizes are fixed: nothing is tuned at run time, and a document's results are batch-invariant,
+gradients included.
 
 Shapes: T tokens of the row, N documents, B blocks, H query heads, HK key heads, D head size.
 """
@@ -22,9 +24,12 @@ from hf_packfree.packing import PackedSequence, chunk_plan, uncompiled
 
 _HOPPER = (9, 0)
 _SIZES = (64, 128, 256)
-_BLOCK = 128  # tokens of a program: queries, or keys whose gradients are summed
-_INNER_BLOCK = {"fwd": 64, "bwd_dq": 32, "bwd_dkdv": 32}  # tokens of a step of its loop: keys, or queries
-_STAGES = {"fwd": 2, "bwd_dq": 3, "bwd_dkdv": 1, "bwd_dk": 3, "bwd_dv": 3}  # tiles of them that shared memory holds
+# tokens of a program: queries, or keys whose gradients are summed
+_BLOCK = 128
+# tokens of a step of its loop: keys, or queries
+_INNER_BLOCK = {"fwd": 64, "bwd_dq": 32, "bwd_dkdv": 32}
+# tiles of them that shared memory holds
+_STAGES = {"fwd": 2, "bwd_dq": 3, "bwd_dkdv": 1, "bwd_dk": 3, "bwd_dv": 3}
 _WARPS = 8
 
 
@@ -44,14 +49,18 @@ def unusable(target: Target) -> str | None:
 
 
 @uncompiled
-def attend(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, *, scale: float | None = None) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, *, scale: float | None = None
+) -> Tensor:
     """See `hf_packfree.ops.attention.attention`."""
-    if q.is_cuda:  # on a CPU, in Triton's interpreter, any dtype runs
+    # on a CPU, in Triton's interpreter, any dtype runs
+    if q.is_cuda:
         refuse_wide("attention", "Triton", q, k, v)
     q, k, v = (x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous() for x in (q, k, v))
     if reach(q, k, v, packed.max_seqlen) > 2**31:
         raise BackendUnavailable(
-            f"found a document of {packed.max_seqlen} tokens, more than the Triton kernels can count in 32 bits; wanted "
+            f"found a document of {packed.max_seqlen} tokens, more than the Triton kernels can "
+            f"count in 32 bits; wanted "
             "shorter documents; call apply_patches(model, backend={'attention': 'varlen'})"
         )
     scale = q.shape[3] ** -0.5 if scale is None else scale
@@ -59,36 +68,55 @@ def attend(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, *, scale: fl
 
 
 def reach(q: Tensor, k: Tensor, v: Tensor, longest: int) -> int:
-    """Return how many elements a document of `longest` tokens spans in the widest tensor; the output is dense."""
+    """Return how many elements a document of `longest` tokens spans in the widest tensor; the
+    output is dense.
+    """
     widest = max(q.shape[2] * q.shape[3], *(x.stride(1) for x in (q, k, v)))
     return (longest - 1) * widest + q.shape[3]
 
 
 def plan_blocks(packed: PackedSequence, of_keys: bool) -> Tensor:
-    """Return int32 [B, 3] on the model's device: each block's document's start, its own start in it, and its length.
+    """Return int32 [B, 3] on the model's device: each block's document's start, its own start in
+    it, and its length.
 
-    The blocks with most work come first, so that the last ones to end are short: queries attend to the tokens before them,
-    keys are attended to by the tokens after.
+    The blocks with most work come first, so that the last ones to end are short: queries attend to
+    the tokens before them, keys are attended to by the tokens after.
     """
     starts = packed.cu_seqlens_cpu.numpy()
     lengths = np.diff(starts)
     _, document, number = chunk_plan(packed, _BLOCK)
     start = number * _BLOCK
     work = lengths[document] - start if of_keys else start
-    blocks = np.stack((starts[document], start, lengths[document]), 1)[np.argsort(-work, kind="stable")]
+    blocks = np.stack((starts[document], start, lengths[document]), 1)[
+        np.argsort(-work, kind="stable")
+    ]
     return torch.from_numpy(blocks).to(packed.cu_seqlens.device, non_blocking=True)
 
 
 class _Attention(Operation):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, scale: float
+    ) -> Tensor:
         from hf_packfree.ops.attention.triton_kernels import attn_fwd
 
         out = q.new_empty(q.shape)
         lse = q.new_empty(q.shape[2], q.shape[1], dtype=torch.float32)
         blocks, heads = packed.cached(plan_blocks, False), _heads(q, k)
         sizes = q.shape[1], *(x.stride(1) for x in (q, k, v)), scale * math.log2(math.e)
-        launch(attn_fwd, (blocks.shape[0], q.shape[2]), q, k, v, blocks, out, lse, *sizes, **heads, **_blocks("fwd"))
+        launch(
+            attn_fwd,
+            (blocks.shape[0], q.shape[2]),
+            q,
+            k,
+            v,
+            blocks,
+            out,
+            lse,
+            *sizes,
+            **heads,
+            **_blocks("fwd"),
+        )
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.packed, ctx.scale = packed, scale
         return out
@@ -96,21 +124,59 @@ class _Attention(Operation):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        from hf_packfree.ops.attention import triton_kernels as kernels
+        from hf_packfree.ops.attention import triton_kernels_backward as kernels
 
         q, k, v, out, lse = ctx.saved_tensors
         d_out, delta, heads = d_out.contiguous(), torch.empty_like(lse), _heads(q, k)
         d_q, d_k, d_v = (x.new_empty(x.shape) for x in (q, k, v))
-        query_blocks, key_blocks = (ctx.packed.cached(plan_blocks, of_keys) for of_keys in (False, True))
-        tokens, strides, scale = q.shape[1], [x.stride(1) for x in (q, k, v)], ctx.scale * math.log2(math.e)
-        launch(  # computes delta, so it comes first
-            kernels.attn_bwd_dq, (query_blocks.shape[0], q.shape[2]), q, k, v, query_blocks, out, d_out, lse, delta, d_q,
-            tokens, *strides, scale, ctx.scale, **heads, **_blocks("bwd_dq"),
+        query_blocks, key_blocks = (
+            ctx.packed.cached(plan_blocks, of_keys) for of_keys in (False, True)
+        )
+        tokens, strides, scale = (
+            q.shape[1],
+            [x.stride(1) for x in (q, k, v)],
+            ctx.scale * math.log2(math.e),
+        )
+        # computes delta, so it comes first
+        launch(
+            kernels.attn_bwd_dq,
+            (query_blocks.shape[0], q.shape[2]),
+            q,
+            k,
+            v,
+            query_blocks,
+            out,
+            d_out,
+            lse,
+            delta,
+            d_q,
+            tokens,
+            *strides,
+            scale,
+            ctx.scale,
+            **heads,
+            **_blocks("bwd_dq"),
         )
         launch(
-            kernels.attn_bwd_dkdv, (key_blocks.shape[0], k.shape[2], 2), q, k, v, key_blocks, d_out, lse, delta, d_k, d_v,
-            tokens, *strides, scale, ctx.scale, **heads, **_blocks("bwd_dkdv"),
-            KEY_STAGES=_STAGES["bwd_dk"], VALUE_STAGES=_STAGES["bwd_dv"],
+            kernels.attn_bwd_dkdv,
+            (key_blocks.shape[0], k.shape[2], 2),
+            q,
+            k,
+            v,
+            key_blocks,
+            d_out,
+            lse,
+            delta,
+            d_k,
+            d_v,
+            tokens,
+            *strides,
+            scale,
+            ctx.scale,
+            **heads,
+            **_blocks("bwd_dkdv"),
+            KEY_STAGES=_STAGES["bwd_dk"],
+            VALUE_STAGES=_STAGES["bwd_dv"],
         )
         return d_q, d_k, d_v, None, None
 
@@ -125,4 +191,9 @@ def _blocks(kernel: str) -> dict[str, int]:
     """Its blocks: a program's are queries, but for d_k and d_v, where they are keys."""
     inner = _INNER_BLOCK[kernel]
     block_m, block_n = (inner, _BLOCK) if kernel == "bwd_dkdv" else (_BLOCK, inner)
-    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": _WARPS, "num_stages": _STAGES[kernel]}
+    return {
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "num_warps": _WARPS,
+        "num_stages": _STAGES[kernel],
+    }

@@ -1,4 +1,6 @@
-"""torch's own flash attention over cu_seqlens (`torch.nn.attention.varlen`, torch 2.10 and later): nothing to build."""
+"""torch's own flash attention over cu_seqlens (`torch.nn.attention.varlen`, torch 2.10 and
+later): nothing to build.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +28,26 @@ def unusable(target: Target) -> str | None:
     if (reason := needs_half(target)) is not None:
         return reason
     if (size := target.sizes.get("head_size", 0)) > _HEAD_SIZE or size % 8:
-        return f"it takes heads of up to {_HEAD_SIZE} channels, a multiple of 8; the model has {size}"
+        return (
+            f"it takes heads of up to {_HEAD_SIZE} channels, a multiple of 8; the model has {size}"
+        )
     return None
 
 
 @uncompiled
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, *,
-    scale: float | None = None, causal: bool = True, of_keys: PackedSequence | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: PackedSequence,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    of_keys: PackedSequence | None = None,
 ) -> Tensor:
-    """See `hf_packfree.ops.attention.attention`; with `of_keys` each document's queries are the last of its tokens."""
+    """See `hf_packfree.ops.attention.attention`; with `of_keys` each document's queries are the
+    last of its tokens.
+    """
     refuse_wide("attention", "varlen", q, k, v)
     from torch.nn.attention.varlen import varlen_attn
 
@@ -44,11 +56,13 @@ def attend(
     options = _options(causal)
     if "scale" in _parameters():
         options = {**options, "scale": scale}
-    elif scale not in (None, q.shape[3] ** -0.5):  # 2.10 has the default alone
+    elif scale not in (None, q.shape[3] ** -0.5):
+        # 2.10 has the default alone
         q = q * (scale * q.shape[3] ** 0.5)
     keys = packed if of_keys is None else of_keys
     bounds, longest = (packed.cu_seqlens, keys.cu_seqlens), (packed.max_seqlen, keys.max_seqlen)
-    q, k, v = (x.squeeze(0) for x in (q, k, v))  # an index, which is a view too, has a gradient that is filled and copied
+    # an index, which is a view too, has a gradient that is filled and copied
+    q, k, v = (x.squeeze(0) for x in (q, k, v))
     out: Any = varlen_attn(q, k, v, *bounds, *longest, **options)
     return out[None]  # type: ignore[no-any-return]
 
@@ -69,15 +83,22 @@ def _parameters() -> Any:
 
 
 def _groups_heads() -> bool:
-    """Whether fewer key heads than query heads are taken: 2.13 has a parameter for it, 2.11 takes them as they are."""
-    return "enable_gqa" in _parameters() or Version(torch.__version__) >= Version(VARLEN_GROUPS_HEADS)
+    """Whether fewer key heads than query heads are taken: 2.13 has a parameter for it, 2.11
+    takes them as they are.
+    """
+    return "enable_gqa" in _parameters() or Version(torch.__version__) >= Version(
+        VARLEN_GROUPS_HEADS
+    )
 
 
 @cache
 def _options(causal: bool) -> dict[str, Any]:
-    """The keywords that make it causal: `is_causal` in 2.10, a window open to the left after; and those of grouped heads."""
+    """The keywords that make it causal: `is_causal` in 2.10, a window open to the left after;
+    and those of grouped heads.
+    """
     known = _parameters()
     grouped = {"enable_gqa": True} if "enable_gqa" in known else {}
-    if not causal:  # its default
+    # its default
+    if not causal:
         return grouped
     return grouped | ({"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)})

@@ -13,13 +13,15 @@ NORM_EPS = 1e-6
 """Added to the sum of squares under the norm of q and k, as upstream does."""
 
 BACKENDS = {
-    "triton": Backend(triton_native.causal_conv1d, triton_native.unusable, "triton", batch_invariant=True),
+    "triton": Backend(
+        triton_native.causal_conv1d, triton_native.unusable, "triton", batch_invariant=True
+    ),
     "causal_conv1d": Backend(dao.causal_conv1d, dao.unusable, "causal-conv1d"),
     "fla": Backend(fla.causal_conv1d, fla.unusable, "fla-core"),
     "torch": Backend(torch_native.causal_conv1d),
 }
-"""All are batch-invariant by themselves; beside the others, though, the delta rule divides q and k by their norms, in a kernel
-that FLA tunes by a row's length, so only ours promises it."""
+"""All are batch-invariant by themselves; beside the others, though, the delta rule divides q and k
+by their norms, in a kernel that FLA tunes by a row's length, so only ours promises it."""
 QK_L2NORM = ("triton",)
 """The backends that divide q and k by their L2 norms in the pass that convolves them."""
 
@@ -44,7 +46,8 @@ def causal_conv1d(
         backend: a name in `BACKENDS`.
 
     Returns:
-        [1, T, C] in x's dtype.  It is batch-invariant: each document's values are, bit for bit, those of the document alone.
+        [1, T, C] in x's dtype. It is batch-invariant: each document's values are, bit for bit,
+        those of the document alone.
 
     Raises:
         ValueError: there is no such activation.
@@ -87,8 +90,8 @@ def qkv_conv(
         x, packed, bias, activation, backend: as for `causal_conv1d`; C = 2 H K + HV V.
         weight: [C, W], or [C, 1, W] as torch's `Conv1d` holds it.
         heads, sizes: (H, HV) and (K, V).
-        qk_l2norm: divide the heads of q and k by their L2 norms, x * rsqrt(sum(x^2) + 1e-6); backends in `QK_L2NORM` do it
-            in the same pass.
+        qk_l2norm: divide the heads of q and k by their L2 norms, x * rsqrt(sum(x^2) + 1e-6);
+            backends in `QK_L2NORM` do it in the same pass.
 
     Returns:
         q, k [1, T, H, K] and v [1, T, HV, V], in x's dtype.
@@ -99,8 +102,12 @@ def qkv_conv(
     if backend in QK_L2NORM:
         _check_activation(activation)
         eps = NORM_EPS if qk_l2norm else None
-        return triton_native.qkv_conv(x, weight, packed, bias, activation is not None, heads, sizes, eps)
-    mixed = causal_conv1d(x, weight.flatten(1), packed, bias=bias, activation=activation, backend=backend)
+        return triton_native.qkv_conv(
+            x, weight, packed, bias, activation is not None, heads, sizes, eps
+        )
+    mixed = causal_conv1d(
+        x, weight.flatten(1), packed, bias=bias, activation=activation, backend=backend
+    )
     keys, values = heads[0] * sizes[0], heads[1] * sizes[1]
     q, k, v = mixed.split([keys, keys, values], dim=-1)
     q, k = (part.unflatten(-1, (heads[0], sizes[0])) for part in (q, k))
@@ -111,7 +118,9 @@ def qkv_conv(
 
 def _check_activation(activation: str | None) -> None:
     if activation not in ("silu", "swish", None):
-        raise ValueError(f"found activation {activation!r}; wanted 'silu', 'swish' or None; pass one of them")
+        raise ValueError(
+            f"found activation {activation!r}; wanted 'silu', 'swish' or None; pass one of them"
+        )
 
 
 __all__ = ["BACKENDS", "QK_L2NORM", "causal_conv1d", "qkv_conv"]

@@ -10,7 +10,6 @@ from torch import Tensor
 from hf_packfree.ops.backend import Target, broken, installed, needs_cuda, too_old
 from hf_packfree.packing import PackedSequence, uncompiled
 
-
 _OLDEST = (7, 5)
 """Of the GPUs that its setup.py compiles for."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -34,7 +33,10 @@ def _unfit(target: Target) -> str | None:
     if target.capability is not None and target.capability < _OLDEST:
         return f"it is compiled for Turing GPUs and later (7.5), this is {target.gpu}"
     if target.dtype not in _DTYPES:
-        return f"it runs in bfloat16, float16 and float32, this is {str(target.dtype).removeprefix('torch.')}"
+        return (
+            f"it runs in bfloat16, float16 and float32, this is "
+            f"{str(target.dtype).removeprefix('torch.')}"
+        )
     if not 2 <= target.sizes.get("taps", 4) <= 4:
         return f"it has 2 to 4 taps, the model {target.sizes['taps']}"
     if (channels := _channels(target.sizes)) % _WIDTH:
@@ -44,21 +46,27 @@ def _unfit(target: Target) -> str | None:
 
 def _channels(sizes: dict[str, int]) -> int:
     """Return the channels of q, k and v side by side; 0 where a size is missing."""
-    keys, values = (sizes.get(f"{part}_heads", 0) * sizes.get(f"{part}_size", 0) for part in ("key", "value"))
+    keys, values = (
+        sizes.get(f"{part}_heads", 0) * sizes.get(f"{part}_size", 0) for part in ("key", "value")
+    )
     return 2 * keys + values if keys and values else 0
 
 
 @uncompiled
-def causal_conv1d(x: Tensor, weight: Tensor, packed: PackedSequence, bias: Tensor | None, silu: bool) -> Tensor:
+def causal_conv1d(
+    x: Tensor, weight: Tensor, packed: PackedSequence, bias: Tensor | None, silu: bool
+) -> Tensor:
     """See `hf_packfree.ops.conv.causal_conv1d`.
 
-    The kernel wants [B, C, T] with channels last, C and the token stride multiples of 8: a row is that already, seen
-    transposed; one that is not is copied.
+    The kernel wants [B, C, T] with channels last, C and the token stride multiples of 8: a row is
+    that already, seen transposed; one that is not is copied.
     """
     from causal_conv1d import causal_conv1d_fn
 
     if x.stride(2) != 1 or x.stride(1) % 8 or x.storage_offset() % 8:
         x = x.contiguous()
     activation = "silu" if silu else None
-    out: Tensor = causal_conv1d_fn(x.mT, weight, bias, seq_idx=packed.seq_idx, activation=activation)
+    out: Tensor = causal_conv1d_fn(
+        x.mT, weight, bias, seq_idx=packed.seq_idx, activation=activation
+    )
     return out.mT

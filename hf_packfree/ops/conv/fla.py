@@ -15,7 +15,9 @@ def unusable(target: Target) -> str | None:
 
 
 @uncompiled
-def causal_conv1d(x: Tensor, weight: Tensor, packed: PackedSequence, bias: Tensor | None, silu: bool) -> Tensor:
+def causal_conv1d(
+    x: Tensor, weight: Tensor, packed: PackedSequence, bias: Tensor | None, silu: bool
+) -> Tensor:
     """See `hf_packfree.ops.conv.causal_conv1d`."""
     from fla.modules.convolution import causal_conv1d as kernel
 

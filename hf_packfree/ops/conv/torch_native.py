@@ -1,10 +1,12 @@
 """Depthwise causal convolution over packed documents in PyTorch eager.
 
-The row is worked through in blocks of tokens that stay in the cache; what a tap would read from the document before
-is set to zero.  The input alone is saved; the backward pass recomputes the preactivation.
+The row is worked through in blocks of tokens that stay in the cache; what a tap would read from the
+document before is set to zero. The input alone is saved; the backward pass recomputes the
+preactivation.
 
-silu is written as u / (1 + exp(-u)): torch's own rounds differently where a tensor ends within a vector register, and
-values must not depend on a document's position in the row.  For the same reason nothing here fuses multiply and add.
+silu is written as u / (1 + exp(-u)): torch's own rounds differently where a tensor ends within a
+vector register, and values must not depend on a document's position in the row. For the same reason
+nothing here fuses multiply and add.
 
 Shapes: T tokens, C channels, W taps; n tokens of a block.
 """
@@ -19,15 +21,16 @@ from torch import Tensor
 from hf_packfree.ops.operation import Transformable, first_derivative, without_transforms
 from hf_packfree.packing import PackedSequence, uncompiled
 
-_BLOCK_ELEMENTS = 1 << 18  # of a block on the CPU: a few such buffers fit in the cache
+# of a block on the CPU: a few such buffers fit in the cache
+_BLOCK_ELEMENTS = 1 << 18
 
 
 class Block(NamedTuple):
     """The tokens `low` to `high - 1`.
 
     Attributes:
-        early: `early[back - 1]`, int64: which of them, counted from `first(back)`, have no token `back` positions before
-            them in their document; None if all do.
+        early: `early[back - 1]`, int64: which of them, counted from `first(back)`, have no token
+            `back` positions before them in their document; None if all do.
     """
 
     low: int
@@ -50,14 +53,20 @@ def plan_blocks(packed: PackedSequence, taps: int, size: int) -> tuple[Block, ..
         block = Block(low, min(low + size, packed.num_tokens), ())
         early = []
         for back in range(1, taps):
-            found = edges[(edges >= block.first(back)) & (edges < block.high) & (positions < back)] - block.first(back)
-            early.append(found.to(packed.cu_seqlens.device, non_blocking=True) if found.numel() else None)
+            found = edges[
+                (edges >= block.first(back)) & (edges < block.high) & (positions < back)
+            ] - block.first(back)
+            early.append(
+                found.to(packed.cu_seqlens.device, non_blocking=True) if found.numel() else None
+            )
         blocks.append(block._replace(early=tuple(early)))
     return tuple(blocks)
 
 
 @uncompiled
-def causal_conv1d(x: Tensor, weight: Tensor, packed: PackedSequence, bias: Tensor | None, silu: bool) -> Tensor:
+def causal_conv1d(
+    x: Tensor, weight: Tensor, packed: PackedSequence, bias: Tensor | None, silu: bool
+) -> Tensor:
     """See `hf_packfree.ops.conv.causal_conv1d`."""
     size = max(1, _BLOCK_ELEMENTS // x.shape[2]) if x.device.type == "cpu" else packed.num_tokens
     blocks = packed.cached(plan_blocks, weight.shape[1], size)
@@ -66,7 +75,9 @@ def causal_conv1d(x: Tensor, weight: Tensor, packed: PackedSequence, bias: Tenso
 
 class _CausalConv1d(Transformable):
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, blocks: tuple[Block, ...], silu: bool) -> Tensor:
+    def forward(
+        x: Tensor, weight: Tensor, bias: Tensor | None, blocks: tuple[Block, ...], silu: bool
+    ) -> Tensor:
         out = x.new_empty(x.shape)
         taps = _taps(x, weight)
         for block in blocks:
@@ -83,11 +94,21 @@ class _CausalConv1d(Transformable):
     @first_derivative
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[1]
-        return *without_transforms(_backward, d_out, *ctx.saved_tensors, ctx.blocks, ctx.silu, needed), None, None
+        return (
+            *without_transforms(_backward, d_out, *ctx.saved_tensors, ctx.blocks, ctx.silu, needed),
+            None,
+            None,
+        )
 
 
 def _backward(
-    d_out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: tuple[Block, ...], silu: bool, needs_weight: bool
+    d_out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    blocks: tuple[Block, ...],
+    silu: bool,
+    needs_weight: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of x, of the weight where it is needed, and of the bias."""
     taps = _taps(x, weight)
@@ -105,7 +126,9 @@ def _backward(
 
 
 def _taps(x: Tensor, weight: Tensor) -> Tensor:
-    """The taps [W, C], the current token's first, in the dtype of accumulation: the weight's, but at least fp32."""
+    """The taps [W, C], the current token's first, in the dtype of accumulation: the weight's,
+    but at least fp32.
+    """
     dtype = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
     return weight.T.flip(0).to(dtype)
 
@@ -120,8 +143,12 @@ def _preactivation(x: Tensor, taps: Tensor, bias: Tensor | None, block: Block) -
     return u if bias is None else u.add_(bias)
 
 
-def _taps_backward(x: Tensor, taps: Tensor, block: Block, d_u: Tensor, d_x: Tensor, d_taps: Tensor | None) -> None:
-    """Add to the gradients of x and, unless None, of the taps; later blocks add to d_x of this one. Consumes d_u."""
+def _taps_backward(
+    x: Tensor, taps: Tensor, block: Block, d_u: Tensor, d_x: Tensor, d_taps: Tensor | None
+) -> None:
+    """Add to the gradients of x and, unless None, of the taps; later blocks add to d_x of this
+    one. Consumes d_u.
+    """
     torch.mul(d_u, taps[0], out=d_x[block.low : block.high])
     if d_taps is not None:
         d_taps[0] += (d_u * x[block.low : block.high]).sum(0)

@@ -1,4 +1,5 @@
-"""What follows the convolution in its Triton kernels: the activation, and the L2 norms of q's and k's heads.
+"""What follows the convolution in its Triton kernels: the activation, and the L2 norms of q's and
+k's heads.
 
 Shapes: H heads of D channels that one program works on.
 """
@@ -12,7 +13,9 @@ import triton
 import triton.language as tl
 
 _PTX = tl.constexpr(torch.version.hip is None and os.environ.get("TRITON_INTERPRET") != "1")
-"""Whether NVIDIA's instructions can be named; Triton's interpreter runs none, AMD's chips have others."""
+"""Whether NVIDIA's instructions can be named; Triton's interpreter runs none, AMD's chips have
+others.
+"""
 
 
 @triton.jit
@@ -20,7 +23,12 @@ def sigmoid(x):
     """1 / (1 + exp(-x)); flushes denormals, which 1 + e loses anyway and Triton's own keeps."""
     if _PTX:
         e = tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * -1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1
+            "ex2.approx.ftz.f32 $0, $1;",
+            "=f,f",
+            [x * -1.4426950408889634],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
         )
         return tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + e], dtype=tl.float32, is_pure=True, pack=1
@@ -42,16 +50,24 @@ def _activate(u, b, eps, BIAS: tl.constexpr, SILU: tl.constexpr, QK_L2NORM: tl.c
 
 
 @triton.jit
-def _activate4(u0, u1, u2, u3, b, eps, BIAS: tl.constexpr, SILU: tl.constexpr, QK_L2NORM: tl.constexpr):
+def _activate4(
+    u0, u1, u2, u3, b, eps, BIAS: tl.constexpr, SILU: tl.constexpr, QK_L2NORM: tl.constexpr
+):
     return (
-        _activate(u0, b, eps, BIAS, SILU, QK_L2NORM), _activate(u1, b, eps, BIAS, SILU, QK_L2NORM),
-        _activate(u2, b, eps, BIAS, SILU, QK_L2NORM), _activate(u3, b, eps, BIAS, SILU, QK_L2NORM),
+        _activate(u0, b, eps, BIAS, SILU, QK_L2NORM),
+        _activate(u1, b, eps, BIAS, SILU, QK_L2NORM),
+        _activate(u2, b, eps, BIAS, SILU, QK_L2NORM),
+        _activate(u3, b, eps, BIAS, SILU, QK_L2NORM),
     )
 
 
 @triton.jit
-def activate4(u0, u1, u2, u3, b, eps, is_qk, BIAS: tl.constexpr, SILU: tl.constexpr, QK_L2NORM: tl.constexpr):
-    """Four tokens'; `is_qk`: whether this program's heads are divided by their norms, where QK_L2NORM allows it at all."""
+def activate4(
+    u0, u1, u2, u3, b, eps, is_qk, BIAS: tl.constexpr, SILU: tl.constexpr, QK_L2NORM: tl.constexpr
+):
+    """Four tokens'; `is_qk`: whether this program's heads are divided by their norms, where
+    QK_L2NORM allows it at all.
+    """
     if QK_L2NORM:
         if is_qk:
             u0, u1, u2, u3 = _activate4(u0, u1, u2, u3, b, eps, BIAS, SILU, True)
@@ -63,7 +79,9 @@ def activate4(u0, u1, u2, u3, b, eps, is_qk, BIAS: tl.constexpr, SILU: tl.conste
 
 
 @triton.jit
-def _activate_backward(u, g, b, eps, BIAS: tl.constexpr, SILU: tl.constexpr, QK_L2NORM: tl.constexpr):
+def _activate_backward(
+    u, g, b, eps, BIAS: tl.constexpr, SILU: tl.constexpr, QK_L2NORM: tl.constexpr
+):
     """The gradient of u [H, D] from that of what `_activate` returns."""
     if BIAS:
         u = u + b
@@ -79,24 +97,57 @@ def _activate_backward(u, g, b, eps, BIAS: tl.constexpr, SILU: tl.constexpr, QK_
 
 @triton.jit
 def _activate4_backward(
-    u0, u1, u2, u3, g0, g1, g2, g3, b, eps, BIAS: tl.constexpr, SILU: tl.constexpr, QK_L2NORM: tl.constexpr
+    u0,
+    u1,
+    u2,
+    u3,
+    g0,
+    g1,
+    g2,
+    g3,
+    b,
+    eps,
+    BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    QK_L2NORM: tl.constexpr,
 ):
     return (
-        _activate_backward(u0, g0, b, eps, BIAS, SILU, QK_L2NORM), _activate_backward(u1, g1, b, eps, BIAS, SILU, QK_L2NORM),
-        _activate_backward(u2, g2, b, eps, BIAS, SILU, QK_L2NORM), _activate_backward(u3, g3, b, eps, BIAS, SILU, QK_L2NORM),
+        _activate_backward(u0, g0, b, eps, BIAS, SILU, QK_L2NORM),
+        _activate_backward(u1, g1, b, eps, BIAS, SILU, QK_L2NORM),
+        _activate_backward(u2, g2, b, eps, BIAS, SILU, QK_L2NORM),
+        _activate_backward(u3, g3, b, eps, BIAS, SILU, QK_L2NORM),
     )
 
 
 @triton.jit
 def activate4_backward(
-    u0, u1, u2, u3, g0, g1, g2, g3, b, eps, is_qk, BIAS: tl.constexpr, SILU: tl.constexpr, QK_L2NORM: tl.constexpr
+    u0,
+    u1,
+    u2,
+    u3,
+    g0,
+    g1,
+    g2,
+    g3,
+    b,
+    eps,
+    is_qk,
+    BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    QK_L2NORM: tl.constexpr,
 ):
     """The gradients of what `activate4` is given, from those of what it returns."""
     if QK_L2NORM:
         if is_qk:
-            g0, g1, g2, g3 = _activate4_backward(u0, u1, u2, u3, g0, g1, g2, g3, b, eps, BIAS, SILU, True)
+            g0, g1, g2, g3 = _activate4_backward(
+                u0, u1, u2, u3, g0, g1, g2, g3, b, eps, BIAS, SILU, True
+            )
         else:
-            g0, g1, g2, g3 = _activate4_backward(u0, u1, u2, u3, g0, g1, g2, g3, b, eps, BIAS, SILU, False)
+            g0, g1, g2, g3 = _activate4_backward(
+                u0, u1, u2, u3, g0, g1, g2, g3, b, eps, BIAS, SILU, False
+            )
     else:
-        g0, g1, g2, g3 = _activate4_backward(u0, u1, u2, u3, g0, g1, g2, g3, b, eps, BIAS, SILU, False)
+        g0, g1, g2, g3 = _activate4_backward(
+            u0, u1, u2, u3, g0, g1, g2, g3, b, eps, BIAS, SILU, False
+        )
     return g0, g1, g2, g3

@@ -1,12 +1,15 @@
-"""Triton kernels of the causal convolution: a strip of tokens is walked four at a time, its taps kept in registers.
+"""Triton kernels of the causal convolution: a strip of tokens is walked four at a time, its taps
+kept in registers.
 
-Every token and every gradient is read once (a few more per strip), and the next four are loaded before these four are worked
-on, which is what keeps the memory busy.  What a tap would read from the document before is masked by `pos_in_seq`, the
-tokens' positions in their documents.  Nearly everywhere nothing has to be masked, and `interior` says so with one number for
-four tokens, since the kernels are bound by instructions.  Written out for four taps; shorter filters read zeros.
+Every token and every gradient is read once (a few more per strip), and the next four are loaded
+before these four are worked on, which is what keeps the memory busy. What a tap would read from the
+document before is masked by `pos_in_seq`, the tokens' positions in their documents. Nearly
+everywhere nothing has to be masked, and `interior` says so with one number for four tokens, since
+the kernels are bound by instructions. Written out for four taps; shorter filters read zeros.
 
-q, k and v lie side by side in the row, and each has a tensor of its own beyond the convolution: H key heads twice, then
-HV value heads, all of D channels.  A program works on some heads of one of them.
+q, k and v lie side by side in the row, and each has a tensor of its own beyond the convolution: H
+key heads twice, then HV value heads, all of D channels. A program works on some heads of one of
+them.
 
 Shapes: T tokens, C = (2 H + HV) D channels, S strips.
 """
@@ -18,23 +21,55 @@ import triton.language as tl
 
 from hf_packfree.ops.conv.triton_activation import activate4, activate4_backward
 from hf_packfree.ops.conv.triton_parts import (
-    conv4, conv_dw, conv_dx, heads_of_program, is_interior, load4, load4_if, load_pos4, load_taps, store4, store4_if, store_tap,
+    conv4,
+    conv_dw,
+    conv_dx,
+    heads_of_program,
+    is_interior,
+    load4,
+    load4_if,
+    load_pos4,
+    load_taps,
+    store4,
+    store4_if,
+    store_tap,
     widen4,
 )
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def conv(
-    x, weight, bias, pos_in_seq, interior, q, k, v, tokens, stride, keys, values, size, eps,
-    TAPS: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, QK_L2NORM: tl.constexpr,
-    STRIP: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    x,
+    weight,
+    bias,
+    pos_in_seq,
+    interior,
+    q,
+    k,
+    v,
+    tokens,
+    stride,
+    keys,
+    values,
+    size,
+    eps,
+    TAPS: tl.constexpr,
+    BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    QK_L2NORM: tl.constexpr,
+    STRIP: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
-    """q, k [T, H, D] and v [T, HV, D] = act(conv(x)), heads of q and k divided by their L2 norms if QK_L2NORM.
+    """q, k [T, H, D] and v [T, HV, D] = act(conv(x)), heads of q and k divided by their L2 norms if
+    QK_L2NORM.
 
     Grid: (strips, blocks of q's heads, of k's, of v's).
     """
     first = tl.program_id(0) * STRIP
-    out, is_qk, width, offset, channel, mask = heads_of_program(q, k, v, keys, values, size, BLOCK_H, BLOCK_D)
+    out, is_qk, width, offset, channel, mask = heads_of_program(
+        q, k, v, keys, values, size, BLOCK_H, BLOCK_D
+    )
     w0, w1, w2, w3, b = load_taps(weight, bias, channel, mask, TAPS, BIAS)
     n0, n1, n2, n3 = load4(x, stride, channel, mask, first - 1, tokens)
     x0, x1, x2, x3 = widen4(n0, n1, n2, n3)
@@ -57,27 +92,56 @@ def conv(
 
 @triton.jit(do_not_specialize=["tokens"])
 def conv_backward(
-    x, weight, bias, pos_in_seq, interior, d_q, d_k, d_v, d_x, d_weight, d_bias,
-    tokens, stride, d_stride, keys, values, size, eps,
-    TAPS: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, QK_L2NORM: tl.constexpr,
-    STRIP: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    x,
+    weight,
+    bias,
+    pos_in_seq,
+    interior,
+    d_q,
+    d_k,
+    d_v,
+    d_x,
+    d_weight,
+    d_bias,
+    tokens,
+    stride,
+    d_stride,
+    keys,
+    values,
+    size,
+    eps,
+    TAPS: tl.constexpr,
+    BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    QK_L2NORM: tl.constexpr,
+    STRIP: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
-    """d_x [T, C] from d_q, d_k and d_v, and per strip d_weight [S, C, TAPS] and d_bias [S, C] unless None, in fp32.
+    """d_x [T, C] from d_q, d_k and d_v, and per strip d_weight [S, C, TAPS] and d_bias [S, C]
+    unless None, in fp32.
 
-    Walks from the strip's end, beginning with the four tokens past it, whose gradients reach back into the strip.
+    Walks from the strip's end, beginning with the four tokens past it, whose gradients reach back
+    into the strip.
     """
     first = tl.program_id(0) * STRIP
-    d_out, is_qk, width, offset, channel, mask = heads_of_program(d_q, d_k, d_v, keys, values, size, BLOCK_H, BLOCK_D)
+    d_out, is_qk, width, offset, channel, mask = heads_of_program(
+        d_q, d_k, d_v, keys, values, size, BLOCK_H, BLOCK_D
+    )
     w0, w1, w2, w3, b = load_taps(weight, bias, channel, mask, TAPS, BIAS)
     last = first + STRIP + 3
     n0, n1, n2, n3 = load4(x, stride, channel, mask, last, tokens)
     x4, x5, x6, x0 = widen4(n0, n1, n2, n3)
     n0, n1, n2, n3 = load4(x, stride, channel, mask, last - 3, tokens)
-    inside, next_inside = is_interior(interior, last, tokens), is_interior(interior, last - 4, tokens)
+    inside, next_inside = (
+        is_interior(interior, last, tokens),
+        is_interior(interior, last - 4, tokens),
+    )
     m0, m1, m2, m3 = load4_if(inside, d_out, width, offset, mask, last, tokens)
     zero = tl.zeros([BLOCK_H, BLOCK_D], dtype=tl.float32)
     dw0, dw1, dw2, dw3, db = zero, zero, zero, zero, zero
-    c1, c2, c3 = zero, zero, zero  # carried: what the tokens after these four give to the latest three of them
+    # carried: what the tokens after these four give to the latest three of them
+    c1, c2, c3 = zero, zero, zero
     for step in range(STRIP // 4 + 1):
         t = last - step * 4
         x0, x1, x2 = x4, x5, x6
@@ -88,17 +152,25 @@ def conv_backward(
         unmasked, p0, p1, p2, p3 = inside, 3, 3, 3, 3
         inside, next_inside = next_inside, is_interior(interior, t - 8, tokens)
         if unmasked:
-            u0, u1, u2, u3 = conv4(x0, x1, x2, x3, x4, x5, x6, p0, p1, p2, p3, w0, w1, w2, w3, False)
+            u0, u1, u2, u3 = conv4(
+                x0, x1, x2, x3, x4, x5, x6, p0, p1, p2, p3, w0, w1, w2, w3, False
+            )
         else:
             p0, p1, p2, p3 = load_pos4(pos_in_seq, t, tokens)
             u0, u1, u2, u3 = conv4(x0, x1, x2, x3, x4, x5, x6, p0, p1, p2, p3, w0, w1, w2, w3, True)
-        g0, g1, g2, g3 = activate4_backward(u0, u1, u2, u3, g0, g1, g2, g3, b, eps, is_qk, BIAS, SILU, QK_L2NORM)
+        g0, g1, g2, g3 = activate4_backward(
+            u0, u1, u2, u3, g0, g1, g2, g3, b, eps, is_qk, BIAS, SILU, QK_L2NORM
+        )
         if unmasked:
             d1, d2, d3, e1, e2, e3 = conv_dx(g0, g1, g2, g3, p0, p1, p2, p3, w1, w2, w3, False)
-            t0, t1, t2, t3 = conv_dw(g0, g1, g2, g3, x0, x1, x2, x3, x4, x5, x6, p0, p1, p2, p3, False)
+            t0, t1, t2, t3 = conv_dw(
+                g0, g1, g2, g3, x0, x1, x2, x3, x4, x5, x6, p0, p1, p2, p3, False
+            )
         else:
             d1, d2, d3, e1, e2, e3 = conv_dx(g0, g1, g2, g3, p0, p1, p2, p3, w1, w2, w3, True)
-            t0, t1, t2, t3 = conv_dw(g0, g1, g2, g3, x0, x1, x2, x3, x4, x5, x6, p0, p1, p2, p3, True)
+            t0, t1, t2, t3 = conv_dw(
+                g0, g1, g2, g3, x0, x1, x2, x3, x4, x5, x6, p0, p1, p2, p3, True
+            )
         if step > 0:
             h0, h1, h2, h3 = g0 * w0 + c1, g1 * w0 + d1 + c2, g2 * w0 + d2 + c3, g3 * w0 + d3
             store4(d_x, d_stride, channel, mask, t, tokens, h0, h1, h2, h3)

@@ -1,9 +1,10 @@
 """The causal convolution on our Triton kernels: channels stay last and nothing is copied.
 
-Given the heads, it also splits q, k and v into tensors of their own and divides q and k by their L2 norms, which would
-otherwise be three more passes over the row.  Launch sizes are fixed: nothing is tuned at run time, and a
-document's values are batch-invariant.  Its gradients are but for a rounding: the order of the sum over taps depends on a
-token's position among the four that are computed together.
+Given the heads, it also splits q, k and v into tensors of their own and divides q and k by their L2
+norms, which would otherwise be three more passes over the row. Launch sizes are fixed: nothing is
+tuned at run time, and a document's values are batch-invariant. Its gradients are but for a
+rounding: the order of the sum over taps depends on a token's position among the four that are
+computed together.
 
 Shapes: T tokens, C channels, W taps, S strips.
 """
@@ -24,13 +25,17 @@ from hf_packfree.ops.operation import Operation, once_differentiable
 from hf_packfree.packing import PackedSequence, uncompiled
 
 _TAPS = 4
-_STRIP, _CHANNELS = 256, 512  # tokens and channels of one program
+# tokens and channels of one program
+_STRIP, _CHANNELS = 256, 512
 _WARPS = {"forward": 2, "backward": 4}
-_REGISTERS = {} if torch.version.hip else {"backward": {"maxnreg": 160}}  # of a thread: three programs fit on an SM
+# of a thread: three programs fit on an SM
+_REGISTERS = {} if torch.version.hip else {"backward": {"maxnreg": 160}}
 
 
 class Heads(NamedTuple):
-    """Channels from `first` on that one launch works on: `keys` heads of q, as many of k, `values` of v, all of `size`."""
+    """Channels from `first` on that one launch works on: `keys` heads of q, as many of k,
+    `values` of v, all of `size`.
+    """
 
     first: int
     keys: int
@@ -70,9 +75,12 @@ def unusable(target: Target) -> str | None:
 
 
 @uncompiled
-def causal_conv1d(x: Tensor, weight: Tensor, packed: PackedSequence, bias: Tensor | None, silu: bool) -> Tensor:
+def causal_conv1d(
+    x: Tensor, weight: Tensor, packed: PackedSequence, bias: Tensor | None, silu: bool
+) -> Tensor:
     """See `hf_packfree.ops.conv.causal_conv1d`."""
-    size = math.gcd(x.shape[2], 128)  # no norm: any cut will do
+    # no norm: any cut will do
+    size = math.gcd(x.shape[2], 128)
     job = Job((Heads(0, 0, x.shape[2] // size, size),), silu, None)
     (out,) = _apply(x, weight, packed, bias, job)
     return out.view(x.shape)
@@ -80,8 +88,14 @@ def causal_conv1d(x: Tensor, weight: Tensor, packed: PackedSequence, bias: Tenso
 
 @uncompiled
 def qkv_conv(
-    x: Tensor, weight: Tensor, packed: PackedSequence, bias: Tensor | None, silu: bool,
-    heads: tuple[int, int], sizes: tuple[int, int], eps: float | None,
+    x: Tensor,
+    weight: Tensor,
+    packed: PackedSequence,
+    bias: Tensor | None,
+    silu: bool,
+    heads: tuple[int, int],
+    sizes: tuple[int, int],
+    eps: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `hf_packfree.ops.conv.qkv_conv`."""
     (keys, values), (key_size, value_size) = heads, sizes
@@ -96,8 +110,8 @@ class Plan(NamedTuple):
 
     Attributes:
         pos_in_seq: int32 [T], each token's position in its document.
-        interior: int32 [T / 4, rounded up], 1 where all of four tokens are in one document and none is among its first
-            three, so that nothing has to be masked; else 0.
+        interior: int32 [T / 4, rounded up], 1 where all of four tokens are in one document and none
+            is among its first three, so that nothing has to be masked; else 0.
     """
 
     pos_in_seq: Tensor
@@ -107,11 +121,14 @@ class Plan(NamedTuple):
 def plan_masks(packed: PackedSequence) -> Plan:
     """Return the plan of a row."""
     pos_in_seq = packed.position_ids()[0].int()
-    interior = (pos_in_seq[3::4] >= 6).int()  # the last of four is at 6 or later where the first is at 3 or later
+    # the last of four is at 6 or later where the first is at 3 or later
+    interior = (pos_in_seq[3::4] >= 6).int()
     return Plan(pos_in_seq, pad(interior, (0, -(-len(pos_in_seq) // 4) - len(interior))))
 
 
-def _apply(x: Tensor, weight: Tensor, packed: PackedSequence, bias: Tensor | None, job: Job) -> tuple[Tensor, ...]:
+def _apply(
+    x: Tensor, weight: Tensor, packed: PackedSequence, bias: Tensor | None, job: Job
+) -> tuple[Tensor, ...]:
     return _Convolution.apply(x, weight, bias, job, *packed.cached(plan_masks))  # type: ignore[no-any-return]
 
 
@@ -129,8 +146,18 @@ class _Convolution(Operation):
         for heads in job.launches:
             tensors = [x.new_empty(1, tokens, count, heads.size) for count in heads.counts]
             launch(
-                conv, _grid(tokens, heads), _from(x, heads), *_taps(weight, bias, heads), *plan, *_three(tensors, heads),
-                tokens, x.stride(1), heads.keys, heads.values, heads.size, job.eps or 0.0,
+                conv,
+                _grid(tokens, heads),
+                _from(x, heads),
+                *_taps(weight, bias, heads),
+                *plan,
+                *_three(tensors, heads),
+                tokens,
+                x.stride(1),
+                heads.keys,
+                heads.values,
+                heads.size,
+                job.eps or 0.0,
                 **_blocks(weight, bias, job, heads, "forward"),
             )
             outs += tensors
@@ -150,11 +177,28 @@ class _Convolution(Operation):
             tensors = [left.pop(0) for _ in heads.counts]
             grid = _grid(tokens, heads)
             of_strips = grid[0], heads.channels
-            d_weight = x.new_empty(*of_strips, *weight.shape[1:], dtype=torch.float32) if needs_weight else None
+            d_weight = (
+                x.new_empty(*of_strips, *weight.shape[1:], dtype=torch.float32)
+                if needs_weight
+                else None
+            )
             d_bias = x.new_empty(of_strips, dtype=torch.float32) if needs_bias else None
             launch(
-                conv_backward, grid, _from(x, heads), *_taps(weight, bias, heads), *plan, *_three(tensors, heads),
-                _from(d_x, heads), d_weight, d_bias, tokens, x.stride(1), d_x.stride(1), heads.keys, heads.values, heads.size,
+                conv_backward,
+                grid,
+                _from(x, heads),
+                *_taps(weight, bias, heads),
+                *plan,
+                *_three(tensors, heads),
+                _from(d_x, heads),
+                d_weight,
+                d_bias,
+                tokens,
+                x.stride(1),
+                d_x.stride(1),
+                heads.keys,
+                heads.values,
+                heads.size,
                 ctx.job.eps or 0.0,
                 **_blocks(weight, bias, ctx.job, heads, "backward"),
             )
@@ -165,7 +209,11 @@ class _Convolution(Operation):
 
 def _sum_strips(strips: list[Tensor | None], parameter: Tensor | None) -> Tensor | None:
     """A parameter's gradient from what each launch has of its channels, strip by strip."""
-    parts = [sum_partials(part, parameter.dtype) for part in strips if part is not None and parameter is not None]
+    parts = [
+        sum_partials(part, parameter.dtype)
+        for part in strips
+        if part is not None and parameter is not None
+    ]
     if not parts:
         return None
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -178,14 +226,20 @@ def _three(tensors: list[Tensor], heads: Heads) -> list[Tensor]:
 
 
 def _from(x: Tensor, heads: Heads) -> Tensor:
-    """x [1, T, C] from a launch's first channel on; all of it, where that is the first, takes the host no time."""
+    """x [1, T, C] from a launch's first channel on; all of it, where that is the first, takes
+    the host no time.
+    """
     return x if heads.first == 0 else x[:, :, heads.first :]
 
 
 def _taps(weight: Tensor, bias: Tensor | None, heads: Heads) -> tuple[Tensor, Tensor | None]:
     """The weights and the bias from a launch's first channel on."""
     weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
-    return (weight, bias) if heads.first == 0 else (weight[heads.first :], None if bias is None else bias[heads.first :])
+    return (
+        (weight, bias)
+        if heads.first == 0
+        else (weight[heads.first :], None if bias is None else bias[heads.first :])
+    )
 
 
 def _grid(tokens: int, heads: Heads) -> tuple[int, int]:
@@ -199,10 +253,18 @@ def _block(heads: Heads) -> int:
     return max(1, _CHANNELS // block_width(heads.size))
 
 
-def _blocks(weight: Tensor, bias: Tensor | None, job: Job, heads: Heads, direction: str) -> dict[str, Any]:
+def _blocks(
+    weight: Tensor, bias: Tensor | None, job: Job, heads: Heads, direction: str
+) -> dict[str, Any]:
     """What a program is compiled for."""
     return {
-        "TAPS": weight.shape[-1], "BIAS": bias is not None, "SILU": job.silu, "QK_L2NORM": job.eps is not None,
-        "STRIP": _STRIP, "BLOCK_H": _block(heads), "BLOCK_D": block_width(heads.size), "num_warps": _WARPS[direction],
+        "TAPS": weight.shape[-1],
+        "BIAS": bias is not None,
+        "SILU": job.silu,
+        "QK_L2NORM": job.eps is not None,
+        "STRIP": _STRIP,
+        "BLOCK_H": _block(heads),
+        "BLOCK_D": block_width(heads.size),
+        "num_warps": _WARPS[direction],
         **_REGISTERS.get(direction, {}),
     }

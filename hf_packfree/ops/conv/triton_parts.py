@@ -1,4 +1,5 @@
-"""The parts of the convolution's two Triton kernels: loads and stores within the row, masks at documents' edges.
+"""The parts of the convolution's two Triton kernels: loads and stores within the row, masks at
+documents' edges.
 
 Shapes: T tokens, C channels, H heads of D channels that one program works on.
 """
@@ -13,8 +14,8 @@ import triton.language as tl
 def heads_of_program(q, k, v, keys, values, size, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr):
     """The heads of q, k or v that this program works on.
 
-    Returns their tensor, whether that is q or k, its channels per token, the heads' offsets within a token of it and within
-    a token of the row, and the mask.
+    Returns their tensor, whether that is q or k, its channels per token, the heads' offsets within
+    a token of it and within a token of the row, and the mask.
     """
     block, blocks = tl.program_id(1), tl.cdiv(keys, BLOCK_H)
     if block < blocks:
@@ -31,7 +32,9 @@ def heads_of_program(q, k, v, keys, values, size, BLOCK_H: tl.constexpr, BLOCK_D
 @triton.jit
 def load_tap(weight, channel, mask, back: tl.constexpr, TAPS: tl.constexpr):
     """Weights [C, TAPS]: the tap of the token `back` positions before."""
-    return tl.load(weight + channel * TAPS + (TAPS - 1 - back), mask=mask & (back < TAPS), other=0.0).to(tl.float32)
+    return tl.load(
+        weight + channel * TAPS + (TAPS - 1 - back), mask=mask & (back < TAPS), other=0.0
+    ).to(tl.float32)
 
 
 @triton.jit
@@ -39,8 +42,11 @@ def load_taps(weight, bias, channel, mask, TAPS: tl.constexpr, BIAS: tl.constexp
     """The four taps, newest first, zero beyond TAPS, and the bias."""
     b = tl.load(bias + channel, mask=mask, other=0.0).to(tl.float32) if BIAS else 0.0
     return (
-        load_tap(weight, channel, mask, 0, TAPS), load_tap(weight, channel, mask, 1, TAPS),
-        load_tap(weight, channel, mask, 2, TAPS), load_tap(weight, channel, mask, 3, TAPS), b,
+        load_tap(weight, channel, mask, 0, TAPS),
+        load_tap(weight, channel, mask, 1, TAPS),
+        load_tap(weight, channel, mask, 2, TAPS),
+        load_tap(weight, channel, mask, 3, TAPS),
+        b,
     )
 
 
@@ -51,7 +57,9 @@ def store_tap(d_weight, channel, mask, back: tl.constexpr, TAPS: tl.constexpr, v
 
 @triton.jit
 def _as_mask(mask):
-    """The same: Triton's interpreter keeps a block combined with a scalar condition as int32, and a mask has to be bool."""
+    """The same: Triton's interpreter keeps a block combined with a scalar condition as int32,
+    and a mask has to be bool.
+    """
     return mask != 0
 
 
@@ -63,7 +71,8 @@ def in_bounds(mask, t, tokens):
 @triton.jit
 def load4(x, stride, offset, mask, t, tokens):
     """The channels of token t and the three before it, the latest first; zero outside the row."""
-    start = x + (t - 3).to(tl.int64) * stride  # one multiplication for four consecutive tokens
+    # one multiplication for four consecutive tokens
+    start = x + (t - 3).to(tl.int64) * stride
     return (
         tl.load(start + 3 * stride + offset, mask=in_bounds(mask, t, tokens), other=0.0),
         tl.load(start + 2 * stride + offset, mask=in_bounds(mask, t - 1, tokens), other=0.0),
@@ -132,14 +141,18 @@ def load_pos(pos_in_seq, t, tokens):
 def load_pos4(pos_in_seq, t, tokens):
     """Positions of token t and the three before it, the latest first."""
     return (
-        load_pos(pos_in_seq, t, tokens), load_pos(pos_in_seq, t - 1, tokens),
-        load_pos(pos_in_seq, t - 2, tokens), load_pos(pos_in_seq, t - 3, tokens),
+        load_pos(pos_in_seq, t, tokens),
+        load_pos(pos_in_seq, t - 1, tokens),
+        load_pos(pos_in_seq, t - 2, tokens),
+        load_pos(pos_in_seq, t - 3, tokens),
     )
 
 
 @triton.jit
 def mask_tap(x, pos, back: tl.constexpr, MASKED: tl.constexpr):
-    """x if the token `back` positions before the one at position `pos` is of the same document, else zero."""
+    """x if the token `back` positions before the one at position `pos` is of the same document,
+    else zero.
+    """
     if MASKED:
         x = tl.where(pos >= back, x, 0.0)
     return x
@@ -149,7 +162,10 @@ def mask_tap(x, pos, back: tl.constexpr, MASKED: tl.constexpr):
 def conv1(x0, x1, x2, x3, pos, w0, w1, w2, w3, MASKED: tl.constexpr):
     """The convolution at a token x0, with those before it."""
     return (
-        x0 * w0 + mask_tap(x1, pos, 1, MASKED) * w1 + mask_tap(x2, pos, 2, MASKED) * w2 + mask_tap(x3, pos, 3, MASKED) * w3
+        x0 * w0
+        + mask_tap(x1, pos, 1, MASKED) * w1
+        + mask_tap(x2, pos, 2, MASKED) * w2
+        + mask_tap(x3, pos, 3, MASKED) * w3
     )
 
 
@@ -157,8 +173,10 @@ def conv1(x0, x1, x2, x3, pos, w0, w1, w2, w3, MASKED: tl.constexpr):
 def conv4(x0, x1, x2, x3, x4, x5, x6, p0, p1, p2, p3, w0, w1, w2, w3, MASKED: tl.constexpr):
     """The convolution at four tokens, the latest first, whose positions are p0 to p3."""
     return (
-        conv1(x0, x1, x2, x3, p0, w0, w1, w2, w3, MASKED), conv1(x1, x2, x3, x4, p1, w0, w1, w2, w3, MASKED),
-        conv1(x2, x3, x4, x5, p2, w0, w1, w2, w3, MASKED), conv1(x3, x4, x5, x6, p3, w0, w1, w2, w3, MASKED),
+        conv1(x0, x1, x2, x3, p0, w0, w1, w2, w3, MASKED),
+        conv1(x1, x2, x3, x4, p1, w0, w1, w2, w3, MASKED),
+        conv1(x2, x3, x4, x5, p2, w0, w1, w2, w3, MASKED),
+        conv1(x3, x4, x5, x6, p3, w0, w1, w2, w3, MASKED),
     )
 
 
@@ -166,21 +184,30 @@ def conv4(x0, x1, x2, x3, x4, x5, x6, p0, p1, p2, p3, w0, w1, w2, w3, MASKED: tl
 def conv_dx(g0, g1, g2, g3, p0, p1, p2, p3, w1, w2, w3, MASKED: tl.constexpr):
     """What the gradients of four tokens, the latest first, give to the tokens before theirs.
 
-    Returns what the second, third and fourth of the four get, then what the three tokens before the four get.
+    Returns what the second, third and fourth of the four get, then what the three tokens before the
+    four get.
     """
     return (
         mask_tap(g0, p0, 1, MASKED) * w1,
         mask_tap(g1, p1, 1, MASKED) * w1 + mask_tap(g0, p0, 2, MASKED) * w2,
-        mask_tap(g2, p2, 1, MASKED) * w1 + mask_tap(g1, p1, 2, MASKED) * w2 + mask_tap(g0, p0, 3, MASKED) * w3,
-        mask_tap(g3, p3, 1, MASKED) * w1 + mask_tap(g2, p2, 2, MASKED) * w2 + mask_tap(g1, p1, 3, MASKED) * w3,
+        mask_tap(g2, p2, 1, MASKED) * w1
+        + mask_tap(g1, p1, 2, MASKED) * w2
+        + mask_tap(g0, p0, 3, MASKED) * w3,
+        mask_tap(g3, p3, 1, MASKED) * w1
+        + mask_tap(g2, p2, 2, MASKED) * w2
+        + mask_tap(g1, p1, 3, MASKED) * w3,
         mask_tap(g3, p3, 2, MASKED) * w2 + mask_tap(g2, p2, 3, MASKED) * w3,
         mask_tap(g3, p3, 3, MASKED) * w3,
     )
 
 
 @triton.jit
-def _conv_dw1(g0, g1, g2, g3, x0, x1, x2, x3, p0, p1, p2, p3, back: tl.constexpr, MASKED: tl.constexpr):
-    """The gradient of one tap from four tokens' gradients and the tokens that it multiplied there."""
+def _conv_dw1(
+    g0, g1, g2, g3, x0, x1, x2, x3, p0, p1, p2, p3, back: tl.constexpr, MASKED: tl.constexpr
+):
+    """The gradient of one tap from four tokens' gradients and the tokens that it multiplied
+    there.
+    """
     d_tap = g0 * mask_tap(x0, p0, back, MASKED) + g1 * mask_tap(x1, p1, back, MASKED)
     return d_tap + g2 * mask_tap(x2, p2, back, MASKED) + g3 * mask_tap(x3, p3, back, MASKED)
 

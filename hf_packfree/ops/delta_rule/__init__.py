@@ -7,18 +7,27 @@ from torch import Tensor
 
 from hf_packfree.ops.backend import Backend, find
 from hf_packfree.ops.delta_rule import fla, flash_qla, flash_qla_segments, torch_chunked
-from hf_packfree.ops.delta_rule.reference import recurrent_gated_delta_rule, recurrent_gated_delta_rule_with_states
+from hf_packfree.ops.delta_rule.reference import (
+    recurrent_gated_delta_rule,
+    recurrent_gated_delta_rule_with_states,
+)
 from hf_packfree.packing import PackedSequence
 
 BACKENDS = {
-    "flash_qla": Backend(flash_qla.gated_delta_rule, flash_qla.unusable, "flash-qla", batch_invariant=True),
+    "flash_qla": Backend(
+        flash_qla.gated_delta_rule, flash_qla.unusable, "flash-qla", batch_invariant=True
+    ),
     "fla": Backend(fla.gated_delta_rule, fla.unusable, "fla-core", batch_invariant=True),
     "torch": Backend(torch_chunked.gated_delta_rule),
-    "flash_qla_cut": Backend(flash_qla.gated_delta_rule_cut, flash_qla.unusable, "flash-qla", exact=False),
+    "flash_qla_cut": Backend(
+        flash_qla.gated_delta_rule_cut, flash_qla.unusable, "flash-qla", exact=False
+    ),
 }
 
 LONG = {"flash_qla": Backend(flash_qla_segments.gated_delta_rule, flash_qla.unusable, "flash-qla")}
-"""Those that walk long documents in segments side by side, in rows of so few that most of the GPU would be idle."""
+"""Those that walk long documents in segments side by side, in rows of so few that most of the
+GPU would be idle.
+"""
 WITH_STATES = {
     "flash_qla": Backend(flash_qla.with_states, flash_qla.unusable, "flash-qla"),
     "fla": Backend(fla.with_states, fla.unusable, "fla-core"),
@@ -28,7 +37,9 @@ WITH_STATES = {
 
 
 def cuts_on(device: torch.device, backend: str) -> bool:
-    """Return whether a backend cuts long documents on a device, if batch invariance is not wanted."""
+    """Return whether a backend cuts long documents on a device, if batch invariance is not
+    wanted.
+    """
     return backend in LONG and flash_qla_segments.cuts_on(device)
 
 
@@ -44,14 +55,17 @@ def gated_delta_rule(
     batch_invariant: bool = False,
     backend: str = "torch",
 ) -> Tensor:
-    """Run the gated delta rule (Yang et al., Gated Delta Networks, arXiv:2412.06464) on each document of a packed row.
+    """Run the gated delta rule (Yang et al., Gated Delta Networks, arXiv:2412.06464) on each
+    document of a packed row.
 
-    With S [K, V] a document's state, zero before its first token, every token in turn decays it, writes to it and reads it
-    (eq. 10, S transposed; `recurrent_gated_delta_rule` is that, token by token):
+    With S [K, V] a document's state, zero before its first token, every token in turn decays it,
+    writes to it and reads it (eq. 10, S transposed; `recurrent_gated_delta_rule` is that, token by
+    token):
 
         S <- exp(g) S;    S <- S + k (beta (v - k^T S));    o = (q K^-1/2)^T S
 
-    In torch all arithmetic is fp32, or fp64 if q is fp64; the kernels multiply in q's dtype (fp32 as TF32) and add in fp32.
+    In torch all arithmetic is fp32, or fp64 if q is fp64; the kernels multiply in q's dtype (fp32
+    as TF32) and add in fp32.
 
     Args:
         q, k: [1, T, H, K], any floating dtype, any strides.
@@ -59,15 +73,18 @@ def gated_delta_rule(
         g: [1, T, HV], log decay, at most 0.
         beta: [1, T, HV], write strength, between 0 and 1.
         packed: the documents of the row.
-        qk_l2norm: divide q and k by their L2 norms, x * rsqrt(sum(x^2) + 1e-6); False: they have norm 1 already.
-        batch_invariant: walk every document whole.  Otherwise a backend of `LONG` cuts long ones where that is faster, which
-            is exact too, but rounds otherwise than where the row is another; see `segments.py`.
-        backend: a name in `BACKENDS`; "flash_qla_cut" trades exactness on documents of some 500 tokens and more for
-            speed on rows of few long ones.
+        qk_l2norm: divide q and k by their L2 norms, x * rsqrt(sum(x^2) + 1e-6); False: they have
+            norm 1 already.
+        batch_invariant: walk every document whole. Otherwise a backend of `LONG` cuts long ones
+            where that is faster, which is exact too, but rounds otherwise than where the row is
+            another; see `segments.py`.
+        backend: a name in `BACKENDS`; "flash_qla_cut" trades exactness on documents of some 500
+            tokens and more for speed on rows of few long ones.
 
     Returns:
-        [1, T, HV, V] in v's dtype.  On the CPU it is always batch-invariant: each document's values are, bit for bit, those of
-        the document alone.  On other devices that depends on their matrix library.
+        [1, T, HV, V] in v's dtype. On the CPU it is always batch-invariant: each document's values
+        are, bit for bit, those of the document alone. On other devices that depends on their matrix
+        library.
 
     Raises:
         BackendUnavailable: no backend has that name.
@@ -85,7 +102,8 @@ def gated_delta_rule(
 
         >>> def alone(tokens):
         ...     document = [x[:, tokens] for x in (q, k, v, g, beta)]
-        ...     return gated_delta_rule(*document, PackedSequence.from_lengths([document[0].shape[1]]))
+        ...     length = document[0].shape[1]
+        ...     return gated_delta_rule(*document, PackedSequence.from_lengths([length]))
         >>> torch.equal(out, torch.cat([alone(slice(0, 2)), alone(slice(2, 5))], 1))
         True
 
@@ -111,19 +129,21 @@ def gated_delta_rule_with_states(
     qk_l2norm: bool = True,
     backend: str = "torch",
 ) -> tuple[Tensor, Tensor]:
-    """Run the gated delta rule on each document from a state of its own, and return the states that documents leave.
+    """Run the gated delta rule on each document from a state of its own, and return the states that
+    documents leave.
 
-    A document cut in two gets what it gets whole, values and gradients, if its second part begins with the final state of the
-    first.
+    A document cut in two gets what it gets whole, values and gradients, if its second part begins
+    with the final state of the first.
 
     Args:
         q, k, v, g, beta, packed, qk_l2norm: see `gated_delta_rule`.
-        initial_state: [N, HV, K, V], fp32 (fp64 if q is), one for each of the row's segments; zero if not given.
+        initial_state: [N, HV, K, V], fp32 (fp64 if q is), one for each of the row's segments; zero
+            if not given.
         backend: a name in `WITH_STATES`.
 
     Returns:
-        The output [1, T, HV, V] in v's dtype, and the final states, like `initial_state`.  Gradients flow to all inputs, the
-        initial state included, from both.
+        The output [1, T, HV, V] in v's dtype, and the final states, like `initial_state`. Gradients
+        flow to all inputs, the initial state included, from both.
 
     Raises:
         BackendUnavailable: no backend has that name.
@@ -131,7 +151,9 @@ def gated_delta_rule_with_states(
     run = find("delta rule with states", WITH_STATES, backend)
     if initial_state is None:
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        initial_state = q.new_zeros(packed.num_segments, v.shape[2], q.shape[3], v.shape[3], dtype=dtype)
+        initial_state = q.new_zeros(
+            packed.num_segments, v.shape[2], q.shape[3], v.shape[3], dtype=dtype
+        )
     return run(q, k, v, g, beta, initial_state, packed, qk_l2norm)  # type: ignore[no-any-return]
 
 

@@ -23,7 +23,13 @@ def unusable(target: Target) -> str | None:
 
 @uncompiled
 def gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packed: PackedSequence, qk_l2norm: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    packed: PackedSequence,
+    qk_l2norm: bool,
 ) -> Tensor:
     """See `hf_packfree.ops.delta_rule.gated_delta_rule`."""
     out, _ = _kernel()(
@@ -41,7 +47,14 @@ def gated_delta_rule(
 
 @uncompiled
 def with_states(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor, packed: PackedSequence, qk_l2norm: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor,
+    packed: PackedSequence,
+    qk_l2norm: bool,
 ) -> tuple[Tensor, Tensor]:
     """See `hf_packfree.ops.delta_rule.gated_delta_rule_with_states`."""
     return _kernel()(  # type: ignore[no-any-return]

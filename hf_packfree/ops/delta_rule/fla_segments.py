@@ -17,12 +17,16 @@ Saved = tuple[Tensor, ...]
 
 
 class FLAScans:
-    """See `hf_packfree.ops.delta_rule.segments.Scans`: whole passes, of which backward ones run the forward pass again.
+    """See `hf_packfree.ops.delta_rule.segments.Scans`: whole passes, of which backward ones run the
+    forward pass again.
 
-    Only segments between the first and the last that `Segments.chunks` has are summed up; others are zero.
+    Only segments between the first and the last that `Segments.chunks` has are summed up; others
+    are zero.
     """
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, segments: Segments) -> Saved:
+    def prepare(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, segments: Segments
+    ) -> Saved:
         """Keep the inputs."""
         return q, k, v, g, beta
 
@@ -32,11 +36,15 @@ class FLAScans:
         q, k, v, g, beta = map(part.tokens, saved)
         zero = _states(v, size, part.record)
         identity = torch.eye(size, device=v.device).expand(*zero.shape[:2], -1, -1)
-        _, final = with_states(q, k, F.pad(v, (0, size)), g, beta, torch.cat([zero, identity], -1), part.record, False)
+        _, final = with_states(
+            q, k, F.pad(v, (0, size)), g, beta, torch.cat([zero, identity], -1), part.record, False
+        )
         addend, transition = final.split([v.shape[-1], size], -1)
         return part.of_all(transition), part.of_all(addend)
 
-    def walk(self, saved: Saved, initial_state: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+    def walk(
+        self, saved: Saved, initial_state: Tensor, segments: Segments
+    ) -> tuple[Tensor, Tensor]:
         """Run the forward pass."""
         q, k, v, g, beta = saved
         return with_states(q, k, v, g, beta, initial_state, segments.record, False)
@@ -44,11 +52,19 @@ class FLAScans:
     def summarize_gradient(self, saved: Saved, d_out: Tensor, segments: Segments) -> Tensor:
         """Run the backward pass from no gradient."""
         part = _Part(segments, reverse=True)
-        mine, zero = tuple(map(part.tokens, saved)), _states(saved[2], saved[1].shape[-1], part.record)
+        mine, zero = (
+            tuple(map(part.tokens, saved)),
+            _states(saved[2], saved[1].shape[-1], part.record),
+        )
         return part.of_all(_gradients(mine, zero, part.tokens(d_out), zero, part.record)[-1])
 
     def walk_back(
-        self, saved: Saved, initial_state: Tensor, d_out: Tensor, d_final: Tensor, segments: Segments
+        self,
+        saved: Saved,
+        initial_state: Tensor,
+        d_out: Tensor,
+        d_final: Tensor,
+        segments: Segments,
     ) -> tuple[Tensor, ...]:
         """Run the backward pass."""
         return _gradients(saved, initial_state, d_out, d_final, segments.record)
@@ -85,6 +101,8 @@ def _gradients(
     saved: Saved, initial_state: Tensor, d_out: Tensor, d_final: Tensor, record: PackedSequence
 ) -> tuple[Tensor, ...]:
     with torch.enable_grad():
-        q, k, v, g, beta, state = leaves = [x.detach().requires_grad_() for x in (*saved, initial_state)]
+        q, k, v, g, beta, state = leaves = [
+            x.detach().requires_grad_() for x in (*saved, initial_state)
+        ]
         outputs = with_states(q, k, v, g, beta, state, record, False)
     return torch.autograd.grad(outputs, leaves, (d_out, d_final))

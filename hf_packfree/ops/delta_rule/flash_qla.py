@@ -1,9 +1,10 @@
-"""FlashQLA's gated delta rule (TileLang): the fastest on Hopper; on Blackwell's data centre chips it runs the same way.
+"""FlashQLA's gated delta rule (TileLang): the fastest on Hopper; on Blackwell's data centre chips
+it runs the same way.
 
-Left to itself it cuts long documents into pieces, which run side by side, and drops what decayed below e^-10 between
-them, which depends on what else is in the row; and it reads boundaries back from the device.  Here neither happens:
-documents stay whole, and the plan is computed from the host's copy.  Rows of few long documents are slower for it;
-`gated_delta_rule_cut` leaves it its way.
+Left to itself it cuts long documents into pieces, which run side by side, and drops what decayed
+below e^-10 between them, which depends on what else is in the row; and it reads boundaries back
+from the device. Here neither happens: documents stay whole, and the plan is computed from the
+host's copy. Rows of few long documents are slower for it; `gated_delta_rule_cut` leaves it its way.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from hf_packfree.versions import VERSIONS
 
 _SIZE = 128
 _KNOWN = VERSIONS["flash-qla"].gpu
-"""Releases whose two passes return what we read, and whose plans we make; others are called by their one function."""
+"""Releases whose two passes return what we read, and whose plans we make; others are called by
+their one function.
+"""
 _USED_ON = ((9, 0), (10, 0), (10, 3))
-"""Where it cuts documents into chunks of 64, as on 9.0, the one we tested.  0.1.3 also has kernels for 12.0 and 12.1, with
-chunks of 32; nobody tried them with packed rows."""
+"""Where it cuts documents into chunks of 64, as on 9.0, the one we tested. 0.1.3 also has kernels
+for 12.0 and 12.1, with chunks of 32; nobody tried them with packed rows."""
 
 
 def unusable(target: Target) -> str | None:
@@ -35,7 +38,10 @@ def unusable(target: Target) -> str | None:
     if (reason := needs_cuda(target)) is not None:
         return reason
     if target.capability is not None and target.capability not in _USED_ON:
-        return f"we know it to be exact on compute capability 9.0 and use it on 9.0, 10.0 and 10.3, this is {target.gpu}"
+        return (
+            f"we know it to be exact on compute capability 9.0 and use it on 9.0, 10.0 and 10.3, "
+            f"this is {target.gpu}"
+        )
     if (reason := needs_half(target)) is not None:
         return reason
     sizes = {target.sizes.get("key_size", _SIZE), target.sizes.get("value_size", _SIZE)}
@@ -58,28 +64,50 @@ def _unusable_package() -> str | None:
 
 @uncompiled
 def gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packed: PackedSequence, qk_l2norm: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    packed: PackedSequence,
+    qk_l2norm: bool,
 ) -> Tensor:
     """See `hf_packfree.ops.delta_rule.gated_delta_rule`."""
     cu_seqlens = packed.cached(planned_cu_seqlens)
     if qk_l2norm or not is_known():
         return _run(q, k, v, g, beta, cu_seqlens, qk_l2norm, cut=False)
     inputs = (x.contiguous() for x in (q, k, v, g.float(), beta))
-    with torch.cuda.device_of(q):  # TileLang launches on the current one
+    # TileLang launches on the current one
+    with torch.cuda.device_of(q):
         return _WholeDocuments.apply(*inputs, cu_seqlens)  # type: ignore[no-any-return]
 
 
 @uncompiled
 def gated_delta_rule_cut(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packed: PackedSequence, qk_l2norm: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    packed: PackedSequence,
+    qk_l2norm: bool,
 ) -> Tensor:
-    """The same, but long documents may be cut: faster on few of them, not exact, and it waits for the device."""
+    """The same, but long documents may be cut: faster on few of them, not exact, and it waits
+    for the device.
+    """
     return _run(q, k, v, g, beta, packed.cu_seqlens, qk_l2norm, cut=True)
 
 
 @uncompiled
 def with_states(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor, packed: PackedSequence, qk_l2norm: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor,
+    packed: PackedSequence,
+    qk_l2norm: bool,
 ) -> tuple[Tensor, Tensor]:
     """See `hf_packfree.ops.delta_rule.gated_delta_rule_with_states`."""
     from flash_qla import chunk_gated_delta_rule
@@ -99,7 +127,15 @@ def with_states(
 
 
 def _run(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor, qk_l2norm: bool, *, cut: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    cu_seqlens: Tensor,
+    qk_l2norm: bool,
+    *,
+    cut: bool,
 ) -> Tensor:
     from flash_qla import chunk_gated_delta_rule
 
@@ -117,7 +153,9 @@ def _run(
 
 
 class _WholeDocuments(Operation):
-    """FlashQLA's two passes without the checks and wrappers of its own function, for which short rows would wait."""
+    """FlashQLA's two passes without the checks and wrappers of its own function, for which short
+    rows would wait.
+    """
 
     @staticmethod
     def forward(
@@ -126,9 +164,12 @@ class _WholeDocuments(Operation):
         from flash_qla import chunk_gated_delta_rule_fwd
 
         options = {"scale": k.shape[-1] ** -0.5, "cu_seqlens": cu_seqlens, "auto_cp": False}
-        sums, solved, out, *_ = chunk_gated_delta_rule_fwd(q, k, v, g, beta, output_final_state=False, **options)
+        sums, solved, out, *_ = chunk_gated_delta_rule_fwd(
+            q, k, v, g, beta, output_final_state=False, **options
+        )
         ctx.save_for_backward(q, k, v, sums, beta, solved)
-        ctx.options = options  # the offsets themselves: the plan is theirs as an attribute
+        # the offsets themselves: the plan is theirs as an attribute
+        ctx.options = options
         return out  # type: ignore[no-any-return]
 
     @staticmethod
@@ -137,7 +178,9 @@ class _WholeDocuments(Operation):
         from flash_qla import chunk_gated_delta_rule_bwd
 
         q, k, v, _, beta, _ = saved = ctx.saved_tensors
-        d_q, d_k, d_v, d_beta, d_g, _ = chunk_gated_delta_rule_bwd(*saved, d_out.contiguous(), **ctx.options)
+        d_q, d_k, d_v, d_beta, d_g, _ = chunk_gated_delta_rule_bwd(
+            *saved, d_out.contiguous(), **ctx.options
+        )
         return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), d_g, d_beta.to(beta.dtype), None
 
 

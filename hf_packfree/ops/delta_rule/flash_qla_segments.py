@@ -1,7 +1,8 @@
-"""What segments need to be walked side by side, on FlashQLA's kernels: those of its own cutting, over whole segments.
+"""What segments need to be walked side by side, on FlashQLA's kernels: those of its own cutting,
+over whole segments.
 
-Its own summaries leave out chunks whose decay falls below e^-10, and round states to half precision; here they are of every
-chunk, and in fp32.
+Its own summaries leave out chunks whose decay falls below e^-10, and round states to half
+precision; here they are of every chunk, and in fp32.
 
 Shapes: T tokens, S segments, H key heads, HV value heads, K and V head sizes.
 """
@@ -27,8 +28,12 @@ Saved = tuple[Tensor, ...]
 class FlashQLAScans:
     """See `hf_packfree.ops.delta_rule.segments.Scans`."""
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, segments: Segments) -> Saved:
-        """Return q, k, v, the decays summed within chunks, beta, and the chunks' triangular systems, solved."""
+    def prepare(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, segments: Segments
+    ) -> Saved:
+        """Return q, k, v, the decays summed within chunks, beta, and the chunks' triangular
+        systems, solved.
+        """
         from flash_qla.ops.gated_delta_rule.chunk import chunk_local_cumsum, kkt_solve
 
         q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g.float(), beta))
@@ -44,24 +49,52 @@ class FlashQLAScans:
         offsets: Any = segments.record.cached(planned_cu_seqlens)
         _, firsts, *_ = offsets._flash_qla_prepared_varlen
         count, (heads, size) = segments.record.num_segments, v.shape[2:]
-        transition, state, unused = v.new_empty(3, count, heads, size, size, dtype=torch.float32).unbind()
+        transition, state, unused = v.new_empty(
+            3, count, heads, size, size, dtype=torch.float32
+        ).unbind()
         scan = tilelang_prepare_h(
-            heads, k.shape[2], size, size, CHUNK, accum_dtype="float32", qkva_dtype=k.dtype, g_dtype=sums.dtype,
-            b_dtype=beta.dtype, h0_dtype=unused.dtype, ht_dtype=state.dtype, h_dtype=k.dtype, seqlen_dtype=offsets.dtype,
-            use_initial_state=False, store_final_state=True, store_h=False, is_varlen=True, is_cp=True, state_v_first=False,
+            heads,
+            k.shape[2],
+            size,
+            size,
+            CHUNK,
+            accum_dtype="float32",
+            qkva_dtype=k.dtype,
+            g_dtype=sums.dtype,
+            b_dtype=beta.dtype,
+            h0_dtype=unused.dtype,
+            ht_dtype=state.dtype,
+            h_dtype=k.dtype,
+            seqlen_dtype=offsets.dtype,
+            use_initial_state=False,
+            store_final_state=True,
+            store_h=False,
+            is_varlen=True,
+            is_cp=True,
+            state_v_first=False,
         )
         chunks, states = segments.scanned(heads), k.new_empty(1, 0, heads, size, size)
         scan(k, v, solved, sums, beta, unused, offsets, firsts, chunks, states, state, transition)
         return transition, state
 
-    def walk(self, saved: Saved, initial_state: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+    def walk(
+        self, saved: Saved, initial_state: Tensor, segments: Segments
+    ) -> tuple[Tensor, Tensor]:
         """Run the forward kernel."""
         from flash_qla.ops.gated_delta_rule.chunk import fused_gdr_fwd
 
         q, k, v, sums, beta, solved = saved
         offsets = segments.record.cached(planned_cu_seqlens)
         out, _, final = fused_gdr_fwd(
-            q, k, v, solved, sums, beta, initial_state=initial_state, output_final_state=True, cu_seqlens=offsets,
+            q,
+            k,
+            v,
+            solved,
+            sums,
+            beta,
+            initial_state=initial_state,
+            output_final_state=True,
+            cu_seqlens=offsets,
             raw_cu_seqlens=offsets,
         )
         return out, final
@@ -72,28 +105,58 @@ class FlashQLAScans:
 
         q, k, v, sums, beta, solved = saved
         _, d_before = fused_gdr_dh(
-            q, k, solved, sums, beta, d_out, output_dh=False, cu_seqlens=segments.record.cached(planned_cu_seqlens),
+            q,
+            k,
+            solved,
+            sums,
+            beta,
+            d_out,
+            output_dh=False,
+            cu_seqlens=segments.record.cached(planned_cu_seqlens),
             num_warmup_chunks=segments.scanned(v.shape[2], reverse=True),
         )
         return d_before  # type: ignore[no-any-return]
 
     def walk_back(
-        self, saved: Saved, initial_state: Tensor, d_out: Tensor, d_final: Tensor, segments: Segments
+        self,
+        saved: Saved,
+        initial_state: Tensor,
+        d_out: Tensor,
+        d_final: Tensor,
+        segments: Segments,
     ) -> tuple[Tensor, ...]:
         """Run the backward kernels."""
         from flash_qla import chunk_gated_delta_rule_bwd
 
         q, k, v, _, beta, _ = saved
         d_q, d_k, d_v, d_beta, d_g, d_initial = chunk_gated_delta_rule_bwd(
-            *saved, d_out, dht=d_final, initial_state=initial_state, auto_cp=False,
-            cu_seqlens=segments.record.cached(planned_cu_seqlens), scale=k.shape[-1] ** -0.5,
+            *saved,
+            d_out,
+            dht=d_final,
+            initial_state=initial_state,
+            auto_cp=False,
+            cu_seqlens=segments.record.cached(planned_cu_seqlens),
+            scale=k.shape[-1] ** -0.5,
         )
-        return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), d_g, d_beta.to(beta.dtype), d_initial
+        return (
+            d_q.to(q.dtype),
+            d_k.to(k.dtype),
+            d_v.to(v.dtype),
+            d_g,
+            d_beta.to(beta.dtype),
+            d_initial,
+        )
 
 
 @uncompiled
 def gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packed: PackedSequence, qk_l2norm: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    packed: PackedSequence,
+    qk_l2norm: bool,
 ) -> Tensor:
     """See `hf_packfree.ops.delta_rule.gated_delta_rule`."""
     segments = packed.cached(plan_segments, lanes(q, v.shape[2])) if cuts_on(q.device) else None
@@ -108,12 +171,15 @@ def in_segments(
     """Walk these segments."""
     if qk_l2norm:
         q, k = map(rounded_l2norm, (q, k))
-    with torch.cuda.device_of(q):  # TileLang launches on the current one
+    # TileLang launches on the current one
+    with torch.cuda.device_of(q):
         return walk_segments(q, k, v, g, beta, None, segments, FlashQLAScans())[0]
 
 
 def cuts_on(device: torch.device) -> bool:
-    """Whether long documents are cut there: where the kernels below FlashQLA's public functions are those that are tested."""
+    """Whether long documents are cut there: where the kernels below FlashQLA's public functions
+    are those that are tested.
+    """
     return on_hopper(device) and flash_qla.is_known()
 
 

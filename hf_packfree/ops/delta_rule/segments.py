@@ -1,13 +1,14 @@
 """Long documents cut into segments that are walked side by side, exactly.
 
-A delta rule carries its state from chunk to chunk, so that a document alone keeps one program per head busy.  But a segment of
-it maps the state before it to the one after it affinely,
+A delta rule carries its state from chunk to chunk, so that a document alone keeps one program per
+head busy. But a segment of it maps the state before it to the one after it affinely,
 
     S' = M S + B,    and the gradient of the states    dS = M^T dS' + C,
 
-where M [K, K], its transition, B, what it leaves where nothing was before, and C, the gradient where nobody reads what it
-leaves, are known without any state.  So they are computed for all segments at once (`Scans`), folded to the state that each
-segment truly begins with (`fold`), and then all segments are walked at once.  Nothing that decayed is dropped.
+where M [K, K], its transition, B, what it leaves where nothing was before, and C, the gradient
+where nobody reads what it leaves, are known without any state. So they are computed for all
+segments at once (`Scans`), folded to the state that each segment truly begins with (`fold`), and
+then all segments are walked at once. Nothing that decayed is dropped.
 
 Shapes: T tokens, N documents, S segments, H key heads, HV value heads, K and V head sizes.
 """
@@ -29,11 +30,15 @@ from hf_packfree.ops.launch import launch
 from hf_packfree.ops.operation import Operation, once_differentiable
 from hf_packfree.packing import PackedSequence
 
-_SHORTEST, _MOST = 64, 8  # chunks of a document that is cut; segments of a row, by lanes: their states are kept
-_SUMMARY, _FOLD = 0.4, 0.5  # time that M, B and C of a chunk take, and folding a segment, of that of walking a chunk
-_ROUNDS = (0.25, 0.5, 1, 2, 3)  # of segments, one after the other in every lane
+# chunks of a document that is cut; segments of a row, by lanes: their states are kept
+_SHORTEST, _MOST = 64, 8
+# time that M, B and C of a chunk take, and folding a segment, of that of walking a chunk
+_SUMMARY, _FOLD = 0.4, 0.5
+# of segments, one after the other in every lane
+_ROUNDS = (0.25, 0.5, 1, 2, 3)
 _GAIN = 0.95
-_COLUMNS, _WARPS = 32, 8  # of a state, in one program that folds: a step of it is a few microseconds
+# of a state, in one program that folds: a step of it is a few microseconds
+_COLUMNS, _WARPS = 32, 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,8 +49,8 @@ class Segments:
         record: of the segments.
         firsts: int32 [N+1] on the row's device, each document's first segment, and S.
         last: int64 [N] on the row's device, each document's last segment.
-        chunks: int32 [2, S] on the row's device: of every segment that another one of its document follows, and of every one
-            that follows another; 0 of the rest.
+        chunks: int32 [2, S] on the row's device: of every segment that another one of its document
+            follows, and of every one that follows another; 0 of the rest.
         chunks_cpu: the same on the host.
     """
 
@@ -59,23 +64,32 @@ class Segments:
     def of(cls, packed: PackedSequence, pieces: Sequence[Sequence[int]]) -> Segments:
         """Build it from the lengths of each document's segments, in tokens.
 
-        All but a document's last are multiples of `CHUNK`: they begin where chunks do, so that cutting changes no chunk.
+        All but a document's last are multiples of `CHUNK`: they begin where chunks do, so that
+        cutting changes no chunk.
         """
         device = packed.cu_seqlens.device
         firsts = torch.tensor([0, *map(len, pieces)]).cumsum(0)
-        record = PackedSequence.from_lengths([length for lengths in pieces for length in lengths], device=device)
+        record = PackedSequence.from_lengths(
+            [length for lengths in pieces for length in lengths], device=device
+        )
         chunks = -(-record.cu_seqlens_cpu.diff() // CHUNK).expand(2, -1).contiguous()
         chunks[0, firsts[1:] - 1] = 0
         chunks[1, firsts[:-1]] = 0
-        first, last, table = (x.to(device, non_blocking=True) for x in (firsts.int(), firsts[1:] - 1, chunks))
+        first, last, table = (
+            x.to(device, non_blocking=True) for x in (firsts.int(), firsts[1:] - 1, chunks)
+        )
         return cls(record, first, last, table, chunks)
 
     def continued(self, before: bool, behind: bool) -> Segments:
-        """Return them where the row's first document began before it, and its last one goes on behind it."""
+        """Return them where the row's first document began before it, and its last one goes on
+        behind it.
+        """
         table, sizes = self.chunks_cpu.clone(), -(-self.record.cu_seqlens_cpu.diff() // CHUNK)
         table[0, -1] = sizes[-1] if behind else 0
         table[1, 0] = sizes[0] if before else 0
-        return replace(self, chunks=table.to(self.chunks.device, non_blocking=True), chunks_cpu=table)
+        return replace(
+            self, chunks=table.to(self.chunks.device, non_blocking=True), chunks_cpu=table
+        )
 
     def are_cut(self, packed: PackedSequence) -> bool:
         """Whether any of these documents has several."""
@@ -92,7 +106,9 @@ class Segments:
         return slice(starts[-1] if starts else 0, self.record.num_segments)
 
     def scanned(self, heads: int, *, reverse: bool = False) -> Tensor:
-        """Return `chunks`, those of following segments or in reverse of preceding ones, for every head: int32 [S, HV]."""
+        """Return `chunks`, those of following segments or in reverse of preceding ones, for
+        every head: int32 [S, HV].
+        """
         return self.chunks[int(reverse), :, None].expand(-1, heads).contiguous()
 
 
@@ -117,14 +133,21 @@ def plan_segments(packed: PackedSequence, lanes: int) -> Segments | None:
 
 
 def _time(parts: Sequence[Sequence[int]], lanes: int) -> float:
-    """Return the time of walking each document's parts, and of summing up and folding those of documents with several."""
+    """Return the time of walking each document's parts, and of summing up and folding those of
+    documents with several.
+    """
     cut = [part for document in parts if len(document) > 1 for part in document]
-    walk, summary = (makespan(chunks, lanes) for chunks in ([part for document in parts for part in document], cut))
+    walk, summary = (
+        makespan(chunks, lanes)
+        for chunks in ([part for document in parts for part in document], cut)
+    )
     return walk + _SUMMARY * summary + _FOLD * max(map(len, parts))
 
 
 def makespan(sizes: Sequence[int], lanes: int) -> float:
-    """Return when the last of some programs ends that start in order, each where one ended before."""
+    """Return when the last of some programs ends that start in order, each where one ended
+    before.
+    """
     ends = [0.0] * lanes
     heapify(ends)
     for size in sizes:
@@ -133,7 +156,9 @@ def makespan(sizes: Sequence[int], lanes: int) -> float:
 
 
 def _even(count: int, bound: int) -> list[int]:
-    """Cut `count` chunks into as few parts of at most `bound` as there can be, as even as they can be."""
+    """Cut `count` chunks into as few parts of at most `bound` as there can be, as even as they
+    can be.
+    """
     if count < _SHORTEST:
         return [count]
     parts = -(-count // bound)
@@ -141,7 +166,9 @@ def _even(count: int, bound: int) -> list[int]:
 
 
 def _tokens(length: int, parts: Sequence[int]) -> list[int]:
-    """Return the parts of a document in tokens, from those in chunks: its last chunk may be shorter."""
+    """Return the parts of a document in tokens, from those in chunks: its last chunk may be
+    shorter.
+    """
     sizes = [part * CHUNK for part in parts]
     sizes[-1] -= sum(sizes) - length
     return sizes
@@ -150,33 +177,52 @@ def _tokens(length: int, parts: Sequence[int]) -> list[int]:
 class Scans(Protocol):
     """What a backend gives to walk segments side by side; no method of it is differentiable.
 
-    States, transitions and their gradients are fp32 (fp64 where q is), [S, HV, K, V] or [S, HV, K, K].
+    States, transitions and their gradients are fp32 (fp64 where q is), [S, HV, K, V] or [S, HV, K,
+    K].
     """
 
     def prepare(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, segments: Segments
     ) -> tuple[Tensor, ...]:
-        """Return what the other methods read, and the backward pass keeps, each [1, T, ...]; q and k have norm 1."""
+        """Return what the other methods read, and the backward pass keeps, each [1, T, ...]; q
+        and k have norm 1.
+        """
 
     def summarize(self, saved: tuple[Tensor, ...], segments: Segments) -> tuple[Tensor, Tensor]:
         """Return M and B of every segment; what the last one of a document has does not matter."""
 
-    def walk(self, saved: tuple[Tensor, ...], initial_state: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+    def walk(
+        self, saved: tuple[Tensor, ...], initial_state: Tensor, segments: Segments
+    ) -> tuple[Tensor, Tensor]:
         """Return the output [1, T, HV, V], and the state after every segment."""
 
-    def summarize_gradient(self, saved: tuple[Tensor, ...], d_out: Tensor, segments: Segments) -> Tensor:
+    def summarize_gradient(
+        self, saved: tuple[Tensor, ...], d_out: Tensor, segments: Segments
+    ) -> Tensor:
         """Return C of every segment; what the first one of a document has does not matter."""
 
     def walk_back(
-        self, saved: tuple[Tensor, ...], initial_state: Tensor, d_out: Tensor, d_final: Tensor, segments: Segments
+        self,
+        saved: tuple[Tensor, ...],
+        initial_state: Tensor,
+        d_out: Tensor,
+        d_final: Tensor,
+        segments: Segments,
     ) -> tuple[Tensor, ...]:
         """Return the gradients of q, k, v, g, beta, and of the state before every segment."""
 
 
 def fold(
-    transition: Tensor, addend: Tensor, given: Tensor | None, firsts: Tensor, *, reverse: bool = False, backend: str = "auto"
+    transition: Tensor,
+    addend: Tensor,
+    given: Tensor | None,
+    firsts: Tensor,
+    *,
+    reverse: bool = False,
+    backend: str = "auto",
 ) -> Tensor:
-    """Return the state before every segment; or, in reverse, the gradient of the state after it, whose step is M^T S + B.
+    """Return the state before every segment; or, in reverse, the gradient of the state after it,
+    whose step is M^T S + B.
 
     Args:
         transition: M [S, HV, K, K], fp32 or fp64.
@@ -189,7 +235,9 @@ def fold(
     Returns:
         [S, HV, K, V] of that dtype.
     """
-    if backend == "triton" or (backend == "auto" and addend.is_cuda and addend.dtype == torch.float32):
+    if backend == "triton" or (
+        backend == "auto" and addend.is_cuda and addend.dtype == torch.float32
+    ):
         return _fold_triton(transition, addend, given, firsts, reverse)
     out = torch.empty_like(addend)
     offsets = firsts.tolist()
@@ -197,11 +245,15 @@ def fold(
         state = torch.zeros_like(addend[0]) if given is None else given[document].to(addend.dtype)
         for segment in reversed(range(first, end)) if reverse else range(first, end):
             out[segment] = state
-            state = (transition[segment].mT if reverse else transition[segment]) @ state + addend[segment]
+            state = (transition[segment].mT if reverse else transition[segment]) @ state + addend[
+                segment
+            ]
     return out
 
 
-def _fold_triton(transition: Tensor, addend: Tensor, given: Tensor | None, firsts: Tensor, reverse: bool) -> Tensor:
+def _fold_triton(
+    transition: Tensor, addend: Tensor, given: Tensor | None, firsts: Tensor, reverse: bool
+) -> Tensor:
     from hf_packfree.ops.delta_rule.triton_kernels import fold_states
 
     transition, addend = transition.contiguous(), addend.contiguous()
@@ -210,8 +262,20 @@ def _fold_triton(transition: Tensor, addend: Tensor, given: Tensor | None, first
     _, heads, keys, values = addend.shape
     grid = len(firsts) - 1, heads, -(-values // _COLUMNS)
     launch(
-        fold_states, grid, transition, addend, given, firsts, out,
-        HEADS=heads, K=keys, V=values, BLOCK_K=block_width(max(keys, 16)), COLUMNS=_COLUMNS, REVERSE=reverse, num_warps=_WARPS,
+        fold_states,
+        grid,
+        transition,
+        addend,
+        given,
+        firsts,
+        out,
+        HEADS=heads,
+        K=keys,
+        V=values,
+        BLOCK_K=block_width(max(keys, 16)),
+        COLUMNS=_COLUMNS,
+        REVERSE=reverse,
+        num_warps=_WARPS,
     )
     return out
 

@@ -1,6 +1,8 @@
-"""The small ops of a decoder layer: one file each, with its PyTorch reference, and one switch for all.
+"""The small ops of a decoder layer: one file each, with its PyTorch reference, and one switch for
+all.
 
-Their Triton kernels are in `kernels/`, because importing those needs triton, which CPUs and Macs do without.
+Their Triton kernels are in `kernels/`, because importing those needs triton, which CPUs and Macs do
+without.
 
 Shapes: T tokens of the row, D channels, H heads.
 """
@@ -17,12 +19,28 @@ from hf_packfree.ops.fused.output_gate import output_gate
 from hf_packfree.ops.fused.rope import qkv_rope
 from hf_packfree.ops.fused.swiglu import swiglu_mlp
 
-BACKENDS = {"triton": Backend(None, needs_triton, "triton", batch_invariant=True), "torch": Backend()}
-"""In a model's layers "torch" means upstream's own modules, or what replaced them; here it is the reference."""
+BACKENDS = {
+    "triton": Backend(None, needs_triton, "triton", batch_invariant=True),
+    "torch": Backend(),
+}
+"""In a model's layers "torch" means upstream's own modules, or what replaced them; here it is
+the reference.
+"""
 RECOMPUTES = ("triton",)
-"""The backends whose ops with a `projection` recompute its input in the backward pass instead of keeping it."""
+"""The backends whose ops with a `projection` recompute its input in the backward pass instead of
+keeping it.
+"""
 
 __all__ = [
-    "BACKENDS", "RECOMPUTES", "add_layer_norm", "add_norm", "gated_rms_norm", "gates", "norm_rope", "output_gate",
-    "projections", "qkv_rope", "swiglu_mlp",
+    "BACKENDS",
+    "RECOMPUTES",
+    "add_layer_norm",
+    "add_norm",
+    "gated_rms_norm",
+    "gates",
+    "norm_rope",
+    "output_gate",
+    "projections",
+    "qkv_rope",
+    "swiglu_mlp",
 ]

@@ -17,31 +17,58 @@ from hf_packfree.ops.fused.reduce import sum_partials
 from hf_packfree.ops.launch import launch
 from hf_packfree.ops.operation import Operation, once_differentiable
 
-_ROWS_PER_PROGRAM, _PROGRAMS = 64, 512  # in the backward pass: the first at most, the second at least
-_PREFETCH, _PREFETCH_BYTES = 2, 8192  # rows loaded ahead, and the longest for which shared memory holds three tensors of them
+# in the backward pass: the first at most, the second at least
+_ROWS_PER_PROGRAM, _PROGRAMS = 64, 512
+# rows loaded ahead, and the longest for which shared memory holds three tensors of them
+_PREFETCH, _PREFETCH_BYTES = 2, 8192
 
 
 class NormOf(NamedTuple):
-    """What a norm was computed from, for an op that reads it and computes it again instead of keeping it."""
+    """What a norm was computed from, for an op that reads it and computes it again instead of
+    keeping it.
+    """
 
     total: Tensor
     weight: Tensor
     eps: float
     wider: Tensor | None = None
-    """[..., D or more]: the norm is its first D columns, and behind them is room for what adapters put beside it."""
+    """[..., D or more]: the norm is its first D columns, and behind them is room for what
+    adapters put beside it.
+    """
 
     def again(self) -> Tensor:
         """Return the norm that "triton" computed, bit for bit."""
         from hf_packfree.ops.fused.kernels.norms import add_norm
 
-        total, weight, normed, size = self.total, self.weight, torch.empty_like(self.total), self.total.shape[-1]
+        total, weight, normed, size = (
+            self.total,
+            self.weight,
+            torch.empty_like(self.total),
+            self.total.shape[-1],
+        )
         grid = (total.numel() // size,)
-        launch(add_norm, grid, total, None, weight, None, total, normed, size, size, self.eps, ADDS=False, **_blocks(size))
+        launch(
+            add_norm,
+            grid,
+            total,
+            None,
+            weight,
+            None,
+            total,
+            normed,
+            size,
+            size,
+            self.eps,
+            ADDS=False,
+            **_blocks(size),
+        )
         return normed
 
 
 def remember(normed: Tensor, of: NormOf) -> None:
-    """Note on the norm itself what it was computed from, so that every op that reads it finds out, whatever is in between."""
+    """Note on the norm itself what it was computed from, so that every op that reads it finds
+    out, whatever is in between.
+    """
     if torch.is_grad_enabled() and not normed.is_inference():
         normed.packfree_norm = normed._version, of  # type: ignore[attr-defined]
 
@@ -53,36 +80,52 @@ def norm_of(x: Tensor) -> NormOf | None:
 
 
 def want_room(out: Tensor, columns: int) -> Tensor:
-    """Note on a layer's output how many columns its backward pass puts beside the output's gradient; return the output."""
+    """Note on a layer's output how many columns its backward pass puts beside the output's
+    gradient; return the output.
+    """
     if columns and torch.is_grad_enabled() and not out.is_inference():
         out.packfree_room = columns  # type: ignore[attr-defined]
     return out
 
 
 def take_room(gradient: Tensor) -> Tensor | None:
-    """Return the wider tensor whose first columns a gradient is, or None; once, so that one reader alone writes there."""
+    """Return the wider tensor whose first columns a gradient is, or None; once, so that one
+    reader alone writes there.
+    """
     wider: Tensor | None = gradient.__dict__.pop("packfree_wider", None)
-    moved = wider is None or wider.data_ptr() != gradient.data_ptr() or wider.stride() != gradient.stride()
+    moved = (
+        wider is None
+        or wider.data_ptr() != gradient.data_ptr()
+        or wider.stride() != gradient.stride()
+    )
     return None if moved else wider
 
 
 def add_norm(
-    x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, *, room: int = 0, backend: str = "torch"
+    x: Tensor,
+    branch: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    *,
+    room: int = 0,
+    backend: str = "torch",
 ) -> tuple[Tensor, Tensor]:
-    """Return total = x + branch, and total / sqrt(mean(total^2) + eps) * (1 + weight), computed in fp32 at least.
+    """Return total = x + branch, and total / sqrt(mean(total^2) + eps) * (1 + weight), computed in
+    fp32 at least.
 
     Args:
         x: [..., D], the residual stream, any floating dtype.
-        branch: [..., D], what is added to it; None: the total is x, and the gradients that reach norm and residual
-            stream are summed all the same.
+        branch: [..., D], what is added to it; None: the total is x, and the gradients that reach
+            norm and residual stream are summed all the same.
         weight: [D], added to one as Qwen3-Next and Qwen3.5 do.
         eps: added to the mean square.
-        room: spare columns behind each row of the norm, with "triton": what reads the norm and has adapters needs no copy.
+        room: spare columns behind each row of the norm, with "triton": what reads the norm and has
+            adapters needs no copy.
         backend: "triton" or "torch".
 
     Returns:
-        normed: [..., D] in the total's dtype, from the rounded total, itself rounded once, as upstream's; rows are D + room
-            elements apart.
+        normed: [..., D] in the total's dtype, from the rounded total, itself rounded once, as
+            upstream's; rows are D + room elements apart.
         total: [..., D], rounded as torch's sum is.
 
     Raises:
@@ -97,7 +140,9 @@ def add_norm(
     return add_norm_reference(x, branch, weight, eps)
 
 
-def add_norm_reference(x: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_norm_reference(
+    x: Tensor, branch: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """`add_norm` in PyTorch."""
     total = x if branch is None else x + branch
     wide = total.to(torch.promote_types(total.dtype, torch.float32))
@@ -106,10 +151,16 @@ def add_norm_reference(x: Tensor, branch: Tensor | None, weight: Tensor, eps: fl
 
 
 def add_layer_norm(
-    x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor, eps: float, *, backend: str = "torch"
+    x: Tensor,
+    branch: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    *,
+    backend: str = "torch",
 ) -> tuple[Tensor, Tensor]:
-    """Return what `add_norm` does, with (total - mean) / sqrt(variance + eps) * weight + bias as the norm (Ba et al.,
-    arXiv:1607.06450).
+    """Return what `add_norm` does, with (total - mean) / sqrt(variance + eps) * weight + bias as
+    the norm (Ba et al., arXiv:1607.06450).
 
     Args:
         bias: [D].
@@ -131,15 +182,23 @@ def add_layer_norm_reference(
 
 
 class _AddNorm(Operation):
-    """Its inputs share one gradient, which is that of the residual stream and of the norm together; a layer norm has a bias.
+    """Its inputs share one gradient, which is that of the residual stream and of the norm together;
+    a layer norm has a bias.
 
-    Behind the rows of that gradient are as many columns as a layer whose output it is of has adapters for, see `want_room`.
+    Behind the rows of that gradient are as many columns as a layer whose output it is of has
+    adapters for, see `want_room`.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
-        wider: Tensor | None, behind: int,
+        ctx: Any,
+        x: Tensor,
+        branch: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        wider: Tensor | None,
+        behind: int,
     ) -> tuple[Tensor, Tensor]:
         from hf_packfree.ops.fused.kernels.norms import add_norm
 
@@ -148,27 +207,37 @@ class _AddNorm(Operation):
             branch = branch.contiguous()
             total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, branch.dtype))
         ctx.save_for_backward(total, weight)
-        ctx.eps, ctx.centered, ctx.dtypes = eps, bias is not None, (x.dtype, None if branch is None else branch.dtype)
+        ctx.eps, ctx.centered, ctx.dtypes = (
+            eps,
+            bias is not None,
+            (x.dtype, None if branch is None else branch.dtype),
+        )
         ctx.behind = behind
         ctx.set_materialize_grads(False)
         size = stride = x.shape[-1]
         if wider is None:
             normed = torch.empty_like(total)
-        else:  # no view of it, so that writing behind its rows is no change of it
+        else:
+            # no view of it, so that writing behind its rows is no change of it
             normed, stride = wider[..., :size].data, wider.shape[-1]
         grid, blocks = (x.numel() // size,), {"ADDS": branch is not None, **_blocks(size)}
         launch(add_norm, grid, x, branch, weight, bias, total, normed, size, stride, eps, **blocks)
-        return normed, total  # x itself, where it is the total, goes out as a view with this gradient
+        # x itself, where it is the total, goes out as a view with this gradient
+        return normed, total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_normed: Tensor | None, d_total: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, d_normed: Tensor | None, d_total: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         total, weight = ctx.saved_tensors
         d, d_weight, d_bias = d_total, None, None
         if d_normed is not None:
             needed = ctx.needs_input_grad[2:4]
             d, d_weight, d_bias = _gradients(total, weight, d_normed, d_total, ctx, needed)
-        d_x, d_branch = (None if d is None or dtype is None else d.to(dtype) for dtype in ctx.dtypes)
+        d_x, d_branch = (
+            None if d is None or dtype is None else d.to(dtype) for dtype in ctx.dtypes
+        )
         return d_x, d_branch, d_weight, d_bias, None, None, None
 
 
@@ -179,7 +248,9 @@ def _wider(x: Tensor, branch: Tensor | None, room: int) -> Tensor:
 
 
 def _with_room(total: Tensor, behind: int) -> Tensor:
-    """Return an empty gradient of the total, with so many columns behind its rows, which are noted on it."""
+    """Return an empty gradient of the total, with so many columns behind its rows, which are
+    noted on it.
+    """
     if not behind:
         return torch.empty_like(total)
     wider = total.new_empty(*total.shape[:-1], total.shape[-1] + behind)
@@ -189,27 +260,54 @@ def _with_room(total: Tensor, behind: int) -> Tensor:
 
 
 def _gradients(
-    total: Tensor, weight: Tensor, d_normed: Tensor, d_total: Tensor | None, ctx: Any, needed: Sequence[bool]
+    total: Tensor,
+    weight: Tensor,
+    d_normed: Tensor,
+    d_total: Tensor | None,
+    ctx: Any,
+    needed: Sequence[bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of the total, d_total included, and of weight and bias where they are needed."""
+    """Return the gradients of the total, d_total included, and of weight and bias where they are
+    needed.
+    """
     from hf_packfree.ops.fused.kernels.norms import add_norm_backward
 
     d, size = _with_room(total, ctx.behind), total.shape[-1]
     rows = total.numel() // size
     rows_per_program = max(1, min(_ROWS_PER_PROGRAM, rows // _PROGRAMS))
     programs = -(-rows // rows_per_program)
-    d_weight, d_bias = (weight.new_empty(programs, size, dtype=torch.float32) if need else None for need in needed)
+    d_weight, d_bias = (
+        weight.new_empty(programs, size, dtype=torch.float32) if need else None for need in needed
+    )
     adds, stride = None, size
     if d_total is not None:
         adds = d_total.reshape(rows, size)
         adds = adds if adds.stride(1) == 1 else adds.contiguous()
         stride = adds.stride(0)
     launch(
-        add_norm_backward, (programs,), total, weight, d_normed.contiguous(), adds, d, d_weight, d_bias, rows, size, stride,
-        size + ctx.behind, ctx.eps, rows_per_program, ADDS=adds is not None, CENTERED=ctx.centered,
-        PREFETCH=_PREFETCH if size * total.itemsize <= _PREFETCH_BYTES else 0, **_blocks(size),
+        add_norm_backward,
+        (programs,),
+        total,
+        weight,
+        d_normed.contiguous(),
+        adds,
+        d,
+        d_weight,
+        d_bias,
+        rows,
+        size,
+        stride,
+        size + ctx.behind,
+        ctx.eps,
+        rows_per_program,
+        ADDS=adds is not None,
+        CENTERED=ctx.centered,
+        PREFETCH=_PREFETCH if size * total.itemsize <= _PREFETCH_BYTES else 0,
+        **_blocks(size),
     )
-    d_weight, d_bias = (None if parts is None else sum_partials(parts, weight.dtype) for parts in (d_weight, d_bias))
+    d_weight, d_bias = (
+        None if parts is None else sum_partials(parts, weight.dtype) for parts in (d_weight, d_bias)
+    )
     return d, d_weight, d_bias
 
 
@@ -219,6 +317,13 @@ def _blocks(size: int) -> dict[str, int]:
 
 
 __all__ = [
-    "NormOf", "add_layer_norm", "add_layer_norm_reference", "add_norm", "add_norm_reference", "norm_of", "remember",
-    "take_room", "want_room",
+    "NormOf",
+    "add_layer_norm",
+    "add_layer_norm_reference",
+    "add_norm",
+    "add_norm_reference",
+    "norm_of",
+    "remember",
+    "take_room",
+    "want_room",
 ]

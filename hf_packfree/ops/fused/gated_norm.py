@@ -1,7 +1,8 @@
 """RMS norm times a gate, over the channels of one head.
 
-Where a projection reads it and nothing else does, the norm is not kept for the backward pass: the kernel that reads x and z
-there anyway recomputes it.  Launch sizes of the kernels are fixed, so that new row lengths tune nothing.
+Where a projection reads it and nothing else does, the norm is not kept for the backward pass: the
+kernel that reads x and z there anyway recomputes it. Launch sizes of the kernels are fixed, so that
+new row lengths tune nothing.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from hf_packfree.ops.fused.reduce import sum_partials
 from hf_packfree.ops.launch import launch
 from hf_packfree.ops.operation import Operation, once_differentiable
 
-_ROWS = {"forward": 16, "backward": 8}  # of a block
-_BLOCKS = 16  # of a program in the backward pass
+# of a block
+_ROWS = {"forward": 16, "backward": 8}
+# of a program in the backward pass
+_BLOCKS = 16
 
 
 def gated_rms_norm(
@@ -35,20 +38,24 @@ def gated_rms_norm(
     batch_invariant: bool = False,
     backend: str = "torch",
 ) -> Tensor:
-    """Return x / sqrt(mean(x^2) + eps) * weight * silu(z), computed in fp32 at least and rounded once.
+    """Return x / sqrt(mean(x^2) + eps) * weight * silu(z), computed in fp32 at least and rounded
+    once.
 
     Args:
         x: [1, T, HV, V], any floating dtype.
         z: of the same elements, [1, T, HV, V] or [1, T, HV*V].
         weight: [V].
         eps: added to the mean square.
-        projection: [F, HV*V], the linear layer that alone reads the result, see `hf_packfree.ops.fused.low_rank`, or None.
-        batch_invariant: with "triton", a token gets the same result in a row of any length, see `hf_packfree.ops.fused.linear`.
+        projection: [F, HV*V], the linear layer that alone reads the result, see
+            `hf_packfree.ops.fused.low_rank`, or None.
+        batch_invariant: with "triton", a token gets the same result in a row of any length, see
+            `hf_packfree.ops.fused.linear`.
         backend: "triton" or "torch".
 
     Returns:
-        [1, T, HV, V] in x's dtype, or its projection, [1, T, F].  Upstream's module rounds to x's dtype
-        before it multiplies by the weight; so half precision differs by a rounding, fp32 does not.
+        [1, T, HV, V] in x's dtype, or its projection, [1, T, F]. Upstream's module rounds to x's
+        dtype before it multiplies by the weight; so half precision differs by a rounding, fp32 does
+        not.
 
     Raises:
         BackendUnavailable: no backend has that name.
@@ -71,7 +78,14 @@ def gated_rms_norm_reference(x: Tensor, z: Tensor, weight: Tensor, eps: float) -
 class _GatedNorm(Operation):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, z: Tensor, weight: Tensor, eps: float, layout: Layout, batch_invariant: bool, *tensors: Tensor
+        ctx: Any,
+        x: Tensor,
+        z: Tensor,
+        weight: Tensor,
+        eps: float,
+        layout: Layout,
+        batch_invariant: bool,
+        *tensors: Tensor,
     ) -> Tensor:
         from hf_packfree.ops.fused.kernels.norms import gated_norm
 
@@ -79,7 +93,18 @@ class _GatedNorm(Operation):
         sizes, layers, tokens = _sizes(x), Layers(layout, tensors), x.flatten(-2)
         normed, wider = layers.room(tokens)
         blocks, strides = _blocks(x, "forward"), (x.shape[-2], normed.stride(-2))
-        launch(gated_norm, (-(-sizes[0] // blocks["ROWS"]),), x, z, weight, normed, *sizes, *strides, eps, **blocks)
+        launch(
+            gated_norm,
+            (-(-sizes[0] // blocks["ROWS"]),),
+            x,
+            z,
+            weight,
+            normed,
+            *sizes,
+            *strides,
+            eps,
+            **blocks,
+        )
         out = layers.forward(normed, batch_invariant, wider)[0] if tensors else normed.view(x.shape)
         ctx.save_for_backward(x, z, weight, *tensors, *layers.inner)
         ctx.eps, ctx.layout = eps, layout
@@ -93,12 +118,20 @@ class _GatedNorm(Operation):
         if not count:
             return *recompute(d_out.contiguous(), False)[0], None, None, None
         layers = Layers(ctx.layout, saved[:count], saved[count:])
-        d_x, d_z, d_weight, *d_tensors = linear_backward(d_out, layers, recompute, ctx.needs_input_grad[6:])
+        d_x, d_z, d_weight, *d_tensors = linear_backward(
+            d_out, layers, recompute, ctx.needs_input_grad[6:]
+        )
         return d_x, d_z, d_weight, None, None, None, *d_tensors
 
 
 def _gradients(
-    x: Tensor, z: Tensor, weight: Tensor, eps: float, needs_weight: bool, d_normed: Tensor, recompute: bool
+    x: Tensor,
+    z: Tensor,
+    weight: Tensor,
+    eps: float,
+    needs_weight: bool,
+    d_normed: Tensor,
+    recompute: bool,
 ) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensor | None]:
     """Those of x, z and weight, and the norm itself where it is to `recompute`."""
     from hf_packfree.ops.fused.kernels.norms import gated_norm_backward
@@ -107,12 +140,31 @@ def _gradients(
     normed = torch.empty_like(x) if recompute else None
     blocks = _blocks(x, "backward")
     programs = -(-sizes[0] // (blocks["ROWS"] * _BLOCKS))
-    d_weight = weight.new_empty(programs, x.shape[-1], dtype=torch.float32) if needs_weight else None
-    launch(
-        gated_norm_backward, (programs,), x, z, weight, d_normed, normed, d_x, d_z, d_weight, *sizes, eps, _BLOCKS,
-        RECOMPUTE=recompute, **blocks,
+    d_weight = (
+        weight.new_empty(programs, x.shape[-1], dtype=torch.float32) if needs_weight else None
     )
-    return (d_x, d_z, sum_partials(d_weight, weight.dtype) if d_weight is not None else None), normed
+    launch(
+        gated_norm_backward,
+        (programs,),
+        x,
+        z,
+        weight,
+        d_normed,
+        normed,
+        d_x,
+        d_z,
+        d_weight,
+        *sizes,
+        eps,
+        _BLOCKS,
+        RECOMPUTE=recompute,
+        **blocks,
+    )
+    return (
+        d_x,
+        d_z,
+        sum_partials(d_weight, weight.dtype) if d_weight is not None else None,
+    ), normed
 
 
 def _sizes(x: Tensor) -> tuple[int, int]:

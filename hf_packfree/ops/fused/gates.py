@@ -16,13 +16,15 @@ from hf_packfree.ops.fused.reduce import sum_partials
 from hf_packfree.ops.launch import launch
 from hf_packfree.ops.operation import Operation, once_differentiable
 
-_BLOCK = 2048  # elements of a program
+# elements of a program
+_BLOCK = 2048
 
 
 def gates(
     a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, *, backend: str = "torch"
 ) -> tuple[Tensor, Tensor]:
-    """Return the log decay -exp(A_log) * softplus(a + dt_bias) and the write strength sigmoid(b) (arXiv:2412.06464).
+    """Return the log decay -exp(A_log) * softplus(a + dt_bias) and the write strength sigmoid(b)
+    (arXiv:2412.06464).
 
     Args:
         a, b: [1, T, HV], any floating dtype, any strides.
@@ -30,7 +32,8 @@ def gates(
         backend: "triton" or "torch".
 
     Returns:
-        g [1, T, HV] in fp32, as upstream has it: in fp16 the exponential overflows; and beta [1, T, HV] in b's dtype.
+        g [1, T, HV] in fp32, as upstream has it: in fp16 the exponential overflows; and beta [1, T,
+        HV] in b's dtype.
 
     Raises:
         BackendUnavailable: no backend has that name.
@@ -46,7 +49,9 @@ def gates_reference(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tup
 
 class _Gates(Operation):
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor
+    ) -> tuple[Tensor, Tensor]:
         from hf_packfree.ops.fused.kernels.gates import gates
 
         ctx.save_for_backward(a, b, A_log, dt_bias)
@@ -66,8 +71,19 @@ class _Gates(Operation):
         needed = any(ctx.needs_input_grad[2:])
         d_shared = a.new_empty(*grid, 2, a.shape[2], dtype=torch.float32) if needed else None
         launch(
-            gates_backward, grid, a, b, A_log, dt_bias, d_g.contiguous(), d_beta.contiguous(), d_a, d_b, d_shared,
-            *sizes, **blocks,
+            gates_backward,
+            grid,
+            a,
+            b,
+            A_log,
+            dt_bias,
+            d_g.contiguous(),
+            d_beta.contiguous(),
+            d_a,
+            d_b,
+            d_shared,
+            *sizes,
+            **blocks,
         )
         if d_shared is None:
             return d_a, d_b, None, None

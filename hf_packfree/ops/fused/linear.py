@@ -1,8 +1,10 @@
-"""The products of linear layers without biases, whose rows do not depend on how many there are where that is wanted.
+"""The products of linear layers without biases, whose rows do not depend on how many there are
+where that is wanted.
 
-cuBLAS may choose split-K where a product has few output tiles, so a row's result depends on the number of rows.  With
-`batch_invariant=True` short rows are padded until it does not, and `narrow_linear`, for few outputs, is a kernel of ours that
-never splits its sums.  It also reads x once for two layers, so neighbours run it on a GPU in any case.
+cuBLAS may choose split-K where a product has few output tiles, so a row's result depends on the
+number of rows. With `batch_invariant=True` short rows are padded until it does not, and
+`narrow_linear`, for few outputs, is a kernel of ours that never splits its sums. It also reads x
+once for two layers, so neighbours run it on a GPU in any case.
 """
 
 from __future__ import annotations
@@ -19,28 +21,43 @@ from hf_packfree.ops.backend import HALF, block_width
 from hf_packfree.ops.launch import launch
 
 NARROW = 128
-"""Layers of fewer outputs: their products wait for x and its gradient to be read, so neighbours read them together."""
+"""Layers of fewer outputs: their products wait for x and its gradient to be read, so neighbours
+read them together.
+"""
 _MIN_ROWS = 1024
-"""Below, cuBLAS may choose split-K; from here on it did not for the published models' wide layers on an H200
-(tests/gpu/test_ops.py)."""
-_ROWS = 64  # tokens of a program
-_DEPTH = {16: 128, 32: 128, 64: 64, 128: 64}  # inputs of a tile, by outputs of a tile: what fits in shared memory
-_PAIR = 64  # most outputs of a layer that shares a program with another: the shared memory of small GPUs (99 KiB) holds no more
-_MIN_WIDTH = 16  # outputs of one of Hopper's matrix instructions
+"""Below, cuBLAS may choose split-K; from here on it did not for the published models' wide layers
+on an H200 (tests/gpu/test_ops.py)."""
+# tokens of a program
+_ROWS = 64
+# inputs of a tile, by outputs of a tile: what fits in shared memory
+_DEPTH = {16: 128, 32: 128, 64: 64, 128: 64}
+# most outputs of a layer that shares a program with another: the shared memory of small GPUs (99
+# KiB) holds no more
+_PAIR = 64
+# outputs of one of Hopper's matrix instructions
+_MIN_WIDTH = 16
 
 
 def linear_forward(x: Tensor, weight: Tensor, batch_invariant: bool) -> Tensor:
-    """Return x weight', [..., D] to [..., F]; `batch_invariant`: in half precision on CUDA few rows are padded to many."""
-    _ = x.data_ptr(), weight.data_ptr()  # raises where there is no memory, see `Operation`
-    short = batch_invariant and x.is_cuda and x.dtype in HALF and x.numel() // x.shape[-1] < _MIN_ROWS
+    """Return x weight', [..., D] to [..., F]; `batch_invariant`: in half precision on CUDA few
+    rows are padded to many.
+    """
+    # raises where there is no memory, see `Operation`
+    _ = x.data_ptr(), weight.data_ptr()
+    short = (
+        batch_invariant and x.is_cuda and x.dtype in HALF and x.numel() // x.shape[-1] < _MIN_ROWS
+    )
     return pad_rows(x, weight) if short else linear(x, weight)
 
 
 def pad_rows(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x weight' from a product of `_MIN_ROWS` rows, zeros behind x's own; without a history."""
+    """Return x weight' from a product of `_MIN_ROWS` rows, zeros behind x's own; without a
+    history.
+    """
     flat = x.flatten(0, -2)
     rows = linear(pad(flat, (0, 0, 0, _MIN_ROWS - flat.shape[0])), weight)[: flat.shape[0]]
-    return rows.view(*x.shape[:-1], -1).data  # no view to autograd, which hooks may change in place
+    # no view to autograd, which hooks may change in place
+    return rows.view(*x.shape[:-1], -1).data
 
 
 def autocast_as_in_forward(x: Tensor) -> AbstractContextManager[Any]:
@@ -69,8 +86,24 @@ def _launch_narrow(x: Tensor, weights: Sequence[Tensor], outs: Sequence[Tensor])
     width = block_width(max(*sizes, _MIN_WIDTH))
     depth = _DEPTH[width]
     launch(
-        narrow_linear, (-(-tokens // _ROWS),), x, first, last, outs[0], outs[-1], tokens, x.stride(0), size, *sizes,
-        WIDTH=width, PAIR=len(weights) == 2, EVEN=size % depth == 0, ROWS=_ROWS, DEPTH=depth, num_warps=4, num_stages=3,
+        narrow_linear,
+        (-(-tokens // _ROWS),),
+        x,
+        first,
+        last,
+        outs[0],
+        outs[-1],
+        tokens,
+        x.stride(0),
+        size,
+        *sizes,
+        WIDTH=width,
+        PAIR=len(weights) == 2,
+        EVEN=size % depth == 0,
+        ROWS=_ROWS,
+        DEPTH=depth,
+        num_warps=4,
+        num_stages=3,
     )
 
 

@@ -1,9 +1,11 @@
-"""Linear layers that read one tensor, some of them with low-rank adapters (Hu et al., arXiv:2106.09685).
+"""Linear layers that read one tensor, some of them with low-rank adapters (Hu et al.,
+arXiv:2106.09685).
 
-A layer's output is x W' + sum over its adapters of scale * dropout(x) A' B'.  All A of layers that read x without dropout are
-one product; with what they give beside x, and B beside W, the output is one product too, whose sum is rounded once.  The
-backward pass gives no gradient to frozen weights; it keeps x, which the layer keeps anyway,
-and x A' of rank r.  Dropout's masks are drawn again from their seeds.
+A layer's output is x W' + sum over its adapters of scale * dropout(x) A' B'. All A of layers that
+read x without dropout are one product; with what they give beside x, and B beside W, the output is
+one product too, whose sum is rounded once. The backward pass gives no gradient to frozen weights;
+it keeps x, which the layer keeps anyway, and x A' of rank r. Dropout's masks are drawn again from
+their seeds.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from torch.nn.functional import dropout, linear
 from hf_packfree.ops.fused.mixed import Plain, cat, outer_gradients, products_of
 from hf_packfree.ops.fused.weights import Made, Weight, whole
 
-_ALIGNED = 16  # elements; what kernels know to divide the distance of rows, they load and store in vectors
+# elements; what kernels know to divide the distance of rows, they load and store in vectors
+_ALIGNED = 16
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,9 @@ def weight_of(layer: Layer) -> Weight:
 
 
 def layer_reference(x: Tensor, layer: Layer) -> Tensor:
-    """Return the layer's output in PyTorch: products of adapters in their own dtype, rounded to x's once they are added."""
+    """Return the layer's output in PyTorch: products of adapters in their own dtype, rounded to
+    x's once they are added.
+    """
     out = linear(x, whole(weight_of(layer)))
     if not isinstance(layer, Adapted):
         return out
@@ -68,7 +73,8 @@ def layer_reference(x: Tensor, layer: Layer) -> Tensor:
 
 @dataclass(frozen=True)
 class Reading:
-    """Adapters of one kind that read the same x: all that drop nothing out, or one with a mask of its own.
+    """Adapters of one kind that read the same x: all that drop nothing out, or one with a mask of
+    its own.
 
     Attributes:
         adapters: their numbers.
@@ -86,7 +92,9 @@ class Reading:
     dropout: float = 0.0
 
     def of(self, x: Tensor) -> Tensor:
-        """Return x, or x with zeros where it is dropped out: what is left is scaled in the products, in fp32."""
+        """Return x, or x with zeros where it is dropped out: what is left is scaled in the
+        products, in fp32.
+        """
         if self.seed is None:
             return x
         generator = torch.Generator(x.device).manual_seed(self.seed)
@@ -117,7 +125,9 @@ class Layout:
 
     def columns(self, x: Tensor) -> int:
         """Return the columns that `spare_columns` finds for these adapters."""
-        return spare_columns(x, [(reading.dtype, reading.rank * len(reading.adapters)) for reading in self.readings])
+        return spare_columns(
+            x, [(reading.dtype, reading.rank * len(reading.adapters)) for reading in self.readings]
+        )
 
     @property
     def tensors(self) -> int:
@@ -126,19 +136,34 @@ class Layout:
 
 
 def take_apart(layers: Sequence[Layer]) -> tuple[Layout, tuple[Tensor, ...]]:
-    """Return the layout and the tensors, for an autograd function: weights, then A and B of every adapter."""
+    """Return the layout and the tensors, for an autograd function: weights, then A and B of
+    every adapter.
+    """
     kept, heights, made = _kept(layers)
     if not any(isinstance(layer, Adapted) for layer in layers):
         return Layout(heights, made), kept
-    owned = [(i, adapter) for i, layer in enumerate(layers) if isinstance(layer, Adapted) for adapter in layer.adapters]
+    owned = [
+        (i, adapter)
+        for i, layer in enumerate(layers)
+        if isinstance(layer, Adapted)
+        for adapter in layer.adapters
+    ]
     adapters = [adapter for _, adapter in owned]
     layout = Layout(heights, made, tuple(i for i, _ in owned), tuple(_readings(adapters)))
-    return layout, (*kept, *(tensor for adapter in adapters for tensor in (adapter.down, adapter.up)))
+    return layout, (
+        *kept,
+        *(tensor for adapter in adapters for tensor in (adapter.down, adapter.up)),
+    )
 
 
-def _kept(layers: Sequence[Layer]) -> tuple[tuple[Tensor, ...], tuple[int, ...], tuple[Made | None, ...]]:
+def _kept(
+    layers: Sequence[Layer],
+) -> tuple[tuple[Tensor, ...], tuple[int, ...], tuple[Made | None, ...]]:
     """Return what is kept of the weights, their heights, and how they are made of it."""
-    found = [(w, len(w), None) if isinstance(w, Tensor) else (w.kept, w.size[0], w) for w in map(weight_of, layers)]
+    found = [
+        (w, len(w), None) if isinstance(w, Tensor) else (w.kept, w.size[0], w)
+        for w in map(weight_of, layers)
+    ]
     kept, heights, made = zip(*found, strict=True) if found else ((), (), ())
     return kept, heights, made
 
@@ -161,7 +186,8 @@ def _seed() -> int:
 
 
 def spare_columns(x: Tensor, adapters: Iterable[tuple[torch.dtype, int]]) -> int:
-    """Return how many columns what is inner of adapters, by dtype and rank, takes beside x, in rows of whole vectors.
+    """Return how many columns what is inner of adapters, by dtype and rank, takes beside x, in rows
+    of whole vectors.
 
     0: x is not multiplied beside it, because it is in another dtype.
     """
@@ -190,9 +216,12 @@ class LowRank:
         ]
 
     def outer_factor(self, layer: int, like: Tensor) -> Tensor | None:
-        """Return w [F, K]: the layer's adapters add h w', with h the first K columns of all that is inner; None: nothing."""
+        """Return w [F, K]: the layer's adapters add h w', with h the first K columns of all that
+        is inner; None: nothing.
+        """
         found: list[Tensor] = []
-        before = 0  # columns of other layers' adapters since the last of this one's
+        # columns of other layers' adapters since the last of this one's
+        before = 0
         for reading in self.layout.readings:
             products = products_of(like, reading.dtype)
             for i in reading.adapters:
@@ -207,7 +236,8 @@ class LowRank:
     def outer_gradients(
         self, d_outs: Sequence[Tensor], inner: Sequence[Tensor], needed: Sequence[bool]
     ) -> tuple[list[Tensor], dict[int, Tensor | None]]:
-        """Return the gradients of dropout(x) A' of each reading, of d_outs [T, F] of every layer, and those of B by adapter.
+        """Return the gradients of dropout(x) A' of each reading, of d_outs [T, F] of every layer,
+        and those of B by adapter.
 
         Args:
             inner: what `inner` returned.
@@ -217,40 +247,60 @@ class LowRank:
         d_ups: dict[int, Tensor | None] = {}
         for reading, joint in zip(self.layout.readings, inner, strict=True):
             numbers = reading.adapters
-            mine, ups = [d_outs[self.layout.owners[i]] for i in numbers], [self.ups[i] for i in numbers]
+            mine, ups = (
+                [d_outs[self.layout.owners[i]] for i in numbers],
+                [self.ups[i] for i in numbers],
+            )
             products, h = products_of(mine[0], reading.dtype), joint.chunk(len(numbers), 1)
-            d_h, found = outer_gradients(products, mine, ups, h, reading.scale, [needed[2 * i + 1] for i in numbers])
+            d_h, found = outer_gradients(
+                products, mine, ups, h, reading.scale, [needed[2 * i + 1] for i in numbers]
+            )
             d_inner.append(d_h)
             d_ups |= zip(numbers, found, strict=True)
         return d_inner, d_ups
 
     def input_factor(self, like: Tensor) -> Tensor | None:
-        """Return w [K, D]: what comes through the adapters to x's gradient is d_h w, with d_h [T, K] all inner gradients.
+        """Return w [K, D]: what comes through the adapters to x's gradient is d_h w, with d_h [T,
+        K] all inner gradients.
 
         None if anything is dropped out, or a product is not in the dtype of `like`.
         """
         readings = self.layout.readings
         if any(reading.dropout for reading in readings):
             return None
-        factors = [products_of(like, one.dtype).down_factor(self._downs(one), like) for one in readings]
+        factors = [
+            products_of(like, one.dtype).down_factor(self._downs(one), like) for one in readings
+        ]
         return cat(factors, 0) if all(factor.dtype == like.dtype for factor in factors) else None
 
     def input_gradient(self, d_inner: Sequence[Tensor], like: Tensor) -> Tensor:
-        """Return the part of x's gradient that comes through the adapters, [T, D] in the dtype of `like`."""
+        """Return the part of x's gradient that comes through the adapters, [T, D] in the dtype
+        of `like`.
+        """
         total: Tensor | None = None
         for reading, d_h in zip(self.layout.readings, d_inner, strict=True):
-            d_x = reading.of((d_h @ products_of(like, reading.dtype).down_factor(self._downs(reading), like)).to(like.dtype))
+            d_x = reading.of(
+                (d_h @ products_of(like, reading.dtype).down_factor(self._downs(reading), like)).to(
+                    like.dtype
+                )
+            )
             total = d_x if total is None else total.add_(d_x)
         assert total is not None
         return total
 
-    def down_gradients(self, x: Tensor, d_inner: Sequence[Tensor], needed: Sequence[bool]) -> dict[int, Tensor]:
-        """Return the gradients of A by adapter, where `needed` says so of any that reads the same."""
+    def down_gradients(
+        self, x: Tensor, d_inner: Sequence[Tensor], needed: Sequence[bool]
+    ) -> dict[int, Tensor]:
+        """Return the gradients of A by adapter, where `needed` says so of any that reads the
+        same.
+        """
         found: dict[int, Tensor] = {}
         for reading, d_h in zip(self.layout.readings, d_inner, strict=True):
             products, numbers = products_of(x, reading.dtype), reading.adapters
             if any(needed[2 * i] for i in numbers):
-                found |= zip(numbers, products.down_gradients(reading.of(x), d_h, len(numbers)), strict=True)
+                found |= zip(
+                    numbers, products.down_gradients(reading.of(x), d_h, len(numbers)), strict=True
+                )
         return found
 
     def _downs(self, reading: Reading) -> list[Tensor]:
@@ -258,6 +308,14 @@ class LowRank:
 
 
 __all__ = [
-    "Adapted", "Adapter", "Layer", "Layout", "LowRank", "Reading", "layer_reference", "spare_columns", "take_apart",
+    "Adapted",
+    "Adapter",
+    "Layer",
+    "Layout",
+    "LowRank",
+    "Reading",
+    "layer_reference",
+    "spare_columns",
+    "take_apart",
     "weight_of",
 ]

@@ -1,8 +1,10 @@
-"""The products of low-rank adapters: in their own dtype, or fp32 taken apart for the tensor cores of half precision.
+"""The products of low-rank adapters: in their own dtype, or fp32 taken apart for the tensor cores
+of half precision.
 
-Adapters in fp32 on bfloat16 activations would be fp32 products of few columns, at a twentieth of the tensor cores' speed.  An
-fp32 number is the sum of three bfloat16 numbers to 2^-24, and a product of fp32 numbers that of their leading parts and the
-mixed ones to 2^-16; so each such product is one of half precision with three times the columns, summed in fp32.
+Adapters in fp32 on bfloat16 activations would be fp32 products of few columns, at a twentieth of
+the tensor cores' speed. An fp32 number is the sum of three bfloat16 numbers to 2^-24, and a product
+of fp32 numbers that of their leading parts and the mixed ones to 2^-16; so each such product is one
+of half precision with three times the columns, summed in fp32.
 
 Shapes: T tokens, D inputs, F outputs, r the rank, n adapters side by side.
 """
@@ -20,9 +22,13 @@ from hf_packfree.ops.backend import HALF, block_width, on_hopper
 from hf_packfree.ops.fused.reduce import sum_partials
 from hf_packfree.ops.launch import launch
 
-_BLOCK = 1024  # elements of a program
-_NARROWEST, _PROGRAMS = 16, 264  # of `gradients_at_once`: outputs of a tile at least, programs
-_RANK = 16  # of its tiles; with a higher one the partial sums are more to write and read than a second reading of d_out
+# elements of a program
+_BLOCK = 1024
+# of `gradients_at_once`: outputs of a tile at least, programs
+_NARROWEST, _PROGRAMS = 16, 264
+# of its tiles; with a higher one the partial sums are more to write and read than a second reading
+# of d_out
+_RANK = 16
 
 
 @dataclass(frozen=True)
@@ -53,17 +59,23 @@ class Plain:
 
     @staticmethod
     def up_factor(up: Tensor, like: Tensor) -> Tensor:
-        """Return what is multiplied with what is inner of an adapter: its B [F, r], [F, parts r]."""
+        """Return what is multiplied with what is inner of an adapter: its B [F, r], [F, parts
+        r].
+        """
         return up
 
     @staticmethod
     def inner_gradient(d_outs: Sequence[Tensor], ups: Sequence[Tensor], scale: float) -> Tensor:
         """Return scale d_out B, side by side, of each d_out [T, F] and B [F, r]."""
-        return cat([d_out.to(up.dtype) @ up for d_out, up in zip(d_outs, ups, strict=True)], 1).mul_(scale)
+        return cat(
+            [d_out.to(up.dtype) @ up for d_out, up in zip(d_outs, ups, strict=True)], 1
+        ).mul_(scale)
 
     @staticmethod
     def down_factor(downs: Sequence[Tensor], like: Tensor) -> Tensor:
-        """Return what is multiplied with the inner gradients: each A [r, D], one above the other, [n parts r, D]."""
+        """Return what is multiplied with the inner gradients: each A [r, D], one above the
+        other, [n parts r, D].
+        """
         return cat(downs, 0)
 
     @staticmethod
@@ -78,7 +90,9 @@ class Plain:
 
 
 class Split:
-    """Products of fp32 adapters with bfloat16.  What is inner is [T, n 3 r]: of each adapter (high, high, low)."""
+    """Products of fp32 adapters with bfloat16. What is inner is [T, n 3 r]: of each adapter
+    (high, high, low).
+    """
 
     parts = 3
 
@@ -117,10 +131,15 @@ class Split:
 
 
 def outer_gradients(
-    products: Any, d_outs: Sequence[Tensor], ups: Sequence[Tensor], inner: Sequence[Tensor], scale: float,
+    products: Any,
+    d_outs: Sequence[Tensor],
+    ups: Sequence[Tensor],
+    inner: Sequence[Tensor],
+    scale: float,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Return scale d_out B, side by side as `products` has it, and d_out' h where it is `wanted`, of each adapter.
+    """Return scale d_out B, side by side as `products` has it, and d_out' h where it is `wanted`,
+    of each adapter.
 
     Args:
         products: `Plain` or `Split`.
@@ -130,14 +149,20 @@ def outer_gradients(
     if not any(wanted) or not all(map(reads_once, d_outs, ups)):
         d_inner = products.inner_gradient(d_outs, ups, scale)
         each = zip(d_outs, inner, wanted, strict=True)
-        return d_inner, [products.up_gradient(d_out, h) if wants else None for d_out, h, wants in each]
+        return d_inner, [
+            products.up_gradient(d_out, h) if wants else None for d_out, h, wants in each
+        ]
     width = products.parts * ups[0].shape[1]
     d_inner = d_outs[0].new_empty(len(d_outs[0]), width * len(ups))
     columns = d_inner.split(width, 1)
-    return d_inner, [gradients_at_once(*each, scale) for each in zip(d_outs, ups, inner, columns, strict=True)]
+    return d_inner, [
+        gradients_at_once(*each, scale) for each in zip(d_outs, ups, inner, columns, strict=True)
+    ]
 
 
-def gradients_at_once(d_out: Tensor, up: Tensor, inner: Tensor, d_inner: Tensor, scale: float) -> Tensor:
+def gradients_at_once(
+    d_out: Tensor, up: Tensor, inner: Tensor, d_inner: Tensor, scale: float
+) -> Tensor:
     """Return d_out' h, and write scale d_out B into `d_inner`: d_out is read once.
 
     Args:
@@ -158,11 +183,37 @@ def gradients_at_once(d_out: Tensor, up: Tensor, inner: Tensor, d_inner: Tensor,
     d_ups = d_out.new_empty(programs, outputs, rank, dtype=torch.float32)
     h = inner[:, rank:] if split else inner
     launch(
-        outer_gradients, (blocks, programs), d_out, up, h, parts, d_ups, tokens, outputs, rank, d_out.stride(0), h.stride(0),
-        steps, PARTS=4 if split else 1, PAIRS=2 if split else 1, ROWS=tile.rows, OUTPUTS=height, RANK=_RANK,
-        num_warps=tile.warps, num_stages=tile.stages,
+        outer_gradients,
+        (blocks, programs),
+        d_out,
+        up,
+        h,
+        parts,
+        d_ups,
+        tokens,
+        outputs,
+        rank,
+        d_out.stride(0),
+        h.stride(0),
+        steps,
+        PARTS=4 if split else 1,
+        PAIRS=2 if split else 1,
+        ROWS=tile.rows,
+        OUTPUTS=height,
+        RANK=_RANK,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
     )
-    add_parts(parts, d_inner, (tokens, rank), rank, (rank, rank, tokens * rank), blocks, scale, paired=split)
+    add_parts(
+        parts,
+        d_inner,
+        (tokens, rank),
+        rank,
+        (rank, rank, tokens * rank),
+        blocks,
+        scale,
+        paired=split,
+    )
     return sum_partials(d_ups, up.dtype)
 
 
@@ -172,12 +223,20 @@ def _split_downs(downs: Sequence[Tensor], dtype: torch.dtype, *, paired: bool = 
 
 
 def products_of(x: Tensor, dtype: torch.dtype) -> Any:
-    """Return `Split` or `Plain`, for adapters of that dtype on x; float16 has too few exponents to hold the parts."""
-    return Split if dtype == torch.float32 and x.dtype == torch.bfloat16 and on_tensor_cores(x) else Plain
+    """Return `Split` or `Plain`, for adapters of that dtype on x; float16 has too few exponents
+    to hold the parts.
+    """
+    return (
+        Split
+        if dtype == torch.float32 and x.dtype == torch.bfloat16 and on_tensor_cores(x)
+        else Plain
+    )
 
 
 def reads_once(d_out: Tensor, up: Tensor) -> bool:
-    """Whether `gradients_at_once` is for them, whose tiles fill the shared memory of a Hopper GPU."""
+    """Whether `gradients_at_once` is for them, whose tiles fill the shared memory of a Hopper
+    GPU.
+    """
     known = up.dtype == d_out.dtype or products_of(d_out, up.dtype) is Split
     return known and d_out.dtype in HALF and up.shape[1] <= _RANK and on_hopper(d_out.device)
 
@@ -193,28 +252,59 @@ def wide_product(x: Tensor, w: Tensor) -> Tensor:
 
 
 def split(w: Tensor, width: int, dtype: torch.dtype, *, paired: bool = False) -> Tensor:
-    """Return w, in fp32, as three parts of `dtype` whose sum it is to 2^-24 in bfloat16: [its elements / width, 3, width].
+    """Return w, in fp32, as three parts of `dtype` whose sum it is to 2^-24 in bfloat16: [its
+    elements / width, 3, width].
 
-    `paired`: the first part, the second and the first again, to be multiplied with what `in_pairs` returns.
+    `paired`: the first part, the second and the first again, to be multiplied with what `in_pairs`
+    returns.
     """
     from hf_packfree.ops.fused.kernels.low_rank import split
 
     w = w.contiguous()
     parts = w.new_empty(w.numel() // width, 3, width, dtype=dtype)
-    launch(split, (-(-w.numel() // _BLOCK),), w, parts, w.numel(), width, PAIRED=paired, BLOCK=_BLOCK, num_warps=4)
+    launch(
+        split,
+        (-(-w.numel() // _BLOCK),),
+        w,
+        parts,
+        w.numel(),
+        width,
+        PAIRED=paired,
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )
     return parts
 
 
 def in_pairs(wide: Tensor, rank: int, scale: float, out: Tensor) -> Tensor:
-    """Return `out`, which gets the sums of each adapter's three parts in `wide`, [T, n 3 r], as (high, high, low)."""
-    return add_parts(wide, out, (len(wide), wide.shape[1] // 3), rank, (wide.shape[1], 3 * rank, rank), 3, scale, paired=True)
+    """Return `out`, which gets the sums of each adapter's three parts in `wide`, [T, n 3 r], as
+    (high, high, low).
+    """
+    return add_parts(
+        wide,
+        out,
+        (len(wide), wide.shape[1] // 3),
+        rank,
+        (wide.shape[1], 3 * rank, rank),
+        3,
+        scale,
+        paired=True,
+    )
 
 
 def add_parts(
-    wide: Tensor, out: Tensor, size: tuple[int, int], rank: int, strides: Sequence[int], parts: int, scale: float, *,
+    wide: Tensor,
+    out: Tensor,
+    size: tuple[int, int],
+    rank: int,
+    strides: Sequence[int],
+    parts: int,
+    scale: float,
+    *,
     paired: bool,
 ) -> Tensor:
-    """Return `out`, which gets scale times the sum of parts in `wide`, or (high, high, low) of it where `paired`.
+    """Return `out`, which gets scale times the sum of parts in `wide`, or (high, high, low) of it
+    where `paired`.
 
     Args:
         wide: fp32.
@@ -225,7 +315,16 @@ def add_parts(
 
     count = size[0] * size[1]
     sizes = count, rank, size[1], *strides, parts, out.stride(0), float(scale)
-    launch(add_parts, (-(-count // _BLOCK),), wide, out, *sizes, PAIRED=paired, BLOCK=_BLOCK, num_warps=4)
+    launch(
+        add_parts,
+        (-(-count // _BLOCK),),
+        wide,
+        out,
+        *sizes,
+        PAIRED=paired,
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )
     return out
 
 

@@ -15,23 +15,28 @@ from hf_packfree.ops.fused.reduce import sum_partials
 from hf_packfree.ops.launch import launch
 from hf_packfree.ops.operation import Operation, once_differentiable
 
-_TOKENS_PER_PROGRAM, _PROGRAMS = 4, 4096  # in the backward pass: the first at most, the second at least
+# in the backward pass: the first at most, the second at least
+_TOKENS_PER_PROGRAM, _PROGRAMS = 4, 4096
 
 
-def norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, *, backend: str = "torch") -> Tensor:
-    """Return rotate(x / sqrt(mean(x^2) + eps) * (1 + weight)), computed in fp32 at least and rounded once.
+def norm_rope(
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, *, backend: str = "torch"
+) -> Tensor:
+    """Return rotate(x / sqrt(mean(x^2) + eps) * (1 + weight)), computed in fp32 at least and
+    rounded once.
 
     Args:
         x: [1, T, H, D], any floating dtype, any strides.
         weight: [D], added to one as Qwen3-Next and Qwen3.5 do.
-        cos, sin: [1, T, R] with R at most D, of the angles of R / 2 planes, twice; channel i < R / 2 rotates with channel
-            i + R / 2 (Su et al., arXiv:2104.09864, in the order of GPT-NeoX), channels from R on stay.
+        cos, sin: [1, T, R] with R at most D, of the angles of R / 2 planes, twice; channel i < R /
+            2 rotates with channel i + R / 2 (Su et al., arXiv:2104.09864, in the order of
+            GPT-NeoX), channels from R on stay.
         eps: added to the mean square.
         backend: "triton" or "torch".
 
     Returns:
-        [1, T, H, D] in x's dtype, contiguous.  Upstream rounds between norm and rotation, and within the rotation, so
-        half precision differs by a rounding, fp32 does not.
+        [1, T, H, D] in x's dtype, contiguous. Upstream rounds between norm and rotation, and within
+        the rotation, so half precision differs by a rounding, fp32 does not.
 
     Raises:
         BackendUnavailable: no backend has that name.
@@ -43,16 +48,24 @@ def norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, *
 def norm_rope_reference(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     """`norm_rope` in PyTorch."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    y = x.to(wide) * torch.rsqrt(x.to(wide).square().mean(-1, keepdim=True) + eps) * (1 + weight.to(wide))
+    y = (
+        x.to(wide)
+        * torch.rsqrt(x.to(wide).square().mean(-1, keepdim=True) + eps)
+        * (1 + weight.to(wide))
+    )
     rotary, rest = y.split([cos.shape[-1], y.shape[-1] - cos.shape[-1]], dim=-1)
     first, second = rotary.chunk(2, dim=-1)
-    rotated = rotary * cos[:, :, None].to(wide) + torch.cat((-second, first), dim=-1) * sin[:, :, None].to(wide)
+    rotated = rotary * cos[:, :, None].to(wide) + torch.cat((-second, first), dim=-1) * sin[
+        :, :, None
+    ].to(wide)
     return torch.cat((rotated, rest), dim=-1).to(x.dtype)
 
 
 class _NormRope(Operation):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float
+    ) -> Tensor:
         from hf_packfree.ops.fused.kernels.rope import norm_rope
 
         x = x if x.stride(3) == 1 else x.contiguous()
@@ -60,7 +73,9 @@ class _NormRope(Operation):
         ctx.save_for_backward(x, weight, cos, sin)
         ctx.eps = eps
         out = x.new_empty(x.shape)
-        launch(norm_rope, (x.shape[1],), x, weight, cos, sin, out, *_sizes(x, cos), eps, **_blocks(x))
+        launch(
+            norm_rope, (x.shape[1],), x, weight, cos, sin, out, *_sizes(x, cos), eps, **_blocks(x)
+        )
         return out
 
     @staticmethod
@@ -72,12 +87,32 @@ class _NormRope(Operation):
         d_x, tokens = x.new_empty(x.shape), x.shape[1]
         tokens_per_program = max(1, min(_TOKENS_PER_PROGRAM, tokens // _PROGRAMS))
         programs, needs_weight = -(-tokens // tokens_per_program), ctx.needs_input_grad[1]
-        d_weight = weight.new_empty(programs, x.shape[3], dtype=torch.float32) if needs_weight else None
-        launch(
-            norm_rope_backward, (programs,), x, weight, cos, sin, d_out.contiguous(), d_x, d_weight, tokens,
-            *_sizes(x, cos), ctx.eps, tokens_per_program, **_blocks(x),
+        d_weight = (
+            weight.new_empty(programs, x.shape[3], dtype=torch.float32) if needs_weight else None
         )
-        return d_x, None if d_weight is None else sum_partials(d_weight, weight.dtype), None, None, None
+        launch(
+            norm_rope_backward,
+            (programs,),
+            x,
+            weight,
+            cos,
+            sin,
+            d_out.contiguous(),
+            d_x,
+            d_weight,
+            tokens,
+            *_sizes(x, cos),
+            ctx.eps,
+            tokens_per_program,
+            **_blocks(x),
+        )
+        return (
+            d_x,
+            None if d_weight is None else sum_partials(d_weight, weight.dtype),
+            None,
+            None,
+            None,
+        )
 
 
 def _sizes(x: Tensor, cos: Tensor) -> tuple[int, ...]:

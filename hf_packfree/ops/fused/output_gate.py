@@ -1,7 +1,7 @@
 """The sigmoid gate on the output of attention.
 
-x and z are kept for the backward pass, and nothing else: where a projection reads the product, the kernel that reads x and z
-there anyway recomputes it.
+x and z are kept for the backward pass, and nothing else: where a projection reads the product, the
+kernel that reads x and z there anyway recomputes it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,26 @@ from hf_packfree.ops.fused.low_rank import Layer, Layout, layer_reference, take_
 from hf_packfree.ops.launch import launch
 from hf_packfree.ops.operation import Operation, once_differentiable
 
-_BLOCK = 4096  # elements of a program
+# elements of a program
+_BLOCK = 4096
 
 
 def output_gate(
-    x: Tensor, z: Tensor, *, projection: Layer | None = None, batch_invariant: bool = False, backend: str = "torch"
+    x: Tensor,
+    z: Tensor,
+    *,
+    projection: Layer | None = None,
+    batch_invariant: bool = False,
+    backend: str = "torch",
 ) -> Tensor:
     """Return x * sigmoid(z).
 
     Args:
         x, z: [1, T, H, D], any floating dtype, any strides.
-        projection: [F, H*D], the linear layer that alone reads the result, see `hf_packfree.ops.fused.low_rank`, or None.
-        batch_invariant: with "triton", a token gets the same result in a row of any length, see `hf_packfree.ops.fused.linear`.
+        projection: [F, H*D], the linear layer that alone reads the result, see
+            `hf_packfree.ops.fused.low_rank`, or None.
+        batch_invariant: with "triton", a token gets the same result in a row of any length, see
+            `hf_packfree.ops.fused.linear`.
         backend: "triton" or "torch".
 
     Returns:
@@ -49,7 +57,9 @@ def output_gate(
 
 class _OutputGate(Operation):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, z: Tensor, layout: Layout, batch_invariant: bool, *tensors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, z: Tensor, layout: Layout, batch_invariant: bool, *tensors: Tensor
+    ) -> Tensor:
         from hf_packfree.ops.fused.kernels.gates import output_gate
 
         x, z = x.contiguous(), z if z.stride(3) == 1 else z.contiguous()
@@ -74,14 +84,28 @@ class _OutputGate(Operation):
         return d_x, d_z, None, None, *d_tensors
 
 
-def _gradients(x: Tensor, z: Tensor, d_gated: Tensor, recompute: bool) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
+def _gradients(
+    x: Tensor, z: Tensor, d_gated: Tensor, recompute: bool
+) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
     """Those of x and z, and the gated product itself where it is to `recompute`."""
     from hf_packfree.ops.fused.kernels.gates import output_gate_backward
 
     d_x, d_z = torch.empty_like(x), z.new_empty(z.shape)
     gated = torch.empty_like(x) if recompute else None
     grid, sizes, blocks = _blocks(z)
-    launch(output_gate_backward, grid, x, z, d_gated, gated, d_x, d_z, *sizes, RECOMPUTE=recompute, **blocks)
+    launch(
+        output_gate_backward,
+        grid,
+        x,
+        z,
+        d_gated,
+        gated,
+        d_x,
+        d_z,
+        *sizes,
+        RECOMPUTE=recompute,
+        **blocks,
+    )
     return (d_x, d_z), gated
 
 

@@ -1,4 +1,6 @@
-"""The sum of the partial sums that a kernel's programs leave: a parameter's gradient, in a fixed order."""
+"""The sum of the partial sums that a kernel's programs leave: a parameter's gradient, in a fixed
+order.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +10,32 @@ from torch import Tensor
 from hf_packfree.ops.launch import launch
 
 _TILES = (512, 8), (32, 128)
-"""Partials and columns of a block, for few columns and for many, whatever the number of partials: new row lengths compile
-nothing."""
+"""Partials and columns of a block, for few columns and for many, whatever the number of partials:
+new row lengths compile nothing."""
 _MANY = 8192
 
 
 def sum_partials(partials: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return partials [P, ...] in fp32 summed over P, in `dtype`: one kernel, where torch takes one to add and one to round."""
+    """Return partials [P, ...] in fp32 summed over P, in `dtype`: one kernel, where torch takes
+    one to add and one to round.
+    """
     from hf_packfree.ops.fused.kernels.linear import sum_partials
 
     partials = partials.contiguous()
     out = partials.new_empty(partials.shape[1:], dtype=dtype)
     rows, columns = _TILES[out.numel() >= _MANY]
     grid = (-(-out.numel() // columns),)
-    launch(sum_partials, grid, partials, out, partials.shape[0], out.numel(), ROWS=rows, COLUMNS=columns, num_warps=8)
+    launch(
+        sum_partials,
+        grid,
+        partials,
+        out,
+        partials.shape[0],
+        out.numel(),
+        ROWS=rows,
+        COLUMNS=columns,
+        num_warps=8,
+    )
     return out
 
 

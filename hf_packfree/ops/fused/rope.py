@@ -1,7 +1,9 @@
-"""Rotary position embedding of queries and keys that one projection left side by side, values beside them.
+"""Rotary position embedding of queries and keys that one projection left side by side, values
+beside them.
 
-What vision towers do before they attend: the rotation, which upstream computes in fp32 in seven passes over memory, and the
-split into three, whose gradient is put together again, are one pass each way.
+What vision towers do before they attend: the rotation, which upstream computes in fp32 in seven
+passes over memory, and the split into three, whose gradient is put together again, are one pass
+each way.
 """
 
 from __future__ import annotations
@@ -16,13 +18,16 @@ from hf_packfree.ops.launch import launch
 from hf_packfree.ops.operation import Operation, once_differentiable
 
 
-def qkv_rope(qkv: Tensor, cos: Tensor, sin: Tensor, *, backend: str = "torch") -> tuple[Tensor, Tensor, Tensor]:
-    """Return rotate(q), rotate(k) and v, the rotation computed in fp32 at least and rounded once, as upstream does.
+def qkv_rope(
+    qkv: Tensor, cos: Tensor, sin: Tensor, *, backend: str = "torch"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rotate(q), rotate(k) and v, the rotation computed in fp32 at least and rounded once,
+    as upstream does.
 
     Args:
         qkv: [T, 3, H, D], any floating dtype, contiguous in the last dimension.
-        cos, sin: [T, D], of the angles of D / 2 planes, twice; channel i < D / 2 rotates with channel i + D / 2 (Su et al.,
-            arXiv:2104.09864, in the order of GPT-NeoX).
+        cos, sin: [T, D], of the angles of D / 2 planes, twice; channel i < D / 2 rotates with
+            channel i + D / 2 (Su et al., arXiv:2104.09864, in the order of GPT-NeoX).
         backend: "triton" or "torch".
 
     Returns:
@@ -40,7 +45,9 @@ def qkv_rope_reference(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, T
     wide = torch.promote_types(qkv.dtype, torch.float32)
     x, v = qkv[:, :2].to(wide), qkv[:, 2]
     first, second = x.chunk(2, dim=-1)
-    rotated = x * cos[:, None, None].to(wide) + torch.cat((-second, first), dim=-1) * sin[:, None, None].to(wide)
+    rotated = x * cos[:, None, None].to(wide) + torch.cat((-second, first), dim=-1) * sin[
+        :, None, None
+    ].to(wide)
     q, k = rotated.to(qkv.dtype).unbind(1)
     return q, k, v
 
@@ -70,7 +77,13 @@ class _QKVRope(Operation):
 
 def _blocks(qkv: Tensor) -> dict[str, int]:
     heads, size = qkv.shape[2:]
-    return {"HEADS": heads, "SIZE": size, "ROWS": block_width(heads), "WIDTH": block_width(size), "num_warps": 4}
+    return {
+        "HEADS": heads,
+        "SIZE": size,
+        "ROWS": block_width(heads),
+        "WIDTH": block_width(size),
+        "num_warps": 4,
+    }
 
 
 __all__ = ["qkv_rope", "qkv_rope_reference"]

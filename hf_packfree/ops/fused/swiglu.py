@@ -1,7 +1,8 @@
 """The MLP of a decoder layer: PyTorch's matrix products around a fused gated product.
 
-The gated product is recomputed in the backward pass, by the kernel that reads gate and up there anyway: a sixth memory pass
-over [T, F] instead of keeping it.  Launch sizes of the kernels are fixed, so that new row lengths tune nothing.
+The gated product is recomputed in the backward pass, by the kernel that reads gate and up there
+anyway: a sixth memory pass over [T, F] instead of keeping it. Launch sizes of the kernels are
+fixed, so that new row lengths tune nothing.
 """
 
 from __future__ import annotations
@@ -19,22 +20,31 @@ from hf_packfree.ops.fused.low_rank import Layer, Layout, layer_reference, take_
 from hf_packfree.ops.launch import launch
 from hf_packfree.ops.operation import Operation, once_differentiable
 
-_BLOCK = 2048  # columns of a program, at most
+# columns of a program, at most
+_BLOCK = 2048
 
 
 def swiglu_mlp(
-    x: Tensor, gate: Layer, up: Layer, down: Layer, *, residual: Tensor | None = None, batch_invariant: bool = False,
+    x: Tensor,
+    gate: Layer,
+    up: Layer,
+    down: Layer,
+    *,
+    residual: Tensor | None = None,
+    batch_invariant: bool = False,
     backend: str = "torch",
 ) -> Tensor:
-    """Return (silu(x gate') * (x up')) down' (Shazeer, arXiv:2002.05202), each factor rounded as upstream's MLP does.
+    """Return (silu(x gate') * (x up')) down' (Shazeer, arXiv:2002.05202), each factor rounded as
+    upstream's MLP does.
 
     Args:
         x: [..., D], any floating dtype.
         gate, up: [F, D], in x's dtype, or that with adapters, see `hf_packfree.ops.fused.low_rank`.
         down: [D, F], likewise.
-        residual: [..., D], what is added to the result, which is rounded before, as upstream does; or None.
-        batch_invariant: with "triton", a token gets the same result in a row of any length, see `hf_packfree.ops.fused.linear`;
-            without adapters.
+        residual: [..., D], what is added to the result, which is rounded before, as upstream does;
+            or None.
+        batch_invariant: with "triton", a token gets the same result in a row of any length, see
+            `hf_packfree.ops.fused.linear`; without adapters.
         backend: "triton" or "torch".
 
     Returns:
@@ -55,8 +65,13 @@ def swiglu_mlp(
 class _SwiGLU(Operation):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, norm: NormOf | None, layouts: tuple[Layout, Layout],
-        batch_invariant: bool, *tensors: Tensor,
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        norm: NormOf | None,
+        layouts: tuple[Layout, Layout],
+        batch_invariant: bool,
+        *tensors: Tensor,
     ) -> Tensor:
         from hf_packfree.ops.fused.kernels.swiglu import swiglu
 
@@ -89,12 +104,21 @@ class _SwiGLU(Operation):
             last = output.backward([d_y.to(a.dtype)], needed[first:])
             gated = last.of_input().view_as(a)
             d_inputs = a.new_empty(*a.shape[:-1], 2 * a.shape[-1])
-            _run(swiglu_backward, a, b, gated, d_inputs)  # overwrites the gradient of the gated product with the product
+            # overwrites the gradient of the gated product with the product
+            _run(swiglu_backward, a, b, gated, d_inputs)
             backward = inputs.backward(d_inputs.chunk(2, -1), needed[:first], d_inputs)
             d_x = backward.of_input().view(*a.shape[:-1], -1) if needs_d_x else None
             d_tensors = backward.of_tensors(input_again(source, weight, ctx.eps))
             d_residual = None if ctx.dtype is None else d_y.to(ctx.dtype)
-            return d_x, d_residual, None, None, None, *d_tensors, *last.of_tensors(gated.flatten(0, -2))
+            return (
+                d_x,
+                d_residual,
+                None,
+                None,
+                None,
+                *d_tensors,
+                *last.of_tensors(gated.flatten(0, -2)),
+            )
 
 
 def _run(kernel: Any, a: Tensor, *others: Any) -> None:

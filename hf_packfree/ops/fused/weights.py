@@ -1,6 +1,8 @@
-"""Frozen weights that something else is kept of: made whole where a product reads them, forward and backward, and never kept.
+"""Frozen weights that something else is kept of: made whole where a product reads them, forward and
+backward, and never kept.
 
-In fewer bits (Dettmers et al., arXiv:2305.14314), or with rows multiplied by a trained scale (Liu et al., arXiv:2402.09353).
+In fewer bits (Dettmers et al., arXiv:2305.14314), or with rows multiplied by a trained scale (Liu
+et al., arXiv:2402.09353).
 """
 
 from __future__ import annotations
@@ -40,10 +42,11 @@ def whole(weight: Weight) -> Tensor:
 
 
 def scaled(weight: Weight, scale: Tensor) -> Made:
-    """Return a frozen weight [F, D] whose rows are multiplied by a scale [F], which may have a gradient.
+    """Return a frozen weight [F, D] whose rows are multiplied by a scale [F], which may have a
+    gradient.
 
-    The product is computed in the wider dtype of both and rounded to the weight's; the scale's gradient is summed in fp32 at
-    least.
+    The product is computed in the wider dtype of both and rounded to the weight's; the scale's
+    gradient is summed in fp32 at least.
     """
     wide = torch.promote_types(scale.dtype, torch.float32)
 
@@ -64,7 +67,9 @@ class Weights:
         heights: F of each.
     """
 
-    def __init__(self, kept: Sequence[Tensor], made: Sequence[Made | None], heights: tuple[int, ...]) -> None:
+    def __init__(
+        self, kept: Sequence[Tensor], made: Sequence[Made | None], heights: tuple[int, ...]
+    ) -> None:
         self._kept, self._made, self.heights = kept, made, heights
 
     def __len__(self) -> int:
@@ -82,11 +87,18 @@ class Weights:
         return [self[i] for i in range(len(self))[group]]
 
     def gradients(self, group: slice, d_weights: Tensor) -> list[Tensor]:
-        """Return the gradients of what is kept of several, given those of the weights one above the other."""
+        """Return the gradients of what is kept of several, given those of the weights one above
+        the other.
+        """
         made = self._made[group]
-        parts = [d_weights] if len(made) == 1 else torch.split_with_sizes(d_weights, self.heights[group])
+        parts = (
+            [d_weights]
+            if len(made) == 1
+            else torch.split_with_sizes(d_weights, self.heights[group])
+        )
         return [
-            d if one is None or one.gradient is None else one.gradient(d) for one, d in zip(made, parts, strict=True)
+            d if one is None or one.gradient is None else one.gradient(d)
+            for one, d in zip(made, parts, strict=True)
         ]
 
 

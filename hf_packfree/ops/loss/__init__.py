@@ -1,4 +1,6 @@
-"""A language model's head and its cross entropy as one operation, for which no logits of all tokens are made."""
+"""A language model's head and its cross entropy as one operation, for which no logits of all
+tokens are made.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,11 @@ from hf_packfree.ops.loss.softmax import SoftmaxGradient, softmax_gradient, trit
 
 
 def _chunked(
-    x: Tensor, weight: Tensor, targets: Targets, bias: Tensor | None, softmax_gradient: SoftmaxGradient
+    x: Tensor,
+    weight: Tensor,
+    targets: Targets,
+    bias: Tensor | None,
+    softmax_gradient: SoftmaxGradient,
 ) -> Tensor:
     return loss_of(lazy_logits(x, weight, bias), targets, softmax_gradient)
 
@@ -25,22 +31,33 @@ def _reference(x: Tensor, weight: Tensor, targets: Targets, bias: Tensor | None)
 
 
 BACKENDS = {
-    "triton": Backend(partial(_chunked, softmax_gradient=triton_softmax_gradient), needs_triton, "triton"),
+    "triton": Backend(
+        partial(_chunked, softmax_gradient=triton_softmax_gradient), needs_triton, "triton"
+    ),
     "torch": Backend(partial(_chunked, softmax_gradient=softmax_gradient)),
     "upstream": Backend(_reference),
 }
-"""In a model "upstream" means transformers' own head and loss, on logits of all tokens; here it is the reference."""
+"""In a model "upstream" means transformers' own head and loss, on logits of all tokens; here it
+is the reference.
+"""
 SOFTMAX_GRADIENTS = {"triton": triton_softmax_gradient, "torch": softmax_gradient}
 """What differs between the chunked backends."""
 
 
 def linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor | Targets, *, bias: Tensor | None = None, ignore_index: int = -100,
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor | Targets,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
     backend: str = "torch",
 ) -> Tensor:
-    """Return the sum over tokens of -log softmax(x weight' + bias)[target], as transformers' loss rounds it.
+    """Return the sum over tokens of -log softmax(x weight' + bias)[target], as transformers' loss
+    rounds it.
 
-    "triton" and "torch" compute it, and the gradients, in chunks of tokens, of which one at a time has logits.
+    "triton" and "torch" compute it, and the gradients, in chunks of tokens, of which one at a time
+    has logits.
 
     Args:
         x: [..., D], any floating dtype.
@@ -69,4 +86,12 @@ def linear_cross_entropy(
     return find("loss", BACKENDS, backend)(x, weight, found, bias)  # type: ignore[no-any-return]
 
 
-__all__ = ["BACKENDS", "SOFTMAX_GRADIENTS", "LazyLogits", "Targets", "lazy_logits", "linear_cross_entropy", "loss_of"]
+__all__ = [
+    "BACKENDS",
+    "SOFTMAX_GRADIENTS",
+    "LazyLogits",
+    "Targets",
+    "lazy_logits",
+    "linear_cross_entropy",
+    "loss_of",
+]

@@ -1,7 +1,9 @@
-"""Head and cross entropy in chunks of tokens: loss and gradients come from one pass, and one chunk at a time has logits.
+"""Head and cross entropy in chunks of tokens: loss and gradients come from one pass, and one chunk
+at a time has logits.
 
-The gradients are computed in the forward pass, for a gradient of the loss of 1, so that nothing has to be computed twice; the
-backward pass multiplies.  (Liger and torch's `linear_cross_entropy` do so, too.)  They are summed in fp32 over the chunks.
+The gradients are computed in the forward pass, for a gradient of the loss of 1, so that nothing has
+to be computed twice; the backward pass multiplies. (Liger and torch's `linear_cross_entropy` do so,
+too.) They are summed in fp32 over the chunks.
 """
 
 from __future__ import annotations
@@ -16,17 +18,21 @@ from hf_packfree.ops.backend import HALF
 from hf_packfree.ops.loss.softmax import SoftmaxGradient
 
 _ELEMENTS = {"cuda": 2**30}
-"""Logits of a chunk, by device.  On a GPU, large chunks write the fp32 sums of the weight's gradient less often: 4,096 tokens
-of a vocabulary of 248,320."""
+"""Logits of a chunk, by device. On a GPU, large chunks write the fp32 sums of the weight's gradient
+less often: 4,096 tokens of a vocabulary of 248,320."""
 _CHUNKS, _ENOUGH = 4, 2048
-"""Few tokens are cut into so many chunks at most, and so few not at all: their logits take no more memory than the gradient of
-a weight of as many columns, which the backward pass makes later."""
+"""Few tokens are cut into so many chunks at most, and so few not at all: their logits take no more
+memory than the gradient of a weight of as many columns, which the backward pass makes later."""
 _ELEMENTS_ELSEWHERE, _FEWEST = 2**22, 256
 """On a CPU a chunk of so few stays in its caches, but matrix products want rows."""
 _SCALE = {torch.float16: 2.0**10}
-"""The factor on gradients of logits in fp16, in which a softmax over a large vocabulary would underflow."""
+"""The factor on gradients of logits in fp16, in which a softmax over a large vocabulary would
+underflow.
+"""
 _WORTH = 0.95
-"""The share of tokens with targets from which on choosing them costs more than the products of the rest."""
+"""The share of tokens with targets from which on choosing them costs more than the products of
+the rest.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +40,8 @@ class Targets:
     """What every token has to predict.
 
     Attributes:
-        flat: int64 [T], -1 where there is nothing to predict; a target that is no word is above all words.
+        flat: int64 [T], -1 where there is nothing to predict; a target that is no word is above all
+            words.
         order: int64 [T], the tokens with targets first, in their order; None on the CPU.
         count: int64 scalar on the host, how many these are; where `ready` is given, from then on.
         ready: a CUDA event.
@@ -53,7 +60,8 @@ class Targets:
         """
         flat = targets.detach().reshape(-1)
         has = flat != ignore_index
-        flat = flat.bitwise_and(torch.iinfo(torch.int64).max).where(has, -1)  # a negative one is no word either
+        # a negative one is no word either
+        flat = flat.bitwise_and(torch.iinfo(torch.int64).max).where(has, -1)
         if not flat.is_cuda:
             return cls(flat, None, has.sum())
         count = torch.empty((), dtype=torch.int64, pin_memory=True)
@@ -74,7 +82,8 @@ class Targets:
 
 @dataclass(frozen=True)
 class Gradients:
-    """What the loss's gradients are before they are multiplied by `factor`, summed in fp32; None where not needed.
+    """What the loss's gradients are before they are multiplied by `factor`, summed in fp32; None
+    where not needed.
 
     Attributes:
         x: [N, D], of the tokens that were chosen.
@@ -90,7 +99,11 @@ class Gradients:
 
 
 def loss_and_gradients(
-    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, needed: tuple[bool, bool, bool],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    needed: tuple[bool, bool, bool],
     softmax_gradient: SoftmaxGradient,
 ) -> tuple[Tensor, Gradients]:
     """Return the sum of the tokens' losses, fp32, and its gradients.
@@ -117,10 +130,19 @@ def loss_and_gradients(
     for begin in range(0, tokens, rows):
         part = slice(begin, begin + rows)
         logits = buffer[: len(losses[part])]
-        torch.mm(x[part], weight.t(), out=logits) if bias is None else torch.addmm(bias, x[part], weight.t(), out=logits)
+        torch.mm(x[part], weight.t(), out=logits) if bias is None else torch.addmm(
+            bias, x[part], weight.t(), out=logits
+        )
         losses[part], gradient = softmax_gradient(logits, targets[part], scale)
         if gradient is not None:
-            _add_products(gradient, x[part], weight, None if d_x is None else d_x[part], d_weight, first=begin == 0)
+            _add_products(
+                gradient,
+                x[part],
+                weight,
+                None if d_x is None else d_x[part],
+                d_weight,
+                first=begin == 0,
+            )
         if d_bias is not None and gradient is not None:
             total = gradient.sum(0, dtype=wide)
             d_bias.copy_(total if begin == 0 else d_bias + total)
@@ -129,21 +151,36 @@ def loss_and_gradients(
 
 def rows_of_a_chunk(tokens: int, words: int, device: str) -> int:
     """Return how many tokens have logits at a time: chunks of about one size."""
-    most = max(min(_ELEMENTS.get(device, _ELEMENTS_ELSEWHERE) // words, max(-(-tokens // _CHUNKS), _ENOUGH)), _FEWEST)
+    most = max(
+        min(
+            _ELEMENTS.get(device, _ELEMENTS_ELSEWHERE) // words, max(-(-tokens // _CHUNKS), _ENOUGH)
+        ),
+        _FEWEST,
+    )
     chunks = max(-(-tokens // most), 1)
     return max(-(-tokens // chunks), 1)
 
 
 def _add_products(
-    gradient: Tensor, x: Tensor, weight: Tensor, d_x: Tensor | None, d_weight: Tensor | None, *, first: bool
+    gradient: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    d_x: Tensor | None,
+    d_weight: Tensor | None,
+    *,
+    first: bool,
 ) -> None:
-    """Put gradient weight in d_x, and add gradient' x to d_weight, or put it there: both in fp32 for half precision."""
+    """Put gradient weight in d_x, and add gradient' x to d_weight, or put it there: both in fp32
+    for half precision.
+    """
     beta = 0 if first else 1
     if x.dtype in HALF and x.is_cuda:
         if d_x is not None:
             torch.mm(gradient, weight, out_dtype=d_x.dtype, out=d_x)
         if d_weight is not None:
-            torch.addmm(d_weight, gradient.t(), x, beta=beta, out_dtype=d_weight.dtype, out=d_weight)
+            torch.addmm(
+                d_weight, gradient.t(), x, beta=beta, out_dtype=d_weight.dtype, out=d_weight
+            )
         return
     gradient = gradient.to(torch.promote_types(x.dtype, torch.float32))
     if d_x is not None:
@@ -159,7 +196,9 @@ def scaled(gradient: Tensor, factor: Tensor, like: Tensor) -> Tensor:
 
 
 def choose(x: Tensor, targets: Targets) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the tokens [N, D] that have targets, these, and where the tokens were; all of them where nearly all have."""
+    """Return the tokens [N, D] that have targets, these, and where the tokens were; all of them
+    where nearly all have.
+    """
     chosen = targets.chosen()
     if chosen is None:
         return x, targets.flat, None

@@ -1,8 +1,8 @@
 """Logits that nobody made yet, and the cross entropy that does without them.
 
-To autograd they are there: the loss is computed from the logits, and these from x and the weight.  The loss hands on a lazy
-gradient of the logits that carries the gradients of x and the weight with it, and whoever looks at it, as hooks do, or adds
-another gradient to it, makes it.
+To autograd they are there: the loss is computed from the logits, and these from x and the weight.
+The loss hands on a lazy gradient of the logits that carries the gradients of x and the weight with
+it, and whoever looks at it, as hooks do, or adds another gradient to it, makes it.
 """
 
 from __future__ import annotations
@@ -27,24 +27,30 @@ class LazyLogits(LazyTensor):
     """Logits [..., V] of a linear layer that multiplies when something reads them."""
 
     inputs: tuple[Tensor, Tensor, Tensor | None] | None = None
-    """x [..., D], weight [V, D] and bias [V], with their histories; of the tensor that `lazy_logits` returns alone."""
+    """x [..., D], weight [V, D] and bias [V], with their histories; of the tensor that
+    `lazy_logits` returns alone.
+    """
 
     def before_any_change(self) -> bool:
         """Whether they are what `inputs` say."""
         return self.inputs is not None and self._version == 0
 
 
-def lazy_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None, reload: Weights | None = None) -> Tensor:
+def lazy_logits(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, reload: Weights | None = None
+) -> Tensor:
     """Return x weight' + bias, computed when an operation first reads it and kept from then on.
 
     Args:
         x: [..., D].
         weight: [V, D], in x's dtype.
         bias: [V] or None.
-        reload: returns the weights where their memory was given up meanwhile, as FSDP does after a forward pass.
+        reload: returns the weights where their memory was given up meanwhile, as FSDP does after a
+            forward pass.
 
     Returns:
-        [..., V], with the gradients of the product.  Reading it raises `UnsupportedInput` after the weight was changed.
+        [..., V], with the gradients of the product. Reading it raises `UnsupportedInput` after the
+        weight was changed.
     """
     lazy: LazyLogits = _Logits.apply(x, weight, bias, reload)  # type: ignore[no-untyped-call]
     lazy.inputs = x, weight, bias
@@ -53,7 +59,9 @@ def lazy_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None, reload: W
 
 class _Logits(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, reload: Weights | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, reload: Weights | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         make = _Product(x.detach(), weight, bias, reload)
         return LazyLogits(Source((*x.shape[:-1], weight.shape[0]), x.dtype, x.device, make))
@@ -62,7 +70,11 @@ class _Logits(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (x, weight) = grads, ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        known = vars(grad).get("known") if isinstance(grad, LazyTensor) and not grad.source.changed else None
+        known = (
+            vars(grad).get("known")
+            if isinstance(grad, LazyTensor) and not grad.source.changed
+            else None
+        )
         if known is not None:
             return *known(x, weight), None
         flat = grad.flatten(0, -2)
@@ -74,18 +86,27 @@ class _Logits(Function):
 class _Product:
     """Computes logits from weights that are still those of the forward pass, without a history."""
 
-    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, reload: Weights | None) -> None:
-        self.x, self.weight, self.bias, self.reload, self.version = x, weight, bias, reload, weight._version
-        self.ended = False  # the backward pass was here, after which other weights may be loaded
+    def __init__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, reload: Weights | None
+    ) -> None:
+        self.x, self.weight, self.bias, self.reload, self.version = (
+            x,
+            weight,
+            bias,
+            reload,
+            weight._version,
+        )
+        # the backward pass was here, after which other weights may be loaded
+        self.ended = False
 
     def __call__(self) -> Tensor:
         """Return them."""
         weight, bias, given_up = self.weight, self.bias, self.weight.untyped_storage().size() == 0
         if weight._version != self.version or given_up and (self.ended or self.reload is None):
             raise UnsupportedInput(
-                "found logits read after the head's weight was changed in place (an optimizer's step) or, with FSDP, after the "
-                "backward pass; wanted them read before, for they are computed then; read them earlier, or patch with "
-                "backend={'loss': 'upstream'}"
+                "found logits read after the head's weight was changed in place (an optimizer's "
+                "step) or, with FSDP, after the backward pass; wanted them read before, for they "
+                "are computed then; read them earlier, or patch with backend={'loss': 'upstream'}"
             )
         if given_up and self.reload is not None:
             weight, bias = self.reload()
@@ -94,7 +115,9 @@ class _Product:
 
 
 def loss_of(logits: Tensor, targets: Targets, softmax_gradient: SoftmaxGradient) -> Tensor:
-    """Return the sum of the cross entropies, an fp32 scalar, of logits [..., V] that `lazy_logits` returned."""
+    """Return the sum of the cross entropies, an fp32 scalar, of logits [..., V] that
+    `lazy_logits` returned.
+    """
     assert isinstance(logits, LazyLogits) and logits.inputs is not None
     total: Tensor = _CrossEntropy.apply(logits, logits.inputs, targets, softmax_gradient)  # type: ignore[no-untyped-call]
     return total
@@ -103,10 +126,16 @@ def loss_of(logits: Tensor, targets: Targets, softmax_gradient: SoftmaxGradient)
 class _CrossEntropy(Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: LazyLogits, inputs: tuple[Tensor, ...], targets: Targets, softmax_gradient: SoftmaxGradient
+        ctx: Any,
+        logits: LazyLogits,
+        inputs: tuple[Tensor, ...],
+        targets: Targets,
+        softmax_gradient: SoftmaxGradient,
     ) -> Tensor:
         x, weight, bias = inputs
-        wanted = [ctx.needs_input_grad[0] and one is not None and one.requires_grad for one in inputs]
+        wanted = [
+            ctx.needs_input_grad[0] and one is not None and one.requires_grad for one in inputs
+        ]
         flat, some, chosen = choose(x.detach().flatten(0, -2), targets)
         total, found = loss_and_gradients(flat, weight, bias, some, tuple(wanted), softmax_gradient)  # type: ignore[arg-type]
         ctx.save_for_backward(found.x, found.weight, found.bias)
@@ -117,13 +146,16 @@ class _CrossEntropy(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         (grad,), (x, weight, bias) = grads, ctx.inputs
-        if torch.is_grad_enabled():  # a second derivative may be wanted
+        # a second derivative may be wanted
+        if torch.is_grad_enabled():
             return _gradient(linear(x, weight, bias), ctx.targets, grad), None, None, None
         d_x, d_weight, d_bias = ctx.saved_tensors
         found = Gradients(d_x, d_weight, d_bias, ctx.factor)
         make, targets, chosen, ctx.make.ended = ctx.make, ctx.targets, ctx.chosen, True
         shape = (*x.shape[:-1], weight.shape[0])
-        lazy = LazyTensor(Source(shape, x.dtype, x.device, lambda: _gradient(make(), targets, grad)))
+        lazy = LazyTensor(
+            Source(shape, x.dtype, x.device, lambda: _gradient(make(), targets, grad))
+        )
         lazy.known = lambda x, weight: _multiplied(found, grad, x, weight, chosen)  # type: ignore[attr-defined]
         return lazy, None, None, None
 
@@ -146,7 +178,9 @@ def _multiplied(
         if chosen is not None:
             d_x = x.new_zeros(x.shape).flatten(0, -2).index_copy_(0, chosen, d_x)
         d_x = d_x.view_as(x)
-    d_weight, d_bias = (None if one is None else scaled(one, factor, weight) for one in (found.weight, found.bias))
+    d_weight, d_bias = (
+        None if one is None else scaled(one, factor, weight) for one in (found.weight, found.bias)
+    )
     return d_x, d_weight, d_bias
 
 

@@ -1,4 +1,6 @@
-"""The loss of a chunk of logits, and its gradient: in PyTorch, and in Triton over the logits themselves."""
+"""The loss of a chunk of logits, and its gradient: in PyTorch, and in Triton over the logits
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,15 @@ from hf_packfree.ops.launch import launch
 
 SoftmaxGradient = Callable[[Tensor, Tensor, float | None], tuple[Tensor, Tensor | None]]
 """`softmax_gradient` of a backend."""
-_BLOCK = 8192  # logits of a program at a time
+# logits of a program at a time
+_BLOCK = 8192
 
 
-def softmax_gradient(logits: Tensor, targets: Tensor, scale: float | None) -> tuple[Tensor, Tensor | None]:
-    """Return the losses of tokens and their gradient with respect to the logits, computed in fp32, or fp64 for such logits.
+def softmax_gradient(
+    logits: Tensor, targets: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the losses of tokens and their gradient with respect to the logits, computed in fp32,
+    or fp64 for such logits.
 
     Args:
         logits: [C, V], any floating dtype; may be overwritten.
@@ -23,10 +29,12 @@ def softmax_gradient(logits: Tensor, targets: Tensor, scale: float | None) -> tu
         scale: factor on the gradient; None: no gradient is wanted.
 
     Returns:
-        [C] in that precision, zero where there is no target; (softmax(logits) - one-hot(target)) * scale [C, V] in the logits'
-        dtype, zero there, too, or None.
+        [C] in that precision, zero where there is no target; (softmax(logits) - one-hot(target)) *
+        scale [C, V] in the logits' dtype, zero there, too, or None.
     """
-    log_softmax = torch.log_softmax(logits, 1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    log_softmax = torch.log_softmax(
+        logits, 1, dtype=torch.promote_types(logits.dtype, torch.float32)
+    )
     has, column = targets >= 0, targets.clamp(min=0)[:, None]
     losses = -log_softmax.gather(1, column)[:, 0]
     if scale is None:
@@ -35,13 +43,17 @@ def softmax_gradient(logits: Tensor, targets: Tensor, scale: float | None) -> tu
     gradient.scatter_add_(1, column, gradient.new_full(column.shape, -1.0))
     if scale != 1:
         gradient.mul_(scale)
-    if not bool(has.all()) if has.device.type == "cpu" else True:  # elsewhere, looking would take longer
+    # elsewhere, looking would take longer
+    if not bool(has.all()) if has.device.type == "cpu" else True:
         gradient.mul_(has[:, None])
     return losses.masked_fill(~has, 0), gradient.to(logits.dtype)
 
 
-def triton_softmax_gradient(logits: Tensor, targets: Tensor, scale: float | None) -> tuple[Tensor, Tensor | None]:
-    """Do the same in two reads and a write: the gradient overwrites the logits, whose rows have no gaps.
+def triton_softmax_gradient(
+    logits: Tensor, targets: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor | None]:
+    """Do the same in two reads and a write: the gradient overwrites the logits, whose rows have no
+    gaps.
 
     A target that is no word gives NaN.
     """
@@ -50,8 +62,16 @@ def triton_softmax_gradient(logits: Tensor, targets: Tensor, scale: float | None
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     wanted = scale is not None
     launch(
-        softmax_gradient, (len(logits),), logits, targets, losses, scale if wanted else 1.0, logits.shape[1],
-        GRADIENT=wanted, BLOCK=_BLOCK, num_warps=16,
+        softmax_gradient,
+        (len(logits),),
+        logits,
+        targets,
+        losses,
+        scale if wanted else 1.0,
+        logits.shape[1],
+        GRADIENT=wanted,
+        BLOCK=_BLOCK,
+        num_warps=16,
     )
     return losses, logits if wanted else None
 

@@ -7,11 +7,15 @@ import triton.language as tl
 
 
 @triton.jit(do_not_specialize=["scale"])
-def softmax_gradient(logits, targets, losses, scale, words, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
-    """losses [C] = logsumexp(logits) - logits[target]; logits [C, V] become (softmax - one-hot) * scale where GRADIENT.
+def softmax_gradient(
+    logits, targets, losses, scale, words, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """losses [C] = logsumexp(logits) - logits[target]; logits [C, V] become (softmax - one-hot) *
+    scale where GRADIENT.
 
-    Maximum and sum come from one pass (Milakov and Gimelshein, arXiv:1805.02867), per place of a block first.  The second pass
-    runs backwards, because the end of a row is still in the cache.  Grid: C tokens.
+    Maximum and sum come from one pass (Milakov and Gimelshein, arXiv:1805.02867), per place of a
+    block first. The second pass runs backwards, because the end of a row is still in the cache.
+    Grid: C tokens.
     """
     row = tl.program_id(0)
     target = tl.load(targets + row)
@@ -25,7 +29,8 @@ def softmax_gradient(logits, targets, losses, scale, words, GRADIENT: tl.constex
                 at = block * BLOCK + place
                 tl.store(x + at, tl.zeros((BLOCK,), x.dtype.element_ty), mask=at < words)
     else:
-        m_i = tl.full((BLOCK,), -1e38, tl.float32)  # finite, so that a place without logits adds nothing
+        # finite, so that a place without logits adds nothing
+        m_i = tl.full((BLOCK,), -1e38, tl.float32)
         acc = tl.zeros((BLOCK,), tl.float32)
         for block in range(blocks):
             at = block * BLOCK + place

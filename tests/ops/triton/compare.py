@@ -1,4 +1,6 @@
-"""One op on its Triton kernels against its reference implementation in fp64, values and gradients."""
+"""One op on its Triton kernels against its reference implementation in fp64, values and
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,20 @@ TOKENS = (1, 63, 65, 100)
 DOCUMENTS = {"1": [1], "63": [63], "65": [65], "100": [100], "several": [1, 2, 3, 4, 5, 64]}
 
 
-def run(op: Callable[..., Tensor | tuple[Tensor, ...]], inputs: Sequence[Tensor], backend: str) -> list[Tensor]:
-    """Return the op's outputs, and the gradients that its inputs get from fixed random ones of the outputs."""
+def run(
+    op: Callable[..., Tensor | tuple[Tensor, ...]], inputs: Sequence[Tensor], backend: str
+) -> list[Tensor]:
+    """Return the op's outputs, and the gradients that its inputs get from fixed random ones of
+    the outputs.
+    """
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     outputs = op(*leaves, backend=backend)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     generator = torch.Generator().manual_seed(1)
-    d_outputs = [torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.dtype) for out in outputs]
+    d_outputs = [
+        torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.dtype)
+        for out in outputs
+    ]
     return [*(out.detach() for out in outputs), *torch.autograd.grad(outputs, leaves, d_outputs)]
 
 
@@ -29,10 +38,15 @@ def random(*shapes: tuple[int, ...], seed: int = 0) -> list[Tensor]:
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
-def assert_matches(op: Callable[..., Tensor | tuple[Tensor, ...]], inputs: Sequence[Tensor], tolerance: float = 1e-6) -> None:
+def assert_matches(
+    op: Callable[..., Tensor | tuple[Tensor, ...]],
+    inputs: Sequence[Tensor],
+    tolerance: float = 1e-6,
+) -> None:
     """Assert that the relative RMS error of every output and gradient is below the tolerance.
 
-    Of those that are zero but for rounding, as the gradients of a single token's query, the error itself.
+    Of those that are zero but for rounding, as the gradients of a single token's query, the error
+    itself.
     """
     found, wanted = run(op, inputs, "triton"), run(op, [x.double() for x in inputs], "torch")
     for a, b in zip(found, wanted, strict=True):

@@ -1,9 +1,11 @@
-"""Kernels compiled for a GPU that is not here: Triton's compiler may refuse what its interpreter runs.
+"""Kernels compiled for a GPU that is not here: Triton's compiler may refuse what its interpreter
+runs.
 
     python -m tests.ops.triton.compiled
 
-Runs every op forward and backward on the CPU, compiling its kernels and running none, and prints {kernel: why it did not
-compile} as JSON.  A process of its own: Triton compiles nothing where the interpreter is chosen.
+Runs every op forward and backward on the CPU, compiling its kernels and running none, and prints
+{kernel: why it did not compile} as JSON. A process of its own: Triton compiles nothing where the
+interpreter is chosen.
 """
 
 from __future__ import annotations
@@ -24,14 +26,23 @@ from hf_packfree.ops.attention import attention
 from hf_packfree.ops.conv import qkv_conv
 from hf_packfree.ops.delta_rule.segments import fold
 from hf_packfree.ops.fused import (
-    add_norm, gated_rms_norm, gates, mixed, norm_rope, output_gate, projections, qkv_rope, swiglu_mlp,
+    add_norm,
+    gated_rms_norm,
+    gates,
+    mixed,
+    norm_rope,
+    output_gate,
+    projections,
+    qkv_rope,
+    swiglu_mlp,
 )
 from hf_packfree.ops.fused.low_rank import Adapted, Adapter
 from hf_packfree.ops.loss import linear_cross_entropy
 from hf_packfree.packing import PackedSequence
 
 H100 = GPUTarget("cuda", 90, 32)
-TOKENS, WIDTH, INNER, RANK = 32, 2048, 6144, 16  # Qwen3.5-2B's, and PEFT's commonest rank
+# Qwen3.5-2B's, and PEFT's commonest rank
+TOKENS, WIDTH, INNER, RANK = 32, 2048, 6144, 16
 PACKED = PackedSequence.from_lengths([20, 12])
 TRITON: Any = {"backend": "triton"}
 Failures = dict[str, list[str]]
@@ -41,12 +52,18 @@ def compile_all() -> Failures:
     """Compile what every op launches in bfloat16 and in fp32."""
     failures: Failures = {}
 
-    def compile_only(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **constants: Any) -> None:
+    def compile_only(
+        kernel: Any, *arguments: Any, grid: Any, warmup: bool, **constants: Any
+    ) -> None:
         found = failures.setdefault(kernel.__name__, [])
         try:
             triton.compile(*source(kernel, arguments, constants))
-        except Exception as error:  # whatever its passes raise
-            found.append(f"{[mangle_type(value) for value in arguments]}, {constants}: {type(error).__name__}: {error}")
+        except Exception as error:
+            # whatever its passes raise
+            found.append(
+                f"{[mangle_type(value) for value in arguments]}, {constants}: "
+                f"{type(error).__name__}: {error}"
+            )
 
     JITFunction.run = compile_only
     mixed.on_tensor_cores = mixed.on_hopper = lambda x: True
@@ -54,21 +71,44 @@ def compile_all() -> Failures:
     for dtype in (torch.bfloat16, torch.float32):
         for outputs, inputs in ops(dtype):
             torch.autograd.grad(outputs, inputs, [torch.zeros_like(out) for out in outputs])
-    fold(*(torch.randn(2, 2, 128, 128) for _ in range(2)), None, torch.tensor([0, 2], dtype=torch.int32), **TRITON)
+    fold(
+        *(torch.randn(2, 2, 128, 128) for _ in range(2)),
+        None,
+        torch.tensor([0, 2], dtype=torch.int32),
+        **TRITON,
+    )
     return failures
 
 
-def source(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> tuple[ASTSource, GPUTarget, dict[str, Any]]:
-    """Return what `triton.compile` takes for a launch with these arguments: None and 1 are compiled in, as by Triton."""
+def source(
+    kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]
+) -> tuple[ASTSource, GPUTarget, dict[str, Any]]:
+    """Return what `triton.compile` takes for a launch with these arguments: None and 1 are
+    compiled in, as by Triton.
+    """
     names = kernel.arg_names
-    values = dict(zip(names, arguments)) | {name: value for name, value in constants.items() if name in names}
-    fixed = {name: value for name, value in values.items() if name in constants or value is None or value is 1}  # noqa: F632
-    signature = {name: "constexpr" if name in fixed else mangle_type(value) for name, value in values.items()}
-    return ASTSource(kernel, signature, fixed), H100, {name: constants[name] for name in constants if name not in names}
+    values = dict(zip(names, arguments)) | {
+        name: value for name, value in constants.items() if name in names
+    }
+    fixed = {
+        name: value
+        for name, value in values.items()
+        if name in constants or value is None or value == 1
+    }
+    signature = {
+        name: "constexpr" if name in fixed else mangle_type(value) for name, value in values.items()
+    }
+    return (
+        ASTSource(kernel, signature, fixed),
+        H100,
+        {name: constants[name] for name in constants if name not in names},
+    )
 
 
 def ops(dtype: torch.dtype) -> Iterator[tuple[tuple[Tensor, ...], list[Tensor]]]:
-    """Yield the outputs of each op and what they were computed from; attention's kernels are for half precision alone."""
+    """Yield the outputs of each op and what they were computed from; attention's kernels are for
+    half precision alone.
+    """
 
     def random(*shapes: tuple[int, ...], dtype: torch.dtype = dtype) -> list[Tensor]:
         return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
@@ -100,8 +140,13 @@ def ops(dtype: torch.dtype) -> Iterator[tuple[tuple[Tensor, ...], list[Tensor]]]
     narrow = random((16, WIDTH), (16, WIDTH))
     yield projections(x, *narrow, batch_invariant=True, **TRITON), [x, *narrow]
     for of_adapters in {dtype, torch.float32}:
-        tensors = random(*[(RANK, WIDTH), (INNER, RANK)] * 2, (RANK, INNER), (WIDTH, RANK), dtype=of_adapters)
-        layers = [Adapted(w.detach(), (Adapter(*tensors[2 * i:2 * i + 2], 2.0),)) for i, w in enumerate((gate, up, down))]
+        tensors = random(
+            *[(RANK, WIDTH), (INNER, RANK)] * 2, (RANK, INNER), (WIDTH, RANK), dtype=of_adapters
+        )
+        layers = [
+            Adapted(w.detach(), (Adapter(*tensors[2 * i : 2 * i + 2], 2.0),))
+            for i, w in enumerate((gate, up, down))
+        ]
         yield (swiglu_mlp(x, *layers, **TRITON),), [x, *tensors]
         yield projections(x, *layers[:2], **TRITON), [x, *tensors[:4]]
 

@@ -1,4 +1,6 @@
-"""The Triton kernels run on the CPU, in Triton's interpreter, which tests/conftest.py chooses where there is no GPU."""
+"""The Triton kernels run on the CPU, in Triton's interpreter, which tests/conftest.py chooses
+where there is no GPU.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,18 @@ def reason_to_skip() -> str | None:
     if find_spec("triton") is None:
         return "triton is not installed; pip install triton (it runs on CPUs here)"
     if os.environ.get("TRITON_INTERPRET") != "1":
-        return "a GPU is here, for which kernels are compiled; run TRITON_INTERPRET=1 python -m pytest tests/ops/triton"
+        return (
+            "a GPU is here, for which kernels are compiled; run TRITON_INTERPRET=1 python -m "
+            "pytest tests/ops/triton"
+        )
     return None
 
 
 @pytest.fixture(autouse=True)
 def interpreter() -> Iterator[None]:
-    """Skip what cannot run, but fail in CI; overflows, which a GPU passes over in silence, are no warnings of NumPy's here."""
+    """Skip what cannot run, but fail in CI; overflows, which a GPU passes over in silence, are
+    no warnings of NumPy's here.
+    """
     if (reason := reason_to_skip()) is not None:
         (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
     with np.errstate(all="ignore"):
@@ -34,17 +41,26 @@ def interpreter() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
-    """Fill what `torch.empty` and its kin return with NaN, and integers with their maximum: no kernel may rely on zeros."""
+    """Fill what `torch.empty` and its kin return with NaN, and integers with their maximum: no
+    kernel may rely on zeros.
+    """
     torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory and torch.empty(3).new_empty(5).isnan().all()
+    assert (
+        torch.utils.deterministic.fill_uninitialized_memory
+        and torch.empty(3).new_empty(5).isnan().all()
+    )
     yield
     torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(autouse=True)
 def few_partial_sums(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let blocks of partial sums be small, since the interpreter adds their rows one after another."""
-    monkeypatch.setattr(import_module("hf_packfree.ops.fused.reduce"), "_TILES", ((16, 8), (16, 128)))
+    """Let blocks of partial sums be small, since the interpreter adds their rows one after
+    another.
+    """
+    monkeypatch.setattr(
+        import_module("hf_packfree.ops.fused.reduce"), "_TILES", ((16, 8), (16, 128))
+    )
 
 
 @pytest.fixture

@@ -20,7 +20,9 @@ def all_kernels() -> dict[str, str]:
     for file in sorted(HOUSE.rglob("*.py")):
         module = ".".join(file.relative_to(HOUSE.parent).with_suffix("").parts)
         for function in ast.parse(file.read_text()).body:
-            if isinstance(function, ast.FunctionDef) and "triton.jit" in map(_name, function.decorator_list):
+            if isinstance(function, ast.FunctionDef) and "triton.jit" in map(
+                _name, function.decorator_list
+            ):
                 found.append((function.name, module))
                 called |= {_name(node) for node in ast.walk(function) if isinstance(node, ast.Call)}
     kernels = [(name, module) for name, module in found if name not in called]

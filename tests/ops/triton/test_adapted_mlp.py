@@ -14,19 +14,29 @@ from tests.support import relative_rms
 SIZE, WIDTH, TOKENS = 24, 40, 19
 LAYERS = {"gate": (WIDTH, SIZE), "up": (WIDTH, SIZE), "down": (SIZE, WIDTH)}
 RANKS = {
-    "all": {"gate": (3,), "up": (3,), "down": (2,)}, "gate alone": {"gate": (3,)}, "down alone": {"down": (17,)},
+    "all": {"gate": (3,), "up": (3,), "down": (2,)},
+    "gate alone": {"gate": (3,)},
+    "down alone": {"down": (17,)},
     "several, of different ranks": {"up": (3, 5), "down": (2, 2)},
 }
 
 
 def mlp_of(ranks, dropout=0.0, residual=None):
     """The op, of x, the three weights and every A and B, and such tensors."""
-    shapes = [shape for name in ranks for r in ranks[name] for shape in ((r, LAYERS[name][1]), (LAYERS[name][0], r))]
+    shapes = [
+        shape
+        for name in ranks
+        for r in ranks[name]
+        for shape in ((r, LAYERS[name][1]), (LAYERS[name][0], r))
+    ]
 
     def op(x, *tensors, backend):
         rest = iter(tensors[3:])
         layers = [
-            Adapted(weight, tuple(Adapter(next(rest), next(rest), 0.5, dropout) for _ in ranks.get(name, ())))
+            Adapted(
+                weight,
+                tuple(Adapter(next(rest), next(rest), 0.5, dropout) for _ in ranks.get(name, ())),
+            )
             for name, weight in zip(LAYERS, tensors)
         ]
         return swiglu_mlp(x, *layers, residual=residual, backend=backend)
@@ -57,7 +67,9 @@ def test_room_behind_a_norm_saves_its_copy_and_changes_no_number(room, written_o
     total, norm, *tensors = random((1, TOKENS, SIZE), (SIZE,), (WIDTH, SIZE), (5, SIZE), (WIDTH, 5))
     first = Adapted(tensors[0], (Adapter(*tensors[1:], 0.5),) * 2)
     leaves, copied = [x.requires_grad_() for x in (total, norm, *tensors[1:])], []
-    monkeypatch.setattr(layers, "cat", lambda parts, dim: copied.append(parts[0].shape) or mixed.cat(parts, dim))
+    monkeypatch.setattr(
+        layers, "cat", lambda parts, dim: copied.append(parts[0].shape) or mixed.cat(parts, dim)
+    )
 
     def run(room):
         copied.clear()
@@ -65,7 +77,13 @@ def test_room_behind_a_norm_saves_its_copy_and_changes_no_number(room, written_o
         x = x.mul_(2.0) if written_over else x
         outs = projections(x, first, tensors[0], backend="triton")
         copies = copied.count((TOKENS, SIZE))
-        return copies, [*outs, x, *torch.autograd.grad(sum(out.square().sum() for out in outs) + x.square().sum(), leaves)]
+        return copies, [
+            *outs,
+            x,
+            *torch.autograd.grad(
+                sum(out.square().sum() for out in outs) + x.square().sum(), leaves
+            ),
+        ]
 
     (copies, found), (wanted_copies, wanted) = run(room), run(0)
     assert (copies, wanted_copies) == (0 if room == 40 and not written_over else 1, 1)
@@ -73,12 +91,16 @@ def test_room_behind_a_norm_saves_its_copy_and_changes_no_number(room, written_o
 
 
 @pytest.mark.parametrize(
-    "change", [None, torch.Tensor.clone, lambda d: d.mul_(2), lambda d: d + d], ids=["no hook", "clone", "in place", "doubled"]
+    "change",
+    [None, torch.Tensor.clone, lambda d: d.mul_(2), lambda d: d + d],
+    ids=["no hook", "clone", "in place", "doubled"],
 )
 def test_room_behind_a_gradient_changes_no_number(change):
     """Whatever hooks make of it."""
     residual, norm = random((1, TOKENS, SIZE), (SIZE,), seed=1)
-    ops, inputs = zip(*(mlp_of(RANKS[name], residual=residual) for name in ("all", "several, of different ranks")))
+    ops, inputs = zip(
+        *(mlp_of(RANKS[name], residual=residual) for name in ("all", "several, of different ranks"))
+    )
     leaves = [[0.3 * x for x in each] for each in inputs]
     flat = [x.requires_grad_() for each in leaves for x in each]
 

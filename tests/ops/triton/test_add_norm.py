@@ -34,7 +34,9 @@ def norm_alone(x, z, weight, *, backend):
 
 
 def read_twice(x, z, weight, *, backend):
-    """x and z go on to other things too, before and after: every gradient is a sum, into buffers of autograd's own."""
+    """x and z go on to other things too, before and after: every gradient is a sum, into buffers
+    of autograd's own.
+    """
     y, z = x.sin(), z[..., 7:].cos()
     normed, total = add_norm(y, None, weight, 1e-6, backend=backend)
     again, total = add_norm(total, z * normed, weight.cos(), 1e-6, backend=backend)
@@ -79,7 +81,9 @@ def test_gradients_of_frozen_parts_are_not_made(needs):
     leaves = [x.requires_grad_(), weight.requires_grad_(needs[0]), bias.requires_grad_(needs[1])]
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     found = [
-        torch.autograd.grad(add_layer_norm(x, None, weight, bias, 1e-6, backend=backend)[0].sin().sum(), wanted)
+        torch.autograd.grad(
+            add_layer_norm(x, None, weight, bias, 1e-6, backend=backend)[0].sin().sum(), wanted
+        )
         for backend in ("triton", "torch")
     ]
     assert max(relative_rms(a, b) for a, b in zip(*found, strict=True)) < 1e-5
@@ -87,7 +91,11 @@ def test_gradients_of_frozen_parts_are_not_made(needs):
 
 @pytest.mark.parametrize(
     ("dtype", "branch"),
-    [(torch.float16, torch.float16), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)],
+    [
+        (torch.float16, torch.float16),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.bfloat16),
+    ],
     ids=["fp16", "bf16", "fp32 and bf16, as under autocast"],
 )
 def test_rounds_once_to_the_dtype_of_the_reference(dtype, branch):
@@ -98,7 +106,8 @@ def test_rounds_once_to_the_dtype_of_the_reference(dtype, branch):
         return add_norm(x, z, weight, 1e-6, backend=backend)
 
     found, wanted = (run(op, inputs, backend) for backend in ("triton", "torch"))
-    if dtype is not torch.bfloat16:  # to which the interpreter truncates
+    # to which the interpreter truncates
+    if dtype is not torch.bfloat16:
         assert torch.equal(found[1], wanted[1])
     for a, b in zip(found, wanted, strict=True):
         assert a.dtype == b.dtype and relative_rms(a, b) < 2 * torch.finfo(b.dtype).eps

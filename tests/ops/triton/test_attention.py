@@ -28,11 +28,19 @@ def test_values_and_gradients(lengths, launched):
     def op(q, k, v, *, backend):
         return attention(q[..., :SIZE], k, v[..., SIZE:], packed, scale=0.3, backend=backend).mT
 
-    assert_matches(op, random((1, tokens, HEADS, 2 * SIZE), (1, tokens, KEY_HEADS, SIZE), (1, tokens, KEY_HEADS, 2 * SIZE)))
+    assert_matches(
+        op,
+        random(
+            (1, tokens, HEADS, 2 * SIZE),
+            (1, tokens, KEY_HEADS, SIZE),
+            (1, tokens, KEY_HEADS, 2 * SIZE),
+        ),
+    )
     assert launched == KERNELS
 
 
-@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # NumPy's, under the interpreter
+# NumPy's, under the interpreter
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 def test_nan_stays_in_its_document(backend):
     """What is past another document's end may not come in, times zero, as NaN."""

@@ -1,4 +1,6 @@
-"""Every kernel compiles for an H100, where none is needed: the interpreter runs what Triton's compiler refuses."""
+"""Every kernel compiles for an H100, where none is needed: the interpreter runs what Triton's
+compiler refuses.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,14 @@ import pytest
 from tests.ops.triton.kernels import HOUSE, all_kernels
 
 
-@pytest.mark.slow  # compiles
+# compiles
+@pytest.mark.slow
 def test_every_kernel_compiles():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = sys.executable, "-m", "tests.ops.triton.compiled"
-    done = subprocess.run(command, cwd=HOUSE.parent, env=environment, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        command, cwd=HOUSE.parent, env=environment, capture_output=True, text=True, timeout=500
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     failures = json.loads(done.stdout)
     assert failures == {name: [] for name in all_kernels()}

@@ -23,7 +23,9 @@ def qkv_of(packed, value_size=SIZE, qk_l2norm=True):
 
     def op(x, weight, bias=None, *, backend):
         sizes = (KEYS, VALUES), (SIZE, value_size)
-        return qkv_conv(x[..., 3:-5], weight, packed, *sizes, bias=bias, qk_l2norm=qk_l2norm, backend=backend)
+        return qkv_conv(
+            x[..., 3:-5], weight, packed, *sizes, bias=bias, qk_l2norm=qk_l2norm, backend=backend
+        )
 
     return op
 
@@ -58,7 +60,9 @@ def test_heads_normed(lengths):
     assert_matches(qkv_of(PackedSequence.from_lengths(lengths)), qkv_inputs(sum(lengths))[:2])
 
 
-@pytest.mark.parametrize(("taps", "value_size"), [(3, SIZE), (4, 24)], ids=["three taps", "wider values"])
+@pytest.mark.parametrize(
+    ("taps", "value_size"), [(3, SIZE), (4, 24)], ids=["three taps", "wider values"]
+)
 def test_heads_normed_with_a_bias(taps, value_size):
     packed = PackedSequence.from_lengths([1, 2, 3, 5, 20])
     assert_matches(qkv_of(packed, value_size), qkv_inputs(packed.num_tokens, value_size, taps))
@@ -75,6 +79,11 @@ def test_nan_stays_in_its_document(backend):
     packed = PackedSequence.from_lengths([5, 9, 6])
     x, weight = qkv_inputs(20)[:2]
     x[:, 5:14] = float("nan")
-    for part in run(qkv_of(packed), (x, weight), backend)[:4]:  # q, k, v, and the gradient of x
+    # q, k, v, and the gradient of x
+    for part in run(qkv_of(packed), (x, weight), backend)[:4]:
         tokens = part[..., 3:-5] if part.ndim == 3 else part
-        assert tokens[:, :5].isfinite().all() and tokens[:, 14:].isfinite().all() and tokens[:, 5:14].isnan().any(), backend
+        assert (
+            tokens[:, :5].isfinite().all()
+            and tokens[:, 14:].isfinite().all()
+            and tokens[:, 5:14].isnan().any()
+        ), backend

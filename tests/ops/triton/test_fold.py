@@ -16,7 +16,9 @@ KERNELS = {"fold_states"}
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 @pytest.mark.parametrize("keys, values", [(16, 32), (20, 40), (128, 16)])
 def test_fold(keys, values, reverse, given, launched):
-    transition, addend, states = random((6, 2, keys, keys), (6, 2, keys, values), (3, 2, keys, values))
+    transition, addend, states = random(
+        (6, 2, keys, keys), (6, 2, keys, values), (3, 2, keys, values)
+    )
     transition /= keys**0.5
     firsts = torch.tensor([0, 1, 5, 6], dtype=torch.int32)
     begins = states if given else None

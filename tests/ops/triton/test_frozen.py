@@ -1,4 +1,6 @@
-"""Frozen parameters: no partial sums of their gradients are made, and the other gradients keep every bit."""
+"""Frozen parameters: no partial sums of their gradients are made, and the other gradients keep
+every bit.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,22 @@ def convolved(x, weight):
 
 
 OPS = {
-    "norm": (lambda x, branch, weight: add_norm(x, branch, weight, 1e-6, backend="triton")[0], ((1, T, D), (1, T, D)), ((D,),)),
-    "gated norm": (lambda x, z, weight: gated_rms_norm(x, z, weight, 1e-6, backend="triton"), (HEADS, HEADS), ((D,),)),
+    "norm": (
+        lambda x, branch, weight: add_norm(x, branch, weight, 1e-6, backend="triton")[0],
+        ((1, T, D), (1, T, D)),
+        ((D,),),
+    ),
+    "gated norm": (
+        lambda x, z, weight: gated_rms_norm(x, z, weight, 1e-6, backend="triton"),
+        (HEADS, HEADS),
+        ((D,),),
+    ),
     "norm and rotary": (rotated, (HEADS,), ((D,),)),
-    "gates": (lambda *inputs: sum(gates(*inputs, backend="triton")), ((1, T, H), (1, T, H)), ((H,), (H,))),
+    "gates": (
+        lambda *inputs: sum(gates(*inputs, backend="triton")),
+        ((1, T, H), (1, T, H)),
+        ((H,), (H,)),
+    ),
     "convolution": (convolved, ((1, T, 4 * D),), ((4 * D, 4),)),
 }
 
@@ -41,4 +55,6 @@ def test_no_gradient_of_frozen_parameters_is_made(op, inputs, parameters, launch
     launched.clear()
     frozen = [*trained[:count], *(x.detach() for x in trained[count:])]
     found = torch.autograd.grad(op(*frozen).sin().sum(), frozen[:count])
-    assert "sum_partials" not in launched and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert "sum_partials" not in launched and all(
+        torch.equal(a, b) for a, b in zip(found, wanted, strict=True)
+    )

@@ -21,11 +21,14 @@ def small_blocks(monkeypatch):
 
 
 def run(inputs, backend, wanted=(0, 1), across=False):
-    """Values and gradients: a and b are slices, tokens or heads side by side; only the outputs in `wanted` get gradients."""
+    """Values and gradients: a and b are slices, tokens or heads side by side; only the outputs
+    in `wanted` get gradients.
+    """
     ba, *shared = inputs = [x.detach().clone().requires_grad_() for x in inputs]
     b, a = (ba.mT[..., ::2] if across else ba).chunk(2, -1)
     outputs = gates(a, b, *shared, backend=backend)
-    torch.manual_seed(1)  # of one sign: what A_log and dt_bias get is a sum over all tokens that should not cancel
+    # of one sign: what A_log and dt_bias get is a sum over all tokens that should not cancel
+    torch.manual_seed(1)
     d_outputs = [torch.rand(*out.mT.shape, dtype=torch.float64).to(out.dtype).mT for out in outputs]
     torch.autograd.backward([outputs[i] for i in wanted], [d_outputs[i] for i in wanted])
     return [*(out.detach() for out in outputs), *(x.grad for x in inputs)]
@@ -33,7 +36,10 @@ def run(inputs, backend, wanted=(0, 1), across=False):
 
 def assert_matches(inputs, across, limit):
     for wanted in ((0, 1), (0,), (1,)):
-        ours, reference = run(inputs, "triton", wanted, across), run([x.double() for x in inputs], "torch", wanted, across)
+        ours, reference = (
+            run(inputs, "triton", wanted, across),
+            run([x.double() for x in inputs], "torch", wanted, across),
+        )
         for x, y in zip(ours, reference, strict=True):
             error = 0.0 if y is None else relative_rms(x, y) if y.any() else float(x.abs().max())
             assert error < limit and x.isfinite().all(), (wanted, error)
@@ -47,7 +53,9 @@ def test_values_and_gradients(tokens, across, launched):
     assert launched == KERNELS | {"sum_partials"}
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)], ids=["fp32", "bf16"]
+)
 @pytest.mark.parametrize("scale", [1, 200], ids=["", "where softplus is its argument, or 0"])
 def test_many_tokens(scale, dtype, limit):
     """In bfloat16 too, to which the interpreter truncates where a GPU rounds."""
@@ -58,5 +66,7 @@ def test_many_tokens(scale, dtype, limit):
 def test_softplus_keeps_its_last_bits_far_below_zero():
     """Where log(1 + exp(x)) would have lost them."""
     small, one = torch.linspace(-80, -8, 99)[None, :, None], torch.zeros(1)
-    (x, _), (y, _) = (gates(small, small, one, one, backend=backend) for backend in ("triton", "torch"))
+    (x, _), (y, _) = (
+        gates(small, small, one, one, backend=backend) for backend in ("triton", "torch")
+    )
     assert ((x - y).abs() <= 1e-6 * y.abs()).all()

@@ -1,4 +1,6 @@
-"""The cached launcher against the installed Triton: the private call and the specialisation, which a release may move."""
+"""The cached launcher against the installed Triton: the private call and the specialisation,
+which a release may move.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,11 @@ from hypothesis import strategies as st
 
 from hf_packfree.ops import launch as module
 
-CPU = -1  # what torch calls the CPU, in the GPU's place
-BUFFERS = {dtype: torch.zeros(64, dtype=dtype) for dtype in (torch.bfloat16, torch.float32, torch.int32)}
+# what torch calls the CPU, in the GPU's place
+CPU = -1
+BUFFERS = {
+    dtype: torch.zeros(64, dtype=dtype) for dtype in (torch.bfloat16, torch.float32, torch.int32)
+}
 DEVICE, STREAM = 3, "the stream of device 3"
 
 
@@ -33,7 +38,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     pytest.importorskip("triton")
     from triton.runtime import driver
 
-    active = SimpleNamespace(get_current_device=lambda: DEVICE, get_current_stream={DEVICE: STREAM}.__getitem__)
+    active = SimpleNamespace(
+        get_current_device=lambda: DEVICE, get_current_stream={DEVICE: STREAM}.__getitem__
+    )
     monkeypatch.setattr(driver, "_active", active)
     yield
 
@@ -50,18 +57,23 @@ def compiled(driver: None) -> Iterator[Any]:
     kernel.src = SimpleNamespace(fn=SimpleNamespace(launch_metadata=None, arg_names=[]))
     kernel._run = lambda *arguments: kernel.started.append(arguments)
     yield kernel
-    kernel.module = None  # nothing to unload
+    # nothing to unload
+    kernel.module = None
 
 
 @pytest.mark.parametrize("grid", [(7,), (7, 5), (7, 5, 2)], ids=str)
-def test_a_start_is_tritons_own_but_for_addresses_and_hooks(compiled: Any, grid: tuple[int, ...]) -> None:
+def test_a_start_is_tritons_own_but_for_addresses_and_hooks(
+    compiled: Any, grid: tuple[int, ...]
+) -> None:
     x, rest = BUFFERS[torch.float32], (32, True)
     compiled[(*grid, 1, 1)[:3]](x, 5, None, 0.5, *rest)
     module._starter(compiled, DEVICE, rest)(grid, (x, 5, None, 0.5), [x.data_ptr(), 5, None, 0.5])
     theirs, ours = compiled.started
     at = theirs.index("packed metadata") + 1
     assert theirs[:at] == (*grid, 1, 1)[:3] + (STREAM, "function", "packed metadata") == ours[:at]
-    assert len(theirs) == len(ours) and ours[at : at + 3] == (None,) * 3, "metadata for hooks, and the two hooks"
+    assert len(theirs) == len(ours) and ours[at : at + 3] == (None,) * 3, (
+        "metadata for hooks, and the two hooks"
+    )
     assert theirs[at + 3] is x and theirs[at + 4 :] == (5, None, 0.5, *rest)
     assert ours[at + 3 :] == (x.data_ptr(), 5, None, 0.5, *rest)
 
@@ -86,7 +98,9 @@ def test_a_hook_that_is_added_later_gets_every_launch(compiled: Any, which: str)
 
 tensors = st.builds(
     lambda dtype, offset, kind: BUFFERS[dtype][offset:].as_subclass(kind),
-    st.sampled_from(list(BUFFERS)), st.integers(0, 16), st.sampled_from([torch.Tensor, Kept]),
+    st.sampled_from(list(BUFFERS)),
+    st.integers(0, 16),
+    st.sampled_from([torch.Tensor, Kept]),
 )
 edges = st.sampled_from([2**31 - 16, 2**31, -(2**31), -(2**31) - 16])
 integers = st.one_of(st.integers(-5, 40), st.integers(-(2**40), 2**40), edges)
@@ -96,9 +110,12 @@ values = st.one_of(tensors, integers, st.floats(allow_nan=False), st.none(), st.
 @given(pairs=st.lists(st.tuples(values, values), min_size=1, max_size=4))
 @example(pairs=[(BUFFERS[torch.float32][1:], BUFFERS[torch.float32]), (1, 1)])
 @example(pairs=[(1, 1.0)])
-@example(pairs=[(True, 1)])  # equal for Python
+# equal for Python
+@example(pairs=[(True, 1)])
 @example(pairs=[(Size.SIXTEEN, Size.SEVENTEEN)])
-def test_arguments_that_triton_compiles_differently_have_other_keys(pairs: list[tuple[Any, Any]]) -> None:
+def test_arguments_that_triton_compiles_differently_have_other_keys(
+    pairs: list[tuple[Any, Any]],
+) -> None:
     pytest.importorskip("triton")
     from triton.backends.nvidia.compiler import CUDABackend
     from triton.runtime.jit import native_specialize_impl

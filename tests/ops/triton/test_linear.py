@@ -32,12 +32,18 @@ def test_values_do_not_depend_on_the_number_of_rows(tokens, depth, sizes, launch
 
 def test_gradients():
     generator = torch.Generator().manual_seed(0)
-    leaves = [torch.randn(shape, generator=generator).half() for shape in ((1, 65, 40), (5, 40), (31, 40))]
+    leaves = [
+        torch.randn(shape, generator=generator).half() for shape in ((1, 65, 40), (5, 40), (31, 40))
+    ]
     gradients = []
     ours = {"batch_invariant": True, "backend": "triton"}
     for inputs, options in ((leaves, ours), ([leaf.double() for leaf in leaves], {})):
         inputs = [x.detach().requires_grad_() for x in inputs]
-        gradients.append(torch.autograd.grad(sum(out.sin().sum() for out in projections(*inputs, **options)), inputs))
+        gradients.append(
+            torch.autograd.grad(
+                sum(out.sin().sum() for out in projections(*inputs, **options)), inputs
+            )
+        )
     for a, b in zip(*gradients, strict=True):
         assert a.dtype == torch.float16 and relative_rms(a, b) < 8 * torch.finfo(a.dtype).eps
 
@@ -46,16 +52,27 @@ def test_gradients():
 def test_without_batch_invariance_torch_multiplies(sizes, launched, monkeypatch):
     """Narrow products, too: no kernel of ours runs."""
     monkeypatch.setattr(layers, "on_tensor_cores", lambda x: True)
-    x, weights = torch.randn(1, 5, 40).half(), [torch.randn(outputs, 40).half() for outputs in sizes]
+    x, weights = (
+        torch.randn(1, 5, 40).half(),
+        [torch.randn(outputs, 40).half() for outputs in sizes],
+    )
     found = projections(x, *weights, backend="triton")
-    assert all(torch.equal(part, torch.nn.functional.linear(x, weight)) for part, weight in zip(found, weights, strict=True))
+    assert all(
+        torch.equal(part, torch.nn.functional.linear(x, weight))
+        for part, weight in zip(found, weights, strict=True)
+    )
     assert not launched
 
 
 def test_narrow_neighbours_read_their_input_together_on_a_gpu(launched, monkeypatch):
     monkeypatch.setattr(layers, "on_tensor_cores", lambda x: True)
-    x, weights = torch.randn(1, 5, 40).half(), [torch.randn(outputs, 40).half() for outputs in (200, 3, 16)]
+    x, weights = (
+        torch.randn(1, 5, 40).half(),
+        [torch.randn(outputs, 40).half() for outputs in (200, 3, 16)],
+    )
     found = projections(x, *weights, backend="triton")
     assert launched == KERNELS
-    for part, invariant in zip(found[1:], projections(x, *weights, batch_invariant=True, backend="triton")[1:], strict=True):
+    for part, invariant in zip(
+        found[1:], projections(x, *weights, batch_invariant=True, backend="triton")[1:], strict=True
+    ):
         assert torch.equal(part, invariant)

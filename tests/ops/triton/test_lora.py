@@ -1,4 +1,6 @@
-"""PEFT's LoRA inside the fused layers: a packed row on the kernels against each document alone, unpatched, on PEFT's own."""
+"""PEFT's LoRA inside the fused layers: a packed row on the kernels against each document alone,
+unpatched, on PEFT's own.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def called():
     count = []
     with pytest.MonkeyPatch.context() as patch:
         base = torch.nn.Linear.forward
-        patch.setattr(torch.nn.Linear, "forward", lambda layer, x: count.append(1) or base(layer, x))
+        patch.setattr(
+            torch.nn.Linear, "forward", lambda layer, x: count.append(1) or base(layer, x)
+        )
         assert Linear.forward
         yield count
 
@@ -40,7 +44,13 @@ def lora(model, **options):
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(5)
-    settings = {"r": 4, "lora_alpha": 6, "init_lora_weights": False, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    settings = {
+        "r": 4,
+        "lora_alpha": 6,
+        "init_lora_weights": False,
+        "target_modules": "all-linear",
+        "task_type": "CAUSAL_LM",
+    }
     model = get_peft_model(model, LoraConfig(**settings | options))
     for name, parameter in model.named_parameters():
         if "magnitude" in name:
@@ -61,14 +71,18 @@ def assert_exact(model, reference):
     assert logits <= LOGIT_TOL and grads <= GRADIENT_TOL, (logits, grads)
 
 
-@pytest.mark.parametrize(("family", "options"), [("qwen3_5", {}), ("qwen3_5", {"use_dora": True}), ("qwen3_next", {})])
+@pytest.mark.parametrize(
+    ("family", "options"), [("qwen3_5", {}), ("qwen3_5", {"use_dora": True}), ("qwen3_next", {})]
+)
 def test_exact_and_no_layer_is_called(family, options, called, launched, monkeypatch):
     made, gradients = [], Weights.gradients
     monkeypatch.setattr(Weights, "gradients", lambda *args: made.append(1) or gradients(*args))
     model = on_kernels(lora(tiny(family), **options))
     run(model, BATCH, random_weights(BATCH, 128))
     assert "swiglu_backward" in launched or family == "qwen3_next"
-    assert "sum_partials" not in launched and bool(made) == bool(options), "no gradient of a frozen parameter is made"
+    assert "sum_partials" not in launched and bool(made) == bool(options), (
+        "no gradient of a frozen parameter is made"
+    )
     experts = {"qwen3_5": 0}.get(family)
     assert experts is None or len(called) == 1, "the head alone"
     assert_exact(model, lora(tiny(family), **options))
@@ -76,7 +90,9 @@ def test_exact_and_no_layer_is_called(family, options, called, launched, monkeyp
 
 @pytest.mark.parametrize("options", [{}, {"r": 3}])
 def test_nothing_that_adapters_read_is_copied(options, monkeypatch):
-    """What a layer reads is made with room behind its rows, by norms, gates and gated products alike; so are gradients."""
+    """What a layer reads is made with room behind its rows, by norms, gates and gated products
+    alike; so are gradients.
+    """
     beside, in_place = layers._beside, []
 
     def watched(x, inner, wider):
@@ -89,12 +105,15 @@ def test_nothing_that_adapters_read_is_copied(options, monkeypatch):
     logits, count = model(**BATCH.inputs).logits, len(model.get_base_model().model.layers)
     assert in_place == [True] * 4 * count
     logits.sum().backward()
-    copies = [False, True, False]  # below upstream's norm, and of k_proj, which is narrow
+    # below upstream's norm, and of k_proj, which is narrow
+    copies = [False, True, False]
     assert in_place[4 * count :] == [*copies, *[True] * 2 * (count - 1)]
 
 
 def kept_beside_parameters(model):
-    """Every tensor that a forward pass of the text model keeps for the backward pass, once, delta rule left out."""
+    """Every tensor that a forward pass of the text model keeps for the backward pass, once,
+    delta rule left out.
+    """
     parameters, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
 
     def keep(x):
@@ -102,9 +121,16 @@ def kept_beside_parameters(model):
             kept.setdefault(x.untyped_storage().data_ptr(), x)
         return x
 
-    trunk = on_kernels(model).get_base_model().model if hasattr(model, "peft_config") else on_kernels(model).model
+    trunk = (
+        on_kernels(model).get_base_model().model
+        if hasattr(model, "peft_config")
+        else on_kernels(model).model
+    )
     x = trunk.embed_tokens(BATCH.inputs["input_ids"]).detach().requires_grad_()
-    with pytest.MonkeyPatch.context() as patch, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x),
+    ):
         patch.setattr(conv_delta_rule, "gated_delta_rule", lambda q, k, v, *args, **options: v)
         trunk(inputs_embeds=x, position_ids=BATCH.inputs["position_ids"], use_cache=False)
     return list(kept.values())
@@ -118,16 +144,25 @@ def test_keeps_no_more_than_full_training_and_the_products_with_a():
     tokens, width = BATCH.inputs["input_ids"].numel(), 64
     full = kept_beside_parameters(tiny().bfloat16().train())
     kept, few = map(kept_with_adapters, ("all-linear", ["q_proj", "v_proj"]))
-    assert kept == size(full) - 4 * tokens * width, "upstream's last norm keeps one fp32 tensor less where it is frozen"
+    assert kept == size(full) - 4 * tokens * width, (
+        "upstream's last norm keeps one fp32 tensor less where it is frozen"
+    )
     assert kept == few, "no norm of the residual stream is kept for the gradients of A"
 
 
 def kept_with_adapters(targets):
-    """Bytes, without what is kept of the products with A: these are fp32, and upstream's last norm alone keeps others so."""
-    model, tokens = lora(tiny().bfloat16(), target_modules=targets).train(), BATCH.inputs["input_ids"].numel()
+    """Bytes, without what is kept of the products with A: these are fp32, and upstream's last
+    norm alone keeps others so.
+    """
+    model, tokens = (
+        lora(tiny().bfloat16(), target_modules=targets).train(),
+        BATCH.inputs["input_ids"].numel(),
+    )
     kept = kept_beside_parameters(model)
     assert sum(x.numel() >= tokens * 64 for x in kept if x.dtype == torch.float32) == 1
-    return size(kept) - 4 * tokens * sum(len(p) for name, p in model.named_parameters() if "lora_A" in name)
+    return size(kept) - 4 * tokens * sum(
+        len(p) for name, p in model.named_parameters() if "lora_A" in name
+    )
 
 
 @needs("bitsandbytes")
@@ -139,5 +174,7 @@ def test_bases_in_4_bits_are_made_whole_in_the_fused_layers(tmp_path):
 
         patch.setattr(Linear4bit, "forward", None)
         found = run(model, BATCH, random_weights(BATCH, 128))
-    logits, grads = errors(found, run_alone(lora(quantised(tmp_path)), BATCH, random_weights(BATCH, 128)))
+    logits, grads = errors(
+        found, run_alone(lora(quantised(tmp_path)), BATCH, random_weights(BATCH, 128))
+    )
     assert logits <= LOGIT_TOL and grads <= GRADIENT_TOL, (logits, grads)

@@ -22,7 +22,9 @@ def test_values_and_gradients(words, dtype, launched, monkeypatch):
     wanted = softmax.softmax_gradient(logits.clone(), targets, 4.0)
     losses, gradient = softmax.triton_softmax_gradient(logits.clone(), targets, 4.0)
     torch.testing.assert_close(losses, wanted[0], rtol=1e-6, atol=2e-6)
-    torch.testing.assert_close(gradient, wanted[1], rtol=1e-5 if dtype == torch.float32 else 2**-7, atol=2e-6)
+    torch.testing.assert_close(
+        gradient, wanted[1], rtol=1e-5 if dtype == torch.float32 else 2**-7, atol=2e-6
+    )
     kept = logits.clone()
     alone = softmax.triton_softmax_gradient(kept, targets, None)
     assert alone[1] is None and torch.equal(alone[0], losses) and torch.equal(kept, logits)
@@ -38,14 +40,20 @@ def test_far_logits_do_not_overflow():
     logits = torch.tensor([[-1e30, 1e30, 0.0], [float("-inf"), 3.0, 3.0]])
     losses, gradient = softmax.triton_softmax_gradient(logits, torch.tensor([1, 2]), 1.0)
     assert losses.tolist() == pytest.approx([0.0, 0.6931], abs=1e-4)
-    assert gradient[0].tolist() == [0.0, 0.0, 0.0] and gradient[1].tolist() == pytest.approx([0.0, 0.5, -0.5])
+    assert gradient[0].tolist() == [0.0, 0.0, 0.0] and gradient[1].tolist() == pytest.approx(
+        [0.0, 0.5, -0.5]
+    )
 
 
 def test_the_whole_operation():
     generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(*shape, generator=generator).requires_grad_() for shape in ((40, 8), (30, 8)))
+    x, weight = (
+        torch.randn(*shape, generator=generator).requires_grad_() for shape in ((40, 8), (30, 8))
+    )
     targets = torch.randint(30, (40,), generator=generator)
-    losses = (linear_cross_entropy(x, weight, targets, backend=name) for name in ("triton", "upstream"))
+    losses = (
+        linear_cross_entropy(x, weight, targets, backend=name) for name in ("triton", "upstream")
+    )
     ours, theirs = (torch.autograd.grad(loss, [x, weight]) for loss in losses)
     for found, wanted in zip(ours, theirs):
         assert relative_rms(found, wanted) <= 1e-6

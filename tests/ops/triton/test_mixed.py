@@ -1,4 +1,6 @@
-"""Adapters in fp32 taken apart for the tensor cores: the kernels here, the products in half precision exact in fp32."""
+"""Adapters in fp32 taken apart for the tensor cores: the kernels here, the products in half
+precision exact in fp32.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,16 @@ from tests.ops import test_low_rank
 from tests.support import relative_rms
 
 KERNELS = {"split", "add_parts", "outer_gradients"}
-BITS = 2**-16  # of two parts, which the interpreter cuts off where a GPU rounds
+# of two parts, which the interpreter cuts off where a GPU rounds
+BITS = 2**-16
 T, D, F, R = 70, 40, 48, 5
 
 
 @pytest.fixture(autouse=True)
 def on_tensor_cores(monkeypatch):
-    """Choose what a GPU chooses, and multiply as its tensor cores do: exactly, and summed in fp32."""
+    """Choose what a GPU chooses, and multiply as its tensor cores do: exactly, and summed in
+    fp32.
+    """
     monkeypatch.setattr(mixed, "on_tensor_cores", lambda x: True)
     monkeypatch.setattr(mixed, "wide_product", lambda x, w: x.float() @ w.float())
     monkeypatch.setattr(mixed, "_BLOCK", 256)
@@ -27,7 +32,9 @@ def on_tensor_cores(monkeypatch):
 
 @pytest.fixture
 def on_hopper(monkeypatch):
-    """Choose what a GPU of that kind chooses, in small tiles; in fp16, since the interpreter does not multiply bfloat16."""
+    """Choose what a GPU of that kind chooses, in small tiles; in fp16, since the interpreter
+    does not multiply bfloat16.
+    """
     at_once = mixed.gradients_at_once
 
     def in_fp16(d_out, up, inner, d_inner, scale):
@@ -52,18 +59,33 @@ def whole(inner):
 
 
 def test_fp32_is_not_rounded_to_half_precision(launched):
-    x, d_outs = random(T, D, dtype=torch.bfloat16), [random(T, F, dtype=torch.bfloat16, seed=i) for i in (1, 2)]
-    downs, ups = [random(R, D, seed=3 + i) for i in range(2)], [random(F, R, seed=5 + i) for i in range(2)]
+    x, d_outs = (
+        random(T, D, dtype=torch.bfloat16),
+        [random(T, F, dtype=torch.bfloat16, seed=i) for i in (1, 2)],
+    )
+    downs, ups = (
+        [random(R, D, seed=3 + i) for i in range(2)],
+        [random(F, R, seed=5 + i) for i in range(2)],
+    )
     inner, d_inner = Split.inner(x, downs, 1.5), Split.inner_gradient(d_outs, ups, 1.5)
     h = 1.5 * x.double() @ torch.cat(downs).double().T
     d_h = 1.5 * torch.cat([d_out.double() @ up.double() for d_out, up in zip(d_outs, ups)], 1)
     assert relative_rms(whole(inner), h) < BITS and relative_rms(whole(d_inner), d_h) < BITS
-    for found, wanted in zip(Split.down_gradients(x, d_inner, 2), (d_h.T @ x.double()).chunk(2), strict=True):
+    for found, wanted in zip(
+        Split.down_gradients(x, d_inner, 2), (d_h.T @ x.double()).chunk(2), strict=True
+    ):
         assert found.dtype == torch.float32 and relative_rms(found, wanted) < BITS
     assert_are_gradients_of_b([Split.up_gradient(d_outs[0], inner[:, : 3 * R])], d_outs, h)
-    sums = inner @ torch.cat([Split.up_factor(up, x) for up in ups], 1).T, d_inner @ Split.down_factor(downs, x)
-    for found, wanted in zip(sums, (h @ torch.cat(ups, 1).double().T, d_h @ torch.cat(downs).double()), strict=True):
-        assert relative_rms(found, wanted) < 1.01 * relative_rms(wanted.bfloat16(), wanted), "one rounding"
+    sums = (
+        inner @ torch.cat([Split.up_factor(up, x) for up in ups], 1).T,
+        d_inner @ Split.down_factor(downs, x),
+    )
+    for found, wanted in zip(
+        sums, (h @ torch.cat(ups, 1).double().T, d_h @ torch.cat(downs).double()), strict=True
+    ):
+        assert relative_rms(found, wanted) < 1.01 * relative_rms(wanted.bfloat16(), wanted), (
+            "one rounding"
+        )
     assert launched == {"split", "add_parts"}
 
 
@@ -80,13 +102,23 @@ def test_a_gradient_is_read_once_for_both_of_its_products(sizes, tokens, on_hopp
     wide = h.view(-1, 2, 1, R).expand(-1, 2, 3, R).flatten(1) / 3
     inner = mixed.in_pairs(wide, R, 1.0, torch.empty_like(wide, dtype=torch.bfloat16))
     d_inner, d_ups = mixed.outer_gradients(Split, d_outs, ups, inner.chunk(2, 1), 1.5, (True, True))
-    assert relative_rms(whole(d_inner), 1.5 * torch.cat([d.double() @ up.double() for d, up in zip(d_outs, ups)], 1)) < BITS
+    assert (
+        relative_rms(
+            whole(d_inner),
+            1.5 * torch.cat([d.double() @ up.double() for d, up in zip(d_outs, ups)], 1),
+        )
+        < BITS
+    )
     assert_are_gradients_of_b(d_ups, d_outs, whole(inner))
     assert launched == {"add_parts", "outer_gradients", "sum_partials"}
 
 
 def test_no_tokens_give_no_gradient(on_hopper):
-    d_out, up, inner = random(0, F, dtype=torch.bfloat16), random(F, R), random(0, 3 * R, dtype=torch.bfloat16)
+    d_out, up, inner = (
+        random(0, F, dtype=torch.bfloat16),
+        random(F, R),
+        random(0, 3 * R, dtype=torch.bfloat16),
+    )
     d_inner, (d_up,) = mixed.outer_gradients(Split, [d_out], [up], [inner], 1.5, (True,))
     assert d_inner.shape == inner.shape and torch.equal(d_up, torch.zeros(F, R))
 
@@ -100,17 +132,26 @@ def test_of_every_rank(rank, ups, on_hopper):
     inner = torch.cat([h, h, h / 64], 1) if split else h
     d_inner = inner.new_empty(inner.shape)
     found = mixed.gradients_at_once(d_out, up, inner, d_inner, 0.5)
-    read = d_inner.double()[:, -2 * rank:].view(T, -1, rank).sum(1)
-    wanted = [d_out.double().T @ (h.double() * (65 / 64 if split else 1)), 0.5 * d_out.double() @ up.double()]
+    read = d_inner.double()[:, -2 * rank :].view(T, -1, rank).sum(1)
+    wanted = [
+        d_out.double().T @ (h.double() * (65 / 64 if split else 1)),
+        0.5 * d_out.double() @ up.double(),
+    ]
     for a, b in zip((found, read), wanted, strict=True):
         assert relative_rms(a, b) < (1e-6 if split else torch.finfo(ups).eps)
 
 
-@pytest.mark.parametrize("dtypes", [(*[torch.float32] * 2, torch.bfloat16), (torch.float16,) * 3], ids=["fp32", "fp16"])
-def test_layers_that_read_once_are_no_farther_from_exact_than_the_reference(dtypes, on_hopper, launched):
+@pytest.mark.parametrize(
+    "dtypes", [(*[torch.float32] * 2, torch.bfloat16), (torch.float16,) * 3], ids=["fp32", "fp16"]
+)
+def test_layers_that_read_once_are_no_farther_from_exact_than_the_reference(
+    dtypes, on_hopper, launched
+):
     test_low_rank.test_half_precision_is_no_farther_from_exact_than_the_reference(*dtypes)
     assert "outer_gradients" in launched
 
 
 def test_layers_are_no_farther_from_exact_than_the_reference():
-    test_low_rank.test_half_precision_is_no_farther_from_exact_than_the_reference(torch.float32, torch.float32)
+    test_low_rank.test_half_precision_is_no_farther_from_exact_than_the_reference(
+        torch.float32, torch.float32
+    )

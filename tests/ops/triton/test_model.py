@@ -26,7 +26,9 @@ def short_strips(monkeypatch):
 
 @pytest.fixture
 def recomputed(monkeypatch):
-    """A list that gets one entry for each output that a layer's backward pass recomputes instead of the op's own."""
+    """A list that gets one entry for each output that a layer's backward pass recomputes instead
+    of the op's own.
+    """
     made, recompute_saved = [], rematerialize.recompute_saved
 
     def counted(tensor, make, worth_it):
@@ -37,16 +39,25 @@ def recomputed(monkeypatch):
 
 
 def step(hooked=False, **kernels):
-    """Logits and gradients of a packed row; where `hooked`, somebody watches the projections behind norm and gate."""
+    """Logits and gradients of a packed row; where `hooked`, somebody watches the projections
+    behind norm and gate.
+    """
     model = apply_patches(tiny())
     for name, module in model.named_modules():
         if "packfree" in vars(module):
-            vars(module)["packfree"] = replace(vars(module)["packfree"], elsewhere=Kernels(**kernels))
+            vars(module)["packfree"] = replace(
+                vars(module)["packfree"], elsewhere=Kernels(**kernels)
+            )
         if hooked and name.endswith(("out_proj", "o_proj")):
             module.register_forward_hook(lambda *_: None)
-    ids, positions = torch.cat(documents(LENGTHS))[None], torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    ids, positions = (
+        torch.cat(documents(LENGTHS))[None],
+        torch.cat([torch.arange(length) for length in LENGTHS])[None],
+    )
     logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-    (logits * torch.randn(logits.shape, generator=torch.Generator().manual_seed(3))).sum().backward()
+    (
+        logits * torch.randn(logits.shape, generator=torch.Generator().manual_seed(3))
+    ).sum().backward()
     return logits.detach(), gradients(model)
 
 
@@ -60,11 +71,13 @@ def test_every_kernel_of_a_layer_runs(launched, recomputed):
     assert_as_on_torch(step(**TRITON))
     of_towers = {"qkv_rope", "qkv_rope_backward"}
     of_adapters = {"split", "add_parts", "outer_gradients"}
-    elsewhere = {"narrow_linear", "fold_states", "softmax_gradient"}  # half precision, long documents, the head's loss
+    # half precision, long documents, the head's loss
+    elsewhere = {"narrow_linear", "fold_states", "softmax_gradient"}
     assert launched == set(all_kernels()) - elsewhere - of_towers - of_adapters
     assert not recomputed
 
 
 def test_projections_that_are_watched_are_called_by_themselves(recomputed):
     assert_as_on_torch(step(hooked=True, **TRITON))
-    assert len(recomputed) == 3 + 1  # the normed output of three layers, the gated output of the fourth
+    # the normed output of three layers, the gated output of the fourth
+    assert len(recomputed) == 3 + 1

@@ -1,4 +1,6 @@
-"""RMS norm of each head and rotary embedding of a part of its channels, on a slice of wider heads."""
+"""RMS norm of each head and rotary embedding of a part of its channels, on a slice of wider
+heads.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,15 @@ SIZE = 24
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("rotary", [8, SIZE], ids=["a third of the channels", "all channels"])
 def test_values_and_gradients(tokens, rotary, launched, monkeypatch):
-    monkeypatch.setattr(import_module("hf_packfree.ops.fused.norm_rope"), "_PROGRAMS", 7)  # several tokens of a program
+    # several tokens of a program
+    monkeypatch.setattr(import_module("hf_packfree.ops.fused.norm_rope"), "_PROGRAMS", 7)
     (angle,) = random((1, tokens, rotary // 2), seed=3)
     cos, sin = (torch.cat([turn, turn], -1) for turn in (angle.cos(), angle.sin()))
 
     def op(x, weight, *, backend):
-        return norm_rope(x[..., :SIZE], weight, cos.to(x.dtype), sin.to(x.dtype), 1e-6, backend=backend)
+        return norm_rope(
+            x[..., :SIZE], weight, cos.to(x.dtype), sin.to(x.dtype), 1e-6, backend=backend
+        )
 
     assert_matches(op, random((1, tokens, 3, 2 * SIZE), (SIZE,)))
     assert launched == KERNELS | {"sum_partials"}

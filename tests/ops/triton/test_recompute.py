@@ -1,4 +1,6 @@
-"""What an op keeps for the backward pass, and that recomputing the rest there changes no bit, however often it runs."""
+"""What an op keeps for the backward pass, and that recomputing the rest there changes no bit,
+however often it runs.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,16 @@ HEADS = ((1, T, H, D), (1, T, H, D), (F, H * D))
 OPS = {
     "gated norm": (norm_projected, (*HEADS, (D,)), ()),
     "output gate": (gate_projected, HEADS, ()),
-    "swiglu": (partial(swiglu_mlp, backend="triton"), ((1, T, D), (F, D), (F, D), (D, F)), (T * F, T * F)),
-    "swiglu of a norm": (mlp_of_norm, ((1, T, D), (D,), (F, D), (F, D), (D, F)), (T * D, D, T * F, T * F)),
+    "swiglu": (
+        partial(swiglu_mlp, backend="triton"),
+        ((1, T, D), (F, D), (F, D), (D, F)),
+        (T * F, T * F),
+    ),
+    "swiglu of a norm": (
+        mlp_of_norm,
+        ((1, T, D), (D,), (F, D), (F, D), (D, F)),
+        (T * D, D, T * F, T * F),
+    ),
     "layers of a norm": (layers_of_norm, ((1, T, D), (D,), (F, D), (F, D)), (T * D, D)),
 }
 
@@ -51,7 +61,9 @@ def case(request):
 def test_keeps_its_inputs_and_not_the_input_of_the_projection(case):
     op, leaves, kept = case
     sizes = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: sizes.append(t.numel()) or t, lambda t: t
+    ):
         op(*leaves)
     assert sorted(sizes) == sorted([*(t.numel() for t in leaves), *kept])
 
@@ -71,7 +83,9 @@ def test_a_second_backward_pass_has_the_same_bits(case):
     op, leaves, _ = case
     y = op(*leaves)
     d_y = y.detach().clone()
-    first, again = (torch.autograd.grad(y, leaves, d_y, retain_graph=keep) for keep in (True, False))
+    first, again = (
+        torch.autograd.grad(y, leaves, d_y, retain_graph=keep) for keep in (True, False)
+    )
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True)) and torch.equal(d_y, y)
 
 
@@ -82,7 +96,10 @@ def test_frozen_inputs_change_no_other_gradient(case):
     for i in range(len(leaves)):
         frozen = [t.detach().requires_grad_(j != i) for j, t in enumerate(leaves)]
         found = torch.autograd.grad(op(*frozen), [t for t in frozen if t.requires_grad], y.detach())
-        assert all(torch.equal(a, b) for a, b in zip(found, [d for j, d in enumerate(wanted) if j != i], strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(found, [d for j, d in enumerate(wanted) if j != i], strict=True)
+        )
 
 
 def test_autocast_around_the_backward_pass_changes_nothing(case):

@@ -28,5 +28,7 @@ def test_half_precision_is_rounded_once():
     (angle,) = random((5, 8), seed=3)
     cos, sin = (torch.cat([turn, turn], -1) for turn in (angle.cos(), angle.sin()))
     qkv = random((5, 3, 2, 16))[0].half()
-    for found, wanted in zip(qkv_rope(qkv, cos, sin, backend="triton"), qkv_rope(qkv, cos, sin), strict=True):
+    for found, wanted in zip(
+        qkv_rope(qkv, cos, sin, backend="triton"), qkv_rope(qkv, cos, sin), strict=True
+    ):
         assert torch.equal(found, wanted)

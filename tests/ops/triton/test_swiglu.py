@@ -14,7 +14,9 @@ SIZE, WIDTH = 24, 40
 
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_values_and_gradients(tokens, launched):
-    assert_matches(swiglu_mlp, random((1, tokens, SIZE), (WIDTH, SIZE), (WIDTH, SIZE), (SIZE, WIDTH)))
+    assert_matches(
+        swiglu_mlp, random((1, tokens, SIZE), (WIDTH, SIZE), (WIDTH, SIZE), (SIZE, WIDTH))
+    )
     assert launched == KERNELS
 
 
@@ -26,7 +28,9 @@ def test_a_residual_is_added(dtype, launched):
         wide = residual.to(dtype) if backend == "triton" else residual
         return swiglu_mlp(x, gate, up, down, residual=wide, backend=backend)
 
-    assert_matches(op, random((1, 5, SIZE), (WIDTH, SIZE), (WIDTH, SIZE), (SIZE, WIDTH), (1, 5, SIZE)))
+    assert_matches(
+        op, random((1, 5, SIZE), (WIDTH, SIZE), (WIDTH, SIZE), (SIZE, WIDTH), (1, 5, SIZE))
+    )
     assert launched == KERNELS
 
 
@@ -35,5 +39,7 @@ def test_gradients_are_finite_where_exp_overflows_in_fp32():
     eye = torch.eye(2)
     (d_far,) = torch.autograd.grad(swiglu_mlp(far, eye, eye, eye, backend="triton").sum(), far)
     wide = far.detach().double().requires_grad_()
-    (d_wide,) = torch.autograd.grad(swiglu_mlp(wide, eye.double(), eye.double(), eye.double()).sum(), wide)
+    (d_wide,) = torch.autograd.grad(
+        swiglu_mlp(wide, eye.double(), eye.double(), eye.double()).sum(), wide
+    )
     assert d_far.isfinite().all() and torch.allclose(d_far.double(), d_wide, rtol=1e-6, atol=1e-6)

@@ -1,8 +1,10 @@
-"""The gated delta rule over packed documents in PyTorch: chunked, exact at boundaries, light on memory.
+"""The gated delta rule over packed documents in PyTorch: chunked, exact at boundaries, light on
+memory.
 
-Nothing but the inputs is saved for the backward pass, which recomputes the forward's intermediates, one block of heads
-at a time.  Every product is a batched one over (chunk, head), which on the CPU gives each chunk the same result
-whatever else is in the batch: a document's output is batch-invariant.
+Nothing but the inputs is saved for the backward pass, which recomputes the forward's intermediates,
+one block of heads at a time. Every product is a batched one over (chunk, head), which on the CPU
+gives each chunk the same result whatever else is in the batch: a document's output is
+batch-invariant.
 
 Shapes: T tokens, H key heads, HV value heads, K and V head sizes.  Formulas: see `chunks.py`.
 """
@@ -20,13 +22,20 @@ from hf_packfree.ops.delta_rule.torch_chunked.passes import backward_pass, forwa
 from hf_packfree.ops.operation import Transformable, first_derivative, without_transforms
 from hf_packfree.packing import PackedSequence, uncompiled
 
-_WIDTH = 16  # what head sizes are multiples of
+# what head sizes are multiples of
+_WIDTH = 16
 Saved = tuple[Tensor, ...]
 
 
 @uncompiled
 def gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packed: PackedSequence, qk_l2norm: bool = True
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    packed: PackedSequence,
+    qk_l2norm: bool = True,
 ) -> Tensor:
     """See `hf_packfree.ops.delta_rule.gated_delta_rule`."""
     key_size, value_size = q.shape[-1], v.shape[-1]
@@ -38,7 +47,14 @@ def gated_delta_rule(
 
 @uncompiled
 def with_states(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor, packed: PackedSequence, qk_l2norm: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor,
+    packed: PackedSequence,
+    qk_l2norm: bool,
 ) -> tuple[Tensor, Tensor]:
     """See `hf_packfree.ops.delta_rule.gated_delta_rule_with_states`."""
     key_size, value_size = q.shape[-1], v.shape[-1]
@@ -48,7 +64,9 @@ def with_states(
 
 
 def _widen(x: Tensor) -> Tensor:
-    """Append zeros up to a head size of whole cache lines: on odd ones, matrix products depend on the address."""
+    """Append zeros up to a head size of whole cache lines: on odd ones, matrix products depend
+    on the address.
+    """
     return x if x.shape[-1] % _WIDTH == 0 else F.pad(x, (0, -x.shape[-1] % _WIDTH))
 
 
@@ -57,11 +75,21 @@ class _GatedDeltaRule(Transformable):
 
     @staticmethod
     def forward(
-        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None,
-        size: int, packed: PackedSequence, qk_l2norm: bool,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Tensor | None,
+        size: int,
+        packed: PackedSequence,
+        qk_l2norm: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        with torch.autocast(q.device.type, enabled=False):  # it would round the products to half precision
-            return forward_pass((q[0], k[0], v[0], g[0], beta[0]), size, packed, qk_l2norm, initial_state)
+        # it would round the products to half precision
+        with torch.autocast(q.device.type, enabled=False):
+            return forward_pass(
+                (q[0], k[0], v[0], g[0], beta[0]), size, packed, qk_l2norm, initial_state
+            )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -76,8 +104,17 @@ class _GatedDeltaRule(Transformable):
 
 
 def _backward(
-    d_out: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
-    initial_state: Tensor | None, size: int, packed: PackedSequence, qk_l2norm: bool,
+    d_out: Tensor,
+    d_final: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    size: int,
+    packed: PackedSequence,
+    qk_l2norm: bool,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of q, k, v, g, beta and of the initial state."""
     with torch.autocast(d_out.device.type, enabled=False):
@@ -86,9 +123,13 @@ def _backward(
 
 
 class TorchScans:
-    """What segments need to be walked side by side, by way of the whole passes; see `hf_packfree.ops.delta_rule.segments`."""
+    """What segments need to be walked side by side, by way of the whole passes; see
+    `hf_packfree.ops.delta_rule.segments`.
+    """
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, segments: Segments) -> Saved:
+    def prepare(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, segments: Segments
+    ) -> Saved:
         """Keep the inputs."""
         return q, k, v, g, beta
 
@@ -96,14 +137,22 @@ class TorchScans:
         """The transition is what values of zero leave of the identity."""
         q, k, v, g, beta = saved
         zero = _states(saved, segments)
-        identity = torch.eye(k.shape[-1], dtype=zero.dtype, device=k.device).expand(*zero.shape[:2], -1, -1)
+        identity = torch.eye(k.shape[-1], dtype=zero.dtype, device=k.device).expand(
+            *zero.shape[:2], -1, -1
+        )
         nothing = v.new_zeros(*v.shape[:3], k.shape[-1])
-        return self.walk((q, k, nothing, g, beta), identity, segments)[1], self.walk(saved, zero, segments)[1]
+        return self.walk((q, k, nothing, g, beta), identity, segments)[1], self.walk(
+            saved, zero, segments
+        )[1]
 
-    def walk(self, saved: Saved, initial_state: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+    def walk(
+        self, saved: Saved, initial_state: Tensor, segments: Segments
+    ) -> tuple[Tensor, Tensor]:
         """Run the forward pass."""
         with torch.autocast(initial_state.device.type, enabled=False):
-            out, final = forward_pass([x[0] for x in saved], saved[0].shape[-1], segments.record, False, initial_state)
+            out, final = forward_pass(
+                [x[0] for x in saved], saved[0].shape[-1], segments.record, False, initial_state
+            )
         assert final is not None
         return out, final
 
@@ -113,12 +162,19 @@ class TorchScans:
         return self.walk_back(saved, zero, d_out, zero, segments)[-1]
 
     def walk_back(
-        self, saved: Saved, initial_state: Tensor, d_out: Tensor, d_final: Tensor, segments: Segments
+        self,
+        saved: Saved,
+        initial_state: Tensor,
+        d_out: Tensor,
+        d_final: Tensor,
+        segments: Segments,
     ) -> tuple[Tensor, ...]:
         """Run the backward pass."""
         inputs, size = [x[0] for x in saved], saved[0].shape[-1]
         with torch.autocast(d_out.device.type, enabled=False):
-            found = backward_pass(inputs, d_out[0], size, segments.record, False, initial_state, d_final)
+            found = backward_pass(
+                inputs, d_out[0], size, segments.record, False, initial_state, d_final
+            )
         return found  # type: ignore[return-value]
 
 
@@ -126,4 +182,6 @@ def _states(saved: Saved, segments: Segments) -> Tensor:
     """Zero for every segment."""
     q, _, v, *_ = saved
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return v.new_zeros(segments.record.num_segments, v.shape[2], q.shape[3], v.shape[3], dtype=dtype)
+    return v.new_zeros(
+        segments.record.num_segments, v.shape[2], q.shape[3], v.shape[3], dtype=dtype
+    )

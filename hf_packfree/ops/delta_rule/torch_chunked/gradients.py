@@ -1,8 +1,10 @@
-"""The chunk-local part of the backward pass: from the gradients of the system's factors to those of the inputs.
+"""The chunk-local part of the backward pass: from the gradients of the system's factors to those of
+the inputs.
 
-With Z = X^T dN the chunk's own terms are dP = dO N^T and dL = -beta Z N^T.  A log decay total G_i scales row i of L and
-P, and its inverse scales column i, so that dG_i is what row i of dL L + dP P sums to, less what column i does; and the
-same for the factors of the state.  Notation in `chunks.py`.
+With Z = X^T dN the chunk's own terms are dP = dO N^T and dL = -beta Z N^T. A log decay total G_i
+scales row i of L and P, and its inverse scales column i, so that dG_i is what row i of dL L + dP P
+sums to, less what column i does; and the same for the factors of the state. Notation in
+`chunks.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from hf_packfree.ops.delta_rule.torch_chunked.scratch import Scratch
 
 
 class KeyGradients(NamedTuple):
-    """Sums over the value heads: of the unit keys and queries, and of their products with the keys."""
+    """Sums over the value heads: of the unit keys and queries, and of their products with the
+    keys.
+    """
 
     k: Tensor
     q: Tensor
@@ -75,7 +79,13 @@ def finish_values(
     _add_heads(total.q, output.read, gates.decay)
 
     write_k *= gates.rest[..., 0]
-    d_decay = local.sum(-1) - local.sum(-2) + read_k * scale[..., 0] + read_q * gates.decay[..., 0] - write_k
+    d_decay = (
+        local.sum(-1)
+        - local.sum(-2)
+        + read_k * scale[..., 0]
+        + read_q * gates.decay[..., 0]
+        - write_k
+    )
     d_decay[:, -1] += write_k.sum(-1) + kept
     d_g = d_decay.flip(-1).cumsum(-1).flip(-1)
     d_beta = v.mul_(z).sum(-1) - row_k - gates.decay[..., 0] * read_k

@@ -1,11 +1,13 @@
-"""The layout of a packed row in chunks, none of which holds tokens of two documents, and reading and writing rows of it.
+"""The layout of a packed row in chunks, none of which holds tokens of two documents, and reading
+and writing rows of it.
 
-Every document is cut into chunks of C tokens, its last one padded.  Chunks are ordered by time: first the first chunk
-of every document, longest document first, then the second chunk of every document that has one, and so on.  The chunks
-of one time step are then a slice, and the documents that go on to the next step are the first ones of that slice.
+Every document is cut into chunks of C tokens, its last one padded. Chunks are ordered by time:
+first the first chunk of every document, longest document first, then the second chunk of every
+document that has one, and so on. The chunks of one time step are then a slice, and the documents
+that go on to the next step are the first ones of that slice.
 
-Shapes: T tokens, H heads, D head size, N documents, M chunks of a window, C tokens of a chunk, h heads of a block, R = M x h
-rows, of one chunk and head each.
+Shapes: T tokens, H heads, D head size, N documents, M chunks of a window, C tokens of a chunk, h
+heads of a block, R = M x h rows, of one chunk and head each.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from hf_packfree.packing import PackedSequence
 
 
 class Step(NamedTuple):
-    """The chunks of one time step: `docs` of them, the first `going_on` of which have a next one."""
+    """The chunks of one time step: `docs` of them, the first `going_on` of which have a next
+    one.
+    """
 
     docs: int
     going_on: int
@@ -36,8 +40,9 @@ class Window(NamedTuple):
     Attributes:
         first: chunks of the windows before this one.
         steps: in order.
-        tokens: int64 [M, 1, C], the token that each position of a chunk reads.  Padding reads the last token of its own
-            document, so that no value of another document, not even a NaN, comes near.
+        tokens: int64 [M, 1, C], the token that each position of a chunk reads. Padding reads the
+            last token of its own document, so that no value of another document, not even a NaN,
+            comes near.
         targets: int64 [M, 1, C], the token that each position writes to; T for padding.
         padding: int64 [P], the positions (of M x C) that are padding.
         cache: what `head_rows` returned before; it is the same for every layer.
@@ -60,11 +65,17 @@ class Window(NamedTuple):
         return slice(self.first * heads, (self.first + self.num_chunks) * heads)
 
     def steps_with_states(self, *, final: bool) -> tuple[Step, ...]:
-        """Return its steps where documents begin with a state of their own; `final`: and somebody reads the last ones."""
-        return tuple(Step(step.docs, step.docs if final else step.going_on, False) for step in self.steps)
+        """Return its steps where documents begin with a state of their own; `final`: and
+        somebody reads the last ones.
+        """
+        return tuple(
+            Step(step.docs, step.docs if final else step.going_on, False) for step in self.steps
+        )
 
     def head_rows(self, which: str, stride: int, heads: slice) -> Tensor:
-        """Return the rows of a table with `stride` rows per token for the heads of "tokens" or "targets": int64 [M, h, C]."""
+        """Return the rows of a table with `stride` rows per token for the heads of "tokens" or
+        "targets": int64 [M, h, C].
+        """
         key = (which, stride, heads.start, heads.stop)
         if key not in self.cache:
             tokens = self.tokens if which == "tokens" else self.targets
@@ -80,7 +91,8 @@ def plan_windows(packed: PackedSequence, chunk: int, limit: int) -> tuple[Window
     """
     bounds = packed.cu_seqlens_cpu.long()
     counts, order = _by_chunks(packed, chunk)
-    docs = packed.num_segments - counts.bincount().cumsum(0)  # docs[j]: documents of more than j chunks; the last is 0
+    # docs[j]: documents of more than j chunks; the last is 0
+    docs = packed.num_segments - counts.bincount().cumsum(0)
     number = torch.from_numpy(np.repeat(np.arange(len(docs)), docs.numpy()))
     doc = order[torch.arange(len(number), device="cpu") - (docs.cumsum(0) - docs)[number]]
     token = (bounds[doc] + number * chunk)[:, None, None] + torch.arange(chunk, device="cpu")
@@ -106,13 +118,17 @@ def document_order(packed: PackedSequence, chunk: int) -> Tensor:
 
 
 def _by_chunks(packed: PackedSequence, chunk: int) -> tuple[Tensor, Tensor]:
-    """Return how many chunks each document has, and the documents with the most chunks first; int64 [N] on the host."""
+    """Return how many chunks each document has, and the documents with the most chunks first;
+    int64 [N] on the host.
+    """
     counts = (packed.cu_seqlens_cpu.long().diff() + chunk - 1) // chunk
     return counts, counts.argsort(descending=True, stable=True)
 
 
 def _group_steps(docs: list[int], limit: int) -> Iterator[tuple[Step, ...]]:
-    """Group the time steps, of `docs` chunks each (and none in the last), into windows of at most `limit` chunks."""
+    """Group the time steps, of `docs` chunks each (and none in the last), into windows of at
+    most `limit` chunks.
+    """
     group: list[Step] = []
     room = limit
     for number, (now, after) in enumerate(pairwise(docs)):
@@ -128,7 +144,9 @@ class TokenReader:
     """Gathers rows from x [T, H, D] or [T, H] of any strides."""
 
     def __init__(self, x: Tensor) -> None:
-        """Lay a table of head vectors over x without a copy if its strides allow, as those of a split projection do."""
+        """Lay a table of head vectors over x without a copy if its strides allow, as those of a
+        split projection do.
+        """
         if x.dim() == 2:
             x = x[..., None].contiguous()
         length, heads, size = x.shape
@@ -137,8 +155,12 @@ class TokenReader:
         self.stride = x.stride(0) // size
         self.table = x.as_strided(((length - 1) * self.stride + heads, size), (size, 1))
 
-    def read(self, heads: slice, window: Window, name: str, space: Scratch, zero_padding: bool = False) -> Tensor:
-        """Return [R, C, D] as the buffer `name`; padding repeats its document's last token, or holds zero."""
+    def read(
+        self, heads: slice, window: Window, name: str, space: Scratch, zero_padding: bool = False
+    ) -> Tensor:
+        """Return [R, C, D] as the buffer `name`; padding repeats its document's last token, or
+        holds zero.
+        """
         index = window.head_rows("tokens", self.stride, heads)
         found = space(name, index.numel(), self.table.shape[1])
         if self.table.dtype == space.dtype:
@@ -151,7 +173,9 @@ class TokenReader:
 
 
 class TokenWriter:
-    """Collects rows into [1, T, H, D] or [1, T, H]; what padding holds goes to a token past the end."""
+    """Collects rows into [1, T, H, D] or [1, T, H]; what padding holds goes to a token past the
+    end.
+    """
 
     def __init__(self, like: Tensor) -> None:
         """`like` [T, ...] gives shape, dtype and device."""
@@ -164,7 +188,8 @@ class TokenWriter:
         index = window.head_rows("targets", self.heads, heads)
         rows = rows.reshape(-1, table.shape[1]).to(table.dtype)
         if table.shape[1] * table.element_size() % 16 == 0 and rows.is_contiguous():
-            table, rows = table.view(torch.complex128), rows.view(torch.complex128)  # copied 16 bytes at a time
+            # copied 16 bytes at a time
+            table, rows = table.view(torch.complex128), rows.view(torch.complex128)
         table.index_copy_(0, index.flatten(), rows)
 
     def result(self) -> Tensor:

@@ -1,10 +1,13 @@
-"""The forward and the backward pass: what is read when, block of heads by block and window by window.
+"""The forward and the backward pass: what is read when, block of heads by block and window by
+window.
 
-A block is a few key heads with the value heads that read them, a window a few time steps.  On the CPU both are small:
-what is computed from a window stays in the cache, and what the backward pass keeps of a block takes little fresh
-memory, whose page faults cost time.  Elsewhere a block holds as many value heads as there are key heads.
+A block is a few key heads with the value heads that read them, a window a few time steps. On the
+CPU both are small: what is computed from a window stays in the cache, and what the backward pass
+keeps of a block takes little fresh memory, whose page faults cost time. Elsewhere a block holds as
+many value heads as there are key heads.
 
-Shapes: T tokens, H key heads, HV value heads, K and V head sizes.  More, and formulas: see `chunks.py`.
+Shapes: T tokens, H key heads, HV value heads, K and V head sizes. More, and formulas: see
+`chunks.py`.
 """
 
 from __future__ import annotations
@@ -37,8 +40,10 @@ from hf_packfree.ops.delta_rule.torch_chunked.scan import scan_gradients, scan_o
 from hf_packfree.ops.delta_rule.torch_chunked.scratch import Scratch, scratch_for
 from hf_packfree.packing import PackedSequence
 
-_CHUNK_ON_CPU, _CHUNK = 32, 64  # the shorter does a fifth less arithmetic, the longer takes half the steps
-_HEADS, _ROWS = 8, 512  # on the CPU: value heads of a block, chunks x value heads of a window
+# the shorter does a fifth less arithmetic, the longer takes half the steps
+_CHUNK_ON_CPU, _CHUNK = 32, 64
+# on the CPU: value heads of a block, chunks x value heads of a window
+_HEADS, _ROWS = 8, 512
 
 
 class Block(NamedTuple):
@@ -54,7 +59,8 @@ class States(NamedTuple):
 
     Attributes:
         given: [N, HV, K, V], one for each document.
-        order: int64 [N], the document that each row of the scan's states belongs to, see `layout.py`.
+        order: int64 [N], the document that each row of the scan's states belongs to, see
+            `layout.py`.
     """
 
     given: Tensor
@@ -71,7 +77,9 @@ class States(NamedTuple):
 
     def put(self, rows: Tensor, block: Block, found: Tensor) -> None:
         """Write a block's `rows` to `found`, one state for each document."""
-        found[:, block.values] = rows.unflatten(0, (-1, block.size))[self.order.argsort()].to(found.dtype)
+        found[:, block.values] = rows.unflatten(0, (-1, block.size))[self.order.argsort()].to(
+            found.dtype
+        )
 
 
 class Local(NamedTuple):
@@ -83,7 +91,9 @@ class Local(NamedTuple):
 
 
 class Trail(NamedTuple):
-    """What the backward pass keeps of a block: the state before every chunk, the new values, and each window's part."""
+    """What the backward pass keeps of a block: the state before every chunk, the new values, and
+    each window's part.
+    """
 
     states: Tensor
     new: Tensor
@@ -94,7 +104,12 @@ class Source:
     """The inputs, read and prepared one block and window at a time."""
 
     def __init__(
-        self, inputs: Sequence[Tensor], size: int, packed: PackedSequence, qk_l2norm: bool, states: bool = False
+        self,
+        inputs: Sequence[Tensor],
+        size: int,
+        packed: PackedSequence,
+        qk_l2norm: bool,
+        states: bool = False,
     ) -> None:
         """Take the inputs as they are.
 
@@ -102,7 +117,8 @@ class Source:
             inputs: q, k [T, H, K], v [T, HV, V], g, beta [T, HV].
             size: K before it was widened.
             packed, qk_l2norm: see `hf_packfree.ops.delta_rule.gated_delta_rule`.
-            states: somebody reads the state after the last chunk, into which its padding may neither decay nor write.
+            states: somebody reads the state after the last chunk, into which its padding may
+                neither decay nor write.
         """
         self.qk_l2norm, self.states = qk_l2norm, states
         self.q, self.k, self.v, self.g, self.beta = (TokenReader(x) for x in inputs)
@@ -111,17 +127,30 @@ class Source:
         self.space = scratch_for(packed, inputs[0].device, dtype)
 
     def local(self, block: Block, window: Window, tag: str = "") -> Local:
-        """Prepare keys, decays and triangular systems; `tag` names buffers, written anew where it comes again."""
+        """Prepare keys, decays and triangular systems; `tag` names buffers, written anew where
+        it comes again.
+        """
         space = self.space
-        keys = make_keys(self.k.read(block.keys, window, f"k{tag}", space), self.qk_l2norm, space, tag)
+        keys = make_keys(
+            self.k.read(block.keys, window, f"k{tag}", space), self.qk_l2norm, space, tag
+        )
         gates_of = ((self.g, f"g{tag}"), (self.beta, f"beta{tag}"))
-        g, beta = (x.read(block.values, window, name, space, zero_padding=self.states) for x, name in gates_of)
+        g, beta = (
+            x.read(block.values, window, name, space, zero_padding=self.states)
+            for x, name in gates_of
+        )
         gates = make_gates(g, beta, space, tag)
         return Local(keys, gates, make_solve(keys, gates, space, tag))
 
     def queries(self, keys: Units, block: Block, window: Window) -> Units:
         """Prepare the queries."""
-        return make_queries(self.q.read(block.keys, window, "q", self.space), keys, self.size, self.qk_l2norm, self.space)
+        return make_queries(
+            self.q.read(block.keys, window, "q", self.space),
+            keys,
+            self.size,
+            self.qk_l2norm,
+            self.space,
+        )
 
     def values(self, gates: Gates, block: Block, window: Window) -> Tensor:
         """Return beta v, for the scan to overwrite."""
@@ -129,21 +158,37 @@ class Source:
 
 
 def forward_pass(
-    inputs: Sequence[Tensor], size: int, packed: PackedSequence, qk_l2norm: bool, initial_state: Tensor | None = None
+    inputs: Sequence[Tensor],
+    size: int,
+    packed: PackedSequence,
+    qk_l2norm: bool,
+    initial_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute o [1, T, HV, V] from q, k, v, g, beta, see `Source`; and from `initial_state` [N, HV, K, V] the final one."""
-    source, out = Source(inputs, size, packed, qk_l2norm, initial_state is not None), TokenWriter(inputs[2])
+    """Compute o [1, T, HV, V] from q, k, v, g, beta, see `Source`; and from `initial_state` [N,
+    HV, K, V] the final one.
+    """
+    source, out = (
+        Source(inputs, size, packed, qk_l2norm, initial_state is not None),
+        TokenWriter(inputs[2]),
+    )
     blocks, windows = _plan(inputs, packed)
     states = _states(initial_state, windows, packed)
     final = None if states is None else states.empty()
     for block in blocks:
         if states is None:
-            state = source.space("state", windows[0].steps[0].docs * block.size, inputs[1].shape[-1], inputs[2].shape[-1])
+            state = source.space(
+                "state",
+                windows[0].steps[0].docs * block.size,
+                inputs[1].shape[-1],
+                inputs[2].shape[-1],
+            )
         else:
             state = states.rows(block, "state", source.space)
         for window in windows:
             local = source.local(block, window)
-            output = make_output(source.queries(local.keys, block, window), local.gates, source.space)
+            output = make_output(
+                source.queries(local.keys, block, window), local.gates, source.space
+            )
             values = source.values(local.gates, block, window)
             found = source.space.like("out", values)
             update = make_update(*local, source.space)
@@ -183,17 +228,26 @@ def backward_pass(
     return *(x.result() for x in trace.writers), d_initial
 
 
-def _states(given: Tensor | None, windows: Sequence[Window], packed: PackedSequence) -> States | None:
+def _states(
+    given: Tensor | None, windows: Sequence[Window], packed: PackedSequence
+) -> States | None:
     if given is None:
         return None
     return States(given, packed.cached(document_order, windows[0].tokens.shape[-1]))
 
 
-def _retrace(source: Source, block: Block, windows: Sequence[Window], given: States | None) -> Trail:
+def _retrace(
+    source: Source, block: Block, windows: Sequence[Window], given: States | None
+) -> Trail:
     """Run the forward scan once more, and keep its states, and what else no state goes into."""
     space, key_size, value_size = source.space, source.k.table.shape[1], source.v.table.shape[1]
-    rows, chunk = (windows[-1].first + windows[-1].num_chunks) * block.size, windows[0].tokens.shape[-1]
-    trail = Trail(space("states", rows, key_size, value_size), space("new", rows, chunk, value_size), [])
+    rows, chunk = (
+        (windows[-1].first + windows[-1].num_chunks) * block.size,
+        windows[0].tokens.shape[-1],
+    )
+    trail = Trail(
+        space("states", rows, key_size, value_size), space("new", rows, chunk, value_size), []
+    )
     if given is not None:
         opening = given.rows(block, "state", space)
         trail.states[: len(opening)].copy_(opening)
@@ -209,7 +263,9 @@ def _retrace(source: Source, block: Block, windows: Sequence[Window], given: Sta
 
 
 class Trace(NamedTuple):
-    """What the backward pass reads and writes: inputs, the gradient of the output, those of the inputs, and states."""
+    """What the backward pass reads and writes: inputs, the gradient of the output, those of the
+    inputs, and states.
+    """
 
     source: Source
     d_source: TokenReader
@@ -219,12 +275,18 @@ class Trace(NamedTuple):
 
 
 def _reverse(trace: Trace, block: Block, windows: Sequence[Window], trail: Trail) -> Tensor:
-    """Run the gradient from the last window to the first; return that of the state before it, [N x heads, K, V]."""
+    """Run the gradient from the last window to the first; return that of the state before it, [N
+    x heads, K, V].
+    """
     source, (d_q, d_k, *d_values) = trace.source, trace.writers
     space = source.space
     first = trail.states[: windows[0].steps[0].docs * block.size]
     product = space.like("product", first)
-    d_state = space.like("d_state", first).zero_() if trace.ends is None else trace.ends.rows(block, "d_state", space)
+    d_state = (
+        space.like("d_state", first).zero_()
+        if trace.ends is None
+        else trace.ends.rows(block, "d_state", space)
+    )
     for window, local in zip(reversed(windows), reversed(trail.local), strict=True):
         here = window.rows(block.size)
         keys, gates, _ = local
@@ -234,17 +296,25 @@ def _reverse(trace: Trace, block: Block, windows: Sequence[Window], trail: Trail
         d_out = trace.d_source.read(block.values, window, "out", space, zero_padding=True)
         z = space.like("z", new)
         steps = window.steps if trace.states is None else window.steps_with_states(final=True)
-        kept = scan_gradients(update, output, steps, block.size, states, new, d_out, d_state, z, product)
+        kept = scan_gradients(
+            update, output, steps, block.size, states, new, d_out, d_state, z, product
+        )
         v = source.v.read(block.values, window, "v", space)
-        total, found = finish_values(keys, queries, gates, update, output, new, z, d_out, kept, v, space)
+        total, found = finish_values(
+            keys, queries, gates, update, output, new, z, d_out, kept, v, space
+        )
         for writer, rows in zip(d_values, found, strict=True):
             writer.write(rows, block.values, window)
-        for writer, rows in zip((d_q, d_k), finish_keys(keys, queries, total, source.size, space), strict=True):
+        for writer, rows in zip(
+            (d_q, d_k), finish_keys(keys, queries, total, source.size, space), strict=True
+        ):
             writer.write(rows, block.keys, window)
     return d_state
 
 
-def _plan(inputs: Sequence[Tensor], packed: PackedSequence) -> tuple[list[Block], tuple[Window, ...]]:
+def _plan(
+    inputs: Sequence[Tensor], packed: PackedSequence
+) -> tuple[list[Block], tuple[Window, ...]]:
     """Cut into blocks of value heads and windows of time steps, small ones on the CPU."""
     key_heads, groups = inputs[0].shape[1], inputs[2].shape[1] // inputs[0].shape[1]
     heads, rows, chunk = _HEADS, _ROWS, _CHUNK_ON_CPU
@@ -254,5 +324,7 @@ def _plan(inputs: Sequence[Tensor], packed: PackedSequence) -> tuple[list[Block]
     blocks = []
     for first in range(0, key_heads, size):
         last = min(first + size, key_heads)
-        blocks.append(Block(slice(first, last), slice(first * groups, last * groups), (last - first) * groups))
+        blocks.append(
+            Block(slice(first, last), slice(first * groups, last * groups), (last - first) * groups)
+        )
     return blocks, packed.cached(plan_windows, chunk, max(1, rows // blocks[0].size))

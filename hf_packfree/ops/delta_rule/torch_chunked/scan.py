@@ -1,7 +1,8 @@
-"""The scans over time steps: forward over the chunks of all documents at once, and its gradient backward.
+"""The scans over time steps: forward over the chunks of all documents at once, and its gradient
+backward.
 
-Rows are sorted by time step, those of documents that go on first, see `layout.py`; notation in `chunks.py`.  What does
-not wait for the step before is computed for all steps at once.
+Rows are sorted by time step, those of documents that go on first, see `layout.py`; notation in
+`chunks.py`. What does not wait for the step before is computed for all steps at once.
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ from hf_packfree.ops.delta_rule.torch_chunked.layout import Step
 
 
 def scan_outputs(
-    update: Update, output: Output, values: Tensor, steps: Sequence[Step], heads: int, state: Tensor, out: Tensor
+    update: Update,
+    output: Output,
+    values: Tensor,
+    steps: Sequence[Step],
+    heads: int,
+    state: Tensor,
+    out: Tensor,
 ) -> None:
     """Write o [RG, C, V] to `out`.
 
@@ -25,7 +32,8 @@ def scan_outputs(
         values: [RG, C, V], beta v, overwritten.
         steps: the time steps that the rows belong to.
         heads: rows per chunk.
-        state: [rows of the very first step, K, V], the state before the first of `steps`; left as after the last.
+        state: [rows of the very first step, K, V], the state before the first of `steps`; left as
+            after the last.
         out: [RG, C, V].
     """
     sizes = [step.docs * heads for step in steps]
@@ -55,8 +63,9 @@ def scan_states(
         values: [RG, C, V], beta v, overwritten.
         steps: as above.
         heads: as above.
-        states: [at least RG, K, V]; the first rows are read, the later ones, to those of the step after `steps`,
-            written.  The rows of a step that opens the row are left alone: the state is zero there.
+        states: [at least RG, K, V]; the first rows are read, the later ones, to those of the step
+            after `steps`, written. The rows of a step that opens the row are left alone: the state
+            is zero there.
         new: [RG, C, V], N is written here.
     """
     sizes = [step.docs * heads for step in steps]
@@ -69,7 +78,9 @@ def scan_states(
             torch.bmm(k_write[:on].mT, new_now[:on], out=states[:on])
         else:
             torch.bmm(solve, values_now.baddbmm_(k_read, before), out=new_now)
-            torch.mul(before[:on], whole[:on], out=states[:on]).baddbmm_(k_write[:on].mT, new_now[:on])
+            torch.mul(before[:on], whole[:on], out=states[:on]).baddbmm_(
+                k_write[:on].mT, new_now[:on]
+            )
 
 
 def scan_gradients(
@@ -92,7 +103,8 @@ def scan_gradients(
         heads: as above.
         states: [RG, K, V].
         new, d_out: [RG, C, V].
-        d_state: [rows of the very first step, K, V], the gradient of the state after `steps`; left as before them.
+        d_state: [rows of the very first step, K, V], the gradient of the state after `steps`; left
+            as before them.
         z: [RG, C, V], Z = X^T dN is written here.
         product: like d_state, overwritten.
 
@@ -104,7 +116,9 @@ def scan_gradients(
     sizes = [step.docs * heads for step in steps]
     split = (new, states, d_new, d_out, z, kept, *update, output.read)
     views = zip(steps, *(x.split(sizes) for x in split), strict=True)
-    for step, new_now, before, d_new_now, d_out_now, z_now, kept_now, *factors in reversed(list(views)):
+    for step, new_now, before, d_new_now, d_out_now, z_now, kept_now, *factors in reversed(
+        list(views)
+    ):
         k_read, k_write, solve, whole, q_read = factors
         on = step.going_on * heads
         after = d_state[:on]

@@ -15,7 +15,8 @@ from hf_packfree.packing import PackedSequence
 class Scratch:
     """Buffers by name: the same name gives the same memory again, with whatever it holds.
 
-    Fresh memory of this size costs the operating system's page faults, on a CPU more than the arithmetic done in it.
+    Fresh memory of this size costs the operating system's page faults, on a CPU more than the
+    arithmetic done in it.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -46,14 +47,17 @@ _here = _Here()
 
 
 def scratch_for(packed: PackedSequence, device: torch.device, dtype: torch.dtype) -> Scratch:
-    """Return buffers: on a CPU those that the row's other layers used, until its record dies or another row comes.
+    """Return buffers: on a CPU those that the row's other layers used, until its record dies or
+    another row comes.
 
-    Other devices have an allocator that gives memory back without page faults.  Threads never share buffers.
+    Other devices have an allocator that gives memory back without page faults. Threads never share
+    buffers.
     """
     if device.type != "cpu":
         return Scratch(device, dtype)
     if _here.row is None or _here.row() is not packed:
         spaces: dict[tuple[torch.dtype, bool], Scratch] = {}
         _here.row, _here.spaces = weakref.ref(packed, lambda _: spaces.clear()), spaces
-    key = dtype, torch.is_inference_mode_enabled()  # a tensor of that mode cannot be written to outside
+    # a tensor of that mode cannot be written to outside
+    key = dtype, torch.is_inference_mode_enabled()
     return _here.spaces.setdefault(key, Scratch(device, dtype))

@@ -1,4 +1,6 @@
-"""Triton kernels of the delta rule's gates and of the output gate: one pass each way, fp32 inside."""
+"""Triton kernels of the delta rule's gates and of the output gate: one pass each way, fp32
+inside.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,18 @@ import triton.language as tl
 
 @triton.jit
 def _softplus(t):
-    """log(1 + exp(t)) = max(t, 0) + log(1 + e) with e = exp(-|t|), accurate to fp32 where e is far below one, too.
+    """log(1 + exp(t)) = max(t, 0) + log(1 + e) with e = exp(-|t|), accurate to fp32 where e is far
+    below one, too.
 
-    log(1 + e) = 2 artanh(s) with s = e / (2 + e), at most 1/3; the series ends below fp32's rounding.
+    log(1 + e) = 2 artanh(s) with s = e / (2 + e), at most 1/3; the series ends below fp32's
+    rounding.
     """
     e = tl.exp(-tl.abs(t))
     s = e / (2.0 + e)
     q = s * s
-    series = 1.0 + q * (1 / 3 + q * (1 / 5 + q * (1 / 7 + q * (1 / 9 + q * (1 / 11 + q * (1 / 13))))))
+    series = 1.0 + q * (
+        1 / 3 + q * (1 / 5 + q * (1 / 7 + q * (1 / 9 + q * (1 / 11 + q * (1 / 13)))))
+    )
     return tl.maximum(t, 0.0) + 2.0 * s * series
 
 
@@ -29,10 +35,24 @@ def _block(tokens, heads, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens"])
 def gates(
-    a, b, A_log, dt_bias, g, beta, tokens, heads, a_token, a_head, b_token, b_head,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    a,
+    b,
+    A_log,
+    dt_bias,
+    g,
+    beta,
+    tokens,
+    heads,
+    a_token,
+    a_head,
+    b_token,
+    b_head,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
-    """g [T, HV] fp32 = -exp(A_log) * softplus(a + dt_bias), beta [T, HV] = sigmoid(b).  Grid: blocks of ROWS tokens."""
+    """g [T, HV] fp32 = -exp(A_log) * softplus(a + dt_bias), beta [T, HV] = sigmoid(b). Grid:
+    blocks of ROWS tokens.
+    """
     t, h, mask = _block(tokens, heads, ROWS, WIDTH)
     neg_A = -tl.exp(tl.load(A_log + h, mask=h < heads, other=0.0).to(tl.float32))
     bias = tl.load(dt_bias + h, mask=h < heads, other=0.0).to(tl.float32)
@@ -45,17 +65,35 @@ def gates(
 
 @triton.jit(do_not_specialize=["tokens"])
 def gates_backward(
-    a, b, A_log, dt_bias, d_g, d_beta, d_a, d_b, d_shared, tokens, heads, a_token, a_head, b_token, b_head,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    a,
+    b,
+    A_log,
+    dt_bias,
+    d_g,
+    d_beta,
+    d_a,
+    d_b,
+    d_shared,
+    tokens,
+    heads,
+    a_token,
+    a_head,
+    b_token,
+    b_head,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
-    """d_a, d_b [T, HV], and per program the gradients of A_log and dt_bias: d_shared [programs, 2, HV] fp32, unless None."""
+    """d_a, d_b [T, HV], and per program the gradients of A_log and dt_bias: d_shared [programs,
+    2, HV] fp32, unless None.
+    """
     t, h, mask = _block(tokens, heads, ROWS, WIDTH)
     neg_A = -tl.exp(tl.load(A_log + h, mask=h < heads, other=0.0).to(tl.float32))
     bias = tl.load(dt_bias + h, mask=h < heads, other=0.0).to(tl.float32)
     x = tl.load(a + t * a_token + h * a_head, mask=mask, other=0.0).to(tl.float32) + bias
     s = tl.sigmoid(tl.load(b + t * b_token + h * b_head, mask=mask, other=0.0).to(tl.float32))
     offset = t * heads + h
-    dg_scaled = tl.load(d_g + offset, mask=mask, other=0.0).to(tl.float32) * neg_A  # 0 outside the mask
+    # 0 outside the mask
+    dg_scaled = tl.load(d_g + offset, mask=mask, other=0.0).to(tl.float32) * neg_A
     d_x = dg_scaled * tl.sigmoid(x)
     d_y = tl.load(d_beta + offset, mask=mask, other=0.0).to(tl.float32) * s * (1.0 - s)
     tl.store(d_a + offset, d_x.to(d_a.dtype.element_ty), mask=mask)
@@ -67,7 +105,9 @@ def gates_backward(
 
 
 @triton.jit
-def _offsets(tokens, heads, size, token_stride, head_stride, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def _offsets(
+    tokens, heads, size, token_stride, head_stride, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):
     """Offsets of each (token, head) row in x and in z, and the mask."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     d = tl.arange(0, WIDTH)[None, :]
@@ -77,9 +117,21 @@ def _offsets(tokens, heads, size, token_stride, head_stride, ROWS: tl.constexpr,
 
 @triton.jit(do_not_specialize=["tokens"])
 def output_gate(
-    x, z, out, tokens, heads, size, token_stride, head_stride, out_stride, ROWS: tl.constexpr, WIDTH: tl.constexpr
+    x,
+    z,
+    out,
+    tokens,
+    heads,
+    size,
+    token_stride,
+    head_stride,
+    out_stride,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
-    """out [T, H, D], tokens `out_stride` elements apart, = x * sigmoid(z).  Grid: blocks of ROWS (token, head) pairs."""
+    """out [T, H, D], tokens `out_stride` elements apart, = x * sigmoid(z). Grid: blocks of ROWS
+    (token, head) pairs.
+    """
     offset, z_offset, mask = _offsets(tokens, heads, size, token_stride, head_stride, ROWS, WIDTH)
     a = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(z + z_offset, mask=mask, other=0.0).to(tl.float32)
@@ -90,10 +142,24 @@ def output_gate(
 
 @triton.jit(do_not_specialize=["tokens"])
 def output_gate_backward(
-    x, z, d_out, gated, d_x, d_z, tokens, heads, size, token_stride, head_stride,
-    RECOMPUTE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    x,
+    z,
+    d_out,
+    gated,
+    d_x,
+    d_z,
+    tokens,
+    heads,
+    size,
+    token_stride,
+    head_stride,
+    RECOMPUTE: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
-    """d_x, d_z [T, H, D]; where RECOMPUTE, `gated` gets the product, which the gradient of a projection's weight needs."""
+    """d_x, d_z [T, H, D]; where RECOMPUTE, `gated` gets the product, which the gradient of a
+    projection's weight needs.
+    """
     offset, z_offset, mask = _offsets(tokens, heads, size, token_stride, head_stride, ROWS, WIDTH)
     a = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
     s = tl.sigmoid(tl.load(z + z_offset, mask=mask, other=0.0).to(tl.float32))

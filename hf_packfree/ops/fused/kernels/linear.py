@@ -1,5 +1,5 @@
-"""Triton kernels around matrix products: narrow ones, whose sums are one program's in one order however many rows there are;
-partial sums added up.
+"""Triton kernels around matrix products: narrow ones, whose sums are one program's in one order
+however many rows there are; partial sums added up.
 """
 
 from __future__ import annotations
@@ -26,25 +26,48 @@ def _store(out, acc, row, tokens, output, outputs):
 
 @triton.jit(do_not_specialize=["tokens"])
 def narrow_linear(
-    x, first, second, out, other, tokens, stride, size, outputs, others,
-    WIDTH: tl.constexpr, PAIR: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
+    x,
+    first,
+    second,
+    out,
+    other,
+    tokens,
+    stride,
+    size,
+    outputs,
+    others,
+    WIDTH: tl.constexpr,
+    PAIR: tl.constexpr,
+    EVEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):
-    """out = x first' and, where PAIR, other = x second': x [tokens, size], weights [outputs, size] and [others, size].
+    """out = x first' and, where PAIR, other = x second': x [tokens, size], weights [outputs, size]
+    and [others, size].
 
     Grid: blocks of ROWS tokens.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     output, depth = tl.arange(0, WIDTH), tl.arange(0, DEPTH)
     x_tile = x + row[:, None].to(tl.int64) * stride + depth[None, :]
-    acc, acc_other = tl.zeros([ROWS, WIDTH], dtype=tl.float32), tl.zeros([ROWS, WIDTH], dtype=tl.float32)
+    acc, acc_other = (
+        tl.zeros([ROWS, WIDTH], dtype=tl.float32),
+        tl.zeros([ROWS, WIDTH], dtype=tl.float32),
+    )
     for start in range(0, size, DEPTH):
         mask = row[:, None] < tokens
         if not EVEN:
             mask = mask & (start + depth[None, :] < size)
         tile = tl.load(x_tile + start, mask=mask, other=0.0)
-        acc = tl.dot(tile, tl.trans(_load_weight(first, output, start + depth, outputs, size, EVEN)), acc)
+        acc = tl.dot(
+            tile, tl.trans(_load_weight(first, output, start + depth, outputs, size, EVEN)), acc
+        )
         if PAIR:
-            acc_other = tl.dot(tile, tl.trans(_load_weight(second, output, start + depth, others, size, EVEN)), acc_other)
+            acc_other = tl.dot(
+                tile,
+                tl.trans(_load_weight(second, output, start + depth, others, size, EVEN)),
+                acc_other,
+            )
     _store(out, acc, row, tokens, output, outputs)
     if PAIR:
         _store(other, acc_other, row, tokens, output, others)
@@ -57,5 +80,7 @@ def sum_partials(x, out, count, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr
     acc = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     for first in range(0, count, ROWS):
         row = first + tl.arange(0, ROWS)[:, None]
-        acc += tl.load(x + row.to(tl.int64) * width + column, mask=(row < count) & (column < width), other=0.0)
+        acc += tl.load(
+            x + row.to(tl.int64) * width + column, mask=(row < count) & (column < width), other=0.0
+        )
     tl.store(out + column, tl.sum(acc, 0)[None, :].to(out.dtype.element_ty), mask=column < width)

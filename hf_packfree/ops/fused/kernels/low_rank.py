@@ -1,5 +1,5 @@
-"""Triton kernels of low-rank adapters: fp32 taken apart into numbers of half precision, both gradients that read an output's
-gradient, and partial sums added up.
+"""Triton kernels of low-rank adapters: fp32 taken apart into numbers of half precision, both
+gradients that read an output's gradient, and partial sums added up.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ def _parts(a, dtype: tl.constexpr):
 
 @triton.jit
 def split(w, parts, count, width, PAIRED: tl.constexpr, BLOCK: tl.constexpr):
-    """parts [count / width, 3, width]: high, middle and low part of w; where PAIRED, high, middle and high.  Grid: blocks."""
+    """parts [count / width, 3, width]: high, middle and low part of w; where PAIRED, high,
+    middle and high. Grid: blocks.
+    """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < count
     dtype = parts.dtype.element_ty
@@ -32,13 +34,29 @@ def split(w, parts, count, width, PAIRED: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens", "steps"])
 def outer_gradients(
-    d_out, up, inner, d_inner, d_up, tokens, outputs, rank, d_out_stride, inner_stride, steps,
-    PARTS: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, RANK: tl.constexpr,
+    d_out,
+    up,
+    inner,
+    d_inner,
+    d_up,
+    tokens,
+    outputs,
+    rank,
+    d_out_stride,
+    inner_stride,
+    steps,
+    PARTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    RANK: tl.constexpr,
 ):
-    """Per block of outputs d_inner [blocks, T, r] = d_out B, per program d_up [programs, F, r] = d_out' h, in fp32.
+    """Per block of outputs d_inner [blocks, T, r] = d_out B, per program d_up [programs, F, r] =
+    d_out' h, in fp32.
 
-    d_out [T, F] is read once.  B [F, r] is multiplied as it is, or as its three parts where PARTS is 4, of which one is zero;
-    h [T, r] too, or as the sum of PAIRS neighbours [T, 2, r].  Grid: blocks of OUTPUTS, programs of `steps` blocks of ROWS.
+    d_out [T, F] is read once. B [F, r] is multiplied as it is, or as its three parts where PARTS is
+    4, of which one is zero; h [T, r] too, or as the sum of PAIRS neighbours [T, 2, r]. Grid: blocks
+    of OUTPUTS, programs of `steps` blocks of ROWS.
     """
     dtype = d_out.dtype.element_ty
     block, program = tl.program_id(0), tl.program_id(1)
@@ -46,12 +64,18 @@ def outer_gradients(
     j = tl.arange(0, RANK)[None, :]
     column, pair = tl.arange(0, PARTS * RANK)[None, :], tl.arange(0, PAIRS * RANK)[None, :]
     factor = tl.load(
-        up + output[:, None] * rank + column % RANK, mask=(output[:, None] < outputs) & (column % RANK < rank), other=0.0
+        up + output[:, None] * rank + column % RANK,
+        mask=(output[:, None] < outputs) & (column % RANK < rank),
+        other=0.0,
     )
     if PARTS > 1:
         high, middle, low = _parts(factor, dtype)
         part = column // RANK
-        factor = tl.where(part == 0, high, tl.where(part == 1, middle, tl.where(part == 2, low, tl.zeros_like(low))))
+        factor = tl.where(
+            part == 0,
+            high,
+            tl.where(part == 1, middle, tl.where(part == 2, low, tl.zeros_like(low))),
+        )
     row = program.to(tl.int64) * steps * ROWS + tl.arange(0, ROWS)[:, None]
     g_tile = d_out + row * d_out_stride + output[None, :]
     h_tile = inner + row * inner_stride + pair // RANK * rank + pair % RANK
@@ -77,12 +101,26 @@ def outer_gradients(
 
 @triton.jit(do_not_specialize=["count", "parts"])
 def add_parts(
-    wide, out, count, rank, ranks, row, adapter, part, parts, out_stride, scale, PAIRED: tl.constexpr, BLOCK: tl.constexpr
+    wide,
+    out,
+    count,
+    rank,
+    ranks,
+    row,
+    adapter,
+    part,
+    parts,
+    out_stride,
+    scale,
+    PAIRED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """out [T, n r] = scale times the sum of `parts` parts in `wide`; where PAIRED, [T, n 3 r] = (high, high, low) of it.
+    """out [T, n r] = scale times the sum of `parts` parts in `wide`; where PAIRED, [T, n 3 r] =
+    (high, high, low) of it.
 
-    ranks: n r.  row, adapter, part: how many elements of `wide` a token, an adapter and a part are from the next; in a row of
-    each they are neighbours.  out_stride: likewise of the tokens of `out`.  Grid: blocks of the sums.
+    ranks: n r. row, adapter, part: how many elements of `wide` a token, an adapter and a part are
+    from the next; in a row of each they are neighbours. out_stride: likewise of the tokens of
+    `out`. Grid: blocks of the sums.
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < count

@@ -1,4 +1,6 @@
-"""Triton kernels of residual sum and RMS or layer norm, and of the gated norm: one pass each way, fp32, one rounding."""
+"""Triton kernels of residual sum and RMS or layer norm, and of the gated norm: one pass each
+way, fp32, one rounding.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,24 @@ import triton.language as tl
 
 
 @triton.jit
-def add_norm(x, branch, weight, bias, total, normed, size, stride, eps, ADDS: tl.constexpr, WIDTH: tl.constexpr):
-    """total [R, D] = x + branch where ADDS, else x; normed [R, D] = total / rms(total) * (1 + weight).  Grid: R.
+def add_norm(
+    x,
+    branch,
+    weight,
+    bias,
+    total,
+    normed,
+    size,
+    stride,
+    eps,
+    ADDS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """total [R, D] = x + branch where ADDS, else x; normed [R, D] = total / rms(total) * (1 +
+    weight). Grid: R.
 
-    Rows of `normed` are `stride` elements apart.  With a bias it is a layer norm: the mean is subtracted first, and weight is
-    not added to one.
+    Rows of `normed` are `stride` elements apart. With a bias it is a layer norm: the mean is
+    subtracted first, and weight is not added to one.
     """
     d = tl.arange(0, WIDTH)
     mask, offset = d < size, tl.program_id(0).to(tl.int64) * size + d
@@ -28,17 +43,38 @@ def add_norm(x, branch, weight, bias, total, normed, size, stride, eps, ADDS: tl
     y = a * tl.rsqrt(tl.sum(a * a, 0) / size + eps) * w
     if bias is not None:
         y += tl.load(bias + d, mask=mask, other=0.0).to(tl.float32)
-    tl.store(normed + tl.program_id(0).to(tl.int64) * stride + d, y.to(normed.dtype.element_ty), mask=mask)
+    tl.store(
+        normed + tl.program_id(0).to(tl.int64) * stride + d,
+        y.to(normed.dtype.element_ty),
+        mask=mask,
+    )
 
 
 @triton.jit(do_not_specialize=["rows", "rows_per_program"])
 def add_norm_backward(
-    total, weight, d_normed, d_total, d_x, d_weight, d_bias, rows, size, d_total_stride, d_x_stride, eps, rows_per_program,
-    ADDS: tl.constexpr, CENTERED: tl.constexpr, WIDTH: tl.constexpr, PREFETCH: tl.constexpr,
+    total,
+    weight,
+    d_normed,
+    d_total,
+    d_x,
+    d_weight,
+    d_bias,
+    rows,
+    size,
+    d_total_stride,
+    d_x_stride,
+    eps,
+    rows_per_program,
+    ADDS: tl.constexpr,
+    CENTERED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
-    """d_x [R, D] = the norm's gradient, plus d_total where ADDS; per program d_weight and d_bias [programs, D] unless None.
+    """d_x [R, D] = the norm's gradient, plus d_total where ADDS; per program d_weight and d_bias
+    [programs, D] unless None.
 
-    CENTERED: it is a layer norm.  PREFETCH: how many rows ahead are loaded.  Rows of d_total and d_x are their strides apart.
+    CENTERED: it is a layer norm. PREFETCH: how many rows ahead are loaded. Rows of d_total and d_x
+    are their strides apart.
     """
     d = tl.arange(0, WIDTH)
     w = tl.load(weight + d, mask=d < size, other=0.0).to(tl.float32)
@@ -46,12 +82,14 @@ def add_norm_backward(
     acc, acc_bias = tl.zeros([WIDTH], dtype=tl.float32), tl.zeros([WIDTH], dtype=tl.float32)
     for i in tl.range(rows_per_program, num_stages=PREFETCH + 1):
         row = tl.program_id(0).to(tl.int64) * rows_per_program + i
-        # `!= 0` changes nothing: Triton's interpreter keeps a block combined with a scalar as int32, and a mask has to be bool.
+        # `!= 0` changes nothing: Triton's interpreter keeps a block combined with a scalar as
+        # int32, and a mask has to be bool.
         mask, offset = ((row < rows) & (d < size)) != 0, row * size + d
         a = tl.load(total + offset, mask=mask, other=0.0).to(tl.float32)
         g = tl.load(d_normed + offset, mask=mask, other=0.0).to(tl.float32)
         d_a = tl.zeros([WIDTH], dtype=tl.float32)
-        if ADDS:  # loaded before the sums, whose barriers would hold it up
+        # loaded before the sums, whose barriers would hold it up
+        if ADDS:
             d_a = tl.load(d_total + row * d_total_stride + d, mask=mask, other=0.0).to(tl.float32)
         if CENTERED:
             a = tl.where(mask, a - tl.sum(a, 0) / size, 0.0)
@@ -71,8 +109,11 @@ def add_norm_backward(
 
 
 @triton.jit(do_not_specialize=["count"])
-def gated_norm(x, z, weight, out, count, size, heads, stride, eps, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """out [T, H, D] = x / rms(x) * weight * silu(z), its tokens `stride` elements apart.  Grid: blocks of ROWS heads of tokens.
+def gated_norm(
+    x, z, weight, out, count, size, heads, stride, eps, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """out [T, H, D] = x / rms(x) * weight * silu(z), its tokens `stride` elements apart. Grid:
+    blocks of ROWS heads of tokens.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     d = tl.arange(0, WIDTH)[None, :]
@@ -87,12 +128,27 @@ def gated_norm(x, z, weight, out, count, size, heads, stride, eps, ROWS: tl.cons
 
 @triton.jit(do_not_specialize=["count"])
 def gated_norm_backward(
-    x, z, weight, d_out, normed, d_x, d_z, d_weight, count, size, eps, blocks,
-    RECOMPUTE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    x,
+    z,
+    weight,
+    d_out,
+    normed,
+    d_x,
+    d_z,
+    d_weight,
+    count,
+    size,
+    eps,
+    blocks,
+    RECOMPUTE: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
-    """d_x, d_z [R, D], and per program d_weight [programs, D] unless None.  Each program takes `blocks` blocks of ROWS rows.
+    """d_x, d_z [R, D], and per program d_weight [programs, D] unless None. Each program takes
+    `blocks` blocks of ROWS rows.
 
-    Where RECOMPUTE, `normed` gets the forward pass's result, which the gradient of a projection's weight needs.
+    Where RECOMPUTE, `normed` gets the forward pass's result, which the gradient of a projection's
+    weight needs.
     """
     d = tl.arange(0, WIDTH)[None, :]
     w = tl.load(weight + d, mask=d < size, other=0.0).to(tl.float32)

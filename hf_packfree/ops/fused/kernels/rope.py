@@ -1,7 +1,8 @@
-"""Triton kernels of rotary embeddings, with and without an RMS norm before: one pass each way, fp32 inside, one rounding.
+"""Triton kernels of rotary embeddings, with and without an RMS norm before: one pass each way, fp32
+inside, one rounding.
 
-With the norm, a program is one warp and works on one head at a time: sums over channels never leave it.  Without, it works on
-all heads of a token.  Either reads a token's angles once.
+With the norm, a program is one warp and works on one head at a time: sums over channels never leave
+it. Without, it works on all heads of a token. Either reads a token's angles once.
 """
 
 from __future__ import annotations
@@ -12,14 +13,27 @@ import triton.language as tl
 
 @triton.jit
 def _rotated_with(d, half):
-    """The channel that d is rotated with: d + half below half, d - half from there to 2 half; itself above."""
+    """The channel that d is rotated with: d + half below half, d - half from there to 2 half;
+    itself above.
+    """
     return tl.where(d < half, d + half, tl.where(d < 2 * half, d - half, d))
 
 
 @triton.jit
 def norm_rope(
-    x, weight, cos, sin, out, size, half, token_stride, head_stride, angle_stride, eps,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    x,
+    weight,
+    cos,
+    sin,
+    out,
+    size,
+    half,
+    token_stride,
+    head_stride,
+    angle_stride,
+    eps,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     """out [T, H, D] = rotate(x / rms(x) * (1 + weight)).  Grid: T."""
     t, d = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
@@ -34,13 +48,32 @@ def norm_rope(
         a = tl.load(head + d, mask=mask, other=0.0).to(tl.float32)
         b = tl.load(head + other, mask=is_rotary, other=0.0).to(tl.float32)
         rstd = tl.rsqrt(tl.sum(a * a, 0) / size + eps)
-        tl.store(out + (t * HEADS + h) * size + d, ((a * c + b * s) * rstd).to(out.dtype.element_ty), mask=mask)
+        tl.store(
+            out + (t * HEADS + h) * size + d,
+            ((a * c + b * s) * rstd).to(out.dtype.element_ty),
+            mask=mask,
+        )
 
 
 @triton.jit(do_not_specialize=["tokens", "tokens_per_program"])
 def norm_rope_backward(
-    x, weight, cos, sin, d_out, d_x, d_weight, tokens, size, half, token_stride, head_stride, angle_stride, eps,
-    tokens_per_program, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    x,
+    weight,
+    cos,
+    sin,
+    d_out,
+    d_x,
+    d_weight,
+    tokens,
+    size,
+    half,
+    token_stride,
+    head_stride,
+    angle_stride,
+    eps,
+    tokens_per_program,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     """d_x [T, H, D], and per program d_weight [programs, D] unless None."""
     d = tl.arange(0, WIDTH)
@@ -54,7 +87,9 @@ def norm_rope_backward(
         s = tl.where(d < half, s, -s)
         for h in range(HEADS):
             offset = (t * HEADS + h) * size
-            a = tl.load(x + t * token_stride + h * head_stride + d, mask=mask, other=0.0).to(tl.float32)
+            a = tl.load(x + t * token_stride + h * head_stride + d, mask=mask, other=0.0).to(
+                tl.float32
+            )
             g = tl.load(d_out + offset + d, mask=mask, other=0.0).to(tl.float32) * c
             g += tl.load(d_out + offset + other, mask=is_rotary, other=0.0).to(tl.float32) * s
             rstd = tl.rsqrt(tl.sum(a * a, 0) / size + eps)
@@ -85,7 +120,16 @@ def _angles(cos, sin, t, d, SIZE: tl.constexpr):
 
 @triton.jit
 def qkv_rope(
-    qkv, cos, sin, q, k, v, HEADS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+    qkv,
+    cos,
+    sin,
+    q,
+    k,
+    v,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     """q, k, v [T, HEADS, SIZE] from qkv [T, 3, HEADS, SIZE].  Grid: T."""
     t = tl.program_id(0).to(tl.int64)
@@ -101,7 +145,16 @@ def qkv_rope(
 
 @triton.jit
 def qkv_rope_backward(
-    d_q, d_k, d_v, cos, sin, d_qkv, HEADS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+    d_q,
+    d_k,
+    d_v,
+    cos,
+    sin,
+    d_qkv,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     """d_qkv [T, 3, HEADS, SIZE]: rotated back, by the opposite angles.  Grid: T."""
     t = tl.program_id(0).to(tl.int64)

@@ -1,4 +1,6 @@
-"""Triton kernels of the gated product: one pass each way, fp32 inside.  Grid: blocks of BLOCK columns, of every row."""
+"""Triton kernels of the gated product: one pass each way, fp32 inside. Grid: blocks of BLOCK
+columns, of every row.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,16 @@ def swiglu(gate, up, out, out_stride, width, BLOCK: tl.constexpr):
     a = tl.load(gate + offset, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(up + offset, mask=mask, other=0.0).to(tl.float32)
     dtype = out.dtype.element_ty
-    tl.store(out + row * out_stride + column, _product(a, b, tl.sigmoid(a), dtype).to(dtype), mask=mask)
+    tl.store(
+        out + row * out_stride + column, _product(a, b, tl.sigmoid(a), dtype).to(dtype), mask=mask
+    )
 
 
 @triton.jit
 def swiglu_backward(gate, up, d_out, d_inputs, width, BLOCK: tl.constexpr):
-    """d_inputs [T, 2 F], of gate and up; the product overwrites `d_out` [T, F], for the gradient of a projection's weight."""
+    """d_inputs [T, 2 F], of gate and up; the product overwrites `d_out` [T, F], for the gradient
+    of a projection's weight.
+    """
     row, column, mask = _place(width, BLOCK)
     offset = row * width + column
     a = tl.load(gate + offset, mask=mask, other=0.0).to(tl.float32)

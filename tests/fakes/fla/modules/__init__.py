@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from fla.modules.convolution import causal_conv1d
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from fla.modules.convolution import causal_conv1d
 
 __all__ = ["FusedRMSNormGated", "causal_conv1d"]
 
@@ -25,15 +26,31 @@ class FusedRMSNormGated(nn.Module):
         super().__init__()
         if activation not in ("swish", "silu", "sigmoid"):
             raise ValueError(f"activation {activation!r}: wanted swish, silu or sigmoid")
-        self.hidden_size, self.elementwise_affine, self.eps, self.activation = hidden_size, elementwise_affine, eps, activation
-        weight = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype)) if elementwise_affine else None
+        self.hidden_size, self.elementwise_affine, self.eps, self.activation = (
+            hidden_size,
+            elementwise_affine,
+            eps,
+            activation,
+        )
+        weight = (
+            nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+            if elementwise_affine
+            else None
+        )
         self.register_parameter("weight", weight)
         self.register_parameter("bias", None)
 
     def forward(
-        self, x: Tensor, g: Tensor, residual: Tensor | None = None, prenorm: bool = False, residual_in_fp32: bool = False
+        self,
+        x: Tensor,
+        g: Tensor,
+        residual: Tensor | None = None,
+        prenorm: bool = False,
+        residual_in_fp32: bool = False,
     ) -> Tensor:
-        """Normalise x [..., hidden_size] and gate it with g of the same shape; fp32 inside, rounded once."""
+        """Normalise x [..., hidden_size] and gate it with g of the same shape; fp32 inside,
+        rounded once.
+        """
         if residual is not None or prenorm:
             raise NotImplementedError("the stand-in takes no residual")
         out = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from fla.ops.utils.index import check_chunk_indices, spans_of
 from torch import Tensor
 from torch.nn import functional as F
+
+from fla.ops.utils.index import check_chunk_indices, spans_of
 
 
 def causal_conv1d(
@@ -39,10 +40,18 @@ def causal_conv1d(
     spans, width = spans_of(x, cu_seqlens, initial_state), weight.shape[1]
     out, finals = torch.full_like(x, float("nan"), memory_format=torch.contiguous_format), []
     for number, (row, start, stop) in enumerate(spans):
-        before = x.new_zeros(width, x.shape[-1]) if initial_state is None else initial_state[number].T
+        before = (
+            x.new_zeros(width, x.shape[-1]) if initial_state is None else initial_state[number].T
+        )
         window = torch.cat([before, x[row, start:stop]]).T.float()
-        y = F.conv1d(window[None], weight.float()[:, None], None if bias is None else bias.float(), groups=len(weight))
-        y = y[0, :, 1:].T  # the state holds W inputs, one more than a window that ends before the document
+        y = F.conv1d(
+            window[None],
+            weight.float()[:, None],
+            None if bias is None else bias.float(),
+            groups=len(weight),
+        )
+        # the state holds W inputs, one more than a window that ends before the document
+        y = y[0, :, 1:].T
         out[row, start:stop] = (y if activation is None else F.silu(y)).to(x.dtype)
         finals.append(window[:, -width:].to(x.dtype))
     out = out if residual is None else out + residual

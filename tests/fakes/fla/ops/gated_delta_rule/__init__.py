@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from fla.ops.gated_delta_rule.recurrence import log_decay, run, unit
 from fla.ops.utils.index import check_chunk_indices, spans_of
-from torch import Tensor
 
 __all__ = ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"]
 
@@ -44,7 +45,19 @@ def chunk_gated_delta_rule(
     if kwargs.get("use_gate_in_kernel", False):
         assert kwargs.get("A_log") is not None, "use_gate_in_kernel needs A_log"
         g = log_decay(g, kwargs["A_log"], kwargs.get("dt_bias"))
-    return _call(q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, state_v_first, cu_seqlens)
+    return _call(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale,
+        initial_state,
+        output_final_state,
+        use_qk_l2norm_in_kernel,
+        state_v_first,
+        cu_seqlens,
+    )
 
 
 def fused_recurrent_gated_delta_rule(
@@ -71,16 +84,34 @@ def fused_recurrent_gated_delta_rule(
     """The kernel for decoding."""
     if gk is not None or gv is not None:
         raise NotImplementedError("the stand-in has no decay per channel")
-    beta = _strength(torch.ones_like(v[..., 0]) if beta is None else beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    beta = _strength(
+        torch.ones_like(v[..., 0]) if beta is None else beta,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
+    )
     if use_gate_in_kernel:
         if A_log is None or g is None:
             raise ValueError("use_gate_in_kernel needs A_log and g")
         g = log_decay(g, A_log, dt_bias)
     g = torch.zeros_like(beta) if g is None else g
-    return _call(q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, state_v_first, cu_seqlens)
+    return _call(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale,
+        initial_state,
+        output_final_state,
+        use_qk_l2norm_in_kernel,
+        state_v_first,
+        cu_seqlens,
+    )
 
 
-def _call(q, k, v, g, beta, scale, initial_state, output_final_state, normalise, v_first, cu_seqlens):
+def _call(
+    q, k, v, g, beta, scale, initial_state, output_final_state, normalise, v_first, cu_seqlens
+):
     if normalise:
         q, k = unit(q), unit(k)
     if v_first and initial_state is not None:
