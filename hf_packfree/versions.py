@@ -119,6 +119,12 @@ device.
 VARLEN_GROUPS_HEADS = "2.11"
 """The first torch whose varlen attention takes fewer key heads than query heads."""
 
+VARLEN_MAY_BE_CUDNN = "2.14"
+"""The first torch whose varlen attention may choose cuDNN instead of FlashAttention."""
+
+VARLEN_HEEDS_SDPA_KERNEL = "2.15"
+"""The first torch whose varlen attention takes the backend that `sdpa_kernel` names."""
+
 LAUNCHED_TRITON = ("3.6.", "3.7.")
 """What the version of a Triton begins with whose compiled kernels are started without its own
 launcher.

@@ -8,6 +8,7 @@ from inspect import signature
 
 import pytest
 import torch
+from torch.backends.cuda import cudnn_sdp_enabled, flash_sdp_enabled
 
 from hf_packfree.ops.attention import towers, varlen
 from hf_packfree.packing import PackedSequence
@@ -55,11 +56,20 @@ def of_2_13(
     return locals()
 
 
-FAKES = {"2.10.0": of_2_10, "2.11.0": of_2_11, "2.13.0": of_2_13}
+FAKES = {
+    "2.10.0": of_2_10,
+    "2.11.0": of_2_11,
+    "2.13.0": of_2_13,
+    "2.14.1": of_2_13,
+    "2.15.0": of_2_13,
+}
 CAUSAL = {
     "2.10.0": {"is_causal": True},
     "2.11.0": {"window_size": (-1, 0), "scale": 0.5},
-    "2.13.0": {"window_size": (-1, 0), "enable_gqa": True, "scale": 0.5},
+    **{
+        release: {"window_size": (-1, 0), "enable_gqa": True, "scale": 0.5}
+        for release in ("2.13.0", "2.14.1", "2.15.0")
+    },
 }
 
 
@@ -71,7 +81,8 @@ def called(monkeypatch):
         calls = []
 
         def varlen_attn(*given, **words):
-            calls.append(FAKES[release](*given, **words))
+            enabled = {"flash": flash_sdp_enabled(), "cudnn": cudnn_sdp_enabled()}
+            calls.append(FAKES[release](*given, **words) | enabled)
             return given[0]
 
         varlen_attn.__signature__ = signature(FAKES[release])
@@ -130,7 +141,17 @@ def test_both_directions_are_its_default(release, called):
         (half(2) for _ in range(3)),
     )
     towers.tower_attention(q, k, v, packed, backend="varlen")
-    assert not calls[0].get("is_causal") and calls[0].get("window_size") in (None, (-1, -1))
+    # 2.14 would take cuDNN without a window: one that reaches over the longest document is none
+    wide = (5, 5) if release == "2.14.1" else (-1, -1)
+    assert not calls[0].get("is_causal") and calls[0].get("window_size", wide) == wide
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_torch_that_would_rather_take_cudnn_is_told_flash_attention(causal, called):
+    calls, (q, k, v) = called("2.15.0"), (half(2) for _ in range(3))
+    varlen.attend(q, k, v, PackedSequence.from_lengths([3, 5]), causal=causal)
+    assert calls[0]["flash"] and not calls[0]["cudnn"]
+    assert cudnn_sdp_enabled(), "as before the call"
 
 
 @pytest.mark.parametrize("release", FAKES)

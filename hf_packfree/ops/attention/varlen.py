@@ -4,6 +4,7 @@ later): nothing to build.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from inspect import signature
 from typing import Any
@@ -11,10 +12,11 @@ from typing import Any
 import torch
 from packaging.version import Version
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_packfree.ops.backend import Target, needs_cuda, needs_half, refuse_wide
 from hf_packfree.packing import PackedSequence, uncompiled, with_history
-from hf_packfree.versions import VARLEN_GROUPS_HEADS
+from hf_packfree.versions import VARLEN_GROUPS_HEADS, VARLEN_HEEDS_SDPA_KERNEL, VARLEN_MAY_BE_CUDNN
 
 _HEAD_SIZE = 256
 
@@ -54,6 +56,9 @@ def attend(
     if q.shape[2] != k.shape[2] and not _groups_heads():
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
     options = _options(causal)
+    if not causal and _may_be_cudnn():
+        # a window as wide as the row is no window, and cuDNN takes none
+        options = options | {"window_size": (packed.max_seqlen, packed.max_seqlen)}
     if "scale" in _parameters():
         options = {**options, "scale": scale}
     elif scale not in (None, q.shape[3] ** -0.5):
@@ -63,7 +68,8 @@ def attend(
     bounds, longest = (packed.cu_seqlens, keys.cu_seqlens), (packed.max_seqlen, keys.max_seqlen)
     # an index, which is a view too, has a gradient that is filled and copied
     q, k, v = (x.squeeze(0) for x in (q, k, v))
-    out: Any = varlen_attn(q, k, v, *bounds, *longest, **options)
+    with _flash_attention():
+        out: Any = varlen_attn(q, k, v, *bounds, *longest, **options)
     return out[None]  # type: ignore[no-any-return]
 
 
@@ -73,6 +79,21 @@ def attend_with_history(
     """See `hf_packfree.ops.attention.attention_with_history`."""
     longer = packed.cached(with_history, k.shape[1] - q.shape[1])
     return attend(q, k, v, packed, scale=scale, of_keys=longer)
+
+
+def _flash_attention() -> AbstractContextManager[Any]:
+    """Ask for FlashAttention: torch 2.15 would rather take cuDNN, which plans anew for every shape
+    of a packed row.
+    """
+    if Version(torch.__version__) < Version(VARLEN_HEEDS_SDPA_KERNEL):
+        return nullcontext()
+    return sdpa_kernel(SDPBackend.FLASH_ATTENTION)
+
+
+def _may_be_cudnn() -> bool:
+    """Whether torch may take cuDNN and cannot be told not to: 2.14 alone."""
+    release = Version(torch.__version__)
+    return Version(VARLEN_MAY_BE_CUDNN) <= release < Version(VARLEN_HEEDS_SDPA_KERNEL)
 
 
 @cache
