@@ -50,9 +50,7 @@ class TextDocuments:
             generator,
             masked,
         )
-        self.number = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(
-            device
-        )
+        self.number = _numbered(lengths).to(device)
         self.ids, self.other_ids = (self._random_ids(vocabulary) for _ in range(2))
         self.parts: list[dict[str, Tensor]] = [{} for _ in lengths]
 
@@ -66,9 +64,9 @@ class TextDocuments:
         Args:
             changed: bool [N]; these documents have other tokens and media, of the same sizes.
         """
-        positions = torch.cat([torch.arange(length) for length in self.lengths])[None].to(
-            self.device
-        )
+        positions = torch.cat(
+            [torch.arange(length, device=self.device) for length in self.lengths]
+        )[None]
         mask = {"attention_mask": self.number[None] + 1} if self.masked else {}
         return {"input_ids": self._ids(changed), "position_ids": positions, **mask}
 
@@ -77,9 +75,7 @@ class TextDocuments:
         `pixel_values`.
         """
         counts = [len(part[name]) if name in part else 0 for part in self.parts]
-        return torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(
-            self.device
-        )
+        return _numbered(counts).to(self.device)
 
     def _ids(self, changed: Tensor | None) -> Tensor:
         if changed is None:
@@ -87,9 +83,9 @@ class TextDocuments:
         return torch.where(changed.to(self.device)[self.number], self.other_ids, self.ids)
 
     def _random_ids(self, vocabulary: int) -> Tensor:
-        return torch.randint(0, vocabulary, (1, sum(self.lengths)), generator=self.generator).to(
-            self.device
-        )
+        shape = (1, sum(self.lengths))
+        drawn = torch.randint(0, vocabulary, shape, generator=self.generator, device="cpu")
+        return drawn.to(self.device)
 
 
 class MediaDocuments(TextDocuments):
@@ -182,11 +178,11 @@ class MediaDocuments(TextDocuments):
                     1, _FRAMES, dtype=torch.int64, device=self.device
                 ),
             }
-            row = RowMedia(audio_lengths=torch.tensor([_FRAMES]))
+            row = RowMedia(audio_lengths=torch.tensor([_FRAMES], device="cpu"))
         else:
             vision, frames = config.vision_config, 1 if kind == "image" else 2
             side = 2 * vision.spatial_merge_size
-            grid = torch.tensor([[frames, side, side]])
+            grid = torch.tensor([[frames, side, side]], device="cpu")
             width = (
                 getattr(vision, "in_channels", 3)
                 * vision.temporal_patch_size
@@ -219,7 +215,14 @@ class MediaDocuments(TextDocuments):
         }
 
     def _noise(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.generator).to(self.device, self.dtype)
+        drawn = torch.randn(shape, generator=self.generator, device="cpu")
+        return drawn.to(self.device, self.dtype)
+
+
+def _numbered(sizes: Sequence[int]) -> Tensor:
+    """Return int64 [sum of sizes] on the host: 0 as often as the first size says, 1, 2 ..."""
+    numbers = torch.arange(len(sizes), device="cpu")
+    return torch.repeat_interleave(numbers, torch.tensor(sizes, device="cpu", dtype=torch.int64))
 
 
 def media_source(model: nn.Module) -> Any:

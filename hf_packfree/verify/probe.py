@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_packfree.errors import BlindMeasurement
 from hf_packfree.models.vision_language import FEATURES
 from hf_packfree.verify.documents import MediaDocuments, TextDocuments, media_source
 from hf_packfree.verify.ranks import Ranks, settings_of
-from hf_packfree.verify.report import Measurement, relative_rms
+from hf_packfree.verify.report import Measurement, autocast_dtype, relative_rms
 
 
 class Probe:
@@ -28,6 +29,7 @@ class Probe:
         masked: see `TextDocuments`.
 
     Attributes:
+        autocast: the dtype that `torch.autocast` computes in, or None outside of it.
         packages: after a measurement, the top-level packages whose functions ran in it.
     """
 
@@ -45,9 +47,10 @@ class Probe:
         self.lengths, self.gradients = lengths, gradients
         embedding: Tensor = trunk.embed_tokens.weight
         self.device, self.dtype = embedding.device, embedding.dtype
+        self.autocast = autocast_dtype(self.device)
         self.model = model if _answers_per_token(model) else trunk
         self.embed: nn.Module = trunk.embed_tokens
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator("cpu").manual_seed(seed)
         source = media_source(self.model)
         self.documents = (
             TextDocuments(
@@ -62,6 +65,10 @@ class Probe:
     def measure(self) -> Measurement:
         with self.reference():
             alone, alone_gradients = self._alone()
+        self._refuse_no_numbers(
+            {"the outputs": alone}
+            | {f"the gradient of {name}": found for name, found in alone_gradients.items()}
+        )
         packed, packed_gradients, cross = self._packed()
         worst, name = self._worst(packed_gradients, alone_gradients)
         with packages_called() as packages:
@@ -89,6 +96,22 @@ class Probe:
             outputs.append(output.detach())
             start += length
         return torch.cat(outputs), total
+
+    def _refuse_no_numbers(self, alone: dict[str, Tensor]) -> None:
+        """Refuse documents alone that give NaN or Inf: a row of them cannot be compared.
+
+        Raises:
+            BlindMeasurement: they do.
+        """
+        bad = [name for name, found in alone.items() if not _is_finite(found)]
+        if not bad:
+            return
+        weights = [name for name, p in self.model.named_parameters() if not _is_finite(p)]
+        where = f", and in {', '.join(weights[:3])}" if weights else ""
+        raise BlindMeasurement(
+            f"found NaN or Inf in {bad[0]} of documents alone{where}; wanted finite numbers, since "
+            "no others can be compared; mend the weights, or measure in a dtype with a larger range"
+        )
 
     def _packed(self) -> tuple[Tensor, dict[str, Tensor], float | None]:
         output, ranks = (
@@ -147,7 +170,7 @@ class Probe:
         """
         worst = 0.0
         for parity in (0, 1) if self.documents.media else (0,):
-            changed = torch.arange(len(self.lengths)) % 2 == parity
+            changed = torch.arange(len(self.lengths), device="cpu") % 2 == parity
             after = self._run(self.documents.packed(changed))
             kept = self.documents.number % 2 != parity
             found = relative_rms(after[kept], before[kept])
@@ -164,7 +187,8 @@ class Probe:
     def _functional(self, like: Tensor) -> Tensor:
         if self.weights is None:
             shape = (sum(self.lengths), like.shape[-1])
-            self.weights = torch.randn(shape, generator=self.generator).to(like)
+            drawn = torch.randn(shape, generator=self.generator, device="cpu")
+            self.weights = drawn.to(like)
         return self.weights
 
     def _gradients(self, loss: Tensor) -> dict[str, Tensor]:
@@ -207,6 +231,11 @@ class Probe:
             errors, key=lambda key: float("inf") if errors[key] != errors[key] else errors[key]
         )
         return errors[name], name
+
+
+def _is_finite(x: Tensor) -> bool:
+    """Whether no number is NaN or Inf; those of quantised weights are not looked at."""
+    return not (x.is_floating_point() and x.element_size() > 1) or bool(x.isfinite().all())
 
 
 def _largest(gradient: Tensor) -> float:
@@ -269,7 +298,8 @@ def prepared(model: nn.Module, slow_decay: bool) -> Iterator[None]:
     try:
         with torch.no_grad():
             for parameter in decays:
-                parameter.copy_(torch.linspace(0.01, 0.05, parameter.numel()).log())
+                decay = torch.linspace(0.01, 0.05, parameter.numel(), device="cpu")
+                parameter.copy_(decay.log())
         yield
     finally:
         with torch.no_grad():

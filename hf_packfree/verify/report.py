@@ -46,6 +46,15 @@ def limits_for(device: torch.device, dtype: torch.dtype, packages: Collection[st
     return TF32 if (device.type, dtype) == ("cuda", torch.float32) and tf32 else LIMITS[dtype]
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the dtype in which `torch.autocast` computes there, or None outside of it.
+
+    It does so for models in float64 too, of which some parts are computed in fp32.
+    """
+    enabled = torch.is_autocast_enabled(device.type)
+    return torch.get_autocast_dtype(device.type) if enabled else None
+
+
 def relative_rms(found: Tensor, wanted: Tensor) -> float:
     """Return the root mean square of `found - wanted` over that of `wanted`; 0 when both are all
     zero.
@@ -91,6 +100,7 @@ class PackingReport:
         unpatched: the same weights without patches: the control; None without one.
         limits: the limits of rounding, which depend on the dtype and on the kernels that ran.
         media: "image", "video", "audio": which are in the documents.
+        autocast: the dtype that `torch.autocast` computed in, or None outside of it.
     """
 
     model: str
@@ -102,6 +112,7 @@ class PackingReport:
     unpatched: Measurement | None
     limits: Limits
     media: tuple[str, ...] = ()
+    autocast: str | None = None
 
     @property
     def stock(self) -> Measurement | None:
@@ -147,8 +158,9 @@ class PackingReport:
             else f", gradients within {self.patched.gradients:.1e}"
         )
         unpatched = "" if self.unpatched is None else f"; unpatched: {self.unpatched.logits:.1e}"
+        dtype = f"{self.dtype}{f' in {self.autocast} autocast' if self.autocast else ''}"
         return (
-            f"{self.model} ({self.dtype}, {self.device}): {len(self.lengths)} packed "
+            f"{self.model} ({dtype}, {self.device}): {len(self.lengths)} packed "
             f"documents{self._with_media} equal the same documents alone, logits within "
             f"{self.patched.logits:.1e} relative RMS{gradients}{unpatched}"
         )

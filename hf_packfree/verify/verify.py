@@ -23,8 +23,12 @@ from hf_packfree.verify.report import Measurement, PackingReport, limits_for
 
 LENGTHS = (5, 64, 1, 129, 3, 63, 65)
 """Documents shorter than the convolution, around the 64-token chunk, and of one token."""
+MOST_TOKENS = 2**20
+"""In a row: their logits fill the largest machine's memory."""
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def verify_packing(
     model: nn.Module | str | Path | Any,
     *,
@@ -45,21 +49,25 @@ def verify_packing(
     each document alone, [1, length]. With a model that takes images, those documents that are long
     enough have an image, a video and, where it takes any, a sound; the row then has an indexed
     `attention_mask` and no positions, so that losing the positions of media fails too. The model is
-    measured in evaluation mode, without a cache. Its weights, gradients and modes are as before
-    afterwards. Under context parallelism every rank of the group calls this: the row is shared, its
+    measured in evaluation mode, without a cache, and with gradients whatever mode the call is in.
+    Its weights, gradients and modes are as before afterwards. Under `torch.autocast` it runs as it
+    does there, and the limits are those of the dtype that autocast computes in: fp32 outside of it
+    is sharper. Under context parallelism every rank of the group calls this: the row is shared, its
     documents alone are not, and all ranks get the same numbers.
 
     Args:
         model: a model, measured as it is, on its own device and dtype; or a config, a checkpoint
             folder, a hub id or the name of a built-in tiny model ("qwen3_5"), which is built,
             patched and measured.
-        lengths: tokens of each document, two or more, one of them longer than 1.
+        lengths: tokens of each document, two or more, one of them longer than 1; together 2**20 at
+            most.
         gradients: also compare every trainable parameter's gradient (takes twice the parameters'
             memory).
         control: also measure the same weights without patches, which must leak.
         slow_decay: for the measurement, let recurrent states live long (A from 0.01 to 0.05): the
             fast decay of random weights hides leaks.
-        seed: of the documents, and of the weights of a model that is built here and has none.
+        seed: of the documents, and of the weights of a model that is built here and has none; from
+            0 to 2**63 - 1.
         device, dtype: for a model that is built here (default: the CPU, the checkpoint's own
             dtype); a model object keeps its own.
         trust_remote_code: run code that comes with a hub id or folder.
@@ -69,11 +77,14 @@ def verify_packing(
         and unpatched.
 
     Raises:
-        LeakDetected: a number is above its limit, or is NaN; `.report` has all numbers.
-        BlindMeasurement: the control does not leak, so the measurement could not see a leak.
-        UnsupportedModel: no supported text model is inside, or no model can be built from what was
-            given.
-        ValueError: `lengths` names fewer than two documents, or none longer than one token.
+        LeakDetected: a number is above its limit, or is NaN in the packed row alone; `.report` has
+            all numbers.
+        BlindMeasurement: the control does not leak, so the measurement could not see a leak; or
+            documents alone already give NaN or Inf.
+        UnsupportedModel: no supported text model is inside, no model can be built from what was
+            given, or its parameters are on meta or were made in inference mode.
+        ValueError: `lengths` names fewer than two documents, none longer than one token, or more
+            tokens than can be measured; `seed` is no whole number in its range.
         PatchConflict, ContractError, BackendUnavailable: a model that is built here cannot be
             patched.
 
@@ -88,6 +99,7 @@ def verify_packing(
         (0.0, 0.0)
     """
     lengths = _whole_lengths(lengths)
+    _check_seed(seed)
     if not isinstance(model, nn.Module):
         with torch.random.fork_rng(devices=[]):
             # random weights, where it has any
@@ -103,6 +115,7 @@ def verify_packing(
             f"wanted one of "
             f"{', '.join(row.name for row in FAMILIES)}; `packfree models` shows the table"
         )
+    _refuse_unmeasurable(model)
     patches = patch_report(model)
     # documents alone would run in the patched layers too
     ours = patches.batch_invariant or patches.unpacked == "native" or settings_of(model) is not None
@@ -118,18 +131,19 @@ def verify_packing(
     )
     with prepared(model, slow_decay):
         patched = probe.measure()
-        limits = limits_for(probe.device, probe.dtype, probe.packages)
+        limits = limits_for(probe.device, probe.autocast or probe.dtype, probe.packages)
         unpatched = _control(model, probe) if control else None
     report = PackingReport(
         model=type(model).__name__,
         family=family.name,
         device=str(probe.device),
-        dtype=str(probe.dtype).removeprefix("torch."),
+        dtype=_name(probe.dtype),
         lengths=probe.lengths,
         patched=patched,
         unpatched=unpatched,
         limits=limits,
         media=probe.documents.media,
+        autocast=None if probe.autocast is None else _name(probe.autocast),
     )
     _judge(report, model)
     return report
@@ -149,7 +163,38 @@ def _whole_lengths(given: Any) -> tuple[int, ...]:
             f"documents of one token "
             "attention has nothing to learn, and its gradients are rounding alone; pass [5, 64, 1]"
         )
+    if sum(lengths) > MOST_TOKENS:
+        raise ValueError(
+            f"found lengths of {sum(lengths)} tokens together; wanted {MOST_TOKENS} at most, whose "
+            "logits fill a large machine; pass shorter documents"
+        )
     return tuple(lengths)
+
+
+def _check_seed(seed: Any) -> None:
+    if type(seed) is not int or not 0 <= seed < 2**63:
+        raise ValueError(
+            f"found seed={seed!r}; wanted a whole number from 0 to 2**63 - 1; pass seed=0"
+        )
+
+
+def _refuse_unmeasurable(model: nn.Module) -> None:
+    """Refuse parameters that hold no numbers, or let nobody differentiate."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise UnsupportedModel(
+                f"found {name} on the meta device, built without numbers or offloaded; wanted all "
+                "parameters on a CPU or GPU; load the model with from_pretrained and no device_map"
+            )
+        if parameter.is_inference():
+            raise UnsupportedModel(
+                f"found {name} made in torch.inference_mode, which nothing differentiates; wanted "
+                "parameters that can be trained; build or load the model outside of that mode"
+            )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _judge(report: PackingReport, model: nn.Module) -> None:
