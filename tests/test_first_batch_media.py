@@ -9,7 +9,9 @@ import torch
 
 from hf_packfree import apply_patches
 from hf_packfree.errors import LeakDetected
-from hf_packfree.trainer import PackFreeCallback, _outermost, first_batch_influence
+from hf_packfree.models.entry import UNPACKED
+from hf_packfree.trainer.run import TrainingRun, outermost
+from hf_packfree.verify.first_batch import first_batch_influence
 from tests.models import omni
 from tests.vision import (
     document,
@@ -55,22 +57,24 @@ def test_pixels_alone_are_seen_in_both_directions(model, order):
 
 
 def test_the_callback_watches_the_tower(model, tmp_path):
-    assert _outermost(model, [model.model.language_model]) == [model.model]
+    assert outermost(model, [model.model.language_model]) == [model.model]
     calls, forward = [], model.model.forward
     model.model.forward = lambda **inputs: calls.append(None) or forward(**inputs)
-    check = PackFreeCallback(verify_first_batch=True)._verify_once()
+    (check,) = TrainingRun(model, verify=True).checks
     ids = torch.arange(2, 11)[None]
     check(model.model, (), {"input_ids": ids, "use_cache": False})
     check(model.model, (), {"input_ids": ids * 0, "attention_mask": ids * 0, "use_cache": False})
     assert len(calls) == 2, (
         "a row of one document, and one of padding: the first packed one is checked"
     )
+    check(model.model, (), {"input_ids": ids, "packed_sequence": UNPACKED})
+    assert len(calls) == 2, "read by the head already"
     given = packed_batch(
         "offsets, types", [document(5, seed=1), document(4, image(4, 4), seed=2)], model.model
     )
     check(model.model, (), arguments(given))
     check(model.model, (), arguments(given))
-    assert len(calls) == 5
+    assert len(calls) == 6
 
 
 @pytest.mark.parametrize("form", ["offsets", "padded"])
@@ -85,7 +89,7 @@ def test_sounds_alone_are_seen_in_both_directions(form, order):
     inputs |= omni.arguments(
         given, {kind: [x.detach() for x in xs] for kind, xs in omni.leaves_of(given).items()}
     )
-    (module,) = _outermost(model, [])
+    (module,) = outermost(model, [])
     assert module is omni.source(model)
     if hasattr(module, "lm_head"):
         padding = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])) == 0

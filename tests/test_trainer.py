@@ -14,7 +14,7 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, T
 
 from hf_packfree import PackFreeCallback, apply_patches, patch_report
 from hf_packfree.errors import LeakDetected, PatchConflict
-from hf_packfree.trainer import first_batch_influence
+from hf_packfree.mtp import MTPOptions
 from tests.support import CONTROL, GRADIENT_TOL, ROW, documents, gradients, relative_rms, tiny
 
 COLLATORS = {
@@ -192,6 +192,27 @@ def test_added_too_late_is_refused(tmp_path):
     assert patch_report(trainer.model).patched
 
 
+def test_a_model_init_that_patches_works_and_one_that_does_not_is_refused_by_name(tmp_path):
+    def trainer(model_init, callback):
+        return Trainer(
+            args=arguments(tmp_path),
+            data_collator=DataCollatorWithFlattening(),
+            train_dataset=dataset(),
+            model_init=model_init,
+            callbacks=[callback],
+        )
+
+    with pytest.raises(PatchConflict, match="let model_init return apply_patches"):
+        trainer(lambda: tiny(), PackFreeCallback()).train()
+    search = trainer(lambda: apply_patches(tiny()), PackFreeCallback(verify_first_batch=True))
+    for _ in range(2):
+        search.train()
+        assert search.state.log_history[0]["packfree/influence"] == 0.0
+    with pytest.raises(PatchConflict, match="without the multi-token prediction head"):
+        head = PackFreeCallback(mtp=MTPOptions(from_scratch=True))
+        trainer(lambda: apply_patches(tiny()), head).train()
+
+
 def test_a_leak_stops_training_at_the_first_batch(tmp_path, monkeypatch):
     from hf_packfree.ops import conv_delta_rule
     from hf_packfree.packing import PackedSequence
@@ -215,24 +236,6 @@ def test_options_are_those_of_apply_patches():
     )
     with pytest.raises(ValueError, match="wanted 'lazy', 'full' or 'upstream'"):
         PackFreeCallback(padded="never")
-
-
-@pytest.mark.parametrize("group", [False, True])
-def test_processes_of_a_group_run_the_same_forwards(monkeypatch, group):
-    """A row of one document on one rank: two forwards there too, and no later batch is checked
-    by that rank alone.
-    """
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: group)
-    trunk = apply_patches(tiny()).model
-    calls, forward = [], trunk.forward
-    monkeypatch.setattr(trunk, "forward", lambda **inputs: calls.append(None) or forward(**inputs))
-    check = PackFreeCallback(verify_first_batch=True)._verify_once()
-    for _ in range(2):
-        check(trunk, (documents([9])[0][None],), {"use_cache": False})
-    # one for each batch, or both for the first
-    assert len(calls) == 2
-    assert first_batch_influence(trunk, (documents([9])[0][None],), {"use_cache": False}) is None
-    assert len(calls) == (4 if group else 3)
 
 
 def test_evaluation_and_saving(tmp_path):

@@ -5,13 +5,18 @@ not notice.
 from __future__ import annotations
 
 import inspect
+import math
+import random
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hf_packfree.errors import LeakDetected
+from hf_packfree.errors import BlindMeasurement, LeakDetected
+from hf_packfree.models.entry import UNREAD
 from hf_packfree.models.mrope import RowMedia, media_of
 from hf_packfree.models.state import PatchState
 from hf_packfree.models.vision_language import FEATURES
@@ -31,12 +36,15 @@ def first_batch_influence(
     In a vision-language model the pixels and sounds of those documents change too, and then those
     of the others, because a tower may look ahead; the larger number counts.
 
+    All forwards draw the same random numbers, so that dropout and noise are the same in each; the
+    batch as it is runs twice, which tells whether they are.
+
     Under context parallelism every rank changes and compares its own tokens, of the same documents,
     and the largest number of all ranks counts.
 
-    Takes two forwards without gradients, three in a vision-language model; in a process group also
-    for a batch that is not packed, since the forwards of a sharded model are collective. The random
-    state is as before afterwards.
+    Takes three forwards without gradients, four in a vision-language model, and none where a head
+    has read already that the batch is not packed; in a process group always as many, since the
+    forwards of a sharded model are collective. The random state is as before afterwards.
 
     Args:
         module: a patched text model, such as Qwen3_5TextModel, or what holds towers: a
@@ -51,64 +59,115 @@ def first_batch_influence(
 
     Raises:
         LeakDetected: the change is above rounding.
+        BlindMeasurement: it is, but so is the difference between two runs of the same batch.
     """
     names = list(inspect.signature(type(module).forward).parameters)[1:]
     inputs = {**dict(zip(names, args, strict=False)), **kwargs}
     takes_media = hasattr(module, "get_rope_index")
-    seen: list[PackedSequence] = []
-
-    def watch(packed: PackedSequence | None, shape: tuple[int, int], mask: Any) -> None:
-        if packed is not None:
-            seen.append(packed)
-
-    observers = observers_of(module)
-    others, observers[:] = list(observers), [watch]
-    found: list[float] = []
-    try:
-        with torch.no_grad(), torch.random.fork_rng():
-            before = _last_states(module, inputs)
-            if not in_process_group() and (not seen or seen[0].num_documents < 2):
-                return None
-            record = seen[0].for_shape(before.shape[:2]) if seen else None
-            for parity in (0, 1) if takes_media else (0,):
-                changed, kept = (
-                    (inputs, None) if record is None else _changed(module, inputs, record, parity)
-                )
-                after = _last_states(module, changed)
-                if kept is not None:
-                    found.append(
-                        relative_rms(after[kept], before[kept]) if bool(kept.any()) else 0.0
-                    )
-    finally:
-        observers[:] = others
+    read = inputs.get("packed_sequence", UNREAD)
+    if read is not UNREAD and not _has_neighbours(read) and not in_process_group():
+        return None
+    with torch.no_grad(), _watched(module) as seen:
+        before = _last_states(module, inputs)
+        record = seen[0].for_shape(before.shape[:2]) if seen else None
+        if not _has_neighbours(record) and not in_process_group():
+            return None
+        found: list[float] = []
+        for parity in (0, 1) if takes_media else (0,):
+            changed, kept = (
+                (inputs, None) if record is None else _changed(module, inputs, record, parity)
+            )
+            after = _last_states(module, changed)
+            if kept is not None:
+                found.append(relative_rms(after[kept], before[kept]) if bool(kept.any()) else 0.0)
+        repeated = relative_rms(_last_states(module, inputs), before)
     if not found:
         return None
-    influence = Ranks(settings_of(module), 0).largest(found, before.device)
+    ranks = Ranks(settings_of(module), 0)
+    influence, noise = (ranks.largest(each, before.device) for each in (found, [repeated]))
     _judge(
         influence,
+        noise,
         limits_for(before.device, before.dtype).influence,
         "tokens or media" if takes_media else "tokens",
     )
     return influence
 
 
+def _has_neighbours(record: Any) -> bool:
+    return isinstance(record, PackedSequence) and record.num_documents > 1
+
+
+@contextmanager
+def _watched(module: nn.Module) -> Iterator[list[PackedSequence]]:
+    """Collect the records of packed forwards in the block, of which nobody else is told."""
+    seen: list[PackedSequence] = []
+
+    def watch(packed: PackedSequence | None, shape: tuple[int, int], mask: Any) -> None:
+        if packed is not None:
+            seen.append(packed)
+
+    state = module.packfree
+    if not isinstance(state, PatchState):
+        yield seen
+        return
+    observers, followers = list(state.observers), list(state.followers)
+    state.observers[:], state.followers[:] = [watch], []
+    try:
+        yield seen
+    finally:
+        state.observers[:], state.followers[:] = observers, followers
+
+
+@contextmanager
+def _random_numbers_kept(module: nn.Module) -> Iterator[None]:
+    """Let the block draw random numbers on the host and on the module's devices, which are then
+    drawn once more.
+    """
+    python, numpys = random.getstate(), np.random.get_state()
+    # of Apple's GPUs torch cannot name one to keep the numbers of
+    gpus = {p.device for p in module.parameters() if p.device.type not in ("cpu", "meta", "mps")}
+    if torch.cuda.is_available():
+        # where parameters wait on the host
+        gpus.add(torch.device("cuda", torch.cuda.current_device()))
+    kind = next((gpu.type for gpu in gpus), "cuda")
+    try:
+        with torch.random.fork_rng([gpu.index for gpu in gpus], device_type=kind):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpys)
+
+
 def _last_states(module: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
     """Return [B, S, H], of a head too, whose logits would be larger."""
-    if not hasattr(module, "lm_head"):
-        output = module.forward(**inputs)
-        states: Tensor = output.last_hidden_state
-        return states
-    of_layers: Tensor = module.forward(**{**inputs, "output_hidden_states": True}).hidden_states[-1]
-    return of_layers
+    with _random_numbers_kept(module):
+        if not hasattr(module, "lm_head"):
+            states: Tensor = module.forward(**inputs).last_hidden_state
+            return states
+        output = module.forward(**{**inputs, "output_hidden_states": True})
+        of_layers: Tensor = output.hidden_states[-1]
+        return of_layers
 
 
-def _judge(influence: float, limit: float, what: str) -> None:
-    if not influence <= limit:
-        raise LeakDetected(
-            f"found documents of the first batch reacting to each other's {what}: {influence:.1e} "
-            f"relative RMS; wanted at most {limit:.0e}, which is rounding; run "
-            "verify_packing(model) for the details and report it"
+def _judge(influence: float, noise: float, limit: float, what: str) -> None:
+    if influence <= limit:
+        return
+    if not noise <= limit:
+        raise BlindMeasurement(
+            f"found a first batch whose outputs are {noise:.1e} relative RMS apart when it runs "
+            f"twice, of the same weights and random numbers; wanted at most {limit:.0e}, beside "
+            "which a leak would show; run verify_packing(model), which measures without dropout "
+            "and noise"
+            if math.isfinite(noise)
+            else "found NaN or Inf in the outputs of the first batch; wanted finite numbers, which "
+            "can be compared; run verify_packing(model), which names weights that are not"
         )
+    raise LeakDetected(
+        f"found documents of the first batch reacting to each other's {what}: {influence:.1e} "
+        f"relative RMS; wanted at most {limit:.0e}, which is rounding; run "
+        "verify_packing(model) for the details and report it"
+    )
 
 
 def observers_of(module: nn.Module) -> list[Any]:
@@ -178,9 +237,11 @@ def _documents_of_items(ids: Tensor, packed: PackedSequence, kind: Media) -> Ten
     """
     if packed.shard is None:
         offsets = media_offsets(ids, packed.cu_seqlens_cpu, kind)
-        return torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())
+        numbers = torch.arange(len(offsets) - 1, device="cpu")
+        return torch.repeat_interleave(numbers, offsets.diff())
     places = (ids == kind.token).nonzero()[:, 0]
-    features = packed.shard.features[kind.name].start + torch.arange(len(places))
+    features = packed.shard.features[kind.name].start + torch.arange(len(places), device="cpu")
     items = torch.searchsorted(kind.sizes.cumsum(0), features, right=True)
     numbers = packed.shard.cut(packed.shard.row.seq_idx)[0].to("cpu", torch.int64)
-    return torch.zeros(len(kind.sizes), dtype=torch.int64).index_copy(0, items, numbers[places])
+    owners = torch.zeros(len(kind.sizes), dtype=torch.int64, device="cpu")
+    return owners.index_copy(0, items, numbers[places])

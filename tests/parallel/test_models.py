@@ -11,7 +11,7 @@ from hf_packfree import PackedSequence, apply_patches
 from hf_packfree.errors import UnsupportedInput
 from hf_packfree.mtp import MTPOptions
 from hf_packfree.packing import shard_row
-from hf_packfree.trainer import _Counts
+from hf_packfree.trainer.run import Counts
 from tests.mtp.heads import build
 from tests.parallel.model_ranks import measured
 from tests.parallel.ranks import batch_of, step, worst
@@ -46,8 +46,8 @@ def test_two_ranks_are_one_process(two, what, cases, controls):
 
 
 def test_the_callback_counts_the_batch_that_ranks_share():
-    counts = _Counts()
-    counts.count(shard_row(PackedSequence.from_lengths([3, 5, 1]), 0, 2), (1, 5), None)
+    counts = Counts()
+    counts(shard_row(PackedSequence.from_lengths([3, 5, 1]), 0, 2), (1, 5), None)
     facts = counts.take()
     assert (facts["packfree/documents_per_row"], facts["packfree/real_token_share"]) == (3, 1)
 

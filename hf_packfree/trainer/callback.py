@@ -5,20 +5,17 @@ logs what packing does.
 from __future__ import annotations
 
 import logging
-import time
 from dataclasses import replace
 from typing import Any, Literal
 
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_packfree.errors import PatchConflict
 from hf_packfree.models.compat import LOSS_WITH_MEDIA_TAKES_NO_COUNT, RELEASE
-from hf_packfree.mtp.attached import training_facts
+from hf_packfree.mtp.attached import AttachedHead, training_facts
 from hf_packfree.mtp.options import Choice as MTPChoice
 from hf_packfree.mtp.options import MTPOptions
-from hf_packfree.packing import PackedSequence, uncompiled
 from hf_packfree.parallel import context_parallel as ranks_of
 from hf_packfree.parallel.accelerate import (
     cut_rows_again,
@@ -30,11 +27,8 @@ from hf_packfree.parallel.accelerate import (
 )
 from hf_packfree.patching.apply import Options, patch
 from hf_packfree.patching.backends import Choice
-from hf_packfree.patching.plan import trunks
-from hf_packfree.patching.registry import family_of
 from hf_packfree.patching.report import patch_report
-from hf_packfree.verify.documents import media_source
-from hf_packfree.verify.first_batch import first_batch_influence, in_process_group, observers_of
+from hf_packfree.trainer.run import TrainingRun
 
 logger = logging.getLogger("hf_packfree")
 
@@ -43,8 +37,10 @@ class PackFreeCallback(TrainerCallback):
     """Patch the Trainer's model; pass it as `Trainer(callbacks=[PackFreeCallback()])`.
 
     The model is patched when the Trainer is initialised, before accelerate, DDP or FSDP wrap it.
-    `add_callback` comes too late for that, and training then refuses to start unless the model is
-    patched already. The patches stay after training; `remove_patches(model)` takes them back.
+    `add_callback` comes too late for that, and so does the callback for the models that
+    `Trainer(model_init=...)` builds anew for each run: training then refuses to start unless the
+    model is patched already, by `apply_patches` in `model_init`. The patches stay after training;
+    `remove_patches(model)` takes them back.
 
     Every training log gains these, over the steps since the last log, on this process, or on all of
     them (`mtp_...`):
@@ -55,6 +51,9 @@ class PackFreeCallback(TrainerCallback):
         packfree/mtp_accuracy_k: the share of depth k's targets that its most likely token hits.
         packfree/influence: once, with `verify_first_batch`: see `first_batch_influence`.
 
+    What counts and verifies is on the model during a step alone: copies of it and saved ones have
+    nothing of it, and training that breaks off between steps leaves nothing behind.
+
     Args:
         backend, batch_invariant, unpacked, padded, mtp: as for `apply_patches`, whose errors are
             raised when the Trainer is initialised; an unknown value is refused at once
@@ -64,9 +63,10 @@ class PackFreeCallback(TrainerCallback):
             and accelerate leaves that to the model until training ends; or as for `apply_patches`,
             of them.
         verify_first_batch: on the first packed batch, change the tokens, pixels and sounds of every
-            second document and raise `LeakDetected` if the outputs of the others change; costs two
-            forwards, three of a vision-language model. In a process group only the first batch is
-            checked, so that all processes run the same forwards.
+            second document and raise `LeakDetected` if the outputs of the others change, with the
+            same dropout and noise; costs three forwards, four of a vision-language model. Where
+            none of the first 16 batches is packed it gives up with a warning. In a process group
+            only the first batch is checked, so that all processes run the same forwards.
     """
 
     def __init__(
@@ -90,10 +90,7 @@ class PackFreeCallback(TrainerCallback):
             refuse_unreadable_launch()
         self._context_parallel = context_parallel
         self._verify = verify_first_batch
-        self._influence: float | None = None
-        self._trunks: list[nn.Module] = []
-        self._hooks: list[RemovableHandle] = []
-        self._counts = _Counts()
+        self._run: TrainingRun | None = None
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -114,43 +111,46 @@ class PackFreeCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Refuse to train an unpatched model; start counting.
+        """Refuse to train an unpatched model.
 
         Raises:
-            PatchConflict: the callback was added too late to patch, or accelerate cuts the rows.
+            PatchConflict: the callback was added too late to patch, a `model_init` built another
+                model since, or accelerate cuts the rows.
         """
         model = kwargs["model"]
-        if not patch_report(model).patched:
-            raise PatchConflict(
-                "found an unpatched model at the start of training (the callback was added after "
-                "the Trainer was built, or the patches were removed since); wanted it patched "
-                "before accelerate wraps it; pass Trainer(callbacks=[PackFreeCallback()]), or "
-                "call apply_patches(model) first"
-            )
+        _refuse_unpatched(model, wants_head=self._options.mtp is not None)
         refuse_rows_cut_twice(model)
         _warn_of_unweighted_tokens(args, model)
         _warn_of_gradients_divided_twice()
-        family = family_of(model)
-        self._trunks = list(trunks(model, family)) if family else []
-        self._counts = _Counts()
-        for trunk in self._trunks:
-            observers_of(trunk).append(self._counts.count)
-        if self._verify:
-            for module in _outermost(model, self._trunks):
-                self._hooks.append(
-                    module.register_forward_pre_hook(self._verify_once(), with_kwargs=True)
-                )
+        if self._run is not None:
+            # which broke off
+            self._run.take_off()
+        self._run = TrainingRun(model, self._verify)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Start counting and watching."""
+        if self._run is not None:
+            self._run.put_on()
+
+    on_substep_end = on_step_begin
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Stop counting and watching, until the next step."""
+        if self._run is not None:
+            self._run.take_off()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Stop counting and watching."""
-        while self._hooks:
-            self._hooks.pop().remove()
+        """Say so if nothing was verified that was to be."""
         cut_rows_again(kwargs["model"])
-        for trunk in self._trunks:
-            if self._counts.count in observers_of(trunk):
-                observers_of(trunk).remove(self._counts.count)
+        if self._run is not None:
+            self._run.end()
+            self._run = None
 
     def on_log(
         self,
@@ -161,30 +161,31 @@ class PackFreeCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Add the packing facts to a training log, where it is printed and where it is kept."""
-        if logs is None or "loss" not in logs:
+        if logs is None or "loss" not in logs or self._run is None:
             return
-        facts = self._counts.take() | training_facts(kwargs.get("model"))
-        if self._influence is not None:
-            facts["packfree/influence"], self._influence = self._influence, None
+        facts = self._run.facts() | training_facts(kwargs.get("model"))
         logs.update(facts)
         if state.log_history:
             state.log_history[-1].update(facts)
 
-    def _verify_once(self) -> Any:
-        done = False
 
-        def hook(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            nonlocal done
-            if done or not trunk.training:
-                return
-            done = True
-            influence = first_batch_influence(trunk, args, kwargs)
-            if influence is None and not in_process_group():
-                # this batch is not packed; the first packed one is checked
-                done = False
-            self._influence = influence
-
-        return hook
+def _refuse_unpatched(model: nn.Module, *, wants_head: bool) -> None:
+    """Refuse a model that nobody patched, or, where a multi-token prediction head is wanted, gave
+    one.
+    """
+    found = None
+    if not patch_report(model).patched:
+        found = "an unpatched model"
+    elif wants_head and not any(isinstance(module, AttachedHead) for module in model.modules()):
+        found = "a model without the multi-token prediction head that mtp=... asks for"
+    if found is not None:
+        raise PatchConflict(
+            f"found {found} at the start of training (Trainer(model_init=...) built it after this "
+            "callback patched another, the callback was added after the Trainer was built, or the "
+            "patches were removed since); wanted it patched before accelerate wraps it; let "
+            "model_init return apply_patches(model) with the callback's options, pass "
+            "Trainer(callbacks=[PackFreeCallback()]), or call apply_patches(model) first"
+        )
 
 
 def _warn_of_unweighted_tokens(args: TrainingArguments, model: Any) -> None:
@@ -236,48 +237,3 @@ def _warn_of_uncounted_tokens(parallelism: Any) -> None:
             size,
             size,
         )
-
-
-def _outermost(model: nn.Module, trunks: list[nn.Module]) -> list[nn.Module]:
-    """Return the vision-language model around the text model, whose towers are checked too, or
-    else the text models.
-    """
-    source = media_source(model)
-    return trunks if source is None else [source]
-
-
-class _Counts:
-    """Running totals since the last log; token counts stay on the device until then, so that no
-    step waits for it.
-    """
-
-    def __init__(self) -> None:
-        self.rows = self.documents = self.tokens_with_padding = 0
-        self.tokens: int | Tensor = 0
-        self.since = time.perf_counter()
-
-    @uncompiled
-    def count(self, packed: PackedSequence | None, shape: tuple[int, int], mask: Any) -> None:
-        # of the batch that ranks share, each counts all
-        if packed is not None and packed.shard is not None:
-            packed, shape = packed.shard.batch, packed.shard.batch.batch_shape
-        self.rows += shape[0]
-        self.tokens_with_padding += shape[0] * shape[1]
-        if packed is not None:
-            self.documents += packed.num_documents
-            self.tokens = self.tokens + packed.num_real_tokens
-        else:
-            self.documents += shape[0]
-            padded = isinstance(mask, Tensor) and mask.ndim == 2
-            self.tokens = self.tokens + (mask.sum() if padded else shape[0] * shape[1])
-
-    def take(self) -> dict[str, float]:
-        tokens, seconds = float(self.tokens), time.perf_counter() - self.since
-        facts = {
-            "packfree/documents_per_row": self.documents / max(self.rows, 1),
-            "packfree/real_token_share": tokens / max(self.tokens_with_padding, 1),
-            "packfree/tokens_per_second": tokens / seconds,
-        }
-        self.rows = self.documents = self.tokens_with_padding = 0
-        self.tokens, self.since = 0, time.perf_counter()
-        return facts

@@ -1,0 +1,175 @@
+"""One training run: what counts packed batches and verifies the first, on the model during steps
+alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from hf_packfree.errors import BlindMeasurement
+from hf_packfree.packing import PackedSequence, uncompiled
+from hf_packfree.patching.plan import trunks
+from hf_packfree.patching.registry import family_of
+from hf_packfree.verify.documents import media_source
+from hf_packfree.verify.first_batch import first_batch_influence, in_process_group, observers_of
+
+logger = logging.getLogger("hf_packfree")
+PATIENCE = 16
+"""Batches that may come before the first packed one: documents as long as a row fill it alone."""
+
+
+def outermost(model: nn.Module, trunks: list[nn.Module]) -> list[nn.Module]:
+    """Return the vision-language model around the text model, whose towers are checked too, or
+    else the text models.
+    """
+    source = media_source(model)
+    return trunks if source is None else [source]
+
+
+class _OfAStep:
+    """What is on a model during a step; copies and pickles of the model get something else, that
+    does nothing.
+    """
+
+    def __reduce__(self) -> tuple[type[_Nothing], tuple[()]]:
+        return _Nothing, ()
+
+
+class _Nothing:
+    def __call__(self, *args: Any) -> None:
+        pass
+
+
+class TrainingRun:
+    """One training run: what is on its model during each step, and what that found."""
+
+    def __init__(self, model: nn.Module, verify: bool) -> None:
+        family = family_of(model)
+        self.trunks = list(trunks(model, family)) if family else []
+        self.counts = Counts()
+        watched = outermost(model, self.trunks) if verify else []
+        self.checks = [FirstBatch(module, self.take_off) for module in watched]
+
+    def put_on(self) -> None:
+        self.take_off()
+        for observers in map(observers_of, self.trunks):
+            if self.counts not in observers:
+                observers.append(self.counts)
+        for check in self.checks:
+            check.put_on()
+
+    def take_off(self) -> None:
+        for observers in map(observers_of, self.trunks):
+            # of a run too that broke off in the middle of a step
+            observers[:] = [each for each in observers if not isinstance(each, Counts)]
+        for check in self.checks:
+            check.take_off()
+
+    def facts(self) -> dict[str, float]:
+        facts = self.counts.take()
+        for check in self.checks:
+            if check.influence is not None:
+                facts["packfree/influence"], check.influence = check.influence, None
+        return facts
+
+    def end(self) -> None:
+        self.take_off()
+        for check in self.checks:
+            check.give_up()
+
+
+class FirstBatch(_OfAStep):
+    """Checks the first packed batch that comes through a module in training; put on for one batch.
+
+    Args:
+        module: see `first_batch_influence`.
+        leave: called before an exception goes on.
+    """
+
+    def __init__(self, module: nn.Module, leave: Callable[[], None]) -> None:
+        self.module, self.leave = module, leave
+        self.influence: float | None = None
+        self.over, self.unpacked = False, 0
+        self._handle: RemovableHandle | None = None
+
+    def put_on(self) -> None:
+        if not self.over:
+            self._handle = self.module.register_forward_pre_hook(self, with_kwargs=True)
+
+    def take_off(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    @uncompiled
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # before the forward, which may break off
+        self.take_off()
+        if self.over or not module.training:
+            return
+        try:
+            self.influence = first_batch_influence(module, args, kwargs)
+            self.over = self.influence is not None
+        except BlindMeasurement as blind:
+            logger.warning("%s", blind)
+            self.over = True
+        except BaseException:
+            self.leave()
+            raise
+        self.unpacked += not self.over
+        if self.unpacked == (1 if in_process_group() else PATIENCE):
+            self.give_up()
+
+    def give_up(self) -> None:
+        if not self.over:
+            logger.warning(
+                "found no packed batch to verify among the first %d; wanted several documents in "
+                "a batch%s; use a collator that packs, such as DataCollatorWithFlattening, or "
+                "leave verify_first_batch out: nothing was verified",
+                self.unpacked,
+                ", on every process in its first" if in_process_group() else "",
+            )
+        self.over = True
+
+
+class Counts(_OfAStep):
+    """Running totals since the last log; token counts stay on the device until then, so that no
+    step waits for it.
+    """
+
+    def __init__(self) -> None:
+        self.rows = self.documents = self.tokens_with_padding = 0
+        self.tokens: int | Tensor = 0
+        self.since = time.perf_counter()
+
+    @uncompiled
+    def __call__(self, packed: PackedSequence | None, shape: tuple[int, int], mask: Any) -> None:
+        # of the batch that ranks share, each counts all
+        if packed is not None and packed.shard is not None:
+            packed, shape = packed.shard.batch, packed.shard.batch.batch_shape
+        self.rows += shape[0]
+        self.tokens_with_padding += shape[0] * shape[1]
+        if packed is not None:
+            self.documents += packed.num_documents
+            self.tokens = self.tokens + packed.num_real_tokens
+        else:
+            self.documents += shape[0]
+            padded = isinstance(mask, Tensor) and mask.ndim == 2
+            self.tokens = self.tokens + (mask.sum() if padded else shape[0] * shape[1])
+
+    def take(self) -> dict[str, float]:
+        tokens, seconds = float(self.tokens), time.perf_counter() - self.since
+        facts = {
+            "packfree/documents_per_row": self.documents / max(self.rows, 1),
+            "packfree/real_token_share": tokens / max(self.tokens_with_padding, 1),
+            "packfree/tokens_per_second": tokens / seconds,
+        }
+        self.rows = self.documents = self.tokens_with_padding = 0
+        self.tokens, self.since = 0, time.perf_counter()
+        return facts
