@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_packfree.errors import BoundaryError, CacheConflict
+from hf_packfree.errors import BoundaryError, CacheConflict, UnsupportedInput
 from hf_packfree.models import compat
 from hf_packfree.models.attention import attention_route
 from hf_packfree.models.rotary import has_fixed_frequencies
@@ -22,6 +22,7 @@ from hf_packfree.packing import (
     resolve_boundaries,
     uncompiled,
 )
+from hf_packfree.packing.compiling import is_transformed
 from hf_packfree.packing.mrope import is_text
 
 UNREAD, UNPACKED = None, False
@@ -170,6 +171,7 @@ def read_arguments(
 
     Raises:
         BoundaryError, BoundaryConflict, UnsupportedInput: see `resolve_boundaries`.
+        UnsupportedInput: a transform of torch.func.
         CacheConflict: several documents together with a cache.
     """
     tokens = input_ids if input_ids is not None else inputs_embeds
@@ -210,21 +212,29 @@ def read_arguments(
         )
     if packed is None:
         return None
+    _check_beside_documents(packed.num_segments, cache, seen, inputs.attention_mask)
+    return packed
+
+
+def _check_beside_documents(documents: int, cache: Any, seen: int, mask: Any) -> None:
+    """Refuse what a call cannot have beside packed or padded rows."""
+    if is_transformed():
+        raise UnsupportedInput(
+            "found a transform of torch.func (grad, vmap, jvp) around packed or padded rows; "
+            "wanted a backward pass; call loss.backward() or torch.autograd.grad"
+        )
     if cache is not None:
         raise CacheConflict(
-            f"found a row of {packed.num_segments} documents together with {compat.CACHE} holding "
+            f"found a row of {documents} documents together with {compat.CACHE} holding "
             f"{seen} tokens; wanted no cache, which can belong to one document only; pass "
             f"{compat.CACHE}=None, or one document at a time"
         )
-    if inputs.attention_mask is not None and not isinstance(
-        inputs.attention_mask, (Tensor, Mapping)
-    ):
+    if mask is not None and not isinstance(mask, (Tensor, Mapping)):
         raise BoundaryError(
-            f"found a prepared attention_mask of type {type(inputs.attention_mask).__name__} "
+            f"found a prepared attention_mask of type {type(mask).__name__} "
             f"beside packed rows; wanted "
             "None, a tensor or a dict of tensors; drop it, the document boundaries are enough"
         )
-    return packed
 
 
 def runs_here(module: Any, inputs: PackingInputs, arguments: dict[str, Any]) -> bool:

@@ -62,9 +62,8 @@ class PatchState:
             packed.
         unpacked: "upstream", or "native" when rows of one document run through the patched layers
             too.
-        padded: "lazy" or "full" when padded rows run without their padding, with logits put back
-            into the caller's shape when something reads them or always; "upstream" when
-            transformers runs them.
+        padded: "lazy" when padded rows run without their padding, with logits put back into the
+            caller's shape when something reads them; "upstream" when transformers runs them.
         mixer_paths: the attributes of decoder layers that hold token mixers, see `Family`; for the
             check before packed rows.
         context_parallel: the group whose ranks share each row, or None.
@@ -93,19 +92,6 @@ class PatchState:
         return (
             self.unpacked == "native" or self.batch_invariant or self.context_parallel is not None
         )
-
-    def not_in_torch(self, device: torch.device) -> str:
-        """Return "conv: triton, delta_rule: fla", of what may run on a device and is not
-        PyTorch's.
-        """
-        chosen = (self.cuda_half, self.cuda_single) if device.type == "cuda" else (self.elsewhere,)
-        named = dict.fromkeys(
-            f"{op}: {name}"
-            for kernels in chosen
-            for op, name in vars(kernels).items()
-            if name != "torch"
-        )
-        return ", ".join(named)
 
     def kernels_for(self, device: torch.device, dtype: torch.dtype) -> Kernels:
         """Return what runs on tensors of that device and dtype, wherever the model was when it

@@ -13,7 +13,6 @@ from hf_packfree.models.rotary import check_longest_position, has_fixed_frequenc
 from hf_packfree.models.row import positions_for, restore_layers, row_positions
 from hf_packfree.models.state import state_of
 from hf_packfree.packing import PackedSequence, repad, unpad
-from hf_packfree.packing.compiling import is_transformed
 from hf_packfree.parallel.collectives import all_gather
 
 
@@ -111,13 +110,6 @@ class PackedTrunk(Replacement):
 
 
 def _check_packed_call(trunk: Any, packed: PackedSequence, arguments: dict[str, Any]) -> None:
-    kernels = state_of(trunk).not_in_torch(packed.seq_idx.device) if is_transformed() else ""
-    if kernels:
-        raise UnsupportedInput(
-            f"found a transform of torch.func around a packed row that runs on {kernels}, which it "
-            "cannot differentiate; wanted operations in PyTorch; call apply_patches(model, "
-            "backend='torch') on the unpatched model"
-        )
     if cache_of(arguments) is not None:
         raise CacheConflict(
             f"found a PackedSequence together with {CACHE}; wanted no cache, which can belong to "

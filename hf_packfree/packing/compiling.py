@@ -1,5 +1,5 @@
-"""What the package needs of torch.compile and torch.func: functions that plan on the host stay
-out of compiled graphs.
+"""What the package needs to know of torch.compile and torch.func: functions that plan on the host
+stay out of compiled graphs.
 """
 
 from __future__ import annotations

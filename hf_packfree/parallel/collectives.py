@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import Function
 
-from hf_packfree.ops.operation import Operation, once_differentiable
+from hf_packfree.ops.operation import once_differentiable
 from hf_packfree.packing import RowShard, pad_row
 
 
@@ -119,7 +120,7 @@ class Sent:
         return _Receive.apply(self._token, self._exchange)  # type: ignore[no-any-return]
 
 
-class _Send(Operation):
+class _Send(Function):
     """Its result has no elements: it leads autograd from `_Receive` to here, behind the backward
     pass of all between them.
     """
@@ -136,7 +137,7 @@ class _Send(Operation):
         return ctx.exchange.receive_back(), None
 
 
-class _Receive(Operation):
+class _Receive(Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, exchange: AllToAll) -> Tensor:
         ctx.exchange = exchange

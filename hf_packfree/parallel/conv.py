@@ -11,8 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, cat
+from torch.autograd import Function
 
-from hf_packfree.ops.operation import Operation, once_differentiable
+from hf_packfree.ops.operation import once_differentiable
 from hf_packfree.packing import PackedSequence
 from hf_packfree.parallel.collectives import send_left_context
 
@@ -49,7 +50,7 @@ def _one_document(packed: PackedSequence, tokens: int) -> PackedSequence:
     return PackedSequence.from_lengths([tokens], device=packed.seq_idx.device)
 
 
-class _Edges(Operation):
+class _Edges(Function):
     """A row [1, t, C], its first and its last tokens, whose gradients are added in place: no
     other tensor as long is made.
     """
@@ -69,7 +70,7 @@ class _Edges(Operation):
         return d_x, None, None
 
 
-class _Replaced(Operation):
+class _Replaced(Function):
     """Some tensors [1, t, ...] with other first tokens [1, n, ...], in place, and so are their
     gradients.
     """

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.nn import functional as F
 
 from hf_packfree.errors import BackendUnavailable
@@ -28,7 +29,7 @@ from hf_packfree.ops.delta_rule.flash_qla_segments import FlashQLAScans, lanes
 from hf_packfree.ops.delta_rule.reference import rounded_l2norm
 from hf_packfree.ops.delta_rule.segments import Scans, Segments, fold, plan_segments
 from hf_packfree.ops.delta_rule.torch_chunked import TorchScans
-from hf_packfree.ops.operation import Operation, once_differentiable
+from hf_packfree.ops.operation import once_differentiable
 from hf_packfree.packing import PackedSequence
 from hf_packfree.parallel.collectives import Pending, start_gather
 from hf_packfree.parallel.conv import conv_with_context
@@ -106,7 +107,7 @@ def _segments(packed: PackedSequence, lanes: int) -> Segments:
     return found.continued(bool(shard.history(shard.rank)), shard.goes_on(shard.rank))
 
 
-class _Rule(Operation):
+class _Rule(Function):
     """Two exchanges, one each way, in which every rank takes part; documents that do not wait
     for them are walked meanwhile.
     """

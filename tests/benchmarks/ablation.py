@@ -27,7 +27,6 @@ from torch import nn
 
 from hf_packfree.models.state import PatchState
 from hf_packfree.ops import launch
-from hf_packfree.ops.operation import Operation
 from hf_packfree.packing import inputs
 from tests.benchmarks.batches import Load, step_of
 from tests.benchmarks.machine import machine
@@ -50,16 +49,6 @@ def _launcher(model: nn.Module) -> AbstractContextManager[Any]:
         kernel[grid](*arguments, **constants)
 
     return mock.patch.object(launch, "_launch", ask)
-
-
-@contextmanager
-def _apply(model: nn.Module) -> Iterator[None]:
-    own = vars(Operation)["apply"]
-    delattr(Operation, "apply")
-    try:
-        yield
-    finally:
-        Operation.apply = own
 
 
 @contextmanager
@@ -91,16 +80,15 @@ def _attention(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _all(model: nn.Module) -> Iterator[None]:
     """Everything off that is the host's."""
-    with _launcher(model), _apply(model), _fast_path(model):
+    with _launcher(model), _fast_path(model):
         yield
 
 
 HOST: Mapping[str, Off] = {
     "nothing": lambda model: nullcontext(),
     "cached launcher": _launcher,
-    "autograd bypass": _apply,
     "packing's fast path": _fast_path,
-    "launcher, bypass and fast path": _all,
+    "launcher and fast path": _all,
 }
 GPU: Mapping[str, Off] = {"nothing": HOST["nothing"], "our attention": _attention}
 

@@ -1,100 +1,66 @@
-"""`Operation.apply`: torch's values, gradients and errors, without its search for tensors of
-finished transforms.
-"""
+"""A second derivative is refused by name, wherever autograd would look for it."""
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
+from torch.autograd import Function, grad
 
-from hf_packfree.ops.fused import projections
-from hf_packfree.ops.fused.linear import linear_forward
-from hf_packfree.ops.operation import Operation
+from hf_packfree.errors import UnsupportedInput
+from hf_packfree.ops.operation import once_differentiable
 
 
-class Doubled(Operation):
+class Cubed(Function):
     @staticmethod
-    def forward(ctx, x, scale, index=None):
-        ctx.save_for_backward(scale)
-        return 2 * x * scale, x if index is None else x[index]
+    def forward(ctx, x, unused):
+        ctx.save_for_backward(x)
+        return x**3
 
     @staticmethod
-    def backward(ctx, d_doubled, d_x):
-        return 2 * d_doubled * ctx.saved_tensors[0] + d_x, None, None
+    @once_differentiable
+    def backward(ctx, d_out):
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * d_out, None
 
 
-class ByTorch(torch.autograd.Function):
-    forward, backward = Doubled.forward, Doubled.backward
+class ByTorch(Function):
+    forward = Cubed.forward
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_out):
+        return Cubed.backward.__wrapped__(ctx, d_out)
 
 
-def results(function):
-    x, scale = torch.arange(4.0, requires_grad=True), torch.tensor(3.0)
-    doubled, same = function.apply(x, scale, None)
-    (doubled.sum() + same.pow(2).sum()).backward()
-    return doubled, same, x.grad
+def penalty(function, x):
+    """By a plain sum: the gradient that comes in has no graph."""
+    (first,) = grad(function.apply(x, None).sum(), x, create_graph=True)
+    return first
 
 
-def builtins_called(function):
-    """The functions in C named "apply" that one call runs, which is how an operation enters
-    autograd's graph.
-    """
-    found, arguments = [], (torch.ones(2, requires_grad=True), torch.tensor(3.0), None)
-
-    def note(frame, event, called):
-        if event == "c_call" and called.__name__ == "apply":
-            found.append(called.__self__ is function)
-
-    previous = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        function.apply(*arguments)
-    finally:
-        sys.setprofile(previous)
-    return found
+def test_the_first_is_there_with_or_without_a_graph():
+    x = torch.arange(4.0, requires_grad=True)
+    found = penalty(Cubed, x)
+    assert torch.equal(found, 3 * x.detach() ** 2) and found.requires_grad
+    assert torch.equal(grad(Cubed.apply(x, None).sum(), x)[0], found)
 
 
-def test_values_and_gradients_are_torchs():
-    for found, wanted in zip(results(Doubled), results(ByTorch), strict=True):
-        assert torch.equal(found, wanted)
-    assert torch.equal(results(Doubled)[2], torch.tensor([6.0, 8.0, 10.0, 12.0]))
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda first, x: first.sum().backward(),
+        lambda first, x: grad(first.sum(), x),
+        lambda first, x: grad(first.sum() + x.sum(), x, allow_unused=True),
+    ],
+    ids=["backward", "grad", "beside another term"],
+)
+def test_the_second_is_refused(ask):
+    x = torch.arange(4.0, requires_grad=True)
+    with pytest.raises(UnsupportedInput, match="found a second derivative"):
+        ask(penalty(Cubed, x), x)
 
 
-def test_it_ends_in_the_call_that_torchs_own_ends_in():
-    """The private one: a torch whose `apply` enters the graph by another way fails here."""
-    assert builtins_called(Doubled) == builtins_called(ByTorch) == [True]
-
-
-@pytest.mark.parametrize("function", [Doubled, ByTorch])
-def test_a_transform_is_refused_in_torchs_words(function):
-    with pytest.raises(RuntimeError, match="setup_context"):
-        torch.func.grad(lambda x: function.apply(x, torch.tensor(3.0), None)[0].sum())(
-            torch.ones(2)
-        )
-
-
-def left_behind():
-    """A tensor of a transform that is finished: it wraps another, to which gradients belong."""
-    kept = []
-    torch.func.grad(lambda x: (kept.append(x), x.sum())[1])(torch.ones(1, 3, 4, requires_grad=True))
-    return kept[0]
-
-
-OPERATIONS = {
-    "two layers": lambda x, w: projections(x, w, w, backend="triton"),
-    "one layer": lambda x, w: linear_forward(x, w, True),
-}
-
-
-@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
-def test_a_tensor_that_a_finished_transform_left_behind_raises(operation):
-    """Its gradient would be lost without a word; torch's `apply` would unwrap it."""
-    with pytest.raises(RuntimeError, match="data pointer|storage"):
-        operation(left_behind(), torch.ones(200, 4, requires_grad=True))
-
-
-def test_torchs_own_apply_unwraps_it():
-    """The search that `Operation` leaves out."""
-    doubled, _ = ByTorch.apply(left_behind(), torch.tensor(3.0), None)
-    assert torch.equal(doubled, torch.full((1, 3, 4), 6.0)) and doubled.requires_grad
+def test_torchs_own_decorator_leaves_it_out():
+    """Why there is one of ours."""
+    x = torch.arange(4.0, requires_grad=True)
+    assert not penalty(ByTorch, x).requires_grad

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from hf_packfree.errors import BackendUnavailable
 from hf_packfree.ops.backend import Target, needs_half, needs_triton, refuse_wide
 from hf_packfree.ops.launch import launch
-from hf_packfree.ops.operation import Operation, once_differentiable
+from hf_packfree.ops.operation import once_differentiable
 from hf_packfree.packing import PackedSequence, chunk_plan, uncompiled
 
 _HOPPER = (9, 0)
@@ -93,7 +94,7 @@ def plan_blocks(packed: PackedSequence, of_keys: bool) -> Tensor:
     return torch.from_numpy(blocks).to(packed.cu_seqlens.device, non_blocking=True)
 
 
-class _Attention(Operation):
+class _Attention(Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, scale: float

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
-from hf_packfree.ops.operation import Transformable, first_derivative, without_transforms
+from hf_packfree.ops.operation import once_differentiable
 from hf_packfree.packing import PackedSequence, uncompiled
 
 # of a block on the CPU: a few such buffers fit in the cache
@@ -70,14 +71,21 @@ def causal_conv1d(
     """See `hf_packfree.ops.conv.causal_conv1d`."""
     size = max(1, _BLOCK_ELEMENTS // x.shape[2]) if x.device.type == "cpu" else packed.num_tokens
     blocks = packed.cached(plan_blocks, weight.shape[1], size)
-    return _CausalConv1d.apply(x, weight, bias, blocks, silu)  # type: ignore[no-any-return,no-untyped-call]
+    return _CausalConv1d.apply(x, weight, bias, blocks, silu)  # type: ignore[no-any-return]
 
 
-class _CausalConv1d(Transformable):
+class _CausalConv1d(Function):
     @staticmethod
     def forward(
-        x: Tensor, weight: Tensor, bias: Tensor | None, blocks: tuple[Block, ...], silu: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        blocks: tuple[Block, ...],
+        silu: bool,
     ) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        ctx.blocks, ctx.silu = blocks, silu
         out = x.new_empty(x.shape)
         taps = _taps(x, weight)
         for block in blocks:
@@ -86,19 +94,11 @@ class _CausalConv1d(Transformable):
         return out
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        *tensors, ctx.blocks, ctx.silu = inputs
-        ctx.save_for_backward(*tensors)
-
-    @staticmethod
-    @first_derivative
+    @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias = ctx.saved_tensors
         needed = ctx.needs_input_grad[1]
-        return (
-            *without_transforms(_backward, d_out, *ctx.saved_tensors, ctx.blocks, ctx.silu, needed),
-            None,
-            None,
-        )
+        return *_backward(d_out, x, weight, bias, ctx.blocks, ctx.silu, needed), None, None
 
 
 def _backward(

@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.nn.functional import pad
 
 from hf_packfree.ops.backend import Target, block_width, needs_triton
 from hf_packfree.ops.fused.reduce import sum_partials
 from hf_packfree.ops.launch import launch
-from hf_packfree.ops.operation import Operation, once_differentiable
+from hf_packfree.ops.operation import once_differentiable
 from hf_packfree.packing import PackedSequence, uncompiled
 
 _TAPS = 4
@@ -132,7 +133,7 @@ def _apply(
     return _Convolution.apply(x, weight, bias, job, *packed.cached(plan_masks))  # type: ignore[no-any-return]
 
 
-class _Convolution(Operation):
+class _Convolution(Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, job: Job, *plan: Tensor

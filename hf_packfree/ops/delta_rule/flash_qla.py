@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from hf_packfree.ops.backend import Target, broken, installed, needs_cuda, needs_half, too_old
 from hf_packfree.ops.fla import CHUNK, plan_chunks
-from hf_packfree.ops.operation import Operation, once_differentiable
+from hf_packfree.ops.operation import once_differentiable
 from hf_packfree.ops.toolkit import flash_qla_off, has_nvcc
 from hf_packfree.packing import PackedSequence, uncompiled
 from hf_packfree.versions import VERSIONS
@@ -152,7 +153,7 @@ def _run(
     return out  # type: ignore[no-any-return]
 
 
-class _WholeDocuments(Operation):
+class _WholeDocuments(Function):
     """FlashQLA's two passes without the checks and wrappers of its own function, for which short
     rows would wait.
     """

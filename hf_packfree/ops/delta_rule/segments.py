@@ -23,11 +23,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from hf_packfree.ops.backend import block_width
 from hf_packfree.ops.fla import CHUNK
 from hf_packfree.ops.launch import launch
-from hf_packfree.ops.operation import Operation, once_differentiable
+from hf_packfree.ops.operation import once_differentiable
 from hf_packfree.packing import PackedSequence
 
 # chunks of a document that is cut; segments of a row, by lanes: their states are kept
@@ -304,7 +305,7 @@ def walk_segments(
     return _Walk.apply(q, k, v, g, beta, initial_state, segments, scans)  # type: ignore[no-any-return]
 
 
-class _Walk(Operation):
+class _Walk(Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.nn.functional import layer_norm
 
 from hf_packfree.ops.backend import block_width, uses_triton
 from hf_packfree.ops.fused.reduce import sum_partials
 from hf_packfree.ops.launch import launch
-from hf_packfree.ops.operation import Operation, once_differentiable
+from hf_packfree.ops.operation import once_differentiable
 
 # in the backward pass: the first at most, the second at least
 _ROWS_PER_PROGRAM, _PROGRAMS = 64, 512
@@ -181,7 +182,7 @@ def add_layer_norm_reference(
     return normed.to(total.dtype), total
 
 
-class _AddNorm(Operation):
+class _AddNorm(Function):
     """Its inputs share one gradient, which is that of the residual stream and of the norm together;
     a layer norm has a bias.
 

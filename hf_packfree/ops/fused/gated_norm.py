@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.nn import functional as F
 
 from hf_packfree.ops.backend import block_width, uses_triton
@@ -20,7 +21,7 @@ from hf_packfree.ops.fused.layers import Layers, linear_backward
 from hf_packfree.ops.fused.low_rank import Layer, Layout, layer_reference, take_apart
 from hf_packfree.ops.fused.reduce import sum_partials
 from hf_packfree.ops.launch import launch
-from hf_packfree.ops.operation import Operation, once_differentiable
+from hf_packfree.ops.operation import once_differentiable
 
 # of a block
 _ROWS = {"forward": 16, "backward": 8}
@@ -75,7 +76,7 @@ def gated_rms_norm_reference(x: Tensor, z: Tensor, weight: Tensor, eps: float) -
     return (scaled * weight.to(wide) * F.silu(z.to(wide))).to(x.dtype)
 
 
-class _GatedNorm(Operation):
+class _GatedNorm(Function):
     @staticmethod
     def forward(
         ctx: Any,

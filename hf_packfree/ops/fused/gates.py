@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.nn import functional as F
 
 from hf_packfree.ops.backend import block_width, uses_triton
 from hf_packfree.ops.fused.reduce import sum_partials
 from hf_packfree.ops.launch import launch
-from hf_packfree.ops.operation import Operation, once_differentiable
+from hf_packfree.ops.operation import once_differentiable
 
 # elements of a program
 _BLOCK = 2048
@@ -47,7 +48,7 @@ def gates_reference(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tup
     return -A_log.float().exp() * F.softplus(a.float() + dt_bias.float()), b.sigmoid()
 
 
-class _Gates(Operation):
+class _Gates(Function):
     @staticmethod
     def forward(
         ctx: Any, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor

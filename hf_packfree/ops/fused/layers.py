@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.nn.functional import linear
 
 from hf_packfree.ops.backend import HALF, uses_triton
@@ -27,7 +28,7 @@ from hf_packfree.ops.fused.linear import (
 from hf_packfree.ops.fused.low_rank import Layer, Layout, LowRank, layer_reference, take_apart
 from hf_packfree.ops.fused.mixed import cat, on_tensor_cores
 from hf_packfree.ops.fused.weights import Weights
-from hf_packfree.ops.operation import Operation, once_differentiable
+from hf_packfree.ops.operation import once_differentiable
 
 Recompute = Callable[[Tensor, bool], tuple[tuple[Tensor | None, ...], Tensor | None]]
 
@@ -227,7 +228,7 @@ def projections(
     return tuple(layer_reference(x, layer) for layer in layers)
 
 
-class _Projections(Operation):
+class _Projections(Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -42,7 +42,7 @@ def linear_forward(x: Tensor, weight: Tensor, batch_invariant: bool) -> Tensor:
     """Return x weight', [..., D] to [..., F]; `batch_invariant`: in half precision on CUDA few
     rows are padded to many.
     """
-    # raises where there is no memory, see `Operation`
+    # raises where there is no memory
     _ = x.data_ptr(), weight.data_ptr()
     short = (
         batch_invariant and x.is_cuda and x.dtype in HALF and x.numel() // x.shape[-1] < _MIN_ROWS

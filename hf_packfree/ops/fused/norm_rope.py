@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from hf_packfree.ops.backend import block_width, uses_triton
 from hf_packfree.ops.fused.reduce import sum_partials
 from hf_packfree.ops.launch import launch
-from hf_packfree.ops.operation import Operation, once_differentiable
+from hf_packfree.ops.operation import once_differentiable
 
 # in the backward pass: the first at most, the second at least
 _TOKENS_PER_PROGRAM, _PROGRAMS = 4, 4096
@@ -61,7 +62,7 @@ def norm_rope_reference(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps
     return torch.cat((rotated, rest), dim=-1).to(x.dtype)
 
 
-class _NormRope(Operation):
+class _NormRope(Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float

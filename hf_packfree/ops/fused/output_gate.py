@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from hf_packfree.ops.backend import block_width, uses_triton
 from hf_packfree.ops.fused.add_norm import want_room
 from hf_packfree.ops.fused.layers import Layers, linear_backward
 from hf_packfree.ops.fused.low_rank import Layer, Layout, layer_reference, take_apart
 from hf_packfree.ops.launch import launch
-from hf_packfree.ops.operation import Operation, once_differentiable
+from hf_packfree.ops.operation import once_differentiable
 
 # elements of a program
 _BLOCK = 4096
@@ -55,7 +56,7 @@ def output_gate(
     return gated if projection is None else layer_reference(gated.flatten(2), projection)
 
 
-class _OutputGate(Operation):
+class _OutputGate(Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, z: Tensor, layout: Layout, batch_invariant: bool, *tensors: Tensor

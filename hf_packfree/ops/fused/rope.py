@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from hf_packfree.ops.backend import block_width, uses_triton
 from hf_packfree.ops.launch import launch
-from hf_packfree.ops.operation import Operation, once_differentiable
+from hf_packfree.ops.operation import once_differentiable
 
 
 def qkv_rope(
@@ -52,7 +53,7 @@ def qkv_rope_reference(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, T
     return q, k, v
 
 
-class _QKVRope(Operation):
+class _QKVRope(Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         from hf_packfree.ops.fused.kernels.rope import qkv_rope

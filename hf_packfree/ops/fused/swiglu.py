@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from torch.autograd import Function
 from torch.nn.functional import silu
 
 from hf_packfree.ops.backend import block_width, uses_triton
@@ -18,7 +19,7 @@ from hf_packfree.ops.fused.layers import Layers, input_again, kept_input
 from hf_packfree.ops.fused.linear import autocast_as_in_forward
 from hf_packfree.ops.fused.low_rank import Layer, Layout, layer_reference, take_apart
 from hf_packfree.ops.launch import launch
-from hf_packfree.ops.operation import Operation, once_differentiable
+from hf_packfree.ops.operation import once_differentiable
 
 # columns of a program, at most
 _BLOCK = 2048
@@ -62,7 +63,7 @@ def swiglu_mlp(
     return out if residual is None else residual + out
 
 
-class _SwiGLU(Operation):
+class _SwiGLU(Function):
     @staticmethod
     def forward(
         ctx: Any,

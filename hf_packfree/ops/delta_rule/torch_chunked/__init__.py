@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.nn import functional as F
 
 from hf_packfree.ops.delta_rule.segments import Segments
 from hf_packfree.ops.delta_rule.torch_chunked.passes import backward_pass, forward_pass
-from hf_packfree.ops.operation import Transformable, first_derivative, without_transforms
+from hf_packfree.ops.operation import once_differentiable
 from hf_packfree.packing import PackedSequence, uncompiled
 
 # what head sizes are multiples of
@@ -41,7 +42,7 @@ def gated_delta_rule(
     key_size, value_size = q.shape[-1], v.shape[-1]
     q, k, v = _widen(q), _widen(k), _widen(v)
     out: Tensor
-    out, _ = _GatedDeltaRule.apply(q, k, v, g, beta, None, key_size, packed, qk_l2norm)  # type: ignore[no-untyped-call]
+    out, _ = _GatedDeltaRule.apply(q, k, v, g, beta, None, key_size, packed, qk_l2norm)
     return out if out.shape[-1] == value_size else out[..., :value_size]
 
 
@@ -59,7 +60,7 @@ def with_states(
     """See `hf_packfree.ops.delta_rule.gated_delta_rule_with_states`."""
     key_size, value_size = q.shape[-1], v.shape[-1]
     q, k, v, state = _widen(q), _widen(k), _widen(v), _widen(_widen(initial_state).mT).mT
-    out, final = _GatedDeltaRule.apply(q, k, v, g, beta, state, key_size, packed, qk_l2norm)  # type: ignore[no-untyped-call]
+    out, final = _GatedDeltaRule.apply(q, k, v, g, beta, state, key_size, packed, qk_l2norm)
     return out[..., :value_size], final[..., :key_size, :value_size]
 
 
@@ -70,11 +71,12 @@ def _widen(x: Tensor) -> Tensor:
     return x if x.shape[-1] % _WIDTH == 0 else F.pad(x, (0, -x.shape[-1] % _WIDTH))
 
 
-class _GatedDeltaRule(Transformable):
+class _GatedDeltaRule(Function):
     """Returns the output, and the states that documents leave where they begin with some."""
 
     @staticmethod
     def forward(
+        ctx: Any,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -85,6 +87,8 @@ class _GatedDeltaRule(Transformable):
         packed: PackedSequence,
         qk_l2norm: bool,
     ) -> tuple[Tensor, Tensor | None]:
+        ctx.save_for_backward(q, k, v, g, beta, initial_state)
+        ctx.size, ctx.packed, ctx.qk_l2norm = size, packed, qk_l2norm
         # it would round the products to half precision
         with torch.autocast(q.device.type, enabled=False):
             return forward_pass(
@@ -92,15 +96,10 @@ class _GatedDeltaRule(Transformable):
             )
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        *tensors, ctx.size, ctx.packed, ctx.qk_l2norm = inputs
-        ctx.save_for_backward(*tensors)
-
-    @staticmethod
-    @first_derivative
+    @once_differentiable
     def backward(ctx: Any, d_out: Tensor, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
         arguments = (d_out, d_final, *ctx.saved_tensors, ctx.size, ctx.packed, ctx.qk_l2norm)
-        return *without_transforms(_backward, *arguments), None, None, None
+        return *_backward(*arguments), None, None, None
 
 
 def _backward(
