@@ -64,7 +64,7 @@ class AttachedHead(MTPHead):
         if self.training_calls is not None:
             self._hooks = [
                 parent.register_forward_pre_hook(self.training_calls.before, with_kwargs=True),
-                parent.register_forward_hook(self.training_calls.after),
+                parent.register_forward_hook(self.training_calls.after, always_call=True),
             ]
             for followers in _followers(parent):
                 followers.append(self.training_calls.follow)

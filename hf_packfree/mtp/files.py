@@ -123,7 +123,7 @@ def wanted_shapes(config: Any, layers: int) -> Shapes:
     one = copy.deepcopy(config)
     one.num_hidden_layers, one.layer_types = 1, ["full_attention"]
     with torch.device("meta"):
-        return shapes_of(MTPHead(AutoModel.from_config(one), layers))  # type: ignore[no-untyped-call]
+        return shapes_of(MTPHead(AutoModel.from_config(one), layers))
 
 
 def copy_head(base: str, checkpoint: str, out: str | Path) -> HeadReport:

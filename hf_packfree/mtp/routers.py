@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -19,9 +20,12 @@ from hf_packfree.parallel.collectives import all_gather
 def router_logits(head: Any) -> Iterator[list[Tensor]]:
     """Collect what the head's routers say while the block runs: [T, experts] per step, in order."""
     found: list[Tensor] = []
+    mine = threading.get_ident()
 
     def keep(router: nn.Module, args: Any, output: Any) -> None:
-        found.append(output[0] if isinstance(output, tuple) else output)
+        # another thread trains the same model
+        if threading.get_ident() == mine:
+            found.append(output[0] if isinstance(output, tuple) else output)
 
     gates = [part for name, part in head.named_modules() if name.endswith("mlp.gate")]
     hooks = [gate.register_forward_hook(keep) for gate in gates]

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import inspect
 import logging
+import threading
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,19 +30,26 @@ from hf_packfree.models.state import PatchState, state_of
 from hf_packfree.mtp.loss import depth_losses
 from hf_packfree.mtp.options import MTPOptions
 from hf_packfree.mtp.routers import balance, router_logits, wants_balance
-from hf_packfree.packing import PackedSequence, PackingInputs, pad_row, unpad
+from hf_packfree.packing import PackedSequence, PackingInputs, pad_row, uncompiled, unpad
 from hf_packfree.parallel.collectives import with_right_context
 
 logger = logging.getLogger("hf_packfree")
 
 
-@dataclass
+@dataclass(eq=False)
 class _Call:
     """One call of the model: its arguments by name, and, once they are known, the text model's
     settings and row.
+
+    Attributes:
+        training: whose model was called.
+        given: None in evaluation.
+        outer: the call of this thread in which it happens.
     """
 
-    given: dict[str, Any]
+    training: MTPTraining
+    given: dict[str, Any] | None
+    outer: _Call | None
     backends: PatchState = PatchState()
     autocast: dict[str, Any] = field(
         default_factory=lambda: {"device_type": "cpu", "enabled": False}
@@ -49,22 +58,37 @@ class _Call:
     row: dict[str, Any] = field(default_factory=dict)
 
 
+_INNERMOST: ContextVar[_Call | None] = ContextVar("innermost call", default=None)
+"""Of this thread. Hooks see a call's beginning and end, and a forward that replaced the head's
+hands on no keyword of ours.
+"""
+_ADDING = threading.Lock()
+
+
+@uncompiled
+def _innermost() -> _Call | None:
+    return _INNERMOST.get()
+
+
+@uncompiled
+def _enter(call: _Call | None) -> None:
+    _INNERMOST.set(call)
+
+
 class MTPTraining:
-    """Follows the calls of one model in training and adds the head's loss."""
+    """Follows the calls of one model in training, of any thread, and adds the head's loss."""
 
     def __init__(self, options: MTPOptions) -> None:
         self.options = options
-        self.totals: list[Tensor] = []
-        self._call: _Call | None = None
+        self.totals: Tensor | None = None
         self._warned = False
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note what the model is called with; a forward pre-hook."""
-        self._call = None
+        given = None
         if model.training and torch.is_grad_enabled():
-            self._call = _Call(
-                dict(zip(inspect.signature(model.forward).parameters, args)) | kwargs
-            )
+            given = dict(zip(inspect.signature(model.forward).parameters, args)) | kwargs
+        _enter(_Call(self, given, _innermost()))
 
     def follow(
         self, trunk: Any, packed: PackedSequence | None, arguments: dict[str, Any], hidden: Tensor
@@ -77,7 +101,8 @@ class MTPTraining:
                 None.
             hidden: its output, in the same shape.
         """
-        if self._call is None:
+        call = _innermost()
+        if call is None or call.training is not self or call.given is None:
             if torch.is_grad_enabled():
                 found, wanted = (
                     f"that calls the {type(trunk).__name__} alone",
@@ -111,14 +136,14 @@ class MTPTraining:
             hidden, embeddings = hidden.detach(), embeddings.detach()
         if packed.shard is not None:
             embeddings = with_right_context(embeddings[0], packed.shard, self.options.depth)[None]
-        self._call.packed, self._call.backends = packed, state_of(trunk)
+        call.packed, call.backends = packed, state_of(trunk)
         kind = hidden.device.type
-        self._call.autocast = {
+        call.autocast = {
             "device_type": kind,
             "enabled": torch.is_autocast_enabled(kind),
             "dtype": torch.get_autocast_dtype(kind),
         }
-        self._call.row = {
+        call.row = {
             "hidden": hidden,
             "embeddings": embeddings,
             "packed": packed.for_shape((1, packed.num_tokens)),
@@ -127,9 +152,14 @@ class MTPTraining:
         }
 
     def after(self, model: Any, args: tuple[Any, ...], output: Any) -> Any:
-        """Add the loss to the model's output; a forward hook."""
-        call, self._call = self._call, None
-        if call is None:
+        """Add the loss to the model's output; a forward hook that is called after an error,
+        too.
+        """
+        call = _innermost()
+        if call is None or call.training is not self:
+            return None
+        _enter(call.outer)
+        if output is None or call.given is None:
             return None
         if call.packed is None or all(
             call.given.get(name) is None for name in ("labels", "shift_labels")
@@ -138,27 +168,29 @@ class MTPTraining:
             return None
         # as the text model ran; accelerate's ends with the model's forward
         with torch.autocast(**call.autocast):
-            return _with_loss(output, *self._loss(model, call, call.packed))
+            return _with_loss(output, *self._loss(model, call, call.given, call.packed))
 
-    def _loss(self, model: Any, call: _Call, packed: PackedSequence) -> tuple[Tensor, Any]:
+    def _loss(
+        self, model: Any, call: _Call, given: dict[str, Any], packed: PackedSequence
+    ) -> tuple[Tensor, Any]:
         """Return the sum of all depths' losses, weighted, and the count that it is divided by."""
-        targets, items = _targets(call.given, packed, self.options.depth)
+        targets, items = _targets(given, packed, self.options.depth)
         with router_logits(model.mtp) as routed:
             states = model.mtp(depth=self.options.depth, **call.row)
         row: PackedSequence = call.row["packed"]
         losses = depth_losses(
             states, targets, row, model.lm_head, call.backends, detach=self.options.detach
         )
-        self.totals = [old + new for old, new in zip(self.totals, losses.facts)] or [*losses.facts]
+        self._add(torch.stack(losses.facts))
         total = self.options.weight / self.options.depth * torch.stack(losses.sums).sum()
         items = items.to(total.device) if isinstance(items, Tensor) else items
         # a mean, where the others are sums
-        if wants_balance(model, call.given):
+        if wants_balance(model, given):
             # every rank has all of it
             once = 1 if row.shard is None else row.shard.world
             total = total + self.options.weight * items * balance(model, routed, row) / once
         # whose mean over the ranks counts
-        if row.shard is not None and call.given.get("num_items_in_batch") is None:
+        if row.shard is not None and given.get("num_items_in_batch") is None:
             total = total * row.shard.world
         return total, items
 
@@ -173,6 +205,11 @@ class MTPTraining:
                 wanted,
             )
 
+    @uncompiled
+    def _add(self, facts: Tensor) -> None:
+        with _ADDING:
+            self.totals = facts if self.totals is None else self.totals + facts
+
     def take(self, together: torch.device | None = None) -> dict[str, float]:
         """Return mean loss and accuracy of every depth since the last time, nothing of a depth
         without targets.
@@ -181,8 +218,10 @@ class MTPTraining:
             together: where processes are added up, which all of them have to call for; None: of
                 this one alone.
         """
-        none = torch.zeros(self.options.depth, 4, dtype=torch.float64, device=together)
-        totals, self.totals = torch.stack(self.totals) if self.totals else none, []
+        with _ADDING:
+            totals, self.totals = self.totals, None
+        if totals is None:
+            totals = torch.zeros(self.options.depth, 4, dtype=torch.float64, device=together)
         if together is not None and dist.is_initialized():
             dist.all_reduce(totals)
         facts: dict[str, float] = {}
