@@ -309,7 +309,7 @@ def cases(draw: Any) -> Case:
         )
         described.append(FORMATS[names[1]](second))
     options = {
-        "padded": draw(st.sampled_from(["lazy", "full", "upstream"])),
+        "padded": draw(st.sampled_from(["lazy", "upstream"])),
         "unpacked": draw(st.sampled_from(["upstream", "native"])),
     }
     return Case(

@@ -228,13 +228,13 @@ def test_a_leak_stops_training_at_the_first_batch(tmp_path, monkeypatch):
 
 
 def test_options_are_those_of_apply_patches():
-    options = {"backend": "torch", "batch_invariant": True, "unpacked": "native", "padded": "full"}
+    options = {"backend": "torch", "batch_invariant": True, "unpacked": "native", "padded": "lazy"}
     by_callback, model = tiny(), apply_patches(tiny(), **options)
     PackFreeCallback(**options).on_init_end(None, None, None, model=by_callback)
     assert (
         by_callback.model.packfree == model.model.packfree and model.model.packfree.batch_invariant
     )
-    with pytest.raises(ValueError, match="wanted 'lazy', 'full' or 'upstream'"):
+    with pytest.raises(ValueError, match="wanted 'lazy' or 'upstream'"):
         PackFreeCallback(padded="never")
 
 

@@ -7,8 +7,7 @@ is what DDP computes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -27,13 +26,13 @@ from hf_packfree.packing import PackedSequence, pad_row, repad, shard_row
 from hf_packfree.parallel import ContextParallel
 from hf_packfree.parallel.collectives import all_gather
 
-OF_LOSS = "packfree_of_loss"
-"""An attribute of a head while it runs on a shard: what its loss is called with."""
+_OF_LOSS: tuple[str, ...] = ("shift_labels", "num_items_in_batch")
+"""What a loss of a shard needs, whatever upstream's head hands on."""
 
 
 def forward_shard(
     head: Any,
-    upstream: Any,
+    run: Callable[[dict[str, Any], dict[str, Any]], Any],
     row: dict[str, Any],
     packed: PackedSequence,
     settings: ContextParallel,
@@ -44,7 +43,7 @@ def forward_shard(
 
     Args:
         head: patched.
-        upstream: its forward in transformers.
+        run: upstream's forward; takes its arguments, and what its loss gets whatever it hands on.
         row: its arguments for the whole row, [1, T, ...] each, targets included.
         packed: the record of the row.
         settings: the group.
@@ -71,8 +70,9 @@ def forward_shard(
     if source is not None:
         row, local = share_media(source, row, local)
     mine = _arguments_of(local, row, packed.num_tokens)
-    with _given_to_the_loss(head, mine), reaching_media(head.get_input_embeddings(), media):
-        output = upstream(**mine)
+    of_loss = {name: mine[name] for name in _OF_LOSS if name in mine}
+    with reaching_media(head.get_input_embeddings(), media):
+        output = run(mine, of_loss)
     experts, loss = output.get("aux_loss"), output.get("loss")
     # every rank has all of it, and it counts once
     if experts is not None and loss is not None:
@@ -84,20 +84,6 @@ def forward_shard(
         logits = all_gather(output.logits[0], settings.group).flatten(0, 1)[None]
         output.logits = repad(logits[:, : packed.num_tokens], packed)
     return output
-
-
-@contextmanager
-def _given_to_the_loss(head: Any, mine: dict[str, Any]) -> Iterator[None]:
-    """Let the loss have its targets and its count, which vision-language heads before
-    transformers 5.17 do not hand on.
-    """
-    vars(head)[OF_LOSS] = {
-        name: mine[name] for name in ("shift_labels", "num_items_in_batch") if name in mine
-    }
-    try:
-        yield
-    finally:
-        del vars(head)[OF_LOSS]
 
 
 def _arguments_of(local: PackedSequence, row: dict[str, Any], tokens: int) -> dict[str, Any]:

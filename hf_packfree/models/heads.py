@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import functools
 import logging
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hf_packfree.models import compat
 from hf_packfree.models.attention import check_attention
 from hf_packfree.models.base import Replacement, stands_for, upstream_of
 from hf_packfree.models.compat import cache_of
-from hf_packfree.models.context_parallel import OF_LOSS, check_call, forward_shard
+from hf_packfree.models.context_parallel import check_call, forward_shard
 from hf_packfree.models.entry import (
     UNPACKED,
     enter,
@@ -26,7 +26,7 @@ from hf_packfree.models.entry import (
     keep_padding,
     wants_all_logits,
 )
-from hf_packfree.models.head_loss import PADDED, call_loss, logits_on_demand, taken_by
+from hf_packfree.models.head_loss import HeadOfCall, LossOfCall, taken_by
 from hf_packfree.models.labels import (
     IGNORED,
     are_left_pad_tokens,
@@ -39,7 +39,6 @@ from hf_packfree.models.row import as_requested, restore_layers, row_of_each, ro
 from hf_packfree.models.state import state_of
 from hf_packfree.models.trunk import check_model_of
 from hf_packfree.packing import PackedSequence, lazy_repad, repad, uncompiled, with_left_pad_tokens
-from hf_packfree.packing.compiling import is_transformed
 from hf_packfree.packing.lazy import LazyTensor
 
 logger = logging.getLogger("hf_packfree")
@@ -66,7 +65,7 @@ class Head(Replacement):
             # which is an error of upstream's to raise
             if arguments is None:
                 return upstream.forward(self, *args, **kwargs)
-            return self._forward_as_row(functools.partial(upstream.forward, self), arguments)
+            return self._forward_as_row(upstream.forward, arguments)
 
         functools.update_wrapper(forward, upstream.forward)
         replaced: Any = cls
@@ -77,11 +76,8 @@ class Head(Replacement):
 
     @property
     def loss_function(self) -> Any:
-        """Upstream's or the caller's, called without the record, which upstream's heads hand on
-        with all other keywords.
-        """
-        full = state_of(self).padded == "full" and not _is_traced()
-        return functools.partial(call_loss, self._loss(), full, **vars(self).get(OF_LOSS, {}))
+        """Upstream's or the caller's; see `LossOfCall`."""
+        return LossOfCall(self._loss(), {})
 
     @loss_function.setter
     def loss_function(self, function: Any) -> None:
@@ -118,7 +114,7 @@ class PackedHead(Head):
             BoundaryError, BoundaryConflict, CacheConflict, UnsupportedInput: before anything runs.
         """
         if not _is_whole_batch(arguments):
-            return upstream(**arguments)
+            return upstream(self, **arguments)
         # generation without a cache stays upstream's, its padding included
         all_logits = wants_all_logits(arguments)
         skip_padding = (
@@ -128,32 +124,51 @@ class PackedHead(Head):
         )
         packed = self._enter(arguments, skip_padding=skip_padding)
         if packed is None:
-            return upstream(**arguments)
+            return upstream(self, **arguments)
         settings = state_of(self).context_parallel
         if settings is not None:
             check_call(self.config, arguments)
         packed, loss = self._loss_arguments(arguments, packed, all_logits)
         if loss is None:
             keep_padding(packed, arguments)
-            return upstream(**arguments)
+            return upstream(self, **arguments)
         row = (_row_arguments if all_logits else _batch_arguments)(arguments, packed) | loss
-        later = loss and self._can_make_logits_later()
-        with (
-            logits_on_demand(self, loss, arguments.get("ignore_index", IGNORED))
-            if later
-            else nullcontext()
-        ):
-            if settings is not None:
-                counted = arguments.get("num_items_in_batch") is not None
-                output = forward_shard(self, upstream, row, packed, settings, counted=counted)
-            else:
-                output = upstream(**row)
+        ignored, waits = arguments.get("ignore_index", IGNORED), bool(loss) and self._is_step()
+        run = functools.partial(self._call, upstream, ignored, waits)
+        if settings is not None:
+            counted = arguments.get("num_items_in_batch") is not None
+            output = forward_shard(self, run, row, packed, settings, counted=counted)
+        else:
+            output = run(row)
         # a shard's logits have their shape
         if all_logits and settings is None:
             self._restore_shape(output, packed)
         if packed.num_real_tokens == 0:
             _forget_losses(output)
         return as_requested(output, arguments, self.config)
+
+    def _call(
+        self,
+        upstream: Any,
+        ignored: int,
+        waits: bool,
+        row: dict[str, Any],
+        of_loss: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run upstream's forward on a row, whose logits may wait until something reads them.
+
+        Args:
+            ignored: the label that means no loss.
+            of_loss: what the loss gets whatever upstream hands on.
+        """
+        # vision-language heads before transformers 5.17 do not hand it on
+        missing = of_loss and compat.LOSS_WITH_MEDIA_TAKES_NO_COUNT
+        if torch.compiler.is_compiling() and not missing:
+            return upstream(self, **row)
+        call: Any = HeadOfCall(self, of_loss or {})
+        if waits and row.get("shift_labels") is not None:
+            call.defer_logits(row["shift_labels"], ignored)
+        return upstream(call, **row)
 
     @uncompiled
     def _loss_arguments(
@@ -212,30 +227,27 @@ class PackedHead(Head):
         )
         return None
 
-    def _can_make_logits_later(self) -> bool:
+    def _is_step(self) -> bool:
         """Whether this is a training step; tensors of inference mode do not say whether they
         were changed meanwhile.
         """
-        return self.training and not _is_traced() and not torch.is_inference_mode_enabled()
+        return (
+            self.training
+            and not torch.compiler.is_compiling()
+            and not torch.is_inference_mode_enabled()
+        )
 
     def _restore_shape(self, output: Any, packed: PackedSequence) -> None:
         restore_layers(output, packed)
-        lazy = (
-            state_of(self).padded == "lazy"
-            and self._can_make_logits_later()
-            and output.loss is not None
-        )
         # a graph that had read the number of documents would be made again for another
-        dropped = not _is_traced() and packed.indices is not None and packed.num_documents > 0
-        padded = None if torch.compiler.is_compiling() else vars(output.logits).pop(PADDED, None)
-        later = lazy and dropped or isinstance(output.logits, LazyTensor)
-        output.logits = (
-            (lazy_repad if later else repad)(output.logits, packed) if padded is None else padded
+        later = isinstance(output.logits, LazyTensor) or (
+            state_of(self).padded == "lazy"
+            and self._is_step()
+            and output.loss is not None
+            and packed.indices is not None
+            and packed.num_documents > 0
         )
-
-
-def _is_traced() -> bool:
-    return torch.compiler.is_compiling() or is_transformed()
+        output.logits = (lazy_repad if later else repad)(output.logits, packed)
 
 
 def _is_whole_batch(arguments: dict[str, Any]) -> bool:
@@ -310,10 +322,10 @@ class _Classifier(Head):
 
     def _forward_as_row(self, upstream: Any, arguments: dict[str, Any]) -> Any:
         if not _is_whole_batch(arguments):
-            return upstream(**arguments)
+            return upstream(self, **arguments)
         packed = self._enter(arguments)
         if packed is not None and packed.num_documents == 0:
-            output = upstream(**arguments | {"return_dict": True})
+            output = upstream(self, **arguments | {"return_dict": True})
             _forget_losses(output)
             return as_requested(output, arguments, self.config)
         dropped = packed is not None and packed.plain and packed.indices is not None
@@ -323,7 +335,7 @@ class _Classifier(Head):
             and self._reads_padding(repad(packed.is_real(), packed), arguments)
         ):
             keep_padding(packed, arguments)
-        return upstream(**arguments)
+        return upstream(self, **arguments)
 
     def _reads_padding(self, real: Tensor, arguments: dict[str, Any]) -> bool:
         """Whether outputs at padding enter the result or the loss; `real` is bool [B, S]."""

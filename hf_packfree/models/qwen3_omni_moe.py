@@ -4,6 +4,7 @@ first layers.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -86,7 +87,7 @@ class ThinkerHead(PackedHead):
     """
 
     def _forward_as_row(self, upstream: Any, arguments: dict[str, Any]) -> Any:
-        def forward(**given: Any) -> Any:
+        def forward(head: Any, **given: Any) -> Any:
             packed = given.get("packed_sequence")
             if packed:
                 tokens = (
@@ -97,7 +98,7 @@ class ThinkerHead(PackedHead):
                 # experts' statistics need the mask, and who observes the trunk the caller's shape
                 kept = {"attention_mask": given.get("attention_mask"), "packed_sequence": packed}
                 given = packed_arguments(self, packed.for_shape(tokens.shape[:2]), given) | kept
-            return run_beside_idle_tower(self, upstream, given)
+            return run_beside_idle_tower(self, partial(upstream, head), given)
 
         return super()._forward_as_row(forward, arguments)
 

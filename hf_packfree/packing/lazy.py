@@ -1,7 +1,7 @@
 """A tensor that has a shape, a dtype and gradients at once, and values from when something first
 reads them.
 
-One kind is a padded batch [B, S, ...] that is held as its packed row [1, T, ...].
+`lazy_repad` makes one kind: a padded batch [B, S, ...] that is held as its row [1, T, ...].
 """
 
 from __future__ import annotations
@@ -24,16 +24,53 @@ _ALIASES = {_aten.detach.default, _aten.alias.default}
 _DETACH, _CAST, _VIEW = _aten.detach_.default, _aten._to_copy.default, _aten.view.default
 
 
+@dataclass(frozen=True)
+class Fingerprint:
+    """By what a tensor that was changed since is told from what it was.
+
+    Its version counts the operations that change it in place. Fused optimizers, `.data` and
+    kernels of other packages write without that: one element of every row and of every column is
+    kept, too.
+    """
+
+    version: int
+    elements: Tensor
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Fingerprint:
+        """Take that of a tensor [..., rows, columns]; of a vector all of it."""
+        return cls(tensor._version, _elements(tensor).clone())
+
+    def fits(self, tensor: Tensor) -> bool:
+        """Whether the very tensor is unchanged."""
+        return tensor._version == self.version and self.fits_copy(tensor)
+
+    def fits_copy(self, tensor: Tensor) -> bool:
+        """Whether another tensor of that shape holds the same, NaN included."""
+        found = _elements(tensor).contiguous()
+        return found.dtype == self.elements.dtype and torch.equal(
+            found.view(torch.uint8), self.elements.view(torch.uint8)
+        )
+
+
+def _elements(tensor: Tensor) -> Tensor:
+    """Of [..., rows, columns] a step right is a step down: no row and no column is left out."""
+    step = max(tensor.shape[-1] - 1, 1) if tensor.ndim > 1 else 1
+    return tensor.detach().reshape(-1)[::step]
+
+
 @dataclass(eq=False)
 class Source:
     """Where values come from.
 
     Attributes:
         shape, dtype, device: of the tensor.
-        make: returns it, from what nobody changes in between; without a history.
+        make: returns it, without a history; raises where what it is made from has changed.
         values: what `make` returned, once it was called.
         changed: whether `values` may be others than `make`'s: an operation changed them, or
             somebody has their address.
+        onward: of a gradient, what follows from it where that is known without its values; see
+            `hf_packfree.ops.loss`.
     """
 
     shape: tuple[int, ...]
@@ -42,6 +79,7 @@ class Source:
     make: Callable[[], Tensor]
     values: Tensor | None = None
     changed: bool = False
+    onward: Callable[..., Any] | None = None
 
     def read(self) -> Tensor:
         """Return the values."""
@@ -89,7 +127,7 @@ class LazyTensor(Tensor):
             raise UnsupportedInput(
                 f"found {func.overloadpacket.__name__} of lazy logits, which changes their shape "
                 "in place; wanted an operation that returns a tensor; call the one without the "
-                "underscore, or patch with padded='full'"
+                "underscore"
             )
         if _is_alias(func, args):
             return type(args[0])(args[0].source)
@@ -147,7 +185,7 @@ class LazyTensor(Tensor):
 
     def __deepcopy__(self, memo: Any) -> Any:
         """Copy the values; a tensor with a history raises, as an ordinary one does."""
-        return Tensor.__deepcopy__(self._leaf() if self.is_leaf else self, memo)  # type: ignore[no-untyped-call]
+        return Tensor.__deepcopy__(self._leaf() if self.is_leaf else self, memo)
 
     @property
     def data(self) -> Tensor:
@@ -189,75 +227,8 @@ def lazy_repad(row: Tensor, packed: PackedSequence) -> Tensor:
     """
     if packed.indices is None and packed.batch_shape[0] == 1:
         return row
-    lazy: LazyPaddedTensor = _LazyRepad.apply(row, packed)  # type: ignore[no-untyped-call]
-    lazy.row, lazy.packed = row, packed
-    return lazy
-
-
-class LazyPaddedTensor(LazyTensor):
-    """A tensor of the padded batch's shape without its memory."""
-
-    row: Tensor | None = None
-    """What the loss is computed from, [1, T, ...] with its gradient; of the tensor that
-    `lazy_repad` returns alone.
-    """
-    packed: PackedSequence
-
-    def _before_the_loss(self) -> Tensor | None:
-        """Return the row where it is still what this tensor holds: nothing was changed in place."""
-        return self.row if self._version == 0 else None
-
-    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
-        """Call `hook` with the gradient of all that is computed from this tensor, the model's
-        loss on the row included.
-        """
-        row = self._before_the_loss()
-        if row is None:
-            return super().register_hook(hook)  # type: ignore[no-untyped-call]
-
-        def hook_of_row(grad: Tensor) -> Tensor | None:
-            padded = lazy_repad(grad, self.packed)
-            found = hook(padded)
-            return (
-                None
-                if found is None or found is padded and not _was_changed(padded)
-                else unpad(found, self.packed)
-            )
-
-        return row.register_hook(hook_of_row)
-
-    def retain_grad(self) -> None:
-        """Keep the gradient of all that is computed from this tensor, the model's loss on the
-        row included.
-        """
-        row = self._before_the_loss()
-        super().retain_grad() if row is None else row.retain_grad()
-
-    @property
-    def retains_grad(self) -> bool:  # type: ignore[override]
-        """Whether `retain_grad` was called."""
-        row = self._before_the_loss()
-        return super().retains_grad if row is None else row.retains_grad
-
-    @property
-    def grad(self) -> Tensor | None:
-        """What `retain_grad` keeps."""
-        row = self._before_the_loss()
-        if row is None:
-            return super().grad
-        return None if row.grad is None else repad(row.grad, self.packed)
-
-    @grad.setter
-    def grad(self, values: Tensor | None) -> None:
-        row = self._before_the_loss()
-        if row is None:
-            super(LazyPaddedTensor, type(self)).grad.__set__(self, values)  # type: ignore[union-attr]
-        else:
-            row.grad = None if values is None else unpad(values, self.packed)
-
-
-def _was_changed(tensor: Tensor) -> bool:
-    return not isinstance(tensor, LazyTensor) or tensor.source.changed
+    padded: Tensor = _LazyRepad.apply(row, packed)
+    return padded
 
 
 class _LazyRepad(Function):
@@ -265,7 +236,7 @@ class _LazyRepad(Function):
     def forward(ctx: Any, row: Tensor, packed: PackedSequence) -> Tensor:
         ctx.packed, held = packed, row.detach()
         shape = (*packed.batch_shape, *row.shape[2:])
-        return LazyPaddedTensor(Source(shape, row.dtype, row.device, lambda: repad(held, packed)))
+        return LazyTensor(Source(shape, row.dtype, row.device, lambda: repad(held, packed)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

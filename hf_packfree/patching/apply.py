@@ -37,7 +37,7 @@ def apply_patches(
     backend: Choice = "auto",
     batch_invariant: bool = False,
     unpacked: Literal["upstream", "native"] = "upstream",
-    padded: Literal["lazy", "full", "upstream"] = "lazy",
+    padded: Literal["lazy", "upstream"] = "lazy",
     mtp: MTPChoice | MTPOptions = None,
     context_parallel: Any = None,
 ) -> _Model:
@@ -66,8 +66,8 @@ def apply_patches(
             memory. A cache and attention weights are upstream's to build: calls with a cache,
             `use_cache=True` or `output_attentions=True` go there.
         padded: what runs padded rows of one document: "lazy", real tokens only, and a training
-            step's logits get the caller's shape when something reads them; "full", the same with
-            logits always in that shape; "upstream", bit for bit as without us.
+            step's logits get the caller's shape when something reads them; "upstream", bit for bit
+            as without us.
         mtp: the multi-token prediction head that Qwen3.5 and Qwen3-Next checkpoints carry and
             transformers drops: None leaves it dropped, "keep" reads it from the checkpoint that the
             model came from, frozen, so that `save_pretrained` writes it again, "train" trains it
@@ -131,7 +131,7 @@ class Options:
         known = {
             "batch_invariant": (True, False),
             "unpacked": ("upstream", "native"),
-            "padded": ("lazy", "full", "upstream"),
+            "padded": ("lazy", "upstream"),
         }
         for name, values in known.items():
             if (found := getattr(self, name)) not in values:
@@ -144,7 +144,7 @@ class Options:
             raise ValueError(
                 "found batch_invariant=True with padded='upstream', which leaves padded rows to "
                 "layers that promise no bits; "
-                "wanted padded='lazy' or 'full'; leave one of the two options out"
+                "wanted padded='lazy'; leave one of the two options out"
             )
         if self.context_parallel is not None:
             self._check_beside_ranks()

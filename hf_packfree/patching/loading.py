@@ -80,7 +80,7 @@ def register_patches(
     backend: Choice = "auto",
     batch_invariant: bool = False,
     unpacked: Literal["upstream", "native"] = "upstream",
-    padded: Literal["lazy", "full", "upstream"] = "lazy",
+    padded: Literal["lazy", "upstream"] = "lazy",
     mtp: MTPChoice | MTPOptions = None,
 ) -> Registration:
     """Patch every supported model that `from_pretrained` or `from_config` builds from now on.

@@ -63,7 +63,7 @@ class PatchReport:
             machine's GPUs}.
         batch_invariant: the option of `apply_patches`; whether it holds is in `rounding`.
         unpacked: "upstream" or "native", what runs for rows of one document.
-        padded: "lazy", "full" or "upstream", what runs for padded rows of one document.
+        padded: "lazy" or "upstream", what runs for padded rows of one document.
         attention: the attention implementation the model was loaded with.
         versions: {package: installed version, or None}.
         inexact: {operation: backend} of forced backends whose results for a document depend on its

@@ -75,7 +75,7 @@ class PackFreeCallback(TrainerCallback):
         backend: Choice = "auto",
         batch_invariant: bool = False,
         unpacked: Literal["upstream", "native"] = "upstream",
-        padded: Literal["lazy", "full", "upstream"] = "lazy",
+        padded: Literal["lazy", "upstream"] = "lazy",
         mtp: MTPChoice | MTPOptions = None,
         context_parallel: Any = "auto",
         verify_first_batch: bool = False,

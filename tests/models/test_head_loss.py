@@ -10,7 +10,6 @@ from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_packfree import apply_patches, patch_report, remove_patches
-from hf_packfree.ops.loss import LazyLogits
 from hf_packfree.packing.lazy import LazyTensor
 from tests.input_formats import row_batch
 from tests.models.padded import IGNORED, all_gradients, padded_batch, step, worst_gradient
@@ -36,7 +35,6 @@ def assert_equal_steps(model, batch, **more):
     wanted, wanted_grads = step(
         apply_patches(remove_patches(model), backend=UPSTREAM), batch, **more
     )
-    assert not isinstance(getattr(wanted.logits, "row", wanted.logits), LazyLogits)
     found, grads = step(apply_patches(remove_patches(model)), batch, **more)
     assert isinstance(found.logits, LazyTensor) and found.logits.source.values is None
     assert abs(found.loss.item() - wanted.loss.item()) <= LOSS_TOL * abs(wanted.loss.item())
@@ -207,17 +205,15 @@ CALLED = {
     "its loss is weighted": lambda model: setattr(model, "loss_function", weighted),
     "lm_head has hooks or a forward of its own": hooked,
     "lm_head is a Linear": adapted,
-    "padded='full' makes logits always": None,
 }
 
 
 @pytest.mark.parametrize("why", CALLED)
 def test_what_is_called_as_it_is_is_named(why):
     model = tiny()
-    if CALLED[why] is not None:
-        CALLED[why](model)
+    CALLED[why](model)
     wanted, wanted_grads = step(apply_patches(model, backend=UPSTREAM), packed_batch())
-    apply_patches(remove_patches(model), padded="lazy" if CALLED[why] else "full")
+    apply_patches(remove_patches(model))
     assert patch_report(model).implementations["loss"] == f"upstream, because {why}"
     found, grads = step(model, packed_batch())
     assert not isinstance(found.logits, LazyTensor)
@@ -274,10 +270,3 @@ def test_a_batch_without_a_target_has_a_loss_of_zero():
     batch["labels"] = torch.full_like(batch["labels"], IGNORED)
     output, grads = step(apply_patches(tiny()), batch)
     assert output.loss.item() == 0 and all(grad.abs().max() == 0 for grad in grads.values())
-
-
-def test_a_call_that_fails_leaves_no_stand_in():
-    model = apply_patches(tiny())
-    with pytest.raises((IndexError, RuntimeError)):
-        model(**{**packed_batch(), "labels": torch.full((1, 100), 1000)})
-    assert "lm_head" not in vars(model) and model.lm_head is model._modules["lm_head"]

@@ -381,7 +381,7 @@ def test_nothing_but_padding_is_loss_0_whatever_runs_padded_rows(way, keep, labe
 
 
 @pytest.mark.parametrize("keep", [0, 5, torch.tensor([0, 3])])
-@pytest.mark.parametrize("options", [{}, {"padded": "full"}, {"unpacked": "native"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"unpacked": "native"}], ids=str)
 def test_nothing_but_padding_has_zeros_for_logits_and_states(options, keep):
     model, ids = apply_patches(tiny(), **options), torch.full((2, 5), 3)
     output = model(

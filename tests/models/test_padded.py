@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hf_packfree import apply_patches
 from hf_packfree.models.compat import CACHE
-from hf_packfree.packing.lazy import LazyPaddedTensor
+from hf_packfree.packing.lazy import LazyTensor
 from tests.models.padded import (
     IGNORED,
     ROWS,
@@ -178,44 +178,21 @@ def test_embeddings_instead_of_ids(side):
 def test_the_option_chooses_when_logits_are_padded():
     batch = padded_batch("right")
     outputs = {}
-    for padded in ("lazy", "full", "upstream"):
+    for padded in ("lazy", "upstream"):
         model = apply_patches(tiny(), padded=padded)
         seen = Seen(model)
         outputs[padded] = model(**batch, use_cache=False)
         rows = (3, WIDTH) if padded == "upstream" else (1, real_tokens(batch))
         assert seen.layer == seen.head == rows
     logits = {name: output.logits for name, output in outputs.items()}
-    assert [
-        isinstance(logits[name], LazyPaddedTensor) for name in ("lazy", "full", "upstream")
-    ] == [True, False, False]
+    assert [isinstance(logits[name], LazyTensor) for name in ("lazy", "upstream")] == [True, False]
     assert (
         logits["lazy"].source.values is None
         and outputs["lazy"]["logits"].detach().float().source.values is None
     )
-    assert torch.equal(logits["lazy"], logits["full"]) and logits["lazy"].source.values is not None
-    assert (logits["full"][batch["attention_mask"] == 0] == 0).all()
-
-
-@pytest.mark.parametrize("rows", ["padded", "packed"])
-@pytest.mark.parametrize("padded", ["lazy", "full"])
-def test_kept_logits_have_the_gradient_of_the_loss(padded, rows):
-    batch, grads = padded_batch("right"), []
-    if rows == "packed":
-        batch = {name: value[:, :20] for name, value in batch.items() if name != "attention_mask"}
-        batch["position_ids"] = torch.arange(20).expand(len(batch["input_ids"]), -1) % 10
-        batch["labels"] = batch["labels"].masked_fill(batch["position_ids"] == 0, IGNORED)
-    for model in (tiny(), apply_patches(tiny(), padded=padded)):
-        output = model(**batch, use_cache=False)
-        output.logits.retain_grad()
-        output.loss.backward()
-        grads.append(output.logits.grad)
-    assert grads[0].abs().max() > 0
-    if rows == "padded":
-        torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-7)
-    else:
-        # unpatched leaks
-        assert grads[1].shape == grads[0].shape
-        assert (grads[1].abs().sum(-1) > 0).equal(grads[0].abs().sum(-1) > 0)
+    real = batch["attention_mask"].bool()
+    assert relative_rms(logits["lazy"][real], logits["upstream"][real]) <= 1e-5
+    assert logits["lazy"].source.values is not None and (logits["lazy"][~real] == 0).all()
 
 
 def test_a_training_step_holds_no_padded_logits():
@@ -223,13 +200,13 @@ def test_a_training_step_holds_no_padded_logits():
     control.
     """
     batch, sizes = padded_batch("right"), {}
-    for padded in ("lazy", "full", "upstream"):
+    for padded in ("lazy", "upstream"):
         model = apply_patches(tiny(), padded=padded)
         with _Sizes() as seen:
             model(**batch, use_cache=False).loss.backward()
         sizes[padded] = seen.largest_with(model.config.vocab_size)
     all_tokens, real = 3 * WIDTH, real_tokens(batch)
-    assert sizes == {"lazy": real, "full": all_tokens, "upstream": all_tokens}
+    assert sizes == {"lazy": real, "upstream": all_tokens}
 
 
 class _Sizes(torch.utils._python_dispatch.TorchDispatchMode):
@@ -240,7 +217,7 @@ class _Sizes(torch.utils._python_dispatch.TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         found = func(*args, **(kwargs or {}))
         for tensor in torch.utils._pytree.tree_leaves(found):
-            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, LazyPaddedTensor):
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, LazyTensor):
                 self.shapes.add(tuple(tensor.shape))
         return found
 
@@ -255,12 +232,11 @@ class _Sizes(torch.utils._python_dispatch.TorchDispatchMode):
         )
 
 
-@pytest.mark.parametrize("padded", ["lazy", "full"])
-def test_requested_outputs_have_the_callers_shape(padded):
+def test_requested_outputs_have_the_callers_shape():
     model, batch = tiny("qwen3_5_moe"), padded_batch("left")
     requested = {"output_hidden_states": True, "output_router_logits": True, "use_cache": False}
     unpatched = model(**batch, **requested)
-    ours = apply_patches(model, padded=padded)(**batch, **requested)
+    ours = apply_patches(model)(**batch, **requested)
     real = batch["attention_mask"].bool()
     assert ours.logits.shape == unpatched.logits.shape
     assert len(ours.hidden_states) == len(unpatched.hidden_states) == 5
@@ -462,7 +438,7 @@ def test_loaded_through_the_other_door():
     from hf_packfree import register_patches
 
     unpatched, batch = tiny(), padded_batch("both")
-    with register_patches(padded="full"):
+    with register_patches(padded="lazy"):
         model = transformers.AutoModelForCausalLM.from_config(unpatched.config).train()
     model.load_state_dict(unpatched.state_dict())
     assert monkey_patching.get_patch_mapping() == {} and type(model) is not type(unpatched)
@@ -490,6 +466,6 @@ def test_lazy_logits_in_shared_memory():
     memory of its own has not.
     """
     output, _ = step(apply_patches(tiny()), padded_batch("right"))
-    assert isinstance(output.logits, LazyPaddedTensor)
+    assert isinstance(output.logits, LazyTensor)
     shared = output.logits.detach().share_memory_()
     assert shared.is_shared() and torch.equal(shared, output.logits.detach() + 0)

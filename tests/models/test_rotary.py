@@ -131,7 +131,7 @@ def test_frequencies_by_length_pack_below_the_limit_alone(family, kind, longest)
         model(**far, use_cache=False)
 
 
-@pytest.mark.parametrize("options", [{}, {"padded": "full"}, {"unpacked": "native"}])
+@pytest.mark.parametrize("options", [{}, {"unpacked": "native"}])
 @pytest.mark.parametrize("kind", sorted(BY_LONGEST))
 def test_padded_batches_are_upstreams(kind, options):
     """Which turns all rows by the longest, padding included."""

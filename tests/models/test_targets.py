@@ -30,7 +30,7 @@ def padded_rows():
 
 @pytest.mark.parametrize("rows", ["full", "padded"])
 @pytest.mark.parametrize(
-    "options", [{}, {"padded": "full"}, {"unpacked": "native"}, {"batch_invariant": True}], ids=str
+    "options", [{}, {"unpacked": "native"}, {"batch_invariant": True}], ids=str
 )
 def test_explicit_targets_of_last_tokens_count(rows, options):
     given = {"shift_labels": SHIFTED} if rows == "full" else padded_rows()

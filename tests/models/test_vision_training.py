@@ -156,7 +156,7 @@ def test_other_models(unpatched, given, weights, wanted, kind, record_property):
 @pytest.mark.compat(kernels=False)
 @pytest.mark.parametrize(
     "options",
-    [{"batch_invariant": True}, {"unpacked": "native"}, {"padded": "upstream"}, {"padded": "full"}],
+    [{"batch_invariant": True}, {"unpacked": "native"}, {"padded": "upstream"}],
 )
 def test_options(unpatched, given, weights, wanted, options):
     model = apply_patches(copy.deepcopy(unpatched), **options)

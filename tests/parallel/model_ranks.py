@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_packfree import PackedSequence, apply_patches, verify_packing
 from hf_packfree.errors import LeakDetected
 from hf_packfree.models import context_parallel, vision_language
-from hf_packfree.models.heads import Head
+from hf_packfree.models.head_loss import LossOfCall
 from hf_packfree.models.mrope import rope_source
 from hf_packfree.models.sharded_media import mark_kept
 from hf_packfree.models.vision_language import FEATURES
@@ -33,7 +33,7 @@ from tests.mtp.heads import WEIGHT, build
 from tests.parallel.ranks import ROWS, batch_of, of_all_ranks, step, summed, widen_islands, worst
 from tests.support import relative_rms, tiny, trunk_of
 
-OF_HEAD = Head.loss_function.fget
+CALL = LossOfCall.__call__
 # family: depth, detach
 HEADS = {
     "qwen3_5": [(1, True), (2, False)],
@@ -146,7 +146,7 @@ def ways_of_training(results, one, many, rows) -> None:
             many(**batch).logits[real], one(**batch).logits[real]
         )
     results["gradients: text alone"] = difference(one, many, batch_of([30, 20], 1))
-    with patch.object(Head, "loss_function", property(handed_nothing)):
+    with patch.object(LossOfCall, "__call__", handed_nothing):
         found = of_all(many, batch, dist.get_world_size())[1]
     results["gradients: a loss that is handed nothing, as before 5.17"] = worst(
         found, step_with_media(one, batch)[1]
@@ -193,11 +193,9 @@ def ways_of_training(results, one, many, rows) -> None:
     )
 
 
-def handed_nothing(head):
+def handed_nothing(loss, logits, labels, vocab_size, **dropped):
     """A head's loss without the keywords that later releases call it with."""
-    return lambda logits, labels, vocab_size, **dropped: OF_HEAD(head)(
-        logits=logits, labels=labels, vocab_size=vocab_size
-    )
+    return CALL(loss, logits=logits, labels=labels, vocab_size=vocab_size)
 
 
 def difference(one, many, row) -> float:

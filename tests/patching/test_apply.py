@@ -73,10 +73,10 @@ def test_applying_twice_changes_nothing_but_options_may_not_change():
     before = classes(model)
     apply_patches(model)
     assert classes(model) == before
-    for other in ({"unpacked": "native"}, {"padded": "full"}):
+    for other in ({"unpacked": "native"}, {"padded": "upstream"}):
         with pytest.raises(PatchConflict, match="remove_patches"):
             apply_patches(model, **other)
-    with pytest.raises(ValueError, match="'lazy', 'full' or 'upstream'"):
+    with pytest.raises(ValueError, match="'lazy' or 'upstream'"):
         apply_patches(tiny(), padded="no")
 
 

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy, linear
 
 from hf_packfree.ops.backend import Backend, find, needs_triton
 from hf_packfree.ops.loss.chunks import Targets
-from hf_packfree.ops.loss.logits import LazyLogits, lazy_logits, loss_of
+from hf_packfree.ops.loss.logits import lazy_logits, loss_of
 from hf_packfree.ops.loss.softmax import SoftmaxGradient, softmax_gradient, triton_softmax_gradient
 
 
@@ -89,7 +89,6 @@ def linear_cross_entropy(
 __all__ = [
     "BACKENDS",
     "SOFTMAX_GRADIENTS",
-    "LazyLogits",
     "Targets",
     "lazy_logits",
     "linear_cross_entropy",

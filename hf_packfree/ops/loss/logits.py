@@ -1,8 +1,8 @@
 """Logits that nobody made yet, and the cross entropy that does without them.
 
 To autograd they are there: the loss is computed from the logits, and these from x and the weight.
-The loss hands on a lazy gradient of the logits that carries the gradients of x and the weight with
-it, and whoever looks at it, as hooks do, or adds another gradient to it, makes it.
+The loss hands on a lazy gradient of the logits that knows the gradients of x and the weight, and
+whoever looks at it, as hooks do, or adds another gradient to it, makes it.
 """
 
 from __future__ import annotations
@@ -18,27 +18,15 @@ from torch.nn.functional import linear, one_hot
 from hf_packfree.errors import UnsupportedInput
 from hf_packfree.ops.loss.chunks import Gradients, Targets, choose, loss_and_gradients, scaled
 from hf_packfree.ops.loss.softmax import SoftmaxGradient
-from hf_packfree.packing.lazy import LazyTensor, Source
+from hf_packfree.ops.operation import once_differentiable
+from hf_packfree.packing.lazy import Fingerprint, LazyTensor, Source
 
 Weights = Callable[[], tuple[Tensor, Tensor | None]]
 
 
-class LazyLogits(LazyTensor):
-    """Logits [..., V] of a linear layer that multiplies when something reads them."""
-
-    inputs: tuple[Tensor, Tensor, Tensor | None] | None = None
-    """x [..., D], weight [V, D] and bias [V], with their histories; of the tensor that
-    `lazy_logits` returns alone.
-    """
-
-    def before_any_change(self) -> bool:
-        """Whether they are what `inputs` say."""
-        return self.inputs is not None and self._version == 0
-
-
 def lazy_logits(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, reload: Weights | None = None
-) -> Tensor:
+) -> LazyTensor:
     """Return x weight' + bias, computed when an operation first reads it and kept from then on.
 
     Args:
@@ -49,11 +37,10 @@ def lazy_logits(
             forward pass.
 
     Returns:
-        [..., V], with the gradients of the product. Reading it raises `UnsupportedInput` after the
-        weight was changed.
+        [..., V], with the gradients of the product. Reading it for the first time raises
+        `UnsupportedInput` after x, the weight or the bias were changed, by whatever.
     """
-    lazy: LazyLogits = _Logits.apply(x, weight, bias, reload)  # type: ignore[no-untyped-call]
-    lazy.inputs = x, weight, bias
+    lazy: LazyTensor = _Logits.apply(x, weight, bias, reload)
     return lazy
 
 
@@ -63,20 +50,16 @@ class _Logits(Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, reload: Weights | None
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        make = _Product(x.detach(), weight, bias, reload)
-        return LazyLogits(Source((*x.shape[:-1], weight.shape[0]), x.dtype, x.device, make))
+        product = _Product(x, weight, bias, reload)
+        return LazyTensor(Source((*x.shape[:-1], weight.shape[0]), x.dtype, x.device, product))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,), (x, weight) = grads, ctx.saved_tensors
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        known = (
-            vars(grad).get("known")
-            if isinstance(grad, LazyTensor) and not grad.source.changed
-            else None
-        )
-        if known is not None:
-            return *known(x, weight), None
+        if isinstance(grad, LazyTensor) and grad.source.onward and not grad.source.changed:
+            return *grad.source.onward(x, weight), None
         flat = grad.flatten(0, -2)
         d_x = (flat @ weight).view_as(x) if needs_x else None
         d_weight = flat.t() @ x.flatten(0, -2) if needs_weight else None
@@ -84,84 +67,96 @@ class _Logits(Function):
 
 
 class _Product:
-    """Computes logits from weights that are still those of the forward pass, without a history."""
+    """Computes logits from what they would have been computed from in the forward pass, without
+    a history.
+
+    The tensors are held apart from their parameters: to a `.data` of its own, another dtype or
+    device that a parameter is given later, what it was stays.
+    """
 
     def __init__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, reload: Weights | None
     ) -> None:
-        self.x, self.weight, self.bias, self.reload, self.version = (
-            x,
-            weight,
-            bias,
-            reload,
-            weight._version,
-        )
+        parts = [one for one in (x, weight, bias) if one is not None]
+        has_bias = bias is not None and bias.requires_grad
+        self.needed = x.requires_grad, weight.requires_grad, has_bias
+        self.x, self.weights = x.detach(), [one.detach() for one in parts[1:]]
+        self.before = [Fingerprint.of(one) for one in parts]
+        self.reload = reload
         # the backward pass was here, after which other weights may be loaded
         self.ended = False
 
     def __call__(self) -> Tensor:
         """Return them."""
-        weight, bias, given_up = self.weight, self.bias, self.weight.untyped_storage().size() == 0
-        if weight._version != self.version or given_up and (self.ended or self.reload is None):
+        of_x, *before = self.before
+        weights, same = self.weights, of_x.fits(self.x)
+        if any(one.untyped_storage().size() == 0 for one in weights):
+            weights = [] if self.ended or self.reload is None else self._reloaded()
+            same &= len(weights) == len(before) and all(map(Fingerprint.fits_copy, before, weights))
+        else:
+            same &= all(map(Fingerprint.fits, before, weights))
+        if not same:
             raise UnsupportedInput(
-                "found logits read after the head's weight was changed in place (an optimizer's "
-                "step) or, with FSDP, after the backward pass; wanted them read before, for they "
-                "are computed then; read them earlier, or patch with backend={'loss': 'upstream'}"
+                "found logits read for the first time after the head's weight, or the hidden "
+                "states before it, were changed (an optimizer's step, an average of weights, "
+                "another operation in place) or, with FSDP, after the backward pass; wanted them "
+                "read before, for they are computed then; read them earlier, or patch with "
+                "backend={'loss': 'upstream'}"
             )
-        if given_up and self.reload is not None:
-            weight, bias = self.reload()
         with torch.no_grad(), torch.autocast(self.x.device.type, enabled=False):
-            return linear(self.x, weight, bias)
+            return linear(self.x, *weights)
+
+    def _reloaded(self) -> list[Tensor]:
+        assert self.reload is not None
+        return [one.detach().to(self.x.dtype) for one in self.reload() if one is not None]
 
 
 def loss_of(logits: Tensor, targets: Targets, softmax_gradient: SoftmaxGradient) -> Tensor:
     """Return the sum of the cross entropies, an fp32 scalar, of logits [..., V] that
     `lazy_logits` returned.
     """
-    assert isinstance(logits, LazyLogits) and logits.inputs is not None
-    total: Tensor = _CrossEntropy.apply(logits, logits.inputs, targets, softmax_gradient)  # type: ignore[no-untyped-call]
+    total: Tensor = _CrossEntropy.apply(logits, targets, softmax_gradient)
     return total
 
 
 class _CrossEntropy(Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: LazyLogits,
-        inputs: tuple[Tensor, ...],
-        targets: Targets,
-        softmax_gradient: SoftmaxGradient,
+        ctx: Any, logits: LazyTensor, targets: Targets, softmax_gradient: SoftmaxGradient
     ) -> Tensor:
-        x, weight, bias = inputs
-        wanted = [
-            ctx.needs_input_grad[0] and one is not None and one.requires_grad for one in inputs
-        ]
-        flat, some, chosen = choose(x.detach().flatten(0, -2), targets)
-        total, found = loss_and_gradients(flat, weight, bias, some, tuple(wanted), softmax_gradient)  # type: ignore[arg-type]
+        product = logits.source.make
+        assert isinstance(product, _Product)
+        needed = product.needed if ctx.needs_input_grad[0] else (False, False, False)
+        flat, some, chosen = choose(product.x.flatten(0, -2), targets)
+        weight, *bias = product.weights
+        total, found = loss_and_gradients(
+            flat, weight, bias[0] if bias else None, some, needed, softmax_gradient
+        )
         ctx.save_for_backward(found.x, found.weight, found.bias)
-        ctx.inputs, ctx.targets, ctx.chosen = inputs, targets.flat, chosen
-        ctx.factor, ctx.make = found.factor, logits.source.make
+        ctx.factor, ctx.product, ctx.targets, ctx.chosen = found.factor, product, targets, chosen
+        ctx.like = logits.shape, logits.dtype, logits.device
         return total
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        (grad,), (x, weight, bias) = grads, ctx.inputs
-        # a second derivative may be wanted
-        if torch.is_grad_enabled():
-            return _gradient(linear(x, weight, bias), ctx.targets, grad), None, None, None
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         d_x, d_weight, d_bias = ctx.saved_tensors
         found = Gradients(d_x, d_weight, d_bias, ctx.factor)
-        make, targets, chosen, ctx.make.ended = ctx.make, ctx.targets, ctx.chosen, True
-        shape = (*x.shape[:-1], weight.shape[0])
-        lazy = LazyTensor(
-            Source(shape, x.dtype, x.device, lambda: _gradient(make(), targets, grad))
+        product, targets, chosen = ctx.product, ctx.targets.flat, ctx.chosen
+        product.ended = True
+        shape, dtype, device = ctx.like
+        source = Source(
+            shape,
+            dtype,
+            device,
+            lambda: _gradient(product(), targets, grad),
+            onward=lambda x, weight: _multiplied(found, grad, x, weight, chosen),
         )
-        lazy.known = lambda x, weight: _multiplied(found, grad, x, weight, chosen)  # type: ignore[attr-defined]
-        return lazy, None, None, None
+        return LazyTensor(source), None, None
 
 
 def _gradient(logits: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
-    """Return the gradient of the logits [..., V], in PyTorch that can be differentiated."""
+    """Return the gradient of the logits [..., V]."""
     has = (targets >= 0)[:, None]
     hot = one_hot(targets.clamp(min=0), logits.shape[-1])
     d_logits = (logits.flatten(0, -2).float().softmax(-1) - hot) * has * grad
@@ -184,4 +179,4 @@ def _multiplied(
     return d_x, d_weight, d_bias
 
 
-__all__ = ["LazyLogits", "lazy_logits", "loss_of"]
+__all__ = ["lazy_logits", "loss_of"]
