@@ -20,6 +20,7 @@ from hf_packfree.models.attention import check_attention
 from hf_packfree.models.entry import has_media, of_media, wants_all_logits
 from hf_packfree.models.labels import IGNORED
 from hf_packfree.models.mrope import SECONDS
+from hf_packfree.models.same_batch import refuse_other_ranks
 from hf_packfree.models.sharded_media import reaching_media
 from hf_packfree.models.vision_language import FEATURES, GRIDS, share_media
 from hf_packfree.packing import PackedSequence, pad_row, repad, shard_row
@@ -54,7 +55,9 @@ def forward_shard(
         otherwise they are gathered, and have the caller's shape.
 
     Raises:
-        UnsupportedInput: something is wanted that a shard cannot give.
+        UnsupportedInput: something is wanted that a shard cannot give, or ranks have different
+            batches.
+        PatchConflict: ranks are not set up alike.
     """
     if row.get("labels") is not None and "num_items_in_batch" not in row:
         raise UnsupportedInput(
@@ -62,6 +65,7 @@ def forward_shard(
             "where each rank has its own number of targets; wanted one that divides by the count "
             "it is given; add the keyword to it"
         )
+    refuse_other_ranks(head, row, packed, settings)
     local = shard_row(packed, settings.rank, settings.world, settings.group)
     source = next(
         (module for module in (head, head.base_model) if hasattr(module, "get_rope_index")), None
@@ -126,7 +130,7 @@ def settled(config: Any, sizes: dict[str, int], settings: ContextParallel) -> Co
     Raises:
         PatchConflict: the ranks do not divide the heads, or attention is not ours to run.
     """
-    ways = {}
+    ways: dict[str, Any] = {}
     for name, (heads, instead) in _SHARED_HEADS.items():
         count, way = sizes.get(heads, 0), getattr(settings, name)
         if way == "heads" and count % settings.world:

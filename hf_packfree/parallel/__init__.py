@@ -7,7 +7,8 @@ sees one rank's tokens alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -37,6 +38,7 @@ class ContextParallel:
     group: Any
     gdn: str = "auto"
     attention: str = "auto"
+    _memo: dict[str, str] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         """Take the group out of a mesh; refuse misspelt options."""
@@ -68,6 +70,12 @@ class ContextParallel:
     def world(self) -> int:
         """W, the number of ranks."""
         return dist.get_world_size(self.group)
+
+    def remembered(self, name: str, find: Callable[[], str]) -> str:
+        """Return a sentence about the model that these settings are of, found once."""
+        if name not in self._memo:
+            self._memo[name] = find()
+        return self._memo[name]
 
     def __deepcopy__(self, memo: Any) -> ContextParallel:
         """A copy of a model is in the same group, which cannot be copied."""

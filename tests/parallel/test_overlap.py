@@ -181,7 +181,7 @@ class Transfer:
     """
 
     def __init__(self, late: Late, out, part) -> None:
-        out.fill_(torch.nan)
+        out.fill_(torch.nan if out.is_floating_point() else -1)
         self.late, self.memory = late, [StorageWeakRef(x.untyped_storage()) for x in (out, part)]
         self.brought, self.sent = (x.data_ptr() for x in (out, part))
         self.content, self.copies = (

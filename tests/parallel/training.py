@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_packfree import apply_patches
+from hf_packfree.models import context_parallel
 from hf_packfree.parallel import ContextParallel
 from tests.parallel.ranks import batch_of, widen_islands
 from tests.support import tiny
@@ -69,7 +70,11 @@ def step(rank: int, way: str, gdn: str, count: str) -> dict[str, object]:
             with (
                 torch.autocast("cpu", torch.bfloat16)
                 if way == "autocast"
-                else contextlib.nullcontext()
+                else contextlib.nullcontext(),
+                # otherwise counts of their own are refused by name
+                mock.patch.object(context_parallel, "refuse_other_ranks")
+                if count == "own"
+                else contextlib.nullcontext(),
             ):
                 loss = called(**row, **items).loss
             loss = loss * world if count == "all" else loss / len(mine)

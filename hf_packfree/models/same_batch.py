@@ -1,0 +1,104 @@
+"""What the ranks of a context-parallel group compare of a head and its batch, before any of them
+takes its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_packfree._version import __version__
+from hf_packfree.models.state import state_of
+from hf_packfree.ops.backend import installed
+from hf_packfree.packing import PackedSequence, uncompiled
+from hf_packfree.parallel import ContextParallel
+from hf_packfree.parallel.agreement import checksum, digest, refuse_disagreement
+from hf_packfree.versions import VERSIONS
+
+_INPUT, _TARGETS = ("input_ids", "inputs_embeds"), ("shift_labels", "labels")
+
+
+@uncompiled
+def refuse_other_ranks(
+    head: nn.Module, row: dict[str, Any], packed: PackedSequence, settings: ContextParallel
+) -> None:
+    """Refuse, on every rank, another batch, package, option or model on one of them.
+
+    Args:
+        head: patched.
+        row: its arguments for the whole row, [1, T, ...] each.
+        packed: the record of the row.
+        settings: the group.
+
+    Raises:
+        PatchConflict, UnsupportedInput: see `refuse_disagreement`.
+    """
+    rows, width = packed.batch_shape
+    counts = {
+        "rows": rows,
+        "tokens a row": width,
+        "tokens without padding": packed.num_real_tokens,
+        "documents": packed.num_documents,
+    }
+    given = {name: row.get(name) for name in (*_INPUT, *_TARGETS, "num_items_in_batch")}
+    contents = {
+        "lengths of documents": digest(f"{packed.lengths} {packed.padding_segments}"),
+        **{name: _content(value) for name, value in given.items()},
+        "further arguments": _of_all(row[name] for name in sorted(row.keys() - given.keys())),
+        "arguments, or a mode (training, no_grad)": digest(
+            f"{sorted(map(_described, row.items()))} {head.training} {torch.is_grad_enabled()}"
+        ),
+    }
+    tensors = (value for value in given.values() if isinstance(value, Tensor))
+    refuse_disagreement(
+        settings.remembered("setup", lambda: setup_of(head, settings)),
+        counts,
+        contents,
+        settings.group,
+        next(tensors).device,
+    )
+
+
+def setup_of(head: nn.Module, settings: ContextParallel) -> str:
+    """Return lines "name: value" of what has to be the same on all ranks in every forward."""
+    state: Any = replace(state_of(head), context_parallel=None)
+    modules = [f"{name} {type(module).__name__}" for name, module in head.named_modules()]
+    recomputed = [one for one in head.modules() if getattr(one, "gradient_checkpointing", False)]
+    trained = [name for name, one in head.named_parameters() if one.requires_grad]
+    facts = {
+        "hf_packfree": __version__,
+        **{name: installed(name) for name in VERSIONS if name not in ("python", "hf_packfree")},
+        **vars(state),
+        "gdn": settings.gdn,
+        "attention": settings.attention,
+        "modules": f"{len(modules)} ({digest(str(modules)):x})",
+        "trained parameters": f"{len(trained)} ({digest(str(trained)):x})",
+        "gradient checkpointing": bool(recomputed),
+    }
+    # no part of what is computed
+    for name in ("why", "observers", "followers"):
+        del facts[name]
+    return "\n".join(f"{name}: {value}" for name, value in facts.items())
+
+
+def _content(value: Any) -> int | Tensor:
+    return checksum(value) if isinstance(value, Tensor) else digest(repr(value))
+
+
+def _of_all(values: Iterator[Any]) -> int | Tensor:
+    """Return one number for all tensors; others are described."""
+    found = [checksum(value) for value in values if isinstance(value, Tensor)]
+    return checksum(torch.stack(found)) if found else 0
+
+
+def _described(argument: tuple[str, Any]) -> str:
+    """Return an argument's name, and shape and dtype of its tensor, or its value if it is plain."""
+    name, value = argument
+    if isinstance(value, Tensor):
+        return f"{name} {tuple(value.shape)} {value.dtype}"
+    plain = value is None or isinstance(value, (bool, int, float, str))
+    return f"{name} {value if plain else type(value).__name__}"

@@ -1,0 +1,156 @@
+"""What two ranks do that were given, or patched, different things; and what one does whose
+companion dies, or takes no part any more.
+
+python -m tests.parallel.disagreement dies|stalls FOLDER     # prints what the rank that is left says
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from contextlib import ExitStack
+from datetime import timedelta
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from hf_packfree import MTPOptions, apply_patches
+from hf_packfree.errors import PackFreeError
+from hf_packfree.models import same_batch
+from hf_packfree.parallel import ContextParallel
+from tests.parallel.ranks import batch_of
+from tests.support import tiny
+
+LENGTHS = [5, 9, 3, 7]
+TIMEOUT = 4
+
+
+def changed_batch(name: str) -> dict[str, object]:
+    """Return what the other rank is given of a batch."""
+    batch = batch_of(LENGTHS, 0)
+    ids, labels = batch["input_ids"], batch["labels"]
+    swapped = ids.clone()
+    swapped[0, [6, 7]] = ids[0, [7, 6]] + 1
+    return {
+        "nothing": {},
+        "tokens": {"input_ids": swapped},
+        "lengths, as many tokens": batch_of([5, 8, 4, 7], 0) | {"input_ids": ids},
+        "a shorter row": batch_of(LENGTHS[:3], 0),
+        "a targets' label": {"labels": labels.where(labels < 0, labels + 1)},
+        "no labels": {"labels": None},
+        "a count": {"num_items_in_batch": torch.tensor(8)},
+        "another argument": {"output_router_logits": True},
+    }[name]
+
+
+BATCHES = {
+    "nothing": None,
+    "tokens": "other input_ids on rank 1 than on rank 0",
+    "lengths, as many tokens": "other lengths of documents on rank 1 than on rank 0",
+    "a shorter row": "tokens a row 24, 17 by rank",
+    "a targets' label": "other shift_labels on rank 1 than on rank 0",
+    "no labels": "other shift_labels on rank 1 than on rank 0",
+    "a count": "other num_items_in_batch on rank 1 than on rank 0",
+    "another argument": "other arguments",
+    "no_grad": "mode (training, no_grad) on rank 1",
+}
+"""What is other on the second rank, and what every rank says of it."""
+
+SETUPS = {
+    "a package": "rank 0 has torch: ",
+    "gdn": "rank 0 has gdn: heads; rank 1 has gdn: state",
+    "backend": "loss='upstream'",
+    "a multi-token head": "rank 1 has modules: ",
+    "checkpointing": "rank 1 has gradient checkpointing: True",
+    "a frozen layer": "rank 1 has trained parameters: ",
+}
+"""The same of what the ranks run."""
+
+
+def said(rank: int, name: str) -> str | None:
+    """Return the error of a step on two ranks of which the second has something else, or None."""
+    other = rank == 1
+    with ExitStack() as stack:
+        model = patched(name if other else "nothing", stack)
+        batch = batch_of(LENGTHS, 0) | {"num_items_in_batch": torch.tensor(7)}
+        if other and name in BATCHES and name != "no_grad":
+            batch |= changed_batch(name)
+        if other and name == "no_grad":
+            stack.enter_context(torch.no_grad())
+        try:
+            loss = model(**batch).loss
+            if loss is not None and loss.requires_grad:
+                loss.backward()
+        except PackFreeError as error:
+            return f"{type(error).__name__}: {error}"
+    return None
+
+
+def patched(name: str, stack: ExitStack):
+    """Return a patched model; by name with something of its own."""
+    options = {"context_parallel": ContextParallel(dist.group.WORLD, gdn="heads")}
+    if name == "a package":
+        installed = same_batch.installed
+        stack.enter_context(
+            patch.object(
+                same_batch,
+                "installed",
+                lambda package: "1.0" if package == "torch" else installed(package),
+            )
+        )
+    if name == "gdn":
+        options["context_parallel"] = ContextParallel(dist.group.WORLD, gdn="state")
+    if name == "backend":
+        options["backend"] = {"loss": "upstream"}
+    if name == "a multi-token head":
+        options["mtp"] = MTPOptions(from_scratch=True)
+    model = apply_patches(tiny(), **options).train()
+    if name == "checkpointing":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if name == "a frozen layer":
+        model.model.layers[0].requires_grad_(False)
+    return model
+
+
+def companion(way: str, folder: str) -> None:
+    """Be two ranks that make steps until the second one dies, or sleeps, amid its exchanges."""
+    child = os.fork()
+    rank = int(child == 0)
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=TIMEOUT),
+    )
+    model = apply_patches(tiny(), context_parallel=dist.group.WORLD).train()
+    exchange, calls = dist.all_to_all_single, 0
+
+    def ending(*args, **options):
+        nonlocal calls
+        calls += 1
+        # behind a whole step, in the middle of the next one
+        if rank and calls == 20:
+            if way == "dies":
+                os._exit(0)
+            time.sleep(2 * TIMEOUT)
+        return exchange(*args, **options)
+
+    with patch.object(dist, "all_to_all_single", ending):
+        for _ in range(3):
+            began = time.monotonic()
+            try:
+                model(**batch_of(LENGTHS, 0)).loss.backward()
+            except RuntimeError as error:
+                if not rank:
+                    print(f"{time.monotonic() - began:.1f} s: {error}", flush=True)
+                break
+    # whatever threads of gloo still wait for
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    companion(*sys.argv[1:])
