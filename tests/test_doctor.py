@@ -300,8 +300,10 @@ def test_a_model_is_planned_from_its_config_alone(tmp_path):
     assert (
         plan.name == f"{tmp_path} (Qwen3_5MoeForCausalLM)" and plan.packed["delta_rule"] == "torch"
     )
-    # of four query heads and two key heads
-    assert plan.shared == "heads on 2 ranks, else states and keys (gloo)"
+    # of four query heads
+    assert plan.shared == (
+        "states of Gated DeltaNet; of attention heads on 2, 4 ranks, else keys (gloo)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -312,7 +314,7 @@ def test_a_model_is_planned_from_its_config_alone(tmp_path):
             "not here: this torch has no gloo",
         ),
         (("hf_packfree.parallel.states.SCANS", {}), "heads, else keys (no states on torch) (gloo)"),
-        (None, "heads, else states and keys (gloo)"),
+        (None, "states of Gated DeltaNet; of attention heads, else keys (gloo)"),
     ],
 )
 def test_what_ranks_would_exchange(monkeypatch, missing, shared):

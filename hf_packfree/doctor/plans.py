@@ -110,25 +110,15 @@ def _shared(sizes: dict[str, int] | None, rule: str | None) -> str:
         over, there = "NCCL", distributed.is_available() and distributed.is_nccl_available()
     if not there:
         return f"not here: this torch has no {over}"
-    counts = (
-        []
-        if sizes is None
-        else [sizes[name] for name in ("query_heads", "key_heads") if name in sizes]
-    )
-    ranks = [
-        str(count)
-        for count in range(2, max(counts, default=0) + 1)
-        if not any(heads % count for heads in counts)
-    ]
+    heads = (sizes or {}).get("query_heads", 0)
+    ranks = [str(count) for count in range(2, heads + 1) if not heads % count]
     some = "heads" if sizes is None else f"heads on {', '.join(ranks) or 'no number of'} ranks"
-    instead = (
-        "keys"
-        if rule is None
-        else "states and keys"
-        if rule in SCANS
-        else f"keys (no states on {rule})"
-    )
-    return f"{some}, else {instead} ({over})"
+    attention = f"{some}, else keys"
+    if rule is None:
+        return f"{attention} ({over})"
+    if rule not in SCANS:
+        return f"{attention} (no states on {rule}) ({over})"
+    return f"states of Gated DeltaNet; of attention {attention} ({over})"
 
 
 def _plan_of(model: str, unpacked: str) -> Plan:

@@ -26,6 +26,8 @@ from hf_packfree.models.vision_language import FEATURES, GRIDS, share_media
 from hf_packfree.packing import PackedSequence, pad_row, repad, shard_row
 from hf_packfree.parallel import ContextParallel
 from hf_packfree.parallel.collectives import all_gather
+from hf_packfree.parallel.costs import cheaper_for_gdn
+from hf_packfree.parallel.states import SCANS
 
 _OF_LOSS: tuple[str, ...] = ("shift_labels", "num_items_in_batch")
 """What a loss of a shard needs, whatever upstream's head hands on."""
@@ -118,7 +120,9 @@ do not divide them.
 """
 
 
-def settled(config: Any, sizes: dict[str, int], settings: ContextParallel) -> ContextParallel:
+def settled(
+    config: Any, sizes: dict[str, int], settings: ContextParallel, rule: str | None = None
+) -> ContextParallel:
     """Return the settings for a model, with nothing left to choose; refuse one that the ranks
     cannot share.
 
@@ -126,11 +130,12 @@ def settled(config: Any, sizes: dict[str, int], settings: ContextParallel) -> Co
         config: of the text model.
         sizes: of its mixers; see `op_sizes`.
         settings: the group.
+        rule: the backend that the delta rule is forced to.
 
     Raises:
         PatchConflict: the ranks do not divide the heads, or attention is not ours to run.
     """
-    ways: dict[str, Any] = {}
+    ways = {}
     for name, (heads, instead) in _SHARED_HEADS.items():
         count, way = sizes.get(heads, 0), getattr(settings, name)
         if way == "heads" and count % settings.world:
@@ -139,14 +144,29 @@ def settled(config: Any, sizes: dict[str, int], settings: ContextParallel) -> Co
                 f"{name}; wanted a number that divides them; use fewer ranks for context "
                 f"parallelism, or ContextParallel(group, {name}={instead!r})"
             )
-        ways[name] = way if way != "auto" else instead if count % settings.world else "heads"
+        divided = "heads" if count % settings.world == 0 else instead
+        ways[name] = way if way != "auto" else divided
+    why = "as asked for" if "key_heads" in sizes else "of which the model has none"
+    if settings.gdn == "auto" and "key_heads" in sizes:
+        ways["gdn"], why = _way_of_gdn(ways["gdn"], sizes, settings, rule)
     if check_attention(config) != "varlen":
         raise PatchConflict(
             f"found attn_implementation={config._attn_implementation!r} under context parallelism; "
             f"wanted sdpa, which this "
             "package runs itself; call model.set_attn_implementation('sdpa')"
         )
-    return replace(settings, **ways)
+    return replace(settings, gdn=ways["gdn"], attention=ways["attention"], why=why)
+
+
+def _way_of_gdn(
+    divided: str, sizes: dict[str, int], settings: ContextParallel, rule: str | None
+) -> tuple[str, str]:
+    """Return how Gated DeltaNet layers exchange where that is left to choose, and why."""
+    if rule is not None and rule not in SCANS:
+        return divided, f"the delta rule gives no states on {rule}"
+    if divided != "heads":
+        return divided, f"{settings.world} ranks do not divide {sizes['key_heads']} key heads"
+    return cheaper_for_gdn(sizes, settings.world)
 
 
 _SHARED = {*FEATURES.values(), *GRIDS, *SECONDS, "feature_attention_mask", "audio_feature_lengths"}

@@ -25,11 +25,13 @@ class ContextParallel:
     Args:
         group: torch.distributed's process group, or a mesh of one dimension.
         gdn: of Gated DeltaNet: "heads", each rank has a share of the heads over all tokens;
-            "state", each has its tokens, and the states at their edges are exchanged; "auto": heads
-            where the ranks divide them.
+            "state", each has its tokens, and the states at their edges are exchanged; "auto": what
+            takes less time, see `hf_packfree.parallel.costs`, of what the ranks and the backend
+            can do.
         attention: of full attention: "heads"; "gather", each rank gathers the keys and values
             before its own, of which the last one has most to read; "auto": heads where the ranks
             divide them.
+        why: of a patched model's: why `gdn` is what it is.
 
     Raises:
         ValueError: an option has an unknown value, or the mesh has several dimensions.
@@ -38,6 +40,7 @@ class ContextParallel:
     group: Any
     gdn: str = "auto"
     attention: str = "auto"
+    why: str = field(default="", compare=False, repr=False)
     _memo: dict[str, str] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -70,6 +73,15 @@ class ContextParallel:
     def world(self) -> int:
         """W, the number of ranks."""
         return dist.get_world_size(self.group)
+
+    def __str__(self) -> str:
+        """Say what ranks exchange, and why."""
+        names = {"heads": "heads", "state": "states", "gather": "keys and values"}
+        return (
+            f"{self.world} ranks share each row: attention exchanges "
+            f"{names.get(self.attention, self.attention)}, Gated DeltaNet "
+            f"{names.get(self.gdn, self.gdn)} ({self.why or 'not settled'})"
+        )
 
     def remembered(self, name: str, find: Callable[[], str]) -> str:
         """Return a sentence about the model that these settings are of, found once."""

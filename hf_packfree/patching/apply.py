@@ -171,7 +171,8 @@ def patch(model: nn.Module, options: Options) -> None:
     steps = [*swaps, *plan_head(model, family, mtp_options(options.mtp))]
     sizes, ranks = op_sizes(model, family), options.context_parallel
     if ranks is not None:
-        ranks = settled(next(trunks(model, family)).config, sizes, ranks)
+        rule = forced_backends(options.backend).get("delta_rule")
+        ranks = settled(next(trunks(model, family)).config, sizes, ranks, rule)
         sizes["gathered_keys"] = int(ranks.attention == "gather")
     chosen = choose_backends(options.backend, sizes, family.ops)
     wanted = replace(

@@ -65,6 +65,7 @@ class PatchReport:
         unpacked: "upstream" or "native", what runs for rows of one document.
         padded: "lazy" or "upstream", what runs for padded rows of one document.
         attention: the attention implementation the model was loaded with.
+        context_parallel: how ranks share each row, and why so; empty where they do not.
         versions: {package: installed version, or None}.
         inexact: {operation: backend} of forced backends whose results for a document depend on its
             row.
@@ -88,6 +89,7 @@ class PatchReport:
     unpacked: str
     padded: str
     attention: str | None
+    context_parallel: str
     versions: dict[str, str | None]
     inexact: dict[str, str]
     long_documents: dict[str, str]
@@ -128,17 +130,11 @@ class PatchReport:
             f"{self.model} is patched: swapped {swapped}; packed rows run {runs}; "
             f"{self._exactness()}; {rest}"
         )
-        said = "\n".join(
-            (said, *(f"  {name}: {reason}" for name, reason in self.left_alone.items()))
-        )
-        if self.called:
-            said += f"\n  {called_in_words(self.called)}"
-        return "\n".join(
-            (
-                said,
-                *(f"  on this machine's GPUs, {op}: {reason}" for op, reason in self.why.items()),
-            )
-        )
+        further = [f"{name}: {reason}" for name, reason in self.left_alone.items()]
+        further += [self.context_parallel] if self.context_parallel else []
+        further += [called_in_words(self.called)] if self.called else []
+        further += [f"on this machine's GPUs, {op}: {why}" for op, why in self.why.items()]
+        return "\n  ".join((said, *further))
 
     def _exactness(self) -> str:
         if self.inexact:
@@ -186,6 +182,7 @@ def patch_report(model: nn.Module) -> PatchReport:
         unpacked="upstream" if state is None else state.unpacked,
         padded="upstream" if state is None else state.padded,
         attention=loaded,
+        context_parallel=str(getattr(state, "context_parallel", None) or ""),
         versions=_versions(state, loaded),
         inexact={} if state is None else _inexact(state),
         long_documents=_long_documents(model, family, runs)

@@ -1,0 +1,93 @@
+"""Write the constants by which context parallelism chooses how layers exchange, from committed
+results.
+
+    python -m tests.benchmarks.context_parallel_costs            # compare: exit status 1 where they differ
+    python -m tests.benchmarks.context_parallel_costs --write    # into hf_packfree/parallel/measured.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from hf_packfree.parallel import costs
+from tests.benchmarks import report
+from tests.benchmarks.shapes import SHAPES
+from tests.benchmarks.timing import name_of, read_lines
+
+TARGET = report.ROOT / "hf_packfree/parallel/measured.py"
+ROW = "2b-64k-cp2", "8k documents, {way}, predicted"
+"""Of which one GPU ran each rank's own work in both ways."""
+
+
+def constants(ranks: Path, layers: Path) -> dict[str, float]:
+    """Return them by name.
+
+    Args:
+        ranks: a file of `context_parallel.py`, measured on several GPUs.
+        layers: a result of `run_all.py`.
+    """
+    lines = read_lines(ranks)
+    exchanges = [line for line in lines if line["workload"] == "exchanges"][-1]
+    rows = {name_of(line): line for line in lines}
+    own = {way: rows[ROW[0], ROW[1].format(way=way)] for way in ("heads", "state")}
+    received = gdn_layers() * costs.bytes_by_heads(
+        gdn_sizes(), world=2, tokens=own["heads"]["tokens"] // 2
+    )
+    rule = {name_of(row): row for row in json.loads(layers.read_text())["rows"]}
+    return {
+        "BYTES_PER_S": exchanges["rate"],
+        "EXCHANGE_S": exchanges["latency_s"],
+        "COPY_S_PER_BYTE": (own["heads"]["own_ms"] - own["state"]["own_ms"]) / 1e3 / received,
+        # of 32,768 tokens, by the slower backend
+        "RULE_S_PER_TOKEN_AND_HEAD": rule["layer delta rule 16/16", "fla"]["ms"] / 1e3 / 2**15 / 16,
+    }
+
+
+def gdn_sizes() -> dict[str, int]:
+    """Return heads and their sizes of the 2B shape."""
+    sizes: dict[str, Any] = SHAPES["2b"].sizes
+    return {
+        "key_heads": sizes["linear_num_key_heads"],
+        "value_heads": sizes["linear_num_value_heads"],
+        "key_size": sizes["linear_key_head_dim"],
+        "value_size": sizes["linear_value_head_dim"],
+    }
+
+
+def gdn_layers() -> int:
+    """Return how many layers of the 2B shape are Gated DeltaNet: three of four."""
+    return SHAPES["2b"].layers * 3 // 4
+
+
+def text(ranks: Path, layers: Path) -> str:
+    """Return the module that holds them."""
+    found = "\n".join(f"{name} = {value:.4g}" for name, value in constants(ranks, layers).items())
+    return (
+        '"""What `costs` counts with, in seconds and bytes.\n\n'
+        "Written by `python -m tests.benchmarks.context_parallel_costs --write` from\n"
+        f"tests/benchmarks/results/{ranks.relative_to(report.RESULTS)} and\n"
+        f"tests/benchmarks/results/{layers.relative_to(report.RESULTS)}.\n"
+        '"""\n\n'
+        f"{found}\n"
+    )
+
+
+def main() -> None:
+    """Compare, or write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    ranks = max((report.RESULTS / "parallel").glob("*-x2-context-parallel.jsonl"))
+    wanted = text(ranks, report.newest(report.RESULTS))
+    if options.write:
+        TARGET.write_text(wanted)
+    elif TARGET.read_text() != wanted:
+        sys.exit(f"found {TARGET} other than the results say; wanted this:\n{wanted}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""What "auto" takes, and that it counts the bytes that ranks exchange."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_packfree import PackedSequence, apply_patches, patch_report
+from hf_packfree.models.context_parallel import settled
+from hf_packfree.packing import shard_row
+from hf_packfree.parallel import ContextParallel, costs
+from hf_packfree.parallel.delta_rule import SHARED
+from tests.benchmarks.context_parallel_costs import gdn_sizes
+from tests.benchmarks.exchanges import Alone, exchanging
+from tests.support import tiny
+
+SIZES = {"key_heads": 4, "value_heads": 8, "key_size": 16, "value_size": 16}
+
+
+def received(way: str, world: int, tokens: int) -> float:
+    """Return the bytes that a rank receives forward and backward, of one document in bf16."""
+    torch.manual_seed(0)
+    local = shard_row(PackedSequence.from_lengths([world * tokens]), 1, world)
+    channels = 2 * 4 * 16 + 8 * 16
+    x = torch.randn(1, tokens, channels, dtype=torch.bfloat16).requires_grad_()
+    weight = torch.randn(channels, 1, dtype=torch.bfloat16)
+    g, beta = -torch.rand(1, tokens, 8), torch.rand(1, tokens, 8)
+    with exchanging(Alone(1, world)) as how:
+        SHARED[way](
+            x, weight, g.requires_grad_(), beta.requires_grad_(), local, (4, 8), (16, 16)
+        ).sum().backward()
+    return how.received
+
+
+def test_bytes_are_those_that_are_exchanged():
+    assert received("heads", 4, 24) == costs.bytes_by_heads(SIZES, 4, 24)
+    assert received("state", 4, 24) == costs.bytes_by_states(SIZES, 4)
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_shards_that_are_worth_it_exchange_states_and_tiny_ones_heads(world):
+    sizes = gdn_sizes()
+    way, why = costs.cheaper_for_gdn(sizes, world)
+    assert way == "state" and f"for {world} ranks" in why and why.startswith("state is modelled")
+    ratios = [
+        costs.seconds_by_heads(sizes, world, tokens) / costs.seconds_by_states(sizes, world, tokens)
+        for tokens in (64, 8192, 65536)
+    ]
+    assert ratios == sorted(ratios)
+
+
+def test_auto_says_what_it_takes_and_why(group, monkeypatch):
+    monkeypatch.setattr(ContextParallel, "world", 2)
+    config, auto = tiny().config, ContextParallel(group)
+    sizes = gdn_sizes() | {"query_heads": 8}
+    found = settled(config, sizes, auto)
+    assert (found.gdn, found.attention) == ("state", "heads")
+    assert "Gated DeltaNet states (state is modelled at" in str(found)
+    # a backend that gives no states
+    assert settled(config, sizes, auto, "flash_qla_cut").gdn == "heads"
+    # where heads cost less
+    monkeypatch.setattr(costs, "seconds_by_heads", lambda *_: 0.0)
+    assert settled(config, sizes, auto).gdn == "heads"
+    asked = settled(config, sizes, ContextParallel(group, gdn="state"))
+    assert asked.gdn == "state" and str(asked).endswith("states (as asked for)")
+
+
+def test_the_report_says_how_ranks_share(group):
+    report = patch_report(apply_patches(tiny(), context_parallel=group))
+    assert report.context_parallel.startswith("1 ranks share each row: attention exchanges heads")
+    assert report.context_parallel in str(report)
+    assert patch_report(apply_patches(tiny())).context_parallel == ""
