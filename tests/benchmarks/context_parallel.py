@@ -23,10 +23,8 @@ command with --resume goes on behind that row.
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,99 +32,35 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from hf_packfree import apply_patches, remove_patches
+from hf_packfree import MTPOptions, apply_patches, remove_mtp, remove_patches
 from hf_packfree.parallel import ContextParallel
-from tests.benchmarks.batches import Load
+from tests.benchmarks.context_parallel_cases import Case, cases
 from tests.benchmarks.context_parallel_ranks import Bench, group_of
 from tests.benchmarks.exchanges import Alone, Counted, exchanging
 from tests.benchmarks.fla_context_parallel import fla_for_states
 from tests.benchmarks.machine import machine
-from tests.benchmarks.models import build, free, what_runs
-from tests.benchmarks.shapes import SHAPES, Shape, fixed_lengths
-from tests.benchmarks.timing import DEAD, Clock, Results, name_of, read_lines
-
-
-@dataclass(frozen=True)
-class Case:
-    """One row of tokens.
-
-    Attributes:
-        name: of the workload, without the number of ranks.
-        shape: the model.
-        documents: "8k documents" or "one document".
-        lengths: in tokens.
-        checkpointing: whether layers are recomputed, on one GPU as on several.
-    """
-
-    name: str
-    shape: Shape
-    documents: str
-    lengths: tuple[int, ...]
-    checkpointing: bool
-
-    def step(self, model: Any, device: str) -> Callable[[], Tensor]:
-        """Return the step that is timed."""
-        inputs = Load(self.lengths).inputs(model.config.get_text_config().vocab_size, device)
-        labels, targets = inputs["input_ids"], sum(self.lengths) - len(self.lengths)
-
-        def step() -> Tensor:
-            model.zero_grad(set_to_none=True)
-            loss: Tensor = model(
-                **inputs, labels=labels, num_items_in_batch=targets, use_cache=False
-            ).loss
-            loss.backward()
-            return loss.detach()
-
-        return step
-
-
-def cases(tiny: bool) -> list[Case]:
-    """Return the rows, the important ones first."""
-    names = {"2b": "tiny" if tiny else "2b", "9b": "tiny" if tiny else "9b"}
-    sizes = (
-        {"64k": 512, "128k": 1024, "256k": 2048}
-        if tiny
-        else {"64k": 2**16, "128k": 2**17, "256k": 2**18}
-    )
-    found = []
-    for shape, size in (
-        ("2b", "64k"),
-        ("2b", "128k"),
-        ("9b", "64k"),
-        ("9b", "128k"),
-        ("2b", "256k"),
-        ("9b", "256k"),
-    ):
-        tokens = sizes[size]
-        for documents, length in {
-            "8k documents": 60 if tiny else 8000,
-            "one document": tokens,
-        }.items():
-            lengths = tuple(fixed_lengths(tokens, length))
-            found.append(
-                Case(f"{shape}-{size}", SHAPES[names[shape]], documents, lengths, size != "64k")
-            )
-        # which one GPU does not hold
-        if (shape, size) == ("2b", "128k"):
-            found.append(
-                replace(
-                    found[-2], documents="8k documents, nothing recomputed", checkpointing=False
-                )
-            )
-    return found
+from tests.benchmarks.models import free, what_runs
+from tests.benchmarks.timing import Clock, Results, end_if_failed, name_of, read_lines
 
 
 @contextmanager
 def sharing(
-    model: nn.Module, settings: ContextParallel | None, bench: Bench
+    model: nn.Module, settings: ContextParallel | None, bench: Bench, case: Case
 ) -> Iterator[dict[str, Any]]:
     """Patch a model for the ranks of a group, and undo it; what it runs on is in the dictionary."""
-    apply_patches(model, backend=bench.backend, context_parallel=settings, unpacked="native")
+    head = MTPOptions(from_scratch=True) if case.kind == "mtp" else None
+    # a new head is the same every time, on all ranks
+    torch.manual_seed(1)
+    apply_patches(
+        model, backend=bench.backend, context_parallel=settings, unpacked="native", mtp=head
+    )
     try:
         yield what_runs(model)
     finally:
+        if head is not None:
+            remove_mtp(model)
         remove_patches(model)
         model.zero_grad(set_to_none=True)
         free()
@@ -134,9 +68,8 @@ def sharing(
 
 def one_gpu(bench: Bench, case: Case, model: nn.Module) -> dict[str, Any]:
     """Measure the whole row on one GPU."""
-    with sharing(model, None, bench) as runs:
-        step = case.step(model, bench.clock.device)
-        return bench.timed(step) | runs | {"loss": step().item()}
+    with sharing(model, None, bench, case) as runs:
+        return bench.timed(case.step(model, bench.clock.device)) | runs
 
 
 def shared(bench: Bench, case: Case, gdn: str, how: Counted, model: nn.Module) -> dict[str, Any]:
@@ -146,15 +79,15 @@ def shared(bench: Bench, case: Case, gdn: str, how: Counted, model: nn.Module) -
     settings = ContextParallel(
         dist.group.WORLD if bench.ranks > 1 else None, gdn="state" if gdn == "fla" else gdn
     )
-    with in_flas_way, exchanging(how), sharing(model, settings, bench) as runs:
+    with in_flas_way, exchanging(how), sharing(model, settings, bench, case) as runs:
         step = case.step(model, bench.clock.device)
-        row = bench.timed(step, together=together) | runs
+        row = bench.timed(step, together=together, before_last=how.reset) | runs
         if gdn == "fla":
             row["implementations"] = runs["implementations"] | {"conv": "fla", "delta_rule": "fla"}
-        how.reset()
-        loss = step()
-        if together:
-            row["loss"] = bench.whole_loss(loss)
+    if together:
+        row["loss"] = bench.summed(row["loss"])
+    else:
+        del row["loss"]
     return row | {"ranks": "measured", "received_gib": how.received / 2**30, "exchanges": how.calls}
 
 
@@ -195,7 +128,7 @@ def rows_of(bench: Bench, case: Case, worlds: list[int]) -> list[Row]:
     """Return a case's rows: one GPU's, then those of ranks by each way of exchanging."""
     found = [Row(1, case.documents, partial(one_gpu, bench, case))]
     for world in worlds:
-        for gdn in ("state", "heads", "fla"):
+        for gdn in bench.ways:
             name = f"{case.documents}, {gdn}"
             if bench.ranks > 1 and (gdn != "fla" or find_spec("fla")):
                 found.append(
@@ -214,15 +147,9 @@ def run_case(case: Case, rows: list[Row], model: nn.Module, results: Results) ->
         model.gradient_checkpointing_enable({"use_reentrant": False})
     else:
         model.gradient_checkpointing_disable()
-    facts = {
-        "documents": len(case.lengths),
-        "tokens": sum(case.lengths),
-        "layers": case.shape.layers,
-    }
-    facts |= {"recomputed": case.checkpointing, "note": case.shape.note()}
 
     def measured(row: Row) -> dict[str, Any]:
-        found = facts | row.measure(model)
+        found = case.facts() | row.measure(model)
         one = {name_of(line): line.get("ms") for line in read_lines(results.path)}.get(
             (f"{case.name}-cp1", case.documents)
         )
@@ -233,11 +160,9 @@ def run_case(case: Case, rows: list[Row], model: nn.Module, results: Results) ->
         )
 
     for row in rows:
-        count = len(results.rows)
         results.row(f"{case.name}-cp{row.world}", row.variant, partial(measured, row))
-        if row.together and "error" in (results.rows[count:] or [{}])[0]:
-            # the other ranks wait for this one's exchanges
-            os._exit(DEAD)
+        if row.together:
+            end_if_failed(results)
 
 
 def main() -> None:
@@ -260,10 +185,17 @@ def main() -> None:
         default=[2, 4, 8],
         help="numbers of ranks to predict, on one GPU",
     )
+    parser.add_argument(
+        "--ways",
+        nargs="*",
+        default=["state", "fla"],
+        choices=["state", "heads", "fla"],
+        help="how Gated DeltaNet is shared; heads compile kernels of their own, for minutes",
+    )
     parser.add_argument("--backend", default="auto", help="of apply_patches")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="tiny models and rows")
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--resume", action="store_true", help="leave out rows that the file holds")
     parser.add_argument(
         "--gradients", action="store_true", help="errors of gradients instead of times"
@@ -272,8 +204,10 @@ def main() -> None:
     if options.gradients:
         from tests.benchmarks.context_parallel_errors import measure_errors
 
-        return measure_errors(options.out, options.device, options.tiny)
-    bench = Bench(Clock(options.device, warmup=1, runs=options.runs), options.backend)
+        ways = [way for way in options.ways if way != "fla"]
+        return measure_errors(options.out, options.device, options.tiny, ways)
+    clock = Clock(options.device, warmup=1, runs=options.runs)
+    bench = Bench(clock, options.backend, tuple(options.ways))
     with group_of(options.device) as rank:
         out = options.out / (f"rank{rank}" if rank else "") / "context_parallel.jsonl"
         # by which ranks would not skip the same rows
@@ -318,21 +252,17 @@ def done_by_all(out: Path) -> set[tuple[str, str]]:
 
 def run_all(bench: Bench, todo: list[Case], results: Results, worlds: list[int]) -> None:
     """Build each case's model, if the last one was another, and write the case's rows."""
-    model, shape = None, None
+    model, built = None, None
     for case in todo:
         rows = rows_of(bench, case, worlds)
         if results.late() or not any(
             results.wanted(f"{case.name}-cp{row.world}", row.variant) for row in rows
         ):
             continue
-        if case.shape != shape:
-            model, shape = None, case.shape
+        if case.model != built:
+            model, built = None, case.model
             free()
-            model = build(
-                shape,
-                bench.clock.device,
-                torch.bfloat16 if bench.clock.device == "cuda" else torch.float32,
-            )
+            model = case.built(bench.clock.device)
         run_case(case, rows, model, results)
 
 

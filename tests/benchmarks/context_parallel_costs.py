@@ -65,7 +65,10 @@ def gdn_layers() -> int:
 
 def text(ranks: Path, layers: Path) -> str:
     """Return the module that holds them."""
-    found = "\n".join(f"{name} = {value:.4g}" for name, value in constants(ranks, layers).items())
+    found = "\n".join(
+        f"{name} = {value:.4g}".replace("e+", "e")
+        for name, value in constants(ranks, layers).items()
+    )
     return (
         '"""What `costs` counts with, in seconds and bytes.\n\n'
         "Written by `python -m tests.benchmarks.context_parallel_costs --write` from\n"

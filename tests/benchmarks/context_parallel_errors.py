@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,24 +31,26 @@ from tests.support import relative_rms
 WORLD = 2
 
 
-def measure_errors(out: Path, device: str, tiny: bool) -> None:
-    """Write the rows "gradients"."""
+def measure_errors(out: Path, device: str, tiny: bool, ways: Sequence[str]) -> None:
+    """Write the rows "gradients", of one GPU and of each way to share Gated DeltaNet."""
     if "LOCAL_RANK" in os.environ:
         with group_of(device):
-            return _run(Counted(), out, device, tiny)
+            return _run(Counted(), out, device, tiny, ways)
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(_share_device, (folder, out, device, tiny), nprocs=WORLD)
+        multiprocessing.spawn(_share_device, (folder, out, device, tiny, ways), nprocs=WORLD)
 
 
-def _share_device(rank: int, folder: str, out: Path, device: str, tiny: bool) -> None:
+def _share_device(
+    rank: int, folder: str, out: Path, device: str, tiny: bool, ways: Sequence[str]
+) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD
     )
-    _run(ThroughHost(), out, device, tiny)
+    _run(ThroughHost(), out, device, tiny, ways)
     dist.destroy_process_group()
 
 
-def _run(how: Counted, out: Path, device: str, tiny: bool) -> None:
+def _run(how: Counted, out: Path, device: str, tiny: bool, ways: Sequence[str]) -> None:
     rank = dist.get_rank()
     path = out / "context_parallel.jsonl" if rank == 0 else Path(os.devnull)
     results, tokens = Results(path), 300 if tiny else 8192
@@ -78,7 +81,7 @@ def _run(how: Counted, out: Path, device: str, tiny: bool) -> None:
                 **runs,
             }
         )
-        for gdn in ("state", "heads"):
+        for gdn in ways:
             with exchanging(how):
                 found, runs = gradients(
                     rounded, load, device, ContextParallel(dist.group.WORLD, gdn=gdn), "auto"

@@ -27,6 +27,7 @@ class Bench:
 
     clock: Clock
     backend: str
+    ways: tuple[str, ...] = ("state",)
     rate: float = RATE
     latency: float = LATENCY
 
@@ -35,13 +36,20 @@ class Bench:
         """How many processes run."""
         return dist.get_world_size() if dist.is_initialized() else 1
 
-    def timed(self, step: Callable[[], Any], *, together: bool = False) -> dict[str, Any]:
-        """Return "ms" and "peak_gib", of the slowest and of the fullest rank; every rank makes as
-        many steps.
+    def timed(
+        self,
+        step: Callable[[], Any],
+        *,
+        together: bool = False,
+        before_last: Callable[[], None] = lambda: None,
+    ) -> dict[str, Any]:
+        """Return "ms" and "peak_gib", of the slowest and of the fullest rank, and "loss", what the
+        last step returned here; every rank makes as many steps.
 
         "step_gib" is what the step adds at most to what there was before it, which is the model.
         `together`: the ranks exchange within the step; otherwise one that fails in the first ones
-        fails on all ranks, instead of being waited for.
+        fails on all ranks, instead of being waited for. `before_last` is called before the last
+        step, which is not timed.
         """
         on_gpu = self.clock.device == "cuda"
         before = torch.cuda.memory_allocated() / 2**30 if on_gpu else 0.0
@@ -57,13 +65,16 @@ class Bench:
                 dist.barrier()
             times.append(self.clock.once(step))
         peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
-        if not float(step()) < float("inf"):
+        before_last()
+        if not (loss := float(step())) < float("inf"):
             raise FloatingPointError("the step's loss is not finite")
         found = torch.tensor([statistics.median(times), peak], device=self.clock.device)
         if self.ranks > 1:
             dist.all_reduce(found, dist.ReduceOp.MAX)
         ms, peak = found.tolist()
-        return {"ms": ms, "peak_gib": peak, "step_gib": peak - before, "runs": len(times)}
+        return {"ms": ms, "peak_gib": peak, "step_gib": peak - before, "runs": len(times)} | {
+            "loss": loss
+        }
 
     @contextmanager
     def failing_alike(self) -> Iterator[None]:
@@ -81,9 +92,9 @@ class Bench:
         if failed:
             raise RuntimeError("found a step that another rank could not make")
 
-    def whole_loss(self, own: Tensor) -> float:
-        """Return the sum of all ranks' losses."""
-        total = own.double()
+    def summed(self, own: float) -> float:
+        """Return the sum of all ranks' numbers."""
+        total = torch.tensor(own, dtype=torch.float64, device=self.clock.device)
         if self.ranks > 1:
             dist.all_reduce(total)
         return total.item()
