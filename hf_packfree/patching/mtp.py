@@ -4,6 +4,7 @@ this.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -40,22 +41,56 @@ def plan_head(model: nn.Module, family: Family, options: MTPOptions | None) -> l
         UnsupportedModel: the family's checkpoints have no such head, or the model has no language
             modelling head.
         MissingHead: see `read_head`.
-        PatchConflict: the model has a head with other options, or something else of this name.
+        PatchConflict: the model has a head with other options, something else of this name, or
+            PEFT's adapters, beside which a trained head would not be saved.
     """
     if options is None:
         return []
     where, owner = owner_of(model, family)
     name = f"{where}.{NAME}".lstrip(".")
-    found = getattr(owner, NAME, None)
+    there: Any = getattr(owner, NAME, None)
+    # which PEFT's `modules_to_save` wraps
+    found = getattr(there, "original_module", there)
     if isinstance(found, AttachedHead):
         if found.options != options:
             raise PatchConflict(
                 f"found {name} with {found.options}; wanted {options}; call remove_mtp(model) "
                 f"before choosing again"
             )
+        _refuse_frozen(there, name, options)
         return []
+    if options.train:
+        _refuse_beside_adapters(model, name)
     head = read_head(owner, family, options)
     return [*_swaps(head, name, family), *plan_addition(model, name, head)]
+
+
+_RECIPE = (
+    "get_peft_model(model, LoraConfig(..., modules_to_save=['mtp'], exclude_modules=r'mtp\\..*'))"
+)
+
+
+def _refuse_beside_adapters(model: nn.Module, name: str) -> None:
+    """Refuse to train a head that PEFT does not know of: it saves what it knows, and so do
+    trainers.
+    """
+    if any(type(module).__module__.partition(".")[0] == "peft" for module in model.modules()):
+        raise PatchConflict(
+            f"found PEFT's adapters in the model, which are saved alone, and {name} to train "
+            "beside them, which every checkpoint would lose; wanted the head there before the "
+            f"adapters; call apply_patches(model, mtp='train') first, then {_RECIPE}, or pass "
+            "mtp='keep'"
+        )
+
+
+def _refuse_frozen(head: nn.Module, name: str, options: MTPOptions) -> None:
+    """Refuse a head to train of which nothing learns, as PEFT leaves what it was not told of."""
+    learns = not options.detach or any(part.requires_grad for part in head.parameters())
+    if options.train and not learns:
+        raise PatchConflict(
+            f"found {name} frozen, and mtp to train; wanted a head that learns, whole or by "
+            f"adapters; call {_RECIPE}, or pass mtp='keep' from the start"
+        )
 
 
 def _swaps(head: nn.Module, name: str, family: Family) -> list[ClassSwap]:
@@ -162,7 +197,7 @@ def read_head(owner: Any, family: Family, options: MTPOptions) -> AttachedHead:
     return head
 
 
-def add_mtp(model: _Model, checkpoint: str | None = None) -> _Model:
+def add_mtp(model: _Model, checkpoint: str | os.PathLike[str] | None = None) -> _Model:
     """Add the frozen head that the model's checkpoint carries, and return the same model;
     `save_pretrained` then writes it.
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from hf_packfree import MTPOptions, PackFreeCallback, apply_patches
-from hf_packfree.errors import UnsupportedInput
+from hf_packfree.errors import PatchConflict, UnsupportedInput
 from hf_packfree.mtp.attached import training_facts
 from tests.integrations.compare import KeepGradients, arguments
 from tests.integrations.marks import integration, needs
@@ -239,6 +239,60 @@ class TestPeft:
         assert len(of_head(merged)) == 15 and bool((merged["mtp.fc.weight"] == 0.5).all()), (
             "what was trained"
         )
+
+    def test_the_trainer_saves_and_resumes_the_full_head(self, tmp_path):
+        """By the recipe that refusals name; a run in two parts ends as one in one."""
+
+        def trained(steps, resume=None):
+            model = self.adapted(modules_to_save=["mtp"], exclude_modules=r"mtp\..*")
+            trainer = self.trainer(
+                model, tmp_path, max_steps=steps, save_steps=1, save_strategy="steps"
+            )
+            trainer.train(resume_from_checkpoint=resume)
+            return {name: one.detach().clone() for name, one in model.named_parameters()}
+
+        whole = trained(2)
+        first = str(tmp_path / "checkpoint-1")
+        resumed = trained(2, resume=first)
+        heads = [name for name in whole if "mtp.modules_to_save" in name]
+        assert len(heads) == 15
+        assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+        start = dict(self.adapted(modules_to_save=["mtp"]).named_parameters())
+        assert not any(torch.equal(start[name], whole[name]) for name in heads), "it learnt"
+
+    def adapted(self, model=None, **more):
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(1)
+        target = more.pop("target_modules", ["in_proj_qkv"])
+        return get_peft_model(
+            build(depth=2) if model is None else model,
+            LoraConfig(r=4, target_modules=target, task_type="CAUSAL_LM", **more),
+        )
+
+    def trainer(self, model, tmp_path, mtp=OPTIONS, **more):
+        return Trainer(
+            model,
+            arguments(tmp_path, TrainingArguments, learning_rate=0.01, **more),
+            train_dataset=[{"input_ids": ids.tolist()} for ids in documents(LENGTHS)],
+            data_collator=DataCollatorWithFlattening(),
+            callbacks=[PackFreeCallback(mtp=mtp)],
+        )
+
+    def test_a_head_to_train_is_not_added_beside_adapters(self, tmp_path):
+        """The Trainer saves adapters alone."""
+        model = self.adapted(build(patched=False))
+        with pytest.raises(PatchConflict, match="found PEFT's adapters .*modules_to_save="):
+            self.trainer(model, tmp_path)
+        assert not hasattr(model.base_model.model, "mtp")
+        with pytest.raises(PatchConflict, match="found PEFT's adapters"):
+            apply_patches(model.base_model.model, mtp=OPTIONS)
+        apply_patches(model.merge_and_unload(), mtp=OPTIONS)
+
+    def test_a_head_to_train_that_nothing_of_learns_is_refused(self, tmp_path):
+        with pytest.raises(PatchConflict, match="found base_model.model.mtp frozen"):
+            self.trainer(self.adapted(), tmp_path)
+        self.trainer(self.adapted(target_modules="all-linear"), tmp_path)
 
 
 class TestVisionLanguage:
