@@ -353,6 +353,29 @@ def test_adapters_that_fit_no_model_are_refused(tmp_path):
         diagnose(str(tmp_path))
 
 
+@pytest.mark.parametrize("text", ["{", "[]", '{"peft_type": "LORA"}'])
+def test_damaged_adapters_are_refused(text, tmp_path):
+    (tmp_path / "adapter_config.json").write_text(text)
+    with pytest.raises(UnsupportedModel, match="adapter_config.json damaged"):
+        diagnose(str(tmp_path))
+
+
+@pytest.mark.filterwarnings("default")
+def test_adapters_import_no_module_that_they_name(tmp_path, monkeypatch):
+    """PEFT imports `megatron_core`, which may be a file beside them."""
+    peft = pytest.importorskip("peft")
+    (tmp_path / "beside_adapters.py").write_text("raise SystemExit('it ran')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    peft.LoraConfig(
+        target_modules=["up_proj"],
+        base_model_name_or_path="qwen3_5",
+        megatron_core="beside_adapters",
+        megatron_config={"a": 1},
+    ).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match="they name code to import"):
+        diagnose(str(tmp_path))
+
+
 def test_a_model_of_no_family_is_refused(tmp_path):
     with pytest.raises(UnsupportedModel, match="found no config under"):
         diagnose(str(tmp_path))

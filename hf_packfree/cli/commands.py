@@ -11,7 +11,13 @@ from typing import Any
 
 from hf_packfree.cli import show
 from hf_packfree.cli.options import BROKEN, FINE, LEAK, MOST_TOKENS, check_folder, check_picture
-from hf_packfree.errors import LeakDetected, MissingHead, UnsupportedInput
+from hf_packfree.errors import (
+    LeakDetected,
+    MissingHead,
+    UnsupportedInput,
+    UnsupportedModel,
+    in_short,
+)
 
 
 def doctor(options: argparse.Namespace) -> int:
@@ -194,7 +200,6 @@ def mtp(options: argparse.Namespace) -> int:
 
 def _accept(options: argparse.Namespace) -> int:
     import torch
-    from transformers import AutoTokenizer
 
     from hf_packfree.mtp.accept import accepted_drafts
     from hf_packfree.mtp.files import examine
@@ -216,7 +221,7 @@ def _accept(options: argparse.Namespace) -> int:
         model = apply_patches(
             build_model(options.checkpoint, device=_device(options.device)), mtp="keep"
         ).eval()
-        tokenizer: Any = AutoTokenizer.from_pretrained(options.checkpoint)
+        tokenizer = _tokenizer(options.checkpoint)
         ids = [tokenizer(line)["input_ids"] for line in lines]
         prompts = [
             torch.tensor(one, dtype=torch.int64, device=_device(options.device)) for one in ids
@@ -227,6 +232,24 @@ def _accept(options: argparse.Namespace) -> int:
     else:
         show.say(str(found))
     return FINE
+
+
+def _tokenizer(checkpoint: str) -> Any:
+    """Return a checkpoint's tokenizer, never one that is code of its own.
+
+    Raises:
+        UnsupportedModel: there is none.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
+    except Exception as error:
+        # loaders raise whatever a damaged file makes them raise
+        raise UnsupportedModel(
+            f"found no tokenizer in {checkpoint!r} ({in_short(error)}); wanted transformers' own "
+            "beside the model, to read prompts; save it there"
+        ) from error
 
 
 def _prompts(path: Path) -> list[str]:

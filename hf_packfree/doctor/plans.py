@@ -153,7 +153,16 @@ def _base_of_adapters(folder: str) -> str | None:
     such folder.
     """
     path = Path(folder) / "adapter_config.json"
-    return json.loads(path.read_text()).get("base_model_name_or_path") if path.is_file() else None
+    if not path.is_file():
+        return None
+    try:
+        base: str | None = json.loads(path.read_text())["base_model_name_or_path"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UnsupportedModel(
+            f"found {path} damaged ({in_short(error)}); wanted PEFT's, with the name of the model "
+            "that the adapters are for; save the adapters again"
+        ) from error
+    return base
 
 
 def _with_adapters(model: Any, folder: str) -> Any:
@@ -161,7 +170,11 @@ def _with_adapters(model: Any, folder: str) -> Any:
     try:
         from peft import PeftConfig, get_peft_model
 
-        return get_peft_model(model, PeftConfig.from_pretrained(folder))
+        config = PeftConfig.from_pretrained(folder)
+        # PEFT imports what `megatron_core` names, a file in the current folder, say
+        if getattr(config, "megatron_config", None):
+            raise ValueError("they name code to import, by megatron_config")
+        return get_peft_model(model, config)
     except Exception as error:
         # PEFT checks every field in its own way
         raise UnsupportedModel(
@@ -180,7 +193,7 @@ def _config_of(model: str) -> Any:
     if model in tiny and not Path(model).exists():
         return tiny[model].tiny_config()
     try:
-        return AutoConfig.from_pretrained(model)
+        return AutoConfig.from_pretrained(model, trust_remote_code=False)
     except Exception as error:
         # transformers checks every field in its own way
         raise UnsupportedModel(

@@ -5,6 +5,7 @@ writing them so again.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,7 +46,8 @@ class HeadTensors:
     def layers(self) -> int:
         """The number of layers that the names speak of."""
         found = (re.match(r"mtp\.layers\.(\d+)\.", name) for name in self.files)
-        return max((int(match[1]) + 1 for match in found if match), default=0)
+        # counted, because a file may say any number
+        return len({match[1] for match in found if match})
 
     @property
     def per_expert(self) -> bool:
@@ -193,9 +195,9 @@ def _apart(experts: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def head_tensors(checkpoint: str) -> HeadTensors:
-    """Return what a checkpoint holds of the head, maybe nothing; reads its index alone, or the
-    header of its only file.
+def head_tensors(checkpoint: str | os.PathLike[str]) -> HeadTensors:
+    """Return what a checkpoint holds of the head, maybe nothing; reads names alone, of the files
+    that transformers reads the model from: the only one where it is there, else those of the index.
 
     Args:
         checkpoint: a folder, or a hub id, whose files are downloaded as transformers does.
@@ -203,33 +205,34 @@ def head_tensors(checkpoint: str) -> HeadTensors:
     Raises:
         MissingHead: it holds no safetensors, or damaged ones.
     """
-    index = file_of(checkpoint, INDEX)
-    if index is not None:
-        parts: dict[str, str] = read_index(index)["weight_map"]
-        wanted = {name: part for name, part in parts.items() if name.startswith(PREFIX)}
-        files = {part: file_of(checkpoint, part) for part in set(wanted.values())}
-        if gone := sorted(part for part, file in files.items() if file is None):
-            raise MissingHead(
-                f"found an index in {checkpoint} that names {', '.join(gone)}, which is not there; "
-                "wanted every file of the index; download the checkpoint again"
-            )
-        return HeadTensors(
-            checkpoint,
-            {name: file for name, part in wanted.items() if (file := files[part]) is not None},
-        )
+    checkpoint = str(checkpoint)
     single = file_of(checkpoint, SINGLE)
-    if single is None:
+    if single is not None:
+        with opened(single) as file:
+            return HeadTensors(
+                checkpoint, {name: single for name in file.keys() if name.startswith(PREFIX)}
+            )
+    index = file_of(checkpoint, INDEX)
+    if index is None:
         raise MissingHead(
-            f"found neither {INDEX} nor {SINGLE} in "
+            f"found neither {SINGLE} nor {INDEX} in "
             f"{checkpoint or 'no checkpoint: the model came from none'}; wanted the checkpoint "
             "that the model came from, to read the multi-token prediction head; name one: "
             "mtp=MTPOptions(checkpoint=...), or start from random weights: "
             "mtp=MTPOptions(from_scratch=True)"
         )
-    with opened(single) as file:
-        return HeadTensors(
-            checkpoint, {name: single for name in file.keys() if name.startswith(PREFIX)}
+    parts: dict[str, str] = read_index(index)["weight_map"]
+    wanted = {name: part for name, part in parts.items() if name.startswith(PREFIX)}
+    files = {part: file_of(checkpoint, part) for part in set(wanted.values())}
+    if gone := sorted(part for part, path in files.items() if path is None):
+        raise MissingHead(
+            f"found an index in {checkpoint} that names {', '.join(gone)}, which is not there; "
+            "wanted every file of the index; download the checkpoint again"
         )
+    return HeadTensors(
+        checkpoint,
+        {name: path for name, part in wanted.items() if (path := files[part]) is not None},
+    )
 
 
 @contextmanager
@@ -247,18 +250,40 @@ def opened(path: Path) -> Iterator[Any]:
 
 
 def read_index(path: Path) -> dict[str, Any]:
-    """Return an index of files.
+    """Return an index of files, all of which are named inside its folder.
 
     Raises:
-        MissingHead: it is damaged.
+        MissingHead: it is damaged, or names others.
     """
     try:
         found: dict[str, Any] = json.loads(path.read_text())
-        if not isinstance(found["weight_map"], dict):
-            raise TypeError("weight_map is no table")
-    except (ValueError, KeyError, TypeError) as error:
+        parts, sizes = found["weight_map"], found.setdefault("metadata", {})
+        _refuse_unless(isinstance(parts, dict), "weight_map is no table")
+        _refuse_unless(isinstance(sizes, dict), "metadata is no table")
+        size = sizes.setdefault("total_size", 0)
+        _refuse_unless(isinstance(size, (int, float)), f"total_size is {size!r}")
+        for part in {str(part): part for part in parts.values()}.values():
+            _refuse_unless(_stays_inside(part), f"it names {part!r}, no file of its folder")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(path, error) from error
     return found
+
+
+def _refuse_unless(holds: bool, fault: str) -> None:
+    if not holds:
+        raise TypeError(fault)
+
+
+def _stays_inside(part: Any) -> bool:
+    """Whether an index's name of a file leads to no other folder; what is there may be a link, as
+    in the hub's cache.
+    """
+    return (
+        isinstance(part, str)
+        and bool(part)
+        and not Path(part).is_absolute()
+        and ".." not in Path(part).parts
+    )
 
 
 def _damaged(path: Path, error: Exception) -> MissingHead:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -134,7 +133,8 @@ def copy_head(base: str, checkpoint: str, out: str | Path) -> HeadReport:
     what is there.
 
     Raises:
-        UnsupportedInput: `checkpoint` is no folder, or has a head; `out` is not empty.
+        UnsupportedInput: `checkpoint` is no folder, has a head, or has links to elsewhere; `out` is
+            not empty.
         UnsupportedModel: see `examine`.
         MissingHead: `base` does not hold the whole head, in the sizes of `checkpoint`.
     """
@@ -168,16 +168,19 @@ def _write(source: Path, target: Path, tensors: HeadTensors) -> None:
     """Copy a checkpoint's files and write the head's beside them; the index last, without which
     nothing is read.
     """
-    target.mkdir(parents=True, exist_ok=True)
-    index = _index_of(source)
-    renamed = {SINGLE: "model-00001-of-00002.safetensors"} if not (source / INDEX).is_file() else {}
-    own = "model-00002-of-00002.safetensors" if renamed else "model-mtp.safetensors"
-    for path in source.iterdir():
-        if path.is_file() and path.name not in (INDEX, "config.json"):
-            shutil.copy2(path, target / renamed.get(path.name, path.name))
+    index, files = _index_of(source), _files_of(source)
+    alone = (source / SINGLE).is_file()
+    renamed = {SINGLE: "model-00001-of-00002.safetensors"} if alone else {}
+    own = "model-00002-of-00002.safetensors" if alone else "model-mtp.safetensors"
+    names = {*index["weight_map"].values(), *(name for name in files if not _is_weights(name))}
+    copied = {name: _inside(source, name) for name in sorted(names)}
+    config = json.loads(copied.pop("config.json").read_text())
+    for name, path in copied.items():
+        to = target / renamed.get(name, name)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(path, to)
     head = {name: tensors.tensor(name) for name in sorted(tensors.files)}
     save_file(head, target / own, metadata={"format": "pt"})
-    config = json.loads((source / "config.json").read_text())
     text = config.get("text_config", config)
     if not any(name in text for name in DEPTHS):
         text[DEPTHS[0]] = tensors.layers
@@ -188,17 +191,42 @@ def _write(source: Path, target: Path, tensors: HeadTensors) -> None:
     (target / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
+def _files_of(source: Path) -> list[str]:
+    return [path.name for path in source.iterdir() if path.is_file() and path.name != INDEX]
+
+
+def _is_weights(name: str) -> bool:
+    """Whether a file is one of the model's; those that no index names are of an earlier save."""
+    return name.startswith("model") and name.endswith(".safetensors")
+
+
+def _inside(source: Path, name: str) -> Path:
+    """Return the path of a checkpoint's file, which is there itself, or in the hub's cache.
+
+    Raises:
+        UnsupportedInput: it is a link to somewhere else, whose content nobody asked to copy.
+    """
+    path, folder = (source / name).resolve(), source.resolve()
+    # snapshots/COMMIT/NAME is a link to blobs/HASH
+    blobs = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
+    if not (path.is_relative_to(folder) or path.is_relative_to(blobs)):
+        raise UnsupportedInput(
+            f"found {name} in {source}, a link to {path}; wanted files of this folder, or of the "
+            "hub's cache; put the file itself there, or take it away"
+        )
+    return path
+
+
 def _index_of(folder: Path) -> dict[str, Any]:
-    """Return a checkpoint's index, or that of its only file."""
-    if (folder / INDEX).is_file():
-        index = read_index(folder / INDEX)
-        return index | {"metadata": {"total_size": 0} | index.get("metadata", {})}
+    """Return a checkpoint's index, or that of its only file, which transformers prefers."""
+    if not (folder / SINGLE).is_file():
+        return read_index(folder / INDEX)
     with opened(folder / SINGLE) as file:
         names = list(file.keys())
     with open(folder / SINGLE, "rb") as raw:
         header = 8 + int.from_bytes(raw.read(8), "little")
     return {
-        "metadata": {"total_size": os.path.getsize(folder / SINGLE) - header},
+        "metadata": {"total_size": (folder / SINGLE).stat().st_size - header},
         "weight_map": dict.fromkeys(names, SINGLE),
     }
 
@@ -206,8 +234,9 @@ def _index_of(folder: Path) -> dict[str, Any]:
 def _config_of(checkpoint: str) -> Any:
     """Return the text model's configuration."""
     try:
-        config = AutoConfig.from_pretrained(checkpoint).get_text_config()
-    except (OSError, ValueError, KeyError) as error:
+        config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False).get_text_config()
+    except Exception as error:
+        # transformers checks every field in its own way
         raise UnsupportedModel(
             f"found no configuration under {checkpoint!r} ({in_short(error)}); wanted a checkpoint "
             "folder or a hub id; check the name"

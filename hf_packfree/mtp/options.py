@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
-from typing import Literal
+from numbers import Real
+from typing import Any, Literal
 
 Choice = Literal["keep", "train"] | None
 
@@ -32,23 +34,42 @@ class MTPOptions:
     weight: float = 0.1
     detach: bool = True
     from_scratch: bool = False
-    checkpoint: str | None = None
+    checkpoint: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         """Refuse what no head can do, whatever the model."""
+        for name in ("train", "detach", "from_scratch"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(
+                    f"found {name}={getattr(self, name)!r}; wanted True or False; pass one"
+                )
         if isinstance(self.depth, bool) or not isinstance(self.depth, int) or self.depth < 1:
             raise ValueError(
                 f"found depth={self.depth!r}; wanted a whole number of at least 1; pass 1"
             )
-        if not 0 < self.weight < float("inf"):
+        if not _is_positive(self.weight):
             raise ValueError(
                 f"found weight={self.weight!r}; wanted a number above 0; mtp='keep' trains nothing"
+            )
+        if not (self.checkpoint is None or _is_name(self.checkpoint)):
+            raise ValueError(
+                f"found checkpoint={self.checkpoint!r}; wanted a folder or a hub id; leave it out "
+                "to read the head from where the model came from"
             )
         if self.from_scratch and (self.checkpoint is not None or not self.train):
             raise ValueError(
                 "found from_scratch=True with a checkpoint or train=False; wanted it for a head "
                 "that is trained and has none; leave one of the two options out"
             )
+
+
+def _is_positive(value: Any) -> bool:
+    number = not isinstance(value, bool) and isinstance(value, Real)
+    return number and 0 < float(value) < float("inf")
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, (str, os.PathLike)) and bool(str(value))
 
 
 def mtp_options(choice: Choice | MTPOptions) -> MTPOptions | None:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hf_packfree import MTPOptions, add_mtp, apply_patches, remove_mtp, remove_patches
 from hf_packfree.errors import MissingHead, PatchConflict, UnsupportedModel
+from hf_packfree.mtp.checkpoint import head_tensors
 from hf_packfree.patching.apply import patches_lifted
 from tests.mtp.heads import build, labelled, packed
 from tests.mtp.names import DENSE, FUSED, PER_EXPERT, fused, of_head
@@ -152,7 +153,57 @@ def test_another_checkpoint_may_be_named(tmp_path):
     assert same(of_head(tensors(tmp_path / "after")), of_head(tensors(base)))
 
 
+@pytest.mark.parametrize("first", [{}, {"max_shard_size": "100KB"}], ids=["whole", "shards"])
+def test_a_folder_saved_twice_gives_trunk_and_head_of_one_save(first, tmp_path):
+    """transformers prefers the only file, and leaves what an earlier save wrote in shards."""
+    second = {} if first else {"max_shard_size": "100KB"}
+    model = build()
+    model.save_pretrained(tmp_path, **first)
+    saved = [{name: part.clone() for name, part in model.state_dict().items()}]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    model.save_pretrained(tmp_path, **second)
+    saved.append(model.state_dict())
+    found = apply_patches(load(tmp_path), mtp="keep").state_dict()
+    assert [same(found, wanted) for wanted in saved].count(True) == 1
+
+
+def test_the_hubs_cache_of_links_is_read(tmp_path, monkeypatch):
+    """snapshots/COMMIT/NAME is a link to blobs/HASH."""
+    folder = checkpoint(tmp_path / "whole", max_shard_size="100KB")
+    cached = tmp_path / "models--a--b"
+    snapshot = cached / "snapshots" / "0"
+    (cached / "blobs").mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, path in enumerate(sorted(folder.iterdir())):
+        path.rename(cached / "blobs" / str(number))
+        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    assert head_tensors(snapshot).files.keys() == DENSE
+
+
 class TestRefused:
+    @pytest.mark.parametrize(
+        "part", [5, None, "", "/etc/hosts", "../whole/model.safetensors", "a/../../b"]
+    )
+    def test_an_index_that_names_no_file_of_its_folder(self, part, tmp_path):
+        checkpoint(tmp_path / "whole")
+        folder = tmp_path / "index"
+        folder.mkdir()
+        index = {"weight_map": dict.fromkeys(DENSE, part)}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(MissingHead, match="damaged .*it names .*, no file of its folder"):
+            head_tensors(folder)
+
+    def test_a_name_of_a_layer_beyond_all_others(self, tmp_path):
+        """A head of so many layers is not built to compare with."""
+        checkpoint(tmp_path)
+        more = {"mtp.layers.999999999.input_layernorm.weight": torch.zeros(64)}
+        found = tensors(tmp_path) | more
+        save_file(found, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(MissingHead, match="has besides mtp.layers.999999999.input"):
+            add_mtp(load(tmp_path))
+
     def test_a_checkpoint_without_a_head(self, tmp_path):
         tiny().save_pretrained(tmp_path)
         model = load(tmp_path)
@@ -232,10 +283,22 @@ class TestRefused:
 
     @pytest.mark.parametrize(
         "options",
-        [{"depth": 0}, {"depth": 1.5}, {"weight": 0}, {"from_scratch": True, "train": False}],
+        [
+            {"depth": 0},
+            {"depth": 1.5},
+            {"weight": 0},
+            {"weight": "x"},
+            {"weight": True},
+            {"weight": float("nan")},
+            {"train": "no"},
+            {"detach": None},
+            {"checkpoint": 5},
+            {"checkpoint": ""},
+            {"from_scratch": True, "train": False},
+        ],
     )
     def test_options_that_no_head_has(self, options):
-        with pytest.raises(ValueError, match="found (depth|weight|from_scratch)"):
+        with pytest.raises(ValueError, match=f"found {next(iter(options))}.*; wanted"):
             MTPOptions(**options)
 
     def test_other_options_than_it_has(self):

@@ -105,6 +105,93 @@ def test_what_cannot_be_copied(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+class TestCopiedFiles:
+    def lost(self, tmp_path, **saving):
+        """A base model's checkpoint, and one that lost its head."""
+        base = checkpoint(tmp_path / "base")
+        tiny().save_pretrained(tmp_path / "lost", **saving)
+        return base, tmp_path / "lost", tmp_path / "out"
+
+    def test_what_an_earlier_save_left_behind_stays_there(self, tmp_path):
+        base, lost, out = self.lost(tmp_path, max_shard_size="100KB")
+        stale = {path.name for path in lost.glob("model*")}
+        slow_decay(tiny(), seed=7).save_pretrained(lost, max_shard_size="1GB")
+        wanted = AutoModelForCausalLM.from_pretrained(lost).state_dict()
+        copy_head(str(base), str(lost), out)
+        assert len(stale) > 2 and len(list(out.glob("*.safetensors"))) == 2
+        assert same(tensors(out), wanted | of_head(tensors(base)))
+
+    def test_shards_in_a_folder_of_their_own(self, tmp_path):
+        base, lost, out = self.lost(tmp_path, max_shard_size="100KB")
+        (lost / "parts").mkdir()
+        index = json.loads((lost / "model.safetensors.index.json").read_text())
+        for part in set(index["weight_map"].values()):
+            (lost / part).rename(lost / "parts" / part)
+        index["weight_map"] = {name: f"parts/{part}" for name, part in index["weight_map"].items()}
+        (lost / "model.safetensors.index.json").write_text(json.dumps(index))
+        wanted = AutoModelForCausalLM.from_pretrained(lost).state_dict()
+        copy_head(str(base), str(lost), out)
+        assert same(AutoModelForCausalLM.from_pretrained(out).state_dict(), wanted)
+
+    @pytest.mark.parametrize("name", ["notes.txt", "config.json", "model.safetensors"])
+    def test_links_to_elsewhere_are_not_followed(self, name, tmp_path):
+        base, lost, out = self.lost(tmp_path)
+        elsewhere = tmp_path / "private"
+        if (lost / name).exists():
+            (lost / name).rename(elsewhere)
+        else:
+            elsewhere.write_text("secret")
+        (lost / name).symlink_to(elsewhere)
+        with pytest.raises(UnsupportedInput, match=f"found {name} in .*, a link to .*private"):
+            copy_head(str(base), str(lost), out)
+        assert not out.exists()
+
+    def test_links_of_the_hubs_cache_are(self, tmp_path):
+        base, lost, out = self.lost(tmp_path)
+        snapshot = tmp_path / "models--a--b" / "snapshots" / "0"
+        (tmp_path / "models--a--b" / "blobs").mkdir(parents=True)
+        snapshot.mkdir(parents=True)
+        for path in lost.iterdir():
+            path.rename(tmp_path / "models--a--b" / "blobs" / path.name)
+            (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+        assert copy_head(str(base), str(snapshot), out).agrees
+        assert not any(path.is_symlink() for path in out.iterdir())
+
+
+def test_code_of_a_checkpoint_never_runs(tmp_path, capsys, monkeypatch):
+    """Nor is anyone asked: what is on stdin is not read."""
+    tiny().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    strange = {"model_type": "strange", "auto_map": {"AutoConfig": "mod.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(config | strange))
+    (tmp_path / "mod.py").write_text(
+        f"open({str(tmp_path / 'RAN')!r}, 'w')\n"
+        "from transformers import Qwen3_5TextConfig as Config\n"
+    )
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    (tmp_path / "prompts").write_text("a\n")
+    accept = ["--accept", "--text", str(tmp_path / "prompts")]
+    for command in (["mtp", str(tmp_path)], ["mtp", str(tmp_path), *accept]):
+        assert main(command) == 2
+    assert main(["doctor", "--model", str(tmp_path)]) == 2
+    assert "found no config" in capsys.readouterr().err and not (tmp_path / "RAN").exists()
+
+
+def test_a_tokenizers_code_does_not_run(tmp_path, capsys, monkeypatch):
+    build().save_pretrained(tmp_path)
+    strange = {
+        "tokenizer_class": "Strange",
+        "auto_map": {"AutoTokenizer": ["mod.Strange", None]},
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(strange))
+    (tmp_path / "mod.py").write_text(f"open({str(tmp_path / 'RAN')!r}, 'w')\n")
+    (tmp_path / "prompts").write_text("a\n")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    code = main(["mtp", str(tmp_path), "--accept", "--text", str(tmp_path / "prompts")])
+    said = capsys.readouterr().err
+    assert code == 2 and "found no tokenizer" in said and not (tmp_path / "RAN").exists()
+
+
 def test_options_that_belong_together(tmp_path, capsys):
     for options in (["--copy-from", "base"], ["--to", "out"], ["--accept"], ["--text", "file"]):
         assert main(["mtp", str(tmp_path), *options]) == 2
@@ -286,13 +373,14 @@ class TestAnswersAreSentences:
             ("model.safetensors.index.json", b"[]"),
             (
                 "model.safetensors.index.json",
-                b'{"weight_map": {"mtp.fc.weight": "model.safetensors"}}',
+                b'{"weight_map": {"mtp.fc.weight": "old-model.safetensors"}}',
             ),
         ],
         ids=["empty", "pointer", "index cut", "no index", "index of others"],
     )
     def test_damaged_files(self, name, content, capsys, tmp_path):
         tiny().save_pretrained(tmp_path)
+        (tmp_path / "model.safetensors").rename(tmp_path / "old-model.safetensors")
         (tmp_path / name).write_bytes(content)
         code, answer = self.answer(capsys, tmp_path)
         assert code == 2 and f"{name.removesuffix('.index.json')}" in answer and "damaged" in answer
