@@ -4,16 +4,17 @@ the processor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from numbers import Integral
 from typing import Any
 
 import torch
 from packaging.version import Version
 from torch import Tensor
 
-from hf_packfree.errors import UnsupportedInput
+from hf_packfree.errors import UnsupportedInput, in_short
 from hf_packfree.models.labels import IGNORED
 from hf_packfree.versions import ASSISTANT_MASK_WITH_MEDIA_SINCE
 
@@ -56,6 +57,32 @@ class Document:
         return len(self.input_ids)
 
 
+class Pack(list[Any]):
+    """Examples that share a row, by the lengths that their data set was told.
+
+    Args:
+        examples: for the collator.
+        max_length: the most tokens that they are together.
+    """
+
+    def __init__(self, examples: Iterable[Any], max_length: int) -> None:
+        super().__init__(examples)
+        self.max_length = max_length
+
+    def check(self, tokens: int) -> None:
+        """Refuse documents that are longer than was told: nothing else keeps a row from growing.
+
+        Raises:
+            UnsupportedInput: they have more than `max_length` tokens.
+        """
+        if tokens > self.max_length:
+            raise UnsupportedInput(
+                f"found a pack of {tokens} tokens; wanted max_length={self.max_length} at most, as "
+                "the lengths promised that PackedDataset got; pass those of this collator's "
+                "documents: [len(collator.document(example)) for example in dataset]"
+            )
+
+
 def document_of(output: Mapping[str, Any], *, assistant_only: bool) -> Document:
     """Return the document that a processor's output for one text describes.
 
@@ -65,24 +92,22 @@ def document_of(output: Mapping[str, Any], *, assistant_only: bool) -> Document:
         assistant_only: ignore what `assistant_masks` says the assistant did not write.
 
     Raises:
-        UnsupportedInput: several texts, none, or no `assistant_masks` where they are wanted.
+        UnsupportedInput: several texts, none, lines of different lengths or of no whole numbers, or
+            no `assistant_masks` where they are wanted.
     """
     ids = _line("input_ids", output["input_ids"])
-    labels = ids if output.get("labels") is None else _line("labels", output["labels"])
+    labels = ids if output.get("labels") is None else _line("labels", output["labels"], ids)
     mask = output.get("attention_mask")
-    real = (
-        torch.ones_like(ids, dtype=torch.bool)
-        if mask is None
-        else _line("attention_mask", mask).bool()
-    )
+    real = torch.ones_like(ids) if mask is None else _line("attention_mask", mask, ids)
+    real = real.bool()
     if assistant_only:
-        labels = torch.where(_assistant_mask(output), labels, IGNORED)
+        labels = torch.where(_assistant_mask(output, ids), labels, IGNORED)
     given = {
-        name: torch.as_tensor(output[name])
+        name: _tensor(name, output[name])
         for name in (*FLAT, *PADDED)
         if output.get(name) is not None
     }
-    media = {name: value.detach().cpu() for name, value in given.items() if len(value)}
+    media = {name: value for name, value in given.items() if len(value)}
     if not bool(real.any()):
         raise UnsupportedInput(
             "found a document without a token; wanted one at least; leave empty examples out"
@@ -100,12 +125,18 @@ def messages_of(example: Mapping[str, Any]) -> list[dict[str, Any]]:
             then in the order of the parts without any.
 
     Raises:
-        UnsupportedInput: a column holds more or fewer items than parts wait for.
+        UnsupportedInput: there are no messages, a part does not say what it is, or a column holds
+            more or fewer items than parts wait for.
     """
+    given = example["messages"]
+    if not _is_list(given) or not given or not all(isinstance(one, Mapping) for one in given):
+        raise UnsupportedInput(
+            f"found messages={in_brief(given)}; wanted a list of one message at least, each a "
+            "mapping with role and content; leave empty conversations out"
+        )
     waiting = {kind: iter(_items(example, kind)) for kind in _COLUMNS}
     messages = [
-        {**message, "content": _parts(message.get("content"), waiting)}
-        for message in example["messages"]
+        {**message, "content": _parts(message.get("content"), waiting)} for message in given
     ]
     for kind, items in waiting.items():
         left = len(list(items))
@@ -135,9 +166,15 @@ def check_assistant_mask(document: Document) -> None:
         )
 
 
-def _line(name: str, value: Any) -> Tensor:
-    """Return one text's numbers [n] of [n] or [1, n]."""
-    line = torch.as_tensor(value).detach().to("cpu", torch.int64)
+def _line(name: str, value: Any, beside: Tensor | None = None) -> Tensor:
+    """Return one text's numbers [n] of [n] or [1, n], as many as there are in the line `beside`."""
+    given = _tensor(name, value)
+    line = given.to(torch.int64)
+    if bool((line != given).any()):
+        wrong = given[line != given].flatten()[0].item()
+        raise UnsupportedInput(
+            f"found {wrong} in {name}; wanted whole numbers; pass what the tokenizer returned"
+        )
     if line.ndim == 2 and line.shape[0] == 1:
         line = line[0]
     if line.ndim != 1:
@@ -145,10 +182,32 @@ def _line(name: str, value: Any) -> Tensor:
             f"found {name} of shape {list(line.shape)}; wanted one document, [n] or [1, n]; call "
             f"the processor once for each"
         )
+    if beside is not None and len(line) != len(beside):
+        raise UnsupportedInput(
+            f"found {len(line)} {name} beside {len(beside)} input_ids; wanted one for each token; "
+            "cut or extend both together"
+        )
     return line
 
 
-def _assistant_mask(output: Mapping[str, Any]) -> Tensor:
+def _tensor(name: str, value: Any) -> Tensor:
+    """Return a tensor [n, ...] on the host."""
+    try:
+        tensor = torch.as_tensor(value).detach().cpu()
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise UnsupportedInput(
+            f"found {name} that make no tensor ({in_short(error)}); wanted a tensor, or lists of "
+            "numbers of one length; pass what the processor returned for this document"
+        ) from error
+    if tensor.ndim == 0:
+        raise UnsupportedInput(
+            f"found {name}={tensor.item()}; wanted a tensor [n, ...] or a list; pass what the "
+            "processor returned for this document"
+        )
+    return tensor
+
+
+def _assistant_mask(output: Mapping[str, Any], ids: Tensor) -> Tensor:
     mask = output.get("assistant_masks")
     if mask is None:
         raise UnsupportedInput(
@@ -156,22 +215,66 @@ def _assistant_mask(output: Mapping[str, Any]) -> Tensor:
             "apply_chat_template(..., return_assistant_tokens_mask=True), or hand over the "
             "messages themselves"
         )
-    return _line("assistant_masks", mask).bool()
+    return _line("assistant_masks", mask, ids).bool()
 
 
 def _items(example: Mapping[str, Any], kind: str) -> Sequence[Any]:
     """Return what an example's own columns hold of one kind of media."""
     for column in _COLUMNS[kind]:
         value = example.get(column)
-        if value is not None:
-            return value if column.endswith("s") else [value]
+        if value is None:
+            continue
+        if not column.endswith("s"):
+            return [value]
+        if not _is_list(value):
+            raise UnsupportedInput(
+                f"found {column}={in_brief(value)}; wanted a list with one item for each part that "
+                f"waits for it; pass [{column[:-1]}], or name the column {column[:-1]!r}"
+            )
+        return list(value)
     return []
+
+
+def _is_list(value: Any) -> bool:
+    """Whether a value is what data sets make of a list: no text and no mapping, whose items would
+    be letters and names.
+    """
+    return isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
+
+
+def check_whole(name: str, value: Any) -> int:
+    """Return a whole number of at least 1.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+        raise ValueError(
+            f"found {name}={in_brief(value)}; wanted a whole number of at least 1; pass one"
+        )
+    return int(value)
+
+
+def in_brief(value: Any) -> str:
+    """Return a value as part of a sentence."""
+    shown = repr(value)
+    return shown if len(shown) <= 80 else f"{shown[:60]}... ({type(value).__name__})"
 
 
 def _parts(content: Any, waiting: Mapping[str, Iterator[Any]]) -> list[dict[str, Any]]:
     if content is None or isinstance(content, str):
         return [{"type": "text", "text": content}] if content else []
+    if not _is_list(content) or not all(_says_what_it_is(part) for part in content):
+        raise UnsupportedInput(
+            f"found the content {in_brief(content)}; wanted a text, or a list of parts, each a "
+            "mapping with its type: {'type': 'text', 'text': ...}, {'type': 'image'}; mend the "
+            "message"
+        )
     return [_filled(part, waiting) for part in content]
+
+
+def _says_what_it_is(part: Any) -> bool:
+    return isinstance(part, Mapping) and isinstance(part.get("type"), str)
 
 
 def _filled(part: Mapping[str, Any], waiting: Mapping[str, Iterator[Any]]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hf_packfree.data.documents import Document
+from hf_packfree.data.documents import Document, Pack, check_whole
 from hf_packfree.data.vision import PackedVisionCollator
 from hf_packfree.errors import UnsupportedInput
 
@@ -35,7 +35,10 @@ class PackedDataset(torch.utils.data.Dataset[list[Any]]):
         max_length: the most tokens of a pack.
 
     Raises:
-        UnsupportedInput: an example is longer than `max_length`; documents are never cut.
+        UnsupportedInput: an example is longer than `max_length`, documents being never cut, or
+            there are more or fewer lengths than examples. The collator raises it where a pack turns
+            out to be longer than its lengths said.
+        ValueError: a length, or `max_length`, is no whole number of at least 1.
         ImportError: binpacking is not installed.
 
     Examples:
@@ -46,14 +49,20 @@ class PackedDataset(torch.utils.data.Dataset[list[Any]]):
     """
 
     def __init__(self, dataset: Any, lengths: Sequence[int], max_length: int) -> None:
-        self.dataset = dataset
+        if len(lengths) != len(dataset):
+            raise UnsupportedInput(
+                f"found {len(lengths)} lengths for {len(dataset)} examples; wanted one for each, "
+                "since what has none would be left out; pass [len(collator.document(example)) for "
+                "example in dataset]"
+            )
+        self.dataset, self.max_length = dataset, max_length
         self.packs = packs_of(lengths, max_length)
 
     def __len__(self) -> int:
         return len(self.packs)
 
     def __getitem__(self, index: int) -> list[Any]:
-        return [self.dataset[number] for number in self.packs[index]]
+        return Pack((self.dataset[number] for number in self.packs[index]), self.max_length)
 
 
 class PackedIterableDataset(torch.utils.data.IterableDataset[list[Document]]):
@@ -68,23 +77,48 @@ class PackedIterableDataset(torch.utils.data.IterableDataset[list[Document]]):
             worker processes; of any other each worker takes every n-th example.
         collator: which has a `max_length`.
         buffer: how many documents are packed together; more fill packs better and take more memory.
+        shared_out: whether the stream gives each worker process other examples. torch's
+            `IterableDataset`s may or may not, and have to be told of where there are several.
 
     Raises:
-        ValueError: the collator has no `max_length`.
+        ValueError: the collator has no `max_length`, or `buffer` is no whole number of at least 1.
     """
 
     def __init__(
-        self, stream: Iterable[Any], collator: PackedVisionCollator, *, buffer: int = 256
+        self,
+        stream: Iterable[Any],
+        collator: PackedVisionCollator,
+        *,
+        buffer: int = 256,
+        shared_out: bool | None = None,
     ) -> None:
         if collator.max_length is None:
             raise ValueError(
                 "found a collator without max_length; wanted the most tokens of a pack; pass it to "
                 "the collator"
             )
-        self.stream, self.collator, self.buffer = stream, collator, buffer
+        if shared_out not in (None, True, False):
+            raise ValueError(f"found shared_out={shared_out!r}; wanted True or False; pass one")
+        self.stream, self.collator = stream, collator
+        self.buffer, self.shared_out = check_whole("buffer", buffer), shared_out
+        self._begun = False
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the stream which epoch it is, if it wants to know: those of `datasets` shuffle anew
+        by it.
+        """
+        if hasattr(self.stream, "set_epoch"):
+            self.stream.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[list[Document]]:
-        examples = iter(_share_of_this_worker(self.stream))
+        """Yield packs.
+
+        Raises:
+            UnsupportedInput: a document is longer than `max_length` and the collator's `overlong`
+                is "raise"; the stream is an iterator that was begun before, or one of torch's of
+                which nobody knows whether several workers share it.
+        """
+        examples = iter(self._share_of_this_worker())
         while batch := list(islice(examples, self.buffer)):
             documents = self.collator.fitting(self.collator.document(example) for example in batch)
             assert self.collator.max_length is not None
@@ -92,6 +126,33 @@ class PackedIterableDataset(torch.utils.data.IterableDataset[list[Document]]):
                 [len(document) for document in documents], self.collator.max_length
             ):
                 yield [documents[number] for number in pack]
+
+    def _share_of_this_worker(self) -> Iterable[Any]:
+        if isinstance(self.stream, Iterator) and self._begun:
+            raise UnsupportedInput(
+                f"found a {type(self.stream).__name__} that was read before, of which the rest is "
+                "no epoch; wanted a stream that starts again; pass a list, a data set or an object "
+                "whose __iter__ begins anew"
+            )
+        self._begun = True
+        worker = torch.utils.data.get_worker_info()
+        if worker is None or worker.num_workers == 1 or self._is_shared_out():
+            return self.stream
+        return islice(self.stream, worker.id, None, worker.num_workers)
+
+    def _is_shared_out(self) -> bool:
+        """Whether several worker processes get other examples of the stream each."""
+        if self.shared_out is not None:
+            return self.shared_out
+        homes = {kind.__module__.partition(".")[0] for kind in type(self.stream).__mro__}
+        if "datasets" not in homes and isinstance(self.stream, torch.utils.data.IterableDataset):
+            raise UnsupportedInput(
+                f"found a {type(self.stream).__name__} and several worker processes, of which it "
+                "may give each the same examples or other ones; wanted to know, since documents "
+                "would be repeated or lost; pass PackedIterableDataset(..., shared_out=True) if it "
+                "reads torch.utils.data.get_worker_info(), else shared_out=False"
+            )
+        return "datasets" in homes
 
 
 def packs_of(lengths: Sequence[int], max_length: int) -> list[list[int]]:
@@ -103,8 +164,11 @@ def packs_of(lengths: Sequence[int], max_length: int) -> list[list[int]]:
 
     Raises:
         UnsupportedInput: a document is longer than `max_length`.
+        ValueError: a number is not whole, or below 1.
         ImportError: binpacking is not installed.
     """
+    max_length = check_whole("max_length", max_length)
+    lengths = [check_whole(f"lengths[{number}]", one) for number, one in enumerate(_plain(lengths))]
     try:
         from binpacking.to_constant_volume import to_constant_volume
     except ImportError as error:
@@ -128,8 +192,6 @@ def packs_of(lengths: Sequence[int], max_length: int) -> list[list[int]]:
     return packs
 
 
-def _share_of_this_worker(stream: Iterable[Any]) -> Iterable[Any]:
-    worker = torch.utils.data.get_worker_info()
-    if worker is None or isinstance(stream, torch.utils.data.IterableDataset):
-        return stream
-    return islice(stream, worker.id, None, worker.num_workers)
+def _plain(lengths: Sequence[int]) -> Sequence[int]:
+    """Return Python's numbers of an array's or a tensor's."""
+    return lengths.tolist() if hasattr(lengths, "tolist") else lengths

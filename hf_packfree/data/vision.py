@@ -15,7 +15,9 @@ from hf_packfree.data.documents import (
     FLAT,
     PADDED,
     Document,
+    Pack,
     check_assistant_mask,
+    check_whole,
     document_of,
     messages_of,
 )
@@ -34,6 +36,8 @@ _CONFIGS = {
 """Processors, and configurations that number their media as the model's own does, but for how
 fast time passes in videos.
 """
+_FIXED = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
+"""Keywords of `apply_chat_template` that make a document of messages."""
 _PLACEHOLDERS = ("image", "video", "audio")
 _AROUND = {
     "vision_start_token": "<|vision_start|>",
@@ -96,6 +100,9 @@ class PackedVisionCollator:
         chat_template_kwargs: more keywords of `apply_chat_template`, such as `fps` or
             `load_audio_from_video`.
 
+    Raises:
+        ValueError: an option is none of these.
+
     Attributes:
         dropped: how many documents were left out, in this process: worker processes count for
             themselves.
@@ -115,6 +122,17 @@ class PackedVisionCollator:
         if overlong not in ("raise", "drop"):
             raise ValueError(
                 f"found overlong={overlong!r}; wanted 'raise' or 'drop'; pass one of them"
+            )
+        for name, value in {
+            "max_length": max_length,
+            "pad_to_multiple_of": pad_to_multiple_of,
+        }.items():
+            if value is not None:
+                check_whole(name, value)
+        if taken := sorted({*(chat_template_kwargs or {})} & {*_FIXED}):
+            raise ValueError(
+                f"found {taken[0]} in chat_template_kwargs; wanted other keywords, since the "
+                f"collator sets {', '.join(_FIXED)}; leave it out"
             )
         self.processor = processor
         self.max_length = max_length
@@ -144,16 +162,26 @@ class PackedVisionCollator:
 
         Raises:
             UnsupportedInput: a document is longer than `max_length` and `overlong` is "raise"; the
-                batch is empty; an example cannot be read.
+                batch is empty; an example cannot be read; a pack is longer than its data set was
+                told.
             BoundaryError: a document's placeholders are not those of its media.
         """
-        given = [self.document(example) for example in _each(examples)]
+        given = [document for example in examples for document in self._documents(example)]
         if not given:
             raise UnsupportedInput(
                 "found a batch without a document; wanted one at least; leave empty examples out"
             )
         documents = self.fitting(given)
         return self._row(documents) if documents else self._row_of_padding()
+
+    def _documents(self, example: Any) -> list[Document]:
+        """Return an example's documents: one, or those of a list."""
+        if not isinstance(example, (list, tuple)):
+            return [self.document(example)]
+        documents = [self.document(one) for one in example]
+        if isinstance(example, Pack):
+            example.check(sum(map(len, documents)))
+        return documents
 
     def document(self, example: Any) -> Document:
         """Return an example as a document: `input_ids`, `labels` and media; its length is
@@ -207,12 +235,7 @@ class PackedVisionCollator:
         if self.assistant_only_loss:
             more["return_assistant_tokens_mask"] = True
         return self.processor.apply_chat_template(
-            messages_of(example),
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-            **more,
-            **self.chat_template_kwargs,
+            messages_of(example), **{**_FIXED, **self.chat_template_kwargs, **more}
         )
 
     def _row_of_padding(self) -> dict[str, Any]:
@@ -230,7 +253,10 @@ class PackedVisionCollator:
         media, lengths = _joined_media(documents), [len(document) for document in documents]
         positions = self._positions(ids, _offsets(lengths), media)
         # without positions, a padding segment is known by equal tokens in segments of one each
-        lengths += [tail] if tail and positions is not None else [1] * tail
+        if positions is None:
+            lengths += [1] * tail
+        elif tail:
+            lengths = _with_tail(lengths, tail, ids == self._pad_token())
         cu_seqlens = _offsets(lengths)
         ids = F.pad(ids, (0, tail), value=self._pad_token())
         labels = F.pad(
@@ -294,15 +320,6 @@ class PackedVisionCollator:
         return 0 if token is None else token
 
 
-def _each(examples: Iterable[Any]) -> Iterable[Any]:
-    """Yield documents of examples that are documents or lists of them."""
-    for example in examples:
-        if isinstance(example, (list, tuple)):
-            yield from example
-        else:
-            yield example
-
-
 def _joined_media(documents: Sequence[Document]) -> dict[str, Tensor]:
     """Return the media of all documents in their order."""
     joined = {}
@@ -319,6 +336,22 @@ def _joined_media(documents: Sequence[Document]) -> dict[str, Tensor]:
 def _offsets(lengths: Sequence[int]) -> Tensor:
     """Return int32 [N+1]."""
     return F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int()
+
+
+def _with_tail(lengths: Sequence[int], tail: int, is_pad: Tensor) -> list[int]:
+    """Return lengths of segments, the last of which is the tail, and documents of one pad token
+    just before it.
+
+    Positions tell these from a tail as little as labels do: they predict nothing.
+
+    Args:
+        lengths: of the documents.
+        is_pad: bool [T], which of their tokens are pad tokens.
+    """
+    kept = list(lengths)
+    while kept and kept[-1] == 1 and bool(is_pad[sum(kept) - 1]):
+        tail += kept.pop()
+    return [*kept, tail]
 
 
 def _config_of(
