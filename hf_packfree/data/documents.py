@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hf_packfree.errors import UnsupportedInput, in_short
 from hf_packfree.models.labels import IGNORED
+from hf_packfree.models.media_checks import check_media_tensors
 from hf_packfree.versions import ASSISTANT_MASK_WITH_MEDIA_SINCE
 
 FLAT = (
@@ -94,6 +95,7 @@ def document_of(output: Mapping[str, Any], *, assistant_only: bool) -> Document:
     Raises:
         UnsupportedInput: several texts, none, lines of different lengths or of no whole numbers, or
             no `assistant_masks` where they are wanted.
+        BoundaryError: media are of another kind than a processor's.
     """
     ids = _line("input_ids", output["input_ids"])
     labels = ids if output.get("labels") is None else _line("labels", output["labels"], ids)
@@ -108,6 +110,7 @@ def document_of(output: Mapping[str, Any], *, assistant_only: bool) -> Document:
         if output.get(name) is not None
     }
     media = {name: value for name, value in given.items() if len(value)}
+    check_media_tensors(media)
     if not bool(real.any()):
         raise UnsupportedInput(
             "found a document without a token; wanted one at least; leave empty examples out"

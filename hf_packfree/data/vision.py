@@ -23,6 +23,7 @@ from hf_packfree.data.documents import (
 )
 from hf_packfree.errors import UnsupportedInput
 from hf_packfree.models.labels import IGNORED
+from hf_packfree.models.media_checks import check_media_sizes
 from hf_packfree.models.mrope import RowMedia, counts_seconds, packed_positions, rope_source
 
 logger = logging.getLogger("hf_packfree")
@@ -286,9 +287,9 @@ class PackedVisionCollator:
         if self._config is not None:
             source = rope_source(self._config)
             if "video_grid_thw" not in media or self._knows_seconds or not counts_seconds(source):
-                return packed_positions(
-                    source, ids[None], cu_seqlens, RowMedia.from_arguments(media)
-                )
+                items = RowMedia.from_arguments(media)
+                check_media_sizes(self._config, media, items)
+                return packed_positions(source, ids[None], cu_seqlens, items)
         if media:
             self._warn_once()
             return None

@@ -16,6 +16,7 @@ from hf_packfree.errors import BoundaryError, UnsupportedInput
 from hf_packfree.models.base import Replacement
 from hf_packfree.models.entry import enter
 from hf_packfree.models.idle_tower import run_beside_idle_tower
+from hf_packfree.models.media_checks import check_media_sizes, check_media_tensors, check_widths
 from hf_packfree.models.mrope import (
     SECONDS,
     RowMedia,
@@ -162,6 +163,9 @@ def packed_arguments(source: Any, packed: PackedSequence, given: dict[str, Any])
         packed: the record, for the shape of `given`.
         given: the arguments [B, S, ...] of the forward, by name.
     """
+    # a shard's were checked before the row was cut
+    if packed.shard is None:
+        check_media_tensors(given, packed.batch_shape)
     given = given | _without_items(given)
     row = row_of_each(
         {name: value for name, value in given.items() if name != "attention_mask"}, packed
@@ -248,7 +252,9 @@ def share_media(
     Raises:
         BoundaryError, UnsupportedInput: see `PackedVisionLanguage.forward`; the same on all ranks.
     """
-    batch, row = local.shard.batch, row | _without_items(row)
+    batch = local.shard.batch
+    check_media_tensors(row, (1, batch.num_tokens))
+    row = row | _without_items(row)
     media, ids, positions = read_media(
         source, batch.for_shape((1, batch.num_tokens)), row["position_ids"], row
     )
@@ -278,6 +284,9 @@ def read_media(
     """
     media, features = RowMedia.from_arguments(row), _features_given(row)
     some = bool(features) or not media.is_empty
+    if some:
+        check_media_sizes(source.config, row, media)
+        check_widths(source.config, row)
     ids = row.get("input_ids") if some or not packed.plain else None
     on_host: Any = None if ids is None else ids.detach().to("cpu")
     _check_features(source.config, media, features, None if packed.plain else on_host)
