@@ -15,6 +15,10 @@ from hf_packfree.errors import BoundaryError, CacheConflict, UnsupportedInput
 from hf_packfree.models import compat
 from hf_packfree.models.attention import attention_route
 from hf_packfree.models.rotary import has_fixed_frequencies
+from hf_packfree.models.row_adapters import (
+    refuse_invocations_from_above,
+    refuse_prompts_from_above,
+)
 from hf_packfree.models.state import state_of
 from hf_packfree.packing import (
     PackedSequence,
@@ -173,9 +177,11 @@ def read_arguments(
         BoundaryError, BoundaryConflict, UnsupportedInput: see `resolve_boundaries`.
         UnsupportedInput: a transform of torch.func.
         CacheConflict: several documents together with a cache.
+        UnsupportedModel: PEFT calls for adapters that work on whole rows, see `row_adapters`.
     """
     tokens = input_ids if input_ids is not None else inputs_embeds
     assert tokens is not None
+    refuse_prompts_from_above(inputs_embeds)
     shape = (tokens.shape[0], tokens.shape[1])
     seen = cache.get_seq_length() if cache is not None else 0
     if seen and shape[1] == 1 and not inputs.named:
@@ -212,6 +218,7 @@ def read_arguments(
         )
     if packed is None:
         return None
+    refuse_invocations_from_above()
     _check_beside_documents(packed.num_segments, cache, seen, inputs.attention_mask)
     return packed
 

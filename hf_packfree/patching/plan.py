@@ -14,6 +14,7 @@ from hf_packfree.models.attention import check_attention
 from hf_packfree.models.base import Replacement, contract_violations
 from hf_packfree.models.heads import PackedHead
 from hf_packfree.models.rotary import check_rope_type
+from hf_packfree.models.row_adapters import refuse_adapters_of_rows
 from hf_packfree.models.subclassed import in_front_of
 from hf_packfree.patching.registry import FAMILIES, Family, family_of
 from hf_packfree.patching.steps import ClassSwap
@@ -29,8 +30,8 @@ def plan_swaps(model: nn.Module) -> tuple[Family, list[ClassSwap]]:
     """Return the model's family and the swaps it still needs (none when it is patched already).
 
     Raises:
-        UnsupportedModel: no supported text model is inside, or it has a rotary embedding of unknown
-            type.
+        UnsupportedModel: no supported text model is inside, it has a rotary embedding of unknown
+            type, or PEFT's adapters work on whole rows.
         PatchConflict: something else already changed the model where a swap is needed.
         ContractError: a layer is missing, or is not what the family's checkpoints hold.
         BackendUnavailable: the model's attention implementation is not known to keep documents
@@ -43,6 +44,7 @@ def plan_swaps(model: nn.Module) -> tuple[Family, list[ClassSwap]]:
             f"wanted one of "
             f"{', '.join(row.name for row in FAMILIES)}; `packfree models` shows the table"
         )
+    refuse_adapters_of_rows(model)
     pairs, optional = family.pairs(), family.optional_swaps()
     needed = {before: after for before, after in pairs.items() if before not in optional}
     _check_seams(model, needed)
@@ -97,13 +99,9 @@ def tower_attention_of(model: nn.Module, family: Family) -> Any:
 
 
 def _steps(model: nn.Module, pairs: dict[type[nn.Module], type[nn.Module]]) -> Iterator[ClassSwap]:
-    originals = {after: before for before, after in pairs.items()}
     for name, module in model.named_modules():
         if type(module) in pairs:
             yield ClassSwap(name, module, type(module), pairs[type(module)])
-        elif type(module) in originals and "packfree" not in vars(module):
-            # swapped while loading, without a trunk
-            yield ClassSwap(name, module, originals[type(module)], type(module))
 
 
 def _optional_steps(

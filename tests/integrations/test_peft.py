@@ -10,7 +10,7 @@ from torch import nn
 from transformers import Qwen3_5ForCausalLM
 
 from hf_packfree import apply_patches, patch_report, remove_patches
-from hf_packfree.errors import ContractError, PatchConflict
+from hf_packfree.errors import CacheConflict, ContractError, PatchConflict, UnsupportedModel
 from tests.integrations.compare import in_rows, in_steps, labelled, packed, per_document
 from tests.integrations.marks import integration, needs
 from tests.support import relative_rms, tiny
@@ -185,6 +185,136 @@ class TestConvolution:
         return get_peft_model(
             model, LoraConfig(r=channels, target_modules=["conv1d"], init_lora_weights=False)
         )
+
+
+PROMPTS = {
+    "PromptTuningConfig": {},
+    "PromptEncoderConfig": {"encoder_hidden_size": 8},
+    "MultitaskPromptTuningConfig": {"num_tasks": 2},
+    "CPTConfig": {
+        "num_virtual_tokens": None,
+        "cpt_token_ids": [1, 2, 3],
+        "cpt_mask": [1, 1, 1],
+        "cpt_tokens_type_mask": [1, 2, 2],
+    },
+    "PrefixTuningConfig": {},
+}
+
+
+def prompted(kind, model):
+    """The model under a method that learns virtual tokens."""
+    import peft
+
+    options = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3} | PROMPTS[kind]
+    options = {name: value for name, value in options.items() if value is not None}
+    return peft.get_peft_model(model, getattr(peft, kind)(**options))
+
+
+class TestPrompts:
+    """PEFT puts virtual tokens in front of the row and drops positions: one document arrives."""
+
+    WHAT = "prompt tuning, P-tuning, multitask prompt tuning, CPT, prefix tuning"
+    SAYS = (
+        "refused: `UnsupportedModel` when patching, and at the first forward after (prefix tuning: "
+        "`CacheConflict`, packed rows)"
+    )
+
+    @integration("PEFT", WHAT, SAYS)
+    @pytest.mark.parametrize("kind", PROMPTS)
+    def test_refused_when_patching(self, kind):
+        model = prompted(kind, tiny())
+        for around in (model, nn.DataParallel(model)):
+            with pytest.raises(UnsupportedModel, match="found PEFT's [A-Z_]+, which puts virtual"):
+                apply_patches(around)
+        assert not patch_report(model).patched
+
+    @integration("PEFT", WHAT, SAYS)
+    @pytest.mark.parametrize("kind", [kind for kind in PROMPTS if not kind.startswith("Prefix")])
+    @pytest.mark.parametrize("row", ["positions", "mask", "one document"])
+    def test_refused_after_patching(self, kind, row):
+        model = prompted(kind, apply_patches(tiny()))
+        inputs = packed(labelled()[:4])
+        tasks = {"task_ids": torch.tensor([0])} if "Multitask" in kind else {}
+        if row == "mask":
+            numbers = (inputs.pop("position_ids") == 0).cumsum(1)
+            inputs["attention_mask"] = numbers
+        elif row == "one document":
+            inputs = packed(labelled()[1:2])
+        with pytest.raises(UnsupportedModel, match="found PEFT's [A-Z_]+, which puts virtual"):
+            model(**inputs, **tasks)
+
+    @integration("PEFT", WHAT, SAYS)
+    def test_a_prefix_is_a_cache(self):
+        model = prompted("PrefixTuningConfig", apply_patches(tiny()))
+        with pytest.raises(CacheConflict):
+            model(**packed(labelled()[:4]))
+
+    def test_through_wrappers_and_compiled(self):
+        model = prompted("PromptTuningConfig", apply_patches(tiny()))
+        compiled = torch.compile(model, backend="eager")
+        for call in (nn.DataParallel(model), nn.Sequential(model)[0].forward, compiled):
+            with pytest.raises(UnsupportedModel, match="PROMPT_TUNING"):
+                call(**packed(labelled()[:4]))
+
+    def test_disabled_and_embeddings_of_ones_own_are_fine(self):
+        model = prompted("PromptTuningConfig", apply_patches(tiny()))
+        inputs = packed(labelled()[:4])
+        wanted = apply_patches(tiny())(**inputs).loss
+        with model.disable_adapter():
+            assert torch.equal(model(**inputs).loss, wanted)
+        ids = inputs.pop("input_ids")
+        embeds = model.base_model.get_input_embeddings()(ids)
+        assert torch.equal(model.base_model(**inputs, inputs_embeds=embeds).loss, wanted)
+
+    def test_what_would_be_lost(self):
+        """The reason: unpatched and with PEFT around, another document changes this one's."""
+        model = prompted("PromptTuningConfig", tiny()).eval()
+        inputs = packed(labelled()[:2])
+        other = dict(inputs, input_ids=inputs["input_ids"].clone())
+        other["input_ids"][:, :3] = 7
+        last = [model(**each).logits[:, -9:] for each in (inputs, other)]
+        assert relative_rms(*last) > 1e-3
+
+
+class TestInvocations:
+    """The adapter is on behind the last invocation of a row, whichever document that is in."""
+
+    WHAT = "activated LoRA (`alora_invocation_tokens`)"
+    SAYS = "refused: `UnsupportedModel` when patching, and at the first packed or padded forward"
+
+    @staticmethod
+    def adapted(model):
+        return lora(model, ATTENTION, alora_invocation_tokens=[5, 6], task_type="CAUSAL_LM")
+
+    @staticmethod
+    def row(*lengths):
+        """Documents that call for the adapter at their fourth token."""
+        parts = [torch.randint(10, 100, (length,)) for length in lengths]
+        for part in parts:
+            part[3:5] = torch.tensor([5, 6])
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        return {"input_ids": torch.cat(parts)[None], "position_ids": positions[None]}
+
+    @integration("PEFT", WHAT, SAYS)
+    def test_refused_when_patching(self):
+        with pytest.raises(UnsupportedModel, match="last invocation of a row"):
+            apply_patches(self.adapted(tiny()))
+
+    @integration("PEFT", WHAT, SAYS)
+    @pytest.mark.parametrize("batch", ["packed", "padded"])
+    def test_refused_after_patching(self, batch):
+        model = self.adapted(apply_patches(tiny()))
+        inputs = self.row(9, 12)
+        if batch == "padded":
+            mask = torch.ones(2, 21).tril(15)
+            inputs = {"input_ids": inputs["input_ids"].repeat(2, 1), "attention_mask": mask}
+        with pytest.raises(UnsupportedModel, match="last invocation of a row"):
+            model(**inputs)
+
+    def test_one_document_is_peft_s_own(self):
+        model, inputs = self.adapted(apply_patches(tiny())).eval(), self.row(9)
+        wanted = self.adapted(tiny()).eval()(**inputs).logits
+        assert torch.equal(model(**inputs).logits, wanted)
 
 
 @integration("PEFT", "QLoRA: 4-bit base of bitsandbytes")

@@ -1,0 +1,90 @@
+"""What PEFT does to a whole row, and not token by token: two kinds of adapters that packed rows
+cannot have.
+
+Prompt learning (prompt tuning, P-tuning, prefix tuning and others) puts virtual tokens in front of
+the row and drops its positions, so that what arrives is one document, whatever was packed. An
+activated LoRA (aLoRA) is on behind a row's last invocation, which is that of its last document.
+
+They are refused where a model is patched, and, where PEFT came later, by who calls: PEFT leaves no
+mark on the model below.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from traceback import walk_stack
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_packfree.errors import UnsupportedModel
+
+
+def refuse_adapters_of_rows(model: nn.Module) -> None:
+    """Refuse a model that has such adapters in it or around it.
+
+    Raises:
+        UnsupportedModel: it has.
+    """
+    for module in model.modules():
+        _refuse(module, _learns_prompts)
+        _refuse(module, _waits_for_invocation)
+
+
+def refuse_prompts_from_above(inputs_embeds: Tensor | None) -> None:
+    """Refuse a call with embeddings, which is what prompt learning makes of a row, if PEFT calls.
+
+    Raises:
+        UnsupportedModel: it does.
+    """
+    if inputs_embeds is not None:
+        _refuse_callers(_learns_prompts)
+
+
+def refuse_invocations_from_above() -> None:
+    """Refuse a call that becomes one row if PEFT calls for an activated LoRA.
+
+    Raises:
+        UnsupportedModel: it does.
+    """
+    _refuse_callers(_waits_for_invocation)
+
+
+def _refuse_callers(finds_fault: Callable[[Any], str | None]) -> None:
+    if "peft" not in sys.modules:
+        return
+    for frame, _ in walk_stack(None):
+        # with adapters disabled the model's own forward is called in place of PEFT's
+        is_forward = frame.f_code.co_name == "forward"
+        if is_forward and frame.f_globals.get("__name__", "").startswith("peft."):
+            _refuse(frame.f_locals.get("self"), finds_fault)
+
+
+def _refuse(module: Any, finds_fault: Callable[[Any], str | None]) -> None:
+    configs = getattr(module, "peft_config", None)
+    for config in configs.values() if isinstance(configs, dict) else ():
+        if fault := finds_fault(config):
+            raise UnsupportedModel(
+                f"found PEFT's {fault}; wanted adapters that work token by token, such as LoRA; "
+                "use those, or train without hf_packfree, one document per row"
+            )
+
+
+def _learns_prompts(config: Any) -> str | None:
+    if not getattr(config, "is_prompt_learning", False):
+        return None
+    kind = getattr(config.peft_type, "value", config.peft_type)
+    return (
+        f"{kind}, which puts virtual tokens in front of a row and drops position_ids: packed "
+        "documents would read each other"
+    )
+
+
+def _waits_for_invocation(config: Any) -> str | None:
+    if getattr(config, "alora_invocation_tokens", None) is None:
+        return None
+    return (
+        "activated LoRA (alora_invocation_tokens), which is on behind the last invocation of a "
+        "row: in all but the last of packed documents it would be off"
+    )
