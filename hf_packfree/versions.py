@@ -108,9 +108,6 @@ HOPPER_ADVICE = (
 )
 """What mends that; nvcc is part of the CUDA toolkit."""
 
-CLASS_MAPPING_SINCE = "5.3"
-"""The first transformers that takes a mapping of classes, which patching at load time needs."""
-
 FLA_WITHOUT_CUDA_SINCE = "5.15"
 """The first transformers that calls fla-core for unpacked rows without looking for a CUDA
 device.

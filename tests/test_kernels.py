@@ -16,7 +16,6 @@ from transformers.utils.import_utils import is_kernels_available
 
 from hf_packfree import apply_patches, register_patches, remove_patches
 from hf_packfree.errors import PatchConflict
-from hf_packfree.patching import loading
 from tests.input_formats import row_batch
 from tests.support import CONTROL, GRADIENT_TOL, LOGIT_TOL, ROW, tiny
 from tests.test_exactness import measure
@@ -70,7 +69,6 @@ def test_both_orders_stay_exact_and_come_apart(family, first):
     assert measure(remove_patches(model).eval(), BATCH)[0] > LOGIT_TOL * CONTROL
 
 
-@pytest.mark.skipif(loading.monkey_patching is None, reason="transformers 5.2 has no class mapping")
 def test_loaded_patched_and_kernelized(tmp_path):
     kernelized(tiny()).save_pretrained(tmp_path)
     with register_patches():

@@ -113,15 +113,14 @@ def state_of(module: nn.Module) -> PatchState:
     """Return the module's state.
 
     Raises:
-        PatchConflict: the module was patched while loading, inside a trunk that load-time patching
-            does not reach.
+        PatchConflict: something else than `apply_patches` or `register_patches` gave the module its
+            class.
     """
     state = getattr(module, "packfree", None)
     if not isinstance(state, PatchState):
         raise PatchConflict(
-            f"found a {type(module).__name__} that was swapped while loading inside a text model "
-            "that was not (a bare trunk loaded by its own class); wanted both; call "
-            "apply_patches(model) once on the loaded model"
+            f"found a {type(module).__name__} of hf_packfree that was never patched; wanted "
+            "upstream's class until then; build the model anew and call apply_patches(model)"
         )
     return state
 

@@ -1,25 +1,23 @@
-"""Load-time patching: of models that are about to be loaded, through transformers' own class
-mapping (5.3 and later).
+"""Load-time patching: of models that are about to be built, by whatever builds them.
 
-While a model is built, transformers puts the registered classes in the place of its own. Layers
-become ours at once; the trunk, once complete, goes through the same plan and checks as
-`apply_patches`, so both ways have one table. The head, whose class the caller chose before, is
-swapped when it takes the trunk in.
+While a registration is in force, a family's text model goes through the same plan and checks as
+under `apply_patches` as soon as its own `__init__` has built it, so both ways have one table. What
+is around it (head, vision-language model, towers) is swapped when it takes the text model in.
 """
 
 from __future__ import annotations
 
-import logging
-import sys
+import functools
+import threading
 from collections.abc import Callable
 from functools import partial
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any, Literal
 
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from hf_packfree.errors import PatchConflict, UnsupportedInput, UnsupportedModel
+from hf_packfree.errors import PatchConflict, UnsupportedInput
 from hf_packfree.mtp.options import Choice as MTPChoice
 from hf_packfree.mtp.options import MTPOptions, mtp_options
 from hf_packfree.patching.apply import Options, patch
@@ -27,39 +25,50 @@ from hf_packfree.patching.backends import Choice
 from hf_packfree.patching.mtp import add_while_loading
 from hf_packfree.patching.plan import head_swap, heads_left_alone
 from hf_packfree.patching.registry import FAMILIES
-from hf_packfree.patching.report import warn_of_heads
+from hf_packfree.patching.report import warn_of_heads, warn_once
 from hf_packfree.patching.steps import ClassSwap, carry_out
-from hf_packfree.versions import CLASS_MAPPING_SINCE
 
-try:
-    from transformers import monkey_patching
-except ImportError:
-    # transformers 5.2; ends when 5.3 is the oldest supported release
-    monkey_patching = None  # type: ignore[assignment]
-
-logger = logging.getLogger("hf_packfree")
+_in_force: list[Registration] = []
+_changing = threading.Lock()
 
 
 class Registration:
-    """A mapping that transformers holds; leaving it as a context manager, or `remove()`, takes
-    it back.
+    """What patches models while they are built; leaving it as a context manager, or `remove()`,
+    ends it.
+
+    It is in force in every thread.
     """
 
-    def __init__(self, mapping: dict[str, type[nn.Module]], mtp: MTPOptions | None = None) -> None:
-        self._mapping = mapping
-        self._watch = register_module_module_registration_hook(partial(_swap_around, mtp=mtp))
-        self._aliases = LenientAliases()
+    def __init__(self, options: Options, mtp: MTPOptions | None) -> None:
+        self._options, self._patching = options, threading.local()
+        trunks: list[Any] = [family.trunk_class() for family in FAMILIES]
+        with _changing:
+            if _in_force:
+                raise PatchConflict(
+                    "found register_patches() in force already; wanted one registration at a time; "
+                    "call remove() on the earlier one, or leave its block"
+                )
+            _in_force.append(self)
+            self._inits = {cls: (cls.__init__, self._then_patch(cls)) for cls in trunks}
+            for cls, (_, ours) in self._inits.items():
+                cls.__init__ = ours
+            self._watch = register_module_module_registration_hook(partial(_swap_around, mtp=mtp))
 
     def remove(self) -> None:
-        """Take the mapping back; models already built stay patched. Doing it twice changes
-        nothing more.
+        """Build models as without us again; those already built stay patched. Doing it twice
+        changes nothing more.
+
+        A model that another thread is building meanwhile may be patched or not.
         """
-        self._watch.remove()
-        held = monkey_patching.get_patch_mapping()
-        monkey_patching.unregister_patch_mapping(
-            [key for key, cls in self._mapping.items() if held.get(key) is cls]
-        )
-        self._aliases.restore()
+        with _changing:
+            if self not in _in_force:
+                return
+            _in_force.remove(self)
+            self._watch.remove()
+            for cls, (before, ours) in self._inits.items():
+                # whatever somebody put on top of ours calls ours, which does nothing any more
+                if cls.__init__ is ours:
+                    cls.__init__ = before
 
     def __enter__(self) -> Registration:
         return self
@@ -71,8 +80,30 @@ class Registration:
         trace: TracebackType | None,
     ) -> None:
         self.remove()
-        if error is not None:
-            _restore_upstream_names(self._mapping)
+
+    def _then_patch(self, cls: Any) -> Callable[..., None]:
+        """Return an `__init__` of the text model `cls` that patches what it has built."""
+        init = cls.__init__
+
+        @functools.wraps(init)
+        def __init__(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+            init(model, *args, **kwargs)
+            # what is built while one is patched is the package's own
+            if self not in _in_force or vars(self._patching):
+                return
+            if type(model) is not cls:
+                warn_once(
+                    f"{type(model).__name__} is left alone by register_patches(): it is a class "
+                    f"on top of {cls.__name__}, whose forward may be another"
+                )
+                return
+            self._patching.model = model
+            try:
+                patch(model, self._options)
+            finally:
+                vars(self._patching).clear()
+
+        return __init__
 
 
 def register_patches(
@@ -83,12 +114,11 @@ def register_patches(
     padded: Literal["lazy", "upstream"] = "lazy",
     mtp: MTPChoice | MTPOptions = None,
 ) -> Registration:
-    """Patch every supported model that `from_pretrained` or `from_config` builds from now on.
+    """Patch every supported model that is built from now on, by `from_pretrained`, `from_config`
+    or its class, in any thread.
 
     The result also works as a context manager: `with register_patches(): model =
-    AutoModelForCausalLM.from_pretrained(...)`. A text model loaded as such (`AutoModel`, no head
-    around it) is out of this mapping's reach: its first forward raises, and `apply_patches(model)`
-    mends it.
+    AutoModelForCausalLM.from_pretrained(...)`.
 
     Args:
         backend, batch_invariant, unpacked, padded, mtp: as for `apply_patches`; the multi-token
@@ -97,15 +127,8 @@ def register_patches(
 
     Raises:
         UnsupportedInput: `mtp` names a checkpoint.
-        UnsupportedModel: this transformers has no class mapping (5.2).
-        PatchConflict: a mapping for one of the classes is registered already.
+        PatchConflict: an earlier registration is in force.
     """
-    if monkey_patching is None:
-        raise UnsupportedModel(
-            f"found a transformers without monkey_patching; wanted {CLASS_MAPPING_SINCE} or later "
-            f"for patching at load time; "
-            "call apply_patches(model) on the loaded model instead, or upgrade transformers"
-        )
     # refused now, not when a model is loaded
     options = Options(backend, batch_invariant, unpacked, padded)
     wanted = mtp_options(mtp)
@@ -115,65 +138,7 @@ def register_patches(
             f"loaded with the model, from the "
             "same files; call apply_patches(model, mtp=...) on the loaded model"
         )
-    mapping = _mapping(partial(patch, options=options))
-    taken = sorted(mapping.keys() & monkey_patching.get_patch_mapping().keys())
-    if taken:
-        raise PatchConflict(
-            f"found a class mapping for {taken[0]} registered already; wanted none; call remove() "
-            f"on the earlier one"
-        )
-    monkey_patching.register_patch_mapping(mapping)
-    return Registration(mapping, wanted)
-
-
-def _mapping(patch: Callable[[nn.Module], None]) -> dict[str, type[nn.Module]]:
-    mapping: dict[str, type[nn.Module]] = {}
-    for family in FAMILIES:
-        towers = family.tower_pairs(family.towers)
-        for before, after in family.pairs().items():
-            # built before the text model whose settings they take
-            if before in towers:
-                continue
-            if before.__name__ == family.trunk:
-                mapping[_exactly(before)] = _trunk_loader(before, patch, mapping)
-            elif not _is_recorded(before, family.trunk_class()):
-                mapping[_exactly(before)] = after
-    return mapping
-
-
-def _exactly(cls: type[nn.Module]) -> str:
-    """A pattern for this name alone: transformers searches, and Qwen3_5Model is part of
-    Qwen3_5ModelOutputWithPast.
-    """
-    return f"^{cls.__name__}$"
-
-
-def _is_recorded(cls: type[nn.Module], trunk: type[nn.Module]) -> bool:
-    """Whether transformers records outputs by this class: mapping it would change the class for
-    all models for good.
-    """
-    recorders = (getattr(trunk, "_can_record_outputs", None) or {}).values()
-    return any(getattr(recorder, "target_class", recorder) is cls for recorder in recorders)
-
-
-def _trunk_loader(
-    before: type[nn.Module], patch: Callable[[nn.Module], None], mapping: dict[str, type[nn.Module]]
-) -> type[nn.Module]:
-    def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        try:
-            before.__init__(self, *args, **kwargs)
-            self.__class__ = before
-            patch(self)
-        except BaseException:
-            _restore_upstream_names(mapping)
-            raise
-
-    names = {
-        "__init__": __init__,
-        "__module__": before.__module__,
-        "__qualname__": before.__qualname__,
-    }
-    return type(before.__name__, (before,), names)
+    return Registration(options, wanted)
 
 
 def _swap_around(
@@ -208,51 +173,3 @@ def _swap_around(
         warn_of_heads(heads_left_alone(module, family))
         if mtp is not None:
             add_while_loading(module, submodule, family, mtp, states[0])
-
-
-def _restore_upstream_names(mapping: dict[str, type[nn.Module]]) -> None:
-    """Put upstream's classes back where an exception left ours: transformers does so only when
-    all goes well.
-    """
-    originals = {before.__name__: before for family in FAMILIES for before in family.pairs()}
-    for module in list(sys.modules.values()):
-        if not getattr(module, "__name__", "").startswith("transformers"):
-            continue
-        for name, before in originals.items():
-            if vars(module).get(name) is mapping.get(f"^{name}$", before):
-                if vars(module).get(name) is not None:
-                    setattr(module, name, before)
-
-
-class LenientAliases:
-    """Until `restore()`, an alias of transformers whose target cannot be imported lists as empty
-    instead of raising.
-
-    transformers 5.13 to 5.20 alias image processors that need torchvision, and list all modules
-    while a model is built under a class mapping. Aliases have no classes of ours, so an empty list
-    loses nothing.
-    """
-
-    def __init__(self) -> None:
-        self._listings: dict[ModuleType, Callable[[], list[str]]] = {
-            module: vars(module)["__dir__"]
-            for name, module in list(sys.modules.items())
-            if name.startswith("transformers.")
-            and isinstance(module, ModuleType)
-            and "__dir__" in vars(module)
-        }
-        for module, listing in self._listings.items():
-            vars(module)["__dir__"] = partial(_names_if_importable, listing)
-
-    def restore(self) -> None:
-        """Give every alias its own listing back; doing it twice changes nothing more."""
-        while self._listings:
-            module, listing = self._listings.popitem()
-            vars(module)["__dir__"] = listing
-
-
-def _names_if_importable(listing: Callable[[], list[str]]) -> list[str]:
-    try:
-        return listing()
-    except ImportError:
-        return []

@@ -432,16 +432,13 @@ def test_gradient_checkpointing(reentrant):
 
 
 def test_loaded_through_the_other_door():
-    monkey_patching = pytest.importorskip(
-        "transformers.monkey_patching", reason="transformers 5.2 has no class mapping"
-    )
     from hf_packfree import register_patches
 
     unpatched, batch = tiny(), padded_batch("both")
     with register_patches(padded="lazy"):
         model = transformers.AutoModelForCausalLM.from_config(unpatched.config).train()
     model.load_state_dict(unpatched.state_dict())
-    assert monkey_patching.get_patch_mapping() == {} and type(model) is not type(unpatched)
+    assert type(model) is not type(unpatched)
     seen = Seen(model)
     assert_same(step(model, batch), step(unpatched, batch), batch)
     assert seen.layer == seen.head == (1, real_tokens(batch) + 2), "two rows begin with padding"

@@ -168,9 +168,6 @@ def test_an_unknown_type_is_refused_by_name(unknown):
 
 
 def test_an_unknown_type_is_refused_through_the_other_door(unknown):
-    pytest.importorskip(
-        "transformers.monkey_patching", reason="transformers 5.2 has no class mapping"
-    )
     config = built("qwen3_5", unknown).config
     with pytest.raises(UnsupportedModel, match="my_dynamic"), register_patches():
         from transformers import AutoModelForCausalLM

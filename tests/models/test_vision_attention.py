@@ -24,7 +24,6 @@ from hf_packfree.models.vision_attention import (
     mark_packed,
 )
 from hf_packfree.ops.attention import torch_native
-from hf_packfree.patching.loading import monkey_patching
 from tests.support import GRADIENT_TOL, LOGIT_TOL, by_family, relative_rms
 from tests.vision import documents, packed_batch, padded_batch, tiny_vision, token_types
 
@@ -149,12 +148,7 @@ def counted(monkeypatch):
     return counts
 
 
-LATER = pytest.mark.skipif(
-    monkey_patching is None, reason="this transformers patches nothing at load time"
-)
-
-
-@pytest.mark.parametrize("way", ["apply", pytest.param("register", marks=LATER)])
+@pytest.mark.parametrize("way", ["apply", "register"])
 @pytest.mark.parametrize("family", [name for name, row in by_family.items() if row.towers])
 def test_packed_images_are_what_they_are_alone(family, way):
     wanted = alone(sharpened(tiny_vision(family)), pixels())
@@ -461,7 +455,6 @@ def test_report_forcing_and_removal():
     assert "tower_attention" not in text.implementations and "Qwen3_5VisionModel" not in text.swaps
 
 
-@LATER
 def test_a_vision_language_model_loaded_without_a_head_is_patched_as_a_whole():
     config = vision_language().config
     with register_patches():

@@ -142,7 +142,6 @@ def test_other_models(unpatched, given, weights, wanted, kind, record_property):
     if kind == "eager attention":
         model = apply_patches(tiny_vision(family, attention="eager"))
     else:
-        pytest.importorskip("transformers.monkey_patching")
         with register_patches():
             model = tiny_vision(family)
     for batch in batches(given, unpatched):

@@ -10,14 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from hf_packfree import MTPOptions, register_patches
 from hf_packfree.errors import MissingHead, UnsupportedInput
-from hf_packfree.models.compat import RELEASE
 from tests.mtp.heads import build, labelled, packed
 from tests.mtp.test_checkpoint import checkpoint, same_files, tensors
 from tests.support import tiny
-
-pytestmark = pytest.mark.skipif(
-    RELEASE.release < (5, 3), reason="transformers 5.2 has no class mapping"
-)
 
 
 def load(folder, mtp, **options):

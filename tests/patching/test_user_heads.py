@@ -17,7 +17,6 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from hf_packfree import apply_patches, patch_report, register_patches, remove_patches
 from hf_packfree.errors import PatchConflict
 from hf_packfree.models import compat
-from hf_packfree.patching import loading
 from hf_packfree.patching.apply import patches_lifted
 from tests.input_formats import row_batch
 from tests.models.padded import Seen, padded_batch, real_tokens, step
@@ -219,8 +218,6 @@ def test_a_forward_on_the_instance_is_announced_before_and_after(caplog):
 
 @pytest.mark.parametrize("cls", [Mine, Below])
 def test_at_load_time_too(cls, caplog, tmp_path):
-    if loading.monkey_patching is None:
-        pytest.skip("transformers 5.2 has no class mapping")
     built(cls).save_pretrained(tmp_path)
     with register_patches():
         model = cls.from_pretrained(tmp_path)
