@@ -96,6 +96,11 @@ class BoundarySpec:
     covers: frozenset[str] = frozenset()
     as_upstream: bool = True
 
+    @property
+    def by_positions(self) -> bool:
+        """Whether documents are told apart by positions, of which padding has some too."""
+        return self.step == 1
+
     def document_starts(self, tokens: RealTokens) -> Tensor | None:
         """Return bool [M], True for the first real token of each document."""
         if self.values is None:
@@ -246,6 +251,48 @@ def refuse_jumps(specs: Sequence[BoundarySpec], tokens: RealTokens) -> None:
             f"at row {row}, token {token}; wanted positions that grow by one within a document and "
             "restart with the next; pass seq_idx too, which marks where documents start"
         )
+
+
+def refuse_branches(
+    positions: Tensor, starts: Tensor, padding: Sequence[int], tokens: RealTokens
+) -> None:
+    """Refuse positions that go back into the middle of the document before, where they alone
+    separate documents.
+
+    In a tree, such as of rollouts that share a prompt, a branch begins there; a document whose
+    beginning was cut off may, too.
+
+    Args:
+        positions: int64 [M], of the real tokens.
+        starts: bool [M], where they start documents.
+        padding: the numbers, of M, of the tokens at which trailing padding starts.
+        tokens: the real tokens.
+    """
+    firsts = starts.nonzero()[:, 0]
+    branches = goes_back_inside(positions[firsts], positions[firsts - 1])
+    branches[1:] &= ~tokens.row_changes[firsts[1:] - 1] & ~tokens.behind_holes[firsts[1:] - 1]
+    found = [first for first in firsts[branches].tolist() if first not in padding]
+    if found:
+        row, token = tokens.position_of(found[0])
+        raise BoundaryError(
+            "found position_ids that go back into the middle of the document before, from "
+            f"{int(positions[found[0] - 1])} to {int(positions[found[0]])} at row {row}, token "
+            f"{token}: a branch of a tree, or a document without its beginning; wanted positions "
+            "that restart where a document starts; pass seq_idx too for documents, and every path "
+            "of a tree as a document of its own"
+        )
+
+
+def goes_back_inside(firsts: Tensor, before: Tensor) -> Tensor:
+    """Return bool [N], whether documents of a row start inside the one before by their positions.
+
+    Args:
+        firsts: int64 [N], the position at which each starts.
+        before: int64 [N], the position just before it; the first document's is not read.
+    """
+    inside = torch.zeros_like(firsts, dtype=torch.bool)
+    inside[1:] = (firsts[1:] > firsts[:-1]) & (firsts[1:] <= before[1:])
+    return inside
 
 
 def refuse_unclear(unclear: Tensor, tokens: RealTokens) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_packfree.packing.boundaries import goes_back_inside
 from hf_packfree.packing.compiling import is_transformed
 from hf_packfree.packing.record import Integers
 
@@ -30,8 +31,9 @@ def offsets_of_one_row(
 ) -> Tensor | None:
     """Return int64 [N+1] on the host, the offsets of the documents of one row.
 
-    None where an input is malformed, where two disagree, where there is none, and where the row
-    ends in a one-token document, which may be padding.
+    None where an input is malformed, where two disagree, where there is none, where the row ends in
+    a one-token document, which may be padding, and where positions alone go back into the middle of
+    the document before.
 
     Args:
         tokens: of the row.
@@ -68,8 +70,28 @@ def offsets_of_one_row(
     first, *others = starts
     valid += [(other == first).all() for other in others]
     valid.append(~first[-1])
-    # one copy to the host, which is empty where anything is not valid
-    found = (first & torch.stack(valid).all()).nonzero()[:, 0].to("cpu")
+    # empty where anything is not valid
+    found = (first & torch.stack(valid).all()).nonzero()[:, 0]
+    alone = position_ids[0] if position_ids is not None and len(given) == 1 else None
+    return _on_the_host(found, alone, tokens)
+
+
+def _on_the_host(found: Tensor, positions: Tensor | None, tokens: int) -> Tensor | None:
+    """Return int64 [N+1], the offsets of documents that start at `found`, in one copy.
+
+    Args:
+        found: int64 [N], on the tokens' device.
+        positions: integers [tokens], where they alone separate documents.
+        tokens: of the row.
+    """
+    if positions is None:
+        found = found.to("cpu")
+    else:
+        found, firsts, before = torch.stack([found, positions[found], positions[found - 1]]).to(
+            "cpu"
+        )
+        if bool(goes_back_inside(firsts, before).any()):
+            return None
     return torch.nn.functional.pad(found, (0, 1), value=tokens) if len(found) else None
 
 

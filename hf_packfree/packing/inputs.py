@@ -17,11 +17,13 @@ from hf_packfree.packing.boundaries import (
     parse_cu_seqlens,
     parse_position_ids,
     parse_seq_idx,
+    refuse_branches,
     refuse_holes,
     refuse_jumps,
     refuse_unclear,
 )
 from hf_packfree.packing.fast_path import offsets_of_one_row, rows_of_mask
+from hf_packfree.packing.foreign import longest_of, parse_foreign
 from hf_packfree.packing.keywords import PackingInputs
 from hf_packfree.packing.masks import EVERYWHERE, parse_masks
 from hf_packfree.packing.mrope import check_rows, refuse_packed_mrope
@@ -120,7 +122,7 @@ def resolve_boundaries(
 def _offsets_of_one_row(
     inputs: PackingInputs, shape: tuple[int, int], device: torch.device
 ) -> Tensor | None:
-    if shape[0] != 1 or inputs.attention_mask is not None:
+    if shape[0] != 1 or inputs.attention_mask is not None or inputs.foreign:
         return None
     both = [
         inputs.cu_seq_lens_q,
@@ -154,7 +156,8 @@ def _parse(
     if inputs.position_ids is not None:
         specs.append(parse_position_ids(inputs.position_ids, shape))
     specs += parse_masks(inputs.attention_mask, shape, cached=cached)
-    return [spec for spec in specs if spec is not None]
+    found = [spec for spec in specs if spec is not None]
+    return found + parse_foreign(inputs.foreign, found, shape)
 
 
 def _real(specs: list[BoundarySpec], shape: tuple[int, int]) -> Tensor:
@@ -189,7 +192,7 @@ def _agree(
     padding: list[int] = []
     unclear: Tensor | None = None
     # positions come last, because by them alone padding looks like documents
-    for spec in sorted(specs, key=lambda spec: spec.name == "position_ids"):
+    for spec in sorted(specs, key=lambda spec: spec.by_positions):
         starts, unclear = spec.document_starts(tokens), spec.unclear_starts(tokens)
         if starts is not None and unclear is not None:
             starts = (
@@ -200,14 +203,24 @@ def _agree(
             continue
         longest = min(int(_lengths(starts).max()), longest or len(tokens.indices))
         joined, firsts = join_trailing_padding(starts, tokens, same_token, is_padding)
-        if spec.name == "position_ids":
+        if spec.by_positions:
             starts, padding = joined, firsts
         elif agreed is None:
             padding = sorted([*firsts, *(starts & ~joined).nonzero()[:, 0].tolist()])
         if agreed is not None and not torch.equal(agreed[1], starts):
             raise _conflict(agreed[0], spec, int((agreed[1] != starts).nonzero()[0, 0]), tokens)
         agreed = agreed or (spec, starts)
+    _refuse_branches(agreed, padding, tokens)
     return (None if agreed is None else agreed[1]), longest, padding, unclear
+
+
+def _refuse_branches(
+    agreed: tuple[BoundarySpec, Tensor] | None, padding: list[int], tokens: RealTokens
+) -> None:
+    if agreed is not None and agreed[0].by_positions:
+        spec, starts = agreed
+        assert spec.values is not None
+        refuse_branches(tokens.select(spec.values), starts, padding, tokens)
 
 
 def _pads_row_ends(real: Tensor) -> bool:
@@ -249,7 +262,7 @@ def _is_plain(specs: list[BoundarySpec], real: Tensor, num_documents: int, *, ca
 
 
 def _check_max_length(inputs: PackingInputs, longest: int | None) -> None:
-    for name in ("max_length_q", "max_length_k"):
+    for name in ("max_length_q", "max_length_k", *longest_of(inputs.foreign)):
         given = inputs.longest(name)
         if given is None:
             continue

@@ -1,11 +1,9 @@
-"""The arguments of a forward that can describe documents, under transformers' names, and the
-names others have for them.
-"""
+"""The arguments of a forward that can describe documents, under transformers' names."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,67 +11,11 @@ import torch
 from torch import Tensor
 
 from hf_packfree.errors import BoundaryError, UnsupportedInput
+from hf_packfree.packing.foreign import take_foreign
 from hf_packfree.packing.record import PackedSequence
 
 HF_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Upstream's keyword names for packing; spelled in this file and where one is explained."""
-
-_FOREIGN = {
-    "cu_seq_lens_q": (
-        "cu_seqlens",
-        "cu_seqlens_q",
-        "cu_seqlens_k",
-        "cu_seqlens_kv",
-        "cu_seqlens_q_padded",
-        "cu_seqlens_kv_padded",
-        "cu_seqlens_cpu",
-        "cu_seqlen",
-        "cu_seq_lens",
-        "cu_seq_len",
-        "cu_lens",
-        "cu_doc_lens",
-        "linear_attn_cu_seq_lens_q",
-        "packed_seq_params",
-        "seq_lens",
-        "seqlens",
-        "seq_lengths",
-        "sequence_lengths",
-        "doc_lens",
-        "document_lengths",
-    ),
-    "max_length_q": (
-        "max_seqlen",
-        "max_seqlens",
-        "max_seqlen_q",
-        "max_seqlen_k",
-        "max_seqlen_kv",
-        "max_seq_len_q",
-        "max_seq_len_k",
-        "max_doc_len",
-        "max_doc_lens",
-    ),
-    "seq_idx": (
-        "segment_ids",
-        "segment_id",
-        "segment_idx",
-        "document_ids",
-        "document_id",
-        "doc_ids",
-        "doc_id",
-        "sequence_ids",
-        "sequence_id",
-        "seq_ids",
-        "seq_id",
-        "sample_ids",
-        "sample_idx",
-        "example_ids",
-        "packing_ids",
-    ),
-    "position_ids": ("text_position_ids", "segment_positions"),
-}
-"""Words of other libraries (Megatron, verl, VeOmni, ms-swift, prime-rl, OLMo, JAX's) that
-upstream would ignore, by ours.
-"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +33,7 @@ class PackingInputs:
         cu_seq_lens_q, cu_seq_lens_k: int32 [N+1], offsets in tokens of the flattened batch.
         max_length_q, max_length_k: tokens of the longest document, or more.
         seq_idx: integers [B, S], the document of every token; below 0 is padding.
+        foreign: the same in other libraries' words, see `hf_packfree.packing.foreign`.
 
     Raises:
         BoundaryError: what should be a tensor is none, or one without values, on meta, or not
@@ -105,6 +48,7 @@ class PackingInputs:
     max_length_q: int | Tensor | None = None
     max_length_k: int | Tensor | None = None
     seq_idx: Tensor | None = None
+    foreign: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         is_dict = isinstance(self.attention_mask, Mapping)
@@ -124,42 +68,37 @@ class PackingInputs:
         cls, kwargs: dict[str, Any], *, position_ids: Tensor | None, attention_mask: Any
     ) -> PackingInputs:
         """Pop upstream's packing keywords from `kwargs`, so that layers below receive the record
-        alone.
+        alone, and other libraries' words for them.
 
         Raises:
-            BoundaryError: a keyword in another library's spelling was passed, which upstream would
-                ignore.
+            BoundaryError, UnsupportedInput: see `take_foreign`.
         """
-        for ours, names in _FOREIGN.items():
-            for foreign in names:
-                if kwargs.get(foreign) is not None:
-                    raise BoundaryError(
-                        f"found the keyword {foreign}; wanted {ours}, as transformers spells it; "
-                        f"rename it"
-                    )
         return cls(
-            position_ids, attention_mask, **{name: kwargs.pop(name, None) for name in HF_KEYWORDS}
+            position_ids,
+            attention_mask,
+            **{name: kwargs.pop(name, None) for name in HF_KEYWORDS},
+            foreign=take_foreign(kwargs),
         )
 
     @property
     def given(self) -> list[str]:
         """The names of what was passed."""
-        return [name for name, value in vars(self).items() if value is not None]
+        ours = {name: value for name, value in vars(self).items() if name != "foreign"}
+        return [name for name, value in (ours | dict(self.foreign)).items() if value is not None]
 
     @property
     def named(self) -> bool:
-        """Whether boundaries were passed under upstream's packing keywords."""
-        return any(
-            value is not None for value in (self.cu_seq_lens_q, self.cu_seq_lens_k, self.seq_idx)
-        )
+        """Whether boundaries were passed under packing keywords, upstream's or others'."""
+        ours = (self.cu_seq_lens_q, self.cu_seq_lens_k, self.seq_idx)
+        return bool(self.foreign) or any(value is not None for value in ours)
 
     def longest(self, name: str) -> int | None:
-        """Return `max_length_q` or `_k` as an int.
+        """Return `max_length_q` or `_k`, or another library's word for it, as an int.
 
         Raises:
             BoundaryError: it is no whole number.
         """
-        given: Any = getattr(self, name)
+        given: Any = self.foreign[name] if name in self.foreign else getattr(self, name)
         try:
             number = given.item() if isinstance(given, (Tensor, np.ndarray, np.generic)) else given
         except (RuntimeError, ValueError):

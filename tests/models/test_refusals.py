@@ -78,6 +78,43 @@ def test_what_is_no_tensor(model, name, kind):
         model(input_ids=torch.arange(3)[None], **{name: kind([[0, 1, 2]])})
 
 
+@pytest.mark.parametrize("part", ["head", "trunk"])
+def test_a_tree_of_rollouts(model, part):
+    """A prompt of five tokens with rollouts of four and of three, as TRL packs them."""
+    call = model if part == "head" else model.model
+    row = {
+        "input_ids": torch.arange(12)[None],
+        "position_ids": torch.tensor([[*range(9), 5, 6, 7]]),
+    }
+    with pytest.raises(BoundaryError, match="go back into the middle"):
+        call(**row)
+    tree = {"tree_kv_index": torch.arange(17), "tree_max_seqlen_q": 5}
+    with pytest.raises(UnsupportedInput, match="tree_kv_index, which describes a tree"):
+        call(**row, **tree)
+
+
+@pytest.mark.parametrize("part", ["head", "trunk"])
+def test_words_of_other_libraries(model, part):
+    call, batch = model if part == "head" else model.model, row_batch("positions", ROW)
+    offsets = one_row(ROW)["cu_seqlens"]
+    with pytest.raises(BoundaryError, match="found the keyword cu_seqlens; wanted cu_seq_lens_q"):
+        call(input_ids=batch.inputs["input_ids"], cu_seqlens=offsets)
+    with pytest.raises(BoundaryConflict, match="cu_seqlens and position_ids in disagreement"):
+        call(**batch.inputs, cu_seqlens=torch.tensor([0, 9, sum(ROW)]))
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
+def test_words_of_other_libraries_that_agree(family):
+    """As AReaL and NeMo-RL call: bit for bit as without them."""
+    model, batch = apply_patches(tiny(family)).eval(), row_batch("positions", ROW)
+    offsets = one_row(ROW)["cu_seqlens"]
+    words = {"cu_seqlens": offsets, "max_seqlen": max(ROW), "seq_lens": torch.tensor(ROW)}
+    wanted = model(**batch.inputs).logits
+    assert torch.equal(model(**batch.inputs, **words).logits, wanted)
+    same = {"flash_attn_kwargs": {"cu_seqlens_q": offsets}}
+    assert torch.equal(model(**batch.inputs, **same).logits, wanted)
+
+
 def test_attention_that_looks_ahead(model):
     with pytest.raises(UnsupportedInput, match="is_causal"):
         model(**row_batch("positions", ROW).inputs, is_causal=False)

@@ -4,9 +4,7 @@ runs.
 
 from __future__ import annotations
 
-import inspect
 import math
-from importlib import import_module
 
 import pytest
 import torch
@@ -21,8 +19,6 @@ from hf_packfree.packing import (
     to_hf_kwargs,
     unpad,
 )
-from hf_packfree.packing.keywords import _FOREIGN
-from hf_packfree.patching.registry import FAMILIES
 from tests.input_formats import (
     ROW_FORMATS,
     ROWS_FORMATS,
@@ -247,41 +243,6 @@ def test_longest_document():
 def test_a_longest_document_that_is_no_number(name, given):
     with pytest.raises(BoundaryError, match=f"found {name}=.* wanted one whole number"):
         resolve((1, 9), cu_seq_lens_q=offsets(0, 4, 9), **{name: given})
-
-
-@pytest.mark.parametrize(
-    ("name", "ours"),
-    [
-        ("cu_seqlens", "cu_seq_lens_q"),
-        ("cu_seqlens_kv", "cu_seq_lens_q"),
-        ("cu_seq_lens", "cu_seq_lens_q"),
-        ("packed_seq_params", "cu_seq_lens_q"),
-        ("max_seqlen_q", "max_length_q"),
-        ("segment_ids", "seq_idx"),
-        ("document_ids", "seq_idx"),
-        ("sequence_ids", "seq_idx"),
-        ("text_position_ids", "position_ids"),
-    ],
-)
-def test_other_libraries_names_are_refused(name, ours):
-    with pytest.raises(BoundaryError, match=f"found the keyword {name}; wanted {ours}, .* rename"):
-        PackingInputs.from_kwargs({name: 1}, position_ids=None, attention_mask=None)
-    assert not PackingInputs.from_kwargs({name: None}, position_ids=None, attention_mask=None).named
-
-
-def test_no_name_of_another_library_is_one_of_upstreams():
-    """A parameter of the families' own forwards, or of a vision tower's, has upstream's meaning."""
-    for family in FAMILIES:
-        classes = [
-            thing
-            for thing in vars(import_module(family.upstream)).values()
-            if hasattr(thing, "forward")
-        ]
-        names = {name for cls in classes for name in inspect.signature(cls.forward).parameters}
-        taken = names & {foreign for group in _FOREIGN.values() for foreign in group}
-        assert taken <= {"cu_seqlens", "max_seqlen"}, (
-            "the vision tower alone has these two, and makes them itself"
-        )
 
 
 POSITIONS = [0, 1, 2, 3, 0, 1, 2, 3, 4]

@@ -1,0 +1,202 @@
+"""Words of other libraries for documents, which upstream ignores: refused, or compared with what
+upstream's own words say.
+
+Alone they would leak in silence. Beside upstream's words they may stay where both agree, because
+frameworks pass both. Shapes: B rows, S tokens of a row, N documents.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_packfree.errors import BoundaryError, UnsupportedInput
+from hf_packfree.packing.boundaries import (
+    BoundarySpec,
+    parse_cu_seqlens,
+    parse_position_ids,
+    parse_seq_idx,
+)
+
+_OFFSETS = (
+    "cu_seqlens",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "cu_seqlens_kv",
+    "cu_seqlens_q_padded",
+    "cu_seqlens_kv_padded",
+    "cu_seqlens_cpu",
+    "cu_seqlen",
+    "cu_seq_lens",
+    "cu_seq_len",
+    "cu_lens",
+    "cu_doc_lens",
+    "linear_attn_cu_seq_lens_q",
+)
+"""Integers [N+1]; what they leave out at the end of the batch is padding."""
+_LENGTHS = (
+    "seq_lens",
+    "seqlens",
+    "seq_lengths",
+    "sequence_lengths",
+    "doc_lens",
+    "document_lengths",
+)
+"""Integers [N], in tokens."""
+_OBJECTS = ("packed_seq_params", "flash_attn_kwargs", "flash_attention_kwargs")
+"""Objects or dicts with `cu_seqlens_q`, as `_OFFSETS`."""
+_LONGEST = (
+    "max_seqlen",
+    "max_seqlens",
+    "max_seqlen_q",
+    "max_seqlen_k",
+    "max_seqlen_kv",
+    "max_seq_len_q",
+    "max_seq_len_k",
+    "max_doc_len",
+    "max_doc_lens",
+)
+"""Whole numbers, in tokens."""
+_NUMBERS = (
+    "segment_ids",
+    "segment_id",
+    "segment_idx",
+    "document_ids",
+    "document_id",
+    "doc_ids",
+    "doc_id",
+    "sequence_ids",
+    "sequence_id",
+    "seq_ids",
+    "seq_id",
+    "sample_ids",
+    "sample_idx",
+    "example_ids",
+    "packing_ids",
+)
+"""Integers [B, S], the document of every token."""
+_POSITIONS = ("text_position_ids", "segment_positions")
+"""As `position_ids`."""
+
+FOREIGN = {
+    "cu_seq_lens_q": (*_OFFSETS, *_LENGTHS, *_OBJECTS),
+    "max_length_q": _LONGEST,
+    "seq_idx": _NUMBERS,
+    "position_ids": _POSITIONS,
+}
+"""Words of Megatron, verl, AReaL, NeMo-RL, VeOmni, ms-swift, prime-rl, OLMo and JAX's libraries, by
+upstream's.
+"""
+
+_DOCUMENT = "(seq|sequence|doc|document|segment|sample|example|pack|packed|packing)_?"
+_ALIKE = {
+    "cu_seq_lens_q": rf"cu(m|mulative)?_?(seq|doc|segment|sample|len)|{_DOCUMENT}"
+    r"(lens?|lengths?|offsets?|starts?|ends?|boundar\w+)$",
+    "max_length_q": rf"max_?{_DOCUMENT}len",
+    "seq_idx": rf"{_DOCUMENT}(ids?|idx|ind\w+|numbers?)$",
+    "attention_mask": r"(attn|doc|document|block|segment|packing|packed|block_diagonal)_?mask$",
+    "position_ids": r"(text_|token_|doc_|document_)?pos(ition)?(s|_ids?|_idx)$",
+}
+"""What nobody's word is, and sounds like one: upstream's misspelt, say."""
+
+
+def take_foreign(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Take known words of other libraries out of a forward's keywords, and return them.
+
+    Raises:
+        UnsupportedInput: a keyword describes a tree of shared prefixes.
+        BoundaryError: a keyword that nobody knows sounds like boundaries, and may hold some.
+    """
+    known = {name for names in FOREIGN.values() for name in names}
+    taken = {name: kwargs.pop(name) for name in list(kwargs) if name in known}
+    for name, value in kwargs.items():
+        if name.startswith("tree_") and value is not None:
+            raise UnsupportedInput(
+                f"found the keyword {name}, which describes a tree of documents that share their "
+                "beginnings; wanted documents one after the other, because a linear layer has one "
+                "past; pass every path from the root as a document of its own"
+            )
+        if isinstance(value, (Tensor, np.ndarray, list, tuple)) and (ours := _alike(name)):
+            raise misspelt(name, ours)
+    return {name: value for name, value in taken.items() if value is not None}
+
+
+def misspelt(name: str, ours: str) -> BoundaryError:
+    """Return the error for a keyword that upstream would ignore."""
+    return BoundaryError(
+        f"found the keyword {name}; wanted {ours}, as transformers spells it; rename it"
+    )
+
+
+def parse_foreign(
+    foreign: Mapping[str, Any], specs: list[BoundarySpec], shape: tuple[int, int]
+) -> list[BoundarySpec]:
+    """Return what other libraries' words describe, to be compared with `specs`, which upstream's
+    describe.
+
+    Raises:
+        BoundaryError: `specs` separate no documents, so that upstream's words are missing; or a
+            value is none of its word.
+    """
+    if foreign and not any(spec.values is not None for spec in specs):
+        name = next(iter(foreign))
+        raise misspelt(name, next(ours for ours, names in FOREIGN.items() if name in names))
+    return [_parse(name, value, shape) for name, value in foreign.items() if name not in _LONGEST]
+
+
+def longest_of(foreign: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those words that give the longest document's tokens."""
+    return {name: value for name, value in foreign.items() if name in _LONGEST}
+
+
+@cache
+def _alike(name: str) -> str | None:
+    """Return upstream's keyword that an unknown one sounds like."""
+    if name in _ALIKE:
+        return None
+    return next((ours for ours, sound in _ALIKE.items() if re.match(sound, name)), None)
+
+
+def _parse(name: str, value: Any, shape: tuple[int, int]) -> BoundarySpec:
+    if name in _OBJECTS:
+        offsets = value.get("cu_seqlens_q") if isinstance(value, Mapping) else None
+        offsets = getattr(value, "cu_seqlens_q", offsets)
+        return _parse_offsets(f"{name}.cu_seqlens_q", offsets, shape)
+    if name in _LENGTHS:
+        lengths = _integers(name, value)
+        return _parse_offsets(name, torch.nn.functional.pad(lengths.cumsum(0), (1, 0)), shape)
+    if name in _OFFSETS:
+        return _parse_offsets(name, value, shape)
+    if name in _POSITIONS:
+        spec = parse_position_ids(_integers(name, value), shape)
+        assert spec is not None
+        return replace(spec, name=name)
+    return replace(parse_seq_idx(_integers(name, value), shape), name=name, real=None)
+
+
+def _parse_offsets(name: str, value: Any, shape: tuple[int, int]) -> BoundarySpec:
+    offsets, total = _integers(name, value), shape[0] * shape[1]
+    if offsets.ndim == 1 and offsets.numel() and offsets[-1] < total:
+        offsets = torch.nn.functional.pad(offsets, (0, 1), value=total)
+    return parse_cu_seqlens(name, offsets.to(torch.int32), shape, offsets.device)
+
+
+def _integers(name: str, value: Any) -> Tensor:
+    """Return integers on the host, as int64."""
+    try:
+        given = torch.as_tensor(value, device="cpu").detach()
+    except (TypeError, ValueError, RuntimeError, NotImplementedError):
+        given = None
+    if given is None or given.is_floating_point() or given.is_complex():
+        raise BoundaryError(
+            f"found {name} as {type(value).__name__}; wanted integers, to compare them with "
+            "transformers' keywords; leave it out where those are passed"
+        )
+    return given.to(torch.int64)
