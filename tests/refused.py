@@ -1,0 +1,178 @@
+"""Write docs/refused.md from the errors in the code: what was found, what is wanted, what to do.
+
+python -m tests.refused             print the tables
+python -m tests.refused --write     put them into docs/refused.md
+python -m tests.refused --check     say whether the page has them; exit code 1 if not
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import hf_packfree
+from hf_packfree import errors
+
+HOUSE = Path(hf_packfree.__file__).parent
+PAGE = Path(__file__).parents[1] / "docs/refused.md"
+MARK = "<!-- refused -->"
+BUILTIN = ("ValueError", "TypeError", "RuntimeError")
+SECTIONS = {
+    "Boundaries, positions and masks": (
+        "Two readings of one batch are two different models, and upstream ignores what it does not "
+        "know. None is guessed.",
+        ("packing/",),
+    ),
+    "Images, videos and audio": (
+        "A patch that reaches another document's tokens trains the wrong pair, and nothing in the "
+        "loss says so.",
+        (
+            "packing/media.py",
+            "packing/mrope.py",
+            "models/audio",
+            "models/idle_tower.py",
+            "models/mrope.py",
+            "models/placeholders.py",
+            "models/qwen",
+            "models/sharded_media.py",
+            "models/vision",
+        ),
+    ),
+    "The call of a model": (
+        "What one document may have, and several in a row cannot: a cache, attention weights, a "
+        "look ahead.",
+        ("models/",),
+    ),
+    "Models, and what is around them": (
+        "What mixes tokens without knowing of documents leaks, and a swap that cannot be undone "
+        "is none.",
+        ("patching/", "models/rotary.py", "models/row_adapters.py", "models/state.py"),
+    ),
+    "Kernels": (
+        "A backend that was asked for runs, or says why it cannot; it is never replaced in "
+        "silence.",
+        ("ops/",),
+    ),
+    "Multi-token prediction": (
+        "A head without its checkpoint's tensors would be trained from noise, or lost when saved.",
+        ("mtp/", "patching/mtp.py"),
+    ),
+    "Context parallelism": (
+        "Ranks that disagree wait for each other for ever, or train on a mixture.",
+        ("parallel/", "models/context_parallel.py"),
+    ),
+    "Collators and packs": ("No document is lost, cut or repeated unasked.", ("data/",)),
+    "Training and verification": (
+        "A measurement that can show nothing is no proof.",
+        ("trainer", "verify/"),
+    ),
+    "Command line": (
+        "One sentence and an exit code in place of a traceback.",
+        ("bench/", "cli/", "demo/", "doctor/"),
+    ),
+}
+"""{title: (why, how the paths of its files begin)}; the longest such beginning decides."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One error of the code: where it is, its class, and its sentence in three parts."""
+
+    file: str
+    error: str
+    found: str
+    wanted: str
+    mend: str
+
+    @property
+    def cells(self) -> tuple[str, str, str, str]:
+        """A row of the page."""
+        return f"`{self.error}`", self.found, self.wanted, self.mend
+
+
+def refusals() -> list[Refusal]:
+    """Return every error with a sentence of its own, in the order of the files."""
+    found = []
+    for file in sorted(HOUSE.rglob("*.py")):
+        name = file.relative_to(HOUSE).as_posix()
+        found += list(dict.fromkeys(_in_file(name, file.read_text())))
+    return found
+
+
+def _in_file(name: str, source: str) -> Iterator[Refusal]:
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    for node in sorted(calls, key=lambda call: call.lineno):
+        kind = getattr(node.func, "id", "")
+        if not node.args or (kind not in BUILTIN and not hasattr(errors, kind)):
+            continue
+        text = _text(node.args[0]).replace("|", "\\|")
+        if text.startswith("found ") and "; wanted " in text:
+            what, _, rest = text.removeprefix("found ").partition("; wanted ")
+            wanted, _, mend = rest.partition("; ")
+            yield Refusal(name, kind, what, wanted, mend)
+
+
+def _text(node: ast.expr) -> str:
+    """Return a message as people read it: names in italics for values that a call decides."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(_text, node.values))
+    if isinstance(node, ast.FormattedValue):
+        return _text(node.value)
+    if isinstance(node, ast.Name):
+        return f"*{node.id.replace('_', ' ').strip()}*"
+    return "…"
+
+
+def section_of(file: str) -> str | None:
+    """Return the title of the section that a file of the package belongs to."""
+    fits = [
+        (len(start), title)
+        for title, (_, starts) in SECTIONS.items()
+        for start in starts
+        if file.startswith(start)
+    ]
+    return max(fits)[1] if fits else None
+
+
+def tables() -> str:
+    """Return all sections."""
+    lines = []
+    for title, (why, _) in SECTIONS.items():
+        rows = [each.cells for each in refusals() if section_of(each.file) == title]
+        if rows:
+            lines += [f"## {title}", "", why, "", "| error | found | wanted | what to do |"]
+            lines += ["|---|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows), ""]
+    return "\n".join(lines)
+
+
+def page() -> str:
+    """Return the page with the tables of today."""
+    head = PAGE.read_text().partition(MARK)[0]
+    return f"{head}{MARK}\n\n{tables()}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print, write or check; return the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="put the tables into the page")
+    parser.add_argument("--check", action="store_true", help="compare the page with the code")
+    chosen = parser.parse_args(arguments)
+    if chosen.write:
+        PAGE.write_text(page())
+    elif chosen.check:
+        if PAGE.read_text() != page():
+            print("docs/refused.md is not what the code says: python -m tests.refused --write")
+            return 1
+    else:
+        print(tables())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

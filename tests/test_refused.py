@@ -1,0 +1,38 @@
+"""docs/refused.md says what the code refuses, all of it."""
+
+from __future__ import annotations
+
+from hf_packfree import errors
+from tests import refused
+from tests.refused import PAGE, Refusal, _in_file, main, refusals, section_of
+
+
+def test_the_page_says_what_the_code_refuses(capsys):
+    assert main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_a_page_that_is_behind_is_found_and_written(tmp_path, monkeypatch, capsys):
+    copy = tmp_path / "refused.md"
+    copy.write_text(
+        PAGE.read_text().replace("positions", "postions", 1) + "| a | row | too | many |"
+    )
+    monkeypatch.setattr(refused, "PAGE", copy)
+    assert main(["--check"]) == 1 and "--write" in capsys.readouterr().out
+    assert main(["--write"]) == 0 and main(["--check"]) == 0
+
+
+def test_every_error_of_every_file_is_in_a_section():
+    assert len(refusals()) > 150
+    assert {each.file for each in refusals() if section_of(each.file) is None} == set()
+    named = {each.error for each in refusals()}
+    raised = {name for name, cls in vars(errors).items() if isinstance(cls, type)}
+    assert raised - named <= {"PackFreeError"}
+
+
+def test_how_a_message_is_read():
+    source = 'raise BoundaryError(f"found {some_name} of {len(x)}; wanted a | b; do c; or d")'
+    assert list(_in_file("f.py", source)) == [
+        Refusal("f.py", "BoundaryError", "*some name* of …", "a \\| b", "do c; or d")
+    ]
+    assert list(_in_file("f.py", "print('found x; wanted y; do z')")) == []
+    assert list(_in_file("f.py", "raise KeyError(f'found x; wanted y; do z')")) == []
