@@ -4,6 +4,7 @@ was.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,6 +30,8 @@ from hf_packfree.patching.selfcheck import check_release
 from hf_packfree.patching.steps import ClassSwap, Step, additions, carry_out, lifted, undo
 
 _Model = TypeVar("_Model", bound=nn.Module)
+_one_at_a_time = threading.RLock()
+"""A plan holds only while no other thread changes the model; models may share modules."""
 
 
 def apply_patches(
@@ -167,6 +170,11 @@ class Options:
 
 def patch(model: nn.Module, options: Options) -> None:
     """Plan, choose, check, then change `model`; logs what runs when something changed."""
+    with _one_at_a_time:
+        _patch(model, options)
+
+
+def _patch(model: nn.Module, options: Options) -> None:
     family, swaps = plan_swaps(model)
     steps = [*swaps, *plan_head(model, family, mtp_options(options.mtp))]
     sizes, ranks = op_sizes(model, family), options.context_parallel
@@ -199,10 +207,11 @@ def remove_patches(model: _Model) -> _Model:
         PatchConflict: something was put on top of a patched module since, or a multi-token
             prediction head is trained, whose weights would go; nothing was changed.
     """
-    steps = _in_force(model)
-    refuse_trained_head(steps)
-    undo(steps)
-    cut_rows_again()
+    with _one_at_a_time:
+        steps = _in_force(model)
+        refuse_trained_head(steps)
+        undo(steps)
+        cut_rows_again()
     return model
 
 

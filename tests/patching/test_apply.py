@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import MethodType
 
@@ -15,6 +17,7 @@ from torch import nn
 
 from hf_packfree import apply_patches, patch_report, remove_patches
 from hf_packfree.errors import BackendUnavailable, ContractError, PatchConflict, UnsupportedModel
+from hf_packfree.patching import apply
 from tests.support import by_family, tiny
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl"]
@@ -258,6 +261,24 @@ def test_inside_wrappers():
     assert patch_report(apply_patches(wrapper)).swaps["Qwen3_5GatedDeltaNet"] == 3
     compiled = torch.compile(tiny(), backend="eager")
     assert patch_report(apply_patches(compiled)).swaps["Qwen3_5GatedDeltaNet"] == 3
+
+
+def test_threads_that_patch_one_model_take_turns(monkeypatch):
+    model, choose, inside, most = tiny(), apply.choose_backends, [], []
+
+    def slowly(*args):
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.02)
+        inside.pop()
+        return choose(*args)
+
+    monkeypatch.setattr(apply, "choose_backends", slowly)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(apply_patches, [model] * 4))
+    states = [vars(part)["packfree"] for part in model.modules() if "packfree" in vars(part)]
+    assert most == [1] * 4 and len({id(state) for state in states}) == 1
+    assert not patch_report(remove_patches(model)).patched
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
