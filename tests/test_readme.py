@@ -269,7 +269,7 @@ def test_the_releases_are_those_of_the_table():
 
 
 def test_every_error_is_listed_with_its_builtin():
-    section = DOCS["inputs.md"].split("## What is refused")[1].split("\n## ")[0]
+    section = DOCS["refused.md"].split("<!-- refused -->")[0]
     listed = dict(re.findall(r"^\| `(\w+)` \| `(\w+)` \|", section, re.M))
     kinds = [
         kind
