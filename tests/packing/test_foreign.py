@@ -116,7 +116,9 @@ def test_offsets_that_leave_out_the_padding_at_the_end():
         assert packed.lengths == [4, 5, 3] and packed.padding_segments == (2,)
 
 
-@pytest.mark.parametrize("given", [object(), "0, 4, 9", torch.tensor([0.0, 4.0, 9.0])], ids=str)
+@pytest.mark.parametrize(
+    "given", [object(), "0, 4, 9", torch.tensor([0.0, 4.0, 9.0])], ids=["object", "str", "floats"]
+)
 @pytest.mark.parametrize("word", ["cu_seqlens", "seq_lens", "segment_ids", "flash_attn_kwargs"])
 def test_values_that_are_none(word, given):
     with pytest.raises(BoundaryError, match=f"found {word}"):
