@@ -11,8 +11,10 @@ from torch.nn.functional import cross_entropy, linear
 
 from hf_packfree.ops.backend import Backend, find, needs_triton
 from hf_packfree.ops.loss.chunks import Targets
+from hf_packfree.ops.loss.log_probs import Expected, TokenLogProbs, linear_log_probs
 from hf_packfree.ops.loss.logits import lazy_logits, loss_of
 from hf_packfree.ops.loss.softmax import SoftmaxGradient, softmax_gradient, triton_softmax_gradient
+from hf_packfree.ops.loss.statistics import Wanted
 
 
 def _chunked(
@@ -89,8 +91,12 @@ def linear_cross_entropy(
 __all__ = [
     "BACKENDS",
     "SOFTMAX_GRADIENTS",
+    "Expected",
     "Targets",
+    "TokenLogProbs",
+    "Wanted",
     "lazy_logits",
     "linear_cross_entropy",
+    "linear_log_probs",
     "loss_of",
 ]

@@ -8,6 +8,7 @@ too.) They are summed in fp32 over the chunks.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,37 +117,62 @@ def loss_and_gradients(
         needed: which of the gradients of x, weight and bias are.
         softmax_gradient: see `hf_packfree.ops.loss.softmax`.
     """
-    (tokens, size), words = x.shape, weight.shape[0]
-    wide = torch.promote_types(x.dtype, torch.float32)
-    make = x.new_empty if tokens else x.new_zeros
-    d_x, d_weight, d_bias = (
-        make(shape, dtype=wide) if wanted else None
-        for shape, wanted in zip(((tokens, size), (words, size), (words,)), needed, strict=True)
-    )
-    scale = _SCALE.get(x.dtype, 1.0) if any(needed) else None
+    scale = scale_of(x.dtype) if any(needed) else None
+    sums = Sums(x, weight, needed)
+    losses = x.new_empty(len(x), dtype=torch.promote_types(x.dtype, torch.float32))
+    for part, logits in logits_in_chunks(x, weight, bias):
+        losses[part], gradient = softmax_gradient(logits, targets[part], scale)
+        if gradient is not None:
+            sums.add(gradient, part)
+    return losses.sum().float(), sums.gradients(1 / (scale or 1.0))
+
+
+def scale_of(dtype: torch.dtype) -> float:
+    """Return the factor on gradients of logits of that dtype."""
+    return _SCALE.get(dtype, 1.0)
+
+
+def logits_in_chunks(
+    x: Tensor, weight: Tensor, bias: Tensor | None
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield which tokens come next, and their logits [C, V], which the next ones overwrite."""
+    (tokens, _), words = x.shape, weight.shape[0]
     rows = rows_of_a_chunk(tokens, words, x.device.type)
     buffer = x.new_empty(min(rows, tokens), words)
-    losses = x.new_empty(tokens, dtype=wide)
     for begin in range(0, tokens, rows):
-        part = slice(begin, begin + rows)
-        logits = buffer[: len(losses[part])]
+        part = slice(begin, min(begin + rows, tokens))
+        logits = buffer[: part.stop - begin]
         torch.mm(x[part], weight.t(), out=logits) if bias is None else torch.addmm(
             bias, x[part], weight.t(), out=logits
         )
-        losses[part], gradient = softmax_gradient(logits, targets[part], scale)
-        if gradient is not None:
-            _add_products(
-                gradient,
-                x[part],
-                weight,
-                None if d_x is None else d_x[part],
-                d_weight,
-                first=begin == 0,
-            )
-        if d_bias is not None and gradient is not None:
-            total = gradient.sum(0, dtype=wide)
-            d_bias.copy_(total if begin == 0 else d_bias + total)
-    return losses.sum().float(), Gradients(d_x, d_weight, d_bias, 1 / (scale or 1.0))
+        yield part, logits
+
+
+class Sums:
+    """The gradients of x, weight and bias, added up over chunks of gradients of the logits."""
+
+    def __init__(self, x: Tensor, weight: Tensor, needed: tuple[bool, bool, bool]) -> None:
+        (tokens, size), words = x.shape, weight.shape[0]
+        make = x.new_empty if tokens else x.new_zeros
+        wide = torch.promote_types(x.dtype, torch.float32)
+        self.x, self.weight = x, weight
+        self.d_x, self.d_weight, self.d_bias = (
+            make(shape, dtype=wide) if wanted else None
+            for shape, wanted in zip(((tokens, size), (words, size), (words,)), needed, strict=True)
+        )
+
+    def add(self, gradient: Tensor, part: slice) -> None:
+        """Add the gradient [C, V] of the logits of some tokens; the first ones come first."""
+        first = part.start == 0
+        d_x = None if self.d_x is None else self.d_x[part]
+        _add_products(gradient, self.x[part], self.weight, d_x, self.d_weight, first=first)
+        if self.d_bias is not None:
+            total = gradient.sum(0, dtype=self.d_bias.dtype)
+            self.d_bias.copy_(total if first else self.d_bias + total)
+
+    def gradients(self, factor: float) -> Gradients:
+        """Return them, to be multiplied by `factor`."""
+        return Gradients(self.d_x, self.d_weight, self.d_bias, factor)
 
 
 def rows_of_a_chunk(tokens: int, words: int, device: str) -> int:
@@ -205,4 +231,14 @@ def choose(x: Tensor, targets: Targets) -> tuple[Tensor, Tensor, Tensor | None]:
     return x.index_select(0, chosen), targets.flat[chosen], chosen
 
 
-__all__ = ["Gradients", "Targets", "choose", "loss_and_gradients", "rows_of_a_chunk", "scaled"]
+__all__ = [
+    "Gradients",
+    "Sums",
+    "Targets",
+    "choose",
+    "logits_in_chunks",
+    "loss_and_gradients",
+    "rows_of_a_chunk",
+    "scale_of",
+    "scaled",
+]

@@ -1,4 +1,6 @@
-"""Triton kernel of the cross entropy: one program a token."""
+"""Triton kernels of the cross entropy, and of log-probabilities and entropies: one program a token,
+or a block of its logits.
+"""
 
 from __future__ import annotations
 
@@ -49,3 +51,108 @@ def softmax_gradient(
                 value = tl.load(x + at, mask=at < words, other=0.0).to(tl.float32)
                 gradient = tl.exp(value - m) * factor - tl.where(at == target, scale, 0.0)
                 tl.store(x + at, gradient.to(x.dtype.element_ty), mask=at < words)
+
+
+@triton.jit
+def token_statistics(
+    logits,
+    targets,
+    inverse,
+    log_z,
+    log_probs,
+    entropy,
+    top1,
+    log_sum_sq_probs,
+    mean_logits,
+    words,
+    ENTROPY: tl.constexpr,
+    TOP1: tl.constexpr,
+    MOMENTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Statistics [C] of z [C, V] = logits * inverse, from one pass, per place of a block first.
+
+    m_i is the maximum so far, acc = sum exp(z - m_i), drop = sum exp(z - m_i) (z - m_i): the
+    entropy is log(acc) - drop / acc, and has not the rounding of z. Grid: C tokens.
+    """
+    row = tl.program_id(0)
+    factor = tl.load(inverse + row)
+    x = logits + row.to(tl.int64) * words
+    place = tl.arange(0, BLOCK)
+    # finite, so that a place without logits adds nothing
+    m_i = tl.full((BLOCK,), -1e38, tl.float32)
+    acc = tl.zeros((BLOCK,), tl.float32)
+    drop = tl.zeros((BLOCK,), tl.float32)
+    squares = tl.zeros((BLOCK,), tl.float32)
+    sums = tl.zeros((BLOCK,), tl.float32)
+    best = tl.zeros((BLOCK,), tl.int32)
+    for block in range(tl.cdiv(words, BLOCK)):
+        at = block * BLOCK + place
+        z = tl.load(x + at, mask=at < words, other=float("-inf")).to(tl.float32) * factor
+        m_new = tl.maximum(m_i, z)
+        shrink = tl.exp(m_i - m_new)
+        part = tl.exp(z - m_new)
+        if ENTROPY:
+            # 0 log 0 is 0
+            more = tl.where(part == 0.0, 0.0, part * (z - m_new))
+            drop = shrink * (drop + (m_i - m_new) * acc) + more
+        if TOP1:
+            best = tl.where(z > m_i, at, best)
+        if MOMENTS:
+            squares = squares * shrink * shrink + part * part
+            sums += tl.where(at < words, z, 0.0)
+        acc = acc * shrink + part
+        m_i = m_new
+    m = tl.max(m_i, 0)
+    shrink = tl.exp(m_i - m)
+    total = tl.sum(acc * shrink, 0)
+    log_total = tl.log(total)
+    tl.store(log_z + row, m + log_total)
+    target = tl.load(targets + row)
+    is_word = (target >= 0) & (target < words)
+    chosen = tl.load(x + target, mask=is_word, other=float("nan")).to(tl.float32)
+    tl.store(log_probs + row, tl.where(target < 0, 0.0, chosen * factor - m - log_total))
+    if ENTROPY:
+        dropped = tl.sum(shrink * (drop + (m_i - m) * acc), 0)
+        tl.store(entropy + row, log_total - dropped / total)
+    if TOP1:
+        tl.store(top1 + row, tl.min(tl.where(m_i == m, best, 2147483647), 0).to(tl.int64))
+    if MOMENTS:
+        squared = tl.sum(squares * shrink * shrink, 0)
+        tl.store(log_sum_sq_probs + row, tl.log(squared) - 2 * log_total)
+        tl.store(mean_logits + row, tl.sum(sums, 0) / words)
+
+
+@triton.jit
+def token_gradient(
+    logits,
+    targets,
+    inverse,
+    log_z,
+    entropy,
+    of_log_probs,
+    of_entropy,
+    words,
+    ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """logits [C, V] become their gradient: inverse * (g (one-hot - p) - h p (log p + H)).
+
+    Grid: C tokens, blocks of the vocabulary.
+    """
+    row = tl.program_id(0)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    target = tl.load(targets + row)
+    factor = tl.load(inverse + row)
+    g = tl.load(of_log_probs + row)
+    x = logits + row.to(tl.int64) * words + at
+    z = tl.load(x, mask=at < words, other=float("-inf")).to(tl.float32) * factor
+    log_p = z - tl.load(log_z + row)
+    p = tl.exp(log_p)
+    gradient = tl.where(at == target, g, 0.0) - g * p
+    if ENTROPY:
+        more = tl.load(of_entropy + row) * p * (log_p + tl.load(entropy + row))
+        # 0 log 0 is 0
+        gradient -= tl.where(p == 0.0, 0.0, more)
+    gradient = tl.where(target < 0, 0.0, gradient * factor)
+    tl.store(x, gradient.to(logits.dtype.element_ty), mask=at < words)

@@ -37,7 +37,7 @@ from hf_packfree.ops.fused import (
     swiglu_mlp,
 )
 from hf_packfree.ops.fused.low_rank import Adapted, Adapter
-from hf_packfree.ops.loss import linear_cross_entropy
+from hf_packfree.ops.loss import Wanted, linear_cross_entropy, linear_log_probs
 from hf_packfree.packing import PackedSequence
 
 H100 = GPUTarget("cuda", 90, 32)
@@ -93,7 +93,7 @@ def source(
     fixed = {
         name: value
         for name, value in values.items()
-        if name in constants or value is None or value == 1
+        if name in constants or value is None or (isinstance(value, int) and value == 1)
     }
     signature = {
         name: "constexpr" if name in fixed else mangle_type(value) for name, value in values.items()
@@ -137,6 +137,16 @@ def ops(dtype: torch.dtype) -> Iterator[tuple[tuple[Tensor, ...], list[Tensor]]]
     yield (swiglu_mlp(x, gate, up, down, **TRITON),), [x, gate, up, down]
     hidden, head = random((TOKENS, WIDTH), (512, WIDTH))
     yield (linear_cross_entropy(hidden, head, torch.arange(TOKENS), **TRITON),), [hidden, head]
+    for entropy in (False, True):
+        found = linear_log_probs(
+            hidden,
+            head,
+            torch.arange(TOKENS),
+            wanted=Wanted(entropy, top1=True, moments=True),
+            **TRITON,
+        )
+        outputs = (found.log_probs, *([found.entropy] if entropy else []))
+        yield outputs, [hidden, head]
     narrow = random((16, WIDTH), (16, WIDTH))
     yield projections(x, *narrow, batch_invariant=True, **TRITON), [x, *narrow]
     for of_adapters in {dtype, torch.float32}:

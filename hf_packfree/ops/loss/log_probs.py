@@ -1,0 +1,319 @@
+"""A language model's head and the log-probabilities of given tokens as one operation, for which no
+logits of all tokens are made.
+
+What the backward pass will be asked for decides where the gradients are computed, counted in
+products of the size of the logits, forward and backward together:
+
+    gradient of log p alone, weight frozen               2: x's in the forward pass, whose rows the
+                                                            backward pass multiplies by its gradient
+    the same, weight trained, the same for every token   3: both in the forward pass, as for a loss
+    else                                                 3, or 4 with a trained weight: in the
+                                                            backward pass, from logits made again
+
+Only the caller knows (a mean of log-probabilities has one gradient for every token, a policy's loss
+has not), so it says what it expects; where something else comes, the third way is taken, too late
+to be cheap, and the next call expects that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from hf_packfree.errors import UnsupportedInput
+from hf_packfree.ops.backend import Backend, find, needs_triton
+from hf_packfree.ops.loss.chunks import (
+    Gradients,
+    Sums,
+    Targets,
+    choose,
+    logits_in_chunks,
+    scale_of,
+    scaled,
+)
+from hf_packfree.ops.loss.statistics import (
+    Differentiate,
+    Measure,
+    Statistics,
+    Wanted,
+    differentiate,
+    measure,
+    triton_differentiate,
+    triton_measure,
+)
+
+_LOG_PROBS_ALONE = Wanted()
+
+
+@dataclass(eq=False)
+class Expected:
+    """Which gradients will come; each backward pass corrects it.
+
+    Attributes:
+        uniform: every token's log-probability gets the same one.
+        entropy: the entropy gets one, too.
+    """
+
+    uniform: bool = False
+    entropy: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class TokenLogProbs:
+    """What a model thinks of given tokens; all of the targets' shape, and zero where there is
+    none.
+
+    Attributes:
+        log_probs: fp32 (fp64 of such inputs), with gradient.
+        entropy: of the whole distribution, in nats, in that precision, with gradient; None where
+            not wanted, as all below.
+        top1: int64, the most likely token, the first of several.
+        is_top1: bool, whether that is the target.
+        log_sum_sq_probs: log sum p^2, without gradient.
+        mean_logits: the mean over the vocabulary of the logits divided by the temperature, without
+            gradient.
+    """
+
+    log_probs: Tensor
+    entropy: Tensor | None = None
+    top1: Tensor | None = None
+    is_top1: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
+    mean_logits: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What differs between the backends."""
+
+    measure: Measure
+    differentiate: Differentiate
+
+
+BACKENDS = {
+    "triton": Backend(
+        lambda: Kernels(triton_measure, triton_differentiate), needs_triton, "triton"
+    ),
+    "torch": Backend(lambda: Kernels(measure, differentiate)),
+}
+
+
+def linear_log_probs(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor | Targets,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    wanted: Wanted = _LOG_PROBS_ALONE,
+    expected: Expected | None = None,
+    dtype: torch.dtype | None = None,
+    ignore_index: int = -100,
+    backend: str = "torch",
+) -> TokenLogProbs:
+    """Return log softmax((x weight' + bias) / temperature)[target] of every token, in chunks of
+    tokens, of which one at a time has logits.
+
+    Args:
+        x: [..., D], any floating dtype.
+        weight: [V, D].
+        targets: int64 of x's shape without D, or what `Targets.of` made of them.
+        bias: [V].
+        temperature: above 0; a number, or a tensor that broadcasts to the targets' shape ([B, 1]
+            for one per row); without gradient.
+        wanted: what to return beside.
+        expected: which gradients will come; None: of all that is returned, not uniform.
+        dtype: that of the product, x's by default: weight and bias are rounded to it, and their
+            gradients are fp32 before they are rounded to their own.
+        ignore_index: the target of tokens that count nothing, and are not computed.
+        backend: a name in `BACKENDS`.
+
+    Raises:
+        BackendUnavailable: no backend has that name.
+
+    Examples:
+        Weights of zero make each of eight words equally likely:
+
+        >>> import torch
+        >>> from hf_packfree.ops.loss import linear_log_probs
+        >>> x, weight = torch.ones(1, 3, 2), torch.zeros(8, 2)
+        >>> linear_log_probs(x, weight, torch.tensor([[3, -100, 7]])).log_probs
+        tensor([[-2.0794,  0.0000, -2.0794]])
+    """
+    kernels: Kernels = find("log-probability", BACKENDS, backend)()
+    shape, found = x.shape[:-1], targets
+    if not isinstance(found, Targets):
+        found = Targets.of(found, ignore_index)
+    expected = expected or Expected(entropy=wanted.entropy)
+    call = _Call(found, _inverse(temperature, x), wanted, expected, dtype or x.dtype, kernels)
+    values: Any = _LogProbs.apply(x.flatten(0, -2), weight, bias, call)  # type: ignore[no-untyped-call]
+    values = [None if one is None else one.view(shape) for one in values]
+    log_probs, entropy, top1, squares, means = values
+    flat = found.flat.view(shape)
+    is_top1 = None if top1 is None else (top1 == flat) & (flat >= 0)
+    return TokenLogProbs(log_probs, entropy, top1, is_top1, squares, means)
+
+
+def _inverse(temperature: float | Tensor, x: Tensor) -> Tensor:
+    """Return 1 / temperature of every token, [T]; a tensor made of a number makes the host wait."""
+    tokens, wide = x.shape[:-1], torch.promote_types(x.dtype, torch.float32)
+    if not isinstance(temperature, Tensor):
+        return torch.full((tokens.numel(),), 1.0 / temperature, dtype=wide, device=x.device)
+    return temperature.detach().to(x.device, wide).reciprocal().expand(tokens).reshape(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """What the operation is called with beside its differentiable inputs; inverse is [T]."""
+
+    targets: Targets
+    inverse: Tensor
+    wanted: Wanted
+    expected: Expected
+    dtype: torch.dtype
+    kernels: Kernels
+
+    def rounded(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return what is multiplied, in one dtype."""
+        dtype = self.dtype
+        return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+class _LogProbs(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: _Call
+    ) -> tuple[Tensor | None, ...]:
+        ctx.set_materialize_grads(False)
+        needed: Any = tuple(ctx.needs_input_grad[:3])
+        now = _made_in_the_forward_pass(call.expected, needed)
+        some, targets, chosen = choose(x, call.targets)
+        inputs = call.rounded(some, weight, bias)
+        wide = torch.promote_types(call.dtype, torch.float32)
+        inverse = (call.inverse if chosen is None else call.inverse[chosen]).to(wide)
+        found = Statistics.empty(call.wanted, inverse)
+        sums = Sums(*inputs[:2], needed if now else (False, False, False))
+        ones = torch.full_like(inverse, scale_of(call.dtype))
+        for part, logits in logits_in_chunks(*inputs):
+            given = logits, targets[part], inverse[part]
+            call.kernels.measure(*given, found.part(part))
+            if now:
+                gradient = call.kernels.differentiate(
+                    *given, found.log_z[part], None, ones[part], None
+                )
+                sums.add(gradient, part)
+        if any(needed):
+            ctx.save_for_backward(x, weight, bias, sums.d_x, sums.d_weight, sums.d_bias)
+            ctx.call, ctx.now = call, now
+            # an output kept as it is would keep itself alive
+            entropy = None if found.entropy is None else found.entropy.detach()
+            ctx.tokens = chosen, targets, inverse, found.log_z, entropy
+        outputs = list(vars(found).values())[1:]
+        placed = [_placed(one, chosen, targets, len(x)) for one in outputs]
+        ctx.mark_non_differentiable(*(one for one in placed[2:] if one is not None))
+        return tuple(placed)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise UnsupportedInput(
+                "found a backward pass with create_graph=True through token log-probabilities; "
+                "wanted first derivatives alone; compute these from the logits"
+            )
+        chosen, targets, *_ = ctx.tokens
+        of_log_probs, of_entropy = (
+            None if one is None else one if chosen is None else one.index_select(0, chosen)
+            for one in grads[:2]
+        )
+        if of_log_probs is None and of_entropy is None:
+            return None, None, None, None
+        expected, factor = ctx.call.expected, None
+        expected.entropy = of_entropy is not None
+        if ctx.now and of_entropy is None:
+            assert of_log_probs is not None
+            trained = any(ctx.needs_input_grad[1:3])
+            factor = _only_one(of_log_probs, targets) if trained else of_log_probs
+            expected.uniform = factor is not None if trained else expected.uniform
+        *inputs, d_x, d_weight, d_bias = ctx.saved_tensors
+        if factor is None:
+            found = _made_now(ctx, inputs, of_log_probs, of_entropy)
+        else:
+            found = Gradients(d_x, d_weight, d_bias, 1 / scale_of(ctx.call.dtype))
+        return *_multiplied(found, factor, inputs, chosen), None
+
+
+def _made_in_the_forward_pass(expected: Expected, needed: tuple[bool, bool, bool]) -> bool:
+    """Whether gradients are; see the top of this file."""
+    trained = needed[1] or needed[2]
+    return not expected.entropy and (expected.uniform if trained else needed[0])
+
+
+def _only_one(gradients: Tensor, targets: Tensor) -> Tensor | None:
+    """Return the gradient, a scalar, that every token with a target has, or None; the host waits
+    for that.
+    """
+    if not len(gradients):
+        return gradients.new_zeros(())
+    has, far = targets >= 0, torch.inf
+    highest = gradients.masked_fill(~has, -far).amax()
+    return highest if bool(highest == gradients.masked_fill(~has, far).amin()) else None
+
+
+def _made_now(
+    ctx: Any, inputs: list[Any], of_log_probs: Tensor | None, of_entropy: Tensor | None
+) -> Gradients:
+    """Return the gradients for those of log p and of the entropy, from logits made again."""
+    call: _Call = ctx.call
+    (x, *weights), (chosen, targets, inverse, log_z, entropy) = inputs, ctx.tokens
+    rounded = call.rounded(x if chosen is None else x.index_select(0, chosen), *weights)
+    given = [one for one in (of_log_probs, of_entropy) if one is not None]
+    scale: Any = scale_of(call.dtype)
+    # in fp16, the largest becomes one of the right size; a power of two rounds nothing
+    if scale != 1 and len(log_z):
+        largest = torch.stack([one.abs().amax() for one in given]).amax()
+        scale = scale / largest.clamp(min=torch.finfo(largest.dtype).tiny).log2().ceil().exp2()
+    of_log_probs = torch.zeros_like(log_z) if of_log_probs is None else of_log_probs * scale
+    of_entropy = None if of_entropy is None else of_entropy * scale
+    needed: Any = tuple(ctx.needs_input_grad[:3])
+    sums = Sums(*rounded[:2], needed)
+    for part, logits in logits_in_chunks(*rounded):
+        values: Any = (
+            None if one is None else one[part]
+            for one in (targets, inverse, log_z, entropy, of_log_probs, of_entropy)
+        )
+        sums.add(call.kernels.differentiate(logits, *values), part)
+    return sums.gradients(1.0 / scale)
+
+
+def _placed(
+    values: Tensor | None, chosen: Tensor | None, targets: Tensor, tokens: int
+) -> Tensor | None:
+    """Return values [N] of the tokens with targets among all [T], zero at the others."""
+    if values is None or chosen is None:
+        return None if values is None else values.masked_fill_(targets < 0, 0)
+    return values.new_zeros(tokens).index_copy_(0, chosen, values)
+
+
+def _multiplied(
+    found: Gradients, by: Tensor | None, inputs: list[Any], chosen: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of x [T, D], weight and bias: what was found, multiplied by one number,
+    or x's rows by one each.
+    """
+    (x, weight, bias), d_x = inputs, None
+    factor = torch.as_tensor(found.factor) if by is None else by * found.factor
+    if found.x is not None:
+        d_x = scaled(found.x, factor[:, None] if factor.ndim else factor, x)
+        if chosen is not None:
+            d_x = torch.zeros_like(x).index_copy_(0, chosen, d_x)
+    d_weight = None if found.weight is None else scaled(found.weight, factor, weight)
+    return d_x, d_weight, None if found.bias is None else scaled(found.bias, factor, bias)
+
+
+__all__ = ["BACKENDS", "Expected", "TokenLogProbs", "linear_log_probs"]

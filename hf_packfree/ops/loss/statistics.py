@@ -1,0 +1,206 @@
+"""What is asked of a chunk of logits beside their loss, and the gradient that answers it: in
+PyTorch, and in Triton over the logits themselves.
+
+Of a token's logits x and its temperature T: z = x / T, p = softmax(z), log p of the target, the
+entropy H = -sum p log p. Their gradients are
+
+    d log p[target] / d x = (one-hot(target) - p) / T
+    d H / d x = -p (log p + H) / T
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_packfree.ops.launch import launch
+
+# logits of a program at a time
+_BLOCK = 4096
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which statistics are computed beside log p of the target.
+
+    Attributes:
+        entropy: in nats.
+        top1: the most likely token.
+        moments: log sum p^2, and the mean of z over the vocabulary.
+    """
+
+    entropy: bool = False
+    top1: bool = False
+    moments: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Statistics:
+    """Of tokens [N], fp32, or fp64 where the logits are; None where not wanted.
+
+    Attributes:
+        log_z: log sum exp z.
+        log_probs: of the targets; zero where there is none.
+        entropy: H.
+        top1: int64, the most likely token, the first of several.
+        log_sum_sq_probs: log sum p^2.
+        mean_logits: the mean of z over the vocabulary.
+    """
+
+    log_z: Tensor
+    log_probs: Tensor
+    entropy: Tensor | None
+    top1: Tensor | None
+    log_sum_sq_probs: Tensor | None
+    mean_logits: Tensor | None
+
+    @classmethod
+    def empty(cls, wanted: Wanted, inverse: Tensor) -> Statistics:
+        """Make room for those of tokens like `inverse` [N], in its dtype."""
+        rooms = [
+            torch.empty_like(inverse) if is_wanted else None
+            for is_wanted in (wanted.entropy, wanted.moments, wanted.moments)
+        ]
+        top1 = torch.empty_like(inverse, dtype=torch.int64) if wanted.top1 else None
+        rooms.insert(1, top1)
+        return cls(torch.empty_like(inverse), torch.empty_like(inverse), *rooms)
+
+    def part(self, tokens: slice) -> Statistics:
+        """Return those of some tokens, in the same memory."""
+        some = (None if one is None else one[tokens] for one in vars(self).values())
+        return Statistics(*some)  # type: ignore[arg-type]
+
+
+Measure = Callable[[Tensor, Tensor, Tensor, Statistics], None]
+"""`measure` of a backend."""
+Differentiate = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None], Tensor
+]
+"""`differentiate` of a backend."""
+
+
+def measure(logits: Tensor, targets: Tensor, inverse: Tensor, out: Statistics) -> None:
+    """Fill in the statistics of a chunk of tokens, in their dtype.
+
+    Args:
+        logits: [C, V], any floating dtype.
+        targets: int64 [C], -1 where there are none.
+        inverse: 1 / T [C], in the statistics' dtype.
+        out: of these tokens.
+    """
+    z = logits.to(inverse.dtype) * inverse[:, None]
+    out.log_z.copy_(z.logsumexp(1))
+    if out.top1 is not None:
+        out.top1.copy_(z.argmax(1))
+    if out.mean_logits is not None:
+        out.mean_logits.copy_(z.mean(1))
+    log_p = z.log_softmax(1)
+    column = targets.clamp(min=0)[:, None]
+    out.log_probs.copy_(log_p.gather(1, column)[:, 0].masked_fill(targets < 0, 0))
+    if out.log_sum_sq_probs is not None:
+        out.log_sum_sq_probs.copy_((2 * log_p).logsumexp(1))
+    if out.entropy is not None:
+        # 0 log 0 is 0
+        out.entropy.copy_(torch.special.entr(log_p.exp_()).sum(1))
+
+
+def differentiate(
+    logits: Tensor,
+    targets: Tensor,
+    inverse: Tensor,
+    log_z: Tensor,
+    entropy: Tensor | None,
+    of_log_probs: Tensor,
+    of_entropy: Tensor | None,
+) -> Tensor:
+    """Return the gradient of the logits for those of log p and of the entropy.
+
+    Args:
+        logits: [C, V], may be overwritten.
+        targets, inverse: as for `measure`.
+        log_z, entropy: [C], what that gave; the entropy is read where it has a gradient.
+        of_log_probs, of_entropy: the gradients, [C] in the statistics' dtype.
+
+    Returns:
+        [C, V] in the logits' dtype, zero where there is no target.
+    """
+    log_p = (logits.to(log_z.dtype) * inverse[:, None]).sub_(log_z[:, None])
+    p = log_p.exp_()
+    has, column = targets >= 0, targets.clamp(min=0)[:, None]
+    gradient = p * -of_log_probs[:, None]
+    gradient.scatter_add_(1, column, of_log_probs[:, None])
+    if of_entropy is not None:
+        assert entropy is not None
+        minus_p_log_p = torch.special.entr(p)
+        gradient += minus_p_log_p.addcmul_(p, entropy[:, None], value=-1) * of_entropy[:, None]
+    return gradient.mul_((inverse * has)[:, None]).to(logits.dtype)
+
+
+def triton_measure(logits: Tensor, targets: Tensor, inverse: Tensor, out: Statistics) -> None:
+    """Do the same in one read; the logits' rows have no gaps.
+
+    A target that is no word gives NaN.
+    """
+    from hf_packfree.ops.loss.triton_kernels import token_statistics
+
+    tokens, words = logits.shape
+    launch(
+        token_statistics,
+        (tokens,),
+        logits,
+        targets,
+        inverse,
+        *vars(out).values(),
+        words,
+        ENTROPY=out.entropy is not None,
+        TOP1=out.top1 is not None,
+        MOMENTS=out.mean_logits is not None,
+        BLOCK=_BLOCK,
+        num_warps=16,
+    )
+
+
+def triton_differentiate(
+    logits: Tensor,
+    targets: Tensor,
+    inverse: Tensor,
+    log_z: Tensor,
+    entropy: Tensor | None,
+    of_log_probs: Tensor,
+    of_entropy: Tensor | None,
+) -> Tensor:
+    """Do the same in one read and a write, in the place of the logits."""
+    from hf_packfree.ops.loss.triton_kernels import token_gradient
+
+    tokens, words = logits.shape
+    launch(
+        token_gradient,
+        (tokens, -(-words // _BLOCK)),
+        logits,
+        targets,
+        inverse,
+        log_z,
+        entropy,
+        of_log_probs,
+        of_entropy,
+        words,
+        ENTROPY=of_entropy is not None,
+        BLOCK=_BLOCK,
+        num_warps=8,
+    )
+    return logits
+
+
+__all__ = [
+    "Differentiate",
+    "Measure",
+    "Statistics",
+    "Wanted",
+    "differentiate",
+    "measure",
+    "triton_differentiate",
+    "triton_measure",
+]
