@@ -50,7 +50,7 @@ class HeadOfCall:
         """
         head = vars(self)["_head"]
         if targets.dtype == torch.int64 and why_logits_are_made(head) is None:
-            name, layer = _last_layer(head)
+            name, layer = last_layer(head)
             counted = Targets.of(targets.to(layer.weight.device), ignored)
             vars(self)[name] = deferred = DeferredLayer(head, name)
             self.loss_function.deferred = deferred
@@ -175,7 +175,7 @@ def why_logits_are_made(head: Any) -> str | None:
     # Liger's, for instance
     if F.cross_entropy.__module__ != F.__name__:
         return f"torch's cross entropy is replaced by {F.cross_entropy.__module__}"
-    return _why_called(*_last_layer(head))
+    return _why_called(*last_layer(head))
 
 
 def _why_called(name: str, layer: Any) -> str | None:
@@ -187,7 +187,7 @@ def _why_called(name: str, layer: Any) -> str | None:
     return None
 
 
-def _last_layer(head: Any) -> tuple[str, Any]:
+def last_layer(head: Any) -> tuple[str, Any]:
     """Return the child of a head that makes its logits, with its name; adapters may be around
     it.
     """

@@ -11,22 +11,21 @@ import logging
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_packfree.models import compat
 from hf_packfree.models.attention import check_attention
-from hf_packfree.models.base import Replacement, stands_for, upstream_of
-from hf_packfree.models.compat import cache_of
+from hf_packfree.models.base import stands_for
+from hf_packfree.models.classifiers import SequenceHead, SpanHead, TokenHead
 from hf_packfree.models.context_parallel import check_call, forward_shard
 from hf_packfree.models.entry import (
-    UNPACKED,
-    enter,
     has_media,
-    is_batch,
     keep_padding,
     wants_all_logits,
 )
-from hf_packfree.models.head_loss import HeadOfCall, LossOfCall, taken_by
+from hf_packfree.models.fused_head import ASIDE, is_fused_head, run_fused_head
+from hf_packfree.models.head import Head, forget_losses, is_whole_batch
+from hf_packfree.models.head_loss import HeadOfCall, taken_by
 from hf_packfree.models.labels import (
     IGNORED,
     are_left_pad_tokens,
@@ -37,83 +36,35 @@ from hf_packfree.models.labels import (
 )
 from hf_packfree.models.row import as_requested, restore_layers, row_of_each, row_positions
 from hf_packfree.models.state import state_of
-from hf_packfree.models.trunk import check_model_of
 from hf_packfree.packing import PackedSequence, lazy_repad, repad, uncompiled, with_left_pad_tokens
 from hf_packfree.packing.lazy import LazyTensor
 
 logger = logging.getLogger("hf_packfree")
 
 
-class Head(Replacement):
-    """Base of replaced heads; each subclass's forward has upstream's signature, by which
-    trainers choose what to pass.
-    """
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        upstream: Any = upstream_of(cls)
-        # a kind of head, not yet in front of anything
-        if upstream is nn.Module:
-            return
-
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            now: Any = type(self)
-            # the patches were removed under a wrapper that holds this bound method
-            if not issubclass(now, cls):
-                return now.forward(self, *args, **kwargs)
-            arguments = self.by_name(args, kwargs)
-            # which is an error of upstream's to raise
-            if arguments is None:
-                return upstream.forward(self, *args, **kwargs)
-            return self._forward_as_row(upstream.forward, arguments)
-
-        functools.update_wrapper(forward, upstream.forward)
-        replaced: Any = cls
-        replaced.forward = forward
-        # torch.compile reads no property by super()
-        loss: Any = upstream.loss_function
-        replaced._upstream_loss = staticmethod(getattr(loss, "fget", None) or loss.__get__)
-
-    @property
-    def loss_function(self) -> Any:
-        """Upstream's or the caller's; see `LossOfCall`."""
-        return LossOfCall(self._loss(), {})
-
-    @loss_function.setter
-    def loss_function(self, function: Any) -> None:
-        upstream: Any = super(Head, type(self))
-        if isinstance(upstream.loss_function, property):
-            upstream.loss_function.__set__(self, function)
-        else:
-            # a method of the user's class, which an attribute of the instance goes before
-            self.__dict__["loss_function"] = function
-
-    def _loss(self) -> Any:
-        return self.__dict__.get("loss_function") or self._upstream_loss(self)
-
-    def _enter(
-        self, arguments: dict[str, Any], *, skip_padding: bool = True
-    ) -> PackedSequence | None:
-        packed = enter(self, arguments, skip_padding=skip_padding)
-        if packed is not None:
-            check_model_of(self)
-        return packed
-
-    def _forward_as_row(self, upstream: Any, arguments: dict[str, Any]) -> Any:
-        raise NotImplementedError
-
-
 class PackedHead(Head):
     """Put in front of a family's causal language model, with or without a vision tower."""
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Take TRL's fused head aside, which would go past this one; see `run_fused_head`."""
+        if name == "forward" and is_fused_head(value):
+            vars(self)[ASIDE] = value
+        else:
+            super().__setattr__(name, value)
+
     def _forward_as_row(self, upstream: Any, arguments: dict[str, Any]) -> Any:
+        if arguments.pop("fused_lm_head", False):
+            return run_fused_head(self, upstream, arguments, self._forward_with_loss)
+        return self._forward_with_loss(upstream, arguments)
+
+    def _forward_with_loss(self, upstream: Any, arguments: dict[str, Any]) -> Any:
         """Run upstream's forward on the row [1, T]; on the arguments as they are where there is
         none.
 
         Raises:
             BoundaryError, BoundaryConflict, CacheConflict, UnsupportedInput: before anything runs.
         """
-        if not _is_whole_batch(arguments):
+        if not is_whole_batch(arguments):
             return upstream(self, **arguments)
         # generation without a cache stays upstream's, its padding included
         all_logits = wants_all_logits(arguments)
@@ -144,7 +95,7 @@ class PackedHead(Head):
         if all_logits and settings is None:
             self._restore_shape(output, packed)
         if packed.num_real_tokens == 0:
-            _forget_losses(output)
+            forget_losses(output)
         return as_requested(output, arguments, self.config)
 
     def _call(
@@ -250,12 +201,6 @@ class PackedHead(Head):
         output.logits = (lazy_repad if later else repad)(output.logits, packed)
 
 
-def _is_whole_batch(arguments: dict[str, Any]) -> bool:
-    """Whether this is a batch without a cache whose documents the head has to know for its loss."""
-    fresh = cache_of(arguments) is None and arguments.get("packed_sequence") is not UNPACKED
-    return fresh and is_batch(arguments)
-
-
 def _goes_on_from_padding(arguments: dict[str, Any]) -> bool:
     """Whether one logit per row is wanted, and some row's is padding's: generation from
     right-padded prompts.
@@ -274,16 +219,6 @@ def _batch_arguments(given: dict[str, Any], packed: PackedSequence) -> dict[str,
         "attention_mask": repad(packed.is_real(), packed).long() if partly else None,
         "return_dict": True,
     }
-
-
-def _forget_losses(output: Any) -> None:
-    """Make losses over nothing zero, and every parameter's gradient, which all the same is
-    there.
-    """
-    for name in ("loss", "aux_loss"):
-        if output.get(name) is not None:
-            # a mean over nothing is NaN
-            output[name] = output[name].nan_to_num() * 0.0
 
 
 def at_least_one(items: Any) -> Any:
@@ -313,65 +248,6 @@ def _row_arguments(given: dict[str, Any], packed: PackedSequence) -> dict[str, A
         "packed_sequence": packed,
         "return_dict": True,
     }
-
-
-class _Classifier(Head):
-    """Base of classification heads: upstream's forward runs, on padding too where
-    `_reads_padding` says so.
-    """
-
-    def _forward_as_row(self, upstream: Any, arguments: dict[str, Any]) -> Any:
-        if not _is_whole_batch(arguments):
-            return upstream(self, **arguments)
-        packed = self._enter(arguments)
-        if packed is not None and packed.num_documents == 0:
-            output = upstream(self, **arguments | {"return_dict": True})
-            _forget_losses(output)
-            return as_requested(output, arguments, self.config)
-        dropped = packed is not None and packed.plain and packed.indices is not None
-        if (
-            packed is not None
-            and dropped
-            and self._reads_padding(repad(packed.is_real(), packed), arguments)
-        ):
-            keep_padding(packed, arguments)
-        return upstream(self, **arguments)
-
-    def _reads_padding(self, real: Tensor, arguments: dict[str, Any]) -> bool:
-        """Whether outputs at padding enter the result or the loss; `real` is bool [B, S]."""
-        raise NotImplementedError
-
-
-class SequenceHead(_Classifier):
-    """One result per row, from the last token that is not the padding token: real, unless mask
-    and token disagree.
-    """
-
-    def _reads_padding(self, real: Tensor, arguments: dict[str, Any]) -> bool:
-        pad, ids = self.config.get_text_config().pad_token_id, arguments.get("input_ids")
-        # upstream reads the last token of every row
-        if pad is None or ids is None:
-            return not bool(real[:, -1].all())
-        positions = torch.arange(ids.shape[1], device=ids.device) * (ids != pad)
-        return not bool(real.gather(1, positions.argmax(1, keepdim=True)).all())
-
-
-class TokenHead(_Classifier):
-    """One result per token: padding matters where it has a label."""
-
-    def _reads_padding(self, real: Tensor, arguments: dict[str, Any]) -> bool:
-        labels = arguments.get("labels")
-        # which is an error of upstream's to raise
-        if labels is None or labels.numel() != real.numel():
-            return labels is not None
-        return bool((labels.reshape(real.shape)[~real] != IGNORED).any())
-
-
-class SpanHead(_Classifier):
-    """Start and end of an answer's span: upstream's softmax runs over padding too."""
-
-    def _reads_padding(self, real: Tensor, arguments: dict[str, Any]) -> bool:
-        return True
 
 
 _KINDS: dict[str, type[Head]] = {

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_packfree.models.heads import Head
+from hf_packfree.models.head import Head
 
 
 @functools.cache

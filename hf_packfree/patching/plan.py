@@ -12,6 +12,7 @@ from torch import nn
 from hf_packfree.errors import ContractError, PatchConflict, UnsupportedModel
 from hf_packfree.models.attention import check_attention
 from hf_packfree.models.base import Replacement, contract_violations
+from hf_packfree.models.fused_head import is_fused_head
 from hf_packfree.models.heads import PackedHead
 from hf_packfree.models.rotary import check_rope_type
 from hf_packfree.models.row_adapters import refuse_adapters_of_rows
@@ -131,11 +132,16 @@ def head_swap(module: nn.Module, family: Family) -> type[nn.Module] | None:
     if (
         before is None
         or isinstance(module, Replacement)
-        or "forward" in vars(module)
+        or not _lets_ours_run(module)
         or cls.forward is not before.forward
     ):
         return None
     return pairs[before] if cls is before else in_front_of(pairs[before], cls)
+
+
+def _lets_ours_run(module: Any) -> bool:
+    """Whether nothing on the instance would go past our head: TRL's fused head is taken aside."""
+    return "forward" not in vars(module) or is_fused_head(vars(module)["forward"])
 
 
 def heads_left_alone(model: nn.Module, family: Family) -> dict[str, str]:
@@ -149,8 +155,17 @@ def heads_left_alone(model: nn.Module, family: Family) -> dict[str, str]:
 
 
 def _runs_another_forward(module: Any) -> bool:
-    on_instance = "forward" in vars(module) and not hasattr(module, "_hf_hook")
-    return on_instance or not isinstance(module, Replacement)
+    return is_bypassed(module) or not isinstance(module, Replacement)
+
+
+def is_bypassed(module: Any) -> bool:
+    """Whether a forward of the instance (Liger's fused loss) runs instead of the class's; those
+    of accelerate, for offloading and mixed precision, call that.
+    """
+    if "forward" not in vars(module) or hasattr(module, "_hf_hook"):
+        return False
+    around = getattr(vars(module).get("_original_forward"), "__func__", None)
+    return around is not type(module).forward
 
 
 def _check_seams(model: nn.Module, pairs: dict[type[nn.Module], type[nn.Module]]) -> None:

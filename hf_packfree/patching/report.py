@@ -25,6 +25,7 @@ from hf_packfree.patching.backends import OPS
 from hf_packfree.patching.exactness import MEDIA_ROUND, warn_of_rounding, why_rounding
 from hf_packfree.patching.plan import (
     heads_left_alone,
+    is_bypassed,
     language_heads,
     op_sizes,
     ops_of,
@@ -240,15 +241,8 @@ def _called(model: nn.Module, family: Family, state: PatchState) -> dict[str, in
 
 
 def _bypassed(module: Any, family: Any) -> bool:
-    """Whether a forward put on the instance since (Liger's fused loss, TRL's) runs instead of
-    our head's.
-    """
-    heads = family.head_pairs().values()
-    return (
-        isinstance(module, tuple(heads))
-        and "forward" in vars(module)
-        and not hasattr(module, "_hf_hook")
-    )
+    """Whether a module is a head of ours past which the model runs."""
+    return isinstance(module, tuple(family.head_pairs().values())) and is_bypassed(module)
 
 
 def _inexact(state: PatchState) -> dict[str, str]:

@@ -12,9 +12,10 @@ from typing import Protocol, runtime_checkable
 from torch import nn
 
 from hf_packfree.errors import PatchConflict
+from hf_packfree.models.fused_head import ASIDE, FUSED
 from hf_packfree.models.state import PatchState
 
-_ASIDE, _ADDED = "packfree_forward_before", "packfree_added"
+_ADDED = "packfree_added"
 
 
 class Step(Protocol):
@@ -49,7 +50,7 @@ class ClassSwap:
         one, and is kept aside.
         """
         if "forward" in vars(self.module):
-            vars(self.module)[_ASIDE] = vars(self.module).pop("forward")
+            vars(self.module)[ASIDE] = vars(self.module).pop("forward")
         self.restore()
         vars(self.module)["packfree"] = state
 
@@ -57,8 +58,9 @@ class ClassSwap:
         """Give the module back its class, and what else it had."""
         self.lift()
         vars(self.module).pop("packfree", None)
-        if _ASIDE in vars(self.module):
-            vars(self.module)["forward"] = vars(self.module).pop(_ASIDE)
+        vars(self.module).pop(FUSED, None)
+        if ASIDE in vars(self.module):
+            vars(self.module)["forward"] = vars(self.module).pop(ASIDE)
 
     def lift(self) -> None:
         """Give the module its class before."""

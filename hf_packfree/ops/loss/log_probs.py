@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from hf_packfree.errors import UnsupportedInput
 from hf_packfree.ops.backend import Backend, find, needs_triton
 from hf_packfree.ops.loss.chunks import (
     Gradients,
@@ -45,6 +44,7 @@ from hf_packfree.ops.loss.statistics import (
     triton_differentiate,
     triton_measure,
 )
+from hf_packfree.ops.operation import once_differentiable
 
 _LOG_PROBS_ALONE = Wanted()
 
@@ -150,7 +150,7 @@ def linear_log_probs(
         found = Targets.of(found, ignore_index)
     expected = expected or Expected(entropy=wanted.entropy)
     call = _Call(found, _inverse(temperature, x), wanted, expected, dtype or x.dtype, kernels)
-    values: Any = _LogProbs.apply(x.flatten(0, -2), weight, bias, call)  # type: ignore[no-untyped-call]
+    values: Any = _LogProbs.apply(x.flatten(0, -2), weight, bias, call)
     values = [None if one is None else one.view(shape) for one in values]
     log_probs, entropy, top1, squares, means = values
     flat = found.flat.view(shape)
@@ -220,12 +220,8 @@ class _LogProbs(Function):
         return tuple(placed)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise UnsupportedInput(
-                "found a backward pass with create_graph=True through token log-probabilities; "
-                "wanted first derivatives alone; compute these from the logits"
-            )
         chosen, targets, *_ = ctx.tokens
         of_log_probs, of_entropy = (
             None if one is None else one if chosen is None else one.index_select(0, chosen)

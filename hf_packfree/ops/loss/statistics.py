@@ -82,29 +82,41 @@ Differentiate = Callable[
 """`differentiate` of a backend."""
 
 
-def measure(logits: Tensor, targets: Tensor, inverse: Tensor, out: Statistics) -> None:
-    """Fill in the statistics of a chunk of tokens, in their dtype.
+def measured(logits: Tensor, targets: Tensor, inverse: Tensor, wanted: Wanted) -> Statistics:
+    """Return the statistics of tokens from their logits, log p and entropy with gradient.
 
     Args:
         logits: [C, V], any floating dtype.
         targets: int64 [C], -1 where there are none.
-        inverse: 1 / T [C], in the statistics' dtype.
+        inverse: 1 / T [C].
+    """
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    z = logits.to(wide) * inverse.to(wide)[:, None]
+    log_p, still = z.log_softmax(1), z.detach()
+    column = targets.clamp(min=0)[:, None]
+    return Statistics(
+        still.logsumexp(1),
+        log_p.gather(1, column)[:, 0].masked_fill(targets < 0, 0),
+        # 0 log 0 is 0, and has no gradient
+        -(log_p.exp() * log_p.clamp(min=torch.finfo(wide).min)).sum(1) if wanted.entropy else None,
+        still.argmax(1) if wanted.top1 else None,
+        (2 * log_p.detach()).logsumexp(1) if wanted.moments else None,
+        still.mean(1) if wanted.moments else None,
+    )
+
+
+def measure(logits: Tensor, targets: Tensor, inverse: Tensor, out: Statistics) -> None:
+    """Fill in the statistics of a chunk of tokens, in their dtype.
+
+    Args:
+        logits, targets, inverse: as for `measured`.
         out: of these tokens.
     """
-    z = logits.to(inverse.dtype) * inverse[:, None]
-    out.log_z.copy_(z.logsumexp(1))
-    if out.top1 is not None:
-        out.top1.copy_(z.argmax(1))
-    if out.mean_logits is not None:
-        out.mean_logits.copy_(z.mean(1))
-    log_p = z.log_softmax(1)
-    column = targets.clamp(min=0)[:, None]
-    out.log_probs.copy_(log_p.gather(1, column)[:, 0].masked_fill(targets < 0, 0))
-    if out.log_sum_sq_probs is not None:
-        out.log_sum_sq_probs.copy_((2 * log_p).logsumexp(1))
-    if out.entropy is not None:
-        # 0 log 0 is 0
-        out.entropy.copy_(torch.special.entr(log_p.exp_()).sum(1))
+    wanted = Wanted(out.entropy is not None, out.top1 is not None, out.mean_logits is not None)
+    found = vars(measured(logits, targets, inverse, wanted))
+    for name, one in vars(out).items():
+        if one is not None:
+            one.copy_(found[name])
 
 
 def differentiate(
@@ -201,6 +213,7 @@ __all__ = [
     "Wanted",
     "differentiate",
     "measure",
+    "measured",
     "triton_differentiate",
     "triton_measure",
 ]

@@ -1,0 +1,73 @@
+"""Classification heads: padding runs where its outputs enter the result or the loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_packfree.models.entry import keep_padding
+from hf_packfree.models.head import Head, forget_losses, is_whole_batch
+from hf_packfree.models.labels import IGNORED
+from hf_packfree.models.row import as_requested
+from hf_packfree.packing import repad
+
+
+class _Classifier(Head):
+    """Base of classification heads: upstream's forward runs, on padding too where
+    `_reads_padding` says so.
+    """
+
+    def _forward_as_row(self, upstream: Any, arguments: dict[str, Any]) -> Any:
+        if not is_whole_batch(arguments):
+            return upstream(self, **arguments)
+        packed = self._enter(arguments)
+        if packed is not None and packed.num_documents == 0:
+            output = upstream(self, **arguments | {"return_dict": True})
+            forget_losses(output)
+            return as_requested(output, arguments, self.config)
+        dropped = packed is not None and packed.plain and packed.indices is not None
+        if (
+            packed is not None
+            and dropped
+            and self._reads_padding(repad(packed.is_real(), packed), arguments)
+        ):
+            keep_padding(packed, arguments)
+        return upstream(self, **arguments)
+
+    def _reads_padding(self, real: Tensor, arguments: dict[str, Any]) -> bool:
+        """Whether outputs at padding enter the result or the loss; `real` is bool [B, S]."""
+        raise NotImplementedError
+
+
+class SequenceHead(_Classifier):
+    """One result per row, from the last token that is not the padding token: real, unless mask
+    and token disagree.
+    """
+
+    def _reads_padding(self, real: Tensor, arguments: dict[str, Any]) -> bool:
+        pad, ids = self.config.get_text_config().pad_token_id, arguments.get("input_ids")
+        # upstream reads the last token of every row
+        if pad is None or ids is None:
+            return not bool(real[:, -1].all())
+        positions = torch.arange(ids.shape[1], device=ids.device) * (ids != pad)
+        return not bool(real.gather(1, positions.argmax(1, keepdim=True)).all())
+
+
+class TokenHead(_Classifier):
+    """One result per token: padding matters where it has a label."""
+
+    def _reads_padding(self, real: Tensor, arguments: dict[str, Any]) -> bool:
+        labels = arguments.get("labels")
+        # which is an error of upstream's to raise
+        if labels is None or labels.numel() != real.numel():
+            return labels is not None
+        return bool((labels.reshape(real.shape)[~real] != IGNORED).any())
+
+
+class SpanHead(_Classifier):
+    """Start and end of an answer's span: upstream's softmax runs over padding too."""
+
+    def _reads_padding(self, real: Tensor, arguments: dict[str, Any]) -> bool:
+        return True

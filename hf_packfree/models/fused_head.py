@@ -1,0 +1,224 @@
+"""TRL's fused head, `model(..., labels=labels, fused_lm_head=True)`, on a patched model: the batch
+becomes a row like any other, and what TRL wants of every label is computed by our operation.
+
+TRL puts a forward on the instance (`add_fused_lm_head`), which would go past ours. A patched head
+takes it aside, whenever it comes, and reads the settings from it; where a call wants what we lack,
+it runs after all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from inspect import getclosurevars
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hf_packfree.errors import UnsupportedInput
+from hf_packfree.models.entry import wants_all_logits
+from hf_packfree.models.head_loss import HeadOfCall, last_layer
+from hf_packfree.models.labels import IGNORED
+from hf_packfree.models.log_probs import Question, layer_log_probs
+from hf_packfree.models.state import state_of
+from hf_packfree.ops.loss import Targets, TokenLogProbs, Wanted
+from hf_packfree.packing import PackedSequence, repad
+from hf_packfree.packing.lazy import LazyTensor, Source
+
+ASIDE = "packfree_forward_before"
+"""The attribute of a patched module that holds a forward which somebody put on the instance."""
+FUSED = "packfree_fused_head"
+"""The attribute that keeps what was read from it."""
+_SETTINGS = {
+    "backbone_attr",
+    "cast_lm_head_to_fp32",
+    "final_logit_softcapping",
+    "logit_scale",
+    "original_forward",
+    "outputs",
+    "temperature",
+    "text_config",
+}
+"""What TRL's forward is made from. It has no public name; a test fails when these change."""
+
+
+@dataclass(frozen=True, eq=False)
+class FusedHead:
+    """A fused head that TRL added.
+
+    Attributes:
+        forward: TRL's, bound to the model.
+        output: TRL's class of outputs.
+        names: of the fields that are wanted.
+        question: what that means.
+    """
+
+    forward: Any
+    output: Any
+    names: frozenset[str]
+    question: Question
+
+
+def is_fused_head(forward: Any) -> bool:
+    """Whether a forward on an instance is TRL's, and does nothing that we lack."""
+    function = getattr(forward, "__func__", None)
+    if not isinstance(function, FunctionType):
+        return False
+    code = function.__code__
+    made_by = function.__globals__.get("__name__"), code.co_name
+    if made_by != ("trl.trainer.utils", "_fused_forward") or set(code.co_freevars) != _SETTINGS:
+        return False
+    found = getclosurevars(function).nonlocals
+    return found["final_logit_softcapping"] is None and found["logit_scale"] == 1.0
+
+
+def fused_head_of(head: Any) -> FusedHead | None:
+    """Return the fused head that was added to a patched head, or None."""
+    forward = vars(head).get(ASIDE)
+    known: FusedHead | None = vars(head).get(FUSED)
+    if known is None or known.forward is not forward:
+        known = _read(forward) if is_fused_head(forward) else None
+        vars(head)[FUSED] = known
+    return known
+
+
+def _read(forward: Any) -> FusedHead:
+    found = getclosurevars(forward.__func__)
+    given, names = found.nonlocals, frozenset(found.nonlocals["outputs"])
+    wanted = Wanted(
+        entropy="entropy" in names,
+        top1="is_top1" in names,
+        moments=bool(names & {"log_sum_sq_probs", "mean_logits"}),
+    )
+    question = Question(given["temperature"], wanted, given["cast_lm_head_to_fp32"])
+    # SFTTrainer, whose loss is a mean, asks for the accuracy
+    question.expected.uniform = wanted.top1
+    return FusedHead(forward, found.globals["FusedCausalLMOutput"], names, question)
+
+
+Run = Callable[[Any, dict[str, Any]], Any]
+"""A head's way through: upstream's forward, or what stands for it, and the call's arguments."""
+
+
+def run_fused_head(head: Any, upstream: Any, given: dict[str, Any], run: Run) -> Any:
+    """Return what TRL's fused head does with these arguments.
+
+    Args:
+        head: patched, to which TRL has added it.
+        upstream: the forward of the head's class before.
+        given: the call's arguments, without `fused_lm_head`.
+
+    Raises:
+        UnsupportedInput: ranks of a group share each row.
+    """
+    fused = fused_head_of(head)
+    if fused is None or not _is_ours(head, given):
+        return vars(head)[ASIDE](**given, fused_lm_head=True)
+    if state_of(head).context_parallel is not None:
+        raise UnsupportedInput(
+            "found TRL's fused head (fused_lm_head=True) under context parallelism; wanted a "
+            "trainer that calls the model with labels alone; train with transformers' Trainer, or "
+            "without context parallelism"
+        )
+    shifted = given.get("shift_labels")
+    call = _Call(head, upstream, fused.question)
+    more: dict[str, Any] = {"use_cache": False, "return_dict": True}
+    if given.get("labels") is None:
+        more["labels"] = shifted
+    # vision-language models read it nowhere else
+    if getattr(head.config.get_text_config(), "output_router_logits", False):
+        more["output_router_logits"] = given.get("output_router_logits", True)
+    output = run(call, given | more)
+    if call.found is None:
+        # a batch that stays upstream's, bit for bit
+        return fused.forward(**call.row, fused_lm_head=True)
+    fields = call.fields(fused.names)
+    if shifted is None:
+        # of the last token of a row nothing is asked
+        fields = {name: one[:, :-1] for name, one in fields.items()}
+    return fused.output(loss=output.loss, aux_loss=output.get("aux_loss"), **fields)
+
+
+def _is_ours(head: Any, given: dict[str, Any]) -> bool:
+    has_labels = any(given.get(name) is not None for name in ("labels", "shift_labels"))
+    in_order = has_labels and wants_all_logits(given) and last_layer(head)[1] is not None
+    return in_order and not torch.compiler.is_compiling()
+
+
+class _Call:
+    """Stands for upstream's forward in one call of a head, and keeps what was found.
+
+    The head's last layer only notes the hidden states, and its loss computes the log-probabilities
+    of its targets from them.
+    """
+
+    def __init__(self, head: Any, upstream: Any, question: Question) -> None:
+        self.head, self.upstream, self.question = head, upstream, question
+        self.hidden: Tensor | None = None
+        self.row: dict[str, Any] = {}
+        self.targets: Targets | None = None
+        self.found: TokenLogProbs | None = None
+
+    def __call__(self, head: Any, **row: Any) -> Any:
+        """Run upstream's forward on a row [1, T]; nothing on a batch as it came."""
+        self.row = row
+        if type(head) is not HeadOfCall:
+            return None
+        call: Any = head
+        name, layer = last_layer(self.head)
+        self.shape = row["labels"].shape
+        # counted while the model runs
+        self.targets = Targets.of(_shifted(row).to(layer.weight.device), IGNORED)
+        vars(call)[name], vars(call)["loss_function"] = self._layer, self._loss
+        return self.upstream(call, **row)
+
+    def _layer(self, hidden: Tensor) -> Tensor:
+        self.hidden = hidden
+        words = self.head.config.get_text_config().vocab_size
+        layer = last_layer(self.head)[1]
+        return LazyTensor(
+            Source((*hidden.shape[:-1], words), hidden.dtype, hidden.device, lambda: layer(hidden))
+        )
+
+    def _loss(self, *args: Any, **kwargs: Any) -> Tensor:
+        assert self.hidden is not None and self.targets is not None
+        hidden, layer = self.hidden, last_layer(self.head)[1]
+        backend = state_of(self.head).kernels_for(hidden.device, hidden.dtype).loss
+        if self.question.in_fp32:
+            hidden = hidden.float()
+        found = layer_log_probs(
+            hidden,
+            layer,
+            self.targets,
+            self.question,
+            None if backend == "upstream" else backend,
+        )
+        self.found, items = found, self.row.get("num_items_in_batch")
+        if items is None:
+            items = (self.targets.flat >= 0).sum().clamp(min=1)
+        return -found.log_probs.sum() / items
+
+    def fields(self, names: frozenset[str]) -> dict[str, Tensor]:
+        """Return the fields of these names, and the mask of targets, [B, S]."""
+        assert self.found is not None and self.targets is not None
+        fields = {name: one for name, one in vars(self.found).items() if name in names}
+        fields["log_probs"] = self.found.log_probs
+        fields["label_mask"] = (self.targets.flat >= 0).view(self.shape)
+        packed = self.row.get("packed_sequence")
+        if isinstance(packed, PackedSequence):
+            fields = {name: repad(one, packed) for name, one in fields.items()}
+        return fields
+
+
+def _shifted(row: dict[str, Any]) -> Tensor:
+    """Return what every token of a row predicts."""
+    if row.get("shift_labels") is not None:
+        found: Tensor = row["shift_labels"]
+        return found
+    return F.pad(row["labels"], (0, 1), value=IGNORED)[..., 1:]
+
+
+__all__ = ["ASIDE", "FUSED", "FusedHead", "fused_head_of", "is_fused_head", "run_fused_head"]

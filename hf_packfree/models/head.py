@@ -1,0 +1,90 @@
+"""What all heads share: a forward with upstream's signature, and the batch that it gets."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import nn
+
+from hf_packfree.models.base import Replacement, upstream_of
+from hf_packfree.models.compat import cache_of
+from hf_packfree.models.entry import UNPACKED, enter, is_batch
+from hf_packfree.models.head_loss import LossOfCall
+from hf_packfree.models.trunk import check_model_of
+from hf_packfree.packing import PackedSequence
+
+
+class Head(Replacement):
+    """Base of replaced heads; each subclass's forward has upstream's signature, by which
+    trainers choose what to pass.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        upstream: Any = upstream_of(cls)
+        # a kind of head, not yet in front of anything
+        if upstream is nn.Module:
+            return
+
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            now: Any = type(self)
+            # the patches were removed under a wrapper that holds this bound method
+            if not issubclass(now, cls):
+                return now.forward(self, *args, **kwargs)
+            arguments = self.by_name(args, kwargs)
+            # which is an error of upstream's to raise
+            if arguments is None:
+                return upstream.forward(self, *args, **kwargs)
+            return self._forward_as_row(upstream.forward, arguments)
+
+        functools.update_wrapper(forward, upstream.forward)
+        replaced: Any = cls
+        replaced.forward = forward
+        # torch.compile reads no property by super()
+        loss: Any = upstream.loss_function
+        replaced._upstream_loss = staticmethod(getattr(loss, "fget", None) or loss.__get__)
+
+    @property
+    def loss_function(self) -> Any:
+        """Upstream's or the caller's; see `LossOfCall`."""
+        return LossOfCall(self._loss(), {})
+
+    @loss_function.setter
+    def loss_function(self, function: Any) -> None:
+        upstream: Any = super(Head, type(self))
+        if isinstance(upstream.loss_function, property):
+            upstream.loss_function.__set__(self, function)
+        else:
+            # a method of the user's class, which an attribute of the instance goes before
+            self.__dict__["loss_function"] = function
+
+    def _loss(self) -> Any:
+        return self.__dict__.get("loss_function") or self._upstream_loss(self)
+
+    def _enter(
+        self, arguments: dict[str, Any], *, skip_padding: bool = True
+    ) -> PackedSequence | None:
+        packed = enter(self, arguments, skip_padding=skip_padding)
+        if packed is not None:
+            check_model_of(self)
+        return packed
+
+    def _forward_as_row(self, upstream: Any, arguments: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+
+def is_whole_batch(arguments: dict[str, Any]) -> bool:
+    """Whether this is a batch without a cache whose documents the head has to know for its loss."""
+    fresh = cache_of(arguments) is None and arguments.get("packed_sequence") is not UNPACKED
+    return fresh and is_batch(arguments)
+
+
+def forget_losses(output: Any) -> None:
+    """Make losses over nothing zero, and every parameter's gradient, which all the same is
+    there.
+    """
+    for name in ("loss", "aux_loss"):
+        if output.get(name) is not None:
+            # a mean over nothing is NaN
+            output[name] = output[name].nan_to_num() * 0.0

@@ -1,0 +1,140 @@
+"""Log-probabilities of given tokens from hidden states and a head's last layer, whatever that
+is: a plain linear layer multiplies in chunks without being called; any other one, with adapters,
+quantised or hooked, is called on chunks, and again in the backward pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hf_packfree.models.base import size_of_linear
+from hf_packfree.models.fusable import is_hooked
+from hf_packfree.ops.backend import Target, needs_triton
+from hf_packfree.ops.loss import Expected, Targets, TokenLogProbs, Wanted, linear_log_probs
+from hf_packfree.ops.loss.chunks import rows_of_a_chunk
+from hf_packfree.ops.loss.statistics import measured
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked of every token.
+
+    Attributes:
+        temperature: see `linear_log_probs`.
+        wanted: what beside the log-probability.
+        in_fp32: the product is computed in fp32, under autocast, too.
+        expected: which gradients will come.
+    """
+
+    temperature: float | Tensor = 1.0
+    wanted: Wanted = Wanted()
+    in_fp32: bool = False
+    expected: Expected = field(default_factory=Expected)
+
+
+def layer_log_probs(
+    hidden: Tensor, layer: Any, targets: Targets, question: Question, backend: str | None = None
+) -> TokenLogProbs:
+    """Return the log-probabilities of targets, and what else is asked.
+
+    Args:
+        hidden: [..., D].
+        layer: makes logits [..., V] of these.
+        targets: of every token.
+        backend: of a plain layer, see `linear_log_probs`; None: the fastest that runs there.
+    """
+    plain = _plain(layer)
+    if plain is None:
+        return _called(hidden, layer, targets, question)
+    return linear_log_probs(
+        hidden.to(plain.weight.device),
+        plain.weight,
+        targets,
+        bias=plain.bias,
+        temperature=question.temperature,
+        wanted=question.wanted,
+        expected=question.expected,
+        dtype=torch.float32 if question.in_fp32 else _dtype(hidden, plain.weight),
+        backend=backend or _fastest(hidden),
+    )
+
+
+def _plain(layer: Any) -> nn.Linear | None:
+    """Return the linear layer that a call of this one runs and nothing else, or None."""
+    # PEFT's copy of a layer that is trained whole, or the layer itself
+    if type(layer).__name__ == "ModulesToSaveWrapper" and not is_hooked(layer):
+        active = None if layer.disable_adapters else next(iter(layer.active_adapters), None)
+        trained = layer.modules_to_save
+        layer = trained[active] if active in trained else layer.original_module
+    plain = type(layer) is nn.Linear and not is_hooked(layer) and "forward" not in vars(layer)
+    kinds = {type(one) for one in (layer.weight, layer.bias)} if plain else {None}
+    return layer if kinds <= {nn.Parameter, Tensor, type(None)} else None
+
+
+def _dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """Return the dtype in which autocast multiplies, or that of the hidden states."""
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind) and torch.float64 not in (hidden.dtype, weight.dtype):
+        return torch.get_autocast_dtype(kind)
+    return hidden.dtype
+
+
+def _fastest(hidden: Tensor) -> str:
+    capability = torch.cuda.get_device_capability(hidden.device) if hidden.is_cuda else None
+    target = Target(hidden.device.type, capability, hidden.dtype)
+    return "triton" if needs_triton(target) is None else "torch"
+
+
+def _called(hidden: Tensor, layer: Any, targets: Targets, question: Question) -> TokenLogProbs:
+    """Do the same by calling the layer on chunks of tokens."""
+    shape, flat = hidden.shape[:-1], hidden.flatten(0, -2)
+    chosen = targets.chosen()
+    chosen = (targets.flat >= 0).nonzero()[:, 0] if chosen is None else chosen
+    x, wanted = flat.index_select(0, chosen), targets.flat[chosen]
+    temperature = torch.as_tensor(question.temperature, device=x.device).expand(shape)
+    inverse = temperature.reshape(-1)[chosen].reciprocal()
+    rows = rows_of_a_chunk(len(x), size_of_linear(layer)[0], x.device.type)
+    parts = [
+        _of_chunk(layer, question, x[part], wanted[part], inverse[part])
+        for part in (slice(begin, begin + rows) for begin in range(0, max(len(x), 1), rows))
+    ]
+    values: Any = (
+        None
+        if column[0] is None
+        else column[0].new_zeros(len(flat)).index_copy(0, chosen, torch.cat(column)).view(shape)
+        for column in zip(*parts, strict=True)
+    )
+    _, log_probs, entropy, top1, squares, means = values
+    hit = (
+        None
+        if top1 is None
+        else (top1 == targets.flat.view(shape)) & (targets.flat >= 0).view(shape)
+    )
+    return TokenLogProbs(log_probs, entropy, top1, hit, squares, means)
+
+
+def _of_chunk(
+    layer: Any, question: Question, x: Tensor, targets: Tensor, inverse: Tensor
+) -> tuple[Tensor | None, ...]:
+    def run(x: Tensor) -> tuple[Tensor | None, ...]:
+        kind = x.device.type
+        if question.in_fp32:
+            with torch.autocast(kind, enabled=False):
+                logits = layer(x.float())
+        else:
+            logits = layer(x)
+        found = measured(logits, targets, inverse, question.wanted)
+        return tuple(vars(found).values())
+
+    if not torch.is_grad_enabled():
+        return run(x)
+    outputs: tuple[Tensor | None, ...] = checkpoint(run, x, use_reentrant=False)
+    return outputs
+
+
+__all__ = ["Question", "layer_log_probs"]
