@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hf_packfree._version import __version__
 
 if TYPE_CHECKING:
+    from hf_packfree.models.log_probs import token_log_probs
     from hf_packfree.mtp import MTPOptions
     from hf_packfree.packing import PackedSequence
     from hf_packfree.patching import (
@@ -42,6 +43,7 @@ _HOMES = {
     "register_patches": "patching",
     "remove_mtp": "patching",
     "remove_patches": "patching",
+    "token_log_probs": "models.log_probs",
     "verify_packing": "verify",
 }
 
@@ -60,6 +62,7 @@ __all__ = [
     "register_patches",
     "remove_mtp",
     "remove_patches",
+    "token_log_probs",
     "verify_packing",
 ]
 

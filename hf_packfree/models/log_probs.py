@@ -5,8 +5,8 @@ quantised or hooked, is called on chunks, and again in the backward pass.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,53 @@ class Question:
     wanted: Wanted = Wanted()
     in_fp32: bool = False
     expected: Expected = field(default_factory=Expected)
+
+
+def token_log_probs(
+    hidden: Tensor,
+    targets: Tensor,
+    head: Any,
+    *,
+    temperature: float | Tensor = 1.0,
+    entropy: bool | Literal["detached"] = False,
+    top1: bool = False,
+    ignore_index: int = -100,
+) -> TokenLogProbs:
+    """Return the log-probability of given tokens, and more of the same distributions, without
+    logits of all tokens.
+
+    Any causal language model will do, patched or not, with adapters on its head too.
+
+    Args:
+        hidden: [B, S, D], the text model's last hidden states, `model.base_model(...)[0]`; packed
+            or padded.
+        targets: int64 [B, S]: of every token the one that is asked about, as a rule the next.
+        head: the model, or its last layer.
+        temperature: above 0; a number, or [B, 1] or [B, S]; without gradient.
+        entropy: with a gradient, or "detached" for the log, which is cheaper: two products the
+            size of the logits instead of three where the head is frozen.
+        top1: the most likely tokens, and whether they are the targets.
+        ignore_index: the target of tokens that are not asked about, and cost nothing.
+
+    Examples:
+        >>> import torch
+        >>> from hf_packfree import token_log_probs
+        >>> head = torch.nn.Linear(2, 8, bias=False).requires_grad_(False)
+        >>> hidden, targets = torch.zeros(1, 3, 2), torch.tensor([[3, 7, -100]])
+        >>> found = token_log_probs(hidden, targets, head, entropy="detached")
+        >>> found.log_probs, found.entropy
+        (tensor([[-2.0794, -2.0794,  0.0000]]), tensor([[2.0794, 2.0794, 0.0000]]))
+    """
+    layer = head.get_output_embeddings() if hasattr(head, "get_output_embeddings") else head
+    counted = Targets.of(targets.to(hidden.device), ignore_index)
+    wanted = Wanted(entropy=bool(entropy), top1=top1)
+    expected = Expected(entropy=entropy is True)
+    found = layer_log_probs(
+        hidden, layer, counted, Question(temperature, wanted, expected=expected)
+    )
+    if entropy == "detached" and found.entropy is not None:
+        found = replace(found, entropy=found.entropy.detach())
+    return found
 
 
 def layer_log_probs(
@@ -137,4 +184,4 @@ def _of_chunk(
     return outputs
 
 
-__all__ = ["Question", "layer_log_probs"]
+__all__ = ["Question", "layer_log_probs", "token_log_probs"]
