@@ -47,7 +47,7 @@ class Versions:
 VERSIONS = {
     row.name: row
     for row in (
-        Versions("python", "3.10", cpu=("3.10", "3.11")),
+        Versions("python", "3.10", cpu=("3.10", "3.13")),
         Versions(
             "torch",
             "2.10",
@@ -65,6 +65,8 @@ VERSIONS = {
             gpu=("5.23.0",),
         ),
         Versions("accelerate", "1.10", cpu=("1.10.0", "1.15.0")),
+        Versions("packaging", "23", cpu=("23.0", "26.3")),
+        Versions("rich", "13", cpu=("13.0.0", "15.0.0")),
         Versions(
             "triton",
             "3.6",

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from contextlib import contextmanager, redirect_stdout, suppress
+from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig
@@ -17,11 +19,13 @@ import hf_packfree.cli
 import hf_packfree.demo
 import hf_packfree.verify
 from hf_packfree.cli import main
+from hf_packfree.cli.options import EXAMPLES, parser
 from hf_packfree.verify.model_source import build_model
 from tests.support import by_family, tiny
 from tests.test_demo import PACKED, report_of, training
 
 pytestmark = pytest.mark.usefixtures("imports_tried_once")
+ROOT = Path(__file__).resolve().parents[1]
 FAST = ("--lengths", "5,64,3", "--no-gradients")
 
 
@@ -38,12 +42,9 @@ def last(text: str) -> str:
     return text.strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    "command", [(), ("doctor",), ("verify",), ("models",), ("bench",), ("demo",)]
-)
-def test_help_says_what_exit_codes_mean(capsys, command):
-    code, out, _ = run(capsys, *command, "--help")
-    assert code == 0
+def test_help_says_what_exit_codes_mean_and_is_what_comes_without_a_command(capsys):
+    code, out, _ = run(capsys, "--help")
+    assert run(capsys) == (code, out, "") and code == 0
     for number, meaning in {1: "influence each other", 2: "wrong usage", 3: "broken"}.items():
         assert any(
             line.strip().startswith(str(number)) and meaning in line for line in out.splitlines()
@@ -53,7 +54,11 @@ def test_help_says_what_exit_codes_mean(capsys, command):
 @pytest.mark.parametrize(
     "argv, said",
     [
-        ((), "required: COMMAND"),
+        (("verfy", "qwen3_5"), "found command 'verfy', which is not known; did you mean verify?"),
+        (("--versio",), "did you mean --version?"),
+        (("bench", "--round", "3", "--picture", "x"), "found argument '--picture'"),
+        (("models", "--jsn"), "usage: packfree models [-h]"),
+        (("models", "--jsn"), "did you mean --json?"),
         (("verify",), "required: model"),
         (("verify", "qwen3_5", "--lengths", "5"), "two or more lengths"),
         (("verify", "qwen3_5", "--lengths", "5,x"), "two or more lengths"),
@@ -77,7 +82,7 @@ def test_wrong_usage_is_2_and_a_sentence(capsys, argv, said):
 
 
 def test_models_is_the_table(capsys):
-    code, out, _ = run(capsys, "models", "--json")
+    code, out, _ = run(capsys, "models", "--json", "--verbose")
     rows = json.loads(out)
     assert code == 0 and [row["name"] for row in rows] == list(by_family)
     assert all(row["swaps"] == by_family[row["name"]].swaps and row["heads"] for row in rows)
@@ -86,19 +91,69 @@ def test_models_is_the_table(capsys):
         "the talker is transformers' own"
     )
     assert omni["media"] == ["text", "images", "videos", "audio"]
+    code, out, _ = run(capsys, "models", "--verbose")
+    assert code == 0 and "Qwen3NextGatedDeltaNet" in out
     code, out, _ = run(capsys, "models")
-    assert (
-        code == 0
-        and "Qwen3NextGatedDeltaNet" in out
-        and last(out).startswith(f"{len(by_family)} families are supported")
+    assert code == 0 and out.startswith(f"{len(by_family)} families are supported")
+    assert "Qwen3NextGatedDeltaNet" not in out and "AutoModelForImageTextToText" in out
+    assert run(capsys, "models", "--quiet")[1].split() == list(by_family)
+    assert [row["name"] for row in json.loads(run(capsys, "models", "--json")[1])] == list(
+        by_family
     )
+
+
+def test_models_imports_neither_torch_nor_rich():
+    """And answers in a tenth of a second, therefore."""
+    code = (
+        "import sys; from hf_packfree.cli import main; main(['models']); "
+        "print({'torch', 'transformers', 'rich'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert last(done.stdout) == "set()"
+
+
+def test_every_help_has_examples_that_parse(capsys):
+    for command, lines in EXAMPLES.items():
+        _, out, _ = run(capsys, *filter(None, (command,)), "--help")
+        for line in lines.splitlines():
+            assert line in out
+            words = shlex.split(line.partition("&&")[0], comments=True)
+            assert parser().parse_args(words[1:]).command == (command or words[1])
+
+
+def test_a_shell_completes_it():
+    shtab = pytest.importorskip("shtab")
+    script = shtab.complete(parser(), "bash")
+    assert "--trust-remote-code" in script and "'doctor' 'verify' 'models'" in script
+
+
+@pytest.mark.parametrize("columns", [20, 41, 80, 133])
+def test_prose_breaks_between_words(capsys, monkeypatch, columns, leaking):
+    """And with no width, in a pipe, a sentence is a line."""
+    _, wanted, _ = run(capsys, "models", "-v")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for command in (("verify", "qwen3_5", *FAST), ("models",), ("models", "-v"), ("--help",)):
+        lines = run(capsys, *command)[1].splitlines()
+        prose = [line for line in lines if not set(line) & set("┃│┏┡├└")]
+        long = [line for line in prose if len(line) > columns and len(line.split()) > 3]
+        # what usage and examples break is not ours
+        assert command == ("--help",) or not long, long
+    assert run(capsys, "models", "-v")[1].split() == wanted.split()
+
+
+def test_verbose_logs_and_quiet_says_one_line(capsys, caplog):
+    code, out, err = run(capsys, "verify", "qwen3_next", "--quiet", *FAST)
+    assert (code, err) == (0, "") and out.startswith("exact: ") and out.count("\n") == 1
+    assert not caplog.records
+    code, out, err = run(capsys, "verify", "qwen3_next", "--verbose", *FAST)
+    assert code == 0 and "Qwen3NextForCausalLM is patched" in caplog.text
 
 
 def test_verify_is_0_and_ends_in_the_sentence(capsys):
     code, out, err = run(capsys, "verify", "qwen3_next", *FAST)
     assert code == 0 and "5, 64, 3 tokens" in out
     assert last(out).startswith(
-        "Qwen3NextForCausalLM (float32, cpu): 3 packed documents equal the same documents alone"
+        "exact: Qwen3NextForCausalLM (float32, cpu): 3 packed documents equal the same documents "
     )
     assert "is falling back" not in err
 
@@ -127,7 +182,7 @@ def test_a_leak_is_1_with_its_numbers(capsys, leaking):
     assert (
         code == 1
         and "logits" in out
-        and last(out).startswith("Qwen3_5ForCausalLM leaks between packed documents: logits")
+        and last(out).startswith("LEAK: Qwen3_5ForCausalLM leaks between packed documents: logits")
     )
     code, out, _ = run(capsys, "verify", "qwen3_5", "--json", *FAST)
     found = json.loads(out)
@@ -201,6 +256,37 @@ def test_what_nobody_expected_is_3_and_a_sentence_or_a_traceback_where_asked(cap
 def test_a_folder_without_a_model_is_2(capsys, tmp_path):
     code, _, err = run(capsys, "verify", str(tmp_path))
     assert code == 2 and "found no model under" in err and err.count("\n") == 1
+
+
+def test_doctor_works_where_nothing_is_installed():
+    """Without torch, transformers, rich and any other package, and says so."""
+    bare = [sys.executable, "-S", "-m", "hf_packfree"]
+    done = subprocess.run([*bare, "doctor"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 3 and done.stderr == "", done.stderr
+    assert "pip install 'transformers>=5.2'" in done.stdout and "  OS  " in done.stdout
+    assert last(done.stdout).startswith("To be mended: torch (")
+    found = json.loads(
+        subprocess.run([*bare, "doctor", "--json"], capture_output=True, text=True, cwd=ROOT).stdout
+    )
+    assert not found["healthy"] and {"OS", "Python", "GPU, driver", "nvcc"} <= set(found["machine"])
+    done = subprocess.run([*bare, "verify", "qwen3_5"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 3 and "packfree doctor says what is installed" in done.stderr
+
+
+# transformers deprecates what PEFT asks for
+@pytest.mark.filterwarnings("ignore::FutureWarning:transformers.*")
+def test_adapters_are_verified_on_their_model(capsys, tmp_path):
+    peft = pytest.importorskip("peft")
+    base = tmp_path / "base"
+    tiny().save_pretrained(base)
+    config = peft.LoraConfig(target_modules=["up_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(build_model(str(base)), config)
+    adapted.save_pretrained(tmp_path / "adapters")
+    code, out, err = run(capsys, "verify", str(tmp_path / "adapters"), "--lengths", "5,64,3")
+    assert code == 0 and last(out).startswith("exact: PeftModel (float32"), err
+    (tmp_path / "base").rename(tmp_path / "gone")
+    code, _, err = run(capsys, "verify", str(tmp_path / "adapters"))
+    assert code == 2 and "found no model under" in err
 
 
 def test_doctor_json_is_json_alone(capsys):
@@ -292,11 +378,11 @@ def test_interrupted_is_130(capsys, monkeypatch):
         yield
 
     monkeypatch.setattr("hf_packfree.cli.show.spinner", interrupted)
-    assert run(capsys, "doctor") == (130, "", "packfree: stopped\n")
+    assert run(capsys, "verify", "qwen3_5") == (130, "", "packfree: stopped\n")
 
 
 def test_nan_becomes_null_in_json(capsys):
-    from hf_packfree.cli.show import as_json
+    from hf_packfree.cli.text import as_json
 
     as_json({"a": [float("nan"), 1.0], "b": {"c": float("inf")}})
     assert json.loads(capsys.readouterr().out) == {"a": [None, 1.0], "b": {"c": None}}
@@ -365,4 +451,4 @@ def test_a_width_of_0_is_none(capsys, monkeypatch, columns):
     monkeypatch.delenv("COLUMNS", raising=False)
     code, wanted, _ = run(capsys, "models")
     monkeypatch.setenv("COLUMNS", columns)
-    assert run(capsys, "models") == (code, wanted, "") and "Qwen3NextGatedDeltaNet" in wanted
+    assert run(capsys, "models") == (code, wanted, "") and "Qwen3-Next" in wanted

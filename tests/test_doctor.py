@@ -8,8 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import transformers
 
-from hf_packfree.cli import show
+from hf_packfree.cli import doctor as text
 from hf_packfree.doctor import (
     REQUIREMENTS,
     Package,
@@ -19,6 +20,8 @@ from hf_packfree.doctor import (
     probe,
     supported_models,
 )
+from hf_packfree.doctor.families import SERVED
+from hf_packfree.doctor.machine import machine
 from hf_packfree.doctor.packages import check_hopper, release, without_cuda
 from hf_packfree.doctor.plans import find_plans
 from hf_packfree.errors import UnsupportedModel
@@ -230,17 +233,66 @@ def test_every_operation_and_reason_is_shown(monkeypatch, capsys):
     monkeypatch.setattr("hf_packfree.patching.backends.choose_backends", lambda *_: state)
     # no cell broken
     monkeypatch.setenv("COLUMNS", "240")
-    show.diagnosis(diagnose())
-    lines = capsys.readouterr().out.splitlines()
-    rows = {
-        name.strip(): runs.strip()
-        for _, name, runs, *_ in (line.split("│") for line in lines if line.count("│") == 6)
+    found = diagnose()
+    text.diagnosis(found)
+    shown = " ".join(capsys.readouterr().out.split())
+    for plan in found.plans:
+        ops = by_family[plan.name].ops
+        others = ", ".join(op.replace("_", " ") for op in plan.packed if op != "fused")
+        assert set(plan.packed) == set(ops) <= set(OPS) and plan.name in shown
+        assert f"torch: {others}" in shown and "shown: fused" in shown
+    assert "fused: not triton: a." in shown and "attention in float32: not triton: b." in shown
+
+
+def test_a_gpu_that_torch_does_not_see_is_said(monkeypatch):
+    """By a driver that fails, and by a torch for CPUs; hidden GPUs are nobody's fault."""
+    seen = {
+        "OS": "",
+        "Python": "",
+        "GPU, driver": "NVIDIA H100 (81559 MiB, driver 550)",
+        "nvcc": "",
     }
-    for name, family in by_family.items():
-        others = [op.replace("_", " ") for op in OPS if op in family.ops and op != "fused"]
-        found = dict(part.split(": ") for part in rows[name].split("; "))
-        assert found["shown"] == "fused" and sorted(found["torch"].split(", ")) == sorted(others)
-    assert {"fused: not triton: a.", "attention in float32: not triton: b."} <= set(lines)
+    monkeypatch.setattr("hf_packfree.doctor.diagnosis.machine", lambda: dict(seen))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    found = diagnose()
+    assert not found.healthy and "torch (broken)" in str(found)
+    reason = found.packages[0].reason
+    assert reason == "there is a GPU, and it sees no GPU (its CUDA: none, it is built without)"
+
+    def fail():
+        raise RuntimeError("CUDA driver initialization failed")
+
+    monkeypatch.setattr("torch.cuda.is_available", fail)
+    assert "driver initialization failed" in diagnose().packages[0].reason
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert diagnose().healthy
+
+
+def test_the_driver_and_the_compiler_are_asked(tmp_path, monkeypatch):
+    answers = {
+        "nvidia-smi": "echo 'NVIDIA H100, 81559 MiB, 550.90, 9.0'",
+        "nvcc": "echo release 12.8, V1",
+    }
+    for name, line in answers.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    found = machine()
+    assert found["GPU, driver"] == "NVIDIA H100 (81559 MiB, driver 550.90, capability 9.0)"
+    assert found["nvcc"] == "12.8"
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    assert machine()["GPU, driver"] == "nvidia-smi is not found, or fails"
+
+
+def test_what_no_family_can_run_is_a_note_and_unhealthy(monkeypatch):
+    def fail(*_):
+        raise AttributeError("no Qwen3_5Config in this release")
+
+    monkeypatch.setattr("hf_packfree.doctor.diagnosis.find_plans", fail)
+    found = diagnose()
+    assert not found.healthy and "what would run is not known" in str(found)
+    assert any("no Qwen3_5Config" in note for note in found.notes)
 
 
 def test_floors_are_those_of_the_package():
@@ -386,3 +438,20 @@ def test_supported_models_are_the_table():
     assert list(rows) == list(by_family)
     assert all(rows[name].swaps == family.swaps for name, family in by_family.items())
     assert "Qwen3_5ForCausalLM" in rows["qwen3_5"].heads and rows["qwen3_5"].transformers == ">=5.2"
+
+
+def test_the_families_that_are_shown_at_once_are_the_tables():
+    """Names, media, and the Auto class that loads what the family's checkpoints are saved from."""
+    media = {row.name: row.media for row in supported_models()}
+    assert {row.name: row.media for row in SERVED} == media
+    for row in SERVED:
+        family, auto = by_family[row.name], getattr(transformers, row.auto_class)
+        whole = family.vision_language or family.causal_lm
+        if not row.auto_class.startswith("Auto"):
+            assert row.auto_class == family.causal_lm
+            continue
+        names = {cls.__name__ for cls in auto._model_mapping.values()}
+        wanted = (
+            family.causal_lm if row.media == ("text",) else f"{whole[:-5]}ForConditionalGeneration"
+        )
+        assert wanted in names, row.name

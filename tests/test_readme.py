@@ -8,6 +8,7 @@ import inspect
 import re
 import shlex
 from configparser import ConfigParser
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -142,6 +143,9 @@ def test_shell_lines_name_what_exists(page, help_of):
             assert {word for word in words if word.startswith("--")} <= set(
                 re.findall(r"--[\w-]+", known)
             ), step
+        elif words[0] == "shtab":
+            module, _, function = words[words.index("packfree") + 1].rpartition(".")
+            assert callable(getattr(import_module(module), function)), step
         elif words[0] in ("python", "torchrun") and "-m" in words and "pytest" not in words:
             assert find_spec(words[words.index("-m") + 1]) is not None, step
         elif words[0] == "torchrun":
@@ -212,7 +216,10 @@ def test_commands_and_their_options_exist(help_of):
         re.findall(r"^    (\w+) ", text, re.M)
     )
     for command, row in written:
-        options = set(re.findall(r"--[\w-]+", help_of(command))) - {"--help"}
+        # of every command
+        common = {"--help", "--json", "--quiet", "--verbose"}
+        options = set(re.findall(r"--[\w-]+", help_of(command).split("examples:")[0])) - common
+        row = row.replace("`--verbose`", "")
         assert set(re.findall(r"`(--[\w-]+)`", row)) == options, command
 
 
@@ -224,9 +231,10 @@ def test_exit_codes(help_of):
 
 def test_every_public_name_and_option_is_mentioned():
     for name in hf_packfree.__all__:
-        assert re.search(rf"\b{name}\b", DOCS["usage.md"]), name
+        page = "inputs.md" if hasattr(errors, name) else "usage.md"
+        assert name == "PackFreeError" or re.search(rf"\b{name}\b", DOCS[page]), name
         assert name == "__version__" or re.search(
-            rf"^\.\. auto(function|class):: {name}$", DOCS["reference.md"], re.M
+            rf"^\.\. auto(function|class|exception):: {name}$", DOCS["reference.md"], re.M
         ), name
     for function in (
         hf_packfree.apply_patches,

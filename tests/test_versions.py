@@ -18,7 +18,7 @@ from hf_packfree.versions import FLA_BACKWARD_WRONG_ON_HOPPER, HOPPER_ADVICE, VE
 HOUSE = Path(hf_packfree.__file__).parent
 SETUP = ConfigParser()
 SETUP.read(HOUSE.parent / "setup.cfg")
-OWN = {"packaging", "rich", "matplotlib"}
+OWN = {"matplotlib"}
 """What setup.cfg requires and no code of ours looks at the version of."""
 
 

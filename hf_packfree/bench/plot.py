@@ -26,13 +26,16 @@ def draw(report: BenchReport, path: Path) -> None:
     time, memory = figure.subplots(1, 2)
     rows = report.candidates
     colours = [BLUE if row.name.startswith("patched") else GREY for row in rows]
-    bars(
-        time, {row.name: None if row.median is None else row.median * 1e3 for row in rows}, colours
-    )
+    names = [row.name for row in rows]
+    faster = {name: found for name in names if (found := report.faster(name)) is not None}
+    shares = {name: found for name in names if (found := report.memory_share(name)) is not None}
+    milliseconds = {row.name: None if row.median is None else row.median * 1e3 for row in rows}
+    bars(time, milliseconds, colours, {name: f"{x:.2f} x faster" for name, x in faster.items()})
     time.axvline(report.floor * 1e3, color="black", linewidth=1, linestyle=":")
     time.set_title("One step (dotted: floor)", loc="left", fontsize=10)
     time.set_xlabel("milliseconds, median")
-    bars(memory, {row.name: row.peak_mib for row in rows}, colours)
+    peaks = {row.name: row.peak_mib for row in rows}
+    bars(memory, peaks, colours, {name: f"{share:.0%}" for name, share in shares.items()})
     memory.set_title("Peak memory of a step", loc="left", fontsize=10)
     memory.set_xlabel("MiB above the loaded model")
     memory.set_yticklabels([])
@@ -42,15 +45,21 @@ def draw(report: BenchReport, path: Path) -> None:
     figure.savefig(path)
 
 
-def bars(axes: Any, values: Mapping[str, float | None], colours: Sequence[str]) -> None:
-    """Draw a horizontal bar per name, from the top, with its value and its ratio to the first."""
-    base = next(iter(values.values()))
-    for place, (value, colour) in enumerate(zip(values.values(), colours, strict=True)):
+def bars(
+    axes: Any,
+    values: Mapping[str, float | None],
+    colours: Sequence[str],
+    compared: Mapping[str, str],
+) -> None:
+    """Draw a horizontal bar per name, from the top, with its value and, but for the first's, how it
+    compares, in the words of the table.
+    """
+    for place, ((name, value), colour) in enumerate(zip(values.items(), colours, strict=True)):
         axes.barh(place, value or 0.0, color=colour, height=0.6)
         text = (
             "not measured"
             if value is None
-            else f"{value:,.0f}" + (f"  ({value / base:.2f}x)" if base and place else "")
+            else f"{value:,.0f}" + (f"  ({compared[name]})" if place and name in compared else "")
         )
         axes.annotate(
             text, (value or 0.0, place), (4, 0), textcoords="offset points", va="center", fontsize=9

@@ -10,8 +10,9 @@ import traceback
 from collections.abc import Sequence
 
 from hf_packfree.cli.commands import COMMANDS
-from hf_packfree.cli.options import BROKEN, LEAK, STOPPED, UNREAD, USAGE, parser
-from hf_packfree.cli.show import complain
+from hf_packfree.cli.options import BROKEN, FINE, LEAK, STOPPED, UNREAD, USAGE, Parser, parser
+from hf_packfree.cli.quiet import logged
+from hf_packfree.cli.text import complain
 from hf_packfree.errors import LeakDetected, PackFreeError, in_short
 
 __all__ = ["main"]
@@ -37,19 +38,38 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    options = parser().parse_args(argv)
+    words, reader = list(sys.argv[1:] if argv is None else argv), parser()
+    if not words:
+        reader.print_help()
+        return FINE
+    _refuse_unknown(words, reader)
+    options, left = reader.parse_known_args(words)
+    if left:
+        command: Parser = options.parser
+        command.refuse("argument", left[0], command.flags)
     try:
-        return COMMANDS[options.command](options)
+        with logged(options.verbose):
+            return COMMANDS[options.command](options)
     except BrokenPipeError:
         raise
     except KeyboardInterrupt:
         complain("stopped")
         return STOPPED
     except Exception as error:
-        return _complain_of(error)
+        return _complain_of(error, options.verbose)
 
 
-def _complain_of(error: Exception) -> int:
+def _refuse_unknown(words: Sequence[str], reader: Parser) -> None:
+    """End with wrong usage where the first word is no command."""
+    first = words[0]
+    if first.startswith("-"):
+        if first not in ("-h", *reader.flags):
+            reader.refuse("option", first, reader.flags)
+    elif first not in COMMANDS:
+        reader.refuse("command", first, COMMANDS)
+
+
+def _complain_of(error: Exception, verbose: bool) -> int:
     """Say what went wrong, and return its exit code."""
     if isinstance(error, (PackFreeError, OSError)):
         complain(error)
@@ -58,10 +78,10 @@ def _complain_of(error: Exception) -> int:
         complain(f"{error}; packfree doctor says what is installed and what to install")
         return BROKEN
     # a sentence for this one too, and never the exit code of a leak
-    if os.environ.get("PACKFREE_TRACEBACK", "0") not in ("", "0"):
+    if verbose or os.environ.get("PACKFREE_TRACEBACK", "0") not in ("", "0"):
         traceback.print_exc()
     complain(
-        f"found {in_short(error)}, an unexpected error; PACKFREE_TRACEBACK=1 shows where; please "
-        f"report it"
+        f"found {in_short(error)}, an unexpected error; --verbose or PACKFREE_TRACEBACK=1 shows "
+        f"where; please report it, with what packfree doctor --json says"
     )
     return BROKEN

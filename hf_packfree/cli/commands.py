@@ -1,4 +1,7 @@
-"""One function per command: call the package, show the answer, return the exit code."""
+"""One function per command: call the package, show the answer, return the exit code.
+
+Whatever needs rich is imported by the command that shows it.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hf_packfree.cli import show
-from hf_packfree.cli.options import BROKEN, FINE, LEAK, MOST_TOKENS, check_folder, check_picture
+from hf_packfree.cli import doctor as doctors
+from hf_packfree.cli.options import BROKEN, FINE, LEAK, MOST_TOKENS
+from hf_packfree.cli.paths import check_folder, check_picture
+from hf_packfree.cli.text import as_json, say
 from hf_packfree.errors import (
     LeakDetected,
     MissingHead,
@@ -21,48 +26,60 @@ from hf_packfree.errors import (
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Show what is installed and what would run."""
+    """Show what is installed and what would run, even where rich, torch or transformers is
+    missing.
+    """
+    from hf_packfree.cli.quiet import quiet_libraries
     from hf_packfree.doctor import diagnose
 
-    with (
-        show.spinner("importing what is installed", options.json),
-        show.quiet_libraries(bars=False),
-    ):
+    with quiet_libraries(bars=False, quiet=not options.verbose):
         diagnosis = diagnose(options.model)
     if options.json:
-        show.as_json(diagnosis.as_dict())
+        as_json(diagnosis.as_dict())
+    elif options.quiet:
+        say(str(diagnosis))
     else:
-        show.diagnosis(diagnosis)
+        doctors.diagnosis(diagnosis)
     return FINE if diagnosis.healthy else BROKEN
 
 
 def verify(options: argparse.Namespace) -> int:
     """Measure one model; the numbers of a leak are shown too."""
-    with show.spinner(f"measuring {options.model}", options.json):
+    from hf_packfree.cli import show
+
+    with show.spinner(f"measuring {options.model}", _silent(options)):
         report, code = _measure(options)
     if options.json:
-        show.as_json(
+        as_json(
             {
                 **report.as_dict(),
                 "failures": report.failures(),
                 "sentence": show.sentence_of(report),
             }
         )
+    elif options.quiet:
+        show.judged(report)
     else:
         show.packing(report)
     return code
 
 
+def _silent(options: argparse.Namespace) -> bool:
+    """Whether nothing moves on stderr."""
+    return bool(options.json or options.quiet)
+
+
 def _measure(options: argparse.Namespace) -> tuple[Any, int]:
     import torch
 
+    from hf_packfree.cli.quiet import quiet_libraries
     from hf_packfree.verify import verify_packing
 
     given: dict[str, Any] = {"lengths": options.lengths} if options.lengths else {}
     dtype = getattr(torch, options.dtype) if options.dtype else None
-    device = _device(options.device)
+    device = _device(options.device or _fastest())
     try:
-        with show.quiet_libraries():
+        with quiet_libraries(quiet=not options.verbose):
             return verify_packing(
                 options.model,
                 gradients=not options.no_gradients,
@@ -78,7 +95,7 @@ def _measure(options: argparse.Namespace) -> tuple[Any, int]:
 
 
 def _fastest() -> str:
-    """Return the default of `packfree bench --device`."""
+    """Return the default of `--device`."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -104,20 +121,31 @@ def _device(text: str) -> Any:
 
 
 def models(options: argparse.Namespace) -> int:
-    """Show the supported families."""
-    from hf_packfree.doctor import supported_models
+    """Show the supported families; with --verbose, the classes that are swapped in them."""
+    from hf_packfree.doctor.families import SERVED
 
-    found = supported_models()
+    rows = [row.as_dict() for row in SERVED]
+    swapped: tuple[Any, ...] = ()
+    if options.verbose:
+        from hf_packfree.doctor import supported_models
+
+        swapped = supported_models()
+        rows = [{**row, **more.as_dict()} for row, more in zip(rows, swapped, strict=True)]
     if options.json:
-        show.as_json([row.as_dict() for row in found])
+        as_json(rows)
+    elif options.quiet:
+        say("\n".join(row.name for row in SERVED))
     else:
-        show.supported(found)
+        doctors.swapped(swapped)
+        doctors.served(SERVED)
     return FINE
 
 
 def bench(options: argparse.Namespace) -> int:
     """Time padded and packed steps, and show how they compare."""
     from hf_packfree.bench import BenchOptions, choose_lengths, run_bench
+    from hf_packfree.cli import show
+    from hf_packfree.cli.quiet import quiet_libraries
 
     if options.png is not None and find_spec("matplotlib") is None:
         raise ImportError(
@@ -135,7 +163,7 @@ def bench(options: argparse.Namespace) -> int:
     wanted = BenchOptions(
         options.model, lengths, device=str(_device(options.device or _fastest())), **given
     )
-    with show.bars(options.json) as move, show.quiet_libraries():
+    with show.bars(_silent(options)) as move, quiet_libraries(quiet=not options.verbose):
         report = run_bench(
             wanted, lambda name, done, total: move("training steps", done, total, name)
         )
@@ -149,7 +177,9 @@ def bench(options: argparse.Namespace) -> int:
     finally:
         # a measurement that took minutes is shown even if its picture fails
         if options.json:
-            show.as_json(report.as_dict())
+            as_json(report.as_dict())
+        elif options.quiet:
+            say(f"{report}.")
         else:
             show.bench(report, drawn)
     return FINE if report.complete else BROKEN
@@ -168,6 +198,8 @@ def _affordable(lengths: tuple[int, ...]) -> tuple[int, ...]:
 
 def mtp(options: argparse.Namespace) -> int:
     """Show what a checkpoint's head is; copy one to it, or count the drafts that are accepted."""
+    from hf_packfree.cli import show
+    from hf_packfree.cli.quiet import quiet_libraries
     from hf_packfree.mtp.files import copy_head, examine
 
     if (options.copy_from is None) != (options.to is None) or options.accept != (
@@ -184,7 +216,10 @@ def mtp(options: argparse.Namespace) -> int:
         )
     if options.accept:
         return _accept(options)
-    with show.spinner(f"reading {options.checkpoint}", options.json), show.quiet_libraries():
+    with (
+        show.spinner(f"reading {options.checkpoint}", _silent(options)),
+        quiet_libraries(quiet=not options.verbose),
+    ):
         if options.to is None:
             report = examine(options.checkpoint)
         else:
@@ -192,15 +227,17 @@ def mtp(options: argparse.Namespace) -> int:
                 options.copy_from, options.checkpoint, check_folder(options.to, "--to")
             )
     if options.json:
-        show.as_json(report.as_dict())
+        as_json(report.as_dict())
     else:
-        show.say(str(report))
+        say(str(report))
     return FINE if report.agrees else LEAK
 
 
 def _accept(options: argparse.Namespace) -> int:
     import torch
 
+    from hf_packfree.cli import show
+    from hf_packfree.cli.quiet import quiet_libraries
     from hf_packfree.mtp.accept import accepted_drafts
     from hf_packfree.mtp.files import examine
     from hf_packfree.patching import apply_patches
@@ -208,8 +245,8 @@ def _accept(options: argparse.Namespace) -> int:
 
     lines = _prompts(options.text)
     with (
-        show.spinner(f"generating with {options.checkpoint}", options.json),
-        show.quiet_libraries(),
+        show.spinner(f"generating with {options.checkpoint}", _silent(options)),
+        quiet_libraries(quiet=not options.verbose),
     ):
         # before all weights are read
         if not examine(options.checkpoint).tensors:
@@ -228,9 +265,9 @@ def _accept(options: argparse.Namespace) -> int:
         ]
         found = accepted_drafts(model, prompts, new_tokens=options.new_tokens, depth=options.depth)
     if options.json:
-        show.as_json(found.as_dict())
+        as_json(found.as_dict())
     else:
-        show.say(str(found))
+        say(str(found))
     return FINE
 
 
@@ -281,6 +318,8 @@ def demo(options: argparse.Namespace) -> int:
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[
         0
     ]
+    from hf_packfree.cli import show
+    from hf_packfree.cli.quiet import quiet_libraries
     from hf_packfree.demo import DemoOptions, run_demo
 
     out = check_folder(options.out)
@@ -288,14 +327,23 @@ def demo(options: argparse.Namespace) -> int:
     wanted = DemoOptions(
         out, options.steps, options.batch_size, options.seed, options.threads, plots
     )
-    with show.bars() as progress, show.quiet_libraries(bars=False):
+    with (
+        show.bars(_silent(options)) as progress,
+        quiet_libraries(bars=False, quiet=not options.verbose),
+    ):
         report = run_demo(wanted, progress)
+    if options.json:
+        as_json(report.as_dict())
+        return LEAK if report.failures() else FINE
     if not plots and not options.no_plots:
-        show.say(
+        say(
             "No picture: matplotlib is absent; pip install 'hf_packfree[demo]' brings it, "
             "--no-plots does without."
         )
-    show.demo(report)
+    if options.quiet:
+        say(str(report))
+    else:
+        show.demo(report)
     return LEAK if report.failures() else FINE
 
 

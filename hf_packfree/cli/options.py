@@ -1,44 +1,90 @@
-"""The options of every command, and whether the files that they name can be written."""
+"""The options and examples of every command."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from hf_packfree._version import __version__
-from hf_packfree.errors import UnsupportedInput
+from hf_packfree.cli.text import width, wrapped
 
 FINE, LEAK, USAGE, BROKEN, STOPPED, UNREAD = 0, 1, 2, 3, 130, 141
 EXIT_CODES = f"""exit codes:
   {FINE}  fine
-  {LEAK}  documents influence each other, the demo's check failed, or a checkpoint's head is not
-     what its configuration promises
+  {LEAK}  documents influence each other, the demo's check failed, or a checkpoint's head is not \
+what its configuration promises
   {USAGE}  wrong usage, or a model or input that is not supported
-  {BROKEN}  something installed is broken, too old or missing, or a step that bench compares (any
-     but unpatched packed) did not run; or an unexpected error: PACKFREE_TRACEBACK=1 shows where
+  {BROKEN}  something installed is broken, too old or missing, or a step that bench compares (any \
+but unpatched packed) did not run; or an unexpected error: --verbose shows where
   {STOPPED}  stopped with Ctrl-C
   {UNREAD}  the reader of the answer closed the pipe
 """
+EXAMPLES = {
+    "": """packfree doctor
+packfree verify Qwen/Qwen3.5-2B
+packfree bench --lengths my.jsonl""",
+    "doctor": """packfree doctor
+packfree doctor --json                       # for an issue
+packfree doctor --model Qwen/Qwen3.5-2B      # what would run for it""",
+    "verify": """packfree verify qwen3_5                      # a tiny random model
+packfree verify Qwen/Qwen3.5-2B --dtype bfloat16
+packfree verify out/checkpoint-300           # a checkpoint, or PEFT's adapters
+packfree verify my-checkpoint --quiet && python train.py""",
+    "models": """packfree models
+packfree models --verbose                    # the classes that are swapped""",
+    "bench": """packfree bench                               # a small model, here
+packfree bench Qwen/Qwen3.5-2B --lengths my.jsonl
+packfree bench 2b --longest 2048 --png bench.png""",
+    "mtp": """packfree mtp my-checkpoint                   # is the head there?
+packfree mtp my-checkpoint --copy-from Qwen/Qwen3.5-2B --to with-head
+packfree mtp with-head --accept --text prompts.txt""",
+    "demo": """packfree demo
+packfree demo --steps 20 --out /tmp/demo --json""",
+}
+"""{command: lines to copy}; the first are of `packfree --help`."""
 MOST_TOKENS = 2**24
 """The largest batch, padding included: no machine has memory for more."""
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser; what it returns has `command` and that command's options."""
-    packfree = argparse.ArgumentParser(
+class Parser(argparse.ArgumentParser):
+    """argparse's, which proposes the option that was meant."""
+
+    def __init__(self, **options: Any) -> None:
+        self.flags: list[str] = []
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
+        """Add one, and remember its name."""
+        self.flags += [name for name in names if name.startswith("--")]
+        return super().add_argument(*names, **options)
+
+    def refuse(self, what: str, found: str, known: Iterable[str]) -> NoReturn:
+        """End with wrong usage: something that is not known, and what is meant, if that is near."""
+        near = difflib.get_close_matches(found, list(known), n=1)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        self.error(f"found {what} {found!r}, which is not known{meant}")
+
+
+def parser() -> Parser:
+    """Return the parser; what it returns has `command`, that command's options, and `parser`.
+
+    It is also what `shtab` reads for a shell's completion.
+    """
+    packfree = Parser(
         prog="packfree",
-        description="Packed and padding-free training of hybrid linear-attention models, exact and "
-        "fast.",
-        epilog=EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=wrapped(
+            "Packed and padding-free training of hybrid linear-attention models, exact and fast."
+        ),
+        epilog=f"{_examples('')}\n\n{_filled(EXIT_CODES)}",
     )
     packfree.add_argument("--version", action="version", version=f"packfree {__version__}")
-    commands = packfree.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    commands = packfree.add_subparsers(title="commands", dest="command", metavar="COMMAND")
     _doctor_options(
         _command(
             commands, "doctor", "what is installed, what works, what would run, what to install"
@@ -47,7 +93,7 @@ def parser() -> argparse.ArgumentParser:
     _verify_options(
         _command(commands, "verify", "measure whether packed documents influence each other")
     )
-    _json_option(_command(commands, "models", "the model families that are supported"))
+    _command(commands, "models", "the model families that are supported")
     _bench_options(
         _command(
             commands, "bench", "time padded and packed training steps here, unpatched and patched"
@@ -64,35 +110,46 @@ def parser() -> argparse.ArgumentParser:
     return packfree
 
 
-def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
+def _command(commands: Any, name: str, text: str) -> Parser:
     sentence = f"{text[0].upper()}{text[1:]}."
-    kind = argparse.RawDescriptionHelpFormatter
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=text, description=sentence, epilog=EXIT_CODES, formatter_class=kind
+    epilog = f"{_examples(name)}\n\nexit codes: packfree --help"
+    parser: Parser = commands.add_parser(name, help=text, description=sentence, epilog=epilog)
+    parser.set_defaults(command=name, parser=parser)
+    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    parser.add_argument("-q", "--quiet", action="store_true", help="print the last sentence alone")
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="print more: logs, and where an error is from"
     )
-    parser.set_defaults(command=name)
     return parser
 
 
-def _json_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+def _examples(command: str) -> str:
+    return "examples:\n" + "\n".join(f"  {line}" for line in EXAMPLES[command].splitlines())
+
+
+def _filled(text: str) -> str:
+    """Break lines between words; in a pipe, where none is too long, they are left."""
+    return (
+        text if width() is None else "\n".join(wrapped(line, " " * 6) for line in text.splitlines())
+    )
 
 
 def _doctor_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
-        help="a config or checkpoint folder, a hub id or a built-in name: what would run for it",
+        help="a config or checkpoint folder, a folder of PEFT's adapters, a hub id or a built-in "
+        "name: what would run for it",
     )
-    _json_option(parser)
 
 
 def _verify_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
-        help="a config or checkpoint folder, a hub id, or a built-in name: see packfree models",
+        help="a config or checkpoint folder, a folder of PEFT's adapters, a hub id, or a built-in "
+        "name: see packfree models",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's own")
-    parser.add_argument("--device", default="cpu", help="default: cpu")
+    parser.add_argument("--device", help="default: a CUDA GPU if there is one, else cpu")
     parser.add_argument("--lengths", type=_lengths, help="tokens of each document, such as 5,64,1")
     parser.add_argument(
         "--no-gradients",
@@ -102,13 +159,13 @@ def _verify_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="run code that comes with the model"
     )
-    _json_option(parser)
 
 
 def _bench_options(parser: argparse.ArgumentParser) -> None:
     model = (
         "a shape (small, 2b; with images: small-vl, small-qwen3-vl, 2b-vl), a config or "
-        "checkpoint folder, a hub id, or a built-in name (default: small)"
+        "checkpoint folder, a folder of PEFT's adapters, a hub id, or a built-in name (default: "
+        "small)"
     )
     parser.add_argument("model", nargs="?", default="small", help=model)
     lengths = (
@@ -141,7 +198,6 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="run code that comes with the model"
     )
-    _json_option(parser)
 
 
 def _mtp_options(parser: argparse.ArgumentParser) -> None:
@@ -166,7 +222,6 @@ def _mtp_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--depth", type=_whole(1), default=3, help="drafts per round (default: 3)")
     parser.add_argument("--device", default="cpu", help="default: cpu")
-    _json_option(parser)
 
 
 def _demo_options(parser: argparse.ArgumentParser) -> None:
@@ -224,58 +279,3 @@ def _whole(least: int, most: int | None = None) -> Callable[[str], int]:
 _seed = _whole(0, 2**32 - 1)
 # torch crashes at far more
 _threads = _whole(1, os.cpu_count() or 1)
-
-
-def check_picture(path: Path) -> None:
-    """Make sure that matplotlib can write a picture there.
-
-    Raises:
-        UnsupportedInput: it cannot.
-    """
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    kinds = FigureCanvasBase.get_supported_filetypes()
-    faults = {
-        "a folder": os.path.isdir(path),
-        "whose ending names no kind of picture": path.suffix[1:].lower() not in kinds,
-        "in a folder that does not exist": not os.path.isdir(path.parent),
-        "which cannot be written": not os.access(
-            path if os.path.exists(path) else path.parent, os.W_OK
-        ),
-    }
-    wanted = (
-        f"a file in a folder that exists, which ends in one of "
-        f"{', '.join(f'.{kind}' for kind in sorted(kinds))}"
-    )
-    _refuse("--png", str(path), faults, wanted)
-
-
-def check_folder(text: str, option: str = "--out") -> Path:
-    """Return the path of a folder that exists or will be made.
-
-    Args:
-        text: what was given.
-        option: for what.
-
-    Raises:
-        UnsupportedInput: neither is possible.
-    """
-    path = Path(text)
-    nearest = next((place for place in (path, *path.parents) if os.path.exists(place)), Path())
-    faults = {
-        "which names nothing": not text,
-        "a file": os.path.isfile(path),
-        f"below {str(nearest)!r}, which is no folder": not os.path.isdir(nearest),
-        "which cannot be written": not os.access(nearest, os.W_OK),
-    }
-    _refuse(option, text, faults, "a folder that can be written or made")
-    return path
-
-
-def _refuse(option: str, text: str, faults: dict[str, bool], wanted: str) -> None:
-    """Raise for the first fault that holds."""
-    for fault, holds in faults.items():
-        if holds:
-            raise UnsupportedInput(
-                f"found {option} {text!r}, {fault}; wanted {wanted}; name another one"
-            )

@@ -1,14 +1,13 @@
-"""Tables, bars and sentences. Answers go to stdout; errors, spinners and bars to stderr, where
-libraries are kept quiet.
+"""What the commands measured, as tables and sentences by rich; and its bars and spinners, on
+stderr, where libraries are kept quiet.
 """
 
 from __future__ import annotations
 
-import json
-import logging
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -17,26 +16,12 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from hf_packfree.cli.text import say, verdict
+
 if TYPE_CHECKING:
     from hf_packfree.bench import BenchReport
     from hf_packfree.demo import DemoReport
-    from hf_packfree.doctor import Diagnosis, Plan, Supported
     from hf_packfree.verify import PackingReport
-
-COLOURS = {
-    "usable": "green",
-    "unused": "cyan",
-    "absent": "dim",
-    "too old": "yellow",
-    "broken": "red",
-}
-CHATTER = {
-    # packfree doctor says what is installed
-    "transformers.integrations.hub_kernels": ("reference PyTorch implementation",),
-    # the error that follows says it once
-    "huggingface_hub.utils._http": ("thrown while requesting", "Retrying in"),
-}
-"""{logger: parts of the messages that are left out}."""
 
 
 class Console(RichConsole):
@@ -54,86 +39,24 @@ class Console(RichConsole):
         raise BrokenPipeError
 
 
-def say(sentence: str) -> None:
-    """Write a sentence to stdout, unbroken."""
-    Console(soft_wrap=True, highlight=False, markup=False).print(sentence)
-
-
-def complain(error: object) -> None:
-    """Write what went wrong to stderr, on one line."""
-    text = " ".join(str(error).split())
-    Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print(
-        f"packfree: {text}", style="red"
-    )
-
-
-def as_json(data: Any) -> None:
-    """Write data as JSON; NaN and infinity, which JSON lacks, become null."""
-    finite = json.loads(json.dumps(data), parse_constant=lambda name: None)
-    sys.stdout.write(json.dumps(finite, indent=2) + "\n")
-
-
 def spinner(text: str, silent: bool) -> AbstractContextManager[Any]:
     """Turn a spinner on stderr during the block."""
     return nullcontext() if silent else Console(stderr=True).status(escape(text))
 
 
-def _table(title: str, *columns: str) -> Table:
+def _table(title: str, first: str, *numbers: str) -> Table:
+    """A table of one column of words, which are wrapped, and columns of numbers, which are not."""
     table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
-
-
-def diagnosis(found: Diagnosis) -> None:
-    """Show the doctor's findings."""
-    console = Console()
-    packages = _table(
-        f"hf_packfree {found.packfree}, Python {found.python}",
-        "package",
-        "version",
-        "state",
-        "what to know",
-    )
-    for row in found.packages:
-        known = "; ".join(filter(None, [row.reason or row.purpose, row.advice]))
-        packages.add_row(
-            row.name, row.version or "", f"[{COLOURS[row.state]}]{row.state}[/]", escape(known)
-        )
-    console.print(packages)
-    if found.plans:
-        console.print(_plans(found.plans))
-    for device in found.devices:
-        memory = f", {device.memory_gib} GiB" if device.memory_gib else ""
-        capability = f", capability {device.capability}" if device.capability else ""
-        say(f"Device {device.kind}: {device.name}{memory}{capability}")
-    for sentence in (*found.notes, str(found)):
-        say(sentence)
-
-
-def _plans(plans: Sequence[Plan]) -> Table:
-    """Return a row for each model: by which backends its operations run."""
-    columns = (
-        "model",
-        "operations of packed rows",
-        "unpacked rows",
-        "packed rows of",
-        "rows shared by ranks",
-    )
-    table = _table("What would run", *columns)
-    for plan in plans:
-        backends: dict[str, list[str]] = {}
-        for op, name in plan.packed.items():
-            backends.setdefault(name, []).append(op.replace("_", " "))
-        runs = "; ".join(f"{name}: {', '.join(ops)}" for name, ops in backends.items())
-        table.add_row(escape(plan.name), runs, plan.unpacked, ", ".join(plan.media), plan.shared)
+    table.add_column(first)
+    for column in numbers:
+        table.add_column(column, no_wrap=True)
     return table
 
 
 def packing(report: PackingReport) -> None:
     """Show what verification measured."""
     title = f"{report.model}, {report.dtype}, {report.device}"
-    table = _table(title, "relative RMS error", "patched", "unpatched", "allowed")
+    table = _table(title, "relative RMS error", "unpatched", "patched", "allowed")
     limits = report.limits
     rows = [
         ("logits", "logits", limits.logits),
@@ -142,7 +65,7 @@ def packing(report: PackingReport) -> None:
         ("gradient across documents, largest absolute", "cross_gradient", 0.0),
     ]
     for name, field, limit in rows:
-        values = [getattr(measured, field, None) for measured in (report.patched, report.unpatched)]
+        values = [getattr(measured, field, None) for measured in (report.unpatched, report.patched)]
         table.add_row(
             name,
             *("-" if value is None else f"{value:.1e}" for value in values),
@@ -153,7 +76,13 @@ def packing(report: PackingReport) -> None:
         f"One row of documents of {', '.join(map(str, report.lengths))} tokens, against a forward "
         f"of each document alone."
     )
-    say(sentence_of(report))
+    judged(report)
+
+
+def judged(report: PackingReport) -> None:
+    """Show the verdict."""
+    word, colour = ("LEAK", "red") if report.failures() else ("exact", "green")
+    verdict(word, colour, sentence_of(report))
 
 
 def sentence_of(report: PackingReport) -> str:
@@ -164,33 +93,18 @@ def sentence_of(report: PackingReport) -> str:
     return f"{report}."
 
 
-def supported(rows: Sequence[Supported]) -> None:
-    """Show the supported families and the classes that are swapped in them."""
-    table = _table("Supported model families", "family", "class that is swapped", "because")
-    for row in rows:
-        for place, (name, why) in enumerate(row.swaps.items()):
-            table.add_row("" if place else row.name, name, why)
-        table.add_section()
-    Console().print(table)
-    for row in rows:
-        say(
-            f"{row.name}: transformers {row.transformers}; rows of {', '.join(row.media)}; heads: "
-            f"{', '.join(row.heads)}."
-        )
-    say(
-        f"{len(rows)} families are supported: the bare text models and all of these heads, by "
-        f"apply_patches(model)."
-    )
-
-
 @contextmanager
 def bars(silent: bool = False) -> Iterator[Callable[..., None]]:
-    """Show a bar per stage during the block, and hand out `move(stage, done, total, note)`,
-    which moves them.
+    """Show a bar per stage during the block, or where stderr is no terminal a line now and then,
+    and hand out `move(stage, done, total, note)`, which moves them.
     """
     name, note = TextColumn("{task.description:<24}"), TextColumn("{task.fields[note]}")
     columns = (name, BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(), note)
-    with Progress(*columns, console=Console(stderr=True), disable=silent) as progress:
+    console = Console(stderr=True)
+    if silent or not console.is_terminal:
+        yield _lines(silent)
+        return
+    with Progress(*columns, console=console) as progress:
         tasks: dict[str, Any] = {}
 
         def move(stage: str, done: int, total: int, note: str = "") -> None:
@@ -199,6 +113,23 @@ def bars(silent: bool = False) -> Iterator[Callable[..., None]]:
             progress.update(tasks[stage], completed=done, total=total, note=note, refresh=True)
 
         yield move
+
+
+def _lines(silent: bool) -> Callable[..., None]:
+    """Return a `move` that writes a line where a stage begins, every 10 seconds, and where it
+    ends.
+    """
+    stages, times = [""], [0.0]
+
+    def move(stage: str, done: int, total: int, note: str = "") -> None:
+        now = time.monotonic()
+        due = stage != stages[-1] or done == total or now - times[-1] >= 10.0
+        if not silent and due:
+            stages.append(stage)
+            times.append(now)
+            print(f"{stage}: {done} of {total}{f', {note}' if note else ''}", file=sys.stderr)
+
+    return move
 
 
 def bench(report: BenchReport, picture: object = None) -> None:
@@ -297,32 +228,3 @@ def demo(report: DemoReport) -> None:
         f"all)."
     )
     say(str(report))
-
-
-def _keep(record: logging.LogRecord) -> bool:
-    return not any(words in record.getMessage() for words in CHATTER[record.name])
-
-
-@contextmanager
-def quiet_libraries(*, bars: bool = True) -> Iterator[None]:
-    """Hide, for the block, messages and loading bars that would be written over a table and warn of
-    no harm.
-
-    Args:
-        bars: hide transformers' loading bars too; without, it is not imported.
-    """
-    library: Any = None
-    if bars:
-        from transformers.utils import logging as library
-    restore = bars and library.is_progress_bar_enabled()
-    for name in CHATTER:
-        logging.getLogger(name).addFilter(_keep)
-    if restore:
-        library.disable_progress_bar()
-    try:
-        yield
-    finally:
-        for name in CHATTER:
-            logging.getLogger(name).removeFilter(_keep)
-        if restore:
-            library.enable_progress_bar()

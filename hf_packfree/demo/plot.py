@@ -42,7 +42,9 @@ def draw(report: DemoReport, path: Path) -> None:
         _loss(loss, difference, report)
         _leak(leak, report)
         colours = [style["color"] for style in STYLES.values()]
-        bars(speed, {row.name: row.tokens_per_second for row in report.trainings}, colours)
+        speeds = {row.name: row.tokens_per_second for row in report.trainings}
+        faster = {name: f"{speeds[name] / speeds[PADDED]:.1f} x" for name in speeds}
+        bars(speed, speeds, colours, faster)
         speed.set(title="Speed (longer is better)", xlabel="real tokens per second")
         speed.grid(visible=False)
         figure.savefig(path)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import platform
-from dataclasses import asdict, dataclass
+import os
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hf_packfree._version import __version__
+from hf_packfree.doctor.machine import machine
 from hf_packfree.doctor.packages import REQUIREMENTS, Package, check_hopper, examine, without_cuda
 from hf_packfree.doctor.plans import Device, Plan, find_devices, find_plans
+from hf_packfree.errors import in_short
 from hf_packfree.versions import FLA_WITHOUT_CUDA_SINCE
 
 
@@ -17,13 +19,14 @@ class Diagnosis:
     """Everything the doctor found.
 
     Attributes:
-        packfree, python: versions.
+        packfree: its version.
+        machine: {"OS", "Python", "GPU, driver", "nvcc", "torch's CUDA": what was found}.
         packages, devices, plans: see their classes.
         notes: sentences that belong to no package alone.
     """
 
     packfree: str
-    python: str
+    machine: dict[str, str]
     packages: tuple[Package, ...]
     devices: tuple[Device, ...]
     plans: tuple[Plan, ...]
@@ -32,7 +35,7 @@ class Diagnosis:
     @property
     def healthy(self) -> bool:
         """Whether nothing has to be mended."""
-        return not any(package.wrong for package in self.packages)
+        return bool(self.plans) and not any(package.wrong for package in self.packages)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON."""
@@ -42,6 +45,8 @@ class Diagnosis:
         wrong = [f"{package.name} ({package.state})" for package in self.packages if package.wrong]
         if wrong:
             return f"To be mended: {', '.join(wrong)}."
+        if not self.plans:
+            return "Everything needed is installed, and what would run is not known."
         return (
             f"Everything needed is here: packed rows run {self._where()} on "
             f"{', '.join(d.name for d in self.devices)}."
@@ -76,22 +81,54 @@ def diagnose(model: str | None = None) -> Diagnosis:
         PatchConflict, ContractError, BackendUnavailable: that model could not be patched.
     """
     packages = {package.name: package for package in examine(REQUIREMENTS)}
-    devices = find_devices() if packages["torch"].state == "usable" else ()
+    found = machine()
+    devices: tuple[Device, ...] = ()
+    if packages["torch"].state == "usable":
+        devices, found["torch's CUDA"], said = find_devices()
+        packages["torch"] = _check_cuda(packages["torch"], devices, found, said)
     if any(device.kind == "cuda" for device in devices):
         packages["fla-core"] = check_hopper(packages, [device.capability for device in devices])
     else:
         for_gpus = [row.versions.name for row in REQUIREMENTS if row.cuda]
         packages |= {name: without_cuda(packages[name]) for name in for_gpus}
-    can_build = all(packages[name].state == "usable" for name in ("torch", "transformers"))
-    plans = find_plans(model, _unpacked(packages["fla-core"])) if can_build else ()
+    plans, unplanned = _plans(model, packages)
     return Diagnosis(
         packfree=__version__,
-        python=platform.python_version(),
+        machine=found,
         packages=tuple(packages.values()),
         devices=devices,
         plans=plans,
-        notes=(*_notes(packages["fla-core"]), *_reasons(plans)),
+        notes=(*unplanned, *_notes(packages["fla-core"]), *_reasons(plans)),
     )
+
+
+def _check_cuda(
+    torch: Package, devices: tuple[Device, ...], found: dict[str, str], said: str | None
+) -> Package:
+    """Return torch's row; with a GPU that the driver sees and torch does not, it is broken."""
+    seen = any(device.kind == "cuda" for device in devices)
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
+    if seen or hidden or "driver " not in found["GPU, driver"]:
+        return torch
+    reason = said or "it sees no GPU (its CUDA: " + found["torch's CUDA"] + ")"
+    advice = "install a torch whose CUDA this driver takes: pytorch.org/get-started"
+    return replace(torch, state="broken", reason=f"there is a GPU, and {reason}", advice=advice)
+
+
+def _plans(
+    model: str | None, packages: dict[str, Package]
+) -> tuple[tuple[Plan, ...], tuple[str, ...]]:
+    """Return what would run, and a sentence about why that is not known."""
+    needed = [package for package in packages.values() if package.required and package.wrong]
+    if needed:
+        return (), (f"What would run is not known without {', '.join(p.name for p in needed)}.",)
+    try:
+        return find_plans(model, _unpacked(packages["fla-core"])), ()
+    except Exception as error:
+        # of a model that was named, its user wants to know; families fail with what is installed
+        if model is not None:
+            raise
+        return (), (f"What would run is not known: {in_short(error)}.",)
 
 
 def _unpacked(fla: Package) -> str:
@@ -116,6 +153,8 @@ def _reasons(plans: tuple[Plan, ...]) -> list[str]:
     """Why a faster backend would not run, each said once, and which adapters are called as they
     are.
     """
+    if not plans:
+        return []
     from hf_packfree.patching.report import called_in_words
 
     found = {f"{op}: {reason}." for plan in plans for op, reason in plan.why.items()}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,8 +17,6 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
-
-from packaging.version import InvalidVersion, Version
 
 from hf_packfree.ops.toolkit import flash_qla_off, has_nvcc, tilelang_off
 from hf_packfree.versions import FLA_BACKWARD_WRONG_ON_HOPPER, HOPPER_ADVICE, VERSIONS, Versions
@@ -55,6 +54,8 @@ REQUIREMENTS = (
     _row("numpy", "numpy", "plans of packed rows", required=True),
     _row("transformers", "transformers", "the models", required=True),
     _row("accelerate", "accelerate", "the Trainer", required=True),
+    _row("packaging", "packaging", "compares releases", required=True),
+    _row("rich", "rich", "tables of the command line", required=True),
     _row("triton", "triton", "compiles FLA's kernels and ours", cuda=True),
     _row(
         "fla-core",
@@ -76,6 +77,10 @@ REQUIREMENTS = (
     _row("liger-kernel", "liger_kernel", "fused losses and norms", cuda=True),
     _row("peft", "peft", "adapters"),
     _row("trl", "trl", "more trainers"),
+    _row("bitsandbytes", "bitsandbytes", "QLoRA", cuda=True),
+    _row("deepspeed", "deepspeed", "ZeRO", cuda=True),
+    _row("torchvision", "torchvision", "image and video processors"),
+    _row("pillow", "PIL", "images"),
     _row("matplotlib", "matplotlib", "the pictures of packfree demo and bench"),
 )
 """To examine one more package, add a row."""
@@ -153,11 +158,12 @@ def _judge(row: Requirement, installed: str | None, imported: Probe | None) -> P
 
 
 def release(text: str) -> tuple[int, ...]:
-    """Return the numbers of a version: (2, 13, 0) for "2.13.0+cpu"; none for what is no version."""
-    try:
-        return Version(text).release
-    except InvalidVersion:
-        return ()
+    """Return the numbers of a version: (2, 13, 0) for "2.13.0+cpu"; none for what is no version.
+
+    Not by the package `packaging`, which may be what is missing.
+    """
+    numbers = re.match(r"\d+(\.\d+)*", text)
+    return tuple(map(int, numbers[0].split("."))) if numbers else ()
 
 
 def check_hopper(packages: dict[str, Package], capabilities: Sequence[str | None]) -> Package:

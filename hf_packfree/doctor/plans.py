@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import warnings
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
@@ -49,18 +49,40 @@ class Plan:
     called: dict[str, int] = field(default_factory=dict)
 
 
-def find_devices() -> tuple[Device, ...]:
-    """Return where models can run, the best first; the CPU is always there."""
+def find_devices() -> tuple[tuple[Device, ...], str, str | None]:
+    """Look where models can run.
+
+    Returns:
+        The devices, the best first, the CPU always among them; the CUDA that torch is built for, in
+        words; and what torch says where it finds no CUDA device, or None.
+    """
     import torch
 
-    devices = []
+    devices: list[Device] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            devices += _cuda_devices()
+            fault = str(caught[0].message) if caught and not devices else None
+        except Exception as error:
+            # a driver fails in its own ways
+            fault = in_short(error)
+    if torch.backends.mps.is_available():
+        devices.append(Device("mps", "Apple GPU"))
+    devices.append(Device("cpu", f"CPU (threads: {torch.get_num_threads()})"))
+    return tuple(devices), torch.version.cuda or "none, it is built without", fault
+
+
+def _cuda_devices() -> list[Device]:
+    """Return the CUDA devices, each of which was asked for its properties."""
+    import torch
+
+    found = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         facts = torch.cuda.get_device_properties(index)
         memory = round(facts.total_memory / 2**30, 1)
-        devices.append(Device("cuda", facts.name, memory, f"{facts.major}.{facts.minor}"))
-    if torch.backends.mps.is_available():
-        devices.append(Device("mps", "Apple GPU"))
-    return (*devices, Device("cpu", f"CPU (threads: {torch.get_num_threads()})"))
+        found.append(Device("cuda", facts.name, memory, f"{facts.major}.{facts.minor}"))
+    return found
 
 
 def find_plans(model: str | None, unpacked: str) -> tuple[Plan, ...]:
@@ -128,12 +150,15 @@ def _plan_of(model: str, unpacked: str) -> Plan:
     from hf_packfree.patching import apply_patches, patch_report
     from hf_packfree.patching.plan import op_sizes, ops_of
     from hf_packfree.patching.registry import family_of
+    from hf_packfree.verify.adapters import base_of_adapters, with_adapters
     from hf_packfree.verify.model_source import build_model
 
-    base = _base_of_adapters(model)
+    base = base_of_adapters(model)
     with torch.device("meta"):
         built = apply_patches(build_model(_config_of(base or model)))
-        called = patch_report(_with_adapters(built, model)).called if base is not None else {}
+        called = (
+            {} if base is None else patch_report(with_adapters(built, model, weights=False)).called
+        )
     family = family_of(built)
     # or apply_patches had refused it
     assert family is not None
@@ -146,42 +171,6 @@ def _plan_of(model: str, unpacked: str) -> Plan:
         media,
     )
     return replace(plan, called=called)
-
-
-def _base_of_adapters(folder: str) -> str | None:
-    """Return the name of the model that a folder of PEFT's adapters is for, or None: it is no
-    such folder.
-    """
-    path = Path(folder) / "adapter_config.json"
-    if not path.is_file():
-        return None
-    try:
-        base: str | None = json.loads(path.read_text())["base_model_name_or_path"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UnsupportedModel(
-            f"found {path} damaged ({in_short(error)}); wanted PEFT's, with the name of the model "
-            "that the adapters are for; save the adapters again"
-        ) from error
-    return base
-
-
-def _with_adapters(model: Any, folder: str) -> Any:
-    """Put the adapters of a folder on a model, without their weights."""
-    try:
-        from peft import PeftConfig, get_peft_model
-
-        config = PeftConfig.from_pretrained(folder)
-        # PEFT imports what `megatron_core` names, a file in the current folder, say
-        if getattr(config, "megatron_config", None):
-            raise ValueError("they name code to import, by megatron_config")
-        return get_peft_model(model, config)
-    except Exception as error:
-        # PEFT checks every field in its own way
-        raise UnsupportedModel(
-            f"found adapters under {folder!r} that cannot be put on their model "
-            f"({in_short(error)}); wanted PEFT's, and PEFT "
-            "itself; pip install peft, or check the folder"
-        ) from error
 
 
 def _config_of(model: str) -> Any:

@@ -12,6 +12,7 @@ from torch import nn
 
 from hf_packfree.errors import PackFreeError, UnsupportedModel, in_short
 from hf_packfree.patching.registry import FAMILIES
+from hf_packfree.verify.adapters import base_of_adapters, with_adapters
 
 
 def build_model(
@@ -40,6 +41,10 @@ def build_model(
             or its files do not fit together.
         ImportError: the checkpoint needs a package that is not installed.
     """
+    if isinstance(source, (str, Path)) and (base := base_of_adapters(source)) is not None:
+        model = build_model(base, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+        adapted: nn.Module = with_adapters(model, source)
+        return adapted
     tiny = {family.name: family for family in FAMILIES}
     if isinstance(source, str) and source in tiny and not Path(source).exists():
         source = tiny[source].tiny_config()

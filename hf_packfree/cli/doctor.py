@@ -1,0 +1,84 @@
+"""What the doctor found, as text to paste into an issue, without any package but this one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from hf_packfree.cli.text import say, section
+
+if TYPE_CHECKING:
+    from hf_packfree.doctor import Diagnosis, Plan
+    from hf_packfree.doctor.families import Served
+    from hf_packfree.doctor.plans import Supported
+
+COLOURS = {
+    "usable": "green",
+    "unused": "cyan",
+    "absent": "dim",
+    "too old": "yellow",
+    "broken": "red",
+}
+
+
+def diagnosis(found: Diagnosis) -> None:
+    """Show the doctor's findings."""
+    machine = [(name, text) for name, text in found.machine.items()]
+    machine += [(f"device {device.kind}", _device(device)) for device in found.devices]
+    section(f"hf_packfree {found.packfree}", machine)
+    packages = [
+        (row.name, row.version or "", row.state, "; ".join(filter(None, _known(row))))
+        for row in found.packages
+    ]
+    section("Packages", packages, [COLOURS[row.state] for row in found.packages])
+    if found.plans:
+        same: dict[str, list[str]] = {}
+        for plan in found.plans:
+            same.setdefault(_runs(plan), []).append(plan.name)
+        section("What would run", [(", ".join(names), text) for text, names in same.items()])
+    for sentence in found.notes:
+        say(sentence)
+    say(str(found), "green" if found.healthy else "red")
+
+
+def _device(device: Any) -> str:
+    memory = f", {device.memory_gib} GiB" if device.memory_gib else ""
+    capability = f", capability {device.capability}" if device.capability else ""
+    return f"{device.name}{memory}{capability}"
+
+
+def _known(row: Any) -> Sequence[str | None]:
+    return row.reason or row.purpose, row.advice
+
+
+def _runs(plan: Plan) -> str:
+    """Say by which backends a model's operations run."""
+    backends: dict[str, list[str]] = {}
+    for op, name in plan.packed.items():
+        backends.setdefault(name, []).append(op.replace("_", " "))
+    packed = "; ".join(f"{name}: {', '.join(ops)}" for name, ops in backends.items())
+    return (
+        f"packed rows of {', '.join(plan.media)} by {packed}; rows of one document by "
+        f"{plan.unpacked}; ranks that share a row exchange {plan.shared}"
+    )
+
+
+def served(rows: Sequence[Served]) -> None:
+    """Show one row a family: what it serves and how it is loaded."""
+    cells = [("built-in name", "rows of", "Auto class, checkpoints")]
+    cells += [
+        (row.name, ", ".join(row.media), f"{row.auto_class}: {row.checkpoints}") for row in rows
+    ]
+    section(f"{len(rows)} families are supported", cells)
+    say(
+        "Their bases, fine-tunes and quantised forms count too. packfree verify NAME measures a "
+        "tiny random model of a family, packfree verify CHECKPOINT yours; packfree models "
+        "--verbose names the classes that are swapped."
+    )
+
+
+def swapped(rows: Sequence[Supported]) -> None:
+    """Show the classes that are swapped in each family, and why."""
+    for row in rows:
+        title = f"{row.name}: transformers {row.transformers}; heads {', '.join(row.heads)}"
+        section(title, list(row.swaps.items()))

@@ -1,0 +1,70 @@
+"""What libraries say while a command works, and which of it is left out."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+CHATTER = {
+    # packfree doctor says what is installed
+    "transformers.integrations.hub_kernels": ("reference PyTorch implementation",),
+    # the error that follows says it once
+    "huggingface_hub.utils._http": ("thrown while requesting", "Retrying in"),
+}
+"""{logger: parts of the messages that are left out}."""
+
+
+@contextmanager
+def logged(verbose: bool) -> Iterator[None]:
+    """Show, for the block, what this package logs, on stderr."""
+    logger = logging.getLogger("hf_packfree")
+    level = logger.level
+    if verbose:
+        logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+        logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _keep(record: logging.LogRecord) -> bool:
+    return not any(words in record.getMessage() for words in CHATTER[record.name])
+
+
+@contextmanager
+def quiet_libraries(*, bars: bool = True, quiet: bool = True) -> Iterator[None]:
+    """Hide, for the block, messages and loading bars that would be written over a table and warn of
+    no harm, our own line about a model that is patched among them.
+
+    Args:
+        bars: hide transformers' loading bars too; without, it is not imported.
+        quiet: hide anything at all.
+    """
+    if not quiet:
+        yield
+        return
+    library: Any = None
+    said = os.environ.get("PACKFREE_QUIET")
+    os.environ["PACKFREE_QUIET"] = "1"
+    if bars:
+        from transformers.utils import logging as library
+    restore = bars and library.is_progress_bar_enabled()
+    for name in CHATTER:
+        logging.getLogger(name).addFilter(_keep)
+    if restore:
+        library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if said is None:
+            del os.environ["PACKFREE_QUIET"]
+        else:
+            os.environ["PACKFREE_QUIET"] = said
+        for name in CHATTER:
+            logging.getLogger(name).removeFilter(_keep)
+        if restore:
+            library.enable_progress_bar()

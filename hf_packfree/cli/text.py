@@ -1,0 +1,99 @@
+"""Sentences, aligned columns and JSON by the standard library alone: what answers where rich is
+missing.
+
+Answers go to stdout, errors to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+COLOURS = {"bold": 1, "dim": 2, "red": 31, "green": 32, "yellow": 33, "cyan": 36}
+"""{name: its number in a terminal}."""
+
+
+def width() -> int | None:
+    """Return how many columns a line may have: COLUMNS, or the terminal's; None: a pipe or a file,
+    in which sentences stay on one line.
+    """
+    given = os.environ.get("COLUMNS", "")
+    if given.isdecimal() and int(given) > 0:
+        return int(given)
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def wrapped(text: str, indent: str = "") -> str:
+    """Break text between words, never inside one; lines after the first begin with `indent`."""
+    columns = width()
+    if columns is None:
+        return text
+    lines = textwrap.wrap(
+        text,
+        columns,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join(lines)
+
+
+def painted(text: str, colour: str, stream: TextIO | None = None) -> str:
+    """Return the text in a colour, where the stream is a terminal that wants any."""
+    stream = stream or sys.stdout
+    plain = "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb" or not stream.isatty()
+    return text if plain else f"\033[{COLOURS[colour]}m{text}\033[0m"
+
+
+def say(sentence: str, colour: str | None = None) -> None:
+    """Write a sentence to stdout."""
+    for line in sentence.splitlines():
+        indent = line[: len(line) - len(line.lstrip())]
+        text = wrapped(line, indent)
+        print(text if colour is None else painted(text, colour))
+
+
+def verdict(word: str, colour: str, sentence: str) -> None:
+    """Write the last line of an answer: one word of what came out, and the sentence."""
+    text = wrapped(f"{word}: {sentence}")
+    print(painted(word, colour) + text.removeprefix(word))
+
+
+def complain(error: object) -> None:
+    """Write what went wrong to stderr, on one line."""
+    text = f"packfree: {' '.join(str(error).split())}"
+    print(painted(text, "red", sys.stderr), file=sys.stderr)
+
+
+def as_json(data: Any) -> None:
+    """Write data as JSON; NaN and infinity, which JSON lacks, become null."""
+    finite = json.loads(json.dumps(data), parse_constant=lambda name: None)
+    sys.stdout.write(json.dumps(finite, indent=2) + "\n")
+
+
+def section(title: str, rows: Sequence[Sequence[str]], colours: Sequence[str] = ()) -> None:
+    """Write rows of cells as aligned columns below a title; the last column is wrapped.
+
+    Args:
+        title: written in bold.
+        rows: cells, as many in each.
+        colours: of the last but one cell of each row, if given.
+    """
+    print(painted(wrapped(title, "  "), "bold"))
+    widths = [max(map(len, column)) for column in list(zip(*rows))[:-1]]
+    for place, (*cells, last) in enumerate(rows):
+        padded = [cell.ljust(columns) for cell, columns in zip(cells, widths)]
+        indent = " " * (sum(widths) + 2 * len(widths) + 2)
+        if (columns := width()) is not None and len(indent) > columns - 24:
+            # no room beside the cells: the last one goes below them
+            indent = "      "
+        lines = wrapped("  " + "  ".join([*padded, last]), indent).split("\n")
+        if colours:
+            mark = padded[-1].rstrip()
+            lines[0] = lines[0].replace(mark, painted(mark, colours[place]), 1)
+        print("\n".join(line.rstrip() for line in lines))

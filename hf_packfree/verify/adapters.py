@@ -1,0 +1,58 @@
+"""A folder of PEFT's adapters, as trainers save it: the model that they are for, and them on it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hf_packfree.errors import UnsupportedModel, in_short
+
+
+def base_of_adapters(folder: str | Path) -> str | None:
+    """Return the name of the model that a folder of adapters is for, or None: it is no such folder.
+
+    Raises:
+        UnsupportedModel: the folder does not say which model.
+    """
+    path = Path(folder) / "adapter_config.json"
+    if not path.is_file() or (Path(folder) / "config.json").is_file():
+        return None
+    try:
+        name: str | None = json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UnsupportedModel(
+            f"found {path} damaged ({in_short(error)}); wanted PEFT's, with the name of the model "
+            "that the adapters are for; save the adapters again"
+        ) from error
+    return name
+
+
+def with_adapters(model: Any, folder: str | Path, *, weights: bool = True) -> Any:
+    """Put the adapters of a folder on a model.
+
+    Args:
+        model: the model that they are for.
+        folder: of PEFT's.
+        weights: read theirs; otherwise they are as PEFT makes them.
+
+    Raises:
+        UnsupportedModel: PEFT cannot, or is not installed.
+    """
+    try:
+        from peft import PeftConfig, PeftModel, get_peft_model
+
+        config = PeftConfig.from_pretrained(str(folder))
+        # PEFT imports what `megatron_core` names, a file in the current folder, say
+        if getattr(config, "megatron_config", None):
+            raise ValueError("they name code to import, by megatron_config")
+        if weights:
+            return PeftModel.from_pretrained(model, str(folder), is_trainable=True)
+        return get_peft_model(model, config)
+    except Exception as error:
+        # PEFT checks every field in its own way
+        raise UnsupportedModel(
+            f"found adapters under {str(folder)!r} that cannot be put on their model "
+            f"({in_short(error)}); wanted PEFT's, and PEFT "
+            "itself; pip install peft, or check the folder"
+        ) from error
