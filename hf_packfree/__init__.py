@@ -12,6 +12,20 @@ from typing import TYPE_CHECKING, Any
 from hf_packfree._version import __version__
 
 if TYPE_CHECKING:
+    from hf_packfree.errors import (
+        BackendUnavailable,
+        BlindMeasurement,
+        BoundaryConflict,
+        BoundaryError,
+        CacheConflict,
+        ContractError,
+        LeakDetected,
+        MissingHead,
+        PackFreeError,
+        PatchConflict,
+        UnsupportedInput,
+        UnsupportedModel,
+    )
     from hf_packfree.models.log_probs import token_log_probs
     from hf_packfree.mtp import MTPOptions
     from hf_packfree.packing import PackedSequence
@@ -30,12 +44,24 @@ if TYPE_CHECKING:
     from hf_packfree.verify import PackingReport, verify_packing
 
 _HOMES = {
+    "BackendUnavailable": "errors",
+    "BlindMeasurement": "errors",
+    "BoundaryConflict": "errors",
+    "BoundaryError": "errors",
+    "CacheConflict": "errors",
+    "ContractError": "errors",
+    "LeakDetected": "errors",
     "MTPOptions": "mtp",
+    "MissingHead": "errors",
     "PackFreeCallback": "trainer",
+    "PackFreeError": "errors",
     "PackedSequence": "packing",
     "PackingReport": "verify",
+    "PatchConflict": "errors",
     "PatchReport": "patching",
     "Registration": "patching",
+    "UnsupportedInput": "errors",
+    "UnsupportedModel": "errors",
     "add_mtp": "patching",
     "apply_patches": "patching",
     "patch_report": "patching",
@@ -48,12 +74,24 @@ _HOMES = {
 }
 
 __all__ = [
+    "BackendUnavailable",
+    "BlindMeasurement",
+    "BoundaryConflict",
+    "BoundaryError",
+    "CacheConflict",
+    "ContractError",
+    "LeakDetected",
     "MTPOptions",
+    "MissingHead",
     "PackFreeCallback",
+    "PackFreeError",
     "PackedSequence",
     "PackingReport",
+    "PatchConflict",
     "PatchReport",
     "Registration",
+    "UnsupportedInput",
+    "UnsupportedModel",
     "__version__",
     "add_mtp",
     "apply_patches",

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import hf_packfree
+from hf_packfree import errors
 
 HOUSE = Path(hf_packfree.__file__).parent
 FLOORS = [
@@ -158,6 +159,8 @@ def test_public_names_are_documented():
         thing = getattr(hf_packfree, name)
         if callable(thing):
             assert inspect.getdoc(thing), f"{name} has no docstring"
+            if hasattr(errors, name):
+                continue
             signature = inspect.signature(thing)
             given = [p for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
             for parameter in (

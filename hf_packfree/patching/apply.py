@@ -7,25 +7,26 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeVar
 
 from torch import nn
 
 from hf_packfree.errors import PatchConflict
 from hf_packfree.models.context_parallel import settled
-from hf_packfree.models.state import PatchState
+from hf_packfree.models.state import Kernels, PatchState
 from hf_packfree.models.subclassed import behind
 from hf_packfree.mtp.options import Choice as MTPChoice
 from hf_packfree.mtp.options import MTPOptions, mtp_options
 from hf_packfree.parallel import ContextParallel
 from hf_packfree.parallel import context_parallel as ranks_of
 from hf_packfree.parallel.accelerate import cut_rows_again
+from hf_packfree.patching.announce import announce
 from hf_packfree.patching.backends import Choice, choose_backends, forced_backends
+from hf_packfree.patching.dropped import warn_of_dropped_tower
 from hf_packfree.patching.mtp import plan_head, refuse_trained_head
 from hf_packfree.patching.plan import op_sizes, plan_swaps, trunks
 from hf_packfree.patching.registry import family_of
-from hf_packfree.patching.report import announce
 from hf_packfree.patching.selfcheck import check_release
 from hf_packfree.patching.steps import ClassSwap, Step, additions, carry_out, lifted, undo
 
@@ -49,7 +50,8 @@ def apply_patches(
 
     Logs what was swapped, which implementations run and why none that is faster, and which kernels
     compile for seconds (logger "hf_packfree", level INFO), which operations run in PyTorch eager on
-    a GPU, and, once per process, which compile for minutes (WARNING).
+    a GPU, and, once per process, which compile for minutes (WARNING). Where no level was chosen
+    for that logger, one line on stderr says what runs; PACKFREE_QUIET=1 hides it.
 
     Args:
         model: a model of a family that `packfree models` lists, or anything that holds one (a
@@ -82,7 +84,7 @@ def apply_patches(
 
     Raises:
         UnsupportedModel, PatchConflict, ContractError, BackendUnavailable: nothing was changed; see
-            `plan_swaps`.
+            the message.
         MissingHead: with `mtp`, the checkpoint lacks tensors of the head; nothing was changed.
         LeakDetected: this transformers is newer than any tried, and the family's tiny model leaks
             on it.
@@ -197,6 +199,7 @@ def _patch(model: nn.Module, options: Options) -> None:
     check_release(family, replace(state, context_parallel=None))
     carry_out(steps, state)
     announce(model, state)
+    warn_of_dropped_tower(model, family)
 
 
 def remove_patches(model: _Model) -> _Model:
@@ -266,7 +269,26 @@ def _state_in_force(model: nn.Module, wanted: PatchState) -> PatchState:
     found = next((state for state in states if isinstance(state, PatchState)), wanted)
     if found != wanted:
         raise PatchConflict(
-            f"found the model patched with {found}; wanted {wanted}; call remove_patches(model) "
-            f"before choosing again"
+            f"found the model patched with {_apart(found, wanted)}; "
+            f"wanted {_apart(wanted, found)}; call remove_patches(model) before choosing again"
         )
     return found
+
+
+def _apart(state: PatchState, other: PatchState) -> str:
+    """Name the options of one state that differ from another's, as `apply_patches` takes them."""
+    mine, its = vars(state), vars(other)
+    kernels = [name for name, value in mine.items() if isinstance(value, Kernels)]
+    backend = {
+        op: name
+        for place in kernels
+        for op, name in vars(mine[place]).items()
+        if name != getattr(its[place], op)
+    }
+    options = {
+        field.name: mine[field.name]
+        for field in fields(state)
+        if field.compare and field.name not in kernels and mine[field.name] != its[field.name]
+    }
+    options |= {"backend": backend} if backend else {}
+    return ", ".join(f"{name}={value!r}" for name, value in options.items())

@@ -38,7 +38,7 @@ def plan_swaps(model: nn.Module) -> tuple[Family, list[ClassSwap]]:
         BackendUnavailable: the model's attention implementation is not known to keep documents
             apart.
     """
-    family = family_of(model) if isinstance(model, nn.Module) else None
+    family = family_of(model)
     if family is None:
         raise UnsupportedModel(
             f"found a {type(model).__name__}, which holds no text model of a supported family; "

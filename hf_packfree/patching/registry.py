@@ -326,7 +326,8 @@ def family_of(model: nn.Module) -> Family | None:
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedModel(
-            f"found a {type(model).__name__}; wanted a torch.nn.Module; pass the model itself"
+            f"found a {type(model).__name__}; wanted a torch.nn.Module; load the model first, by "
+            "from_pretrained of the Auto class that packfree models names, and pass that"
         )
     for family in FAMILIES:
         if family.upstream in sys.modules:

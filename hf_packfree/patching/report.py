@@ -16,13 +16,12 @@ from torch import nn
 
 from hf_packfree._version import __version__
 from hf_packfree.models.adapters import is_lora, kind_called
-from hf_packfree.models.attention import drops_out
 from hf_packfree.models.head_loss import why_logits_are_made
 from hf_packfree.models.state import Kernels, PatchState
 from hf_packfree.ops import attention, delta_rule
-from hf_packfree.ops.backend import Fault, installed
+from hf_packfree.ops.backend import installed
 from hf_packfree.patching.backends import OPS
-from hf_packfree.patching.exactness import MEDIA_ROUND, warn_of_rounding, why_rounding
+from hf_packfree.patching.exactness import MEDIA_ROUND, why_rounding
 from hf_packfree.patching.plan import (
     heads_left_alone,
     is_bypassed,
@@ -35,10 +34,6 @@ from hf_packfree.patching.plan import (
 from hf_packfree.patching.registry import Family, family_of
 
 logger = logging.getLogger("hf_packfree")
-_SECONDS, _MINUTES = ("triton",), ("fla", "flash_qla", "flash_qla_cut")
-"""Backends that compile their kernels, or try out launch sizes, when they first run: how long
-all of them take.
-"""
 _ATTENTION: dict[str | None, str] = {
     "sdpa": "torch",
     "eager": "torch",
@@ -118,6 +113,8 @@ class PatchReport:
         return f"{name} ({found})" if backend is not None else f"{name.removesuffix(')')}, {found})"
 
     def __str__(self) -> str:
+        if self.family is None:
+            return f"{self.model} holds no text model of a supported family, and is not patched"
         if not self.patched:
             return f"{self.model} is not patched; packed rows leak between documents"
         swapped = ", ".join(f"{count} {name}" for name, count in self.swaps.items())
@@ -319,46 +316,6 @@ def _kernels(state: PatchState, device: torch.device, dtype: torch.dtype) -> Ker
     return state.kernels_for(device, dtype)
 
 
-def announce(model: nn.Module, state: PatchState) -> None:
-    """Log what runs in a model that was patched just now, what of it runs in PyTorch eager on a GPU
-    or without what is installed for it, and what compiles.
-    """
-    report = patch_report(model)
-    logger.info("%s", report)
-    if state.batch_invariant:
-        warn_of_rounding(report.rounding, report.implementations)
-    warn_of_heads(report.left_alone)
-    slow = _slow(state, report.why)
-    for op, reason in slow.items():
-        logger.warning("%s runs in PyTorch eager on this GPU, which is slow: %s", op, reason)
-    for op, reason in report.why.items():
-        if isinstance(reason, Fault) and op not in slow:
-            warn_once(f"{op} runs on this GPU without what is installed for it: {reason}")
-    if state.cuda_half.attention != "torch" and drops_out(model):
-        logger.warning(
-            "attention runs in PyTorch eager on this GPU while training: the kernels lack "
-            "attention_dropout"
-        )
-    if compiling := ", ".join(_running(state.cuda_half, _SECONDS)):
-        logger.info(
-            "the first step on a GPU compiles kernels for seconds (%s); prewarm(model) does that "
-            "ahead",
-            compiling,
-        )
-    single = (
-        _running(state.cuda_single, _MINUTES, " in float32")
-        if a_parameter(model).dtype == torch.float32
-        else []
-    )
-    # the former under autocast, too
-    if compiling := ", ".join(_running(state.cuda_half, _MINUTES) + single):
-        warn_once(
-            "the first step on a GPU compiles and tunes kernels for minutes, once for these head "
-            f"counts on a machine ({compiling}); prewarm(model) does that ahead, and "
-            "TILELANG_CACHE_DIR and TRITON_CACHE_DIR name the folders that keep it"
-        )
-
-
 def warn_of_heads(left_alone: dict[str, str]) -> None:
     """Warn of heads that are not swapped, once per process and class name."""
     for name, reason in left_alone.items():
@@ -369,21 +326,3 @@ def warn_of_heads(left_alone: dict[str, str]) -> None:
 def warn_once(sentence: str) -> None:
     """Warn of something, once per process however many models are patched."""
     logger.warning("%s", sentence)
-
-
-def _running(kernels: Kernels, names: Sequence[str], where: str = "") -> list[str]:
-    """Name the operations that run on these backends."""
-    return [f"{op}{where}: {name}" for op, name in vars(kernels).items() if name in names]
-
-
-def _slow(state: PatchState, why: dict[str, str]) -> dict[str, str]:
-    """Return what PyTorch eager runs for want of kernels; in float32 the delta rule alone: it
-    slows most, others have none.
-    """
-    found = {
-        op: reason for op, reason in why.items() if getattr(state.cuda_half, op, None) == "torch"
-    }
-    single = "delta_rule in float32"
-    if "delta_rule" not in found and state.cuda_single.delta_rule == "torch" and single in why:
-        found[single] = why[single]
-    return found

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -129,7 +130,7 @@ def verify_packing(
         reference,
         masked=family.attends_only,
     )
-    with prepared(model, slow_decay):
+    with prepared(model, slow_decay), _no_advice():
         patched = probe.measure()
         limits = limits_for(probe.device, probe.autocast or probe.dtype, probe.packages)
         unpatched = _control(model, probe) if control else None
@@ -222,3 +223,20 @@ def _control(model: nn.Module, probe: Probe) -> Measurement | None:
         return None
     with patches_lifted(model):
         return probe.measure()
+
+
+@contextmanager
+def _no_advice() -> Iterator[None]:
+    """Hide what transformers advises to install for its own forward, which documents alone and the
+    control run: a patched model does not need it.
+    """
+    logger = logging.getLogger("transformers.integrations.hub_kernels")
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "reference PyTorch implementation" not in record.getMessage()
+
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)

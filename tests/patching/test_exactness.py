@@ -15,8 +15,8 @@ from hf_packfree.errors import PatchConflict
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.fused.linear import NARROW
 from hf_packfree.patching import apply, exactness
+from hf_packfree.patching.announce import announce
 from hf_packfree.patching.backends import OPS
-from hf_packfree.patching.report import announce
 from tests.gpu.op_table import OPS as TESTED
 from tests.patching.machines import INSTALLED, SIZES
 from tests.support import tiny

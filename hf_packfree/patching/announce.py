@@ -1,0 +1,124 @@
+"""What is said when a model was patched: one line that everybody sees, and what is logged."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from hf_packfree.models.attention import drops_out
+from hf_packfree.models.state import Kernels, PatchState
+from hf_packfree.ops.backend import Fault
+from hf_packfree.patching.exactness import warn_of_rounding
+from hf_packfree.patching.report import (
+    PatchReport,
+    a_parameter,
+    called_in_words,
+    patch_report,
+    warn_of_heads,
+    warn_once,
+)
+
+logger = logging.getLogger("hf_packfree")
+_SECONDS, _MINUTES = ("triton",), ("fla", "flash_qla", "flash_qla_cut")
+"""Backends that compile their kernels, or try out launch sizes, when they first run: how long
+all of them take.
+"""
+
+
+def announce(model: nn.Module, state: PatchState) -> None:
+    """Tell and log what runs in a model that was patched just now, what of it runs in PyTorch eager
+    on a GPU or without what is installed for it, and what compiles.
+    """
+    report = patch_report(model)
+    logger.info("%s", report)
+    if state.batch_invariant:
+        warn_of_rounding(report.rounding, report.implementations)
+    warn_of_heads(report.left_alone)
+    slow = _slow(state, report.why)
+    tell(report, tuple(slow))
+    for op, reason in slow.items():
+        logger.warning("%s runs in PyTorch eager on this GPU, which is slow: %s", op, reason)
+    for op, reason in report.why.items():
+        if isinstance(reason, Fault) and op not in slow:
+            warn_once(f"{op} runs on this GPU without what is installed for it: {reason}")
+    if state.cuda_half.attention != "torch" and drops_out(model):
+        logger.warning(
+            "attention runs in PyTorch eager on this GPU while training: the kernels lack "
+            "attention_dropout"
+        )
+    if compiling := ", ".join(_running(state.cuda_half, _SECONDS)):
+        logger.info(
+            "the first step on a GPU compiles kernels for seconds (%s); prewarm(model) does that "
+            "ahead",
+            compiling,
+        )
+    single = (
+        _running(state.cuda_single, _MINUTES, " in float32")
+        if a_parameter(model).dtype == torch.float32
+        else []
+    )
+    # the former under autocast, too
+    if compiling := ", ".join(_running(state.cuda_half, _MINUTES) + single):
+        warn_once(
+            "the first step on a GPU compiles and tunes kernels for minutes, once for these head "
+            f"counts on a machine ({compiling}); prewarm(model) does that ahead, and "
+            "TILELANG_CACHE_DIR and TRITON_CACHE_DIR name the folders that keep it"
+        )
+
+
+def tell(report: PatchReport, slow: Sequence[str]) -> None:
+    """Write one line to stderr: class, how many modules, whether it is exact, what runs, and what
+    of that is slow.
+
+    Silent where PACKFREE_QUIET is set, in processes of rank 1 and up, and where a level was chosen
+    for the logger "hf_packfree" or its parents: at INFO the whole report is logged instead.
+    """
+    quiet = os.environ.get("PACKFREE_QUIET", "0") not in ("", "0")
+    chosen = logger.level != logging.NOTSET or logger.getEffectiveLevel() != logging.WARNING
+    if quiet or chosen or not logger.isEnabledFor(logging.WARNING):
+        return
+    if os.environ.get("RANK", "0") != "0":
+        return
+    print(f"hf_packfree: {line(report, slow)}", file=sys.stderr)
+
+
+def line(report: PatchReport, slow: Sequence[str]) -> str:
+    """Return what `tell` writes."""
+    exact = "packed rows exact"
+    if report.inexact:
+        exact = f"packed rows not exact, by the forced {', '.join(report.inexact.values())}"
+    names = ", ".join(dict.fromkeys(report.implementations.values()))
+    where = "" if torch.cuda.is_available() else " (CPU)"
+    parts = [
+        f"{report.model} patched ({sum(report.swaps.values())} modules)",
+        exact,
+        f"{names}{where}",
+    ]
+    if slow:
+        parts.append(f"slow for want of kernels: {', '.join(slow)}")
+    if report.called:
+        parts.append(called_in_words(report.called))
+    return "; ".join(parts)
+
+
+def _running(kernels: Kernels, names: Sequence[str], where: str = "") -> list[str]:
+    """Name the operations that run on these backends."""
+    return [f"{op}{where}: {name}" for op, name in vars(kernels).items() if name in names]
+
+
+def _slow(state: PatchState, why: dict[str, str]) -> dict[str, str]:
+    """Return what PyTorch eager runs for want of kernels; in float32 the delta rule alone: it
+    slows most, others have none.
+    """
+    found = {
+        op: reason for op, reason in why.items() if getattr(state.cuda_half, op, None) == "torch"
+    }
+    single = "delta_rule in float32"
+    if "delta_rule" not in found and state.cuda_single.delta_rule == "torch" and single in why:
+        found[single] = why[single]
+    return found

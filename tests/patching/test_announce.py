@@ -1,0 +1,169 @@
+"""What everybody sees when a model is patched, by whichever door, and what silences it."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import transformers
+from accelerate import Accelerator
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_packfree import (
+    PackFreeCallback,
+    PatchConflict,
+    UnsupportedModel,
+    apply_patches,
+    patch_report,
+    register_patches,
+    remove_patches,
+)
+from hf_packfree.patching.announce import line
+from tests.support import tiny
+from tests.vision import tiny_vision
+
+LINE = "hf_packfree: Qwen3_5ForCausalLM patched (10 modules); packed rows exact; torch (CPU)\n"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """As in a process in which nobody set up logging, as pytest does."""
+    monkeypatch.delenv("PACKFREE_QUIET", raising=False)
+    monkeypatch.setattr(logging.getLogger(), "level", logging.WARNING)
+    logger = logging.getLogger("hf_packfree")
+    monkeypatch.setattr(logger, "level", logging.NOTSET)
+    logging.Manager._clear_cache(logging.root.manager)
+    return logger
+
+
+def patched(capfd) -> str:
+    capfd.readouterr()
+    apply_patches(tiny())
+    return capfd.readouterr().err
+
+
+def test_one_line_by_default_and_none_for_what_is_patched_already(shown, capfd):
+    assert patched(capfd) == LINE
+    model = apply_patches(tiny())
+    capfd.readouterr()
+    apply_patches(model)
+    assert capfd.readouterr().err == ""
+
+
+def test_every_door_says_it(shown, capfd, tmp_path):
+    tiny().save_pretrained(tmp_path)
+    capfd.readouterr()
+    with register_patches():
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert "hf_packfree: Qwen3_5TextModel patched (" in capfd.readouterr().err
+    Accelerator(cpu=True)
+    PackFreeCallback().on_init_end(None, None, None, model=tiny())
+    assert capfd.readouterr().err == LINE
+
+
+def test_settings_and_levels_silence_it(shown, capfd, monkeypatch):
+    for value, wanted in {"1": "", "0": LINE, "": LINE}.items():
+        monkeypatch.setenv("PACKFREE_QUIET", value)
+        assert patched(capfd) == wanted
+    monkeypatch.setenv("RANK", "1")
+    assert patched(capfd) == "", "each process would say it"
+    monkeypatch.delenv("RANK")
+    for level in (logging.INFO, logging.WARNING, logging.ERROR):
+        shown.setLevel(level)
+        assert "modules)" not in patched(capfd)
+    shown.setLevel(logging.NOTSET)
+    logging.disable(logging.CRITICAL)
+    try:
+        assert patched(capfd) == ""
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def test_the_line_says_what_is_slow_and_what_is_not_exact():
+    from dataclasses import replace
+
+    found = patch_report(apply_patches(tiny()))
+    found = replace(found, called={"LoRA on Linear4bit": 31}, inexact={"conv": "fla"})
+    text = line(found, ("delta_rule",))
+    assert "packed rows not exact, by the forced fla" in text
+    assert "slow for want of kernels: delta_rule" in text
+    assert "not fused: 31 with LoRA on Linear4bit" in text
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "found", "wanted"),
+    [
+        ({}, {"padded": "full"}, "padded='lazy'", "padded='full'"),
+        ({"unpacked": "native"}, {}, "unpacked='native'", "unpacked='upstream'"),
+        (
+            {"batch_invariant": True},
+            {"padded": "full"},
+            "batch_invariant=True, padded='lazy'",
+            "batch_invariant=False, padded='full'",
+        ),
+    ],
+)
+def test_a_conflict_names_the_options_that_differ_alone(before, after, found, wanted):
+    model = apply_patches(tiny(), **before)
+    with pytest.raises(PatchConflict) as refused:
+        apply_patches(model, **after)
+    text = f"found the model patched with {found}; wanted {wanted}; call remove_patches(model)"
+    assert str(refused.value).startswith(text)
+    remove_patches(model)
+    assert patch_report(apply_patches(model, **after)).patched
+
+
+def test_a_backend_that_differs_is_named():
+    model = apply_patches(tiny())
+    with pytest.raises(PatchConflict, match="wanted backend={'loss': 'upstream'}; call"):
+        apply_patches(model, backend={"loss": "upstream"})
+
+
+def test_what_is_no_model_of_ours_is_said_so():
+    sizes = {
+        "vocab_size": 8,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    }
+    llama = LlamaForCausalLM(LlamaConfig(**sizes))
+    assert "leak" not in str(patch_report(llama))
+    assert str(patch_report(llama)).startswith("LlamaForCausalLM holds no text model of a supp")
+    with pytest.raises(UnsupportedModel, match="load the model first"):
+        apply_patches("qwen3_5")
+
+
+@pytest.mark.parametrize("auto", ["AutoModelForCausalLM", "AutoModelForImageTextToText"])
+def test_a_vision_tower_that_was_dropped_is_said(auto, tmp_path, caplog):
+    tiny_vision("qwen3_5").save_pretrained(tmp_path)
+    model = getattr(transformers, auto).from_pretrained(tmp_path)
+    with caplog.at_level(logging.WARNING, logger="hf_packfree"):
+        apply_patches(model)
+    said = [record for record in caplog.records if "has a vision tower" in record.getMessage()]
+    assert len(said) == (auto == "AutoModelForCausalLM")
+    assert not said or "AutoModelForImageTextToText" in said[0].getMessage()
+
+
+def test_a_text_checkpoint_has_nothing_to_drop(tmp_path, caplog):
+    tiny().save_pretrained(tmp_path)
+    with caplog.at_level(logging.WARNING, logger="hf_packfree"):
+        apply_patches(transformers.AutoModelForCausalLM.from_pretrained(tmp_path))
+    assert "vision tower" not in caplog.text
+
+
+def test_a_process_of_its_own_says_it_and_no_advice_that_a_patched_model_does_not_need():
+    """In a process of its own, where transformers, which says it once, has not said it."""
+    code = (
+        "from hf_packfree import apply_patches, verify_packing; from hf_packfree.verify import "
+        "build_model; verify_packing(apply_patches(build_model('qwen3_5')), lengths=[5, 3], "
+        "gradients=False)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert done.stderr == LINE
