@@ -338,7 +338,11 @@ def test_demo_is_0_when_all_is_as_promised(capsys, stub):
         and "packfree-demo" in out
     )
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
-    assert "off by 2.0e-01 in the unpatched model and by 1.0e-07" in out
+    assert "change by up to 25.0% with its neighbours' tokens (patched: 0e+00)" in out
+    assert "without patches: 'down' or 'upon'" in out and "  patched: 'upon'\n" in out
+    found = json.loads(run(capsys, "demo", "--json")[1])
+    assert found["failures"] == [] and "25.0%" in found["harm"]
+    assert run(capsys, "demo", "--quiet")[1].count("\n") == 1
 
 
 def test_demo_is_1_when_its_check_fails(capsys, stub):

@@ -11,7 +11,15 @@ import pytest
 import torch
 
 from hf_packfree.demo import DemoOptions, DemoReport, Training, run_demo
-from hf_packfree.demo.report import JUDGED_STEPS, LEAKING, LOSS_LIMIT, PACKED, PADDED
+from hf_packfree.demo.report import (
+    JUDGED_STEPS,
+    LEAKING,
+    LOSS_LIMIT,
+    PACKED,
+    PADDED,
+    Continuations,
+    Influence,
+)
 from hf_packfree.demo.train import LONGEST, SHORTEST, choose_documents, passages, train_tokenizer
 from hf_packfree.verify import LIMITS, Measurement, PackingReport
 
@@ -28,6 +36,7 @@ def test_end_to_end(tmp_path):
     )
     assert torch.get_num_threads() == threads
     packed_training_equals_padded_training(report)
+    a_neighbour_changes_what_the_unpatched_model_does(report)
     all_trainings_saw_the_same_documents_and_targets(report)
     the_unpatched_model_leaks_and_the_patched_does_not(report)
     cost_is_measured(report)
@@ -43,6 +52,15 @@ def packed_training_equals_padded_training(report):
     assert packed <= 1e-6 < LOSS_LIMIT < leaking
     assert str(report).startswith("Packed training equals padded training")
     assert report.packed.losses[-1] < report.packed.losses[0]
+
+
+def a_neighbour_changes_what_the_unpatched_model_does(report):
+    assert report.exact.worst == 0.0 < 1e-3 < report.leaking.worst
+    # later documents read earlier ones
+    assert all(report.leaking.matrix[reader][0] > 0 for reader in range(BATCH))
+    texts = report.continuations
+    assert set(texts.patched) == {texts.alone} and set(texts.unpatched) != {texts.alone}
+    assert "% off (patched: " in report.harm()
 
 
 def all_trainings_saw_the_same_documents_and_targets(report):
@@ -93,6 +111,7 @@ def every_stage_was_reported(stages):
         "text, tokenizer, model": [0, 1],
         "leak per document": [0, 1],
         **trainings,
+        "what the leak does": [0, 1],
         "picture": [0, 1],
     }
     assert list(counts)[-1] == "picture"
@@ -120,7 +139,18 @@ def report_of(
         "M", "qwen3_5", "cpu", "float32", (20, 30), found, control, LIMITS[torch.float32]
     )
     return DemoReport(
-        DemoOptions(), {}, "cpu", (20, 25, 30), 1000, verification, training(), packed, leaking
+        DemoOptions(),
+        {},
+        "cpu",
+        (20, 25, 30),
+        1000,
+        verification,
+        training(),
+        packed,
+        leaking,
+        Influence(((1.0, 0.0), (0.25, 1.0))),
+        Influence(((1.0, 0.0), (0.0, 1.0))),
+        Continuations("once", "upon", ("down", "upon"), ("upon", "upon")),
     )
 
 

@@ -229,7 +229,7 @@ def _demo_options(parser: argparse.ArgumentParser) -> None:
         "--out", default="packfree-demo", help="folder to write (default: packfree-demo)"
     )
     parser.add_argument(
-        "--steps", type=_whole(1), default=60, help="optimizer steps of each training (default: 60)"
+        "--steps", type=_whole(1), default=40, help="optimizer steps of each training (default: 40)"
     )
     parser.add_argument(
         "--batch-size", type=_whole(2), default=8, help="documents per step, 2 or more (default: 8)"

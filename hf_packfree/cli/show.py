@@ -193,7 +193,7 @@ def bench(report: BenchReport, picture: object = None) -> None:
 
 def demo(report: DemoReport) -> None:
     """Show what the demo measured."""
-    padded, lengths, found = report.padded, report.lengths, report.verification
+    padded, lengths = report.padded, report.lengths
     documents = f"{len(lengths)} documents of {min(lengths)} to {max(lengths)} tokens"
     table = _table(
         f"{documents}, {report.parameters:,} parameters, {report.device}",
@@ -209,22 +209,26 @@ def demo(report: DemoReport) -> None:
         numbers = (f"{row.real_share:.0%}", f"{row.tokens_per_second:,.0f}", f"{row.peak_mib:,.0f}")
         table.add_row(row.name, f"{row.losses[-1]:.6f}", off, *numbers)
     Console().print(table)
-    unpatched = (
-        ""
-        if found.unpatched is None
-        else f"{found.unpatched.logits:.1e} in the unpatched model and by "
-    )
-    say(
-        f"A packed document's logits are off by {unpatched}{found.patched.logits:.1e} in the "
-        f"patched one."
-    )
     say(
         "Off by: the largest relative loss difference to the padded training.  Tokens/s count real "
         "tokens, without the first "
         "step.  Peak MiB: the most memory that one training step allocates."
     )
+    texts = report.continuations
+    say(f"The trained model continues {texts.prompt!r}:")
+    for who, given in (
+        ("alone", (texts.alone,)),
+        ("without patches", texts.unpatched),
+        ("patched", texts.patched),
+    ):
+        say(f"  {who}: {' or '.join(map(repr, dict.fromkeys(given)))}")
+    say(report.harm())
     say(
         f"Written to {report.options.out}: {', '.join(report.files)} ({report.seconds:.0f} s in "
         f"all)."
     )
-    say(str(report))
+    say(
+        "Next: packfree verify MY_CHECKPOINT checks yours, packfree bench MY_CHECKPOINT --lengths "
+        "MY.jsonl says what you would gain, and docs/quickstart.md trains it."
+    )
+    say(str(report), "red" if report.failures() else "green")

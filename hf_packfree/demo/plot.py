@@ -9,10 +9,11 @@ from typing import Any
 
 import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
 from hf_packfree.bench.plot import BLUE, GREY, bars
-from hf_packfree.demo.report import LEAKING, LOSS_LIMIT, PACKED, PADDED, DemoReport
+from hf_packfree.demo.report import LEAKING, LOSS_LIMIT, PACKED, PADDED, DemoReport, Influence
 
 ORANGE, GREEN = "#D55E00", "#009E73"
 STYLES: dict[str, dict[str, Any]] = {
@@ -36,69 +37,97 @@ FLOOR = 1e-9
 def draw(report: DemoReport, path: Path) -> None:
     """Write the picture to `path`."""
     with matplotlib.rc_context(LOOK):
-        figure = Figure(figsize=(13, 8), dpi=120, layout="constrained")
+        figure = Figure(figsize=(14, 8), dpi=120, layout="constrained")
         FigureCanvasAgg(figure)
-        (loss, leak), (difference, speed) = figure.subplots(2, 2)
-        _loss(loss, difference, report)
-        _leak(leak, report)
-        colours = [style["color"] for style in STYLES.values()]
-        speeds = {row.name: row.tokens_per_second for row in report.trainings}
-        faster = {name: f"{speeds[name] / speeds[PADDED]:.1f} x" for name in speeds}
-        bars(speed, speeds, colours, faster)
-        speed.set(title="Speed (longer is better)", xlabel="real tokens per second")
-        speed.grid(visible=False)
+        (before, after, text), (difference, speed, memory) = figure.subplots(2, 3)
+        image = _map(before, report.leaking, "Packed by transformers: documents read each other")
+        _map(after, report.exact, "Packed with hf_packfree: each reads itself")
+        figure.colorbar(image, ax=[before, after], label="relative change of the reader's logits")
+        _words(text, report)
+        _loss(difference, report)
+        _costs(speed, memory, report)
+        versions = ", ".join(f"{name} {found}" for name, found in report.versions.items() if found)
+        figure.suptitle(
+            f"packfree demo: the same {len(report.lengths)} documents, padded and packed\n"
+            f"{report.parameters:,} parameters, {report.device}; {versions}",
+            fontsize=12,
+        )
         figure.savefig(path)
 
 
-def _loss(above: Any, below: Any, report: DemoReport) -> None:
-    """Draw the loss curves over each other, and their differences to the padded one below."""
+def _map(axes: Any, found: Influence, title: str) -> Any:
+    """Draw whose tokens change whose predictions; what does not change at all stays white."""
+    scale = LogNorm(1e-6, 1.0)
+    values = [[value if value > 0 else float("nan") for value in row] for row in found.matrix]
+    image = axes.imshow(values, cmap="viridis_r", norm=scale)
+    axes.set_title(title, fontsize=10)
+    axes.set(xlabel="document whose tokens are replaced", ylabel="document that is read")
+    axes.grid(visible=False)
+    places = range(len(found.matrix))
+    axes.set_xticks(places, [place + 1 for place in places])
+    axes.set_yticks(places, [place + 1 for place in places])
+    return image
+
+
+def _words(axes: Any, report: DemoReport) -> None:
+    """Write what the trained model continues a beginning with."""
+    found, gradients = report.continuations, report.verification.unpatched
+    lines = [("The same beginning, continued greedily", "black"), (_short(found.prompt), GREY)]
+    lines += [("", "black"), ("alone", "black"), (_short(found.alone), GREEN)]
+    for title, texts in (("transformers", found.unpatched), ("hf_packfree", found.patched)):
+        for place, text in zip("AB", texts):
+            same = text == found.alone
+            lines.append((f"{title}, behind neighbour {place}", "black"))
+            lines.append((_short(text), GREEN if same else ORANGE))
+    if gradients is not None and gradients.gradients is not None:
+        lines += [
+            ("", "black"),
+            (f"Gradients, worst parameter: {gradients.gradients:.0%} off", ORANGE),
+        ]
+        lines.append((f"with hf_packfree: {report.verification.patched.gradients:.0e}", GREEN))
+    for number, (line, colour) in enumerate(lines):
+        height = 1 - (number + 0.5) / len(lines)
+        axes.text(0, height, line, color=colour, fontsize=9, family="monospace", va="center")
+    axes.set_axis_off()
+
+
+def _short(text: str) -> str:
+    # a dollar sign would begin a formula
+    line = " ".join(text.split()).replace("$", r"\$")
+    return f"  {line if len(line) <= 38 else line[:36] + ' …'}"
+
+
+def _loss(axes: Any, report: DemoReport) -> None:
+    """Draw how far both packed trainings are from the padded one."""
     steps = range(1, len(report.padded.losses) + 1)
-    for training in report.trainings:
+    for training in (report.unpatched, report.packed):
+        differences = [max(value, FLOOR) for value in training.differences(report.padded)]
         style = STYLES[training.name]
-        above.plot(steps, training.losses, label=training.name, **style)
-        if training is not report.padded:
-            differences = [max(value, FLOOR) for value in training.differences(report.padded)]
-            below.plot(steps, differences, marker="o", markersize=3, **style)
-    for axes in (above, below):
-        axes.set(xlabel="optimizer step")
-        axes.locator_params(axis="x", integer=True)
-    above.set(
-        title="Training loss on the same documents in the same order",
-        ylabel="loss [nats per token]",
-    )
-    above.legend()
-    below.set(
-        title="Difference to the padded training (zero is drawn at 1e-9)",
-        ylabel="relative difference",
-        yscale="log",
-    )
-    _limit(below, LOSS_LIMIT)
+        axes.plot(steps, differences, marker="o", markersize=3, label=training.name, **style)
+    axes.locator_params(axis="x", integer=True)
+    axes.set_title("Training loss: difference to the padded training", fontsize=10)
+    axes.set(xlabel="optimizer step", ylabel="relative difference", yscale="log")
+    axes.legend(fontsize=8)
+    _limit(axes, LOSS_LIMIT)
 
 
-def _leak(axes: Any, report: DemoReport) -> None:
-    """Draw the distance of each document's logits from those of the document alone."""
-    found = report.verification
-    places = range(1, len(found.lengths) + 1)
-    rows = [(LEAKING, found.unpatched, ORANGE, "o"), (PACKED, found.patched, BLUE, "s")]
-    for title, measured, colour, marker in rows:
-        if measured is not None:
-            axes.plot(
-                places,
-                [max(value, FLOOR) for value in measured.per_document],
-                marker,
-                color=colour,
-                label=title,
-            )
-    _limit(axes, found.limits.logits)
-    axes.set(
-        title="The leak: packed documents against documents alone", xlabel="document (its tokens)"
-    )
-    axes.set(yscale="log", ylim=(FLOOR, 30), ylabel="relative RMS error of logits")
-    axes.set_xticks(
-        places,
-        [f"{number}\n({length})" for number, length in zip(places, found.lengths, strict=True)],
-    )
-    axes.legend(loc="center right")
+def _costs(speed: Any, memory: Any, report: DemoReport) -> None:
+    """Draw tokens per second and memory of the trainings, and how they compare with the padded
+    one.
+    """
+    colours = [style["color"] for style in STYLES.values()]
+    padded, names = report.padded, [row.name for row in report.trainings]
+    speeds = {row.name: row.tokens_per_second for row in report.trainings}
+    peaks = {row.name: row.peak_mib for row in report.trainings}
+    faster = {name: f"{speeds[name] / padded.tokens_per_second:.1f} x" for name in names}
+    shares = {name: f"{peaks[name] / padded.peak_mib:.0%}" for name in names}
+    bars(speed, speeds, colours, faster)
+    bars(memory, peaks, colours, shares)
+    share = f"{padded.real_share:.0%} of the padded tokens are real"
+    speed.set_title(f"Real tokens per second (longer is better)\n{share}", fontsize=10)
+    memory.set_title("Peak memory of a step, MiB (shorter is better)", fontsize=10)
+    for axes in (speed, memory):
+        axes.grid(visible=False)
 
 
 def _limit(axes: Any, value: float) -> None:

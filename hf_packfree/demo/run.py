@@ -50,6 +50,7 @@ def _measure(options: DemoOptions, progress: Progress) -> DemoReport:
     import torch
 
     from hf_packfree.bench.measure import name_of
+    from hf_packfree.demo.harm import continuations, influence
     from hf_packfree.demo.train import (
         build_model,
         choose_documents,
@@ -57,7 +58,7 @@ def _measure(options: DemoOptions, progress: Progress) -> DemoReport:
         train,
         train_tokenizer,
     )
-    from hf_packfree.patching import apply_patches, patch_report
+    from hf_packfree.patching import apply_patches, patch_report, remove_patches
     from hf_packfree.verify import verify_packing
 
     texts = passages()
@@ -84,11 +85,33 @@ def _measure(options: DemoOptions, progress: Progress) -> DemoReport:
     progress("leak per document", 1, 1, note)
 
     names = (PADDED, PACKED, LEAKING)
-    padded, packed, unpatched = (
-        train(name, model, tokenizer, documents, options, progress) for name in names
+    trained = {name: train(name, model, tokenizer, documents, options, progress) for name in names}
+    (padded, _), (packed, mended), (unpatched, _) = trained.values()
+
+    progress("what the leak does", 0, 1, "")
+    mended.eval()
+    plain = remove_patches(deepcopy(mended))
+    # enough for a map
+    batch = documents[: min(options.batch_size, 8)]
+    others = documents[-len(batch) :]
+    leaking, exact = influence(plain, batch, others), influence(mended, batch, others)
+    written = continuations(plain, mended, tokenizer, documents)
+    progress(
+        "what the leak does", 1, 1, f"influence {leaking.worst:.0e}, patched {exact.worst:.0e}"
     )
     parameters = sum(parameter.numel() for parameter in model.parameters())
     versions = patch_report(patched).versions
     return DemoReport(
-        options, versions, name_of(device), lengths, parameters, found, padded, packed, unpatched
+        options,
+        versions,
+        name_of(device),
+        lengths,
+        parameters,
+        found,
+        padded,
+        packed,
+        unpatched,
+        leaking,
+        exact,
+        written,
     )

@@ -108,8 +108,8 @@ def train(
     documents: list[list[int]],
     options: DemoOptions,
     progress: Progress,
-) -> Training:
-    """Train a copy of the model on documents of token ids; the name says how."""
+) -> tuple[Training, Any]:
+    """Train a copy of the model on documents of token ids, and return it too; the name says how."""
     library: Any = transformers
     padded = library.DataCollatorForLanguageModeling(tokenizer, mlm=False)
     recorder = _Recorder(name, progress)
@@ -126,7 +126,7 @@ def train(
     batch = trainer.data_collator(examples[: options.batch_size])
     peak = peak_mib(lambda: trainer.training_step(trainer.model, batch), trainer.args.device)
     columns = {key: tuple(step[key] for step in recorder.steps) for key in recorder.steps[0]}
-    return Training(name, peak_mib=peak, **columns)
+    return Training(name, peak_mib=peak, **columns), trainer.model
 
 
 def _arguments(options: DemoOptions) -> transformers.TrainingArguments:
