@@ -11,17 +11,28 @@ shutil.copytree(HERE.parent / "notebooks", HERE / "notebooks", dirs_exist_ok=Tru
 
 project = "hf_packfree"
 version = release = __version__
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
 html_theme = "furo"
 html_title = f"hf_packfree {release}"
 html_show_sourcelink = False
 # docstrings write `names` as Markdown does
 default_role = "code"
 myst_heading_anchors = 3
+myst_enable_extensions = ["colon_fence"]
 # python -m tests.notebooks keeps the outputs
 nb_execution_mode = "off"
 autodoc_typehints = "description"
 autodoc_member_order = "bysource"
 autodoc_typehints_description_target = "documented"
 napoleon_use_ivar = True
-napoleon_use_rtype = False
+# return types beside what is returned
+napoleon_use_rtype = True
+copybutton_exclude = ".linenos, .gp, .go"
+copybutton_prompt_text = ">>> "
+html_show_copyright = False

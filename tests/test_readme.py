@@ -28,7 +28,16 @@ DOCS = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.m
 PAGES = {"README.md": README, **DOCS}
 MARK = r"^<!-- (?P<mark>[\w-]+)(?:: (?P<value>\w+))? -->\n"
 BLOCK = re.compile(rf"(?:{MARK})?^```(?P<language>\S*)[^\n]*\n(?P<code>.*?)\n?```$", re.S | re.M)
-LANGUAGES = {"python", "bash", "text", "{toctree}", "{eval-rst}", "{literalinclude}", "{include}"}
+LANGUAGES = {
+    "python",
+    "bash",
+    "text",
+    "{toctree}",
+    "{eval-rst}",
+    "{literalinclude}",
+    "{include}",
+    "{image}",
+}
 """Text is drawings; what is in braces is Sphinx's, which checks it."""
 ILLUSTRATED = [
     example("a b", image_part(seed=1)),

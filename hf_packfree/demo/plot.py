@@ -40,8 +40,10 @@ def draw(report: DemoReport, path: Path) -> None:
         figure = Figure(figsize=(14, 8), dpi=120, layout="constrained")
         FigureCanvasAgg(figure)
         (before, after, text), (difference, speed, memory) = figure.subplots(2, 3)
-        image = _map(before, report.leaking, "Packed by transformers: documents read each other")
-        _map(after, report.exact, "Packed with hf_packfree: each reads itself")
+        image = draw_map(
+            before, report.leaking, "Packed by transformers: documents read each other"
+        )
+        draw_map(after, report.exact, "Packed with hf_packfree: each reads itself")
         figure.colorbar(image, ax=[before, after], label="relative change of the reader's logits")
         _words(text, report)
         _loss(difference, report)
@@ -55,13 +57,15 @@ def draw(report: DemoReport, path: Path) -> None:
         figure.savefig(path)
 
 
-def _map(axes: Any, found: Influence, title: str) -> Any:
+def draw_map(axes: Any, found: Influence, title: str) -> Any:
     """Draw whose tokens change whose predictions; what does not change at all stays white."""
     scale = LogNorm(1e-6, 1.0)
     values = [[value if value > 0 else float("nan") for value in row] for row in found.matrix]
     image = axes.imshow(values, cmap="viridis_r", norm=scale)
     axes.set_title(title, fontsize=10)
-    axes.set(xlabel="document whose tokens are replaced", ylabel="document that is read")
+    axes.set(
+        xlabel="document whose tokens are replaced", ylabel="document whose predictions change"
+    )
     axes.grid(visible=False)
     places = range(len(found.matrix))
     axes.set_xticks(places, [place + 1 for place in places])

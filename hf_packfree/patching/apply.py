@@ -30,13 +30,13 @@ from hf_packfree.patching.registry import family_of
 from hf_packfree.patching.selfcheck import check_release
 from hf_packfree.patching.steps import ClassSwap, Step, additions, carry_out, lifted, undo
 
-_Model = TypeVar("_Model", bound=nn.Module)
+Model = TypeVar("Model", bound=nn.Module)
 _one_at_a_time = threading.RLock()
 """A plan holds only while no other thread changes the model; models may share modules."""
 
 
 def apply_patches(
-    model: _Model,
+    model: Model,
     *,
     backend: Choice = "auto",
     batch_invariant: bool = False,
@@ -44,7 +44,7 @@ def apply_patches(
     padded: Literal["lazy", "upstream"] = "lazy",
     mtp: MTPChoice | MTPOptions = None,
     context_parallel: Any = None,
-) -> _Model:
+) -> Model:
     """Make packed rows exact, in place, and return the same model; applying twice changes nothing
     more.
 
@@ -202,7 +202,7 @@ def _patch(model: nn.Module, options: Options) -> None:
     warn_of_dropped_tower(model, family)
 
 
-def remove_patches(model: _Model) -> _Model:
+def remove_patches(model: Model) -> Model:
     """Give back exactly what was there before `apply_patches`; a model that is not patched stays as
     it is.
 

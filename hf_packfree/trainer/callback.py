@@ -44,6 +44,7 @@ class PackFreeCallback(TrainerCallback):
 
     Every training log gains these, over the steps since the last log, on this process, or on all of
     them (`mtp_...`):
+
         packfree/documents_per_row: documents in the average row.
         packfree/real_token_share: tokens that are not padding over all tokens, 0 to 1.
         packfree/tokens_per_second: tokens that are not padding.

@@ -11,17 +11,41 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "tests/benchmarks/results"
-PLOT = "docs/steps.png"
+PLOT = "docs/speed.png"
 FLOOR = "matrix products alone"
 UNPATCHED = ("unpatched padded", "unpatched packed", "stock padded")
-EARLIER = (
-    "Rows with * are of an earlier run, and perhaps of another machine; ratios are to rows of the "
-    "same run."
+TOP = (
+    "2b-32k-whole-step",
+    "2b-8k-whole-step",
+    "2b-8x2048-whole-step",
+    "2b-32k-packed",
+    "2b-64k-packed",
+    "2b-8x2048-padded",
+    "2b-32k-lora",
+    "2b-32k-lora-bf16",
+    "2b-32k-qlora",
+    "2b-vl-16docs",
+    "9b-32k-packed",
+    "9b-8x2048-padded",
+    "moe-32k-packed",
+    "moe-8x2048-padded",
 )
+"""Workloads of the first table, as many as it has rows for."""
+MOST = 10
+"""Rows of the first table."""
+SIDES = {
+    "transformers, padded": ("unpatched padded", "stock padded"),
+    "transformers, packed": ("unpatched packed",),
+    "composed by hand": ("composed without packfree",),
+    "Unsloth": ("Unsloth", "unsloth"),
+    "packfree": ("packfree", "packfree, packed", "packfree, padded", "packfree+liger"),
+}
+"""{column: variants of which the first that was timed is shown}."""
 TITLES = {
     "2b-32k-packed": "2B shape, 32,768 tokens in {documents} documents",
     "2b-64k-packed": "2B shape, 65,536 tokens",
@@ -65,12 +89,13 @@ SHORT = {
     "moe-8x2048-padded": ("unpatched padded", "packfree, padded"),
 }
 """README's rows: by workload, the unpatched variant and ours."""
-SHORT_HEAD = ("one training step, bf16", "unpatched", "patched", "faster")
+SHORT_HEAD = ("one training step, bf16", "transformers", "composed by hand", "packfree")
 BARS = {
-    "real_tokens_per_s": "real tokens/s (more is better)",
-    "peak_gib": "peak GiB (less is better)",
+    "real_tokens_per_s": "real tokens per second (longer is better)",
+    "peak_gib": "peak GiB (shorter is better)",
 }
-BLUE, ORANGE, GREY = "#2b6cb0", "#dd8452", "#8c8c8c"
+COLOURS = dict(zip(SIDES, ("#999999", "#D55E00", "#E69F00", "#CC79A7", "#0072B2")))
+"""Okabe and Ito's: different for colour-blind people and in print."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -107,13 +132,16 @@ def tables(path: Path, ablated: Path) -> dict[tuple[str, str], str]:
     Markdown.
     """
     result = json.loads(path.read_text())
-    image = f"![ms, tokens per second and memory of one step]({Path(PLOT).name})\n"
-    speed = "\n".join(
-        part for part in (head(result, path.name), steps(result), linearity(result), image) if part
+    image = (
+        "![Tokens per second and memory of one training step, by workload: transformers padded and "
+        f"packed, composed by hand, packfree]({Path(PLOT).name})\n"
     )
+    speed = "\n".join(part for part in (head(result, path.name), image, top(result)) if part)
+    every = "\n".join(part for part in (steps(result), linearity(result)) if part)
     return {
         ("README.md", "gpu"): summary(result),
         ("docs/performance.md", "gpu"): speed,
+        ("docs/rows.md", "rows"): every,
         ("docs/performance.md", "operations"): operations(result),
         ("docs/performance.md", "ablation"): ablation(ablated),
         ("docs/numerics.md", "gpu"): exactness(result),
@@ -159,25 +187,70 @@ def head(result: dict[str, Any], name: str) -> str:
     return (
         f"One step is forward and backward of the trunk in bf16. Made on {result['date']} on one "
         f"{result['machine']} with {versions}; every number is in "
-        f"`tests/benchmarks/results/{name}`.{' ' + EARLIER if earlier(result) else ''}\n"
+        f"`tests/benchmarks/results/{name}`.\n"
     )
 
 
+def top(result: dict[str, Any]) -> str:
+    """The first table: a row for each of the workloads of `TOP`, and whatever was timed in one run
+    with packfree's own step.
+    """
+    found = chosen(result)
+    sides = [side for side in SIDES if any(side in cells for _, cells in found)]
+    lines = [f"| one training step, bf16 | {' | '.join(sides)} |", "|---" * (len(sides) + 1) + "|"]
+    for title, cells in found:
+        texts = (_cell(cells[side]) if side in cells else "" for side in sides)
+        lines.append(f"| {title} | {' | '.join(texts)} |")
+    return "\n".join(lines) + "\n" if found else ""
+
+
+def chosen(result: dict[str, Any]) -> list[tuple[str, dict[str, dict[str, Any]]]]:
+    """Return (title, {side: row}) of the workloads of the first table, rows of the newest run
+    alone.
+    """
+    found, newest_run = [], max((row.get("run", 1) for row in result["rows"]), default=1)
+    result = result | {"rows": _of_run(result, newest_run)}
+    for workload in TOP:
+        rows = rows_of(result, workload)
+        ours = [row for name in SIDES["packfree"] if "ms" in (row := rows.get(name, {}))]
+        beside = _beside(rows, ours[0]) if ours else {}
+        if len(beside) > 1:
+            found.append((heading(TITLES[workload], rows), beside))
+    return found[:MOST]
+
+
+def _beside(rows: dict[str, dict[str, Any]], ours: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """{side: its row}; rows that found no memory among them."""
+    same = {name: row for name, row in rows.items() if _is_shown(row)}
+    firsts = {
+        side: next((same[name] for name in names if name in same), None)
+        for side, names in SIDES.items()
+    }
+    return {side: row for side, row in (firsts | {"packfree": ours}).items() if row is not None}
+
+
 def summary(result: dict[str, Any]) -> str:
-    """README's table: the workloads of `SHORT`, unpatched beside patched; * marks what was not
-    timed in one run.
+    """README's table: the workloads of `SHORT`, unpatched and composed by hand beside patched; *
+    marks what was not timed in one run with ours.
     """
     lines = [f"| {' | '.join(SHORT_HEAD)} |", "|---" * len(SHORT_HEAD) + "|"]
     for workload, variants in SHORT.items():
         rows = rows_of(result, workload)
         stock, ours = (rows.get(variant, {}) for variant in variants)
         if "ms" in ours:
-            faster = f"{stock['ms'] / ours['ms']:.1f} x" if "ms" in stock else ""
-            faster += " *" * ("ms" in stock and stock.get("run", 1) != ours.get("run", 1))
-            lines.append(
-                f"| {heading(TITLES[workload], rows)} | {_cell(stock)} | {_cell(ours)} | {faster} |"
-            )
+            composed = rows.get("composed without packfree")
+            cells = [_beside_ours(row, ours) for row in (stock, composed) if row is not None]
+            cells += [""] * (2 - len(cells)) + [_cell(ours)]
+            lines.append(f"| {heading(TITLES[workload], rows)} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _beside_ours(row: dict[str, Any], ours: dict[str, Any]) -> str:
+    """A row's cell, and how many times as long as ours it takes."""
+    if "ms" not in row:
+        return _cell(row)
+    mark = " *" * (row.get("run", 1) != ours.get("run", 1))
+    return f"{_cell(row)} ({row['ms'] / ours['ms']:.1f} x{mark})"
 
 
 def _cell(row: dict[str, Any]) -> str:
@@ -194,16 +267,25 @@ def _outcome(row: dict[str, Any], missing: str) -> str:
     return "out of memory" if kind == "OutOfMemoryError" else kind
 
 
-def earlier(result: dict[str, Any]) -> set[int]:
-    """The runs of the result's rows but the last."""
-    runs = {row.get("run", 1) for row in result["rows"]}
-    return runs - {max(runs, default=1)}
-
-
 def steps(result: dict[str, Any]) -> str:
-    """One table of the workloads; an error is the row's result, in words, and shown once where
-    it is a model's.
+    """Every row of the workloads, a table for each run, the newest first; by speed, and without
+    what did not run for another reason than memory.
     """
+    runs = sorted({row.get("run", 1) for row in result["rows"]}, reverse=True)
+    made = result.get("runs", {str(run): result for run in runs[:1]})
+    return "\n".join(
+        text
+        for run in runs
+        if (text := _run(result | {"rows": _of_run(result, run)}, made.get(str(run))))
+    )
+
+
+def _of_run(result: dict[str, Any], run: int) -> list[dict[str, Any]]:
+    return [row for row in result["rows"] if row.get("run", 1) == run]
+
+
+def _run(result: dict[str, Any], about: dict[str, Any] | None) -> str:
+    """The table of one run, below what it was made with."""
     titles = (
         "one step",
         "ms",
@@ -211,18 +293,32 @@ def steps(result: dict[str, Any]) -> str:
         "peak GiB",
         "real tokens per GiB",
         "against unpatched",
+        "times the matrix products",
     )
-    titles += ("times the matrix products",)
-    lines, shown = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"], set[Any]()
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for workload, title in TITLES.items():
         rows = rows_of(result, workload)
-        if rows:
+        shown = [row for row in (*rows.values(), *_sustained(rows)) if _is_shown(row)]
+        if shown:
             lines.append(f"| **{heading(title, rows)}** | | | | | | |")
-            for row in (*rows.values(), *_sustained(rows)):
-                if (failure := _failure(row)) is None or failure not in shown:
-                    lines.append(_line(row, rows, row.get("run", 1) in earlier(result)))
-                    shown.add(failure)
-    return "\n".join(lines) + "\n" if len(lines) > 2 else ""
+            shown.sort(key=lambda row: -row.get("real_tokens_per_s", 0))
+            lines += [_line(row, rows) for row in shown]
+    return f"{_made(about)}\n\n" + "\n".join(lines) + "\n" if len(lines) > 2 else ""
+
+
+def _made(about: dict[str, Any] | None) -> str:
+    """Say when, on what, of which source and with what a run was made."""
+    if about is None:
+        return "## An earlier run\n\nOf which date, source and versions were not kept."
+    versions = ", ".join(f"{name} {found}" for name, found in about["versions"].items())
+    return (
+        f"## {about['date']}, {about['machine']}\n\n`python -m tests.benchmarks.run_all`, package "
+        f"source {about.get('source', 'unknown')}; {versions}."
+    )
+
+
+def _is_shown(row: dict[str, Any]) -> bool:
+    return "ms" in row or row.get("error", "").startswith("OutOfMemoryError")
 
 
 def rows_of(result: dict[str, Any], workload: str) -> dict[str, dict[str, Any]]:
@@ -232,14 +328,6 @@ def rows_of(result: dict[str, Any], workload: str) -> dict[str, dict[str, Any]]:
         for row in result["rows"]
         if row["workload"] == workload and "skipped" not in row
     }
-
-
-def _failure(row: dict[str, Any]) -> tuple[str, str] | None:
-    """The model that a row is of and what went wrong with it; None where nothing did, or memory
-    did not suffice for the row.
-    """
-    failed = not row.get("error", "OutOfMemoryError").startswith("OutOfMemoryError")
-    return (row["variant"].split(",")[0], row["error"]) if failed else None
 
 
 def heading(title: str, rows: dict[str, dict[str, Any]]) -> str:
@@ -268,16 +356,9 @@ def _sustained(rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _line(row: dict[str, Any], rows: dict[str, dict[str, Any]], marked: bool) -> str:
-    """Ratios are to what was timed in the same run."""
-    name = row["variant"] + " *" * marked
+def _line(row: dict[str, Any], rows: dict[str, dict[str, Any]]) -> str:
     if "ms" not in row:
-        return f"| {name} | {_outcome(row, 'no result')} | | | | | |"
-    rows = {
-        variant: other
-        for variant, other in rows.items()
-        if other.get("run", 1) == row.get("run", 1)
-    }
+        return f"| {row['variant']} | {_outcome(row, 'no result')} | | | | | |"
     base = next((r for variant in UNPATCHED if "ms" in (r := rows.get(variant, {}))), None)
     alone = row["variant"].startswith(FLOOR) or row["variant"].endswith("tower alone")
     against = (
@@ -290,8 +371,8 @@ def _line(row: dict[str, Any], rows: dict[str, dict[str, Any]], marked: bool) ->
     tokens = row["real_tokens_per_s"] * row["ms"] / 1e3
     memory = " | " if alone else f"{row['peak_gib']:.1f} | {tokens / row['peak_gib']:,.0f}"
     return (
-        f"| {name} | {row['ms']:,.0f} | {row['real_tokens_per_s']:,.0f} | {memory} | {against} | "
-        f"{times} |"
+        f"| {row['variant']} | {row['ms']:,.0f} | {row['real_tokens_per_s']:,.0f} | {memory} | "
+        f"{against} | {times} |"
     )
 
 
@@ -309,10 +390,10 @@ def linearity(result: dict[str, Any]) -> str:
         {variant for _, variant in found},
         key=lambda kind: int("0" + re.sub(r"\D", "", kind)) or 1e9,
     )
-    mark = " *" * any(row.get("run", 1) in earlier(result) for row in found.values())
     lines = [
-        f"| real tokens/s, 8 layers of the 2B shape{mark} | "
-        f"{' | '.join(size.split('-')[-1] for size in sizes)} |"
+        "## By length\n",
+        "| real tokens/s, 8 layers of the 2B shape | "
+        f"{' | '.join(size.split('-')[-1] for size in sizes)} |",
     ]
     lines.append("|---|" + "---|" * len(sizes))
     for kind in kinds:
@@ -410,36 +491,46 @@ def _limit(line: dict[str, Any] | None) -> str:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Draw real tokens/s and peak memory of the workloads that have numbers, as one small PNG."""
+    """Draw real tokens/s and peak memory of the first table's rows, as one small PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.patches import Patch
 
-    bars: list[tuple[str, dict[str, Any]]] = []
-    for workload, title in TITLES.items():
-        rows = rows_of(result, workload)
-        timed = [(name, row) for name, row in rows.items() if "ms" in row and name != FLOOR]
-        bars += [(heading(title, rows), {}), *timed] if timed else []
-    figure, sides = pyplot.subplots(
-        1, 2, figsize=(10, 0.8 + 0.2 * len(bars)), sharey=True, layout="constrained"
-    )
-    others = "unpatched", "stock", "composed"
-    colours = [
-        GREY if name.startswith(others) else BLUE if "liger" in name else ORANGE for name, _ in bars
-    ]
-    for side, (key, title) in zip(sides, BARS.items()):
-        drawn = side.barh(range(len(bars)), [row.get(key, 0) for _, row in bars], color=colours)
-        numbers = [f"{row[key]:,.0f}" if row else "" for _, row in bars]
-        side.bar_label(drawn, numbers, fontsize=7, padding=2)
-        side.set(title=title, xticks=[], frame_on=False)
-        side.tick_params(length=0, labelsize=8)
-        side.margins(x=0.12, y=0.01)
-    sides[0].set_yticks(range(len(bars)), [name for name, _ in bars])
+    found = chosen(result)
+    bars = [(title, side, row) for title, cells in found for side, row in cells.items()]
+    # a gap between workloads
+    groups = [title for title, _, _ in bars]
+    places = [place + 0.8 * len(set(groups[: place + 1])) for place in range(len(bars))]
+    height = 1.1 + 0.21 * len(bars) + 0.15 * len(found)
+    figure, sides = pyplot.subplots(1, 2, figsize=(11, height), sharey=True)
+    for axes, (key, title) in zip(sides, BARS.items()):
+        numbers = [row.get(key, 0) if "ms" in row else 0 for _, _, row in bars]
+        drawn = axes.barh(places, numbers, color=[COLOURS[side] for _, side, _ in bars])
+        texts = [f"{number:,.0f}" if number else "out of memory" for number in numbers]
+        axes.bar_label(drawn, texts, fontsize=7, padding=2)
+        axes.set_title(title, fontsize=9, loc="left")
+        axes.set(xticks=[], frame_on=False)
+        axes.tick_params(length=0, labelsize=8)
+        axes.margins(x=0.15, y=0.01)
+    middles = {
+        title: sum(place for place, group in zip(places, groups) if group == title)
+        / groups.count(title)
+        for title, _ in found
+    }
+    names = [fill(title, 42) for title in middles]
+    sides[0].set_yticks(list(middles.values()), names)
     sides[0].invert_yaxis()
-    for label, (_, row) in zip(sides[0].get_yticklabels(), bars):
-        label.set_fontweight("normal" if row else "bold")
-    figure.suptitle(f"One training step, {result['machine']}, {result['date']}", fontsize=10)
+    shown = [side for side in SIDES if any(side == name for _, name, _ in bars)]
+    handles = [Patch(color=COLOURS[side], label=side) for side in shown]
+    figure.suptitle(
+        f"One training step in bf16, one {result['machine']}, {result['date']}", fontsize=10
+    )
+    figure.legend(
+        handles=handles, ncols=len(handles), loc="lower center", fontsize=8, frameon=False
+    )
+    figure.tight_layout(rect=(0, 0.03, 1, 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=90)
     pyplot.close(figure)

@@ -236,9 +236,11 @@ def assemble(folders: Sequence[Path]) -> dict[str, Any]:
     tests: dict[str, Any] = {}
     files: dict[str, str] = {}
     about: dict[str, Any] = {}
+    runs: dict[str, Any] = {}
     for number, folder in enumerate(folders, 1):
         machine = folder / "machine.json"
         about |= json.loads(machine.read_text()) if machine.exists() else {}
+        runs[str(number)] = dict(about)
         for row in read_lines(folder / "rows.jsonl"):
             if "skipped" not in row or name_of(row) not in rows:
                 rows[name_of(row)] = row | {"run": number}
@@ -247,7 +249,7 @@ def assemble(folders: Sequence[Path]) -> dict[str, Any]:
         }
         tests |= {line["test"]: line for line in read_lines(folder / "tests.jsonl")}
         files |= {line["file"]: line["end"] for line in read_lines(folder / "files.jsonl")}
-    found = {"machine": "", "date": "", "versions": {}, **about}
+    found = {"machine": "", "date": "", "versions": {}, **about, "runs": runs}
     counted = outcomes(tests) | {"files": files}
     return found | {"rows": list(rows.values()), "errors": list(errors.values()), "tests": counted}
 
@@ -267,13 +269,15 @@ def outcomes(tests: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(result: dict[str, Any], folder: Path) -> Path:
-    """Write the result under its date and machine."""
+    """Write the result under its date and machine; `runs` says of each row's run when, on what and
+    with what it was made.
+    """
     name = (
         re.sub(r"[^a-z0-9]+", "-", f"{result['date']} {result['machine']}".lower()).strip("-")
         or "unknown"
     )
     path = folder / f"{name}.json"
-    names = ("machine", "processor", "date", "versions", "options", "source")
+    names = ("machine", "processor", "date", "versions", "options", "source", "runs")
     head = {key: result[key] for key in names if key in result}
     lists = {key: [json.dumps(item) for item in result[key]] for key in ("rows", "errors")}
     text = json.dumps(head, indent=1)[:-2]

@@ -1,0 +1,147 @@
+"""The complete files of docs/examples run on a tiny checkpoint: what a user copies trains, is exact
+and saves what transformers loads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from tests.data.processors import example, image_part, vision_processor
+from tests.support import tiny
+from tests.vision import tiny_vision
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "docs" / "examples"
+TEMPLATE = "{% for turn in messages %}{{ turn.role }} : {{ turn.content }} <eos> {% endfor %}"
+WORDS = ["<pad>", "<eos>", ":", "user", "assistant", *"abcdefghijklmnopqrstuvwxyz"]
+pytestmark = [
+    # the Trainer's default on a machine without an accelerator, and what libraries deprecate
+    pytest.mark.filterwarnings("ignore:'pin_memory'"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning:peft.*"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    """A folder with a checkpoint, its tokenizer, texts and conversations."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("examples")
+    words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tiny().save_pretrained(folder / "model")
+    PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", chat_template=TEMPLATE
+    ).save_pretrained(folder / "model")
+    letters = random.Random(0)
+    texts = [" ".join(letters.choices(WORDS[5:], k=letters.randint(3, 60))) for _ in range(40)]
+    turns = [
+        [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
+        for text in texts
+    ]
+    for name, rows in {"text": texts, "messages": turns}.items():
+        lines = (json.dumps({name: row}) for row in rows)
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture
+def run(home, tmp_path, monkeypatch, capsys):
+    """Run a file as a user does, in this process, and return what it printed."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+    def file(name: str, data: str, *more: str) -> str:
+        given = ["--model", str(home / "model"), "--data", str(home / f"{data}.jsonl"), *more]
+        monkeypatch.setattr(sys, "argv", [name, *given])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return file
+
+
+def changed(home: Path, out: Path) -> bool:
+    """Whether a saved checkpoint is loaded as it was written and has learned something."""
+    before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (home / "model", out))
+    assert after.state_dict().keys() == before.state_dict().keys()
+    return any(not torch.equal(b, a) for b, a in zip(before.parameters(), after.parameters()))
+
+
+def test_sft_with_trl(run, home, tmp_path):
+    pytest.importorskip("trl")
+    out = str(tmp_path / "out")
+    shown = run("sft_trl.py", "messages", "--out", out, "--steps", "2", "--max-length", "64")
+    assert "packfree/documents_per_row" in shown and "'packfree/influence': 0" in shown.replace(
+        '"', ""
+    )
+    assert changed(home, tmp_path / "out")
+
+
+def test_the_trainer(run, home, tmp_path):
+    shown = run("trainer.py", "text", "--out", str(tmp_path / "out"), "--steps", "2")
+    assert "packfree/tokens_per_second" in shown and changed(home, tmp_path / "out")
+
+
+def test_a_loop_with_accelerate_saves_reloads_and_generates(run, home, tmp_path):
+    shown = run("loop_accelerate.py", "text", "--out", str(tmp_path / "out"), "--steps", "2")
+    assert shown.startswith("step 0: loss ") and changed(home, tmp_path / "out")
+    # what generate wrote behind the prompt
+    assert len(shown.splitlines()[-1].split()) > 16
+
+
+def test_qlora_with_trl(run, home, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    shown = run("qlora_trl.py", "messages", "--out", str(tmp_path / "out"), "--steps", "2")
+    assert "is patched" in shown and (tmp_path / "out" / "adapter_config.json").is_file()
+
+
+def test_images(tmp_path, capsys):
+    tiny_vision("qwen3_5").save_pretrained(tmp_path / "model")
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "model")
+    examples = [
+        example("a b", image_part(seed=1)),
+        example("c d e"),
+        example(image_part(8, 8, seed=2), "f"),
+        example("g"),
+    ]
+    options = SimpleNamespace(out=str(tmp_path / "out"), steps=2)
+    train = runpy.run_path(str(EXAMPLES / "images.py"))["train"]
+    trainer = train(model, vision_processor(), examples, options)
+    logs = trainer.state.log_history
+    assert any(log.get("packfree/documents_per_row") == 4.0 for log in logs)
+    assert any(log.get("packfree/influence") == 0.0 for log in logs)
+
+
+@pytest.mark.slow
+def test_fsdp2_on_two_processes(home):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", str(EXAMPLES / "fsdp2.py"), "--steps", "2"]
+    command += ["--model", str(home / "model"), "--data", str(home / "text.jsonl")]
+    env = {**os.environ, "PYTHONPATH": str(EXAMPLES.parents[1]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=600)
+    assert done.returncode == 0 and "step 0: loss " in done.stdout, done.stderr[-3000:]
+
+
+def test_every_example_is_run_and_named():
+    """By this file or by the tests of context parallelism; the quickstart names each."""
+    quickstart = (EXAMPLES.parent / "quickstart.md").read_text()
+    tests = (
+        Path(__file__).read_text()
+        + (Path(__file__).parent / "parallel" / "trainers.py").read_text()
+    )
+    for path in EXAMPLES.glob("*.py"):
+        assert path.name in quickstart, path.name
+        assert path.name in tests or path.name == "context_parallel.py", path.name
