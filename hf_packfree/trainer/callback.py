@@ -42,12 +42,14 @@ class PackFreeCallback(TrainerCallback):
     model is patched already, by `apply_patches` in `model_init`. The patches stay after training;
     `remove_patches(model)` takes them back.
 
-    Every training log gains these, over the steps since the last log, on this process, or on all of
-    them (`mtp_...`):
+    The first and the last step are logged whatever `logging_steps` says. Every training log gains
+    these, over the steps since the last log, on this process, or on all of them (`mtp_...`):
 
         packfree/documents_per_row: documents in the average row.
         packfree/real_token_share: tokens that are not padding over all tokens, 0 to 1.
         packfree/tokens_per_second: tokens that are not padding.
+        packfree/mfu: model FLOP/s utilisation in percent of the GPU's peak in bfloat16, if that is
+            known, as TRL counts it, and attention within documents.
         packfree/mtp_loss_k: the mean loss of depth k of a multi-token prediction head in training.
         packfree/mtp_accuracy_k: the share of depth k's targets that its most likely token hits.
         packfree/influence: once, with `verify_first_batch`: see `first_batch_influence`.
@@ -140,9 +142,13 @@ class PackFreeCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Stop counting and watching, until the next step."""
+        """Stop counting and watching, until the next step; the first and the last one are logged
+        in any case.
+        """
         if self._run is not None:
             self._run.take_off()
+        if state.global_step in (1, state.max_steps) and args.logging_strategy != "no":
+            control.should_log = True
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

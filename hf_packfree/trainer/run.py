@@ -16,6 +16,7 @@ from hf_packfree.errors import BlindMeasurement
 from hf_packfree.packing import PackedSequence, uncompiled
 from hf_packfree.patching.plan import trunks
 from hf_packfree.patching.registry import family_of
+from hf_packfree.trainer.flops import FlopsPerToken, peak_of
 from hf_packfree.verify.documents import media_source
 from hf_packfree.verify.first_batch import first_batch_influence, in_process_group, observers_of
 
@@ -53,6 +54,10 @@ class TrainingRun:
         family = family_of(model)
         self.trunks = list(trunks(model, family)) if family else []
         self.counts = Counts()
+        self.flops, self.peak = None, None
+        if len(self.trunks) == 1:
+            self.flops = FlopsPerToken(model, self.trunks[0])
+            self.peak = peak_of(next(model.parameters()).device)
         watched = outermost(model, self.trunks) if verify else []
         self.checks = [FirstBatch(module, self.take_off) for module in watched]
 
@@ -73,6 +78,11 @@ class TrainingRun:
 
     def facts(self) -> dict[str, float]:
         facts = self.counts.take()
+        # ranks that share rows each count them whole
+        if self.peak is not None and self.flops is not None and not self.counts.shared:
+            tokens = facts["packfree/tokens_per_second"]
+            flops = self.flops(self.counts.mean_document)
+            facts["packfree/mfu"] = 100 * flops * tokens / self.peak
         for check in self.checks:
             if check.influence is not None:
                 facts["packfree/influence"], check.influence = check.influence, None
@@ -147,12 +157,14 @@ class Counts(_OfAStep):
         self.rows = self.documents = self.tokens_with_padding = 0
         self.tokens: int | Tensor = 0
         self.since = time.perf_counter()
+        self.shared, self.mean_document = False, 0.0
 
     @uncompiled
     def __call__(self, packed: PackedSequence | None, shape: tuple[int, int], mask: Any) -> None:
         # of the batch that ranks share, each counts all
         if packed is not None and packed.shard is not None:
             packed, shape = packed.shard.batch, packed.shard.batch.batch_shape
+            self.shared = True
         self.rows += shape[0]
         self.tokens_with_padding += shape[0] * shape[1]
         if packed is not None:
@@ -170,6 +182,7 @@ class Counts(_OfAStep):
             "packfree/real_token_share": tokens / max(self.tokens_with_padding, 1),
             "packfree/tokens_per_second": tokens / seconds,
         }
+        self.mean_document = tokens / max(self.documents, 1)
         self.rows = self.documents = self.tokens_with_padding = 0
         self.tokens, self.since = 0, time.perf_counter()
         return facts
