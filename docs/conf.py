@@ -29,7 +29,7 @@ myst_enable_extensions = ["colon_fence"]
 nb_execution_mode = "off"
 autodoc_typehints = "description"
 autodoc_member_order = "bysource"
-autodoc_typehints_description_target = "documented"
+autodoc_typehints_description_target = "documented_params"
 napoleon_use_ivar = True
 # return types beside what is returned
 napoleon_use_rtype = True

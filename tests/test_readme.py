@@ -4,9 +4,12 @@ commands and files exist.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
+import runpy
 import shlex
+import shutil
 from configparser import ConfigParser
 from importlib import import_module
 from importlib.util import find_spec
@@ -72,10 +75,8 @@ def help_of(capsys, monkeypatch):
 def checkpoint(tmp_path, monkeypatch):
     """A folder that holds the checkpoint and the tokenizer that the pages load."""
     from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast, training_args
+    from transformers import PreTrainedTokenizerFast
 
-    # which TRL wants, and a CPU computes too
-    monkeypatch.setattr(training_args, "is_torch_bf16_gpu_available", lambda: True)
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
     with_head = hf_packfree.apply_patches(tiny(), mtp=hf_packfree.MTPOptions(from_scratch=True))
     with_head.save_pretrained(tmp_path / "my-checkpoint")
@@ -84,6 +85,8 @@ def checkpoint(tmp_path, monkeypatch):
     PreTrainedTokenizerFast(
         tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"
     ).save_pretrained(tmp_path / "my-checkpoint")
+    # the released one that README names
+    shutil.copytree(tmp_path / "my-checkpoint", tmp_path / "Qwen" / "Qwen3.5-2B-Base")
     monkeypatch.chdir(tmp_path)
 
 
@@ -91,15 +94,19 @@ def test_readme_is_short():
     assert len(README.splitlines()) <= LIMITS["lines"] and len(README.encode()) <= LIMITS["bytes"]
 
 
-def test_readme_works_on_a_package_index():
-    """No picture and no link that only a checkout can resolve."""
-    targets = re.findall(r"\]\(([^)]+)\)|(?:src|href)=\"([^\"]+)", README)
-    assert not [
-        target
-        for pair in targets
-        for target in pair
-        if target and not target.startswith("https://")
-    ]
+def test_readme_works_in_a_checkout_and_on_a_package_index():
+    """Links and pictures are files of this repository; an index shows none that it cannot open."""
+    targets = re.findall(r"\]\(([^)]+)\)", README)
+    assert len(targets) > 20
+    for target in targets:
+        path, _, anchor = target.partition("#")
+        assert (ROOT / path).exists(), target
+        heads = re.findall(r"^#+ (.+)$", (ROOT / path).read_text(), re.M) if anchor else ()
+        slugs = {re.sub(r"[^\w -]", "", head).lower().replace(" ", "-") for head in heads}
+        assert not anchor or anchor in slugs, target
+    shown = runpy.run_path(str(ROOT / "setup.py"))["description"](README)
+    assert not re.findall(r"\]\((?!https://)|(?:src|href)=\"(?!https://)", shown)
+    assert "Quickstart" in shown and "docs/influence.png" not in shown
 
 
 def test_every_block_is_of_a_language_that_is_checked():
@@ -314,3 +321,37 @@ def test_every_family_is_listed():
 
     section = DOCS["compatibility.md"].split("## Families")[1].split("\n## ")[0]
     assert [family.name for family in FAMILIES] == re.findall(r"^\| `(\w+)` \|", section, re.M)
+
+
+def said() -> str:
+    """Every text of the package, with a star where a value is put in."""
+    texts = []
+    for path in (ROOT / "hf_packfree").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                texts.append(
+                    "".join(
+                        part.value if isinstance(part, ast.Constant) else "*"
+                        for part in node.values
+                    )
+                )
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return "\n".join(texts)
+
+
+def test_troubleshooting_quotes_what_is_said_and_names_every_error():
+    page, texts = DOCS["troubleshooting.md"], said()
+    warnings, problems = page.split("## Errors")
+    rows = re.findall(r"^\| (.+?) \| (.+?) \|", warnings + problems, re.M)[2:]
+    for says, means in rows:
+        theirs = re.search(r"transformers' own|bitsandbytes|too long|broken environment", means)
+        quoted = [] if theirs else re.findall(r"`([^`]+)`", says)
+        for fragment in (
+            part.strip() for text in quoted for part in re.split(r"\.\.\.|\bN\b", text)
+        ):
+            fragment = re.sub(r"^\W+|\W+$", "", fragment)
+            known = fragment in texts or hasattr(errors, fragment)
+            assert len(fragment) < 12 or known, fragment
+    kinds = {name for name in dir(hf_packfree) if hasattr(errors, name)} - {"PackFreeError"}
+    assert kinds <= set(re.findall(r"^\| `(\w+)`", problems, re.M))

@@ -30,7 +30,7 @@ from hf_packfree.patching.steps import (
     undo,
 )
 
-_Model = TypeVar("_Model", bound=nn.Module)
+Model = TypeVar("Model", bound=nn.Module)
 NAME = "mtp"
 
 
@@ -197,7 +197,7 @@ def read_head(owner: Any, family: Family, options: MTPOptions) -> AttachedHead:
     return head
 
 
-def add_mtp(model: _Model, checkpoint: str | os.PathLike[str] | None = None) -> _Model:
+def add_mtp(model: Model, checkpoint: str | os.PathLike[str] | None = None) -> Model:
     """Add the frozen head that the model's checkpoint carries, and return the same model;
     `save_pretrained` then writes it.
 

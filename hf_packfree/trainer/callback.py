@@ -45,14 +45,14 @@ class PackFreeCallback(TrainerCallback):
     The first and the last step are logged whatever `logging_steps` says. Every training log gains
     these, over the steps since the last log, on this process, or on all of them (`mtp_...`):
 
-        packfree/documents_per_row: documents in the average row.
-        packfree/real_token_share: tokens that are not padding over all tokens, 0 to 1.
-        packfree/tokens_per_second: tokens that are not padding.
-        packfree/mfu: model FLOP/s utilisation in percent of the GPU's peak in bfloat16, if that is
-            known, as TRL counts it, and attention within documents.
-        packfree/mtp_loss_k: the mean loss of depth k of a multi-token prediction head in training.
-        packfree/mtp_accuracy_k: the share of depth k's targets that its most likely token hits.
-        packfree/influence: once, with `verify_first_batch`: see `first_batch_influence`.
+    - packfree/documents_per_row: documents in the average row.
+    - packfree/real_token_share: tokens that are not padding over all tokens, 0 to 1.
+    - packfree/tokens_per_second: tokens that are not padding.
+    - packfree/mfu: model FLOP/s utilisation in percent of the GPU's peak in bfloat16, where that is
+      known, as TRL counts it, and attention within documents.
+    - packfree/mtp_loss_k: the mean loss of depth k of a multi-token prediction head in training.
+    - packfree/mtp_accuracy_k: the share of depth k's targets that its most likely token hits.
+    - packfree/influence: once, with `verify_first_batch`: see `first_batch_influence`.
 
     What counts and verifies is on the model during a step alone: copies of it and saved ones have
     nothing of it, and training that breaks off between steps leaves nothing behind.
