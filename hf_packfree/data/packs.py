@@ -77,8 +77,9 @@ class PackedIterableDataset(torch.utils.data.IterableDataset[list[Document]]):
             worker processes; of any other each worker takes every n-th example.
         collator: which has a `max_length`.
         buffer: how many documents are packed together; more fill packs better and take more memory.
-        shared_out: whether the stream gives each worker process other examples. torch's
-            `IterableDataset`s may or may not, and have to be told of where there are several.
+        shared_out: whether the stream gives each worker process other examples. Those
+            of torch's `IterableDataset` may or may not, and have to be told of where there are
+            several.
 
     Raises:
         ValueError: the collator has no `max_length`, or `buffer` is no whole number of at least 1.
