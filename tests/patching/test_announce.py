@@ -97,13 +97,13 @@ def test_the_line_says_what_is_slow_and_what_is_not_exact():
 @pytest.mark.parametrize(
     ("before", "after", "found", "wanted"),
     [
-        ({}, {"padded": "full"}, "padded='lazy'", "padded='full'"),
+        ({}, {"padded": "upstream"}, "padded='lazy'", "padded='upstream'"),
         ({"unpacked": "native"}, {}, "unpacked='native'", "unpacked='upstream'"),
         (
             {"batch_invariant": True},
-            {"padded": "full"},
+            {"padded": "upstream"},
             "batch_invariant=True, padded='lazy'",
-            "batch_invariant=False, padded='full'",
+            "batch_invariant=False, padded='upstream'",
         ),
     ],
 )
