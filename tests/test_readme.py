@@ -247,7 +247,7 @@ def test_exit_codes(help_of):
 
 def test_every_public_name_and_option_is_mentioned():
     for name in hf_packfree.__all__:
-        page = "inputs.md" if hasattr(errors, name) else "usage.md"
+        page = "refused.md" if hasattr(errors, name) else "usage.md"
         assert name == "PackFreeError" or re.search(rf"\b{name}\b", DOCS[page]), name
         assert name == "__version__" or re.search(
             rf"^\.\. auto(function|class|exception):: {name}$", DOCS["reference.md"], re.M
