@@ -1,0 +1,217 @@
+"""`trainer.train()` step to step: TRL's SFTTrainer and the Trainer with their defaults, patched by
+the callback, beside transformers' own and the composed model; and beside a loop of one's own.
+
+    python -m tests.benchmarks.trainers --out DIR [--only REGEX]
+    python -m tests.benchmarks.trainers --out DIR --device cpu --tiny      # a trial of the script itself
+
+Weights are fp32, and steps run under bf16 autocast (`bf16=True`), which is what both do by default.
+A row of 8,192 tokens holds 16 documents of 512. "ms" is the median from one step's end to the
+next's once kernels are compiled, data loading, clipping and AdamW included; TRL recomputes layers
+by default, the Trainer does not. "logged" is what the last log said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
+
+from hf_packfree import PackFreeCallback, apply_patches
+from tests.benchmarks.machine import machine
+from tests.benchmarks.models import Variant, free, put_lora_on, variant_of
+from tests.benchmarks.shapes import SHAPES, Shape
+from tests.benchmarks.timing import Results
+from tests.benchmarks.workloads import COMPOSED, UNPATCHED_CONV
+
+STEPS, WARMUP, DOCUMENTS = 14, 5, 16
+# the callback patches
+PATCHED = Variant(packfree=False)
+VARIANTS = {
+    "packfree": PATCHED,
+    "composed without packfree": COMPOSED,
+    "unpatched packed": UNPATCHED_CONV,
+}
+
+
+class StepTimes(TrainerCallback):
+    """When steps end, in seconds, once the device is done."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self.ends: list[float] = []
+        self.wait = wait
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """Note the time."""
+        self.wait()
+        self.ends.append(time.perf_counter())
+
+
+def documents(vocabulary: int, length: int) -> list[list[int]]:
+    """Return documents of random tokens, enough for all steps."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (STEPS * DOCUMENTS, length)
+    return torch.randint(2, vocabulary - 2, shape, generator=generator).tolist()
+
+
+def sft(model: nn.Module, ids: list[list[int]], lora: bool, **common: Any) -> Trainer:
+    """Return TRL's trainer as its documentation builds it."""
+    from datasets import Dataset
+    from peft import LoraConfig
+    from trl import SFTConfig, SFTTrainer
+
+    from tests.integrations.test_trl import tokenizer
+
+    callbacks = common.pop("callbacks")
+    settings = common | {"packing": True, "max_length": DOCUMENTS * len(ids[0])}
+    return SFTTrainer(
+        model,
+        SFTConfig(per_device_train_batch_size=1, **settings),
+        train_dataset=Dataset.from_dict({"input_ids": ids}),
+        processing_class=tokenizer(),
+        peft_config=LoraConfig(r=16, target_modules="all-linear") if lora else None,
+        callbacks=callbacks,
+    )
+
+
+def plain(model: nn.Module, ids: list[list[int]], lora: bool, **common: Any) -> Trainer:
+    """Return transformers' Trainer, with its own collator for packed rows."""
+    assert not lora
+    callbacks = common.pop("callbacks")
+    return Trainer(
+        model,
+        TrainingArguments(per_device_train_batch_size=DOCUMENTS, **common),
+        train_dataset=[{"input_ids": one} for one in ids],
+        data_collator=DataCollatorWithFlattening(
+            return_flash_attn_kwargs=True, return_seq_idx=True
+        ),
+        callbacks=callbacks,
+    )
+
+
+def train(
+    make: Callable[..., Trainer],
+    shape: Shape,
+    variant: Variant,
+    patched: bool,
+    lora: bool,
+    size: int,
+    device: str,
+) -> dict[str, Any]:
+    """Train for some steps and return the row."""
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    times = StepTimes(wait)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        variant_of(shape, variant, device, torch.float32) as model,
+    ):
+        callbacks = [PackFreeCallback(), times] if patched else [times]
+        common = {
+            "output_dir": folder,
+            "max_steps": STEPS,
+            "bf16": True,
+            "use_cpu": device == "cpu",
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": [],
+            "disable_tqdm": True,
+        }
+        ids = documents(model.config.get_text_config().vocab_size, size)
+        trainer = make(model, ids, lora, callbacks=callbacks, **common)
+        start_of_peak(device)
+        trainer.train()
+        logs = [log for log in trainer.state.log_history if "loss" in log]
+        del trainer
+    return timed(times.ends, size, device) | {"logged": logs[-1]}
+
+
+def loop(shape: Shape, lora: bool, size: int, device: str, recomputed: bool) -> dict[str, Any]:
+    """The same steps in a loop of one's own: patched, autocast, clipping, AdamW."""
+    ends, wait = [], torch.cuda.synchronize if device == "cuda" else lambda: None
+    with variant_of(
+        shape, replace(PATCHED, checkpointing=recomputed), device, torch.float32
+    ) as model:
+        apply_patches(model, unpacked="native")
+        if lora:
+            put_lora_on(model, "fp32", dora=False)
+        trained = [one for one in model.parameters() if one.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=device == "cuda")
+        ids = documents(model.config.get_text_config().vocab_size, size)
+        collate = DataCollatorWithFlattening()
+        start_of_peak(device)
+        for step in range(STEPS):
+            rows = [{"input_ids": one} for one in ids[step * DOCUMENTS : (step + 1) * DOCUMENTS]]
+            batch = {
+                name: x.to(device) if isinstance(x, Tensor) else x
+                for name, x in collate(rows).items()
+            }
+            with torch.autocast(device, torch.bfloat16):
+                loss = model(**batch).loss
+            loss.backward()
+            nn.utils.clip_grad_norm_(trained, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            wait()
+            ends.append(time.perf_counter())
+    return timed(ends, size, device) | {"logged": {"loss": loss.item()}}
+
+
+def start_of_peak(device: str) -> None:
+    """Forget the most memory that was held until now."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+
+def timed(ends: list[float], size: int, device: str) -> dict[str, Any]:
+    """Return time, tokens and memory of a row."""
+    steps = [1e3 * (end - start) for start, end in zip(ends, ends[1:], strict=False)]
+    ms, tokens = statistics.median(steps[WARMUP - 1 :]), DOCUMENTS * size
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
+    return {
+        "ms": ms,
+        "real_tokens_per_s": 1e3 * tokens / ms,
+        "peak_gib": peak,
+        "steps_ms": steps,
+        "tokens": tokens,
+    }
+
+
+def main() -> None:
+    """Measure the chosen rows."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for trainers.jsonl")
+    parser.add_argument("--only", default="", help="searched in 'workload variant'")
+    parser.add_argument("--minutes", type=float, default=1e9)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, short documents")
+    options = parser.parse_args()
+    shape, size = (SHAPES["tiny"], 8) if options.tiny else (SHAPES["2b"], 512)
+    results = Results(options.out / "trainers.jsonl", options.minutes, options.only)
+    results.add({"workload": "machine", "variant": "", **machine(options.device)})
+    for workload, make, lora in (
+        ("trl-8k-lora", sft, True),
+        ("trainer-8k-full", plain, False),
+        ("trl-8k-full", sft, False),
+    ):
+        for name, variant in VARIANTS.items():
+            measure = partial(
+                train, make, shape, variant, name == "packfree", lora, size, options.device
+            )
+            results.row(workload, name, measure)
+            free()
+        recomputed = make is sft
+        own = partial(loop, shape, lora, size, options.device, recomputed)
+        results.row(workload, "packfree, a loop of one's own", own)
+
+
+if __name__ == "__main__":
+    main()
