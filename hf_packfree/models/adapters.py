@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_packfree.models.kept import rounded_once
 from hf_packfree.ops.backend import HALF
 from hf_packfree.ops.fused.low_rank import Adapted, Adapter, Layer, spare_columns
-from hf_packfree.ops.fused.weights import Made, Weight, scaled, whole
+from hf_packfree.ops.fused.weights import Made, Weight, rounded, scaled, whole
 
 _LORA = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit")}
 _IN_4_BITS = "bitsandbytes.nn.modules", "Linear4bit"
@@ -40,6 +41,30 @@ def is_lora(layer: Any) -> bool:
     )
 
 
+def is_plain(layer: Any) -> bool:
+    """Whether a call of the layer does with x nothing but to multiply it: LoRA may be on it."""
+    return weight_alone(layer) is not None or (is_lora(layer) and is_plain(layer.base_layer))
+
+
+def computed_in(x: Tensor) -> torch.dtype:
+    """Return the dtype of a linear layer's product with x: autocast's where it is on, else x's."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(kind)
+    return x.dtype
+
+
+def products_in(dtype: torch.dtype, weight: Weight) -> Weight | None:
+    """Return a weight as a product in `dtype` reads it: rounded, which autocast alone does; None:
+    nobody does.
+    """
+    if not isinstance(weight, nn.Parameter) or weight.dtype == dtype:
+        return weight
+    if not torch.is_autocast_enabled(weight.device.type) or torch.float64 in (weight.dtype, dtype):
+        return None
+    return rounded(weight, dtype) if weight.requires_grad else rounded_once(weight, dtype)
+
+
 def read_lora(layer: Any, x: Tensor) -> Layer | None:
     """Return the base's weight, with the adapters that a call of `layer` on x adds now; None if it
     does anything else.
@@ -47,20 +72,24 @@ def read_lora(layer: Any, x: Tensor) -> Layer | None:
     Args:
         layer: see `is_lora`.
     """
-    weight = read_weight(layer.base_layer, x)
+    dtype = computed_in(x)
+    weight = read_weight(layer.base_layer, dtype)
     # a call would merge them out of the base
     if weight is None or (layer.disable_adapters and layer.merged):
         return None
     if layer.disable_adapters or layer.merged:
-        return weight
+        return products_in(dtype, weight)
     names = [name for name in layer.active_adapters if name in layer.lora_A]
     read = [_adapter(layer, name, x) for name in names]
     adapters = [adapter for adapter in read if adapter]
     if len(adapters) < len(names):
         return None
     if any(name in _variants(layer) for name in names):
-        return _with_dora(layer, names, weight, adapters)
-    return Adapted(weight, tuple(adapters)) if adapters else weight
+        return _with_dora(layer, names, weight, adapters, dtype)
+    multiplied = products_in(dtype, weight)
+    return (
+        Adapted(multiplied, tuple(adapters)) if multiplied is not None and adapters else multiplied
+    )
 
 
 def room_beside(x: Tensor, layers: Iterable[Any]) -> int:
@@ -80,11 +109,13 @@ def room_beside(x: Tensor, layers: Iterable[Any]) -> int:
         for name in layer.active_adapters
         if name in layer.lora_A
     ]
-    return spare_columns(x, [(down.dtype, len(down)) for down in downs])
+    dtype, autocast = computed_in(x), torch.is_autocast_enabled(x.device.type)
+    like = x if x.dtype == dtype else x.new_empty(0, x.shape[-1], dtype=dtype)
+    return spare_columns(like, [(dtype if autocast else d.dtype, len(d)) for d in downs])
 
 
 def _with_dora(
-    layer: Any, names: list[str], weight: Weight, adapters: list[Adapter]
+    layer: Any, names: list[str], weight: Weight, adapters: list[Adapter], dtype: torch.dtype
 ) -> Layer | None:
     """The weight with adapters of which some are DoRA: each multiplies all that the layer
     returns so far, row by row.
@@ -99,7 +130,8 @@ def _with_dora(
                 return None
             total = scale if total is None else total * scale
             added = [replace(one, up=(scale[:, None] * one.up).to(one.up.dtype)) for one in added]
-    return Adapted(weight if total is None else scaled(weight, total), tuple(added))
+    multiplied = products_in(dtype, weight) if total is None else scaled(weight, total, dtype)
+    return None if multiplied is None else Adapted(multiplied, tuple(added))
 
 
 def _magnitude_over_norm(dora: Any, weight: Weight, adapter: Adapter) -> Tensor | None:
@@ -155,7 +187,7 @@ def _method(layer: Any) -> str | None:
 def _of_linear(layer: nn.Linear, x: Tensor, quantised: bool) -> str | None:
     if not is_untouched(vars(layer)):
         return "hooks or a forward of its own"
-    if quantised and read_weight(layer, x) is not None:
+    if quantised and read_weight(layer, computed_in(x)) is not None:
         return None
     return _quantisation(layer)
 
@@ -190,6 +222,7 @@ def _adapter(layer: Any, name: str, x: Tensor) -> Adapter | None:
     """The adapter of that name, where it is two products and a scale."""
     down, up = weight_alone(layer.lora_A[name]), weight_alone(layer.lora_B[name])
     dropout = _probability(layer.lora_dropout[name])
+    dtype = computed_in(x) if torch.is_autocast_enabled(x.device.type) else None
     if (
         down is None
         or up is None
@@ -198,7 +231,7 @@ def _adapter(layer: Any, name: str, x: Tensor) -> Adapter | None:
         or not _fits(layer, down, up, x)
     ):
         return None
-    return Adapter(down, up, float(layer.scaling[name]), dropout)
+    return Adapter(down, up, float(layer.scaling[name]), dropout, dtype)
 
 
 def _is_known(layer: Any, name: str) -> bool:
@@ -222,9 +255,13 @@ def _named(thing: Any) -> tuple[str, str]:
 
 
 def _fits(layer: Any, down: Tensor, up: Tensor, x: Tensor) -> bool:
-    """Whether PEFT computes the adapter in x's dtype, or in fp32 on x of half precision."""
+    """Whether PEFT computes the adapter in x's dtype, in fp32 on x of half precision, or in
+    autocast's dtype.
+    """
     if down.dtype != up.dtype or down.device != x.device:
         return False
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.float64 not in (down.dtype, x.dtype)
     wider = (
         down.dtype == torch.float32
         and x.dtype in HALF
@@ -243,9 +280,9 @@ def _probability(dropout: Any) -> float | None:
     return dropout.p if dropout.p < 1 else None
 
 
-def read_weight(layer: Any, x: Tensor) -> Weight | None:
-    """The weight of a linear layer that is nothing else for x, in 16 or more bits, or in 4 of
-    bitsandbytes'.
+def read_weight(layer: Any, dtype: torch.dtype) -> Weight | None:
+    """The weight of a linear layer that is nothing else, in 16 or more bits, or in 4 of
+    bitsandbytes' for products in `dtype`.
     """
     weight = weight_alone(layer)
     if weight is not None or _named(layer) != _IN_4_BITS or not is_untouched(vars(layer)):
@@ -259,9 +296,9 @@ def read_weight(layer: Any, x: Tensor) -> Weight | None:
         and tuple(state.shape) == size
         and not getattr(state, "packing_format_for_cpu", False)
     )
-    if not known or layer.bias is not None or layer.compute_dtype not in (None, x.dtype):
+    if not known or layer.bias is not None or layer.compute_dtype not in (None, dtype):
         return None
-    return Made(layer.weight.data, size, x.dtype, _restore(state, x.dtype))
+    return Made(layer.weight.data, size, dtype, _restore(state, dtype))
 
 
 def _restore(state: Any, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:

@@ -4,6 +4,7 @@ them with more in one pass.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -11,10 +12,20 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from hf_packfree.models.adapters import has_hooks, is_lora, read_lora, read_weight, weight_alone
+from hf_packfree.models.adapters import (
+    computed_in,
+    has_hooks,
+    is_lora,
+    is_plain,
+    products_in,
+    read_lora,
+    read_weight,
+    weight_alone,
+)
 from hf_packfree.models.state import PatchState
 from hf_packfree.ops.fused import projections
 from hf_packfree.ops.fused.low_rank import Layer, weight_of
+from hf_packfree.ops.fused.weights import Weight
 
 _LIGERS = {
     ("liger_kernel.transformers.swiglu", f"{kind}.forward")
@@ -30,8 +41,8 @@ def swiglu_layers(
 
     That is the MLP of the modeling module that `layer` comes from, or Liger's kernel for it, of the
     class or put on the instance. Experts, hooks, biases, quantised or sharded weights and anything
-    unknown are called as they are, and so is everything under autocast; and adapters that are no
-    plain LoRA, all of them without `adapters`.
+    unknown are called as they are; and adapters that are no plain LoRA, all of them without
+    `adapters`.
     """
     if not _is_swiglu(mlp, layer) or is_hooked(mlp):
         return None
@@ -102,28 +113,36 @@ def project(x: Tensor, *layers: nn.Module, state: PatchState) -> tuple[Tensor, .
 
 def plain_layers(x: Any, *layers: Any, adapters: bool = True) -> tuple[Layer, ...] | None:
     """Return the layers' weights where calling each on x is one product with its weight and nothing
-    else, otherwise None.
+    else, otherwise None; in the dtype of that product, which under autocast is autocast's.
 
     With `adapters`, PEFT's LoRA may be on them, and their weights in 4 bits of bitsandbytes'. Other
     adapters and quantised layers, hooks, biases and sharded weights are more, and so is every layer
-    under autocast and in compiled graphs. Called hundreds of times a step, so what holds for all
-    layers is checked once.
+    in compiled graphs. Called hundreds of times a step, so what holds for all layers is checked
+    once.
     """
-    if (
-        torch.compiler.is_compiling()
-        or torch.is_autocast_enabled(x.device.type)
-        or _all_are_hooked()
-    ):
+    if torch.compiler.is_compiling() or _all_are_hooked():
         return None
-    found: list[Layer] = []
+    dtype, found = computed_in(x), list[Layer]()
     for layer in layers:
-        read: Layer | None = weight_alone(layer)
-        if read is None and adapters:
-            read = read_lora(layer, x) if is_lora(layer) else read_weight(layer, x)
-        if read is None or weight_of(read).dtype != x.dtype:
+        weight: Weight | None = weight_alone(layer)
+        if weight is None and adapters and not is_lora(layer):
+            weight = read_weight(layer, dtype)
+        read: Layer | None = None if weight is None else products_in(dtype, weight)
+        if weight is None and adapters and is_lora(layer):
+            read = read_lora(layer, x)
+        if read is None or weight_of(read).dtype != dtype:
             return None
         found.append(read)
     return tuple(found)
+
+
+def dtype_read(x: Tensor, layers: Iterable[Any]) -> torch.dtype | None:
+    """Return the dtype to which all of these layers round what they read; None: they do not, or
+    one of them does more with it.
+    """
+    if not torch.is_autocast_enabled(x.device.type) or not all(map(is_plain, layers)):
+        return None
+    return computed_in(x)
 
 
 def patch_weights(conv: Any, patches: Tensor) -> tuple[Tensor, Tensor | None] | None:
@@ -131,12 +150,11 @@ def patch_weights(conv: Any, patches: Tensor) -> tuple[Tensor, Tensor | None] | 
     and nothing else, else None.
 
     That is a convolution whose window is the whole patch. Adapters, hooks, sharded weights, other
-    paddings and anything unknown are called as they are, and so is everything under autocast and in
-    compiled graphs.
+    paddings and anything unknown are called as they are, and so is everything in compiled graphs.
     """
     if type(conv) is not nn.Conv3d or "forward" in vars(conv) or is_hooked(conv):
         return None
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled(patches.device.type):
+    if torch.compiler.is_compiling():
         return None
     weight, bias = conv.weight, conv.bias
     whole = (conv.padding, conv.dilation, conv.groups) == ((0, 0, 0), (1, 1, 1), 1)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hf_packfree.models.adapters import room_beside
 from hf_packfree.models.base import Replacement, Sizes, size_of_norm
-from hf_packfree.models.fusable import adds_one, epsilon, swiglu_layers
+from hf_packfree.models.fusable import adds_one, dtype_read, epsilon, swiglu_layers
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.fused import add_norm, swiglu_mlp
 
@@ -73,8 +73,10 @@ class FusedDecoderLayer(Replacement):
         backend = state.kernels_for(x.device, x.dtype).fused
         if backend != "torch" and adds_one(norm, self):
             names = reader.inputs if isinstance(reader, Replacement) else _MLP_INPUTS
-            room = 0 if state.batch_invariant else room_beside(x, map(reader._modules.get, names))
-            return add_norm(x, branch, norm.weight, epsilon(norm), room=room, backend=backend)
+            readers = [reader._modules.get(name) for name in names]
+            room = 0 if state.batch_invariant else room_beside(x, readers)
+            options: Any = {"dtype": dtype_read(x, readers), "room": room, "backend": backend}
+            return add_norm(x, branch, norm.weight, epsilon(norm), **options)
         total = x if branch is None else x + branch
         return norm(total), total
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,11 +25,13 @@ class Load:
             "padded" (a rectangle with a 0/1 mask).
         whole: whether the step has the head, its loss and a fused AdamW in it; else the trunk runs,
             without optimizer.
+        autocast: whether the forward pass runs under bf16 autocast.
     """
 
     lengths: tuple[int, ...]
     input_format: str = "collator"
     whole: bool = field(default=False, kw_only=True)
+    autocast: bool = field(default=False, kw_only=True)
 
     @property
     def real_tokens(self) -> int:
@@ -38,13 +42,11 @@ class Load:
         """Return the step that is timed; `model` is the whole model, of which the trunk runs, or
         all.
         """
-        if self.whole:
-            return whole_step_of(
-                model, self.inputs(model.config.get_text_config().vocab_size, device)
-            )
-        return step_of(
-            model.base_model, self.inputs(model.config.get_text_config().vocab_size, device)
-        )
+        inputs = self.inputs(model.config.get_text_config().vocab_size, device)
+        step = whole_step_of if self.whole else step_of
+        kind = torch.device(device).type
+        autocast = partial(torch.autocast, kind, torch.bfloat16, enabled=self.autocast)
+        return step(model if self.whole else model.base_model, inputs, autocast)
 
     def inputs(self, vocabulary: int, device: str) -> dict[str, Any]:
         """Return the trunk's keyword arguments, on the device."""
@@ -64,6 +66,7 @@ class Load:
             "tokens": rows * width,
             "input_format": self.input_format,
             **({"whole_step": True} if self.whole else {}),
+            **({"autocast": "bf16"} if self.autocast else {}),
         }
 
 
@@ -115,23 +118,28 @@ _FORMATS: dict[str, Callable[..., dict[str, Any]]] = {
 }
 
 
-def step_of(trunk: nn.Module, inputs: dict[str, Any]) -> Callable[[], Tensor]:
+def step_of(
+    trunk: nn.Module, inputs: dict[str, Any], autocast: Callable[[], Any] = nullcontext
+) -> Callable[[], Tensor]:
     """Return one training step without its optimizer: gradients dropped, forward, mean square of
     the output, backward.
     """
 
     def step() -> Tensor:
         trunk.zero_grad(set_to_none=True)
-        loss = trunk(use_cache=False, **inputs).last_hidden_state.float().pow(2).mean()
+        with autocast():
+            loss = trunk(use_cache=False, **inputs).last_hidden_state.float().pow(2).mean()
         loss.backward()
         return loss.detach()
 
     return step
 
 
-def whole_step_of(model: nn.Module, inputs: dict[str, Any]) -> Callable[[], Tensor]:
+def whole_step_of(
+    model: nn.Module, inputs: dict[str, Any], autocast: Callable[[], Any] = nullcontext
+) -> Callable[[], Tensor]:
     """Return one training step: gradients dropped, forward with the language model's loss,
-    backward, fused AdamW in bf16.
+    backward, fused AdamW of what is trained.
 
     Every token that is not padding has a label; what a document's last token would predict is
     masked by who knows documents.
@@ -139,11 +147,13 @@ def whole_step_of(model: nn.Module, inputs: dict[str, Any]) -> Callable[[], Tens
     labels = inputs["input_ids"].clone()
     if "attention_mask" in inputs:
         labels = labels.masked_fill(inputs["attention_mask"] == 0, -100)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
 
     def step() -> Tensor:
         optimizer.zero_grad(set_to_none=True)
-        loss: Tensor = model(labels=labels, use_cache=False, **inputs).loss
+        with autocast():
+            loss: Tensor = model(labels=labels, use_cache=False, **inputs).loss
         loss.backward()
         optimizer.step()
         return loss.detach()

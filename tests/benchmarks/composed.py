@@ -48,7 +48,8 @@ def attend(
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    # under autocast the rotary embedding leaves fp32, which upstream's flash attention rounds, too
+    q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
     ends, longest = words["cu_seq_lens_q"], words["max_length_q"]
     out = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=(-1, 0))
     return out[None], None

@@ -213,16 +213,17 @@ def _adapters(
     )
     if not _wanted(results, workload, ("at once", "products")):
         return
-    products = mixed.Split if dtype == torch.float32 else mixed.Plain
+    split = dtype == torch.float32
+    products: Any = mixed.Split() if split else mixed.Plain(dtype)
     d_out = _leaf(clock.device, tokens, outputs).detach()
     up = torch.randn(outputs, rank, device=clock.device, dtype=dtype)
     h = _leaf(clock.device, tokens, products.parts * rank).detach()
     d_h = torch.empty_like(h)
     calls: dict[str, Call] = {
-        "at once": partial(mixed.gradients_at_once, d_out, up, h, d_h, 2.0),
+        "at once": partial(mixed.gradients_at_once, d_out, up, h, d_h, 2.0, split=split),
         "products": lambda: (
             products.inner_gradient([d_out], [up], 2.0),
-            products.up_gradient(d_out, h),
+            products.up_gradient(d_out, h, up),
         ),
     }
     for variant, call in calls.items():

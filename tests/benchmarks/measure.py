@@ -176,6 +176,8 @@ def time_row(
     }
     if group.variant.lora:
         row["lora"] = group.variant.lora
+    if group.variant.fp32:
+        row["weights"] = "fp32"
     note = "; ".join(part for part in (group.shape.note(), group.note) if part)
     if note:
         row["note"] = note

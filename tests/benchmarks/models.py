@@ -39,6 +39,8 @@ class Variant:
         dora: whether these adapters are DoRA.
         in_4_bits: whether the linear layers of the layers are bitsandbytes', NF4 and computing in
             bfloat16.
+        fp32: whether the weights are in fp32, as `from_pretrained` leaves them where nobody asks for
+            another dtype.
         checkpointing: whether layers are recomputed in the backward pass (not the reentrant way).
         mtp: the depth of the multi-token prediction head that is trained beside the model; 0: none.
     """
@@ -53,6 +55,7 @@ class Variant:
     lora: str = ""
     dora: bool = False
     in_4_bits: bool = False
+    fp32: bool = False
     checkpointing: bool = False
     mtp: int = 0
 
@@ -98,7 +101,7 @@ def variant_of(
         os.environ["FLA_FLASH_QLA"] = "0"
     model = None
     try:
-        model = build(shape, device, dtype)
+        model = build(shape, device, torch.float32 if variant.fp32 else dtype)
         _put_in(model, shape, variant, upstream)
         if variant.checkpointing:
             model.gradient_checkpointing_enable(

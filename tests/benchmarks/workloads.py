@@ -61,6 +61,7 @@ def groups(tiny: bool = False, backend: Any = "auto") -> list[Group]:
     """
     found = [
         *_dense(tiny),
+        *_under_autocast(tiny),
         *_whole_steps(tiny),
         *_with_head(tiny),
         *_twice_as_long(tiny),
@@ -205,6 +206,38 @@ def _lora(tiny: bool) -> list[Group]:
         )
         for name, (variant, note) in variants.items()
         if name != "unpatched packed"
+    ]
+
+
+def _under_autocast(tiny: bool) -> list[Group]:
+    """Whole steps of the 2B shape under bf16 autocast, as the Trainer and TRL run them: LoRA on a
+    base in bf16 or fp32, and every weight trained in fp32.
+    """
+    shape = SHAPES["tiny" if tiny else "2b"]
+    long = Load(_long(tiny), whole=True, autocast=True)
+    short = replace(long, lengths=tuple(log_normal_lengths(*(200,) if tiny else (8192,))))
+    variants = {
+        "packfree": (PACKFREE, ""),
+        "composed without packfree": (
+            replace(COMPOSED, liger="with its loss"),
+            f"{PUT_IN}, and Liger's fused loss",
+        ),
+        "unpatched packed": (UNPATCHED_CONV, STANDS_IN),
+    }
+    trained: dict[str, dict[str, Any]] = {
+        "lora": {"lora": "fp32"},
+        "lora-fp32-base": {"lora": "fp32", "fp32": True},
+        "whole-step": {"fp32": True},
+    }
+    return [
+        Group(
+            shape,
+            replace(variant, **options),
+            ((f"2b-32k-{what}-autocast", name, long), (f"2b-8k-{what}-autocast", name, short)),
+            note,
+        )
+        for name, (variant, note) in variants.items()
+        for what, options in trained.items()
     ]
 
 

@@ -295,3 +295,40 @@ def test_dropout_in_training_and_adapters_that_are_wider_than_x():
     (layer,) = plain_layers(torch.randn(2, 24).bfloat16(), half.q)
     assert layer.weight.dtype == torch.bfloat16 and layer.adapters[0].down.dtype == torch.float32
     assert plain_layers(torch.randn(2, 24).bfloat16(), half.q, adapters=False) is None
+
+
+BASES = {
+    "bf16 base": lambda two, **options: lora(base=two.bfloat16(), **options),
+    "fp32 base": lambda two, **options: lora(base=two, **options),
+    "trained": lambda two, **options: two,
+}
+
+
+@integration(
+    "PEFT",
+    "LoRA and DoRA under autocast, adapters and base in any dtype",
+    "works; as near to fp64 as PEFT's own layers",
+)
+@pytest.mark.parametrize(
+    ("dtype", "wide"), [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float16, True)]
+)
+@pytest.mark.parametrize("use_dora", [False, True], ids=["LoRA", "DoRA"])
+@pytest.mark.parametrize("base", BASES)
+def test_under_autocast_no_farther_from_exact_than_a_call(base, use_dora, dtype, wide):
+    layers = BASES[base](Two(256), use_dora=use_dora)
+    layers = getattr(layers, "base_model", layers)
+    layers = getattr(layers, "model", layers)
+    with torch.no_grad():
+        for name, parameter in layers.named_parameters():
+            parameter.mul_(0.1 if "lora_B" in name else 1)
+    x = torch.randn(1, 300, 256, generator=torch.Generator().manual_seed(2))
+    x = (x if wide else x.to(dtype)).requires_grad_()
+    exact = results(deepcopy(layers).double(), x.detach().double().requires_grad_())
+    with torch.autocast("cpu", dtype):
+        assert plain_layers(x, layers.q, layers.k)
+        found, called = results(layers, x, fused=True), results(layers, x)
+    each = [*zip(found, called, exact, strict=True)]
+    assert all(a.dtype == b.dtype for a, b, _ in each)
+    ratios = [relative_rms(a, wanted) / relative_rms(b, wanted) for a, b, wanted in each]
+    # the gradient of a magnitude has few elements, so that its error scatters
+    assert sum(ratios) / len(ratios) <= 1 and max(ratios) < 1.3, ratios

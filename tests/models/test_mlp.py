@@ -216,13 +216,15 @@ def test_compiled_layers_do_not_break_where_the_mlp_is_chosen():
     assert relative_rms(compiled(x, x), x + layer.mlp(x)) < 1e-6
 
 
-def test_under_autocast_and_in_another_dtype_the_module_is_called():
+def test_in_another_dtype_the_module_is_called_unless_autocast_rounds():
     layer = tiny().model.layers[0]
     x = torch.randn(3, layer.mlp.gate_proj.in_features)
     assert swiglu_layers(layer.mlp, layer, x) is not None
     assert swiglu_layers(layer.mlp, layer, x.double()) is None
     with torch.autocast("cpu", torch.bfloat16):
-        assert swiglu_layers(layer.mlp, layer, x) is None
+        read = swiglu_layers(layer.mlp, layer, x)
+        assert read is not None and {weight.dtype for weight in read} == {torch.bfloat16}
+        assert swiglu_layers(layer.mlp, layer, x.double()) is None
 
 
 def test_the_torch_reference_is_upstreams_mlp_bit_for_bit_and_differentiable():

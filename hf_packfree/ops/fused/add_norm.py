@@ -37,14 +37,14 @@ class NormOf(NamedTuple):
     adapters put beside it.
     """
 
-    def again(self) -> Tensor:
-        """Return the norm that "triton" computed, bit for bit."""
+    def again(self, dtype: torch.dtype) -> Tensor:
+        """Return the norm that "triton" computed in that dtype, bit for bit."""
         from hf_packfree.ops.fused.kernels.norms import add_norm
 
         total, weight, normed, size = (
             self.total,
             self.weight,
-            torch.empty_like(self.total),
+            torch.empty_like(self.total, dtype=dtype),
             self.total.shape[-1],
         )
         grid = (total.numel() // size,)
@@ -108,6 +108,7 @@ def add_norm(
     weight: Tensor,
     eps: float,
     *,
+    dtype: torch.dtype | None = None,
     room: int = 0,
     backend: str = "torch",
 ) -> tuple[Tensor, Tensor]:
@@ -120,35 +121,37 @@ def add_norm(
             norm and residual stream are summed all the same.
         weight: [D], added to one as Qwen3-Next and Qwen3.5 do.
         eps: added to the mean square.
+        dtype: of the norm, as what reads it would round it; None: the total's.
         room: spare columns behind each row of the norm, with "triton": what reads the norm and has
             adapters needs no copy.
         backend: "triton" or "torch".
 
     Returns:
-        normed: [..., D] in the total's dtype, from the rounded total, itself rounded once, as
-            upstream's; rows are D + room elements apart.
+        normed: [..., D], from the rounded total, itself rounded once, as upstream's; rows are D +
+            room elements apart.
         total: [..., D], rounded as torch's sum is.
 
     Raises:
         BackendUnavailable: no backend has that name.
     """
     if uses_triton("residual and norm", backend):
-        wider = _wider(x, branch, room) if room else None
+        dtype = dtype or _of_sum(x, branch)
+        wider = x.new_empty(*x.shape[:-1], x.shape[-1] + room, dtype=dtype) if room else None
         behind = max(getattr(part, "packfree_room", 0) for part in (x, branch))
-        normed, total = _AddNorm.apply(x, branch, weight, None, eps, wider, behind)
+        normed, total = _AddNorm.apply(x, branch, weight, None, eps, dtype, wider, behind)
         remember(normed, NormOf(total, weight, eps, wider))
         return normed, total
-    return add_norm_reference(x, branch, weight, eps)
+    return add_norm_reference(x, branch, weight, eps, dtype)
 
 
 def add_norm_reference(
-    x: Tensor, branch: Tensor | None, weight: Tensor, eps: float
+    x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
     """`add_norm` in PyTorch."""
     total = x if branch is None else x + branch
     wide = total.to(torch.promote_types(total.dtype, torch.float32))
     scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (scaled * (1 + weight.to(wide.dtype))).to(total.dtype), total
+    return (scaled * (1 + weight.to(wide.dtype))).to(dtype or total.dtype), total
 
 
 def add_layer_norm(
@@ -158,6 +161,7 @@ def add_layer_norm(
     bias: Tensor,
     eps: float,
     *,
+    dtype: torch.dtype | None = None,
     backend: str = "torch",
 ) -> tuple[Tensor, Tensor]:
     """Return what `add_norm` does, with (total - mean) / sqrt(variance + eps) * weight + bias as
@@ -165,21 +169,27 @@ def add_layer_norm(
 
     Args:
         bias: [D].
-        x, branch, weight, eps, backend: see `add_norm`.
+        x, branch, weight, eps, dtype, backend: see `add_norm`.
     """
     if uses_triton("residual and layer norm", backend):
-        return _AddNorm.apply(x, branch, weight, bias, eps, None, 0)  # type: ignore[no-any-return]
-    return add_layer_norm_reference(x, branch, weight, bias, eps)
+        dtype = dtype or _of_sum(x, branch)
+        return _AddNorm.apply(x, branch, weight, bias, eps, dtype, None, 0)  # type: ignore[no-any-return]
+    return add_layer_norm_reference(x, branch, weight, bias, eps, dtype)
 
 
 def add_layer_norm_reference(
-    x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+    x: Tensor,
+    branch: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`add_layer_norm` in PyTorch."""
     total = x if branch is None else x + branch
     wide = torch.promote_types(total.dtype, torch.float32)
     normed = layer_norm(total.to(wide), weight.shape, weight.to(wide), bias.to(wide), eps)
-    return normed.to(total.dtype), total
+    return normed.to(dtype or total.dtype), total
 
 
 class _AddNorm(Function):
@@ -198,6 +208,7 @@ class _AddNorm(Function):
         weight: Tensor,
         bias: Tensor | None,
         eps: float,
+        dtype: torch.dtype,
         wider: Tensor | None,
         behind: int,
     ) -> tuple[Tensor, Tensor]:
@@ -206,7 +217,7 @@ class _AddNorm(Function):
         x = total = x.contiguous()
         if branch is not None:
             branch = branch.contiguous()
-            total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, branch.dtype))
+            total = torch.empty_like(x, dtype=_of_sum(x, branch))
         ctx.save_for_backward(total, weight)
         ctx.eps, ctx.centered, ctx.dtypes = (
             eps,
@@ -217,7 +228,7 @@ class _AddNorm(Function):
         ctx.set_materialize_grads(False)
         size = stride = x.shape[-1]
         if wider is None:
-            normed = torch.empty_like(total)
+            normed = torch.empty_like(total, dtype=dtype)
         else:
             # no view of it, so that writing behind its rows is no change of it
             normed, stride = wider[..., :size].data, wider.shape[-1]
@@ -239,13 +250,12 @@ class _AddNorm(Function):
         d_x, d_branch = (
             None if d is None or dtype is None else d.to(dtype) for dtype in ctx.dtypes
         )
-        return d_x, d_branch, d_weight, d_bias, None, None, None
+        return d_x, d_branch, d_weight, d_bias, None, None, None, None
 
 
-def _wider(x: Tensor, branch: Tensor | None, room: int) -> Tensor:
-    """Return an empty [..., D + room] in the dtype of the sum."""
-    dtype = x.dtype if branch is None else torch.promote_types(x.dtype, branch.dtype)
-    return x.new_empty(*x.shape[:-1], x.shape[-1] + room, dtype=dtype)
+def _of_sum(x: Tensor, branch: Tensor | None) -> torch.dtype:
+    """The dtype of x + branch."""
+    return x.dtype if branch is None else torch.promote_types(x.dtype, branch.dtype)
 
 
 def _with_room(total: Tensor, behind: int) -> Tensor:

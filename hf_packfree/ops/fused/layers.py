@@ -25,7 +25,14 @@ from hf_packfree.ops.fused.linear import (
     linear_forward,
     narrow_linear,
 )
-from hf_packfree.ops.fused.low_rank import Layer, Layout, LowRank, layer_reference, take_apart
+from hf_packfree.ops.fused.low_rank import (
+    Layer,
+    Layout,
+    LowRank,
+    as_read,
+    layer_reference,
+    take_apart,
+)
 from hf_packfree.ops.fused.mixed import cat, on_tensor_cores
 from hf_packfree.ops.fused.weights import Weights
 from hf_packfree.ops.operation import once_differentiable
@@ -170,7 +177,7 @@ class Gradients:
             return [None] * len(needed)
         for group, d_out in self.of_weights:
             if any(needed[:count][group]):
-                found[group] = layers.weights.gradients(group, torch.mm(d_out.t(), x))
+                found[group] = layers.weights.gradients(group, d_out, x)
         if layers.low_rank is not None:
             d_downs = layers.low_rank.down_gradients(x, self.d_inner, needed[count:])
             pairs = [
@@ -209,19 +216,20 @@ def projections(
     products.
 
     Args:
-        x: [..., D], any floating dtype.
-        layers: [F, D] each, in x's dtype, or that with adapters, see
+        x: [..., D], any floating dtype; rounded to the layers'.
+        layers: [F, D] each, in one dtype, or that with adapters, see
             `hf_packfree.ops.fused.low_rank`.
         batch_invariant: with "triton", a row of x gives the same result among any number of rows,
             without adapters.
         backend: "triton" or "torch".
 
     Returns:
-        [..., F] each, in x's dtype.
+        [..., F] each, in the layers' dtype.
 
     Raises:
         BackendUnavailable: no backend has that name.
     """
+    x = as_read(x, layers[0])
     if uses_triton("projections", backend):
         layout, tensors = take_apart(layers)
         return _Projections.apply(layout, batch_invariant, norm_of(x), x, *tensors)  # type: ignore[no-any-return]
@@ -243,7 +251,7 @@ class _Projections(Function):
         ctx.save_for_backward(
             *kept_input(x, norm, ctx.needs_input_grad[4:]), *tensors, *layers.inner
         )
-        ctx.layout, ctx.eps = layout, norm.eps if norm else None
+        ctx.layout, ctx.eps, ctx.dtype = layout, norm.eps if norm else None, x.dtype
         return tuple(outs)
 
     @staticmethod
@@ -256,7 +264,8 @@ class _Projections(Function):
                 d_outs, needed
             )
             d_x = backward.of_input().view(*d_outs[0].shape[:-1], -1) if needs_x else None
-            return None, None, None, d_x, *backward.of_tensors(input_again(x, weight, ctx.eps))
+            x = input_again(x, weight, ctx.eps, ctx.dtype)
+            return None, None, None, d_x, *backward.of_tensors(x)
 
 
 def kept_input(
@@ -273,11 +282,13 @@ def kept_input(
     return (x, None) if norm is None else (norm.total, norm.weight)
 
 
-def input_again(kept: Tensor | None, weight: Tensor | None, eps: float | None) -> Tensor | None:
-    """Return x [T, D] of what `kept_input` returned, with the norm's eps."""
+def input_again(
+    kept: Tensor | None, weight: Tensor | None, eps: float | None, dtype: torch.dtype
+) -> Tensor | None:
+    """Return x [T, D] in its dtype, of what `kept_input` returned, with the norm's eps."""
     if kept is None:
         return None
-    x = kept if weight is None or eps is None else NormOf(kept, weight, eps).again()
+    x = kept if weight is None or eps is None else NormOf(kept, weight, eps).again(dtype)
     return x.flatten(0, -2)
 
 

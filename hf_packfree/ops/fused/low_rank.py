@@ -30,15 +30,23 @@ class Adapter:
 
     Attributes:
         down: A, [r, D].
-        up: B, [F, r], in the dtype of `down`: that of x, or fp32 where x is of half precision.
+        up: B, [F, r], in the dtype of `down`.
         scale: what the product is multiplied by.
         dropout: the probability that an element of x is zero for this adapter, below 1.
+        dtype: of its products, to which A and B are rounded: that of the layer's, or fp32 where
+            these are of half precision; None: as A and B are.
     """
 
     down: Tensor
     up: Tensor
     scale: float
     dropout: float = 0.0
+    dtype: torch.dtype | None = None
+
+    @property
+    def computed_in(self) -> torch.dtype:
+        """The dtype of its products."""
+        return self.dtype or self.down.dtype
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,11 @@ def weight_of(layer: Layer) -> Weight:
     return layer.weight if isinstance(layer, Adapted) else layer
 
 
+def as_read(x: Tensor, layer: Layer) -> Tensor:
+    """Return x rounded to the dtype of the layer's products, if it has another."""
+    return x.to(weight_of(layer).dtype)
+
+
 def layer_reference(x: Tensor, layer: Layer) -> Tensor:
     """Return the layer's output in PyTorch: products of adapters in their own dtype, rounded to
     x's once they are added.
@@ -66,8 +79,10 @@ def layer_reference(x: Tensor, layer: Layer) -> Tensor:
     if not isinstance(layer, Adapted):
         return out
     for adapter in layer.adapters:
-        read = dropout(x.to(adapter.down.dtype), adapter.dropout)
-        out = out + linear(linear(read, adapter.down), adapter.up) * adapter.scale
+        dtype = adapter.computed_in
+        read = dropout(x.to(dtype), adapter.dropout)
+        inner = linear(read, adapter.down.to(dtype))
+        out = out + linear(inner, adapter.up.to(dtype)) * adapter.scale
     return out.to(x.dtype)
 
 
@@ -78,7 +93,8 @@ class Reading:
 
     Attributes:
         adapters: their numbers.
-        dtype, rank: of A and B.
+        dtype: of the products.
+        rank: of A and B.
         scale: what the products are multiplied by, that of dropout included.
         seed: of the mask, or None.
         dropout: the probability.
@@ -172,7 +188,7 @@ def _readings(adapters: Sequence[Adapter]) -> Iterator[Reading]:
     """Yield what is read together: the same products, and no masks."""
     together: dict[tuple[torch.dtype, int, float], list[int]] = {}
     for i, adapter in enumerate(adapters):
-        kind = adapter.down.dtype, len(adapter.down), adapter.scale / (1 - adapter.dropout)
+        kind = adapter.computed_in, len(adapter.down), adapter.scale / (1 - adapter.dropout)
         if adapter.dropout:
             yield Reading((i,), *kind, _seed(), adapter.dropout)
         else:
@@ -194,7 +210,7 @@ def spare_columns(x: Tensor, adapters: Iterable[tuple[torch.dtype, int]]) -> int
     columns = 0
     for dtype, rank in adapters:
         products = products_of(x, dtype)
-        if products is Plain and dtype != x.dtype:
+        if isinstance(products, Plain) and dtype != x.dtype:
             return 0
         columns += products.parts * rank
     row = x.shape[-1] + columns
@@ -298,9 +314,8 @@ class LowRank:
         for reading, d_h in zip(self.layout.readings, d_inner, strict=True):
             products, numbers = products_of(x, reading.dtype), reading.adapters
             if any(needed[2 * i] for i in numbers):
-                found |= zip(
-                    numbers, products.down_gradients(reading.of(x), d_h, len(numbers)), strict=True
-                )
+                d_downs = products.down_gradients(reading.of(x), d_h, self._downs(reading))
+                found |= zip(numbers, d_downs, strict=True)
         return found
 
     def _downs(self, reading: Reading) -> list[Tensor]:
@@ -314,6 +329,7 @@ __all__ = [
     "Layout",
     "LowRank",
     "Reading",
+    "as_read",
     "layer_reference",
     "spare_columns",
     "take_apart",

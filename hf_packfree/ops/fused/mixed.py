@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -45,48 +45,48 @@ _TILE, _SPLIT_TILE = Tile(32, 512, 8, 3), Tile(64, 128, 4, 3)
 """Of adapters in half precision, and of those in fp32, which take more of the shared memory."""
 
 
+@dataclass(frozen=True)
 class Plain:
-    """Products in the dtype of the adapters.  What is inner is [T, n r], in that dtype."""
+    """Products in one dtype, to which adapters in another are rounded.  What is inner is [T, n r],
+    in that dtype.
+    """
 
-    parts = 1
+    dtype: torch.dtype
+    parts: ClassVar[int] = 1
     """Columns of what is inner, for each of the rank."""
 
-    @staticmethod
-    def inner(x: Tensor, downs: Sequence[Tensor], scale: float) -> Tensor:
+    def inner(self, x: Tensor, downs: Sequence[Tensor], scale: float) -> Tensor:
         """Return scale x A' of each A [r, D], of x [T, D]."""
-        down = cat(downs, 0)
-        return (x.to(down.dtype) @ down.T).mul_(scale)
+        return scaled_product(x.to(self.dtype), self.down_factor(downs, x).T, scale)
 
-    @staticmethod
-    def up_factor(up: Tensor, like: Tensor) -> Tensor:
+    def up_factor(self, up: Tensor, like: Tensor) -> Tensor:
         """Return what is multiplied with what is inner of an adapter: its B [F, r], [F, parts
         r].
         """
-        return up
+        return up.to(self.dtype)
 
-    @staticmethod
-    def inner_gradient(d_outs: Sequence[Tensor], ups: Sequence[Tensor], scale: float) -> Tensor:
+    def inner_gradient(
+        self, d_outs: Sequence[Tensor], ups: Sequence[Tensor], scale: float
+    ) -> Tensor:
         """Return scale d_out B, side by side, of each d_out [T, F] and B [F, r]."""
-        return cat(
-            [d_out.to(up.dtype) @ up for d_out, up in zip(d_outs, ups, strict=True)], 1
-        ).mul_(scale)
+        each = ((d_out.to(self.dtype), up.to(self.dtype)) for d_out, up in zip(d_outs, ups))
+        return cat([scaled_product(*pair, scale) for pair in each], 1)
 
-    @staticmethod
-    def down_factor(downs: Sequence[Tensor], like: Tensor) -> Tensor:
+    def down_factor(self, downs: Sequence[Tensor], like: Tensor) -> Tensor:
         """Return what is multiplied with the inner gradients: each A [r, D], one above the
         other, [n parts r, D].
         """
-        return cat(downs, 0)
+        return cat(downs, 0).to(self.dtype)
 
-    @staticmethod
-    def down_gradients(x: Tensor, d_inner: Tensor, count: int) -> Sequence[Tensor]:
-        """Return the gradients of `count` A [r, D]."""
-        return (d_inner.T @ x.to(d_inner.dtype)).chunk(count)
+    def down_gradients(
+        self, x: Tensor, d_inner: Tensor, downs: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        """Return the gradients of each A [r, D], in its dtype."""
+        return product_in(d_inner.T, x.to(self.dtype), downs[0].dtype).chunk(len(downs))
 
-    @staticmethod
-    def up_gradient(d_out: Tensor, inner: Tensor) -> Tensor:
-        """Return the gradient of a B [F, r], of what is inner of its adapter alone."""
-        return d_out.to(inner.dtype).T @ inner
+    def up_gradient(self, d_out: Tensor, inner: Tensor, up: Tensor) -> Tensor:
+        """Return the gradient of a B [F, r], in its dtype, given what is inner of its adapter."""
+        return product_in(d_out.to(self.dtype).T, inner, up.dtype)
 
 
 class Split:
@@ -120,12 +120,12 @@ class Split:
         return _split_downs(downs, like.dtype, paired=True)
 
     @staticmethod
-    def down_gradients(x: Tensor, d_inner: Tensor, count: int) -> Sequence[Tensor]:
-        parts = wide_product(d_inner.T, x).view(count, 3, -1, x.shape[1])
+    def down_gradients(x: Tensor, d_inner: Tensor, downs: Sequence[Tensor]) -> Sequence[Tensor]:
+        parts = wide_product(d_inner.T, x).view(len(downs), 3, -1, x.shape[1])
         return (parts[:, 1] + parts[:, 2]).unbind()
 
     @staticmethod
-    def up_gradient(d_out: Tensor, inner: Tensor) -> Tensor:
+    def up_gradient(d_out: Tensor, inner: Tensor, up: Tensor) -> Tensor:
         rank = inner.shape[1] // 3
         return wide_product(d_out.T, inner[:, rank:]).view(-1, 2, rank).sum(1)
 
@@ -142,37 +142,40 @@ def outer_gradients(
     of each adapter.
 
     Args:
-        products: `Plain` or `Split`.
+        products: of `Plain` or `Split`.
         d_outs, ups: [T, F] and B [F, r] each.
         inner: what is inner of each adapter alone, h.
     """
-    if not any(wanted) or not all(map(reads_once, d_outs, ups)):
+    if not any(wanted) or not all(reads_once(products, *each) for each in zip(d_outs, ups)):
         d_inner = products.inner_gradient(d_outs, ups, scale)
-        each = zip(d_outs, inner, wanted, strict=True)
+        each = zip(d_outs, inner, ups, wanted, strict=True)
         return d_inner, [
-            products.up_gradient(d_out, h) if wants else None for d_out, h, wants in each
+            products.up_gradient(d_out, h, up) if wants else None for d_out, h, up, wants in each
         ]
     width = products.parts * ups[0].shape[1]
     d_inner = d_outs[0].new_empty(len(d_outs[0]), width * len(ups))
     columns = d_inner.split(width, 1)
+    split = isinstance(products, Split)
     return d_inner, [
-        gradients_at_once(*each, scale) for each in zip(d_outs, ups, inner, columns, strict=True)
+        gradients_at_once(*each, scale, split=split)
+        for each in zip(d_outs, ups, inner, columns, strict=True)
     ]
 
 
 def gradients_at_once(
-    d_out: Tensor, up: Tensor, inner: Tensor, d_inner: Tensor, scale: float
+    d_out: Tensor, up: Tensor, inner: Tensor, d_inner: Tensor, scale: float, *, split: bool
 ) -> Tensor:
-    """Return d_out' h, and write scale d_out B into `d_inner`: d_out is read once.
+    """Return d_out' h in B's dtype, and write scale d_out B into `d_inner`: d_out is read once.
 
     Args:
         d_out: [T, F], half precision.
         up: B [F, r], in d_out's dtype, or fp32.
-        inner, d_inner: [T, r], or [T, 3 r] where B is in fp32, see `Split`.
+        inner, d_inner: [T, r], or [T, 3 r] where `split`.
+        split: whether B, in fp32, is taken apart, see `Split`; otherwise it is rounded.
     """
     from hf_packfree.ops.fused.kernels.low_rank import outer_gradients
 
-    (tokens, outputs), rank, split = d_out.shape, up.shape[1], up.dtype == torch.float32
+    (tokens, outputs), rank = d_out.shape, up.shape[1]
     d_out, up = d_out if d_out.stride(1) == 1 else d_out.contiguous(), up.contiguous()
     tile = _SPLIT_TILE if split else _TILE
     height = min(block_width(max(outputs, _NARROWEST)), tile.outputs)
@@ -223,21 +226,18 @@ def _split_downs(downs: Sequence[Tensor], dtype: torch.dtype, *, paired: bool = 
 
 
 def products_of(x: Tensor, dtype: torch.dtype) -> Any:
-    """Return `Split` or `Plain`, for adapters of that dtype on x; float16 has too few exponents
-    to hold the parts.
+    """Return `Split` or `Plain`, for products in that dtype of adapters with x; float16 has too
+    few exponents to hold the parts.
     """
-    return (
-        Split
-        if dtype == torch.float32 and x.dtype == torch.bfloat16 and on_tensor_cores(x)
-        else Plain
-    )
+    splits = dtype == torch.float32 and x.dtype == torch.bfloat16 and on_tensor_cores(x)
+    return Split() if splits else Plain(dtype)
 
 
-def reads_once(d_out: Tensor, up: Tensor) -> bool:
+def reads_once(products: Any, d_out: Tensor, up: Tensor) -> bool:
     """Whether `gradients_at_once` is for them, whose tiles fill the shared memory of a Hopper
     GPU.
     """
-    known = up.dtype == d_out.dtype or products_of(d_out, up.dtype) is Split
+    known = isinstance(products, Split) or products.dtype == d_out.dtype
     return known and d_out.dtype in HALF and up.shape[1] <= _RANK and on_hopper(d_out.device)
 
 
@@ -249,6 +249,18 @@ def on_tensor_cores(x: Tensor) -> bool:
 def wide_product(x: Tensor, w: Tensor) -> Tensor:
     """Return x w in fp32, both of half precision."""
     return torch.mm(x, w, out_dtype=torch.float32)
+
+
+def scaled_product(x: Tensor, w: Tensor, scale: float) -> Tensor:
+    """Return scale x w, rounded once."""
+    return torch.addmm(x.new_empty(1), x, w, beta=0, alpha=scale)
+
+
+def product_in(x: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x w in that dtype, rounded once where a GPU multiplies for an fp32 result."""
+    if dtype == torch.float32 and x.dtype in HALF and on_tensor_cores(x):
+        return wide_product(x, w)
+    return torch.mm(x, w).to(dtype)
 
 
 def split(w: Tensor, width: int, dtype: torch.dtype, *, paired: bool = False) -> Tensor:
@@ -333,4 +345,4 @@ def cat(parts: Sequence[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim)
 
 
-__all__ = ["Plain", "Split", "cat", "outer_gradients", "products_of"]
+__all__ = ["Plain", "Split", "cat", "outer_gradients", "product_in", "products_of"]

@@ -17,7 +17,7 @@ from hf_packfree.ops.backend import block_width, uses_triton
 from hf_packfree.ops.fused.add_norm import NormOf, norm_of, want_room
 from hf_packfree.ops.fused.layers import Layers, input_again, kept_input
 from hf_packfree.ops.fused.linear import autocast_as_in_forward
-from hf_packfree.ops.fused.low_rank import Layer, Layout, layer_reference, take_apart
+from hf_packfree.ops.fused.low_rank import Layer, Layout, as_read, layer_reference, take_apart
 from hf_packfree.ops.launch import launch
 from hf_packfree.ops.operation import once_differentiable
 
@@ -39,8 +39,8 @@ def swiglu_mlp(
     upstream's MLP does.
 
     Args:
-        x: [..., D], any floating dtype.
-        gate, up: [F, D], in x's dtype, or that with adapters, see `hf_packfree.ops.fused.low_rank`.
+        x: [..., D], any floating dtype; rounded to the layers'.
+        gate, up: [F, D], in one dtype, or that with adapters, see `hf_packfree.ops.fused.low_rank`.
         down: [D, F], likewise.
         residual: [..., D], what is added to the result, which is rounded before, as upstream does;
             or None.
@@ -49,11 +49,12 @@ def swiglu_mlp(
         backend: "triton" or "torch".
 
     Returns:
-        [..., D] in x's dtype, or that of the sum.
+        [..., D] in the layers' dtype, or that of the sum.
 
     Raises:
         BackendUnavailable: no backend has that name.
     """
+    x = as_read(x, gate)
     if uses_triton("swiglu", backend):
         (inputs, first), (output, last) = take_apart((gate, up)), take_apart((down,))
         options = norm_of(x), (inputs, output), batch_invariant
@@ -109,7 +110,7 @@ class _SwiGLU(Function):
             _run(swiglu_backward, a, b, gated, d_inputs)
             backward = inputs.backward(d_inputs.chunk(2, -1), needed[:first], d_inputs)
             d_x = backward.of_input().view(*a.shape[:-1], -1) if needs_d_x else None
-            d_tensors = backward.of_tensors(input_again(source, weight, ctx.eps))
+            d_tensors = backward.of_tensors(input_again(source, weight, ctx.eps, a.dtype))
             d_residual = None if ctx.dtype is None else d_y.to(ctx.dtype)
             return (
                 d_x,

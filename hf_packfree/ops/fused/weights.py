@@ -1,17 +1,20 @@
-"""Frozen weights that something else is kept of: made whole where a product reads them, forward and
-backward, and never kept.
+"""Weights that something else is kept of: made where a product reads them, forward and backward,
+and never kept.
 
-In fewer bits (Dettmers et al., arXiv:2305.14314), or with rows multiplied by a trained scale (Liu
-et al., arXiv:2402.09353).
+In fewer bits (Dettmers et al., arXiv:2305.14314), with rows multiplied by a trained scale (Liu et
+al., arXiv:2402.09353), or trained in a wider dtype than their products have.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
+
+from hf_packfree.ops.fused.mixed import product_in
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,8 @@ class Made:
         size: (F, D).
         dtype: of the weight.
         restore: returns the weight [F, D] of what is kept.
-        gradient: returns the gradient of what is kept, of that of the weight; None: it has none.
+        gradient: returns the gradient of what is kept, of that of the weight, which comes in fp32
+            where a GPU makes it so; None: it has none.
     """
 
     kept: Tensor
@@ -41,23 +45,33 @@ def whole(weight: Weight) -> Tensor:
     return weight if isinstance(weight, Tensor) else weight.restore(weight.kept)
 
 
-def scaled(weight: Weight, scale: Tensor) -> Made:
+def rounded(weight: Tensor, dtype: torch.dtype) -> Made:
+    """Return a trained weight [F, D] that is rounded to `dtype` where a product reads it."""
+    size = (weight.shape[0], weight.shape[1])
+    return Made(weight, size, dtype, partial(_to, dtype=dtype), partial(_to, dtype=weight.dtype))
+
+
+def _to(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype)
+
+
+def scaled(weight: Weight, scale: Tensor, dtype: torch.dtype) -> Made:
     """Return a frozen weight [F, D] whose rows are multiplied by a scale [F], which may have a
     gradient.
 
-    The product is computed in the wider dtype of both and rounded to the weight's; the scale's
-    gradient is summed in fp32 at least.
+    The product is computed in the wider dtype of both and rounded to `dtype`; the scale's gradient
+    is summed in fp32 at least.
     """
     wide = torch.promote_types(scale.dtype, torch.float32)
 
     def restore(scale: Tensor) -> Tensor:
-        return (scale[:, None] * whole(weight)).to(weight.dtype)
+        return (scale[:, None] * whole(weight)).to(dtype)
 
     def gradient(d_weight: Tensor) -> Tensor:
         return (d_weight.to(wide) * whole(weight)).sum(1).to(scale.dtype)
 
     size = (weight.shape[0], weight.shape[1]) if isinstance(weight, Tensor) else weight.size
-    return Made(scale, size, weight.dtype, restore, gradient)
+    return Made(scale, size, dtype, restore, gradient)
 
 
 class Weights:
@@ -86,11 +100,13 @@ class Weights:
         """Return several, all of them whole."""
         return [self[i] for i in range(len(self))[group]]
 
-    def gradients(self, group: slice, d_weights: Tensor) -> list[Tensor]:
-        """Return the gradients of what is kept of several, given those of the weights one above
-        the other.
+    def gradients(self, group: slice, d_out: Tensor, x: Tensor) -> list[Tensor]:
+        """Return the gradients of what is kept of several, given that of their outputs side by
+        side, [T, all F], and x [T, D].
         """
         made = self._made[group]
+        wide = any(one is not None and one.gradient for one in made)
+        d_weights = product_in(d_out.t(), x, torch.float32 if wide else x.dtype)
         parts = (
             [d_weights]
             if len(made) == 1
@@ -102,4 +118,4 @@ class Weights:
         ]
 
 
-__all__ = ["Made", "Weight", "Weights", "scaled", "whole"]
+__all__ = ["Made", "Weight", "Weights", "rounded", "scaled", "whole"]

@@ -37,8 +37,8 @@ def on_hopper(monkeypatch):
     """
     at_once = mixed.gradients_at_once
 
-    def in_fp16(d_out, up, inner, d_inner, scale):
-        return at_once(d_out.half(), up, inner.half(), d_inner, scale)
+    def in_fp16(d_out, up, inner, d_inner, scale, split):
+        return at_once(d_out.half(), up, inner.half(), d_inner, scale, split=split)
 
     monkeypatch.setattr(mixed, "on_hopper", lambda x: True)
     monkeypatch.setattr(mixed, "gradients_at_once", in_fp16)
@@ -72,10 +72,10 @@ def test_fp32_is_not_rounded_to_half_precision(launched):
     d_h = 1.5 * torch.cat([d_out.double() @ up.double() for d_out, up in zip(d_outs, ups)], 1)
     assert relative_rms(whole(inner), h) < BITS and relative_rms(whole(d_inner), d_h) < BITS
     for found, wanted in zip(
-        Split.down_gradients(x, d_inner, 2), (d_h.T @ x.double()).chunk(2), strict=True
+        Split.down_gradients(x, d_inner, downs), (d_h.T @ x.double()).chunk(2), strict=True
     ):
         assert found.dtype == torch.float32 and relative_rms(found, wanted) < BITS
-    assert_are_gradients_of_b([Split.up_gradient(d_outs[0], inner[:, : 3 * R])], d_outs, h)
+    assert_are_gradients_of_b([Split.up_gradient(d_outs[0], inner[:, : 3 * R], ups[0])], d_outs, h)
     sums = (
         inner @ torch.cat([Split.up_factor(up, x) for up in ups], 1).T,
         d_inner @ Split.down_factor(downs, x),
@@ -101,7 +101,9 @@ def test_a_gradient_is_read_once_for_both_of_its_products(sizes, tokens, on_hopp
     ups, h = [random(size, R, seed=5 + i) for i, size in enumerate(sizes)], random(tokens, 2 * R)
     wide = h.view(-1, 2, 1, R).expand(-1, 2, 3, R).flatten(1) / 3
     inner = mixed.in_pairs(wide, R, 1.0, torch.empty_like(wide, dtype=torch.bfloat16))
-    d_inner, d_ups = mixed.outer_gradients(Split, d_outs, ups, inner.chunk(2, 1), 1.5, (True, True))
+    d_inner, d_ups = mixed.outer_gradients(
+        Split(), d_outs, ups, inner.chunk(2, 1), 1.5, (True, True)
+    )
     assert (
         relative_rms(
             whole(d_inner),
@@ -119,7 +121,7 @@ def test_no_tokens_give_no_gradient(on_hopper):
         random(F, R),
         random(0, 3 * R, dtype=torch.bfloat16),
     )
-    d_inner, (d_up,) = mixed.outer_gradients(Split, [d_out], [up], [inner], 1.5, (True,))
+    d_inner, (d_up,) = mixed.outer_gradients(Split(), [d_out], [up], [inner], 1.5, (True,))
     assert d_inner.shape == inner.shape and torch.equal(d_up, torch.zeros(F, R))
 
 
@@ -131,7 +133,7 @@ def test_of_every_rank(rank, ups, on_hopper):
     split = ups == torch.float32
     inner = torch.cat([h, h, h / 64], 1) if split else h
     d_inner = inner.new_empty(inner.shape)
-    found = mixed.gradients_at_once(d_out, up, inner, d_inner, 0.5)
+    found = mixed.gradients_at_once(d_out, up, inner, d_inner, 0.5, split=split)
     read = d_inner.double()[:, -2 * rank :].view(T, -1, rank).sum(1)
     wanted = [
         d_out.double().T @ (h.double() * (65 / 64 if split else 1)),

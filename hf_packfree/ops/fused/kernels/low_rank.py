@@ -68,7 +68,9 @@ def outer_gradients(
         mask=(output[:, None] < outputs) & (column % RANK < rank),
         other=0.0,
     )
-    if PARTS > 1:
+    if PARTS == 1:
+        factor = factor.to(dtype)
+    else:
         high, middle, low = _parts(factor, dtype)
         part = column // RANK
         factor = tl.where(
