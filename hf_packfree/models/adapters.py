@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_packfree.models.kept import rounded_once
 from hf_packfree.ops.backend import HALF
 from hf_packfree.ops.fused.low_rank import Adapted, Adapter, Layer, spare_columns
 from hf_packfree.ops.fused.weights import Made, Weight, rounded, scaled, whole
@@ -62,7 +61,7 @@ def products_in(dtype: torch.dtype, weight: Weight) -> Weight | None:
         return weight
     if not torch.is_autocast_enabled(weight.device.type) or torch.float64 in (weight.dtype, dtype):
         return None
-    return rounded(weight, dtype) if weight.requires_grad else rounded_once(weight, dtype)
+    return rounded(weight, dtype)
 
 
 def read_lora(layer: Any, x: Tensor) -> Layer | None:

@@ -2,7 +2,8 @@
 and never kept.
 
 In fewer bits (Dettmers et al., arXiv:2305.14314), with rows multiplied by a trained scale (Liu et
-al., arXiv:2402.09353), or trained in a wider dtype than their products have.
+al., arXiv:2402.09353), or in a wider dtype than their products have. A rounded copy that stayed
+would be stale after a write that hides from autograd, as `weight.data.copy_()` does.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def whole(weight: Weight) -> Tensor:
 
 
 def rounded(weight: Tensor, dtype: torch.dtype) -> Made:
-    """Return a trained weight [F, D] that is rounded to `dtype` where a product reads it."""
+    """Return a weight [F, D] that is rounded to `dtype` where a product reads it."""
     size = (weight.shape[0], weight.shape[1])
     return Made(weight, size, dtype, partial(_to, dtype=dtype), partial(_to, dtype=weight.dtype))
 
