@@ -249,9 +249,3 @@ def test_limits_are_those_of_the_kernels_that_ran(monkeypatch, runs):
         runs != "nowhere"
     )
     assert sys.getprofile() is None
-
-
-def test_the_old_name_of_the_control_is_read_with_a_warning():
-    report = verify_packing("qwen3_5", lengths=(5, 9), gradients=False)
-    with pytest.warns(DeprecationWarning, match="read PackingReport.unpatched"):
-        assert report.stock is report.unpatched

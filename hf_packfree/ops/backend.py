@@ -66,8 +66,6 @@ class Backend:
             it, or None.
         package: the distribution whose release decides what it computes, which the report names:
             the kernels', or what compiles our own.
-        exact: whether a document gets what it gets alone, up to rounding; one that does not runs
-            only where its name is passed.
         batch_invariant: whether it gets that bit for bit in a layer's forward pass, where
             `tests/gpu` ran.
     """
@@ -75,7 +73,6 @@ class Backend:
     run: Callable[..., Any] | None = None
     unusable: Callable[[Target], str | None] = _always
     package: str = "torch"
-    exact: bool = True
     batch_invariant: bool = False
 
 

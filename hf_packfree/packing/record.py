@@ -5,7 +5,6 @@ Shapes: B rows, S tokens of a row as the caller has it, T tokens of the one pack
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -126,7 +125,6 @@ class PackedSequence:
         indices: Tensor | None = None,
         padding_segments: Sequence[int] = (),
         plain: bool = False,
-        filler: Sequence[int] | None = None,
     ) -> PackedSequence:
         """Build the record from document lengths.
 
@@ -136,7 +134,6 @@ class PackedSequence:
             batch_shape: (B, S) of the caller's batch; (1, T) if not given.
             indices: int64 [T] on any device, see the class.
             padding_segments, plain: see the class.
-            filler: deprecated since 0.2.0, `padding_segments`.
 
         Raises:
             BoundaryError: a length is below 1 or no integer, there is none, or they are more tokens
@@ -157,9 +154,6 @@ class PackedSequence:
             >>> packed.max_seqlen
             3
         """
-        if filler is not None:
-            _warn_of("from_lengths(filler=...)", "padding_segments")
-            padding_segments = filler
         sizes = _sizes(lengths)
         cu_seqlens, seq_idx = map(torch.from_numpy, group_numbers(sizes))
         return cls(
@@ -303,34 +297,3 @@ class PackedSequence:
             else replace(self.shard, row=self.shard.row.to(device, non_blocking)),
             _memo={},
         )
-
-    @property
-    def filler(self) -> tuple[int, ...]:
-        """Deprecated since 0.2.0: `padding_segments`."""
-        _warn_of("filler", "padding_segments")
-        return self.padding_segments
-
-    @property
-    def leads(self) -> tuple[int, ...]:
-        """Deprecated since 0.2.0: `left_pad_segments`."""
-        _warn_of("leads", "left_pad_segments")
-        return self.left_pad_segments
-
-    def derive(self, build: Callable[..., _Plan], *args: Any) -> _Plan:
-        """Deprecated since 0.2.0: `cached`."""
-        _warn_of("derive", "cached")
-        return self.cached(build, *args)
-
-    def mute(self, x: Tensor) -> Tensor:
-        """Deprecated since 0.2.0: `zero_left_pad`."""
-        _warn_of("mute", "zero_left_pad")
-        return self.zero_left_pad(x)
-
-    def real(self, row: Tensor) -> Tensor:
-        """Deprecated since 0.2.0: `select_real`."""
-        _warn_of("real", "select_real")
-        return self.select_real(row)
-
-
-def _warn_of(old: str, new: str) -> None:
-    warnings.warn(f"PackedSequence.{old} is now called {new}", DeprecationWarning, stacklevel=3)

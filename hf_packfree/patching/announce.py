@@ -24,7 +24,7 @@ from hf_packfree.patching.report import (
 )
 
 logger = logging.getLogger("hf_packfree")
-_SECONDS, _MINUTES = ("triton",), ("fla", "flash_qla", "flash_qla_cut")
+_SECONDS, _MINUTES = ("triton",), ("fla", "flash_qla")
 """Backends that compile their kernels, or try out launch sizes, when they first run: how long
 all of them take.
 """
@@ -72,7 +72,7 @@ def announce(model: nn.Module, state: PatchState) -> None:
 
 
 def tell(report: PatchReport, slow: Sequence[str]) -> None:
-    """Write one line to stderr: class, how many modules, whether it is exact, what runs, and what
+    """Write one line to stderr: class, how many modules, that it is exact, what runs, and what
     of that is slow.
 
     Silent where PACKFREE_QUIET is set, in processes of rank 1 and up, and where a level was chosen
@@ -89,14 +89,11 @@ def tell(report: PatchReport, slow: Sequence[str]) -> None:
 
 def line(report: PatchReport, slow: Sequence[str]) -> str:
     """Return what `tell` writes."""
-    exact = "packed rows exact"
-    if report.inexact:
-        exact = f"packed rows not exact, by the forced {', '.join(report.inexact.values())}"
     names = ", ".join(dict.fromkeys(report.implementations.values()))
     where = "" if torch.cuda.is_available() else " (CPU)"
     parts = [
         f"{report.model} patched ({sum(report.swaps.values())} modules)",
-        exact,
+        "packed rows exact",
         f"{names}{where}",
     ]
     if slow:

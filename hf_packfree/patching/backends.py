@@ -4,8 +4,6 @@ it may run on.
 
 from __future__ import annotations
 
-import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 
@@ -16,11 +14,6 @@ from hf_packfree.models.state import Kernels, PatchState
 from hf_packfree.ops import attention, conv, delta_rule, fused, loss
 from hf_packfree.ops.attention import towers
 from hf_packfree.ops.backend import Backend, Fault, Target
-
-VARIABLE = "PACKFREE_BACKEND"
-"""Environment variable read where `backend` is "auto": a name, or "conv=fla,delta_rule=torch";
-empty: as if not set.
-"""
 
 OPS: dict[str, ModuleType] = {
     "conv": conv,
@@ -53,8 +46,7 @@ def choose_backends(
     yet.
 
     Raises:
-        BackendUnavailable: no operation has such a backend, or it cannot run here; or an operation
-            is named twice.
+        BackendUnavailable: no operation has such a backend, or it cannot run here.
     """
     forced = {op: name for op, name in forced_backends(backend).items() if op in ops}
     gpu = torch.cuda.is_available()
@@ -78,26 +70,18 @@ def _gpus(dtype: torch.dtype, sizes: Mapping[str, int]) -> list[Target]:
 
 
 def forced_backends(backend: Choice) -> dict[str, str]:
-    """Return {op: name} of what is forced, by argument or variable; raises `BackendUnavailable`
-    for unknown names.
-    """
-    where = f"backend={backend!r}"
-    if backend == "auto":
-        backend = os.environ.get(VARIABLE, "").strip() or "auto"
-        where = f"{VARIABLE}={backend!r}"
-    if isinstance(backend, str) and "=" in backend:
-        backend = _pairs(backend, where)
+    """Return {op: name} of what is forced; raises `BackendUnavailable` for unknown names."""
     if isinstance(backend, str):
         known = {op: backend for op, module in OPS.items() if backend in module.BACKENDS}
         if backend != "auto" and not known:
             raise BackendUnavailable(
-                f"found {where}; wanted 'auto' or {_all_names()}; pass one of them"
+                f"found backend={backend!r}; wanted 'auto' or {_all_names()}; pass one of them"
             )
         return known
     if not isinstance(backend, Mapping):
         raise BackendUnavailable(
-            f"found {where}; wanted 'auto', a name or {{op: name}}: {_all_names()}; pass one of "
-            f"them"
+            f"found backend={backend!r}; wanted 'auto', a name or {{op: name}}: {_all_names()}; "
+            f"pass one of them"
         )
     for op, name in backend.items():
         if op not in OPS or not isinstance(name, str) or name not in {"auto", *OPS[op].BACKENDS}:
@@ -106,19 +90,10 @@ def forced_backends(backend: Choice) -> dict[str, str]:
                 if op in _ONCE_OPS
                 else "pass one of them"
             )
-            raise BackendUnavailable(f"found {op}={name} in {where}; wanted {_all_names()}; {mend}")
+            raise BackendUnavailable(
+                f"found {op}={name} in backend={backend!r}; wanted {_all_names()}; {mend}"
+            )
     return {op: name for op, name in backend.items() if name != "auto"}
-
-
-def _pairs(text: str, where: str) -> dict[str, str]:
-    """Return {op: name} of "op=name,op=name"."""
-    parts = [part.strip().partition("=") for part in text.split(",")]
-    twice = [op for op, count in Counter(op for op, _, _ in parts).items() if count > 1]
-    if twice:
-        raise BackendUnavailable(
-            f"found {twice[0]} named twice in {where}; wanted every op once; leave one of them out"
-        )
-    return {op: name for op, _, name in parts}
 
 
 def _all_names() -> str:
@@ -157,14 +132,10 @@ def _choose(
 
 def _refusal(op: str, wanted: str, reason: str, targets: Sequence[Target]) -> BackendUnavailable:
     backends: dict[str, Backend] = OPS[op].BACKENDS
-    usable = [
-        name
-        for name, backend in backends.items()
-        if backend.exact and _unusable(backend, targets) is None
-    ]
+    usable = [name for name, backend in backends.items() if _unusable(backend, targets) is None]
     return BackendUnavailable(
         f"found {op} backend {wanted!r} forced, but {reason}; wanted one that runs here: "
-        f"{', '.join(usable)}; pass one of them or 'auto' as backend, or in {VARIABLE}"
+        f"{', '.join(usable)}; pass one of them or 'auto' as backend"
     )
 
 
@@ -178,14 +149,13 @@ def _unusable(backend: Backend, targets: Sequence[Target]) -> str | None:
 def _first_usable(
     backends: Mapping[str, Backend], targets: Sequence[Target]
 ) -> tuple[str, dict[str, str]]:
-    """Return the first exact backend that can run, and why those before it cannot; later ones
+    """Return the first backend that can run, and why those before it cannot; later ones
     are not even imported.
     """
     refused: dict[str, str] = {}
     for name, backend in backends.items():
-        if backend.exact:
-            reason = _unusable(backend, targets)
-            if reason is None:
-                return name, refused
-            refused[name] = reason
+        reason = _unusable(backend, targets)
+        if reason is None:
+            return name, refused
+        refused[name] = reason
     raise AssertionError("torch runs everywhere")

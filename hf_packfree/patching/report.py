@@ -63,8 +63,6 @@ class PatchReport:
         attention: the attention implementation the model was loaded with.
         context_parallel: how ranks share each row, and why so; empty where they do not.
         versions: {package: installed version, or None}.
-        inexact: {operation: backend} of forced backends whose results for a document depend on its
-            row.
         long_documents: {operation: what it does with them, where the model is now}: exact, but
             rounded otherwise than in another row.
         left_alone: {class name of a head that runs a forward of its own: what its loss then needs}.
@@ -87,7 +85,6 @@ class PatchReport:
     attention: str | None
     context_parallel: str
     versions: dict[str, str | None]
-    inexact: dict[str, str]
     long_documents: dict[str, str]
     left_alone: dict[str, str]
     called: dict[str, int]
@@ -135,11 +132,6 @@ class PatchReport:
         return "\n  ".join((said, *further))
 
     def _exactness(self) -> str:
-        if self.inexact:
-            forced = ", ".join(f"{op}: {name}" for op, name in self.inexact.items())
-            return (
-                f"documents do not get exactly what they get alone, because of the forced {forced}"
-            )
         if self.rounding is not None:
             return f"documents get what they get alone, up to rounding ({self.rounding})"
         where = "in the layers' forward pass (not under autocast or torch.compile)"
@@ -182,7 +174,6 @@ def patch_report(model: nn.Module) -> PatchReport:
         attention=loaded,
         context_parallel=str(getattr(state, "context_parallel", None) or ""),
         versions=_versions(state, loaded),
-        inexact={} if state is None else _inexact(state),
         long_documents=_long_documents(model, family, runs)
         if state is not None and not state.batch_invariant
         else {},
@@ -240,15 +231,6 @@ def _called(model: nn.Module, family: Family, state: PatchState) -> dict[str, in
 def _bypassed(module: Any, family: Any) -> bool:
     """Whether a module is a head of ours past which the model runs."""
     return isinstance(module, tuple(family.head_pairs().values())) and is_bypassed(module)
-
-
-def _inexact(state: PatchState) -> dict[str, str]:
-    """Return what is forced and inexact, wherever the model is now: autocast and `.to()` decide
-    later what runs.
-    """
-    everywhere = (state.cuda_half, state.cuda_single, state.elsewhere)
-    chosen = ((op, name) for kernels in everywhere for op, name in vars(kernels).items())
-    return {op: name for op, name in chosen if not OPS[op].BACKENDS[name].exact}
 
 
 def _versions(state: PatchState | None, attention: str | None) -> dict[str, str | None]:

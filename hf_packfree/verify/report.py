@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -113,16 +112,6 @@ class PackingReport:
     limits: Limits
     media: tuple[str, ...] = ()
     autocast: str | None = None
-
-    @property
-    def stock(self) -> Measurement | None:
-        """Deprecated name of `unpatched`."""
-        warnings.warn(
-            "PackingReport.stock is deprecated; read PackingReport.unpatched",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return self.unpatched
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON."""

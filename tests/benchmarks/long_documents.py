@@ -102,8 +102,6 @@ def delta_rule(
         calls[f"{name} ({plan.record.num_segments})"] = partial(
             first_of, walk_segments, *leaves, None, plan, scans
         )
-    if on_gpu:
-        calls["flash_qla_cut, not exact"] = partial(rule, backend="flash_qla_cut")
     for name, call in calls.items():
         time_both(results, clock, workload, name, call, leaves, tokens)
     if planned is not None:
@@ -269,10 +267,6 @@ def errors(results: Results, device: str, tokens: int, heads: int, values: int, 
     for cut in (8, 16):
         calls[f"{cut} segments"] = partial(
             lambda plan, *x: walk_segments(*x, None, plan, scans)[0], even(packed, cut)
-        )
-    if on_gpu:
-        calls["flash_qla_cut"] = lambda *x: gated_delta_rule(
-            *x, packed, qk_l2norm=False, backend="flash_qla_cut"
         )
     for name, call in calls.items():
 

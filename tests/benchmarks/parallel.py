@@ -43,6 +43,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_packfree import apply_patches, patch_report
 from hf_packfree.errors import PatchConflict
+from tests.benchmarks.measure import backends
 from tests.benchmarks.models import build as build_shape
 from tests.benchmarks.shapes import SHAPES
 from tests.integrations.compare import (
@@ -88,7 +89,7 @@ class Setting:
         """Return it with activation checkpointing."""
         model = self.fresh()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        return apply_patches(model, backend=self.backend) if patched else model
+        return apply_patches(model, backend=backends(self.backend)) if patched else model
 
 
 @dataclass
@@ -358,7 +359,7 @@ def patched_after(way: Way, setting: Setting, counts: list[int], error: Any) -> 
     """Return the error of gradients when patching comes last, or the name of the refusal."""
     wrapped = way.wrap(setting.model(False), setting.device)
     try:
-        apply_patches(wrapped, backend=setting.backend)
+        apply_patches(wrapped, backend=backends(setting.backend))
     except PatchConflict as refusal:
         return type(refusal).__name__
     return float(

@@ -102,6 +102,8 @@ WHOLE = r"logits |verify_packing |\d+ steps|FLA, largest shapes against"
 """Errors that the tables show: of trunks, and of whole models; those of single operations are in
 the result alone.
 """
+GONE = ("flash_qla_cut", "packfree+liger, one document, cut")
+"""Variants of results that the package no longer has; no table shows them."""
 SHORT = {
     "2b-32k-lora-autocast": ("unpatched packed", "packfree"),
     "2b-32k-lora-fp32-base-autocast": ("unpatched packed", "packfree"),
@@ -355,7 +357,7 @@ def rows_of(result: dict[str, Any], workload: str) -> dict[str, dict[str, Any]]:
     return {
         row["variant"]: row
         for row in result["rows"]
-        if row["workload"] == workload and "skipped" not in row
+        if row["workload"] == workload and "skipped" not in row and row["variant"] not in GONE
     }
 
 

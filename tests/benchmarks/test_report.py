@@ -208,6 +208,7 @@ def test_the_first_table_is_of_the_newest_run_alone():
 def test_operations_are_listed_by_speed():
     row = {"workload": "layer conv", "peak_gib": 1.0}
     facts = {"torch": {"ms": 9.0}, "triton": {"ms": 0.5}, "fla": {"error": "x"}}
+    facts[report.GONE[0]] = {"ms": 0.1}
     rows = [row | {"variant": name} | found for name, found in facts.items()]
     lines = report.operations({"rows": rows}).splitlines()
     assert lines[2:] == ["| conv | `triton` 0.50 ms, 1.00 GiB; `torch` 9.00 ms, 1.00 GiB |"]

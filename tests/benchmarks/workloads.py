@@ -19,7 +19,6 @@ from tests.benchmarks.shapes import (
 
 PACKFREE = Variant()
 LIGER = Variant(liger="before")
-CUT = {"delta_rule": "flash_qla_cut"}
 UNPATCHED = Variant(packfree=False)
 UNPATCHED_CONV = Variant(packfree=False, fla_conv=True)
 COMPOSED = Variant(packfree=False, fla_conv=True, composed=True, liger="before")
@@ -108,9 +107,6 @@ def _dense(tiny: bool) -> list[Group]:
         Group(shape, replace(LIGER, flash_qla=False), triton),
         Group(shape, UNPATCHED_CONV, unpatched, STANDS_IN),
         Group(shape, COMPOSED, ((name, "composed without packfree", packed),), PUT_IN),
-        Group(
-            shape, replace(LIGER, backend=CUT), ((name, "packfree+liger, one document, cut", one),)
-        ),
     ]
 
 

@@ -138,22 +138,3 @@ def test_a_plan_made_in_inference_mode_can_be_trained_with():
     weight = torch.ones(5, requires_grad=True)
     (weight * packed.position_ids()[0]).sum().backward()
     assert weight.grad.tolist() == [0, 1, 2, 0, 1]
-
-
-def test_names_of_the_first_version_still_read():
-    packed = PackedSequence.from_lengths([3, 2], padding_segments=[1])
-    with pytest.warns(DeprecationWarning, match="padding_segments"):
-        assert packed.filler == packed.padding_segments == (1,)
-    with pytest.warns(DeprecationWarning, match="padding_segments"):
-        assert PackedSequence.from_lengths([3, 2], filler=[1]).padding_segments == (1,)
-    with pytest.warns(DeprecationWarning, match="cached"):
-        assert packed.derive(repeated, 3) is packed.cached(repeated, 3)
-    with pytest.warns(DeprecationWarning, match="left_pad_segments"):
-        assert packed.leads == packed.left_pad_segments == ()
-    row = torch.arange(5.0)[:, None]
-    with pytest.warns(DeprecationWarning, match="select_real"):
-        assert (
-            packed.real(row).tolist() == packed.select_real(row).tolist() == [[0.0], [1.0], [2.0]]
-        )
-    with pytest.warns(DeprecationWarning, match="zero_left_pad"):
-        assert packed.mute(row[None]).tolist() == packed.zero_left_pad(row[None]).tolist()

@@ -57,7 +57,7 @@ def test_auto_says_what_it_takes_and_why(group, monkeypatch):
     assert (found.gdn, found.attention) == ("state", "heads")
     assert "Gated DeltaNet states (state is modelled at" in str(found)
     # a backend that gives no states
-    assert settled(config, sizes, auto, "flash_qla_cut").gdn == "heads"
+    assert settled(config, sizes, auto, "stateless").gdn == "heads"
     # where heads cost less
     monkeypatch.setattr(costs, "seconds_by_heads", lambda *_: 0.0)
     assert settled(config, sizes, auto).gdn == "heads"

@@ -5,7 +5,6 @@ compiles.
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 
 from hf_packfree import apply_patches, patch_report, prewarm, remove_patches
 from hf_packfree.errors import UnsupportedModel
-from hf_packfree.models.state import Kernels
 from hf_packfree.ops import delta_rule
 from hf_packfree.ops.attention import cudnn
 from hf_packfree.patching import apply, report
@@ -28,19 +26,6 @@ def test_no_module_is_refused_in_a_sentence(call, nothing):
         call(nothing)
 
 
-def test_the_report_says_what_is_not_exact(monkeypatch):
-    exact, model = patch_report(apply_patches(tiny())), tiny()
-    assert exact.inexact == {} and "documents get what they get alone" in str(exact)
-    anywhere = replace(delta_rule.BACKENDS["flash_qla_cut"], unusable=lambda site: None)
-    monkeypatch.setitem(delta_rule.BACKENDS, "flash_qla_cut", anywhere)
-    found = patch_report(apply_patches(model, backend={"delta_rule": "flash_qla_cut"}))
-    assert found.inexact == {"delta_rule": "flash_qla_cut"}
-    assert (
-        "do not get exactly what they get alone, because of the forced delta_rule: flash_qla_cut"
-        in str(found)
-    )
-
-
 def test_the_report_says_whether_long_documents_are_cut(monkeypatch):
     monkeypatch.setattr(
         delta_rule, "cuts_on", lambda device, backend: (device.type, backend) == ("cpu", "torch")
@@ -53,18 +38,6 @@ def test_the_report_says_whether_long_documents_are_cut(monkeypatch):
         and str(found).count("(long documents in segments)") == 1
     )
     assert not whole.long_documents and "in segments" not in str(whole)
-
-
-def test_the_report_names_what_is_not_exact_wherever_the_model_is_now(monkeypatch):
-    model = apply_patches(tiny())
-    state = replace(model.model.packfree, cuda_half=Kernels(delta_rule="flash_qla_cut"))
-    for module in model.modules():
-        if getattr(module, "packfree", None) is not None:
-            monkeypatch.setattr(module, "packfree", state)
-    found = patch_report(model)
-    assert found.implementations["delta_rule"] == "torch" and found.inexact == {
-        "delta_rule": "flash_qla_cut"
-    }
 
 
 def test_hopper_without_a_backward_is_said_when_patching(gpu, monkeypatch, caplog):
@@ -208,10 +181,10 @@ def test_what_compiles_for_minutes_is_a_warning_once(gpu, monkeypatch, caplog):
     )
     assert "(delta_rule: flash_qla);" in half, "of a bfloat16 model"
     caplog.clear()
-    patched_on_a_gpu(monkeypatch, backend={"delta_rule": "flash_qla_cut", "conv": "fla"})
+    patched_on_a_gpu(monkeypatch, backend={"delta_rule": "flash_qla", "conv": "fla"})
     (line,) = logged(caplog, "WARNING")
     assert (
-        "(conv: fla, delta_rule: flash_qla_cut, conv in float32: fla, delta_rule in float32: fla);"
+        "(conv: fla, delta_rule: flash_qla, conv in float32: fla, delta_rule in float32: fla);"
         in line
     )
 

@@ -19,9 +19,6 @@ BACKENDS = {
     ),
     "fla": Backend(fla.gated_delta_rule, fla.unusable, "fla-core", batch_invariant=True),
     "torch": Backend(torch_chunked.gated_delta_rule),
-    "flash_qla_cut": Backend(
-        flash_qla.gated_delta_rule_cut, flash_qla.unusable, "flash-qla", exact=False
-    ),
 }
 
 LONG = {"flash_qla": Backend(flash_qla_segments.gated_delta_rule, flash_qla.unusable, "flash-qla")}
@@ -78,8 +75,7 @@ def gated_delta_rule(
         batch_invariant: walk every document whole. Otherwise a backend of `LONG` cuts long ones
             where that is faster, which is exact too, but rounds otherwise than where the row is
             another; see `segments.py`.
-        backend: a name in `BACKENDS`; "flash_qla_cut" trades exactness on documents of some 500
-            tokens and more for speed on rows of few long ones.
+        backend: a name in `BACKENDS`.
 
     Returns:
         [1, T, HV, V] in v's dtype. On the CPU it is always batch-invariant: each document's values

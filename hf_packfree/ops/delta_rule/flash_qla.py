@@ -4,7 +4,7 @@ it runs the same way.
 Left to itself it cuts long documents into pieces, which run side by side, and drops what decayed
 below e^-10 between them, which depends on what else is in the row; and it reads boundaries back
 from the device. Here neither happens: documents stay whole, and the plan is computed from the
-host's copy. Rows of few long documents are slower for it; `gated_delta_rule_cut` leaves it its way.
+host's copy. `flash_qla_segments` cuts the long documents of a row of few, which is exact.
 """
 
 from __future__ import annotations
@@ -76,27 +76,11 @@ def gated_delta_rule(
     """See `hf_packfree.ops.delta_rule.gated_delta_rule`."""
     cu_seqlens = packed.cached(planned_cu_seqlens)
     if qk_l2norm or not is_known():
-        return _run(q, k, v, g, beta, cu_seqlens, qk_l2norm, cut=False)
+        return _run(q, k, v, g, beta, cu_seqlens, qk_l2norm)
     inputs = (x.contiguous() for x in (q, k, v, g.float(), beta))
     # TileLang launches on the current one
     with torch.cuda.device_of(q):
         return _WholeDocuments.apply(*inputs, cu_seqlens)  # type: ignore[no-any-return]
-
-
-@uncompiled
-def gated_delta_rule_cut(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    packed: PackedSequence,
-    qk_l2norm: bool,
-) -> Tensor:
-    """The same, but long documents may be cut: faster on few of them, not exact, and it waits
-    for the device.
-    """
-    return _run(q, k, v, g, beta, packed.cu_seqlens, qk_l2norm, cut=True)
 
 
 @uncompiled
@@ -135,8 +119,6 @@ def _run(
     beta: Tensor,
     cu_seqlens: Tensor,
     qk_l2norm: bool,
-    *,
-    cut: bool,
 ) -> Tensor:
     from flash_qla import chunk_gated_delta_rule
 
@@ -148,7 +130,7 @@ def _run(
         beta,
         use_qk_l2norm_in_kernel=qk_l2norm,
         cu_seqlens=cu_seqlens,
-        auto_cp=cut,
+        auto_cp=False,
     )
     return out  # type: ignore[no-any-return]
 
