@@ -33,7 +33,7 @@ def prewarm(model: nn.Module) -> float:
     `bf16=True` of a Trainer does. Kernels depend on head counts and sizes, dtype and GPU, not on
     the length of a row. One of fla-core 0.6.0 does: its norm of q and k, which its delta rule calls
     beside another convolution than ours. It is tuned once for every 65,536 heads of tokens (4,096
-    tokens of 16 heads), so where "conv" is forced to "fla", much longer rows tune again.
+    tokens of 16 heads), so where "conv" is forced to another, much longer rows tune again.
 
     FlashQLA and flash-linear-attention compile for minutes the first time on a machine;
     TILELANG_CACHE_DIR and TRITON_CACHE_DIR name the folders that keep what was compiled. Weights,

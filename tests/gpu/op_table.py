@@ -263,8 +263,8 @@ OPS = {
             lambda f, x, packed, backend: f(x["x"], x["weight"], packed, backend=backend),
             "causal_conv1d",
             shared=("weight",),
-            exact=("torch", "triton", "fla", "causal_conv1d"),
-            exact_gradients=("fla", "causal_conv1d"),
+            exact=("torch", "triton", "causal_conv1d"),
+            exact_gradients=("causal_conv1d",),
         ),
         Op(
             "conv, bias",
@@ -275,8 +275,8 @@ OPS = {
             ),
             "causal_conv1d",
             shared=("weight", "bias"),
-            exact=("torch", "triton", "fla", "causal_conv1d"),
-            exact_gradients=("fla", "causal_conv1d"),
+            exact=("torch", "triton", "causal_conv1d"),
+            exact_gradients=("causal_conv1d",),
         ),
         Op(
             "qkv conv",

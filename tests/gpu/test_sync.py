@@ -28,7 +28,7 @@ LONGER = (4096, 500)
 CHOICES = {
     "auto": "auto",
     "as on Ampere": {"delta_rule": "fla", "attention": "varlen"},
-    "FLA": {"delta_rule": "fla", "conv": "fla"},
+    "FLA": {"delta_rule": "fla", "conv": "torch"},
 }
 BY_LENGTH: dict[str, set[str]] = {
     "auto": set(),

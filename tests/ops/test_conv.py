@@ -180,7 +180,7 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="found activation 'gelu'; wanted 'silu', 'swish' or None"):
         causal_conv1d(x, weight, packed, activation="gelu")
     with pytest.raises(
-        BackendUnavailable, match=r"'nope'; wanted one of causal_conv1d, fla, torch, triton"
+        BackendUnavailable, match=r"'nope'; wanted one of causal_conv1d, torch, triton"
     ):
         causal_conv1d(x, weight, packed, backend="nope")
 

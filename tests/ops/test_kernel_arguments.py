@@ -23,13 +23,11 @@ TOKENS = PACKED.num_tokens
 def calls(stand_ins, monkeypatch):
     """[(arguments, keywords)] of what the stand-ins' functions get."""
     import causal_conv1d as dao
-    from fla.modules import convolution
     from fla.ops import gated_delta_rule as rule
 
     found = []
     for owner, name in (
         (dao, "causal_conv1d_fn"),
-        (convolution, "causal_conv1d"),
         (rule, "chunk_gated_delta_rule"),
     ):
         own = getattr(owner, name)
@@ -79,19 +77,14 @@ def test_the_layers_repeat_no_heads_and_copy_no_row(family, monkeypatch):
     assert seen["qkv_conv"][0].stride(2) == 1
 
 
-@pytest.mark.parametrize("backend", ["causal_conv1d", "fla"])
 @pytest.mark.parametrize("cut", [slice(0, 32), slice(8, 40)], ids=["first", "further"])
-def test_the_convolution_copies_nothing(backend, cut, calls):
+def test_the_convolution_copies_nothing(cut, calls):
     """A part of a wider projection goes in as it is, and what comes out has its channels last
     again.
     """
     x = torch.randn(1, TOKENS, 48)[..., cut]
-    out = causal_conv1d(x, torch.randn(32, 4), PACKED, backend=backend)
+    out = causal_conv1d(x, torch.randn(32, 4), PACKED, backend="causal_conv1d")
     ((given, words),) = calls
     assert given[0].data_ptr() == x.data_ptr() and out.stride(2) == 1
-    if backend == "causal_conv1d":
-        assert (
-            given[0].shape == (1, 32, TOKENS)
-            and given[0].stride(1) == 1
-            and words["seq_idx"] is PACKED.seq_idx
-        )
+    assert given[0].shape == (1, 32, TOKENS) and given[0].stride(1) == 1
+    assert words["seq_idx"] is PACKED.seq_idx

@@ -25,7 +25,6 @@ from tests.support import by_family, tiny
     [
         ("fla.ops.gated_delta_rule", "fla-core 0.6.0", "delta_rule", "fla", "flash_qla"),
         ("flash_qla", "flash-qla 0.1.3", "delta_rule", "flash_qla", "fla"),
-        ("fla.modules.convolution", "fla-core 0.6.0", "conv", "fla", "triton"),
         ("causal_conv1d", "causal-conv1d 1.7.0", "conv", "causal_conv1d", "triton"),
         ("triton", "triton 3.6.0", "conv", "triton", "causal_conv1d"),
     ],
@@ -179,7 +178,7 @@ def test_sizes_that_a_kernel_lacks(gpu):
     gpu()
     assert choose_backends("auto", SIZES | {"key_size": 64}).cuda_half.delta_rule == "fla"
     assert choose_backends("auto", SIZES | {"key_size": 512}).cuda_half.delta_rule == "torch"
-    assert choose_backends("auto", SIZES | {"taps": 5}).cuda_half.conv == "fla"
+    assert choose_backends("auto", SIZES | {"taps": 5}).cuda_half.conv == "torch"
     assert choose_backends("auto", SIZES | {"head_size": 512}).cuda_half.attention == "torch"
     state = choose_backends("auto", SIZES | {"head_size": 96})
     assert state.cuda_half.attention == "varlen"
@@ -200,10 +199,10 @@ def test_attention_made_for_hopper_runs_there_alone(gpu):
 
 def test_a_backend_is_forced_by_its_name(gpu):
     gpu()
-    assert choose_backends({"conv": "fla"}, SIZES).cuda_half.conv == "fla"
+    assert choose_backends({"conv": "torch"}, SIZES).cuda_half.conv == "torch"
     forced = choose_backends("fla", SIZES).cuda_half
     assert (forced.conv, forced.delta_rule, forced.fused, forced.attention) == (
-        "fla",
+        "triton",
         "fla",
         "triton",
         "triton",
@@ -251,8 +250,8 @@ def test_nothing_is_chosen_for_ops_that_a_family_lacks(gpu):
     gpu(packages={})
     state = choose_backends({"delta_rule": "torch"}, SIZES, ("conv", "attention"))
     assert {op.removesuffix(" in float32") for op in state.why} == {"conv", "attention"}
-    with pytest.raises(BackendUnavailable, match="conv backend 'fla' forced"):
-        choose_backends("fla", SIZES, ("conv", "attention"))
+    with pytest.raises(BackendUnavailable, match="conv backend 'causal_conv1d' forced"):
+        choose_backends("causal_conv1d", SIZES, ("conv", "attention"))
     with pytest.raises(BackendUnavailable, match="found delta_rule=nothing"):
         choose_backends({"delta_rule": "nothing"}, SIZES, ("conv",))
 
@@ -262,7 +261,7 @@ def test_kernels_are_named_never_counted():
         Kernels("triton")
     names = ["conv", "delta_rule", "attention", "fused", "loss", "tower_attention"]
     assert [field.name for field in fields(Kernels)] == list(backends.OPS) == names
-    kernels = {"conv": "fla", "delta_rule": "fla"}
+    kernels = {"conv": "triton", "delta_rule": "fla"}
     assert Kernels(**kernels, fused="triton", loss="triton").compiled() == Kernels(
         **kernels, loss="upstream"
     )
@@ -283,18 +282,16 @@ def test_what_is_made_for_one_card_alone_runs_on_none_of_several_kinds(gpu):
 
 
 @pytest.mark.parametrize(
-    ("version", "chosen"), [("1.5.0.post8", "fla"), ("1.6.0", "causal_conv1d")]
+    ("version", "chosen"), [("1.5.0.post8", "torch"), ("1.6.0", "causal_conv1d")]
 )
-def test_causal_conv1d_comes_before_fla_where_it_can_be_deterministic(
-    gpu, monkeypatch, version, chosen
-):
+def test_causal_conv1d_runs_where_it_can_be_deterministic(gpu, monkeypatch, version, chosen):
     gpu(packages=INSTALLED | {"causal-conv1d": version})
     monkeypatch.setattr(
         conv, "BACKENDS", {name: found for name, found in conv.BACKENDS.items() if name != "triton"}
     )
     state = choose_backends("auto", SIZES)
     assert (state.cuda_half.conv, state.cuda_single.conv) == (chosen, chosen)
-    if chosen == "fla":
+    if chosen == "torch":
         old = (
             f"causal-conv1d {version} is too old to be deterministic under "
             f"torch.use_deterministic_algorithms"

@@ -167,7 +167,7 @@ def test_on_a_cpu_bits_are_not_promised():
             "batch invariance is not promised of what runs delta_rule",
         ),
         (
-            {"backend": {"conv": "fla", "fused": "torch"}},
+            {"backend": {"conv": "torch", "fused": "torch"}},
             "batch invariance is not promised of what runs conv, fused",
         ),
     ],

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hf_packfree.ops.backend import Backend, find
 from hf_packfree.ops.conv import causal_conv1d as dao
-from hf_packfree.ops.conv import fla, torch_native, triton_native
+from hf_packfree.ops.conv import torch_native, triton_native
 from hf_packfree.packing import PackedSequence
 
 NORM_EPS = 1e-6
@@ -17,7 +17,6 @@ BACKENDS = {
         triton_native.causal_conv1d, triton_native.unusable, "triton", batch_invariant=True
     ),
     "causal_conv1d": Backend(dao.causal_conv1d, dao.unusable, "causal-conv1d"),
-    "fla": Backend(fla.causal_conv1d, fla.unusable, "fla-core"),
     "torch": Backend(torch_native.causal_conv1d),
 }
 """All are batch-invariant by themselves; beside the others, though, the delta rule divides q and k

@@ -6,9 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fla.modules.convolution import causal_conv1d
-
-__all__ = ["FusedRMSNormGated", "causal_conv1d"]
+__all__ = ["FusedRMSNormGated"]
 
 
 class FusedRMSNormGated(nn.Module):
