@@ -40,9 +40,15 @@ def is_lora(layer: Any) -> bool:
     )
 
 
-def is_plain(layer: Any) -> bool:
-    """Whether a call of the layer does with x nothing but to multiply it: LoRA may be on it."""
-    return weight_alone(layer) is not None or (is_lora(layer) and is_plain(layer.base_layer))
+def is_plain(layer: Any, dtype: torch.dtype) -> bool:
+    """Whether a call of the layer does with x, rounded to `dtype`, nothing but to multiply it: LoRA
+    may be on it, and a bias is no harm.
+    """
+    if type(layer) is nn.Linear:
+        return type(layer.weight) is nn.Parameter and is_untouched(vars(layer))
+    if is_lora(layer):
+        return is_plain(layer.base_layer, dtype)
+    return read_weight(layer, dtype) is not None
 
 
 def computed_in(x: Tensor) -> torch.dtype:

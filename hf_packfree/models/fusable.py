@@ -140,9 +140,9 @@ def dtype_read(x: Tensor, layers: Iterable[Any]) -> torch.dtype | None:
     """Return the dtype to which all of these layers round what they read; None: they do not, or
     one of them does more with it.
     """
-    if not torch.is_autocast_enabled(x.device.type) or not all(map(is_plain, layers)):
-        return None
-    return computed_in(x)
+    dtype = computed_in(x)
+    autocast = torch.is_autocast_enabled(x.device.type)
+    return dtype if autocast and all(is_plain(layer, dtype) for layer in layers) else None
 
 
 def patch_weights(conv: Any, patches: Tensor) -> tuple[Tensor, Tensor | None] | None:
@@ -167,25 +167,23 @@ def patch_weights(conv: Any, patches: Tensor) -> tuple[Tensor, Tensor | None] | 
     return weight.flatten(1), bias
 
 
-def layer_norm_weights(norm: Any, x: Tensor) -> tuple[Tensor, Tensor] | None:
+def layer_norm_weights(norm: Any, reader: Any, x: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return weight [D] and bias [D] where `norm(x)` is torch's layer norm of x's last dimension
     and nothing else, else None.
 
-    Anything around it is more, and so are autocast, which lets it return fp32, and compiled graphs,
-    which fuse by themselves.
+    Anything around it is more, and so are compiled graphs, which fuse by themselves; and autocast,
+    which lets it return fp32, unless the `reader` rounds that, see `dtype_read`.
     """
     if type(norm) is not nn.LayerNorm or "forward" in vars(norm) or is_hooked(norm):
         return None
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
+    autocast = torch.is_autocast_enabled(x.device.type)
+    if torch.compiler.is_compiling() or (autocast and dtype_read(x, [reader]) is None):
         return None
     weight, bias = norm._parameters["weight"], norm._parameters["bias"]
     if type(weight) is not nn.Parameter or type(bias) is not nn.Parameter:
         return None
-    return (
-        (weight, bias)
-        if weight.dtype == bias.dtype == x.dtype and weight.shape == x.shape[-1:]
-        else None
-    )
+    known = weight.dtype == bias.dtype and (weight.dtype == x.dtype or autocast)
+    return (weight, bias) if known and weight.shape == x.shape[-1:] else None
 
 
 def is_hooked(layer: Any) -> bool:

@@ -19,7 +19,7 @@ from torch.nn.functional import linear
 
 from hf_packfree.models import compat
 from hf_packfree.models.base import Replacement
-from hf_packfree.models.fusable import layer_norm_weights, patch_weights
+from hf_packfree.models.fusable import dtype_read, layer_norm_weights, patch_weights
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.attention.towers import tower_attention
 from hf_packfree.ops.fused import add_layer_norm, qkv_rope
@@ -141,15 +141,17 @@ class PackedVisionBlock(Replacement):
             if kwargs.get("packed_sequence")
             else "torch"
         )
+        readers = self.attn.qkv, getattr(self.mlp, "linear_fc1", None)
         first, second = (
-            None if backend == "torch" else layer_norm_weights(norm, x)
-            for norm in (self.norm1, self.norm2)
+            None if backend == "torch" else layer_norm_weights(norm, reader, x)
+            for norm, reader in zip((self.norm1, self.norm2), readers, strict=True)
         )
         if first is None or second is None:
             return super().forward(x, *args, **kwargs)
-        normed, x = add_layer_norm(x, None, *first, self.norm1.eps, backend=backend)
+        options: Any = {"dtype": dtype_read(x, readers), "backend": backend}
+        normed, x = add_layer_norm(x, None, *first, self.norm1.eps, **options)
         mixed = self.attn(normed, *args, **kwargs)
-        normed, x = add_layer_norm(x, mixed, *second, self.norm2.eps, backend=backend)
+        normed, x = add_layer_norm(x, mixed, *second, self.norm2.eps, **options)
         return x + self.mlp(normed)
 
 

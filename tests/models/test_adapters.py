@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hf_packfree.models.adapters import kind_called
-from hf_packfree.models.fusable import plain_layers
+from hf_packfree.models.fusable import dtype_read, plain_layers
 from hf_packfree.ops.fused import projections
 from hf_packfree.ops.fused.low_rank import Adapted
 from tests.integrations.marks import integration, needs
@@ -210,6 +210,20 @@ def test_bases_in_4_bits_that_compute_in_another_dtype_are_called():
         plain_layers(x, layer.base_layer) is None
         and kind_called(layer.base_layer, x) == "Linear4bit"
     )
+
+
+@needs("bitsandbytes")
+def test_bases_in_4_bits_on_fp32_activations_are_fused_under_autocast():
+    """As PEFT's `prepare_model_for_kbit_training` leaves them; bitsandbytes returns fp32 there."""
+    layers = in_4_bits(compute_dtype=torch.bfloat16).base_model.model
+    x = torch.randn(1, 300, 24, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    assert dtype_read(x, [layers.q]) is None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert plain_layers(x, layers.q, layers.k) and kind_called(layers.q, x) is None
+        assert dtype_read(x, [layers.q, layers.k]) == torch.bfloat16
+        found, called = results(layers, x, fused=True), results(layers, x)
+    for a, b in zip(found, called, strict=True):
+        assert relative_rms(a, b) < 2 * torch.finfo(torch.bfloat16).eps
 
 
 def disabled_while_merged():

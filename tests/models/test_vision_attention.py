@@ -4,6 +4,7 @@ host read a forward.
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -347,7 +348,7 @@ def test_a_convolution_of_whole_patches_is_one_product(what, monkeypatch):
         model.model.visual.patch_embed.proj.register_forward_hook(lambda *_: None)
     with torch.autocast("cpu", enabled=what == "autocast"):
         features(model, pixels(), GRIDS if what == "upstream's batch" else mark_packed(GRIDS))
-    assert calls == ([] if what == "nothing" else [sum(PATCHES)])
+    assert calls == ([] if what in ("nothing", "autocast") else [sum(PATCHES)])
 
 
 @pytest.mark.parametrize("family", [name for name, row in by_family.items() if row.towers])
@@ -375,10 +376,10 @@ def fused(monkeypatch):
     """
     seen, reference = [], vision_attention.add_layer_norm
 
-    def call(x, branch, weight, bias, eps, *, backend):
+    def call(*arguments, dtype, backend):
         assert backend == "triton"
-        seen.append(weight)
-        return reference(x, branch, weight, bias, eps)
+        seen.append(arguments[2])
+        return reference(*arguments, dtype=dtype)
 
     monkeypatch.setattr(vision_attention, "add_layer_norm", call)
     return seen
@@ -416,9 +417,26 @@ def test_hooked_norms_are_called(fused):
     second.norm1.forward = lambda x: calls.append("forward") or F.layer_norm(x, x.shape[-1:])
     features(model, pixels(), mark_packed(GRIDS))
     assert calls == ["hook", "forward"] and len(fused) == 2
-    with torch.autocast("cpu"):
+
+
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_under_autocast_norms_are_fused_and_no_farther_from_exact(fused, weights):
+    stock = sharpened(vision_language()).to(weights)
+    wanted = alone(copy.deepcopy(stock).double(), pixels().double())
+    model, calls = on_kernels(copy.deepcopy(stock)), []
+    with torch.autocast("cpu", torch.bfloat16):
+        called, found = alone(stock, pixels()), step(model, pixels(), mark_packed(GRIDS))
+        assert len(fused) == 2 * len(tower_of(model).blocks)
+        first = tower_of(model).blocks[0]
+        first.attn.qkv.register_forward_hook(lambda *_: calls.append("hook"))
         features(model, pixels(), mark_packed(GRIDS))
-    assert len(fused) == 2
+    assert len(fused) == 2 * (2 * len(tower_of(model).blocks) - 1) and calls
+    assert relative_rms(found[0], wanted[0]) < 1.1 * relative_rms(called[0], wanted[0])
+    ratios = [
+        relative_rms(found[1][name], grad) / relative_rms(called[1][name], grad)
+        for name, grad in wanted[1].items()
+    ]
+    assert sum(ratios) / len(ratios) < 1.05, ratios
 
 
 def test_frozen_tower_trains_nothing():

@@ -111,3 +111,19 @@ def test_rounds_once_to_the_dtype_of_the_reference(dtype, branch):
         assert torch.equal(found[1], wanted[1])
     for a, b in zip(found, wanted, strict=True):
         assert a.dtype == b.dtype and relative_rms(a, b) < 2 * torch.finfo(b.dtype).eps
+
+
+@pytest.mark.parametrize("stream", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("op", [add_norm, add_layer_norm], ids=["RMS", "layer"])
+def test_a_norm_in_the_dtype_of_its_readers(op, stream):
+    """As under autocast: weights are fp32, the total keeps the dtype of the sum."""
+    x, z, *weights = random((1, 9, SIZE), (1, 9, SIZE), *[(SIZE,)] * (1 + (op is add_layer_norm)))
+    inputs = x.to(stream), z.half(), *weights
+
+    def cast(*inputs, backend):
+        return op(*inputs, 1e-6, dtype=torch.float16, backend=backend)
+
+    found, wanted = (run(cast, inputs, backend) for backend in ("triton", "torch"))
+    assert (found[0].dtype, found[1].dtype) == (torch.float16, stream)
+    for a, b in zip(found, wanted, strict=True):
+        assert a.dtype == b.dtype and relative_rms(a, b) < 2 * torch.finfo(torch.float16).eps
