@@ -51,11 +51,16 @@ def is_plain(layer: Any, dtype: torch.dtype) -> bool:
     return read_weight(layer, dtype) is not None
 
 
+def under_autocast(device: torch.device) -> bool:
+    """Whether autocast is on for a device, of which some have none."""
+    kind = device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
 def computed_in(x: Tensor) -> torch.dtype:
     """Return the dtype of a linear layer's product with x: autocast's where it is on, else x's."""
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
-        return torch.get_autocast_dtype(kind)
+    if under_autocast(x.device) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(x.device.type)
     return x.dtype
 
 
@@ -65,7 +70,7 @@ def products_in(dtype: torch.dtype, weight: Weight) -> Weight | None:
     """
     if not isinstance(weight, nn.Parameter) or weight.dtype == dtype:
         return weight
-    if not torch.is_autocast_enabled(weight.device.type) or torch.float64 in (weight.dtype, dtype):
+    if not under_autocast(weight.device) or torch.float64 in (weight.dtype, dtype):
         return None
     return rounded(weight, dtype)
 
@@ -114,7 +119,7 @@ def room_beside(x: Tensor, layers: Iterable[Any]) -> int:
         for name in layer.active_adapters
         if name in layer.lora_A
     ]
-    dtype, autocast = computed_in(x), torch.is_autocast_enabled(x.device.type)
+    dtype, autocast = computed_in(x), under_autocast(x.device)
     like = x if x.dtype == dtype else x.new_empty(0, x.shape[-1], dtype=dtype)
     return spare_columns(like, [(dtype if autocast else d.dtype, len(d)) for d in downs])
 
@@ -227,7 +232,7 @@ def _adapter(layer: Any, name: str, x: Tensor) -> Adapter | None:
     """The adapter of that name, where it is two products and a scale."""
     down, up = weight_alone(layer.lora_A[name]), weight_alone(layer.lora_B[name])
     dropout = _probability(layer.lora_dropout[name])
-    dtype = computed_in(x) if torch.is_autocast_enabled(x.device.type) else None
+    dtype = computed_in(x) if under_autocast(x.device) else None
     if (
         down is None
         or up is None
@@ -265,7 +270,7 @@ def _fits(layer: Any, down: Tensor, up: Tensor, x: Tensor) -> bool:
     """
     if down.dtype != up.dtype or down.device != x.device:
         return False
-    if torch.is_autocast_enabled(x.device.type):
+    if under_autocast(x.device):
         return torch.float64 not in (down.dtype, x.dtype)
     wider = (
         down.dtype == torch.float32

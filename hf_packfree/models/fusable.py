@@ -20,6 +20,7 @@ from hf_packfree.models.adapters import (
     products_in,
     read_lora,
     read_weight,
+    under_autocast,
     weight_alone,
 )
 from hf_packfree.models.state import PatchState
@@ -141,7 +142,7 @@ def dtype_read(x: Tensor, layers: Iterable[Any]) -> torch.dtype | None:
     one of them does more with it.
     """
     dtype = computed_in(x)
-    autocast = torch.is_autocast_enabled(x.device.type)
+    autocast = under_autocast(x.device)
     return dtype if autocast and all(is_plain(layer, dtype) for layer in layers) else None
 
 
@@ -176,7 +177,7 @@ def layer_norm_weights(norm: Any, reader: Any, x: Tensor) -> tuple[Tensor, Tenso
     """
     if type(norm) is not nn.LayerNorm or "forward" in vars(norm) or is_hooked(norm):
         return None
-    autocast = torch.is_autocast_enabled(x.device.type)
+    autocast = under_autocast(x.device)
     if torch.compiler.is_compiling() or (autocast and dtype_read(x, [reader]) is None):
         return None
     weight, bias = norm._parameters["weight"], norm._parameters["bias"]

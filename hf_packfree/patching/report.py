@@ -68,7 +68,8 @@ class PatchReport:
         left_alone: {class name of a head that runs a forward of its own: what its loss then needs}.
         called: {what was added to projections of decoder layers (adapters, quantisation, hooks):
             how many of these are called as they are for it, exact but not fused, and run none of
-            the fused kernels that hold plain weights and LoRA}.
+            the fused kernels that hold plain weights and LoRA}; what would be fused under
+            autocast says so.
         rounding: why a document gets, where the model is now, what it gets alone only up to
             rounding; None: bit for bit in the layers' forward pass, as `tests/gpu` checks it.
     """
@@ -220,12 +221,22 @@ def _called(model: nn.Module, family: Family, state: PatchState) -> dict[str, in
     left: list[Any] = list(trunks(model, family))
     while left:
         module = left.pop()
-        kind = kind_called(module, x, adapters=not state.batch_invariant)
+        kind = _kind(module, x, adapters=not state.batch_invariant)
         if kind is not None:
             found[kind] += 1
         elif not is_lora(module):
             left += (child for name, child in module.named_children() if name != "embed_tokens")
     return dict(sorted(found.items()))
+
+
+def _kind(module: Any, x: torch.Tensor, *, adapters: bool) -> str | None:
+    """What `kind_called` says, and whether autocast, which a Trainer turns on later, changes it."""
+    kind, device = kind_called(module, x, adapters=adapters), x.device.type
+    if kind is None or not torch.amp.is_autocast_available(device):
+        return kind
+    with torch.autocast(device, torch.bfloat16):
+        fused = kind_called(module, x, adapters=adapters) is None
+    return f"{kind} (fused under autocast in bfloat16)" if fused else kind
 
 
 def _bypassed(module: Any, family: Any) -> bool:

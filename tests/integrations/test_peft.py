@@ -57,6 +57,17 @@ def test_adapters(kind, order, same_gradients):
     assert not patch_report(remove_patches(model)).patched
 
 
+def test_the_report_says_what_autocast_would_fuse():
+    model = apply_patches(lora(tiny(), ATTENTION))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.bfloat16()
+    kind = "LoRA that is not fused (fused under autocast in bfloat16)"
+    assert patch_report(model).called == {kind: len(ATTENTION)}
+    with torch.autocast("cpu", torch.bfloat16):
+        assert patch_report(model).called == {}
+
+
 OTHERS = {
     "VERA": lambda targets: {"target_modules": targets, "r": 4, "vera_dropout": 0.0},
     "IA3": lambda targets: {"target_modules": targets, "feedforward_modules": ["down_proj"]},

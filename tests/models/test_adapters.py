@@ -265,6 +265,12 @@ def trained_under_dora():
     return model
 
 
+def test_without_weights_adapters_are_read_too():
+    """As `packfree doctor --model` does, on a device that has no autocast."""
+    layer = lora().base_model.model.q.to("meta")
+    assert kind_called(layer, torch.empty(2, 24, device="meta")) is None
+
+
 HOOKS = "LoRA with hooks or a forward of its own"
 CALLED = {
     "DoRA with dropout": lambda: lora(use_dora=True, lora_dropout=0.5),
