@@ -213,3 +213,29 @@ def influences(model, parts):
     with torch.no_grad(), torch.autocast("cpu", BF16):
         moved = BATCH.cut(model(**BATCH.inputs | {"input_ids": ids}).logits)
     return [not torch.equal(a, b) for a, b in zip(moved, parts, strict=True)]
+
+
+@pytest.mark.slow
+def test_a_gradient_scaler_in_fp16_scales_what_is_small_and_skips_what_overflows():
+    model = on_kernels(tiny())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    weight = model.model.layers[0].mlp.up_proj.weight
+
+    def backward(scaler, enabled):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", FP16, enabled=enabled):
+            # gradients below what fp16 holds
+            loss = 1e-5 * model(**BATCH.inputs).logits.float().sin().mean()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        return weight.grad.clone()
+
+    wanted = backward(torch.amp.GradScaler("cpu", enabled=False), False)
+    assert relative_rms(backward(torch.amp.GradScaler("cpu", init_scale=1.0), True), wanted) > 0.3
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    assert relative_rms(backward(scaler, True), wanted) < 0.05
+    before, scaler = weight.detach().clone(), torch.amp.GradScaler("cpu", init_scale=2.0**60)
+    assert not backward(scaler, True).isfinite().all()
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(weight, before) and scaler.get_scale() < 2.0**60
