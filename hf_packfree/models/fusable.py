@@ -121,7 +121,7 @@ def plain_layers(x: Any, *layers: Any, adapters: bool = True) -> tuple[Layer, ..
     in compiled graphs. Called hundreds of times a step, so what holds for all layers is checked
     once.
     """
-    if torch.compiler.is_compiling() or _all_are_hooked():
+    if torch.compiler.is_compiling() or all_are_hooked():
         return None
     dtype, found = computed_in(x), list[Layer]()
     for layer in layers:
@@ -191,10 +191,10 @@ def is_hooked(layer: Any) -> bool:
     """Whether calling the layer does more than its class says (offloading, sharding): its
     weights cannot just be read.
     """
-    return has_hooks(vars(layer)) or _all_are_hooked()
+    return has_hooks(vars(layer)) or all_are_hooked()
 
 
-_all_are_hooked = nn.modules.module._has_any_global_hook
+all_are_hooked = nn.modules.module._has_any_global_hook
 
 
 def forward_of(module: Any) -> Any:

@@ -8,21 +8,27 @@ that whoever looks at it meanwhile (hooks, other threads, copies) finds what is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from inspect import Parameter, signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from hf_packfree.models.fusable import is_hooked
+from hf_packfree.models.adapters import has_hooks
+from hf_packfree.models.fusable import all_are_hooked, forward_of, is_hooked
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.loss import SOFTMAX_GRADIENTS, Targets, lazy_logits, loss_of
 from hf_packfree.packing.lazy import LazyTensor
 
 _UPSTREAM = signature(ForCausalLMLoss)
+_FSDP = "torch.distributed.fsdp."
 
 
 class HeadOfCall:
@@ -72,33 +78,75 @@ class DeferredLayer:
     """Called in place of a head's last layer, once.
 
     Attributes:
-        made: the lazy logits that it returned; None where the layer itself ran.
+        made: the lazy logits, the product; None where the layer itself multiplied.
+        returned: these as the caller got them: FSDP may have cast them.
         softmax_gradient: of the backend that is to compute their loss.
     """
 
     def __init__(self, head: Any, name: str) -> None:
         self._head, self._name = head, name
         self.made: LazyTensor | None = None
+        self.returned: Tensor | None = None
         self.softmax_gradient: Any = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of hidden states [..., D], lazy where they are a product
         with plain weights.
         """
-        layer = getattr(self._head, self._name)
+        layer = self._layer
         # a hook of the text model may have changed it just now
-        parts = as_multiplied(hidden, layer) if _why_called(self._name, layer) is None else None
+        if _why_called(self._name, layer) is None:
+            with _InPlaceOfProduct(layer, self._multiplied):
+                # FSDP's hooks around it gather the weights
+                self.returned = layer(hidden)
+            return self.returned
+        logits: Tensor = layer(hidden)
+        return logits
+
+    @property
+    def _layer(self) -> Any:
+        return getattr(self._head, self._name)
+
+    def _multiplied(self, hidden: Tensor) -> Tensor:
+        layer = self._layer
+        parts = as_multiplied(hidden, layer)
         kernels = (
             None
             if parts is None
             else state_of(self._head).kernels_for(hidden.device, parts[0].dtype)
         )
         if parts is None or kernels is None or kernels.loss == "upstream":
-            logits: Tensor = layer(hidden)
-            return logits
+            return F.linear(hidden, layer.weight, layer.bias)
         self.softmax_gradient = SOFTMAX_GRADIENTS[kernels.loss]
         self.made = lazy_logits(*parts, lambda: _gathered(layer))
         return self.made
+
+    @contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        """Gather again the weights that FSDP gave up behind the layer."""
+        layer = self._layer
+        gone = isinstance(layer.weight, DTensor) and isinstance(layer, FSDPModule)
+        if gone:
+            layer.unshard()
+        yield
+        if gone:
+            layer.reshard()
+
+
+class _InPlaceOfProduct(TorchFunctionMode):
+    """What a linear layer computes meanwhile is `multiplied` of its input: nothing is changed on
+    the layer, and its hooks run.
+    """
+
+    def __init__(self, layer: Any, multiplied: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._layer, self._multiplied = layer, multiplied
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run any other function as it is."""
+        if func is F.linear and args[1] is self._layer.weight:
+            return self._multiplied(args[0])
+        return func(*args, **(kwargs or {}))
 
 
 def _gathered(layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
@@ -132,7 +180,7 @@ class LossOfCall:
         lazy = None if self.deferred is None else self.deferred.made
         if lazy is not None:
             given = _UPSTREAM.bind(*args, **kwargs).arguments
-            loss = None if given["logits"] is not lazy else self._without_logits(lazy, given)
+            loss = self._without_logits(lazy, given)
             if loss is not None:
                 return loss
         return self._function(*args, **kwargs)
@@ -142,7 +190,10 @@ class LossOfCall:
         somebody has to read the logits.
         """
         assert self.targets is not None and self.deferred is not None
-        if logits.source.changed or given["vocab_size"] != logits.shape[-1]:
+        returned = self.deferred.returned
+        if given["logits"] is not returned or not _holds(returned, logits):
+            return None
+        if given["vocab_size"] != logits.shape[-1]:
             return None
         expected, of_expected, targets = self.targets
         ignored, shifted = given.get("ignore_index", -100), given.get("shift_labels")
@@ -157,12 +208,22 @@ class LossOfCall:
         if not logits.is_cuda and bool((targets.flat >= logits.shape[-1]).any()):
             # transformers' loss raises; on a GPU the loss is NaN
             return None
-        total = loss_of(logits, targets, self.deferred.softmax_gradient)
+        with self.deferred.whole_weights():
+            total = loss_of(logits, targets, self.deferred.softmax_gradient)
         items = given.get("num_items_in_batch")
         # a mean over nothing is zero here, and so are its gradients
         if items is None:
             items = (targets.flat >= 0).sum().clamp(min=1)
         return total / (items.to(total.device) if isinstance(items, Tensor) else items)
+
+
+def _holds(returned: Tensor | None, made: LazyTensor) -> bool:
+    """Whether what a last layer returned is what it made, unread or unchanged, in no narrower a
+    dtype.
+    """
+    if not isinstance(returned, LazyTensor) or made.source.changed or returned.source.changed:
+        return False
+    return torch.promote_types(made.dtype, returned.dtype) == returned.dtype
 
 
 def why_logits_are_made(head: Any) -> str | None:
@@ -180,11 +241,25 @@ def why_logits_are_made(head: Any) -> str | None:
 
 def _why_called(name: str, layer: Any) -> str | None:
     """Why a last layer is called as it is."""
-    if type(layer) is not nn.Linear:
+    # FSDP2 makes a class of its own of it, and gathers its weights by hooks
+    sharded = isinstance(layer, FSDPModule) and forward_of(layer) is nn.Linear.forward
+    if type(layer) is not nn.Linear and not sharded:
         return f"{name} is a {type(layer).__name__}"
-    if is_hooked(layer) or "forward" in vars(layer):
+    if (_is_hooked_by_others if sharded else is_hooked)(layer) or "forward" in vars(layer):
         return f"{name} has hooks or a forward of its own"
     return None
+
+
+def _is_hooked_by_others(layer: FSDPModule) -> bool:
+    """Whether a sharded layer has hooks beside FSDP's."""
+    fields = dict(vars(layer))
+    for kind in ("_forward_hooks", "_forward_pre_hooks"):
+        fields[kind] = [
+            hook
+            for hook in fields[kind].values()
+            if not getattr(hook, "__module__", "").startswith(_FSDP)
+        ]
+    return has_hooks(fields) or all_are_hooked()
 
 
 def last_layer(head: Any) -> tuple[str, Any]:

@@ -21,7 +21,8 @@ from hf_packfree.packing.record import PackedSequence
 
 _aten = torch.ops.aten
 _ALIASES = {_aten.detach.default, _aten.alias.default}
-_DETACH, _CAST, _VIEW = _aten.detach_.default, _aten._to_copy.default, _aten.view.default
+_DETACH, _VIEW = _aten.detach_.default, _aten.view.default
+_CAST, _CLONE = _aten._to_copy.default, _aten.clone.default
 
 
 @dataclass(frozen=True)
@@ -131,11 +132,7 @@ class LazyTensor(Tensor):
             )
         if _is_alias(func, args):
             return type(args[0])(args[0].source)
-        if (
-            func is _CAST
-            and args[0].source.values is None
-            and kwargs.keys() <= {"dtype", "non_blocking"}
-        ):
+        if _copies_unread(func, args) and kwargs.keys() <= {"dtype", "non_blocking"}:
             return type(args[0])(args[0].source.cast(kwargs.get("dtype") or args[0].dtype))
         found = func(
             *tree_map_only(LazyTensor, _read, args), **tree_map_only(LazyTensor, _read, kwargs)
@@ -210,6 +207,17 @@ def _is_alias(func: Any, args: Any) -> bool:
     )
 
 
+def _copies_unread(func: Any, args: Any) -> bool:
+    """Whether an operation copies a tensor that nobody has read.
+
+    DDP clones all outputs where parameters may be unused, with their history; without it, a clone
+    is made to keep the values.
+    """
+    if func is not _CAST and (func is not _CLONE or not args[0].requires_grad):
+        return False
+    return args[0].source.values is None
+
+
 def _read(lazy: LazyTensor) -> Tensor:
     return lazy.source.read()
 
@@ -222,8 +230,8 @@ def lazy_repad(row: Tensor, packed: PackedSequence) -> Tensor:
         packed: the record of the row.
 
     Returns:
-        [B, S, ...], with the shape, dtype, device and gradient of the padded tensor; detaching and
-        casting read nothing. `row` where that has this shape already.
+        [B, S, ...], with the shape, dtype, device and gradient of the padded tensor; detaching,
+        casting and cloning read nothing. `row` where that has this shape already.
     """
     if packed.indices is None and packed.batch_shape[0] == 1:
         return row

@@ -175,6 +175,17 @@ def test_metrics_read_the_logits_of_a_step():
     )
 
 
+def test_a_clone_without_gradient_keeps_the_values():
+    """One with it does not: DDP makes some of all outputs."""
+    model = apply_patches(tiny())
+    output = model(**packed_batch())
+    cloned, kept = output.logits.clone(), output.logits.detach().clone()
+    assert isinstance(cloned, LazyTensor) and not isinstance(kept, LazyTensor)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    assert kept.abs().max() > 0 and torch.equal(output.logits, kept)
+
+
 def test_gradient_of_unread_logits_can_be_kept():
     grads = []
     for backend in ("torch", "upstream"):

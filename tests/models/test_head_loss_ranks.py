@@ -4,11 +4,16 @@ from sharded weights.
 
 from __future__ import annotations
 
-import torch
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
-from hf_packfree import apply_patches
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_packfree import apply_patches, patch_report
 from hf_packfree.errors import UnsupportedInput
 from hf_packfree.packing.lazy import LazyTensor
 from tests.integrations.marks import integration
@@ -21,19 +26,45 @@ LENGTHS = ((5, 64, 1, 30), (40, 3, 57))
 """Of each rank's documents."""
 
 
+def sharded(model: Any, last: Callable[[Any], None] = lambda model: None) -> Any:
+    """Return a model sharded layer by layer, with the last layer wherever it is put."""
+    for layer in model.model.layers:
+        fully_shard(layer)
+    last(model)
+    return fully_shard(model, reshard_after_forward=True)
+
+
+def with_norm(model: Any) -> None:
+    """As accelerate 1.15 does for every model."""
+    fully_shard([model.model.norm, model.lm_head], reshard_after_forward=False)
+
+
+def with_wide_outputs(model: Any) -> None:
+    """The logits that leave the layer are no longer what it made."""
+    half = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
+    fully_shard(model.lm_head, mp_policy=half)
+
+
+WRAPPED = {
+    "DDP": DistributedDataParallel,
+    "DDP, unused": partial(DistributedDataParallel, find_unused_parameters=True),
+    "with the rest": sharded,
+    "alone": partial(sharded, last=lambda model: fully_shard(model.lm_head)),
+    "with the norm": partial(sharded, last=with_norm),
+    "wide outputs": partial(sharded, last=with_wide_outputs),
+}
+"""By where the last layer's weights are gathered."""
+
+
 def step(rank: int, way: str, backend: str, read: bool) -> dict[str, object]:
     """One step of a wrapped model, whose logits are read after the forward pass, and have a loss
     of their own.
     """
     model = apply_patches(tiny(), backend={"loss": backend})
-    if way == "DDP":
-        wrapped = torch.nn.parallel.DistributedDataParallel(model)
-    else:
-        for layer in model.model.layers:
-            fully_shard(layer)
-        wrapped = fully_shard(model, reshard_after_forward=True)
+    wrapped = WRAPPED[way](model)
     output = wrapped(**packed_batch(LENGTHS[rank]))
     found: dict[str, object] = {
+        "reported": patch_report(model).implementations["loss"],
         "lazy": isinstance(output.logits, LazyTensor),
         "loss": output.loss.item(),
     }
@@ -44,11 +75,13 @@ def step(rank: int, way: str, backend: str, read: bool) -> dict[str, object]:
         loss = loss + output.logits.float().square().mean()
     loss.backward()
     found["unread"] = found["lazy"] and output.logits.source.values is None
-    if not read and backend == "torch" and way != "DDP":
+    if not read and backend == "torch" and not way.startswith("DDP"):
         try:
             output.logits.sum()
         except UnsupportedInput:
             found["refused"] = True
+    model.lm_head.register_forward_hook(lambda *_: None)
+    found["hooked"] = patch_report(model).implementations["loss"]
     named = ((name, parameter.grad) for name, parameter in model.named_parameters())
     return found | {
         "grads": {
@@ -64,16 +97,19 @@ def step(rank: int, way: str, backend: str, read: bool) -> dict[str, object]:
     "after it FSDP2's are refused: `UnsupportedInput`",
 )
 def test_wrapped_models_train_as_with_upstreams_loss(tmp_path, record_property):
-    ways = ("fully_shard", True), ("fully_shard", False), ("DDP", False)
+    ways = [(way, False) for way in WRAPPED] + [(way, True) for way in list(WRAPPED)[2:5]]
     cases = [(way, backend, read) for way, read in ways for backend in ("torch", "upstream")]
     ran = dict(zip(cases, two_ranks(step, cases, tmp_path)))
     for way, _, read in cases[::2]:
         for ours, theirs in zip(ran[way, "torch", read], ran[way, "upstream", read]):
-            assert ours["lazy"] and not theirs["lazy"] and ours["unread"] != read
+            assert ours["lazy"] and not theirs["lazy"] and ours["unread"] != read, way
+            assert ours["reported"] == "torch"
+            assert ours["hooked"] == "upstream, because lm_head has hooks or a forward of its own"
             assert abs(ours["loss"] / theirs["loss"] - 1) <= LOSS_TOL
             record_property("error", error := worst_gradient(ours["grads"], theirs["grads"]))
-            assert error <= GRADIENT_TOL
+            # which bf16 rounds
+            assert error <= (1e-2 if way == "wide outputs" else GRADIENT_TOL), way
             if read:
                 assert torch.equal(ours["words"], theirs["words"])
-            elif way != "DDP":
+            elif not way.startswith("DDP"):
                 assert ours["refused"], "weights gathered later may be others"

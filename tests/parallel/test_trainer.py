@@ -77,6 +77,7 @@ def test_the_trainer_shares_rows(trained, way, record_property):
         )
         # which the Trainer adds up in fp32
         assert rank["losses"] == pytest.approx(wanted["losses"], rel=1e-6)
+        assert rank.get("without logits", way == "own loop")
         assert rank["evaluated"] == pytest.approx(wanted["evaluated"], rel=EXACT)
 
 
@@ -88,6 +89,7 @@ def test_steps_in_bf16_are_no_farther_from_fp64_than_one_processs(trained):
     wanted, (alone, *ranks) = trained["sp_size"][0], trained["bf16"]
     off, *shared = (relative_rms(steps(found), steps(wanted)) for found in (alone, *ranks))
     assert off > 1e-4 and max(shared) <= 1.1 * off
+    assert all(rank["without logits"] for rank in trained["bf16"])
 
 
 @pytest.mark.slow

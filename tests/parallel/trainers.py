@@ -19,6 +19,7 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from hf_packfree import PackFreeCallback, apply_patches, remove_patches
 from hf_packfree.errors import BoundaryConflict
+from hf_packfree.packing.lazy import LazyTensor
 from hf_packfree.parallel import ContextParallel
 from hf_packfree.parallel.accelerate import leave_rows_whole
 from tests.parallel.ranks import batch_of, widen_islands
@@ -99,7 +100,7 @@ def by_trainer(place, way) -> dict[str, object]:
         if world > 1 and way != "checkpointing"
         else {}
     )
-    trainer = trainer_of(model, place, way, **shared)
+    trainer, unread = trainer_of(model, place, way, **shared), Unread(model)
     if way == "offsets":
         return refused(trainer, model) | {"as it was": Accelerator._prepare_cp is prepare}
     evaluated = []
@@ -114,6 +115,7 @@ def by_trainer(place, way) -> dict[str, object]:
     if way in ("resumed", "fully_shard"):
         checkpoint = str(Path(trainer.args.output_dir, "checkpoint-1"))
         trainer = trainer_of(model := model_for(way), trainer.args.output_dir, way, **shared)
+        unread = Unread(model)
         trainer.train(resume_from_checkpoint=checkpoint)
     # from where it is, with the same Trainer
     if way == "accumulation":
@@ -131,8 +133,25 @@ def by_trainer(place, way) -> dict[str, object]:
         # gathered on the first rank
         "moved": {name: now[name].detach() - p for name, p in before.items()} if now else {},
         "shards": meshes,
+        "without logits": unread.all(),
         "as it was": Accelerator._prepare_cp is prepare,
     }
+
+
+class Unread:
+    """Whether training steps of a model made no logits."""
+
+    def __init__(self, model) -> None:
+        self.logits = []
+        model.register_forward_hook(self)
+
+    def __call__(self, model, args, output) -> None:
+        if torch.is_grad_enabled():
+            self.logits.append(output.logits)
+
+    def all(self) -> bool:
+        lazy = [isinstance(x, LazyTensor) and x.source.values is None for x in self.logits]
+        return len(lazy) > 0 and all(lazy)
 
 
 def sizes_of(way):

@@ -50,13 +50,14 @@ class _Logits(Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, reload: Weights | None
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        product = _Product(x, weight, bias, reload)
+        ctx.product = product = _Product(x, weight, bias, reload)
         return LazyTensor(Source((*x.shape[:-1], weight.shape[0]), x.dtype, x.device, product))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
+        ctx.product.ended = True
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         if isinstance(grad, LazyTensor) and grad.source.onward and not grad.source.changed:
             return *grad.source.onward(x, weight), None
@@ -143,7 +144,6 @@ class _CrossEntropy(Function):
         d_x, d_weight, d_bias = ctx.saved_tensors
         found = Gradients(d_x, d_weight, d_bias, ctx.factor)
         product, targets, chosen = ctx.product, ctx.targets.flat, ctx.chosen
-        product.ended = True
         shape, dtype, device = ctx.like
         source = Source(
             shape,
