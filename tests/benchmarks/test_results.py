@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from tests.benchmarks import report
+from tests.benchmarks import context_parallel_report, report
 from tests.benchmarks.timing import read_lines
 
 NEWEST = report.newest(report.RESULTS)
@@ -22,6 +22,14 @@ def test_the_pages_hold_the_tables_of_the_newest_results():
     for (page, mark), text in report.tables(NEWEST, ABLATED).items():
         held = (report.ROOT / page).read_text()
         assert held == report.put_in(held, mark, text), page
+
+
+def test_the_page_of_context_parallelism_holds_every_measured_row():
+    """If not: python -m tests.benchmarks.context_parallel_report --write."""
+    held = (report.ROOT / context_parallel_report.PAGE).read_text()
+    found = context_parallel_report.tables(context_parallel_report.FILES)
+    assert found.count("efficiency") >= 13
+    assert held == report.put_in(held, context_parallel_report.MARK, found)
 
 
 @pytest.mark.parametrize(
