@@ -144,7 +144,9 @@ def settled(
                 f"{name}; wanted a number that divides them; use fewer ranks for context "
                 f"parallelism, or ContextParallel(group, {name}={instead!r})"
             )
-        divided = "heads" if count % settings.world == 0 else instead
+        # of attention each row decides
+        by_heads = "heads" if name == "gdn" else "auto"
+        divided = by_heads if count % settings.world == 0 else instead
         ways[name] = way if way != "auto" else divided
     why = "as asked for" if "key_heads" in sizes else "of which the model has none"
     if settings.gdn == "auto" and "key_heads" in sizes:

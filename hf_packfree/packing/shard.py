@@ -70,6 +70,11 @@ class RowShard:
         """Whether any document is on several ranks."""
         return any(map(self.goes_on, range(self.world)))
 
+    @cached_property
+    def sent(self) -> int:
+        """How many tokens at its end every rank sends where documents' histories are gathered."""
+        return min(max(self._histories), self.tokens)
+
     def before(self) -> range:
         """Return the ranks before this one that hold parts of the first document here."""
         first = self.rank

@@ -29,8 +29,8 @@ class ContextParallel:
             takes less time, see `hf_packfree.parallel.costs`, of what the ranks and the backend
             can do.
         attention: of full attention: "heads"; "gather", each rank gathers the keys and values
-            before its own, of which the last one has most to read; "auto": heads where the ranks
-            divide them.
+            before its own, of which the last one has most to read; "auto": in each row what takes
+            less time, see `hf_packfree.parallel.costs`, where the ranks divide the heads.
         why: of a patched model's: why `gdn` is what it is.
 
     Raises:
@@ -76,7 +76,12 @@ class ContextParallel:
 
     def __str__(self) -> str:
         """Say what ranks exchange, and why."""
-        names = {"heads": "heads", "state": "states", "gather": "keys and values"}
+        names = {
+            "heads": "heads",
+            "state": "states",
+            "gather": "keys and values",
+            "auto": "heads, or keys and values in rows of short documents",
+        }
         return (
             f"{self.world} ranks share each row: attention exchanges "
             f"{names.get(self.attention, self.attention)}, Gated DeltaNet "

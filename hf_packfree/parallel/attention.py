@@ -14,6 +14,7 @@ from torch import Tensor
 from hf_packfree.ops.attention import attention, attention_with_history
 from hf_packfree.packing import PackedSequence
 from hf_packfree.parallel.collectives import heads_to_tokens, left_context, send_heads
+from hf_packfree.parallel.costs import keys_cost_less
 
 
 def attend_by_heads(
@@ -56,18 +57,39 @@ def attend_by_keys(
     """Attend with this rank's queries to its own keys and those before them, which are gathered;
     for any number of heads.
 
-    Only documents that go on are sent; but the more of a document is on earlier ranks, the longer
-    this one works.
+    Only the ends of shards are sent that are of documents which go on; but the more of a document
+    is on earlier ranks, the longer this one works.
 
     Args and returns: as of `attend_by_heads`; options of
     `hf_packfree.ops.attention.attention_with_history`, which runs one kernel whatever is in the
     row, so that `batch_invariant` changes nothing.
     """
     shard, heads = packed.shard, k.shape[2]
-    mine = torch.cat([k, v], 2)[0]
-    keys = torch.cat([left_context(mine, shard), mine])[None]
-    return attention_with_history(q, keys[:, :, :heads], keys[:, :, heads:], packed, **options)
+    if not shard.sent:
+        return attention_with_history(q, k, v, packed, **options)
+    # what other ranks may want, not all
+    ends = torch.cat([x[0, x.shape[1] - shard.sent :] for x in (k, v)], 1)
+    left = left_context(ends, shard)[None]
+    k, v = torch.cat([left[:, :, :heads], k], 1), torch.cat([left[:, :, heads:], v], 1)
+    return attention_with_history(q, k, v, packed, **options)
 
 
-SHARED = {"heads": attend_by_heads, "gather": attend_by_keys}
+def attend_by_row(
+    q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, **options: Any
+) -> Tensor:
+    """Attend by what takes less time in this row, the same on all ranks: short documents leave
+    keys of a part of one alone to gather, and all the heads to exchange.
+
+    Args and returns: as of `attend_by_heads`.
+    """
+    sizes = q.shape[2], k.shape[2], q.shape[3]
+    cheaper = packed.cached(_keys_cost_less, *sizes)
+    return (attend_by_keys if cheaper else attend_by_heads)(q, k, v, packed, **options)
+
+
+def _keys_cost_less(packed: PackedSequence, heads: int, key_heads: int, size: int) -> bool:
+    return keys_cost_less(packed.shard, heads, key_heads, size)
+
+
+SHARED = {"heads": attend_by_heads, "gather": attend_by_keys, "auto": attend_by_row}
 """By the name of the way."""

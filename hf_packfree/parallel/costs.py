@@ -1,14 +1,18 @@
-"""What ranks pay for each way to share Gated DeltaNet, by which "auto" chooses: a layer's forward
-and backward pass in bf16, beyond what one GPU's work divided by the ranks would take.
+"""What ranks pay for each way to share a layer, by which "auto" chooses: its forward and backward
+pass in bf16, beyond what one GPU's work divided by the ranks would take.
 
-Shapes: t tokens a rank, W ranks, H key heads, HV value heads, K and V their sizes.
+Shapes: t tokens a rank, W ranks. Of Gated DeltaNet: H key heads, HV value heads, K and V their
+sizes; of attention: H query heads, HK key heads, D their size.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
+from hf_packfree.packing import RowShard
 from hf_packfree.parallel.measured import (
+    ATTENTION_S_PER_PAIR_AND_CHANNEL,
     BYTES_PER_S,
     COPY_S_PER_BYTE,
     EXCHANGE_S,
@@ -67,3 +71,48 @@ def cheaper_for_gdn(sizes: Mapping[str, int], world: int) -> tuple[str, str]:
         f"{costs[other] * 1e3:.2f}, for {world} ranks with {TOKENS:,} tokens each of one document, "
         "at rates of two H200s"
     )
+
+
+def attention_bytes_by_heads(shard: RowShard, heads: int, key_heads: int, size: int) -> float:
+    """Return what a rank receives: q, k, v and the output, and their gradients."""
+    copied = math.lcm(key_heads, shard.world)
+    return 2 * 2 * (2 * heads + 2 * copied) * size * shard.tokens * (1 - 1 / shard.world)
+
+
+def attention_bytes_by_keys(shard: RowShard, key_heads: int, size: int) -> float:
+    """Return what a rank receives: the ends of other ranks' k and v, and their gradients."""
+    return 2 * 2 * 2 * key_heads * size * shard.sent * (shard.world - 1.0)
+
+
+def pairs(shard: RowShard) -> list[int]:
+    """Return, of every rank, how many pairs of query and key it has where keys are gathered.
+
+    The history of its first document is given queries, too, as kernels without histories want it.
+    """
+    offsets, found = shard.row.cu_seqlens_cpu.tolist(), []
+    for rank in range(shard.world):
+        start = rank * shard.tokens
+        end = start + shard.tokens
+        lengths = [
+            min(behind, end) - first
+            for first, behind in zip(offsets, offsets[1:], strict=False)
+            if first < end and behind > start
+        ]
+        found.append(sum(length * (length + 1) // 2 for length in lengths))
+    return found
+
+
+def keys_cost_less(shard: RowShard, heads: int, key_heads: int, size: int) -> bool:
+    """Whether attention takes less time in this row if keys are gathered, not heads exchanged."""
+    by_heads = attention_bytes_by_heads(shard, heads, key_heads, size)
+    by_keys = attention_bytes_by_keys(shard, key_heads, size)
+    whole = sum(length * (length + 1) // 2 for length in shard.row.lengths)
+    more = max(pairs(shard)) - whole / shard.world
+    # q, k, v and the output's gradient go once beside the history: a sixth of what heads do
+    beside = 2 * (2 * heads + 2 * key_heads) * size * shard.tokens * shard.is_cut
+    return (
+        2 * EXCHANGE_S * shard.is_cut
+        + by_keys / BYTES_PER_S
+        + beside * COPY_S_PER_BYTE / 6
+        + more * heads * size * ATTENTION_S_PER_PAIR_AND_CHANNEL
+    ) < 4 * EXCHANGE_S + by_heads * (1 / BYTES_PER_S + COPY_S_PER_BYTE)

@@ -15,7 +15,7 @@ from typing import Any
 
 from hf_packfree.parallel import costs
 from tests.benchmarks import report
-from tests.benchmarks.shapes import SHAPES
+from tests.benchmarks.shapes import SHAPES, fixed_lengths
 from tests.benchmarks.timing import name_of, read_lines
 
 TARGET = report.ROOT / "hf_packfree/parallel/measured.py"
@@ -37,10 +37,19 @@ def constants(ranks: Path, layers: Path) -> dict[str, float]:
     received = gdn_layers() * costs.bytes_by_heads(
         gdn_sizes(), world=2, tokens=own["heads"]["tokens"] // 2
     )
+    # the same tokens in one document and in several, on one GPU: what they differ in is attention
+    one, several = (rows["2b-64k-cp1", name] for name in ("one document", "8k documents"))
+    pairs = (one["tokens"] ** 2 - sum(n**2 for n in fixed_lengths(one["tokens"], 8000))) / 2
+    channels = SHAPES["2b"].sizes["num_attention_heads"] * SHAPES["2b"].sizes["head_dim"]
     rule = {name_of(row): row for row in json.loads(layers.read_text())["rows"]}
     return {
         "BYTES_PER_S": exchanges["rate"],
         "EXCHANGE_S": exchanges["latency_s"],
+        "ATTENTION_S_PER_PAIR_AND_CHANNEL": (one["ms"] - several["ms"])
+        / 1e3
+        / (SHAPES["2b"].layers // 4)
+        / pairs
+        / channels,
         "COPY_S_PER_BYTE": (own["heads"]["own_ms"] - own["state"]["own_ms"]) / 1e3 / received,
         # of 32,768 tokens, by the slower backend
         "RULE_S_PER_TOKEN_AND_HEAD": rule["layer delta rule 16/16", "fla"]["ms"] / 1e3 / 2**15 / 16,

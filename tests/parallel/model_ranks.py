@@ -314,7 +314,7 @@ def verification() -> dict[str, float]:
         reacting = pytest.raises(
             LeakDetected, match="documents of the first batch reacting to each other's tokens"
         )
-        with patch.dict(SHARED, {"heads": over_the_row}), reacting:
+        with patch.dict(SHARED, {"auto": over_the_row}), reacting:
             first_batch(model)
         leak = raised.value.report.patched
         results[f"control, one document: {name}"] = min(

@@ -100,7 +100,7 @@ def models(results) -> None:
     mean; and two controls.
     """
     ways = {
-        "qwen3_5": {"gdn": "state"},
+        "qwen3_5": {"gdn": "state", "attention": "heads"},
         "qwen3_5_moe": {},
         "qwen3_next": {"gdn": "state", "attention": "gather"},
     }

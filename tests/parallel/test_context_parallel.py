@@ -38,7 +38,7 @@ def groups(tmp_path_factory):
         ("logits", 11),
         ("gradients", 22),
         ("delta rule", 21),
-        ("attention", 42),
+        ("attention", 63),
         ("format", 27),
         ("nothing", 8),
     ],

@@ -9,6 +9,7 @@ from hf_packfree import PackedSequence, apply_patches, patch_report
 from hf_packfree.models.context_parallel import settled
 from hf_packfree.packing import shard_row
 from hf_packfree.parallel import ContextParallel, costs
+from hf_packfree.parallel import attention as by_ranks
 from hf_packfree.parallel.delta_rule import SHARED
 from tests.benchmarks.context_parallel_costs import gdn_sizes
 from tests.benchmarks.exchanges import Alone, exchanging
@@ -37,6 +38,56 @@ def test_bytes_are_those_that_are_exchanged():
     assert received("state", 4, 24) == costs.bytes_by_states(SIZES, 4)
 
 
+EIGHT_K = [8000] * 8 + [1536]
+"""65,536 tokens; on two ranks the fifth document is on both."""
+
+
+@pytest.mark.parametrize(
+    ("lengths", "world", "keys"),
+    [
+        (EIGHT_K, 2, True),
+        (EIGHT_K * 2, 4, True),
+        ([16384] * 4, 2, True),
+        ([65536], 2, False),
+        ([65536], 8, False),
+        ([32000, 33536], 2, True),
+        ([30000, 35536], 2, False),
+        ([20000, 45536], 2, False),
+    ],
+)
+def test_rows_of_short_documents_gather_keys_and_those_of_long_ones_exchange_heads(
+    lengths, world, keys
+):
+    shard = shard_row(PackedSequence.from_lengths(lengths), 0, world).shard
+    assert costs.keys_cost_less(shard, 8, 2, 256) is keys
+
+
+def test_keys_of_one_part_of_a_document_are_all_that_is_exchanged_in_a_row_of_short_ones():
+    """And the pairs of queries and keys are within 1% of half of all, as by heads."""
+    shard = shard_row(PackedSequence.from_lengths(EIGHT_K), 0, 2).shard
+    by_heads = costs.attention_bytes_by_heads(shard, 8, 2, 256)
+    assert costs.attention_bytes_by_keys(shard, 2, 256) < by_heads / 100
+    half = sum(n * (n + 1) // 2 for n in EIGHT_K) / 2
+    assert max(costs.pairs(shard)) / half - 1 < 0.01
+
+
+@pytest.mark.parametrize("way", by_ranks.SHARED)
+@pytest.mark.parametrize("lengths", [[10, 5, 9], [24], [12, 12]])
+def test_attentions_bytes_are_those_that_are_exchanged(way, lengths):
+    torch.manual_seed(0)
+    local = shard_row(PackedSequence.from_lengths(lengths), 1, 2)
+    q, k, v = (
+        torch.randn(1, 12, heads, 16, dtype=torch.bfloat16).requires_grad_() for heads in (4, 2, 2)
+    )
+    with exchanging(Alone(1, 2)) as how:
+        by_ranks.SHARED[way](q, k, v, local).float().sum().backward()
+    by_heads = costs.attention_bytes_by_heads(local.shard, 4, 2, 16)
+    by_keys = costs.attention_bytes_by_keys(local.shard, 2, 16)
+    keys = costs.keys_cost_less(local.shard, 4, 2, 16)
+    wanted = {"heads": by_heads, "gather": by_keys, "auto": by_keys if keys else by_heads}
+    assert how.received == wanted[way]
+
+
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_shards_that_are_worth_it_exchange_states_and_tiny_ones_heads(world):
     sizes = gdn_sizes()
@@ -54,7 +105,7 @@ def test_auto_says_what_it_takes_and_why(group, monkeypatch):
     config, auto = tiny().config, ContextParallel(group)
     sizes = gdn_sizes() | {"query_heads": 8}
     found = settled(config, sizes, auto)
-    assert (found.gdn, found.attention) == ("state", "heads")
+    assert (found.gdn, found.attention) == ("state", "auto")
     assert "Gated DeltaNet states (state is modelled at" in str(found)
     # a backend that gives no states
     assert settled(config, sizes, auto, "stateless").gdn == "heads"

@@ -215,7 +215,11 @@ def test_nothing_is_read_before_it_comes_nor_freed_or_changed_before_it_went(way
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize(
     ("world", "ways"),
-    [(2, {"gdn": "heads", "attention": "heads"}), (3, {"gdn": "state", "attention": "gather"})],
+    [
+        (2, {"gdn": "heads", "attention": "heads"}),
+        (2, {"gdn": "state"}),
+        (3, {"gdn": "state", "attention": "gather"}),
+    ],
 )
 def test_all_ranks_start_the_same_exchanges_in_the_same_order(world, ways, recomputed):
     """Whatever they hold: NCCL would wait for ever, or mix them up. Routers' statistics are

@@ -53,7 +53,7 @@ def step(rank: int, way: str, gdn: str, count: str) -> dict[str, object]:
         "cpu", (max(world // 2, 1), min(world, 2)), mesh_dim_names=("dp_shard", "cp")
     )
     shared = (
-        {"context_parallel": ContextParallel(mesh["cp"], gdn=gdn)}
+        {"context_parallel": ContextParallel(mesh["cp"], gdn=gdn, attention="heads")}
         if world > 1
         else {"unpacked": "native"}
     )

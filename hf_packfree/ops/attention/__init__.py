@@ -4,6 +4,8 @@ backend.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,9 @@ BACKENDS = {
 LONG = {"triton": Backend(cudnn.attend, triton_native.unusable)}
 """Those that hand long documents to cuDNN, where that runs."""
 WITH_HISTORY = {
+    "triton": Backend(
+        partial(torch_native.attend_with_history, run=cudnn.attend), triton_native.unusable
+    ),
     "varlen": Backend(varlen.attend_with_history, varlen.unusable),
     "torch": Backend(torch_native.attend_with_history),
 }

@@ -6,8 +6,10 @@ length of a bucket.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,17 +87,20 @@ def attend_with_history(
     v: Tensor,
     packed: PackedSequence,
     *,
-    scale: float | None = None,
-    dropout: float = 0.0,
+    run: Callable[..., Tensor] = attend,
+    **options: Any,
 ) -> Tensor:
     """See `hf_packfree.ops.attention.attention_with_history`; the history gets queries of zero,
     whose output is dropped.
+
+    Args:
+        run: attends without a history, with the options.
     """
     history = k.shape[1] - q.shape[1]
+    if not history:
+        return run(q, k, v, packed, **options)
     longer = packed.cached(with_history, history)
-    return attend(F.pad(q, (0, 0, 0, 0, history, 0)), k, v, longer, scale=scale, dropout=dropout)[
-        :, history:
-    ]
+    return run(F.pad(q, (0, 0, 0, 0, history, 0)), k, v, longer, **options)[:, history:]
 
 
 def plan_runs(packed: PackedSequence) -> tuple[tuple[int, int], ...]:
