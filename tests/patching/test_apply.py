@@ -167,7 +167,7 @@ def test_kernelize_leaves_no_obstacle_and_finds_no_patched_layer():
 @pytest.mark.parametrize("model", [None, "qwen3_5", 7])
 def test_what_is_no_model_is_refused(model):
     with pytest.raises(
-        UnsupportedModel, match=f"found a {type(model).__name__}, which holds no text model"
+        UnsupportedModel, match=f"found a {type(model).__name__}; wanted a torch.nn.Module"
     ):
         apply_patches(model)
 
