@@ -58,9 +58,11 @@ class PackFreeCallback(TrainerCallback):
     nothing of it, and training that breaks off between steps leaves nothing behind.
 
     Args:
-        backend, batch_invariant, unpacked, padded, mtp: as for `apply_patches`, whose errors are
-            raised when the Trainer is initialised; an unknown value is refused at once
-            (ValueError).
+        backend, batch_invariant, padded, mtp: as for `apply_patches`, whose errors are raised when
+            the Trainer is initialised; an unknown value is refused at once (ValueError).
+        unpacked: as for `apply_patches`; None: "native", so that batches whose rows are one
+            document each, too, train in the patched layers and without logits, or what a model has
+            that was patched before. "upstream" is for bits as without us.
         context_parallel: "auto": the ranks of `cp_size` or `sp_size` in the Trainer's
             `parallelism_config`, or that of `accelerate launch`, if there are any, share each row,
             and accelerate leaves that to the model until training ends; or as for `apply_patches`,
@@ -77,13 +79,14 @@ class PackFreeCallback(TrainerCallback):
         *,
         backend: Choice = "auto",
         batch_invariant: bool = False,
-        unpacked: Literal["upstream", "native"] = "upstream",
+        unpacked: Literal["native", "upstream"] | None = None,
         padded: Literal["lazy", "upstream"] = "lazy",
         mtp: MTPChoice | MTPOptions = None,
         context_parallel: Any = "auto",
         verify_first_batch: bool = False,
     ) -> None:
-        self._options = Options(backend, batch_invariant, unpacked, padded, mtp)
+        self._options = Options(backend, batch_invariant, unpacked or "native", padded, mtp)
+        self._keeps_unpacked = unpacked is None
         if isinstance(context_parallel, str) and context_parallel != "auto":
             raise ValueError(
                 f"found context_parallel={context_parallel!r}; wanted 'auto', None, a group or a "
@@ -106,7 +109,11 @@ class PackFreeCallback(TrainerCallback):
         """
         given, parallelism = self._context_parallel, parallelism_in_force()
         ranks = trainers_group(parallelism, "auto" if isinstance(given, str) else ranks_of(given))
-        patch(kwargs["model"], replace(self._options, context_parallel=ranks))
+        options = replace(self._options, context_parallel=ranks)
+        before = patch_report(kwargs["model"])
+        if self._keeps_unpacked and before.patched:
+            options = replace(options, unpacked=before.unpacked)
+        patch(kwargs["model"], options)
         if ranks is not None:
             leave_rows_whole(kwargs["model"])
             _warn_of_uncounted_tokens(parallelism)
