@@ -118,7 +118,7 @@ class DeferredLayer:
         if parts is None or kernels is None or kernels.loss == "upstream":
             return F.linear(hidden, layer.weight, layer.bias)
         self.softmax_gradient = SOFTMAX_GRADIENTS[kernels.loss]
-        self.made = lazy_logits(*parts, lambda: _gathered(layer))
+        self.made = lazy_logits(*parts, lambda: _gathered(layer), kernels.loss)
         return self.made
 
     @contextmanager

@@ -5,7 +5,7 @@ quantised or hooked, is called on chunks, and again in the backward pass.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -79,9 +79,7 @@ def token_log_probs(
     found = layer_log_probs(
         hidden, layer, counted, Question(temperature, wanted, expected=expected)
     )
-    if entropy == "detached" and found.entropy is not None:
-        found = replace(found, entropy=found.entropy.detach())
-    return found
+    return found.with_detached_entropy() if entropy == "detached" else found
 
 
 def layer_log_probs(

@@ -72,6 +72,7 @@ class Source:
             somebody has their address.
         onward: of a gradient, what follows from it where that is known without its values; see
             `hf_packfree.ops.loss`.
+        cast_of: where the same values in another dtype come from.
     """
 
     shape: tuple[int, ...]
@@ -81,6 +82,7 @@ class Source:
     values: Tensor | None = None
     changed: bool = False
     onward: Callable[..., Any] | None = None
+    cast_of: Source | None = None
 
     def read(self) -> Tensor:
         """Return the values."""
@@ -90,7 +92,7 @@ class Source:
 
     def cast(self, dtype: torch.dtype) -> Source:
         """Return what makes the same values anew, in another dtype."""
-        return Source(self.shape, dtype, self.device, lambda: self.make().to(dtype))
+        return Source(self.shape, dtype, self.device, lambda: self.make().to(dtype), cast_of=self)
 
 
 class LazyTensor(Tensor):
@@ -239,12 +241,30 @@ def lazy_repad(row: Tensor, packed: PackedSequence) -> Tensor:
     return padded
 
 
+@dataclass(frozen=True, eq=False)
+class Padded:
+    """Makes a padded batch [B, S, ...] of its row.
+
+    Attributes:
+        row: [1, T, ...], without a history.
+        packed: its record.
+    """
+
+    row: Tensor
+    packed: PackedSequence
+
+    def __call__(self) -> Tensor:
+        """Return it."""
+        return repad(self.row, self.packed)
+
+
 class _LazyRepad(Function):
     @staticmethod
     def forward(ctx: Any, row: Tensor, packed: PackedSequence) -> Tensor:
         ctx.packed, held = packed, row.detach()
         shape = (*packed.batch_shape, *row.shape[2:])
-        return LazyTensor(Source(shape, row.dtype, row.device, lambda: repad(held, packed)))
+        kind = type(held) if isinstance(held, LazyTensor) else LazyTensor
+        return kind(Source(shape, row.dtype, row.device, Padded(held, packed)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

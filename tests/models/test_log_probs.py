@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hf_packfree import apply_patches, token_log_probs
+from hf_packfree.errors import UnsupportedInput
 from tests.models.padded import padded_batch
 from tests.support import CONTROL, GRADIENT_TOL, LOGIT_TOL, documents, gradients, relative_rms, tiny
 
@@ -108,3 +109,88 @@ def test_under_autocast():
         full = model.lm_head(hidden).float().log_softmax(-1).gather(-1, wanted[..., None])[..., 0]
     assert found.dtype == torch.float32 and not torch.equal(found, exact)
     assert relative_rms(found, exact) <= 1.05 * relative_rms(full, exact)
+
+
+def lazily(model, batch, where, **options):
+    """Return the model's lazy logits, of a step with labels, and what is asked of them."""
+    labels = batch["input_ids"].masked_fill(batch.get("attention_mask", torch.ones(())) == 0, -100)
+    logits = model.train()(**batch, labels=labels, use_cache=False).logits
+    assert logits.source.values is None
+    return logits, logits.log_probs(targets(batch, where), **options)
+
+
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize("name", ["packed", "left", "right"])
+def test_lazy_logits_tell_what_fp64_logits_of_documents_tell(name, cast):
+    batch, where = packed() if name == "packed" else padded(name)
+    temperature = torch.linspace(0.6, 1.5, len(batch["input_ids"]))[:, None]
+    model, stock = apply_patches(tiny()), tiny().double()
+    asked = {"temperature": temperature, "entropy": True, "top1": True}
+    logits, found = lazily(model, batch, where, **asked)
+    if cast:
+        # as accelerate casts outputs
+        found = logits.float().log_probs(targets(batch, where), **asked)
+        double = logits.double()
+        assert torch.equal(double.log_probs(targets(batch, where), **asked).top1, found.top1)
+    wanted = one_by_one(stock, batch, where, temperature)
+    for one, other in zip((found.log_probs, found.entropy), wanted):
+        assert one.dtype == torch.float32 and relative_rms(one, other) <= LOGIT_TOL
+    weight = weights(batch["input_ids"].shape)
+    (torch.stack([found.log_probs, found.entropy]) * weight).sum().backward()
+    (torch.stack(wanted) * weight).sum().backward()
+    got, want = gradients(model), gradients(stock)
+    assert max(relative_rms(got[key], want[key]) for key in want) <= GRADIENT_TOL
+    assert logits.source.values is None, "logits were made"
+    has = targets(batch, where) != -100
+    assert torch.equal(found.top1[has], logits.argmax(-1)[has])
+    assert torch.equal(found.is_top1, (found.top1 == targets(batch, where)) & has)
+
+
+def test_lazy_logits_and_hidden_states_give_the_same():
+    (batch, where), model = packed(), apply_patches(tiny())
+    _, found = lazily(model, batch, where, temperature=0.7, entropy="detached")
+    hidden = model.base_model(**batch, use_cache=False)[0]
+    wanted = token_log_probs(
+        hidden, targets(batch, where), model, temperature=0.7, entropy="detached"
+    )
+    assert torch.equal(found.log_probs, wanted.log_probs) and found.log_probs.requires_grad
+    assert torch.equal(found.entropy, wanted.entropy) and not found.entropy.requires_grad
+
+
+def test_detached_lazy_logits_have_no_gradient():
+    batch, where = padded("left")
+    logits, found = lazily(apply_patches(tiny()), batch, where)
+    detached = logits.detach().log_probs(targets(batch, where))
+    assert torch.equal(detached.log_probs, found.log_probs)
+    assert found.log_probs.requires_grad and not detached.log_probs.requires_grad
+
+
+CHANGES = {
+    "read": lambda model, logits: logits.sum(),
+    "read as another dtype": lambda model, logits: logits.float().sum(),
+    "changed": lambda model, logits: logits.detach().div_(2),
+    "a step": lambda model, logits: torch.optim.SGD(model.parameters(), 0.1).step(),
+    "weights written": lambda model, logits: model.lm_head.weight.data.mul_(2),
+    "other weights": lambda model, logits: setattr(
+        model.lm_head.weight, "data", model.lm_head.weight.data * 2
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", ["packed", "left"])
+def test_logits_that_are_no_longer_untouched_are_refused(name, change):
+    batch, where = packed() if name == "packed" else padded(name)
+    model = apply_patches(tiny())
+    logits, found = lazily(model, batch, where)
+    found.log_probs.sum().backward()
+    CHANGES[change](model, logits)
+    with pytest.raises(UnsupportedInput, match="found logits (that were )?read"):
+        logits.log_probs(targets(batch, where))
+
+
+def test_targets_of_another_shape_are_refused():
+    batch, where = padded("right")
+    logits, _ = lazily(apply_patches(tiny()), batch, where)
+    with pytest.raises(UnsupportedInput, match="one target for every token"):
+        logits.log_probs(targets(batch, where)[:, 1:])

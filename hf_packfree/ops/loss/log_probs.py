@@ -17,7 +17,8 @@ to be cheap, and the next call expects that.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -84,6 +85,17 @@ class TokenLogProbs:
     is_top1: Tensor | None = None
     log_sum_sq_probs: Tensor | None = None
     mean_logits: Tensor | None = None
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> TokenLogProbs:
+        """Return the same of what `change` makes of every tensor."""
+        found: dict[str, Any] = {
+            name: None if one is None else change(one) for name, one in vars(self).items()
+        }
+        return TokenLogProbs(**found)
+
+    def with_detached_entropy(self) -> TokenLogProbs:
+        """Return the same, with an entropy for the log alone."""
+        return self if self.entropy is None else replace(self, entropy=self.entropy.detach())
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ whoever looks at it, as hooks do, or adds another gradient to it, makes it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,16 +17,103 @@ from torch.nn.functional import linear, one_hot
 
 from hf_packfree.errors import UnsupportedInput
 from hf_packfree.ops.loss.chunks import Gradients, Targets, choose, loss_and_gradients, scaled
+from hf_packfree.ops.loss.log_probs import Expected, TokenLogProbs, linear_log_probs
 from hf_packfree.ops.loss.softmax import SoftmaxGradient
+from hf_packfree.ops.loss.statistics import Wanted
 from hf_packfree.ops.operation import once_differentiable
-from hf_packfree.packing.lazy import Fingerprint, LazyTensor, Source
+from hf_packfree.packing import PackedSequence, repad, unpad
+from hf_packfree.packing.lazy import Fingerprint, LazyTensor, Padded, Source
 
 Weights = Callable[[], tuple[Tensor, Tensor | None]]
 
 
+class LazyLogits(LazyTensor):
+    """Logits [B, S, V] that nobody made yet, of a patched model's training step."""
+
+    def log_probs(
+        self,
+        targets: Tensor,
+        *,
+        temperature: float | Tensor = 1.0,
+        entropy: bool | Literal["detached"] = False,
+        top1: bool = False,
+        ignore_index: int = -100,
+    ) -> TokenLogProbs:
+        """Return the log-probability of given tokens, and more of the same distributions, without
+        making the logits.
+
+        Gradients go to the hidden states and the head's weights; hooks on the logits see nothing.
+
+        Args:
+            targets: int64 [B, S]: of every token the one that is asked about, as a rule the next;
+                nothing is asked of padding.
+            temperature, entropy, top1, ignore_index: see `hf_packfree.token_log_probs`.
+
+        Raises:
+            UnsupportedInput: the logits were read or changed before, their batch has another
+                shape, or the head's weight or the hidden states were changed since.
+        """
+        if targets.shape != self.shape[:-1]:
+            raise UnsupportedInput(
+                f"found targets of shape {list(targets.shape)} for logits of shape "
+                f"{list(self.shape)}; wanted one target for every token; pad them with "
+                f"{ignore_index}"
+            )
+        product, packed = _origin(self.source)
+        x, weight, bias = product.as_given()
+        temperature = torch.as_tensor(temperature, device=x.device).expand(self.shape[:-1])
+        targets = targets.to(x.device)
+        if packed is not None:
+            targets, temperature = unpad(targets, packed), unpad(temperature, packed)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.requires_grad):
+            found = linear_log_probs(
+                x,
+                weight,
+                targets,
+                bias=bias,
+                temperature=temperature,
+                wanted=Wanted(entropy=bool(entropy), top1=top1),
+                expected=Expected(entropy=entropy is True),
+                ignore_index=ignore_index,
+                backend=product.backend,
+            )
+        if packed is not None:
+            found = found.each(lambda one: repad(one, packed))
+        return found.with_detached_entropy() if entropy == "detached" else found
+
+
+def _origin(source: Source) -> tuple[_Product, PackedSequence | None]:
+    """Return what makes the values, with the record of a padded batch.
+
+    Raises:
+        UnsupportedInput: the values were made already, and may be others by now.
+    """
+    packed: PackedSequence | None = None
+    while True:
+        make = source.make
+        if source.changed or source.values is not None:
+            raise UnsupportedInput(
+                "found logits that were read or changed before their log_probs were asked for; "
+                "wanted them untouched; ask first and pass temperature=..., or compute the "
+                "log-probabilities from the logits that are there"
+            )
+        if isinstance(make, _Product):
+            return make, packed
+        following = source.cast_of
+        if isinstance(make, Padded):
+            assert isinstance(make.row, LazyTensor)
+            packed, following = make.packed, make.row.source
+        assert following is not None
+        source = following
+
+
 def lazy_logits(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, reload: Weights | None = None
-) -> LazyTensor:
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    reload: Weights | None = None,
+    backend: str = "torch",
+) -> LazyLogits:
     """Return x weight' + bias, computed when an operation first reads it and kept from then on.
 
     Args:
@@ -35,12 +122,17 @@ def lazy_logits(
         bias: [V] or None.
         reload: returns the weights where their memory was given up meanwhile, as FSDP does after a
             forward pass.
+        backend: of their log-probabilities, see `linear_log_probs`.
 
     Returns:
         [..., V], with the gradients of the product. Reading it for the first time raises
         `UnsupportedInput` after x, the weight or the bias were changed, by whatever.
     """
-    lazy: LazyTensor = _Logits.apply(x, weight, bias, reload)
+    lazy: LazyLogits = _Logits.apply(x, weight, bias, reload)
+    product = lazy.source.make
+    assert isinstance(product, _Product)
+    # with what computed them, which they have not inside of the function
+    product.given, product.backend = (x, weight, bias), backend
     return lazy
 
 
@@ -51,7 +143,7 @@ class _Logits(Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.product = product = _Product(x, weight, bias, reload)
-        return LazyTensor(Source((*x.shape[:-1], weight.shape[0]), x.dtype, x.device, product))
+        return LazyLogits(Source((*x.shape[:-1], weight.shape[0]), x.dtype, x.device, product))
 
     @staticmethod
     @once_differentiable
@@ -83,7 +175,8 @@ class _Product:
         self.needed = x.requires_grad, weight.requires_grad, has_bias
         self.x, self.weights = x.detach(), [one.detach() for one in parts[1:]]
         self.before = [Fingerprint.of(one) for one in parts]
-        self.reload = reload
+        self.reload, self.backend = reload, "torch"
+        self.given = x, weight, bias
         # the backward pass was here, after which other weights may be loaded
         self.ended = False
 
@@ -97,19 +190,39 @@ class _Product:
         else:
             same &= all(map(Fingerprint.fits, before, weights))
         if not same:
-            raise UnsupportedInput(
-                "found logits read for the first time after the head's weight, or the hidden "
-                "states before it, were changed (an optimizer's step, an average of weights, "
-                "another operation in place) or, with FSDP, after the backward pass; wanted them "
-                "read before, for they are computed then; read them earlier, or patch with "
-                "backend={'loss': 'upstream'}"
-            )
+            raise _too_late()
         with torch.no_grad(), torch.autocast(self.x.device.type, enabled=False):
             return linear(self.x, *weights)
+
+    def as_given(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return x, the weight and the bias with their history.
+
+        Raises:
+            UnsupportedInput: they are not what they were.
+        """
+        held = [self.x, *self.weights]
+        now = [one for one in self.given if one is not None]
+        same = all(one.untyped_storage().size() > 0 for one in held) and all(
+            one.data_ptr() == other.data_ptr() and one.dtype == other.dtype
+            for one, other in zip(held, now, strict=True)
+        )
+        if not (same and all(map(Fingerprint.fits, self.before, held))):
+            raise _too_late()
+        return self.given
 
     def _reloaded(self) -> list[Tensor]:
         assert self.reload is not None
         return [one.detach().to(self.x.dtype) for one in self.reload() if one is not None]
+
+
+def _too_late() -> UnsupportedInput:
+    return UnsupportedInput(
+        "found logits read for the first time after the head's weight, or the hidden "
+        "states before it, were changed (an optimizer's step, an average of weights, "
+        "another operation in place) or, with FSDP, after the backward pass; wanted them "
+        "read before, for they are computed then; read them earlier, or patch with "
+        "backend={'loss': 'upstream'}"
+    )
 
 
 def loss_of(logits: Tensor, targets: Targets, softmax_gradient: SoftmaxGradient) -> Tensor:
@@ -179,4 +292,4 @@ def _multiplied(
     return d_x, d_weight, d_bias
 
 
-__all__ = ["lazy_logits", "loss_of"]
+__all__ = ["LazyLogits", "lazy_logits", "loss_of"]
