@@ -234,8 +234,15 @@ def _kind(module: Any, x: torch.Tensor, *, adapters: bool) -> str | None:
     kind, device = kind_called(module, x, adapters=adapters), x.device.type
     if kind is None or not torch.amp.is_autocast_available(device):
         return kind
-    with torch.autocast(device, torch.bfloat16):
+    before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    # by hand: `torch.autocast` asks a GPU whether it has bfloat16, and nothing is computed here
+    torch.set_autocast_enabled(device, True)
+    torch.set_autocast_dtype(device, torch.bfloat16)
+    try:
         fused = kind_called(module, x, adapters=adapters) is None
+    finally:
+        torch.set_autocast_enabled(device, before[0])
+        torch.set_autocast_dtype(device, before[1])
     return f"{kind} (fused under autocast in bfloat16)" if fused else kind
 
 
