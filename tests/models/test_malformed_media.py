@@ -10,7 +10,6 @@ from hf_packfree.data import PackedVisionCollator
 from hf_packfree.errors import BoundaryError
 from hf_packfree.models.media_checks import check_media_sizes, check_media_tensors, check_widths
 from hf_packfree.models.mrope import RowMedia
-from tests.data.processors import vision_processor
 from tests.support import by_family
 from tests.vision import document, image, media_arguments, packed_batch, tiny_vision, token_types
 
@@ -125,7 +124,8 @@ def test_sounds(change, said):
 )
 def test_the_collator_refuses_them_first(change, said):
     """In a worker process, say, where torch's error would name no document."""
-    processor = vision_processor()
+    processors = pytest.importorskip("tests.data.processors", exc_type=ImportError)
+    processor = processors.vision_processor()
     token = processor.tokenizer.convert_tokens_to_ids("<|image_pad|>")
     one = {"input_ids": [20, token, 21], "image_grid_thw": [[1, 2, 2]]}
     one["pixel_values"] = torch.zeros(4, 96)

@@ -142,7 +142,8 @@ def test_a_failed_build_leaves_transformers_as_it_was():
 def test_a_load_that_fails_in_the_block_leaves_later_models_plain(tmp_path, then):
     tiny().save_pretrained(tmp_path)
     with register_patches():
-        with pytest.raises((ImportError, ValueError)):
+        # transformers 5.2 loads it, and we refuse
+        with pytest.raises((ImportError, ValueError, BackendUnavailable)):
             load(tmp_path, attn_implementation="nobodys/attention-of-no-hub")
         if then == "another load":
             assert patch_report(load(tmp_path)).patched
