@@ -41,6 +41,12 @@ if find_spec("fake_kernels"):
     import_module("fake_kernels").show_to_transformers()
 
 
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sentences of the command line stay on one line, but where a test says how wide it is."""
+    monkeypatch.setenv("COLUMNS", "500")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what takes minutes and runs under -m fuzz alone; other tests keep their own
     expressions.
