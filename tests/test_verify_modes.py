@@ -8,10 +8,12 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from packaging.version import Version
 
 from hf_packfree import apply_patches, remove_patches, verify_packing
 from hf_packfree.cli import main
 from hf_packfree.errors import BlindMeasurement, LeakDetected, UnsupportedModel
+from hf_packfree.models.compat import RELEASE
 from hf_packfree.verify import LIMITS, build_model
 from tests.support import leak_in_the_convolution, tiny
 
@@ -111,6 +113,14 @@ def test_modes_of_the_caller_change_nothing(model, mode):
         enabled = torch.is_grad_enabled()
         assert verify_packing(model, lengths=SHORT) == wanted
         assert torch.is_grad_enabled() is enabled
+
+
+@pytest.mark.skipif(
+    Version("5.24") > RELEASE, reason="older releases build parts on the default device"
+)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_is_built_alike_in_these_modes(mode):
+    with MODES[mode]():
         built = verify_packing("qwen3_5", lengths=SHORT, device="cpu")
     assert built == verify_packing("qwen3_5", lengths=SHORT)
 
