@@ -14,7 +14,6 @@ import argparse
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -26,7 +25,6 @@ import torch.distributed as dist
 from transformers import (
     DataCollatorWithFlattening,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
 )
 
@@ -37,25 +35,13 @@ from tests.benchmarks.machine import machine
 from tests.benchmarks.models import build, free, put_lora_on
 from tests.benchmarks.shapes import SHAPES
 from tests.benchmarks.timing import Results, end_if_failed
+from tests.benchmarks.trainers import StepTimes
 
 STEPS, WARMUP, DOCUMENTS = 6, 3, 8
 WAYS = {
     "context parallelism": {"cp_size": 2},
     "data parallelism": {"dp_shard_size": 2},
 }
-
-
-class StepTimes(TrainerCallback):
-    """When steps end, in seconds, once the device is done."""
-
-    def __init__(self, device: str) -> None:
-        self.ends: list[float] = []
-        self.wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """Note the time."""
-        self.wait()
-        self.ends.append(time.perf_counter())
 
 
 def documents(tiny: bool) -> list[dict[str, list[int]]]:

@@ -46,9 +46,9 @@ VARIANTS = {
 class StepTimes(TrainerCallback):
     """When steps end, in seconds, once the device is done."""
 
-    def __init__(self, wait: Callable[[], None]) -> None:
+    def __init__(self, device: str) -> None:
         self.ends: list[float] = []
-        self.wait = wait
+        self.wait = torch.cuda.synchronize if device == "cuda" else lambda: None
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """Note the time."""
@@ -108,8 +108,7 @@ def train(
     device: str,
 ) -> dict[str, Any]:
     """Train for some steps and return the row."""
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    times = StepTimes(wait)
+    times = StepTimes(device)
     with (
         tempfile.TemporaryDirectory() as folder,
         variant_of(shape, variant, device, torch.float32) as model,
@@ -136,7 +135,7 @@ def train(
 
 def loop(shape: Shape, lora: bool, size: int, device: str, recomputed: bool) -> dict[str, Any]:
     """The same steps in a loop of one's own: patched, autocast, clipping, AdamW."""
-    ends, wait = [], torch.cuda.synchronize if device == "cuda" else lambda: None
+    times = StepTimes(device)
     with variant_of(
         shape, replace(PATCHED, checkpointing=recomputed), device, torch.float32
     ) as model:
@@ -160,9 +159,8 @@ def loop(shape: Shape, lora: bool, size: int, device: str, recomputed: bool) -> 
             nn.utils.clip_grad_norm_(trained, 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            wait()
-            ends.append(time.perf_counter())
-    return timed(ends, size, device) | {"logged": {"loss": loss.item()}}
+            times.on_step_end()
+    return timed(times.ends, size, device) | {"logged": {"loss": loss.item()}}
 
 
 def start_of_peak(device: str) -> None:
