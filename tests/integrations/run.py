@@ -30,6 +30,7 @@ LIBRARIES = (
     "Trainer",
     "TRL SFTTrainer",
     "TRL DPOTrainer",
+    "TRL trainers",
     "PEFT",
     "accelerate",
     "torch",

@@ -123,7 +123,7 @@ def test_packing_keeps_documents_apart(strategy, same_gradients, tmp_path):
 @integration(
     "TRL SFTTrainer",
     "`packing=True`, `wrapped`",
-    "works; TRL means the documents of a row to mix: bit for bit upstream's",
+    "works; TRL means the documents of a row to mix: upstream's, to rounding",
 )
 def test_wrapped_rows_are_upstreams(tmp_path, record_property):
     dataset = {"input_ids": [d.tolist() for d in documents(LENGTHS)]}
@@ -134,9 +134,7 @@ def test_wrapped_rows_are_upstreams(tmp_path, record_property):
     )
     assert {len(row["input_ids"]) for row in list(trainer.train_dataset)[:8]} == {100}
     record_property("error", worst(found, wanted))
-    assert all(
-        torch.equal(one[name], other[name]) for one, other in zip(found, wanted) for name in other
-    )
+    assert worst(found, wanted) <= GRADIENT_TOL
     # 5.2 to 5.9 count the first token of every row among the targets, of any model
     if Version("5.12") <= RELEASE:
         assert worst(found, per_document(tiny(), documents_of(trainer))) <= GRADIENT_TOL

@@ -115,7 +115,9 @@ def together(model, batch, weight, **more):
     return output, gradients(model)
 
 
-@integration("TRL", "`fused_lm_head=True`: every trainer's log-probabilities, entropy, accuracy")
+@integration(
+    "TRL trainers", "`fused_lm_head=True`: every trainer's log-probabilities, entropy, accuracy"
+)
 @pytest.mark.parametrize(
     ("family", "name"),
     [("qwen3_5", name) for name in BATCHES] + [("qwen3_5_moe", "packed"), ("qwen3_next", "packed")],
@@ -379,7 +381,7 @@ def test_sft_logs_what_trl_logs(precision, tmp_path):
     assert all(row[2] > 0 for row in logs[0][1:]) or logs[0][0][2] >= 0
 
 
-@integration("TRL GRPOTrainer, RLOOTrainer", "padded batches")
+@integration("TRL trainers", "GRPOTrainer, RLOOTrainer: padded batches")
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
 def test_rewards(kind, tmp_path):
     import trl

@@ -126,7 +126,9 @@ def companion(way: str, folder: str) -> None:
         world_size=2,
         timeout=timedelta(seconds=TIMEOUT),
     )
-    model = apply_patches(tiny(), context_parallel=dist.group.WORLD).train()
+    model = apply_patches(
+        tiny(), context_parallel=ContextParallel(dist.group.WORLD, gdn="heads")
+    ).train()
     exchange, calls = dist.all_to_all_single, 0
 
     def ending(*args, **options):

@@ -4,6 +4,7 @@ exchange anything; one whose companion is gone fails within the group's timeout.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -53,14 +54,14 @@ def test_ranks_with_the_same_batch_step(sentences):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "said", "seconds"),
-    [("dies", "by peer", TIMEOUT), ("stalls", "Timed out", 2 * TIMEOUT)],
+    [("dies", "by peer", TIMEOUT), ("stalls", "[Tt]imed? ?out", 2 * TIMEOUT)],
 )
 def test_a_rank_whose_companion_is_gone_fails_within_the_timeout(way, said, seconds, tmp_path):
     command = [sys.executable, "-m", "tests.parallel.disagreement", way, str(tmp_path)]
     root = Path(__file__).parents[2]
     found = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120).stdout
     waited, _, sentence = found.partition(" s: ")
-    assert said in sentence and float(waited) < seconds, found
+    assert re.search(said, sentence) and float(waited) < seconds, found
 
 
 @pytest.mark.parametrize(

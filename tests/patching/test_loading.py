@@ -37,11 +37,12 @@ FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", 
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays_registered():
+def nothing_stays_registered(monkeypatch):
     recorders = dict(upstream.Qwen3_5PreTrainedModel._can_record_outputs)
     names = {name: getattr(upstream, name) for name in by_family["qwen3_5"].swaps}
     init = upstream.Qwen3_5TextModel.__init__
     yield
+    monkeypatch.undo()
     assert upstream.Qwen3_5TextModel.__init__ is init
     assert upstream.Qwen3_5PreTrainedModel._can_record_outputs == recorders
     assert {name: getattr(upstream, name) for name in names} == names
