@@ -26,7 +26,7 @@ from hf_packfree.doctor.packages import check_hopper, release, without_cuda
 from hf_packfree.doctor.plans import find_plans
 from hf_packfree.errors import UnsupportedModel
 from hf_packfree.models.state import Kernels, PatchState
-from hf_packfree.patching.backends import OPS
+from hf_packfree.ops.table import OPS
 from hf_packfree.versions import Versions
 from tests.support import by_family
 
@@ -358,6 +358,9 @@ def test_a_model_is_planned_from_its_config_alone(tmp_path):
     )
 
 
+WITHOUT_SCANS = "a delta rule that gives no states"
+
+
 @pytest.mark.parametrize(
     ("missing", "shared"),
     [
@@ -365,12 +368,15 @@ def test_a_model_is_planned_from_its_config_alone(tmp_path):
             ("torch.distributed.is_gloo_available", lambda: False),
             "not here: this torch has no gloo",
         ),
-        (("hf_packfree.parallel.states.SCANS", {}), "heads, else keys (no states on torch) (gloo)"),
+        (WITHOUT_SCANS, "heads, else keys (no states on torch) (gloo)"),
         (None, "states of Gated DeltaNet; of attention heads, else keys (gloo)"),
     ],
 )
 def test_what_ranks_would_exchange(monkeypatch, missing, shared):
-    if missing is not None:
+    if missing is WITHOUT_SCANS:
+        rules = OPS["delta_rule"].backends
+        monkeypatch.setitem(rules, "torch", replace(rules["torch"], scans=None))
+    elif missing is not None:
         monkeypatch.setattr(*missing)
     plans = {plan.name: plan.shared for plan in find_plans(None, "")}
     alone = shared if shared.startswith("not") else "heads, else keys (gloo)"

@@ -54,12 +54,12 @@ class Diagnosis:
 
     def _where(self) -> str:
         """Say whether packed rows run on GPU kernels, and what of them does not."""
-        slow = {op for plan in self.plans for op, name in plan.packed.items() if name == "torch"}
-        if not any(device.kind == "cuda" for device in self.devices) or slow >= {
-            "delta_rule",
-            "conv",
-            "attention",
-        }:
+        from hf_packfree.ops.table import OPS
+
+        runs = [pair for plan in self.plans for pair in plan.packed.items()]
+        slow = {op for op, name in runs if name == "torch"}
+        on_gpu = any(device.kind == "cuda" for device in self.devices)
+        if not on_gpu or slow >= {op for op, _ in runs if OPS[op].leaks is not None}:
             return "in PyTorch eager"
         return (
             f"on GPU kernels ({', '.join(sorted(slow))} in PyTorch eager)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
@@ -112,20 +113,16 @@ def _plan(
 
     state = choose_backends("auto", sizes, ops)
     kernels = state.cuda_half if torch.cuda.is_available() else state.elsewhere
-    packed = {op: getattr(kernels, op) for op in ops}
-    return Plan(
-        name, packed, unpacked, dict(state.why), media, _shared(sizes, packed.get("delta_rule"))
-    )
+    packed = {op: kernels[op] for op in ops}
+    return Plan(name, packed, unpacked, dict(state.why), media, _shared(sizes, packed))
 
 
-def _shared(sizes: dict[str, int] | None, rule: str | None) -> str:
-    """Say what ranks that share rows would exchange, with the delta rule on that backend; see
-    `Plan`.
-    """
+def _shared(sizes: dict[str, int] | None, packed: Mapping[str, str]) -> str:
+    """Say what ranks that share rows would exchange on those backends; see `Plan`."""
     import torch
     from torch import distributed
 
-    from hf_packfree.parallel.states import SCANS
+    from hf_packfree.ops.delta_rule import OP as DELTA_RULE
 
     over, there = "gloo", distributed.is_available() and distributed.is_gloo_available()
     if torch.cuda.is_available():
@@ -136,9 +133,9 @@ def _shared(sizes: dict[str, int] | None, rule: str | None) -> str:
     ranks = [str(count) for count in range(2, heads + 1) if not heads % count]
     some = "heads" if sizes is None else f"heads on {', '.join(ranks) or 'no number of'} ranks"
     attention = f"{some}, else keys"
-    if rule is None:
+    if (rule := packed.get(DELTA_RULE.name)) is None:
         return f"{attention} ({over})"
-    if rule not in SCANS:
+    if DELTA_RULE.backend(rule).scans is None:
         return f"{attention} (no states on {rule}) ({over})"
     return f"states of Gated DeltaNet; of attention {attention} ({over})"
 

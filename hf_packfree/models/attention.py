@@ -16,7 +16,8 @@ from hf_packfree.models.fusable import adds_one, epsilon, plain_layers, project
 from hf_packfree.models.rematerialize import linear_with_recompute
 from hf_packfree.models.state import receive, state_of
 from hf_packfree.ops.attention import attention
-from hf_packfree.ops.fused import RECOMPUTES, norm_rope, output_gate
+from hf_packfree.ops.fused import OP as FUSED
+from hf_packfree.ops.fused import norm_rope, output_gate
 from hf_packfree.packing import PackedSequence, to_hf_kwargs
 from hf_packfree.parallel.attention import SHARED
 
@@ -180,7 +181,7 @@ class PackedAttention(RoutedAttention):
         # under autocast q's dtype is not x's
         kernels = state.kernels_for(q.device, q.dtype)
         q, k = self._rotate_tokens(q, k, position_embeddings)
-        out = self._attend(q, k, v, packed, kernels.attention)
+        out = self._attend(q, k, v, packed, kernels["attention"])
         return project(out.flatten(2), self.o_proj, state=state)[0]
 
     def calls(self, name: str, part: nn.Module, x: Tensor) -> bool:
@@ -236,12 +237,12 @@ class GatedQKNormAttention(RoutedAttention):
         heads = (*x.shape[:-1], -1, self.head_dim)
         # under autocast q's dtype is not x's
         kernels = state.kernels_for(q.device, q.dtype)
-        q, k = self._norm_rotate(q, k.view(heads), position_embeddings, kernels.fused)
-        out = self._attend(q, k, v.view(heads), packed, kernels.attention)
+        q, k = self._norm_rotate(q, k.view(heads), position_embeddings, kernels["fused"])
+        out = self._attend(q, k, v.view(heads), packed, kernels["attention"])
         gated = partial(
-            output_gate, out, gate, batch_invariant=state.batch_invariant, backend=kernels.fused
+            output_gate, out, gate, batch_invariant=state.batch_invariant, backend=kernels["fused"]
         )
-        fused = kernels.fused in RECOMPUTES
+        fused = FUSED.backend(kernels["fused"]).recomputes
         return linear_with_recompute(
             gated, self.o_proj, out, fused=fused, recompute=fused, state=state
         )

@@ -100,7 +100,7 @@ class PackedAudioAttention(Replacement):
             project(hidden_states).view(heads)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        backend = state_of(self).kernels_for(q.device, q.dtype).tower_attention
+        backend = state_of(self).kernels_for(q.device, q.dtype)["tower_attention"]
         out = tower_attention(q, k, v, segments_of(cu_seqlens), scale=self.scaling, backend=backend)
         return self.out_proj(out.flatten(2).squeeze(0))
 

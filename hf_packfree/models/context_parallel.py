@@ -7,7 +7,7 @@ is what DDP computes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,11 +23,12 @@ from hf_packfree.models.mrope import SECONDS
 from hf_packfree.models.same_batch import refuse_other_ranks
 from hf_packfree.models.sharded_media import reaching_media
 from hf_packfree.models.vision_language import FEATURES, GRIDS, share_media
+from hf_packfree.ops.delta_rule import OP as DELTA_RULE
+from hf_packfree.ops.table import OPS
 from hf_packfree.packing import PackedSequence, pad_row, repad, shard_row
-from hf_packfree.parallel import ContextParallel
+from hf_packfree.parallel import WAYS, ContextParallel
 from hf_packfree.parallel.collectives import all_gather
 from hf_packfree.parallel.costs import cheaper_for_gdn
-from hf_packfree.parallel.states import SCANS
 
 _OF_LOSS: tuple[str, ...] = ("shift_labels", "num_items_in_batch")
 """What a loss of a shard needs, whatever upstream's head hands on."""
@@ -114,14 +115,12 @@ def _arguments_of(local: PackedSequence, row: dict[str, Any], tokens: int) -> di
     }
 
 
-_SHARED_HEADS = {"gdn": ("key_heads", "state"), "attention": ("query_heads", "gather")}
-"""By mixer: the heads that ranks share, by their name in `op_sizes`, and the way for ranks that
-do not divide them.
-"""
-
-
 def settled(
-    config: Any, sizes: dict[str, int], settings: ContextParallel, rule: str | None = None
+    config: Any,
+    sizes: dict[str, int],
+    settings: ContextParallel,
+    ops: Iterable[str],
+    forced: Mapping[str, str],
 ) -> ContextParallel:
     """Return the settings for a model, with nothing left to choose; refuse one that the ranks
     cannot share.
@@ -130,14 +129,17 @@ def settled(
         config: of the text model.
         sizes: of its mixers; see `op_sizes`.
         settings: the group.
-        rule: the backend that the delta rule is forced to.
+        ops: what its mixers call.
+        forced: {op: the backend that it is forced to}.
 
     Raises:
-        PatchConflict: the ranks do not divide the heads, or attention is not ours to run.
+        PatchConflict: the ranks cannot share an operation, or do not divide its heads, or attention
+            is not ours to run.
     """
+    _refuse_whole_rows(ops)
     ways = {}
-    for name, (heads, instead) in _SHARED_HEADS.items():
-        count, way = sizes.get(heads, 0), getattr(settings, name)
+    for name, heads in _heads_by_option():
+        count, way, instead = sizes.get(heads, 0), getattr(settings, name), WAYS[name][-1]
         if way == "heads" and count % settings.world:
             raise PatchConflict(
                 f"found {settings.world} ranks to share the {count} {heads.replace('_', ' ')} of "
@@ -150,7 +152,7 @@ def settled(
         ways[name] = way if way != "auto" else divided
     why = "as asked for" if "key_heads" in sizes else "of which the model has none"
     if settings.gdn == "auto" and "key_heads" in sizes:
-        ways["gdn"], why = _way_of_gdn(ways["gdn"], sizes, settings, rule)
+        ways["gdn"], why = _way_of_gdn(ways["gdn"], sizes, settings, forced.get(DELTA_RULE.name))
     if check_attention(config) != "varlen":
         raise PatchConflict(
             f"found attn_implementation={config._attn_implementation!r} under context parallelism; "
@@ -160,11 +162,28 @@ def settled(
     return replace(settings, gdn=ways["gdn"], attention=ways["attention"], why=why)
 
 
+def _refuse_whole_rows(ops: Iterable[str]) -> None:
+    """Refuse an operation that mixes tokens and that no ranks can share."""
+    mixing = (OPS[name] for name in ops if OPS[name].leaks is not None)
+    found = [op.name for op in mixing if op.across_ranks is None]
+    if found:
+        raise PatchConflict(
+            f"found {found[0]} under context parallelism, which needs whole rows; wanted "
+            "operations whose ranks exchange what crosses their edges; leave context_parallel out"
+        )
+
+
+def _heads_by_option() -> Iterator[tuple[str, str]]:
+    for across in (op.across_ranks for op in OPS.values()):
+        if across is not None and across.heads is not None:
+            yield across.option, across.heads
+
+
 def _way_of_gdn(
     divided: str, sizes: dict[str, int], settings: ContextParallel, rule: str | None
 ) -> tuple[str, str]:
     """Return how Gated DeltaNet layers exchange where that is left to choose, and why."""
-    if rule is not None and rule not in SCANS:
+    if rule is not None and DELTA_RULE.backend(rule).scans is None:
         return divided, f"the delta rule gives no states on {rule}"
     if divided != "heads":
         return divided, f"{settings.world} ranks do not divide {sizes['key_heads']} key heads"

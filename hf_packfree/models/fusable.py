@@ -103,7 +103,7 @@ def project(x: Tensor, *layers: nn.Module, state: PatchState) -> tuple[Tensor, .
 
     Layers that are more than their weights and LoRA are called as they are.
     """
-    backend = state.kernels_for(x.device, x.dtype).fused
+    backend = state.kernels_for(x.device, x.dtype)["fused"]
     found = (
         plain_layers(x, *layers, adapters=not state.batch_invariant) if backend != "torch" else None
     )

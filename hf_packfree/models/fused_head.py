@@ -186,7 +186,7 @@ class _Call:
     def _loss(self, *args: Any, **kwargs: Any) -> Tensor:
         assert self.hidden is not None and self.targets is not None
         hidden, layer = self.hidden, last_layer(self.head)[1]
-        backend = state_of(self.head).kernels_for(hidden.device, hidden.dtype).loss
+        backend = state_of(self.head).kernels_for(hidden.device, hidden.dtype)["loss"]
         if self.question.in_fp32:
             hidden = hidden.float()
         found = layer_log_probs(

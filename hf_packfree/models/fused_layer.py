@@ -70,7 +70,7 @@ class FusedDecoderLayer(Replacement):
         Rows of the norm leave room for the adapters of the `reader`.
         """
         state = state_of(self)
-        backend = state.kernels_for(x.device, x.dtype).fused
+        backend = state.kernels_for(x.device, x.dtype)["fused"]
         if backend != "torch" and adds_one(norm, self):
             names = reader.inputs if isinstance(reader, Replacement) else _MLP_INPUTS
             readers = [reader._modules.get(name) for name in names]
@@ -85,7 +85,7 @@ class FusedDecoderLayer(Replacement):
         it.
         """
         state = state_of(self)
-        backend = state.kernels_for(x.device, x.dtype).fused
+        backend = state.kernels_for(x.device, x.dtype)["fused"]
         adapters = not state.batch_invariant
         layers = swiglu_layers(self.mlp, self, x, adapters=adapters) if backend != "torch" else None
         if layers is not None:

@@ -18,7 +18,8 @@ from hf_packfree.models.fusable import epsilon, is_hooked, plain_layers, project
 from hf_packfree.models.rematerialize import linear_with_recompute
 from hf_packfree.models.state import Kernels, PatchState, receive, state_of
 from hf_packfree.ops.conv_delta_rule import conv_delta_rule
-from hf_packfree.ops.fused import RECOMPUTES, gated_rms_norm, gates
+from hf_packfree.ops.fused import OP as FUSED
+from hf_packfree.ops.fused import gated_rms_norm, gates
 from hf_packfree.packing import PackedSequence
 from hf_packfree.parallel.delta_rule import SHARED
 
@@ -51,8 +52,8 @@ class PackedGatedDeltaNet(Replacement):
         kernels = state.kernels_for(mixed.device, mixed.dtype)
         gated_norm = self.norm
         # upstream's, or whatever has replaced it
-        by_module = kernels.fused == "torch" or is_hooked(gated_norm)
-        g, beta = gates(a, b, self.A_log, self.dt_bias, backend=kernels.fused)
+        by_module = kernels["fused"] == "torch" or is_hooked(gated_norm)
+        g, beta = gates(a, b, self.A_log, self.dt_bias, backend=kernels["fused"])
         out = self._conv_delta_rule(mixed, g, beta, packed, kernels, state)
         if by_module:
             normed = gated_norm(out.reshape(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim))
@@ -65,9 +66,9 @@ class PackedGatedDeltaNet(Replacement):
             gated_norm.weight,
             epsilon(gated_norm),
             batch_invariant=state.batch_invariant,
-            backend=kernels.fused,
+            backend=kernels["fused"],
         )
-        fused = kernels.fused in RECOMPUTES
+        fused = FUSED.backend(kernels["fused"]).recomputes
         return linear_with_recompute(
             norm, self.out_proj, out, fused=fused, recompute=True, state=state
         )
@@ -95,8 +96,8 @@ class PackedGatedDeltaNet(Replacement):
             sizes,
             bias=bias,
             activation=self.activation,
-            conv=kernels.conv,
-            delta_rule=kernels.delta_rule,
+            conv=kernels["conv"],
+            delta_rule=kernels["delta_rule"],
         )
 
     def _project(self, x: Tensor, state: PatchState) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -24,7 +24,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from hf_packfree.models.adapters import has_hooks
 from hf_packfree.models.fusable import all_are_hooked, forward_of, is_hooked
 from hf_packfree.models.state import state_of
-from hf_packfree.ops.loss import SOFTMAX_GRADIENTS, Targets, lazy_logits, loss_of
+from hf_packfree.ops.loss import OP as LOSS
+from hf_packfree.ops.loss import Targets, lazy_logits, loss_of
 from hf_packfree.packing.lazy import LazyTensor
 
 _UPSTREAM = signature(ForCausalLMLoss)
@@ -115,10 +116,10 @@ class DeferredLayer:
             if parts is None
             else state_of(self._head).kernels_for(hidden.device, parts[0].dtype)
         )
-        if parts is None or kernels is None or kernels.loss == "upstream":
+        if parts is None or kernels is None or kernels["loss"] == "upstream":
             return F.linear(hidden, layer.weight, layer.bias)
-        self.softmax_gradient = SOFTMAX_GRADIENTS[kernels.loss]
-        self.made = lazy_logits(*parts, lambda: _gathered(layer), kernels.loss)
+        self.softmax_gradient = LOSS.backend(kernels["loss"]).softmax_gradient
+        self.made = lazy_logits(*parts, lambda: _gathered(layer), kernels["loss"])
         return self.made
 
     @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hf_packfree.errors import PatchConflict
 from hf_packfree.ops.backend import HALF
+from hf_packfree.ops.table import OPS
 from hf_packfree.packing import PackedSequence
 from hf_packfree.parallel import ContextParallel
 
@@ -23,31 +24,20 @@ Follower = Callable[[nn.Module, PackedSequence | None, dict[str, Any], Tensor], 
 got, and its output: both of the row [1, T], or of the batch [B, S] where there is no record."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kernels:
-    """The backend of every op, by name.
-
-    Attributes:
-        conv, delta_rule, attention: a name in the op's `BACKENDS`, see `hf_packfree.ops`.
-        fused: "triton" or "torch", of all small ops of a layer together, see
-            `hf_packfree.ops.fused`.
-        loss: of head and loss together, a name in the `BACKENDS` of `hf_packfree.ops.loss`.
-        tower_attention: of vision and audio towers, a name in the `BACKENDS` of
-            `hf_packfree.ops.attention.towers`.
+class Kernels(dict[str, str]):
+    """{op: name of the backend that runs}, see `hf_packfree.ops.table`; "torch" where an op was not
+    chosen for.
     """
 
-    conv: str = "torch"
-    delta_rule: str = "torch"
-    attention: str = "torch"
-    fused: str = "torch"
-    loss: str = "torch"
-    tower_attention: str = "torch"
+    def __missing__(self, op: str) -> str:
+        return "torch"
 
     def compiled(self) -> Kernels:
-        """Return the same under torch.compile, which fuses by itself what does not mix tokens,
-        and traces upstream's loss.
-        """
-        return replace(self, fused="torch", loss="upstream")
+        """Return the same under torch.compile."""
+        return Kernels({**self, **_COMPILED})
+
+
+_COMPILED = {op.name: op.compiled for op in OPS.values() if op.compiled is not None}
 
 
 @dataclass(frozen=True)
@@ -72,9 +62,9 @@ class PatchState:
         followers: called after it.
     """
 
-    cuda_half: Kernels = Kernels()
-    cuda_single: Kernels = Kernels()
-    elsewhere: Kernels = Kernels()
+    cuda_half: Kernels = field(default_factory=Kernels)
+    cuda_single: Kernels = field(default_factory=Kernels)
+    elsewhere: Kernels = field(default_factory=Kernels)
     batch_invariant: bool = False
     unpacked: str = "upstream"
     padded: str = "lazy"

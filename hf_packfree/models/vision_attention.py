@@ -137,7 +137,7 @@ class PackedVisionBlock(Replacement):
         """Run upstream's forward, or for packed batches the same with norms fused [P, D]."""
         x = hidden_states
         backend = (
-            state_of(self).kernels_for(x.device, x.dtype).fused
+            state_of(self).kernels_for(x.device, x.dtype)["fused"]
             if kwargs.get("packed_sequence")
             else "torch"
         )
@@ -174,8 +174,8 @@ class PackedVisionAttention(Replacement):
         qkv = self.qkv(hidden_states).view(len(hidden_states), 3, self.num_heads, -1)
         kernels = state_of(self).kernels_for(qkv.device, qkv.dtype)
         cos, sin = kwargs["position_embeddings"]
-        q, k, v = self._split(qkv, cos, sin, kernels.fused)
-        segments, backend = segments_of(cu_seqlens), kernels.tower_attention
+        q, k, v = self._split(qkv, cos, sin, kernels["fused"])
+        segments, backend = segments_of(cu_seqlens), kernels["tower_attention"]
         out = tower_attention(
             q[None], k[None], v[None], segments, scale=self.scaling, backend=backend
         )

@@ -77,7 +77,9 @@ def _summed_loss(hidden: Tensor, targets: Tensor, weights: Weights, state: Patch
     tokens are made.
     """
     parts = None if weights.weight is None else as_multiplied(hidden, weights)
-    backend = "upstream" if parts is None else state.kernels_for(hidden.device, parts[0].dtype).loss
+    backend = "upstream"
+    if parts is not None:
+        backend = state.kernels_for(hidden.device, parts[0].dtype)["loss"]
     if parts is None or backend == "upstream":
         kept = targets != IGNORED
         logits = weights.logits(hidden[kept])

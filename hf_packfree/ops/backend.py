@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from packaging.version import Version
@@ -56,24 +56,56 @@ def _always(target: Target) -> str | None:
 
 
 @dataclass(frozen=True)
+class LongDocuments:
+    """Another way of a backend for long documents, which is exact, but rounds otherwise than where
+    the rest of the row is another.
+
+    Attributes:
+        run: takes what `Backend.run` takes.
+        how: what it does with them, in words: "in segments".
+        takes: returns whether it does so on a device, for a model of these sizes (see `Target`).
+    """
+
+    run: Callable[..., Any]
+    how: str
+    takes: Callable[[torch.device, Mapping[str, int]], bool]
+
+
+@dataclass(frozen=True)
 class Backend:
-    """One implementation of an op.
+    """One implementation of an op; what else implementations of one can do, they say as fields of a
+    subclass in its folder.
 
     Attributes:
         run: the implementation; its module imports optional packages only when it is called. None
-            where several ops share one choice, as those of `ops.fused` do.
+            where several functions share one choice, as those of `ops.fused` do.
         unusable: returns why it cannot run at a target, as half a sentence with what to do about
             it, or None.
         package: the distribution whose release decides what it computes, which the report names:
             the kernels', or what compiles our own.
-        batch_invariant: whether it gets that bit for bit in a layer's forward pass, where
-            `tests/gpu` ran.
+        batch_invariant: whether a document gets the same bits alone and in a packed row, in a
+            layer's forward pass, where `tests/gpu` ran.
+        long: what it does with long documents if batch invariance is not wanted.
+        compiles: how long it compiles or tunes its kernels when they first run.
+        tuned: whether it chooses their shapes by timing them, in each process anew.
     """
 
     run: Callable[..., Any] | None = None
     unusable: Callable[[Target], str | None] = _always
     package: str = "torch"
     batch_invariant: bool = False
+    long: LongDocuments | None = None
+    compiles: Literal["seconds", "minutes"] | None = None
+    tuned: bool = False
+
+    def running(self, batch_invariant: bool) -> Callable[..., Any]:
+        """Return the implementation: the way for long documents too, unless the same bits are
+        wanted in every row.
+        """
+        run = self.run if self.long is None or batch_invariant else self.long.run
+        # an op of several functions has no call of its own
+        assert run is not None
+        return run
 
 
 def installed(package: str) -> str | None:
@@ -171,18 +203,6 @@ def block_width(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def find(operation: str, backends: dict[str, Backend], name: str) -> Callable[..., Any]:
-    """Return the implementation of that name.
-
-    Raises:
-        BackendUnavailable: there is none.
-    """
-    run = backends[name].run if name in backends else None
-    if run is None:
-        raise _unknown(operation, name, sorted(backends))
-    return run
-
-
 def uses_triton(operation: str, backend: str) -> bool:
     """Return whether an op of `ops.fused` runs its Triton kernels ("triton") or its PyTorch
     reference ("torch").
@@ -191,11 +211,7 @@ def uses_triton(operation: str, backend: str) -> bool:
         BackendUnavailable: `backend` is neither.
     """
     if backend not in ("triton", "torch"):
-        raise _unknown(operation, backend, ["torch", "triton"])
+        raise BackendUnavailable(
+            f"found {operation} backend {backend!r}; wanted one of torch, triton; pass one of them"
+        )
     return backend == "triton"
-
-
-def _unknown(operation: str, name: str, known: list[str]) -> BackendUnavailable:
-    return BackendUnavailable(
-        f"found {operation} backend {name!r}; wanted one of {', '.join(known)}; pass one of them"
-    )

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hf_packfree.ops.conv import QK_L2NORM, qkv_conv
+from hf_packfree.ops.conv import OP as CONV
+from hf_packfree.ops.conv import qkv_conv
 from hf_packfree.ops.delta_rule import gated_delta_rule
 from hf_packfree.packing import PackedSequence
 
@@ -48,7 +49,7 @@ def conv_delta_rule(
         ValueError: there is no such activation.
         BackendUnavailable: no backend has that name.
     """
-    in_conv = conv in QK_L2NORM
+    in_conv = CONV.backend(conv).qkv_conv is not None
     q, k, v = qkv_conv(
         x,
         weight,

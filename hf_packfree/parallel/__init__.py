@@ -14,6 +14,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+WAYS = {"gdn": ("auto", "heads", "state"), "attention": ("auto", "heads", "gather")}
+"""What the fields of `ContextParallel` may say; the last way is for any number of heads."""
+
 
 @dataclass(frozen=True)
 class ContextParallel:
@@ -53,10 +56,7 @@ class ContextParallel:
                     "pass mesh['cp'], or what the dimension of context parallelism is called"
                 )
             object.__setattr__(self, "group", self.group.get_group())
-        for name, known in (
-            ("gdn", ("auto", "heads", "state")),
-            ("attention", ("auto", "heads", "gather")),
-        ):
+        for name, known in WAYS.items():
             if (found := getattr(self, name)) not in known:
                 *others, last = map(repr, known)
                 raise ValueError(

@@ -22,20 +22,16 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from hf_packfree.errors import BackendUnavailable
-from hf_packfree.ops.conv import QK_L2NORM, qkv_conv
-from hf_packfree.ops.delta_rule import cuts_on
-from hf_packfree.ops.delta_rule.fla_segments import FLAScans
-from hf_packfree.ops.delta_rule.flash_qla_segments import FlashQLAScans, lanes
+from hf_packfree.ops.conv import OP as CONV
+from hf_packfree.ops.conv import qkv_conv
+from hf_packfree.ops.delta_rule import OP as DELTA_RULE
+from hf_packfree.ops.delta_rule.flash_qla_segments import lanes
 from hf_packfree.ops.delta_rule.reference import rounded_l2norm
 from hf_packfree.ops.delta_rule.segments import Scans, Segments, fold, plan_segments
-from hf_packfree.ops.delta_rule.torch_chunked import TorchScans
 from hf_packfree.ops.operation import once_differentiable
 from hf_packfree.packing import PackedSequence
 from hf_packfree.parallel.collectives import Pending, start_gather
 from hf_packfree.parallel.conv import conv_with_context
-
-SCANS: dict[str, Scans] = {"flash_qla": FlashQLAScans(), "fla": FLAScans(), "torch": TorchScans()}
-"""By backend of the delta rule."""
 
 
 def conv_delta_rule_by_states(
@@ -58,7 +54,7 @@ def conv_delta_rule_by_states(
         x: [1, t, C]; weight: [C, taps] or [C, 1, taps]; g, beta: [1, t, HV]; bias: [C] or None.
         packed: the record of the shard.
         heads, sizes: (H, HV) and (K, V).
-        activation, conv, delta_rule: of `conv_delta_rule`; `delta_rule` is a name in `SCANS`.
+        activation, conv, delta_rule: of `conv_delta_rule`; that of the delta rule has `scans`.
 
     Returns:
         [1, t, HV, V].
@@ -66,13 +62,15 @@ def conv_delta_rule_by_states(
     Raises:
         BackendUnavailable: that backend of the delta rule gives no states.
     """
-    if delta_rule not in SCANS:
+    scans = DELTA_RULE.backend(delta_rule).scans
+    if scans is None:
+        able = [name for name, backend in DELTA_RULE.backends.items() if backend.scans is not None]
         raise BackendUnavailable(
             f"found the delta rule on {delta_rule!r} under context parallelism that exchanges "
-            f"states; wanted it on {' or '.join(SCANS)}; name one as backend, or exchange heads: "
+            f"states; wanted it on {' or '.join(able)}; name one as backend, or exchange heads: "
             "ContextParallel(group, gdn='heads')"
         )
-    in_conv = conv in QK_L2NORM
+    in_conv = CONV.backend(conv).qkv_conv is not None
 
     def convolve(x: Tensor, packed: PackedSequence) -> tuple[Tensor, ...]:
         return qkv_conv(
@@ -91,12 +89,13 @@ def conv_delta_rule_by_states(
     if not in_conv:
         q, k = map(rounded_l2norm, (q, k))
     segments = packed.cached(_segments, _lanes(v, delta_rule))
-    return _Rule.apply(q, k, v, g, beta, packed, segments, SCANS[delta_rule])  # type: ignore[no-any-return]
+    return _Rule.apply(q, k, v, g, beta, packed, segments, scans)  # type: ignore[no-any-return]
 
 
 def _lanes(v: Tensor, backend: str) -> int:
     """Return how many segments the device walks side by side; 0: documents are walked whole."""
-    return lanes(v, v.shape[2]) if cuts_on(v.device, backend) else 0
+    long = DELTA_RULE.backend(backend).long
+    return lanes(v, v.shape[2]) if long is not None and long.takes(v.device, {}) else 0
 
 
 def _segments(packed: PackedSequence, lanes: int) -> Segments:

@@ -13,6 +13,7 @@ from torch import nn
 from hf_packfree.models.attention import drops_out
 from hf_packfree.models.state import Kernels, PatchState
 from hf_packfree.ops.backend import Fault
+from hf_packfree.ops.table import OPS
 from hf_packfree.patching.exactness import warn_of_rounding
 from hf_packfree.patching.report import (
     PatchReport,
@@ -24,10 +25,6 @@ from hf_packfree.patching.report import (
 )
 
 logger = logging.getLogger("hf_packfree")
-_SECONDS, _MINUTES = ("triton",), ("fla", "flash_qla")
-"""Backends that compile their kernels, or try out launch sizes, when they first run: how long
-all of them take.
-"""
 
 
 def announce(model: nn.Module, state: PatchState) -> None:
@@ -46,24 +43,24 @@ def announce(model: nn.Module, state: PatchState) -> None:
     for op, reason in report.why.items():
         if isinstance(reason, Fault) and op not in slow:
             warn_once(f"{op} runs on this GPU without what is installed for it: {reason}")
-    if state.cuda_half.attention != "torch" and drops_out(model):
+    if state.cuda_half["attention"] != "torch" and drops_out(model):
         logger.warning(
             "attention runs in PyTorch eager on this GPU while training: the kernels lack "
             "attention_dropout"
         )
-    if compiling := ", ".join(_running(state.cuda_half, _SECONDS)):
+    if compiling := ", ".join(_running(state.cuda_half, "seconds")):
         logger.info(
             "the first step on a GPU compiles kernels for seconds (%s); prewarm(model) does that "
             "ahead",
             compiling,
         )
     single = (
-        _running(state.cuda_single, _MINUTES, " in float32")
+        _running(state.cuda_single, "minutes", " in float32")
         if a_parameter(model).dtype == torch.float32
         else []
     )
     # the former under autocast, too
-    if compiling := ", ".join(_running(state.cuda_half, _MINUTES) + single):
+    if compiling := ", ".join(_running(state.cuda_half, "minutes") + single):
         warn_once(
             "the first step on a GPU compiles and tunes kernels for minutes, once for these head "
             f"counts on a machine ({compiling}); prewarm(model) does that ahead, and "
@@ -103,19 +100,17 @@ def line(report: PatchReport, slow: Sequence[str]) -> str:
     return "; ".join(parts)
 
 
-def _running(kernels: Kernels, names: Sequence[str], where: str = "") -> list[str]:
-    """Name the operations that run on these backends."""
-    return [f"{op}{where}: {name}" for op, name in vars(kernels).items() if name in names]
+def _running(kernels: Kernels, time: str, where: str = "") -> list[str]:
+    """Name the operations whose backends compile, or try out launch sizes, for that time."""
+    runs = kernels.items()
+    return [f"{op}{where}: {name}" for op, name in runs if OPS[op].backends[name].compiles == time]
 
 
 def _slow(state: PatchState, why: dict[str, str]) -> dict[str, str]:
-    """Return what PyTorch eager runs for want of kernels; in float32 the delta rule alone: it
-    slows most, others have none.
-    """
-    found = {
-        op: reason for op, reason in why.items() if getattr(state.cuda_half, op, None) == "torch"
-    }
-    single = "delta_rule in float32"
-    if "delta_rule" not in found and state.cuda_single.delta_rule == "torch" and single in why:
-        found[single] = why[single]
+    """Return what PyTorch eager runs for want of kernels; in float32 only what is slow there."""
+    found = {op: reason for op, reason in why.items() if state.cuda_half.get(op) == "torch"}
+    for op in (op.name for op in OPS.values() if op.slow_in_eager and op.name not in found):
+        single = f"{op} in float32"
+        if state.cuda_single.get(op) == "torch" and single in why:
+            found[single] = why[single]
     return found

@@ -179,8 +179,8 @@ def _patch(model: nn.Module, options: Options) -> None:
     steps = [*swaps, *plan_head(model, family, mtp_options(options.mtp))]
     sizes, ranks = op_sizes(model, family), options.context_parallel
     if ranks is not None:
-        rule = forced_backends(options.backend).get("delta_rule")
-        ranks = settled(next(trunks(model, family)).config, sizes, ranks, rule)
+        forced, config = forced_backends(options.backend), next(trunks(model, family)).config
+        ranks = settled(config, sizes, ranks, family.mixer_ops, forced)
         sizes["gathered_keys"] = int(ranks.attention == "gather")
     chosen = choose_backends(options.backend, sizes, family.ops)
     wanted = replace(
@@ -278,10 +278,7 @@ def _apart(state: PatchState, other: PatchState) -> str:
     mine, its = vars(state), vars(other)
     kernels = [name for name, value in mine.items() if isinstance(value, Kernels)]
     backend = {
-        op: name
-        for place in kernels
-        for op, name in vars(mine[place]).items()
-        if name != getattr(its[place], op)
+        op: name for place in kernels for op, name in mine[place].items() if name != its[place][op]
     }
     options = {
         field.name: mine[field.name]

@@ -5,42 +5,28 @@ it may run on.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import ModuleType
 
 import torch
 
 from hf_packfree.errors import BackendUnavailable
 from hf_packfree.models.state import Kernels, PatchState
-from hf_packfree.ops import attention, conv, delta_rule, fused, loss
-from hf_packfree.ops.attention import towers
 from hf_packfree.ops.backend import Backend, Fault, Target
-
-OPS: dict[str, ModuleType] = {
-    "conv": conv,
-    "delta_rule": delta_rule,
-    "attention": attention,
-    "fused": fused,
-    "loss": loss,
-    "tower_attention": towers,
-}
-
-_ONCE_OPS = ("gated_norm", "norm_rope", "output_gate", "gates", "add_norm", "swiglu", "projections")
-"""What had a switch of its own in 0.1 and is part of "fused" now."""
+from hf_packfree.ops.table import OPS
 
 Choice = str | Mapping[str, str]
 
 
 def choose_backends(
-    backend: Choice, sizes: Mapping[str, int] | None = None, ops: Sequence[str] = tuple(OPS)
+    backend: Choice, sizes: Mapping[str, int] | None = None, ops: Sequence[str] | None = None
 ) -> PatchState:
     """Return what runs on every kind of tensor, as the state that patched modules carry.
 
     Args:
-        backend: "auto" (of every op, the first in its `BACKENDS` that can run), a name (of every op
+        backend: "auto" (of every op the first of its backends that can run), a name (of every op
             that has it), or {op: name}.
         sizes: of the model, see `Target.sizes`; what is missing is not checked.
-        ops: what the model's layers call; of other ops nothing is chosen, though their names are
-            checked.
+        ops: what the model calls, all if not given; of other ops nothing is chosen, though their
+            names are checked.
 
     What runs on CUDA runs on every visible GPU: on which of them the model will be is not known
     yet.
@@ -48,6 +34,7 @@ def choose_backends(
     Raises:
         BackendUnavailable: no operation has such a backend, or it cannot run here.
     """
+    ops = tuple(OPS) if ops is None else ops
     forced = {op: name for op, name in forced_backends(backend).items() if op in ops}
     gpu = torch.cuda.is_available()
     elsewhere, _ = _choose(
@@ -72,7 +59,7 @@ def _gpus(dtype: torch.dtype, sizes: Mapping[str, int]) -> list[Target]:
 def forced_backends(backend: Choice) -> dict[str, str]:
     """Return {op: name} of what is forced; raises `BackendUnavailable` for unknown names."""
     if isinstance(backend, str):
-        known = {op: backend for op, module in OPS.items() if backend in module.BACKENDS}
+        known = {name: backend for name, op in OPS.items() if backend in op.backends}
         if backend != "auto" and not known:
             raise BackendUnavailable(
                 f"found backend={backend!r}; wanted 'auto' or {_all_names()}; pass one of them"
@@ -84,20 +71,15 @@ def forced_backends(backend: Choice) -> dict[str, str]:
             f"pass one of them"
         )
     for op, name in backend.items():
-        if op not in OPS or not isinstance(name, str) or name not in {"auto", *OPS[op].BACKENDS}:
-            mend = (
-                "pass fused, the one switch of all small ops"
-                if op in _ONCE_OPS
-                else "pass one of them"
-            )
+        if op not in OPS or not isinstance(name, str) or name not in {"auto", *OPS[op].backends}:
             raise BackendUnavailable(
-                f"found {op}={name} in backend={backend!r}; wanted {_all_names()}; {mend}"
+                f"found {op}={name} in backend={backend!r}; wanted {_all_names()}; pass one of them"
             )
     return {op: name for op, name in backend.items() if name != "auto"}
 
 
 def _all_names() -> str:
-    return "; ".join(f"{op}: {', '.join(module.BACKENDS)}" for op, module in OPS.items())
+    return "; ".join(f"{name}: {', '.join(op.backends)}" for name, op in OPS.items())
 
 
 def _choose(
@@ -111,7 +93,7 @@ def _choose(
     """
     names, why = {}, {}
     for op in ops:
-        backends: dict[str, Backend] = OPS[op].BACKENDS
+        backends: Mapping[str, Backend] = OPS[op].backends
         refused: dict[str, str] = {}
         wanted = forced.get(op)
         if wanted is not None:
@@ -127,11 +109,11 @@ def _choose(
         if refused:
             kind = Fault if any(isinstance(reason, Fault) for reason in refused.values()) else str
             why[op] = kind("; ".join(f"not {name}: {because}" for name, because in refused.items()))
-    return Kernels(**names), why
+    return Kernels(names), why
 
 
 def _refusal(op: str, wanted: str, reason: str, targets: Sequence[Target]) -> BackendUnavailable:
-    backends: dict[str, Backend] = OPS[op].BACKENDS
+    backends: Mapping[str, Backend] = OPS[op].backends
     usable = [name for name, backend in backends.items() if _unusable(backend, targets) is None]
     return BackendUnavailable(
         f"found {op} backend {wanted!r} forced, but {reason}; wanted one that runs here: "
@@ -158,4 +140,4 @@ def _first_usable(
         if reason is None:
             return name, refused
         refused[name] = reason
-    raise AssertionError("torch runs everywhere")
+    raise AssertionError("the last backend of an op runs everywhere")

@@ -16,7 +16,7 @@ from hf_packfree.models.base import Replacement, size_of_linear
 from hf_packfree.models.rotary import has_fixed_frequencies
 from hf_packfree.ops.backend import installed
 from hf_packfree.ops.fused.linear import NARROW
-from hf_packfree.patching.backends import OPS
+from hf_packfree.ops.table import OPS
 from hf_packfree.patching.plan import trunks
 from hf_packfree.patching.registry import Family
 from hf_packfree.versions import VERSIONS
@@ -77,8 +77,6 @@ rows of any length.
 
 MEDIA_ROUND = "those with images, videos or audio agree up to rounding"
 """Towers' products see all patches of a call."""
-_AFTER_THE_LAYERS = ("loss",)
-"""What no layer's result depends on; a loss adds up over all documents of a row."""
 
 
 def why_rounding(
@@ -107,7 +105,7 @@ def warn_of_rounding(reason: str | None, implementations: Mapping[str, str]) -> 
     """
     if reason is not None:
         logger.warning("batch_invariant=True is not promised here: %s", reason)
-    elif "tower_attention" in implementations:
+    elif any(OPS[op].where == "towers" for op in implementations):
         logger.warning("batch_invariant=True holds for documents of text; %s", MEDIA_ROUND)
 
 
@@ -134,19 +132,17 @@ def _machine(x: Any) -> str | None:
 
 
 def _operations(implementations: Mapping[str, str]) -> str | None:
-    implementations = {
-        op: name for op, name in implementations.items() if op not in _AFTER_THE_LAYERS
-    }
-    rounding = [
-        op
+    # no layer's result depends on the head; a loss adds up over all documents of a row
+    runs = {
+        op: OPS[op].backends.get(name)
         for op, name in implementations.items()
-        if not getattr(OPS[op].BACKENDS.get(name), "batch_invariant", False)
-    ]
+        if OPS[op].where != "head"
+    }
+    rounding = [op for op, backend in runs.items() if not (backend and backend.batch_invariant)]
     if rounding:
         return f"batch invariance is not promised of what runs {', '.join(rounding)}"
-    for package in sorted(
-        {OPS[op].BACKENDS[name].package for op, name in implementations.items()} & _RELEASES.keys()
-    ):
+    packages = {backend.package for backend in runs.values() if backend}
+    for package in sorted(packages & _RELEASES.keys()):
         if not (found := installed(package) or "").startswith(_RELEASES[package]):
             tested = _RELEASES[package].rstrip(".")
             return (

@@ -17,6 +17,7 @@ from hf_packfree.models.heads import PackedHead
 from hf_packfree.models.rotary import check_rope_type
 from hf_packfree.models.row_adapters import refuse_adapters_of_rows
 from hf_packfree.models.subclassed import in_front_of
+from hf_packfree.ops.table import OPS
 from hf_packfree.patching.registry import FAMILIES, Family, family_of
 from hf_packfree.patching.steps import ClassSwap
 
@@ -79,9 +80,12 @@ def ops_of(model: nn.Module, family: Family) -> tuple[str, ...]:
     """Return what runs in this model: of the family's ops those of a tower and of a head's loss
     only where it has them.
     """
-    absent = {"tower_attention"} if tower_attention_of(model, family) is None else set()
-    absent |= set() if language_heads(model) else {"loss"}
-    return tuple(op for op in family.ops if op not in absent)
+    there = {
+        "layers": True,
+        "head": bool(language_heads(model)),
+        "towers": tower_attention_of(model, family) is not None,
+    }
+    return tuple(op for op in family.ops if there[OPS[op].where])
 
 
 def language_heads(model: nn.Module) -> list[PackedHead]:

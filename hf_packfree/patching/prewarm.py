@@ -22,7 +22,8 @@ ROWS = ((131,), (1, 66), (64, 64, 64), (1, 66, 3, 5, 64, 2))
 """Documents of rows that need every variant between them: whole chunks and not, and as many
 documents as FlashQLA 0.1.3 has kernels for, which it chooses by documents times heads."""
 CUT = (8192,)
-"""A document that is walked in segments, where documents are: kernels of their own."""
+"""A document that is long for every backend: where long ones run another way, that has kernels of
+its own."""
 
 
 def prewarm(model: nn.Module) -> float:
@@ -57,7 +58,7 @@ def prewarm(model: nn.Module) -> float:
         )
     start = time.perf_counter()
     for trunk in trunks(model, family):
-        _run(trunk, (*ROWS, CUT) if "delta_rule" in report.long_documents else ROWS)
+        _run(trunk, (*ROWS, CUT) if report.long_documents else ROWS)
     for head in language_heads(model):
         _run_loss(head)
     return time.perf_counter() - start
@@ -87,7 +88,7 @@ def _run_loss(head: Any) -> None:
     weight = head.get_output_embeddings().weight.detach()
     if torch.is_autocast_enabled(weight.device.type):
         weight = weight.to(torch.get_autocast_dtype(weight.device.type))
-    backend = state_of(head).kernels_for(weight.device, weight.dtype).loss
+    backend = state_of(head).kernels_for(weight.device, weight.dtype)["loss"]
     x = weight.new_zeros(2, weight.shape[1]).requires_grad_()
     targets = torch.zeros(2, dtype=torch.int64, device=weight.device)
     torch.autograd.grad(linear_cross_entropy(x, weight, targets, backend=backend), x)

@@ -14,6 +14,7 @@ from torch import nn
 
 from hf_packfree.errors import UnsupportedModel
 from hf_packfree.models import compat
+from hf_packfree.ops.table import OPS
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Mixer:
 
     def why(self) -> str:
         """Return why it has to be patched."""
-        return "; ".join(_LEAKS[op] for op in self.ops if op in _LEAKS)
+        return "; ".join(leaks for op in self.ops if (leaks := OPS[op].leaks) is not None)
 
 
 @dataclass(frozen=True)
@@ -128,11 +129,8 @@ class Family:
     @property
     def ops(self) -> tuple[str, ...]:
         """What the family's packed branches and heads call, by the names that `backend` takes."""
-        return (
-            (*self.mixer_ops, "loss", "tower_attention")
-            if self.towers
-            else (*self.mixer_ops, "loss")
-        )
+        around = ("head", "towers") if self.towers else ("head",)
+        return (*self.mixer_ops, *(op.name for op in OPS.values() if op.where in around))
 
     @property
     def mixer_ops(self) -> tuple[str, ...]:
@@ -192,11 +190,6 @@ _VISION = (
     "the row would be numbered as one document, and nothing would check which images belong to "
     "which document"
 )
-_LEAKS = {
-    "conv": "the convolution's window crosses document boundaries",
-    "delta_rule": "the recurrent state crosses document boundaries",
-    "attention": "keys of other documents are visible, or hidden behind a T x T mask",
-}
 _AUDIO = "a short audio depends on those beside it, before transformers 5.9 on all they hold"
 _TOWER = "one attention call a layer instead of one an image"
 _PARTS = "patches are embedded by one matrix product, residual sums and norms are one kernel each"

@@ -18,9 +18,8 @@ from hf_packfree._version import __version__
 from hf_packfree.models.adapters import is_lora, kind_called
 from hf_packfree.models.head_loss import why_logits_are_made
 from hf_packfree.models.state import Kernels, PatchState
-from hf_packfree.ops import attention, delta_rule
 from hf_packfree.ops.backend import installed
-from hf_packfree.patching.backends import OPS
+from hf_packfree.ops.table import OPS
 from hf_packfree.patching.exactness import MEDIA_ROUND, why_rounding
 from hf_packfree.patching.plan import (
     heads_left_alone,
@@ -99,7 +98,7 @@ class PatchReport:
         """Return "triton 3.6.0", "fla (fla-core 0.6.0)" or "flash_attention_2 (the model's,
         flash-attn 2.8)".
         """
-        backend = OPS[op].BACKENDS.get(name)
+        backend = OPS[op].backends.get(name)
         package = (
             _package_of(name.removesuffix(" (the model's)")) if backend is None else backend.package
         )
@@ -136,12 +135,14 @@ class PatchReport:
         if self.rounding is not None:
             return f"documents get what they get alone, up to rounding ({self.rounding})"
         where = "in the layers' forward pass (not under autocast or torch.compile)"
-        if self.implementations.get("delta_rule") == "fla":
+        runs = self.implementations.items()
+        chosen = {name: OPS[op].backends.get(name) for op, name in runs}
+        if tuned := [name for name, backend in chosen.items() if backend and backend.tuned]:
             where += (
-                " of one process, because flash-linear-attention chooses its kernels' shapes by "
+                f" of one process, because {', '.join(tuned)} chooses the shapes of its kernels by "
                 "timing them in each"
             )
-        media = f"; {MEDIA_ROUND}" if "tower_attention" in self.implementations else ""
+        media = f"; {MEDIA_ROUND}" if any(OPS[op].where == "towers" for op, _ in runs) else ""
         return f"documents get the same bits alone and packed {where}{media}"
 
 
@@ -203,14 +204,11 @@ def _rounding(
 def _long_documents(
     model: nn.Module, family: Family | None, runs: dict[str, str]
 ) -> dict[str, str]:
-    device, (rule, attend) = (
-        a_parameter(model).device,
-        (runs.get(op, "") for op in ("delta_rule", "attention")),
-    )
-    found = {"delta_rule": "in segments"} if delta_rule.cuts_on(device, rule) else {}
-    size = op_sizes(model, family).get("head_size", 0) if family else 0
-    handed = attention.hands_over_on(device, attend, size)
-    return found | ({"attention": "by cuDNN"} if handed else {})
+    device, sizes = a_parameter(model).device, op_sizes(model, family) if family else {}
+    ways = {
+        op: OPS[op].backends[name].long for op, name in runs.items() if name in OPS[op].backends
+    }
+    return {op: way.how for op, way in ways.items() if way and way.takes(device, sizes)}
 
 
 def _called(model: nn.Module, family: Family, state: PatchState) -> dict[str, int]:
@@ -256,9 +254,7 @@ def _versions(state: PatchState | None, attention: str | None) -> dict[str, str 
     if state is not None:
         everywhere = (state.cuda_half, state.cuda_single, state.elsewhere)
         names |= {
-            OPS[op].BACKENDS[name].package
-            for kernels in everywhere
-            for op, name in vars(kernels).items()
+            OPS[op].backends[name].package for kernels in everywhere for op, name in kernels.items()
         }
         names |= {"triton"} if torch.cuda.is_available() else set()
         names.add(_package_of(attention) or "torch")
@@ -275,20 +271,18 @@ def _package_of(attention: str | None) -> str | None:
 def _implementations(state: PatchState, family: Family, model: nn.Module) -> dict[str, str]:
     parameter = a_parameter(model)
     kernels = _kernels(state, parameter.device, parameter.dtype)
-    runs = {op: getattr(kernels, op) for op in OPS if op in ops_of(model, family)}
-    tower = getattr(tower_attention_of(model, family), "config", None)
-    for op, config in {
-        "attention": getattr(model, "config", None),
-        "tower_attention": tower,
-    }.items():
-        if op in runs and (loaded := getattr(config, "_attn_implementation", None)) != "sdpa":
+    called = ops_of(model, family)
+    runs = {op: kernels[op] for op in OPS if op in called}
+    configs = {
+        "layers": getattr(model, "config", None),
+        "towers": getattr(tower_attention_of(model, family), "config", None),
+    }
+    for op in filter(lambda op: OPS[op].loaded, runs):
+        loaded = getattr(configs[OPS[op].where], "_attn_implementation", None)
+        if loaded != "sdpa":
             runs[op] = f"{loaded} (the model's)"
     made = (why_logits_are_made(head) for head in language_heads(model))
-    if (
-        "loss" in runs
-        and runs["loss"] != "upstream"
-        and (why := next(filter(None, made), None)) is not None
-    ):
+    if runs.get("loss", "upstream") != "upstream" and (why := next(filter(None, made), None)):
         runs["loss"] = f"upstream, because {why}"
     return runs
 

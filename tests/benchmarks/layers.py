@@ -58,17 +58,17 @@ def operations(
 def _delta_rule(
     results: Results, clock: Clock, packed: PackedSequence, heads: int, values: int, size: int
 ) -> None:
-    from hf_packfree.ops.delta_rule import BACKENDS, gated_delta_rule
+    from hf_packfree.ops.delta_rule import OP, gated_delta_rule
 
     workload = f"layer delta rule {heads}/{values}"
-    if not _wanted(results, workload, BACKENDS):
+    if not _wanted(results, workload, OP.backends):
         return
     random = partial(_leaf, clock.device, 1, packed.num_tokens)
     q, k, v = random(heads, size), random(heads, size), random(values, size)
     g = (-0.1 * torch.rand(1, packed.num_tokens, values, device=clock.device)).requires_grad_()
     beta = random(values).detach().sigmoid().requires_grad_()
     leaves = (q, k, v, g, beta)
-    for backend in sorted(BACKENDS):
+    for backend in sorted(OP.backends):
         _time(
             results,
             clock,
@@ -85,16 +85,16 @@ def _wanted(results: Results, workload: str, backends: Any) -> bool:
 
 
 def _conv(results: Results, clock: Clock, packed: PackedSequence, channels: int) -> None:
-    from hf_packfree.ops.conv import BACKENDS, causal_conv1d
+    from hf_packfree.ops.conv import OP, causal_conv1d
 
     workload = f"layer conv {channels} channels"
-    if not _wanted(results, workload, BACKENDS):
+    if not _wanted(results, workload, OP.backends):
         return
     x, weight = (
         _leaf(clock.device, 1, packed.num_tokens, channels),
         _leaf(clock.device, channels, 4),
     )
-    for backend in sorted(BACKENDS):
+    for backend in sorted(OP.backends):
         call = partial(causal_conv1d, x, weight, packed, backend=backend)
         _time(results, clock, packed, workload, backend, call, (x, weight))
 
@@ -103,17 +103,19 @@ def _qkv_conv(
     results: Results, clock: Clock, packed: PackedSequence, heads: int, values: int, size: int
 ) -> None:
     """Convolution, split into heads, and norms of q and k in one pass."""
-    from hf_packfree.ops.conv import QK_L2NORM, qkv_conv
+    from hf_packfree.ops.conv import OP, qkv_conv
+
+    fused = {name for name, backend in OP.backends.items() if backend.qkv_conv}
 
     workload = f"layer qkv conv {heads}/{values}"
-    if not _wanted(results, workload, QK_L2NORM):
+    if not _wanted(results, workload, fused):
         return
     channels = (2 * heads + values) * size
     x, weight = (
         _leaf(clock.device, 1, packed.num_tokens, channels),
         _leaf(clock.device, channels, 4),
     )
-    for backend in sorted(QK_L2NORM):
+    for backend in sorted(fused):
         call = partial(
             qkv_conv,
             x,
@@ -131,13 +133,13 @@ def _gated_norm(
     results: Results, clock: Clock, packed: PackedSequence, values: int, size: int
 ) -> None:
     workload = f"layer gated norm {values} heads"
-    from hf_packfree.ops.fused import BACKENDS, gated_rms_norm
+    from hf_packfree.ops.fused import OP, gated_rms_norm
 
-    if not _wanted(results, workload, BACKENDS):
+    if not _wanted(results, workload, OP.backends):
         return
     x, z = (_leaf(clock.device, packed.num_tokens * values, size) for _ in range(2))
     weight = _leaf(clock.device, size)
-    for backend in sorted(BACKENDS):
+    for backend in sorted(OP.backends):
         call = partial(gated_rms_norm, x, z, weight, eps=1e-6, backend=backend)
         _time(results, clock, packed, workload, backend, call, (x, z, weight))
 
@@ -145,13 +147,13 @@ def _gated_norm(
 def _attention(
     results: Results, clock: Clock, packed: PackedSequence, heads: int, keys: int, size: int
 ) -> None:
-    from hf_packfree.ops.attention import BACKENDS, attention
+    from hf_packfree.ops.attention import OP, attention
 
     workload = f"layer attention {heads}/{keys} of {size}"
-    if not _wanted(results, workload, BACKENDS):
+    if not _wanted(results, workload, OP.backends):
         return
     q, k, v = (_leaf(clock.device, 1, packed.num_tokens, n, size) for n in (heads, keys, keys))
-    for backend in sorted(BACKENDS):
+    for backend in sorted(OP.backends):
         call = partial(attention, q, k, v, packed, backend=backend)
         _time(results, clock, packed, workload, backend, call, (q, k, v))
 
@@ -160,14 +162,14 @@ def _add_norm(results: Results, clock: Clock, packed: PackedSequence, width: int
     """Residual sum and norm, both going on: the stream and what the next part of the layer
     reads.
     """
-    from hf_packfree.ops.fused import BACKENDS, add_norm
+    from hf_packfree.ops.fused import OP, add_norm
 
     workload = f"layer add norm {width} channels"
-    if not _wanted(results, workload, BACKENDS):
+    if not _wanted(results, workload, OP.backends):
         return
     x, branch = (_leaf(clock.device, 1, packed.num_tokens, width) for _ in range(2))
     weight = _leaf(clock.device, width)
-    for backend in sorted(BACKENDS):
+    for backend in sorted(OP.backends):
         call = partial(add_norm, x, branch, weight, 1e-6, backend=backend)
         _time(results, clock, packed, workload, backend, call, (x, branch, weight))
 
@@ -177,9 +179,9 @@ def _swiglu(results: Results, clock: Clock, packed: PackedSequence, width: int) 
     models.
     """
     workload = f"layer swiglu {width} channels"
-    from hf_packfree.ops.fused import BACKENDS, swiglu_mlp
+    from hf_packfree.ops.fused import OP, swiglu_mlp
 
-    if not _wanted(results, workload, BACKENDS):
+    if not _wanted(results, workload, OP.backends):
         return
     leaves = (
         _leaf(clock.device, 1, packed.num_tokens, width),
@@ -187,7 +189,7 @@ def _swiglu(results: Results, clock: Clock, packed: PackedSequence, width: int) 
         _leaf(clock.device, 3 * width, width),
         _leaf(clock.device, width, 3 * width),
     )
-    for backend in sorted(BACKENDS):
+    for backend in sorted(OP.backends):
         _time(
             results,
             clock,

@@ -24,7 +24,7 @@ class Op:
 
     Attributes:
         name: how results call it.
-        module: where its function and `BACKENDS` are.
+        module: where its function and `OP` are.
         leaves: (tokens) -> {name: fp64 tensor}; dimension 1 is the tokens' unless the name is in
             `shared`.
         call: (function, leaves, record, backend) -> [1, T, ...].
@@ -37,7 +37,7 @@ class Op:
             H200. Not our convolution, whose taps' sum goes by a token's place among four (4e-6),
             varlen, which adds queries' gradients as they come (9e-6), nor our MLP, where torch
             multiplies in the backward pass (9e-4).
-        table: the name of the module's table of backends.
+        needs: the field that its backends have to have.
     """
 
     name: str
@@ -49,13 +49,19 @@ class Op:
     mixes: bool = True
     exact: tuple[str, ...] = ()
     exact_gradients: tuple[str, ...] = ()
-    table: str = "BACKENDS"
+    needs: str | None = None
 
     def backends(self) -> list[str]:
         """Names of the backends; an operation that moved or is gone raises, so that it does not
         leave in silence.
         """
-        return sorted(getattr(import_module(self.module), self.table))
+        found = self.op.backends.items()
+        return sorted(name for name, one in found if not self.needs or getattr(one, self.needs))
+
+    @property
+    def op(self) -> Any:
+        """The object of the package."""
+        return import_module(self.module).OP
 
     def run(self, leaves: dict[str, Tensor], packed: PackedSequence, backend: str) -> Tensor:
         """Run it, or skip the test where the backend itself says why it cannot run; whatever it
@@ -72,7 +78,7 @@ class Op:
         """What the backend itself says: why it cannot run here, or None."""
         from hf_packfree.ops.backend import Target
 
-        found = import_module(self.module).BACKENDS[backend]
+        found = self.op.backends[backend]
         capability = None if TRIAL else torch.cuda.get_device_capability()
         sizes = {"key_size": HEADS[2], "value_size": HEADS[2], "taps": 4}
         sizes |= {"head_size": ATTENTION[2], "tower_head_size": TOWER[1]}

@@ -246,7 +246,7 @@ OPS = {
             _slow_leaves,
             _between_states,
             "gated_delta_rule_with_states",
-            table="WITH_STATES",
+            needs="with_states",
         ),
         Op(
             "delta rule in segments",
@@ -254,7 +254,7 @@ OPS = {
             _slow_leaves,
             _in_segments,
             "gated_delta_rule",
-            table="LONG",
+            needs="long",
         ),
         Op(
             "conv",
@@ -286,7 +286,7 @@ OPS = {
             "qkv_conv",
             shared=("weight",),
             exact=("triton",),
-            table="QK_L2NORM",
+            needs="qkv_conv",
         ),
         Op(
             "attention",
@@ -305,7 +305,7 @@ OPS = {
             _attention_leaves,
             _long_attention,
             "attention",
-            table="LONG",
+            needs="long",
         ),
         *(
             Op(

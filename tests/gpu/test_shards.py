@@ -7,12 +7,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_packfree.ops.attention import WITH_HISTORY, attention, attention_with_history
+from hf_packfree.ops.attention import OP as ATTEND
+from hf_packfree.ops.attention import attention, attention_with_history
 from hf_packfree.ops.backend import Target
-from hf_packfree.ops.delta_rule import BACKENDS, gated_delta_rule
+from hf_packfree.ops.delta_rule import OP as DELTA_RULE
+from hf_packfree.ops.delta_rule import gated_delta_rule
 from hf_packfree.ops.delta_rule.segments import Segments, walk_segments
 from hf_packfree.packing import PackedSequence
-from hf_packfree.parallel.states import SCANS
 from tests.gpu.checks import ATTENTION, DEVICE, HEADS, TRIAL, gpu
 from tests.gpu.op import as_leaves
 from tests.gpu.op_table import unit_leaves
@@ -23,7 +24,7 @@ VALUES, GRADIENTS = 1e-2, 3e-2
 CUT = [[64, 64, 9], [30], [640, 500], [1]]
 
 
-@pytest.mark.parametrize("backend", ["torch"] if TRIAL else WITH_HISTORY)
+@pytest.mark.parametrize("backend", ["torch"] if TRIAL else ATTEND.backends)
 @pytest.mark.parametrize(
     "history, lengths", [(0, [70, 5]), (3, [1, 200]), (300, [130, 64, 1]), (129, [500])]
 )
@@ -46,12 +47,12 @@ def test_queries_are_the_last_of_their_document(backend, history, lengths):
     assert_near(found, leaves, wanted, wide)
 
 
-@pytest.mark.parametrize("backend", SCANS)
+@pytest.mark.parametrize("backend", DELTA_RULE.backends)
 def test_documents_in_segments_are_whole_documents(backend):
     dtype = torch.float32 if TRIAL else torch.bfloat16
     capability = None if TRIAL else torch.cuda.get_device_capability()
     if (
-        reason := BACKENDS[backend].unusable(
+        reason := DELTA_RULE.backends[backend].unusable(
             Target(DEVICE, capability, dtype, {"key_size": HEADS[2]})
         )
     ) is not None:
@@ -61,7 +62,8 @@ def test_documents_in_segments_are_whole_documents(backend):
     leaves = [*as_leaves(unit_leaves(packed.num_tokens), dtype).values()]
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
     wanted = gated_delta_rule(*wide, packed, qk_l2norm=False)
-    found, _ = walk_segments(*leaves, None, Segments.of(packed, CUT), SCANS[backend])
+    scans = DELTA_RULE.backends[backend].scans
+    found, _ = walk_segments(*leaves, None, Segments.of(packed, CUT), scans)
     assert_near(found, leaves, wanted, wide)
 
 

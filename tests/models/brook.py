@@ -24,7 +24,7 @@ class BrookShortConv(Replacement, upstream.BrookShortConv):
         if packed is None:
             return super().forward(x, **kwargs)
         before, after, x = self.gates_in(x).chunk(3, -1)
-        backend = state_of(self).kernels_for(x.device, x.dtype).conv
+        backend = state_of(self).kernels_for(x.device, x.dtype)["conv"]
         weight, bias = self.conv.weight.squeeze(1), self.conv.bias
         x = causal_conv1d(before * x, weight, packed, bias=bias, activation=None, backend=backend)
         return packed.zero_left_pad(self.out(after * x))
@@ -50,7 +50,7 @@ class BrookDelta(Replacement, upstream.BrookDelta):
         packed = receive(self, kwargs)
         if packed is None:
             return super().forward(x, **kwargs)
-        backend = state_of(self).kernels_for(x.device, x.dtype).delta_rule
+        backend = state_of(self).kernels_for(x.device, x.dtype)["delta_rule"]
         out = gated_delta_rule(*self.project(x), packed, backend=backend)
         return packed.zero_left_pad(self.out(out.flatten(2)))
 

@@ -97,6 +97,22 @@ class BrookDelta(nn.Module):
         return self.out(torch.stack(out, 1).flatten(2))
 
 
+class BrookLeakySum(nn.Module):
+    """Each channel remembers: h <- decay h + x. No layer of the default config has it."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.decay_logit = nn.Parameter(torch.full((config.hidden_size,), 3.0))
+        self.out = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+
+    def forward(self, x, **kwargs):
+        decay, h, sums = self.decay_logit.sigmoid(), torch.zeros_like(x[:, 0]), []
+        for t in range(x.shape[1]):
+            h = decay * h + x[:, t]
+            sums.append(h)
+        return self.out(torch.stack(sums, 1))
+
+
 def rotate(q, k, cos, sin):
     """Rotary embedding of q and k [B, heads, T, D]."""
     cos, sin = cos[:, None], sin[:, None]
@@ -156,7 +172,8 @@ class BrookStreamLayer(GradientCheckpointingLayer):
 
     def __init__(self, config, kind):
         super().__init__()
-        self.token_mix = BrookShortConv(config) if kind == "conv" else BrookDelta(config)
+        mixers = {"conv": BrookShortConv, "hybrid": BrookLeakySum}
+        self.token_mix = mixers.get(kind, BrookDelta)(config)
         self.after = BrookRMSNorm(config.hidden_size)
 
     def forward(self, x, position_embeddings, attention_mask=None, **kwargs):

@@ -25,7 +25,7 @@ def counted(monkeypatch):
     make, cached, rule = (
         PackedSequence.from_lengths.__func__,
         PackedSequence.cached,
-        delta_rule.BACKENDS["torch"],
+        delta_rule.OP.backends["torch"],
     )
 
     def counting(cls, *arguments, **words):
@@ -49,7 +49,7 @@ def counted(monkeypatch):
 
     monkeypatch.setattr(PackedSequence, "from_lengths", classmethod(counting))
     monkeypatch.setattr(PackedSequence, "cached", deriving)
-    monkeypatch.setitem(delta_rule.BACKENDS, "torch", replace(rule, run=run))
+    monkeypatch.setitem(delta_rule.OP.backends, "torch", replace(rule, run=run))
     return made, planned
 
 

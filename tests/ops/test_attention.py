@@ -118,10 +118,10 @@ def test_towers_attend_in_both_directions_within_segments(lengths, scale):
     "size, reason", [(64, None), (72, None), (80, None), (36, "multiple of 8; the model has 36")]
 )
 def test_a_towers_head_size_decides_not_the_text_models(size, reason):
-    found = towers.BACKENDS["varlen"].unusable(
+    found = towers.OP.backends["varlen"].unusable(
         Target("cuda", (9, 0), sizes={"head_size": 300, "tower_head_size": size})
     )
     assert found is None if reason is None else reason in found
-    assert "bfloat16" in towers.BACKENDS["varlen"].unusable(
+    assert "bfloat16" in towers.OP.backends["varlen"].unusable(
         Target("cuda", (9, 0), torch.float32, {"tower_head_size": 64})
     )

@@ -259,6 +259,6 @@ def test_nothing_keeps_itself_alive(kept):
 
 def test_unknown_backend():
     x, weight = leaves(bias=False)
-    with pytest.raises(BackendUnavailable, match="log-probability backend 'liger'"):
+    with pytest.raises(BackendUnavailable, match="log probs backend 'liger'"):
         linear_log_probs(x, weight, targets(), backend="liger")
-    assert set(log_probs.BACKENDS) == {"triton", "torch"}
+    assert set(log_probs.OP.backends) == {"triton", "torch"}

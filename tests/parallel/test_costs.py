@@ -7,13 +7,14 @@ import torch
 
 from hf_packfree import PackedSequence, apply_patches, patch_report
 from hf_packfree.models.context_parallel import settled
+from hf_packfree.ops import delta_rule
 from hf_packfree.packing import shard_row
 from hf_packfree.parallel import ContextParallel, costs
 from hf_packfree.parallel import attention as by_ranks
 from hf_packfree.parallel.delta_rule import SHARED
 from tests.benchmarks.context_parallel_costs import gdn_sizes
 from tests.benchmarks.exchanges import Alone, exchanging
-from tests.support import tiny
+from tests.support import by_family, tiny
 
 SIZES = {"key_heads": 4, "value_heads": 8, "key_size": 16, "value_size": 16}
 
@@ -103,16 +104,18 @@ def test_shards_that_are_worth_it_exchange_states_and_tiny_ones_heads(world):
 def test_auto_says_what_it_takes_and_why(group, monkeypatch):
     monkeypatch.setattr(ContextParallel, "world", 2)
     config, auto = tiny().config, ContextParallel(group)
+    ops = by_family["qwen3_5"].mixer_ops
     sizes = gdn_sizes() | {"query_heads": 8}
-    found = settled(config, sizes, auto)
+    found = settled(config, sizes, auto, ops, {})
     assert (found.gdn, found.attention) == ("state", "auto")
     assert "Gated DeltaNet states (state is modelled at" in str(found)
     # a backend that gives no states
-    assert settled(config, sizes, auto, "stateless").gdn == "heads"
+    monkeypatch.setitem(delta_rule.OP.backends, "stateless", delta_rule.DeltaRuleBackend())
+    assert settled(config, sizes, auto, ops, {"delta_rule": "stateless"}).gdn == "heads"
     # where heads cost less
     monkeypatch.setattr(costs, "seconds_by_heads", lambda *_: 0.0)
-    assert settled(config, sizes, auto).gdn == "heads"
-    asked = settled(config, sizes, ContextParallel(group, gdn="state"))
+    assert settled(config, sizes, auto, ops, {}).gdn == "heads"
+    asked = settled(config, sizes, ContextParallel(group, gdn="state"), ops, {})
     assert asked.gdn == "state" and str(asked).endswith("states (as asked for)")
 
 

@@ -5,6 +5,7 @@ process plays a rank of several.
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -57,7 +58,7 @@ class RecordedScans:
     """What walks documents in PyTorch, recorded with their lengths."""
 
     def __init__(self, events: list) -> None:
-        self.events, self.scans = events, states.SCANS["torch"]
+        self.events, self.scans = events, states.DELTA_RULE.backends["torch"].scans
         self.prepare, self.summarize = self.scans.prepare, self.scans.summarize
         self.summarize_gradient = self.scans.summarize_gradient
 
@@ -99,9 +100,11 @@ def events_of(way: str, lengths: list[int], rank: int) -> tuple[list, list]:
         recorded(events, "conv", states.qkv_conv),
         recorded(events, "conv back", torch_native._backward),
     )
+    rule = states.DELTA_RULE.backends["torch"]
+    recorded_scans = replace(rule, scans=RecordedScans(events))
     with (
         exchanging(Recorded(rank, events)),
-        patch.dict(states.SCANS, {"torch": RecordedScans(events)}),
+        patch.dict(states.DELTA_RULE.backends, {"torch": recorded_scans}),
         patch.object(states, "qkv_conv", conv),
         patch.object(torch_native, "_backward", back),
     ):

@@ -14,9 +14,9 @@ from hf_packfree import apply_patches, patch_report
 from hf_packfree.errors import PatchConflict
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.fused.linear import NARROW
+from hf_packfree.ops.table import OPS
 from hf_packfree.patching import apply, exactness
 from hf_packfree.patching.announce import announce
-from hf_packfree.patching.backends import OPS
 from tests.gpu.op_table import OPS as TESTED
 from tests.patching.machines import INSTALLED, SIZES
 from tests.support import tiny
@@ -97,16 +97,12 @@ def test_batch_invariance_is_promised_where_it_is_wanted(gpu, caplog):
 
 def test_what_promises_bits_is_what_the_gpu_tests_check():
     promised = {
-        op: {name for name, found in module.BACKENDS.items() if found.batch_invariant}
-        for op, module in OPS.items()
+        name: {backend for backend, found in op.backends.items() if found.batch_invariant}
+        for name, op in OPS.items()
     }
-    layers = {op: module for op, module in OPS.items() if op != "loss"}
-    for op, module in layers.items():
-        tested = [
-            row
-            for row in TESTED.values()
-            if row.module == module.__name__ and row.table == "BACKENDS"
-        ]
+    layers = {name: op for name, op in OPS.items() if op.where != "head"}
+    for op in layers:
+        tested = [row for row in TESTED.values() if row.op is layers[op] and row.needs is None]
         assert tested, op
         for row in tested:
             promising = [
@@ -199,10 +195,7 @@ def test_bits_are_promised_for_the_releases_they_were_tested_with(
 
 
 def test_of_kernels_that_are_tuned_bits_are_promised_within_a_process(hopper):
-    tuned = (
-        "of one process, because flash-linear-attention chooses its kernels' shapes by timing them "
-        "in each"
-    )
+    tuned = "of one process, because fla chooses the shapes of its kernels by timing them in each"
     assert tuned in str(patch_report(hopper(backend={"delta_rule": "fla"}))) and tuned not in str(
         patch_report(hopper())
     )

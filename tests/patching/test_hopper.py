@@ -26,7 +26,7 @@ def test_hopper_with_tilelang_switched_off(gpu, monkeypatch, name, value):
     gpu(packages=WITH_TILELANG)
     monkeypatch.setenv(name, value)
     state = choose_backends("auto", SIZES)
-    assert state.cuda_half.delta_rule == state.cuda_single.delta_rule == "torch"
+    assert state.cuda_half["delta_rule"] == state.cuda_single["delta_rule"] == "torch"
     assert (
         f"{name}={value} in the environment leaves tilelang out; unset it"
         in state.why["delta_rule"]
@@ -36,7 +36,7 @@ def test_hopper_with_tilelang_switched_off(gpu, monkeypatch, name, value):
 def test_hopper_with_a_broken_tilelang(gpu):
     gpu(packages=WITH_TILELANG, broken=["tilelang"])
     state = choose_backends("auto", SIZES)
-    assert state.cuda_half.delta_rule == "torch"
+    assert state.cuda_half["delta_rule"] == "torch"
     assert (
         "tilelang 0.1.15 is broken (OSError: undefined symbol: _ZN3c10); reinstall it"
         in state.why["delta_rule"]
@@ -61,10 +61,10 @@ def test_hopper_with_a_triton_of_another_name(monkeypatch):
 
 def test_flash_qla_switched_off_for_fla_is_off_here_too(gpu, monkeypatch):
     gpu()
-    assert choose_backends("auto", SIZES).cuda_half.delta_rule == "flash_qla"
+    assert choose_backends("auto", SIZES).cuda_half["delta_rule"] == "flash_qla"
     monkeypatch.setenv("FLA_FLASH_QLA", "0")
     state = choose_backends("auto", SIZES)
-    assert state.cuda_half.delta_rule == "fla"
+    assert state.cuda_half["delta_rule"] == "fla"
     assert (
         "not flash_qla: FLA_FLASH_QLA=0 in the environment turns it off" in state.why["delta_rule"]
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from importlib import import_module
 
 import pytest
@@ -13,6 +14,7 @@ from hf_packfree import apply_patches, prewarm
 from hf_packfree.errors import UnsupportedModel
 from hf_packfree.models.state import PatchState
 from hf_packfree.ops import delta_rule
+from hf_packfree.ops.backend import LongDocuments
 from tests.support import tiny
 
 
@@ -34,7 +36,9 @@ def test_weights_gradients_and_random_state_stay():
 def test_kernels_of_cut_documents_are_compiled_too(monkeypatch):
     module = import_module("hf_packfree.patching.prewarm")
     monkeypatch.setattr(module, "CUT", (40,))
-    monkeypatch.setattr(delta_rule, "cuts_on", lambda device, backend: True)
+    torch_native = delta_rule.OP.backends["torch"]
+    long = LongDocuments(torch_native.run, "in segments", lambda device, sizes: True)
+    monkeypatch.setitem(delta_rule.OP.backends, "torch", replace(torch_native, long=long))
     seen, model = [], apply_patches(tiny())
     model.model.packfree.observers.append(lambda packed, shape, mask: seen.append(packed.lengths))
     prewarm(model)

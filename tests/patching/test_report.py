@@ -5,6 +5,7 @@ compiles.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,8 @@ from hf_packfree import apply_patches, patch_report, prewarm, remove_patches
 from hf_packfree.errors import UnsupportedModel
 from hf_packfree.ops import delta_rule
 from hf_packfree.ops.attention import cudnn
+from hf_packfree.ops.backend import LongDocuments
+from hf_packfree.ops.delta_rule import flash_qla_segments
 from hf_packfree.patching import apply, report
 from tests.patching.machines import INSTALLED, SIZES
 from tests.support import tiny
@@ -27,9 +30,9 @@ def test_no_module_is_refused_in_a_sentence(call, nothing):
 
 
 def test_the_report_says_whether_long_documents_are_cut(monkeypatch):
-    monkeypatch.setattr(
-        delta_rule, "cuts_on", lambda device, backend: (device.type, backend) == ("cpu", "torch")
-    )
+    torch_native = delta_rule.OP.backends["torch"]
+    long = LongDocuments(torch_native.run, "in segments", lambda device, _: device.type == "cpu")
+    monkeypatch.setitem(delta_rule.OP.backends, "torch", replace(torch_native, long=long))
     found, whole = (
         patch_report(apply_patches(tiny(), batch_invariant=wanted)) for wanted in (False, True)
     )
@@ -232,7 +235,7 @@ def test_every_operation_is_named_with_a_version(gpu, monkeypatch):
         monkeypatch, backend={"attention": "varlen", "delta_rule": "flash_qla"}
     )
     monkeypatch.setattr(forced, "parameters", lambda: iter([there]), raising=False)
-    monkeypatch.setattr(delta_rule, "cuts_on", lambda device, backend: False)
+    monkeypatch.setattr(flash_qla_segments, "cuts_on", lambda device: False)
     assert "delta_rule: flash_qla (flash-qla 0.1.3), attention: varlen (torch 2.11.0)," in str(
         patch_report(forced)
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,14 +14,15 @@ from torch import nn
 
 from hf_packfree import apply_patches, patch_report, remove_patches
 from hf_packfree.errors import PatchConflict
-from hf_packfree.models.state import PatchState
 from hf_packfree.patching.apply import patches_lifted
+from hf_packfree.patching.backends import choose_backends
 from hf_packfree.patching.plan import plan_swaps
 from hf_packfree.patching.steps import carry_out, plan_addition
 from tests.support import by_family, tiny
 
 NAME = "model.extra"
-STATE = PatchState(mixer_paths=by_family["qwen3_5"].mixer_paths)
+FAMILY = by_family["qwen3_5"]
+STATE = replace(choose_backends("auto", ops=FAMILY.ops), mixer_paths=FAMILY.mixer_paths)
 
 
 def with_addition(model=None, name=NAME):

@@ -4,37 +4,62 @@ backend.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_packfree.ops.attention import cudnn, torch_native, triton_native, varlen
-from hf_packfree.ops.backend import Backend, find
+from hf_packfree.ops.backend import Backend, LongDocuments
+from hf_packfree.ops.op import AcrossRanks, Op
 from hf_packfree.packing import PackedSequence
 
-BACKENDS = {
-    "triton": Backend(triton_native.attend, triton_native.unusable, "triton", batch_invariant=True),
-    "varlen": Backend(varlen.attend, varlen.unusable, batch_invariant=True),
-    "torch": Backend(torch_native.attend),
-}
-LONG = {"triton": Backend(cudnn.attend, triton_native.unusable)}
-"""Those that hand long documents to cuDNN, where that runs."""
-WITH_HISTORY = {
-    "triton": Backend(
-        partial(torch_native.attend_with_history, run=cudnn.attend), triton_native.unusable
-    ),
-    "varlen": Backend(varlen.attend_with_history, varlen.unusable),
-    "torch": Backend(torch_native.attend_with_history),
-}
-"""Those whose first document may have keys before its first query."""
 
+@dataclass(frozen=True)
+class AttentionBackend(Backend):
+    """One implementation of causal attention.
 
-def hands_over_on(device: torch.device, backend: str, head_size: int) -> bool:
-    """Return whether a backend hands long documents to cuDNN on a device, if batch invariance is
-    not wanted.
+    Attributes:
+        with_history: attends where the first document may have keys before its first query, see
+            `attention_with_history`; None: it cannot.
     """
-    return backend in LONG and cudnn.takes(head_size, device)
+
+    with_history: Callable[..., Tensor] | None = None
+
+
+def _cudnn_takes(device: torch.device, sizes: Mapping[str, int]) -> bool:
+    return cudnn.takes(sizes.get("head_size", 0), device)
+
+
+OP = Op(
+    name="attention",
+    leaks="keys of other documents are visible, or hidden behind a T x T mask",
+    backends={
+        "triton": AttentionBackend(
+            triton_native.attend,
+            triton_native.unusable,
+            "triton",
+            batch_invariant=True,
+            compiles="seconds",
+            long=LongDocuments(cudnn.attend, "by cuDNN", _cudnn_takes),
+            with_history=partial(torch_native.attend_with_history, run=cudnn.attend),
+        ),
+        "varlen": AttentionBackend(
+            varlen.attend,
+            varlen.unusable,
+            batch_invariant=True,
+            with_history=varlen.attend_with_history,
+        ),
+        "torch": AttentionBackend(
+            torch_native.attend, with_history=torch_native.attend_with_history
+        ),
+    },
+    loaded=True,
+    across_ranks=AcrossRanks("attention", "query_heads"),
+)
 
 
 def attention(
@@ -57,10 +82,10 @@ def attention(
         scale: factor on q.k before the softmax; D ** -0.5 if not given.
         dropout: probability of dropping an attention weight; above 0 "torch" attends, whatever the
             backend.
-        batch_invariant: attend in the same kernels whatever is in the row. Otherwise a backend of
-            `LONG` hands documents of 8,192 tokens and more to cuDNN where that has kernels for
+        batch_invariant: attend in the same kernels whatever is in the row. Otherwise "triton"
+            hands documents of 8,192 tokens and more to cuDNN where that has kernels for
             them, which is faster; see `cudnn.py`.
-        backend: a name in `BACKENDS`.
+        backend: a name in `OP.backends`.
 
     Returns:
         [1, T, H, D] in q's dtype. Memory grows with T, not with T x T, where torch has a flash
@@ -69,7 +94,7 @@ def attention(
     Raises:
         BackendUnavailable: no backend has that name.
     """
-    attend = find("attention", BACKENDS if batch_invariant else BACKENDS | LONG, backend)
+    attend = OP.backend(backend).running(batch_invariant)
     # which "torch" alone has
     if dropout:
         return torch_native.attend(q, k, v, packed, scale=scale, dropout=dropout)
@@ -94,7 +119,7 @@ def attention_with_history(
             of the row.
         packed: the documents of the row of T tokens.
         scale, dropout: see `attention`.
-        backend: a name in `WITH_HISTORY`.
+        backend: a name in `OP.backends`.
 
     Returns:
         [1, T, H, D] in q's dtype: what `attention` gives those tokens in the longer row.
@@ -102,10 +127,10 @@ def attention_with_history(
     Raises:
         BackendUnavailable: no backend has that name.
     """
-    attend = find("attention with history", WITH_HISTORY, backend)
+    attend: Any = OP.backend(backend).with_history
     if dropout:
         return torch_native.attend_with_history(q, k, v, packed, scale=scale, dropout=dropout)
     return attend(q, k, v, packed, scale=scale)  # type: ignore[no-any-return]
 
 
-__all__ = ["BACKENDS", "WITH_HISTORY", "attention", "attention_with_history"]
+__all__ = ["OP", "AttentionBackend", "attention", "attention_with_history"]

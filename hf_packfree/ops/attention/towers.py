@@ -12,7 +12,8 @@ from functools import partial
 from torch import Tensor
 
 from hf_packfree.ops.attention import torch_native, varlen
-from hf_packfree.ops.backend import Backend, Target, find
+from hf_packfree.ops.backend import Backend, Target
+from hf_packfree.ops.op import Op
 from hf_packfree.packing import PackedSequence
 
 
@@ -23,10 +24,17 @@ def _varlen_unusable(target: Target) -> str | None:
     )
 
 
-BACKENDS = {
-    "varlen": Backend(partial(varlen.attend, causal=False), _varlen_unusable, batch_invariant=True),
-    "torch": Backend(partial(torch_native.attend, causal=False)),
-}
+OP = Op(
+    name="tower_attention",
+    backends={
+        "varlen": Backend(
+            partial(varlen.attend, causal=False), _varlen_unusable, batch_invariant=True
+        ),
+        "torch": Backend(partial(torch_native.attend, causal=False)),
+    },
+    where="towers",
+    loaded=True,
+)
 """Our own Triton kernels skip the keys after a query, and so are not among them."""
 
 
@@ -45,7 +53,7 @@ def tower_attention(
         q, k, v: [1, T, H, D], any floating dtype, any strides whose last is 1.
         segments: of the T tokens.
         scale: factor on q.k before the softmax; D ** -0.5 if not given.
-        backend: a name in `BACKENDS`.
+        backend: a name in `OP.backends`.
 
     Returns:
         [1, T, H, D] in q's dtype. "torch" makes one call for every run of neighbouring segments of
@@ -54,7 +62,8 @@ def tower_attention(
     Raises:
         BackendUnavailable: no backend has that name.
     """
-    return find("tower attention", BACKENDS, backend)(q, k, v, segments, scale=scale)  # type: ignore[no-any-return]
+    attend = OP.backend(backend).running(batch_invariant=True)
+    return attend(q, k, v, segments, scale=scale)  # type: ignore[no-any-return]
 
 
-__all__ = ["BACKENDS", "tower_attention"]
+__all__ = ["OP", "tower_attention"]

@@ -2,27 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from torch import Tensor
 
-from hf_packfree.ops.backend import Backend, find
+from hf_packfree.ops.backend import Backend
 from hf_packfree.ops.conv import causal_conv1d as dao
 from hf_packfree.ops.conv import torch_native, triton_native
+from hf_packfree.ops.op import AcrossRanks, Op
 from hf_packfree.packing import PackedSequence
 
 NORM_EPS = 1e-6
 """Added to the sum of squares under the norm of q and k, as upstream does."""
 
-BACKENDS = {
-    "triton": Backend(
-        triton_native.causal_conv1d, triton_native.unusable, "triton", batch_invariant=True
-    ),
-    "causal_conv1d": Backend(dao.causal_conv1d, dao.unusable, "causal-conv1d"),
-    "torch": Backend(torch_native.causal_conv1d),
-}
-"""All are batch-invariant by themselves; beside the others, though, the delta rule divides q and k
-by their norms, in a kernel that FLA tunes by a row's length, so only ours promises it."""
-QK_L2NORM = ("triton",)
-"""The backends that divide q and k by their L2 norms in the pass that convolves them."""
+
+@dataclass(frozen=True)
+class ConvBackend(Backend):
+    """One implementation of the convolution.
+
+    Attributes:
+        qkv_conv: convolves q, k and v, splits them into heads and divides q and k by their L2
+            norms, in one pass; None: it cannot.
+    """
+
+    qkv_conv: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
+
+
+OP = Op(
+    name="conv",
+    leaks="the convolution's window crosses document boundaries",
+    backends={
+        "triton": ConvBackend(
+            triton_native.causal_conv1d,
+            triton_native.unusable,
+            "triton",
+            batch_invariant=True,
+            compiles="seconds",
+            qkv_conv=triton_native.qkv_conv,
+        ),
+        "causal_conv1d": ConvBackend(dao.causal_conv1d, dao.unusable, "causal-conv1d"),
+        "torch": ConvBackend(torch_native.causal_conv1d),
+    },
+    across_ranks=AcrossRanks("gdn"),
+)
+"""All are batch-invariant by themselves. With another than ours, though, the delta rule divides q
+and k by their norms, in a kernel that FLA tunes by a row's length: only ours promises it."""
 
 
 def causal_conv1d(
@@ -42,7 +67,7 @@ def causal_conv1d(
         packed: the documents of the row.
         bias: [C].
         activation: "silu" or its other name "swish", or None.
-        backend: a name in `BACKENDS`.
+        backend: a name in `OP.backends`.
 
     Returns:
         [1, T, C] in x's dtype. It is batch-invariant: each document's values are, bit for bit,
@@ -68,7 +93,8 @@ def causal_conv1d(
         tensor([ 1., 12., 23., 34.])
     """
     _check_activation(activation)
-    return find("conv", BACKENDS, backend)(x, weight, packed, bias, activation is not None)  # type: ignore[no-any-return]
+    run = OP.backend(backend).running(batch_invariant=True)
+    return run(x, weight, packed, bias, activation is not None)  # type: ignore[no-any-return]
 
 
 def qkv_conv(
@@ -90,7 +116,7 @@ def qkv_conv(
         weight: [C, W], or [C, 1, W] as torch's `Conv1d` holds it.
         heads, sizes: (H, HV) and (K, V).
         qk_l2norm: divide the heads of q and k by their L2 norms, x * rsqrt(sum(x^2) + 1e-6);
-            backends in `QK_L2NORM` do it in the same pass.
+            backends with a `qkv_conv` do it in the same pass.
 
     Returns:
         q, k [1, T, H, K] and v [1, T, HV, V], in x's dtype.
@@ -98,12 +124,11 @@ def qkv_conv(
     Raises:
         ValueError, BackendUnavailable: as `causal_conv1d`.
     """
-    if backend in QK_L2NORM:
+    in_one_pass = OP.backend(backend).qkv_conv
+    if in_one_pass is not None:
         _check_activation(activation)
         eps = NORM_EPS if qk_l2norm else None
-        return triton_native.qkv_conv(
-            x, weight, packed, bias, activation is not None, heads, sizes, eps
-        )
+        return in_one_pass(x, weight, packed, bias, activation is not None, heads, sizes, eps)
     mixed = causal_conv1d(
         x, weight.flatten(1), packed, bias=bias, activation=activation, backend=backend
     )
@@ -122,4 +147,4 @@ def _check_activation(activation: str | None) -> None:
         )
 
 
-__all__ = ["BACKENDS", "QK_L2NORM", "causal_conv1d", "qkv_conv"]
+__all__ = ["OP", "ConvBackend", "causal_conv1d", "qkv_conv"]

@@ -2,42 +2,82 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from hf_packfree.ops.backend import Backend, find
-from hf_packfree.ops.delta_rule import fla, flash_qla, flash_qla_segments, torch_chunked
+from hf_packfree.ops.backend import Backend, LongDocuments
+from hf_packfree.ops.delta_rule import (
+    fla,
+    fla_segments,
+    flash_qla,
+    flash_qla_segments,
+    torch_chunked,
+)
 from hf_packfree.ops.delta_rule.reference import (
     recurrent_gated_delta_rule,
     recurrent_gated_delta_rule_with_states,
 )
+from hf_packfree.ops.delta_rule.segments import Scans
+from hf_packfree.ops.op import AcrossRanks, Op
 from hf_packfree.packing import PackedSequence
 
-BACKENDS = {
-    "flash_qla": Backend(
-        flash_qla.gated_delta_rule, flash_qla.unusable, "flash-qla", batch_invariant=True
-    ),
-    "fla": Backend(fla.gated_delta_rule, fla.unusable, "fla-core", batch_invariant=True),
-    "torch": Backend(torch_chunked.gated_delta_rule),
-}
 
-LONG = {"flash_qla": Backend(flash_qla_segments.gated_delta_rule, flash_qla.unusable, "flash-qla")}
-"""Those that walk long documents in segments side by side, in rows of so few that most of the
-GPU would be idle.
-"""
-WITH_STATES = {
-    "flash_qla": Backend(flash_qla.with_states, flash_qla.unusable, "flash-qla"),
-    "fla": Backend(fla.with_states, fla.unusable, "fla-core"),
-    "torch": Backend(torch_chunked.with_states),
-}
-"""Those whose documents begin with a state and leave one."""
+@dataclass(frozen=True)
+class DeltaRuleBackend(Backend):
+    """One implementation of the gated delta rule.
 
-
-def cuts_on(device: torch.device, backend: str) -> bool:
-    """Return whether a backend cuts long documents on a device, if batch invariance is not
-    wanted.
+    Attributes:
+        with_states: begins every document with a state and returns the one it leaves, see
+            `gated_delta_rule_with_states`; None: it cannot.
+        scans: walks segments side by side, which is how ranks that share a row exchange states, see
+            `hf_packfree.parallel.states`; None: it cannot.
     """
-    return backend in LONG and flash_qla_segments.cuts_on(device)
+
+    with_states: Callable[..., tuple[Tensor, Tensor]] | None = None
+    scans: Scans | None = None
+
+
+def _cuts(device: torch.device, sizes: Mapping[str, int]) -> bool:
+    return flash_qla_segments.cuts_on(device)
+
+
+OP = Op(
+    name="delta_rule",
+    leaks="the recurrent state crosses document boundaries",
+    backends={
+        "flash_qla": DeltaRuleBackend(
+            flash_qla.gated_delta_rule,
+            flash_qla.unusable,
+            "flash-qla",
+            batch_invariant=True,
+            compiles="minutes",
+            long=LongDocuments(flash_qla_segments.gated_delta_rule, "in segments", _cuts),
+            with_states=flash_qla.with_states,
+            scans=flash_qla_segments.FlashQLAScans(),
+        ),
+        "fla": DeltaRuleBackend(
+            fla.gated_delta_rule,
+            fla.unusable,
+            "fla-core",
+            batch_invariant=True,
+            compiles="minutes",
+            tuned=True,
+            with_states=fla.with_states,
+            scans=fla_segments.FLAScans(),
+        ),
+        "torch": DeltaRuleBackend(
+            torch_chunked.gated_delta_rule,
+            with_states=torch_chunked.with_states,
+            scans=torch_chunked.TorchScans(),
+        ),
+    },
+    slow_in_eager=True,
+    across_ranks=AcrossRanks("gdn", "key_heads"),
+)
 
 
 def gated_delta_rule(
@@ -72,10 +112,10 @@ def gated_delta_rule(
         packed: the documents of the row.
         qk_l2norm: divide q and k by their L2 norms, x * rsqrt(sum(x^2) + 1e-6); False: they have
             norm 1 already.
-        batch_invariant: walk every document whole. Otherwise a backend of `LONG` cuts long ones
+        batch_invariant: walk every document whole. Otherwise "flash_qla" cuts long ones
             where that is faster, which is exact too, but rounds otherwise than where the row is
             another; see `segments.py`.
-        backend: a name in `BACKENDS`.
+        backend: a name in `OP.backends`.
 
     Returns:
         [1, T, HV, V] in v's dtype. On the CPU it is always batch-invariant: each document's values
@@ -109,7 +149,7 @@ def gated_delta_rule(
         >>> torch.equal(out[:, :2], leaking[:, :2]), torch.allclose(out[:, 2:], leaking[:, 2:])
         (True, False)
     """
-    run = find("delta rule", BACKENDS if batch_invariant else BACKENDS | LONG, backend)
+    run = OP.backend(backend).running(batch_invariant)
     return run(q, k, v, g, beta, packed, qk_l2norm)  # type: ignore[no-any-return]
 
 
@@ -135,7 +175,7 @@ def gated_delta_rule_with_states(
         q, k, v, g, beta, packed, qk_l2norm: see `gated_delta_rule`.
         initial_state: [N, HV, K, V], fp32 (fp64 if q is), one for each of the row's segments; zero
             if not given.
-        backend: a name in `WITH_STATES`.
+        backend: a name in `OP.backends`.
 
     Returns:
         The output [1, T, HV, V] in v's dtype, and the final states, like `initial_state`. Gradients
@@ -144,7 +184,7 @@ def gated_delta_rule_with_states(
     Raises:
         BackendUnavailable: no backend has that name.
     """
-    run = find("delta rule with states", WITH_STATES, backend)
+    run: Any = OP.backend(backend).with_states
     if initial_state is None:
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         initial_state = q.new_zeros(
@@ -154,10 +194,8 @@ def gated_delta_rule_with_states(
 
 
 __all__ = [
-    "BACKENDS",
-    "LONG",
-    "WITH_STATES",
-    "cuts_on",
+    "OP",
+    "DeltaRuleBackend",
     "gated_delta_rule",
     "gated_delta_rule_with_states",
     "recurrent_gated_delta_rule",

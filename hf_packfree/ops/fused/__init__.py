@@ -9,6 +9,8 @@ Shapes: T tokens of the row, D channels, H heads.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from hf_packfree.ops.backend import Backend, needs_triton
 from hf_packfree.ops.fused.add_norm import add_layer_norm, add_norm
 from hf_packfree.ops.fused.gated_norm import gated_rms_norm
@@ -18,22 +20,44 @@ from hf_packfree.ops.fused.norm_rope import norm_rope
 from hf_packfree.ops.fused.output_gate import output_gate
 from hf_packfree.ops.fused.rope import qkv_rope
 from hf_packfree.ops.fused.swiglu import swiglu_mlp
+from hf_packfree.ops.op import Op
 
-BACKENDS = {
-    "triton": Backend(None, needs_triton, "triton", batch_invariant=True),
-    "torch": Backend(),
-}
+
+@dataclass(frozen=True)
+class FusedBackend(Backend):
+    """One implementation of all small ops.
+
+    Attributes:
+        recomputes: whether those with a `projection` recompute its input in the backward pass
+            instead of keeping it.
+    """
+
+    recomputes: bool = False
+
+
+OP = Op(
+    name="fused",
+    backends={
+        "triton": FusedBackend(
+            None,
+            needs_triton,
+            "triton",
+            batch_invariant=True,
+            compiles="seconds",
+            recomputes=True,
+        ),
+        "torch": FusedBackend(),
+    },
+    # which fuses by itself what does not mix tokens
+    compiled="torch",
+)
 """In a model's layers "torch" means upstream's own modules, or what replaced them; here it is
 the reference.
 """
-RECOMPUTES = ("triton",)
-"""The backends whose ops with a `projection` recompute its input in the backward pass instead of
-keeping it.
-"""
 
 __all__ = [
-    "BACKENDS",
-    "RECOMPUTES",
+    "OP",
+    "FusedBackend",
     "add_layer_norm",
     "add_norm",
     "gated_rms_norm",

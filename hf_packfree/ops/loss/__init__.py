@@ -4,17 +4,19 @@ tokens are made.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from hf_packfree.ops.backend import Backend, find, needs_triton
+from hf_packfree.ops.backend import Backend, needs_triton
 from hf_packfree.ops.loss.chunks import Targets
 from hf_packfree.ops.loss.log_probs import Expected, TokenLogProbs, linear_log_probs
 from hf_packfree.ops.loss.logits import lazy_logits, loss_of
 from hf_packfree.ops.loss.softmax import SoftmaxGradient, softmax_gradient, triton_softmax_gradient
 from hf_packfree.ops.loss.statistics import Wanted
+from hf_packfree.ops.op import Op
 
 
 def _chunked(
@@ -32,18 +34,41 @@ def _reference(x: Tensor, weight: Tensor, targets: Targets, bias: Tensor | None)
     return cross_entropy(logits, targets.flat, reduction="sum", ignore_index=-1)
 
 
-BACKENDS = {
-    "triton": Backend(
-        partial(_chunked, softmax_gradient=triton_softmax_gradient), needs_triton, "triton"
-    ),
-    "torch": Backend(partial(_chunked, softmax_gradient=softmax_gradient)),
-    "upstream": Backend(_reference),
-}
+@dataclass(frozen=True)
+class LossBackend(Backend):
+    """One implementation of head and loss.
+
+    Attributes:
+        softmax_gradient: turns a chunk's logits into their gradient; None: logits of all tokens are
+            made.
+    """
+
+    softmax_gradient: SoftmaxGradient | None = None
+
+
+OP = Op(
+    name="loss",
+    backends={
+        "triton": LossBackend(
+            partial(_chunked, softmax_gradient=triton_softmax_gradient),
+            needs_triton,
+            "triton",
+            compiles="seconds",
+            softmax_gradient=triton_softmax_gradient,
+        ),
+        "torch": LossBackend(
+            partial(_chunked, softmax_gradient=softmax_gradient),
+            softmax_gradient=softmax_gradient,
+        ),
+        "upstream": LossBackend(_reference),
+    },
+    where="head",
+    # whose graph has upstream's loss in it
+    compiled="upstream",
+)
 """In a model "upstream" means transformers' own head and loss, on logits of all tokens; here it
 is the reference.
 """
-SOFTMAX_GRADIENTS = {"triton": triton_softmax_gradient, "torch": softmax_gradient}
-"""What differs between the chunked backends."""
 
 
 def linear_cross_entropy(
@@ -67,7 +92,7 @@ def linear_cross_entropy(
         targets: int64 of x's shape without D, or what `Targets.of` made of them.
         bias: [V], in x's dtype.
         ignore_index: the target of tokens that count nothing.
-        backend: a name in `BACKENDS`.
+        backend: a name in `OP.backends`.
 
     Returns:
         fp32 scalar.
@@ -85,13 +110,14 @@ def linear_cross_entropy(
         tensor(2.0794)
     """
     found = targets if isinstance(targets, Targets) else Targets.of(targets, ignore_index)
-    return find("loss", BACKENDS, backend)(x, weight, found, bias)  # type: ignore[no-any-return]
+    run = OP.backend(backend).running(batch_invariant=True)
+    return run(x, weight, found, bias)  # type: ignore[no-any-return]
 
 
 __all__ = [
-    "BACKENDS",
-    "SOFTMAX_GRADIENTS",
+    "OP",
     "Expected",
+    "LossBackend",
     "Targets",
     "TokenLogProbs",
     "Wanted",

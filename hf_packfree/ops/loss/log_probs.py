@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from hf_packfree.ops.backend import Backend, find, needs_triton
+from hf_packfree.ops.backend import Backend, needs_triton
 from hf_packfree.ops.loss.chunks import (
     Gradients,
     Sums,
@@ -45,6 +45,7 @@ from hf_packfree.ops.loss.statistics import (
     triton_differentiate,
     triton_measure,
 )
+from hf_packfree.ops.op import Op
 from hf_packfree.ops.operation import once_differentiable
 
 _LOG_PROBS_ALONE = Wanted()
@@ -98,20 +99,29 @@ class TokenLogProbs:
         return self if self.entropy is None else replace(self, entropy=self.entropy.detach())
 
 
-@dataclass(frozen=True)
-class Kernels:
-    """What differs between the backends."""
+@dataclass(frozen=True, kw_only=True)
+class LogProbsBackend(Backend):
+    """One implementation, by what differs between them: both functions of a chunk's logits."""
 
     measure: Measure
     differentiate: Differentiate
 
 
-BACKENDS = {
-    "triton": Backend(
-        lambda: Kernels(triton_measure, triton_differentiate), needs_triton, "triton"
-    ),
-    "torch": Backend(lambda: Kernels(measure, differentiate)),
-}
+OP = Op(
+    name="log_probs",
+    backends={
+        "triton": LogProbsBackend(
+            None,
+            needs_triton,
+            "triton",
+            measure=triton_measure,
+            differentiate=triton_differentiate,
+        ),
+        "torch": LogProbsBackend(measure=measure, differentiate=differentiate),
+    },
+    where="head",
+)
+"""A second function of the op "loss", whose choice holds for it."""
 
 
 def linear_log_probs(
@@ -142,7 +152,7 @@ def linear_log_probs(
         dtype: that of the product, x's by default: weight and bias are rounded to it, and their
             gradients are fp32 before they are rounded to their own.
         ignore_index: the target of tokens that count nothing, and are not computed.
-        backend: a name in `BACKENDS`.
+        backend: a name in `OP.backends`.
 
     Raises:
         BackendUnavailable: no backend has that name.
@@ -156,7 +166,7 @@ def linear_log_probs(
         >>> linear_log_probs(x, weight, torch.tensor([[3, -100, 7]])).log_probs
         tensor([[-2.0794,  0.0000, -2.0794]])
     """
-    kernels: Kernels = find("log-probability", BACKENDS, backend)()
+    kernels = OP.backend(backend)
     shape, found = x.shape[:-1], targets
     if not isinstance(found, Targets):
         found = Targets.of(found, ignore_index)
@@ -187,7 +197,7 @@ class _Call:
     wanted: Wanted
     expected: Expected
     dtype: torch.dtype
-    kernels: Kernels
+    kernels: LogProbsBackend
 
     def rounded(
         self, x: Tensor, weight: Tensor, bias: Tensor | None
@@ -324,4 +334,4 @@ def _multiplied(
     return d_x, d_weight, None if found.bias is None else scaled(found.bias, factor, bias)
 
 
-__all__ = ["BACKENDS", "Expected", "TokenLogProbs", "linear_log_probs"]
+__all__ = ["OP", "Expected", "TokenLogProbs", "linear_log_probs"]

@@ -1,0 +1,111 @@
+"""An operation is a file and a line of the table: it is chosen, reported, compiled ahead, forced
+and refused like those of the package, and no shared code knows its name.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import hf_packfree
+from hf_packfree import apply_patches, patch_report, prewarm, verify_packing
+from hf_packfree.errors import BackendUnavailable, PatchConflict
+from hf_packfree.ops.table import OPS
+from hf_packfree.parallel import ContextParallel
+from hf_packfree.patching import registry
+from hf_packfree.patching.backends import choose_backends
+from tests.input_formats import row_batch
+from tests.models import brook_leaky_sum
+from tests.support import (
+    CONTROL,
+    GRADIENT_TOL,
+    LOGIT_TOL,
+    ROW,
+    errors,
+    random_weights,
+    run,
+    run_alone,
+    tiny,
+)
+
+
+@pytest.fixture(autouse=True)
+def added(monkeypatch):
+    monkeypatch.setitem(OPS, "leaky_sum", brook_leaky_sum.OP)
+    monkeypatch.setattr(registry, "FAMILIES", (*registry.FAMILIES, brook_leaky_sum.ROW))
+
+
+def patched(**options):
+    return apply_patches(tiny(brook_leaky_sum.ROW), **options)
+
+
+def test_packed_is_per_document_and_unpatched_leaks():
+    batch = row_batch("positions", ROW)
+    model, weights = tiny(brook_leaky_sum.ROW), random_weights(batch, 128)
+    alone = run_alone(model, batch, weights)
+    logits, grads = errors(run(model, batch, weights), alone)
+    assert logits >= CONTROL * LOGIT_TOL and grads >= CONTROL * GRADIENT_TOL
+    logits, grads = errors(run(apply_patches(model), batch, weights), alone)
+    assert logits <= LOGIT_TOL and grads <= GRADIENT_TOL, (logits, grads)
+    report = verify_packing(patched(), lengths=(5, 17, 1, 9))
+    assert report.patched.influence == 0 and report.unpatched.influence > 1e-3
+
+
+def test_it_is_chosen_and_forced(gpu):
+    gpu()
+    assert choose_backends("auto", {}, brook_leaky_sum.ROW.ops).cuda_half["leaky_sum"] == "scan"
+    assert choose_backends("scan", {}, brook_leaky_sum.ROW.ops).cuda_half["leaky_sum"] == "scan"
+    forced = choose_backends({"leaky_sum": "torch"}, {}, brook_leaky_sum.ROW.ops)
+    assert forced.cuda_half["leaky_sum"] == "torch"
+    assert "leaky_sum" not in choose_backends("auto", {}, ("conv",)).cuda_half
+
+
+def test_it_is_refused():
+    with pytest.raises(BackendUnavailable, match="leaky_sum backend 'scan' forced, but it runs on"):
+        patched(backend={"leaky_sum": "scan"})
+    with pytest.raises(BackendUnavailable, match="found leaky_sum=fla .*leaky_sum: scan, torch;"):
+        patched(backend={"leaky_sum": "fla"})
+    with pytest.raises(BackendUnavailable, match="found leaky sum backend 'fla'; wanted one of"):
+        brook_leaky_sum.leaky_sum(None, None, None, backend="fla")
+
+
+def test_it_is_reported(gpu, caplog):
+    report = patch_report(patched())
+    assert report.implementations["leaky_sum"] == "torch"
+    assert "leaky_sum: torch 2" in str(report)
+    mixer = next(one for one in brook_leaky_sum.ROW.mixers if one.cls == "BrookLeakySum")
+    assert mixer.why() == "the running sum crosses document boundaries"
+    gpu()
+    caplog.clear()
+    patched()
+    assert any("leaky_sum: scan" in record.getMessage() for record in caplog.records)
+    assert patch_report(patched(batch_invariant=True)).rounding is not None
+
+
+def test_it_is_compiled_ahead(monkeypatch):
+    called, by_tokens = [], OPS["leaky_sum"].backends["torch"].run
+    watched = brook_leaky_sum.Backend(lambda *x: (called.append(x[0].shape), by_tokens(*x))[1])
+    monkeypatch.setitem(brook_leaky_sum.OP.backends, "torch", watched)
+    prewarm(patched())
+    assert {shape[1] for shape in called} == {131, 67, 192, 141}
+
+
+def test_ranks_cannot_share_it(monkeypatch):
+    monkeypatch.setattr(ContextParallel, "world", 2)
+    with pytest.raises(PatchConflict, match="found leaky_sum under context parallelism"):
+        patched(context_parallel=ContextParallel(None))
+
+
+def test_no_shared_file_knows_operations_by_name():
+    """Side tables come back as strings: names of operations stand where they are defined, where
+    their mixers call them, and in the rows of families.
+    """
+    package = Path(hf_packfree.__file__).parent
+    found = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if any(f'"{name}"' in path.read_text() for name in ("delta_rule", "tower_attention"))
+    }
+    rooms = {name.split("/")[0] for name in found - {"patching/registry.py"}}
+    assert rooms == {"models", "ops"}, found
