@@ -154,6 +154,12 @@ Sizes = dict[str, tuple[Any, Any]]
 """Name of a part: (what the module has, what its config says)."""
 
 
+def kinds_of_layers(config: Any) -> list[str]:
+    """Return the kind of each decoder layer; a config that does not name them has one kind."""
+    layers: int = config.num_hidden_layers
+    return list(getattr(config, "layer_types", None) or ["full_attention"] * layers)[:layers]
+
+
 def size_of_linear(layer: Any) -> tuple[int, int]:
     """(out, in) features; adapters and quantised layers keep these names while their weights
     change shape.

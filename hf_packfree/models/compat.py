@@ -67,6 +67,11 @@ from pixels to the loss.
 CACHE = "past_key_values" if Version("5.24.0") > RELEASE else "cache"
 """The keyword of a model's cache."""
 
+_MASKED = "full_attention", "linear_attention", "sliding_attention"
+"""What text models look masks up by, which need not be the kinds of their layers: those of
+Falcon-H1 are "hybrid".
+"""
+
 CACHES = "cache", "past_key_values"
 """What callers may name it: releases with the first take the second, too, and warn of it."""
 
@@ -83,4 +88,4 @@ def masks_the_layers_ignore(config: Any, device: torch.device) -> Any:
     # a 4-D mask is passed on as it is, whatever its size
     if MASKS_ARE_TENSORS or not hasattr(config, "layer_types"):
         return torch.ones(1, 1, 1, 1, device=device)
-    return dict.fromkeys(config.layer_types)
+    return dict.fromkeys((*config.layer_types, *_MASKED))

@@ -6,6 +6,7 @@ A fusion, for the families whose layers are of this shape; what is exact without
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -57,9 +58,8 @@ class FusedDecoderLayer(Replacement):
         return self._feed_forward(normed, x)
 
     def _mixer(self) -> Any:
-        return next(
-            getattr(self, path) for path in state_of(self).mixer_paths if hasattr(self, path)
-        )
+        paths = chain.from_iterable(state_of(self).mixers.values())
+        return next(getattr(self, path) for path in paths if hasattr(self, path))
 
     def _add_norm(
         self, x: Tensor, branch: Tensor | None, norm: Any, reader: Any

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,8 +54,8 @@ class PatchState:
             too.
         padded: "lazy" when padded rows run without their padding, with logits put back into the
             caller's shape when something reads them; "upstream" when transformers runs them.
-        mixer_paths: the attributes of decoder layers that hold token mixers, see `Family`; for the
-            check before packed rows.
+        mixers: {kind of decoder layer: the attributes that hold its token mixers}, see `Family`;
+            for the check before packed rows.
         context_parallel: the group whose ranks share each row, or None.
         why: {op: why a faster backend is not used on CUDA}, in sentences.
         observers: called before every training forward of the trunk.
@@ -68,7 +68,7 @@ class PatchState:
     batch_invariant: bool = False
     unpacked: str = "upstream"
     padded: str = "lazy"
-    mixer_paths: tuple[str, ...] = ()
+    mixers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     context_parallel: ContextParallel | None = None
     why: dict[str, str] = field(default_factory=dict, compare=False)
     observers: list[Observer] = field(default_factory=list, compare=False, repr=False)

@@ -6,7 +6,7 @@ from typing import Any
 
 from hf_packfree.errors import CacheConflict, PatchConflict, UnsupportedInput
 from hf_packfree.models.attention import check_attention
-from hf_packfree.models.base import Replacement
+from hf_packfree.models.base import Replacement, kinds_of_layers
 from hf_packfree.models.compat import CACHE, cache_of, masks_the_layers_ignore
 from hf_packfree.models.entry import enter, is_batch
 from hf_packfree.models.rotary import check_longest_position, has_fixed_frequencies
@@ -162,8 +162,10 @@ def check_mixers(trunk: Any) -> None:
     Raises:
         PatchConflict: such a layer was found.
     """
-    for number, layer in enumerate(trunk.layers):
-        for name in state_of(trunk).mixer_paths:
+    mixers = state_of(trunk).mixers
+    kinds = kinds_of_layers(trunk.config)
+    for number, (kind, layer) in enumerate(zip(kinds, trunk.layers, strict=False)):
+        for name in mixers.get(kind, ()):
             mixer = getattr(layer, name, None)
             if mixer is None or _reads(mixer):
                 continue

@@ -113,7 +113,7 @@ def _right(model: Any, text: Tensor, depth: int) -> Tensor:
     packed = PackedSequence.from_lengths([text.shape[1]], device=text.device)
     states = model.mtp(
         hidden,
-        trunk.embed_tokens(text),
+        trunk.get_input_embeddings()(text),
         packed,
         depth,
         position_embeddings=cos_and_sin(trunk, hidden, positions),

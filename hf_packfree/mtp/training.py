@@ -112,9 +112,8 @@ class MTPTraining:
             return
         embeddings = arguments.get("inputs_embeds")
         with torch.set_grad_enabled(not self.options.detach):
-            embeddings = (
-                trunk.embed_tokens(arguments["input_ids"]) if embeddings is None else embeddings
-            )
+            if embeddings is None:
+                embeddings = trunk.get_input_embeddings()(arguments["input_ids"])
         positions = arguments["position_ids"]
         if packed is None:
             packed = _record_of(trunk, arguments)

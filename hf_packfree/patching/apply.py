@@ -188,7 +188,7 @@ def _patch(model: nn.Module, options: Options) -> None:
         batch_invariant=options.batch_invariant,
         unpacked=options.unpacked,
         padded=options.padded,
-        mixer_paths=family.mixer_paths,
+        mixers=family.mixers_by_kind,
         context_parallel=ranks,
     )
     state = _state_in_force(model, wanted)

@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_packfree.errors import ContractError, PatchConflict, UnsupportedModel
 from hf_packfree.models.attention import check_attention
-from hf_packfree.models.base import Replacement, contract_violations
+from hf_packfree.models.base import Replacement, contract_violations, kinds_of_layers
 from hf_packfree.models.fused_head import is_fused_head
 from hf_packfree.models.heads import PackedHead
 from hf_packfree.models.rotary import check_rope_type
@@ -213,9 +213,7 @@ def _check_mixers(
     """Refuse a trunk in which a layer is unknown, or has other mixers than its config says: one
     that is not swapped leaks.
     """
-    # a config that does not name the kinds of its layers has one
-    layers = trunk.config.num_hidden_layers
-    kinds = list(getattr(trunk.config, "layer_types", None) or ["full_attention"] * layers)[:layers]
+    kinds = kinds_of_layers(trunk.config)
     if len(kinds) != len(trunk.layers):
         raise ContractError(
             f"found {len(trunk.layers)} layers in {type(trunk).__name__}, its config says "
@@ -231,16 +229,15 @@ def _check_mixers(
                 "the record to their mixer, which leaks then; undo what replaced the layer"
             )
         rows = [mixer for mixer in family.mixers if mixer.kind == kind]
+        known_kind = kind in family.mixers_by_kind
         mixers = [
             type(part).__name__
             for part in layer.modules()
             if type(part) in known and type(part).__name__ in names
         ]
-        if not rows or sorted(mixers) != sorted(mixer.cls for mixer in rows):
-            wanted = (
-                " and ".join(f"a {mixer.cls} at {mixer.path}" for mixer in rows)
-                or "a kind that the table has"
-            )
+        if not known_kind or sorted(mixers) != sorted(mixer.cls for mixer in rows):
+            wanted = " and ".join(f"a {mixer.cls} at {mixer.path}" for mixer in rows)
+            wanted = wanted or ("no mixer" if known_kind else "a kind that the table has")
             raise ContractError(
                 f"found {' and '.join(mixers) or 'no known mixer'} in layers.{number}, which the "
                 f"config says is {kind!r}; wanted {wanted}, since what mixes tokens unpatched "

@@ -79,7 +79,8 @@ class Family:
             has none without it.
         trunk: the text model: the class that takes the record, or reads it from the batch.
         layers: the decoder layers' classes.
-        mixers: the token mixers of these layers.
+        mixers: the token mixers of these layers; a kind of layer may have several.
+        without_mixer: the values in `config.layer_types` of layers that mix no tokens ("mlp").
         fused_layer: whether the decoder layers are patched too, as `FusedDecoderLayer`. Others hand
             the record on.
         vision_language: the class around the text model that images go through, if there is one.
@@ -95,6 +96,7 @@ class Family:
     trunk: str
     layers: tuple[str, ...]
     mixers: tuple[Mixer, ...]
+    without_mixer: tuple[str, ...] = ()
     fused_layer: bool = False
     vision_language: str | None = None
     towers: tuple[Tower, ...] = ()
@@ -115,9 +117,12 @@ class Family:
         }
 
     @property
-    def mixer_paths(self) -> tuple[str, ...]:
-        """The attributes of decoder layers that hold mixers."""
-        return tuple(dict.fromkeys(mixer.path for mixer in self.mixers))
+    def mixers_by_kind(self) -> dict[str, tuple[str, ...]]:
+        """{kind of decoder layer: the attributes that hold its mixers}."""
+        kinds = dict.fromkeys((*(mixer.kind for mixer in self.mixers), *self.without_mixer))
+        return {
+            kind: tuple(mixer.path for mixer in self.mixers if mixer.kind == kind) for kind in kinds
+        }
 
     @property
     def attends_only(self) -> bool:

@@ -217,13 +217,14 @@ def _called(model: nn.Module, family: Family, state: PatchState) -> dict[str, in
     """
     x, found = a_parameter(model), Counter[str]()
     left: list[Any] = list(trunks(model, family))
+    embeddings = [trunk.get_input_embeddings() for trunk in left]
     while left:
         module = left.pop()
         kind = _kind(module, x, adapters=not state.batch_invariant)
         if kind is not None:
             found[kind] += 1
         elif not is_lora(module):
-            left += (child for name, child in module.named_children() if name != "embed_tokens")
+            left += (child for child in module.children() if child not in embeddings)
     return dict(sorted(found.items()))
 
 

@@ -45,11 +45,11 @@ class Probe:
     ) -> None:
         self.reference = reference
         self.lengths, self.gradients = lengths, gradients
-        embedding: Tensor = trunk.embed_tokens.weight
+        self.embed: nn.Module = trunk.get_input_embeddings()
+        embedding = next(self.embed.parameters())
         self.device, self.dtype = embedding.device, embedding.dtype
         self.autocast = autocast_dtype(self.device)
         self.model = model if _answers_per_token(model) else trunk
-        self.embed: nn.Module = trunk.embed_tokens
         self.generator = torch.Generator("cpu").manual_seed(seed)
         source = media_source(self.model)
         self.documents = (

@@ -17,7 +17,7 @@ from hf_packfree import apply_patches, patch_report, remove_patches, verify_pack
 from hf_packfree.errors import ContractError, PatchConflict, UnsupportedModel
 from hf_packfree.patching import prewarm, registry
 from tests.input_formats import padded_rows, row_batch
-from tests.models import brook
+from tests.models import brook, marsh
 from tests.models.padded import padded_batch, real_tokens, step, worst_gradient
 from tests.support import (
     CONTROL,
@@ -31,12 +31,20 @@ from tests.support import (
     tiny,
 )
 
-MIXERS = {"BrookShortConv": 1, "BrookDelta": 2, "BrookAttention": 1}
+MIXERS = {
+    "brook": {"BrookShortConv": 1, "BrookDelta": 2, "BrookAttention": 1},
+    "marsh": {"MarshShortConv": 2, "MarshAttention": 2},
+}
 
 
 @pytest.fixture
 def added(monkeypatch):
-    monkeypatch.setattr(registry, "FAMILIES", (*registry.FAMILIES, brook.ROW))
+    monkeypatch.setattr(registry, "FAMILIES", (*registry.FAMILIES, brook.ROW, marsh.ROW))
+
+
+@pytest.fixture(params=[brook.ROW, marsh.ROW], ids=lambda row: row.name)
+def row(request, added):
+    return request.param
 
 
 def test_without_its_row_it_is_refused():
@@ -53,9 +61,9 @@ def batch_of(form):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("form", ["positions", "cu_seq_lens", "several rows"])
-def test_packed_is_per_document_and_unpatched_leaks(added, form, attention):
+def test_packed_is_per_document_and_unpatched_leaks(row, form, attention):
     batch = batch_of(form)
-    model, weights = tiny(brook.ROW, attention=attention), random_weights(batch, 128)
+    model, weights = tiny(row, attention=attention), random_weights(batch, 128)
     alone = run_alone(model, batch, weights)
     control = run(model, batch, weights)
     logits, grads = errors(control, alone)
@@ -64,10 +72,10 @@ def test_packed_is_per_document_and_unpatched_leaks(added, form, attention):
     assert logits <= LOGIT_TOL and grads <= GRADIENT_TOL, (logits, grads)
 
 
-def test_padded_batches_skip_padding(added):
+def test_padded_batches_skip_padding(row):
     batch = padded_batch("right")
-    wanted, wanted_grads = step(tiny(brook.ROW), batch)
-    model, seen = apply_patches(tiny(brook.ROW)), []
+    wanted, wanted_grads = step(tiny(row), batch)
+    model, seen = apply_patches(tiny(row)), []
     model.model.layers[0].register_forward_hook(
         lambda layer, args, out: seen.append(args[0].shape[1])
     )
@@ -79,8 +87,8 @@ def test_padded_batches_skip_padding(added):
     )
 
 
-def test_checkpointing_changes_nothing(added):
-    model, batch = apply_patches(tiny(brook.ROW)), row_batch("positions", ROW)
+def test_checkpointing_changes_nothing(row):
+    model, batch = apply_patches(tiny(row)), row_batch("positions", ROW)
     weights = random_weights(batch, 128)
     wanted = run(model, batch, weights)
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
@@ -88,14 +96,14 @@ def test_checkpointing_changes_nothing(added):
     assert all(torch.equal(found[1][name], wanted[1][name]) for name in wanted[1])
 
 
-def test_report_removal_and_twice(added):
-    model = tiny(brook.ROW)
+def test_report_removal_and_twice(row):
+    model = tiny(row)
     before = [(name, type(module), sorted(vars(module))) for name, module in model.named_modules()]
     weights = copy.deepcopy(model.state_dict())
     report = patch_report(apply_patches(apply_patches(model)))
-    assert (report.family, report.patched) == ("brook", True)
-    assert report.swaps == {"BrookForCausalLM": 1, "BrookModel": 1, **MIXERS}, "no decoder layer"
-    assert brook.ROW.swaps.keys() == {"BrookModel", *MIXERS}
+    assert (report.family, report.patched) == (row.name, True)
+    assert report.swaps == {row.causal_lm: 1, row.trunk: 1, **MIXERS[row.name]}, "no layer"
+    assert row.swaps.keys() == {row.trunk, *MIXERS[row.name]}
     assert not patch_report(remove_patches(model)).patched
     assert before == [
         (name, type(module), sorted(vars(module))) for name, module in model.named_modules()
@@ -103,20 +111,20 @@ def test_report_removal_and_twice(added):
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
 
-def test_verify_measures_it(added):
-    report = verify_packing(apply_patches(tiny(brook.ROW)), lengths=(5, 17, 1, 9))
+def test_verify_measures_it(row):
+    report = verify_packing(apply_patches(tiny(row)), lengths=(5, 17, 1, 9))
     assert (
-        report.family == "brook"
+        report.family == row.name
         and report.patched.influence == 0
         and report.unpatched.influence > 1e-3
     )
-    prewarm(apply_patches(tiny(brook.ROW)))
+    prewarm(apply_patches(tiny(row)))
 
 
-def test_unpacked_rows_are_upstreams(added):
+def test_unpacked_rows_are_upstreams(row):
     ids = torch.arange(2, 62).view(2, 30)
-    wanted = tiny(brook.ROW)(input_ids=ids).logits
-    assert torch.equal(apply_patches(tiny(brook.ROW))(input_ids=ids).logits, wanted)
+    wanted = tiny(row)(input_ids=ids).logits
+    assert torch.equal(apply_patches(tiny(row))(input_ids=ids).logits, wanted)
 
 
 @pytest.mark.parametrize("where", ["layers.0.token_mix", "layers.1.token_mix", "layers.2.attend"])
@@ -145,6 +153,22 @@ def test_a_kind_of_layer_that_no_mixer_has_is_refused(added):
         match="layers.2, which the config says is 'sliding_attention'; wanted a kind that",
     ):
         apply_patches(model)
+
+
+def test_a_mixer_beside_or_in_place_of_an_mlp_is_known_by_the_kind_of_its_layer(added):
+    batch = row_batch("positions", (3, 5))
+    model = tiny(marsh.ROW)
+    ours = model.model.layers[1].mixer
+    model.model.layers[1].mixer = tiny(marsh.ROW).model.layers[2].mixer
+    with pytest.raises(ContractError, match="found MarshShortConv in layers.1, .*'moe'; wanted no"):
+        apply_patches(model)
+    model.model.layers[1].mixer = ours
+    apply_patches(model)(**batch.inputs)
+    for where in ("layers.0.mixer", "layers.0.attend", "layers.3.mixer"):
+        patched = apply_patches(tiny(marsh.ROW))
+        patched.model.set_submodule(where, tiny(marsh.ROW).model.get_submodule(where))
+        with pytest.raises(PatchConflict, match=f"{where} changed since"):
+            patched(**batch.inputs)
 
 
 def test_a_layer_that_may_drop_the_record_is_refused(added):
@@ -178,6 +202,8 @@ def test_no_shared_file_names_a_familys_mixers():
         file for file in Path(hf_packfree.__file__).parent.rglob("*.py") if file.name not in own
     ]
     assert len(shared) > 50 and words >= {"linear_attn", "self_attn"}
+    # Nemotron-H says `embeddings`
+    words.add("embed_tokens")
     found = [
         (file.name, word)
         for file in shared

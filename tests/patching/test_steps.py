@@ -22,7 +22,7 @@ from tests.support import by_family, tiny
 
 NAME = "model.extra"
 FAMILY = by_family["qwen3_5"]
-STATE = replace(choose_backends("auto", ops=FAMILY.ops), mixer_paths=FAMILY.mixer_paths)
+STATE = replace(choose_backends("auto", ops=FAMILY.ops), mixers=FAMILY.mixers_by_kind)
 
 
 def with_addition(model=None, name=NAME):
