@@ -17,13 +17,19 @@ start.
 """
 
 
-def pytest_collection_modifyitems(items):
+ROWS = pytest.StashKey()
+"""The marks of all tests that were collected, those that an expression leaves out, too."""
+
+
+def pytest_collection_modifyitems(config, items):
     """Put the row into the test's properties, which a skipped test keeps too; all but this
     room's quick files are slow here.
     """
+    config.stash[ROWS] = []
     for item in items:
         mark = item.get_closest_marker("integration")
         if mark is not None:
+            config.stash[ROWS].append(mark)
             if item.path.parent == Path(__file__).parent and item.path.stem not in QUICK:
                 item.add_marker(pytest.mark.slow)
             item.user_properties += [

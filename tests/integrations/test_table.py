@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.integrations.conftest import ROWS
 from tests.integrations.run import LIBRARIES, MARK, PAGE, read
 
 REPORT = """<testsuites><testsuite>
@@ -40,10 +41,8 @@ def test_the_page_says_what_the_tests_say(request):
         tuple(cell.strip() for cell in line.strip("|").split("|"))[:3]
         for line in table.splitlines()[4:]
     ]
-    marks = [item.get_closest_marker("integration") for item in request.session.items]
-    rows = {
-        (m.kwargs["library"], m.kwargs["what"]): m.kwargs["says"] for m in marks if m is not None
-    }
+    marks = request.config.stash[ROWS]
+    rows = {(m.kwargs["library"], m.kwargs["what"]): m.kwargs["says"] for m in marks}
     if not rows:
         pytest.skip("no test of this room is selected")
     assert {library for library, _ in rows} <= set(LIBRARIES)
