@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
-from hf_packfree.demo import DemoOptions, DemoReport, Training, run_demo
+from hf_packfree.demo import DemoOptions, DemoReport, Training, harm, plot, run_demo
 from hf_packfree.demo.report import (
     JUDGED_STEPS,
     LEAKING,
@@ -191,6 +193,55 @@ def test_a_control_that_does_not_differ_proves_nothing():
 def test_a_leak_found_by_verification_is_a_failure():
     (failure,) = report_of(training(PACKED), logits=1e-3).failures()
     assert failure.startswith("logits differ from a forward per document: 1.0e-03")
+
+
+def test_the_picture_cuts_no_word_off(tmp_path, monkeypatch):
+    """Long texts, a machine with a long name and every package of a GPU machine included."""
+    drawn = []
+    monkeypatch.setattr(
+        plot, "Figure", lambda **options: drawn.append(Figure(**options)) or drawn[-1]
+    )
+    long = " ".join(["quite", "a", "long", "continuation"] * 5)
+    names = ("torch", "triton", "transformers", "fla-core", "flash-qla", "hf_packfree")
+    report = replace(
+        report_of(training(PACKED)),
+        continuations=Continuations(long, long, (long, long), (long, long)),
+        versions={name: "2.13.0+cu130" for name in names},
+        device="NVIDIA H200",
+        leaking=Influence(((1.0,) * 8,) * 8),
+        exact=Influence(((1.0,) * 8,) * 8),
+    )
+    plot.draw(report, tmp_path / "demo.png")
+    (figure,) = drawn
+    # in inches
+    drawn_on, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
+    assert drawn_on.x0 >= 0 and drawn_on.y0 >= 0
+    assert drawn_on.x1 <= width and drawn_on.y1 <= height
+
+
+def test_the_beginning_that_is_continued_is_one_that_a_neighbour_changes(monkeypatch):
+    """However late it comes; and nothing is continued after the end token."""
+    documents = [[number] * 30 for number in range(30)]
+
+    class Tokenizer:
+        def decode(self, ids):
+            return " ".join(map(str, ids))
+
+    def continuation(model, neighbours, prompt):
+        leaks = model == "unpatched" and prompt[0] == 20
+        return [prompt[0], *(neighbour[0] for neighbour in neighbours if leaks)]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(harm, "continuation", continuation)
+        found = harm.continuations("unpatched", "patched", Tokenizer(), documents)
+    assert found == Continuations("20 20 20 20 20 20", "20", ("20 0", "20 1"), ("20", "20"))
+
+    model = SimpleNamespace(config=SimpleNamespace(eos_token_id=3))
+    # each token is followed by the next number
+    nexts = torch.eye(19).roll(1, 1)
+    monkeypatch.setattr(harm, "logits", lambda model, row: [nexts[ids] for ids in row])
+    assert harm.continuation(model, [[7]], [0, 1]) == [2, 3]
+    assert len(harm.continuation(model, [[7]], [4])) == harm.NEW
 
 
 def test_steps_after_the_judged_ones_are_not_judged():

@@ -5,6 +5,7 @@ differ in dashes too.
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import matplotlib
@@ -39,7 +40,8 @@ def draw(report: DemoReport, path: Path) -> None:
     with matplotlib.rc_context(LOOK):
         figure = Figure(figsize=(14, 8), dpi=120, layout="constrained")
         FigureCanvasAgg(figure)
-        (before, after, text), (difference, speed, memory) = figure.subplots(2, 3)
+        panels = figure.subplots(2, 3, width_ratios=(1, 1, 1.25))
+        (before, after, text), (difference, speed, memory) = panels
         image = draw_map(
             before, report.leaking, "Packed by transformers: documents read each other"
         )
@@ -49,9 +51,10 @@ def draw(report: DemoReport, path: Path) -> None:
         _loss(difference, report)
         _costs(speed, memory, report)
         versions = ", ".join(f"{name} {found}" for name, found in report.versions.items() if found)
+        made = f"{report.parameters:,} parameters, {report.device}; {versions}"
         figure.suptitle(
             f"packfree demo: the same {len(report.lengths)} documents, padded and packed\n"
-            f"{report.parameters:,} parameters, {report.device}; {versions}",
+            f"{fill(made, 130)}",
             fontsize=12,
         )
         figure.savefig(path)
@@ -111,6 +114,8 @@ def _loss(axes: Any, report: DemoReport) -> None:
     axes.locator_params(axis="x", integer=True)
     axes.set_title("Training loss: difference to the padded training", fontsize=10)
     axes.set(xlabel="optimizer step", ylabel="relative difference", yscale="log")
+    # room for the legend beside the lines
+    axes.margins(y=0.2)
     axes.legend(fontsize=8)
     _limit(axes, LOSS_LIMIT)
 
@@ -129,7 +134,7 @@ def _costs(speed: Any, memory: Any, report: DemoReport) -> None:
     bars(memory, peaks, colours, shares)
     share = f"{padded.real_share:.0%} of the padded tokens are real"
     speed.set_title(f"Real tokens per second (longer is better)\n{share}", fontsize=10)
-    memory.set_title("Peak memory of a step, MiB (shorter is better)", fontsize=10)
+    memory.set_title("Peak memory of a step, MiB\n(shorter is better)", fontsize=10)
     for axes in (speed, memory):
         axes.grid(visible=False)
 
