@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -119,6 +119,19 @@ SHORT = {
 }
 """README's rows: by workload, the unpatched variant and ours."""
 SHORT_HEAD = ("one training step", "transformers", "composed by hand", "packfree")
+PACKAGES = (
+    "hf_packfree",
+    "torch",
+    "triton",
+    "transformers",
+    "fla-core",
+    "flash-qla",
+    "liger-kernel",
+    "causal-conv1d",
+)
+"""What a table names the releases of."""
+SCRIPT = "tests.benchmarks.run_all"
+"""What makes a result, where it does not say so itself."""
 BARS = {
     "real_tokens_per_s": "real tokens per second (longer is better)",
     "peak_gib": "peak GiB (shorter is better)",
@@ -162,8 +175,8 @@ def tables(path: Path, ablated: Path) -> dict[tuple[str, str], str]:
     """
     result = json.loads(path.read_text())
     image = (
-        "![Tokens per second and memory of one training step, by workload: transformers padded and "
-        f"packed, composed by hand, packfree]({Path(PLOT).name})\n"
+        "![Tokens per second and memory of one training step, by workload: "
+        f"{'; '.join(sides_of(chosen(result)))}]({Path(PLOT).name})\n"
     )
     speed = "\n".join(part for part in (head(result, path.name), image, top(result)) if part)
     every = "\n".join(part for part in (steps(result), linearity(result)) if part)
@@ -198,27 +211,38 @@ def put_in(page: str, mark: str, text: str) -> str:
 
 
 def head(result: dict[str, Any], name: str) -> str:
-    """Return what the tables were made with, and where every number is."""
-    versions = ", ".join(
-        f"{package} {result['versions'][package]}"
-        for package in (
-            "hf_packfree",
-            "torch",
-            "triton",
-            "transformers",
-            "fla-core",
-            "flash-qla",
-            "liger-kernel",
-            "causal-conv1d",
-        )
-        if package in result["versions"]
-    )
+    """Return what the first table was made with, and where every number is."""
+    rows = [row for _, cells in chosen(result) for row in cells.values()]
+    if not rows:
+        return ""
     return (
         "Where a row says nothing else, a step is forward and backward of the trunk with bf16 "
-        f"weights, without autocast. Made on {result['date']} on one "
-        f"{result['machine']} with {versions}; every number is in "
+        f"weights, without autocast. {origin(result, rows)}; every number is in "
         f"`tests/benchmarks/results/{name}`.\n"
     )
+
+
+def origin(result: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
+    """Say when, on what and with what the rows were made; what differs between runs is in the order
+    of `rows`.
+    """
+    runs = [about(result, run) for run in dict.fromkeys(row.get("run", 1) for row in rows)]
+    found = ((name, _each(run["versions"].get(name, "") for run in runs)) for name in PACKAGES)
+    versions = ", ".join(f"{name} {releases}" for name, releases in found if releases)
+    several = f" in {len(runs)} runs, each" if len(runs) > 1 else ""
+    return (
+        f"Made on {_each(run['date'] for run in runs)}{several} on one "
+        f"{_each(run['machine'] for run in runs)} with {versions}"
+    )
+
+
+def about(result: dict[str, Any], run: int) -> dict[str, Any]:
+    """Return when, on what, of which source and with what a run was made."""
+    return result.get("runs", {"1": result})[str(run)]
+
+
+def _each(texts: Iterable[str]) -> str:
+    return " and ".join(dict.fromkeys(text for text in texts if text))
 
 
 def top(result: dict[str, Any]) -> str:
@@ -226,7 +250,7 @@ def top(result: dict[str, Any]) -> str:
     with packfree's own step.
     """
     found = chosen(result)
-    sides = [side for side in SIDES if any(side in cells for _, cells in found)]
+    sides = sides_of(found)
     lines = [f"| one training step | {' | '.join(sides)} |", "|---" * (len(sides) + 1) + "|"]
     for title, cells in found:
         texts = (_cell(cells[side]) if side in cells else "" for side in sides)
@@ -248,6 +272,11 @@ def chosen(result: dict[str, Any]) -> list[tuple[str, dict[str, dict[str, Any]]]
         if len(beside) > 1:
             found.append((heading(TITLES[workload], rows), beside))
     return found[:MOST]
+
+
+def sides_of(found: list[tuple[str, dict[str, dict[str, Any]]]]) -> list[str]:
+    """Return the columns that have a cell."""
+    return [side for side in SIDES if any(side in cells for _, cells in found)]
 
 
 def _beside(rows: dict[str, dict[str, Any]], ours: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -303,11 +332,10 @@ def steps(result: dict[str, Any]) -> str:
     what did not run for another reason than memory.
     """
     runs = sorted({row.get("run", 1) for row in result["rows"]}, reverse=True)
-    made = result.get("runs", {str(run): result for run in runs[:1]})
     return "\n".join(
         text
         for run in runs
-        if (text := _run(result | {"rows": _of_run(result, run)}, made.get(str(run))))
+        if (text := _run(result | {"rows": _of_run(result, run)}, about(result, run)))
     )
 
 
@@ -315,7 +343,7 @@ def _of_run(result: dict[str, Any], run: int) -> list[dict[str, Any]]:
     return [row for row in result["rows"] if row.get("run", 1) == run]
 
 
-def _run(result: dict[str, Any], about: dict[str, Any] | None) -> str:
+def _run(result: dict[str, Any], made: dict[str, Any]) -> str:
     """The table of one run, below what it was made with."""
     titles = (
         "one step",
@@ -334,17 +362,16 @@ def _run(result: dict[str, Any], about: dict[str, Any] | None) -> str:
             lines.append(f"| **{heading(title, rows)}** | | | | | | |")
             shown.sort(key=lambda row: -row.get("real_tokens_per_s", 0))
             lines += [_line(row, rows) for row in shown]
-    return f"{_made(about)}\n\n" + "\n".join(lines) + "\n" if len(lines) > 2 else ""
+    return f"{_made(made)}\n\n" + "\n".join(lines) + "\n" if len(lines) > 2 else ""
 
 
-def _made(about: dict[str, Any] | None) -> str:
+def _made(run: dict[str, Any]) -> str:
     """Say when, on what, of which source and with what a run was made."""
-    if about is None:
-        return "## An earlier run\n\nOf which date, source and versions were not kept."
-    versions = ", ".join(f"{name} {found}" for name, found in about["versions"].items())
+    versions = ", ".join(f"{name} {found}" for name, found in run["versions"].items())
+    source = f" (source {run['source']})" if "source" in run else ""
     return (
-        f"## {about['date']}, {about['machine']}\n\n`python -m tests.benchmarks.run_all`, package "
-        f"source {about.get('source', 'unknown')}; {versions}."
+        f"## {run['date']}, {run['machine']}\n\n`python -m {run.get('script', SCRIPT)}`, package of "
+        f"commit {run.get('commit', 'unknown')}{source}; {versions}."
     )
 
 
@@ -442,7 +469,9 @@ def operations(result: dict[str, Any]) -> str:
     )
     if not names:
         return ""
+    made = origin(result, [row for row in result["rows"] if row["workload"] in names])
     lines = [
+        f"{made}:\n",
         "| forward and backward over 32,768 tokens | by backend, the fastest first |",
         "|---|---|",
     ]
@@ -550,14 +579,13 @@ def draw(result: dict[str, Any], path: Path) -> None:
         / groups.count(title)
         for title, _ in found
     }
-    names = [fill(title, 42) for title in middles]
+    names = [fill(title.replace("`", ""), 42) for title in middles]
     sides[0].set_yticks(list(middles.values()), names)
     sides[0].invert_yaxis()
-    shown = [side for side in SIDES if any(side == name for _, name, _ in bars)]
+    shown = sides_of(found)
     handles = [Patch(color=COLOURS[side], label=side) for side in shown]
-    figure.suptitle(
-        f"One training step in bf16, one {result['machine']}, {result['date']}", fontsize=10
-    )
+    dates = _each(about(result, row.get("run", 1))["date"] for _, _, row in bars)
+    figure.suptitle(f"One training step in bf16, one {result['machine']}, {dates}", fontsize=10)
     figure.legend(
         handles=handles, ncols=len(handles), loc="lower center", fontsize=8, frameon=False
     )

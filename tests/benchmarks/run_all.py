@@ -5,7 +5,7 @@
     python -m tests.benchmarks.run_all --out DIR --device cpu --tiny          # a trial of the script itself
 
 Leaves DIR/<date>-<gpu>.json: {"machine", "date", "versions", "options" (of
-tests.benchmarks.measure), "source" (of the package, a hash), "rows", "errors", "tests"}. Rows,
+tests.benchmarks.measure), "source" (of the package, a hash), "commit", "rows", "errors", "tests"}. Rows,
 errors, outcomes and how each file of tests ended are also appended as they come (rows.jsonl,
 errors.jsonl, tests.jsonl, files.jsonl), so that a call that is cut off loses little: assemble it.
 What pytest printed is in DIR/log. The exit status is 1 if a file of tests did not end well. Rows
@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 from tests.benchmarks.timing import DEAD, name_of, read_lines
@@ -78,6 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         found = json.loads(about.strip().splitlines()[-1] if about else "{}") | {
             "options": rest,
             "source": source(),
+            "commit": commit(),
         }
         (options.out / "machine.json").write_text(json.dumps(found))
         share = 1.0 if options.no_tests else options.share
@@ -130,6 +132,15 @@ def source(tree: Path = ROOT) -> str:
     for path in sorted((tree / "hf_packfree").rglob("*.py")):
         digest.update(path.relative_to(tree).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()[:12]
+
+
+def commit() -> str:
+    """Return the checkout's commit, "-dirty" behind it where files differ; "unknown" without git."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    if which(command[0]) is None:
+        return "unknown"
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
 
 
 def measure(options: argparse.Namespace, rest: list[str], deadline: float) -> None:
@@ -277,7 +288,7 @@ def write(result: dict[str, Any], folder: Path) -> Path:
         or "unknown"
     )
     path = folder / f"{name}.json"
-    names = ("machine", "processor", "date", "versions", "options", "source", "runs")
+    names = ("machine", "processor", "date", "versions", "options", "source", "commit", "runs")
     head = {key: result[key] for key in names if key in result}
     lists = {key: [json.dumps(item) for item in result[key]] for key in ("rows", "errors")}
     text = json.dumps(head, indent=1)[:-2]

@@ -180,15 +180,34 @@ def test_each_run_has_a_table_and_ratios_of_its_own():
     rows = [
         row | {"run": 2 - (row["variant"] == "matrix products alone")} for row in RESULT["rows"][:3]
     ]
-    first, second = report.steps(RESULT | {"rows": rows}).split("## An earlier run")
+    runs = {
+        "1": {"date": "2025-12-31", "machine": "NVIDIA Old", "versions": {}, "source": "abc"},
+        "2": {"date": "2026-01-02", "machine": "NVIDIA Test", "versions": {"torch": "2.11.0"}},
+    }
+    first, second = report.steps({"rows": rows, "runs": runs}).split("## 2025-12-31, NVIDIA Old")
     assert first.startswith("## 2026-01-02, NVIDIA Test") and "torch 2.11.0" in first
     assert "| packfree+liger | 500 | 65,536 | 60.0 | 546 | 4.00 x |  |" in first, (
         "its products were timed in another run"
     )
     assert "| matrix products alone | 400 | 81,920 |  |  |  | 1.00 |" in second
-    made = {"1": {"date": "2025-12-31", "machine": "NVIDIA Old", "versions": {}, "source": "abc"}}
-    text = report.steps(RESULT | {"rows": rows, "runs": made})
-    assert "## 2025-12-31, NVIDIA Old" in text and "package source abc" in text
+    assert "package of commit unknown (source abc)" in second
+
+
+def test_a_table_of_two_runs_names_the_releases_of_both():
+    runs = {
+        "1": {"date": "2026-01-01", "machine": "NVIDIA Test", "versions": {"torch": "2.10.0"}},
+        "2": {"date": "2026-01-02", "machine": "NVIDIA Test", "versions": {"torch": "2.11.0"}},
+    }
+    rows = [row | {"run": 2} for row in RESULT["rows"][:2]]
+    rows += [row | {"workload": "2b-64k-packed", "run": 1} for row in RESULT["rows"][:2]]
+    assert (
+        "Made on 2026-01-02 and 2026-01-01 in 2 runs, each on one NVIDIA Test with torch 2.11.0 and "
+        "2.10.0;"
+    ) in report.head({"rows": rows, "runs": runs}, "x.json")
+    layer = RESULT["rows"][0] | {"workload": "layer conv", "run": 1}
+    assert report.operations({"rows": [layer], "runs": runs}).startswith(
+        "Made on 2026-01-01 on one NVIDIA Test with torch 2.10.0:\n\n| forward"
+    )
 
 
 def test_each_row_of_the_first_table_is_of_its_newest_run_alone():
@@ -211,8 +230,8 @@ def test_operations_are_listed_by_speed():
     facts = {"torch": {"ms": 9.0}, "triton": {"ms": 0.5}, "fla": {"error": "x"}}
     facts[report.GONE[0]] = {"ms": 0.1}
     rows = [row | {"variant": name} | found for name, found in facts.items()]
-    lines = report.operations({"rows": rows}).splitlines()
-    assert lines[2:] == ["| conv | `triton` 0.50 ms, 1.00 GiB; `torch` 9.00 ms, 1.00 GiB |"]
+    lines = report.operations(RESULT | {"rows": rows}).splitlines()
+    assert lines[4:] == ["| conv | `triton` 0.50 ms, 1.00 GiB; `torch` 9.00 ms, 1.00 GiB |"]
     assert not report.operations({"rows": []})
 
 
@@ -290,6 +309,13 @@ def test_the_pages_get_the_newest_result(tmp_path, results):
 def test_a_page_without_marks_is_refused():
     with pytest.raises(ValueError, match="`<!-- gpu -->` .* wanted one"):
         report.put_in("no marks", "gpu", "text")
+
+
+def test_a_result_names_its_commit(monkeypatch):
+    assert re.fullmatch(r"[0-9a-f]{7,}(-dirty)?|unknown", run_all.commit())
+    # a copy of the tree on a machine without git
+    monkeypatch.setattr(run_all, "which", lambda program: None)
+    assert run_all.commit() == "unknown"
 
 
 def test_calls_are_assembled(tmp_path):

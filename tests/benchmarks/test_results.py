@@ -48,6 +48,11 @@ def test_the_full_result_says_what_made_it():
         r"[0-9a-f]{12}", result["source"]
     )
     assert result["versions"]["hf_packfree"]
+    # of each row: when, on what, with what, of which commit
+    for run in {row["run"] for row in result["rows"]}:
+        made = result["runs"][str(run)]
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d", made["date"]) and made["machine"], run
+        assert made["versions"]["torch"] and re.match(r"[0-9a-f]{7}\b", made["commit"]), run
     names = [(row["workload"], row["variant"]) for row in result["rows"]]
     assert len(names) == len(set(names))
     assert all(
