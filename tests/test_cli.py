@@ -261,6 +261,17 @@ def test_a_folder_without_a_model_is_2(capsys, tmp_path):
     assert code == 2 and "found no model under" in err and err.count("\n") == 1
 
 
+@pytest.mark.parametrize("name", ["/nowhere", "./nowhere", "../no/where", "out/run/checkpoint-3"])
+def test_a_path_to_nothing_is_2_and_not_asked_of_the_hub(capsys, monkeypatch, name):
+    def asked(*args, **options):
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", asked)
+    for command in (("verify", name), ("bench", name), ("doctor", "--model", name)):
+        code, out, err = run(capsys, *command)
+        assert code == 2 and out == "" and f"found no file or folder '{name}'" in err, err
+
+
 def test_doctor_works_where_nothing_is_installed():
     """Without torch, transformers, rich and any other package, and says so."""
     bare = [sys.executable, "-S", "-m", "hf_packfree"]
@@ -289,7 +300,7 @@ def test_adapters_are_verified_on_their_model(capsys, tmp_path):
     assert code == 0 and last(out).startswith("exact: PeftModel (float32"), err
     (tmp_path / "base").rename(tmp_path / "gone")
     code, _, err = run(capsys, "verify", str(tmp_path / "adapters"))
-    assert code == 2 and "found no model under" in err
+    assert code == 2 and "found no file or folder" in err
 
 
 def test_doctor_json_is_json_alone(capsys):

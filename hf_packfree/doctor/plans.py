@@ -174,17 +174,19 @@ def _config_of(model: str) -> Any:
     from transformers import AutoConfig
 
     from hf_packfree.patching.registry import FAMILIES
+    from hf_packfree.verify.model_source import refuse_missing_path
 
     tiny = {family.name: family for family in FAMILIES}
     if model in tiny and not Path(model).exists():
         return tiny[model].tiny_config()
+    refuse_missing_path(model)
     try:
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
     except Exception as error:
         # transformers checks every field in its own way
         raise UnsupportedModel(
             f"found no config under {model!r} ({in_short(error)}); wanted a folder, a hub id, or "
-            f"one of {', '.join(tiny)}; check the name"
+            f"one of {', '.join(tiny)}; check the name, and that the hub can be reached"
         ) from error
 
 

@@ -75,6 +75,7 @@ def _from_name(
     trust_remote_code: bool,
 ) -> nn.Module:
     path = Path(source)
+    refuse_missing_path(source)
     try:
         config = transformers.AutoConfig.from_pretrained(
             source, trust_remote_code=trust_remote_code
@@ -90,8 +91,24 @@ def _from_name(
         raise UnsupportedModel(
             f"found no model under {str(source)!r} ({in_short(error)}); wanted a checkpoint "
             f"folder, a config, a hub id, or one "
-            f"of {', '.join(family.name for family in FAMILIES)}; check the name"
+            f"of {', '.join(family.name for family in FAMILIES)}; check the name, and that the hub "
+            f"can be reached"
         ) from error
+
+
+def refuse_missing_path(name: str | Path) -> None:
+    """Refuse what can only be a path, and is none: the hub, asked for it, complains of its letters.
+
+    Raises:
+        UnsupportedModel: nothing is there.
+    """
+    text = str(name)
+    is_path = isinstance(name, Path) or text.startswith(("/", ".", "~")) or text.count("/") > 1
+    if is_path and not Path(name).exists():
+        raise UnsupportedModel(
+            f"found no file or folder {text!r}; wanted a checkpoint folder, a config, a hub id, or "
+            f"one of {', '.join(family.name for family in FAMILIES)}; check the path"
+        )
 
 
 def _has_weights(path: Path) -> bool:
