@@ -271,6 +271,26 @@ def test_every_public_name_and_option_is_mentioned():
         assert written == options, function.__name__
 
 
+def test_the_reference_is_complete_and_names_no_file_of_the_docs():
+    """What a function returns is there too; pages are linked, and not named as files."""
+    documented, module = {}, ""
+    pattern = r"^\.\. (currentmodule|auto(?:function|class|exception)):: ([\w.]+)$"
+    for directive, name in re.findall(pattern, DOCS["reference.md"], re.M):
+        if directive == "currentmodule":
+            module = name
+        else:
+            documented[name] = getattr(import_module(module), name)
+    for name, found in documented.items():
+        assert "docs/" not in (inspect.getdoc(found) or ""), name
+        if inspect.isfunction(found):
+            kind = inspect.signature(found).return_annotation
+            ours = getattr(import_module(found.__module__), kind, None)
+            of_ours = inspect.isclass(ours) and ours.__module__.startswith("hf_packfree")
+            assert not of_ours or kind in documented, f"{name} returns {kind}"
+    # what those reports are made of
+    assert {"Measurement", "Limits", "gated_delta_rule"} <= documented.keys()
+
+
 def test_every_operation_and_backend_is_listed():
     from hf_packfree.ops.table import OPS
 

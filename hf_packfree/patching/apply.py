@@ -42,7 +42,7 @@ def apply_patches(
     batch_invariant: bool = False,
     unpacked: Literal["upstream", "native"] = "upstream",
     padded: Literal["lazy", "upstream"] = "lazy",
-    mtp: MTPChoice | MTPOptions = None,
+    mtp: MTPOptions | MTPChoice = None,
     context_parallel: Any = None,
 ) -> Model:
     """Make packed rows exact, in place, and return the same model; applying twice changes nothing
@@ -77,8 +77,7 @@ def apply_patches(
             beside the model, `MTPOptions` says how. It becomes `model.mtp`, and its parameters the
             model's: call this before an optimizer or a wrapper takes these.
         context_parallel: a process group of torch.distributed, a mesh of one dimension, or
-            `ContextParallel`: its ranks share each row. All are given the same batches;
-            docs/parallel.md.
+            `ContextParallel`: its ranks share each row, and all are given the same batches.
 
     Raises:
         UnsupportedModel, PatchConflict, ContractError, BackendUnavailable: nothing was changed; see
@@ -124,7 +123,7 @@ class Options:
     batch_invariant: bool = False
     unpacked: str = "upstream"
     padded: str = "lazy"
-    mtp: MTPChoice | MTPOptions = None
+    mtp: MTPOptions | MTPChoice = None
     context_parallel: ContextParallel | None = None
 
     def __post_init__(self) -> None:

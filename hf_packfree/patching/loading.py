@@ -112,7 +112,7 @@ def register_patches(
     batch_invariant: bool = False,
     unpacked: Literal["upstream", "native"] = "upstream",
     padded: Literal["lazy", "upstream"] = "lazy",
-    mtp: MTPChoice | MTPOptions = None,
+    mtp: MTPOptions | MTPChoice = None,
 ) -> Registration:
     """Patch every supported model that is built from now on, by `from_pretrained`, `from_config`
     or its class, in any thread.

@@ -208,7 +208,11 @@ def add_mtp(model: Model, checkpoint: str | os.PathLike[str] | None = None) -> M
         checkpoint: folder or hub id to read it from; the one that the model came from if not given.
 
     Raises:
-        UnsupportedModel, MissingHead, PatchConflict: nothing was changed; see `plan_head`.
+        UnsupportedModel: the family's checkpoints have no such head, or the model has no language
+            modelling head.
+        MissingHead: the checkpoint lacks tensors of the head.
+        PatchConflict: the model has a head with other options, or something else of this name.
+            Nothing was changed, whichever it is.
     """
     family = family_of(model)
     if family is None:

@@ -81,7 +81,7 @@ class PackFreeCallback(TrainerCallback):
         batch_invariant: bool = False,
         unpacked: Literal["native", "upstream"] | None = None,
         padded: Literal["lazy", "upstream"] = "lazy",
-        mtp: MTPChoice | MTPOptions = None,
+        mtp: MTPOptions | MTPChoice = None,
         context_parallel: Any = "auto",
         verify_first_batch: bool = False,
     ) -> None:

@@ -74,8 +74,8 @@ def verify_packing(
         trust_remote_code: run code that comes with a hub id or folder.
 
     Returns:
-        The numbers, all within their limits: relative RMS errors of logits and gradients, patched
-        and unpatched.
+        The numbers, relative RMS errors of logits and gradients, patched and unpatched, all within
+        their limits.
 
     Raises:
         LeakDetected: a number is above its limit, or is NaN in the packed row alone; `.report` has
