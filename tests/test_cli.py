@@ -19,10 +19,12 @@ from transformers import LlamaConfig
 import hf_packfree.cli
 import hf_packfree.demo
 import hf_packfree.verify
-from hf_packfree.cli import main
+from hf_packfree.cli import main, show
 from hf_packfree.cli.options import EXAMPLES, parser
 from hf_packfree.verify.model_source import build_model
 from tests.support import by_family, tiny
+from tests.test_bench import Candidate
+from tests.test_bench import report_of as bench_report
 from tests.test_demo import PACKED, report_of, training
 
 pytestmark = pytest.mark.usefixtures("imports_tried_once")
@@ -142,6 +144,17 @@ def test_prose_breaks_between_words(capsys, monkeypatch, columns, leaking):
         # what usage and examples break is not ours
         assert command == ("--help",) or not long, long
     assert run(capsys, "models", "-v")[1].split() == wanted.split()
+
+
+@pytest.mark.parametrize("columns", [20, 60])
+def test_no_number_and_no_name_of_a_table_is_cut_short(capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    before = Candidate("unpatched padded", 16_384, (1.2345,), 107_112.0)
+    show.bench(bench_report(before, Candidate("patched padded", 5_496, (0.5,), 11_118.0)))
+    out = capsys.readouterr().out
+    assert "…" not in out
+    words = set(re.split(r"[^\w.,/%]+", out))
+    assert {"unpatched", "padded", "16,384", "1,234.5", "107,112", "tokens/s", "floor"} <= words
 
 
 def test_verbose_logs_and_quiet_says_one_line(capsys, caplog):
@@ -298,6 +311,9 @@ def test_adapters_are_verified_on_their_model(capsys, tmp_path):
     adapted.save_pretrained(tmp_path / "adapters")
     code, out, err = run(capsys, "verify", str(tmp_path / "adapters"), "--lengths", "5,64,3")
     assert code == 0 and last(out).startswith("exact: PeftModel (float32"), err
+    short = ("--documents", "2", "--longest", "16", "--rounds", "1", "--threads", "1")
+    code, out, err = run(capsys, "bench", str(tmp_path / "adapters"), *short)
+    assert code == 0 and last(out).startswith("PeftModel ("), err
     (tmp_path / "base").rename(tmp_path / "gone")
     code, _, err = run(capsys, "verify", str(tmp_path / "adapters"))
     assert code == 2 and "found no file or folder" in err

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console as RichConsole
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -53,6 +54,16 @@ def _table(title: str, first: str, *numbers: str) -> Table:
     return table
 
 
+def _print(table: Table) -> None:
+    """Write a table, beyond a terminal's edge where its words and numbers have no room: rich would
+    cut them short, and a number cut short is another one.
+    """
+    console = Console()
+    needed = Measurement.get(console, console.options.update_width(1000), table).minimum
+    console.width = max(console.width, needed)
+    console.print(table)
+
+
 def packing(report: PackingReport) -> None:
     """Show what verification measured."""
     title = f"{report.model}, {report.dtype}, {report.device}"
@@ -71,7 +82,7 @@ def packing(report: PackingReport) -> None:
             *("-" if value is None else f"{value:.1e}" for value in values),
             f"{limit:.0e}" if limit else "0",
         )
-    Console().print(table)
+    _print(table)
     say(
         f"One row of documents of {', '.join(map(str, report.lengths))} tokens, against a forward "
         f"of each document alone."
@@ -159,7 +170,7 @@ def bench(report: BenchReport, picture: object = None) -> None:
         ]
         cells = ["-" if value is None else f"{value:{form}}" for value, form in numbers]
         table.add_row(row.name, f"{row.computed_tokens:,}", f"{row.median * 1e3:,.1f}", *cells)
-    Console().print(table)
+    _print(table)
     say(
         f"Forward and backward of {len(lengths)} documents of {min(lengths):,} to {max(lengths):,} "
         f"tokens; medians of {report.options.rounds} steps, all candidates in turns.  Tokens/s "
@@ -208,7 +219,7 @@ def demo(report: DemoReport) -> None:
         off = "" if row is padded else f"{row.difference(padded):.1e}"
         numbers = (f"{row.real_share:.0%}", f"{row.tokens_per_second:,.0f}", f"{row.peak_mib:,.0f}")
         table.add_row(row.name, f"{row.losses[-1]:.6f}", off, *numbers)
-    Console().print(table)
+    _print(table)
     say(
         "Off by: the largest relative loss difference to the padded training.  Tokens/s count real "
         "tokens, without the first "
