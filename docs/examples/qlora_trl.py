@@ -33,6 +33,7 @@ def main() -> None:
         # the dtype of activations, or the fused projections are left out: docs/fast.md
         bnb_4bit_compute_dtype=dtype,
     )
+    # the text model alone, as docs/quickstart.md explains
     model = AutoModelForCausalLM.from_pretrained(
         options.model, quantization_config=quantised, dtype=dtype
     )
