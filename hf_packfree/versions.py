@@ -52,7 +52,7 @@ VERSIONS = {
             "torch",
             "2.10",
             "have no torch.nn.attention.varlen",
-            cpu=("2.10.0", "2.14.1"),
+            cpu=("2.10.0", "2.15.0"),
             gpu=("2.11.0",),
             batch_invariant="2.11.",
         ),
