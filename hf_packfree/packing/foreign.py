@@ -51,7 +51,12 @@ _LENGTHS = (
 )
 """Integers [N], in tokens."""
 _OBJECTS = ("packed_seq_params", "flash_attn_kwargs", "flash_attention_kwargs")
-"""Objects or dicts with `cu_seqlens_q`, as `_OFFSETS`."""
+"""Objects or dicts with `cu_seqlens_q`, and maybe more of `_FIELDS`; None says nothing."""
+_FIELDS = {
+    "offsets": ("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv"),
+    "longest": ("max_seqlen_q", "max_seqlen_k", "max_seqlen_kv"),
+}
+"""What is read of such an object: as `_OFFSETS`, and as `_LONGEST`."""
 _LONGEST = (
     "max_seqlen",
     "max_seqlens",
@@ -148,12 +153,31 @@ def parse_foreign(
     if foreign and not any(spec.values is not None for spec in specs):
         name = next(iter(foreign))
         raise misspelt(name, next(ours for ours, names in FOREIGN.items() if name in names))
-    return [_parse(name, value, shape) for name, value in foreign.items() if name not in _LONGEST]
+    words: dict[str, Any] = {}
+    for name, value in foreign.items():
+        words |= _offsets_of(name, value) if name in _OBJECTS else {name: value}
+    return [_parse(name, value, shape) for name, value in words.items() if name not in _LONGEST]
 
 
 def longest_of(foreign: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those words that give the longest document's tokens."""
-    return {name: value for name, value in foreign.items() if name in _LONGEST}
+    """Return those words, and fields of objects, that give the longest document's tokens."""
+    found = {name: value for name, value in foreign.items() if name in _LONGEST}
+    for name in foreign.keys() & set(_OBJECTS):
+        found |= _fields(name, foreign[name], "longest")
+    return found
+
+
+def _offsets_of(name: str, given: Any) -> dict[str, Any]:
+    """Return the offsets that an object has; the first is there in any case, to be refused if it
+    is none.
+    """
+    return {f"{name}.cu_seqlens_q": None} | _fields(name, given, "offsets")
+
+
+def _fields(name: str, given: Any, kind: str) -> dict[str, Any]:
+    read = given.get if isinstance(given, Mapping) else lambda field: getattr(given, field, None)
+    found = {f"{name}.{field}": read(field) for field in _FIELDS[kind]}
+    return {field: value for field, value in found.items() if value is not None}
 
 
 @cache
@@ -165,14 +189,10 @@ def _alike(name: str) -> str | None:
 
 
 def _parse(name: str, value: Any, shape: tuple[int, int]) -> BoundarySpec:
-    if name in _OBJECTS:
-        offsets = value.get("cu_seqlens_q") if isinstance(value, Mapping) else None
-        offsets = getattr(value, "cu_seqlens_q", offsets)
-        return _parse_offsets(f"{name}.cu_seqlens_q", offsets, shape)
     if name in _LENGTHS:
         lengths = _integers(name, value)
         return _parse_offsets(name, torch.nn.functional.pad(lengths.cumsum(0), (1, 0)), shape)
-    if name in _OFFSETS:
+    if name.rpartition(".")[2] in _OFFSETS:
         return _parse_offsets(name, value, shape)
     if name in _POSITIONS:
         spec = parse_position_ids(_integers(name, value), shape)

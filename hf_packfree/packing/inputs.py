@@ -23,7 +23,7 @@ from hf_packfree.packing.boundaries import (
     refuse_unclear,
 )
 from hf_packfree.packing.fast_path import offsets_of_one_row, rows_of_mask
-from hf_packfree.packing.foreign import longest_of, parse_foreign
+from hf_packfree.packing.foreign import parse_foreign
 from hf_packfree.packing.keywords import PackingInputs
 from hf_packfree.packing.masks import EVERYWHERE, parse_masks
 from hf_packfree.packing.mrope import check_rows, refuse_packed_mrope
@@ -262,10 +262,7 @@ def _is_plain(specs: list[BoundarySpec], real: Tensor, num_documents: int, *, ca
 
 
 def _check_max_length(inputs: PackingInputs, longest: int | None) -> None:
-    for name in ("max_length_q", "max_length_k", *longest_of(inputs.foreign)):
-        given = inputs.longest(name)
-        if given is None:
-            continue
+    for name, given in inputs.longest().items():
         if longest is None:
             raise BoundaryError(
                 f"found {name}={given} alone; wanted cu_seq_lens_q beside it; pass both"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_packfree.errors import BoundaryError, UnsupportedInput
-from hf_packfree.packing.foreign import take_foreign
+from hf_packfree.packing.foreign import longest_of, take_foreign
 from hf_packfree.packing.record import PackedSequence
 
 HF_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -92,26 +92,31 @@ class PackingInputs:
         ours = (self.cu_seq_lens_q, self.cu_seq_lens_k, self.seq_idx)
         return bool(self.foreign) or any(value is not None for value in ours)
 
-    def longest(self, name: str) -> int | None:
-        """Return `max_length_q` or `_k`, or another library's word for it, as an int.
+    def longest(self) -> dict[str, int]:
+        """Return `max_length_q` and `_k`, and other libraries' words for them, as far as given.
 
         Raises:
-            BoundaryError: it is no whole number.
+            BoundaryError: one is no whole number.
         """
-        given: Any = self.foreign[name] if name in self.foreign else getattr(self, name)
-        try:
-            number = given.item() if isinstance(given, (Tensor, np.ndarray, np.generic)) else given
-        except (RuntimeError, ValueError):
-            # several numbers, or none: on meta
-            number = ()
-        if isinstance(number, float) and number.is_integer():
-            number = int(number)
-        if number is None or (isinstance(number, int) and not isinstance(number, bool)):
-            return number
-        raise BoundaryError(
-            f"found {name}={given!r}; wanted one whole number, the tokens of the longest document; "
-            f"pass an int"
-        )
+        ours = {"max_length_q": self.max_length_q, "max_length_k": self.max_length_k}
+        given = (ours | longest_of(self.foreign)).items()
+        return {name: _whole_number(name, value) for name, value in given if value is not None}
+
+
+def _whole_number(name: str, given: Any) -> int:
+    try:
+        number = given.item() if isinstance(given, (Tensor, np.ndarray, np.generic)) else given
+    except (RuntimeError, ValueError):
+        # several numbers, or none: on meta
+        number = ()
+    if isinstance(number, float) and number.is_integer():
+        number = int(number)
+    if isinstance(number, int) and not isinstance(number, bool):
+        return number
+    raise BoundaryError(
+        f"found {name}={given!r}; wanted one whole number, the tokens of the longest document; "
+        f"pass an int"
+    )
 
 
 def _no_tensor(name: str, given: Any) -> BoundaryError:

@@ -106,6 +106,23 @@ def test_a_longest_document_that_is_too_short():
         lengths_of(9, position_ids=positions, max_seqlen=4)
 
 
+@pytest.mark.parametrize("kind", [dict, SimpleNamespace])
+@pytest.mark.parametrize("word", ["flash_attn_kwargs", "packed_seq_params"])
+def test_every_field_of_an_object_is_compared(word, kind):
+    """As NeMo-RL and Megatron fill them, with what is None left open."""
+    positions, wrong = one_row([4, 5])["position_ids"], offsets([3, 6])
+    agree = {
+        **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv"), offsets([4, 5])),
+        **dict.fromkeys(("max_seqlen_q", "max_seqlen_k", "max_seqlen_kv"), 5),
+    }
+    for fields in (agree, agree | {"cu_seqlens_k": None, "max_seqlen_q": None}):
+        assert lengths_of(9, position_ids=positions, **{word: kind(**fields)}) == [4, 5]
+    for name in agree:
+        fields = agree | {name: 4 if name.startswith("max") else wrong}
+        with pytest.raises(BoundaryConflict, match=rf"found .*{word}.{name}(=4| .*disagreement)"):
+            lengths_of(9, position_ids=positions, **{word: kind(**fields)})
+
+
 def test_offsets_that_leave_out_the_padding_at_the_end():
     """As NeMo-RL and Megatron count: what follows is padding, which positions say too."""
     positions = torch.cat([one_row([4, 5])["position_ids"], torch.zeros(1, 3, dtype=torch.long)], 1)
