@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -119,7 +119,7 @@ class DeferredLayer:
         if parts is None or kernels is None or kernels["loss"] == "upstream":
             return F.linear(hidden, layer.weight, layer.bias)
         self.softmax_gradient = LOSS.backend(kernels["loss"]).softmax_gradient
-        self.made = lazy_logits(*parts, lambda: _gathered(layer), kernels["loss"])
+        self.made = lazy_logits(*parts, lambda: gathered(layer), kernels["loss"])
         return self.made
 
     @contextmanager
@@ -150,10 +150,15 @@ class _InPlaceOfProduct(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _gathered(layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """The layer's weights, from all ranks where FSDP has sharded them."""
+def gathered(layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """Return the layer's weights, from all ranks where FSDP2 has sharded them, whose gradients are
+    then the mean over the ranks, as FSDP2's.
+    """
     weight, bias = (
-        getattr(one, "full_tensor", lambda one=one: one)() for one in (layer.weight, layer.bias)
+        one.full_tensor(grad_placements=[Partial("avg")] * one.device_mesh.ndim)
+        if isinstance(one, DTensor)
+        else one
+        for one in (layer.weight, layer.bias)
     )
     return weight, bias
 

@@ -10,10 +10,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from hf_packfree.models.base import size_of_linear
 from hf_packfree.models.fusable import is_hooked
+from hf_packfree.models.head_loss import gathered
 from hf_packfree.ops.backend import Target, needs_triton
 from hf_packfree.ops.loss import Expected, Targets, TokenLogProbs, Wanted, linear_log_probs
 from hf_packfree.ops.loss.chunks import rows_of_a_chunk
@@ -56,7 +58,8 @@ def token_log_probs(
         hidden: [B, S, D], the text model's last hidden states, `model.base_model(...)[0]`; packed
             or padded.
         targets: int64 [B, S]: of every token the one that is asked about, as a rule the next.
-        head: the model, or its last layer.
+        head: the model, or its last layer. Every rank calls where FSDP2 shards it: its weights are
+            gathered, and get the mean gradient over the ranks.
         temperature: above 0; a number, or [B, 1] or [B, S]; without gradient.
         entropy: with a gradient, or "detached" for the log, which is cheaper: two products the
             size of the logits instead of three where the head is frozen.
@@ -96,15 +99,16 @@ def layer_log_probs(
     plain = _plain(layer)
     if plain is None:
         return _called(hidden, layer, targets, question)
+    weight, bias = gathered(plain)
     return linear_log_probs(
-        hidden.to(plain.weight.device),
-        plain.weight,
+        hidden.to(weight.device),
+        weight,
         targets,
-        bias=plain.bias,
+        bias=bias,
         temperature=question.temperature,
         wanted=question.wanted,
         expected=question.expected,
-        dtype=torch.float32 if question.in_fp32 else _dtype(hidden, plain.weight),
+        dtype=torch.float32 if question.in_fp32 else _dtype(hidden, weight),
         backend=backend or _fastest(hidden),
     )
 
@@ -118,7 +122,7 @@ def _plain(layer: Any) -> nn.Linear | None:
         layer = trained[active] if active in trained else layer.original_module
     plain = type(layer) is nn.Linear and not is_hooked(layer) and "forward" not in vars(layer)
     kinds = {type(one) for one in (layer.weight, layer.bias)} if plain else {None}
-    return layer if kinds <= {nn.Parameter, Tensor, type(None)} else None
+    return layer if kinds <= {nn.Parameter, Tensor, DTensor, type(None)} else None
 
 
 def _dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:

@@ -43,6 +43,8 @@ class LazyLogits(LazyTensor):
         making the logits.
 
         Gradients go to the hidden states and the head's weights; hooks on the logits see nothing.
+        Every rank calls where FSDP2 shards the head, before the backward pass. Under context
+        parallelism the logits, and so the targets, are those of the rank's own tokens.
 
         Args:
             targets: int64 [B, S]: of every token the one that is asked about, as a rule the next;
@@ -195,12 +197,22 @@ class _Product:
             return linear(self.x, *weights)
 
     def as_given(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return x, the weight and the bias with their history.
+        """Return x, the weight and the bias with their history; gathered again where FSDP2 gave
+        up their memory.
 
         Raises:
             UnsupportedInput: they are not what they were.
         """
         held = [self.x, *self.weights]
+        if self.reload is not None and any(one.untyped_storage().size() == 0 for one in held[1:]):
+            # on every rank
+            weight, bias = self.reload()
+            weight = weight.to(self.x.dtype)
+            bias = None if bias is None else bias.to(self.x.dtype)
+            found = [self.x, weight] if bias is None else [self.x, weight, bias]
+            if self.ended or not all(map(Fingerprint.fits_copy, self.before, found)):
+                raise _too_late()
+            return self.given[0], weight, bias
         now = [one for one in self.given if one is not None]
         same = all(one.untyped_storage().size() > 0 for one in held) and all(
             one.data_ptr() == other.data_ptr() and one.dtype == other.dtype
