@@ -134,12 +134,13 @@ def test_fsdp2_on_two_processes(home):
 
 
 def test_every_example_is_run_and_named():
-    """By this file or by the tests of context parallelism; the quickstart names each."""
+    """By this file or by the tests of context parallelism and of verl's calls; the quickstart names
+    each.
+    """
     quickstart = (EXAMPLES.parent / "quickstart.md").read_text()
-    tests = (
-        Path(__file__).read_text()
-        + (Path(__file__).parent / "parallel" / "trainers.py").read_text()
-    )
+    here = Path(__file__).parent
+    files = (Path(__file__), here / "parallel/trainers.py", here / "models/test_rl_verl.py")
+    tests = "".join(file.read_text() for file in files)
     for path in EXAMPLES.glob("*.py"):
         assert path.name in quickstart, path.name
         assert path.name in tests or path.name == "context_parallel.py", path.name
