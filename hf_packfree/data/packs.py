@@ -73,8 +73,9 @@ class PackedIterableDataset(torch.utils.data.IterableDataset[list[Document]]):
     there are any. Documents that are too long are treated as the collator treats them.
 
     Args:
-        stream: an iterable of examples for the collator. One of `datasets` shares itself out over
-            worker processes; of any other each worker takes every n-th example.
+        stream: an iterable of examples for the collator. An `IterableDataset` of `datasets` shares
+            itself out over worker processes; of any other stream each worker takes every n-th
+            example.
         collator: which has a `max_length`.
         buffer: how many documents are packed together; more fill packs better and take more memory.
         shared_out: whether the stream gives each worker process other examples. Those
@@ -145,15 +146,19 @@ class PackedIterableDataset(torch.utils.data.IterableDataset[list[Document]]):
         """Whether several worker processes get other examples of the stream each."""
         if self.shared_out is not None:
             return self.shared_out
-        homes = {kind.__module__.partition(".")[0] for kind in type(self.stream).__mro__}
-        if "datasets" not in homes and isinstance(self.stream, torch.utils.data.IterableDataset):
+        # a map-style one of that library gives every process all of it
+        of_datasets = any(
+            kind.__name__ == "IterableDataset" and kind.__module__.startswith("datasets.")
+            for kind in type(self.stream).__mro__
+        )
+        if not of_datasets and isinstance(self.stream, torch.utils.data.IterableDataset):
             raise UnsupportedInput(
                 f"found a {type(self.stream).__name__} and several worker processes, of which it "
                 "may give each the same examples or other ones; wanted to know, since documents "
                 "would be repeated or lost; pass PackedIterableDataset(..., shared_out=True) if it "
                 "reads torch.utils.data.get_worker_info(), else shared_out=False"
             )
-        return "datasets" in homes
+        return of_datasets
 
 
 def packs_of(lengths: Sequence[int], max_length: int) -> list[list[int]]:

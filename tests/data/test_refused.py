@@ -206,6 +206,13 @@ class TestStream:
         assert self.read(stream, shared_out=shared_out) == wanted
         assert self.read(stream, workers=1) == self.read(stream, workers=0) == wanted
 
+    @pytest.mark.parametrize("kind", ["map-style", "iterable", "iterable of one shard"])
+    def test_of_datasets_only_an_iterable_one_shares_itself_out(self, kind):
+        stream = pytest.importorskip("datasets").Dataset.from_list(list(Plain()))
+        if kind != "map-style":
+            stream = stream.to_iterable_dataset(num_shards=1 if "one shard" in kind else 4)
+        assert self.read(stream) == [one["input_ids"] for one in Plain()]
+
     def test_control_told_wrongly_they_do_not(self):
         assert len(self.read(Plain(), shared_out=True)) == 48
 
