@@ -122,6 +122,10 @@ class LazyTensor(Tensor):
         reads return.
         """
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled():
+            # a view of what was made outside of that mode is no tensor of inference
+            with torch.inference_mode(False), torch.no_grad():
+                return cls.__torch_dispatch__(func, types, args, kwargs)
         if (
             torch.Tag.inplace_view in func.tags
             and func is not _DETACH

@@ -128,6 +128,29 @@ def test_a_history_is_kept_from_copies_as_it_is_of_ordinary_tensors():
         assert saved(tensor).requires_grad and saved(tensor).is_leaf
 
 
+INFERRED = {
+    "detach": lambda tensor: tensor.detach(),
+    "slice": lambda tensor: tensor[..., :-1, :],
+    "argmax": lambda tensor: tensor.argmax(-1),
+    "product": lambda tensor: tensor @ torch.ones(2, 3, requires_grad=True),
+}
+
+
+@pytest.mark.parametrize("read_before", [True, False])
+@pytest.mark.parametrize("reader", INFERRED)
+def test_they_are_read_in_inference_mode_and_learn_afterwards(reader, read_before):
+    row = VALUES.clone().requires_grad_()
+    lazy, ordinary = lazy_repad(row, record()), repad(row, record())
+    if read_before:
+        assert torch.equal(lazy.detach() + 0, ordinary)
+    with torch.inference_mode():
+        found, wanted = INFERRED[reader](lazy), INFERRED[reader](ordinary)
+        assert torch.equal(found, wanted) and found.requires_grad == wanted.requires_grad
+    (lazy * lazy).sum().backward()
+    assert torch.equal(row.grad, 2 * VALUES)
+    assert torch.equal(lazy.detach().mul_(2) + 0, 2 * ordinary)
+
+
 def test_data_of_another_shape_is_refused():
     with pytest.raises(RuntimeError, match="shape"):
         lazy_repad(VALUES, record()).data = torch.ones(5)
