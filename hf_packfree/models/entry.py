@@ -16,8 +16,8 @@ from hf_packfree.models import compat
 from hf_packfree.models.attention import attention_route
 from hf_packfree.models.rotary import has_fixed_frequencies
 from hf_packfree.models.row_adapters import (
-    refuse_invocations_from_above,
     refuse_prompts_from_above,
+    refuse_readers_of_the_row,
 )
 from hf_packfree.models.state import state_of
 from hf_packfree.packing import (
@@ -90,7 +90,7 @@ def enter(
             ids,
             embeds,
             cache,
-            config=module.config,
+            module=module,
             unpacked=ours and (misread or state.runs_unpacked),
             skip_padding=skip_padding and ours and state.padded != "upstream",
             skip_all=ours and not generates,
@@ -155,7 +155,7 @@ def read_arguments(
     inputs_embeds: Tensor | None,
     cache: Any,
     *,
-    config: Any,
+    module: Any,
     skip_padding: bool = False,
     skip_all: bool = False,
     unpacked: bool = False,
@@ -167,7 +167,7 @@ def read_arguments(
         inputs: what the caller said of documents.
         input_ids: [B, S], or None when `inputs_embeds` [B, S, D] is given.
         cache: transformers' cache, or None.
-        config: of the model, which names the token that pads.
+        module: head or text model that is called, whose config names the token that pads.
         skip_padding: build a record for padded rows of one document too, see `runs_here`.
         skip_all: build one for a batch of nothing but padding.
         unpacked: build one for rows of one document without padding too.
@@ -177,10 +177,11 @@ def read_arguments(
         BoundaryError, BoundaryConflict, UnsupportedInput: see `resolve_boundaries`.
         UnsupportedInput: a transform of torch.func.
         CacheConflict: several documents together with a cache.
-        UnsupportedModel: PEFT calls for adapters that work on whole rows, see `row_adapters`.
+        UnsupportedModel: PEFT's adapters work on whole rows, see `row_adapters`.
     """
     tokens = input_ids if input_ids is not None else inputs_embeds
     assert tokens is not None
+    config = module.config.get_text_config()
     refuse_prompts_from_above(inputs_embeds)
     shape = (tokens.shape[0], tokens.shape[1])
     seen = cache.get_seq_length() if cache is not None else 0
@@ -190,11 +191,11 @@ def read_arguments(
     cached = cache is not None and not inputs.named
     if cached:
         inputs = replace(inputs, attention_mask=_current(inputs.attention_mask, shape[1]))
-    elif _says_nothing(inputs.attention_mask, config.get_text_config()):
+    elif _says_nothing(inputs.attention_mask, config):
         inputs = replace(inputs, attention_mask=None)
     misread = compat.MISREADS_PADDING_OF_ONE_ROW and shape[0] == 1 and cache is None
     misread = misread and _may_begin_with_padding(inputs.attention_mask)
-    pad = getattr(config.get_text_config(), "pad_token_id", None)
+    pad = getattr(config, "pad_token_id", None)
     drop, same, is_padding = misread or skip_padding, _same_token(tokens), _is_token(input_ids, pad)
     packed = resolve_boundaries(
         inputs,
@@ -218,7 +219,7 @@ def read_arguments(
         )
     if packed is None:
         return None
-    refuse_invocations_from_above()
+    refuse_readers_of_the_row(module)
     _check_beside_documents(packed.num_segments, cache, seen, inputs.attention_mask)
     return packed
 

@@ -1,9 +1,10 @@
-"""What PEFT does to a whole row, and not token by token: two kinds of adapters that packed rows
+"""What PEFT does to a whole row, and not token by token: three kinds of adapters that packed rows
 cannot have.
 
 Prompt learning (prompt tuning, P-tuning, prefix tuning and others) puts virtual tokens in front of
 the row and drops its positions, so that what arrives is one document, whatever was packed. An
 activated LoRA (aLoRA) is on behind a row's last invocation, which is that of its last document.
+Lily's routers average over all tokens of a batch.
 
 They are refused where a model is patched, and, where PEFT came later, by who calls: PEFT leaves no
 mark on the model below.
@@ -29,7 +30,7 @@ def refuse_adapters_of_rows(model: nn.Module) -> None:
     """
     for module in model.modules():
         _refuse(module, _learns_prompts)
-        _refuse(module, _waits_for_invocation)
+        _refuse(module, _reads_the_row)
 
 
 def refuse_prompts_from_above(inputs_embeds: Tensor | None) -> None:
@@ -42,13 +43,15 @@ def refuse_prompts_from_above(inputs_embeds: Tensor | None) -> None:
         _refuse_callers(_learns_prompts)
 
 
-def refuse_invocations_from_above() -> None:
-    """Refuse a call that becomes one row if PEFT calls for an activated LoRA.
+def refuse_readers_of_the_row(module: nn.Module) -> None:
+    """Refuse a call that becomes one row if PEFT calls for an activated LoRA or Lily, or has put
+    them into the module that is called.
 
     Raises:
         UnsupportedModel: it does.
     """
-    _refuse_callers(_waits_for_invocation)
+    _refuse(module, _reads_the_row)
+    _refuse_callers(_reads_the_row)
 
 
 def _refuse_callers(finds_fault: Callable[[Any], str | None]) -> None:
@@ -81,10 +84,15 @@ def _learns_prompts(config: Any) -> str | None:
     )
 
 
-def _waits_for_invocation(config: Any) -> str | None:
-    if getattr(config, "alora_invocation_tokens", None) is None:
-        return None
-    return (
-        "activated LoRA (alora_invocation_tokens), which is on behind the last invocation of a "
-        "row: in all but the last of packed documents it would be off"
-    )
+def _reads_the_row(config: Any) -> str | None:
+    if getattr(config, "alora_invocation_tokens", None) is not None:
+        return (
+            "activated LoRA (alora_invocation_tokens), which is on behind the last invocation of a "
+            "row: in all but the last of packed documents it would be off"
+        )
+    if getattr(config.peft_type, "value", config.peft_type) == "LILY":
+        return (
+            "Lily, whose routers average over all tokens of a batch: packed documents would change "
+            "each other"
+        )
+    return None

@@ -244,7 +244,7 @@ def _record_of(trunk: Any, arguments: dict[str, Any]) -> PackedSequence | None:
         ids,
         embeddings,
         cache_of(arguments),
-        config=trunk.config,
+        module=trunk,
         skip_padding=True,
         unpacked=True,
     )

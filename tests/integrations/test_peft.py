@@ -328,6 +328,50 @@ class TestInvocations:
         assert torch.equal(model(**inputs).logits, wanted)
 
 
+class TestRouters:
+    """Lily's routers average over all tokens of a batch, whichever document they are of."""
+
+    WHAT = "Lily"
+    SAYS = "refused: `UnsupportedModel` when patching, and at the first packed or padded forward"
+
+    @staticmethod
+    def adapted(model):
+        peft = pytest.importorskip("peft")
+        if not hasattr(peft, "LilyConfig"):
+            pytest.skip("a PEFT without Lily")
+        torch.manual_seed(5)
+        return peft.get_peft_model(
+            model, peft.LilyConfig(r=4, target_modules=list(MLP), init_weights=False)
+        )
+
+    @integration("PEFT", WHAT, SAYS)
+    def test_refused_when_patching(self):
+        with pytest.raises(UnsupportedModel, match="found PEFT's Lily, whose routers"):
+            apply_patches(self.adapted(tiny()))
+
+    @integration("PEFT", WHAT, SAYS)
+    @pytest.mark.parametrize("around", [True, False])
+    @pytest.mark.parametrize("batch", ["packed", "padded"])
+    def test_refused_after_patching(self, batch, around):
+        model = self.adapted(apply_patches(tiny()))
+        inputs = packed(labelled()[:2])
+        if batch == "padded":
+            mask = torch.ones_like(inputs["input_ids"]).repeat(2, 1)
+            mask[1, -3:] = 0
+            inputs = {"input_ids": inputs["input_ids"].repeat(2, 1), "attention_mask": mask}
+        with pytest.raises(UnsupportedModel, match="found PEFT's Lily, whose routers"):
+            (model if around else model.get_base_model())(**inputs)
+
+    def test_what_would_be_lost(self):
+        """The reason: a token of one row changes the other row, without any packing."""
+        model = self.adapted(tiny()).eval()
+        ids = packed(labelled()[1:2])["input_ids"].repeat(2, 1)
+        other = ids.clone()
+        other[0] = 7
+        last = [model(input_ids=each).logits[1] for each in (ids, other)]
+        assert relative_rms(*last) > 1e-4
+
+
 @integration("PEFT", "QLoRA: 4-bit base of bitsandbytes")
 @needs("bitsandbytes")
 @pytest.mark.parametrize("order", ["patched before", "patched after"])
