@@ -145,6 +145,29 @@ def test_what_cannot_be_compared_is_said_and_training_goes_on(found, draw, tmp_p
     assert sum(found in record.message for record in caplog.records) == 1
 
 
+def of_some_tokens(x):
+    """Dropout on the tokens that a layer chooses by their values, as routed experts do."""
+    chosen = x.sum(-1) > 0
+    return torch.zeros_like(x).index_put((chosen,), nn.functional.dropout(x[chosen]))
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        of_some_tokens,
+        lambda x: [random.random() for _ in range(int((x > 0).sum()))][-1],
+        lambda x: float(np.random.rand(int((x > 0).sum()))[-1]),
+    ],
+)
+def test_where_other_tokens_draw_other_numbers_nothing_is_called_a_leak(draw, tmp_path, caplog):
+    with pytest.raises(BlindMeasurement, match="how many random numbers are drawn"):
+        first_batch_influence(noisy(draw).model, (), row())
+    run = trainer(noisy(draw), tmp_path, max_steps=2)
+    run.train()
+    assert run.state.global_step == 2 and influences(run) == []
+    assert sum("random numbers are drawn" in record.message for record in caplog.records) == 1
+
+
 def forwards_of(model):
     seen = []
     model.model.layers[0].register_forward_hook(lambda *args: seen.append(None))

@@ -59,7 +59,8 @@ def first_batch_influence(
 
     Raises:
         LeakDetected: the change is above rounding.
-        BlindMeasurement: it is, but so is the difference between two runs of the same batch.
+        BlindMeasurement: it is, but so is the difference between two runs of the same batch, or
+            other tokens draw more or fewer random numbers.
     """
     names = list(inspect.signature(type(module).forward).parameters)[1:]
     inputs = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -68,26 +69,31 @@ def first_batch_influence(
     if read is not UNREAD and not _has_neighbours(read) and not in_process_group():
         return None
     with torch.no_grad(), _watched(module) as seen:
-        before = _last_states(module, inputs)
+        before, drawn = _last_states(module, inputs)
         record = seen[0].for_shape(before.shape[:2]) if seen else None
         if not _has_neighbours(record) and not in_process_group():
             return None
         found: list[float] = []
+        draws_others = False
         for parity in (0, 1) if takes_media else (0,):
             changed, kept = (
                 (inputs, None) if record is None else _changed(module, inputs, record, parity)
             )
-            after = _last_states(module, changed)
+            after, of_changed = _last_states(module, changed)
+            draws_others |= of_changed != drawn
             if kept is not None:
                 found.append(relative_rms(after[kept], before[kept]) if bool(kept.any()) else 0.0)
-        repeated = relative_rms(_last_states(module, inputs), before)
+        repeated = relative_rms(_last_states(module, inputs)[0], before)
     if not found:
         return None
     ranks = Ranks(settings_of(module), 0)
-    influence, noise = (ranks.largest(each, before.device) for each in (found, [repeated]))
+    influence, noise, others = (
+        ranks.largest(each, before.device) for each in (found, [repeated], [draws_others])
+    )
     _judge(
         influence,
         noise,
+        bool(others),
         limits_for(before.device, before.dtype).influence,
         "tokens or media" if takes_media else "tokens",
     )
@@ -120,9 +126,9 @@ def _watched(module: nn.Module) -> Iterator[list[PackedSequence]]:
 
 
 @contextmanager
-def _random_numbers_kept(module: nn.Module) -> Iterator[None]:
-    """Let the block draw random numbers on the host and on the module's devices, which are then
-    drawn once more.
+def _random_numbers_kept(module: nn.Module) -> Iterator[set[torch.device]]:
+    """Let the block draw random numbers on the host and on the module's GPUs, which it gets; they
+    are then drawn once more.
     """
     python, numpys = random.getstate(), np.random.get_state()
     # of Apple's GPUs torch cannot name one to keep the numbers of
@@ -133,24 +139,33 @@ def _random_numbers_kept(module: nn.Module) -> Iterator[None]:
     kind = next((gpu.type for gpu in gpus), "cuda")
     try:
         with torch.random.fork_rng([gpu.index for gpu in gpus], device_type=kind):
-            yield
+            yield gpus
     finally:
         random.setstate(python)
         np.random.set_state(numpys)
 
 
-def _last_states(module: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
-    """Return [B, S, H], of a head too, whose logits would be larger."""
-    with _random_numbers_kept(module):
+def _last_states(module: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, list[Any]]:
+    """Return [B, S, H], of a head too, whose logits would be larger, and what `_drawn` does."""
+    with _random_numbers_kept(module) as gpus:
         if not hasattr(module, "lm_head"):
-            states: Tensor = module.forward(**inputs).last_hidden_state
-            return states
-        output = module.forward(**{**inputs, "output_hidden_states": True})
-        of_layers: Tensor = output.hidden_states[-1]
-        return of_layers
+            states = module.forward(**inputs).last_hidden_state
+        else:
+            output = module.forward(**{**inputs, "output_hidden_states": True})
+            states = output.hidden_states[-1]
+        return states, _drawn(gpus)
 
 
-def _judge(influence: float, noise: float, limit: float, what: str) -> None:
+def _drawn(gpus: set[torch.device]) -> list[Any]:
+    """Return the states of all generators, by which it shows whether as many numbers were drawn."""
+    numpys: Any = np.random.get_state()
+    states = [torch.get_rng_state()]
+    states += [getattr(torch, gpu.type).get_rng_state(gpu) for gpu in gpus]
+    host = [random.getstate(), numpys[1].tolist(), *numpys[2:]]
+    return [*host, *(state.tolist() for state in states)]
+
+
+def _judge(influence: float, noise: float, draws_others: bool, limit: float, what: str) -> None:
     if influence <= limit:
         return
     if not noise <= limit:
@@ -162,6 +177,13 @@ def _judge(influence: float, noise: float, limit: float, what: str) -> None:
             if math.isfinite(noise)
             else "found NaN or Inf in the outputs of the first batch; wanted finite numbers, which "
             "can be compared; run verify_packing(model), which names weights that are not"
+        )
+    if draws_others:
+        raise BlindMeasurement(
+            f"found a first batch in which other {what} change how many random numbers are drawn, "
+            f"and outputs by {influence:.1e} relative RMS; wanted the same noise before and after, "
+            "beside which a leak would show; run verify_packing(model), which measures without "
+            "dropout and noise"
         )
     raise LeakDetected(
         f"found documents of the first batch reacting to each other's {what}: {influence:.1e} "
