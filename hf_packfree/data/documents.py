@@ -4,7 +4,7 @@ the processor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from numbers import Integral
@@ -31,6 +31,14 @@ FLAT = (
 
 PADDED = ("input_features", "feature_attention_mask")
 """Keywords whose items are padded to the longest: [M, bins, frames] and [M, frames]."""
+
+_SEVERAL: dict[str, Callable[[Tensor], bool]] = {
+    "position_ids": lambda line: bool((line.diff() != 1).any()),
+    "seq_idx": lambda line: bool((line.diff() != 0).any()),
+    "cu_seq_lens_q": lambda line: len(line) > 2,
+    "seq_lengths": lambda line: len(line) > 1,
+}
+"""By which transformers, and TRL's `seq_lengths`, tell that documents were packed already."""
 
 _COLUMNS = {
     "image": ("images", "image"),
@@ -89,15 +97,17 @@ def document_of(output: Mapping[str, Any], *, assistant_only: bool) -> Document:
 
     Args:
         output: `input_ids` [n] or [1, n], tensors or lists; the media's keywords; `attention_mask`,
-            whose zeros are cut off; `labels`, which are kept; `assistant_masks`.
+            whose zeros at either end are cut off; `labels`, which are kept; `assistant_masks`.
         assistant_only: ignore what `assistant_masks` says the assistant did not write.
 
     Raises:
-        UnsupportedInput: several texts, none, lines of different lengths or of no whole numbers, or
-            no `assistant_masks` where they are wanted.
+        UnsupportedInput: several texts, none, several documents packed already, padding inside of
+            one, lines of different lengths or of no whole numbers, or no `assistant_masks` where
+            they are wanted.
         BoundaryError: media are of another kind than a processor's.
     """
     ids = _line("input_ids", output["input_ids"])
+    _refuse_packs(output)
     labels = ids if output.get("labels") is None else _line("labels", output["labels"], ids)
     mask = output.get("attention_mask")
     real = torch.ones_like(ids) if mask is None else _line("attention_mask", mask, ids)
@@ -115,7 +125,30 @@ def document_of(output: Mapping[str, Any], *, assistant_only: bool) -> Document:
         raise UnsupportedInput(
             "found a document without a token; wanted one at least; leave empty examples out"
         )
+    first, last = real.nonzero()[[0, -1], 0].tolist()
+    if not bool(real[first:last].all()):
+        hole = first + int((~real[first:last]).nonzero()[0])
+        raise UnsupportedInput(
+            f"found padding inside a document, at token {hole}; wanted it at the ends alone; take "
+            "the tokens out, or set their labels to -100 if they are to be read and not learnt"
+        )
     return Document(ids[real], labels[real].clone(), media)
+
+
+def _refuse_packs(output: Mapping[str, Any]) -> None:
+    """Refuse an example that was packed before: as one document its documents would read each
+    other.
+    """
+    for name, holds_several in _SEVERAL.items():
+        if output.get(name) is None:
+            continue
+        line = _tensor(name, output[name]).squeeze()
+        # rows of mRoPE positions tell nothing, and are made anew
+        if line.ndim == 1 and holds_several(line):
+            raise UnsupportedInput(
+                f"found {name} of several documents in one example; wanted one document in each; "
+                "pass the data set as it was before it was packed: this collator packs"
+            )
 
 
 def messages_of(example: Mapping[str, Any]) -> list[dict[str, Any]]:

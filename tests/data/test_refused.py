@@ -94,11 +94,32 @@ IDS = [5, 6, 7]
         ({"input_ids": [[5, 6], [7]]}, "found input_ids that make no tensor"),
         ({"pixel_values": 3.0}, "found pixel_values=3.0"),
         ({"image_grid_thw": [[1, 2], [3]]}, "found image_grid_thw that make no tensor"),
+        ({"attention_mask": [1, 0, 1]}, "found padding inside a document, at token 1"),
+        ({"position_ids": [0, 1, 0]}, "found position_ids of several documents in one example"),
+        ({"position_ids": torch.tensor([[0, 0, 1]])}, "found position_ids of several documents"),
+        ({"seq_lengths": [2, 1]}, "found seq_lengths of several documents"),
+        ({"cu_seq_lens_q": [0, 2, 3]}, "found cu_seq_lens_q of several documents"),
+        ({"seq_idx": np.array([0, 0, 1])}, "found seq_idx of several documents"),
     ],
 )
 def test_outputs_that_fit_no_document(wrong, said):
     with pytest.raises(UnsupportedInput, match=said):
         PackedVisionCollator(PROCESSOR)([{"input_ids": IDS} | wrong])
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"position_ids": [4, 5, 6]},
+        {"seq_lengths": [3]},
+        {"cu_seq_lens_q": [0, 3]},
+        {"seq_idx": [[7, 7, 7]]},
+        {"position_ids": None, "seq_lengths": None},
+    ],
+)
+def test_one_document_may_say_so(beside):
+    row = PackedVisionCollator(PROCESSOR)([{"input_ids": IDS} | beside, {"input_ids": IDS}])
+    assert row["cu_seq_lens_q"].tolist() == [0, 3, 6]
 
 
 def test_an_assistant_mask_of_another_length():
