@@ -45,21 +45,22 @@ def refuse_other_ranks(
         "documents": packed.num_documents,
     }
     given = {name: row.get(name) for name in (*_INPUT, *_TARGETS, "num_items_in_batch")}
+    device = next(value for value in given.values() if isinstance(value, Tensor)).device
     contents = {
         "lengths of documents": digest(f"{packed.lengths} {packed.padding_segments}"),
         **{name: _content(value) for name, value in given.items()},
         "further arguments": _of_all(row[name] for name in sorted(row.keys() - given.keys())),
-        "arguments, or a mode (training, no_grad)": digest(
-            f"{sorted(map(_described, row.items()))} {head.training} {torch.is_grad_enabled()}"
+        "arguments, or a mode (training, no_grad, autocast)": digest(
+            f"{sorted(map(_described, row.items()))} {head.training} {torch.is_grad_enabled()} "
+            f"{_autocast(device.type)}"
         ),
     }
-    tensors = (value for value in given.values() if isinstance(value, Tensor))
     refuse_disagreement(
         settings.remembered("setup", lambda: setup_of(head, settings)),
         counts,
         contents,
         settings.group,
-        next(tensors).device,
+        device,
     )
 
 
@@ -69,6 +70,7 @@ def setup_of(head: nn.Module, settings: ContextParallel) -> str:
     modules = [f"{name} {type(module).__name__}" for name, module in head.named_modules()]
     recomputed = [one for one in head.modules() if getattr(one, "gradient_checkpointing", False)]
     trained = [name for name, one in head.named_parameters() if one.requires_grad]
+    dtypes = sorted({str(one.dtype) for one in head.parameters()})
     facts = {
         "hf_packfree": __version__,
         **{name: installed(name) for name in VERSIONS if name not in ("python", "hf_packfree")},
@@ -77,12 +79,18 @@ def setup_of(head: nn.Module, settings: ContextParallel) -> str:
         "attention": settings.attention,
         "modules": f"{len(modules)} ({digest(str(modules)):x})",
         "trained parameters": f"{len(trained)} ({digest(str(trained)):x})",
+        "dtypes": ", ".join(dtypes),
         "gradient checkpointing": bool(recomputed),
     }
     # no part of what is computed
     for name in ("why", "observers", "followers"):
         del facts[name]
     return "\n".join(f"{name}: {value}" for name, value in facts.items())
+
+
+def _autocast(kind: str) -> torch.dtype | None:
+    """Return the dtype that autocast computes in on a kind of device; None: it does not."""
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def _content(value: Any) -> int | Tensor:

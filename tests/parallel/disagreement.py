@@ -54,7 +54,8 @@ BATCHES = {
     "no labels": "other shift_labels on rank 1 than on rank 0",
     "a count": "other num_items_in_batch on rank 1 than on rank 0",
     "another argument": "other arguments",
-    "no_grad": "mode (training, no_grad) on rank 1",
+    "no_grad": "mode (training, no_grad, autocast) on rank 1",
+    "autocast": "mode (training, no_grad, autocast) on rank 1",
 }
 """What is other on the second rank, and what every rank says of it."""
 
@@ -65,6 +66,7 @@ SETUPS = {
     "a multi-token head": "rank 1 has modules: ",
     "checkpointing": "rank 1 has gradient checkpointing: True",
     "a frozen layer": "rank 1 has trained parameters: ",
+    "a dtype": "rank 1 has dtypes: ",
 }
 """The same of what the ranks run."""
 
@@ -75,10 +77,11 @@ def said(rank: int, name: str) -> str | None:
     with ExitStack() as stack:
         model = patched(name if other else "nothing", stack)
         batch = batch_of(LENGTHS, 0) | {"num_items_in_batch": torch.tensor(7)}
-        if other and name in BATCHES and name != "no_grad":
+        modes = {"no_grad": torch.no_grad(), "autocast": torch.autocast("cpu", torch.bfloat16)}
+        if other and name in modes:
+            stack.enter_context(modes[name])
+        elif other and name in BATCHES:
             batch |= changed_batch(name)
-        if other and name == "no_grad":
-            stack.enter_context(torch.no_grad())
         try:
             loss = model(**batch).loss
             if loss is not None and loss.requires_grad:
@@ -111,6 +114,8 @@ def patched(name: str, stack: ExitStack):
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if name == "a frozen layer":
         model.model.layers[0].requires_grad_(False)
+    if name == "a dtype":
+        model.model.layers[0].to(torch.float64)
     return model
 
 
