@@ -27,11 +27,8 @@ from hf_packfree.models.state import state_of
 from hf_packfree.ops.loss import Targets, TokenLogProbs, Wanted
 from hf_packfree.packing import PackedSequence, repad
 from hf_packfree.packing.lazy import LazyTensor, Source
+from hf_packfree.packing.marks import FORWARD_BEFORE, FUSED_HEAD
 
-ASIDE = "packfree_forward_before"
-"""The attribute of a patched module that holds a forward which somebody put on the instance."""
-FUSED = "packfree_fused_head"
-"""The attribute that keeps what was read from it."""
 _SETTINGS = {
     "backbone_attr",
     "cast_lm_head_to_fp32",
@@ -77,11 +74,11 @@ def is_fused_head(forward: Any) -> bool:
 
 def fused_head_of(head: Any) -> FusedHead | None:
     """Return the fused head that was added to a patched head, or None."""
-    forward = vars(head).get(ASIDE)
-    known: FusedHead | None = vars(head).get(FUSED)
+    forward = FORWARD_BEFORE.of(head)
+    known: FusedHead | None = FUSED_HEAD.of(head)
     if known is None or known.forward is not forward:
         known = _read(forward) if is_fused_head(forward) else None
-        vars(head)[FUSED] = known
+        FUSED_HEAD.put(head, known)
     return known
 
 
@@ -116,7 +113,7 @@ def run_fused_head(head: Any, upstream: Any, given: dict[str, Any], run: Run) ->
     """
     fused = fused_head_of(head)
     if fused is None or not _is_ours(head, given):
-        return vars(head)[ASIDE](**given, fused_lm_head=True)
+        return vars(head)[FORWARD_BEFORE.name](**given, fused_lm_head=True)
     if state_of(head).context_parallel is not None:
         raise UnsupportedInput(
             "found TRL's fused head (fused_lm_head=True) under context parallelism; wanted a "
@@ -221,4 +218,4 @@ def _shifted(row: dict[str, Any]) -> Tensor:
     return F.pad(row["labels"], (0, 1), value=IGNORED)[..., 1:]
 
 
-__all__ = ["ASIDE", "FUSED", "FusedHead", "fused_head_of", "is_fused_head", "run_fused_head"]
+__all__ = ["FusedHead", "fused_head_of", "is_fused_head", "run_fused_head"]

@@ -23,7 +23,7 @@ from hf_packfree.models.entry import (
     keep_padding,
     wants_all_logits,
 )
-from hf_packfree.models.fused_head import ASIDE, is_fused_head, run_fused_head
+from hf_packfree.models.fused_head import is_fused_head, run_fused_head
 from hf_packfree.models.head import Head, forget_losses, is_whole_batch
 from hf_packfree.models.head_loss import HeadOfCall, taken_by
 from hf_packfree.models.labels import (
@@ -38,6 +38,7 @@ from hf_packfree.models.row import as_requested, restore_layers, row_of_each, ro
 from hf_packfree.models.state import state_of
 from hf_packfree.packing import PackedSequence, lazy_repad, repad, uncompiled, with_left_pad_tokens
 from hf_packfree.packing.lazy import LazyTensor
+from hf_packfree.packing.marks import FORWARD_BEFORE
 
 logger = logging.getLogger("hf_packfree")
 
@@ -48,7 +49,7 @@ class PackedHead(Head):
     def __setattr__(self, name: str, value: Any) -> None:
         """Take TRL's fused head aside, which would go past this one; see `run_fused_head`."""
         if name == "forward" and is_fused_head(value):
-            vars(self)[ASIDE] = value
+            FORWARD_BEFORE.put(self, value)
         else:
             super().__setattr__(name, value)
 

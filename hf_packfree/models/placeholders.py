@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_packfree.models.base import Replacement
-
-_PLACES = "packfree_places"
-"""An attribute of masks: the flat places of what they mark."""
+from hf_packfree.packing.marks import PLACES
 
 
 class PlaceholderMask(Tensor):
@@ -36,11 +34,12 @@ class PlaceholderMask(Tensor):
                 and isinstance(args[1], PlaceholderMask)
             ):
                 embeds, mask, features = args
-                setattr(mask, _PLACES, places := _places(mask[..., 0], len(features)))
+                places = _places(mask[..., 0], len(features))
+                PLACES.put(mask, places)
                 return embeds.flatten(0, 1).index_copy(0, places, features).view_as(embeds)
             found = func(*args, **(kwargs or {}))
-        if func is Tensor.__getitem__ and hasattr(mask, _PLACES):
-            setattr(found, _PLACES, getattr(mask, _PLACES))
+        if func is Tensor.__getitem__ and (of_mask := PLACES.of(mask)) is not None:
+            PLACES.put(found, of_mask)
         return found
 
 
@@ -62,7 +61,7 @@ class PackedDeepstack(Replacement):
         """Return states [B, S, D] plus features [n, D] at what a mask [B, S] marks; upstream's
         where nobody counted it.
         """
-        places = getattr(visual_pos_masks, _PLACES, None)
+        places = PLACES.of(visual_pos_masks)
         if places is None:
             upstream: Any = super()
             return upstream._deepstack_process(hidden_states, visual_pos_masks, visual_embeds)

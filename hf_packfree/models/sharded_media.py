@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from hf_packfree.models.mrope import RowMedia
 from hf_packfree.packing import RowShard
+from hf_packfree.packing.marks import KEPT
 from hf_packfree.packing.media import Media
 
 _FEATURES = {
@@ -27,10 +28,6 @@ _FEATURES = {
     "audio": ("last_hidden_state", "pooler_output"),
 }
 """Where the output of a method that makes features has those [F, D] that go to placeholders."""
-_KEPT = "packfree_kept"
-"""An attribute of pixels and sounds, because no keyword reaches the methods that upstream's
-forward calls with them.
-"""
 
 
 def held_media(
@@ -136,17 +133,14 @@ def reaching_media(embeddings: nn.Module, media: Iterable[Any]) -> Iterator[None
 
 def mark_kept(given: Tensor, features: slice) -> Tensor:
     """Return pixels or sounds that say which of their features are kept; no copy is made."""
-    marked = given.view_as(given)
-    setattr(marked, _KEPT, features)
-    return marked
+    return KEPT.on_view(given, features)
 
 
 def take_mark(given: Any) -> slice | None:
     """Return what `mark_kept` has said, once: upstream's method for videos calls the one for
     images.
     """
-    kept: slice | None = vars(given).pop(_KEPT, None) if isinstance(given, Tensor) else None
-    return kept
+    return KEPT.take(given) if isinstance(given, Tensor) else None
 
 
 def keep_features(output: Any, kept: slice | None, kind: str) -> Any:

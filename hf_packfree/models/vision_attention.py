@@ -24,11 +24,7 @@ from hf_packfree.models.state import state_of
 from hf_packfree.ops.attention.towers import tower_attention
 from hf_packfree.ops.fused import add_layer_norm, qkv_rope
 from hf_packfree.packing import PackedSequence, uncompiled
-
-_MARK, _SEGMENTS, _ON_HOST = "packfree_packed", "packfree_segments", "packfree_on_host"
-"""Attributes of tensors, because no keyword reaches a vision tower before transformers 5.9, nor
-an audio tower's layers.
-"""
+from hf_packfree.packing.marks import ON_HOST, PACKED, SEGMENTS
 
 
 def mark_packed(x: Tensor) -> Tensor:
@@ -37,9 +33,7 @@ def mark_packed(x: Tensor) -> Tensor:
 
     It then runs in the patched layers; no copy is made.
     """
-    marked = x.view_as(x)
-    setattr(marked, _MARK, True)
-    return marked
+    return PACKED.on_view(x, True)
 
 
 @uncompiled
@@ -51,11 +45,12 @@ def segments_of(cu_seqlens: Tensor) -> PackedSequence:
         cu_seqlens: integers [N+1], 0 first; one tensor serves all blocks, those that are recomputed
             too.
     """
-    found: PackedSequence | None = getattr(cu_seqlens, _SEGMENTS, None)
+    found = SEGMENTS.of(cu_seqlens)
     if found is None:
-        lengths = getattr(cu_seqlens, _ON_HOST, cu_seqlens).diff().cpu()
+        on_host = ON_HOST.of(cu_seqlens)
+        lengths = (cu_seqlens if on_host is None else on_host).diff().cpu()
         found = PackedSequence.from_lengths(lengths[lengths > 0], device=cu_seqlens.device)
-        setattr(cu_seqlens, _SEGMENTS, found)
+        SEGMENTS.put(cu_seqlens, found)
     return found
 
 
@@ -88,7 +83,7 @@ def _made_on_host(grid: Tensor, merge: int, device: torch.device) -> dict[str, T
         np.append(0, np.repeat(height * width, frames).cumsum()).astype(np.int32)
     )
     offsets = on_host.to(device)
-    setattr(offsets, _ON_HOST, on_host)
+    ON_HOST.put(offsets, on_host)
     return {"position_ids": positions.to(device), "cu_seqlens": offsets}
 
 
@@ -104,7 +99,7 @@ class PackedVisionTower(Replacement):
                 video; of a packed batch best on the host, where they are read.
         """
         packed = kwargs["packed_sequence"] = (
-            hasattr(grid_thw, _MARK) or state_of(self).runs_unpacked
+            PACKED.of(grid_thw) is True or state_of(self).runs_unpacked
         )
         if packed:
             kwargs |= _made_on_host(grid_thw, self.spatial_merge_size, hidden_states.device)
@@ -119,7 +114,7 @@ class PackedPatchEmbedding(Replacement):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Embed patches [P, channels of all their pixels] to [P, D]."""
-        parts = patch_weights(self.proj, hidden_states) if hasattr(hidden_states, _MARK) else None
+        parts = patch_weights(self.proj, hidden_states) if PACKED.of(hidden_states) else None
         if parts is None:
             return super().forward(hidden_states)
         weight, bias = parts

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from hf_packfree.models.row import as_requested, restore_layers, row_of_each, ro
 from hf_packfree.models.sharded_media import held_media, keep_features, mark_kept, take_mark
 from hf_packfree.models.vision_attention import PackedVisionTower, mark_packed
 from hf_packfree.packing import PackedSequence, repad, uncompiled
+from hf_packfree.packing.marks import COUNTED, CountedMedia
 from hf_packfree.packing.mrope import is_text
 
 FEATURES = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
@@ -37,25 +38,6 @@ FEATURES = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "i
 SIZES = {"image": "image_grid_thw", "video": "video_grid_thw", "audio": "feature_attention_mask"}
 """The keyword that says how large the items of each kind are."""
 GRIDS = (SIZES["image"], SIZES["video"])
-_COUNTED = "packfree_counted"
-"""An attribute of a row's ids, because no keyword reaches the methods that upstream's forward
-calls with them.
-"""
-
-
-@dataclass(frozen=True, eq=False)
-class CountedMedia:
-    """What is known of a packed row before its towers run: behind them the host waits for nothing,
-    and so runs ahead.
-
-    Attributes:
-        features: {argument of `get_placeholder_mask`: rows of features}, as many as placeholders
-            were counted.
-        positions: returns [3 or 4, 1, T] on the row's device.
-    """
-
-    features: dict[str, int]
-    positions: Callable[[], Tensor]
 
 
 class PackedVisionLanguage(Replacement):
@@ -105,7 +87,7 @@ class PackedVisionLanguage(Replacement):
         they were counted before.
         """
         upstream: Any = super()
-        counted, width = getattr(input_ids, _COUNTED, None), inputs_embeds.shape[-1]
+        counted, width = COUNTED.of(input_ids), inputs_embeds.shape[-1]
         if counted is not None:
             features = {
                 name: x
@@ -122,7 +104,7 @@ class PackedVisionLanguage(Replacement):
         with the towers.
         """
         upstream: Any = super()
-        counted = getattr(input_ids, _COUNTED, None)
+        counted = COUNTED.of(input_ids)
         return (
             upstream.compute_3d_position_ids(input_ids, *args, **kwargs)
             if counted is None
@@ -312,13 +294,8 @@ def _positions(source: Any, packed: PackedSequence, ids: Tensor, media: RowMedia
 
 def _counted(ids: Tensor, features: dict[str, int], positions: Callable[[], Tensor]) -> Tensor:
     """Return ids that tell `PackedVisionLanguage` what was counted; no copy is made."""
-    counted = ids.view_as(ids)
-    setattr(
-        counted,
-        _COUNTED,
-        CountedMedia({f"{kind}_features": count for kind, count in features.items()}, positions),
-    )
-    return counted
+    by_argument = {f"{kind}_features": count for kind, count in features.items()}
+    return COUNTED.on_view(ids, CountedMedia(by_argument, positions))
 
 
 def _marked_grids(source: Any, media: RowMedia, row: dict[str, Any]) -> dict[str, Tensor]:

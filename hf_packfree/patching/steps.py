@@ -12,10 +12,8 @@ from typing import Protocol, runtime_checkable
 from torch import nn
 
 from hf_packfree.errors import PatchConflict
-from hf_packfree.models.fused_head import ASIDE, FUSED
 from hf_packfree.models.state import PatchState
-
-_ADDED = "packfree_added"
+from hf_packfree.packing.marks import ADDED, FORWARD_BEFORE, FUSED_HEAD
 
 
 class Step(Protocol):
@@ -50,7 +48,7 @@ class ClassSwap:
         one, and is kept aside.
         """
         if "forward" in vars(self.module):
-            vars(self.module)[ASIDE] = vars(self.module).pop("forward")
+            FORWARD_BEFORE.put(self.module, vars(self.module).pop("forward"))
         self.restore()
         vars(self.module)["packfree"] = state
 
@@ -58,9 +56,9 @@ class ClassSwap:
         """Give the module back its class, and what else it had."""
         self.lift()
         vars(self.module).pop("packfree", None)
-        vars(self.module).pop(FUSED, None)
-        if ASIDE in vars(self.module):
-            vars(self.module)["forward"] = vars(self.module).pop(ASIDE)
+        FUSED_HEAD.take(self.module)
+        if (forward := FORWARD_BEFORE.take(self.module)) is not None:
+            vars(self.module)["forward"] = forward
 
     def lift(self) -> None:
         """Give the module its class before."""
@@ -99,22 +97,22 @@ class AddModule:
 
     def undo(self) -> None:
         """Take exactly this child away."""
-        if self.attribute in vars(self.parent).get(_ADDED, {}):
+        if self.attribute in (ADDED.of(self.parent) or {}):
             self.lift()
 
     def lift(self) -> None:
         """Take the child away, and the note that it is ours."""
         if isinstance(self.module, Joins):
             self.module.leave(self.parent)
-        added = vars(self.parent)[_ADDED]
+        added = ADDED.take(self.parent) or {}
         del self.parent._modules[self.attribute], added[self.attribute]
-        if not added:
-            del vars(self.parent)[_ADDED]
+        if added:
+            ADDED.put(self.parent, added)
 
     def restore(self) -> None:
         """Put the child in place, and note on the parent that it is ours."""
         self.parent.add_module(self.attribute, self.module)
-        vars(self.parent).setdefault(_ADDED, {})[self.attribute] = self.module
+        ADDED.put(self.parent, {**(ADDED.of(self.parent) or {}), self.attribute: self.module})
         if isinstance(self.module, Joins):
             self.module.join(self.parent)
 
@@ -128,7 +126,7 @@ def plan_addition(model: nn.Module, name: str, module: nn.Module) -> list[AddMod
     """
     where, _, attribute = name.rpartition(".")
     parent = model.get_submodule(where)
-    if attribute in vars(parent).get(_ADDED, {}):
+    if attribute in (ADDED.of(parent) or {}):
         return []
     if hasattr(parent, attribute):
         raise PatchConflict(
@@ -145,8 +143,7 @@ def additions(model: nn.Module) -> Iterator[AddModule]:
         PatchConflict: something else has taken the place of a module that was added.
     """
     for where, parent in list(model.named_modules()):
-        added: dict[str, nn.Module] = vars(parent).get(_ADDED, {})
-        for attribute, module in added.items():
+        for attribute, module in (ADDED.of(parent) or {}).items():
             name, found = f"{where}.{attribute}".lstrip("."), getattr(parent, attribute, None)
             if found is not module:
                 raise PatchConflict(

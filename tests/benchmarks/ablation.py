@@ -25,7 +25,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from hf_packfree.models.state import PatchState
+from hf_packfree.models.state import Kernels, PatchState
 from hf_packfree.ops import launch
 from hf_packfree.packing import inputs
 from tests.benchmarks.batches import Load, step_of
@@ -66,7 +66,7 @@ def _attention(model: nn.Module) -> Iterator[None]:
         for part in model.modules()
         if isinstance(found := vars(part).get("packfree"), PatchState)
     )
-    other = replace(state, cuda_half=replace(state.cuda_half, attention="varlen"))
+    other = replace(state, cuda_half=Kernels({**state.cuda_half, "attention": "varlen"}))
     ours = [part for part in model.modules() if vars(part).get("packfree") is state]
     for part in ours:
         vars(part)["packfree"] = other

@@ -14,6 +14,7 @@ from hf_packfree import PackFreeCallback, apply_patches, patch_report, remove_pa
 from hf_packfree.errors import UnsupportedInput
 from hf_packfree.models import fused_head
 from hf_packfree.models.fused_head import fused_head_of
+from hf_packfree.packing.marks import FUSED_HEAD
 from tests.integrations.compare import IGNORED, KeepGradients, arguments, worst
 from tests.integrations.marks import integration, needs
 from tests.integrations.test_trl import sft, tokenizer, words
@@ -231,7 +232,7 @@ def test_every_order_and_back(order):
     assert torch.equal(together(model, batch, weights(batch))[0].log_probs, first.log_probs)
     assert torch.equal(model(**batch).loss, apply_patches(tiny())(**batch).loss)
     remove_patches(model)
-    assert not patch_report(model).patched and fused_head.FUSED not in vars(model)
+    assert not patch_report(model).patched and FUSED_HEAD.of(model) is None
     assert "forward" in vars(model) and (
         order == "patched first" or model.forward.__func__ is not head.__func__
     )

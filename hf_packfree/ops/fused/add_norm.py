@@ -17,6 +17,7 @@ from hf_packfree.ops.backend import block_width, uses_triton
 from hf_packfree.ops.fused.reduce import sum_partials
 from hf_packfree.ops.launch import launch
 from hf_packfree.ops.operation import once_differentiable
+from hf_packfree.packing.marks import NORM, ROOM, WIDER
 
 # in the backward pass: the first at most, the second at least
 _ROWS_PER_PROGRAM, _PROGRAMS = 64, 512
@@ -71,12 +72,12 @@ def remember(normed: Tensor, of: NormOf) -> None:
     out, whatever is in between.
     """
     if torch.is_grad_enabled() and not normed.is_inference():
-        normed.packfree_norm = normed._version, of  # type: ignore[attr-defined]
+        NORM.put(normed, (normed._version, of))
 
 
 def norm_of(x: Tensor) -> NormOf | None:
     """Return what x is the norm of, if that was noted and nothing has written over x since."""
-    version, of = getattr(x, "packfree_norm", (None, None))
+    version, of = NORM.of(x) or (None, None)
     return of if of is not None and version == x._version else None
 
 
@@ -85,7 +86,7 @@ def want_room(out: Tensor, columns: int) -> Tensor:
     gradient; return the output.
     """
     if columns and torch.is_grad_enabled() and not out.is_inference():
-        out.packfree_room = columns  # type: ignore[attr-defined]
+        ROOM.put(out, columns)
     return out
 
 
@@ -93,7 +94,7 @@ def take_room(gradient: Tensor) -> Tensor | None:
     """Return the wider tensor whose first columns a gradient is, or None; once, so that one
     reader alone writes there.
     """
-    wider: Tensor | None = gradient.__dict__.pop("packfree_wider", None)
+    wider = WIDER.take(gradient)
     moved = (
         wider is None
         or wider.data_ptr() != gradient.data_ptr()
@@ -137,7 +138,7 @@ def add_norm(
     if uses_triton("residual and norm", backend):
         dtype = dtype or _of_sum(x, branch)
         wider = x.new_empty(*x.shape[:-1], x.shape[-1] + room, dtype=dtype) if room else None
-        behind = max(getattr(part, "packfree_room", 0) for part in (x, branch))
+        behind = max(ROOM.of(part) or 0 for part in (x, branch))
         normed, total = _AddNorm.apply(x, branch, weight, None, eps, dtype, wider, behind)
         remember(normed, NormOf(total, weight, eps, wider))
         return normed, total
@@ -266,7 +267,7 @@ def _with_room(total: Tensor, behind: int) -> Tensor:
         return torch.empty_like(total)
     wider = total.new_empty(*total.shape[:-1], total.shape[-1] + behind)
     d = wider[..., : total.shape[-1]]
-    d.packfree_wider = wider  # type: ignore[attr-defined]
+    WIDER.put(d, wider)
     return d
 
 
