@@ -37,6 +37,9 @@ def _additive_block_mask(packed: PackedSequence, dtype: torch.dtype) -> Tensor:
     """
     number = packed.seq_idx[0]
     allowed = (number[:, None] == number[None, :]).tril()
+    if packed.tree is not None:
+        seen = packed.tree.sees().to(number.device, non_blocking=True)
+        allowed = seen[number.long()][:, number.long()].tril()
     mask = torch.zeros(allowed.shape, dtype=dtype, device=number.device)
     return mask.masked_fill(~allowed, torch.finfo(dtype).min)[None, None]
 
@@ -89,6 +92,7 @@ class RoutedAttention(Replacement):
     """
 
     inputs = "q_proj", "k_proj", "v_proj"
+    follows_trees = True
 
     def forward(
         self, hidden_states: Tensor, *args: Any, **kwargs: Any

@@ -43,6 +43,8 @@ class Replacement(nn.Module):
     """The names of the linear layers that the packed branch multiplies the module's input with,
     all at once.
     """
+    follows_trees: ClassVar[bool] = False
+    """Whether a mixer reads the path of each segment in a tree of shared prefixes."""
     positional_names: ClassVar[tuple[str, ...]] = ()
     """The names of upstream's positional parameters; releases differ in them."""
     kernel_layer_name = _Absent()

@@ -12,6 +12,7 @@ from hf_packfree.models.head import Head, forget_losses, is_whole_batch
 from hf_packfree.models.labels import IGNORED
 from hf_packfree.models.row import as_requested
 from hf_packfree.packing import repad
+from hf_packfree.packing.tree import refuse_tree
 
 
 class _Classifier(Head):
@@ -23,6 +24,7 @@ class _Classifier(Head):
         if not is_whole_batch(arguments):
             return upstream(self, **arguments)
         packed = self._enter(arguments)
+        refuse_tree(packed, f"with a {type(self).__name__}")
         if packed is not None and packed.num_documents == 0:
             output = upstream(self, **arguments | {"return_dict": True})
             forget_losses(output)

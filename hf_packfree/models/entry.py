@@ -20,6 +20,7 @@ from hf_packfree.models.row_adapters import (
     refuse_readers_of_the_row,
 )
 from hf_packfree.models.state import state_of
+from hf_packfree.models.tree import check_tree_call
 from hf_packfree.packing import (
     PackedSequence,
     PackingInputs,
@@ -28,6 +29,7 @@ from hf_packfree.packing import (
 )
 from hf_packfree.packing.compiling import is_transformed
 from hf_packfree.packing.mrope import is_text
+from hf_packfree.packing.tree_words import RECORD
 
 UNREAD, UNPACKED = None, False
 """Values of `packed_sequence` without a record: the batch was not read yet; it was read and runs
@@ -64,11 +66,16 @@ def enter(
 
     Raises:
         BoundaryError, BoundaryConflict, CacheConflict: see `read_arguments`.
+        UnsupportedInput: see `check_tree_call`.
     """
     found = arguments.pop("packed_sequence", UNREAD)
     positions, mask = arguments.get("position_ids"), arguments.get("attention_mask")
     inputs = PackingInputs.from_kwargs(arguments, position_ids=positions, attention_mask=mask)
-    if found is UNREAD:
+    tree = isinstance(found, PackedSequence) and (found.tree is not None or bool(inputs.tree))
+    if tree:
+        # the caller's, or what came down: it is compared with what else is given
+        inputs = replace(inputs, tree={**inputs.tree, RECORD: found})
+    if found is UNREAD or tree:
         ids, embeds, cache = (
             arguments.get("input_ids"),
             arguments.get("inputs_embeds"),
@@ -97,6 +104,10 @@ def enter(
             generates=generates,
         )
     packed: PackedSequence | None = None if found is UNPACKED else found
+    if packed is not None and packed.tree is not None:
+        check_tree_call(module, packed, media=has_media(arguments))
+        # which modules below need not compare again
+        arguments["position_ids"] = None
     arguments["packed_sequence"] = UNPACKED if packed is None else packed
     return packed
 

@@ -29,6 +29,8 @@ class PackedGatedDeltaNet(Replacement):
     to upstream.
     """
 
+    follows_trees = True
+
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Mix tokens within documents when a record comes down, as upstream otherwise.
 

@@ -34,13 +34,20 @@ def shifted_labels(
         document: upstream knows what they mean.
 
     Raises:
-        UnsupportedInput: packed rows have labels of another shape.
+        UnsupportedInput: packed rows have labels of another shape, or a tree has labels that its
+            caller has not shifted.
     """
     if packed.num_documents == 0:
         return torch.full(
             shape, arguments.get("ignore_index", IGNORED), device=packed.seq_idx.device
         )
     name = "labels" if arguments.get("shift_labels") is None else "shift_labels"
+    if name == "labels" and packed.tree is not None:
+        raise UnsupportedInput(
+            "found labels for a tree of shared prefixes, whose next label may be another branch's; "
+            "wanted shift_labels, what each token predicts, or log-probabilities by index; see "
+            "hf_packfree.data.pack_prefixes"
+        )
     given = arguments[name]
     found = tuple(given.shape) if isinstance(given, Tensor) else f"type {type(given).__name__}"
     if found not in (tuple(shape), (shape.numel(),)):
@@ -145,8 +152,10 @@ def _predicts_nothing(packed: PackedSequence) -> Tensor:
     in the caller's row.
 
     A row's last token predicts what its caller says: `labels` say nothing there, `shift_labels`
-    may.
+    may; in a tree all tokens do.
     """
+    if packed.tree is not None:
+        return torch.zeros_like(packed.seq_idx, dtype=torch.bool)
     number = packed.seq_idx[0]
     indices = (
         torch.arange(len(number), device=number.device)

@@ -12,6 +12,7 @@ from hf_packfree.models.entry import enter, is_batch
 from hf_packfree.models.rotary import check_longest_position, has_fixed_frequencies
 from hf_packfree.models.row import positions_for, restore_layers, row_positions
 from hf_packfree.models.state import state_of
+from hf_packfree.models.tree import check_tree_layers
 from hf_packfree.packing import PackedSequence, repad, unpad
 from hf_packfree.parallel.collectives import all_gather
 
@@ -117,6 +118,7 @@ def _check_packed_call(trunk: Any, packed: PackedSequence, arguments: dict[str, 
         )
     check_attention(trunk.config)
     check_mixers(trunk)
+    check_tree_layers(trunk, packed)
     if arguments.get("is_causal", getattr(trunk.config, "is_causal", True)) is False:
         raise UnsupportedInput(
             "found is_causal=False with a packed row; wanted causal attention, the only kind that "

@@ -278,8 +278,8 @@ def refuse_branches(
             "found position_ids that go back into the middle of the document before, from "
             f"{int(positions[found[0] - 1])} to {int(positions[found[0]])} at row {row}, token "
             f"{token}: a branch of a tree, or a document without its beginning; wanted positions "
-            "that restart where a document starts; pass seq_idx too for documents, and every path "
-            "of a tree as a document of its own"
+            "that restart where a document starts; pass seq_idx too for documents, and "
+            "packed_sequence=PackedSequence.from_tree(segment_lengths, parents) for a tree"
         )
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_packfree.errors import BoundaryError, UnsupportedInput
+from hf_packfree.errors import BoundaryError
 from hf_packfree.packing.boundaries import (
     BoundarySpec,
     parse_cu_seqlens,
@@ -116,18 +116,11 @@ def take_foreign(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Take known words of other libraries out of a forward's keywords, and return them.
 
     Raises:
-        UnsupportedInput: a keyword describes a tree of shared prefixes.
         BoundaryError: a keyword that nobody knows sounds like boundaries, and may hold some.
     """
     known = {name for names in FOREIGN.values() for name in names}
     taken = {name: kwargs.pop(name) for name in list(kwargs) if name in known}
     for name, value in kwargs.items():
-        if name.startswith("tree_") and value is not None:
-            raise UnsupportedInput(
-                f"found the keyword {name}, which describes a tree of documents that share their "
-                "beginnings; wanted documents one after the other, because a linear layer has one "
-                "past; pass every path from the root as a document of its own"
-            )
         if isinstance(value, (Tensor, np.ndarray, list, tuple)) and (ours := _alike(name)):
             raise misspelt(name, ours)
     return {name: value for name, value in taken.items() if value is not None}

@@ -28,6 +28,7 @@ from hf_packfree.packing.keywords import PackingInputs
 from hf_packfree.packing.masks import EVERYWHERE, parse_masks
 from hf_packfree.packing.mrope import check_rows, refuse_packed_mrope
 from hf_packfree.packing.record import Integers, PackedSequence
+from hf_packfree.packing.tree_words import resolve_tree
 
 
 def resolve_boundaries(
@@ -70,10 +71,10 @@ def resolve_boundaries(
     Raises:
         BoundaryError: an input is malformed.
         BoundaryConflict: two inputs disagree.
-        UnsupportedInput: padding inside a document of a packed batch.
+        UnsupportedInput: padding inside a document of a packed batch; or see `resolve_tree`.
     """
-    if not inputs.given:
-        return None
+    if inputs.tree or not inputs.given:
+        return _tree(inputs, shape, device) if inputs.tree else None
     offsets = _offsets_of_one_row(inputs, shape, device)
     if offsets is not None:
         lengths = offsets.diff()
@@ -117,6 +118,13 @@ def resolve_boundaries(
         padding_segments=(starts.cumsum(0) - 1)[padding].tolist(),
         plain=plain,
     )
+
+
+def _tree(inputs: PackingInputs, shape: tuple[int, int], device: torch.device) -> PackedSequence:
+    known = {*inputs.tree, "position_ids", "attention_mask"}
+    others = [name for name in inputs.given if name not in known]
+    positions, mask = inputs.position_ids, inputs.attention_mask
+    return resolve_tree(inputs.tree, positions, mask, others, shape, device)
 
 
 def _offsets_of_one_row(

@@ -13,6 +13,7 @@ from torch import Tensor
 from hf_packfree.errors import BoundaryError, UnsupportedInput
 from hf_packfree.packing.foreign import longest_of, take_foreign
 from hf_packfree.packing.record import PackedSequence
+from hf_packfree.packing.tree_words import take_tree
 
 HF_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Upstream's keyword names for packing; spelled in this file and where one is explained."""
@@ -34,6 +35,7 @@ class PackingInputs:
         max_length_q, max_length_k: tokens of the longest document, or more.
         seq_idx: integers [B, S], the document of every token; below 0 is padding.
         foreign: the same in other libraries' words, see `hf_packfree.packing.foreign`.
+        tree: what describes a tree of shared prefixes, see `hf_packfree.packing.tree_words`.
 
     Raises:
         BoundaryError: what should be a tensor is none, or one without values, on meta, or not
@@ -49,6 +51,7 @@ class PackingInputs:
     max_length_k: int | Tensor | None = None
     seq_idx: Tensor | None = None
     foreign: Mapping[str, Any] = field(default_factory=dict)
+    tree: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         is_dict = isinstance(self.attention_mask, Mapping)
@@ -71,26 +74,29 @@ class PackingInputs:
         alone, and other libraries' words for them.
 
         Raises:
-            BoundaryError, UnsupportedInput: see `take_foreign`.
+            BoundaryError, UnsupportedInput: see `take_foreign` and `take_tree`.
         """
         return cls(
             position_ids,
             attention_mask,
             **{name: kwargs.pop(name, None) for name in HF_KEYWORDS},
+            tree=take_tree(kwargs),
             foreign=take_foreign(kwargs),
         )
 
     @property
     def given(self) -> list[str]:
         """The names of what was passed."""
-        ours = {name: value for name, value in vars(self).items() if name != "foreign"}
-        return [name for name, value in (ours | dict(self.foreign)).items() if value is not None]
+        words = {"foreign", "tree"}
+        ours = {name: value for name, value in vars(self).items() if name not in words}
+        found = ours | dict(self.foreign) | dict(self.tree)
+        return [name for name, value in found.items() if value is not None]
 
     @property
     def named(self) -> bool:
         """Whether boundaries were passed under packing keywords, upstream's or others'."""
         ours = (self.cu_seq_lens_q, self.cu_seq_lens_k, self.seq_idx)
-        return bool(self.foreign) or any(value is not None for value in ours)
+        return bool(self.foreign or self.tree) or any(value is not None for value in ours)
 
     def longest(self) -> dict[str, int]:
         """Return `max_length_q` and `_k`, and other libraries' words for them, as far as given.

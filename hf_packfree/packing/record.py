@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hf_packfree.errors import BoundaryError
 from hf_packfree.packing.compiling import uncompiled_when_called
+from hf_packfree.packing.tree import Tree
 
 _Plan = TypeVar("_Plan")
 Integers = NDArray[np.integer[Any]]
@@ -100,6 +101,8 @@ class PackedSequence:
             0/1 mask.
         shard: under context parallelism, the `RowShard` that says where in the whole row these
             tokens are.
+        tree: which segment each one goes on from, where documents share their beginnings; None:
+            each is a document of its own.
     """
 
     cu_seqlens: Tensor
@@ -112,6 +115,7 @@ class PackedSequence:
     left_pad_segments: tuple[int, ...] = ()
     plain: bool = False
     shard: Any = None
+    tree: Tree | None = None
     _memo: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -167,6 +171,44 @@ class PackedSequence:
             plain=plain,
         )
 
+    @classmethod
+    def from_tree(
+        cls,
+        segment_lengths: Sequence[int] | Tensor | Integers,
+        parents: Sequence[int | None] | Tensor,
+        *,
+        device: torch.device | str = "cpu",
+    ) -> PackedSequence:
+        """Build the record of a row in which documents share their beginnings: a forest of
+        segments, laid depth first.
+
+        A document is the path from a root to the segment that it ends with, which others may go on
+        from.
+
+        Args:
+            segment_lengths: N integers of at least 1, in tokens.
+            parents: of each segment the number of the one that it goes on from, which is in front
+                of it; None or -1 where a document begins.
+            device: of the tensors that kernels read.
+
+        Returns:
+            The record; that of `from_lengths` where every segment is a root.
+
+        Raises:
+            BoundaryError: see `from_lengths`; or a parent is none of the segments before its child.
+
+        Examples:
+            A prompt of three tokens with answers of two and of one:
+
+            >>> from hf_packfree import PackedSequence
+            >>> packed = PackedSequence.from_tree([3, 2, 1], [None, 0, 0])
+            >>> packed.position_ids()
+            tensor([[0, 1, 2, 3, 4, 3]])
+        """
+        packed = cls.from_lengths(segment_lengths, device=device)
+        tree = Tree.of(packed.lengths, parents)
+        return packed if tree.is_flat else replace(packed, tree=tree)
+
     @property
     def num_segments(self) -> int:
         """N, the number of segments in the row."""
@@ -193,12 +235,18 @@ class PackedSequence:
         return self.cu_seqlens_cpu.diff().tolist()
 
     def position_ids(self) -> Tensor:
-        """Return int64 [1, T]: each token's position in its segment, from 0."""
+        """Return int64 [1, T]: each token's position in its segment, from 0; in a tree, on its path
+        from the root.
+        """
         if self.shard is not None:
             return self.shard.cut(self.shard.row.position_ids())  # type: ignore[no-any-return]
 
         def build(packed: PackedSequence) -> Tensor:
-            starts = packed.cu_seqlens.index_select(0, packed.seq_idx[0]).long()
+            firsts = packed.cu_seqlens
+            if packed.tree is not None:
+                before = torch.tensor((*packed.tree.before, 0), dtype=torch.int32, device="cpu")
+                firsts = firsts - before.to(firsts.device, non_blocking=True)
+            starts = firsts.index_select(0, packed.seq_idx[0]).long()
             return (torch.arange(packed.num_tokens, device=starts.device) - starts)[None]
 
         return self.cached(build)

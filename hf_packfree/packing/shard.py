@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_packfree.packing.record import PackedSequence
+from hf_packfree.packing.tree import refuse_tree
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -119,6 +120,7 @@ def shard_row(packed: PackedSequence, rank: int, world: int, group: Any = None) 
         >>> second.position_ids()
         tensor([[1, 2, 3, 4]])
     """
+    refuse_tree(packed, "under context parallelism")
     shard = RowShard(
         row=_divisible(packed, world), batch=packed, rank=rank, world=world, group=group
     )

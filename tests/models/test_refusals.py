@@ -89,8 +89,10 @@ def test_a_tree_of_rollouts(model, part):
     with pytest.raises(BoundaryError, match="go back into the middle"):
         call(**row)
     tree = {"tree_kv_index": torch.arange(17), "tree_max_seqlen_q": 5}
-    with pytest.raises(UnsupportedInput, match="tree_kv_index, which describes a tree"):
+    with pytest.raises(BoundaryError, match="found tree_kv_index and .* without the rest"):
         call(**row, **tree)
+    with pytest.raises(UnsupportedInput, match="tree_of_life, which describes a tree in words"):
+        call(**row, tree_of_life=5)
 
 
 @pytest.mark.parametrize("part", ["head", "trunk"])

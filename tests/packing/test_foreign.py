@@ -1,6 +1,4 @@
-"""Words of other libraries: refused alone, compared beside upstream's, and a tree is refused by
-name.
-"""
+"""Words of other libraries: refused alone, compared beside upstream's."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_packfree.errors import BoundaryConflict, BoundaryError, UnsupportedInput
+from hf_packfree.errors import BoundaryConflict, BoundaryError
 from hf_packfree.packing import PackingInputs, resolve_boundaries
 from hf_packfree.packing.foreign import _ALIKE, FOREIGN, _alike
 from hf_packfree.patching.registry import FAMILIES
@@ -22,15 +20,6 @@ from tests.input_formats import ROW_FORMATS, one_row
 
 CPU = torch.device("cpu")
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=7)
-TREE = {
-    "tree_kv_index": torch.arange(17),
-    "tree_cu_seqlens_q": torch.tensor([0, 5, 9, 12]),
-    "tree_cu_seqlens_k": torch.tensor([0, 5, 14, 22]),
-    "tree_max_seqlen_q": 5,
-    "tree_max_seqlen_k": 9,
-    "tree_segment_parents": torch.tensor([-1, 0, 0]),
-    "tree_segment_depths": torch.tensor([0, 1, 1]),
-}
 
 
 def lengths_of(tokens, **keywords):
@@ -140,13 +129,6 @@ def test_offsets_that_leave_out_the_padding_at_the_end():
 def test_values_that_are_none(word, given):
     with pytest.raises(BoundaryError, match=f"found {word}"):
         lengths_of(9, position_ids=one_row([4, 5])["position_ids"], **{word: given})
-
-
-@pytest.mark.parametrize("name", TREE)
-def test_a_tree_is_refused_by_name(name):
-    with pytest.raises(UnsupportedInput, match=f"found the keyword {name}, which describes a tree"):
-        lengths_of(12, position_ids=torch.arange(12)[None], **{name: TREE[name]})
-    assert lengths_of(12, position_ids=torch.arange(12)[None]) is None
 
 
 @pytest.mark.parametrize(

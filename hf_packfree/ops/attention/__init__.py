@@ -15,7 +15,9 @@ from torch import Tensor
 from hf_packfree.ops.attention import cudnn, torch_native, triton_native, varlen
 from hf_packfree.ops.backend import Backend, LongDocuments
 from hf_packfree.ops.op import AcrossRanks, Op
+from hf_packfree.ops.tree import attend_along_paths
 from hf_packfree.packing import PackedSequence
+from hf_packfree.packing.tree import refuse_tree
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def attention(
     Args:
         q: [1, T, H, D], any floating dtype.
         k, v: [1, T, HK, D]; HK divides H, and query head j reads key head j // (H / HK).
-        packed: the documents of the row.
+        packed: the documents of the row; in a tree every token attends along its path.
         scale: factor on q.k before the softmax; D ** -0.5 if not given.
         dropout: probability of dropping an attention weight; above 0 "torch" attends, whatever the
             backend.
@@ -94,11 +96,15 @@ def attention(
     Raises:
         BackendUnavailable: no backend has that name.
     """
-    attend = OP.backend(backend).running(batch_invariant)
+    attend: Callable[..., Tensor] = partial(
+        OP.backend(backend).running(batch_invariant), scale=scale
+    )
     # which "torch" alone has
     if dropout:
-        return torch_native.attend(q, k, v, packed, scale=scale, dropout=dropout)
-    return attend(q, k, v, packed, scale=scale)  # type: ignore[no-any-return]
+        attend = partial(torch_native.attend, scale=scale, dropout=dropout)
+    if packed.tree is not None:
+        return attend_along_paths(q, k, v, packed, attend)
+    return attend(q, k, v, packed)
 
 
 def attention_with_history(
@@ -127,6 +133,7 @@ def attention_with_history(
     Raises:
         BackendUnavailable: no backend has that name.
     """
+    refuse_tree(packed, "in a row that began before")
     attend: Any = OP.backend(backend).with_history
     if dropout:
         return torch_native.attend_with_history(q, k, v, packed, scale=scale, dropout=dropout)

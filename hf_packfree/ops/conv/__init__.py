@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -11,6 +12,7 @@ from hf_packfree.ops.backend import Backend
 from hf_packfree.ops.conv import causal_conv1d as dao
 from hf_packfree.ops.conv import torch_native, triton_native
 from hf_packfree.ops.op import AcrossRanks, Op
+from hf_packfree.ops.tree import convolve_along_paths
 from hf_packfree.packing import PackedSequence
 
 NORM_EPS = 1e-6
@@ -64,7 +66,7 @@ def causal_conv1d(
     Args:
         x: [1, T, C], any floating dtype, any strides.
         weight: [C, W], tap W-1 multiplies the current token; any W of at least 1.
-        packed: the documents of the row.
+        packed: the documents of the row; in a tree a window goes on along its path.
         bias: [C].
         activation: "silu" or its other name "swish", or None.
         backend: a name in `OP.backends`.
@@ -94,6 +96,9 @@ def causal_conv1d(
     """
     _check_activation(activation)
     run = OP.backend(backend).running(batch_invariant=True)
+    if packed.tree is not None:
+        run = partial(run, weight=weight, bias=bias, silu=activation is not None)
+        return convolve_along_paths(x, packed, weight.shape[1], run)  # type: ignore[no-any-return]
     return run(x, weight, packed, bias, activation is not None)  # type: ignore[no-any-return]
 
 
@@ -124,6 +129,18 @@ def qkv_conv(
     Raises:
         ValueError, BackendUnavailable: as `causal_conv1d`.
     """
+    if packed.tree is not None:
+        convolve = partial(
+            qkv_conv,
+            weight=weight,
+            heads=heads,
+            sizes=sizes,
+            bias=bias,
+            activation=activation,
+            qk_l2norm=qk_l2norm,
+            backend=backend,
+        )
+        return convolve_along_paths(x, packed, weight.shape[-1], convolve)  # type: ignore[no-any-return]
     in_one_pass = OP.backend(backend).qkv_conv
     if in_one_pass is not None:
         _check_activation(activation)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,9 @@ from hf_packfree.ops.delta_rule.reference import (
 )
 from hf_packfree.ops.delta_rule.segments import Scans
 from hf_packfree.ops.op import AcrossRanks, Op
+from hf_packfree.ops.tree import delta_rule_along_paths
 from hf_packfree.packing import PackedSequence
+from hf_packfree.packing.tree import refuse_tree
 
 
 @dataclass(frozen=True)
@@ -109,12 +112,13 @@ def gated_delta_rule(
         v: [1, T, HV, V], HV a multiple of H; value head j reads key head j // (HV // H).
         g: [1, T, HV], log decay, at most 0.
         beta: [1, T, HV], write strength, between 0 and 1.
-        packed: the documents of the row.
+        packed: the documents of the row; in a tree a segment begins with the state that its parent
+            leaves.
         qk_l2norm: divide q and k by their L2 norms, x * rsqrt(sum(x^2) + 1e-6); False: they have
             norm 1 already.
-        batch_invariant: walk every document whole. Otherwise "flash_qla" cuts long ones
-            where that is faster, which is exact too, but rounds otherwise than where the row is
-            another; see `segments.py`.
+        batch_invariant: walk every document whole, unless it is a path of a tree. Otherwise
+            "flash_qla" cuts long ones where that is faster, which is exact too, but rounds
+            otherwise than where the row is another; see `segments.py`.
         backend: a name in `OP.backends`.
 
     Returns:
@@ -149,6 +153,9 @@ def gated_delta_rule(
         >>> torch.equal(out[:, :2], leaking[:, :2]), torch.allclose(out[:, 2:], leaking[:, 2:])
         (True, False)
     """
+    if packed.tree is not None:
+        walk = partial(gated_delta_rule_with_states, qk_l2norm=qk_l2norm, backend=backend)
+        return delta_rule_along_paths((q, k, v, g, beta), packed, walk)
     run = OP.backend(backend).running(batch_invariant)
     return run(q, k, v, g, beta, packed, qk_l2norm)  # type: ignore[no-any-return]
 
@@ -184,6 +191,7 @@ def gated_delta_rule_with_states(
     Raises:
         BackendUnavailable: no backend has that name.
     """
+    refuse_tree(packed, "where every segment begins with a state of its own")
     run: Any = OP.backend(backend).with_states
     if initial_state is None:
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -1,0 +1,62 @@
+"""What a call with a tree of shared prefixes cannot have, refused before anything runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_packfree.errors import UnsupportedInput
+from hf_packfree.models.attention import attention_route
+from hf_packfree.models.base import Replacement
+from hf_packfree.models.state import state_of
+from hf_packfree.packing import PackedSequence
+from hf_packfree.packing.tree import refuse_tree
+
+
+def check_tree_call(module: Any, packed: PackedSequence, *, media: bool) -> None:
+    """Refuse a tree where a model was patched for something that has none.
+
+    Args:
+        module: head or text model.
+        packed: the record.
+        media: the call has images, videos or audio.
+
+    Raises:
+        UnsupportedInput: see there.
+    """
+    state = state_of(module)
+    refusals = {
+        "with images, videos or audio": media,
+        "under context parallelism": state.context_parallel is not None,
+        "beside a multi-token prediction head that is trained": module.training
+        and bool(state.followers),
+        "with batch_invariant=True, whose samples are walked in parts": state.batch_invariant,
+    }
+    for where, found in refusals.items():
+        if found:
+            refuse_tree(packed, where)
+
+
+def check_tree_layers(trunk: Any, packed: PackedSequence) -> None:
+    """Refuse a tree where a layer would read its segments as documents.
+
+    Raises:
+        UnsupportedInput: there is such a layer.
+    """
+    if packed.tree is None:
+        return
+    for layer in trunk.layers:
+        for path in state_of(trunk).mixer_paths:
+            mixer = getattr(layer, path, None)
+            parts = [] if mixer is None else mixer.modules()
+            for part in parts:
+                if isinstance(part, Replacement) and not part.follows_trees:
+                    refuse_tree(packed, f"with layers of {type(part).__name__}")
+    name = trunk.config._attn_implementation
+    if attention_route(name) == "flash":
+        raise UnsupportedInput(
+            f"found a tree of shared prefixes with attn_implementation={name!r}, which knows "
+            "documents alone; wanted sdpa or eager; call model.set_attn_implementation('sdpa')"
+        )
+
+
+__all__ = ["check_tree_call", "check_tree_layers"]

@@ -1,0 +1,237 @@
+"""A row in which documents share their beginnings, see `hf_packfree.packing.tree`, by operations
+that know of documents alone: what a segment reads of its path is gathered in front of it.
+
+Attention and the convolution are one call for the whole row, the delta rule is one for each level
+of depth. The gradient of a shared prefix is a sum over its branches, in fp32 (fp64 if the input
+is).
+
+Shapes: T tokens of the row, P of the longer row that is gathered, N segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from hf_packfree.ops.operation import once_differentiable
+from hf_packfree.packing import PackedSequence, uncompiled
+from hf_packfree.packing.tree import ROOT, Tree
+
+
+class Longer(NamedTuple):
+    """A row of documents made of a row of segments.
+
+    Attributes:
+        record: of its documents.
+        tokens: int64 [P], the row's token at each place of it.
+        own: int64 [T], where each of the row's tokens finds what is computed for it.
+    """
+
+    record: PackedSequence
+    tokens: Tensor
+    own: Tensor
+
+
+class Level(NamedTuple):
+    """The segments of one depth.
+
+    Attributes:
+        record: of these segments.
+        parents: int64, the number of each one's parent in the level above; None of roots.
+    """
+
+    record: PackedSequence
+    parents: Tensor | None
+
+
+class Levels(NamedTuple):
+    """The row's segments by depth.
+
+    Attributes:
+        levels: from the roots on.
+        order: int64 [T], the row's tokens in that order; None: that of the row.
+        back: int64 [T], the places of the row's tokens there.
+    """
+
+    levels: tuple[Level, ...]
+    order: Tensor | None
+    back: Tensor | None
+
+
+def plan_paths(packed: PackedSequence) -> Longer:
+    """Make a document of every path from a root to a segment that nothing goes on from; what
+    several have is taken from the first.
+    """
+    tree = _tree(packed)
+    return _longer(packed, list(map(tree.path, tree.leaves)))
+
+
+def plan_windows(packed: PackedSequence, reach: int) -> Longer:
+    """Make a document of every segment and at most `reach` tokens in front of it on its path."""
+    tree = _tree(packed)
+    return _longer(packed, [[segment] for segment in range(len(tree.parents))], reach)
+
+
+def plan_levels(packed: PackedSequence) -> Levels:
+    """Sort the segments by depth."""
+    tree, device = _tree(packed), packed.cu_seqlens.device
+    tokens, levels, number = list[Any](), list[Level](), dict[int, int]()
+    spans = _spans(tree)
+    for depth in range(max(tree.depths) + 1):
+        members = [segment for segment, found in enumerate(tree.depths) if found == depth]
+        parents = torch.tensor([number.get(tree.parents[one], 0) for one in members], device="cpu")
+        number = {segment: place for place, segment in enumerate(members)}
+        tokens += [spans[segment] for segment in members]
+        lengths = [tree.lengths[segment] for segment in members]
+        record = PackedSequence.from_lengths(lengths, device=device)
+        levels.append(Level(record, _to(parents, device) if depth else None))
+    order = torch.from_numpy(np.concatenate(tokens))
+    if bool((order.diff() == 1).all()):
+        return Levels(tuple(levels), None, None)
+    return Levels(tuple(levels), _to(order, device), _to(order.argsort(), device))
+
+
+@uncompiled
+def attend_along_paths(
+    q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, attend: Callable[..., Tensor]
+) -> Tensor:
+    """Attend with every token to those in front of it on its path.
+
+    Args:
+        q, k, v, packed: of `hf_packfree.ops.attention.attention`, with a tree.
+        attend: takes them for a row of documents.
+    """
+    plan = packed.cached(plan_paths)
+    q, k, v = (gather(x, plan.tokens) for x in (q, k, v))
+    return attend(q, k, v, plan.record).index_select(1, plan.own)
+
+
+@uncompiled
+def convolve_along_paths(
+    x: Tensor, packed: PackedSequence, taps: int, convolve: Callable[..., Any]
+) -> Any:
+    """Convolve every token with those in front of it on its path.
+
+    Args:
+        x: [1, T, C].
+        packed: the record, with a tree.
+        taps: of the filter.
+        convolve: takes `x` and `packed`, and returns a tensor [1, T, ...] or several.
+    """
+    plan = packed.cached(plan_windows, taps - 1)
+    found = convolve(x=gather(x, plan.tokens), packed=plan.record)
+    if isinstance(found, Tensor):
+        return found.index_select(1, plan.own)
+    return tuple(part.index_select(1, plan.own) for part in found)
+
+
+@uncompiled
+def delta_rule_along_paths(
+    inputs: Sequence[Tensor], packed: PackedSequence, run: Callable[..., tuple[Tensor, Tensor]]
+) -> Tensor:
+    """Let every segment begin with the state that its parent leaves.
+
+    Args:
+        inputs: each [1, T, ...].
+        packed: the record, with a tree.
+        run: takes inputs, their record, and a state for each of its documents or None; returns
+            their output [1, T, ...] and the states that they leave.
+    """
+    plan = packed.cached(plan_levels)
+    sizes = [level.record.num_tokens for level in plan.levels]
+    ordered = inputs if plan.order is None else [x.index_select(1, plan.order) for x in inputs]
+    parts = zip(plan.levels, *(x.split(sizes, 1) for x in ordered), strict=True)
+    outs, states = list[Tensor](), torch.empty(0)
+    for level, *of_level in parts:
+        # whose gradient sums over the branches, in the dtype of states
+        begin = None if level.parents is None else states.index_select(0, level.parents)
+        out, states = run(*of_level, level.record, begin)
+        outs.append(out)
+    whole = torch.cat(outs, 1)
+    return whole if plan.back is None else whole.index_select(1, plan.back)
+
+
+def gather(row: Tensor, tokens: Tensor) -> Tensor:
+    """Return a row's tokens, [1, P, ...] of [1, T, ...]; the gradients of one that is taken
+    several times are added in fp32 (fp64 if the row is).
+    """
+    return _Gather.apply(row, tokens)  # type: ignore[no-any-return]
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(ctx: Any, row: Tensor, tokens: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.count = row.shape[1]
+        return row.index_select(1, tokens)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None]:
+        (tokens,) = ctx.saved_tensors
+        dtype = torch.promote_types(d_out.dtype, torch.float32)
+        total = d_out.new_zeros((1, ctx.count, *d_out.shape[2:]), dtype=dtype)
+        return total.index_add_(1, tokens, d_out.to(dtype)).to(d_out.dtype), None
+
+
+def _longer(packed: PackedSequence, documents: list[list[int]], reach: int = 0) -> Longer:
+    """Return the row of some documents, each some segments of a path in order, with at most
+    `reach` tokens in front of the first of them.
+    """
+    tree, device = _tree(packed), packed.cu_seqlens.device
+    spans, own = _spans(tree), np.full(packed.num_tokens, -1)
+    tokens, lengths, end = list[Any](), list[int](), 0
+    for segments in documents:
+        parts = _in_front(tree, spans, segments[0], reach)
+        end += sum(map(len, parts))
+        for segment in segments:
+            span = spans[segment]
+            parts.append(span)
+            # of the first document that has it
+            if own[span[0]] < 0:
+                own[span] = end + np.arange(len(span))
+            end += len(span)
+        tokens += parts
+        lengths.append(sum(map(len, parts)))
+    record = PackedSequence.from_lengths(lengths, device=device)
+    places = (torch.from_numpy(one) for one in (np.concatenate(tokens), own))
+    return Longer(record, *(_to(one, device) for one in places))
+
+
+def _in_front(tree: Tree, spans: list[Any], segment: int, count: int) -> list[Any]:
+    """Return the last `count` tokens in front of a segment on its path, or fewer, in parts."""
+    parts, segment = list[Any](), tree.parents[segment]
+    while count and segment != ROOT:
+        parts.insert(0, spans[segment][-count:])
+        count, segment = count - len(parts[0]), tree.parents[segment]
+    return parts
+
+
+def _spans(tree: Tree) -> list[Any]:
+    """Return the tokens of every segment, integers each."""
+    return [
+        np.arange(start, start + length)
+        for start, length in zip(tree.starts, tree.lengths, strict=True)
+    ]
+
+
+def _tree(packed: PackedSequence) -> Tree:
+    assert packed.tree is not None
+    return packed.tree
+
+
+def _to(table: Tensor, device: torch.device) -> Tensor:
+    return table.to(device, non_blocking=True)
+
+
+__all__ = [
+    "attend_along_paths",
+    "convolve_along_paths",
+    "delta_rule_along_paths",
+    "gather",
+]

@@ -1,0 +1,141 @@
+"""A forest of shared prefixes: segments of a row that go on from others, so that what samples share
+is in the row once.
+
+Shapes: T tokens of the row, N segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_packfree.errors import BoundaryError, UnsupportedInput
+
+ROOT = -1
+"""The parent of a segment that goes on from none."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tree:
+    """Which segment each one of a row goes on from; host integers alone.
+
+    Attributes:
+        lengths: N numbers of tokens, in row order.
+        parents: N numbers of segments, each before its children; `ROOT` where a path begins.
+        before: N, the tokens in front of each segment on its path from the root.
+        depths: N, the segments in front of it there.
+    """
+
+    lengths: tuple[int, ...]
+    parents: tuple[int, ...]
+    before: tuple[int, ...]
+    depths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], parents: Sequence[int | None] | Tensor) -> Tree:
+        """Build it from the segments' lengths and parents.
+
+        Raises:
+            BoundaryError: a parent is none of the segments before its child.
+        """
+        found = _parents(parents, len(lengths))
+        before, depths = list[int](), list[int]()
+        for parent in found:
+            before.append(0 if parent == ROOT else before[parent] + lengths[parent])
+            depths.append(0 if parent == ROOT else depths[parent] + 1)
+        return cls(tuple(lengths), found, tuple(before), tuple(depths))
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether nothing is shared: every segment is a root."""
+        return not any(self.depths)
+
+    @property
+    def starts(self) -> list[int]:
+        """N offsets of segments in the row, in tokens."""
+        return [0, *accumulate(self.lengths)][:-1]
+
+    @property
+    def leaves(self) -> list[int]:
+        """The segments that nothing goes on from, in row order."""
+        inner = set(self.parents)
+        return [segment for segment in range(len(self.parents)) if segment not in inner]
+
+    def upwards(self, segment: int) -> Iterator[int]:
+        """Yield a segment, its parent, and so on to the root."""
+        while segment != ROOT:
+            yield segment
+            segment = self.parents[segment]
+
+    def path(self, segment: int) -> list[int]:
+        """Return the segments from the root to one, which is the last."""
+        return list(self.upwards(segment))[::-1]
+
+    def sees(self) -> Tensor:
+        """Return bool [N, N] on the host: whether the first segment is the second, or goes on from
+        it by any number of others.
+        """
+        seen = torch.eye(len(self.parents), dtype=torch.bool, device="cpu")
+        for segment, parent in enumerate(self.parents):
+            if parent != ROOT:
+                seen[segment] |= seen[parent]
+        return seen
+
+    def predecessors(self) -> Tensor:
+        """Return int64 [T] on the host: the token in front of each one on its path; -1 of a path's
+        first.
+        """
+        found = np.arange(-1, sum(self.lengths) - 1)
+        starts = self.starts
+        for start, parent in zip(starts, self.parents, strict=True):
+            found[start] = -1 if parent == ROOT else starts[parent] + self.lengths[parent] - 1
+        return torch.from_numpy(found)
+
+
+def refuse_tree(packed: Any, where: str) -> None:
+    """Refuse a record with a tree.
+
+    Args:
+        packed: a record, or None.
+        where: what cannot have one, behind "a tree of shared prefixes".
+
+    Raises:
+        UnsupportedInput: it has one.
+    """
+    if packed is not None and packed.tree is not None:
+        raise UnsupportedInput(
+            f"found a tree of shared prefixes {where}; wanted documents one after the other; pass "
+            "every path from the root as a document of its own"
+        )
+
+
+def _parents(given: Any, segments: int) -> tuple[int, ...]:
+    listed = given.tolist() if isinstance(given, (Tensor, np.ndarray)) else list(given)
+    found = tuple(ROOT if parent is None else parent for parent in listed)
+    whole = all(type(parent) is int for parent in found)
+    if len(found) != segments or not whole:
+        raise BoundaryError(
+            f"found parents {_short(listed)} of {segments} segments; wanted one whole number for "
+            "each segment, the segment that it goes on from, or None; pass parents as long as "
+            "segment_lengths"
+        )
+    for segment, parent in enumerate(found):
+        if not ROOT <= parent < segment:
+            raise BoundaryError(
+                f"found {parent} as the parent of segment {segment}; wanted a segment before it, "
+                "or None for a root; lay the tree out depth first"
+            )
+    return found
+
+
+def _short(values: Sequence[Any]) -> str:
+    return f"[{', '.join(map(str, values[:8]))}{', ...' if len(values) > 8 else ''}]"
+
+
+__all__ = ["ROOT", "Tree", "refuse_tree"]

@@ -1,0 +1,279 @@
+"""Trees of shared prefixes through whole models: every sample against the sample alone, in values
+and gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+
+from hf_packfree import PackedSequence, apply_patches
+from hf_packfree.errors import BoundaryConflict, CacheConflict, UnsupportedInput
+from hf_packfree.models.compat import CACHE
+from hf_packfree.ops.table import OPS
+from tests.support import (
+    CONTROL,
+    GRADIENT_TOL,
+    LOGIT_TOL,
+    by_family,
+    errors,
+    random_weights,
+    run,
+    run_alone,
+    slow_decay,
+    tiny,
+    trunk_of,
+)
+from tests.trees import CHAIN, GROUP, TURNS, batch_of, forests
+
+FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_vl_moe"]
+# measured: at most 3e-15 and 7e-14
+EXACT = 1e-10
+
+
+@pytest.fixture
+def widened(monkeypatch):
+    """In fp64 what transformers computes in fp32 whatever the weights: norms, rotary tables, the
+    delta rule, the router.
+    """
+    to, zeros, softmax = torch.Tensor.to, torch.zeros, torch.nn.functional.softmax
+
+    def wide(value):
+        return torch.float64 if value is torch.float32 else value
+
+    def named(options):
+        return {name: wide(one) for name, one in options.items()}
+
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda x, *args, **options: to(x, *map(wide, args), **named(options))
+    )
+    monkeypatch.setattr(torch, "zeros", lambda *sizes, **options: zeros(*sizes, **named(options)))
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "softmax",
+        lambda x, *args, dtype=None, **more: softmax(x, *args, **more),
+    )
+
+
+def double(family, attention="sdpa"):
+    row = by_family[family]
+    config = row.tiny_config()
+    # the grouped product has no fp64
+    config._attn_implementation, config._experts_implementation = attention, "eager"
+    torch.manual_seed(0)
+    return slow_decay(getattr(import_module(row.upstream), row.causal_lm)(config)).double().train()
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_sample_gets_what_it_gets_alone_in_fp64(family, attention, widened):
+    stock, model = double(family, attention), apply_patches(double(family, attention))
+    for tree in (GROUP, TURNS, CHAIN):
+        batch = batch_of(tree)
+        weights = [weight.double() for weight in random_weights(batch, 128)]
+        wanted = run_alone(stock, batch, weights)
+        assert max(errors(run(model, batch, weights), wanted, floor=1e-6)) <= EXACT
+
+
+def assert_exact(model, tree, stock, **inputs):
+    batch = batch_of(tree, **inputs)
+    weights = random_weights(batch, 128)
+    found = errors(run(model, batch, weights), run_alone(stock, batch, weights))
+    assert found[0] <= LOGIT_TOL and found[1] <= GRADIENT_TOL, found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_fp32_and_the_control_leaks(family):
+    model, stock = apply_patches(tiny(family)), tiny(family)
+    assert_exact(model, TURNS, stock)
+    for wrong in ([sum(TURNS.lengths)], TURNS.lengths):
+        batch = batch_of(TURNS, packed_sequence=PackedSequence.from_lengths(wrong))
+        weights = random_weights(batch, 128)
+        found = errors(run(model, batch, weights), run_alone(stock, batch, weights))
+        assert found[0] >= CONTROL * LOGIT_TOL and found[1] >= CONTROL * GRADIENT_TOL
+
+
+MODEL, STOCK = apply_patches(tiny()), tiny()
+
+
+@settings(max_examples=10)
+@example(tree=GROUP)
+@example(tree=CHAIN)
+@given(tree=forests(tokens=400))
+def test_any_tree(tree):
+    batch = batch_of(tree)
+    weights = random_weights(batch, 128)
+    logits, gradients = errors(
+        run(MODEL, batch, weights), run_alone(STOCK, batch, weights), floor=1.0
+    )
+    assert logits <= LOGIT_TOL and gradients <= GRADIENT_TOL
+
+
+@pytest.mark.parametrize("family", FAMILIES[:3])
+def test_branches_do_not_feel_each_other_and_prefixes_are_felt(family):
+    model, packed = apply_patches(tiny(family)), TURNS.record
+    of_token, seen = packed.seq_idx[0].long(), packed.tree.sees()
+    ids = batch_of(TURNS).inputs["input_ids"]
+    embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
+    logits = model(inputs_embeds=embeds, packed_sequence=packed).logits[0]
+    for segment in range(packed.num_segments):
+        loss = logits[of_token == segment].square().sum()
+        (gradient,) = torch.autograd.grad(loss, embeds, retain_graph=True)
+        felt = gradient[0].abs().sum(1)
+        path = seen[segment][of_token]
+        assert felt[~path].eq(0).all() and felt[path].gt(0).all()
+
+
+def test_the_trunk_alone_and_positions_that_agree():
+    model, batch = apply_patches(tiny()), batch_of(TURNS)
+    ids, packed = batch.inputs["input_ids"], TURNS.record
+    wanted = model.model(input_ids=ids, packed_sequence=packed).last_hidden_state
+    positions = packed.position_ids()
+    for same in (positions, positions[0], positions[None].expand(3, -1, -1), positions.int()):
+        found = model.model(input_ids=ids, packed_sequence=packed, position_ids=same)
+        assert torch.equal(found.last_hidden_state, wanted)
+    logits = model(input_ids=ids, packed_sequence=packed, attention_mask=torch.ones_like(ids))
+    assert torch.equal(logits.logits, model.lm_head(wanted))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing(reentrant):
+    model, batch = apply_patches(tiny()), batch_of(TURNS)
+    weights = random_weights(batch, 128)
+    plain = run(model, batch, weights)
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    calls = []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    again = run(model, batch, weights)
+    assert len(calls) == 2
+    assert max(errors(again, plain)) <= 1e-6
+
+
+# PEFT's dependencies deprecate things
+@pytest.mark.filterwarnings("default")
+def test_adapters():
+    peft = pytest.importorskip("peft")
+
+    def adapted(model):
+        torch.manual_seed(1)
+        targets = ["in_proj_qkv", "out_proj", "q_proj", "o_proj", "down_proj"]
+        config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+        return peft.get_peft_model(model, config)
+
+    assert_exact(adapted(apply_patches(tiny())), TURNS, adapted(tiny()))
+
+
+def test_a_group_is_two_calls_of_the_delta_rule_and_one_of_the_others(monkeypatch):
+    calls = []
+    fields = {"attention": "run", "conv": "run", "delta_rule": "with_states"}
+    for name, field in fields.items():
+        backend = OPS[name].backends["torch"]
+
+        def counting(*args, name=name, call=getattr(backend, field), **options):
+            calls.append(name)
+            return call(*args, **options)
+
+        monkeypatch.setitem(OPS[name].backends, "torch", replace(backend, **{field: counting}))
+    model = apply_patches(tiny())
+    model(**batch_of(GROUP).inputs)
+    # of four layers one attends
+    assert sorted(calls) == ["attention"] + ["conv"] * 3 + ["delta_rule"] * 2 * 3
+
+
+def test_labels_that_their_caller_has_shifted():
+    """Where a token of a segment has one next token, as in TRL's rows."""
+    model, ids = apply_patches(tiny()), batch_of(GROUP).inputs["input_ids"]
+    targets = torch.where(torch.rand(ids.shape) < 0.5, ids.roll(-1, 1), -100)
+    # the last of the prompt predicts one answer's first token, the last of an answer something
+    targets[0, GROUP.lengths[0] - 1], targets[0, -1] = 7, 9
+    row = {"input_ids": ids, "packed_sequence": GROUP.record}
+    output = model(**row, labels=ids, shift_labels=targets)
+    logits = model(**row).logits
+    wanted = torch.nn.functional.cross_entropy(logits[0], targets[0])
+    assert abs(output.loss - wanted) <= 1e-6 * wanted
+    kept = model(**row, labels=ids, shift_labels=targets[:, -3:], logits_to_keep=3)
+    few = torch.nn.functional.cross_entropy(logits[0, -3:], targets[0, -3:])
+    assert abs(kept.loss - few) <= 1e-6 * few
+
+
+@pytest.fixture
+def model():
+    model = apply_patches(tiny())
+    model.model.layers[0].register_forward_pre_hook(
+        lambda *_: pytest.fail("a layer ran before the refusal")
+    )
+    return model
+
+
+@pytest.mark.parametrize("part", ["head", "trunk"])
+def test_what_disagrees_with_a_tree_is_refused(model, part):
+    call, row = model if part == "head" else model.model, batch_of(GROUP).inputs
+    tokens = sum(GROUP.lengths)
+    with pytest.raises(BoundaryConflict, match="position_ids and packed_sequence in disagreement"):
+        call(**row, position_ids=torch.arange(tokens)[None])
+    with pytest.raises(BoundaryConflict, match="of 137 tokens beside a row of 136"):
+        call(**row | {"input_ids": row["input_ids"][:, 1:]})
+    with pytest.raises(UnsupportedInput, match="found seq_idx beside a tree"):
+        call(**row, seq_idx=GROUP.record.seq_idx)
+    with pytest.raises(UnsupportedInput, match="found attention_mask beside a tree"):
+        call(**row, attention_mask=torch.tensor([[1] * (tokens - 1) + [0]]))
+    with pytest.raises(UnsupportedInput, match="a tree .* in a batch of 2 rows"):
+        call(**row | {"input_ids": row["input_ids"].expand(2, -1)})
+    cached = tiny().eval()(input_ids=torch.arange(9)[None], use_cache=True)[CACHE]
+    with pytest.raises(CacheConflict, match=CACHE):
+        call(**row, **{CACHE: cached})
+
+
+def test_labels_whose_shift_would_cross_branches(model):
+    row = batch_of(GROUP).inputs
+    with pytest.raises(UnsupportedInput, match="found labels for a tree .* wanted shift_labels"):
+        model(**row, labels=row["input_ids"])
+    with pytest.raises(UnsupportedInput, match="found labels for a tree"):
+        model(**row, labels=row["input_ids"], logits_to_keep=9)
+
+
+def test_what_knows_documents_alone_is_refused():
+    row = batch_of(GROUP).inputs
+    with pytest.raises(UnsupportedInput, match="a tree .* batch_invariant=True"):
+        apply_patches(tiny(), batch_invariant=True)(**row)
+    model = apply_patches(tiny())
+    model.config._attn_implementation_internal = "flash_attention_2"
+    with pytest.raises(UnsupportedInput, match="a tree .* attn_implementation='flash_attention_2'"):
+        model(**row)
+    model = apply_patches(tiny(head="Qwen3_5ForTokenClassification"))
+    with pytest.raises(UnsupportedInput, match="a tree .* with a Qwen3_5ForTokenClassification"):
+        model(**row)
+    model = apply_patches(tiny())
+    trunk_of(model).packfree.followers.append(SimpleNamespace())
+    with pytest.raises(UnsupportedInput, match="a tree .* multi-token prediction head"):
+        model(**row)
+
+
+def test_a_layer_that_follows_no_trees_is_refused(monkeypatch):
+    model = apply_patches(tiny())
+    monkeypatch.setattr(type(model.model.layers[3].self_attn), "follows_trees", False)
+    with pytest.raises(UnsupportedInput, match="a tree .* with layers of Qwen3_5Attention"):
+        model(**batch_of(GROUP).inputs)
+
+
+def test_images_beside_a_tree():
+    from tests.vision import tiny_vision
+
+    model, row = apply_patches(tiny_vision("qwen3_5")), batch_of(GROUP).inputs
+    pixels = {"pixel_values": torch.zeros(4, 24), "image_grid_thw": torch.tensor([[1, 2, 2]])}
+    with pytest.raises(UnsupportedInput, match="a tree .* with images, videos or audio"):
+        model(**row, **pixels)
+
+
+def test_text_alone_in_a_vision_language_model():
+    from tests.vision import tiny_vision
+
+    assert_exact(apply_patches(tiny_vision("qwen3_5")), TURNS, tiny_vision("qwen3_5"))
