@@ -23,6 +23,7 @@ from hf_packfree.trainer.run import PATIENCE, Counts, FirstBatch, TrainingRun
 from hf_packfree.verify.first_batch import first_batch_influence
 from tests.support import documents, leak_in_the_convolution, tiny
 from tests.test_trainer import CHECKPOINTING, STEP, arguments, dataset
+from tests.trees import TURNS, batch_of
 
 SHORT = (5, 9, 1, 7, 3, 6, 2, 8)
 
@@ -54,6 +55,15 @@ def lora():
         r=4, lora_dropout=0.5, target_modules="all-linear", init_lora_weights=False
     )
     return peft.get_peft_model(tiny(), config)
+
+
+def test_branches_of_a_tree_are_changed_and_their_prefixes_are_not(monkeypatch):
+    """A prompt is read by all of its answers: to change it shows nothing."""
+    model, row = apply_patches(tiny()).train(), batch_of(TURNS).inputs
+    assert first_batch_influence(model.model, (), row) == 0.0
+    leak_in_the_convolution(monkeypatch)
+    with pytest.raises(LeakDetected, match="found documents of the first batch reacting"):
+        first_batch_influence(model.model, (), row)
 
 
 def with_attention_dropout():

@@ -1,8 +1,15 @@
 """Packed rows of documents with images, videos and audio, for any Trainer: the collator, and
-datasets of whole packs.
+datasets of whole packs; and rows of samples that share their beginnings.
 """
 
 from hf_packfree.data.packs import PackedDataset, PackedIterableDataset
+from hf_packfree.data.prefixes import PrefixRow, pack_prefixes
 from hf_packfree.data.vision import PackedVisionCollator
 
-__all__ = ["PackedDataset", "PackedIterableDataset", "PackedVisionCollator"]
+__all__ = [
+    "PackedDataset",
+    "PackedIterableDataset",
+    "PackedVisionCollator",
+    "PrefixRow",
+    "pack_prefixes",
+]

@@ -221,7 +221,11 @@ class PackedSequence:
 
     @property
     def num_documents(self) -> int:
-        """The number of segments that are not padding."""
+        """The number of segments that are not padding; in a tree, of those that nothing goes on
+        from.
+        """
+        if self.tree is not None:
+            return len(self.tree.leaves)
         return self.num_segments - len(self.padding_segments)
 
     @property

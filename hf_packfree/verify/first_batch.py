@@ -22,6 +22,7 @@ from hf_packfree.models.state import PatchState
 from hf_packfree.models.vision_language import FEATURES
 from hf_packfree.packing import PackedSequence, unpad
 from hf_packfree.packing.media import Media, media_offsets
+from hf_packfree.packing.tree import Tree
 from hf_packfree.verify.documents import media_tokens
 from hf_packfree.verify.ranks import Ranks, settings_of
 from hf_packfree.verify.report import limits_for, relative_rms
@@ -217,6 +218,8 @@ def _changed(
         else torch.arange(rows * tokens, device=number.device)
     )
     of_row = packed.seq_idx if packed.shard is None else packed.shard.cut(packed.shard.row.seq_idx)
+    if packed.tree is not None:
+        of_row = _by_branches(packed.tree).to(of_row.device)[of_row.long()]
     number = number.index_copy(0, real, of_row[0]).view(rows, tokens)
     change = (number >= 0) & (number % 2 == parity)
     changed = dict(inputs)
@@ -234,6 +237,15 @@ def _changed(
     else:
         changed["input_ids"] = torch.where(change, ids.roll(1, dims=1), ids)
     return changed, (number >= 0) & ~change
+
+
+def _by_branches(tree: Tree) -> Tensor:
+    """Return a number for every segment, int32 [N]: its number among those that nothing goes on
+    from, and 1 for the others, which those are not to change.
+    """
+    numbers = torch.ones(len(tree.parents), dtype=torch.int32, device="cpu")
+    numbers[tree.leaves] = torch.arange(len(tree.leaves), dtype=torch.int32, device="cpu")
+    return numbers
 
 
 def _other_media(

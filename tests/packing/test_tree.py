@@ -72,6 +72,11 @@ def test_a_tree_stays_whole_in_other_places():
         shard_row(packed, 0, 2)
 
 
+def test_documents_are_the_paths():
+    assert GROUP.record.num_documents == 4 and TURNS.record.num_documents == 6
+    assert GROUP.record.num_real_tokens == sum(GROUP.lengths)
+
+
 def test_the_trees_of_the_tests_are_what_they_are_said_to_be():
     assert [tree.depth for tree in (GROUP, TURNS, CHAIN)] == [2, 4, 6]
     assert TURNS.record.tree.leaves == [2, 4, 7, 8, 9, 10] and len(TURNS.samples) == 8

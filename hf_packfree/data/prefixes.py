@@ -1,0 +1,242 @@
+"""Samples that share their beginnings, as one row that holds these once.
+
+Shapes: T tokens of the row, n of a sample, D channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hf_packfree.errors import BoundaryError
+from hf_packfree.models.log_probs import token_log_probs
+from hf_packfree.ops.loss import TokenLogProbs
+from hf_packfree.ops.tree import gather
+from hf_packfree.packing import PackedSequence
+
+Tokens = NDArray[np.int64]
+_IGNORED = -100
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixRow:
+    """A row of samples, and where each one's tokens are in it.
+
+    Attributes:
+        input_ids: int64 [1, T].
+        packed_sequence: the record of its segments.
+        index: of every sample, int64 [n]: the row's token at each of its places.
+        before: int64 [1, T]: the token in front of each one, which predicts it; -1 of a sample's
+            first.
+        counts: int64 [1, T]: how many samples hold each token.
+    """
+
+    input_ids: Tensor
+    packed_sequence: PackedSequence
+    index: tuple[Tensor, ...]
+    before: Tensor
+    counts: Tensor
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """What a patched model is called with: `input_ids`, `position_ids` and the record."""
+        packed = self.packed_sequence
+        return {
+            "input_ids": self.input_ids,
+            "position_ids": packed.position_ids(),
+            "packed_sequence": packed,
+        }
+
+    def log_probs(self, hidden: Tensor, model: Any, **options: Any) -> TokenLogProbs:
+        """Return the log-probability of every token after those in front of it in its samples, and
+        what else `token_log_probs` gives; of tokens that several samples hold once.
+
+        The last token of a prefix predicts the first of each branch.
+
+        Args:
+            hidden: [1, T, D], the text model's last hidden states of `inputs`.
+            model: with the head, or the head's last layer.
+            options: of `hf_packfree.token_log_probs`; a temperature by token is that of the token
+                which is predicted.
+
+        Returns:
+            [1, T] each; 0 for the first token of a sample, which nothing predicts.
+        """
+        first = self.before < 0
+        of_predictors = gather(hidden, self.before[0].clamp(min=0).to(hidden.device))
+        targets = self.input_ids.masked_fill(first, options.get("ignore_index", _IGNORED))
+        return token_log_probs(of_predictors, targets, model, **options)
+
+    def of_samples(self, values: Tensor) -> list[Tensor]:
+        """Return every sample's part [n, ...] of a row [1, T, ...]: of logits, hidden states or
+        log-probabilities.
+        """
+        return list(
+            gather(values, torch.cat(self.index).to(values.device))[0].split(
+                [len(places) for places in self.index]
+            )
+        )
+
+    def summed(self, of_samples: Sequence[Tensor]) -> Tensor:
+        """Return a row [1, T], for each token the sum of what its samples have there: weights of a
+        loss, say.
+
+        Args:
+            of_samples: [n] each, like a sample.
+        """
+        given = torch.cat(list(of_samples))
+        row = given.new_zeros(self.input_ids.shape[1])
+        return row.index_add(0, torch.cat(self.index).to(given.device), given)[None]
+
+    def to(self, device: torch.device | str) -> PrefixRow:
+        """Return the row with its tensors on `device`."""
+        return replace(
+            self,
+            input_ids=self.input_ids.to(device),
+            packed_sequence=self.packed_sequence.to(device),
+            index=tuple(places.to(device) for places in self.index),
+            before=self.before.to(device),
+            counts=self.counts.to(device),
+        )
+
+
+def pack_prefixes(samples: Sequence[Sequence[int] | Tensor], *, shortest: int = 32) -> PrefixRow:
+    """Lay samples out as one row in which what they share at their beginnings is once.
+
+    Args:
+        samples: token ids, one or more each.
+        shortest: of so many tokens shared segments are at least; shorter ones are repeated in what
+            goes on from them, because every level of depth costs a call of the delta rule.
+
+    Raises:
+        BoundaryError: there is no sample, or one is no row of whole numbers.
+
+    Examples:
+        A prompt of three tokens, and two answers:
+
+        >>> from hf_packfree.data import pack_prefixes
+        >>> row = pack_prefixes([[5, 6, 7, 1], [5, 6, 7, 2, 3]], shortest=1)
+        >>> row.input_ids, row.inputs["position_ids"]
+        (tensor([[5, 6, 7, 1, 2, 3]]), tensor([[0, 1, 2, 3, 3, 4]]))
+        >>> row.index
+        (tensor([0, 1, 2, 3]), tensor([0, 1, 2, 4, 5]))
+
+        With a patched `model`, the answers' log-probabilities from one forward:
+
+            hidden = model.base_model(**row.inputs)[0]
+            first, second = row.of_samples(row.log_probs(hidden, model).log_probs)
+    """
+    given = [_tokens(number, sample) for number, sample in enumerate(samples)]
+    if not given:
+        raise BoundaryError(
+            "found no samples to pack; wanted one or more; pass token ids, a list of each sample's"
+        )
+    root = _Node(np.empty(0, dtype=np.int64))
+    for sample in given:
+        _insert(root, sample)
+    _repeat_short(root, shortest)
+    segments = list(_laid_out(root))
+    packed = PackedSequence.from_tree(
+        [len(node.tokens) for node, _ in segments], [parent for _, parent in segments]
+    )
+    index = tuple(torch.from_numpy(_places(root, sample)) for sample in given)
+    tokens = torch.from_numpy(np.concatenate([node.tokens for node, _ in segments]))
+    before = torch.empty_like(tokens)
+    for places in index:
+        before[places[0]], before[places[1:]] = -1, places[:-1]
+    counts = torch.bincount(torch.cat(index), minlength=len(tokens))
+    return PrefixRow(tokens[None], packed, index, before[None], counts[None])
+
+
+@dataclass(eq=False)
+class _Node:
+    """Tokens that the same samples go through, what goes on from them, and where they are in the
+    row.
+    """
+
+    tokens: Tokens
+    children: list[_Node] = field(default_factory=list)
+    start: int = 0
+
+
+def _tokens(number: int, sample: Any) -> Tokens:
+    found = np.asarray(sample.tolist() if isinstance(sample, Tensor) else sample)
+    if found.ndim != 1 or found.dtype.kind not in "iu" or not found.size:
+        raise BoundaryError(
+            f"found sample {number} of shape {found.shape} and type {found.dtype}; wanted one or "
+            "more token ids in a row; drop empty samples before packing"
+        )
+    return found.astype(np.int64)
+
+
+def _insert(node: _Node, sample: Tokens) -> None:
+    """Let a sample go through a tree, and add what it has alone."""
+    while sample.size:
+        shared, child = _closest(node, sample)
+        if child is None:
+            node.children.append(_Node(sample))
+            return
+        if shared < len(child.tokens) and shared < len(sample):
+            rest = _Node(child.tokens[shared:], child.children)
+            child.tokens, child.children = child.tokens[:shared], [rest]
+        node, sample = child, sample[shared:]
+
+
+def _repeat_short(root: _Node, shortest: int) -> None:
+    """Put the tokens of short nodes in front of those that go on from them."""
+    waiting = [root]
+    while waiting:
+        node = waiting.pop()
+        while short := [
+            one for one in node.children if one.children and len(one.tokens) < shortest
+        ]:
+            for child in short:
+                place = node.children.index(child)
+                node.children[place : place + 1] = child.children
+                for one in child.children:
+                    one.tokens = np.concatenate([child.tokens, one.tokens])
+        waiting += node.children
+
+
+def _closest(node: _Node, sample: Tokens) -> tuple[int, _Node | None]:
+    """Return the child that shares most of a sample's beginning, and how many tokens."""
+    best: tuple[int, _Node | None] = 0, None
+    for child in node.children:
+        size = min(len(child.tokens), len(sample))
+        differs = child.tokens[:size] != sample[:size]
+        shared = int(differs.argmax()) if differs.any() else size
+        if shared > best[0]:
+            best = shared, child
+    return best
+
+
+def _laid_out(root: _Node) -> Iterator[tuple[_Node, int | None]]:
+    """Yield the nodes depth first, with the number of each one's parent, and note where they
+    start.
+    """
+    end, number = 0, 0
+    waiting: list[tuple[_Node, int | None]] = [(child, None) for child in root.children[::-1]]
+    while waiting:
+        node, parent = waiting.pop()
+        yield node, parent
+        node.start, end = end, end + len(node.tokens)
+        waiting += [(child, number) for child in node.children[::-1]]
+        number += 1
+
+
+def _places(root: _Node, sample: Tokens) -> Tokens:
+    """Return where a sample's tokens are in the row."""
+    places, node = list[Tokens](), root
+    while sample.size:
+        # whoever shares more of a sample than another child goes through the same node
+        shared, child = _closest(node, sample)
+        assert child is not None
+        places.append(np.arange(child.start, child.start + shared))
+        node, sample = child, sample[shared:]
+    return np.concatenate(places)
