@@ -13,6 +13,7 @@ from hf_packfree.errors import PatchConflict
 from hf_packfree.ops.backend import HALF
 from hf_packfree.ops.table import OPS
 from hf_packfree.packing import PackedSequence
+from hf_packfree.packing.tree import refuse_tree
 from hf_packfree.parallel import ContextParallel
 
 Observer = Callable[[PackedSequence | None, tuple[int, int], Any], None]
@@ -121,6 +122,10 @@ def receive(layer: nn.Module, kwargs: dict[str, Any]) -> PackedSequence | None:
     Raises:
         PatchConflict: the text model around the layer is not patched, so that no record would ever
             come: see `state_of`.
+        UnsupportedInput: the record has a tree, which the layer does not follow.
     """
     state_of(layer)
-    return kwargs.pop("packed_sequence", None)
+    packed: PackedSequence | None = kwargs.pop("packed_sequence", None)
+    if not getattr(layer, "follows_trees", False):
+        refuse_tree(packed, f"with layers of {type(layer).__name__}")
+    return packed

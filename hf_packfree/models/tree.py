@@ -44,13 +44,11 @@ def check_tree_layers(trunk: Any, packed: PackedSequence) -> None:
     """
     if packed.tree is None:
         return
-    for layer in trunk.layers:
-        for path in state_of(trunk).mixer_paths:
-            mixer = getattr(layer, path, None)
-            parts = [] if mixer is None else mixer.modules()
-            for part in parts:
-                if isinstance(part, Replacement) and not part.follows_trees:
-                    refuse_tree(packed, f"with layers of {type(part).__name__}")
+    names = {name for of_kind in state_of(trunk).mixers.values() for name in of_kind}
+    mixers = [getattr(layer, name, None) for layer in trunk.layers for name in names]
+    for part in (part for mixer in mixers if mixer is not None for part in mixer.modules()):
+        if isinstance(part, Replacement) and not part.follows_trees:
+            refuse_tree(packed, f"with layers of {type(part).__name__}")
     name = trunk.config._attn_implementation
     if attention_route(name) == "flash":
         raise UnsupportedInput(

@@ -102,13 +102,13 @@ def refuse_tree(packed: Any, where: str) -> None:
     """Refuse a record with a tree.
 
     Args:
-        packed: a record, or None.
+        packed: a record, or what stands for none.
         where: what cannot have one, behind "a tree of shared prefixes".
 
     Raises:
         UnsupportedInput: it has one.
     """
-    if packed is not None and packed.tree is not None:
+    if getattr(packed, "tree", None) is not None:
         raise UnsupportedInput(
             f"found a tree of shared prefixes {where}; wanted documents one after the other; pass "
             "every path from the root as a document of its own"
