@@ -126,11 +126,6 @@ def pack_prefixes(samples: Sequence[Sequence[int] | Tensor], *, shortest: int = 
         (tensor([[5, 6, 7, 1, 2, 3]]), tensor([[0, 1, 2, 3, 3, 4]]))
         >>> row.index
         (tensor([0, 1, 2, 3]), tensor([0, 1, 2, 4, 5]))
-
-        With a patched `model`, the answers' log-probabilities from one forward:
-
-            hidden = model.base_model(**row.inputs)[0]
-            first, second = row.of_samples(row.log_probs(hidden, model).log_probs)
     """
     given = [_tokens(number, sample) for number, sample in enumerate(samples)]
     if not given:
