@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_packfree.ops.attention import cudnn, torch_native, triton_native, varlen
-from hf_packfree.ops.backend import Backend, LongDocuments
+from hf_packfree.errors import BackendUnavailable
+from hf_packfree.ops.attention import cudnn, score_options, torch_native, triton_native, varlen
+from hf_packfree.ops.backend import Backend, LongDocuments, Target
 from hf_packfree.ops.op import AcrossRanks, Op
 from hf_packfree.ops.tree import attend_along_paths
 from hf_packfree.packing import PackedSequence
@@ -32,6 +33,11 @@ class AttentionBackend(Backend):
     with_history: Callable[..., Tensor] | None = None
 
 
+def _plain(unusable: Callable[[Target], str | None]) -> Callable[[Target], str | None]:
+    """Return why kernels of plain scores cannot run at a target."""
+    return lambda target: score_options.refused(target) or unusable(target)
+
+
 def _cudnn_takes(device: torch.device, sizes: Mapping[str, int]) -> bool:
     return cudnn.takes(sizes.get("head_size", 0), device)
 
@@ -42,7 +48,7 @@ OP = Op(
     backends={
         "triton": AttentionBackend(
             triton_native.attend,
-            triton_native.unusable,
+            _plain(triton_native.unusable),
             "triton",
             batch_invariant=True,
             compiles="seconds",
@@ -51,7 +57,7 @@ OP = Op(
         ),
         "varlen": AttentionBackend(
             varlen.attend,
-            varlen.unusable,
+            _plain(varlen.unusable),
             batch_invariant=True,
             with_history=varlen.attend_with_history,
         ),
@@ -72,6 +78,9 @@ def attention(
     *,
     scale: float | None = None,
     dropout: float = 0.0,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     batch_invariant: bool = False,
     backend: str = "torch",
 ) -> Tensor:
@@ -79,22 +88,27 @@ def attention(
 
     Args:
         q: [1, T, H, D], any floating dtype.
-        k, v: [1, T, HK, D]; HK divides H, and query head j reads key head j // (H / HK).
+        k: [1, T, HK, D]; HK divides H, and query head j reads key head j // (H / HK).
+        v: [1, T, HK, DV].
         packed: the documents of the row; in a tree every token attends along its path.
         scale: factor on q.k before the softmax; D ** -0.5 if not given.
         dropout: probability of dropping an attention weight; above 0 "torch" attends, whatever the
             backend.
+        window: how many tokens a query sees, itself included; all before it if not given. This and
+            the next two, and DV other than D, "torch" alone has.
+        softcap: scores s are softcap * tanh(s / softcap).
+        sinks: [H], a score that each query's softmax counts beside those of its keys.
         batch_invariant: attend in the same kernels whatever is in the row. Otherwise "triton"
             hands documents of 8,192 tokens and more to cuDNN where that has kernels for
             them, which is faster; see `cudnn.py`.
         backend: a name in `OP.backends`.
 
     Returns:
-        [1, T, H, D] in q's dtype. Memory grows with T, not with T x T, where torch has a flash
-        kernel for the dtype.
+        [1, T, H, DV] in q's dtype. Memory grows with T, not with T x T, where torch has a flash
+        kernel for the dtype; a softcap makes the scores of each document.
 
     Raises:
-        BackendUnavailable: no backend has that name.
+        BackendUnavailable: no backend has that name, or the one that has it lacks an option.
     """
     attend: Callable[..., Tensor] = partial(
         OP.backend(backend).running(batch_invariant), scale=scale
@@ -102,6 +116,15 @@ def attention(
     # which "torch" alone has
     if dropout:
         attend = partial(torch_native.attend, scale=scale, dropout=dropout)
+    options: dict[str, Any] = {"window": window, "softcap": softcap, "sinks": sinks}
+    given = {name: value for name, value in options.items() if value is not None}
+    if given or q.shape[3] != v.shape[3]:
+        if backend != "torch":
+            raise BackendUnavailable(
+                f"found {' and '.join(given) or 'values of another size than keys'} for attention "
+                f"on {backend!r}; wanted what its kernels have; pass backend='torch'"
+            )
+        attend = partial(score_options.attend, scale=scale, dropout=dropout, **given)
     if packed.tree is not None:
         return attend_along_paths(q, k, v, packed, attend)
     return attend(q, k, v, packed)
