@@ -44,14 +44,16 @@ def slow_decay(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
 
 
 def tiny(
-    family: str | Family = "qwen3_5", *, attention: str = "sdpa", head: str | None = None
+    family: str | Family = "qwen3_5", *, attention: str | None = None, head: str | None = None
 ) -> torch.nn.Module:
-    """Return the family's tiny model in training mode, unpatched, fp32, slow decay."""
+    """Return the family's tiny model in training mode, unpatched, fp32, slow decay; with sdpa, if it
+    has that, or the attention that is named.
+    """
     row = by_family[family] if isinstance(family, str) else family
     config = row.tiny_config()
-    config._attn_implementation = attention
-    torch.manual_seed(0)
     cls = getattr(import_module(row.upstream), head or row.causal_lm)
+    config._attn_implementation = attention or ("sdpa" if cls._supports_sdpa else "eager")
+    torch.manual_seed(0)
     return slow_decay(cls(config)).train()
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig
+from transformers import PhiConfig
 
 import hf_packfree.cli
 import hf_packfree.demo
@@ -218,12 +218,12 @@ def test_an_unsupported_model_is_2(capsys, tmp_path):
         "num_hidden_layers": 1,
         "num_attention_heads": 1,
     }
-    LlamaConfig(**sizes).save_pretrained(tmp_path)
+    PhiConfig(**sizes).save_pretrained(tmp_path)
     for command in (("verify", str(tmp_path)), ("doctor", "--model", str(tmp_path))):
         code, out, err = run(capsys, *command)
         assert code == 2 and out == ""
         assert (
-            err.startswith("packfree: found a LlamaForCausalLM, which holds no text model")
+            err.startswith("packfree: found a PhiForCausalLM, which holds no text model")
             and err.count("\n") == 1
         )
 

@@ -52,5 +52,12 @@ SERVED = (
         "Qwen3OmniMoeThinkerForConditionalGeneration",
         (*_MEDIA, "audio"),
     ),
+    Served("llama", "meta-llama/Llama-2 to -3.3, and models of its classes", _TEXT, ("text",)),
+    Served("qwen3", "Qwen/Qwen3-0.6B, -1.7B, -4B, -8B, -14B, -32B", _TEXT, ("text",)),
+    Served("qwen2", "Qwen/Qwen2.5-0.5B to -72B, QwQ-32B", _TEXT, ("text",)),
+    Served("mistral", "mistralai/Mistral-7B, Mistral-Nemo", _TEXT, ("text",)),
+    Served("gemma2", "google/gemma-2-2b, -9b, -27b", _TEXT, ("text",)),
+    Served("gemma3_text", "google/gemma-3-270m, -1b; texts of larger ones", _TEXT, ("text",)),
+    Served("gpt_oss", "openai/gpt-oss-20b, -120b", _TEXT, ("text",)),
 )
 """To list one more family, add a row; its parts are a row of `patching/registry.py`."""

@@ -19,6 +19,7 @@ from hf_packfree.ops.attention import attention
 from hf_packfree.ops.fused import OP as FUSED
 from hf_packfree.ops.fused import norm_rope, output_gate
 from hf_packfree.packing import PackedSequence, to_hf_kwargs
+from hf_packfree.packing.tree import refuse_tree
 from hf_packfree.parallel.attention import SHARED
 
 
@@ -31,15 +32,20 @@ def attention_route(implementation: str) -> str | None:
     return {"sdpa": "varlen", "eager": "mask"}.get(implementation)
 
 
-def _additive_block_mask(packed: PackedSequence, dtype: torch.dtype) -> Tensor:
+def additive_block_mask(
+    packed: PackedSequence, dtype: torch.dtype, window: int | None = None
+) -> Tensor:
     """Return [1, 1, T, T] in `dtype`, for attention that takes nothing better: 0 where a token
-    may look, else its minimum.
+    may look, which is at `window` tokens at most, else its minimum.
     """
     number = packed.seq_idx[0]
     allowed = (number[:, None] == number[None, :]).tril()
     if packed.tree is not None:
         seen = packed.tree.sees().to(number.device, non_blocking=True)
         allowed = seen[number.long()][:, number.long()].tril()
+    if window is not None:
+        refuse_tree(packed, "with a sliding window")
+        allowed = allowed.triu(1 - window)
     mask = torch.zeros(allowed.shape, dtype=dtype, device=number.device)
     return mask.masked_fill(~allowed, torch.finfo(dtype).min)[None, None]
 
@@ -67,7 +73,7 @@ def drops_out(model: nn.Module) -> bool:
     return any(getattr(module, "attention_dropout", 0) for module in model.modules())
 
 
-def _refuse_cut_rows(layer: nn.Module) -> None:
+def refuse_cut_rows(layer: nn.Module) -> None:
     """Refuse attention that accelerate has prepared for context parallelism: by a hook, found by
     its name.
     """
@@ -109,7 +115,7 @@ class RoutedAttention(Replacement):
         arguments = None if packed is None else self.by_name((hidden_states, *args), kwargs)
         if packed is None or arguments is None:
             return super().forward(hidden_states, *args, **kwargs)
-        _refuse_cut_rows(self)
+        refuse_cut_rows(self)
         route = check_attention(self.config)
         if route == "varlen":
             attended = self._attend_packed(
@@ -117,7 +123,7 @@ class RoutedAttention(Replacement):
             )
             return packed.zero_left_pad(attended), None
         if route == "mask":
-            arguments["attention_mask"] = packed.cached(_additive_block_mask, hidden_states.dtype)
+            arguments["attention_mask"] = packed.cached(additive_block_mask, hidden_states.dtype)
         else:
             arguments |= {"attention_mask": None, **to_hf_kwargs(packed)}
         out, weights = super().forward(**arguments)

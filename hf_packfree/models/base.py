@@ -6,7 +6,7 @@ The contract: parameters and sizes that are the same in every release of a famil
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from inspect import signature
 from types import FunctionType
@@ -47,6 +47,8 @@ class Replacement(nn.Module):
     """Whether a mixer reads the path of each segment in a tree of shared prefixes."""
     positional_names: ClassVar[tuple[str, ...]] = ()
     """The names of upstream's positional parameters; releases differ in them."""
+    attends_for: ClassVar[tuple[str, ...]] = ("sdpa",)
+    """The attention implementations in whose place an attention layer runs our operation."""
     kernel_layer_name = _Absent()
     """`kernelize` replaces the forward of every instance whose class has this, anew on each
     train() and eval().
@@ -147,8 +149,17 @@ def stands_for(upstream: Any) -> Callable[[_Class], _Class]:
     return rename
 
 
+def replacements(home: str) -> Mapping[str, Any]:
+    """Return our classes by name, and what else is beside them, of a module or, where `home` is
+    "module:upstream", of what that makes for the modeling module `upstream`.
+    """
+    name, _, upstream = home.partition(":")
+    module = import_module(name)
+    return module.replacements(upstream) if upstream else vars(module)
+
+
 def _blank(home: str, name: str) -> Any:
-    cls = getattr(import_module(home), name)
+    cls = replacements(home)[name]
     return cls.__new__(cls)
 
 

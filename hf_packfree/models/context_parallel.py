@@ -23,6 +23,7 @@ from hf_packfree.models.mrope import SECONDS
 from hf_packfree.models.same_batch import refuse_other_ranks
 from hf_packfree.models.sharded_media import reaching_media
 from hf_packfree.models.vision_language import FEATURES, GRIDS, share_media
+from hf_packfree.ops.attention.score_options import WANTED
 from hf_packfree.ops.delta_rule import OP as DELTA_RULE
 from hf_packfree.ops.table import OPS
 from hf_packfree.packing import PackedSequence, pad_row, repad, shard_row
@@ -137,6 +138,7 @@ def settled(
             is not ours to run.
     """
     _refuse_whole_rows(ops)
+    _refuse_score_options(sizes)
     ways = {}
     for name, heads in _heads_by_option():
         count, way, instead = sizes.get(heads, 0), getattr(settings, name), WAYS[name][-1]
@@ -170,6 +172,16 @@ def _refuse_whole_rows(ops: Iterable[str]) -> None:
         raise PatchConflict(
             f"found {found[0]} under context parallelism, which needs whole rows; wanted "
             "operations whose ranks exchange what crosses their edges; leave context_parallel out"
+        )
+
+
+def _refuse_score_options(sizes: Mapping[str, int]) -> None:
+    """Refuse attention whose scores are more than scaled."""
+    found = [words for name, words in WANTED.items() if sizes.get(name)]
+    if found:
+        raise PatchConflict(
+            f"found attention with {' and '.join(found)} under context parallelism; wanted "
+            "attention to all of a document, which ranks can share; leave context_parallel out"
         )
 
 

@@ -38,11 +38,18 @@ def cos_and_sin(trunk: Any, x: Tensor, positions: Tensor) -> Any:
 
 
 def rope_type(config: Any) -> str:
-    """Return the type of a text config's rotary embedding; parameters that differ between layers
-    have none, "None".
+    """Return the type of a text config's rotary embedding: where layers differ, one that depends on
+    the longest position, or is not known, if there is one.
     """
-    given = getattr(config, "rope_parameters", None)
-    return str(given.get("rope_type")) if given else "default"
+    types = [str(given.get("rope_type")) for given in _by_layer(config)]
+    return max(types, key=lambda name: (name not in FIXED, name not in BY_LONGEST))
+
+
+def _by_layer(config: Any) -> list[Any]:
+    """Return the parameters of rotary embeddings, one for each kind of layer where kinds differ."""
+    given = getattr(config, "rope_parameters", None) or {"rope_type": "default"}
+    kinds = set(getattr(config, "layer_types", None) or ()) & given.keys()
+    return [given[kind] for kind in kinds] or [given]
 
 
 def has_fixed_frequencies(config: Any) -> bool:
@@ -95,6 +102,7 @@ def check_longest_position(config: Any, packed: PackedSequence, position_ids: Te
 def _limit(config: Any) -> int:
     """Return up to how many positions frequencies are those of short documents."""
     if rope_type(config) == "longrope":
-        return int(config.rope_parameters["original_max_position_embeddings"])
+        found = (given.get("original_max_position_embeddings") for given in _by_layer(config))
+        return min(int(limit) for limit in found if limit is not None)
     # of exactly max_position_embeddings, upstream keeps the frequencies of a longer call before
     return int(config.max_position_embeddings) - 1

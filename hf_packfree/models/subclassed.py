@@ -7,11 +7,11 @@ Apart from `heads`, because nothing there knows of it: such a class is a head li
 from __future__ import annotations
 
 import functools
-from importlib import import_module
 from typing import Any
 
 from torch import nn
 
+from hf_packfree.models.base import replacements
 from hf_packfree.models.head import Head
 
 
@@ -53,5 +53,5 @@ def _reduce_in_front(head: Any, protocol: Any) -> Any:
 
 
 def _blank_in_front(home: str, name: str, theirs: Any) -> Any:
-    cls: Any = in_front_of(getattr(import_module(home), name), theirs)
+    cls: Any = in_front_of(replacements(home)[name], theirs)
     return cls.__new__(cls)

@@ -16,15 +16,17 @@ from typing import Any, Literal
 
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
+from transformers import PreTrainedModel
 
 from hf_packfree.errors import PatchConflict, UnsupportedInput
+from hf_packfree.models.attention_interface import is_more_than_text
 from hf_packfree.mtp.options import Choice as MTPChoice
 from hf_packfree.mtp.options import MTPOptions, mtp_options
-from hf_packfree.patching.apply import Options, patch
+from hf_packfree.patching.apply import Options, patch, remove_patches
 from hf_packfree.patching.backends import Choice
 from hf_packfree.patching.mtp import add_while_loading
 from hf_packfree.patching.plan import head_swap, heads_left_alone
-from hf_packfree.patching.registry import FAMILIES
+from hf_packfree.patching.registry import FAMILIES, family_of
 from hf_packfree.patching.report import warn_of_heads, warn_once
 from hf_packfree.patching.steps import ClassSwap, carry_out
 
@@ -150,6 +152,8 @@ def _swap_around(
     That is the module, if it is a head that `head_swap` takes or a vision-language model of its own
     class, and the towers that it took in before.
     """
+    if is_more_than_text(module) and isinstance(submodule, PreTrainedModel):
+        _leave_alone(module, submodule)
     homes = {base.__module__ for base in type(module).__mro__}
     family = next((row for row in FAMILIES if row.upstream in homes), None)
     if family is None or submodule is None:
@@ -173,3 +177,16 @@ def _swap_around(
         warn_of_heads(heads_left_alone(module, family))
         if mtp is not None:
             add_while_loading(module, submodule, family, mtp, states[0])
+
+
+def _leave_alone(module: nn.Module, submodule: nn.Module) -> None:
+    """Give back a text model that was patched before anybody knew what is around it, where
+    `apply_patches` refuses that.
+    """
+    family = family_of(submodule)
+    if family is not None and family.made_from_upstream:
+        remove_patches(submodule)
+        warn_once(
+            f"{type(module).__name__} is left alone by register_patches(): it is more than the "
+            f"language model {type(submodule).__name__}"
+        )

@@ -11,6 +11,7 @@ from torch import nn
 
 from hf_packfree.errors import ContractError, PatchConflict, UnsupportedModel
 from hf_packfree.models.attention import check_attention
+from hf_packfree.models.attention_interface import refuse_what_it_cannot_serve
 from hf_packfree.models.base import Replacement, contract_violations, kinds_of_layers
 from hf_packfree.models.fused_head import is_fused_head
 from hf_packfree.models.heads import PackedHead
@@ -52,6 +53,8 @@ def plan_swaps(model: nn.Module) -> tuple[Family, list[ClassSwap]]:
     _check_seams(model, needed)
     steps = [*_steps(model, needed), *_optional_steps(model, optional), *_head_steps(model, family)]
     for trunk in trunks(model, family):
+        if family.made_from_upstream:
+            refuse_what_it_cannot_serve(model, trunk)
         _check_mixers(trunk, family, pairs)
         _check_contracts(trunk, pairs)
         check_attention(trunk.config)

@@ -7,13 +7,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 from torch import nn
 
 from hf_packfree.errors import UnsupportedModel
 from hf_packfree.models import compat
+from hf_packfree.models.base import replacements
 from hf_packfree.ops.table import OPS
 
 
@@ -125,11 +125,16 @@ class Family:
         }
 
     @property
+    def made_from_upstream(self) -> bool:
+        """Whether no file holds our classes: see `hf_packfree.models.attention_interface`."""
+        return ":" in self.replacement
+
+    @property
     def attends_only(self) -> bool:
         """Whether all mixers are full attention, for which upstream reads boundaries in some
         positions itself.
         """
-        return all(mixer.kind == "full_attention" for mixer in self.mixers)
+        return all(mixer.kind in ("full_attention", "sliding_attention") for mixer in self.mixers)
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -148,14 +153,14 @@ class Family:
         Upstream's class is read from ours: the name in upstream's module may stand for another
         class for a while.
         """
-        ours = import_module(self.replacement)
-        return {self._upstream_of(getattr(ours, name)): getattr(ours, name) for name in self.swaps}
+        ours = replacements(self.replacement)
+        return {self._upstream_of(ours[name]): ours[name] for name in self.swaps}
 
     def head_pairs(self) -> dict[type[nn.Module], type[nn.Module]]:
         """Return {upstream's class: ours} of the heads, which are swapped where no other forward
         runs; see `head_swap`.
         """
-        heads = getattr(import_module(self.replacement), "HEADS", {})
+        heads = replacements(self.replacement).get("HEADS", {})
         return {self._upstream_of(ours): ours for ours in heads.values()}
 
     def optional_swaps(self) -> dict[type[nn.Module], type[nn.Module]]:
@@ -185,7 +190,7 @@ class Family:
 
     def tiny_config(self) -> Any:
         """Return the configuration of the family's tiny model."""
-        build: Callable[[], Any] = import_module(self.replacement).tiny_config
+        build: Callable[[], Any] = replacements(self.replacement)["tiny_config"]
         return build()
 
 
@@ -207,6 +212,30 @@ def _vision_tower(names: str, cls: str = "Model") -> Tower:
         f"{names}{cls}", f"{names}Attention", _TOWER, (f"{names}PatchEmbed", f"{names}Block")
     )
 
+
+def _attention_only(name: str, classes: str, *kinds: str, text: str = "Model") -> Family:
+    """Return the family of plain attention whose classes' names begin alike.
+
+    Args:
+        kinds: of its layers, where they differ.
+        text: how the name of the text model ends.
+    """
+    upstream = "transformers.models.{0}.modeling_{0}".format(name.removesuffix("_text"))
+    return Family(
+        name=name,
+        upstream=upstream,
+        replacement=f"hf_packfree.models.attention_interface:{upstream}",
+        causal_lm=f"{classes}ForCausalLM",
+        trunk=f"{classes}{text}",
+        layers=(f"{classes}DecoderLayer",),
+        mixers=tuple(
+            Mixer(kind, "self_attn", f"{classes}Attention", ("attention",))
+            for kind in kinds or ("full_attention",)
+        ),
+    )
+
+
+_WINDOWS = ("full_attention", "sliding_attention")
 
 FAMILIES: tuple[Family, ...] = (
     Family(
@@ -311,6 +340,13 @@ FAMILIES: tuple[Family, ...] = (
             Tower("Qwen3OmniMoeAudioEncoder", "Qwen3OmniMoeAudioAttention", _AUDIO, optional=False),
         ),
     ),
+    _attention_only("llama", "Llama"),
+    _attention_only("qwen3", "Qwen3", *_WINDOWS),
+    _attention_only("qwen2", "Qwen2", *_WINDOWS),
+    _attention_only("mistral", "Mistral"),
+    _attention_only("gemma2", "Gemma2", *_WINDOWS),
+    _attention_only("gemma3_text", "Gemma3", *_WINDOWS, text="TextModel"),
+    _attention_only("gpt_oss", "GptOss", *_WINDOWS),
 )
 
 

@@ -278,9 +278,11 @@ def _implementations(state: PatchState, family: Family, model: nn.Module) -> dic
         "layers": getattr(model, "config", None),
         "towers": getattr(tower_attention_of(model, family), "config", None),
     }
+    classes: Any = family.pairs().values()
+    ours = {name for cls in classes for name in cls.attends_for}
     for op in filter(lambda op: OPS[op].loaded, runs):
         loaded = getattr(configs[OPS[op].where], "_attn_implementation", None)
-        if loaded != "sdpa":
+        if loaded not in ours:
             runs[op] = f"{loaded} (the model's)"
     made = (why_logits_are_made(head) for head in language_heads(model))
     if runs.get("loss", "upstream") != "upstream" and (why := next(filter(None, made), None)):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import transformers
 from accelerate import Accelerator
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import PhiConfig, PhiForCausalLM
 
 from hf_packfree import (
     PackFreeCallback,
@@ -130,9 +130,9 @@ def test_what_is_no_model_of_ours_is_said_so():
         "num_hidden_layers": 1,
         "num_attention_heads": 1,
     }
-    llama = LlamaForCausalLM(LlamaConfig(**sizes))
-    assert "leak" not in str(patch_report(llama))
-    assert str(patch_report(llama)).startswith("LlamaForCausalLM holds no text model of a supp")
+    phi = PhiForCausalLM(PhiConfig(**sizes))
+    assert "leak" not in str(patch_report(phi))
+    assert str(patch_report(phi)).startswith("PhiForCausalLM holds no text model of a supp")
     with pytest.raises(UnsupportedModel, match="load the model first"):
         apply_patches("qwen3_5")
 

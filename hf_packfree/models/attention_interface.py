@@ -1,0 +1,247 @@
+"""Families whose attention calls transformers' AttentionInterface: nothing is written per family,
+the classes are made from upstream's.
+
+Upstream's forward of an attention layer looks up by name what attends. For a packed row the name is
+that of an entry of ours, which runs `hf_packfree.ops.attention` with what the layer passes: its
+scaling, dropout, sliding window, softcap and sinks. The model's config keeps the name that it has.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache, partial
+from importlib import import_module
+from inspect import isclass, signature
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedConfig
+
+from hf_packfree.errors import UnsupportedModel
+from hf_packfree.models.attention import additive_block_mask, check_attention, refuse_cut_rows
+from hf_packfree.models.base import Replacement, stands_for
+from hf_packfree.models.heads import heads_of
+from hf_packfree.models.state import receive, state_of
+from hf_packfree.models.trunk import PackedTrunk
+from hf_packfree.ops.attention import attention
+from hf_packfree.packing import PackedSequence, to_hf_kwargs
+from hf_packfree.parallel.attention import SHARED
+
+NAME = "packfree"
+"""Of our entry in transformers' AttentionInterface."""
+
+
+class InterfaceAttention(Replacement):
+    """Put in front of attention that calls the AttentionInterface: upstream's forward runs on
+    packed rows too, and our operation attends in it.
+
+    A flash attention that the model was loaded with runs itself, on boundaries.
+    """
+
+    attends_for = "sdpa", "eager"
+
+    def forward(
+        self, hidden_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend within documents when a record comes down, as upstream otherwise.
+
+        Args:
+            hidden_states: [1, T, D_model] of a packed row.
+
+        Raises:
+            PatchConflict: accelerate prepared the model to cut its rows.
+        """
+        packed = receive(self, kwargs)
+        arguments = None if packed is None else self.by_name((hidden_states, *args), kwargs)
+        if packed is None or arguments is None:
+            return super().forward(hidden_states, *args, **kwargs)
+        refuse_cut_rows(self)
+        arguments["attention_mask"] = None
+        if check_attention(self.config) == "flash":
+            out, weights = super().forward(**arguments, **to_hf_kwargs(packed))
+        else:
+            upstream: Any = super().forward
+            out, weights = upstream.__func__(
+                AttentionOfCall(self), **arguments, packed_sequence=packed
+            )
+        return packed.zero_left_pad(out), weights
+
+    @staticmethod
+    def op_sizes(layer: Any) -> dict[str, int]:
+        """Return the heads' size, how many queries have, and what their scores need beside a
+        scale.
+        """
+        config = layer.config
+        window = getattr(layer, "sliding_window", getattr(config, "sliding_window", None))
+        needs = {
+            "window": window or 0,
+            "softcap": int(bool(getattr(layer, "attn_logit_softcapping", None))),
+            "sinks": int(hasattr(layer, "sinks")),
+        }
+        sizes = {"head_size": layer.head_dim, "query_heads": config.num_attention_heads}
+        return sizes | {name: size for name, size in needs.items() if size}
+
+
+class AttentionOfCall:
+    """An attention layer as upstream's forward sees it during one call: itself but for the name of
+    what attends.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+        self.config = ConfigOfCall(layer.config)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.layer, name)
+
+
+class ConfigOfCall:
+    """Its config."""
+
+    _attn_implementation = NAME
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
+def _attend(
+    module: AttentionOfCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    *,
+    packed_sequence: PackedSequence,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend within documents, for upstream's forward.
+
+    Args:
+        query, key, value: [1, heads, T, D], of grouped heads or not.
+        s_aux: [heads], scores of sinks.
+        kwargs: of the model's forward.
+
+    Returns:
+        [1, T, heads, D], and attention weights where they are wanted and the model makes them.
+    """
+    layer = module.layer
+    given = {"softcap": softcap, "s_aux": s_aux, "sliding_window": sliding_window}
+    wants = kwargs.get("output_attentions", getattr(layer.config, "output_attentions", False))
+    if wants and check_attention(layer.config) == "mask":
+        mask = packed_sequence.cached(additive_block_mask, query.dtype, sliding_window)
+        eager = sys.modules[type(layer).__module__].eager_attention_forward
+        own = {name: option for name, option in given.items() if option is not None}
+        made: tuple[Tensor, Tensor] = eager(
+            layer, query, key, value, mask, scaling=scaling, dropout=dropout, **own
+        )
+        return made
+    state, dtype = state_of(layer), value.dtype
+    # under autocast a rotary embedding may be wider
+    q, k, v = (x.transpose(1, 2).to(dtype) for x in (query, key, value))
+    attend = attention
+    if state.context_parallel is not None:
+        attend = SHARED[state.context_parallel.attention]
+    options: dict[str, Any] = {"window": sliding_window, "softcap": softcap, "sinks": s_aux}
+    out = attend(
+        q,
+        k,
+        v,
+        packed_sequence,
+        scale=scaling,
+        dropout=dropout,
+        batch_invariant=state.batch_invariant,
+        backend=state.kernels_for(q.device, dtype)["attention"],
+        **{name: option for name, option in options.items() if option is not None},
+    )
+    return out, None
+
+
+def refuse_what_it_cannot_serve(model: torch.nn.Module, trunk: Any) -> None:
+    """Refuse a text model whose attention looks ahead, and a model around it that is more than
+    text.
+
+    Raises:
+        UnsupportedModel: it is one.
+    """
+    if getattr(trunk.config, "use_bidirectional_attention", False):
+        raise UnsupportedModel(
+            f"found use_bidirectional_attention in the config of a {type(trunk).__name__}; wanted "
+            "causal attention, the only kind that packs exactly; pass documents in rows of their "
+            "own"
+        )
+    for module in model.modules():
+        if is_more_than_text(module) and any(part is trunk for part in module.modules()):
+            raise UnsupportedModel(
+                f"found a {type(module).__name__} around a {type(trunk).__name__}; wanted the "
+                "language model alone, because images, audio or an encoder may say otherwise who "
+                "sees whom; call apply_patches on the language model inside, for rows of text"
+            )
+
+
+def is_more_than_text(module: Any) -> bool:
+    """Whether a module's configuration holds one of a text model beside others."""
+    config = getattr(module, "config", None)
+    return isinstance(config, PreTrainedConfig) and config.get_text_config() is not config
+
+
+@cache
+def replacements(name: str) -> dict[str, Any]:
+    """Return what a family's file would hold, made for the modeling module `name`: a class of ours
+    for each text model, attention and head, HEADS and tiny_config.
+    """
+    AttentionInterface.register(NAME, _attend)
+    upstream = import_module(name)
+    home = f"{__name__}:{name}"
+    own = [cls for cls in vars(upstream).values() if isclass(cls) and cls.__module__ == name]
+    halves = {"Attention": InterfaceAttention, "Model": PackedTrunk}
+    ours: dict[str, Any] = {}
+    for cls in own:
+        half = next(
+            (half for ending, half in halves.items() if cls.__name__.endswith(ending)), None
+        )
+        if half is not None and not cls.__name__.endswith("PreTrainedModel"):
+            fields = {"__module__": home, "__doc__": half.__doc__}
+            ours[cls.__name__] = stands_for(upstream)(type(cls.__name__, (half, cls), fields))
+    heads = heads_of(upstream, home)
+    config = next(getattr(upstream, head).config_class for head in heads if "CausalLM" in head)
+    return ours | heads | {"HEADS": heads, "tiny_config": partial(tiny_config, config)}
+
+
+_TINY: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "sliding_window": 16,
+    "use_sliding_window": True,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def tiny_config(config: Any) -> Any:
+    """Return the configuration of a model of some 100,000 parameters with every kind of layer.
+
+    Args:
+        config: the family's class of it.
+    """
+    known = signature(config).parameters
+    sizes = {name: value for name, value in _TINY.items() if name in known}
+    return config(**sizes)

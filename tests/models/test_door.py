@@ -1,0 +1,243 @@
+"""Families of plain attention, whose classes are made from upstream's: packed rows in every form,
+padded batches, and everything else as transformers has it.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_packfree import (
+    apply_patches,
+)
+from hf_packfree.patching.registry import FAMILIES
+from tests.input_formats import (
+    ROW_FORMATS,
+    ROWS_FORMATS,
+    row_batch,
+    rows_batch,
+)
+from tests.models.padded import IGNORED, Seen, padded_batch, real_tokens, step, worst_gradient
+from tests.models.test_packed import logits_alone
+from tests.models.test_unpacked import UNPACKED, outcome
+from tests.support import (
+    CONTROL,
+    GRADIENT_TOL,
+    LOGIT_TOL,
+    ROW,
+    Batch,
+    documents,
+    errors,
+    pairwise,
+    random_weights,
+    recorded,
+    relative_rms,
+    run,
+    run_alone,
+    tiny,
+)
+
+NAMES = [family.name for family in FAMILIES if family.made_from_upstream]
+FORMS = [form for form in ROW_FORMATS if "3rows" not in form]
+WINDOW = 16
+EDGES = (1, 15, 16, 17, 33, 2, 32, 48, 100)
+"""Documents below a window, of it, above it, and of several."""
+
+
+def with_ones(batch):
+    """A mask of ones beside positions that restart, as tokenizers make it: upstream reads it alone."""
+    ones = torch.ones_like(batch.inputs["input_ids"])
+    return Batch(batch.documents, {**batch.inputs, "attention_mask": ones}, batch.places)
+
+
+def assert_exact(model, batch, record=None):
+    weights = random_weights(batch, 128)
+    found = errors(run(model, batch, weights), run_alone(model, batch, weights))
+    if record is not None:
+        recorded(record, found, model, "text")
+    assert found[0] <= LOGIT_TOL and found[1] <= GRADIENT_TOL, found
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("family", NAMES)
+def test_documents_around_the_window(family, record_property):
+    model, batch = tiny(family), row_batch("positions", EDGES)
+    weights, leaky = random_weights(batch, 128), with_ones(batch)
+    alone = run_alone(model, batch, weights)
+    logits, grads = errors(run(model, leaky, weights), alone)
+    assert logits >= CONTROL * LOGIT_TOL and grads >= CONTROL * GRADIENT_TOL, "unpatched leaks"
+    apply_patches(model)
+    for given in (batch, leaky):
+        found = recorded(record_property, errors(run(model, given, weights), alone), model, "text")
+        assert found[0] <= LOGIT_TOL and found[1] <= GRADIENT_TOL, found
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("family", "form"), [(NAMES[i % len(NAMES)], f) for i, f in enumerate(FORMS)]
+)
+def test_one_row_in_every_form(family, form, attention):
+    supported = tiny(family).config._attn_implementation == "sdpa"
+    model = tiny(family, attention=attention if supported else "eager")
+    assert_exact(apply_patches(model), row_batch(form, ROW))
+
+
+@pytest.mark.parametrize(("family", "form", "_"), pairwise(NAMES, list(ROWS_FORMATS), [None]))
+def test_several_rows(family, form, _):
+    assert_exact(apply_patches(tiny(family)), rows_batch(form))
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_a_square_mask_of_blocks_keeps_the_window(family):
+    """Upstream takes it as it is, in layers with a window too."""
+    batch = row_batch("block_mask", EDGES)
+    model, weights = tiny(family), random_weights(batch, 128)
+    alone = run_alone(model, batch, weights)
+    has_windows = any(
+        "window" in str(value) for value in model.config.to_dict().get("layer_types") or ()
+    )
+    if has_windows or family == "mistral":
+        assert errors(run(model, batch, weights), alone)[0] >= CONTROL * LOGIT_TOL
+    logits, grads = errors(run(apply_patches(model), batch, weights), alone)
+    assert logits <= LOGIT_TOL and grads <= GRADIENT_TOL
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_no_document_has_influence_on_another(family):
+    model, batch = apply_patches(tiny(family)).eval(), row_batch("positions", EDGES)
+    wanted = batch.cut(model(**batch.inputs).logits)
+    ids = batch.inputs["input_ids"].clone()
+    changed = batch.places[4][1]
+    ids[0, changed] = ids[0, changed].roll(1)
+    found = batch.cut(model(**{**batch.inputs, "input_ids": ids}).logits)
+    same = [torch.equal(one, other) for one, other in zip(found, wanted)]
+    assert same == [number != 4 for number in range(len(EDGES))]
+
+
+@pytest.mark.parametrize("family", [name for name in NAMES if name != "gpt_oss"])
+def test_fp64_is_exact(family):
+    model, batch = tiny(family).double(), row_batch("positions", EDGES)
+    weights = [weight.double() for weight in random_weights(batch, 128)]
+    alone = run_alone(model, batch, weights)
+    logits, _ = errors(run(apply_patches(model), batch, weights), alone)
+    # the softmax of upstream's eager attention is one in float32; gpt_oss runs in no float64
+    assert logits <= (1e-6 if model.config._attn_implementation == "eager" else 1e-12)
+
+
+@pytest.mark.parametrize(("family", "case", "_"), pairwise(NAMES, list(UNPACKED), [None]))
+def test_unpacked_is_upstreams_bit_for_bit(family, case, _):
+    model = tiny(family)
+    logits, grads = outcome(model, UNPACKED[case])
+    ours, our_grads = outcome(apply_patches(model, padded="upstream"), UNPACKED[case])
+    assert torch.equal(ours, logits) and grads.keys() == our_grads.keys()
+    assert all(torch.equal(our_grads[name], grads[name]) for name in grads)
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_unpacked_rows_in_our_attention(family):
+    ids = torch.stack(documents((70, 70)))
+    model = tiny(family)
+    wanted, wanted_grads = outcome(model, {"input_ids": ids})
+    found, grads = outcome(apply_patches(model, unpacked="native"), {"input_ids": ids})
+    assert relative_rms(found, wanted) <= LOGIT_TOL
+    assert worst_gradient(grads, wanted_grads) <= GRADIENT_TOL
+
+
+SIDES = ["right", "left", "both", "an empty row"]
+
+
+@pytest.mark.parametrize("labels", ["of the collator", "none for a document's first token"])
+@pytest.mark.parametrize(("family", "side", "_"), pairwise(NAMES, SIDES, [None]))
+def test_padded_batches_run_real_tokens_alone(family, side, _, labels):
+    model, batch = tiny(family), padded_batch(side)
+    mask = batch["attention_mask"]
+    if labels != "of the collator":
+        batch["labels"] = batch["labels"].masked_fill(mask.cumsum(1) == 1, IGNORED)
+    kept = int((batch["labels"][:, 1:] != IGNORED)[mask[:, :-1] == 0].sum())
+    wanted, wanted_grads = step(model, batch)
+    seen = Seen(apply_patches(model))
+    found, grads = step(model, batch)
+    # eager attention attends to padding, from which a label is to be predicted
+    padded = kept > 0 and model.config._attn_implementation == "eager"
+    tokens = (1, real_tokens(batch) + kept)
+    assert seen.layer == seen.head == (tuple(mask.shape) if padded else tokens)
+    assert abs(found.loss.item() / wanted.loss.item() - 1) <= LOGIT_TOL
+    assert worst_gradient(grads, wanted_grads) <= GRADIENT_TOL
+    assert relative_rms(found.logits[mask == 1], wanted.logits[mask == 1]) <= LOGIT_TOL
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_the_loss_of_a_row_is_that_of_its_documents(family):
+    batch = row_batch("positions", EDGES)
+    labels = torch.cat([part.index_fill(0, torch.tensor([0]), -100) for part in batch.documents])
+    model, items = tiny(family), int((labels != -100).sum())
+    wanted = [
+        model(input_ids=part[None], labels=part[None], use_cache=False).loss * (len(part) - 1)
+        for part in batch.documents
+        if len(part) > 1
+    ]
+    total = sum(wanted) / items
+    model.zero_grad()
+    total.backward()
+    wanted_grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+    out, grads = step(apply_patches(model), {**batch.inputs, "labels": labels[None]})
+    assert abs(out.loss.item() / total.item() - 1) <= LOGIT_TOL
+    assert worst_gradient(grads, wanted_grads) <= GRADIENT_TOL
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("family", NAMES)
+def test_checkpointing_changes_nothing(family, reentrant):
+    model, batch = apply_patches(tiny(family)), row_batch("positions", EDGES)
+    weights = random_weights(batch, 128)
+    wanted = run(model, batch, weights)
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)(
+        {"use_reentrant": reentrant}
+    )
+    model.enable_input_require_grads()
+    found = run(model, batch, weights)
+    assert all(torch.equal(one, other) for one, other in zip(found[0], wanted[0]))
+    assert errors(found, wanted)[1] <= 1e-6
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16", "autocast"])
+@pytest.mark.parametrize("family", NAMES)
+def test_half_precision_rounds_no_worse_than_upstream(family, autocast):
+    """Averaged over rows: a token whose rounding sends it to another expert weighs more than the
+    rest.
+    """
+    exact, ours, upstreams = tiny(family), 0.0, 0.0
+    dtype = torch.float32 if autocast else torch.bfloat16
+    rounded, model = tiny(family).to(dtype), apply_patches(tiny(family).to(dtype))
+    for seed in range(1, 9):
+        batch = row_batch("positions", EDGES, seed=seed)
+        with torch.no_grad():
+            wanted = torch.cat(logits_alone(exact, batch))
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                theirs = torch.cat(logits_alone(rounded, batch))
+                found = torch.cat(batch.cut(model(**batch.inputs).logits))
+        assert found.dtype == theirs.dtype
+        ours += relative_rms(found, wanted)
+        upstreams += relative_rms(theirs, wanted)
+    assert ours <= 1.5 * upstreams, (ours, upstreams)
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_no_tensor_is_a_square_of_the_row(family):
+    lengths = (700, 1300, 96)
+    batch, model, largest = row_batch("positions", lengths), apply_patches(tiny(family)), 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for tensor in torch.utils._pytree.tree_leaves(out):
+                if isinstance(tensor, torch.Tensor):
+                    largest = max(largest, tensor.untyped_storage().nbytes())
+            return out
+
+    with Watch():
+        model(**batch.inputs).logits.sum().backward()
+    # a softcap makes the scores of each document, in four heads of four bytes
+    scores = 16 * 1536**2 if family == "gemma2" else 0
+    assert largest <= max(scores, sum(lengths) ** 2 - 1)

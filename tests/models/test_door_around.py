@@ -1,0 +1,266 @@
+"""What is around the attention of families of plain attention: adapters, heads, copies, reports,
+flash attention, refusals.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import transformers
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_packfree import (
+    apply_patches,
+    patch_report,
+    register_patches,
+    remove_patches,
+    verify_packing,
+)
+from hf_packfree.errors import BackendUnavailable, PatchConflict, UnsupportedInput, UnsupportedModel
+from hf_packfree.models.compat import CACHE
+from hf_packfree.parallel import ContextParallel
+from tests.input_formats import (
+    block_mask,
+    one_row,
+    row_batch,
+)
+from tests.integrations.marks import needs
+from tests.models.padded import padded_batch
+from tests.models.test_door import EDGES, NAMES, WINDOW, assert_exact
+from tests.support import (
+    GRADIENT_TOL,
+    LOGIT_TOL,
+    by_family,
+    errors,
+    random_weights,
+    relative_rms,
+    run,
+    run_alone,
+    tiny,
+)
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_generation_is_upstreams(family):
+    model, batch = tiny(family).eval(), padded_batch("left")
+    how = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    prompts = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    wanted = model.generate(**prompts, **how)
+    assert torch.equal(apply_patches(model).generate(**prompts, **how), wanted)
+
+
+@needs("peft")
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("family", NAMES)
+def test_lora_trains(family):
+    import peft
+
+    torch.manual_seed(3)
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj", "o_proj"], init_lora_weights=False
+    )
+    model, batch = peft.get_peft_model(tiny(family), config), row_batch("positions", EDGES)
+    weights = random_weights(batch, 128)
+    alone = run_alone(model, batch, weights)
+    found = run(apply_patches(model), batch, weights)
+    assert errors(found, alone)[0] <= LOGIT_TOL and errors(found, alone)[1] <= GRADIENT_TOL
+    assert found[1] and all("lora" in name for name in found[1])
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_report_removal_copies_and_twice(family):
+    model, row = tiny(family), by_family[family]
+    before = [(name, type(module), sorted(vars(module))) for name, module in model.named_modules()]
+    implementation = model.config._attn_implementation
+    report = patch_report(apply_patches(apply_patches(model)))
+    assert (report.family, report.patched, report.attention) == (family, True, implementation)
+    assert report.swaps == {row.causal_lm: 1, row.trunk: 1, row.mixers[0].cls: 4}
+    assert report.implementations["attention"] == "torch"
+    batch = row_batch("positions", EDGES)
+    wanted = model(**batch.inputs).logits
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(other) is type(model)
+        assert torch.equal(other(**batch.inputs).logits, wanted)
+    assert "packfree" not in model.config.to_json_string()
+    assert not patch_report(remove_patches(model)).patched
+    after = [(name, type(module), sorted(vars(module))) for name, module in model.named_modules()]
+    assert before == after and model.config._attn_implementation == implementation
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_verify_measures_it(family):
+    report = verify_packing(apply_patches(tiny(family)), lengths=(5, 17, 1, 40))
+    assert report.family == family and report.patched.influence == 0
+    assert report.unpatched.influence > 1e-3
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_registered_models_are_patched(family):
+    with register_patches():
+        model = transformers.AutoModelForCausalLM.from_config(by_family[family].tiny_config())
+    assert patch_report(model).swaps == patch_report(apply_patches(tiny(family))).swaps
+
+
+def test_weights_are_those_of_a_mask_where_they_are_wanted():
+    batch = row_batch("positions", EDGES)
+    outside = ~block_mask(one_row(EDGES)["seq_idx"])
+    for family in ("qwen3", "gemma2"):
+        model = apply_patches(tiny(family, attention="eager")).eval()
+        out = model(**batch.inputs, output_attentions=True)
+        for weights in out.attentions:
+            assert weights[outside.expand_as(weights)].abs().max() == 0
+            assert torch.allclose(weights.sum(-1), torch.ones(1))
+        windowed = out.attentions[0][0, 0].nonzero()
+        assert (windowed[:, 0] - windowed[:, 1]).max() == WINDOW - 1
+        assert relative_rms(out.logits, model(**batch.inputs).logits) <= LOGIT_TOL
+
+
+def test_a_flash_attention_gets_boundaries_and_the_layers_options(monkeypatch):
+    seen = []
+
+    def by_offsets(module, query, key, value, attention_mask, **keywords):
+        seen.append((attention_mask, keywords))
+        return query.transpose(1, 2).contiguous(), None
+
+    model = apply_patches(tiny("gpt_oss"))
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", by_offsets)
+    model.config._attn_implementation_internal = "flash_attention_2"
+    model(**row_batch("positions", EDGES).inputs)
+    assert [keywords["sliding_window"] for _, keywords in seen] == [WINDOW, None] * 2
+    for mask, keywords in seen:
+        assert mask is None and keywords["cu_seq_lens_q"].tolist() == [
+            0,
+            *torch.tensor(EDGES).cumsum(0),
+        ]
+        assert keywords["max_length_q"] == 100 and keywords["s_aux"].shape == (4,)
+
+
+def test_router_losses_count_real_tokens_alone():
+    """Of a row, of padded rows, and of the documents one by one."""
+    model, batch = apply_patches(tiny("gpt_oss")), padded_batch("right")
+    real = batch["attention_mask"].bool()
+    row = {
+        "input_ids": batch["input_ids"][real][None],
+        "position_ids": (batch["attention_mask"].cumsum(1) - 1)[real][None],
+    }
+    losses = [
+        model(
+            **given, use_cache=False, output_router_logits=True, labels=given["input_ids"]
+        ).aux_loss
+        for given in (batch | {"labels": None}, row)
+        if given.pop("labels", None) is None
+    ]
+    wanted = remove_patches(model)(
+        **{name: batch[name] for name in ("input_ids", "attention_mask")},
+        use_cache=False,
+        output_router_logits=True,
+    ).aux_loss
+    assert all(abs(loss.item() / wanted.item() - 1) <= LOGIT_TOL for loss in losses)
+
+
+def test_dropout_drops_while_training_and_not_in_evaluation():
+    model, batch = tiny("gpt_oss"), row_batch("positions", EDGES)
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.2
+    apply_patches(model)
+    assert not torch.equal(model(**batch.inputs).logits, model(**batch.inputs).logits)
+    assert_exact(model.eval(), batch)
+
+
+def test_a_cache_is_never_built_of_a_packed_row():
+    model, batch = apply_patches(tiny("llama")), row_batch("positions", EDGES)
+    wanted = model(**batch.inputs).logits
+    for use_cache in (True, None):
+        found = model(**{**batch.inputs, "use_cache": use_cache})
+        assert torch.equal(found.logits, wanted) and found.get(CACHE) is None
+
+
+@pytest.mark.parametrize("head", ["ForSequenceClassification", "ForTokenClassification"])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_classifiers(family, head):
+    name = by_family[family].causal_lm.replace("ForCausalLM", head)
+    model, batch = tiny(family, head=name).eval(), row_batch("positions", EDGES)
+    wanted = [model(input_ids=part[None]).logits[0] for part in batch.documents]
+    found = apply_patches(model)(**batch.inputs).logits
+    if head == "ForTokenClassification":
+        assert relative_rms(found[0], torch.cat(wanted)) <= LOGIT_TOL
+    else:
+        assert relative_rms(found[0], wanted[-1]) <= LOGIT_TOL
+
+
+def test_the_bare_text_model():
+    model, batch = apply_patches(tiny("gemma3_text").model), row_batch("cu_seq_lens", EDGES)
+    weights = random_weights(batch, 64)
+    how = {"output": lambda out: out.last_hidden_state}
+    logits, grads = errors(
+        run(model, batch, weights, **how), run_alone(model, batch, weights, **how)
+    )
+    assert logits <= LOGIT_TOL and grads <= GRADIENT_TOL
+
+
+def test_what_it_cannot_serve_is_refused_by_name():
+    config = by_family["gemma3_text"].tiny_config()
+    config.use_bidirectional_attention = True
+    with pytest.raises(UnsupportedModel, match="found use_bidirectional_attention in the config"):
+        apply_patches(transformers.Gemma3ForCausalLM(config))
+    text = by_family["gemma3_text"].tiny_config()
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "image_size": 28}
+    vision |= {"num_attention_heads": 2, "patch_size": 14}
+    both = transformers.Gemma3Config(
+        text_config=text.to_dict(), vision_config=vision, mm_tokens_per_image=4
+    )
+    images = transformers.Gemma3ForConditionalGeneration(both)
+    with pytest.raises(UnsupportedModel, match="around a Gemma3TextModel; wanted the language"):
+        apply_patches(images)
+    assert patch_report(apply_patches(images.model.language_model)).patched
+    with register_patches():
+        images = transformers.Gemma3ForConditionalGeneration(both)
+        llava = transformers.LlavaForConditionalGeneration(
+            transformers.LlavaConfig(
+                text_config=by_family["llama"].tiny_config().to_dict(),
+                vision_config={"model_type": "clip_vision_model", **vision},
+            )
+        )
+    assert not patch_report(images).patched and not patch_report(llava).patched
+    with pytest.raises(UnsupportedModel, match="around a LlamaModel; wanted the language"):
+        apply_patches(llava)
+    with pytest.raises(UnsupportedModel, match="PhiForCausalLM.*gpt_oss"):
+        apply_patches(
+            transformers.PhiForCausalLM(
+                transformers.PhiConfig(
+                    vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2
+                )
+            )
+        )
+    with pytest.raises(BackendUnavailable, match="attn_implementation='flex_attention'"):
+        model = tiny("llama")
+        model.config._attn_implementation_internal = "flex_attention"
+        apply_patches(model)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_frequencies_that_depend_on_the_row_are_refused_past_their_limit(family):
+    config = by_family[family].tiny_config()
+    config.max_position_embeddings = 64
+    kinds = [config.rope_parameters]
+    kinds = [kinds[0]["full_attention"]] if family == "gemma3_text" else kinds
+    kinds[0].update({"rope_type": "dynamic", "factor": 4.0})
+    torch.manual_seed(0)
+    model = apply_patches(getattr(transformers, by_family[family].causal_lm)(config))
+    short = row_batch("positions", (40, 63, 3))
+    alone = [model(input_ids=part[None], use_cache=False).logits[0] for part in short.documents]
+    assert relative_rms(model(**short.inputs).logits[0], torch.cat(alone)) <= LOGIT_TOL
+    with pytest.raises(UnsupportedInput, match="rope_type='dynamic'"):
+        model(**row_batch("positions", (40, 65, 3)).inputs)
+
+
+@pytest.mark.parametrize(
+    ("family", "found"), [("qwen3", "a sliding window"), ("mistral", "a sliding window")]
+)
+def test_windows_are_refused_under_context_parallelism(family, found):
+    with pytest.raises(PatchConflict, match=f"attention with {found} under context parallelism"):
+        apply_patches(tiny(family), context_parallel=ContextParallel(None))
