@@ -1,0 +1,141 @@
+"""The formulas of the operations' README files, written out: equal to autograd and to the operation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import linear, silu
+
+from hf_packfree import PackedSequence
+from hf_packfree.ops.conv import causal_conv1d
+from hf_packfree.ops.delta_rule import gated_delta_rule_with_states
+from hf_packfree.ops.loss import Wanted, linear_cross_entropy, linear_log_probs
+
+T, K, V = 13, 5, 4
+
+
+def near(found, wanted, rtol=1e-10):
+    return torch.allclose(found.double(), wanted, rtol=rtol, atol=rtol / 100)
+
+
+@pytest.fixture
+def rule():
+    torch.manual_seed(0)
+    q, k = (torch.nn.functional.normalize(torch.randn(T, K).double(), dim=-1) for _ in range(2))
+    v, g, beta = torch.randn(T, V).double(), -torch.rand(T).double(), torch.rand(T).double()
+    return q, k, v, g, beta, torch.randn(K, V).double()
+
+
+def by_tokens(q, k, v, g, beta, state):
+    """Forward of the delta rule's README; the states before each write, the writes, the outputs."""
+    decayed, writes, states, outs = [], [], [], []
+    for t in range(len(q)):
+        decayed.append(g[t].exp() * state)
+        writes.append(beta[t] * (v[t] - decayed[t].mT @ k[t]))
+        states.append(state := decayed[t] + k[t][:, None] * writes[t])
+        outs.append(K**-0.5 * state.mT @ q[t])
+    return decayed, writes, states, torch.stack(outs)
+
+
+def test_delta_rule_forward_and_backward(rule):
+    leaves = [x.clone().requires_grad_() for x in rule]
+    heads = [x[None, :, None] for x in leaves[:5]]
+    record = PackedSequence.from_lengths([T])
+    out, final = gated_delta_rule_with_states(
+        *heads, record, leaves[5][None, None], qk_l2norm=False
+    )
+    decayed, writes, states, wanted = by_tokens(*rule)
+    assert near(out[0, :, 0], wanted) and near(final[0, 0], states[-1])
+    d_out, d_final = torch.randn(T, V).double(), torch.randn(K, V).double()
+    found = torch.autograd.grad([out[0, :, 0], final[0, 0]], leaves, [d_out, d_final])
+    (q, k, v, g, beta, _), dS = rule, d_final
+    dq, dk, dv, dg, dbeta = map(torch.zeros_like, (q, k, v, g, beta))
+    for t in reversed(range(T)):
+        dS = dS + K**-0.5 * q[t][:, None] * d_out[t]
+        dq[t], du = K**-0.5 * states[t] @ d_out[t], beta[t] * dS.mT @ k[t]
+        dv[t], dk[t] = du, dS @ writes[t] - decayed[t] @ du
+        dbeta[t] = (v[t] - decayed[t].mT @ k[t]) @ (dS.mT @ k[t])
+        dS = dS - k[t][:, None] * du
+        dg[t] = (dS * decayed[t]).sum()
+        dS = g[t].exp() * dS
+    assert all(map(near, found, (dq, dk, dv, dg, dbeta, dS)))
+
+
+def test_delta_rule_in_chunks_and_as_an_affine_map(rule):
+    q, k, v, g, beta, state = rule
+    _, writes, states, outs = by_tokens(*rule)
+    G = g.cumsum(0)
+    decay = (G[:, None] - G).tril().exp()
+    A = (beta[:, None] * decay * (k @ k.mT)).tril(-1)
+    U = torch.linalg.solve(
+        torch.eye(T).double() + A, beta[:, None] * (v - G.exp()[:, None] * (k @ state))
+    )
+    read = K**-0.5 * (G.exp()[:, None] * (q @ state) + ((q @ k.mT) * decay).tril() @ U)
+    after = G[-1].exp() * state + ((G[-1] - G).exp()[:, None] * k).mT @ U
+    assert near(U, torch.stack(writes)) and near(read, outs) and near(after, states[-1])
+    B = by_tokens(q, k, v, g, beta, torch.zeros_like(state))[2][-1]
+    M = torch.eye(K).double()
+    for t in range(T):
+        M = g[t].exp() * (M - beta[t] * k[t][:, None] * (k[t] @ M))
+    assert near(M @ state + B, states[-1])
+
+
+def test_convolution():
+    torch.manual_seed(0)
+    lengths, channels, taps = [4, 1, 6], 3, 4
+    x, w, b = torch.randn(11, channels), torch.randn(channels, taps), torch.randn(channels)
+    x, w, b = (one.double().requires_grad_() for one in (x, w, b))
+    y = causal_conv1d(x[None], w, PackedSequence.from_lengths(lengths), bias=b)[0]
+    d_y = torch.randn_like(y)
+    found, places = torch.autograd.grad(y, [x, w, b], d_y), range(taps)
+    dx, dw, du, outs = torch.zeros_like(x), torch.zeros_like(w), [], []
+    documents = [one.detach() for one in (x, d_y)]
+    parts = zip(*(one.split(lengths) for one in documents), dx.split(lengths), strict=True)
+    for x_doc, d_doc, dx_doc in parts:
+        padded = torch.cat([torch.zeros(taps - 1, channels).double(), x_doc])
+        u = b.detach() + sum(w.detach()[:, i] * padded[i : i + len(x_doc)] for i in places)
+        outs.append(silu(u))
+        du.append(d_doc * u.sigmoid() * (1 + u * (1 - u.sigmoid())))
+        behind = torch.cat([du[-1], torch.zeros(taps - 1, channels).double()])
+        for i in places:
+            dx_doc += w.detach()[:, i] * behind[taps - 1 - i :][: len(x_doc)]
+            dw[:, i] += (du[-1] * padded[i : i + len(x_doc)]).sum(0)
+    assert near(y, torch.cat(outs)) and all(map(near, found, (dx, dw, torch.cat(du).sum(0))))
+
+
+def test_loss_and_log_probabilities():
+    torch.manual_seed(0)
+    x, W, b = torch.randn(T, K), torch.randn(V, K), torch.randn(V)
+    x, W, b = (one.double().requires_grad_() for one in (x, W, b))
+    y, z = torch.arange(T) % V, linear(x, W, b).detach()
+    onehot, p = torch.eye(V).double()[y], z.softmax(-1)
+    loss = linear_cross_entropy(x, W, y, bias=b)
+    found, dz = torch.autograd.grad(loss, [x, W, b]), p - onehot
+    # which is fp32, and so are its sums
+    assert near(loss, (z.logsumexp(-1) - (z * onehot).sum(-1)).sum(), 1e-6)
+    wanted = dz @ W.detach(), dz.mT @ x.detach(), dz.sum(0)
+    assert all(near(*pair, 1e-5) for pair in zip(found, wanted, strict=True))
+    tau, a, c = 0.7, torch.randn(T).double(), torch.randn(T).double()
+    out = linear_log_probs(x, W, y, bias=b, temperature=tau, wanted=Wanted(entropy=True))
+    p, lse = (z / tau).softmax(-1), (z / tau).logsumexp(-1)
+    H = lse - (p * z / tau).sum(-1)
+    assert near(out.log_probs, (z * onehot).sum(-1) / tau - lse) and near(out.entropy, H)
+    dz = (a[:, None] * (onehot - p) - c[:, None] * p * (p.log() + H[:, None])) / tau
+    wanted = dz @ W.detach(), dz.mT @ x.detach(), dz.sum(0)
+    found = torch.autograd.grad([out.log_probs, out.entropy], [x, W, b], [a, c])
+    assert all(map(near, found, wanted))
+
+
+def test_lora():
+    torch.manual_seed(0)
+    D, F, r, s = 6, 4, 2, 0.5
+    leaves = [torch.randn(*shape).double() for shape in ((T, D), (F, D), (r, D), (F, r))]
+    x, W, A, B = (one.requires_grad_() for one in leaves)
+    h = x @ A.mT
+    y = x @ W.mT + s * h @ B.mT
+    assert near(y, torch.cat([x, h], 1) @ torch.cat([W, s * B], 1).mT)
+    dy = torch.randn_like(y)
+    dh = s * dy @ B
+    dx = torch.cat([dy, dh], 1) @ torch.cat([W.mT, A.mT], 1).mT
+    found = torch.autograd.grad(y, [x, A, B], dy)
+    assert all(map(near, found, (dx, dh.mT @ x, s * dy.mT @ h)))
