@@ -83,6 +83,7 @@ def _measure(options: argparse.Namespace) -> tuple[Any, int]:
             return verify_packing(
                 options.model,
                 gradients=not options.no_gradients,
+                tree=options.tree,
                 device=device,
                 dtype=dtype,
                 trust_remote_code=options.trust_remote_code,

@@ -152,6 +152,11 @@ def _verify_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="default: a CUDA GPU if there is one, else cpu")
     parser.add_argument("--lengths", type=_lengths, help="tokens of each document, such as 5,64,1")
     parser.add_argument(
+        "--tree",
+        action="store_true",
+        help="the first of the lengths is a prompt that the others share",
+    )
+    parser.add_argument(
         "--no-gradients",
         action="store_true",
         help="compare outputs alone: faster, and half the memory",

@@ -84,8 +84,8 @@ def packing(report: PackingReport) -> None:
         )
     _print(table)
     say(
-        f"One row of documents of {', '.join(map(str, report.lengths))} tokens, against a forward "
-        f"of each document alone."
+        f"One row of {report.what.split()[-1]} of {', '.join(map(str, report.lengths))} tokens"
+        f"{', which share a prefix' if report.tree else ''}, against a forward of each alone."
     )
     judged(report)
 

@@ -5,7 +5,8 @@ videos and sounds.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 
 from hf_packfree.models.mrope import RowMedia, media_of
 from hf_packfree.models.vision_language import FEATURES
+from hf_packfree.packing import PackedSequence
+from hf_packfree.packing.tree import Tree
 
 _FRAMES = 130
 """Of a sound: a full chunk and a part of one, whose result upstream lets depend on no neighbour
@@ -70,6 +73,21 @@ class TextDocuments:
         mask = {"attention_mask": self.number[None] + 1} if self.masked else {}
         return {"input_ids": self._ids(changed), "position_ids": positions, **mask}
 
+    def of_documents(self, row: Tensor) -> Tensor:
+        """Return what a row [T, ...] has for the tokens of all documents, one after the other."""
+        return row
+
+    def elsewhere(self, own: Tensor) -> Tensor:
+        """Return bool [T]: the row's tokens of other documents than the last, whose own are bool
+        [T].
+        """
+        return ~own
+
+    @contextmanager
+    def unmarked(self) -> Iterator[None]:
+        """Tell nobody in the block what only a patched model is told."""
+        yield
+
     def of_document(self, name: str) -> Tensor:
         """Return int64 [M]: the document of every patch or item of an argument such as
         `pixel_values`.
@@ -82,10 +100,96 @@ class TextDocuments:
             return self.ids
         return torch.where(changed.to(self.device)[self.number], self.other_ids, self.ids)
 
+    def _avoid(self, taken: Collection[int]) -> None:
+        """Put text where ids are drawn that stand for something else."""
+        text = next(token for token in range(len(taken) + 1) if token not in taken)
+        for ids in (self.ids, self.other_ids):
+            ids[torch.isin(ids, torch.tensor(sorted(taken), device=self.device))] = text
+
     def _random_ids(self, vocabulary: int) -> Tensor:
         shape = (1, sum(self.lengths))
         drawn = torch.randint(0, vocabulary, shape, generator=self.generator, device="cpu")
         return drawn.to(self.device)
+
+
+class TreeDocuments(TextDocuments):
+    """Samples that share their beginnings, in a row that holds these once.
+
+    Args:
+        lengths: tokens of each segment.
+        parents: of each segment the one that it goes on from, or None.
+        vocabulary, generator, device: see `TextDocuments`.
+        taken: ids that are no text.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        parents: Sequence[int | None],
+        vocabulary: int,
+        generator: torch.Generator,
+        device: torch.device,
+        taken: Collection[int] = (),
+    ) -> None:
+        super().__init__(lengths, vocabulary, generator, device)
+        self._avoid(taken)
+        self.record: PackedSequence | None = PackedSequence.from_tree(
+            lengths, parents, device=device
+        )
+        tree = Tree.of(lengths, parents)
+        paths = [
+            torch.cat([(self.number == one).nonzero()[:, 0] for one in tree.path(leaf)])
+            for leaf in tree.leaves
+        ]
+        self.positions = self.record.position_ids()
+        self.of_segment, self.leaves = self.number, torch.tensor(tree.leaves, device=device)
+        self.index = torch.cat(paths)
+        self.lengths = tuple(map(len, paths))
+        self.number = _numbered(self.lengths).to(device)
+        self.parts = [{} for _ in paths]
+
+    def alone(self, document: int) -> dict[str, Any]:
+        """Return the arguments of a forward of one sample."""
+        return {"input_ids": self.ids[:, self.index[self.number == document]]}
+
+    def packed(self, changed: Tensor | None = None) -> dict[str, Any]:
+        """Return the arguments of a forward of the row; of changed samples the last segment has
+        other tokens.
+        """
+        marked = {} if self.record is None else {"packed_sequence": self.record}
+        return {"input_ids": self._ids(changed), "position_ids": self.positions, **marked}
+
+    @contextmanager
+    def unmarked(self) -> Iterator[None]:
+        """Tell nobody of the tree in the block."""
+        record, self.record = self.record, None
+        try:
+            yield
+        finally:
+            self.record = record
+
+    def of_documents(self, row: Tensor) -> Tensor:
+        """Return what a row [T, ...] has for every sample, one after the other."""
+        return row[self.index]
+
+    def elsewhere(self, own: Tensor) -> Tensor:
+        """Return bool [T]: the row's tokens that the last sample does not have."""
+        found = torch.ones_like(self.of_segment, dtype=torch.bool)
+        found[self.index[own]] = False
+        return found
+
+    def branch(self, own: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which of the samples' tokens are the last sample's last segment, and bool [T]:
+        the row's tokens in front of it on its path.
+        """
+        last = self.of_segment == self.leaves[-1]
+        return own & last[self.index], ~self.elsewhere(own) & ~last
+
+    def _ids(self, changed: Tensor | None) -> Tensor:
+        if changed is None:
+            return self.ids
+        leaves = self.leaves[changed.to(self.device)]
+        return torch.where(torch.isin(self.of_segment, leaves), self.other_ids, self.ids)
 
 
 class MediaDocuments(TextDocuments):
@@ -108,10 +212,7 @@ class MediaDocuments(TextDocuments):
         self.source, self.dtype = source, dtype
         self.tokens = media_tokens(source.config)
         super().__init__(lengths, source.config.get_text_config().vocab_size, generator, device)
-        taken = set(self.tokens.values())
-        text = next(token for token in range(len(taken) + 1) if token not in taken)
-        for ids in (self.ids, self.other_ids):
-            ids[torch.isin(ids, torch.tensor(sorted(taken), device=device))] = text
+        self._avoid(self.tokens.values())
         self.parts = [self._place(document) for document in range(len(lengths))]
         self.other_parts = [self._redrawn(part) for part in self.parts]
         self.media = tuple(

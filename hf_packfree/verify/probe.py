@@ -5,7 +5,7 @@ alone.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
@@ -15,7 +15,13 @@ from torch import Tensor, nn
 
 from hf_packfree.errors import BlindMeasurement
 from hf_packfree.models.vision_language import FEATURES
-from hf_packfree.verify.documents import MediaDocuments, TextDocuments, media_source
+from hf_packfree.verify.documents import (
+    MediaDocuments,
+    TextDocuments,
+    TreeDocuments,
+    media_source,
+    media_tokens,
+)
 from hf_packfree.verify.ranks import Ranks, settings_of
 from hf_packfree.verify.report import Measurement, autocast_dtype, relative_rms
 
@@ -27,6 +33,7 @@ class Probe:
         reference: the context in which documents run alone, for models that run them in the patched
             layers otherwise.
         masked: see `TextDocuments`.
+        parents: where the documents are segments of a tree, see `TreeDocuments`.
 
     Attributes:
         autocast: the dtype that `torch.autocast` computes in, or None outside of it.
@@ -42,23 +49,26 @@ class Probe:
         seed: int,
         reference: Callable[[], AbstractContextManager[Any]] = nullcontext,
         masked: bool = False,
+        parents: Sequence[int | None] | None = None,
     ) -> None:
         self.reference = reference
-        self.lengths, self.gradients = lengths, gradients
+        self.gradients = gradients
         self.embed: nn.Module = trunk.get_input_embeddings()
         embedding = next(self.embed.parameters())
         self.device, self.dtype = embedding.device, embedding.dtype
         self.autocast = autocast_dtype(self.device)
         self.model = model if _answers_per_token(model) else trunk
         self.generator = torch.Generator("cpu").manual_seed(seed)
-        source = media_source(self.model)
+        source, drawn = media_source(self.model), (self.generator, self.device)
+        vocabulary = trunk.config.vocab_size
         self.documents = (
-            TextDocuments(
-                lengths, trunk.config.vocab_size, self.generator, self.device, masked=masked
-            )
+            TreeDocuments(lengths, parents, vocabulary, *drawn, _no_text(source))
+            if parents is not None
+            else TextDocuments(lengths, vocabulary, *drawn, masked=masked)
             if source is None
-            else MediaDocuments(lengths, source, self.generator, self.device, self.dtype)
+            else MediaDocuments(lengths, source, *drawn, self.dtype)
         )
+        self.lengths = self.documents.lengths
         self.weights: Tensor | None = None
         self.packages: frozenset[str] = frozenset()
 
@@ -69,7 +79,7 @@ class Probe:
             {"the outputs": alone}
             | {f"the gradient of {name}": found for name, found in alone_gradients.items()}
         )
-        packed, packed_gradients, cross = self._packed()
+        packed, packed_gradients, cross, prefix = self._packed()
         worst, name = self._worst(packed_gradients, alone_gradients)
         with packages_called() as packages:
             influence = self._influence(packed)
@@ -83,6 +93,7 @@ class Probe:
             influence=influence,
             cross_gradient=cross,
             per_document=tuple(relative_rms(found, wanted) for found, wanted in parts),
+            prefix_gradient=prefix,
         )
 
     def _alone(self) -> tuple[Tensor, dict[str, Tensor]]:
@@ -113,34 +124,40 @@ class Probe:
             "no others can be compared; mend the weights, or measure in a dtype with a larger range"
         )
 
-    def _packed(self) -> tuple[Tensor, dict[str, Tensor], float | None]:
+    def _packed(self) -> tuple[Tensor, dict[str, Tensor], float | None, float | None]:
         output, ranks = (
-            self._run(self.documents.packed()),
+            self._run_packed(self.documents.packed()),
             Ranks(settings_of(self.model), sum(self.lengths)),
         )
         # without which every rank gets the whole row
         if not self.gradients:
-            return output.detach(), {}, None
+            return output.detach(), {}, None, None
         gradients = self._gradients((output * ranks.own(self._functional(output))).sum())
         summed = ranks.summed(gradients, self._trained())
-        return ranks.whole(output.detach()), summed, self._cross_gradient(ranks)
+        return ranks.whole(output.detach()), summed, *self._cross_gradient(ranks)
 
-    def _cross_gradient(self, ranks: Ranks) -> float:
+    def _cross_gradient(self, ranks: Ranks) -> tuple[float, float | None]:
         """Of the last document to others' embeddings; of every second one to others' pixels and
-        sounds.
+        sounds. In a tree also to what it shares.
         """
         inputs = self.documents.packed()
         features = {
             name: inputs[name].requires_grad_() for name in FEATURES.values() if name in inputs
         }
         with _as_leaf(self.embed) as embeds:
-            output = self._run(inputs | features)
+            output = self._run_packed(inputs | features)
         loss = (output * ranks.own(self._functional(output))).sum(-1)
         number = ranks.own(self.documents.number, fill=-1)
         last = number == len(self.lengths) - 1
         (gradient,) = torch.autograd.grad(loss[last].sum(), embeds, retain_graph=True)
-        found = [_largest(gradient[0, ~last]), *self._to_features(loss, number, embeds, features)]
-        return ranks.largest(found, self.device)
+        others = _largest(gradient[0, self.documents.elsewhere(last)])
+        found = [others, *self._to_features(loss, number, embeds, features)]
+        largest = ranks.largest(found, self.device)
+        if not isinstance(self.documents, TreeDocuments):
+            return largest, None
+        branch, in_front = self.documents.branch(last)
+        (gradient,) = torch.autograd.grad(loss[branch].sum(), embeds)
+        return largest, _largest(gradient[0, in_front]) if bool(in_front.any()) else None
 
     def _to_features(
         self, loss: Tensor, number: Tensor, embeds: list[Tensor], features: dict[str, Tensor]
@@ -171,11 +188,14 @@ class Probe:
         worst = 0.0
         for parity in (0, 1) if self.documents.media else (0,):
             changed = torch.arange(len(self.lengths), device="cpu") % 2 == parity
-            after = self._run(self.documents.packed(changed))
+            after = self._run_packed(self.documents.packed(changed))
             kept = self.documents.number % 2 != parity
             found = relative_rms(after[kept], before[kept])
             worst = found if found != found else max(worst, found)
         return worst
+
+    def _run_packed(self, inputs: dict[str, Any]) -> Tensor:
+        return self.documents.of_documents(self._run(inputs))
 
     def _run(self, inputs: dict[str, Any]) -> Tensor:
         """Return [T, width]: logits, or hidden states where the model has no logits per token."""
@@ -231,6 +251,11 @@ class Probe:
             errors, key=lambda key: float("inf") if errors[key] != errors[key] else errors[key]
         )
         return errors[name], name
+
+
+def _no_text(source: Any) -> set[int]:
+    """Return the ids that stand for media, of a source of which there may be none."""
+    return set() if source is None else set(media_tokens(source.config).values())
 
 
 def _is_finite(x: Tensor) -> bool:

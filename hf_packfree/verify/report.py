@@ -78,6 +78,8 @@ class Measurement:
             inputs; with media, also of any document's with respect to a neighbour's pixels and
             sounds.
         per_document: `logits` for each document.
+        prefix_gradient: in a tree the largest gradient of the last sample's outputs with respect to
+            what it shares with others; None elsewhere.
     """
 
     logits: float
@@ -86,6 +88,7 @@ class Measurement:
     influence: float
     cross_gradient: float | None
     per_document: tuple[float, ...]
+    prefix_gradient: float | None = None
 
 
 @dataclass(frozen=True)
@@ -94,12 +97,13 @@ class PackingReport:
 
     Attributes:
         model, family, device, dtype: what was measured.
-        lengths: tokens of each document in the row.
+        lengths: tokens of each document in the row; of each sample in a tree.
         patched: the model as it is.
         unpatched: the same weights without patches: the control; None without one.
         limits: the limits of rounding, which depend on the dtype and on the kernels that ran.
         media: "image", "video", "audio": which are in the documents.
         autocast: the dtype that `torch.autocast` computed in, or None outside of it.
+        tree: the row was a tree of shared prefixes, and the documents its samples.
     """
 
     model: str
@@ -112,6 +116,7 @@ class PackingReport:
     limits: Limits
     media: tuple[str, ...] = ()
     autocast: str | None = None
+    tree: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON."""
@@ -130,11 +135,18 @@ class PackingReport:
             (f"documents react to each other's {self._inputs}", found.influence, limits.influence),
             ("a gradient reaches another document", found.cross_gradient, 0.0),
         ]
-        return [
+        above = [
             f"{what}: {value:.1e}, allowed {limit:.0e}"
             for what, value, limit in checks
             if value is not None and not value <= limit
         ]
+        deaf = found.prefix_gradient is not None and not found.prefix_gradient > 0
+        return [*above, "no gradient reaches a shared prefix"] if deaf else above
+
+    @property
+    def what(self) -> str:
+        """What was in the row."""
+        return "prefix-sharing samples" if self.tree else "packed documents"
 
     @property
     def _with_media(self) -> str:
@@ -149,8 +161,9 @@ class PackingReport:
         unpatched = "" if self.unpatched is None else f"; unpatched: {self.unpatched.logits:.1e}"
         dtype = f"{self.dtype}{f' in {self.autocast} autocast' if self.autocast else ''}"
         return (
-            f"{self.model} ({dtype}, {self.device}): {len(self.lengths)} packed "
-            f"documents{self._with_media} equal the same documents alone, logits within "
+            f"{self.model} ({dtype}, {self.device}): {len(self.lengths)} "
+            f"{self.what}{self._with_media} equal the same {self.what.split()[-1]} alone, logits "
+            "within "
             f"{self.patched.logits:.1e} relative RMS{gradients}{unpatched}"
         )
 

@@ -34,6 +34,7 @@ def verify_packing(
     model: nn.Module | str | Path | Any,
     *,
     lengths: Sequence[int] = LENGTHS,
+    tree: bool | Sequence[int | None] = False,
     gradients: bool = True,
     control: bool = True,
     slow_decay: bool = True,
@@ -62,6 +63,10 @@ def verify_packing(
             patched and measured.
         lengths: tokens of each document, two or more, one of them longer than 1; together 2**20 at
             most.
+        tree: the lengths are those of segments in a tree of shared prefixes, and every path from a
+            root to a leaf is compared with itself alone, in a model that takes images without any.
+            True: the first segment is the prompt of all others; or the segment that each one goes
+            on from, None for a root. The control then reads the row without knowing of the tree.
         gradients: also compare every trainable parameter's gradient (takes twice the parameters'
             memory).
         control: also measure the same weights without patches, which must leak.
@@ -84,6 +89,7 @@ def verify_packing(
             documents alone already give NaN or Inf.
         UnsupportedModel: no supported text model is inside, no model can be built from what was
             given, or its parameters are on meta or were made in inference mode.
+        BoundaryError: `tree` is none of these lengths.
         ValueError: `lengths` names fewer than two documents, none longer than one token, or more
             tokens than can be measured; `seed` is no whole number in its range.
         PatchConflict, ContractError, BackendUnavailable: a model that is built here cannot be
@@ -129,6 +135,7 @@ def verify_packing(
         seed,
         reference,
         masked=family.attends_only,
+        parents=_parents(tree, len(lengths)),
     )
     with prepared(model, slow_decay), _no_advice():
         patched = probe.measure()
@@ -145,6 +152,7 @@ def verify_packing(
         limits=limits,
         media=probe.documents.media,
         autocast=None if probe.autocast is None else _name(probe.autocast),
+        tree=tree is not False,
     )
     _judge(report, model)
     return report
@@ -170,6 +178,13 @@ def _whole_lengths(given: Any) -> tuple[int, ...]:
             "logits fill a large machine; pass shorter documents"
         )
     return tuple(lengths)
+
+
+def _parents(tree: bool | Sequence[int | None], segments: int) -> list[int | None] | None:
+    """Return the segment that each one goes on from; None where they are documents."""
+    if isinstance(tree, bool):
+        return [None, *[0] * (segments - 1)] if tree else None
+    return list(tree)
 
 
 def _check_seed(seed: Any) -> None:
@@ -221,7 +236,7 @@ def _judge(report: PackingReport, model: nn.Module) -> None:
 def _control(model: nn.Module, probe: Probe) -> Measurement | None:
     if not patch_report(model).patched:
         return None
-    with patches_lifted(model):
+    with patches_lifted(model), probe.documents.unmarked():
         return probe.measure()
 
 
