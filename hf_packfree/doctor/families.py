@@ -59,5 +59,20 @@ SERVED = (
     Served("gemma2", "google/gemma-2-2b, -9b, -27b", _TEXT, ("text",)),
     Served("gemma3_text", "google/gemma-3-270m, -1b; texts of larger ones", _TEXT, ("text",)),
     Served("gpt_oss", "openai/gpt-oss-20b, -120b", _TEXT, ("text",)),
+    Served("qwen3_moe", "Qwen/Qwen3-30B-A3B, -235B-A22B, Qwen3-Coder-30B-A3B", _TEXT, ("text",)),
+    Served("mixtral", "mistralai/Mixtral-8x7B, -8x22B", _TEXT, ("text",)),
+    Served("gemma", "google/gemma-2b, -7b", _TEXT, ("text",)),
+    Served(
+        "phi3", "microsoft/Phi-3-mini, -medium, Phi-3.5-mini, Phi-4, Phi-4-mini", _TEXT, ("text",)
+    ),
+    Served("olmo2", "allenai/OLMo-2-0425-1B, -1124-7B, -1124-13B, -0325-32B", _TEXT, ("text",)),
+    Served("olmo3", "allenai/Olmo-3-1025-7B, -1125-32B", _TEXT, ("text",)),
+    Served("granite", "ibm-granite/granite-3.0 to -3.3, 2b and 8b", _TEXT, ("text",)),
+    Served("cohere2", "CohereLabs/c4ai-command-r7b-12-2024, command-a-03-2025", _TEXT, ("text",)),
+    Served("smollm3", "HuggingFaceTB/SmolLM3-3B", _TEXT, ("text",)),
+    Served("glm4", "zai-org/GLM-4-9B-0414, -32B-0414", _TEXT, ("text",)),
+    Served("glm4_moe", "zai-org/GLM-4.5, GLM-4.5-Air, GLM-4.6", _TEXT, ("text",)),
+    Served("starcoder2", "bigcode/starcoder2-3b, -7b, -15b", _TEXT, ("text",)),
+    Served("afmoe", "arcee-ai/Trinity-Nano, -Mini", _TEXT, ("text",)),
 )
 """To list one more family, add a row; its parts are a row of `patching/registry.py`."""

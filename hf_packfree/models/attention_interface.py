@@ -60,12 +60,13 @@ class InterfaceAttention(Replacement):
         arguments["attention_mask"] = None
         if check_attention(self.config) == "flash":
             out, weights = super().forward(**arguments, **to_hf_kwargs(packed))
+            out = packed.zero_left_pad(out)
         else:
             upstream: Any = super().forward
             out, weights = upstream.__func__(
                 AttentionOfCall(self), **arguments, packed_sequence=packed
             )
-        return packed.zero_left_pad(out), weights
+        return out, weights
 
     @staticmethod
     def op_sizes(layer: Any) -> dict[str, int]:
@@ -162,7 +163,8 @@ def _attend(
         backend=state.kernels_for(q.device, dtype)["attention"],
         **{name: option for name, option in options.items() if option is not None},
     )
-    return out, None
+    # nothing, before an output projection that may have a bias
+    return packed_sequence.zero_left_pad(out.flatten(2)).view_as(out), None
 
 
 def refuse_what_it_cannot_serve(model: torch.nn.Module, trunk: Any) -> None:

@@ -184,7 +184,8 @@ def _leave_alone(module: nn.Module, submodule: nn.Module) -> None:
     `apply_patches` refuses that.
     """
     family = family_of(submodule)
-    if family is not None and family.made_from_upstream:
+    patched = any("packfree" in vars(part) for part in submodule.modules())
+    if patched and family is not None and family.made_from_upstream:
         remove_patches(submodule)
         warn_once(
             f"{type(module).__name__} is left alone by register_patches(): it is more than the "

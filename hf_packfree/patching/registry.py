@@ -347,6 +347,19 @@ FAMILIES: tuple[Family, ...] = (
     _attention_only("gemma2", "Gemma2", *_WINDOWS),
     _attention_only("gemma3_text", "Gemma3", *_WINDOWS, text="TextModel"),
     _attention_only("gpt_oss", "GptOss", *_WINDOWS),
+    _attention_only("qwen3_moe", "Qwen3Moe"),
+    _attention_only("mixtral", "Mixtral"),
+    _attention_only("gemma", "Gemma"),
+    _attention_only("phi3", "Phi3"),
+    _attention_only("olmo2", "Olmo2"),
+    _attention_only("olmo3", "Olmo3", *_WINDOWS),
+    _attention_only("granite", "Granite"),
+    _attention_only("cohere2", "Cohere2", *_WINDOWS),
+    _attention_only("smollm3", "SmolLM3", *_WINDOWS),
+    _attention_only("glm4", "Glm4"),
+    _attention_only("glm4_moe", "Glm4Moe"),
+    _attention_only("starcoder2", "Starcoder2"),
+    _attention_only("afmoe", "Afmoe", *_WINDOWS),
 )
 
 

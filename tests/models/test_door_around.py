@@ -29,7 +29,7 @@ from tests.input_formats import (
 )
 from tests.integrations.marks import needs
 from tests.models.padded import padded_batch
-from tests.models.test_door import EDGES, NAMES, WINDOW, assert_exact
+from tests.models.test_door import CORE, EDGES, NAMES, WINDOW, assert_exact
 from tests.support import (
     GRADIENT_TOL,
     LOGIT_TOL,
@@ -54,7 +54,7 @@ def test_generation_is_upstreams(family):
 
 @needs("peft")
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("family", CORE)
 def test_lora_trains(family):
     import peft
 
@@ -90,14 +90,14 @@ def test_report_removal_copies_and_twice(family):
     assert before == after and model.config._attn_implementation == implementation
 
 
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("family", CORE)
 def test_verify_measures_it(family):
     report = verify_packing(apply_patches(tiny(family)), lengths=(5, 17, 1, 40))
     assert report.family == family and report.patched.influence == 0
     assert report.unpatched.influence > 1e-3
 
 
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("family", CORE)
 def test_registered_models_are_patched(family):
     with register_patches():
         model = transformers.AutoModelForCausalLM.from_config(by_family[family].tiny_config())
