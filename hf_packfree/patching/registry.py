@@ -87,6 +87,7 @@ class Family:
         towers: beside the text model, in models that have them.
         predicts_ahead: whether checkpoints carry a multi-token prediction head, see
             `hf_packfree.mtp`.
+        masks_read_positions: whether upstream gives `position_ids` to what builds its masks.
     """
 
     name: str
@@ -101,6 +102,7 @@ class Family:
     vision_language: str | None = None
     towers: tuple[Tower, ...] = ()
     predicts_ahead: bool = False
+    masks_read_positions: bool = True
 
     @property
     def swaps(self) -> dict[str, str]:
@@ -134,7 +136,8 @@ class Family:
         """Whether all mixers are full attention, for which upstream reads boundaries in some
         positions itself.
         """
-        return all(mixer.kind in ("full_attention", "sliding_attention") for mixer in self.mixers)
+        attention = ("full_attention", "sliding_attention")
+        return self.masks_read_positions and all(mixer.kind in attention for mixer in self.mixers)
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -213,12 +216,15 @@ def _vision_tower(names: str, cls: str = "Model") -> Tower:
     )
 
 
-def _attention_only(name: str, classes: str, *kinds: str, text: str = "Model") -> Family:
+def _attention_only(
+    name: str, classes: str, *kinds: str, text: str = "Model", masks_read_positions: bool = True
+) -> Family:
     """Return the family of plain attention whose classes' names begin alike.
 
     Args:
         kinds: of its layers, where they differ.
         text: how the name of the text model ends.
+        masks_read_positions: see `Family`.
     """
     upstream = "transformers.models.{0}.modeling_{0}".format(name.removesuffix("_text"))
     return Family(
@@ -232,6 +238,7 @@ def _attention_only(name: str, classes: str, *kinds: str, text: str = "Model") -
             Mixer(kind, "self_attn", f"{classes}Attention", ("attention",))
             for kind in kinds or ("full_attention",)
         ),
+        masks_read_positions=masks_read_positions,
     )
 
 
@@ -346,7 +353,7 @@ FAMILIES: tuple[Family, ...] = (
     _attention_only("mistral", "Mistral"),
     _attention_only("gemma2", "Gemma2", *_WINDOWS),
     _attention_only("gemma3_text", "Gemma3", *_WINDOWS, text="TextModel"),
-    _attention_only("gpt_oss", "GptOss", *_WINDOWS),
+    _attention_only("gpt_oss", "GptOss", *_WINDOWS, masks_read_positions=False),
     _attention_only("qwen3_moe", "Qwen3Moe"),
     _attention_only("mixtral", "Mixtral"),
     _attention_only("gemma", "Gemma"),
@@ -359,7 +366,7 @@ FAMILIES: tuple[Family, ...] = (
     _attention_only("glm4", "Glm4"),
     _attention_only("glm4_moe", "Glm4Moe"),
     _attention_only("starcoder2", "Starcoder2"),
-    _attention_only("afmoe", "Afmoe", *_WINDOWS),
+    _attention_only("afmoe", "Afmoe", *_WINDOWS, masks_read_positions=False),
 )
 
 

@@ -26,6 +26,7 @@ from tests.support import (
     LOGIT_TOL,
     ROW,
     Batch,
+    by_family,
     documents,
     errors,
     pairwise,
@@ -102,6 +103,16 @@ def test_a_square_mask_of_blocks_keeps_the_window(family):
         assert errors(run(model, batch, weights), alone)[0] >= CONTROL * LOGIT_TOL
     logits, grads = errors(run(apply_patches(model), batch, weights), alone)
     assert logits <= LOGIT_TOL and grads <= GRADIENT_TOL
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_upstream_keeps_documents_apart_by_positions_where_the_table_says_so(family):
+    model, batch = tiny(family), row_batch("positions", EDGES)
+    with torch.no_grad():
+        alone = torch.cat(logits_alone(model, batch))
+        found = torch.cat(batch.cut(model(**batch.inputs).logits))
+    error = relative_rms(found, alone)
+    assert error <= LOGIT_TOL if by_family[family].attends_only else error >= CONTROL * LOGIT_TOL
 
 
 @pytest.mark.parametrize("family", NAMES)

@@ -27,7 +27,9 @@ from tests.input_formats import (
     one_row,
     row_batch,
 )
+from tests.integrations.compare import in_steps, labelled, per_document, worst
 from tests.integrations.marks import needs
+from tests.integrations.test_hf_trainer import ACCUMULATE, train
 from tests.models.padded import padded_batch
 from tests.models.test_door import CORE, EDGES, NAMES, WINDOW, assert_exact
 from tests.support import (
@@ -200,6 +202,39 @@ def test_the_bare_text_model():
         run(model, batch, weights, **how), run_alone(model, batch, weights, **how)
     )
     assert logits <= LOGIT_TOL and grads <= GRADIENT_TOL
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+def test_the_trainer_trains_as_on_documents_one_by_one(family, tmp_path):
+    _, steps = train(tiny(family), tmp_path, **ACCUMULATE)
+    wanted = per_document(tiny(family), in_steps(labelled()))
+    assert worst(steps, wanted) <= GRADIENT_TOL
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_compiled_rows_are_the_same_and_need_no_new_graphs(family):
+    graphs = []
+
+    def backend(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    model = apply_patches(tiny(family))
+    compiled, counts = torch.compile(model, backend=backend), []
+    for lengths in (EDGES, (5, 60, 3), (7, 61, 33, 2), (100, 30)):
+        batch = row_batch("positions", lengths)
+        weights = random_weights(batch, 128)
+        found = run(compiled, batch, weights)
+        found[1].update(
+            {name.removeprefix("_orig_mod."): found[1].pop(name) for name in [*found[1]]}
+        )
+        assert errors(found, run(model, batch, weights)) == (0, 0)
+        counts.append(len(graphs))
+    assert 0 < counts[0] and counts[1] == counts[2] == counts[3]
+    torch.compiler.reset()
 
 
 def test_what_it_cannot_serve_is_refused_by_name():

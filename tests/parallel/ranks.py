@@ -103,6 +103,7 @@ def models(results) -> None:
         "qwen3_5": {"gdn": "state", "attention": "heads"},
         "qwen3_5_moe": {},
         "qwen3_next": {"gdn": "state", "attention": "gather"},
+        "llama": {},
     }
     for family, way in ways.items():
         arguments = {"output_router_logits": True} if family == "qwen3_5_moe" else {}

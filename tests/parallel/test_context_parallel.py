@@ -34,9 +34,9 @@ def groups(tmp_path_factory):
 @pytest.mark.parametrize(
     ("what", "cases"),
     [
-        ("loss", 22),
-        ("logits", 11),
-        ("gradients", 22),
+        ("loss", 26),
+        ("logits", 13),
+        ("gradients", 26),
         ("delta rule", 21),
         ("attention", 63),
         ("format", 27),
