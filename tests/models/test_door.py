@@ -41,6 +41,8 @@ from tests.support import (
 NAMES = [family.name for family in FAMILIES if family.made_from_upstream]
 CORE = NAMES[:7]
 """Which have, between them, all that attention calls pass."""
+ALL = [*CORE, *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[7:])]
+"""For what one exact row of the others implies."""
 FORMS = [form for form in ROW_FORMATS if "3rows" not in form]
 WINDOW = 16
 EDGES = (1, 15, 16, 17, 33, 2, 32, 48, 100)
@@ -90,7 +92,7 @@ def test_several_rows(family, form, _):
     assert_exact(apply_patches(tiny(family)), rows_batch(form))
 
 
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("family", ALL)
 def test_a_square_mask_of_blocks_keeps_the_window(family):
     """Upstream takes it as it is, in layers with a window too."""
     batch = row_batch("block_mask", EDGES)
@@ -105,7 +107,7 @@ def test_a_square_mask_of_blocks_keeps_the_window(family):
     assert logits <= LOGIT_TOL and grads <= GRADIENT_TOL
 
 
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("family", ALL)
 def test_upstream_keeps_documents_apart_by_positions_where_the_table_says_so(family):
     model, batch = tiny(family), row_batch("positions", EDGES)
     with torch.no_grad():
@@ -115,7 +117,7 @@ def test_upstream_keeps_documents_apart_by_positions_where_the_table_says_so(fam
     assert error <= LOGIT_TOL if by_family[family].attends_only else error >= CONTROL * LOGIT_TOL
 
 
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("family", ALL)
 def test_no_document_has_influence_on_another(family):
     model, batch = apply_patches(tiny(family)).eval(), row_batch("positions", EDGES)
     wanted = batch.cut(model(**batch.inputs).logits)
@@ -163,7 +165,8 @@ SIDES = ["right", "left", "both", "an empty row"]
 @pytest.mark.parametrize("labels", ["of the collator", "none for a document's first token"])
 @pytest.mark.parametrize(
     ("family", "side"),
-    [(family, side) for family in CORE for side in SIDES] + [(one, "both") for one in NAMES[7:]],
+    [(family, side) for family in CORE for side in SIDES]
+    + [pytest.param(one, "both", marks=pytest.mark.slow) for one in NAMES[7:]],
 )
 def test_padded_batches_run_real_tokens_alone(family, side, labels):
     model, batch = tiny(family), padded_batch(side)

@@ -31,7 +31,7 @@ from tests.integrations.compare import in_steps, labelled, per_document, worst
 from tests.integrations.marks import needs
 from tests.integrations.test_hf_trainer import ACCUMULATE, train
 from tests.models.padded import padded_batch
-from tests.models.test_door import CORE, EDGES, NAMES, WINDOW, assert_exact
+from tests.models.test_door import ALL, CORE, EDGES, WINDOW, assert_exact
 from tests.support import (
     GRADIENT_TOL,
     LOGIT_TOL,
@@ -45,7 +45,7 @@ from tests.support import (
 )
 
 
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("family", ALL)
 def test_generation_is_upstreams(family):
     model, batch = tiny(family).eval(), padded_batch("left")
     how = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
@@ -72,7 +72,7 @@ def test_lora_trains(family):
     assert found[1] and all("lora" in name for name in found[1])
 
 
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("family", ALL)
 def test_report_removal_copies_and_twice(family):
     model, row = tiny(family), by_family[family]
     before = [(name, type(module), sorted(vars(module))) for name, module in model.named_modules()]
