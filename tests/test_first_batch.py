@@ -66,6 +66,17 @@ def test_branches_of_a_tree_are_changed_and_their_prefixes_are_not(monkeypatch):
         first_batch_influence(model.model, (), row)
 
 
+def test_in_a_vision_language_model_neither_half_of_the_branches_reacts(monkeypatch):
+    """There the documents of both halves are changed in turn."""
+    from tests.vision import tiny_vision
+
+    model, row = apply_patches(tiny_vision("qwen3_5")).train(), batch_of(TURNS).inputs
+    assert first_batch_influence(model.model, (), row) == 0.0
+    leak_in_the_convolution(monkeypatch)
+    with pytest.raises(LeakDetected, match="found documents of the first batch reacting"):
+        first_batch_influence(model.model, (), row)
+
+
 def with_attention_dropout():
     model = tiny()
     for module in model.modules():

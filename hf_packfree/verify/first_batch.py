@@ -219,7 +219,7 @@ def _changed(
     )
     of_row = packed.seq_idx if packed.shard is None else packed.shard.cut(packed.shard.row.seq_idx)
     if packed.tree is not None:
-        of_row = _by_branches(packed.tree).to(of_row.device)[of_row.long()]
+        of_row = _by_branches(packed.tree, 1 - parity).to(of_row.device)[of_row.long()]
     number = number.index_copy(0, real, of_row[0]).view(rows, tokens)
     change = (number >= 0) & (number % 2 == parity)
     changed = dict(inputs)
@@ -239,11 +239,11 @@ def _changed(
     return changed, (number >= 0) & ~change
 
 
-def _by_branches(tree: Tree) -> Tensor:
+def _by_branches(tree: Tree, inner: int) -> Tensor:
     """Return a number for every segment, int32 [N]: its number among those that nothing goes on
-    from, and 1 for the others, which those are not to change.
+    from, and `inner` for the others, which those are not to change.
     """
-    numbers = torch.ones(len(tree.parents), dtype=torch.int32, device="cpu")
+    numbers = torch.full((len(tree.parents),), inner, dtype=torch.int32, device="cpu")
     numbers[tree.leaves] = torch.arange(len(tree.leaves), dtype=torch.int32, device="cpu")
     return numbers
 
