@@ -40,6 +40,7 @@ class InterfaceAttention(Replacement):
     """
 
     attends_for = "sdpa", "eager"
+    follows_trees = True
 
     def forward(
         self, hidden_states: Tensor, *args: Any, **kwargs: Any

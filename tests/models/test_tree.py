@@ -83,7 +83,7 @@ def test_every_sample_gets_what_it_gets_alone_in_fp64(family, attention, widened
 
 def assert_exact(model, tree, stock, **inputs):
     batch = batch_of(tree, **inputs)
-    weights = random_weights(batch, 128)
+    weights = random_weights(batch, model.get_output_embeddings().out_features)
     found = errors(run(model, batch, weights), run_alone(stock, batch, weights))
     assert found[0] <= LOGIT_TOL and found[1] <= GRADIENT_TOL, found
 
@@ -97,6 +97,11 @@ def test_in_fp32_and_the_control_leaks(family):
         weights = random_weights(batch, 128)
         found = errors(run(model, batch, weights), run_alone(stock, batch, weights))
         assert found[0] >= CONTROL * LOGIT_TOL and found[1] >= CONTROL * GRADIENT_TOL
+
+
+@pytest.mark.parametrize("family", sorted(set(by_family) - set(FAMILIES)))
+def test_every_other_family(family):
+    assert_exact(apply_patches(tiny(family)), TURNS, tiny(family))
 
 
 MODEL, STOCK = apply_patches(tiny()), tiny()
