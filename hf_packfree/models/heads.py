@@ -30,6 +30,7 @@ from hf_packfree.models.labels import (
     IGNORED,
     are_left_pad_tokens,
     kept_targets,
+    refuse_unshifted,
     row_targets,
     shifted_labels,
     targets_on_padding,
@@ -129,6 +130,8 @@ class PackedHead(Head):
         """Return the record to run with, and what the loss is called with; None where the batch
         runs as upstream runs it.
         """
+        if packed.tree is not None:
+            refuse_unshifted(given)
         if given.get("labels") is None:
             return packed, {}
         ignored, kept = given.get("ignore_index", IGNORED), None

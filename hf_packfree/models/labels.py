@@ -34,20 +34,13 @@ def shifted_labels(
         document: upstream knows what they mean.
 
     Raises:
-        UnsupportedInput: packed rows have labels of another shape, or a tree has labels that its
-            caller has not shifted.
+        UnsupportedInput: packed rows have labels of another shape.
     """
     if packed.num_documents == 0:
         return torch.full(
             shape, arguments.get("ignore_index", IGNORED), device=packed.seq_idx.device
         )
     name = "labels" if arguments.get("shift_labels") is None else "shift_labels"
-    if name == "labels" and packed.tree is not None:
-        raise UnsupportedInput(
-            "found labels for a tree of shared prefixes, whose next label may be another branch's; "
-            "wanted shift_labels, what each token predicts, or log-probabilities by index; see "
-            "hf_packfree.data.pack_prefixes"
-        )
     given = arguments[name]
     found = tuple(given.shape) if isinstance(given, Tensor) else f"type {type(given).__name__}"
     if found not in (tuple(shape), (shape.numel(),)):
@@ -63,6 +56,31 @@ def shifted_labels(
     if name == "labels":
         labels = F.pad(labels, (0, 1), value=arguments.get("ignore_index", IGNORED))[..., 1:]
     return labels.reshape(shape)
+
+
+def refuse_unshifted(arguments: dict[str, Any]) -> None:
+    """Refuse a call with a tree whose labels nobody has shifted, or whose loss is not the head's.
+
+    Args:
+        arguments: of the head.
+
+    Raises:
+        UnsupportedInput: it has `labels` alone, or `shift_labels` alone.
+    """
+    labels, shifted = (arguments.get(name) is not None for name in ("labels", "shift_labels"))
+    if labels and not shifted:
+        raise UnsupportedInput(
+            "found labels for a tree of shared prefixes, whose next label may be another branch's; "
+            "wanted shift_labels, what each token predicts, or log-probabilities by index; see "
+            "hf_packfree.data.pack_prefixes"
+        )
+    if shifted and not labels:
+        raise UnsupportedInput(
+            "found shift_labels without labels for a tree of shared prefixes, as where a Trainer "
+            "takes labels out for a loss of its own (label_smoothing_factor, compute_loss_func), "
+            "which shifts them across branches; wanted both, for the model's loss; pass "
+            "labels=shift_labels too, or leave shift_labels out"
+        )
 
 
 @uncompiled

@@ -243,6 +243,9 @@ def test_labels_whose_shift_would_cross_branches(model):
         model(**row, labels=row["input_ids"])
     with pytest.raises(UnsupportedInput, match="found labels for a tree"):
         model(**row, labels=row["input_ids"], logits_to_keep=9)
+    # of Trainer(compute_loss_func=...) and label smoothing
+    with pytest.raises(UnsupportedInput, match="found shift_labels without labels for a tree"):
+        model(**row, shift_labels=row["input_ids"])
 
 
 def test_what_knows_documents_alone_is_refused():
