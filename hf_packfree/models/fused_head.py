@@ -21,13 +21,14 @@ from torch.nn import functional as F
 from hf_packfree.errors import UnsupportedInput
 from hf_packfree.models.entry import wants_all_logits
 from hf_packfree.models.head_loss import HeadOfCall, last_layer
-from hf_packfree.models.labels import IGNORED
+from hf_packfree.models.labels import IGNORED, refuse_unshifted
 from hf_packfree.models.log_probs import Question, layer_log_probs
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.loss import Targets, TokenLogProbs, Wanted
 from hf_packfree.packing import PackedSequence, repad
 from hf_packfree.packing.lazy import LazyTensor, Source
 from hf_packfree.packing.marks import FORWARD_BEFORE, FUSED_HEAD
+from hf_packfree.packing.tree_words import has_tree
 
 _SETTINGS = {
     "backbone_attr",
@@ -109,10 +110,13 @@ def run_fused_head(head: Any, upstream: Any, given: dict[str, Any], run: Run) ->
         given: the call's arguments, without `fused_lm_head`.
 
     Raises:
-        UnsupportedInput: ranks of a group share each row.
+        UnsupportedInput: ranks of a group share each row; or see `refuse_unshifted`.
     """
     fused = fused_head_of(head)
     if fused is None or not _is_ours(head, given):
+        # labels alone TRL's forward shifts by itself
+        if has_tree(given) and given.get("shift_labels") is None:
+            refuse_unshifted(given)
         return vars(head)[FORWARD_BEFORE.name](**given, fused_lm_head=True)
     if state_of(head).context_parallel is not None:
         raise UnsupportedInput(

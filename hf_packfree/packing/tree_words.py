@@ -35,6 +35,12 @@ WORDS = (_SEGMENTS, _PATHS, _KEYS, _PARENTS, _DEPTHS, _LEVELS, *_LONGEST, *_PLAN
 """The keywords of TRL 1.16, and those that huggingface/trl#7686 adds."""
 
 
+def has_tree(arguments: Mapping[str, Any]) -> bool:
+    """Whether a forward's arguments describe a tree: a record that has one, or keywords."""
+    by_record = getattr(arguments.get(RECORD), "tree", None) is not None
+    return by_record or any(arguments.get(name) is not None for name in WORDS)
+
+
 def take_tree(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Take the keywords of a tree out of a forward's keywords, and return them.
 
@@ -234,4 +240,4 @@ def _disagree(one: str, other: str) -> BoundaryConflict:
     )
 
 
-__all__ = ["RECORD", "WORDS", "resolve_tree", "take_tree"]
+__all__ = ["RECORD", "WORDS", "has_tree", "resolve_tree", "take_tree"]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hf_packfree import apply_patches
+from hf_packfree.errors import UnsupportedInput
 from tests.integrations.marks import integration, needs
 from tests.integrations.test_trl_fused_head import with_head
 from tests.support import GRADIENT_TOL, LOGIT_TOL, documents, errors, gradients, tiny
@@ -53,10 +54,11 @@ def trl_row():
 
 
 def call(model, row, **more):
-    """As AsyncGRPOTrainer.compute_loss calls."""
+    """As AsyncGRPOTrainer.compute_loss calls, with what a row has for labels."""
     tree = {name: row[name] for name in ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")}
     tree["tree_max_seqlen_q"], tree["tree_max_seqlen_k"] = row["tree_max_seqlens"].tolist()
-    inputs = {name: row[name][None] for name in ("input_ids", "position_ids", "shift_labels")}
+    names = {"input_ids", "position_ids", "shift_labels", "labels"} & row.keys()
+    inputs = {name: row[name][None] for name in names}
     return model(**inputs, fused_lm_head=True, **tree, **more)
 
 
@@ -91,6 +93,16 @@ def test_every_trained_token_gets_what_it_gets_alone(family, record_property):
     )
     record_property("error", max(values, worst))
     assert values <= LOGIT_TOL and worst <= GRADIENT_TOL
+
+
+@pytest.mark.parametrize("more", [{}, {"logits_to_keep": 9}], ids=["ours", "trls_own"])
+def test_labels_that_nobody_has_shifted_are_refused(more):
+    """Whoever computes: some calls are left to TRL's forward, which shifts by one token."""
+    row = trl_row()
+    row["labels"] = row.pop("shift_labels")
+    model = apply_patches(with_head(tiny()))
+    with pytest.raises(UnsupportedInput, match="found labels for a tree"):
+        call(model, row, **more)
 
 
 def test_the_routers_loss_counts_a_shared_token_once():
