@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from hf_packfree.errors import UnsupportedInput
 from hf_packfree.models.base import size_of_linear
 from hf_packfree.models.fusable import is_hooked
 from hf_packfree.models.head_loss import gathered
@@ -66,6 +67,9 @@ def token_log_probs(
         top1: the most likely tokens, and whether they are the targets.
         ignore_index: the target of tokens that are not asked about, and cost nothing.
 
+    Raises:
+        UnsupportedInput: the model caps or scales what its last layer gives.
+
     Examples:
         >>> import torch
         >>> from hf_packfree import token_log_probs
@@ -75,6 +79,7 @@ def token_log_probs(
         >>> found.log_probs, found.entropy
         (tensor([[-2.0794, -2.0794,  0.0000]]), tensor([[2.0794, 2.0794, 0.0000]]))
     """
+    _refuse_changed_logits(head)
     layer = head.get_output_embeddings() if hasattr(head, "get_output_embeddings") else head
     counted = Targets.of(targets.to(hidden.device), ignore_index)
     wanted = Wanted(entropy=bool(entropy), top1=top1)
@@ -83,6 +88,27 @@ def token_log_probs(
         hidden, layer, counted, Question(temperature, wanted, expected=expected)
     )
     return found.with_detached_entropy() if entropy == "detached" else found
+
+
+_CHANGES = {
+    "final_logit_softcapping": None,
+    "logit_scale": 1.0,
+    "logits_scaling": 1.0,
+    "lm_head_multiplier": 1.0,
+}
+"""What configs say of a change of logits behind the last layer: {name: the value of none}."""
+
+
+def _refuse_changed_logits(head: Any) -> None:
+    config: Any = getattr(head, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else None
+    for name, none in _CHANGES.items():
+        value = getattr(text, name, none)
+        if value is not None and value != none:
+            raise UnsupportedInput(
+                f"found {name}={value} in the config of a {type(head).__name__}; wanted logits as "
+                "the model's last layer gives them; take log_softmax of the model's own logits"
+            )
 
 
 def layer_log_probs(

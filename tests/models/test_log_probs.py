@@ -194,3 +194,17 @@ def test_targets_of_another_shape_are_refused():
     logits, _ = lazily(apply_patches(tiny()), batch, where)
     with pytest.raises(UnsupportedInput, match="one target for every token"):
         logits.log_probs(targets(batch, where)[:, 1:])
+
+
+@pytest.mark.parametrize("cap", [30.0, None])
+def test_a_model_that_caps_its_logits_is_refused(cap):
+    model, (batch, where) = tiny("gemma2"), packed()
+    model.config.final_logit_softcapping = cap
+    hidden, wanted = model.base_model(**batch)[0], targets(batch, where)
+    if cap is not None:
+        with pytest.raises(UnsupportedInput, match="found final_logit_softcapping=30.0 in the con"):
+            token_log_probs(hidden, wanted, model)
+        return
+    scores = model.lm_head(hidden).log_softmax(-1)
+    made = scores.gather(2, wanted.clamp(min=0)[..., None])[..., 0] * (wanted >= 0)
+    assert relative_rms(token_log_probs(hidden, wanted, model).log_probs, made) <= LOGIT_TOL
