@@ -85,7 +85,8 @@ def masks_the_layers_ignore(config: Any, device: torch.device) -> Any:
     """Return an `attention_mask` from which the text model builds none of its own: our layers
     read the record.
     """
-    # a 4-D mask is passed on as it is, whatever its size
-    if MASKS_ARE_TENSORS or not hasattr(config, "layer_types"):
+    # a 4-D mask is passed on as it is, whatever its size; a checkpoint may name kinds that its
+    # class does not know
+    if MASKS_ARE_TENSORS or not hasattr(type(config), "layer_types"):
         return torch.ones(1, 1, 1, 1, device=device)
     return dict.fromkeys((*config.layer_types, *_MASKED))

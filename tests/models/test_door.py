@@ -206,6 +206,14 @@ def test_the_loss_of_a_row_is_that_of_its_documents(family):
     assert worst_gradient(grads, wanted_grads) <= GRADIENT_TOL
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_kinds_of_layers_in_a_config_without_any(family):
+    """As converters write them; upstream reads none."""
+    model = tiny(family)
+    model.config.layer_types = ["full_attention"] * 4
+    assert_exact(apply_patches(model), row_batch("positions", EDGES))
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("family", CORE)
 def test_checkpointing_changes_nothing(family, reentrant):
