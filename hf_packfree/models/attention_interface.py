@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedConfig
 
-from hf_packfree.errors import UnsupportedModel
+from hf_packfree.errors import BackendUnavailable, UnsupportedModel
 from hf_packfree.models.attention import additive_block_mask, check_attention, refuse_cut_rows
 from hf_packfree.models.base import Replacement, stands_for
 from hf_packfree.models.heads import heads_of
@@ -136,6 +136,7 @@ def _attend(
         [1, T, heads, D], and attention weights where they are wanted and the model makes them.
     """
     layer = module.layer
+    _refuse_lost_cap(layer, softcap)
     given = {"softcap": softcap, "s_aux": s_aux, "sliding_window": sliding_window}
     wants = kwargs.get("output_attentions", getattr(layer.config, "output_attentions", False))
     if wants and check_attention(layer.config) == "mask":
@@ -166,6 +167,23 @@ def _attend(
     )
     # nothing, before an output projection that may have a bias
     return packed_sequence.zero_left_pad(out.flatten(2)).view_as(out), None
+
+
+def _refuse_lost_cap(layer: Any, softcap: float | None) -> None:
+    """Refuse capped scores where upstream's own attention, for rows that are not packed, leaves
+    them as they are: another model than in packed rows.
+
+    transformers runs Gemma 2 so by default in releases before 5.23.
+
+    Raises:
+        BackendUnavailable: it does.
+    """
+    if softcap is not None and check_attention(layer.config) == "varlen":
+        raise BackendUnavailable(
+            "found attn_implementation='sdpa', which drops the cap that a "
+            f"{type(layer).__name__} has for its scores ({softcap}); wanted eager or a flash "
+            "attention, which transformers caps; call model.set_attn_implementation('eager')"
+        )
 
 
 def refuse_what_it_cannot_serve(model: torch.nn.Module, trunk: Any) -> None:

@@ -277,6 +277,17 @@ def test_what_it_cannot_serve_is_refused_by_name():
         apply_patches(model)
 
 
+def test_sdpa_that_drops_the_cap_of_scores_is_refused():
+    """Releases before 5.23 run Gemma 2 so by default: documents alone would have no cap."""
+    model, batch = apply_patches(tiny("gemma2")), row_batch("positions", EDGES)
+    model.config._attn_implementation_internal = "sdpa"
+    with pytest.raises(BackendUnavailable, match="sdpa', which drops the cap that a Gemma2Attent"):
+        model(**batch.inputs)
+    for layer in model.model.layers:
+        layer.self_attn.attn_logit_softcapping = None
+    assert model(**batch.inputs).logits.isfinite().all()
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_frequencies_that_depend_on_the_row_are_refused_past_their_limit(family):
     config = by_family[family].tiny_config()
