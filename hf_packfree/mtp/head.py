@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from hf_packfree.models.base import upstream_of
 from hf_packfree.packing import PackedSequence, pad_row
+from hf_packfree.packing.tree import refuse_tree
 
 
 class MTPHead(nn.Module):
@@ -121,6 +122,7 @@ def predicts(packed: PackedSequence, by: int) -> Tensor:
 
 def _goes_on(packed: PackedSequence, by: int) -> Tensor:
     """bool [T]: whether the token `by` further is in the same document."""
+    refuse_tree(packed, "for a multi-token prediction head")
     number = (packed if packed.shard is None else packed.shard.row).seq_idx[0]
     same = F.pad(number[by:] == number[:-by], (0, min(by, len(number))), value=False)
     return same if packed.shard is None else packed.shard.cut(same, 0)

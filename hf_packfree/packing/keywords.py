@@ -13,6 +13,7 @@ from torch import Tensor
 from hf_packfree.errors import BoundaryError, UnsupportedInput
 from hf_packfree.packing.foreign import longest_of, take_foreign
 from hf_packfree.packing.record import PackedSequence
+from hf_packfree.packing.tree import refuse_tree
 from hf_packfree.packing.tree_words import take_tree
 
 HF_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -159,7 +160,12 @@ def _check_values(name: str, given: Any) -> None:
 
 
 def to_hf_kwargs(packed: PackedSequence) -> Mapping[str, Any]:
-    """Return the record as the keywords that transformers' flash attention reads."""
+    """Return the record as the keywords that transformers' flash attention reads.
+
+    Raises:
+        UnsupportedInput: it has a tree, which they cannot say.
+    """
+    refuse_tree(packed, "in transformers' keywords for flash attention")
     cu_seqlens, longest = packed.cu_seqlens, packed.max_seqlen
     return dict(
         zip(HF_KEYWORDS, (cu_seqlens, cu_seqlens, longest, longest, packed.seq_idx), strict=True)

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 
 from hf_packfree.errors import BoundaryError, UnsupportedInput
-from hf_packfree.packing import PackedSequence, shard_row
+from hf_packfree.mtp.head import predicts
+from hf_packfree.packing import PackedSequence, shard_row, to_hf_kwargs
 from tests.trees import CHAIN, GROUP, TURNS, forests
 
 
@@ -70,6 +71,13 @@ def test_a_tree_stays_whole_in_other_places():
     assert packed.for_shape((1, packed.num_tokens)).tree is packed.tree
     with pytest.raises(UnsupportedInput, match="a tree of shared prefixes under context parallel"):
         shard_row(packed, 0, 2)
+
+
+def test_what_can_say_documents_alone_refuses_a_tree():
+    with pytest.raises(UnsupportedInput, match="a tree .* in transformers' keywords"):
+        to_hf_kwargs(TURNS.record)
+    with pytest.raises(UnsupportedInput, match="a tree .* for a multi-token prediction head"):
+        predicts(TURNS.record, 1)
 
 
 def test_documents_are_the_paths():
