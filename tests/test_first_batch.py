@@ -16,7 +16,7 @@ from torch import nn
 from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback
 
 from hf_packfree import PackFreeCallback, apply_patches
-from hf_packfree.errors import BlindMeasurement, LeakDetected
+from hf_packfree.errors import BlindMeasurement, LeakDetected, UnsupportedInput
 from hf_packfree.models.entry import UNPACKED
 from hf_packfree.mtp import MTPOptions
 from hf_packfree.trainer.run import PATIENCE, Counts, FirstBatch, TrainingRun
@@ -75,6 +75,20 @@ def test_in_a_vision_language_model_neither_half_of_the_branches_reacts(monkeypa
     leak_in_the_convolution(monkeypatch)
     with pytest.raises(LeakDetected, match="found documents of the first batch reacting"):
         first_batch_influence(model.model, (), row)
+
+
+def test_smoothed_labels_of_a_tree_are_refused(tmp_path):
+    """The Trainer shifts them by itself, across branches, and the head never sees them."""
+    row = batch_of(TURNS).inputs
+    given = trainer(
+        tiny(),
+        tmp_path,
+        collator=lambda _: row | {"labels": row["input_ids"]},
+        verify=False,
+        label_smoothing_factor=0.1,
+    )
+    with pytest.raises(UnsupportedInput, match="a tree .* with label_smoothing_factor"):
+        given.train()
 
 
 def with_attention_dropout():

@@ -135,7 +135,8 @@ class PackFreeCallback(TrainerCallback):
         if self._run is not None:
             # which broke off
             self._run.take_off()
-        self._run = TrainingRun(model, self._verify)
+        smooths = args.label_smoothing_factor != 0
+        self._run = TrainingRun(model, self._verify, smooths=smooths)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_packfree.errors import BlindMeasurement
 from hf_packfree.packing import PackedSequence, uncompiled
+from hf_packfree.packing.tree import refuse_tree
 from hf_packfree.patching.plan import trunks
 from hf_packfree.patching.registry import family_of
 from hf_packfree.trainer.flops import FlopsPerToken, peak_of
@@ -48,12 +49,19 @@ class _Nothing:
 
 
 class TrainingRun:
-    """One training run: what is on its model during each step, and what that found."""
+    """One training run: what is on its model during each step, and what that found.
 
-    def __init__(self, model: nn.Module, verify: bool) -> None:
+    Args:
+        model: patched.
+        verify: check the first packed batch.
+        smooths: the Trainer smooths labels.
+    """
+
+    def __init__(self, model: nn.Module, verify: bool, *, smooths: bool = False) -> None:
         family = family_of(model)
         self.trunks = list(trunks(model, family)) if family else []
         self.counts = Counts()
+        self.observers: list[Any] = [self.counts, *([SmoothedLabels()] if smooths else [])]
         self.flops, self.peak = None, None
         if len(self.trunks) == 1:
             self.flops = FlopsPerToken(model, self.trunks[0])
@@ -64,15 +72,14 @@ class TrainingRun:
     def put_on(self) -> None:
         self.take_off()
         for observers in map(observers_of, self.trunks):
-            if self.counts not in observers:
-                observers.append(self.counts)
+            observers += self.observers
         for check in self.checks:
             check.put_on()
 
     def take_off(self) -> None:
         for observers in map(observers_of, self.trunks):
             # of a run too that broke off in the middle of a step
-            observers[:] = [each for each in observers if not isinstance(each, Counts)]
+            observers[:] = [each for each in observers if not isinstance(each, _OfAStep)]
         for check in self.checks:
             check.take_off()
 
@@ -146,6 +153,13 @@ class FirstBatch(_OfAStep):
                 ", on every process in its first" if in_process_group() else "",
             )
         self.over = True
+
+
+class SmoothedLabels(_OfAStep):
+    """Refuses trees where the Trainer takes labels out of a batch and shifts them by one token."""
+
+    def __call__(self, packed: PackedSequence | None, shape: tuple[int, int], mask: Any) -> None:
+        refuse_tree(packed, "with label_smoothing_factor, whose loss shifts labels across branches")
 
 
 class Counts(_OfAStep):
