@@ -201,7 +201,7 @@ def read_arguments(
         return None
     cached = cache is not None and not inputs.named
     if cached:
-        inputs = replace(inputs, attention_mask=_current(inputs.attention_mask, shape[1]))
+        inputs = replace(inputs, attention_mask=_current(inputs.attention_mask, shape[1], seen))
     elif _says_nothing(inputs.attention_mask, config):
         inputs = replace(inputs, attention_mask=None)
     misread = compat.MISREADS_PADDING_OF_ONE_ROW and shape[0] == 1 and cache is None
@@ -307,19 +307,21 @@ def _may_begin_with_padding(mask: Any) -> bool:
     )
 
 
-def _current(mask: Any, tokens: int) -> Any:
-    """The part of a mask that speaks of the new tokens, where a cache is in play: padding, in one
-    that is 2-D.
+def _current(mask: Any, tokens: int, seen: int) -> Any:
+    """The part of a mask that speaks of the new tokens, where a cache is in play.
 
-    Of the dict that generation prepares for a static cache, only the linear layers' mask is 2-D. A
-    4-D mask that also speaks of the cache is upstream's to read.
+    Of the dict that generation prepares for a static cache, only the linear layers' mask is 2-D.
+    Without that, the first call's 4-D mask says what is padding, before the columns of tokens to
+    come; a later one, which also speaks of the cache, is upstream's to read.
     """
     if isinstance(mask, Mapping):
-        flat = [one for one in mask.values() if isinstance(one, Tensor) and one.ndim == 2]
-        mask = flat[0] if flat else None
+        given = [one for one in mask.values() if isinstance(one, Tensor)]
+        mask = min(given, key=lambda one: (one.ndim, -one.shape[-1]), default=None)
     if not isinstance(mask, Tensor) or mask.shape[-1] == tokens:
         return mask
-    return mask[:, -tokens:] if mask.ndim == 2 else None
+    if mask.ndim == 2:
+        return mask[:, -tokens:]
+    return None if seen else mask[..., :tokens]
 
 
 def _says_nothing(mask: Any, config: Any) -> bool:

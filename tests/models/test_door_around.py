@@ -45,10 +45,12 @@ from tests.support import (
 )
 
 
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("family", ALL)
-def test_generation_is_upstreams(family):
+def test_generation_is_upstreams(family, cache):
     model, batch = tiny(family).eval(), padded_batch("left")
     how = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    how["cache_implementation"] = cache
     prompts = {name: batch[name] for name in ("input_ids", "attention_mask")}
     wanted = model.generate(**prompts, **how)
     assert torch.equal(apply_patches(model).generate(**prompts, **how), wanted)
@@ -278,7 +280,7 @@ def test_what_it_cannot_serve_is_refused_by_name():
 
 
 def test_sdpa_that_drops_the_cap_of_scores_is_refused():
-    """Releases before 5.23 run Gemma 2 so by default: documents alone would have no cap."""
+    """Releases up to 5.19 run Gemma 2 so by default: documents alone have no cap."""
     model, batch = apply_patches(tiny("gemma2")), row_batch("positions", EDGES)
     model.config._attn_implementation_internal = "sdpa"
     with pytest.raises(BackendUnavailable, match="sdpa', which drops the cap that a Gemma2Attent"):
