@@ -52,7 +52,7 @@ def tiny(
     row = by_family[family] if isinstance(family, str) else family
     config = row.tiny_config()
     cls = getattr(import_module(row.upstream), head or row.causal_lm)
-    # sdpa drops the cap of scores, which releases before 5.23 do not say
+    # sdpa drops the cap of scores, which releases up to 5.19 do not say
     capped = row.name == "gemma2"
     config._attn_implementation = attention or (
         "sdpa" if cls._supports_sdpa and not capped else "eager"

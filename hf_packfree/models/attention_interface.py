@@ -173,7 +173,7 @@ def _refuse_lost_cap(layer: Any, softcap: float | None) -> None:
     """Refuse capped scores where upstream's own attention, for rows that are not packed, leaves
     them as they are: another model than in packed rows.
 
-    transformers runs Gemma 2 so by default in releases before 5.23.
+    transformers runs Gemma 2 so by default up to 5.19 at least; 5.23 does not.
 
     Raises:
         BackendUnavailable: it does.
