@@ -36,7 +36,7 @@ class PackedTrunk(Replacement):
             BoundaryError, BoundaryConflict, CacheConflict, UnsupportedInput: before anything runs.
         """
         arguments = self.by_name(args, kwargs)
-        if arguments is None or not is_batch(arguments):
+        if arguments is None or not is_batch(arguments) or _is_paged(cache_of(arguments)):
             return super().forward(*args, **kwargs)
         # Whoever computes the routers' loss knows of padding by the record, or by a mask.
         masked = (
@@ -108,6 +108,13 @@ class PackedTrunk(Replacement):
                 for layer in output.router_logits
             )
         return output.to_tuple() if as_dict is False else output
+
+
+def _is_paged(cache: Any) -> bool:
+    """Whether a cache is that of `generate_batch`, which holds many requests and keeps them apart
+    itself: a row of it is upstream's, boundaries included.
+    """
+    return cache is not None and not hasattr(cache, "get_seq_length")
 
 
 def _check_packed_call(trunk: Any, packed: PackedSequence, arguments: dict[str, Any]) -> None:

@@ -36,6 +36,7 @@ from tests.support import (
     GRADIENT_TOL,
     LOGIT_TOL,
     by_family,
+    documents,
     errors,
     random_weights,
     relative_rms,
@@ -54,6 +55,28 @@ def test_generation_is_upstreams(family, cache):
     prompts = {name: batch[name] for name in ("input_ids", "attention_mask")}
     wanted = model.generate(**prompts, **how)
     assert torch.equal(apply_patches(model).generate(**prompts, **how), wanted)
+
+
+@pytest.mark.filterwarnings("default")
+def test_continuous_batching_is_upstreams():
+    """Its cache keeps requests apart, and hands offsets of its own to every layer."""
+    model = tiny("gemma3_text").eval()
+    how = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+    config = transformers.GenerationConfig(
+        **how, num_blocks=32, block_size=16, max_batch_tokens=128
+    )
+    prompts = [part.tolist() for part in documents((20, 33, 7))]
+
+    def answers():
+        found = model.generate_batch(
+            inputs=prompts, generation_config=config, progress_bar=False
+        ).values()
+        return sorted((tuple(one.prompt_ids), tuple(one.generated_tokens)) for one in found)
+
+    wanted = answers()
+    assert [len(answer) for _, answer in wanted] == [6, 6, 6]
+    apply_patches(model)
+    assert answers() == wanted
 
 
 @needs("peft")
