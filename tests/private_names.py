@@ -107,7 +107,7 @@ PRIVATE = {
 }
 
 _ENDINGS = {"_features", "_grid_thw", "_start", "_token_id", "_start_token_id", "_start_token"}
-_ENDINGS |= {"_bos_token"}
+_ENDINGS |= {"_bos_token", "_text"}
 """Strings that are ends of public names of transformers' configs and arguments."""
 
 
@@ -127,7 +127,7 @@ def touched() -> dict[str, set[str]]:
     return found
 
 
-_REPLACED = {"_prepare_cp", "_cp_context"}
+_REPLACED = {"_attn_implementation", "_cp_context", "_prepare_cp"}
 """Names that we put something of ours under."""
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_packfree.errors import BackendUnavailable, PatchConflict
+from hf_packfree.errors import BackendUnavailable, PatchConflict, UnsupportedInput
 from hf_packfree.models.base import Replacement, Sizes, size_of_linear, size_of_norm
 from hf_packfree.models.fusable import adds_one, epsilon, plain_layers, project
 from hf_packfree.models.rematerialize import linear_with_recompute
@@ -92,6 +92,16 @@ def refuse_cut_rows(layer: nn.Module) -> None:
         )
 
 
+def refuse_looking_ahead(layer: Any) -> None:
+    """Refuse a layer that was told not to be causal, as LLM2Vec tells layers alone."""
+    if not getattr(layer, "is_causal", True):
+        raise UnsupportedInput(
+            f"found a {type(layer).__name__} with is_causal=False and a packed row; wanted causal "
+            "attention, the only kind that packs exactly; pass the documents in rows of their own, "
+            "padded"
+        )
+
+
 class RoutedAttention(Replacement):
     """Base of attention over a packed row: our op where the model runs sdpa, otherwise
     upstream's forward with the record.
@@ -116,6 +126,7 @@ class RoutedAttention(Replacement):
         if packed is None or arguments is None:
             return super().forward(hidden_states, *args, **kwargs)
         refuse_cut_rows(self)
+        refuse_looking_ahead(self)
         route = check_attention(self.config)
         if route == "varlen":
             attended = self._attend_packed(

@@ -19,7 +19,12 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedConfig
 
 from hf_packfree.errors import BackendUnavailable, UnsupportedModel
-from hf_packfree.models.attention import additive_block_mask, check_attention, refuse_cut_rows
+from hf_packfree.models.attention import (
+    additive_block_mask,
+    check_attention,
+    refuse_cut_rows,
+    refuse_looking_ahead,
+)
 from hf_packfree.models.base import Replacement, stands_for
 from hf_packfree.models.heads import heads_of
 from hf_packfree.models.state import receive, state_of
@@ -58,6 +63,7 @@ class InterfaceAttention(Replacement):
         if packed is None or arguments is None:
             return super().forward(hidden_states, *args, **kwargs)
         refuse_cut_rows(self)
+        refuse_looking_ahead(self)
         arguments["attention_mask"] = None
         if check_attention(self.config) == "flash":
             out, weights = super().forward(**arguments, **to_hf_kwargs(packed))

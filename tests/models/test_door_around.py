@@ -335,3 +335,14 @@ def test_frequencies_that_depend_on_the_row_are_refused_past_their_limit(family)
 def test_windows_are_refused_under_context_parallelism(family, found):
     with pytest.raises(PatchConflict, match=f"attention with {found} under context parallelism"):
         apply_patches(tiny(family), context_parallel=ContextParallel(None))
+
+
+@pytest.mark.parametrize(("family", "name"), [("llama", "Llama"), ("qwen3_5", "Qwen3_5")])
+def test_layers_that_look_ahead_are_refused(family, name):
+    """LLM2Vec says so on the layers alone."""
+    model = apply_patches(tiny(family))
+    batch = row_batch("positions", (5, 9))
+    model(**batch.inputs)
+    model.model.layers[-1].self_attn.is_causal = False
+    with pytest.raises(UnsupportedInput, match=f"{name}Attention with is_causal=False"):
+        model(**batch.inputs)
