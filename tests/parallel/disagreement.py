@@ -62,7 +62,7 @@ BATCHES = {
 SETUPS = {
     "a package": "rank 0 has torch: ",
     "gdn": "rank 0 has gdn: heads; rank 1 has gdn: state",
-    "backend": "loss='upstream'",
+    "backend": "'loss': 'upstream'",
     "a multi-token head": "rank 1 has modules: ",
     "checkpointing": "rank 1 has gradient checkpointing: True",
     "a frozen layer": "rank 1 has trained parameters: ",
