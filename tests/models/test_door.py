@@ -55,6 +55,12 @@ def with_ones(batch):
     return Batch(batch.documents, {**batch.inputs, "attention_mask": ones}, batch.places)
 
 
+def of_both(found, wanted):
+    """Leave out gradients that one run has not: a leak sends tokens to other experts."""
+    names = found[1].keys() & wanted[1].keys()
+    return [(logits, {name: grads[name] for name in names}) for logits, grads in (found, wanted)]
+
+
 def assert_exact(model, batch, record=None):
     weights = random_weights(batch, 128)
     found = errors(run(model, batch, weights), run_alone(model, batch, weights))
@@ -69,7 +75,7 @@ def test_documents_around_the_window(family, record_property):
     model, batch = tiny(family), row_batch("positions", EDGES)
     weights, leaky = random_weights(batch, 128), with_ones(batch)
     alone = run_alone(model, batch, weights)
-    logits, grads = errors(run(model, leaky, weights), alone)
+    logits, grads = errors(*of_both(run(model, leaky, weights), alone))
     assert logits >= CONTROL * LOGIT_TOL and grads >= CONTROL * GRADIENT_TOL, "unpatched leaks"
     apply_patches(model)
     for given in (batch, leaky):
