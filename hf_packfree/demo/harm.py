@@ -14,8 +14,7 @@ from hf_packfree.verify import relative_rms
 PROMPT, NEW, TRIES = 6, 10, 24
 """Tokens of the beginning that is continued, and of its continuation; beginnings that are tried.
 
-A neighbour changed the continuations of 8 of 24 beginnings of 6 tokens, and of 6 of 24 of 24
-tokens, where none of the first 8 is among them.
+A neighbour changes the continuations of some beginnings, of short ones more often.
 """
 
 
