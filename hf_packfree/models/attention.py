@@ -102,6 +102,25 @@ def refuse_looking_ahead(layer: Any) -> None:
         )
 
 
+def take_packed_call(
+    layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[PackedSequence, dict[str, Any]] | None:
+    """Take the record out of the keywords of a layer's forward; return it with the arguments by
+    name, or None where upstream's forward runs.
+
+    Raises:
+        PatchConflict: accelerate prepared the model to cut its rows.
+        UnsupportedInput: the layer is not causal.
+    """
+    packed = receive(layer, kwargs)
+    arguments = None if packed is None else layer.by_name(args, kwargs)
+    if packed is None or arguments is None:
+        return None
+    refuse_cut_rows(layer)
+    refuse_looking_ahead(layer)
+    return packed, arguments
+
+
 class RoutedAttention(Replacement):
     """Base of attention over a packed row: our op where the model runs sdpa, otherwise
     upstream's forward with the record.
@@ -121,12 +140,10 @@ class RoutedAttention(Replacement):
         Raises:
             PatchConflict: accelerate prepared the model to cut its rows.
         """
-        packed = receive(self, kwargs)
-        arguments = None if packed is None else self.by_name((hidden_states, *args), kwargs)
-        if packed is None or arguments is None:
+        call = take_packed_call(self, (hidden_states, *args), kwargs)
+        if call is None:
             return super().forward(hidden_states, *args, **kwargs)
-        refuse_cut_rows(self)
-        refuse_looking_ahead(self)
+        packed, arguments = call
         route = check_attention(self.config)
         if route == "varlen":
             attended = self._attend_packed(

@@ -19,15 +19,10 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedConfig
 
 from hf_packfree.errors import BackendUnavailable, UnsupportedModel
-from hf_packfree.models.attention import (
-    additive_block_mask,
-    check_attention,
-    refuse_cut_rows,
-    refuse_looking_ahead,
-)
+from hf_packfree.models.attention import additive_block_mask, check_attention, take_packed_call
 from hf_packfree.models.base import Replacement, stands_for
 from hf_packfree.models.heads import heads_of
-from hf_packfree.models.state import receive, state_of
+from hf_packfree.models.state import state_of
 from hf_packfree.models.trunk import PackedTrunk
 from hf_packfree.ops.attention import attention
 from hf_packfree.packing import PackedSequence, to_hf_kwargs
@@ -58,12 +53,10 @@ class InterfaceAttention(Replacement):
         Raises:
             PatchConflict: accelerate prepared the model to cut its rows.
         """
-        packed = receive(self, kwargs)
-        arguments = None if packed is None else self.by_name((hidden_states, *args), kwargs)
-        if packed is None or arguments is None:
+        call = take_packed_call(self, (hidden_states, *args), kwargs)
+        if call is None:
             return super().forward(hidden_states, *args, **kwargs)
-        refuse_cut_rows(self)
-        refuse_looking_ahead(self)
+        packed, arguments = call
         arguments["attention_mask"] = None
         if check_attention(self.config) == "flash":
             out, weights = super().forward(**arguments, **to_hf_kwargs(packed))
