@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_packfree.errors import BackendUnavailable
+from hf_packfree.ops.chunked.scratch import scratch_for
+from hf_packfree.ops.chunked.solve import unit_lower_inverse
 from hf_packfree.ops.delta_rule import gated_delta_rule, recurrent_gated_delta_rule
 from hf_packfree.ops.delta_rule.torch_chunked import passes
-from hf_packfree.ops.delta_rule.torch_chunked.chunks import unit_lower_inverse
-from hf_packfree.ops.delta_rule.torch_chunked.scratch import scratch_for
 from hf_packfree.packing import PackedSequence
 
 NAMES = ("out", "q", "k", "v", "g", "beta")

@@ -23,11 +23,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_packfree.ops.chunked.decays import make_decays
+from hf_packfree.ops.chunked.scan import Output, Update
+from hf_packfree.ops.chunked.scratch import Scratch
+from hf_packfree.ops.chunked.solve import unit_lower_inverse
 from hf_packfree.ops.delta_rule.reference import NORM_EPS
-from hf_packfree.ops.delta_rule.torch_chunked.scratch import Scratch
-
-# side of the diagonal blocks that are eliminated row by row
-_BASE = 8
 
 
 class Units(NamedTuple):
@@ -50,10 +50,7 @@ class Gates(NamedTuple):
 
     Attributes:
         beta: [RG, C, 1].
-        decay: [RG, C, 1], exp(G).
-        rest: [RG, C, 1], exp(G_C - G), what a new value decays by until the end of the chunk.
-        whole: [RG, 1, 1], exp(G_C).
-        pairs: [RG, C, C], exp(G_i - G_j) for j <= i, else zero.
+        decay, rest, whole, pairs: see `hf_packfree.ops.chunked.decays.Decays`.
     """
 
     beta: Tensor
@@ -61,29 +58,6 @@ class Gates(NamedTuple):
     rest: Tensor
     whole: Tensor
     pairs: Tensor
-
-
-class Update(NamedTuple):
-    """How the state is carried over the chunk, every factor multiplied in.
-
-    Attributes:
-        read: [RG, C, K], -beta exp(G) k, what is taken off the values.
-        write: [RG, C, K], exp(G_C - G) k.
-        solve: [RG, C, C], X.
-        whole: [RG, 1, 1], exp(G_C).
-    """
-
-    read: Tensor
-    write: Tensor
-    solve: Tensor
-    whole: Tensor
-
-
-class Output(NamedTuple):
-    """How the output comes about: `read` [RG, C, K], exp(G) q; `attend` [RG, C, C], P."""
-
-    read: Tensor
-    attend: Tensor
 
 
 def make_keys(k: Tensor, qk_l2norm: bool, space: Scratch, tag: str) -> Units:
@@ -107,20 +81,8 @@ def make_queries(q: Tensor, keys: Units, size: int, qk_l2norm: bool, space: Scra
 
 
 def make_gates(g: Tensor, beta: Tensor, space: Scratch, tag: str) -> Gates:
-    """Exponentiate the log decays g [RG, C, 1]; beta [RG, C, 1]; `tag` names the buffer.
-
-    G_i - G_j is summed from the decays between the two tokens alone: subtracting cumulative sums
-    would lose what little decay there is after a strong one.
-    """
-    rows, chunk, _ = g.shape
-    lower = torch.ones(chunk, chunk, dtype=g.dtype, device=g.device).tril()
-    steps = torch.mul(g.mT, lower, out=space("temporary", rows, chunk, chunk))
-    between = torch.bmm(
-        steps, lower.tril(-1).expand(rows, -1, -1), out=space(f"pairs{tag}", rows, chunk, chunk)
-    )
-    pairs = between.exp_().mul_(lower)
-    decay = g.cumsum(1).exp_()
-    return Gates(beta, decay, pairs[:, -1, :, None].contiguous(), decay[:, -1:], pairs)
+    """Exponentiate the log decays g [RG, C, 1]; beta [RG, C, 1]; `tag` names the buffer."""
+    return Gates(beta, *make_decays(g, space, tag))
 
 
 def make_solve(keys: Units, gates: Gates, space: Scratch, tag: str) -> Tensor:
@@ -165,59 +127,3 @@ def _normalise(x: Tensor, scale: float, space: Scratch) -> Tensor:
     norm = square.sum(-1, keepdim=True).add_(NORM_EPS).rsqrt_().mul_(scale)
     x.mul_(norm)
     return norm
-
-
-def unit_lower_inverse(strict: Tensor, out: Tensor) -> Tensor:
-    """Write (I + strict)^-1 to `out`, block by block, and return it.
-
-    Args:
-        strict: [R, C, C], of which only what is below the diagonal is read; C is `_BASE` times a
-            power of two.
-
-    Returns:
-        `out` [R, C, C], lower triangular, exact zeros above the diagonal.
-
-    Diagonal blocks are eliminated column by column; then [[A, 0], [B, D]]^-1 = [[A', 0], [-D' B A',
-    D']] doubles their side until one is left. Unlike the Neumann product (I - S)(I + S^2)(I +
-    S^4)..., whose powers of S grow beyond fp32 when keys repeat, every intermediate is a part of
-    the answer or one product away from it.
-    """
-    side = strict.shape[-1]
-    inverse = out.zero_()
-    _diagonal_blocks(inverse).copy_(_eliminate(_diagonal_blocks(strict)))
-    size = _BASE
-    while size < side:
-        for low in range(0, side, 2 * size):
-            mid, high = low + size, low + 2 * size
-            product = torch.bmm(strict[:, mid:high, low:mid], inverse[:, low:mid, low:mid])
-            torch.neg(
-                torch.bmm(inverse[:, mid:high, mid:high], product),
-                out=inverse[:, mid:high, low:mid],
-            )
-        size *= 2
-    return inverse
-
-
-def _diagonal_blocks(x: Tensor) -> Tensor:
-    """View the diagonal blocks of [R, C, C] as [b, b, R, C/b]: batch last, so that the
-    elimination vectorises.
-    """
-    blocks: Tensor = x.view(len(x), -1, _BASE, x.shape[2] // _BASE, _BASE)
-    return blocks.diagonal(dim1=1, dim2=3).permute(1, 2, 0, 3)
-
-
-def _eliminate(strict: Tensor) -> Tensor:
-    """Invert I + strict for strict [b, b, ...] by subtracting multiples of each row from the rows
-    below it.
-
-    Multiply and subtract are two calls because a fused one may round differently at the edge of a
-    vector register, and values must not depend on a document's position in the row.
-    """
-    strict = strict.contiguous()
-    inverse = torch.zeros_like(strict)
-    inverse.diagonal(dim1=0, dim2=1).fill_(1)
-    for row in range(len(strict) - 1):
-        inverse[row + 1 :, : row + 1] -= (
-            strict[row + 1 :, row, None] * inverse[None, row, : row + 1]
-        )
-    return inverse

@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_packfree.ops.delta_rule.torch_chunked.chunks import Gates, Output, Units, Update, times
-from hf_packfree.ops.delta_rule.torch_chunked.scratch import Scratch
+from hf_packfree.ops.chunked.scan import Output, Update
+from hf_packfree.ops.chunked.scratch import Scratch
+from hf_packfree.ops.delta_rule.torch_chunked.chunks import Gates, Units, times
 
 
 class KeyGradients(NamedTuple):

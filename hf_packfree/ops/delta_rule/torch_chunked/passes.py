@@ -18,6 +18,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_packfree.ops.chunked.layout import (
+    TokenReader,
+    TokenWriter,
+    Window,
+    document_order,
+    plan_windows,
+)
+from hf_packfree.ops.chunked.scan import scan_gradients, scan_outputs, scan_states
+from hf_packfree.ops.chunked.scratch import Scratch, scratch_for
 from hf_packfree.ops.delta_rule.torch_chunked.chunks import (
     Gates,
     Units,
@@ -29,15 +38,6 @@ from hf_packfree.ops.delta_rule.torch_chunked.chunks import (
     make_update,
 )
 from hf_packfree.ops.delta_rule.torch_chunked.gradients import finish_keys, finish_values
-from hf_packfree.ops.delta_rule.torch_chunked.layout import (
-    TokenReader,
-    TokenWriter,
-    Window,
-    document_order,
-    plan_windows,
-)
-from hf_packfree.ops.delta_rule.torch_chunked.scan import scan_gradients, scan_outputs, scan_states
-from hf_packfree.ops.delta_rule.torch_chunked.scratch import Scratch, scratch_for
 from hf_packfree.packing import PackedSequence
 
 # the shorter does a fifth less arithmetic, the longer takes half the steps

@@ -2,18 +2,42 @@
 backward.
 
 Rows are sorted by time step, those of documents that go on first, see `layout.py`; notation in
-`chunks.py`. What does not wait for the step before is computed for all steps at once.
+`ops/delta_rule/torch_chunked/chunks.py`. What does not wait for the step before is computed for all
+steps at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_packfree.ops.delta_rule.torch_chunked.chunks import Output, Update
-from hf_packfree.ops.delta_rule.torch_chunked.layout import Step
+from hf_packfree.ops.chunked.layout import Step
+
+
+class Update(NamedTuple):
+    """How the state is carried over the chunk, every factor multiplied in.
+
+    Attributes:
+        read: [RG, C, K], -beta exp(G) k, what is taken off the values.
+        write: [RG, C, K], exp(G_C - G) k.
+        solve: [RG, C, C], X.
+        whole: [RG, 1, 1], exp(G_C).
+    """
+
+    read: Tensor
+    write: Tensor
+    solve: Tensor
+    whole: Tensor
+
+
+class Output(NamedTuple):
+    """How the output comes about: `read` [RG, C, K], exp(G) q; `attend` [RG, C, C], P."""
+
+    read: Tensor
+    attend: Tensor
 
 
 def scan_outputs(

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_packfree.ops.delta_rule.torch_chunked.scratch import Scratch
+from hf_packfree.ops.chunked.scratch import Scratch
 from hf_packfree.packing import PackedSequence
 
 

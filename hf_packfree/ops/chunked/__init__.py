@@ -1,0 +1,3 @@
+"""What linear attention in chunks shares, in PyTorch: the layout of a row, decays, the triangular
+system and the scans over time steps.
+"""
