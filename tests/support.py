@@ -17,8 +17,9 @@ from huggingface_hub.errors import StrictDataclassFieldValidationError
 
 from hf_packfree.ops import conv_delta_rule
 from hf_packfree.packing import PackedSequence
+from hf_packfree.patching.family import Family
 from hf_packfree.patching.plan import trunks
-from hf_packfree.patching.registry import FAMILIES, Family, family_of
+from hf_packfree.patching.registry import FAMILIES, family_of
 
 ROW = (5, 64, 1, 129, 3, 63, 2, 65)
 """Documents shorter than the convolution, around the 64-token chunk, and of one token."""

@@ -56,7 +56,7 @@ def test_layers_pass_keywords_on_and_masks_are_not_made(family):
     """The record reaches every layer once, and nobody builds a mask the size of the row squared."""
     model, seen = apply_patches(tiny(family)), []
     for name, module in trunk_of(model).named_modules():
-        if name.endswith(("linear_attn", "self_attn")):
+        if name.endswith(tuple(f".{mixer.path}" for mixer in family.mixers)):
             module.register_forward_pre_hook(
                 lambda m, a, k, name=name: seen.append((name, k)), with_kwargs=True
             )

@@ -13,7 +13,7 @@ from hf_packfree.errors import UnsupportedModel, in_short
 from hf_packfree.versions import VERSIONS
 
 if TYPE_CHECKING:
-    from hf_packfree.patching.registry import Family
+    from hf_packfree.patching.family import Family
 
 
 @dataclass(frozen=True)

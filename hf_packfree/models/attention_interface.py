@@ -1,5 +1,4 @@
-"""Families whose attention calls transformers' AttentionInterface: nothing is written per family,
-the classes are made from upstream's.
+"""Attention that calls transformers' AttentionInterface, of any family.
 
 Upstream's forward of an attention layer looks up by name what attends. For a packed row the name is
 that of an entry of ours, which runs `hf_packfree.ops.attention` with what the layer passes: its
@@ -9,9 +8,6 @@ scaling, dropout, sliding window, softcap and sinks. The model's config keeps th
 from __future__ import annotations
 
 import sys
-from functools import cache, partial
-from importlib import import_module
-from inspect import isclass, signature
 from typing import Any
 
 import torch
@@ -20,10 +16,8 @@ from transformers import AttentionInterface, PreTrainedConfig
 
 from hf_packfree.errors import BackendUnavailable, UnsupportedModel
 from hf_packfree.models.attention import additive_block_mask, check_attention, take_packed_call
-from hf_packfree.models.base import Replacement, stands_for
-from hf_packfree.models.heads import heads_of
+from hf_packfree.models.base import Replacement
 from hf_packfree.models.state import state_of
-from hf_packfree.models.trunk import PackedTrunk
 from hf_packfree.ops.attention import attention
 from hf_packfree.packing import PackedSequence, to_hf_kwargs
 from hf_packfree.parallel.attention import SHARED
@@ -213,55 +207,6 @@ def is_more_than_text(module: Any) -> bool:
     return isinstance(config, PreTrainedConfig) and config.get_text_config() is not config
 
 
-@cache
-def replacements(name: str) -> dict[str, Any]:
-    """Return what a family's file would hold, made for the modeling module `name`: a class of ours
-    for each text model, attention and head, HEADS and tiny_config.
-    """
+def register() -> None:
+    """Give transformers our entry, before a packed row asks for it."""
     AttentionInterface.register(NAME, _attend)
-    upstream = import_module(name)
-    home = f"{__name__}:{name}"
-    own = [cls for cls in vars(upstream).values() if isclass(cls) and cls.__module__ == name]
-    halves = {"Attention": InterfaceAttention, "Model": PackedTrunk}
-    ours: dict[str, Any] = {}
-    for cls in own:
-        half = next(
-            (half for ending, half in halves.items() if cls.__name__.endswith(ending)), None
-        )
-        if half is not None and not cls.__name__.endswith("PreTrainedModel"):
-            fields = {"__module__": home, "__doc__": half.__doc__}
-            ours[cls.__name__] = stands_for(upstream)(type(cls.__name__, (half, cls), fields))
-    heads = heads_of(upstream, home)
-    config = next(getattr(upstream, head).config_class for head in heads if "CausalLM" in head)
-    return ours | heads | {"HEADS": heads, "tiny_config": partial(tiny_config, config)}
-
-
-_TINY: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 4096,
-    "sliding_window": 16,
-    "use_sliding_window": True,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-
-
-def tiny_config(config: Any) -> Any:
-    """Return the configuration of a model of some 100,000 parameters with every kind of layer.
-
-    Args:
-        config: the family's class of it.
-    """
-    known = signature(config).parameters
-    sizes = {name: value for name, value in _TINY.items() if name in known}
-    return config(**sizes)

@@ -173,6 +173,13 @@ def kinds_of_layers(config: Any) -> list[str]:
     return list(getattr(config, "layer_types", None) or ["full_attention"] * layers)[:layers]
 
 
+def part_at(layer: nn.Module, path: str) -> nn.Module | None:
+    """Return what a decoder layer holds at a dotted path, None where there is nothing."""
+    for name in path.split("."):
+        layer = getattr(layer, name, None)  # type: ignore[assignment]
+    return layer
+
+
 def size_of_linear(layer: Any) -> tuple[int, int]:
     """(out, in) features; adapters and quantised layers keep these names while their weights
     change shape.

@@ -6,7 +6,7 @@ from typing import Any
 
 from hf_packfree.errors import UnsupportedInput
 from hf_packfree.models.attention import attention_route
-from hf_packfree.models.base import Replacement
+from hf_packfree.models.base import Replacement, part_at
 from hf_packfree.models.state import state_of
 from hf_packfree.packing import PackedSequence
 from hf_packfree.packing.tree import refuse_tree
@@ -45,7 +45,7 @@ def check_tree_layers(trunk: Any, packed: PackedSequence) -> None:
     if packed.tree is None:
         return
     names = {name for of_kind in state_of(trunk).mixers.values() for name in of_kind}
-    mixers = [getattr(layer, name, None) for layer in trunk.layers for name in names]
+    mixers = [part_at(layer, name) for layer in trunk.layers for name in names]
     for part in (part for mixer in mixers if mixer is not None for part in mixer.modules()):
         if isinstance(part, Replacement) and not part.follows_trees:
             refuse_tree(packed, f"with layers of {type(part).__name__}")

@@ -6,7 +6,7 @@ from typing import Any
 
 from hf_packfree.errors import CacheConflict, PatchConflict, UnsupportedInput
 from hf_packfree.models.attention import check_attention
-from hf_packfree.models.base import Replacement, kinds_of_layers
+from hf_packfree.models.base import Replacement, kinds_of_layers, part_at
 from hf_packfree.models.compat import CACHE, cache_of, masks_the_layers_ignore
 from hf_packfree.models.entry import enter, is_batch
 from hf_packfree.models.rotary import check_longest_position, has_fixed_frequencies
@@ -175,7 +175,7 @@ def check_mixers(trunk: Any) -> None:
     kinds = kinds_of_layers(trunk.config)
     for number, (kind, layer) in enumerate(zip(kinds, trunk.layers, strict=False)):
         for name in mixers.get(kind, ()):
-            mixer = getattr(layer, name, None)
+            mixer = part_at(layer, name)
             if mixer is None or _reads(mixer):
                 continue
             raise PatchConflict(

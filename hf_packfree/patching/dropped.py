@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import nn
 from transformers.utils.hub import cached_file
 
-from hf_packfree.patching.registry import Family
+from hf_packfree.patching.family import Family
 from hf_packfree.patching.report import warn_once
 
 

@@ -17,8 +17,8 @@ from hf_packfree.models.rotary import has_fixed_frequencies
 from hf_packfree.ops.backend import installed
 from hf_packfree.ops.fused.linear import NARROW
 from hf_packfree.ops.table import OPS
+from hf_packfree.patching.family import Family
 from hf_packfree.patching.plan import trunks
-from hf_packfree.patching.registry import Family
 from hf_packfree.versions import VERSIONS
 
 logger = logging.getLogger("hf_packfree")

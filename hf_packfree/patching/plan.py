@@ -19,7 +19,8 @@ from hf_packfree.models.rotary import check_rope_type
 from hf_packfree.models.row_adapters import refuse_adapters_of_rows
 from hf_packfree.models.subclassed import in_front_of
 from hf_packfree.ops.table import OPS
-from hf_packfree.patching.registry import FAMILIES, Family, family_of
+from hf_packfree.patching.family import Family
+from hf_packfree.patching.registry import FAMILIES, family_of
 from hf_packfree.patching.steps import ClassSwap
 
 _LEFT_ALONE = (

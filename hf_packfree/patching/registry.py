@@ -5,207 +5,17 @@ models/ with its tiny config.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from hf_packfree.errors import UnsupportedModel
 from hf_packfree.models import compat
-from hf_packfree.models.base import replacements
-from hf_packfree.ops.table import OPS
+from hf_packfree.patching.family import Family, Mixer, Tower
 
-
-@dataclass(frozen=True)
-class Mixer:
-    """A kind of token mixer that a family has: what lets documents influence each other unless it
-    is patched.
-
-    Attributes:
-        kind: the value in `config.layer_types` of the layers that have it.
-        path: the attribute of the decoder layer that holds it.
-        cls: upstream's class, by its exact name; ours, in the family's file, has the same.
-        ops: what its packed branch calls, by the names that `backend` takes.
-    """
-
-    kind: str
-    path: str
-    cls: str
-    ops: tuple[str, ...]
-
-    def why(self) -> str:
-        """Return why it has to be patched."""
-        return "; ".join(leaks for op in self.ops if (leaks := OPS[op].leaks) is not None)
-
-
-@dataclass(frozen=True)
-class Tower:
-    """What turns images, videos or audio into features, before the text model.
-
-    Attributes:
-        cls: upstream's class, by its exact name; ours, in the family's file, has the same.
-        attention: the class of its attention.
-        why: why they are swapped.
-        parts: its classes that are swapped for speed.
-        optional: whether upstream's own is exact for each image or audio, and only slower, so that
-            one that something wraps is left alone.
-    """
-
-    cls: str
-    attention: str
-    why: str
-    parts: tuple[str, ...] = ()
-    optional: bool = True
-
-    @property
-    def swaps(self) -> dict[str, str]:
-        """{name of a class that is swapped: why}."""
-        return {self.cls: self.why, self.attention: self.why, **dict.fromkeys(self.parts, _PARTS)}
-
-
-@dataclass(frozen=True)
-class Family:
-    """One row of the table.
-
-    Attributes:
-        name: how people call it, and the argument of `packfree verify`.
-        upstream: transformers' modeling module.
-        replacement: our module; it holds a subclass of the same name for each class in `swaps`, and
-            `tiny_config`; `HEADS`, if it is there, the classes around the text model that are
-            swapped with it.
-        causal_lm: upstream's class for verification and the demo, of which `tiny_config` is the
-            configuration: the language model, or the class around its vision tower where the family
-            has none without it.
-        trunk: the text model: the class that takes the record, or reads it from the batch.
-        layers: the decoder layers' classes.
-        mixers: the token mixers of these layers; a kind of layer may have several.
-        without_mixer: the values in `config.layer_types` of layers that mix no tokens ("mlp").
-        fused_layer: whether the decoder layers are patched too, as `FusedDecoderLayer`. Others hand
-            the record on.
-        vision_language: the class around the text model that images go through, if there is one.
-        towers: beside the text model, in models that have them.
-        predicts_ahead: whether checkpoints carry a multi-token prediction head, see
-            `hf_packfree.mtp`.
-        masks_read_positions: whether upstream gives `position_ids` to what builds its masks.
-    """
-
-    name: str
-    upstream: str
-    replacement: str
-    causal_lm: str
-    trunk: str
-    layers: tuple[str, ...]
-    mixers: tuple[Mixer, ...]
-    without_mixer: tuple[str, ...] = ()
-    fused_layer: bool = False
-    vision_language: str | None = None
-    towers: tuple[Tower, ...] = ()
-    predicts_ahead: bool = False
-    masks_read_positions: bool = True
-
-    @property
-    def swaps(self) -> dict[str, str]:
-        """{name of a class that is swapped: why}."""
-        layers = dict.fromkeys(self.layers, _LAYER) if self.fused_layer else {}
-        around = {} if self.vision_language is None else {self.vision_language: _VISION}
-        towers = {cls: why for tower in self.towers for cls, why in tower.swaps.items()}
-        return {
-            self.trunk: _TRUNK,
-            **layers,
-            **{mixer.cls: mixer.why() for mixer in self.mixers},
-            **around,
-            **towers,
-        }
-
-    @property
-    def mixers_by_kind(self) -> dict[str, tuple[str, ...]]:
-        """{kind of decoder layer: the attributes that hold its mixers}."""
-        kinds = dict.fromkeys((*(mixer.kind for mixer in self.mixers), *self.without_mixer))
-        return {
-            kind: tuple(mixer.path for mixer in self.mixers if mixer.kind == kind) for kind in kinds
-        }
-
-    @property
-    def made_from_upstream(self) -> bool:
-        """Whether no file holds our classes: see `hf_packfree.models.attention_interface`."""
-        return ":" in self.replacement
-
-    @property
-    def attends_only(self) -> bool:
-        """Whether all mixers are full attention, for which upstream reads boundaries in some
-        positions itself.
-        """
-        attention = ("full_attention", "sliding_attention")
-        return self.masks_read_positions and all(mixer.kind in attention for mixer in self.mixers)
-
-    @property
-    def ops(self) -> tuple[str, ...]:
-        """What the family's packed branches and heads call, by the names that `backend` takes."""
-        around = ("head", "towers") if self.towers else ("head",)
-        return (*self.mixer_ops, *(op.name for op in OPS.values() if op.where in around))
-
-    @property
-    def mixer_ops(self) -> tuple[str, ...]:
-        """What those of the mixers call."""
-        return tuple(dict.fromkeys(op for mixer in self.mixers for op in mixer.ops))
-
-    def pairs(self) -> dict[type[nn.Module], type[nn.Module]]:
-        """Return {upstream's class: ours}; imports both modules.
-
-        Upstream's class is read from ours: the name in upstream's module may stand for another
-        class for a while.
-        """
-        ours = replacements(self.replacement)
-        return {self._upstream_of(ours[name]): ours[name] for name in self.swaps}
-
-    def head_pairs(self) -> dict[type[nn.Module], type[nn.Module]]:
-        """Return {upstream's class: ours} of the heads, which are swapped where no other forward
-        runs; see `head_swap`.
-        """
-        heads = replacements(self.replacement).get("HEADS", {})
-        return {self._upstream_of(ours): ours for ours in heads.values()}
-
-    def optional_swaps(self) -> dict[type[nn.Module], type[nn.Module]]:
-        """Return {upstream's class: ours} of what is left alone where something wraps it: packed
-        rows are exact all the same.
-
-        Those are towers that are exact as they are, and decoder layers in releases whose own layers
-        hand the record on.
-        """
-        layers = {
-            before: ours for before, ours in self.pairs().items() if before.__name__ in self.layers
-        }
-        towers = self.tower_pairs([tower for tower in self.towers if tower.optional])
-        return towers | ({} if compat.LAYERS_DROP_KEYWORDS else layers)
-
-    def tower_pairs(self, towers: Sequence[Tower]) -> dict[type[nn.Module], type[nn.Module]]:
-        """Return {upstream's class: ours} of these towers and their parts."""
-        names = {name for tower in towers for name in tower.swaps}
-        return {before: ours for before, ours in self.pairs().items() if before.__name__ in names}
-
-    def trunk_class(self) -> type[nn.Module]:
-        """Return upstream's class of the text model."""
-        return next(before for before in self.pairs() if before.__name__ == self.trunk)
-
-    def _upstream_of(self, ours: type[nn.Module]) -> type[nn.Module]:
-        return next(base for base in ours.__mro__[1:] if base.__module__ == self.upstream)
-
-    def tiny_config(self) -> Any:
-        """Return the configuration of the family's tiny model."""
-        build: Callable[[], Any] = replacements(self.replacement)["tiny_config"]
-        return build()
-
-
-_TRUNK = "the batch is read here, if nothing around it did, and the record handed to every layer"
-_LAYER = "residual sums and norms, and the MLP, run as one kernel each"
-_VISION = (
-    "the row would be numbered as one document, and nothing would check which images belong to "
-    "which document"
-)
 _AUDIO = "a short audio depends on those beside it, before transformers 5.9 on all they hold"
 _TOWER = "one attention call a layer instead of one an image"
-_PARTS = "patches are embedded by one matrix product, residual sums and norms are one kernel each"
 _DELTA_NET, _ATTENTION = ("conv", "delta_rule", "fused"), ("attention", "fused")
 
 
@@ -216,35 +26,50 @@ def _vision_tower(names: str, cls: str = "Model") -> Tower:
     )
 
 
-def _attention_only(
-    name: str, classes: str, *kinds: str, text: str = "Model", masks_read_positions: bool = True
+def _from_upstream(
+    name: str,
+    classes: str,
+    *mixers: Mixer,
+    upstream: str | None = None,
+    text: str = "Model",
+    layers: tuple[str, ...] = ("DecoderLayer",),
+    **more: Any,
 ) -> Family:
-    """Return the family of plain attention whose classes' names begin alike.
+    """Return a family whose classes `hf_packfree.models.from_upstream` makes, where their names
+    begin alike.
 
     Args:
-        kinds: of its layers, where they differ.
-        text: how the name of the text model ends.
-        masks_read_positions: see `Family`.
+        mixers: their `cls` without what it begins with.
+        upstream: transformers' name of it, where it is another.
+        text, layers: how the names of the text model and of the decoder layers end.
+        more: see `Family`.
     """
-    upstream = "transformers.models.{0}.modeling_{0}".format(name.removesuffix("_text"))
+    home = f"transformers.models.{upstream or name}.modeling_{upstream or name}"
     return Family(
         name=name,
-        upstream=upstream,
-        replacement=f"hf_packfree.models.attention_interface:{upstream}",
+        upstream=home,
+        replacement=f"hf_packfree.models.from_upstream:{home}",
         causal_lm=f"{classes}ForCausalLM",
         trunk=f"{classes}{text}",
-        layers=(f"{classes}DecoderLayer",),
-        mixers=tuple(
-            Mixer(kind, "self_attn", f"{classes}Attention", ("attention",))
-            for kind in kinds or ("full_attention",)
-        ),
-        masks_read_positions=masks_read_positions,
+        layers=tuple(f"{classes}{layer}" for layer in layers),
+        mixers=tuple(replace(mixer, cls=f"{classes}{mixer.cls}") for mixer in mixers),
+        **more,
     )
+
+
+def _attention_only(name: str, classes: str, *kinds: str, **more: Any) -> Family:
+    """Return a family of plain attention; `kinds` of its layers, where they differ."""
+    mixers = (_attends(kind) for kind in kinds or ("full_attention",))
+    return _from_upstream(name, classes, *mixers, **more)
+
+
+def _attends(kind: str = "full_attention") -> Mixer:
+    return Mixer(kind, "self_attn", "Attention", ("attention",))
 
 
 _WINDOWS = ("full_attention", "sliding_attention")
 
-FAMILIES: tuple[Family, ...] = (
+ROWS: tuple[Family, ...] = (
     Family(
         name="qwen3_5",
         upstream="transformers.models.qwen3_5.modeling_qwen3_5",
@@ -352,7 +177,7 @@ FAMILIES: tuple[Family, ...] = (
     _attention_only("qwen2", "Qwen2", *_WINDOWS),
     _attention_only("mistral", "Mistral"),
     _attention_only("gemma2", "Gemma2", *_WINDOWS),
-    _attention_only("gemma3_text", "Gemma3", *_WINDOWS, text="TextModel"),
+    _attention_only("gemma3_text", "Gemma3", *_WINDOWS, upstream="gemma3", text="TextModel"),
     _attention_only("gpt_oss", "GptOss", *_WINDOWS, masks_read_positions=False),
     _attention_only("qwen3_moe", "Qwen3Moe"),
     _attention_only("mixtral", "Mixtral"),
@@ -368,6 +193,10 @@ FAMILIES: tuple[Family, ...] = (
     _attention_only("starcoder2", "Starcoder2"),
     _attention_only("afmoe", "Afmoe", *_WINDOWS, masks_read_positions=False),
 )
+"""Of every release of transformers."""
+
+FAMILIES = tuple(row for row in ROWS if row.served)
+"""Of the installed one."""
 
 
 def family_of(model: nn.Module) -> Family | None:
@@ -376,7 +205,8 @@ def family_of(model: nn.Module) -> Family | None:
     Only families whose modeling module is loaded are looked at: no other can have models.
 
     Raises:
-        UnsupportedModel: `model` is no module.
+        UnsupportedModel: `model` is no module, or the installed transformers is older than what
+            its family needs.
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedModel(
@@ -388,4 +218,16 @@ def family_of(model: nn.Module) -> Family | None:
             trunk = family.trunk_class()
             if any(isinstance(module, trunk) for module in model.modules()):
                 return family
+    _refuse_before_the_floor(model)
     return None
+
+
+def _refuse_before_the_floor(model: nn.Module) -> None:
+    homes = {base.__module__ for module in model.modules() for base in type(module).__mro__}
+    for row in ROWS:
+        if not row.served and row.upstream in homes:
+            raise UnsupportedModel(
+                f"found {row.name} on transformers {compat.RELEASE}, whose layers lose the "
+                f"boundaries on their way to a mixer; wanted transformers {row.floor} or later; "
+                f"pip install -U 'transformers>={row.floor}'"
+            )

@@ -21,6 +21,7 @@ from hf_packfree.models.state import Kernels, PatchState
 from hf_packfree.ops.backend import installed
 from hf_packfree.ops.table import OPS
 from hf_packfree.patching.exactness import MEDIA_ROUND, why_rounding
+from hf_packfree.patching.family import Family
 from hf_packfree.patching.plan import (
     heads_left_alone,
     is_bypassed,
@@ -30,7 +31,7 @@ from hf_packfree.patching.plan import (
     tower_attention_of,
     trunks,
 )
-from hf_packfree.patching.registry import Family, family_of
+from hf_packfree.patching.registry import family_of
 
 logger = logging.getLogger("hf_packfree")
 _ATTENTION: dict[str | None, str] = {

@@ -19,8 +19,8 @@ from hf_packfree.models.base import Replacement
 from hf_packfree.models.fusable import adds_one, epsilon, swiglu_layers
 from hf_packfree.models.state import PatchState
 from hf_packfree.ops.fused import add_norm, swiglu_mlp
+from hf_packfree.patching.family import Family
 from hf_packfree.patching.plan import plan_swaps
-from hf_packfree.patching.registry import Family
 from hf_packfree.patching.steps import carry_out
 
 logger = logging.getLogger("hf_packfree")

@@ -11,7 +11,7 @@ from hf_packfree.models.state import receive, state_of
 from hf_packfree.models.trunk import PackedTrunk
 from hf_packfree.ops.conv import causal_conv1d
 from hf_packfree.ops.delta_rule import gated_delta_rule
-from hf_packfree.patching.registry import Family, Mixer
+from hf_packfree.patching.family import Family, Mixer
 from tests.models import brook_upstream as upstream
 
 

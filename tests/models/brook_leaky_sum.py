@@ -12,7 +12,7 @@ from hf_packfree.models.base import Replacement, size_of, stands_for
 from hf_packfree.models.state import receive, state_of
 from hf_packfree.ops.backend import Backend, needs_cuda
 from hf_packfree.ops.op import Op
-from hf_packfree.patching.registry import Mixer
+from hf_packfree.patching.family import Mixer
 from tests.models import brook
 from tests.models import brook_upstream as upstream
 from tests.models.brook import HEADS, BrookAttention, BrookDelta, BrookModel, BrookShortConv

@@ -38,7 +38,11 @@ from tests.support import (
     tiny,
 )
 
-NAMES = [family.name for family in FAMILIES if family.made_from_upstream]
+NAMES = [
+    family.name
+    for family in FAMILIES
+    if family.made_from_upstream and set(family.mixer_ops) == {"attention"}
+]
 CORE = NAMES[:7]
 """Which have, between them, all that attention calls pass."""
 ALL = [*CORE, *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[7:])]

@@ -18,7 +18,8 @@ from tests.generation.test_utils import GenerationTesterMixin  # type: ignore[im
 from tests.test_modeling_common import ModelTesterMixin, floats_tensor, ids_tensor  # type: ignore[import-not-found]
 from transformers import PreTrainedModel
 
-from hf_packfree.patching.registry import FAMILIES, Family
+from hf_packfree.patching.family import Family
+from hf_packfree.patching.registry import FAMILIES
 
 IMAGE, VIDEO, START, END = 3, 4, 5, 6
 SMALL = {

@@ -1,0 +1,76 @@
+"""Classes made from upstream's: what a family's file would hold, where each of them is one of
+upstream's with one of our halves in front.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from importlib import import_module
+from inspect import isclass, signature
+from typing import Any
+
+from hf_packfree.models.attention_interface import InterfaceAttention, register
+from hf_packfree.models.base import Replacement, stands_for
+from hf_packfree.models.heads import heads_of
+from hf_packfree.models.trunk import PackedTrunk
+
+HALVES: dict[str, type[Replacement] | None] = {
+    "PreTrainedModel": None,
+    "Attention": InterfaceAttention,
+    "Model": PackedTrunk,
+}
+"""{how the name of a class ends: what is put in front of it}; the first that fits."""
+
+
+@cache
+def replacements(name: str) -> dict[str, Any]:
+    """Return what a family's file would hold, made for the modeling module `name`: a class of ours
+    for each text model, mixer and head, HEADS and tiny_config.
+    """
+    register()
+    upstream = import_module(name)
+    home = f"{__name__}:{name}"
+    own = [cls for cls in vars(upstream).values() if isclass(cls) and cls.__module__ == name]
+    ours: dict[str, Any] = {}
+    for cls in own:
+        half = next(
+            (half for ending, half in HALVES.items() if cls.__name__.endswith(ending)), None
+        )
+        if half is not None:
+            fields = {"__module__": home, "__doc__": half.__doc__}
+            ours[cls.__name__] = stands_for(upstream)(type(cls.__name__, (half, cls), fields))
+    heads = heads_of(upstream, home)
+    config = next(getattr(upstream, head).config_class for head in heads if "CausalLM" in head)
+    return ours | heads | {"HEADS": heads, "tiny_config": partial(tiny_config, config)}
+
+
+_TINY: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "sliding_window": 16,
+    "use_sliding_window": True,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def tiny_config(config: Any, **more: Any) -> Any:
+    """Return the configuration of a model of some 100,000 parameters with every kind of layer.
+
+    Args:
+        config: the family's class of it.
+        more: what the family's row says.
+    """
+    known = signature(config).parameters
+    sizes = {name: value for name, value in _TINY.items() if name in known}
+    return config(**(sizes | more))
