@@ -185,10 +185,9 @@ class RoutedAttention(Replacement):
         )
 
     def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Apply the family's rotary embedding to q and k [1, heads, T, D]; each family names
-        upstream's function.
-        """
-        raise NotImplementedError
+        """Apply the family's rotary embedding to q and k [1, heads, T, D]."""
+        rotated: tuple[Tensor, Tensor] = self.upstream.apply_rotary_pos_emb(q, k, cos, sin)
+        return rotated
 
     def _rotate_tokens(
         self, q: Tensor, k: Tensor, position_embeddings: tuple[Tensor, Tensor] | None

@@ -39,6 +39,8 @@ class Replacement(nn.Module):
 
     packfree: ClassVar[PatchState | None] = None
     packfree_home: ClassVar[str] = ""
+    upstream: ClassVar[Any] = None
+    """The modeling module of the class that it is put in front of."""
     inputs: ClassVar[tuple[str, ...]] = ()
     """The names of the linear layers that the packed branch multiplies the module's input with,
     all at once.
@@ -144,9 +146,33 @@ def stands_for(upstream: Any) -> Callable[[_Class], _Class]:
 
     def rename(cls: _Class) -> _Class:
         cls.packfree_home, cls.__module__ = cls.__module__, upstream.__name__
+        cls.upstream = upstream
         return cls
 
     return rename
+
+
+_Half = type[Replacement]
+
+
+def put_in_front(
+    upstream: Any,
+    home: str,
+    halves: Mapping[str, type[Replacement] | tuple[type[Replacement], ...]],
+) -> dict[str, type[Replacement]]:
+    """Return {name: our class} of classes of the modeling module `upstream`, each with what is put
+    in front of it.
+
+    Args:
+        home: of ours, where pickling finds them: see `replacements`.
+        halves: {name: one class, or several}.
+    """
+    made: dict[str, _Half] = {}
+    for name, half in halves.items():
+        bases = half if isinstance(half, tuple) else (half,)
+        fields = {"__module__": home, "__doc__": bases[0].__doc__}
+        made[name] = stands_for(upstream)(type(name, (*bases, getattr(upstream, name)), fields))
+    return made
 
 
 def replacements(home: str) -> Mapping[str, Any]:

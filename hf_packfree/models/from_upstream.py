@@ -10,7 +10,7 @@ from inspect import isclass, signature
 from typing import Any
 
 from hf_packfree.models.attention_interface import InterfaceAttention, register
-from hf_packfree.models.base import Replacement, stands_for
+from hf_packfree.models.base import Replacement, put_in_front
 from hf_packfree.models.heads import heads_of
 from hf_packfree.models.trunk import PackedTrunk
 
@@ -30,18 +30,17 @@ def replacements(name: str) -> dict[str, Any]:
     register()
     upstream = import_module(name)
     home = f"{__name__}:{name}"
-    own = [cls for cls in vars(upstream).values() if isclass(cls) and cls.__module__ == name]
-    ours: dict[str, Any] = {}
-    for cls in own:
-        half = next(
-            (half for ending, half in HALVES.items() if cls.__name__.endswith(ending)), None
-        )
-        if half is not None:
-            fields = {"__module__": home, "__doc__": half.__doc__}
-            ours[cls.__name__] = stands_for(upstream)(type(cls.__name__, (half, cls), fields))
+    own = (cls for cls in vars(upstream).values() if isclass(cls) and cls.__module__ == name)
+    halves = {cls.__name__: half for cls in own if (half := _half_of(cls.__name__)) is not None}
+    home = f"{__name__}:{name}"
+    ours: dict[str, Any] = dict(put_in_front(upstream, home, halves))
     heads = heads_of(upstream, home)
     config = next(getattr(upstream, head).config_class for head in heads if "CausalLM" in head)
     return ours | heads | {"HEADS": heads, "tiny_config": partial(tiny_config, config)}
+
+
+def _half_of(name: str) -> type[Replacement] | None:
+    return next((half for ending, half in HALVES.items() if name.endswith(ending)), None)
 
 
 _TINY: dict[str, Any] = {

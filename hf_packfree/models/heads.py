@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_packfree.models import compat
 from hf_packfree.models.attention import check_attention
-from hf_packfree.models.base import stands_for
+from hf_packfree.models.base import put_in_front
 from hf_packfree.models.classifiers import SequenceHead, SpanHead, TokenHead
 from hf_packfree.models.context_parallel import check_call, forward_shard
 from hf_packfree.models.entry import (
@@ -262,19 +262,14 @@ _KINDS: dict[str, type[Head]] = {
 }
 
 
-def heads_of(upstream: Any, home: str) -> dict[str, type[Head]]:
+def heads_of(upstream: Any, home: str) -> dict[str, Any]:
     """Return {name: our class} for every head of the modeling module `upstream`.
 
-    Releases have different ones, so the classes are made here instead of written in the family's
-    file `home`, where pickling finds them. A head of a kind not known keeps its padding.
+    Releases have different ones. A head of a kind not known keeps its padding.
     """
     names = [name for name in upstream.__all__ if "For" in name]
-    return {name: _stand_in(name, upstream, home) for name in names}
+    return put_in_front(upstream, home, {name: _kind_of(name) for name in names})
 
 
-def _stand_in(name: str, upstream: Any, home: str) -> type[Head]:
-    kind = next((kind for ending, kind in _KINDS.items() if name.endswith(ending)), SpanHead)
-    cls: type[Head] = type(
-        name, (kind, getattr(upstream, name)), {"__module__": home, "__doc__": kind.__doc__}
-    )
-    return stands_for(upstream)(cls)
+def _kind_of(name: str) -> type[Head]:
+    return next((kind for ending, kind in _KINDS.items() if name.endswith(ending)), SpanHead)

@@ -11,7 +11,7 @@ from transformers.models.qwen2_5_vl import configuration_qwen2_5_vl as configura
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as upstream
 
 from hf_packfree.models.attention import PackedAttention
-from hf_packfree.models.base import stands_for
+from hf_packfree.models.base import put_in_front
 from hf_packfree.models.heads import heads_of
 from hf_packfree.models.tiny import PLACEHOLDERS, text_sizes, vision_sizes
 from hf_packfree.models.trunk import PackedTrunk
@@ -23,9 +23,8 @@ from hf_packfree.models.vision_attention import (
 from hf_packfree.models.vision_language import PackedVisionLanguage
 
 
-@stands_for(upstream)
-class Qwen2_5_VLAttention(PackedAttention, upstream.Qwen2_5_VLAttention):
-    """Upstream's layer, plus the packed branch."""
+class MultimodalRotaryAttention(PackedAttention):
+    """Put in front of attention that may rotate by time, height and width."""
 
     def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         # up to 5.16 the layers choose among the angles of time, height and width, [3, 1, T, D]
@@ -36,41 +35,23 @@ class Qwen2_5_VLAttention(PackedAttention, upstream.Qwen2_5_VLAttention):
                 q, k, cos, sin, config.rope_parameters["mrope_section"]
             )
             return rotated
-        return upstream.apply_rotary_pos_emb(q, k, cos, sin)
+        return super()._rotate(q, k, cos, sin)
 
 
-@stands_for(upstream)
-class Qwen2_5_VLTextModel(PackedTrunk, upstream.Qwen2_5_VLTextModel):
-    """Upstream's trunk, plus the record."""
-
-
-@stands_for(upstream)
-class Qwen2_5_VLModel(PackedVisionLanguage, upstream.Qwen2_5_VLModel):
-    """Upstream's vision-language model, plus the record, and positions per document."""
-
-
-@stands_for(upstream)
-class Qwen2_5_VisionTransformerPretrainedModel(
-    PackedVisionTower, upstream.Qwen2_5_VisionTransformerPretrainedModel
-):
-    """Upstream's vision tower, plus whether the batch is packed."""
-
-
-@stands_for(upstream)
-class Qwen2_5_VisionPatchEmbed(PackedPatchEmbedding, upstream.Qwen2_5_VisionPatchEmbed):
-    """Upstream's layer, plus the branch for packed batches."""
-
-
-@stands_for(upstream)
-class Qwen2_5_VLVisionAttention(PackedVisionAttention, upstream.Qwen2_5_VLVisionAttention):
-    """Upstream's layer, plus the branch for packed batches."""
-
-    def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        return upstream.apply_rotary_pos_emb_vision(q, k, cos, sin)
-
-
+CLASSES = put_in_front(
+    upstream,
+    __name__,
+    {
+        "Qwen2_5_VLAttention": MultimodalRotaryAttention,
+        "Qwen2_5_VLTextModel": PackedTrunk,
+        "Qwen2_5_VLModel": PackedVisionLanguage,
+        "Qwen2_5_VisionTransformerPretrainedModel": PackedVisionTower,
+        "Qwen2_5_VisionPatchEmbed": PackedPatchEmbedding,
+        "Qwen2_5_VLVisionAttention": PackedVisionAttention,
+    },
+)
 HEADS = heads_of(upstream, __name__)
-globals().update(HEADS)
+globals().update(CLASSES | HEADS)
 
 
 def tiny_config() -> configuration.Qwen2_5_VLConfig:

@@ -9,19 +9,14 @@ from transformers.models.qwen3_5 import configuration_qwen3_5 as configuration
 from transformers.models.qwen3_5 import modeling_qwen3_5 as upstream
 
 from hf_packfree.models.attention import GatedQKNormAttention
-from hf_packfree.models.base import Sizes, size_of_linear, stands_for
+from hf_packfree.models.base import Sizes, put_in_front, size_of_linear
 from hf_packfree.models.fusable import project
 from hf_packfree.models.fused_layer import FusedDecoderLayer
 from hf_packfree.models.gated_delta_net import PackedGatedDeltaNet
 from hf_packfree.models.heads import heads_of
 from hf_packfree.models.state import PatchState
 from hf_packfree.models.trunk import PackedTrunk
-from hf_packfree.models.vision_attention import (
-    PackedPatchEmbedding,
-    PackedVisionAttention,
-    PackedVisionBlock,
-    PackedVisionTower,
-)
+from hf_packfree.models.vision_attention import vision_halves
 from hf_packfree.models.vision_language import PackedVisionLanguage
 
 
@@ -48,59 +43,20 @@ class SplitProjections(PackedGatedDeltaNet):
         }
 
 
-@stands_for(upstream)
-class Qwen3_5GatedDeltaNet(SplitProjections, upstream.Qwen3_5GatedDeltaNet):
-    """Upstream's layer, plus the packed branch."""
-
-
-@stands_for(upstream)
-class Qwen3_5Attention(GatedQKNormAttention, upstream.Qwen3_5Attention):
-    """Upstream's layer, plus the packed branch."""
-
-    def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        return upstream.apply_rotary_pos_emb(q, k, cos, sin)
-
-
-@stands_for(upstream)
-class Qwen3_5DecoderLayer(FusedDecoderLayer, upstream.Qwen3_5DecoderLayer):
-    """Upstream's layer, plus the packed branch."""
-
-
-@stands_for(upstream)
-class Qwen3_5TextModel(PackedTrunk, upstream.Qwen3_5TextModel):
-    """Upstream's trunk, plus the record."""
-
-
-@stands_for(upstream)
-class Qwen3_5Model(PackedVisionLanguage, upstream.Qwen3_5Model):
-    """Upstream's vision-language model, plus the record, and positions per document."""
-
-
-@stands_for(upstream)
-class Qwen3_5VisionModel(PackedVisionTower, upstream.Qwen3_5VisionModel):
-    """Upstream's vision tower, plus whether the batch is packed."""
-
-
-@stands_for(upstream)
-class Qwen3_5VisionPatchEmbed(PackedPatchEmbedding, upstream.Qwen3_5VisionPatchEmbed):
-    """Upstream's layer, plus the branch for packed batches."""
-
-
-@stands_for(upstream)
-class Qwen3_5VisionBlock(PackedVisionBlock, upstream.Qwen3_5VisionBlock):
-    """Upstream's block, plus the branch for packed batches."""
-
-
-@stands_for(upstream)
-class Qwen3_5VisionAttention(PackedVisionAttention, upstream.Qwen3_5VisionAttention):
-    """Upstream's layer, plus the branch for packed batches."""
-
-    def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        return upstream.apply_rotary_pos_emb_vision(q, k, cos, sin)
-
-
+CLASSES = put_in_front(
+    upstream,
+    __name__,
+    {
+        "Qwen3_5GatedDeltaNet": SplitProjections,
+        "Qwen3_5Attention": GatedQKNormAttention,
+        "Qwen3_5DecoderLayer": FusedDecoderLayer,
+        "Qwen3_5TextModel": PackedTrunk,
+        "Qwen3_5Model": PackedVisionLanguage,
+        **vision_halves("Qwen3_5Vision"),
+    },
+)
 HEADS = heads_of(upstream, __name__)
-globals().update(HEADS)
+globals().update(CLASSES | HEADS)
 
 
 def tiny_config() -> configuration.Qwen3_5TextConfig:

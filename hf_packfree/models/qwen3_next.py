@@ -10,7 +10,7 @@ from transformers.models.qwen3_next import configuration_qwen3_next as configura
 from transformers.models.qwen3_next import modeling_qwen3_next as upstream
 
 from hf_packfree.models.attention import GatedQKNormAttention
-from hf_packfree.models.base import Sizes, size_of_linear, stands_for
+from hf_packfree.models.base import Sizes, put_in_front, size_of_linear
 from hf_packfree.models.fusable import project
 from hf_packfree.models.fused_layer import FusedDecoderLayer
 from hf_packfree.models.gated_delta_net import PackedGatedDeltaNet
@@ -19,9 +19,8 @@ from hf_packfree.models.state import PatchState
 from hf_packfree.models.trunk import PackedTrunk
 
 
-@stands_for(upstream)
-class Qwen3NextGatedDeltaNet(PackedGatedDeltaNet, upstream.Qwen3NextGatedDeltaNet):
-    """Upstream's layer, plus the packed branch.
+class InterleavedProjections(PackedGatedDeltaNet):
+    """Qwen3-Next's layout: two projections, interleaved per key head.
 
     `in_proj_qkvz` holds, key head by key head, its q, its k, and the v and z of the value heads
     that read it; `in_proj_ba` likewise their b and a.
@@ -55,26 +54,18 @@ class Qwen3NextGatedDeltaNet(PackedGatedDeltaNet, upstream.Qwen3NextGatedDeltaNe
         }
 
 
-@stands_for(upstream)
-class Qwen3NextAttention(GatedQKNormAttention, upstream.Qwen3NextAttention):
-    """Upstream's layer, plus the packed branch."""
-
-    def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        return upstream.apply_rotary_pos_emb(q, k, cos, sin)
-
-
-@stands_for(upstream)
-class Qwen3NextDecoderLayer(FusedDecoderLayer, upstream.Qwen3NextDecoderLayer):
-    """Upstream's layer, plus the packed branch."""
-
-
-@stands_for(upstream)
-class Qwen3NextModel(PackedTrunk, upstream.Qwen3NextModel):
-    """Upstream's trunk, plus the record."""
-
-
+CLASSES = put_in_front(
+    upstream,
+    __name__,
+    {
+        "Qwen3NextGatedDeltaNet": InterleavedProjections,
+        "Qwen3NextAttention": GatedQKNormAttention,
+        "Qwen3NextDecoderLayer": FusedDecoderLayer,
+        "Qwen3NextModel": PackedTrunk,
+    },
+)
 HEADS = heads_of(upstream, __name__)
-globals().update(HEADS)
+globals().update(CLASSES | HEADS)
 
 
 def tiny_config() -> configuration.Qwen3NextConfig:

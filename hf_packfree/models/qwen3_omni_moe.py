@@ -7,78 +7,24 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from torch import Tensor
 from transformers.models.qwen3_omni_moe import configuration_qwen3_omni_moe as configuration
 from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as upstream
 
 from hf_packfree.models import compat
 from hf_packfree.models.attention import QKNormAttention
 from hf_packfree.models.audio_tower import PackedAudioAttention, PackedAudioTower
-from hf_packfree.models.base import stands_for
+from hf_packfree.models.base import put_in_front
 from hf_packfree.models.heads import PackedHead
 from hf_packfree.models.idle_tower import run_beside_idle_tower
 from hf_packfree.models.placeholders import PackedDeepstack
 from hf_packfree.models.tiny import PLACEHOLDERS, qwen3_text_sizes, qwen3_vision_sizes
 from hf_packfree.models.trunk import PackedTrunk
-from hf_packfree.models.vision_attention import (
-    PackedPatchEmbedding,
-    PackedVisionAttention,
-    PackedVisionBlock,
-    PackedVisionTower,
-)
+from hf_packfree.models.vision_attention import vision_halves
 from hf_packfree.models.vision_language import (
     PackedVisionLanguage,
     keep_record_from_towers,
     packed_arguments,
 )
-
-
-@stands_for(upstream)
-class Qwen3OmniMoeThinkerTextAttention(QKNormAttention, upstream.Qwen3OmniMoeThinkerTextAttention):
-    """Upstream's layer, plus the packed branch."""
-
-    def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        return upstream.apply_rotary_pos_emb(q, k, cos, sin)
-
-
-@stands_for(upstream)
-class Qwen3OmniMoeThinkerTextModel(
-    PackedDeepstack, PackedTrunk, upstream.Qwen3OmniMoeThinkerTextModel
-):
-    """Upstream's trunk, plus the record."""
-
-
-@stands_for(upstream)
-class Qwen3OmniMoeVisionEncoder(PackedVisionTower, upstream.Qwen3OmniMoeVisionEncoder):
-    """Upstream's vision tower, plus whether the batch is packed."""
-
-
-@stands_for(upstream)
-class Qwen3OmniMoeVisionPatchEmbed(PackedPatchEmbedding, upstream.Qwen3OmniMoeVisionPatchEmbed):
-    """Upstream's layer, plus the branch for packed batches."""
-
-
-@stands_for(upstream)
-class Qwen3OmniMoeVisionBlock(PackedVisionBlock, upstream.Qwen3OmniMoeVisionBlock):
-    """Upstream's block, plus the branch for packed batches."""
-
-
-@stands_for(upstream)
-class Qwen3OmniMoeVisionAttention(PackedVisionAttention, upstream.Qwen3OmniMoeVisionAttention):
-    """Upstream's layer, plus the branch for packed batches."""
-
-    def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        return upstream.apply_rotary_pos_emb_vision(q, k, cos, sin)
-
-
-@stands_for(upstream)
-class Qwen3OmniMoeAudioEncoder(PackedAudioTower, upstream.Qwen3OmniMoeAudioEncoder):
-    """Upstream's audio tower, where short audios are padded as they are alone."""
-
-
-@stands_for(upstream)
-class Qwen3OmniMoeAudioAttention(PackedAudioAttention, upstream.Qwen3OmniMoeAudioAttention):
-    """Upstream's layer, plus windows in every release, in one call."""
 
 
 class ThinkerHead(PackedHead):
@@ -103,28 +49,27 @@ class ThinkerHead(PackedHead):
         return super()._forward_as_row(forward, arguments)
 
 
-_Thinker: Any = upstream.Qwen3OmniMoeThinkerForConditionalGeneration
-
+_NAMES = "Qwen3OmniMoe"
+_HEAD = f"{_NAMES}ThinkerForConditionalGeneration"
+_MODEL = {} if compat.THINKER_HOLDS_TOWERS else {f"{_NAMES}ThinkerModel": PackedVisionLanguage}
+CLASSES = put_in_front(
+    upstream,
+    __name__,
+    {
+        f"{_NAMES}ThinkerTextAttention": QKNormAttention,
+        f"{_NAMES}ThinkerTextModel": (PackedDeepstack, PackedTrunk),
+        f"{_NAMES}AudioEncoder": PackedAudioTower,
+        f"{_NAMES}AudioAttention": PackedAudioAttention,
+        **vision_halves(f"{_NAMES}Vision", "Encoder"),
+        **_MODEL,
+    },
+)
+HEADS: dict[str, Any] = put_in_front(
+    upstream, __name__, {_HEAD: ThinkerHead if compat.THINKER_HOLDS_TOWERS else PackedHead}
+)
 if compat.THINKER_HOLDS_TOWERS:
-
-    @stands_for(upstream)
-    class Qwen3OmniMoeThinkerForConditionalGeneration(ThinkerHead, _Thinker):
-        """Upstream's model with its head, on real tokens, and positions per document."""
-
-    keep_record_from_towers(Qwen3OmniMoeThinkerForConditionalGeneration)
-
-else:
-
-    @stands_for(upstream)
-    class Qwen3OmniMoeThinkerModel(PackedVisionLanguage, upstream.Qwen3OmniMoeThinkerModel):
-        """Upstream's model around the text model, plus the record, and positions per document."""
-
-    @stands_for(upstream)
-    class Qwen3OmniMoeThinkerForConditionalGeneration(PackedHead, _Thinker):  # type: ignore[no-redef]
-        """Upstream's head, on real tokens."""
-
-
-HEADS = {"Qwen3OmniMoeThinkerForConditionalGeneration": Qwen3OmniMoeThinkerForConditionalGeneration}
+    keep_record_from_towers(HEADS[_HEAD])
+globals().update(CLASSES | HEADS)
 
 
 def tiny_config() -> configuration.Qwen3OmniMoeThinkerConfig:

@@ -2,68 +2,30 @@
 
 from __future__ import annotations
 
-from torch import Tensor
 from transformers.models.qwen3_vl_moe import configuration_qwen3_vl_moe as configuration
 from transformers.models.qwen3_vl_moe import modeling_qwen3_vl_moe as upstream
 
 from hf_packfree.models.attention import QKNormAttention
-from hf_packfree.models.base import stands_for
+from hf_packfree.models.base import put_in_front
 from hf_packfree.models.heads import heads_of
 from hf_packfree.models.placeholders import PackedDeepstack
 from hf_packfree.models.tiny import PLACEHOLDERS, qwen3_text_sizes, qwen3_vision_sizes
 from hf_packfree.models.trunk import PackedTrunk
-from hf_packfree.models.vision_attention import (
-    PackedPatchEmbedding,
-    PackedVisionAttention,
-    PackedVisionBlock,
-    PackedVisionTower,
-)
+from hf_packfree.models.vision_attention import vision_halves
 from hf_packfree.models.vision_language import PackedVisionLanguage
 
-
-@stands_for(upstream)
-class Qwen3VLMoeTextAttention(QKNormAttention, upstream.Qwen3VLMoeTextAttention):
-    """Upstream's layer, plus the packed branch."""
-
-    def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        return upstream.apply_rotary_pos_emb(q, k, cos, sin)
-
-
-@stands_for(upstream)
-class Qwen3VLMoeTextModel(PackedDeepstack, PackedTrunk, upstream.Qwen3VLMoeTextModel):
-    """Upstream's trunk, plus the record."""
-
-
-@stands_for(upstream)
-class Qwen3VLMoeModel(PackedVisionLanguage, upstream.Qwen3VLMoeModel):
-    """Upstream's vision-language model, plus the record, and positions per document."""
-
-
-@stands_for(upstream)
-class Qwen3VLMoeVisionModel(PackedVisionTower, upstream.Qwen3VLMoeVisionModel):
-    """Upstream's vision tower, plus whether the batch is packed."""
-
-
-@stands_for(upstream)
-class Qwen3VLMoeVisionPatchEmbed(PackedPatchEmbedding, upstream.Qwen3VLMoeVisionPatchEmbed):
-    """Upstream's layer, plus the branch for packed batches."""
-
-
-@stands_for(upstream)
-class Qwen3VLMoeVisionBlock(PackedVisionBlock, upstream.Qwen3VLMoeVisionBlock):
-    """Upstream's block, plus the branch for packed batches."""
-
-
-@stands_for(upstream)
-class Qwen3VLMoeVisionAttention(PackedVisionAttention, upstream.Qwen3VLMoeVisionAttention):
-    """Upstream's layer, plus the branch for packed batches."""
-
-    def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        return upstream.apply_rotary_pos_emb_vision(q, k, cos, sin)
-
-
+CLASSES = put_in_front(
+    upstream,
+    __name__,
+    {
+        "Qwen3VLMoeTextAttention": QKNormAttention,
+        "Qwen3VLMoeTextModel": (PackedDeepstack, PackedTrunk),
+        "Qwen3VLMoeModel": PackedVisionLanguage,
+        **vision_halves("Qwen3VLMoeVision"),
+    },
+)
 HEADS = heads_of(upstream, __name__)
-globals().update(HEADS)
+globals().update(CLASSES | HEADS)
 
 
 def tiny_config() -> configuration.Qwen3VLMoeConfig:

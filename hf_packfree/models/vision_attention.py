@@ -186,12 +186,23 @@ class PackedVisionAttention(Replacement):
         return q, k, v
 
     def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Apply the tower's rotary embedding to q and k [P, H, D]; each family names upstream's
-        function.
-        """
-        raise NotImplementedError
+        """Apply the tower's rotary embedding to q and k [P, H, D]."""
+        rotated: tuple[Tensor, Tensor] = self.upstream.apply_rotary_pos_emb_vision(q, k, cos, sin)
+        return rotated
 
     @staticmethod
     def op_sizes(layer: Any) -> dict[str, int]:
         """Return the heads' size."""
         return {"tower_head_size": layer.qkv.in_features // layer.num_heads}
+
+
+def vision_halves(names: str, tower: str = "Model") -> dict[str, type[Replacement]]:
+    """Return {name: what is put in front} of a tower's classes, whose names begin alike; `tower` is
+    how its own ends.
+    """
+    return {
+        f"{names}{tower}": PackedVisionTower,
+        f"{names}PatchEmbed": PackedPatchEmbedding,
+        f"{names}Block": PackedVisionBlock,
+        f"{names}Attention": PackedVisionAttention,
+    }

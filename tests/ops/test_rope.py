@@ -27,7 +27,7 @@ def test_is_upstreams(family):
     found = qkv_rope_reference(qkv, cos, sin)
     assert towers
     for tower in towers:
-        wanted = tower._rotate(None, *qkv[:, :2].unbind(1), cos, sin)
+        wanted = tower._rotate(tower, *qkv[:, :2].unbind(1), cos, sin)
         assert [torch.equal(a, b) for a, b in zip(found, (*wanted, qkv[:, 2]), strict=True)] == [
             True
         ] * 3
