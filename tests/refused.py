@@ -50,7 +50,13 @@ SECTIONS = {
     "Models, and what is around them": (
         "What mixes tokens without knowing of documents leaks, and a swap that cannot be undone "
         "is none.",
-        ("patching/", "models/rotary.py", "models/row_adapters.py", "models/state.py"),
+        (
+            "patching/",
+            "models/options.py",
+            "models/rotary.py",
+            "models/row_adapters.py",
+            "models/state.py",
+        ),
     ),
     "Kernels": (
         "A backend that was asked for runs, or says why it cannot; it is never replaced in "

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from hf_packfree.errors import PatchConflict
+from hf_packfree.models.options import RunOptions
 from hf_packfree.ops.backend import HALF
 from hf_packfree.ops.table import OPS
 from hf_packfree.packing import PackedSequence
 from hf_packfree.packing.tree import refuse_tree
-from hf_packfree.parallel import ContextParallel
 
 Observer = Callable[[PackedSequence | None, tuple[int, int], Any], None]
 """Called by the trunk before every training forward: the record (None: upstream's), the caller's
@@ -41,23 +41,17 @@ class Kernels(dict[str, str]):
 _COMPILED = {op.name: op.compiled for op in OPS.values() if op.compiled is not None}
 
 
-@dataclass(frozen=True)
-class PatchState:
-    """Chosen once, when the model is patched, and shared by all its patched modules.
+@dataclass(frozen=True, kw_only=True)
+class PatchState(RunOptions):
+    """The options of a model and what was chosen by them, once, when it was patched; shared by all
+    its patched modules.
 
     Attributes:
         cuda_half, cuda_single: what runs for packed rows on CUDA, in bfloat16 or float16, and in
             float32.
         elsewhere: what runs on every other device, and in float64.
-        batch_invariant: whether a document gets the same bits in a row of any length, alone or
-            packed.
-        unpacked: "upstream", or "native" when rows of one document run through the patched layers
-            too.
-        padded: "lazy" when padded rows run without their padding, with logits put back into the
-            caller's shape when something reads them; "upstream" when transformers runs them.
         mixers: {kind of decoder layer: the attributes that hold its token mixers}, see `Family`;
             for the check before packed rows.
-        context_parallel: the group whose ranks share each row, or None.
         why: {op: why a faster backend is not used on CUDA}, in sentences.
         observers: called before every training forward of the trunk.
         followers: called after it.
@@ -66,23 +60,10 @@ class PatchState:
     cuda_half: Kernels = field(default_factory=Kernels)
     cuda_single: Kernels = field(default_factory=Kernels)
     elsewhere: Kernels = field(default_factory=Kernels)
-    batch_invariant: bool = False
-    unpacked: str = "upstream"
-    padded: str = "lazy"
     mixers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    context_parallel: ContextParallel | None = None
     why: dict[str, str] = field(default_factory=dict, compare=False)
     observers: list[Observer] = field(default_factory=list, compare=False, repr=False)
     followers: list[Follower] = field(default_factory=list, compare=False, repr=False)
-
-    @property
-    def runs_unpacked(self) -> bool:
-        """Whether rows of one document run through the patched layers too, unless a call wants
-        what they lack.
-        """
-        return (
-            self.unpacked == "native" or self.batch_invariant or self.context_parallel is not None
-        )
 
     def kernels_for(self, device: torch.device, dtype: torch.dtype) -> Kernels:
         """Return what runs on tensors of that device and dtype, wherever the model was when it

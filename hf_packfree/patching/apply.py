@@ -7,24 +7,25 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, TypeVar
+from dataclasses import fields, replace
+from typing import Any, TypeVar
 
 from torch import nn
 
 from hf_packfree.errors import PatchConflict
 from hf_packfree.models.context_parallel import settled
+from hf_packfree.models.options import Padded, Unpacked
 from hf_packfree.models.state import Kernels, PatchState
 from hf_packfree.models.subclassed import behind
 from hf_packfree.mtp.options import Choice as MTPChoice
 from hf_packfree.mtp.options import MTPOptions, mtp_options
-from hf_packfree.parallel import ContextParallel
 from hf_packfree.parallel import context_parallel as ranks_of
 from hf_packfree.parallel.accelerate import cut_rows_again
 from hf_packfree.patching.announce import announce
 from hf_packfree.patching.backends import Choice, choose_backends, forced_backends
 from hf_packfree.patching.dropped import warn_of_dropped_tower
 from hf_packfree.patching.mtp import plan_head, refuse_trained_head
+from hf_packfree.patching.options import Options
 from hf_packfree.patching.plan import op_sizes, plan_swaps, trunks
 from hf_packfree.patching.registry import family_of
 from hf_packfree.patching.selfcheck import check_release
@@ -40,8 +41,8 @@ def apply_patches(
     *,
     backend: Choice = "auto",
     batch_invariant: bool = False,
-    unpacked: Literal["upstream", "native"] = "upstream",
-    padded: Literal["lazy", "upstream"] = "lazy",
+    unpacked: Unpacked = "upstream",
+    padded: Padded = "lazy",
     mtp: MTPOptions | MTPChoice = None,
     context_parallel: Any = None,
 ) -> Model:
@@ -109,62 +110,16 @@ def apply_patches(
         >>> torch.allclose(second_document(), alone, atol=1e-5)
         True
     """
-    patch(
-        model, Options(backend, batch_invariant, unpacked, padded, mtp, ranks_of(context_parallel))
+    options = Options(
+        backend=backend,
+        batch_invariant=batch_invariant,
+        unpacked=unpacked,
+        padded=padded,
+        mtp=mtp_options(mtp),
+        context_parallel=ranks_of(context_parallel),
     )
+    patch(model, options)
     return model
-
-
-@dataclass(frozen=True)
-class Options:
-    """How models are patched; see `apply_patches` for values and errors."""
-
-    backend: Choice = "auto"
-    batch_invariant: bool = False
-    unpacked: str = "upstream"
-    padded: str = "lazy"
-    mtp: MTPOptions | MTPChoice = None
-    context_parallel: ContextParallel | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse a misspelt option, whatever the model."""
-        forced_backends(self.backend)
-        mtp_options(self.mtp)
-        known = {
-            "batch_invariant": (True, False),
-            "unpacked": ("upstream", "native"),
-            "padded": ("lazy", "upstream"),
-        }
-        for name, values in known.items():
-            if (found := getattr(self, name)) not in values:
-                *others, last = map(repr, values)
-                raise ValueError(
-                    f"found {name}={found!r}; wanted {', '.join(others)} or {last}; pass one of "
-                    f"them"
-                )
-        if self.batch_invariant and self.padded == "upstream":
-            raise ValueError(
-                "found batch_invariant=True with padded='upstream', which leaves padded rows to "
-                "layers that promise no bits; "
-                "wanted padded='lazy'; leave one of the two options out"
-            )
-        if self.context_parallel is not None:
-            self._check_beside_ranks()
-
-    def _check_beside_ranks(self) -> None:
-        """Refuse options that need more of a row than a rank has."""
-        found = (
-            "batch_invariant=True"
-            if self.batch_invariant
-            else "padded='upstream'"
-            if self.padded == "upstream"
-            else None
-        )
-        if found is not None:
-            raise ValueError(
-                f"found context_parallel together with {found}, which wants whole rows; wanted one "
-                f"of the two; leave one out"
-            )
 
 
 def patch(model: nn.Module, options: Options) -> None:
@@ -175,21 +130,15 @@ def patch(model: nn.Module, options: Options) -> None:
 
 def _patch(model: nn.Module, options: Options) -> None:
     family, swaps = plan_swaps(model)
-    steps = [*swaps, *plan_head(model, family, mtp_options(options.mtp))]
+    steps = [*swaps, *plan_head(model, family, options.mtp)]
     sizes, ranks = op_sizes(model, family), options.context_parallel
     if ranks is not None:
         forced, config = forced_backends(options.backend), next(trunks(model, family)).config
         ranks = settled(config, sizes, ranks, family.mixer_ops, forced)
         sizes["gathered_keys"] = int(ranks.attention == "gather")
     chosen = choose_backends(options.backend, sizes, family.ops)
-    wanted = replace(
-        chosen,
-        batch_invariant=options.batch_invariant,
-        unpacked=options.unpacked,
-        padded=options.padded,
-        mixers=family.mixers_by_kind,
-        context_parallel=ranks,
-    )
+    options = replace(options, context_parallel=ranks)
+    wanted = replace(chosen, mixers=family.mixers_by_kind, **options.of_run())
     state = _state_in_force(model, wanted)
     if not steps:
         return

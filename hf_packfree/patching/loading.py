@@ -10,9 +10,10 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -20,11 +21,13 @@ from transformers import PreTrainedModel
 
 from hf_packfree.errors import PatchConflict, UnsupportedInput
 from hf_packfree.models.attention_interface import is_more_than_text
+from hf_packfree.models.options import Padded, Unpacked
 from hf_packfree.mtp.options import Choice as MTPChoice
 from hf_packfree.mtp.options import MTPOptions, mtp_options
-from hf_packfree.patching.apply import Options, patch, remove_patches
+from hf_packfree.patching.apply import patch, remove_patches
 from hf_packfree.patching.backends import Choice
 from hf_packfree.patching.mtp import add_while_loading
+from hf_packfree.patching.options import Options
 from hf_packfree.patching.plan import head_swap, heads_left_alone
 from hf_packfree.patching.registry import FAMILIES, family_of
 from hf_packfree.patching.report import warn_of_heads, warn_once
@@ -41,8 +44,9 @@ class Registration:
     It is in force in every thread.
     """
 
-    def __init__(self, options: Options, mtp: MTPOptions | None) -> None:
-        self._options, self._patching = options, threading.local()
+    def __init__(self, options: Options) -> None:
+        # the head is added with what is around the text model, see `_swap_around`
+        self._options, self._patching = replace(options, mtp=None), threading.local()
         trunks: list[Any] = [family.trunk_class() for family in FAMILIES]
         with _changing:
             if _in_force:
@@ -54,7 +58,8 @@ class Registration:
             self._inits = {cls: (cls.__init__, self._then_patch(cls)) for cls in trunks}
             for cls, (_, ours) in self._inits.items():
                 cls.__init__ = ours
-            self._watch = register_module_module_registration_hook(partial(_swap_around, mtp=mtp))
+            around = partial(_swap_around, mtp=options.mtp)
+            self._watch = register_module_module_registration_hook(around)
 
     def remove(self) -> None:
         """Build models as without us again; those already built stay patched. Doing it twice
@@ -112,8 +117,8 @@ def register_patches(
     *,
     backend: Choice = "auto",
     batch_invariant: bool = False,
-    unpacked: Literal["upstream", "native"] = "upstream",
-    padded: Literal["lazy", "upstream"] = "lazy",
+    unpacked: Unpacked = "upstream",
+    padded: Padded = "lazy",
     mtp: MTPOptions | MTPChoice = None,
 ) -> Registration:
     """Patch every supported model that is built from now on, by `from_pretrained`, `from_config`
@@ -132,15 +137,20 @@ def register_patches(
         PatchConflict: an earlier registration is in force.
     """
     # refused now, not when a model is loaded
-    options = Options(backend, batch_invariant, unpacked, padded)
-    wanted = mtp_options(mtp)
-    if wanted is not None and wanted.checkpoint is not None:
+    options = Options(
+        backend=backend,
+        batch_invariant=batch_invariant,
+        unpacked=unpacked,
+        padded=padded,
+        mtp=mtp_options(mtp),
+    )
+    if options.mtp is not None and options.mtp.checkpoint is not None:
         raise UnsupportedInput(
-            f"found checkpoint={wanted.checkpoint!r} in mtp; wanted none, because the head is "
+            f"found checkpoint={options.mtp.checkpoint!r} in mtp; wanted none, because the head is "
             f"loaded with the model, from the "
             "same files; call apply_patches(model, mtp=...) on the loaded model"
         )
-    return Registration(options, wanted)
+    return Registration(options)
 
 
 def _swap_around(

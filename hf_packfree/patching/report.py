@@ -17,6 +17,7 @@ from torch import nn
 from hf_packfree._version import __version__
 from hf_packfree.models.adapters import is_lora, kind_called
 from hf_packfree.models.head_loss import why_logits_are_made
+from hf_packfree.models.options import Padded, Unpacked
 from hf_packfree.models.state import Kernels, PatchState
 from hf_packfree.ops.backend import installed
 from hf_packfree.ops.table import OPS
@@ -81,8 +82,8 @@ class PatchReport:
     implementations: dict[str, str]
     why: dict[str, str]
     batch_invariant: bool
-    unpacked: str
-    padded: str
+    unpacked: Unpacked
+    padded: Padded
     attention: str | None
     context_parallel: str
     versions: dict[str, str | None]

@@ -6,16 +6,17 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_packfree.errors import PatchConflict
 from hf_packfree.models.compat import LOSS_WITH_MEDIA_TAKES_NO_COUNT, RELEASE
+from hf_packfree.models.options import Padded, Unpacked
 from hf_packfree.mtp.attached import AttachedHead, training_facts
 from hf_packfree.mtp.options import Choice as MTPChoice
-from hf_packfree.mtp.options import MTPOptions
+from hf_packfree.mtp.options import MTPOptions, mtp_options
 from hf_packfree.parallel import context_parallel as ranks_of
 from hf_packfree.parallel.accelerate import (
     cut_rows_again,
@@ -25,8 +26,9 @@ from hf_packfree.parallel.accelerate import (
     refuse_unreadable_launch,
     trainers_group,
 )
-from hf_packfree.patching.apply import Options, patch
+from hf_packfree.patching.apply import patch
 from hf_packfree.patching.backends import Choice
+from hf_packfree.patching.options import Options
 from hf_packfree.patching.report import patch_report
 from hf_packfree.trainer.run import TrainingRun
 
@@ -79,13 +81,19 @@ class PackFreeCallback(TrainerCallback):
         *,
         backend: Choice = "auto",
         batch_invariant: bool = False,
-        unpacked: Literal["native", "upstream"] | None = None,
-        padded: Literal["lazy", "upstream"] = "lazy",
+        unpacked: Unpacked | None = None,
+        padded: Padded = "lazy",
         mtp: MTPOptions | MTPChoice = None,
         context_parallel: Any = "auto",
         verify_first_batch: bool = False,
     ) -> None:
-        self._options = Options(backend, batch_invariant, unpacked or "native", padded, mtp)
+        self._options = Options(
+            backend=backend,
+            batch_invariant=batch_invariant,
+            unpacked=unpacked or "native",
+            padded=padded,
+            mtp=mtp_options(mtp),
+        )
         self._keeps_unpacked = unpacked is None
         if isinstance(context_parallel, str) and context_parallel != "auto":
             raise ValueError(

@@ -1,0 +1,81 @@
+"""The options of `apply_patches` by which patched modules run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from hf_packfree.parallel import ContextParallel
+
+Unpacked = Literal["upstream", "native"]
+Padded = Literal["lazy", "upstream"]
+_VALUES = {
+    "batch_invariant": (True, False),
+    "unpacked": get_args(Unpacked),
+    "padded": get_args(Padded),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Which rows run in the patched layers, and how.
+
+    Attributes:
+        batch_invariant: whether a document gets the same bits in a row of any length, alone or
+            packed.
+        unpacked: "upstream", or "native" when rows of one document run through the patched layers
+            too.
+        padded: "lazy" when padded rows run without their padding, with logits put back into the
+            caller's shape when something reads them; "upstream" when transformers runs them.
+        context_parallel: the group whose ranks share each row, or None.
+
+    Raises:
+        ValueError: an option has an unknown value, or two exclude each other.
+    """
+
+    batch_invariant: bool = False
+    unpacked: Unpacked = "upstream"
+    padded: Padded = "lazy"
+    context_parallel: ContextParallel | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a misspelt option, and options that exclude each other."""
+        for name, values in _VALUES.items():
+            if (found := getattr(self, name)) not in values:
+                *others, last = map(repr, values)
+                raise ValueError(
+                    f"found {name}={found!r}; wanted {', '.join(others)} or {last}; pass one of "
+                    f"them"
+                )
+        if self.batch_invariant and self.padded == "upstream":
+            raise ValueError(
+                "found batch_invariant=True with padded='upstream', which leaves padded rows to "
+                "layers that promise no bits; "
+                "wanted padded='lazy'; leave one of the two options out"
+            )
+        if self.context_parallel is not None:
+            self._refuse_whole_rows()
+
+    def _refuse_whole_rows(self) -> None:
+        """Refuse options that need more of a row than a rank has."""
+        found = (
+            "batch_invariant=True"
+            if self.batch_invariant
+            else "padded='upstream'"
+            if self.padded == "upstream"
+            else None
+        )
+        if found is not None:
+            raise ValueError(
+                f"found context_parallel together with {found}, which wants whole rows; wanted one "
+                f"of the two; leave one out"
+            )
+
+    @property
+    def runs_unpacked(self) -> bool:
+        """Whether rows of one document run through the patched layers too, unless a call wants
+        what they lack.
+        """
+        return (
+            self.unpacked == "native" or self.batch_invariant or self.context_parallel is not None
+        )
