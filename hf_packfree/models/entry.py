@@ -4,11 +4,10 @@ the row [1, T].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hf_packfree.errors import BoundaryError, CacheConflict, UnsupportedInput
@@ -22,6 +21,7 @@ from hf_packfree.models.row_adapters import (
 from hf_packfree.models.state import state_of
 from hf_packfree.models.tree import check_tree_call
 from hf_packfree.packing import (
+    Batch,
     PackedSequence,
     PackingInputs,
     resolve_boundaries,
@@ -49,8 +49,91 @@ _OF_MEDIA = ("image_", "video_", "audio_")
 """What the names of further arguments of towers start with."""
 
 
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What a call of a head or text model holds, as reading its boundaries asks of it.
+
+    Attributes:
+        module: head or text model.
+        arguments: all of the forward's, by name, but for those that say documents.
+        inputs: these, and positions and mask.
+    """
+
+    module: Any
+    arguments: Mapping[str, Any]
+    inputs: PackingInputs
+
+    @property
+    def config(self) -> Any:
+        """Of the text model."""
+        return self.module.config.get_text_config()
+
+    @property
+    def batch(self) -> Batch:
+        """The tokens: ids, or else embeddings."""
+        ids = self.arguments.get("input_ids")
+        if ids is None:
+            return Batch(self.arguments["inputs_embeds"])
+        return Batch(ids, getattr(self.config, "pad_token_id", None))
+
+    @property
+    def cache(self) -> Any:
+        """transformers' cache, or None."""
+        return compat.cache_of(self.arguments)
+
+    @property
+    def generates(self) -> bool:
+        """Whether it can be generation's: outside training and without labels, for some logits
+        alone.
+        """
+        return (
+            not wants_all_logits(self.arguments)
+            and not self.module.training
+            and self.arguments.get("labels") is None
+        )
+
+    @property
+    def is_misread(self) -> bool:
+        """Whether upstream misreads a row of one document: with media and boundaries it makes no
+        positions, unless token types came too.
+        """
+        inputs = self.inputs
+        unnumbered = inputs.named and inputs.position_ids is None
+        unmasked = compat.MISREADS_IMAGES_WITHOUT_MASK and inputs.attention_mask is None
+        return has_media(self.arguments) and (unnumbered or unmasked)
+
+    def runs_here(self) -> bool:
+        """Whether rows of one document may run in the patched layers: nothing is wanted that only
+        upstream gives.
+
+        That is: a cache, attention weights, attention that looks ahead, rotary embeddings by the
+        longest position of the batch, or images whose tokens count like text, or came without
+        their ids. Upstream builds a cache by default outside training; no loss needs one, and
+        where rows of one document run here only `use_cache=True` builds one.
+        """
+        given, positions, config = self.arguments, self.inputs.position_ids, self.config
+        if has_media(given) and (
+            given.get("input_ids") is None if positions is None else is_text(positions)
+        ):
+            return False
+        use_cache, wants_weights = given.get("use_cache"), given.get("output_attentions")
+        if use_cache is None:
+            needless = (
+                self.module.training
+                or given.get("labels") is not None
+                or state_of(self.module).runs_unpacked
+            )
+            use_cache = not needless and getattr(config, "use_cache", False)
+        if self.cache is not None or use_cache:
+            return False
+        if wants_weights is None:
+            wants_weights = getattr(config, "output_attentions", False)
+        is_causal = given.get("is_causal", getattr(config, "is_causal", True))
+        return not wants_weights and is_causal is not False and has_fixed_frequencies(config)
+
+
 def enter(
-    module: Any, arguments: dict[str, Any], *, skip_padding: bool = True
+    module: Any, arguments: dict[str, Any], *, drop_padding: bool = True
 ) -> PackedSequence | None:
     """Return the record of a forward: the one that came down, or, in the outermost patched module,
     read from the batch.
@@ -62,10 +145,10 @@ def enter(
         module: head or text model, whose settings decide which rows of one document run in the
             patched layers.
         arguments: all of the forward's, by name; changed in place.
-        skip_padding: False keeps the padding of rows of one document.
+        drop_padding: False keeps the padding of rows of one document.
 
     Raises:
-        BoundaryError, BoundaryConflict, CacheConflict: see `read_arguments`.
+        BoundaryError, BoundaryConflict, CacheConflict: see `read_call`.
         UnsupportedInput: see `check_tree_call`.
     """
     found = arguments.pop("packed_sequence", UNREAD)
@@ -76,32 +159,13 @@ def enter(
         # the caller's, or what came down: it is compared with what else is given
         inputs = replace(inputs, tree={**inputs.tree, RECORD: found})
     if found is UNREAD or tree:
-        ids, embeds, cache = (
-            arguments.get("input_ids"),
-            arguments.get("inputs_embeds"),
-            compat.cache_of(arguments),
-        )
-        state, ours, generates = (
-            state_of(module),
-            runs_here(module, inputs, arguments),
-            _generates(module, arguments),
-        )
-        # upstream gives a row of one document with media and boundaries no positions, unless its
-        # token types came too
-        unnumbered = inputs.named and positions is None
-        misread = has_media(arguments) and (
-            unnumbered or compat.MISREADS_IMAGES_WITHOUT_MASK and mask is None
-        )
-        found = read_arguments(
-            inputs,
-            ids,
-            embeds,
-            cache,
-            module=module,
-            unpacked=ours and (misread or state.runs_unpacked),
-            skip_padding=skip_padding and ours and state.padded != "upstream",
-            skip_all=ours and not generates,
-            generates=generates,
+        call, state = Call(module, arguments, inputs), state_of(module)
+        ours = call.runs_here()
+        found = read_call(
+            call,
+            drop_padding=drop_padding and ours and state.padded != "upstream",
+            drop_all=ours and not call.generates,
+            unpacked=ours and (call.is_misread or state.runs_unpacked),
         )
     packed: PackedSequence | None = None if found is UNPACKED else found
     if packed is not None and packed.tree is not None:
@@ -112,7 +176,7 @@ def enter(
     return packed
 
 
-def is_batch(arguments: dict[str, Any]) -> bool:
+def is_batch(arguments: Mapping[str, Any]) -> bool:
     """Whether there are tokens to read, ids or embeddings; otherwise upstream raises its own
     error.
     """
@@ -132,7 +196,7 @@ def keep_padding(packed: PackedSequence, arguments: dict[str, Any]) -> None:
         arguments["packed_sequence"] = UNPACKED
 
 
-def has_media(arguments: dict[str, Any]) -> bool:
+def has_media(arguments: Mapping[str, Any]) -> bool:
     """Whether a call has images, videos or audio, or features of them."""
     return any(arguments.get(name) is not None for name in _MEDIA)
 
@@ -144,45 +208,23 @@ def of_media(name: str) -> bool:
     return name in _MEDIA or name.startswith(_OF_MEDIA)
 
 
-def wants_all_logits(arguments: dict[str, Any]) -> bool:
+def wants_all_logits(arguments: Mapping[str, Any]) -> bool:
     """Whether a head's call wants the logits of every token."""
     kept = arguments.get("logits_to_keep", 0)
     return isinstance(kept, int) and kept == 0
 
 
-def _generates(module: Any, arguments: dict[str, Any]) -> bool:
-    """Whether a call can be generation's: outside training and without labels, for some logits
-    alone.
-    """
-    return (
-        not wants_all_logits(arguments) and not module.training and arguments.get("labels") is None
-    )
-
-
 @uncompiled
-def read_arguments(
-    inputs: PackingInputs,
-    input_ids: Tensor | None,
-    inputs_embeds: Tensor | None,
-    cache: Any,
-    *,
-    module: Any,
-    skip_padding: bool = False,
-    skip_all: bool = False,
-    unpacked: bool = False,
-    generates: bool = False,
+def read_call(
+    call: Call, *, drop_padding: bool = False, drop_all: bool = False, unpacked: bool = False
 ) -> PackedSequence | None:
     """Build the record of one forward, or return None where upstream is exact as it is.
 
     Args:
-        inputs: what the caller said of documents.
-        input_ids: [B, S], or None when `inputs_embeds` [B, S, D] is given.
-        cache: transformers' cache, or None.
-        module: head or text model that is called, whose config names the token that pads.
-        skip_padding: build a record for padded rows of one document too, see `runs_here`.
-        skip_all: build one for a batch of nothing but padding.
+        call: the forward's.
+        drop_padding: build a record for padded rows of one document too, see `Call.runs_here`.
+        drop_all: build one for a batch of nothing but padding.
         unpacked: build one for rows of one document without padding too.
-        generates: the call may be a step of generation without a cache, see `resolve_boundaries`.
 
     Raises:
         BoundaryError, BoundaryConflict, UnsupportedInput: see `resolve_boundaries`.
@@ -190,47 +232,35 @@ def read_arguments(
         CacheConflict: several documents together with a cache.
         UnsupportedModel: PEFT's adapters work on whole rows, see `row_adapters`.
     """
-    tokens = input_ids if input_ids is not None else inputs_embeds
-    assert tokens is not None
-    config = module.config.get_text_config()
-    refuse_prompts_from_above(inputs_embeds)
-    shape = (tokens.shape[0], tokens.shape[1])
+    inputs, batch, cache = call.inputs, call.batch, call.cache
+    refuse_prompts_from_above(call.arguments.get("inputs_embeds"))
+    rows, tokens = batch.shape
     seen = cache.get_seq_length() if cache is not None else 0
-    if seen and shape[1] == 1 and not inputs.named:
+    if seen and tokens == 1 and not inputs.named:
         # decoding one token a row: nothing to read, nothing to wait for
         return None
     cached = cache is not None and not inputs.named
     if cached:
-        inputs = replace(inputs, attention_mask=_current(inputs.attention_mask, shape[1], seen))
-    elif _says_nothing(inputs.attention_mask, config):
+        inputs = replace(inputs, attention_mask=_current(inputs.attention_mask, tokens, seen))
+    elif _says_nothing(inputs.attention_mask, call.config):
         inputs = replace(inputs, attention_mask=None)
-    misread = compat.MISREADS_PADDING_OF_ONE_ROW and shape[0] == 1 and cache is None
-    misread = misread and _may_begin_with_padding(inputs.attention_mask)
-    pad = getattr(config, "pad_token_id", None)
-    drop, same, is_padding = misread or skip_padding, _same_token(tokens), _is_token(input_ids, pad)
+    misread = compat.MISREADS_PADDING_OF_ONE_ROW and rows == 1 and cache is None
+    drop_padding |= misread and _may_begin_with_padding(inputs.attention_mask)
     packed = resolve_boundaries(
         inputs,
-        shape,
-        tokens.device,
-        same,
-        drop_padding=drop,
-        drop_all=drop or skip_all,
+        batch,
+        drop_padding=drop_padding,
+        drop_all=drop_padding or drop_all,
         cached=cached,
-        generates=generates or cached,
-        is_padding=is_padding,
+        generates=cached or call.generates,
     )
-    if (
-        packed is None
-        and unpacked
-        and _has_no_padding(inputs.attention_mask)
-        and shape[0] * shape[1] > 0
-    ):
+    if packed is None and unpacked and _has_no_padding(inputs.attention_mask) and rows * tokens > 0:
         packed = PackedSequence.from_lengths(
-            [shape[1]] * shape[0], device=tokens.device, batch_shape=shape, plain=True
+            [tokens] * rows, device=batch.device, batch_shape=batch.shape, plain=True
         )
     if packed is None:
         return None
-    refuse_readers_of_the_row(module)
+    refuse_readers_of_the_row(call.module)
     _check_beside_documents(packed.num_segments, cache, seen, inputs.attention_mask)
     return packed
 
@@ -254,41 +284,6 @@ def _check_beside_documents(documents: int, cache: Any, seen: int, mask: Any) ->
             f"beside packed rows; wanted "
             "None, a tensor or a dict of tensors; drop it, the document boundaries are enough"
         )
-
-
-def runs_here(module: Any, inputs: PackingInputs, arguments: dict[str, Any]) -> bool:
-    """Whether rows of one document may run in the patched layers: nothing is wanted that only
-    upstream gives.
-
-    That is: a cache, attention weights, attention that looks ahead, rotary embeddings by the
-    longest position of the batch, or images whose tokens count like text, or came without their
-    ids. Upstream builds a cache by default outside training; no loss needs one, and where rows of
-    one document run here only `use_cache=True` builds one.
-
-    Args:
-        module: see `enter`.
-        inputs: what the caller passed that can describe documents.
-        arguments: all of the forward's, by name.
-    """
-    config = module.config.get_text_config()
-    positions = inputs.position_ids
-    if has_media(arguments) and (
-        arguments.get("input_ids") is None if positions is None else is_text(positions)
-    ):
-        return False
-    use_cache, wants_weights = arguments.get("use_cache"), arguments.get("output_attentions")
-    if use_cache is None:
-        needless = (
-            module.training or arguments.get("labels") is not None or state_of(module).runs_unpacked
-        )
-        use_cache = not needless and getattr(config, "use_cache", False)
-    if compat.cache_of(arguments) is not None or use_cache:
-        return False
-    wants_weights = (
-        getattr(config, "output_attentions", False) if wants_weights is None else wants_weights
-    )
-    is_causal = arguments.get("is_causal", getattr(config, "is_causal", True))
-    return not wants_weights and is_causal is not False and has_fixed_frequencies(config)
 
 
 def _has_no_padding(mask: Any) -> bool:
@@ -333,25 +328,3 @@ def _says_nothing(mask: Any, config: Any) -> bool:
         and not any(one is not None for one in mask.values())
         and (attention_route(config._attn_implementation) in ("varlen", "flash"))
     )
-
-
-def _same_token(tokens: Tensor) -> Any:
-    """Return `same_token` of `resolve_boundaries`, called only for rows that end in one-token
-    documents.
-    """
-
-    def same(indices: Tensor, index: int) -> Tensor:
-        flat = tokens.detach().flatten(0, 1)
-        equal = flat[indices.to(flat.device)] == flat[index]
-        return equal.reshape(indices.numel(), -1).all(1).to("cpu", torch.bool)
-
-    return same
-
-
-def _is_token(input_ids: Tensor | None, token: int | None) -> Callable[[int], bool]:
-    """Return `is_padding` of `resolve_boundaries`, called only for rows that end in a one-token
-    document.
-    """
-    if input_ids is None or token is None:
-        return lambda index: False
-    return lambda index: bool(input_ids.detach().flatten()[index] == token)

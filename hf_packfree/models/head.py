@@ -63,9 +63,9 @@ class Head(Replacement):
         return self.__dict__.get("loss_function") or self._upstream_loss(self)
 
     def _enter(
-        self, arguments: dict[str, Any], *, skip_padding: bool = True
+        self, arguments: dict[str, Any], *, drop_padding: bool = True
     ) -> PackedSequence | None:
-        packed = enter(self, arguments, skip_padding=skip_padding)
+        packed = enter(self, arguments, drop_padding=drop_padding)
         if packed is not None:
             check_model_of(self)
         return packed

@@ -70,12 +70,12 @@ class PackedHead(Head):
             return upstream(self, **arguments)
         # generation without a cache stays upstream's, its padding included
         all_logits = wants_all_logits(arguments)
-        skip_padding = (
+        drop_padding = (
             all_logits
             or self.training
             or (state_of(self).runs_unpacked and not _goes_on_from_padding(arguments))
         )
-        packed = self._enter(arguments, skip_padding=skip_padding)
+        packed = self._enter(arguments, drop_padding=drop_padding)
         if packed is None:
             return upstream(self, **arguments)
         settings = state_of(self).context_parallel

@@ -22,8 +22,8 @@ class PackedTrunk(Replacement):
     the shape back.
 
     Rows of one document without padding go to upstream with the same arguments; padded ones become
-    one row, unless something is wanted that only upstream gives, see `runs_here`. For packed rows
-    the record travels as the keyword `packed_sequence`: keywords survive the recomputation of
+    one row, unless something is wanted that only upstream gives, see `Call.runs_here`. For packed
+    rows the record travels as the keyword `packed_sequence`: keywords survive the recomputation of
     gradient checkpointing.
     """
 

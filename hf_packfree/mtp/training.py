@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_packfree.errors import UnsupportedInput
-from hf_packfree.models.compat import cache_of
-from hf_packfree.models.entry import read_arguments, wants_all_logits
+from hf_packfree.models.entry import Call, read_call, wants_all_logits
 from hf_packfree.models.heads import at_least_one
 from hf_packfree.models.labels import IGNORED, row_targets, shifted_labels
 from hf_packfree.models.rotary import cos_and_sin
@@ -235,19 +234,9 @@ class MTPTraining:
 
 def _record_of(trunk: Any, arguments: dict[str, Any]) -> PackedSequence | None:
     """Return the record of a batch that upstream ran: real tokens as one row; None with a cache."""
-    ids, embeddings = arguments.get("input_ids"), arguments.get("inputs_embeds")
-    inputs = PackingInputs.from_kwargs(
-        {}, position_ids=None, attention_mask=arguments.get("attention_mask")
-    )
-    return read_arguments(
-        inputs,
-        ids,
-        embeddings,
-        cache_of(arguments),
-        module=trunk,
-        skip_padding=True,
-        unpacked=True,
-    )
+    mask = arguments.get("attention_mask")
+    inputs = PackingInputs.from_kwargs({}, position_ids=None, attention_mask=mask)
+    return read_call(Call(trunk, arguments, inputs), drop_padding=True, unpacked=True)
 
 
 def _targets(given: dict[str, Any], row: PackedSequence, depth: int) -> tuple[Tensor, Any]:

@@ -2,6 +2,7 @@
 torch and numpy alone.
 """
 
+from hf_packfree.packing.batch import Batch
 from hf_packfree.packing.compiling import uncompiled
 from hf_packfree.packing.inputs import resolve_boundaries
 from hf_packfree.packing.keywords import PackingInputs, to_hf_kwargs
@@ -11,6 +12,7 @@ from hf_packfree.packing.record import PackedSequence, chunk_plan
 from hf_packfree.packing.shard import RowShard, pad_row, shard_row, with_history
 
 __all__ = [
+    "Batch",
     "PackedSequence",
     "PackingInputs",
     "RowShard",

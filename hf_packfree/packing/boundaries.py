@@ -6,7 +6,7 @@ kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_packfree.errors import BoundaryError, UnsupportedInput
+from hf_packfree.packing.batch import Batch
 
 _CUT = (
     "if they came from a stream, accelerate cut them to the batch's rows: pass "
@@ -322,10 +323,7 @@ def refuse_holes(starts: Tensor, tokens: RealTokens) -> None:
 
 
 def join_trailing_padding(
-    starts: Tensor,
-    tokens: RealTokens,
-    same_token: Callable[[Tensor, int], Tensor],
-    is_padding: Callable[[int], bool],
+    starts: Tensor, tokens: RealTokens, batch: Batch
 ) -> tuple[Tensor, list[int]]:
     """Join a row's trailing one-token documents into one segment where they all hold the same
     token: that is padding.
@@ -337,7 +335,7 @@ def join_trailing_padding(
     Args:
         starts: bool [M], where documents start.
         tokens: the real tokens.
-        same_token, is_padding: see `resolve_boundaries`.
+        batch: what they are.
 
     Returns:
         starts: bool [M], after joining.
@@ -353,12 +351,12 @@ def join_trailing_padding(
             continue
         # a single token has no equals to compare with: it is padding if it is the padding token
         if not starts[end - 1]:
-            padding += [end] if is_padding(int(indices[end])) else []
+            padding += [end] if batch.is_padding(int(indices[end])) else []
             continue
         longer = (~starts[: end + 1]).nonzero()
         first = int(longer[-1]) + 1 if longer.numel() else 0
         first = max(first, int((row == row[end]).nonzero()[0]))
-        other = (~same_token(indices[first : end + 1], int(indices[end]))).nonzero()
+        other = (~batch.equal(indices[first : end + 1], int(indices[end]))).nonzero()
         tail = first + (int(other[-1]) + 1 if other.numel() else 0)
         joined[tail + 1 : end + 1] = False
         padding += [tail] if tail < end else []

@@ -4,12 +4,11 @@ agree.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from hf_packfree.errors import BoundaryConflict, BoundaryError
+from hf_packfree.packing.batch import Batch
 from hf_packfree.packing.boundaries import (
     BoundarySpec,
     RealTokens,
@@ -33,24 +32,18 @@ from hf_packfree.packing.tree_words import resolve_tree
 
 def resolve_boundaries(
     inputs: PackingInputs,
-    shape: tuple[int, int],
-    device: torch.device,
-    same_token: Callable[[Tensor, int], Tensor],
+    batch: Batch,
     *,
     drop_padding: bool = False,
     drop_all: bool = False,
     cached: bool = False,
     generates: bool = False,
-    is_padding: Callable[[int], bool] = lambda index: False,
 ) -> PackedSequence | None:
     """Build the one record, or return None where upstream is exact without it.
 
     Args:
         inputs: what the caller passed.
-        shape: (B, S), rows and tokens of a row.
-        device: of the tokens.
-        same_token: called with int64 [M] indices into the flattened [B*S] and one index more;
-            returns bool [M] on the host, True for the tokens equal to that one.
+        batch: the tokens.
         drop_padding: also build a record for rows of one document whose padding, at either end, is
             in a 0/1 mask.
         drop_all: also build one for a batch of nothing but padding, of which upstream's mean loss
@@ -60,7 +53,6 @@ def resolve_boundaries(
         generates: the call wants next tokens alone: positions that restart behind a hole, but not
             at 0, go on with their document, as transformers' generation from right-padded prompts
             means them.
-        is_padding: called with one index; returns whether that token is the padding token.
 
     Returns:
         None when every row holds one document and upstream reads from the same inputs what its
@@ -73,6 +65,7 @@ def resolve_boundaries(
         BoundaryConflict: two inputs disagree.
         UnsupportedInput: padding inside a document of a packed batch; or see `resolve_tree`.
     """
+    shape, device = batch.shape, batch.device
     if inputs.tree or not inputs.given:
         return _tree(inputs, shape, device) if inputs.tree else None
     offsets = _offsets_of_one_row(inputs, shape, device)
@@ -98,7 +91,7 @@ def resolve_boundaries(
     if tokens.indices.numel() == 0:
         upstreams = _is_plain(specs, real, 0, cached=cached) and (cached or not drop_all)
         return None if upstreams or real.numel() == 0 else _nothing_but_padding(shape, device)
-    starts, longest, padding, unclear = _agree(specs, tokens, same_token, is_padding)
+    starts, longest, padding, unclear = _agree(specs, tokens, batch)
     if inputs.position_ids is not None and not any(spec.name == "position_ids" for spec in specs):
         refuse_packed_mrope(inputs.position_ids, shape, tokens, starts)
     _check_max_length(inputs, longest)
@@ -177,10 +170,7 @@ def _real(specs: list[BoundarySpec], shape: tuple[int, int]) -> Tensor:
 
 
 def _agree(
-    specs: list[BoundarySpec],
-    tokens: RealTokens,
-    same_token: Callable[[Tensor, int], Tensor],
-    is_padding: Callable[[int], bool],
+    specs: list[BoundarySpec], tokens: RealTokens, batch: Batch
 ) -> tuple[Tensor | None, int | None, list[int], Tensor | None]:
     """Return the document starts that all input formats share, and what is known of documents and
     padding by them.
@@ -210,7 +200,7 @@ def _agree(
         if starts is None or (agreed is not None and torch.equal(agreed[1], starts)):
             continue
         longest = min(int(_lengths(starts).max()), longest or len(tokens.indices))
-        joined, firsts = join_trailing_padding(starts, tokens, same_token, is_padding)
+        joined, firsts = join_trailing_padding(starts, tokens, batch)
         if spec.by_positions:
             starts, padding = joined, firsts
         elif agreed is None:

@@ -21,7 +21,7 @@ from hf_packfree.data import documents as documents_room
 from hf_packfree.errors import BoundaryError, UnsupportedInput
 from hf_packfree.models import compat
 from hf_packfree.models.mrope import RowMedia, document_positions, rope_source
-from hf_packfree.packing import PackingInputs, resolve_boundaries
+from hf_packfree.packing import Batch, PackingInputs, resolve_boundaries
 from tests.data.processors import (
     Tiny25VL,
     audio_part,
@@ -311,7 +311,6 @@ def test_a_tail_is_one_padding_segment(processor):
 
 
 def record_of(row):
-    ids = row["input_ids"][0]
     names = {
         name: row[name]
         for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -319,12 +318,7 @@ def record_of(row):
     inputs = PackingInputs.from_kwargs(
         names, position_ids=row.get("position_ids"), attention_mask=None
     )
-    return resolve_boundaries(
-        inputs,
-        (1, len(ids)),
-        torch.device("cpu"),
-        lambda indices, index: ids[indices] == ids[index],
-    )
+    return resolve_boundaries(inputs, Batch(row["input_ids"]))
 
 
 def test_a_tail_behind_media_that_the_model_numbers():

@@ -33,7 +33,7 @@ OPERATIONS = {
     "qkv_conv",
     "gated_delta_rule",
     "attend",
-    "read_arguments",
+    "read_call",
     "_loss_arguments",
 }
 

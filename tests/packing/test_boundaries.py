@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from hf_packfree.errors import BoundaryConflict, BoundaryError
 from hf_packfree.packing import (
+    Batch,
     PackedSequence,
     PackingInputs,
     resolve_boundaries,
@@ -35,14 +36,7 @@ LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=7)
 def resolve(shape=None, ids=None, cached=False, **inputs) -> PackedSequence | None:
     """Resolve the boundaries of a batch whose tokens all differ, or are `ids`."""
     ids = torch.arange(shape[0] * shape[1]).view(shape) if ids is None else ids
-    flat = ids.reshape(-1)
-    return resolve_boundaries(
-        PackingInputs(**inputs),
-        tuple(ids.shape),
-        CPU,
-        lambda indices, index: flat[indices] == flat[index],
-        cached=cached,
-    )
+    return resolve_boundaries(PackingInputs(**inputs), Batch(ids), cached=cached)
 
 
 def lengths_of(packed):
@@ -377,11 +371,7 @@ def test_documents_that_an_input_separates_stay_apart_even_if_equal(inputs, posi
 @pytest.mark.parametrize("input_format", ["positions", "cu_seq_lens", "seq_idx", "indexed_mask"])
 def test_a_single_token_at_the_end_is_padding_if_it_is_the_padding_token(input_format, pads):
     inputs = PackingInputs(**dict(ROW_FORMATS[input_format](one_row([3, 2, 1]), [3, 2, 1])))
-    same_token, is_padding = (
-        lambda indices, index: indices == index,
-        lambda index: pads and index == 5,
-    )
-    found = resolve_boundaries(inputs, (1, 6), CPU, same_token, is_padding=is_padding)
+    found = resolve_boundaries(inputs, Batch(torch.arange(6)[None], pad=5 if pads else None))
     assert found.lengths == [3, 2, 1] and found.padding_segments == ((2,) if pads else ())
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_packfree.errors import BoundaryError
-from hf_packfree.packing import PackingInputs, resolve_boundaries
+from hf_packfree.packing import Batch, PackingInputs, resolve_boundaries
 from tests.input_formats import INT32, one_row
 
 CPU = torch.device("cpu")
@@ -22,13 +22,9 @@ TREE = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 8, 5, 6, 7]])
 
 def lengths_of(positions, ids=None, **inputs):
     """The lengths that positions [B, S] say, of different tokens or of `ids`; None: upstream's."""
-    ids = torch.arange(positions[..., :, :].numel()) if ids is None else ids.reshape(-1)
-    packed = resolve_boundaries(
-        PackingInputs(position_ids=positions, **inputs),
-        tuple(positions.shape[-2:]),
-        CPU,
-        lambda some, one: ids[some] == ids[one],
-    )
+    ids = torch.arange(positions.shape[-2:].numel()) if ids is None else ids
+    batch = Batch(ids.view(positions.shape[-2:]))
+    packed = resolve_boundaries(PackingInputs(position_ids=positions, **inputs), batch)
     return None if packed is None else packed.lengths
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_packfree.errors import PackFreeError
-from hf_packfree.packing import PackingInputs, inputs, resolve_boundaries
+from hf_packfree.packing import Batch, PackingInputs, inputs, resolve_boundaries
 from hf_packfree.packing.fast_path import offsets_of_one_row, rows_of_mask
 from tests.input_formats import one_row
 
@@ -24,9 +24,9 @@ NAMES = {
 }
 
 
-def same_index(indices: torch.Tensor, index: int) -> torch.Tensor:
+def different(rows: int, tokens: int) -> Batch:
     """Tokens that all differ."""
-    return indices == index
+    return Batch(torch.arange(rows * tokens).view(rows, tokens))
 
 
 def without_fast_path(given_inputs: PackingInputs, tokens: int):
@@ -41,7 +41,7 @@ def without_fast_path(given_inputs: PackingInputs, tokens: int):
 def outcome(given_inputs: PackingInputs, tokens: int):
     """What the record holds, or the type of the error."""
     try:
-        packed = resolve_boundaries(given_inputs, (1, tokens), CPU, same_index)
+        packed = resolve_boundaries(given_inputs, different(1, tokens))
     except PackFreeError as error:
         return type(error)
     if packed is None:
@@ -136,9 +136,8 @@ def record_of(mask: torch.Tensor, fast_path=None):
     before = inputs.rows_of_mask
     inputs.rows_of_mask = fast_path or before
     try:
-        packed = resolve_boundaries(
-            PackingInputs(None, mask), tuple(mask.shape), CPU, same_index, drop_padding=True
-        )
+        batch = different(*mask.shape)
+        packed = resolve_boundaries(PackingInputs(None, mask), batch, drop_padding=True)
     except PackFreeError as error:
         return str(error)
     finally:

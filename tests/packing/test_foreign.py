@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_packfree.errors import BoundaryConflict, BoundaryError
-from hf_packfree.packing import PackingInputs, resolve_boundaries
+from hf_packfree.packing import Batch, PackingInputs, resolve_boundaries
 from hf_packfree.packing.foreign import _ALIKE, FOREIGN, _alike
 from hf_packfree.patching.registry import FAMILIES
 from tests.input_formats import ROW_FORMATS, one_row
@@ -30,7 +30,7 @@ def lengths_of(tokens, **keywords):
         attention_mask=keywords.pop("attention_mask", None),
     )
     assert keywords == {}, "words for documents reach no layer"
-    packed = resolve_boundaries(inputs, (1, tokens), CPU, lambda some, one: some == one)
+    packed = resolve_boundaries(inputs, Batch(torch.arange(tokens)[None]))
     return None if packed is None else packed.lengths
 
 
@@ -118,7 +118,7 @@ def test_offsets_that_leave_out_the_padding_at_the_end():
     ids = torch.tensor([1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 0, 0])
     for word in ("cu_seqlens", "flash_attn_kwargs"):
         inputs = PackingInputs(position_ids=positions, foreign={word: WORDS[word]([4, 5])})
-        packed = resolve_boundaries(inputs, (1, 12), CPU, lambda some, one: ids[some] == ids[one])
+        packed = resolve_boundaries(inputs, Batch(ids[None]))
         assert packed.lengths == [4, 5, 3] and packed.padding_segments == (2,)
 
 

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_packfree.packing import (
+    Batch,
     PackedSequence,
     PackingInputs,
     lazy_repad,
@@ -22,13 +23,8 @@ ROWS = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=7), min_size=1,
 
 
 def resolve(mask, drop_padding=False) -> PackedSequence | None:
-    return resolve_boundaries(
-        PackingInputs(None, mask),
-        tuple(mask.shape),
-        CPU,
-        lambda indices, index: indices == index,
-        drop_padding=drop_padding,
-    )
+    ids = torch.arange(mask.numel()).view(mask.shape)
+    return resolve_boundaries(PackingInputs(None, mask), Batch(ids), drop_padding=drop_padding)
 
 
 @given(rows=ROWS, extra=st.integers(0, 3), left=st.booleans())

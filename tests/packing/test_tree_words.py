@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 
 from hf_packfree.errors import BoundaryConflict, BoundaryError, UnsupportedInput
-from hf_packfree.packing import PackedSequence, PackingInputs, resolve_boundaries
+from hf_packfree.packing import Batch, PackedSequence, PackingInputs, resolve_boundaries
 from hf_packfree.packing.tree_words import RECORD
 from tests.trees import GROUP, TURNS, forests
 
@@ -40,7 +40,7 @@ def words_of(tree):
 def read(tokens, positions=None, mask=None, rows=1, **words):
     inputs = PackingInputs.from_kwargs(words, position_ids=positions, attention_mask=mask)
     assert words == {}, "words for trees reach no layer"
-    return resolve_boundaries(inputs, (rows, tokens), CPU, lambda some, one: some == one)
+    return resolve_boundaries(inputs, Batch(torch.arange(rows * tokens).view(rows, tokens)))
 
 
 PATHS = ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")
@@ -150,7 +150,7 @@ def test_the_record_beside_words():
 
     def beside(record, **given):
         inputs = PackingInputs(tree={RECORD: record} | given)
-        return resolve_boundaries(inputs, (1, tokens), CPU, lambda some, one: some == one)
+        return resolve_boundaries(inputs, Batch(torch.arange(tokens)[None]))
 
     assert beside(packed) is packed
     assert beside(packed, **words).tree.parents == packed.tree.parents
