@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from hf_packfree.errors import PatchConflict, UnsupportedInput
 from hf_packfree.models.attention import check_attention
@@ -26,9 +25,9 @@ from hf_packfree.models.vision_language import FEATURES, GRIDS, share_media
 from hf_packfree.ops.attention.score_options import WANTED
 from hf_packfree.ops.delta_rule import OP as DELTA_RULE
 from hf_packfree.ops.table import OPS
-from hf_packfree.packing import PackedSequence, pad_row, repad, shard_row
+from hf_packfree.packing import PackedSequence, repad, shard_row
 from hf_packfree.parallel import WAYS, ContextParallel
-from hf_packfree.parallel.collectives import all_gather
+from hf_packfree.parallel.collectives import gather_row
 from hf_packfree.parallel.costs import cheaper_for_gdn
 
 _OF_LOSS: tuple[str, ...] = ("shift_labels", "num_items_in_batch")
@@ -89,24 +88,22 @@ def forward_shard(
     if loss is not None:
         output.loss = loss if counted else loss * settings.world
     if not torch.is_grad_enabled():
-        logits = all_gather(output.logits[0], settings.group).flatten(0, 1)[None]
+        logits = gather_row(output.logits[0], local)[None]
         output.logits = repad(logits[:, : packed.num_tokens], packed)
     return output
 
 
 def _arguments_of(local: PackedSequence, row: dict[str, Any], tokens: int) -> dict[str, Any]:
     """Return a head's arguments for a shard of a row of so many tokens."""
-    shard, whole, ignored = local.shard, local.shard.row, row.get("ignore_index", IGNORED)
+    whole, ignored = local.whole_row, row.get("ignore_index", IGNORED)
 
     def cut(name: str, value: Any) -> Any:
         # [1, T], or [3 or 4, 1, T]
         if name == "position_ids" and value is not None:
-            return shard.cut(F.pad(value, (0, whole.num_tokens - tokens)), -1)
+            return local.cut(value, -1)
         if of_media(name) or not isinstance(value, Tensor) or value.shape[:2] != (1, tokens):
             return value
-        return shard.cut(
-            pad_row(value, whole.num_tokens, ignored if name in ("labels", "shift_labels") else 0)
-        )
+        return local.cut(value, fill=ignored if name in ("labels", "shift_labels") else 0)
 
     partly = whole.padding_segments and whole.num_real_tokens
     return {name: cut(name, value) for name, value in row.items()} | {

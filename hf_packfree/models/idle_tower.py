@@ -76,7 +76,7 @@ def _idle_kinds(model: Any, arguments: dict[str, Any]) -> Sequence[str]:
         return ()
     packed = arguments.get("packed_sequence")
     # whose ranks exchange gradients in every backward
-    waited_for = model.training or packed and packed.shard is not None
+    waited_for = model.training or packed and packed.is_shard
     kinds: list[str] = []
     for attribute, given in _TOWERS.items():
         tower = getattr(model, attribute, None)

@@ -14,7 +14,7 @@ from hf_packfree.models.row import positions_for, restore_layers, row_positions
 from hf_packfree.models.state import state_of
 from hf_packfree.models.tree import check_tree_layers
 from hf_packfree.packing import PackedSequence, repad, unpad
-from hf_packfree.parallel.collectives import all_gather
+from hf_packfree.parallel.collectives import gather_row
 
 
 class PackedTrunk(Replacement):
@@ -102,10 +102,9 @@ class PackedTrunk(Replacement):
         self._followed(of_batch, row, output)
         output.last_hidden_state = repad(output.last_hidden_state, packed)
         restore_layers(output, packed, count_all=count_all)
-        if packed.shard is not None and output.get("router_logits") is not None:
+        if output.get("router_logits") is not None:
             output.router_logits = tuple(
-                all_gather(layer, packed.shard.group).flatten(0, 1)
-                for layer in output.router_logits
+                gather_row(layer, packed) for layer in output.router_logits
             )
         return output.to_tuple() if as_dict is False else output
 
@@ -148,7 +147,7 @@ def check_sharded(trunk: Any, packed: PackedSequence | None) -> None:
     Raises:
         UnsupportedInput: it is such a call.
     """
-    if state_of(trunk).context_parallel is None or packed is not None and packed.shard is not None:
+    if state_of(trunk).context_parallel is None or packed is not None and packed.is_shard:
         return
     found = (
         "a cache, or what else upstream runs itself,"

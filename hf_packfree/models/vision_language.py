@@ -29,7 +29,7 @@ from hf_packfree.models.placeholders import PlaceholderMask
 from hf_packfree.models.row import as_requested, restore_layers, row_of_each, row_positions
 from hf_packfree.models.sharded_media import held_media, keep_features, mark_kept, take_mark
 from hf_packfree.models.vision_attention import PackedVisionTower, mark_packed
-from hf_packfree.packing import PackedSequence, repad, uncompiled
+from hf_packfree.packing import PackedSequence, repad, shard_of, uncompiled
 from hf_packfree.packing.marks import COUNTED, CountedMedia
 from hf_packfree.packing.mrope import is_text
 
@@ -146,7 +146,7 @@ def packed_arguments(source: Any, packed: PackedSequence, given: dict[str, Any])
         given: the arguments [B, S, ...] of the forward, by name.
     """
     # a shard's were checked before the row was cut
-    if packed.shard is None:
+    if not packed.is_shard:
         check_media_tensors(given, packed.batch_shape)
     given = given | _without_items(given)
     row = row_of_each(
@@ -185,7 +185,7 @@ def _numbered(
 
     Media are counted; where `compute_3d_position_ids` makes the positions they are None.
     """
-    if packed.shard is not None:
+    if packed.is_shard:
         return _of_shard(source, packed, given, row)
     media, ids, positions = read_media(source, packed, given, row)
     found = _marked_grids(source, media, row)
@@ -204,7 +204,7 @@ def _of_shard(
     """Return the same of a shard, whose media were read and whose positions were made before the
     row was cut.
     """
-    held = packed.shard.features
+    held = shard_of(packed).features
     found: dict[str, Any] = _marked_grids(source, RowMedia.from_arguments(row), row)
     found |= {FEATURES[kind]: mark_kept(row[FEATURES[kind]], kept) for kind, kept in held.items()}
     if held and isinstance(source, PackedVisionLanguage):
@@ -234,7 +234,7 @@ def share_media(
     Raises:
         BoundaryError, UnsupportedInput: see `PackedVisionLanguage.forward`; the same on all ranks.
     """
-    batch = local.shard.batch
+    batch, shard = local.whole_batch, shard_of(local)
     check_media_tensors(row, (1, batch.num_tokens))
     row = row | _without_items(row)
     media, ids, positions = read_media(
@@ -245,8 +245,8 @@ def share_media(
     }
     if ids is None:
         return row, local
-    held, features = held_media(row, media, media_of(source, media), ids, local.shard)
-    return row | held, replace(local, shard=replace(local.shard, features=features))
+    held, features = held_media(row, media, media_of(source, media), ids, shard)
+    return row | held, replace(local, shard=replace(shard, features=features))
 
 
 def read_media(

@@ -123,9 +123,9 @@ def predicts(packed: PackedSequence, by: int) -> Tensor:
 def _goes_on(packed: PackedSequence, by: int) -> Tensor:
     """bool [T]: whether the token `by` further is in the same document."""
     refuse_tree(packed, "for a multi-token prediction head")
-    number = (packed if packed.shard is None else packed.shard.row).seq_idx[0]
+    number = packed.whole_row.seq_idx[0]
     same = F.pad(number[by:] == number[:-by], (0, min(by, len(number))), value=False)
-    return same if packed.shard is None else packed.shard.cut(same, 0)
+    return packed.cut(same, 0)
 
 
 def _of_full_attention(config: Any, layers: int) -> Any:

@@ -17,7 +17,7 @@ from hf_packfree.mtp.head import ahead
 from hf_packfree.mtp.weights import Weights, readable_weights
 from hf_packfree.ops.loss import linear_cross_entropy
 from hf_packfree.packing import PackedSequence
-from hf_packfree.parallel.collectives import gathered
+from hf_packfree.parallel.collectives import sum_over_ranks
 
 SAMPLE = 1024
 """Tokens of a row whose most likely prediction is compared with the target: all of a longer
@@ -67,9 +67,7 @@ def depth_losses(
         sums.append(total)
         found = total.detach(), (wanted != IGNORED).sum(), tried, right
         facts.append(torch.stack([one.double() for one in found]))
-    if packed.shard is not None:
-        facts = [gathered(one, packed.shard.group).sum(0) for one in facts]
-    return DepthLosses(tuple(sums), tuple(facts))
+    return DepthLosses(tuple(sums), tuple(sum_over_ranks(one, packed) for one in facts))
 
 
 def _summed_loss(hidden: Tensor, targets: Tensor, weights: Weights, state: PatchState) -> Tensor:

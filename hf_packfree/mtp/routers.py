@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hf_packfree.models.base import upstream_of
 from hf_packfree.mtp.head import predicts
 from hf_packfree.packing import PackedSequence
-from hf_packfree.parallel.collectives import all_gather
+from hf_packfree.parallel.collectives import gather_row
 
 
 @contextmanager
@@ -58,11 +58,9 @@ def balance(model: Any, logits: list[Tensor], packed: PackedSequence) -> Tensor:
     """
     config = model.config.get_text_config()
     own: Any = import_module(upstream_of(type(model)).__module__)
-    if packed.shard is not None:
-        logits = [all_gather(one, packed.shard.group).flatten(0, 1) for one in logits]
-        packed = packed.shard.row
+    row, logits = packed.whole_row, [gather_row(one, packed) for one in logits]
     kept = tuple(
-        one[predicts(packed, step).to(one.device)] for step, one in enumerate(logits, start=1)
+        one[predicts(row, step).to(one.device)] for step, one in enumerate(logits, start=1)
     )
     loss: Tensor = config.router_aux_loss_coef * own.load_balancing_loss_func(
         kept, config.num_experts, config.num_experts_per_tok

@@ -29,7 +29,7 @@ from hf_packfree.models.state import PatchState, state_of
 from hf_packfree.mtp.loss import depth_losses
 from hf_packfree.mtp.options import MTPOptions
 from hf_packfree.mtp.routers import balance, router_logits, wants_balance
-from hf_packfree.packing import PackedSequence, PackingInputs, pad_row, uncompiled, unpad
+from hf_packfree.packing import PackedSequence, PackingInputs, uncompiled, unpad
 from hf_packfree.parallel.collectives import with_right_context
 
 logger = logging.getLogger("hf_packfree")
@@ -132,8 +132,7 @@ class MTPTraining:
         embeddings = embeddings.to(hidden.device)
         if self.options.detach:
             hidden, embeddings = hidden.detach(), embeddings.detach()
-        if packed.shard is not None:
-            embeddings = with_right_context(embeddings[0], packed.shard, self.options.depth)[None]
+        embeddings = with_right_context(embeddings[0], packed, self.options.depth)[None]
         call.packed, call.backends = packed, state_of(trunk)
         kind = hidden.device.type
         call.autocast = {
@@ -185,11 +184,10 @@ class MTPTraining:
         # a mean, where the others are sums
         if wants_balance(model, given):
             # every rank has all of it
-            once = 1 if row.shard is None else row.shard.world
-            total = total + self.options.weight * items * balance(model, routed, row) / once
+            total = total + self.options.weight * items * balance(model, routed, row) / row.ranks
         # whose mean over the ranks counts
-        if row.shard is not None and given.get("num_items_in_batch") is None:
-            total = total * row.shard.world
+        if given.get("num_items_in_batch") is None:
+            total = total * row.ranks
         return total, items
 
     def _warn_of_nothing(self, found: str, wanted: str) -> None:
@@ -245,7 +243,7 @@ def _targets(given: dict[str, Any], row: PackedSequence, depth: int) -> tuple[Te
 
     Of a shard [1, t + depth], and the count of the whole row.
     """
-    packed = row if row.shard is None else row.shard.batch
+    packed = row.whole_batch
     ignored = given.get("ignore_index", IGNORED)
     if not wants_all_logits(given):
         raise UnsupportedInput(
@@ -261,10 +259,7 @@ def _targets(given: dict[str, Any], row: PackedSequence, depth: int) -> tuple[Te
         )
     targets, items = row_targets(shifted, packed, ignored), given.get("num_items_in_batch")
     wanted = targets["shift_labels"].masked_fill(targets["shift_labels"] == ignored, IGNORED)
-    if row.shard is not None:
-        wanted = row.shard.cut(
-            pad_row(wanted, row.shard.row.num_tokens + depth, IGNORED), behind=depth
-        )
+    wanted = row.cut(wanted, more=depth, fill=IGNORED)
     return wanted, at_least_one(targets["num_items_in_batch"] if items is None else items)
 
 

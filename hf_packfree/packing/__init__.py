@@ -9,7 +9,7 @@ from hf_packfree.packing.keywords import PackingInputs, to_hf_kwargs
 from hf_packfree.packing.lazy import lazy_repad
 from hf_packfree.packing.padding import repad, unpad, with_left_pad_tokens
 from hf_packfree.packing.record import PackedSequence, chunk_plan
-from hf_packfree.packing.shard import RowShard, pad_row, shard_row, with_history
+from hf_packfree.packing.shard import RowShard, pad_row, shard_of, shard_row, with_history
 
 __all__ = [
     "Batch",
@@ -21,6 +21,7 @@ __all__ = [
     "pad_row",
     "repad",
     "resolve_boundaries",
+    "shard_of",
     "shard_row",
     "to_hf_kwargs",
     "uncompiled",

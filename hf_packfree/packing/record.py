@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from torch import Tensor
 from hf_packfree.errors import BoundaryError
 from hf_packfree.packing.compiling import uncompiled_when_called
 from hf_packfree.packing.tree import Tree
+
+if TYPE_CHECKING:
+    from hf_packfree.packing.shard import RowShard
 
 _Plan = TypeVar("_Plan")
 Integers = NDArray[np.integer[Any]]
@@ -99,8 +102,8 @@ class PackedSequence:
             nothing into it.
         plain: upstream would run the caller's batch exactly too: one document per row, padding in a
             0/1 mask.
-        shard: under context parallelism, the `RowShard` that says where in the whole row these
-            tokens are.
+        shard: under context parallelism, where in the whole row these tokens are; None: the row is
+            whole. `is_shard`, `whole_row`, `whole_batch`, `ranks` and `cut` ask for less.
         tree: which segment each one goes on from, where documents share their beginnings; None:
             each is a document of its own.
     """
@@ -114,7 +117,7 @@ class PackedSequence:
     padding_segments: tuple[int, ...] = ()
     left_pad_segments: tuple[int, ...] = ()
     plain: bool = False
-    shard: Any = None
+    shard: RowShard | None = None
     tree: Tree | None = None
     _memo: dict[str, Any] = field(default_factory=dict, repr=False)
 
@@ -238,12 +241,38 @@ class PackedSequence:
         """Tokens of each segment, in row order."""
         return self.cu_seqlens_cpu.diff().tolist()
 
+    @property
+    def is_shard(self) -> bool:
+        """Whether these are one rank's tokens of a row that ranks share."""
+        return self.shard is not None
+
+    @property
+    def whole_row(self) -> PackedSequence:
+        """The record of the row that ranks share; this one where they share none."""
+        return self if self.shard is None else self.shard.row
+
+    @property
+    def whole_batch(self) -> PackedSequence:
+        """The record of the caller's batch that the row was made of."""
+        return self if self.shard is None else self.shard.batch
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that share the row; 1 where none do."""
+        return 1 if self.shard is None else self.shard.world
+
+    def cut(self, row: Tensor, dim: int = 1, *, more: int = 0, fill: float = 0) -> Tensor:
+        """Return this rank's tokens of a tensor of the whole row, see `RowShard.cut`; the tensor
+        itself where the row is whole.
+        """
+        return row if self.shard is None else self.shard.cut(row, dim, more=more, fill=fill)
+
     def position_ids(self) -> Tensor:
         """Return int64 [1, T]: each token's position in its segment, from 0; in a tree, on its path
         from the root.
         """
-        if self.shard is not None:
-            return self.shard.cut(self.shard.row.position_ids())  # type: ignore[no-any-return]
+        if self.is_shard:
+            return self.cut(self.whole_row.position_ids())
 
         def build(packed: PackedSequence) -> Tensor:
             firsts = packed.cu_seqlens

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
@@ -17,6 +17,9 @@ from torch.nn import functional as F
 
 from hf_packfree.packing.record import PackedSequence
 from hf_packfree.packing.tree import refuse_tree
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -28,7 +31,7 @@ class RowShard:
         row: the record of the whole row, of T tokens, a multiple of W: the same on all ranks.
         batch: the record of the caller's batch, [B, S], that the row was made of.
         rank, world: this rank's number in its group, and W.
-        group: torch.distributed's process group.
+        group: torch.distributed's; None: only plans are made, nothing is exchanged.
         features: by kind of media: of the items that have placeholders in this shard, which of
             their features are theirs.
     """
@@ -37,7 +40,7 @@ class RowShard:
     batch: PackedSequence
     rank: int
     world: int
-    group: Any
+    group: ProcessGroup | None
     features: Mapping[str, slice] = field(default_factory=dict)
 
     @property
@@ -45,11 +48,18 @@ class RowShard:
         """t, the number of tokens of every shard."""
         return self.row.num_tokens // self.world
 
-    def cut(self, whole: Tensor, dim: int = 1, *, behind: int = 0) -> Tensor:
-        """Return this rank's t tokens of a tensor with T + `behind` in dimension `dim`, and so
-        many behind them.
+    def cut(self, row: Tensor, dim: int = 1, *, more: int = 0, fill: float = 0) -> Tensor:
+        """Return this rank's t tokens of a tensor of the row, and `more` that follow them.
+
+        Args:
+            row: with the row's tokens in dimension `dim`: T, or fewer where the row was padded.
+            fill: stands for tokens that it lacks at its end.
         """
-        return whole.narrow(dim, self.rank * self.tokens, self.tokens + behind)
+        missing = self.row.num_tokens + more - row.shape[dim]
+        if missing:
+            after = row.ndim - 1 - dim % row.ndim
+            row = F.pad(row, (0, 0) * after + (0, missing), value=fill)
+        return row.narrow(dim, self.rank * self.tokens, self.tokens + more)
 
     @cached_property
     def _histories(self) -> list[int]:
@@ -93,7 +103,9 @@ class RowShard:
         return range(last, self.rank, -1)
 
 
-def shard_row(packed: PackedSequence, rank: int, world: int, group: Any = None) -> PackedSequence:
+def shard_row(
+    packed: PackedSequence, rank: int, world: int, group: ProcessGroup | None = None
+) -> PackedSequence:
     """Return the record of the tokens that one of `world` ranks holds; its `shard` knows the rest.
 
     A row that does not divide is padded by a segment of its own. A segment of the result is a
@@ -138,6 +150,12 @@ def shard_row(packed: PackedSequence, rank: int, world: int, group: Any = None) 
     )
     left = tuple(number for number, segment in enumerate(held) if segment in row.left_pad_segments)
     return replace(local, shard=shard, left_pad_segments=left)
+
+
+def shard_of(packed: PackedSequence) -> RowShard:
+    """Return where a rank's tokens are in the whole row; of a record that `shard_row` made."""
+    assert packed.shard is not None
+    return packed.shard
 
 
 def with_history(packed: PackedSequence, tokens: int) -> PackedSequence:

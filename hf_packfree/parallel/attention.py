@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_packfree.ops.attention import attention, attention_with_history
-from hf_packfree.packing import PackedSequence
+from hf_packfree.packing import PackedSequence, shard_of
 from hf_packfree.parallel.collectives import heads_to_tokens, left_context, send_heads
 from hf_packfree.parallel.costs import keys_cost_less
 
@@ -35,7 +35,7 @@ def attend_by_heads(
     Returns:
         [1, t, H, D].
     """
-    shard = packed.shard
+    shard = shard_of(packed)
     copies = math.lcm(k.shape[2], shard.world) // k.shape[2]
     if copies > 1:
         k, v = (x.repeat_interleave(copies, 2) for x in (k, v))
@@ -64,7 +64,7 @@ def attend_by_keys(
     `hf_packfree.ops.attention.attention_with_history`, which runs one kernel whatever is in the
     row, so that `batch_invariant` changes nothing.
     """
-    shard, heads = packed.shard, k.shape[2]
+    shard, heads = shard_of(packed), k.shape[2]
     if not shard.sent:
         return attention_with_history(q, k, v, packed, **options)
     # what other ranks may want, not all
@@ -88,7 +88,7 @@ def attend_by_row(
 
 
 def _keys_cost_less(packed: PackedSequence, heads: int, key_heads: int, size: int) -> bool:
-    return keys_cost_less(packed.shard, heads, key_heads, size)
+    return keys_cost_less(shard_of(packed), heads, key_heads, size)
 
 
 SHARED = {"heads": attend_by_heads, "gather": attend_by_keys, "auto": attend_by_row}

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from hf_packfree.ops.operation import once_differentiable
-from hf_packfree.packing import RowShard, pad_row
+from hf_packfree.packing import PackedSequence, RowShard, pad_row, shard_of
 
 
 @dataclass(frozen=True)
@@ -160,14 +160,30 @@ def all_gather(part: Tensor, group: Any) -> Tensor:
     return Sent(part, AllGather(group)).receive()
 
 
-def with_right_context(x: Tensor, shard: RowShard, reach: int) -> Tensor:
-    """Return [t + reach, ...]: a rank's tokens x [t, ...] and those behind them, zeros behind the
-    row.
+def gather_row(x: Tensor, packed: PackedSequence) -> Tensor:
+    """Return [T, ...], all ranks' tokens, of x [t, ...], this rank's; x itself of a whole row.
+    Differentiable.
+    """
+    return all_gather(x, shard_of(packed).group).flatten(0, 1) if packed.is_shard else x
+
+
+def sum_over_ranks(x: Tensor, packed: PackedSequence) -> Tensor:
+    """Return the sum of what the ranks that share a row have, without a derivative; x itself of a
+    whole row.
+    """
+    return gathered(x, shard_of(packed).group).sum(0) if packed.is_shard else x
+
+
+def with_right_context(x: Tensor, packed: PackedSequence, reach: int) -> Tensor:
+    """Return [t + reach, ...]: a rank's tokens x [t, ...] and those that follow them, zeros after
+    the row's end; x itself of a whole row.
 
     Where no document is on several ranks nothing is exchanged, and zeros stand for what is of no
     use.
     """
-    behind = x[:0]
+    if not packed.is_shard:
+        return x
+    shard, behind = shard_of(packed), x[:0]
     if shard.is_cut:
         behind = all_gather(x[:reach], shard.group)[shard.rank + 1 :].flatten(0, 1)[:reach]
     return pad_row(torch.cat([x, behind])[None], len(x) + reach)[0]

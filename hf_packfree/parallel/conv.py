@@ -14,7 +14,7 @@ from torch import Tensor, cat
 from torch.autograd import Function
 
 from hf_packfree.ops.operation import once_differentiable
-from hf_packfree.packing import PackedSequence
+from hf_packfree.packing import PackedSequence, shard_of
 from hf_packfree.parallel.collectives import send_left_context
 
 Convolution = Callable[[Tensor, PackedSequence], tuple[Tensor, ...]]
@@ -35,11 +35,11 @@ def conv_with_context(
     Returns:
         What `conv` would return of these tokens in the whole row.
     """
-    if not (reach and packed.shard.is_cut):
+    if not (reach and shard_of(packed).is_cut):
         return conv(x, packed)
     count = min(reach, packed.lengths[0])
     x, first, last = _Edges.apply(x, count, min(reach, packed.num_tokens))
-    receive = send_left_context(last[0], packed.shard, reach)
+    receive = send_left_context(last[0], shard_of(packed), reach)
     found = conv(x, packed)
     left = receive()
     again = conv(cat([left, first[0]])[None], packed.cached(_one_document, len(left) + count))

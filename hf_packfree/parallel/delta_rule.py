@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_packfree.ops.conv_delta_rule import conv_delta_rule
-from hf_packfree.packing import PackedSequence, RowShard
+from hf_packfree.packing import PackedSequence, shard_of
 from hf_packfree.parallel.collectives import heads_to_tokens, send_heads
 from hf_packfree.parallel.states import conv_delta_rule_by_states
 
@@ -44,7 +44,7 @@ def conv_delta_rule_by_heads(
     Returns:
         [1, t, HV, V].
     """
-    shard: RowShard = packed.shard
+    shard = shard_of(packed)
     (keys, values), (key_size, value_size) = heads, sizes
     widths = [keys * key_size, keys * key_size, values * value_size]
 

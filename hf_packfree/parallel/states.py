@@ -29,7 +29,7 @@ from hf_packfree.ops.delta_rule.flash_qla_segments import lanes
 from hf_packfree.ops.delta_rule.reference import rounded_l2norm
 from hf_packfree.ops.delta_rule.segments import Scans, Segments, fold, plan_segments
 from hf_packfree.ops.operation import once_differentiable
-from hf_packfree.packing import PackedSequence
+from hf_packfree.packing import PackedSequence, shard_of
 from hf_packfree.parallel.collectives import Pending, start_gather
 from hf_packfree.parallel.conv import conv_with_context
 
@@ -100,7 +100,7 @@ def _lanes(v: Tensor, backend: str) -> int:
 
 def _segments(packed: PackedSequence, lanes: int) -> Segments:
     """Return a shard's documents in segments: long ones cut, as on one device, or each in one."""
-    shard = packed.shard
+    shard = shard_of(packed)
     found = plan_segments(packed, lanes) if lanes else None
     found = found or Segments.of(packed, [[length] for length in packed.lengths])
     return found.continued(bool(shard.history(shard.rank)), shard.goes_on(shard.rank))
@@ -123,7 +123,7 @@ class _Rule(Function):
         segments: Segments,
         scans: Scans,
     ) -> Tensor:
-        shard, saved = packed.shard, scans.prepare(q, k, v, g, beta, segments)
+        shard, saved = shard_of(packed), scans.prepare(q, k, v, g, beta, segments)
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         state = q.new_zeros(v.shape[2], q.shape[3], v.shape[3], dtype=dtype)
         inside = state.new_zeros(v.shape[2], q.shape[3], q.shape[3])
@@ -168,7 +168,7 @@ class _Rule(Function):
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         *saved, inside, transition, before = ctx.saved_tensors
         packed, segments, scans = ctx.plan
-        shard, d_out = packed.shard, d_out.contiguous()
+        shard, d_out = shard_of(packed), d_out.contiguous()
         if not segments.are_cut(packed):
             before = _states(before, packed, 0)
         d_state, first = torch.zeros_like(before[0]), segments.of_first()
@@ -301,7 +301,7 @@ def _product(transition: Tensor, packed: PackedSequence) -> Tensor:
 
 def _send(transition: Tensor, addend: Tensor, packed: PackedSequence) -> Pending:
     """Start to give all ranks what a shard does to a state, or to the gradient of one."""
-    return start_gather(torch.cat([transition, addend], -1), packed.shard.group)
+    return start_gather(torch.cat([transition, addend], -1), shard_of(packed).group)
 
 
 def _along(sent: Pending, ranks: slice, packed: PackedSequence, *, reverse: bool = False) -> Tensor:

@@ -176,9 +176,9 @@ class Counts(_OfAStep):
     @uncompiled
     def __call__(self, packed: PackedSequence | None, shape: tuple[int, int], mask: Any) -> None:
         # of the batch that ranks share, each counts all
-        if packed is not None and packed.shard is not None:
-            packed, shape = packed.shard.batch, packed.shard.batch.batch_shape
-            self.shared = True
+        if packed is not None and packed.is_shard:
+            packed, self.shared = packed.whole_batch, True
+            shape = packed.batch_shape
         self.rows += shape[0]
         self.tokens_with_padding += shape[0] * shape[1]
         if packed is not None:

@@ -20,7 +20,7 @@ from hf_packfree.models.entry import UNREAD
 from hf_packfree.models.mrope import RowMedia, media_of
 from hf_packfree.models.state import PatchState
 from hf_packfree.models.vision_language import FEATURES
-from hf_packfree.packing import PackedSequence, unpad
+from hf_packfree.packing import PackedSequence, shard_of, unpad
 from hf_packfree.packing.media import Media, media_offsets
 from hf_packfree.packing.tree import Tree
 from hf_packfree.verify.documents import media_tokens
@@ -217,7 +217,7 @@ def _changed(
         if packed.indices is not None
         else torch.arange(rows * tokens, device=number.device)
     )
-    of_row = packed.seq_idx if packed.shard is None else packed.shard.cut(packed.shard.row.seq_idx)
+    of_row = packed.cut(packed.whole_row.seq_idx)
     if packed.tree is not None:
         of_row = _by_branches(packed.tree, 1 - parity).to(of_row.device)[of_row.long()]
     number = number.index_copy(0, real, of_row[0]).view(rows, tokens)
@@ -269,13 +269,13 @@ def _documents_of_items(ids: Tensor, packed: PackedSequence, kind: Media) -> Ten
     """Return int64 [M] on the host: the document of every item of one kind, by the ids [T], or
     [t] of a shard.
     """
-    if packed.shard is None:
+    if not packed.is_shard:
         offsets = media_offsets(ids, packed.cu_seqlens_cpu, kind)
         numbers = torch.arange(len(offsets) - 1, device="cpu")
         return torch.repeat_interleave(numbers, offsets.diff())
     places = (ids == kind.token).nonzero()[:, 0]
-    features = packed.shard.features[kind.name].start + torch.arange(len(places), device="cpu")
+    features = shard_of(packed).features[kind.name].start + torch.arange(len(places), device="cpu")
     items = torch.searchsorted(kind.sizes.cumsum(0), features, right=True)
-    numbers = packed.shard.cut(packed.shard.row.seq_idx)[0].to("cpu", torch.int64)
+    numbers = packed.cut(packed.whole_row.seq_idx)[0].to("cpu", torch.int64)
     owners = torch.zeros(len(kind.sizes), dtype=torch.int64, device="cpu")
     return owners.index_copy(0, items, numbers[places])

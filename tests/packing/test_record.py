@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_packfree.errors import BoundaryError
-from hf_packfree.packing import PackedSequence, chunk_plan
+from hf_packfree.packing import PackedSequence, chunk_plan, shard_row
 from tests.input_formats import one_row
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=7)
@@ -138,3 +138,16 @@ def test_a_plan_made_in_inference_mode_can_be_trained_with():
     weight = torch.ones(5, requires_grad=True)
     (weight * packed.position_ids()[0]).sum().backward()
     assert weight.grad.tolist() == [0, 1, 2, 0, 1]
+
+
+def test_what_a_record_says_of_the_row_that_ranks_share():
+    """Of a whole row all of it is the row itself; a shard's is padded until ranks divide it."""
+    packed, row = PackedSequence.from_lengths([3, 2]), torch.arange(1, 6)[None]
+    assert not packed.is_shard and packed.ranks == 1
+    assert packed.whole_row is packed and packed.whole_batch is packed and packed.cut(row) is row
+    last = shard_row(packed, 1, 2)
+    assert last.is_shard and last.ranks == 2 and last.whole_batch is packed
+    assert last.whole_row.lengths == [3, 2, 1] and last.num_tokens == 3
+    assert last.cut(row, fill=-100).tolist() == [[4, 5, -100]]
+    assert last.cut(row, more=1, fill=-100).tolist() == [[4, 5, -100, -100]]
+    assert last.cut(row[..., None].float()).flatten().tolist() == [4, 5, 0]

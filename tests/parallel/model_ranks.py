@@ -42,7 +42,7 @@ HEADS = {
 }
 
 
-def alone(x, shard, reach: int):
+def alone(x, packed, reach: int):
     """What a shard has behind it where nobody exchanges anything."""
     return pad_row(x[None], len(x) + reach)[0]
 
