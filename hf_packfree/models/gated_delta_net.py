@@ -9,11 +9,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from hf_packfree.errors import PatchConflict
 from hf_packfree.models.base import Replacement, Sizes, size_of, size_of_linear, size_of_norm
+from hf_packfree.models.conv_weights import conv_weights_in_place, refuse_adapters
 from hf_packfree.models.fusable import epsilon, is_hooked, plain_layers, project
 from hf_packfree.models.rematerialize import linear_with_recompute
 from hf_packfree.models.state import Kernels, PatchState, receive, state_of
@@ -40,7 +39,7 @@ class PackedGatedDeltaNet(Replacement):
         Raises:
             PatchConflict: an adapter was put on the convolution.
         """
-        _refuse_adapters(self.conv1d)
+        refuse_adapters(self.conv1d)
         packed = receive(self, kwargs)
         if packed is None:
             return super().forward(hidden_states, *args, **kwargs)
@@ -142,33 +141,3 @@ class PackedGatedDeltaNet(Replacement):
             "activation": (layer.activation in ("silu", "swish"), True),
             "grouped heads": (layer.num_v_heads % layer.num_k_heads, 0),
         }
-
-
-def _refuse_adapters(conv: nn.Module) -> None:
-    """Refuse what would never be trained: we and upstream read the convolution's weights without
-    calling it.
-    """
-    if not isinstance(conv, nn.Conv1d):
-        raise PatchConflict(
-            f"found conv1d wrapped in a {type(conv).__name__} of {type(conv).__module__}: its "
-            "weights are read directly, so what wraps it would neither run nor be trained; wanted "
-            "a plain Conv1d; leave conv1d out of target_modules and modules_to_save"
-        )
-
-
-class conv_weights_in_place:
-    """Bring an offloaded convolution's weights in while they are read directly instead of
-    through its forward.
-    """
-
-    def __init__(self, conv: nn.Module) -> None:
-        self.conv = conv
-        self.hook: Any = vars(conv).get("_hf_hook")
-
-    def __enter__(self) -> None:
-        if self.hook is not None:
-            self.hook.pre_forward(self.conv)
-
-    def __exit__(self, *error: object) -> None:
-        if self.hook is not None:
-            self.hook.post_forward(self.conv, torch.empty(0))

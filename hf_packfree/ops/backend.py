@@ -35,7 +35,8 @@ class Target:
         device: "cuda", "cpu", "mps".
         capability: of the CUDA device, (9, 0) on Hopper; None elsewhere.
         dtype: of what the op reads.
-        sizes: of the model, by name: key_heads, value_heads, key_size, value_size, taps, head_size,
+        sizes: of the model, by name: key_heads, value_heads, key_size, value_size, taps, channels
+            (of the convolution, where they are not those of q, k and v), head_size,
             tower_head_size; and gathered_keys, 1 where ranks of a group gather each other's keys.
             One that is missing is not checked.
     """

@@ -303,6 +303,10 @@ def test_causal_conv1d_runs_where_it_can_be_deterministic(gpu, monkeypatch, vers
             ),
             "it takes channels in multiples of 8, the model has 213",
         ),
+        (
+            Target("cuda", (9, 0), sizes={"taps": 3, "channels": 36}),
+            "it takes channels in multiples of 8, the model has 36",
+        ),
         (Target("cuda", (9, 0), sizes={"key_size": 6, "value_size": 7}), None),
         (Target("cuda", (7, 5), torch.float16, SIZES), None),
         (Target("cuda", None, torch.float32), None),

@@ -45,7 +45,11 @@ def _unfit(target: Target) -> str | None:
 
 
 def _channels(sizes: dict[str, int]) -> int:
-    """Return the channels of q, k and v side by side; 0 where a size is missing."""
+    """Return the channels that a model's convolutions have, or of q, k and v side by side; 0 where
+    neither is known.
+    """
+    if "channels" in sizes:
+        return sizes["channels"]
     keys, values = (
         sizes.get(f"{part}_heads", 0) * sizes.get(f"{part}_size", 0) for part in ("key", "value")
     )
