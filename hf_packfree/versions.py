@@ -19,8 +19,8 @@ class Versions:
         name: the distribution, as pip installs it.
         floor: the oldest release that is taken, or None where any is.
         why: why no older one is, as the end of "releases before it ...".
-        cpu: the oldest and the newest release that the tests ran with on CPUs; for triton, its
-            interpreter.
+        cpu: the oldest and the newest release that the tests ran with on CPUs; for triton and
+            mamba-ssm, in Triton's interpreter.
         gpu: the releases that tests/gpu ran with.
         batch_invariant: what the version begins with under which documents were compared bit for
             bit, packed and alone.
@@ -95,6 +95,12 @@ VERSIONS = {
             "1.6.0",
             "do not heed torch.use_deterministic_algorithms",
             gpu=("1.7.0",),
+        ),
+        Versions(
+            "mamba-ssm",
+            "2.3.2",
+            "were never run with packed rows",
+            cpu=("2.3.2.post1", "2.3.2.post1"),
         ),
     )
 }

@@ -10,6 +10,7 @@ import torch
 from hf_packfree import PackedSequence, apply_patches, verify_packing
 from hf_packfree.ops.conv import causal_conv1d
 from hf_packfree.ops.delta_rule import gated_delta_rule
+from hf_packfree.ops.ssd import ssd
 from hf_packfree.packing import repad, unpad
 
 DOCUMENTED = {
@@ -20,6 +21,7 @@ DOCUMENTED = {
     "verify_packing": verify_packing,
     "causal_conv1d": causal_conv1d,
     "gated_delta_rule": gated_delta_rule,
+    "ssd": ssd,
 }
 """Public objects whose docstrings teach by example; add to it what gets one."""
 

@@ -51,7 +51,7 @@ def test_every_floor_of_the_table_is_required():
     them.
     """
     floors = {name for name, row in VERSIONS.items() if row.floor is not None}
-    assert floors - set(required()) - {"python"} == {"causal-conv1d", "triton"}
+    assert floors - set(required()) - {"python"} == {"causal-conv1d", "mamba-ssm", "triton"}
 
 
 def test_the_tests_bring_triton_on_linux_alone():

@@ -72,6 +72,7 @@ REQUIREMENTS = (
         cuda=True,
     ),
     _row("tilelang", "tilelang", "compiles FlashQLA's and some of FLA's kernels", cuda=True),
+    _row("mamba-ssm", "mamba_ssm", "Mamba-2 kernels", cuda=True),
     _row("flash-attn", "flash_attn", "attention kernels", cuda=True),
     _row("kernels", "kernels", "kernels from the hub"),
     _row("liger-kernel", "liger_kernel", "fused losses and norms", cuda=True),

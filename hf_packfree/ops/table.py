@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_packfree.ops import attention, conv, delta_rule, fused, loss
+from hf_packfree.ops import attention, conv, delta_rule, fused, loss, ssd
 from hf_packfree.ops.attention import towers
 from hf_packfree.ops.op import Op
 
 OPS: dict[str, Op[Any]] = {
-    op.name: op for op in (conv.OP, delta_rule.OP, attention.OP, fused.OP, loss.OP, towers.OP)
+    op.name: op
+    for op in (
+        conv.OP,
+        delta_rule.OP,
+        ssd.OP,
+        attention.OP,
+        fused.OP,
+        loss.OP,
+        towers.OP,
+    )
 }

@@ -81,6 +81,20 @@ def _in_segments(
     return out
 
 
+def _ssd_leaves(tokens: int) -> dict[str, Tensor]:
+    """Four heads read each group's B and C; slow decay, as above."""
+    groups, heads, size = HEADS[0] // 2, HEADS[1], HEADS[2] // 2
+    rate = torch.empty(heads, dtype=torch.float64).uniform_(0.01, 0.05)
+    return {
+        "x": _random(1, tokens, heads, size),
+        "dt": torch.nn.functional.softplus(_random(1, tokens, heads)),
+        "A": -rate,
+        "B": _random(1, tokens, groups, 2 * size) / 4,
+        "C": _random(1, tokens, groups, 2 * size) / 4,
+        "D": _random(heads),
+    }
+
+
 def _attention_leaves(tokens: int) -> dict[str, Tensor]:
     heads, keys, size = ATTENTION
     return {
@@ -255,6 +269,14 @@ OPS = {
             _in_segments,
             "gated_delta_rule",
             needs="long",
+        ),
+        Op(
+            "ssd",
+            "hf_packfree.ops.ssd",
+            _ssd_leaves,
+            lambda f, x, packed, backend: f(*x.values(), packed, backend=backend),
+            "ssd",
+            shared=("A", "D"),
         ),
         Op(
             "conv",

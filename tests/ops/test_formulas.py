@@ -10,6 +10,7 @@ from hf_packfree import PackedSequence
 from hf_packfree.ops.conv import causal_conv1d
 from hf_packfree.ops.delta_rule import gated_delta_rule_with_states
 from hf_packfree.ops.loss import Wanted, linear_cross_entropy, linear_log_probs
+from hf_packfree.ops.ssd import ssd
 
 T, K, V = 13, 5, 4
 
@@ -78,6 +79,34 @@ def test_delta_rule_in_chunks_and_as_an_affine_map(rule):
     for t in range(T):
         M = g[t].exp() * (M - beta[t] * k[t][:, None] * (k[t] @ M))
     assert near(M @ state + B, states[-1])
+
+
+def test_ssd_forward_backward_and_in_chunks():
+    torch.manual_seed(0)
+    x, B, C = (torch.randn(T, size).double() for size in (V, K, K))
+    dt, A, D = torch.rand(T).double(), torch.tensor(-0.5).double(), torch.tensor(0.7).double()
+    leaves = [one.clone().requires_grad_() for one in (x, dt, A, B, C, D)]
+    heads = [one[None, :, None] if one.dim() else one[None] for one in leaves]
+    y = ssd(*heads, PackedSequence.from_lengths([T]))[0, :, 0]
+    states = [torch.zeros(K, V).double()]
+    for t in range(T):
+        states.append((dt[t] * A).exp() * states[t] + B[t][:, None] * (dt[t] * x[t]))
+    assert near(y, torch.stack([states[t + 1].mT @ C[t] + D * x[t] for t in range(T)]))
+    d_y = torch.randn_like(x)
+    found, dS = torch.autograd.grad(y, leaves, d_y), torch.zeros(K, V).double()
+    dx, ddt, dA, dB, dC, dD = map(torch.zeros_like, (x, dt, A, B, C, D))
+    for t in reversed(range(T)):
+        dS, dC[t] = dS + C[t][:, None] * d_y[t], states[t + 1] @ d_y[t]
+        du, dB[t] = dS.mT @ B[t], dt[t] * dS @ x[t]
+        dg = (dt[t] * A).exp() * (dS * states[t]).sum()
+        dx[t], ddt[t] = dt[t] * du + D * d_y[t], du @ x[t] + A * dg
+        dA, dD, dS = dA + dt[t] * dg, dD + d_y[t] @ x[t], (dt[t] * A).exp() * dS
+    assert all(map(near, found, (dx, ddt, dA, dB, dC, dD)))
+    S, U, G = states[3], (dt[:, None] * x)[3:], (dt[3:] * A).cumsum(0)
+    decay, B, C = (G[:, None] - G).tril().exp(), B[3:], C[3:]
+    read = ((C @ B.mT).tril() * decay) @ U + G.exp()[:, None] * (C @ S) + D * x[3:]
+    after = G[-1].exp() * S + B.mT @ ((G[-1] - G).exp()[:, None] * U)
+    assert near(read, y[3:]) and near(after, states[-1])
 
 
 def test_convolution():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_packfree.ops import attention, backend, conv, delta_rule, fla
+from hf_packfree.ops import attention, backend, conv, delta_rule, fla, ssd
 from hf_packfree.patching import exactness, report
 from tests.patching.machines import INSTALLED
 
@@ -34,6 +34,7 @@ def gpu(monkeypatch):
             "flash_qla": "flash-qla",
             "tilelang": "tilelang",
             "causal_conv1d": "causal-conv1d",
+            "mamba_ssm": "mamba-ssm",
         }
 
         def import_module(name):
@@ -43,7 +44,7 @@ def gpu(monkeypatch):
         def find_spec(name):
             return object() if modules.get(name) in packages else None
 
-        readers = (fla, backend, conv.dao, delta_rule.flash_qla, exactness)
+        readers = (fla, backend, conv.dao, delta_rule.flash_qla, ssd.mamba_ssm, exactness)
         for module in readers:
             monkeypatch.setattr(module, "installed", packages.get)
         for module in (one for one in readers if hasattr(one, "find_spec")):

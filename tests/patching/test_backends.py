@@ -50,7 +50,7 @@ def test_nothing_is_imported_that_is_not_wanted(gpu, monkeypatch):
     monkeypatch.setattr(backend, "import_module", imported.append)
     choose_backends("torch", SIZES)
     assert imported == []
-    choose_backends({"delta_rule": "torch"}, SIZES)
+    choose_backends({"delta_rule": "torch"}, SIZES, by_family["qwen3_5"].ops)
     assert imported == ["triton"]
 
 
@@ -72,6 +72,7 @@ def test_hopper_with_everything_takes_the_fastest(gpu):
     assert state.cuda_half == {
         "conv": "triton",
         "delta_rule": "flash_qla",
+        "ssd": "fla",
         "attention": "triton",
         "fused": "triton",
         "loss": "triton",
@@ -95,7 +96,7 @@ def test_under_torch_compile_what_mixes_no_tokens_is_left_to_it(gpu, monkeypatch
     gpu()
     state, mixes = (
         choose_backends("auto", SIZES),
-        ("conv", "delta_rule", "attention", "tower_attention"),
+        ("conv", "delta_rule", "ssd", "attention", "tower_attention"),
     )
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     compiled = state.kernels_for(torch.device("cuda", 0), torch.bfloat16)

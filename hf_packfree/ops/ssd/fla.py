@@ -1,0 +1,50 @@
+"""Mamba-2's SSD by flash-linear-attention's simple gated linear attention: its Triton kernels.
+
+The two are the same recurrence under other names: q = C, k = B, v = dt x, g = dt A, a scale of one,
+and then D x. B and C are repeated for the heads of their group, and dt x is rounded to x's dtype.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from inspect import unwrap
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_packfree.ops.backend import Target
+from hf_packfree.ops.fla import broken_fla, needs_fla, wrong_on_hopper
+from hf_packfree.packing import PackedSequence, uncompiled
+
+
+def unusable(target: Target) -> str | None:
+    """Return why it cannot run at `target`, or None."""
+    return needs_fla(target) or wrong_on_hopper(target) or broken_fla("fla.ops.simple_gla")
+
+
+@uncompiled
+def ssd(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, packed: PackedSequence
+) -> Tensor:
+    """See `hf_packfree.ops.ssd.ssd`."""
+    share, steps = x.shape[2] // B.shape[2], dt.float()
+    query, key = (part.to(x.dtype).repeat_interleave(share, 2) for part in (C, B))
+    out, _ = _kernel()(
+        query,
+        key,
+        (x * steps[..., None]).to(x.dtype),
+        steps * A.float(),
+        scale=1.0,
+        cu_seqlens=packed.cu_seqlens,
+        cu_seqlens_cpu=packed.cu_seqlens_cpu,
+    )
+    return torch.addcmul(out, D.to(x.dtype)[:, None], x)
+
+
+@cache
+def _kernel() -> Any:
+    """FLA's function without its dispatcher, as for the gated delta rule."""
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    return torch.compiler.disable(unwrap(chunk_simple_gla))

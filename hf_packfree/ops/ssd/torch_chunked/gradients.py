@@ -1,0 +1,135 @@
+"""The backward pass of a window's chunks, with the states before them known.
+
+With dP = dy u^T * exp(G_i - G_j) and dS' the gradient of the state after the chunk:
+
+    d(C B^T) = the sum over heads of dP
+    du = P^T dy + exp(G_C - G) (B dS')
+    dB = d(C B^T)^T C + (exp(G_C - G) u) dS'^T,   dC = d(C B^T) B + (exp(G) dy) S^T
+    dS = exp(G_C) dS' + C^T (exp(G) dy)
+
+A cumulative log decay G_i scales row i of P and what is read of S, and its inverse scales column i
+and what is written to S', so that dG_i is what the former two add to the output's gradient less
+what the latter two do. Notation in `chunks.py`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_packfree.ops.chunked.layout import Step
+from hf_packfree.ops.chunked.scratch import Scratch
+from hf_packfree.ops.ssd.torch_chunked.chunks import Chunks, by_step, opened
+
+
+class Gradients(NamedTuple):
+    """Of a window: u [R, C, P]; the log decays dt A [R, C]; B and C [M, C, N], of these heads
+    alone.
+    """
+
+    u: Tensor
+    g: Tensor
+    B: Tensor
+    C: Tensor
+
+
+class Carried(NamedTuple):
+    """What the scan over time steps, from the last one to the first, finds.
+
+    Attributes:
+        back: [M, C, h P], B dS'.
+        kept: [M, h], S . dS', summed over the state.
+    """
+
+    back: Tensor
+    kept: Tensor
+
+
+def gradients(
+    chunks: Chunks,
+    steps: tuple[Step, ...],
+    states: Tensor,
+    d_y: Tensor,
+    d_state: Tensor,
+    space: Scratch,
+) -> Gradients:
+    """Run the gradient over a window.
+
+    Args:
+        steps: the window's.
+        states: [M, N, h P], the state before each chunk.
+        d_y: [R, C, P], zero in padding.
+        d_state: [documents, N, h P], the gradient of the state after `steps`; left as before them.
+    """
+    decays = chunks.decays
+    d_attend = torch.bmm(d_y, chunks.u.mT, out=space.like("d_attend", decays.pairs))
+    d_attend.mul_(decays.pairs)
+    d_products = chunks.by_head(d_attend).sum(1)
+    d_B, d_C = torch.bmm(d_products.mT, chunks.C), torch.bmm(d_products, chunks.B)
+    d_u = torch.bmm(chunks.attend(space).mT, d_y, out=space.like("d_u", d_y))
+    d_read = chunks.beside(d_y, decays.decay, "d_read", space)
+    back, kept = _scan(chunks, steps, states, d_read, d_state, d_B, d_C, space)
+    d_g = _decay_gradients(chunks, steps, states, d_attend, d_y, back, kept, space)
+    chunks.by_head(d_u).addcmul_(chunks.apart(back), chunks.by_head(decays.rest))
+    return Gradients(d_u, d_g, d_B, d_C)
+
+
+def _scan(
+    chunks: Chunks,
+    steps: tuple[Step, ...],
+    states: Tensor,
+    d_read: Tensor,
+    d_state: Tensor,
+    d_B: Tensor,
+    d_C: Tensor,
+    space: Scratch,
+) -> Carried:
+    """Carry the gradient of the state from the last of `steps` to the first; add to `d_B` and `d_C`
+    what comes through the states.
+    """
+    writes, whole = chunks.writes(space), chunks.whole()
+    back = space.like("back", writes)
+    kept = writes.new_zeros(len(writes), chunks.heads)
+    split = (chunks.B, chunks.C, writes, whole, states, d_read, d_B, d_C, back, kept)
+    for step, parts, _ in reversed(list(by_step(steps, *split))):
+        B, C, write, decay, before, read, d_B_now, d_C_now, back_now, kept_now = parts
+        on = slice(step.going_on)
+        after = d_state[on]
+        torch.bmm(B[on], after, out=back_now[on])
+        back_now[step.going_on :].zero_()
+        d_B_now[on].baddbmm_(write[on], after.mT)
+        if step.opens:
+            continue
+        per_head = (before[on] * after).sum(1).unflatten(1, (chunks.heads, -1))
+        kept_now[on] = per_head.sum(2)
+        d_C_now.baddbmm_(read, before.mT)
+        d_state[: step.docs].mul_(decay).baddbmm_(C.mT, read)
+    return Carried(back, kept)
+
+
+def _decay_gradients(
+    chunks: Chunks,
+    steps: tuple[Step, ...],
+    states: Tensor,
+    d_attend: Tensor,
+    d_y: Tensor,
+    back: Tensor,
+    kept: Tensor,
+    space: Scratch,
+) -> Tensor:
+    """Return the gradient of the log decays dt A, [R, C]; `d_attend` is overwritten."""
+    decay, rest = (chunks.by_head(part[..., 0]) for part in chunks.decays[:2])
+    own = chunks.by_head(d_attend).mul_(chunks.products[:, None])
+    # the diagonal is exp(G_i - G_i): what its row and its column get cancels, but for the rounding
+    own.diagonal(dim1=2, dim2=3).zero_()
+    wrote = (chunks.apart(back) * chunks.by_head(chunks.u)).sum(-1).mul_(rest)
+    total = own.sum(-1) - own.sum(-2) - wrote
+    total[..., -1] += wrote.sum(-1) + kept * decay[..., -1]
+    first = opened(steps)
+    if first < len(states):
+        read = torch.bmm(chunks.C[first:], states[first:], out=space("read", *back[first:].shape))
+        read_gradient = (chunks.apart(read) * chunks.by_head(d_y)[first:]).sum(-1)
+        total[first:].addcmul_(read_gradient, decay[first:])
+    return total.flip(-1).cumsum(-1).flip(-1).flatten(0, 1)

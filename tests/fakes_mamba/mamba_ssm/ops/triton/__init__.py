@@ -1,0 +1,1 @@
+"""Those that Triton compiles."""

@@ -1,0 +1,285 @@
+"""Mamba-2's SSD against its definition, token by token in fp64, and its promises about packing."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import softplus
+
+from hf_packfree.errors import BackendUnavailable, UnsupportedInput
+from hf_packfree.ops import backend
+from hf_packfree.ops import ssd as room
+from hf_packfree.ops.backend import Target
+from hf_packfree.ops.chunked.scratch import scratch_for
+from hf_packfree.ops.ssd import OP, mamba_ssm, recurrent_ssd, ssd
+from hf_packfree.packing import PackedSequence
+from tests.support import relative_rms
+
+NAMES = ("out", "x", "dt", "A", "B", "C", "D")
+LENGTHS = [300, 1, 63, 64, 65, 2, 127, 128, 129, 3]
+SHAPES = [(4, 1, 8, 16), (4, 2, 16, 8), (3, 3, 5, 7), (20, 2, 8, 8)]
+"""Heads, groups, their size and that of states; the last one has blocks that do not fill up."""
+EXACT, SINGLE = 1e-12, 2e-6
+
+
+def make_inputs(lengths, heads=4, groups=2, size=8, state=16, *, strong=False):
+    """x, dt, A, B, C, D in fp64: of states that live for hundreds of tokens, or for one."""
+    generator, tokens = torch.Generator().manual_seed(sum(lengths)), sum(lengths)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    rate = torch.rand(heads, generator=generator, dtype=torch.float64)
+    B, C = (random(1, tokens, groups, state) / 3 for _ in range(2))
+    dt = softplus(random(1, tokens, heads) - (0 if strong else 3))
+    return [
+        random(1, tokens, heads, size),
+        dt,
+        -0.02 - rate * (16 if strong else 0.5),
+        B,
+        C,
+        random(heads),
+    ]
+
+
+def run(op, inputs, lengths, **options):
+    """Values and the gradients of all inputs, under a fixed random gradient of the output."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    out = op(*leaves, PackedSequence.from_lengths(lengths), **options)
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+    return [out.detach(), *torch.autograd.grad(out, leaves, weight.to(out.dtype))]
+
+
+def worst(found, wanted, floor=1e-300):
+    """The largest relative RMS, with its name."""
+    errors = {
+        name: relative_rms(a, b, floor) for name, a, b in zip(NAMES, found, wanted, strict=True)
+    }
+    return max((error, name) for name, error in errors.items())
+
+
+@pytest.mark.parametrize("strong", [False, True], ids=["slow", "strong"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_values_and_gradients_match_the_recurrence(shape, strong):
+    """Measured: 5e-15 and 5e-7; 4e-6 of A in fp32, whose gradient is little under strong decay."""
+    inputs = make_inputs(LENGTHS, *shape, strong=strong)
+    wanted = run(recurrent_ssd, inputs, LENGTHS)
+    assert worst(run(ssd, inputs, LENGTHS), wanted)[0] <= EXACT
+    single = run(ssd, [x.float() for x in inputs], LENGTHS)
+    error, name = worst(single, wanted)
+    assert error <= (5 * SINGLE if strong and name == "A" else SINGLE)
+    assert {x.dtype for x in single} == {torch.float32}
+
+
+@pytest.mark.parametrize("lengths", [[31, 32, 33], [255, 256, 257], [1] * 300, [300]], ids=len)
+def test_edges_of_chunks(lengths):
+    inputs = make_inputs(lengths, 2, 1, 8, 8)
+    found, wanted = run(ssd, inputs, lengths), run(recurrent_ssd, inputs, lengths)
+    assert worst(found, wanted, 1e-20)[0] <= EXACT
+
+
+@settings(max_examples=25)
+@given(
+    lengths=st.lists(st.integers(1, 100), min_size=1, max_size=6),
+    groups=st.integers(1, 3),
+    share=st.integers(1, 3),
+    sizes=st.tuples(st.integers(1, 20), st.integers(1, 20)),
+    strong=st.booleans(),
+)
+def test_any_lengths_heads_and_sizes(lengths, groups, share, sizes, strong):
+    inputs = make_inputs(lengths, groups * share, groups, *sizes, strong=strong)
+    assert worst(run(ssd, inputs, lengths), run(recurrent_ssd, inputs, lengths), 1e-3)[0] <= EXACT
+
+
+def test_where_nothing_decays_no_gradient_reaches_the_rate():
+    """The state before a document's first token is zero, whatever it decays by."""
+    inputs = make_inputs([1] * 9)
+    found = dict(zip(NAMES, run(ssd, inputs, [1] * 9), strict=True))
+    assert not found["A"].any() and all(found[name].any() for name in NAMES if name != "A")
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_document_gets_the_same_bits_alone(shape, dtype):
+    inputs = [x.to(dtype) for x in make_inputs(LENGTHS, *shape)]
+    packed = ssd(*inputs, PackedSequence.from_lengths(LENGTHS)).split(LENGTHS, 1)
+    parts = zip(*(x.split(LENGTHS, 1) for x in inputs if x.dim() > 1), strict=True)
+    for length, out, (x, dt, B, C) in zip(LENGTHS, packed, parts, strict=True):
+        alone = ssd(x, dt, inputs[2], B, C, inputs[5], PackedSequence.from_lengths([length]))
+        assert torch.equal(alone, out), length
+
+
+def test_documents_do_not_influence_each_other_and_the_control_does():
+    inputs = make_inputs(LENGTHS)
+    changed = [x.clone() for x in inputs]
+    for x in (x for x in changed if x.dim() > 1):
+        x[:, :300] = x[:, :300].flip(1)
+
+    def rest(lengths):
+        packed = PackedSequence.from_lengths(lengths)
+        return [ssd(*x, packed)[:, 300:] for x in (inputs, changed)]
+
+    assert torch.equal(*rest(LENGTHS))
+    assert relative_rms(*rest([sum(LENGTHS)])) > 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_inputs_are_computed_in_fp32(dtype):
+    lengths = [65, 5]
+    inputs = [x.to(dtype) for x in make_inputs(lengths)]
+    found, wanted = (run(ssd, x, lengths) for x in (inputs, [x.float() for x in inputs]))
+    assert all(x.dtype == dtype for x in found)
+    assert torch.equal(found[0], wanted[0].to(dtype))
+    assert worst(found, wanted)[0] <= 4 * torch.finfo(dtype).eps
+
+
+def test_parameters_may_be_wider_than_the_row():
+    """As under autocast: A is fp32 always, the steps are where the kernels make them."""
+    x, dt, A, B, C, D = make_inputs([65, 5])
+    mixed = [x.bfloat16(), dt.float(), A.float(), B.bfloat16(), C.bfloat16(), D.float()]
+    found, wanted = run(ssd, mixed, [65, 5]), run(ssd, [one.double() for one in mixed], [65, 5])
+    assert [one.dtype for one in found[1:]] == [one.dtype for one in mixed]
+    assert worst(found, wanted)[0] <= 2 * torch.finfo(torch.bfloat16).eps
+
+
+def test_autocast_changes_nothing():
+    inputs = [x.float() for x in make_inputs([65, 5])]
+    wanted = run(ssd, inputs, [65, 5])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = run(ssd, inputs, [65, 5])
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+def test_any_strides():
+    """As a convolution leaves x, B and C, side by side, and transposed."""
+    x, dt, A, B, C, D = (one.float() for one in make_inputs([65, 5], 4, 2, 16, 16))
+    packed = PackedSequence.from_lengths([65, 5])
+    wanted = ssd(x, dt, A, B, C, D, packed)
+    beside = torch.cat([part.flatten(2) for part in (x, B, C)], 2).split([64, 32, 32], 2)
+    x, B, C = (part.unflatten(2, (-1, 16)) for part in beside)
+    assert torch.equal(ssd(x, dt, A, B, C, D, packed), wanted)
+    x, B, C, dt = (part.transpose(1, 2).contiguous().transpose(1, 2) for part in (x, B, C, dt))
+    assert torch.equal(ssd(x, dt, A, B, C, D, packed), wanted)
+    out = ssd(x.requires_grad_(), dt, A, B, C, D, packed)
+    # an expanded gradient
+    out.sum().backward()
+    assert x.grad.any()
+
+
+def test_nothing_but_the_inputs_is_saved():
+    inputs = [x.float().requires_grad_() for x in make_inputs([300], 2, 1, 32, 32)]
+    saved = {}
+
+    def pack(x):
+        saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        ssd(*inputs, PackedSequence.from_lengths([300]))
+    assert sum(saved.values()) <= sum(x.untyped_storage().nbytes() for x in inputs)
+
+
+def test_what_scratch_memory_holds_does_not_matter():
+    lengths = [64, 1, 129, 5]
+    packed, inputs = PackedSequence.from_lengths(lengths), [x.float() for x in make_inputs(lengths)]
+    fresh = run(ssd, inputs, lengths)
+    for _ in range(2):
+        for buffer in scratch_for(packed, torch.device("cpu"), torch.float32)._buffers.values():
+            buffer.fill_(float("nan"))
+        again = run(lambda *leaves: ssd(*leaves[:-1], packed), inputs, lengths)
+        assert all(torch.equal(x, y) for x, y in zip(again, fresh, strict=True))
+
+
+def test_what_is_refused():
+    inputs, packed = make_inputs([3]), PackedSequence.from_lengths([3])
+    with pytest.raises(BackendUnavailable, match=r"'nope'; wanted one of fla, mamba_ssm, torch"):
+        ssd(*inputs, packed, backend="nope")
+    with pytest.raises(UnsupportedInput, match="tree of shared prefixes for Mamba-2's SSD"):
+        ssd(*inputs, PackedSequence.from_tree([1, 1, 1], [None, 0, 0]))
+    inputs[0].requires_grad_()
+    out = ssd(*inputs, packed)
+    (gradient,) = torch.autograd.grad(out.square().sum(), inputs[0], create_graph=True)
+    with pytest.raises(UnsupportedInput, match="found a second derivative"):
+        gradient.sum().backward()
+
+
+@pytest.fixture
+def mamba(monkeypatch):
+    """The stand-in for mamba-ssm, on the path and forgotten afterwards."""
+
+    def forget():
+        mamba_ssm._kernel.cache_clear()
+        mamba_ssm._broken.cache_clear()
+        for name in [name for name in sys.modules if name.partition(".")[0] == "mamba_ssm"]:
+            del sys.modules[name]
+
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "fakes_mamba")
+    forget()
+    yield
+    forget()
+
+
+@pytest.mark.parametrize("name", ["mamba_ssm", "fla"])
+def test_kernels_get_what_they_compute_with(name, request):
+    request.getfixturevalue({"mamba_ssm": "mamba", "fla": "stand_ins"}[name])
+    lengths = [65, 1, 5, 70]
+    for groups in (1, 2, 4):
+        inputs = [x.float() for x in make_inputs(lengths, 4, groups)]
+        wanted = run(recurrent_ssd, [x.double() for x in inputs], lengths)
+        assert worst(run(ssd, inputs, lengths, backend=name), wanted)[0] <= SINGLE
+    assert "selective_scan_cuda" not in sys.modules
+    room.fla._kernel.cache_clear()
+
+
+def test_rows_beyond_the_kernels_offsets_are_refused(mamba):
+    tokens, heads, size, state = 2**20, 32, 64, 16
+
+    def row(*shape):
+        return torch.zeros(1).expand(1, tokens, *shape)
+
+    inputs = row(heads, size), row(heads), torch.zeros(heads), row(1, state), row(1, state)
+    with pytest.raises(BackendUnavailable, match=r"1048576 tokens.*reach 2147483648; wanted less"):
+        ssd(*inputs, torch.zeros(heads), PackedSequence.from_lengths([tokens]), backend="mamba_ssm")
+
+
+@pytest.fixture
+def anywhere(monkeypatch):
+    """A GPU on which Triton runs."""
+    monkeypatch.setattr(mamba_ssm, "needs_triton", lambda target: None)
+
+
+GPU = Target("cuda", (9, 0))
+
+
+def test_where_mamba_ssm_cannot_run(anywhere, mamba, monkeypatch):
+    unusable = OP.backends["mamba_ssm"].unusable
+    assert unusable(GPU) is None
+    assert unusable(Target("cuda", dtype=torch.float64)).endswith("this is float64")
+    monkeypatch.setattr(mamba_ssm, "installed", lambda package: "2.2.5")
+    assert "mamba-ssm 2.2.5 is too old for packed rows" in unusable(GPU)
+
+
+def test_mamba_ssm_that_is_absent_or_broken_says_so(anywhere, tmp_path, monkeypatch):
+    unusable = OP.backends["mamba_ssm"].unusable
+    assert "mamba-ssm is not installed; pip install" in unusable(GPU)
+    (tmp_path / "mamba_ssm").mkdir()
+    (tmp_path / "mamba_ssm" / "__init__.py").write_text("raise OSError('undefined symbol')")
+    monkeypatch.syspath_prepend(tmp_path)
+    mamba_ssm._broken.cache_clear()
+    assert "is broken (OSError: undefined symbol); reinstall it" in unusable(GPU)
+    mamba_ssm._broken.cache_clear()
+
+
+def test_on_a_cpu_torch_runs(monkeypatch):
+    assert "this is a cpu" in OP.backends["mamba_ssm"].unusable(Target("cpu"))
+    assert "this is a cpu" in OP.backends["fla"].unusable(Target("cpu"))
+    monkeypatch.setattr(backend, "needs_cuda", lambda target: None)
+    monkeypatch.setattr(room.fla, "needs_fla", lambda target: None)
+    monkeypatch.setattr("hf_packfree.ops.fla.installed", lambda package: "3.6.0")
+    assert "refuses to run on Hopper with triton 3.6.0" in room.fla.unusable(GPU)
