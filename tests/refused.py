@@ -12,6 +12,7 @@ import ast
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import hf_packfree
@@ -100,6 +101,7 @@ class Refusal:
         return f"`{self.error}`", self.found, self.wanted, self.mend
 
 
+@cache
 def refusals() -> list[Refusal]:
     """Return every error with a sentence of its own, in the order of the files."""
     found = []

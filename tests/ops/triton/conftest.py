@@ -8,12 +8,22 @@ import os
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from tests.ops.triton.kernels import Recorded, all_kernels
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is interpreted is slow; `.ci/run kernels` runs it with the oldest Triton and the newest."""
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.slow)
 
 
 def reason_to_skip() -> str | None:
