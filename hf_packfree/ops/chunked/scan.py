@@ -24,7 +24,7 @@ class Update(NamedTuple):
         read: [RG, C, K], -beta exp(G) k, what is taken off the values.
         write: [RG, C, K], exp(G_C - G) k.
         solve: [RG, C, C], X.
-        whole: [RG, 1, 1], exp(G_C).
+        whole: [RG, 1, 1], exp(G_C); [RG, K, 1] where every channel decays by itself.
     """
 
     read: Tensor
@@ -133,9 +133,10 @@ def scan_gradients(
         product: like d_state, overwritten.
 
     Returns:
-        [RG], the gradient of G_C through exp(G_C) S.
+        The gradient of G_C through exp(G_C) S, shaped like `whole`.
     """
-    kept = new.new_zeros(len(new))
+    kept = torch.zeros_like(update.whole)
+    shared = (1, 2) if kept.shape[1] == 1 else (2,)
     d_new = torch.bmm(output.attend.mT, d_out)
     sizes = [step.docs * heads for step in steps]
     split = (new, states, d_new, d_out, z, kept, *update, output.read)
@@ -155,9 +156,10 @@ def scan_gradients(
             k_read.zero_()
             q_read.zero_()
             continue
-        torch.sum(torch.mul(before[:on], after, out=product[:on]), (1, 2), out=kept_now[:on])
+        torch.mul(before[:on], after, out=product[:on])
+        torch.sum(product[:on], shared, keepdim=True, out=kept_now[:on])
         d_before = d_state[: len(z_now)].mul_(whole)
         d_before.baddbmm_(k_read.mT, z_now).baddbmm_(q_read.mT, d_out_now)
         torch.bmm(z_now, before.mT, out=k_read)
         torch.bmm(d_out_now, before.mT, out=q_read)
-    return kept.mul_(update.whole.flatten())
+    return kept.mul_(update.whole)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hf_packfree.ops.chunked.norms import NORM_EPS
 from hf_packfree.packing import PackedSequence
-
-NORM_EPS = 1e-6
 
 
 def recurrent_gated_delta_rule(

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from hf_packfree.ops.chunked.decays import make_decays
+from hf_packfree.ops.chunked.norms import normalise
 from hf_packfree.ops.chunked.scan import Output, Update
 from hf_packfree.ops.chunked.scratch import Scratch
 from hf_packfree.ops.chunked.solve import unit_lower_inverse
-from hf_packfree.ops.delta_rule.reference import NORM_EPS
 
 
 class Units(NamedTuple):
@@ -64,7 +64,7 @@ def make_keys(k: Tensor, qk_l2norm: bool, space: Scratch, tag: str) -> Units:
     """Normalise k [R, C, K], in place, where `qk_l2norm`, and multiply it out; `tag` names the
     buffer.
     """
-    norm = _normalise(k, 1.0, space) if qk_l2norm else 1.0
+    norm = normalise(k, 1.0, space) if qk_l2norm else 1.0
     return Units(k, norm, torch.bmm(k, k.mT, out=space(f"kk{tag}", *k.shape[:2], k.shape[1])))
 
 
@@ -74,7 +74,7 @@ def make_queries(q: Tensor, keys: Units, size: int, qk_l2norm: bool, space: Scra
     """
     norm: Tensor | float = size**-0.5
     if qk_l2norm:
-        norm = _normalise(q, size**-0.5, space)
+        norm = normalise(q, size**-0.5, space)
     else:
         q.mul_(norm)
     return Units(q, norm, torch.bmm(q, keys.x.mT, out=space.like("qk", keys.products)))
@@ -119,11 +119,3 @@ def times(shared: Tensor, rows: Tensor, space: Scratch, name: str) -> Tensor:
         shared[:, None], rows.view(*whole, *rows.shape[1:]), out=out.view(*whole, *out.shape[1:])
     )
     return out
-
-
-def _normalise(x: Tensor, scale: float, space: Scratch) -> Tensor:
-    """Multiply x by scale / (its L2 norm), in place; return the factor."""
-    square = torch.mul(x, x, out=space.like("temporary", x))
-    norm = square.sum(-1, keepdim=True).add_(NORM_EPS).rsqrt_().mul_(scale)
-    x.mul_(norm)
-    return norm

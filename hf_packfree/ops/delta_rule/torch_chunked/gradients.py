@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_packfree.ops.chunked.norms import normalise_backward
 from hf_packfree.ops.chunked.scan import Output, Update
 from hf_packfree.ops.chunked.scratch import Scratch
 from hf_packfree.ops.delta_rule.torch_chunked.chunks import Gates, Units, times
@@ -50,7 +51,7 @@ def finish_values(
         new: [RG, C, V], N.
         z: [RG, C, V], overwritten.
         d_out: [RG, C, V].
-        kept: [RG], the gradient of G_C through exp(G_C) S.
+        kept: [RG, 1, 1], the gradient of G_C through exp(G_C) S.
         v: [RG, C, V], overwritten.
 
     Returns:
@@ -87,7 +88,7 @@ def finish_values(
         + read_q * gates.decay[..., 0]
         - write_k
     )
-    d_decay[:, -1] += write_k.sum(-1) + kept
+    d_decay[:, -1] += write_k.sum(-1) + kept[:, 0, 0]
     d_g = d_decay.flip(-1).cumsum(-1).flip(-1)
     d_beta = v.mul_(z).sum(-1) - row_k - gates.decay[..., 0] * read_k
     return total, (z.mul_(gates.beta), d_g, d_beta)
@@ -96,20 +97,12 @@ def finish_values(
 def finish_keys(
     keys: Units, queries: Units, total: KeyGradients, size: int, space: Scratch
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the raw queries and keys [R, C, K]; `total` is overwritten.
-
-    For x = n raw / s, with s the scale of the queries: d_raw = n (dx - x (x.dx) / s^2).
-    """
+    """Return the gradients of the raw queries and keys [R, C, K]; `total` is overwritten."""
     both = torch.add(total.kk, total.kk.mT, out=space.like("local", total.kk))
     d_k = total.k.baddbmm_(total.qk.mT, queries.x).baddbmm_(both, keys.x)
     d_q = total.q.baddbmm_(total.qk, keys.x)
-    buffer = space.like("temporary", d_k)
     for d, x, norm, square in ((d_k, *keys[:2], 1), (d_q, *queries[:2], size)):
-        if isinstance(norm, float):
-            d.mul_(norm)
-            continue
-        along = torch.mul(d, x, out=buffer).sum(-1, keepdim=True).mul_(-square)
-        d.addcmul_(x, along).mul_(norm)
+        normalise_backward(d, x, norm, square, space)
     return d_q, d_k
 
 
