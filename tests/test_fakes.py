@@ -11,6 +11,7 @@ import torch
 
 from hf_packfree.ops.conv import causal_conv1d
 from hf_packfree.ops.delta_rule import recurrent_gated_delta_rule
+from hf_packfree.ops.kda import recurrent_kda
 from hf_packfree.packing import PackedSequence
 from tests.support import relative_rms
 
@@ -42,6 +43,28 @@ def test_the_delta_rule_is_that_of_the_reference(name):
 
     found, wanted = inputs(), inputs()
     outputs = call(*found), recurrent_gated_delta_rule(*wanted, PACKED)
+    assert relative_rms(*outputs) <= 1e-6
+    for out in outputs:
+        out.square().sum().backward()
+    assert max(relative_rms(x.grad, y.grad) for x, y in zip(found, wanted)) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["chunk_kda", "fused_recurrent_kda"])
+def test_kimi_delta_attention_is_that_of_the_reference(name):
+    from fla.ops import kda as stand_in
+
+    def call(q, k, v, g, beta):
+        options = {"cu_seqlens": PACKED.cu_seqlens, "use_qk_l2norm_in_kernel": True}
+        return getattr(stand_in, name)(q, k, v, g=g, beta=beta, **options)[0]
+
+    def per_channel():
+        q, k, v, g, beta = inputs()
+        decays = (g.detach()[..., :2, None] * torch.linspace(0, 2, 8)).requires_grad_()
+        beta = beta.detach()[..., :2].requires_grad_()
+        return [q, k, v.detach()[:, :, :2].requires_grad_(), decays, beta]
+
+    found, wanted = per_channel(), per_channel()
+    outputs = call(*found), recurrent_kda(*wanted, PACKED)
     assert relative_rms(*outputs) <= 1e-6
     for out in outputs:
         out.square().sum().backward()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_packfree.ops import attention, conv, delta_rule, fused, loss, ssd
+from hf_packfree.ops import attention, conv, delta_rule, fused, kda, loss, ssd
 from hf_packfree.ops.attention import towers
 from hf_packfree.ops.op import Op
 
@@ -13,6 +13,7 @@ OPS: dict[str, Op[Any]] = {
     for op in (
         conv.OP,
         delta_rule.OP,
+        kda.OP,
         ssd.OP,
         attention.OP,
         fused.OP,

@@ -60,7 +60,7 @@ def apply_patches(
             they are.
         backend: "auto": of every op the fastest that can run on the tensors at hand; or a name to
             force ("torch" runs everywhere, and every op has it), or {op: name} with ops conv,
-            delta_rule, attention, tower_attention, loss, and fused for all small ops.
+            delta_rule, ssd, kda, attention, tower_attention, loss, and fused for all small ops.
         batch_invariant: give a document the same bits alone and in a packed row. Rows of one
             document then run through the patched layers, too, and matrix products never choose
             split-K by the number of rows, which costs short rows time. Where that cannot be

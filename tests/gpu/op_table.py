@@ -34,6 +34,15 @@ def _delta_rule_leaves(tokens: int) -> dict[str, Tensor]:
     }
 
 
+def _kda_leaves(tokens: int) -> dict[str, Tensor]:
+    """The same with a decay for every channel of a key."""
+    _, heads, size = HEADS
+    q, k, v, g = (_random(1, tokens, heads, size) for _ in range(4))
+    rate = torch.empty(heads, size, dtype=torch.float64).uniform_(0.01, 0.05)
+    g = -rate * torch.nn.functional.softplus(g)
+    return {"q": q, "k": k, "v": v, "g": g, "beta": _random(1, tokens, heads).sigmoid()}
+
+
 def unit_leaves(tokens: int) -> dict[str, Tensor]:
     """q and k as our convolution leaves them."""
     leaves = _delta_rule_leaves(tokens)
@@ -241,6 +250,13 @@ OPS = {
             "gated_delta_rule",
             exact=("fla", "flash_qla"),
             exact_gradients=("fla", "flash_qla"),
+        ),
+        Op(
+            "Kimi delta attention",
+            "hf_packfree.ops.kda",
+            _kda_leaves,
+            lambda f, x, packed, backend: f(*x.values(), packed, backend=backend),
+            "kda",
         ),
         # as the layers call it
         Op(

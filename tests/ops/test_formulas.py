@@ -9,6 +9,7 @@ from torch.nn.functional import linear, silu
 from hf_packfree import PackedSequence
 from hf_packfree.ops.conv import causal_conv1d
 from hf_packfree.ops.delta_rule import gated_delta_rule_with_states
+from hf_packfree.ops.kda import kda
 from hf_packfree.ops.loss import Wanted, linear_cross_entropy, linear_log_probs
 from hf_packfree.ops.ssd import ssd
 
@@ -107,6 +108,44 @@ def test_ssd_forward_backward_and_in_chunks():
     read = ((C @ B.mT).tril() * decay) @ U + G.exp()[:, None] * (C @ S) + D * x[3:]
     after = G[-1].exp() * S + B.mT @ ((G[-1] - G).exp()[:, None] * U)
     assert near(read, y[3:]) and near(after, states[-1])
+
+
+def test_kda(rule):
+    q, k, v, _, beta, _ = rule
+    g = -torch.rand(T, K).double()
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, g, beta)]
+    heads, record = [x[None, :, None] for x in leaves], PackedSequence.from_lengths([T])
+    out = kda(*heads, record, qk_l2norm=False)[0, :, 0]
+    decayed, writes, states, wanted = by_tokens(q, k, v, g[:, :, None], beta, torch.zeros(K, V))
+    assert near(out, wanted)
+    d_out = torch.randn(T, V).double()
+    found = torch.autograd.grad(out, leaves, d_out)
+    dq, dk, dv, dg, dbeta = map(torch.zeros_like, (q, k, v, g, beta))
+    dS = torch.zeros(K, V).double()
+    for t in reversed(range(T)):
+        dS = dS + K**-0.5 * q[t][:, None] * d_out[t]
+        dq[t], du = K**-0.5 * states[t] @ d_out[t], beta[t] * dS.mT @ k[t]
+        dv[t], dk[t] = du, dS @ writes[t] - decayed[t] @ du
+        dbeta[t] = (v[t] - decayed[t].mT @ k[t]) @ (dS.mT @ k[t])
+        dS = dS - k[t][:, None] * du
+        dg[t] = (dS * decayed[t]).sum(1)
+        dS = g[t].exp()[:, None] * dS
+    assert all(map(near, found, (dq, dk, dv, dg, dbeta)))
+
+
+def test_kda_in_chunks(rule):
+    q, k, v, _, beta, state = rule
+    g = -torch.rand(T, K).double()
+    _, writes, states, outs = by_tokens(q, k, v, g[:, :, None], beta, state)
+    G = g.cumsum(0)
+    products = [
+        torch.einsum("ic,jc,ijc->ij", x, k, (G[:, None] - G).exp()) for x in (beta[:, None] * k, q)
+    ]
+    A, P = products[0].tril(-1), products[1].tril()
+    U = torch.linalg.solve(torch.eye(T).double() + A, beta[:, None] * (v - (G.exp() * k) @ state))
+    read = K**-0.5 * ((G.exp() * q) @ state + P @ U)
+    after = G[-1].exp()[:, None] * state + ((G[-1] - G).exp() * k).mT @ U
+    assert near(U, torch.stack(writes)) and near(read, outs) and near(after, states[-1])
 
 
 def test_convolution():

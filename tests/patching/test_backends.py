@@ -73,6 +73,7 @@ def test_hopper_with_everything_takes_the_fastest(gpu):
         "conv": "triton",
         "delta_rule": "flash_qla",
         "ssd": "fla",
+        "kda": "fla",
         "attention": "triton",
         "fused": "triton",
         "loss": "triton",
@@ -96,7 +97,7 @@ def test_under_torch_compile_what_mixes_no_tokens_is_left_to_it(gpu, monkeypatch
     gpu()
     state, mixes = (
         choose_backends("auto", SIZES),
-        ("conv", "delta_rule", "ssd", "attention", "tower_attention"),
+        ("conv", "delta_rule", "ssd", "kda", "attention", "tower_attention"),
     )
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     compiled = state.kernels_for(torch.device("cuda", 0), torch.bfloat16)

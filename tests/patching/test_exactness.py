@@ -117,6 +117,7 @@ def test_what_promises_bits_is_what_the_gpu_tests_check():
         "tower_attention": {"varlen"},
         "loss": set(),
         "ssd": set(),
+        "kda": set(),
     }
 
 

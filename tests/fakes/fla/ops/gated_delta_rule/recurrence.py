@@ -43,7 +43,7 @@ def run(
         g[..., None],
         beta[..., None],
     )
-    query, key, value, decay, write = (_side_by_side(x, spans) for x in wide)
+    query, key, value, decay, write = (side_by_side(x, spans) for x in wide)
     query = query * (k.shape[-1] ** -0.5 if scale is None else scale)
     state = value.new_zeros(*value.shape[:2], key.shape[-1], value.shape[-1])
     state = state if initial_state is None else initial_state.double()
@@ -78,7 +78,7 @@ def log_decay(g: Tensor, A_log: Tensor, dt_bias: Tensor | None) -> Tensor:
     )
 
 
-def _side_by_side(x: Tensor, spans: Spans) -> Tensor:
+def side_by_side(x: Tensor, spans: Spans) -> Tensor:
     """[N, heads, longest, ...]: zeros after a document's end change no state, since they neither
     decay nor write.
     """

@@ -1,0 +1,54 @@
+"""Kimi Delta Attention of flash-linear-attention: its Triton kernels."""
+
+from __future__ import annotations
+
+from functools import cache
+from inspect import unwrap
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_packfree.ops.backend import Target
+from hf_packfree.ops.fla import broken_fla, needs_fla
+from hf_packfree.packing import PackedSequence, uncompiled
+
+
+def unusable(target: Target) -> str | None:
+    """Return why it cannot run at `target`, or None."""
+    if target.sizes.get("key_size", 0) > 256:
+        return f"it takes keys of 256 channels at most, the model has {target.sizes['key_size']}"
+    return needs_fla(target) or broken_fla("fla.ops.kda")
+
+
+@uncompiled
+def kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    packed: PackedSequence,
+    qk_l2norm: bool,
+) -> Tensor:
+    """See `hf_packfree.ops.kda.kda`."""
+    out, _ = _kernel()(
+        q,
+        k,
+        v,
+        g.float(),
+        beta,
+        use_qk_l2norm_in_kernel=qk_l2norm,
+        cu_seqlens=packed.cu_seqlens,
+        # chunks are planned on the host
+        cu_seqlens_cpu=packed.cu_seqlens_cpu,
+    )
+    return out  # type: ignore[no-any-return]
+
+
+@cache
+def _kernel() -> Any:
+    """FLA's function without its dispatcher, which may choose a kernel without a backward."""
+    from fla.ops.kda import chunk_kda
+
+    return torch.compiler.disable(unwrap(chunk_kda))
