@@ -24,6 +24,10 @@ from hf_packfree.parallel.attention import SHARED
 
 NAME = "packfree"
 """Of our entry in transformers' AttentionInterface."""
+_OPTIONS = {"sliding_window": "window", "softcap": "softcap", "s_aux": "sinks"}
+"""{what a layer says of its scores: the keyword of our operation}."""
+_HEAD = "head_dim", "head_size", "qk_head_dim"
+"""What layers call the size of a head."""
 
 
 class InterfaceAttention(Replacement):
@@ -74,7 +78,8 @@ class InterfaceAttention(Replacement):
             "softcap": int(bool(getattr(layer, "attn_logit_softcapping", None))),
             "sinks": int(hasattr(layer, "sinks")),
         }
-        sizes = {"head_size": layer.head_dim, "query_heads": config.num_attention_heads}
+        head = next(getattr(layer, name) for name in _HEAD if hasattr(layer, name))
+        sizes = {"head_size": head, "query_heads": config.num_attention_heads}
         return sizes | {name: size for name, size in needs.items() if size}
 
 
@@ -113,31 +118,28 @@ def _attend(
     packed_sequence: PackedSequence,
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend within documents, for upstream's forward.
 
     Args:
         query, key, value: [1, heads, T, D], of grouped heads or not.
-        s_aux: [heads], scores of sinks.
-        kwargs: of the model's forward.
+        kwargs: what the layer says of its scores, see `_OPTIONS`; sinks are [heads]. And those of
+            the model's forward.
 
     Returns:
         [1, T, heads, D], and attention weights where they are wanted and the model makes them.
     """
     layer = module.layer
-    _refuse_lost_cap(layer, softcap)
-    given = {"softcap": softcap, "s_aux": s_aux, "sliding_window": sliding_window}
+    given = {name: kwargs[name] for name in _OPTIONS if kwargs.get(name) is not None}
+    _refuse_lost_cap(layer, given.get("softcap"))
     wants = kwargs.get("output_attentions", getattr(layer.config, "output_attentions", False))
     if wants and check_attention(layer.config) == "mask":
-        mask = packed_sequence.cached(additive_block_mask, query.dtype, sliding_window)
+        window = given.get("sliding_window")
+        mask = packed_sequence.cached(additive_block_mask, query.dtype, window)
         eager = sys.modules[type(layer).__module__].eager_attention_forward
-        own = {name: option for name, option in given.items() if option is not None}
         made: tuple[Tensor, Tensor] = eager(
-            layer, query, key, value, mask, scaling=scaling, dropout=dropout, **own
+            layer, query, key, value, mask, scaling=scaling, dropout=dropout, **given
         )
         return made
     state, dtype = state_of(layer), value.dtype
@@ -146,7 +148,6 @@ def _attend(
     attend = attention
     if state.context_parallel is not None:
         attend = SHARED[state.context_parallel.attention]
-    options: dict[str, Any] = {"window": sliding_window, "softcap": softcap, "sinks": s_aux}
     out = attend(
         q,
         k,
@@ -156,7 +157,7 @@ def _attend(
         dropout=dropout,
         batch_invariant=state.batch_invariant,
         backend=state.kernels_for(q.device, dtype)["attention"],
-        **{name: option for name, option in options.items() if option is not None},
+        **{_OPTIONS[name]: option for name, option in given.items()},
     )
     # nothing, before an output projection that may have a bias
     return packed_sequence.zero_left_pad(out.flatten(2)).view_as(out), None
@@ -186,7 +187,7 @@ def refuse_what_it_cannot_serve(model: torch.nn.Module, trunk: Any) -> None:
     Raises:
         UnsupportedModel: it is one.
     """
-    if getattr(trunk.config, "use_bidirectional_attention", False):
+    if looks_ahead(trunk):
         raise UnsupportedModel(
             f"found use_bidirectional_attention in the config of a {type(trunk).__name__}; wanted "
             "causal attention, the only kind that packs exactly; pass documents in rows of their "
@@ -199,6 +200,11 @@ def refuse_what_it_cannot_serve(model: torch.nn.Module, trunk: Any) -> None:
                 "language model alone, because images, audio or an encoder may say otherwise who "
                 "sees whom; call apply_patches on the language model inside, for rows of text"
             )
+
+
+def looks_ahead(trunk: Any) -> bool:
+    """Whether a text model's configuration makes its attention one that sees later tokens."""
+    return bool(getattr(trunk.config, "use_bidirectional_attention", False))
 
 
 def is_more_than_text(module: Any) -> bool:

@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import PreTrainedModel
 
 from hf_packfree.errors import PatchConflict, UnsupportedInput
-from hf_packfree.models.attention_interface import is_more_than_text
+from hf_packfree.models.attention_interface import is_more_than_text, looks_ahead
 from hf_packfree.models.options import Padded, Unpacked
 from hf_packfree.mtp.options import Choice as MTPChoice
 from hf_packfree.mtp.options import MTPOptions, mtp_options
@@ -102,6 +102,12 @@ class Registration:
                 warn_once(
                     f"{type(model).__name__} is left alone by register_patches(): it is a class "
                     f"on top of {cls.__name__}, whose forward may be another"
+                )
+                return
+            if looks_ahead(model):
+                warn_once(
+                    f"{type(model).__name__} is left alone by register_patches(): its config says "
+                    "use_bidirectional_attention, and no row of documents is one of each alone"
                 )
                 return
             self._patching.model = model

@@ -288,11 +288,11 @@ def test_what_it_cannot_serve_is_refused_by_name():
     assert not patch_report(images).patched and not patch_report(llava).patched
     with pytest.raises(UnsupportedModel, match="around a LlamaModel; wanted the language"):
         apply_patches(llava)
-    with pytest.raises(UnsupportedModel, match="PhiForCausalLM.*gpt_oss"):
+    with pytest.raises(UnsupportedModel, match="ViTModel, which holds no text model.*gpt_oss"):
         apply_patches(
-            transformers.PhiForCausalLM(
-                transformers.PhiConfig(
-                    vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2
+            transformers.ViTModel(
+                transformers.ViTConfig(
+                    hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
                 )
             )
         )
@@ -300,6 +300,17 @@ def test_what_it_cannot_serve_is_refused_by_name():
         model = tiny("llama")
         model.config._attn_implementation_internal = "flex_attention"
         apply_patches(model)
+
+
+def test_a_text_model_that_looks_ahead_is_left_alone_while_it_is_built(caplog):
+    """As embedding models are: a registration is in force for whatever else is loaded."""
+    config = by_family["gemma3_text"].tiny_config()
+    config.use_bidirectional_attention = True
+    with register_patches():
+        model = transformers.Gemma3TextModel(config)
+        other = transformers.Gemma3TextModel(by_family["gemma3_text"].tiny_config())
+    assert not patch_report(model).patched and patch_report(other).patched
+    assert "left alone by register_patches(): its config says use_bidirec" in caplog.text
 
 
 def test_sdpa_that_drops_the_cap_of_scores_is_refused():
