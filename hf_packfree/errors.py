@@ -5,6 +5,8 @@ caller would already catch: `ValueError` for what was passed in, `RuntimeError` 
 machine is.
 """
 
+from __future__ import annotations
+
 
 class PackFreeError(Exception):
     """Base of all errors of this package."""
@@ -35,7 +37,14 @@ class UnsupportedInput(PackFreeError, ValueError):
 class UnsupportedModel(PackFreeError, TypeError):
     """The model holds no module of a supported family, or one whose documents nothing is known
     to keep apart.
+
+    Attributes:
+        reason: why packed rows of this language model cannot be made exact; None for other faults.
     """
+
+    def __init__(self, message: str, reason: str | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class ContractError(PackFreeError, RuntimeError):

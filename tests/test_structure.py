@@ -17,7 +17,7 @@ from hf_packfree import errors
 
 HOUSE = Path(hf_packfree.__file__).parent
 FLOORS = [
-    {"errors", "versions", "_version"},
+    {"errors", "versions", "_version", "refused_families"},
     {"packing"},
     {"ops"},
     {"parallel"},

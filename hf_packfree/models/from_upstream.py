@@ -35,7 +35,9 @@ def replacements(name: str) -> dict[str, Any]:
     home = f"{__name__}:{name}"
     ours: dict[str, Any] = dict(put_in_front(upstream, home, halves))
     heads = heads_of(upstream, home)
-    config = next(getattr(upstream, head).config_class for head in heads if "CausalLM" in head)
+    config = next(
+        (getattr(upstream, head).config_class for head in heads if "CausalLM" in head), None
+    )
     return ours | heads | {"HEADS": heads, "tiny_config": partial(tiny_config, config)}
 
 

@@ -267,7 +267,13 @@ def heads_of(upstream: Any, home: str) -> dict[str, Any]:
 
     Releases have different ones. A head of a kind not known keeps its padding.
     """
-    names = [name for name in upstream.__all__ if "For" in name]
+    # the code that comes with a checkpoint need not say what it exports
+    known = getattr(upstream, "__all__", None) or [
+        name
+        for name, each in vars(upstream).items()
+        if getattr(each, "__module__", None) == upstream.__name__
+    ]
+    names = [name for name in known if "For" in name]
     return put_in_front(upstream, home, {name: _kind_of(name) for name in names})
 
 

@@ -46,10 +46,13 @@ def rope_type(config: Any) -> str:
 
 
 def _by_layer(config: Any) -> list[Any]:
-    """Return the parameters of rotary embeddings, one for each kind of layer where kinds differ."""
-    given = getattr(config, "rope_parameters", None) or {"rope_type": "default"}
+    """Return the parameters of rotary embeddings, one for each kind of layer where kinds differ;
+    layers without positions have none.
+    """
+    plain = {"rope_type": "default"}
+    given = getattr(config, "rope_parameters", None) or plain
     kinds = set(getattr(config, "layer_types", None) or ()) & given.keys()
-    return [given[kind] for kind in kinds] or [given]
+    return [given[kind] or plain for kind in kinds] or [given]
 
 
 def has_fixed_frequencies(config: Any) -> bool:

@@ -16,6 +16,7 @@ from hf_packfree.ops.backend import Fault
 from hf_packfree.ops.table import OPS
 from hf_packfree.patching.exactness import warn_of_rounding
 from hf_packfree.patching.report import (
+    MEASURED,
     PatchReport,
     a_parameter,
     called_in_words,
@@ -90,7 +91,7 @@ def line(report: PatchReport, slow: Sequence[str]) -> str:
     where = "" if torch.cuda.is_available() else " (CPU)"
     parts = [
         f"{report.model} patched ({sum(report.swaps.values())} modules)",
-        "packed rows exact",
+        "packed rows exact" + ("" if report.listed else f" ({report.family} {MEASURED})"),
         f"{names}{where}",
     ]
     if slow:

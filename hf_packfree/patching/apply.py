@@ -29,6 +29,7 @@ from hf_packfree.patching.options import Options
 from hf_packfree.patching.plan import op_sizes, plan_swaps, trunks
 from hf_packfree.patching.registry import family_of
 from hf_packfree.patching.selfcheck import check_release
+from hf_packfree.patching.selfcheck_unlisted import check_unlisted
 from hf_packfree.patching.steps import ClassSwap, Step, additions, carry_out, lifted, undo
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -130,6 +131,7 @@ def patch(model: nn.Module, options: Options) -> None:
 
 def _patch(model: nn.Module, options: Options) -> None:
     family, swaps = plan_swaps(model)
+    options = check_unlisted(family, model, options)
     steps = [*swaps, *plan_head(model, family, options.mtp)]
     sizes, ranks = op_sizes(model, family), options.context_parallel
     if ranks is not None:

@@ -97,6 +97,9 @@ class Family:
             keywords on to every mixer; before it the record would be dropped, and the row leak.
         tiny: fields of the tiny model's config, beside those that most families share; of families
             that are made from upstream's classes.
+        config: of a family that is in no table, whose row was made for one model: the class of
+            that model's configuration, of which `tiny` are all fields; see
+            `hf_packfree.patching.unlisted`.
     """
 
     name: str
@@ -114,6 +117,7 @@ class Family:
     masks_read_positions: bool = True
     floor: str = "5.2.0"
     tiny: Mapping[str, Any] = field(default_factory=dict)
+    config: Any = None
 
     @property
     def swaps(self) -> dict[str, str]:
@@ -141,6 +145,11 @@ class Family:
     def served(self) -> bool:
         """Whether the installed transformers has what the family needs of it."""
         return compat.RELEASE >= Version(self.floor)
+
+    @property
+    def listed(self) -> bool:
+        """Whether it is a row of the table."""
+        return self.config is None
 
     @property
     def made_from_upstream(self) -> bool:
@@ -209,5 +218,7 @@ class Family:
 
     def tiny_config(self) -> Any:
         """Return the configuration of the family's tiny model."""
+        if self.config is not None:
+            return self.config(**self.tiny)
         build: Callable[..., Any] = replacements(self.replacement)["tiny_config"]
         return build(**self.tiny)

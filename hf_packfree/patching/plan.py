@@ -22,6 +22,7 @@ from hf_packfree.ops.table import OPS
 from hf_packfree.patching.family import Family
 from hf_packfree.patching.registry import FAMILIES, family_of
 from hf_packfree.patching.steps import ClassSwap
+from hf_packfree.patching.unlisted import family_for
 
 _LEFT_ALONE = (
     "it runs a forward of its own, whose loss knows no documents: the last token of one has to "
@@ -34,14 +35,14 @@ def plan_swaps(model: nn.Module) -> tuple[Family, list[ClassSwap]]:
     """Return the model's family and the swaps it still needs (none when it is patched already).
 
     Raises:
-        UnsupportedModel: no supported text model is inside, it has a rotary embedding of unknown
-            type, or PEFT's adapters work on whole rows.
+        UnsupportedModel: no text model is inside, or one that would not keep documents apart, it
+            has a rotary embedding of unknown type, or PEFT's adapters work on whole rows.
         PatchConflict: something else already changed the model where a swap is needed.
         ContractError: a layer is missing, or is not what the family's checkpoints hold.
         BackendUnavailable: the model's attention implementation is not known to keep documents
             apart.
     """
-    family = family_of(model)
+    family = family_of(model) or family_for(model)
     if family is None:
         raise UnsupportedModel(
             f"found a {type(model).__name__}, which holds no text model of a supported family; "

@@ -13,6 +13,7 @@ from torch import nn
 from hf_packfree.errors import UnsupportedModel
 from hf_packfree.models import compat
 from hf_packfree.patching.family import Family, Mixer, Tower
+from hf_packfree.patching.unlisted import family_of_patched
 
 _AUDIO = "a short audio depends on those beside it, before transformers 5.9 on all they hold"
 _TOWER = "one attention call a layer instead of one an image"
@@ -200,7 +201,8 @@ FAMILIES = tuple(row for row in ROWS if row.served)
 
 
 def family_of(model: nn.Module) -> Family | None:
-    """Return the family whose text model (upstream's or ours) is in `model`, or None.
+    """Return the family whose text model (upstream's or ours) is in `model`, or None; one that is
+    not listed once it is patched.
 
     Only families whose modeling module is loaded are looked at: no other can have models.
 
@@ -219,7 +221,7 @@ def family_of(model: nn.Module) -> Family | None:
             if any(isinstance(module, trunk) for module in model.modules()):
                 return family
     _refuse_before_the_floor(model)
-    return None
+    return family_of_patched(model)
 
 
 def _refuse_before_the_floor(model: nn.Module) -> None:

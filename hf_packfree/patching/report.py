@@ -35,6 +35,7 @@ from hf_packfree.patching.plan import (
 from hf_packfree.patching.registry import family_of
 
 logger = logging.getLogger("hf_packfree")
+MEASURED = "is in no table; its packed rows were measured on a tiny copy"
 _ATTENTION: dict[str | None, str] = {
     "sdpa": "torch",
     "eager": "torch",
@@ -50,7 +51,8 @@ class PatchReport:
 
     Attributes:
         model: the model's class.
-        family: the supported family it holds, or None.
+        family: the supported family it holds, or None; one that is in no table once it is patched.
+        listed: whether that is in the table; of others a tiny copy was measured before patching.
         patched: whether its text model is swapped.
         swaps: {class name: how many modules of it are swapped and run}; a head that another forward
             bypasses is not in it.
@@ -77,6 +79,7 @@ class PatchReport:
 
     model: str
     family: str | None
+    listed: bool
     patched: bool
     swaps: dict[str, int]
     implementations: dict[str, str]
@@ -127,7 +130,8 @@ class PatchReport:
             f"{self.model} is patched: swapped {swapped}; packed rows run {runs}; "
             f"{self._exactness()}; {rest}"
         )
-        further = [f"{name}: {reason}" for name, reason in self.left_alone.items()]
+        further = [] if self.listed else [f"{self.family} {MEASURED}"]
+        further += [f"{name}: {reason}" for name, reason in self.left_alone.items()]
         further += [self.context_parallel] if self.context_parallel else []
         further += [called_in_words(self.called)] if self.called else []
         further += [f"on this machine's GPUs, {op}: {why}" for op, why in self.why.items()]
@@ -166,6 +170,7 @@ def patch_report(model: nn.Module) -> PatchReport:
     return PatchReport(
         model=type(model).__name__,
         family=family.name if family else None,
+        listed=family is not None and family.listed,
         patched=patched,
         swaps=dict(
             Counter(type(module).__name__ for module in swapped if not _bypassed(module, family))

@@ -47,8 +47,8 @@ def check_release(family: Family, state: PatchState) -> None:
         compat.NEWEST_TRIED,
         family.name,
     )
-    with _as_if_nothing_were_loading():
-        model = _tiny(family)
+    with as_if_nothing_were_loading():
+        model = tiny(family)
         carry_out(plan_swaps(model)[1], state)
         error = _worst(
             [norms_against_formula(model), mlps_against_formula(model), packed_against_alone(model)]
@@ -63,7 +63,7 @@ def check_release(family: Family, state: PatchState) -> None:
 
 
 @contextmanager
-def _as_if_nothing_were_loading() -> Iterator[None]:
+def as_if_nothing_were_loading() -> Iterator[None]:
     """On the CPU in float32: transformers loads on meta, in the checkpoint's dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
@@ -80,7 +80,12 @@ def _worst(errors: list[float]) -> float:
 
 
 @torch.no_grad()
-def _tiny(family: Family) -> Any:
+def tiny(family: Family, *, strength: float | None = None) -> Any:
+    """Return the family's tiny model with random weights, in evaluation mode.
+
+    Args:
+        strength: of weights, times the root of how many inputs a layer has; None: upstream's own.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model: Any = getattr(import_module(family.upstream), family.causal_lm)(
@@ -93,6 +98,8 @@ def _tiny(family: Family) -> Any:
             elif name.endswith("norm.weight"):
                 # which begin at zero or one, where formulas look alike
                 parameter.normal_()
+            elif strength is not None and parameter.ndim > 1:
+                parameter.normal_(std=strength * parameter.shape[-1] ** -0.5)
     return model
 
 

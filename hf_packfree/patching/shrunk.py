@@ -1,0 +1,132 @@
+"""The configuration of a tiny copy of a model: its own, with small sizes and few layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_packfree.models.base import kinds_of_layers
+
+WINDOW = 16
+"""Of a tiny copy: what does not know of it shows in documents that are longer."""
+_SHARED = 2
+"""Layers at the end that have no keys of their own, where there are such."""
+_SIZES: dict[str, Any] = {
+    "attention_chunk_size": WINDOW,
+    "embedding_size": 64,
+    "ffn_dim": 96,
+    "first_k_dense_replace": 1,
+    "floor_scale": 8,
+    "global_head_dim": 32,
+    "head_dim": 16,
+    "hidden_size": 64,
+    "hidden_size_per_layer_input": 16,
+    "index_topk": 8,
+    "intermediate_size": 96,
+    "kv_lora_rank": 16,
+    "max_position_embeddings": 512,
+    "moe_intermediate_size": 32,
+    "moe_k": 2,
+    "moe_num_experts": 4,
+    "n_group": 1,
+    "n_routed_experts": 4,
+    "num_attention_heads": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_global_key_value_heads": 2,
+    "num_kv_shared_layers": _SHARED,
+    "num_local_experts": 4,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "rotary_dim": 8,
+    "shared_expert_intermediate_size": 32,
+    "shared_intermediate_size": 32,
+    "sliding_window": WINDOW,
+    "top_k": 2,
+    "top_k_experts": 2,
+    "topk_group": 1,
+    "v_head_dim": 16,
+    "vocab_size": 128,
+    "vocab_size_per_layer_input": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+"""Of what a config says; of names that are not here a size stays, which few layers and a narrow
+model make small."""
+_NOT_OF_THE_MODEL = (
+    "architectures",
+    "auto_map",
+    "dtype",
+    "model_type",
+    "quantization_config",
+    "torch_dtype",
+    "transformers_version",
+)
+
+
+def shrunk(config: Any) -> dict[str, Any]:
+    """Return the arguments of a text model's configuration class that make a tiny copy of `config`:
+    every option as it is, and the first layers, of which there are four or as many as it takes to
+    have one of each kind.
+    """
+    kinds = kinds_of_layers(config)
+    layers = max(4, *(kinds.index(kind) + 1 for kind in kinds))
+    layers = min(len(kinds), layers + _SHARED * bool(getattr(config, "num_kv_shared_layers", 0)))
+    sizes = _SIZES | {"num_hidden_layers": layers, "num_key_value_heads": _key_heads(config)}
+    names = {name: config.attribute_map.get(name, name) for name in sizes}
+    sizes = {names[name]: size for name, size in sizes.items()}
+    fields = config.to_dict()
+    return {
+        name: sizes[name]
+        if name in sizes and (value or name == "head_dim")
+        else _first(value, len(kinds), layers)
+        for name, value in fields.items()
+        if name not in _NOT_OF_THE_MODEL and not name.startswith("_")
+    }
+
+
+def _key_heads(config: Any) -> int:
+    queries = getattr(config, "num_attention_heads", 1)
+    keys = getattr(config, "num_key_value_heads", None) or queries
+    return 4 if keys == queries else min(keys, 2)
+
+
+def _first(value: Any, before: int, layers: int) -> Any:
+    """Return what a config says of its first layers, where it says something of each of them or of
+    some by number; rotary embeddings for other sizes; all else as it is.
+    """
+    if isinstance(value, list):
+        return value[:layers] if len(value) == before else value
+    if not isinstance(value, dict):
+        return value
+    if value and all(str(name).isdigit() for name in value):
+        return {name: _of_layer(part) for name, part in value.items() if int(name) < layers}
+    return _of_tokens_alone(value) if "rope" in str(value) else value
+
+
+def _of_layer(part: Any) -> Any:
+    """Return what a config says of one layer, with small sizes."""
+    if not isinstance(part, dict):
+        return part
+    return {name: _SIZES.get(name, value) if value else value for name, value in part.items()}
+
+
+def _of_tokens_alone(rope: dict[str, Any]) -> dict[str, Any]:
+    """Return parameters of a rotary embedding, or those by kind of layer, for other sizes.
+
+    Where a list has a factor for each channel, frequencies are the usual ones: types that have
+    lists are looked at in `hf_packfree.models.rotary`. What begins behind the positions of the
+    original model begins early.
+    """
+    if any(isinstance(value, dict) for value in rope.values()):
+        return {
+            kind: _of_tokens_alone(value) if isinstance(value, dict) else value
+            for kind, value in rope.items()
+        }
+    plain = {name: value for name, value in rope.items() if not isinstance(value, list)}
+    if len(plain) < len(rope):
+        return plain | {"rope_type": "default"}
+    if "original_max_position_embeddings" in rope:
+        plain["original_max_position_embeddings"] = WINDOW
+    return plain
