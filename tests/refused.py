@@ -1,8 +1,9 @@
-"""Write docs/refused.md from the errors in the code: what was found, what is wanted, what to do.
+"""Write docs/refused.md from the errors in the code: what was found, what is wanted, what to do;
+and into docs/compatibility.md which families are refused, and why.
 
 python -m tests.refused             print the tables
-python -m tests.refused --write     put them into docs/refused.md
-python -m tests.refused --check     say whether the page has them; exit code 1 if not
+python -m tests.refused --write     put them into both pages
+python -m tests.refused --check     say whether the pages have them; exit code 1 if not
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from pathlib import Path
 
 import hf_packfree
 from hf_packfree import errors
+from hf_packfree.refused_families import by_reason
 
 HOUSE = Path(hf_packfree.__file__).parent
 PAGE = Path(__file__).parents[1] / "docs/refused.md"
+FAMILIES_PAGE = PAGE.with_name("compatibility.md")
 MARK = "<!-- refused -->"
 BUILTIN = ("ValueError", "TypeError", "RuntimeError")
 SECTIONS = {
@@ -165,6 +168,17 @@ def page() -> str:
     return f"{head}{MARK}\n\n{tables()}"
 
 
+def families_page() -> str:
+    """Return the page of families with those that are refused today between its marks."""
+    head, _, tail = FAMILIES_PAGE.read_text().split(MARK)
+    rows = (
+        f"| {', '.join(f'`{name}`' for name in names)} | {reason} |"
+        for reason, names in by_reason().items()
+    )
+    table = "\n".join(("| refused | because |", "|---|---|", *rows))
+    return f"{head}{MARK}\n{table}\n{MARK}{tail}"
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Print, write or check; return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -173,10 +187,14 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     if chosen.write:
         PAGE.write_text(page())
+        FAMILIES_PAGE.write_text(families_page())
     elif chosen.check:
-        if PAGE.read_text() != page():
-            print("docs/refused.md is not what the code says: python -m tests.refused --write")
-            return 1
+        for found, wanted in ((PAGE, page()), (FAMILIES_PAGE, families_page())):
+            if found.read_text() != wanted:
+                print(
+                    f"docs/{found.name} is not what the code says: python -m tests.refused --write"
+                )
+                return 1
     else:
         print(tables())
     return 0

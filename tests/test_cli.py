@@ -14,7 +14,7 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 
 import pytest
-from transformers import ViTConfig
+from transformers import BloomConfig, ViTConfig
 
 import hf_packfree.cli
 import hf_packfree.demo
@@ -99,6 +99,7 @@ def test_models_is_the_table(capsys):
     code, out, _ = run(capsys, "models")
     assert code == 0 and out.startswith(f"{len(by_family)} families are supported")
     assert "Qwen3NextGatedDeltaNet" not in out and "AutoModelForImageTextToText" in out
+    assert "  nemotron, stablelm: its layers hand no keywords to their attention" in out
     assert run(capsys, "models", "--quiet")[1].split() == list(by_family)
     assert [row["name"] for row in json.loads(run(capsys, "models", "--json")[1])] == list(
         by_family
@@ -210,7 +211,23 @@ def test_a_leak_is_1_with_its_numbers(capsys, leaking):
     )
 
 
-def test_an_unsupported_model_is_2(capsys, tmp_path):
+def test_a_model_that_is_refused_is_measured_as_it_is(capsys, tmp_path):
+    BloomConfig(vocab_size=64, hidden_size=16, n_layer=1, n_head=2).save_pretrained(tmp_path)
+    why = "it is not patched: its attention does not go through transformers' AttentionInterface"
+    code, out, _ = run(capsys, "verify", str(tmp_path), *FAST, "--quiet")
+    assert (
+        code == 1 and out.startswith("LEAK: BloomForCausalLM leaks") and out.endswith(f"{why}.\n")
+    )
+    code, out, _ = run(capsys, "verify", str(tmp_path), *FAST, "--json")
+    found = json.loads(out)
+    assert code == 1 and found["patched"]["influence"] > 1e-4 and found["unpatched"] is None
+    assert found["family"] == "bloom" and f"it is not patched: {found['not_patched']}" == why
+    code, out, err = run(capsys, "doctor", "--model", str(tmp_path))
+    assert code == 2 and out == "" and err.count("\n") == 1
+    assert err.startswith("packfree: found a BloomModel of bloom, which is not patched: its attent")
+
+
+def test_a_model_without_text_is_2(capsys, tmp_path):
     ViTConfig().save_pretrained(tmp_path)
     code, out, err = run(capsys, "verify", str(tmp_path))
     assert code == 2 and out == "" and "for which transformers has no language model" in err

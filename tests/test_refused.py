@@ -16,9 +16,15 @@ def test_a_page_that_is_behind_is_found_and_written(tmp_path, monkeypatch, capsy
     copy.write_text(
         PAGE.read_text().replace("positions", "postions", 1) + "| a | row | too | many |"
     )
+    families = tmp_path / "compatibility.md"
+    families.write_text(refused.FAMILIES_PAGE.read_text().replace("`bloom`, ", ""))
     monkeypatch.setattr(refused, "PAGE", copy)
+    monkeypatch.setattr(refused, "FAMILIES_PAGE", families)
     assert main(["--check"]) == 1 and "--write" in capsys.readouterr().out
+    copy.write_text(refused.page())
+    assert main(["--check"]) == 1 and "docs/compatibility.md is not" in capsys.readouterr().out
     assert main(["--write"]) == 0 and main(["--check"]) == 0
+    assert "`bloom`" in families.read_text()
 
 
 def test_every_error_of_every_file_is_in_a_section():

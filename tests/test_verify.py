@@ -137,6 +137,32 @@ def test_heads_without_logits_per_token():
         assert verify_packing(apply_patches(cls(tiny().config))).unpatched.logits >= 1e-2
 
 
+@pytest.mark.parametrize(
+    ("name", "leaks", "why"),
+    [
+        ("mamba", True, "Mamba-1's selective scan mixes tokens"),
+        ("opt", True, "does not hold its decoder layers as `layers`"),
+        ("falcon", False, "does not go through transformers' AttentionInterface"),
+    ],
+)
+def test_any_language_model_is_measured_and_said_why_it_is_not_patched(name, leaks, why):
+    """falcon hands its positions to its mask; nobody reads them in the others."""
+    lengths = (5, 40, 1, 17)
+    try:
+        report = verify_packing(name, lengths=lengths)
+    except LeakDetected as leak:
+        report = leak.report
+        assert "in rows of their own: " in str(leak)
+    assert (report.patched.influence > 1e-2) == leaks == bool(report.failures())
+    assert report.family == name and why in report.not_patched and report.not_patched in str(report)
+
+
+def test_what_is_served_unlisted_is_measured_by_its_type():
+    report = verify_packing("seed_oss", lengths=(5, 40, 1, 17))
+    assert (report.family, report.not_patched) == ("seed_oss", None)
+    assert report.unpatched.logits > 1e-3
+
+
 def test_what_cannot_be_verified():
     with pytest.raises(UnsupportedModel, match="no/such/model"):
         verify_packing("no/such/model")

@@ -122,8 +122,11 @@ def _device(text: str) -> Any:
 
 
 def models(options: argparse.Namespace) -> int:
-    """Show the supported families; with --verbose, the classes that are swapped in them."""
+    """Show the supported families and the refused ones; with --verbose, the classes that are
+    swapped.
+    """
     from hf_packfree.doctor.families import SERVED
+    from hf_packfree.refused_families import by_reason
 
     rows = [row.as_dict() for row in SERVED]
     swapped: tuple[Any, ...] = ()
@@ -139,6 +142,7 @@ def models(options: argparse.Namespace) -> int:
     else:
         doctors.swapped(swapped)
         doctors.served(SERVED)
+        doctors.refused(by_reason())
     return FINE
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hf_packfree.cli.text import say, section
@@ -75,6 +75,16 @@ def served(rows: Sequence[Served]) -> None:
         "tiny random model of a family, packfree verify CHECKPOINT yours; packfree models "
         "--verbose names the classes that are swapped."
     )
+
+
+def refused(reasons: Mapping[str, Sequence[str]]) -> None:
+    """Show which families are refused, and why."""
+    say(
+        "Other families of plain attention are patched if a tiny copy of the model, measured on "
+        "the spot, is exact. These are refused, whatever is measured:"
+    )
+    for reason, names in reasons.items():
+        say(f"  {', '.join(names)}: {reason}")
 
 
 def swapped(rows: Sequence[Supported]) -> None:

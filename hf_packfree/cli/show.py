@@ -75,8 +75,11 @@ def packing(report: PackingReport) -> None:
         ("influence of other documents", "influence", limits.influence),
         ("gradient across documents, largest absolute", "cross_gradient", 0.0),
     ]
+    both: tuple[Any, Any] = (report.unpatched, report.patched)
+    if report.not_patched is not None:
+        both = (report.patched, None)
     for name, field, limit in rows:
-        values = [getattr(measured, field, None) for measured in (report.unpatched, report.patched)]
+        values = [getattr(measured, field, None) for measured in both]
         table.add_row(
             name,
             *("-" if value is None else f"{value:.1e}" for value in values),
@@ -100,7 +103,7 @@ def sentence_of(report: PackingReport) -> str:
     """Return the verdict."""
     failures = report.failures()
     if failures:
-        return f"{report.model} leaks between packed documents: {'; '.join(failures)}."
+        return f"{report.model} leaks between packed documents: {'; '.join(failures)}{report.why}."
     return f"{report}."
 
 

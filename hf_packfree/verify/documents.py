@@ -33,6 +33,7 @@ class TextDocuments:
         device: of what a forward gets.
         masked: number the documents in an `attention_mask` too, for models of which upstream would
             read the positions.
+        positions: whether the model takes any.
     """
 
     media: tuple[str, ...] = ()
@@ -46,13 +47,10 @@ class TextDocuments:
         device: torch.device,
         *,
         masked: bool = False,
+        positions: bool = True,
     ) -> None:
-        self.lengths, self.device, self.generator, self.masked = (
-            tuple(lengths),
-            device,
-            generator,
-            masked,
-        )
+        self.lengths, self.device, self.generator = tuple(lengths), device, generator
+        self.masked, self.takes_positions = masked, positions
         self.number = _numbered(lengths).to(device)
         self.ids, self.other_ids = (self._random_ids(vocabulary) for _ in range(2))
         self.parts: list[dict[str, Tensor]] = [{} for _ in lengths]
@@ -70,8 +68,9 @@ class TextDocuments:
         positions = torch.cat(
             [torch.arange(length, device=self.device) for length in self.lengths]
         )[None]
-        mask = {"attention_mask": self.number[None] + 1} if self.masked else {}
-        return {"input_ids": self._ids(changed), "position_ids": positions, **mask}
+        given = {"position_ids": positions} if self.takes_positions else {}
+        given |= {"attention_mask": self.number[None] + 1} if self.masked else {}
+        return {"input_ids": self._ids(changed), **given}
 
     def of_documents(self, row: Tensor) -> Tensor:
         """Return what a row [T, ...] has for the tokens of all documents, one after the other."""

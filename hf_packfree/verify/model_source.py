@@ -12,6 +12,7 @@ from torch import nn
 
 from hf_packfree.errors import PackFreeError, UnsupportedModel, in_short
 from hf_packfree.patching.registry import FAMILIES
+from hf_packfree.patching.shrunk import shrunk
 from hf_packfree.verify.adapters import base_of_adapters, with_adapters
 
 
@@ -25,9 +26,9 @@ def build_model(
     """Return the model that `source` names, unpatched.
 
     Args:
-        source: a family's name ("qwen3_5": a tiny model with random weights), a config (random
-            weights), a `config.json` or a folder that holds one without weights (random weights),
-            or a checkpoint folder or hub id (its weights).
+        source: a family's name, of ours or transformers' ("qwen3_5", "bloom": a tiny model with
+            random weights), a config (random weights), a `config.json` or a folder that holds one
+            without weights (random weights), or a checkpoint folder or hub id (its weights).
         device: where to put the parameters (default: the CPU); random weights are drawn there.
         dtype: of the parameters (default: the checkpoint's or config's own).
         trust_remote_code: run code that comes with a hub id or folder.
@@ -46,9 +47,12 @@ def build_model(
         adapted: nn.Module = with_adapters(model, source)
         return adapted
     tiny = {family.name: family for family in FAMILIES}
-    if isinstance(source, str) and source in tiny and not Path(source).exists():
-        source = tiny[source].tiny_config()
     try:
+        if isinstance(source, str) and not Path(source).exists():
+            if source in tiny:
+                source = tiny[source].tiny_config()
+            elif source in transformers.CONFIG_MAPPING:
+                source = _tiny_of_type(source)
         if isinstance(source, (str, Path)):
             model = _from_name(source, device, dtype, trust_remote_code)
         else:
@@ -66,6 +70,13 @@ def build_model(
             f"whose sizes fit together, and "
             "weights of the same sizes; mend the config, or download the checkpoint again"
         ) from error
+
+
+def _tiny_of_type(name: str) -> transformers.PretrainedConfig:
+    """Return the configuration of a small model of one of transformers' types."""
+    config = transformers.CONFIG_MAPPING[name]().get_text_config(decoder=True)
+    small: transformers.PretrainedConfig = type(config)(**shrunk(config))
+    return small
 
 
 def _from_name(

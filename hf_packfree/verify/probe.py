@@ -7,11 +7,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from inspect import signature
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from hf_packfree.errors import BlindMeasurement
 from hf_packfree.models.vision_language import FEATURES
@@ -64,7 +66,13 @@ class Probe:
         self.documents = (
             TreeDocuments(lengths, parents, vocabulary, *drawn, _no_text(source))
             if parents is not None
-            else TextDocuments(lengths, vocabulary, *drawn, masked=masked)
+            else TextDocuments(
+                lengths,
+                vocabulary,
+                *drawn,
+                masked=masked,
+                positions=_takes_positions(self.model),
+            )
             if source is None
             else MediaDocuments(lengths, source, *drawn, self.dtype)
         )
@@ -253,6 +261,16 @@ class Probe:
         return errors[name], name
 
 
+def _takes_positions(model: nn.Module) -> bool:
+    """Whether the model of transformers in `model` takes `position_ids`; where they are not named,
+    nothing reads them.
+    """
+    inner: Any = next(
+        (part for part in model.modules() if isinstance(part, PreTrainedModel)), model
+    )
+    return "position_ids" in signature(inner.forward).parameters
+
+
 def _no_text(source: Any) -> set[int]:
     """Return the ids that stand for media, of a source of which there may be none."""
     return set() if source is None else set(media_tokens(source.config).values())
@@ -324,7 +342,7 @@ def prepared(model: nn.Module, slow_decay: bool) -> Iterator[None]:
         with torch.no_grad():
             for parameter in decays:
                 decay = torch.linspace(0.01, 0.05, parameter.numel(), device="cpu")
-                parameter.copy_(decay.log())
+                parameter.copy_(decay.log().view(parameter.shape))
         yield
     finally:
         with torch.no_grad():

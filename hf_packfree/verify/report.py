@@ -104,6 +104,8 @@ class PackingReport:
         media: "image", "video", "audio": which are in the documents.
         autocast: the dtype that `torch.autocast` computed in, or None outside of it.
         tree: the row was a tree of shared prefixes, and the documents its samples.
+        not_patched: why the model was measured as transformers has it; None where it can be
+            patched.
     """
 
     model: str
@@ -117,6 +119,7 @@ class PackingReport:
     media: tuple[str, ...] = ()
     autocast: str | None = None
     tree: bool = False
+    not_patched: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON."""
@@ -164,8 +167,13 @@ class PackingReport:
             f"{self.model} ({dtype}, {self.device}): {len(self.lengths)} "
             f"{self.what}{self._with_media} equal the same {self.what.split()[-1]} alone, logits "
             "within "
-            f"{self.patched.logits:.1e} relative RMS{gradients}{unpatched}"
+            f"{self.patched.logits:.1e} relative RMS{gradients}{unpatched}{self.why}"
         )
+
+    @property
+    def why(self) -> str:
+        """Say why the model is not patched, where it cannot be."""
+        return "" if self.not_patched is None else f"; it is not patched: {self.not_patched}"
 
 
 def _and(*words: str) -> str:

@@ -17,6 +17,7 @@ from hf_packfree.patching.apply import apply_patches, patches_lifted
 from hf_packfree.patching.plan import trunks
 from hf_packfree.patching.registry import FAMILIES, family_of
 from hf_packfree.patching.report import patch_report
+from hf_packfree.patching.unlisted import name_of, text_model, why_not_patched
 from hf_packfree.verify.model_source import build_model
 from hf_packfree.verify.probe import Probe, prepared
 from hf_packfree.verify.ranks import settings_of
@@ -60,7 +61,8 @@ def verify_packing(
     Args:
         model: a model, measured as it is, on its own device and dtype; or a config, a checkpoint
             folder, a hub id or the name of a built-in tiny model ("qwen3_5"), which is built,
-            patched and measured.
+            patched and measured. A causal language model that nothing makes exact is measured as
+            it is, in a row of its `position_ids`; the report says why it is not patched.
         lengths: tokens of each document, two or more, one of them longer than 1; together 2**20 at
             most.
         tree: the lengths are those of segments in a tree of shared prefixes, and every path from a
@@ -114,13 +116,16 @@ def verify_packing(
             model = build_model(
                 model, device=device, dtype=dtype, trust_remote_code=trust_remote_code
             )
-        apply_patches(model)
-    family = family_of(model)
-    if family is None:
+        refused = _patched_if_possible(model)
+        family = family_of(model)
+    else:
+        family = family_of(model)
+        refused = None if family is not None else why_not_patched(model)
+    trunk: Any = text_model(model) if family is None else next(trunks(model, family))
+    if trunk is None:
         raise UnsupportedModel(
-            f"found a {type(model).__name__}, which holds no text model of a supported family; "
-            f"wanted one of "
-            f"{', '.join(row.name for row in FAMILIES)}; `packfree models` shows the table"
+            f"found a {type(model).__name__}, which holds no text model; wanted a causal language "
+            f"model, of {', '.join(row.name for row in FAMILIES)} or others; pass one"
         )
     _refuse_unmeasurable(model)
     patches = patch_report(model)
@@ -129,12 +134,12 @@ def verify_packing(
     reference = partial(patches_lifted, model) if ours else nullcontext
     probe = Probe(
         model,
-        next(trunks(model, family)),
+        trunk,
         lengths,
         gradients,
         seed,
         reference,
-        masked=family.attends_only,
+        masked=family is not None and family.attends_only,
         parents=_parents(tree, len(lengths)),
     )
     with prepared(model, slow_decay), _no_advice():
@@ -143,7 +148,7 @@ def verify_packing(
         unpatched = _control(model, probe) if control else None
     report = PackingReport(
         model=type(model).__name__,
-        family=family.name,
+        family=name_of(trunk) if family is None else family.name,
         device=str(probe.device),
         dtype=_name(probe.dtype),
         lengths=probe.lengths,
@@ -153,9 +158,21 @@ def verify_packing(
         media=probe.documents.media,
         autocast=None if probe.autocast is None else _name(probe.autocast),
         tree=tree is not False,
+        not_patched=refused,
     )
     _judge(report, model)
     return report
+
+
+def _patched_if_possible(model: nn.Module) -> str | None:
+    """Patch a model that was built here; return why its packed rows cannot be made exact."""
+    try:
+        apply_patches(model)
+    except UnsupportedModel as error:
+        if error.reason is None:
+            raise
+        return error.reason
+    return None
 
 
 def _whole_lengths(given: Any) -> tuple[int, ...]:
@@ -217,6 +234,8 @@ def _judge(report: PackingReport, model: nn.Module) -> None:
     failures = report.failures()
     if failures:
         advice = "report it" if patch_report(model).patched else "call apply_patches(model) first"
+        if report.not_patched is not None:
+            advice = f"pass it documents in rows of their own: {report.not_patched}"
         raise LeakDetected(
             f"found documents that influence each other in {report.model}: {'; '.join(failures)}; "
             f"wanted each document as if it were alone; {advice}",
