@@ -30,7 +30,7 @@ DISTRIBUTIONS: dict[str, str] = {
 LONGEST = 512
 """Tokens of a distribution's longest document if no number is given."""
 SHARE = 5
-"""One token of so many stands for a part of an image."""
+"""One of this many tokens is an image placeholder."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ def choose_lengths(source: str, documents: int, longest: int | None = None) -> S
     Args:
         source: a name of `DISTRIBUTIONS`, or a JSONL file whose lines are numbers, or objects with
             "length" or "input_ids".
-        documents: how many; quantiles in the middle of as many equal parts, so that one batch
-            stands for all: a file's longest document need not be among them, and a file of fewer
+        documents: how many; their lengths are evenly spaced quantiles, so that one batch represents
+            the distribution: a file's longest document need not be among them, and a file of fewer
             lines gives some more than once.
         longest: tokens of the longest document of a distribution, 512 if not given. A file's
             documents are cut to it if it is given, and taken as they are if not.
@@ -183,7 +183,7 @@ class Illustrated:
 
 
 def illustrated(documents: list[Tensor], source: Any, seed: int) -> Illustrated:
-    """Put an image behind the first token of each document.
+    """Insert an image after the first token of each document.
 
     Args:
         documents: random ids; those of media become text.

@@ -75,7 +75,7 @@ def _allocations(step: Callable[[], object]) -> list[dict[str, Any]]:
 
 @contextmanager
 def threads(count: int | None) -> Iterator[None]:
-    """Use so many CPU threads for the block; None leaves torch's choice."""
+    """Use `count` CPU threads for the block; None leaves torch's choice."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:
@@ -124,8 +124,8 @@ host has launched the next.
 
 
 class Floor:
-    """All `nn.Linear` layers and experts of a model, as products of so many tokens: y = x W', dx =
-    dy W and dW = dy' x.
+    """All `nn.Linear` layers and experts of a model, as matrix products over a number of tokens: y
+    = x W', dx = dy W and dW = dy' x.
 
     Layers of one shape are measured once; experts are evenly loaded. A router, which is no
     `nn.Linear`, is not in it, nor is what towers do with patches.
@@ -171,8 +171,8 @@ class Floor:
         return (time.perf_counter() - began) / timed
 
     def _sizes(self, fan_in: int, fan_out: int, experts: int) -> tuple[tuple[int, ...], ...]:
-        """Of x, W and dy; so few tokens that they cannot reach every expert reach as many as
-        they have choices.
+        """The shapes of x, W and dy; of as many experts as tokens can choose, where they are too
+        few for all.
         """
         rows, experts = self._tokens, min(experts, self._tokens * self._choices)
         if not experts:

@@ -109,7 +109,7 @@ def run_bench(
         progress: called before and after every step.
 
     Raises:
-        UnsupportedInput: memory ran out before the first step, or beside the steps.
+        UnsupportedInput: memory ran out before the first step, or outside of the steps.
         UnsupportedModel, PatchConflict, ContractError, BackendUnavailable: as `apply_patches`.
         Exception: whatever a patched step raises, unless memory ran out, which the report says.
     """

@@ -290,7 +290,7 @@ def _tokenizer(checkpoint: str) -> Any:
         # loaders raise whatever a damaged file makes them raise
         raise UnsupportedModel(
             f"found no tokenizer in {checkpoint!r} ({in_short(error)}); wanted transformers' own "
-            "beside the model, to read prompts; save it there"
+            "with the model, to read prompts; save it there"
         ) from error
 
 

@@ -81,7 +81,7 @@ def section(title: str, rows: Sequence[Sequence[str]], colours: Sequence[str] = 
 
     Args:
         title: written in bold.
-        rows: cells, as many in each.
+        rows: cells, the same number in each.
         colours: of the last but one cell of each row, if given.
     """
     print(painted(wrapped(title, "  "), "bold"))
@@ -90,7 +90,7 @@ def section(title: str, rows: Sequence[Sequence[str]], colours: Sequence[str] = 
         padded = [cell.ljust(columns) for cell, columns in zip(cells, widths)]
         indent = " " * (sum(widths) + 2 * len(widths) + 2)
         if (columns := width()) is not None and len(indent) > columns - 24:
-            # no room beside the cells: the last one goes below them
+            # too narrow for the last cell: it goes below the others
             indent = "      "
         lines = wrapped("  " + "  ".join([*padded, last]), indent).split("\n")
         if colours:

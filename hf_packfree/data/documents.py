@@ -79,7 +79,7 @@ class Pack(list[Any]):
         self.max_length = max_length
 
     def check(self, tokens: int) -> None:
-        """Refuse documents that are longer than was told: nothing else keeps a row from growing.
+        """Refuse documents that are longer than the data set was told: nothing else limits a row.
 
         Raises:
             UnsupportedInput: they have more than `max_length` tokens.
@@ -202,8 +202,8 @@ def check_assistant_mask(document: Document) -> None:
         )
 
 
-def _line(name: str, value: Any, beside: Tensor | None = None) -> Tensor:
-    """Return one text's numbers [n] of [n] or [1, n], as many as there are in the line `beside`."""
+def _line(name: str, value: Any, ids: Tensor | None = None) -> Tensor:
+    """Return one text's numbers [n] of [n] or [1, n]; refuse another length than that of `ids`."""
     given = _tensor(name, value)
     line = given.to(torch.int64)
     if bool((line != given).any()):
@@ -218,9 +218,9 @@ def _line(name: str, value: Any, beside: Tensor | None = None) -> Tensor:
             f"found {name} of shape {list(line.shape)}; wanted one document, [n] or [1, n]; call "
             f"the processor once for each"
         )
-    if beside is not None and len(line) != len(beside):
+    if ids is not None and len(line) != len(ids):
         raise UnsupportedInput(
-            f"found {len(line)} {name} beside {len(beside)} input_ids; wanted one for each token; "
+            f"found {len(line)} {name} for {len(ids)} input_ids; wanted one for each token; "
             "cut or extend both together"
         )
     return line
@@ -247,7 +247,7 @@ def _assistant_mask(output: Mapping[str, Any], ids: Tensor) -> Tensor:
     mask = output.get("assistant_masks")
     if mask is None:
         raise UnsupportedInput(
-            "found no assistant_masks beside input_ids; wanted them for assistant_only_loss; call "
+            "found no assistant_masks with input_ids; wanted them for assistant_only_loss; call "
             "apply_chat_template(..., return_assistant_tokens_mask=True), or hand over the "
             "messages themselves"
         )

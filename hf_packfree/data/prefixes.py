@@ -1,4 +1,4 @@
-"""Samples that share their beginnings, as one row that holds these once.
+"""Samples that share prefixes, as one row that holds each prefix once.
 
 Shapes: T tokens of the row, n of a sample, D channels.
 """
@@ -107,12 +107,12 @@ class PrefixRow:
 
 
 def pack_prefixes(samples: Sequence[Sequence[int] | Tensor], *, shortest: int = 32) -> PrefixRow:
-    """Lay samples out as one row in which what they share at their beginnings is once.
+    """Lay samples out as one row that holds the prefixes they share once.
 
     Args:
         samples: token ids, one or more each.
-        shortest: of so many tokens shared segments are at least; shorter ones are repeated in what
-            goes on from them, because every level of depth costs a call of the delta rule.
+        shortest: the fewest tokens of a shared segment; shorter ones are repeated in their
+            children, because every level of depth costs a call of the delta rule.
 
     Raises:
         BoundaryError: there is no sample, or one is no row of whole numbers.
@@ -151,7 +151,7 @@ def pack_prefixes(samples: Sequence[Sequence[int] | Tensor], *, shortest: int = 
 
 @dataclass(eq=False)
 class _Node:
-    """Tokens that the same samples go through, what goes on from them, and where they are in the
+    """A node of the tree: tokens that the same samples share, its children, and where it is in the
     row.
     """
 
@@ -171,7 +171,7 @@ def _tokens(number: int, sample: Any) -> Tokens:
 
 
 def _insert(node: _Node, sample: Tokens) -> None:
-    """Let a sample go through a tree, and add what it has alone."""
+    """Follow a sample down the tree, and add a node for the rest of it."""
     while sample.size:
         shared, child = _closest(node, sample)
         if child is None:
@@ -184,7 +184,7 @@ def _insert(node: _Node, sample: Tokens) -> None:
 
 
 def _repeat_short(root: _Node, shortest: int) -> None:
-    """Put the tokens of short nodes in front of those that go on from them."""
+    """Merge short nodes into their children."""
     waiting = [root]
     while waiting:
         node = waiting.pop()
@@ -229,7 +229,7 @@ def _places(root: _Node, sample: Tokens) -> Tokens:
     """Return where a sample's tokens are in the row."""
     places, node = list[Tokens](), root
     while sample.size:
-        # whoever shares more of a sample than another child goes through the same node
+        # of two children, the one that shares more of a sample is in the same subtree
         shared, child = _closest(node, sample)
         assert child is not None
         places.append(np.arange(child.start, child.start + shared))

@@ -1,4 +1,4 @@
-"""What a leak does to a trained model's documents: who moves whose predictions, and by how much."""
+"""What a leak does to a trained model: which documents change whose predictions, by how much."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def influence(model: Any, documents: Sequence[list[int]], others: Sequence[list[
     Args:
         model: in evaluation mode, on its device.
         documents: token ids, packed into one row.
-        others: as many, which take a document's place to see whose logits that changes.
+        others: one for each, which takes that document's place to see whose logits change.
     """
     row, changed = logits(model, documents), []
     for place, other in enumerate(others):
@@ -58,8 +58,8 @@ def continuation(model: Any, neighbours: Sequence[list[int]], prompt: list[int])
 def continuations(
     unpatched: Any, patched: Any, tokenizer: Any, documents: Sequence[list[int]]
 ) -> Continuations:
-    """Continue one beginning alone and behind two neighbours, by both models; of a few beginnings,
-    one that the neighbour changes, if there is one.
+    """Continue one prompt alone and after each of two neighbours, by both models; of a few prompts,
+    one whose continuation the neighbour changes, if there is one.
     """
     first, second, *rest = documents
     for document in rest[:TRIES]:

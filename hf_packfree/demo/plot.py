@@ -84,7 +84,7 @@ def _words(axes: Any, report: DemoReport) -> None:
     for title, texts in (("transformers", found.unpatched), ("hf_packfree", found.patched)):
         for place, text in zip("AB", texts):
             same = text == found.alone
-            lines.append((f"{title}, behind neighbour {place}", "black"))
+            lines.append((f"{title}, after neighbour {place}", "black"))
             lines.append((_short(text), GREEN if same else ORANGE))
     if gradients is not None and gradients.gradients is not None:
         lines += [
@@ -114,7 +114,7 @@ def _loss(axes: Any, report: DemoReport) -> None:
     axes.locator_params(axis="x", integer=True)
     axes.set_title("Training loss: difference to the padded training", fontsize=10)
     axes.set(xlabel="optimizer step", ylabel="relative difference", yscale="log")
-    # room for the legend beside the lines
+    # room for the legend next to the lines
     axes.margins(y=0.2)
     axes.legend(fontsize=8)
     _limit(axes, LOSS_LIMIT)

@@ -22,7 +22,7 @@ AdamW amplifies rounding from step to step. Measured over 60 and 100 steps: pack
 leaking against padded 1e-2 and 3e-2.
 """
 JUDGED_STEPS = 60
-"""The limit holds for so many steps; later ones are shown and not judged."""
+"""The limit holds for this many steps; later ones are shown and not judged."""
 
 Progress = Callable[[str, int, int, str], None]
 """Called with the name of a stage, how many of how many steps of it are done, and a remark."""
@@ -118,12 +118,12 @@ class Influence:
 
 @dataclass(frozen=True)
 class Continuations:
-    """What a model writes behind a beginning, greedily.
+    """How a model continues a prompt, greedily.
 
     Attributes:
-        prompt: the beginning.
-        alone: its continuation where nothing is before it.
-        unpatched, patched: its continuations in a packed row, behind one neighbour and behind
+        prompt: its text.
+        alone: its continuation without other documents.
+        unpatched, patched: its continuations in a packed row, after one neighbour and after
             another.
     """
 
@@ -141,7 +141,7 @@ class DemoReport:
         options, versions, device: how, with what and where it ran.
         lengths: tokens of every document.
         parameters: of the model.
-        verification: of the model before training, patched beside unpatched, on the first step's
+        verification: of the model before training, patched and unpatched, on the first step's
             documents.
         padded, packed, unpatched: the three trainings.
         leaking, exact: what documents of a row do to each other in the trained model, without

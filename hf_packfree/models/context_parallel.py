@@ -113,14 +113,14 @@ def _arguments_of(local: PackedSequence, row: dict[str, Any], tokens: int) -> di
     }
 
 
-def settled(
+def resolve_ways(
     config: Any,
     sizes: dict[str, int],
     settings: ContextParallel,
     ops: Iterable[str],
     forced: Mapping[str, str],
 ) -> ContextParallel:
-    """Return the settings for a model, with nothing left to choose; refuse one that the ranks
+    """Return the settings for a model with every "auto" decided; refuse a model that the ranks
     cannot share.
 
     Args:

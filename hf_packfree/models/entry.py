@@ -261,12 +261,12 @@ def read_call(
     if packed is None:
         return None
     refuse_readers_of_the_row(call.module)
-    _check_beside_documents(packed.num_segments, cache, seen, inputs.attention_mask)
+    _check_with_documents(packed.num_segments, cache, seen, inputs.attention_mask)
     return packed
 
 
-def _check_beside_documents(documents: int, cache: Any, seen: int, mask: Any) -> None:
-    """Refuse what a call cannot have beside packed or padded rows."""
+def _check_with_documents(documents: int, cache: Any, seen: int, mask: Any) -> None:
+    """Refuse what a call with packed or padded rows cannot have."""
     if is_transformed():
         raise UnsupportedInput(
             "found a transform of torch.func (grad, vmap, jvp) around packed or padded rows; "

@@ -1,7 +1,6 @@
-"""Heads whose class is the user's: ours goes in front of theirs, in a class that is made when one
-is patched.
+"""Heads whose class is the user's: a subclass of ours and theirs is made when one is patched.
 
-Apart from `heads`, because nothing there knows of it: such a class is a head like any other.
+Not in `heads`, which needs to know nothing of it: such a class is a head like any other.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ def in_front_of(ours: Any, theirs: Any) -> type[Head]:
     return type(
         theirs.__name__,
         (ours, theirs),
-        {**names, "packfree_behind": theirs, "__reduce_ex__": _reduce_in_front},
+        {**names, "packfree_users_class": theirs, "__reduce_ex__": _reduce_in_front},
     )
 
 
-def behind(cls: type[nn.Module]) -> type[nn.Module] | None:
+def users_class(cls: type[nn.Module]) -> type[nn.Module] | None:
     """Return the user's class of a head if `cls` is what `in_front_of` made for it."""
-    return vars(cls).get("packfree_behind")
+    return vars(cls).get("packfree_users_class")
 
 
 def _reduce_in_front(head: Any, protocol: Any) -> Any:
@@ -47,7 +46,7 @@ def _reduce_in_front(head: Any, protocol: Any) -> Any:
     get_state = getattr(head, "__getstate__", lambda: head.__dict__)
     return (
         _blank_in_front,
-        (cls.packfree_home, cls.__bases__[0].__qualname__, behind(cls)),
+        (cls.packfree_home, cls.__bases__[0].__qualname__, users_class(cls)),
         get_state(),
     )
 

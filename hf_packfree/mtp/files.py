@@ -165,8 +165,8 @@ def copy_head(base: str, checkpoint: str, out: str | Path) -> HeadReport:
 
 
 def _write(source: Path, target: Path, tensors: HeadTensors) -> None:
-    """Copy a checkpoint's files and write the head's beside them; the index last, without which
-    nothing is read.
+    """Copy a checkpoint's files and add the head's; the index last: without it nothing is read,
+    whatever was interrupted.
     """
     index, files = _index_of(source), _files_of(source)
     alone = (source / SINGLE).is_file()

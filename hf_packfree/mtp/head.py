@@ -74,7 +74,7 @@ class MTPHead(nn.Module):
         Args:
             hidden: [1, T, D_model], the text model's output after its final norm.
             embeddings: [1, T, D_model], what the text model began with, features of images
-                included; [1, T + depth, D_model] of a shard, whose documents go on behind it.
+                included; [1, T + depth, D_model] of a shard, with the tokens that follow it.
             packed: where documents start and end.
             depth: number of steps.
             of_layers: what a decoder layer takes besides, such as `position_embeddings`.
@@ -104,8 +104,8 @@ def ahead(row: Tensor, packed: PackedSequence, by: int, fill: float) -> Tensor:
     """Return the row [1, T, ...] with every token's value replaced by that of the token `by`
     further in the same document.
 
-    Tokens whose document ends before that get `fill`. Of a shard, `row` has as many tokens more
-    that are behind it.
+    Tokens whose document ends before that get `fill`. Of a shard, `row` also has the `by` tokens or
+    more that follow it.
     """
     same = packed.cached(_goes_on, by).to(row.device).view(1, -1, *[1] * (row.ndim - 2))
     return pad_row(row[:, by:][:, : packed.num_tokens], packed.num_tokens, fill).masked_fill(
@@ -114,8 +114,8 @@ def ahead(row: Tensor, packed: PackedSequence, by: int, fill: float) -> Tensor:
 
 
 def predicts(packed: PackedSequence, by: int) -> Tensor:
-    """Return bool [T]: which real tokens have one to embed `by` further in their document, and
-    one behind that to predict.
+    """Return bool [T]: which real tokens have one to embed `by` further in their document, and one
+    after that to predict.
     """
     return packed.cached(_goes_on, by + 1) & packed.is_real()[0]
 

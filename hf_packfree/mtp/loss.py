@@ -53,7 +53,7 @@ def depth_losses(
     Args:
         states: per depth [1, T, D_model], see `MTPHead.forward`.
         targets: int64 [1, T], what the main loss wants each token to predict, `IGNORED` at the end
-            of every document; of a shard with as many tokens behind it as there are depths.
+            of every document; of a shard [1, T + depths], with those of the tokens that follow it.
         packed: the record of the row.
         layer: the language modelling head's last one.
         state: the model's, which names the loss's backend.

@@ -19,7 +19,7 @@ class MTPOptions:
         train: False freezes the head: it is there to be saved with the model, and never runs.
         depth: how many tokens after the next one are predicted in training, 1 at least. Checkpoints
             have one layer, which runs again on its own output for each further depth.
-        weight: of the mean of all depths' losses beside the main loss (DeepSeek-V3 and Megatron:
+        weight: of the mean of all depths' losses, added to the main loss (DeepSeek-V3 and Megatron:
             0.1).
         detach: True trains the head alone: the text model, the embedding and the language modelling
             head get the gradients that they get without it, bit for bit.

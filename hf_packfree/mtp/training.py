@@ -1,5 +1,5 @@
-"""The head's loss beside the main one, whoever computes that: the model's own head, or a forward
-that replaced it.
+"""The loss of the multi-token prediction head, added to the main one, whether the model's own head
+computes that or a forward that replaced it.
 
 Labels are noted where the model is called, the row where the text model's output is known, and the
 loss is added to what the model returns, where the factors of mixed precision, accumulation and data
@@ -195,7 +195,7 @@ class MTPTraining:
             self._warned = True
             logger.warning(
                 "found a training step %s, from which the multi-token prediction head learns "
-                "nothing; wanted its loss beside "
+                "nothing; wanted its loss added to "
                 "the main one; call %s, or apply_patches(model, mtp='keep')",
                 found,
                 wanted,
@@ -271,8 +271,8 @@ def _with_loss(output: Any, total: Tensor, items: Any) -> Any:
         return (output[0] + total.to(output[0].device) / items, *output[1:])
     found, scores = output.get("loss"), output.get("log_probs")
     if scores is not None:
-        beside: Any = _BesideScores.apply
-        output["log_probs"] = beside(scores, output["label_mask"], total.to(scores.device))
+        passed: Any = _LossFromScores.apply
+        output["log_probs"] = passed(scores, output["label_mask"], total.to(scores.device))
     elif found is None:
         raise UnsupportedInput(
             f"found a {type(output).__name__} without a loss for labels in a training step with "
@@ -284,13 +284,12 @@ def _with_loss(output: Any, total: Tensor, items: Any) -> Any:
     return output
 
 
-class _BesideScores(torch.autograd.Function):
-    """Hands the log probabilities of the main loss's targets on, of which TRL makes the loss after
-    the model has returned.
+class _LossFromScores(torch.autograd.Function):
+    """TRL computes its loss outside the model, from our log probabilities: pass them through
+    unchanged, and read the loss's scale from their gradient.
 
-    The gradient that comes back says what TRL has divided and multiplied by: the head's loss gets
-    the mean of it. A loss that lowers the probability of some targets (of rewards, of preferences)
-    has no mean that a head could learn by.
+    The head's loss gets the mean of that gradient. A loss that lowers the probability of some
+    targets (of rewards, of preferences) has no mean that a head could learn by.
     """
 
     @staticmethod

@@ -1,5 +1,5 @@
-"""What the head's states are multiplied by: the weights of the language modelling head, wherever a
-sharder keeps them.
+"""The language modelling head's weights, by which the multi-token prediction head's states are
+multiplied, gathered where FSDP2 or ZeRO-3 shards them.
 
 The main loss runs that layer once, as its sharder expects. A second call for the head's loss would
 not do: FSDP2 would give it the weight with its gradient, also where none is wanted, and gathers of

@@ -1,4 +1,4 @@
-"""The tokens of a batch, as far as reading its boundaries asks of them."""
+"""The tokens of a batch, which tell trailing padding from one-token documents."""
 
 from __future__ import annotations
 

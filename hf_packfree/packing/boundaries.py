@@ -63,7 +63,7 @@ class RealTokens:
         return values.reshape(-1)[self.indices] if self.has_padding else values.reshape(-1)
 
     @property
-    def behind_holes(self) -> Tensor:
+    def after_holes(self) -> Tensor:
         """bool [M - 1], whether there is padding in the same row between a token and the next
         one.
         """
@@ -116,8 +116,8 @@ class BoundarySpec:
         return starts
 
     def unclear_starts(self, tokens: RealTokens) -> Tensor | None:
-        """Return bool [M], True where positions restart behind a hole, but not at 0; None when
-        there is no such token.
+        """Return bool [M], True where positions restart after padding inside a row, but not at 0;
+        None where none do.
 
         Generation from right-padded prompts has such positions within a document; pieces of
         documents have them too.
@@ -128,7 +128,7 @@ class BoundarySpec:
         assert starts is not None and self.values is not None
         unclear = starts & (tokens.select(self.values) != 0)
         unclear[:1] = False
-        unclear[1:] &= tokens.behind_holes
+        unclear[1:] &= tokens.after_holes
         return unclear if bool(unclear.any()) else None
 
 
@@ -205,7 +205,7 @@ def parse_position_ids(position_ids: Tensor, shape: tuple[int, int]) -> Boundary
             raise wrong_shape("position_ids", position_ids, shape, "(B, S), (3, B, S) or (4, B, S)")
         # positions of images or videos: see `hf_packfree.packing.mrope`
         if rows == 3 and not bool((given == given[:1]).all()):
-            # fractions of seconds are no fault
+            # fractions are valid there: some processors count time in seconds
             _whole_positions(given.floor() if given.is_floating_point() else given)
             return None
         given = given[0]
@@ -218,8 +218,8 @@ def parse_position_ids(position_ids: Tensor, shape: tuple[int, int]) -> Boundary
 
 
 def _whole_positions(given: Tensor) -> Tensor:
-    """Return positions on the host as int64; refuse what is no position, and what half precision
-    has rounded.
+    """Return positions on the host as int64; refuse fractions, and half precision, which rounds
+    them.
     """
     whole = (
         given.to(torch.int64) if given.dtype in (*_INTEGERS, torch.float32, torch.float64) else None
@@ -271,7 +271,7 @@ def refuse_branches(
     """
     firsts = starts.nonzero()[:, 0]
     branches = goes_back_inside(positions[firsts], positions[firsts - 1])
-    branches[1:] &= ~tokens.row_changes[firsts[1:] - 1] & ~tokens.behind_holes[firsts[1:] - 1]
+    branches[1:] &= ~tokens.row_changes[firsts[1:] - 1] & ~tokens.after_holes[firsts[1:] - 1]
     found = [first for first in firsts[branches].tolist() if first not in padding]
     if found:
         row, token = tokens.position_of(found[0])
@@ -297,26 +297,26 @@ def goes_back_inside(firsts: Tensor, before: Tensor) -> Tensor:
 
 
 def refuse_unclear(unclear: Tensor, tokens: RealTokens) -> None:
-    """Refuse positions that restart behind a hole at another value than 0, see
+    """Refuse positions that restart after padding inside a row at another value than 0, see
     `BoundarySpec.unclear_starts`.
     """
     row, token = tokens.position_of(int(unclear.nonzero()[0, 0]))
     raise BoundaryError(
-        f"found position_ids that restart behind padding, but not at 0, at row {row}, token "
+        f"found position_ids that restart after padding, but not at 0, at row {row}, token "
         f"{token}; wanted 0 there for a new document, or positions that go on for the same one; "
         "pass seq_idx too, which marks where documents start"
     )
 
 
 def refuse_holes(starts: Tensor, tokens: RealTokens) -> None:
-    """Refuse padding inside a document of a packed batch: cut out, time would stand still where
-    upstream lets it pass.
+    """Refuse padding inside a document of a packed batch: upstream's recurrent state decays over
+    these tokens, ours would not.
     """
-    holes = (tokens.behind_holes & ~starts[1:]).nonzero()[:, 0]
+    holes = (tokens.after_holes & ~starts[1:]).nonzero()[:, 0]
     if holes.numel():
         row, token = tokens.position_of(int(holes[0]))
         raise UnsupportedInput(
-            f"found padding inside a document of a packed batch, behind row {row}, token {token}; "
+            f"found padding inside a document of a packed batch, after row {row}, token {token}; "
             "wanted padding between documents and at the ends of rows; pass documents with holes "
             "in a batch of their own, one per row, with a 0/1 mask"
         )
@@ -325,8 +325,8 @@ def refuse_holes(starts: Tensor, tokens: RealTokens) -> None:
 def join_trailing_padding(
     starts: Tensor, tokens: RealTokens, batch: Batch
 ) -> tuple[Tensor, list[int]]:
-    """Join a row's trailing one-token documents into one segment where they all hold the same
-    token: that is padding.
+    """Join a row's trailing one-token documents into one padding segment where they all hold the
+    same token.
 
     Collators pad positions with zeros, which looks like one document per pad token; only the
     tokens, being equal, show that it is padding. A one-token document has no next token to predict,
@@ -335,7 +335,7 @@ def join_trailing_padding(
     Args:
         starts: bool [M], where documents start.
         tokens: the real tokens.
-        batch: what they are.
+        batch: the tokens of all rows.
 
     Returns:
         starts: bool [M], after joining.

@@ -1,6 +1,4 @@
-"""What the package needs to know of torch.compile and torch.func: functions that plan on the host
-stay out of compiled graphs.
-"""
+"""torch.compile and torch.func: functions that plan on the host stay out of compiled graphs."""
 
 from __future__ import annotations
 

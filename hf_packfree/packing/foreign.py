@@ -1,8 +1,8 @@
-"""Words of other libraries for documents, which upstream ignores: refused, or compared with what
-upstream's own words say.
+"""Other libraries' keywords for documents, which upstream ignores: refused, or compared with
+upstream's own.
 
-Alone they would leak in silence. Beside upstream's words they may stay where both agree, because
-frameworks pass both. Shapes: B rows, S tokens of a row, N documents.
+Alone they would leak in silence. Together with upstream's they are accepted where both agree,
+because frameworks pass both. Shapes: B rows, S tokens of a row, N documents.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ FOREIGN = {
     "seq_idx": _NUMBERS,
     "position_ids": _POSITIONS,
 }
-"""Words of Megatron, verl, AReaL, NeMo-RL, VeOmni, ms-swift, prime-rl, OLMo and JAX's libraries, by
-upstream's.
+"""{upstream's keyword: those of Megatron, verl, AReaL, NeMo-RL, VeOmni, ms-swift, prime-rl, OLMo
+and JAX's libraries}.
 """
 
 _DOCUMENT = "(seq|sequence|doc|document|segment|sample|example|pack|packed|packing)_?"
@@ -109,14 +109,17 @@ _ALIKE = {
     "attention_mask": r"(attn|doc|document|block|segment|packing|packed|block_diagonal)_?mask$",
     "position_ids": r"(text_|token_|doc_|document_)?pos(ition)?(s|_ids?|_idx)$",
 }
-"""What nobody's word is, and sounds like one: upstream's misspelt, say."""
+"""{upstream's keyword: a pattern of names that no library uses but that look like it, such as
+misspelt ones}.
+"""
 
 
 def take_foreign(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Take known words of other libraries out of a forward's keywords, and return them.
+    """Take known keywords of other libraries out of a forward's, and return them.
 
     Raises:
-        BoundaryError: a keyword that nobody knows sounds like boundaries, and may hold some.
+        BoundaryError: an unknown keyword is named like one for boundaries, and holds a tensor or a
+            list.
     """
     known = {name for names in FOREIGN.values() for name in names}
     taken = {name: kwargs.pop(name) for name in list(kwargs) if name in known}
@@ -136,12 +139,12 @@ def misspelt(name: str, ours: str) -> BoundaryError:
 def parse_foreign(
     foreign: Mapping[str, Any], specs: list[BoundarySpec], shape: tuple[int, int]
 ) -> list[BoundarySpec]:
-    """Return what other libraries' words describe, to be compared with `specs`, which upstream's
-    describe.
+    """Return the documents that other libraries' keywords describe, to be compared with `specs`,
+    which upstream's describe.
 
     Raises:
-        BoundaryError: `specs` separate no documents, so that upstream's words are missing; or a
-            value is none of its word.
+        BoundaryError: `specs` separate no documents, so that upstream's keywords are missing; or a
+            value is not of its keyword's type.
     """
     if foreign and not any(spec.values is not None for spec in specs):
         name = next(iter(foreign))
@@ -153,7 +156,7 @@ def parse_foreign(
 
 
 def longest_of(foreign: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those words, and fields of objects, that give the longest document's tokens."""
+    """Return the keywords, and fields of objects, that give the longest document's tokens."""
     found = {name: value for name, value in foreign.items() if name in _LONGEST}
     for name in foreign.keys() & set(_OBJECTS):
         found |= _fields(name, foreign[name], "longest")
@@ -175,7 +178,7 @@ def _fields(name: str, given: Any, kind: str) -> dict[str, Any]:
 
 @cache
 def _alike(name: str) -> str | None:
-    """Return upstream's keyword that an unknown one sounds like."""
+    """Return upstream's keyword that an unknown one is named like."""
     if name in _ALIKE:
         return None
     return next((ours for ours, sound in _ALIKE.items() if re.match(sound, name)), None)

@@ -50,9 +50,9 @@ def resolve_boundaries(
             is NaN.
         cached: the call continues or fills a cache: rows of one document are upstream's however
             their mask looks.
-        generates: the call wants next tokens alone: positions that restart behind a hole, but not
-            at 0, go on with their document, as transformers' generation from right-padded prompts
-            means them.
+        generates: the call wants next tokens alone: positions that restart after padding inside a
+            row, but not at 0, continue their document, as transformers' generation from
+            right-padded prompts means them.
 
     Returns:
         None when every row holds one document and upstream reads from the same inputs what its
@@ -222,8 +222,8 @@ def _refuse_branches(
 
 
 def _pads_row_ends(real: Tensor) -> bool:
-    """Whether there is padding, at the ends of rows only: linear layers see a hole as tokens
-    that passed.
+    """Whether there is padding, at the ends of rows only: upstream's linear layers read padding
+    inside a row as tokens.
     """
     return not bool(real.all()) and bool(
         ((~real[:, :-1] & real[:, 1:]).sum(1) + real[:, 0] <= 1).all()
@@ -249,7 +249,7 @@ def _is_plain(specs: list[BoundarySpec], real: Tensor, num_documents: int, *, ca
     """Whether upstream is exact on this batch: one document per row, and masks say to all of its
     layers what is padding.
 
-    Of masks beside a cache only those of the linear layers were read.
+    With a cache, only the linear layers' masks were read.
     """
     if num_documents != int(real.any(1).sum()) or not all(spec.as_upstream for spec in specs):
         return False
@@ -262,12 +262,10 @@ def _is_plain(specs: list[BoundarySpec], real: Tensor, num_documents: int, *, ca
 def _check_max_length(inputs: PackingInputs, longest: int | None) -> None:
     for name, given in inputs.longest().items():
         if longest is None:
-            raise BoundaryError(
-                f"found {name}={given} alone; wanted cu_seq_lens_q beside it; pass both"
-            )
+            raise BoundaryError(f"found {name}={given} alone; wanted cu_seq_lens_q too; pass both")
         if given < longest:
             raise BoundaryConflict(
-                f"found {name}={given} beside a document of {longest} tokens; wanted at least "
+                f"found {name}={given} with a document of {longest} tokens; wanted at least "
                 f"{longest}; build {name} from the same lengths as the boundaries"
             )
 

@@ -1,5 +1,5 @@
-"""A tensor that has a shape, a dtype and gradients at once, and values from when something first
-reads them.
+"""A tensor whose shape, dtype and gradient are known at once, and whose values are computed when
+something first reads them.
 
 `lazy_repad` makes one kind: a padded batch [B, S, ...] that is held as its row [1, T, ...].
 """
@@ -27,7 +27,7 @@ _CAST, _CLONE = _aten._to_copy.default, _aten.clone.default
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """By what a tensor that was changed since is told from what it was.
+    """A fingerprint that tells whether a tensor was changed in place.
 
     Its version counts the operations that change it in place. Fused optimizers, `.data` and
     kernels of other packages write without that: one element of every row and of every column is
@@ -55,7 +55,9 @@ class Fingerprint:
 
 
 def _elements(tensor: Tensor) -> Tensor:
-    """Of [..., rows, columns] a step right is a step down: no row and no column is left out."""
+    """Return the elements of a diagonal through [..., rows, columns]: every row and every column is
+    sampled.
+    """
     step = max(tensor.shape[-1] - 1, 1) if tensor.ndim > 1 else 1
     return tensor.detach().reshape(-1)[::step]
 
@@ -66,7 +68,7 @@ class Source:
 
     Attributes:
         shape, dtype, device: of the tensor.
-        make: returns it, without a history; raises where what it is made from has changed.
+        make: computes the values, without a graph; raises if its inputs were modified since.
         values: what `make` returned, once it was called.
         changed: whether `values` may be others than `make`'s: an operation changed them, or
             somebody has their address.
@@ -108,7 +110,7 @@ class LazyTensor(Tensor):
         lazy: LazyTensor = Tensor._make_wrapper_subclass(
             cls, source.shape, dtype=source.dtype, device=source.device
         )
-        # C++ that takes its pointer past the methods below raises then, instead of reading from
+        # C++ that takes the pointer without the methods below then raises instead of reading
         # address 0
         torch._C._set_throw_on_mutable_data_ptr(lazy)
         lazy.source = source
@@ -214,7 +216,7 @@ def _is_alias(func: Any, args: Any) -> bool:
 
 
 def _copies_unread(func: Any, args: Any) -> bool:
-    """Whether an operation copies a tensor that nobody has read.
+    """Whether an operation copies a tensor that nobody has read, with its graph.
 
     DDP clones all outputs where parameters may be unused, with their history; without it, a clone
     is made to keep the values.

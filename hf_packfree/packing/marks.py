@@ -43,7 +43,7 @@ class Mark(Generic[T]):
         return found
 
     def take(self, on: Any) -> T | None:
-        """Return the value, or None, and leave nothing behind."""
+        """Return the value, or None, and remove the attribute."""
         found: T | None = vars(on).pop(self.name, None)
         return found
 
@@ -54,8 +54,8 @@ class CountedMedia:
     host wait for the GPU.
 
     Attributes:
-        features: {argument of `get_placeholder_mask`: rows of features}, as many as placeholders
-            were counted.
+        features: {argument of `get_placeholder_mask`: rows of features}, equal to the placeholders
+            counted.
         positions: returns [3 or 4, 1, T] on the row's device.
     """
 
@@ -99,7 +99,7 @@ compute it again instead of keeping it. The layer's forward, which hands it on, 
 """
 
 ROOM: Mark[int] = Mark("packfree_room")
-"""On a layer's output: how many columns its backward pass puts beside the output's gradient, which
+"""On a layer's output: how many columns its backward pass appends to the output's gradient, which
 the next norm allocates.
 """
 

@@ -63,7 +63,7 @@ def refuse_packed_mrope(
     """Refuse three differing rows of mRoPE positions in which a document starts that nothing else
     marks.
 
-    Within a document the first row, time, falls only behind a video whose seconds take more
+    Within a document the first row, time, falls only after a video whose seconds take more
     positions than its height and width, in families that number so; those two rise there. Where
     time falls otherwise a document starts, but other documents may start without a fall.
 
@@ -89,7 +89,7 @@ def refuse_packed_mrope(
             "found image or video positions (mRoPE, three rows that differ) that fall within a "
             "row: several documents, whose boundaries they cannot show; wanted the boundaries "
             "too; put the text positions, which restart with each document, in front as a fourth "
-            "row, or pass cu_seq_lens_q or seq_idx beside them"
+            "row, or pass cu_seq_lens_q or seq_idx too"
         )
     inside = (falls if starts is None else falls & ~starts[1:]).nonzero()
     if inside.numel():

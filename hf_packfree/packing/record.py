@@ -104,8 +104,8 @@ class PackedSequence:
             0/1 mask.
         shard: under context parallelism, where in the whole row these tokens are; None: the row is
             whole. `is_shard`, `whole_row`, `whole_batch`, `ranks` and `cut` ask for less.
-        tree: which segment each one goes on from, where documents share their beginnings; None:
-            each is a document of its own.
+        tree: each segment's parent, where documents share prefixes; None: every segment is a
+            document of its own.
     """
 
     cu_seqlens: Tensor
@@ -185,13 +185,13 @@ class PackedSequence:
         """Build the record of a row in which documents share their beginnings: a forest of
         segments, laid depth first.
 
-        A document is the path from a root to the segment that it ends with, which others may go on
-        from.
+        A document is the path from a root to the segment that it ends with, which may have
+        children.
 
         Args:
             segment_lengths: N integers of at least 1, in tokens.
-            parents: of each segment the number of the one that it goes on from, which is in front
-                of it; None or -1 where a document begins.
+            parents: the number of each segment's parent, which comes earlier in the row; None or -1
+                for a root.
             device: of the tensors that kernels read.
 
         Returns:
@@ -224,9 +224,7 @@ class PackedSequence:
 
     @property
     def num_documents(self) -> int:
-        """The number of segments that are not padding; in a tree, of those that nothing goes on
-        from.
-        """
+        """The number of segments that are not padding; in a tree, of its leaves."""
         if self.tree is not None:
             return len(self.tree.leaves)
         return self.num_segments - len(self.padding_segments)

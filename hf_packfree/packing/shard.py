@@ -73,7 +73,7 @@ class RowShard:
         return self._histories[rank]
 
     def goes_on(self, rank: int) -> bool:
-        """Whether the last document of a rank's shard goes on in the next one."""
+        """Whether the last document of a rank's shard continues in the next one."""
         return rank + 1 < self.world and self.history(rank + 1) > 0
 
     @cached_property
@@ -83,19 +83,19 @@ class RowShard:
 
     @cached_property
     def sent(self) -> int:
-        """How many tokens at its end every rank sends where documents' histories are gathered."""
+        """How many of its last tokens every rank sends when earlier tokens are gathered."""
         return min(max(self._histories), self.tokens)
 
     def before(self) -> range:
-        """Return the ranks before this one that hold parts of the first document here."""
+        """Return the ranks before this one that hold parts of its first document."""
         first = self.rank
         while self.history(first):
             first -= 1
         return range(first, self.rank)
 
-    def behind(self) -> range:
-        """Return the ranks behind this one that hold parts of the last document here, the last
-        one first.
+    def after(self) -> range:
+        """Return the ranks after this one that hold parts of its last document, the last rank
+        first.
         """
         last = self.rank
         while self.goes_on(last):
@@ -159,20 +159,20 @@ def shard_of(packed: PackedSequence) -> RowShard:
 
 
 def with_history(packed: PackedSequence, tokens: int) -> PackedSequence:
-    """Return the record of a row whose first document begins so many tokens earlier."""
+    """Return the record of a row whose first document has `tokens` more at its beginning."""
     first, *rest = packed.lengths
     return PackedSequence.from_lengths([tokens + first, *rest], device=packed.seq_idx.device)
 
 
 def pad_row(row: Tensor, tokens: int, value: float = 0) -> Tensor:
-    """Return a tensor [1, T, ...] with `value` behind it, [1, tokens, ...]."""
+    """Return a tensor [1, T, ...] padded with `value` on the right, [1, tokens, ...]."""
     missing = tokens - row.shape[1]
     return F.pad(row, (0, 0) * (row.ndim - 2) + (0, missing), value=value) if missing else row
 
 
 def _divisible(packed: PackedSequence, world: int) -> PackedSequence:
-    """Return the record of the row itself, [1, T], with a padding segment behind it where T is
-    no multiple of `world`.
+    """Return the record of the row itself, [1, T], with a padding segment at its end where T is no
+    multiple of `world`.
     """
     missing = -packed.num_tokens % world
     if not missing:

@@ -1,5 +1,5 @@
-"""A forest of shared prefixes: segments of a row that go on from others, so that what samples share
-is in the row once.
+"""A forest of shared prefixes: segments of a row that continue others, so that a prefix that
+samples share is in the row once.
 
 Shapes: T tokens of the row, N segments.
 """
@@ -18,12 +18,12 @@ from torch import Tensor
 from hf_packfree.errors import BoundaryError, UnsupportedInput
 
 ROOT = -1
-"""The parent of a segment that goes on from none."""
+"""The parent of a root."""
 
 
 @dataclass(frozen=True, eq=False)
 class Tree:
-    """Which segment each one of a row goes on from; host integers alone.
+    """The parent of each segment of a row; host integers alone.
 
     Attributes:
         lengths: N numbers of tokens, in row order.
@@ -63,7 +63,7 @@ class Tree:
 
     @property
     def leaves(self) -> list[int]:
-        """The segments that nothing goes on from, in row order."""
+        """The segments without children, in row order."""
         inner = set(self.parents)
         return [segment for segment in range(len(self.parents)) if segment not in inner]
 
@@ -103,7 +103,7 @@ def refuse_tree(packed: Any, where: str) -> None:
 
     Args:
         packed: a record, or what stands for none.
-        where: what cannot have one, behind "a tree of shared prefixes".
+        where: what cannot have one; follows "a tree of shared prefixes" in the message.
 
     Raises:
         UnsupportedInput: it has one.

@@ -30,7 +30,7 @@ _LEVELS = "tree_level_sizes"
 _LONGEST = {"tree_max_seqlen_q": "a segment", "tree_max_seqlen_k": "a path"}
 """Tokens of the longest one, or more."""
 _PLANS = ("tree_n_chunks",)
-"""What says nothing of the tree, but of its kernels' work."""
+"""Hints for TRL's kernels, which say nothing of the tree."""
 WORDS = (_SEGMENTS, _PATHS, _KEYS, _PARENTS, _DEPTHS, _LEVELS, *_LONGEST, *_PLANS)
 """The keywords of TRL 1.16, and those that huggingface/trl#7686 adds."""
 
@@ -45,7 +45,7 @@ def take_tree(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Take the keywords of a tree out of a forward's keywords, and return them.
 
     Raises:
-        UnsupportedInput: nobody knows what one says.
+        UnsupportedInput: one is unknown.
     """
     for name, value in kwargs.items():
         if name.startswith("tree_") and name not in WORDS and value is not None:
@@ -79,7 +79,7 @@ def resolve_tree(
     Raises:
         BoundaryError: a word is malformed, or one is missing.
         BoundaryConflict: what is given disagrees.
-        UnsupportedInput: several rows, padding, or another description of documents beside it.
+        UnsupportedInput: several rows, padding, or documents described in another way too.
     """
     if shape[0] != 1:
         raise UnsupportedInput(
@@ -90,7 +90,7 @@ def resolve_tree(
     packed, name = _read(words, shape[1])
     if packed.num_tokens != shape[1]:
         raise BoundaryConflict(
-            f"found {name} of {packed.num_tokens} tokens beside a row of {shape[1]}; wanted one "
+            f"found {name} of {packed.num_tokens} tokens for a row of {shape[1]}; wanted one "
             "segment for every token; build both from the same samples"
         )
     packed = packed.to(device)
@@ -105,7 +105,7 @@ def _refuse_others(mask: Any, others: list[str]) -> None:
     )
     if others or not says_nothing:
         raise UnsupportedInput(
-            f"found {(*others, 'attention_mask')[0]} beside a tree of shared prefixes; wanted the "
+            f"found {(*others, 'attention_mask')[0]} with a tree of shared prefixes; wanted the "
             "tree and position_ids alone, and no padding; leave it out"
         )
 
@@ -184,7 +184,7 @@ def _check_words(words: Mapping[str, Any], tree: Tree) -> None:
     ):
         if name in words and _integers(name, words).max() < longest:
             raise BoundaryConflict(
-                f"found {name}={words[name]} beside {what} of {longest} tokens; wanted at least "
+                f"found {name}={words[name]} with {what} of {longest} tokens; wanted at least "
                 f"{longest}; build it from the same segments"
             )
 
@@ -194,7 +194,7 @@ def _check_positions(given: Tensor, packed: PackedSequence, name: str) -> None:
     found = given.detach()
     if found.shape[-1:] != wanted.shape or found[..., 0].numel() not in (1, 3, 4):
         raise BoundaryError(
-            f"found position_ids {list(given.shape)} beside {name} of {len(wanted)} tokens; wanted "
+            f"found position_ids {list(given.shape)} with {name} of {len(wanted)} tokens; wanted "
             "(1, S); build both from the same samples"
         )
     differs = (found.reshape(-1, len(wanted)) != wanted).any(0).nonzero()

@@ -1,5 +1,5 @@
-"""Context parallelism: the ranks of a group hold a packed row together, each a span of its tokens,
-through the whole model.
+"""Context parallelism: the ranks of a group share a packed row, each a span of its tokens, through
+the whole model.
 
 What mixes tokens exchanges heads for tokens around itself (`attention`, `delta_rule`); the rest
 sees one rank's tokens alone.

@@ -21,7 +21,8 @@ COLUMNS = 16
 releases find out.
 """
 _TEXT = 2**14
-"""Bytes of setup that a rank shows where setups differ, spaces behind; never changed either."""
+"""Bytes of setup that a rank shows where setups differ, padded with spaces; never changed either.
+"""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = (-0x61C8864680B583EB, -0x4B47D0C5A1A6F2A3)
 
@@ -38,7 +39,7 @@ def checksum(x: Tensor) -> Tensor:
     """
     x = x.detach().contiguous()
     bits = x.view(_INTEGERS[x.element_size()])
-    # images and sounds are large: nothing of their size is made
+    # images and audio are large: make no copy of them
     bits = bits.sum(-1) if x.is_floating_point() and x.ndim > 1 else bits.long()
     mixed = bits.flatten() + torch.arange(bits.numel(), device=x.device) * _ODD[0]
     mixed = (mixed ^ (mixed >> 32)) * _ODD[1]

@@ -67,7 +67,7 @@ def attend_by_keys(
     shard, heads = shard_of(packed), k.shape[2]
     if not shard.sent:
         return attention_with_history(q, k, v, packed, **options)
-    # what other ranks may want, not all
+    # only what other ranks may need
     ends = torch.cat([x[0, x.shape[1] - shard.sent :] for x in (k, v)], 1)
     left = left_context(ends, shard)[None]
     k, v = torch.cat([left[:, :, :heads], k], 1), torch.cat([left[:, :, heads:], v], 1)
@@ -77,8 +77,8 @@ def attend_by_keys(
 def attend_by_row(
     q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, **options: Any
 ) -> Tensor:
-    """Attend by what takes less time in this row, the same on all ranks: short documents leave
-    keys of a part of one alone to gather, and all the heads to exchange.
+    """Attend by what takes less time in this row, the same on all ranks: with short documents there
+    are few keys to gather, but still all heads to exchange.
 
     Args and returns: as of `attend_by_heads`.
     """

@@ -23,11 +23,11 @@ from hf_packfree.packing import PackedSequence, RowShard, pad_row, shard_of
 
 @dataclass(frozen=True)
 class Pending:
-    """An exchange under way: on a GPU it runs beside what is launched until `wait`, through gloo
-    beside what is computed.
+    """An asynchronous exchange: it overlaps with the kernels launched until `wait`, with gloo with
+    what the host computes.
 
     Attributes:
-        out: what it brings, not to be read before.
+        out: the result, not to be read before `wait`.
         sent: kept until then.
         work: torch.distributed's.
     """
@@ -64,8 +64,8 @@ def gathered(part: Tensor, group: Any) -> Tensor:
 
 
 class AllToAll:
-    """Sends parts [W, ...], of one shape on all ranks, and brings [W, ...]: part r is what rank
-    r had for this rank.
+    """All-to-all of parts [W, ...], of one shape on all ranks: part r of the result [W, ...] came
+    from rank r.
     """
 
     def __init__(self, group: Any) -> None:
@@ -91,8 +91,8 @@ class AllToAll:
 
 
 class AllGather(AllToAll):
-    """Sends a part [...], and brings every rank's [W, ...]; a part's gradient is the sum of what
-    all ranks say of it.
+    """All-gather of parts [...] to [W, ...]. Backward: reduce-scatter (sum) of the gathered
+    gradient.
     """
 
     def send(self, x: Tensor) -> None:
@@ -105,10 +105,10 @@ class AllGather(AllToAll):
 
 
 class Sent:
-    """A differentiable exchange under way, forward until `receive`.
+    """A differentiable asynchronous exchange, from here until `receive`.
 
-    What is computed between the two runs beside it; and so does its backward pass, beside the way
-    back.
+    What is computed between the two overlaps with it, and its backward pass with the exchange of
+    gradients.
     """
 
     def __init__(self, x: Tensor, exchange: AllToAll) -> None:
@@ -121,8 +121,8 @@ class Sent:
 
 
 class _Send(Function):
-    """Its result has no elements: it leads autograd from `_Receive` to here, behind the backward
-    pass of all between them.
+    """Its result has no elements: it makes autograd run this backward after that of everything
+    between `_Receive` and here.
     """
 
     @staticmethod
@@ -183,10 +183,10 @@ def with_right_context(x: Tensor, packed: PackedSequence, reach: int) -> Tensor:
     """
     if not packed.is_shard:
         return x
-    shard, behind = shard_of(packed), x[:0]
+    shard, following = shard_of(packed), x[:0]
     if shard.is_cut:
-        behind = all_gather(x[:reach], shard.group)[shard.rank + 1 :].flatten(0, 1)[:reach]
-    return pad_row(torch.cat([x, behind])[None], len(x) + reach)[0]
+        following = all_gather(x[:reach], shard.group)[shard.rank + 1 :].flatten(0, 1)[:reach]
+    return pad_row(torch.cat([x, following])[None], len(x) + reach)[0]
 
 
 def send_heads(parts: Iterable[Tensor], group: Any) -> Sent:
@@ -219,7 +219,7 @@ def send_left_context(x: Tensor, shard: RowShard, most: int | None = None) -> Ca
         shard.history(rank) if most is None else min(most, shard.history(rank))
         for rank in range(shard.world)
     ]
-    # beyond that ranks between are inside the document, and give all they have
+    # a longer history spans whole shards between, which are sent whole
     longest = min(max(histories), len(x))
     if not longest:
         return lambda: x[:0]

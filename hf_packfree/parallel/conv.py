@@ -1,5 +1,5 @@
-"""The convolution over a sharded row: it runs while the tokens before the shard come; only those
-that read them do so again.
+"""The convolution over a sharded row: it runs while the tokens before the shard arrive, then once
+more for the first tokens, which read them.
 
 Shapes: t tokens of a shard, h of its first document before it, n at its start that read these, C =
 2 H K + HV V channels.
@@ -26,8 +26,8 @@ def conv_with_context(
     """Convolve a shard as a part of its row.
 
     Args:
-        conv: takes x [1, t, C] and its documents, and returns tensors [1, t, ...]: new memory, kept
-            by nothing.
+        conv: takes x [1, t, C] and its record, and returns fresh tensors [1, t, ...] that its
+            backward does not need: their first tokens are overwritten in place.
         x: [1, t, C], this rank's.
         packed: the record of the shard.
         reach: how many tokens before it a token reads.
@@ -64,7 +64,7 @@ class _Edges(Function):
     def backward(
         ctx: Any, d_x: Tensor, d_first: Tensor, d_last: Tensor
     ) -> tuple[Tensor, None, None]:
-        # which the convolution has made, and nobody else reads
+        # fresh from the convolution's backward, read by nothing else
         d_x[:, : d_first.shape[1]] += d_first
         d_x[:, -d_last.shape[1] :] += d_last
         return d_x, None, None
@@ -89,6 +89,6 @@ class _Replaced(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
         first = [one[:, : ctx.count].clone() for one in gradients]
         for one in gradients:
-            # what was replaced; the delta rule has made them, and nobody else reads them
+            # of what was replaced; fresh from the delta rule's backward, read by nothing else
             one[:, : ctx.count] = 0
         return *gradients, *first

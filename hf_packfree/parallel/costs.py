@@ -94,9 +94,9 @@ def pairs(shard: RowShard) -> list[int]:
         start = rank * shard.tokens
         end = start + shard.tokens
         lengths = [
-            min(behind, end) - first
-            for first, behind in zip(offsets, offsets[1:], strict=False)
-            if first < end and behind > start
+            min(last, end) - first
+            for first, last in zip(offsets, offsets[1:], strict=False)
+            if first < end and last > start
         ]
         found.append(sum(length * (length + 1) // 2 for length in lengths))
     return found
@@ -108,11 +108,12 @@ def keys_cost_less(shard: RowShard, heads: int, key_heads: int, size: int) -> bo
     by_keys = attention_bytes_by_keys(shard, key_heads, size)
     whole = sum(length * (length + 1) // 2 for length in shard.row.lengths)
     more = max(pairs(shard)) - whole / shard.world
-    # q, k, v and the output's gradient go once beside the history: a sixth of what heads do
-    beside = 2 * (2 * heads + 2 * key_heads) * size * shard.tokens * shard.is_cut
+    # q, k, v and the output's gradient are copied once, joined with the history: a sixth of what
+    # the exchange of heads copies
+    joined = 2 * (2 * heads + 2 * key_heads) * size * shard.tokens * shard.is_cut
     return (
         2 * EXCHANGE_S * shard.is_cut
         + by_keys / BYTES_PER_S
-        + beside * COPY_S_PER_BYTE / 6
+        + joined * COPY_S_PER_BYTE / 6
         + more * heads * size * ATTENTION_S_PER_PAIR_AND_CHANNEL
     ) < 4 * EXCHANGE_S + by_heads * (1 / BYTES_PER_S + COPY_S_PER_BYTE)

@@ -1,11 +1,10 @@
 """The gated delta rule over a sharded row by exchange of states.
 
-A shard maps the state of its document before it to the one behind it affinely, S' = M S + B, and
-the state's gradient too, dS = M^T dS' + C. So do the segments in which long documents are walked
-within a shard, see `hf_packfree.ops.delta_rule.segments`. Each rank sends [M, B] of its last
-document once forward, and [M, C] of its first once backward, whatever their lengths; nothing where
-no document is on several ranks. M matters only where a shard is inside one document, and is zero
-elsewhere.
+A shard maps the recurrent state before it to the one after it affinely, S' = M S + B, and the
+state's gradient too, dS = M^T dS' + C. So do the segments in which long documents are walked within
+a shard, see `hf_packfree.ops.delta_rule.segments`. Each rank sends [M, B] of its last document once
+forward, and [M, C] of its first once backward, whatever their lengths; nothing where no document is
+on several ranks. M matters only where a shard is inside one document, and is zero elsewhere.
 
 Shapes: T tokens of the whole row, W ranks, t = T / W, N segments of the shard, H key heads, HV
 value heads, K and V their sizes, C = 2 H K + HV V.
@@ -93,7 +92,7 @@ def conv_delta_rule_by_states(
 
 
 def _lanes(v: Tensor, backend: str) -> int:
-    """Return how many segments the device walks side by side; 0: documents are walked whole."""
+    """Return how many segments the device scans in parallel; 0: documents are scanned whole."""
     long = DELTA_RULE.backend(backend).long
     return lanes(v, v.shape[2]) if long is not None and long.takes(v.device, {}) else 0
 
@@ -107,8 +106,8 @@ def _segments(packed: PackedSequence, lanes: int) -> Segments:
 
 
 class _Rule(Function):
-    """Two exchanges, one each way, in which every rank takes part; documents that do not wait
-    for them are walked meanwhile.
+    """One exchange forward and one backward, in which every rank takes part; documents that need
+    none are scanned meanwhile.
     """
 
     @staticmethod
@@ -196,7 +195,7 @@ class _Rule(Function):
         found = [_walk_back(scans, turn, saved, before, d_out, d_after) for turn in early]
         if waits:
             d_after[-1] = _along(
-                sent, slice(shard.rank, shard.behind().start + 1), packed, reverse=True
+                sent, slice(shard.rank, shard.after().start + 1), packed, reverse=True
             )[0]
         if segments.are_cut(packed):
             d_after = fold(transition, addend, d_after, segments.firsts, reverse=True)
@@ -260,7 +259,7 @@ def _walk_back(
 
 
 def _joined(turns: Iterable[Sequence[Tensor]]) -> list[Tensor]:
-    """Return what turns found, one behind the other, of all tokens."""
+    """Concatenate what turns found along the tokens."""
     return [
         parts[0] if len(parts) == 1 else torch.cat(parts, 1) for parts in zip(*turns, strict=True)
     ]

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 from torch import nn
 
 from hf_packfree.errors import PatchConflict
-from hf_packfree.models.context_parallel import settled
+from hf_packfree.models.context_parallel import resolve_ways
 from hf_packfree.models.options import Padded, Unpacked
 from hf_packfree.models.state import Kernels, PatchState
-from hf_packfree.models.subclassed import behind
+from hf_packfree.models.subclassed import users_class
 from hf_packfree.mtp.options import Choice as MTPChoice
 from hf_packfree.mtp.options import MTPOptions, mtp_options
 from hf_packfree.parallel import context_parallel as ranks_of
@@ -136,7 +136,7 @@ def _patch(model: nn.Module, options: Options) -> None:
     sizes, ranks = op_sizes(model, family), options.context_parallel
     if ranks is not None:
         forced, config = forced_backends(options.backend), next(trunks(model, family)).config
-        ranks = settled(config, sizes, ranks, family.mixer_ops, forced)
+        ranks = resolve_ways(config, sizes, ranks, family.mixer_ops, forced)
         sizes["gathered_keys"] = int(ranks.attention == "gather")
     chosen = choose_backends(options.backend, sizes, family.ops)
     options = replace(options, context_parallel=ranks)
@@ -195,7 +195,7 @@ def _swaps_in_force(model: nn.Module) -> list[ClassSwap]:
     ]
     steps: list[ClassSwap] = []
     for name, module in modules:
-        before = originals.get(type(module)) or behind(type(module))
+        before = originals.get(type(module)) or users_class(type(module))
         # a wrapped head knows it was removed
         bypassed = "forward" in vars(module) and not isinstance(module, tuple(heads))
         if before is None or bypassed:

@@ -61,7 +61,7 @@ def plan_head(model: nn.Module, family: Family, options: MTPOptions | None) -> l
         _refuse_frozen(there, name, options)
         return []
     if options.train:
-        _refuse_beside_adapters(model, name)
+        _refuse_with_adapters(model, name)
     head = read_head(owner, family, options)
     return [*_swaps(head, name, family), *plan_addition(model, name, head)]
 
@@ -71,7 +71,7 @@ _RECIPE = (
 )
 
 
-def _refuse_beside_adapters(model: nn.Module, name: str) -> None:
+def _refuse_with_adapters(model: nn.Module, name: str) -> None:
     """Refuse to train a head that PEFT does not know of: it saves what it knows, and so do
     trainers.
     """

@@ -16,7 +16,7 @@ from hf_packfree.patching import patch_report, register_patches
 
 _TRAINER = "trl.experimental.async_grpo.async_grpo_trainer"
 _LOADS, _GOES_ON = "create_model_from_path", "add_fused_lm_head"
-"""What the constructor calls to load the model, and next behind its check of the layers."""
+"""What the constructor calls to load the model, and first after its check of the layers."""
 
 
 @contextmanager

@@ -56,8 +56,8 @@ class PackFreeCallback(TrainerCallback):
     - packfree/mtp_accuracy_k: the share of depth k's targets that its most likely token hits.
     - packfree/influence: once, with `verify_first_batch`: see `first_batch_influence`.
 
-    What counts and verifies is on the model during a step alone: copies of it and saved ones have
-    nothing of it, and training that breaks off between steps leaves nothing behind.
+    Hooks that count and verify are on the model only during a step: copies and saved models have
+    none, nor has a model whose training was interrupted between steps.
 
     Args:
         backend, batch_invariant, padded, mtp: as for `apply_patches`, whose errors are raised when
@@ -69,7 +69,7 @@ class PackFreeCallback(TrainerCallback):
             `parallelism_config`, or that of `accelerate launch`, if there are any, share each row,
             and accelerate leaves that to the model until training ends; or as for `apply_patches`,
             of them.
-        verify_first_batch: on the first packed batch, change the tokens, pixels and sounds of every
+        verify_first_batch: on the first packed batch, change the tokens, pixels and audio of every
             second document and raise `LeakDetected` if the outputs of the others change, with the
             same dropout and noise; costs three forwards, four of a vision-language model. Where
             none of the first 16 batches is packed it gives up with a warning. In a process group
@@ -141,7 +141,7 @@ class PackFreeCallback(TrainerCallback):
         _warn_of_unweighted_tokens(args, model)
         _warn_of_gradients_divided_twice()
         if self._run is not None:
-            # which broke off
+            # of a training that was interrupted
             self._run.take_off()
         smooths = args.label_smoothing_factor != 0
         self._run = TrainingRun(model, self._verify, smooths=smooths)
@@ -169,7 +169,7 @@ class PackFreeCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Say so if nothing was verified that was to be."""
+        """Warn if the first packed batch was to be verified and none came."""
         cut_rows_again(kwargs["model"])
         if self._run is not None:
             self._run.end()
@@ -193,9 +193,7 @@ class PackFreeCallback(TrainerCallback):
 
 
 def _refuse_unpatched(model: nn.Module, *, wants_head: bool) -> None:
-    """Refuse a model that nobody patched, or, where a multi-token prediction head is wanted, gave
-    one.
-    """
+    """Refuse an unpatched model, and one without the multi-token prediction head that is wanted."""
     found = None
     if not patch_report(model).patched:
         found = "an unpatched model"

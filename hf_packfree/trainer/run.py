@@ -35,8 +35,8 @@ def outermost(model: nn.Module, trunks: list[nn.Module]) -> list[nn.Module]:
 
 
 class _OfAStep:
-    """What is on a model during a step; copies and pickles of the model get something else, that
-    does nothing.
+    """A hook or observer that is on a model during a step; copies and pickles of the model get one
+    that does nothing.
     """
 
     def __reduce__(self) -> tuple[type[_Nothing], tuple[()]]:
@@ -78,7 +78,7 @@ class TrainingRun:
 
     def take_off(self) -> None:
         for observers in map(observers_of, self.trunks):
-            # of a run too that broke off in the middle of a step
+            # also those of a run that was interrupted within a step
             observers[:] = [each for each in observers if not isinstance(each, _OfAStep)]
         for check in self.checks:
             check.take_off()
@@ -126,7 +126,7 @@ class FirstBatch(_OfAStep):
 
     @uncompiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # before the forward, which may break off
+        # before the forward, which may raise
         self.take_off()
         if self.over or not module.training:
             return

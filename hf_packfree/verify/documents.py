@@ -1,5 +1,5 @@
 """The documents of a verification: random tokens, and with models that take them random images,
-videos and sounds.
+videos and audio.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from hf_packfree.packing import PackedSequence
 from hf_packfree.packing.tree import Tree
 
 _FRAMES = 130
-"""Of a sound: a full chunk and a part of one, whose result upstream lets depend on no neighbour
-in any release.
+"""Frames of an audio: a full chunk and a part of one, whose result upstream lets depend on no
+neighbour in any release.
 """
 
 
@@ -116,7 +116,7 @@ class TreeDocuments(TextDocuments):
 
     Args:
         lengths: tokens of each segment.
-        parents: of each segment the one that it goes on from, or None.
+        parents: each segment's parent, or None.
         vocabulary, generator, device: see `TextDocuments`.
         taken: ids that are no text.
     """
@@ -197,7 +197,7 @@ class MediaDocuments(TextDocuments):
 
     Args:
         source: the module that has `get_rope_index`.
-        dtype: of pixels and sounds.
+        dtype: of pixels and audio.
     """
 
     def __init__(

@@ -34,8 +34,8 @@ def first_batch_influence(
     """Change the tokens of documents 0, 2, 4 ... and return the relative RMS by which 1, 3, 5 ...
     change.
 
-    In a vision-language model the pixels and sounds of those documents change too, and then those
-    of the others, because a tower may look ahead; the larger number counts.
+    In a vision-language model the pixels and audio of those documents change too, and then those of
+    the others, because a tower may look ahead; the larger number counts.
 
     All forwards draw the same random numbers, so that dropout and noise are the same in each; the
     batch as it is runs twice, which tells whether they are.
@@ -44,7 +44,7 @@ def first_batch_influence(
     and the largest number of all ranks counts.
 
     Takes three forwards without gradients, four in a vision-language model, and none where a head
-    has read already that the batch is not packed; in a process group always as many, since the
+    has read already that the batch is not packed; in a process group always that many, since the
     forwards of a sharded model are collective. The random state is as before afterwards.
 
     Args:
@@ -107,7 +107,7 @@ def _has_neighbours(record: Any) -> bool:
 
 @contextmanager
 def _watched(module: nn.Module) -> Iterator[list[PackedSequence]]:
-    """Collect the records of packed forwards in the block, of which nobody else is told."""
+    """Collect the records of packed forwards in the block, in place of other observers."""
     seen: list[PackedSequence] = []
 
     def watch(packed: PackedSequence | None, shape: tuple[int, int], mask: Any) -> None:
@@ -158,7 +158,9 @@ def _last_states(module: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, 
 
 
 def _drawn(gpus: set[torch.device]) -> list[Any]:
-    """Return the states of all generators, by which it shows whether as many numbers were drawn."""
+    """Return the states of all generators, which differ if another number of random values was
+    drawn.
+    """
     numpys: Any = np.random.get_state()
     states = [torch.get_rng_state()]
     states += [getattr(torch, gpu.type).get_rng_state(gpu) for gpu in gpus]
@@ -172,7 +174,7 @@ def _judge(influence: float, noise: float, draws_others: bool, limit: float, wha
     if not noise <= limit:
         raise BlindMeasurement(
             f"found a first batch whose outputs are {noise:.1e} relative RMS apart when it runs "
-            f"twice, of the same weights and random numbers; wanted at most {limit:.0e}, beside "
+            f"twice, of the same weights and random numbers; wanted at most {limit:.0e}, above "
             "which a leak would show; run verify_packing(model), which measures without dropout "
             "and noise"
             if math.isfinite(noise)
@@ -183,7 +185,7 @@ def _judge(influence: float, noise: float, draws_others: bool, limit: float, wha
         raise BlindMeasurement(
             f"found a first batch in which other {what} change how many random numbers are drawn, "
             f"and outputs by {influence:.1e} relative RMS; wanted the same noise before and after, "
-            "beside which a leak would show; run verify_packing(model), which measures without "
+            "so that a leak would show; run verify_packing(model), which measures without "
             "dropout and noise"
         )
     raise LeakDetected(
@@ -240,8 +242,8 @@ def _changed(
 
 
 def _by_branches(tree: Tree, inner: int) -> Tensor:
-    """Return a number for every segment, int32 [N]: its number among those that nothing goes on
-    from, and `inner` for the others, which those are not to change.
+    """Return a number for every segment, int32 [N]: a leaf's among the leaves, and `inner` for the
+    others, which must not change with them.
     """
     numbers = torch.full((len(tree.parents),), inner, dtype=torch.int32, device="cpu")
     numbers[tree.leaves] = torch.arange(len(tree.leaves), dtype=torch.int32, device="cpu")
@@ -251,7 +253,7 @@ def _by_branches(tree: Tree, inner: int) -> Tensor:
 def _other_media(
     source: Any, inputs: Mapping[str, Any], packed: PackedSequence, parity: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield pixels and sounds with the sign of every second document's turned."""
+    """Yield pixels and audio, with the sign of every second document's flipped."""
     media = RowMedia.from_arguments(inputs)
     ids = unpad(inputs["input_ids"], packed)[0].to("cpu")
     for kind in media_of(source, media):

@@ -146,7 +146,7 @@ class Probe:
 
     def _cross_gradient(self, ranks: Ranks) -> tuple[float, float | None]:
         """Of the last document to others' embeddings; of every second one to others' pixels and
-        sounds. In a tree also to what it shares.
+        audio. In a tree also to what it shares.
         """
         inputs = self.documents.packed()
         features = {
@@ -295,7 +295,7 @@ def _answers_per_token(model: nn.Module) -> bool:
 
 @contextmanager
 def _as_leaf(embed: nn.Module) -> Iterator[list[Tensor]]:
-    """Cut the graph behind an embedding for the block, and collect what it gave there."""
+    """Detach an embedding's output for the block, and collect these leaves of the graph."""
     leaves: list[Tensor] = []
 
     def cut(module: nn.Module, args: Any, output: Tensor) -> Tensor:

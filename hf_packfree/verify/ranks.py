@@ -39,7 +39,7 @@ class Ranks:
         self.settings, self.tokens = settings, tokens
 
     def own(self, whole: Tensor, fill: float = 0) -> Tensor:
-        """Return this rank's [t, ...] of a tensor [T, ...], behind which there is `fill`."""
+        """Return this rank's [t, ...] of a tensor [T, ...], padded on the right with `fill`."""
         if self.settings is None:
             return whole
         size = -(-self.tokens // self.settings.world)

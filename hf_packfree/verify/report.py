@@ -72,11 +72,11 @@ class Measurement:
         gradients: the same for the worst parameter's gradient; None when it was not measured.
         worst_parameter: its name.
         influence: relative RMS by which documents 1, 3, 5 ... change when the tokens of documents
-            0, 2, 4 ... do; with media, when their pixels and sounds do too, and the larger one of
+            0, 2, 4 ... do; with media, when their pixels and audio do too, and the larger one of
             both directions.
         cross_gradient: largest gradient of the last document's outputs with respect to another's
             inputs; with media, also of any document's with respect to a neighbour's pixels and
-            sounds.
+            audio.
         per_document: `logits` for each document.
         prefix_gradient: in a tree the largest gradient of the last sample's outputs with respect to
             what it shares with others; None elsewhere.

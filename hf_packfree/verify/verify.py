@@ -48,9 +48,9 @@ def verify_packing(
 
     Random documents are packed into one row, `input_ids` [1, sum(lengths)] with restarting
     `position_ids` (the input format that leaks in every release of transformers; in families of
-    attention alone beside an indexed mask, for the same reason), and compared with a forward of
-    each document alone, [1, length]. With a model that takes images, those documents that are long
-    enough have an image, a video and, where it takes any, a sound; the row then has an indexed
+    attention alone together with an indexed mask, for the same reason), and compared with a forward
+    of each document alone, [1, length]. With a model that takes images, those documents that are
+    long enough have an image, a video and, where it takes any, audio; the row then has an indexed
     `attention_mask` and no positions, so that losing the positions of media fails too. The model is
     measured in evaluation mode, without a cache, and with gradients whatever mode the call is in.
     Its weights, gradients and modes are as before afterwards. Under `torch.autocast` it runs as it

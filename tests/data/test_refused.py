@@ -84,8 +84,8 @@ IDS = [5, 6, 7]
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"labels": [5, 6]}, "found 2 labels beside 3 input_ids"),
-        ({"attention_mask": [1] * 4}, "found 4 attention_mask beside 3 input_ids"),
+        ({"labels": [5, 6]}, "found 2 labels for 3 input_ids"),
+        ({"attention_mask": [1] * 4}, "found 4 attention_mask for 3 input_ids"),
         ({"input_ids": [5.9, 6.0]}, "found 5.9.* in input_ids; wanted whole numbers"),
         ({"labels": [5.0, float("nan"), 6.0]}, "found nan in labels"),
         ({"input_ids": ["a", "b"]}, "found input_ids that make no tensor"),
@@ -124,7 +124,7 @@ def test_one_document_may_say_so(beside):
 
 def test_an_assistant_mask_of_another_length():
     collator = PackedVisionCollator(PROCESSOR, assistant_only_loss=True)
-    with pytest.raises(UnsupportedInput, match="found 2 assistant_masks beside 3 input_ids"):
+    with pytest.raises(UnsupportedInput, match="found 2 assistant_masks for 3 input_ids"):
         collator([{"input_ids": IDS, "assistant_masks": [0, 1]}])
 
 

@@ -189,7 +189,7 @@ def test_a_step_of_generation_without_a_cache_is_upstreams_with_attention_weight
 @pytest.mark.parametrize("train", [False, True])
 def test_positions_that_restart_above_zero_behind_a_hole_are_refused_elsewhere(call, train):
     with pytest.raises(
-        BoundaryError, match="restart behind padding, but not at 0, at row 0, token 7"
+        BoundaryError, match="restart after padding, but not at 0, at row 0, token 7"
     ):
         apply_patches(tiny().train(train))(**RIGHT, **call)
 
@@ -242,7 +242,7 @@ HOLES = {
 @pytest.mark.parametrize("train", [False, True])
 def test_holes_inside_documents_of_a_packed_batch_are_refused(kind, train):
     with pytest.raises(
-        UnsupportedInput, match="padding inside a document of a packed batch, behind row 0, token 1"
+        UnsupportedInput, match="padding inside a document of a packed batch, after row 0, token 1"
     ):
         apply_patches(tiny().train(train))(**HOLES[kind])
 

@@ -233,11 +233,11 @@ def test_what_disagrees_with_a_tree_is_refused(model, part):
     tokens = sum(GROUP.lengths)
     with pytest.raises(BoundaryConflict, match="position_ids and packed_sequence in disagreement"):
         call(**row, position_ids=torch.arange(tokens)[None])
-    with pytest.raises(BoundaryConflict, match="of 137 tokens beside a row of 136"):
+    with pytest.raises(BoundaryConflict, match="of 137 tokens for a row of 136"):
         call(**row | {"input_ids": row["input_ids"][:, 1:]})
-    with pytest.raises(UnsupportedInput, match="found seq_idx beside a tree"):
+    with pytest.raises(UnsupportedInput, match="found seq_idx with a tree"):
         call(**row, seq_idx=GROUP.record.seq_idx)
-    with pytest.raises(UnsupportedInput, match="found attention_mask beside a tree"):
+    with pytest.raises(UnsupportedInput, match="found attention_mask with a tree"):
         call(**row, attention_mask=torch.tensor([[1] * (tokens - 1) + [0]]))
     with pytest.raises(UnsupportedInput, match="a tree .* in a batch of 2 rows"):
         call(**row | {"input_ids": row["input_ids"].expand(2, -1)})

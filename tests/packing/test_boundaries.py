@@ -212,7 +212,7 @@ def test_a_max_length_is_refused_exactly_when_a_document_is_longer(name, lengths
         )
         return
     with pytest.raises(
-        BoundaryConflict, match=f"{name}={given_length} beside a document of {max(lengths)} tokens"
+        BoundaryConflict, match=f"{name}={given_length} with a document of {max(lengths)} tokens"
     ):
         resolve((1, sum(lengths)), **inputs)
 

@@ -91,7 +91,7 @@ def test_or_contradict_them(word, first, second):
 
 def test_a_longest_document_that_is_too_short():
     positions = one_row([4, 5])["position_ids"]
-    with pytest.raises(BoundaryConflict, match="max_seqlen=4 beside a document of 5 tokens"):
+    with pytest.raises(BoundaryConflict, match="max_seqlen=4 with a document of 5 tokens"):
         lengths_of(9, position_ids=positions, max_seqlen=4)
 
 

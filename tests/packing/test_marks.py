@@ -15,7 +15,7 @@ from hf_packfree.packing.marks import Mark
 
 MARKS = {name: mark for name, mark in vars(marks).items() if isinstance(mark, Mark)}
 # of our own classes: where they come from, and what they stand in front of
-OF_CLASSES = {"packfree_home", "packfree_behind"}
+OF_CLASSES = {"packfree_home", "packfree_users_class"}
 
 
 def test_no_other_file_names_an_attribute():

@@ -96,7 +96,7 @@ def swap(at, value):
         ("tree_segment_parents", swap(5, 1), BoundaryConflict, "tree_kv_index that describe diff"),
         ("tree_segment_depths", swap(3, 1), BoundaryConflict, "tree_segment_depths and"),
         ("tree_level_sizes", swap(0, 4), BoundaryConflict, "tree_level_sizes and"),
-        ("tree_max_seqlen_q", lambda n: n - 1, BoundaryConflict, "tree_max_seqlen_q=128 beside"),
+        ("tree_max_seqlen_q", lambda n: n - 1, BoundaryConflict, "tree_max_seqlen_q=128 with"),
         ("tree_max_seqlen_k", lambda n: n - 1, BoundaryConflict, "tree_max_seqlen_k=.* a path of"),
         ("tree_kv_index", swap(40, 0), BoundaryError, "a path to segment 1 that is not another"),
         ("tree_kv_index", swap(-1, 0), BoundaryError, "a path to segment 10 that is not another"),
@@ -123,7 +123,7 @@ def test_positions_that_contradict_a_tree():
             BoundaryConflict, match="tree_cu_seqlens_q in disagreement at token 100"
         ):
             read(tokens, wrong, **words)
-    with pytest.raises(BoundaryError, match=r"found position_ids \[1, 9\] beside"):
+    with pytest.raises(BoundaryError, match=r"found position_ids \[1, 9\] with"):
         read(tokens, positions[:, :9], **words)
     with pytest.raises(BoundaryError, match=r"found position_ids \[2, "):
         read(tokens, positions.expand(2, -1), **words)
@@ -133,12 +133,12 @@ def test_what_else_describes_documents_is_refused():
     tokens, words = sum(TURNS.lengths), words_of(TURNS)
     offsets = torch.tensor([0, tokens], dtype=torch.int32)
     for name in ("cu_seq_lens_q", "cu_seqlens"):
-        with pytest.raises(UnsupportedInput, match=f"found {name} beside a tree"):
+        with pytest.raises(UnsupportedInput, match=f"found {name} with a tree"):
             read(tokens, **words, **{name: offsets})
     mask = torch.ones(1, tokens)
     assert read(tokens, mask=mask, **words).tree is not None
     mask[0, -1] = 0
-    with pytest.raises(UnsupportedInput, match="found attention_mask beside a tree"):
+    with pytest.raises(UnsupportedInput, match="found attention_mask with a tree"):
         read(tokens, mask=mask, **words)
     with pytest.raises(UnsupportedInput, match="a tree of shared prefixes in a batch of 2 rows"):
         read(tokens, rows=2, **words)
@@ -158,5 +158,5 @@ def test_the_record_beside_words():
     for record in (other, flat):
         with pytest.raises(BoundaryConflict, match="packed_sequence and tree_cu_seqlens_q that"):
             beside(record, **words)
-    with pytest.raises(BoundaryConflict, match="found packed_sequence of 137 tokens beside a row"):
+    with pytest.raises(BoundaryConflict, match="found packed_sequence of 137 tokens for a row"):
         beside(other)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_packfree import PackedSequence, apply_patches, patch_report
-from hf_packfree.models.context_parallel import settled
+from hf_packfree.models.context_parallel import resolve_ways
 from hf_packfree.ops import delta_rule
 from hf_packfree.packing import shard_row
 from hf_packfree.parallel import ContextParallel, costs
@@ -106,16 +106,16 @@ def test_auto_says_what_it_takes_and_why(group, monkeypatch):
     config, auto = tiny().config, ContextParallel(group)
     ops = by_family["qwen3_5"].mixer_ops
     sizes = gdn_sizes() | {"query_heads": 8}
-    found = settled(config, sizes, auto, ops, {})
+    found = resolve_ways(config, sizes, auto, ops, {})
     assert (found.gdn, found.attention) == ("state", "auto")
     assert "Gated DeltaNet states (state is modelled at" in str(found)
     # a backend that gives no states
     monkeypatch.setitem(delta_rule.OP.backends, "stateless", delta_rule.DeltaRuleBackend())
-    assert settled(config, sizes, auto, ops, {"delta_rule": "stateless"}).gdn == "heads"
+    assert resolve_ways(config, sizes, auto, ops, {"delta_rule": "stateless"}).gdn == "heads"
     # where heads cost less
     monkeypatch.setattr(costs, "seconds_by_heads", lambda *_: 0.0)
-    assert settled(config, sizes, auto, ops, {}).gdn == "heads"
-    asked = settled(config, sizes, ContextParallel(group, gdn="state"), ops, {})
+    assert resolve_ways(config, sizes, auto, ops, {}).gdn == "heads"
+    asked = resolve_ways(config, sizes, ContextParallel(group, gdn="state"), ops, {})
     assert asked.gdn == "state" and str(asked).endswith("states (as asked for)")
 
 
