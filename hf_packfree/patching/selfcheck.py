@@ -17,6 +17,7 @@ from hf_packfree.errors import LeakDetected
 from hf_packfree.models import compat
 from hf_packfree.models.base import Replacement
 from hf_packfree.models.fusable import adds_one, epsilon, swiglu_layers
+from hf_packfree.models.slow_decay import slow_decays
 from hf_packfree.models.state import PatchState
 from hf_packfree.ops.fused import add_norm, swiglu_mlp
 from hf_packfree.patching.family import Family
@@ -91,11 +92,10 @@ def tiny(family: Family, *, strength: float | None = None) -> Any:
         model: Any = getattr(import_module(family.upstream), family.causal_lm)(
             family.tiny_config()
         ).eval()
+        for parameter, decay in slow_decays(model).items():
+            parameter.copy_(decay)
         for name, parameter in model.named_parameters():
-            # states that live long: fast decay hides leaks
-            if name.endswith("A_log"):
-                parameter.fill_(-4.0)
-            elif name.endswith("norm.weight"):
+            if name.endswith("norm.weight"):
                 # which begin at zero or one, where formulas look alike
                 parameter.normal_()
             elif strength is not None and parameter.ndim > 1:

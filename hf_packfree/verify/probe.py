@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_packfree.errors import BlindMeasurement
+from hf_packfree.models.slow_decay import slow_decays
 from hf_packfree.models.vision_language import FEATURES
 from hf_packfree.verify.documents import (
     MediaDocuments,
@@ -332,17 +333,13 @@ def packages_called() -> Iterator[set[str]]:
 def prepared(model: nn.Module, slow_decay: bool) -> Iterator[None]:
     """Evaluation mode and slow decay for the block; everything as before afterwards."""
     modes = {module: module.training for module in model.modules()}
-    decays = {
-        p: p.detach().clone()
-        for name, p in model.named_parameters()
-        if slow_decay and name.endswith("A_log")
-    }
+    slow = slow_decays(model) if slow_decay else {}
+    decays = {parameter: parameter.detach().clone() for parameter in slow}
     model.eval()
     try:
         with torch.no_grad():
-            for parameter in decays:
-                decay = torch.linspace(0.01, 0.05, parameter.numel(), device="cpu")
-                parameter.copy_(decay.log().view(parameter.shape))
+            for parameter, decay in slow.items():
+                parameter.copy_(decay)
         yield
     finally:
         with torch.no_grad():
