@@ -74,5 +74,7 @@ SERVED = (
     Served("glm4_moe", "zai-org/GLM-4.5, GLM-4.5-Air, GLM-4.6", _TEXT, ("text",)),
     Served("starcoder2", "bigcode/starcoder2-3b, -7b, -15b", _TEXT, ("text",)),
     Served("afmoe", "arcee-ai/Trinity-Nano, -Mini", _TEXT, ("text",)),
+    Served("deepseek_v3", "deepseek-ai/DeepSeek-V3, -V3.1, -R1", _TEXT, ("text",)),
+    Served("glm4_moe_lite", "zai-org/GLM-4.7-Flash", _TEXT, ("text",)),
 )
 """To list one more family, add a row; its parts are a row of `patching/registry.py`."""

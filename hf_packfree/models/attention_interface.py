@@ -26,7 +26,7 @@ NAME = "packfree"
 """Of our entry in transformers' AttentionInterface."""
 _OPTIONS = {"sliding_window": "window", "softcap": "softcap", "s_aux": "sinks"}
 """{what a layer says of its scores: the keyword of our operation}."""
-_HEAD = "head_dim", "head_size", "qk_head_dim"
+_HEAD = "qk_head_dim", "head_dim", "head_size"
 """What layers call the size of a head."""
 
 
@@ -72,14 +72,15 @@ class InterfaceAttention(Replacement):
         scale.
         """
         config = layer.config
+        size = next(getattr(layer, name) for name in _HEAD if hasattr(layer, name))
         window = getattr(layer, "sliding_window", getattr(config, "sliding_window", None))
         needs = {
             "window": window or 0,
             "softcap": int(bool(getattr(layer, "attn_logit_softcapping", None))),
             "sinks": int(hasattr(layer, "sinks")),
+            "other_value_size": int(getattr(layer, "v_head_dim", size) != size),
         }
-        head = next(getattr(layer, name) for name in _HEAD if hasattr(layer, name))
-        sizes = {"head_size": head, "query_heads": config.num_attention_heads}
+        sizes = {"head_size": size, "query_heads": config.num_attention_heads}
         return sizes | {name: size for name, size in needs.items() if size}
 
 

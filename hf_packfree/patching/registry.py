@@ -69,6 +69,16 @@ def _attends(kind: str = "full_attention") -> Mixer:
 
 
 _WINDOWS = ("full_attention", "sliding_attention")
+_LATENT: dict[str, Any] = {
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+    "n_group": 1,
+    "topk_group": 1,
+}
+"""Of tiny models with multi-head latent attention, and experts."""
 
 ROWS: tuple[Family, ...] = (
     Family(
@@ -193,6 +203,12 @@ ROWS: tuple[Family, ...] = (
     _attention_only("glm4_moe", "Glm4Moe"),
     _attention_only("starcoder2", "Starcoder2"),
     _attention_only("afmoe", "Afmoe", *_WINDOWS, masks_read_positions=False),
+    _attention_only(
+        "deepseek_v3",
+        "DeepseekV3",
+        tiny=_LATENT | {"q_lora_rank": 24, "first_k_dense_replace": 1},
+    ),
+    _attention_only("glm4_moe_lite", "Glm4MoeLite", tiny=_LATENT | {"q_lora_rank": 24}),
 )
 """Of every release of transformers."""
 

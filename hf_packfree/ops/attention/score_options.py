@@ -21,8 +21,13 @@ from hf_packfree.ops.attention.torch_native import plan_buckets
 from hf_packfree.ops.backend import Target
 from hf_packfree.packing import PackedSequence, chunk_plan, uncompiled
 
-WANTED = {"window": "a sliding window", "softcap": "capped scores", "sinks": "attention sinks"}
-"""{name in `Target.sizes`, and as a keyword of `attention`: in words}."""
+WANTED = {
+    "window": "a sliding window",
+    "softcap": "capped scores",
+    "sinks": "attention sinks",
+    "other_value_size": "values of another size than keys",
+}
+"""{name in `Target.sizes`: in words}; the first three are keywords of `attention`, too."""
 
 
 def refused(target: Target) -> str | None:
