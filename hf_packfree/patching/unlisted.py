@@ -137,8 +137,6 @@ def _attends_otherwise(layer: nn.Module, home: str) -> str | None:
             return f"its {type(part).__name__} is not of {home}, where its text model is from"
         if not getattr(part, "is_causal", True):
             return "its attention looks ahead"
-        if getattr(part, "v_head_dim", None) != getattr(part, "qk_head_dim", None):
-            return "its values are of another size than its keys"
     return None
 
 

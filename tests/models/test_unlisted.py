@@ -52,6 +52,8 @@ SERVED = {
     "gemma3n_text": {},
     "gemma4_text": {},
     "beam": {},
+    "mistral4": {},
+    "deepseek_v2": {"num_experts_per_tok": 2},
 }
 """{model type: what its config needs}; with windows, shared keys, gates, experts, partial and
 scaled positions, layers without any between them."""
@@ -65,7 +67,6 @@ REFUSALS = {
     "mamba": "Mamba-1's selective scan",
     "opt": "does not hold its decoder layers as `layers`",
     "diffllama": "its 4 attention layers attend 8 times",
-    "deepseek_v3": "values are of another size than its keys",
 }
 
 
