@@ -43,6 +43,11 @@ def slow_decay(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
                 )
             elif "embed" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        for gate in model.modules():
+            # -5 sigmoid(exp(A_log) (x + dt_bias)): half of the bound for small A
+            if getattr(gate, "safe_gate", False):
+                gate.A_log.zero_()
+                gate.dt_bias.uniform_(-6, -4, generator=generator)
     return model
 
 

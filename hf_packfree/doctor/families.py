@@ -76,5 +76,7 @@ SERVED = (
     Served("afmoe", "arcee-ai/Trinity-Nano, -Mini", _TEXT, ("text",)),
     Served("deepseek_v3", "deepseek-ai/DeepSeek-V3, -V3.1, -R1", _TEXT, ("text",)),
     Served("glm4_moe_lite", "zai-org/GLM-4.7-Flash", _TEXT, ("text",)),
+    Served("kimi_linear", "moonshotai/Kimi-Linear-48B-A3B", _TEXT, ("text",)),
+    Served("bailing_hybrid", "inclusionAI/Ling-3.0-Flash", _TEXT, ("text",)),
 )
 """To list one more family, add a row; its parts are a row of `patching/registry.py`."""

@@ -68,6 +68,12 @@ def _attends(kind: str = "full_attention") -> Mixer:
     return Mixer(kind, "self_attn", "Attention", ("attention",))
 
 
+def _kimi(name: str, classes: str, **more: Any) -> Family:
+    """Return a family whose layers hold Kimi Delta Attention or latent attention at one place."""
+    delta = Mixer("linear_attention", "self_attn", "DeltaAttention", ("conv", "kda"))
+    return _from_upstream(name, classes, delta, _attends(), **more)
+
+
 _WINDOWS = ("full_attention", "sliding_attention")
 _LATENT: dict[str, Any] = {
     "kv_lora_rank": 16,
@@ -79,6 +85,7 @@ _LATENT: dict[str, Any] = {
     "topk_group": 1,
 }
 """Of tiny models with multi-head latent attention, and experts."""
+_HYBRID = _LATENT | {"layer_types": ["linear_attention", "full_attention"] * 2}
 
 ROWS: tuple[Family, ...] = (
     Family(
@@ -209,6 +216,18 @@ ROWS: tuple[Family, ...] = (
         tiny=_LATENT | {"q_lora_rank": 24, "first_k_dense_replace": 1},
     ),
     _attention_only("glm4_moe_lite", "Glm4MoeLite", tiny=_LATENT | {"q_lora_rank": 24}),
+    _kimi(
+        "kimi_linear",
+        "KimiLinear",
+        floor="5.17.0",
+        tiny=_HYBRID | {"linear_head_dim": 16, "linear_num_heads": 4},
+    ),
+    _kimi(
+        "bailing_hybrid",
+        "BailingHybrid",
+        floor="5.20.0",
+        tiny=_HYBRID | {"first_k_dense_replace": 1, "num_mtp_layers": 0},
+    ),
 )
 """Of every release of transformers."""
 

@@ -1,0 +1,120 @@
+"""Kimi Delta Attention over a packed row: the convolution and the state stop at every document's
+edge.
+
+Shapes: T tokens of the row, H heads, D their size; q, k and v side by side are C = 3 H D channels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_packfree.models.base import Replacement, Sizes, size_of, size_of_linear, size_of_norm
+from hf_packfree.models.conv_weights import conv_weights_in_place, refuse_adapters
+from hf_packfree.models.state import receive, state_of
+from hf_packfree.ops.conv import OP as CONV
+from hf_packfree.ops.conv import qkv_conv
+from hf_packfree.ops.kda import kda
+from hf_packfree.packing import PackedSequence
+
+
+class PackedKimiDeltaAttention(Replacement):
+    """Put in front of a family's Kimi Delta Attention: owns the packed branch, leaves everything
+    else to upstream.
+
+    Its parts are called as they are, gates and norms in upstream's own formulas; the convolution's
+    weights, which some families keep in fp32 whatever the model's dtype, are read.
+    """
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Mix tokens within documents when a record comes down, as upstream otherwise.
+
+        Args:
+            hidden_states: [1, T, D_model] of a packed row, [B, S, D_model] otherwise.
+
+        Raises:
+            PatchConflict: an adapter was put on the convolution.
+            UnsupportedInput: the row is a tree of shared prefixes.
+        """
+        refuse_adapters(self.conv1d)
+        packed = receive(self, kwargs)
+        if packed is None:
+            return super().forward(hidden_states, *args, **kwargs)
+        with conv_weights_in_place(self.conv1d):
+            return packed.zero_left_pad(self._mix(hidden_states, packed))
+
+    def _mix(self, x: Tensor, packed: PackedSequence) -> Tensor:
+        state, heads = state_of(self), (self.num_heads, self.num_heads)
+        mixed = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
+        # which under autocast is not x's
+        kernels = state.kernels_for(mixed.device, mixed.dtype)
+        # norms of q and k are free in a convolution that holds their heads in registers
+        in_conv = CONV.backend(kernels["conv"]).qkv_conv is not None
+        q, k, v = qkv_conv(
+            mixed,
+            self.conv1d.weight,
+            packed,
+            heads,
+            (self.head_dim, self.head_dim),
+            bias=self.conv1d.bias,
+            activation=self.activation,
+            qk_l2norm=in_conv,
+            backend=kernels["conv"],
+        )
+        out = kda(
+            q,
+            k,
+            v,
+            self.forget_gate(x),
+            self.b_proj(x).sigmoid(),
+            packed,
+            qk_l2norm=not in_conv,
+            batch_invariant=state.batch_invariant,
+            backend=kernels["kda"],
+        )
+        normed: Tensor = self.o_norm(out, self._output_gate(x).view_as(out))
+        mixed_out: Tensor = self.o_proj(normed.flatten(2))
+        return mixed_out
+
+    def _output_gate(self, x: Tensor) -> Tensor:
+        """Return [1, T, H D], before its sigmoid: of one projection, or of two of low rank."""
+        found: Tensor = self.g_b_proj(self.g_a_proj(x)) if _is_low_rank(self) else self.g_proj(x)
+        return found
+
+    @staticmethod
+    def op_sizes(layer: Any) -> dict[str, int]:
+        """Return heads, their sizes and the convolution's width."""
+        return {
+            "key_heads": layer.num_heads,
+            "value_heads": layer.num_heads,
+            "key_size": layer.head_dim,
+            "value_size": layer.head_dim,
+            "taps": layer.conv_kernel_size,
+        }
+
+    @staticmethod
+    def checkpoint_sizes(layer: Any) -> Sizes:
+        """Return what the packed branch reads, as found and as the module's own sizes say."""
+        width = layer.num_heads * layer.head_dim
+        into = {
+            name: (size_of_linear(getattr(layer, name)), (width, layer.hidden_size))
+            for name in ("q_proj", "k_proj", "v_proj")
+        }
+        gate, read = ("g_b_proj", layer.head_dim), ("g_proj", layer.hidden_size)
+        name, rank = gate if _is_low_rank(layer) else read
+        return into | {
+            "conv1d": (type(layer.conv1d), nn.Conv1d),
+            "conv1d.weight": (size_of(layer.conv1d.weight), (3 * width, 1, layer.conv_kernel_size)),
+            "b_proj": (size_of_linear(layer.b_proj), (layer.num_heads, layer.hidden_size)),
+            "forget_gate.dt_bias": (size_of(layer.forget_gate.dt_bias), (width,)),
+            name: (size_of_linear(getattr(layer, name)), (width, rank)),
+            "o_norm": (size_of_norm(layer.o_norm), (layer.head_dim,)),
+            "o_proj": (size_of_linear(layer.o_proj), (layer.hidden_size, width)),
+            "activation": (layer.activation in ("silu", "swish"), True),
+        }
+
+
+def _is_low_rank(layer: Any) -> bool:
+    return hasattr(layer, "g_b_proj")
