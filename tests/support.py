@@ -69,6 +69,16 @@ def tiny(
     return slow_decay(cls(config)).train()
 
 
+def double(family: str, attention: str = "sdpa") -> torch.nn.Module:
+    """Return the same in fp64, whose experts are multiplied one by one."""
+    row = by_family[family]
+    config = row.tiny_config()
+    # the grouped product has no fp64
+    config._attn_implementation, config._experts_implementation = attention, "eager"
+    torch.manual_seed(0)
+    return slow_decay(getattr(import_module(row.upstream), row.causal_lm)(config)).double().train()
+
+
 def _config_of(row: Family, cls: type) -> transformers.PretrainedConfig:
     """Return the tiny config; skip where upstream's own refuses its defaults, as OLMo's and
     Cohere's do in 5.4, whose fields have wrong types.

@@ -78,5 +78,6 @@ SERVED = (
     Served("glm4_moe_lite", "zai-org/GLM-4.7-Flash", _TEXT, ("text",)),
     Served("kimi_linear", "moonshotai/Kimi-Linear-48B-A3B", _TEXT, ("text",)),
     Served("bailing_hybrid", "inclusionAI/Ling-3.0-Flash", _TEXT, ("text",)),
+    Served("lfm2", "LiquidAI/LFM2-350M, -700M, -1.2B, -2.6B", _TEXT, ("text",)),
 )
 """To list one more family, add a row; its parts are a row of `patching/registry.py`."""

@@ -9,6 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from packaging.version import Version
+
 from hf_packfree.errors import UnsupportedModel, in_short
 from hf_packfree.versions import VERSIONS
 
@@ -218,11 +220,15 @@ def supported_models() -> tuple[Supported, ...]:
     """Return every supported family, with the heads that the installed transformers has."""
     from hf_packfree.patching.registry import FAMILIES
 
-    since = f">={VERSIONS['transformers'].floor}"
     return tuple(
-        Supported(row.name, since, dict(row.swaps), _heads(row), _media_of_family(row))
+        Supported(row.name, _since(row), dict(row.swaps), _heads(row), _media_of_family(row))
         for row in FAMILIES
     )
+
+
+def _since(family: Family) -> str:
+    floors = VERSIONS["transformers"].floor or "", family.floor
+    return f">={max(floors, key=Version)}"
 
 
 def _heads(family: Family) -> tuple[str, ...]:

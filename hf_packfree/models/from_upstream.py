@@ -13,11 +13,13 @@ from hf_packfree.models.attention_interface import InterfaceAttention, register
 from hf_packfree.models.base import Replacement, put_in_front
 from hf_packfree.models.heads import heads_of
 from hf_packfree.models.kimi_delta_attention import PackedKimiDeltaAttention
+from hf_packfree.models.short_conv import PackedShortConv
 from hf_packfree.models.trunk import PackedTrunk
 
 HALVES: dict[str, type[Replacement] | None] = {
     "PreTrainedModel": None,
     "DeltaAttention": PackedKimiDeltaAttention,
+    "ShortConv": PackedShortConv,
     "Attention": InterfaceAttention,
     "Model": PackedTrunk,
 }
@@ -63,6 +65,12 @@ _TINY: dict[str, Any] = {
     "num_experts": 4,
     "n_routed_experts": 4,
     "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "block_auto_adjust_ff_dim": False,
     "num_experts_per_tok": 2,
     "bos_token_id": 1,
     "eos_token_id": 2,

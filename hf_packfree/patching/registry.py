@@ -86,6 +86,7 @@ _LATENT: dict[str, Any] = {
 }
 """Of tiny models with multi-head latent attention, and experts."""
 _HYBRID = _LATENT | {"layer_types": ["linear_attention", "full_attention"] * 2}
+_SHORT_CONV = Mixer("conv", "conv", "ShortConv", ("conv",))
 
 ROWS: tuple[Family, ...] = (
     Family(
@@ -227,6 +228,15 @@ ROWS: tuple[Family, ...] = (
         "BailingHybrid",
         floor="5.20.0",
         tiny=_HYBRID | {"first_k_dense_replace": 1, "num_mtp_layers": 0},
+    ),
+    # short convolutions
+    _from_upstream(
+        "lfm2",
+        "Lfm2",
+        _SHORT_CONV,
+        _attends(),
+        floor="5.22.0",
+        tiny={"layer_types": ["conv", "full_attention", "conv", "conv"]},
     ),
 )
 """Of every release of transformers."""

@@ -5,7 +5,6 @@ and gradients.
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -21,11 +20,11 @@ from tests.support import (
     GRADIENT_TOL,
     LOGIT_TOL,
     by_family,
+    double,
     errors,
     random_weights,
     run,
     run_alone,
-    slow_decay,
     tiny,
     trunk_of,
 )
@@ -34,40 +33,6 @@ from tests.trees import CHAIN, GROUP, TURNS, batch_of, forests
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_vl_moe"]
 # measured: at most 3e-15 and 7e-14
 EXACT = 1e-10
-
-
-@pytest.fixture
-def widened(monkeypatch):
-    """In fp64 what transformers computes in fp32 whatever the weights: norms, rotary tables, the
-    delta rule, the router.
-    """
-    to, zeros, softmax = torch.Tensor.to, torch.zeros, torch.nn.functional.softmax
-
-    def wide(value):
-        return torch.float64 if value is torch.float32 else value
-
-    def named(options):
-        return {name: wide(one) for name, one in options.items()}
-
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    monkeypatch.setattr(
-        torch.Tensor, "to", lambda x, *args, **options: to(x, *map(wide, args), **named(options))
-    )
-    monkeypatch.setattr(torch, "zeros", lambda *sizes, **options: zeros(*sizes, **named(options)))
-    monkeypatch.setattr(
-        torch.nn.functional,
-        "softmax",
-        lambda x, *args, dtype=None, **more: softmax(x, *args, **more),
-    )
-
-
-def double(family, attention="sdpa"):
-    row = by_family[family]
-    config = row.tiny_config()
-    # the grouped product has no fp64
-    config._attn_implementation, config._experts_implementation = attention, "eager"
-    torch.manual_seed(0)
-    return slow_decay(getattr(import_module(row.upstream), row.causal_lm)(config)).double().train()
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

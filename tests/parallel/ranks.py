@@ -104,6 +104,7 @@ def models(results) -> None:
         "qwen3_5_moe": {},
         "qwen3_next": {"gdn": "state", "attention": "gather"},
         "llama": {},
+        "lfm2": {},
     }
     for family, way in ways.items():
         arguments = {"output_router_logits": True} if family == "qwen3_5_moe" else {}

@@ -34,9 +34,9 @@ def groups(tmp_path_factory):
 @pytest.mark.parametrize(
     ("what", "cases"),
     [
-        ("loss", 26),
-        ("logits", 13),
-        ("gradients", 26),
+        ("loss", 30),
+        ("logits", 15),
+        ("gradients", 30),
         ("delta rule", 21),
         ("attention", 63),
         ("format", 27),

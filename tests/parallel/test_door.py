@@ -1,4 +1,4 @@
-"""Families of plain attention under `fully_shard`: what the ranks compute is what one process does."""
+"""Families made from upstream's under `fully_shard`: what the ranks compute is what one process does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.input_formats import row_batch
 from tests.support import ROW, gradients, relative_rms, tiny
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "lfm2"])
 def test_patched_before_it_is_sharded(group, family):
     batch = row_batch("positions", ROW)
     given, mesh = (

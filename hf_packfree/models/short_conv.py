@@ -1,0 +1,75 @@
+"""Short convolutions between two gates, the mixers of LFM2, over a packed row.
+
+Shapes: T tokens of the row, D channels, W taps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_packfree.models.base import Replacement, Sizes, size_of, size_of_linear
+from hf_packfree.models.conv_weights import conv_weights_in_place, refuse_adapters
+from hf_packfree.models.state import receive, state_of
+from hf_packfree.ops.conv import causal_conv1d
+from hf_packfree.packing import PackedSequence
+from hf_packfree.parallel.conv import conv_with_context
+
+
+class PackedShortConv(Replacement):
+    """Put in front of a family's short convolution: C * conv(B * x), with B, C and x projected from
+    a token, whose window stops at every document's edge.
+    """
+
+    follows_trees = True
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Mix tokens within documents when a record comes down, as upstream otherwise.
+
+        Args:
+            hidden_states: [1, T, D] of a packed row, [B, S, D] otherwise.
+
+        Raises:
+            PatchConflict: an adapter was put on the convolution.
+        """
+        refuse_adapters(self.conv, "conv")
+        packed = receive(self, kwargs)
+        if packed is None:
+            return super().forward(hidden_states, *args, **kwargs)
+        before, after, x = self.in_proj(hidden_states).chunk(3, -1)
+        with conv_weights_in_place(self.conv):
+            mixed = self._convolve(before * x, packed)
+        return packed.zero_left_pad(self.out_proj(after * mixed))
+
+    def _convolve(self, x: Tensor, packed: PackedSequence) -> Tensor:
+        weight, bias, state = self.conv.weight.squeeze(1), self.conv.bias, state_of(self)
+        backend = state.kernels_for(x.device, x.dtype)["conv"]
+
+        def convolve(x: Tensor, packed: PackedSequence) -> tuple[Tensor]:
+            out = causal_conv1d(x, weight, packed, bias=bias, activation=None, backend=backend)
+            return (out,)
+
+        if state.context_parallel is None:
+            return convolve(x, packed)[0]
+        return conv_with_context(convolve, x, packed, weight.shape[1] - 1)[0]
+
+    def calls(self, name: str, part: nn.Module, x: Tensor) -> bool:
+        """Whether the packed branch calls this part: all but the convolution."""
+        return name != "conv"
+
+    @staticmethod
+    def op_sizes(mixer: Any) -> dict[str, int]:
+        """Return the convolution's width and channels."""
+        return {"taps": mixer.conv.kernel_size[0], "channels": mixer.conv.in_channels}
+
+    @staticmethod
+    def checkpoint_sizes(mixer: Any) -> Sizes:
+        """Return what the packed branch reads, as found and as the module's config says."""
+        size, conv = mixer.config.hidden_size, mixer.conv
+        return {
+            "conv": (type(conv), nn.Conv1d),
+            "conv.weight": (size_of(conv.weight), (size, 1, mixer.config.conv_L_cache)),
+            "in_proj": (size_of_linear(mixer.in_proj), (3 * size, size)),
+            "out_proj": (size_of_linear(mixer.out_proj), (size, size)),
+        }
