@@ -24,7 +24,9 @@ def has_sections(trunk: Any) -> bool:
     positions may be three.
     """
     sections = getattr(trunk.config, "rope_parameters", None) or {}
-    return hasattr(trunk.rotary_emb, "mrope_section") or "mrope_section" in sections
+    # some have none, or give it another name
+    rotary = getattr(trunk, "rotary_emb", None)
+    return hasattr(rotary, "mrope_section") or "mrope_section" in sections
 
 
 def cos_and_sin(trunk: Any, x: Tensor, positions: Tensor) -> Any:

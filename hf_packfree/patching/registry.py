@@ -238,6 +238,22 @@ ROWS: tuple[Family, ...] = (
         floor="5.22.0",
         tiny={"layer_types": ["conv", "full_attention", "conv", "conv"]},
     ),
+    _from_upstream(
+        "lfm2_moe",
+        "Lfm2Moe",
+        _SHORT_CONV,
+        _attends(),
+        floor="5.22.0",
+        tiny={"layer_types": ["conv", "full_attention", "conv", "conv"], "num_dense_layers": 1},
+    ),
+    _from_upstream(
+        "lfm3",
+        "Lfm3",
+        _SHORT_CONV,
+        *map(_attends, _WINDOWS),
+        floor="5.23.0",
+        tiny={"layer_types": ["conv", "sliding_attention", "full_attention", "conv"]},
+    ),
 )
 """Of every release of transformers."""
 
