@@ -81,5 +81,6 @@ SERVED = (
     Served("lfm2", "LiquidAI/LFM2-350M, -700M, -1.2B, -2.6B", _TEXT, ("text",)),
     Served("lfm2_moe", "LiquidAI/LFM2-8B-A1B", _TEXT, ("text",)),
     Served("lfm3", "LiquidAI/LFM3-1.7B", _TEXT, ("text",)),
+    Served("olmo_hybrid", "allenai/Olmo-Hybrid-7B", _TEXT, ("text",)),
 )
 """To list one more family, add a row; its parts are a row of `patching/registry.py`."""

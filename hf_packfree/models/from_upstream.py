@@ -11,6 +11,7 @@ from typing import Any
 
 from hf_packfree.models.attention_interface import InterfaceAttention, register
 from hf_packfree.models.base import Replacement, put_in_front
+from hf_packfree.models.gated_delta_net import SeparateProjections, SplitProjections
 from hf_packfree.models.heads import heads_of
 from hf_packfree.models.kimi_delta_attention import PackedKimiDeltaAttention
 from hf_packfree.models.short_conv import PackedShortConv
@@ -19,6 +20,8 @@ from hf_packfree.models.trunk import PackedTrunk
 HALVES: dict[str, type[Replacement] | None] = {
     "PreTrainedModel": None,
     "DeltaAttention": PackedKimiDeltaAttention,
+    "HybridGatedDeltaNet": SeparateProjections,
+    "GatedDeltaNet": SplitProjections,
     "ShortConv": PackedShortConv,
     "Attention": InterfaceAttention,
     "Model": PackedTrunk,

@@ -7,8 +7,9 @@ and V their sizes.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from hf_packfree.models.base import Replacement, Sizes, size_of, size_of_linear, size_of_norm
@@ -29,6 +30,9 @@ class PackedGatedDeltaNet(Replacement):
     """
 
     follows_trees = True
+    norm_name: ClassVar[str] = "norm"
+    output_name: ClassVar[str] = "out_proj"
+    """The names of the parts behind the delta rule."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Mix tokens within documents when a record comes down, as upstream otherwise.
@@ -51,15 +55,15 @@ class PackedGatedDeltaNet(Replacement):
         mixed, z, b, a = self._project(x, state)
         # which under autocast is not x's
         kernels = state.kernels_for(mixed.device, mixed.dtype)
-        gated_norm = self.norm
-        # upstream's, or whatever has replaced it
+        # upstream's, or whatever has replaced them
+        gated_norm, output = getattr(self, self.norm_name), getattr(self, self.output_name)
         by_module = kernels["fused"] == "torch" or is_hooked(gated_norm)
-        g, beta = gates(a, b, self.A_log, self.dt_bias, backend=kernels["fused"])
+        g, beta = self._gates(a, b, kernels)
         out = self._conv_delta_rule(mixed, g, beta, packed, kernels, state)
         if by_module:
             normed = gated_norm(out.reshape(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim))
             normed = normed.view(1, packed.num_tokens, self.value_dim)
-            return project(normed, self.out_proj, state=state)[0]
+            return project(normed, output, state=state)[0]
         norm = partial(
             gated_rms_norm,
             out,
@@ -70,9 +74,11 @@ class PackedGatedDeltaNet(Replacement):
             backend=kernels["fused"],
         )
         fused = FUSED.backend(kernels["fused"]).recomputes
-        return linear_with_recompute(
-            norm, self.out_proj, out, fused=fused, recompute=True, state=state
-        )
+        return linear_with_recompute(norm, output, out, fused=fused, recompute=True, state=state)
+
+    def _gates(self, a: Tensor, b: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor]:
+        """Return log decay and write strength [1, T, HV] of what was projected for them."""
+        return gates(a, b, self.A_log, self.dt_bias, backend=kernels["fused"])
 
     def _conv_delta_rule(
         self,
@@ -111,7 +117,7 @@ class PackedGatedDeltaNet(Replacement):
         """Whether the packed branch calls this part: a projection that is more than its weight,
         or a norm with hooks.
         """
-        if name == "norm":
+        if name == self.norm_name:
             return is_hooked(part)
         return "proj" in name and plain_layers(x, part, adapters=False) is None
 
@@ -126,9 +132,10 @@ class PackedGatedDeltaNet(Replacement):
             "taps": layer.conv_kernel_size,
         }
 
-    @staticmethod
-    def checkpoint_sizes(layer: Any) -> Sizes:
+    @classmethod
+    def checkpoint_sizes(cls, layer: Any) -> Sizes:
         """Return what the packed branch reads, as found and as the module's own head counts say."""
+        norm, output = getattr(layer, cls.norm_name), getattr(layer, cls.output_name)
         channels = 2 * layer.num_k_heads * layer.head_k_dim + layer.num_v_heads * layer.head_v_dim
         values = layer.num_v_heads * layer.head_v_dim
         return {
@@ -136,8 +143,60 @@ class PackedGatedDeltaNet(Replacement):
             "conv1d.weight": (size_of(layer.conv1d.weight), (channels, 1, layer.conv_kernel_size)),
             "A_log": (size_of(layer.A_log), (layer.num_v_heads,)),
             "dt_bias": (size_of(layer.dt_bias), (layer.num_v_heads,)),
-            "norm": (size_of_norm(layer.norm), (layer.head_v_dim,)),
-            "out_proj": (size_of_linear(layer.out_proj), (layer.hidden_size, values)),
+            cls.norm_name: (size_of_norm(norm), (layer.head_v_dim,)),
+            cls.output_name: (size_of_linear(output), (layer.hidden_size, values)),
             "activation": (layer.activation in ("silu", "swish"), True),
             "grouped heads": (layer.num_v_heads % layer.num_k_heads, 0),
+        }
+
+
+class SplitProjections(PackedGatedDeltaNet):
+    """Qwen3.5's layout: one projection for q, k and v, and one each for z, b and a."""
+
+    inputs = "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"
+
+    def _project(self, x: Tensor, state: PatchState) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        layers = self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a
+        qkv, z, b, a = project(x, *layers, state=state)
+        return qkv, z, b, a
+
+    @staticmethod
+    def checkpoint_sizes(layer: Any) -> Sizes:
+        """Add the four projections to what every Gated DeltaNet has."""
+        values, hidden = layer.num_v_heads * layer.head_v_dim, layer.hidden_size
+        channels = 2 * layer.num_k_heads * layer.head_k_dim + values
+        return PackedGatedDeltaNet.checkpoint_sizes(layer) | {
+            "in_proj_qkv": (size_of_linear(layer.in_proj_qkv), (channels, hidden)),
+            "in_proj_z": (size_of_linear(layer.in_proj_z), (values, hidden)),
+            "in_proj_b": (size_of_linear(layer.in_proj_b), (layer.num_v_heads, hidden)),
+            "in_proj_a": (size_of_linear(layer.in_proj_a), (layer.num_v_heads, hidden)),
+        }
+
+
+class SeparateProjections(PackedGatedDeltaNet):
+    """OLMo Hybrid's layout: a projection each for q, k, v, the two gates and the gate of the norm;
+    beta may be twice as large, which lets the state change its sign.
+    """
+
+    norm_name = "o_norm"
+    output_name = "o_proj"
+    inputs = "q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj"
+
+    def _project(self, x: Tensor, state: PatchState) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        layers = (getattr(self, name) for name in self.inputs)
+        q, k, v, z, b, a = project(x, *layers, state=state)
+        return torch.cat([q, k, v], -1), z, b, a
+
+    def _gates(self, a: Tensor, b: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor]:
+        g, beta = super()._gates(a, b, kernels)
+        return g, 2 * beta if self.allow_neg_eigval else beta
+
+    @classmethod
+    def checkpoint_sizes(cls, layer: Any) -> Sizes:
+        """Add the six projections to what every Gated DeltaNet has."""
+        keys, values = layer.num_k_heads * layer.head_k_dim, layer.num_v_heads * layer.head_v_dim
+        widths = keys, keys, values, values, layer.num_v_heads, layer.num_v_heads
+        return super().checkpoint_sizes(layer) | {
+            name: (size_of_linear(getattr(layer, name)), (width, layer.hidden_size))
+            for name, width in zip(cls.inputs, widths, strict=True)
         }

@@ -8,8 +8,8 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as upstream
 from hf_packfree.models.attention import GatedQKNormAttention
 from hf_packfree.models.base import put_in_front
 from hf_packfree.models.fused_layer import FusedDecoderLayer
+from hf_packfree.models.gated_delta_net import SplitProjections
 from hf_packfree.models.heads import heads_of
-from hf_packfree.models.qwen3_5 import SplitProjections
 from hf_packfree.models.trunk import PackedTrunk
 from hf_packfree.models.vision_attention import vision_halves
 from hf_packfree.models.vision_language import PackedVisionLanguage

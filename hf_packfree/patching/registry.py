@@ -86,6 +86,7 @@ _LATENT: dict[str, Any] = {
 }
 """Of tiny models with multi-head latent attention, and experts."""
 _HYBRID = _LATENT | {"layer_types": ["linear_attention", "full_attention"] * 2}
+_GATED_DELTA_NET = Mixer("linear_attention", "linear_attn", "GatedDeltaNet", _DELTA_NET)
 _SHORT_CONV = Mixer("conv", "conv", "ShortConv", ("conv",))
 
 ROWS: tuple[Family, ...] = (
@@ -253,6 +254,19 @@ ROWS: tuple[Family, ...] = (
         *map(_attends, _WINDOWS),
         floor="5.23.0",
         tiny={"layer_types": ["conv", "sliding_attention", "full_attention", "conv"]},
+    ),
+    # the gated delta rule in other layouts
+    _from_upstream(
+        "olmo_hybrid",
+        "OlmoHybrid",
+        _GATED_DELTA_NET,
+        _attends(),
+        layers=("LinearAttentionDecoderLayer", "AttentionDecoderLayer"),
+        floor="5.15.0",
+        tiny={
+            "layer_types": [*["linear_attention"] * 3, "full_attention"],
+            "linear_value_head_dim": 24,
+        },
     ),
 )
 """Of every release of transformers."""

@@ -105,6 +105,7 @@ def models(results) -> None:
         "qwen3_next": {"gdn": "state", "attention": "gather"},
         "llama": {},
         "lfm2": {},
+        "olmo_hybrid": {"gdn": "state"},
     }
     for family, way in ways.items():
         arguments = {"output_router_logits": True} if family == "qwen3_5_moe" else {}

@@ -34,9 +34,9 @@ def groups(tmp_path_factory):
 @pytest.mark.parametrize(
     ("what", "cases"),
     [
-        ("loss", 30),
-        ("logits", 15),
-        ("gradients", 30),
+        ("loss", 34),
+        ("logits", 17),
+        ("gradients", 34),
         ("delta rule", 21),
         ("attention", 63),
         ("format", 27),

@@ -111,7 +111,8 @@ def gated_delta_rule(
         q, k: [1, T, H, K], any floating dtype, any strides.
         v: [1, T, HV, V], HV a multiple of H; value head j reads key head j // (HV // H).
         g: [1, T, HV], log decay, at most 0.
-        beta: [1, T, HV], write strength, between 0 and 1.
+        beta: [1, T, HV], write strength: between 0 and 1, or, where a model lets a token turn the
+            state around (negative eigenvalues, arXiv:2411.12537), between 0 and 2.
         packed: the documents of the row; in a tree a segment begins with the state that its parent
             leaves.
         qk_l2norm: divide q and k by their L2 norms, x * rsqrt(sum(x^2) + 1e-6); False: they have
