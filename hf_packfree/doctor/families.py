@@ -82,5 +82,6 @@ SERVED = (
     Served("lfm2_moe", "LiquidAI/LFM2-8B-A1B", _TEXT, ("text",)),
     Served("lfm3", "LiquidAI/LFM3-1.7B", _TEXT, ("text",)),
     Served("olmo_hybrid", "allenai/Olmo-Hybrid-7B", _TEXT, ("text",)),
+    Served("lara_mini", "translated/Lara-4-Mini-Base", _TEXT, ("text",)),
 )
 """To list one more family, add a row; its parts are a row of `patching/registry.py`."""

@@ -268,6 +268,14 @@ ROWS: tuple[Family, ...] = (
             "linear_value_head_dim": 24,
         },
     ),
+    _from_upstream(
+        "lara_mini",
+        "LaraMini",
+        _GATED_DELTA_NET,
+        *map(_attends, _WINDOWS),
+        floor="5.24.0",
+        tiny={"layer_types": [*["linear_attention"] * 2, *_WINDOWS]},
+    ),
 )
 """Of every release of transformers."""
 

@@ -48,7 +48,7 @@ from tests.support import (
     tiny,
 )
 
-NAMES = ["lfm2", "lfm2_moe", "lfm3", "olmo_hybrid"]
+NAMES = ["lfm2", "lfm2_moe", "lfm3", "olmo_hybrid", "lara_mini"]
 NAMES = [name for name in NAMES if name in by_family]
 """Of those that the installed transformers has."""
 EXACT = 1e-10
