@@ -83,14 +83,8 @@ class Call:
 
     @property
     def generates(self) -> bool:
-        """Whether it can be generation's: outside training and without labels, for some logits
-        alone.
-        """
-        return (
-            not wants_all_logits(self.arguments)
-            and not self.module.training
-            and self.arguments.get("labels") is None
-        )
+        """Whether it can be generation's, see `can_generate`."""
+        return can_generate(self.module, self.arguments)
 
     @property
     def is_misread(self) -> bool:
@@ -212,6 +206,15 @@ def wants_all_logits(arguments: Mapping[str, Any]) -> bool:
     """Whether a head's call wants the logits of every token."""
     kept = arguments.get("logits_to_keep", 0)
     return isinstance(kept, int) and kept == 0
+
+
+def can_generate(module: Any, arguments: Mapping[str, Any]) -> bool:
+    """Whether a call can be generation's: outside training and without labels, for some logits
+    alone.
+    """
+    return (
+        not wants_all_logits(arguments) and not module.training and arguments.get("labels") is None
+    )
 
 
 @uncompiled

@@ -1,5 +1,5 @@
-"""A head's last layer and its loss as one operation: in training, logits are made only where
-something reads them.
+"""A head's last layer and its loss as one operation: logits are made only where something reads
+them.
 
 Upstream's forward of a head calls both, one after the other, on the `self` that it is given. For
 one call that is a `HeadOfCall`: the head itself but for these two. The model is never changed, so
@@ -48,16 +48,25 @@ class HeadOfCall:
         own["_head"] = head
         own["loss_function"] = LossOfCall(head._loss(), of_loss)
 
-    def defer_logits(self, targets: Tensor, ignored: int) -> None:
+    def defer_logits(self, row: dict[str, Any], ignored: int) -> None:
         """Let logits wait until something reads them, where nothing speaks against it.
 
         Args:
-            targets: what the loss will be called with as `shift_labels`.
+            row: upstream's arguments; with labels, the loss will be called with `shift_labels`.
             ignored: the label that means no loss.
         """
         head = vars(self)["_head"]
-        if targets.dtype == torch.int64 and why_logits_are_made(head) is None:
-            name, layer = last_layer(head)
+        name, layer = last_layer(head)
+        if row.get("labels") is None:
+            # who reads them gathers sharded weights, and may be one rank alone
+            sharded = isinstance(layer, FSDPModule) or isinstance(head, FSDPModule)
+            if not sharded and _why_called(name, layer) is None:
+                vars(self)[name] = DeferredLayer(head, name)
+            return
+        targets = row.get("shift_labels")
+        if targets is None or targets.dtype != torch.int64:
+            return
+        if why_logits_are_made(head) is None:
             counted = Targets.of(targets.to(layer.weight.device), ignored)
             vars(self)[name] = deferred = DeferredLayer(head, name)
             self.loss_function.deferred = deferred
@@ -106,7 +115,10 @@ class DeferredLayer:
 
     @property
     def _layer(self) -> Any:
-        return getattr(self._head, self._name)
+        return getattr(vars(self)["_head"], vars(self)["_name"])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
 
     def _multiplied(self, hidden: Tensor) -> Tensor:
         layer = self._layer

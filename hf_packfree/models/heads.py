@@ -19,6 +19,7 @@ from hf_packfree.models.base import put_in_front
 from hf_packfree.models.classifiers import SequenceHead, SpanHead, TokenHead
 from hf_packfree.models.context_parallel import check_call, forward_shard
 from hf_packfree.models.entry import (
+    can_generate,
     has_media,
     keep_padding,
     wants_all_logits,
@@ -86,7 +87,8 @@ class PackedHead(Head):
             keep_padding(packed, arguments)
             return upstream(self, **arguments)
         row = (_row_arguments if all_logits else _batch_arguments)(arguments, packed) | loss
-        ignored, waits = arguments.get("ignore_index", IGNORED), bool(loss) and self._is_step()
+        ignored = arguments.get("ignore_index", IGNORED)
+        waits = _can_wait() and not can_generate(self, arguments)
         run = functools.partial(self._call, upstream, ignored, waits)
         if settings is not None:
             counted = arguments.get("num_items_in_batch") is not None
@@ -119,8 +121,8 @@ class PackedHead(Head):
         if torch.compiler.is_compiling() and not missing:
             return upstream(self, **row)
         call: Any = HeadOfCall(self, of_loss or {})
-        if waits and row.get("shift_labels") is not None:
-            call.defer_logits(row["shift_labels"], ignored)
+        if waits:
+            call.defer_logits(row, ignored)
         return upstream(call, **row)
 
     @uncompiled
@@ -182,27 +184,25 @@ class PackedHead(Head):
         )
         return None
 
-    def _is_step(self) -> bool:
-        """Whether this is a training step; tensors of inference mode do not say whether they
-        were changed meanwhile.
-        """
-        return (
-            self.training
-            and not torch.compiler.is_compiling()
-            and not torch.is_inference_mode_enabled()
-        )
-
     def _restore_shape(self, output: Any, packed: PackedSequence) -> None:
         restore_layers(output, packed)
         # a graph that had read the number of documents would be made again for another
         later = isinstance(output.logits, LazyTensor) or (
             state_of(self).padded == "lazy"
-            and self._is_step()
+            and self.training
+            and _can_wait()
             and output.loss is not None
             and packed.indices is not None
             and packed.num_documents > 0
         )
         output.logits = (lazy_repad if later else repad)(output.logits, packed)
+
+
+def _can_wait() -> bool:
+    """Whether logits can be made later; tensors of inference mode do not say whether they were
+    changed meanwhile.
+    """
+    return not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled())
 
 
 def _goes_on_from_padding(arguments: dict[str, Any]) -> bool:

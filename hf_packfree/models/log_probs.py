@@ -171,7 +171,8 @@ def _called(hidden: Tensor, layer: Any, targets: Targets, question: Question) ->
     chosen = targets.chosen()
     chosen = (targets.flat >= 0).nonzero()[:, 0] if chosen is None else chosen
     x, wanted = flat.index_select(0, chosen), targets.flat[chosen]
-    temperature = torch.as_tensor(question.temperature, device=x.device).expand(shape)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    temperature = torch.as_tensor(question.temperature, dtype=wide, device=x.device).expand(shape)
     inverse = temperature.reshape(-1)[chosen].reciprocal()
     rows = rows_of_a_chunk(len(x), size_of_linear(layer)[0], x.device.type)
     parts = [

@@ -6,11 +6,22 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
 from hf_packfree import apply_patches, token_log_probs
 from hf_packfree.errors import UnsupportedInput
 from tests.models.padded import padded_batch
-from tests.support import CONTROL, GRADIENT_TOL, LOGIT_TOL, documents, gradients, relative_rms, tiny
+from tests.support import (
+    CONTROL,
+    GRADIENT_TOL,
+    LOGIT_TOL,
+    by_family,
+    documents,
+    gradients,
+    relative_rms,
+    slow_decay,
+    tiny,
+)
 
 LENGTHS = (5, 64, 1, 30)
 
@@ -111,10 +122,12 @@ def test_under_autocast():
     assert relative_rms(found, exact) <= 1.05 * relative_rms(full, exact)
 
 
-def lazily(model, batch, where, **options):
-    """Return the model's lazy logits, of a step with labels, and what is asked of them."""
-    labels = batch["input_ids"].masked_fill(batch.get("attention_mask", torch.ones(())) == 0, -100)
-    logits = model.train()(**batch, labels=labels, use_cache=False).logits
+def lazily(model, batch, where, *, labels=True, **options):
+    """Return the model's lazy logits and what is asked of them."""
+    if labels:
+        padding = batch.get("attention_mask", torch.ones(())) == 0
+        batch = batch | {"labels": batch["input_ids"].masked_fill(padding, -100)}
+    logits = model(**batch, use_cache=False).logits
     assert logits.source.values is None
     return logits, logits.log_probs(targets(batch, where), **options)
 
@@ -144,6 +157,104 @@ def test_lazy_logits_tell_what_fp64_logits_of_documents_tell(name, cast):
     has = targets(batch, where) != -100
     assert torch.equal(found.top1[has], logits.argmax(-1)[has])
     assert torch.equal(found.is_top1, (found.top1 == targets(batch, where)) & has)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", ["packed", "left"])
+def test_without_labels_without_gradients_and_in_evaluation_too(name, training):
+    (batch, where), model = packed() if name == "packed" else padded(name), apply_patches(tiny())
+    options = {"temperature": 0.7, "entropy": True}
+    model.train(training)
+    wanted = one_by_one(tiny(), batch, where, torch.full((3, 1), 0.7))
+    for labels in (True, False):
+        logits, found = lazily(model, batch, where, labels=labels, **options)
+        with torch.no_grad():
+            _, alone = lazily(model, batch, where, labels=labels, **options)
+        for one, same, other in zip(vars(found).values(), vars(alone).values(), wanted):
+            assert relative_rms(one, other) <= LOGIT_TOL and torch.equal(one, same)
+            assert one.requires_grad and not same.requires_grad
+        assert logits.source.values is None, "logits were made"
+    weight = weights(batch["input_ids"].shape)
+    model.zero_grad()
+    (torch.stack([found.log_probs, found.entropy]) * weight).sum().backward()
+    got = gradients(model)
+    stock = tiny()
+    again = one_by_one(stock, batch, where, torch.full((3, 1), 0.7))
+    (torch.stack(again) * weight).sum().backward()
+    want = gradients(stock)
+    assert max(relative_rms(got[key], want[key]) for key in want) <= GRADIENT_TOL
+
+
+def test_kept_logits_of_a_step_tell_it_too():
+    """As TRL asks for those of the answers."""
+    (batch, where), model = padded("left"), apply_patches(tiny())
+    wanted = targets(batch, where)[:, -9:]
+    logits = model(**batch, logits_to_keep=9).logits
+    found = logits.log_probs(wanted).log_probs
+    assert logits.source.values is None and found.shape == (3, 9)
+    full = logits.log_softmax(-1).gather(-1, wanted.clamp(min=0)[..., None])[..., 0]
+    assert relative_rms(found, full * (wanted >= 0)) <= LOGIT_TOL
+
+
+def test_the_evaluation_loss_needs_no_logits():
+    (batch, _), model = packed(), apply_patches(tiny()).eval()
+    with torch.no_grad():
+        found = model(**batch, labels=batch["input_ids"])
+        assert found.logits.source.values is None
+        stock = apply_patches(tiny(), backend={"loss": "upstream"}).eval()
+        wanted = stock(**batch, labels=batch["input_ids"])
+    assert abs(found.loss - wanted.loss) <= 1e-6 * wanted.loss
+    assert torch.equal(found.logits, wanted.logits)
+
+
+ORDINARY = {
+    "a row of one document": lambda model, row: model(input_ids=row["input_ids"][:, :5]).logits,
+    "logits read by a head that is hooked": lambda model, row: hooked(model)(**row).logits,
+    "the last logits, as generation asks": lambda model, row: model(**row, logits_to_keep=1).logits,
+    "inference mode": torch.inference_mode()(lambda model, row: model(**row).logits),
+}
+
+
+@pytest.mark.parametrize("case", ORDINARY)
+def test_where_logits_are_ordinary_hidden_states_tell(case):
+    """Documented in docs/rl.md."""
+    batch, _ = packed()
+    assert type(ORDINARY[case](apply_patches(tiny()).eval(), batch)) is torch.Tensor
+
+
+def hooked(model):
+    model.lm_head.register_forward_hook(lambda *call: None)
+    return model
+
+
+@pytest.mark.parametrize("dtype, limit", [(torch.float64, 1e-10), (torch.float32, 1e-6)])
+def test_a_tied_head_and_the_gradient_of_the_weight_it_shares(dtype, limit):
+    config = by_family["qwen3_5"].tiny_config()
+    config.tie_word_embeddings, (batch, where) = True, packed()
+    torch.manual_seed(0)
+    model = apply_patches(slow_decay(Qwen3_5ForCausalLM(config)).to(dtype))
+    # the layers' rounding grows with it: fp32 logits of all tokens are 1.1e-06 from fp64 ones
+    model.model.embed_tokens.weight.data.mul_(0.2)
+    shared, asked = model.model.embed_tokens.weight, targets(batch, where)
+    assert model.lm_head.weight is shared
+    options = {"temperature": 0.7, "entropy": True}
+    hidden = model.base_model(**batch)[0]
+    scores = (hidden.double() @ shared.double().t() / 0.7).log_softmax(-1)
+    full = [
+        scores.gather(-1, asked.clamp(min=0)[..., None])[..., 0] * (asked >= 0),
+        -(scores.exp() * scores).sum(-1) * (asked >= 0),
+    ]
+    ways = {
+        "hidden states": token_log_probs(hidden, asked, model, **options),
+        "lazy logits": lazily(model, batch, where, labels=False, **options)[1],
+    }
+    weight = weights(asked.shape).to(dtype)
+    (wanted,) = torch.autograd.grad((torch.stack(full) * weight).sum(), shared, retain_graph=True)
+    for found in ways.values():
+        mine = torch.stack([found.log_probs, found.entropy])
+        assert relative_rms(mine, torch.stack(full)) <= limit
+        (got,) = torch.autograd.grad((mine * weight).sum(), shared, retain_graph=True)
+        assert relative_rms(got, wanted) <= limit
 
 
 def test_lazy_logits_and_hidden_states_give_the_same():

@@ -28,7 +28,7 @@ Weights = Callable[[], tuple[Tensor, Tensor | None]]
 
 
 class LazyLogits(LazyTensor):
-    """Logits [B, S, V] that nobody made yet, of a patched model's training step."""
+    """Logits [B, S, V] that nobody made yet, of a patched model's packed or padded rows."""
 
     def log_probs(
         self,
@@ -63,10 +63,11 @@ class LazyLogits(LazyTensor):
             )
         product, packed = _origin(self.source)
         x, weight, bias = product.as_given()
-        temperature = torch.as_tensor(temperature, device=x.device).expand(self.shape[:-1])
         targets = targets.to(x.device)
         if packed is not None:
-            targets, temperature = unpad(targets, packed), unpad(temperature, packed)
+            targets = unpad(targets, packed)
+            if isinstance(temperature, Tensor):
+                temperature = unpad(temperature.to(x.device).expand(self.shape[:-1]), packed)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.requires_grad):
             found = linear_log_probs(
                 x,
