@@ -152,7 +152,7 @@ def test_adapters():
 
 def test_a_group_is_two_calls_of_the_delta_rule_and_one_of_the_others(monkeypatch):
     calls = []
-    fields = {"attention": "run", "conv": "run", "delta_rule": "with_states"}
+    fields = {"attention": "in_tree", "conv": "run", "delta_rule": "with_states"}
     for name, field in fields.items():
         backend = OPS[name].backends["torch"]
 

@@ -159,7 +159,7 @@ def test_branches_do_not_feel_each_other_and_prefixes_are_felt(name):
 def test_a_level_of_depth_is_one_call_at_most(name, tree, levels, monkeypatch):
     room = {"attention": attention_room, "conv": conv_room, "delta_rule": rule_room}[name]
     backend, calls = room.OP.backends["torch"], []
-    field = "with_states" if name == "delta_rule" else "run"
+    field = {"delta_rule": "with_states", "attention": "in_tree"}.get(name, "run")
 
     def counting(*arguments, **options):
         calls.append(name)
@@ -170,6 +170,19 @@ def test_a_level_of_depth_is_one_call_at_most(name, tree, levels, monkeypatch):
     inputs, shared = make(sum(tree.lengths))
     operation(*inputs, *shared, tree.record)
     assert len(calls) == (levels if name == "delta_rule" else 1) and tree.depth == levels
+
+
+def test_every_token_attends_once(monkeypatch):
+    """But for padding to sizes of buckets: paths would be 248 tokens, 37 of them four times."""
+    queries, plain = [], F.scaled_dot_product_attention
+
+    def counting(q, *rest, **options):
+        queries.append(q.shape[0] * q.shape[2])
+        return plain(q, *rest, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", counting)
+    attention(*attention_inputs(sum(GROUP.lengths))[0], GROUP.record)
+    assert sorted(queries) == [2 * 8, 32, 40, 64]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from hf_packfree.errors import BackendUnavailable
-from hf_packfree.ops.attention import cudnn, score_options, torch_native, triton_native, varlen
+from hf_packfree.ops.attention import (
+    branches,
+    cudnn,
+    score_options,
+    torch_native,
+    triton_native,
+    varlen,
+)
 from hf_packfree.ops.backend import Backend, LongDocuments, Target
 from hf_packfree.ops.op import AcrossRanks, Op
 from hf_packfree.ops.tree import attend_along_paths
@@ -28,9 +35,12 @@ class AttentionBackend(Backend):
     Attributes:
         with_history: attends where the first document may have keys before its first query, see
             `attention_with_history`; None: it cannot.
+        in_tree: attends where documents share their beginnings; None: along each path as a
+            document.
     """
 
     with_history: Callable[..., Tensor] | None = None
+    in_tree: Callable[..., Tensor] | None = None
 
 
 def _plain(unusable: Callable[[Target], str | None]) -> Callable[[Target], str | None]:
@@ -62,7 +72,9 @@ OP = Op(
             with_history=varlen.attend_with_history,
         ),
         "torch": AttentionBackend(
-            torch_native.attend, with_history=torch_native.attend_with_history
+            torch_native.attend,
+            with_history=torch_native.attend_with_history,
+            in_tree=branches.attend,
         ),
     },
     loaded=True,
@@ -110,21 +122,24 @@ def attention(
     Raises:
         BackendUnavailable: no backend has that name, or the one that has it lacks an option.
     """
-    attend: Callable[..., Tensor] = partial(
-        OP.backend(backend).running(batch_invariant), scale=scale
-    )
+    found = OP.backend(backend)
+    scaled: dict[str, Any] = {"scale": scale}
     # which "torch" alone has
     if dropout:
-        attend = partial(torch_native.attend, scale=scale, dropout=dropout)
+        found, scaled["dropout"] = OP.backend("torch"), dropout
     options: dict[str, Any] = {"window": window, "softcap": softcap, "sinks": sinks}
     given = {name: value for name, value in options.items() if value is not None}
+    attend: Callable[..., Tensor] = found.running(batch_invariant)
     if given or q.shape[3] != v.shape[3]:
         if backend != "torch":
             raise BackendUnavailable(
                 f"found {' and '.join(given) or 'values of another size than keys'} for attention "
                 f"on {backend!r}; wanted what its kernels have; pass backend='torch'"
             )
-        attend = partial(score_options.attend, scale=scale, dropout=dropout, **given)
+        attend = partial(score_options.attend, **given)
+    elif packed.tree is not None and found.in_tree is not None:
+        return found.in_tree(q, k, v, packed, **scaled)
+    attend = partial(attend, **scaled)
     if packed.tree is not None:
         return attend_along_paths(q, k, v, packed, attend)
     return attend(q, k, v, packed)

@@ -47,7 +47,7 @@ def plan_buckets(packed: PackedSequence) -> Buckets:
     the row; and any row takes a few dozen calls at most.
     """
     starts, lengths = packed.cu_seqlens_cpu[:-1].long(), packed.cu_seqlens_cpu.diff().long()
-    padded = torch.tensor([_round_up(length) for length in lengths.tolist()], device="cpu")
+    padded = torch.tensor([round_up(length) for length in lengths.tolist()], device="cpu")
     buckets, tokens = [], []
     for size in padded.unique().tolist():
         member = padded == size
@@ -157,7 +157,7 @@ def _sdpa(
     ).transpose(1, 2)
 
 
-def _round_up(length: int) -> int:
+def round_up(length: int) -> int:
     """The smallest of 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, ... that holds
     `length`.
     """
