@@ -51,8 +51,8 @@ LESS = "fewer documents (--documents) or shorter ones (--longest) need less"
 
 
 @dataclass
-class _Runner:
-    """A candidate being measured."""
+class Runner:
+    """A candidate being measured; `less` says what to do where memory runs out."""
 
     name: str
     model: nn.Module
@@ -63,8 +63,10 @@ class _Runner:
     peak: float | None = None
     refused: str | None = None
     full: bool = False
+    less: str = LESS
 
     def step(self) -> None:
+        """Run forward and backward."""
         self.model.zero_grad(set_to_none=True)
         self.model(**self.batch, use_cache=False).loss.backward()
 
@@ -85,10 +87,11 @@ class _Runner:
             if self.patched and not self.full:
                 raise
             text = " ".join(str(error).split())[:300] or type(error).__name__
-            self.refused = f"out of memory: {text}; {LESS}" if self.full else text
+            self.refused = f"out of memory: {text}; {self.less}" if self.full else text
         self.model.zero_grad(set_to_none=True)
 
     def done(self) -> Candidate:
+        """Return what was measured."""
         mask = self.batch.get("attention_mask")
         tokens = (
             int(mask.sum())
@@ -139,7 +142,7 @@ def _measure(options: BenchOptions, progress: Progress) -> BenchReport:
         floors.append(floor.seconds())
         for place, runner in enumerate(runners):
             progress(runner.name, number * len(runners) + place, total)
-            _one_round(runner, number, rounds, device)
+            one_round(runner, number, rounds, device)
     progress("done", total, total)
     patches, images = patch_report(model), runners[0].batch.get("image_grid_thw")
     return BenchReport(
@@ -159,7 +162,7 @@ def _measure(options: BenchOptions, progress: Progress) -> BenchReport:
     )
 
 
-def _runners(model: Any, options: BenchOptions, device: torch.device) -> list[_Runner]:
+def _runners(model: Any, options: BenchOptions, device: torch.device) -> list[Runner]:
     rows, row, row_by_positions = _batches(model, options, device)
     family = family_of(model)
     attends_only = family is not None and family.attends_only
@@ -168,7 +171,7 @@ def _runners(model: Any, options: BenchOptions, device: torch.device) -> list[_R
         if attends_only
         else "exact only with kernels that are installed apart"
     )
-    unpatched = _Runner(OPTIONAL, model, row, patched=False, note=note)
+    unpatched = Runner(OPTIONAL, model, row, patched=False, note=note)
     unpatched.attempt(unpatched.step)
     if unpatched.refused is not None and not unpatched.full:
         note = (
@@ -177,10 +180,10 @@ def _runners(model: Any, options: BenchOptions, device: torch.device) -> list[_R
         )
         unpatched = replace(unpatched, batch=row_by_positions, refused=None, note=note)
     return [
-        _Runner(BASE, model, rows, patched=False),
+        Runner(BASE, model, rows, patched=False),
         unpatched,
-        _Runner("patched padded", model, rows, patched=True),
-        _Runner("patched packed", model, row, patched=True),
+        Runner("patched padded", model, rows, patched=True),
+        Runner("patched packed", model, row, patched=True),
     ]
 
 
@@ -206,7 +209,7 @@ def _batches(model: Any, options: BenchOptions, device: torch.device) -> tuple[d
     )
 
 
-def _one_round(runner: _Runner, number: int, rounds: int, device: torch.device) -> None:
+def one_round(runner: Runner, number: int, rounds: int, device: torch.device) -> None:
     """Warm up first, measure memory last, and time in between."""
 
     def timed() -> None:

@@ -152,6 +152,8 @@ def bench(options: argparse.Namespace) -> int:
     from hf_packfree.cli import show
     from hf_packfree.cli.quiet import quiet_libraries
 
+    if options.tree is not None:
+        return _bench_tree(options)
     if options.png is not None and find_spec("matplotlib") is None:
         raise ImportError(
             "found no matplotlib; wanted it for --png; pip install 'hf_packfree[demo]' brings it"
@@ -187,6 +189,41 @@ def bench(options: argparse.Namespace) -> int:
             say(f"{report}.")
         else:
             show.bench(report, drawn)
+    return FINE if report.complete else BROKEN
+
+
+def _bench_tree(options: argparse.Namespace) -> int:
+    from hf_packfree.bench import TreeOptions, read_tree, run_tree_bench
+    from hf_packfree.cli import show
+    from hf_packfree.cli.quiet import quiet_libraries
+
+    others = ("lengths", "documents", "longest", "png")
+    changed = [one for one in others if getattr(options, one) != options.parser.get_default(one)]
+    if changed:
+        raise UnsupportedInput(
+            f"found --{changed[0]} with --tree; wanted one of them: the tree says all lengths, and "
+            "has no picture; leave one out"
+        )
+    tree = read_tree(options.tree)
+    _affordable(tuple(tree.before[leaf] + tree.lengths[leaf] for leaf in tree.leaves))
+    names = ("rounds", "dtype", "threads", "seed", "trust_remote_code")
+    wanted = TreeOptions(
+        options.model,
+        tree.lengths,
+        tree.parents,
+        device=str(_device(options.device or _fastest())),
+        **{name: getattr(options, name) for name in names},
+    )
+    with show.bars(_silent(options)) as move, quiet_libraries(quiet=not options.verbose):
+        report = run_tree_bench(
+            wanted, lambda name, done, total: move("training steps", done, total, name)
+        )
+    if options.json:
+        as_json(report.as_dict())
+    elif options.quiet:
+        say(f"{report}.")
+    else:
+        show.tree_bench(report)
     return FINE if report.complete else BROKEN
 
 

@@ -38,7 +38,8 @@ packfree verify my-checkpoint --quiet && python train.py""",
 packfree models --verbose                    # the classes that are swapped""",
     "bench": """packfree bench                               # a small model, here
 packfree bench Qwen/Qwen3.5-2B --lengths my.jsonl
-packfree bench 2b --longest 2048 --png bench.png""",
+packfree bench 2b --longest 2048 --png bench.png
+packfree bench --tree 512,64x16              # a prompt of 512 tokens, 16 answers of 64""",
     "mtp": """packfree mtp my-checkpoint                   # is the head there?
 packfree mtp my-checkpoint --copy-from Qwen/Qwen3.5-2B --to with-head
 packfree mtp with-head --accept --text prompts.txt""",
@@ -189,6 +190,11 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
         "given)"
     )
     parser.add_argument("--longest", type=longest, help=most)
+    parser.add_argument(
+        "--tree",
+        help="what samples that share their beginnings save: a prompt's length and its answers', "
+        "such as 512,64x16, or a JSON file of lengths and parents, in place of documents",
+    )
     parser.add_argument(
         "--rounds", type=_whole(1), default=5, help="timed steps of each candidate (default: 5)"
     )

@@ -20,7 +20,7 @@ from rich.table import Table
 from hf_packfree.cli.text import say, verdict
 
 if TYPE_CHECKING:
-    from hf_packfree.bench import BenchReport
+    from hf_packfree.bench import BenchReport, TreeReport
     from hf_packfree.demo import DemoReport
     from hf_packfree.verify import PackingReport
 
@@ -195,13 +195,58 @@ def bench(report: BenchReport, picture: object = None) -> None:
     for row in report.candidates:
         if row.refused or row.note:
             say(f"{row.name}: {'did not run: ' + row.refused if row.refused else row.note}.")
+    _ran(report)
+    if picture is not None:
+        say(f"Drawn into {picture}.")
+    say(f"{report}.")
+
+
+def _ran(report: BenchReport | TreeReport) -> None:
     ran = ", ".join(f"{op}: {name}" for op, name in report.implementations.items())
     versions = ", ".join(
         f"{name} {version}" for name, version in report.versions.items() if version
     )
     say(f"Patched rows ran {ran}; {versions}.")
-    if picture is not None:
-        say(f"Drawn into {picture}.")
+
+
+def tree_bench(report: TreeReport) -> None:
+    """Show what sharing prefixes saved."""
+    table = _table(
+        f"{report.model}, {report.parameters:,} parameters, {report.dtype}, {report.device}",
+        "samples in a row",
+        "tokens",
+        "ms",
+        "faster",
+        "MiB",
+        "memory",
+    )
+    whole = report.candidates[0].computed_tokens
+    for row in report.candidates:
+        if row.median is None or row.peak_mib is None:
+            table.add_row(row.name, f"{row.computed_tokens:,}", "did not run", "", "", "")
+            continue
+        shared = row is report.candidates[1]
+        table.add_row(
+            row.name,
+            f"{row.computed_tokens:,}",
+            f"{row.median * 1e3:,.1f}",
+            f"{(report.faster or 0) if shared else 1:.2f}" if report.complete else "-",
+            f"{row.peak_mib:,.0f}",
+            f"{(report.memory_share or 0) if shared else 1:.0%}" if report.complete else "-",
+        )
+    _print(table)
+    say(
+        f"Forward and backward of {report.samples} samples, {whole:,} tokens together; medians of "
+        f"{report.options.rounds} steps, in turns.  Packed: one after the other in a row; tree: "
+        "what they share is there once."
+    )
+    say(f"MiB: the peak of one step; {report.memory}.")
+    for row in report.candidates:
+        if row.refused:
+            say(f"{row.name}: did not run: {row.refused}.")
+    if report.difference is not None:
+        say(f"Both losses are the same: they differ by {report.difference:.0e} of themselves.")
+    _ran(report)
     say(f"{report}.")
 
 

@@ -1,0 +1,291 @@
+"""What sharing prefixes saves: one step of samples in a tree beside the same samples packed one
+after the other, in turns, on the same weights.
+
+Both give the same loss: the mean negative log-probability of every sample's tokens after its
+first.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_packfree.bench.documents import documents_of
+from hf_packfree.bench.measure import HOW, name_of, ran_out, threads
+from hf_packfree.bench.report import Candidate, Progress
+from hf_packfree.bench.run import Runner, one_round
+from hf_packfree.bench.shapes import model_of
+from hf_packfree.errors import UnsupportedInput, in_short
+from hf_packfree.models.log_probs import token_log_probs
+from hf_packfree.ops.tree import gather
+from hf_packfree.packing import PackedSequence
+from hf_packfree.packing.tree import Tree
+from hf_packfree.patching.apply import apply_patches
+from hf_packfree.patching.report import patch_report
+
+PACKED, SHARED = "packed", "tree"
+_WANTED = (
+    "a prompt's tokens and its answers' (512,64,80 or 512,64x16), or a JSON file such as "
+    '{"lengths": [512, 64, 80], "parents": [null, 0, 0]}'
+)
+_LESS = "fewer or shorter segments (--tree) need less"
+
+
+def read_tree(source: str) -> Tree:
+    """Return the tree that `--tree` names.
+
+    Args:
+        source: lengths in tokens, a prompt's and those of its answers, `64x16` for sixteen of 64;
+            or a JSON file with the `lengths` and `parents` of `PackedSequence.from_tree`.
+
+    Raises:
+        UnsupportedInput: it is neither.
+        BoundaryError: the segments are no tree.
+    """
+    lengths, parents = _of_file(Path(source)) if Path(source).is_file() else _of_words(source)
+    whole = [isinstance(one, int) and not isinstance(one, bool) for one in lengths]
+    if len(lengths) < 2 or not all(whole) or min(lengths) < 1:
+        raise UnsupportedInput(
+            f"found {source!r} for --tree; wanted {_WANTED}; write the lengths of two segments or "
+            "more, each of a token at least"
+        )
+    found = PackedSequence.from_tree(lengths, parents).tree
+    if found is None:
+        raise UnsupportedInput(
+            f"found {source!r} for --tree, in which no segment goes on from another; wanted "
+            f"{_WANTED}; leave --tree out to measure documents"
+        )
+    return found
+
+
+def _of_words(source: str) -> tuple[list[Any], list[Any]]:
+    lengths = list[Any]()
+    try:
+        for part in source.split(","):
+            length, _, times = part.partition("x")
+            lengths += [int(length)] * int(times or 1)
+    except ValueError:
+        return [], []
+    return lengths, [None, *[0] * (len(lengths) - 1)]
+
+
+def _of_file(path: Path) -> tuple[list[Any], list[Any]]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8-sig"))
+        return list(found["lengths"]), list(found["parents"])
+    except (ValueError, RecursionError, KeyError, TypeError):
+        return [], []
+
+
+@dataclass(frozen=True)
+class TreeOptions:
+    """The options of `run_tree_bench`.
+
+    Attributes:
+        model, rounds, device, dtype, threads, seed, trust_remote_code: as of `BenchOptions`.
+        lengths: tokens of each segment.
+        parents: the segment that each one goes on from, -1 for none.
+    """
+
+    model: str
+    lengths: tuple[int, ...]
+    parents: tuple[int, ...]
+    rounds: int = 5
+    device: str = "cpu"
+    dtype: str | None = None
+    threads: int | None = None
+    seed: int = 0
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class TreeReport:
+    """What was measured.
+
+    Attributes:
+        options: see `TreeOptions`.
+        samples: how many, one for each segment that nothing goes on from.
+        model, parameters, device, dtype, versions, memory, implementations: as of `BenchReport`.
+        candidates: the samples packed, and in a tree.
+        difference: of both losses, relative.
+    """
+
+    options: TreeOptions
+    samples: int
+    model: str
+    parameters: int
+    device: str
+    dtype: str
+    versions: dict[str, str | None]
+    candidates: tuple[Candidate, Candidate]
+    difference: float | None
+    memory: str
+    implementations: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def complete(self) -> bool:
+        """Whether both ran."""
+        return all(row.refused is None for row in self.candidates)
+
+    @property
+    def faster(self) -> float | None:
+        """How many times as fast as packed the tree is."""
+        packed, tree = (row.median for row in self.candidates)
+        return packed / tree if packed and tree else None
+
+    @property
+    def memory_share(self) -> float | None:
+        """The tree's peak as a share of packed's."""
+        packed, tree = (row.peak_mib for row in self.candidates)
+        return tree / packed if packed and tree is not None else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data, ready for JSON."""
+        medians = {row.name: row.median for row in self.candidates}
+        return asdict(self) | {
+            "median_seconds": medians,
+            "times_as_fast": self.faster,
+            "memory_share": self.memory_share,
+            "sentence": str(self),
+        }
+
+    def __str__(self) -> str:
+        packed, tree = self.candidates
+        what = (
+            f"{self.model} on {self.device}: in a tree, {self.samples} samples of "
+            f"{packed.computed_tokens:,} tokens are {tree.computed_tokens:,}"
+        )
+        if self.faster is None or self.memory_share is None:
+            broken = next((row for row in self.candidates if row.refused), packed)
+            return f"{what}; no comparison, because {broken.name} did not run ({broken.refused})"
+        return (
+            f"{what}, a step is {self.faster:.2f} times as fast, in {self.memory_share:.0%} of the "
+            "peak memory"
+        )
+
+
+@dataclass
+class _Samples(Runner):
+    """Samples in one row, and what each token of it is predicted from.
+
+    Attributes:
+        before: int64 [T], -1 where nothing is in front.
+        counts: [T], the samples that hold each token.
+        loss: of the last step.
+    """
+
+    before: Tensor = field(default_factory=lambda: torch.empty(0))
+    counts: Tensor = field(default_factory=lambda: torch.empty(0))
+    loss: Tensor | None = None
+
+    def step(self) -> None:
+        """Run forward and backward."""
+        self.model.zero_grad(set_to_none=True)
+        model: Any = self.model
+        hidden = model.base_model(**self.batch, use_cache=False)[0]
+        predicted = self.before >= 0
+        targets = self.batch["input_ids"].masked_fill(~predicted, -100)
+        hidden = gather(hidden, self.before.clamp(min=0))
+        log_probs = token_log_probs(hidden, targets, model).log_probs[0]
+        loss = -(log_probs * self.counts).sum() / (self.counts * predicted).sum()
+        loss.backward()
+        self.loss = loss.detach()
+
+
+def run_tree_bench(
+    options: TreeOptions, progress: Progress = lambda what, done, total: None
+) -> TreeReport:
+    """Measure one step of samples packed, and of the same samples in a tree.
+
+    Args:
+        options: see `TreeOptions`.
+        progress: called before and after every step.
+
+    Raises:
+        UnsupportedInput: memory ran out before the first step, or a layer follows no trees.
+        UnsupportedModel, PatchConflict, ContractError, BackendUnavailable: as `apply_patches`.
+    """
+    try:
+        with threads(options.threads):
+            return _measure(options, progress)
+    except (RuntimeError, MemoryError) as error:
+        if not ran_out(error):
+            raise
+        raise UnsupportedInput(
+            f"found no memory for {options.model} and {sum(options.lengths):,} tokens "
+            f"({in_short(error)}); wanted room for the weights and the row; give shorter segments "
+            "(--tree) or a smaller model"
+        ) from error
+
+
+def _measure(options: TreeOptions, progress: Progress) -> TreeReport:
+    device = torch.device(options.device)
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    torch.manual_seed(options.seed)
+    model: Any = apply_patches(model_of(options.model, device, dtype, options.trust_remote_code))
+    words = model.config.get_text_config().vocab_size
+    tree = Tree.of(options.lengths, options.parents)
+    (ids,) = documents_of((sum(options.lengths),), words, options.seed)
+    runners = [one(model, tree, ids.to(device)) for one in (_packed, _shared)]
+    rounds, total = options.rounds + 2, (options.rounds + 2) * len(runners)
+    for number in range(rounds):
+        for place, runner in enumerate(runners):
+            progress(runner.name, number * len(runners) + place, total)
+            one_round(runner, number, rounds, device)
+    progress("done", total, total)
+    patches, losses = patch_report(model), [runner.loss for runner in runners]
+    packed, shared = (runner.done() for runner in runners)
+    difference = None
+    if losses[0] is not None and losses[1] is not None:
+        difference = float((losses[1] - losses[0]).abs() / losses[0].abs())
+    return TreeReport(
+        options=options,
+        samples=len(tree.leaves),
+        model=f"{type(model).__name__} ({options.model})",
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        device=name_of(device),
+        dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
+        versions=patches.versions,
+        candidates=(packed, shared),
+        difference=difference,
+        memory=HOW["cuda" if device.type == "cuda" else "cpu"],
+        implementations=patches.implementations,
+    )
+
+
+def _places(tree: Tree) -> list[Tensor]:
+    """Return the row's tokens of every sample."""
+    starts = tree.starts
+    spans = [torch.arange(a, a + n) for a, n in zip(starts, tree.lengths, strict=True)]
+    return [torch.cat([spans[one] for one in tree.path(leaf)]) for leaf in tree.leaves]
+
+
+def _shared(model: Any, tree: Tree, ids: Tensor) -> _Samples:
+    record = PackedSequence.from_tree(tree.lengths, tree.parents, device=ids.device)
+    counts = torch.bincount(torch.cat(_places(tree)), minlength=len(ids)).to(ids.device)
+    batch = {
+        "input_ids": ids[None],
+        "position_ids": record.position_ids(),
+        "packed_sequence": record,
+    }
+    before = tree.predecessors().to(ids.device)
+    return _Samples(SHARED, model, batch, True, less=_LESS, before=before, counts=counts)
+
+
+def _packed(model: Any, tree: Tree, ids: Tensor) -> _Samples:
+    places = _places(tree)
+    record = PackedSequence.from_lengths([len(one) for one in places], device=ids.device)
+    row, numbers = ids[torch.cat(places).to(ids.device)], record.position_ids()
+    before = torch.arange(len(row), device=ids.device) - 1
+    before = before.masked_fill(numbers[0] == 0, -1)
+    batch = {"input_ids": row[None], "position_ids": numbers, "packed_sequence": record}
+    ones = torch.ones_like(before)
+    return _Samples(PACKED, model, batch, True, less=_LESS, before=before, counts=ones)
+
+
+__all__ = ["TreeOptions", "TreeReport", "read_tree", "run_tree_bench"]
