@@ -40,8 +40,12 @@ def execute(notebook: NotebookNode, folder: Path) -> NotebookNode:
     Raises:
         CellExecutionError: a cell failed; every notebook ends in an assert.
     """
-    # tqdm's, without widgets
-    environment = {"IPYTHONDIR": str(folder / "ipython"), "PYTHONWARNINGS": "ignore:IProgress"}
+    # tqdm's, without widgets; and no line about a patched model on stderr
+    environment = {
+        "IPYTHONDIR": str(folder / "ipython"),
+        "PYTHONWARNINGS": "ignore:IProgress",
+        "PACKFREE_QUIET": "1",
+    }
     environment["PYTHONPATH"] = os.pathsep.join(
         filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
     )
