@@ -74,6 +74,7 @@ SERVED = (
     Served("glm4_moe", "zai-org/GLM-4.5, GLM-4.5-Air, GLM-4.6", _TEXT, ("text",)),
     Served("starcoder2", "bigcode/starcoder2-3b, -7b, -15b", _TEXT, ("text",)),
     Served("afmoe", "arcee-ai/Trinity-Nano, -Mini", _TEXT, ("text",)),
+    Served("gemma4_text", "the text models of google/gemma-4-e2b-it and others", _TEXT, ("text",)),
     Served("deepseek_v3", "deepseek-ai/DeepSeek-V3, -V3.1, -R1", _TEXT, ("text",)),
     Served("glm4_moe_lite", "zai-org/GLM-4.7-Flash", _TEXT, ("text",)),
     Served("kimi_linear", "moonshotai/Kimi-Linear-48B-A3B", _TEXT, ("text",)),

@@ -212,6 +212,21 @@ ROWS: tuple[Family, ...] = (
     _attention_only("glm4_moe", "Glm4Moe"),
     _attention_only("starcoder2", "Starcoder2"),
     _attention_only("afmoe", "Afmoe", *_WINDOWS, masks_read_positions=False),
+    _from_upstream(
+        "gemma4_text",
+        "Gemma4",
+        *(Mixer(kind, "self_attn", "TextAttention", ("attention",)) for kind in _WINDOWS),
+        upstream="gemma4",
+        text="TextModel",
+        layers=("TextDecoderLayer",),
+        floor="5.5.0",
+        tiny={
+            "global_head_dim": 32,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 128,
+            "num_kv_shared_layers": 2,
+        },
+    ),
     _attention_only(
         "deepseek_v3",
         "DeepseekV3",
