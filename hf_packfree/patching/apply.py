@@ -58,7 +58,8 @@ def apply_patches(
     Args:
         model: a model of a family that `packfree models` lists, or anything that holds one (a
             classification head, a wrapper, DDP). Parameters, state_dict keys and config stay as
-            they are.
+            they are. Of other causal language models of plain attention a tiny copy is measured
+            first, once per process.
         backend: "auto": of every op the fastest that can run on the tensors at hand; or a name to
             force ("torch" runs everywhere, and every op has it), or {op: name} with ops conv,
             delta_rule, ssd, kda, attention, tower_attention, loss, and fused for all small ops.

@@ -8,6 +8,8 @@ from hf_packfree.models.base import kinds_of_layers
 
 WINDOW = 16
 """Of a tiny copy: what does not know of it shows in documents that are longer."""
+LONGEST = 64
+"""Positions that a tiny copy has: fewer than tokens in the row that is measured."""
 _SHARED = 2
 """Layers at the end that have no keys of their own, where there are such."""
 _SIZES: dict[str, Any] = {
@@ -23,7 +25,6 @@ _SIZES: dict[str, Any] = {
     "index_topk": 8,
     "intermediate_size": 96,
     "kv_lora_rank": 16,
-    "max_position_embeddings": 512,
     "moe_intermediate_size": 32,
     "moe_k": 2,
     "moe_num_experts": 4,
@@ -65,25 +66,30 @@ _NOT_OF_THE_MODEL = (
 )
 
 
-def shrunk(config: Any) -> dict[str, Any]:
+def shrunk(config: Any, longest: int = LONGEST) -> dict[str, Any]:
     """Return the arguments of a text model's configuration class that make a tiny copy of `config`:
     every option as it is, and the first layers, of which there are four or as many as it takes to
     have one of each kind.
+
+    Args:
+        longest: positions that the copy has.
     """
     kinds = kinds_of_layers(config)
     layers = max(4, *(kinds.index(kind) + 1 for kind in kinds))
     layers = min(len(kinds), layers + _SHARED * bool(getattr(config, "num_kv_shared_layers", 0)))
     sizes = _SIZES | {"num_hidden_layers": layers, "num_key_value_heads": _key_heads(config)}
+    sizes["max_position_embeddings"] = longest
     names = {name: config.attribute_map.get(name, name) for name in sizes}
     sizes = {names[name]: size for name, size in sizes.items()}
-    fields = config.to_dict()
-    return {
+    fields = {
         name: sizes[name]
         if name in sizes and (value or name == "head_dim")
         else _first(value, len(kinds), layers)
-        for name, value in fields.items()
+        for name, value in config.to_dict().items()
         if name not in _NOT_OF_THE_MODEL and not name.startswith("_")
     }
+    attends = config._attn_implementation
+    return fields | ({"attn_implementation": attends} if attends in ("sdpa", "eager") else {})
 
 
 def _key_heads(config: Any) -> int:

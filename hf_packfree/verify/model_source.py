@@ -75,7 +75,7 @@ def build_model(
 def _tiny_of_type(name: str) -> transformers.PretrainedConfig:
     """Return the configuration of a small model of one of transformers' types."""
     config = transformers.CONFIG_MAPPING[name]().get_text_config(decoder=True)
-    small: transformers.PretrainedConfig = type(config)(**shrunk(config))
+    small: transformers.PretrainedConfig = type(config)(**shrunk(config, longest=4096))
     return small
 
 

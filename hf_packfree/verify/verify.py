@@ -89,8 +89,8 @@ def verify_packing(
             all numbers.
         BlindMeasurement: the control does not leak, so the measurement could not see a leak; or
             documents alone already give NaN or Inf.
-        UnsupportedModel: no supported text model is inside, no model can be built from what was
-            given, or its parameters are on meta or were made in inference mode.
+        UnsupportedModel: no text model of transformers is inside, no model can be built from what
+            was given, or its parameters are on meta or were made in inference mode.
         BoundaryError: `tree` is none of these lengths.
         ValueError: `lengths` names fewer than two documents, none longer than one token, or more
             tokens than can be measured; `seed` is no whole number in its range.

@@ -50,7 +50,6 @@ SERVED = {
     "ministral3": {},
     "gpt_neox": {},
     "gemma3n_text": {},
-    "gemma4_text": {},
     "beam": {},
     "mistral4": {},
     "deepseek_v2": {"num_experts_per_tok": 2},
@@ -73,7 +72,7 @@ REFUSALS = {
 def built(kind, **more):
     """A small model of a type, of its own config's defaults, with strong weights."""
     config = CONFIG_MAPPING[kind](**more)
-    small = type(config)(**(shrunk(config) | more))
+    small = type(config)(**(shrunk(config, longest=512) | more))
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(small, attn_implementation=None)
     return slow_decay(model).train()
