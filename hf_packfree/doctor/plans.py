@@ -9,8 +9,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from packaging.version import Version
-
 from hf_packfree.errors import UnsupportedModel, in_short
 from hf_packfree.versions import VERSIONS
 
@@ -227,6 +225,8 @@ def supported_models() -> tuple[Supported, ...]:
 
 
 def _since(family: Family) -> str:
+    from packaging.version import Version
+
     floors = VERSIONS["transformers"].floor or "", family.floor
     return f">={max(floors, key=Version)}"
 
