@@ -27,6 +27,16 @@ _SMALL: dict[str, Any] = {
     "linear_value_head_dim": 32,
     "tie_word_embeddings": True,
 }
+_SMALL_LFM2: dict[str, Any] = {
+    "vocab_size": 16384,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "block_auto_adjust_ff_dim": False,
+    "num_hidden_layers": 6,
+    "layer_types": [*["conv"] * 2, "full_attention", *["conv"] * 2, "full_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 _2B: dict[str, Any] = {
     "vocab_size": 248320,
     "hidden_size": 2048,
@@ -75,6 +85,7 @@ _QWEN3_VL = {name: value for name, value in _SMALL_TEXT.items() if not name.star
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "small": ("Qwen3_5TextConfig", _SMALL),
     "2b": ("Qwen3_5TextConfig", _2B),
+    "small-lfm2": ("Lfm2Config", _SMALL_LFM2),
     "small-vl": ("Qwen3_5Config", _SMALL_VL),
     "2b-vl": (
         "Qwen3_5Config",
