@@ -79,6 +79,9 @@ def shrunk(config: Any, longest: int = LONGEST) -> dict[str, Any]:
     layers = min(len(kinds), layers + _SHARED * bool(getattr(config, "num_kv_shared_layers", 0)))
     sizes = _SIZES | {"num_hidden_layers": layers, "num_key_value_heads": _key_heads(config)}
     sizes["max_position_embeddings"] = longest
+    if hasattr(config, "qk_rope_head_dim"):
+        # which the rotary embedding reads
+        sizes["head_dim"] = sizes["qk_rope_head_dim"]
     names = {name: config.attribute_map.get(name, name) for name in sizes}
     sizes = {names[name]: size for name, size in sizes.items()}
     fields = {

@@ -51,6 +51,7 @@ SERVED = {
     "gpt_neox": {},
     "gemma3n_text": {},
     "beam": {},
+    "youtu": {},
     "mistral4": {},
     "deepseek_v2": {"num_experts_per_tok": 2},
 }
