@@ -21,6 +21,7 @@ from hf_packfree.patching.shrunk import shrunk
 from hf_packfree.refused_families import REFUSED
 
 _KINDS = "full_attention", "sliding_attention"
+_MEDIA = "vision", "image", "video", "audio"
 _STATES = nn.Conv1d, nn.RNNBase
 _OF_THE_ROW = {
     "use_bidirectional_attention": "its attention looks ahead",
@@ -105,6 +106,9 @@ def _why_not(trunk: Any) -> str | None:
     for name, why in _OF_THE_ROW.items():
         if getattr(trunk.config, name, None):
             return why
+    media = [name for name in trunk.config.sub_configs if name.startswith(_MEDIA)]
+    if media:
+        return f"its config has {media[0]}, for more than text"
     layers = getattr(trunk, "layers", None)
     if not isinstance(layers, nn.ModuleList) or not type(trunk).__name__.endswith("Model"):
         return "its text model does not hold its decoder layers as `layers`"

@@ -66,6 +66,7 @@ REFUSALS = {
     "jamba": "Mamba-1's selective scan",
     "mamba": "Mamba-1's selective scan",
     "opt": "does not hold its decoder layers as `layers`",
+    "moshi": "its config has audio_encoder_config, for more than text",
     "diffllama": "its 4 attention layers attend 8 times",
 }
 
