@@ -84,5 +84,20 @@ SERVED = (
     Served("lfm3", "LiquidAI/LFM3-1.7B", _TEXT, ("text",)),
     Served("olmo_hybrid", "allenai/Olmo-Hybrid-7B", _TEXT, ("text",)),
     Served("lara_mini", "translated/Lara-4-Mini-Base", _TEXT, ("text",)),
+    Served(
+        "granitemoehybrid",
+        "ibm-granite/granite-4.0-h-350m, -h-1b, -h-micro, -h-tiny, -h-small",
+        _TEXT,
+        ("text",),
+    ),
+    Served("bamba", "ibm-ai-platform/Bamba-9B-v1, -v2", _TEXT, ("text",)),
+    Served(
+        "nemotron_h",
+        "nvidia/Nemotron-H-8B, -47B, -56B, NVIDIA-Nemotron-Nano-9B-v2, Nemotron-3-Nano-30B-A3B",
+        _TEXT,
+        ("text",),
+    ),
+    Served("falcon_h1", "tiiuae/Falcon-H1-0.5B, -1.5B, -3B, -7B, -34B", _TEXT, ("text",)),
+    Served("zamba2", "Zyphra/Zamba2-1.2B, -2.7B, -7B", _TEXT, ("text",)),
 )
 """To list one more family, add a row; its parts are a row of `patching/registry.py`."""

@@ -123,7 +123,11 @@ def _shared(sizes: dict[str, int] | None, packed: Mapping[str, str]) -> str:
     from torch import distributed
 
     from hf_packfree.ops.delta_rule import OP as DELTA_RULE
+    from hf_packfree.ops.table import OPS
 
+    whole = [op for op in packed if OPS[op].leaks is not None and OPS[op].across_ranks is None]
+    if whole:
+        return f"not this family: {whole[0]} needs whole rows"
     over, there = "gloo", distributed.is_available() and distributed.is_gloo_available()
     if torch.cuda.is_available():
         over, there = "NCCL", distributed.is_available() and distributed.is_nccl_available()

@@ -196,7 +196,9 @@ Sizes = dict[str, tuple[Any, Any]]
 def kinds_of_layers(config: Any) -> list[str]:
     """Return the kind of each decoder layer; a config that does not name them has one kind."""
     layers: int = config.num_hidden_layers
-    return list(getattr(config, "layer_types", None) or ["full_attention"] * layers)[:layers]
+    # hybrids call them otherwise before transformers 5.5
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    return list(kinds or ["full_attention"] * layers)[:layers]
 
 
 def part_at(layer: nn.Module, path: str) -> nn.Module | None:

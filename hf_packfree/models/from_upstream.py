@@ -14,6 +14,7 @@ from hf_packfree.models.base import Replacement, put_in_front
 from hf_packfree.models.gated_delta_net import SeparateProjections, SplitProjections
 from hf_packfree.models.heads import heads_of
 from hf_packfree.models.kimi_delta_attention import PackedKimiDeltaAttention
+from hf_packfree.models.mamba2 import PackedMamba2
 from hf_packfree.models.short_conv import PackedShortConv
 from hf_packfree.models.trunk import PackedTrunk
 
@@ -23,6 +24,8 @@ HALVES: dict[str, type[Replacement] | None] = {
     "HybridGatedDeltaNet": SeparateProjections,
     "GatedDeltaNet": SplitProjections,
     "ShortConv": PackedShortConv,
+    "MambaLayer": PackedMamba2,
+    "Mixer": PackedMamba2,
     "Attention": InterfaceAttention,
     "Model": PackedTrunk,
 }

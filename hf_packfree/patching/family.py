@@ -94,7 +94,8 @@ class Family:
             `hf_packfree.mtp`.
         masks_read_positions: whether upstream gives `position_ids` to what builds its masks.
         floor: the first release of transformers that has the family and whose layers hand their
-            keywords on to every mixer; before it the record would be dropped, and the row leak.
+            keywords on to every mixer; before it the record would be dropped, and the row leak. A
+            later one, where its mixers were wrong by themselves until then.
         tiny: fields of the tiny model's config, beside those that most families share; of families
             that are made from upstream's classes.
         config: of a family that is in no table, whose row was made for one model: the class of

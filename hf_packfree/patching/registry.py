@@ -13,10 +13,12 @@ from torch import nn
 from hf_packfree.errors import UnsupportedModel
 from hf_packfree.models import compat
 from hf_packfree.patching.family import Family, Mixer, Tower
+from hf_packfree.patching.tiny_mamba2 import TINY
 from hf_packfree.patching.unlisted import family_of_patched
 
 _AUDIO = "a short audio depends on those beside it, before transformers 5.9 on all they hold"
 _TOWER = "one attention call a layer instead of one an image"
+_MAMBA = ("conv", "ssd")
 _DELTA_NET, _ATTENTION = ("conv", "delta_rule", "fused"), ("attention", "fused")
 
 
@@ -72,6 +74,22 @@ def _kimi(name: str, classes: str, **more: Any) -> Family:
     """Return a family whose layers hold Kimi Delta Attention or latent attention at one place."""
     delta = Mixer("linear_attention", "self_attn", "DeltaAttention", ("conv", "kda"))
     return _from_upstream(name, classes, delta, _attends(), **more)
+
+
+def _mamba_or_attention(
+    name: str,
+    classes: str,
+    mamba: str,
+    *,
+    paths: tuple[str, str] = ("mamba", "self_attn"),
+    **more: Any,
+) -> Family:
+    """Return a family whose layers hold Mamba-2, of a class `mamba`, or attention."""
+    mixers = (
+        Mixer(compat.LINEAR, paths[0], mamba, _MAMBA),
+        Mixer(compat.FULL, paths[1], "Attention", ("attention",)),
+    )
+    return _from_upstream(name, classes, *mixers, tiny=TINY[name], **more)
 
 
 _WINDOWS = ("full_attention", "sliding_attention")
@@ -291,6 +309,39 @@ ROWS: tuple[Family, ...] = (
         floor="5.24.0",
         tiny={"layer_types": [*["linear_attention"] * 2, *_WINDOWS]},
     ),
+    # Mamba-2
+    _mamba_or_attention(
+        "granitemoehybrid", "GraniteMoeHybrid", "MambaLayer", masks_read_positions=False
+    ),
+    _mamba_or_attention("bamba", "Bamba", "Mixer"),
+    _mamba_or_attention(
+        "nemotron_h",
+        "NemotronH",
+        "Mamba2Mixer",
+        paths=("mixer", "mixer"),
+        layers=("Block",),
+        without_mixer=("moe", "mlp"),
+        floor="5.17.0",
+    ),
+    _from_upstream(
+        "falcon_h1",
+        "FalconH1",
+        Mixer("hybrid", "mamba", "Mixer", _MAMBA),
+        _attends("hybrid"),
+        floor="5.17.0",
+        tiny=TINY["falcon_h1"],
+    ),
+    _from_upstream(
+        "zamba2",
+        "Zamba2",
+        Mixer(compat.LINEAR, "mamba", "MambaMixer", _MAMBA),
+        Mixer("hybrid", "mamba_decoder.mamba", "MambaMixer", _MAMBA),
+        Mixer("hybrid", "shared_transformer.self_attn", "Attention", ("attention",)),
+        layers=("MambaDecoderLayer", "HybridLayer"),
+        # in 5.4 its own scan depends on its chunks: .1 to .7 off beyond one of them
+        floor="5.17.0",
+        tiny=TINY["zamba2"],
+    ),
 )
 """Of every release of transformers."""
 
@@ -328,6 +379,6 @@ def _refuse_before_the_floor(model: nn.Module) -> None:
         if not row.served and row.upstream in homes:
             raise UnsupportedModel(
                 f"found {row.name} on transformers {compat.RELEASE}, whose layers lose the "
-                f"boundaries on their way to a mixer; wanted transformers {row.floor} or later; "
-                f"pip install -U 'transformers>={row.floor}'"
+                "boundaries on their way to a mixer, or are wrong by themselves; wanted "
+                f"transformers {row.floor} or later; pip install -U 'transformers>={row.floor}'"
             )

@@ -157,7 +157,7 @@ def _reads_images(model: Any, family: Family) -> bool:
 _hybrids = [
     family
     for family in FAMILIES
-    if any(mixer.kind == "linear_attention" for mixer in family.mixers)
+    if "delta_rule" in family.mixer_ops and not family.made_from_upstream
 ]
 for _family in _hybrids:
     for _kind in (Text, VisionLanguage):

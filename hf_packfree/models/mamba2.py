@@ -1,0 +1,123 @@
+"""Mamba-2 over a packed row: the convolution and the state stop at every document's edge.
+
+Shapes: T tokens of the row, H heads of P channels, G groups with states of N, C channels of the
+convolution: x [H, P], B and C [G, N], side by side.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hf_packfree.models.base import Replacement, Sizes, size_of, size_of_linear, size_of_norm
+from hf_packfree.models.conv_weights import conv_weights_in_place, refuse_adapters
+from hf_packfree.models.state import receive, state_of
+from hf_packfree.ops.conv import causal_conv1d
+from hf_packfree.ops.ssd import ssd
+from hf_packfree.packing import PackedSequence
+
+
+class PackedMamba2(Replacement):
+    """Put in front of a family's Mamba-2: owns the packed branch, leaves everything else to
+    upstream.
+
+    Upstream's training has one kernel for convolution, state, norm and output projection, which
+    reads weights past their adapters: the packed branch comes before it, and calls the modules.
+    """
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Mix tokens within documents when a record comes down, as upstream otherwise.
+
+        Args:
+            hidden_states: [1, T, D_model] of a packed row, [B, S, D_model] otherwise.
+
+        Raises:
+            PatchConflict: an adapter was put on the convolution.
+            UnsupportedInput: the row is a tree of shared prefixes.
+        """
+        refuse_adapters(self.conv1d)
+        packed = receive(self, kwargs)
+        if packed is None:
+            return super().forward(hidden_states, *args, **kwargs)
+        with conv_weights_in_place(self.conv1d):
+            return packed.zero_left_pad(self._mix(hidden_states, packed))
+
+    def _mix(self, hidden_states: Tensor, packed: PackedSequence) -> Tensor:
+        state, sizes = state_of(self), (self.intermediate_size, self.conv_dim, self.num_heads)
+        gate, mixed, dt = self._project(hidden_states).split(sizes, -1)
+        kernels = state.kernels_for(mixed.device, mixed.dtype)
+        mixed = causal_conv1d(
+            mixed,
+            self.conv1d.weight.squeeze(1),
+            packed,
+            bias=self.conv1d.bias,
+            activation=self.activation,
+            backend=kernels["conv"],
+        )
+        grouped = self.n_groups * self.ssm_state_size
+        x, B, C = mixed.split((self.intermediate_size, grouped, grouped), -1)
+        out = ssd(
+            x.unflatten(-1, (self.num_heads, self.head_dim)),
+            self._steps(dt),
+            -self.A_log.float().exp(),
+            B.unflatten(-1, (self.n_groups, self.ssm_state_size)),
+            C.unflatten(-1, (self.n_groups, self.ssm_state_size)),
+            self.D,
+            packed,
+            batch_invariant=state.batch_invariant,
+            backend=kernels["ssd"],
+        )
+        normed = self._normalise(out.flatten(2), gate)
+        return self.out_proj(normed.to(hidden_states.dtype))
+
+    def _project(self, hidden_states: Tensor) -> Tensor:
+        """Return gate | x, B, C | dt [1, T, H P + C + H]; Falcon-H1 scales what goes in and
+        comes out.
+        """
+        if not hasattr(self, "mup_vector"):
+            return self.in_proj(hidden_states)
+        projected: Tensor = self.in_proj(hidden_states * self.ssm_in_multiplier)
+        return projected * self.mup_vector
+
+    def _steps(self, dt: Tensor) -> Tensor:
+        """Return the steps in fp32, as upstream's kernels make them."""
+        wide = torch.promote_types(dt.dtype, torch.float32)
+        steps = F.softplus(dt.to(wide) + self.dt_bias.to(wide))
+        return steps.clamp(*self.time_step_limit)
+
+    def _normalise(self, out: Tensor, gate: Tensor) -> Tensor:
+        """Gate and normalise, as upstream's norm does; Falcon-H1 may have none."""
+        if isinstance(self.norm, nn.Identity):
+            return out * F.silu(gate)
+        return self.norm(out, gate)
+
+    def calls(self, name: str, part: nn.Module, x: Tensor) -> bool:
+        """Whether the packed branch calls this part: all but the convolution."""
+        return name != "conv1d"
+
+    @staticmethod
+    def op_sizes(layer: Any) -> dict[str, int]:
+        """Return the convolution's width and channels."""
+        return {"taps": layer.conv_kernel_size, "channels": layer.conv_dim}
+
+    @staticmethod
+    def checkpoint_sizes(layer: Any) -> Sizes:
+        """Return what the packed branch reads, as found and as the module's own head counts say."""
+        heads, values = layer.num_heads, layer.num_heads * layer.head_dim
+        channels = values + 2 * layer.n_groups * layer.ssm_state_size
+        has_norm = not isinstance(layer.norm, nn.Identity)
+        return {
+            "conv1d": (type(layer.conv1d), nn.Conv1d),
+            "conv1d.weight": (size_of(layer.conv1d.weight), (channels, 1, layer.conv_kernel_size)),
+            "A_log": (size_of(layer.A_log), (heads,)),
+            "D": (size_of(layer.D), (heads,)),
+            "dt_bias": (size_of(layer.dt_bias), (heads,)),
+            "in_proj": (size_of_linear(layer.in_proj)[0], values + channels + heads),
+            "norm": (size_of_norm(layer.norm) if has_norm else (values,), (values,)),
+            "out_proj": (size_of_linear(layer.out_proj), (layer.hidden_size, values)),
+            "activation": (layer.activation in ("silu", "swish"), True),
+            "grouped heads": (heads % layer.n_groups, 0),
+        }
