@@ -38,11 +38,9 @@ def replacements(name: str) -> dict[str, Any]:
     for each text model, mixer and head, HEADS and tiny_config.
     """
     register()
-    upstream = import_module(name)
-    home = f"{__name__}:{name}"
+    upstream, home = import_module(name), f"{__name__}:{name}"
     own = (cls for cls in vars(upstream).values() if isclass(cls) and cls.__module__ == name)
     halves = {cls.__name__: half for cls in own if (half := _half_of(cls.__name__)) is not None}
-    home = f"{__name__}:{name}"
     ours: dict[str, Any] = dict(put_in_front(upstream, home, halves))
     heads = heads_of(upstream, home)
     config = next(
