@@ -260,6 +260,7 @@ class TestPrompts:
         with pytest.raises(CacheConflict):
             model(**packed(labelled()[:4]))
 
+    @pytest.mark.slow
     def test_through_wrappers_and_compiled(self):
         model = prompted("PromptTuningConfig", apply_patches(tiny()))
         compiled = torch.compile(model, backend="eager")

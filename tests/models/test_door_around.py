@@ -58,6 +58,7 @@ def test_generation_is_upstreams(family, cache):
 
 
 @pytest.mark.filterwarnings("default")
+@pytest.mark.slow
 def test_continuous_batching_is_upstreams():
     """Its cache keeps requests apart, and hands offsets of its own to every layer."""
     model = tiny("gemma3_text").eval()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -96,6 +97,7 @@ def step(rank: int, way: str, backend: str, read: bool) -> dict[str, object]:
     "works as with upstream's loss; `output.logits` are made if read before the backward pass, "
     "after it FSDP2's are refused: `UnsupportedInput`",
 )
+@pytest.mark.slow
 def test_wrapped_models_train_as_with_upstreams_loss(tmp_path, record_property):
     ways = [(way, False) for way in WRAPPED] + [(way, True) for way in list(WRAPPED)[2:5]]
     cases = [(way, backend, read) for way, read in ways for backend in ("torch", "upstream")]

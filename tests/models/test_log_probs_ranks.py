@@ -7,6 +7,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
@@ -59,6 +60,7 @@ def sharded(rank: int, what: str, way: str | None) -> dict[str, Any]:
     return values | {"grads": grads}
 
 
+@pytest.mark.slow
 def test_fsdp2(tmp_path):
     cases = [(what, way) for what in ASKED for way in (None, *WAYS)]
     ran = dict(zip(cases, two_ranks(sharded, cases, tmp_path)))
@@ -89,6 +91,7 @@ def shared(rank: int, ranks: int) -> dict[str, Any]:
     return values | {"grads": grads}
 
 
+@pytest.mark.slow
 def test_context_parallelism(tmp_path):
     """Each rank asks about its own tokens, and the gradients add up."""
     alone, both = two_ranks(shared, [(1,), (2,)], tmp_path)

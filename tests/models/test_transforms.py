@@ -102,6 +102,7 @@ class Exported(torch.nn.Module):
         return self.model(input_ids=ids, use_cache=False, **self.more).logits
 
 
+@pytest.mark.slow
 def test_tokens_alone_are_exported_as_upstreams():
     ids, model = torch.arange(2, 12)[None], tiny()
     wanted = model.eval()(input_ids=ids, use_cache=False).logits
