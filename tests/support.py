@@ -13,7 +13,7 @@ from importlib import import_module
 import pytest
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassFieldValidationError
+from huggingface_hub.errors import OfflineModeIsEnabled, StrictDataclassFieldValidationError
 
 from hf_packfree.ops import conv_delta_rule
 from hf_packfree.packing import PackedSequence
@@ -66,7 +66,11 @@ def tiny(
         "sdpa" if cls._supports_sdpa and not capped else "eager"
     )
     torch.manual_seed(0)
-    return slow_decay(cls(config)).train()
+    try:
+        return slow_decay(cls(config)).train()
+    except OfflineModeIsEnabled as error:
+        # as Mamba-2 hybrids do in old releases, where the package `kernels` is installed
+        pytest.skip(f"{cls.__name__} fetches kernels from the hub when it is built: {error}")
 
 
 def double(family: str, attention: str = "sdpa") -> torch.nn.Module:

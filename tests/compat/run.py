@@ -4,8 +4,9 @@ own.
     python -m tests.compat.run                  a selection: one release between any two changes upstream
     python -m tests.compat.run --all --write    all of them; puts their rows into docs/compat_full.md
     python -m tests.compat.run 5.8.1 5.23.0     these
+    python -m tests.compat.run --once           the selection as CI runs it
 
-Every release runs twice: bare, and with the `kernels` it accepts and stand-ins for
+Unless told `--once`, every release runs twice: bare, and with the `kernels` it accepts and stand-ins for
 flash-linear-attention and causal-conv1d (tests/fakes), where tests marked `compat(kernels=False)`
 would say the same again. Exit code 0: exact on all; 1: a test fails; 2: an environment cannot be
 made.
@@ -23,7 +24,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tests.compat.environments import CannotMake, environments
+from tests.compat.environments import CannotMake, Environments, environments
 from tests.compat.measure import Outcome, measure
 from tests.compat.table import HEAD, row_of, write
 
@@ -68,17 +69,14 @@ def main() -> int:
         console.print(f"{len(versions)} environments ready after {_minutes(begun)}")
         runs = [
             [
-                pool.submit(measure, place.bare, fakes=False),
-                pool.submit(measure, place.kernels, fakes=True),
+                (name, pool.submit(measure, python, fakes=fakes))
+                for name, python, fakes in _runs_of(version, place, options.once)
             ]
-            for place in places
+            for version, place in zip(versions, places)
         ]
         rows, failed = [], 0
-        for version, place, pair in zip(versions, places, runs):
-            outcomes = [
-                _announced(console, *named)
-                for named in zip((version, f"{version} with kernel packages"), pair)
-            ]
+        for version, place, named in zip(versions, places, runs):
+            outcomes = [_announced(console, *run) for run in named]
             rows.append(row_of(version, place.version, outcomes))
             failed += sum(len(outcome.failed) for outcome in outcomes)
             # at once: what is interrupted keeps what it has
@@ -88,6 +86,19 @@ def main() -> int:
     verdict = f"{failed} tests fail" if failed else "exact on every one of them"
     console.print(f"{len(versions)} releases of transformers in {_minutes(begun)}: {verdict}.")
     return 1 if failed else 0
+
+
+def _runs_of(version: str, place: Environments, once: bool) -> list[tuple[str, Path, bool]]:
+    """Return (name, interpreter, whether with kernel packages) of the runs of a release; `once`:
+    one, which no other step of CI makes.
+
+    README's test command runs the newest release bare, the step `lowest` the oldest.
+    """
+    bare = version, place.bare, False
+    kernels = f"{version} with kernel packages", place.kernels, True
+    if not once:
+        return [bare, kernels]
+    return [kernels] if version in (SELECTED[0], SELECTED[-1]) else [bare]
 
 
 def _options() -> argparse.Namespace:
@@ -101,7 +112,13 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time")
     parser.add_argument("--write", action="store_true", help="write the rows into docs")
-    return parser.parse_args()
+    parser.add_argument(
+        "--once", action="store_true", help="each release once, as CI does beside its other steps"
+    )
+    options = parser.parse_args()
+    if options.once and options.write:
+        parser.error("found --once with --write; wanted both runs of a release in its row")
+    return options
 
 
 def _announced(console: Console, name: str, run: Future[Outcome]) -> Outcome:
