@@ -52,7 +52,6 @@ SERVED = {
     "gemma3n_text": {},
     "beam": {},
     "youtu": {},
-    "mistral4": {},
     "deepseek_v2": {"num_experts_per_tok": 2},
 }
 """{model type: what its config needs}; with windows, shared keys, gates, experts, partial and
