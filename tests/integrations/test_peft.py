@@ -385,8 +385,8 @@ def test_quantised_base(order, same_gradients, tmp_path):
     found = in_rows(model)
     assert len(found[0]) == 2 * (3 * len(LINEAR) + len(ATTENTION) + 4 * len(MLP))
     wanted = per_document(lora(quantised(tmp_path)), in_steps(labelled()))
-    # later steps begin where rounding has led: they are no measure of one gradient
-    same_gradients(found[:1], wanted[:1], in_rows(lora(quantised(tmp_path)))[:1])
+    # moving the weights by their last bit moves upstream's own third step by 1.3e-04
+    same_gradients(found[:2], wanted[:2], in_rows(lora(quantised(tmp_path)))[:2])
 
 
 @integration(
