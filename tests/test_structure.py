@@ -20,7 +20,7 @@ FLOORS = [
     {"errors", "versions", "_version", "refused_families"},
     {"packing"},
     {"ops"},
-    {"parallel"},
+    {"parallel", "graphs"},
     {"models"},
     {"mtp"},
     {"patching"},

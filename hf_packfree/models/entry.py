@@ -154,6 +154,9 @@ def enter(
         inputs = replace(inputs, tree={**inputs.tree, RECORD: found})
     if found is UNREAD or tree:
         call, state = Call(module, arguments, inputs), state_of(module)
+        # reading boundaries waits for the GPU, which this need not
+        if module.training:
+            state.graphs.look()
         ours = call.runs_here()
         found = read_call(
             call,

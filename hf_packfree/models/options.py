@@ -9,10 +9,12 @@ from hf_packfree.parallel import ContextParallel
 
 Unpacked = Literal["upstream", "native"]
 Padded = Literal["lazy", "upstream"]
+CudaGraphs = Literal["auto", "never"]
 _VALUES = {
     "batch_invariant": (True, False),
     "unpacked": get_args(Unpacked),
     "padded": get_args(Padded),
+    "cuda_graphs": get_args(CudaGraphs),
 }
 
 
@@ -27,6 +29,8 @@ class RunOptions:
             too.
         padded: "lazy" when padded rows run without their padding, with logits put back into the
             caller's shape when something reads them; "upstream" when transformers runs them.
+        cuda_graphs: "auto" when training steps of few tokens replay CUDA graphs of the layers where
+            they can; "never".
         context_parallel: the group whose ranks share each row, or None.
 
     Raises:
@@ -36,6 +40,7 @@ class RunOptions:
     batch_invariant: bool = False
     unpacked: Unpacked = "upstream"
     padded: Padded = "lazy"
+    cuda_graphs: CudaGraphs = "never"
     context_parallel: ContextParallel | None = None
 
     def __post_init__(self) -> None:

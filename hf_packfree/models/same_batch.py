@@ -83,7 +83,7 @@ def setup_of(head: nn.Module, settings: ContextParallel) -> str:
         "gradient checkpointing": bool(recomputed),
     }
     # no part of what is computed
-    for name in ("why", "observers", "followers"):
+    for name in ("why", "observers", "followers", "graphs"):
         del facts[name]
     return "\n".join(f"{name}: {value}" for name, value in facts.items())
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_packfree.errors import PatchConflict
+from hf_packfree.graphs.runner import Graphs
 from hf_packfree.models.options import RunOptions
 from hf_packfree.ops.backend import HALF
 from hf_packfree.ops.table import OPS
@@ -55,6 +56,7 @@ class PatchState(RunOptions):
         why: {op: why a faster backend is not used on CUDA}, in sentences.
         observers: called before every training forward of the trunk.
         followers: called after it.
+        graphs: the CUDA graphs of its text models' layers.
     """
 
     cuda_half: Kernels = field(default_factory=Kernels)
@@ -64,6 +66,7 @@ class PatchState(RunOptions):
     why: dict[str, str] = field(default_factory=dict, compare=False)
     observers: list[Observer] = field(default_factory=list, compare=False, repr=False)
     followers: list[Follower] = field(default_factory=list, compare=False, repr=False)
+    graphs: Graphs = field(default_factory=Graphs, compare=False, repr=False)
 
     def kernels_for(self, device: torch.device, dtype: torch.dtype) -> Kernels:
         """Return what runs on tensors of that device and dtype, wherever the model was when it

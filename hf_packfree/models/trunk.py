@@ -9,6 +9,7 @@ from hf_packfree.models.attention import check_attention
 from hf_packfree.models.base import Replacement, kinds_of_layers, part_at
 from hf_packfree.models.compat import CACHE, cache_of, masks_the_layers_ignore
 from hf_packfree.models.entry import enter, is_batch
+from hf_packfree.models.graphs import in_graph
 from hf_packfree.models.rotary import check_longest_position, has_fixed_frequencies
 from hf_packfree.models.row import positions_for, restore_layers, row_positions
 from hf_packfree.models.state import state_of
@@ -98,7 +99,7 @@ class PackedTrunk(Replacement):
         }
         if not has_fixed_frequencies(self.config):
             check_longest_position(self.config, packed, row["position_ids"])
-        output = super().forward(**row)
+        output = in_graph(self, super().forward, row, packed) or super().forward(**row)
         self._followed(of_batch, row, output)
         output.last_hidden_state = repad(output.last_hidden_state, packed)
         restore_layers(output, packed, count_all=count_all)

@@ -70,11 +70,18 @@ def chunk_plan(packed: PackedSequence, size: int) -> tuple[Integers, Integers, I
     together; int32 on the host.
 
     Returns:
-        offsets: [N+1], each segment's first chunk, and P.
-        segment, number: [P], the segment of each chunk, and its number there.
+        offsets: [N+1], each segment's first chunk, and the number of chunks.
+        segment, number: [P], the segment of each chunk, and its number there. Where the record is
+            `bounded`, P is T // size + N, and the chunks beyond the row's are of its last segment,
+            which is empty.
     """
     offsets, segment = group_numbers(-(-np.diff(packed.cu_seqlens_cpu.numpy()) // size))
-    return offsets, segment, np.arange(len(segment), dtype=np.int32) - offsets[segment]
+    number = np.arange(len(segment), dtype=np.int32) - offsets[segment]
+    if packed.bounded:
+        spare = packed.num_tokens // size + packed.num_segments - len(segment)
+        segment = np.pad(segment, (0, spare), constant_values=packed.num_segments - 1)
+        number = np.pad(number, (0, spare))
+    return offsets, segment, number
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -106,6 +113,8 @@ class PackedSequence:
             whole. `is_shard`, `whole_row`, `whole_batch`, `ranks` and `cut` ask for less.
         tree: each segment's parent, where documents share prefixes; None: every segment is a
             document of its own.
+        bounded: whether N, `max_seqlen` and the sizes of plans are bounds that other rows share, see
+            `hf_packfree.graphs`: the last segments are empty then.
     """
 
     cu_seqlens: Tensor
@@ -119,6 +128,7 @@ class PackedSequence:
     plain: bool = False
     shard: RowShard | None = None
     tree: Tree | None = None
+    bounded: bool = False
     _memo: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod

@@ -14,7 +14,7 @@ from torch import nn
 
 from hf_packfree.errors import PatchConflict
 from hf_packfree.models.context_parallel import resolve_ways
-from hf_packfree.models.options import Padded, Unpacked
+from hf_packfree.models.options import CudaGraphs, Padded, Unpacked
 from hf_packfree.models.state import Kernels, PatchState
 from hf_packfree.models.subclassed import users_class
 from hf_packfree.mtp.options import Choice as MTPChoice
@@ -44,6 +44,7 @@ def apply_patches(
     batch_invariant: bool = False,
     unpacked: Unpacked = "upstream",
     padded: Padded = "lazy",
+    cuda_graphs: CudaGraphs = "never",
     mtp: MTPOptions | MTPChoice = None,
     context_parallel: Any = None,
 ) -> Model:
@@ -74,6 +75,11 @@ def apply_patches(
         padded: what runs padded rows of one document: "lazy", real tokens only, and a training
             step's logits get the caller's shape when something reads them; "upstream", bit for bit
             as without us.
+        cuda_graphs: "auto": training steps of up to 16,384 tokens on one GPU replay CUDA graphs of
+            the layers, captured when a row of about that length comes for the second time, so that
+            they do not wait for the host; what cannot be captured (recomputed layers, hooks, FSDP2,
+            weights in 4 bits, long documents that are cut, shared prefixes) runs without, and
+            `patch_report` says why. "never": no graphs.
         mtp: the multi-token prediction head that Qwen3.5 and Qwen3-Next checkpoints carry and
             transformers drops: None leaves it dropped, "keep" reads it from the checkpoint that the
             model came from, frozen, so that `save_pretrained` writes it again, "train" trains it
@@ -117,6 +123,7 @@ def apply_patches(
         batch_invariant=batch_invariant,
         unpacked=unpacked,
         padded=padded,
+        cuda_graphs=cuda_graphs,
         mtp=mtp_options(mtp),
         context_parallel=ranks_of(context_parallel),
     )

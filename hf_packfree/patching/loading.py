@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from hf_packfree.errors import PatchConflict, UnsupportedInput
 from hf_packfree.models.attention_interface import is_more_than_text, looks_ahead
-from hf_packfree.models.options import Padded, Unpacked
+from hf_packfree.models.options import CudaGraphs, Padded, Unpacked
 from hf_packfree.mtp.options import Choice as MTPChoice
 from hf_packfree.mtp.options import MTPOptions, mtp_options
 from hf_packfree.patching.apply import patch, remove_patches
@@ -125,6 +125,7 @@ def register_patches(
     batch_invariant: bool = False,
     unpacked: Unpacked = "upstream",
     padded: Padded = "lazy",
+    cuda_graphs: CudaGraphs = "never",
     mtp: MTPOptions | MTPChoice = None,
 ) -> Registration:
     """Patch every supported model that is built from now on, by `from_pretrained`, `from_config`
@@ -134,7 +135,7 @@ def register_patches(
     AutoModelForCausalLM.from_pretrained(...)`.
 
     Args:
-        backend, batch_invariant, unpacked, padded, mtp: as for `apply_patches`; the multi-token
+        backend, batch_invariant, unpacked, padded, cuda_graphs, mtp: as for `apply_patches`; the multi-token
             prediction head is read from the checkpoint that is loaded, and loading raises
             `MissingHead` where that lacks it.
 
@@ -148,6 +149,7 @@ def register_patches(
         batch_invariant=batch_invariant,
         unpacked=unpacked,
         padded=padded,
+        cuda_graphs=cuda_graphs,
         mtp=mtp_options(mtp),
     )
     if options.mtp is not None and options.mtp.checkpoint is not None:

@@ -64,6 +64,8 @@ class PatchReport:
         unpacked: "upstream" or "native", what runs for rows of one document.
         padded: "lazy" or "upstream", what runs for padded rows of one document.
         attention: the attention implementation the model was loaded with.
+        cuda_graphs: how many rows ran in CUDA graphs, and why others did not; empty where there are
+            none.
         context_parallel: how ranks share each row, and why so; empty where they do not.
         versions: {package: installed version, or None}.
         long_documents: {operation: what it does with them, where the model is now}: exact, but
@@ -88,6 +90,7 @@ class PatchReport:
     unpacked: Unpacked
     padded: Padded
     attention: str | None
+    cuda_graphs: str
     context_parallel: str
     versions: dict[str, str | None]
     long_documents: dict[str, str]
@@ -133,6 +136,7 @@ class PatchReport:
         further = [] if self.listed else [f"{self.family} {MEASURED}"]
         further += [f"{name}: {reason}" for name, reason in self.left_alone.items()]
         further += [self.context_parallel] if self.context_parallel else []
+        further += [self.cuda_graphs] if self.cuda_graphs else []
         further += [called_in_words(self.called)] if self.called else []
         further += [f"on this machine's GPUs, {op}: {why}" for op, why in self.why.items()]
         return "\n  ".join((said, *further))
@@ -181,6 +185,9 @@ def patch_report(model: nn.Module) -> PatchReport:
         unpacked="upstream" if state is None else state.unpacked,
         padded="upstream" if state is None else state.padded,
         attention=loaded,
+        cuda_graphs=""
+        if state is None or state.cuda_graphs == "never"
+        else state.graphs.in_words(),
         context_parallel=str(getattr(state, "context_parallel", None) or ""),
         versions=_versions(state, loaded),
         long_documents=_long_documents(model, family, runs)

@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hf_packfree.errors import PatchConflict
 from hf_packfree.models.compat import LOSS_WITH_MEDIA_TAKES_NO_COUNT, RELEASE
-from hf_packfree.models.options import Padded, Unpacked
+from hf_packfree.models.options import CudaGraphs, Padded, Unpacked
 from hf_packfree.mtp.attached import AttachedHead, training_facts
 from hf_packfree.mtp.options import Choice as MTPChoice
 from hf_packfree.mtp.options import MTPOptions, mtp_options
@@ -60,7 +60,7 @@ class PackFreeCallback(TrainerCallback):
     none, nor has a model whose training was interrupted between steps.
 
     Args:
-        backend, batch_invariant, padded, mtp: as for `apply_patches`, whose errors are raised when
+        backend, batch_invariant, padded, cuda_graphs, mtp: as for `apply_patches`, whose errors are raised when
             the Trainer is initialised; an unknown value is refused at once (ValueError).
         unpacked: as for `apply_patches`; None: "native", so that batches whose rows are one
             document each, too, train in the patched layers and without logits, or what a model has
@@ -83,6 +83,7 @@ class PackFreeCallback(TrainerCallback):
         batch_invariant: bool = False,
         unpacked: Unpacked | None = None,
         padded: Padded = "lazy",
+        cuda_graphs: CudaGraphs = "never",
         mtp: MTPOptions | MTPChoice = None,
         context_parallel: Any = "auto",
         verify_first_batch: bool = False,
@@ -92,6 +93,7 @@ class PackFreeCallback(TrainerCallback):
             batch_invariant=batch_invariant,
             unpacked=unpacked or "native",
             padded=padded,
+            cuda_graphs=cuda_graphs,
             mtp=mtp_options(mtp),
         )
         self._keeps_unpacked = unpacked is None

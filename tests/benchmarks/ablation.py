@@ -154,7 +154,7 @@ def compare(
     name: str, model: Any, load: Load, off: Mapping[str, Off], clock: Clock
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each fast path that is switched off, timed in turns."""
-    step = step_of(model.base_model, load.inputs(model.config.vocab_size, clock.device))
+    step = step_of(model.base_model, [load.inputs(model.config.vocab_size, clock.device)])
 
     def without(switch: Off) -> Callable[[], Any]:
         def run() -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -26,12 +27,16 @@ class Load:
         whole: whether the step has the head, its loss and a fused AdamW in it; else the trunk runs,
             without optimizer.
         autocast: whether the forward pass runs under bf16 autocast.
+        also: lengths of further batches, with which steps take turns.
+        counted: whether launches, the sum of kernels and the host's time are measured, too.
     """
 
     lengths: tuple[int, ...]
     input_format: str = "collator"
     whole: bool = field(default=False, kw_only=True)
     autocast: bool = field(default=False, kw_only=True)
+    also: tuple[tuple[int, ...], ...] = field(default=(), kw_only=True)
+    counted: bool = field(default=False, kw_only=True)
 
     @property
     def real_tokens(self) -> int:
@@ -42,11 +47,15 @@ class Load:
         """Return the step that is timed; `model` is the whole model, of which the trunk runs, or
         all.
         """
-        inputs = self.inputs(model.config.get_text_config().vocab_size, device)
+        vocabulary = model.config.get_text_config().vocab_size
+        batches = [
+            _FORMATS[self.input_format](lengths, vocabulary, device)
+            for lengths in (self.lengths, *self.also)
+        ]
         step = whole_step_of if self.whole else step_of
         kind = torch.device(device).type
         autocast = partial(torch.autocast, kind, torch.bfloat16, enabled=self.autocast)
-        return step(model if self.whole else model.base_model, inputs, autocast)
+        return step(model if self.whole else model.base_model, batches, autocast)
 
     def inputs(self, vocabulary: int, device: str) -> dict[str, Any]:
         """Return the trunk's keyword arguments, on the device."""
@@ -67,6 +76,7 @@ class Load:
             "input_format": self.input_format,
             **({"whole_step": True} if self.whole else {}),
             **({"autocast": "bf16"} if self.autocast else {}),
+            **({"packings": 1 + len(self.also)} if self.also else {}),
         }
 
 
@@ -119,13 +129,15 @@ _FORMATS: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def step_of(
-    trunk: nn.Module, inputs: dict[str, Any], autocast: Callable[[], Any] = nullcontext
+    trunk: nn.Module, batches: Sequence[dict[str, Any]], autocast: Callable[[], Any] = nullcontext
 ) -> Callable[[], Tensor]:
     """Return one training step without its optimizer: gradients dropped, forward, mean square of
     the output, backward.
     """
+    turns = cycle(batches)
 
     def step() -> Tensor:
+        inputs = next(turns)
         trunk.zero_grad(set_to_none=True)
         with autocast():
             loss = trunk(use_cache=False, **inputs).last_hidden_state.float().pow(2).mean()
@@ -136,7 +148,7 @@ def step_of(
 
 
 def whole_step_of(
-    model: nn.Module, inputs: dict[str, Any], autocast: Callable[[], Any] = nullcontext
+    model: nn.Module, batches: Sequence[dict[str, Any]], autocast: Callable[[], Any] = nullcontext
 ) -> Callable[[], Tensor]:
     """Return one training step: gradients dropped, forward with the language model's loss,
     backward, fused AdamW of what is trained.
@@ -144,18 +156,23 @@ def whole_step_of(
     Every token that is not padding has a label; what a document's last token would predict is
     masked by who knows documents.
     """
-    labels = inputs["input_ids"].clone()
-    if "attention_mask" in inputs:
-        labels = labels.masked_fill(inputs["attention_mask"] == 0, -100)
+    turns = cycle([{**inputs, "labels": _labels(inputs)} for inputs in batches])
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
 
     def step() -> Tensor:
         optimizer.zero_grad(set_to_none=True)
         with autocast():
-            loss: Tensor = model(labels=labels, use_cache=False, **inputs).loss
+            loss: Tensor = model(use_cache=False, **next(turns)).loss
         loss.backward()
         optimizer.step()
         return loss.detach()
 
     return step
+
+
+def _labels(inputs: dict[str, Any]) -> Tensor:
+    labels: Tensor = inputs["input_ids"].clone()
+    if "attention_mask" in inputs:
+        labels = labels.masked_fill(inputs["attention_mask"] == 0, -100)
+    return labels

@@ -252,7 +252,7 @@ def be_timed(options: argparse.Namespace) -> None:
 
 def time_turns(model: Any, load: Load, clock: Clock, rounds: int, answers: IO[str]) -> None:
     """Warm a row up, say so, and time a turn whenever it is asked for."""
-    step = step_of(model.base_model, load.inputs(model.config.vocab_size, clock.device))
+    step = step_of(model.base_model, [load.inputs(model.config.vocab_size, clock.device)])
     answers.write(json.dumps(turn(model, step, clock)) + "\n")
     for _ in range(rounds):
         if not sys.stdin.readline():

@@ -21,12 +21,13 @@ from typing import Any
 
 import torch
 
+from hf_packfree import patch_report
 from tests.benchmarks.batches import Load
 from tests.benchmarks.layers import floor, operations
 from tests.benchmarks.loss import head_and_loss
 from tests.benchmarks.machine import machine
 from tests.benchmarks.models import variant_of, what_runs
-from tests.benchmarks.profiling import profile
+from tests.benchmarks.profiling import counts, profile
 from tests.benchmarks.shapes import SHAPES, TOKENS, log_normal_lengths
 from tests.benchmarks.timing import Clock, Results, failure
 from tests.benchmarks.workloads import Group, groups
@@ -181,6 +182,13 @@ def time_row(
     note = "; ".join(part for part in (group.shape.note(), group.note) if part)
     if note:
         row["note"] = note
+    if load.counted:
+        row |= counts(step, clock.device)
+        if clock.device == "cuda":
+            # a graph's memory counts as free while nothing outlives its replay
+            row["reserved_gib"] = torch.cuda.memory_reserved() / 2**30
+        if report := patch_report(model).cuda_graphs:
+            row["cuda_graphs"] = report
     if profile_to is not None:
         row["kernel_ms"] = profile(step, clock.device, profile_to)
     model.zero_grad(set_to_none=True)

@@ -42,6 +42,7 @@ class Variant:
         fp32: whether the weights are in fp32, as `from_pretrained` leaves them where nobody asks for
             another dtype.
         checkpointing: whether layers are recomputed in the backward pass (not the reentrant way).
+        cuda_graphs: the argument of `apply_patches`.
         mtp: the depth of the multi-token prediction head that is trained beside the model; 0: none.
     """
 
@@ -57,6 +58,7 @@ class Variant:
     in_4_bits: bool = False
     fp32: bool = False
     checkpointing: bool = False
+    cuda_graphs: str = "never"
     mtp: int = 0
 
     def choice(self) -> Any:
@@ -125,7 +127,8 @@ def _put_in(model: nn.Module, shape: Shape, variant: Variant, upstream: Any) -> 
         compose(model)
     if variant.packfree:
         # a package before 0.2 has no such option
-        mode = {"batch_invariant": True} if variant.batch_invariant else {}
+        mode: dict[str, Any] = {"batch_invariant": True} if variant.batch_invariant else {}
+        mode |= {"cuda_graphs": "auto"} if variant.cuda_graphs == "auto" else {}
         apply_patches(model, backend=variant.choice(), **mode, **_head(variant.mtp))
     if variant.liger == "after":
         put_liger_in(model, shape.family)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -59,6 +61,25 @@ def profile(step: Callable[[], Any], device: str, path: Path, top: int = 40) -> 
             f"{entry['kernel'][:110]}"
         )
     return sums
+
+
+def counts(step: Callable[[], Any], device: str) -> dict[str, float]:
+    """Return the sum of a step's kernels, their number, and the time in which the host starts them:
+    {"kernels_ms", "launches", "host_ms"}.
+    """
+    kernels = _kernels(step, device)
+    host = []
+    for _ in range(5):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        step()
+        host.append((time.perf_counter() - began) * 1e3)
+    return {
+        "kernels_ms": sum(ms for _, ms, _ in kernels),
+        "launches": sum(calls for _, _, calls in kernels),
+        "host_ms": median(host),
+    }
 
 
 def _kernels(step: Callable[[], Any], device: str) -> list[tuple[str, float, int]]:

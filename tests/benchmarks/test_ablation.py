@@ -21,7 +21,7 @@ def model():
 @pytest.mark.parametrize("off", {**ablation.HOST, **ablation.GPU})
 def test_the_loss_is_the_same(model, off, input_format):
     step = step_of(
-        model.base_model, Load((5, 30, 1), input_format).inputs(model.config.vocab_size, "cpu")
+        model.base_model, [Load((5, 30, 1), input_format).inputs(model.config.vocab_size, "cpu")]
     )
     wanted = step()
     with {**ablation.HOST, **ablation.GPU}[off](model):

@@ -60,6 +60,7 @@ def groups(tiny: bool = False, backend: Any = "auto") -> list[Group]:
     """
     found = [
         *_dense(tiny),
+        *_short(tiny),
         *_under_autocast(tiny),
         *_whole_steps(tiny),
         *_with_head(tiny),
@@ -234,6 +235,43 @@ def _under_autocast(tiny: bool) -> list[Group]:
         )
         for name, (variant, note) in variants.items()
         for what, options in trained.items()
+    ]
+
+
+def _short(tiny: bool) -> list[Group]:
+    """Steps of few tokens, each with another packing: the trunk, whole steps, and LoRA with and
+    without autocast.
+    """
+    shape = SHAPES["tiny" if tiny else "2b"]
+    trunk, whole = {}, {}
+    for name, tokens in {"2k": 2048, "4k": 4096, "8k": 8192}.items():
+        seeds = (tuple(log_normal_lengths(200 if tiny else tokens, seed=seed)) for seed in range(8))
+        first, *others = seeds
+        trunk[name] = Load(first, also=tuple(others), counted=True)
+        whole[name] = replace(trunk[name], whole=True)
+    kinds: dict[str, tuple[dict[str, Any], dict[str, Load]]] = {
+        "": ({}, trunk),
+        "-whole-step": ({}, whole),
+        "-lora-whole-step": ({"lora": "fp32"}, whole),
+        "-lora-autocast-whole-step": (
+            {"lora": "fp32"},
+            {name: replace(load, autocast=True) for name, load in whole.items()},
+        ),
+    }
+    variants = {
+        "packfree": (replace(PACKFREE, cuda_graphs="auto"), ""),
+        "packfree, no graphs": (PACKFREE, ""),
+        "unpatched packed": (UNPATCHED_CONV, STANDS_IN),
+    }
+    return [
+        Group(
+            shape,
+            replace(variant, **options),
+            tuple((f"2b-{size}{kind}, other packings", name, load) for size, load in loads.items()),
+            note,
+        )
+        for kind, (options, loads) in kinds.items()
+        for name, (variant, note) in variants.items()
     ]
 
 

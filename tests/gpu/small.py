@@ -33,6 +33,7 @@ def small(
     patched: bool = True,
     backend: Any = "auto",
     batch_invariant: bool = False,
+    **options: Any,
 ) -> nn.Module:
     """Return a model whose states live for hundreds of tokens, and whose weights let a leak
     show, on the tests' device.
@@ -44,9 +45,9 @@ def small(
                 parameter.uniform_(0.01, 0.05).log_()
             elif parameter.ndim > 1:
                 parameter.normal_(std=1.0 if "embed" in name else parameter.shape[-1] ** -0.5)
-    return (
-        apply_patches(model, backend=backend, batch_invariant=batch_invariant) if patched else model
-    )
+    if patched:
+        apply_patches(model, backend=backend, batch_invariant=batch_invariant, **options)
+    return model
 
 
 def packed_row(model: Any, lengths: Sequence[int]) -> tuple[Tensor, PackedSequence]:

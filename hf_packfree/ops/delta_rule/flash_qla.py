@@ -183,6 +183,6 @@ def planned_cu_seqlens(packed: PackedSequence) -> Tensor:
         from flash_qla.utils.index import prepare_varlen_metadata
 
         return prepare_varlen_metadata(cu_seqlens, packed.cu_seqlens_cpu)  # type: ignore[no-any-return]
-    firsts, chunks = plan_chunks(packed, CHUNK)
+    firsts, chunks = packed.cached(plan_chunks, CHUNK)
     cu_seqlens._flash_qla_prepared_varlen = CHUNK, firsts, len(chunks), chunks
     return cu_seqlens  # type: ignore[no-any-return]

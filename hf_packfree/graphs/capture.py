@@ -1,0 +1,113 @@
+"""Two CUDA graphs of one function, forward and backward, and their place in autograd.
+
+torch's `make_graphed_callables` hands out the memory that a replay writes: a second forward before the
+first one's backward, gradients that are accumulated, or an output that somebody keeps would read what
+belongs to another row. Here everything that leaves is a copy, and a graph whose backward is still to
+come is not replayed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+WARM_UP = 2
+"""Runs before the capture, in which kernels are compiled and libraries take their workspaces."""
+Body = Callable[..., Tensor]
+
+
+class Row:
+    """One row's way through a graph: alive until its backward has run, or its output is gone."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+
+class Graph:
+    """A function of some tensors, and of parameters that it reads by itself, as graphs.
+
+    Args:
+        body: returns one tensor of the given ones.
+        inputs: what it is given, whose sizes stay; copied.
+        parameters: what else has gradients.
+        pool: of memory, which graphs share that never run at once.
+    """
+
+    def __init__(
+        self, body: Body, inputs: Sequence[Tensor], parameters: Sequence[Tensor], pool: Any
+    ) -> None:
+        self.inputs = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in inputs)
+        self.parameters = tuple(parameters)
+        self._row: Any = lambda: None
+        self._capture(body, pool)
+
+    def _capture(self, body: Body, pool: Any) -> None:
+        wanted = [x for x in self.inputs if x.requires_grad] + [*self.parameters]
+        before = torch.cuda.current_stream()
+        side = torch.cuda.Stream()
+        side.wait_stream(before)
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP):
+                out = body(*self.inputs)
+                torch.autograd.grad(out, wanted, torch.zeros_like(out), allow_unused=True)
+            del out
+        before.wait_stream(side)
+        self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._forward, pool=pool, stream=side):
+            out = body(*self.inputs)
+        self.d_out = torch.zeros_like(out)
+        with torch.cuda.graph(self._backward, pool=pool, stream=side):
+            grads = torch.autograd.grad(out, wanted, self.d_out, allow_unused=True)
+        self.out = out.detach()
+        left = iter(grads)
+        self.grads = [next(left) if x.requires_grad else None for x in self.inputs] + [*left]
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no backward is to come that reads what a replay would write over."""
+        row = self._row()
+        return row is None or row.done
+
+    def replay(self, *inputs: Tensor) -> Tensor:
+        """Return a copy of the function's value, with its place in autograd."""
+        row = Row()
+        self._row = weakref.ref(row)
+        return _Replay.apply(self, row, *inputs, *self.parameters)  # type: ignore[no-any-return]
+
+    def run_forward(self, inputs: Sequence[Tensor]) -> Tensor:
+        """Replay the forward of these inputs."""
+        for own, given in zip(self.inputs, inputs, strict=True):
+            own.detach().copy_(given)
+        self._forward.replay()
+        return self.out.clone()
+
+    def run_backward(self, d_out: Tensor) -> list[Tensor | None]:
+        """Replay the backward; return copies of the gradients of inputs and parameters."""
+        self.d_out.copy_(d_out)
+        self._backward.replay()
+        return [None if grad is None else grad.clone() for grad in self.grads]
+
+
+class _Replay(Function):
+    @staticmethod
+    def forward(ctx: Any, graph: Graph, row: Row, *tensors: Tensor) -> Tensor:
+        ctx.graph, ctx.row = graph, row
+        ctx.set_materialize_grads(True)
+        return graph.run_forward(tensors[: len(graph.inputs)])
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        row = ctx.row
+        if row.done:
+            raise RuntimeError(
+                "found a second backward pass through one forward pass, whose values a CUDA graph "
+                "no longer has; wanted one; call apply_patches(model, cuda_graphs='never') for "
+                "losses that need more"
+            )
+        row.done = True
+        return None, None, *ctx.graph.run_backward(d_out)

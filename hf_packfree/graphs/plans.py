@@ -1,0 +1,106 @@
+"""The record of a captured row: what its kernels read is written anew for each row that follows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from hf_packfree.packing import PackedSequence
+
+_OF_ONE_ROW = frozenset(
+    {"cu_seqlens_cpu", "lengths", "num_documents", "num_real_tokens", "indices", "padding_segments"}
+)
+"""What differs between the rows of a bucket and is known on the host: code that reads it outside of
+a plan could not be replayed for another row."""
+
+
+class NotCapturable(Exception):
+    """What keeps layers out of a CUDA graph, as a part of a sentence."""
+
+
+class OtherPlan(Exception):
+    """A row's plan does not fit into the one that was captured."""
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class CapturedSequence(PackedSequence):
+    """A record that remembers every plan that was made of it, and how.
+
+    Attributes:
+        made: (build, arguments, plan) of each.
+        building: how many plans are being made, which may read what belongs to this row alone.
+    """
+
+    made: list[tuple[Callable[..., Any], tuple[Any, ...], Any]] = field(default_factory=list)
+    building: list[None] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, packed: PackedSequence) -> CapturedSequence:
+        """Return the record as one that remembers, without a plan yet."""
+        return cls(**{**vars(packed), "_memo": {}})
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in _OF_ONE_ROW and not object.__getattribute__(self, "building"):
+            raise NotCapturable(f"a layer reads {name} of the record, which differs between rows")
+        return super().__getattribute__(name)
+
+    @property
+    def num_segments(self) -> int:
+        """N, the bucket's."""
+        return self.cu_seqlens.numel() - 1
+
+    def cached(self, build: Callable[..., Any], *args: Any) -> Any:
+        """See `PackedSequence.cached`."""
+        known = len(self._memo)
+        self.building.append(None)
+        try:
+            plan = super().cached(build, *args)
+        finally:
+            self.building.pop()
+        if len(self._memo) > known:
+            self.made.append((build, args, plan))
+        return plan
+
+    def become(self, packed: PackedSequence) -> None:
+        """Write another row's offsets and plans over this one's, on the device.
+
+        Raises:
+            OtherPlan: one of them has another size, or says something on the host that was captured;
+                nothing was written.
+        """
+        pairs = [(self.cu_seqlens, packed.cu_seqlens), (self.seq_idx, packed.seq_idx)]
+        for build, args, plan in self.made:
+            pairs += tensors_of(plan, packed.cached(build, *args))
+        for old, new in pairs:
+            old.copy_(new, non_blocking=True)
+
+
+def tensors_of(plan: Any, other: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the tensors of two plans in pairs.
+
+    Raises:
+        OtherPlan: they differ in anything but the tensors' elements.
+    """
+    if isinstance(plan, Tensor):
+        if not _alike(plan, other):
+            raise OtherPlan
+        yield plan, other
+    elif isinstance(plan, (tuple, list)):
+        if type(plan) is not type(other) or len(plan) != len(other):
+            raise OtherPlan
+        for part, its in zip(plan, other, strict=True):
+            yield from tensors_of(part, its)
+    elif not isinstance(plan, (int, float, str, type(None))) or plan != other:
+        raise OtherPlan
+
+
+def _alike(plan: Tensor, other: Any) -> bool:
+    return (
+        isinstance(other, Tensor)
+        and plan.shape == other.shape
+        and plan.dtype == other.dtype
+        and plan.device == other.device
+    )

@@ -1,0 +1,218 @@
+"""Which rows of a text model are replayed, and why others are not."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_packfree.graphs.bucket import Bucket, bucket_of, in_bucket, lengthened
+from hf_packfree.graphs.capture import Graph
+from hf_packfree.graphs.plans import CapturedSequence, NotCapturable, OtherPlan
+from hf_packfree.graphs.settings import Settings, why_not
+from hf_packfree.packing import PackedSequence
+
+logger = logging.getLogger("hf_packfree")
+LONGEST = 16384
+"""Tokens from which on the host is never waited for, so that a graph gains nothing."""
+SEEN = 2
+"""How often a bucket has to be seen before it is captured."""
+CHANGES = 16
+"""How often settings may change, and after how many replays once more."""
+MOST = 24
+"""Graphs of one model; the one that was used longest ago goes."""
+Embed = Callable[[], Tensor]
+"""Returns the row's embeddings, [1, T, D]."""
+Layers = Callable[[Tensor, Tensor, PackedSequence], Tensor]
+"""The layers of a text model: embeddings [1, T, D], positions [..., 1, T] and the record, to the last
+hidden states [1, T, D]."""
+
+
+@dataclass(eq=False)
+class Captured:
+    """The graph of one bucket."""
+
+    graph: Graph
+    packed: CapturedSequence
+
+
+@dataclass(eq=False)
+class Runner:
+    """The graphs of one text model, and why rows ran without.
+
+    Attributes:
+        trunk: the text model.
+        graphs: by bucket and shape of positions, the one that was used last at the end.
+        reasons: why rows ran without a graph, and how many.
+        replayed: how many rows ran in one.
+        output: the class of upstream's output.
+    """
+
+    trunk: weakref.ref[nn.Module]
+    graphs: dict[Any, Captured] = field(default_factory=dict)
+    reasons: Counter[str] = field(default_factory=Counter)
+    replayed: int = 0
+    output: Any = None
+    _seen: Counter[Any] = field(default_factory=Counter)
+    _given_up: dict[Any, str] = field(default_factory=dict)
+    _settings: Settings | None = None
+    _why_not: str | None = None
+    _pool: Any = None
+    _looked: bool = False
+    _changes: int = 0
+
+    def look(self) -> None:
+        """Notice what changed since the graphs were captured; worth calling before the GPU is waited
+        for.
+        """
+        trunk = self.trunk()
+        if trunk is None:
+            return
+        self._looked = True
+        if self._settings is None or not self._settings.hold():
+            self.graphs.clear()
+            self._given_up.clear()
+            self._settings, self._pool = Settings(trunk), None
+            self._changes += 1
+            self._why_not = why_not(trunk)
+        if self._changes > CHANGES + self.replayed // CHANGES:
+            self._why_not = "the model's settings change with its steps"
+
+    def run(
+        self,
+        layers: Layers,
+        embed: Embed,
+        positions: Tensor,
+        packed: PackedSequence,
+        why_not: str | None = None,
+    ) -> Tensor | None:
+        """Return the layers' hidden states of the row from a graph; None: it has to run without,
+        for its caller's reason `why_not` or another.
+        """
+        if not self._looked:
+            self.look()
+        self._looked = False
+        found: Tensor | str | None = why_not or self._why_not or _why_not_row(packed)
+        if found is None:
+            found = self._replay(layers, embed, positions, packed)
+        if isinstance(found, Tensor):
+            self.replayed += 1
+            return found
+        self.reasons[found] += 1
+        return None
+
+    def _replay(
+        self, layers: Layers, embed: Embed, positions: Tensor, packed: PackedSequence
+    ) -> Tensor | str:
+        embeddings = embed()
+        kind = (positions.shape[:-1], str(embeddings.dtype), embeddings.requires_grad)
+        found = [key for key in self.graphs if key[1] == kind and key[0].holds(packed)]
+        key = min(found, default=(bucket_of(packed), kind))
+        bucket: Bucket = key[0]
+        if key in self._given_up:
+            return self._given_up[key]
+        row = in_bucket(packed, bucket)
+        inputs = (
+            lengthened(embeddings, bucket, 1),
+            lengthened(positions, bucket, positions.ndim - 1),
+        )
+        if key not in self.graphs:
+            self._seen[key] += 1
+            if self._seen[key] < SEEN:
+                return "a row of about this length was not seen before"
+            return self._capture(key, layers, inputs, row) or self._run(key, inputs, row, packed)
+        return self._run(key, inputs, row, packed)
+
+    def _run(
+        self, key: Any, inputs: tuple[Tensor, Tensor], row: PackedSequence, packed: PackedSequence
+    ) -> Tensor | str:
+        captured = self.graphs.pop(key)
+        self.graphs[key] = captured
+        if not all(each.graph.is_free for each in self.graphs.values()):
+            return "the backward pass of a row before is still to come"
+        try:
+            captured.packed.become(row)
+        except OtherPlan:
+            return "its kernels' plan is not a table of the bucket's size"
+        return captured.graph.replay(*inputs)[:, : packed.num_tokens]
+
+    def _capture(
+        self, key: Any, layers: Layers, inputs: tuple[Tensor, Tensor], row: PackedSequence
+    ) -> str | None:
+        """Capture the bucket's graph; return why it cannot be."""
+        packed, trunk = CapturedSequence.of(row), self.trunk()
+        assert trunk is not None
+        parameters = [x for x in trunk.parameters() if x.requires_grad]
+        if not all(each.graph.is_free for each in self.graphs.values()):
+            return "the backward pass of a row before is still to come"
+        while len(self.graphs) >= MOST:
+            self.graphs.pop(next(iter(self.graphs)))
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        try:
+            graph = Graph(
+                lambda embeddings, positions: layers(embeddings, positions, packed),
+                inputs,
+                parameters,
+                self._pool,
+            )
+        except NotCapturable as error:
+            why = str(error)
+        except RuntimeError as error:
+            why = f"the capture failed: {str(error).splitlines()[0]}"
+        else:
+            self.graphs[key] = Captured(graph, packed)
+            return None
+        self._given_up[key] = why
+        logger.warning("rows of %s tokens run without a CUDA graph: %s", key[0].tokens, why)
+        return why
+
+
+class Graphs:
+    """The graphs of every text model that one call of `apply_patches` patched; a copy has none."""
+
+    def __init__(self) -> None:
+        self._runners: weakref.WeakKeyDictionary[nn.Module, Runner] = weakref.WeakKeyDictionary()
+
+    def of(self, trunk: nn.Module) -> Runner:
+        """Return the text model's."""
+        if trunk not in self._runners:
+            self._runners[trunk] = Runner(weakref.ref(trunk))
+        return self._runners[trunk]
+
+    def look(self) -> None:
+        """See `Runner.look`."""
+        for runner in self._runners.values():
+            runner.look()
+
+    def in_words(self) -> str:
+        """Return how many rows ran in graphs, and why others did not."""
+        runners = list(self._runners.values())
+        reasons = sum((runner.reasons for runner in runners), Counter[str]())
+        lengths = sorted({key[0].tokens for runner in runners for key in runner.graphs})
+        said = f"{sum(runner.replayed for runner in runners)} rows were replayed"
+        said += f" (of up to {', '.join(map(str, lengths))} tokens)" if lengths else ""
+        why = ", ".join(f"{count} because {reason}" for reason, count in reasons.most_common())
+        return f"CUDA graphs: {said}" + (f"; without: {why}" if why else "")
+
+    def __deepcopy__(self, memo: Any) -> Graphs:
+        return Graphs()
+
+    def __reduce__(self) -> Any:
+        return Graphs, ()
+
+
+def _why_not_row(packed: PackedSequence) -> str | None:
+    if packed.num_tokens > LONGEST:
+        return f"it is longer than {LONGEST:,} tokens, and the host is not waited for"
+    if packed.tree is not None or packed.is_shard:
+        return "it is a tree, or ranks share it"
+    if packed.left_pad_segments:
+        return "labels are predicted from its padding"
+    return None

@@ -1,0 +1,101 @@
+"""What a captured graph depends on beside its inputs: parameters by address, and the settings of
+modules and of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_hf_hook",
+)
+_WEIGHTS = (Tensor, nn.Parameter)
+
+
+class Settings:
+    """What code that was captured has read of a model and of torch.
+
+    A model has thousands of modules, and this is compared in every step: their attributes are
+    compared as dictionaries, whose values count as equal where they are the same object; containers
+    among them are compared by what they hold.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        found = [
+            found
+            for part in module.modules()
+            for found in chain((vars(part),), _containers(vars(part)))
+        ]
+        # most of them: hooks that there are none of
+        self._empty = [each for each in found if not each]
+        self._attributes = [each for each in found if each]
+        self._copies = [found.copy() for found in self._attributes]
+        self._tensors = [*_tensors(module)]
+        self._addresses, self._switches = _addresses(self._tensors), _switches(module)
+
+    def hold(self) -> bool:
+        """Whether all is as it was."""
+        try:
+            same = not any(self._empty) and self._attributes == self._copies
+        # a tensor in the place of another compares element by element
+        except (RuntimeError, ValueError):
+            return False
+        return (
+            same
+            and self._addresses == _addresses(self._tensors)
+            and self._switches == _switches(self._module)
+        )
+
+
+def _containers(attributes: dict[str, Any]) -> Iterator[Any]:
+    return (value for value in attributes.values() if isinstance(value, (dict, list, set)))
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    return chain(module.parameters(), module.buffers())
+
+
+def _addresses(tensors: list[Tensor]) -> list[tuple[int, bool]]:
+    return [(x.data_ptr(), x.requires_grad) for x in tensors]
+
+
+def _switches(module: nn.Module) -> tuple[Any, ...]:
+    return (
+        torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cuda"),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        getattr(getattr(module, "config", None), "_attn_implementation", None),
+    )
+
+
+def why_not(module: nn.Module) -> str | None:
+    """Return what of a model cannot be captured, or None."""
+    # which runs before the graph
+    embeddings: Any = getattr(module, "get_input_embeddings", lambda: None)()
+    parts = [(name, part) for name, part in module.named_modules() if part is not embeddings]
+    for name, part in parts:
+        if any(vars(part).get(hook) for hook in _HOOKS):
+            return f"{name or 'the text model'} has hooks"
+        if getattr(part, "gradient_checkpointing", False):
+            return "layers are recomputed in the backward pass"
+    devices = set()
+    for name, part in parts:
+        own = chain(part._parameters.values(), part._buffers.values())
+        for x in (x for x in own if x is not None):
+            if type(x) not in _WEIGHTS:
+                return f"{name} holds a {type(x).__name__}"
+            devices.add(x.device)
+    if len(devices) > 1 or any(device.type != "cuda" for device in devices):
+        return f"its weights are on {', '.join(sorted(map(str, devices)))}"
+    return None

@@ -1,0 +1,104 @@
+"""A packed row's way through a text model whose layers are captured in a CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_packfree.models.compat import masks_the_layers_ignore
+from hf_packfree.models.rotary import has_fixed_frequencies
+from hf_packfree.models.state import state_of
+from hf_packfree.packing import PackedSequence
+
+_READ = frozenset(
+    {
+        "input_ids",
+        "inputs_embeds",
+        "position_ids",
+        "attention_mask",
+        "packed_sequence",
+        "use_cache",
+        "return_dict",
+    }
+)
+"""What the layers of a captured row are given; another argument that is not None keeps it out."""
+_OF_THE_LOSS = "labels", "shift_labels", "num_items_in_batch"
+"""What upstream's heads hand down to layers that do not read it."""
+_OUTPUTS = "output_hidden_states", "output_router_logits", "output_attentions"
+
+
+def in_graph(
+    trunk: Any, forward: Callable[..., Any], row: dict[str, Any], packed: PackedSequence
+) -> Any:
+    """Return upstream's output of a row, from a graph; None where it has to run without.
+
+    Args:
+        trunk: the text model.
+        forward: upstream's, of the text model.
+        row: its arguments.
+        packed: the record among them.
+    """
+    state = state_of(trunk)
+    if state.cuda_graphs == "never" or not _is_training_step(trunk, row):
+        return None
+    kinds: list[type[Any]] = []
+    device, enabled, dtype = packed.seq_idx.device, *_autocast(packed.seq_idx.device)
+
+    def layers(embeddings: Tensor, positions: Tensor, captured: PackedSequence) -> Tensor:
+        # a weight that autocast has rounded stays in its cache, and would be read when it is old
+        with torch.autocast(device.type, dtype, enabled, cache_enabled=False):
+            output = forward(
+                inputs_embeds=embeddings,
+                position_ids=positions,
+                attention_mask=masks_the_layers_ignore(trunk.config, device),
+                packed_sequence=captured,
+                use_cache=False,
+                return_dict=True,
+            )
+        kinds.append(type(output))
+        return output.last_hidden_state
+
+    def embed() -> Tensor:
+        given = row.get("inputs_embeds")
+        if given is None:
+            given = trunk.get_input_embeddings()(row["input_ids"])
+        return given
+
+    runner = state.graphs.of(trunk)
+    hidden = runner.run(layers, embed, row["position_ids"], packed, _why_not(trunk, row))
+    if hidden is None:
+        return None
+    runner.output = kinds[0] if kinds else runner.output
+    return runner.output(last_hidden_state=hidden)
+
+
+def _is_training_step(trunk: Any, row: dict[str, Any]) -> bool:
+    """Whether it is a training step in eager mode on a GPU."""
+    x = row["input_ids"] if row.get("inputs_embeds") is None else row["inputs_embeds"]
+    eager = not torch.compiler.is_compiling()
+    return bool(trunk.training and torch.is_grad_enabled() and x.is_cuda and eager)
+
+
+def _why_not(trunk: Any, row: dict[str, Any]) -> str | None:
+    """Return why more than the layers' last hidden states of this row's tokens is wanted, or
+    None.
+    """
+    if not has_fixed_frequencies(trunk.config):
+        return "its rotary embedding depends on the longest position"
+    for name in _OUTPUTS:
+        wanted = row.get(name)
+        if getattr(trunk.config, name, False) if wanted is None else wanted:
+            return f"{name} is wanted"
+    known = _READ | {*_OUTPUTS, *_OF_THE_LOSS}
+    other = next((name for name, value in row.items() if not (value is None or name in known)), "")
+    return f"{other} is given" if other else None
+
+
+def _autocast(device: torch.device) -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+
+
+__all__ = ["in_graph"]

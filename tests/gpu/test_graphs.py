@@ -1,0 +1,239 @@
+"""CUDA graphs of the layers: the bits of the same layers without, whatever documents follow each
+other in a bucket.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_packfree import patch_report
+from hf_packfree.graphs import runner as graphs
+from hf_packfree.graphs.bucket import bucket_of, in_bucket, lengthened
+from hf_packfree.models.state import state_of
+from tests.benchmarks.models import put_lora_on
+from tests.gpu.checks import DEVICE, TRIAL, gpu, record_of, spans
+from tests.gpu.small import NARROW, packed_row, small
+from tests.support import gradients
+
+pytestmark = [*gpu, pytest.mark.skipif(TRIAL, reason="CUDA graphs need a GPU")]
+ROWS = (
+    (500, 500, 500, 500),
+    (1, 2, 3, 63, 64, 65, 129, 200, 513, 960),
+    (2000,),
+    (1990,),
+    (700, 1290),
+    tuple([40] * 49),
+    (1000, 500, 250, 125, 60, 30, 15, 7),
+)
+"""Of about one length, in buckets of 16 and of 64 documents."""
+
+
+@pytest.fixture(autouse=True)
+def fewer_tokens(monkeypatch):
+    """Longer documents are cut, which keeps their rows out of graphs."""
+    monkeypatch.setattr(
+        "hf_packfree.ops.delta_rule.flash_qla_segments.cuts_on", lambda device: False
+    )
+
+
+def model_of(**options: Any) -> Any:
+    return small(NARROW, cuda_graphs="auto", unpacked="native", **options)
+
+
+def runner_of(model: Any) -> graphs.Runner:
+    return state_of(model.base_model).graphs.of(model.base_model)
+
+
+def step(model: Any, lengths: Any, seed: int = 0, tokens: Any = None) -> torch.Tensor:
+    """Run a row forward and backward; return its hidden states."""
+    if tokens is None:
+        tokens, _ = packed_row(model, lengths)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None].to(DEVICE)
+    out = model.base_model(input_ids=tokens, position_ids=positions).last_hidden_state
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(out)
+    (out.float() * weight).sum().backward()
+    return out.detach()
+
+
+def without(model: Any, lengths: Any, seed: int = 0, tokens: Any = None) -> torch.Tensor:
+    """Do the same in the row's bucket, without a graph."""
+    given, _ = packed_row(model, lengths)
+    tokens, packed = given if tokens is None else tokens, record_of(lengths)
+    bucket = next(
+        (key[0] for key in runner_of(model).graphs if key[0].holds(packed)), bucket_of(packed)
+    )
+    trunk, row = model.base_model, in_bucket(packed, bucket)
+    embeddings = lengthened(trunk.get_input_embeddings()(tokens), bucket, 1)
+    positions = lengthened(packed.position_ids(), bucket, 1)
+    state_of(trunk).__dict__["cuda_graphs"] = "never"
+    out = trunk(inputs_embeds=embeddings, position_ids=positions, packed_sequence=row)
+    state_of(trunk).__dict__["cuda_graphs"] = "auto"
+    out = out.last_hidden_state[:, : packed.num_tokens]
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(out)
+    (out.float() * weight).sum().backward()
+    return out.detach()
+
+
+def both(model: Any, lengths: Any, seed: int = 0) -> tuple[float, float]:
+    """The largest differences of values and gradients between a graph and the layers."""
+    model.zero_grad(set_to_none=True)
+    found, grads = step(model, lengths, seed), None
+    grads = gradients(model)
+    model.zero_grad(set_to_none=True)
+    wanted = without(model, lengths, seed)
+    values = (found - wanted).abs().max().item()
+    worst = max((grads[name] - grad).abs().max().item() for name, grad in gradients(model).items())
+    return values, worst
+
+
+@pytest.mark.parametrize("lora", ["", "fp32", "bf16"])
+def test_packings_in_turns(record, lora):
+    """Other lengths, other numbers of documents: each row has the bits of its bucket without a
+    graph.
+    """
+    model = model_of()
+    if lora:
+        put_lora_on(model, lora, False)
+    # rows that no bucket was captured for run as they are
+    for lengths in ROWS * 2:
+        step(model, lengths)
+    for turn in range(2):
+        for number, lengths in enumerate(ROWS):
+            values, grads = both(model, lengths, number)
+            record(f"{lengths[:3]}, turn {turn}, values", values, 0.0)
+            record(f"{lengths[:3]}, turn {turn}, gradients", grads, 0.0)
+    runner = runner_of(model)
+    assert runner.replayed >= 3 * len(ROWS), patch_report(model).cuda_graphs
+
+
+def test_influence_is_zero(record):
+    """Another document's tokens change nothing in a graph, whatever row was before."""
+    model = model_of()
+    for lengths in ROWS * 2:
+        step(model, lengths)
+    for lengths in ROWS:
+        tokens, _ = packed_row(model, lengths)
+        before = step(model, lengths, tokens=tokens)
+        for begin, end in spans(lengths)[:4]:
+            step(model, ROWS[1])
+            other = tokens.clone()
+            other[:, begin:end] = (other[:, begin:end] + 1) % 500
+            moved = (step(model, lengths, tokens=other) - before).abs()
+            inside = moved[:, begin:end].max().item()
+            moved[:, begin:end] = 0
+            record(f"influence of {begin}:{end}", moved.max().item(), 0.0)
+            assert inside > 0
+    # the control: a later token reads the ones before
+    assert runner_of(model).replayed > 0
+
+
+def test_what_changes_between_steps(record):
+    """Weights, what is trained, gradients kept and summed: never what was captured."""
+    model, lengths = model_of(), ROWS[0]
+    for _ in range(3):
+        step(model, lengths)
+    replayed = runner_of(model).replayed
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.01)
+    record("after an optimizer", max(both(model, lengths)), 0.0)
+    assert runner_of(model).replayed > replayed
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    record("other memory", max(both(model, lengths)), 0.0)
+    model.load_state_dict({name: x * 0.99 for name, x in model.state_dict().items()})
+    record("loaded", max(both(model, lengths)), 0.0)
+    model.base_model.layers[0].mlp.requires_grad_(False)
+    record("frozen", max(both(model, lengths)), 0.0)
+    model.base_model.layers[0].mlp.requires_grad_(True)
+    for _ in range(3):
+        record("again", max(both(model, lengths)), 0.0)
+    # gradients of two rows together, which are those of each
+    model.zero_grad(set_to_none=False)
+    step(model, ROWS[0], 1)
+    first = gradients(model)
+    step(model, ROWS[4], 2)
+    together = gradients(model)
+    model.zero_grad(set_to_none=True)
+    step(model, ROWS[4], 2)
+    second = gradients(model)
+    error = max((together[n] - (first[n] + second[n])).abs().max().item() for n in together)
+    record("summed", error, 0.0)
+
+
+def test_two_rows_before_a_backward(record):
+    """The second row runs without a graph, and the first one's backward is its own."""
+    model = model_of()
+    for _ in range(3):
+        step(model, ROWS[0])
+    tokens, packed = packed_row(model, ROWS[0])
+    others, _ = packed_row(model, ROWS[4])
+
+    def out(ids, lengths):
+        return model.base_model(input_ids=ids, packed_sequence=record_of(lengths)).last_hidden_state
+
+    model.zero_grad(set_to_none=True)
+    out(tokens, ROWS[0]).float().pow(2).sum().backward()
+    wanted = gradients(model)
+    model.zero_grad(set_to_none=True)
+    first = out(tokens, ROWS[0])
+    second = out(others, ROWS[4])
+    first.float().pow(2).sum().backward()
+    found = gradients(model)
+    record("first", max((found[n] - wanted[n]).abs().max().item() for n in found), 0.0)
+    second.float().pow(2).sum().backward()
+    loss = out(tokens, ROWS[0]).float().pow(2).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second backward pass"):
+        loss.backward()
+
+
+def test_evaluation_checkpointing_and_hooks_run_without():
+    """Each says so in the report."""
+    model = model_of()
+    for _ in range(3):
+        step(model, ROWS[0])
+    replayed = runner_of(model).replayed
+    with torch.no_grad():
+        model.base_model(input_ids=packed_row(model, ROWS[0])[0])
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    step(model, ROWS[0])
+    model.gradient_checkpointing_disable()
+    assert runner_of(model).replayed == replayed
+    assert "recomputed" in patch_report(model).cuda_graphs
+    model.base_model.layers[1].register_forward_hook(lambda *_: None)
+    step(model, ROWS[0])
+    assert "layers.1 has hooks" in patch_report(model).cuda_graphs
+
+
+def test_autocast(record):
+    """fp32 weights are rounded in the graph, so that those of the step are read."""
+    model = small(NARROW, torch.float32, cuda_graphs="auto")
+    with torch.autocast("cuda", torch.bfloat16):
+        for lengths in ROWS[:2] * 2:
+            step(model, lengths)
+    for turn in range(5):
+        with torch.autocast("cuda", torch.bfloat16):
+            values, grads = both(model, ROWS[turn % 2])
+        record(f"turn {turn}", max(values, grads), 0.0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.01)
+    assert runner_of(model).replayed > 0
+
+
+def test_dropout_draws_anew():
+    """Two replays of one row drop other activations."""
+    model = model_of()
+    put_lora_on(model, "bf16", False)
+    for module in model.modules():
+        for name in getattr(module, "lora_dropout", {}):
+            module.lora_dropout[name] = torch.nn.Dropout(0.5)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    outs = [step(model, ROWS[0]) for _ in range(4)]
+    assert not torch.equal(outs[2], outs[3])
