@@ -1,0 +1,39 @@
+"""The trees that are timed have the sizes that are asked for, and the attention that stands beside
+ours reads the same paths.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hf_packfree.ops.attention import attention
+from tests.benchmarks.prefixes import attend, group, packed, shared, turns, words_of_trl
+
+
+def test_rows_hold_prefixes_once_and_every_sample_whole():
+    for samples, once, whole in (
+        (group(2048, 16, 512, 1000), 10_240, 40_960),
+        (turns(3, 4, 300, 1000), 6_300, 14_400),
+    ):
+        rows = shared(samples, "cpu"), packed(samples, "cpu")
+        assert [row.input_ids.shape[1] for row in rows] == [once, whole]
+        for row in rows:
+            assert all(
+                torch.equal(row.input_ids[0, places], sample)
+                for places, sample in zip(row.index, samples, strict=True)
+            )
+            # weights of the loss: every sample's tokens but its first
+            counted = row.counts * (row.before >= 0)
+            assert counted.sum() == whole - len(samples)
+            assert torch.equal(row.before[0, row.index[-1][1:]], row.index[-1][:-1])
+
+
+def test_attention_beside_ours_reads_the_same_paths():
+    row = shared(turns(3, 2, 9, 1000), "cpu")
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (
+        torch.randn(1, row.input_ids.shape[1], heads, 8, generator=generator) for heads in (4, 2, 2)
+    )
+    turned = (x.transpose(1, 2) for x in (q, k, v))
+    found, _ = attend(None, *turned, None, scaling=8**-0.5, **words_of_trl(row))
+    torch.testing.assert_close(found, attention(q, k, v, row.packed_sequence))
