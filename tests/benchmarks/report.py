@@ -25,6 +25,7 @@ TOP = (
     "2b-32k-whole-step-autocast",
     "2b-8k-lora-autocast",
     "trl-8k-lora",
+    "trl-8k-qlora",
     "trainer-8k-full",
     "2b-32k-whole-step",
     "2b-8k-whole-step",
@@ -64,11 +65,21 @@ TITLES = {
     "tokens",
     "2b-8k-whole-step-autocast": "Full training, fp32 weights, bf16 autocast, whole step, 8,192 "
     "tokens",
+    "2b-docs-lora-autocast": "LoRA r=16, bf16 base, adapters in fp32, bf16 autocast, whole step, "
+    "{documents} documents",
+    "unsloth-8k-trainer": "Unsloth's `trainer.train()`, LoRA r=16, bf16 base, adapters in fp32, bf16 "
+    "autocast, step to step, rows of up to 8,192 tokens",
     "trl-8k-lora": "`SFTTrainer`, LoRA, its defaults (fp32 base, bf16 autocast, layers "
     "recomputed), step to step, 8,192 tokens",
+    "trl-8k-qlora": "`SFTTrainer`, QLoRA (NF4, prepared by `prepare_model_for_kbit_training`), bf16 "
+    "autocast, layers recomputed, step to step, 8,192 tokens",
     "trl-8k-full": "`SFTTrainer`, full training, its defaults, step to step, 8,192 tokens",
     "trainer-8k-full": "`Trainer(bf16=True)`, full training, fp32 weights, step to step, 8,192 "
     "tokens",
+    "2b-group16": "2B shape, log-probabilities and AdamW: a prompt of 2,048 tokens with 16 answers of "
+    "512; tokens are those that a variant computes",
+    "2b-multiturn": "2B shape, the same step: a tree of three levels, four children each, segments of "
+    "300 tokens",
     "2b-32k-packed": "2B shape, 32,768 tokens in {documents} documents",
     "2b-64k-packed": "2B shape, 65,536 tokens",
     "2b-32k-checkpointing": "2B shape, 32,768 tokens, layers recomputed in the backward pass "
@@ -109,6 +120,7 @@ SHORT = {
     "2b-32k-lora-fp32-base-autocast": ("unpatched packed", "packfree"),
     "2b-32k-whole-step-autocast": ("unpatched packed", "packfree"),
     "trl-8k-lora": ("unpatched packed", "packfree"),
+    "trl-8k-qlora": ("unpatched packed", "packfree"),
     "trainer-8k-full": ("unpatched packed", "packfree"),
     "2b-32k-packed": ("unpatched packed", "packfree"),
     "2b-32k-whole-step": ("unpatched packed", "packfree"),

@@ -4,8 +4,9 @@ the callback, beside transformers' own and the composed model; and beside a loop
     python -m tests.benchmarks.trainers --out DIR [--only REGEX]
     python -m tests.benchmarks.trainers --out DIR --device cpu --tiny      # a trial of the script itself
 
-Weights are fp32, and steps run under bf16 autocast (`bf16=True`), which is what both do by default.
-A row of 8,192 tokens holds 16 documents of 512. "ms" is the median from one step's end to the
+Weights are fp32, and steps run under bf16 autocast (`bf16=True`), which is what both do by default;
+in "trl-8k-qlora" they are bitsandbytes' NF4, computing in bf16, and what
+`prepare_model_for_kbit_training` makes of the rest: norms, embeddings and head in fp32. A row of 8,192 tokens holds 16 documents of 512. "ms" is the median from one step's end to the
 next's once kernels are compiled, data loading, clipping and AdamW included; TRL recomputes layers
 by default, the Trainer does not. "logged" is what the last log said.
 """
@@ -28,7 +29,7 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, T
 
 from hf_packfree import PackFreeCallback, apply_patches
 from tests.benchmarks.machine import machine
-from tests.benchmarks.models import Variant, free, put_lora_on, variant_of
+from tests.benchmarks.models import Variant, free, put_lora_on, quantise, variant_of
 from tests.benchmarks.shapes import SHAPES, Shape
 from tests.benchmarks.timing import Results
 from tests.benchmarks.workloads import COMPOSED, UNPATCHED_CONV
@@ -63,7 +64,20 @@ def documents(vocabulary: int, length: int) -> list[list[int]]:
     return torch.randint(2, vocabulary - 2, shape, generator=generator).tolist()
 
 
-def sft(model: nn.Module, ids: list[list[int]], lora: bool, **common: Any) -> Trainer:
+def prepared(model: nn.Module, adapters: str) -> nn.Module:
+    """Return a model as it is given to a trainer: for QLoRA in 4 bits, as PEFT's documentation and
+    TRL's prepare it.
+    """
+    if adapters != "qlora":
+        return model
+    from peft import prepare_model_for_kbit_training
+
+    quantise(model.to(torch.bfloat16))
+    options = {"use_reentrant": False}
+    return prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs=options)  # type: ignore[no-any-return]
+
+
+def sft(model: nn.Module, ids: list[list[int]], adapters: str, **common: Any) -> Trainer:
     """Return TRL's trainer as its documentation builds it."""
     from datasets import Dataset
     from peft import LoraConfig
@@ -78,14 +92,14 @@ def sft(model: nn.Module, ids: list[list[int]], lora: bool, **common: Any) -> Tr
         SFTConfig(per_device_train_batch_size=1, **settings),
         train_dataset=Dataset.from_dict({"input_ids": ids}),
         processing_class=tokenizer(),
-        peft_config=LoraConfig(r=16, target_modules="all-linear") if lora else None,
+        peft_config=LoraConfig(r=16, target_modules="all-linear") if adapters else None,
         callbacks=callbacks,
     )
 
 
-def plain(model: nn.Module, ids: list[list[int]], lora: bool, **common: Any) -> Trainer:
+def plain(model: nn.Module, ids: list[list[int]], adapters: str, **common: Any) -> Trainer:
     """Return transformers' Trainer, with its own collator for packed rows."""
-    assert not lora
+    assert not adapters
     callbacks = common.pop("callbacks")
     return Trainer(
         model,
@@ -103,7 +117,7 @@ def train(
     shape: Shape,
     variant: Variant,
     patched: bool,
-    lora: bool,
+    adapters: str,
     size: int,
     device: str,
 ) -> dict[str, Any]:
@@ -125,7 +139,7 @@ def train(
             "disable_tqdm": True,
         }
         ids = documents(model.config.get_text_config().vocab_size, size)
-        trainer = make(model, ids, lora, callbacks=callbacks, **common)
+        trainer = make(prepared(model, adapters), ids, adapters, callbacks=callbacks, **common)
         start_of_peak(device)
         trainer.train()
         logs = [log for log in trainer.state.log_history if "loss" in log]
@@ -133,15 +147,15 @@ def train(
     return timed(times.ends, size, device) | {"logged": logs[-1]}
 
 
-def loop(shape: Shape, lora: bool, size: int, device: str, recomputed: bool) -> dict[str, Any]:
+def loop(shape: Shape, adapters: str, size: int, device: str, recomputed: bool) -> dict[str, Any]:
     """The same steps in a loop of one's own: patched, autocast, clipping, AdamW."""
     times = StepTimes(device)
     with variant_of(
         shape, replace(PATCHED, checkpointing=recomputed), device, torch.float32
     ) as model:
-        apply_patches(model, unpacked="native")
-        if lora:
-            put_lora_on(model, "fp32", dora=False)
+        apply_patches(prepared(model, adapters), unpacked="native")
+        if adapters:
+            put_lora_on(model, "bf16" if adapters == "qlora" else "fp32", dora=False)
         trained = [one for one in model.parameters() if one.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=device == "cuda")
         ids = documents(model.config.get_text_config().vocab_size, size)
@@ -195,19 +209,20 @@ def main() -> None:
     shape, size = (SHAPES["tiny"], 8) if options.tiny else (SHAPES["2b"], 512)
     results = Results(options.out / "trainers.jsonl", options.minutes, options.only)
     results.add({"workload": "machine", "variant": "", **machine(options.device)})
-    for workload, make, lora in (
-        ("trl-8k-lora", sft, True),
-        ("trainer-8k-full", plain, False),
-        ("trl-8k-full", sft, False),
+    for workload, make, adapters in (
+        ("trl-8k-lora", sft, "lora"),
+        ("trl-8k-qlora", sft, "qlora"),
+        ("trainer-8k-full", plain, ""),
+        ("trl-8k-full", sft, ""),
     ):
         for name, variant in VARIANTS.items():
             measure = partial(
-                train, make, shape, variant, name == "packfree", lora, size, options.device
+                train, make, shape, variant, name == "packfree", adapters, size, options.device
             )
             results.row(workload, name, measure)
             free()
         recomputed = make is sft
-        own = partial(loop, shape, lora, size, options.device, recomputed)
+        own = partial(loop, shape, adapters, size, options.device, recomputed)
         results.row(workload, "packfree, a loop of one's own", own)
 
 
