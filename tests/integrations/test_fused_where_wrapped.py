@@ -1,0 +1,130 @@
+"""Which projections are fused where a model is wrapped: asked inside its forward pass, where their
+weights are what the wrapper makes of them.
+
+Fused means that kernels hold the weights (`plain_layers`); the CPU's backend calls layers anyway,
+so the question is put by hooks on what holds the layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from hf_packfree import apply_patches
+from hf_packfree.models.fusable import plain_layers
+from tests.integrations.compare import in_steps, labelled, packed
+from tests.integrations.marks import needs
+from tests.support import tiny
+
+# what is deprecated is PEFT's and torch's to change
+pytestmark = [needs("peft"), pytest.mark.filterwarnings("default")]
+PROJECTIONS = 31
+"""Of the tiny model: 8 in each of three Gated DeltaNet layers, 7 in the attention layer."""
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def answers(model: nn.Module) -> dict[str, torch.dtype | None]:
+    """Return what is to hold, of each projection, the dtype in which it is multiplied, or None
+    where it is called; filled by the forward pass.
+    """
+    found: dict[str, torch.dtype | None] = {}
+
+    def ask(name: str) -> Callable[..., None]:
+        def hook(module: Any, args: Any, kwargs: Any) -> None:
+            x = (*args, *kwargs.values())[0]
+            for part, layer in module.named_children():
+                if part.endswith("_proj") or part.startswith("in_proj"):
+                    # those that read something else are only as wide as what they read
+                    given = x.new_zeros(1, 2, layer.in_features)
+                    read = plain_layers(given, layer)
+                    weight = getattr(read[0], "weight", read[0]) if read else None
+                    found[f"{name}.{part}"] = None if weight is None else weight.dtype
+
+        return hook
+
+    for name, module in model.named_modules():
+        if name.endswith((".mlp", ".linear_attn", ".self_attn")):
+            module.register_forward_pre_hook(ask(name), with_kwargs=True)
+    return found
+
+
+def with_lora(model: nn.Module) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+
+
+def as_it_is(model: nn.Module) -> nn.Module:
+    return model
+
+
+def ddp(model: nn.Module) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model)
+
+
+def fsdp2(model: nn.Module) -> nn.Module:
+    """In bf16, from weights in fp32, as the documentation of torch shards a transformer."""
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    layers = next(m for name, m in model.named_modules() if name.endswith("layers"))
+    for part in (*layers, model):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def step(model: nn.Module, autocast: bool) -> None:
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        model(**packed(in_steps(labelled())[0])).loss.backward()
+
+
+@pytest.mark.parametrize("adapted", [as_it_is, with_lora])
+@pytest.mark.parametrize(("wrap", "autocast"), [(ddp, True), (ddp, False), (fsdp2, False)])
+def test_every_projection_is_fused(wrap, autocast, adapted, one_rank):
+    """In the dtype of the run: autocast's, the policy's, or that of the weights."""
+    model = adapted(apply_patches(tiny()))
+    found = answers(model)
+    step(wrap(model), autocast)
+    computes = torch.bfloat16 if autocast or wrap is fsdp2 else torch.float32
+    assert len(found) == PROJECTIONS and set(found.values()) == {computes}
+
+
+def test_every_projection_is_fused_in_bf16_whose_fp32_copy_an_optimizer_holds():
+    """The model that DeepSpeed's bf16 engine runs, without DeepSpeed: the fp32 weights are the
+    optimizer's, and copied back after its step.
+    """
+    model = apply_patches(tiny().to(torch.bfloat16))
+    found = answers(model)
+    masters = [one.detach().float() for one in model.parameters()]
+    step(model, False)
+    with torch.no_grad():
+        for one, master in zip(model.parameters(), masters, strict=True):
+            one.copy_(master - 0.1 * one.grad.float())
+    step(model, False)
+    assert len(found) == PROJECTIONS and set(found.values()) == {torch.bfloat16}
+
+
+@pytest.mark.slow
+def test_a_compiled_layer_calls_its_projections_and_the_others_are_fused():
+    """A graph has joined what it can by itself."""
+    torch.compiler.reset()
+    model = apply_patches(tiny())
+    found = answers(model)
+    model.model.layers[0].compile(backend="eager")
+    step(model, True)
+    torch.compiler.reset()
+    called = {name for name, dtype in found.items() if dtype is None}
+    assert len(found) == PROJECTIONS and len(called) == 8
+    assert all(name.startswith("model.layers.0.") for name in called)
