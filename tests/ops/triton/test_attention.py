@@ -39,6 +39,18 @@ def test_values_and_gradients(lengths, launched):
     assert launched == KERNELS
 
 
+def test_a_tree_along_its_paths(launched):
+    """Values, and gradients that sum over the branches of a prefix."""
+    packed = PackedSequence.from_tree([37, 5, 40, 1, 9], [None, 0, 0, 2, None])
+
+    def op(q, k, v, *, backend):
+        return attention(q, k, v, packed, backend=backend)
+
+    tokens = packed.num_tokens
+    assert_matches(op, random((1, tokens, HEADS, SIZE), *[(1, tokens, KEY_HEADS, SIZE)] * 2))
+    assert launched == KERNELS
+
+
 # NumPy's, under the interpreter
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
 @pytest.mark.parametrize("backend", ["triton", "torch"])
