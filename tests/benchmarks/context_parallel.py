@@ -36,8 +36,8 @@ from torch import nn
 
 from hf_packfree import MTPOptions, apply_patches, remove_mtp, remove_patches
 from hf_packfree.parallel import ContextParallel
-from tests.benchmarks.context_parallel_cases import Case, cases
-from tests.benchmarks.context_parallel_ranks import Bench, group_of
+from tests.benchmarks.context_parallel_cases import Case, cases, small
+from tests.benchmarks.context_parallel_ranks import Bench, group_of, results_of_ranks
 from tests.benchmarks.exchanges import Alone, Counted, exchanging
 from tests.benchmarks.fla_context_parallel import fla_for_states
 from tests.benchmarks.machine import machine
@@ -208,15 +208,12 @@ def main() -> None:
         return measure_errors(options.out, options.device, options.tiny, ways)
     clock = Clock(options.device, warmup=1, runs=options.runs)
     bench = Bench(clock, options.backend, tuple(options.ways))
-    with group_of(options.device) as rank:
-        out = options.out / (f"rank{rank}" if rank else "") / "context_parallel.jsonl"
+    with group_of(options.device):
         # by which ranks would not skip the same rows
         minutes = 1e9 if bench.ranks > 1 else options.minutes
-        results = Results(out, minutes, options.only, resume=options.resume)
-        if options.resume and bench.ranks > 1:
-            results.done = done_by_all(options.out)
-            # before any rank writes
-            dist.barrier()
+        results = results_of_ranks(
+            options.out, "context_parallel", options.only, minutes=minutes, resume=options.resume
+        )
         results.add({"workload": "machine", "variant": "", **machine(options.device)})
         if bench.ranks > 1:
             sizes = (2**10, 2**14, 2**18) if options.tiny else (2**20, 2**24, 2**28)
@@ -229,25 +226,10 @@ def main() -> None:
             )
         run_all(
             bench,
-            cases(options.tiny),
+            cases(options.tiny, small=small(options.device)),
             results,
             [bench.ranks] if bench.ranks > 1 else options.worlds,
         )
-
-
-def done_by_all(out: Path) -> set[tuple[str, str]]:
-    """Return the rows that the first rank has written, and those in which another one failed:
-    the same on all ranks.
-    """
-    rows = read_lines(out / "context_parallel.jsonl")
-    others = (
-        row for path in sorted(out.glob("rank*/context_parallel.jsonl")) for row in read_lines(path)
-    )
-    return {
-        name_of(row)
-        for row in (*rows, *(row for row in others if "error" in row))
-        if "skipped" not in row
-    }
 
 
 def run_all(bench: Bench, todo: list[Case], results: Results, worlds: list[int]) -> None:

@@ -74,8 +74,28 @@ class Case:
         return step
 
 
-def cases(tiny: bool) -> list[Case]:
-    """Return the rows, the important ones first."""
+HOLDS_64K = 120 * 2**30
+"""Bytes of a GPU that holds a step of 64k tokens of these models without recomputing layers."""
+
+
+def small(device: str) -> bool:
+    """Whether rows of 64k tokens have to be recomputed here, to fit one GPU."""
+    return device == "cuda" and torch.cuda.get_device_properties(0).total_memory < HOLDS_64K
+
+
+def cases(tiny: bool, small: bool = False) -> list[Case]:
+    """Return the rows, the important ones first; on small GPUs layers of all are recomputed but
+    where the row is about that.
+    """
+    return [
+        replace(
+            case, checkpointing=case.checkpointing or (small and "nothing" not in case.documents)
+        )
+        for case in _cases(tiny)
+    ]
+
+
+def _cases(tiny: bool) -> list[Case]:
     found = [
         *_packings("2b", "64k", tiny),
         *_packings("9b", "64k", tiny),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.benchmarks.exchanges import LATENCY, RATE, gather
-from tests.benchmarks.timing import Clock
+from tests.benchmarks.timing import Clock, Results, name_of, read_lines
 
 
 @dataclass
@@ -149,3 +150,33 @@ def group_of(device: str) -> Iterator[int]:
         yield rank
     finally:
         dist.destroy_process_group()
+
+
+def results_of_ranks(
+    out: Path, name: str, only: str = "", *, minutes: float = 1e9, resume: bool = False
+) -> Results:
+    """Return where this rank writes its rows: the first in `out`, others in a folder of their own
+    below it.  With `resume` all ranks leave out the same rows.
+    """
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    rank = dist.get_rank() if ranks > 1 else 0
+    path = out / (f"rank{rank}" if rank else "") / f"{name}.jsonl"
+    results = Results(path, minutes, only, resume=resume)
+    if resume and ranks > 1:
+        results.done = done_by_all(out, name)
+        # before any rank writes
+        dist.barrier()
+    return results
+
+
+def done_by_all(out: Path, name: str) -> set[tuple[str, str]]:
+    """Return the rows that the first rank has written, and those in which another one failed:
+    the same on all ranks.
+    """
+    rows = read_lines(out / f"{name}.jsonl")
+    others = (row for path in sorted(out.glob(f"rank*/{name}.jsonl")) for row in read_lines(path))
+    return {
+        name_of(row)
+        for row in (*rows, *(row for row in others if "error" in row))
+        if "skipped" not in row
+    }

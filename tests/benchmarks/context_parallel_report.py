@@ -1,4 +1,5 @@
-"""The tables of docs/parallel.md: steps of rows that two GPUs share, beside one GPU's.
+"""The tables of docs/parallel.md: steps of rows that two GPUs share beside one GPU's, FSDP2, the
+Trainer, gradients, curves.
 
 python -m tests.benchmarks.context_parallel_report            # print
 python -m tests.benchmarks.context_parallel_report --write    # into the page
@@ -7,7 +8,7 @@ python -m tests.benchmarks.context_parallel_report --write    # into the page
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,20 @@ from tests.benchmarks import report
 from tests.benchmarks.timing import read_lines
 
 PAGE, MARK = "docs/parallel.md", "two-gpus"
-FILES = sorted((report.RESULTS / "parallel").glob("*-x2-context-parallel*.jsonl"))
-TITLES = {
-    "2b-64k": "65,536 tokens",
-    "2b-128k": "131,072 tokens, layers recomputed",
-    "2b-64k-lora": "65,536 tokens, LoRA",
-    "2b-64k-mtp": "65,536 tokens, multi-token prediction head",
-    "2b-vl-44k": "44,432 tokens, vision-language model",
+FOLDER = report.RESULTS / "parallel"
+FILES = sorted(FOLDER.glob("*-x2-context-parallel*.jsonl"))
+KINDS = {
+    "lora": "LoRA",
+    "mtp": "multi-token prediction head",
+    "vl": "vision-language model",
 }
-HEAD = ("2B shape", "one GPU", 'two, `gdn="state"`', 'two, `gdn="heads"`', "predicted, state")
+HEAD = {
+    "one GPU": "",
+    'two, `gdn="state"`': "state",
+    'two, `gdn="heads"`': "heads",
+    "two, FLA's own exchange": "fla",
+}
+"""{column: the way}; a column that has no row is left out."""
 Rows = dict[tuple[str, str], dict[str, Any]]
 
 
@@ -31,11 +37,26 @@ def main() -> None:
     """Print the tables, or write them where the page wants them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--write", action="store_true")
-    found, page = tables(FILES), report.ROOT / PAGE
+    found, page = every(), report.ROOT / PAGE
     if not parser.parse_args().write:
-        print(found)
+        print("\n".join(found.values()))
         return
-    page.write_text(report.put_in(page.read_text(), MARK, found))
+    for mark, text in found.items():
+        page.write_text(report.put_in(page.read_text(), mark, text))
+
+
+def every(folder: Path = FOLDER) -> dict[str, str]:
+    """Return {mark: what the page has to hold between its marks of that name}; nothing where
+    nothing was measured.
+    """
+    others = {"fsdp2": fsdp2, "trainer": trainer, "curves": curves}
+    found = {MARK: tables(sorted(folder.glob("*-x2-context-parallel*.jsonl")))}
+    found |= {
+        f"{MARK}-{name}": "\n".join(map(make, sorted(folder.glob(f"*-x2-{name}.jsonl"))))
+        for name, make in others.items()
+    }
+    measured = (gradients(path) for path in sorted(folder.glob("*-x2-context-parallel*.jsonl")))
+    return found | {f"{MARK}-gradients": "\n".join(filter(None, measured))}
 
 
 def tables(paths: Sequence[Path]) -> str:
@@ -46,32 +67,65 @@ def tables(paths: Sequence[Path]) -> str:
 def table(path: Path) -> str:
     """Return the rows of one file."""
     lines = read_lines(path)
-    about = next(line for line in lines if line["workload"] == "machine")
-    link = [line for line in lines if line["workload"] == "exchanges"][-1]
-    rows: Rows = {(line["workload"], line["variant"]): line for line in lines}
-    versions = ", ".join(f"{name} {about['versions'][name]}" for name in ("torch", "transformers"))
-    caption = (
-        f"Two {about['machine']} of one host ({about['processor']}), {about['date']}, {versions}; "
-        f"exchanges at {link['rate'] / 1e9:.0f} GB/s and {link['latency_s'] * 1e6:.0f} us "
-        f"(`tests/benchmarks/results/parallel/{path.name}`):"
-    )
-    names = (key for key in rows if key[0].endswith("-cp1"))
-    body = (_line(workload.removesuffix("-cp1"), documents, rows) for workload, documents in names)
-    return "\n".join([caption, "", f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|", *body, ""])
-
-
-def _line(workload: str, documents: str, rows: Rows) -> str:
-    def of(way: str) -> dict[str, Any]:
-        return rows.get((f"{workload}-cp2", f"{documents}, {way}"), {})
-
-    tokens = TITLES[workload]
-    title = tokens.split(", layers")[0] if "nothing recomputed" in documents else tokens
-    cells = [
-        _cell(rows[f"{workload}-cp1", documents]),
-        *map(_cell, map(of, ("state", "heads"))),
-        _predicted(of("state, predicted"), of("state")),
+    rows = _rows(path)
+    rates = [
+        f"exchanges at {line['rate'] / 1e9:.0f} GB/s and {line['latency_s'] * 1e6:.0f} us"
+        for line in lines
+        if line["workload"] == "exchanges"
     ]
-    return f"| {title}, {documents} | {' | '.join(cells)} |"
+    names = [
+        (key[0].removesuffix("-cp1"), key[1])
+        for key in rows
+        if key[0].endswith("-cp1") and "skipped" not in rows[key]
+    ]
+    ways = {
+        title: way
+        for title, way in HEAD.items()
+        if not way or any(_of(way, *name, rows) for name in names)
+    }
+    head = ("whole step without optimizer", *ways, "predicted, state")
+    body = (_line(workload, documents, list(ways.values()), rows) for workload, documents in names)
+    return "\n".join([caption(path, "".join(rates[-1:])), "", *as_table(head, body), ""])
+
+
+def caption(path: Path, more: str = "") -> str:
+    """Say what the rows of a file were made on."""
+    about = next(line for line in read_lines(path) if line["workload"] == "machine")
+    versions = ", ".join(f"{name} {about['versions'][name]}" for name in ("torch", "transformers"))
+    return (
+        f"Two {about['machine']} of one host ({about['processor']}), {about['date']}, {versions}"
+        f"{'; ' * bool(more)}{more} (`tests/benchmarks/results/parallel/{path.name}`):"
+    )
+
+
+def as_table(head: Sequence[str], body: Iterable[str]) -> list[str]:
+    """Return the lines of a table, as Markdown."""
+    return [f"| {' | '.join(head)} |", "|---" * len(head) + "|", *body]
+
+
+def _of(way: str, workload: str, documents: str, rows: Rows) -> dict[str, Any]:
+    """Return the row of one GPU, or of two by a way."""
+    if not way:
+        return rows[f"{workload}-cp1", documents]
+    return rows.get((f"{workload}-cp2", f"{documents}, {way}"), {})
+
+
+def _line(workload: str, documents: str, ways: Sequence[str], rows: Rows) -> str:
+    found = [_of(way, workload, documents, rows) for way in ways]
+    facts = next((row for row in found if "tokens" in row), {})
+    model, size, *kind = workload.split("-")
+    # of rows that found no memory
+    tokens = facts.get("tokens") or 1024 * int(size[:-1])
+    parts = [
+        f"{model.upper()} shape{' (8 layers)' * (model == '9b')}, {tokens:,} tokens",
+        *(KINDS[part] for part in (size, *kind) if part in KINDS),
+        *["layers recomputed"] * facts.get("recomputed", False),
+        documents,
+    ]
+    predicted = _predicted(
+        _of("state, predicted", workload, documents, rows), _of("state", workload, documents, rows)
+    )
+    return f"| {', '.join(parts)} | {' | '.join([*map(_cell, found), predicted])} |"
 
 
 def _cell(row: dict[str, Any]) -> str:
@@ -89,6 +143,82 @@ def _predicted(row: dict[str, Any], measured: dict[str, Any]) -> str:
     if "ms" not in row or "ms" not in measured:
         return ""
     return f"{row['ms']:,.0f} ms ({100 * (row['ms'] / measured['ms'] - 1):+.1f}%)"
+
+
+def fsdp2(path: Path) -> str:
+    """Return the table of whole steps under FSDP2."""
+    titles = {
+        "2b-32k-fsdp2": "full training, 32,768 tokens a rank",
+        "2b-8k-fsdp2": "full training, 8,192 tokens a rank",
+        "2b-32k-lora-fsdp2": "LoRA r=16, 32,768 tokens a rank",
+        "2b-8k-lora-fsdp2": "LoRA r=16, 8,192 tokens a rank",
+    }
+    names = {
+        "transformers, packed": "unpatched packed",
+        "composed by hand": "composed without packfree",
+        "packfree": "packfree",
+        "packfree, one GPU, bf16 weights": "packfree, one GPU",
+    }
+    rows = _rows(path)
+    body = [
+        f"| {title} | {' | '.join(_cell(rows.get((work, name), {})) for name in names.values())} |"
+        for work, title in titles.items()
+    ]
+    head = ("2B shape, FSDP2 over two, fp32 shards, whole step", *names)
+    return "\n".join([caption(path), "", *as_table(head, body), ""])
+
+
+def trainer(path: Path) -> str:
+    """Return the table of the Trainer's steps: the same documents shared by tokens and by rows."""
+    rows = _rows(path)
+    titles = {"full": "full training", "recomputed": "layers recomputed", "lora": "LoRA"}
+    ways = {"`cp_size=2`": "context parallelism", "`dp_shard_size=2`": "data parallelism"}
+    body = []
+    for kind, title in titles.items():
+        found = [
+            rows.get((f"2b-64k-trainer-{kind}", f"{way} over two GPUs, FSDP2"), {})
+            for way in ways.values()
+        ]
+        losses = [row["losses"] for row in found if "losses" in row]
+        apart = max(abs(a - b) for a, b in zip(*losses)) if len(losses) == 2 else None
+        last = "" if apart is None else f"{apart:.4f}"
+        body.append(f"| {title} | {' | '.join(map(_cell, found))} | {last} |")
+    head = ("2B shape, 65,536 tokens, 8k documents", *ways, "largest difference of a step's loss")
+    return "\n".join([caption(path), "", *as_table(head, body), ""])
+
+
+def curves(path: Path) -> str:
+    """Return the plot of 200 steps, and how far losses are apart."""
+    rows = {name: row["micronats"] for (_, name), row in _rows(path).items() if "micronats" in row}
+    if "one GPU" not in rows:
+        return ""
+    apart = {
+        name: max(abs(a - b) for a, b in zip(losses, rows["one GPU"])) / 1e6
+        for name, losses in rows.items()
+        if name != "one GPU"
+    }
+    said = "; ".join(f"{name} {most:.4f}" for name, most in apart.items())
+    steps = len(rows["one GPU"])
+    return (
+        f"![Losses of {steps} steps on one GPU and on two, and their difference]"
+        f"(context_parallel.png)\n\n{caption(path).rstrip(':')}. The largest difference from one "
+        f"GPU's loss in {steps} steps, in nats a byte: {said}.\n"
+    )
+
+
+def gradients(path: Path) -> str:
+    """Return the table of errors of bf16 gradients to fp32, if the file has them."""
+    found = [line for line in read_lines(path) if line["workload"] == "gradients"]
+    body = [
+        f"| {row['variant']} | {row['tokens']:,} | {row['all']:.2e} | {row['worst']:.2e} |"
+        for row in found
+    ]
+    head = ("bf16 gradients against fp32, relative RMS", "tokens", "all", "worst parameter's")
+    return "\n".join([caption(path), "", *as_table(head, body), ""]) if found else ""
+
+
+def _rows(path: Path) -> Rows:
+    return {(line["workload"], line["variant"]): line for line in read_lines(path)}
 
 
 if __name__ == "__main__":

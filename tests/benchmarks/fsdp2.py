@@ -1,0 +1,134 @@
+"""Whole training steps under FSDP2: fp32 shards, bf16 compute, packed rows, every rank with a row of
+its own.
+
+    torchrun --standalone --nproc-per-node 2 -m tests.benchmarks.fsdp2 --out DIR [--only REGEX] [--resume]
+    ... --device cpu --tiny                                   # a trial of the script itself
+
+A step is forward with head and loss, backward and fused AdamW, as accelerate sets FSDP2 up: each
+layer and the model sharded, parameters gathered in bf16, gradients reduced in fp32
+(`MixedPrecisionPolicy`). "tokens" are a rank's, "real_tokens_per_s" all ranks' together, "ms" and
+"peak_gib" the slowest and the fullest rank's. "packfree, one GPU" has bf16 weights and no shards.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from tests.benchmarks.batches import Load
+from tests.benchmarks.context_parallel_ranks import Bench, group_of, results_of_ranks
+from tests.benchmarks.machine import machine
+from tests.benchmarks.models import Variant, variant_of, what_runs
+from tests.benchmarks.shapes import SHAPES, TOKENS, log_normal_lengths
+from tests.benchmarks.timing import Clock, end_if_failed
+from tests.benchmarks.workloads import COMPOSED, PACKFREE, PUT_IN, STANDS_IN, UNPATCHED_CONV
+
+
+class Row(NamedTuple):
+    """What is measured: a workload by the name of its results, what runs, and of which tokens."""
+
+    workload: str
+    name: str
+    variant: Variant
+    tokens: int
+    sharded: bool = True
+    note: str = ""
+
+
+def rows_of() -> list[Row]:
+    """Return the rows: ours first, last stock, which may find no memory."""
+    variants = {
+        "packfree": (PACKFREE, ""),
+        "composed without packfree": (
+            replace(COMPOSED, liger="with its loss"),
+            f"{PUT_IN}, and Liger's fused loss",
+        ),
+        "unpatched packed": (UNPATCHED_CONV, STANDS_IN),
+    }
+    workloads: dict[str, tuple[dict[str, Any], int]] = {
+        "2b-32k-fsdp2": ({}, TOKENS),
+        "2b-8k-fsdp2": ({}, 8192),
+        "2b-32k-lora-fsdp2": ({"lora": "fp32"}, TOKENS),
+        "2b-8k-lora-fsdp2": ({"lora": "fp32"}, 8192),
+    }
+    sharded = [
+        Row(workload, name, replace(variant, fp32=True, **options), tokens, note=note)
+        for name, (variant, note) in variants.items()
+        for workload, (options, tokens) in workloads.items()
+    ]
+    alone = [
+        Row(work, "packfree, one GPU", replace(PACKFREE, **options), tokens, sharded=False)
+        for work, (options, tokens) in workloads.items()
+    ]
+    ours = [row for row in sharded if row.name == "packfree"]
+    others = [row for row in sharded if row.name != "packfree"]
+    beside = find_spec("fla") and find_spec("liger_kernel")
+    # stock finds no memory for the logits of 32k tokens, and a rank that fails ends all
+    others = [row for row in others if row.name != "unpatched packed" or row.tokens < TOKENS]
+    return [*ours, *alone, *(others if beside else [])]
+
+
+def shard(model: Any, device: str) -> None:
+    """Shard each layer and the rest over all ranks, in place."""
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def measure(bench: Bench, row: Row, tiny: bool) -> dict[str, Any]:
+    """Time one row."""
+    device, world = bench.clock.device, bench.ranks if row.sharded else 1
+    tokens = row.tokens // 128 if tiny else row.tokens
+    load = Load(tuple(log_normal_lengths(tokens, seed=dist.get_rank())), whole=True)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    with variant_of(SHAPES["tiny" if tiny else "2b"], row.variant, device, dtype) as model:
+        if row.sharded:
+            shard(model, device)
+        step = load.step(model, device)
+        found = bench.timed(step, together=row.sharded) | what_runs(model)
+        found |= {
+            "real_tokens_per_s": 1e3 * tokens * world / found["ms"],
+            **load.facts(),
+            "layers": SHAPES["tiny" if tiny else "2b"].layers,
+            "weights": "fp32 shards, bf16 compute" if row.sharded else "bf16",
+            "world": world,
+            "ranks": "measured",
+        }
+        del model, step
+    if row.variant.lora:
+        found["lora"] = row.variant.lora
+    return found | ({"note": row.note} if row.note else {})
+
+
+def main() -> None:
+    """Measure the chosen rows."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for fsdp2.jsonl")
+    parser.add_argument("--only", default="", help="searched in 'workload variant'")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, short rows")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--resume", action="store_true", help="leave out rows that the file holds")
+    options = parser.parse_args()
+    bench = Bench(Clock(options.device, warmup=3, runs=options.runs), "auto")
+    with group_of(options.device):
+        results = results_of_ranks(options.out, "fsdp2", options.only, resume=options.resume)
+        results.add({"workload": "machine", "variant": "", **machine(options.device)})
+        for row in rows_of():
+            results.row(row.workload, row.name, partial(measure, bench, row, options.tiny))
+            end_if_failed(results)
+
+
+if __name__ == "__main__":
+    main()
