@@ -4,6 +4,7 @@ in, for packed rows only.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -51,5 +52,39 @@ def attend(
     # under autocast the rotary embedding leaves fp32, which upstream's flash attention rounds, too
     q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
     ends, longest = words["cu_seq_lens_q"], words["max_length_q"]
+    # flash attention has one size for keys and values
+    size, wider = v.shape[-1], q.shape[-1] - v.shape[-1]
+    v = nn.functional.pad(v, (0, wider)) if wider else v
     out = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=(-1, 0))
-    return out[None], None
+    return out[None, ..., :size], None
+
+
+def put_mixers_in(upstream: Any) -> None:
+    """Put kernels that read boundaries into upstream's module: mamba-ssm's Triton scan, which
+    needs none of what that package compiles, or FLA's Kimi Delta Attention.
+    """
+    if hasattr(upstream, "mamba2_chunk_scan"):
+        from hf_packfree.ops.ssd.mamba_ssm import _kernel
+
+        upstream.mamba2_chunk_scan = _given(inspect.unwrap(_kernel()), seq_idx="seq_idx")
+        # one call for convolution, scan, norm and projection, which causal-conv1d has to be there for
+        upstream.mamba2_split_conv1d_scan_combined = lambda *_, **__: None
+    if hasattr(upstream, "chunk_kimi_delta_attention"):
+        from fla.ops.kda import chunk_kda
+
+        upstream.chunk_kimi_delta_attention = _given(chunk_kda, cu_seqlens="cu_seq_lens_q")
+
+
+def _given(kernel: Any, **boundaries: str) -> Any:
+    """Return the kernel behind a layer's call, which hands on every keyword of the batch.
+
+    Args:
+        boundaries: {the kernel's word: the collator's}.
+    """
+    known = inspect.signature(kernel).parameters
+
+    def run(*tensors: Tensor, **words: Any) -> Any:
+        words |= {name: words.get(word) for name, word in boundaries.items()}
+        return kernel(*tensors, **{name: word for name, word in words.items() if name in known})
+
+    return run

@@ -61,15 +61,15 @@ def _delta_rule(
     from hf_packfree.ops.delta_rule import OP, gated_delta_rule
 
     workload = f"layer delta rule {heads}/{values}"
-    if not _wanted(results, workload, OP.backends):
+    if not any_wanted(results, workload, OP.backends):
         return
-    random = partial(_leaf, clock.device, 1, packed.num_tokens)
+    random = partial(leaf, clock.device, 1, packed.num_tokens)
     q, k, v = random(heads, size), random(heads, size), random(values, size)
     g = (-0.1 * torch.rand(1, packed.num_tokens, values, device=clock.device)).requires_grad_()
     beta = random(values).detach().sigmoid().requires_grad_()
     leaves = (q, k, v, g, beta)
     for backend in sorted(OP.backends):
-        _time(
+        time_op(
             results,
             clock,
             packed,
@@ -80,7 +80,8 @@ def _delta_rule(
         )
 
 
-def _wanted(results: Results, workload: str, backends: Any) -> bool:
+def any_wanted(results: Results, workload: str, backends: Any) -> bool:
+    """Whether a row of the operation is to be run."""
     return any(results.wanted(workload, name) for name in backends)
 
 
@@ -88,15 +89,15 @@ def _conv(results: Results, clock: Clock, packed: PackedSequence, channels: int)
     from hf_packfree.ops.conv import OP, causal_conv1d
 
     workload = f"layer conv {channels} channels"
-    if not _wanted(results, workload, OP.backends):
+    if not any_wanted(results, workload, OP.backends):
         return
     x, weight = (
-        _leaf(clock.device, 1, packed.num_tokens, channels),
-        _leaf(clock.device, channels, 4),
+        leaf(clock.device, 1, packed.num_tokens, channels),
+        leaf(clock.device, channels, 4),
     )
     for backend in sorted(OP.backends):
         call = partial(causal_conv1d, x, weight, packed, backend=backend)
-        _time(results, clock, packed, workload, backend, call, (x, weight))
+        time_op(results, clock, packed, workload, backend, call, (x, weight))
 
 
 def _qkv_conv(
@@ -108,12 +109,12 @@ def _qkv_conv(
     fused = {name for name, backend in OP.backends.items() if backend.qkv_conv}
 
     workload = f"layer qkv conv {heads}/{values}"
-    if not _wanted(results, workload, fused):
+    if not any_wanted(results, workload, fused):
         return
     channels = (2 * heads + values) * size
     x, weight = (
-        _leaf(clock.device, 1, packed.num_tokens, channels),
-        _leaf(clock.device, channels, 4),
+        leaf(clock.device, 1, packed.num_tokens, channels),
+        leaf(clock.device, channels, 4),
     )
     for backend in sorted(fused):
         call = partial(
@@ -126,7 +127,7 @@ def _qkv_conv(
             qk_l2norm=True,
             backend=backend,
         )
-        _time(results, clock, packed, workload, backend, call, (x, weight))
+        time_op(results, clock, packed, workload, backend, call, (x, weight))
 
 
 def _gated_norm(
@@ -135,13 +136,13 @@ def _gated_norm(
     workload = f"layer gated norm {values} heads"
     from hf_packfree.ops.fused import OP, gated_rms_norm
 
-    if not _wanted(results, workload, OP.backends):
+    if not any_wanted(results, workload, OP.backends):
         return
-    x, z = (_leaf(clock.device, packed.num_tokens * values, size) for _ in range(2))
-    weight = _leaf(clock.device, size)
+    x, z = (leaf(clock.device, packed.num_tokens * values, size) for _ in range(2))
+    weight = leaf(clock.device, size)
     for backend in sorted(OP.backends):
         call = partial(gated_rms_norm, x, z, weight, eps=1e-6, backend=backend)
-        _time(results, clock, packed, workload, backend, call, (x, z, weight))
+        time_op(results, clock, packed, workload, backend, call, (x, z, weight))
 
 
 def _attention(
@@ -150,12 +151,12 @@ def _attention(
     from hf_packfree.ops.attention import OP, attention
 
     workload = f"layer attention {heads}/{keys} of {size}"
-    if not _wanted(results, workload, OP.backends):
+    if not any_wanted(results, workload, OP.backends):
         return
-    q, k, v = (_leaf(clock.device, 1, packed.num_tokens, n, size) for n in (heads, keys, keys))
+    q, k, v = (leaf(clock.device, 1, packed.num_tokens, n, size) for n in (heads, keys, keys))
     for backend in sorted(OP.backends):
         call = partial(attention, q, k, v, packed, backend=backend)
-        _time(results, clock, packed, workload, backend, call, (q, k, v))
+        time_op(results, clock, packed, workload, backend, call, (q, k, v))
 
 
 def _add_norm(results: Results, clock: Clock, packed: PackedSequence, width: int) -> None:
@@ -165,13 +166,13 @@ def _add_norm(results: Results, clock: Clock, packed: PackedSequence, width: int
     from hf_packfree.ops.fused import OP, add_norm
 
     workload = f"layer add norm {width} channels"
-    if not _wanted(results, workload, OP.backends):
+    if not any_wanted(results, workload, OP.backends):
         return
-    x, branch = (_leaf(clock.device, 1, packed.num_tokens, width) for _ in range(2))
-    weight = _leaf(clock.device, width)
+    x, branch = (leaf(clock.device, 1, packed.num_tokens, width) for _ in range(2))
+    weight = leaf(clock.device, width)
     for backend in sorted(OP.backends):
         call = partial(add_norm, x, branch, weight, 1e-6, backend=backend)
-        _time(results, clock, packed, workload, backend, call, (x, branch, weight))
+        time_op(results, clock, packed, workload, backend, call, (x, branch, weight))
 
 
 def _swiglu(results: Results, clock: Clock, packed: PackedSequence, width: int) -> None:
@@ -181,16 +182,16 @@ def _swiglu(results: Results, clock: Clock, packed: PackedSequence, width: int) 
     workload = f"layer swiglu {width} channels"
     from hf_packfree.ops.fused import OP, swiglu_mlp
 
-    if not _wanted(results, workload, OP.backends):
+    if not any_wanted(results, workload, OP.backends):
         return
     leaves = (
-        _leaf(clock.device, 1, packed.num_tokens, width),
-        _leaf(clock.device, 3 * width, width),
-        _leaf(clock.device, 3 * width, width),
-        _leaf(clock.device, width, 3 * width),
+        leaf(clock.device, 1, packed.num_tokens, width),
+        leaf(clock.device, 3 * width, width),
+        leaf(clock.device, 3 * width, width),
+        leaf(clock.device, width, 3 * width),
     )
     for backend in sorted(OP.backends):
-        _time(
+        time_op(
             results,
             clock,
             packed,
@@ -213,13 +214,13 @@ def _adapters(
         f"layer adapters' gradients {tokens} x {outputs} r{rank} "
         f"{str(dtype).removeprefix('torch.')}"
     )
-    if not _wanted(results, workload, ("at once", "products")):
+    if not any_wanted(results, workload, ("at once", "products")):
         return
     split = dtype == torch.float32
     products: Any = mixed.Split() if split else mixed.Plain(dtype)
-    d_out = _leaf(clock.device, tokens, outputs).detach()
+    d_out = leaf(clock.device, tokens, outputs).detach()
     up = torch.randn(outputs, rank, device=clock.device, dtype=dtype)
-    h = _leaf(clock.device, tokens, products.parts * rank).detach()
+    h = leaf(clock.device, tokens, products.parts * rank).detach()
     d_h = torch.empty_like(h)
     calls: dict[str, Call] = {
         "at once": partial(mixed.gradients_at_once, d_out, up, h, d_h, 2.0, split=split),
@@ -240,12 +241,13 @@ def _rate(clock: Clock, call: Call, read: Tensor) -> dict[str, Any]:
     }
 
 
-def _leaf(device: str, *shape: int) -> Tensor:
+def leaf(device: str, *shape: int) -> Tensor:
+    """Random numbers that want a gradient."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     return torch.randn(*shape, device=device, dtype=dtype).requires_grad_()
 
 
-def _time(
+def time_op(
     results: Results,
     clock: Clock,
     packed: PackedSequence,
@@ -254,6 +256,8 @@ def _time(
     call: Call,
     leaves: Sequence[Tensor],
 ) -> None:
+    """Write a row of one call: forward ms and forward + backward."""
+
     def outputs() -> list[Tensor]:
         found = call()
         return (
@@ -332,7 +336,7 @@ def _three(device: str, rows: int, experts: int, outputs: int, inputs: int) -> C
     numbers.
     """
     x, dy, w = (
-        _leaf(device, experts, *sides).detach()
+        leaf(device, experts, *sides).detach()
         for sides in ((rows, inputs), (rows, outputs), (outputs, inputs))
     )
     if experts == 1:

@@ -25,6 +25,7 @@ PACKAGES = (
     "liger-kernel",
     "peft",
     "causal-conv1d",
+    "mamba-ssm",
     "flash-attn",
 )
 

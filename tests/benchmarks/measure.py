@@ -23,9 +23,11 @@ import torch
 
 from hf_packfree import patch_report
 from tests.benchmarks.batches import Load
+from tests.benchmarks.families import family_groups, import_upstream
 from tests.benchmarks.layers import floor, operations
 from tests.benchmarks.loss import head_and_loss
 from tests.benchmarks.machine import machine
+from tests.benchmarks.mixers import mixers
 from tests.benchmarks.models import variant_of, what_runs
 from tests.benchmarks.profiling import counts, profile
 from tests.benchmarks.shapes import SHAPES, TOKENS, log_normal_lengths
@@ -46,7 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> Results:
     )
     clock = Clock("cpu" if options.list else options.device, options.warmup, options.runs)
     print(machine(clock.device), flush=True)
-    for group in groups(options.tiny, options.backend):
+    if not options.list:
+        import_upstream()
+    for group in (*groups(options.tiny, options.backend), *family_groups(options.tiny)):
         run_group(group, results, clock, options)
     run_floors(results, clock, options.tiny)
     for tokens in (100,) if options.tiny else (TOKENS, 8192):
@@ -214,6 +218,7 @@ def run_layers(results: Results, clock: Clock, tiny: bool) -> None:
         operations(results, clock, [5, 64, 1, 30], size=16, widths=widths)
     else:
         operations(results, clock, log_normal_lengths(TOKENS))
+    mixers(results, clock, [5, 64, 1, 30] if tiny else log_normal_lengths(TOKENS), tiny)
 
 
 if __name__ == "__main__":

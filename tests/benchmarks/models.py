@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_packfree import apply_patches, patch_report
-from tests.benchmarks.composed import compose
+from tests.benchmarks.composed import compose, put_mixers_in
 from tests.benchmarks.shapes import Shape, configuration
 
 
@@ -31,6 +31,8 @@ class Variant:
         fla_conv: whether FLA's Triton convolution stands in for upstream's, which refuses packed
             rows without causal-conv1d.
         composed: whether torch's varlen attention and FLA's gated norm stand in for upstream's.
+        mixers: whether mamba-ssm's scan and FLA's KDA, given the boundaries, stand in for
+            upstream's.
         backend: the argument of `apply_patches`: a name, or {operation: name}.
         batch_invariant: the argument of `apply_patches`.
         lora: the dtype of LoRA adapters on every linear layer, r=16, of a frozen model, as PEFT's
@@ -51,6 +53,7 @@ class Variant:
     flash_qla: bool = True
     fla_conv: bool = False
     composed: bool = False
+    mixers: bool = False
     backend: Any = "auto"
     batch_invariant: bool = False
     lora: str = ""
@@ -69,7 +72,11 @@ class Variant:
 
 
 def build(
-    shape: Shape, device: str, dtype: torch.dtype = torch.bfloat16, *, attention: str = "sdpa"
+    shape: Shape,
+    device: str,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    attention: str | None = None,
 ) -> nn.Module:
     """Return the shape's model with random weights, in training mode; parameters are made on the
     device in `dtype`.
@@ -119,8 +126,7 @@ def variant_of(
 
 
 def _put_in(model: nn.Module, shape: Shape, variant: Variant, upstream: Any) -> None:
-    if variant.fla_conv:
-        upstream.causal_conv1d_fn = fla_convolution()
+    _put_functions_in(upstream, variant)
     if variant.liger in ("before", "with its loss"):
         put_liger_in(model, shape.family, loss=variant.liger == "with its loss")
     if variant.composed:
@@ -136,6 +142,14 @@ def _put_in(model: nn.Module, shape: Shape, variant: Variant, upstream: Any) -> 
         quantise(model)
     if variant.lora:
         put_lora_on(model, variant.lora, variant.dora)
+
+
+def _put_functions_in(upstream: Any, variant: Variant) -> None:
+    """Put what layers look up in upstream's module there."""
+    if variant.fla_conv:
+        upstream.causal_conv1d_fn = fla_convolution()
+    if variant.mixers:
+        put_mixers_in(upstream)
 
 
 def _head(depth: int) -> dict[str, Any]:

@@ -140,6 +140,7 @@ PACKAGES = (
     "flash-qla",
     "liger-kernel",
     "causal-conv1d",
+    "mamba-ssm",
 )
 """What a table names the releases of."""
 SCRIPT = "tests.benchmarks.run_all"
@@ -171,8 +172,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="write tables and plot into this checkout's pages",
     )
     options = parser.parse_args(arguments)
+    # which has these functions below it
+    from tests.benchmarks import family_report
+
     path = options.result or newest(RESULTS)
     found = tables(path, options.ablation or newest(RESULTS, "*-ablation.jsonl"))
+    found |= family_report.tables(family_report.newest())
     if options.write is None:
         print("\n".join(found.values()))
         return

@@ -27,6 +27,8 @@ class Shape:
         published_layers: how many the published model of this width has, or None.
         sizes: the other arguments of the configuration.
         vision: those of the vision tower's; empty where there is none.
+        cut: what else is fewer than published, in words.
+        attention: the attention implementation that transformers has for it.
     """
 
     family: str
@@ -36,14 +38,17 @@ class Shape:
     published_layers: int | None
     sizes: dict[str, Any] = field(default_factory=dict)
     vision: dict[str, Any] = field(default_factory=dict)
+    cut: str = ""
+    attention: str = "sdpa"
 
     def note(self) -> str:
         """Say where the model is cut down; empty if it is whole."""
         if self.published_layers in (None, self.layers):
             return ""
+        also = f" and {self.cut}" if self.cut else ""
         return (
-            f"{self.layers} of {self.published_layers} layers, so that every variant fits into "
-            f"memory"
+            f"{self.layers} of {self.published_layers} layers{also}, so that every variant fits "
+            f"into memory"
         )
 
 
@@ -202,18 +207,23 @@ SHAPES = {
 }
 
 
-def configuration(shape: Shape, *, attention: str = "sdpa") -> Any:
-    """Return the shape's transformers configuration, with this attention implementation."""
+def configuration(shape: Shape, *, attention: str | None = None) -> Any:
+    """Return the shape's transformers configuration, with this attention implementation or its
+    own.
+    """
     import transformers
 
-    sizes = dict(num_hidden_layers=shape.layers, max_position_embeddings=262144, **shape.sizes)
+    sizes = {"max_position_embeddings": 262144, **shape.sizes}
+    # Nemotron-H counts the kinds that it is given
+    if "layers_block_type" not in sizes:
+        sizes["num_hidden_layers"] = shape.layers
     if shape.vision:
         special = special_tokens(sizes["vocab_size"])
         sizes = dict(
             text_config=sizes, vision_config=dict(shape.vision), tie_word_embeddings=True, **special
         )
     config = getattr(transformers, shape.config)(**sizes)
-    config._attn_implementation = attention
+    config._attn_implementation = attention or shape.attention
     return config
 
 

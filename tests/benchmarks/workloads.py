@@ -64,7 +64,7 @@ def groups(tiny: bool = False, backend: Any = "auto") -> list[Group]:
         *_under_autocast(tiny),
         *_whole_steps(tiny),
         *_with_head(tiny),
-        *_twice_as_long(tiny),
+        *_twice_aslong_row(tiny),
         *_lora(tiny),
         *_padded(tiny),
         *_recomputed(tiny),
@@ -80,7 +80,8 @@ def groups(tiny: bool = False, backend: Any = "auto") -> list[Group]:
     ]
 
 
-def _long(tiny: bool) -> tuple[int, ...]:
+def long_row(tiny: bool) -> tuple[int, ...]:
+    """The documents of the long row."""
     return tuple(
         log_normal_lengths(400, longest=100, shortest=5) if tiny else log_normal_lengths(TOKENS)
     )
@@ -88,7 +89,7 @@ def _long(tiny: bool) -> tuple[int, ...]:
 
 def _dense(tiny: bool) -> list[Group]:
     """The 2B shape at 32k tokens: every variant."""
-    shape, lengths, name = SHAPES["tiny" if tiny else "2b"], _long(tiny), "2b-32k-packed"
+    shape, lengths, name = SHAPES["tiny" if tiny else "2b"], long_row(tiny), "2b-32k-packed"
     packed, one = Load(lengths), Load((sum(lengths),), "record")
     plain = Load((sum(lengths),), "plain")
     liger = (
@@ -111,10 +112,10 @@ def _dense(tiny: bool) -> list[Group]:
     ]
 
 
-def _twice_as_long(tiny: bool) -> list[Group]:
+def _twice_aslong_row(tiny: bool) -> list[Group]:
     """The 2B shape at 64k tokens, where one document's attention is half of the step."""
     shape, name = SHAPES["tiny" if tiny else "2b"], "2b-64k-packed"
-    lengths = _long(tiny) + _long(tiny)
+    lengths = long_row(tiny) + long_row(tiny)
     rows = {"": Load(lengths), ", one document": Load((sum(lengths),), "record")}
     ours = [
         Group(shape, variant, tuple((name, called + what, load) for what, load in rows.items()))
@@ -132,7 +133,7 @@ def _whole_steps(tiny: bool) -> list[Group]:
     shape = SHAPES["tiny" if tiny else "2b"]
     batch = tuple(batch_lengths(4, 64, 0.5) if tiny else batch_lengths(8, 2048, 0.34))
     loads = {
-        "2b-32k-whole-step": Load(_long(tiny), whole=True),
+        "2b-32k-whole-step": Load(long_row(tiny), whole=True),
         "2b-8k-whole-step": Load(
             tuple(log_normal_lengths(*(200,) if tiny else (8192,))), whole=True
         ),
@@ -165,7 +166,7 @@ def _with_head(tiny: bool) -> list[Group]:
     """Whole steps of the 2B shape at 32k tokens, beside those that train a multi-token
     prediction head too.
     """
-    shape, load = SHAPES["tiny" if tiny else "2b"], Load(_long(tiny), whole=True)
+    shape, load = SHAPES["tiny" if tiny else "2b"], Load(long_row(tiny), whole=True)
     return [
         Group(shape, replace(PACKFREE, mtp=depth), (("2b-32k-mtp", name, load),))
         for depth, name in enumerate(("packfree", "packfree, depth 1", "packfree, depth 2"))
@@ -176,7 +177,7 @@ def _lora(tiny: bool) -> list[Group]:
     """The 2B shape at 32k tokens, frozen, with adapters in fp32, which is PEFT's default, and in
     bf16.
     """
-    shape, load = SHAPES["tiny" if tiny else "2b"], Load(_long(tiny))
+    shape, load = SHAPES["tiny" if tiny else "2b"], Load(long_row(tiny))
     variants = {
         "packfree": (PACKFREE, ""),
         "packfree+liger": (LIGER, ""),
@@ -211,7 +212,7 @@ def _under_autocast(tiny: bool) -> list[Group]:
     base in bf16 or fp32, and every weight trained in fp32.
     """
     shape = SHAPES["tiny" if tiny else "2b"]
-    long = Load(_long(tiny), whole=True, autocast=True)
+    long = Load(long_row(tiny), whole=True, autocast=True)
     short = replace(long, lengths=tuple(log_normal_lengths(*(200,) if tiny else (8192,))))
     variants = {
         "packfree": (PACKFREE, ""),
@@ -277,7 +278,7 @@ def _short(tiny: bool) -> list[Group]:
 
 def _recomputed(tiny: bool) -> list[Group]:
     """The 2B shape with gradient checkpointing, at 32k tokens and at 128k, which need it."""
-    shape, lengths = SHAPES["tiny" if tiny else "2b"], _long(tiny)
+    shape, lengths = SHAPES["tiny" if tiny else "2b"], long_row(tiny)
     loads = {"2b-32k-checkpointing": Load(lengths), "2b-128k-checkpointing": Load(4 * lengths)}
     rows = tuple((work, "packfree", load) for work, load in loads.items())
     return [Group(shape, replace(PACKFREE, checkpointing=True), rows)]
@@ -368,7 +369,7 @@ def _wide(name: str, key: str, tiny: bool) -> list[Group]:
     """Another shape: at 32k tokens and 4k patched, beside one document, and unpatched; and a
     batch that is a third full.
     """
-    lengths, short = _long(tiny), tuple(fixed_lengths(*(200, 25) if tiny else (4096, 500)))
+    lengths, short = long_row(tiny), tuple(fixed_lengths(*(200, 25) if tiny else (4096, 500)))
     rows = []
     for work, documents in ((f"{name}-32k-packed", lengths), (f"{name}-4k-packed", short)):
         rows += [

@@ -1,0 +1,107 @@
+"""The tables of families beside Qwen's, which `tests.benchmarks.report` writes with its own, from the
+newest result in results/families; a line in their place where there is none yet.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks import report
+from tests.benchmarks.families import ROWS, TITLES
+
+FOLDER = report.RESULTS / "families"
+ONLY = "(granite4h|llama|lfm2|nemotronh|gptoss|kimi)-"
+MISSING = f"Not timed yet: `python -m tests.benchmarks.run_all --no-tests --only '{ONLY}'` does.\n"
+MARK = "families"
+OURS = ("packfree", "packfree+liger")
+PADDED = ("unpatched padded, kernels put in", "unpatched padded")
+HEAD = (
+    "one step",
+    "transformers, packed",
+    "composed by hand",
+    "packfree",
+    "transformers, padded",
+    "packfree, padded",
+)
+Rows = dict[str, dict[str, Any]]
+
+
+def newest(folder: Path = FOLDER) -> Path | None:
+    """Return the result with the latest date in its name, or None."""
+    return max(folder.glob("*.json"), default=None)
+
+
+def tables(path: Path | None) -> dict[tuple[str, str], str]:
+    """Return {(page, mark): what the page has to hold there}, as `report.tables` does."""
+    pages = ("docs/performance.md", MARK), ("docs/rows.md", MARK)
+    if path is None:
+        return dict.fromkeys(pages, MISSING)
+    result = json.loads(path.read_text())
+    made = (
+        f"{report.origin(result, result['rows'])}; every number is in "
+        f"`tests/benchmarks/results/families/{path.name}`.\n"
+    )
+    short = "\n".join(part for part in (made, beside(result), report.operations(result)) if part)
+    return dict(zip(pages, (short, f"{made}\n{every(result)}")))
+
+
+def beside(result: dict[str, Any]) -> str:
+    """A row for each family: times and memory beside ours, and in brackets how often ours goes into
+    them.
+    """
+    lines = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
+    for name, row in ROWS.items():
+        packed = report.rows_of(result, f"{name}-32k-packed")
+        padded = report.rows_of(result, f"{name}-8x2048-padded")
+        ours, third = _fastest(packed, OURS), _fastest(padded, ("packfree, padded",))
+        if ours or third:
+            cells = (
+                _cell(packed.get("unpatched packed"), ours, "leaks" in row.packed_note),
+                _cell(packed.get("composed without packfree"), ours),
+                _cell(ours, None),
+                _cell(_fastest(padded, PADDED) or padded.get("unpatched padded"), third),
+                _cell(third, None),
+            )
+            title = report.heading(row.title, packed or padded)
+            lines.append(f"| {title} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _fastest(rows: Rows, names: tuple[str, ...]) -> dict[str, Any] | None:
+    timed = [rows[name] for name in names if "ms" in rows.get(name, {})]
+    return min(timed, key=lambda row: float(row["ms"]), default=None)
+
+
+def _cell(row: dict[str, Any] | None, ours: dict[str, Any] | None, leaks: bool = False) -> str:
+    if row is None:
+        return ""
+    if "ms" not in row:
+        kind = str(row.get("error", "not measured")).split(":")[0]
+        return "out of memory" if kind == "OutOfMemoryError" else kind
+    against = f" ({row['ms'] / ours['ms']:.1f} x)" if ours else ""
+    return f"{row['ms']:,.0f} ms, {row['peak_gib']:.0f} GiB{against}{', leaks' * leaks}"
+
+
+def every(result: dict[str, Any]) -> str:
+    """Every row, by speed, with what its reader has to know."""
+    lines = ["| one step | ms | real tokens/s | peak GiB | what runs |", "|---" * 5 + "|"]
+    for workload, title in TITLES.items():
+        rows = report.rows_of(result, workload)
+        if rows:
+            lines.append(f"| **{report.heading(title, rows)}** | | | | |")
+            ordered = sorted(rows.values(), key=lambda row: -row.get("real_tokens_per_s", 0))
+            lines += [_line(row) for row in ordered]
+    return "\n".join(lines) + "\n"
+
+
+def _line(row: dict[str, Any]) -> str:
+    runs = [f"{op}: {name}" for op, name in row.get("implementations", {}).items()]
+    what = "; ".join(filter(None, (*runs, row.get("note"))))
+    if "ms" not in row:
+        return f"| {row['variant']} | {_cell(row, None)} | | | {what} |"
+    return (
+        f"| {row['variant']} | {row['ms']:,.0f} | {row['real_tokens_per_s']:,.0f} | "
+        f"{row['peak_gib']:.1f} | {what} |"
+    )
