@@ -37,6 +37,49 @@ _SMALL_LFM2: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+_ATTENTION: dict[str, Any] = {
+    "vocab_size": 2048,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": True,
+}
+_SMALL_GPT_OSS: dict[str, Any] = {
+    **_ATTENTION,
+    "head_dim": 32,
+    "intermediate_size": 256,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+_SMALL_GRANITE4H: dict[str, Any] = {
+    **_ATTENTION,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"],
+    "shared_intermediate_size": 768,
+    "num_local_experts": 0,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "pad_token_id": 0,
+}
+_SMALL_KIMI: dict[str, Any] = {
+    **_ATTENTION,
+    "num_key_value_heads": 8,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"],
+    "linear_num_heads": 4,
+    "linear_head_dim": 64,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 _2B: dict[str, Any] = {
     "vocab_size": 248320,
     "hidden_size": 2048,
@@ -85,6 +128,10 @@ _QWEN3_VL = {name: value for name, value in _SMALL_TEXT.items() if not name.star
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "small": ("Qwen3_5TextConfig", _SMALL),
     "2b": ("Qwen3_5TextConfig", _2B),
+    "small-llama": ("LlamaConfig", _ATTENTION),
+    "small-gpt-oss": ("GptOssConfig", _SMALL_GPT_OSS),
+    "small-granite4h": ("GraniteMoeHybridConfig", _SMALL_GRANITE4H),
+    "small-kimi": ("KimiLinearConfig", _SMALL_KIMI),
     "small-lfm2": ("Lfm2Config", _SMALL_LFM2),
     "small-vl": ("Qwen3_5Config", _SMALL_VL),
     "2b-vl": (

@@ -169,9 +169,9 @@ def _verify_options(parser: argparse.ArgumentParser) -> None:
 
 def _bench_options(parser: argparse.ArgumentParser) -> None:
     model = (
-        "a shape (small, small-lfm2, 2b; with images: small-vl, small-qwen3-vl, 2b-vl), a config "
-        "or checkpoint folder, a folder of PEFT's adapters, a hub id, or a built-in name "
-        "(default: small)"
+        "a shape (small, small-llama, small-gpt-oss, small-granite4h, small-lfm2, small-kimi, 2b; "
+        "with images: small-vl, small-qwen3-vl, 2b-vl), a config or checkpoint "
+        "folder, a folder of PEFT's adapters, a hub id, or a built-in name (default: small)"
     )
     parser.add_argument("model", nargs="?", default="small", help=model)
     lengths = (
