@@ -1,15 +1,15 @@
-"""CUDA graphs of a text model's layers: captured once for rows of about one length, replayed for any
-documents in them.
+"""CUDA graphs of a text model's layers: captured once for rows of about one length, replayed for
+any documents in them.
 
-A step of few tokens waits for the host, which starts some 60 kernels a layer. A captured graph starts
-them all at once, with the addresses and sizes that they had; what differs from row to row (offsets,
-plans, positions, embeddings) is therefore data at fixed addresses, of fixed sizes:
+A step of few tokens waits for the host, which starts some 60 kernels a layer. A captured graph
+starts them all at once, with the addresses and sizes that they had; what differs from row to row
+(offsets, plans, positions, embeddings) is therefore data at fixed addresses, of fixed sizes:
 
 - `bucket`: a row is padded to a bucket by one document at its end; offsets and plans to a bound.
 - `plans`: every plan that a captured kernel reads is made anew for each row and written where the
-  kernel reads it. A plan of another size or kind, and whatever else would have to be known on the host,
-  keeps a row out of the graph.
+  kernel reads it. A plan of another size or kind, and whatever else would have to be known on the
+  host, keeps a row out of the graph.
 - `capture`: the two graphs of a bucket, forward and backward, and their place in autograd.
-- `settings`: what a graph depends on beside its inputs; where it changed, the graph is captured anew.
+- `settings`: what a graph depends on beside its inputs; where it changed, it is captured anew.
 - `runner`: which rows are replayed, which are not, and why.
 """

@@ -1,9 +1,9 @@
 """Two CUDA graphs of one function, forward and backward, and their place in autograd.
 
-torch's `make_graphed_callables` hands out the memory that a replay writes: a second forward before the
-first one's backward, gradients that are accumulated, or an output that somebody keeps would read what
-belongs to another row. Here everything that leaves is a copy, and a graph whose backward is still to
-come is not replayed.
+torch's `make_graphed_callables` hands out the memory that a replay writes: a second forward before
+the first one's backward, gradients that are accumulated, or an output that somebody keeps would
+read what belongs to another row. Here everything that leaves is a copy, and a graph whose backward
+is still to come is not replayed.
 """
 
 from __future__ import annotations
@@ -58,10 +58,12 @@ class Graph:
             del out
         before.wait_stream(side)
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._forward, pool=pool, stream=side):
+        # other threads pin memory for the next batches meanwhile
+        options: Any = {"pool": pool, "stream": side, "capture_error_mode": "thread_local"}
+        with torch.cuda.graph(self._forward, **options):
             out = body(*self.inputs)
         self.d_out = torch.zeros_like(out)
-        with torch.cuda.graph(self._backward, pool=pool, stream=side):
+        with torch.cuda.graph(self._backward, **options):
             grads = torch.autograd.grad(out, wanted, self.d_out, allow_unused=True)
         self.out = out.detach()
         left = iter(grads)

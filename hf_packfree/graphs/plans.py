@@ -68,8 +68,8 @@ class CapturedSequence(PackedSequence):
         """Write another row's offsets and plans over this one's, on the device.
 
         Raises:
-            OtherPlan: one of them has another size, or says something on the host that was captured;
-                nothing was written.
+            OtherPlan: one of them has another size, or says something on the host that was
+                captured; nothing was written.
         """
         pairs = [(self.cu_seqlens, packed.cu_seqlens), (self.seq_idx, packed.seq_idx)]
         for build, args, plan in self.made:

@@ -19,8 +19,9 @@ from hf_packfree.graphs.settings import Settings, why_not
 from hf_packfree.packing import PackedSequence
 
 logger = logging.getLogger("hf_packfree")
-LONGEST = 16384
-"""Tokens from which on the host is never waited for, so that a graph gains nothing."""
+LONGEST, LONGEST_TRAINED = 8192, 6144
+"""Tokens beyond which the GPU has more to do than the host, and copies of gradients take more than
+a graph saves: where few weights are trained, and where most are (docs/performance.md)."""
 SEEN = 2
 """How often a bucket has to be seen before it is captured."""
 CHANGES = 16
@@ -30,8 +31,8 @@ MOST = 24
 Embed = Callable[[], Tensor]
 """Returns the row's embeddings, [1, T, D]."""
 Layers = Callable[[Tensor, Tensor, PackedSequence], Tensor]
-"""The layers of a text model: embeddings [1, T, D], positions [..., 1, T] and the record, to the last
-hidden states [1, T, D]."""
+"""The layers of a text model: embeddings [1, T, D], positions [..., 1, T] and the record, to the
+last hidden states [1, T, D]."""
 
 
 @dataclass(eq=False)
@@ -66,10 +67,11 @@ class Runner:
     _pool: Any = None
     _looked: bool = False
     _changes: int = 0
+    _longest: int = 0
 
     def look(self) -> None:
-        """Notice what changed since the graphs were captured; worth calling before the GPU is waited
-        for.
+        """Notice what changed since the graphs were captured; worth calling before the GPU is
+        waited for.
         """
         trunk = self.trunk()
         if trunk is None:
@@ -80,7 +82,7 @@ class Runner:
             self._given_up.clear()
             self._settings, self._pool = Settings(trunk), None
             self._changes += 1
-            self._why_not = why_not(trunk)
+            self._why_not, self._longest = why_not(trunk), _longest(trunk)
         if self._changes > CHANGES + self.replayed // CHANGES:
             self._why_not = "the model's settings change with its steps"
 
@@ -98,7 +100,7 @@ class Runner:
         if not self._looked:
             self.look()
         self._looked = False
-        found: Tensor | str | None = why_not or self._why_not or _why_not_row(packed)
+        found: Tensor | str | None = why_not or self._why_not or _why_not_row(packed, self._longest)
         if found is None:
             found = self._replay(layers, embed, positions, packed)
         if isinstance(found, Tensor):
@@ -208,9 +210,17 @@ class Graphs:
         return Graphs, ()
 
 
-def _why_not_row(packed: PackedSequence) -> str | None:
-    if packed.num_tokens > LONGEST:
-        return f"it is longer than {LONGEST:,} tokens, and the host is not waited for"
+def _longest(trunk: nn.Module) -> int:
+    """Return up to how many tokens a graph pays."""
+    sizes = Counter[bool]()
+    for x in trunk.parameters():
+        sizes[x.requires_grad] += x.numel()
+    return LONGEST_TRAINED if sizes[True] > sizes[False] else LONGEST
+
+
+def _why_not_row(packed: PackedSequence, longest: int) -> str | None:
+    if packed.num_tokens > longest:
+        return f"it has more than {longest:,} tokens, for which a graph does not pay"
     if packed.tree is not None or packed.is_shard:
         return "it is a tree, or ranks share it"
     if packed.left_pad_segments:

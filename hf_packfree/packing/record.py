@@ -113,8 +113,8 @@ class PackedSequence:
             whole. `is_shard`, `whole_row`, `whole_batch`, `ranks` and `cut` ask for less.
         tree: each segment's parent, where documents share prefixes; None: every segment is a
             document of its own.
-        bounded: whether N, `max_seqlen` and the sizes of plans are bounds that other rows share, see
-            `hf_packfree.graphs`: the last segments are empty then.
+        bounded: whether N, `max_seqlen` and the sizes of plans are bounds that other rows share,
+            see `hf_packfree.graphs`: the last segments are empty then.
     """
 
     cu_seqlens: Tensor

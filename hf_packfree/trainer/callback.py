@@ -60,8 +60,9 @@ class PackFreeCallback(TrainerCallback):
     none, nor has a model whose training was interrupted between steps.
 
     Args:
-        backend, batch_invariant, padded, cuda_graphs, mtp: as for `apply_patches`, whose errors are raised when
-            the Trainer is initialised; an unknown value is refused at once (ValueError).
+        backend, batch_invariant, padded, cuda_graphs, mtp: as for `apply_patches`, whose errors are
+            raised when the Trainer is initialised; an unknown value is refused at once
+            (ValueError).
         unpacked: as for `apply_patches`; None: "native", so that batches whose rows are one
             document each, too, train in the patched layers and without logits, or what a model has
             that was patched before. "upstream" is for bits as without us.

@@ -187,16 +187,21 @@ def time_row(
     if note:
         row["note"] = note
     if load.counted:
-        row |= counts(step, clock.device)
-        if clock.device == "cuda":
-            # a graph's memory counts as free while nothing outlives its replay
-            row["reserved_gib"] = torch.cuda.memory_reserved() / 2**30
-        if report := patch_report(model).cuda_graphs:
-            row["cuda_graphs"] = report
+        row |= _counted(model, step, clock)
     if profile_to is not None:
         row["kernel_ms"] = profile(step, clock.device, profile_to)
     model.zero_grad(set_to_none=True)
     return row
+
+
+def _counted(model: Any, step: Callable[[], Any], clock: Clock) -> dict[str, Any]:
+    """Return what a short step waits for, and its graphs."""
+    row: dict[str, Any] = dict(counts(step, clock.device))
+    if clock.device == "cuda":
+        # a graph's memory counts as free while nothing outlives its replay
+        row["reserved_gib"] = torch.cuda.memory_reserved() / 2**30
+    report = patch_report(model).cuda_graphs
+    return row | ({"cuda_graphs": report} if report else {})
 
 
 def run_floors(results: Results, clock: Clock, tiny: bool) -> None:

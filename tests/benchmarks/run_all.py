@@ -46,6 +46,7 @@ TESTS = (
     "gpu/test_shards.py",
     "gpu/test_autotune.py",
     "gpu/test_launch.py",
+    "gpu/test_graphs.py",
     "gpu/test_verify.py",
     "integrations/test_liger.py",
     "integrations/test_parallel.py",

@@ -79,7 +79,7 @@ def test_rows_have_names_of_their_own():
         "2b-8x2048-padded",
         "moe-32k-packed",
     }
-    sizes = (1024, 4096, 8192, TOKENS, 2 * TOKENS, 4 * TOKENS, 5567, 11108)
+    sizes = (1024, 2048, 4096, 8192, TOKENS, 2 * TOKENS, 4 * TOKENS, 5567, 11108)
     assert all(row[2].real_tokens in sizes for group in groups() for row in group.rows)
 
 

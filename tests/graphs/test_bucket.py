@@ -66,15 +66,15 @@ def test_our_kernels_skip_empty_documents():
 
     q, k, v, x = drawn(2, 64), drawn(1, 64), drawn(1, 64), drawn(64)
     weight = torch.randn(64, 1, 4, generator=generator)
-    for inputs, run in (
+    for parts, run in (
         ((q, k, v), lambda *inputs: attention.attend(*inputs[:-1], inputs[-1])),
         ((x,), lambda x, packed: conv.causal_conv1d(x, weight, packed, None, True)),
     ):
-        alone = run(*inputs, packed)
-        longer = [_padded(part, bucket) for part in inputs]
+        alone = run(*parts, packed)
+        longer = [_padded(part, bucket) for part in parts]
         out = run(*longer, row)
         d_out = torch.randn(alone.shape, generator=generator)
-        wanted = torch.autograd.grad(alone, inputs, d_out)
+        wanted = torch.autograd.grad(alone, parts, d_out)
         found = torch.autograd.grad(out, longer, lengthened(d_out, bucket, 1))
         assert torch.equal(out[:, : packed.num_tokens], alone)
         for part, other in zip(found, wanted, strict=True):

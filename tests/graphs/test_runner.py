@@ -1,0 +1,236 @@
+"""Which rows are replayed: with a stand-in that runs the layers again where a GPU would replay a
+graph.
+
+The bits of real graphs are tested on GPUs (tests/gpu/test_graphs.py).
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from transformers import Qwen3_5ForCausalLM
+
+from hf_packfree import PackedSequence, apply_patches, patch_report, remove_patches
+from hf_packfree.graphs import capture, plans, runner
+from hf_packfree.graphs.settings import Settings, why_not
+from hf_packfree.models import graphs as of_models
+from hf_packfree.models.qwen3_5 import tiny_config
+from hf_packfree.models.state import state_of
+from tests.support import CONTROL, LOGIT_TOL
+
+
+class Again(capture.Graph):
+    """Runs the layers at every replay, on the tensors that a graph would read and write."""
+
+    def _capture(self, body, pool):
+        self.body = body
+        body(*self.inputs)
+
+    def run_forward(self, inputs):
+        for own, given in zip(self.inputs, inputs, strict=True):
+            own.detach().copy_(given)
+        with torch.enable_grad():
+            self.live = self.body(*self.inputs)
+        return self.live.detach().clone()
+
+    def run_backward(self, d_out):
+        wanted = [x for x in self.inputs if x.requires_grad] + [*self.parameters]
+        grads = iter(torch.autograd.grad(self.live, wanted, d_out, allow_unused=True))
+        return [next(grads) if x.requires_grad else None for x in self.inputs] + [*grads]
+
+
+def _become(self, packed):
+    """PyTorch's plans on a CPU are no tables: what the layers run on next is another record."""
+    for name in ("cu_seqlens", "cu_seqlens_cpu", "seq_idx", "max_seqlen"):
+        object.__setattr__(self, name, getattr(packed, name))
+    self._memo.clear()
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch):
+    """Let graphs be captured here, of rows without empty documents, which PyTorch's layers lack."""
+    monkeypatch.setattr(runner, "Graph", Again)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(plans.CapturedSequence, "become", _become)
+    monkeypatch.setattr(runner, "why_not", lambda module: None)
+    monkeypatch.setattr(of_models, "_is_training_step", lambda trunk, row: trunk.training)
+
+    def padded(packed, bucket):
+        spare = bucket.tokens - packed.num_tokens
+        return PackedSequence.from_lengths(packed.lengths + [spare] * (spare > 0))
+
+    monkeypatch.setattr(runner, "in_bucket", padded)
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return apply_patches(Qwen3_5ForCausalLM(tiny_config()).train(), cuda_graphs="auto")
+
+
+ROWS = (30, 20, 7), (9, 9, 9, 9, 21), (56, 1), (3, 50)
+
+
+def inputs_of(lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "input_ids": torch.randint(1, 100, (1, sum(lengths)), generator=generator),
+        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
+    }
+
+
+def hidden(model, lengths, seed=0, **more):
+    return model.base_model(**inputs_of(lengths, seed), **more).last_hidden_state
+
+
+def of(model):
+    return state_of(model).graphs.of(model.base_model)
+
+
+def test_rows_of_one_bucket_are_what_their_documents_are_alone(model):
+    for seed, lengths in enumerate(ROWS * 3):
+        found = hidden(model, lengths, seed)
+        parts = inputs_of(lengths, seed)["input_ids"].split(lengths, 1)
+        model.eval()
+        with torch.no_grad():
+            alone = [model.base_model(input_ids=ids).last_hidden_state for ids in parts]
+            plain = model.base_model(input_ids=torch.cat(parts, 1)).last_hidden_state
+        model.train()
+        assert (found - torch.cat(alone, 1)).abs().max() < LOGIT_TOL
+        assert (plain - torch.cat(alone, 1)).abs().max() > CONTROL * LOGIT_TOL
+        found.sum().backward()
+    assert of(model).replayed >= 2 * len(ROWS)
+
+
+def test_gradients_are_those_without_graphs(model):
+    other = apply_patches(copy.deepcopy(remove_patches(model)))
+    apply_patches(model, cuda_graphs="auto")
+    for seed, lengths in enumerate(ROWS * 2):
+        for each in (model, other):
+            each(
+                **inputs_of(lengths, seed), labels=inputs_of(lengths, seed)["input_ids"]
+            ).loss.backward()
+        for (name, mine), its in zip(model.named_parameters(), other.parameters(), strict=True):
+            assert torch.allclose(mine.grad, its.grad, atol=1e-5), name
+    assert of(model).replayed >= len(ROWS)
+
+
+def test_a_row_waits_for_the_backward_of_the_one_before(model):
+    for _ in range(2):
+        hidden(model, ROWS[0]).sum().backward()
+    first = hidden(model, ROWS[0])
+    replayed = of(model).replayed
+    second = hidden(model, ROWS[0])
+    assert of(model).replayed == replayed
+    assert "still to come" in patch_report(model).cuda_graphs
+    assert torch.allclose(first, second, atol=1e-6)
+    first.sum().backward()
+    third = hidden(model, ROWS[0])
+    assert of(model).replayed == replayed + 1
+    third.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second backward pass"):
+        third.sum().backward()
+    # one that nobody will go back through is not waited for
+    hidden(model, ROWS[0])
+    hidden(model, ROWS[0])
+    assert of(model).replayed == replayed + 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.base_model.layers[0].requires_grad_(False),
+        lambda model: setattr(model.lm_head, "nothing", 1) or model.base_model.norm.half(),
+        lambda model: model.base_model.layers[0].register_forward_hook(lambda *_: None),
+        lambda model: setattr(model.base_model.layers[0], "scaling", 2.0),
+        lambda model: model.base_model.layers[0].eval(),
+        lambda model: setattr(model.base_model.norm, "weight", torch.nn.Parameter(torch.ones(64))),
+    ],
+    ids=["frozen", "dtype", "hook", "setting", "mode", "weight"],
+)
+def test_what_a_graph_depends_on(model, change):
+    settings = Settings(model.base_model)
+    assert settings.hold()
+    change(model)
+    assert not settings.hold()
+    assert Settings(model.base_model).hold()
+
+
+def test_settings_inside_containers_count(model):
+    model.base_model.layers[0].scaling = {"default": 1.0}
+    settings = Settings(model.base_model)
+    model.base_model.layers[0].scaling["default"] = 2.0
+    assert not settings.hold()
+
+
+def test_an_optimizer_s_step_changes_no_setting(model):
+    settings, optimizer = Settings(model.base_model), torch.optim.AdamW(model.parameters())
+    model(**inputs_of(ROWS[0]), labels=inputs_of(ROWS[0])["input_ids"]).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert settings.hold()
+
+
+def test_what_cannot_be_captured_is_named(model):
+    trunk = model.base_model
+    assert why_not(trunk) == "its weights are on cpu"
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    assert why_not(trunk) == "layers are recomputed in the backward pass"
+    trunk.layers[2].mlp.register_forward_pre_hook(lambda *_: None)
+    trunk.get_input_embeddings().register_forward_hook(lambda *_: None)
+    getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)()
+    assert why_not(trunk) == "layers.2.mlp has hooks"
+
+
+def test_outputs_of_layers_run_without(model):
+    hidden(model, ROWS[0], output_hidden_states=True)
+    assert "output_hidden_states is wanted" in patch_report(model).cuda_graphs
+    model.base_model(**inputs_of((8200,)), use_cache=False)
+    assert of(model).replayed == 0
+
+
+def test_a_capture_that_fails_is_not_tried_again(model, monkeypatch, caplog):
+    def fails(*_):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(Again, "_capture", fails)
+    for _ in range(4):
+        hidden(model, ROWS[0]).sum().backward()
+    assert (
+        "3 because the capture failed: operation not permitted" in patch_report(model).cuda_graphs
+    )
+    assert sum("without a CUDA graph" in record.message for record in caplog.records) == 1
+
+
+def test_a_layer_that_reads_one_row_s_lengths_is_not_captured(model, monkeypatch):
+    forward = type(model.base_model.layers[0]).forward
+
+    def reads(self, *args, **kwargs):
+        assert kwargs["packed_sequence"].lengths
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(model.base_model.layers[0]), "forward", reads)
+    for _ in range(3):
+        hidden(model, ROWS[0]).sum().backward()
+    assert of(model).replayed == 0
+    assert "a layer reads lengths of the record" in patch_report(model).cuda_graphs
+
+
+def test_a_copy_and_a_pickle_have_no_graphs(model):
+    for _ in range(3):
+        hidden(model, ROWS[0]).sum().backward()
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert of(other).replayed == 0
+        hidden(other, ROWS[0]).sum().backward()
+
+
+def test_never_is_the_default():
+    model = apply_patches(Qwen3_5ForCausalLM(tiny_config()).train())
+    for _ in range(3):
+        hidden(model, ROWS[0]).sum().backward()
+    assert of(model).replayed == 0 and patch_report(model).cuda_graphs == ""
+    with pytest.raises(ValueError, match="cuda_graphs='always'"):
+        apply_patches(Qwen3_5ForCausalLM(tiny_config()), cuda_graphs="always")
