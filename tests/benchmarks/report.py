@@ -173,15 +173,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     options = parser.parse_args(arguments)
     # which has these functions below it
-    from tests.benchmarks import family_report
+    from tests.benchmarks import family_report, short_report
 
     path = options.result or newest(RESULTS)
     found = tables(path, options.ablation or newest(RESULTS, "*-ablation.jsonl"))
     found |= family_report.tables(family_report.newest())
+    found |= short_report.tables(short_report.newest())
     if options.write is None:
         print("\n".join(found.values()))
         return
     draw(json.loads(path.read_text()), options.write / PLOT)
+    short_report.draw(short_report.newest(), options.write / short_report.PLOT)
     for (page, mark), text in found.items():
         (options.write / page).write_text(put_in((options.write / page).read_text(), mark, text))
 

@@ -111,9 +111,9 @@ def restored(upstream: Any):
         vars(upstream).update(names)
 
 
-def error_of(name: str, variant: Any) -> float:
+def error_of(row: str, variant: Any) -> float:
     """The relative error of a packed row's hidden states against documents run one by one."""
-    shape = family_shape(name, tiny=True)
+    shape = family_shape(row, tiny=True)
     upstream = import_module(f"transformers.models.{shape.family}.modeling_{shape.family}")
     model = build(shape, "cpu", torch.float32)
     with torch.no_grad():
@@ -124,7 +124,8 @@ def error_of(name: str, variant: Any) -> float:
     parts = inputs["input_ids"].split(LENGTHS, dim=1)
     with torch.no_grad(), restored(upstream):
         # which a module that was imported before the stand-ins took from elsewhere
-        vars(upstream).update({"chunk_kda": delta} if hasattr(upstream, "chunk_kda") else {})
+        name = "chunk_kimi_delta_attention"
+        vars(upstream).update({name: delta} if hasattr(upstream, name) else {})
         trunk = model.base_model
         alone = torch.cat(
             [trunk(input_ids=part, use_cache=False).last_hidden_state for part in parts], 1
