@@ -77,7 +77,7 @@ class Runner:
         if trunk is None:
             return
         self._looked = True
-        if self._settings is None or not self._settings.hold():
+        if self._settings is None or not self._settings.hold(trunk):
             self.graphs.clear()
             self._given_up.clear()
             self._settings, self._pool = Settings(trunk), None

@@ -30,7 +30,6 @@ class Settings:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
         found = [
             found
             for part in module.modules()
@@ -43,8 +42,8 @@ class Settings:
         self._tensors = [*_tensors(module)]
         self._addresses, self._switches = _addresses(self._tensors), _switches(module)
 
-    def hold(self) -> bool:
-        """Whether all is as it was."""
+    def hold(self, module: nn.Module) -> bool:
+        """Whether all of the same model is as it was."""
         try:
             same = not any(self._empty) and self._attributes == self._copies
         # a tensor in the place of another compares element by element
@@ -53,7 +52,7 @@ class Settings:
         return (
             same
             and self._addresses == _addresses(self._tensors)
-            and self._switches == _switches(self._module)
+            and self._switches == _switches(module)
         )
 
 

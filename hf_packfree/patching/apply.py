@@ -79,7 +79,7 @@ def apply_patches(
             where most weights are trained) replay CUDA graphs of the layers on one GPU, so that
             they do not wait for the host. A graph is captured when a row of about that length comes
             for the second time, and its memory stays. What cannot be captured (recomputed layers,
-            hooks, FSDP2, weights in 4 bits, documents that are cut, shared prefixes) runs without,
+            hooks, FSDP2, weights in 4 bits, shared prefixes) runs without,
             and `patch_report` says why. "never": no graphs.
         mtp: the multi-token prediction head that Qwen3.5 and Qwen3-Next checkpoints carry and
             transformers drops: None leaves it dropped, "keep" reads it from the checkpoint that the

@@ -31,14 +31,6 @@ ROWS = (
 """Of about one length, in buckets of 16 and of 64 documents."""
 
 
-@pytest.fixture(autouse=True)
-def fewer_tokens(monkeypatch):
-    """Longer documents are cut, which keeps their rows out of graphs."""
-    monkeypatch.setattr(
-        "hf_packfree.ops.delta_rule.flash_qla_segments.cuts_on", lambda device: False
-    )
-
-
 def model_of(**options: Any) -> Any:
     return small(NARROW, cuda_graphs="auto", unpacked="native", **options)
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_packfree.graphs.bucket import FINEST, STEPS, Bucket, bucket_of, in_bucket
+from hf_packfree.ops.attention import cudnn
+from hf_packfree.ops.delta_rule.segments import plan_segments
 from hf_packfree.packing import PackedSequence, chunk_plan
 
 rows = st.lists(st.integers(1, 700), min_size=1, max_size=40)
@@ -43,3 +46,20 @@ def test_a_bucket_is_not_for_rows_that_are_much_shorter():
     assert not bucket.holds(PackedSequence.from_lengths([1000, 499]))
     assert not bucket.holds(PackedSequence.from_lengths([1025, 500]))
     assert not bucket.holds(PackedSequence.from_lengths([100] * 15))
+
+
+def test_documents_of_a_bounded_row_are_not_cut():
+    packed = PackedSequence.from_lengths([8000, 64])
+    assert plan_segments(packed, 8) is not None
+    assert plan_segments(in_bucket(packed, bucket_of(packed)), 8) is None
+
+
+def test_documents_of_a_bounded_row_do_not_go_to_cudnn(monkeypatch):
+    packed = PackedSequence.from_lengths([40, 8])
+    x = torch.zeros(1, 48, 1, 8)
+    monkeypatch.setattr(cudnn, "_usable", lambda *_: True)
+    monkeypatch.setattr(cudnn, "_attend_document", lambda q, *_: q + 1)
+    monkeypatch.setattr(cudnn.triton_native, "attend", lambda q, *_, **__: q)
+    assert cudnn.attend(x, x, x, packed, long=40).sum() == 40 * 8
+    row = in_bucket(packed, bucket_of(packed))
+    assert cudnn.attend(x, x, x, row, long=40).sum() == 0

@@ -153,17 +153,17 @@ def test_a_row_waits_for_the_backward_of_the_one_before(model):
 )
 def test_what_a_graph_depends_on(model, change):
     settings = Settings(model.base_model)
-    assert settings.hold()
+    assert settings.hold(model.base_model)
     change(model)
-    assert not settings.hold()
-    assert Settings(model.base_model).hold()
+    assert not settings.hold(model.base_model)
+    assert Settings(model.base_model).hold(model.base_model)
 
 
 def test_settings_inside_containers_count(model):
     model.base_model.layers[0].scaling = {"default": 1.0}
     settings = Settings(model.base_model)
     model.base_model.layers[0].scaling["default"] = 2.0
-    assert not settings.hold()
+    assert not settings.hold(model.base_model)
 
 
 def test_an_optimizer_s_step_changes_no_setting(model):
@@ -171,7 +171,7 @@ def test_an_optimizer_s_step_changes_no_setting(model):
     model(**inputs_of(ROWS[0]), labels=inputs_of(ROWS[0])["input_ids"]).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    assert settings.hold()
+    assert settings.hold(model.base_model)
 
 
 def test_what_cannot_be_captured_is_named(model):

@@ -39,7 +39,8 @@ def attend(
     """See `hf_packfree.ops.attention.attention`; documents of `long` tokens and more are
     cuDNN's.
     """
-    if packed.max_seqlen < long or not _usable(q, k, v):
+    # the plan of a bounded row is that of other documents too
+    if packed.bounded or packed.max_seqlen < long or not _usable(q, k, v):
         return triton_native.attend(q, k, v, packed, scale=scale)
     pieces: list[Piece] = packed.cached(plan_pieces, long)
     if len(pieces) == 1:

@@ -114,12 +114,15 @@ class Segments:
 
 
 def plan_segments(packed: PackedSequence, lanes: int) -> Segments | None:
-    """Cut documents where the row is expected to be walked faster for it; None: nowhere.
+    """Cut documents where the row is expected to be walked faster for it; None: nowhere, and in a
+    bounded row, whose plans are those of other documents too.
 
     Args:
         packed: the documents.
         lanes: how many segments run at once, each with all of its heads.
     """
+    if packed.bounded:
+        return None
     chunks = [-(-length // CHUNK) for length in packed.lengths]
     longest, share = max(chunks), sum(chunks) / lanes
     if longest < _SHORTEST or longest <= share or len(chunks) >= _MOST * lanes:
