@@ -76,10 +76,6 @@ TITLES = {
     "trl-8k-full": "`SFTTrainer`, full training, its defaults, step to step, 8,192 tokens",
     "trainer-8k-full": "`Trainer(bf16=True)`, full training, fp32 weights, step to step, 8,192 "
     "tokens",
-    "2b-group16": "2B shape, log-probabilities and AdamW: a prompt of 2,048 tokens with 16 answers of "
-    "512; tokens are those that a variant computes",
-    "2b-multiturn": "2B shape, the same step: a tree of three levels, four children each, segments of "
-    "300 tokens",
     "2b-32k-packed": "2B shape, 32,768 tokens in {documents} documents",
     "2b-64k-packed": "2B shape, 65,536 tokens",
     "2b-32k-checkpointing": "2B shape, 32,768 tokens, layers recomputed in the backward pass "
@@ -172,13 +168,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="write tables and plot into this checkout's pages",
     )
     options = parser.parse_args(arguments)
-    # which has these functions below it
-    from tests.benchmarks import family_report, short_report
+    # which have these functions below them
+    from tests.benchmarks import family_report, prefix_report, short_report
 
     path = options.result or newest(RESULTS)
     found = tables(path, options.ablation or newest(RESULTS, "*-ablation.jsonl"))
     found |= family_report.tables(family_report.newest())
     found |= short_report.tables(short_report.newest())
+    found |= prefix_report.tables(prefix_report.newest())
     if options.write is None:
         print("\n".join(found.values()))
         return

@@ -4,9 +4,12 @@ ours reads the same paths.
 
 from __future__ import annotations
 
+import json
+
 import torch
 
 from hf_packfree.ops.attention import attention
+from tests.benchmarks import prefix_report
 from tests.benchmarks.prefixes import attend, group, packed, shared, turns, words_of_trl
 
 
@@ -37,3 +40,19 @@ def test_attention_beside_ours_reads_the_same_paths():
     turned = (x.transpose(1, 2) for x in (q, k, v))
     found, _ = attend(None, *turned, None, scaling=8**-0.5, **words_of_trl(row))
     torch.testing.assert_close(found, attention(q, k, v, row.packed_sequence))
+
+
+def test_the_newest_result_becomes_a_table(tmp_path):
+    about = {"workload": "machine", "machine": "NVIDIA Test", "date": "2026-01-02", "versions": {}}
+    timed = {"ms": 313.94, "peak_gib": 37.919, "tokens": 10240, "times_as_long": 1.0}
+    rows = [
+        {"workload": "2b-group16", "variant": "packfree tree", **timed},
+        {"workload": "2b-group16", "variant": "packfree packed", "error": "OutOfMemoryError: CUDA"},
+    ]
+    for day in (1, 2):
+        path = tmp_path / f"2026-01-0{day}-nvidia-test.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in [about, *rows[:day]]))
+    (text,) = prefix_report.tables(prefix_report.newest(tmp_path)).values()
+    assert "Made on 2026-01-02 on one NVIDIA Test" in text and path.name in text
+    assert "| packfree tree | 10,240 | 313.9 | 37.9 | 1.00 |" in text
+    assert "| packfree packed | | out of memory | | |" in text

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.benchmarks import family_report, report, run_all
+from tests.benchmarks import family_report, prefix_report, report, run_all, short_report
 
 RESULT = {
     "machine": "NVIDIA Test",
@@ -290,6 +290,8 @@ def test_the_pages_get_the_newest_result(tmp_path, results):
         and report.newest(tmp_path, "*-ablation.jsonl") == results[1]
     )
     found = report.tables(*results) | family_report.tables(family_report.newest())
+    found |= short_report.tables(short_report.newest())
+    found |= prefix_report.tables(prefix_report.newest())
     wanted = dict[str, str]()
     for (page, mark), text in found.items():
         (tmp_path / page).parent.mkdir(exist_ok=True)

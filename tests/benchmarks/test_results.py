@@ -9,7 +9,13 @@ import re
 
 import pytest
 
-from tests.benchmarks import context_parallel_report, family_report, report, short_report
+from tests.benchmarks import (
+    context_parallel_report,
+    family_report,
+    prefix_report,
+    report,
+    short_report,
+)
 from tests.benchmarks.timing import read_lines
 
 NEWEST = report.newest(report.RESULTS)
@@ -21,6 +27,7 @@ def test_the_pages_hold_the_tables_of_the_newest_results():
     """If not: python -m tests.benchmarks.report --write."""
     found = report.tables(NEWEST, ABLATED) | family_report.tables(family_report.newest())
     found |= short_report.tables(short_report.newest())
+    found |= prefix_report.tables(prefix_report.newest())
     for (page, mark), text in found.items():
         held = (report.ROOT / page).read_text()
         assert held == report.put_in(held, mark, text), page
