@@ -178,7 +178,7 @@ def results(tmp_path):
         ("two-gpus-gradients", "| documents, state | 8,192 | 1.20e-02 | 3.40e-02 |"),
         (
             "two-gpus-fsdp2",
-            "| full training, 32,768 tokens a rank | out of memory |  | 700 ms, 60 GiB |  |",
+            "| full training, 32,768 tokens a rank | out of memory | 700 ms, 60 GiB |",
         ),
         ("two-gpus-trainer", "| LoRA | 700 ms, 60 GiB | 700 ms, 60 GiB | 0.0003 |"),
         ("two-gpus-curves", "in nats a byte: two GPUs 0.0007."),
