@@ -5,6 +5,7 @@ newest result in results/families; a line in their place where there is none yet
 from __future__ import annotations
 
 import json
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from tests.benchmarks.families import ROWS, TITLES
 
 FOLDER = report.RESULTS / "families"
 ONLY = "(granite4h|llama|lfm2|nemotronh|gptoss|kimi)-"
-MISSING = f"Not timed yet: `python -m tests.benchmarks.run_all --no-tests --only '{ONLY}'` does.\n"
+TIMES = f"`python -m tests.benchmarks.run_all --no-tests --only '{ONLY}'` does"
+MISSING = f"Not timed yet: {TIMES}.\n"
 MARK = "families"
 OURS = ("packfree", "packfree+liger")
 PADDED = ("unpatched padded, kernels put in", "unpatched padded")
@@ -25,6 +27,11 @@ HEAD = (
     "transformers, padded",
     "packfree, padded",
 )
+BESIDE = {
+    "transformers alone": ("unpatched packed", *PADDED),
+    "what is composed by hand": ("composed without packfree",),
+}
+"""What stands beside ours: {what it is: its variants}."""
 Rows = dict[str, dict[str, Any]]
 
 
@@ -41,7 +48,7 @@ def tables(path: Path | None) -> dict[tuple[str, str], str]:
     result = json.loads(path.read_text())
     made = (
         f"{report.origin(result, result['rows'])}; every number is in "
-        f"`tests/benchmarks/results/families/{path.name}`.\n"
+        f"`tests/benchmarks/results/families/{path.name}`.{_missing(result)}\n"
     )
     short = "\n".join(part for part in (made, beside(result), report.operations(result)) if part)
     return dict(zip(pages, (short, f"{made}\n{every(result)}")))
@@ -51,22 +58,37 @@ def beside(result: dict[str, Any]) -> str:
     """A row for each family: times and memory beside ours, and in brackets how often ours goes into
     them.
     """
-    lines = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
+    found = {}
     for name, row in ROWS.items():
         packed = report.rows_of(result, f"{name}-32k-packed")
         padded = report.rows_of(result, f"{name}-8x2048-padded")
         ours, third = _fastest(packed, OURS), _fastest(padded, ("packfree, padded",))
         if ours or third:
-            cells = (
+            found[report.heading(row.title, packed or padded)] = (
                 _cell(packed.get("unpatched packed"), ours, "leaks" in row.packed_note),
                 _cell(packed.get("composed without packfree"), ours),
                 _cell(ours, None),
                 _cell(_fastest(padded, PADDED) or padded.get("unpatched padded"), third),
                 _cell(third, None),
             )
-            title = report.heading(row.title, packed or padded)
-            lines.append(f"| {title} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    # columns of which something was run
+    shown = [any(column) for column in zip(*found.values())]
+    lines = [
+        f"| {' | '.join([first, *compress(cells, shown)])} |"
+        for first, cells in {HEAD[0]: HEAD[1:], **found}.items()
+    ]
+    return "\n".join([lines[0], "|---" * (1 + sum(shown)) + "|", *lines[1:]]) + "\n"
+
+
+def _missing(result: dict[str, Any]) -> str:
+    """Name the families and the columns of which nothing was timed."""
+    timed = {row["workload"].split("-")[0] for row in result["rows"] if "ms" in row}
+    families = [row.title.split(" (")[0] for name, row in ROWS.items() if name not in timed]
+    ran = {row["variant"] for row in result["rows"] if "skipped" not in row}
+    columns = [title for title, names in BESIDE.items() if ran.isdisjoint(names)]
+    parts = (" and ".join(columns), " and ".join(families))
+    said = "; ".join(filter(None, parts))
+    return f" Not timed yet: {said}; {TIMES}." if said else ""
 
 
 def _fastest(rows: Rows, names: tuple[str, ...]) -> dict[str, Any] | None:

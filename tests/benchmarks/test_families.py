@@ -200,3 +200,9 @@ def test_tables_of_a_result_and_of_none(tmp_path):
     assert "| ssd | `torch` 9.00 ms, 20.00 GiB |" in short
     assert "| composed without packfree | 300 | 3,333 | 20.0 | of parts |" in every
     assert "**Granite 4.0 H Micro (10 of 40 layers), 8 rows of 2,048 tokens, 34% of them" in every
+    # ours alone: no empty columns, and what is missing is named
+    ours = [row for row in rows if row["variant"].startswith("packfree")]
+    path.write_text(json.dumps({**made, "rows": ours}))
+    short, _ = family_report.tables(path).values()
+    assert "\n| one step | packfree | packfree, padded |\n|---|---|---|\n| Granite" in short
+    assert "yet: transformers alone and what is composed by hand; Llama 3.2 1B and LFM2" in short
