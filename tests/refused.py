@@ -49,7 +49,7 @@ SECTIONS = {
     "The call of a model": (
         "What one document may have, and several in a row cannot: a cache, attention weights, a "
         "look ahead.",
-        ("models/",),
+        ("models/", "graphs/"),
     ),
     "Models, and what is around them": (
         "What mixes tokens without knowing of documents leaks, and a swap that cannot be undone "

@@ -86,6 +86,9 @@ def varlen(q, k, v, ends, _, longest, __, scale=None, window_size=None):
 
 @pytest.fixture
 def stand_ins(monkeypatch):
+    # before there are any: what a module takes when it is imported, it keeps for other tests
+    for shape in FAMILY_SHAPES.values():
+        import_module(f"transformers.models.{shape.family}.modeling_{shape.family}")
     for name, values in {
         "fla": {},
         "fla.modules": {"FusedRMSNormGated": None},
