@@ -43,6 +43,8 @@ from hf_packfree.packing.lazy import LazyTensor
 from hf_packfree.packing.marks import FORWARD_BEFORE
 
 logger = logging.getLogger("hf_packfree")
+_INSTEAD_OF_LOGITS = "log_probs", "entropy"
+"""What verl's fused forward returns, [1, T] each."""
 
 
 class PackedHead(Head):
@@ -186,6 +188,12 @@ class PackedHead(Head):
 
     def _restore_shape(self, output: Any, packed: PackedSequence) -> None:
         restore_layers(output, packed)
+        if output.logits is None:
+            # of a forward that the caller put on upstream's class
+            for name in _INSTEAD_OF_LOGITS:
+                if output.get(name) is not None:
+                    output[name] = repad(output[name], packed)
+            return
         # a graph that had read the number of documents would be made again for another
         later = isinstance(output.logits, LazyTensor) or (
             state_of(self).padded == "lazy"

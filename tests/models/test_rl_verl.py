@@ -16,6 +16,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as upstream
 
 from hf_packfree import apply_patches, patch_report
 from hf_packfree.errors import BoundaryConflict
+from hf_packfree.models.compat import CACHE
 from tests.support import CONTROL, GRADIENT_TOL, LOGIT_TOL, documents, gradients, relative_rms, tiny
 from tests.vision import tiny_vision
 
@@ -26,6 +27,7 @@ POSITIONS = torch.cat([torch.arange(length) for length in LENGTHS])[None]
 OFFSETS = torch.tensor([0, *LENGTHS]).cumsum(0)
 NEXT = ROW.roll(-1, 1)
 MODELS = {"text": tiny, "vision-language": tiny_vision}
+NO_OFFSETS = dict.fromkeys(("cu_seqlens", "cu_seqlens_cpu"))
 TEMPERATURE = 0.7
 EXAMPLE = Path(__file__).parents[2] / "docs/examples/packfree_for_verl.py"
 
@@ -71,7 +73,7 @@ def with_logits(
     return Output(logits=self.lm_head(self.model(input_ids, **given, **more)[0]))
 
 
-def forward_with_torch_backend(
+def fused_with_media(
     self,
     input_ids=None,
     labels=None,
@@ -84,7 +86,49 @@ def forward_with_torch_backend(
     logits = with_logits(
         self, input_ids, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, **more
     ).logits
-    return Output(**scores(logits / temperature, shift_labels))
+    targets = input_ids.roll(-1, -1) if shift_labels is None else shift_labels
+    return Output(**scores(logits / temperature, targets))
+
+
+def fused_text(
+    self,
+    input_ids=None,
+    attention_mask=None,
+    position_ids=None,
+    past_key_values=None,
+    inputs_embeds=None,
+    labels=None,
+    use_cache=None,
+    output_attentions=None,
+    output_hidden_states=None,
+    return_dict=None,
+    cache_position=None,
+    logits_to_keep=0,
+    temperature=1.0,
+    shift_labels=None,
+    **loss_kwargs,
+):
+    """Of all models without media: no offsets, every argument named, the head's weight alone."""
+    assert return_dict
+    hidden = self.model(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        # whose name verl's is no more
+        **{CACHE: past_key_values},
+        inputs_embeds=inputs_embeds,
+        use_cache=use_cache,
+        output_attentions=output_attentions or self.config.output_attentions,
+        output_hidden_states=output_hidden_states or self.config.output_hidden_states,
+        cache_position=cache_position,
+    )[0]
+    targets = input_ids.roll(-1, -1) if shift_labels is None else shift_labels
+    logits = (hidden.flatten(0, 1) @ self.lm_head.weight.t()).view(*hidden.shape[:2], -1)
+    return Output(**scores(logits / temperature, targets))
+
+
+def fused(model):
+    return fused_with_media if hasattr(model.config, "vision_config") else fused_text
 
 
 def scores(logits, targets):
@@ -143,29 +187,67 @@ def test_classes_changed(order, stock, monkeypatch):
     assert relative_rms(found, stock[1]) <= LOGIT_TOL
 
 
+def padded(side):
+    """The documents as verl pads them, and where their tokens are; the last one's target is
+    padding.
+    """
+    rows, width = len(LENGTHS), max(LENGTHS)
+    starts = [0 if side == "right" else width - length for length in LENGTHS]
+    places = torch.zeros(rows, width, dtype=torch.bool)
+    for row, (start, length) in enumerate(zip(starts, LENGTHS)):
+        places[row, start : start + length] = True
+    ids = torch.zeros(rows, width, dtype=torch.long).masked_scatter(places, ROW)
+    return ids, places
+
+
+@pytest.mark.parametrize("form", ["packed", "right", "left"])
 @pytest.mark.parametrize("order", ["ours first", "verl first"])
-def test_the_fused_forward(order, stock, monkeypatch):
-    model, fused = fresh(stock[0]), {"shift_labels": NEXT, "temperature": TEMPERATURE}
+def test_the_fused_forward(order, form, stock, monkeypatch):
+    model, forward = fresh(stock[0]), fused(stock[0])
+    asked = {"temperature": TEMPERATURE, "return_dict": True}
     if order == "ours first":
         apply_patches(model)
     change(monkeypatch, with_logits)
-    monkeypatch.setattr(model.__class__, "forward", forward_with_torch_backend)
+    monkeypatch.setattr(model.__class__, "forward", forward)
     apply_patches(model)
-    found = call(model, **fused, return_dict=True)
-    wanted = scores(stock[1] / TEMPERATURE, NEXT)
-    weight = torch.linspace(-1, 1, TOKENS)
-    for name, one in wanted.items():
-        assert relative_rms(found[name], one) <= LOGIT_TOL
+    wanted, used = scores(stock[1] / TEMPERATURE, NEXT), torch.ones(1, TOKENS)
+    if form == "packed":
+        output = call(model, **asked, shift_labels=NEXT)
+        found = {name: output[name] for name in wanted}
+    else:
+        ids, places = padded(form)
+        positions = (places.cumsum(1) - 1).clamp(min=0)
+        if forward is fused_with_media:
+            positions = positions[None].expand(4, -1, -1)
+        row = {"input_ids": ids, "attention_mask": places.long(), "position_ids": positions}
+        output = model(**row, use_cache=False, **asked)
+        assert output.log_probs.shape == output.entropy.shape == ids.shape
+        found = {name: output[name][places][None] for name in wanted}
+        # verl does not read what a document's last token predicts
+        used[0, OFFSETS[1:] - 1] = 0
+    weight = torch.linspace(-1, 1, TOKENS)[None] * used
+    assert relative_rms(found["log_probs"] * used, wanted["log_probs"] * used) <= LOGIT_TOL
+    assert relative_rms(found["entropy"], wanted["entropy"]) <= LOGIT_TOL
     stock[0].zero_grad()
-    (found.log_probs * weight + 0.1 * found.entropy).sum().backward()
+    (found["log_probs"] * weight + 0.1 * found["entropy"]).sum().backward()
     (wanted["log_probs"] * weight + 0.1 * wanted["entropy"]).sum().backward(retain_graph=True)
     got, want = gradients(model), gradients(stock[0])
     assert max(relative_rms(got[name], want[name]) for name in want) <= GRADIENT_TOL
 
 
+def test_the_fused_forward_of_a_stock_model_leaks(stock, monkeypatch):
+    monkeypatch.setattr(stock[0].__class__, "forward", fused(stock[0]))
+    with torch.no_grad():
+        found = call(
+            stock[0], temperature=TEMPERATURE, return_dict=True, shift_labels=NEXT, **NO_OFFSETS
+        )
+    for name, one in scores(stock[1] / TEMPERATURE, NEXT).items():
+        assert relative_rms(found[name], one) >= CONTROL * LOGIT_TOL
+
+
 def test_offsets_that_contradict_are_named(monkeypatch):
     model = apply_patches(tiny()).eval()
-    monkeypatch.setattr(model.__class__, "forward", forward_with_torch_backend)
+    monkeypatch.setattr(model.__class__, "forward", fused_with_media)
     wrong = dict.fromkeys(("cu_seqlens", "cu_seqlens_cpu"), torch.tensor([0, 9, TOKENS]))
     with pytest.raises(BoundaryConflict, match="cu_seqlens and position_ids in disagreement"):
         call(model, **wrong, shift_labels=NEXT)
