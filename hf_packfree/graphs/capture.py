@@ -44,7 +44,8 @@ class Graph:
         self.inputs = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in inputs)
         self.parameters = tuple(parameters)
         self._row: Any = lambda: None
-        self._capture(body, pool)
+        with torch.cuda.device_of(self.inputs[0]):
+            self._capture(body, pool)
 
     def _capture(self, body: Body, pool: Any) -> None:
         wanted = [x for x in self.inputs if x.requires_grad] + [*self.parameters]
@@ -85,13 +86,15 @@ class Graph:
         """Replay the forward of these inputs."""
         for own, given in zip(self.inputs, inputs, strict=True):
             own.detach().copy_(given)
-        self._forward.replay()
+        with torch.cuda.device_of(self.out):
+            self._forward.replay()
         return self.out.clone()
 
     def run_backward(self, d_out: Tensor) -> list[Tensor | None]:
         """Replay the backward; return copies of the gradients of inputs and parameters."""
         self.d_out.copy_(d_out)
-        self._backward.replay()
+        with torch.cuda.device_of(self.out):
+            self._backward.replay()
         return [None if grad is None else grad.clone() for grad in self.grads]
 
 

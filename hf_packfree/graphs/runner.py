@@ -65,7 +65,7 @@ class Runner:
     _settings: Settings | None = None
     _why_not: str | None = None
     _pool: Any = None
-    _looked: bool = False
+    _looked_for: weakref.ref[Tensor] | None = None
     _changes: int = 0
     _longest: int = 0
 
@@ -76,7 +76,6 @@ class Runner:
         trunk = self.trunk()
         if trunk is None:
             return
-        self._looked = True
         if self._settings is None or not self._settings.hold(trunk):
             self.graphs.clear()
             self._given_up.clear()
@@ -85,6 +84,10 @@ class Runner:
             self._why_not, self._longest = why_not(trunk), _longest(trunk)
         if self._changes > CHANGES + self.replayed // CHANGES:
             self._why_not = "the model's settings change with its steps"
+
+    def looked_for(self, packed: PackedSequence) -> None:
+        """Say that `look` was called for the row of this record, and need not be once more."""
+        self._looked_for = weakref.ref(packed.seq_idx)
 
     def run(
         self,
@@ -97,9 +100,9 @@ class Runner:
         """Return the layers' hidden states of the row from a graph; None: it has to run without,
         for its caller's reason `why_not` or another.
         """
-        if not self._looked:
+        if self._looked_for is None or self._looked_for() is not packed.seq_idx:
             self.look()
-        self._looked = False
+        self._looked_for = None
         found: Tensor | str | None = why_not or self._why_not or _why_not_row(packed, self._longest)
         if found is None:
             found = self._replay(layers, embed, positions, packed)
@@ -128,8 +131,18 @@ class Runner:
             self._seen[key] += 1
             if self._seen[key] < SEEN:
                 return "a row of about this length was not seen before"
-            return self._capture(key, layers, inputs, row) or self._run(key, inputs, row, packed)
+            return self._capture(key, layers, inputs, row) or self._first(key, inputs, row, packed)
         return self._run(key, inputs, row, packed)
+
+    def _first(
+        self, key: Any, inputs: tuple[Tensor, Tensor], row: PackedSequence, packed: PackedSequence
+    ) -> Tensor | str:
+        """Run the row that a graph was captured with; a plan that is none of it fits no other."""
+        found = self._run(key, inputs, row, packed)
+        if isinstance(found, str):
+            del self.graphs[key]
+            self._given_up[key] = found
+        return found
 
     def _run(
         self, key: Any, inputs: tuple[Tensor, Tensor], row: PackedSequence, packed: PackedSequence
@@ -192,6 +205,11 @@ class Graphs:
         """See `Runner.look`."""
         for runner in self._runners.values():
             runner.look()
+
+    def looked_for(self, packed: PackedSequence) -> None:
+        """See `Runner.looked_for`."""
+        for runner in self._runners.values():
+            runner.looked_for(packed)
 
     def in_words(self) -> str:
         """Return how many rows ran in graphs, and why others did not."""

@@ -164,6 +164,8 @@ def enter(
             drop_all=ours and not call.generates,
             unpacked=ours and (call.is_misread or state.runs_unpacked),
         )
+        if module.training and isinstance(found, PackedSequence):
+            state.graphs.looked_for(found)
     packed: PackedSequence | None = None if found is UNPACKED else found
     if packed is not None and packed.tree is not None:
         check_tree_call(module, packed, media=has_media(arguments))

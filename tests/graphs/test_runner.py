@@ -234,3 +234,30 @@ def test_never_is_the_default():
     assert of(model).replayed == 0 and patch_report(model).cuda_graphs == ""
     with pytest.raises(ValueError, match="cuda_graphs='always'"):
         apply_patches(Qwen3_5ForCausalLM(tiny_config()), cuda_graphs="always")
+
+
+def test_a_row_that_ran_elsewhere_leaves_no_look_behind(model):
+    """What changed after it is noticed by a call that is given its record."""
+    packed = PackedSequence.from_lengths(ROWS[0])
+    ids = inputs_of(ROWS[0])["input_ids"]
+    for _ in range(3):
+        model.base_model(input_ids=ids, packed_sequence=packed).last_hidden_state.sum().backward()
+    # read, and upstream's to run
+    model.base_model(input_ids=ids, use_cache=False).last_hidden_state.sum().backward()
+    replayed = of(model).replayed
+    model.base_model.layers[0].requires_grad_(False)
+    model.zero_grad()
+    model.base_model(input_ids=ids, packed_sequence=packed).last_hidden_state.sum().backward()
+    assert of(model).replayed <= replayed + 1 and len(of(model).graphs) <= 1
+    assert all(x.grad is None for x in model.base_model.layers[0].parameters())
+
+
+def test_a_plan_that_is_no_table_is_given_up(model, monkeypatch):
+    def refuses(self, packed):
+        raise plans.OtherPlan
+
+    monkeypatch.setattr(plans.CapturedSequence, "become", refuses)
+    for _ in range(4):
+        hidden(model, ROWS[0]).sum().backward()
+    assert not of(model).graphs and of(model).replayed == 0
+    assert "3 because its kernels' plan is not a table" in patch_report(model).cuda_graphs
