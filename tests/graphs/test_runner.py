@@ -18,7 +18,9 @@ from hf_packfree.graphs import capture, plans, runner
 from hf_packfree.graphs.settings import Settings, why_not
 from hf_packfree.models import graphs as of_models
 from hf_packfree.models.qwen3_5 import tiny_config
+from hf_packfree.models.same_batch import setup_of
 from hf_packfree.models.state import state_of
+from hf_packfree.parallel import ContextParallel
 from tests.support import CONTROL, LOGIT_TOL
 
 
@@ -261,3 +263,10 @@ def test_a_plan_that_is_no_table_is_given_up(model, monkeypatch):
         hidden(model, ROWS[0]).sum().backward()
     assert not of(model).graphs and of(model).replayed == 0
     assert "3 because its kernels' plan is not a table" in patch_report(model).cuda_graphs
+
+
+def test_ranks_do_not_compare_their_graphs(model):
+    """What ranks of a context-parallel group compare is the same of two models patched alike."""
+    other = apply_patches(Qwen3_5ForCausalLM(tiny_config()).train(), cuda_graphs="auto")
+    ranks = ContextParallel(group=None)
+    assert setup_of(model, ranks) == setup_of(other, ranks)
