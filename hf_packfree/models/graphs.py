@@ -11,6 +11,7 @@ from torch import Tensor
 from hf_packfree.models.compat import masks_the_layers_ignore
 from hf_packfree.models.rotary import has_fixed_frequencies
 from hf_packfree.models.state import state_of
+from hf_packfree.ops.table import OPS
 from hf_packfree.packing import PackedSequence
 
 _READ = frozenset(
@@ -92,9 +93,25 @@ def _why_not(trunk: Any, row: dict[str, Any]) -> str | None:
         wanted = row.get(name)
         if getattr(trunk.config, name, False) if wanted is None else wanted:
             return f"{name} is wanted"
+    if (why := _unbounded(trunk)) is not None:
+        return why
     known = _READ | {*_OUTPUTS, *_OF_THE_LOSS}
     other = next((name for name, value in row.items() if not (value is None or name in known)), "")
     return f"{other} is given" if other else None
+
+
+def _unbounded(trunk: Any) -> str | None:
+    """Return which operation runs where nobody tried rows with empty documents, or None."""
+    weight = trunk.get_input_embeddings().weight
+    enabled, dtype = _autocast(weight.device)
+    kernels = state_of(trunk).kernels_for(weight.device, dtype if enabled else weight.dtype)
+    if (loaded := trunk.config._attn_implementation) != "sdpa":
+        return f"attention runs in {loaded}, which was not tried with empty documents"
+    mixing = ((op, name) for op, name in kernels.items() if OPS[op].leaks is not None)
+    for op, name in mixing:
+        if not OPS[op].backends[name].bounded:
+            return f"{op} runs in {name}, which was not tried with empty documents"
+    return None
 
 
 def _autocast(device: torch.device) -> tuple[bool, torch.dtype]:

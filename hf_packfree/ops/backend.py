@@ -89,6 +89,8 @@ class Backend:
         long: what it does with long documents if batch invariance is not wanted.
         compiles: how long it compiles or tunes its kernels when they first run.
         tuned: whether it chooses their shapes by timing them, in each process anew.
+        bounded: whether it runs rows with empty documents at their end and plans of a bound, as
+            CUDA graphs have them, where `tests/gpu` ran; see `PackedSequence.bounded`.
     """
 
     run: Callable[..., Any] | None = None
@@ -98,6 +100,7 @@ class Backend:
     long: LongDocuments | None = None
     compiles: Literal["seconds", "minutes"] | None = None
     tuned: bool = False
+    bounded: bool = False
 
     def running(self, batch_invariant: bool) -> Callable[..., Any]:
         """Return the implementation: the way for long documents too, unless the same bits are

@@ -19,7 +19,7 @@ from hf_packfree.graphs.settings import Settings, why_not
 from hf_packfree.models import graphs as of_models
 from hf_packfree.models.qwen3_5 import tiny_config
 from hf_packfree.models.same_batch import setup_of
-from hf_packfree.models.state import state_of
+from hf_packfree.models.state import Kernels, state_of
 from hf_packfree.parallel import ContextParallel
 from tests.support import CONTROL, LOGIT_TOL
 
@@ -59,6 +59,7 @@ def on_a_cpu(monkeypatch):
     monkeypatch.setattr(plans.CapturedSequence, "become", _become)
     monkeypatch.setattr(runner, "why_not", lambda module: None)
     monkeypatch.setattr(of_models, "_is_training_step", lambda trunk, row: trunk.training)
+    monkeypatch.setattr(of_models, "_unbounded", lambda trunk: None)
 
     def padded(packed, bucket):
         spare = bucket.tokens - packed.num_tokens
@@ -73,6 +74,7 @@ def model():
     return apply_patches(Qwen3_5ForCausalLM(tiny_config()).train(), cuda_graphs="auto")
 
 
+UNBOUNDED = of_models._unbounded
 ROWS = (30, 20, 7), (9, 9, 9, 9, 21), (56, 1), (3, 50)
 
 
@@ -270,3 +272,20 @@ def test_ranks_do_not_compare_their_graphs(model):
     other = apply_patches(Qwen3_5ForCausalLM(tiny_config()).train(), cuda_graphs="auto")
     ranks = ContextParallel(group=None)
     assert setup_of(model, ranks) == setup_of(other, ranks)
+
+
+def test_backends_that_nobody_tried_with_empty_documents_run_without(model, monkeypatch):
+    monkeypatch.setattr(of_models, "_unbounded", UNBOUNDED)
+    for _ in range(3):
+        hidden(model, ROWS[0]).sum().backward()
+    assert of(model).replayed == 0
+    assert (
+        "runs in torch, which was not tried with empty documents" in patch_report(model).cuda_graphs
+    )
+    names = {"conv": "triton", "delta_rule": "flash_qla", "attention": "triton"}
+    monkeypatch.setattr(type(state_of(model)), "kernels_for", lambda *_: Kernels(names))
+    assert UNBOUNDED(model.base_model) is None
+    names["delta_rule"] = "fla"
+    assert "delta_rule runs in fla" in UNBOUNDED(model.base_model)
+    model.config._attn_implementation = "eager"
+    assert "attention runs in eager" in UNBOUNDED(model.base_model)

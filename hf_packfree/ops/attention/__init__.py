@@ -64,6 +64,7 @@ OP = Op(
             compiles="seconds",
             long=LongDocuments(cudnn.attend, "by cuDNN", _cudnn_takes),
             with_history=partial(torch_native.attend_with_history, run=cudnn.attend),
+            bounded=True,
         ),
         "varlen": AttentionBackend(
             varlen.attend,

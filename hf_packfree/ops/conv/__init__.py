@@ -42,6 +42,7 @@ OP = Op(
             batch_invariant=True,
             compiles="seconds",
             qkv_conv=triton_native.qkv_conv,
+            bounded=True,
         ),
         "causal_conv1d": ConvBackend(dao.causal_conv1d, dao.unusable, "causal-conv1d"),
         "torch": ConvBackend(torch_native.causal_conv1d),

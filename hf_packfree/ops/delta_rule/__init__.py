@@ -61,6 +61,7 @@ OP = Op(
             long=LongDocuments(flash_qla_segments.gated_delta_rule, "in segments", _cuts),
             with_states=flash_qla.with_states,
             scans=flash_qla_segments.FlashQLAScans(),
+            bounded=True,
         ),
         "fla": DeltaRuleBackend(
             fla.gated_delta_rule,
