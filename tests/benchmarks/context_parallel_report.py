@@ -83,8 +83,11 @@ def table(path: Path) -> str:
         for title, way in HEAD.items()
         if not way or any(_of(way, *name, rows) for name in names)
     }
-    head = ("whole step without optimizer", *ways, "predicted, state")
-    body = (_line(workload, documents, list(ways.values()), rows) for workload, documents in names)
+    predicted = ["predicted, state"] * any(way.endswith("predicted") for _, way in rows)
+    head = ("whole step without optimizer", *ways, *predicted)
+    body = (
+        _line(*name, list(ways.values()), rows, with_prediction=bool(predicted)) for name in names
+    )
     return "\n".join([caption(path, "".join(rates[-1:])), "", *as_table(head, body), ""])
 
 
@@ -110,7 +113,9 @@ def _of(way: str, workload: str, documents: str, rows: Rows) -> dict[str, Any]:
     return rows.get((f"{workload}-cp2", f"{documents}, {way}"), {})
 
 
-def _line(workload: str, documents: str, ways: Sequence[str], rows: Rows) -> str:
+def _line(
+    workload: str, documents: str, ways: Sequence[str], rows: Rows, with_prediction: bool
+) -> str:
     found = [_of(way, workload, documents, rows) for way in ways]
     facts = next((row for row in found if "tokens" in row), {})
     model, size, *kind = workload.split("-")
@@ -125,7 +130,8 @@ def _line(workload: str, documents: str, ways: Sequence[str], rows: Rows) -> str
     predicted = _predicted(
         _of("state, predicted", workload, documents, rows), _of("state", workload, documents, rows)
     )
-    return f"| {', '.join(parts)} | {' | '.join([*map(_cell, found), predicted])} |"
+    cells = [*map(_cell, found), *[predicted] * with_prediction]
+    return f"| {', '.join(parts)} | {' | '.join(cells)} |"
 
 
 def _cell(row: dict[str, Any]) -> str:

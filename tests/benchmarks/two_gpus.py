@@ -53,7 +53,7 @@ PARTS = (
         160,
         *("--ways", "state", "--runs", "1"),
     ),
-    Part("gradients", "context_parallel", ("--gradients", "--ways", "state"), 60, resumes=False),
+    Part("gradients", "context_parallel", ("--gradients", "--ways", "state"), 130, resumes=False),
     Part("curves", "context_parallel_curves", (), 110),
     Part("trainer", "context_parallel_trainer", (), 120),
     # FLA's exchanges compile kernels of their own
