@@ -173,7 +173,7 @@ def results(tmp_path):
         (
             "two-gpus",
             "| 9B shape (8 layers), 65,536 tokens, layers recomputed, 8k documents | out of memory "
-            "| 700 ms, 60 GiB |  |",
+            "| 700 ms, 60 GiB |",
         ),
         ("two-gpus-gradients", "| documents, state | 8,192 | 1.20e-02 | 3.40e-02 |"),
         (
