@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -27,6 +27,8 @@ from torch import nn
 
 from hf_packfree.models.state import Kernels, PatchState
 from hf_packfree.ops import launch
+from hf_packfree.ops.fused import layers as fused_layers
+from hf_packfree.ops.fused import low_rank, mixed
 from hf_packfree.packing import inputs
 from tests.benchmarks.batches import Load, step_of
 from tests.benchmarks.machine import machine
@@ -77,6 +79,26 @@ def _attention(model: nn.Module) -> Iterator[None]:
             vars(part)["packfree"] = state
 
 
+def _spare_columns(model: nn.Module) -> AbstractContextManager[Any]:
+    """What a layer with adapters reads is copied beside their inner products."""
+    beside = fused_layers._beside
+    return mock.patch.object(
+        fused_layers, "_beside", lambda x, inner, wider: beside(x, inner, None)
+    )
+
+
+@contextmanager
+def _three_parts(model: nn.Module) -> Iterator[None]:
+    """fp32 adapters on bf16 activations are multiplied in TF32."""
+    allowed = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        with mock.patch.object(low_rank, "products_of", lambda x, dtype: mixed.Plain(dtype)):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(allowed)
+
+
 @contextmanager
 def _all(model: nn.Module) -> Iterator[None]:
     """Everything off that is the host's."""
@@ -91,37 +113,52 @@ HOST: Mapping[str, Off] = {
     "launcher and fast path": _all,
 }
 GPU: Mapping[str, Off] = {"nothing": HOST["nothing"], "our attention": _attention}
+ADAPTERS: Mapping[str, Off] = {
+    "nothing": HOST["nothing"],
+    "cached launcher": _launcher,
+    "spare columns": _spare_columns,
+    "three parts of fp32 adapters": _three_parts,
+}
 
 
-def workloads(tiny: bool) -> Iterator[tuple[str, int | None, Load, Mapping[str, Off]]]:
-    """Yield (name, layers or None for all, batch, what is switched off)."""
+class Work(NamedTuple):
+    """A step: which batch, what is switched off, layers (None: all), adapters' dtype or none."""
+
+    name: str
+    layers: int | None
+    load: Load
+    off: Mapping[str, Off]
+    lora: str = ""
+
+    @property
+    def model(self) -> tuple[int | None, str]:
+        """What the model depends on."""
+        return self.layers, self.lora
+
+
+def workloads(tiny: bool) -> Iterator[Work]:
+    """Yield the steps."""
     both = {**HOST, **GPU}
     if tiny:
-        yield (
-            "2b-32k-packed",
-            None,
-            Load(tuple(log_normal_lengths(400, longest=100, shortest=5))),
-            both,
-        )
-        yield "2b-8x2048-padded", None, Load(tuple(batch_lengths(4, 64, 0.5)), "padded"), both
+        row = Load(tuple(log_normal_lengths(400, longest=100, shortest=5)))
+        yield Work("2b-32k-packed", None, row, both)
+        yield Work("2b-32k-lora", None, row, ADAPTERS, "fp32")
+        padded = Load(tuple(batch_lengths(4, 64, 0.5)), "padded")
+        yield Work("2b-8x2048-padded", None, padded, both)
         return
-    yield "2b-8x2048-padded", None, Load(tuple(batch_lengths(8, 2048, 0.34)), "padded"), both
-    yield "2b-32k-packed", None, Load(tuple(log_normal_lengths(TOKENS))), both
-    yield "2b-32k, one document", None, Load((TOKENS,), "record"), GPU
-    yield "2b-8layers-4k, documents of 500", 8, Load(tuple(fixed_lengths(4096, 500))), both
-    yield "2b-8layers-4k, documents of 64", 8, Load(tuple(fixed_lengths(4096, 64))), both
-    yield (
-        "2b-8layers-32k, documents of 8000",
-        8,
-        Load(tuple(fixed_lengths(TOKENS, 8000)), "record"),
-        GPU,
-    )
-    yield (
-        "2b-8layers-32k, documents of 1000 and one of 16000",
-        8,
-        Load((*[1000] * 16, 16000), "record"),
-        GPU,
-    )
+    yield Work("2b-4k-packed", None, Load(tuple(fixed_lengths(4096, 500))), HOST)
+    for name, tokens in {"2b-32k-lora": TOKENS, "2b-4k-lora": 4096}.items():
+        yield Work(name, None, Load(tuple(log_normal_lengths(tokens))), ADAPTERS, "fp32")
+    yield Work("2b-8x2048-padded", None, Load(tuple(batch_lengths(8, 2048, 0.34)), "padded"), both)
+    yield Work("2b-32k-packed", None, Load(tuple(log_normal_lengths(TOKENS))), both)
+    yield Work("2b-32k, one document", None, Load((TOKENS,), "record"), GPU)
+    for size in (500, 64):
+        few = Load(tuple(fixed_lengths(4096, size)))
+        yield Work(f"2b-8layers-4k, documents of {size}", 8, few, both)
+    many, mixed = (*fixed_lengths(TOKENS, 8000),), (*[1000] * 16, 16000)
+    yield Work("2b-8layers-32k, documents of 8000", 8, Load(many, "record"), GPU)
+    name = "2b-8layers-32k, documents of 1000 and one of 16000"
+    yield Work(name, 8, Load(mixed, "record"), GPU)
 
 
 def main() -> None:
@@ -138,14 +175,14 @@ def main() -> None:
         options.out,
         {**machine(options.device), "source": source(), "script": "tests.benchmarks.ablation"},
     )
-    found = [work for work in workloads(options.tiny) if re.search(options.only, work[0])]
-    for layers in dict.fromkeys(work[1] for work in found):
-        shape = SHAPES["tiny" if options.tiny else "2b"]
+    found = [work for work in workloads(options.tiny) if re.search(options.only, work.name)]
+    for kind in dict.fromkeys(work.model for work in found):
+        shape, (layers, lora) = SHAPES["tiny" if options.tiny else "2b"], kind
         shape = shape if layers is None else replace(shape, layers=layers)
         dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
-        with variant_of(shape, Variant(), options.device, dtype) as model:
-            for name, _, load, off in (work for work in found if work[1] == layers):
-                for row in compare(name, model, load, off, clock):
+        with variant_of(shape, Variant(lora=lora), options.device, dtype) as model:
+            for work in (work for work in found if work.model == kind):
+                for row in compare(work.name, model, work.load, work.off, clock):
                     write(options.out, row)
             del model
 
