@@ -11,13 +11,12 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 
-from tests.data.processors import example, image_part, vision_processor
+from tests.data.processors import picture, vision_processor
 from tests.support import tiny
 from tests.vision import tiny_vision
 
@@ -106,21 +105,28 @@ def test_qlora_with_trl(run, home, tmp_path):
     assert "is patched" in shown and (tmp_path / "out" / "adapter_config.json").is_file()
 
 
-def test_images(tmp_path, capsys):
+def test_images(tmp_path, monkeypatch, capsys):
+    """As a whole, on rows as those of the data set that it names."""
     tiny_vision("qwen3_5").save_pretrained(tmp_path / "model")
-    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "model")
-    examples = [
-        example("a b", image_part(seed=1)),
-        example("c d e"),
-        example(image_part(8, 8, seed=2), "f"),
-        example("g"),
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": "a b"}],
+            "completion": [{"role": "assistant", "content": "c d e"[: 1 + 2 * (seed % 3)]}],
+            "images": [picture(16, 24, seed)],
+        }
+        for seed in range(16)
     ]
-    options = SimpleNamespace(out=str(tmp_path / "out"), steps=2)
-    train = runpy.run_path(str(EXAMPLES / "images.py"))["train"]
-    trainer = train(model, vision_processor(), examples, options)
-    logs = trainer.state.log_history
-    assert any(log.get("packfree/documents_per_row") == 4.0 for log in logs)
-    assert any(log.get("packfree/influence") == 0.0 for log in logs)
+    monkeypatch.setattr("datasets.load_dataset", lambda name, split: rows)
+    # videos of this one are drawn, which no file could hold
+    processor, saved = vision_processor(), []
+    monkeypatch.setattr(processor, "save_pretrained", saved.append)
+    monkeypatch.setattr(AutoProcessor, "from_pretrained", lambda path: processor)
+    options = ["--model", tmp_path / "model", "--out", tmp_path / "out", "--steps", "2"]
+    monkeypatch.setattr(sys, "argv", ["images.py", *map(str, options)])
+    runpy.run_path(str(EXAMPLES / "images.py"), run_name="__main__")
+    assert "'packfree/documents_per_row': '8'" in capsys.readouterr().out
+    assert saved == [str(tmp_path / "out")]
+    assert AutoModelForImageTextToText.from_pretrained(tmp_path / "out").model.visual is not None
 
 
 @pytest.mark.slow
