@@ -16,7 +16,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 
 from hf_packfree.errors import BackendUnavailable, UnsupportedModel
 from hf_packfree.models.attention import additive_block_mask, check_attention, take_packed_call
-from hf_packfree.models.base import Replacement
+from hf_packfree.models.base import Replacement, upstream_of
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.attention import attention
 from hf_packfree.packing import PackedSequence, to_hf_kwargs
@@ -60,10 +60,8 @@ class InterfaceAttention(Replacement):
             out, weights = super().forward(**arguments, **to_hf_kwargs(packed))
             out = packed.zero_left_pad(out)
         else:
-            upstream: Any = super().forward
-            out, weights = upstream.__func__(
-                AttentionOfCall(self), **arguments, packed_sequence=packed
-            )
+            upstream: Any = upstream_of(type(self)).forward
+            out, weights = upstream(AttentionOfCall(self), **arguments, packed_sequence=packed)
         return out, weights
 
     @staticmethod

@@ -242,6 +242,9 @@ class PackedSequence:
     @property
     def num_real_tokens(self) -> int:
         """The number of tokens of the row that are not padding."""
+        # without reading lengths, where a compiled graph would end
+        if not self.padding_segments:
+            return self.num_tokens
         return self.num_tokens - sum(map(self.lengths.__getitem__, self.padding_segments))
 
     @property

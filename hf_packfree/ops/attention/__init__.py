@@ -22,6 +22,7 @@ from hf_packfree.ops.attention import (
     varlen,
 )
 from hf_packfree.ops.backend import Backend, LongDocuments, Target
+from hf_packfree.ops.in_graph import is_operator, operator
 from hf_packfree.ops.op import AcrossRanks, Op
 from hf_packfree.ops.tree import attend_along_paths
 from hf_packfree.packing import PackedSequence
@@ -123,6 +124,12 @@ def attention(
     Raises:
         BackendUnavailable: no backend has that name, or the one that has it lacks an option.
     """
+    # with dropout, the second forward pass would have to draw the same numbers
+    if is_operator(packed) and not dropout:
+        # under autocast a rotary embedding of PyTorch's, as it is in graphs, is wider
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        values = q, k, v, scale, window, softcap, sinks, batch_invariant, backend
+        return _in_graph(packed, *values)  # type: ignore[no-any-return]
     found = OP.backend(backend)
     scaled: dict[str, Any] = {"scale": scale}
     # which "torch" alone has
@@ -144,6 +151,14 @@ def attention(
     if packed.tree is not None:
         return attend_along_paths(q, k, v, packed, attend)
     return attend(q, k, v, packed)
+
+
+_in_graph = operator(
+    attention,
+    "Tensor q, Tensor k, Tensor v, float? scale, int? window, float? softcap, Tensor? sinks, "
+    "bool batch_invariant, str backend",
+    lambda q, k, v, *others: q.new_empty((*q.shape[:3], v.shape[3])),
+)
 
 
 def attention_with_history(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
 from hf_packfree.ops.backend import Backend
 from hf_packfree.ops.conv import causal_conv1d as dao
 from hf_packfree.ops.conv import torch_native, triton_native
+from hf_packfree.ops.in_graph import is_operator, operator
 from hf_packfree.ops.op import AcrossRanks, Op
 from hf_packfree.ops.tree import convolve_along_paths
 from hf_packfree.packing import PackedSequence
@@ -96,11 +98,20 @@ def causal_conv1d(
         tensor([ 1., 12., 23., 34.])
     """
     _check_activation(activation)
+    if is_operator(packed):
+        return _conv_in_graph(packed, x, weight, bias, activation, backend)  # type: ignore[no-any-return]
     run = OP.backend(backend).running(batch_invariant=True)
     if packed.tree is not None:
         run = partial(run, weight=weight, bias=bias, silu=activation is not None)
         return convolve_along_paths(x, packed, weight.shape[1], run)  # type: ignore[no-any-return]
     return run(x, weight, packed, bias, activation is not None)  # type: ignore[no-any-return]
+
+
+_conv_in_graph = operator(
+    causal_conv1d,
+    "Tensor x, Tensor weight, Tensor? bias, str? activation, str backend",
+    lambda x, *others: x.new_empty(x.shape),
+)
 
 
 def qkv_conv(
@@ -143,6 +154,9 @@ def qkv_conv(
         )
         return convolve_along_paths(x, packed, weight.shape[-1], convolve)  # type: ignore[no-any-return]
     in_one_pass = OP.backend(backend).qkv_conv
+    if in_one_pass is not None and is_operator(packed):
+        options = heads, sizes, activation, qk_l2norm, backend
+        return _qkv_in_graph(packed, x, weight, bias, *options)  # type: ignore[no-any-return]
     if in_one_pass is not None:
         _check_activation(activation)
         eps = NORM_EPS if qk_l2norm else None
@@ -156,6 +170,27 @@ def qkv_conv(
     if qk_l2norm:
         q, k = (part * (part.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt() for part in (q, k))
     return q, k, v.unflatten(-1, (heads[1], sizes[1]))
+
+
+def _like_heads(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    heads: Sequence[int],
+    sizes: Sequence[int],
+    *others: Any,
+) -> tuple[Tensor, ...]:
+    kinds = zip((heads[0], *heads), (sizes[0], *sizes), strict=True)
+    return tuple(x.new_empty((*x.shape[:2], count, size)) for count, size in kinds)
+
+
+_qkv_in_graph = operator(
+    qkv_conv,
+    "Tensor x, Tensor weight, Tensor? bias, int[] heads, int[] sizes, str? activation, "
+    "bool qk_l2norm, str backend",
+    _like_heads,
+    outputs=3,
+)
 
 
 def _check_activation(activation: str | None) -> None:

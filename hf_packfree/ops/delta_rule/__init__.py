@@ -23,6 +23,7 @@ from hf_packfree.ops.delta_rule.reference import (
     recurrent_gated_delta_rule_with_states,
 )
 from hf_packfree.ops.delta_rule.segments import Scans
+from hf_packfree.ops.in_graph import is_operator, operator
 from hf_packfree.ops.op import AcrossRanks, Op
 from hf_packfree.ops.tree import delta_rule_along_paths
 from hf_packfree.packing import PackedSequence
@@ -155,11 +156,22 @@ def gated_delta_rule(
         >>> torch.equal(out[:, :2], leaking[:, :2]), torch.allclose(out[:, 2:], leaking[:, 2:])
         (True, False)
     """
+    if is_operator(packed):
+        values = q, k, v, g, beta, qk_l2norm, batch_invariant, backend
+        return _in_graph(packed, *values)  # type: ignore[no-any-return]
     if packed.tree is not None:
         walk = partial(gated_delta_rule_with_states, qk_l2norm=qk_l2norm, backend=backend)
         return delta_rule_along_paths((q, k, v, g, beta), packed, walk)
     run = OP.backend(backend).running(batch_invariant)
     return run(q, k, v, g, beta, packed, qk_l2norm)  # type: ignore[no-any-return]
+
+
+_in_graph = operator(
+    gated_delta_rule,
+    "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, bool qk_l2norm, bool batch_invariant, "
+    "str backend",
+    lambda q, k, v, *others: v.new_empty(v.shape),
+)
 
 
 def gated_delta_rule_with_states(

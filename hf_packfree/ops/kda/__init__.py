@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_packfree.ops.backend import Backend
+from hf_packfree.ops.in_graph import is_operator, operator
 from hf_packfree.ops.kda import fla, torch_chunked
 from hf_packfree.ops.kda.reference import recurrent_kda
 from hf_packfree.ops.op import Op
@@ -92,8 +93,19 @@ def kda(
         (True, False)
     """
     refuse_tree(packed, "for Kimi Delta Attention")
+    if is_operator(packed):
+        values = q, k, v, g, beta, qk_l2norm, batch_invariant, backend
+        return _in_graph(packed, *values)  # type: ignore[no-any-return]
     run: Any = OP.backend(backend).running(batch_invariant)
     return run(q, k, v, g, beta, packed, qk_l2norm)  # type: ignore[no-any-return]
+
+
+_in_graph = operator(
+    kda,
+    "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, bool qk_l2norm, bool batch_invariant, "
+    "str backend",
+    lambda q, k, v, *others: v.new_empty(v.shape),
+)
 
 
 __all__ = ["OP", "kda", "recurrent_kda"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from hf_packfree.ops.backend import Backend
+from hf_packfree.ops.in_graph import is_operator, operator
 from hf_packfree.ops.op import Op
 from hf_packfree.ops.ssd import fla, mamba_ssm, torch_chunked
 from hf_packfree.ops.ssd.reference import recurrent_ssd
@@ -94,8 +95,18 @@ def ssd(
         (True, False)
     """
     refuse_tree(packed, "for Mamba-2's SSD, whose states nothing hands on to branches")
+    if is_operator(packed):
+        return _in_graph(packed, x, dt, A, B, C, D, batch_invariant, backend)  # type: ignore[no-any-return]
     run = OP.backend(backend).running(batch_invariant)
     return run(x, dt, A, B, C, D, packed)  # type: ignore[no-any-return]
+
+
+_in_graph = operator(
+    ssd,
+    "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor D, bool batch_invariant, "
+    "str backend",
+    lambda x, *others: x.new_empty(x.shape),
+)
 
 
 __all__ = ["OP", "recurrent_ssd", "ssd"]
