@@ -72,11 +72,12 @@ class InterfaceAttention(Replacement):
         config = layer.config
         size = next(getattr(layer, name) for name in _HEAD if hasattr(layer, name))
         window = getattr(layer, "sliding_window", getattr(config, "sliding_window", None))
+        values = getattr(layer, "v_head_dim", size)
         needs = {
             "window": window or 0,
             "softcap": int(bool(getattr(layer, "attn_logit_softcapping", None))),
             "sinks": int(hasattr(layer, "sinks")),
-            "other_value_size": int(getattr(layer, "v_head_dim", size) != size),
+            "other_value_size": values if values != size else 0,
         }
         sizes = {"head_size": size, "query_heads": config.num_attention_heads}
         return sizes | {name: size for name, size in needs.items() if size}

@@ -37,7 +37,8 @@ class Target:
         dtype: of what the op reads.
         sizes: of the model, by name: key_heads, value_heads, key_size, value_size, taps, channels
             (of the convolution, where they are not those of q, k and v), head_size,
-            tower_head_size; and gathered_keys, 1 where ranks of a group gather each other's keys.
+            tower_head_size; of attention, where it has them, window, softcap, sinks,
+            other_value_size; and gathered_keys, 1 where ranks of a group gather each other's keys.
             One that is missing is not checked.
     """
 

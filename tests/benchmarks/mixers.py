@@ -1,12 +1,11 @@
 """One layer's operations of Mamba-2, Kimi Delta Attention, short convolutions and attention with
-sinks, by backend. bf16, one row of packed documents, ms.
+options, by backend. bf16, one row of packed documents, ms.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -24,7 +23,15 @@ def mixers(results: Results, clock: Clock, lengths: Sequence[int], tiny: bool) -
         _ssd: [(4, 16, 16, 1)] if tiny else [(64, 64, 128, 1), (112, 64, 128, 8)],
         _kda: [(2, 16)] if tiny else [(32, 128)],
         _short_conv: [(64, 3), (64, 7)] if tiny else [(2048, 3), (2048, 7)],
-        _with_sinks: [(4, 2, 16, 8), (4, 2, 16, 0)] if tiny else [(64, 8, 64, 128), (64, 8, 64, 0)],
+        # gpt-oss, Kimi Linear, Gemma 3 1B
+        _attention: [(4, 2, 16, 16, 8, 1), (4, 4, 24, 16, 0, 0)]
+        if tiny
+        else [
+            (64, 8, 64, 64, 128, 1),
+            (64, 8, 64, 64, 0, 1),
+            (32, 32, 192, 128, 0, 0),
+            (4, 1, 256, 256, 512, 0),
+        ],
     }
     for operation, every in wanted.items():
         for sizes in every:
@@ -85,26 +92,29 @@ def _short_conv(
         time_op(results, clock, packed, workload, backend, call, leaves)
 
 
-def _with_sinks(
+def _attention(
     results: Results,
     clock: Clock,
     packed: PackedSequence,
     heads: int,
     keys: int,
     size: int,
+    value_size: int,
     window: int,
+    has_sinks: int,
 ) -> None:
-    """Attention of gpt-oss; a window of 0 is none. Without sinks, for comparison, too."""
-    from hf_packfree.ops.attention import attention
+    """Attention with options; a window of 0 is none."""
+    from hf_packfree.ops.attention import OP, attention
 
-    within = f" within {window}" if window else ""
-    workload = f"layer attention {heads}/{keys} of {size}{within}, sinks"
-    if not any_wanted(results, workload, ("torch", "torch, no sinks")):
+    sized = f"{size}/{value_size}" if size != value_size else f"{size}"
+    options = f" within {window}" * bool(window) + ", sinks" * has_sinks
+    workload = f"layer attention {heads}/{keys} of {sized}{options}"
+    if not any_wanted(results, workload, OP.backends):
         return
-    q, k, v = (leaf(clock.device, 1, packed.num_tokens, n, size) for n in (heads, keys, keys))
-    sinks = leaf(clock.device, heads)
-    options: dict[str, Any] = {"window": window or None, "backend": "torch"}
-    with_sinks = partial(attention, q, k, v, packed, sinks=sinks, **options)
-    time_op(results, clock, packed, workload, "torch", with_sinks, (q, k, v, sinks))
-    without = partial(attention, q, k, v, packed, **options)
-    time_op(results, clock, packed, workload, "torch, no sinks", without, (q, k, v))
+    shapes = (heads, size), (keys, size), (keys, value_size)
+    leaves = [leaf(clock.device, 1, packed.num_tokens, *shape) for shape in shapes]
+    leaves += [leaf(clock.device, heads)] * has_sinks
+    for backend in OP.backends:
+        sinks = leaves[3] if has_sinks else None
+        call = partial(attention, *leaves[:3], packed, window=window or None, sinks=sinks)
+        time_op(results, clock, packed, workload, backend, partial(call, backend=backend), leaves)

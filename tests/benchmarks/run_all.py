@@ -35,6 +35,7 @@ from tests.benchmarks.timing import DEAD, name_of, read_lines
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = (
     "gpu/test_ops.py",
+    "gpu/test_score_options.py",
     "gpu/test_sync.py",
     "gpu/test_model.py",
     "gpu/test_training.py",

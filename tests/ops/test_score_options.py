@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -133,16 +135,29 @@ def test_every_token_is_planned_once_and_memory_grows_with_the_window():
     assert max(piece.keys.shape[1] for piece in plan_pieces(packed, 16).pieces) == 32
 
 
-def test_kernels_without_them_are_refused():
+@pytest.mark.parametrize(
+    "backend, takes",
+    {
+        "triton": {"window", "sinks"},
+        "varlen": {"window", "other_value_size"},
+        "torch": set(WANTED),
+    }.items(),
+)
+def test_kernels_without_them_are_refused(backend, takes):
+    found = OPS["attention"].backends[backend]
+    assert found.takes == takes
     q, packed = torch.zeros(1, 4, 2, 8), PackedSequence.from_lengths([4])
-    with pytest.raises(
-        BackendUnavailable, match="found window and sinks for attention on 'varlen'"
-    ):
-        attention(q, q, q, packed, window=2, sinks=torch.zeros(2), backend="varlen")
-    with pytest.raises(BackendUnavailable, match="found values of another size than keys"):
-        attention(q, q, q[..., :4], packed, backend="triton")
+    calls = {
+        "window": partial(attention, q, q, q, packed, window=2),
+        "softcap": partial(attention, q, q, q, packed, softcap=2.0),
+        "sinks": partial(attention, q, q, q, packed, sinks=torch.zeros(2)),
+        "other_value_size": partial(attention, q, q, q[..., :4], packed),
+    }
     for name, words in WANTED.items():
-        target = Target("cuda", (9, 0), sizes={name: 16})
-        for backend in ("triton", "varlen"):
-            assert words in OPS["attention"].backends[backend].unusable(target)
-        assert OPS["attention"].backends["torch"].unusable(target) is None
+        reason = found.unusable(Target("cuda", (9, 0), sizes={name: 16}))
+        if name in takes:
+            assert not reason or "lack" not in reason
+        else:
+            assert reason == f"its kernels lack {words}"
+            with pytest.raises(BackendUnavailable, match=f"found {words} for attention on"):
+                calls[name](backend=backend)

@@ -38,19 +38,29 @@ class AttentionBackend(Backend):
             `attention_with_history`; None: it cannot.
         in_tree: attends where documents share their beginnings; None: along each path as a
             document.
+        with_options: attends where scores have options or values another size, see `takes`.
+        takes: which of `score_options.WANTED` that has.
     """
 
     with_history: Callable[..., Tensor] | None = None
     in_tree: Callable[..., Tensor] | None = None
+    with_options: Callable[..., Tensor] | None = None
+    takes: frozenset[str] = frozenset()
 
 
-def _plain(unusable: Callable[[Target], str | None]) -> Callable[[Target], str | None]:
-    """Return why kernels of plain scores cannot run at a target."""
-    return lambda target: score_options.refused(target) or unusable(target)
+def _unless_lacking(
+    unusable: Callable[[Target], str | None], takes: frozenset[str]
+) -> Callable[[Target], str | None]:
+    """Return why kernels that take some options cannot run at a target."""
+    return lambda target: score_options.refused(target, takes) or unusable(target)
 
 
 def _cudnn_takes(device: torch.device, sizes: Mapping[str, int]) -> bool:
-    return cudnn.takes(sizes.get("head_size", 0), device)
+    return not sizes.get("sinks") and cudnn.takes(sizes.get("head_size", 0), device)
+
+
+_TRITON = frozenset({"window", "sinks"})
+_VARLEN = frozenset({"window", "other_value_size"})
 
 
 OP = Op(
@@ -59,24 +69,30 @@ OP = Op(
     backends={
         "triton": AttentionBackend(
             triton_native.attend,
-            _plain(triton_native.unusable),
+            _unless_lacking(triton_native.unusable, _TRITON),
             "triton",
             batch_invariant=True,
             compiles="seconds",
             long=LongDocuments(cudnn.attend, "by cuDNN", _cudnn_takes),
             with_history=partial(torch_native.attend_with_history, run=cudnn.attend),
             bounded=True,
+            with_options=triton_native.attend,
+            takes=_TRITON,
         ),
         "varlen": AttentionBackend(
             varlen.attend,
-            _plain(varlen.unusable),
+            _unless_lacking(varlen.unusable, _VARLEN),
             batch_invariant=True,
             with_history=varlen.attend_with_history,
+            with_options=varlen.attend,
+            takes=_VARLEN,
         ),
         "torch": AttentionBackend(
             torch_native.attend,
             with_history=torch_native.attend_with_history,
             in_tree=branches.attend,
+            with_options=score_options.attend,
+            takes=frozenset(score_options.WANTED),
         ),
     },
     loaded=True,
@@ -108,8 +124,8 @@ def attention(
         scale: factor on q.k before the softmax; D ** -0.5 if not given.
         dropout: probability of dropping an attention weight; above 0 "torch" attends, whatever the
             backend.
-        window: how many tokens a query sees, itself included; all before it if not given. This and
-            the next two, and DV other than D, "torch" alone has.
+        window: how many tokens a query sees, itself included; all before it if not given. Which
+            backends have this and the next two, and DV other than D, their `takes` says.
         softcap: scores s are softcap * tanh(s / softcap).
         sinks: [H], a score that each query's softmax counts beside those of its keys.
         batch_invariant: attend in the same kernels whatever is in the row. Otherwise "triton"
@@ -137,14 +153,16 @@ def attention(
         found, scaled["dropout"] = OP.backend("torch"), dropout
     options: dict[str, Any] = {"window": window, "softcap": softcap, "sinks": sinks}
     given = {name: value for name, value in options.items() if value is not None}
+    needed = [*given, *["other_value_size"] * (q.shape[3] != v.shape[3])]
     attend: Callable[..., Tensor] = found.running(batch_invariant)
-    if given or q.shape[3] != v.shape[3]:
-        if backend != "torch":
+    if needed:
+        lacking = [score_options.WANTED[name] for name in needed if name not in found.takes]
+        if lacking or found.with_options is None:
             raise BackendUnavailable(
-                f"found {' and '.join(given) or 'values of another size than keys'} for attention "
-                f"on {backend!r}; wanted what its kernels have; pass backend='torch'"
+                f"found {' and '.join(lacking)} for attention on {backend!r}; wanted what its "
+                "kernels have; pass backend='torch'"
             )
-        attend = partial(score_options.attend, **given)
+        attend = partial(found.with_options, **given)
     elif packed.tree is not None and found.in_tree is not None:
         return found.in_tree(q, k, v, packed, **scaled)
     attend = partial(attend, **scaled)

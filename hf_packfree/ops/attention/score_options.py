@@ -30,9 +30,12 @@ WANTED = {
 """{name in `Target.sizes`: in words}; the first three are keywords of `attention`, too."""
 
 
-def refused(target: Target) -> str | None:
-    """Return why kernels that have none of these cannot run the model's attention, or None."""
-    found = [words for name, words in WANTED.items() if target.sizes.get(name)]
+def refused(target: Target, takes: frozenset[str]) -> str | None:
+    """Return why kernels that have some of these, and not the rest, cannot run the model's
+    attention, or None.
+    """
+    lacking = (name for name in WANTED if name not in takes and target.sizes.get(name))
+    found = [WANTED[name] for name in lacking]
     return f"its kernels lack {' and '.join(found)}" if found else None
 
 

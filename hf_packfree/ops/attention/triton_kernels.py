@@ -8,7 +8,8 @@ from the document's start, in int32; only the start itself is an int64.
 
 Shapes: T tokens, H query heads, HK key heads, D channels, GROUP = H / HK query heads of a key head;
 blocks of BLOCK_M queries or BLOCK_N keys. Softmax and its gradients as in FlashAttention-2 (arXiv
-2307.08691, algorithms 1 and 2), in powers of two.
+2307.08691, algorithms 1 and 2), in powers of two. A query sees WINDOW tokens, itself included; 0:
+all before it.
 """
 
 from __future__ import annotations
@@ -48,6 +49,25 @@ def _tile(x, token, stride, offs_d, length, MASK: tl.constexpr):
 
 
 @triton.jit
+def _seen(query, key, WINDOW: tl.constexpr):
+    """Where queries see keys, tokens of one document."""
+    seen = query >= key
+    if WINDOW:
+        seen &= query - key < WINDOW
+    return seen
+
+
+@triton.jit
+def _edge(start, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
+    """Of the keys before a block of queries, in whole blocks: the first that one of the queries
+    sees, and the first that all of them see.
+    """
+    some = tl.maximum(start - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    every = tl.cdiv(tl.maximum(start + BLOCK_M - WINDOW, 0), BLOCK_N) * BLOCK_N
+    return some, tl.minimum(every, start)
+
+
+@triton.jit
 def _attn_fwd_inner(
     q,
     k,
@@ -62,6 +82,7 @@ def _attn_fwd_inner(
     offs_d,
     length,
     scale,
+    WINDOW: tl.constexpr,
     MASK: tl.constexpr,
 ):
     """One block of keys in the online softmax: returns acc, the running maximum m_i and the
@@ -70,7 +91,8 @@ def _attn_fwd_inner(
     keys = _tile(k, offs_n, k_stride, offs_d, length, MASK)
     qk = tl.dot(q, tl.trans(keys)) * scale
     if MASK:
-        qk = tl.where(offs_m[:, None] >= offs_n[None, :], qk, float("-inf"))
+        # finite: a query may see nothing of its first blocks, whose sums the next maximum wipes out
+        qk = tl.where(_seen(offs_m[:, None], offs_n[None, :], WINDOW), qk, -1e30)
     m_ij = tl.maximum(m_i, tl.max(qk, 1))
     p, alpha = tl.exp2(qk - m_ij[:, None]), tl.exp2(m_i - m_ij)
     values = _tile(v, offs_n, v_stride, offs_d, length, MASK)
@@ -84,6 +106,7 @@ def attn_fwd(
     k,
     v,
     blocks,
+    sinks,
     out,
     lse,
     tokens,
@@ -96,9 +119,10 @@ def attn_fwd(
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
-    """out [T, H, D], and lse [H, T], the base-2 logarithms of the softmax's sums; `scale` holds
-    log2(e). Grid: blocks, H.
+    """out [T, H, D], and lse [H, T], the base-2 logarithms of the softmax's sums; `scale` and
+    `sinks` [H], fp32 or None, hold log2(e). Grid: blocks, H.
     """
     first, start, length = _block(blocks)
     # of an empty document, which fills up a plan
@@ -115,7 +139,32 @@ def attn_fwd(
         tl.full([BLOCK_M], float("-inf"), dtype=tl.float32),
         tl.zeros([BLOCK_M], dtype=tl.float32),
     )
-    for start_n in range(0, start, BLOCK_N):
+    if sinks is not None:
+        # one more key in front, of value zero
+        m_i, l_i = tl.maximum(m_i, tl.load(sinks + head)), l_i + 1.0
+    inner = 0
+    if WINDOW:
+        outer, inner = _edge(start, BLOCK_M, BLOCK_N, WINDOW)
+        for edge_n in range(outer, inner, BLOCK_N):
+            offs_n = edge_n + tl.arange(0, BLOCK_N)
+            acc, m_i, l_i = _attn_fwd_inner(
+                queries,
+                k,
+                v,
+                acc,
+                m_i,
+                l_i,
+                offs_m,
+                offs_n,
+                k_stride,
+                v_stride,
+                offs_d,
+                length,
+                scale,
+                WINDOW,
+                True,
+            )
+    for start_n in range(inner, start, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
         acc, m_i, l_i = _attn_fwd_inner(
             queries,
@@ -131,6 +180,7 @@ def attn_fwd(
             offs_d,
             length,
             scale,
+            WINDOW,
             False,
         )
     for diagonal_n in range(start, tl.minimum(start + BLOCK_M, length), BLOCK_N):
@@ -149,6 +199,7 @@ def attn_fwd(
             offs_d,
             length,
             scale,
+            WINDOW,
             True,
         )
     offset = offs_m[:, None] * (HEADS * D) + offs_d[None, :]

@@ -7,15 +7,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hf_packfree.ops.attention.triton_kernels import _block, _head_pointers, _tile
+from hf_packfree.ops.attention.triton_kernels import (
+    _block,
+    _edge,
+    _head_pointers,
+    _seen,
+    _tile,
+)
 
 
 @triton.jit
-def _probs(a, b, lse, causal, scale, MASK: tl.constexpr):
+def _probs(a, b, lse, seen, scale, MASK: tl.constexpr):
     """Softmax weights of a's tokens and b's: queries and keys, or the transpose."""
     p = tl.exp2(tl.dot(a, tl.trans(b)) * scale - lse)
     if MASK:
-        p = tl.where(causal, p, 0.0)
+        p = tl.where(seen, p, 0.0)
     return p
 
 
@@ -35,13 +41,14 @@ def _attn_bwd_dq_inner(
     offs_d,
     length,
     scale,
+    WINDOW: tl.constexpr,
     MASK: tl.constexpr,
 ):
     """Add one block of keys to the queries' gradient."""
     keys = _tile(k, offs_n, k_stride, offs_d, length, MASK)
     values = _tile(v, offs_n, v_stride, offs_d, length, MASK)
-    causal = offs_m[:, None] >= offs_n[None, :]
-    ds = _probs(q, keys, lse, causal, scale, MASK) * (tl.dot(do, tl.trans(values)) - delta)
+    seen = _seen(offs_m[:, None], offs_n[None, :], WINDOW)
+    ds = _probs(q, keys, lse, seen, scale, MASK) * (tl.dot(do, tl.trans(values)) - delta)
     return tl.dot(ds.to(keys.dtype), keys, dq)
 
 
@@ -67,6 +74,7 @@ def attn_bwd_dq(
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     """d_q [T, H, D], and delta [H, T], the sums of out d_out over channels.  Grid: blocks, H."""
     first, start, length = _block(blocks)
@@ -87,7 +95,30 @@ def attn_bwd_dq(
     )[:, None]
     queries = _tile(q, offs_m, q_stride, offs_d, length, True)
     dq = tl.zeros([BLOCK_M, D], dtype=tl.float32)
-    for start_n in range(0, start, BLOCK_N):
+    inner = 0
+    if WINDOW:
+        outer, inner = _edge(start, BLOCK_M, BLOCK_N, WINDOW)
+        for edge_n in range(outer, inner, BLOCK_N):
+            offs_n = edge_n + tl.arange(0, BLOCK_N)
+            dq = _attn_bwd_dq_inner(
+                queries,
+                do,
+                k,
+                v,
+                dq,
+                lse_i,
+                delta_i,
+                offs_m,
+                offs_n,
+                k_stride,
+                v_stride,
+                offs_d,
+                length,
+                scale,
+                WINDOW,
+                True,
+            )
+    for start_n in range(inner, start, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
         dq = _attn_bwd_dq_inner(
             queries,
@@ -104,6 +135,7 @@ def attn_bwd_dq(
             offs_d,
             length,
             scale,
+            WINDOW,
             False,
         )
     for diagonal_n in range(start, tl.minimum(start + BLOCK_M, length), BLOCK_N):
@@ -123,6 +155,7 @@ def attn_bwd_dq(
             offs_d,
             length,
             scale,
+            WINDOW,
             True,
         )
     offset = offs_m[:, None] * (HEADS * D) + offs_d[None, :]
@@ -131,6 +164,15 @@ def attn_bwd_dq(
         (dq * scale_back).to(d_q.dtype.element_ty),
         mask=offs_m[:, None] < length,
     )
+
+
+@triton.jit
+def _steps(start, length, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
+    """How many blocks of queries see one of the block's keys."""
+    end = length
+    if WINDOW:
+        end = tl.minimum(length, start + BLOCK_N + WINDOW - 1)
+    return (end - start + BLOCK_M - 1) // BLOCK_M
 
 
 @triton.jit
@@ -186,6 +228,7 @@ def _attn_bwd_dk(
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """d_k of one block of keys."""
@@ -196,7 +239,7 @@ def _attn_bwd_dk(
     q, d_out, lse = _query_heads_of(q, d_out, lse, first, head, tokens, q_stride, HEADS, GROUP, D)
     delta += head.to(tl.int64) * GROUP * tokens + first
     dk = tl.zeros([BLOCK_N, D], dtype=tl.float32)
-    steps = (length - start + BLOCK_M - 1) // BLOCK_M
+    steps = _steps(start, length, BLOCK_M, BLOCK_N, WINDOW)
     for step in tl.range(0, steps * GROUP, num_stages=STAGES):
         q_head, offs_m = _step(step, steps, start, BLOCK_M)
         queries = _tile(q + q_head * D, offs_m, q_stride, offs_d, length, True)
@@ -205,7 +248,9 @@ def _attn_bwd_dk(
         delta_i = tl.load(delta + q_head * tokens + offs_m, mask=offs_m < length, other=0.0)[
             None, :
         ]
-        p = _probs(keys, queries, lse_i, offs_m[None, :] >= offs_n[:, None], scale, True)
+        p = _probs(
+            keys, queries, lse_i, _seen(offs_m[None, :], offs_n[:, None], WINDOW), scale, True
+        )
         ds = p * (tl.dot(values, tl.trans(do)) - delta_i)
         dk = tl.dot(ds.to(queries.dtype), queries, dk)
     offset = (
@@ -238,6 +283,7 @@ def _attn_bwd_dv(
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """d_v of one block of keys."""
@@ -246,12 +292,14 @@ def _attn_bwd_dv(
     keys = _tile(k + first * k_stride + head * D, offs_n, k_stride, offs_d, length, True)
     q, d_out, lse = _query_heads_of(q, d_out, lse, first, head, tokens, q_stride, HEADS, GROUP, D)
     dv = tl.zeros([BLOCK_N, D], dtype=tl.float32)
-    steps = (length - start + BLOCK_M - 1) // BLOCK_M
+    steps = _steps(start, length, BLOCK_M, BLOCK_N, WINDOW)
     for step in tl.range(0, steps * GROUP, num_stages=STAGES):
         q_head, offs_m = _step(step, steps, start, BLOCK_M)
         queries = _tile(q + q_head * D, offs_m, q_stride, offs_d, length, True)
         lse_i = tl.load(lse + q_head * tokens + offs_m, mask=offs_m < length, other=0.0)[None, :]
-        p = _probs(keys, queries, lse_i, offs_m[None, :] >= offs_n[:, None], scale, True)
+        p = _probs(
+            keys, queries, lse_i, _seen(offs_m[None, :], offs_n[:, None], WINDOW), scale, True
+        )
         do = _tile(d_out + q_head * D, offs_m, HEADS * D, offs_d, length, True)
         dv = tl.dot(p.to(do.dtype), do, dv)
     offset = (
@@ -285,6 +333,7 @@ def attn_bwd_dkdv(
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
     KEY_STAGES: tl.constexpr,
     VALUE_STAGES: tl.constexpr,
 ):
@@ -320,6 +369,7 @@ def attn_bwd_dkdv(
             D,
             BLOCK_M,
             BLOCK_N,
+            WINDOW,
             KEY_STAGES,
         )
     else:
@@ -341,5 +391,6 @@ def attn_bwd_dkdv(
             D,
             BLOCK_M,
             BLOCK_N,
+            WINDOW,
             VALUE_STAGES,
         )

@@ -51,9 +51,16 @@ def unusable(target: Target) -> str | None:
 
 @uncompiled
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, *, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: PackedSequence,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """See `hf_packfree.ops.attention.attention`."""
+    """See `hf_packfree.ops.attention.attention`; the kernels are compiled for a window."""
     # on a CPU, in Triton's interpreter, any dtype runs
     if q.is_cuda:
         refuse_wide("attention", "Triton", q, k, v)
@@ -65,7 +72,7 @@ def attend(
             "shorter documents; call apply_patches(model, backend={'attention': 'varlen'})"
         )
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    return _Attention.apply(q, k, v, packed, scale)  # type: ignore[no-any-return]
+    return _Attention.apply(q, k, v, sinks, packed, scale, window or 0)  # type: ignore[no-any-return]
 
 
 def reach(q: Tensor, k: Tensor, v: Tensor, longest: int) -> int:
@@ -97,13 +104,21 @@ def plan_blocks(packed: PackedSequence, of_keys: bool) -> Tensor:
 class _Attention(Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, scale: float
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        packed: PackedSequence,
+        scale: float,
+        window: int,
     ) -> Tensor:
         from hf_packfree.ops.attention.triton_kernels import attn_fwd
 
         out = q.new_empty(q.shape)
         lse = q.new_empty(q.shape[2], q.shape[1], dtype=torch.float32)
-        blocks, heads = packed.cached(plan_blocks, False), _heads(q, k)
+        blocks, heads = packed.cached(plan_blocks, False), _heads(q, k, window)
+        scores = None if sinks is None else sinks.float() * math.log2(math.e)
         sizes = q.shape[1], *(x.stride(1) for x in (q, k, v)), scale * math.log2(math.e)
         launch(
             attn_fwd,
@@ -112,14 +127,15 @@ class _Attention(Function):
             k,
             v,
             blocks,
+            scores,
             out,
             lse,
             *sizes,
             **heads,
             **_blocks("fwd"),
         )
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.packed, ctx.scale = packed, scale
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.packed, ctx.scale, ctx.window = packed, scale, window
         return out
 
     @staticmethod
@@ -127,8 +143,9 @@ class _Attention(Function):
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         from hf_packfree.ops.attention import triton_kernels_backward as kernels
 
-        q, k, v, out, lse = ctx.saved_tensors
-        d_out, delta, heads = d_out.contiguous(), torch.empty_like(lse), _heads(q, k)
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        d_out, delta = d_out.contiguous(), torch.empty_like(lse)
+        heads = _heads(q, k, ctx.window)
         d_q, d_k, d_v = (x.new_empty(x.shape) for x in (q, k, v))
         query_blocks, key_blocks = (
             ctx.packed.cached(plan_blocks, of_keys) for of_keys in (False, True)
@@ -179,13 +196,20 @@ class _Attention(Function):
             KEY_STAGES=_STAGES["bwd_dk"],
             VALUE_STAGES=_STAGES["bwd_dv"],
         )
-        return d_q, d_k, d_v, None, None
+        d_sinks = _gradient_of_sinks(sinks, lse, delta) if ctx.needs_input_grad[3] else None
+        return d_q, d_k, d_v, d_sinks, None, None, None
 
 
-def _heads(q: Tensor, k: Tensor) -> dict[str, int]:
+def _gradient_of_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """Return d_sinks [H]: a key of value zero, whose weight is exp(sink - lse)."""
+    weights = torch.exp2(sinks.float()[:, None] * math.log2(math.e) - lse)
+    return -(weights * delta).sum(1).to(sinks.dtype)
+
+
+def _heads(q: Tensor, k: Tensor, window: int) -> dict[str, int]:
     """What a program is compiled for."""
     heads = q.shape[2]
-    return {"HEADS": heads, "GROUP": heads // k.shape[2], "D": q.shape[3]}
+    return {"HEADS": heads, "GROUP": heads // k.shape[2], "D": q.shape[3], "WINDOW": window}
 
 
 def _blocks(kernel: str) -> dict[str, int]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_packfree.ops.backend import Target, needs_cuda, needs_half, refuse_wide
@@ -29,10 +30,13 @@ def unusable(target: Target) -> str | None:
         return f"it needs an Ampere GPU or later (8.0), this is {target.gpu}"
     if (reason := needs_half(target)) is not None:
         return reason
-    if (size := target.sizes.get("head_size", 0)) > _HEAD_SIZE or size % 8:
+    sizes = target.sizes.get("head_size", 0), target.sizes.get("other_value_size", 0)
+    if (size := max(sizes)) > _HEAD_SIZE or size % 8:
         return (
             f"it takes heads of up to {_HEAD_SIZE} channels, a multiple of 8; the model has {size}"
         )
+    if target.sizes.get("window") and "window_size" not in _parameters():
+        return f"it takes a window from torch 2.11 on, this is {torch.__version__}"
     return None
 
 
@@ -45,23 +49,29 @@ def attend(
     *,
     scale: float | None = None,
     causal: bool = True,
+    window: int | None = None,
     of_keys: PackedSequence | None = None,
 ) -> Tensor:
     """See `hf_packfree.ops.attention.attention`; with `of_keys` each document's queries are the
-    last of its tokens.
+    last of its tokens. Values of another size than keys, or keys, get channels of zero.
     """
     refuse_wide("attention", "varlen", q, k, v)
     from torch.nn.attention.varlen import varlen_attn
 
+    scale, size = q.shape[3] ** -0.5 if scale is None else scale, v.shape[3]
+    q, k, v = _of_one_size(q, k, v)
     if q.shape[2] != k.shape[2] and not _groups_heads():
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
     options = _options(causal)
     if not causal and _may_be_cudnn():
         # a window as wide as the row is no window, and cuDNN takes none
         options = options | {"window_size": (packed.max_seqlen, packed.max_seqlen)}
+    if window is not None:
+        # how many before a query, which sees itself, too
+        options = options | {"window_size": (window - 1, 0)}
     if "scale" in _parameters():
         options = {**options, "scale": scale}
-    elif scale not in (None, q.shape[3] ** -0.5):
+    elif scale != q.shape[3] ** -0.5:
         # 2.10 has the default alone
         q = q * (scale * q.shape[3] ** 0.5)
     keys = packed if of_keys is None else of_keys
@@ -70,7 +80,13 @@ def attend(
     q, k, v = (x.squeeze(0) for x in (q, k, v))
     with _flash_attention():
         out: Any = varlen_attn(q, k, v, *bounds, *longest, **options)
-    return out[None]  # type: ignore[no-any-return]
+    return out[None, ..., :size]  # type: ignore[no-any-return]
+
+
+def _of_one_size(*inputs: Tensor) -> list[Tensor]:
+    """Return q, k and v with as many channels as the widest; zeros, which change no score."""
+    width = max(x.shape[3] for x in inputs)
+    return [x if x.shape[3] == width else F.pad(x, (0, width - x.shape[3])) for x in inputs]
 
 
 def attend_with_history(

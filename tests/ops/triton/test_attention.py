@@ -39,6 +39,30 @@ def test_values_and_gradients(lengths, launched):
     assert launched == KERNELS
 
 
+@pytest.mark.parametrize("window", [None, 1, 16, 17, 45, 1000], ids=str)
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
+def test_windows_and_sinks(window, has_sinks, launched):
+    """Windows below, at and above a block, and wider than any document."""
+    lengths = [1, 15, 100, 33]
+    packed, tokens = PackedSequence.from_lengths(lengths), sum(lengths)
+    control = PackedSequence.from_lengths([tokens])
+
+    def op(q, k, v, *sinks, backend, packed=packed):
+        options = {"window": window, "sinks": sinks[0] if sinks else None}
+        return attention(q, k, v, packed, scale=0.3, backend=backend, **options)
+
+    inputs = random(
+        (1, tokens, HEADS, SIZE),
+        *[(1, tokens, KEY_HEADS, SIZE)] * 2,
+        *[(HEADS,)] * has_sinks,
+    )
+    assert_matches(op, inputs)
+    assert launched == KERNELS
+    if window != 1:
+        leak = op(*inputs, backend="torch", packed=control) - op(*inputs, backend="triton")
+        assert leak.abs().max() > 0.1
+
+
 def test_a_tree_along_its_paths(launched):
     """Values, and gradients that sum over the branches of a prefix."""
     packed = PackedSequence.from_tree([37, 5, 40, 1, 9], [None, 0, 0, 2, None])
