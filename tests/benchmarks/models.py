@@ -46,6 +46,7 @@ class Variant:
         checkpointing: whether layers are recomputed in the backward pass (not the reentrant way).
         cuda_graphs: the argument of `apply_patches`.
         mtp: the depth of the multi-token prediction head that is trained beside the model; 0: none.
+        compiled: whether torch.compile compiles each decoder layer, as one graph.
     """
 
     packfree: bool = True
@@ -63,6 +64,7 @@ class Variant:
     checkpointing: bool = False
     cuda_graphs: str = "never"
     mtp: int = 0
+    compiled: bool = False
 
     def choice(self) -> Any:
         """The backends to ask for: where FlashQLA is off, FLA's delta rule."""
@@ -112,6 +114,8 @@ def variant_of(
     try:
         model = build(shape, device, torch.float32 if variant.fp32 else dtype)
         _put_in(model, shape, variant, upstream)
+        for layer in model.get_submodule("model.layers").children() if variant.compiled else ():
+            layer.compile(fullgraph=True, dynamic=True)
         if variant.checkpointing:
             model.gradient_checkpointing_enable(
                 gradient_checkpointing_kwargs={"use_reentrant": False}

@@ -42,7 +42,7 @@ def profile(step: Callable[[], Any], device: str, path: Path, top: int = 40) -> 
     """Run one step under the profiler; return ms by category, write and print those and the
     longest kernels.
     """
-    kernels = _kernels(step, device)
+    kernels = kernels_of(step, device)
     sums: dict[str, float] = {}
     for name, ms, _ in kernels:
         sums[category(name)] = sums.get(category(name), 0.0) + ms
@@ -67,7 +67,7 @@ def counts(step: Callable[[], Any], device: str) -> dict[str, float]:
     """Return the sum of a step's kernels, their number, and the time in which the host starts them:
     {"kernels_ms", "launches", "host_ms"}.
     """
-    kernels = _kernels(step, device)
+    kernels = kernels_of(step, device)
     host = []
     for _ in range(5):
         if device == "cuda":
@@ -82,7 +82,7 @@ def counts(step: Callable[[], Any], device: str) -> dict[str, float]:
     }
 
 
-def _kernels(step: Callable[[], Any], device: str) -> list[tuple[str, float, int]]:
+def kernels_of(step: Callable[[], Any], device: str) -> list[tuple[str, float, int]]:
     """(name, ms, calls) of everything that ran on the device, the longest first; on "cpu", of
     torch's operators.
     """

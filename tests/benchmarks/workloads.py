@@ -262,6 +262,7 @@ def _short(tiny: bool) -> list[Group]:
     variants = {
         "packfree": (replace(PACKFREE, cuda_graphs="auto"), ""),
         "packfree, no graphs": (PACKFREE, ""),
+        "packfree, layers compiled": (replace(PACKFREE, compiled=True), ""),
         "unpatched packed": (UNPATCHED_CONV, STANDS_IN),
     }
     return [

@@ -1,0 +1,21 @@
+"""The script that counts what the host does for a layer, in its tiny form."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from tests.benchmarks import host
+
+
+def test_every_layer_has_its_counts(tmp_path, monkeypatch):
+    asked = ["host", "--out", str(tmp_path), "--device", "cpu", "--tiny", "--only", "packfree$"]
+    monkeypatch.setattr(sys, "argv", asked)
+    host.main()
+    about, *rows = map(json.loads, (tmp_path / "host.jsonl").read_text().splitlines())
+    assert about["workload"] == "machine"
+    assert [row["workload"] for row in rows] == list(host.LAYERS.values())
+    for row in rows:
+        assert row["frames"] > 50 and row["c_calls"] > 50 and row["host_ms"] > 0, row
+        assert row["dispatched"] > row["allocations"] > 0 and row["nodes"] > 10, row
+        assert row["launches"] == 0, "a CPU launches none"
