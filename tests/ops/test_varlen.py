@@ -4,14 +4,17 @@ parameters.
 
 from __future__ import annotations
 
+from functools import partial
 from inspect import signature
 
 import pytest
 import torch
 from torch.backends.cuda import cudnn_sdp_enabled, flash_sdp_enabled
 
-from hf_packfree.ops.attention import towers, varlen
+from hf_packfree.ops.attention import OP, attention, towers, varlen
+from hf_packfree.ops.backend import Target
 from hf_packfree.packing import PackedSequence
+from tests.support import relative_rms
 
 module = pytest.importorskip("torch.nn.attention.varlen")
 
@@ -170,6 +173,81 @@ def test_fewer_key_heads_are_repeated_where_they_are_not_taken(release, called):
         assert torch.equal(
             calls[0][name], x[0].repeat_interleave(2, 1) if release == "2.10.0" else x[0]
         )
+
+
+def flash(query, key, value, cu_seq_q, scale, window_size):
+    """What torch documents: document by document, `window_size` tokens before a query and after it,
+    -1 any number; one size for all, fewer key heads taken.
+    """
+    assert query.shape[2] == key.shape[2] == value.shape[2] and cu_seq_q[-1] == len(query)
+    outputs = []
+    for parts in zip(*(x.split(cu_seq_q.diff().tolist()) for x in (query, key, value))):
+        q, k, v = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in parts)
+        ahead = torch.arange(len(k)) - torch.arange(len(q))[:, None]
+        left, right = (len(q) if reach < 0 else reach for reach in window_size)
+        scores = torch.einsum("ihd,jhd->hij", q, k) * scale
+        scores = scores.masked_fill((ahead < -left) | (ahead > right), float("-inf"))
+        outputs.append(torch.einsum("hij,jhd->ihd", scores.softmax(2), v))
+    return torch.cat(outputs)
+
+
+OPTIONS = {
+    "values_narrower": (None, 24, 16),
+    "values_wider": (None, 16, 24),
+    **{f"window_of_{window}": (window, 16, 16) for window in (1, 4, 5, 100)},
+    "both": (4, 24, 16),
+}
+
+
+@pytest.mark.parametrize("window, size, value_size", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("release", ["2.11.0", "2.15.0"])
+def test_windows_and_values_of_another_size(release, window, size, value_size, called, monkeypatch):
+    """Values and gradients against PyTorch eager; a window that is one token wider is another."""
+    calls = called(release)
+    signed = module.varlen_attn
+
+    def varlen_attn(*given, **words):
+        signed(*given, **words)
+        names = "query", "key", "value", "cu_seq_q", "scale", "window_size"
+        return flash(*(calls[-1][name] for name in names))
+
+    varlen_attn.__signature__ = signed.__signature__
+    monkeypatch.setattr(module, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(varlen, "refuse_wide", lambda *_: None)
+    lengths = (3, 5, 12, 1, 4)
+    packed = PackedSequence.from_lengths(lengths)
+    shapes = (4, size), (2, size), (2, value_size)
+    torch.manual_seed(0)
+    leaves = [torch.randn(1, sum(lengths), *shape, requires_grad=True) for shape in shapes]
+    direction = torch.randn(1, sum(lengths), 4, value_size)
+
+    def run(backend, window, packed=packed):
+        out = attention(*leaves, packed, window=window, scale=0.3, backend=backend)
+        return [out, *torch.autograd.grad((out * direction).sum(), leaves)]
+
+    found, wanted = run("varlen", window), run("torch", window)
+    assert relative_rms(found[0], wanted[0]) <= 1e-6
+    # with one key a query has no gradient
+    assert max(map(partial(relative_rms, floor=0.1), found[1:], wanted[1:])) <= 1e-5
+    if window == 1:
+        assert relative_rms(run("varlen", 2)[0], wanted[0]) > 0.1
+    else:
+        whole = PackedSequence.from_lengths([sum(lengths)])
+        assert relative_rms(run("varlen", window, whole)[0], wanted[0]) > 0.1
+    if window in (4, 5):
+        assert relative_rms(run("varlen", window + 1)[0], wanted[0]) > 1e-2
+
+
+def test_a_window_needs_torch_2_11(called):
+    target = Target("cuda", (8, 0), sizes={"head_size": 64, "window": 128})
+    called("2.10.0")
+    reason = "it takes a window from torch 2.11 on, this is 2.10.0"
+    assert OP.backends["varlen"].unusable(target) == reason
+    varlen._parameters.cache_clear()
+    called("2.11.0")
+    assert OP.backends["varlen"].unusable(target) is None
+    wide = Target("cuda", (8, 0), sizes={"head_size": 192, "other_value_size": 264})
+    assert "the model has 264" in OP.backends["varlen"].unusable(wide)
 
 
 def test_the_installed_function_has_one_of_these_ways_to_be_causal():

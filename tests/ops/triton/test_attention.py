@@ -39,11 +39,14 @@ def test_values_and_gradients(lengths, launched):
     assert launched == KERNELS
 
 
-@pytest.mark.parametrize("window", [None, 1, 16, 17, 45, 1000], ids=str)
-@pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize(
+    "window, has_sinks",
+    [(None, True), (1, False), (16, True), (17, False), (33, True), (1000, False)],
+    ids=str,
+)
 def test_windows_and_sinks(window, has_sinks, launched):
     """Windows below, at and above a block, and wider than any document."""
-    lengths = [1, 15, 100, 33]
+    lengths = [1, 15, 70, 33]
     packed, tokens = PackedSequence.from_lengths(lengths), sum(lengths)
     control = PackedSequence.from_lengths([tokens])
 
