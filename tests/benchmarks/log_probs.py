@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from hf_packfree.ops.loss import Expected, Wanted, linear_cross_entropy, linear_log_probs
+from tests.benchmarks.machine import machine
 from tests.benchmarks.timing import Clock, Results
 from tests.support import relative_rms
 
@@ -44,8 +45,11 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     results = Results(options.out / "log_probs.jsonl", minutes=options.minutes, only=options.only)
-    clock = Clock(options.device, least=0.4, longest=4.0)
+    results.add({"workload": "machine", "variant": "", **machine(options.device)})
+    clock = Clock(options.device, least=0.4, longest=0.8)
     for name, shape in (TINY if options.tiny else SHAPES).items():
+        for who, loss in losses(clock.device):
+            results.row(f"sft-loss-{name}", who, partial(_measure_loss, loss, clock, shape))
         results.row(
             f"rl-logprobs-{name}", "matrix products alone", partial(_products, clock, shape)
         )
@@ -55,8 +59,6 @@ def main() -> None:
                     variant = f"{who}, {'trained' if trained else 'frozen'}, {kind}"
                     measure = partial(_measure, scores, clock, shape, kind, trained)
                     results.row(f"rl-logprobs-{name}", variant, measure)
-        for who, loss in losses(clock.device):
-            results.row(f"sft-loss-{name}", who, partial(_measure_loss, loss, clock, shape))
 
 
 def variants(kind: str, device: str) -> Iterator[tuple[str, Callable[[], Scores]]]:

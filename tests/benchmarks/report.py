@@ -135,6 +135,9 @@ PACKAGES = (
     "fla-core",
     "flash-qla",
     "liger-kernel",
+    "nvidia-cutlass-dsl",
+    "trl",
+    "cut-cross-entropy",
     "causal-conv1d",
     "mamba-ssm",
 )
@@ -169,13 +172,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     options = parser.parse_args(arguments)
     # which have these functions below them
-    from tests.benchmarks import family_report, prefix_report, short_report
+    from tests.benchmarks import family_report, log_prob_report, prefix_report, short_report
 
     path = options.result or newest(RESULTS)
     found = tables(path, options.ablation or newest(RESULTS, "*-ablation.jsonl"))
     found |= family_report.tables(family_report.newest())
     found |= short_report.tables(short_report.newest())
     found |= prefix_report.tables(prefix_report.newest())
+    found |= log_prob_report.tables(log_prob_report.newest())
     if options.write is None:
         print("\n".join(found.values()))
         return

@@ -7,7 +7,14 @@ import re
 
 import pytest
 
-from tests.benchmarks import family_report, prefix_report, report, run_all, short_report
+from tests.benchmarks import (
+    family_report,
+    log_prob_report,
+    prefix_report,
+    report,
+    run_all,
+    short_report,
+)
 
 RESULT = {
     "machine": "NVIDIA Test",
@@ -292,6 +299,7 @@ def test_the_pages_get_the_newest_result(tmp_path, results):
     found = report.tables(*results) | family_report.tables(family_report.newest())
     found |= short_report.tables(short_report.newest())
     found |= prefix_report.tables(prefix_report.newest())
+    found |= log_prob_report.tables(log_prob_report.newest())
     wanted = dict[str, str]()
     for (page, mark), text in found.items():
         (tmp_path / page).parent.mkdir(exist_ok=True)

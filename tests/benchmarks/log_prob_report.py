@@ -1,0 +1,91 @@
+"""The tables of docs/rl.md on log-probabilities and cross entropy, from the newest result in
+results/log-probs, which `tests.benchmarks.report` writes with its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks import report
+from tests.benchmarks.timing import read_lines
+
+FOLDER = report.RESULTS / "log-probs"
+PAGE, MARK = "docs/rl.md", "log-probs"
+SIZES = {"8k": "8,192 tokens", "32k": "32,768 tokens"}
+KINDS = {
+    "frozen, log p": "frozen head",
+    "frozen, log p and entropy": "frozen, with entropy",
+    "trained, log p": "trained head",
+    "trained, log p and entropy": "trained, with entropy",
+}
+CUT = "cut-cross-entropy"
+WHO = {
+    "packfree": "packfree",
+    "TRL": "TRL's chunked function",
+    "Liger": "Liger",
+    f"{CUT}, small gradients left out": f"{CUT}, its default: small gradients left out",
+    CUT: f"{CUT}, exact",
+}
+LOSSES = {
+    "packfree": "packfree",
+    "Liger": "Liger, Triton",
+    "Liger, kernels for Hopper": "Liger, kernels for Hopper",
+}
+
+
+def newest(folder: Path = FOLDER) -> Path:
+    """Return the result with the latest date in its name."""
+    return report.newest(folder, "*.jsonl")
+
+
+def tables(path: Path) -> dict[tuple[str, str], str]:
+    """Return {(page, mark): what the page has to hold there}, as `report.tables` does."""
+    about, *rows = read_lines(path)
+    found = {(row["workload"], row["variant"]): row for row in rows}
+    lines = [
+        f"{report.origin(about, rows)}; every number is in "
+        f"`tests/benchmarks/results/log-probs/{path.name}`.",
+        "",
+        *_log_probs(found),
+        "",
+        *_losses(found),
+    ]
+    return {(PAGE, MARK): "\n".join(lines) + "\n"}
+
+
+Rows = dict[tuple[str, str], dict[str, Any]]
+
+
+def _log_probs(found: Rows) -> Iterator[str]:
+    yield f"| log-probabilities, ms (peak GiB) | {' | '.join(KINDS.values())} |"
+    yield "|---" * (len(KINDS) + 1) + "|"
+    for size, title in SIZES.items():
+        yield f"| **{title}** {'| ' * len(KINDS)}|"
+        for who, name in WHO.items():
+            cells = [found.get((f"rl-logprobs-{size}", f"{who}, {kind}")) for kind in KINDS]
+            if any(cells):
+                yield f"| {name} | {' | '.join(map(_cell, cells))} |"
+
+
+def _losses(found: Rows) -> Iterator[str]:
+    yield f"| mean cross entropy, trained head, ms (peak GiB) | {' | '.join(SIZES.values())} |"
+    yield "|---" * (len(SIZES) + 1) + "|"
+    for who, name in LOSSES.items():
+        cells = [found.get((f"sft-loss-{size}", who)) for size in SIZES]
+        yield f"| {name} | {' | '.join(map(_cell, cells))} |"
+
+
+def _cell(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    if "ms" in row:
+        return f"{row['ms']:,.1f} ({row['peak_gib']:.1f})"
+    kind = row.get("error", "skipped").split(":")[0]
+    return {
+        "OutOfMemoryError": "out of memory",
+        "ImportError": "not installed",
+        "ModuleNotFoundError": "not installed",
+        "skipped": "",
+    }.get(kind, kind)
