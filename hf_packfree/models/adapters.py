@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -54,7 +55,10 @@ def is_plain(layer: Any, dtype: torch.dtype) -> bool:
 def under_autocast(device: torch.device) -> bool:
     """Whether autocast is on for a device, of which some have none."""
     kind = device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return _has_autocast(kind) and torch.is_autocast_enabled(kind)
+
+
+_has_autocast = cache(torch.amp.is_autocast_available)
 
 
 def computed_in(x: Tensor) -> torch.dtype:

@@ -126,10 +126,11 @@ def plain_layers(x: Any, *layers: Any, adapters: bool = True) -> tuple[Layer, ..
     dtype, found = computed_in(x), list[Layer]()
     for layer in layers:
         weight: Weight | None = weight_alone(layer)
-        if weight is None and adapters and not is_lora(layer):
+        adapted = weight is None and adapters and is_lora(layer)
+        if weight is None and adapters and not adapted:
             weight = read_weight(layer, dtype)
         read: Layer | None = None if weight is None else products_in(dtype, weight)
-        if weight is None and adapters and is_lora(layer):
+        if adapted:
             read = read_lora(layer, x)
         if read is None or weight_of(read).dtype != dtype:
             return None

@@ -201,6 +201,7 @@ def on_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device.index or 0) == (9, 0)
 
 
+@cache
 def block_width(size: int) -> int:
     """Return the channels of a Triton block that holds `size`: a power of two, as its ranges
     have to be.

@@ -6,6 +6,7 @@ Launch sizes of the kernels are fixed, so that new row lengths tune nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -323,6 +324,7 @@ def _gradients(
     return d, d_weight, d_bias
 
 
+@cache
 def _blocks(size: int) -> dict[str, int]:
     width = block_width(size)
     return {"WIDTH": width, "num_warps": min(max(width // 512, 1), 16)}

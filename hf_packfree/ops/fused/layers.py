@@ -24,6 +24,7 @@ from hf_packfree.ops.fused.linear import (
     autocast_as_in_forward,
     linear_forward,
     narrow_linear,
+    rows_of,
 )
 from hf_packfree.ops.fused.low_rank import (
     Layer,
@@ -76,11 +77,11 @@ class Layers:
         """
         if self.low_rank is None:
             return self._without_adapters(x, batch_invariant)
-        rows = x.flatten(0, -2)
+        rows = rows_of(x)
         self.inner = self.low_rank.inner(rows)
         inner = cat(self.inner, 1)
         beside = _beside(rows, [inner], wider) if inner.dtype == rows.dtype else None
-        outs = [self._adapted(rows, inner, beside, i) for i in range(len(self.weights))]
+        outs = [self._adapted(rows, inner, beside, i) for i in range(self.layout.layers)]
         # no views to autograd, which hooks may change in place
         return [out.view(*x.shape[:-1], -1).data for out in outs]
 
@@ -104,7 +105,7 @@ class Layers:
             weights = self.weights.of(group)
             # which reads x once for two of them
             ours = batch_invariant or len(weights) > 1 and on_tensor_cores(x)
-            if ours and len(weights[0]) < NARROW and x.dtype in HALF:
+            if ours and weights[0].shape[0] < NARROW and x.dtype in HALF:
                 outs += narrow_linear(x, weights)
             else:
                 outs += [linear_forward(x, weight, batch_invariant) for weight in weights]
@@ -121,7 +122,7 @@ class Layers:
                 weights are one product then.
         """
         wider = take_room(d_outs[0]) if len(d_outs) == 1 else None
-        return Gradients(self, [d_out.flatten(0, -2) for d_out in d_outs], needed, beside, wider)
+        return Gradients(self, [rows_of(d_out) for d_out in d_outs], needed, beside, wider)
 
 
 class Gradients:
@@ -141,10 +142,10 @@ class Gradients:
         self.groups = [
             (group, cat(d_outs[group], -1)) for group in _narrowest_first(layers.weights.heights)
         ]
-        self.of_weights = self.groups if beside is None else [(slice(None), beside.flatten(0, -2))]
+        self.of_weights = self.groups if beside is None else [(slice(None), rows_of(beside))]
         self.d_inner: list[Tensor] = []
         if layers.low_rank is not None:
-            of_adapters = needed[len(layers.weights) :]
+            of_adapters = needed[layers.layout.layers :]
             self.d_inner, self.d_ups = layers.low_rank.outer_gradients(
                 d_outs, layers.inner, of_adapters
             )
@@ -171,7 +172,7 @@ class Gradients:
         """Return the gradients of weights and adapters, given x [T, D], as far as they are
         needed.
         """
-        layers, count, needed = self.layers, len(self.layers.weights), self.needed
+        layers, count, needed = self.layers, self.layers.layout.layers, self.needed
         found: list[Tensor | None] = [None] * count
         if x is None or not any(needed):
             return [None] * len(needed)
@@ -289,7 +290,7 @@ def input_again(
     if kept is None:
         return None
     x = kept if weight is None or eps is None else NormOf(kept, weight, eps).again(dtype)
-    return x.flatten(0, -2)
+    return rows_of(x)
 
 
 def _beside(x: Tensor, inner: Sequence[Tensor], wider: Tensor | None) -> Tensor:
@@ -299,7 +300,7 @@ def _beside(x: Tensor, inner: Sequence[Tensor], wider: Tensor | None) -> Tensor:
     end = x.shape[1] + sum(part.shape[1] for part in inner)
     if wider is None or wider.shape[-1] < end:
         return cat([x, *inner], 1)
-    beside = wider.flatten(0, -2)[:, :end]
+    beside = rows_of(wider)[:, :end]
     beside[:, x.shape[1] :] = cat(inner, 1)
     return beside
 

@@ -38,6 +38,13 @@ _PAIR = 64
 _MIN_WIDTH = 16
 
 
+def rows_of(x: Tensor) -> Tensor:
+    """Return x [..., D] as rows [T, D], for a packed row by one call of the dispatcher, which for
+    `flatten` are three.
+    """
+    return x.view(x.shape[1:]) if x.ndim == 3 and x.shape[0] == 1 else x.flatten(0, -2)
+
+
 def linear_forward(x: Tensor, weight: Tensor, batch_invariant: bool) -> Tensor:
     """Return x weight', [..., D] to [..., F]; `batch_invariant`: in half precision on CUDA few
     rows are padded to many.
@@ -54,7 +61,7 @@ def pad_rows(x: Tensor, weight: Tensor) -> Tensor:
     """Return x weight' from a product of `_MIN_ROWS` rows, zeros behind x's own; without a
     history.
     """
-    flat = x.flatten(0, -2)
+    flat = rows_of(x)
     rows = linear(pad(flat, (0, 0, 0, _MIN_ROWS - flat.shape[0])), weight)[: flat.shape[0]]
     # no view to autograd, which hooks may change in place
     return rows.view(*x.shape[:-1], -1).data
@@ -68,7 +75,7 @@ def autocast_as_in_forward(x: Tensor) -> AbstractContextManager[Any]:
 
 def narrow_linear(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     """Return x weight' of each weight of few outputs, in half precision."""
-    rows = x.flatten(0, -2)
+    rows = rows_of(x)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     outs = [x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights]
     step = 2 if max(weight.shape[0] for weight in weights) <= _PAIR else 1
@@ -107,4 +114,11 @@ def _launch_narrow(x: Tensor, weights: Sequence[Tensor], outs: Sequence[Tensor])
     )
 
 
-__all__ = ["NARROW", "autocast_as_in_forward", "linear_forward", "narrow_linear", "pad_rows"]
+__all__ = [
+    "NARROW",
+    "autocast_as_in_forward",
+    "linear_forward",
+    "narrow_linear",
+    "pad_rows",
+    "rows_of",
+]

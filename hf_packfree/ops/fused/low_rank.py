@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -118,6 +119,10 @@ class Reading:
         return x * keep.bernoulli_(1 - self.dropout, generator=generator)
 
 
+Kind = tuple[torch.dtype, int, float]
+"""Of a reading: dtype, rank, scale."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """What is known of layers beside their tensors.
@@ -134,7 +139,7 @@ class Layout:
     owners: tuple[int, ...] = ()
     readings: tuple[Reading, ...] = ()
 
-    @property
+    @cached_property
     def layers(self) -> int:
         """How many there are."""
         return len(self.heights)
@@ -145,7 +150,7 @@ class Layout:
             x, [(reading.dtype, reading.rank * len(reading.adapters)) for reading in self.readings]
         )
 
-    @property
+    @cached_property
     def tensors(self) -> int:
         """How many tensors `take_apart` returns."""
         return self.layers + 2 * len(self.owners)
@@ -157,7 +162,7 @@ def take_apart(layers: Sequence[Layer]) -> tuple[Layout, tuple[Tensor, ...]]:
     """
     kept, heights, made = _kept(layers)
     if not any(isinstance(layer, Adapted) for layer in layers):
-        return Layout(heights, made), kept
+        return (Layout(heights, made) if any(made) else _of_weights(heights)), kept
     owned = [
         (i, adapter)
         for i, layer in enumerate(layers)
@@ -172,12 +177,18 @@ def take_apart(layers: Sequence[Layer]) -> tuple[Layout, tuple[Tensor, ...]]:
     )
 
 
+@cache
+def _of_weights(heights: tuple[int, ...]) -> Layout:
+    """The layout of plain weights, which is that of every layer of a kind."""
+    return Layout(heights, (None,) * len(heights))
+
+
 def _kept(
     layers: Sequence[Layer],
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...], tuple[Made | None, ...]]:
     """Return what is kept of the weights, their heights, and how they are made of it."""
     found = [
-        (w, len(w), None) if isinstance(w, Tensor) else (w.kept, w.size[0], w)
+        (w, w.shape[0], None) if isinstance(w, Tensor) else (w.kept, w.size[0], w)
         for w in map(weight_of, layers)
     ]
     kept, heights, made = zip(*found, strict=True) if found else ((), (), ())
@@ -186,14 +197,21 @@ def _kept(
 
 def _readings(adapters: Sequence[Adapter]) -> Iterator[Reading]:
     """Yield what is read together: the same products, and no masks."""
-    together: dict[tuple[torch.dtype, int, float], list[int]] = {}
+    together: dict[Kind, list[int]] = {}
     for i, adapter in enumerate(adapters):
-        kind = adapter.computed_in, len(adapter.down), adapter.scale / (1 - adapter.dropout)
+        rank, scale = adapter.down.shape[0], adapter.scale / (1 - adapter.dropout)
+        kind = adapter.computed_in, rank, scale
         if adapter.dropout:
             yield Reading((i,), *kind, _seed(), adapter.dropout)
         else:
             together.setdefault(kind, []).append(i)
-    yield from (Reading(tuple(numbers), *kind) for kind, numbers in together.items())
+    yield from (_reading(tuple(numbers), kind) for kind, numbers in together.items())
+
+
+@cache
+def _reading(adapters: tuple[int, ...], kind: Kind) -> Reading:
+    """One without dropout, which is that of every layer of a kind."""
+    return Reading(adapters, *kind)
 
 
 def _seed() -> int:
@@ -243,7 +261,7 @@ class LowRank:
             for i in reading.adapters:
                 if self.layout.owners[i] == layer:
                     factor = products.up_factor(self.ups[i], like)
-                    found += [factor.new_zeros(len(factor), before)] * (before > 0) + [factor]
+                    found += [factor.new_zeros(factor.shape[0], before)] * (before > 0) + [factor]
                     before = 0
                 else:
                     before += products.parts * reading.rank

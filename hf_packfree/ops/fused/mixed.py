@@ -100,18 +100,18 @@ class Split:
     def inner(x: Tensor, downs: Sequence[Tensor], scale: float) -> Tensor:
         """See `Plain`; so are the others."""
         wide = wide_product(x, _split_downs(downs, x.dtype).T)
-        return in_pairs(wide, len(downs[0]), scale, x.new_empty(wide.shape))
+        return in_pairs(wide, downs[0].shape[0], scale, x.new_empty(wide.shape))
 
     @staticmethod
     def up_factor(up: Tensor, like: Tensor) -> Tensor:
-        return split(up, up.shape[1], like.dtype, paired=True).view(len(up), -1)
+        return split(up, up.shape[1], like.dtype, paired=True).view(up.shape[0], -1)
 
     @staticmethod
     def inner_gradient(d_outs: Sequence[Tensor], ups: Sequence[Tensor], scale: float) -> Tensor:
         rank = ups[0].shape[1]
-        joint = d_outs[0].new_empty(len(d_outs[0]), 3 * rank * len(ups))
+        joint = d_outs[0].new_empty(d_outs[0].shape[0], 3 * rank * len(ups))
         for d_out, up, columns in zip(d_outs, ups, joint.split(3 * rank, 1), strict=True):
-            wide = wide_product(d_out, split(up, rank, d_out.dtype).view(len(up), -1))
+            wide = wide_product(d_out, split(up, rank, d_out.dtype).view(up.shape[0], -1))
             in_pairs(wide, rank, scale, columns)
         return joint
 
@@ -153,7 +153,7 @@ def outer_gradients(
             products.up_gradient(d_out, h, up) if wants else None for d_out, h, up, wants in each
         ]
     width = products.parts * ups[0].shape[1]
-    d_inner = d_outs[0].new_empty(len(d_outs[0]), width * len(ups))
+    d_inner = d_outs[0].new_empty(d_outs[0].shape[0], width * len(ups))
     columns = d_inner.split(width, 1)
     split = isinstance(products, Split)
     return d_inner, [
@@ -295,7 +295,7 @@ def in_pairs(wide: Tensor, rank: int, scale: float, out: Tensor) -> Tensor:
     return add_parts(
         wide,
         out,
-        (len(wide), wide.shape[1] // 3),
+        (wide.shape[0], wide.shape[1] // 3),
         rank,
         (wide.shape[1], 3 * rank, rank),
         3,

@@ -16,7 +16,7 @@ from torch.nn.functional import silu
 from hf_packfree.ops.backend import block_width, uses_triton
 from hf_packfree.ops.fused.add_norm import NormOf, norm_of, want_room
 from hf_packfree.ops.fused.layers import Layers, input_again, kept_input
-from hf_packfree.ops.fused.linear import autocast_as_in_forward
+from hf_packfree.ops.fused.linear import autocast_as_in_forward, rows_of
 from hf_packfree.ops.fused.low_rank import Layer, Layout, as_read, layer_reference, take_apart
 from hf_packfree.ops.launch import launch
 from hf_packfree.ops.operation import once_differentiable
@@ -119,7 +119,7 @@ class _SwiGLU(Function):
                 None,
                 None,
                 *d_tensors,
-                *last.of_tensors(gated.flatten(0, -2)),
+                *last.of_tensors(rows_of(gated)),
             )
 
 
