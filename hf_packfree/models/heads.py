@@ -38,6 +38,7 @@ from hf_packfree.models.labels import (
 )
 from hf_packfree.models.row import as_requested, restore_layers, row_of_each, row_positions
 from hf_packfree.models.state import state_of
+from hf_packfree.models.verl_head import HeadType, run_verls_head, verls_forward_of
 from hf_packfree.packing import PackedSequence, lazy_repad, repad, uncompiled, with_left_pad_tokens
 from hf_packfree.packing.lazy import LazyTensor
 from hf_packfree.packing.marks import FORWARD_BEFORE
@@ -47,7 +48,7 @@ _INSTEAD_OF_LOGITS = "log_probs", "entropy"
 """What verl's fused forward returns, [1, T] each."""
 
 
-class PackedHead(Head):
+class PackedHead(Head, metaclass=HeadType):
     """Put in front of a family's causal language model, with or without a vision tower."""
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -60,6 +61,8 @@ class PackedHead(Head):
     def _forward_as_row(self, upstream: Any, arguments: dict[str, Any]) -> Any:
         if arguments.pop("fused_lm_head", False):
             return run_fused_head(self, upstream, arguments, self._forward_with_loss)
+        if (fused := verls_forward_of(self, upstream)) is not None:
+            return run_verls_head(self, fused, arguments, self._forward_with_loss)
         return self._forward_with_loss(upstream, arguments)
 
     def _forward_with_loss(self, upstream: Any, arguments: dict[str, Any]) -> Any:

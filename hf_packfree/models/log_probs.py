@@ -79,7 +79,11 @@ def token_log_probs(
         >>> found.log_probs, found.entropy
         (tensor([[-2.0794, -2.0794,  0.0000]]), tensor([[2.0794, 2.0794, 0.0000]]))
     """
-    _refuse_changed_logits(head)
+    if (changed := changed_logits(head)) is not None:
+        raise UnsupportedInput(
+            f"found {changed} in the config of a {type(head).__name__}; wanted logits as the "
+            "model's last layer gives them; take log_softmax of the model's own logits"
+        )
     layer = head.get_output_embeddings() if hasattr(head, "get_output_embeddings") else head
     counted = Targets.of(targets.to(hidden.device), ignore_index)
     wanted = Wanted(entropy=bool(entropy), top1=top1)
@@ -99,16 +103,15 @@ _CHANGES = {
 """What configs say of a change of logits behind the last layer: {name: the value of none}."""
 
 
-def _refuse_changed_logits(head: Any) -> None:
+def changed_logits(head: Any) -> str | None:
+    """Return what a model's config says of a change of logits behind its last layer, or None."""
     config: Any = getattr(head, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else None
     for name, none in _CHANGES.items():
         value = getattr(text, name, none)
         if value is not None and value != none:
-            raise UnsupportedInput(
-                f"found {name}={value} in the config of a {type(head).__name__}; wanted logits as "
-                "the model's last layer gives them; take log_softmax of the model's own logits"
-            )
+            return f"{name}={value}"
+    return None
 
 
 def layer_log_probs(
@@ -213,4 +216,4 @@ def _of_chunk(
     return outputs
 
 
-__all__ = ["Question", "layer_log_probs", "token_log_probs"]
+__all__ = ["Question", "changed_logits", "layer_log_probs", "token_log_probs"]

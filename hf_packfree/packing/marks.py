@@ -114,5 +114,10 @@ FORWARD_BEFORE: Mark[Callable[..., Any]] = Mark("packfree_forward_before")
 FUSED_HEAD: Mark[Any] = Mark("packfree_fused_head")
 """On a patched head: what was read from TRL's fused forward."""
 
+VERL_EXPECTED: Mark[Any] = Mark("packfree_verl_expected")
+"""On a patched head: which gradients came where verl's fused forward was called, and will come
+again.
+"""
+
 ADDED: Mark[dict[str, nn.Module]] = Mark("packfree_added")
 """On a parent of modules that patching added: these, by name, so that exactly they are removed."""

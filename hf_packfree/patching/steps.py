@@ -13,7 +13,7 @@ from torch import nn
 
 from hf_packfree.errors import PatchConflict
 from hf_packfree.models.state import PatchState
-from hf_packfree.packing.marks import ADDED, FORWARD_BEFORE, FUSED_HEAD
+from hf_packfree.packing.marks import ADDED, FORWARD_BEFORE, FUSED_HEAD, VERL_EXPECTED
 
 
 class Step(Protocol):
@@ -57,6 +57,7 @@ class ClassSwap:
         self.lift()
         vars(self.module).pop("packfree", None)
         FUSED_HEAD.take(self.module)
+        VERL_EXPECTED.take(self.module)
         if (forward := FORWARD_BEFORE.take(self.module)) is not None:
             vars(self.module)["forward"] = forward
 

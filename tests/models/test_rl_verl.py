@@ -4,6 +4,7 @@ ours, after ours, and its fused forward on the class of a patched model, packed 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import runpy
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.qwen3_5 import modeling_qwen3_5 as upstream
 
 from hf_packfree import apply_patches, patch_report
-from hf_packfree.errors import BoundaryConflict
+from hf_packfree.errors import BoundaryConflict, UnsupportedInput
+from hf_packfree.models import verl_head
 from hf_packfree.models.compat import CACHE
 from tests.support import CONTROL, GRADIENT_TOL, LOGIT_TOL, documents, gradients, relative_rms, tiny
 from tests.vision import tiny_vision
@@ -131,6 +133,20 @@ def fused(model):
     return fused_with_media if hasattr(model.config, "vision_config") else fused_text
 
 
+def named_as_verls(forward):
+    """The same function as verl has it, which a patched model knows; and how often it was called."""
+    calls = []
+
+    @functools.wraps(forward)
+    def forward_with_torch_backend(self, **given):
+        calls.append(given)
+        return forward(self, **given)
+
+    forward_with_torch_backend.__module__ = "verl.models.transformers.dense_common"
+    forward_with_torch_backend.__name__ = "forward_with_torch_backend"
+    return forward_with_torch_backend, calls
+
+
 def scores(logits, targets):
     log_p = logits.float().log_softmax(-1)
     return {
@@ -202,8 +218,11 @@ def padded(side):
 
 @pytest.mark.parametrize("form", ["packed", "right", "left"])
 @pytest.mark.parametrize("order", ["ours first", "verl first"])
-def test_the_fused_forward(order, form, stock, monkeypatch):
+@pytest.mark.parametrize("known", [True, False], ids=["verl's", "another's"])
+def test_the_fused_forward(known, order, form, stock, monkeypatch):
+    """verl's is computed by our operation; one that only looks like it runs."""
     model, forward = fresh(stock[0]), fused(stock[0])
+    forward, calls = named_as_verls(forward) if known else (forward, [])
     asked = {"temperature": TEMPERATURE, "return_dict": True}
     if order == "ours first":
         apply_patches(model)
@@ -217,7 +236,7 @@ def test_the_fused_forward(order, form, stock, monkeypatch):
     else:
         ids, places = padded(form)
         positions = (places.cumsum(1) - 1).clamp(min=0)
-        if forward is fused_with_media:
+        if hasattr(model.config, "vision_config"):
             positions = positions[None].expand(4, -1, -1)
         row = {"input_ids": ids, "attention_mask": places.long(), "position_ids": positions}
         output = model(**row, use_cache=False, **asked)
@@ -233,6 +252,7 @@ def test_the_fused_forward(order, form, stock, monkeypatch):
     (wanted["log_probs"] * weight + 0.1 * wanted["entropy"]).sum().backward(retain_graph=True)
     got, want = gradients(model), gradients(stock[0])
     assert max(relative_rms(got[name], want[name]) for name in want) <= GRADIENT_TOL
+    assert not calls
 
 
 def test_the_fused_forward_of_a_stock_model_leaks(stock, monkeypatch):
@@ -265,3 +285,43 @@ def test_the_module_that_external_lib_imports(stock, tmp_path, monkeypatch):
     assert patch_report(model).patched
     with torch.no_grad():
         assert relative_rms(call(model).logits, stock[1]) <= LOGIT_TOL
+
+
+def test_what_is_left_to_verl(monkeypatch):
+    """Rows that stay upstream's, and heads that change logits; without its forward there are
+    logits again.
+    """
+    model, (forward, calls) = apply_patches(tiny()).eval(), named_as_verls(fused_text)
+    ours = type(model).forward
+    with monkeypatch.context() as change:
+        change.setattr(type(model), "forward", forward)
+        assert type(model).forward is ours
+        alone = model(input_ids=DOCUMENTS[2][None], return_dict=True)
+        assert len(calls) == 1 and alone.logits is None
+        change.setattr(model.config, "logit_scale", 0.5, raising=False)
+        assert call(model, return_dict=True).log_probs.shape == ROW.shape and len(calls) == 2
+    assert call(model).logits is not None and len(calls) == 2
+
+
+@pytest.mark.filterwarnings("default")
+def test_adapters_on_the_head_count(monkeypatch):
+    """verl's forward reads the weight under them alone."""
+    peft = pytest.importorskip("peft")
+    model = apply_patches(tiny())
+    config = peft.LoraConfig(target_modules=["lm_head"], r=2, init_lora_weights=False)
+    wrapped = peft.get_peft_model(model, config).eval()
+    with torch.no_grad():
+        logits = call(wrapped).logits.clone()
+        monkeypatch.setattr(type(model), "forward", named_as_verls(fused_text)[0])
+        output = call(wrapped, shift_labels=NEXT, temperature=TEMPERATURE, return_dict=True)
+    for name, one in scores(logits / TEMPERATURE, NEXT).items():
+        assert relative_rms(output[name], one) <= LOGIT_TOL
+
+
+def test_context_parallelism_is_refused(monkeypatch):
+    model = apply_patches(tiny()).eval()
+    monkeypatch.setattr(type(model), "forward", named_as_verls(fused_text)[0])
+    state = type("State", (), {"context_parallel": 1})
+    monkeypatch.setattr(verl_head, "state_of", lambda head: state)
+    with pytest.raises(UnsupportedInput, match="found verl's fused forward"):
+        call(model, shift_labels=NEXT)

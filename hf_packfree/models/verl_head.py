@@ -1,0 +1,165 @@
+"""verl's fused kernels on a patched model: log-probabilities and entropy of the next tokens come
+from our operation.
+
+With `use_fused_kernels=True` verl assigns a forward to the class of a model, of all models of that
+class, which returns both in the place of logits. On upstream's class, ours finds it where it calls
+upstream's; on ours, `HeadType` keeps it aside. It runs where a call wants what we lack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from hf_packfree.errors import UnsupportedInput
+from hf_packfree.models.entry import wants_all_logits
+from hf_packfree.models.head import is_whole_batch
+from hf_packfree.models.head_loss import HeadOfCall, last_layer
+from hf_packfree.models.labels import IGNORED
+from hf_packfree.models.log_probs import Question, changed_logits, layer_log_probs
+from hf_packfree.models.state import state_of
+from hf_packfree.ops.loss import Expected, Targets, Wanted
+from hf_packfree.packing.marks import VERL_EXPECTED
+
+_HOME = "verl.models.transformers."
+_NAMES = {"forward_with_torch_backend", "forward_with_triton_backend"}
+_OF_HEAD = {"labels", "shift_labels", "temperature", "logits_to_keep"}
+"""What the head's forward takes and the model's below does not."""
+
+
+@dataclass
+class LogProbsOutput(CausalLMOutputWithPast):
+    """What verl's fused forward returns.
+
+    Attributes:
+        log_probs: fp32 [B, S], of what each token predicts; 0 in padding.
+        entropy: the same of the whole distribution, in nats.
+    """
+
+    log_probs: Tensor | None = None
+    entropy: Tensor | None = None
+
+
+class HeadType(type):
+    """The type of patched heads' classes: a fused forward of verl's that is assigned to one does
+    not replace ours.
+    """
+
+    fused_forward: Any = None
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        """Set an attribute of the class."""
+        if name == "forward":
+            fused = is_verls_forward(value)
+            super().__setattr__("fused_forward", value if fused else None)
+            if fused:
+                return
+        super().__setattr__(name, value)
+
+
+def is_verls_forward(forward: Any) -> bool:
+    """Whether a function is verl's forward with fused kernels, of any family."""
+    return (
+        isinstance(forward, FunctionType)
+        and forward.__module__.startswith(_HOME)
+        and forward.__name__ in _NAMES
+    )
+
+
+def verls_forward_of(head: Any, upstream: Any) -> Any:
+    """Return the fused forward that verl has put on the class of a patched head or below it, or
+    None.
+    """
+    return type(head).fused_forward or (upstream if is_verls_forward(upstream) else None)
+
+
+Run = Callable[[Any, dict[str, Any]], Any]
+"""A head's way through: upstream's forward, or what stands for it, and the call's arguments."""
+
+
+def run_verls_head(head: Any, fused: Any, given: dict[str, Any], run: Run) -> Any:
+    """Return what verl's fused forward does with these arguments.
+
+    Args:
+        head: patched.
+        fused: verl's.
+        given: the call's arguments.
+
+    Raises:
+        UnsupportedInput: ranks of a group share each row.
+    """
+    if not _is_ours(head, given):
+        return run(fused, given)
+    if state_of(head).context_parallel is not None:
+        raise UnsupportedInput(
+            "found verl's fused forward (use_fused_kernels) under context parallelism; wanted "
+            "a call for logits; set use_fused_kernels=False"
+        )
+    given = given | {"shift_labels": _next_tokens(given), "labels": None, "use_cache": False}
+    return run(_Call(head, fused), given)
+
+
+def _is_ours(head: Any, given: dict[str, Any]) -> bool:
+    known = any(given.get(name) is not None for name in ("shift_labels", "labels", "input_ids"))
+    in_order = known and wants_all_logits(given) and is_whole_batch(given)
+    plain = last_layer(head)[1] is not None and changed_logits(head) is None
+    return in_order and plain and not torch.compiler.is_compiling()
+
+
+def _next_tokens(given: dict[str, Any]) -> Tensor:
+    """Return what verl asks about, [B, S]: the next token of the caller's row, the first at its
+    end.
+    """
+    if given.get("shift_labels") is not None:
+        shifted: Tensor = given["shift_labels"]
+        return shifted
+    tokens: Tensor = given["input_ids"] if given.get("labels") is None else given["labels"]
+    return tokens.roll(-1, -1)
+
+
+class _Call:
+    """Stands for upstream's forward in one call of a head."""
+
+    def __init__(self, head: Any, fused: Any) -> None:
+        self.head, self.fused = head, fused
+
+    def __call__(self, head: Any, **row: Any) -> Any:
+        """Run the model and our operation on a row [1, T]; verl's forward on a batch that stays
+        upstream's.
+        """
+        if type(head) is not HeadOfCall:
+            return self.fused(head, **row)
+        output = head.base_model(**{name: row[name] for name in row.keys() - _OF_HEAD})
+        hidden, layer = output[0], last_layer(self.head)[1]
+        backend = state_of(self.head).kernels_for(hidden.device, hidden.dtype)["loss"]
+        expected = VERL_EXPECTED.of(self.head)
+        if expected is None:
+            VERL_EXPECTED.put(self.head, expected := Expected())
+        found = layer_log_probs(
+            hidden,
+            layer,
+            Targets.of(row["shift_labels"].to(layer.weight.device), IGNORED),
+            Question(row.get("temperature", 1.0), Wanted(entropy=True), expected=expected),
+            None if backend == "upstream" else backend,
+        )
+        return LogProbsOutput(
+            log_probs=found.log_probs,
+            entropy=found.entropy,
+            hidden_states=output.get("hidden_states"),
+            attentions=output.get("attentions"),
+        )
+
+
+__all__ = [
+    "HeadType",
+    "LogProbsOutput",
+    "is_verls_forward",
+    "run_verls_head",
+    "verls_forward_of",
+]
