@@ -239,8 +239,10 @@ def _longest(trunk: nn.Module) -> int:
 def _why_not_row(packed: PackedSequence, longest: int) -> str | None:
     if packed.num_tokens > longest:
         return f"it has more than {longest:,} tokens, for which a graph does not pay"
-    if packed.tree is not None or packed.is_shard:
-        return "it is a tree, or ranks share it"
+    if packed.tree is not None:
+        return "it is a tree of shared prefixes"
+    if packed.is_shard:
+        return "ranks share it"
     if packed.left_pad_segments:
         return "labels are predicted from its padding"
     return None

@@ -196,6 +196,19 @@ def test_outputs_of_layers_run_without(model):
     assert of(model).replayed == 0
 
 
+def test_trees_run_without_and_the_report_says_so(model):
+    """Exact all the same: against a model whose layers are in no graph."""
+    row = {"input_ids": torch.randint(3, 60, (1, 40)), "use_cache": False}
+    row["packed_sequence"] = PackedSequence.from_tree([20, 9, 11], [None, 0, 0])
+    other = apply_patches(Qwen3_5ForCausalLM(tiny_config()).train())
+    other.load_state_dict(model.state_dict())
+    alone = other.base_model(**row)[0]
+    for _ in range(4):
+        found = model.base_model(**row)[0]
+    assert of(model).replayed == 0 and torch.equal(found, alone)
+    assert "4 because it is a tree of shared prefixes" in patch_report(model).cuda_graphs
+
+
 def test_a_capture_that_fails_is_not_tried_again(model, monkeypatch, caplog):
     def fails(*_):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import load_balancing_loss_func
 
 from hf_packfree import apply_patches
 from hf_packfree.errors import UnsupportedInput
@@ -53,13 +54,13 @@ def trl_row():
     return row.pack()
 
 
-def call(model, row, **more):
+def call(model, row, fused_lm_head=True, **more):
     """As AsyncGRPOTrainer.compute_loss calls, with what a row has for labels."""
     tree = {name: row[name] for name in ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")}
     tree["tree_max_seqlen_q"], tree["tree_max_seqlen_k"] = row["tree_max_seqlens"].tolist()
     names = {"input_ids", "position_ids", "shift_labels", "labels"} & row.keys()
     inputs = {name: row[name][None] for name in names}
-    return model(**inputs, fused_lm_head=True, **tree, **more)
+    return model(**inputs, fused_lm_head=fused_lm_head, **tree, **more)
 
 
 def alone(model):
@@ -110,4 +111,13 @@ def test_the_routers_loss_counts_a_shared_token_once():
     settings = {"outputs": ("log_probs", "entropy"), "temperature": 1.0}
     model = apply_patches(with_head(tiny("qwen3_5_moe"), **settings))
     found = call(model, row, output_router_logits=True)
-    assert torch.isfinite(found.aux_loss) and found.aux_loss > 0
+    asked = {name: one for name, one in row.items() if "labels" not in name}
+    layers = call(model, asked, False, output_router_logits=True).router_logits
+    assert {len(layer) for layer in layers} == {len(row["input_ids"])}
+    config = model.config.get_text_config()
+    wanted = load_balancing_loss_func(layers, config.num_experts, config.num_experts_per_tok)
+    assert abs(found.aux_loss - wanted) <= 1e-6 * wanted
+    # a prefix as often as samples have it
+    often = [layer[row["tree_kv_index"]] for layer in layers]
+    other = load_balancing_loss_func(often, config.num_experts, config.num_experts_per_tok)
+    assert abs(found.aux_loss - other) > 1e-4 * other

@@ -67,7 +67,8 @@ def one_by_one(model, batch, where, temperature):
         logits = model(input_ids=batch["input_ids"][row, part][None], use_cache=False).logits[
             0, :-1
         ]
-        scores = (logits.float() / temperature[row]).log_softmax(-1)
+        divisor = temperature.expand(batch["input_ids"].shape)[row, part][:-1, None]
+        scores = (logits.float() / divisor).log_softmax(-1)
         at = row, slice(part.start, part.stop - 1)
         log_p[at] = scores.gather(1, batch["input_ids"][row, part][1:, None])[:, 0]
         entropy[at] = -(scores.exp() * scores).sum(1)
@@ -78,7 +79,10 @@ def one_by_one(model, batch, where, temperature):
 @pytest.mark.parametrize("name", ["packed", "left", "right"])
 def test_equals_all_logits_one_by_one(name, family):
     batch, where = packed() if name == "packed" else padded(name)
-    temperature = torch.linspace(0.6, 1.5, len(batch["input_ids"]))[:, None]
+    rows, tokens = batch["input_ids"].shape
+    # by token, and by row
+    size = (1, tokens) if name == "packed" else (rows, 1)
+    temperature = torch.linspace(0.6, 1.5, size[0] * size[1]).view(size)
     model, stock, weight = (
         apply_patches(tiny(family)),
         tiny(family),

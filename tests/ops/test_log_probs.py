@@ -18,6 +18,7 @@ ROWS, LENGTH, SIZE, WORDS = 3, 30, 16, 50
 IGNORED = -7
 EVERYTHING = Wanted(entropy=True, top1=True, moments=True)
 PER_ROW = torch.tensor([[0.5], [1.0], [1.7]])
+PER_TOKEN = torch.linspace(0.5, 1.7, ROWS * LENGTH).view(ROWS, LENGTH)
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +78,9 @@ def weights(scale: float = 1.0):
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("kept", [1.0, 0.98, 0.5, 0.0])
-@pytest.mark.parametrize("temperature", [1.0, 0.6, PER_ROW], ids=["1", "0.6", "per row"])
+@pytest.mark.parametrize(
+    "temperature", [1.0, 0.6, PER_ROW, PER_TOKEN], ids=["1", "0.6", "per row", "per token"]
+)
 def test_equals_the_whole_logits(kept, bias, temperature):
     wanted = targets(kept)
     inputs, exact = leaves(bias=bias), leaves(torch.float64, bias=bias)
