@@ -38,7 +38,7 @@ SECTIONS = {
             "packing/media.py",
             "packing/mrope.py",
             "models/audio",
-            "models/idle_tower.py",
+            "models/absent_media.py",
             "models/mrope.py",
             "models/placeholders.py",
             "models/qwen",

@@ -179,7 +179,7 @@ def kind_called(layer: Any, x: Tensor, *, adapters: bool = True) -> str | None:
     """Name what was added to a layer that reads x and keeps it from being fused; None: nothing was.
 
     Args:
-        adapters: whether LoRA is fused at all, see `hf_packfree.models.fusable.plain_layers`.
+        adapters: whether LoRA is fused at all, see `hf_packfree.models.plain_layers.plain_layers`.
     """
     method = _method(layer)
     if method is None:

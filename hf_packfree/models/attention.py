@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from hf_packfree.errors import BackendUnavailable, PatchConflict, UnsupportedInput
 from hf_packfree.models.base import Replacement, Sizes, size_of_linear, size_of_norm
-from hf_packfree.models.fusable import adds_one, epsilon, plain_layers, project
-from hf_packfree.models.rematerialize import linear_with_recompute
+from hf_packfree.models.plain_layers import adds_one, epsilon, plain_layers, project
+from hf_packfree.models.recompute import linear_with_recompute
 from hf_packfree.models.state import receive, state_of
 from hf_packfree.ops.attention import attention
 from hf_packfree.ops.fused import OP as FUSED

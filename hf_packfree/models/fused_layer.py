@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hf_packfree.models.adapters import room_beside
 from hf_packfree.models.base import Replacement, Sizes, size_of_norm
-from hf_packfree.models.fusable import adds_one, dtype_read, epsilon, swiglu_layers
+from hf_packfree.models.plain_layers import adds_one, dtype_read, epsilon, swiglu_layers
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.fused import add_norm, swiglu_mlp
 

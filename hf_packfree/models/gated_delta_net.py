@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from hf_packfree.models.base import Replacement, Sizes, size_of, size_of_linear, size_of_norm
 from hf_packfree.models.conv_weights import conv_weights_in_place, refuse_adapters
-from hf_packfree.models.fusable import epsilon, is_hooked, plain_layers, project
-from hf_packfree.models.rematerialize import linear_with_recompute
+from hf_packfree.models.plain_layers import epsilon, is_hooked, plain_layers, project
+from hf_packfree.models.recompute import linear_with_recompute
 from hf_packfree.models.state import Kernels, PatchState, receive, state_of
 from hf_packfree.ops.conv_delta_rule import conv_delta_rule
 from hf_packfree.ops.fused import OP as FUSED

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_packfree.errors import UnsupportedInput
 from hf_packfree.models.base import size_of_linear
-from hf_packfree.models.fusable import is_hooked
 from hf_packfree.models.head_loss import gathered
+from hf_packfree.models.plain_layers import is_hooked
 from hf_packfree.ops.backend import Target, needs_triton
 from hf_packfree.ops.loss import Expected, Targets, TokenLogProbs, Wanted, linear_log_probs
 from hf_packfree.ops.loss.chunks import rows_of_a_chunk

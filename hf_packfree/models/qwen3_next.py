@@ -11,10 +11,10 @@ from transformers.models.qwen3_next import modeling_qwen3_next as upstream
 
 from hf_packfree.models.attention import GatedQKNormAttention
 from hf_packfree.models.base import Sizes, put_in_front, size_of_linear
-from hf_packfree.models.fusable import project
 from hf_packfree.models.fused_layer import FusedDecoderLayer
 from hf_packfree.models.gated_delta_net import PackedGatedDeltaNet
 from hf_packfree.models.heads import heads_of
+from hf_packfree.models.plain_layers import project
 from hf_packfree.models.state import PatchState
 from hf_packfree.models.trunk import PackedTrunk
 

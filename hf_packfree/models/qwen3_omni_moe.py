@@ -11,11 +11,11 @@ from transformers.models.qwen3_omni_moe import configuration_qwen3_omni_moe as c
 from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as upstream
 
 from hf_packfree.models import compat
+from hf_packfree.models.absent_media import run_with_absent_media
 from hf_packfree.models.attention import QKNormAttention
 from hf_packfree.models.audio_tower import PackedAudioAttention, PackedAudioTower
 from hf_packfree.models.base import put_in_front
 from hf_packfree.models.heads import PackedHead
-from hf_packfree.models.idle_tower import run_beside_idle_tower
 from hf_packfree.models.placeholders import PackedDeepstack
 from hf_packfree.models.tiny import PLACEHOLDERS, qwen3_text_sizes, qwen3_vision_sizes
 from hf_packfree.models.trunk import PackedTrunk
@@ -44,7 +44,7 @@ class ThinkerHead(PackedHead):
                 # experts' statistics need the mask, and who observes the trunk the caller's shape
                 kept = {"attention_mask": given.get("attention_mask"), "packed_sequence": packed}
                 given = packed_arguments(self, packed.for_shape(tokens.shape[:2]), given) | kept
-            return run_beside_idle_tower(self, partial(upstream, head), given)
+            return run_with_absent_media(self, partial(upstream, head), given)
 
         return super()._forward_as_row(forward, arguments)
 

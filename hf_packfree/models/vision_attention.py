@@ -19,7 +19,7 @@ from torch.nn.functional import linear
 
 from hf_packfree.models import compat
 from hf_packfree.models.base import Replacement
-from hf_packfree.models.fusable import dtype_read, layer_norm_weights, patch_weights
+from hf_packfree.models.plain_layers import dtype_read, layer_norm_weights, patch_weights
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.attention.towers import tower_attention
 from hf_packfree.ops.fused import add_layer_norm, qkv_rope

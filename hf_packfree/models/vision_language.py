@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from hf_packfree.errors import BoundaryError, UnsupportedInput
+from hf_packfree.models.absent_media import run_with_absent_media
 from hf_packfree.models.base import Replacement
 from hf_packfree.models.entry import enter
-from hf_packfree.models.idle_tower import run_beside_idle_tower
 from hf_packfree.models.media_checks import check_media_sizes, check_media_tensors, check_widths
 from hf_packfree.models.mrope import (
     SECONDS,
@@ -69,13 +69,13 @@ class PackedVisionLanguage(Replacement):
             return super().forward(*args, **kwargs)
         packed = enter(self.language_model, arguments)
         if packed is None:
-            return run_beside_idle_tower(self, super().forward, arguments)
+            return run_with_absent_media(self, super().forward, arguments)
         # which the text model hands to those who know the caller's labels
         of_batch = packed
         ids = arguments.get("input_ids")
         packed = packed.for_shape((arguments["inputs_embeds"] if ids is None else ids).shape[:2])
         row = packed_arguments(self, packed, arguments) | {"packed_sequence": of_batch}
-        output = run_beside_idle_tower(self, super().forward, row)
+        output = run_with_absent_media(self, super().forward, row)
         output.last_hidden_state = repad(output.last_hidden_state, packed)
         restore_layers(output, packed)
         return as_requested(output, arguments, self.config)

@@ -18,7 +18,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from hf_packfree.errors import UnsupportedInput
-from hf_packfree.models.fusable import forward_of, is_hooked
+from hf_packfree.models.plain_layers import forward_of, is_hooked
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ class ContextParallel:
         return (
             f"{self.world} ranks share each row: attention exchanges "
             f"{names.get(self.attention, self.attention)}, Gated DeltaNet "
-            f"{names.get(self.gdn, self.gdn)} ({self.why or 'not settled'})"
+            f"{names.get(self.gdn, self.gdn)} ({self.why or 'not chosen yet'})"
         )
 
     def remembered(self, name: str, find: Callable[[], str]) -> str:

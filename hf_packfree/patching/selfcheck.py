@@ -16,7 +16,7 @@ from torch import nn
 from hf_packfree.errors import LeakDetected
 from hf_packfree.models import compat
 from hf_packfree.models.base import Replacement
-from hf_packfree.models.fusable import adds_one, epsilon, swiglu_layers
+from hf_packfree.models.plain_layers import adds_one, epsilon, swiglu_layers
 from hf_packfree.models.slow_decay import slow_decays
 from hf_packfree.models.state import PatchState
 from hf_packfree.ops.fused import add_norm, swiglu_mlp

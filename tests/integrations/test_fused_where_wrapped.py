@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from hf_packfree import apply_patches
-from hf_packfree.models.fusable import plain_layers
+from hf_packfree.models.plain_layers import plain_layers
 from tests.integrations.compare import in_steps, labelled, packed
 from tests.integrations.marks import needs
 from tests.support import tiny

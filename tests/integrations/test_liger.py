@@ -9,7 +9,7 @@ import torch
 from transformers import DataCollatorWithFlattening
 
 from hf_packfree import MTPOptions, apply_patches, patch_report, remove_patches
-from hf_packfree.models.fusable import adds_one, swiglu_layers
+from hf_packfree.models.plain_layers import adds_one, swiglu_layers
 from tests.integrations.compare import in_steps, labelled, per_document, rows, worst
 from tests.integrations.marks import integration, needs
 from tests.mtp import heads

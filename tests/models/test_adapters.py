@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hf_packfree.models.adapters import kind_called
-from hf_packfree.models.fusable import dtype_read, plain_layers
+from hf_packfree.models.plain_layers import dtype_read, plain_layers
 from hf_packfree.ops.fused import projections
 from hf_packfree.ops.fused.low_rank import Adapted
 from tests.integrations.marks import integration, needs

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_packfree.models.fusable import adds_one, swiglu_layers
+from hf_packfree.models.plain_layers import adds_one, swiglu_layers
 from hf_packfree.ops.fused import swiglu_mlp
 from tests.input_formats import row_batch
 from tests.models.kernels import assert_exact, on_kernels, watched

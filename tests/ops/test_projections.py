@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from hf_packfree.models.fusable import plain_layers
+from hf_packfree.models.plain_layers import plain_layers
 from hf_packfree.ops.fused import projections
 from tests.support import relative_rms
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_packfree import apply_patches
-from hf_packfree.models import rematerialize
+from hf_packfree.models import recompute
 from hf_packfree.models.state import Kernels
 from hf_packfree.ops.conv import triton_native
 from tests.ops.triton.kernels import all_kernels
@@ -29,12 +29,12 @@ def recomputed(monkeypatch):
     """A list that gets one entry for each output that a layer's backward pass recomputes instead
     of the op's own.
     """
-    made, recompute_saved = [], rematerialize.recompute_saved
+    made, recompute_saved = [], recompute.recompute_saved
 
     def counted(tensor, make, worth_it):
         return recompute_saved(tensor, lambda: made.append(1) or make(), worth_it)
 
-    monkeypatch.setattr(rematerialize, "recompute_saved", counted)
+    monkeypatch.setattr(recompute, "recompute_saved", counted)
     return made
 
 

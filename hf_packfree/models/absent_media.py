@@ -1,8 +1,8 @@
-"""A tower that has nothing to do on this rank while other ranks run theirs: it gets zeros, which
-change nothing.
+"""Run the towers of a rank whose batch has no images, videos or audio on zeros, and add 0 times
+their features to the embeddings.
 
-Without them DistributedDataParallel waits for gradients that never come, and FSDP for parameters
-that this rank does not gather. They are no part of the row: as tokens they would be a document.
+Otherwise DistributedDataParallel waits for gradients that never come, and FSDP for parameters that
+this rank does not gather. The zeros are no part of the row: as tokens they would be a document.
 """
 
 from __future__ import annotations
@@ -29,21 +29,20 @@ _FRAMES = 8
 """Of the audio of zeros: one token."""
 
 
-def run_beside_idle_tower(
+def run_with_absent_media(
     model: Any, forward: Callable[..., Any], arguments: dict[str, Any]
 ) -> Any:
-    """Run upstream's forward of a vision-language model; idle towers' zeros are added to what is
-    there when their turn comes.
+    """Run upstream's forward of a vision-language model, with the towers of absent media on zeros.
 
-    That is where upstream would run them: sharded parameters have to be gathered in one order on
-    all ranks.
+    They run where upstream would run them, since sharded parameters have to be gathered in one
+    order on all ranks.
 
     Args:
         model: holds the towers, as `visual` and `audio_tower`.
         forward: upstream's.
-        arguments: all of it, by name.
+        arguments: all that `forward` takes, by name.
     """
-    kinds = _idle_kinds(model, arguments)
+    kinds = _absent_kinds(model, arguments)
     if not kinds:
         return forward(**arguments)
     before = model.get_input_embeddings()
@@ -62,9 +61,9 @@ def run_beside_idle_tower(
         handle.remove()
 
 
-def _idle_kinds(model: Any, arguments: dict[str, Any]) -> Sequence[str]:
-    """Return the kinds to run on zeros: all that are missing where a tower is sharded, one of
-    them where none came.
+def _absent_kinds(model: Any, arguments: dict[str, Any]) -> Sequence[str]:
+    """Return the kinds to run on zeros: of a sharded tower each that is missing, of another one,
+    if all are.
     """
     if not (
         distributed.is_available()
@@ -107,8 +106,8 @@ def _learns(tower: nn.Module) -> bool:
 
 
 def _with_zeros(output: Any, model: Any, kinds: Sequence[str]) -> Any:
-    """Return embeddings, or a tower's output, plus 0, behind which are all of the idle towers'
-    parameters.
+    """Return embeddings, or a tower's output, plus 0 times the features of zeros, so that every
+    parameter of the towers gets a gradient.
     """
     for kind in kinds:
         features = _features_of_zeros(
@@ -130,9 +129,9 @@ def _plus(zero: Tensor, leaf: Any) -> Any:
 def _features_of_zeros(model: Any, kind: str, device: torch.device) -> Any:
     """Return what upstream's method makes of the smallest item of a kind: one token."""
     if kind == "audio":
-        sound = torch.zeros(1, model.config.audio_config.num_mel_bins, _FRAMES, device=device)
+        mel = torch.zeros(1, model.config.audio_config.num_mel_bins, _FRAMES, device=device)
         return model.get_audio_features(
-            sound, feature_attention_mask=torch.ones(1, _FRAMES, dtype=torch.int64, device=device)
+            mel, feature_attention_mask=torch.ones(1, _FRAMES, dtype=torch.int64, device=device)
         )
     config = model.config.vision_config
     side = config.spatial_merge_size

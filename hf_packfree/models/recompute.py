@@ -1,4 +1,4 @@
-"""Rematerialisation: what one cheap kernel recomputes is not kept for the backward pass."""
+"""Recompute the input of a linear layer in the backward pass, where one cheap kernel does it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_packfree.models.adapters import computed_in
-from hf_packfree.models.fusable import plain_layers, project
+from hf_packfree.models.plain_layers import plain_layers, project
 from hf_packfree.models.state import PatchState
 
 
@@ -62,9 +62,9 @@ def linear_with_recompute(
         x: what `compute` reads, of the dtype and on the device of what it returns.
         fused: whether `compute` with `projection` has a backward pass of its own, which recomputes
             the layer's input.
-        recompute: whether to recompute it for layers that are more than that too, see
+        recompute: whether to recompute it for any other layer too (hooks, other adapters), see
             `recompute_saved`.
-        state: of the module, for a linear layer that is called by itself.
+        state: the module's, for a linear layer that is called by itself.
     """
     fused = fused and x.dtype == computed_in(x)
     layers = plain_layers(x, layer, adapters=not state.batch_invariant) if fused else None

@@ -1,5 +1,5 @@
-"""Which of upstream's modules are only their weights and formula, so that a kernel may compute
-them with more in one pass.
+"""Which of upstream's modules compute their weights' formula and nothing else (no hooks, no
+unknown adapters, not sharded), so that a fused kernel may take their place.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def project(x: Tensor, *layers: nn.Module, state: PatchState) -> tuple[Tensor, .
     """Return `layer(x)` of each, x [..., D]; where "fused" is "torch", the layers run, or whatever
     has replaced them.
 
-    Layers that are more than their weights and LoRA are called as they are.
+    Layers that do more than their weights and LoRA say run as modules.
     """
     backend = state.kernels_for(x.device, x.dtype)["fused"]
     found = (

@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from hf_packfree.models.rematerialize import recompute_saved
+from hf_packfree.models.recompute import recompute_saved
 
 
 def gradients_of(run):

@@ -119,6 +119,6 @@ def test_a_rank_without_media_stays_in_step(tmp_path):
             )
 
 
-def test_one_process_runs_no_idle_tower():
+def test_one_process_runs_no_tower_on_zeros():
     model = apply_patches(tiny_vision("qwen3_5"))
     assert not any("visual" in name for name in step(model, "text"))
