@@ -13,6 +13,7 @@ from hf_packfree.errors import UnsupportedModel, in_short
 from hf_packfree.versions import VERSIONS
 
 if TYPE_CHECKING:
+    from hf_packfree.models.state import PatchState
     from hf_packfree.patching.family import Family
 
 
@@ -92,29 +93,30 @@ def find_plans(model: str | None, unpacked: str) -> tuple[Plan, ...]:
     """
     if model is not None:
         return (_plan_of(model, unpacked),)
+    from hf_packfree.patching.backends import choose_backends
     from hf_packfree.patching.registry import FAMILIES
 
+    # without sizes: the published models', which every backend takes
+    chosen = ((row, choose_backends("auto", None, row.ops)) for row in FAMILIES)
     return tuple(
-        _plan(row.name, None, row.ops, unpacked, _media_of_family(row)) for row in FAMILIES
+        _plan(row.name, state, row.ops, None, unpacked, _media_of_family(row))
+        for row, state in chosen
     )
 
 
 def _plan(
     name: str,
-    sizes: dict[str, int] | None,
+    state: PatchState,
     ops: tuple[str, ...],
+    sizes: dict[str, int] | None,
     unpacked: str,
     media: tuple[str, ...],
 ) -> Plan:
-    """`sizes` None: the published models', which every backend takes."""
     import torch
 
-    from hf_packfree.patching.backends import choose_backends
-
-    state = choose_backends("auto", sizes, ops)
     kernels = state.cuda_half if torch.cuda.is_available() else state.elsewhere
     packed = {op: kernels[op] for op in ops}
-    return Plan(name, packed, unpacked, dict(state.why), media, _shared(sizes, packed))
+    return Plan(name, packed, unpacked, state.why_of(ops), media, _shared(sizes, packed))
 
 
 def _shared(sizes: dict[str, int] | None, packed: Mapping[str, str]) -> str:
@@ -148,6 +150,7 @@ def _plan_of(model: str, unpacked: str) -> Plan:
     """Patch the model without its weights, on torch's meta device, and read what would run."""
     import torch
 
+    from hf_packfree.models.state import find_state
     from hf_packfree.patching import apply_patches, patch_report
     from hf_packfree.patching.plan import op_sizes, ops_of
     from hf_packfree.patching.registry import family_of
@@ -160,14 +163,15 @@ def _plan_of(model: str, unpacked: str) -> Plan:
         called = (
             {} if base is None else patch_report(with_adapters(built, model, weights=False)).called
         )
-    family = family_of(built)
+    family, state = family_of(built), find_state(built)
     # or apply_patches had refused it
-    assert family is not None
+    assert family is not None and state is not None
     media = _media_of(*(type(module) for module in built.modules()))
     plan = _plan(
         f"{model} ({type(built).__name__})",
-        op_sizes(built, family),
+        state,
         ops_of(built, family),
+        op_sizes(built, family),
         unpacked,
         media,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,7 +53,7 @@ class PatchState(RunOptions):
         elsewhere: what runs on every other device, and in float64.
         mixers: {kind of decoder layer: the attributes that hold its token mixers}, see `Family`;
             for the check before packed rows.
-        why: {op: why a faster backend is not used on CUDA}, in sentences.
+        why: {op, or "op in float32": why a faster backend is not used on CUDA}, in sentences.
         observers: called before every training forward of the trunk.
         followers: called after it.
         graphs: the CUDA graphs of its text models' layers.
@@ -67,6 +67,10 @@ class PatchState(RunOptions):
     observers: list[Observer] = field(default_factory=list, compare=False, repr=False)
     followers: list[Follower] = field(default_factory=list, compare=False, repr=False)
     graphs: Graphs = field(default_factory=Graphs, compare=False, repr=False)
+
+    def why_of(self, ops: Sequence[str]) -> dict[str, str]:
+        """Return `why` of these operations alone."""
+        return {op: reason for op, reason in self.why.items() if op.partition(" ")[0] in ops}
 
     def kernels_for(self, device: torch.device, dtype: torch.dtype) -> Kernels:
         """Return what runs on tensors of that device and dtype, wherever the model was when it
@@ -84,8 +88,14 @@ class PatchState(RunOptions):
         return chosen.compiled() if torch.compiler.is_compiling() else chosen
 
 
+def find_state(model: nn.Module) -> PatchState | None:
+    """Return the state that the patched modules inside a model share, or None: there are none."""
+    states = (vars(module).get("packfree") for module in model.modules())
+    return next((state for state in states if isinstance(state, PatchState)), None)
+
+
 def state_of(module: nn.Module) -> PatchState:
-    """Return the module's state.
+    """Return the state of one patched module.
 
     Raises:
         PatchConflict: something else than `apply_patches` or `register_patches` gave the module its

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_packfree.models.state import PatchState
+from hf_packfree.models.state import find_state
 from hf_packfree.mtp.checkpoint import HeadTensors, save_as_read
 from hf_packfree.mtp.head import MTPHead
 from hf_packfree.mtp.options import MTPOptions
@@ -66,8 +66,8 @@ class AttachedHead(MTPHead):
                 parent.register_forward_pre_hook(self.training_calls.before, with_kwargs=True),
                 parent.register_forward_hook(self.training_calls.after, always_call=True),
             ]
-            for followers in _followers(parent):
-                followers.append(self.training_calls.follow)
+            if (state := find_state(parent)) is not None:
+                state.followers.append(self.training_calls.follow)
 
     def leave(self, parent: Any) -> None:
         """Stop following."""
@@ -76,9 +76,9 @@ class AttachedHead(MTPHead):
         vars(parent).pop("save_pretrained", None)
         while self._hooks:
             self._hooks.pop().remove()
-        for followers in _followers(parent):
-            if self.training_calls is not None and self.training_calls.follow in followers:
-                followers.remove(self.training_calls.follow)
+        state, calls = find_state(parent), self.training_calls
+        if state is not None and calls is not None and calls.follow in state.followers:
+            state.followers.remove(calls.follow)
 
 
 def training_facts(model: nn.Module | None) -> dict[str, float]:
@@ -99,11 +99,3 @@ def training_facts(model: nn.Module | None) -> dict[str, float]:
         if one is not None
         for name, value in one.take(device).items()
     }
-
-
-def _followers(parent: nn.Module) -> list[list[Any]]:
-    """Return the list of those that the parent's text model calls; it is shared by all patched
-    modules.
-    """
-    states = (vars(module).get("packfree") for module in parent.modules())
-    return [state.followers for state in states if isinstance(state, PatchState)][:1]

@@ -15,7 +15,7 @@ from torch import nn
 from hf_packfree.errors import PatchConflict
 from hf_packfree.models.context_parallel import resolve_ways
 from hf_packfree.models.options import CudaGraphs, Padded, Unpacked
-from hf_packfree.models.state import Kernels, PatchState
+from hf_packfree.models.state import Kernels, PatchState, find_state
 from hf_packfree.models.subclassed import users_class
 from hf_packfree.mtp.options import Choice as MTPChoice
 from hf_packfree.mtp.options import MTPOptions, mtp_options
@@ -222,8 +222,7 @@ def _state_in_force(model: nn.Module, wanted: PatchState) -> PatchState:
     """Return the state that some of the model's modules carry already, or else the one that is
     wanted.
     """
-    states = (vars(module).get("packfree") for module in model.modules())
-    found = next((state for state in states if isinstance(state, PatchState)), wanted)
+    found = find_state(model) or wanted
     if found != wanted:
         raise PatchConflict(
             f"found the model patched with {_apart(found, wanted)}; "

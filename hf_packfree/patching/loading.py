@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from hf_packfree.errors import PatchConflict, UnsupportedInput
 from hf_packfree.models.attention_interface import is_more_than_text, looks_ahead
 from hf_packfree.models.options import CudaGraphs, Padded, Unpacked
+from hf_packfree.models.state import find_state
 from hf_packfree.mtp.options import Choice as MTPChoice
 from hf_packfree.mtp.options import MTPOptions, mtp_options
 from hf_packfree.patching.apply import patch, remove_patches
@@ -176,8 +177,7 @@ def _swap_around(
     family = next((row for row in FAMILIES if row.upstream in homes), None)
     if family is None or submodule is None:
         return
-    states = [vars(part)["packfree"] for part in submodule.modules() if "packfree" in vars(part)]
-    if states:
+    if (state := find_state(submodule)) is not None:
         towers, head = family.tower_pairs(family.towers), head_swap(module, family)
         after = {part: towers[type(part)] for part in module.modules() if type(part) in towers}
         around = next(
@@ -189,12 +189,10 @@ def _swap_around(
             else {}
         )
         after |= {} if head is None else {module: head}
-        carry_out(
-            [ClassSwap(name, part, type(part), cls) for part, cls in after.items()], states[0]
-        )
+        carry_out([ClassSwap(name, part, type(part), cls) for part, cls in after.items()], state)
         warn_of_heads(heads_left_alone(module, family))
         if mtp is not None:
-            add_while_loading(module, submodule, family, mtp, states[0])
+            add_while_loading(module, submodule, family, mtp, state)
 
 
 def _leave_alone(module: nn.Module, submodule: nn.Module) -> None:
@@ -202,8 +200,7 @@ def _leave_alone(module: nn.Module, submodule: nn.Module) -> None:
     `apply_patches` refuses that.
     """
     family = family_of(submodule)
-    patched = any("packfree" in vars(part) for part in submodule.modules())
-    if patched and family is not None and family.made_from_upstream:
+    if find_state(submodule) and family is not None and family.made_from_upstream:
         remove_patches(submodule)
         warn_once(
             f"{type(module).__name__} is left alone by register_patches(): it is more than the "

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -18,7 +17,7 @@ from hf_packfree._version import __version__
 from hf_packfree.models.adapters import is_lora, kind_called
 from hf_packfree.models.head_loss import why_logits_are_made
 from hf_packfree.models.options import Padded, Unpacked
-from hf_packfree.models.state import Kernels, PatchState
+from hf_packfree.models.state import Kernels, PatchState, find_state
 from hf_packfree.ops.backend import installed
 from hf_packfree.ops.table import OPS
 from hf_packfree.patching.exactness import MEDIA_ROUND, why_rounding
@@ -82,21 +81,21 @@ class PatchReport:
     model: str
     family: str | None
     listed: bool
-    patched: bool
-    swaps: dict[str, int]
-    implementations: dict[str, str]
-    why: dict[str, str]
-    batch_invariant: bool
-    unpacked: Unpacked
-    padded: Padded
-    attention: str | None
-    cuda_graphs: str
-    context_parallel: str
-    versions: dict[str, str | None]
-    long_documents: dict[str, str]
-    left_alone: dict[str, str]
-    called: dict[str, int]
-    rounding: str | None
+    patched: bool = False
+    swaps: dict[str, int] = field(default_factory=dict)
+    implementations: dict[str, str] = field(default_factory=dict)
+    why: dict[str, str] = field(default_factory=dict)
+    batch_invariant: bool = False
+    unpacked: Unpacked = "upstream"
+    padded: Padded = "upstream"
+    attention: str | None = None
+    cuda_graphs: str = ""
+    context_parallel: str = ""
+    versions: dict[str, str | None] = field(default_factory=dict)
+    long_documents: dict[str, str] = field(default_factory=dict)
+    left_alone: dict[str, str] = field(default_factory=dict)
+    called: dict[str, int] = field(default_factory=dict)
+    rounding: str | None = "it is not patched"
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON."""
@@ -160,44 +159,39 @@ def patch_report(model: nn.Module) -> PatchReport:
     """Return what is swapped in `model` and what runs in it; works on any module, patched or
     not.
     """
-    family = family_of(model)
-    ours = set() if family is None else {*family.pairs().values(), *family.head_pairs().values()}
-    swapped = [module for module in model.modules() if ours & set(type(module).__mro__)]
-    state = next(
-        (state for module in swapped if isinstance(state := module.packfree, PatchState)), None
-    )
-    patched = state is not None and any(
-        isinstance(module, family.trunk_class()) for module in swapped if family
-    )
+    family, state = family_of(model), find_state(model)
     loaded = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    runs = {} if state is None or family is None else _implementations(state, family, model)
-    return PatchReport(
+    found = PatchReport(
         model=type(model).__name__,
         family=family.name if family else None,
         listed=family is not None and family.listed,
-        patched=patched,
+        attention=loaded,
+        versions=_versions(state, loaded),
+    )
+    if family is None or state is None:
+        return found
+    ours = {*family.pairs().values(), *family.head_pairs().values()}
+    swapped = [module for module in model.modules() if ours & set(type(module).__mro__)]
+    runs = _implementations(state, family, model)
+    return replace(
+        found,
+        patched=any(isinstance(module, family.trunk_class()) for module in swapped),
         swaps=dict(
             Counter(type(module).__name__ for module in swapped if not _bypassed(module, family))
         ),
         implementations=runs,
-        why={} if state is None or family is None else _why(state, ops_of(model, family)),
-        batch_invariant=state is not None and state.batch_invariant,
-        unpacked="upstream" if state is None else state.unpacked,
-        padded="upstream" if state is None else state.padded,
-        attention=loaded,
-        cuda_graphs=""
-        if state is None or state.cuda_graphs == "never"
-        else state.graphs.in_words(),
-        context_parallel=str(getattr(state, "context_parallel", None) or ""),
-        versions=_versions(state, loaded),
-        long_documents=_long_documents(model, family, runs)
-        if state is not None and not state.batch_invariant
-        else {},
-        left_alone=heads_left_alone(model, family) if family and patched else {},
-        called=_called(model, family, state) if family and patched and state else {},
-        rounding=_rounding(model, family, state, runs)
-        if family and patched and state
-        else "it is not patched",
+        why=state.why_of(ops_of(model, family)),
+        batch_invariant=state.batch_invariant,
+        unpacked=state.unpacked,
+        padded=state.padded,
+        cuda_graphs="" if state.cuda_graphs == "never" else state.graphs.in_words(),
+        context_parallel=str(state.context_parallel or ""),
+        long_documents={} if state.batch_invariant else _long_documents(model, family, runs),
+        left_alone=heads_left_alone(model, family),
+        called=_called(model, family, state),
+        rounding=why_rounding(model, family, runs, a_parameter(model))
+        if state.batch_invariant
+        else "batch_invariant is off",
     )
 
 
@@ -207,18 +201,8 @@ def called_in_words(called: dict[str, int]) -> str:
     return f"projections called as they are, exact but not fused: {kinds}"
 
 
-def _rounding(
-    model: nn.Module, family: Family, state: PatchState, runs: dict[str, str]
-) -> str | None:
-    if not state.batch_invariant:
-        return "batch_invariant is off"
-    return why_rounding(model, family, runs, a_parameter(model))
-
-
-def _long_documents(
-    model: nn.Module, family: Family | None, runs: dict[str, str]
-) -> dict[str, str]:
-    device, sizes = a_parameter(model).device, op_sizes(model, family) if family else {}
+def _long_documents(model: nn.Module, family: Family, runs: dict[str, str]) -> dict[str, str]:
+    device, sizes = a_parameter(model).device, op_sizes(model, family)
     ways = {
         op: OPS[op].backends[name].long for op, name in runs.items() if name in OPS[op].backends
     }
@@ -307,11 +291,6 @@ def _implementations(state: PatchState, family: Family, model: nn.Module) -> dic
 def a_parameter(model: nn.Module) -> torch.Tensor:
     """Return a parameter, for its device and dtype."""
     return next(model.parameters(), torch.empty(0))
-
-
-def _why(state: PatchState, ops: Sequence[str]) -> dict[str, str]:
-    """Return why no faster backend is used, of what this model calls."""
-    return {op: reason for op, reason in state.why.items() if op.partition(" ")[0] in ops}
 
 
 def _kernels(state: PatchState, device: torch.device, dtype: torch.dtype) -> Kernels:
