@@ -150,7 +150,17 @@ def test_a_benchmark_knows_how_many_experts_a_token_chooses(monkeypatch):
 
 def report_of(*candidates, options=BenchOptions("small", (10, 30))):
     versions = {"torch": "2", "transformers": "5"}
-    return BenchReport(options, "M", 7, "cpu", "float32", versions, candidates, 0.5, "somehow")
+    return BenchReport(
+        options=options,
+        model="M",
+        parameters=7,
+        device="cpu",
+        dtype="float32",
+        versions=versions,
+        candidates=candidates,
+        floor=0.5,
+        memory="somehow",
+    )
 
 
 def test_ratios_and_sentence():

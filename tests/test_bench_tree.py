@@ -71,7 +71,7 @@ def test_a_group_measured_for_real():
     sees it.
     """
     steps = []
-    options = TreeOptions("qwen3_5", (200, *[8] * 7), (-1, *[0] * 7), rounds=3, threads=1)
+    options = TreeOptions("qwen3_5", (200, *[8] * 7), parents=(-1, *[0] * 7), rounds=3, threads=1)
     report = run_tree_bench(options, lambda *step: steps.append(step))
     packed, tree = report.candidates
     assert (packed.computed_tokens, tree.computed_tokens) == (7 * 208, 256)
@@ -81,8 +81,19 @@ def test_a_group_measured_for_real():
 
 
 def report_of(*candidates):
-    options = TreeOptions("small", (40, 8, 8), (-1, 0, 0))
-    return TreeReport(options, 2, "M", 7, "cpu", "float32", {}, candidates, 1e-7, "somehow")
+    options = TreeOptions("small", (40, 8, 8), parents=(-1, 0, 0))
+    return TreeReport(
+        options=options,
+        samples=2,
+        model="M",
+        parameters=7,
+        device="cpu",
+        dtype="float32",
+        versions={},
+        candidates=candidates,
+        difference=1e-7,
+        memory="somehow",
+    )
 
 
 def test_the_sentence():

@@ -13,20 +13,18 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class BenchOptions:
-    """The options of `run_bench`.
+class Options:
+    """The options of every benchmark.
 
     Attributes:
         model: a preset, a family's name, a config or checkpoint folder, or a hub id.
-        lengths: tokens of each document of the batch.
+        lengths: tokens of each document of the batch, or of each segment of its tree.
         rounds: timed steps of each candidate; they run in turns.
         device, dtype: where and in what; dtype None is the checkpoint's own, or a preset's: see
             `model_of`.
         threads: CPU threads; None leaves torch's choice.
         seed: of weights and tokens.
         trust_remote_code: for a checkpoint with code of its own.
-        origin, cut: as `choose_lengths` says, where the lengths come from and how many were cut;
-            kept for the report.
     """
 
     model: str
@@ -37,6 +35,17 @@ class BenchOptions:
     threads: int | None = None
     seed: int = 0
     trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class BenchOptions(Options):
+    """The options of `run_bench`.
+
+    Attributes:
+        origin, cut: as `choose_lengths` says, where the lengths come from and how many were cut;
+            kept for the report.
+    """
+
     origin: str = ""
     cut: int = 0
 
@@ -67,31 +76,40 @@ class Candidate:
         return statistics.median(self.seconds) if self.seconds else None
 
 
-@dataclass(frozen=True)
-class BenchReport:
-    """Everything measured.
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What every benchmark measures.
 
     Attributes:
-        options: see `BenchOptions`.
         model, parameters, device, dtype, versions: what ran, where.
-        candidates: unpatched padded first.
-        floor: seconds that the model's linear layers and experts alone take for the real tokens:
-            one multiplication forward, two backward, each measured in the same run.
+        candidates: in the order in which they take turns.
         memory: how the peak was measured.
         implementations: {operation: backend that ran the patched rows}.
-        images, patches: of the documents, where the model takes images.
     """
 
-    options: BenchOptions
     model: str
     parameters: int
     device: str
     dtype: str
     versions: dict[str, str | None]
     candidates: tuple[Candidate, ...]
-    floor: float
     memory: str
     implementations: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchReport(Measured):
+    """What `run_bench` measured, unpatched padded first.
+
+    Attributes:
+        options: see `BenchOptions`.
+        floor: seconds that the model's linear layers and experts alone take for the real tokens:
+            one multiplication forward, two backward, each measured in the same run.
+        images, patches: of the documents, where the model takes images.
+    """
+
+    options: BenchOptions
+    floor: float
     images: int = 0
     patches: int = 0
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +23,15 @@ from hf_packfree.bench.documents import (
     padded_media,
 )
 from hf_packfree.bench.measure import HOW, Floor, name_of, peak_mib, ran_out, threads
-from hf_packfree.bench.report import BASE, OPTIONAL, BenchOptions, BenchReport, Candidate, Progress
+from hf_packfree.bench.report import (
+    BASE,
+    OPTIONAL,
+    BenchOptions,
+    BenchReport,
+    Candidate,
+    Options,
+    Progress,
+)
 from hf_packfree.bench.shapes import model_of
 from hf_packfree.errors import UnsupportedInput, in_short
 from hf_packfree.ops.backend import installed
@@ -116,50 +124,87 @@ def run_bench(
         UnsupportedModel, PatchConflict, ContractError, BackendUnavailable: as `apply_patches`.
         Exception: whatever a patched step raises, unless memory ran out, which the report says.
     """
+    with memory_for(options, "fewer documents (--documents), shorter ones (--longest)"):
+        model = patched_model(options)
+        runners = _runners(model, options, torch.device(options.device))
+        choices = getattr(model.config.get_text_config(), "num_experts_per_tok", 1)
+        floor, floors = Floor(model, sum(options.lengths), choices), list[float]()
+        in_turns(runners, options, progress, lambda: floors.append(floor.seconds()))
+        images = runners[0].batch.get("image_grid_thw")
+        return BenchReport(
+            options=options,
+            **what_ran(model, options, runners, UPSTREAM_KERNELS),
+            floor=statistics.median(floors[1:]),
+            images=0 if images is None else len(images),
+            patches=0 if images is None else int(images.prod(-1).sum()),
+        )
+
+
+@contextmanager
+def memory_for(options: Options, less: str) -> Iterator[None]:
+    """Use the options' threads in the block, and say what needs less where memory runs out.
+
+    Raises:
+        UnsupportedInput: it ran out.
+    """
     try:
         with threads(options.threads):
-            return _measure(options, progress)
+            yield
     except (RuntimeError, MemoryError) as error:
         if not ran_out(error):
             raise
         raise UnsupportedInput(
             f"found no memory for {options.model} and {sum(options.lengths):,} tokens "
             f"({in_short(error)}); wanted room for the weights, the batch and each matrix product; "
-            "give fewer documents (--documents), shorter ones (--longest) or a smaller model"
+            f"give {less} or a smaller model"
         ) from error
 
 
-def _measure(options: BenchOptions, progress: Progress) -> BenchReport:
-    device = torch.device(options.device)
+def patched_model(options: Options) -> Any:
+    """Return the model of a benchmark, patched."""
     dtype = getattr(torch, options.dtype) if options.dtype else None
     torch.manual_seed(options.seed)
-    model: Any = apply_patches(model_of(options.model, device, dtype, options.trust_remote_code))
-    runners = _runners(model, options, device)
-    choices = getattr(model.config.get_text_config(), "num_experts_per_tok", 1)
-    floor, floors = Floor(model, sum(options.lengths), choices), []
-    rounds, total = options.rounds + 2, (options.rounds + 2) * len(runners)
+    device = torch.device(options.device)
+    return apply_patches(model_of(options.model, device, dtype, options.trust_remote_code))
+
+
+def in_turns(
+    runners: Sequence[Runner],
+    options: Options,
+    progress: Progress,
+    between: Callable[[], None] = lambda: None,
+) -> None:
+    """Run all candidates once a round: a warm-up, the timed ones, and one whose memory is measured.
+
+    Args:
+        between: runs before every round.
+    """
+    rounds, device = options.rounds + 2, torch.device(options.device)
+    total = rounds * len(runners)
     for number in range(rounds):
-        floors.append(floor.seconds())
+        between()
         for place, runner in enumerate(runners):
             progress(runner.name, number * len(runners) + place, total)
-            one_round(runner, number, rounds, device)
+            _one_round(runner, number, rounds, device)
     progress("done", total, total)
-    patches, images = patch_report(model), runners[0].batch.get("image_grid_thw")
-    return BenchReport(
-        options=options,
-        model=f"{type(model).__name__} ({options.model})",
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        device=name_of(device),
-        dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
-        versions=patches.versions
-        | {name: found for name in UPSTREAM_KERNELS if (found := installed(name)) is not None},
-        candidates=tuple(runner.done() for runner in runners),
-        floor=statistics.median(floors[1:]),
-        memory=HOW["cuda" if device.type == "cuda" else "cpu"],
-        implementations=patches.implementations,
-        images=0 if images is None else len(images),
-        patches=0 if images is None else int(images.prod(-1).sum()),
-    )
+
+
+def what_ran(
+    model: Any, options: Options, runners: Sequence[Runner], packages: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return the fields of `Measured`; of `packages` the versions are named too, if installed."""
+    patches, device = patch_report(model), torch.device(options.device)
+    others = {name: found for name in packages if (found := installed(name)) is not None}
+    return {
+        "model": f"{type(model).__name__} ({options.model})",
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "device": name_of(device),
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        "versions": patches.versions | others,
+        "candidates": tuple(runner.done() for runner in runners),
+        "memory": HOW["cuda" if device.type == "cuda" else "cpu"],
+        "implementations": patches.implementations,
+    }
 
 
 def _runners(model: Any, options: BenchOptions, device: torch.device) -> list[Runner]:
@@ -209,7 +254,7 @@ def _batches(model: Any, options: BenchOptions, device: torch.device) -> tuple[d
     )
 
 
-def one_round(runner: Runner, number: int, rounds: int, device: torch.device) -> None:
+def _one_round(runner: Runner, number: int, rounds: int, device: torch.device) -> None:
     """Warm up first, measure memory last, and time in between."""
 
     def timed() -> None:

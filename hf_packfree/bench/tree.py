@@ -1,5 +1,5 @@
-"""What sharing prefixes saves: one step of samples in a tree beside the same samples packed one
-after the other, in turns, on the same weights.
+"""What sharing prefixes saves: one step of samples in a tree, compared with the same samples packed
+one after the other, in turns, on the same weights.
 
 Both give the same loss: the mean negative log-probability of every sample's tokens after its
 first.
@@ -16,17 +16,13 @@ import torch
 from torch import Tensor
 
 from hf_packfree.bench.documents import documents_of
-from hf_packfree.bench.measure import HOW, name_of, ran_out, threads
-from hf_packfree.bench.report import Candidate, Progress
-from hf_packfree.bench.run import Runner, one_round
-from hf_packfree.bench.shapes import model_of
-from hf_packfree.errors import UnsupportedInput, in_short
+from hf_packfree.bench.report import Measured, Options, Progress
+from hf_packfree.bench.run import Runner, in_turns, memory_for, patched_model, what_ran
+from hf_packfree.errors import UnsupportedInput
 from hf_packfree.models.log_probs import token_log_probs
 from hf_packfree.ops.tree import gather
 from hf_packfree.packing import PackedSequence
 from hf_packfree.packing.tree import Tree
-from hf_packfree.patching.apply import apply_patches
-from hf_packfree.patching.report import patch_report
 
 PACKED, SHARED = "packed", "tree"
 _WANTED = (
@@ -83,49 +79,29 @@ def _of_file(path: Path) -> tuple[list[Any], list[Any]]:
 
 
 @dataclass(frozen=True)
-class TreeOptions:
+class TreeOptions(Options):
     """The options of `run_tree_bench`.
 
     Attributes:
-        model, rounds, device, dtype, threads, seed, trust_remote_code: as of `BenchOptions`.
-        lengths: tokens of each segment.
         parents: the segment that each one goes on from, -1 for none.
     """
 
-    model: str
-    lengths: tuple[int, ...]
-    parents: tuple[int, ...]
-    rounds: int = 5
-    device: str = "cpu"
-    dtype: str | None = None
-    threads: int | None = None
-    seed: int = 0
-    trust_remote_code: bool = False
+    parents: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class TreeReport:
-    """What was measured.
+@dataclass(frozen=True, kw_only=True)
+class TreeReport(Measured):
+    """What `run_tree_bench` measured: the samples packed, and in a tree.
 
     Attributes:
         options: see `TreeOptions`.
         samples: how many, one for each segment that nothing goes on from.
-        model, parameters, device, dtype, versions, memory, implementations: as of `BenchReport`.
-        candidates: the samples packed, and in a tree.
         difference: of both losses, relative.
     """
 
     options: TreeOptions
     samples: int
-    model: str
-    parameters: int
-    device: str
-    dtype: str
-    versions: dict[str, str | None]
-    candidates: tuple[Candidate, Candidate]
     difference: float | None
-    memory: str
-    implementations: dict[str, str] = field(default_factory=dict)
 
     @property
     def complete(self) -> bool:
@@ -210,52 +186,23 @@ def run_tree_bench(
         UnsupportedInput: memory ran out before the first step, or a layer follows no trees.
         UnsupportedModel, PatchConflict, ContractError, BackendUnavailable: as `apply_patches`.
     """
-    try:
-        with threads(options.threads):
-            return _measure(options, progress)
-    except (RuntimeError, MemoryError) as error:
-        if not ran_out(error):
-            raise
-        raise UnsupportedInput(
-            f"found no memory for {options.model} and {sum(options.lengths):,} tokens "
-            f"({in_short(error)}); wanted room for the weights and the row; give shorter segments "
-            "(--tree) or a smaller model"
-        ) from error
-
-
-def _measure(options: TreeOptions, progress: Progress) -> TreeReport:
-    device = torch.device(options.device)
-    dtype = getattr(torch, options.dtype) if options.dtype else None
-    torch.manual_seed(options.seed)
-    model: Any = apply_patches(model_of(options.model, device, dtype, options.trust_remote_code))
-    words = model.config.get_text_config().vocab_size
-    tree = Tree.of(options.lengths, options.parents)
-    (ids,) = documents_of((sum(options.lengths),), words, options.seed)
-    runners = [one(model, tree, ids.to(device)) for one in (_packed, _shared)]
-    rounds, total = options.rounds + 2, (options.rounds + 2) * len(runners)
-    for number in range(rounds):
-        for place, runner in enumerate(runners):
-            progress(runner.name, number * len(runners) + place, total)
-            one_round(runner, number, rounds, device)
-    progress("done", total, total)
-    patches, losses = patch_report(model), [runner.loss for runner in runners]
-    packed, shared = (runner.done() for runner in runners)
-    difference = None
-    if losses[0] is not None and losses[1] is not None:
-        difference = float((losses[1] - losses[0]).abs() / losses[0].abs())
-    return TreeReport(
-        options=options,
-        samples=len(tree.leaves),
-        model=f"{type(model).__name__} ({options.model})",
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        device=name_of(device),
-        dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
-        versions=patches.versions,
-        candidates=(packed, shared),
-        difference=difference,
-        memory=HOW["cuda" if device.type == "cuda" else "cpu"],
-        implementations=patches.implementations,
-    )
+    with memory_for(options, "shorter segments (--tree)"):
+        model = patched_model(options)
+        words = model.config.get_text_config().vocab_size
+        tree = Tree.of(options.lengths, options.parents)
+        (ids,) = documents_of((sum(options.lengths),), words, options.seed)
+        runners = [one(model, tree, ids.to(options.device)) for one in (_packed, _shared)]
+        in_turns(runners, options, progress)
+        packed, shared = (runner.loss for runner in runners)
+        difference = None
+        if packed is not None and shared is not None:
+            difference = float((shared - packed).abs() / packed.abs())
+        return TreeReport(
+            options=options,
+            **what_ran(model, options, runners),
+            samples=len(tree.leaves),
+            difference=difference,
+        )
 
 
 def _places(tree: Tree) -> list[Tensor]:

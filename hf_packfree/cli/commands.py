@@ -210,7 +210,7 @@ def _bench_tree(options: argparse.Namespace) -> int:
     wanted = TreeOptions(
         options.model,
         tree.lengths,
-        tree.parents,
+        parents=tree.parents,
         device=str(_device(options.device or _fastest())),
         **{name: getattr(options, name) for name in names},
     )
