@@ -152,6 +152,10 @@ COLOURS = dict(zip(SIDES, ("#999999", "#D55E00", "#E69F00", "#CC79A7", "#0072B2"
 """Okabe and Ito's: different for colour-blind people and in print."""
 
 
+REMOVED = {"autograd bypass", "launcher, bypass and fast path", "longest first"}
+"""What an earlier result timed, and is no more."""
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the tables, or write them where the pages want them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -161,7 +165,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--ablation",
         type=Path,
-        help="a result of tests.benchmarks.ablation; the newest there if not given",
+        nargs="*",
+        help="results of tests.benchmarks.ablation; all that are there if not given",
     )
     parser.add_argument(
         "--write",
@@ -175,21 +180,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from tests.benchmarks import family_report, log_prob_report, prefix_report, short_report
 
     path = options.result or newest(RESULTS)
-    found = tables(path, options.ablation or newest(RESULTS, "*-ablation.jsonl"))
+    found = tables(path, options.ablation or ablations())
     found |= family_report.tables(family_report.newest())
-    found |= short_report.tables(short_report.newest())
+    found |= short_report.tables()
     found |= prefix_report.tables(prefix_report.newest())
     found |= log_prob_report.tables(log_prob_report.newest())
     if options.write is None:
         print("\n".join(found.values()))
         return
     draw(json.loads(path.read_text()), options.write / PLOT)
-    short_report.draw(short_report.newest(), options.write / short_report.PLOT)
+    short_report.draw(short_report.results()[0], options.write / short_report.PLOT)
     for (page, mark), text in found.items():
         (options.write / page).write_text(put_in((options.write / page).read_text(), mark, text))
 
 
-def tables(path: Path, ablated: Path) -> dict[tuple[str, str], str]:
+def ablations() -> list[Path]:
+    """Return the results of `tests.benchmarks.ablation`, the newest first."""
+    return sorted(RESULTS.glob("*-ablation.jsonl"), reverse=True)
+
+
+def tables(path: Path, ablated: Sequence[Path]) -> dict[tuple[str, str], str]:
     """Return {(page, mark): what the page has to hold between its marks of that name}, as
     Markdown.
     """
@@ -205,7 +215,7 @@ def tables(path: Path, ablated: Path) -> dict[tuple[str, str], str]:
         ("docs/performance.md", "gpu"): speed,
         ("docs/rows.md", "rows"): every,
         ("docs/performance.md", "operations"): operations(result),
-        ("docs/performance.md", "ablation"): ablation(ablated),
+        ("docs/performance.md", "ablation"): "\n".join(map(ablation, ablated)),
         ("docs/numerics.md", "gpu"): exactness(result),
     }
 
@@ -509,7 +519,8 @@ def operations(result: dict[str, Any]) -> str:
 
 def ablation(path: Path) -> str:
     """Step times without a fast path, in times the step with all of them."""
-    about, *rows = (json.loads(line) for line in path.read_text().splitlines())
+    about, *every = (json.loads(line) for line in path.read_text().splitlines())
+    rows = [row for row in every if row["off"] not in REMOVED]
     ratios = {
         (row["workload"], row["off"]): f"{row['ratio']:.3f} ({row['ratio_of_best']:.3f})"
         for row in rows

@@ -1,10 +1,11 @@
-"""The table and the plot of steps of few tokens, which `tests.benchmarks.report` writes with its own,
-from the newest result in results/short.
+"""The tables and the plot of steps of few tokens, which `tests.benchmarks.report` writes with its own,
+from the results in results/short.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,9 @@ HEAD = ("one step", "tokens", "without", "with graphs", "sum of kernels", "host,
 Rows = dict[tuple[str, str, str], dict[str, Any]]
 
 
-def newest(folder: Path = FOLDER) -> Path:
-    """Return the result with the latest date in its name."""
-    return max(folder.glob("*.jsonl"))
+def results(folder: Path = FOLDER) -> list[Path]:
+    """Return the results, the newest first."""
+    return sorted(folder.glob("*.jsonl"), reverse=True)
 
 
 def read(path: Path) -> tuple[dict[str, Any], Rows]:
@@ -41,8 +42,14 @@ def read(path: Path) -> tuple[dict[str, Any], Rows]:
     return about, rows
 
 
-def tables(path: Path) -> dict[tuple[str, str], str]:
+def tables(paths: Sequence[Path] = ()) -> dict[tuple[str, str], str]:
     """Return {(page, mark): what the page has to hold there}, as `report.tables` does."""
+    image = f"![Time of a step over its tokens]({Path(PLOT).name})\n"
+    return {MARK: "\n".join((image, *map(table, paths or results())))}
+
+
+def table(path: Path) -> str:
+    """Return the rows of one GPU, under what they were made with, as Markdown."""
     about, rows = read(path)
     versions = about["versions"]
     with_versions = ", ".join(
@@ -50,10 +57,8 @@ def tables(path: Path) -> dict[tuple[str, str], str]:
     )
     made = (
         f"Made on {about['date']} on one {about['machine']} with {with_versions}; every number is "
-        f"in `tests/benchmarks/results/short/{path.name}`; rows marked * are of another run on "
-        f"another such GPU.\n"
+        f"in `tests/benchmarks/results/short/{path.name}`.\n"
     )
-    image = f"![Time of a step over its tokens]({Path(PLOT).name})\n"
     lines = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
     for kind, title in KINDS.items():
         for size, tokens in SIZES.items():
@@ -61,14 +66,13 @@ def tables(path: Path) -> dict[tuple[str, str], str]:
             if mine and without:
                 cells = title, f"{tokens:,}", *_cells(mine, without)
                 lines.append(f"| {' | '.join(cells)} |")
-    return {MARK: "\n".join((made, image, *lines)) + "\n"}
+    return "\n".join((made, *lines)) + "\n"
 
 
 def _cells(mine: dict[str, Any], without: dict[str, Any]) -> tuple[str, ...]:
     def said(row: dict[str, Any]) -> str:
-        star = "*" if row["run"] == 1 else ""
         memory = f", {row['reserved_gib']:.0f} GiB" if "reserved_gib" in row else ""
-        return f"{row['ms']:.0f} ms{memory}{star}"
+        return f"{row['ms']:.0f} ms{memory}"
 
     host = f"{without['host_ms']:.0f}; {mine['host_ms']:.0f} ms"
     return said(without), said(mine), f"{without['kernels_ms']:.0f} ms", host

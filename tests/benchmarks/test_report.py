@@ -292,12 +292,9 @@ def test_an_ablation_is_a_table_of_ratios(results):
 
 def test_the_pages_get_the_newest_result(tmp_path, results):
     (tmp_path / "2026-01-01-gpu.json").write_text(json.dumps(RESULT))
-    assert (
-        report.newest(tmp_path) == results[0]
-        and report.newest(tmp_path, "*-ablation.jsonl") == results[1]
-    )
-    found = report.tables(*results) | family_report.tables(family_report.newest())
-    found |= short_report.tables(short_report.newest())
+    assert report.newest(tmp_path) == results[0]
+    found = report.tables(results[0], [results[1]]) | family_report.tables(family_report.newest())
+    found |= short_report.tables()
     found |= prefix_report.tables(prefix_report.newest())
     found |= log_prob_report.tables(log_prob_report.newest())
     wanted = dict[str, str]()

@@ -20,14 +20,14 @@ from tests.benchmarks import (
 from tests.benchmarks.timing import read_lines
 
 NEWEST = report.newest(report.RESULTS)
-ABLATED = report.newest(report.RESULTS, "*-ablation.jsonl")
+ABLATED = report.ablations()
 RESULTS = sorted(report.RESULTS.rglob("*.json"))
 
 
 def test_the_pages_hold_the_tables_of_the_newest_results():
     """If not: python -m tests.benchmarks.report --write."""
     found = report.tables(NEWEST, ABLATED) | family_report.tables(family_report.newest())
-    found |= short_report.tables(short_report.newest())
+    found |= short_report.tables()
     found |= prefix_report.tables(prefix_report.newest())
     found |= log_prob_report.tables(log_prob_report.newest())
     for (page, mark), text in found.items():
@@ -72,9 +72,10 @@ def test_the_full_result_says_what_made_it():
     )
 
 
-def test_an_ablation_says_what_made_it():
-    about, *rows = read_lines(ABLATED)
-    assert ABLATED.name.startswith(about["date"]) and re.fullmatch(r"[0-9a-f]{12}", about["source"])
+@pytest.mark.parametrize("path", ABLATED, ids=lambda path: path.name)
+def test_an_ablation_says_what_made_it(path):
+    about, *rows = read_lines(path)
+    assert path.name.startswith(about["date"]) and re.fullmatch(r"[0-9a-f]{12}", about["source"])
     assert about["script"] == "tests.benchmarks.ablation" and about["machine"].startswith("NVIDIA ")
     assert {(row["workload"], "nothing") for row in rows} <= {
         (row["workload"], row["off"]) for row in rows
