@@ -145,7 +145,7 @@ def results(tmp_path):
 
 
 def test_tables(results):
-    lines = "\n".join(report.tables(*results).values()).splitlines()
+    lines = "\n".join(report.tables(results[0], [results[1]]).values()).splitlines()
     assert "Made on 2026-01-02 on one NVIDIA Test with torch 2.11.0, triton 3.6.0" in "\n".join(
         lines
     )
