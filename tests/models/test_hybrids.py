@@ -1,12 +1,15 @@
 """Families made from upstream's whose mixers are not all attention: packed rows in every form,
 padded batches, and everything else as transformers has it.
 
-A family joins by its name in `NAMES`. Trees of shared prefixes run on it in `test_tree.py`.
+Every such family of the registry joins by itself; what only Mamba-2 hybrids have is in
+`test_mamba2.py`, what only Kimi Delta Attention has in `test_kimi.py`. Trees of shared prefixes run
+in `test_tree.py`.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import re
 from importlib import import_module
@@ -18,12 +21,13 @@ import torch
 from torch import nn
 
 from hf_packfree import apply_patches, patch_report, remove_patches, verify_packing
-from hf_packfree.errors import PatchConflict, UnsupportedInput, UnsupportedModel
+from hf_packfree.errors import ContractError, PatchConflict, UnsupportedInput, UnsupportedModel
 from hf_packfree.ops.backend import Target
 from hf_packfree.ops.conv import OP as CONV
 from hf_packfree.patching.plan import op_sizes
-from hf_packfree.patching.registry import ROWS
-from tests.input_formats import ROW_FORMATS, ROWS_FORMATS, row_batch, rows_batch
+from hf_packfree.patching.registry import FAMILIES
+from hf_packfree.patching.registry import ROWS as TABLE
+from tests.input_formats import ROW_FORMATS, ROWS, ROWS_FORMATS, row_batch, rows_batch
 from tests.integrations.marks import needs
 from tests.models.padded import IGNORED, Seen, padded_batch, real_tokens, step, worst_gradient
 from tests.models.padded import ROWS as SIDES
@@ -48,9 +52,10 @@ from tests.support import (
     tiny,
 )
 
-NAMES = ["lfm2", "lfm2_moe", "lfm3", "olmo_hybrid", "lara_mini"]
-NAMES = [name for name in NAMES if name in by_family]
-"""Of those that the installed transformers has."""
+FOUND = [row for row in FAMILIES if row.made_from_upstream and {*row.mixer_ops} != {"attention"}]
+SSD, KDA = ([row.name for row in FOUND if op in row.mixer_ops] for op in ("ssd", "kda"))
+OTHERS = [row.name for row in FOUND if row.name not in (*SSD, *KDA)]
+NAMES = [*OTHERS, *SSD, *KDA]
 EXACT = 1e-10
 """In fp64; measured: at most 2e-15, and 3e-14 of gradients."""
 EXPERTS = [name for name in NAMES if "router_aux_loss_coef" in tiny(name).config.to_dict()]
@@ -72,8 +77,17 @@ def lfm3_convolves_in_torch(monkeypatch):
 
 
 def spread(*cases):
-    """Each case on the next family, so that all of them together take no longer than one."""
-    return list(zip(cycle(NAMES), cases))
+    """Each case on the next family of each kind, so that a kind takes no longer than one family."""
+    return list(
+        dict.fromkeys(pair for kind in (OTHERS, SSD, KDA) for pair in zip(cycle(kind), cases))
+    )
+
+
+@functools.cache
+def alone(family, lengths):
+    """Logits and gradients of documents of these lengths, one by one, unpatched."""
+    batch = row_batch("positions", lengths)
+    return run_alone(tiny(family), batch, random_weights(batch, 128))
 
 
 def with_the_default_cache(batch: Batch) -> Batch:
@@ -82,9 +96,16 @@ def with_the_default_cache(batch: Batch) -> Batch:
     return Batch(batch.documents, inputs, batch.places)
 
 
-def assert_exact(model, batch):
+def assert_exact(model, batch=None, wanted=None):
+    """Of a model that is not patched yet.
+
+    Args:
+        wanted: what its documents get one by one; None: run them.
+    """
+    batch = batch or row_batch("positions", ROW)
     weights = random_weights(batch, 128)
-    found = errors(run(model, batch, weights), run_alone(model, batch, weights))
+    wanted = wanted or run_alone(model, batch, weights)
+    found = errors(run(apply_patches(model), batch, weights), wanted)
     assert found[0] <= LOGIT_TOL and found[1] <= GRADIENT_TOL, found
 
 
@@ -92,19 +113,19 @@ def assert_exact(model, batch):
 @pytest.mark.parametrize("family", NAMES)
 def test_packed_is_per_document_and_unpatched_leaks(family, record_property):
     model, batch = tiny(family), row_batch("positions", ROW)
-    weights = random_weights(batch, 128)
-    alone = run_alone(model, batch, weights)
-    logits, grads = errors(*of_both(run(model, batch, weights), alone))
-    assert logits >= CONTROL * LOGIT_TOL and grads >= CONTROL * GRADIENT_TOL, "unpatched leaks"
+    weights, wanted = random_weights(batch, 128), alone(family, ROW)
+    for given in (batch, with_ones(batch)):
+        logits, grads = errors(*of_both(run(model, given, weights), wanted))
+        assert logits >= CONTROL * LOGIT_TOL and grads >= CONTROL * GRADIENT_TOL, "unpatched leaks"
     apply_patches(model)
     for given in (batch, with_ones(batch), with_the_default_cache(batch)):
-        found = recorded(record_property, errors(run(model, given, weights), alone), model, "text")
+        found = recorded(record_property, errors(run(model, given, weights), wanted), model, "text")
         assert found[0] <= LOGIT_TOL and found[1] <= GRADIENT_TOL, found
 
 
 @pytest.mark.compat
 @pytest.mark.parametrize(
-    "row", [row for row in ROWS if not row.served and is_there(row)], ids=lambda row: row.name
+    "row", [row for row in TABLE if not row.served and is_there(row)], ids=lambda row: row.name
 )
 def test_before_its_floor_it_is_refused(row):
     with pytest.raises(UnsupportedModel, match=f"found {row.name} on .*; wanted transformers"):
@@ -115,26 +136,28 @@ def test_before_its_floor_it_is_refused(row):
     ("family", "form"), spread(*(form for form in ROW_FORMATS if "3rows" not in form))
 )
 def test_one_row_in_every_form(family, form):
-    assert_exact(apply_patches(tiny(family)), row_batch(form, ROW))
+    assert_exact(tiny(family), row_batch(form, ROW), alone(family, ROW))
 
 
 @pytest.mark.parametrize("family", NAMES)
 def test_eager_attention(family):
-    assert_exact(apply_patches(tiny(family, attention="eager")), row_batch("positions", ROW))
+    model = tiny(family, attention="eager")
+    assert_exact(model, wanted=alone(family, ROW))
 
 
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("family", OTHERS)
 def test_fp64_is_exact(family, widened):
     model, batch = double(family), row_batch("positions", ROW)
     weights = [weight.double() for weight in random_weights(batch, 128)]
-    alone = run_alone(model, batch, weights)
-    found = errors(run(apply_patches(model), batch, weights), alone, floor=1e-6)
+    wanted = run_alone(model, batch, weights)
+    found = errors(run(apply_patches(model), batch, weights), wanted, floor=1e-6)
     assert max(found) <= EXACT, found
 
 
 @pytest.mark.parametrize(("family", "form"), spread(*ROWS_FORMATS))
 def test_several_rows(family, form):
-    assert_exact(apply_patches(tiny(family)), rows_batch(form))
+    lengths = tuple(length for row in ROWS for length in row)
+    assert_exact(tiny(family), rows_batch(form), alone(family, lengths))
 
 
 @pytest.mark.parametrize("family", NAMES)
@@ -168,8 +191,7 @@ def test_unpacked_rows_in_our_mixers(family):
     assert worst_gradient(grads, wanted_grads) <= GRADIENT_TOL
 
 
-@pytest.mark.parametrize("family", NAMES)
-@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize(("family", "side"), spread(*SIDES, *SIDES))
 def test_padded_batches_run_real_tokens_alone(family, side):
     model, batch = tiny(family), padded_batch(side)
     mask = batch["attention_mask"]
@@ -184,7 +206,7 @@ def test_padded_batches_run_real_tokens_alone(family, side):
     assert relative_rms(found.logits[mask == 1], wanted.logits[mask == 1]) <= LOGIT_TOL
 
 
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("family", OTHERS)
 def test_padding_in_front_of_a_document_may_predict_it(family):
     model, batch = tiny(family), padded_batch("left")
     wanted, wanted_grads = step(model, batch)
@@ -209,8 +231,7 @@ def test_the_routers_loss_counts_real_tokens_alone(family):
         assert abs(found / wanted - 1) <= LOGIT_TOL
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize(("family", "reentrant"), spread(*[True, False] * 3))
 def test_checkpointing_changes_nothing(family, reentrant):
     model, batch = apply_patches(tiny(family)), row_batch("positions", ROW)
     weights = random_weights(batch, 128)
@@ -224,23 +245,29 @@ def test_checkpointing_changes_nothing(family, reentrant):
     assert errors(found, wanted)[1] <= 1e-6
 
 
-def mixers_of(model, family):
-    """Return the names of the model's mixers that are no attention, with the mixers."""
-    names = {mixer.cls for mixer in by_family[family].mixers if mixer.ops != ("attention",)}
+def mixers_of(model, family, *, attention=False):
+    """Return the names of the model's mixers, with the mixers."""
+    rows = by_family[family].mixers
+    names = {mixer.cls for mixer in rows if attention or mixer.ops != ("attention",)}
     return [(name, part) for name, part in model.named_modules() if type(part).__name__ in names]
 
 
 @needs("peft")
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("family", NAMES)
-def test_adapters_on_every_projection_of_a_mixer_train(family):
-    """Upstream's fused kernels would read some projections past their adapters."""
+def test_adapters_on_every_projection_of_a_mixer_train(family, monkeypatch):
+    """Upstream's fused kernels would read some projections past their adapters: PEFT refuses some
+    of these for that.
+    """
     from peft import LoraConfig, get_peft_model
+    from peft.tuners import tuners_utils
 
+    monkeypatch.setattr(tuners_utils, "_check_lora_target_modules_mamba", lambda *_: None)
     model, batch = tiny(family), row_batch("positions", ROW)
     targets = [
         f"{name}.{part}"
-        for name, mixer in mixers_of(model, family)
+        # whose attention has projections of its own kind, too
+        for name, mixer in mixers_of(model, family, attention=family in KDA)
         for part, layer in mixer.named_modules()
         if isinstance(layer, nn.Linear)
     ]
@@ -248,20 +275,26 @@ def test_adapters_on_every_projection_of_a_mixer_train(family):
     config = LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
     adapted = get_peft_model(model, config)
     weights = random_weights(batch, 128)
-    alone = run_alone(adapted, batch, weights)
+    wanted = run_alone(adapted, batch, weights)
     found = run(apply_patches(adapted), batch, weights)
     assert len(targets) > 1 and len(found[1]) == 2 * len(targets)
-    logits, grads = errors(found, alone)
+    logits, grads = errors(found, wanted)
     assert logits <= LOGIT_TOL and grads <= GRADIENT_TOL, (logits, grads)
 
 
 @pytest.mark.parametrize("family", NAMES)
 def test_a_wrapped_convolution_is_refused(family):
-    """Its weights are read past whatever wraps it."""
-    model, batch = apply_patches(tiny(family)), row_batch("positions", (3, 5))
-    name, mixer = mixers_of(model, family)[0]
+    """Before and after patching: its weights are read past whatever wraps it."""
+    model, batch = tiny(family), row_batch("positions", (3, 5))
+    _, mixer = mixers_of(model, family)[0]
     conv = next(part for part, layer in mixer.named_children() if isinstance(layer, nn.Conv1d))
-    setattr(mixer, conv, nn.Sequential(getattr(mixer, conv)))
+    own, wrapped = getattr(mixer, conv), nn.Sequential(getattr(mixer, conv))
+    setattr(mixer, conv, wrapped)
+    with pytest.raises(ContractError, match="unlike its family's checkpoints"):
+        apply_patches(model)
+    setattr(mixer, conv, own)
+    apply_patches(model)
+    setattr(mixer, conv, wrapped)
     with pytest.raises(
         PatchConflict, match=f"found {conv} wrapped in a Sequential .*; leave {conv} out"
     ):
@@ -299,6 +332,7 @@ def test_it_is_reported_measured_and_removed(family):
     report = patch_report(apply_patches(apply_patches(model)))
     assert (report.family, report.patched) == (family, True)
     assert {row.causal_lm, *row.swaps} == report.swaps.keys()
+    assert {*row.mixer_ops, "loss"} == report.implementations.keys()
     measured = verify_packing(model, lengths=(5, 17, 1, 9))
     assert measured.family == family and measured.patched.influence == 0
     assert measured.unpatched.influence > 1e-3
@@ -320,13 +354,13 @@ def test_seven_taps_run_where_causal_conv1d_is_installed(stand_ins, monkeypatch)
 
     batch, model = row_batch("positions", ROW), tiny("lfm3")
     weights = random_weights(batch, 128)
-    alone = run_alone(model, batch, weights)
+    wanted = run_alone(model, batch, weights)
     upstream = import_module(by_family["lfm3"].upstream)
     given = use_kernel_func_from_hub_with_fallback("causal_conv1d_fn", "causal_conv1d")
     monkeypatch.setattr(upstream, "causal_conv1d_fn", given(upstream.causal_conv1d_fn))
     with pytest.raises(RuntimeError, match="width 7: wanted 2 to 4"):
         model(input_ids=batch.inputs["input_ids"])
-    found = errors(run(apply_patches(model), batch, weights), alone)
+    found = errors(run(apply_patches(model), batch, weights), wanted)
     assert found[0] <= LOGIT_TOL and found[1] <= GRADIENT_TOL, found
 
 
@@ -366,4 +400,4 @@ def test_without_rotary_embeddings_and_with_beta_up_to_one_or_two(given, doubled
     torch.manual_seed(0)
     model = slow_decay(tiny("olmo_hybrid").__class__(config))
     assert model.model.rotary_emb is None
-    assert_exact(apply_patches(model), row_batch("positions", ROW))
+    assert_exact(model)
