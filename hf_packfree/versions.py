@@ -3,7 +3,7 @@ these numbers.
 
 The operations, the doctor, the report and error messages read this table; `tests/test_versions.py`
 holds it equal to setup.cfg. What our layers have to do otherwise before some release of
-transformers is in `models/compat.py`, beside what differs. Nothing here needs torch.
+transformers is in `models/compat.py`. Nothing here needs torch.
 """
 
 from __future__ import annotations

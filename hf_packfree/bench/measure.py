@@ -171,8 +171,8 @@ class Floor:
         return (time.perf_counter() - began) / timed
 
     def _sizes(self, fan_in: int, fan_out: int, experts: int) -> tuple[tuple[int, ...], ...]:
-        """The shapes of x, W and dy; of as many experts as tokens can choose, where they are too
-        few for all.
+        """The shapes of x, W and dy; if tokens are too few to choose all experts, of those that
+        they can choose.
         """
         rows, experts = self._tokens, min(experts, self._tokens * self._choices)
         if not experts:

@@ -10,6 +10,6 @@ starts them all at once, with the addresses and sizes that they had; what differ
   kernel reads it. A plan of another size or kind, and whatever else would have to be known on the
   host, keeps a row out of the graph.
 - `capture`: the two graphs of a bucket, forward and backward, and their place in autograd.
-- `settings`: what a graph depends on beside its inputs; where it changed, it is captured anew.
+- `settings`: what a graph depends on apart from its inputs; if that changes, it is captured anew.
 - `runner`: which rows are replayed, which are not, and why.
 """

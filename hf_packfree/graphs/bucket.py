@@ -46,15 +46,15 @@ def bucket_of(packed: PackedSequence) -> Bucket:
     tokens = packed.num_tokens
     step = max(FINEST, (1 << (tokens - 1).bit_length()) // (2 * STEPS))
     tokens = -(-tokens // step) * step
-    # beside its documents the padding, and at least one empty one, which plans are filled up with
+    # the padding counts as one document, and plans are filled up with empty ones, at least one
     documents = max(FEWEST_DOCUMENTS, 1 << (packed.num_segments + 1).bit_length())
     longest = min(tokens, 1 << (max(packed.max_seqlen, step) - 1).bit_length())
     return Bucket(tokens, documents, longest)
 
 
 def in_bucket(packed: PackedSequence, bucket: Bucket) -> PackedSequence:
-    """Return the record of the row, padded by a document at its end, and with empty documents
-    behind that: N and T are the bucket's.
+    """Return the record of the row, followed by a document of padding and by empty documents, so
+    that N and T are the bucket's.
 
     Its plans have the sizes of `chunk_plan`'s bounds.
     """

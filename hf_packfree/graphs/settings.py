@@ -1,4 +1,4 @@
-"""What a captured graph depends on beside its inputs: parameters by address, and the settings of
+"""What a captured graph depends on apart from its inputs: addresses of parameters, settings of
 modules and of torch.
 """
 

@@ -1,9 +1,8 @@
-"""Linear layers that PEFT has put LoRA on, read as what `hf_packfree.ops.fused` computes, without
-importing PEFT.
+"""Read PEFT's LoRA layers as arguments of `hf_packfree.ops.fused`, without importing PEFT.
 
-Only LoRA and DoRA on a plain linear layer are, or on one of bitsandbytes' in 4 bits: DoRA with
-dropout, other variants, adapters with biases, layers of other methods and other quantised bases are
-called as they are.
+LoRA and DoRA are fused, on a plain linear layer or on one of bitsandbytes' in 4 bits. DoRA with
+dropout, other variants, adapters with biases, other methods and other quantised bases are not:
+their layers run their own forward.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ def is_lora(layer: Any) -> bool:
 
 
 def is_plain(layer: Any, dtype: torch.dtype) -> bool:
-    """Whether a call of the layer does with x, rounded to `dtype`, nothing but to multiply it: LoRA
-    may be on it, and a bias is no harm.
+    """Whether the layer reads x in `dtype` and only multiplies it by weights; it may have LoRA and
+    a bias.
     """
     if type(layer) is nn.Linear:
         return type(layer.weight) is nn.Parameter and is_untouched(vars(layer))
@@ -69,8 +68,8 @@ def computed_in(x: Tensor) -> torch.dtype:
 
 
 def products_in(dtype: torch.dtype, weight: Weight) -> Weight | None:
-    """Return a weight as a product in `dtype` reads it: rounded, which autocast alone does; None:
-    nobody does.
+    """Return a weight in `dtype`, to which autocast rounds it; None: the dtypes differ without
+    autocast.
     """
     if not isinstance(weight, nn.Parameter) or weight.dtype == dtype:
         return weight
@@ -80,8 +79,8 @@ def products_in(dtype: torch.dtype, weight: Weight) -> Weight | None:
 
 
 def read_lora(layer: Any, x: Tensor) -> Layer | None:
-    """Return the base's weight, with the adapters that a call of `layer` on x adds now; None if it
-    does anything else.
+    """Return the base's weight with the active adapters, or None if a call of `layer` on x does
+    anything else.
 
     Args:
         layer: see `is_lora`.
@@ -131,8 +130,8 @@ def room_beside(x: Tensor, layers: Iterable[Any]) -> int:
 def _with_dora(
     layer: Any, names: list[str], weight: Weight, adapters: list[Adapter], dtype: torch.dtype
 ) -> Layer | None:
-    """The weight with adapters of which some are DoRA: each multiplies all that the layer
-    returns so far, row by row.
+    """Return the weight with adapters of which some are DoRA: each of these scales the rows of the
+    weight and of the adapters before it.
     """
     total: Tensor | None = None
     added: list[Adapter] = []
@@ -176,7 +175,7 @@ def _magnitude_over_norm(dora: Any, weight: Weight, adapter: Adapter) -> Tensor 
 
 
 def kind_called(layer: Any, x: Tensor, *, adapters: bool = True) -> str | None:
-    """Name what was added to a layer that reads x and keeps it from being fused; None: nothing was.
+    """Name what keeps a linear layer that reads x from being fused; None: nothing does.
 
     Args:
         adapters: whether LoRA is fused at all, see `hf_packfree.models.plain_layers.plain_layers`.
@@ -190,7 +189,7 @@ def kind_called(layer: Any, x: Tensor, *, adapters: bool = True) -> str | None:
 
 
 def _method(layer: Any) -> str | None:
-    """The method of PEFT's that a module is of; None: it is not PEFT's."""
+    """The name of the PEFT method whose layer a module is; None: it is not PEFT's."""
     for kind in type(layer).__mro__:
         package, _, rest = kind.__module__.partition(".")
         if package == "peft":
@@ -207,7 +206,7 @@ def _of_linear(layer: nn.Linear, x: Tensor, quantised: bool) -> str | None:
 
 
 def _of_lora(layer: Any) -> str:
-    """Name what is more than plain LoRA on a plain linear layer."""
+    """Name what a LoRA layer has that is not fused."""
     if not is_untouched(vars(layer)):
         return "LoRA with hooks or a forward of its own"
     if getattr(layer, "lora_magnitude_vector", None):

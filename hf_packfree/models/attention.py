@@ -261,8 +261,8 @@ class QKNormAttention(PackedAttention):
 
 
 class GatedQKNormAttention(RoutedAttention):
-    """Put in front of attention with an output gate beside each query, in one projection, and
-    norms of every head's q and k.
+    """Put in front of attention whose query projection also gives an output gate, and which norms
+    every head's q and k.
     """
 
     def _attend_packed(

@@ -1,10 +1,9 @@
-"""Audio towers: an audio's features are those of the audio alone, whatever is beside it in the
-call.
+"""Audio towers: an audio's features are those of the audio alone, whatever else is in the call.
 
 Upstream cuts audios into chunks of `2 * n_window` frames and pads all of them to the longest chunk
 of the call before its convolutions. Each of them turns that padding into something that the next
-one reads, so an audio shorter than a chunk differs beside a longer one from itself alone. Here it
-is cut to the width that it has alone again, in front of each convolution; upstream's own layers do
+one reads, so the features of an audio shorter than a chunk change if a longer one is in the call.
+Here it is cut to the width that it has alone before each convolution; upstream's own layers do
 everything else, once for all audios, so that ranks with other audios call them as often.
 
 Before transformers 5.9 upstream's sdpa and eager attention read no windows: audios attended to each

@@ -176,8 +176,8 @@ def put_in_front(
 
 
 def replacements(home: str) -> Mapping[str, Any]:
-    """Return our classes by name, and what else is beside them, of a module or, where `home` is
-    "module:upstream", of what that makes for the modeling module `upstream`.
+    """Return the names of a module of ours, its classes among them; where `home` is
+    "module:upstream", of what the module makes for the modeling module `upstream`.
     """
     name, _, upstream = home.partition(":")
     module = import_module(name)
@@ -221,8 +221,8 @@ def size_of_norm(norm: Any) -> tuple[int, ...]:
 
 
 def size_of(parameter: Any) -> tuple[int, ...]:
-    """Shape of a parameter; one that DeepSpeed's ZeRO-3 has sharded is empty and keeps its own
-    shape beside it.
+    """Shape of a parameter; one that DeepSpeed's ZeRO-3 has sharded is empty and keeps its whole
+    shape as `ds_shape`.
     """
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 

@@ -2,7 +2,7 @@
 release that ends it.
 
 Nothing else in this package reads transformers' version. When the oldest supported release passes
-the one named beside a constant, the constant and the lines that read it go.
+the one that a constant names, the constant and the lines that read it go.
 """
 
 from __future__ import annotations

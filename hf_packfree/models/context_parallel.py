@@ -94,7 +94,7 @@ def forward_shard(
 
 
 def _arguments_of(local: PackedSequence, row: dict[str, Any], tokens: int) -> dict[str, Any]:
-    """Return a head's arguments for a shard of a row of so many tokens."""
+    """Return a head's arguments for a shard of a row of `tokens` tokens."""
     whole, ignored = local.whole_row, row.get("ignore_index", IGNORED)
 
     def cut(name: str, value: Any) -> Any:
@@ -238,7 +238,7 @@ def _check_media(row: dict[str, Any]) -> None:
     if made:
         raise UnsupportedInput(
             f"found {made[0]} under context parallelism, made for the media of the whole row; "
-            "wanted pixels and sounds, which each rank takes its own from; leave it out"
+            "wanted pixels and audio features, of which each rank takes its own; leave it out"
         )
     if has_media(row) and row.get("input_ids") is None:
         raise UnsupportedInput(

@@ -51,12 +51,12 @@ _OF_MEDIA = ("image_", "video_", "audio_")
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """What a call of a head or text model holds, as reading its boundaries asks of it.
+    """One call of a head or text model, from which document boundaries are read.
 
     Attributes:
         module: head or text model.
-        arguments: all of the forward's, by name, but for those that say documents.
-        inputs: these, and positions and mask.
+        arguments: of its forward, by name, without the packing keywords.
+        inputs: the packing keywords, position_ids and attention_mask.
     """
 
     module: Any
@@ -83,7 +83,7 @@ class Call:
 
     @property
     def generates(self) -> bool:
-        """Whether it can be generation's, see `can_generate`."""
+        """Whether `generate()` may have made the call, see `can_generate`."""
         return can_generate(self.module, self.arguments)
 
     @property
@@ -97,8 +97,8 @@ class Call:
         return has_media(self.arguments) and (unnumbered or unmasked)
 
     def runs_here(self) -> bool:
-        """Whether rows of one document may run in the patched layers: nothing is wanted that only
-        upstream gives.
+        """Whether rows of one document may run in the patched layers, because the call asks for
+        nothing that only upstream has.
 
         That is: a cache, attention weights, attention that looks ahead, rotary embeddings by the
         longest position of the batch, or images whose tokens count like text, or came without
@@ -188,8 +188,8 @@ def is_batch(arguments: Mapping[str, Any]) -> bool:
 
 
 def keep_padding(packed: PackedSequence, arguments: dict[str, Any]) -> None:
-    """Let padded rows of one document each run with their padding after all, in releases that
-    read it right.
+    """Leave padded rows of one document each to upstream, in releases that read their padding
+    right.
     """
     if not (compat.MISREADS_PADDING_OF_ONE_ROW and packed.batch_shape[0] == 1):
         arguments["packed_sequence"] = UNPACKED
@@ -201,8 +201,8 @@ def has_media(arguments: Mapping[str, Any]) -> bool:
 
 
 def of_media(name: str) -> bool:
-    """Whether an argument of a forward belongs to media: its sizes may be those of the batch by
-    chance.
+    """Whether an argument of a forward belongs to media, so that its dimensions are not the
+    batch's, though they may be equal by chance.
     """
     return name in _MEDIA or name.startswith(_OF_MEDIA)
 
@@ -214,8 +214,8 @@ def wants_all_logits(arguments: Mapping[str, Any]) -> bool:
 
 
 def can_generate(module: Any, arguments: Mapping[str, Any]) -> bool:
-    """Whether a call can be generation's: outside training and without labels, for some logits
-    alone.
+    """Whether `generate()` may have made the call: in evaluation, without labels, for the logits of
+    some tokens only.
     """
     return (
         not wants_all_logits(arguments) and not module.training and arguments.get("labels") is None
@@ -289,7 +289,7 @@ def _check_with_documents(documents: int, cache: Any, seen: int, mask: Any) -> N
     if mask is not None and not isinstance(mask, (Tensor, Mapping)):
         raise BoundaryError(
             f"found a prepared attention_mask of type {type(mask).__name__} "
-            f"beside packed rows; wanted "
+            f"with packed rows; wanted "
             "None, a tensor or a dict of tensors; drop it, the document boundaries are enough"
         )
 

@@ -32,7 +32,7 @@ class PackedGatedDeltaNet(Replacement):
     follows_trees = True
     norm_name: ClassVar[str] = "norm"
     output_name: ClassVar[str] = "out_proj"
-    """The names of the parts behind the delta rule."""
+    """The attributes of the norm and the output projection, which follow the delta rule."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Mix tokens within documents when a record comes down, as upstream otherwise.

@@ -23,7 +23,7 @@ class Head(Replacement):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         upstream: Any = upstream_of(cls)
-        # a kind of head, not yet in front of anything
+        # a mixin, which has no upstream class yet
         if upstream is nn.Module:
             return
 
@@ -81,9 +81,7 @@ def is_whole_batch(arguments: dict[str, Any]) -> bool:
 
 
 def forget_losses(output: Any) -> None:
-    """Make losses over nothing zero, and every parameter's gradient, which all the same is
-    there.
-    """
+    """Make losses over no target zero instead of NaN; parameters get gradients, of zeros."""
     for name in ("loss", "aux_loss"):
         if output.get(name) is not None:
             # a mean over nothing is NaN

@@ -136,7 +136,7 @@ class DeferredLayer:
 
     @contextmanager
     def whole_weights(self) -> Iterator[None]:
-        """Gather again the weights that FSDP gave up behind the layer."""
+        """Gather again the weights that FSDP freed after the layer's forward."""
         layer = self._layer
         gone = isinstance(layer.weight, DTensor) and isinstance(layer, FSDPModule)
         if gone:
@@ -269,7 +269,7 @@ def _why_called(name: str, layer: Any) -> str | None:
 
 
 def _is_hooked_by_others(layer: FSDPModule) -> bool:
-    """Whether a sharded layer has hooks beside FSDP's."""
+    """Whether a sharded layer has other hooks than FSDP's."""
     fields = dict(vars(layer))
     for kind in ("_forward_hooks", "_forward_pre_hooks"):
         fields[kind] = [

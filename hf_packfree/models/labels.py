@@ -59,7 +59,7 @@ def shifted_labels(
 
 
 def refuse_unshifted(arguments: dict[str, Any]) -> None:
-    """Refuse a call with a tree whose labels nobody has shifted, or whose loss is not the head's.
+    """Refuse a call with a tree that has `labels` or `shift_labels` without the other.
 
     Args:
         arguments: of the head.

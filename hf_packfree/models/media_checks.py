@@ -93,7 +93,7 @@ def check_media_sizes(config: Any, given: Mapping[str, Any], media: Any) -> None
             f"found seconds per grid {list(seconds.shape)} for {len(videos)} videos; wanted one "
             f"for each; {_PROCESSORS}"
         )
-    _check_sounds(given, media.audio_lengths)
+    _check_audio(given, media.audio_lengths)
 
 
 def _check_grids(name: str, grids: Tensor, merge: int) -> None:
@@ -117,8 +117,8 @@ def _check_patches(name: str, grids: Tensor, pixels: str, values: Tensor) -> Non
         )
 
 
-def _check_sounds(given: Mapping[str, Any], frames: Tensor | None) -> None:
-    """Refuse sounds [M, mel bins, frames] beside masks of other ones, and audios of no frame."""
+def _check_audio(given: Mapping[str, Any], frames: Tensor | None) -> None:
+    """Refuse empty audios, and features [M, mel bins, frames] whose mask has another shape."""
     if frames is None:
         return
     if bool((frames < 1).any()):
@@ -127,19 +127,19 @@ def _check_sounds(given: Mapping[str, Any], frames: Tensor | None) -> None:
             f"found audio {item} of {int(frames[item])} frames; wanted one frame at least; leave "
             "empty audios out"
         )
-    sounds, mask = given.get("input_features"), given.get("feature_attention_mask")
-    if mask is None or sounds is None:
+    audio, mask = given.get("input_features"), given.get("feature_attention_mask")
+    if mask is None or audio is None:
         return
-    shape = tuple(sounds.shape) if isinstance(sounds, Tensor) else ()
+    shape = tuple(audio.shape) if isinstance(audio, Tensor) else ()
     if len(shape) != 3 or (shape[0], shape[2]) != tuple(mask.shape):
         raise BoundaryError(
-            f"found input_features {_kind(sounds)} beside feature_attention_mask "
-            f"{list(mask.shape)}; wanted [M, mel bins, frames] beside [M, frames]; {_PROCESSORS}"
+            f"found input_features {_kind(audio)} with feature_attention_mask "
+            f"{list(mask.shape)}; wanted [M, mel bins, frames] with [M, frames]; {_PROCESSORS}"
         )
 
 
 def check_widths(config: Any, given: Mapping[str, Any]) -> None:
-    """Refuse patches and sounds of another model's size.
+    """Refuse patches and audio features of another model's size.
 
     Raises:
         BoundaryError: a patch, or a frame, has not the values that the model's towers take.

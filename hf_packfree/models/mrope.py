@@ -146,8 +146,8 @@ def counts_seconds(source: Any) -> bool:
 
 
 def audio_tokens(frames: Tensor, n_window: int = 50) -> Tensor:
-    """Return the tokens of audios of so many frames: 13 of each full chunk of 2 * n_window, a
-    rest halved three times.
+    """Return the number of tokens of audios of `frames` frames: 13 for each full chunk of
+    2 * n_window, and the rest halved three times.
     """
     rest = frames % (2 * n_window)
     for _ in range(3):

@@ -44,7 +44,7 @@ class PlaceholderMask(Tensor):
 
 
 def _places(mask: Tensor, count: int) -> Tensor:
-    """Return int64 [count], in order, of a mask [B, S] with so many true elements."""
+    """Return the places, int64 [count], of the `count` true elements of a mask [B, S], in order."""
     return torch.searchsorted(
         mask.flatten().cumsum(0), torch.arange(1, count + 1, device=mask.device)
     )

@@ -41,9 +41,8 @@ def swiglu_layers(
     None.
 
     That is the MLP of the modeling module that `layer` comes from, or Liger's kernel for it, of the
-    class or put on the instance. Experts, hooks, biases, quantised or sharded weights and anything
-    unknown are called as they are; and adapters that are no plain LoRA, all of them without
-    `adapters`.
+    class or put on the instance. None too for experts, hooks, biases, quantised or sharded weights
+    and anything unknown, and for other adapters than plain LoRA, without `adapters` for all.
     """
     if not _is_swiglu(mlp, layer) or is_hooked(mlp):
         return None
@@ -70,8 +69,7 @@ def adds_one(norm: Any, layer: nn.Module) -> bool:
     fp32 and nothing else.
 
     That is the RMS norm of the family's own modeling module, or Liger's kernel for it, of the class
-    or put on the instance. Adapters, hooks, sharded weights and anything unknown are called as they
-    are.
+    or put on the instance; with adapters, hooks or sharded weights it does more.
     """
     return (
         _is_rms_norm(norm, layer)
@@ -116,10 +114,9 @@ def plain_layers(x: Any, *layers: Any, adapters: bool = True) -> tuple[Layer, ..
     """Return the layers' weights where calling each on x is one product with its weight and nothing
     else, otherwise None; in the dtype of that product, which under autocast is autocast's.
 
-    With `adapters`, PEFT's LoRA may be on them, and their weights in 4 bits of bitsandbytes'. Other
-    adapters and quantised layers, hooks, biases and sharded weights are more, and so is every layer
-    in compiled graphs. Called hundreds of times a step, so what holds for all layers is checked
-    once.
+    With `adapters` they may have PEFT's LoRA, and weights in bitsandbytes' 4 bits. None for other
+    adapters and quantised layers, hooks, biases, sharded weights, and in compiled graphs. Called
+    hundreds of times a step, so what holds for all layers is checked once.
     """
     if torch.compiler.is_compiling() or all_are_hooked():
         return None
@@ -139,8 +136,8 @@ def plain_layers(x: Any, *layers: Any, adapters: bool = True) -> tuple[Layer, ..
 
 
 def dtype_read(x: Tensor, layers: Iterable[Any]) -> torch.dtype | None:
-    """Return the dtype to which all of these layers round what they read; None: they do not, or
-    one of them does more with it.
+    """Return autocast's dtype if all of these layers round their input to it and only multiply
+    it, else None.
     """
     dtype = computed_in(x)
     autocast = under_autocast(x.device)
@@ -151,8 +148,8 @@ def patch_weights(conv: Any, patches: Tensor) -> tuple[Tensor, Tensor | None] | 
     """Return weight [D, C] and bias [D] where `conv` of each of the patches [P, C] is one product
     and nothing else, else None.
 
-    That is a convolution whose window is the whole patch. Adapters, hooks, sharded weights, other
-    paddings and anything unknown are called as they are, and so is everything in compiled graphs.
+    That is a convolution whose window is the whole patch; not with adapters, hooks, sharded
+    weights or padding, and not in compiled graphs.
     """
     if type(conv) is not nn.Conv3d or "forward" in vars(conv) or is_hooked(conv):
         return None
@@ -173,8 +170,8 @@ def layer_norm_weights(norm: Any, reader: Any, x: Tensor) -> tuple[Tensor, Tenso
     """Return weight [D] and bias [D] where `norm(x)` is torch's layer norm of x's last dimension
     and nothing else, else None.
 
-    Anything around it is more, and so are compiled graphs, which fuse by themselves; and autocast,
-    which lets it return fp32, unless the `reader` rounds that, see `dtype_read`.
+    None in compiled graphs, which fuse by themselves, and under autocast, where the norm returns
+    fp32, unless the layer `reader` rounds that again, see `dtype_read`.
     """
     if type(norm) is not nn.LayerNorm or "forward" in vars(norm) or is_hooked(norm):
         return None

@@ -3,7 +3,7 @@ cannot have.
 
 Prompt learning (prompt tuning, P-tuning, prefix tuning and others) puts virtual tokens in front of
 the row and drops its positions, so that what arrives is one document, whatever was packed. An
-activated LoRA (aLoRA) is on behind a row's last invocation, which is that of its last document.
+activated LoRA (aLoRA) is on after a row's last invocation, which is that of its last document.
 Lily's routers average over all tokens of a batch.
 
 They are refused where a model is patched, and, where PEFT came later, by who calls: PEFT leaves no
@@ -87,7 +87,7 @@ def _learns_prompts(config: Any) -> str | None:
 def _reads_the_row(config: Any) -> str | None:
     if getattr(config, "alora_invocation_tokens", None) is not None:
         return (
-            "activated LoRA (alora_invocation_tokens), which is on behind the last invocation of a "
+            "activated LoRA (alora_invocation_tokens), which is on after the last invocation of a "
             "row: in all but the last of packed documents it would be off"
         )
     if getattr(config.peft_type, "value", config.peft_type) == "LILY":

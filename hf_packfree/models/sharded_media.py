@@ -4,7 +4,7 @@ holds.
 An item cut by the edge of a shard is computed on every rank that has some of it, and each takes its
 own part of the features: the gradients of all parts add up to the item's.
 
-Shapes: T tokens of the whole row, M items of one kind, F features of them, as many as placeholders.
+Shapes: T tokens of the whole row, M items of one kind, F features of them, one per placeholder.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def held_media(
         if kept.stop:
             features[kind.name] = kept
         parts = (
-            _sounds(row, media, items)
+            _audio(row, media, items)
             if kind.name == "audio"
             else _pixels(row, media, items, kind.name)
         )
@@ -67,14 +67,14 @@ def _held(kind: Media, input_ids: Tensor, shard: RowShard) -> tuple[slice, slice
     """
     places, ends = (input_ids[0] == kind.token).nonzero()[:, 0], kind.sizes.cumsum(0)
     edges = torch.tensor([shard.rank, shard.rank + 1], device="cpu") * shard.tokens
-    first, behind = torch.searchsorted(places, edges).tolist()
-    if first == behind:
+    first, end = torch.searchsorted(places, edges).tolist()
+    if first == end:
         return slice(0, 0), slice(0, 0)
     items = torch.searchsorted(
-        ends, torch.tensor([first, behind - 1], device="cpu"), right=True
+        ends, torch.tensor([first, end - 1], device="cpu"), right=True
     ).tolist()
     before = int(ends[items[0]] - kind.sizes[items[0]])
-    return slice(items[0], items[1] + 1), slice(first - before, behind - before)
+    return slice(items[0], items[1] + 1), slice(first - before, end - before)
 
 
 def _pixels(row: dict[str, Any], media: RowMedia, items: slice, kind: str) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def _pixels(row: dict[str, Any], media: RowMedia, items: slice, kind: str) -> di
     return {pixels: row[pixels][_part(grids.prod(-1), items)], name: row[name][items]}
 
 
-def _sounds(row: dict[str, Any], media: RowMedia, items: slice) -> dict[str, Any]:
+def _audio(row: dict[str, Any], media: RowMedia, items: slice) -> dict[str, Any]:
     if media.audio_lengths is None:
         return {}
     given = {
@@ -98,20 +98,20 @@ def _sounds(row: dict[str, Any], media: RowMedia, items: slice) -> dict[str, Any
     }
     # otherwise [mel bins, frames of all]
     padded = "feature_attention_mask" in given
-    sounds = row["input_features"]
-    own = sounds[items] if padded else sounds[:, _part(media.audio_lengths, items)]
+    audio = row["input_features"]
+    own = audio[items] if padded else audio[:, _part(media.audio_lengths, items)]
     return {name: value[items] for name, value in given.items()} | {"input_features": own}
 
 
 def _part(lengths: Tensor, items: slice) -> slice:
-    """Return where these items are in what has so many numbers of each."""
+    """Return the slice that these items take of a concatenation of items of these lengths."""
     edges = F.pad(lengths.long().cumsum(0), (1, 0))
     return slice(int(edges[items.start]), int(edges[items.stop]))
 
 
 @contextmanager
 def reaching_media(embeddings: nn.Module, media: Iterable[Any]) -> Iterator[None]:
-    """Let a row's embeddings depend, by nothing, on all of its media that want gradients.
+    """Add 0 times all media of the row that want gradients to its embeddings.
 
     A rank that holds none of them would make no gradient at all where nothing else is trained,
     while others wait for its own.
@@ -132,7 +132,7 @@ def reaching_media(embeddings: nn.Module, media: Iterable[Any]) -> Iterator[None
 
 
 def mark_kept(given: Tensor, features: slice) -> Tensor:
-    """Return pixels or sounds that say which of their features are kept; no copy is made."""
+    """Mark, on a view of pixels or audio features, which of their tower's features are kept."""
     return KEPT.on_view(given, features)
 
 

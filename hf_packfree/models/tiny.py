@@ -14,7 +14,7 @@ PLACEHOLDERS: dict[str, Any] = {
     "vision_start_token_id": 126,
     "vision_end_token_id": 127,
 }
-"""Ids behind those of text."""
+"""Ids above those of text."""
 
 
 def text_sizes(**own: Any) -> dict[str, Any]:

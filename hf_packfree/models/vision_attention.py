@@ -1,5 +1,5 @@
-"""Vision towers beside a packed row: one attention call a layer for all images, their lengths read
-on the host once.
+"""Vision towers: one attention call per layer for all images of a packed row, whose lengths are
+read on the host once.
 
 Upstream's own attention is exact, image by image, and waits for the device in every block. It runs
 wherever the batch is upstream's, so that unpacked rows with images stay what they are without us,

@@ -83,8 +83,8 @@ class PackedVisionLanguage(Replacement):
     def get_placeholder_mask(
         self, input_ids: Any, inputs_embeds: Any, *args: Any, **features: Any
     ) -> Any:
-        """Return upstream's masks; it counts features on the device, and the host waits, unless
-        they were counted before.
+        """Return upstream's masks. It counts the placeholders on the device, for which the host
+        waits; where they were counted before, it does not.
         """
         upstream: Any = super()
         counted, width = COUNTED.of(input_ids), inputs_embeds.shape[-1]
@@ -113,18 +113,17 @@ class PackedVisionLanguage(Replacement):
 
 
 def keep_record_from_towers(cls: Any) -> None:
-    """Let a class's methods that make features call its towers without the text's record."""
+    """Wrap a class's `get_*_features`, so that towers do not get the record of the text."""
     for kind in FEATURES:
         if hasattr(cls, name := f"get_{kind}_features"):
             setattr(cls, name, _without_the_record(cls, name, kind))
 
 
 def _without_the_record(cls: Any, name: str, kind: str) -> Any:
-    """Return upstream's method, whose tower gets none of the text's record; generation reads the
-    method's signature.
+    """Return upstream's method without the keyword `packed_sequence`; its signature stays, since
+    generation reads it.
 
-    Of what it makes of a shard's media, those features are returned that have their placeholders
-    there.
+    Of a shard's media, only features whose placeholders are in the shard are returned.
     """
 
     @functools.wraps(getattr(cls, name))
@@ -165,8 +164,8 @@ def packed_arguments(source: Any, packed: PackedSequence, given: dict[str, Any])
 
 
 def _without_items(given: dict[str, Any]) -> dict[str, None]:
-    """Return None for features and sizes of no item, which are a collator's empty tensors;
-    towers take none.
+    """Return {keyword: None} for media of no item, of which a collator made empty tensors: towers
+    fail on these.
     """
     empty = [
         kind
@@ -180,7 +179,7 @@ def _without_items(given: dict[str, Any]) -> dict[str, None]:
 def _numbered(
     source: Any, packed: PackedSequence, given: Tensor | None, row: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the row's positions, [1, T] where every token counts one, else [3 or 4, 1, T], beside
+    """Return the row's positions, [1, T] where every token counts one, else [3 or 4, 1, T], with
     ids and grids.
 
     Media are counted; where `compute_3d_position_ids` makes the positions they are None.
@@ -201,9 +200,7 @@ def _numbered(
 def _of_shard(
     source: Any, packed: PackedSequence, given: Tensor | None, row: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the same of a shard, whose media were read and whose positions were made before the
-    row was cut.
-    """
+    """Return the same for a shard; media were read and positions made before the row was cut."""
     held = shard_of(packed).features
     found: dict[str, Any] = _marked_grids(source, RowMedia.from_arguments(row), row)
     found |= {FEATURES[kind]: mark_kept(row[FEATURES[kind]], kept) for kind, kept in held.items()}
@@ -328,9 +325,9 @@ def _check_positions(
         and any(bool((kind.run_sizes() > 1).any()) for kind in kinds)
     ):
         raise UnsupportedInput(
-            f"found position_ids {list(given.shape)} that count every token, beside {what}; wanted "
-            "mRoPE positions, which such models were trained with; leave position_ids out beside "
-            "cu_seq_lens_q or seq_idx, or pass 4 rows: text positions that restart, then "
+            f"found position_ids {list(given.shape)} that count every token, with {what}; wanted "
+            "mRoPE positions, which such models were trained with; pass cu_seq_lens_q or seq_idx "
+            "without position_ids, or 4 rows: text positions that restart, then "
             "get_rope_index of each document"
         )
 

@@ -84,7 +84,7 @@ def apply_patches(
         mtp: the multi-token prediction head that Qwen3.5 and Qwen3-Next checkpoints carry and
             transformers drops: None leaves it dropped, "keep" reads it from the checkpoint that the
             model came from, frozen, so that `save_pretrained` writes it again, "train" trains it
-            beside the model, `MTPOptions` says how. It becomes `model.mtp`, and its parameters the
+            with the model, `MTPOptions` says how. It becomes `model.mtp`, and its parameters the
             model's: call this before an optimizer or a wrapper takes these.
         context_parallel: a process group of torch.distributed, a mesh of one dimension, or
             `ContextParallel`: its ranks share each row, and all are given the same batches.

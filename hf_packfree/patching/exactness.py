@@ -165,9 +165,7 @@ def _model(model: nn.Module) -> str | None:
 
 
 def _layers(model: nn.Module, family: Family, x: Any) -> str | None:
-    """Those called as they are: products of few rows are filled up, and norms fused, only where
-    our own functions run.
-    """
+    """Why layers are in the way: only our functions pad products of few rows, and fuse norms."""
     if not all(has_fixed_frequencies(trunk.config) for trunk in trunks(model, family)):
         return (
             "rows of one document run as transformers runs them, because of the model's rope_type"
@@ -198,8 +196,8 @@ def _widths(model: nn.Module, family: Family) -> str | None:
 
 
 def _called(trunk: Any, x: Any) -> Iterator[str]:
-    """Name what the layers call as it is: whole layers that are not fused, and the parts that
-    patched modules call.
+    """Name what runs its own forward: layers that are not fused, and parts that patched modules
+    call.
     """
     for index, layer in enumerate(trunk.layers):
         if not isinstance(layer, Replacement):

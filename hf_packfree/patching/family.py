@@ -89,15 +89,15 @@ class Family:
         fused_layer: whether the decoder layers are patched too, as `FusedDecoderLayer`. Others hand
             the record on.
         vision_language: the class around the text model that images go through, if there is one.
-        towers: beside the text model, in models that have them.
+        towers: the encoders of images, videos and audio, in models that have them.
         predicts_ahead: whether checkpoints carry a multi-token prediction head, see
             `hf_packfree.mtp`.
         masks_read_positions: whether upstream gives `position_ids` to what builds its masks.
         floor: the first release of transformers that has the family and whose layers hand their
             keywords on to every mixer; before it the record would be dropped, and the row leak. A
             later one, where its mixers were wrong by themselves until then.
-        tiny: fields of the tiny model's config, beside those that most families share; of families
-            that are made from upstream's classes.
+        tiny: fields of the tiny model's config, in addition to those that most families share; of
+            families that are made from upstream's classes.
         config: of a family that is in no table, whose row was made for one model: the class of
             that model's configuration, of which `tiny` are all fields; see
             `hf_packfree.patching.unlisted`.

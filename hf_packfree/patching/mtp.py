@@ -43,7 +43,7 @@ def plan_head(model: nn.Module, family: Family, options: MTPOptions | None) -> l
             modelling head.
         MissingHead: see `read_head`.
         PatchConflict: the model has a head with other options, something else of this name, or
-            PEFT's adapters, beside which a trained head would not be saved.
+            PEFT's adapters, with which a trained head would not be saved.
     """
     if options is None:
         return []
@@ -78,7 +78,7 @@ def _refuse_with_adapters(model: nn.Module, name: str) -> None:
     if any(type(module).__module__.partition(".")[0] == "peft" for module in model.modules()):
         raise PatchConflict(
             f"found PEFT's adapters in the model, which are saved alone, and {name} to train "
-            "beside them, which every checkpoint would lose; wanted the head there before the "
+            "with them, which every checkpoint would lose; wanted the head there before the "
             f"adapters; call apply_patches(model, mtp='train') first, then {_RECIPE}, or pass "
             "mtp='keep'"
         )

@@ -19,8 +19,8 @@ from hf_packfree.patching.registry import family_of
 from hf_packfree.patching.report import patch_report
 
 ROWS = ((131,), (1, 66), (64, 64, 64), (1, 66, 3, 5, 64, 2))
-"""Documents of rows that need every variant between them: whole chunks and not, and as many
-documents as FlashQLA 0.1.3 has kernels for, which it chooses by documents times heads."""
+"""Document lengths of rows that between them need every variant of the kernels: whole chunks and
+not, and each of the numbers of documents times heads by which FlashQLA 0.1.3 chooses."""
 CUT = (8192,)
 """A document that is long for every backend: where long ones run another way, that has kernels of
 its own."""
@@ -33,7 +33,7 @@ def prewarm(model: nn.Module) -> float:
     Call it as the model is trained: under `torch.autocast` where that is on in training, which
     `bf16=True` of a Trainer does. Kernels depend on head counts and sizes, dtype and GPU, not on
     the length of a row. One of fla-core 0.6.0 does: its norm of q and k, which its delta rule calls
-    beside another convolution than ours. It is tuned once for every 65,536 heads of tokens (4,096
+    if the convolution is not ours. It is tuned once for every 65,536 heads of tokens (4,096
     tokens of 16 heads), so where "conv" is forced to another, much longer rows tune again.
 
     FlashQLA and flash-linear-attention compile for minutes the first time on a machine;

@@ -16,7 +16,7 @@ from hf_packfree.patching.family import Family, Mixer, Tower
 from hf_packfree.patching.tiny_mamba2 import TINY
 from hf_packfree.patching.unlisted import family_of_patched
 
-_AUDIO = "a short audio depends on those beside it, before transformers 5.9 on all they hold"
+_AUDIO = "a short audio depends on the others of the call, before transformers 5.9 on all they hold"
 _TOWER = "one attention call a layer instead of one an image"
 _MAMBA = ("conv", "ssd")
 _DELTA_NET, _ATTENTION = ("conv", "delta_rule", "fused"), ("attention", "fused")

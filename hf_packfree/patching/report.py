@@ -71,9 +71,8 @@ class PatchReport:
             rounded otherwise than in another row.
         left_alone: {class name of a head that runs a forward of its own: what its loss then needs}.
         called: {what was added to projections of decoder layers (adapters, quantisation, hooks):
-            how many of these are called as they are for it, exact but not fused, and run none of
-            the fused kernels that hold plain weights and LoRA}; what would be fused under
-            autocast says so.
+            how many of these run their own forward because of it, exact but without the fused
+            kernels for plain weights and LoRA}; what would be fused under autocast says so.
         rounding: why a document gets, where the model is now, what it gets alone only up to
             rounding; None: bit for bit in the layers' forward pass, as `tests/gpu` checks it.
     """
@@ -196,7 +195,7 @@ def patch_report(model: nn.Module) -> PatchReport:
 
 
 def called_in_words(called: dict[str, int]) -> str:
-    """Return the sentence about projections that are called as they are."""
+    """Return the sentence about projections that run their own forward."""
     kinds = ", ".join(f"{count} with {kind}" for kind, count in called.items())
     return f"projections called as they are, exact but not fused: {kinds}"
 

@@ -68,8 +68,7 @@ _NOT_OF_THE_MODEL = (
 
 def shrunk(config: Any, longest: int = LONGEST) -> dict[str, Any]:
     """Return the arguments of a text model's configuration class that make a tiny copy of `config`:
-    every option as it is, and the first layers, of which there are four or as many as it takes to
-    have one of each kind.
+    all of its options, and its first layers: four, or more until there is one of each kind.
 
     Args:
         longest: positions that the copy has.
@@ -125,7 +124,7 @@ def _of_tokens_alone(rope: dict[str, Any]) -> dict[str, Any]:
     """Return parameters of a rotary embedding, or those by kind of layer, for other sizes.
 
     Where a list has a factor for each channel, frequencies are the usual ones: types that have
-    lists are looked at in `hf_packfree.models.rotary`. What begins behind the positions of the
+    lists are looked at in `hf_packfree.models.rotary`. What begins beyond the positions of the
     original model begins early.
     """
     if any(isinstance(value, dict) for value in rope.values()):

@@ -123,7 +123,7 @@ def _why_not(trunk: Any) -> str | None:
 def _mixes_otherwise(layer: nn.Module) -> str | None:
     for part in layer.modules():
         if isinstance(part, _STATES) or hasattr(part, "A_log"):
-            return f"its {type(part).__name__} mixes tokens beside its attention"
+            return f"its {type(part).__name__} mixes tokens apart from its attention"
         if "Indexer" in type(part).__name__:
             return f"its {type(part).__name__} selects tokens of the whole row"
     return None

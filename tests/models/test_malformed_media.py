@@ -90,14 +90,14 @@ SOUNDS = {"input_features": torch.zeros(2, 16, 30), "feature_attention_mask": to
         ({"feature_attention_mask": torch.ones(2, 30)}, "feature_attention_mask torch.float32"),
         ({"feature_attention_mask": torch.ones(30).long()}, "feature_attention_mask .*wanted"),
         ({"feature_attention_mask": torch.zeros(2, 30).long()}, "audio 0 of 0 frames"),
-        ({"feature_attention_mask": torch.ones(2, 29).long()}, "input_features .* beside"),
-        ({"feature_attention_mask": torch.ones(3, 30).long()}, "input_features .* beside"),
-        ({"input_features": torch.zeros(2, 30)}, "input_features .* beside"),
-        ({"input_features": [1]}, "input_features as a list beside"),
+        ({"feature_attention_mask": torch.ones(2, 29).long()}, "input_features .* with"),
+        ({"feature_attention_mask": torch.ones(3, 30).long()}, "input_features .* with"),
+        ({"input_features": torch.zeros(2, 30)}, "input_features .* with"),
+        ({"input_features": [1]}, "input_features as a list with"),
         ({"input_features": torch.zeros(2, 15, 30)}, "input_features .*; wanted 16 values of a"),
     ],
 )
-def test_sounds(change, said):
+def test_audio_features(change, said):
     whole = SOUNDS | {"feature_attention_mask": torch.ones(2, 30).long()}
     config = by_family["qwen3_omni_moe"].tiny_config()
     config = getattr(config, "thinker_config", config)

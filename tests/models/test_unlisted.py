@@ -249,7 +249,7 @@ def test_an_encoder_and_a_text_model_around_images_are_refused():
 def test_a_layer_that_holds_another_mixer_is_refused():
     model = built("seed_oss")
     model.model.layers[2].mlp.conv1d = torch.nn.Conv1d(4, 4, 3)
-    with pytest.raises(UnsupportedModel, match="its Conv1d mixes tokens beside its attention"):
+    with pytest.raises(UnsupportedModel, match="its Conv1d mixes tokens apart from its attention"):
         apply_patches(model)
 
 

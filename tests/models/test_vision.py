@@ -387,7 +387,7 @@ class TestRefusals:
         self.refused(
             qwen,
             UnsupportedInput,
-            "leave position_ids out beside cu_seq_lens_q or seq_idx",
+            "pass cu_seq_lens_q or seq_idx without position_ids",
             position_ids=positions,
         )
 
