@@ -177,12 +177,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     options = parser.parse_args(arguments)
     # which have these functions below them
-    from tests.benchmarks import family_report, log_prob_report, prefix_report, short_report
+    from tests.benchmarks import (
+        family_report,
+        host_report,
+        log_prob_report,
+        prefix_report,
+        short_report,
+    )
 
     path = options.result or newest(RESULTS)
     found = tables(path, options.ablation or ablations())
     found |= family_report.tables(family_report.newest())
     found |= short_report.tables()
+    found |= host_report.tables(host_report.newest())
     found |= prefix_report.tables(prefix_report.newest())
     found |= log_prob_report.tables(log_prob_report.newest())
     if options.write is None:

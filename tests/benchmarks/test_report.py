@@ -9,6 +9,7 @@ import pytest
 
 from tests.benchmarks import (
     family_report,
+    host_report,
     log_prob_report,
     prefix_report,
     report,
@@ -295,6 +296,7 @@ def test_the_pages_get_the_newest_result(tmp_path, results):
     assert report.newest(tmp_path) == results[0]
     found = report.tables(results[0], [results[1]]) | family_report.tables(family_report.newest())
     found |= short_report.tables()
+    found |= host_report.tables(host_report.newest())
     found |= prefix_report.tables(prefix_report.newest())
     found |= log_prob_report.tables(log_prob_report.newest())
     wanted = dict[str, str]()
