@@ -130,7 +130,7 @@ VARLEN_MAY_BE_CUDNN = "2.14"
 VARLEN_HEEDS_SDPA_KERNEL = "2.15"
 """The first torch whose varlen attention takes the backend that `sdpa_kernel` names."""
 
-LAUNCHED_TRITON = ("3.6.", "3.7.")
+LAUNCHED_TRITON = ("3.6.", "3.7.", "3.8.", "3.9.")
 """What the version of a Triton begins with whose compiled kernels are started without its own
 launcher.
 """

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hf_packfree.ops import launch as module
+from hf_packfree.versions import LAUNCHED_TRITON, VERSIONS
 
 # what torch calls the CPU, in the GPU's place
 CPU = -1
@@ -157,3 +158,12 @@ def test_the_interpreter_is_called_as_it_is():
     kernel, x = Kernel(), X
     module.launch(kernel, (7, 2), x, 5, WIDTH=32)
     assert kernel.asked == [((7, 2), (x, 5), {"WIDTH": 32})] and not kernel.ran
+
+
+def test_the_releases_of_triton_that_tests_run_with_are_launched():
+    """So that a newer one is not left to Triton's own launcher without a word: run
+    tests/ops/triton/test_launch.py with it, and add it.
+    """
+    assert VERSIONS["triton"].cpu
+    for release in VERSIONS["triton"].cpu:
+        assert release.startswith(LAUNCHED_TRITON)
