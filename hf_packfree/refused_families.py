@@ -25,6 +25,9 @@ _REASONS = {
         "big_bird bloom cpmant ctrl falcon gpt_neo gpt_neox_japanese megatron_bert mpt mvp "
         "openai prophetnet reformer rembert roformer trocr xglm xlm xlnet"
     ),
+    "its text model does not hold its decoder layers as `layers`": (
+        "codegen gpt2 gpt_bigcode gptj opt"
+    ),
     "its layers hand no keywords to their attention, so that boundaries are lost on the way": (
         "nemotron stablelm"
     ),

@@ -124,6 +124,9 @@ device.
 VARLEN_GROUPS_HEADS = "2.11"
 """The first torch whose varlen attention takes fewer key heads than query heads."""
 
+VARLEN_HAS_WINDOWS = "2.11"
+"""The first torch whose varlen attention has `window_size`."""
+
 VARLEN_MAY_BE_CUDNN = "2.14"
 """The first torch whose varlen attention may choose cuDNN instead of FlashAttention."""
 

@@ -36,6 +36,9 @@ def test_the_trunk_takes_the_keywords_it_gets(family):
         "inputs_embeds",
         "use_cache",
     }
+    if set(family.mixer_ops) == {"conv", "ssd"}:
+        # no layer of it reads positions, which go down with the other keywords
+        wanted -= {"position_ids"}
     assert wanted <= found, f"{family.trunk}.forward no longer takes {wanted - found}"
 
 

@@ -88,12 +88,27 @@ def cache_of(arguments: Mapping[str, Any]) -> Any:
     return next((arguments[name] for name in CACHES if arguments.get(name) is not None), None)
 
 
+def tokens_seen(cache: Any) -> int:
+    """Return how many tokens a cache holds; 1 for any number where no layer of it counts them."""
+    if cache is None:
+        return 0
+    try:
+        return cache.get_seq_length()
+    except ValueError:
+        # of nothing but linear layers
+        return int(cache.has_previous_state())
+
+
 def masks_the_layers_ignore(config: Any, device: torch.device) -> Any:
     """Return an `attention_mask` from which the text model builds none of its own: our layers
     read the record.
     """
     # a 4-D mask is passed on as it is, whatever its size; a checkpoint may name kinds that its
-    # class does not know
-    if MASKS_ARE_TENSORS or not hasattr(type(config), "layer_types"):
+    # class does not know; where no layer attends, one mask is made, and a dict is none
+    if (
+        MASKS_ARE_TENSORS
+        or not hasattr(type(config), "layer_types")
+        or set(config.layer_types) == {LINEAR}
+    ):
         return torch.ones(1, 1, 1, 1, device=device)
     return dict.fromkeys((*config.layer_types, *_MASKED))

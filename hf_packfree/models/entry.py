@@ -243,7 +243,7 @@ def read_call(
     inputs, batch, cache = call.inputs, call.batch, call.cache
     refuse_prompts_from_above(call.arguments.get("inputs_embeds"))
     rows, tokens = batch.shape
-    seen = cache.get_seq_length() if cache is not None else 0
+    seen = compat.tokens_seen(cache)
     if seen and tokens == 1 and not inputs.named:
         # decoding one token a row: nothing to read, nothing to wait for
         return None

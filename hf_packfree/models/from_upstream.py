@@ -12,9 +12,10 @@ from typing import Any
 from hf_packfree.models.attention_interface import InterfaceAttention, register
 from hf_packfree.models.base import Replacement, put_in_front
 from hf_packfree.models.gated_delta_net import SeparateProjections, SplitProjections
-from hf_packfree.models.heads import heads_of
+from hf_packfree.models.heads import KINDS, heads_of
 from hf_packfree.models.kimi_delta_attention import PackedKimiDeltaAttention
 from hf_packfree.models.mamba2 import PackedMamba2
+from hf_packfree.models.record_head import RecordHead
 from hf_packfree.models.short_conv import PackedShortConv
 from hf_packfree.models.trunk import PackedTrunk
 
@@ -42,7 +43,7 @@ def replacements(name: str) -> dict[str, Any]:
     own = (cls for cls in vars(upstream).values() if isclass(cls) and cls.__module__ == name)
     halves = {cls.__name__: half for cls in own if (half := _half_of(cls.__name__)) is not None}
     ours: dict[str, Any] = dict(put_in_front(upstream, home, halves))
-    heads = heads_of(upstream, home)
+    heads = heads_of(upstream, home, {"Mamba2ForCausalLM": RecordHead} | KINDS)
     config = next(
         (getattr(upstream, head).config_class for head in heads if "CausalLM" in head), None
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -265,7 +266,7 @@ def _row_arguments(given: dict[str, Any], packed: PackedSequence) -> dict[str, A
     }
 
 
-_KINDS: dict[str, type[Head]] = {
+KINDS: dict[str, type[Head]] = {
     "ForCausalLM": PackedHead,
     "ForConditionalGeneration": PackedHead,
     "ForSequenceClassification": SequenceHead,
@@ -273,10 +274,11 @@ _KINDS: dict[str, type[Head]] = {
 }
 
 
-def heads_of(upstream: Any, home: str) -> dict[str, Any]:
+def heads_of(upstream: Any, home: str, kinds: Mapping[str, type[Head]] = KINDS) -> dict[str, Any]:
     """Return {name: our class} for every head of the modeling module `upstream`.
 
-    Releases have different ones. A head of a kind not known keeps its padding.
+    `kinds` are {how a name ends: what is put in front of the head}. Releases have different ones; a
+    head of a kind not known keeps its padding.
     """
     # the code that comes with a checkpoint need not say what it exports
     known = getattr(upstream, "__all__", None) or [
@@ -285,8 +287,8 @@ def heads_of(upstream: Any, home: str) -> dict[str, Any]:
         if getattr(each, "__module__", None) == upstream.__name__
     ]
     names = [name for name in known if "For" in name]
-    return put_in_front(upstream, home, {name: _kind_of(name) for name in names})
+    return put_in_front(upstream, home, {name: _kind_of(name, kinds) for name in names})
 
 
-def _kind_of(name: str) -> type[Head]:
-    return next((kind for ending, kind in _KINDS.items() if name.endswith(ending)), SpanHead)
+def _kind_of(name: str, kinds: Mapping[str, type[Head]]) -> type[Head]:
+    return next((kind for ending, kind in kinds.items() if name.endswith(ending)), SpanHead)

@@ -251,6 +251,7 @@ ROWS: tuple[Family, ...] = (
         tiny=_LATENT | {"q_lora_rank": 24, "first_k_dense_replace": 1},
     ),
     _attention_only("glm4_moe_lite", "Glm4MoeLite", tiny=_LATENT | {"q_lora_rank": 24}),
+    _attention_only("granitemoe_swa", "GraniteMoeSWA", *_WINDOWS, floor="5.15.0"),
     _kimi(
         "kimi_linear",
         "KimiLinear",
@@ -341,6 +342,14 @@ ROWS: tuple[Family, ...] = (
         # in 5.4 its own scan depends on its chunks: .1 to .7 off beyond one of them
         floor="5.17.0",
         tiny=TINY["zamba2"],
+    ),
+    _from_upstream(
+        "mamba2",
+        "Mamba2",
+        Mixer(compat.LINEAR, "mixer", "Mixer", _MAMBA),
+        layers=("Block",),
+        floor="5.17.0",
+        tiny=TINY["mamba2"],
     ),
 )
 """Of every release of transformers."""

@@ -64,6 +64,7 @@ TINY: dict[str, dict[str, Any]] = {
         "use_mem_rope": True,
         "num_key_value_heads": 4,
     },
+    "mamba2": {"num_heads": 8, "state_size": 16, "n_groups": 2, "chunk_size": 32},
 }
 
 __all__ = ["TINY"]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_packfree.errors import BlindMeasurement
+from hf_packfree.models.base import Replacement
 from hf_packfree.models.slow_decay import slow_decays
 from hf_packfree.models.vision_language import FEATURES
 from hf_packfree.verify.documents import (
@@ -264,12 +265,13 @@ class Probe:
 
 def _takes_positions(model: nn.Module) -> bool:
     """Whether the model of transformers in `model` takes `position_ids`; where they are not named,
-    nothing reads them.
+    ours reads them alone.
     """
     inner: Any = next(
         (part for part in model.modules() if isinstance(part, PreTrainedModel)), model
     )
-    return "position_ids" in signature(inner.forward).parameters
+    named = "position_ids" in signature(inner.forward).parameters
+    return named or isinstance(inner, Replacement)
 
 
 def _no_text(source: Any) -> set[int]:

@@ -14,6 +14,7 @@ from hf_packfree.models.context_parallel import _refuse_whole_rows
 from hf_packfree.models.mamba2 import PackedMamba2
 from hf_packfree.patching.plan import op_sizes
 from tests.input_formats import row_batch
+from tests.models.test_generation import IDS
 from tests.models.test_hybrids import SSD as NAMES
 from tests.models.test_hybrids import assert_exact
 from tests.models.test_packed import logits_alone
@@ -42,6 +43,27 @@ def tiny_with(family, **fields):
 def mixers(model):
     """The model's Mamba-2 layers, patched or not."""
     return [module for module in model.modules() if hasattr(module, "A_log")]
+
+
+@pytest.mark.skipif("mamba2" not in NAMES, reason="this transformers has no Mamba-2 to pack")
+def test_a_head_that_hands_nothing_on():
+    """Pure Mamba-2: its loss, whose targets are documents', its text model alone, and text that it
+    generates.
+    """
+    model, batch = tiny("mamba2"), row_batch("positions", ROW)
+    labels = torch.cat([document for document in batch.documents])[None]
+    alone = [
+        model(input_ids=one[None], labels=one[None]).loss for one in batch.documents if len(one) > 1
+    ]
+    counts = [len(one) - 1 for one in batch.documents if len(one) > 1]
+    wanted = sum(loss * count for loss, count in zip(alone, counts)) / sum(counts)
+    hidden = torch.cat([model.backbone(one[None]).last_hidden_state for one in batch.documents], 1)
+    text = model.generate(IDS, max_new_tokens=8, do_sample=False)
+    apply_patches(model)
+    found = model(**batch.inputs, labels=labels).loss
+    assert abs(found.item() / wanted.item() - 1) <= LOGIT_TOL
+    assert relative_rms(model.backbone(**batch.inputs).last_hidden_state, hidden) <= LOGIT_TOL
+    assert torch.equal(model.generate(IDS, max_new_tokens=8, do_sample=False), text)
 
 
 @pytest.mark.parametrize("groups", [1, 8])

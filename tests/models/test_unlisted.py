@@ -64,6 +64,7 @@ REFUSALS = {
     "llama4_text": "chunks of attention and its temperature follow the row",
     "jamba": "Mamba-1's selective scan",
     "mamba": "Mamba-1's selective scan",
+    "gpt2": "does not hold its decoder layers as `layers`",
     "opt": "does not hold its decoder layers as `layers`",
     "moshi": "its config has audio_encoder_config, for more than text",
     "diffllama": "its 4 attention layers attend 8 times",

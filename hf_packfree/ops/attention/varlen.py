@@ -17,7 +17,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_packfree.ops.backend import Target, needs_cuda, needs_half, refuse_wide
 from hf_packfree.packing import PackedSequence, uncompiled, with_history
-from hf_packfree.versions import VARLEN_GROUPS_HEADS, VARLEN_HEEDS_SDPA_KERNEL, VARLEN_MAY_BE_CUDNN
+from hf_packfree.versions import (
+    VARLEN_GROUPS_HEADS,
+    VARLEN_HAS_WINDOWS,
+    VARLEN_HEEDS_SDPA_KERNEL,
+    VARLEN_MAY_BE_CUDNN,
+)
 
 _HEAD_SIZE = 256
 
@@ -36,7 +41,7 @@ def unusable(target: Target) -> str | None:
             f"it takes heads of up to {_HEAD_SIZE} channels, a multiple of 8; the model has {size}"
         )
     if target.sizes.get("window") and "window_size" not in _parameters():
-        return f"it takes a window from torch 2.11 on, this is {torch.__version__}"
+        return f"it takes a window from torch {VARLEN_HAS_WINDOWS} on, this is {torch.__version__}"
     return None
 
 

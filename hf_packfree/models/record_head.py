@@ -1,0 +1,40 @@
+"""Heads whose own forward hands no keywords to their model: the record goes past it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from hf_packfree.models.heads import PackedHead
+
+
+class RecordHead(PackedHead):
+    """Put in front of such a causal language model; nothing else of it differs."""
+
+    def _forward_as_row(self, upstream: Any, arguments: dict[str, Any]) -> Any:
+        return super()._forward_as_row(partial(_run, upstream), arguments)
+
+
+def _run(upstream: Any, head: Any, **arguments: Any) -> Any:
+    record = arguments.get("packed_sequence")
+    return upstream(head if record is None else HeadWithRecord(head, record), **arguments)
+
+
+class HeadWithRecord:
+    """A head as upstream's forward sees it during one call: itself, but for its model, which gets
+    the record, too.
+    """
+
+    def __init__(self, head: Any, record: Any) -> None:
+        prefix = head.base_model_prefix
+        vars(self)["_head"] = head
+        vars(self)[prefix] = partial(getattr(head, prefix), packed_sequence=record)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_head"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(vars(self)["_head"], name, value)
+
+
+__all__ = ["RecordHead"]
