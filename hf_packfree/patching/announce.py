@@ -14,7 +14,7 @@ from hf_packfree.models.attention import drops_out
 from hf_packfree.models.state import Kernels, PatchState
 from hf_packfree.ops.backend import Fault
 from hf_packfree.ops.table import OPS
-from hf_packfree.patching.exactness import warn_of_rounding
+from hf_packfree.patching.invariance import warn_of_rounding
 from hf_packfree.patching.report import (
     MEASURED,
     PatchReport,

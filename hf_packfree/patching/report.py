@@ -20,8 +20,8 @@ from hf_packfree.models.options import Padded, Unpacked
 from hf_packfree.models.state import Kernels, PatchState, find_state
 from hf_packfree.ops.backend import installed
 from hf_packfree.ops.table import OPS
-from hf_packfree.patching.exactness import MEDIA_ROUND, why_rounding
 from hf_packfree.patching.family import Family
+from hf_packfree.patching.invariance import MEDIA_ROUND, why_rounding
 from hf_packfree.patching.plan import (
     heads_left_alone,
     is_bypassed,

@@ -143,8 +143,8 @@ def test_padded_batches_are_upstreams(kind, options):
 
 
 def test_batch_invariance_is_not_promised_of_what_upstream_runs(monkeypatch):
-    monkeypatch.setattr("hf_packfree.patching.exactness._machine", lambda x: None)
-    monkeypatch.setattr("hf_packfree.patching.exactness._operations", lambda implementations: None)
+    monkeypatch.setattr("hf_packfree.patching.invariance._machine", lambda x: None)
+    monkeypatch.setattr("hf_packfree.patching.invariance._operations", lambda implementations: None)
     report = patch_report(apply_patches(built("qwen3_5", "longrope"), batch_invariant=True))
     assert "rope_type" in report.rounding
     assert (

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_packfree.ops import attention, backend, conv, delta_rule, fla, ssd
-from hf_packfree.patching import exactness, report
+from hf_packfree.patching import invariance, report
 from tests.patching.machines import INSTALLED
 
 
@@ -44,7 +44,7 @@ def gpu(monkeypatch):
         def find_spec(name):
             return object() if modules.get(name) in packages else None
 
-        readers = (fla, backend, conv.dao, delta_rule.flash_qla, ssd.mamba_ssm, exactness)
+        readers = (fla, backend, conv.dao, delta_rule.flash_qla, ssd.mamba_ssm, invariance)
         for module in readers:
             monkeypatch.setattr(module, "installed", packages.get)
         for module in (one for one in readers if hasattr(one, "find_spec")):

@@ -15,7 +15,7 @@ from hf_packfree.errors import PatchConflict
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.fused.linear import NARROW
 from hf_packfree.ops.table import OPS
-from hf_packfree.patching import apply, exactness
+from hf_packfree.patching import apply, invariance
 from hf_packfree.patching.announce import announce
 from tests.gpu.op_table import OPS as TESTED
 from tests.patching.machines import INSTALLED, SIZES
@@ -51,7 +51,7 @@ def hopper(gpu, monkeypatch):
         if widths:
             linears = (part for part in (model or tiny()).modules() if isinstance(part, nn.Linear))
             monkeypatch.setattr(
-                exactness,
+                invariance,
                 "_COMPARED",
                 {(linear.out_features, linear.in_features) for linear in linears},
             )
@@ -131,7 +131,7 @@ def test_bits_are_promised_for_the_widths_that_were_compared(hopper):
         for size in sizes
         if size[0] >= NARROW
     }
-    assert wide == exactness._COMPARED
+    assert wide == invariance._COMPARED
     reason = (
         "batch invariance was not tested for products of 64 inputs and 128 outputs: "
         "layers.0.linear_attn.in_proj_qkv"
@@ -187,7 +187,7 @@ def test_bits_are_promised_for_the_releases_they_were_tested_with(
     hopper, monkeypatch, package, found, options
 ):
     model = hopper(backend=options or "auto")
-    monkeypatch.setattr(exactness, "installed", (INSTALLED | {package: found}).get)
+    monkeypatch.setattr(invariance, "installed", (INSTALLED | {package: found}).get)
     tested = INSTALLED[package].removesuffix(".0") if package == "triton" else INSTALLED[package]
     wanted = (
         f"batch invariance is tested with {package} {tested}, this is "
