@@ -7,13 +7,15 @@ One layer of each kind of the 2B shape on a packed row, its plans made. "frames"
 Python functions and functions in C called from Python, "dispatched" calls of torch's dispatcher,
 those that operators make of others among them, "allocations" and "casts" some of these,
 "nodes" what autograd keeps, "launches" our Triton kernels, "kernels" all. "host_ms" is from start
-to return, with the GPU waiting for it; "behind_ms" with a GPU that is busy. "frames_in" has the
-functions that most frames and C calls are made in.
+to return, with the GPU waiting for it; "behind_ms" with a GPU that is busy. "own_us" has the functions
+that take the host longest themselves, under Python's profiler, which makes Python slower and not
+what it calls; "frames_in" those that most calls are made in.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import sys
 import time
 from collections import Counter
@@ -80,6 +82,22 @@ def _step(
 def _forward(layer: nn.Module, x: Tensor, given: dict[str, Any]) -> Tensor:
     out: Tensor = layer(x, **given)
     return out
+
+
+def own_time(step: Callable[[], None], runs: int = 20) -> dict[str, float]:
+    """Return us of a step by function, what it calls not counted, the longest first."""
+    profiler = cProfile.Profile()
+    with torch.autograd.set_multithreading_enabled(False):
+        profiler.enable()
+        for _ in range(runs):
+            step()
+        profiler.disable()
+    found = Counter[str]()
+    for entry in profiler.getstats():
+        code: Any = entry.code
+        name = code if isinstance(code, str) else f"{Path(code.co_filename).name}:{code.co_name}"
+        found[name] += entry.inlinetime * 1e6 / runs
+    return dict(found.most_common(40))
 
 
 def count(step: partial[None], device: str) -> dict[str, Any]:
@@ -183,7 +201,7 @@ def measure(step: partial[None], device: str) -> dict[str, Any]:
     times = {"host_ms": enqueue(step, device)}
     if device == "cuda":
         times["behind_ms"] = enqueue(step, device, busy=True)
-    return times | count(step, device)
+    return times | count(step, device) | {"own_us": own_time(step)}
 
 
 def rows(results: Results, shape: Shape, device: str, lengths: list[int]) -> None:

@@ -21,7 +21,7 @@ KINDS = {
     "-lora-autocast-whole-step": "the same under bf16 autocast",
 }
 SIZES = {"2k": 2048, "4k": 4096, "8k": 8192}
-GRAPHS, WITHOUT = "packfree", "packfree, no graphs"
+GRAPHS, WITHOUT, COMPILED = "packfree", "packfree, no graphs", "packfree, layers compiled"
 HEAD = ("one step", "tokens", "without", "with graphs", "sum of kernels", "host, without; with")
 Rows = dict[tuple[str, str, str], dict[str, Any]]
 
@@ -66,7 +66,17 @@ def table(path: Path) -> str:
             if mine and without:
                 cells = title, f"{tokens:,}", *_cells(mine, without)
                 lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join((made, *lines)) + "\n"
+    return "\n".join((made, *lines)) + "\n" + _compiled(rows)
+
+
+def _compiled(rows: Rows) -> str:
+    """Say what the steps take whose layers torch.compile has compiled; nothing if none was timed."""
+    said = [
+        f"{KINDS[kind]}, {SIZES[size]:,} tokens, {row['ms']:.0f} ms"
+        for (kind, size, name), row in rows.items()
+        if name == COMPILED and "ms" in row
+    ]
+    return f"\nWith each layer compiled by torch.compile: {'; '.join(said)}.\n" if said else ""
 
 
 def _cells(mine: dict[str, Any], without: dict[str, Any]) -> tuple[str, ...]:

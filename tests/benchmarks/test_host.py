@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
-from tests.benchmarks import host
+from tests.benchmarks import host, host_report
 
 
 def test_every_layer_has_its_counts(tmp_path, monkeypatch):
@@ -19,3 +19,16 @@ def test_every_layer_has_its_counts(tmp_path, monkeypatch):
         assert row["frames"] > 50 and row["c_calls"] > 50 and row["host_ms"] > 0, row
         assert row["dispatched"] > row["allocations"] > 0 and row["nodes"] > 10, row
         assert row["launches"] == 0, "a CPU launches none"
+        assert max(row["own_us"].values()) == next(iter(row["own_us"].values())) > 0, row["own_us"]
+    (text,) = host_report.tables(tmp_path / "host.jsonl").values()
+    cells = [cell.strip() for cell in text.splitlines()[-1].split("|")[1:-1]]
+    assert cells[:4] == [
+        "attention layer, packfree",
+        f"{rows[1]['host_ms']:.2f}",
+        "",
+        str(rows[1]["frames"]),
+    ]
+
+
+def test_without_a_result_there_is_no_table(tmp_path):
+    assert host_report.tables(host_report.newest(tmp_path)) == {}
