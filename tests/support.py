@@ -123,6 +123,12 @@ def auto_class(family: str) -> type:
     )
 
 
+def checkpoint_layers(model: torch.nn.Module, reentrant: bool | None = None) -> None:
+    """Turn gradient checkpointing on, by the name that the installed release has for it."""
+    how = None if reentrant is None else {"use_reentrant": reentrant}
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)(how)
+
+
 def put_upstream_in_torch(monkeypatch) -> None:
     """Let upstream's Qwen3.5 run its own torch functions, on any device, instead of the kernels
     it finds.

@@ -21,7 +21,7 @@ from hf_packfree.models.qwen3_5 import tiny_config
 from hf_packfree.models.same_batch import setup_of
 from hf_packfree.models.state import Kernels, state_of
 from hf_packfree.parallel import ContextParallel
-from tests.support import CONTROL, LOGIT_TOL
+from tests.support import CONTROL, LOGIT_TOL, checkpoint_layers
 
 
 class Again(capture.Graph):
@@ -181,7 +181,7 @@ def test_an_optimizer_s_step_changes_no_setting(model):
 def test_what_cannot_be_captured_is_named(model):
     trunk = model.base_model
     assert why_not(trunk) == "its weights are on cpu"
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    checkpoint_layers(model)
     assert why_not(trunk) == "layers are recomputed in the backward pass"
     trunk.layers[2].mlp.register_forward_pre_hook(lambda *_: None)
     trunk.get_input_embeddings().register_forward_hook(lambda *_: None)

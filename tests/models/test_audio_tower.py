@@ -12,7 +12,7 @@ from hf_packfree.models.audio_tower import chunk_widths
 from hf_packfree.models.qwen3_omni_moe import Qwen3OmniMoeAudioAttention, Qwen3OmniMoeAudioEncoder
 from hf_packfree.models.state import PatchState
 from tests.models.omni import errors
-from tests.support import CONTROL, GRADIENT_TOL, LOGIT_TOL
+from tests.support import CONTROL, GRADIENT_TOL, LOGIT_TOL, checkpoint_layers
 
 pytestmark = pytest.mark.compat
 MEL = 16
@@ -160,8 +160,7 @@ def test_an_audio_influences_no_other(attention):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing_changes_nothing(use_reentrant):
     wanted, model = alone(tower()), tower(patched=True)
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable({"use_reentrant": use_reentrant})
+    checkpoint_layers(model, use_reentrant)
     assert_exact(together(model), wanted)
 
 

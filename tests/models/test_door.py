@@ -17,9 +17,14 @@ from tests.input_formats import (
     row_batch,
     rows_batch,
 )
+from tests.models.forms import (
+    assert_checkpointing_changes_nothing,
+    assert_no_influence,
+    half_precision,
+)
 from tests.models.padded import IGNORED, Seen, padded_batch, real_tokens, step, worst_gradient
 from tests.models.test_packed import logits_alone
-from tests.models.test_unpacked import UNPACKED, outcome
+from tests.models.test_unpacked import UNPACKED, assert_upstreams_bits, outcome
 from tests.support import (
     CONTROL,
     GRADIENT_TOL,
@@ -129,15 +134,7 @@ def test_upstream_keeps_documents_apart_by_positions_where_the_table_says_so(fam
 
 @pytest.mark.parametrize("family", ALL)
 def test_no_document_has_influence_on_another(family):
-    model, batch = apply_patches(tiny(family)).eval(), row_batch("positions", EDGES)
-    wanted = batch.cut(model(**batch.inputs).logits)
-    ids = batch.inputs["input_ids"].clone()
-    changed = batch.places[4][1]
-    ids[0, changed] = ids[0, changed].roll(1)
-    found = batch.cut(model(**{**batch.inputs, "input_ids": ids}).logits)
-    # experts multiply the tokens of a row together, and round accordingly
-    same = [relative_rms(one, other) <= 1e-6 for one, other in zip(found, wanted)]
-    assert same == [number != 4 for number in range(len(EDGES))]
+    assert_no_influence(family, row_batch("positions", EDGES), number=4)
 
 
 @pytest.mark.parametrize("family", [name for name in CORE if name != "gpt_oss"])
@@ -152,11 +149,7 @@ def test_fp64_is_exact(family):
 
 @pytest.mark.parametrize(("family", "case", "_"), pairwise(CORE, list(UNPACKED), [None]))
 def test_unpacked_is_upstreams_bit_for_bit(family, case, _):
-    model = tiny(family)
-    logits, grads = outcome(model, UNPACKED[case])
-    ours, our_grads = outcome(apply_patches(model, padded="upstream"), UNPACKED[case])
-    assert torch.equal(ours, logits) and grads.keys() == our_grads.keys()
-    assert all(torch.equal(our_grads[name], grads[name]) for name in grads)
+    assert_upstreams_bits(tiny(family), UNPACKED[case])
 
 
 @pytest.mark.parametrize("family", CORE)
@@ -227,37 +220,16 @@ def test_kinds_of_layers_in_a_config_without_any(family):
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("family", CORE)
 def test_checkpointing_changes_nothing(family, reentrant):
-    model, batch = apply_patches(tiny(family)), row_batch("positions", EDGES)
-    weights = random_weights(batch, 128)
-    wanted = run(model, batch, weights)
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)(
-        {"use_reentrant": reentrant}
-    )
-    model.enable_input_require_grads()
-    found = run(model, batch, weights)
-    assert all(torch.equal(one, other) for one, other in zip(found[0], wanted[0]))
-    assert errors(found, wanted)[1] <= 1e-6
+    assert_checkpointing_changes_nothing(family, row_batch("positions", EDGES), reentrant)
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16", "autocast"])
 @pytest.mark.parametrize("family", CORE)
 def test_half_precision_rounds_no_worse_than_upstream(family, autocast):
-    """Averaged over rows: a token whose rounding sends it to another expert weighs more than the
-    rest.
-    """
-    exact, ours, upstreams = tiny(family), 0.0, 0.0
     dtype = torch.float32 if autocast else torch.bfloat16
     rounded, model = tiny(family).to(dtype), apply_patches(tiny(family).to(dtype))
-    for seed in range(1, 9):
-        batch = row_batch("positions", EDGES, seed=seed)
-        with torch.no_grad():
-            wanted = torch.cat(logits_alone(exact, batch))
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                theirs = torch.cat(logits_alone(rounded, batch))
-                found = torch.cat(batch.cut(model(**batch.inputs).logits))
-        assert found.dtype == theirs.dtype
-        ours += relative_rms(found, wanted)
-        upstreams += relative_rms(theirs, wanted)
+    batches = [row_batch("positions", EDGES, seed=seed) for seed in range(1, 9)]
+    ours, upstreams = half_precision(tiny(family), rounded, model, batches, autocast)
     assert ours <= 1.5 * upstreams, (ours, upstreams)
 
 

@@ -29,11 +29,15 @@ from hf_packfree.patching.registry import FAMILIES
 from hf_packfree.patching.registry import ROWS as TABLE
 from tests.input_formats import ROW_FORMATS, ROWS, ROWS_FORMATS, row_batch, rows_batch
 from tests.integrations.marks import needs
+from tests.models.forms import (
+    assert_checkpointing_changes_nothing,
+    assert_no_influence,
+)
 from tests.models.padded import IGNORED, Seen, padded_batch, real_tokens, step, worst_gradient
 from tests.models.padded import ROWS as SIDES
 from tests.models.test_door import of_both, with_ones
 from tests.models.test_generation import IDS, LEFT, WAYS, everything
-from tests.models.test_unpacked import UNPACKED, outcome
+from tests.models.test_unpacked import UNPACKED, assert_upstreams_bits, outcome
 from tests.support import (
     CONTROL,
     GRADIENT_TOL,
@@ -162,24 +166,12 @@ def test_several_rows(family, form):
 
 @pytest.mark.parametrize("family", NAMES)
 def test_no_document_has_influence_on_another(family):
-    model, batch = apply_patches(tiny(family)).eval(), row_batch("positions", ROW)
-    wanted = batch.cut(model(**batch.inputs).logits)
-    ids = batch.inputs["input_ids"].clone()
-    changed = batch.places[3][1]
-    ids[0, changed] = ids[0, changed].roll(1)
-    found = batch.cut(model(**{**batch.inputs, "input_ids": ids}).logits)
-    # experts multiply the tokens of a row together, and round accordingly
-    same = [relative_rms(one, other) <= 1e-6 for one, other in zip(found, wanted)]
-    assert same == [number != 3 for number in range(len(ROW))]
+    assert_no_influence(family, row_batch("positions", ROW), number=3)
 
 
 @pytest.mark.parametrize(("family", "case"), spread(*UNPACKED))
 def test_unpacked_is_upstreams_bit_for_bit(family, case):
-    model = tiny(family)
-    logits, grads = outcome(model, UNPACKED[case])
-    ours, our_grads = outcome(apply_patches(model, padded="upstream"), UNPACKED[case])
-    assert torch.equal(ours, logits) and grads.keys() == our_grads.keys()
-    assert all(torch.equal(our_grads[name], grads[name]) for name in grads)
+    assert_upstreams_bits(tiny(family), UNPACKED[case])
 
 
 @pytest.mark.parametrize("family", NAMES)
@@ -233,16 +225,7 @@ def test_the_routers_loss_counts_real_tokens_alone(family):
 
 @pytest.mark.parametrize(("family", "reentrant"), spread(*[True, False] * 3))
 def test_checkpointing_changes_nothing(family, reentrant):
-    model, batch = apply_patches(tiny(family)), row_batch("positions", ROW)
-    weights = random_weights(batch, 128)
-    wanted = run(model, batch, weights)
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)(
-        {"use_reentrant": reentrant}
-    )
-    model.enable_input_require_grads()
-    found = run(model, batch, weights)
-    assert all(torch.equal(one, other) for one, other in zip(found[0], wanted[0]))
-    assert errors(found, wanted)[1] <= 1e-6
+    assert_checkpointing_changes_nothing(family, row_batch("positions", ROW), reentrant)
 
 
 def mixers_of(model, family, *, attention=False):

@@ -13,6 +13,7 @@ from hf_packfree.ops.backend import Target
 from hf_packfree.ops.table import OPS
 from hf_packfree.patching.plan import op_sizes
 from tests.input_formats import row_batch
+from tests.models.forms import half_precision
 from tests.models.test_hybrids import KDA as NAMES
 from tests.support import by_family, errors, random_weights, relative_rms, run, run_alone, tiny
 
@@ -35,21 +36,10 @@ def test_fp64_is_as_near_as_upstreams_fp32_parts(family):
 @pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16", "autocast"])
 @pytest.mark.parametrize("family", NAMES)
 def test_half_precision_rounds_no_worse_than_upstream(family, autocast):
-    """Averaged over rows: a token whose rounding sends it to another expert weighs more than the
-    rest.
-    """
-    ours = upstreams = 0.0
-    exact, rounded = tiny(family), in_bfloat16(tiny(family), autocast)
+    rounded = in_bfloat16(tiny(family), autocast)
     model = apply_patches(in_bfloat16(tiny(family), autocast))
-    for seed in range(1, 7):
-        batch = row_batch("positions", SHORT, seed=seed)
-        with torch.no_grad():
-            wanted = each_alone(exact, batch)
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                theirs, found = each_alone(rounded, batch), model(**batch.inputs).logits[0]
-        assert found.dtype == theirs.dtype
-        ours += relative_rms(found, wanted)
-        upstreams += relative_rms(theirs, wanted)
+    batches = [row_batch("positions", SHORT, seed=seed) for seed in range(1, 7)]
+    ours, upstreams = half_precision(tiny(family), rounded, model, batches, autocast)
     assert ours <= 1.5 * upstreams, (ours, upstreams)
 
 
@@ -62,10 +52,6 @@ def in_bfloat16(model, autocast):
         if not any(part in name for part in wide):
             parameter.data = parameter.data.bfloat16()
     return model
-
-
-def each_alone(model, batch):
-    return torch.cat([model(input_ids=part[None]).logits[0] for part in batch.documents])
 
 
 @pytest.mark.skipif("bailing_hybrid" not in by_family, reason="transformers has it from 5.20 on")

@@ -25,6 +25,7 @@ from tests.support import (
     GRADIENT_TOL,
     LOGIT_TOL,
     ROW,
+    checkpoint_layers,
     errors,
     random_weights,
     run,
@@ -102,7 +103,7 @@ def test_checkpointing_changes_nothing(row):
     model, batch = apply_patches(tiny(row)), row_batch("positions", ROW)
     weights = random_weights(batch, 128)
     wanted = run(model, batch, weights)
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    checkpoint_layers(model)
     found = run(model, batch, weights)
     assert all(torch.equal(found[1][name], wanted[1][name]) for name in wanted[1])
 

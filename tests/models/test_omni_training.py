@@ -24,7 +24,7 @@ from tests.models.omni import (
     source,
     step,
 )
-from tests.support import GRADIENT_TOL, LOGIT_TOL, recorded, relative_rms
+from tests.support import GRADIENT_TOL, LOGIT_TOL, checkpoint_layers, recorded, relative_rms
 from tests.vision import IMAGE, tiny_vision
 
 pytestmark = pytest.mark.compat
@@ -39,8 +39,7 @@ def checkpointed(model, reentrant):
     """Also the towers: recomputing finds the record, the grids' mark and the audios' widths
     again.
     """
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable({"use_reentrant": reentrant})
+    checkpoint_layers(model, reentrant)
     model.enable_input_require_grads()
     return model
 

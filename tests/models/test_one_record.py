@@ -13,7 +13,7 @@ import torch
 from hf_packfree import apply_patches
 from hf_packfree.ops import delta_rule, fla
 from hf_packfree.packing import PackedSequence
-from tests.support import tiny
+from tests.support import checkpoint_layers, tiny
 
 
 @pytest.fixture
@@ -58,10 +58,7 @@ def test_a_step_makes_one_record_and_every_plan_once(counted, checkpointing):
     made, planned = counted
     model = apply_patches(tiny("qwen3_5"))
     if checkpointing:
-        enable = getattr(
-            model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
-        )
-        enable({"use_reentrant": False})
+        checkpoint_layers(model, False)
     made.clear(), planned.clear()
     positions = torch.cat([torch.arange(length) for length in (5, 64, 1, 70)])[None]
     model(

@@ -25,6 +25,7 @@ from tests.support import (
     ROW,
     Batch,
     by_family,
+    checkpoint_layers,
     documents,
     errors,
     nudged,
@@ -151,8 +152,7 @@ def test_checkpointing_checkpoints_and_stays_exact(family, reentrant):
     weights = random_weights(batch, 128)
     plain = run(model, batch, weights)
     assert len(calls) == len(layers)
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable({"use_reentrant": reentrant})
+    checkpoint_layers(model, reentrant)
     model.enable_input_require_grads()
     calls.clear()
     again = run(model, batch, weights)

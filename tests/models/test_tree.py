@@ -21,6 +21,7 @@ from tests.support import (
     GRADIENT_TOL,
     LOGIT_TOL,
     by_family,
+    checkpoint_layers,
     double,
     errors,
     random_weights,
@@ -128,8 +129,7 @@ def test_checkpointing(reentrant):
     model, batch = apply_patches(tiny()), batch_of(TURNS)
     weights = random_weights(batch, 128)
     plain = run(model, batch, weights)
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable({"use_reentrant": reentrant})
+    checkpoint_layers(model, reentrant)
     model.enable_input_require_grads()
     calls = []
     model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))

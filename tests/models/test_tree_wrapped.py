@@ -16,7 +16,16 @@ from tests.integrations.marks import needs
 from tests.models.padded import worst_gradient
 from tests.models.test_head_loss_ranks import WRAPPED
 from tests.ranks import two_ranks
-from tests.support import CONTROL, GRADIENT_TOL, LOGIT_TOL, documents, gradients, relative_rms, tiny
+from tests.support import (
+    CONTROL,
+    GRADIENT_TOL,
+    LOGIT_TOL,
+    checkpoint_layers,
+    documents,
+    gradients,
+    relative_rms,
+    tiny,
+)
 
 ROWS = ["shared", "packed", "one document"]
 """What is shared once; without sharing; and, as the control, the first without its branches."""
@@ -88,10 +97,7 @@ def test_qlora(checkpointing, tmp_path):
         model = apply_patches(lora(quantised(tmp_path)))
         if checkpointing:
             base = model.get_base_model()
-            enable = getattr(
-                base, "activation_checkpointing_enable", base.gradient_checkpointing_enable
-            )
-            enable({"use_reentrant": False})
+            checkpoint_layers(base, False)
         calls.clear()
         mlp = model.get_base_model().model.layers[0].mlp
         mlp.register_forward_pre_hook(lambda *_: calls.append(1))

@@ -62,17 +62,19 @@ def outcome(model, inputs):
     return output.logits.detach(), gradients(model)
 
 
+def assert_upstreams_bits(model, inputs, **options):
+    """Of a model that is not patched yet."""
+    logits, grads = outcome(model, inputs)
+    ours, our_grads = outcome(apply_patches(model, padded="upstream", **options), inputs)
+    assert torch.equal(ours, logits) and grads.keys() == our_grads.keys()
+    assert all(torch.equal(our_grads[name], grads[name]) for name in grads)
+
+
 @pytest.mark.parametrize(
     ("family", "case", "attention"), pairwise(FAMILIES, list(UNPACKED), ["eager", "sdpa"])
 )
 def test_bit_identical_to_upstream(family, case, attention):
-    model = tiny(family, attention=attention)
-    logits, grads = outcome(model, UNPACKED[case])
-    ours, our_grads = outcome(apply_patches(model, padded="upstream"), UNPACKED[case])
-    assert torch.equal(ours, logits)
-    assert grads.keys() == our_grads.keys() and all(
-        torch.equal(our_grads[name], grads[name]) for name in grads
-    )
+    assert_upstreams_bits(tiny(family, attention=attention), UNPACKED[case])
 
 
 ONE_DOCUMENT = {
@@ -219,17 +221,9 @@ def test_what_only_upstream_gives_is_upstreams_whatever_the_option(case, option)
 
 @pytest.mark.parametrize("case", ["right padded", "left padded", "left padded, one row"])
 def test_padded_rows_that_are_left_to_upstream_stay_upstreams_whatever_the_option(case):
-    model = tiny()
-    logits, grads = outcome(model, UNPACKED[case])
-    ours, our_grads = outcome(
-        apply_patches(model, padded="upstream", unpacked="native"), UNPACKED[case]
-    )
     if case == "left padded, one row" and compat.MISREADS_PADDING_OF_ONE_ROW:
         pytest.skip("this release reads the padding of one row as tokens, so it never runs there")
-    assert torch.equal(ours, logits)
-    assert grads.keys() == our_grads.keys() and all(
-        torch.equal(our_grads[name], grads[name]) for name in grads
-    )
+    assert_upstreams_bits(tiny(), UNPACKED[case], unpacked="native")
 
 
 def test_bits_are_not_promised_where_padded_rows_are_left_to_upstream():

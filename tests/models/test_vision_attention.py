@@ -25,7 +25,7 @@ from hf_packfree.models.vision_attention import (
     mark_packed,
 )
 from hf_packfree.ops.attention import torch_native
-from tests.support import GRADIENT_TOL, LOGIT_TOL, by_family, relative_rms
+from tests.support import GRADIENT_TOL, LOGIT_TOL, by_family, checkpoint_layers, relative_rms
 from tests.vision import documents, packed_batch, padded_batch, tiny_vision, token_types
 
 pytestmark = pytest.mark.compat
@@ -234,10 +234,7 @@ def test_lengths_are_read_once_a_forward_and_neighbours_of_one_size_are_one_call
     wanted = alone(vision_language(), pixels())
     model = vision_language(way="apply")
     if use_reentrant is not None:
-        enable = getattr(
-            model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
-        )
-        enable({"use_reentrant": use_reentrant})
+        checkpoint_layers(model, use_reentrant)
     counted.update(reads=0, calls=0)
     found = step(model, pixels(), mark_packed(GRIDS))
     times = 1 if use_reentrant is None else 2

@@ -13,7 +13,7 @@ import torch
 from hf_packfree import apply_patches, register_patches
 from hf_packfree.errors import BoundaryError
 from hf_packfree.patching.registry import family_of
-from tests.support import GRADIENT_TOL, LOGIT_TOL, errors, recorded, relative_rms
+from tests.support import GRADIENT_TOL, LOGIT_TOL, checkpoint_layers, errors, recorded, relative_rms
 from tests.vision import (
     alone,
     documents,
@@ -57,8 +57,7 @@ def batches(given, model):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(unpatched, given, weights, wanted, reentrant, record_property):
     model = apply_patches(copy.deepcopy(unpatched))
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable({"use_reentrant": reentrant})
+    checkpoint_layers(model, reentrant)
     # reentrant checkpointing passes gradients on to tensors that require them alone
     model.enable_input_require_grads()
     for batch in batches(given, unpatched):

@@ -27,7 +27,7 @@ from tests.mtp.heads import (
     targets_of,
     worst_gradient,
 )
-from tests.support import gradients
+from tests.support import checkpoint_layers, gradients
 
 widened = heads.widened
 
@@ -253,8 +253,7 @@ def test_accumulation_is_one_big_batch():
 def test_gradient_checkpointing_changes_no_gradient():
     model, pairs = build(depth=2), labelled()
     _, wanted = step(model, packed(pairs))
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable({"use_reentrant": False})
+    checkpoint_layers(model, False)
     assert model.mtp.layers[0].gradient_checkpointing
     _, found = step(model, packed(pairs))
     assert all(torch.equal(found[name], one) for name, one in wanted.items())

@@ -19,7 +19,7 @@ from hf_packfree.parallel import ContextParallel, states
 from hf_packfree.parallel.delta_rule import SHARED
 from tests.benchmarks.exchanges import Alone, exchanging
 from tests.parallel.ranks import batch_of
-from tests.support import tiny
+from tests.support import checkpoint_layers, tiny
 
 HEADS, SIZES, TAPS = (3, 3), (4, 4), 4
 CHANNELS = 36
@@ -230,9 +230,7 @@ def test_all_ranks_start_the_same_exchanges_in_the_same_order(world, ways, recom
     """
     model = tiny("qwen3_5_moe").train()
     if recomputed:
-        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)(
-            {"use_reentrant": False}
-        )
+        checkpoint_layers(model, False)
     # several cuts, one document, a rank of padding alone
     for lengths in ([5, 1, 20, 9, 1, 12], [48], [7, 1]):
         batch, started = batch_of(lengths, 0) | {"output_router_logits": True}, []
