@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_packfree.models.base import Replacement, Sizes, size_of, size_of_linear, size_of_norm
-from hf_packfree.models.conv_weights import conv_weights_in_place, refuse_adapters
+from hf_packfree.models.base import Sizes, size_of, size_of_linear, size_of_norm
+from hf_packfree.models.conv_mixer import ConvMixer
 from hf_packfree.models.plain_layers import epsilon, is_hooked, plain_layers, project
 from hf_packfree.models.recompute import linear_with_recompute
-from hf_packfree.models.state import Kernels, PatchState, receive, state_of
+from hf_packfree.models.state import Kernels, PatchState, state_of
 from hf_packfree.ops.conv_delta_rule import conv_delta_rule
 from hf_packfree.ops.fused import OP as FUSED
 from hf_packfree.ops.fused import gated_rms_norm, gates
@@ -24,7 +24,7 @@ from hf_packfree.packing import PackedSequence
 from hf_packfree.parallel.delta_rule import SHARED
 
 
-class PackedGatedDeltaNet(Replacement):
+class PackedGatedDeltaNet(ConvMixer):
     """Put in front of a family's Gated DeltaNet: owns the packed branch, leaves everything else
     to upstream.
     """
@@ -33,22 +33,6 @@ class PackedGatedDeltaNet(Replacement):
     norm_name: ClassVar[str] = "norm"
     output_name: ClassVar[str] = "out_proj"
     """The attributes of the norm and the output projection, which follow the delta rule."""
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Mix tokens within documents when a record comes down, as upstream otherwise.
-
-        Args:
-            hidden_states: [1, T, D_model] of a packed row, [B, S, D_model] otherwise.
-
-        Raises:
-            PatchConflict: an adapter was put on the convolution.
-        """
-        refuse_adapters(self.conv1d)
-        packed = receive(self, kwargs)
-        if packed is None:
-            return super().forward(hidden_states, *args, **kwargs)
-        with conv_weights_in_place(self.conv1d):
-            return packed.zero_left_pad(self._mix(hidden_states, packed))
 
     def _mix(self, x: Tensor, packed: PackedSequence) -> Tensor:
         state = state_of(self)

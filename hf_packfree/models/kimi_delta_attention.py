@@ -11,39 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_packfree.models.base import Replacement, Sizes, size_of, size_of_linear, size_of_norm
-from hf_packfree.models.conv_weights import conv_weights_in_place, refuse_adapters
-from hf_packfree.models.state import receive, state_of
+from hf_packfree.models.base import Sizes, size_of, size_of_linear, size_of_norm
+from hf_packfree.models.conv_mixer import ConvMixer
+from hf_packfree.models.state import state_of
 from hf_packfree.ops.conv import OP as CONV
 from hf_packfree.ops.conv import qkv_conv
 from hf_packfree.ops.kda import kda
 from hf_packfree.packing import PackedSequence
 
 
-class PackedKimiDeltaAttention(Replacement):
+class PackedKimiDeltaAttention(ConvMixer):
     """Put in front of a family's Kimi Delta Attention: owns the packed branch, leaves everything
     else to upstream.
 
     Its parts are called as they are, gates and norms in upstream's own formulas; the convolution's
     weights, which some families keep in fp32 whatever the model's dtype, are read.
     """
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Mix tokens within documents when a record comes down, as upstream otherwise.
-
-        Args:
-            hidden_states: [1, T, D_model] of a packed row, [B, S, D_model] otherwise.
-
-        Raises:
-            PatchConflict: an adapter was put on the convolution.
-            UnsupportedInput: the row is a tree of shared prefixes.
-        """
-        refuse_adapters(self.conv1d)
-        packed = receive(self, kwargs)
-        if packed is None:
-            return super().forward(hidden_states, *args, **kwargs)
-        with conv_weights_in_place(self.conv1d):
-            return packed.zero_left_pad(self._mix(hidden_states, packed))
 
     def _mix(self, x: Tensor, packed: PackedSequence) -> Tensor:
         state, heads = state_of(self), (self.num_heads, self.num_heads)

@@ -12,38 +12,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_packfree.models.base import Replacement, Sizes, size_of, size_of_linear, size_of_norm
-from hf_packfree.models.conv_weights import conv_weights_in_place, refuse_adapters
-from hf_packfree.models.state import receive, state_of
+from hf_packfree.models.base import Sizes, size_of, size_of_linear, size_of_norm
+from hf_packfree.models.conv_mixer import ConvMixer
+from hf_packfree.models.state import state_of
 from hf_packfree.ops.conv import causal_conv1d
 from hf_packfree.ops.ssd import ssd
 from hf_packfree.packing import PackedSequence
 
 
-class PackedMamba2(Replacement):
+class PackedMamba2(ConvMixer):
     """Put in front of a family's Mamba-2: owns the packed branch, leaves everything else to
     upstream.
 
     Upstream's training has one kernel for convolution, state, norm and output projection, which
     reads weights past their adapters: the packed branch comes before it, and calls the modules.
     """
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Mix tokens within documents when a record comes down, as upstream otherwise.
-
-        Args:
-            hidden_states: [1, T, D_model] of a packed row, [B, S, D_model] otherwise.
-
-        Raises:
-            PatchConflict: an adapter was put on the convolution.
-            UnsupportedInput: the row is a tree of shared prefixes.
-        """
-        refuse_adapters(self.conv1d)
-        packed = receive(self, kwargs)
-        if packed is None:
-            return super().forward(hidden_states, *args, **kwargs)
-        with conv_weights_in_place(self.conv1d):
-            return packed.zero_left_pad(self._mix(hidden_states, packed))
 
     def _mix(self, hidden_states: Tensor, packed: PackedSequence) -> Tensor:
         state, sizes = state_of(self), (self.intermediate_size, self.conv_dim, self.num_heads)
@@ -93,10 +76,6 @@ class PackedMamba2(Replacement):
         if isinstance(self.norm, nn.Identity):
             return out * F.silu(gate)
         return self.norm(out, gate)
-
-    def calls(self, name: str, part: nn.Module, x: Tensor) -> bool:
-        """Whether the packed branch calls this part: all but the convolution."""
-        return name != "conv1d"
 
     @staticmethod
     def op_sizes(layer: Any) -> dict[str, int]:

@@ -9,38 +9,26 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_packfree.models.base import Replacement, Sizes, size_of, size_of_linear
-from hf_packfree.models.conv_weights import conv_weights_in_place, refuse_adapters
-from hf_packfree.models.state import receive, state_of
+from hf_packfree.models.base import Sizes, size_of, size_of_linear
+from hf_packfree.models.conv_mixer import ConvMixer
+from hf_packfree.models.state import state_of
 from hf_packfree.ops.conv import causal_conv1d
 from hf_packfree.packing import PackedSequence
 from hf_packfree.parallel.conv import conv_with_context
 
 
-class PackedShortConv(Replacement):
+class PackedShortConv(ConvMixer):
     """Put in front of a family's short convolution: C * conv(B * x), with B, C and x projected from
     a token, whose window stops at every document's edge.
     """
 
     follows_trees = True
+    conv_name = "conv"
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Mix tokens within documents when a record comes down, as upstream otherwise.
-
-        Args:
-            hidden_states: [1, T, D] of a packed row, [B, S, D] otherwise.
-
-        Raises:
-            PatchConflict: an adapter was put on the convolution.
-        """
-        refuse_adapters(self.conv, "conv")
-        packed = receive(self, kwargs)
-        if packed is None:
-            return super().forward(hidden_states, *args, **kwargs)
-        before, after, x = self.in_proj(hidden_states).chunk(3, -1)
-        with conv_weights_in_place(self.conv):
-            mixed = self._convolve(before * x, packed)
-        return packed.zero_left_pad(self.out_proj(after * mixed))
+    def _mix(self, x: Tensor, packed: PackedSequence) -> Tensor:
+        before, after, x = self.in_proj(x).chunk(3, -1)
+        mixed: Tensor = self.out_proj(after * self._convolve(before * x, packed))
+        return mixed
 
     def _convolve(self, x: Tensor, packed: PackedSequence) -> Tensor:
         weight, bias, state = self.conv.weight.squeeze(1), self.conv.bias, state_of(self)
@@ -53,10 +41,6 @@ class PackedShortConv(Replacement):
         if state.context_parallel is None:
             return convolve(x, packed)[0]
         return conv_with_context(convolve, x, packed, weight.shape[1] - 1)[0]
-
-    def calls(self, name: str, part: nn.Module, x: Tensor) -> bool:
-        """Whether the packed branch calls this part: all but the convolution."""
-        return name != "conv"
 
     @staticmethod
     def op_sizes(mixer: Any) -> dict[str, int]:
