@@ -66,6 +66,23 @@ def test_windows_and_sinks(window, has_sinks, launched):
         assert leak.abs().max() > 0.1
 
 
+def test_frozen_sinks_leave_the_other_gradients_as_they_are(launched):
+    packed = PackedSequence.from_lengths([15, 33])
+    inputs = random((1, 48, HEADS, SIZE), *[(1, 48, KEY_HEADS, SIZE)] * 2, (HEADS,))
+    for backend in ("triton", "torch"):
+        gradients = []
+        for trained in (True, False):
+            q, k, v, sinks = (x.detach().requires_grad_() for x in inputs)
+            out = attention(
+                q, k, v, packed, sinks=sinks.requires_grad_(trained), window=16, backend=backend
+            )
+            out.square().sum().backward()
+            assert (sinks.grad is not None) == trained
+            gradients.append((q.grad, k.grad, v.grad))
+        for with_sinks, without in zip(*gradients, strict=True):
+            assert torch.equal(with_sinks, without)
+
+
 def test_a_tree_along_its_paths(launched):
     """Values, and gradients that sum over the branches of a prefix."""
     packed = PackedSequence.from_tree([37, 5, 40, 1, 9], [None, 0, 0, 2, None])
