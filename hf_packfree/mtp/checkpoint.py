@@ -1,5 +1,5 @@
-"""The head's tensors in a checkpoint: which there are, in which layout, reading those alone, and
-writing them so again.
+"""The head's tensors in a checkpoint: find them and their layout, read them alone, write them in
+the same layout.
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ def save_as_read(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _experts_written(*, apart: bool) -> Iterator[None]:
-    """Let transformers, which writes all experts as it read most of them, leave the head's to us
-    while the block runs.
+    """Keep transformers, in the block, from writing the head's experts in the layout of the
+    model's.
     """
     library: Any = modeling_utils
     # the one place that knows every tensor before files are made

@@ -1,5 +1,5 @@
-"""Checkpoints as files: whether their head is what the configuration promises, and giving one
-back where it was lost.
+"""Checkpoints as files: check that their head is what the configuration says, and copy one back
+where it was lost.
 """
 
 from __future__ import annotations

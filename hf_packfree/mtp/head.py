@@ -68,8 +68,7 @@ class MTPHead(nn.Module):
         depth: int = 1,
         **of_layers: Any,
     ) -> tuple[Tensor, ...]:
-        """Run `depth` steps on a row; where a document has no token to embed any more, zeros stand
-        for it.
+        """Run `depth` steps on a row; past the end of a document, embeddings are zeros.
 
         Args:
             hidden: [1, T, D_model], the text model's output after its final norm.

@@ -238,8 +238,7 @@ def _record_of(trunk: Any, arguments: dict[str, Any]) -> PackedSequence | None:
 
 
 def _targets(given: dict[str, Any], row: PackedSequence, depth: int) -> tuple[Tensor, Any]:
-    """Return what the main loss wants every token of the row to predict, int64 [1, T], and the
-    count that it is divided by.
+    """Return the main loss's targets of the row, int64 [1, T], and the count that it is divided by.
 
     Of a shard [1, t + depth], and the count of the whole row.
     """
@@ -264,8 +263,8 @@ def _targets(given: dict[str, Any], row: PackedSequence, depth: int) -> tuple[Te
 
 
 def _with_loss(output: Any, total: Tensor, items: Any) -> Any:
-    """Return the model's output with the head's summed loss in its main loss, and in what a
-    trainer makes that of.
+    """Return the model's output with the head's summed loss added to its loss, or carried by the
+    log probabilities from which TRL computes its own.
     """
     if isinstance(output, tuple):
         return (output[0] + total.to(output[0].device) / items, *output[1:])

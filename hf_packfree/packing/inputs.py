@@ -1,6 +1,4 @@
-"""From whatever input format the caller has to one record: every format is parsed, and all must
-agree.
-"""
+"""Read one record from the input formats that a caller gives: all are parsed, and must agree."""
 
 from __future__ import annotations
 

@@ -76,8 +76,8 @@ _prepared: WeakSet[nn.Module] = WeakSet()
 
 
 def leave_rows_whole(model: nn.Module) -> None:
-    """Let accelerate prepare models that cut their rows themselves, without cutting them too;
-    others as before.
+    """Keep accelerate from cutting the rows of models that cut them themselves; other models are
+    prepared as before.
 
     `cut_rows_again` undoes it; an accelerator that has prepared such a model goes on to leave that
     model's rows whole.

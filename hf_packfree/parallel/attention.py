@@ -77,8 +77,8 @@ def attend_by_keys(
 def attend_by_row(
     q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, **options: Any
 ) -> Tensor:
-    """Attend by what takes less time in this row, the same on all ranks: with short documents there
-    are few keys to gather, but still all heads to exchange.
+    """Attend by keys or by heads, whichever takes less time in this row, the same on all ranks:
+    with short documents there are few keys to gather, but still all heads to exchange.
 
     Args and returns: as of `attend_by_heads`.
     """

@@ -1,5 +1,5 @@
-"""What ranks pay for each way to share a layer, by which "auto" chooses: its forward and backward
-pass in bf16, beyond what one GPU's work divided by the ranks would take.
+"""The cost of each way to share a layer among ranks, by which "auto" chooses: of its forward and
+backward pass in bf16, beyond what one GPU's work divided by the ranks would take.
 
 Shapes: t tokens a rank, W ranks. Of Gated DeltaNet: H key heads, HV value heads, K and V their
 sizes; of attention: H query heads, HK key heads, D their size.

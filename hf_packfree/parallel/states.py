@@ -206,9 +206,7 @@ class _Rule(Function):
 
 
 class _Turn(NamedTuple):
-    """Some documents of a shard that are walked at once: their tokens, which documents they are,
-    and their segments.
-    """
+    """Documents of a shard that are scanned in one call: their tokens, numbers and segments."""
 
     tokens: slice
     documents: slice
@@ -220,8 +218,8 @@ class _Turn(NamedTuple):
 
 
 def _turns(packed: PackedSequence, segments: Segments, waiting: int | None) -> list[_Turn]:
-    """Return all documents in turns: the last one is that of the document, 0 or -1, that waits for
-    its state.
+    """Return the documents grouped into calls; in the last one is the document, 0 or -1, that waits
+    for its state from another rank.
 
     On a GPU there is one turn, whoever waits: documents are walked side by side there, so that two
     turns would take up to twice the time of one, and joining what they return more than the
@@ -275,8 +273,8 @@ def _states(state: Tensor, packed: PackedSequence, document: int) -> Tensor:
 def _through(
     transition: Tensor | None, addend: Tensor, packed: PackedSequence, *, reverse: bool = False
 ) -> Tensor:
-    """Return what the segments of one document leave of a state of zero, or in reverse of a
-    gradient of zero, [HV, K, V].
+    """Return the final state of one document's segments from an initial state of zero, or in
+    reverse the initial state's gradient from a final one of zero, [HV, K, V].
     """
     if transition is None or len(addend) == 1:
         return addend[0]

@@ -1,5 +1,5 @@
-"""One training run: what counts packed batches and verifies the first, on the model during steps
-alone.
+"""One training run: counts packed batches and verifies the first, with hooks that are on the model
+only during steps.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ class TreeDocuments(TextDocuments):
 
 
 class MediaDocuments(TextDocuments):
-    """The same with media in those that are long enough, packed by an indexed `attention_mask` [1,
+    """Documents with media where they are long enough, packed by an indexed `attention_mask` [1,
     T], positions left out.
 
     Args:

@@ -147,8 +147,8 @@ class Probe:
         return ranks.whole(output.detach()), summed, *self._cross_gradient(ranks)
 
     def _cross_gradient(self, ranks: Ranks) -> tuple[float, float | None]:
-        """Of the last document to others' embeddings; of every second one to others' pixels and
-        audio. In a tree also to what it shares.
+        """Return the gradients of the last document to others' embeddings, and of every second one
+        to others' pixels and audio; in a tree also to the prefix that it shares.
         """
         inputs = self.documents.packed()
         features = {
