@@ -169,7 +169,7 @@ def test_without_labels_without_gradients_and_in_evaluation_too(name, training):
     (batch, where), model = packed() if name == "packed" else padded(name), apply_patches(tiny())
     options = {"temperature": 0.7, "entropy": True}
     model.train(training)
-    wanted = one_by_one(tiny(), batch, where, torch.full((3, 1), 0.7))
+    wanted = one_by_one(tiny(), batch, where, torch.full((len(batch["input_ids"]), 1), 0.7))
     for labels in (True, False):
         logits, found = lazily(model, batch, where, labels=labels, **options)
         with torch.no_grad():
@@ -183,7 +183,7 @@ def test_without_labels_without_gradients_and_in_evaluation_too(name, training):
     (torch.stack([found.log_probs, found.entropy]) * weight).sum().backward()
     got = gradients(model)
     stock = tiny()
-    again = one_by_one(stock, batch, where, torch.full((3, 1), 0.7))
+    again = one_by_one(stock, batch, where, torch.full((len(batch["input_ids"]), 1), 0.7))
     (torch.stack(again) * weight).sum().backward()
     want = gradients(stock)
     assert max(relative_rms(got[key], want[key]) for key in want) <= GRADIENT_TOL
