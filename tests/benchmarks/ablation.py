@@ -25,7 +25,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from hf_packfree.models.state import Kernels, PatchState
+from hf_packfree.models.state import Kernels, find_state
 from hf_packfree.ops import launch
 from hf_packfree.ops.fused import layers as fused_layers
 from hf_packfree.ops.fused import low_rank, mixed
@@ -63,11 +63,8 @@ def _fast_path(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _attention(model: nn.Module) -> Iterator[None]:
     """Torch's varlen attention instead of ours."""
-    state = next(
-        found
-        for part in model.modules()
-        if isinstance(found := vars(part).get("packfree"), PatchState)
-    )
+    state = find_state(model)
+    assert state is not None
     other = replace(state, cuda_half=Kernels({**state.cuda_half, "attention": "varlen"}))
     ours = [part for part in model.modules() if vars(part).get("packfree") is state]
     for part in ours:
@@ -155,10 +152,10 @@ def workloads(tiny: bool) -> Iterator[Work]:
     for size in (500, 64):
         few = Load(tuple(fixed_lengths(4096, size)))
         yield Work(f"2b-8layers-4k, documents of {size}", 8, few, both)
-    many, mixed = (*fixed_lengths(TOKENS, 8000),), (*[1000] * 16, 16000)
+    many, uneven = (*fixed_lengths(TOKENS, 8000),), (*[1000] * 16, 16000)
     yield Work("2b-8layers-32k, documents of 8000", 8, Load(many, "record"), GPU)
     name = "2b-8layers-32k, documents of 1000 and one of 16000"
-    yield Work(name, 8, Load(mixed, "record"), GPU)
+    yield Work(name, 8, Load(uneven, "record"), GPU)
 
 
 def main() -> None:

@@ -176,22 +176,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="write tables and plot into this checkout's pages",
     )
     options = parser.parse_args(arguments)
-    # which have these functions below them
-    from tests.benchmarks import (
-        family_report,
-        host_report,
-        log_prob_report,
-        prefix_report,
-        short_report,
-    )
+    from tests.benchmarks import short_report
 
     path = options.result or newest(RESULTS)
-    found = tables(path, options.ablation or ablations())
-    found |= family_report.tables(family_report.newest())
-    found |= short_report.tables()
-    found |= host_report.tables(host_report.newest())
-    found |= prefix_report.tables(prefix_report.newest())
-    found |= log_prob_report.tables(log_prob_report.newest())
+    found = every_table(path, options.ablation or ablations())
     if options.write is None:
         print("\n".join(found.values()))
         return
@@ -204,6 +192,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def ablations() -> list[Path]:
     """Return the results of `tests.benchmarks.ablation`, the newest first."""
     return sorted(RESULTS.glob("*-ablation.jsonl"), reverse=True)
+
+
+def every_table(path: Path, ablated: Sequence[Path]) -> dict[tuple[str, str], str]:
+    """Return `tables` and those of the modules that make others, of their newest results."""
+    # which have the functions of this one below them
+    from tests.benchmarks import (
+        family_report,
+        host_report,
+        log_prob_report,
+        prefix_report,
+        short_report,
+    )
+
+    found = tables(path, ablated) | short_report.tables()
+    for module in (family_report, host_report, prefix_report, log_prob_report):
+        found |= module.tables(module.newest())
+    return found
 
 
 def tables(path: Path, ablated: Sequence[Path]) -> dict[tuple[str, str], str]:

@@ -5,7 +5,6 @@ from the results in results/short.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +41,10 @@ def read(path: Path) -> tuple[dict[str, Any], Rows]:
     return about, rows
 
 
-def tables(paths: Sequence[Path] = ()) -> dict[tuple[str, str], str]:
+def tables() -> dict[tuple[str, str], str]:
     """Return {(page, mark): what the page has to hold there}, as `report.tables` does."""
     image = f"![Time of a step over its tokens]({Path(PLOT).name})\n"
-    return {MARK: "\n".join((image, *map(table, paths or results())))}
+    return {MARK: "\n".join((image, *map(table, results())))}
 
 
 def table(path: Path) -> str:

@@ -8,13 +8,8 @@ import re
 import pytest
 
 from tests.benchmarks import (
-    family_report,
-    host_report,
-    log_prob_report,
-    prefix_report,
     report,
     run_all,
-    short_report,
 )
 
 RESULT = {
@@ -294,11 +289,7 @@ def test_an_ablation_is_a_table_of_ratios(results):
 def test_the_pages_get_the_newest_result(tmp_path, results):
     (tmp_path / "2026-01-01-gpu.json").write_text(json.dumps(RESULT))
     assert report.newest(tmp_path) == results[0]
-    found = report.tables(results[0], [results[1]]) | family_report.tables(family_report.newest())
-    found |= short_report.tables()
-    found |= host_report.tables(host_report.newest())
-    found |= prefix_report.tables(prefix_report.newest())
-    found |= log_prob_report.tables(log_prob_report.newest())
+    found = report.every_table(results[0], [results[1]])
     wanted = dict[str, str]()
     for (page, mark), text in found.items():
         (tmp_path / page).parent.mkdir(exist_ok=True)

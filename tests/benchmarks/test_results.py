@@ -11,12 +11,7 @@ import pytest
 
 from tests.benchmarks import (
     context_parallel_report,
-    family_report,
-    host_report,
-    log_prob_report,
-    prefix_report,
     report,
-    short_report,
 )
 from tests.benchmarks.timing import read_lines
 
@@ -27,11 +22,7 @@ RESULTS = sorted(report.RESULTS.rglob("*.json"))
 
 def test_the_pages_hold_the_tables_of_the_newest_results():
     """If not: python -m tests.benchmarks.report --write."""
-    found = report.tables(NEWEST, ABLATED) | family_report.tables(family_report.newest())
-    found |= short_report.tables()
-    found |= host_report.tables(host_report.newest())
-    found |= prefix_report.tables(prefix_report.newest())
-    found |= log_prob_report.tables(log_prob_report.newest())
+    found = report.every_table(NEWEST, ABLATED)
     for (page, mark), text in found.items():
         held = (report.ROOT / page).read_text()
         assert held == report.put_in(held, mark, text), page
