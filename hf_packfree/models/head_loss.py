@@ -32,11 +32,29 @@ _UPSTREAM = signature(ForCausalLMLoss)
 _FSDP = "torch.distributed.fsdp."
 
 
-class HeadOfCall:
-    """A head as upstream's forward sees it during one call.
+class OfCall:
+    """A head as upstream's forward sees it during one call: whatever is asked of it or set on it is
+    the head's, but for what lies in `vars` of this one.
+    """
 
-    Whatever is asked of it or set on it is the head's, but for the last layer, where logits may
-    wait, and the loss.
+    def __init__(self, head: Any) -> None:
+        vars(self)["_head"] = head
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_head"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(vars(self)["_head"], name, value)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The head's, by which `isinstance` and `super()` go."""
+        found: type = vars(self)["_head"].__class__
+        return found
+
+
+class HeadOfCall(OfCall):
+    """A head during one call, but for the last layer, where logits may wait, and the loss.
 
     Args:
         head: patched.
@@ -44,9 +62,8 @@ class HeadOfCall:
     """
 
     def __init__(self, head: Any, of_loss: dict[str, Any]) -> None:
-        own = vars(self)
-        own["_head"] = head
-        own["loss_function"] = LossOfCall(head._loss(), of_loss)
+        super().__init__(head)
+        vars(self)["loss_function"] = LossOfCall(head._loss(), of_loss)
 
     def defer_logits(self, row: dict[str, Any], ignored: int) -> None:
         """Let logits wait until something reads them, where nothing speaks against it.
@@ -71,17 +88,6 @@ class HeadOfCall:
             vars(self)[name] = deferred = DeferredLayer(head, name)
             self.loss_function.deferred = deferred
             self.loss_function.targets = targets, ignored, counted
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["_head"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(vars(self)["_head"], name, value)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        """The head's, by which `isinstance` and `super()` go."""
-        return type(vars(self)["_head"])
 
 
 class DeferredLayer:

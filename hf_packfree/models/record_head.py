@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from hf_packfree.models.head_loss import OfCall
 from hf_packfree.models.heads import PackedHead
 
 
@@ -20,21 +21,13 @@ def _run(upstream: Any, head: Any, **arguments: Any) -> Any:
     return upstream(head if record is None else HeadWithRecord(head, record), **arguments)
 
 
-class HeadWithRecord:
-    """A head as upstream's forward sees it during one call: itself, but for its model, which gets
-    the record, too.
-    """
+class HeadWithRecord(OfCall):
+    """A head during one call, but for its model, which gets the record, too."""
 
     def __init__(self, head: Any, record: Any) -> None:
+        super().__init__(head)
         prefix = head.base_model_prefix
-        vars(self)["_head"] = head
         vars(self)[prefix] = partial(getattr(head, prefix), packed_sequence=record)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["_head"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(vars(self)["_head"], name, value)
 
 
 __all__ = ["RecordHead"]

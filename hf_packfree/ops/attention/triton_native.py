@@ -33,6 +33,9 @@ _INNER_BLOCK = {"fwd": 64, "bwd_dq": 32, "bwd_dkdv": 32}
 _STAGES = {"fwd": 2, "bwd_dq": 3, "bwd_dkdv": 1, "bwd_dk": 3, "bwd_dv": 3}
 _WARPS = 8
 
+# the kernels work in powers of two
+_LOG2_E = math.log2(math.e)
+
 
 def unusable(target: Target) -> str | None:
     """Return why these kernels cannot run at `target`, or None."""
@@ -118,8 +121,8 @@ class _Attention(Function):
         out = q.new_empty(q.shape)
         lse = q.new_empty(q.shape[2], q.shape[1], dtype=torch.float32)
         blocks, heads = packed.cached(plan_blocks, False), _heads(q, k, window)
-        scores = None if sinks is None else sinks.float() * math.log2(math.e)
-        sizes = q.shape[1], *(x.stride(1) for x in (q, k, v)), scale * math.log2(math.e)
+        scores = None if sinks is None else sinks.float() * _LOG2_E
+        sizes = q.shape[1], *(x.stride(1) for x in (q, k, v)), scale * _LOG2_E
         launch(
             attn_fwd,
             (blocks.shape[0], q.shape[2]),
@@ -153,7 +156,7 @@ class _Attention(Function):
         tokens, strides, scale = (
             q.shape[1],
             [x.stride(1) for x in (q, k, v)],
-            ctx.scale * math.log2(math.e),
+            ctx.scale * _LOG2_E,
         )
         # computes delta, so it comes first
         launch(
@@ -202,7 +205,7 @@ class _Attention(Function):
 
 def _gradient_of_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """Return d_sinks [H]: a key of value zero, whose weight is exp(sink - lse)."""
-    weights = torch.exp2(sinks.float()[:, None] * math.log2(math.e) - lse)
+    weights = torch.exp2(sinks.float()[:, None] * _LOG2_E - lse)
     return -(weights * delta).sum(1).to(sinks.dtype)
 
 
