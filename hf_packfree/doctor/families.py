@@ -77,7 +77,7 @@ SERVED = (
     Served("gemma4_text", "the text models of google/gemma-4-e2b-it and others", _TEXT, ("text",)),
     Served("deepseek_v3", "deepseek-ai/DeepSeek-V3, -V3.1, -R1", _TEXT, ("text",)),
     Served("glm4_moe_lite", "zai-org/GLM-4.7-Flash", _TEXT, ("text",)),
-    Served("granitemoe_swa", "none published yet", _TEXT, ("text",)),
+    Served("granitemoe_swa", "ibm-granite/granite-swash-3b-a600m", _TEXT, ("text",)),
     Served("kimi_linear", "moonshotai/Kimi-Linear-48B-A3B", _TEXT, ("text",)),
     Served("bailing_hybrid", "inclusionAI/Ling-3.0-Flash", _TEXT, ("text",)),
     Served("lfm2", "LiquidAI/LFM2-350M, -700M, -1.2B, -2.6B", _TEXT, ("text",)),
