@@ -28,6 +28,37 @@ class Row:
         self.done = False
 
 
+class Pool:
+    """Memory that graphs share which never run at once.
+
+    What one capture frees is there for the next, if both are captured on the same stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.handle = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(device)
+
+
+class _Address:
+    """Bytes on a GPU, in the words of Numba's CUDA array interface."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (storage.nbytes(),),
+            "typestr": "|u1",
+            "data": (storage.data_ptr(), False),
+            "version": 3,
+        }
+
+
+def borrowed(x: Tensor | None) -> Tensor | None:
+    """Return a tensor of the same memory that does not own it: later captures of its pool may."""
+    if x is None:
+        return None
+    memory = torch.as_tensor(_Address(x.untyped_storage()), device=x.device)
+    return memory.view(x.dtype).as_strided(x.shape, x.stride(), x.storage_offset())
+
+
 class Graph:
     """A function of some tensors, and of parameters that it reads by itself, as graphs.
 
@@ -35,11 +66,11 @@ class Graph:
         body: returns one tensor of the given ones.
         inputs: what it is given, whose sizes stay; copied.
         parameters: what else has gradients.
-        pool: of memory, which graphs share that never run at once.
+        pool: which graphs share that never run at once.
     """
 
     def __init__(
-        self, body: Body, inputs: Sequence[Tensor], parameters: Sequence[Tensor], pool: Any
+        self, body: Body, inputs: Sequence[Tensor], parameters: Sequence[Tensor], pool: Pool
     ) -> None:
         self.inputs = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in inputs)
         self.parameters = tuple(parameters)
@@ -47,27 +78,28 @@ class Graph:
         with torch.cuda.device_of(self.inputs[0]):
             self._capture(body, pool)
 
-    def _capture(self, body: Body, pool: Any) -> None:
+    def _capture(self, body: Body, pool: Pool) -> None:
         wanted = [x for x in self.inputs if x.requires_grad] + [*self.parameters]
         before = torch.cuda.current_stream()
-        side = torch.cuda.Stream()
-        side.wait_stream(before)
-        with torch.cuda.stream(side):
+        pool.stream.wait_stream(before)
+        with torch.cuda.stream(pool.stream):
             for _ in range(WARM_UP):
                 out = body(*self.inputs)
                 torch.autograd.grad(out, wanted, torch.zeros_like(out), allow_unused=True)
             del out
-        before.wait_stream(side)
+        before.wait_stream(pool.stream)
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         # other threads pin memory for the next batches meanwhile
-        options: Any = {"pool": pool, "stream": side, "capture_error_mode": "thread_local"}
+        options: Any = {"pool": pool.handle, "stream": pool.stream}
+        options["capture_error_mode"] = "thread_local"
         with torch.cuda.graph(self._forward, **options):
             out = body(*self.inputs)
         self.d_out = torch.zeros_like(out)
         with torch.cuda.graph(self._backward, **options):
             grads = torch.autograd.grad(out, wanted, self.d_out, allow_unused=True)
-        self.out = out.detach()
-        left = iter(grads)
+        # copied as soon as they are written: other graphs may use the memory in between
+        self.out = borrowed(out)
+        left = map(borrowed, grads)
         self.grads = [next(left) if x.requires_grad else None for x in self.inputs] + [*left]
 
     @property

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_packfree.graphs.bucket import Bucket, bucket_of, in_bucket, lengthened
-from hf_packfree.graphs.capture import Graph
+from hf_packfree.graphs.capture import Graph, Pool
 from hf_packfree.graphs.plans import CapturedSequence, NotCapturable, OtherPlan
 from hf_packfree.graphs.settings import Settings, why_not
 from hf_packfree.packing import PackedSequence
@@ -64,7 +64,7 @@ class Runner:
     _given_up: dict[Any, str] = field(default_factory=dict)
     _settings: Settings | None = None
     _why_not: str | None = None
-    _pool: Any = None
+    _pool: Pool | None = None
     _looked_for: weakref.ref[Tensor] | None = None
     _changes: int = 0
     _longest: int = 0
@@ -168,8 +168,10 @@ class Runner:
             return "the backward pass of a row before is still to come"
         while len(self.graphs) >= MOST:
             self.graphs.pop(next(iter(self.graphs)))
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+        # memory of shorter rows serves no longer one: the longest is captured first, others again
+        if self._pool is None or all(other[0].tokens < key[0].tokens for other in self.graphs):
+            self.graphs.clear()
+            self._pool = Pool(inputs[0].device)
         try:
             graph = Graph(
                 lambda embeddings, positions: layers(embeddings, positions, packed),

@@ -54,8 +54,8 @@ PARTS = (
         *("--ways", "state", "--runs", "1"),
     ),
     Part("gradients", "context_parallel", ("--gradients", "--ways", "state"), 130, resumes=False),
-    Part("curves", "context_parallel_curves", (), 110),
-    Part("trainer", "context_parallel_trainer", (), 120),
+    Part("curves", "context_parallel_curves", (), 200),
+    Part("trainer", "context_parallel_trainer", (), 240),
     # FLA's exchanges compile kernels of their own
     _rows("fla", f"^{MEASURED}(2b|9b)-64k-cp2 8k.*fla", 120, "--ways", "fla"),
     _rows("kinds", f"^{MEASURED}2b-(64k-lora|64k-mtp|vl-44k)-cp", 120, "--ways", "state"),

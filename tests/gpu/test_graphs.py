@@ -183,6 +183,26 @@ def test_two_rows_before_a_backward(record):
         loss.backward()
 
 
+def test_buckets_share_memory(record):
+    """What graphs of four buckets keep is little more than what the longest one's keeps alone."""
+    longest = (1500, 1500, 1500)
+    others = (200, 313), (1000, 1048), (1500, 1500)
+
+    def kept(*rows):
+        torch.cuda.empty_cache()
+        before, model = torch.cuda.memory_reserved(), model_of()
+        for lengths in rows:
+            for _ in range(3):
+                step(model, lengths)
+        assert len(runner_of(model).graphs) == 1 + len(others) * (len(rows) > 1)
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved() - before
+
+    # what libraries take once
+    kept(longest)
+    record("memory of four buckets", kept(*others, longest, *others) / kept(longest), 1.15)
+
+
 def test_evaluation_checkpointing_and_hooks_run_without():
     """Each says so in the report."""
     model = model_of()

@@ -55,7 +55,7 @@ def _become(self, packed):
 def on_a_cpu(monkeypatch):
     """Let graphs be captured here, of rows without empty documents, which PyTorch's layers lack."""
     monkeypatch.setattr(runner, "Graph", Again)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(runner, "Pool", lambda device: object())
     monkeypatch.setattr(plans.CapturedSequence, "become", _become)
     monkeypatch.setattr(runner, "why_not", lambda module: None)
     monkeypatch.setattr(of_models, "_is_training_step", lambda trunk, row: trunk.training)
@@ -176,6 +176,24 @@ def test_an_optimizer_s_step_changes_no_setting(model):
     optimizer.step()
     optimizer.zero_grad()
     assert settings.hold(model.base_model)
+
+
+def test_a_longer_row_is_captured_first_and_shorter_ones_again(model):
+    """Memory of a shorter row's graph serves no longer one."""
+    short, long, between = (20, 9), (90, 30), (50, 20)
+    for lengths in (short, short, long):
+        hidden(model, lengths).sum().backward()
+    graphs, pool = of(model), of(model)._pool
+    assert [key[0].tokens for key in graphs.graphs] == [32] and graphs.replayed == 1
+    hidden(model, long).sum().backward()
+    assert [key[0].tokens for key in graphs.graphs] == [128] and graphs._pool is not pool
+    # which were seen often enough
+    pool = graphs._pool
+    hidden(model, short).sum().backward()
+    for _ in range(2):
+        hidden(model, between).sum().backward()
+    assert [key[0].tokens for key in graphs.graphs] == [128, 32, 80] and graphs._pool is pool
+    assert graphs.replayed == 4
 
 
 def test_what_cannot_be_captured_is_named(model):
