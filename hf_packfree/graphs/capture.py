@@ -51,10 +51,8 @@ class _Address:
         }
 
 
-def borrowed(x: Tensor | None) -> Tensor | None:
+def borrowed(x: Tensor) -> Tensor:
     """Return a tensor of the same memory that does not own it: later captures of its pool may."""
-    if x is None:
-        return None
     memory = torch.as_tensor(_Address(x.untyped_storage()), device=x.device)
     return memory.view(x.dtype).as_strided(x.shape, x.stride(), x.storage_offset())
 
@@ -99,7 +97,7 @@ class Graph:
             grads = torch.autograd.grad(out, wanted, self.d_out, allow_unused=True)
         # copied as soon as they are written: other graphs may use the memory in between
         self.out = borrowed(out)
-        left = map(borrowed, grads)
+        left = iter([None if grad is None else borrowed(grad) for grad in grads])
         self.grads = [next(left) if x.requires_grad else None for x in self.inputs] + [*left]
 
     @property

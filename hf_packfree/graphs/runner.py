@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hf_packfree.graphs.bucket import Bucket, bucket_of, in_bucket, lengthened

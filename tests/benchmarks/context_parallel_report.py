@@ -204,11 +204,9 @@ def curves(path: Path) -> str:
         return ""
     one = rows.pop("one GPU")
     steps = len(one)
-    apart = {
-        name: [abs(a - b) / 1e6 for a, b in zip(losses, one)] for name, losses in rows.items()
-    }
+    apart = {name: [abs(a - b) / 1e6 for a, b in zip(losses, one)] for name, losses in rows.items()}
     said = "; ".join(
-        f"{name} {fmean(each):.4f}, {max(each):.2f} at most" for name, each in apart.items()
+        f"{name} {fmean(each):.4f}, {max(each):.4f} at most" for name, each in apart.items()
     )
     return (
         f"![Losses of {steps} steps on one GPU and on two, and their difference]"

@@ -1,10 +1,11 @@
 """The tables of families beside Qwen's, which `tests.benchmarks.report` writes with its own, from the
-newest result in results/families; a line in their place where there is none yet.
+newest result of each machine in results/families; a line in their place where there is none yet.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -35,23 +36,28 @@ BESIDE = {
 Rows = dict[str, dict[str, Any]]
 
 
-def newest(folder: Path = FOLDER) -> Path | None:
-    """Return the result with the latest date in its name, or None."""
-    return max(folder.glob("*.json"), default=None)
+def newest_of_each(folder: Path = FOLDER) -> list[Path]:
+    """Return the newest result of each machine."""
+    return report.newest_of_each(folder)
 
 
-def tables(path: Path | None) -> dict[tuple[str, str], str]:
+def tables(paths: Sequence[Path]) -> dict[tuple[str, str], str]:
     """Return {(page, mark): what the page has to hold there}, as `report.tables` does."""
     pages = ("docs/performance.md", MARK), ("docs/rows.md", MARK)
-    if path is None:
+    results = {path: json.loads(path.read_text()) for path in paths}
+    if not results:
         return dict.fromkeys(pages, MISSING)
-    result = json.loads(path.read_text())
-    made = (
-        f"{report.origin(result, result['rows'])}; every number is in "
-        f"`tests/benchmarks/results/families/{path.name}`.{_missing(result)}\n"
-    )
-    short = "\n".join(part for part in (made, beside(result), report.operations(result)) if part)
-    return dict(zip(pages, (short, f"{made}\n{every(result)}")))
+    made = {
+        path: f"{report.origin(result, result['rows'])}; every number is in "
+        f"`tests/benchmarks/results/families/{path.name}`.\n"
+        for path, result in results.items()
+    }
+    short, whole = [], []
+    for path, result in results.items():
+        short += [made[path], beside(result), report.operations(result)]
+        whole += [made[path], every(result)]
+    short.append(_missing([row for result in results.values() for row in result["rows"]]))
+    return dict(zip(pages, ("\n".join(filter(None, short)), "\n".join(whole))))
 
 
 def beside(result: dict[str, Any]) -> str:
@@ -80,15 +86,15 @@ def beside(result: dict[str, Any]) -> str:
     return "\n".join([lines[0], "|---" * (1 + sum(shown)) + "|", *lines[1:]]) + "\n"
 
 
-def _missing(result: dict[str, Any]) -> str:
+def _missing(rows: Sequence[dict[str, Any]]) -> str:
     """Name the families and the columns of which nothing was timed."""
-    timed = {row["workload"].split("-")[0] for row in result["rows"] if "ms" in row}
+    timed = {row["workload"].split("-")[0] for row in rows if "ms" in row}
     families = [row.title.split(" (")[0] for name, row in ROWS.items() if name not in timed]
-    ran = {row["variant"] for row in result["rows"] if "skipped" not in row}
+    ran = {row["variant"] for row in rows if "skipped" not in row}
     columns = [title for title, names in BESIDE.items() if ran.isdisjoint(names)]
     parts = (" and ".join(columns), " and ".join(families))
     said = "; ".join(filter(None, parts))
-    return f" Not timed yet: {said}; {TIMES}." if said else ""
+    return f"Not timed yet: {said}; {TIMES}.\n" if said else ""
 
 
 def _fastest(rows: Rows, names: tuple[str, ...]) -> dict[str, Any] | None:

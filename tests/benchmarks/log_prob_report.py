@@ -1,10 +1,10 @@
-"""The tables of docs/rl.md on log-probabilities and cross entropy, from the newest result in
-results/log-probs, which `tests.benchmarks.report` writes with its own.
+"""The tables of docs/rl.md on log-probabilities and cross entropy, from the newest result of each
+machine in results/log-probs, which `tests.benchmarks.report` writes with its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +35,17 @@ LOSSES = {
 }
 
 
-def newest(folder: Path = FOLDER) -> Path:
-    """Return the result with the latest date in its name."""
-    return report.newest(folder, "*.jsonl")
+def newest_of_each(folder: Path = FOLDER) -> list[Path]:
+    """Return the newest result of each machine."""
+    return report.newest_of_each(folder, "*.jsonl")
 
 
-def tables(path: Path) -> dict[tuple[str, str], str]:
+def tables(paths: Sequence[Path]) -> dict[tuple[str, str], str]:
     """Return {(page, mark): what the page has to hold there}, as `report.tables` does."""
+    return {(PAGE, MARK): "\n".join(map(_tables, paths))}
+
+
+def _tables(path: Path) -> str:
     about, *rows = read_lines(path)
     found = {(row["workload"], row["variant"]): row for row in rows}
     lines = [
@@ -52,7 +56,7 @@ def tables(path: Path) -> dict[tuple[str, str], str]:
         "",
         *_losses(found),
     ]
-    return {(PAGE, MARK): "\n".join(lines) + "\n"}
+    return "\n".join(lines) + "\n"
 
 
 Rows = dict[tuple[str, str], dict[str, Any]]

@@ -206,8 +206,10 @@ def every_table(path: Path, ablated: Sequence[Path]) -> dict[tuple[str, str], st
     )
 
     found = tables(path, ablated) | short_report.tables()
-    for module in (family_report, host_report, prefix_report, log_prob_report):
+    for module in (host_report, prefix_report):
         found |= module.tables(module.newest())
+    for module in (family_report, log_prob_report):
+        found |= module.tables(module.newest_of_each())
     return found
 
 
@@ -230,6 +232,13 @@ def tables(path: Path, ablated: Sequence[Path]) -> dict[tuple[str, str], str]:
         ("docs/performance.md", "ablation"): "\n".join(map(ablation, ablated)),
         ("docs/numerics.md", "gpu"): exactness(result),
     }
+
+
+def newest_of_each(folder: Path, pattern: str = "*.json") -> list[Path]:
+    """Return the newest result of each machine, the latest date first."""
+    date = len("2026-11-25-")
+    of_machines = {path.stem[date:]: path for path in sorted(folder.glob(pattern))}
+    return sorted(of_machines.values(), reverse=True)
 
 
 def newest(folder: Path, pattern: str = "*.json") -> Path:

@@ -169,8 +169,8 @@ def test_rows_have_names_and_titles():
 
 
 def test_tables_of_a_result_and_of_none(tmp_path):
-    assert family_report.newest(tmp_path) is None
-    assert set(family_report.tables(None).values()) == {family_report.MISSING}
+    assert family_report.newest_of_each(tmp_path) == []
+    assert set(family_report.tables([]).values()) == {family_report.MISSING}
 
     def row(variant, ms, kind="32k-packed", **more):
         return {
@@ -197,7 +197,7 @@ def test_tables_of_a_result_and_of_none(tmp_path):
     path = tmp_path / "2026-01-02-nvidia-test.json"
     made = {"machine": "NVIDIA Test", "date": "2026-01-02", "versions": {"torch": "2.11.0"}}
     path.write_text(json.dumps({**made, "rows": rows}))
-    short, every = family_report.tables(family_report.newest(tmp_path)).values()
+    short, every = family_report.tables([path]).values()
     assert "| 400 ms, 20 GiB (2.0 x), leaks | 300 ms, 20 GiB (1.5 x) | 200 ms, 20 GiB |" in short
     assert "| 250 ms, 20 GiB (2.5 x) | 100 ms, 20 GiB |" in short
     assert "| ssd | `torch` 9.00 ms, 20.00 GiB |" in short
@@ -206,6 +206,15 @@ def test_tables_of_a_result_and_of_none(tmp_path):
     # ours alone: no empty columns, and what is missing is named
     ours = [row for row in rows if row["variant"].startswith("packfree")]
     path.write_text(json.dumps({**made, "rows": ours}))
-    short, _ = family_report.tables(path).values()
+    short, _ = family_report.tables([path]).values()
     assert "\n| one step | packfree | packfree, padded |\n|---|---|---|\n| Granite" in short
     assert "yet: transformers alone and what is composed by hand; Llama 3.2 1B and LFM2" in short
+    # what another machine's newest result has is not missing
+    llama = [{**row, "workload": row["workload"].replace("granite4h", "llama")} for row in rows]
+    for name in ("2026-01-01-nvidia-other.json", "2026-01-03-nvidia-other.json"):
+        (tmp_path / name).write_text(json.dumps({**made, "rows": llama}))
+    paths = family_report.newest_of_each(tmp_path)
+    assert [found.name for found in paths] == ["2026-01-03-nvidia-other.json", path.name]
+    short, _ = family_report.tables(paths).values()
+    assert "Not timed yet: LFM2 1.2B and Nemotron" in short
+    assert all(f"families/{found.name}`" in short for found in paths)

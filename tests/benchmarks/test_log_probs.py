@@ -56,7 +56,7 @@ def test_the_newest_result_becomes_tables(tmp_path):
     ]
     path = tmp_path / "2026-01-02-nvidia-test.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in [about, *rows]))
-    (text,) = log_prob_report.tables(log_prob_report.newest(tmp_path)).values()
+    (text,) = log_prob_report.tables(log_prob_report.newest_of_each(tmp_path)).values()
     assert "Made on 2026-01-02 on one NVIDIA Test" in text and path.name in text
     assert "| packfree | 27.4 (2.0) |  |  |  |" in text
     assert "| TRL's chunked function |  |  |  | 27.4 (2.0) |" in text
