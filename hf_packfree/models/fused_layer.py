@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_packfree.models.adapters import room_beside
 from hf_packfree.models.base import Replacement, Sizes, size_of_norm
+from hf_packfree.models.lora import spare_columns_for
 from hf_packfree.models.plain_layers import adds_one, dtype_read, epsilon, swiglu_layers
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.fused import add_norm, swiglu_mlp
@@ -67,16 +67,22 @@ class FusedDecoderLayer(Replacement):
         """Return norm(x + branch) and x + branch; "torch" means upstream's module, or whatever has
         replaced it.
 
-        Rows of the norm leave room for the adapters of the `reader`.
+        Rows of the norm have spare columns for the adapters of the `reader`.
         """
         state = state_of(self)
         backend = state.kernels_for(x.device, x.dtype)["fused"]
         if backend != "torch" and adds_one(norm, self):
             names = reader.inputs if isinstance(reader, Replacement) else _MLP_INPUTS
             readers = [reader._modules.get(name) for name in names]
-            room = 0 if state.batch_invariant else room_beside(x, readers)
-            options: Any = {"dtype": dtype_read(x, readers), "room": room, "backend": backend}
-            return add_norm(x, branch, norm.weight, epsilon(norm), **options)
+            return add_norm(
+                x,
+                branch,
+                norm.weight,
+                epsilon(norm),
+                dtype=dtype_read(x, readers),
+                spare_columns=0 if state.batch_invariant else spare_columns_for(readers, x),
+                backend=backend,
+            )
         total = x if branch is None else x + branch
         return norm(total), total
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from hf_packfree.models.adapters import has_hooks
+from hf_packfree.models.linear_weights import has_hooks
 from hf_packfree.models.plain_layers import all_are_hooked, forward_of, is_hooked
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.loss import OP as LOSS

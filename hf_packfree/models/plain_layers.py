@@ -12,21 +12,19 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from hf_packfree.models.adapters import (
-    computed_in,
+from hf_packfree.models.linear_weights import (
+    cast_weight,
+    compute_dtype,
     has_hooks,
-    is_lora,
-    is_plain,
-    products_in,
-    read_lora,
+    is_untouched,
     read_weight,
     under_autocast,
     weight_alone,
 )
+from hf_packfree.models.lora import is_lora, read_lora
 from hf_packfree.models.state import PatchState
 from hf_packfree.ops.fused import projections
-from hf_packfree.ops.fused.low_rank import Layer, weight_of
-from hf_packfree.ops.fused.weights import Weight
+from hf_packfree.ops.fused.lora import Layer, weight_of
 
 _LIGERS = {
     ("liger_kernel.transformers.swiglu", f"{kind}.forward")
@@ -120,15 +118,14 @@ def plain_layers(x: Any, *layers: Any, adapters: bool = True) -> tuple[Layer, ..
     """
     if torch.compiler.is_compiling() or all_are_hooked():
         return None
-    dtype, found = computed_in(x), list[Layer]()
+    dtype, found = compute_dtype(x), list[Layer]()
     for layer in layers:
-        weight: Weight | None = weight_alone(layer)
-        adapted = weight is None and adapters and is_lora(layer)
-        if weight is None and adapters and not adapted:
-            weight = read_weight(layer, dtype)
-        read: Layer | None = None if weight is None else products_in(dtype, weight)
-        if adapted:
-            read = read_lora(layer, x)
+        read: Layer | None = None
+        weight = weight_alone(layer)
+        if weight is not None:
+            read = cast_weight(weight, dtype)
+        elif adapters:
+            read = read_lora(layer, x) if is_lora(layer) else read_weight(layer, dtype)
         if read is None or weight_of(read).dtype != dtype:
             return None
         found.append(read)
@@ -139,9 +136,21 @@ def dtype_read(x: Tensor, layers: Iterable[Any]) -> torch.dtype | None:
     """Return autocast's dtype if all of these layers round their input to it and only multiply
     it, else None.
     """
-    dtype = computed_in(x)
-    autocast = under_autocast(x.device)
-    return dtype if autocast and all(is_plain(layer, dtype) for layer in layers) else None
+    if not under_autocast(x.device):
+        return None
+    dtype = compute_dtype(x)
+    return dtype if all(_only_multiplies(layer, dtype) for layer in layers) else None
+
+
+def _only_multiplies(layer: Any, dtype: torch.dtype) -> bool:
+    """Whether the layer reads x in `dtype` and only multiplies it by weights; it may have LoRA and
+    a bias.
+    """
+    if type(layer) is nn.Linear:
+        return type(layer.weight) is nn.Parameter and is_untouched(vars(layer))
+    if is_lora(layer):
+        return _only_multiplies(layer.base_layer, dtype)
+    return read_weight(layer, dtype) is not None
 
 
 def patch_weights(conv: Any, patches: Tensor) -> tuple[Tensor, Tensor | None] | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_packfree.models.adapters import computed_in
+from hf_packfree.models.linear_weights import compute_dtype
 from hf_packfree.models.plain_layers import plain_layers, project
 from hf_packfree.models.state import PatchState
 
@@ -66,7 +66,7 @@ def linear_with_recompute(
             `recompute_saved`.
         state: the module's, for a linear layer that is called by itself.
     """
-    fused = fused and x.dtype == computed_in(x)
+    fused = fused and x.dtype == compute_dtype(x)
     layers = plain_layers(x, layer, adapters=not state.batch_invariant) if fused else None
     if layers is not None:
         return compute(projection=layers[0])

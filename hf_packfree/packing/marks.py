@@ -98,12 +98,12 @@ NORM: Mark[tuple[int, Any]] = Mark("packfree_norm")
 compute it again instead of keeping it. The layer's forward, which hands it on, is upstream's.
 """
 
-ROOM: Mark[int] = Mark("packfree_room")
+SPARE_COLUMNS: Mark[int] = Mark("packfree_spare_columns")
 """On a layer's output: how many columns its backward pass appends to the output's gradient, which
 the next norm allocates.
 """
 
-WIDER: Mark[Tensor] = Mark("packfree_wider")
+PADDED: Mark[Tensor] = Mark("packfree_padded")
 """On such a gradient: the tensor [..., D + columns] whose first columns it is, since autograd hands
 on one tensor.
 """

@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from hf_packfree._version import __version__
-from hf_packfree.models.adapters import is_lora, kind_called
 from hf_packfree.models.head_loss import why_logits_are_made
+from hf_packfree.models.lora import is_lora
 from hf_packfree.models.options import Padded, Unpacked
 from hf_packfree.models.state import Kernels, PatchState, find_state
+from hf_packfree.models.unfused import unfused_kind
 from hf_packfree.ops.backend import installed
 from hf_packfree.ops.table import OPS
 from hf_packfree.patching.family import Family
@@ -226,8 +227,8 @@ def _called(model: nn.Module, family: Family, state: PatchState) -> dict[str, in
 
 
 def _kind(module: Any, x: torch.Tensor, *, adapters: bool) -> str | None:
-    """What `kind_called` says, and whether autocast, which a Trainer turns on later, changes it."""
-    kind, device = kind_called(module, x, adapters=adapters), x.device.type
+    """What `unfused_kind` says, and whether autocast, which a Trainer turns on, changes it."""
+    kind, device = unfused_kind(module, x, adapters=adapters), x.device.type
     if kind is None or not torch.amp.is_autocast_available(device):
         return kind
     before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
@@ -235,7 +236,7 @@ def _kind(module: Any, x: torch.Tensor, *, adapters: bool) -> str | None:
     torch.set_autocast_enabled(device, True)
     torch.set_autocast_dtype(device, torch.bfloat16)
     try:
-        fused = kind_called(module, x, adapters=adapters) is None
+        fused = unfused_kind(module, x, adapters=adapters) is None
     finally:
         torch.set_autocast_enabled(device, before[0])
         torch.set_autocast_dtype(device, before[1])

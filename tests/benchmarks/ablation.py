@@ -27,8 +27,7 @@ from torch import nn
 
 from hf_packfree.models.state import Kernels, find_state
 from hf_packfree.ops import launch
-from hf_packfree.ops.fused import layers as fused_layers
-from hf_packfree.ops.fused import low_rank, mixed
+from hf_packfree.ops.fused import joined_linear, lora
 from hf_packfree.packing import inputs
 from tests.benchmarks.batches import Load, step_of
 from tests.benchmarks.machine import machine
@@ -77,11 +76,9 @@ def _attention(model: nn.Module) -> Iterator[None]:
 
 
 def _spare_columns(model: nn.Module) -> AbstractContextManager[Any]:
-    """What a layer with adapters reads is copied beside their inner products."""
-    beside = fused_layers._beside
-    return mock.patch.object(
-        fused_layers, "_beside", lambda x, inner, wider: beside(x, inner, None)
-    )
+    """What a layer with adapters reads is copied in front of their h."""
+    append_h = joined_linear._append_h
+    return mock.patch.object(joined_linear, "_append_h", lambda x, h, padded: append_h(x, h, None))
 
 
 @contextmanager
@@ -90,7 +87,7 @@ def _three_parts(model: nn.Module) -> Iterator[None]:
     allowed = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
-        with mock.patch.object(low_rank, "products_of", lambda x, dtype: mixed.Plain(dtype)):
+        with mock.patch.object(lora, "on_tensor_cores", lambda x: False):
             yield
     finally:
         torch.set_float32_matmul_precision(allowed)

@@ -208,7 +208,7 @@ def _adapters(
     """Both gradients that adapters read a layer's d_out [T, F] for, at once and as two products;
     GB/s of d_out read once.
     """
-    from hf_packfree.ops.fused import mixed
+    from hf_packfree.ops.fused.lora_products import gradients_at_once, products_for
 
     workload = (
         f"layer adapters' gradients {tokens} x {outputs} r{rank} "
@@ -217,16 +217,16 @@ def _adapters(
     if not any_wanted(results, workload, ("at once", "products")):
         return
     split = dtype == torch.float32
-    products: Any = mixed.Split() if split else mixed.Plain(dtype)
+    products = products_for(torch.bfloat16, dtype, tensor_cores=True)
     d_out = leaf(clock.device, tokens, outputs).detach()
-    up = torch.randn(outputs, rank, device=clock.device, dtype=dtype)
+    B = torch.randn(outputs, rank, device=clock.device, dtype=dtype)
     h = leaf(clock.device, tokens, products.parts * rank).detach()
     d_h = torch.empty_like(h)
     calls: dict[str, Call] = {
-        "at once": partial(mixed.gradients_at_once, d_out, up, h, d_h, 2.0, split=split),
+        "at once": partial(gradients_at_once, d_out, B, h, d_h, 2.0, split=split),
         "products": lambda: (
-            products.inner_gradient([d_out], [up], 2.0),
-            products.up_gradient(d_out, h, up),
+            products.d_h([d_out], [B], 2.0),
+            products.d_B(d_out, h, B),
         ),
     }
     for variant, call in calls.items():

@@ -11,7 +11,7 @@ import torch
 
 from hf_packfree import apply_patches, patch_report
 from hf_packfree.ops.fused import projections
-from hf_packfree.ops.fused.low_rank import Adapted, Adapter
+from hf_packfree.ops.fused.lora import Adapter, LoraLinear
 from tests.benchmarks.models import quantise
 from tests.gpu.checks import DEVICE, TRIAL, WIDTH, gpu
 from tests.gpu.small import NARROW, small
@@ -47,7 +47,7 @@ def leaf(*shape, dtype, scale):
 
 
 def results(x, layers, d_outs, backend):
-    leaves = [x, *(tensor for layer in layers for a in layer.adapters for tensor in (a.down, a.up))]
+    leaves = [x, *(tensor for layer in layers for a in layer.adapters for tensor in (a.A, a.B))]
     outs = projections(x, *layers, backend=backend)
     return [*outs, *torch.autograd.grad(outs, leaves, [d_out.to(x.dtype) for d_out in d_outs])]
 
@@ -58,19 +58,15 @@ def test_layers_are_no_farther_from_exact_than_pefts_formula(of_adapters, record
     x, dtype = leaf(1, TOKENS, WIDTH, dtype=torch.bfloat16, scale=1.0), DTYPES[of_adapters]
     layers = []
     for size in SIZES:
-        down = leaf(RANK, WIDTH, dtype=dtype, scale=WIDTH**-0.5)
-        up = leaf(size, RANK, dtype=dtype, scale=0.1)
-        layers.append(
-            Adapted(
-                leaf(size, WIDTH, dtype=x.dtype, scale=WIDTH**-0.5).detach(),
-                (Adapter(down, up, 2.0),),
-            )
-        )
+        A = leaf(RANK, WIDTH, dtype=dtype, scale=WIDTH**-0.5)
+        B = leaf(size, RANK, dtype=dtype, scale=0.1)
+        weight = leaf(size, WIDTH, dtype=x.dtype, scale=WIDTH**-0.5).detach()
+        layers.append(LoraLinear(weight, (Adapter(A, B, 2.0),)))
     d_outs = [leaf(1, TOKENS, size, dtype=x.dtype, scale=1.0).detach() for size in SIZES]
     wide = [
-        Adapted(
+        LoraLinear(
             layer.weight.double(),
-            tuple(Adapter(a.down.double(), a.up.double(), a.scale) for a in layer.adapters),
+            tuple(Adapter(a.A.double(), a.B.double(), a.scaling) for a in layer.adapters),
         )
         for layer in layers
     ]

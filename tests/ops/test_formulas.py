@@ -9,9 +9,12 @@ from torch.nn.functional import linear, silu
 from hf_packfree import PackedSequence
 from hf_packfree.ops.conv import causal_conv1d
 from hf_packfree.ops.delta_rule import gated_delta_rule_with_states
+from hf_packfree.ops.fused import projections
+from hf_packfree.ops.fused.lora import Adapter, LoraLinear
 from hf_packfree.ops.kda import kda
 from hf_packfree.ops.loss import Wanted, linear_cross_entropy, linear_log_probs
 from hf_packfree.ops.ssd import ssd
+from tests.support import relative_rms
 
 T, K, V = 13, 5, 4
 
@@ -194,16 +197,50 @@ def test_loss_and_log_probabilities():
     assert all(map(near, found, wanted))
 
 
-def test_lora():
+@pytest.fixture
+def lora():
     torch.manual_seed(0)
-    D, F, r, s = 6, 4, 2, 0.5
-    leaves = [torch.randn(*shape).double() for shape in ((T, D), (F, D), (r, D), (F, r))]
-    x, W, A, B = (one.requires_grad_() for one in leaves)
-    h = x @ A.mT
-    y = x @ W.mT + s * h @ B.mT
-    assert near(y, torch.cat([x, h], 1) @ torch.cat([W, s * B], 1).mT)
-    dy = torch.randn_like(y)
+    D, F, r = 6, 4, 2
+    x, W, A, B = (torch.randn(*size).double() for size in ((T, D), (F, D), (r, D), (F, r)))
+    return *(one.requires_grad_() for one in (x, A, B)), W, 0.5, torch.randn(T, F).double()
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_lora_forward_and_backward(lora, backend):
+    x, A, B, W, s, dy = lora
+    (y,) = projections(x, LoraLinear(W, (Adapter(A, B, s),)), backend=backend)
+    found = torch.autograd.grad(y, [x, A, B], dy)
+    h = s * x @ A.mT
+    assert near(y, x @ W.mT + h @ B.mT)
+    assert near(y, torch.cat([x, h], 1) @ torch.cat([W, B], 1).mT)
     dh = s * dy @ B
     dx = torch.cat([dy, dh], 1) @ torch.cat([W.mT, A.mT], 1).mT
-    found = torch.autograd.grad(y, [x, A, B], dy)
-    assert all(map(near, found, (dx, dh.mT @ x, s * dy.mT @ h)))
+    assert all(map(near, found, (dx, dh.mT @ x, dy.mT @ h)))
+
+
+def test_dora_backward(lora):
+    x, A, B, W, s, dy = lora
+    m, norm = torch.rand(4).double().requires_grad_(), (W + s * B @ A).norm(dim=1).detach()
+    c, h = m / norm, s * x @ A.mT
+    y = c * (x @ W.mT + h @ B.mT)
+    found = torch.autograd.grad(y, [m, B], dy)
+    dW, dB = dy.mT @ x, dy.mT @ h
+    assert all(map(near, found, (((dW * W).sum(1) + (dB * B).sum(1)) / norm, c[:, None] * dB)))
+
+
+def test_fp32_adapters_as_parts_of_bfloat16():
+    torch.manual_seed(0)
+    h, B = torch.randn(T, 3), torch.randn(5, 3)
+
+    def parts(a):
+        found = []
+        for _ in range(3):
+            found.append(a.bfloat16().float())
+            a = a - found[-1]
+        return found, a
+
+    (B1, B2, B3), rest = parts(B)
+    assert rest.abs().max() < 2**-22 and near(B1 + B2 + B3, B.double(), 2**-22)
+    (h1, h2, _), _ = parts(h)
+    found = torch.cat([h1, h1, h2], 1).double() @ torch.cat([B1, B2, B1], 1).double().mT
+    assert relative_rms(found, h.double() @ B.double().mT) < 2**-16

@@ -15,9 +15,9 @@ from hf_packfree.ops.backend import Backend, needs_triton
 from hf_packfree.ops.fused.add_norm import add_layer_norm, add_norm
 from hf_packfree.ops.fused.gated_norm import gated_rms_norm
 from hf_packfree.ops.fused.gates import gates
-from hf_packfree.ops.fused.layers import projections
 from hf_packfree.ops.fused.norm_rope import norm_rope
 from hf_packfree.ops.fused.output_gate import output_gate
+from hf_packfree.ops.fused.projections import projections
 from hf_packfree.ops.fused.rope import qkv_rope
 from hf_packfree.ops.fused.swiglu import swiglu_mlp
 from hf_packfree.ops.op import Op

@@ -18,7 +18,7 @@ from hf_packfree.ops.backend import block_width, uses_triton
 from hf_packfree.ops.fused.reduce import sum_partials
 from hf_packfree.ops.launch import launch
 from hf_packfree.ops.operation import once_differentiable
-from hf_packfree.packing.marks import NORM, ROOM, WIDER
+from hf_packfree.packing.marks import NORM, PADDED, SPARE_COLUMNS
 
 # in the backward pass: the first at most, the second at least
 _ROWS_PER_PROGRAM, _PROGRAMS = 64, 512
@@ -34,10 +34,8 @@ class NormOf(NamedTuple):
     total: Tensor
     weight: Tensor
     eps: float
-    wider: Tensor | None = None
-    """[..., D or more]: the norm is its first D columns, and behind them is room for what
-    adapters put beside it.
-    """
+    padded: Tensor | None = None
+    """[..., D or more]: the norm is its first D columns, and the spare ones are for adapters' h."""
 
     def again(self, dtype: torch.dtype) -> Tensor:
         """Return the norm that "triton" computed in that dtype, bit for bit."""
@@ -82,26 +80,26 @@ def norm_of(x: Tensor) -> NormOf | None:
     return of if of is not None and version == x._version else None
 
 
-def want_room(out: Tensor, columns: int) -> Tensor:
+def want_spare_columns(out: Tensor, columns: int) -> Tensor:
     """Note on a layer's output how many columns its backward pass puts beside the output's
     gradient; return the output.
     """
     if columns and torch.is_grad_enabled() and not out.is_inference():
-        ROOM.put(out, columns)
+        SPARE_COLUMNS.put(out, columns)
     return out
 
 
-def take_room(gradient: Tensor) -> Tensor | None:
-    """Return the wider tensor whose first columns a gradient is, or None; once, so that one
+def take_padded(gradient: Tensor) -> Tensor | None:
+    """Return the padded tensor whose first columns a gradient is, or None; once, so that one
     reader alone writes there.
     """
-    wider = WIDER.take(gradient)
+    padded = PADDED.take(gradient)
     moved = (
-        wider is None
-        or wider.data_ptr() != gradient.data_ptr()
-        or wider.stride() != gradient.stride()
+        padded is None
+        or padded.data_ptr() != gradient.data_ptr()
+        or padded.stride() != gradient.stride()
     )
-    return None if moved else wider
+    return None if moved else padded
 
 
 def add_norm(
@@ -111,7 +109,7 @@ def add_norm(
     eps: float,
     *,
     dtype: torch.dtype | None = None,
-    room: int = 0,
+    spare_columns: int = 0,
     backend: str = "torch",
 ) -> tuple[Tensor, Tensor]:
     """Return total = x + branch, and total / sqrt(mean(total^2) + eps) * (1 + weight), computed in
@@ -124,13 +122,13 @@ def add_norm(
         weight: [D], added to one as Qwen3-Next and Qwen3.5 do.
         eps: added to the mean square.
         dtype: of the norm, as what reads it would round it; None: the total's.
-        room: spare columns behind each row of the norm, with "triton": what reads the norm and has
+        spare_columns: after each row of the norm, with "triton": what reads the norm and has
             adapters needs no copy.
         backend: "triton" or "torch".
 
     Returns:
         normed: [..., D], from the rounded total, itself rounded once, as upstream's; rows are D +
-            room elements apart.
+            spare_columns elements apart.
         total: [..., D], rounded as torch's sum is.
 
     Raises:
@@ -138,10 +136,12 @@ def add_norm(
     """
     if uses_triton("residual and norm", backend):
         dtype = dtype or _of_sum(x, branch)
-        wider = x.new_empty(*x.shape[:-1], x.shape[-1] + room, dtype=dtype) if room else None
-        behind = max(ROOM.of(part) or 0 for part in (x, branch))
-        normed, total = _AddNorm.apply(x, branch, weight, None, eps, dtype, wider, behind)
-        remember(normed, NormOf(total, weight, eps, wider))
+        padded = None
+        if spare_columns:
+            padded = x.new_empty(*x.shape[:-1], x.shape[-1] + spare_columns, dtype=dtype)
+        spare = max([SPARE_COLUMNS.of(part) or 0 for part in (x, branch)])
+        normed, total = _AddNorm.apply(x, branch, weight, None, eps, dtype, padded, spare)
+        remember(normed, NormOf(total, weight, eps, padded))
         return normed, total
     return add_norm_reference(x, branch, weight, eps, dtype)
 
@@ -198,8 +198,8 @@ class _AddNorm(Function):
     """Its inputs share one gradient, which is that of the residual stream and of the norm together;
     a layer norm has a bias.
 
-    Behind the rows of that gradient are as many columns as a layer whose output it is of has
-    adapters for, see `want_room`.
+    The rows of that gradient have the spare columns that a layer with adapters, whose output it is
+    of, asked for, see `want_spare_columns`.
     """
 
     @staticmethod
@@ -211,8 +211,8 @@ class _AddNorm(Function):
         bias: Tensor | None,
         eps: float,
         dtype: torch.dtype,
-        wider: Tensor | None,
-        behind: int,
+        padded: Tensor | None,
+        spare: int,
     ) -> tuple[Tensor, Tensor]:
         from hf_packfree.ops.fused.kernels.norms import add_norm
 
@@ -226,14 +226,14 @@ class _AddNorm(Function):
             bias is not None,
             (x.dtype, None if branch is None else branch.dtype),
         )
-        ctx.behind = behind
+        ctx.spare = spare
         ctx.set_materialize_grads(False)
         size = stride = x.shape[-1]
-        if wider is None:
+        if padded is None:
             normed = torch.empty_like(total, dtype=dtype)
         else:
-            # no view of it, so that writing behind its rows is no change of it
-            normed, stride = wider[..., :size].data, wider.shape[-1]
+            # no view of it, so that writing into its spare columns is no change of it
+            normed, stride = padded[..., :size].data, padded.shape[-1]
         grid, blocks = (x.numel() // size,), {"ADDS": branch is not None, **_blocks(size)}
         launch(add_norm, grid, x, branch, weight, bias, total, normed, size, stride, eps, **blocks)
         # x itself, where it is the total, goes out as a view with this gradient
@@ -249,9 +249,9 @@ class _AddNorm(Function):
         if d_normed is not None:
             needed = ctx.needs_input_grad[2:4]
             d, d_weight, d_bias = _gradients(total, weight, d_normed, d_total, ctx, needed)
-        d_x, d_branch = (
+        d_x, d_branch = [
             None if d is None or dtype is None else d.to(dtype) for dtype in ctx.dtypes
-        )
+        ]
         return d_x, d_branch, d_weight, d_bias, None, None, None, None
 
 
@@ -260,15 +260,13 @@ def _of_sum(x: Tensor, branch: Tensor | None) -> torch.dtype:
     return x.dtype if branch is None else torch.promote_types(x.dtype, branch.dtype)
 
 
-def _with_room(total: Tensor, behind: int) -> Tensor:
-    """Return an empty gradient of the total, with so many columns behind its rows, which are
-    noted on it.
-    """
-    if not behind:
+def _with_spare_columns(total: Tensor, spare: int) -> Tensor:
+    """Return an empty gradient of the total, with so many spare columns, noted on it."""
+    if not spare:
         return torch.empty_like(total)
-    wider = total.new_empty(*total.shape[:-1], total.shape[-1] + behind)
-    d = wider[..., : total.shape[-1]]
-    WIDER.put(d, wider)
+    padded = total.new_empty(*total.shape[:-1], total.shape[-1] + spare)
+    d = padded[..., : total.shape[-1]]
+    PADDED.put(d, padded)
     return d
 
 
@@ -285,13 +283,13 @@ def _gradients(
     """
     from hf_packfree.ops.fused.kernels.norms import add_norm_backward
 
-    d, size = _with_room(total, ctx.behind), total.shape[-1]
+    d, size = _with_spare_columns(total, ctx.spare), total.shape[-1]
     rows = total.numel() // size
     rows_per_program = max(1, min(_ROWS_PER_PROGRAM, rows // _PROGRAMS))
     programs = -(-rows // rows_per_program)
-    d_weight, d_bias = (
+    d_weight, d_bias = [
         weight.new_empty(programs, size, dtype=torch.float32) if need else None for need in needed
-    )
+    ]
     adds, stride = None, size
     if d_total is not None:
         adds = d_total.reshape(rows, size)
@@ -310,7 +308,7 @@ def _gradients(
         rows,
         size,
         stride,
-        size + ctx.behind,
+        size + ctx.spare,
         ctx.eps,
         rows_per_program,
         ADDS=adds is not None,
@@ -318,9 +316,9 @@ def _gradients(
         PREFETCH=_PREFETCH if size * total.itemsize <= _PREFETCH_BYTES else 0,
         **_blocks(size),
     )
-    d_weight, d_bias = (
+    d_weight, d_bias = [
         None if parts is None else sum_partials(parts, weight.dtype) for parts in (d_weight, d_bias)
-    )
+    ]
     return d, d_weight, d_bias
 
 
@@ -338,6 +336,6 @@ __all__ = [
     "add_norm_reference",
     "norm_of",
     "remember",
-    "take_room",
-    "want_room",
+    "take_padded",
+    "want_spare_columns",
 ]

@@ -16,9 +16,14 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from hf_packfree.ops.backend import block_width, uses_triton
-from hf_packfree.ops.fused.add_norm import want_room
-from hf_packfree.ops.fused.layers import Layers, linear_backward
-from hf_packfree.ops.fused.low_rank import Layer, Layout, layer_reference, take_apart
+from hf_packfree.ops.fused.add_norm import want_spare_columns
+from hf_packfree.ops.fused.joined_linear import (
+    JoinedLinear,
+    JoinedSpec,
+    flatten_inputs,
+    linear_backward,
+)
+from hf_packfree.ops.fused.lora import Layer, layer_reference
 from hf_packfree.ops.fused.reduce import sum_partials
 from hf_packfree.ops.launch import launch
 from hf_packfree.ops.operation import once_differentiable
@@ -48,7 +53,7 @@ def gated_rms_norm(
         weight: [V].
         eps: added to the mean square.
         projection: [F, HV*V], the linear layer that alone reads the result, see
-            `hf_packfree.ops.fused.low_rank`, or None.
+            `hf_packfree.ops.fused.lora`, or None.
         batch_invariant: with "triton", a token gets the same result in a row of any length, see
             `hf_packfree.ops.fused.linear`.
         backend: "triton" or "torch".
@@ -62,9 +67,9 @@ def gated_rms_norm(
         BackendUnavailable: no backend has that name.
     """
     if uses_triton("gated norm", backend):
-        layout, tensors = take_apart(() if projection is None else (projection,))
-        out = _GatedNorm.apply(x, z, weight, eps, layout, batch_invariant, *tensors)
-        return want_room(out, layout.columns(out))
+        spec, tensors = flatten_inputs(() if projection is None else (projection,))
+        out = _GatedNorm.apply(x, z, weight, eps, spec, batch_invariant, *tensors)
+        return want_spare_columns(out, spec.spare_columns(out))
     normed = gated_rms_norm_reference(x, z.reshape(x.shape), weight, eps)
     return normed if projection is None else layer_reference(normed.flatten(2), projection)
 
@@ -84,15 +89,15 @@ class _GatedNorm(Function):
         z: Tensor,
         weight: Tensor,
         eps: float,
-        layout: Layout,
+        spec: JoinedSpec,
         batch_invariant: bool,
         *tensors: Tensor,
     ) -> Tensor:
         from hf_packfree.ops.fused.kernels.norms import gated_norm
 
         x, z = x.contiguous(), z.contiguous()
-        sizes, layers, tokens = _sizes(x), Layers(layout, tensors), x.flatten(-2)
-        normed, wider = layers.room(tokens)
+        sizes, layer, tokens = _sizes(x), JoinedLinear(spec, tensors), x.flatten(-2)
+        normed, padded = layer.empty_input(tokens)
         blocks, strides = _blocks(x, "forward"), (x.shape[-2], normed.stride(-2))
         launch(
             gated_norm,
@@ -106,21 +111,21 @@ class _GatedNorm(Function):
             eps,
             **blocks,
         )
-        out = layers.forward(normed, batch_invariant, wider)[0] if tensors else normed.view(x.shape)
-        ctx.save_for_backward(x, z, weight, *tensors, *layers.inner)
-        ctx.eps, ctx.layout = eps, layout
+        out = layer.forward(normed, batch_invariant, padded)[0] if tensors else normed.view(x.shape)
+        ctx.save_for_backward(x, z, weight, *tensors, *layer.h)
+        ctx.eps, ctx.spec = eps, spec
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        (x, z, weight, *saved), count = ctx.saved_tensors, ctx.layout.tensors
+        (x, z, weight, *saved), count = ctx.saved_tensors, ctx.spec.tensors
         recompute = partial(_gradients, x, z, weight, ctx.eps, ctx.needs_input_grad[2])
         if not count:
             return *recompute(d_out.contiguous(), False)[0], None, None, None
-        layers = Layers(ctx.layout, saved[:count], saved[count:])
+        layer = JoinedLinear(ctx.spec, saved[:count], saved[count:])
         d_x, d_z, d_weight, *d_tensors = linear_backward(
-            d_out, layers, recompute, ctx.needs_input_grad[6:]
+            d_out, layer, recompute, ctx.needs_input_grad[6:]
         )
         return d_x, d_z, d_weight, None, None, None, *d_tensors
 

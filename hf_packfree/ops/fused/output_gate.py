@@ -14,9 +14,14 @@ from torch import Tensor
 from torch.autograd import Function
 
 from hf_packfree.ops.backend import block_width, uses_triton
-from hf_packfree.ops.fused.add_norm import want_room
-from hf_packfree.ops.fused.layers import Layers, linear_backward
-from hf_packfree.ops.fused.low_rank import Layer, Layout, layer_reference, take_apart
+from hf_packfree.ops.fused.add_norm import want_spare_columns
+from hf_packfree.ops.fused.joined_linear import (
+    JoinedLinear,
+    JoinedSpec,
+    flatten_inputs,
+    linear_backward,
+)
+from hf_packfree.ops.fused.lora import Layer, layer_reference
 from hf_packfree.ops.launch import launch
 from hf_packfree.ops.operation import once_differentiable
 
@@ -37,7 +42,7 @@ def output_gate(
     Args:
         x, z: [1, T, H, D], any floating dtype, any strides.
         projection: [F, H*D], the linear layer that alone reads the result, see
-            `hf_packfree.ops.fused.low_rank`, or None.
+            `hf_packfree.ops.fused.lora`, or None.
         batch_invariant: with "triton", a token gets the same result in a row of any length, see
             `hf_packfree.ops.fused.linear`.
         backend: "triton" or "torch".
@@ -49,9 +54,9 @@ def output_gate(
         BackendUnavailable: no backend has that name.
     """
     if uses_triton("output gate", backend):
-        layout, tensors = take_apart(() if projection is None else (projection,))
-        out = _OutputGate.apply(x, z, layout, batch_invariant, *tensors)
-        return want_room(out, layout.columns(out))
+        spec, tensors = flatten_inputs(() if projection is None else (projection,))
+        out = _OutputGate.apply(x, z, spec, batch_invariant, *tensors)
+        return want_spare_columns(out, spec.spare_columns(out))
     gated = x * z.sigmoid()
     return gated if projection is None else layer_reference(gated.flatten(2), projection)
 
@@ -59,29 +64,29 @@ def output_gate(
 class _OutputGate(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, z: Tensor, layout: Layout, batch_invariant: bool, *tensors: Tensor
+        ctx: Any, x: Tensor, z: Tensor, spec: JoinedSpec, batch_invariant: bool, *tensors: Tensor
     ) -> Tensor:
         from hf_packfree.ops.fused.kernels.gates import output_gate
 
         x, z = x.contiguous(), z if z.stride(3) == 1 else z.contiguous()
-        layers, tokens = Layers(layout, tensors), x.flatten(2)
-        gated, wider = layers.room(tokens)
+        layer, tokens = JoinedLinear(spec, tensors), x.flatten(2)
+        gated, padded = layer.empty_input(tokens)
         grid, sizes, blocks = _blocks(z)
         launch(output_gate, grid, x, z, gated, *sizes, gated.stride(-2), **blocks)
-        out = layers.forward(gated, batch_invariant, wider)[0] if tensors else gated.view(x.shape)
-        ctx.save_for_backward(x, z, *tensors, *layers.inner)
-        ctx.layout = layout
+        out = layer.forward(gated, batch_invariant, padded)[0] if tensors else gated.view(x.shape)
+        ctx.save_for_backward(x, z, *tensors, *layer.h)
+        ctx.spec = spec
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        (x, z, *saved), count = ctx.saved_tensors, ctx.layout.tensors
+        (x, z, *saved), count = ctx.saved_tensors, ctx.spec.tensors
         recompute = partial(_gradients, x, z)
         if not count:
             return *recompute(d_out.contiguous(), False)[0], None, None
-        layers = Layers(ctx.layout, saved[:count], saved[count:])
-        d_x, d_z, *d_tensors = linear_backward(d_out, layers, recompute, ctx.needs_input_grad[4:])
+        layer = JoinedLinear(ctx.spec, saved[:count], saved[count:])
+        d_x, d_z, *d_tensors = linear_backward(d_out, layer, recompute, ctx.needs_input_grad[4:])
         return d_x, d_z, None, None, *d_tensors
 
 

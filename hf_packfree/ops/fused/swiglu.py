@@ -14,10 +14,16 @@ from torch.autograd import Function
 from torch.nn.functional import silu
 
 from hf_packfree.ops.backend import block_width, uses_triton
-from hf_packfree.ops.fused.add_norm import NormOf, norm_of, want_room
-from hf_packfree.ops.fused.layers import Layers, input_again, kept_input
+from hf_packfree.ops.fused.add_norm import NormOf, norm_of, want_spare_columns
+from hf_packfree.ops.fused.joined_linear import (
+    JoinedBackward,
+    JoinedLinear,
+    JoinedSpec,
+    flatten_inputs,
+)
 from hf_packfree.ops.fused.linear import autocast_as_in_forward, rows_of
-from hf_packfree.ops.fused.low_rank import Layer, Layout, as_read, layer_reference, take_apart
+from hf_packfree.ops.fused.lora import Layer, cast_input, layer_reference
+from hf_packfree.ops.fused.projections import input_again, kept_input
 from hf_packfree.ops.launch import launch
 from hf_packfree.ops.operation import once_differentiable
 
@@ -40,7 +46,7 @@ def swiglu_mlp(
 
     Args:
         x: [..., D], any floating dtype; rounded to the layers'.
-        gate, up: [F, D], in one dtype, or that with adapters, see `hf_packfree.ops.fused.low_rank`.
+        gate, up: [F, D], in one dtype, or that with adapters, see `hf_packfree.ops.fused.lora`.
         down: [D, F], likewise.
         residual: [..., D], what is added to the result, which is rounded before, as upstream does;
             or None.
@@ -54,12 +60,12 @@ def swiglu_mlp(
     Raises:
         BackendUnavailable: no backend has that name.
     """
-    x = as_read(x, gate)
+    x = cast_input(x, gate)
     if uses_triton("swiglu", backend):
-        (inputs, first), (output, last) = take_apart((gate, up)), take_apart((down,))
+        (inputs, first), (output, last) = flatten_inputs((gate, up)), flatten_inputs((down,))
         options = norm_of(x), (inputs, output), batch_invariant
         out = _SwiGLU.apply(x, residual, *options, *first, *last)
-        return want_room(out, output.columns(out))
+        return want_spare_columns(out, output.spare_columns(out))
     out = layer_reference(silu(layer_reference(x, gate)) * layer_reference(x, up), down)
     return out if residual is None else residual + out
 
@@ -71,21 +77,22 @@ class _SwiGLU(Function):
         x: Tensor,
         residual: Tensor | None,
         norm: NormOf | None,
-        layouts: tuple[Layout, Layout],
+        specs: tuple[JoinedSpec, JoinedSpec],
         batch_invariant: bool,
         *tensors: Tensor,
     ) -> Tensor:
         from hf_packfree.ops.fused.kernels.swiglu import swiglu
 
-        count = layouts[0].tensors
-        inputs, output = Layers(layouts[0], tensors[:count]), Layers(layouts[1], tensors[count:])
-        a, b = inputs.forward(x, batch_invariant, norm.wider if norm else None)
-        gated, wider = output.room(a)
+        count = specs[0].tensors
+        inputs = JoinedLinear(specs[0], tensors[:count])
+        output = JoinedLinear(specs[1], tensors[count:])
+        a, b = inputs.forward(x, batch_invariant, norm.padded if norm else None)
+        gated, padded = output.empty_input(a)
         _run(swiglu, a, b, gated, gated.stride(-2))
-        (y,) = output.forward(gated, batch_invariant, wider)
+        (y,) = output.forward(gated, batch_invariant, padded)
         source = kept_input(x, norm, ctx.needs_input_grad[5 : 5 + count])
-        ctx.save_for_backward(*source, a, b, *tensors, *inputs.inner, *output.inner)
-        ctx.layouts, ctx.inner, ctx.eps = layouts, len(inputs.inner), norm.eps if norm else None
+        ctx.save_for_backward(*source, a, b, *tensors, *inputs.h, *output.h)
+        ctx.specs, ctx.h, ctx.eps = specs, len(inputs.h), norm.eps if norm else None
         ctx.dtype = residual.dtype if residual is not None else None
         if residual is None:
             return y
@@ -96,21 +103,21 @@ class _SwiGLU(Function):
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
         from hf_packfree.ops.fused.kernels.swiglu import swiglu_backward
 
-        (source, weight, a, b, *saved), layouts = ctx.saved_tensors, ctx.layouts
-        first, count = layouts[0].tensors, layouts[0].tensors + layouts[1].tensors
-        inner, tensors = saved[count:], saved[:count]
-        inputs = Layers(layouts[0], tensors[:first], inner[: ctx.inner])
-        output = Layers(layouts[1], tensors[first:], inner[ctx.inner :])
+        (source, weight, a, b, *saved), specs = ctx.saved_tensors, ctx.specs
+        first, count = specs[0].tensors, specs[0].tensors + specs[1].tensors
+        tensors, h = saved[:count], saved[count:]
+        inputs = JoinedLinear(specs[0], tensors[:first], h[: ctx.h])
+        output = JoinedLinear(specs[1], tensors[first:], h[ctx.h :])
         needs_d_x, _, _, _, _, *needed = ctx.needs_input_grad
         with autocast_as_in_forward(d_y):
-            last = output.backward([d_y.to(a.dtype)], needed[first:])
-            gated = last.of_input().view_as(a)
+            last = JoinedBackward(output, [d_y.to(a.dtype)], needed[first:])
+            gated = last.d_x().view_as(a)
             d_inputs = a.new_empty(*a.shape[:-1], 2 * a.shape[-1])
             # overwrites the gradient of the gated product with the product
             _run(swiglu_backward, a, b, gated, d_inputs)
-            backward = inputs.backward(d_inputs.chunk(2, -1), needed[:first], d_inputs)
-            d_x = backward.of_input().view(*a.shape[:-1], -1) if needs_d_x else None
-            d_tensors = backward.of_tensors(input_again(source, weight, ctx.eps, a.dtype))
+            backward = JoinedBackward(inputs, d_inputs.chunk(2, -1), needed[:first], d_inputs)
+            d_x = backward.d_x().view(*a.shape[:-1], -1) if needs_d_x else None
+            d_tensors = backward.d_tensors(input_again(source, weight, ctx.eps, a.dtype))
             d_residual = None if ctx.dtype is None else d_y.to(ctx.dtype)
             return (
                 d_x,
@@ -119,7 +126,7 @@ class _SwiGLU(Function):
                 None,
                 None,
                 *d_tensors,
-                *last.of_tensors(rows_of(gated)),
+                *last.d_tensors(rows_of(gated)),
             )
 
 

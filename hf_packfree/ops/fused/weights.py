@@ -1,62 +1,58 @@
-"""Weights that something else is kept of: made where a product reads them, forward and backward,
+"""Weights that are computed from another tensor where a product reads them, forward and backward,
 and never kept.
 
-In fewer bits (Dettmers et al., arXiv:2305.14314), with rows multiplied by a trained scale (Liu et
-al., arXiv:2402.09353), or in a wider dtype than their products have. A rounded copy that stayed
-would be stale after a write that hides from autograd, as `weight.data.copy_()` does.
+Dequantised from 4 bits (QLoRA, arXiv:2305.14314), with rows scaled by DoRA's magnitude
+(arXiv:2402.09353), or rounded as autocast rounds. A rounded copy that stayed would be stale after
+a write that hides from autograd, as `weight.data.copy_()` does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from hf_packfree.ops.fused.mixed import product_in
+from hf_packfree.ops.fused.lora_products import product_in
 
 
 @dataclass(frozen=True)
-class Made:
-    """A linear layer's weight that is made of something else.
+class ComputedWeight:
+    """A linear layer's weight W that is computed from another tensor.
 
     Attributes:
-        kept: what is kept of it.
-        size: (F, D).
-        dtype: of the weight.
-        restore: returns the weight [F, D] of what is kept.
-        gradient: returns the gradient of what is kept, of that of the weight, which comes in fp32
-            where a GPU makes it so; None: it has none.
+        source: that tensor, which autograd keeps in the weight's place.
+        shape: of W, (F, D).
+        dtype: of W.
+        compute: returns W, given the source.
+        gradient: returns the source's gradient, given that of W, which a GPU makes in fp32; None:
+            it has none.
     """
 
-    kept: Tensor
-    size: tuple[int, int]
+    source: Tensor
+    shape: tuple[int, ...]
     dtype: torch.dtype
-    restore: Callable[[Tensor], Tensor]
+    compute: Callable[[Tensor], Tensor]
     gradient: Callable[[Tensor], Tensor] | None = None
 
 
-Weight = Tensor | Made
+Weight = Tensor | ComputedWeight
 
 
-def whole(weight: Weight) -> Tensor:
+def materialize(weight: Weight) -> Tensor:
     """Return the weight [F, D]."""
-    return weight if isinstance(weight, Tensor) else weight.restore(weight.kept)
+    return weight if isinstance(weight, Tensor) else weight.compute(weight.source)
 
 
-def rounded(weight: Tensor, dtype: torch.dtype) -> Made:
+def rounded(weight: Tensor, dtype: torch.dtype) -> ComputedWeight:
     """Return a weight [F, D] that is rounded to `dtype` where a product reads it."""
-    size = (weight.shape[0], weight.shape[1])
-    return Made(weight, size, dtype, partial(_to, dtype=dtype), partial(_to, dtype=weight.dtype))
+    to, back = partial(torch.Tensor.to, dtype=dtype), partial(torch.Tensor.to, dtype=weight.dtype)
+    return ComputedWeight(weight, weight.shape, dtype, to, back)
 
 
-def _to(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype)
-
-
-def scaled(weight: Weight, scale: Tensor, dtype: torch.dtype) -> Made:
+def scaled(weight: Weight, scale: Tensor, dtype: torch.dtype) -> ComputedWeight:
     """Return a frozen weight [F, D] whose rows are multiplied by a scale [F], which may have a
     gradient.
 
@@ -65,58 +61,50 @@ def scaled(weight: Weight, scale: Tensor, dtype: torch.dtype) -> Made:
     """
     wide = torch.promote_types(scale.dtype, torch.float32)
 
-    def restore(scale: Tensor) -> Tensor:
-        return (scale[:, None] * whole(weight)).to(dtype)
+    def compute(scale: Tensor) -> Tensor:
+        return (scale[:, None] * materialize(weight)).to(dtype)
 
     def gradient(d_weight: Tensor) -> Tensor:
-        return (d_weight.to(wide) * whole(weight)).sum(1).to(scale.dtype)
+        return (d_weight.to(wide) * materialize(weight)).sum(1).to(scale.dtype)
 
-    size = (weight.shape[0], weight.shape[1]) if isinstance(weight, Tensor) else weight.size
-    return Made(scale, size, dtype, restore, gradient)
+    return ComputedWeight(scale, weight.shape, dtype, compute, gradient)
 
 
 class Weights:
-    """Weights [F, D] of several layers, made whole one after another as they are read.
+    """Weights [F, D] of layers that read one tensor, materialised as they are read.
 
-    Attributes:
-        heights: F of each.
+    Args:
+        sources: of each, itself or what it is computed from.
+        computed: of each, how, or None.
     """
 
     def __init__(
-        self, kept: Sequence[Tensor], made: Sequence[Made | None], heights: tuple[int, ...]
+        self, sources: Sequence[Tensor], computed: Sequence[ComputedWeight | None]
     ) -> None:
-        self._kept, self._made, self.heights = kept, made, heights
+        self._sources, self._computed = sources, computed
 
-    def __len__(self) -> int:
-        return len(self._kept)
+    def __getitem__(self, layer: int) -> Tensor:
+        source, how = self._sources[layer], self._computed[layer]
+        return source if how is None else how.compute(source)
 
-    def __getitem__(self, i: int) -> Tensor:
-        made = self._made[i]
-        return self._kept[i] if made is None else made.restore(self._kept[i])
+    def of(self, layers: slice) -> list[Tensor]:
+        """Return those of several layers, all materialised."""
+        pairs = zip(self._sources[layers], self._computed[layers])
+        return [source if how is None else how.compute(source) for source, how in pairs]
 
-    def __iter__(self) -> Iterator[Tensor]:
-        return map(self.__getitem__, range(len(self)))
-
-    def of(self, group: slice) -> list[Tensor]:
-        """Return several, all of them whole."""
-        return [self[i] for i in range(len(self))[group]]
-
-    def gradients(self, group: slice, d_out: Tensor, x: Tensor) -> list[Tensor]:
-        """Return the gradients of what is kept of several, given that of their outputs side by
-        side, [T, all F], and x [T, D].
+    def gradients(
+        self, layers: slice, out_features: Sequence[int], d_out: Tensor, x: Tensor
+    ) -> list[Tensor]:
+        """Return the gradients of the sources, given x [T, D] and that of the layers' outputs side
+        by side, [T, all F].
         """
-        made = self._made[group]
-        wide = any(one is not None and one.gradient for one in made)
+        computed = self._computed[layers]
+        wide = any(how is not None and how.gradient for how in computed)
         d_weights = product_in(d_out.t(), x, torch.float32 if wide else x.dtype)
-        parts = (
-            [d_weights]
-            if len(made) == 1
-            else torch.split_with_sizes(d_weights, self.heights[group])
-        )
+        parts = [d_weights]
+        if len(computed) > 1:
+            parts = list(torch.split_with_sizes(d_weights, out_features))
         return [
-            d if one is None or one.gradient is None else one.gradient(d)
-            for one, d in zip(made, parts, strict=True)
+            d if how is None or how.gradient is None else how.gradient(d)
+            for how, d in zip(computed, parts, strict=True)
         ]
-
-
-__all__ = ["Made", "Weight", "Weights", "rounded", "scaled", "whole"]

@@ -29,14 +29,15 @@ from hf_packfree.ops.fused import (
     add_norm,
     gated_rms_norm,
     gates,
-    mixed,
+    lora,
+    lora_products,
     norm_rope,
     output_gate,
     projections,
     qkv_rope,
     swiglu_mlp,
 )
-from hf_packfree.ops.fused.low_rank import Adapted, Adapter
+from hf_packfree.ops.fused.lora import Adapter, LoraLinear
 from hf_packfree.ops.loss import Wanted, linear_cross_entropy, linear_log_probs
 from hf_packfree.packing import PackedSequence
 
@@ -66,8 +67,9 @@ def compile_all() -> Failures:
             )
 
     JITFunction.run = compile_only
-    mixed.on_tensor_cores = mixed.on_hopper = lambda x: True
-    mixed.wide_product = lambda x, w: x.float() @ w.float()
+    lora.on_tensor_cores = lora_products.on_tensor_cores = lambda x: True
+    lora_products.on_hopper = lambda x: True
+    lora_products.wide_product = lambda x, w: x.float() @ w.float()
     for dtype in (torch.bfloat16, torch.float32):
         for outputs, inputs in ops(dtype):
             torch.autograd.grad(outputs, inputs, [torch.zeros_like(out) for out in outputs])
@@ -154,7 +156,7 @@ def ops(dtype: torch.dtype) -> Iterator[tuple[tuple[Tensor, ...], list[Tensor]]]
             *[(RANK, WIDTH), (INNER, RANK)] * 2, (RANK, INNER), (WIDTH, RANK), dtype=of_adapters
         )
         layers = [
-            Adapted(w.detach(), (Adapter(*tensors[2 * i : 2 * i + 2], 2.0),))
+            LoraLinear(w.detach(), (Adapter(*tensors[2 * i : 2 * i + 2], 2.0),))
             for i, w in enumerate((gate, up, down))
         ]
         yield (swiglu_mlp(x, *layers, **TRITON),), [x, *tensors]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_packfree.ops.fused import add_norm, layers, mixed, projections, swiglu_mlp
-from hf_packfree.ops.fused.add_norm import take_room, want_room
-from hf_packfree.ops.fused.low_rank import Adapted, Adapter
+from hf_packfree.ops.fused import add_norm, joined_linear, lora_products, projections, swiglu_mlp
+from hf_packfree.ops.fused.add_norm import take_padded, want_spare_columns
+from hf_packfree.ops.fused.lora import Adapter, LoraLinear
 from tests.ops.triton.compare import assert_matches, random
 from tests.support import relative_rms
 
@@ -33,7 +33,7 @@ def mlp_of(ranks, dropout=0.0, residual=None):
     def op(x, *tensors, backend):
         rest = iter(tensors[3:])
         layers = [
-            Adapted(
+            LoraLinear(
                 weight,
                 tuple(Adapter(next(rest), next(rest), 0.5, dropout) for _ in ranks.get(name, ())),
             )
@@ -61,19 +61,23 @@ def test_a_sum_with_the_residual_can_be_changed_in_place(ranks):
     assert torch.equal(torch.autograd.grad(y.sum(), residual)[0], torch.full_like(residual, 2))
 
 
-@pytest.mark.parametrize("room", [9, 40], ids=["too little", "more than enough"])
+@pytest.mark.parametrize("spare", [9, 40], ids=["too little", "more than enough"])
 @pytest.mark.parametrize("written_over", [False, True])
-def test_room_behind_a_norm_saves_its_copy_and_changes_no_number(room, written_over, monkeypatch):
+def test_spare_columns_of_a_norm_save_its_copy_and_change_no_number(
+    spare, written_over, monkeypatch
+):
     total, norm, *tensors = random((1, TOKENS, SIZE), (SIZE,), (WIDTH, SIZE), (5, SIZE), (WIDTH, 5))
-    first = Adapted(tensors[0], (Adapter(*tensors[1:], 0.5),) * 2)
+    first = LoraLinear(tensors[0], (Adapter(*tensors[1:], 0.5),) * 2)
     leaves, copied = [x.requires_grad_() for x in (total, norm, *tensors[1:])], []
     monkeypatch.setattr(
-        layers, "cat", lambda parts, dim: copied.append(parts[0].shape) or mixed.cat(parts, dim)
+        joined_linear,
+        "cat",
+        lambda parts, dim: copied.append(parts[0].shape) or lora_products.cat(parts, dim),
     )
 
-    def run(room):
+    def run(spare):
         copied.clear()
-        x, _ = add_norm(total, None, norm, 1e-6, room=room, backend="triton")
+        x, _ = add_norm(total, None, norm, 1e-6, spare_columns=spare, backend="triton")
         x = x.mul_(2.0) if written_over else x
         outs = projections(x, first, tensors[0], backend="triton")
         copies = copied.count((TOKENS, SIZE))
@@ -85,8 +89,8 @@ def test_room_behind_a_norm_saves_its_copy_and_changes_no_number(room, written_o
             ),
         ]
 
-    (copies, found), (wanted_copies, wanted) = run(room), run(0)
-    assert (copies, wanted_copies) == (0 if room == 40 and not written_over else 1, 1)
+    (copies, found), (wanted_copies, wanted) = run(spare), run(0)
+    assert (copies, wanted_copies) == (0 if spare == 40 and not written_over else 1, 1)
     assert max(relative_rms(a, b) for a, b in zip(found, wanted, strict=True)) < 1e-6
 
 
@@ -95,7 +99,7 @@ def test_room_behind_a_norm_saves_its_copy_and_changes_no_number(room, written_o
     [None, torch.Tensor.clone, lambda d: d.mul_(2), lambda d: d + d],
     ids=["no hook", "clone", "in place", "doubled"],
 )
-def test_room_behind_a_gradient_changes_no_number(change):
+def test_spare_columns_of_a_gradient_change_no_number(change):
     """Whatever hooks make of it."""
     residual, norm = random((1, TOKENS, SIZE), (SIZE,), seed=1)
     ops, inputs = zip(
@@ -117,12 +121,13 @@ def test_room_behind_a_gradient_changes_no_number(change):
         assert (a is None and b is None) or relative_rms(a, b) < 1e-5
 
 
-def test_room_behind_a_gradient_is_used_once():
-    y = want_room(torch.randn(1, 3, 8, requires_grad=True) * 1, 4)
+def test_spare_columns_of_a_gradient_are_used_once():
+    y = want_spare_columns(torch.randn(1, 3, 8, requires_grad=True) * 1, 4)
     normed, _ = add_norm(y, None, torch.zeros(8), 1e-6, backend="triton")
     (d,) = torch.autograd.grad(normed, y, torch.ones_like(normed))
-    wider = take_room(d)
-    assert wider.shape == (1, 3, 12) and wider.data_ptr() == d.data_ptr() and take_room(d) is None
+    padded = take_padded(d)
+    assert padded.shape == (1, 3, 12) and padded.data_ptr() == d.data_ptr()
+    assert take_padded(d) is None
 
 
 def test_dropout_leaves_the_gradients_those_of_the_values():

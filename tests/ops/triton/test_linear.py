@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_packfree.ops.fused import layers, projections
+from hf_packfree.ops.fused import joined_linear, projections
 from tests.ops.triton.compare import TOKENS
 from tests.support import relative_rms
 
@@ -51,7 +51,7 @@ def test_gradients():
 @pytest.mark.parametrize("sizes", [(3, 200, 16), (200, 3)], ids=str)
 def test_without_batch_invariance_torch_multiplies(sizes, launched, monkeypatch):
     """Narrow products, too: no kernel of ours runs."""
-    monkeypatch.setattr(layers, "on_tensor_cores", lambda x: True)
+    monkeypatch.setattr(joined_linear, "on_tensor_cores", lambda x: True)
     x, weights = (
         torch.randn(1, 5, 40).half(),
         [torch.randn(outputs, 40).half() for outputs in sizes],
@@ -65,7 +65,7 @@ def test_without_batch_invariance_torch_multiplies(sizes, launched, monkeypatch)
 
 
 def test_narrow_neighbours_read_their_input_together_on_a_gpu(launched, monkeypatch):
-    monkeypatch.setattr(layers, "on_tensor_cores", lambda x: True)
+    monkeypatch.setattr(joined_linear, "on_tensor_cores", lambda x: True)
     x, weights = (
         torch.randn(1, 5, 40).half(),
         [torch.randn(outputs, 40).half() for outputs in (200, 3, 16)],

@@ -12,7 +12,7 @@ import torch
 from hf_packfree import apply_patches
 from hf_packfree.models.state import Kernels
 from hf_packfree.ops import conv_delta_rule
-from hf_packfree.ops.fused import layers
+from hf_packfree.ops.fused import joined_linear
 from hf_packfree.ops.fused.weights import Weights
 from tests.input_formats import row_batch
 from tests.integrations.marks import needs
@@ -90,17 +90,17 @@ def test_exact_and_no_layer_is_called(family, options, called, launched, monkeyp
 
 @pytest.mark.parametrize("options", [{}, {"r": 3}])
 def test_nothing_that_adapters_read_is_copied(options, monkeypatch):
-    """What a layer reads is made with room behind its rows, by norms, gates and gated products
+    """What a layer reads is made with spare columns, by norms, gates and gated products
     alike; so are gradients.
     """
-    beside, in_place = layers._beside, []
+    append_h, in_place = joined_linear._append_h, []
 
-    def watched(x, inner, wider):
-        found = beside(x, inner, wider)
+    def watched(x, h, padded):
+        found = append_h(x, h, padded)
         in_place.append(found.data_ptr() == x.data_ptr())
         return found
 
-    monkeypatch.setattr(layers, "_beside", watched)
+    monkeypatch.setattr(joined_linear, "_append_h", watched)
     model = on_kernels(lora(tiny(), **options))
     logits, count = model(**BATCH.inputs).logits, len(model.get_base_model().model.layers)
     assert in_place == [True] * 4 * count

@@ -33,7 +33,7 @@ def split(w, parts, count, width, PAIRED: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["tokens", "steps"])
-def outer_gradients(
+def lora_gradients(
     d_out,
     up,
     inner,

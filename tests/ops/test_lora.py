@@ -12,8 +12,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from hf_packfree.ops.fused import projections
-from hf_packfree.ops.fused.low_rank import Adapted, Adapter, Reading
-from hf_packfree.ops.fused.weights import Made
+from hf_packfree.ops.fused.lora import Adapter, AdapterGroup, LoraLinear
+from hf_packfree.ops.fused.lora_products import Products
+from hf_packfree.ops.fused.weights import ComputedWeight
 from tests.support import relative_rms
 
 T, D = 37, 24
@@ -29,8 +30,7 @@ def tensors(*shapes, dtype=torch.float64, seed=0):
 
 
 def adapter(size, rank, scale, dtype=torch.float64, dropout=0.0, seed=0):
-    down, up = tensors((rank, D), (size, rank), dtype=dtype, seed=seed)
-    return Adapter(down, up, scale, dropout)
+    return Adapter(*tensors((rank, D), (size, rank), dtype=dtype, seed=seed), scale, dropout)
 
 
 def layers(*ranks, dtype=torch.float64, of_adapters=None, dropout=0.0):
@@ -46,13 +46,15 @@ def layers(*ranks, dtype=torch.float64, of_adapters=None, dropout=0.0):
             made(rank, 0.1 + 0.1 * i, seed=10 * rank + i) for i, rank in enumerate(mine)
         )
         weight = weight.detach()
-        found.append(Adapted(weight, adapters) if adapters else weight)
+        found.append(LoraLinear(weight, adapters) if adapters else weight)
     return found
 
 
 def leaves(x, layers):
-    adapters = [each for layer in layers if isinstance(layer, Adapted) for each in layer.adapters]
-    return [x, *(tensor for each in adapters for tensor in (each.down, each.up))]
+    adapters = [
+        each for layer in layers if isinstance(layer, LoraLinear) for each in layer.adapters
+    ]
+    return [x, *(tensor for each in adapters for tensor in (each.A, each.B))]
 
 
 def results(x, layers, **options):
@@ -95,17 +97,19 @@ def test_outputs_can_be_changed_in_place():
 def quantised(weight):
     """The weight as if it were kept in fewer bits, and how often it was made whole."""
     count, size, dtype = [], tuple(weight.shape), weight.dtype
-    return Made(weight.int(), size, dtype, lambda bits: count.append(1) or bits.to(dtype)), count
+    return ComputedWeight(
+        weight.int(), size, dtype, lambda bits: count.append(1) or bits.to(dtype)
+    ), count
 
 
 @pytest.mark.parametrize("ranks", RANKS.values(), ids=RANKS)
 def test_quantised_weights_are_made_whole_where_they_are_read_and_not_kept(ranks):
     (x,), made = tensors((1, T, D)), layers(*ranks)
-    dense = [one.weight if isinstance(one, Adapted) else one for one in made]
+    dense = [one.weight if isinstance(one, LoraLinear) else one for one in made]
     rounded = [weight.mul_(3).round_() for weight in dense]
     kept, counts = zip(*map(quantised, rounded))
     small = [
-        replace(one, weight=bits) if isinstance(one, Adapted) else bits
+        replace(one, weight=bits) if isinstance(one, LoraLinear) else bits
         for one, bits in zip(made, kept)
     ]
     saved = []
@@ -125,8 +129,8 @@ def test_quantised_weights_are_made_whole_where_they_are_read_and_not_kept(ranks
 
 def test_only_what_is_trained_gets_a_gradient():
     (x,), (first, second) = tensors((1, T, D)), layers((4, 2), (3,))
-    first.adapters[0].up.requires_grad_(False)
-    second.adapters[0].down.requires_grad_(False)
+    first.adapters[0].B.requires_grad_(False)
+    second.adapters[0].A.requires_grad_(False)
     trained = [tensor for tensor in leaves(x, (first, second)) if tensor.requires_grad]
     outs = [
         sum(out.sin().sum() for out in projections(x, first, second, backend=name))
@@ -177,9 +181,9 @@ def test_half_precision_is_no_farther_from_exact_than_the_reference(
     exact = results(
         x.double(),
         [
-            Adapted(
+            LoraLinear(
                 one.weight.double(),
-                tuple(Adapter(a.down.double(), a.up.double(), a.scale) for a in one.adapters),
+                tuple(Adapter(a.A.double(), a.B.double(), a.scaling) for a in one.adapters),
             )
             for one in made
         ],
@@ -191,14 +195,14 @@ def test_half_precision_is_no_farther_from_exact_than_the_reference(
 def test_dropout_zeroes_the_share_and_keeps_the_mean():
     (x,) = tensors((500, D))
 
-    def reading(seed):
-        return Reading((0,), x.dtype, 1, 1.0, seed, 0.25).of(x)
+    def dropped(seed):
+        return AdapterGroup(slice(1), (0,), Products(x.dtype), 1, 1.0, 0.25, seed).drop(x)
 
-    read = reading(1)
+    read = dropped(1)
     assert abs(float((read == 0).double().mean()) - 0.25) < 0.02
-    assert torch.equal(read, reading(1)) and not torch.equal(read, reading(2))
+    assert torch.equal(read, dropped(1)) and not torch.equal(read, dropped(2))
     zeros, ones = torch.zeros(1, D, dtype=x.dtype), torch.ones(4000, D, dtype=x.dtype)
-    one = Adapted(
+    one = LoraLinear(
         zeros,
         (Adapter(torch.ones(1, D, dtype=x.dtype), torch.ones(1, 1, dtype=x.dtype), 1.0, 0.25),),
     )
@@ -214,9 +218,9 @@ def test_with_dropout_the_backward_pass_draws_the_masks_of_the_forward_pass():
         torch.manual_seed(7)
         rest = iter(inputs[1:])
         again = [
-            Adapted(
+            LoraLinear(
                 one.weight,
-                tuple(Adapter(next(rest), next(rest), a.scale, a.dropout) for a in one.adapters),
+                tuple(Adapter(next(rest), next(rest), a.scaling, a.dropout) for a in one.adapters),
             )
             for one in made
         ]

@@ -1,0 +1,65 @@
+"""What keeps a linear layer from being fused, by name, for the report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_packfree.models.linear_weights import compute_dtype, is_untouched, read_weight
+from hf_packfree.models.lora import is_lora, read_lora
+
+
+def unfused_kind(layer: Any, x: Tensor, *, adapters: bool = True) -> str | None:
+    """Name what keeps a linear layer that reads x from being fused; None: nothing does.
+
+    Args:
+        adapters: whether LoRA is fused at all, see `hf_packfree.models.plain_layers.plain_layers`.
+    """
+    method = _peft_method(layer)
+    if method is None:
+        return _of_linear(layer, x, adapters) if isinstance(layer, nn.Linear) else None
+    if adapters and is_lora(layer) and read_lora(layer, x) is not None:
+        return None
+    return _of_lora(layer) if method == "LORA" else method
+
+
+def _peft_method(layer: Any) -> str | None:
+    """The name of the PEFT method whose layer a module is; None: it is not PEFT's."""
+    for kind in type(layer).__mro__:
+        package, _, rest = kind.__module__.partition(".")
+        if package == "peft":
+            return rest.split(".")[1].upper() if rest.startswith("tuners.") else kind.__name__
+    return None
+
+
+def _of_linear(layer: nn.Linear, x: Tensor, quantised: bool) -> str | None:
+    if not is_untouched(vars(layer)):
+        return "hooks or a forward of its own"
+    if quantised and read_weight(layer, compute_dtype(x)) is not None:
+        return None
+    return _quantisation(layer)
+
+
+def _of_lora(layer: Any) -> str:
+    """Name what a LoRA layer has that is not fused."""
+    if not is_untouched(vars(layer)):
+        return "LoRA with hooks or a forward of its own"
+    if getattr(layer, "lora_magnitude_vector", None):
+        drops = any(type(dropout) is not nn.Identity for dropout in layer.lora_dropout.values())
+        return "DoRA with dropout" if drops else "DoRA"
+    if variants := getattr(layer, "lora_variant", {}):
+        return type(next(iter(variants.values()))).__name__
+    if (quantisation := _quantisation(layer.get_base_layer())) is not None:
+        return f"LoRA on {quantisation}"
+    return "LoRA with a bias" if any(layer.lora_bias.values()) else "LoRA that is not fused"
+
+
+def _quantisation(layer: Any) -> str | None:
+    """Name the class of a layer that is not torch's own, or of its weight where torchao has put
+    one; None: neither.
+    """
+    if type(layer) is not nn.Linear:
+        return type(layer).__name__
+    kind = type(layer.weight)
+    return kind.__name__ if kind.__module__.startswith("torchao.") else None

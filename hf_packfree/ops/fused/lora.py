@@ -1,0 +1,251 @@
+"""LoRA's adapters (Hu et al., arXiv:2106.09685) of linear layers that read one tensor; formulas in
+README.md.
+
+All A that read x without dropout are one product. Frozen weights get no gradient; kept are x, which
+the layer keeps anyway, and h of rank r. Dropout's masks are drawn again from their seeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout, linear
+
+from hf_packfree.ops.fused.lora_products import (
+    Products,
+    cat,
+    on_tensor_cores,
+    products_for,
+)
+from hf_packfree.ops.fused.weights import Weight, materialize
+
+# elements; what kernels know to divide the distance of rows, they load and store in vectors
+_ALIGNED = 16
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What is added to a linear layer from D to F: scaling * dropout(x) A' B'.
+
+    Attributes:
+        A: [r, D].
+        B: [F, r], in the dtype of A.
+        scaling: PEFT's, alpha / r.
+        dropout: the probability that an element of x is zero for this adapter, below 1.
+        dtype: of its products, to which A and B are rounded: that of the layer's, or fp32 where
+            these are of half precision; None: as A and B are.
+    """
+
+    A: Tensor
+    B: Tensor
+    scaling: float
+    dropout: float = 0.0
+    dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class LoraLinear:
+    """A linear layer's weight [F, D] with its adapters."""
+
+    weight: Weight
+    adapters: tuple[Adapter, ...]
+
+
+Layer = Weight | LoraLinear
+"""A linear layer without bias: its weight [F, D], or that with adapters."""
+
+
+def weight_of(layer: Layer) -> Weight:
+    """Return the layer's weight without adapters."""
+    return layer.weight if isinstance(layer, LoraLinear) else layer
+
+
+def cast_input(x: Tensor, layer: Layer) -> Tensor:
+    """Return x rounded to the dtype of the layer's products, if it has another."""
+    return x.to(weight_of(layer).dtype)
+
+
+def layer_reference(x: Tensor, layer: Layer) -> Tensor:
+    """Return the layer's output in PyTorch: products of adapters in their own dtype, rounded to
+    x's once they are added.
+    """
+    out = linear(x, materialize(weight_of(layer)))
+    if not isinstance(layer, LoraLinear):
+        return out
+    for adapter in layer.adapters:
+        dtype = adapter.dtype or adapter.A.dtype
+        h = linear(dropout(x.to(dtype), adapter.dropout), adapter.A.to(dtype))
+        out = out + linear(h, adapter.B.to(dtype)) * adapter.scaling
+    return out.to(x.dtype)
+
+
+@dataclass(frozen=True)
+class AdapterGroup:
+    """Adapters whose h is one product: all of one dtype, rank and scaling without dropout, or one
+    with a mask of its own.
+
+    Attributes:
+        adapters: which; they follow each other.
+        layers: the number of each one's layer.
+        products: how x is multiplied with them.
+        rank: of A and B.
+        scaling: that of dropout included.
+        dropout: the probability.
+        seed: of the mask, or None.
+    """
+
+    adapters: slice
+    layers: tuple[int, ...]
+    products: Products
+    rank: int
+    scaling: float
+    dropout: float
+    seed: int | None = None
+
+    def drop(self, x: Tensor) -> Tensor:
+        """Return x, or x with zeros where it is dropped out: what is left is scaled in the
+        products, in fp32.
+        """
+        if self.seed is None:
+            return x
+        generator = torch.Generator(x.device).manual_seed(self.seed)
+        keep = torch.empty(x.shape, dtype=torch.bool, device=x.device)
+        return x * keep.bernoulli_(1 - self.dropout, generator=generator)
+
+
+def group_adapters(
+    owned: Sequence[tuple[int, Adapter]], dtype: torch.dtype
+) -> tuple[list[AdapterGroup], list[Tensor]]:
+    """Return adapters, each given with the number of its layer, in groups, and A and B of each.
+
+    Args:
+        dtype: of x.
+    """
+    members: dict[tuple[Any, ...], list[tuple[int, Adapter]]] = {}
+    for i, (layer, one) in enumerate(owned):
+        kind = one.dtype or one.A.dtype, one.A.shape[0], one.scaling
+        # each with dropout by itself
+        members.setdefault((*kind, i if one.dropout else None), []).append((layer, one))
+    groups: list[AdapterGroup] = []
+    tensors: list[Tensor] = []
+    for (of_adapters, rank, scaling, _), each in members.items():
+        span = slice(len(tensors) // 2, len(tensors) // 2 + len(each))
+        layers = tuple([layer for layer, _ in each])
+        products = products_for(dtype, of_adapters, on_tensor_cores(each[0][1].A))
+        dropped = each[0][1].dropout
+        scaling, seed = scaling / (1 - dropped), _seed() if dropped else None
+        groups.append(AdapterGroup(span, layers, products, rank, scaling, dropped, seed))
+        tensors += [tensor for _, one in each for tensor in (one.A, one.B)]
+    return groups, tensors
+
+
+def _seed() -> int:
+    """Draw one from torch's generator, whose state gradient checkpointing restores."""
+    return int(torch.empty((), dtype=torch.int64).random_().item())
+
+
+def spare_columns(x: Tensor, dtype: torch.dtype, h: Iterable[tuple[Products, int]]) -> int:
+    """Return how many spare columns after x [..., D], computed in `dtype`, h of adapters takes, in
+    rows of whole vectors.
+
+    0: a group's h is in another dtype, so that [x, h] is not one product's input.
+
+    Args:
+        h: products and rank of each adapter or group.
+    """
+    columns = 0
+    for products, rank in h:
+        if products.dtype != dtype:
+            return 0
+        columns += products.parts * rank
+    return columns + -(x.shape[-1] + columns) % _ALIGNED if columns else 0
+
+
+class JoinedAdapters:
+    """The adapters of layers that read one tensor, inside an autograd function.
+
+    Args:
+        tensors: A and B of each.
+    """
+
+    def __init__(self, groups: Sequence[AdapterGroup], tensors: Sequence[Tensor]) -> None:
+        self.groups, self.As, self.Bs = groups, tensors[::2], tensors[1::2]
+
+    def h(self, x: Tensor) -> list[Tensor]:
+        """Return scaling * dropout(x) A' of each group, of x [T, D]."""
+        return [
+            group.products.h(group.drop(x), self.As[group.adapters], group.scaling)
+            for group in self.groups
+        ]
+
+    def factor_B(self, layer: int) -> Tensor | None:
+        """Return B [F, K] of the layer's adapters, which add h B' with the first K columns of h of
+        all; None: it has none.
+        """
+        found: list[Tensor] = []
+        # columns of other layers since the last of this one's
+        others = 0
+        for group in self.groups:
+            for owner, B in zip(group.layers, self.Bs[group.adapters], strict=True):
+                if owner == layer:
+                    B = group.products.factor_B(B)
+                    found += [B.new_zeros(B.shape[0], others), B] if others else [B]
+                    others = 0
+                else:
+                    others += group.products.parts * group.rank
+        return cat(found, 1) if found else None
+
+    def d_h_and_d_B(
+        self, d_outs: Sequence[Tensor], h: Sequence[Tensor], needed: Sequence[bool]
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Return the gradient of each group's h, and that of each B.
+
+        Args:
+            d_outs: [T, F] of every layer.
+            h: of each group.
+            needed: whether the gradient of each B is.
+        """
+        d_hs: list[Tensor] = []
+        d_Bs: list[Tensor | None] = []
+        for group, part in zip(self.groups, h, strict=True):
+            mine, Bs = [d_outs[layer] for layer in group.layers], self.Bs[group.adapters]
+            d_h, found = group.products.d_h_and_d_B(
+                mine, Bs, part, group.scaling, needed[group.adapters]
+            )
+            d_hs.append(d_h)
+            d_Bs += found
+        return d_hs, d_Bs
+
+    def factor_A(self, dtype: torch.dtype) -> Tensor | None:
+        """Return A [K, D] of all adapters: d_h A, with d_h [T, K] of all, is their part of x's
+        gradient.
+
+        None if anything is dropped out, or a product is not in `dtype`.
+        """
+        for group in self.groups:
+            if group.dropout or group.products.dtype != dtype:
+                return None
+        return cat([group.products.factor_A(self.As[group.adapters]) for group in self.groups], 0)
+
+    def d_x(self, d_h: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Return the adapters' part of x's gradient, [T, D] in `dtype`."""
+        total: Tensor | None = None
+        for group, part in zip(self.groups, d_h, strict=True):
+            d_x = part @ group.products.factor_A(self.As[group.adapters])
+            d_x = group.drop(d_x.to(dtype))
+            total = d_x if total is None else total.add_(d_x)
+        assert total is not None
+        return total
+
+    def d_A(self, x: Tensor, d_h: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:
+        """Return the gradient of each A, where any of its group is `needed`."""
+        found: list[Tensor | None] = []
+        for group, part in zip(self.groups, d_h, strict=True):
+            As = self.As[group.adapters]
+            wanted = any(needed[group.adapters])
+            found += group.products.d_A(group.drop(x), part, As) if wanted else [None] * len(As)
+        return found

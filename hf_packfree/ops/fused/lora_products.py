@@ -1,0 +1,174 @@
+"""The products with A and B of LoRA's adapters: in one dtype, or of fp32 adapters as three parts of
+bfloat16 for the tensor cores.
+
+Adapters in fp32 on bfloat16 activations would be fp32 products of few columns, at a twentieth of
+the tensor cores' speed. An fp32 number is the sum of three bfloat16 numbers to 2^-24, and a product
+of fp32 numbers that of their leading parts and the mixed ones to 2^-16; so each such product is one
+of half precision with three times the columns, summed in fp32.
+
+Shapes: x [T, D]; n adapters with A [r, D] and B [F, r]; h = scaling x A', side by side of all, and
+its gradient d_h.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from hf_packfree.ops.backend import HALF, on_hopper
+from hf_packfree.ops.fused.lora_kernels import TILE_RANK, add_parts, gradients_at_once, split_fp32
+
+
+class Products:
+    """Products in one dtype, to which adapters in another are rounded.
+
+    Attributes:
+        dtype: of h and d_h.
+        parts: their columns for each of the rank.
+    """
+
+    parts = 1
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def h(self, x: Tensor, As: Sequence[Tensor], scaling: float) -> Tensor:
+        """Return scaling x A' of each A."""
+        return scaled_product(x.to(self.dtype), self.factor_A(As).T, scaling)
+
+    def d_h(self, d_outs: Sequence[Tensor], Bs: Sequence[Tensor], scaling: float) -> Tensor:
+        """Return scaling d_out B of each d_out [T, F] and B."""
+        each = zip(d_outs, Bs, strict=True)
+        return cat(
+            [scaled_product(d.to(self.dtype), B.to(self.dtype), scaling) for d, B in each], 1
+        )
+
+    def d_A(self, x: Tensor, d_h: Tensor, As: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the gradient of each A, in its dtype."""
+        return product_in(d_h.T, x.to(self.dtype), As[0].dtype).chunk(len(As))
+
+    def d_B(self, d_out: Tensor, h: Tensor, B: Tensor) -> Tensor:
+        """Return the gradient of one B, in its dtype, given its adapter's h."""
+        return product_in(d_out.to(self.dtype).T, h, B.dtype)
+
+    def factor_B(self, B: Tensor) -> Tensor:
+        """Return B as [F, parts r], for products with its adapter's h."""
+        return B.to(self.dtype)
+
+    def factor_A(self, As: Sequence[Tensor]) -> Tensor:
+        """Return all A, one above the other, as [n parts r, D], for products with d_h."""
+        return cat(As, 0).to(self.dtype)
+
+    def d_h_and_d_B(
+        self,
+        d_outs: Sequence[Tensor],
+        Bs: Sequence[Tensor],
+        h: Tensor,
+        scaling: float,
+        needed: Sequence[bool],
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Return d_h, and the gradient of each B that is `needed`: from one reading of d_out on
+        Hopper, whose shared memory the tiles fill.
+        """
+        hs, d_out = h.chunk(len(Bs), 1), d_outs[0]
+        known = self.dtype == d_out.dtype and d_out.dtype in HALF and Bs[0].shape[1] <= TILE_RANK
+        if not any(needed) or not known or not on_hopper(d_out.device):
+            each = zip(d_outs, hs, Bs, needed, strict=True)
+            return self.d_h(d_outs, Bs, scaling), [
+                self.d_B(d, one, B) if needs else None for d, one, B, needs in each
+            ]
+        d_h = d_out.new_empty(h.shape)
+        each_h = zip(d_outs, Bs, hs, d_h.chunk(len(Bs), 1), strict=True)
+        split = self.parts > 1
+        return d_h, [gradients_at_once(*one, scaling, split=split) for one in each_h]
+
+
+class SplitFp32(Products):
+    """Products of fp32 adapters with bfloat16. h is [T, n 3 r]: of each adapter (high, high,
+    low).
+    """
+
+    parts = 3
+
+    def __init__(self) -> None:
+        super().__init__(torch.bfloat16)
+
+    def h(self, x: Tensor, As: Sequence[Tensor], scaling: float) -> Tensor:
+        wide = wide_product(x, _split_A(As).T)
+        return _in_pairs(wide, As[0].shape[0], scaling, x.new_empty(wide.shape))
+
+    def d_h(self, d_outs: Sequence[Tensor], Bs: Sequence[Tensor], scaling: float) -> Tensor:
+        rank = Bs[0].shape[1]
+        d_h = d_outs[0].new_empty(d_outs[0].shape[0], 3 * rank * len(Bs))
+        for d_out, B, columns in zip(d_outs, Bs, d_h.chunk(len(Bs), 1), strict=True):
+            wide = wide_product(d_out, split_fp32(B, rank).view(B.shape[0], -1))
+            _in_pairs(wide, rank, scaling, columns)
+        return d_h
+
+    def d_A(self, x: Tensor, d_h: Tensor, As: Sequence[Tensor]) -> Sequence[Tensor]:
+        parts = wide_product(d_h.T, x).view(len(As), 3, -1, x.shape[1])
+        return (parts[:, 1] + parts[:, 2]).unbind()
+
+    def d_B(self, d_out: Tensor, h: Tensor, B: Tensor) -> Tensor:
+        rank = B.shape[1]
+        return wide_product(d_out.T, h[:, rank:]).view(-1, 2, rank).sum(1)
+
+    def factor_B(self, B: Tensor) -> Tensor:
+        return split_fp32(B, B.shape[1], paired=True).view(B.shape[0], -1)
+
+    def factor_A(self, As: Sequence[Tensor]) -> Tensor:
+        return _split_A(As, paired=True)
+
+
+@cache
+def products_for(x: torch.dtype, adapters: torch.dtype, tensor_cores: bool) -> Products:
+    """Return the products of x with adapters computed in a dtype; float16 has too few exponents to
+    hold the parts of fp32.
+    """
+    splits = tensor_cores and adapters == torch.float32 and x == torch.bfloat16
+    return SplitFp32() if splits else Products(adapters)
+
+
+def _split_A(As: Sequence[Tensor], *, paired: bool = False) -> Tensor:
+    """Return each A as its three parts, one above the other, [n 3 r, D]."""
+    return split_fp32(cat(As, 0), As[0].numel(), paired=paired).view(-1, As[0].shape[1])
+
+
+def _in_pairs(wide: Tensor, rank: int, scaling: float, out: Tensor) -> Tensor:
+    """Return `out`, which gets the sums of each adapter's three parts in `wide`, [T, n 3 r], as
+    (high, high, low).
+    """
+    size = wide.shape[0], wide.shape[1] // 3
+    return add_parts(
+        wide, out, size, rank, (wide.shape[1], 3 * rank, rank), 3, scaling, paired=True
+    )
+
+
+def on_tensor_cores(x: Tensor) -> bool:
+    """Whether products in half precision are worth more of them."""
+    return x.is_cuda
+
+
+def wide_product(x: Tensor, w: Tensor) -> Tensor:
+    """Return x w in fp32, both of half precision."""
+    return torch.mm(x, w, out_dtype=torch.float32)
+
+
+def scaled_product(x: Tensor, w: Tensor, scaling: float) -> Tensor:
+    """Return scaling x w, rounded once."""
+    return torch.addmm(x.new_empty(1), x, w, beta=0, alpha=scaling)
+
+
+def product_in(x: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x w in that dtype, rounded once where a GPU multiplies for an fp32 result."""
+    if dtype == torch.float32 and x.dtype in HALF and on_tensor_cores(x):
+        return wide_product(x, w)
+    return torch.mm(x, w).to(dtype)
+
+
+def cat(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Concatenate; one part is returned as it is."""
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim)

@@ -1,0 +1,103 @@
+"""Linear layers that read one tensor, such as q, k and v, as one operation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from hf_packfree.ops.backend import uses_triton
+from hf_packfree.ops.fused.add_norm import NormOf, norm_of
+from hf_packfree.ops.fused.joined_linear import (
+    JoinedBackward,
+    JoinedLinear,
+    JoinedSpec,
+    flatten_inputs,
+)
+from hf_packfree.ops.fused.linear import autocast_as_in_forward, rows_of
+from hf_packfree.ops.fused.lora import Layer, cast_input, layer_reference
+from hf_packfree.ops.operation import once_differentiable
+
+
+def projections(
+    x: Tensor, *layers: Layer, batch_invariant: bool = False, backend: str = "torch"
+) -> tuple[Tensor, ...]:
+    """Return the output of each linear layer; "triton" sums the gradients of x inside the matrix
+    products.
+
+    Args:
+        x: [..., D], any floating dtype; rounded to the layers'.
+        layers: [F, D] each, in one dtype, or that with adapters, see
+            `hf_packfree.ops.fused.lora`.
+        batch_invariant: with "triton", a row of x gives the same result among any number of rows,
+            without adapters.
+        backend: "triton" or "torch".
+
+    Returns:
+        [..., F] each, in the layers' dtype.
+
+    Raises:
+        BackendUnavailable: no backend has that name.
+    """
+    x = cast_input(x, layers[0])
+    if uses_triton("projections", backend):
+        spec, tensors = flatten_inputs(layers)
+        return _Projections.apply(spec, batch_invariant, norm_of(x), x, *tensors)  # type: ignore[no-any-return]
+    return tuple(layer_reference(x, layer) for layer in layers)
+
+
+class _Projections(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        spec: JoinedSpec,
+        batch_invariant: bool,
+        norm: NormOf | None,
+        x: Tensor,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        layers = JoinedLinear(spec, tensors)
+        outs = layers.forward(x, batch_invariant, norm.padded if norm else None)
+        kept = kept_input(x, norm, ctx.needs_input_grad[4:])
+        ctx.save_for_backward(*kept, *tensors, *layers.h)
+        ctx.spec, ctx.eps, ctx.dtype = spec, norm.eps if norm else None, x.dtype
+        return tuple(outs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *d_outs: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight, *saved), spec = ctx.saved_tensors, ctx.spec
+        needs_x, *needed = ctx.needs_input_grad[3:]
+        with autocast_as_in_forward(d_outs[0]):
+            layers = JoinedLinear(spec, saved[: spec.tensors], saved[spec.tensors :])
+            backward = JoinedBackward(layers, d_outs, needed)
+            d_x = backward.d_x().view(*d_outs[0].shape[:-1], -1) if needs_x else None
+            x = input_again(x, weight, ctx.eps, ctx.dtype)
+            return None, None, None, d_x, *backward.d_tensors(x)
+
+
+def kept_input(
+    x: Tensor, norm: NormOf | None, needed: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return what layers keep of their input x, the norm of something perhaps, and whether that is
+    to be computed again.
+
+    Nothing where no gradient of a weight or adapter is `needed`; else x, or what the norm is of,
+    with the norm's weight.
+    """
+    if not any(needed):
+        return None, None
+    return (x, None) if norm is None else (norm.total, norm.weight)
+
+
+def input_again(
+    kept: Tensor | None, weight: Tensor | None, eps: float | None, dtype: torch.dtype
+) -> Tensor | None:
+    """Return x [T, D] in its dtype, of what `kept_input` returned, with the norm's eps."""
+    if kept is None:
+        return None
+    x = kept if weight is None or eps is None else NormOf(kept, weight, eps).again(dtype)
+    return rows_of(x)
