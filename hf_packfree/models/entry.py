@@ -29,7 +29,7 @@ from hf_packfree.packing import (
 )
 from hf_packfree.packing.compiling import is_transformed
 from hf_packfree.packing.mrope import is_text
-from hf_packfree.packing.tree_words import RECORD
+from hf_packfree.packing.tree_keywords import RECORD
 
 UNREAD, UNPACKED = None, False
 """Values of `packed_sequence` without a record: the batch was not read yet; it was read and runs

@@ -28,7 +28,7 @@ from hf_packfree.ops.loss import Targets, TokenLogProbs, Wanted
 from hf_packfree.packing import PackedSequence, repad
 from hf_packfree.packing.lazy import LazyTensor, Source
 from hf_packfree.packing.marks import FORWARD_BEFORE, FUSED_HEAD
-from hf_packfree.packing.tree_words import has_tree
+from hf_packfree.packing.tree_keywords import has_tree
 
 _SETTINGS = {
     "backbone_attr",

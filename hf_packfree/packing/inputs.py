@@ -25,7 +25,7 @@ from hf_packfree.packing.keywords import PackingInputs
 from hf_packfree.packing.masks import EVERYWHERE, parse_masks
 from hf_packfree.packing.mrope import check_rows, refuse_packed_mrope
 from hf_packfree.packing.record import Integers, PackedSequence
-from hf_packfree.packing.tree_words import resolve_tree
+from hf_packfree.packing.tree_keywords import resolve_tree
 
 
 def resolve_boundaries(

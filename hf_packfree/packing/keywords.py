@@ -14,7 +14,7 @@ from hf_packfree.errors import BoundaryError, UnsupportedInput
 from hf_packfree.packing.foreign import longest_of, take_foreign
 from hf_packfree.packing.record import PackedSequence
 from hf_packfree.packing.tree import refuse_tree
-from hf_packfree.packing.tree_words import take_tree
+from hf_packfree.packing.tree_keywords import take_tree
 
 HF_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Upstream's keyword names for packing; spelled in this file and where one is explained."""
@@ -36,7 +36,7 @@ class PackingInputs:
         max_length_q, max_length_k: tokens of the longest document, or more.
         seq_idx: integers [B, S], the document of every token; below 0 is padding.
         foreign: the same in other libraries' words, see `hf_packfree.packing.foreign`.
-        tree: what describes a tree of shared prefixes, see `hf_packfree.packing.tree_words`.
+        tree: what describes a tree of shared prefixes, see `hf_packfree.packing.tree_keywords`.
 
     Raises:
         BoundaryError: what should be a tensor is none, or one without values, on meta, or not

@@ -24,7 +24,7 @@ from hf_packfree.errors import BackendUnavailable
 from hf_packfree.ops.conv import OP as CONV
 from hf_packfree.ops.conv import qkv_conv
 from hf_packfree.ops.delta_rule import OP as DELTA_RULE
-from hf_packfree.ops.delta_rule.flash_qla_segments import lanes
+from hf_packfree.ops.delta_rule.flash_qla_segments import parallel_segments
 from hf_packfree.ops.delta_rule.reference import rounded_l2norm
 from hf_packfree.ops.delta_rule.segments import Scans, Segments, fold, plan_segments
 from hf_packfree.ops.operation import once_differentiable
@@ -87,20 +87,20 @@ def conv_delta_rule_by_states(
     q, k, v = conv_with_context(convolve, x, packed, weight.shape[-1] - 1)
     if not in_conv:
         q, k = map(rounded_l2norm, (q, k))
-    segments = packed.cached(_segments, _lanes(v, delta_rule))
+    segments = packed.cached(_segments, _parallel_segments(v, delta_rule))
     return _Rule.apply(q, k, v, g, beta, packed, segments, scans)  # type: ignore[no-any-return]
 
 
-def _lanes(v: Tensor, backend: str) -> int:
+def _parallel_segments(v: Tensor, backend: str) -> int:
     """Return how many segments the device scans in parallel; 0: documents are scanned whole."""
     long = DELTA_RULE.backend(backend).long
-    return lanes(v, v.shape[2]) if long is not None and long.takes(v.device, {}) else 0
+    return parallel_segments(v, v.shape[2]) if long is not None and long.takes(v.device, {}) else 0
 
 
-def _segments(packed: PackedSequence, lanes: int) -> Segments:
+def _segments(packed: PackedSequence, parallel: int) -> Segments:
     """Return a shard's documents in segments: long ones cut, as on one device, or each in one."""
     shard = shard_of(packed)
-    found = plan_segments(packed, lanes) if lanes else None
+    found = plan_segments(packed, parallel) if parallel else None
     found = found or Segments.of(packed, [[length] for length in packed.lengths])
     return found.continued(bool(shard.history(shard.rank)), shard.goes_on(shard.rank))
 

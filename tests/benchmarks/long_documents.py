@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_packfree.ops.attention import attention, cudnn
 from hf_packfree.ops.delta_rule import gated_delta_rule
-from hf_packfree.ops.delta_rule.flash_qla_segments import FlashQLAScans, lanes
+from hf_packfree.ops.delta_rule.flash_qla_segments import FlashQLAScans, parallel_segments
 from hf_packfree.ops.delta_rule.segments import Segments, fold, plan_segments, walk_segments
 from hf_packfree.ops.delta_rule.torch_chunked import TorchScans
 from hf_packfree.ops.fla import CHUNK
@@ -96,7 +96,9 @@ def delta_rule(
     }
     scans = FlashQLAScans() if on_gpu else TorchScans()
     plans = {f"{cut} segments": even(packed, cut) for cut in CUTS if tokens >= cut * 4 * CHUNK}
-    planned = plan_segments(packed, lanes(leaves[0], values)) if on_gpu else even(packed, 2)
+    planned = (
+        plan_segments(packed, parallel_segments(leaves[0], values)) if on_gpu else even(packed, 2)
+    )
     plans |= {} if planned is None else {"segments, planned": planned}
     for name, plan in plans.items():
         calls[f"{name} ({plan.record.num_segments})"] = partial(

@@ -171,8 +171,8 @@ def test_fold_is_one_step_after_the_other(reverse):
     assert not nothing[[0, 3 if reverse else 1]].any()
 
 
-def cut_of(lengths, lanes=8):
-    found = plan_segments(PackedSequence.from_lengths(lengths), lanes)
+def cut_of(lengths, parallel=8):
+    found = plan_segments(PackedSequence.from_lengths(lengths), parallel)
     return found and [lengths_of(found, n) for n in range(len(lengths))]
 
 
@@ -183,14 +183,14 @@ def lengths_of(segments, document):
 
 def test_the_plan_fills_the_gpu():
     assert cut_of([32768]) == [[4096] * 8]
-    assert cut_of([32768], lanes=4) == [[8192] * 4]
+    assert cut_of([32768], parallel=4) == [[8192] * 4]
     assert cut_of([32768 - 5]) == [[4096] * 7 + [4091]]
-    assert cut_of([32768], lanes=66) == [[1024] * 32]
+    assert cut_of([32768], parallel=66) == [[1024] * 32]
     assert cut_of([16384, 500, 16000]) == [[4096] * 4, [500], [4032, 4032, 3968, 3968]]
 
 
 @pytest.mark.parametrize(
-    "lengths, lanes",
+    "lengths, parallel",
     [
         ([4000], 8),
         ([2000] * 16, 8),
@@ -208,15 +208,15 @@ def test_the_plan_fills_the_gpu():
         "too many states to keep",
     ],
 )
-def test_what_gains_nothing_stays_whole(lengths, lanes):
-    assert plan_segments(PackedSequence.from_lengths(lengths), lanes) is None
+def test_what_gains_nothing_stays_whole(lengths, parallel):
+    assert plan_segments(PackedSequence.from_lengths(lengths), parallel) is None
 
 
 @settings(max_examples=60)
-@given(lengths=st.lists(st.integers(1, 40000), min_size=1, max_size=8), lanes=st.integers(1, 33))
-def test_any_plan_covers_its_documents_in_whole_chunks(lengths, lanes):
+@given(lengths=st.lists(st.integers(1, 40000), min_size=1, max_size=8), parallel=st.integers(1, 33))
+def test_any_plan_covers_its_documents_in_whole_chunks(lengths, parallel):
     packed = PackedSequence.from_lengths(lengths)
-    segments = plan_segments(packed, lanes)
+    segments = plan_segments(packed, parallel)
     if segments is None:
         return
     assert segments.record.num_segments > len(lengths)

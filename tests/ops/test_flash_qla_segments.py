@@ -252,7 +252,7 @@ def test_segments_on_its_kernels_equal_documents_whole(qk_l2norm, kernels, recor
 
 def test_a_row_is_cut_where_its_kernels_are_known(monkeypatch):
     called = []
-    monkeypatch.setattr(flash_qla_segments, "lanes", lambda q, heads: 8)
+    monkeypatch.setattr(flash_qla_segments, "parallel_segments", lambda q, heads: 8)
     monkeypatch.setattr(
         flash_qla_segments, "in_segments", lambda *x: called.append(x[5].record.lengths)
     )

@@ -197,7 +197,7 @@ def delta_rules(results, name, local, random) -> None:
         )
         if way == "state":
             with (
-                patch.object(states, "_lanes", lambda *_: 1),
+                patch.object(states, "_parallel_segments", lambda *_: 1),
                 patch.object(states, "plan_segments", short_segments),
             ):
                 key = f"delta rule by state, documents in segments: {name}"
@@ -206,7 +206,7 @@ def delta_rules(results, name, local, random) -> None:
                 results[key] = op_error(rule, [x, g, beta], [weight, bias], row, local.shard)
 
 
-def short_segments(packed, lanes):
+def short_segments(packed, parallel):
     """Cut every document behind each 16 tokens."""
     return Segments.of(
         packed, [[16] * ((n - 1) // 16) + [(n - 1) % 16 + 1] for n in packed.lengths]

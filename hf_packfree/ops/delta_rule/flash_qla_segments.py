@@ -159,7 +159,11 @@ def gated_delta_rule(
     qk_l2norm: bool,
 ) -> Tensor:
     """See `hf_packfree.ops.delta_rule.gated_delta_rule`."""
-    segments = packed.cached(plan_segments, lanes(q, v.shape[2])) if cuts_on(q.device) else None
+    segments = (
+        packed.cached(plan_segments, parallel_segments(q, v.shape[2]))
+        if cuts_on(q.device)
+        else None
+    )
     if segments is None:
         return flash_qla.gated_delta_rule(q, k, v, g, beta, packed, qk_l2norm)
     return in_segments(q, k, v, g, beta, segments, qk_l2norm)
@@ -183,6 +187,6 @@ def cuts_on(device: torch.device) -> bool:
     return on_hopper(device) and flash_qla.is_known()
 
 
-def lanes(q: Tensor, heads: int) -> int:
+def parallel_segments(q: Tensor, heads: int) -> int:
     """Return how many segments run at once: a program of each kernel fills a multiprocessor."""
     return max(1, torch.cuda.get_device_properties(q.device).multi_processor_count // heads)

@@ -31,11 +31,12 @@ from hf_packfree.ops.launch import launch
 from hf_packfree.ops.operation import once_differentiable
 from hf_packfree.packing import PackedSequence
 
-# chunks of a document that is cut; segments of a row, by lanes: their states are kept
+# chunks of a document that is cut, at least; segments of a row, at most, by those that run in
+# parallel: their states are kept
 _SHORTEST, _MOST = 64, 8
 # time that M, B and C of a chunk take, and folding a segment, of that of walking a chunk
-_SUMMARY, _FOLD = 0.4, 0.5
-# of segments, one after the other in every lane
+_SUMMARY_COST, _FOLD_COST = 0.4, 0.5
+# of segments, how many run one after the other
 _ROUNDS = (0.25, 0.5, 1, 2, 3)
 _GAIN = 0.95
 # of a state, in one program that folds: a step of it is a few microseconds
@@ -113,46 +114,46 @@ class Segments:
         return self.chunks[int(reverse), :, None].expand(-1, heads).contiguous()
 
 
-def plan_segments(packed: PackedSequence, lanes: int) -> Segments | None:
+def plan_segments(packed: PackedSequence, parallel: int) -> Segments | None:
     """Cut documents where the row is expected to be walked faster for it; None: nowhere, and in a
     bounded row, whose plans are those of other documents too.
 
     Args:
         packed: the documents.
-        lanes: how many segments run at once, each with all of its heads.
+        parallel: how many segments run at once, each with all of its heads.
     """
     if packed.bounded:
         return None
     chunks = [-(-length // CHUNK) for length in packed.lengths]
-    longest, share = max(chunks), sum(chunks) / lanes
-    if longest < _SHORTEST or longest <= share or len(chunks) >= _MOST * lanes:
+    longest, share = max(chunks), sum(chunks) / parallel
+    if longest < _SHORTEST or longest <= share or len(chunks) >= _MOST * parallel:
         return None
-    best, found = _GAIN * makespan(chunks, lanes), None
+    best, found = _GAIN * makespan(chunks, parallel), None
     for rounds in _ROUNDS:
         parts = [_even(count, ceil(share / rounds)) for count in chunks]
-        time = _time(parts, lanes)
-        if time < best and sum(map(len, parts)) <= _MOST * lanes:
+        time = _time(parts, parallel)
+        if time < best and sum(map(len, parts)) <= _MOST * parallel:
             best, found = time, parts
     return None if found is None else Segments.of(packed, list(map(_tokens, packed.lengths, found)))
 
 
-def _time(parts: Sequence[Sequence[int]], lanes: int) -> float:
+def _time(parts: Sequence[Sequence[int]], parallel: int) -> float:
     """Return the time of walking each document's parts, and of summing up and folding those of
     documents with several.
     """
     cut = [part for document in parts if len(document) > 1 for part in document]
     walk, summary = (
-        makespan(chunks, lanes)
+        makespan(chunks, parallel)
         for chunks in ([part for document in parts for part in document], cut)
     )
-    return walk + _SUMMARY * summary + _FOLD * max(map(len, parts))
+    return walk + _SUMMARY_COST * summary + _FOLD_COST * max(map(len, parts))
 
 
-def makespan(sizes: Sequence[int], lanes: int) -> float:
-    """Return when the last of some programs ends that start in order, each where one ended
-    before.
+def makespan(sizes: Sequence[int], parallel: int) -> float:
+    """Return when the last of programs ends of which so many run in parallel: they start in order,
+    each when one has ended.
     """
-    ends = [0.0] * lanes
+    ends = [0.0] * parallel
     heapify(ends)
     for size in sizes:
         heapreplace(ends, ends[0] + size)

@@ -31,14 +31,14 @@ _LONGEST = {"tree_max_seqlen_q": "a segment", "tree_max_seqlen_k": "a path"}
 """Tokens of the longest one, or more."""
 _PLANS = ("tree_n_chunks",)
 """Hints for TRL's kernels, which say nothing of the tree."""
-WORDS = (_SEGMENTS, _PATHS, _KEYS, _PARENTS, _DEPTHS, _LEVELS, *_LONGEST, *_PLANS)
+KEYWORDS = (_SEGMENTS, _PATHS, _KEYS, _PARENTS, _DEPTHS, _LEVELS, *_LONGEST, *_PLANS)
 """The keywords of TRL 1.16, and those that huggingface/trl#7686 adds."""
 
 
 def has_tree(arguments: Mapping[str, Any]) -> bool:
     """Whether a forward's arguments describe a tree: a record that has one, or keywords."""
     by_record = getattr(arguments.get(RECORD), "tree", None) is not None
-    return by_record or any(arguments.get(name) is not None for name in WORDS)
+    return by_record or any(arguments.get(name) is not None for name in KEYWORDS)
 
 
 def take_tree(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -48,18 +48,18 @@ def take_tree(kwargs: dict[str, Any]) -> dict[str, Any]:
         UnsupportedInput: one is unknown.
     """
     for name, value in kwargs.items():
-        if name.startswith("tree_") and name not in WORDS and value is not None:
+        if name.startswith("tree_") and name not in KEYWORDS and value is not None:
             raise UnsupportedInput(
                 f"found the keyword {name}, which describes a tree in words that are not known; "
                 f"wanted those of TRL 1.16, such as {_KEYS}; pass packed_sequence="
                 "PackedSequence.from_tree(segment_lengths, parents) instead"
             )
-    taken = {name: kwargs.pop(name) for name in WORDS if name in kwargs}
+    taken = {name: kwargs.pop(name) for name in KEYWORDS if name in kwargs}
     return {name: value for name, value in taken.items() if value is not None}
 
 
 def resolve_tree(
-    words: Mapping[str, Any],
+    keywords: Mapping[str, Any],
     positions: Tensor | None,
     mask: Any,
     others: list[str],
@@ -69,7 +69,7 @@ def resolve_tree(
     """Build the record of a row that is a tree.
 
     Args:
-        words: what describes it, by name: `RECORD`, or of `WORDS`.
+        keywords: what describes it, by name: `RECORD`, or of `KEYWORDS`.
         positions: the caller's, [S], [1, S], or 3 or 4 such rows; None: along the paths.
         mask: the caller's.
         others: the names of the caller's other arguments that describe documents.
@@ -77,7 +77,7 @@ def resolve_tree(
         device: of the tokens.
 
     Raises:
-        BoundaryError: a word is malformed, or one is missing.
+        BoundaryError: a keyword is malformed, or one is missing.
         BoundaryConflict: what is given disagrees.
         UnsupportedInput: several rows, padding, or documents described in another way too.
     """
@@ -87,7 +87,7 @@ def resolve_tree(
             "the trees one after the other, each with a root of its own"
         )
     _refuse_others(mask, others)
-    packed, name = _read(words, shape[1])
+    packed, name = _read(keywords, shape[1])
     if packed.num_tokens != shape[1]:
         raise BoundaryConflict(
             f"found {name} of {packed.num_tokens} tokens for a row of {shape[1]}; wanted one "
@@ -110,16 +110,16 @@ def _refuse_others(mask: Any, others: list[str]) -> None:
         )
 
 
-def _read(words: Mapping[str, Any], tokens: int) -> tuple[PackedSequence, str]:
+def _read(keywords: Mapping[str, Any], tokens: int) -> tuple[PackedSequence, str]:
     """Return the record and the name of what it was read from."""
-    found: PackedSequence | None = words.get(RECORD)
-    by_words = {name: value for name, value in words.items() if name != RECORD}
-    if not by_words:
+    found: PackedSequence | None = keywords.get(RECORD)
+    by_keywords = {name: value for name, value in keywords.items() if name != RECORD}
+    if not by_keywords:
         assert found is not None
         return found, RECORD
-    lengths, parents = _forest(by_words, tokens)
+    lengths, parents = _forest(by_keywords, tokens)
     packed = PackedSequence.from_tree(lengths, parents)
-    _check_words(by_words, Tree.of(packed.lengths, parents))
+    _check_keywords(by_keywords, Tree.of(packed.lengths, parents))
     if found is not None and _segments(found) != _segments(packed):
         raise _disagree(RECORD, _SEGMENTS)
     return packed, _SEGMENTS
@@ -129,21 +129,23 @@ def _segments(packed: PackedSequence) -> tuple[Any, ...]:
     return packed.lengths, None if packed.tree is None else packed.tree.parents
 
 
-def _forest(words: Mapping[str, Any], tokens: int) -> tuple[Integers, tuple[int, ...]]:
+def _forest(keywords: Mapping[str, Any], tokens: int) -> tuple[Integers, tuple[int, ...]]:
     """Return the segments' lengths and parents."""
-    if _SEGMENTS not in words or not (_PARENTS in words or {_PATHS, _KEYS} <= words.keys()):
+    if _SEGMENTS not in keywords or not (
+        _PARENTS in keywords or {_PATHS, _KEYS} <= keywords.keys()
+    ):
         raise BoundaryError(
-            f"found {' and '.join(words)} without the rest of a tree; wanted {_SEGMENTS} with "
+            f"found {' and '.join(keywords)} without the rest of a tree; wanted {_SEGMENTS} with "
             f"{_KEYS} and {_PATHS}, or with {_PARENTS}; pass them together"
         )
-    starts = _offsets(_SEGMENTS, words, tokens)
+    starts = _offsets(_SEGMENTS, keywords, tokens)
     by_paths = None
-    if _PATHS in words and _KEYS in words:
-        keys = _integers(_KEYS, words)
-        by_paths = _parents_by_paths(starts, keys, _offsets(_PATHS, words, len(keys)))
+    if _PATHS in keywords and _KEYS in keywords:
+        keys = _integers(_KEYS, keywords)
+        by_paths = _parents_by_paths(starts, keys, _offsets(_PATHS, keywords, len(keys)))
     parents = by_paths
-    if _PARENTS in words:
-        parents = tuple(_integers(_PARENTS, words).tolist())
+    if _PARENTS in keywords:
+        parents = tuple(_integers(_PARENTS, keywords).tolist())
         if by_paths is not None and parents != by_paths:
             raise _disagree(_PARENTS, _KEYS)
     assert parents is not None
@@ -171,20 +173,20 @@ def _parents_by_paths(starts: Integers, keys: Integers, paths: Integers) -> tupl
     return tuple(found)
 
 
-def _check_words(words: Mapping[str, Any], tree: Tree) -> None:
+def _check_keywords(keywords: Mapping[str, Any], tree: Tree) -> None:
     """Compare what else was said with the tree."""
     levels = Counter(tree.depths)
     said = {_DEPTHS: list(tree.depths), _LEVELS: [levels[depth] for depth in sorted(levels)]}
     for name, wanted in said.items():
-        if name in words and _integers(name, words).tolist() != wanted:
+        if name in keywords and _integers(name, keywords).tolist() != wanted:
             raise _disagree(name, _SEGMENTS)
     paths = [before + own for before, own in zip(tree.before, tree.lengths, strict=True)]
     for (name, what), longest in zip(
         _LONGEST.items(), (max(tree.lengths), max(paths)), strict=True
     ):
-        if name in words and _integers(name, words).max() < longest:
+        if name in keywords and _integers(name, keywords).max() < longest:
             raise BoundaryConflict(
-                f"found {name}={words[name]} with {what} of {longest} tokens; wanted at least "
+                f"found {name}={keywords[name]} with {what} of {longest} tokens; wanted at least "
                 f"{longest}; build it from the same segments"
             )
 
@@ -207,8 +209,8 @@ def _check_positions(given: Tensor, packed: PackedSequence, name: str) -> None:
         )
 
 
-def _offsets(name: str, words: Mapping[str, Any], total: int) -> Integers:
-    found = _integers(name, words)
+def _offsets(name: str, keywords: Mapping[str, Any], total: int) -> Integers:
+    found = _integers(name, keywords)
     if len(found) < 2 or found[0] != 0 or found[-1] != total or (np.diff(found) < 1).any():
         raise BoundaryError(
             f"found {name} from {found[:1].tolist()} to {found[-1:].tolist()}; wanted offsets that "
@@ -217,16 +219,16 @@ def _offsets(name: str, words: Mapping[str, Any], total: int) -> Integers:
     return found
 
 
-def _integers(name: str, words: Mapping[str, Any]) -> Integers:
+def _integers(name: str, keywords: Mapping[str, Any]) -> Integers:
     """Return integers as int64 on the host, of one dimension."""
     try:
-        given = torch.as_tensor(words[name], device="cpu").detach()
+        given = torch.as_tensor(keywords[name], device="cpu").detach()
     except (TypeError, ValueError, RuntimeError, NotImplementedError):
         given = None
     whole = given is not None and not (given.is_floating_point() or given.is_complex())
     if given is None or not whole or given.ndim > 1 or given.numel() == 0:
         raise BoundaryError(
-            f"found {name} as {type(words[name]).__name__}, no row of integers; wanted what TRL "
+            f"found {name} as {type(keywords[name]).__name__}, no row of integers; wanted what TRL "
             "passes there; pass packed_sequence=PackedSequence.from_tree(segment_lengths, parents) "
             "instead"
         )
@@ -240,4 +242,4 @@ def _disagree(one: str, other: str) -> BoundaryConflict:
     )
 
 
-__all__ = ["RECORD", "WORDS", "has_tree", "resolve_tree", "take_tree"]
+__all__ = ["RECORD", "KEYWORDS", "has_tree", "resolve_tree", "take_tree"]

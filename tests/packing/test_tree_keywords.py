@@ -11,13 +11,13 @@ from hypothesis import given
 
 from hf_packfree.errors import BoundaryConflict, BoundaryError, UnsupportedInput
 from hf_packfree.packing import Batch, PackedSequence, PackingInputs, resolve_boundaries
-from hf_packfree.packing.tree_words import RECORD
+from hf_packfree.packing.tree_keywords import RECORD
 from tests.trees import GROUP, TURNS, forests
 
 CPU = torch.device("cpu")
 
 
-def words_of(tree):
+def keywords_of(tree):
     """What TRL 1.16 and huggingface/trl#7686 pass for a tree, without the positions."""
     paths = [tree.tokens(segment) for segment in range(len(tree.lengths))]
     lengths, depths = torch.tensor(tree.lengths), [0] * len(paths)
@@ -37,9 +37,9 @@ def words_of(tree):
     }
 
 
-def read(tokens, positions=None, mask=None, rows=1, **words):
-    inputs = PackingInputs.from_kwargs(words, position_ids=positions, attention_mask=mask)
-    assert words == {}, "words for trees reach no layer"
+def read(tokens, positions=None, mask=None, rows=1, **keywords):
+    inputs = PackingInputs.from_kwargs(keywords, position_ids=positions, attention_mask=mask)
+    assert keywords == {}, "keywords for trees reach no layer"
     return resolve_boundaries(inputs, Batch(torch.arange(rows * tokens).view(rows, tokens)))
 
 
@@ -53,8 +53,8 @@ PARENTS = ("tree_cu_seqlens_q", "tree_segment_parents")
     "names", [None, TRLS, PATHS, PARENTS], ids=["all", "1.16", "paths", "7686"]
 )
 def test_every_tree_is_read(names, tree):
-    words, wanted = words_of(tree), tree.record
-    given = words if names is None else {name: words[name] for name in names}
+    keywords, wanted = keywords_of(tree), tree.record
+    given = keywords if names is None else {name: keywords[name] for name in names}
     found = read(sum(tree.lengths), wanted.position_ids(), **given)
     assert found.lengths == wanted.lengths
     assert (found.tree and found.tree.parents) == (wanted.tree and wanted.tree.parents)
@@ -63,24 +63,24 @@ def test_every_tree_is_read(names, tree):
 @pytest.mark.parametrize(
     "left_out", [("tree_cu_seqlens_q",), ("tree_kv_index", "tree_segment_parents")]
 )
-def test_words_that_are_no_tree_without_others(left_out):
-    words = {name: value for name, value in words_of(TURNS).items() if name not in left_out}
+def test_keywords_that_are_no_tree_without_others(left_out):
+    keywords = {name: value for name, value in keywords_of(TURNS).items() if name not in left_out}
     with pytest.raises(BoundaryError, match="without the rest of a tree"):
-        read(sum(TURNS.lengths), **words)
+        read(sum(TURNS.lengths), **keywords)
 
 
-def test_a_word_that_nobody_knows():
+def test_a_keyword_that_nobody_knows():
     with pytest.raises(UnsupportedInput, match="found the keyword tree_roots, which describes a"):
-        read(sum(TURNS.lengths), **words_of(TURNS), tree_roots=[0])
+        read(sum(TURNS.lengths), **keywords_of(TURNS), tree_roots=[0])
     assert read(9, tree_kv_index=None) is None
 
 
 def changed(name, change):
-    """The words of a tree, one of them changed in place or replaced."""
-    words = words_of(TURNS)
-    given = words[name].clone() if isinstance(words[name], torch.Tensor) else words[name]
+    """The keywords of a tree, one of them changed in place or replaced."""
+    keywords = keywords_of(TURNS)
+    given = keywords[name].clone() if isinstance(keywords[name], torch.Tensor) else keywords[name]
     replaced = change(given)
-    return words | {name: given if replaced is None else replaced}
+    return keywords | {name: given if replaced is None else replaced}
 
 
 def swap(at, value):
@@ -109,43 +109,43 @@ def swap(at, value):
         ("tree_segment_parents", lambda x: x[:-1], BoundaryConflict, "describe different trees"),
     ],
 )
-def test_words_that_contradict_each_other(name, change, error, says):
+def test_keywords_that_contradict_each_other(name, change, error, says):
     with pytest.raises(error, match=says):
         read(sum(TURNS.lengths), **changed(name, change))
 
 
 def test_positions_that_contradict_a_tree():
-    positions, words = TURNS.record.position_ids().clone(), words_of(TURNS)
+    positions, keywords = TURNS.record.position_ids().clone(), keywords_of(TURNS)
     tokens = sum(TURNS.lengths)
     positions[0, 100] += 1
     for wrong in (positions, positions[None].expand(4, -1, -1)):
         with pytest.raises(
             BoundaryConflict, match="tree_cu_seqlens_q in disagreement at token 100"
         ):
-            read(tokens, wrong, **words)
+            read(tokens, wrong, **keywords)
     with pytest.raises(BoundaryError, match=r"found position_ids \[1, 9\] with"):
-        read(tokens, positions[:, :9], **words)
+        read(tokens, positions[:, :9], **keywords)
     with pytest.raises(BoundaryError, match=r"found position_ids \[2, "):
-        read(tokens, positions.expand(2, -1), **words)
+        read(tokens, positions.expand(2, -1), **keywords)
 
 
 def test_what_else_describes_documents_is_refused():
-    tokens, words = sum(TURNS.lengths), words_of(TURNS)
+    tokens, keywords = sum(TURNS.lengths), keywords_of(TURNS)
     offsets = torch.tensor([0, tokens], dtype=torch.int32)
     for name in ("cu_seq_lens_q", "cu_seqlens"):
         with pytest.raises(UnsupportedInput, match=f"found {name} with a tree"):
-            read(tokens, **words, **{name: offsets})
+            read(tokens, **keywords, **{name: offsets})
     mask = torch.ones(1, tokens)
-    assert read(tokens, mask=mask, **words).tree is not None
+    assert read(tokens, mask=mask, **keywords).tree is not None
     mask[0, -1] = 0
     with pytest.raises(UnsupportedInput, match="found attention_mask with a tree"):
-        read(tokens, mask=mask, **words)
+        read(tokens, mask=mask, **keywords)
     with pytest.raises(UnsupportedInput, match="a tree of shared prefixes in a batch of 2 rows"):
-        read(tokens, rows=2, **words)
+        read(tokens, rows=2, **keywords)
 
 
-def test_the_record_beside_words():
-    packed, other, words = TURNS.record, GROUP.record, words_of(TURNS)
+def test_the_record_beside_keywords():
+    packed, other, keywords = TURNS.record, GROUP.record, keywords_of(TURNS)
     tokens = sum(TURNS.lengths)
 
     def beside(record, **given):
@@ -153,10 +153,10 @@ def test_the_record_beside_words():
         return resolve_boundaries(inputs, Batch(torch.arange(tokens)[None]))
 
     assert beside(packed) is packed
-    assert beside(packed, **words).tree.parents == packed.tree.parents
+    assert beside(packed, **keywords).tree.parents == packed.tree.parents
     flat = PackedSequence.from_lengths(TURNS.lengths)
     for record in (other, flat):
         with pytest.raises(BoundaryConflict, match="packed_sequence and tree_cu_seqlens_q that"):
-            beside(record, **words)
+            beside(record, **keywords)
     with pytest.raises(BoundaryConflict, match="found packed_sequence of 137 tokens for a row"):
         beside(other)
