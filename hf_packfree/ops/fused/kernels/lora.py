@@ -1,4 +1,4 @@
-"""Triton kernels of low-rank adapters: fp32 taken apart into numbers of half precision, both
+"""Triton kernels of LoRA's adapters: fp32 taken apart into numbers of half precision, both
 gradients that read an output's gradient, and partial sums added up.
 """
 
@@ -35,15 +35,15 @@ def split(w, parts, count, width, PAIRED: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["tokens", "steps"])
 def lora_gradients(
     d_out,
-    up,
-    inner,
-    d_inner,
-    d_up,
+    B,
+    h,
+    d_h,
+    d_B,
     tokens,
     outputs,
     rank,
     d_out_stride,
-    inner_stride,
+    h_stride,
     steps,
     PARTS: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -51,7 +51,7 @@ def lora_gradients(
     OUTPUTS: tl.constexpr,
     RANK: tl.constexpr,
 ):
-    """Per block of outputs d_inner [blocks, T, r] = d_out B, per program d_up [programs, F, r] =
+    """Per block of outputs d_h [blocks, T, r] = d_out B, per program d_B [programs, F, r] =
     d_out' h, in fp32.
 
     d_out [T, F] is read once. B [F, r] is multiplied as it is, or as its three parts where PARTS is
@@ -64,7 +64,7 @@ def lora_gradients(
     j = tl.arange(0, RANK)[None, :]
     column, pair = tl.arange(0, PARTS * RANK)[None, :], tl.arange(0, PAIRS * RANK)[None, :]
     factor = tl.load(
-        up + output[:, None] * rank + column % RANK,
+        B + output[:, None] * rank + column % RANK,
         mask=(output[:, None] < outputs) & (column % RANK < rank),
         other=0.0,
     )
@@ -80,24 +80,24 @@ def lora_gradients(
         )
     row = program.to(tl.int64) * steps * ROWS + tl.arange(0, ROWS)[:, None]
     g_tile = d_out + row * d_out_stride + output[None, :]
-    h_tile = inner + row * inner_stride + pair // RANK * rank + pair % RANK
-    sums = d_inner + (block.to(tl.int64) * tokens + row) * rank + j
+    h_tile = h + row * h_stride + pair // RANK * rank + pair % RANK
+    sums = d_h + (block.to(tl.int64) * tokens + row) * rank + j
     acc = tl.zeros([OUTPUTS, PAIRS * RANK], dtype=tl.float32)
     for _ in range(steps):
         g = tl.load(g_tile, mask=(row < tokens) & (output[None, :] < outputs), other=0.0)
-        h = tl.load(h_tile, mask=(row < tokens) & (pair % RANK < rank), other=0.0)
+        read = tl.load(h_tile, mask=(row < tokens) & (pair % RANK < rank), other=0.0)
         wide = tl.dot(g, factor)
         if PARTS > 1:
             wide = tl.sum(tl.reshape(wide, [ROWS, PARTS, RANK]), 1)
         tl.store(sums, wide, mask=(row < tokens) & (j < rank))
-        acc = tl.dot(tl.trans(g), h, acc)
+        acc = tl.dot(tl.trans(g), read, acc)
         row += ROWS
         g_tile += ROWS * d_out_stride
-        h_tile += ROWS * inner_stride
+        h_tile += ROWS * h_stride
         sums += ROWS * rank
     if PAIRS > 1:
         acc = tl.sum(tl.reshape(acc, [OUTPUTS, PAIRS, RANK]), 1)
-    place = d_up + (program.to(tl.int64) * outputs + output[:, None]) * rank + j
+    place = d_B + (program.to(tl.int64) * outputs + output[:, None]) * rank + j
     tl.store(place, acc, mask=(output[:, None] < outputs) & (j < rank))
 
 
