@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_packfree.models.base import Replacement, Sizes, size_of_norm
-from hf_packfree.models.lora import spare_columns_for
+from hf_packfree.models.peft_lora import spare_columns_for
 from hf_packfree.models.plain_layers import adds_one, dtype_read, epsilon, swiglu_layers
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.fused import add_norm, swiglu_mlp

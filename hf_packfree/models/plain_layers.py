@@ -21,7 +21,7 @@ from hf_packfree.models.linear_weights import (
     under_autocast,
     weight_alone,
 )
-from hf_packfree.models.lora import is_lora, read_lora
+from hf_packfree.models.peft_lora import is_lora, read_lora
 from hf_packfree.models.state import PatchState
 from hf_packfree.ops.fused import projections
 from hf_packfree.ops.fused.lora import Layer, weight_of

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_packfree.models.linear_weights import compute_dtype, is_untouched, read_weight
-from hf_packfree.models.lora import is_lora, read_lora
+from hf_packfree.models.peft_lora import is_lora, read_lora
 
 
 def unfused_kind(layer: Any, x: Tensor, *, adapters: bool = True) -> str | None:

@@ -15,8 +15,8 @@ from torch import nn
 
 from hf_packfree._version import __version__
 from hf_packfree.models.head_loss import why_logits_are_made
-from hf_packfree.models.lora import is_lora
 from hf_packfree.models.options import Padded, Unpacked
+from hf_packfree.models.peft_lora import is_lora
 from hf_packfree.models.state import Kernels, PatchState, find_state
 from hf_packfree.models.unfused import unfused_kind
 from hf_packfree.ops.backend import installed
