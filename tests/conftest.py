@@ -41,6 +41,16 @@ if find_spec("fake_kernels"):
     import_module("fake_kernels").show_to_transformers()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Give a file's tests to one process: what a module's fixtures start, and what its caches
+    keep, is there once.
+    """
+    from xdist.scheduler import LoadFileScheduling
+
+    return LoadFileScheduling(config, log)
+
+
 @pytest.fixture(autouse=True)
 def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sentences of the command line stay on one line, but where a test says how wide it is."""

@@ -104,8 +104,6 @@ def run_tests(workers: int, report: Path) -> None:
         f"-n{workers}",
         f"--junitxml={report}",
     ]
-    # files whose tests share what ranks have measured run on one worker
-    command += ["--dist", "loadfile"]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from filelock import FileLock
 
 from tests.integrations.marks import integration
 from tests.ranks import two_ranks
@@ -49,19 +48,12 @@ def launch(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Return what every way measured; they run once, whatever the number of test processes."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    out = folder / "parallel.json"
-    with FileLock(folder / "parallel.lock"):
-        if not out.exists():
-            work = tmp_path_factory.mktemp("ranks")
-            ((first, _),) = two_ranks(every_way, [(str(work),)], work)
-            out.write_text(json.dumps(first))
-    return json.loads(out.read_text())
+    """Return what every way measured, which run once."""
+    work = tmp_path_factory.mktemp("ranks")
+    ((first, _),) = two_ranks(every_way, [(str(work),)], work)
+    return first
 
 
 def every_way(rank: int, folder: str) -> dict[str, dict[str, object]]:
