@@ -4,6 +4,7 @@ are seen.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -18,6 +19,9 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests.deprecations import DeprecationsAreErrors
+
+# modules and tests stay to the end: nothing of them is garbage, and to look is a fifth of collecting
+gc.disable()
 
 # which is read on import; without a network, looking for one takes half a minute
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -39,6 +43,11 @@ logging.getLogger("transformers").addHandler(DeprecationsAreErrors())
 # tests/fakes is on the path only where the runner puts it (tests/compat/run.py)
 if find_spec("fake_kernels"):
     import_module("fake_kernels").show_to_transformers()
+
+
+def pytest_collection_finish() -> None:
+    """Look for garbage from here on."""
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
