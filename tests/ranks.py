@@ -4,6 +4,7 @@ before it computes anything.
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -75,6 +76,8 @@ def main() -> int:
     """Be all processes, and return whether another one failed."""
     module, name, folder = sys.argv[1:]
     work, (cases, members) = getattr(import_module(module), name), torch.load(f"{folder}/cases.pt")
+    # which every process would look through at the end of every `Trainer.train()`
+    gc.freeze()
     number, children = 0, []
     for other in range(1, len(members)):
         # which is safe as long as no thread was started: so what all need is loaded once
