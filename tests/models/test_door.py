@@ -4,15 +4,16 @@ padded batches, and everything else as transformers has it.
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
-from hf_packfree import (
-    apply_patches,
-)
+from hf_packfree import apply_patches
 from hf_packfree.patching.registry import FAMILIES
 from tests.input_formats import (
     ROW_FORMATS,
+    ROWS,
     ROWS_FORMATS,
     row_batch,
     rows_batch,
@@ -70,9 +71,21 @@ def of_both(found, wanted):
     return [(logits, {name: grads[name] for name in names}) for logits, grads in (found, wanted)]
 
 
-def assert_exact(model, batch, record=None):
+@cache
+def alone(family, lengths, attention=None):
+    """Logits and gradients of documents of these lengths, one by one, unpatched."""
+    batch = Batch(documents(lengths), {}, [])
+    return run_alone(tiny(family, attention=attention), batch, random_weights(batch, 128))
+
+
+def assert_exact(model, batch, record=None, wanted=None):
+    """Of a patched model.
+
+    Args:
+        wanted: what its documents get one by one; None: run them.
+    """
     weights = random_weights(batch, 128)
-    found = errors(run(model, batch, weights), run_alone(model, batch, weights))
+    found = errors(run(model, batch, weights), wanted or run_alone(model, batch, weights))
     if record is not None:
         recorded(record, found, model, "text")
     assert found[0] <= LOGIT_TOL and found[1] <= GRADIENT_TOL, found
@@ -98,13 +111,15 @@ def test_documents_around_the_window(family, record_property):
 )
 def test_one_row_in_every_form(family, form, attention):
     supported = tiny(family).config._attn_implementation == "sdpa"
-    model = tiny(family, attention=attention if supported else "eager")
-    assert_exact(apply_patches(model), row_batch(form, ROW))
+    attention = attention if supported else "eager"
+    model = apply_patches(tiny(family, attention=attention))
+    assert_exact(model, row_batch(form, ROW), wanted=alone(family, ROW, attention))
 
 
 @pytest.mark.parametrize(("family", "form", "_"), pairwise(CORE, list(ROWS_FORMATS), [None]))
 def test_several_rows(family, form, _):
-    assert_exact(apply_patches(tiny(family)), rows_batch(form))
+    lengths = tuple(length for row in ROWS for length in row)
+    assert_exact(apply_patches(tiny(family)), rows_batch(form), wanted=alone(family, lengths))
 
 
 @pytest.mark.parametrize("family", ALL)

@@ -274,14 +274,14 @@ def test_half_precision_is_finite_and_rounds_no_worse_than_upstream(family, dtyp
     model = apply_patches(tiny(family, attention=attention).to(dtype))
     for seed in range(1, 4 if family == "qwen3_5" else 9):
         batch = row_batch("positions", ROW, seed=seed)
-        parts, grads = run(model, batch, random_weights(batch, 128))
-        assert all(part.isfinite().all() for part in parts) and all(
-            grad.isfinite().all() for grad in grads.values()
-        )
+        with torch.no_grad():
+            parts = batch.cut(model(**batch.inputs).logits)
         wanted, theirs = (torch.cat(logits_alone(model, batch)) for model in (exact, rounded))
         ours += relative_rms(torch.cat(parts), wanted)
         upstreams += relative_rms(theirs, wanted)
     assert ours <= 1.5 * upstreams, (ours, upstreams)
+    parts, grads = run(model, batch, random_weights(batch, 128))
+    assert all(found.isfinite().all() for found in (*parts, *grads.values()))
 
 
 @torch.no_grad()
