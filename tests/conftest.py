@@ -25,9 +25,11 @@ gc.disable()
 
 # which is read on import; without a network, looking for one takes half a minute
 os.environ["HF_HUB_OFFLINE"] = "1"
-# tiny models gain nothing from more threads, and workers that share cores lose a lot
+# tiny models gain nothing from more threads, and workers that share cores lose a lot, as do the
+# processes that they start
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
 
 # without a GPU the Triton kernels run in Triton's interpreter, which has to be chosen before
 # anything imports triton
