@@ -239,7 +239,9 @@ def test_checkpointing_changes_nothing(family, reentrant):
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16", "autocast"])
-@pytest.mark.parametrize("family", CORE)
+@pytest.mark.parametrize(
+    "family", [CORE[0], *(pytest.param(name, marks=pytest.mark.slow) for name in CORE[1:])]
+)
 def test_half_precision_rounds_no_worse_than_upstream(family, autocast):
     dtype = torch.float32 if autocast else torch.bfloat16
     rounded, model = tiny(family).to(dtype), apply_patches(tiny(family).to(dtype))

@@ -158,6 +158,7 @@ class TestCopiedFiles:
         assert not any(path.is_symlink() for path in out.iterdir())
 
 
+@pytest.mark.usefixtures("imports_tried_once")
 def test_code_of_a_checkpoint_never_runs(tmp_path, capsys, monkeypatch):
     """Nor is anyone asked: what is on stdin is not read."""
     tiny().save_pretrained(tmp_path)

@@ -155,6 +155,7 @@ def test_a_text_checkpoint_has_nothing_to_drop(tmp_path, caplog):
     assert "vision tower" not in caplog.text
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own_says_it_and_no_advice_that_a_patched_model_does_not_need():
     """In a process of its own, where transformers, which says it once, has not said it."""
     code = (
