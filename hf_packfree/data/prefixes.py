@@ -35,6 +35,9 @@ class PrefixRow:
         before: int64 [1, T]: the token in front of each one, which predicts it; -1 of a sample's
             first.
         counts: int64 [1, T]: how many samples hold each token.
+        labels: int64 [1, T]: each token where a sample has a label, to be predicted by the token
+            in front of it; -100 elsewhere, and of a sample's first.
+        loss_weights: float32 [1, T]: of each label, the sum over the samples that have it.
     """
 
     input_ids: Tensor
@@ -42,6 +45,8 @@ class PrefixRow:
     index: tuple[Tensor, ...]
     before: Tensor
     counts: Tensor
+    labels: Tensor
+    loss_weights: Tensor
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -54,8 +59,8 @@ class PrefixRow:
         }
 
     def log_probs(self, hidden: Tensor, model: Any, **options: Any) -> TokenLogProbs:
-        """Return the log-probability of every token after those in front of it in its samples, and
-        what else `token_log_probs` gives; of tokens that several samples hold once.
+        """Return the log-probability of every label after the tokens in front of it in its samples,
+        and what else `token_log_probs` gives; of tokens that several samples hold once.
 
         The last token of a prefix predicts the first of each branch.
 
@@ -66,11 +71,11 @@ class PrefixRow:
                 which is predicted.
 
         Returns:
-            [1, T] each; 0 for the first token of a sample, which nothing predicts.
+            [1, T] each; 0 where there is no label.
         """
-        first = self.before < 0
         of_predictors = gather(hidden, self.before[0].clamp(min=0).to(hidden.device))
-        targets = self.input_ids.masked_fill(first, options.get("ignore_index", _IGNORED))
+        ignored = options.get("ignore_index", _IGNORED)
+        targets = self.labels.masked_fill(self.labels == _IGNORED, ignored)
         return token_log_probs(of_predictors, targets, model, **options)
 
     def of_samples(self, values: Tensor) -> list[Tensor]:
@@ -103,19 +108,32 @@ class PrefixRow:
             index=tuple(places.to(device) for places in self.index),
             before=self.before.to(device),
             counts=self.counts.to(device),
+            labels=self.labels.to(device),
+            loss_weights=self.loss_weights.to(device),
         )
 
 
-def pack_prefixes(samples: Sequence[Sequence[int] | Tensor], *, shortest: int = 32) -> PrefixRow:
+def pack_prefixes(
+    samples: Sequence[Sequence[int] | Tensor],
+    *,
+    labels: Sequence[Sequence[int] | Tensor] | None = None,
+    loss_weights: Sequence[float | Sequence[float] | Tensor] | None = None,
+    shortest: int = 32,
+) -> PrefixRow:
     """Lay samples out as one row that holds the prefixes they share once.
 
     Args:
         samples: token ids, one or more each.
+        labels: of each sample, as long as it: the token's id where it is trained, -100 where not.
+            Default: every token.
+        loss_weights: of each sample, one for all its labels (an advantage, say) or one for each
+            token. Default: 1.
         shortest: the fewest tokens of a shared segment; shorter ones are repeated in their
             children, because every level of depth costs a call of the delta rule.
 
     Raises:
-        BoundaryError: there is no sample, or one is no row of whole numbers.
+        BoundaryError: there is no sample, or one is no row of whole numbers; labels or weights are
+            not those of the samples.
 
     Examples:
         A prompt of three tokens, and two answers:
@@ -126,6 +144,17 @@ def pack_prefixes(samples: Sequence[Sequence[int] | Tensor], *, shortest: int = 
         (tensor([[5, 6, 7, 1, 2, 3]]), tensor([[0, 1, 2, 3, 3, 4]]))
         >>> row.index
         (tensor([0, 1, 2, 3]), tensor([0, 1, 2, 4, 5]))
+
+        The prompt untrained, the answers by their advantages:
+
+        >>> labels = [[-100, -100, -100, 1], [-100, -100, -100, 2, 3]]
+        >>> row = pack_prefixes(
+        ...     [[5, 6, 7, 1], [5, 6, 7, 2, 3]], labels=labels, loss_weights=[1, -0.5], shortest=1
+        ... )
+        >>> row.labels
+        tensor([[-100, -100, -100,    1,    2,    3]])
+        >>> row.loss_weights
+        tensor([[ 0.0000,  0.0000,  0.0000,  1.0000, -0.5000, -0.5000]])
     """
     given = [_tokens(number, sample) for number, sample in enumerate(samples)]
     if not given:
@@ -146,7 +175,60 @@ def pack_prefixes(samples: Sequence[Sequence[int] | Tensor], *, shortest: int = 
     for places in index:
         before[places[0]], before[places[1:]] = -1, places[:-1]
     counts = torch.bincount(torch.cat(index), minlength=len(tokens))
-    return PrefixRow(tokens[None], packed, index, before[None], counts[None])
+    of_row, weights = torch.full_like(tokens, _IGNORED), torch.zeros(len(tokens))
+    every = torch.cat(index)
+    # nothing predicts the first token of a sample
+    has_label = torch.from_numpy(_have_labels(given, labels)) & (before[every] >= 0)
+    places = every[has_label]
+    of_row[places] = tokens[places]
+    weights.index_add_(0, places, torch.from_numpy(_weights(given, loss_weights))[has_label])
+    return PrefixRow(
+        tokens[None], packed, index, before[None], counts[None], of_row[None], weights[None]
+    )
+
+
+def _have_labels(
+    samples: list[Tokens], labels: Sequence[Sequence[int] | Tensor] | None
+) -> NDArray[np.bool_]:
+    """Return which of all samples' tokens have a label."""
+    if labels is None:
+        return np.ones(sum(map(len, samples)), dtype=np.bool_)
+    found = []
+    for number, (sample, given) in enumerate(zip(samples, _one_each(samples, labels, "labels"))):
+        own = np.asarray(given)
+        if own.shape != sample.shape or not (own == sample)[own != _IGNORED].all():
+            raise BoundaryError(
+                f"found labels of sample {number} that are not its {len(sample)} tokens or "
+                f"{_IGNORED}; wanted each token's own id, or {_IGNORED} where it is not trained; "
+                "pass them unshifted"
+            )
+        found.append(own != _IGNORED)
+    return np.concatenate(found)
+
+
+def _weights(
+    samples: list[Tokens], given: Sequence[float | Sequence[float] | Tensor] | None
+) -> NDArray[np.float32]:
+    """Return the weight of each of all samples' tokens."""
+    of_samples = [1.0] * len(samples) if given is None else _one_each(samples, given, "weights")
+    found = []
+    for number, (sample, weight) in enumerate(zip(samples, of_samples)):
+        own = np.asarray(weight, dtype=np.float32)
+        if own.shape not in ((), sample.shape):
+            raise BoundaryError(
+                f"found loss weights of sample {number} of shape {own.shape}; wanted one number, "
+                f"or one for each of its {len(sample)} tokens"
+            )
+        found.append(np.broadcast_to(own, sample.shape))
+    return np.concatenate(found)
+
+
+def _one_each(samples: list[Tokens], given: Sequence[Any], what: str) -> Sequence[Any]:
+    if len(given) != len(samples):
+        raise BoundaryError(
+            f"found {what} of {len(given)} samples; wanted those of {len(samples)}, one each"
+        )
+    return given
 
 
 @dataclass(eq=False)

@@ -88,7 +88,9 @@ def packed(samples: Sequence[Tensor], device: str) -> PrefixRow:
     record = PackedSequence.from_lengths(lengths)
     ids, places = torch.cat(list(samples))[None], torch.arange(sum(lengths))
     before = (places - 1).masked_fill(record.position_ids()[0] == 0, -1)[None]
-    row = PrefixRow(ids, record, places.split(lengths), before, torch.ones_like(ids))
+    ones, labels = torch.ones_like(ids), ids.masked_fill(before < 0, -100)
+    weights = (before >= 0).float()
+    row = PrefixRow(ids, record, places.split(lengths), before, ones, labels, weights)
     return row.to(device)
 
 

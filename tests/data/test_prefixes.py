@@ -48,6 +48,10 @@ def test_every_token_of_every_sample_is_in_its_place(samples, shortest):
         assert row.before[0, places].tolist() == [-1, *places[:-1].tolist()]
         held[places] += 1
     assert row.counts.tolist() == [held.tolist()] and held.min() > 0
+    # nothing predicts a sample's first token, and samples have theirs in one place where they agree
+    firsts = row.before < 0
+    assert torch.equal(row.labels, row.input_ids.masked_fill(firsts, -100))
+    assert torch.equal(row.loss_weights, row.counts.masked_fill(firsts, 0).float())
     assert row.of_samples(row.input_ids)[-1].tolist() == samples[-1]
 
 
@@ -111,9 +115,65 @@ def test_a_loss_by_weights_of_the_row_is_that_of_the_samples():
     assert torch.equal(ones, row.counts.float())
 
 
+def test_labels_and_advantages_make_the_loss_of_the_samples_alone():
+    """Values and gradients of a prompt's answers, whose prompt is untrained; of two samples that
+    share a segment one trains it.
+    """
+    samples, model, stock = turns(), apply_patches(tiny()), tiny()
+    starts, advantages = (40, 45, 40, 40, 1), [1.0, -0.5, 0.25, 2.0, -1.0]
+    labels = [sample.clone() for sample in samples]
+    for own, start in zip(labels, starts, strict=True):
+        own[:start] = -100
+    row = pack_prefixes(samples, labels=labels, loss_weights=advantages)
+    assert (row.labels != -100).sum() < row.labels.numel() - 39
+    hidden = model.base_model(**row.inputs)[0]
+    log_probs = row.log_probs(hidden, model).log_probs
+    assert not log_probs[row.labels == -100].any()
+    found = (log_probs * row.loss_weights).sum()
+    found.backward()
+    wanted = sum(
+        advantage * one[start - 1 :].sum()
+        for advantage, one, start in zip(advantages, alone(stock, samples, 1.0), starts)
+    )
+    wanted.backward()
+    values, worst = errors(
+        ([found.detach()[None]], gradients(model)), ([wanted.detach()[None]], gradients(stock))
+    )
+    assert values <= 1e-5 and worst <= 1e-4
+
+
+def test_labels_of_one_sample_are_not_another_s():
+    """A shared token counts with the weights of the samples that train it."""
+    row = pack_prefixes(
+        [[5, 6, 7, 1], [5, 6, 7, 2], [5, 6, 7]],
+        labels=[[-100, 6, 7, 1], [-100, -100, 7, 2], [5, -100, -100]],
+        loss_weights=[2, [9.0, 9.0, 0.5, 1.0], torch.tensor(4.0)],
+        shortest=1,
+    )
+    assert row.input_ids.tolist() == [[5, 6, 7, 1, 2]]
+    assert row.labels.tolist() == [[-100, 6, 7, 1, 2]]
+    assert row.loss_weights.tolist() == [[0.0, 2.0, 2.5, 2.0, 1.0]]
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"labels": [[1, 2]]}, "found labels of 1 samples; wanted those of 2"),
+        ({"labels": [[1, 2], [3]]}, "found labels of sample 1 that are not its 2 tokens or -100"),
+        ({"labels": [[2, -100], [3, 4]]}, "found labels of sample 0 that .* pass them unshifted"),
+        ({"loss_weights": [1.0]}, "found weights of 1 samples; wanted those of 2"),
+        ({"loss_weights": [1.0, [1.0]]}, r"loss weights of sample 1 of shape \(1,\)"),
+    ],
+)
+def test_labels_and_weights_of_other_samples(more, says):
+    with pytest.raises(BoundaryError, match=says):
+        pack_prefixes([[1, 2], [3, 4]], **more)
+
+
 def test_a_row_moves_as_a_whole():
     row = pack_prefixes(group()).to("meta")
     held = (row.input_ids, row.before, row.counts, row.packed_sequence.cu_seqlens, *row.index)
+    held += (row.labels, row.loss_weights)
     assert all(one.is_meta for one in held)
 
 
