@@ -20,7 +20,8 @@ from hypothesis import HealthCheck, settings
 
 from tests.deprecations import DeprecationsAreErrors
 
-# modules and tests stay to the end: nothing of them is garbage, and to look is a fifth of collecting
+# modules and tests stay to the end: nothing of them is garbage, and to look for it is a fifth of
+# collecting
 gc.disable()
 
 # which is read on import; without a network, looking for one takes half a minute
@@ -48,7 +49,9 @@ if find_spec("fake_kernels"):
 
 
 def pytest_collection_finish() -> None:
-    """Look for garbage from here on, but not among what was collected: every `Trainer.train()` does."""
+    """Look for garbage from here on, as every `Trainer.train()` does, but not among what was
+    collected.
+    """
     gc.freeze()
     gc.enable()
 
@@ -61,8 +64,10 @@ def pytest_unconfigure() -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     """Give a file's tests to one process: what a module's fixtures start, and what its caches
-    keep, is there once.
+    keep, is there once. Where --dist says otherwise, so be it.
     """
+    if config.getoption("dist") != "load":
+        return None
     from xdist.scheduler import LoadFileScheduling
 
     return LoadFileScheduling(config, log)

@@ -195,7 +195,7 @@ def _have_labels(
         return np.ones(sum(map(len, samples)), dtype=np.bool_)
     found = []
     for number, (sample, given) in enumerate(zip(samples, _one_each(samples, labels, "labels"))):
-        own = np.asarray(given)
+        own = np.asarray(_in_python(given))
         if own.shape != sample.shape or not (own == sample)[own != _IGNORED].all():
             raise BoundaryError(
                 f"found labels of sample {number} that are not its {len(sample)} tokens or "
@@ -210,25 +210,35 @@ def _weights(
     samples: list[Tokens], given: Sequence[float | Sequence[float] | Tensor] | None
 ) -> NDArray[np.float32]:
     """Return the weight of each of all samples' tokens."""
-    of_samples = [1.0] * len(samples) if given is None else _one_each(samples, given, "weights")
+    of_samples = (
+        [1.0] * len(samples) if given is None else _one_each(samples, given, "loss weights")
+    )
     found = []
     for number, (sample, weight) in enumerate(zip(samples, of_samples)):
-        own = np.asarray(weight, dtype=np.float32)
+        own = np.asarray(_in_python(weight), dtype=np.float32)
         if own.shape not in ((), sample.shape):
             raise BoundaryError(
                 f"found loss weights of sample {number} of shape {own.shape}; wanted one number, "
-                f"or one for each of its {len(sample)} tokens"
+                f"or one for each of its {len(sample)} tokens; pass a float, or a list as long as "
+                "the sample"
             )
         found.append(np.broadcast_to(own, sample.shape))
     return np.concatenate(found)
 
 
 def _one_each(samples: list[Tokens], given: Sequence[Any], what: str) -> Sequence[Any]:
-    if len(given) != len(samples):
+    count = len(given) if hasattr(given, "__len__") else "no list of"
+    if count != len(samples):
         raise BoundaryError(
-            f"found {what} of {len(given)} samples; wanted those of {len(samples)}, one each"
+            f"found {what} of {count} samples; wanted those of {len(samples)}, one each; pass a "
+            "list as long as samples"
         )
     return given
+
+
+def _in_python(values: Any) -> Any:
+    """Return what a tensor holds, of any dtype and on any device; else the same."""
+    return values.tolist() if isinstance(values, Tensor) else values
 
 
 @dataclass(eq=False)
@@ -243,7 +253,7 @@ class _Node:
 
 
 def _tokens(number: int, sample: Any) -> Tokens:
-    found = np.asarray(sample.tolist() if isinstance(sample, Tensor) else sample)
+    found = np.asarray(_in_python(sample))
     if found.ndim != 1 or found.dtype.kind not in "iu" or not found.size:
         raise BoundaryError(
             f"found sample {number} of shape {found.shape} and type {found.dtype}; wanted one or "

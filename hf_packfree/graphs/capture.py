@@ -32,9 +32,13 @@ class Pool:
     """Memory that graphs share which never run at once.
 
     What one capture frees is there for the next, if both are captured on the same stream.
+
+    Args:
+        tokens: of the longest row to be captured, whose memory serves all shorter ones.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, tokens: int) -> None:
+        self.tokens = tokens
         self.handle = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(device)
 

@@ -168,9 +168,9 @@ class Runner:
         while len(self.graphs) >= MOST:
             self.graphs.pop(next(iter(self.graphs)))
         # memory of shorter rows serves no longer one: the longest is captured first, others again
-        if self._pool is None or all(other[0].tokens < key[0].tokens for other in self.graphs):
+        if self._pool is None or self._pool.tokens < key[0].tokens:
             self.graphs.clear()
-            self._pool = Pool(inputs[0].device)
+            self._pool = Pool(inputs[0].device, key[0].tokens)
         try:
             graph = Graph(
                 lambda embeddings, positions: layers(embeddings, positions, packed),

@@ -28,9 +28,10 @@ HEAD = (
     "transformers, padded",
     "packfree, padded",
 )
+COMPOSED = "what is composed by hand"
 BESIDE = {
     "transformers alone": ("unpatched packed", *PADDED),
-    "what is composed by hand": ("composed without packfree",),
+    COMPOSED: ("composed without packfree",),
 }
 """What stands beside ours: {what it is: its variants}."""
 Rows = dict[str, dict[str, Any]]
@@ -87,13 +88,24 @@ def beside(result: dict[str, Any]) -> str:
 
 
 def _missing(rows: Sequence[dict[str, Any]]) -> str:
-    """Name the families and the columns of which nothing was timed."""
-    timed = {row["workload"].split("-")[0] for row in rows if "ms" in row}
-    families = [row.title.split(" (")[0] for name, row in ROWS.items() if name not in timed]
-    ran = {row["variant"] for row in rows if "skipped" not in row}
-    columns = [title for title, names in BESIDE.items() if ran.isdisjoint(names)]
-    parts = (" and ".join(columns), " and ".join(families))
-    said = "; ".join(filter(None, parts))
+    """Name the families of which nothing was timed, or nothing of what stands beside ours."""
+    families: dict[str, list[str]] = {}
+    for name, family in ROWS.items():
+        own = [row for row in rows if row["workload"].startswith(f"{name}-")]
+        ran = {row["variant"] for row in own if "skipped" not in row}
+        columns = [
+            column
+            for column, names in BESIDE.items()
+            if ran.isdisjoint(names) and (family.composed or column != COMPOSED)
+        ]
+        timed = any("ms" in row for row in own)
+        left = " and ".join(columns) if timed else ""
+        if left or not timed:
+            families.setdefault(left, []).append(family.title.split(" (")[0])
+    said = "; ".join(
+        (f"{columns} for " if columns else "") + " and ".join(names)
+        for columns, names in sorted(families.items(), reverse=True)
+    )
     return f"Not timed yet: {said}; {TIMES}.\n" if said else ""
 
 

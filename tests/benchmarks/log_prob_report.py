@@ -89,7 +89,7 @@ def _cell(row: dict[str, Any] | None) -> str:
     kind = row.get("error", "skipped").split(":")[0]
     return {
         "OutOfMemoryError": "out of memory",
-        "ImportError": "not installed",
-        "ModuleNotFoundError": "not installed",
+        "ImportError": "did not import",
+        "ModuleNotFoundError": "did not import",
         "skipped": "",
     }.get(kind, kind)

@@ -319,7 +319,7 @@ def chosen(result: dict[str, Any]) -> list[tuple[str, dict[str, dict[str, Any]]]
         newest_run = max((row.get("run", 1) for row in rows.values()), default=1)
         rows = {name: row for name, row in rows.items() if row.get("run", 1) == newest_run}
         ours = [row for name in SIDES["packfree"] if "ms" in (row := rows.get(name, {}))]
-        beside = _append_h(rows, ours[0]) if ours else {}
+        beside = _beside(rows, ours[0]) if ours else {}
         if len(beside) > 1:
             found.append((heading(TITLES[workload], rows), beside))
     return found[:MOST]
@@ -330,7 +330,7 @@ def sides_of(found: list[tuple[str, dict[str, dict[str, Any]]]]) -> list[str]:
     return [side for side in SIDES if any(side in cells for _, cells in found)]
 
 
-def _append_h(rows: dict[str, dict[str, Any]], ours: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def _beside(rows: dict[str, dict[str, Any]], ours: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """{side: its row}; rows that found no memory among them."""
     same = {name: row for name, row in rows.items() if _is_shown(row)}
     firsts = {

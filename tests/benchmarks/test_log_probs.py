@@ -60,5 +60,5 @@ def test_the_newest_result_becomes_tables(tmp_path):
     assert "Made on 2026-01-02 on one NVIDIA Test" in text and path.name in text
     assert "| packfree | 27.4 (2.0) |  |  |  |" in text
     assert "| TRL's chunked function |  |  |  | 27.4 (2.0) |" in text
-    assert "| Liger | not installed |  |  |  |" in text
+    assert "| Liger | did not import |  |  |  |" in text
     assert "| Liger, Triton |  | out of memory |" in text

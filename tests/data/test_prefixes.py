@@ -147,7 +147,11 @@ def test_labels_of_one_sample_are_not_another_s():
     row = pack_prefixes(
         [[5, 6, 7, 1], [5, 6, 7, 2], [5, 6, 7]],
         labels=[[-100, 6, 7, 1], [-100, -100, 7, 2], [5, -100, -100]],
-        loss_weights=[2, [9.0, 9.0, 0.5, 1.0], torch.tensor(4.0)],
+        loss_weights=[
+            torch.tensor(2.0, requires_grad=True),
+            torch.tensor([9.0, 9.0, 0.5, 1.0], dtype=torch.bfloat16),
+            4,
+        ],
         shortest=1,
     )
     assert row.input_ids.tolist() == [[5, 6, 7, 1, 2]]
@@ -161,7 +165,8 @@ def test_labels_of_one_sample_are_not_another_s():
         ({"labels": [[1, 2]]}, "found labels of 1 samples; wanted those of 2"),
         ({"labels": [[1, 2], [3]]}, "found labels of sample 1 that are not its 2 tokens or -100"),
         ({"labels": [[2, -100], [3, 4]]}, "found labels of sample 0 that .* pass them unshifted"),
-        ({"loss_weights": [1.0]}, "found weights of 1 samples; wanted those of 2"),
+        ({"loss_weights": [1.0]}, "found loss weights of 1 samples; wanted those of 2"),
+        ({"loss_weights": 1.0}, "found loss weights of no list of samples; .* pass a list"),
         ({"loss_weights": [1.0, [1.0]]}, r"loss weights of sample 1 of shape \(1,\)"),
     ],
 )

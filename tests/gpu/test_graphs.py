@@ -183,25 +183,44 @@ def test_two_rows_before_a_backward(record):
         loss.backward()
 
 
+LONGEST, SHORTER = (2000, 2000, 2000), ((200, 313), (1000, 1048), (2000, 2000))
+
+
+@pytest.mark.parametrize("lora", ["", "fp32"])
+def test_buckets_that_share_memory_in_turns(record, lora):
+    """A short row's replay leaves nothing in a long one's, nor the other way round."""
+    model, rows = model_of(), (LONGEST, *SHORTER)
+    if lora:
+        put_lora_on(model, lora, False)
+    for lengths in rows:
+        for _ in range(3):
+            step(model, lengths)
+    assert len(runner_of(model).graphs) == len(rows)
+    replayed = runner_of(model).replayed
+    for number, lengths in enumerate((*rows, *rows[::-1])):
+        values, grads = both(model, lengths, number)
+        record(f"{lengths}, turn {number}, values", values, 0.0)
+        record(f"{lengths}, turn {number}, gradients", grads, 0.0)
+    assert runner_of(model).replayed == replayed + 2 * len(rows), patch_report(model).cuda_graphs
+
+
 def test_buckets_share_memory(record):
     """What four buckets' graphs keep is little more than what the longest one's keeps alone."""
-    longest = (2000, 2000, 2000)
-    others = (200, 313), (1000, 1048), (2000, 2000)
 
     def kept(*rows):
         model = model_of()
         for lengths in rows:
             for _ in range(3):
                 step(model, lengths)
-        assert len(runner_of(model).graphs) == 1 + len(others) * (len(rows) > 1)
+        assert len(runner_of(model).graphs) == 1 + len(SHORTER) * (len(rows) > 1)
         # of pools that are gone
         torch.cuda.empty_cache()
         segments = torch.cuda.memory_snapshot()
         return sum(one["total_size"] for one in segments if one["segment_pool_id"] != (0, 0))
 
-    alone = kept(longest)
+    alone = kept(LONGEST)
     assert alone > 0
-    record("memory of four buckets", kept(*others, longest, *others) / alone, 1.15)
+    record("memory of four buckets", kept(*SHORTER, LONGEST, *SHORTER) / alone, 1.15)
 
 
 def test_evaluation_checkpointing_and_hooks_run_without():

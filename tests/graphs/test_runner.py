@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ def _become(self, packed):
 def on_a_cpu(monkeypatch):
     """Let graphs be captured here, of rows without empty documents, which PyTorch's layers lack."""
     monkeypatch.setattr(runner, "Graph", Again)
-    monkeypatch.setattr(runner, "Pool", lambda device: object())
+    monkeypatch.setattr(runner, "Pool", lambda device, tokens: SimpleNamespace(tokens=tokens))
     monkeypatch.setattr(plans.CapturedSequence, "become", _become)
     monkeypatch.setattr(runner, "why_not", lambda module: None)
     monkeypatch.setattr(of_models, "_is_training_step", lambda trunk, row: trunk.training)
@@ -194,6 +195,18 @@ def test_a_longer_row_is_captured_first_and_shorter_ones_again(model):
         hidden(model, between).sum().backward()
     assert [key[0].tokens for key in graphs.graphs] == [128, 32, 80] and graphs._pool is pool
     assert graphs.replayed == 4
+
+
+def test_the_longest_row_s_memory_stays_when_its_graph_goes(model, monkeypatch):
+    """It serves that row once more, and the graphs of shorter ones stay."""
+    monkeypatch.setattr(runner, "MOST", 2)
+    for lengths in ((90, 30), (20, 9), (50, 20)):
+        for _ in range(2):
+            hidden(model, lengths).sum().backward()
+    graphs, pool = of(model), of(model)._pool
+    assert [key[0].tokens for key in graphs.graphs] == [32, 80]
+    hidden(model, (90, 30)).sum().backward()
+    assert [key[0].tokens for key in graphs.graphs] == [80, 128] and graphs._pool is pool
 
 
 def test_what_cannot_be_captured_is_named(model):

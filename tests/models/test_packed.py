@@ -271,8 +271,8 @@ HALF = [torch.bfloat16, torch.float16]
     ],
 )
 def test_half_precision_is_finite_and_rounds_no_worse_than_upstream(family, dtype, attention):
-    """Averaged over several rows: a token whose rounding sends it to another expert weighs more
-    than the rest.
+    """Gradients are finite on the last of several rows, over which values are averaged: a token
+    whose rounding sends it to another expert weighs more than the rest.
     """
     ours = upstreams = 0.0
     exact, rounded = tiny(family, attention=attention), tiny(family, attention=attention).to(dtype)
