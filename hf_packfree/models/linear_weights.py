@@ -47,8 +47,12 @@ def read_weight(layer: Any, dtype: torch.dtype) -> Weight | None:
     """Return the weight of a linear layer that is nothing else, in 16 or more bits, or in 4 of
     bitsandbytes' for products in `dtype`; else None.
     """
-    weight = weight_alone(layer)
-    if weight is not None or class_of(layer) != _LINEAR_4BIT or not is_untouched(vars(layer)):
+    weight = plain_weight(layer)
+    if (
+        weight is not None
+        or qualified_name(layer) != _LINEAR_4BIT
+        or not runs_class_forward(vars(layer))
+    ):
         return weight
     state = getattr(layer.weight, "quant_state", None)
     shape = layer.out_features, layer.in_features
@@ -70,7 +74,7 @@ def read_weight(layer: Any, dtype: torch.dtype) -> Weight | None:
     return ComputedWeight(layer.weight.data, shape, dtype, dequantize)
 
 
-def weight_alone(layer: Any) -> Tensor | None:
+def plain_weight(layer: Any) -> Tensor | None:
     """Return the weight of torch's own linear layer that is nothing else, or None."""
     # others may hold no weight of that name
     if type(layer) is not nn.Linear:
@@ -80,15 +84,15 @@ def weight_alone(layer: Any) -> Tensor | None:
     parameters = fields["_parameters"]
     weight = parameters.get("weight")
     alone = parameters.get("bias") is None and type(weight) is nn.Parameter
-    return weight if alone and is_untouched(fields) else None
+    return weight if alone and runs_class_forward(fields) else None
 
 
-def class_of(thing: Any) -> tuple[str, str]:
+def qualified_name(thing: Any) -> tuple[str, str]:
     """Where a class comes from that is not imported here, and its name."""
     return type(thing).__module__, type(thing).__name__
 
 
-def is_untouched(fields: dict[str, Any]) -> bool:
+def runs_class_forward(fields: dict[str, Any]) -> bool:
     """Whether a call of the module with these attributes runs its class's forward, and no hook
     of its own.
     """

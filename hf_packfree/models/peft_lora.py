@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from hf_packfree.models.linear_weights import (
     cast_weight,
-    class_of,
     compute_dtype,
-    is_untouched,
+    plain_weight,
+    qualified_name,
     read_weight,
+    runs_class_forward,
     under_autocast,
-    weight_alone,
 )
 from hf_packfree.ops.backend import HALF
 from hf_packfree.ops.fused.lora import Adapter, Layer, LoraLinear, spare_columns
@@ -37,7 +37,7 @@ _DORA_LAYER = "peft.tuners.lora.dora", "DoraLinearLayer"
 def is_lora(layer: Any) -> bool:
     """Whether the layer is PEFT's LoRA of a linear layer, running PEFT's own forward."""
     kind: Any = type(layer)
-    return _is_lora_class(kind, getattr(kind, "forward", None)) and is_untouched(vars(layer))
+    return _is_lora_class(kind, getattr(kind, "forward", None)) and runs_class_forward(vars(layer))
 
 
 # called hundreds of times a step; a forward that is replaced is another key
@@ -113,14 +113,14 @@ def _read_adapter(
     """
     # past nn.Module's own lookup, which is slow
     parts = layer._modules
-    A = weight_alone(parts["lora_A"]._modules[name])
-    B = weight_alone(parts["lora_B"]._modules[name])
+    A = plain_weight(parts["lora_A"]._modules[name])
+    B = plain_weight(parts["lora_B"]._modules[name])
     dropout = parts["lora_dropout"]._modules[name]
     probability = _probability(dropout)
     if A is None or B is None or probability is None or not _fits(layer, A, B, x, cast):
         return None
     if variant is not None:
-        known = class_of(variant) == _DORA_VARIANT and type(dropout) is nn.Identity
+        known = qualified_name(variant) == _DORA_VARIANT and type(dropout) is nn.Identity
     else:
         # of a PEFT that has DoRA without variants
         known = not getattr(layer, "use_dora", {}).get(name)
@@ -146,7 +146,7 @@ def _probability(dropout: Any) -> float | None:
     nothing.
     """
     kind = type(dropout)
-    if kind not in (nn.Identity, nn.Dropout) or not is_untouched(vars(dropout)):
+    if kind not in (nn.Identity, nn.Dropout) or not runs_class_forward(vars(dropout)):
         return None
     if kind is nn.Identity or not dropout.training:
         return 0.0
@@ -181,7 +181,11 @@ def _magnitude_over_norm(dora: Any, base: Weight, adapter: Adapter) -> Tensor | 
     """
     if isinstance(base, Tensor) and base.requires_grad:
         return None
-    if class_of(dora) != _DORA_LAYER or dora.fan_in_fan_out or not is_untouched(vars(dora)):
+    if (
+        qualified_name(dora) != _DORA_LAYER
+        or dora.fan_in_fan_out
+        or not runs_class_forward(vars(dora))
+    ):
         return None
     A, magnitude = adapter.A, getattr(dora, "weight", None)
     if type(magnitude) is not nn.Parameter:

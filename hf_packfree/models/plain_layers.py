@@ -16,10 +16,10 @@ from hf_packfree.models.linear_weights import (
     cast_weight,
     compute_dtype,
     has_hooks,
-    is_untouched,
+    plain_weight,
     read_weight,
+    runs_class_forward,
     under_autocast,
-    weight_alone,
 )
 from hf_packfree.models.peft_lora import is_lora, read_lora
 from hf_packfree.models.state import PatchState
@@ -121,7 +121,7 @@ def plain_layers(x: Any, *layers: Any, adapters: bool = True) -> tuple[Layer, ..
     dtype, found = compute_dtype(x), list[Layer]()
     for layer in layers:
         read: Layer | None = None
-        weight = weight_alone(layer)
+        weight = plain_weight(layer)
         if weight is not None:
             read = cast_weight(weight, dtype)
         elif adapters:
@@ -147,7 +147,7 @@ def _only_multiplies(layer: Any, dtype: torch.dtype) -> bool:
     a bias.
     """
     if type(layer) is nn.Linear:
-        return type(layer.weight) is nn.Parameter and is_untouched(vars(layer))
+        return type(layer.weight) is nn.Parameter and runs_class_forward(vars(layer))
     if is_lora(layer):
         return _only_multiplies(layer.base_layer, dtype)
     return read_weight(layer, dtype) is not None

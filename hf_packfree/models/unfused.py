@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_packfree.models.linear_weights import compute_dtype, is_untouched, read_weight
+from hf_packfree.models.linear_weights import compute_dtype, read_weight, runs_class_forward
 from hf_packfree.models.peft_lora import is_lora, read_lora
 
 
-def unfused_kind(layer: Any, x: Tensor, *, adapters: bool = True) -> str | None:
+def why_not_fused(layer: Any, x: Tensor, *, adapters: bool = True) -> str | None:
     """Name what keeps a linear layer that reads x from being fused; None: nothing does.
 
     Args:
@@ -34,7 +34,7 @@ def _peft_method(layer: Any) -> str | None:
 
 
 def _of_linear(layer: nn.Linear, x: Tensor, quantised: bool) -> str | None:
-    if not is_untouched(vars(layer)):
+    if not runs_class_forward(vars(layer)):
         return "hooks or a forward of its own"
     if quantised and read_weight(layer, compute_dtype(x)) is not None:
         return None
@@ -43,7 +43,7 @@ def _of_linear(layer: nn.Linear, x: Tensor, quantised: bool) -> str | None:
 
 def _of_lora(layer: Any) -> str:
     """Name what a LoRA layer has that is not fused."""
-    if not is_untouched(vars(layer)):
+    if not runs_class_forward(vars(layer)):
         return "LoRA with hooks or a forward of its own"
     if getattr(layer, "lora_magnitude_vector", None):
         drops = any(type(dropout) is not nn.Identity for dropout in layer.lora_dropout.values())

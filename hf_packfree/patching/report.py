@@ -18,7 +18,7 @@ from hf_packfree.models.head_loss import why_logits_are_made
 from hf_packfree.models.options import Padded, Unpacked
 from hf_packfree.models.peft_lora import is_lora
 from hf_packfree.models.state import Kernels, PatchState, find_state
-from hf_packfree.models.unfused import unfused_kind
+from hf_packfree.models.unfused import why_not_fused
 from hf_packfree.ops.backend import installed
 from hf_packfree.ops.table import OPS
 from hf_packfree.patching.family import Family
@@ -227,8 +227,8 @@ def _called(model: nn.Module, family: Family, state: PatchState) -> dict[str, in
 
 
 def _kind(module: Any, x: torch.Tensor, *, adapters: bool) -> str | None:
-    """What `unfused_kind` says, and whether autocast, which a Trainer turns on, changes it."""
-    kind, device = unfused_kind(module, x, adapters=adapters), x.device.type
+    """What `why_not_fused` says, and whether autocast, which a Trainer turns on, changes it."""
+    kind, device = why_not_fused(module, x, adapters=adapters), x.device.type
     if kind is None or not torch.amp.is_autocast_available(device):
         return kind
     before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
@@ -236,7 +236,7 @@ def _kind(module: Any, x: torch.Tensor, *, adapters: bool) -> str | None:
     torch.set_autocast_enabled(device, True)
     torch.set_autocast_dtype(device, torch.bfloat16)
     try:
-        fused = unfused_kind(module, x, adapters=adapters) is None
+        fused = why_not_fused(module, x, adapters=adapters) is None
     finally:
         torch.set_autocast_enabled(device, before[0])
         torch.set_autocast_dtype(device, before[1])

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hf_packfree.models.plain_layers import dtype_read, plain_layers
-from hf_packfree.models.unfused import unfused_kind
+from hf_packfree.models.unfused import why_not_fused
 from hf_packfree.ops.fused import projections
 from hf_packfree.ops.fused.lora import LoraLinear
 from tests.integrations.marks import integration, needs
@@ -199,16 +199,16 @@ BITS = {
 def test_bases_in_4_bits_are_made_whole(options):
     layers = in_4_bits(**options).base_model.model
     assert_as_called(layers, adapters=0 if "target_modules" in options else 1)
-    assert all(unfused_kind(layer, torch.randn(2, 24)) is None for layer in (layers.q, layers.k))
+    assert all(why_not_fused(layer, torch.randn(2, 24)) is None for layer in (layers.q, layers.k))
 
 
 @needs("bitsandbytes")
 def test_bases_in_4_bits_that_compute_in_another_dtype_are_called():
     layer, x = in_4_bits(compute_dtype=torch.bfloat16).base_model.model.q, torch.randn(2, 24)
-    assert plain_layers(x, layer) is None and unfused_kind(layer, x) == "LoRA on Linear4bit"
+    assert plain_layers(x, layer) is None and why_not_fused(layer, x) == "LoRA on Linear4bit"
     assert (
         plain_layers(x, layer.base_layer) is None
-        and unfused_kind(layer.base_layer, x) == "Linear4bit"
+        and why_not_fused(layer.base_layer, x) == "Linear4bit"
     )
 
 
@@ -219,7 +219,7 @@ def test_bases_in_4_bits_on_fp32_activations_are_fused_under_autocast():
     x = torch.randn(1, 300, 24, generator=torch.Generator().manual_seed(2)).requires_grad_()
     assert dtype_read(x, [layers.q]) is None
     with torch.autocast("cpu", torch.bfloat16):
-        assert plain_layers(x, layers.q, layers.k) and unfused_kind(layers.q, x) is None
+        assert plain_layers(x, layers.q, layers.k) and why_not_fused(layers.q, x) is None
         assert dtype_read(x, [layers.q, layers.k]) == torch.bfloat16
         found, called = results(layers, x, fused=True), results(layers, x)
     for a, b in zip(found, called, strict=True):
@@ -268,7 +268,7 @@ def trained_under_dora():
 def test_without_weights_adapters_are_read_too():
     """As `packfree doctor --model` does, on a device that has no autocast."""
     layer = lora().base_model.model.q.to("meta")
-    assert unfused_kind(layer, torch.empty(2, 24, device="meta")) is None
+    assert why_not_fused(layer, torch.empty(2, 24, device="meta")) is None
 
 
 HOOKS = "LoRA with hooks or a forward of its own"
@@ -297,13 +297,13 @@ def test_what_is_more_than_lora_is_called(kind):
     layers = CALLED[kind]().base_model.model
     x = torch.randn(1, 9, 24)
     assert plain_layers(x, layers.q, layers.k) is None
-    assert unfused_kind(layers.q, x) == NAMES.get(kind, kind)
+    assert why_not_fused(layers.q, x) == NAMES.get(kind, kind)
 
 
 def test_plain_lora_is_named_only_where_it_is_not_fused():
     layer, x = lora().base_model.model.q, torch.randn(2, 24)
-    assert unfused_kind(layer, x) is None and unfused_kind(layer.base_layer, x) is None
-    assert unfused_kind(layer, x, adapters=False) == "LoRA that is not fused"
+    assert why_not_fused(layer, x) is None and why_not_fused(layer.base_layer, x) is None
+    assert why_not_fused(layer, x, adapters=False) == "LoRA that is not fused"
 
 
 def test_dropout_in_training_and_adapters_that_are_wider_than_x():

@@ -140,7 +140,7 @@ def test_only_what_is_trained_gets_a_gradient():
         assert relative_rms(a, b) < 1e-12
 
 
-def test_keeps_the_input_and_its_low_rank_products():
+def test_keeps_the_input_and_h():
     (x,), made = (
         tensors((1, T, D), dtype=torch.bfloat16),
         layers((3,), (3,), dtype=torch.bfloat16, of_adapters=torch.float32),

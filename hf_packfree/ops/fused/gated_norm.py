@@ -119,7 +119,7 @@ class _GatedNorm(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        (x, z, weight, *saved), count = ctx.saved_tensors, ctx.spec.tensors
+        (x, z, weight, *saved), count = ctx.saved_tensors, ctx.spec.num_tensors
         recompute = partial(_gradients, x, z, weight, ctx.eps, ctx.needs_input_grad[2])
         if not count:
             return *recompute(d_out.contiguous(), False)[0], None, None, None

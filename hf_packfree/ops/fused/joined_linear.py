@@ -55,14 +55,14 @@ class JoinedSpec:
     groups: Sequence[AdapterGroup]
 
     @property
-    def tensors(self) -> int:
+    def num_tensors(self) -> int:
         """How many `flatten_inputs` returns."""
         return len(self.computed) + (2 * self.groups[-1].adapters.stop if self.groups else 0)
 
     def spare_columns(self, x: Tensor) -> int:
         """Return how many spare columns behind rows like x's [..., D] make room for h."""
-        h = [(group.products, group.rank * len(group.layers)) for group in self.groups]
-        return spare_columns(x, x.dtype, h)
+        pairs = [(group.products, group.rank * len(group.layers)) for group in self.groups]
+        return spare_columns(x, x.dtype, pairs)
 
 
 def flatten_inputs(layers: Sequence[Layer]) -> tuple[JoinedSpec, list[Tensor]]:
@@ -152,9 +152,10 @@ class JoinedLinear:
         outs: list[Tensor] = []
         for group in _groups(self.spec.out_features):
             weights = self.weights.of(group)
-            # which reads x once for two of them
-            ours = batch_invariant or len(weights) > 1 and on_tensor_cores(x)
-            if ours and weights[0].shape[0] < NARROW and x.dtype in HALF:
+            narrow = weights[0].shape[0] < NARROW and x.dtype in HALF
+            # our kernel for narrow layers reads x once for two layers
+            use_narrow = narrow and (batch_invariant or len(weights) > 1 and on_tensor_cores(x))
+            if use_narrow:
                 outs += narrow_linear(x, weights)
             else:
                 outs += [linear_forward(x, weight, batch_invariant) for weight in weights]

@@ -148,17 +148,19 @@ def _seed() -> int:
     return int(torch.empty((), dtype=torch.int64).random_().item())
 
 
-def spare_columns(x: Tensor, dtype: torch.dtype, h: Iterable[tuple[Products, int]]) -> int:
+def spare_columns(
+    x: Tensor, dtype: torch.dtype, products_and_ranks: Iterable[tuple[Products, int]]
+) -> int:
     """Return how many spare columns after x [..., D], computed in `dtype`, h of adapters takes, in
     rows of whole vectors.
 
     0: a group's h is in another dtype, so that [x, h] is not one product's input.
 
     Args:
-        h: products and rank of each adapter or group.
+        products_and_ranks: of each adapter or group.
     """
     columns = 0
-    for products, rank in h:
+    for products, rank in products_and_ranks:
         if products.dtype != dtype:
             return 0
         columns += products.parts * rank

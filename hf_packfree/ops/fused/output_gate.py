@@ -81,7 +81,7 @@ class _OutputGate(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        (x, z, *saved), count = ctx.saved_tensors, ctx.spec.tensors
+        (x, z, *saved), count = ctx.saved_tensors, ctx.spec.num_tensors
         recompute = partial(_gradients, x, z)
         if not count:
             return *recompute(d_out.contiguous(), False)[0], None, None

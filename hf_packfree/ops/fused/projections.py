@@ -72,7 +72,7 @@ class _Projections(Function):
         (x, weight, *saved), spec = ctx.saved_tensors, ctx.spec
         needs_x, *needed = ctx.needs_input_grad[3:]
         with autocast_as_in_forward(d_outs[0]):
-            layers = JoinedLinear(spec, saved[: spec.tensors], saved[spec.tensors :])
+            layers = JoinedLinear(spec, saved[: spec.num_tensors], saved[spec.num_tensors :])
             backward = JoinedBackward(layers, d_outs, needed)
             d_x = backward.d_x().view(*d_outs[0].shape[:-1], -1) if needs_x else None
             x = input_again(x, weight, ctx.eps, ctx.dtype)

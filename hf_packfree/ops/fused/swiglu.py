@@ -83,7 +83,7 @@ class _SwiGLU(Function):
     ) -> Tensor:
         from hf_packfree.ops.fused.kernels.swiglu import swiglu
 
-        count = specs[0].tensors
+        count = specs[0].num_tensors
         inputs = JoinedLinear(specs[0], tensors[:count])
         output = JoinedLinear(specs[1], tensors[count:])
         a, b = inputs.forward(x, batch_invariant, norm.padded if norm else None)
@@ -92,7 +92,7 @@ class _SwiGLU(Function):
         (y,) = output.forward(gated, batch_invariant, padded)
         source = kept_input(x, norm, ctx.needs_input_grad[5 : 5 + count])
         ctx.save_for_backward(*source, a, b, *tensors, *inputs.h, *output.h)
-        ctx.specs, ctx.h, ctx.eps = specs, len(inputs.h), norm.eps if norm else None
+        ctx.specs, ctx.num_h, ctx.eps = specs, len(inputs.h), norm.eps if norm else None
         ctx.dtype = residual.dtype if residual is not None else None
         if residual is None:
             return y
@@ -104,10 +104,10 @@ class _SwiGLU(Function):
         from hf_packfree.ops.fused.kernels.swiglu import swiglu_backward
 
         (source, weight, a, b, *saved), specs = ctx.saved_tensors, ctx.specs
-        first, count = specs[0].tensors, specs[0].tensors + specs[1].tensors
+        first, count = specs[0].num_tensors, specs[0].num_tensors + specs[1].num_tensors
         tensors, h = saved[:count], saved[count:]
-        inputs = JoinedLinear(specs[0], tensors[:first], h[: ctx.h])
-        output = JoinedLinear(specs[1], tensors[first:], h[ctx.h :])
+        inputs = JoinedLinear(specs[0], tensors[:first], h[: ctx.num_h])
+        output = JoinedLinear(specs[1], tensors[first:], h[ctx.num_h :])
         needs_d_x, _, _, _, _, *needed = ctx.needs_input_grad
         with autocast_as_in_forward(d_y):
             last = JoinedBackward(output, [d_y.to(a.dtype)], needed[first:])

@@ -107,10 +107,10 @@ def add_parts(
     out,
     count,
     rank,
-    ranks,
-    row,
-    adapter,
-    part,
+    columns,
+    token_stride,
+    adapter_stride,
+    part_stride,
     parts,
     out_stride,
     scale,
@@ -120,20 +120,20 @@ def add_parts(
     """out [T, n r] = scale times the sum of `parts` parts in `wide`; where PAIRED, [T, n 3 r] =
     (high, high, low) of it.
 
-    ranks: n r. row, adapter, part: how many elements of `wide` a token, an adapter and a part are
-    from the next; in a row of each they are neighbours. out_stride: likewise of the tokens of
-    `out`. Grid: blocks of the sums.
+    columns: n r. token_stride, adapter_stride, part_stride: how many elements of `wide` a token, an
+    adapter and a part are from the next; the columns of one adapter are neighbours. out_stride:
+    likewise of the tokens of `out`. Grid: blocks of the sums.
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < count
     dtype = out.dtype.element_ty
-    token, column = i // ranks, i % ranks
+    token, column = i // columns, i % columns
     number, j = column // rank, column % rank
-    place = wide + token * row + number * adapter + j
+    place = wide + token * token_stride + number * adapter_stride + j
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for _ in range(parts):
         total += tl.load(place, mask=mask, other=0.0)
-        place += part
+        place += part_stride
     total *= scale
     high = total.to(dtype)
     if PAIRED:
