@@ -44,8 +44,8 @@ def cast_weight(weight: Weight, dtype: torch.dtype) -> Weight | None:
 
 
 def read_weight(layer: Any, dtype: torch.dtype) -> Weight | None:
-    """Return the weight of a linear layer that is nothing else, in 16 or more bits, or in 4 of
-    bitsandbytes' for products in `dtype`; else None.
+    """Return the weight of a plain nn.Linear, or of bitsandbytes' Linear4bit, dequantised to
+    `dtype`; None for any other layer, also one with a bias, hooks or a forward of its own.
     """
     weight = plain_weight(layer)
     if (
@@ -75,7 +75,7 @@ def read_weight(layer: Any, dtype: torch.dtype) -> Weight | None:
 
 
 def plain_weight(layer: Any) -> Tensor | None:
-    """Return the weight of torch's own linear layer that is nothing else, or None."""
+    """Return the weight of an nn.Linear without bias, hooks or a forward of its own; else None."""
     # others may hold no weight of that name
     if type(layer) is not nn.Linear:
         return None
@@ -88,7 +88,7 @@ def plain_weight(layer: Any) -> Tensor | None:
 
 
 def qualified_name(thing: Any) -> tuple[str, str]:
-    """Where a class comes from that is not imported here, and its name."""
+    """The module and the name of a thing's class, to know one that is not imported here."""
     return type(thing).__module__, type(thing).__name__
 
 

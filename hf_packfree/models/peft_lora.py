@@ -90,8 +90,8 @@ def spare_columns_for(layers: Iterable[Any], x: Tensor) -> int:
 
 
 def _active_adapters(layer: Any) -> list[str] | None:
-    """Return the names of the adapters that a call adds to what the base layer returns; None: it
-    takes merged ones out of the base first.
+    """Return the names of the adapters that a call adds to what the base layer returns; None:
+    adapters are disabled while merged, so PEFT would unmerge first.
     """
     merged = layer.merged
     if layer.disable_adapters:

@@ -95,7 +95,7 @@ def test_outputs_can_be_changed_in_place():
 
 
 def quantised(weight):
-    """The weight as if it were kept in fewer bits, and how often it was made whole."""
+    """The weight as if it were kept in fewer bits, and how often it was dequantised."""
     count, size, dtype = [], tuple(weight.shape), weight.dtype
     return ComputedWeight(
         weight.int(), size, dtype, lambda bits: count.append(1) or bits.to(dtype)
@@ -103,7 +103,7 @@ def quantised(weight):
 
 
 @pytest.mark.parametrize("ranks", RANKS.values(), ids=RANKS)
-def test_quantised_weights_are_made_whole_where_they_are_read_and_not_kept(ranks):
+def test_quantised_weights_are_dequantised_where_they_are_read_and_not_kept(ranks):
     (x,), made = tensors((1, T, D)), layers(*ranks)
     dense = [one.weight if isinstance(one, LoraLinear) else one for one in made]
     rounded = [weight.mul_(3).round_() for weight in dense]

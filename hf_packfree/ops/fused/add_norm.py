@@ -81,8 +81,8 @@ def norm_of(x: Tensor) -> NormOf | None:
 
 
 def want_spare_columns(out: Tensor, columns: int) -> Tensor:
-    """Note on a layer's output how many columns its backward pass puts beside the output's
-    gradient; return the output.
+    """Ask the next norm to allocate this output's gradient with `columns` spare columns per row,
+    for d_h; return the output.
     """
     if columns and torch.is_grad_enabled() and not out.is_inference():
         SPARE_COLUMNS.put(out, columns)

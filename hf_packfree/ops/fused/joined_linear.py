@@ -106,10 +106,10 @@ class JoinedLinear:
         self.adapters = JoinedAdapters(spec.groups, tensors[count:]) if spec.groups else None
 
     def empty_input(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return an empty tensor like x [..., D] for what they read, and a padded one whose first
-        columns it is.
+        """Allocate the layers' input, like x [..., D]: (input, padded), input = padded[..., :D];
+        padded is None where h takes no spare columns.
 
-        Given to `forward` too, that one saves a copy of x there: h is put into its spare columns.
+        Pass padded to `forward`, which writes h into its spare columns instead of copying input.
         """
         spare = self.spec.spare_columns(x)
         if not spare:
@@ -134,7 +134,7 @@ class JoinedLinear:
         return [out.view(*x.shape[:-1], -1).data for out in outs]
 
     def _with_adapters(self, x: Tensor, h: Tensor, x_and_h: Tensor | None, layer: int) -> Tensor:
-        """Return one layer's output [x, h] [W, B]': one product, so that base and adapters are
+        """Return one layer's output [x, h] [W, B]^T: one product, so that base and adapters are
         summed in fp32 and rounded once.
         """
         assert self.adapters is not None
@@ -195,7 +195,7 @@ class JoinedBackward:
         (group, d_out), *others = self.groups
         weights, adapters = self.layers.weights, self.layers.adapters
         weight = cat(weights.of(group), 0)
-        # less is copied than added
+        # one product copies d_out [T, F], two products read and write d_x [T, D]: the smaller wins
         short = d_out.shape[1] <= weight.shape[1]
         if adapters is None:
             d_x = torch.mm(d_out, weight)

@@ -46,7 +46,7 @@ def rows_of(x: Tensor) -> Tensor:
 
 
 def linear_forward(x: Tensor, weight: Tensor, batch_invariant: bool) -> Tensor:
-    """Return x weight', [..., D] to [..., F]; `batch_invariant`: in half precision on CUDA few
+    """Return x weight^T, [..., D] to [..., F]; `batch_invariant`: in half precision on CUDA few
     rows are padded to many.
     """
     # raises where there is no memory
@@ -58,7 +58,7 @@ def linear_forward(x: Tensor, weight: Tensor, batch_invariant: bool) -> Tensor:
 
 
 def pad_rows(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x weight' from a product of `_MIN_ROWS` rows, zeros behind x's own; without a
+    """Return x weight^T from a product of `_MIN_ROWS` rows, zeros behind x's own; without a
     history.
     """
     flat = rows_of(x)
@@ -74,7 +74,7 @@ def autocast_as_in_forward(x: Tensor) -> AbstractContextManager[Any]:
 
 
 def narrow_linear(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-    """Return x weight' of each weight of few outputs, in half precision."""
+    """Return x weight^T of each weight of few outputs, in half precision."""
     rows = rows_of(x)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     outs = [x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights]

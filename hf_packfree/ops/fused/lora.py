@@ -29,15 +29,15 @@ _ALIGNED = 16
 
 @dataclass(frozen=True)
 class Adapter:
-    """What is added to a linear layer from D to F: scaling * dropout(x) A' B'.
+    """What is added to a linear layer from D to F: scaling * dropout(x) A^T B^T.
 
     Attributes:
         A: [r, D].
         B: [F, r], in the dtype of A.
         scaling: PEFT's, alpha / r.
         dropout: the probability that an element of x is zero for this adapter, below 1.
-        dtype: of its products, to which A and B are rounded: that of the layer's, or fp32 where
-            these are of half precision; None: as A and B are.
+        dtype: in which A and B are multiplied: the weight's, or fp32 over a half-precision weight.
+            Default: A's.
     """
 
     A: Tensor
@@ -178,18 +178,20 @@ class JoinedAdapters:
         self.groups, self.As, self.Bs = groups, tensors[::2], tensors[1::2]
 
     def h(self, x: Tensor) -> list[Tensor]:
-        """Return scaling * dropout(x) A' of each group, of x [T, D]."""
+        """Return scaling * dropout(x) A^T of each group, of x [T, D]."""
         return [
             group.products.h(group.drop(x), self.As[group.adapters], group.scaling)
             for group in self.groups
         ]
 
     def factor_B(self, layer: int) -> Tensor | None:
-        """Return B [F, K] of the layer's adapters, which add h B' with the first K columns of h of
-        all; None: it has none.
+        """Return B of the layer's adapters, [F, K], with zeros where the joined h has other layers'
+        columns; None: no adapters.
+
+        What they add is h B^T, of the first K columns of the joined h.
         """
         found: list[Tensor] = []
-        # columns of other layers since the last of this one's
+        # columns to fill with zeros
         others = 0
         for group in self.groups:
             for owner, B in zip(group.layers, self.Bs[group.adapters], strict=True):

@@ -32,8 +32,7 @@ def split_fp32(w: Tensor, width: int, *, paired: bool = False) -> Tensor:
     """Return w, in fp32, as three bfloat16 parts whose sum it is to 2^-24: [its elements / width,
     3, width].
 
-    `paired`: the first part, the second and the first again, to be multiplied with (high, high,
-    low).
+    `paired`: [W1, W2, W1], the factor for [h1, h1, h2] (README).
     """
     from hf_packfree.ops.fused.kernels.lora import split
 
@@ -76,7 +75,7 @@ def add_parts(
 def gradients_at_once(
     d_out: Tensor, B: Tensor, h: Tensor, d_h: Tensor, scaling: float, *, split: bool
 ) -> Tensor:
-    """Return d_out' h in B's dtype, and write scaling d_out B into `d_h`: d_out is read once.
+    """Return d_out^T h in B's dtype, and write scaling d_out B into `d_h`: d_out is read once.
 
     Args:
         d_out: [T, F], half precision.

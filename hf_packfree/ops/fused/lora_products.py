@@ -6,7 +6,7 @@ the tensor cores' speed. An fp32 number is the sum of three bfloat16 numbers to 
 of fp32 numbers that of their leading parts and the mixed ones to 2^-16; so each such product is one
 of half precision with three times the columns, summed in fp32.
 
-Shapes: x [T, D]; n adapters with A [r, D] and B [F, r]; h = scaling x A', side by side of all, and
+Shapes: x [T, D]; n adapters with A [r, D] and B [F, r]; h = scaling x A^T, side by side of all, and
 its gradient d_h.
 """
 
@@ -36,7 +36,7 @@ class Products:
         self.dtype = dtype
 
     def h(self, x: Tensor, As: Sequence[Tensor], scaling: float) -> Tensor:
-        """Return scaling x A' of each A."""
+        """Return scaling x A^T of each A."""
         return scaled_product(x.to(self.dtype), self.factor_A(As).T, scaling)
 
     def d_h(self, d_outs: Sequence[Tensor], Bs: Sequence[Tensor], scaling: float) -> Tensor:
@@ -70,8 +70,9 @@ class Products:
         scaling: float,
         needed: Sequence[bool],
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Return d_h, and the gradient of each B that is `needed`: from one reading of d_out on
-        Hopper, whose shared memory the tiles fill.
+        """Return d_h, and the gradient of each B that is `needed`.
+
+        On Hopper one kernel reads d_out once for both (its tiles need Hopper's shared memory).
         """
         hs, d_out = h.chunk(len(Bs), 1), d_outs[0]
         known = self.dtype == d_out.dtype and d_out.dtype in HALF and Bs[0].shape[1] <= TILE_RANK

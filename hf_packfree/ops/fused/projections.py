@@ -82,11 +82,11 @@ class _Projections(Function):
 def kept_input(
     x: Tensor, norm: NormOf | None, needed: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return what layers keep of their input x, the norm of something perhaps, and whether that is
-    to be computed again.
+    """Return what to save of x for the backward pass: (x, None); (total, norm weight) where x is a
+    norm and recomputed; (None, None) where no gradient needs x.
 
-    Nothing where no gradient of a weight or adapter is `needed`; else x, or what the norm is of,
-    with the norm's weight.
+    Args:
+        needed: whether the gradient of each weight and adapter is.
     """
     if not any(needed):
         return None, None

@@ -41,7 +41,7 @@ def swiglu_mlp(
     batch_invariant: bool = False,
     backend: str = "torch",
 ) -> Tensor:
-    """Return (silu(x gate') * (x up')) down' (Shazeer, arXiv:2002.05202), each factor rounded as
+    """Return (silu(x gate^T) * (x up^T)) down^T (Shazeer, arXiv:2002.05202), each factor rounded as
     upstream's MLP does.
 
     Args:

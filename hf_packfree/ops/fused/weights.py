@@ -27,8 +27,8 @@ class ComputedWeight:
         shape: of W, (F, D).
         dtype: of W.
         compute: returns W, given the source.
-        gradient: returns the source's gradient, given that of W, which a GPU makes in fp32; None:
-            it has none.
+        gradient: maps dW, in fp32 (on GPUs never rounded before), to the source's gradient; None:
+            frozen.
     """
 
     source: Tensor

@@ -52,7 +52,7 @@ def lora_gradients(
     RANK: tl.constexpr,
 ):
     """Per block of outputs d_h [blocks, T, r] = d_out B, per program d_B [programs, F, r] =
-    d_out' h, in fp32.
+    d_out^T h, in fp32.
 
     d_out [T, F] is read once. B [F, r] is multiplied as it is, or as its three parts where PARTS is
     4, of which one is zero; h [T, r] too, or as the sum of PAIRS neighbours [T, 2, r]. Grid: blocks
