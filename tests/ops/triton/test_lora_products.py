@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hf_packfree.ops.fused import lora, lora_kernels, lora_products
+from hf_packfree.ops.fused.lora_kernels import split_fp32
 from hf_packfree.ops.fused.lora_products import SplitFp32
 from tests.ops import test_lora
 from tests.support import relative_rms
@@ -57,6 +58,14 @@ def whole(h):
     parts = h.double().view(len(h), -1, 3, R)
     assert torch.equal(parts[:, :, 0], parts[:, :, 1])
     return (parts[:, :, 1] + parts[:, :, 2]).flatten(1)
+
+
+def test_fp32_is_a_sum_of_three_parts():
+    w = random(F, R)
+    parts, paired = (split_fp32(w, R, paired=paired).double() for paired in (False, True))
+    assert relative_rms(parts.sum(1), w.double()) < 2**-24
+    assert torch.equal(paired, parts[:, [0, 1, 0]]), "the factor for [h1, h1, h2]"
+    assert (parts[:, 1].abs() <= 2**-7 * parts[:, 0].abs()).all(), "each is the rest rounded"
 
 
 def test_fp32_is_not_rounded_to_half_precision(launched):
