@@ -25,6 +25,7 @@ from unittest import mock
 import torch
 from torch import nn
 
+from hf_packfree.models import peft_lora
 from hf_packfree.models.state import Kernels, find_state
 from hf_packfree.ops import launch
 from hf_packfree.ops.fused import joined_linear, lora
@@ -76,19 +77,20 @@ def _attention(model: nn.Module) -> Iterator[None]:
 
 
 def _spare_columns(model: nn.Module) -> AbstractContextManager[Any]:
-    """What a layer with adapters reads is copied in front of their h."""
+    """What a layer with adapters reads is copied next to their h."""
     append_h = joined_linear._append_h
     return mock.patch.object(joined_linear, "_append_h", lambda x, h, padded: append_h(x, h, None))
 
 
 @contextmanager
 def _three_parts(model: nn.Module) -> Iterator[None]:
-    """fp32 adapters on bf16 activations are multiplied in TF32."""
+    """fp32 adapters on bf16 activations are multiplied in TF32, and norms have no spare columns."""
     allowed = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
         with mock.patch.object(lora, "on_tensor_cores", lambda x: False):
-            yield
+            with mock.patch.object(peft_lora, "on_tensor_cores", lambda x: False):
+                yield
     finally:
         torch.set_float32_matmul_precision(allowed)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hf_packfree.models import peft_lora
+from hf_packfree.ops.fused import lora
 from tests.benchmarks import ablation
 from tests.benchmarks.batches import Load, step_of
 from tests.benchmarks.models import Variant, variant_of
@@ -44,3 +46,16 @@ def test_the_loss_with_adapters_is_the_same(adapted, off):
     wanted = step()
     with ablation.ADAPTERS[off](adapted):
         assert torch.equal(step(), wanted)
+
+
+@needs("peft")
+def test_without_three_parts_a_norm_has_no_spare_columns(adapted, monkeypatch):
+    """As h is in fp32 then: what is timed pays for none."""
+    for module in (lora, peft_lora):
+        monkeypatch.setattr(module, "on_tensor_cores", lambda x: True)
+    layers = [layer for layer in adapted.modules() if peft_lora.is_lora(layer)][:1]
+    x = torch.zeros(3, layers[0].in_features, dtype=torch.bfloat16)
+    wanted = peft_lora.spare_columns_for(layers, x)
+    with ablation.ADAPTERS["three parts of fp32 adapters"](adapted):
+        assert peft_lora.spare_columns_for(layers, x) == 0
+    assert peft_lora.spare_columns_for(layers, x) == wanted > 0
