@@ -29,22 +29,41 @@ CELLS = [
     if documents == "text" or family not in TEXT_ALONE
 ]
 ABOUT = ("transformers", "made on", "`kernels`")
+OTHERS = "other families that the release has"
 HEAD = (
     *ABOUT,
     *(
         FAMILIES[family] + (", media" if documents == "media" else "")
         for family, documents in CELLS
     ),
+    OTHERS,
 )
 NOT_RUN = "not run"
 
 
 def row_of(version: str, kernels: str | None, outcomes: list[Outcome]) -> tuple[str, ...]:
     """Return one row: the release, today, its `kernels`, then per family and documents the worst
-    of all runs.
+    of all runs, and how many others there are.
     """
     cells = (_cell(family, documents, outcomes) for family, documents in CELLS)
-    return (version, datetime.date.today().isoformat(), kernels or "none", *cells)
+    today = datetime.date.today().isoformat()
+    return (version, today, kernels or "none", *cells, _others(outcomes))
+
+
+def _others(outcomes: list[Outcome]) -> str:
+    """Count the families that have no column, with the worst of them; name those that fail."""
+    found = [
+        (key[0], errors)
+        for outcome in outcomes
+        for key, errors in outcome.errors.items()
+        if key[0] not in FAMILIES
+    ]
+    spoiled = {family for outcome in outcomes for family, _ in outcome.spoiled} - FAMILIES.keys()
+    said = f"fails: {', '.join(sorted(spoiled))}; " if spoiled else ""
+    if not found:
+        return said or NOT_RUN
+    worst = " / ".join(f"{max(column):.0e}" for column in zip(*(errors for _, errors in found)))
+    return f"{said}{len({family for family, _ in found})} families, {worst}"
 
 
 def _cell(family: str, documents: str, outcomes: list[Outcome]) -> str:
@@ -84,7 +103,13 @@ def write(row: tuple[str, ...]) -> None:
             "",
             "Documents with images, videos and audio:",
             "",
-            *_table([(cells[0], *cells[first:]) for cells in (HEAD, *rows)]),
+            *_table([(cells[0], *cells[first:-1]) for cells in (HEAD, *rows)]),
+        ),
+        *(
+            "",
+            "Documents of text:",
+            "",
+            *_table([(cells[0], cells[-1]) for cells in (HEAD, *rows)]),
         ),
     ]
     _put(DOCS / "compat_full.md", "\n".join(lines))
@@ -98,13 +123,14 @@ def _table(rows: list[tuple[str, ...]]) -> list[str]:
 
 
 def rows_held() -> list[tuple[str, ...]]:
-    """Return the rows that docs/compat_full.md has, of both tables."""
+    """Return the rows that docs/compat_full.md has, of all its tables."""
     held: dict[str, tuple[str, ...]] = {}
     for line in (DOCS / "compat_full.md").read_text().split(MARK)[1].splitlines():
         cells = _cells(line)
         if cells and cells[0][0].isdigit():
             held[cells[0]] = (*held[cells[0]], *cells[1:]) if cells[0] in held else cells
-    return list(held.values())
+    # rows of before a column was there
+    return [(*cells, *[NOT_RUN] * (len(HEAD) - len(cells))) for cells in held.values()]
 
 
 def sentence(rows: list[tuple[str, ...]]) -> str:
@@ -118,7 +144,7 @@ def sentence(rows: list[tuple[str, ...]]) -> str:
         if any(cell.startswith("fails") for cell in found)
     ]
     pairs = [
-        cell.split(" / ")
+        cell.split(", ")[-1].split(" / ")
         for found in cells.values()
         for cell in found
         if not cell.startswith("fails")

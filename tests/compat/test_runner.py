@@ -28,7 +28,8 @@ def test_the_selection_begins_and_ends_where_the_table_of_versions_does():
 
 
 def test_a_row_holds_the_worst_of_both_runs():
-    other = Outcome({**ALL_FINE, ("qwen3_5", "media", "eager"): (7e-07, 1e-06)}, [])
+    others = {("llama", "text", "sdpa"): (1e-07, 9e-06), ("lfm2", "text", "sdpa"): (4e-07, 2e-06)}
+    other = Outcome({**ALL_FINE, ("qwen3_5", "media", "eager"): (7e-07, 1e-06), **others}, [])
     row = table.row_of("5.9.0", "0.12.3", [Outcome(ALL_FINE, []), other])
     cells = dict(zip(table.HEAD, row, strict=True))
     assert [cells.pop(name) for name in ("transformers", "`kernels`", "Qwen3.5, media")] == [
@@ -36,6 +37,7 @@ def test_a_row_holds_the_worst_of_both_runs():
         "0.12.3",
         "7e-07 / 2e-06",
     ]
+    assert cells.pop(table.OTHERS) == "2 families, 4e-07 / 9e-06"
     assert cells.pop("made on") and len(cells) == 12 and set(cells.values()) == {"5e-07 / 2e-06"}
 
 
@@ -58,7 +60,8 @@ def test_a_row_holds_the_worst_of_both_runs():
     ],
 )
 def test_one_failure_or_a_missing_number_fails_that_cell_alone(spoiled):
-    cells = table.row_of("5.9.0", None, [Outcome(ALL_FINE, []), spoiled])[3:]
+    *cells, others = table.row_of("5.9.0", None, [Outcome(ALL_FINE, []), spoiled])[3:]
+    assert others == table.NOT_RUN
     assert [cell for cell, text in zip(table.CELLS, cells) if text.startswith("fails")] == [
         ("qwen3_5_moe", "text")
     ]
@@ -69,7 +72,7 @@ def test_a_row_replaces_the_release_s_last_one_and_no_other(tmp_path, monkeypatc
     for page in (full, short):
         page.write_text(f"before\n{table.MARK}\nnothing yet\n{table.MARK}\nafter\n")
     monkeypatch.setattr(table, "DOCS", tmp_path)
-    fine = Outcome(ALL_FINE, [])
+    fine = Outcome({**ALL_FINE, ("llama", "text", "sdpa"): (1e-07, 1e-06)}, [])
     for version, outcomes in (
         ("5.12.1", [fine]),
         ("5.9.0", [fine]),
@@ -79,7 +82,11 @@ def test_a_row_replaces_the_release_s_last_one_and_no_other(tmp_path, monkeypatc
     text = full.read_text()
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| 5.")]
     failing = [(row[0], "fails" in " ".join(row)) for row in rows]
-    assert failing == [("| 5.9.0", True), ("| 5.12.1", False)] * 2, "two tables"
+    assert failing == [
+        *[("| 5.9.0", True), ("| 5.12.1", False)] * 2,
+        ("| 5.9.0", False),
+        ("| 5.12.1", False),
+    ]
     assert text.startswith(f"before\n{table.MARK}\nWritten by") and text.endswith(
         f"{table.MARK}\nafter\n"
     )
