@@ -19,6 +19,7 @@ from hf_packfree.patching.report import (
     MEASURED,
     PatchReport,
     a_parameter,
+    as_under_autocast,
     called_in_words,
     patch_report,
     warn_of_heads,
@@ -28,11 +29,15 @@ from hf_packfree.patching.report import (
 logger = logging.getLogger("hf_packfree")
 
 
-def announce(model: nn.Module, state: PatchState) -> None:
+def announce(model: nn.Module, state: PatchState, autocast: torch.dtype | None = None) -> None:
     """Tell and log what runs in a model that was patched just now, what of it runs in PyTorch eager
     on a GPU or without what is installed for it, and what compiles.
+
+    Args:
+        autocast: the dtype of the autocast that the model will run under, where that is known.
     """
-    report = patch_report(model)
+    with as_under_autocast(a_parameter(model).device.type, autocast):
+        report = patch_report(model)
     logger.info("%s", report)
     if state.batch_invariant:
         warn_of_rounding(report.rounding, report.implementations)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from hf_packfree.errors import PatchConflict
@@ -132,13 +133,15 @@ def apply_patches(
     return model
 
 
-def patch(model: nn.Module, options: Options) -> None:
-    """Plan, choose, check, then change `model`; logs what runs when something changed."""
+def patch(model: nn.Module, options: Options, autocast: torch.dtype | None = None) -> None:
+    """Plan, choose, check, then change `model`; logs what runs, under that autocast, when something
+    changed.
+    """
     with _one_at_a_time:
-        _patch(model, options)
+        _patch(model, options, autocast)
 
 
-def _patch(model: nn.Module, options: Options) -> None:
+def _patch(model: nn.Module, options: Options, autocast: torch.dtype | None) -> None:
     family, swaps = plan_swaps(model)
     options = check_unlisted(family, model, options)
     steps = [*swaps, *plan_head(model, family, options.mtp)]
@@ -155,7 +158,7 @@ def _patch(model: nn.Module, options: Options) -> None:
         return
     check_release(family, replace(state, context_parallel=None))
     carry_out(steps, state)
-    announce(model, state)
+    announce(model, state, autocast)
     warn_of_dropped_tower(model, family)
 
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -226,20 +228,32 @@ def _called(model: nn.Module, family: Family, state: PatchState) -> dict[str, in
     return dict(sorted(found.items()))
 
 
+@contextmanager
+def as_under_autocast(device: str, dtype: torch.dtype | None) -> Iterator[None]:
+    """Let reports be those of a run under autocast; None: of the run as it is.
+
+    By hand: `torch.autocast` asks a GPU whether it has bfloat16, and nothing is computed here.
+    """
+    if dtype is None or not torch.amp.is_autocast_available(device):
+        yield
+        return
+    before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    torch.set_autocast_enabled(device, True)
+    torch.set_autocast_dtype(device, dtype)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device, before[0])
+        torch.set_autocast_dtype(device, before[1])
+
+
 def _kind(module: Any, x: torch.Tensor, *, adapters: bool) -> str | None:
     """What `why_not_fused` says, and whether autocast, which a Trainer turns on, changes it."""
     kind, device = why_not_fused(module, x, adapters=adapters), x.device.type
     if kind is None or not torch.amp.is_autocast_available(device):
         return kind
-    before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-    # by hand: `torch.autocast` asks a GPU whether it has bfloat16, and nothing is computed here
-    torch.set_autocast_enabled(device, True)
-    torch.set_autocast_dtype(device, torch.bfloat16)
-    try:
+    with as_under_autocast(device, torch.bfloat16):
         fused = why_not_fused(module, x, adapters=adapters) is None
-    finally:
-        torch.set_autocast_enabled(device, before[0])
-        torch.set_autocast_dtype(device, before[1])
     return f"{kind} (fused under autocast in bfloat16)" if fused else kind
 
 

@@ -8,6 +8,7 @@ import logging
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -124,7 +125,9 @@ class PackFreeCallback(TrainerCallback):
         before = patch_report(kwargs["model"])
         if self._keeps_unpacked and before.patched:
             options = replace(options, unpacked=before.unpacked)
-        patch(kwargs["model"], options)
+        # what the Trainer's own autocast will be
+        autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+        patch(kwargs["model"], options, autocast)
         if ranks is not None:
             leave_rows_whole(kwargs["model"])
             _warn_of_uncounted_tokens(parallelism)

@@ -72,7 +72,8 @@ def train(
     for batch in batches:
         losses.append(step(model, optimizer, batch[::-1] if reverse else batch, ranks, device))
         warm_up.step()
-    runs = what_runs(model)
+    with torch.autocast(device, torch.bfloat16):
+        runs = what_runs(model)
     remove_patches(model)
     del model, optimizer
     free()

@@ -102,14 +102,16 @@ def measure(way: str, kind: str, device: str, tiny: bool) -> dict[str, Any]:
     )
     dist.all_reduce(found, dist.ReduceOp.MAX)
     ms, peak = found.tolist()
+    with torch.autocast(device, torch.bfloat16):
+        report = patch_report(model)
     return {
         "ms": ms,
         "peak_gib": peak,
         "steps_ms": steps,
         "tokens": DOCUMENTS * (64 if tiny else 8192),
         "losses": [log["loss"] for log in trainer.state.log_history if "loss" in log],
-        "implementations": dict(patch_report(model).implementations),
-        "shared": patch_report(model).context_parallel,
+        "implementations": dict(report.implementations),
+        "shared": report.context_parallel,
     }
 
 

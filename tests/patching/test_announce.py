@@ -6,8 +6,10 @@ import logging
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import transformers
 from accelerate import Accelerator
 from transformers import PhiConfig, PhiForCausalLM
@@ -21,6 +23,7 @@ from hf_packfree import (
     register_patches,
     remove_patches,
 )
+from hf_packfree.patching import apply
 from hf_packfree.patching.announce import line
 from tests.support import tiny
 from tests.vision import tiny_vision
@@ -61,7 +64,8 @@ def test_every_door_says_it(shown, capfd, tmp_path):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert "hf_packfree: Qwen3_5TextModel patched (" in capfd.readouterr().err
     Accelerator(cpu=True)
-    PackFreeCallback().on_init_end(None, None, None, model=tiny())
+    full_precision = SimpleNamespace(bf16=False, fp16=False)
+    PackFreeCallback().on_init_end(full_precision, None, None, model=tiny())
     assert capfd.readouterr().err == LINE
 
 
@@ -81,6 +85,18 @@ def test_settings_and_levels_silence_it(shown, capfd, monkeypatch):
         assert patched(capfd) == ""
     finally:
         logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize(
+    ("bf16", "fp16", "autocast"),
+    [(True, False, torch.bfloat16), (False, True, torch.float16), (False, False, None)],
+)
+def test_the_trainer_s_line_is_of_its_autocast(monkeypatch, bf16, fp16, autocast):
+    found = []
+    monkeypatch.setattr(apply, "announce", lambda model, state, autocast: found.append(autocast))
+    settings = SimpleNamespace(bf16=bf16, fp16=fp16)
+    PackFreeCallback().on_init_end(settings, None, None, model=tiny())
+    assert found == [autocast]
 
 
 def test_the_line_says_what_is_slow_and_what_is_not_fused():

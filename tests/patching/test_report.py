@@ -13,11 +13,13 @@ import torch
 
 from hf_packfree import apply_patches, patch_report, prewarm, remove_patches
 from hf_packfree.errors import UnsupportedModel
+from hf_packfree.models.state import find_state
 from hf_packfree.ops import delta_rule
 from hf_packfree.ops.attention import cudnn
 from hf_packfree.ops.backend import LongDocuments
 from hf_packfree.ops.delta_rule import flash_qla_segments
 from hf_packfree.patching import apply, report
+from hf_packfree.patching.announce import announce
 from tests.patching.machines import INSTALLED, SIZES
 from tests.support import tiny
 
@@ -206,6 +208,22 @@ def test_the_report_names_what_runs_under_autocast(gpu, monkeypatch):
         torch.set_autocast_dtype("cuda", before)
     assert found == plain | {"delta_rule": "flash_qla", "attention": "triton"}
     assert patch_report(model).implementations == plain
+
+
+def test_what_is_logged_is_of_the_autocast_that_is_to_come(gpu, monkeypatch, caplog):
+    """A Trainer patches fp32 weights outside of its autocast, and trains under it."""
+    gpu()
+    model = patched_on_a_gpu(monkeypatch)
+    for autocast, runs in (
+        (None, "fla"),
+        (torch.bfloat16, "flash_qla"),
+        (torch.float16, "flash_qla"),
+    ):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="hf_packfree"):
+            announce(model, find_state(model), autocast)
+        assert f"delta_rule: {runs} " in logged(caplog, "INFO")[0]
+        assert not torch.is_autocast_enabled("cuda")
 
 
 def test_every_operation_is_named_with_a_version(gpu, monkeypatch):
