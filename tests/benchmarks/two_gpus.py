@@ -57,7 +57,7 @@ PARTS = (
     Part("curves", "context_parallel_curves", (), 200),
     Part("trainer", "context_parallel_trainer", (), 240),
     # FLA's exchanges compile kernels of their own
-    _rows("fla", f"^{MEASURED}(2b|9b)-64k-cp2 8k.*fla", 120, "--ways", "fla"),
+    _rows("fla", f"^{MEASURED}(2b|9b)-64k-cp2 8k.*fla", 240, "--ways", "fla"),
     _rows("kinds", f"^{MEASURED}2b-(64k-lora|64k-mtp|vl-44k)-cp", 120, "--ways", "state"),
     _rows(
         "256k-one-document", f"^{MEASURED}2b-256k-cp.*one", 180, "--ways", "state", "--runs", "1"
