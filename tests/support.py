@@ -68,8 +68,11 @@ def tiny(
     torch.manual_seed(0)
     try:
         return slow_decay(cls(config)).train()
-    except OfflineModeIsEnabled as error:
-        # as Mamba-2 hybrids do in old releases, where the package `kernels` is installed
+    except (OfflineModeIsEnabled, UserWarning) as error:
+        # as Mamba-2 hybrids do in old releases, where the package `kernels` is installed, which
+        # warns first from 0.15 on
+        if "offline mode" not in str(error):
+            raise
         pytest.skip(f"{cls.__name__} fetches kernels from the hub when it is built: {error}")
 
 

@@ -63,7 +63,9 @@ NAMES = [*OTHERS, *SSD, *KDA]
 ATTENDING = [row.name for row in FOUND if "attention" in row.mixer_ops]
 EXACT = 1e-10
 """In fp64; measured: at most 2e-15, and 3e-14 of gradients."""
-EXPERTS = [name for name in NAMES if "router_aux_loss_coef" in tiny(name).config.to_dict()]
+EXPERTS = [
+    name for name in NAMES if "router_aux_loss_coef" in by_family[name].tiny_config().to_dict()
+]
 """Whose routers have a loss."""
 
 

@@ -1,4 +1,6 @@
-"""The gated norm that transformers 5.2 to 5.14 build in the place of their own."""
+"""The modules that transformers 5.2 to 5.14 build in the place of their own: a gated norm, and for
+OLMo Hybrid a convolution.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["FusedRMSNormGated"]
+__all__ = ["FusedRMSNormGated", "ShortConvolution"]
 
 
 class FusedRMSNormGated(nn.Module):
@@ -55,3 +57,30 @@ class FusedRMSNormGated(nn.Module):
         out = out if self.weight is None else out * self.weight.float()
         gate = torch.sigmoid(g.float()) if self.activation == "sigmoid" else F.silu(g.float())
         return (out * gate).to(x.dtype)
+
+
+class ShortConvolution(nn.Conv1d):
+    """Causal depthwise convolution with its activation; built in releases in which packed rows of
+    OLMo Hybrid are refused, and never run.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        kernel_size: int,
+        bias: bool = False,
+        activation: str | None = "silu",
+    ) -> None:
+        super().__init__(
+            hidden_size,
+            hidden_size,
+            kernel_size,
+            groups=hidden_size,
+            bias=bias,
+            padding=kernel_size - 1,
+        )
+        self.activation = activation
+
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
+        """Raise: nothing here says what the kernel does."""
+        raise NotImplementedError("the stand-in is built alone")
