@@ -174,9 +174,9 @@ def pack_prefixes(
     before = torch.empty_like(tokens)
     for places in index:
         before[places[0]], before[places[1:]] = -1, places[:-1]
-    counts = torch.bincount(torch.cat(index), minlength=len(tokens))
-    of_row, weights = torch.full_like(tokens, _IGNORED), torch.zeros(len(tokens))
     every = torch.cat(index)
+    counts = torch.bincount(every, minlength=len(tokens))
+    of_row, weights = torch.full_like(tokens, _IGNORED), torch.zeros(len(tokens))
     # nothing predicts the first token of a sample
     has_label = torch.from_numpy(_have_labels(given, labels)) & (before[every] >= 0)
     places = every[has_label]

@@ -250,8 +250,8 @@ def as_under_autocast(device: str, dtype: torch.dtype | None) -> Iterator[None]:
 def _kind(module: Any, x: torch.Tensor, *, adapters: bool) -> str | None:
     """What `why_not_fused` says, and whether autocast, which a Trainer turns on, changes it."""
     kind, device = why_not_fused(module, x, adapters=adapters), x.device.type
-    if kind is None or not torch.amp.is_autocast_available(device):
-        return kind
+    if kind is None:
+        return None
     with as_under_autocast(device, torch.bfloat16):
         fused = why_not_fused(module, x, adapters=adapters) is None
     return f"{kind} (fused under autocast in bfloat16)" if fused else kind

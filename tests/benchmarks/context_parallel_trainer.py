@@ -5,7 +5,7 @@ data parallelism, each rank with half of them.
     ... --device cpu --tiny                                   # a trial of the script itself
 
 A step is the user's: forward, backward, clipping, AdamW, in bf16 with fp32 weights. "ms" is the
-median of the last steps, "losses" are what the Trainer logged, of the same documents in every row.
+median of the last steps, "losses" are what the Trainer logged, which FSDP2 rounds to bf16.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def add_parts(
     *,
     paired: bool,
 ) -> Tensor:
-    """Return `out`, which gets scaling times the sum of parts in `wide`, or (high, high, low) of it
+    """Return `out`, which gets scaling times the sum of parts in `wide`, or [h1, h1, h2] of it
     where `paired`.
 
     Args:

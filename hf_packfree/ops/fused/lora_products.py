@@ -140,7 +140,7 @@ def _split_A(As: Sequence[Tensor], *, paired: bool = False) -> Tensor:
 
 def _in_pairs(wide: Tensor, rank: int, scaling: float, out: Tensor) -> Tensor:
     """Return `out`, which gets the sums of each adapter's three parts in `wide`, [T, n 3 r], as
-    (high, high, low).
+    [h1, h1, h2].
     """
     size = wide.shape[0], wide.shape[1] // 3
     return add_parts(

@@ -118,7 +118,7 @@ def add_parts(
     BLOCK: tl.constexpr,
 ):
     """out [T, n r] = scale times the sum of `parts` parts in `wide`; where PAIRED, [T, n 3 r] =
-    (high, high, low) of it.
+    [h1, h1, h2] of it.
 
     columns: n r. token_stride, adapter_stride, part_stride: how many elements of `wide` a token, an
     adapter and a part are from the next; the columns of one adapter are neighbours. out_stride:
