@@ -2,8 +2,8 @@
 
 torch's `make_graphed_callables` hands out the memory that a replay writes: a second forward before
 the first one's backward, gradients that are accumulated, or an output that somebody keeps would
-read what belongs to another row. Here everything that leaves is a copy, and a graph whose backward
-is still to come is not replayed.
+read what belongs to another row. Here what leaves is a copy, but for gradients of parameters
+(`gradients.py`), and a graph whose backward is still to come is not replayed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+
+from hf_packfree.graphs.gradients import Gradients, borrowed
 
 WARM_UP = 2
 """Runs before the capture, in which kernels are compiled and libraries take their workspaces."""
@@ -41,24 +43,6 @@ class Pool:
         self.tokens = tokens
         self.handle = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(device)
-
-
-class _Address:
-    """Bytes on a GPU, in the words of Numba's CUDA array interface."""
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (storage.nbytes(),),
-            "typestr": "|u1",
-            "data": (storage.data_ptr(), False),
-            "version": 3,
-        }
-
-
-def borrowed(x: Tensor) -> Tensor:
-    """Return a tensor of the same memory that does not own it: later captures of its pool may."""
-    memory = torch.as_tensor(_Address(x.untyped_storage()), device=x.device)
-    return memory.view(x.dtype).as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 class Graph:
@@ -101,8 +85,10 @@ class Graph:
             grads = torch.autograd.grad(out, wanted, self.d_out, allow_unused=True)
         # copied as soon as they are written: other graphs may use the memory in between
         self.out = borrowed(out)
-        left = iter([None if grad is None else borrowed(grad) for grad in grads])
-        self.grads = [next(left) if x.requires_grad else None for x in self.inputs] + [*left]
+        left = iter(grads)
+        of_inputs = [next(left) if x.requires_grad else None for x in self.inputs]
+        self._d_inputs = [None if grad is None else borrowed(grad) for grad in of_inputs]
+        self.gradients = Gradients(self.parameters, [*left], self._backward)
 
     @property
     def is_free(self) -> bool:
@@ -125,11 +111,12 @@ class Graph:
         return self.out.clone()
 
     def run_backward(self, d_out: Tensor) -> list[Tensor | None]:
-        """Replay the backward; return copies of the gradients of inputs and parameters."""
+        """Replay the backward; return the gradients of inputs and parameters."""
         self.d_out.copy_(d_out)
         with torch.cuda.device_of(self.out):
             self._backward.replay()
-        return [None if grad is None else grad.clone() for grad in self.grads]
+        d_inputs = [None if grad is None else grad.clone() for grad in self._d_inputs]
+        return d_inputs + self.gradients.hand_out()
 
 
 class _Replay(Function):

@@ -148,13 +148,22 @@ class Runner:
     ) -> Tensor | str:
         captured = self.graphs.pop(key)
         self.graphs[key] = captured
-        if not all(each.graph.is_free for each in self.graphs.values()):
-            return "the backward pass of a row before is still to come"
+        if (why := self._in_use()) is not None:
+            return why
         try:
             captured.packed.become(row)
         except OtherPlan:
             return "its kernels' plan is not a table of the bucket's size"
         return captured.graph.replay(*inputs)[:, : packed.num_tokens]
+
+    def _in_use(self) -> str | None:
+        """Return why the memory of the graphs may not be written, or None."""
+        graphs = [each.graph for each in self.graphs.values()]
+        if not all(graph.is_free for graph in graphs):
+            return "the backward pass of a row before is still to come"
+        if not all(graph.gradients.take_back() for graph in graphs):
+            return "gradients of a row before are kept elsewhere than in .grad"
+        return None
 
     def _capture(
         self, key: Any, layers: Layers, inputs: tuple[Tensor, Tensor], row: PackedSequence
@@ -163,8 +172,8 @@ class Runner:
         packed, trunk = CapturedSequence.of(row), self.trunk()
         assert trunk is not None
         parameters = [x for x in trunk.parameters() if x.requires_grad]
-        if not all(each.graph.is_free for each in self.graphs.values()):
-            return "the backward pass of a row before is still to come"
+        if (why := self._in_use()) is not None:
+            return why
         while len(self.graphs) >= MOST:
             self.graphs.pop(next(iter(self.graphs)))
         # memory of shorter rows serves no longer one: the longest is captured first, others again

@@ -15,13 +15,14 @@ import torch
 from transformers import Qwen3_5ForCausalLM
 
 from hf_packfree import PackedSequence, apply_patches, patch_report, remove_patches
-from hf_packfree.graphs import capture, plans, runner
+from hf_packfree.graphs import capture, gradients, plans, runner
 from hf_packfree.graphs.settings import Settings, why_not
 from hf_packfree.models import graphs as of_models
 from hf_packfree.models.qwen3_5 import tiny_config
 from hf_packfree.models.same_batch import setup_of
 from hf_packfree.models.state import Kernels, state_of
 from hf_packfree.parallel import ContextParallel
+from tests.graphs import on_cpu
 from tests.support import CONTROL, LOGIT_TOL, checkpoint_layers
 
 
@@ -30,9 +31,15 @@ class Again(capture.Graph):
 
     def _capture(self, body, pool):
         self.body = body
-        body(*self.inputs)
+        grads = torch.autograd.grad(body(*self.inputs).sum(), self.parameters, allow_unused=True)
+        self.written = [None if grad is None else grad.clone() for grad in grads]
+        self.gradients = gradients.Gradients(self.parameters, self.written, self.written)
 
     def run_forward(self, inputs):
+        # activations lie where gradients of rows before did
+        for written in self.written:
+            if written is not None:
+                written.fill_(float("nan"))
         for own, given in zip(self.inputs, inputs, strict=True):
             own.detach().copy_(given)
         with torch.enable_grad():
@@ -42,7 +49,11 @@ class Again(capture.Graph):
     def run_backward(self, d_out):
         wanted = [x for x in self.inputs if x.requires_grad] + [*self.parameters]
         grads = iter(torch.autograd.grad(self.live, wanted, d_out, allow_unused=True))
-        return [next(grads) if x.requires_grad else None for x in self.inputs] + [*grads]
+        d_inputs = [next(grads) if x.requires_grad else None for x in self.inputs]
+        for written, grad in zip(self.written, grads, strict=True):
+            if written is not None:
+                written.copy_(grad)
+        return d_inputs + self.gradients.hand_out()
 
 
 def _become(self, packed):
@@ -56,6 +67,7 @@ def _become(self, packed):
 def on_a_cpu(monkeypatch):
     """Let graphs be captured here, of rows without empty documents, which PyTorch's layers lack."""
     monkeypatch.setattr(runner, "Graph", Again)
+    monkeypatch.setattr(gradients, "tensor_at", on_cpu.tensor_at)
     monkeypatch.setattr(runner, "Pool", lambda device, tokens: SimpleNamespace(tokens=tokens))
     monkeypatch.setattr(plans.CapturedSequence, "become", _become)
     monkeypatch.setattr(runner, "why_not", lambda module: None)
@@ -142,6 +154,28 @@ def test_a_row_waits_for_the_backward_of_the_one_before(model):
     hidden(model, ROWS[0])
     hidden(model, ROWS[0])
     assert of(model).replayed == replayed + 3
+
+
+def test_gradients_lie_in_the_graph_s_memory_and_outlive_the_next_row(model):
+    """A list of them, as `torch.autograd.grad` returns, keeps the next row out of the graph."""
+    parameters = [*model.base_model.layers.parameters()]
+    for _ in range(3):
+        hidden(model, ROWS[0]).sum().backward()
+    captured = next(iter(of(model).graphs.values())).graph
+    places = {written.data_ptr() for written in captured.written if written is not None}
+    model.zero_grad()
+    hidden(model, ROWS[0]).sum().backward()
+    assert {parameter.grad.data_ptr() for parameter in parameters} <= places
+    model.zero_grad()
+    kept = torch.autograd.grad(hidden(model, ROWS[0]).sum(), parameters)
+    copies, replayed = [grad.clone() for grad in kept], of(model).replayed
+    hidden(model, ROWS[1]).sum().backward()
+    assert of(model).replayed == replayed
+    assert "kept elsewhere than in .grad" in patch_report(model).cuda_graphs
+    assert all(map(torch.equal, kept, copies))
+    del kept
+    hidden(model, ROWS[1]).sum().backward()
+    assert of(model).replayed == replayed + 1
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,110 @@
+"""Gradients that leave a graph without a copy.
+
+A graph of full training would keep a second set of them otherwise, as large as the weights, and
+write it in every step. Where a replay wrote a gradient, the next replay of any graph of its pool
+writes something else; so before it, `Gradients.take_back` moves what parameters still hold (sums
+over several rows) to memory of its own, and says if somebody else holds the rest.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Address:
+    """Bytes on a GPU, in the words of Numba's CUDA array interface; alive as long as a tensor of
+    them is.
+
+    Args:
+        data: where they begin.
+        size: how many.
+        owner: what keeps them allocated.
+    """
+
+    def __init__(self, data: int, size: int, owner: Any) -> None:
+        self.owner = owner
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (data, False),
+            "version": 3,
+        }
+
+
+def tensor_at(address: Address, like: Tensor) -> Tensor:
+    """Return a tensor of an address, of the size, strides and dtype of another one, which begins
+    there.
+    """
+    memory = torch.as_tensor(address, device=like.device).untyped_storage()
+    # no view, which would hold the memory after `take_back` moved it
+    found = torch.empty(0, dtype=like.dtype, device=like.device)
+    return found.set_(memory, 0, like.shape, like.stride())
+
+
+def borrowed(x: Tensor) -> Tensor:
+    """Return a tensor of the same memory that does not own it: later captures of its pool may."""
+    return tensor_at(Address(x.data_ptr(), _size(x), None), x)
+
+
+class Gradients:
+    """The gradients of some parameters, where a graph writes them.
+
+    Args:
+        parameters: what the graph reads by itself.
+        grads: of each, as they were captured; None for those that have none.
+        owner: the graph, without which the memory is gone.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Tensor], grads: Sequence[Tensor | None], owner: Any
+    ) -> None:
+        self._parameters, self._owner = tuple(parameters), owner
+        self._grads = [None if grad is None else borrowed(grad) for grad in grads]
+        self._shared = _shared(self._grads)
+        self._out: list[weakref.ref[Address]] = []
+
+    def hand_out(self) -> list[Tensor | None]:
+        """Return the gradients that were written last; call `take_back` before the next are."""
+        return [None if grad is None else self._one(grad) for grad in self._grads]
+
+    def _one(self, grad: Tensor) -> Tensor:
+        if grad.data_ptr() in self._shared:
+            return grad.clone()
+        address = Address(grad.data_ptr(), _size(grad), self._owner)
+        self._out.append(weakref.ref(address))
+        return tensor_at(address, grad)
+
+    def take_back(self) -> bool:
+        """Return whether the memory may be written: gradients of parameters are moved first."""
+        if not self._is_out():
+            return True
+        places = {grad.data_ptr() for grad in self._grads if grad is not None}
+        for parameter in self._parameters:
+            grad = parameter.grad
+            if grad is not None and grad.data_ptr() in places:
+                # in place: whoever holds this tensor holds the parameter's gradient
+                grad.data = grad.detach().clone()
+        return not self._is_out()
+
+    def _is_out(self) -> bool:
+        self._out = [address for address in self._out if address() is not None]
+        return bool(self._out)
+
+
+def _size(x: Tensor) -> int:
+    """Return the bytes from a tensor's first element to its last."""
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return (last + 1) * x.element_size()
+
+
+def _shared(grads: Sequence[Tensor | None]) -> set[int]:
+    """Return where gradients begin that overlap with others."""
+    spans = sorted((x.data_ptr(), x.data_ptr() + _size(x)) for x in grads if x is not None)
+    pairs = [(begin, after) for (begin, end), (after, _) in pairwise(spans) if after < end]
+    return {begin for pair in pairs for begin in pair}
