@@ -49,8 +49,12 @@ def attend(
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    # under autocast the rotary embedding leaves fp32, which upstream's flash attention rounds, too
-    q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
+    # under autocast the rotary embedding leaves fp32, and weights in 4 bits do between norms in
+    # fp32, which upstream's flash attention rounds, too
+    dtype = value.dtype
+    if dtype == torch.float32 and torch.is_autocast_enabled(value.device.type):
+        dtype = torch.get_autocast_dtype(value.device.type)
+    q, k, v = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
     ends, longest = words["cu_seq_lens_q"], words["max_length_q"]
     # flash attention has one size for keys and values
     size, wider = v.shape[-1], q.shape[-1] - v.shape[-1]
