@@ -75,7 +75,8 @@ PRIVATE = {
         "transformers.PretrainedConfig()",
     ),
     "_gradient_checkpointing_func": Private(
-        "transformers 5.24", "the multi-token head is recomputed as the model's layers are"
+        "transformers 5.24",
+        "the multi-token head is recomputed as the model's layers are, in CUDA graphs, too",
     ),
     "_init_weights": Private(
         "transformers 5.24",

@@ -10,6 +10,8 @@ starts them all at once, with the addresses and sizes that they had; what differ
   kernel reads it. A plan of another size or kind, and whatever else would have to be known on the
   host, keeps a row out of the graph.
 - `capture`: the two graphs of a bucket, forward and backward, and their place in autograd.
+- `gradients`: what leaves the backward graph, without a copy.
+- `checkpointing`: layers that the backward pass runs once more.
 - `settings`: what a graph depends on apart from its inputs; if that changes, it is captured anew.
 - `runner`: which rows are replayed, which are not, and why.
 """

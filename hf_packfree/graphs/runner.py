@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hf_packfree.graphs import checkpointing
 from hf_packfree.graphs.bucket import Bucket, bucket_of, in_bucket, lengthened
 from hf_packfree.graphs.capture import Graph, Pool
 from hf_packfree.graphs.plans import CapturedSequence, NotCapturable, OtherPlan
@@ -181,12 +182,13 @@ class Runner:
             self.graphs.clear()
             self._pool = Pool(inputs[0].device, key[0].tokens)
         try:
-            graph = Graph(
-                lambda embeddings, positions: layers(embeddings, positions, packed),
-                inputs,
-                parameters,
-                self._pool,
-            )
+            with checkpointing.in_capture(trunk):
+                graph = Graph(
+                    lambda embeddings, positions: layers(embeddings, positions, packed),
+                    inputs,
+                    parameters,
+                    self._pool,
+                )
         except NotCapturable as error:
             why = str(error)
         except RuntimeError as error:

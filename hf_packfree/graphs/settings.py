@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_packfree.graphs import checkpointing
+
 _HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -86,8 +88,8 @@ def why_not(module: nn.Module) -> str | None:
     for name, part in parts:
         if any(vars(part).get(hook) for hook in _HOOKS):
             return f"{name or 'the text model'} has hooks"
-        if getattr(part, "gradient_checkpointing", False):
-            return "layers are recomputed in the backward pass"
+        if (why := checkpointing.why_not(part)) is not None:
+            return why
     devices = set()
     for name, part in parts:
         own = chain(part._parameters.values(), part._buffers.values())

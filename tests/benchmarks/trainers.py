@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
 
-from hf_packfree import PackFreeCallback, apply_patches
+from hf_packfree import PackFreeCallback, apply_patches, patch_report
 from tests.benchmarks.machine import machine
 from tests.benchmarks.models import Variant, free, put_lora_on, quantise, variant_of
 from tests.benchmarks.shapes import SHAPES, Shape
@@ -38,10 +38,12 @@ from tests.benchmarks.workloads import COMPOSED, UNPATCHED_CONV
 STEPS, WARMUP, DOCUMENTS = 30, 10, 16
 # the callback patches
 PATCHED = Variant(packfree=False)
-VARIANTS = {
-    "packfree": PATCHED,
-    "composed without packfree": COMPOSED,
-    "unpatched packed": UNPATCHED_CONV,
+# {its name: (the model, what the callback is given; None: no callback)}
+VARIANTS: dict[str, tuple[Variant, dict[str, Any] | None]] = {
+    "packfree": (PATCHED, {}),
+    "packfree, CUDA graphs": (PATCHED, {"cuda_graphs": "auto"}),
+    "composed without packfree": (COMPOSED, None),
+    "unpatched packed": (UNPATCHED_CONV, None),
 }
 
 
@@ -120,18 +122,18 @@ def train(
     make: Callable[..., Trainer],
     shape: Shape,
     variant: Variant,
-    patched: bool,
+    patched: dict[str, Any] | None,
     adapters: str,
     size: int,
     device: str,
 ) -> dict[str, Any]:
-    """Train for some steps and return the row."""
+    """Train for some steps and return the row; `patched` is what the callback is given."""
     times = StepTimes(device, (WARMUP, STEPS))
     with (
         tempfile.TemporaryDirectory() as folder,
         variant_of(shape, variant, device, torch.float32) as model,
     ):
-        callbacks = [PackFreeCallback(), times] if patched else [times]
+        callbacks = [times] if patched is None else [PackFreeCallback(**patched), times]
         common = {
             "output_dir": folder,
             "max_steps": STEPS,
@@ -147,8 +149,14 @@ def train(
         start_of_peak(device)
         trainer.train()
         logs = [log for log in trainer.state.log_history if "loss" in log]
+        more = graphs_of(trainer.model, patched)
         del trainer
-    return timed(times.ends, size, device) | {"logged": logs[-1]}
+    return timed(times.ends, size, device) | {"logged": logs[-1]} | more
+
+
+def graphs_of(model: nn.Module, patched: dict[str, Any] | None) -> dict[str, Any]:
+    """Return what the report says of CUDA graphs, if they were asked for."""
+    return {"note": patch_report(model).cuda_graphs} if patched else {}
 
 
 def loop(shape: Shape, adapters: str, size: int, device: str, recomputed: bool) -> dict[str, Any]:
@@ -192,10 +200,13 @@ def timed(ends: list[float], size: int, device: str) -> dict[str, Any]:
     start, end = ends
     ms, tokens = 1e3 * (end - start) / (STEPS - WARMUP), DOCUMENTS * size
     peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
+    # graphs keep memory that is allocated by nobody
+    reserved = torch.cuda.max_memory_reserved() / 2**30 if device == "cuda" else 0.0
     return {
         "ms": ms,
         "real_tokens_per_s": 1e3 * tokens / ms,
         "peak_gib": peak,
+        "reserved_gib": reserved,
         "steps": STEPS - WARMUP,
         "tokens": tokens,
     }
@@ -219,10 +230,8 @@ def main() -> None:
         ("trainer-8k-full", plain, ""),
         ("trl-8k-full", sft, ""),
     ):
-        for name, variant in VARIANTS.items():
-            measure = partial(
-                train, make, shape, variant, name == "packfree", adapters, size, options.device
-            )
+        for name, (variant, patched) in VARIANTS.items():
+            measure = partial(train, make, shape, variant, patched, adapters, size, options.device)
             results.row(workload, name, measure)
             free()
         recomputed = make is sft

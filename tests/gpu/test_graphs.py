@@ -16,7 +16,7 @@ from hf_packfree.models.state import state_of
 from tests.benchmarks.models import put_lora_on
 from tests.gpu.checks import DEVICE, TRIAL, gpu, record_of, spans
 from tests.gpu.small import NARROW, packed_row, small
-from tests.support import gradients
+from tests.support import checkpoint_layers, gradients
 
 pytestmark = [*gpu, pytest.mark.skipif(TRIAL, reason="CUDA graphs need a GPU")]
 ROWS = (
@@ -99,6 +99,68 @@ def test_packings_in_turns(record, lora):
             record(f"{lengths[:3]}, turn {turn}, gradients", grads, 0.0)
     runner = runner_of(model)
     assert runner.replayed >= 3 * len(ROWS), patch_report(model).cuda_graphs
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("lora", ["", "fp32"])
+def test_layers_that_are_recomputed(record, lora, reentrant):
+    """The bits of layers that are recomputed without a graph, and less memory than those that keep
+    everything.
+    """
+    model = model_of()
+    if lora:
+        put_lora_on(model, lora, False)
+    kept = []
+    for recomputed in (False, True):
+        if recomputed:
+            checkpoint_layers(model, reentrant=reentrant)
+        for lengths in ROWS * 2:
+            step(model, lengths)
+        torch.cuda.empty_cache()
+        kept.append(of_pools())
+    record("memory of recomputed layers", kept[1] / kept[0], 0.8)
+    for number, lengths in enumerate(ROWS):
+        values, grads = both(model, lengths, number)
+        record(f"{lengths[:3]}, values", values, 0.0)
+        record(f"{lengths[:3]}, gradients", grads, 0.0)
+    assert runner_of(model).replayed >= 3 * len(ROWS), patch_report(model).cuda_graphs
+
+
+def test_gradients_are_not_copied(record):
+    """They lie where the graph wrote them, and a list of them outlives the next row."""
+    model = model_of()
+    parameters = [*model.base_model.layers.parameters()]
+    for _ in range(3):
+        step(model, ROWS[0])
+    pools = [
+        (one["address"], one["address"] + one["total_size"])
+        for one in torch.cuda.memory_snapshot()
+        if one["segment_pool_id"] != (0, 0)
+    ]
+
+    def in_pools(x):
+        return any(begin <= x.data_ptr() < end for begin, end in pools)
+
+    model.zero_grad(set_to_none=True)
+    step(model, ROWS[0])
+    assert all(in_pools(parameter.grad) for parameter in parameters)
+    step(model, ROWS[0])
+    assert not any(in_pools(parameter.grad) for parameter in parameters)
+    model.zero_grad(set_to_none=True)
+    tokens, packed = packed_row(model, ROWS[0])
+    out = model.base_model(input_ids=tokens, packed_sequence=packed).last_hidden_state
+    kept = torch.autograd.grad(out.float().pow(2).sum(), parameters)
+    copies, replayed = [grad.clone() for grad in kept], runner_of(model).replayed
+    step(model, ROWS[0])
+    record("kept", max((a - b).abs().max().item() for a, b in zip(kept, copies, strict=True)), 0.0)
+    assert runner_of(model).replayed == replayed
+    assert "kept elsewhere than in .grad" in patch_report(model).cuda_graphs
+
+
+def of_pools() -> int:
+    """Return the bytes that graphs keep."""
+    segments = torch.cuda.memory_snapshot()
+    return sum(one["total_size"] for one in segments if one["segment_pool_id"] != (0, 0))
 
 
 def test_influence_is_zero(record):
@@ -215,15 +277,14 @@ def test_buckets_share_memory(record):
         assert len(runner_of(model).graphs) == 1 + len(SHORTER) * (len(rows) > 1)
         # of pools that are gone
         torch.cuda.empty_cache()
-        segments = torch.cuda.memory_snapshot()
-        return sum(one["total_size"] for one in segments if one["segment_pool_id"] != (0, 0))
+        return of_pools()
 
     alone = kept(LONGEST)
     assert alone > 0
     record("memory of four buckets", kept(*SHORTER, LONGEST, *SHORTER) / alone, 1.15)
 
 
-def test_evaluation_checkpointing_and_hooks_run_without():
+def test_evaluation_and_hooks_run_without():
     """Each says so in the report."""
     model = model_of()
     for _ in range(3):
@@ -231,11 +292,7 @@ def test_evaluation_checkpointing_and_hooks_run_without():
     replayed = runner_of(model).replayed
     with torch.no_grad():
         model.base_model(input_ids=packed_row(model, ROWS[0])[0])
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    step(model, ROWS[0])
-    model.gradient_checkpointing_disable()
     assert runner_of(model).replayed == replayed
-    assert "recomputed" in patch_report(model).cuda_graphs
     model.base_model.layers[1].register_forward_hook(lambda *_: None)
     step(model, ROWS[0])
     assert "layers.1 has hooks" in patch_report(model).cuda_graphs

@@ -247,11 +247,46 @@ def test_what_cannot_be_captured_is_named(model):
     trunk = model.base_model
     assert why_not(trunk) == "its weights are on cpu"
     checkpoint_layers(model)
-    assert why_not(trunk) == "layers are recomputed in the backward pass"
+    assert why_not(trunk) == "its weights are on cpu"
+    for layer in trunk.layers:
+        layer._gradient_checkpointing_func = lambda function, *args: function(*args)
+    assert why_not(trunk) == "layers are recomputed by another function than torch's checkpoint"
     trunk.layers[2].mlp.register_forward_pre_hook(lambda *_: None)
     trunk.get_input_embeddings().register_forward_hook(lambda *_: None)
     getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)()
     assert why_not(trunk) == "layers.2.mlp has hooks"
+
+
+def test_layers_that_are_recomputed(model):
+    """Their gradients are those of layers that keep everything; the model's settings stay."""
+    other = apply_patches(copy.deepcopy(remove_patches(model)))
+    apply_patches(model, cuda_graphs="auto")
+    checkpoint_layers(model)
+    functions = [layer._gradient_checkpointing_func for layer in model.base_model.layers]
+    for seed, lengths in enumerate(ROWS * 2):
+        for each in (model, other):
+            hidden(each, lengths, seed).pow(2).sum().backward()
+        for (name, mine), its in zip(
+            model.base_model.named_parameters(), other.base_model.parameters(), strict=True
+        ):
+            assert torch.allclose(mine.grad, its.grad, atol=1e-4), name
+    assert of(model).replayed >= len(ROWS)
+    assert functions == [layer._gradient_checkpointing_func for layer in model.base_model.layers]
+
+
+def test_layers_that_are_recomputed_and_draw_random_numbers_are_not_captured(model):
+    """A second run would drop other activations than the first."""
+    checkpoint_layers(model)
+    for layer in model.base_model.layers:
+        if hasattr(layer, "self_attn"):
+            layer.self_attn.attention_dropout = 0.1
+    for _ in range(4):
+        hidden(model, ROWS[0]).sum().backward()
+    assert of(model).replayed == 0
+    assert (
+        "3 because layers draw random numbers (dropout), and are recomputed"
+        in patch_report(model).cuda_graphs
+    )
 
 
 def test_outputs_of_layers_run_without(model):

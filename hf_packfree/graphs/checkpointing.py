@@ -1,0 +1,73 @@
+"""Gradient checkpointing in a graph: layers that the backward pass runs once more are captured with
+it, by torch's own function.
+
+That function keeps the state of random numbers for the second run, which cannot be read while a
+graph is captured. So it is told not to, and layers that draw random numbers are not captured.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hf_packfree.graphs.plans import NotCapturable
+
+_FUNCTION = "_gradient_checkpointing_func"
+
+
+def why_not(layer: Any) -> str | None:
+    """Return why a layer's checkpointing cannot be captured, or None."""
+    if getattr(layer, "gradient_checkpointing", False) and _settings(layer) is None:
+        return "layers are recomputed by another function than torch's checkpoint"
+    return None
+
+
+@contextmanager
+def in_capture(module: nn.Module) -> Iterator[None]:
+    """Within the block, the layers of a module that are recomputed can be captured.
+
+    Raises:
+        NotCapturable: at its end, if they drew random numbers.
+    """
+    layers: list[Any] = [
+        each for each in module.modules() if getattr(each, "gradient_checkpointing", False)
+    ]
+    if not layers:
+        yield
+        return
+    before, state = [getattr(layer, _FUNCTION) for layer in layers], _random_state()
+    for layer in layers:
+        settings = (_settings(layer) or {}) | {"use_reentrant": False, "preserve_rng_state": False}
+        setattr(layer, _FUNCTION, functools.partial(checkpoint, **settings))
+    try:
+        yield
+    finally:
+        for layer, function in zip(layers, before, strict=True):
+            setattr(layer, _FUNCTION, function)
+    if any(map(_differ, state, _random_state())):
+        raise NotCapturable("layers draw random numbers (dropout), and are recomputed")
+
+
+def _settings(layer: Any) -> dict[str, Any] | None:
+    """Return the keywords that a layer gives to torch's `checkpoint`; None: it calls another."""
+    function = getattr(layer, _FUNCTION, None)
+    if isinstance(function, functools.partial) and not function.args:
+        return dict(function.keywords) if function.func is checkpoint else None
+    return {} if function is checkpoint else None
+
+
+def _random_state() -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available():
+        states += torch.cuda.get_rng_state_all()
+    return states
+
+
+def _differ(before: Tensor, after: Tensor) -> bool:
+    return not torch.equal(before, after)
