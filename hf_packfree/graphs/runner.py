@@ -19,9 +19,8 @@ from hf_packfree.graphs.settings import Settings, why_not
 from hf_packfree.packing import PackedSequence
 
 logger = logging.getLogger("hf_packfree")
-LONGEST, LONGEST_TRAINED = 8192, 6144
-"""Tokens beyond which the GPU has more to do than the host, and copies of gradients take more than
-a graph saves: where few weights are trained, and where most are (docs/performance.md)."""
+LONGEST = 8192
+"""Tokens beyond which the GPU has more to do than the host (docs/performance.md)."""
 SEEN = 2
 """How often a bucket has to be seen before it is captured."""
 CHANGES = 16
@@ -67,7 +66,6 @@ class Runner:
     _pool: Pool | None = None
     _looked_for: weakref.ref[Tensor] | None = None
     _changes: int = 0
-    _longest: int = 0
 
     def look(self) -> None:
         """Notice what changed since the graphs were captured; worth calling before the GPU is
@@ -81,7 +79,7 @@ class Runner:
             self._given_up.clear()
             self._settings, self._pool = Settings(trunk), None
             self._changes += 1
-            self._why_not, self._longest = why_not(trunk), _longest(trunk)
+            self._why_not = why_not(trunk)
         if self._changes > CHANGES + self.replayed // CHANGES:
             self._why_not = "the model's settings change with its steps"
 
@@ -103,7 +101,7 @@ class Runner:
         if self._looked_for is None or self._looked_for() is not packed.seq_idx:
             self.look()
         self._looked_for = None
-        found: Tensor | str | None = why_not or self._why_not or _why_not_row(packed, self._longest)
+        found: Tensor | str | None = why_not or self._why_not or _why_not_row(packed)
         if found is None:
             found = self._replay(layers, embed, positions, packed)
         if isinstance(found, Tensor):
@@ -240,17 +238,9 @@ class Graphs:
         return Graphs, ()
 
 
-def _longest(trunk: nn.Module) -> int:
-    """Return up to how many tokens a graph pays."""
-    sizes = Counter[bool]()
-    for x in trunk.parameters():
-        sizes[x.requires_grad] += x.numel()
-    return LONGEST_TRAINED if sizes[True] > sizes[False] else LONGEST
-
-
-def _why_not_row(packed: PackedSequence, longest: int) -> str | None:
-    if packed.num_tokens > longest:
-        return f"it has more than {longest:,} tokens, for which a graph does not pay"
+def _why_not_row(packed: PackedSequence) -> str | None:
+    if packed.num_tokens > LONGEST:
+        return f"it has more than {LONGEST:,} tokens, for which a graph does not pay"
     if packed.tree is not None:
         return "it is a tree of shared prefixes"
     if packed.is_shard:
