@@ -30,7 +30,7 @@ import torch
 
 from tests.benchmarks.batches import Load, step_of
 from tests.benchmarks.machine import machine
-from tests.benchmarks.models import Variant, free, variant_of
+from tests.benchmarks.models import Variant, variant_of
 from tests.benchmarks.run_all import ROOT, source
 from tests.benchmarks.shapes import (
     SHAPES,
@@ -40,7 +40,7 @@ from tests.benchmarks.shapes import (
     fixed_lengths,
     log_normal_lengths,
 )
-from tests.benchmarks.timing import Clock, asks_for, failure, rounded
+from tests.benchmarks.timing import Clock, asks_for, failure, free, rounded
 
 TREES = ("before", "after")
 PACKFREE, LIGER = Variant(), Variant(liger="before")

@@ -41,8 +41,8 @@ from tests.benchmarks.context_parallel_ranks import Bench, group_of, results_of_
 from tests.benchmarks.exchanges import Alone, Counted, exchanging
 from tests.benchmarks.fla_context_parallel import fla_for_states
 from tests.benchmarks.machine import machine
-from tests.benchmarks.models import free, what_runs
-from tests.benchmarks.timing import Clock, Results, end_if_failed, name_of, read_lines
+from tests.benchmarks.models import what_runs
+from tests.benchmarks.timing import Clock, Results, end_if_failed, free, name_of, read_lines
 
 
 @contextmanager

@@ -29,10 +29,10 @@ from hf_packfree import apply_patches, remove_patches
 from hf_packfree.parallel import ContextParallel
 from tests.benchmarks.context_parallel_ranks import group_of
 from tests.benchmarks.machine import machine
-from tests.benchmarks.models import build, free, what_runs
+from tests.benchmarks.models import build, what_runs
 from tests.benchmarks.report import ROOT
 from tests.benchmarks.shapes import SHAPES
-from tests.benchmarks.timing import Results, end_if_failed, read_lines
+from tests.benchmarks.timing import Results, end_if_failed, free, read_lines
 
 LONGEST, SHORTEST = 8192, 512
 PLOT = ROOT / "docs/context_parallel.png"

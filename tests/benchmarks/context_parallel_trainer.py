@@ -32,9 +32,9 @@ from hf_packfree import PackFreeCallback, patch_report
 from hf_packfree.parallel.accelerate import cut_rows_again
 from tests.benchmarks.context_parallel_ranks import group_of
 from tests.benchmarks.machine import machine
-from tests.benchmarks.models import build, free, put_lora_on
+from tests.benchmarks.models import build, put_lora_on
 from tests.benchmarks.shapes import SHAPES
-from tests.benchmarks.timing import Results, end_if_failed
+from tests.benchmarks.timing import Results, end_if_failed, free
 from tests.benchmarks.trainers import StepTimes
 
 STEPS, WARMUP, DOCUMENTS = 6, 3, 8

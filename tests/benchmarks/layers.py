@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_packfree.packing import PackedSequence
-from tests.benchmarks.models import build, free
+from tests.benchmarks.models import build
 from tests.benchmarks.shapes import Shape
-from tests.benchmarks.timing import Clock, Results
+from tests.benchmarks.timing import Clock, Results, free
 
 Call = Callable[[], Any]
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hf_packfree import apply_patches, patch_report
 from tests.benchmarks.composed import compose, put_mixers_in
 from tests.benchmarks.shapes import Shape, configuration
+from tests.benchmarks.timing import free
 
 
 @dataclass(frozen=True)
@@ -242,13 +243,6 @@ def what_runs(model: nn.Module) -> dict[str, Any]:
         patched = getattr(getattr(bound, "__func__", bound), "__qualname__", "")
         found["experts"] = patched.removesuffix(".forward") or model.config._experts_implementation
     return found
-
-
-def free() -> None:
-    """Give the device's memory back; call it when nothing refers to the model any more."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def _set_environment(name: str, value: str | None) -> None:

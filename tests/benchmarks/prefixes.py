@@ -35,9 +35,9 @@ from hf_packfree.ops.tree import gather
 from hf_packfree.packing import PackedSequence
 from tests.benchmarks.batches import random_tokens
 from tests.benchmarks.machine import machine
-from tests.benchmarks.models import Variant, free, variant_of
+from tests.benchmarks.models import Variant, variant_of
 from tests.benchmarks.shapes import SHAPES, Shape
-from tests.benchmarks.timing import Clock, Results, failure
+from tests.benchmarks.timing import Clock, Results, failure, free
 from tests.benchmarks.workloads import COMPOSED, PACKFREE, UNPATCHED_CONV
 
 TREE, PACKED, OTHER = "packfree tree", "packfree packed", "tree-recurrence"

@@ -30,9 +30,9 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, T
 
 from hf_packfree import PackFreeCallback, apply_patches, patch_report
 from tests.benchmarks.machine import machine
-from tests.benchmarks.models import Variant, free, put_lora_on, quantise, variant_of
+from tests.benchmarks.models import Variant, put_lora_on, quantise, variant_of
 from tests.benchmarks.shapes import SHAPES, Shape
-from tests.benchmarks.timing import Results
+from tests.benchmarks.timing import Results, free
 from tests.benchmarks.workloads import COMPOSED, UNPATCHED_CONV
 
 STEPS, WARMUP, DOCUMENTS = 30, 10, 16
