@@ -1,48 +1,123 @@
-"""Lines of the comparison with Unsloth become rows that the tables know."""
+"""Unsloth beside us: what both engines are given, what is refused, and rows that the tables know."""
 
 from __future__ import annotations
 
-import json
+import subprocess
+import sys
+from types import SimpleNamespace
 
-from tests.benchmarks import report
-from tests.benchmarks.timing import read_lines
-from tests.benchmarks.unsloth import EAGER, WORKLOADS, main
+import pytest
+import torch
+from torch import nn
 
+from tests.benchmarks import report, unsloth, unsloth_engines
+from tests.benchmarks.timing import Clock, read_lines
+from tests.benchmarks.unsloth import LATE, main, measured, settle
+from tests.benchmarks.unsloth_engines import EAGER, Unsloth, adapters_of, documents, packed, reset
 
-def line(job, row, precision="amp", gpu="NVIDIA Test", **facts):
-    return {"job": job, "gpu": gpu, "row": row, "precision": precision} | facts
-
-
-def timed(ms):
-    facts = {"ms": ms, "tok_s": 8.192e6 / ms, "real_tokens": 8192, "documents": 16}
-    return facts | {"peak_gib": 20.0, "loss": 12.8, "packing": ""}
-
-
-def test_rows_of_the_last_gpu_with_their_versions(tmp_path):
-    lines = [
-        line("unsloth", "8k", gpu="NVIDIA Other", **timed(1.0)),
-        line("unsloth", "versions", "", torch="2.11.0", unsloth="2026.10.9", gc="off"),
-        line("unsloth", "8k", **timed(300.0)),
-        line("unsloth", "8k", **timed(224.0)),
-        line("unsloth", "8k", "bf16", **timed(257.0)),
-        line("unsloth", "32k", error="OutOfMemoryError"),
-        line("unsloth-gc", "8k", **timed(400.0)),
-        line("packfree", "8k", **timed(158.0)),
-    ]
-    (tmp_path / "lines").write_text("".join(json.dumps(one) + "\n" for one in lines))
-    main(["--lines", str(tmp_path / "lines"), "--out", str(tmp_path)])
-    theirs, ours = read_lines(tmp_path / "rows.jsonl")
-    assert (theirs["workload"], theirs["variant"]) == ("2b-8k-lora-autocast", "unsloth")
-    assert theirs["ms"] == 224 and theirs["peak_gib"] == 20 and theirs["note"] == EAGER
-    assert theirs["versions"] == {"torch": "2.11.0", "unsloth": "2026.10.9"}
-    assert ours["variant"] == "packfree, beside unsloth" and ours["ms"] == 158
-    assert set(WORKLOADS.values()) <= report.TITLES.keys()
+OURS = "packfree, beside unsloth"
 
 
-def test_a_table_shows_unsloth_beside_us(tmp_path):
-    (tmp_path / "lines").write_text(json.dumps(line("unsloth", "32k", **timed(708.0))) + "\n")
-    main(["--lines", str(tmp_path / "lines"), "--out", str(tmp_path)])
-    (row,) = read_lines(tmp_path / "rows.jsonl")
+def run(folder, engine):
+    main([*f"--engine {engine} --out {folder} --work {folder} --device cpu --tiny".split()])
+    return read_lines(folder / "rows.jsonl")
+
+
+@pytest.mark.slow
+# those of TRL and of what it is called with
+@pytest.mark.filterwarnings("default")
+def test_rows_of_our_engine(tmp_path, monkeypatch):
+    monkeypatch.setattr(unsloth_engines, "STEPS", 4)
+    monkeypatch.setattr(unsloth, "WARMUP", 1)
+    monkeypatch.setattr(unsloth, "Clock", lambda device, **_: Clock(device, warmup=0, runs=2))
+    run(tmp_path, "prepare")
+    rows = {row["workload"]: row for row in run(tmp_path, "packfree")}
+    short, long, trained = (
+        rows[name] for name in ("2b-8k-lora-autocast", "2b-32k-lora-autocast", "unsloth-8k-trainer")
+    )
+    leak = rows["unsloth-leak"]
+    assert {row["variant"] for row in rows.values()} == {OURS}
+    assert leak["influence"] == 0
+    assert leak["logits_against_alone"] < 0.02 < leak["logits_unmarked_against_alone"]
+    assert long["real_tokens"] == 4 * short["real_tokens"] == 4 * trained["real_tokens"]
+    assert short["loss"] == pytest.approx(trained["loss"], rel=0.01)
+    assert trained["runs"] == 2 and short["implementations"]["delta_rule"] == "torch"
+    assert rows.keys() - {"unsloth-leak"} <= report.TITLES.keys()
+    # what is there is not timed again
+    assert len(run(tmp_path, "packfree")) == len(rows)
+    held = [row | {"peak_gib": 1.0} for row in rows.values()]
+    result = {"rows": held, "runs": {"1": SOURCE}, **SOURCE}
+    assert OURS in report.steps(result)
+
+
+SOURCE = {"machine": "CPU", "date": "2026-11-25", "versions": {}}
+
+
+@pytest.mark.slow
+def test_their_process_imports_nothing_of_the_package():
+    code = (
+        "import sys, tests.benchmarks.unsloth\n"
+        "found = [name for name in sys.modules if name.split('.')[0] == 'hf_packfree']\n"
+        "assert not found, found"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_an_engine_needs_its_own_packages(tmp_path):
+    with pytest.raises(AssertionError, match="found the packages of packfree; wanted unsloth"):
+        run(tmp_path, "unsloth")
+
+
+def test_a_batch_is_what_trl_makes_of_a_packed_row():
+    collator = pytest.importorskip("trl.trainer.sft_trainer").DataCollatorForLanguageModeling
+    docs = documents([5, 1, 7], 100, seed=0)
+    row = {"input_ids": torch.cat(docs).tolist(), "seq_lengths": [5, 1, 7]}
+    wanted = collator(pad_token_id=0, padding_free=True)([row])
+    found = packed(docs, "cpu")
+    assert found.keys() <= wanted.keys()
+    assert all(torch.equal(x, wanted[name]) for name, x in found.items())
+
+
+class Layers(nn.Module):
+    def __init__(self, prefix):
+        super().__init__()
+        self.prefix, self.lora_A = prefix, nn.Parameter(torch.zeros(2, 3))
+
+    def named_parameters(self):
+        yield f"{self.prefix}layers.0.mlp.up_proj.lora_A.default.weight", self.lora_A
+
+
+def test_adapters_are_the_same_in_every_engine():
+    one, other = Layers("base_model.model.model."), Layers("base_model.model.model.language_model.")
+    reset(one)
+    reset(other)
+    assert adapters_of(one).keys() == {"layers.0.mlp.up_proj.lora_A.weight"}
+    assert torch.equal(one.lora_A, other.lora_A) and one.lora_A.abs().min() > 0
+
+
+def test_steps_that_compile_are_not_timed():
+    times = iter([900.0, 10, 500, 10, 11, 12, 900])
+    settle(SimpleNamespace(once=lambda step: next(times)), lambda: None)
+    assert next(times) == 900 and LATE > 12 / 10
+
+
+def test_rows_that_unsloth_refuses_to_pack_are_no_result(monkeypatch):
+    refused = SimpleNamespace(args=SimpleNamespace(packing=False))
+    monkeypatch.setattr(unsloth_engines, "sft", lambda *_: refused)
+    monkeypatch.setitem(
+        sys.modules, "unsloth.utils.packing", SimpleNamespace(_HYBRID_WARNED={"no kernels"})
+    )
+    engine = object.__new__(Unsloth)
+    vars(engine).update(model=None, tokenizer=None, work=None, device="cpu")
+    with pytest.raises(RuntimeError, match="found packing refused, .'no kernels'.; wanted packing"):
+        engine.trainer(8192)
+
+
+def test_a_table_shows_unsloth_beside_us():
+    engine = SimpleNamespace(device="cpu", note=EAGER, kernels=dict)
+    row = measured(engine, lambda: {"ms": 708.0, "peak_gib": 70.0, "note": "one row"})
+    assert row["note"] == f"{EAGER}; one row" and row["versions"]["torch"]
+    row |= {"workload": "2b-32k-lora-autocast", "variant": Unsloth.variant}
     result = {"rows": [row, row | {"variant": "packfree", "ms": 517.0}]}
     ((_, beside),) = report.chosen(result)
     assert {side: found["ms"] for side, found in beside.items()} == {

@@ -1,98 +1,287 @@
-"""Rows of the comparison with Unsloth, from the lines of JSON that its script leaves, in the form
-of the other rows.
+"""Unsloth beside us: LoRA steps from one checkpoint, with the same adapters, tokens and labels.
 
-    python -m tests.benchmarks.unsloth --lines unsloth.jsonl --out DIR
+    python -m tests.benchmarks.unsloth --engine prepare --out DIR --work DIR     # saves the checkpoint
+    python -m tests.benchmarks.unsloth --engine unsloth --out DIR --work DIR [--minutes M]
+    python -m tests.benchmarks.unsloth --engine packfree --out DIR --work DIR [--minutes M]
+    ... --device cpu --tiny                                     # a trial of the script itself
 
-Appends to DIR/rows.jsonl, the folder of a run of `tests.benchmarks.run_all` on the same machine,
-whose `--assemble` makes one result of both. Unsloth's rows are the variant "unsloth"; ours, timed
-by the same script in the same call, "packfree, beside unsloth", which tell whether it is fair: they
-have to agree with the rows of `tests.benchmarks.measure`.
+Each engine is a process of its own with the packages of its own PYTHONPATH: Unsloth 2026.10.9 takes
+transformers up to 5.17 and TRL up to 1.15. Where Unsloth is found, its engine is the one that runs,
+and nothing of hf_packfree is imported.
 
-Each line has a job (the engine and its settings), a precision (amp: adapters in fp32 under bf16
-autocast) and a row. Lines of other jobs and precisions, those that were timed on another GPU than
-the last and those without a time are left out.
+r=16, alpha 16 on all twelve kinds of linear layers, a base in bf16, adapters in fp32 under bf16
+autocast, layers not recomputed. A step drops gradients, makes the loss, runs backward and fused AdamW;
+"loss" is the first step's, the same in both engines but for rounding. Unsloth is loaded as its
+documentation does, its own SFTTrainer puts it into packing, and its collator makes the batches.
+"unsloth-8k-trainer" is `trainer.train()` of the engine's own SFTTrainer (packing=True), ours with
+PackFreeCallback, step to step. "unsloth-leak" times nothing: "influence" is the largest change of
+documents' logits when the tokens of the others change, 0 where documents are kept apart.
+
+Rows are appended to DIR/rows.jsonl, where `tests.benchmarks.run_all --assemble` finds them; those
+that it holds are not timed again. Ours have to agree with the rows of `tests.benchmarks.measure`, and
+Unsloth's trainer with its loop, else the comparison is not fair.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import datetime
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.timing import Results, read_lines
+# before torch and transformers: it sets what they read when they are imported
+if find_spec("unsloth"):
+    import_module("unsloth")
 
-VARIANTS = {"unsloth": "unsloth", "packfree": "packfree, beside unsloth"}
-WORKLOADS = {
-    "docs": "2b-docs-lora-autocast",
-    "8k": "2b-8k-lora-autocast",
-    "32k": "2b-32k-lora-autocast",
-    "trainer": "unsloth-8k-trainer",
-}
-PRECISION = "amp"
-EAGER = (
-    "on torch 2.10 and 2.11 Unsloth keeps packed mixers out of its compiled blocks, which its own "
-    "comment puts at 6 to 20% of a step"
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+
+from tests.benchmarks.shapes import SHAPES, Shape, configuration, log_normal_lengths
+from tests.benchmarks.timing import Clock, Results
+from tests.benchmarks.unsloth_engines import (
+    ENGINES,
+    TOKENS,
+    WARMUP,
+    adapters_of,
+    checked,
+    documents,
+    reset,
 )
-KEPT = ("ms", "ms_min", "ms_max", "runs", "real_tokens", "documents", "peak_gib", "loss")
+
 PACKAGES = ("unsloth", "unsloth_zoo", "transformers", "torch", "triton", "trl", "peft")
+PACKAGES += ("fla-core", "flash-qla")
+LEAK = (5, 512, 64, 700, 7, 130, 630)
+LATE = 1.5
+"""A step that takes so many times as long as the others compiled or tuned something."""
 
 
-def converted(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of some lines, of each name the last that was timed."""
-    machine = next((line["gpu"] for line in reversed(lines) if "gpu" in line), None)
-    here = [line for line in lines if line.get("gpu") == machine]
-    versions = {
-        line["job"]: {name: line[name] for name in PACKAGES if name in line}
-        for line in here
-        if line["row"] == "versions"
+class Begins(TrainerCallback):  # type: ignore[misc]
+    """When steps begin, without waiting for the device."""
+
+    def __init__(self, device: str) -> None:
+        self.device, self.marks = device, list[Any]()
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Mark the stream, or note the time."""
+        if self.device != "cuda":
+            self.marks.append(time.perf_counter())
+            return
+        if len(self.marks) == WARMUP:
+            torch.cuda.reset_peak_memory_stats()
+        self.marks.append(torch.cuda.Event(enable_timing=True))
+        self.marks[-1].record()
+
+    def times(self) -> list[float]:
+        """Return the ms between those that count."""
+        pairs = pairwise(self.marks[WARMUP:])
+        if self.device != "cuda":
+            return [1e3 * (after - before) for before, after in pairs]
+        torch.cuda.synchronize()
+        return [before.elapsed_time(after) for before, after in pairs]
+
+
+def loop(engine: Any, clock: Clock, lengths: Sequence[int]) -> dict[str, Any]:
+    """Time whole steps of one packed row in a loop of one's own."""
+    reset(engine.model)
+    trained = adapters_of(engine.model).values()
+    batch = engine.batch(documents(lengths, engine.model.config.get_text_config().vocab_size, 1))
+    optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
+
+    def step() -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        # new tensors: nothing is remembered from the step before
+        inputs = {name: x.clone() for name, x in batch.items()}
+        with torch.autocast(engine.device, torch.bfloat16):
+            loss: Tensor = engine.model(**inputs, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    loss = step().item()
+    settle(clock, step)
+    found = clock.measure(step)
+    # something compiled late after all
+    if found["ms_max"] > LATE * found["ms"]:
+        found = clock.measure(step)
+    return {
+        **found,
+        "loss": loss,
+        "whole_step": True,
+        "documents": len(lengths),
+        "real_tokens": sum(lengths),
+        "real_tokens_per_s": 1e3 * sum(lengths) / found["ms"],
+        "trained": sum(parameter.numel() for parameter in trained),
     }
-    found = {
-        (row["workload"], row["variant"]): row
-        for line in here
-        if _is_shown(line)
-        for row in [_row(line, versions.get(line["job"], {}))]
+
+
+def settle(clock: Clock, step: Callable[[], Any], most: int = 15) -> None:
+    """Run a step until three in a row take about as long as each other."""
+    times = [clock.once(step) for _ in range(3)]
+    while max(times[-3:]) > LATE * min(times[-3:]) and len(times) < most:
+        times.append(clock.once(step))
+
+
+def train(engine: Any, clock: Clock, lengths: Sequence[int]) -> dict[str, Any]:
+    """Time `trainer.train()` from where a step begins to where the next does."""
+    begins = Begins(engine.device)
+    trainer = engine.trainer(sum(lengths), begins)
+    reset(checked(engine.model))
+    rows = trainer.train_dataset["seq_lengths"]
+    loss, times = trainer.train().training_loss, begins.times()
+    ms, real = statistics.median(times), statistics.mean(map(sum, rows))
+    return {
+        "ms": ms,
+        "ms_min": min(times),
+        "ms_max": max(times),
+        "runs": len(times),
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if clock.device == "cuda" else 0.0,
+        "loss": loss,
+        "whole_step": True,
+        "documents": statistics.mean(map(len, rows)),
+        "real_tokens": real,
+        "real_tokens_per_s": 1e3 * real / ms,
+        "note": "`SFTTrainer`, packing=True, layers not recomputed; means of its rows' tokens and "
+        "documents, of its steps' losses",
     }
-    return list(found.values())
 
 
-def _is_shown(line: dict[str, Any]) -> bool:
-    known = line["job"] in VARIANTS and line["row"] in WORKLOADS
-    return known and line.get("precision") == PRECISION and "ms" in line
+@torch.no_grad()
+def leak(engine: Any, clock: Clock, lengths: Sequence[int]) -> dict[str, Any]:
+    """Compare the logits of packed documents with those of a row where every second one has other
+    tokens, and with those of each alone; "unmarked": of a row that does not tell where they begin.
+    """
+    reset(engine.model)
+    engine.model.eval()
+    vocabulary = engine.model.config.get_text_config().vocab_size
+    docs, others = (documents(lengths, vocabulary, seed) for seed in (2, 3))
+    mixed = [(one, other)[number % 2] for number, (one, other) in enumerate(zip(docs, others))]
+
+    def logits(batch: dict[str, Any]) -> Tensor:
+        inputs = {name: x for name, x in batch.items() if name != "labels"}
+        with torch.autocast(engine.device, torch.bfloat16):
+            return engine.model(**inputs, use_cache=False).logits[0]  # type: ignore[no-any-return]
+
+    def row(ids: Sequence[Tensor]) -> dict[str, Any]:
+        return {"input_ids": torch.cat(list(ids))[None].to(engine.device)}
+
+    alone = torch.cat([logits(row([one])) for one in docs])
+    found, changed = logits(engine.batch(docs)), logits(engine.batch(mixed))
+    pairs = list(zip(found.split(lengths), changed.split(lengths)))
+    influence = max((one - other).abs().max().item() for one, other in pairs[::2])
+    unmarked = relative(logits(row(docs)), alone)
+    engine.model.train()
+    return {
+        "influence": influence,
+        "logits_against_alone": relative(found, alone),
+        "logits_unmarked_against_alone": unmarked,
+        "documents": len(lengths),
+        "real_tokens": sum(lengths),
+    }
 
 
-def _row(line: dict[str, Any], versions: dict[str, Any]) -> dict[str, Any]:
-    theirs = line["job"] == "unsloth"
-    notes = [EAGER if theirs and _is_eager(versions) else "", line.get("packing", "")]
+def relative(found: Tensor, wanted: Tensor) -> float:
+    """The norm of the difference against that of what is wanted."""
+    return ((found.float() - wanted.float()).norm() / wanted.float().norm()).item()
+
+
+def versions() -> dict[str, str]:
+    """Return what is installed, and the package's own version where it was imported."""
+    found = {}
+    for name in PACKAGES:
+        # the first on the path, as an import finds it
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    package = sys.modules.get("hf_packfree")
+    return found | ({"hf_packfree": package.__version__} if package else {})
+
+
+def prepare(work: Path, shape: Shape, device: str) -> None:
+    """Save a model of random weights and a tokenizer of one word a token.
+
+    Every second head of the linear layers remembers for long, as trained ones do.
+    """
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(configuration(shape), dtype=torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):
+            parameter.data[::2] -= 4
+    model.save_pretrained(work / "checkpoint")
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    words = [*special.values(), *(f"w{number}" for number in range(3, 256))]
+    plain = Tokenizer(WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>"))
+    plain.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, **special)
+    tokenizer.save_pretrained(work / "checkpoint")
+
+
+def measured(engine: Any, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return a row with what it was made on and with."""
+    row = measure()
+    gpu = engine.device == "cuda"
+    notes = [engine.note, row.pop("note", "")]
     note = "; ".join(part for part in notes if part)
     return {
-        "workload": WORKLOADS[line["row"]],
-        "variant": VARIANTS[line["job"]],
-        **{name: line[name] for name in KEPT if name in line},
-        "real_tokens_per_s": line["tok_s"],
+        **row,
         "lora": "fp32",
         "autocast": "bf16",
-        "whole_step": True,
-        "machine": line["gpu"],
-        "versions": versions,
+        "implementations": engine.kernels(),
+        "machine": torch.cuda.get_device_name() if gpu else f"CPU {platform.machine()}",
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+        "versions": versions(),
         "script": "tests.benchmarks.unsloth",
         **({"note": note} if note else {}),
     }
 
 
-def _is_eager(versions: dict[str, Any]) -> bool:
-    return str(versions.get("torch", "")).startswith(("2.10", "2.11"))
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Append the rows of a file."""
+    """Save the checkpoint, or measure an engine's rows."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--lines", type=Path, required=True)
+    parser.add_argument("--engine", required=True, choices=["prepare", *ENGINES])
     parser.add_argument("--out", type=Path, required=True, help="folder of rows.jsonl")
+    parser.add_argument("--work", type=Path, required=True, help="folder of the checkpoint")
+    parser.add_argument("--minutes", type=float, default=1e9)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args(arguments)
-    results = Results(options.out / "rows.jsonl")
-    for row in converted(read_lines(options.lines)):
-        results.add(row)
+    if options.engine == "prepare":
+        return prepare(options.work, SHAPES["tiny" if options.tiny else "2b"], options.device)
+    found = "unsloth" if "unsloth" in sys.modules else "packfree"
+    assert options.engine == found, f"found the packages of {found}; wanted {options.engine}"
+    part = 32 if options.tiny else 1
+    short, long = (
+        log_normal_lengths(tokens // part, longest=2048 // part, shortest=32 // part)
+        for tokens in TOKENS
+    )
+    rows: dict[str, tuple[Callable[..., dict[str, Any]], Sequence[int]]] = {
+        "2b-8k-lora-autocast": (loop, short),
+        "2b-32k-lora-autocast": (loop, long),
+        "unsloth-leak": (leak, [max(2, length // part) for length in LEAK]),
+        "unsloth-8k-trainer": (train, short),
+    }
+    results = Results(options.out / "rows.jsonl", options.minutes, resume=True)
+    kind = ENGINES[options.engine]
+    if not any(results.wanted(workload, kind.variant) for workload in rows):
+        return
+    engine = kind(options.work, options.device)
+    clock = Clock(options.device, warmup=0, runs=7, longest=15.0)
+    for workload, (measure, lengths) in rows.items():
+        step = partial(measure, engine, clock, lengths)
+        results.row(workload, kind.variant, partial(measured, engine, step))
 
 
 if __name__ == "__main__":
