@@ -20,9 +20,16 @@ KINDS = {
     "-lora-autocast-whole-step": "the same under bf16 autocast",
 }
 SIZES = {"2k": 2048, "4k": 4096, "8k": 8192}
+TITLES = {
+    **{f"2b-{size}{kind}": title for kind, title in KINDS.items() for size in SIZES},
+    "2b-8x2048-padded": "trunk, full, 8 padded rows, 34% of them real",
+    "9b-4k": "9B shape, 8 layers: trunk, full",
+    "moe-4k": "MoE shape, 8 layers: trunk, full",
+}
+"""{workload: what it is}, in the order of the table."""
 GRAPHS, WITHOUT, COMPILED = "packfree", "packfree, no graphs", "packfree, layers compiled"
 HEAD = ("one step", "tokens", "without", "with graphs", "sum of kernels", "host, without; with")
-Rows = dict[tuple[str, str, str], dict[str, Any]]
+Rows = dict[tuple[str, str], dict[str, Any]]
 
 
 def results(folder: Path = FOLDER) -> list[Path]:
@@ -31,14 +38,9 @@ def results(folder: Path = FOLDER) -> list[Path]:
 
 
 def read(path: Path) -> tuple[dict[str, Any], Rows]:
-    """Return what the rows were made with, and {(kind, size, variant): row}."""
+    """Return what the rows were made with, and {(workload, variant): row}."""
     about, *lines = map(json.loads, path.read_text().splitlines())
-    rows: Rows = {}
-    for line in lines:
-        size, kind = line["workload"].removeprefix("2b-").split(",")[0][:2], ""
-        kind = line["workload"].removeprefix(f"2b-{size}").split(",")[0]
-        rows[kind, size, line["variant"]] = line
-    return about, rows
+    return about, {(line["workload"].split(",")[0], line["variant"]): line for line in lines}
 
 
 def tables() -> dict[tuple[str, str], str]:
@@ -59,23 +61,28 @@ def table(path: Path) -> str:
         f"in `tests/benchmarks/results/short/{path.name}`.\n"
     )
     lines = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
-    for kind, title in KINDS.items():
-        for size, tokens in SIZES.items():
-            mine, without = (rows.get((kind, size, name)) for name in (GRAPHS, WITHOUT))
-            if mine and without:
-                cells = title, f"{tokens:,}", *_cells(mine, without)
-                lines.append(f"| {' | '.join(cells)} |")
+    for workload, title in TITLES.items():
+        mine, without = (rows.get((workload, name)) for name in (GRAPHS, WITHOUT))
+        if mine and without:
+            cells = title, f"{_tokens(workload):,}", *_cells(mine, without)
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join((made, *lines)) + "\n" + _compiled(rows)
 
 
 def _compiled(rows: Rows) -> str:
     """Say what the steps take whose layers torch.compile has compiled; nothing if none was timed."""
     said = [
-        f"{KINDS[kind]}, {SIZES[size]:,} tokens, {row['ms']:.0f} ms"
-        for (kind, size, name), row in rows.items()
+        f"{TITLES[workload]}, {_tokens(workload):,} tokens, {row['ms']:.0f} ms"
+        for (workload, name), row in rows.items()
         if name == COMPILED and "ms" in row
     ]
     return f"\nWith each layer compiled by torch.compile: {'; '.join(said)}.\n" if said else ""
+
+
+def _tokens(workload: str) -> int:
+    """Return the tokens of a step, padding included."""
+    size = workload.split("-")[1]
+    return SIZES.get(size, 8 * 2048)
 
 
 def _cells(mine: dict[str, Any], without: dict[str, Any]) -> tuple[str, ...]:
@@ -114,6 +121,6 @@ def draw(path: Path, target: Path) -> None:
 
 
 def _line(axes: Any, rows: Rows, kind: str, variant: str, key: str, **style: Any) -> None:
-    found = [(SIZES[size], rows.get((kind, size, variant))) for size in SIZES]
+    found = [(tokens, rows.get((f"2b-{size}{kind}", variant))) for size, tokens in SIZES.items()]
     points = [(tokens, row[key]) for tokens, row in found if row]
     axes.plot(*zip(*points, strict=True), **style)

@@ -241,24 +241,31 @@ def _under_autocast(tiny: bool) -> list[Group]:
 
 def _short(tiny: bool) -> list[Group]:
     """Steps of few tokens, each with another packing: the trunk, whole steps, and LoRA with and
-    without autocast.
+    without autocast; the trunks of other shapes, and on padded rows.
     """
-    shape = SHAPES["tiny" if tiny else "2b"]
     trunk, whole = {}, {}
     for name, tokens in {"2k": 2048, "4k": 4096, "8k": 8192}.items():
         seeds = (tuple(log_normal_lengths(200 if tiny else tokens, seed=seed)) for seed in range(8))
         first, *others = seeds
         trunk[name] = Load(first, also=tuple(others), counted=True)
         whole[name] = replace(trunk[name], whole=True)
-    kinds: dict[str, tuple[dict[str, Any], dict[str, Load]]] = {
-        "": ({}, trunk),
-        "-whole-step": ({}, whole),
-        "-lora-whole-step": ({"lora": "fp32"}, whole),
-        "-lora-autocast-whole-step": (
+    rows, width, fill = (4, 64, 0.5) if tiny else (8, 2048, 0.34)
+    first, *others = (tuple(batch_lengths(rows, width, fill, seed)) for seed in range(8))
+    padded = Load(first, "padded", also=tuple(others), counted=True)
+    kinds: list[tuple[str, str, dict[str, Any], dict[str, Load]]] = [
+        ("2b", "", {}, trunk),
+        ("2b", "-whole-step", {}, whole),
+        ("2b", "-lora-whole-step", {"lora": "fp32"}, whole),
+        (
+            "2b",
+            "-lora-autocast-whole-step",
             {"lora": "fp32"},
             {name: replace(load, autocast=True) for name, load in whole.items()},
         ),
-    }
+        ("9b", "", {}, {"4k": trunk["4k"]}),
+        ("moe", "", {}, {"4k": trunk["4k"]}),
+        ("2b", "-padded", {}, {"8x2048": padded}),
+    ]
     variants = {
         "packfree": (replace(PACKFREE, cuda_graphs="auto"), ""),
         "packfree, no graphs": (PACKFREE, ""),
@@ -267,12 +274,15 @@ def _short(tiny: bool) -> list[Group]:
     }
     return [
         Group(
-            shape,
+            SHAPES["tiny" if tiny else shape],
             replace(variant, **options),
-            tuple((f"2b-{size}{kind}, other packings", name, load) for size, load in loads.items()),
+            tuple(
+                (f"{shape}-{size}{kind}, other packings", name, load)
+                for size, load in loads.items()
+            ),
             note,
         )
-        for kind, (options, loads) in kinds.items()
+        for shape, kind, options, loads in kinds
         for name, (variant, note) in variants.items()
     ]
 
