@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 import runpy
 import shlex
@@ -85,8 +86,11 @@ def checkpoint(tmp_path, monkeypatch):
     PreTrainedTokenizerFast(
         tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"
     ).save_pretrained(tmp_path / "my-checkpoint")
-    # the released one that README names
+    # the released one that README names, and its data set
     shutil.copytree(tmp_path / "my-checkpoint", tmp_path / "Qwen" / "Qwen3.5-2B-Base")
+    rows = [json.dumps({"input_ids": document.tolist()}) for document in documents((5, 64, 1, 30))]
+    (tmp_path / "trl-lib" / "Capybara").mkdir(parents=True)
+    (tmp_path / "trl-lib" / "Capybara" / "train.jsonl").write_text("\n".join(rows))
     monkeypatch.chdir(tmp_path)
 
 
@@ -119,14 +123,16 @@ def test_every_block_is_of_a_language_that_is_checked():
 @pytest.mark.filterwarnings("ignore:'pin_memory'")
 # TRL's default
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")
-def test_python_blocks_run(page, checkpoint):
+def test_python_blocks_run(page, checkpoint, monkeypatch, tmp_path):
     """In order, in one namespace; `<!-- raises: Error -->` above a block names the error that it
     shows.
     """
     examples = [{"input_ids": document.tolist()} for document in documents((5, 64, 1, 30))]
     names = {"documents": examples}
     if "SFTTrainer(" in PAGES[page]:
-        names["dataset"] = pytest.importorskip("datasets").Dataset.from_list(examples)
+        datasets = pytest.importorskip("datasets")
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+        names["dataset"] = datasets.Dataset.from_list(examples)
     if "PackedVisionCollator(processor" in PAGES[page]:
         names |= {
             "processor": vision_processor(),
