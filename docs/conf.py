@@ -21,6 +21,8 @@ extensions = [
 html_theme = "furo"
 html_title = f"hf_packfree {release}"
 html_show_sourcelink = False
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]
 # docstrings write `names` as Markdown does
 default_role = "code"
 myst_heading_anchors = 3

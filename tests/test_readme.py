@@ -98,6 +98,11 @@ def test_readme_is_short():
     assert len(README.splitlines()) <= LIMITS["lines"] and len(README.encode()) <= LIMITS["bytes"]
 
 
+def test_the_docs_begin_with_the_sentence_of_the_readme():
+    _, sentence, *_ = README.split("\n\n")
+    assert sentence in DOCS["index.md"]
+
+
 def test_readme_works_in_a_checkout_and_on_a_package_index():
     """Links and pictures are files of this repository; an index shows none that it cannot open."""
     targets = re.findall(r"\]\(([^)]+)\)", README)
