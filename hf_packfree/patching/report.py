@@ -34,7 +34,7 @@ from hf_packfree.patching.plan import (
     tower_attention_of,
     trunks,
 )
-from hf_packfree.patching.registry import family_of
+from hf_packfree.patching.registry import FAMILIES, family_of
 
 logger = logging.getLogger("hf_packfree")
 MEASURED = "is in no table; its packed rows were measured on a tiny copy"
@@ -122,7 +122,7 @@ class PatchReport:
         if self.family is None:
             return f"{self.model} holds no text model of a supported family, and is not patched"
         if not self.patched:
-            return f"{self.model} is not patched; packed rows leak between documents"
+            return f"{self.model} is not patched; packed rows leak between documents{self._when()}"
         swapped = ", ".join(f"{count} {name}" for name, count in self.swaps.items())
         more = {op: f" (long documents {what})" for op, what in self.long_documents.items()}
         runs = ", ".join(
@@ -141,6 +141,12 @@ class PatchReport:
         further += [called_in_words(self.called)] if self.called else []
         further += [f"on this machine's GPUs, {op}: {why}" for op, why in self.why.items()]
         return "\n  ".join((said, *further))
+
+    def _when(self) -> str:
+        """Return when packed rows leak: transformers masks attention alone for some inputs."""
+        mixers = {op for row in FAMILIES if row.name == self.family for op in row.mixer_ops}
+        leaking = {op for op in mixers if OPS[op].leaks is not None}
+        return " with some forms of input" if leaking == {"attention"} else ""
 
     def _exactness(self) -> str:
         if self.rounding is not None:

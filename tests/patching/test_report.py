@@ -31,6 +31,16 @@ def test_no_module_is_refused_in_a_sentence(call, nothing):
         call(nothing)
 
 
+def test_an_unpatched_model_leaks_always_only_where_more_than_attention_mixes_tokens():
+    """transformers keeps documents apart in attention, for some forms of input."""
+    said = {family: str(patch_report(tiny(family))) for family in ("qwen3_5", "llama")}
+    assert said == {
+        "qwen3_5": "Qwen3_5ForCausalLM is not patched; packed rows leak between documents",
+        "llama": "LlamaForCausalLM is not patched; packed rows leak between documents with some "
+        "forms of input",
+    }
+
+
 def test_the_report_says_whether_long_documents_are_cut(monkeypatch):
     torch_native = delta_rule.OP.backends["torch"]
     long = LongDocuments(torch_native.run, "in segments", lambda device, _: device.type == "cpu")
