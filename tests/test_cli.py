@@ -279,6 +279,21 @@ def test_a_folder_without_a_model_is_2(capsys, tmp_path):
     assert code == 2 and "found no model under" in err and err.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", [("verify",), ("bench",), ("doctor", "--model")])
+def test_a_wrong_name_is_2_and_the_near_one_is_proposed(capsys, monkeypatch, command):
+    def asked(*args, **options):
+        raise OSError("not there")
+
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", asked)
+    for name, said in (
+        ("qwen3.5", "packfree models lists (did you mean qwen3_5?); check the name"),
+        ("Qwen3_Next", "packfree models lists (did you mean qwen3_next?); check the name"),
+        ("me/mine", "packfree models lists; check the name, and that the hub can be reached"),
+    ):
+        code, out, err = run(capsys, *command, name)
+        assert code == 2 and out == "" and said in err, err
+
+
 @pytest.mark.parametrize("name", ["/nowhere", "./nowhere", "../no/where", "out/run/checkpoint-3"])
 def test_a_path_to_nothing_is_2_and_not_asked_of_the_hub(capsys, monkeypatch, name):
     def asked(*args, **options):

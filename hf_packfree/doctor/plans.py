@@ -182,7 +182,7 @@ def _config_of(model: str) -> Any:
     from transformers import AutoConfig
 
     from hf_packfree.patching.registry import FAMILIES
-    from hf_packfree.verify.model_source import refuse_missing_path
+    from hf_packfree.verify.model_source import meant, refuse_missing_path
 
     tiny = {family.name: family for family in FAMILIES}
     if model in tiny and not Path(model).exists():
@@ -193,8 +193,9 @@ def _config_of(model: str) -> Any:
     except Exception as error:
         # transformers checks every field in its own way
         raise UnsupportedModel(
-            f"found no config under {model!r} ({in_short(error)}); wanted a folder, a hub id, or "
-            f"one of {', '.join(tiny)}; check the name, and that the hub can be reached"
+            f"found no config under {model!r} ({in_short(error)}); wanted a folder, a hub id, or a "
+            f"name that packfree models lists{meant(model)}; check the name, and that the hub can "
+            "be reached"
         ) from error
 
 

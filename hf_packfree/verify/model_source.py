@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +102,15 @@ def _from_name(
     except (OSError, ValueError, KeyError) as error:
         raise UnsupportedModel(
             f"found no model under {str(source)!r} ({in_short(error)}); wanted a checkpoint "
-            f"folder, a config, a hub id, or one "
-            f"of {', '.join(family.name for family in FAMILIES)}; check the name, and that the hub "
-            f"can be reached"
+            f"folder, a config, a hub id, or a name that packfree models lists{meant(source)}; "
+            "check the name, and that the hub can be reached"
         ) from error
+
+
+def meant(name: str | Path) -> str:
+    """Return a question after the family's name that is near, if one is."""
+    near = get_close_matches(str(name), [family.name for family in FAMILIES], n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def refuse_missing_path(name: str | Path) -> None:
@@ -118,7 +124,7 @@ def refuse_missing_path(name: str | Path) -> None:
     if is_path and not Path(name).exists():
         raise UnsupportedModel(
             f"found no file or folder {text!r}; wanted a checkpoint folder, a config, a hub id, or "
-            f"one of {', '.join(family.name for family in FAMILIES)}; check the path"
+            "a name that packfree models lists; check the path"
         )
 
 
@@ -153,5 +159,5 @@ def _class_for(config: transformers.PretrainedConfig) -> Any:
             return auto._model_mapping[type(config)]
     raise UnsupportedModel(
         f"found a {type(config).__name__}, for which transformers has no language model; wanted "
-        f"the config of one of {', '.join(family.name for family in FAMILIES)}; pass one"
+        "the config of a family that packfree models lists; pass one"
     )
