@@ -147,6 +147,25 @@ def test_prose_breaks_between_words(capsys, monkeypatch, columns, leaking):
     assert run(capsys, "models", "-v")[1].split() == wanted.split()
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("verify", "./nowhere"),
+        ("verify", "qwen3_5", "--device", "nonsense"),
+        ("bench", "--lenghts", "x"),
+        ("bench", "--documents", "1"),
+    ],
+)
+def test_what_went_wrong_breaks_between_words(capsys, monkeypatch, command):
+    _, _, wanted = run(capsys, *command)
+    monkeypatch.setenv("COLUMNS", "60")
+    _, _, err = run(capsys, *command)
+    assert err.split() == wanted.split()
+    # what comes before is argparse's usage
+    sentence = err[err.index("packfree: ") if "usage:" not in err else err.index(": error:") :]
+    assert max(map(len, sentence.splitlines())) <= 60 and sentence.count("\n") > 1
+
+
 @pytest.mark.parametrize("columns", [20, 60])
 def test_no_number_and_no_name_of_a_table_is_cut_short(capsys, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))

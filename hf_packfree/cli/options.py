@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -70,6 +71,11 @@ class Parser(argparse.ArgumentParser):
         near = difflib.get_close_matches(found, list(known), n=1)
         meant = f"; did you mean {near[0]}?" if near else ""
         self.error(f"found {what} {found!r}, which is not known{meant}")
+
+    def error(self, message: str) -> NoReturn:
+        """End with wrong usage, and a sentence of whole words."""
+        self.print_usage(sys.stderr)
+        self.exit(USAGE, wrapped(f"{self.prog}: error: {message}", stream=sys.stderr) + "\n")
 
 
 def parser() -> Parser:

@@ -18,19 +18,19 @@ COLOURS = {"bold": 1, "dim": 2, "red": 31, "green": 32, "yellow": 33, "cyan": 36
 """{name: its number in a terminal}."""
 
 
-def width() -> int | None:
+def width(stream: TextIO | None = None) -> int | None:
     """Return how many columns a line may have: COLUMNS, or the terminal's; None: a pipe or a file,
     in which sentences stay on one line.
     """
     given = os.environ.get("COLUMNS", "")
     if given.isdecimal() and int(given) > 0:
         return int(given)
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    return shutil.get_terminal_size().columns if (stream or sys.stdout).isatty() else None
 
 
-def wrapped(text: str, indent: str = "") -> str:
+def wrapped(text: str, indent: str = "", stream: TextIO | None = None) -> str:
     """Break text between words, never inside one; lines after the first begin with `indent`."""
-    columns = width()
+    columns = width(stream)
     if columns is None:
         return text
     lines = textwrap.wrap(
@@ -65,8 +65,8 @@ def verdict(word: str, colour: str, sentence: str) -> None:
 
 
 def complain(error: object) -> None:
-    """Write what went wrong to stderr, on one line."""
-    text = f"packfree: {' '.join(str(error).split())}"
+    """Write what went wrong to stderr, as a sentence."""
+    text = wrapped(f"packfree: {' '.join(str(error).split())}", stream=sys.stderr)
     print(painted(text, "red", sys.stderr), file=sys.stderr)
 
 
