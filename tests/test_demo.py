@@ -12,6 +12,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
+from hf_packfree.cli import show
 from hf_packfree.demo import DemoOptions, DemoReport, Training, harm, plot, run_demo
 from hf_packfree.demo.report import (
     JUDGED_STEPS,
@@ -193,6 +194,15 @@ def test_a_control_that_does_not_differ_proves_nothing():
 def test_a_leak_found_by_verification_is_a_failure():
     (failure,) = report_of(training(PACKED), logits=1e-3).failures()
     assert failure.startswith("logits differ from a forward per document: 1.0e-03")
+
+
+def test_the_table_has_the_order_of_every_other_one(capsys):
+    """Without patches, then with them."""
+    show.demo(report_of(training(PACKED)))
+    rows = [
+        line.split("│")[1].strip() for line in capsys.readouterr().out.splitlines() if "│" in line
+    ]
+    assert rows == [PADDED, LEAKING, PACKED] == ["padded", "packed, unpatched", "packed, patched"]
 
 
 def test_the_picture_cuts_no_word_off(tmp_path, monkeypatch):

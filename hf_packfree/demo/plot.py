@@ -19,8 +19,8 @@ from hf_packfree.demo.report import LEAKING, LOSS_LIMIT, PACKED, PADDED, DemoRep
 ORANGE, GREEN = "#D55E00", "#009E73"
 STYLES: dict[str, dict[str, Any]] = {
     PADDED: {"color": GREY, "linestyle": "-", "linewidth": 6, "alpha": 0.45},
-    PACKED: {"color": BLUE, "linestyle": "--", "linewidth": 1.8},
     LEAKING: {"color": ORANGE, "linestyle": ":", "linewidth": 1.8},
+    PACKED: {"color": BLUE, "linestyle": "--", "linewidth": 1.8},
 }
 LOOK: dict[Any, Any] = {
     "axes.spines.top": False,
@@ -124,8 +124,8 @@ def _costs(speed: Any, memory: Any, report: DemoReport) -> None:
     """Draw tokens per second and memory of the trainings, and how they compare with the padded
     one.
     """
-    colours = [style["color"] for style in STYLES.values()]
     padded, names = report.padded, [row.name for row in report.trainings]
+    colours = [STYLES[name]["color"] for name in names]
     speeds = {row.name: row.tokens_per_second for row in report.trainings}
     peaks = {row.name: row.peak_mib for row in report.trainings}
     faster = {name: f"{speeds[name] / padded.tokens_per_second:.1f} x" for name in names}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hf_packfree.verify import PackingReport
 
-PADDED, PACKED, LEAKING = "padded", "packed, patched", "packed, unpatched"
+PADDED, LEAKING, PACKED = "padded", "packed, unpatched", "packed, patched"
 
 LOSS_LIMIT = 1e-4
 """Largest relative loss difference, padded against packed, that counts as fp32 rounding.
@@ -54,7 +54,7 @@ class Training:
     """One training; tuples hold a value per step.
 
     Attributes:
-        name: `PADDED`, `PACKED` or `LEAKING`.
+        name: `PADDED`, `LEAKING` or `PACKED`.
         losses: nats per token, from the Trainer's log.
         seconds: the first holds the warm-up.
         tokens, tokens_with_padding: without and with padding.
@@ -168,8 +168,8 @@ class DemoReport:
 
     @property
     def trainings(self) -> tuple[Training, Training, Training]:
-        """Padded, packed, unpatched."""
-        return self.padded, self.packed, self.unpatched
+        """Padded, packed without patches, packed with them."""
+        return self.padded, self.unpatched, self.packed
 
     def failures(self) -> list[str]:
         """Return a sentence per thing that is not as promised."""

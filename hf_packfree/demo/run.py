@@ -84,9 +84,9 @@ def _measure(options: DemoOptions, progress: Progress) -> DemoReport:
     )
     progress("leak per document", 1, 1, note)
 
-    names = (PADDED, PACKED, LEAKING)
+    names = (PADDED, LEAKING, PACKED)
     trained = {name: train(name, model, tokenizer, documents, options, progress) for name in names}
-    (padded, _), (packed, mended), (unpatched, _) = trained.values()
+    (padded, _), (unpatched, _), (packed, mended) = trained.values()
 
     progress("what the leak does", 0, 1, "")
     mended.eval()
