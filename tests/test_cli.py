@@ -5,6 +5,7 @@ JSON.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shlex
@@ -21,6 +22,7 @@ import hf_packfree.demo
 import hf_packfree.verify
 from hf_packfree.cli import main, show
 from hf_packfree.cli.options import EXAMPLES, parser
+from hf_packfree.cli.quiet import quiet_libraries
 from hf_packfree.verify.model_source import build_model
 from tests.support import by_family, tiny
 from tests.test_bench import Candidate
@@ -175,6 +177,21 @@ def test_no_number_and_no_name_of_a_table_is_cut_short(capsys, monkeypatch, colu
     assert "…" not in out
     words = set(re.split(r"[^\w.,/%]+", out))
     assert {"unpatched", "padded", "16,384", "1,234.5", "107,112", "tokens/s", "floor"} <= words
+
+
+@pytest.mark.parametrize(
+    "logger, said",
+    [
+        ("bitsandbytes.backends.cpu.ops", "Failed to load CPU gemm_4bit_forward from kernels-comm"),
+        ("huggingface_hub.utils._http", "Retrying in 1s [Retry 1/5]."),
+    ],
+)
+def test_what_libraries_say_of_no_harm_is_left_out(caplog, logger, said):
+    with quiet_libraries(bars=False):
+        logging.getLogger(logger).warning(said)
+        logging.getLogger(logger).warning("something else")
+    logging.getLogger(logger).warning(said)
+    assert [record.getMessage() for record in caplog.records] == ["something else", said]
 
 
 def test_verbose_logs_and_quiet_says_one_line(capsys, caplog):

@@ -11,6 +11,8 @@ from typing import Any
 CHATTER = {
     # packfree doctor says what is installed
     "transformers.integrations.hub_kernels": ("reference PyTorch implementation",),
+    # of 4-bit weights on a CPU, which few run
+    "bitsandbytes.backends.cpu.ops": ("gemm_4bit_forward",),
     # the error that follows says it once
     "huggingface_hub.utils._http": ("thrown while requesting", "Retrying in"),
 }
