@@ -23,7 +23,7 @@ from hf_packfree.bench import (
     shapes,
 )
 from hf_packfree.bench.documents import documents_of, packed, padded
-from hf_packfree.bench.measure import MIB, Floor, peak_mib, threads
+from hf_packfree.bench.measure import MIB, Floor, name_of, peak_mib, threads
 from hf_packfree.bench.shapes import config_of
 from hf_packfree.cli import commands, main
 from tests.support import tiny
@@ -68,6 +68,18 @@ def test_the_peak_of_a_gpu_is_that_gpus(monkeypatch):
         )
     assert peak_mib(lambda: None, torch.device("cuda", 1)) == 3
     assert set(asked) == {torch.device("cuda", 1)}
+
+
+def test_a_cpu_has_the_name_that_linux_gives_it(monkeypatch):
+    facts = "processor\t: 0\nmodel name\t: AMD EPYC 9B14\n"
+    monkeypatch.setattr(Path, "read_text", lambda path: facts)
+    assert name_of(CPU) == f"AMD EPYC 9B14 (threads: {torch.get_num_threads()})"
+
+    def missing(path):
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "read_text", missing)
+    assert name_of(CPU) == f"cpu (threads: {torch.get_num_threads()})"
 
 
 def test_threads_are_as_before_afterwards():

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 import time
 from collections import Counter
@@ -88,7 +89,18 @@ def name_of(device: torch.device) -> str:
     """Return the device in words."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"cpu (threads: {torch.get_num_threads()})" if device.type == "cpu" else device.type
+    if device.type != "cpu":
+        return device.type
+    return f"{_processor()} (threads: {torch.get_num_threads()})"
+
+
+def _processor() -> str:
+    """Return the name that Linux has for the CPU; elsewhere "cpu"."""
+    try:
+        found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.M)
+    except OSError:
+        found = None
+    return found[1].strip() if found else "cpu"
 
 
 @contextmanager
