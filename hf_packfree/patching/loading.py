@@ -136,9 +136,9 @@ def register_patches(
     AutoModelForCausalLM.from_pretrained(...)`.
 
     Args:
-        backend, batch_invariant, unpacked, padded, cuda_graphs, mtp: as for `apply_patches`; the
-            multi-token prediction head is read from the checkpoint that is loaded, and loading
-            raises `MissingHead` where that lacks it.
+        backend, batch_invariant, unpacked, padded, cuda_graphs: as for `apply_patches`.
+        mtp: as for `apply_patches`; the multi-token prediction head is read from the checkpoint
+            that is loaded, and loading raises `MissingHead` where that lacks it.
 
     Raises:
         UnsupportedInput: `mtp` names a checkpoint.
