@@ -23,6 +23,7 @@ import hf_packfree.verify
 from hf_packfree.cli import main, show
 from hf_packfree.cli.options import EXAMPLES, parser
 from hf_packfree.cli.quiet import quiet_libraries
+from hf_packfree.cli.text import section
 from hf_packfree.verify.model_source import build_model
 from tests.support import by_family, tiny
 from tests.test_bench import Candidate
@@ -534,6 +535,17 @@ def test_a_process_whose_pipe_was_closed_ends_in_silence():
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, env=buffered)
     os.close(write)
     assert done.returncode == 141 and done.stderr == ""
+
+
+def test_a_long_cell_does_not_move_other_lines_in_a_pipe(capsys, monkeypatch):
+    """What is redirected into a file is pasted into an issue."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    section("title", [("a", "short"), ("b" * 200, "long")])
+    assert capsys.readouterr().out.splitlines() == [
+        "title",
+        f"  {'a':40}  short",
+        f"  {'b' * 200}  long",
+    ]
 
 
 @pytest.mark.parametrize("columns", ["0", "00"])

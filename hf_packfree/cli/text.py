@@ -86,6 +86,9 @@ def section(title: str, rows: Sequence[Sequence[str]], colours: Sequence[str] = 
     """
     print(painted(wrapped(title, "  "), "bold"))
     widths = [max(map(len, column)) for column in list(zip(*rows))[:-1]]
+    if width() is None:
+        # a long cell moves its own line, and not all of them to the right
+        widths = [min(columns, 40) for columns in widths]
     for place, (*cells, last) in enumerate(rows):
         padded = [cell.ljust(columns) for cell, columns in zip(cells, widths)]
         indent = " " * (sum(widths) + 2 * len(widths) + 2)
