@@ -29,7 +29,8 @@ from tests.vision import tiny_vision
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 DOCS = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
-PAGES = {"README.md": README, **DOCS}
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+PAGES = {"README.md": README, "CONTRIBUTING.md": CONTRIBUTING, **DOCS}
 MARK = r"^<!-- (?P<mark>[\w-]+)(?:: (?P<value>\w+))? -->\n"
 BLOCK = re.compile(rf"(?:{MARK})?^```(?P<language>\S*)[^\n]*\n(?P<code>.*?)\n?```$", re.S | re.M)
 LANGUAGES = {
@@ -118,6 +119,10 @@ def test_readme_works_in_a_checkout_and_on_a_package_index():
     assert "Quickstart" in shown and "docs/influence.png" not in shown
 
 
+def test_what_is_cited_is_this_version():
+    assert f"\nversion: {hf_packfree.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
 def test_every_block_is_of_a_language_that_is_checked():
     found = {(page, match["language"]) for page in PAGES for match in BLOCK.finditer(PAGES[page])}
     assert {language for _, language in found} <= LANGUAGES, found
@@ -178,6 +183,10 @@ def test_shell_lines_name_what_exists(page, help_of):
         elif words[0] == "torchrun":
             (file,) = (word for word in words if word.endswith(".py"))
             assert (ROOT / file).exists(), step
+        elif words[:3] == ["python", "-m", "pytest"] and "-k" in words:
+            (file,) = (word for word in words if word.endswith(".py"))
+            wanted = rf"^def test_\w*{words[words.index('-k') + 1]}"
+            assert re.search(wanted, (ROOT / file).read_text(), re.M), step
         else:
             assert words[:3] in (["python3", "-m", "venv"], ["python", "-m", "pytest"]), step
 
