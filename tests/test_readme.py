@@ -311,6 +311,19 @@ def test_the_reference_is_complete_and_names_no_file_of_the_docs():
     assert {"Measurement", "Limits", "gated_delta_rule"} <= documented.keys()
 
 
+def test_what_the_reference_has_is_public():
+    """By its own name or its module's; classes that functions return are, too."""
+    module = ""
+    for directive, name in re.findall(
+        r"^\.\. (currentmodule|autofunction):: ([\w.]+)$", DOCS["reference.md"], re.M
+    ):
+        if directive == "currentmodule":
+            module = name
+        else:
+            public = module in ("hf_packfree", "hf_packfree.data")
+            assert public or re.search(rf"\b{name}`", DOCS["stability.md"]), name
+
+
 def test_every_operation_and_backend_is_listed():
     from hf_packfree.ops.table import OPS
 
