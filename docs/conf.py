@@ -1,7 +1,10 @@
 """Sphinx's settings: sphinx-build -W -b html docs build/docs"""
 
 import shutil
+from contextlib import suppress
+from inspect import isfunction
 from pathlib import Path
+from typing import Any, get_type_hints
 
 from hf_packfree import __version__
 
@@ -38,3 +41,15 @@ napoleon_use_rtype = True
 copybutton_exclude = ".linenos, .gp, .go"
 copybutton_prompt_text = ">>> "
 html_show_copyright = False
+
+
+def setup(app: Any) -> None:
+    """Show the options of a class by their types, as autodoc does those of a function alone."""
+
+    def evaluate(app: Any, called: Any, bound: bool) -> None:
+        # what is imported for type checkers alone stays as it is written
+        with suppress(NameError):
+            if isfunction(called):
+                called.__annotations__ = get_type_hints(called)
+
+    app.connect("autodoc-before-process-signature", evaluate)

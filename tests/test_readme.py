@@ -301,7 +301,15 @@ def test_the_reference_is_complete_and_names_no_file_of_the_docs():
         else:
             documented[name] = getattr(import_module(module), name)
     for name, found in documented.items():
-        assert "docs/" not in (inspect.getdoc(found) or ""), name
+        text = inspect.getdoc(found) or ""
+        assert "docs/" not in text, name
+        # what else is named is here, or is what one of these has
+        for other in re.findall(r"see `([\w.]+)`", text):
+            assert other.split(".")[0] in documented | dict.fromkeys(["hf_packfree"]), name
+        # Sphinx takes what stands before a colon there for a type, and two names for one
+        assert not re.search(r"^Returns:\n +[^\n]*: ", text, re.M), name
+        attributes = re.search(r"^Attributes:\n(.*?)(?:^\S|\Z)", text, re.S | re.M)
+        assert not attributes or not re.search(r"^    \w+, ", attributes[1], re.M), name
         if inspect.isfunction(found):
             kind = inspect.signature(found).return_annotation
             ours = getattr(import_module(found.__module__), kind, None)

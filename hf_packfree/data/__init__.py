@@ -2,11 +2,13 @@
 datasets of whole packs; and rows of samples that share their beginnings.
 """
 
+from hf_packfree.data.documents import Document
 from hf_packfree.data.packs import PackedDataset, PackedIterableDataset
 from hf_packfree.data.prefixes import PrefixRow, pack_prefixes
 from hf_packfree.data.vision import PackedVisionCollator
 
 __all__ = [
+    "Document",
     "PackedDataset",
     "PackedIterableDataset",
     "PackedVisionCollator",

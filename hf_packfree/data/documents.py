@@ -55,7 +55,7 @@ class Document:
     Attributes:
         input_ids: int64 [n].
         labels: int64 [n]; -100 where no loss is wanted.
-        media: the model's keywords of media, see `FLAT` and `PADDED`; items in reading order.
+        media: the model's keywords of media, `pixel_values` and so on; items in reading order.
     """
 
     input_ids: Tensor

@@ -50,7 +50,7 @@ class PrefixRow:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """What a patched model is called with: `input_ids`, `position_ids` and the record."""
+        """The keywords of a patched model's call, `input_ids`, `position_ids` and the record."""
         packed = self.packed_sequence
         return {
             "input_ids": self.input_ids,

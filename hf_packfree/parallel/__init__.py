@@ -29,11 +29,10 @@ class ContextParallel:
         group: torch.distributed's process group, or a mesh of one dimension.
         gdn: of Gated DeltaNet: "heads", each rank has a share of the heads over all tokens;
             "state", each has its tokens, and the states at their edges are exchanged; "auto": what
-            takes less time, see `hf_packfree.parallel.costs`, of what the ranks and the backend
-            can do.
+            takes less time of what the ranks and the backend can do.
         attention: of full attention: "heads"; "gather", each rank gathers the keys and values
             before its own, of which the last one has most to read; "auto": in each row what takes
-            less time, see `hf_packfree.parallel.costs`, where the ranks divide the heads.
+            less time, where the ranks divide the heads.
         why: of a patched model's: why `gdn` is what it is.
 
     Raises:

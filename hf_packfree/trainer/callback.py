@@ -55,15 +55,15 @@ class PackFreeCallback(TrainerCallback):
       known, as TRL counts it, and attention within documents.
     - packfree/mtp_loss_k: the mean loss of depth k of a multi-token prediction head in training.
     - packfree/mtp_accuracy_k: the share of depth k's targets that its most likely token hits.
-    - packfree/influence: once, with `verify_first_batch`: see `first_batch_influence`.
+    - packfree/influence: once, with `verify_first_batch`: how far the outputs of any document
+      changed with the others, and 0 where nothing leaks.
 
     Hooks that count and verify are on the model only during a step: copies and saved models have
     none, nor has a model whose training was interrupted between steps.
 
     Args:
         backend, batch_invariant, padded, cuda_graphs, mtp: as for `apply_patches`, whose errors are
-            raised when the Trainer is initialised; an unknown value is refused at once
-            (ValueError).
+            raised when the Trainer is initialised.
         unpacked: as for `apply_patches`; None: "native", so that batches whose rows are one
             document each, too, train in the patched layers and without logits, or what a model has
             that was patched before. "upstream" is for bits as without us.
@@ -76,6 +76,9 @@ class PackFreeCallback(TrainerCallback):
             same dropout and noise; costs three forwards, four of a vision-language model. Where
             none of the first 16 batches is packed it gives up with a warning. In a process group
             only the first batch is checked, so that all processes run the same forwards.
+
+    Raises:
+        ValueError: an option has an unknown value.
     """
 
     def __init__(

@@ -96,7 +96,10 @@ class PackingReport:
     """What `verify_packing` measured.
 
     Attributes:
-        model, family, device, dtype: what was measured.
+        model: the class that was measured.
+        family: its name in transformers or here.
+        device: where it was.
+        dtype: of its parameters.
         lengths: tokens of each document in the row; of each sample in a tree.
         patched: the model as it is.
         unpatched: the same weights without patches: the control; None without one.

@@ -121,13 +121,13 @@ def gated_delta_rule(
             norm 1 already.
         batch_invariant: walk every document whole, unless it is a path of a tree. Otherwise
             "flash_qla" cuts long ones where that is faster, which is exact too, but rounds
-            otherwise than where the row is another; see `segments.py`.
+            otherwise than where the row is another.
         backend: a name in `OP.backends`.
 
     Returns:
-        [1, T, HV, V] in v's dtype. On the CPU it is always batch-invariant: each document's values
-        are, bit for bit, those of the document alone. On other devices that depends on their matrix
-        library.
+        [1, T, HV, V] in v's dtype. On the CPU it is always batch-invariant, and each document's
+        values are, bit for bit, those of the document alone. On other devices that depends on their
+        matrix library.
 
     Raises:
         BackendUnavailable: no backend has that name.

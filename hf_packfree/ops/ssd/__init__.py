@@ -57,14 +57,14 @@ def ssd(
             j // (H // G).
         D: [H], what of x goes past the state.
         packed: the documents of the row.
-        batch_invariant: see `hf_packfree.ops.backend.Backend`; no backend cuts documents here, so
-            that it changes nothing.
+        batch_invariant: give a document the same bits in every row; no backend cuts documents here,
+            so that it changes nothing.
         backend: a name in `OP.backends`.
 
     Returns:
-        [1, T, H, P] in x's dtype. In torch on the CPU it is always batch-invariant: each document's
-        values are, bit for bit, those of the document alone. "mamba_ssm" cuts the row into chunks,
-        not its documents, which rounds otherwise in another row.
+        [1, T, H, P] in x's dtype. In torch on the CPU it is always batch-invariant, and each
+        document's values are, bit for bit, those of the document alone. "mamba_ssm" cuts the row
+        into chunks, not its documents, which rounds otherwise in another row.
 
     Raises:
         BackendUnavailable: no backend has that name, or it cannot take a row of this size.
