@@ -170,7 +170,7 @@ class RoutedAttention(Replacement):
     ) -> Tensor:
         """Return [1, T, heads, D] of q, k and v [1, T, heads, D]."""
         state = state_of(self)
-        settings, exact = state.context_parallel, state.batch_invariant
+        settings = state.context_parallel
         attend = attention if settings is None else SHARED[settings.attention]
         dropout = self.attention_dropout if self.training else 0.0
         return attend(
@@ -180,7 +180,6 @@ class RoutedAttention(Replacement):
             packed,
             scale=self.scaling,
             dropout=dropout,
-            batch_invariant=exact,
             backend=backend,
         )
 
@@ -276,12 +275,11 @@ class GatedQKNormAttention(RoutedAttention):
         kernels = state.kernels_for(q.device, q.dtype)
         q, k = self._norm_rotate(q, k.view(heads), position_embeddings, kernels["fused"])
         out = self._attend(q, k, v.view(heads), packed, kernels["attention"])
-        gated = partial(
-            output_gate, out, gate, batch_invariant=state.batch_invariant, backend=kernels["fused"]
-        )
-        fused = FUSED.backend(kernels["fused"]).recomputes
+        backend = kernels["fused"]
+        gated = partial(output_gate, out, gate, backend=backend)
+        recompute = FUSED.backend(backend).recomputes
         return linear_with_recompute(
-            gated, self.o_proj, out, fused=fused, recompute=fused, state=state
+            gated, self.o_proj, out, backend=backend, recompute=recompute, state=state
         )
 
     def _norm_rotate(

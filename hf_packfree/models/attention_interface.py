@@ -155,7 +155,6 @@ def _attend(
         packed_sequence,
         scale=scaling,
         dropout=dropout,
-        batch_invariant=state.batch_invariant,
         backend=state.kernels_for(q.device, dtype)["attention"],
         **{_OPTIONS[name]: option for name, option in given.items()},
     )

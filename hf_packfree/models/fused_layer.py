@@ -15,6 +15,7 @@ from hf_packfree.models.base import Replacement, Sizes, size_of_norm
 from hf_packfree.models.peft_lora import spare_columns_for
 from hf_packfree.models.plain_layers import adds_one, dtype_read, epsilon, swiglu_layers
 from hf_packfree.models.state import state_of
+from hf_packfree.ops.fused import OP as FUSED
 from hf_packfree.ops.fused import add_norm, swiglu_mlp
 
 _MLP_INPUTS = "gate_proj", "up_proj"
@@ -69,9 +70,9 @@ class FusedDecoderLayer(Replacement):
 
         Rows of the norm have spare columns for the adapters of the `reader`.
         """
-        state = state_of(self)
-        backend = state.kernels_for(x.device, x.dtype)["fused"]
+        backend = state_of(self).kernels_for(x.device, x.dtype)["fused"]
         if backend != "torch" and adds_one(norm, self):
+            fused = FUSED.backend(backend)
             names = reader.inputs if isinstance(reader, Replacement) else _MLP_INPUTS
             readers = [reader._modules.get(name) for name in names]
             return add_norm(
@@ -80,7 +81,7 @@ class FusedDecoderLayer(Replacement):
                 norm.weight,
                 epsilon(norm),
                 dtype=dtype_read(x, readers),
-                spare_columns=0 if state.batch_invariant else spare_columns_for(readers, x),
+                spare_columns=spare_columns_for(readers, x) if fused.adapters else 0,
                 backend=backend,
             )
         total = x if branch is None else x + branch
@@ -90,18 +91,11 @@ class FusedDecoderLayer(Replacement):
         """Return residual + MLP(x); "torch" means upstream's module, or whatever has replaced
         it.
         """
-        state = state_of(self)
-        backend = state.kernels_for(x.device, x.dtype)["fused"]
-        adapters = not state.batch_invariant
+        backend = state_of(self).kernels_for(x.device, x.dtype)["fused"]
+        adapters = FUSED.backend(backend).adapters
         layers = swiglu_layers(self.mlp, self, x, adapters=adapters) if backend != "torch" else None
         if layers is not None:
-            return swiglu_mlp(
-                x,
-                *layers,
-                residual=residual,
-                batch_invariant=state.batch_invariant,
-                backend=backend,
-            )
+            return swiglu_mlp(x, *layers, residual=residual, backend=backend)
         out: Tensor | tuple[Tensor, ...] = self.mlp(x)
         # experts may return their router's logits too
         return residual + (out[0] if isinstance(out, tuple) else out)

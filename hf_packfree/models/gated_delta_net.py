@@ -18,7 +18,6 @@ from hf_packfree.models.plain_layers import epsilon, is_hooked, plain_layers, pr
 from hf_packfree.models.recompute import linear_with_recompute
 from hf_packfree.models.state import Kernels, PatchState, state_of
 from hf_packfree.ops.conv_delta_rule import conv_delta_rule
-from hf_packfree.ops.fused import OP as FUSED
 from hf_packfree.ops.fused import gated_rms_norm, gates
 from hf_packfree.packing import PackedSequence
 from hf_packfree.parallel.delta_rule import SHARED
@@ -54,11 +53,11 @@ class PackedGatedDeltaNet(ConvMixer):
             z,
             gated_norm.weight,
             epsilon(gated_norm),
-            batch_invariant=state.batch_invariant,
             backend=kernels["fused"],
         )
-        fused = FUSED.backend(kernels["fused"]).recomputes
-        return linear_with_recompute(norm, output, out, fused=fused, recompute=True, state=state)
+        return linear_with_recompute(
+            norm, output, out, backend=kernels["fused"], recompute=True, state=state
+        )
 
     def _gates(self, a: Tensor, b: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor]:
         """Return log decay and write strength [1, T, HV] of what was projected for them."""
@@ -75,8 +74,8 @@ class PackedGatedDeltaNet(ConvMixer):
     ) -> Tensor:
         weight, bias = self.conv1d.weight, self.conv1d.bias
         heads, sizes = (self.num_k_heads, self.num_v_heads), (self.head_k_dim, self.head_v_dim)
-        alone: Any = partial(conv_delta_rule, batch_invariant=state.batch_invariant)
-        run = alone if state.context_parallel is None else SHARED[state.context_parallel.gdn]
+        ranks = state.context_parallel
+        run: Any = conv_delta_rule if ranks is None else SHARED[ranks.gdn]
         return run(
             mixed,
             weight,

@@ -54,7 +54,6 @@ class PackedKimiDeltaAttention(ConvMixer):
             self.b_proj(x).sigmoid(),
             packed,
             qk_l2norm=not in_conv,
-            batch_invariant=state.batch_invariant,
             backend=kernels["kda"],
         )
         normed: Tensor = self.o_norm(out, self._output_gate(x).view_as(out))

@@ -50,7 +50,6 @@ class PackedMamba2(ConvMixer):
             C.unflatten(-1, (self.n_groups, self.ssm_state_size)),
             self.D,
             packed,
-            batch_invariant=state.batch_invariant,
             backend=kernels["ssd"],
         )
         normed = self._normalise(out.flatten(2), gate)

@@ -23,6 +23,7 @@ from hf_packfree.models.linear_weights import (
 )
 from hf_packfree.models.peft_lora import is_lora, read_lora
 from hf_packfree.models.state import PatchState
+from hf_packfree.ops.fused import OP as FUSED
 from hf_packfree.ops.fused import projections
 from hf_packfree.ops.fused.lora import Layer, weight_of
 
@@ -100,12 +101,11 @@ def project(x: Tensor, *layers: nn.Module, state: PatchState) -> tuple[Tensor, .
     Layers that do more than their weights and LoRA say run as modules.
     """
     backend = state.kernels_for(x.device, x.dtype)["fused"]
-    found = (
-        plain_layers(x, *layers, adapters=not state.batch_invariant) if backend != "torch" else None
-    )
+    adapters = FUSED.backend(backend).adapters
+    found = plain_layers(x, *layers, adapters=adapters) if backend != "torch" else None
     if found is None:
         return tuple(layer(x) for layer in layers)
-    return projections(x, *found, batch_invariant=state.batch_invariant, backend=backend)
+    return projections(x, *found, backend=backend)
 
 
 def plain_layers(x: Any, *layers: Any, adapters: bool = True) -> tuple[Layer, ...] | None:

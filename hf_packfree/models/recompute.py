@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from hf_packfree.models.linear_weights import compute_dtype
 from hf_packfree.models.plain_layers import plain_layers, project
 from hf_packfree.models.state import PatchState
+from hf_packfree.ops.fused import OP as FUSED
 
 
 def recompute_saved(
@@ -49,7 +50,7 @@ def linear_with_recompute(
     layer: Any,
     x: Tensor,
     *,
-    fused: bool,
+    backend: str,
     recompute: bool,
     state: PatchState,
 ) -> Tensor:
@@ -60,14 +61,15 @@ def linear_with_recompute(
         compute: called with `projection`, the layer's weight or that with adapters, it returns the
             layer's output instead.
         x: what `compute` reads, of the dtype and on the device of what it returns.
-        fused: whether `compute` with `projection` has a backward pass of its own, which recomputes
-            the layer's input.
+        backend: that of `compute`, whose backward pass with `projection` may recompute the layer's
+            input by itself.
         recompute: whether to recompute it for any other layer too (hooks, other adapters), see
             `recompute_saved`.
         state: the module's, for a linear layer that is called by itself.
     """
-    fused = fused and x.dtype == compute_dtype(x)
-    layers = plain_layers(x, layer, adapters=not state.batch_invariant) if fused else None
+    fused = FUSED.backend(backend)
+    alone = fused.recomputes and x.dtype == compute_dtype(x)
+    layers = plain_layers(x, layer, adapters=fused.adapters) if alone else None
     if layers is not None:
         return compute(projection=layers[0])
     result = compute()

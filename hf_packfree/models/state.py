@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hf_packfree.errors import PatchConflict
 from hf_packfree.graphs.runner import Graphs
 from hf_packfree.models.options import RunOptions
-from hf_packfree.ops.backend import HALF
+from hf_packfree.ops.backend import BATCH_INVARIANT, HALF
 from hf_packfree.ops.table import OPS
 from hf_packfree.packing import PackedSequence
 from hf_packfree.packing.tree import refuse_tree
@@ -27,8 +27,8 @@ got, and its output: both of the row [1, T], or of the batch [B, S] where there 
 
 
 class Kernels(dict[str, str]):
-    """{op: name of the backend that runs}, see `hf_packfree.ops.table`; "torch" where an op was not
-    chosen for.
+    """{op: name of the backend that runs}, see `hf_packfree.ops.op.Op.backend`; "torch" where an op
+    was not chosen for.
     """
 
     def __missing__(self, op: str) -> str:
@@ -37,6 +37,10 @@ class Kernels(dict[str, str]):
     def compiled(self) -> Kernels:
         """Return the same under torch.compile."""
         return Kernels({**self, **_COMPILED})
+
+    def bare(self) -> Kernels:
+        """Return the names as `apply_patches(model, backend=...)` takes and reports give them."""
+        return Kernels({op: name.removesuffix(BATCH_INVARIANT) for op, name in self.items()})
 
 
 _COMPILED = {op.name: op.compiled for op in OPS.values() if op.compiled is not None}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from packaging.version import Version
@@ -19,6 +19,8 @@ from hf_packfree.errors import BackendUnavailable, in_short
 from hf_packfree.versions import VERSIONS
 
 HALF = (torch.bfloat16, torch.float16)
+BATCH_INVARIANT = ", batch-invariant"
+"""Behind a backend's name: as it runs where a document is to get the same bits in every row."""
 
 
 class Fault(str):
@@ -51,6 +53,9 @@ class Target:
     def gpu(self) -> str:
         """The capability as it is written: "9.0"."""
         return ".".join(map(str, self.capability or ()))
+
+
+B = TypeVar("B", bound="Backend")
 
 
 def _always(target: Target) -> str | None:
@@ -87,7 +92,7 @@ class Backend:
             the kernels', or what compiles our own.
         batch_invariant: whether a document gets the same bits alone and in a packed row, in a
             layer's forward pass, where `tests/gpu` ran.
-        long: what it does with long documents if batch invariance is not wanted.
+        long: what it does with long documents where their bits may depend on the row.
         compiles: how long it compiles or tunes its kernels when they first run.
         tuned: whether it chooses their shapes by timing them, in each process anew.
         bounded: whether it runs rows with empty documents at their end and plans of a bound, as
@@ -103,14 +108,17 @@ class Backend:
     tuned: bool = False
     bounded: bool = False
 
-    def running(self, batch_invariant: bool) -> Callable[..., Any]:
-        """Return the implementation: the way for long documents too, unless the same bits are
-        wanted in every row.
-        """
-        run = self.run if self.long is None or batch_invariant else self.long.run
+    @property
+    def running(self) -> Callable[..., Any]:
+        """The implementation, with its way for long documents."""
+        run = self.run if self.long is None else self.long.run
         # an op of several functions has no call of its own
         assert run is not None
         return run
+
+    def for_every_row(self: B) -> B:
+        """Return it without what rounds otherwise where the rest of the row is another."""
+        return self if self.long is None else replace(self, long=None)
 
 
 def installed(package: str) -> str | None:
@@ -216,8 +224,9 @@ def uses_triton(operation: str, backend: str) -> bool:
     Raises:
         BackendUnavailable: `backend` is neither.
     """
-    if backend not in ("triton", "torch"):
+    name = backend.removesuffix(BATCH_INVARIANT)
+    if name not in ("triton", "torch"):
         raise BackendUnavailable(
             f"found {operation} backend {backend!r}; wanted one of torch, triton; pass one of them"
         )
-    return backend == "triton"
+    return name == "triton"

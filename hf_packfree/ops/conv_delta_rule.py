@@ -26,7 +26,6 @@ def conv_delta_rule(
     *,
     bias: Tensor | None = None,
     activation: str | None = "silu",
-    batch_invariant: bool = False,
     conv: str = "torch",
     delta_rule: str = "torch",
 ) -> Tensor:
@@ -39,7 +38,6 @@ def conv_delta_rule(
             `hf_packfree.ops.delta_rule.gated_delta_rule`.
         packed: the documents of the row.
         heads, sizes: (H, HV) and (K, V).
-        batch_invariant: see `hf_packfree.ops.delta_rule.gated_delta_rule`.
         conv, delta_rule: the backends of the two ops.
 
     Returns:
@@ -69,7 +67,6 @@ def conv_delta_rule(
         beta,
         packed,
         qk_l2norm=not in_conv,
-        batch_invariant=batch_invariant,
         backend=delta_rule,
     )
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal
 
 from hf_packfree.errors import BackendUnavailable
-from hf_packfree.ops.backend import Backend
-
-B = TypeVar("B", bound=Backend)
+from hf_packfree.ops.backend import BATCH_INVARIANT, B
 
 
 @dataclass(frozen=True)
@@ -54,14 +52,23 @@ class Op(Generic[B]):
     across_ranks: AcrossRanks | None = None
 
     def backend(self, name: str) -> B:
-        """Return the backend of that name.
+        """Return the backend of that name, which may end in `BATCH_INVARIANT`.
 
         Raises:
             BackendUnavailable: there is none.
         """
-        if name not in self.backends:
+        bare = name.removesuffix(BATCH_INVARIANT)
+        if bare not in self.backends:
             raise BackendUnavailable(
                 f"found {self.name.replace('_', ' ')} backend {name!r}; wanted one of "
                 f"{', '.join(sorted(self.backends))}; pass one of them"
             )
-        return self.backends[name]
+        found = self.backends[bare]
+        return found if bare == name else found.for_every_row()
+
+    def batch_invariant(self, name: str) -> str:
+        """Return what to call a backend by for the same bits in every row: as ever, where it has no
+        other way.
+        """
+        found = self.backends[name]
+        return name if found.for_every_row() is found else name + BATCH_INVARIANT

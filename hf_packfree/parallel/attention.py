@@ -46,13 +46,7 @@ def attend_by_heads(
 
 
 def attend_by_keys(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    packed: PackedSequence,
-    *,
-    batch_invariant: bool = False,
-    **options: Any,
+    q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, **options: Any
 ) -> Tensor:
     """Attend with this rank's queries to its own keys and those before them, which are gathered;
     for any number of heads.
@@ -61,8 +55,7 @@ def attend_by_keys(
     is on earlier ranks, the longer this one works.
 
     Args and returns: as of `attend_by_heads`; options of
-    `hf_packfree.ops.attention.attention_with_history`, which runs one kernel whatever is in the
-    row, so that `batch_invariant` changes nothing.
+    `hf_packfree.ops.attention.attention_with_history`.
     """
     shard, heads = shard_of(packed), k.shape[2]
     if not shard.sent:

@@ -108,7 +108,7 @@ def line(report: PatchReport, slow: Sequence[str]) -> str:
 
 def _running(kernels: Kernels, time: str, where: str = "") -> list[str]:
     """Name the operations whose backends compile, or try out launch sizes, for that time."""
-    runs = kernels.items()
+    runs = kernels.bare().items()
     return [f"{op}{where}: {name}" for op, name in runs if OPS[op].backends[name].compiles == time]
 
 

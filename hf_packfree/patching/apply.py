@@ -150,7 +150,9 @@ def _patch(model: nn.Module, options: Options, autocast: torch.dtype | None) -> 
         forced, config = forced_backends(options.backend), next(trunks(model, family)).config
         ranks = resolve_ways(config, sizes, ranks, family.mixer_ops, forced)
         sizes["gathered_keys"] = int(ranks.attention == "gather")
-    chosen = choose_backends(options.backend, sizes, family.ops)
+    chosen = choose_backends(
+        options.backend, sizes, family.ops, batch_invariant=options.batch_invariant
+    )
     options = replace(options, context_parallel=ranks)
     wanted = replace(chosen, mixers=family.mixers_by_kind, **options.of_run())
     state = _state_in_force(model, wanted)
@@ -239,7 +241,10 @@ def _apart(state: PatchState, other: PatchState) -> str:
     mine, its = vars(state), vars(other)
     kernels = [name for name, value in mine.items() if isinstance(value, Kernels)]
     backend = {
-        op: name for place in kernels for op, name in mine[place].items() if name != its[place][op]
+        op: name
+        for place in kernels
+        for op, name in mine[place].bare().items()
+        if name != its[place].bare()[op]
     }
     options = {
         field.name: mine[field.name]

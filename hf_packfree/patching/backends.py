@@ -5,6 +5,7 @@ it may run on.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -17,7 +18,11 @@ Choice = str | Mapping[str, str]
 
 
 def choose_backends(
-    backend: Choice, sizes: Mapping[str, int] | None = None, ops: Sequence[str] | None = None
+    backend: Choice,
+    sizes: Mapping[str, int] | None = None,
+    ops: Sequence[str] | None = None,
+    *,
+    batch_invariant: bool = False,
 ) -> PatchState:
     """Return what runs on every kind of tensor, as the state that patched modules carry.
 
@@ -27,6 +32,7 @@ def choose_backends(
         sizes: of the model, see `Target.sizes`; what is missing is not checked.
         ops: what the model calls, all if not given; of other ops nothing is chosen, though their
             names are checked.
+        batch_invariant: whether they run as they do for the same bits in every row.
 
     What runs on CUDA runs on every visible GPU: on which of them the model will be is not known
     yet.
@@ -37,13 +43,12 @@ def choose_backends(
     ops = tuple(OPS) if ops is None else ops
     forced = {op: name for op, name in forced_backends(backend).items() if op in ops}
     gpu = torch.cuda.is_available()
-    elsewhere, _ = _choose(
-        [Target("cpu", None, torch.float32, dict(sizes or {}))], ops, forced, in_doubt=gpu
-    )
+    choose = partial(_choose, ops=ops, forced=forced, batch_invariant=batch_invariant)
+    elsewhere, _ = choose([Target("cpu", None, torch.float32, dict(sizes or {}))], in_doubt=gpu)
     if not gpu:
         return PatchState(elsewhere=elsewhere)
-    half, why = _choose(_gpus(torch.bfloat16, sizes or {}), ops, forced)
-    single, why_single = _choose(_gpus(torch.float32, sizes or {}), ops, forced, in_doubt=True)
+    half, why = choose(_gpus(torch.bfloat16, sizes or {}))
+    single, why_single = choose(_gpus(torch.float32, sizes or {}), in_doubt=True)
     why |= {
         f"{op} in float32": reason for op, reason in why_single.items() if reason != why.get(op)
     }
@@ -83,7 +88,12 @@ def _all_names() -> str:
 
 
 def _choose(
-    targets: Sequence[Target], ops: Sequence[str], forced: Mapping[str, str], in_doubt: bool = False
+    targets: Sequence[Target],
+    *,
+    ops: Sequence[str],
+    forced: Mapping[str, str],
+    batch_invariant: bool,
+    in_doubt: bool = False,
 ) -> tuple[Kernels, dict[str, str]]:
     """Return the first backend of each op that can run at all `targets`, and why those before it,
     or the forced one, cannot.
@@ -109,6 +119,8 @@ def _choose(
         if refused:
             kind = Fault if any(isinstance(reason, Fault) for reason in refused.values()) else str
             why[op] = kind("; ".join(f"not {name}: {because}" for name, because in refused.items()))
+    if batch_invariant:
+        names = {op: OPS[op].batch_invariant(name) for op, name in names.items()}
     return Kernels(names), why
 
 

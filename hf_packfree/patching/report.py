@@ -273,7 +273,7 @@ def _versions(state: PatchState | None, attention: str | None) -> dict[str, str 
     if state is not None:
         everywhere = (state.cuda_half, state.cuda_single, state.elsewhere)
         names |= {
-            OPS[op].backends[name].package for kernels in everywhere for op, name in kernels.items()
+            OPS[op].backend(name).package for kernels in everywhere for op, name in kernels.items()
         }
         names |= {"triton"} if torch.cuda.is_available() else set()
         names.add(_package_of(attention) or "torch")
@@ -289,7 +289,7 @@ def _package_of(attention: str | None) -> str | None:
 
 def _implementations(state: PatchState, family: Family, model: nn.Module) -> dict[str, str]:
     parameter = a_parameter(model)
-    kernels = _kernels(state, parameter.device, parameter.dtype)
+    kernels = _kernels(state, parameter.device, parameter.dtype).bare()
     called = ops_of(model, family)
     runs = {op: kernels[op] for op in OPS if op in called}
     configs = {

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_packfree.ops.attention import attention, cudnn
+from hf_packfree.ops.backend import BATCH_INVARIANT
 from hf_packfree.ops.delta_rule import gated_delta_rule
 from hf_packfree.ops.delta_rule.flash_qla_segments import FlashQLAScans, parallel_segments
 from hf_packfree.ops.delta_rule.segments import Segments, fold, plan_segments, walk_segments
@@ -92,7 +93,7 @@ def delta_rule(
     rule = partial(gated_delta_rule, *leaves, packed, qk_l2norm=False)
     backends = ("flash_qla", "fla") if on_gpu else ("torch",)
     calls: dict[str, Callable[[], Tensor]] = {
-        f"{name}, whole": partial(rule, batch_invariant=True, backend=name) for name in backends
+        f"{name}, whole": partial(rule, backend=name + BATCH_INVARIANT) for name in backends
     }
     scans = FlashQLAScans() if on_gpu else TorchScans()
     plans = {f"{cut} segments": even(packed, cut) for cut in CUTS if tokens >= cut * 4 * CHUNK}
@@ -263,7 +264,7 @@ def errors(results: Results, device: str, tokens: int, heads: int, values: int, 
     wanted: list[list[Tensor]] = []
     backend = "flash_qla" if on_gpu else "torch"
     whole = partial(
-        gated_delta_rule, packed=packed, qk_l2norm=False, batch_invariant=True, backend=backend
+        gated_delta_rule, packed=packed, qk_l2norm=False, backend=backend + BATCH_INVARIANT
     )
     calls: dict[str, Callable[..., Tensor]] = {"whole": whole}
     for cut in (8, 16):

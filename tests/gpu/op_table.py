@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_packfree.ops.attention import cudnn
+from hf_packfree.ops.backend import BATCH_INVARIANT
 from hf_packfree.ops.delta_rule import flash_qla_segments
 from hf_packfree.ops.delta_rule.segments import CHUNK, Segments
 from hf_packfree.packing import PackedSequence
@@ -217,7 +218,7 @@ def _with_products(
     """
 
     def invariant(f: Any, x: dict[str, Tensor], packed: PackedSequence, backend: str) -> Tensor:
-        found: Tensor = call(partial(f, batch_invariant=True), x, packed, backend)
+        found: Tensor = call(f, x, packed, backend + BATCH_INVARIANT)
         return found
 
     room = "hf_packfree.ops.fused"
@@ -244,9 +245,7 @@ OPS = {
             "delta rule",
             "hf_packfree.ops.delta_rule",
             _delta_rule_leaves,
-            lambda f, x, packed, backend: f(
-                *x.values(), packed, batch_invariant=True, backend=backend
-            ),
+            lambda f, x, packed, backend: f(*x.values(), packed, backend=backend + BATCH_INVARIANT),
             "gated_delta_rule",
             exact=("fla", "flash_qla"),
             exact_gradients=("fla", "flash_qla"),
@@ -264,7 +263,7 @@ OPS = {
             "hf_packfree.ops.delta_rule",
             unit_leaves,
             lambda f, x, packed, backend: f(
-                *x.values(), packed, qk_l2norm=False, batch_invariant=True, backend=backend
+                *x.values(), packed, qk_l2norm=False, backend=backend + BATCH_INVARIANT
             ),
             "gated_delta_rule",
             exact=("fla", "flash_qla"),
@@ -331,7 +330,7 @@ OPS = {
             "hf_packfree.ops.attention",
             _attention_leaves,
             lambda f, x, packed, backend: f(
-                x["q"], x["k"], x["v"], packed, batch_invariant=True, backend=backend
+                x["q"], x["k"], x["v"], packed, backend=backend + BATCH_INVARIANT
             ),
             "attention",
             exact=("triton", "varlen"),

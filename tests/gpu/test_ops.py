@@ -276,9 +276,9 @@ def test_a_token_gets_the_same_bits_in_a_projection_of_any_number_of_rows(size, 
         x = torch.randn(rows, inputs, device=DEVICE, dtype=dtype)
         weights = [torch.randn(outputs, inputs, device=DEVICE, dtype=dtype) for _ in range(2)]
         differ, worst = [], 0.0
-        whole = projections(x, *weights, batch_invariant=True, backend="triton")
+        whole = projections(x, *weights, backend="triton, batch-invariant")
         for count in (count for count in ROWS if count < rows):
-            some = projections(x[:count], *weights, batch_invariant=True, backend="triton")
+            some = projections(x[:count], *weights, backend="triton, batch-invariant")
             errors = [relative_rms(part, all_of_it[:count]) for part, all_of_it in zip(some, whole)]
             worst, differ = max(worst, *errors), differ + [count] * any(errors)
         what = f"projection {outputs} x {inputs}, {size}: fewer rows against {rows}"

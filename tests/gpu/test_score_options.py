@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_packfree.ops.attention import OP, attention
-from hf_packfree.ops.backend import Target
+from hf_packfree.ops.backend import BATCH_INVARIANT, Target
 from hf_packfree.packing import PackedSequence
 from tests.gpu.checks import DEVICE, LENGTHS, LONG, TRIAL, gpu, record_of, spans
 from tests.support import relative_rms
@@ -83,7 +83,7 @@ def run(
     """Return the output, and the gradients of a fixed random functional."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     options: dict[str, Any] = {"window": case.window, "sinks": [*leaves[3:], None][0]}
-    out = attention(*leaves[:3], packed, batch_invariant=True, backend=backend, **options)
+    out = attention(*leaves[:3], packed, backend=backend + BATCH_INVARIANT, **options)
     torch.manual_seed(1)
     weight = torch.randn(1, sum(ROW), *out.shape[2:], dtype=torch.float64)[:, : out.shape[1]]
     return out.detach(), torch.autograd.grad((out * weight.to(out)).sum(), leaves)

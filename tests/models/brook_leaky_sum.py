@@ -42,7 +42,7 @@ OP = Op(
 
 def leaky_sum(x, decay, packed, *, backend="torch"):
     """Run h <- decay h + x on each document of a packed row; x: [1, T, D]; decay: [D]."""
-    return OP.backend(backend).running(batch_invariant=True)(x, decay, packed)
+    return OP.backend(backend).running(x, decay, packed)
 
 
 @stands_for(upstream)

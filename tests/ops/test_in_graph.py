@@ -174,8 +174,8 @@ def test_what_stays_out_of_graphs():
 def test_what_graphs_are_told_of_an_operator_is_so(name):
     t, offsets = sum(LENGTHS), PackedSequence.from_lengths(LENGTHS).cu_seqlens_cpu
     given = {
-        "gated_delta_rule": (*CASES["delta_rule"][1](t), True, False, "torch"),
-        "attention": (*CASES["attention"][1](t), None, None, None, None, False, "torch"),
+        "gated_delta_rule": (*CASES["delta_rule"][1](t), True, "torch"),
+        "attention": (*CASES["attention"][1](t), None, None, None, None, "torch"),
         "causal_conv1d": (normal(t, 6), torch.randn(6, 4), None, "silu", "torch"),
     }
     if name == "qkv_conv":

@@ -266,12 +266,12 @@ def test_inside_wrappers():
 def test_threads_that_patch_one_model_take_turns(monkeypatch):
     model, choose, inside, most = tiny(), apply.choose_backends, [], []
 
-    def slowly(*args):
+    def slowly(*args, **options):
         inside.append(1)
         most.append(len(inside))
         time.sleep(0.02)
         inside.pop()
-        return choose(*args)
+        return choose(*args, **options)
 
     monkeypatch.setattr(apply, "choose_backends", slowly)
     with ThreadPoolExecutor(4) as threads:

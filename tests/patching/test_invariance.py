@@ -4,6 +4,7 @@ elsewhere, or not exact.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,13 +12,17 @@ import torch
 from torch import nn
 
 from hf_packfree import apply_patches, patch_report
-from hf_packfree.errors import PatchConflict
+from hf_packfree.errors import BackendUnavailable, PatchConflict
 from hf_packfree.models.state import state_of
+from hf_packfree.ops import delta_rule
+from hf_packfree.ops.backend import LongDocuments
 from hf_packfree.ops.fused.linear import NARROW
 from hf_packfree.ops.table import OPS
 from hf_packfree.patching import apply, invariance
 from hf_packfree.patching.announce import announce
+from hf_packfree.patching.backends import choose_backends
 from tests.gpu.op_table import OPS as TESTED
+from tests.input_formats import row_batch
 from tests.patching.machines import INSTALLED, SIZES
 from tests.support import tiny
 from tests.vision import tiny_vision
@@ -93,6 +98,53 @@ def test_batch_invariance_is_promised_where_it_is_wanted(gpu, caplog):
         apply_patches(apply_patches(tiny()), batch_invariant=True)
     with pytest.raises(ValueError, match="found batch_invariant='yes'; wanted True or False"):
         apply_patches(tiny(), batch_invariant="yes")
+
+
+def test_what_differs_for_the_sake_of_bits_is_chosen_once_and_has_no_name_of_its_own(gpu):
+    gpu(capability=(9, 0))
+    chosen, exact = (
+        choose_backends("auto", SIZES, batch_invariant=wanted) for wanted in (False, True)
+    )
+    differ = {op for op, name in exact.cuda_half.items() if name != chosen.cuda_half[op]}
+    assert differ == {"delta_rule", "attention", "fused"}
+    assert exact.cuda_half["attention"] == "triton, batch-invariant"
+    assert exact.cuda_half.bare() == chosen.cuda_half and exact.elsewhere == chosen.elsewhere
+    forced = choose_backends({"attention": "triton"}, SIZES, batch_invariant=True)
+    assert forced.cuda_half == exact.cuda_half
+    with pytest.raises(BackendUnavailable, match="found attention=triton, batch-invariant in"):
+        choose_backends({"attention": "triton, batch-invariant"}, SIZES)
+    for op, name in exact.cuda_half.items():
+        found = OPS[op].backend(name)
+        assert found.long is None and not getattr(found, "adapters", False), op
+        assert found.batch_invariant == OPS[op].backends[chosen.cuda_half[op]].batch_invariant
+    with pytest.raises(BackendUnavailable, match="found attention backend 'no, batch-invariant'"):
+        OPS["attention"].backend("no, batch-invariant")
+
+
+@pytest.mark.filterwarnings("default")
+def test_documents_are_walked_whole_in_eager_mode_and_in_graphs(monkeypatch):
+    rule, cut = delta_rule.OP.backends["torch"], []
+    long = LongDocuments(
+        lambda *x: (cut.append(x), rule.run(*x))[1], "in segments", lambda device, sizes: True
+    )
+    monkeypatch.setitem(delta_rule.OP.backends, "torch", replace(rule, long=long))
+    inputs = row_batch("positions", [5, 17, 1, 9]).inputs
+    for wanted in (True, False):
+        model = apply_patches(tiny(), batch_invariant=wanted)
+        layers = sum(kind == "linear_attention" for kind in model.config.layer_types)
+        for run in (model, torch.compile(model, backend="eager")):
+            cut.clear()
+            with torch.no_grad():
+                run(**inputs)
+            assert len(cut) == (0 if wanted else layers)
+
+
+def test_a_model_patched_without_it_differs_by_the_option_alone(gpu, monkeypatch):
+    gpu(capability=(9, 0))
+    monkeypatch.setattr(apply, "op_sizes", lambda *_: SIZES)
+    with pytest.raises(PatchConflict) as caught:
+        apply_patches(apply_patches(tiny()), batch_invariant=True)
+    assert "batch_invariant=False; wanted batch_invariant=True; call" in str(caught.value)
 
 
 def test_what_promises_bits_is_what_the_gpu_tests_check():

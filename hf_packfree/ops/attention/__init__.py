@@ -111,7 +111,6 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    batch_invariant: bool = False,
     backend: str = "torch",
 ) -> Tensor:
     """Attend causally within each document of a packed row.
@@ -128,10 +127,9 @@ def attention(
             backends have this and the next two, and DV other than D, their `takes` says.
         softcap: scores s are softcap * tanh(s / softcap).
         sinks: [H], a score that each query's softmax counts beside those of its keys.
-        batch_invariant: attend in the same kernels whatever is in the row. Otherwise "triton"
-            hands documents of 8,192 tokens and more to cuDNN where that has kernels for
-            them, which is faster; see `cudnn.py`.
-        backend: a name in `OP.backends`.
+        backend: a name in `OP.backends`. "triton" hands documents of 8,192 tokens and more to
+            cuDNN where that has kernels for them, which is faster, see `cudnn.py`;
+            "triton, batch-invariant" attends in the same kernels whatever is in the row.
 
     Returns:
         [1, T, H, DV] in q's dtype. Memory grows with T, not with T x T, where torch has a flash
@@ -144,7 +142,7 @@ def attention(
     if is_operator(packed) and not dropout:
         # under autocast a rotary embedding of PyTorch's, as it is in graphs, is wider
         q, k = q.to(v.dtype), k.to(v.dtype)
-        values = q, k, v, scale, window, softcap, sinks, batch_invariant, backend
+        values = q, k, v, scale, window, softcap, sinks, backend
         return _in_graph(packed, *values)  # type: ignore[no-any-return]
     found = OP.backend(backend)
     scaled: dict[str, Any] = {"scale": scale}
@@ -154,7 +152,7 @@ def attention(
     options: dict[str, Any] = {"window": window, "softcap": softcap, "sinks": sinks}
     given = {name: value for name, value in options.items() if value is not None}
     needed = [*given, *["other_value_size"] * (q.shape[3] != v.shape[3])]
-    attend: Callable[..., Tensor] = found.running(batch_invariant)
+    attend: Callable[..., Tensor] = found.running
     if needed:
         lacking = [score_options.WANTED[name] for name in needed if name not in found.takes]
         if lacking or found.with_options is None:
@@ -174,7 +172,7 @@ def attention(
 _in_graph = operator(
     attention,
     "Tensor q, Tensor k, Tensor v, float? scale, int? window, float? softcap, Tensor? sinks, "
-    "bool batch_invariant, str backend",
+    "str backend",
     lambda q, k, v, *others: q.new_empty((*q.shape[:3], v.shape[3])),
 )
 

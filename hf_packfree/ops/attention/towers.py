@@ -62,7 +62,7 @@ def tower_attention(
     Raises:
         BackendUnavailable: no backend has that name.
     """
-    attend = OP.backend(backend).running(batch_invariant=True)
+    attend = OP.backend(backend).running
     return attend(q, k, v, segments, scale=scale)  # type: ignore[no-any-return]
 
 

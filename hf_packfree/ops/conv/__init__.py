@@ -100,7 +100,7 @@ def causal_conv1d(
     _check_activation(activation)
     if is_operator(packed):
         return _conv_in_graph(packed, x, weight, bias, activation, backend)  # type: ignore[no-any-return]
-    run = OP.backend(backend).running(batch_invariant=True)
+    run = OP.backend(backend).running
     if packed.tree is not None:
         run = partial(run, weight=weight, bias=bias, silu=activation is not None)
         return convolve_along_paths(x, packed, weight.shape[1], run)  # type: ignore[no-any-return]

@@ -94,7 +94,6 @@ def gated_delta_rule(
     packed: PackedSequence,
     *,
     qk_l2norm: bool = True,
-    batch_invariant: bool = False,
     backend: str = "torch",
 ) -> Tensor:
     """Run the gated delta rule (Yang et al., Gated Delta Networks, arXiv:2412.06464) on each
@@ -119,10 +118,10 @@ def gated_delta_rule(
             leaves.
         qk_l2norm: divide q and k by their L2 norms, x * rsqrt(sum(x^2) + 1e-6); False: they have
             norm 1 already.
-        batch_invariant: walk every document whole, unless it is a path of a tree. Otherwise
-            "flash_qla" cuts long ones where that is faster, which is exact too, but rounds
-            otherwise than where the row is another.
-        backend: a name in `OP.backends`.
+        backend: a name in `OP.backends`. "flash_qla" cuts long documents where that is faster,
+            which is exact too, but rounds otherwise than where the row is another, see
+            `segments.py`; "flash_qla, batch-invariant" walks every document whole, unless it is a
+            path of a tree.
 
     Returns:
         [1, T, HV, V] in v's dtype. On the CPU it is always batch-invariant, and each document's
@@ -157,19 +156,18 @@ def gated_delta_rule(
         (True, False)
     """
     if is_operator(packed):
-        values = q, k, v, g, beta, qk_l2norm, batch_invariant, backend
+        values = q, k, v, g, beta, qk_l2norm, backend
         return _in_graph(packed, *values)  # type: ignore[no-any-return]
     if packed.tree is not None:
         walk = partial(gated_delta_rule_with_states, qk_l2norm=qk_l2norm, backend=backend)
         return delta_rule_along_paths((q, k, v, g, beta), packed, walk)
-    run = OP.backend(backend).running(batch_invariant)
+    run = OP.backend(backend).running
     return run(q, k, v, g, beta, packed, qk_l2norm)  # type: ignore[no-any-return]
 
 
 _in_graph = operator(
     gated_delta_rule,
-    "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, bool qk_l2norm, bool batch_invariant, "
-    "str backend",
+    "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, bool qk_l2norm, str backend",
     lambda q, k, v, *others: v.new_empty(v.shape),
 )
 

@@ -9,7 +9,7 @@ Shapes: T tokens of the row, D channels, H heads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hf_packfree.ops.backend import Backend, needs_triton
 from hf_packfree.ops.fused.add_norm import add_layer_norm, add_norm
@@ -30,9 +30,15 @@ class FusedBackend(Backend):
     Attributes:
         recomputes: whether those with a `projection` recompute its input in the backward pass
             instead of keeping it.
+        adapters: whether linear layers with adapters, or quantised weights, run in them.
     """
 
     recomputes: bool = False
+    adapters: bool = False
+
+    def for_every_row(self) -> FusedBackend:
+        """Return it without adapters, of whose products no bits are promised."""
+        return replace(self, adapters=False) if self.adapters else self
 
 
 OP = Op(
@@ -45,6 +51,7 @@ OP = Op(
             batch_invariant=True,
             compiles="seconds",
             recomputes=True,
+            adapters=True,
         ),
         "torch": FusedBackend(),
     },

@@ -41,7 +41,6 @@ def gated_rms_norm(
     eps: float,
     *,
     projection: Layer | None = None,
-    batch_invariant: bool = False,
     backend: str = "torch",
 ) -> Tensor:
     """Return x / sqrt(mean(x^2) + eps) * weight * silu(z), computed in fp32 at least and rounded
@@ -54,9 +53,8 @@ def gated_rms_norm(
         eps: added to the mean square.
         projection: [F, HV*V], the linear layer that alone reads the result, see
             `hf_packfree.ops.fused.lora`, or None.
-        batch_invariant: with "triton", a token gets the same result in a row of any length, see
-            `hf_packfree.ops.fused.linear`.
-        backend: "triton" or "torch".
+        backend: "triton", "triton, batch-invariant", where a token gets the same result in a row of
+            any length, see `hf_packfree.ops.fused.linear`, or "torch".
 
     Returns:
         [1, T, HV, V] in x's dtype, or its projection, [1, T, F]. Upstream's module rounds to x's
@@ -67,8 +65,8 @@ def gated_rms_norm(
         BackendUnavailable: no backend has that name.
     """
     if uses_triton("gated norm", backend):
-        spec, tensors = flatten_inputs(() if projection is None else (projection,))
-        out = _GatedNorm.apply(x, z, weight, eps, spec, batch_invariant, *tensors)
+        spec, tensors = flatten_inputs(() if projection is None else (projection,), backend)
+        out = _GatedNorm.apply(x, z, weight, eps, spec, *tensors)
         return want_spare_columns(out, spec.spare_columns(out))
     normed = gated_rms_norm_reference(x, z.reshape(x.shape), weight, eps)
     return normed if projection is None else layer_reference(normed.flatten(2), projection)
@@ -90,7 +88,6 @@ class _GatedNorm(Function):
         weight: Tensor,
         eps: float,
         spec: JoinedSpec,
-        batch_invariant: bool,
         *tensors: Tensor,
     ) -> Tensor:
         from hf_packfree.ops.fused.kernels.norms import gated_norm
@@ -111,7 +108,7 @@ class _GatedNorm(Function):
             eps,
             **blocks,
         )
-        out = layer.forward(normed, batch_invariant, padded)[0] if tensors else normed.view(x.shape)
+        out = layer.forward(normed, padded)[0] if tensors else normed.view(x.shape)
         ctx.save_for_backward(x, z, weight, *tensors, *layer.h)
         ctx.eps, ctx.spec = eps, spec
         return out
@@ -122,12 +119,12 @@ class _GatedNorm(Function):
         (x, z, weight, *saved), count = ctx.saved_tensors, ctx.spec.num_tensors
         recompute = partial(_gradients, x, z, weight, ctx.eps, ctx.needs_input_grad[2])
         if not count:
-            return *recompute(d_out.contiguous(), False)[0], None, None, None
+            return *recompute(d_out.contiguous(), False)[0], None, None
         layer = JoinedLinear(ctx.spec, saved[:count], saved[count:])
         d_x, d_z, d_weight, *d_tensors = linear_backward(
-            d_out, layer, recompute, ctx.needs_input_grad[6:]
+            d_out, layer, recompute, ctx.needs_input_grad[5:]
         )
-        return d_x, d_z, d_weight, None, None, None, *d_tensors
+        return d_x, d_z, d_weight, None, None, *d_tensors
 
 
 def _gradients(

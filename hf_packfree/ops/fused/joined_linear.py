@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from hf_packfree.ops.backend import HALF
+from hf_packfree.ops.backend import BATCH_INVARIANT, HALF
 from hf_packfree.ops.fused.add_norm import take_padded
 from hf_packfree.ops.fused.linear import (
     NARROW,
@@ -48,11 +48,14 @@ class JoinedSpec:
         out_features: of each.
         computed: how each weight is computed, where it is not the weight itself.
         groups: of their adapters.
+        batch_invariant: whether a row of x gives the same result among any number of rows, which is
+            not promised of layers with adapters.
     """
 
     out_features: tuple[int, ...]
     computed: tuple[ComputedWeight | None, ...]
     groups: Sequence[AdapterGroup]
+    batch_invariant: bool
 
     @property
     def num_tensors(self) -> int:
@@ -65,9 +68,9 @@ class JoinedSpec:
         return spare_columns(x, x.dtype, pairs)
 
 
-def flatten_inputs(layers: Sequence[Layer]) -> tuple[JoinedSpec, list[Tensor]]:
-    """Return the spec and the tensors, for an autograd function: weights or what they are computed
-    from, then A and B of every adapter.
+def flatten_inputs(layers: Sequence[Layer], backend: str) -> tuple[JoinedSpec, list[Tensor]]:
+    """Return the spec for a backend and the tensors, for an autograd function: weights or what they
+    are computed from, then A and B of every adapter.
     """
     tensors: list[Tensor] = []
     out_features: list[int] = []
@@ -86,7 +89,8 @@ def flatten_inputs(layers: Sequence[Layer]) -> tuple[JoinedSpec, list[Tensor]]:
     if owned:
         groups, of_adapters = group_adapters(owned, weight.dtype)
         tensors += of_adapters
-    return JoinedSpec(tuple(out_features), tuple(computed), groups), tensors
+    invariant = backend.endswith(BATCH_INVARIANT)
+    return JoinedSpec(tuple(out_features), tuple(computed), groups, invariant), tensors
 
 
 class JoinedLinear:
@@ -117,14 +121,10 @@ class JoinedLinear:
         padded = x.new_empty(*x.shape[:-1], x.shape[-1] + spare)
         return padded[..., : x.shape[-1]], padded
 
-    def forward(
-        self, x: Tensor, batch_invariant: bool, padded: Tensor | None = None
-    ) -> list[Tensor]:
-        """Return the outputs [..., F] of x [..., D]; `batch_invariant` is not promised of layers
-        with adapters.
-        """
+    def forward(self, x: Tensor, padded: Tensor | None = None) -> list[Tensor]:
+        """Return the outputs [..., F] of x [..., D]."""
         if self.adapters is None:
-            return self._without_adapters(x, batch_invariant)
+            return self._without_adapters(x)
         rows = rows_of(x)
         self.h = self.adapters.h(rows)
         h = cat(self.h, 1)
@@ -148,8 +148,8 @@ class JoinedLinear:
             return added.to(x.dtype).addmm_(x, weight.T)
         return linear(x_and_h[:, : weight.shape[1] + columns], cat([weight, B], 1))
 
-    def _without_adapters(self, x: Tensor, batch_invariant: bool) -> list[Tensor]:
-        outs: list[Tensor] = []
+    def _without_adapters(self, x: Tensor) -> list[Tensor]:
+        batch_invariant, outs = self.spec.batch_invariant, list[Tensor]()
         for group in _groups(self.spec.out_features):
             weights = self.weights.of(group)
             narrow = weights[0].shape[0] < NARROW and x.dtype in HALF

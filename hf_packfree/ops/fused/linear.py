@@ -2,7 +2,7 @@
 where that is wanted.
 
 cuBLAS may choose split-K where a product has few output tiles, so a row's result depends on the
-number of rows. With `batch_invariant=True` short rows are padded until it does not, and
+number of rows. Where that is not wanted, short rows are padded until it does not, and
 `narrow_linear`, for few outputs, is a kernel of ours that never splits its sums. It also reads x
 once for two layers, so neighbours run it on a GPU in any case.
 """

@@ -34,7 +34,6 @@ def output_gate(
     z: Tensor,
     *,
     projection: Layer | None = None,
-    batch_invariant: bool = False,
     backend: str = "torch",
 ) -> Tensor:
     """Return x * sigmoid(z).
@@ -43,9 +42,8 @@ def output_gate(
         x, z: [1, T, H, D], any floating dtype, any strides.
         projection: [F, H*D], the linear layer that alone reads the result, see
             `hf_packfree.ops.fused.lora`, or None.
-        batch_invariant: with "triton", a token gets the same result in a row of any length, see
-            `hf_packfree.ops.fused.linear`.
-        backend: "triton" or "torch".
+        backend: "triton", "triton, batch-invariant", where a token gets the same result in a row of
+            any length, see `hf_packfree.ops.fused.linear`, or "torch".
 
     Returns:
         [1, T, H, D] in x's dtype, or its projection, [1, T, F].
@@ -54,8 +52,8 @@ def output_gate(
         BackendUnavailable: no backend has that name.
     """
     if uses_triton("output gate", backend):
-        spec, tensors = flatten_inputs(() if projection is None else (projection,))
-        out = _OutputGate.apply(x, z, spec, batch_invariant, *tensors)
+        spec, tensors = flatten_inputs(() if projection is None else (projection,), backend)
+        out = _OutputGate.apply(x, z, spec, *tensors)
         return want_spare_columns(out, spec.spare_columns(out))
     gated = x * z.sigmoid()
     return gated if projection is None else layer_reference(gated.flatten(2), projection)
@@ -63,9 +61,7 @@ def output_gate(
 
 class _OutputGate(Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, z: Tensor, spec: JoinedSpec, batch_invariant: bool, *tensors: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, z: Tensor, spec: JoinedSpec, *tensors: Tensor) -> Tensor:
         from hf_packfree.ops.fused.kernels.gates import output_gate
 
         x, z = x.contiguous(), z if z.stride(3) == 1 else z.contiguous()
@@ -73,7 +69,7 @@ class _OutputGate(Function):
         gated, padded = layer.empty_input(tokens)
         grid, sizes, blocks = _blocks(z)
         launch(output_gate, grid, x, z, gated, *sizes, gated.stride(-2), **blocks)
-        out = layer.forward(gated, batch_invariant, padded)[0] if tensors else gated.view(x.shape)
+        out = layer.forward(gated, padded)[0] if tensors else gated.view(x.shape)
         ctx.save_for_backward(x, z, *tensors, *layer.h)
         ctx.spec = spec
         return out
@@ -84,10 +80,10 @@ class _OutputGate(Function):
         (x, z, *saved), count = ctx.saved_tensors, ctx.spec.num_tensors
         recompute = partial(_gradients, x, z)
         if not count:
-            return *recompute(d_out.contiguous(), False)[0], None, None
+            return *recompute(d_out.contiguous(), False)[0], None
         layer = JoinedLinear(ctx.spec, saved[:count], saved[count:])
-        d_x, d_z, *d_tensors = linear_backward(d_out, layer, recompute, ctx.needs_input_grad[4:])
-        return d_x, d_z, None, None, *d_tensors
+        d_x, d_z, *d_tensors = linear_backward(d_out, layer, recompute, ctx.needs_input_grad[3:])
+        return d_x, d_z, None, *d_tensors
 
 
 def _gradients(

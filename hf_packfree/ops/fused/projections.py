@@ -22,9 +22,7 @@ from hf_packfree.ops.fused.lora import Layer, cast_input, layer_reference
 from hf_packfree.ops.operation import once_differentiable
 
 
-def projections(
-    x: Tensor, *layers: Layer, batch_invariant: bool = False, backend: str = "torch"
-) -> tuple[Tensor, ...]:
+def projections(x: Tensor, *layers: Layer, backend: str = "torch") -> tuple[Tensor, ...]:
     """Return the output of each linear layer; "triton" sums the gradients of x inside the matrix
     products.
 
@@ -32,9 +30,8 @@ def projections(
         x: [..., D], any floating dtype; rounded to the layers'.
         layers: [F, D] each, in one dtype, or that with adapters, see
             `hf_packfree.ops.fused.lora`.
-        batch_invariant: with "triton", a row of x gives the same result among any number of rows,
-            without adapters.
-        backend: "triton" or "torch".
+        backend: "triton", "triton, batch-invariant", where a row of x gives the same result among
+            any number of rows (without adapters), or "torch".
 
     Returns:
         [..., F] each, in the layers' dtype.
@@ -44,8 +41,8 @@ def projections(
     """
     x = cast_input(x, layers[0])
     if uses_triton("projections", backend):
-        spec, tensors = flatten_inputs(layers)
-        return _Projections.apply(spec, batch_invariant, norm_of(x), x, *tensors)  # type: ignore[no-any-return]
+        spec, tensors = flatten_inputs(layers, backend)
+        return _Projections.apply(spec, norm_of(x), x, *tensors)  # type: ignore[no-any-return]
     return tuple(layer_reference(x, layer) for layer in layers)
 
 
@@ -54,14 +51,13 @@ class _Projections(Function):
     def forward(
         ctx: Any,
         spec: JoinedSpec,
-        batch_invariant: bool,
         norm: NormOf | None,
         x: Tensor,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         layers = JoinedLinear(spec, tensors)
-        outs = layers.forward(x, batch_invariant, norm.padded if norm else None)
-        kept = kept_input(x, norm, ctx.needs_input_grad[4:])
+        outs = layers.forward(x, norm.padded if norm else None)
+        kept = kept_input(x, norm, ctx.needs_input_grad[3:])
         ctx.save_for_backward(*kept, *tensors, *layers.h)
         ctx.spec, ctx.eps, ctx.dtype = spec, norm.eps if norm else None, x.dtype
         return tuple(outs)
@@ -70,13 +66,13 @@ class _Projections(Function):
     @once_differentiable
     def backward(ctx: Any, *d_outs: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight, *saved), spec = ctx.saved_tensors, ctx.spec
-        needs_x, *needed = ctx.needs_input_grad[3:]
+        needs_x, *needed = ctx.needs_input_grad[2:]
         with autocast_as_in_forward(d_outs[0]):
             layers = JoinedLinear(spec, saved[: spec.num_tensors], saved[spec.num_tensors :])
             backward = JoinedBackward(layers, d_outs, needed)
             d_x = backward.d_x().view(*d_outs[0].shape[:-1], -1) if needs_x else None
             x = input_again(x, weight, ctx.eps, ctx.dtype)
-            return None, None, None, d_x, *backward.d_tensors(x)
+            return None, None, d_x, *backward.d_tensors(x)
 
 
 def kept_input(

@@ -38,7 +38,6 @@ def swiglu_mlp(
     down: Layer,
     *,
     residual: Tensor | None = None,
-    batch_invariant: bool = False,
     backend: str = "torch",
 ) -> Tensor:
     """Return (silu(x gate^T) * (x up^T)) down^T (Shazeer, arXiv:2002.05202), each factor rounded as
@@ -50,9 +49,8 @@ def swiglu_mlp(
         down: [D, F], likewise.
         residual: [..., D], what is added to the result, which is rounded before, as upstream does;
             or None.
-        batch_invariant: with "triton", a token gets the same result in a row of any length, see
-            `hf_packfree.ops.fused.linear`; without adapters.
-        backend: "triton" or "torch".
+        backend: "triton", "triton, batch-invariant", where a token gets the same result in a row of
+            any length, see `hf_packfree.ops.fused.linear` (without adapters), or "torch".
 
     Returns:
         [..., D] in the layers' dtype, or that of the sum.
@@ -62,9 +60,9 @@ def swiglu_mlp(
     """
     x = cast_input(x, gate)
     if uses_triton("swiglu", backend):
-        (inputs, first), (output, last) = flatten_inputs((gate, up)), flatten_inputs((down,))
-        options = norm_of(x), (inputs, output), batch_invariant
-        out = _SwiGLU.apply(x, residual, *options, *first, *last)
+        inputs, first = flatten_inputs((gate, up), backend)
+        output, last = flatten_inputs((down,), backend)
+        out = _SwiGLU.apply(x, residual, norm_of(x), (inputs, output), *first, *last)
         return want_spare_columns(out, output.spare_columns(out))
     out = layer_reference(silu(layer_reference(x, gate)) * layer_reference(x, up), down)
     return out if residual is None else residual + out
@@ -78,7 +76,6 @@ class _SwiGLU(Function):
         residual: Tensor | None,
         norm: NormOf | None,
         specs: tuple[JoinedSpec, JoinedSpec],
-        batch_invariant: bool,
         *tensors: Tensor,
     ) -> Tensor:
         from hf_packfree.ops.fused.kernels.swiglu import swiglu
@@ -86,11 +83,11 @@ class _SwiGLU(Function):
         count = specs[0].num_tensors
         inputs = JoinedLinear(specs[0], tensors[:count])
         output = JoinedLinear(specs[1], tensors[count:])
-        a, b = inputs.forward(x, batch_invariant, norm.padded if norm else None)
+        a, b = inputs.forward(x, norm.padded if norm else None)
         gated, padded = output.empty_input(a)
         _run(swiglu, a, b, gated, gated.stride(-2))
-        (y,) = output.forward(gated, batch_invariant, padded)
-        source = kept_input(x, norm, ctx.needs_input_grad[5 : 5 + count])
+        (y,) = output.forward(gated, padded)
+        source = kept_input(x, norm, ctx.needs_input_grad[4 : 4 + count])
         ctx.save_for_backward(*source, a, b, *tensors, *inputs.h, *output.h)
         ctx.specs, ctx.num_h, ctx.eps = specs, len(inputs.h), norm.eps if norm else None
         ctx.dtype = residual.dtype if residual is not None else None
@@ -108,7 +105,7 @@ class _SwiGLU(Function):
         tensors, h = saved[:count], saved[count:]
         inputs = JoinedLinear(specs[0], tensors[:first], h[: ctx.num_h])
         output = JoinedLinear(specs[1], tensors[first:], h[ctx.num_h :])
-        needs_d_x, _, _, _, _, *needed = ctx.needs_input_grad
+        needs_d_x, _, _, _, *needed = ctx.needs_input_grad
         with autocast_as_in_forward(d_y):
             last = JoinedBackward(output, [d_y.to(a.dtype)], needed[first:])
             gated = last.d_x().view_as(a)
@@ -122,7 +119,6 @@ class _SwiGLU(Function):
             return (
                 d_x,
                 d_residual,
-                None,
                 None,
                 None,
                 *d_tensors,

@@ -34,7 +34,6 @@ def kda(
     packed: PackedSequence,
     *,
     qk_l2norm: bool = True,
-    batch_invariant: bool = False,
     backend: str = "torch",
 ) -> Tensor:
     """Run Kimi Delta Attention (Kimi Linear, arXiv:2510.26692) on each document of a packed row.
@@ -57,8 +56,6 @@ def kda(
         packed: the documents of the row.
         qk_l2norm: divide q and k by their L2 norms, x * rsqrt(sum(x^2) + 1e-6); False: they have
             norm 1 already.
-        batch_invariant: give a document the same bits in every row; no backend has another way for
-            long documents.
         backend: a name in `OP.backends`.
 
     Returns:
@@ -94,16 +91,15 @@ def kda(
     """
     refuse_tree(packed, "for Kimi Delta Attention")
     if is_operator(packed):
-        values = q, k, v, g, beta, qk_l2norm, batch_invariant, backend
+        values = q, k, v, g, beta, qk_l2norm, backend
         return _in_graph(packed, *values)  # type: ignore[no-any-return]
-    run: Any = OP.backend(backend).running(batch_invariant)
+    run: Any = OP.backend(backend).running
     return run(q, k, v, g, beta, packed, qk_l2norm)  # type: ignore[no-any-return]
 
 
 _in_graph = operator(
     kda,
-    "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, bool qk_l2norm, bool batch_invariant, "
-    "str backend",
+    "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, bool qk_l2norm, str backend",
     lambda q, k, v, *others: v.new_empty(v.shape),
 )
 

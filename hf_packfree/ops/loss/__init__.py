@@ -110,7 +110,7 @@ def linear_cross_entropy(
         tensor(2.0794)
     """
     found = targets if isinstance(targets, Targets) else Targets.of(targets, ignore_index)
-    run = OP.backend(backend).running(batch_invariant=True)
+    run = OP.backend(backend).running
     return run(x, weight, found, bias)  # type: ignore[no-any-return]
 
 

@@ -35,7 +35,6 @@ def ssd(
     D: Tensor,
     packed: PackedSequence,
     *,
-    batch_invariant: bool = False,
     backend: str = "torch",
 ) -> Tensor:
     """Run Mamba-2's state space duality (Dao & Gu, arXiv:2405.21060) on each document of a packed
@@ -57,8 +56,6 @@ def ssd(
             j // (H // G).
         D: [H], what of x goes past the state.
         packed: the documents of the row.
-        batch_invariant: give a document the same bits in every row; no backend cuts documents here,
-            so that it changes nothing.
         backend: a name in `OP.backends`.
 
     Returns:
@@ -96,15 +93,14 @@ def ssd(
     """
     refuse_tree(packed, "for Mamba-2's SSD, whose states nothing hands on to branches")
     if is_operator(packed):
-        return _in_graph(packed, x, dt, A, B, C, D, batch_invariant, backend)  # type: ignore[no-any-return]
-    run = OP.backend(backend).running(batch_invariant)
+        return _in_graph(packed, x, dt, A, B, C, D, backend)  # type: ignore[no-any-return]
+    run = OP.backend(backend).running
     return run(x, dt, A, B, C, D, packed)  # type: ignore[no-any-return]
 
 
 _in_graph = operator(
     ssd,
-    "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor D, bool batch_invariant, "
-    "str backend",
+    "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor D, str backend",
     lambda x, *others: x.new_empty(x.shape),
 )
 

@@ -150,7 +150,7 @@ def ops(dtype: torch.dtype) -> Iterator[tuple[tuple[Tensor, ...], list[Tensor]]]
         outputs = (found.log_probs, *([found.entropy] if entropy else []))
         yield outputs, [hidden, head]
     narrow = random((16, WIDTH), (16, WIDTH))
-    yield projections(x, *narrow, batch_invariant=True, **TRITON), [x, *narrow]
+    yield projections(x, *narrow, backend="triton, batch-invariant"), [x, *narrow]
     for of_adapters in {dtype, torch.float32}:
         tensors = random(
             *[(RANK, WIDTH), (INNER, RANK)] * 2, (RANK, INNER), (WIDTH, RANK), dtype=of_adapters

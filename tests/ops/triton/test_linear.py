@@ -20,9 +20,9 @@ def test_values_do_not_depend_on_the_number_of_rows(tokens, depth, sizes, launch
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, tokens, depth + 7, generator=generator).half()[..., 7:]
     weights = [torch.randn(size, depth, generator=generator).half() for size in sizes]
-    found = projections(x, *weights, batch_invariant=True, backend="triton")
+    found = projections(x, *weights, backend="triton, batch-invariant")
     wanted = projections(x.double(), *(weight.double() for weight in weights))
-    fewer = projections(x[:, : tokens // 2 + 1], *weights, batch_invariant=True, backend="triton")
+    fewer = projections(x[:, : tokens // 2 + 1], *weights, backend="triton, batch-invariant")
     for a, b, c in zip(found, wanted, fewer, strict=True):
         assert a.dtype == x.dtype and a.shape == b.shape and a.is_contiguous()
         assert relative_rms(a, b) < torch.finfo(x.dtype).eps
@@ -36,7 +36,7 @@ def test_gradients():
         torch.randn(shape, generator=generator).half() for shape in ((1, 65, 40), (5, 40), (31, 40))
     ]
     gradients = []
-    ours = {"batch_invariant": True, "backend": "triton"}
+    ours = {"backend": "triton, batch-invariant"}
     for inputs, options in ((leaves, ours), ([leaf.double() for leaf in leaves], {})):
         inputs = [x.detach().requires_grad_() for x in inputs]
         gradients.append(
@@ -73,6 +73,6 @@ def test_narrow_neighbours_read_their_input_together_on_a_gpu(launched, monkeypa
     found = projections(x, *weights, backend="triton")
     assert launched == KERNELS
     for part, invariant in zip(
-        found[1:], projections(x, *weights, batch_invariant=True, backend="triton")[1:], strict=True
+        found[1:], projections(x, *weights, backend="triton, batch-invariant")[1:], strict=True
     ):
         assert torch.equal(part, invariant)
