@@ -17,9 +17,10 @@ from torch import nn
 
 from hf_packfree._version import __version__
 from hf_packfree.models.head_loss import why_logits_are_made
+from hf_packfree.models.linear_weights import compute_dtype
 from hf_packfree.models.options import Padded, Unpacked
 from hf_packfree.models.peft_lora import is_lora
-from hf_packfree.models.state import Kernels, PatchState, find_state
+from hf_packfree.models.state import PatchState, find_state
 from hf_packfree.models.unfused import why_not_fused
 from hf_packfree.ops.backend import installed
 from hf_packfree.ops.table import OPS
@@ -289,7 +290,8 @@ def _package_of(attention: str | None) -> str | None:
 
 def _implementations(state: PatchState, family: Family, model: nn.Module) -> dict[str, str]:
     parameter = a_parameter(model)
-    kernels = _kernels(state, parameter.device, parameter.dtype).bare()
+    # mixers choose by what a projection returns
+    kernels = state.kernels_for(parameter.device, compute_dtype(parameter)).bare()
     called = ops_of(model, family)
     runs = {op: kernels[op] for op in OPS if op in called}
     configs = {
@@ -311,19 +313,6 @@ def _implementations(state: PatchState, family: Family, model: nn.Module) -> dic
 def a_parameter(model: nn.Module) -> torch.Tensor:
     """Return a parameter, for its device and dtype."""
     return next(model.parameters(), torch.empty(0))
-
-
-def _kernels(state: PatchState, device: torch.device, dtype: torch.dtype) -> Kernels:
-    """What mixers choose: by what a projection returns, which under autocast is autocast's
-    dtype.
-    """
-    autocast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(
-        device.type
-    )
-    # which autocast leaves alone
-    if autocast and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device.type)
-    return state.kernels_for(device, dtype)
 
 
 def warn_of_heads(left_alone: dict[str, str]) -> None:
